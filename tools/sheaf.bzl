@@ -1,0 +1,130 @@
+"""The rules that all C++ of this tree is built with, and the only place where its flags stand."""
+
+_DEBUG = str(Label("//tools/bazel:debug"))
+
+_WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+
+# No contraction: the same bits on every instruction set. The other two say what we never rely on.
+_FLOATING_POINT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+
+def _optimise(level):
+    return select({_DEBUG: ["-O0"], "//conditions:default": [level]})
+
+def _copts(copts, march = "x86-64-v3"):
+    # Ours first, so that a target's own copts win.
+    return (["-std=c++20", "-march=" + march] + _FLOATING_POINT + _WARNINGS +
+            _optimise("-O2") + copts)
+
+def sheaf_library(name, srcs = [], hdrs = [], deps = [], copts = [], **kwargs):
+    """A library whose header core/tensor.h is included as "sheaf/core/tensor.h" everywhere.
+
+    Args:
+      name: name of the target.
+      srcs: sources; headers that only this target includes belong to hdrs too.
+      hdrs: headers, included under "sheaf/" and their path in this tree.
+      deps: libraries.
+      copts: further flags, such as ["-O3"] for kernels.
+      **kwargs: passed on to cc_library (visibility, testonly, linkopts, tags, ...).
+    """
+    package = native.package_name()
+    native.cc_library(
+        name = name,
+        srcs = srcs,
+        hdrs = hdrs,
+        # Without a strip prefix, Bazel takes headers relative to their package, so name it again.
+        include_prefix = "sheaf/" + package if package else "sheaf",
+        deps = deps,
+        copts = _copts(copts),
+        linkstatic = True,
+        **kwargs
+    )
+
+def sheaf_binary(name, srcs, deps = [], copts = [], **kwargs):
+    """A program; our own libraries are linked in statically."""
+    native.cc_binary(
+        name = name,
+        srcs = srcs,
+        deps = deps,
+        copts = _copts(copts),
+        linkstatic = True,
+        **kwargs
+    )
+
+def sheaf_test(name, srcs, deps = [], copts = [], size = "small", main = True, **kwargs):
+    """A GoogleTest program; gtest and its main come by themselves.
+
+    Tag it "threaded" if it runs several threads or ranks: those tests also run under TSan.
+
+    Args:
+      name: name of the target.
+      srcs: sources.
+      deps: libraries.
+      copts: further flags.
+      size: time limit: small 60 s, medium 300 s, large 900 s.
+      main: False if a source brings its own main().
+      **kwargs: passed on to cc_test (tags, data, args, env, ...).
+    """
+    native.cc_test(
+        name = name,
+        srcs = srcs,
+        deps = deps + (["@gtest//:gtest_main"] if main else ["@gtest//:gtest"]),
+        copts = _copts(copts),
+        linkstatic = True,
+        size = size,
+        **kwargs
+    )
+
+# -fno-weak keeps inline functions of headers local to the object: as weak symbols, the linker could
+# give a v4 copy of, say, std::vector's growth to code that runs on a v3 machine.
+# -w: the v3 build of the same source reports its warnings; for v4, g++ 12 also warns about its own
+# AVX-512 headers and about -fno-weak giving each object its own copy of an inline constant.
+_SIMD = {
+    "v3": [],
+    "v4": ["-mprefer-vector-width=512", "-fno-weak", "-w"],
+}
+
+def sheaf_simd_library(name, kernel_srcs, srcs, hdrs = [], deps = [], copts = [], **kwargs):
+    """A library whose kernels are compiled once for x86-64-v3 and once for x86-64-v4.
+
+    A kernel source opens `namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE`, which is v3 or v4; a source
+    in `srcs` declares both and chooses once at run time by __builtin_cpu_supports("x86-64-v4").
+
+    Args:
+      name: name of the library to depend on.
+      kernel_srcs: sources compiled twice.
+      srcs: sources compiled once: the dispatcher.
+      hdrs: headers of both.
+      deps: libraries of both. Kernels must not include Eigen, whose inline code depends on -march.
+      copts: further flags of both; kernels are built with -O3.
+      **kwargs: passed on to all cc_library rules (testonly, tags, linkopts, ...).
+    """
+    package = native.package_name()
+    visibility = kwargs.pop("visibility", None)
+    headers = name + "_headers"
+    sheaf_library(
+        name = headers,
+        hdrs = hdrs,
+        deps = deps,
+        visibility = ["//visibility:private"],
+        **kwargs
+    )
+    for level, flags in _SIMD.items():
+        native.cc_library(
+            name = name + "_" + level,
+            srcs = kernel_srcs,
+            deps = [headers],
+            copts = _copts([], march = "x86-64-" + level) + _optimise("-O3") + flags + copts,
+            local_defines = ["SHEAF_SIMD_NAMESPACE=" + level],
+            linkstatic = True,
+            visibility = ["//visibility:private"],
+            **kwargs
+        )
+    native.cc_library(
+        name = name,
+        srcs = srcs,
+        deps = [headers] + [name + "_" + level for level in _SIMD],
+        copts = _copts(copts),
+        linkstatic = True,
+        visibility = visibility,
+        **kwargs
+    )
