@@ -1,0 +1,79 @@
+// Communicator: rank, size and the collectives of one group of ranks, on one lane.
+//
+// Every call enqueues on the communicator's own thread and returns at once; calls run in the order they were made, and
+// the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live until
+// then. Communicators never allocate values: what they need besides the caller's buffers is `staging_bytes`, a block
+// that is fixed at construction.
+//
+// Sums run in rank order, ((x0 + x1) + x2) + ..., each element on the rank that owns it, in f32 for f32, bf16 and f16
+// (rounded once at the end), in f64 for f64, exactly for integers: the same bits at every call and for every algorithm.
+//
+// A failure (peer lost, time-out, disagreement) poisons the communicator: the event rethrows it, and so does every
+// later call. Errors name rank, op, sequence number, module path and the ranks that are missing.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "sheaf/core/dtype.h"
+#include "sheaf/core/event.h"
+
+namespace sheaf {
+
+enum class Reduction : uint8_t { sum, max, min };
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::string_view kind() const = 0;  ///< "local", "gloo", "simulated"
+
+  /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
+  /// its own place inside `out` (in-place gather).
+  ///    rank 0: a     rank 0: a b c
+  ///    rank 1: b  →  rank 1: a b c        adjoint: reduce_scatter
+  ///    rank 2: c     rank 2: a b c
+  virtual Event all_gather(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
+                           std::string_view path) = 0;
+
+  /// `in` holds sum(counts) elements on every rank; rank r receives the sum over ranks of segment r (counts[r]
+  /// elements) in `out`. `out` may lie at its own place inside `in`.
+  ///    rank 0: a0 b0 c0     rank 0: a0+a1+a2
+  ///    rank 1: a1 b1 c1  →  rank 1: b0+b1+b2        adjoint: all_gather
+  ///    rank 2: a2 b2 c2     rank 2: c0+c1+c2
+  virtual Event reduce_scatter(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
+                               std::string_view path) = 0;
+
+  /// `data` becomes the reduction over all ranks, in place. Sum in rank order, as above.
+  virtual Event all_reduce(void* data, int64_t count, DType dtype, Reduction reduction, std::string_view path) = 0;
+
+  /// Segment s of `in` (send_counts[s] elements) goes to rank s; `out` receives rank s's segment for us at position s
+  /// (recv_counts[s] elements).
+  virtual Event all_to_all(const void* in, std::span<const int64_t> send_counts, void* out,
+                           std::span<const int64_t> recv_counts, DType dtype, std::string_view path) = 0;
+
+  /// `bytes` bytes of rank `root` to every rank, in place.
+  virtual Event broadcast(void* data, int64_t bytes, int root, std::string_view path) = 0;
+
+  virtual Event barrier(std::string_view path) = 0;
+
+  /// Makes every rank of this communicator fail at once with `reason` (names this rank). Safe from any thread.
+  virtual void abort(const std::string& reason) = 0;
+
+  /// Bytes of staging this communicator holds, charged to the rank's allocator for its whole life.
+  virtual int64_t staging_bytes() const = 0;
+
+  /// Collectives issued so far and a running hash of (op, dtype, counts, path): equal on all ranks of the group.
+  virtual uint64_t sequence() const = 0;
+  virtual uint64_t fingerprint() const = 0;
+  /// Payload bytes this rank has received in collectives so far.
+  virtual int64_t bytes_received() const = 0;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,73 @@
+// JSON for our own small files (manifests, tokenizers, metrics), read strictly: what a file could mean in two ways is
+// refused. Integers stay integers, duplicate keys, bad UTF-8, trailing bytes and deep nesting are errors.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "sheaf/core/error.h"
+
+namespace sheaf {
+
+class Json {
+ public:
+  using Array = std::vector<Json>;
+  using Object = std::vector<std::pair<std::string, Json>>;  ///< in the order of the file
+
+  Json() = default;  ///< null
+  Json(bool value) : value_(value) {}
+  Json(int value) : value_(int64_t{value}) {}
+  Json(int64_t value) : value_(value) {}
+  Json(double value) : value_(value) {}
+  Json(const char* value) : value_(std::string(value)) {}
+  Json(std::string value) : value_(std::move(value)) {}
+  Json(std::string_view value) : value_(std::string(value)) {}
+  Json(Array value) : value_(std::move(value)) {}
+  Json(Object value) : value_(std::move(value)) {}
+
+  /// Parses one document; throws DataError "[json] <origin>: <reason>". Numbers with fraction or exponent are doubles,
+  /// others must fit int64_t; depth at most 32.
+  static Json parse(std::string_view text, std::string_view origin);
+  /// Compact text in one line. Doubles are the shortest text that reads back to the same bits; NaN and infinities,
+  /// which JSON lacks, become null.
+  std::string dump() const;
+
+  bool is_null() const { return std::holds_alternative<std::monostate>(value_); }
+  bool is_object() const { return std::holds_alternative<Object>(value_); }
+  bool is_int() const { return std::holds_alternative<int64_t>(value_); }
+  // Each throws DataError if the value is of another type. An integer serves as a double.
+  bool as_bool() const;
+  int64_t as_int() const;
+  double as_double() const;
+  const std::string& as_string() const;
+  const Array& as_array() const;
+  const Object& as_object() const;
+
+  /// The member `key` of an object, null if there is none.
+  const Json* find(std::string_view key) const;
+  /// The member `key` of an object; throws DataError.
+  const Json& at(std::string_view key) const;
+  /// Sets a member of an object, or of a null, which becomes one.
+  Json& set(std::string key, Json value);
+
+  bool operator==(const Json&) const = default;
+
+ private:
+  template <class T>
+  const T& as(const char* what) const;
+  std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object> value_;
+};
+
+/// Shortest decimal text that reads back to the same double; "null" for NaN and infinities.
+std::string json_number(double value);
+/// `text` in quotes, escaped. Bytes that are not UTF-8 are replaced by U+FFFD.
+std::string json_string(std::string_view text);
+
+/// Bytes of the valid UTF-8 character at text[at] (1 to 4), 0 if there is none (truncated, overlong, surrogate).
+int utf8_length(std::string_view text, size_t at);
+
+}  // namespace sheaf

@@ -1,0 +1,47 @@
+// A mesh names the ranks along axes. MeshSpec is pure data, interned, and lives for ever, so that layouts and tapes can
+// hold it after the job's communicators are gone; MeshRuntime is the abstract object behind which communication sits.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/core/view.h"
+
+namespace sheaf {
+
+class MeshSpec {
+ public:
+  struct Axis {
+    std::string name;
+    int size;
+    bool operator==(const Axis&) const = default;
+  };
+  /// The one spec with these axes; the pointer is its identity. At most kMaxAxes axes.
+  static const MeshSpec* intern(std::vector<Axis> axes);
+
+  int num_axes() const { return static_cast<int>(axes_.size()); }
+  int size(int axis) const { return axes_[axis].size; }
+  const std::string& name(int axis) const { return axes_[axis].name; }
+  int axis(const std::string& name) const;  ///< throws ConfigError
+  int num_ranks() const;
+  std::string to_string() const;  ///< "(data=4)"
+
+ private:
+  explicit MeshSpec(std::vector<Axis> axes) : axes_(std::move(axes)) {}
+  std::vector<Axis> axes_;
+};
+
+class Communicator;
+
+/// What one rank needs of a mesh at run time. Implemented by distributed/.
+class MeshRuntime {
+ public:
+  virtual ~MeshRuntime() = default;
+  virtual int coordinate(int axis) const = 0;
+  /// Communicators of one axis: gathers (and everything synchronous) on one, reductions that run beside them on the
+  /// other, so that neither waits for the other.
+  virtual Communicator& gather_lane(int axis) = 0;
+  virtual Communicator& reduce_lane(int axis) = 0;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,171 @@
+#include "sheaf/core/placement.h"
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <numeric>
+
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+namespace {
+
+const std::vector<int64_t>* intern_sizes(const std::vector<int64_t>& sizes) {
+  static std::mutex mutex;
+  static auto* known = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
+  std::lock_guard lock(mutex);
+  for (const auto& s : *known)
+    if (*s == sizes) return s.get();
+  known->push_back(std::make_unique<std::vector<int64_t>>(sizes));
+  return known->back().get();
+}
+
+}  // namespace
+
+OwnershipMap OwnershipMap::even(int dim, int64_t granule) {
+  OwnershipMap m;
+  m.dim_ = static_cast<int8_t>(dim);
+  m.granule_ = granule;
+  return m;
+}
+
+OwnershipMap OwnershipMap::uneven(int dim, const std::vector<int64_t>& sizes, int64_t granule) {
+  OwnershipMap m = even(dim, granule);
+  m.kind_ = Kind::uneven;
+  m.sizes_ = intern_sizes(sizes);
+  return m;
+}
+
+OwnershipMap OwnershipMap::flat(int64_t chunk, int64_t offset) {
+  OwnershipMap m;
+  m.kind_ = Kind::flat;
+  m.dim_ = -1;
+  m.granule_ = chunk;
+  m.offset_ = offset;
+  return m;
+}
+
+OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denominator) const {
+  OwnershipMap m = *this;
+  m.dim_ = static_cast<int8_t>(dim);
+  if (granule_ * numerator % denominator != 0)
+    fail<PlacementError>("[placement] Shard(", dim_, ") cut in units of ", granule_, " cannot be seen in units of 1/",
+                         denominator);
+  m.granule_ = granule_ * numerator / denominator;
+  return m;
+}
+
+Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
+  if (kind_ == Kind::flat) {
+    const int64_t n = global.numel();
+    return {std::clamp<int64_t>(rank * granule_ - offset_, 0, n),
+            std::clamp<int64_t>((rank + 1) * granule_ - offset_, 0, n)};
+  }
+  const int64_t size = global[dim_];
+  if (kind_ == Kind::uneven) {
+    const auto begin = std::accumulate(sizes_->begin(), sizes_->begin() + rank, int64_t{0}) * granule_;
+    return {begin, begin + (*sizes_)[rank] * granule_};
+  }
+  const int64_t rows = size / granule_;
+  return {rows * rank / ranks * granule_, rows * (rank + 1) / ranks * granule_};
+}
+
+std::string OwnershipMap::to_string() const {
+  if (kind_ == Kind::flat) return "flat";
+  return std::to_string(dim_) + (kind_ == Kind::uneven ? " uneven" : "");
+}
+
+std::string Placement::to_string() const {
+  switch (kind_) {
+    case Kind::replicate: return "Replicate";
+    case Kind::partial: return "Partial";
+    case Kind::invariant: return "Invariant";
+    case Kind::shard: return "Shard(" + map_.to_string() + ")";
+  }
+  return "?";
+}
+
+Layout::Layout(const MeshSpec* mesh, Placement everywhere) : mesh_(mesh) {
+  for (int i = 0; i < num_axes(); ++i) placements_[i] = everywhere;
+}
+
+Layout::Layout(const MeshSpec* mesh, std::vector<Placement> placements) : mesh_(mesh) {
+  if (static_cast<int>(placements.size()) != num_axes())
+    fail<PlacementError>("[layout] ", placements.size(), " placements for mesh ", mesh->to_string());
+  std::copy(placements.begin(), placements.end(), placements_);
+}
+
+Layout Layout::dual() const {
+  Layout out = *this;
+  for (int i = 0; i < num_axes(); ++i) out.placements_[i] = placements_[i].dual();
+  return out;
+}
+
+bool Layout::has_shard() const {
+  for (int i = 0; i < num_axes(); ++i)
+    if (placements_[i].is_shard()) return true;
+  return false;
+}
+
+bool Layout::all_invariant() const {
+  for (int i = 0; i < num_axes(); ++i)
+    if (!placements_[i].is_invariant()) return false;
+  return true;
+}
+
+namespace {
+// Walks the axes in order; each shard cuts what the axes before it have left.
+template <class F>
+void for_each_cut(const Layout& layout, const Shape& global, const int* coordinates, F&& f) {
+  Shape shape = global;
+  for (int axis = 0; axis < layout.num_axes(); ++axis) {
+    const Placement& p = layout[axis];
+    if (!p.is_shard()) continue;
+    const int size = layout.mesh()->size(axis);
+    const int at = coordinates ? coordinates[axis] : RankContext::current().coordinate(layout.mesh(), axis);
+    const Interval own = p.map().owned(at, size, shape);
+    if (p.map().is_flat()) shape = Shape{own.size()};
+    else shape[p.map().dim()] = own.size();
+    f(p.map(), own, shape);
+  }
+}
+}  // namespace
+
+Shape Layout::local_shape(const Shape& global, const int* coordinates) const {
+  Shape out = global;
+  for_each_cut(*this, global, coordinates, [&](const OwnershipMap&, Interval, const Shape& shape) { out = shape; });
+  return out;
+}
+
+Shape Layout::local_start(const Shape& global, const int* coordinates) const {
+  Shape start = Shape::filled(global.rank(), 0);
+  for_each_cut(*this, global, coordinates, [&](const OwnershipMap& map, Interval own, const Shape&) {
+    if (map.is_flat()) start = Shape{own.begin};
+    else start[map.dim()] += own.begin;
+  });
+  return start;
+}
+
+Shape Layout::local_shape(const Shape& global) const { return mesh_ ? local_shape(global, nullptr) : global; }
+Shape Layout::local_start(const Shape& global) const { return local_start(global, nullptr); }
+
+bool Layout::operator==(const Layout& o) const {
+  if (mesh_ != o.mesh_) return false;
+  for (int i = 0; i < num_axes(); ++i)
+    if (!(placements_[i] == o.placements_[i])) return false;
+  return true;
+}
+
+std::string Layout::to_string() const {
+  std::string out;
+  for (int i = 0; i < num_axes(); ++i)
+    out += (i ? " " : "") + placements_[i].to_string() + "@" + mesh_->name(i);
+  return out;
+}
+
+std::string Type::to_string() const {
+  const std::string l = layout.to_string();
+  return str(dtype, shape, l.empty() ? "" : " ", l);
+}
+
+}  // namespace sheaf

@@ -1,0 +1,81 @@
+#include "sheaf/core/rank_context.h"
+
+#include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "sheaf/core/mesh.h"
+
+namespace sheaf {
+namespace {
+
+thread_local RankContext* current_context = nullptr;
+
+RankContext& process_context() {
+  static RankContext* context = [] {  // never destroyed: tensors in static objects may outlive it
+    auto* c = new RankContext;
+    c->threads = available_cores();
+    return c;
+  }();
+  return *context;
+}
+
+}  // namespace
+
+RankContext::RankContext() : cpu(make_cpu_allocator()), meta(make_meta_allocator()) {}
+RankContext::~RankContext() = default;
+
+void RankContext::bind(const MeshSpec* mesh, std::shared_ptr<MeshRuntime> runtime) {
+  unbind(mesh);
+  meshes_.emplace_back(mesh, std::move(runtime));
+}
+
+void RankContext::unbind(const MeshSpec* mesh) {
+  std::erase_if(meshes_, [&](const auto& entry) { return entry.first == mesh; });
+}
+
+MeshRuntime* RankContext::runtime(const MeshSpec* mesh) const {
+  for (const auto& [spec, runtime] : meshes_)
+    if (spec == mesh) return runtime.get();
+  return nullptr;
+}
+
+int RankContext::coordinate(const MeshSpec* mesh, int axis) const {
+  if (mesh->size(axis) == 1) return 0;
+  const MeshRuntime* r = runtime(mesh);
+  if (!r) fail<PlacementError>("[mesh] rank ", rank, " has not joined mesh ", mesh->to_string());
+  return r->coordinate(axis);
+}
+
+RankContext& RankContext::current() { return current_context ? *current_context : process_context(); }
+
+RankScope::RankScope(RankContext& context) : previous_(current_context), previous_threads_(omp_get_max_threads()) {
+  current_context = &context;
+  omp_set_num_threads(std::max(1, context.threads));
+  flush_denormals();
+}
+
+RankScope::~RankScope() {
+  current_context = previous_;
+  omp_set_num_threads(previous_threads_);
+}
+
+void flush_denormals() {
+  thread_local bool done = false;
+  if (done) return;
+  _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);
+  _mm_setcsr(_mm_getcsr() | 0x0040);  // DAZ
+  done = true;
+}
+
+int available_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+}  // namespace sheaf

@@ -1,0 +1,68 @@
+// RankContext: everything that belongs to one rank. Ranks are processes in production and threads in tests, so no
+// per-rank state is static: it hangs on this object, found through a thread-local pointer that communication and
+// compute threads inherit.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sheaf/core/allocator.h"
+
+namespace sheaf {
+
+class MeshSpec;
+class MeshRuntime;
+
+class RankContext {
+ public:
+  RankContext();
+  ~RankContext();
+  RankContext(const RankContext&) = delete;
+  RankContext& operator=(const RankContext&) = delete;
+
+  int rank = 0;         ///< in the world
+  int world = 1;
+  int local_rank = 0;   ///< on this host
+  int local_world = 1;
+  int threads = 1;      ///< compute threads of this rank; parallel_for uses as many
+
+  std::shared_ptr<Allocator> cpu;   ///< host memory of this rank
+  std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu` would hold
+
+  /// The communication behind a mesh, if this rank has joined it. Layouts name meshes; this finds their runtime.
+  void bind(const MeshSpec* mesh, std::shared_ptr<MeshRuntime> runtime);
+  void unbind(const MeshSpec* mesh);
+  MeshRuntime* runtime(const MeshSpec* mesh) const;
+  /// This rank's coordinate on one axis of `mesh`; throws PlacementError if the mesh is not bound.
+  int coordinate(const MeshSpec* mesh, int axis) const;
+
+  /// The context of the calling thread; a process-wide default for threads that belong to no other.
+  static RankContext& current();
+
+ private:
+  std::vector<std::pair<const MeshSpec*, std::shared_ptr<MeshRuntime>>> meshes_;
+};
+
+/// Makes `context` current on this thread while it lives, with its thread count and flush-to-zero arithmetic.
+class RankScope {
+ public:
+  explicit RankScope(RankContext& context);
+  ~RankScope();
+  RankScope(const RankScope&) = delete;
+  RankScope& operator=(const RankScope&) = delete;
+
+ private:
+  RankContext* previous_;
+  int previous_threads_;
+};
+
+/// Sets this thread to flush denormals to zero (FTZ and DAZ). Every thread that touches values calls it, else sums
+/// with denormals differ between threads and run many times slower.
+void flush_denormals();
+
+/// Cores of this machine that the process may use.
+int available_cores();
+
+}  // namespace sheaf

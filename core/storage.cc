@@ -1,0 +1,42 @@
+#include "sheaf/core/storage.h"
+
+#include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+
+std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes) {
+  RankContext& context = RankContext::current();
+  if (device.is_cuda()) fail<ConfigError>("[storage] this build has no memory on ", device.to_string());
+  return std::shared_ptr<Storage>(new Storage(device, bytes, device.is_meta() ? context.meta : context.cpu));
+}
+
+Storage::Storage(Device device, int64_t bytes, std::shared_ptr<Allocator> allocator)
+    : device_(device), bytes_(bytes), allocator_(std::move(allocator)) {
+  data_ = static_cast<char*>(allocator_->allocate(bytes));
+}
+
+void Storage::release() {
+  if (!allocator_) return;
+  if (pending_) {  // the lane still writes: the block may not be reused before it is done
+    try { settle(); } catch (const std::exception&) {}  // the failure reaches whoever waits for the lane itself
+  }
+  allocator_->free(data_, bytes_);
+  allocator_ = nullptr;
+  data_ = nullptr;
+}
+
+void Storage::discard(std::string why) {
+  release();
+  why_discarded_ = std::move(why);
+}
+
+void Storage::settle() {
+  if (!pending_) return;
+  pending_ = false;
+  ready_.sync();
+}
+
+void Storage::throw_discarded() const { fail<LifetimeError>("use of a value that was discarded: ", why_discarded_); }
+
+}  // namespace sheaf

@@ -1,0 +1,56 @@
+// Storage: a block of memory with one owner count, shared by the tensors that view it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "sheaf/core/allocator.h"
+#include "sheaf/core/device.h"
+#include "sheaf/core/event.h"
+
+namespace sheaf {
+
+/// Not thread-safe beyond its reference count: one rank's compute thread touches it, lanes see raw pointers only.
+class Storage {
+ public:
+  /// Takes `bytes` bytes from the current rank's allocator for `device`.
+  static std::shared_ptr<Storage> allocate(Device device, int64_t bytes);
+  ~Storage() { release(); }
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+
+  Device device() const { return device_; }
+  int64_t bytes() const { return bytes_; }
+  bool discarded() const { return !why_discarded_.empty(); }
+
+  /// The memory, null on meta. Waits for the lane that fills it; throws LifetimeError if it was discarded.
+  char* data() {
+    if (pending_) [[unlikely]] settle();
+    if (!why_discarded_.empty()) [[unlikely]] throw_discarded();
+    return data_;
+  }
+  /// The memory while a lane may still be filling it.
+  char* data_unsynced() const { return data_; }
+
+  /// Frees the memory now, whoever still holds a tensor on it; `why` completes "use of a value that was discarded".
+  void discard(std::string why);
+  /// A lane fills this storage; data() waits for `event`.
+  void filled_by(Event event) { ready_ = std::move(event); pending_ = true; }
+  /// Waits for the lane that fills it, if any.
+  void settle();
+
+ private:
+  Storage(Device device, int64_t bytes, std::shared_ptr<Allocator> allocator);
+  void release();
+  [[noreturn]] void throw_discarded() const;
+
+  Device device_;
+  bool pending_ = false;
+  int64_t bytes_;
+  char* data_ = nullptr;
+  std::shared_ptr<Allocator> allocator_;  // null once released
+  Event ready_;
+  std::string why_discarded_;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,191 @@
+#include "sheaf/core/tensor.h"
+
+#include <cstring>
+#include <ostream>
+
+namespace sheaf {
+namespace {
+
+// Calls f(pointer to element) in row-major order of the view.
+template <class F>
+void for_each_element(const View& v, F&& f) {
+  const int64_t n = v.numel();
+  if (n == 0) return;
+  const auto size = static_cast<int64_t>(size_of(v.dtype));
+  Shape index = Shape::filled(v.rank(), 0);
+  char* p = static_cast<char*>(v.data);
+  for (int64_t i = 0; i < n; ++i) {
+    f(p);
+    for (int d = v.rank() - 1; d >= 0; --d) {
+      p += v.strides[d] * size;
+      if (++index[d] < v.shape[d]) break;
+      p -= v.strides[d] * v.shape[d] * size;
+      index[d] = 0;
+    }
+  }
+}
+
+template <class To, class From>
+To convert(From from) {
+  if constexpr (std::is_same_v<From, bf16> || std::is_same_v<From, f16>) return static_cast<To>(static_cast<float>(from));
+  else if constexpr (std::is_same_v<To, bf16> || std::is_same_v<To, f16>) return To(static_cast<float>(from));
+  else return static_cast<To>(from);
+}
+
+View readable(const Tensor& t, const char* who) {
+  if (t.device().is_meta()) fail<LifetimeError>("[", who, "] ", t.type(), " is on the meta device: it has no elements");
+  return t.view();
+}
+
+}  // namespace
+
+void Tensor::throw_undefined() { fail<LifetimeError>("use of an undefined tensor"); }
+
+Tensor Tensor::over(std::shared_ptr<Storage> storage, int64_t byte_offset, const Type& type, const Shape& local_shape,
+                    const Shape& local_strides) {
+  auto impl = std::make_shared<Impl>();
+  impl->type = type;
+  impl->storage = std::move(storage);
+  impl->byte_offset = byte_offset;
+  impl->local_shape = local_shape;
+  impl->local_strides = local_strides;
+  return Tensor(std::move(impl));
+}
+
+Tensor Tensor::empty(const Type& type, Device device) {
+  const Shape local = type.local_shape();
+  return over(Storage::allocate(device, local.numel() * static_cast<int64_t>(size_of(type.dtype))), 0, type, local,
+              local.contiguous_strides());
+}
+
+Tensor Tensor::view_into(const Tensor& base, const Type& type, int64_t byte_offset) {
+  const Shape local = type.local_shape();
+  const int64_t end = base.byte_offset() + byte_offset + local.numel() * static_cast<int64_t>(size_of(type.dtype));
+  if (byte_offset < 0 || end > base.storage()->bytes())
+    fail<ShapeError>("[view] ", type, " at byte ", byte_offset, " does not fit into ", base.type());
+  return over(base.storage(), base.byte_offset() + byte_offset, type, local, local.contiguous_strides());
+}
+
+Tensor Tensor::alias() const {
+  return over(storage(), byte_offset(), type(), local_shape(), local_strides());
+}
+
+View Tensor::view() const {
+  const Impl& i = impl();
+  char* data = i.storage->data();
+  return {data ? data + i.byte_offset : nullptr, i.type.dtype, i.local_shape, i.local_strides};
+}
+
+View Tensor::view_unsynced() const {
+  const Impl& i = impl();
+  char* data = i.storage->data_unsynced();
+  return {data ? data + i.byte_offset : nullptr, i.type.dtype, i.local_shape, i.local_strides};
+}
+
+bool Tensor::is_contiguous() const { return view_unsynced().contiguous(); }
+
+template <class T>
+Tensor Tensor::from(const std::vector<T>& values, const Shape& shape) {
+  return from_local(values, Type{dtype_of<T>, shape, {}});
+}
+
+template <class T>
+Tensor Tensor::from_local(const std::vector<T>& local, const Type& type) {
+  Tensor t = empty({dtype_of<T>, type.shape, type.layout});
+  if (static_cast<int64_t>(local.size()) != t.local_shape().numel())
+    fail<ShapeError>("[tensor] ", local.size(), " values for local shape ", t.local_shape());
+  if (type.dtype != dtype_of<T>) fail<DTypeError>("[tensor] values of ", dtype_of<T>, " for ", type);
+  T* out = t.view().as<T>();
+  for (size_t i = 0; i < local.size(); ++i) out[i] = local[i];
+  return t;
+}
+
+Tensor Tensor::scalar(double value, DType dtype) {
+  Tensor t = empty({dtype, {}, {}});
+  visit_dtype("scalar", dtype, [&]<class T>() { *t.view().as<T>() = convert<T>(value); });
+  return t;
+}
+
+template <class T>
+T Tensor::item() const {
+  if (numel() != 1) fail<ShapeError>("[item] ", type(), " has ", numel(), " elements, not one");
+  const Layout& l = layout();
+  for (int i = 0; i < l.num_axes(); ++i)
+    if (l.mesh()->size(i) > 1 && !l[i].is_invariant())
+      fail<PlacementError>("[item] ", type(), " is not one whole value on every rank; call redistribute(x, invariant)");
+  const View v = readable(*this, "item");
+  return visit_dtype("item", dtype(), [&]<class E>() { return convert<T>(*v.as<E>()); });
+}
+
+template <class T>
+std::vector<T> Tensor::to_vector() const {
+  const View v = readable(*this, "to_vector");
+  std::vector<T> out;
+  out.reserve(v.numel());
+  visit_dtype("to_vector", dtype(), [&]<class E>() {
+    for_each_element(v, [&](char* p) { out.push_back(convert<T>(*reinterpret_cast<E*>(p))); });
+  });
+  return out;
+}
+
+Tensor Tensor::clone() const {
+  const Shape& local = local_shape();
+  Tensor t = over(Storage::allocate(device(), local_bytes()), 0, type(), local, local.contiguous_strides());
+  if (device().is_meta()) return t;
+  const View from = view();
+  const size_t size = size_of(dtype());
+  char* to = static_cast<char*>(t.view().data);
+  if (from.contiguous()) {
+    std::memcpy(to, from.data, local_bytes());
+  } else {
+    for_each_element(from, [&](char* p) { std::memcpy(to, p, size); to += size; });
+  }
+  return t;
+}
+
+std::string Tensor::to_string() const {
+  if (!defined()) return "undefined";
+  std::string out = str(type(), " ", device().to_string());
+  if (!(local_shape() == shape())) out += " local " + local_shape().to_string();
+  if (device().is_meta()) return out;
+  constexpr size_t kShown = 64;
+  const std::vector<double> values = to_vector<double>();
+  const int64_t row = local_shape().rank() ? std::max<int64_t>(local_shape().back(), 1) : 1;
+  for (size_t i = 0; i < values.size() && i < kShown; ++i)
+    out += (i % row == 0 ? std::string("\n  ") : std::string(" ")) + str(values[i]);
+  if (values.size() > kShown) out += " ...";
+  return out;
+}
+
+std::ostream& operator<<(std::ostream& out, const Tensor& t) { return out << t.to_string(); }
+
+bool equal(const Tensor& a, const Tensor& b) {
+  if (a.dtype() != b.dtype() || !(a.shape() == b.shape()) || !(a.local_shape() == b.local_shape())) return false;
+  return a.to_vector<double>() == b.to_vector<double>();
+}
+
+bool identical(const Tensor& a, const Tensor& b) {
+  if (!(a.type() == b.type()) || !(a.local_shape() == b.local_shape())) return false;
+  const Tensor x = a.clone(), y = b.clone();  // dense
+  return std::memcmp(x.view().data, y.view().data, x.local_bytes()) == 0;
+}
+
+#define SHEAF_INSTANTIATE(T)                                                  \
+  template Tensor Tensor::from(const std::vector<T>&, const Shape&);          \
+  template Tensor Tensor::from_local(const std::vector<T>&, const Type&);     \
+  template T Tensor::item() const;                                            \
+  template std::vector<T> Tensor::to_vector() const;
+SHEAF_INSTANTIATE(double)
+SHEAF_INSTANTIATE(float)
+SHEAF_INSTANTIATE(bf16)
+SHEAF_INSTANTIATE(f16)
+SHEAF_INSTANTIATE(int64_t)
+SHEAF_INSTANTIATE(int32_t)
+SHEAF_INSTANTIATE(uint32_t)
+SHEAF_INSTANTIATE(uint16_t)
+SHEAF_INSTANTIATE(uint8_t)
+SHEAF_INSTANTIATE(int8_t)
+SHEAF_INSTANTIATE(bool)
+#undef SHEAF_INSTANTIATE
+
+}  // namespace sheaf
