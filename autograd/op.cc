@@ -1,0 +1,112 @@
+#include "sheaf/autograd/op.h"
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+
+void Execute::completes_with(const Event& event) {
+  for (const Tensor& t : outputs_) t.storage()->filled_by(event);
+}
+
+namespace {
+
+void check_type(const OpDef& op, const Type& want, const Tensor& have) {
+  if (!(want == have.type()))
+    fail<PlacementError>("[", op.name, "] output ", want, " cannot be stored into ", have.type());
+}
+
+Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, Device device) {
+  if (spec.within >= 0) return Tensor::view_into(earlier[spec.within], spec.type, spec.byte_offset);
+  if (spec.into) return spec.into.alias();
+  return Tensor::empty(spec.type, device);
+}
+
+// An op's device is that of its inputs; constants on cpu go with meta inputs.
+Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> outputs) {
+  Device device = inputs.empty() ? (outputs.empty() || !outputs[0].into ? Device::cpu() : outputs[0].into.device())
+                                 : inputs[0].device();
+  for (const Tensor& t : inputs) {
+    if (t.device() == device) continue;
+    if (device.is_meta() || t.device().is_meta()) device = Device::meta();
+    else fail<ConfigError>("[", op.name, "] inputs on ", device.to_string(), " and ", t.device().to_string());
+  }
+  return device;
+}
+
+// What the default device of ops without inputs is: meta while a dry run is under way.
+thread_local Device default_device_ = Device::cpu();
+
+}  // namespace
+
+DeviceScope::DeviceScope(Device device) : previous_(default_device_) { default_device_ = device; }
+DeviceScope::~DeviceScope() { default_device_ = previous_; }
+Device default_device() { return default_device_; }
+
+std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                                 std::span<const OutputSpec> specs, bool add) {
+  Device device = inputs.empty() ? default_device_ : device_of(op, inputs, specs);
+  if (inputs.empty() && !specs.empty() && specs[0].into) device = specs[0].into.device();
+  std::vector<Tensor> outputs;
+  outputs.reserve(specs.size());
+  if (op.alias) {
+    const OutputSpec& spec = specs[0];
+    char* const base = reinterpret_cast<char*>(size_t{1} << 20);  // only differences of addresses are used
+    View in = inputs[0].view_unsynced(), out;
+    in.data = base;
+    out.dtype = spec.type.dtype;
+    out.shape = spec.type.local_shape();
+    if (op.alias(attrs, in, out)) {
+      outputs.push_back(Tensor::over(inputs[0].storage(), inputs[0].byte_offset() + (static_cast<char*>(out.data) - base),
+                                     spec.type, out.shape, out.strides));
+      return outputs;
+    }
+  }
+  for (const OutputSpec& spec : specs) outputs.push_back(allocate_output(spec, outputs, device));
+  Execute run(inputs, outputs);
+  run.add = add;
+  std::shared_ptr<Storage> workspace;
+  if (op.workspace) {
+    if (const int64_t bytes = op.workspace(attrs, run); bytes > 0) {
+      workspace = Storage::allocate(device, bytes);
+      run.workspace = {workspace->data(), static_cast<size_t>(bytes)};
+    }
+  }
+  if (op.execute && (!device.is_meta() || op.kind == OpKind::redistribute || op.kind == OpKind::discard))
+    op.execute(attrs, run);
+  return outputs;
+}
+
+std::vector<Tensor> apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                                std::span<const OutputSpec> specs) {
+  std::vector<Tensor> outputs = execute_node(op, attrs, inputs, specs);
+  if (Recording* r = Recording::current()) r->record(op, attrs, inputs, outputs, specs);
+  return outputs;
+}
+
+namespace detail {
+// placement.cc of this folder: coerces `inputs` and fills in the layouts of `outputs`.
+void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
+           std::vector<Type>& outputs);
+}  // namespace detail
+
+std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Into& into) {
+  for (const Tensor& t : inputs)
+    if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", PathScope::current(), ": an input is undefined");
+  Infer infer(inputs);
+  op.infer(attrs, infer);
+  std::vector<Tensor> coerced;
+  detail::place(op, attrs, inputs, coerced, infer.outputs);
+  std::vector<OutputSpec> specs(infer.outputs.size());
+  for (size_t i = 0; i < specs.size(); ++i) specs[i].type = infer.outputs[i];
+  if (into.to) {
+    check_type(op, specs[0].type, into.to);
+    if (into.add && !op.can_add) fail<LifetimeError>("[", op.name, "] cannot add into given memory");
+    specs[0].into = into.to;
+  }
+  std::vector<Tensor> outputs = execute_node(op, attrs, inputs, specs, into.add);
+  if (Recording* r = Recording::current()) r->record(op, attrs, inputs, outputs, specs, into.add);
+  return outputs;
+}
+
+}  // namespace sheaf

@@ -1,0 +1,248 @@
+// How an op is defined: one struct in autograd/ops/<op>.cc, or in user code, and apply<Op>(attrs, inputs).
+//
+//   struct Softmax {
+//     static constexpr const char* kName = "softmax";
+//     struct Attrs { int32_t dim; };                       // trivially copyable; the tape stores its bytes
+//     static constexpr uint64_t kSavedOutputs = 0b1;       // what the backward reads: bit i = output i
+//     static void infer(const Attrs&, Infer&);             // dtypes and global shapes; throws ShapeError, DTypeError
+//     static void place(const Attrs&, Place&);             // the forward placement rule; the backward's follows
+//     static int64_t workspace(const Attrs&, const Execute&);   // bytes, an upper bound from types; optional
+//     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute
+//     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
+//     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
+//   };
+//
+// [Note: what happens in apply] (1) place: the inputs' placements choose the rule, per mesh axis; a Replicate operand
+// that a rule wants sharded is sliced for free, anything that would communicate is a PlacementError. (2) infer: the
+// outputs' types. (3) outputs are allocated, or placed into given memory, or alias the input. (4) execute, unless the
+// values are on meta. (5) if a recording lives on this thread, the node is recorded.
+#pragma once
+
+#include <cstring>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+enum class OpKind : uint8_t { leaf, op, redistribute, discard, step };
+enum class Lane : uint8_t { compute, gather, reduce, copy };
+
+/// Type inference: reads the inputs' global types, declares the outputs'. Layouts are filled in by the placement rule.
+class Infer {
+ public:
+  explicit Infer(std::span<const Tensor> inputs) : inputs_(inputs) {}
+  int num_inputs() const { return static_cast<int>(inputs_.size()); }
+  const Type& input(int i) const { return inputs_[i].type(); }
+  const Shape& shape(int i) const { return input(i).shape; }
+  DType dtype(int i) const { return input(i).dtype; }
+  void output(DType dtype, const Shape& shape) { outputs.push_back({dtype, shape, {}}); }
+  std::vector<Type> outputs;
+
+ private:
+  std::span<const Tensor> inputs_;
+};
+
+/// The placement rule of an op on one mesh axis. `place()` offers the rules that hold for these inputs, best first; the
+/// first one that the inputs match is taken, else the first that they match after free slices of Replicate operands.
+///
+///   for (int d = 0; d < rank; ++d) if (d != dim) p.rule({Placement::shard(d)}, {Placement::shard(d)});
+///   p.rule({R}, {R});
+///
+/// Invariant goes with Invariant only, for every op, and needs no rule.
+class Place {
+ public:
+  Place(std::span<const Tensor> inputs, int axis);
+  int num_inputs() const { return static_cast<int>(inputs_.size()); }
+  const Type& type(int i) const { return inputs_[i].type(); }
+  const Shape& shape(int i) const { return type(i).shape; }
+  /// What input i has on this axis (Replicate if it has no mesh).
+  const Placement& in(int i) const { return have_[i]; }
+  /// The ownership map of the first input that is sharded on this axis, or null.
+  const OwnershipMap* sharded() const;
+  void rule(std::span<const Placement> inputs, std::span<const Placement> outputs);
+  void rule(std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
+    rule(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()));
+  }
+
+  struct Rule { std::vector<Placement> inputs, outputs; };
+  std::vector<Rule> rules;
+
+ private:
+  std::span<const Tensor> inputs_;
+  std::vector<Placement> have_;
+};
+
+/// Ready-made rules.
+namespace rules {
+/// Elementwise, one output, NumPy broadcasting, not linear: all Replicate, or Shard(d) along any dimension of the
+/// output where operands broadcast along d are Replicate. Also ops with one operand.
+void pointwise_nonlinear(Place& p);
+/// Elementwise and linear in all operands together (add, sub, neg, cast): as above, and Partial with Partial.
+void pointwise_linear(Place& p);
+/// Elementwise and linear in each operand alone (mul): as pointwise_nonlinear, and Partial with Replicate.
+void pointwise_multilinear(Place& p);
+/// Only Replicate operands, Replicate outputs (`outputs` of them).
+void replicate_only(Place& p, int outputs = 1);
+/// Independent along dimension 0 of every operand and of every output (`outputs` of them).
+void rows(Place& p, int outputs = 1);
+}  // namespace rules
+
+/// What a kernel call gets: local views, workspace, stream. On meta it is used for workspace() only; data are null.
+class Execute {
+ public:
+  Execute(std::span<const Tensor> inputs, std::span<const Tensor> outputs) : inputs_(inputs), outputs_(outputs) {}
+  int num_inputs() const { return static_cast<int>(inputs_.size()); }
+  int num_outputs() const { return static_cast<int>(outputs_.size()); }
+  View input(int i) const { return inputs_[i].view(); }
+  View output(int i) const { return outputs_[i].view_unsynced(); }
+  const Type& input_type(int i) const { return inputs_[i].type(); }    ///< global
+  const Type& output_type(int i) const { return outputs_[i].type(); }  ///< global
+  const Tensor& output_tensor(int i) const { return outputs_[i]; }
+  const Tensor& input_tensor(int i) const { return inputs_[i]; }
+  Stream stream() const { return {device()}; }
+  Device device() const { return (outputs_.empty() ? inputs_[0] : outputs_[0]).device(); }
+  Workspace workspace;
+  /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
+  bool add = false;
+  /// Another lane fills the outputs; whoever reads them waits for `event`.
+  void completes_with(const Event& event);
+
+ private:
+  std::span<const Tensor> inputs_, outputs_;
+};
+
+/// Where an op should store its output 0: memory given by the caller, or (empty) fresh memory.
+struct Into {
+  Tensor to;         ///< undefined: allocate
+  bool add = false;  ///< the op has kCanAdd and adds to what is there
+};
+
+class Recording;
+
+/// The backward of one node: reads saved values and the outputs' gradients, sets the inputs' gradients. Everything it
+/// calls is a public op and lands on the tape.
+class Vjp {
+ public:
+  int num_inputs() const;
+  const Type& input_type(int i) const;
+  const Type& output_type(int i) const;
+  bool needs(int i) const;            ///< somebody wants input i's gradient
+  bool has_grad(int output) const;    ///< false if nothing depends on that output
+  const Tensor& grad(int output = 0) const;
+  Tensor input(int i) const;          ///< must be in kSavedInputs
+  Tensor output(int i) const;         ///< must be in kSavedOutputs
+  /// Where the first contribution to input i's gradient belongs, if it has a place of its own (a parameter's slot in
+  /// its unit's buffer): pass it to apply() to store there without a copy. With `may_add`, later contributions too.
+  Into into(int i, bool may_add = false) const;
+  /// The gradient of input i; its type must be the dual of the input's. Ignored unless needs(i).
+  void set(int i, const Tensor& gradient);
+
+  Vjp(Recording& recording, int32_t node, uint64_t needs) : recording_(recording), node_(node), needs_(needs) {}
+  std::vector<std::pair<int, Tensor>> gradients;
+
+ private:
+  Recording& recording_;
+  int32_t node_;
+  uint64_t needs_;
+};
+
+/// The functions of an op, built by op_def<Op>(); constant for the life of the process.
+struct OpDef {
+  const char* name;
+  OpKind kind;
+  Lane lane;
+  bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
+  bool can_add;
+  uint32_t attrs_size;
+  uint64_t saved_inputs, saved_outputs;
+  void (*infer)(const void*, Infer&);
+  void (*place)(const void*, Place&);
+  int64_t (*workspace)(const void*, const Execute&);
+  bool (*alias)(const void*, const View&, View&);
+  void (*execute)(const void*, Execute&);
+  void (*vjp)(const void*, Vjp&);
+  /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
+  void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
+  void (*describe)(const void*, std::string&);
+};
+
+namespace detail {
+template <class Op>
+constexpr OpDef make_op_def() {
+  using Attrs = typename Op::Attrs;
+  static_assert(std::is_trivially_copyable_v<Attrs>, "attributes are stored as bytes on the tape");
+  static_assert(alignof(Attrs) <= 8);
+  OpDef d{};
+  d.name = Op::kName;
+  d.kind = OpKind::op;
+  if constexpr (requires { Op::kKind; }) d.kind = Op::kKind;
+  if constexpr (requires { Op::kLane; }) d.lane = Op::kLane;
+  if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
+  if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
+  d.attrs_size = std::is_empty_v<Attrs> ? 0 : sizeof(Attrs);
+  if constexpr (requires { Op::kSavedInputs; }) d.saved_inputs = Op::kSavedInputs;
+  if constexpr (requires { Op::kSavedOutputs; }) d.saved_outputs = Op::kSavedOutputs;
+  if constexpr (requires(const Attrs& a, Infer& c) { Op::infer(a, c); })
+    d.infer = [](const void* a, Infer& c) { Op::infer(*static_cast<const Attrs*>(a), c); };
+  if constexpr (requires(const Attrs& a, Place& c) { Op::place(a, c); })
+    d.place = [](const void* a, Place& c) { Op::place(*static_cast<const Attrs*>(a), c); };
+  if constexpr (requires(const Attrs& a, const Execute& c) { Op::workspace(a, c); })
+    d.workspace = [](const void* a, const Execute& c) -> int64_t {
+      return Op::workspace(*static_cast<const Attrs*>(a), c);
+    };
+  if constexpr (requires(const Attrs& a, const View& v, View& o) { Op::alias(a, v, o); })
+    d.alias = [](const void* a, const View& v, View& o) { return Op::alias(*static_cast<const Attrs*>(a), v, o); };
+  if constexpr (requires(const Attrs& a, Execute& c) { Op::execute(a, c); })
+    d.execute = [](const void* a, Execute& c) { Op::execute(*static_cast<const Attrs*>(a), c); };
+  if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
+    d.vjp = [](const void* a, Vjp& c) { Op::vjp(*static_cast<const Attrs*>(a), c); };
+  if constexpr (requires(const Attrs& a, uint64_t n, uint64_t& i, uint64_t& o) { Op::saves(a, n, i, o); })
+    d.saves = [](const void* a, uint64_t n, uint64_t& i, uint64_t& o) {
+      Op::saves(*static_cast<const Attrs*>(a), n, i, o);
+    };
+  if constexpr (requires(const Attrs& a, std::string& s) { Op::describe(a, s); })
+    d.describe = [](const void* a, std::string& s) { Op::describe(*static_cast<const Attrs*>(a), s); };
+  return d;
+}
+template <class Op>
+inline constexpr OpDef op_def_of = make_op_def<Op>();
+}  // namespace detail
+
+template <class Op>
+const OpDef& op_def() { return detail::op_def_of<Op>; }
+
+/// Runs an op whose types follow from its own rules. Throws ShapeError, DTypeError, PlacementError, LifetimeError.
+std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Into& into = {});
+/// An output whose type and place are given.
+struct OutputSpec {
+  Type type;
+  Tensor into;              ///< defined: the output lies at the start of this tensor's memory (an update in place)
+  int within = -1;          ///< >= 0: it lies inside that earlier output of the same node, at `byte_offset`
+  int64_t byte_offset = 0;
+};
+/// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
+std::vector<Tensor> apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                                std::span<const OutputSpec> outputs);
+/// Executes without recording: allocates or places the outputs and runs the kernel. What apply and replay share.
+std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                                 std::span<const OutputSpec> outputs, bool add = false);
+
+template <class Op>
+std::vector<Tensor> apply_all(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs,
+                              const Into& into = {}) {
+  return apply(op_def<Op>(), &attrs, std::span(inputs.begin(), inputs.size()), into);
+}
+/// The same for ops with one output.
+template <class Op>
+Tensor apply(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs, const Into& into = {}) {
+  return std::move(apply_all<Op>(attrs, inputs, into)[0]);
+}
+
+/// Attributes of ops that have none.
+struct NoAttrs {};
+
+}  // namespace sheaf

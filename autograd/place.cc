@@ -1,0 +1,180 @@
+// Placement rules: matching what the inputs have against what an op accepts, and the ready-made rules.
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+namespace {
+
+const Placement kR = Placement::replicate(), kP = Placement::partial();
+
+std::string describe(std::span<const Placement> placements) {
+  std::string out;
+  for (const Placement& p : placements) out += (out.empty() ? "" : " ") + p.to_string();
+  return out;
+}
+
+[[noreturn]] void no_rule(const OpDef& op, const Place& p, const MeshSpec* mesh, int axis,
+                          std::span<const Tensor> inputs) {
+  std::string have, types, accepted;
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    have += (i ? " " : "") + p.in(i).to_string();
+    types += (i ? ", " : "") + inputs[i].type().to_string();
+  }
+  for (const Place::Rule& r : p.rules)
+    accepted += "\n    " + describe(r.inputs) + " -> " + describe(r.outputs);
+  std::string fix;
+  for (int i = 0; i < p.num_inputs() && fix.empty(); ++i)
+    if (p.in(i).is_partial() || p.in(i).is_shard())
+      fix = str("redistribute(input ", i, ", axis \"", mesh->name(axis), "\", Placement::replicate())");
+  fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ",
+                       "on mesh axis ", mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (",
+                       types, "); accepted:", accepted.empty() ? " only Replicate" : accepted,
+                       "\n  communication is never implied; write ", fix);
+}
+
+bool matches(const Place& p, const Place::Rule& rule, bool slicing) {
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    if (p.in(i) == rule.inputs[i]) continue;
+    if (!(slicing && p.in(i).is_replicate() && rule.inputs[i].is_shard())) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Place::Place(std::span<const Tensor> inputs, int axis) : inputs_(inputs) {
+  for (const Tensor& t : inputs) have_.push_back(t.layout().mesh() ? t.layout()[axis] : kR);
+}
+
+const OwnershipMap* Place::sharded() const {
+  for (const Placement& p : have_)
+    if (p.is_shard()) return &p.map();
+  return nullptr;
+}
+
+void Place::rule(std::span<const Placement> inputs, std::span<const Placement> outputs) {
+  rules.push_back({{inputs.begin(), inputs.end()}, {outputs.begin(), outputs.end()}});
+}
+
+namespace detail {
+
+void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
+           std::vector<Type>& outputs) {
+  const MeshSpec* mesh = nullptr;
+  for (const Tensor& t : inputs) {
+    if (!t.layout().mesh() || t.layout().mesh() == mesh) continue;
+    if (mesh) fail<PlacementError>("[", op.name, "] inputs on two meshes: ", mesh->to_string(), " and ",
+                                   t.layout().mesh()->to_string());
+    mesh = t.layout().mesh();
+  }
+  if (!mesh) return;
+  for (Type& t : outputs) t.layout = Layout(mesh);
+  std::vector<Layout> want;
+  for (const Tensor& t : inputs) want.push_back(t.layout().mesh() ? t.layout() : Layout(mesh));
+  bool slice = false;
+  for (int axis = 0; axis < mesh->num_axes(); ++axis) {
+    Place p(inputs, axis);
+    bool any_invariant = false, all_invariant = true;
+    for (int i = 0; i < p.num_inputs(); ++i) {
+      if (p.in(i).is_invariant()) any_invariant = true;
+      else if (inputs[i].layout().mesh()) all_invariant = false;
+    }
+    if (any_invariant) {
+      if (!all_invariant) no_rule(op, p, mesh, axis, inputs);
+      for (Type& t : outputs) t.layout[axis] = Placement::invariant();
+      continue;
+    }
+    if (op.place) op.place(attrs, p);
+    else rules::replicate_only(p, static_cast<int>(outputs.size()));
+    const Place::Rule* taken = nullptr;
+    for (const bool slicing : {false, true}) {
+      for (const Place::Rule& r : p.rules)
+        if (!taken && matches(p, r, slicing)) taken = &r;
+      if (taken) break;
+    }
+    if (!taken) no_rule(op, p, mesh, axis, inputs);
+    for (int i = 0; i < p.num_inputs(); ++i) {
+      if (p.in(i) == taken->inputs[i]) continue;
+      want[i][axis] = taken->inputs[i];
+      slice = true;
+    }
+    for (size_t o = 0; o < outputs.size(); ++o) outputs[o].layout[axis] = taken->outputs[o];
+  }
+  if (!slice) return;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Layout& have = inputs[i].layout();
+    coerced.push_back(want[i] == have || (!have.mesh() && want[i] == Layout(mesh)) ? inputs[i]
+                                                                               : redistribute(inputs[i], want[i]));
+  }
+  inputs = coerced;
+}
+
+}  // namespace detail
+
+namespace rules {
+namespace {
+
+// The rule that follows the first sharded operand along the output dimension it is cut in.
+void follow_shard(Place& p) {
+  int rank = 0;
+  Shape out;
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    rank = std::max(rank, p.shape(i).rank());
+    out = i == 0 ? p.shape(0) : broadcast_shapes("place", out, p.shape(i));
+  }
+  for (int s = 0; s < p.num_inputs(); ++s) {
+    if (!p.in(s).is_shard()) continue;
+    const OwnershipMap& map = p.in(s).map();
+    std::vector<Placement> in;
+    if (map.is_flat()) {
+      for (int i = 0; i < p.num_inputs(); ++i) in.push_back(p.shape(i) == out ? p.in(s) : kR);
+      p.rule(in, std::span(&p.in(s), 1));
+      return;
+    }
+    const int d = map.dim() + rank - p.shape(s).rank();
+    for (int i = 0; i < p.num_inputs(); ++i) {
+      const int at = d - (rank - p.shape(i).rank());
+      const bool broadcast = at < 0 || (p.shape(i)[at] == 1 && out[d] != 1);
+      in.push_back(broadcast ? kR : Placement::shard(map.moved_to(at)));
+    }
+    const Placement result = Placement::shard(map.moved_to(d));
+    p.rule(in, std::span(&result, 1));
+    return;
+  }
+}
+
+void all(Place& p, const Placement& in, int outputs = 1) {
+  const std::vector<Placement> ins(p.num_inputs(), in), outs(outputs, in);
+  p.rule(ins, outs);
+}
+
+}  // namespace
+
+void pointwise_nonlinear(Place& p) {
+  follow_shard(p);
+  all(p, kR);
+}
+
+void pointwise_linear(Place& p) {
+  pointwise_nonlinear(p);
+  all(p, kP);
+}
+
+void pointwise_multilinear(Place& p) {
+  pointwise_nonlinear(p);
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    std::vector<Placement> in(p.num_inputs(), kR);
+    in[i] = kP;
+    p.rule(in, std::span(&kP, 1));
+  }
+}
+
+void replicate_only(Place& p, int outputs) { all(p, kR, outputs); }
+
+void rows(Place& p, int outputs) {
+  if (const OwnershipMap* map = p.sharded(); map && map->dim() == 0) all(p, Placement::shard(*map), outputs);
+  all(p, kR, outputs);
+}
+
+}  // namespace rules
+}  // namespace sheaf

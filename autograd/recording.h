@@ -1,0 +1,154 @@
+// Recording: the scope in which ops land on a tape. It exists exactly while it lives, on its thread: there is no
+// no_grad and no global reset. Tape is the value that it yields.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <unordered_map>
+
+#include "sheaf/autograd/tape.h"
+
+namespace sheaf {
+
+struct RecordingOptions {
+  int64_t step = 0;           ///< keys dropout
+  int64_t first_sample = 0;   ///< global index of the first sample of this batch; keys dropout
+  uint64_t seed = 0;
+  bool capture_leaves = false;  ///< keep a copy of every leaf as it was when first met (for replay)
+};
+
+struct GradientOptions {
+  bool keep = false;  ///< keep what a second differentiation needs
+};
+
+/// Leaves that are gathered, reduced and updated together: a unit of parameters. Implemented by distributed/.
+///
+/// [Note: slots] The gradients of a group's leaves live in one buffer, its slots, which is what the reduction sends. The
+/// first contribution of a backward is stored there by the kernel that computes it, later ones are added. finish() is
+/// called once per backward, when the reverse pass has left the group's first use behind, with what was contributed.
+class LeafGroup {
+ public:
+  virtual ~LeafGroup() = default;
+  /// The leaf's value ready for compute; gathers (and records that) if needed.
+  virtual Tensor value(int index) = 0;
+  /// Uninitialised memory of the leaf's gradient in the slots, of the dual of the value's type.
+  virtual Tensor slot(int index) = 0;
+  virtual void finish(const std::vector<bool>& contributed) = 0;
+  virtual int num_leaves() const = 0;
+  virtual bool trainable(int index) const = 0;
+  /// The recording is over: what was still open may close.
+  virtual void recording_ended() = 0;
+};
+
+class Recording {
+ public:
+  explicit Recording(const RecordingOptions& options = {});
+  ~Recording();
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  /// The recording of this thread, or null.
+  static Recording* current();
+
+  /// Differentiates a scalar loss with respect to every trainable parameter that was used; their gradients arrive in
+  /// their units. The loss must be Partial or Invariant on every mesh axis (or have no mesh).
+  void backward(const Tensor& loss);
+  /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
+  /// does not depend on it). With keep, the result can be differentiated again.
+  std::vector<Tensor> gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options = {});
+  /// Declares a constant differentiable, before its first use: gradient() may then ask for it.
+  Tensor watch(const Tensor& x);
+
+  const Tape& tape() const { return tape_; }
+  Tape take() { return std::move(tape_); }
+  const RecordingOptions& options() const { return options_; }
+  /// i64[3] = {seed, step, first_sample}: an input of random ops, so that a step's program never changes.
+  Tensor random_state();
+  /// Counts the calls of one module path, to key dropout.
+  int64_t next_call(const std::string& path) { return calls_[path]++; }
+  /// Copies of the leaves as first met; needs capture_leaves.
+  const std::unordered_map<ValueId, Tensor>& captured() const { return captured_; }
+  ValueId value_of(const Tensor& t) const;  ///< −1 if unknown here
+
+  // --- for apply(), units and optimizers ---
+  ValueId leaf(const Tensor& t, std::string_view name);
+  /// Records one executed op. `into[i]` says where output i was placed.
+  NodeId record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
+                std::span<const OutputSpec> specs, bool add = false);
+  /// The tensors are the values of `group`'s leaves [0, tensors.size()); `node` opened it.
+  void bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node, std::span<const Tensor> tensors,
+                  std::span<const int> indices);
+  Phase phase() const { return phase_; }
+  void flag_next(uint8_t flags) { next_flags_ |= flags; }
+  bool in_backward() const { return phase_ == Phase::backward; }
+
+ private:
+  friend class Vjp;
+  friend class PhaseScope;
+  struct ValueState {
+    Tensor saved;               // what the backward reads, while saves > 0
+    int32_t saves = 0;          // nodes that still want it
+    bool needs_grad = false;
+    bool recipe = false;        // comes from a group's leaf through views and casts only
+    LeafGroup* group = nullptr; // it is this leaf of a group
+    int32_t leaf_index = -1;
+  };
+  struct GroupState {
+    std::shared_ptr<LeafGroup> group;
+    NodeId first_node;
+    std::vector<bool> contributed;
+    std::vector<Tensor> slots;
+  };
+
+  ValueState& state(ValueId v);
+  GroupState& group_state(LeafGroup* group);
+  Tensor resolve(ValueId v);
+  void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
+  void release_saves(NodeId node);
+  void reverse(const Tensor& y, bool to_groups, bool keep);
+  void accumulate(NodeId node, ValueId v, const Tensor& gradient);
+  void finish_groups(NodeId node);
+  Tensor seed_for(const Tensor& y) const;
+
+  RecordingOptions options_;
+  Recording* previous_;
+  uint64_t serial_;
+  Tape tape_;
+  Phase phase_ = Phase::forward;
+  uint8_t next_flags_ = 0;
+  bool saving_ = true;
+  std::string backward_path_;
+  std::vector<ValueState> states_;
+  std::vector<Tensor> gradients_;
+  std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
+  std::vector<GroupState> groups_;
+  std::unordered_map<ValueId, Tensor> captured_;
+  std::unordered_map<std::string, int64_t> calls_;
+  std::vector<std::pair<uint64_t, uint64_t>> node_saves_;  // per node: saved inputs, saved outputs
+  Tensor random_state_;
+  std::vector<bool> wanted_;  // of the differentiation under way: values whose gradients lead somewhere
+  bool to_groups_ = false;    // ... and whether leaves' gradients go to their groups
+};
+
+/// Sets the phase of what is recorded while it lives.
+class PhaseScope {
+ public:
+  explicit PhaseScope(Phase phase);
+  ~PhaseScope();
+
+ private:
+  Recording* recording_;
+  Phase previous_;
+};
+
+/// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes.
+class PathScope {
+ public:
+  explicit PathScope(const std::string& path);
+  ~PathScope();
+  static const std::string& current();
+
+ private:
+  const std::string* previous_;
+};
+
+}  // namespace sheaf

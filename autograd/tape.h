@@ -1,0 +1,100 @@
+// Tape: a training step as data. A straight-line program in execution order that can be printed, compared, checked and
+// replayed; it holds no closure and no value, so it outlives everything it was recorded from.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "sheaf/autograd/op.h"
+
+namespace sheaf {
+
+using ValueId = int32_t;
+using NodeId = int32_t;
+enum class Phase : uint8_t { forward, backward, update };
+std::string_view name(Phase phase);
+std::string_view name(Lane lane);
+
+struct Node {
+  const OpDef* op;        ///< null for a leaf
+  uint32_t attrs;         ///< offset into the tape's attribute bytes
+  uint32_t inputs;        ///< offset into the tape's edges
+  uint32_t outputs;       ///< first output value; the others follow
+  uint16_t num_inputs, num_outputs;
+  uint32_t path;          ///< module path
+  Phase phase;
+  uint8_t flags;          ///< kAdds, kMirror, kPrefetched
+  static constexpr uint8_t kAdds = 1;        ///< output 0 adds to its memory
+  static constexpr uint8_t kMirror = 2;      ///< a gather that mirrors a discard of the forward
+  static constexpr uint8_t kPrefetched = 4;  ///< issued ahead of its use
+};
+static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);
+
+struct Value {
+  uint32_t type;            ///< into the tape's types
+  NodeId producer;
+  ValueId base = -1;        ///< >= 0: lies inside this value's memory (a slot, or an update in place)
+  int64_t byte_offset = 0;  ///< where
+};
+
+class Tape {
+ public:
+  int num_nodes() const { return static_cast<int>(nodes_.size()); }
+  int num_values() const { return static_cast<int>(values_.size()); }
+  const Node& node(NodeId i) const { return nodes_[i]; }
+  const Value& value(ValueId v) const { return values_[v]; }
+  const Type& type(ValueId v) const { return types_[values_[v].type]; }
+  std::span<const ValueId> inputs(const Node& n) const { return {edges_.data() + n.inputs, n.num_inputs}; }
+  ValueId output(const Node& n, int i = 0) const { return static_cast<ValueId>(n.outputs) + i; }
+  const std::string& path(const Node& n) const { return paths_[n.path]; }
+  const void* attrs(const Node& n) const { return attrs_.data() + n.attrs; }
+  /// The op's name; for a leaf "leaf", for a redistribution what it does ("all_gather", "slice", ...).
+  std::string op_name(const Node& n) const;
+  OpKind kind(const Node& n) const { return n.op ? n.op->kind : OpKind::leaf; }
+  /// Leaf values in the order they were met, with the names they were given.
+  std::vector<ValueId> leaves() const;
+  const std::string& leaf_name(ValueId v) const;
+  /// Bytes this rank receives in node `n` (0 for anything local).
+  int64_t wire_bytes(const Node& n) const;
+
+  // --- recording (used by Recording and by passes) ---
+  ValueId add_leaf(const Type& type, std::string_view name, std::string_view path, Phase phase);
+  NodeId add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type> outputs,
+                  std::string_view path, Phase phase, uint8_t flags = 0);
+  Value& mutable_value(ValueId v) { return values_[v]; }
+  Node& mutable_node(NodeId i) { return nodes_[i]; }
+  void erase_node(NodeId i);  ///< for tests that break tapes; values keep their ids
+  void swap_nodes(NodeId a, NodeId b) { std::swap(nodes_[a], nodes_[b]); }
+
+ private:
+  uint32_t intern_type(const Type& type);
+  uint32_t intern_path(std::string_view path);
+
+  std::vector<Node> nodes_;
+  std::vector<Value> values_;
+  std::vector<ValueId> edges_;
+  std::vector<Type> types_;
+  std::vector<std::string> paths_;
+  std::vector<char> attrs_;
+  std::unordered_map<std::string, uint32_t> path_ids_;
+  std::unordered_map<uint64_t, std::vector<uint32_t>> type_ids_;
+  std::unordered_map<ValueId, std::string> leaf_names_;
+};
+
+/// One line per node, as in the README: id, op, inputs, path, type, bytes.
+std::string to_text(const Tape& tape);
+std::string to_json(const Tape& tape);
+/// Graphviz: nodes coloured by placement, communicating edges labelled with bytes.
+std::string to_dot(const Tape& tape);
+
+/// Runs a tape again, backward and optimizer included. `leaf(v)` gives the value that leaf v had before the step; leaves
+/// that the step updates are overwritten. Returns the values whose ids are in `wanted`. Bitwise equal to the recording
+/// on every rank when all ranks replay.
+std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)>& leaf,
+                           std::span<const ValueId> wanted);
+
+}  // namespace sheaf
