@@ -1,5 +1,7 @@
 """Where everything outside this tree lies: folders of Debian 12, nothing downloaded."""
 
+load("//tools/bazel/cuda:configure.bzl", "cuda_configure")
+
 # What stands directly in /usr/include is found by the compiler itself, as a system header; naming that
 # folder with -isystem again would break the `#include_next` of the C++ library. So most repositories
 # below hold no headers: depending on them links the library, and their path says what has to be
@@ -38,3 +40,4 @@ def sheaf_repositories(root = "."):
             path = path,
             build_file = "@sheaf//tools/bazel/third_party:%s.BUILD" % name,
         )
+    cuda_configure(name = "cuda")

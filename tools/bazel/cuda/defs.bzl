@@ -1,0 +1,102 @@
+"""cuda_library: .cu files compiled by nvcc, used like any cc_library; empty where there is no CUDA."""
+
+load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain")
+load("@cuda//:defs.bzl", "CUDA_RELEASE", "CUDA_ROOT", "HAS_CUDA")
+load("//tools:sheaf.bzl", "sheaf_library")
+
+_NVCC_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-lineinfo",
+    # Machine code for Hopper with its own features (wgmma, TMA), and PTX without them for what comes
+    # after: PTX of sm_90a does not carry forward.
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-gencode=arch=compute_90,code=compute_90",
+    "--expt-relaxed-constexpr",
+    "--Werror=all-warnings",
+    "-Xcompiler=-fPIC,-Wall,-ffp-contract=off",
+]
+
+def _cuda_objects_impl(ctx):
+    toolchain = find_cpp_toolchain(ctx)
+    deps = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps])
+    if not HAS_CUDA:
+        return [DefaultInfo(), deps]
+
+    context = deps.compilation_context
+    objects = []
+    for src in ctx.files.srcs:
+        output = ctx.actions.declare_file("_objs/%s/%s.o" % (ctx.label.name, src.basename))
+        args = ctx.actions.args()
+        args.add("-c", src)
+        args.add("-o", output)
+        args.add("-ccbin", toolchain.compiler_executable)
+        args.add_all(_NVCC_FLAGS + ctx.attr.copts)
+        args.add_all(context.defines, before_each = "-D")
+        args.add_all(context.includes, before_each = "-I")
+        args.add_all(context.quote_includes, before_each = "-I")
+        args.add_all(context.system_includes, before_each = "-isystem")
+        ctx.actions.run(
+            executable = CUDA_ROOT + "/bin/nvcc",
+            arguments = [args],
+            inputs = depset([src], transitive = [context.headers]),
+            outputs = [output],
+            # The release is here for its effect on the action's key: a new toolkit compiles again.
+            env = {"PATH": "/usr/bin:/bin", "SHEAF_CUDA_RELEASE": "%d.%d" % CUDA_RELEASE},
+            mnemonic = "CudaCompile",
+            progress_message = "Compiling %s with nvcc" % src.short_path,
+        )
+        objects.append(output)
+
+    linking_context, _ = cc_common.create_linking_context_from_compilation_outputs(
+        actions = ctx.actions,
+        name = ctx.label.name,
+        feature_configuration = cc_common.configure_features(ctx = ctx, cc_toolchain = toolchain),
+        cc_toolchain = toolchain,
+        compilation_outputs = cc_common.create_compilation_outputs(
+            objects = depset(objects),
+            pic_objects = depset(objects),
+        ),
+        linking_contexts = [deps.linking_context],
+        disallow_dynamic_library = True,
+    )
+    return [
+        DefaultInfo(files = depset(objects)),
+        CcInfo(compilation_context = context, linking_context = linking_context),
+    ]
+
+_cuda_objects = rule(
+    implementation = _cuda_objects_impl,
+    attrs = {
+        "srcs": attr.label_list(allow_files = [".cu"]),
+        "copts": attr.string_list(),
+        "deps": attr.label_list(providers = [CcInfo]),
+        "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
+    },
+    fragments = ["cpp"],
+    toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
+)
+
+def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
+    """A library of CUDA kernels, linked with the CUDA runtime.
+
+    Without CUDA nothing is compiled and only the headers remain; C++ code asks kHasCuda of
+    "sheaf/kernels/config.h" (or, around includes, SHEAF_HAS_CUDA) before it calls what they declare.
+
+    Args:
+      name: name of the target.
+      srcs: .cu files.
+      hdrs: headers, plain C++, included under "sheaf/" and their path in this tree.
+      deps: libraries.
+      copts: further flags for nvcc.
+      **kwargs: passed on to both rules (visibility, testonly, tags).
+    """
+    headers = name + "_headers"
+    sheaf_library(name = headers, hdrs = hdrs, deps = deps, **kwargs)
+    _cuda_objects(
+        name = name,
+        srcs = srcs,
+        copts = copts,
+        deps = [":" + headers, "@cuda//:runtime"],
+        **kwargs
+    )
