@@ -2,7 +2,8 @@
 
 _DEBUG = str(Label("//tools/bazel:debug"))
 
-_WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+# g++ 12 takes members of std::variant and std::optional for uninitialised when it inlines their moves.
+_WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized"]
 
 # No contraction: the same bits on every instruction set. The other two say what we never rely on.
 _FLOATING_POINT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
