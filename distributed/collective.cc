@@ -1,0 +1,76 @@
+#include "sheaf/distributed/collective.h"
+
+namespace sheaf {
+namespace {
+
+uint64_t mix(uint64_t h, uint64_t value) {  // the finaliser of splitmix64 over a chained state
+  uint64_t z = h * 0x9e3779b97f4a7c15ull + value + 0x9e3779b97f4a7c15ull;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return z ^ (z >> 31);
+}
+
+}  // namespace
+
+std::string_view name(CollectiveOp op) {
+  constexpr std::string_view kNames[] = {"all_gather", "reduce_scatter", "all_reduce",
+                                         "all_to_all", "broadcast",      "barrier"};
+  return kNames[static_cast<int>(op)];
+}
+
+std::string_view name(Reduction reduction) {
+  constexpr std::string_view kNames[] = {"sum", "max", "min"};
+  return kNames[static_cast<int>(reduction)];
+}
+
+std::string Collective::to_string() const {
+  std::string out(name(op));
+  if (op != CollectiveOp::barrier) {
+    constexpr size_t kShown = 8;
+    out += str(' ', name(dtype), " [");
+    for (size_t i = 0; i < counts.size() && i < kShown; ++i) out += str(i ? ", " : "", counts[i]);
+    out += counts.size() > kShown ? str(", ... ", counts.size(), " in all]") : "]";
+  }
+  if (op == CollectiveOp::all_reduce) out += str(' ', name(reduction));
+  if (op == CollectiveOp::broadcast) out += str(" from ", root);
+  return out + str(" (", path, ')');
+}
+
+uint64_t hash_call(const Collective& call) {
+  uint64_t h = mix(static_cast<uint64_t>(call.op), static_cast<uint64_t>(call.dtype));
+  h = mix(h, static_cast<uint64_t>(call.reduction));
+  h = mix(h, static_cast<uint64_t>(call.root));
+  h = mix(h, call.counts.size());
+  if (call.op != CollectiveOp::all_to_all)
+    for (int64_t c : call.counts) h = mix(h, static_cast<uint64_t>(c));
+  for (char c : call.path) h = mix(h, static_cast<unsigned char>(c));
+  return h;
+}
+
+uint64_t chain(uint64_t fingerprint, uint64_t call_hash) { return mix(fingerprint, call_hash); }
+
+int64_t received_bytes(const Collective& call, int rank, int size) {
+  if (size == 1) return 0;
+  const int64_t element = call.element_size();
+  int64_t elements = 0;
+  switch (call.op) {
+    case CollectiveOp::all_gather:
+      for (int r = 0; r < size; ++r) elements += r == rank ? 0 : call.counts[r];
+      break;
+    case CollectiveOp::reduce_scatter: elements = call.counts[rank] * (size - 1); break;
+    case CollectiveOp::all_reduce: {
+      const int64_t count = call.counts[0];
+      const int64_t own = even_cut(count, rank + 1, size) - even_cut(count, rank, size);
+      elements = count * element <= kSmallAllReduceBytes ? count * (size - 1) : own * (size - 1) + count - own;
+      break;
+    }
+    case CollectiveOp::all_to_all:
+      for (int r = 0; r < size; ++r) elements += r == rank ? 0 : call.recv_counts[r];
+      break;
+    case CollectiveOp::broadcast: elements = rank == call.root ? 0 : call.counts[0]; break;
+    case CollectiveOp::barrier: break;
+  }
+  return elements * element;
+}
+
+}  // namespace sheaf

@@ -1,0 +1,52 @@
+// Collective: one call, as data. What was asked for, by whom, and the hashes by which ranks compare their calls.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sheaf/core/dtype.h"
+#include "sheaf/distributed/communicator.h"
+
+namespace sheaf {
+
+enum class CollectiveOp : uint8_t { all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier };
+std::string_view name(CollectiveOp op);
+std::string_view name(Reduction reduction);
+
+struct Collective {
+  CollectiveOp op = CollectiveOp::barrier;
+  DType dtype = DType::u8;
+  Reduction reduction = Reduction::sum;
+  int root = 0;
+  std::vector<int64_t> counts = {};       ///< per rank; all_to_all: what goes to each; else the one count
+  std::vector<int64_t> recv_counts = {};  ///< all_to_all only: what comes from each
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::string path = {};
+  uint64_t sequence = 0;     ///< 1 for a communicator's first call
+  uint64_t call_hash = 0;    ///< of op, dtype, counts and path: equal on all ranks
+  uint64_t fingerprint = 0;  ///< running: of this call and all before it
+
+  int64_t element_size() const { return static_cast<int64_t>(size_of(dtype)); }
+  /// "all_gather f32 [4, 4, 3] (blocks.3)"
+  std::string to_string() const;
+};
+
+/// Hash of what all ranks must agree on. The counts of an all_to_all differ from rank to rank and stay out.
+uint64_t hash_call(const Collective& call);
+/// Next running fingerprint.
+uint64_t chain(uint64_t fingerprint, uint64_t call_hash);
+
+/// First element of rank `r`'s slice when `count` elements are cut evenly over `ranks`; slice r ends where r + 1 begins.
+inline int64_t even_cut(int64_t count, int r, int ranks) { return count * r / ranks; }
+
+/// An all_reduce of at most this many bytes goes whole to every rank, in one round; a larger one is a reduce_scatter
+/// and an all_gather of even slices. Both give the same bits.
+inline constexpr int64_t kSmallAllReduceBytes = 4096;
+
+/// Payload bytes that rank `rank` of `size` receives.
+int64_t received_bytes(const Collective& call, int rank, int size);
+
+}  // namespace sheaf

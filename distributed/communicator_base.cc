@@ -1,0 +1,186 @@
+#include "sheaf/distributed/communicator_base.h"
+
+#include <cstdio>
+#include <cstring>
+
+namespace sheaf {
+namespace {
+
+bool consequential(ExitCode code) { return code != ExitCode::kTimeout && code != ExitCode::kDesync; }
+
+}  // namespace
+
+void run_alone(const Collective& call) {
+  if (!call.in || call.in == call.out || call.counts.empty() || call.counts[0] == 0) return;
+  std::memmove(call.out, call.in, static_cast<size_t>(call.counts[0] * call.element_size()));
+}
+
+Event CommunicatorBase::all_gather(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
+                                   std::string_view path) {
+  check_counts("all_gather", counts);
+  return submit({.op = CollectiveOp::all_gather, .dtype = dtype, .counts = {counts.begin(), counts.end()},
+                 .in = in, .out = out, .path = std::string(path)});
+}
+
+Event CommunicatorBase::reduce_scatter(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
+                                       std::string_view path) {
+  check_counts("reduce_scatter", counts);
+  return submit({.op = CollectiveOp::reduce_scatter, .dtype = dtype, .counts = {counts.begin(), counts.end()},
+                 .in = in, .out = out, .path = std::string(path)});
+}
+
+Event CommunicatorBase::all_reduce(void* data, int64_t count, DType dtype, Reduction reduction,
+                                   std::string_view path) {
+  check<CommError>(count >= 0, "[all_reduce] negative count ", count);
+  return submit({.op = CollectiveOp::all_reduce, .dtype = dtype, .reduction = reduction, .counts = {count},
+                 .in = data, .out = data, .path = std::string(path)});
+}
+
+Event CommunicatorBase::all_to_all(const void* in, std::span<const int64_t> send_counts, void* out,
+                                   std::span<const int64_t> recv_counts, DType dtype, std::string_view path) {
+  check_counts("all_to_all", send_counts);
+  check_counts("all_to_all", recv_counts);
+  check<CommError>(send_counts[rank()] == recv_counts[rank()], "[all_to_all] rank ", group_.world_rank(), " sends ",
+                   send_counts[rank()], " elements to itself but expects ", recv_counts[rank()]);
+  return submit({.op = CollectiveOp::all_to_all, .dtype = dtype,
+                 .counts = {send_counts.begin(), send_counts.end()},
+                 .recv_counts = {recv_counts.begin(), recv_counts.end()}, .in = in, .out = out,
+                 .path = std::string(path)});
+}
+
+Event CommunicatorBase::broadcast(void* data, int64_t bytes, int root, std::string_view path) {
+  check<CommError>(bytes >= 0, "[broadcast] negative size ", bytes);
+  check<CommError>(root >= 0 && root < size(), "[broadcast] root ", root, " in a group of ", size());
+  return submit({.op = CollectiveOp::broadcast, .root = root, .counts = {bytes}, .in = data, .out = data,
+                 .path = std::string(path)});
+}
+
+Event CommunicatorBase::barrier(std::string_view path) {
+  return submit({.op = CollectiveOp::barrier, .path = std::string(path)});
+}
+
+void CommunicatorBase::check_counts(const char* op, std::span<const int64_t> counts) const {
+  if (counts.size() != static_cast<size_t>(size()))
+    fail<CommError>('[', op, "] ", counts.size(), " counts for a group of ", size());
+  for (int64_t c : counts)
+    if (c < 0) fail<CommError>('[', op, "] negative count ", c);
+}
+
+Event CommunicatorBase::submit(Collective call) {
+  throw_if_failed(call);
+  call.call_hash = hash_call(call);
+  auto shared = std::make_shared<Collective>(std::move(call));
+  {
+    std::lock_guard lock(mutex_);
+    shared->sequence = ++sequence_;
+    shared->fingerprint = fingerprint_ = chain(fingerprint_, shared->call_hash);
+    bytes_received_ += received_bytes(*shared, rank(), size());
+    flight_.push_back({shared->sequence, shared->fingerprint, shared->to_string(), FlightEntry::State::queued});
+    if (flight_.size() > kFlightEntries) flight_.pop_front();
+  }
+  return dispatch(std::move(shared));
+}
+
+Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {
+  if (size() == 1) {
+    run_alone(*call);
+    set_state(call->sequence, FlightEntry::State::done);
+    return {};
+  }
+  if (!lane_) lane_ = std::make_unique<Lane>();
+  return lane_->submit([this, call = std::move(call)] { execute(*call); });
+}
+
+void CommunicatorBase::execute(const Collective& call) {
+  set_state(call.sequence, FlightEntry::State::running);
+  try {
+    throw_if_failed(call);
+    run(call);
+    set_state(call.sequence, FlightEntry::State::done);
+  } catch (const Error&) {
+    set_state(call.sequence, FlightEntry::State::failed);
+    throw;
+  } catch (const std::exception& e) {
+    set_state(call.sequence, FlightEntry::State::failed);
+    raise(call, ExitCode::kPeerLost, e.what());
+  }
+}
+
+void CommunicatorBase::set_state(uint64_t sequence, FlightEntry::State state) {
+  std::lock_guard lock(mutex_);
+  if (flight_.empty() || sequence < flight_.front().sequence) return;
+  flight_[sequence - flight_.front().sequence].state = state;
+}
+
+void CommunicatorBase::abort(const std::string& reason) {
+  board_->raise({group_.world_rank(), ExitCode::kPeerLost, reason});
+}
+
+uint64_t CommunicatorBase::sequence() const {
+  std::lock_guard lock(mutex_);
+  return sequence_;
+}
+
+uint64_t CommunicatorBase::fingerprint() const {
+  std::lock_guard lock(mutex_);
+  return fingerprint_;
+}
+
+int64_t CommunicatorBase::bytes_received() const {
+  std::lock_guard lock(mutex_);
+  return bytes_received_;
+}
+
+std::vector<FlightEntry> CommunicatorBase::flight_record() const {
+  std::lock_guard lock(mutex_);
+  return {flight_.begin(), flight_.end()};
+}
+
+CommError CommunicatorBase::error(const Collective& call, ExitCode code, const std::string& what) const {
+  std::string group;
+  if (size() != group_.world) {
+    std::vector<int> all(size());
+    for (int i = 0; i < size(); ++i) all[i] = i;
+    group = str(" in group {", ranks_text(all), "}");
+  }
+  // A call that was refused before it was numbered has no sequence number.
+  const std::string where = call.sequence ? str(" at sequence ", call.sequence, " (", call.path, ')')
+                                          : str(" (", call.path, ')');
+  return CommError(str('[', name(call.op), "] rank ", group_.world_rank(), " of ", group_.world, group, ": ", what,
+                       where), code);
+}
+
+void CommunicatorBase::raise(const Collective& call, ExitCode code, const std::string& what) const {
+  CommError e = error(call, code, what);
+  if (!board_->raise({group_.world_rank(), code, e.what()})) throw_if_failed(call);
+  throw e;
+}
+
+void CommunicatorBase::throw_failure(const Collective& call, const JobFailure& failure) const {
+  if (failure.rank == group_.world_rank()) {
+    throw error(call, failure.code, str("this rank has failed already: ", failure.reason));
+  }
+  const ExitCode code = consequential(failure.code) ? ExitCode::kPeerLost : failure.code;
+  throw error(call, code, str("rank ", failure.rank, " failed: ", failure.reason));
+}
+
+void CommunicatorBase::throw_if_failed(const Collective& call) const {
+  if (auto failure = board_->failure()) throw_failure(call, *failure);
+}
+
+void CommunicatorBase::raise_timeout(const Collective& call, double seconds, const std::vector<int>& missing) const {
+  char after[32];
+  std::snprintf(after, sizeof after, "%.1f", seconds);
+  CommError e = error(call, ExitCode::kTimeout, str("time-out after ", after, " s"));
+  CommError full(str(e.what(), ", missing ranks: ", ranks_text(missing)), ExitCode::kTimeout);
+  if (!board_->raise({group_.world_rank(), ExitCode::kTimeout, full.what()})) throw_if_failed(call);
+  throw full;
+}
+
+std::string CommunicatorBase::ranks_text(const std::vector<int>& indices) const {
+  std::string out;
+  for (int i : indices) out += str(out.empty() ? "" : ", ", group_.members[i]);
+  return out.empty() ? "none" : out;
+}
+
+}  // namespace sheaf

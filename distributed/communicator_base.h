@@ -1,0 +1,104 @@
+// CommunicatorBase: what all communicators share. Checks arguments, numbers and fingerprints the calls, counts bytes,
+// keeps a flight recorder, words the errors, and runs the calls in order on a lane of their own.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/collective.h"
+#include "sheaf/distributed/failure_board.h"
+#include "sheaf/distributed/lane.h"
+
+namespace sheaf {
+
+/// Who takes part in one communicator.
+struct CommunicatorGroup {
+  std::string name;          ///< equal on all members, unlike that of any other group: "(data=4)/data/0/gather"
+  std::vector<int> members;  ///< world ranks, in the group's order
+  int index = 0;             ///< this rank's place among them
+  int world = 1;             ///< ranks of the whole job
+
+  int size() const { return static_cast<int>(members.size()); }
+  int world_rank() const { return members[index]; }
+};
+
+/// One line of the flight recorder.
+struct FlightEntry {
+  enum class State : uint8_t { queued, running, done, failed };
+  uint64_t sequence;
+  uint64_t fingerprint;
+  std::string what;  ///< Collective::to_string()
+  State state;
+};
+
+class CommunicatorBase : public Communicator {
+ public:
+  static constexpr size_t kFlightEntries = 256;
+
+  int rank() const final { return group_.index; }
+  int size() const final { return group_.size(); }
+
+  Event all_gather(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
+                   std::string_view path) final;
+  Event reduce_scatter(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
+                       std::string_view path) final;
+  Event all_reduce(void* data, int64_t count, DType dtype, Reduction reduction, std::string_view path) final;
+  Event all_to_all(const void* in, std::span<const int64_t> send_counts, void* out,
+                   std::span<const int64_t> recv_counts, DType dtype, std::string_view path) final;
+  Event broadcast(void* data, int64_t bytes, int root, std::string_view path) final;
+  Event barrier(std::string_view path) final;
+
+  void abort(const std::string& reason) final;
+  uint64_t sequence() const final;
+  uint64_t fingerprint() const final;
+  int64_t bytes_received() const final;
+
+  /// The last calls, oldest first.
+  std::vector<FlightEntry> flight_record() const;
+
+ protected:
+  CommunicatorBase(CommunicatorGroup group, std::shared_ptr<FailureBoard> board)
+      : group_(std::move(group)), board_(std::move(board)) {}
+
+  /// Does the work of one call on the lane's thread; called for groups of two and more only.
+  virtual void run(const Collective& call) = 0;
+  /// Enqueues a checked and numbered call. The default hands it to the lane, or does it at once in a group of one.
+  virtual Event dispatch(std::shared_ptr<Collective> call);
+  /// Finishes what is queued and ends the lane; derived destructors call it first, since run() is theirs.
+  void finish_lane() { lane_.reset(); }
+
+  // Errors: "[op] rank 1 of 3: <what> at sequence 17 (path)".
+  CommError error(const Collective& call, ExitCode code, const std::string& what) const;
+  /// Poisons the job with this rank as the one that failed, and throws.
+  [[noreturn]] void raise(const Collective& call, ExitCode code, const std::string& what) const;
+  /// Throws what poisons the job, worded for this call.
+  [[noreturn]] void throw_failure(const Collective& call, const JobFailure& failure) const;
+  void throw_if_failed(const Collective& call) const;
+  [[noreturn]] void raise_timeout(const Collective& call, double seconds, const std::vector<int>& missing) const;
+  std::string ranks_text(const std::vector<int>& indices) const;  ///< "2, 4": world ranks of these members
+
+  const CommunicatorGroup group_;
+  const std::shared_ptr<FailureBoard> board_;
+
+ private:
+  Event submit(Collective call);
+  void check_counts(const char* op, std::span<const int64_t> counts) const;
+  void set_state(uint64_t sequence, FlightEntry::State state);
+  void execute(const Collective& call);
+
+  mutable std::mutex mutex_;  // guards what follows: issued by the rank's thread, looked at by others
+  uint64_t sequence_ = 0;
+  uint64_t fingerprint_ = 0;
+  int64_t bytes_received_ = 0;
+  std::deque<FlightEntry> flight_;
+  std::unique_ptr<Lane> lane_;  // made by the first call that needs it
+};
+
+/// What every call means in a group of one: a copy, or nothing.
+void run_alone(const Collective& call);
+
+}  // namespace sheaf

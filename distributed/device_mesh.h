@@ -1,0 +1,37 @@
+// DeviceMesh: the communication behind a MeshSpec for one rank. Mesh is the handle that users hold.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/mesh.h"
+#include "sheaf/distributed/transport.h"
+
+namespace sheaf {
+
+/// A cheap value: the mesh's axes and this rank's place in it.
+struct Mesh {
+  const MeshSpec* spec = nullptr;
+  std::shared_ptr<MeshRuntime> runtime;
+
+  int size(const std::string& axis) const { return spec->size(spec->axis(axis)); }
+  int coordinate(const std::string& axis) const { return runtime->coordinate(spec->axis(axis)); }
+};
+
+/// Ranks lie in row-major order over the axes: on (data=2, model=3), rank 4 has coordinates data=1, model=1. Per axis
+/// there are two communicators over the ranks that share all other coordinates. Collective over the whole mesh.
+class DeviceMesh final : public MeshRuntime {
+ public:
+  DeviceMesh(const MeshSpec* spec, int rank, Transport& transport);
+
+  int coordinate(int axis) const override { return coordinates_[axis]; }
+  Communicator& gather_lane(int axis) override { return *gather_[axis]; }
+  Communicator& reduce_lane(int axis) override { return *reduce_[axis]; }
+
+ private:
+  std::vector<int> coordinates_;
+  std::vector<std::unique_ptr<Communicator>> gather_, reduce_;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,42 @@
+// FailureBoard: the first failure of a job, as far as this process knows. All communicators of the job look at it, so
+// that one failure poisons them all and every later message names the same culprit.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "sheaf/core/error.h"
+
+namespace sheaf {
+
+struct JobFailure {
+  int rank = 0;  ///< who failed, in the world
+  ExitCode code = ExitCode::kPeerLost;
+  std::string reason;
+};
+
+/// Thread-safe. A failure is never taken back.
+class FailureBoard {
+ public:
+  /// Keeps `failure` if it is the first and calls the subscribers; otherwise does nothing and returns false.
+  bool raise(JobFailure failure);
+  std::optional<JobFailure> failure() const;
+  bool failed() const;
+
+  /// `callback` runs on the thread that raises, and at once if there is a failure already (so it must bear a second
+  /// call). It must not touch the board's subscriptions. After unsubscribe() returns it runs no more.
+  int subscribe(std::function<void(const JobFailure&)> callback);
+  void unsubscribe(int id);
+
+ private:
+  mutable std::mutex mutex_;
+  std::optional<JobFailure> failure_;
+  std::mutex subscribers_mutex_;  // held while callbacks run, so that unsubscribe() waits for them
+  std::map<int, std::function<void(const JobFailure&)>> subscribers_;
+  int next_id_ = 0;
+};
+
+}  // namespace sheaf

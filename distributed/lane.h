@@ -1,0 +1,38 @@
+// Lane: a thread that runs tasks in the order they were given, beside the thread that computes.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "sheaf/core/event.h"
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+
+/// The thread belongs to the rank that makes it: it inherits RankContext::current(), which must outlive the lane, and
+/// with it flush-to-zero arithmetic. It runs no OpenMP of its own. Sleeps while there is nothing to do.
+class Lane {
+ public:
+  Lane();
+  /// Runs what is queued, then joins. Tasks that could block for ever must be made to fail first.
+  ~Lane();
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  /// Enqueues `task`; the event completes after it, with the exception that it threw, if any.
+  Event submit(std::function<void()> task);
+
+ private:
+  void loop(RankContext& context);
+
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  std::deque<std::pair<std::function<void()>, Event>> queue_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,183 @@
+#include "sheaf/distributed/local_communicator.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "sheaf/distributed/reduce.h"
+
+namespace sheaf {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int64_t sum_of(const std::vector<int64_t>& counts, int n) {
+  return std::accumulate(counts.begin(), counts.begin() + n, int64_t{0});
+}
+
+const std::byte* at(const void* base, int64_t elements, const Collective& call) {
+  return static_cast<const std::byte*>(base) + elements * call.element_size();
+}
+std::byte* at(void* base, int64_t elements, const Collective& call) {
+  return static_cast<std::byte*>(base) + elements * call.element_size();
+}
+
+void copy(std::byte* to, const std::byte* from, int64_t count, const Collective& call) {
+  if (count > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(count * call.element_size()));
+}
+
+}  // namespace
+
+LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock::time_point deadline,
+                                       const FailureBoard& board, std::vector<int>& absent) {
+  std::unique_lock lock(mutex_);
+  Member& me = members_[index];
+  me.call = &call;
+  const uint64_t meeting = ++me.meetings;
+  const auto here = [&](const Member& m) { return m.meetings >= meeting; };
+  const auto gone = [&](const Member& m) { return m.left && !here(m); };
+  condition_.notify_all();
+  bool failed = false;
+  const bool woken = condition_.wait_until(lock, deadline, [&] {
+    return std::ranges::all_of(members_, here) || (failed = board.failed()) || std::ranges::any_of(members_, gone);
+  });
+  if (std::ranges::all_of(members_, here)) return Outcome::all_here;
+  --me.meetings;
+  if (failed) return Outcome::failed;
+  for (int i = 0; i < static_cast<int>(members_.size()); ++i)
+    if (i != index && (woken ? gone(members_[i]) : !here(members_[i]))) absent.push_back(i);
+  return woken ? Outcome::left : Outcome::timed_out;
+}
+
+void LocalGroup::meet(int index) {
+  std::unique_lock lock(mutex_);
+  const uint64_t meeting = ++members_[index].meetings;
+  condition_.notify_all();
+  condition_.wait(lock, [&] {
+    return std::ranges::all_of(members_, [&](const Member& m) { return m.meetings >= meeting; });
+  });
+}
+
+void LocalGroup::pause(std::chrono::milliseconds delay, const FailureBoard& board) {
+  std::unique_lock lock(mutex_);
+  condition_.wait_until(lock, Clock::now() + delay, [&] { return board.failed(); });
+}
+
+void LocalGroup::leave(int index) {
+  {
+    std::lock_guard lock(mutex_);
+    members_[index].left = true;
+  }
+  condition_.notify_all();
+}
+
+void LocalGroup::wake() {
+  { std::lock_guard lock(mutex_); }  // a sleeper has either seen the board or sleeps by now
+  condition_.notify_all();
+}
+
+LocalCommunicator::LocalCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board,
+                                     std::shared_ptr<LocalGroup> meeting, LocalOptions options)
+    : CommunicatorBase(std::move(group), std::move(board)), meeting_(std::move(meeting)), options_(options) {
+  subscription_ = board_->subscribe([meeting = meeting_](const JobFailure&) { meeting->wake(); });
+}
+
+LocalCommunicator::~LocalCommunicator() {
+  finish_lane();
+  board_->unsubscribe(subscription_);
+  meeting_->leave(rank());
+}
+
+void LocalCommunicator::gather(const Collective& call) {
+  std::vector<int> absent;
+  switch (meeting_->gather(rank(), call, Clock::now() + options_.timeout, *board_, absent)) {
+    case LocalGroup::Outcome::all_here: return;
+    case LocalGroup::Outcome::left:
+      board_->raise({group_.members[absent[0]], ExitCode::kPeerLost, "it has left the job"});
+      [[fallthrough]];
+    case LocalGroup::Outcome::failed: throw_if_failed(call); return;
+    case LocalGroup::Outcome::timed_out:
+      raise_timeout(call, std::chrono::duration<double>(options_.timeout).count(), absent);
+  }
+}
+
+std::string LocalCommunicator::disagreement() const {
+  const auto call_of = [&](int r) -> const Collective& { return meeting_->call_of(r); };
+  for (int r = 1; r < size(); ++r)
+    if (call_of(r).fingerprint != call_of(0).fingerprint)
+      return str("ranks disagree: rank ", group_.members[0], " calls ", call_of(0).to_string(), ", rank ",
+                 group_.members[r], " calls ", call_of(r).to_string());
+  if (call_of(0).op == CollectiveOp::all_to_all)
+    for (int from = 0; from < size(); ++from)
+      for (int to = 0; to < size(); ++to)
+        if (call_of(from).counts[to] != call_of(to).recv_counts[from])
+          return str("ranks disagree: rank ", group_.members[from], " sends ", call_of(from).counts[to],
+                     " elements to rank ", group_.members[to], ", which expects ", call_of(to).recv_counts[from]);
+  return {};
+}
+
+void LocalCommunicator::run(const Collective& call) {
+  if (options_.delay.count() > 0) meeting_->pause(options_.delay, *board_);
+  gather(call);
+  const std::string wrong = disagreement();
+  if (wrong.empty()) exchange(call);
+  meeting_->meet(rank());  // everybody has read: the buffers go back to their owners
+  if (!wrong.empty()) raise(call, ExitCode::kDesync, wrong);
+}
+
+void LocalCommunicator::exchange(const Collective& call) {
+  const int n = size(), me = rank();
+  const auto in_of = [&](int r) { return meeting_->call_of(r).in; };
+  // Sum of everybody's elements [begin, begin + count), written to `out`: nobody else reads or writes those of mine.
+  const auto reduce_slice = [&](void* out, int64_t begin, int64_t count) {
+    std::vector<const void*> sources(n);
+    for (int r = 0; r < n; ++r) sources[r] = at(in_of(r), begin, call);
+    reduce_in_order(out, sources, count, call.dtype, call.reduction);
+  };
+
+  switch (call.op) {
+    case CollectiveOp::all_gather:
+      for (int r = 0; r < n; ++r)
+        copy(at(call.out, sum_of(call.counts, r), call), at(in_of(r), 0, call), call.counts[r], call);
+      break;
+    case CollectiveOp::reduce_scatter:
+      reduce_slice(call.out, sum_of(call.counts, me), call.counts[me]);
+      break;
+    case CollectiveOp::all_reduce: {
+      const int64_t count = call.counts[0], begin = even_cut(count, me, n);
+      reduce_slice(at(call.out, begin, call), begin, even_cut(count, me + 1, n) - begin);
+      meeting_->meet(me);
+      for (int r = 0; r < n; ++r) {
+        const int64_t from = even_cut(count, r, n), length = even_cut(count, r + 1, n) - from;
+        copy(at(call.out, from, call), at(in_of(r), from, call), length, call);
+      }
+      break;
+    }
+    case CollectiveOp::all_to_all:
+      for (int r = 0; r < n; ++r) {
+        const Collective& peer = meeting_->call_of(r);
+        copy(at(call.out, sum_of(call.recv_counts, r), call), at(peer.in, sum_of(peer.counts, me), call),
+             call.recv_counts[r], call);
+      }
+      break;
+    case CollectiveOp::broadcast:
+      copy(at(call.out, 0, call), at(in_of(call.root), 0, call), call.counts[0], call);
+      break;
+    case CollectiveOp::barrier: break;
+  }
+}
+
+std::shared_ptr<LocalGroup> LocalJob::group(const std::string& name, int members) {
+  std::lock_guard lock(mutex_);
+  std::weak_ptr<LocalGroup>& entry = groups_[name];
+  std::shared_ptr<LocalGroup> group = entry.lock();
+  if (!group) entry = group = std::make_shared<LocalGroup>(members);
+  return group;
+}
+
+std::unique_ptr<Communicator> LocalTransport::connect(const CommunicatorGroup& group) {
+  return std::make_unique<LocalCommunicator>(group, job_->board, job_->group(group.name, group.size()),
+                                             job_->options);
+}
+
+}  // namespace sheaf

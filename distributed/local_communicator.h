@@ -1,0 +1,102 @@
+// LocalCommunicator: ranks that are threads of one process. Peers read each other's buffers directly; nothing is
+// staged. The default for distributed tests and for research.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/communicator_base.h"
+#include "sheaf/distributed/transport.h"
+
+namespace sheaf {
+
+struct LocalOptions {
+  std::chrono::milliseconds delay{0};         ///< added to every collective, to study overlap
+  std::chrono::milliseconds timeout{300'000};  ///< of one collective, from the moment it starts on its lane
+  int threads_per_rank = 0;                   ///< 0: cores / ranks, at least 1
+};
+
+/// Where the members of one local group meet; shared by their communicators.
+class LocalGroup {
+ public:
+  explicit LocalGroup(int size) : members_(size) {}
+
+  enum class Outcome { all_here, failed, left, timed_out };
+  /// Announces member `index` with its call and sleeps until all members have announced theirs. On any outcome but
+  /// all_here the announcement is withdrawn, so that either all members go on or none does; `absent` receives those
+  /// that are missing (timed_out) or gone (left).
+  Outcome gather(int index, const Collective& call, std::chrono::steady_clock::time_point deadline,
+                 const FailureBoard& board, std::vector<int>& absent);
+  /// Sleeps until all members are here again. Nothing cuts it short: peers that went on together only copy and add
+  /// until they meet again, and buffers must not go back to their owners before.
+  void meet(int index);
+  /// The call that a member announced. Valid from gather() until the last meet() of the call.
+  const Collective& call_of(int index) const { return *members_[index].call; }
+  /// Sleeps for `delay`, or until the job fails.
+  void pause(std::chrono::milliseconds delay, const FailureBoard& board);
+  void leave(int index);
+  void wake();  ///< after the board has changed
+
+ private:
+  struct Member {
+    const Collective* call = nullptr;
+    uint64_t meetings = 0;
+    bool left = false;
+  };
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  std::vector<Member> members_;
+};
+
+class LocalCommunicator final : public CommunicatorBase {
+ public:
+  LocalCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, std::shared_ptr<LocalGroup> meeting,
+                    LocalOptions options);
+  ~LocalCommunicator() override;
+
+  std::string_view kind() const override { return "local"; }
+  int64_t staging_bytes() const override { return 0; }
+
+ private:
+  void run(const Collective& call) override;
+  void gather(const Collective& call);
+  std::string disagreement() const;  ///< empty if all members made the same call; the same text on all of them
+  void exchange(const Collective& call);
+
+  const std::shared_ptr<LocalGroup> meeting_;
+  const LocalOptions options_;
+  int subscription_;
+};
+
+/// The ranks of one process: one object, shared by the transports of its ranks.
+class LocalJob {
+ public:
+  LocalJob(int size, LocalOptions options) : size(size), options(options), board(std::make_shared<FailureBoard>()) {}
+
+  const int size;
+  const LocalOptions options;
+  const std::shared_ptr<FailureBoard> board;
+  std::shared_ptr<LocalGroup> group(const std::string& name, int members);
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::weak_ptr<LocalGroup>> groups_;
+};
+
+class LocalTransport final : public Transport {
+ public:
+  explicit LocalTransport(std::shared_ptr<LocalJob> job) : job_(std::move(job)) {}
+  std::string_view kind() const override { return "local"; }
+  std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override;
+  FailureBoard& board() override { return *job_->board; }
+
+ private:
+  const std::shared_ptr<LocalJob> job_;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,200 @@
+// Every collective with every dtype and awkward counts, checked element by element against its formula. Used on all
+// kinds of communicators; the digest of all outputs shows that they agree bitwise.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "sheaf/distributed/communicator.h"
+#include "sheaf/distributed/world.h"
+
+namespace sheaf::testing {
+
+inline uint64_t scramble(uint64_t x) {
+  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
+  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
+  return x ^ (x >> 33);
+}
+
+/// Element i of rank r's input: floats whose sums round differently in every order.
+template <class T>
+T sample(int rank, int64_t i, int salt) {
+  const uint64_t h = scramble(static_cast<uint64_t>(i) * 1315423911u + static_cast<uint64_t>(rank) * 2654435761u +
+                              static_cast<uint64_t>(salt));
+  if constexpr (std::is_same_v<T, bool>) return h % 3 == 0;
+  else if constexpr (std::is_integral_v<T>) return static_cast<T>(h);
+  else return static_cast<T>(static_cast<float>(static_cast<int>(h % 200003) - 100001) * (h % 5 ? 1.0e-2f : 1.0e-5f));
+}
+
+template <class T>
+T reduce_reference(const std::vector<T>& terms, Reduction reduction) {
+  if constexpr (std::is_same_v<T, bool>) {
+    bool any = false, all = true;
+    for (bool t : terms) any |= t, all &= t;
+    return reduction == Reduction::min ? all : any;
+  } else if constexpr (std::is_integral_v<T>) {
+    T y = terms[0];
+    for (size_t r = 1; r < terms.size(); ++r)
+      y = reduction == Reduction::sum   ? static_cast<T>(static_cast<uint64_t>(y) + static_cast<uint64_t>(terms[r]))
+          : reduction == Reduction::max ? std::max(y, terms[r])
+                                        : std::min(y, terms[r]);
+    return y;
+  } else {
+    using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    A y = static_cast<A>(terms[0]);
+    for (size_t r = 1; r < terms.size(); ++r) {
+      const A x = static_cast<A>(terms[r]);
+      y = reduction == Reduction::sum ? y + x : reduction == Reduction::max ? std::max(y, x) : std::min(y, x);
+    }
+    return static_cast<T>(y);
+  }
+}
+
+template <class T>
+struct Buffer {  // std::vector<bool> is no array
+  explicit Buffer(int64_t n) : size(n), data(new T[n + 1]()) {}
+  int64_t size;
+  std::unique_ptr<T[]> data;
+  T* get() { return data.get(); }
+  T& operator[](int64_t i) { return data[i]; }
+};
+
+class Battery {
+ public:
+  explicit Battery(Communicator& comm) : comm_(comm), me_(comm.rank()), n_(comm.size()) {}
+
+  uint64_t digest() const { return digest_; }
+
+  void run(int64_t large_bytes) {
+    for (int d = 0; d < kNumDTypes; ++d)
+      visit_dtype("battery", static_cast<DType>(d), [&]<class T>() {
+        for (int64_t scale : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{600}}) all_ops<T>(scale);
+      });
+    all_ops<float>(large_bytes / 4);
+    all_ops<bf16>(large_bytes / 2 + 1);
+    comm_.barrier("battery").sync();
+  }
+
+ private:
+  /// Uneven, with an empty rank from three ranks on; scale 0 is empty everywhere, scale 1 almost.
+  std::vector<int64_t> uneven(int64_t scale) const {
+    std::vector<int64_t> counts(n_);
+    for (int r = 0; r < n_; ++r) counts[r] = r == 1 && n_ >= 3 ? 0 : scale + (scale ? (r * 5) % 3 : 0);
+    return counts;
+  }
+
+  template <class T>
+  void absorb(Buffer<T>& y) {
+    for (int64_t i = 0; i < y.size; ++i) {
+      uint64_t bits = 0;
+      std::memcpy(&bits, &y[i], sizeof(T));
+      digest_ = scramble(digest_ * 31 + bits + 1);
+    }
+  }
+
+  template <class T>
+  static bool same(T a, T b) { return std::memcmp(&a, &b, sizeof(T)) == 0; }
+
+  template <class T>
+  void all_ops(int64_t scale) {
+    const std::vector<int64_t> counts = uneven(scale);
+    gather<T>(counts);
+    scatter<T>(counts);
+    for (Reduction r : {Reduction::sum, Reduction::max, Reduction::min}) reduce<T>(scale * n_ + (scale ? 1 : 0), r);
+    exchange<T>(scale);
+    broadcast<T>(scale);
+  }
+
+  template <class T>
+  void gather(const std::vector<int64_t>& counts) {
+    const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    const int64_t mine = std::accumulate(counts.begin(), counts.begin() + me_, int64_t{0});
+    for (bool in_place : {false, true}) {
+      Buffer<T> in(counts[me_]), out(total);
+      T* from = in_place ? out.get() + mine : in.get();
+      for (int64_t i = 0; i < counts[me_]; ++i) from[i] = sample<T>(me_, i, 1);
+      comm_.all_gather(from, out.get(), counts, dtype_of<T>, "battery.gather").sync();
+      int64_t at = 0, wrong = 0;
+      for (int r = 0; r < n_; ++r)
+        for (int64_t i = 0; i < counts[r]; ++i) wrong += !same(out[at++], sample<T>(r, i, 1));
+      EXPECT_EQ(wrong, 0) << "all_gather " << name(dtype_of<T>) << " of " << total << (in_place ? " in place" : "");
+      absorb(out);
+    }
+  }
+
+  template <class T>
+  T reduced(int64_t i, int salt, Reduction reduction) const {
+    std::vector<T> terms(n_);
+    for (int r = 0; r < n_; ++r) terms[r] = sample<T>(r, i, salt);
+    return reduce_reference<T>(terms, reduction);
+  }
+
+  template <class T>
+  void scatter(const std::vector<int64_t>& counts) {
+    const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    const int64_t mine = std::accumulate(counts.begin(), counts.begin() + me_, int64_t{0});
+    for (bool in_place : {false, true}) {
+      Buffer<T> in(total), separate(counts[me_]);
+      for (int64_t i = 0; i < total; ++i) in[i] = sample<T>(me_, i, 2);
+      T* out = in_place ? in.get() + mine : separate.get();
+      comm_.reduce_scatter(in.get(), out, counts, dtype_of<T>, "battery.scatter").sync();
+      int64_t wrong = 0;
+      for (int64_t i = 0; i < counts[me_]; ++i) wrong += !same(out[i], reduced<T>(mine + i, 2, Reduction::sum));
+      EXPECT_EQ(wrong, 0) << "reduce_scatter " << name(dtype_of<T>) << " of " << total << (in_place ? " in place" : "");
+      // Own results differ from rank to rank: gather them, so that digests are comparable.
+      Buffer<T> all(total);
+      comm_.all_gather(out, all.get(), counts, dtype_of<T>, "battery.scatter").sync();
+      absorb(all);
+    }
+  }
+
+  template <class T>
+  void reduce(int64_t count, Reduction reduction) {
+    Buffer<T> data(count);
+    for (int64_t i = 0; i < count; ++i) data[i] = sample<T>(me_, i, 3);
+    comm_.all_reduce(data.get(), count, dtype_of<T>, reduction, "battery.reduce").sync();
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < count; ++i) wrong += !same(data[i], reduced<T>(i, 3, reduction));
+    EXPECT_EQ(wrong, 0) << "all_reduce " << name(dtype_of<T>) << " of " << count;
+    absorb(data);
+  }
+
+  template <class T>
+  void exchange(int64_t scale) {
+    // Rank a sends scale + a - b elements to rank b (nothing if that is negative, or to the next rank).
+    const auto count = [&](int a, int b) { return (a + 1) % n_ == b ? 0 : std::max<int64_t>(0, scale + a - b); };
+    std::vector<int64_t> send(n_), recv(n_);
+    for (int r = 0; r < n_; ++r) send[r] = count(me_, r), recv[r] = count(r, me_);
+    Buffer<T> in(std::accumulate(send.begin(), send.end(), int64_t{0}));
+    Buffer<T> out(std::accumulate(recv.begin(), recv.end(), int64_t{0}));
+    for (int64_t r = 0, at = 0; r < n_; ++r)
+      for (int64_t i = 0; i < send[r]; ++i) in[at++] = sample<T>(me_, i, 10 + static_cast<int>(r));
+    comm_.all_to_all(in.get(), send, out.get(), recv, dtype_of<T>, "battery.exchange").sync();
+    int64_t wrong = 0;
+    for (int64_t r = 0, at = 0; r < n_; ++r)
+      for (int64_t i = 0; i < recv[r]; ++i) wrong += !same(out[at++], sample<T>(static_cast<int>(r), i, 10 + me_));
+    EXPECT_EQ(wrong, 0) << "all_to_all " << name(dtype_of<T>);
+  }
+
+  template <class T>
+  void broadcast(int64_t count) {
+    for (int root = 0; root < n_; ++root) {
+      Buffer<T> data(count);
+      for (int64_t i = 0; i < count; ++i) data[i] = sample<T>(me_, i, 4);
+      comm_.broadcast(data.get(), count * static_cast<int64_t>(sizeof(T)), root, "battery.broadcast").sync();
+      int64_t wrong = 0;
+      for (int64_t i = 0; i < count; ++i) wrong += !same(data[i], sample<T>(root, i, 4));
+      EXPECT_EQ(wrong, 0) << "broadcast " << name(dtype_of<T>) << " from " << root;
+      absorb(data);
+    }
+  }
+
+  Communicator& comm_;
+  const int me_, n_;
+  uint64_t digest_ = 1;
+};
+
+}  // namespace sheaf::testing

@@ -1,0 +1,281 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "sheaf/core/parallel.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/distributed/collective_battery.h"
+
+namespace sheaf {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+Communicator& lane(World& world) { return world.mesh({{"data", world.size()}}).runtime->gather_lane(0); }
+
+#if defined(SHEAF_TSAN) || defined(SHEAF_ASAN)
+constexpr int64_t kLarge = 20'000;
+#else
+constexpr int64_t kLarge = 200'000;
+#endif
+
+TEST(Local, EveryCollectiveAtWorlds1To5) {
+  for (int n = 1; n <= 5; ++n) {
+    std::vector<uint64_t> digests(n), prints(n);
+    std::vector<int64_t> received(n);
+    run_local(n, [&](World& world) {
+      Communicator& comm = lane(world);
+      testing::Battery battery(comm);
+      battery.run(kLarge);
+      digests[world.rank()] = battery.digest();
+      prints[world.rank()] = comm.fingerprint();
+      received[world.rank()] = comm.bytes_received();
+    });
+    for (int r = 1; r < n; ++r) {
+      EXPECT_EQ(digests[r], digests[0]);
+      EXPECT_EQ(prints[r], prints[0]);
+      EXPECT_GT(received[r], 0);
+    }
+    EXPECT_EQ(received[0] == 0, n == 1);
+  }
+}
+
+TEST(Local, CallsRunInOrderAndEventsComplete) {
+  run_local(3, [](World& world) {
+    Communicator& comm = lane(world);
+    std::vector<float> x(1000, 1.0f);
+    std::vector<Event> events;
+    for (int i = 0; i < 50; ++i) events.push_back(comm.all_reduce(x.data(), 1000, kF32, Reduction::sum, "order"));
+    for (int i = 0; i < 50; ++i) comm.all_reduce(x.data(), 1000, kF32, Reduction::max, "order");
+    comm.barrier("order").sync();
+    for (const Event& e : events) EXPECT_TRUE(e.ready());
+    EXPECT_EQ(comm.sequence(), 101u);
+    float expected = 1.0f;
+    for (int i = 0; i < 50; ++i) expected = (expected + expected) + expected;
+    for (float v : x) EXPECT_EQ(v, expected);
+  });
+}
+
+TEST(Local, BytesReceivedFollowTheFormulas) {
+  run_local(4, [](World& world) {
+    Communicator& comm = lane(world);
+    const int me = world.rank();
+    std::vector<float> all(4096 * 4), x(4096 * 4);
+    const std::vector<int64_t> counts = {10, 0, 20, 30};
+    comm.all_gather(x.data(), all.data(), counts, kF32, "b").sync();
+    int64_t expected = 4 * (60 - counts[me]);
+    EXPECT_EQ(comm.bytes_received(), expected);
+    comm.reduce_scatter(all.data(), x.data(), counts, kF32, "b").sync();
+    EXPECT_EQ(comm.bytes_received(), expected += 4 * 3 * counts[me]);
+    comm.all_reduce(x.data(), 4096, kF32, Reduction::sum, "b").sync();  // a ring's bytes: 2 (n-1)/n of the data
+    EXPECT_EQ(comm.bytes_received(), expected += 2 * 3 * 4096);
+    comm.broadcast(x.data(), 100, 2, "b").sync();
+    EXPECT_EQ(comm.bytes_received(), expected += me == 2 ? 0 : 100);
+  });
+}
+
+TEST(Local, LanesOfOneAxisDoNotWaitForEachOther) {
+  run_local(2, [](World& world) {
+    Mesh mesh = world.mesh({{"data", 2}});
+    std::vector<float> a(8, 1.0f), b(8, 1.0f);
+    // Opposite orders on the two ranks would deadlock on one lane.
+    if (world.rank() == 0) {
+      mesh.runtime->gather_lane(0).all_reduce(a.data(), 8, kF32, Reduction::sum, "a").sync();
+      mesh.runtime->reduce_lane(0).all_reduce(b.data(), 8, kF32, Reduction::sum, "b").sync();
+    } else {
+      Event second = mesh.runtime->reduce_lane(0).all_reduce(b.data(), 8, kF32, Reduction::sum, "b");
+      mesh.runtime->gather_lane(0).all_reduce(a.data(), 8, kF32, Reduction::sum, "a").sync();
+      second.sync();
+    }
+    EXPECT_EQ(a[7] + b[7], 4.0f);
+  });
+}
+
+TEST(Local, MeshOfTwoAxes) {
+  run_local(6, [](World& world) {
+    Mesh mesh = world.mesh({{"data", 2}, {"model", 3}});
+    EXPECT_EQ(mesh.coordinate("data") * 3 + mesh.coordinate("model"), world.rank());
+    EXPECT_EQ(RankContext::current().coordinate(mesh.spec, 1), world.rank() % 3);
+    EXPECT_EQ(RankContext::current().runtime(mesh.spec), mesh.runtime.get());
+    for (int axis = 0; axis < 2; ++axis) {
+      Communicator& comm = mesh.runtime->gather_lane(axis);
+      ASSERT_EQ(comm.size(), mesh.spec->size(axis));
+      std::vector<int64_t> counts(comm.size(), 1);
+      std::vector<int32_t> ranks(comm.size());
+      const int32_t me = world.rank();
+      comm.all_gather(&me, ranks.data(), counts, kI32, "ranks").sync();
+      for (int i = 0; i < comm.size(); ++i)
+        EXPECT_EQ(ranks[i], axis == 0 ? i * 3 + world.rank() % 3 : world.rank() / 3 * 3 + i);
+    }
+    EXPECT_EQ(world.mesh({{"data", 2}, {"model", 3}}).runtime, mesh.runtime);
+    EXPECT_THROW(world.mesh({{"data", 4}}), ConfigError);
+  });
+}
+
+TEST(Local, RankContextsAreFilledIn) {
+  run_local(3, [](World& world) {
+    RankContext& context = RankContext::current();
+    EXPECT_EQ(context.rank, world.rank());
+    EXPECT_EQ(context.world, 3);
+    EXPECT_EQ(context.threads, 2);
+    EXPECT_EQ(num_threads(), 2);
+  }, {.threads_per_rank = 2});
+}
+
+TEST(Local, ThrowingRankWakesTheOthersAndIsRethrown) {
+  std::atomic<int> told = 0;
+  const auto start = Clock::now();
+  try {
+    run_local(3, [&](World& world) {
+      float x = 1;
+      if (world.rank() == 1) {
+        std::this_thread::sleep_for(milliseconds(50));
+        fail<DataError>("[data] token 70000 is out of vocabulary");
+      }
+      try {
+        lane(world).all_reduce(&x, 1, kF32, Reduction::sum, "blocks.3").sync();
+      } catch (const CommError& e) {
+        EXPECT_EQ(e.exit_code(), 72);
+        const std::string what = e.what();
+        EXPECT_NE(what.find("rank 1 failed: [data] token 70000"), std::string::npos) << what;
+        EXPECT_NE(what.find("[all_reduce] rank " + std::to_string(world.rank()) + " of 3"), std::string::npos) << what;
+        EXPECT_NE(what.find("at sequence 1 (blocks.3)"), std::string::npos) << what;
+        ++told;
+        throw;
+      }
+    });
+    FAIL() << "nothing was thrown";
+  } catch (const DataError& e) {
+    EXPECT_EQ(e.exit_code(), 65);
+  }
+  EXPECT_EQ(told, 2);
+  EXPECT_LT(seconds_since(start), 2.0);
+}
+
+TEST(Local, AFailedJobRefusesLaterCalls) {
+  EXPECT_THROW(run_local(2, [](World& world) {
+    Communicator& comm = lane(world);
+    if (world.rank() == 0) comm.abort("had enough");
+    EXPECT_THROW(comm.barrier("x").sync(), CommError);
+    EXPECT_THROW(comm.barrier("y"), CommError);
+    EXPECT_THROW(world.mesh({{"data", 2}}).runtime->reduce_lane(0).barrier("z").sync(), CommError);
+    fail<CommError>("over");
+  }), CommError);
+}
+
+void expect_failure(int ranks, int code, std::vector<std::string> parts, const std::function<void(World&)>& body,
+                    LocalOptions options = {}) {
+  std::atomic<int> codes = 0;
+  try {
+    run_local(ranks, [&](World& world) {
+      try {
+        body(world);
+      } catch (const Error& e) {
+        codes += e.exit_code() == code;
+        throw;
+      }
+    }, options);
+    FAIL() << "nothing was thrown";
+  } catch (const CommError& e) {
+    EXPECT_EQ(e.exit_code(), code) << e.what();
+    for (const std::string& part : parts)
+      EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << part << " is not in: " << e.what();
+  }
+  EXPECT_GE(codes, 1);
+}
+
+TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
+  std::atomic<bool> over = false;
+  expect_failure(3, 71, {"[all_gather] rank", "of 3: time-out after 0.3 s at sequence 2 (blocks.3)", "missing ranks: 2"},
+                 [&](World& world) {
+                   Communicator& comm = lane(world);
+                   comm.barrier("start").sync();
+                   if (world.rank() == 2) {
+                     while (!over) std::this_thread::sleep_for(milliseconds(5));
+                     return;
+                   }
+                   std::vector<int64_t> counts(3, 1);
+                   std::vector<float> x(3);
+                   Event e = comm.all_gather(&x[world.rank()], x.data(), counts, kF32, "blocks.3");
+                   try {
+                     e.sync();
+                   } catch (...) {
+                     over = true;
+                     throw;
+                   }
+                 },
+                 {.timeout = milliseconds(300)});
+}
+
+TEST(Local, DisagreementNamesBothSides) {
+  const auto call = [](World& world, auto other) {
+    std::vector<float> x(64);
+    Communicator& comm = lane(world);
+    std::vector<int64_t> counts(3, 2);
+    if (world.rank() == 1) other(comm, x, counts);
+    else comm.all_gather(&x[8], x.data(), counts, kF32, "blocks.1").sync();
+  };
+  const std::string ours = "rank 0 calls all_gather f32 [2, 2, 2] (blocks.1)";
+  expect_failure(3, 70, {ours, "rank 1 calls reduce_scatter f32 [2, 2, 2] (blocks.1)"}, [&](World& world) {
+    call(world, [](auto& c, auto& x, auto& n) { c.reduce_scatter(x.data(), &x[8], n, kF32, "blocks.1").sync(); });
+  });
+  expect_failure(3, 70, {ours, "rank 1 calls all_gather f32 [2, 3, 2] (blocks.1)"}, [&](World& world) {
+    call(world, [](auto& c, auto& x, auto& n) { n[1] = 3; c.all_gather(&x[8], x.data(), n, kF32, "blocks.1").sync(); });
+  });
+  expect_failure(3, 70, {ours, "rank 1 calls all_gather i32 [2, 2, 2] (blocks.1)"}, [&](World& world) {
+    call(world, [](auto& c, auto& x, auto& n) { c.all_gather(&x[8], x.data(), n, kI32, "blocks.1").sync(); });
+  });
+  expect_failure(3, 70, {ours, "rank 1 calls all_gather f32 [2, 2, 2] (blocks.2)"}, [&](World& world) {
+    call(world, [](auto& c, auto& x, auto& n) { c.all_gather(&x[8], x.data(), n, kF32, "blocks.2").sync(); });
+  });
+  expect_failure(2, 70, {"rank 1 sends 4 elements to rank 0, which expects 3"}, [&](World& world) {
+    std::vector<float> x(8), y(8);
+    const std::vector<int64_t> send = {4, 1}, recv = {world.rank() == 0 ? 4 : 1, world.rank() == 0 ? 3 : 1};
+    lane(world).all_to_all(x.data(), send, y.data(), recv, kF32, "moe").sync();
+  });
+}
+
+TEST(Local, ARankThatLeavesEarlyIsNamed) {
+  expect_failure(3, 72, {"rank 2 failed: it has left the job"}, [&](World& world) {
+    Communicator& comm = lane(world);
+    comm.barrier("once").sync();
+    if (world.rank() != 2) comm.barrier("twice").sync();
+  });
+}
+
+TEST(Local, DelayLengthensACollectiveButNotTheCaller) {
+  run_local(2, [](World& world) {
+    Communicator& comm = lane(world);
+    const auto start = Clock::now();
+    Event e = comm.barrier("slow");
+    EXPECT_LT(seconds_since(start), 0.04);
+    e.sync();
+    EXPECT_GE(seconds_since(start), 0.05);
+  }, {.delay = milliseconds(50)});
+}
+
+TEST(Local, ManyFailuresAtOnceNeverHang) {
+  for (int trial = 0; trial < 30; ++trial) {
+    // Out here, because a rank that throws leaves collectives behind that still use them.
+    std::vector<std::vector<float>> buffers(4, std::vector<float>(4000, 1.0f));
+    EXPECT_ANY_THROW(run_local(4, [&](World& world) {
+      Mesh mesh = world.mesh({{"data", 4}});
+      std::vector<float>& x = buffers[world.rank()];
+      for (int step = 0;; ++step) {
+        Event a = mesh.runtime->gather_lane(0).all_reduce(x.data(), 2000, kF32, Reduction::sum, "a");
+        Event b = mesh.runtime->reduce_lane(0).all_reduce(x.data() + 2000, 2000, kF32, Reduction::sum, "b");
+        if (step == trial % 7 && world.rank() % 2 == trial % 2) fail<DataError>("bad");
+        a.sync();
+        b.sync();
+      }
+    }));
+  }
+}
+
+}  // namespace
+}  // namespace sheaf
