@@ -36,6 +36,8 @@ void store_into(const Tensor& to, const Tensor& x);
 void add_into(const Tensor& to, const Tensor& x);
 
 // ---- group A: elementwise, reductions, shape, indexing, random --------------------------------------------------------
+/// a + b with broadcasting.
+Tensor add(const Tensor& a, const Tensor& b);
 
 // ---- group B: products, normalisation, attention, losses, optimizers --------------------------------------------------
 

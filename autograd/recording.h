@@ -126,6 +126,7 @@ class Recording {
   std::vector<std::pair<uint64_t, uint64_t>> node_saves_;  // per node: saved inputs, saved outputs
   Tensor random_state_;
   std::vector<bool> wanted_;  // of the differentiation under way: values whose gradients lead somewhere
+  std::vector<bool> asked_;   // of gradient(): the xs
   bool to_groups_ = false;    // ... and whether leaves' gradients go to their groups
 };
 

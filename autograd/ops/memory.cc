@@ -1,0 +1,72 @@
+// Filling, copying and accumulating memory.
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf {
+namespace {
+
+struct Full {
+  static constexpr const char* kName = "full";
+  struct Attrs { double value; };
+  static void execute(const Attrs& a, Execute& c) {
+    // A Partial value is held by rank 0 alone; the others hold zeros.
+    const Layout& l = c.output_type(0).layout;
+    bool mine = true;
+    for (int i = 0; i < l.num_axes(); ++i)
+      if (l[i].is_partial() && RankContext::current().coordinate(l.mesh(), i) != 0) mine = false;
+    SHEAF_ON_CPU(c.stream(), fill, c.output(0), mine ? a.value : 0.0);
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str(a.value); }
+};
+
+struct Contiguous {
+  static constexpr const char* kName = "contiguous";
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0)); }
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, c.grad()); }
+};
+
+struct StoreInto {
+  static constexpr const char* kName = "store";
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0)); }
+};
+
+struct AddInto {  // inputs: the addend, the memory; the output lies in the memory
+  static constexpr const char* kName = "add_into";
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), add_into, c.output(0), c.input(0)); }
+};
+
+}  // namespace
+
+Tensor full_of(const Type& type, double value) {
+  const OutputSpec spec{type, {}, -1, 0};
+  const Full::Attrs attrs{value};
+  return apply_typed(op_def<Full>(), &attrs, {}, std::span(&spec, 1))[0];
+}
+
+Tensor full_like(const Tensor& x, double value) {
+  const DeviceScope device(x.device());
+  return full_of(x.type(), value);
+}
+
+Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : apply<Contiguous>({}, {x}); }
+
+void store_into(const Tensor& to, const Tensor& x) {
+  const OutputSpec spec{to.type(), to, -1, 0};
+  apply_typed(op_def<StoreInto>(), nullptr, std::span(&x, 1), std::span(&spec, 1));
+}
+
+void add_into(const Tensor& to, const Tensor& x) {
+  const OutputSpec spec{to.type(), to, -1, 0};
+  const Tensor inputs[] = {x, to};
+  apply_typed(op_def<AddInto>(), nullptr, inputs, std::span(&spec, 1));
+}
+
+}  // namespace sheaf

@@ -1,0 +1,373 @@
+#include "sheaf/autograd/recording.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+namespace {
+
+thread_local Recording* current_recording = nullptr;
+thread_local const std::string* current_path = nullptr;
+std::atomic<uint64_t> next_serial{1};
+
+uint64_t bit(int i) { return uint64_t{1} << i; }
+
+}  // namespace
+
+PathScope::PathScope(const std::string& path) : previous_(current_path) { current_path = &path; }
+PathScope::~PathScope() { current_path = previous_; }
+const std::string& PathScope::current() {
+  static const std::string kRoot;
+  return current_path ? *current_path : kRoot;
+}
+
+PhaseScope::PhaseScope(Phase phase) : recording_(Recording::current()) {
+  if (recording_) previous_ = std::exchange(recording_->phase_, phase);
+}
+PhaseScope::~PhaseScope() {
+  if (recording_) recording_->phase_ = previous_;
+}
+
+Recording::Recording(const RecordingOptions& options)
+    : options_(options), previous_(current_recording), serial_(next_serial++) {
+  current_recording = this;
+}
+
+Recording::~Recording() {
+  for (GroupState& g : groups_) g.group->recording_ended();
+  current_recording = previous_;
+}
+
+Recording* Recording::current() { return current_recording; }
+
+Tensor Recording::random_state() {
+  if (!random_state_) {
+    Device device = default_device();
+    random_state_ = device.is_meta()
+                        ? Tensor::empty({kI64, {3}, {}}, device)
+                        : Tensor::from<int64_t>({static_cast<int64_t>(options_.seed), options_.step,
+                                                 options_.first_sample}, {3});
+    leaf(random_state_, "random_state");
+  }
+  return random_state_;
+}
+
+ValueId Recording::value_of(const Tensor& t) const {
+  if (t.impl().recording == serial_) return t.impl().value;
+  const auto it = leaves_.find(t.id());
+  return it == leaves_.end() ? -1 : it->second.second;
+}
+
+Recording::ValueState& Recording::state(ValueId v) {
+  if (static_cast<size_t>(v) >= states_.size()) states_.resize(tape_.num_values());
+  return states_[v];
+}
+
+ValueId Recording::leaf(const Tensor& t, std::string_view name) {
+  if (const ValueId known = value_of(t); known >= 0) return known;
+  const ValueId v = tape_.add_leaf(t.type(), name, PathScope::current(), phase_);
+  node_saves_.resize(tape_.num_nodes());
+  leaves_.emplace(t.id(), std::pair(t, v));
+  if (options_.capture_leaves) captured_.emplace(v, t.clone());
+  state(v);
+  return v;
+}
+
+Tensor Recording::watch(const Tensor& x) {
+  state(leaf(x, "input")).needs_grad = true;
+  return x;
+}
+
+NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
+                         std::span<const OutputSpec> specs, bool add) {
+  ValueId ids[64];
+  if (inputs.size() > 64) fail<ShapeError>("[", op.name, "] more than 64 inputs");
+  for (size_t i = 0; i < inputs.size(); ++i) ids[i] = leaf(inputs[i], "input");
+  Type types_small[8];
+  std::vector<Type> types_large;
+  std::span<Type> types(types_small, std::min<size_t>(outputs.size(), 8));
+  if (outputs.size() > 8) {
+    types_large.resize(outputs.size());
+    types = types_large;
+  }
+  for (size_t o = 0; o < outputs.size(); ++o) types[o] = outputs[o].type();
+  const std::string& path = phase_ == Phase::backward ? backward_path_ : PathScope::current();
+  const NodeId id = tape_.add_node(op, attrs, std::span(ids, inputs.size()), types, path, phase_,
+                                   std::exchange(next_flags_, 0) | (add ? Node::kAdds : 0));
+  const ValueId first = static_cast<ValueId>(tape_.node(id).outputs);
+  node_saves_.resize(tape_.num_nodes());
+  states_.resize(tape_.num_values());
+  for (size_t o = 0; o < outputs.size(); ++o) {
+    outputs[o].mutable_impl().recording = serial_;
+    outputs[o].mutable_impl().value = first + static_cast<ValueId>(o);
+    Value& value = tape_.mutable_value(first + static_cast<ValueId>(o));
+    if (specs[o].within >= 0) {
+      value.base = first + specs[o].within;
+      value.byte_offset = specs[o].byte_offset;
+    } else if (specs[o].into) {
+      value.base = value_of(specs[o].into);
+      if (value.base < 0) {  // memory that this recording has not met: it is a leaf that the op updates
+        value.base = leaf(specs[o].into, "memory");
+        states_.resize(tape_.num_values());
+      }
+    }
+  }
+  uint64_t needs = 0;
+  bool recipe = op.recipe && !inputs.empty();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const ValueState& s = states_[ids[i]];
+    if (s.needs_grad) needs |= bit(static_cast<int>(i));
+    recipe = recipe && s.recipe;
+  }
+  if (needs && op.vjp) {
+    for (size_t o = 0; o < outputs.size(); ++o) {
+      if (!is_floating(types[o].dtype)) continue;
+      states_[first + o].needs_grad = true;
+      states_[first + o].recipe = recipe;
+    }
+    if (saving_) save_for_backward(id, inputs, outputs, needs);
+  } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type& t) {
+               return is_floating(t.dtype); })) {
+    // Not differentiable: whoever asks for a gradient through it is told which op lacks it.
+    for (size_t o = 0; o < outputs.size(); ++o) states_[first + o].needs_grad = true;
+  }
+  return id;
+}
+
+void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs,
+                                  uint64_t needs) {
+  const Node& n = tape_.node(node);
+  uint64_t in = n.op->saved_inputs, out = n.op->saved_outputs;
+  if (n.op->saves) n.op->saves(tape_.attrs(n), needs, in, out);
+  if (inputs.size() < 64) in &= bit(static_cast<int>(inputs.size())) - 1;
+  out &= bit(static_cast<int>(outputs.size())) - 1;
+  node_saves_[node] = {in, out};
+  const auto save = [&](ValueId v, const Tensor& t) {
+    ValueState& s = states_[v];
+    ++s.saves;
+    if (!s.recipe) s.saved = t;  // a recipe is resolved again: the gathered bytes may be discarded
+  };
+  const auto edges = tape_.inputs(n);
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (in & bit(static_cast<int>(i))) save(edges[i], inputs[i]);
+  for (size_t o = 0; o < outputs.size(); ++o)
+    if (out & bit(static_cast<int>(o))) save(tape_.output(n, static_cast<int>(o)), outputs[o]);
+}
+
+void Recording::release_saves(NodeId node) {
+  const Node n = tape_.node(node);
+  auto& [in, out] = node_saves_[node];
+  const auto drop = [&](ValueId v) {
+    ValueState& s = states_[v];
+    if (--s.saves <= 0) s.saved = Tensor();
+  };
+  for (int i = 0; i < n.num_inputs && in; ++i)
+    if (in & bit(i)) drop(tape_.inputs(n)[i]);
+  for (int o = 0; o < n.num_outputs && out; ++o)
+    if (out & bit(o)) drop(tape_.output(n, o));
+  in = out = 0;
+}
+
+void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node, std::span<const Tensor> tensors,
+                           std::span<const int> indices) {
+  auto it = std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group == group; });
+  if (it == groups_.end()) {
+    const auto n = static_cast<size_t>(group->num_leaves());
+    groups_.push_back({group, node, std::vector<bool>(n, false), std::vector<Tensor>(n)});
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ValueState& s = state(value_of(tensors[i]));
+    s.group = group.get();
+    s.leaf_index = indices[i];
+    s.recipe = true;
+    s.needs_grad = group->trainable(indices[i]);
+  }
+}
+
+Recording::GroupState& Recording::group_state(LeafGroup* group) {
+  return *std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group.get() == group; });
+}
+
+Tensor Recording::resolve(ValueId v) {
+  const ValueState& s = state(v);
+  if (s.group) return s.group->value(s.leaf_index);
+  if (s.recipe) {
+    const Node n = tape_.node(tape_.value(v).producer);
+    std::vector<Tensor> inputs;
+    for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
+    std::vector<char> attrs(static_cast<const char*>(tape_.attrs(n)),
+                            static_cast<const char*>(tape_.attrs(n)) + n.op->attrs_size);
+    return apply(*n.op, attrs.data(), inputs)[v - static_cast<ValueId>(n.outputs)];
+  }
+  if (!s.saved)
+    fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
+                        "differentiated before (ask for it with {.keep = true})");
+  return s.saved;
+}
+
+Tensor Recording::seed_for(const Tensor& y) const {
+  if (y.numel() != 1) fail<ShapeError>("[backward] needs a scalar, not ", y.type());
+  const Layout& l = y.layout();
+  for (int a = 0; a < l.num_axes(); ++a)
+    if (l.mesh()->size(a) > 1 && (l[a].is_replicate() || l[a].is_shard()))
+      fail<PlacementError>("[backward] the loss is ", l[a].to_string(), " on mesh axis ", l.mesh()->name(a),
+                           ": every rank would contribute the whole of it. A loss is Partial over data axes (a sum of "
+                           "each rank's part, divided by the global count) and Invariant over model axes");
+  return full_of(y.type().dual(), 1.0);
+}
+
+void Recording::backward(const Tensor& loss) {
+  const ValueId v = value_of(loss);
+  if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
+  wanted_.assign(tape_.num_values(), false);
+  for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
+  reverse(loss, /*to_groups=*/true, /*keep=*/false);
+}
+
+std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
+  if (value_of(y) < 0) fail<LifetimeError>("[gradient] y is not a value of this recording");
+  wanted_.assign(tape_.num_values(), false);
+  for (const Tensor& x : xs) {
+    const ValueId v = value_of(x);
+    if (v < 0) fail<LifetimeError>("[gradient] ", x.type(), " is not a value of this recording");
+    if (!state(v).needs_grad)
+      fail<LifetimeError>("[gradient] ", x.type(), " is a constant here: call recording.watch(x) before its first use");
+    wanted_[v] = true;
+  }
+  for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
+    const Node& n = tape_.node(id);
+    const auto in = tape_.inputs(n);
+    if (std::any_of(in.begin(), in.end(), [&](ValueId v) { return wanted_[v]; }))
+      for (int o = 0; o < n.num_outputs; ++o)
+        if (state(tape_.output(n, o)).needs_grad) wanted_[tape_.output(n, o)] = true;
+  }
+  std::vector<ValueId> ids;
+  for (const Tensor& x : xs) ids.push_back(value_of(x));
+  asked_.assign(tape_.num_values(), false);
+  for (ValueId v : ids) asked_[v] = true;
+  reverse(y, /*to_groups=*/false, options.keep);
+  std::vector<Tensor> out;
+  for (size_t i = 0; i < ids.size(); ++i)
+    out.push_back(gradients_[ids[i]] ? gradients_[ids[i]] : full_of(xs[i].type().dual(), 0.0));
+  gradients_.clear();
+  return out;
+}
+
+void Recording::finish_groups(NodeId node) {
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i].first_node != node) continue;
+    groups_[i].group->finish(groups_[i].contributed);
+    std::fill(groups_[i].contributed.begin(), groups_[i].contributed.end(), false);
+    std::fill(groups_[i].slots.begin(), groups_[i].slots.end(), Tensor());
+  }
+}
+
+void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
+  const Phase phase_before = std::exchange(phase_, Phase::backward);
+  const bool saving_before = std::exchange(saving_, keep);
+  to_groups_ = to_groups;
+  const NodeId last = tape_.num_nodes() - 1;
+  gradients_.assign(tape_.num_values(), Tensor());
+  backward_path_ = PathScope::current();
+  if (wanted_[value_of(y)]) gradients_[value_of(y)] = seed_for(y);
+  for (NodeId id = last; id >= 0; --id) {
+    const Node n = tape_.node(id);  // a copy: the tape grows below
+    backward_path_ = tape_.path(n);
+    const PathScope path(backward_path_);
+    if (to_groups) finish_groups(id);
+    if (!n.op) continue;
+    bool has = false;
+    for (int o = 0; o < n.num_outputs; ++o) has = has || gradients_[tape_.output(n, o)].defined();
+    if (has) {
+      uint64_t needs = 0;
+      for (int i = 0; i < n.num_inputs; ++i)
+        if (wanted_[tape_.inputs(n)[i]]) needs |= bit(i);
+      if (needs) {
+        if (!n.op->vjp) fail<LifetimeError>("[", n.op->name, "] has no derivative");
+        const std::vector<char> attrs(static_cast<const char*>(tape_.attrs(n)),
+                                      static_cast<const char*>(tape_.attrs(n)) + n.op->attrs_size);
+        Vjp vjp(*this, id, needs);
+        n.op->vjp(attrs.data(), vjp);
+        for (auto& [i, g] : vjp.gradients)
+          if (needs & bit(i)) accumulate(id, tape_.inputs(n)[i], g);
+      }
+      for (int o = 0; o < n.num_outputs; ++o)  // freed while unwinding, but for what was asked for
+        if (const ValueId v = tape_.output(n, o); to_groups || !asked_[v]) gradients_[v] = Tensor();
+    }
+    if (!keep) release_saves(id);
+  }
+  if (to_groups) gradients_.clear();
+  saving_ = saving_before;
+  phase_ = phase_before;
+}
+
+void Recording::accumulate(NodeId node, ValueId v, const Tensor& g) {
+  const Type& primal = tape_.type(v);
+  const bool dual = g.dtype() == primal.dtype && g.shape() == primal.shape &&
+                    (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual());
+  if (!dual)
+    fail<PlacementError>("[", tape_.node(node).op->name, "] ", backward_path_, ": gradient ", g.type(),
+                         " is not the dual of its value ", primal);
+  ValueState& s = state(v);
+  if (!s.group || !to_groups_) {
+    Tensor& sum = gradients_[v];
+    sum = sum ? add(sum, g) : g;
+    return;
+  }
+  GroupState& group = group_state(s.group);
+  const int leaf = s.leaf_index;
+  Tensor& slot = group.slots[leaf];
+  const bool in_place = slot && g.storage() == slot.storage() && g.byte_offset() == slot.byte_offset();
+  if (!slot) slot = s.group->slot(leaf);
+  if (!in_place) {
+    if (group.contributed[leaf]) add_into(slot, g);
+    else store_into(slot, g);
+  }
+  group.contributed[leaf] = true;
+}
+
+// --- Vjp ---
+
+int Vjp::num_inputs() const { return recording_.tape_.node(node_).num_inputs; }
+const Type& Vjp::input_type(int i) const {
+  const Tape& t = recording_.tape_;
+  return t.type(t.inputs(t.node(node_))[i]);
+}
+const Type& Vjp::output_type(int i) const {
+  const Tape& t = recording_.tape_;
+  return t.type(t.output(t.node(node_), i));
+}
+bool Vjp::needs(int i) const { return needs_ & bit(i); }
+bool Vjp::has_grad(int o) const {
+  const Tape& t = recording_.tape_;
+  return recording_.gradients_[t.output(t.node(node_), o)].defined();
+}
+const Tensor& Vjp::grad(int o) const {
+  const Tape& t = recording_.tape_;
+  return recording_.gradients_[t.output(t.node(node_), o)];
+}
+Tensor Vjp::input(int i) const {
+  const Tape& t = recording_.tape_;
+  return recording_.resolve(t.inputs(t.node(node_))[i]);
+}
+Tensor Vjp::output(int i) const {
+  const Tape& t = recording_.tape_;
+  return recording_.resolve(t.output(t.node(node_), i));
+}
+Into Vjp::into(int i, bool may_add) const {
+  const Tape& t = recording_.tape_;
+  const auto& s = recording_.state(t.inputs(t.node(node_))[i]);
+  if (!s.group || !recording_.to_groups_ || !needs(i)) return {};
+  auto& group = recording_.group_state(s.group);
+  const bool first = !group.contributed[s.leaf_index];
+  if (!first && !may_add) return {};
+  Tensor& slot = group.slots[s.leaf_index];
+  if (!slot) slot = s.group->slot(s.leaf_index);
+  return {slot, !first};
+}
+void Vjp::set(int i, const Tensor& gradient) { gradients.emplace_back(i, gradient); }
+
+}  // namespace sheaf

@@ -1,0 +1,97 @@
+#include "sheaf/autograd/tape.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "sheaf/autograd/ops/redistribute.h"
+
+namespace sheaf {
+
+std::string_view name(Phase phase) {
+  constexpr std::string_view kNames[] = {"forward", "backward", "update"};
+  return kNames[static_cast<int>(phase)];
+}
+std::string_view name(Lane lane) {
+  constexpr std::string_view kNames[] = {"compute", "gather", "reduce", "copy"};
+  return kNames[static_cast<int>(lane)];
+}
+
+uint32_t Tape::intern_type(const Type& type) {
+  uint64_t hash = static_cast<uint64_t>(type.dtype) + 1;
+  for (int64_t d : type.shape) hash = hash * 1099511628211ull + static_cast<uint64_t>(d);
+  for (int a = 0; a < type.layout.num_axes(); ++a)
+    hash = hash * 31 + static_cast<uint64_t>(type.layout[a].kind()) * 7 + static_cast<uint64_t>(type.layout[a].map().dim());
+  std::vector<uint32_t>& bucket = type_ids_[hash];
+  for (uint32_t id : bucket)
+    if (types_[id] == type) return id;
+  types_.push_back(type);
+  bucket.push_back(static_cast<uint32_t>(types_.size() - 1));
+  return bucket.back();
+}
+
+uint32_t Tape::intern_path(std::string_view path) {
+  if (!paths_.empty() && paths_.back() == path) return static_cast<uint32_t>(paths_.size() - 1);
+  const auto [it, fresh] = path_ids_.try_emplace(std::string(path), static_cast<uint32_t>(paths_.size()));
+  if (fresh) paths_.emplace_back(path);
+  return it->second;
+}
+
+ValueId Tape::add_leaf(const Type& type, std::string_view name, std::string_view path, Phase phase) {
+  const auto v = static_cast<ValueId>(values_.size());
+  Node n{};
+  n.outputs = static_cast<uint32_t>(v);
+  n.num_outputs = 1;
+  n.path = intern_path(path);
+  n.phase = phase;
+  nodes_.push_back(n);
+  values_.push_back({intern_type(type), static_cast<NodeId>(nodes_.size() - 1)});
+  leaf_names_.emplace(v, name);
+  return v;
+}
+
+NodeId Tape::add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type> outputs,
+                      std::string_view path, Phase phase, uint8_t flags) {
+  Node n{};
+  n.op = &op;
+  attrs_.resize((attrs_.size() + 7) / 8 * 8);
+  n.attrs = static_cast<uint32_t>(attrs_.size());
+  if (op.attrs_size) {
+    attrs_.resize(attrs_.size() + op.attrs_size);
+    std::memcpy(attrs_.data() + n.attrs, attrs, op.attrs_size);
+  }
+  n.inputs = static_cast<uint32_t>(edges_.size());
+  n.num_inputs = static_cast<uint16_t>(inputs.size());
+  edges_.insert(edges_.end(), inputs.begin(), inputs.end());
+  n.outputs = static_cast<uint32_t>(values_.size());
+  n.num_outputs = static_cast<uint16_t>(outputs.size());
+  n.path = intern_path(path);
+  n.phase = phase;
+  n.flags = flags;
+  const auto id = static_cast<NodeId>(nodes_.size());
+  nodes_.push_back(n);
+  for (const Type& t : outputs) values_.push_back({intern_type(t), id});
+  return id;
+}
+
+void Tape::erase_node(NodeId i) { nodes_.erase(nodes_.begin() + i); }
+
+std::vector<ValueId> Tape::leaves() const {
+  std::vector<ValueId> out;
+  for (const Node& n : nodes_)
+    if (!n.op) out.push_back(static_cast<ValueId>(n.outputs));
+  return out;
+}
+
+const std::string& Tape::leaf_name(ValueId v) const {
+  static const std::string kNone;
+  const auto it = leaf_names_.find(v);
+  return it == leaf_names_.end() ? kNone : it->second;
+}
+
+std::string Tape::op_name(const Node& n) const {
+  if (!n.op) return "leaf";
+  if (is_redistribute(n.op)) return redistribution_name(type(inputs(n)[0]).layout, type(output(n)).layout);
+  return n.op->name;
+}
+
+}  // namespace sheaf
