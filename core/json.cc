@@ -1,9 +1,9 @@
 #include "sheaf/core/json.h"
 
-#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -18,6 +18,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit Builder(std::string_view origin) : origin_(origin) {}
   Json take() { return std::move(root_); }
+  [[noreturn]] void refuse(const std::string& reason) const { fail<DataError>("[json] ", origin_, ": ", reason); }
 
   bool null() override { return add(Json()); }
   bool boolean(bool value) override { return add(Json(value)); }
@@ -33,12 +34,11 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   }
   bool string(string_t& value) override { return add(Json(std::move(value))); }
   bool binary(binary_t&) override { refuse("binary value"); }
-  bool start_object(size_t) override { return open(Json(Json::Object{})); }
-  bool start_array(size_t) override { return open(Json(Json::Array{})); }
+  bool start_object(size_t) override { return open(true); }
+  bool start_array(size_t) override { return open(false); }
   bool key(string_t& value) override {
-    auto& level = stack_.back();
-    if (!level.keys.insert(value).second) refuse("duplicate key '" + value + "'");
-    level.key = std::move(value);
+    if (!stack_.back().keys.insert(value).second) refuse("duplicate key " + json_string(value));
+    stack_.back().members.emplace_back(std::move(value), Json());
     return true;
   }
   bool end_object() override { return close(); }
@@ -49,28 +49,28 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
 
  private:
   struct Level {
-    Json value;
-    std::string key;
+    bool is_object;
+    Json::Object members;
+    Json::Array items;
     std::set<std::string> keys;
   };
-  [[noreturn]] void refuse(const std::string& reason) const { fail<DataError>("[json] ", origin_, ": ", reason); }
-  bool open(Json value) {
+  bool open(bool is_object) {
     if (stack_.size() == kMaxDepth) refuse("nested too deeply");
-    stack_.push_back({std::move(value), {}, {}});
+    stack_.push_back({is_object, {}, {}, {}});
     return true;
   }
   bool close() {
-    Json value = std::move(stack_.back().value);
+    Level level = std::move(stack_.back());
     stack_.pop_back();
-    return add(std::move(value));
+    return add(level.is_object ? Json(std::move(level.members)) : Json(std::move(level.items)));
   }
   bool add(Json value) {
     if (stack_.empty()) {
       root_ = std::move(value);
-    } else if (Level& level = stack_.back(); level.value.is_object()) {
-      const_cast<Json::Object&>(level.value.as_object()).emplace_back(std::move(level.key), std::move(value));
+    } else if (stack_.back().is_object) {
+      stack_.back().members.back().second = std::move(value);
     } else {
-      const_cast<Json::Array&>(level.value.as_array()).push_back(std::move(value));
+      stack_.back().items.push_back(std::move(value));
     }
     return true;
   }
@@ -80,33 +80,149 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   Json root_;
 };
 
-void dump_to(std::string& out, const Json& json);
+}  // namespace
 
-struct Dumper {
-  std::string& out;
-  void operator()(std::monostate) { out += "null"; }
-  void operator()(bool value) { out += value ? "true" : "false"; }
-  void operator()(int64_t value) { out += std::to_string(value); }
-  void operator()(double value) { out += json_number(value); }
-  void operator()(const std::string& value) { out += json_string(value); }
-  void operator()(const Json::Array& value) {
+Json Json::parse(std::string_view text, std::string_view origin) {
+  Builder builder(origin);
+  // The parser would skip a byte order mark and take a zero byte for the end.
+  if (text.starts_with("\xEF\xBB\xBF")) builder.refuse("starts with a byte order mark");
+  if (text.find('\0') != std::string_view::npos) builder.refuse("contains a zero byte");
+  nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
+  return builder.take();
+}
+
+std::string Json::dump() const {
+  std::string out;
+  dump_to(out);
+  return out;
+}
+
+void Json::dump_to(std::string& out) const {
+  if (auto* items = std::get_if<Array>(&value_)) {
     out += '[';
-    for (size_t i = 0; i < value.size(); ++i) {
+    for (size_t i = 0; i < items->size(); ++i) {
       if (i) out += ',';
-      dump_to(out, value[i]);
+      (*items)[i].dump_to(out);
     }
     out += ']';
-  }
-  void operator()(const Json::Object& value) {
+  } else if (auto* members = std::get_if<Object>(&value_)) {
     out += '{';
-    for (size_t i = 0; i < value.size(); ++i) {
+    for (size_t i = 0; i < members->size(); ++i) {
       if (i) out += ',';
-      out += json_string(value[i].first);
+      out += json_string((*members)[i].first);
       out += ':';
-      dump_to(out, value[i].second);
+      (*members)[i].second.dump_to(out);
     }
     out += '}';
+  } else if (auto* text = std::get_if<std::string>(&value_)) {
+    out += json_string(*text);
+  } else if (auto* integer = std::get_if<int64_t>(&value_)) {
+    out += std::to_string(*integer);
+  } else if (auto* number = std::get_if<double>(&value_)) {
+    out += json_number(*number);
+  } else if (auto* flag = std::get_if<bool>(&value_)) {
+    out += *flag ? "true" : "false";
+  } else {
+    out += "null";
   }
-};
+}
 
-}  // namespace
+template <class T>
+const T& Json::as(const char* what) const {
+  const T* value = std::get_if<T>(&value_);
+  if (!value) {
+    std::string text = dump();
+    if (text.size() > 40) text = text.substr(0, 40) + "...";
+    fail<DataError>("[json] expected ", what, ", found ", text);
+  }
+  return *value;
+}
+bool Json::as_bool() const { return as<bool>("true or false"); }
+int64_t Json::as_int() const { return as<int64_t>("an integer"); }
+double Json::as_double() const { return is_int() ? static_cast<double>(as_int()) : as<double>("a number"); }
+const std::string& Json::as_string() const { return as<std::string>("a string"); }
+const Json::Array& Json::as_array() const { return as<Array>("an array"); }
+const Json::Object& Json::as_object() const { return as<Object>("an object"); }
+
+const Json* Json::find(std::string_view key) const {
+  for (const auto& [name, value] : as_object()) {
+    if (name == key) return &value;
+  }
+  return nullptr;
+}
+
+const Json& Json::at(std::string_view key) const {
+  const Json* value = find(key);
+  if (!value) fail<DataError>("[json] lacks the field '", key, "'");
+  return *value;
+}
+
+Json& Json::set(std::string key, Json value) {
+  if (is_null()) value_ = Object{};
+  auto* members = std::get_if<Object>(&value_);
+  if (!members) fail<DataError>("[json] set '", key, "' on something that is not an object");
+  for (auto& [name, old] : *members) {
+    if (name == key) {
+      old = std::move(value);
+      return *this;
+    }
+  }
+  members->emplace_back(std::move(key), std::move(value));
+  return *this;
+}
+
+std::string json_number(double value) {
+  if (!std::isfinite(value)) return "null";
+  char buffer[32];
+  const auto end = std::to_chars(buffer, buffer + sizeof buffer, value).ptr;
+  std::string text(buffer, end);
+  // Keep it a floating-point number for readers that tell 1 from 1.0.
+  if (text.find_first_of(".e") == std::string::npos) text += ".0";
+  return text;
+}
+
+std::string json_string(std::string_view text) {
+  std::string out = "\"";
+  for (size_t i = 0; i < text.size();) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const int length = utf8_length(text, i);
+    if (byte == '"' || byte == '\\') {
+      out += '\\';
+      out += text[i];
+    } else if (byte == '\n') {
+      out += "\\n";
+    } else if (byte == '\t') {
+      out += "\\t";
+    } else if (byte < 0x20 || byte == 0x7f) {
+      char buffer[8];
+      std::snprintf(buffer, sizeof buffer, "\\u%04x", byte);
+      out += buffer;
+    } else if (length == 0) {
+      out += "\xEF\xBF\xBD";
+    } else {
+      out += text.substr(i, length);
+    }
+    i += length ? length : 1;
+  }
+  return out + '"';
+}
+
+int utf8_length(std::string_view text, size_t at) {
+  auto byte = [&](size_t i) { return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0u; };
+  auto continues = [&](size_t i) { return (byte(i) & 0xC0) == 0x80; };
+  const unsigned lead = byte(0), second = byte(1);
+  if (at >= text.size()) return 0;
+  if (lead < 0x80) return 1;
+  if (lead >= 0xC2 && lead <= 0xDF) return continues(1) ? 2 : 0;
+  if (lead >= 0xE0 && lead <= 0xEF) {
+    const bool overlong = lead == 0xE0 && second < 0xA0, surrogate = lead == 0xED && second >= 0xA0;
+    return continues(1) && continues(2) && !overlong && !surrogate ? 3 : 0;
+  }
+  if (lead >= 0xF0 && lead <= 0xF4) {
+    const bool overlong = lead == 0xF0 && second < 0x90, beyond = lead == 0xF4 && second >= 0x90;
+    return continues(1) && continues(2) && continues(3) && !overlong && !beyond ? 4 : 0;
+  }
+  return 0;
+}
+
+}  // namespace sheaf

@@ -51,7 +51,7 @@ class Json {
   const Json* find(std::string_view key) const;
   /// The member `key` of an object; throws DataError.
   const Json& at(std::string_view key) const;
-  /// Sets a member of an object, or of a null, which becomes one.
+  /// Sets a member of an object, or of a null, which becomes one; returns the object.
   Json& set(std::string key, Json value);
 
   bool operator==(const Json&) const = default;
@@ -59,10 +59,11 @@ class Json {
  private:
   template <class T>
   const T& as(const char* what) const;
+  void dump_to(std::string& out) const;
   std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object> value_;
 };
 
-/// Shortest decimal text that reads back to the same double; "null" for NaN and infinities.
+/// Shortest decimal text that reads back to the same double, with a point or an exponent; "null" for NaN and infinities.
 std::string json_number(double value);
 /// `text` in quotes, escaped. Bytes that are not UTF-8 are replaced by U+FFFD.
 std::string json_string(std::string_view text);

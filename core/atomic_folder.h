@@ -1,0 +1,32 @@
+// Folders that appear whole or not at all.
+//
+// [Note: commit by one rename] A new version of folder `x` is built in `x.tmp-<unique>`; every file in it is synced when
+// written, the folder is synced, then renamed to `x`, then the parent is synced. That rename is the only commit point:
+// before it a reader sees the old state, after it the new one. If `x` exists, the two names are exchanged in one step
+// and the old content, now under the temporary name, is removed. What a killed process leaves behind has a name with
+// ".tmp-" in it, is never read, and goes away with the next pending folder.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace sheaf {
+
+/// Makes an empty folder in which to build a new version of `target`, and returns its path. Leftovers of earlier
+/// attempts at any folder beside `target` are removed: only one process at a time may write into the parent.
+std::string begin_folder(const std::string& target);
+/// The one pending folder of `target` that another process has begun; throws IoError if there is none or several.
+std::string pending_folder(const std::string& target);
+/// Makes a pending folder, whose files are all synced, the content of `target`. Throws IoError; then `target` is as
+/// before.
+void commit_folder(const std::string& pending, const std::string& target);
+/// Removes a folder so that it is either there whole or gone.
+void remove_folder(const std::string& target);
+
+/// "parent/step-<step>".
+std::string step_folder(const std::string& parent, int64_t step);
+/// The steps of the folders "step-N" in `parent`, newest first; none if there is no such parent.
+std::vector<int64_t> list_steps(const std::string& parent);
+
+}  // namespace sheaf

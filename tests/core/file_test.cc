@@ -1,0 +1,188 @@
+#include "sheaf/core/file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "sheaf/core/atomic_folder.h"
+#include "sheaf/core/json.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+TEST(File, ReadsRangesAndMaps) {
+  ScratchFolder folder;
+  write_file(folder / "a", "0123456789");
+  const File file = File::open(folder / "a");
+  char buffer[4] = {};
+  file.read_at(3, buffer, 3);
+  EXPECT_STREQ(buffer, "345");
+  EXPECT_EQ(file.read_all(), "0123456789");
+  EXPECT_EQ(file.map().text(), "0123456789");
+  EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { file.read_at(8, buffer, 4); }), HasSubstr("2 bytes too early"));
+  write_file(folder / "empty", "");
+  EXPECT_EQ(File::open(folder / "empty").map().text(), "");
+}
+
+TEST(File, OpenThrowsWhatTheCallerMeans) {
+  ScratchFolder folder;
+  EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { File::open<DataError>(folder / "x"); }),
+              HasSubstr("cannot open"));
+  ASSERT_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
+  EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { File::open(folder / "pipe"); }), HasSubstr("regular"));
+}
+
+TEST(File, DigestIsThatOfXxh128sum) {
+  ScratchFolder folder;
+  // echo -n | xxh128sum
+  EXPECT_EQ(digest_of_text("").xxh3, "99aa06d3014798d86001c324468d497f");
+  const std::string text(3'000'001, 'q');
+  FileWriter writer(folder / "a");
+  writer.write(text.substr(0, 5));
+  writer.write(text.substr(5));
+  const FileDigest digest = writer.finish();
+  EXPECT_EQ(digest, digest_of_text(text));
+  EXPECT_EQ(digest, digest_of_file(folder / "a"));
+  EXPECT_EQ(digest.bytes, 3'000'001);
+}
+
+int fail_sync(const char* operation, const char*) { return std::string_view(operation) == "sync" ? ENOSPC : 0; }
+
+TEST(File, ReplaceKeepsTheOldContentWhenItFails) {
+  ScratchFolder folder;
+  replace_file(folder / "a", "old");
+  testing::set_file_fault(fail_sync);
+  EXPECT_THAT(message_of<IoError>(ExitCode::kIo, [&] { replace_file(folder / "a", "new"); }),
+              HasSubstr("No space left"));
+  testing::set_file_fault(nullptr);
+  EXPECT_EQ(File::open(folder / "a").read_all(), "old");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
+TEST(AtomicFolder, CommitsAndReplaces) {
+  ScratchFolder folder;
+  const std::string target = folder / "sub/step-3";
+  std::string pending = begin_folder(target);
+  EXPECT_EQ(pending_folder(target), pending);
+  write_file(pending + "/a", "first");
+  EXPECT_FALSE(path_exists(target));
+  commit_folder(pending, target);
+  EXPECT_EQ(File::open(target + "/a").read_all(), "first");
+
+  pending = begin_folder(target);
+  write_file(pending + "/a", "second");
+  commit_folder(pending, target);
+  EXPECT_EQ(File::open(target + "/a").read_all(), "second");
+  EXPECT_THROW(pending_folder(target), IoError);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "sub"), {}), 1);
+}
+
+TEST(AtomicFolder, LeftoversGoWithTheNextSave) {
+  ScratchFolder folder;
+  begin_folder(folder / "step-1");
+  make_folders(folder / "notes.tmp-mine");
+  begin_folder(folder / "step-2");
+  EXPECT_THROW(pending_folder(folder / "step-1"), IoError);
+  EXPECT_NO_THROW(pending_folder(folder / "step-2"));
+  EXPECT_TRUE(path_exists(folder / "notes.tmp-mine"));
+}
+
+TEST(AtomicFolder, ListsStepsNewestFirst) {
+  ScratchFolder folder;
+  for (const char* name : {"step-2", "step-10", "step-9", "step-07", "step-", "step-1x", "step-3.tmp-1-2", "step--4"}) {
+    make_folders(folder / name);
+  }
+  write_file(folder / "step-11", "a file");
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(10, 9, 2));
+  EXPECT_THAT(list_steps(folder / "none"), ElementsAre());
+}
+
+int kill_at = 0;
+int kill_when_due(const char*, const char*) {
+  if (kill_at-- == 0) raise(SIGKILL);
+  return 0;
+}
+
+// Kills the process before every single system call of a replacement: the folder is the old or the new one, never a mix.
+TEST(AtomicFolder, KilledAnywhereItIsOldOrNew) {
+  ScratchFolder folder;
+  const std::string target = folder / "step-1";
+  const auto save = [&](const std::string& text) {
+    const std::string pending = begin_folder(target);
+    write_file(pending + "/a", text);
+    write_file(pending + "/b", text);
+    commit_folder(pending, target);
+  };
+  save("old");
+  int killed = 0;
+  for (int k = 0;; ++k) {
+    const pid_t child = fork();
+    if (child == 0) {
+      kill_at = k;
+      testing::set_file_fault(kill_when_due);
+      save("new");
+      _exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    const std::string a = File::open(target + "/a").read_all(), b = File::open(target + "/b").read_all();
+    EXPECT_EQ(a, b) << k;
+    EXPECT_TRUE(a == "old" || a == "new") << k;
+    if (WIFEXITED(status)) break;
+    ++killed;
+    save("old");
+  }
+  EXPECT_GE(killed, 12);
+  EXPECT_EQ(File::open(target + "/a").read_all(), "new");
+}
+
+TEST(Json, RoundTripAndOrder) {
+  const std::string text = R"({"b":[1,-2,3.5,true,null],"a":{"x\n\"":"é"}})";
+  const Json json = Json::parse(text, "t");
+  EXPECT_EQ(json.dump(), text);
+  EXPECT_EQ(json.at("b").as_array()[1].as_int(), -2);
+  EXPECT_EQ(json.at("b").as_array()[0].as_double(), 1.0);
+  EXPECT_EQ(json.find("c"), nullptr);
+  Json made;
+  made.set("k", 0.1).set("k", 2);
+  EXPECT_EQ(made.dump(), R"({"k":2})");
+}
+
+TEST(Json, NumbersRoundTrip) {
+  for (double value : {0.1, 1.0, -0.0, 1e-300, 5e-324, 1.7976931348623157e308, 123456789.125, 1e22, 3.0000000000000004}) {
+    const double back = Json::parse(json_number(value), "t").as_double();
+    EXPECT_EQ(std::signbit(back), std::signbit(value));
+    EXPECT_EQ(back, value) << json_number(value);
+  }
+  EXPECT_EQ(json_number(NAN), "null");
+  EXPECT_EQ(json_string("a\xff\x01"), "\"a\uFFFD\\u0001\"");
+}
+
+TEST(Json, Refuses) {
+  const auto reason = [](const std::string& text) {
+    return message_of<DataError>(ExitCode::kData, [&] { Json::parse(text, "the origin"); });
+  };
+  EXPECT_THAT(reason(R"({"a":1,"\u0061":2})"), HasSubstr("the origin: duplicate key \"a\""));
+  EXPECT_THAT(reason("9223372036854775808"), HasSubstr("out of range"));
+  EXPECT_THAT(reason("36893488147419103232"), HasSubstr("out of range"));
+  EXPECT_THAT(reason(std::string(1000, '[')), HasSubstr("too deeply"));
+  EXPECT_THAT(reason("{} {}"), HasSubstr("not valid JSON"));
+  EXPECT_THAT(reason(std::string("{}\0", 3)), HasSubstr("zero byte"));
+  EXPECT_THAT(reason("NaN"), HasSubstr("not valid JSON"));
+  EXPECT_THAT(reason(""), HasSubstr("not valid JSON"));
+  EXPECT_THAT(reason("\"\xff\""), HasSubstr("not valid JSON"));
+  EXPECT_THROW(Json::parse("4.0", "t").as_int(), DataError);
+}
+
+}  // namespace
+}  // namespace sheaf
