@@ -1,0 +1,55 @@
+// Which tokens a training step sees. Both samplers are pure functions, so that a resumed run, another world size and
+// another accumulation read the same data: nothing has a position that could be lost.
+#pragma once
+
+#include <cstdint>
+
+#include "sheaf/models/token_file.h"
+
+namespace sheaf::models {
+
+/// Target of a position that does not count.
+inline constexpr int32_t kIgnoreIndex = -1;
+
+/// Windows at random places, with replacement. Sample number i of a run (the global index: step · batch + place in the
+/// global batch) starts at a hash of (seed, i), uniform over all places where context + 1 tokens fit.
+class RandomWindows {
+ public:
+  /// Throws DataError if `tokens` holds fewer than context + 1.
+  RandomWindows(Tokens tokens, int64_t context, uint64_t seed);
+
+  int64_t context() const { return context_; }
+  /// Where sample `index` starts in the tokens.
+  int64_t start(int64_t index) const;
+  /// Writes samples [first, first + count): inputs and targets, each [count, context], row-major.
+  void fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const;
+
+ private:
+  Tokens tokens_;
+  int64_t context_;
+  uint64_t seed_;
+};
+
+/// Consecutive windows over the whole sequence, for evaluation: every token but the first is a target exactly once. The
+/// last window may be partial; its tail, and every window from num_windows() on, has input 0 and target kIgnoreIndex,
+/// so ranks can evaluate batches of equal shape.
+class SequentialWindows {
+ public:
+  /// At most `max_targets` targets, all of them if 0. Throws DataError if `tokens` holds fewer than two.
+  SequentialWindows(Tokens tokens, int64_t context, int64_t max_targets = 0);
+
+  int64_t context() const { return context_; }
+  int64_t num_windows() const { return (num_targets_ + context_ - 1) / context_; }
+  /// Targets that count, in all windows together: what a mean loss is divided by.
+  int64_t num_targets() const { return num_targets_; }
+  /// Writes windows [first, first + count): inputs and targets, each [count, context], row-major. Returns how many of
+  /// the targets count.
+  int64_t fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const;
+
+ private:
+  Tokens tokens_;
+  int64_t context_;
+  int64_t num_targets_;
+};
+
+}  // namespace sheaf::models

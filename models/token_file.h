@@ -1,0 +1,66 @@
+// Sequences of token ids: memory-mapped files and tokenized text behind one value.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/dtype.h"
+#include "sheaf/models/tokenizer.h"
+
+namespace sheaf::models {
+
+/// A read-only sequence of token ids, 16 or 32 bits each, in a mapped file or in memory. A cheap value; thread-safe.
+class Tokens {
+ public:
+  Tokens() = default;
+
+  /// Maps a token file. Formats, all little-endian:
+  ///   llm.c      256 int32 header {20240520, 1, number of tokens, 0...}, then uint16
+  ///   llm.c      256 int32 header {20240801, 7, number of tokens, 0...}, then uint32
+  ///   nanoGPT    uint16 without header
+  /// `vocab` bounds the ids: an id beyond it is a DataError naming file and position when it is read. Throws DataError
+  /// if the file is missing, empty, of odd size, or shorter or longer than its header says.
+  static Tokens open(const std::string& path, int64_t vocab);
+  /// Takes ids from memory; every one must be below `vocab`. `name` is for messages.
+  static Tokens from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name);
+
+  int64_t size() const { return size_; }
+  int64_t vocab() const { return vocab_; }
+  const std::string& name() const { return name_; }
+  /// Copies tokens [begin, begin + count) to `dst`; throws DataError for an id outside the vocabulary.
+  void copy(int64_t begin, int64_t count, int32_t* dst) const;
+  /// Reads all tokens once; throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
+  void check_all() const;
+  /// The tokens [begin, end) as a sequence of their own; positions in messages stay those of the file.
+  Tokens slice(int64_t begin, int64_t end) const;
+
+ private:
+  struct Owner;
+  std::shared_ptr<const Owner> owner_;
+  std::string name_;
+  const std::byte* data_ = nullptr;
+  DType dtype_ = DType::u16;
+  int64_t size_ = 0, vocab_ = 0;
+  int64_t first_ = 0;  // position of our token 0 in the file
+};
+
+/// Writes a token file in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32. Throws DataError for an id
+/// outside the vocabulary, IoError.
+void write_token_file(const std::string& path, std::span<const int32_t> ids, int64_t vocab);
+
+/// What a model trains on.
+struct Corpus {
+  std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
+  Tokens train, val;
+  int64_t vocab = 0;
+};
+
+/// Reads a UTF-8 text file and tokenizes it ("char": the vocabulary is that of the whole file; "byte"). The first
+/// ⌊n·(1 − val_fraction)⌋ tokens are for training, the tail for validation. Throws DataError if the file is missing,
+/// empty, not UTF-8, or too short to leave two tokens on both sides.
+Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction);
+
+}  // namespace sheaf::models

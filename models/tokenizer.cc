@@ -1,0 +1,170 @@
+#include "sheaf/models/tokenizer.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <unordered_map>
+
+#include "sheaf/core/file.h"
+
+namespace sheaf::models {
+namespace {
+
+// The code point of the valid character of `length` bytes at text[at].
+uint32_t code_point(std::string_view text, size_t at, int length) {
+  constexpr uint32_t kLeadBits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
+  uint32_t point = static_cast<unsigned char>(text[at]) & kLeadBits[length];
+  for (int i = 1; i < length; ++i) point = point << 6 | (static_cast<unsigned char>(text[at + i]) & 0x3f);
+  return point;
+}
+
+void append_utf8(std::string& out, uint32_t point) {
+  const auto put = [&](uint32_t byte) { out += static_cast<char>(byte); };
+  if (point < 0x80) {
+    put(point);
+  } else if (point < 0x800) {
+    put(0xC0 | point >> 6);
+    put(0x80 | (point & 0x3f));
+  } else if (point < 0x10000) {
+    put(0xE0 | point >> 12);
+    put(0x80 | (point >> 6 & 0x3f));
+    put(0x80 | (point & 0x3f));
+  } else {
+    put(0xF0 | point >> 18);
+    put(0x80 | (point >> 12 & 0x3f));
+    put(0x80 | (point >> 6 & 0x3f));
+    put(0x80 | (point & 0x3f));
+  }
+}
+
+// Calls f(code point, offset) for every character; throws DataError at the first byte that is not UTF-8.
+template <class F>
+void for_each_character(std::string_view text, std::string_view origin, F&& f) {
+  for (size_t at = 0; at < text.size();) {
+    const int length = utf8_length(text, at);
+    if (length == 0) {
+      char byte[8];
+      std::snprintf(byte, sizeof byte, "0x%02x", static_cast<unsigned char>(text[at]));
+      fail<DataError>("[tokenizer] ", origin, ": byte ", byte, " at offset ", at, " is not valid UTF-8");
+    }
+    f(code_point(text, at, length), at);
+    at += static_cast<size_t>(length);
+  }
+}
+
+std::string describe(uint32_t point) {
+  std::string character;
+  append_utf8(character, point);
+  char number[16];
+  std::snprintf(number, sizeof number, "U+%04X", point);
+  return json_string(character) + " (" + number + ")";
+}
+
+void check_token(int32_t token, int64_t vocab) {
+  if (token < 0 || token >= vocab) {
+    fail<DataError>("[tokenizer] token ", token, " is outside the vocabulary of ", vocab);
+  }
+}
+
+class CharTokenizer : public Tokenizer {
+ public:
+  explicit CharTokenizer(std::vector<uint32_t> sorted_points) : points_(std::move(sorted_points)) {
+    for (size_t i = 0; i < points_.size(); ++i) ids_.emplace(points_[i], static_cast<int32_t>(i));
+  }
+  std::string_view kind() const override { return "char"; }
+  int64_t vocab_size() const override { return static_cast<int64_t>(points_.size()); }
+
+  std::vector<int32_t> encode(std::string_view text, std::string_view origin) const override {
+    std::vector<int32_t> tokens;
+    tokens.reserve(text.size());
+    for_each_character(text, origin, [&](uint32_t point, size_t at) {
+      const auto id = ids_.find(point);
+      if (id == ids_.end()) {
+        fail<DataError>("[tokenizer] ", origin, ": character ", describe(point), " at offset ", at,
+                        " is not in the vocabulary of ", points_.size(), " characters");
+      }
+      tokens.push_back(id->second);
+    });
+    return tokens;
+  }
+
+  std::string decode(std::span<const int32_t> tokens) const override {
+    std::string text;
+    for (int32_t token : tokens) {
+      check_token(token, vocab_size());
+      append_utf8(text, points_[static_cast<size_t>(token)]);
+    }
+    return text;
+  }
+
+  Json to_json() const override {
+    std::string characters;
+    for (uint32_t point : points_) append_utf8(characters, point);
+    return Json::Object{{"kind", "char"}, {"characters", characters}};
+  }
+
+ private:
+  std::vector<uint32_t> points_;  // id to code point, ascending
+  std::unordered_map<uint32_t, int32_t> ids_;
+};
+
+class ByteTokenizer : public Tokenizer {
+ public:
+  std::string_view kind() const override { return "byte"; }
+  int64_t vocab_size() const override { return 256; }
+  std::vector<int32_t> encode(std::string_view text, std::string_view) const override {
+    std::vector<int32_t> tokens(text.size());
+    std::transform(text.begin(), text.end(), tokens.begin(), [](char c) { return static_cast<unsigned char>(c); });
+    return tokens;
+  }
+  std::string decode(std::span<const int32_t> tokens) const override {
+    std::string text;
+    for (int32_t token : tokens) {
+      check_token(token, 256);
+      text += static_cast<char>(token);
+    }
+    return text;
+  }
+  Json to_json() const override { return Json::Object{{"kind", "byte"}}; }
+};
+
+}  // namespace
+
+std::shared_ptr<const Tokenizer> make_char_tokenizer(std::string_view corpus, std::string_view origin) {
+  check<DataError>(!corpus.empty(), "[tokenizer] ", origin, " is empty");
+  std::vector<bool> seen(0x110000);
+  for_each_character(corpus, origin, [&](uint32_t point, size_t) { seen[point] = true; });
+  std::vector<uint32_t> points;
+  for (uint32_t point = 0; point < seen.size(); ++point) {
+    if (seen[point]) points.push_back(point);
+  }
+  return std::make_shared<CharTokenizer>(std::move(points));
+}
+
+std::shared_ptr<const Tokenizer> make_byte_tokenizer() { return std::make_shared<ByteTokenizer>(); }
+
+std::shared_ptr<const Tokenizer> tokenizer_from_json(const Json& json) {
+  const std::string& kind = json.at("kind").as_string();
+  if (kind == "byte") return make_byte_tokenizer();
+  check<DataError>(kind == "char", "[tokenizer] unknown kind ", json_string(kind), "; known are char and byte");
+  const std::string& characters = json.at("characters").as_string();
+  std::vector<uint32_t> points;
+  for_each_character(characters, "the vocabulary", [&](uint32_t point, size_t at) {
+    check<DataError>(points.empty() || points.back() < point, "[tokenizer] the characters are not in ascending order at",
+                     " offset ", at);
+    points.push_back(point);
+  });
+  check<DataError>(!points.empty(), "[tokenizer] the vocabulary is empty");
+  return std::make_shared<CharTokenizer>(std::move(points));
+}
+
+std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& path) {
+  const std::string text = File::open<DataError>(path).read_all();
+  const Json json = Json::parse(text, str("'", path, "'"));
+  try {
+    return tokenizer_from_json(json);
+  } catch (const DataError& error) {
+    fail<DataError>("[tokenizer] '", path, "': ", error.what());
+  }
+}
+
+}  // namespace sheaf::models

@@ -1,0 +1,253 @@
+// Tokenizers, token files and samplers.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+
+#include "sheaf/core/file.h"
+#include "sheaf/models/batch_sampler.h"
+#include "sheaf/models/token_file.h"
+#include "sheaf/models/tokenizer.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf::models {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::string data_error(const std::function<void()>& f) { return message_of<DataError>(ExitCode::kData, f); }
+
+TEST(Tokenizer, CharactersInOrderOfCodePoints) {
+  const auto tokenizer = make_char_tokenizer("hé\xF0\x9F\x98\x80llo\n\u20ac");
+  EXPECT_EQ(tokenizer->vocab_size(), 7);
+  EXPECT_THAT(tokenizer->encode("\nhé€\xF0\x9F\x98\x80"), ElementsAre(0, 1, 4, 5, 6));
+  const std::string text = "oh\nllé\xF0\x9F\x98\x80";
+  EXPECT_EQ(tokenizer->decode(tokenizer->encode(text)), text);
+  const auto again = tokenizer_from_json(Json::parse(tokenizer->to_json().dump(), "t"));
+  EXPECT_EQ(again->encode(text), tokenizer->encode(text));
+  EXPECT_EQ(again->vocab_size(), 7);
+}
+
+TEST(Tokenizer, CharacterErrorsNameCharacterAndOffset) {
+  const auto tokenizer = make_char_tokenizer("abc");
+  EXPECT_THAT(data_error([&] { tokenizer->encode("abé", "the prompt"); }),
+              HasSubstr("the prompt: character \"é\" (U+00E9) at offset 2 is not in the vocabulary of 3"));
+  EXPECT_THAT(data_error([&] { tokenizer->encode("ab\xff", "x"); }), HasSubstr("byte 0xff at offset 2 is not valid"));
+  EXPECT_THAT(data_error([&] { make_char_tokenizer("ab\xe2\x82", "f.txt"); }), HasSubstr("f.txt: byte 0xe2 at offset 2"));
+  EXPECT_THAT(data_error([&] { make_char_tokenizer("", "f.txt"); }), HasSubstr("f.txt is empty"));
+  const int32_t bad[] = {0, 3};
+  EXPECT_THAT(data_error([&] { tokenizer->decode(bad); }), HasSubstr("token 3"));
+  // Overlong forms, surrogates and points beyond Unicode are not UTF-8.
+  for (const char* text : {"\xc0\x80", "\xe0\x80\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\x80", "\xc3"}) {
+    EXPECT_THAT(data_error([&] { make_char_tokenizer(text); }), HasSubstr("offset 0 is not valid UTF-8"));
+  }
+}
+
+TEST(Tokenizer, BytesEncodeAnything) {
+  const auto tokenizer = make_byte_tokenizer();
+  std::string all(256, '\0');
+  std::iota(all.begin(), all.end(), '\0');
+  EXPECT_EQ(tokenizer->decode(tokenizer->encode(all)), all);
+  EXPECT_EQ(tokenizer->encode("\xff")[0], 255);
+  EXPECT_EQ(tokenizer_from_json(tokenizer->to_json())->kind(), "byte");
+}
+
+TEST(Tokenizer, FilesAreChecked) {
+  ScratchFolder folder;
+  const auto load = [&](const std::string& text) {
+    write_file(folder / "t.json", text);
+    return data_error([&] { load_tokenizer(folder / "t.json"); });
+  };
+  EXPECT_THAT(load(R"({"kind":"bpe"})"), HasSubstr("unknown kind \"bpe\""));
+  EXPECT_THAT(load(R"({"kind":"char"})"), HasSubstr("characters"));
+  EXPECT_THAT(load(R"({"kind":"char","characters":"aa"})"), HasSubstr("ascending order at offset 1"));
+  EXPECT_THAT(load(R"({"kind":"char","characters":""})"), HasSubstr("empty"));
+  EXPECT_THAT(load("{"), HasSubstr("t.json': not valid JSON"));
+  EXPECT_THAT(data_error([&] { load_tokenizer(folder / "none"); }), HasSubstr("No such file"));
+}
+
+class TokenFiles : public ::testing::Test {
+ protected:
+  ScratchFolder folder;
+  const std::string path = folder / "train.bin";
+  std::vector<int32_t> read(const Tokens& tokens, int64_t begin, int64_t count) {
+    std::vector<int32_t> out(static_cast<size_t>(count));
+    tokens.copy(begin, count, out.data());
+    return out;
+  }
+};
+
+TEST_F(TokenFiles, RoundTripNarrowAndWide) {
+  const std::vector<int32_t> ids = {0, 5, 99, 3};
+  for (int64_t vocab : {100, 65536, 65537, 200'000}) {
+    write_token_file(path, ids, vocab);
+    EXPECT_EQ(File::open(path).size(), 1024 + 4 * (vocab > 65536 ? 4 : 2));
+    const Tokens tokens = Tokens::open(path, vocab);
+    EXPECT_EQ(tokens.size(), 4);
+    EXPECT_EQ(read(tokens, 0, 4), ids);
+    EXPECT_THAT(read(tokens.slice(1, 3), 0, 2), ElementsAre(5, 99));
+    tokens.check_all();
+  }
+}
+
+TEST_F(TokenFiles, RawFilesOfNanoGpt) {
+  const uint16_t raw[] = {1, 2, 65535};
+  write_file(path, std::string_view(reinterpret_cast<const char*>(raw), 6));
+  EXPECT_THAT(read(Tokens::open(path, 65536), 0, 3), ElementsAre(1, 2, 65535));
+  const Tokens bounded = Tokens::open(path, 50257);
+  EXPECT_THAT(read(bounded, 0, 2), ElementsAre(1, 2));
+  EXPECT_THAT(data_error([&] { bounded.check_all(); }), HasSubstr("token 65535 at position 2 is outside"));
+  EXPECT_THAT(data_error([&] { read(bounded.slice(1, 3), 0, 2); }), HasSubstr("train.bin': token 65535 at position 2"));
+  EXPECT_THAT(data_error([&] { read(bounded, 2, 2); }), HasSubstr("of 3 asked for"));
+}
+
+TEST_F(TokenFiles, BadFiles) {
+  const auto reason = [&](const std::string& content) {
+    write_file(path, content);
+    return data_error([&] { Tokens::open(path, 100); });
+  };
+  EXPECT_THAT(reason(""), HasSubstr("is empty"));
+  EXPECT_THAT(reason("abc"), HasSubstr("not a whole number"));
+  write_token_file(path, std::vector<int32_t>{1, 2, 3}, 100);
+  const std::string good = File::open(path).read_all();
+  EXPECT_THAT(reason(good.substr(0, good.size() - 2)), HasSubstr("says 3 tokens, the file holds 2"));
+  EXPECT_THAT(reason(good + "xx"), HasSubstr("says 3 tokens, the file holds 4"));
+  EXPECT_THAT(reason(good + "x"), HasSubstr("not a whole number"));
+  std::string version = good;
+  version[4] = 9;
+  EXPECT_THAT(reason(version), HasSubstr("unknown version 9"));
+  EXPECT_THAT(data_error([&] { Tokens::open(folder / "none", 100); }), HasSubstr("No such file"));
+  EXPECT_THAT(data_error([&] { write_token_file(path, std::vector<int32_t>{1, 100}, 100); }),
+              HasSubstr("token 100 at position 1"));
+  EXPECT_THAT(data_error([&] { write_token_file(path, std::vector<int32_t>{-1}, 100); }), HasSubstr("token -1"));
+}
+
+// Byte offsets beyond 2^31 and 2^32; the file is sparse and takes a few blocks of disk.
+TEST_F(TokenFiles, LargerThanFourGibibytes) {
+  const int64_t count = int64_t{5} << 29;  // 5 GiB
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT, 0600);
+  const uint16_t mark = 7;
+  if (ftruncate(fd, count * 2) != 0 || pwrite(fd, &mark, 2, (count - 1) * 2) != 2) {
+    close(fd);
+    GTEST_SKIP() << "the file system takes no sparse file of 5 GiB";
+  }
+  close(fd);
+  const Tokens tokens = Tokens::open(path, 100);
+  EXPECT_EQ(tokens.size(), count);
+  EXPECT_THAT(read(tokens, count - 2, 2), ElementsAre(0, 7));
+  const RandomWindows windows(tokens, 4, 1);
+  int64_t highest = 0;
+  for (int64_t i = 0; i < 200; ++i) highest = std::max(highest, windows.start(i));
+  EXPECT_GT(highest, int64_t{2} << 30);
+}
+
+TEST(Corpus, TextIsSplitAtTheTail) {
+  ScratchFolder folder;
+  write_file(folder / "a.txt", "abcdefghijabcdefghij");
+  const Corpus corpus = load_text_corpus(folder / "a.txt", "char", 0.1);
+  EXPECT_EQ(corpus.vocab, 10);
+  EXPECT_EQ(corpus.train.size(), 18);
+  EXPECT_EQ(corpus.val.size(), 2);
+  int32_t tail[2];
+  corpus.val.copy(0, 2, tail);
+  EXPECT_THAT(tail, ElementsAre(8, 9));
+  EXPECT_EQ(load_text_corpus(folder / "a.txt", "byte", 0.5).vocab, 256);
+  EXPECT_THAT(data_error([&] { load_text_corpus(folder / "a.txt", "char", 0.01); }), HasSubstr("too few"));
+  EXPECT_THAT(data_error([&] { load_text_corpus(folder / "none", "char", 0.1); }), HasSubstr("No such file"));
+  EXPECT_THROW(load_text_corpus(folder / "a.txt", "bpe", 0.1), ConfigError);
+  write_file(folder / "b.txt", "abc\xff");
+  EXPECT_THAT(data_error([&] { load_text_corpus(folder / "b.txt", "char", 0.1); }),
+              HasSubstr("b.txt': byte 0xff at offset 3"));
+}
+
+Tokens counting(int64_t n) {
+  std::vector<int32_t> ids(static_cast<size_t>(n));
+  std::iota(ids.begin(), ids.end(), 0);
+  return Tokens::from_ids(ids, n, "counting");
+}
+
+TEST(RandomWindows, ABatchIsAFunctionOfSeedAndIndexAlone) {
+  const RandomWindows windows(counting(1000), 8, 1337);
+  std::vector<int32_t> inputs(12 * 8), targets(12 * 8), part(8), next(8);
+  windows.fill(36, 12, inputs.data(), targets.data());
+  for (size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(targets[i], inputs[i] + 1);
+  // The same samples one by one, as other ranks or micro-batches would read them, from another object.
+  const RandomWindows other(counting(1000), 8, 1337);
+  for (int64_t i = 11; i >= 0; --i) {
+    other.fill(36 + i, 1, part.data(), next.data());
+    EXPECT_EQ(std::memcmp(part.data(), inputs.data() + i * 8, 32), 0);
+    EXPECT_EQ(part[0], windows.start(36 + i));
+  }
+  // Golden starts: a change here breaks the resumption of every run.
+  EXPECT_THAT((std::vector<int64_t>{windows.start(0), windows.start(1), windows.start(1'000'000'007)}),
+              ElementsAre(44, 948, 663));
+}
+
+TEST(RandomWindows, StartsAreUniformAndReachBothEnds) {
+  const RandomWindows windows(counting(108), 8, 3);  // 100 starts
+  std::map<int64_t, int> counts;
+  for (int64_t i = 0; i < 100'000; ++i) ++counts[windows.start(i)];
+  EXPECT_EQ(counts.size(), 100u);
+  EXPECT_EQ(counts.begin()->first, 0);
+  EXPECT_EQ(counts.rbegin()->first, 99);
+  double chi2 = 0;
+  for (auto [start, n] : counts) chi2 += (n - 1000.0) * (n - 1000.0) / 1000.0;
+  EXPECT_LT(chi2, 149);  // 99 degrees of freedom, p = 0.001
+  EXPECT_GT(chi2, 56);
+  // Seeds one apart have no samples in common beyond chance, at any shift.
+  const RandomWindows next(counting(108), 8, 4);
+  for (int64_t shift = -3; shift <= 3; ++shift) {
+    int equal = 0;
+    for (int64_t i = 10; i < 1010; ++i) equal += windows.start(i) == next.start(i + shift);
+    EXPECT_LT(equal, 30) << shift;
+  }
+}
+
+TEST(RandomWindows, TooFewTokens) {
+  EXPECT_THAT(data_error([] { RandomWindows(counting(8), 8, 1); }), HasSubstr("8 tokens are too few for a context of 8"));
+  EXPECT_EQ(RandomWindows(counting(9), 8, 1).start(5), 0);
+}
+
+TEST(SequentialWindows, EveryTargetCountsOnce) {
+  for (int64_t n : {2, 8, 9, 10, 16, 17, 18, 100}) {
+    const SequentialWindows windows(counting(n), 8);
+    EXPECT_EQ(windows.num_targets(), n - 1);
+    // Batches of three windows, as a rank would read them, and one window more than there are.
+    std::vector<int32_t> inputs(3 * 8), targets(3 * 8);
+    std::multiset<int32_t> seen;
+    int64_t counted = 0;
+    for (int64_t first = 0; first <= windows.num_windows(); first += 3) {
+      counted += windows.fill(first, 3, inputs.data(), targets.data());
+      for (size_t i = 0; i < targets.size(); ++i) {
+        if (targets[i] == kIgnoreIndex) continue;
+        EXPECT_EQ(targets[i], inputs[i] + 1);
+        seen.insert(targets[i]);
+      }
+    }
+    EXPECT_EQ(counted, n - 1);
+    EXPECT_EQ(seen.size(), static_cast<size_t>(n - 1));
+    EXPECT_EQ(std::set<int32_t>(seen.begin(), seen.end()).size(), seen.size());
+  }
+}
+
+TEST(SequentialWindows, LimitAndPadding) {
+  const SequentialWindows windows(counting(100), 8, 10);
+  EXPECT_EQ(windows.num_windows(), 2);
+  EXPECT_EQ(windows.num_targets(), 10);
+  std::vector<int32_t> inputs(16), targets(16);
+  EXPECT_EQ(windows.fill(1, 2, inputs.data(), targets.data()), 2);
+  EXPECT_THAT(targets, ElementsAre(9, 10, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+  EXPECT_THAT(inputs, ElementsAre(8, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+  EXPECT_EQ(SequentialWindows(counting(100), 8, 1000).num_targets(), 99);
+  EXPECT_THAT(data_error([] { SequentialWindows(counting(1), 8); }), HasSubstr("nothing to predict"));
+}
+
+}  // namespace
+}  // namespace sheaf::models
