@@ -1,0 +1,119 @@
+#include "sheaf/kernels/linear.h"
+
+#include "sheaf/kernels/cpu/gemm.h"
+#include "sheaf/kernels/cpu/lanes.h"
+#include "sheaf/kernels/cpu/rows.h"
+
+namespace sheaf::kernels::cpu {
+namespace {
+
+/// A rank-1 input is one row.
+View at_least_matrix(View v) {
+  if (v.rank() == 1) v.shape.insert(0, 1), v.strides.insert(0, v.shape.back());
+  return v;
+}
+
+Gemm forward(const View& x, const View& weight, const View& bias, const View& y) {
+  check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ", x.shape,
+                    ", weight ", weight.shape, ", output ", y.shape);
+  if (bias.rank() != 0)
+    check<ShapeError>(bias.rank() == 1 && bias.shape[0] == weight.shape[0] && (bias.strides[0] == 1 || bias.shape[0] <= 1),
+                      "[linear] bias ", bias.shape, " for weight ", weight.shape, " must be a dense vector of its rows");
+  return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
+}
+
+Gemm input_gradient(const View& dy, const View& weight, const View& dx) {
+  return {"linear_input_gradient", at_least_matrix(dy), weight, at_least_matrix(dx), {}};
+}
+
+/// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
+struct WeightGradient {
+  View dy, x, dweight;
+  bool copy_dy, copy_x;
+
+  WeightGradient(const View& dy_in, const View& x_in, const View& dweight_in)
+      : dy(as_matrix(at_least_matrix(dy_in))), x(as_matrix(at_least_matrix(x_in))), dweight(dweight_in) {
+    copy_dy = dy.rank() == 0, copy_x = x.rank() == 0;
+    if (copy_dy) dy = View::dense(nullptr, dy_in.dtype, {dy_in.numel() / dy_in.shape.back(), dy_in.shape.back()});
+    if (copy_x) x = View::dense(nullptr, x_in.dtype, {x_in.numel() / x_in.shape.back(), x_in.shape.back()});
+  }
+  size_t copies() const {
+    return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) + (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0);
+  }
+  Gemm gemm() const { return {"linear_weight_gradient", transposed(dy), x, dweight, {}}; }
+};
+
+void copy_rows(const View& from, const View& to) {
+  visit_floating("linear_weight_gradient", from.dtype, [&]<class T>() {
+    // The last dimension may have any stride here, so walk the shape.
+    View v = from;
+    const int64_t inner = v.strides.back(), cols = v.shape.back();
+    v.shape[v.rank() - 1] = 1, v.strides[v.rank() - 1] = 1;
+    const Rows<T> rows("linear_weight_gradient", v);
+    parallel_for(rows.count(), row_grain(cols), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        for (int64_t j = 0; j < cols; ++j) to.as<T>()[r * cols + j] = rows[r][j * inner];
+    });
+  });
+}
+
+}  // namespace
+
+size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y) {
+  return gemm_workspace(forward(x, weight, bias, y));
+}
+void linear(const View& x, const View& weight, const View& bias, const View& y, Workspace workspace) {
+  gemm(forward(x, weight, bias, y), workspace);
+}
+
+size_t linear_input_gradient_workspace(const View& dy, const View& weight, const View& dx) {
+  return gemm_workspace(input_gradient(dy, weight, dx));
+}
+void linear_input_gradient(const View& dy, const View& weight, const View& dx, Workspace workspace) {
+  gemm(input_gradient(dy, weight, dx), workspace);
+}
+
+size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {
+  const WeightGradient w(dy, x, dweight);
+  return w.copies() + gemm_workspace(w.gemm());
+}
+void linear_weight_gradient(const View& dy, const View& x, const View& dweight, Workspace workspace) {
+  WeightGradient w(dy, x, dweight);
+  char* next = static_cast<char*>(workspace.data);
+  check<ShapeError>(workspace.bytes >= w.copies(), "[linear_weight_gradient] workspace too small");
+  if (w.copy_dy) w.dy.data = next, copy_rows(dy, w.dy), next += line_align(static_cast<size_t>(w.dy.bytes()));
+  if (w.copy_x) w.x.data = next, copy_rows(x, w.x);
+  const size_t used = w.copies();
+  gemm(w.gemm(), {static_cast<char*>(workspace.data) + used, workspace.bytes - used});
+}
+
+void linear_bias_gradient(const View& dy, const View& dbias) {
+  check<ShapeError>(dbias.rank() == 1 && dy.rank() >= 1 && dbias.shape[0] == dy.shape.back(), "[linear_bias_gradient] ",
+                    dy.shape, " into ", dbias.shape);
+  visit_floating("linear_bias_gradient", dy.dtype, [&]<class T>() {
+    using L = Lanes<ComputeType<T>>;
+    const Rows<T> rows("linear_bias_gradient", dy);
+    const int64_t count = rows.count(), steps = (rows.cols() + kLanes - 1) / kLanes;
+    auto columns = [&]<class Out>(Out* out, int64_t begin, int64_t end) {
+      constexpr int64_t kBlockRows = 64;
+      for_lanes(std::min(end * kLanes, rows.cols()) - begin * kLanes, [&](int64_t i, auto n) {
+        i += begin * kLanes;
+        L total(0);
+        for (int64_t first = 0; first < count; first += kBlockRows) {
+          L block(0);
+          for (int64_t r = first; r < std::min(first + kBlockRows, count); ++r) block = block + load_lanes(rows[r] + i, n);
+          total = total + block;
+        }
+        store_lanes(out + i, total, n);
+      });
+    };
+    parallel_for(steps, std::max<int64_t>(4, row_grain(count * kLanes)), [&](int64_t begin, int64_t end) {
+      if (dbias.dtype == dy.dtype) return columns(dbias.as<T>(), begin, end);
+      if constexpr (!std::is_same_v<T, double>)
+        if (dbias.dtype == kF32) return columns(dbias.as<float>(), begin, end);
+      fail<DTypeError>("[linear_bias_gradient] ", dy.dtype, " into ", dbias.dtype);
+    });
+  });
+}
+
+}  // namespace sheaf::kernels::cpu
