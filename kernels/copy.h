@@ -5,9 +5,9 @@
 
 namespace sheaf::kernels::cpu {
 
-/// dst = src, converted to dst's dtype; same shape, any strides (0 in src broadcasts), no overlap. Floats round to
-/// nearest even; floats to integers truncate and saturate, NaN to 0; anything to bool is "not zero"; integers to narrower
-/// integers wrap. Between equal types it copies bits.
+/// dst = src, converted to dst's dtype; same shape, any strides (0 in src broadcasts), no overlap.
+/// Floats round to nearest even; floats to integers truncate and saturate, NaN to 0; anything to
+/// bool is "not zero"; integers to narrower integers wrap. Between equal types it copies bits.
 void copy(const View& src, const View& dst);
 /// dst = value, converted as above from f64.
 void fill(const View& dst, double value);

@@ -1,10 +1,11 @@
-// Elementwise kernels. Operands have the shape of the output: callers expand them with 0 strides. Any strides; an output
-// may be the same memory as an operand, element for element.
+// Elementwise kernels. Operands have the shape of the output: callers expand them with 0 strides.
+// Any strides; an output may be the same memory as an operand, element for element.
 //
-// dtypes: f64 computes in f64; f32, bf16 and f16 in f32, rounded once when stored; integers and bool in i64, wrapped when
-// stored. Operands of several types compute in the widest of these. Ops without an integer meaning throw DTypeError.
-// f32 exp, log, tanh and what is made of them: within 3 ulp (the normal distribution function's tail: 10), see
-// cpu/vector_math.h. An element's value depends on the operands' elements alone, never on layout, length or threads.
+// dtypes: f64 computes in f64; f32, bf16 and f16 in f32, rounded once when stored; integers and
+// bool in i64, wrapped when stored. Operands of several types compute in the widest of these. Ops
+// without an integer meaning throw DTypeError. f32 exp, log, tanh and what is made of them: within
+// 3 ulp (the normal distribution function's tail: 10), see cpu/vector_math.h. An element's value
+// depends on the operands' elements alone, never on layout, length or threads.
 #pragma once
 
 #include <cstdint>
@@ -14,29 +15,55 @@
 namespace sheaf::kernels {
 
 enum class UnaryOp : uint8_t {
-  neg, exp, log, sqrt, rsqrt, reciprocal, tanh, sigmoid, abs, relu, silu,
+  neg,
+  exp,
+  log,
+  sqrt,
+  rsqrt,
+  reciprocal,
+  tanh,
+  sigmoid,
+  abs,
+  relu,
+  silu,
   gelu_tanh,   ///< x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))  (Hendrycks and Gimpel 2016)
   gelu_exact,  ///< x Phi(x), Phi the standard normal distribution function
   square,
-  isfinite, logical_not,  ///< 0 or 1, usually into a bool output
-  sign,                   ///< -1, 0, 1; NaN stays NaN
-  sin, cos,
+  isfinite,
+  logical_not,  ///< 0 or 1, usually into a bool output
+  sign,         ///< -1, 0, 1; NaN stays NaN
+  sin,
+  cos,
 };
 enum class BinaryOp : uint8_t {
-  add, sub, mul, div, pow,
-  minimum, maximum,        ///< NaN if either is
-  eq, ne, lt, le, gt, ge,  ///< 0 or 1, usually into a bool output
-  logical_and, logical_or,
+  add,
+  sub,
+  mul,
+  div,
+  pow,
+  minimum,
+  maximum,  ///< NaN if either is
+  eq,
+  ne,
+  lt,
+  le,
+  gt,
+  ge,  ///< 0 or 1, usually into a bool output
+  logical_and,
+  logical_or,
 };
 /// True if the op yields truth values.
-constexpr bool is_predicate(UnaryOp op) { return op == UnaryOp::isfinite || op == UnaryOp::logical_not; }
+constexpr bool is_predicate(UnaryOp op) {
+  return op == UnaryOp::isfinite || op == UnaryOp::logical_not;
+}
 constexpr bool is_predicate(BinaryOp op) { return op >= BinaryOp::eq; }
 
 namespace cpu {
 
 void unary(UnaryOp op, const View& x, const View& out);
 void binary(BinaryOp op, const View& a, const View& b, const View& out);
-/// a op scalar, or scalar op a if `scalar_left`. The scalar is rounded to the compute type of a and out.
+/// a op scalar, or scalar op a if `scalar_left`. The scalar is rounded to the compute type of a and
+/// out.
 void binary_scalar(BinaryOp op, const View& a, double scalar, bool scalar_left, const View& out);
 /// out = cond ? a : b
 void where(const View& cond, const View& a, const View& b, const View& out);
@@ -51,7 +78,8 @@ void tanh_backward(const View& y, const View& dy, const View& dx);     ///< dy (
 void sigmoid_backward(const View& y, const View& dy, const View& dx);  ///< dy y (1 - y)
 /// out = silu(gate) * up  (Shazeer 2020, "GLU variants improve transformer")
 void swiglu(const View& gate, const View& up, const View& out);
-void swiglu_backward(const View& gate, const View& up, const View& dy, const View& dgate, const View& dup);
+void swiglu_backward(const View& gate, const View& up, const View& dy, const View& dgate,
+                     const View& dup);
 
 }  // namespace cpu
 }  // namespace sheaf::kernels

@@ -1,30 +1,33 @@
-// Reductions over any set of dimensions. The output has the input's rank, with size 1 where it is reduced (keepdim);
-// callers without keepdim pass such a view of their output.
+// Reductions over any set of dimensions. The output has the input's rank, with size 1 where it is
+// reduced (keepdim); callers without keepdim pass such a view of their output.
 //
-// Order: the K reduced elements of one output, in row-major order of the reduced dimensions, are cut into blocks of 1024;
-// in a block, element k goes to lane k mod 16, in f32 (f64 for f64, i64 for integers); lanes are added as a tree; the
-// blocks' sums are added in f64, in up to 64 groups of neighbouring blocks. All of this is a function of K alone: not of
-// strides, of threads, or of how many outputs there are.
+// Order: the K reduced elements of one output, in row-major order of the reduced dimensions, are
+// cut into blocks of 1024; in a block, element k goes to lane k mod 16, in f32 (f64 for f64, i64
+// for integers); lanes are added as a tree; the blocks' sums are added in f64, in up to 64 groups
+// of neighbouring blocks. All of this is a function of K alone: not of strides, of threads, or of
+// how many outputs there are.
 #pragma once
 
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels::cpu {
 
-/// out = scale * sum of x, scaled before the one rounding to out's dtype (f64 result of the sum). Zero elements give 0.
-/// Integers and bool sum in i64 and take no scale but 1.
+/// out = scale * sum of x, scaled before the one rounding to out's dtype (f64 result of the sum).
+/// Zero elements give 0. Integers and bool sum in i64 and take no scale but 1.
 void sum(const View& x, const View& out, double scale = 1.0);
-/// Largest and smallest element; NaN if any is NaN. Zero elements give -inf and +inf (the type's extremes for integers).
+/// Largest and smallest element; NaN if any is NaN. Zero elements give -inf and +inf (the type's
+/// extremes for integers).
 void max(const View& x, const View& out);
 void min(const View& x, const View& out);
-/// out (i64) = position of the largest element along `dim`, the first of equals; a NaN counts as larger than any number.
-/// Throws ShapeError if the dimension has no elements.
+/// out (i64) = position of the largest element along `dim`, the first of equals; a NaN counts as
+/// larger than any number. Throws ShapeError if the dimension has no elements.
 void argmax(const View& x, int dim, const View& out);
 /// log(sum(exp(x))), with the maximum taken out. Zero elements give -inf.
 void logsumexp(const View& x, const View& out);
 /// sum((x - mean)^2) / (K - correction), in two passes with the mean in f64.
 void var(const View& x, double correction, const View& out);
-/// out[n] = sum over m of x[m, n]: the gradient of a bias. Same order as `sum`, so a function of M alone.
+/// out[n] = sum over m of x[m, n]: the gradient of a bias. Same order as `sum`, so a function of M
+/// alone.
 void col_sum(const View& x, const View& out);
 
 }  // namespace sheaf::kernels::cpu

@@ -23,9 +23,13 @@ inline To convert(From x) {
   }
 }
 template <class To>
-inline To convert(bf16 x) { return convert<To>(static_cast<float>(x)); }
+inline To convert(bf16 x) {
+  return convert<To>(static_cast<float>(x));
+}
 template <class To>
-inline To convert(f16 x) { return convert<To>(static_cast<float>(x)); }
+inline To convert(f16 x) {
+  return convert<To>(static_cast<float>(x));
+}
 template <class T, class C>
 inline T narrow(C x) {
   if constexpr (std::is_same_v<T, bf16> || std::is_same_v<T, f16>) {

@@ -1,7 +1,8 @@
-// Blocks: how elementwise kernels meet strides and element types. Every operand is brought, kBlock elements at a time in
-// row-major order, into an array of a compute type (f32 for f32, bf16 and f16; f64; i64 for integers and bool); the
-// kernel's loop sees contiguous arrays only. So an element's value cannot depend on strides, cuts or alignment, and the
-// number of loops to compile is ops x 3 instead of ops x types x layouts. Operands that are contiguous and already of the
+// Blocks: how elementwise kernels meet strides and element types. Every operand is brought, kBlock
+// elements at a time in row-major order, into an array of a compute type (f32 for f32, bf16 and
+// f16; f64; i64 for integers and bool); the kernel's loop sees contiguous arrays only. So an
+// element's value cannot depend on strides, cuts or alignment, and the number of loops to compile
+// is ops x 3 instead of ops x types x layouts. Operands that are contiguous and already of the
 // compute type are used where they lie.
 #pragma once
 
@@ -20,10 +21,9 @@ inline constexpr int64_t kBlock = 1024;
 inline constexpr int64_t kGrain = 32768;
 
 /// The type in which elements of `d` are computed.
-constexpr DType compute_type(DType d) {
-  return d == kF64 ? kF64 : is_floating(d) ? kF32 : kI64;
-}
-/// The compute type of several operands together: f64 if any is f64, else f32 if any is floating, else i64.
+constexpr DType compute_type(DType d) { return d == kF64 ? kF64 : is_floating(d) ? kF32 : kI64; }
+/// The compute type of several operands together: f64 if any is f64, else f32 if any is floating,
+/// else i64.
 constexpr DType compute_type(DType a, DType b) {
   a = compute_type(a), b = compute_type(b);
   return a == kF64 || b == kF64 ? kF64 : a == kF32 || b == kF32 ? kF32 : kI64;
@@ -33,14 +33,17 @@ constexpr DType compute_type(DType a, DType b) {
 template <class F>
 decltype(auto) visit_compute(DType compute, F&& f) {
   switch (compute) {
-    case kF64: return f.template operator()<double>();
-    case kF32: return f.template operator()<float>();
-    default: return f.template operator()<int64_t>();
+    case kF64:
+      return f.template operator()<double>();
+    case kF32:
+      return f.template operator()<float>();
+    default:
+      return f.template operator()<int64_t>();
   }
 }
 
-/// to[i] = from[i * stride], converted. C is float, double or int64_t; integers from floats saturate, NaN becomes 0,
-/// bool is "not zero".
+/// to[i] = from[i * stride], converted. C is float, double or int64_t; integers from floats
+/// saturate, NaN becomes 0, bool is "not zero".
 template <class C>
 void load_run(DType dtype, const void* from, int64_t stride, int64_t n, C* to);
 /// to[i * stride] = from[i], converted as above.
@@ -112,7 +115,9 @@ class BlockInput {
     if (constant_) load_run(view.dtype, view.data, 0, kBlock, buffer_);
   }
   /// The block size, at most n, that lets a long run be used where it lies.
-  int64_t limit(int64_t n) const { return direct_ && cursor_.run_left() >= kBlock / 8 ? std::min(n, cursor_.run_left()) : n; }
+  int64_t limit(int64_t n) const {
+    return direct_ && cursor_.run_left() >= kBlock / 8 ? std::min(n, cursor_.run_left()) : n;
+  }
   const C* next(int64_t n) {
     if (constant_) return buffer_;
     if (direct_ && cursor_.run_left() >= n) {
@@ -130,13 +135,16 @@ class BlockInput {
   C buffer_[kBlock];
 };
 
-/// An output of map_blocks: `next` gives the place for the next n elements, `done` brings them home.
+/// An output of map_blocks: `next` gives the place for the next n elements, `done` brings them
+/// home.
 template <class C>
 class BlockOutput {
  public:
   BlockOutput(const View& view, int64_t start)
       : cursor_(view, start), direct_(view.dtype == dtype_of<C> && cursor_.stride() == 1) {}
-  int64_t limit(int64_t n) const { return direct_ && cursor_.run_left() >= kBlock / 8 ? std::min(n, cursor_.run_left()) : n; }
+  int64_t limit(int64_t n) const {
+    return direct_ && cursor_.run_left() >= kBlock / 8 ? std::min(n, cursor_.run_left()) : n;
+  }
   C* next(int64_t n) {
     in_place_ = direct_ && cursor_.run_left() >= n;
     return in_place_ ? reinterpret_cast<C*>(cursor_.pointer()) : buffer_;
@@ -158,11 +166,13 @@ class BlockOutput {
 /// Checks that all views have the shape of the first; kernels do not broadcast by themselves.
 template <class... Views>
 void check_shapes(const char* who, const View& first, const Views&... rest) {
-  (check<ShapeError>(rest.shape == first.shape, "[", who, "] kernel operands have shapes ", first.shape, " and ", rest.shape), ...);
+  (check<ShapeError>(rest.shape == first.shape, "[", who, "] kernel operands have shapes ",
+                     first.shape, " and ", rest.shape),
+   ...);
 }
 
-/// Runs f(out, in..., n) on blocks that cover `out`; f computes n elements from contiguous arrays of C. An output may
-/// be the same memory as an input, element for element.
+/// Runs f(out, in..., n) on blocks that cover `out`; f computes n elements from contiguous arrays
+/// of C. An output may be the same memory as an input, element for element.
 template <class C, class Out = C, class F, class... Views>
 void map_blocks(const View& out, F f, const Views&... in) {
   parallel_for(out.numel(), kGrain, [&](int64_t begin, int64_t end) {

@@ -7,7 +7,8 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// A copy between equal types, its dimensions in dst's memory order, merged where both sides allow it.
+/// A copy between equal types, its dimensions in dst's memory order, merged where both sides allow
+/// it.
 struct Plan {
   Shape shape, src, dst;
 };
@@ -19,7 +20,8 @@ Plan make_plan(const View& src, const View& dst) {
   std::stable_sort(order, order + n, [&](int a, int b) { return dst.strides[a] > dst.strides[b]; });
   Plan plan;
   for (int k = 0; k < n; ++k) {
-    const int64_t size = dst.shape[order[k]], from = src.strides[order[k]], to = dst.strides[order[k]];
+    const int64_t size = dst.shape[order[k]], from = src.strides[order[k]],
+                  to = dst.strides[order[k]];
     const int last = plan.shape.rank() - 1;
     if (k > 0 && plan.src[last] == from * size && plan.dst[last] == to * size) {
       plan.shape[last] *= size, plan.src[last] = from, plan.dst[last] = to;
@@ -66,7 +68,8 @@ void copy_bits(const View& src, const View& dst) {
       std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin) * sizeof(T));
     });
   }
-  // A transpose: src runs densely along an outer dimension. Tiles of the two keep both sides within the cache.
+  // A transpose: src runs densely along an outer dimension. Tiles of the two keep both sides within
+  // the cache.
   int dense = -1;
   for (int i = 0; i < last; ++i)
     if (plan.src[i] == 1 && plan.shape[i] >= 8) dense = i;
@@ -78,12 +81,14 @@ void copy_bits(const View& src, const View& dst) {
     }
     constexpr int64_t kTile = 32;
     const int64_t rows = plan.shape[last - 1], cols = plan.shape[last];
-    const int64_t row_tiles = (rows + kTile - 1) / kTile, tiles = row_tiles * ((cols + kTile - 1) / kTile);
+    const int64_t row_tiles = (rows + kTile - 1) / kTile,
+                  tiles = row_tiles * ((cols + kTile - 1) / kTile);
     const int64_t outer = plan.shape.numel() / (rows * cols);
     return parallel_for(outer * tiles, kGrain / (kTile * kTile), [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) {
         for_outer(plan, last - 1, k / tiles, k / tiles + 1, [&](int64_t a, int64_t b) {
-          const int64_t tile = k % tiles, r0 = tile % row_tiles * kTile, c0 = tile / row_tiles * kTile;
+          const int64_t tile = k % tiles, r0 = tile % row_tiles * kTile,
+                        c0 = tile / row_tiles * kTile;
           const int64_t r1 = std::min(r0 + kTile, rows), c1 = std::min(c0 + kTile, cols);
           for (int64_t r = r0; r < r1; ++r) {
             const T* p = from + a + r;
@@ -95,11 +100,12 @@ void copy_bits(const View& src, const View& dst) {
     });
   }
   const int64_t n = plan.shape[last];
-  parallel_for(plan.shape.numel() / n, std::max<int64_t>(1, kGrain / n), [&](int64_t begin, int64_t end) {
-    for_outer(plan, last, begin, end, [&](int64_t a, int64_t b) {
-      copy_run(to + b, plan.dst[last], from + a, plan.src[last], n);
-    });
-  });
+  parallel_for(plan.shape.numel() / n, std::max<int64_t>(1, kGrain / n),
+               [&](int64_t begin, int64_t end) {
+                 for_outer(plan, last, begin, end, [&](int64_t a, int64_t b) {
+                   copy_run(to + b, plan.dst[last], from + a, plan.src[last], n);
+                 });
+               });
 }
 
 }  // namespace
@@ -109,15 +115,23 @@ void copy(const View& src, const View& dst) {
   if (dst.numel() == 0) return;
   if (src.dtype != dst.dtype) {
     return visit_compute(compute_type(src.dtype), [&]<class C>() {
-      map_blocks<C>(dst, [](C* to, const C* from, int64_t n) { std::memcpy(to, from, static_cast<size_t>(n) * sizeof(C)); },
-                    src);
+      map_blocks<C>(
+          dst,
+          [](C* to, const C* from, int64_t n) {
+            std::memcpy(to, from, static_cast<size_t>(n) * sizeof(C));
+          },
+          src);
     });
   }
   switch (size_of(dst.dtype)) {
-    case 1: return copy_bits<uint8_t>(src, dst);
-    case 2: return copy_bits<uint16_t>(src, dst);
-    case 4: return copy_bits<uint32_t>(src, dst);
-    default: return copy_bits<uint64_t>(src, dst);
+    case 1:
+      return copy_bits<uint8_t>(src, dst);
+    case 2:
+      return copy_bits<uint16_t>(src, dst);
+    case 4:
+      return copy_bits<uint32_t>(src, dst);
+    default:
+      return copy_bits<uint64_t>(src, dst);
   }
 }
 
@@ -146,7 +160,8 @@ void add_into(const View& dst, const View& src) {
 }
 
 void arange(double start, double step, const View& dst) {
-  check<ShapeError>(dst.rank() == 1, "[arange] the output has shape ", dst.shape, ", not one dimension");
+  check<ShapeError>(dst.rank() == 1, "[arange] the output has shape ", dst.shape,
+                    ", not one dimension");
   auto run = [&]<class C>() {
     const C first = static_cast<C>(start), by = static_cast<C>(step);
     parallel_for(dst.numel(), kGrain, [&](int64_t begin, int64_t end) {

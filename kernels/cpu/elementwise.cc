@@ -8,7 +8,8 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-// The loops that g++ vectorises. ivdep: an output is disjoint from an input, or the same element for element.
+// The loops that g++ vectorises. ivdep: an output is disjoint from an input, or the same element
+// for element.
 template <class C, class Out = C, class F>
 void map1(const View& x, const View& out, F f) {
   map_blocks<C, Out>(
@@ -33,35 +34,57 @@ void map2(const View& x, const View& y, const View& out, F f) {
 template <class C>
 void unary_any(UnaryOp op, const View& x, const View& out) {
   switch (op) {
-    case UnaryOp::neg: return map1<C>(x, out, [](C v) { return -v; });
-    case UnaryOp::abs: return map1<C>(x, out, [](C v) { return std::abs(v); });
-    case UnaryOp::square: return map1<C>(x, out, [](C v) { return v * v; });
-    case UnaryOp::sign: return map1<C>(x, out, [](C v) { return v > C(0) ? C(1) : v < C(0) ? C(-1) : v; });
-    case UnaryOp::relu: return map1<C>(x, out, [](C v) { return v < C(0) ? C(0) : v; });
-    case UnaryOp::logical_not: return map1<C, bool>(x, out, [](C v) { return v == C(0); });
+    case UnaryOp::neg:
+      return map1<C>(x, out, [](C v) { return -v; });
+    case UnaryOp::abs:
+      return map1<C>(x, out, [](C v) { return std::abs(v); });
+    case UnaryOp::square:
+      return map1<C>(x, out, [](C v) { return v * v; });
+    case UnaryOp::sign:
+      return map1<C>(x, out, [](C v) { return v > C(0) ? C(1) : v < C(0) ? C(-1) : v; });
+    case UnaryOp::relu:
+      return map1<C>(x, out, [](C v) { return v < C(0) ? C(0) : v; });
+    case UnaryOp::logical_not:
+      return map1<C, bool>(x, out, [](C v) { return v == C(0); });
     // x - x is 0 exactly where x is finite.
-    case UnaryOp::isfinite: return map1<C, bool>(x, out, [](C v) { return v - v == C(0); });
-    default: break;
+    case UnaryOp::isfinite:
+      return map1<C, bool>(x, out, [](C v) { return v - v == C(0); });
+    default:
+      break;
   }
   if constexpr (std::is_floating_point_v<C>) {
     switch (op) {
-      case UnaryOp::exp: return map1<C>(x, out, [](C v) { return vm::exp(v); });
-      case UnaryOp::log: return map1<C>(x, out, [](C v) { return vm::log(v); });
-      case UnaryOp::sqrt: return map1<C>(x, out, [](C v) { return std::sqrt(v); });
-      case UnaryOp::rsqrt: return map1<C>(x, out, [](C v) { return C(1) / std::sqrt(v); });
-      case UnaryOp::reciprocal: return map1<C>(x, out, [](C v) { return C(1) / v; });
-      case UnaryOp::tanh: return map1<C>(x, out, [](C v) { return vm::tanh(v); });
-      case UnaryOp::sigmoid: return map1<C>(x, out, [](C v) { return vm::sigmoid(v); });
-      case UnaryOp::silu: return map1<C>(x, out, [](C v) { return v * vm::sigmoid(v); });
-      case UnaryOp::gelu_exact: return map1<C>(x, out, [](C v) { return v * vm::normal_cdf(v); });
+      case UnaryOp::exp:
+        return map1<C>(x, out, [](C v) { return vm::exp(v); });
+      case UnaryOp::log:
+        return map1<C>(x, out, [](C v) { return vm::log(v); });
+      case UnaryOp::sqrt:
+        return map1<C>(x, out, [](C v) { return std::sqrt(v); });
+      case UnaryOp::rsqrt:
+        return map1<C>(x, out, [](C v) { return C(1) / std::sqrt(v); });
+      case UnaryOp::reciprocal:
+        return map1<C>(x, out, [](C v) { return C(1) / v; });
+      case UnaryOp::tanh:
+        return map1<C>(x, out, [](C v) { return vm::tanh(v); });
+      case UnaryOp::sigmoid:
+        return map1<C>(x, out, [](C v) { return vm::sigmoid(v); });
+      case UnaryOp::silu:
+        return map1<C>(x, out, [](C v) { return v * vm::sigmoid(v); });
+      case UnaryOp::gelu_exact:
+        return map1<C>(x, out, [](C v) { return v * vm::normal_cdf(v); });
       // (1 + tanh u) / 2 = sigmoid(2u), without the cancellation.
       case UnaryOp::gelu_tanh:
         return map1<C>(x, out, [](C v) {
           return v * vm::sigmoid(C(1.5957691216057308) * (v + C(0.044715) * v * v * v));
         });
-      case UnaryOp::sin: return map1<C>(x, out, [](C v) { return static_cast<C>(std::sin(static_cast<double>(v))); });
-      case UnaryOp::cos: return map1<C>(x, out, [](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
-      default: break;
+      case UnaryOp::sin:
+        return map1<C>(x, out,
+                       [](C v) { return static_cast<C>(std::sin(static_cast<double>(v))); });
+      case UnaryOp::cos:
+        return map1<C>(x, out,
+                       [](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
+      default:
+        break;
     }
   }
   fail<DTypeError>("[unary] this op is not defined for ", x.dtype);
@@ -70,32 +93,49 @@ void unary_any(UnaryOp op, const View& x, const View& out) {
 template <class C>
 void binary_any(BinaryOp op, const View& a, const View& b, const View& out) {
   switch (op) {
-    case BinaryOp::add: return map2<C>(a, b, out, [](C x, C y) { return x + y; });
-    case BinaryOp::sub: return map2<C>(a, b, out, [](C x, C y) { return x - y; });
-    case BinaryOp::mul: return map2<C>(a, b, out, [](C x, C y) { return x * y; });
-    case BinaryOp::minimum: return map2<C>(a, b, out, [](C x, C y) { return x < y || x != x ? x : y; });
-    case BinaryOp::maximum: return map2<C>(a, b, out, [](C x, C y) { return x > y || x != x ? x : y; });
-    case BinaryOp::eq: return map2<C, bool>(a, b, out, [](C x, C y) { return x == y; });
-    case BinaryOp::ne: return map2<C, bool>(a, b, out, [](C x, C y) { return x != y; });
-    case BinaryOp::lt: return map2<C, bool>(a, b, out, [](C x, C y) { return x < y; });
-    case BinaryOp::le: return map2<C, bool>(a, b, out, [](C x, C y) { return x <= y; });
-    case BinaryOp::gt: return map2<C, bool>(a, b, out, [](C x, C y) { return x > y; });
-    case BinaryOp::ge: return map2<C, bool>(a, b, out, [](C x, C y) { return x >= y; });
-    case BinaryOp::logical_and: return map2<C, bool>(a, b, out, [](C x, C y) { return x != C(0) && y != C(0); });
-    case BinaryOp::logical_or: return map2<C, bool>(a, b, out, [](C x, C y) { return x != C(0) || y != C(0); });
-    default: break;
+    case BinaryOp::add:
+      return map2<C>(a, b, out, [](C x, C y) { return x + y; });
+    case BinaryOp::sub:
+      return map2<C>(a, b, out, [](C x, C y) { return x - y; });
+    case BinaryOp::mul:
+      return map2<C>(a, b, out, [](C x, C y) { return x * y; });
+    case BinaryOp::minimum:
+      return map2<C>(a, b, out, [](C x, C y) { return x < y || x != x ? x : y; });
+    case BinaryOp::maximum:
+      return map2<C>(a, b, out, [](C x, C y) { return x > y || x != x ? x : y; });
+    case BinaryOp::eq:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x == y; });
+    case BinaryOp::ne:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x != y; });
+    case BinaryOp::lt:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x < y; });
+    case BinaryOp::le:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x <= y; });
+    case BinaryOp::gt:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x > y; });
+    case BinaryOp::ge:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x >= y; });
+    case BinaryOp::logical_and:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x != C(0) && y != C(0); });
+    case BinaryOp::logical_or:
+      return map2<C, bool>(a, b, out, [](C x, C y) { return x != C(0) || y != C(0); });
+    default:
+      break;
   }
   if constexpr (std::is_floating_point_v<C>) {
     switch (op) {
-      case BinaryOp::div: return map2<C>(a, b, out, [](C x, C y) { return x / y; });
+      case BinaryOp::div:
+        return map2<C>(a, b, out, [](C x, C y) { return x / y; });
       case BinaryOp::pow:
         return map2<C>(a, b, out, [](C x, C y) {
           return static_cast<C>(std::pow(static_cast<double>(x), static_cast<double>(y)));
         });
-      default: break;
+      default:
+        break;
     }
   }
-  fail<DTypeError>("[binary] this op is not defined for ", a.dtype, ": cast to a floating type first");
+  fail<DTypeError>("[binary] this op is not defined for ", a.dtype,
+                   ": cast to a floating type first");
 }
 
 }  // namespace
@@ -150,7 +190,8 @@ void clamp(const View& x, double lo, double hi, const View& out) {
       }
     };
     const bool integral = std::is_same_v<C, int64_t>;
-    const C low = bound(integral ? std::ceil(lo) : lo), high = bound(integral ? std::floor(hi) : hi);
+    const C low = bound(integral ? std::ceil(lo) : lo),
+            high = bound(integral ? std::floor(hi) : hi);
     map1<C>(x, out, [low, high](C v) {
       v = v < low ? low : v;
       return v > high ? high : v;
@@ -162,7 +203,9 @@ void swiglu(const View& gate, const View& up, const View& out) {
   check_shapes("swiglu", out, gate, up);
   const DType compute = compute_type(compute_type(gate.dtype, up.dtype), out.dtype);
   if (compute == kI64) fail<DTypeError>("[swiglu] is not defined for ", out.dtype);
-  auto run = [&]<class C>() { map2<C>(gate, up, out, [](C g, C u) { return g * vm::sigmoid(g) * u; }); };
+  auto run = [&]<class C>() {
+    map2<C>(gate, up, out, [](C g, C u) { return g * vm::sigmoid(g) * u; });
+  };
   compute == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
 

@@ -28,8 +28,9 @@ void map_backward(const char* who, const View& kept, const View& dy, const View&
 
 void gelu_backward(UnaryOp kind, const View& x, const View& dy, const View& dx) {
   if (kind == UnaryOp::gelu_exact) {
-    return map_backward("gelu_backward", x, dy, dx,
-                        []<class C>(C v, C d) { return d * (vm::normal_cdf(v) + v * vm::normal_pdf(v)); });
+    return map_backward("gelu_backward", x, dy, dx, []<class C>(C v, C d) {
+      return d * (vm::normal_cdf(v) + v * vm::normal_pdf(v));
+    });
   }
   // With s = sigmoid(2u): y = x s, and ds/dx = s (1 - s) 2u'.
   map_backward("gelu_backward", x, dy, dx, []<class C>(C v, C d) {
@@ -58,9 +59,11 @@ void sigmoid_backward(const View& y, const View& dy, const View& dx) {
   map_backward("sigmoid_backward", y, dy, dx, []<class C>(C v, C d) { return d * v * (C(1) - v); });
 }
 
-void swiglu_backward(const View& gate, const View& up, const View& dy, const View& dgate, const View& dup) {
+void swiglu_backward(const View& gate, const View& up, const View& dy, const View& dgate,
+                     const View& dup) {
   check_shapes("swiglu_backward", dgate, gate, up, dy, dup);
-  const DType compute = compute_type(compute_type(gate.dtype, up.dtype), compute_type(dy.dtype, dgate.dtype));
+  const DType compute =
+      compute_type(compute_type(gate.dtype, up.dtype), compute_type(dy.dtype, dgate.dtype));
   auto run = [&]<class C>() {
     map_blocks2<C>(
         dgate, dup,

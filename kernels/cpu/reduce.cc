@@ -11,27 +11,44 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kGroups = 64;
-constexpr int kColumns = 64;  // outputs reduced side by side when neighbours in memory belong to different outputs
+constexpr int kColumns =
+    64;  // outputs reduced side by side when neighbours in memory belong to different outputs
 
 /// What block totals are added in.
 template <class C>
 using Total = std::conditional_t<std::is_same_v<C, int64_t>, int64_t, double>;
 
 struct Add {
-  template <class C> static C identity() { return C(0); }
-  template <class C> C operator()(C a, C b) const { return a + b; }
+  template <class C>
+  static C identity() {
+    return C(0);
+  }
+  template <class C>
+  C operator()(C a, C b) const {
+    return a + b;
+  }
 };
 struct Max {
-  template <class C> static C identity() {
-    return std::is_integral_v<C> ? std::numeric_limits<C>::min() : -std::numeric_limits<C>::infinity();
+  template <class C>
+  static C identity() {
+    return std::is_integral_v<C> ? std::numeric_limits<C>::min()
+                                 : -std::numeric_limits<C>::infinity();
   }
-  template <class C> C operator()(C a, C b) const { return a > b || a != a ? a : b; }
+  template <class C>
+  C operator()(C a, C b) const {
+    return a > b || a != a ? a : b;
+  }
 };
 struct Min {
-  template <class C> static C identity() {
-    return std::is_integral_v<C> ? std::numeric_limits<C>::max() : std::numeric_limits<C>::infinity();
+  template <class C>
+  static C identity() {
+    return std::is_integral_v<C> ? std::numeric_limits<C>::max()
+                                 : std::numeric_limits<C>::infinity();
   }
-  template <class C> C operator()(C a, C b) const { return a < b || a != a ? a : b; }
+  template <class C>
+  C operator()(C a, C b) const {
+    return a < b || a != a ? a : b;
+  }
 };
 
 /// Reduces one block of n <= kBlock contiguous elements, mapped by f.
@@ -51,12 +68,14 @@ C reduce_block(const C* x, int64_t n, Op op, F f) {
 /// The input's dimensions, told apart: those kept (in the output's order) and those reduced.
 struct Split {
   Split(const char* who, const View& x, const View& out) {
-    check<ShapeError>(x.rank() == out.rank(), "[", who, "] shapes ", x.shape, " and ", out.shape, " differ in rank");
+    check<ShapeError>(x.rank() == out.rank(), "[", who, "] shapes ", x.shape, " and ", out.shape,
+                      " differ in rank");
     for (int i = 0; i < x.rank(); ++i) {
       if (x.shape[i] == out.shape[i]) {
         kept.push_back(x.shape[i]), kept_strides.push_back(x.strides[i]);
       } else {
-        check<ShapeError>(out.shape[i] == 1, "[", who, "] cannot reduce ", x.shape, " to ", out.shape);
+        check<ShapeError>(out.shape[i] == 1, "[", who, "] cannot reduce ", x.shape, " to ",
+                          out.shape);
         reduced.push_back(x.shape[i]), reduced_strides.push_back(x.strides[i]);
       }
     }
@@ -80,9 +99,11 @@ char* element(const View& v, int64_t offset) {
   return static_cast<char*>(v.data) + offset * static_cast<int64_t>(size_of(v.dtype));
 }
 
-/// Blocks [first, last) of one output, whose elements start at `data`: neighbours along the reduced dimensions.
+/// Blocks [first, last) of one output, whose elements start at `data`: neighbours along the reduced
+/// dimensions.
 template <class C, class Op, class F>
-Total<C> reduce_row(const void* data, DType dtype, const Runs& runs, int64_t count, int64_t first, int64_t last, Op op, F f) {
+Total<C> reduce_row(const void* data, DType dtype, const Runs& runs, int64_t count, int64_t first,
+                    int64_t last, Op op, F f) {
   C buffer[kBlock];
   Total<C> total = Op::template identity<Total<C>>();
   Cursor cursor(const_cast<void*>(data), dtype, runs, first * kBlock);
@@ -100,10 +121,11 @@ Total<C> reduce_row(const void* data, DType dtype, const Runs& runs, int64_t cou
   return total;
 }
 
-/// The same for `width` outputs side by side in memory (`step` apart): one pass over the rows, lanes in the cache.
+/// The same for `width` outputs side by side in memory (`step` apart): one pass over the rows,
+/// lanes in the cache.
 template <class C, class Op>
-void reduce_columns(char* data, DType dtype, int64_t step, int width, const Runs& runs, int64_t count, int64_t first,
-                    int64_t last, Op op, Total<C>* total) {
+void reduce_columns(char* data, DType dtype, int64_t step, int width, const Runs& runs,
+                    int64_t count, int64_t first, int64_t last, Op op, Total<C>* total) {
   C lane[kLanes][kColumns], row[kColumns];
   Cursor cursor(data, dtype, runs, first * kBlock);
   std::fill_n(total, width, Op::template identity<Total<C>>());
@@ -126,8 +148,8 @@ void reduce_columns(char* data, DType dtype, int64_t step, int width, const Runs
   }
 }
 
-/// Drives either of the two: finish(output index, total). Work items are tiles of outputs; where these are too few for
-/// the threads, the groups of one tile are spread instead.
+/// Drives either of the two: finish(output index, total). Work items are tiles of outputs; where
+/// these are too few for the threads, the groups of one tile are spread instead.
 template <class C, class Op, class F, class Finish>
 void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Finish finish) {
   const int64_t outputs = split.kept.numel();
@@ -135,17 +157,20 @@ void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Fi
   const int64_t groups = std::clamp<int64_t>(blocks, 1, kGroups);
   const int64_t inner = split.kept.empty() ? 1 : split.kept.back();
   const Runs runs(split.reduced, split.reduced_strides);
-  const bool columns = identity_map && inner >= 8 && std::abs(split.kept_strides.back()) < std::abs(runs.strides.back());
+  const bool columns = identity_map && inner >= 8 &&
+                       std::abs(split.kept_strides.back()) < std::abs(runs.strides.back());
   const int64_t per_row = columns ? (inner + kColumns - 1) / kColumns : 1;
   const int64_t tiles = columns ? outputs / inner * per_row : outputs;
 
   auto run_group = [&](int64_t tile, int64_t group, Total<C>* total) {
     const int64_t first = blocks * group / groups, last = blocks * (group + 1) / groups;
     if (columns) {
-      const int64_t begin = tile % per_row * kColumns, width = std::min<int64_t>(kColumns, inner - begin);
-      const int64_t base = offset_of(split.kept, split.kept_strides, tile / per_row * inner + begin);
-      reduce_columns<C>(element(x, base), x.dtype, split.kept_strides.back(), static_cast<int>(width), runs, split.count,
-                        first, last, op, total);
+      const int64_t begin = tile % per_row * kColumns,
+                    width = std::min<int64_t>(kColumns, inner - begin);
+      const int64_t base =
+          offset_of(split.kept, split.kept_strides, tile / per_row * inner + begin);
+      reduce_columns<C>(element(x, base), x.dtype, split.kept_strides.back(),
+                        static_cast<int>(width), runs, split.count, first, last, op, total);
     } else {
       const void* data = element(x, offset_of(split.kept, split.kept_strides, tile));
       *total = reduce_row<C>(data, x.dtype, runs, split.count, first, last, op, f);
@@ -153,7 +178,8 @@ void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Fi
   };
   auto finish_tile = [&](int64_t tile, const Total<C>* total) {
     if (!columns) return finish(tile, *total);
-    const int64_t begin = tile % per_row * kColumns, end = std::min<int64_t>(begin + kColumns, inner);
+    const int64_t begin = tile % per_row * kColumns,
+                  end = std::min<int64_t>(begin + kColumns, inner);
     for (int64_t c = begin; c < end; ++c) finish(tile / per_row * inner + c, total[c - begin]);
   };
 
@@ -183,7 +209,8 @@ void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Fi
   }
 }
 
-/// Writes one element of the output, whose kept dimensions are those of the split (the others have size 1).
+/// Writes one element of the output, whose kept dimensions are those of the split (the others have
+/// size 1).
 template <class T>
 void put(const View& out, int64_t index, T value) {
   store_run(out.dtype, element(out, offset_of(out.shape, out.strides, index)), 1, 1, &value);
@@ -195,7 +222,8 @@ template <class Op>
 void extreme(const char* who, const View& x, const View& out) {
   const Split split(who, x, out);
   visit_compute(compute_type(x.dtype), [&]<class C>() {
-    reduce<C>(x, split, true, Op(), kIdentity, [&](int64_t i, Total<C> total) { put(out, i, total); });
+    reduce<C>(x, split, true, Op(), kIdentity,
+              [&](int64_t i, Total<C> total) { put(out, i, total); });
   });
 }
 
@@ -210,7 +238,8 @@ void sum(const View& x, const View& out, double scale) {
   visit_compute(compute_type(x.dtype), [&]<class C>() {
     reduce<C>(x, split, true, Add(), kIdentity, [&](int64_t i, Total<C> total) {
       if constexpr (std::is_same_v<C, int64_t>) {
-        check<DTypeError>(scale == 1.0, "[sum] integers take no scale: cast to a floating type first");
+        check<DTypeError>(scale == 1.0,
+                          "[sum] integers take no scale: cast to a floating type first");
         put(out, i, total);
       } else {
         put(out, i, total * scale);
@@ -228,21 +257,23 @@ void logsumexp(const View& x, const View& out) {
   const Runs runs(split.reduced, split.reduced_strides);
   const int64_t blocks = (split.count + kBlock - 1) / kBlock;
   auto run = [&]<class C>() {
-    parallel_for(split.kept.numel(), std::max<int64_t>(1, kGrain / 8 / std::max<int64_t>(1, split.count)),
-                 [&](int64_t begin, int64_t end) {
-                   for (int64_t i = begin; i < end; ++i) {
-                     const void* row = element(x, offset_of(split.kept, split.kept_strides, i));
-                     const double top = reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Max(), kIdentity);
-                     if (!std::isfinite(top)) {  // empty, all -inf, some +inf, or NaN
-                       put(out, i, top);
-                       continue;
-                     }
-                     const C shift = static_cast<C>(top);
-                     const double total = reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(),
-                                                        [shift](C v) { return vm::exp(v - shift); });
-                     put(out, i, top + std::log(total));
-                   }
-                 });
+    parallel_for(
+        split.kept.numel(), std::max<int64_t>(1, kGrain / 8 / std::max<int64_t>(1, split.count)),
+        [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const void* row = element(x, offset_of(split.kept, split.kept_strides, i));
+            const double top =
+                reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Max(), kIdentity);
+            if (!std::isfinite(top)) {  // empty, all -inf, some +inf, or NaN
+              put(out, i, top);
+              continue;
+            }
+            const C shift = static_cast<C>(top);
+            const double total = reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(),
+                                               [shift](C v) { return vm::exp(v - shift); });
+            put(out, i, top + std::log(total));
+          }
+        });
   };
   x.dtype == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
@@ -253,53 +284,60 @@ void var(const View& x, double correction, const View& out) {
   const Runs runs(split.reduced, split.reduced_strides);
   const int64_t blocks = (split.count + kBlock - 1) / kBlock;
   auto run = [&]<class C>() {
-    parallel_for(split.kept.numel(), std::max<int64_t>(1, kGrain / 4 / std::max<int64_t>(1, split.count)),
-                 [&](int64_t begin, int64_t end) {
-                   const double n = static_cast<double>(split.count);
-                   for (int64_t i = begin; i < end; ++i) {
-                     const void* row = element(x, offset_of(split.kept, split.kept_strides, i));
-                     const double mean =
-                         reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(), kIdentity) / n;
-                     const C centre = static_cast<C>(mean);
-                     const double squares = reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(),
-                                                          [centre](C v) { return (v - centre) * (v - centre); });
-                     // The centre is the mean rounded; what that adds to the squares is known exactly enough.
-                     const double off = mean - static_cast<double>(centre);
-                     put(out, i, (squares - n * off * off) / (n - correction));
-                   }
-                 });
+    parallel_for(
+        split.kept.numel(), std::max<int64_t>(1, kGrain / 4 / std::max<int64_t>(1, split.count)),
+        [&](int64_t begin, int64_t end) {
+          const double n = static_cast<double>(split.count);
+          for (int64_t i = begin; i < end; ++i) {
+            const void* row = element(x, offset_of(split.kept, split.kept_strides, i));
+            const double mean =
+                reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(), kIdentity) / n;
+            const C centre = static_cast<C>(mean);
+            const double squares =
+                reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(),
+                              [centre](C v) { return (v - centre) * (v - centre); });
+            // The centre is the mean rounded; what that adds to the squares is known exactly
+            // enough.
+            const double off = mean - static_cast<double>(centre);
+            put(out, i, (squares - n * off * off) / (n - correction));
+          }
+        });
   };
   x.dtype == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
 
 void argmax(const View& x, int dim, const View& out) {
-  check<ShapeError>(x.rank() == out.rank() && out.shape[dim] == 1, "[argmax] cannot reduce ", x.shape, " to ", out.shape);
+  check<ShapeError>(x.rank() == out.rank() && out.shape[dim] == 1, "[argmax] cannot reduce ",
+                    x.shape, " to ", out.shape);
   const int64_t count = x.shape[dim], stride = x.strides[dim];
-  check<ShapeError>(count > 0 || out.numel() == 0, "[argmax] dimension ", dim, " of ", x.shape, " has no elements");
+  check<ShapeError>(count > 0 || out.numel() == 0, "[argmax] dimension ", dim, " of ", x.shape,
+                    " has no elements");
   Shape kept = x.shape;
   kept[dim] = 1;
   visit_compute(compute_type(x.dtype), [&]<class C>() {
-    parallel_for(out.numel(), std::max<int64_t>(1, kGrain / count), [&](int64_t begin, int64_t end) {
-      C buffer[kBlock];
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t base = offset_of(kept, x.strides, i);
-        C best = C(0);
-        int64_t where = -1;
-        for (int64_t k = 0; k < count; k += kBlock) {
-          const int64_t n = std::min(kBlock, count - k);
-          load_run(x.dtype, element(x, base + k * stride), stride, n, buffer);
-          for (int64_t j = 0; j < n; ++j)
-            if (where < 0 || buffer[j] > best || (buffer[j] != buffer[j] && best == best)) best = buffer[j], where = k + j;
-        }
-        put(out, i, where);
-      }
-    });
+    parallel_for(
+        out.numel(), std::max<int64_t>(1, kGrain / count), [&](int64_t begin, int64_t end) {
+          C buffer[kBlock];
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t base = offset_of(kept, x.strides, i);
+            C best = C(0);
+            int64_t where = -1;
+            for (int64_t k = 0; k < count; k += kBlock) {
+              const int64_t n = std::min(kBlock, count - k);
+              load_run(x.dtype, element(x, base + k * stride), stride, n, buffer);
+              for (int64_t j = 0; j < n; ++j)
+                if (where < 0 || buffer[j] > best || (buffer[j] != buffer[j] && best == best))
+                  best = buffer[j], where = k + j;
+            }
+            put(out, i, where);
+          }
+        });
   });
 }
 
 void col_sum(const View& x, const View& out) {
-  check<ShapeError>(x.rank() == 2 && out.rank() == 1 && x.shape[1] == out.shape[0], "[col_sum] cannot reduce ", x.shape,
-                    " to ", out.shape);
+  check<ShapeError>(x.rank() == 2 && out.rank() == 1 && x.shape[1] == out.shape[0],
+                    "[col_sum] cannot reduce ", x.shape, " to ", out.shape);
   sum(x, View{out.data, out.dtype, {1, out.shape[0]}, {0, out.strides[0]}});
 }
 

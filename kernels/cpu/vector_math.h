@@ -1,7 +1,8 @@
-// Branchless f32 functions that g++ vectorises inside plain loops. Only IEEE operations and explicit fma: a vector body
-// and its scalar tail give the same bits, whatever the vector width. Errors are within 2 to 3 units in the last place;
-// results and arguments below the smallest normal number count as zero, as they do under FTZ and DAZ.
-// Polynomials: S. Moshier, Cephes Mathematical Library, single/{expf,logf,tanhf,ndtrf}.c. For f64 the same names call libm.
+// Branchless f32 functions that g++ vectorises inside plain loops. Only IEEE operations and
+// explicit fma: a vector body and its scalar tail give the same bits, whatever the vector width.
+// Errors are within 2 to 3 units in the last place; results and arguments below the smallest normal
+// number count as zero, as they do under FTZ and DAZ. Polynomials: S. Moshier, Cephes Mathematical
+// Library, single/{expf,logf,tanhf,ndtrf}.c. For f64 the same names call libm.
 #pragma once
 
 #include <bit>
@@ -33,7 +34,8 @@ inline float exp(float x) {
   // 2^n in two factors, since n = 128 has no float of its own.
   const int32_t e = std::bit_cast<int32_t>(shifted) - 0x4b400000;
   const int32_t half = e >> 1;
-  const float s1 = std::bit_cast<float>((half + 127) << 23), s2 = std::bit_cast<float>((e - half + 127) << 23);
+  const float s1 = std::bit_cast<float>((half + 127) << 23),
+              s2 = std::bit_cast<float>((e - half + 127) << 23);
   const float y = p * s1 * s2;
   return x < -87.3365448f ? 0.0f : y;
 }
@@ -44,7 +46,8 @@ inline float log(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);
   // x = m * 2^e with m in [sqrt(1/2), sqrt(2)).
   const int32_t e = (bits - 0x3f3504f3) >> 23;
-  const float m = std::bit_cast<float>(bits - static_cast<int32_t>(static_cast<uint32_t>(e) << 23)) - 1.0f;
+  const float m =
+      std::bit_cast<float>(bits - static_cast<int32_t>(static_cast<uint32_t>(e) << 23)) - 1.0f;
   const float z = m * m;
   float p = 7.0376836292e-2f;
   p = std::fma(p, m, -1.1514610310e-1f);
@@ -85,7 +88,8 @@ inline float tanh(float x) {
 }
 inline double tanh(double x) { return std::tanh(x); }
 
-/// Standard normal distribution function, (1 + erf(x / sqrt(2))) / 2, with small relative error in the lower tail too.
+/// Standard normal distribution function, (1 + erf(x / sqrt(2))) / 2, with small relative error in
+/// the lower tail too.
 inline float normal_cdf(float x) {
   const float a = x * 0.707106781186547524f, t = std::fabs(a), z = a * a;
   // |a| < 1: erf.
@@ -97,7 +101,8 @@ inline float normal_cdf(float x) {
   e = std::fma(e, z, -3.761262582423300e-1f);
   e = std::fma(e, z, 1.128379165726710e+0f);
   const float middle = std::fma(0.5f * a, e, 0.5f);
-  // Else erfc = e^(-a^2) / |a| * a polynomial in 1/|a| below 2, in 1/a^2 above. The clamp keeps infinities out.
+  // Else erfc = e^(-a^2) / |a| * a polynomial in 1/|a| below 2, in 1/a^2 above. The clamp keeps
+  // infinities out.
   const float c = t < 1.0f ? 1.0f : t > 14.0f ? 14.0f : t;
   const float q = 1.0f / c, y = q * q;
   float near = 2.326819970068386e-2f;

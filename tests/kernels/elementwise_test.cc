@@ -1,0 +1,292 @@
+#include "sheaf/kernels/elementwise.h"
+
+#include "sheaf/core/rank_context.h"
+#include "sheaf/tests/kernels/views.h"
+
+namespace sheaf {
+namespace {
+using kernels::BinaryOp;
+using kernels::UnaryOp;
+namespace cpu = kernels::cpu;
+using test::Buffer;
+using test::scaled_error;
+using test::tolerance;
+
+double phi(double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); }
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+double gelu_tanh(double x) {
+  return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+struct UnaryCase {
+  UnaryOp op;
+  double lo, hi;
+  double (*f)(double);
+};
+const UnaryCase kUnary[] = {
+    {UnaryOp::neg, -2, 2, [](double x) { return -x; }},
+    {UnaryOp::exp, -10, 10, [](double x) { return std::exp(x); }},
+    {UnaryOp::log, 1e-3, 50, [](double x) { return std::log(x); }},
+    {UnaryOp::sqrt, 0, 50, [](double x) { return std::sqrt(x); }},
+    {UnaryOp::rsqrt, 1e-2, 50, [](double x) { return 1 / std::sqrt(x); }},
+    {UnaryOp::reciprocal, 0.1, 3, [](double x) { return 1 / x; }},
+    {UnaryOp::tanh, -6, 6, [](double x) { return std::tanh(x); }},
+    {UnaryOp::sigmoid, -12, 12, sigmoid},
+    {UnaryOp::abs, -2, 2, [](double x) { return std::abs(x); }},
+    {UnaryOp::relu, -2, 2, [](double x) { return x > 0 ? x : 0; }},
+    {UnaryOp::silu, -12, 12, [](double x) { return x * sigmoid(x); }},
+    {UnaryOp::gelu_tanh, -6, 6, gelu_tanh},
+    {UnaryOp::gelu_exact, -6, 6, [](double x) { return x * phi(x); }},
+    {UnaryOp::square, -3, 3, [](double x) { return x * x; }},
+    {UnaryOp::sign, -3, 3, [](double x) { return double(x > 0) - double(x < 0); }},
+    {UnaryOp::sin, -9, 9, [](double x) { return std::sin(x); }},
+    {UnaryOp::cos, -9, 9, [](double x) { return std::cos(x); }},
+};
+
+TEST(Unary, AgreesWithF64OnEveryFloatingTypeAndLayout) {
+  for (const DType dtype : {kF64, kF32, kBF16, kF16}) {
+    for (const UnaryCase& c : kUnary) {
+      for (const auto& order : {std::vector<int>{0, 1, 2}, std::vector<int>{2, 0, 1}}) {
+        Buffer x(dtype, {3, 7, 129}, order, order[0] ? 1 : 0), out(dtype, {3, 7, 129});
+        x.random(7, c.lo, c.hi);
+        cpu::unary(c.op, x.view(), out.view());
+        std::vector<double> want = x.values();
+        for (double& v : want) v = c.f(v);
+        EXPECT_LE(scaled_error(out.values(), want), tolerance(dtype))
+            << static_cast<int>(c.op) << ' ' << name(dtype);
+      }
+    }
+  }
+}
+
+TEST(Unary, TailBitsEqualBodyBits) {
+  for (const UnaryCase& c : kUnary) {
+    Buffer x(kF32, {1000}), whole(kF32, {1000});
+    x.random(3, c.lo, c.hi);
+    cpu::unary(c.op, x.view(), whole.view());
+    for (const int64_t n : {1, 3, 7, 8, 9, 31, 33}) {
+      for (const int64_t start : {0, 1, 5, 900}) {
+        View piece = x.view();
+        piece.data = x.at(start), piece.shape = {n};
+        Buffer out(kF32, {n});
+        cpu::unary(c.op, piece, out.view());
+        EXPECT_EQ(0, std::memcmp(out.at(0), whole.at(start), static_cast<size_t>(n) * 4))
+            << static_cast<int>(c.op);
+      }
+    }
+  }
+}
+
+TEST(Unary, SpecialValues) {
+  const double inf = INFINITY;
+  Buffer x(kF32, {6}), y(kF32, {6});
+  const double in[] = {inf, -inf, NAN, 0.0, 1000, -1000};
+  x.fill([&](int64_t i) { return in[i]; });
+  auto run = [&](UnaryOp op) {
+    cpu::unary(op, x.view(), y.view());
+    return y.values();
+  };
+  EXPECT_EQ(scaled_error(run(UnaryOp::exp), {inf, 0, NAN, 1, inf, 0}), 0);
+  EXPECT_EQ(scaled_error(run(UnaryOp::log), {inf, NAN, NAN, -inf, std::log(1000.0), NAN}, 1) < 1e-6,
+            true);
+  EXPECT_EQ(scaled_error(run(UnaryOp::tanh), {1, -1, NAN, 0, 1, -1}), 0);
+  EXPECT_EQ(scaled_error(run(UnaryOp::sigmoid), {1, 0, NAN, 0.5, 1, 0}), 0);
+  EXPECT_EQ(scaled_error(run(UnaryOp::relu), {inf, 0, NAN, 0, 1000, 0}), 0);
+  Buffer finite(kBool, {6});
+  cpu::unary(UnaryOp::isfinite, x.view(), finite.view());
+  EXPECT_EQ(finite.values(), (std::vector<double>{0, 0, 0, 1, 1, 1}));
+  cpu::unary(UnaryOp::logical_not, x.view(), finite.view());
+  EXPECT_EQ(finite.values(), (std::vector<double>{0, 0, 0, 1, 0, 0}));
+}
+
+struct BinaryCase {
+  BinaryOp op;
+  double (*f)(double, double);
+};
+const BinaryCase kBinary[] = {
+    {BinaryOp::add, [](double a, double b) { return a + b; }},
+    {BinaryOp::sub, [](double a, double b) { return a - b; }},
+    {BinaryOp::mul, [](double a, double b) { return a * b; }},
+    {BinaryOp::minimum, [](double a, double b) { return std::min(a, b); }},
+    {BinaryOp::maximum, [](double a, double b) { return std::max(a, b); }},
+    {BinaryOp::eq, [](double a, double b) { return double(a == b); }},
+    {BinaryOp::ne, [](double a, double b) { return double(a != b); }},
+    {BinaryOp::lt, [](double a, double b) { return double(a < b); }},
+    {BinaryOp::le, [](double a, double b) { return double(a <= b); }},
+    {BinaryOp::gt, [](double a, double b) { return double(a > b); }},
+    {BinaryOp::ge, [](double a, double b) { return double(a >= b); }},
+    {BinaryOp::logical_and, [](double a, double b) { return double(a != 0 && b != 0); }},
+    {BinaryOp::logical_or, [](double a, double b) { return double(a != 0 || b != 0); }},
+    {BinaryOp::div, [](double a, double b) { return a / b; }},
+    {BinaryOp::pow, [](double a, double b) { return std::pow(a, b); }},
+};
+
+TEST(Binary, BroadcastsOnEveryType) {
+  const Shape shape{5, 6, 67};
+  const std::pair<Shape, Shape> operands[] = {{{5, 6, 67}, {5, 6, 67}},
+                                              {{5, 6, 67}, {67}},
+                                              {{6, 1}, {5, 6, 67}},
+                                              {{5, 1, 67}, {6, 1}},
+                                              {{1}, {5, 6, 67}}};
+  for (const DType dtype : {kF64, kF32, kBF16, kF16, kI64, kI32, kU8, kI8}) {
+    for (const BinaryCase& c : kBinary) {
+      if ((c.op == BinaryOp::div || c.op == BinaryOp::pow) && !is_floating(dtype)) continue;
+      for (const auto& [sa, sb] : operands) {
+        Buffer a(dtype, sa), b(dtype, sb);
+        a.random(1, 1, 5), b.random(2, 1, 5);
+        const DType type = kernels::is_predicate(c.op) ? kBool : dtype;
+        Buffer out(type, shape, {1, 0, 2});
+        cpu::binary(c.op, a.expanded(shape), b.expanded(shape), out.view());
+        std::vector<double> want;
+        for (int64_t i = 0; i < shape.numel(); ++i) {
+          auto pick = [&](const Buffer& v) {
+            int64_t rest = i, at = 0, step = 1;
+            for (int d = 0; d < v.view().rank(); ++d) {
+              const int64_t size = v.view().shape[v.view().rank() - 1 - d], k = rest % shape[2 - d];
+              rest /= shape[2 - d], at += (size == 1 ? 0 : k) * step, step *= size;
+            }
+            return v.get(at);
+          };
+          double w = c.f(pick(a), pick(b));
+          if (dtype == kU8) w = static_cast<double>(static_cast<uint8_t>(static_cast<int64_t>(w)));
+          want.push_back(w);
+        }
+        EXPECT_LE(scaled_error(out.values(), want), is_floating(dtype) ? tolerance(dtype) : 0)
+            << static_cast<int>(c.op) << ' ' << name(dtype);
+      }
+    }
+  }
+}
+
+TEST(Binary, ScalarsOnEitherSide) {
+  Buffer x(kF32, {3, 50}), y(kF32, {3, 50});
+  x.random(1, 0.5, 3);
+  for (const BinaryCase& c : kBinary) {
+    for (const bool left : {false, true}) {
+      cpu::binary_scalar(c.op, x.view(), 2.0, left, y.view());
+      std::vector<double> want = x.values();
+      for (double& v : want) v = left ? c.f(2.0, v) : c.f(v, 2.0);
+      EXPECT_LE(scaled_error(y.values(), want), 1e-6) << static_cast<int>(c.op) << left;
+    }
+  }
+}
+
+TEST(Binary, NanWinsMinimumAndMaximum) {
+  Buffer a(kF32, {2}), b(kF32, {2}), out(kF32, {2});
+  a.fill([](int64_t i) { return i ? NAN : 1; }), b.fill([](int64_t i) { return i ? 1 : NAN; });
+  for (const BinaryOp op : {BinaryOp::minimum, BinaryOp::maximum}) {
+    cpu::binary(op, a.view(), b.view(), out.view());
+    EXPECT_TRUE(std::isnan(out.get(0)) && std::isnan(out.get(1)));
+  }
+}
+
+TEST(Binary, InPlaceZeroSizeAndErrors) {
+  Buffer a(kF32, {2000}), b(kF32, {2000});
+  a.random(1), b.random(2);
+  const std::vector<double> before = a.values();
+  cpu::binary(BinaryOp::add, a.view(), b.view(), a.view());
+  for (int64_t i = 0; i < 2000; ++i) EXPECT_EQ(a.get(i), static_cast<float>(before[i] + b.get(i)));
+  Buffer none(kF32, {0, 3}), result(kF32, {0, 3});
+  cpu::binary(BinaryOp::add, none.view(), none.view(), result.view());
+  EXPECT_THROW(cpu::binary(BinaryOp::add, a.view(), none.view(), a.view()), ShapeError);
+  Buffer i(kI32, {4});
+  EXPECT_THROW(cpu::binary(BinaryOp::div, i.view(), i.view(), i.view()), DTypeError);
+  EXPECT_THROW(cpu::unary(UnaryOp::exp, i.view(), i.view()), DTypeError);
+}
+
+TEST(Elementwise, ThreadsDoNotChangeBits) {
+  Buffer x(kF32, {300, 1001}, {1, 0}), one(kF32, {300, 1001}), many(kF32, {300, 1001});
+  x.random(5);
+  RankContext context;
+  for (auto [threads, out] : {std::pair<int, Buffer*>{1, &one}, {3, &many}}) {
+    context.threads = threads;
+    RankScope scope(context);
+    cpu::unary(UnaryOp::gelu_tanh, x.view(), out->view());
+  }
+  EXPECT_EQ(one.memory(), many.memory());
+}
+
+TEST(Elementwise, WhereAndClamp) {
+  Buffer c(kBool, {40, 30}), a(kBF16, {40, 30}), b(kBF16, {40, 30}), out(kBF16, {40, 30}, {1, 0});
+  c.random(1, 0, 2), a.random(2), b.random(3);
+  cpu::where(c.view(), a.view(), b.view(), out.view());
+  for (int64_t i = 0; i < out.numel(); ++i)
+    EXPECT_EQ(out.get(i), c.get(i) != 0 ? a.get(i) : b.get(i));
+  cpu::clamp(a.view(), -0.5, 1, out.view());
+  for (int64_t i = 0; i < out.numel(); ++i) EXPECT_EQ(out.get(i), std::clamp(a.get(i), -0.5, 1.0));
+  Buffer n(kI32, {9});
+  n.fill([](int64_t i) { return double(i) - 4; });
+  cpu::clamp(n.view(), -1.5, INFINITY, n.view());
+  EXPECT_EQ(n.values(), (std::vector<double>{-1, -1, -1, -1, 0, 1, 2, 3, 4}));
+}
+
+/// The derivative by central differences in f64.
+double slope(const std::function<double(double)>& f, double x) {
+  return (f(x + 1e-5) - f(x - 1e-5)) / 2e-5;
+}
+
+TEST(Backward, MatchesNumericSlopes) {
+  struct Case {
+    const char* name;
+    std::function<double(double)> f;
+    std::function<void(const View&, const View&, const View&)> kernel;
+    bool takes_output;
+  };
+  const Case cases[] = {
+      {"gelu_tanh", gelu_tanh,
+       [](auto& x, auto& d, auto& o) { cpu::gelu_backward(UnaryOp::gelu_tanh, x, d, o); }, false},
+      {"gelu_exact", [](double x) { return x * phi(x); },
+       [](auto& x, auto& d, auto& o) { cpu::gelu_backward(UnaryOp::gelu_exact, x, d, o); }, false},
+      {"silu", [](double x) { return x * sigmoid(x); }, cpu::silu_backward, false},
+      {"relu", [](double x) { return x > 0 ? x : 0; }, cpu::relu_backward, false},
+      {"tanh", [](double x) { return std::tanh(x); }, cpu::tanh_backward, true},
+      {"sigmoid", sigmoid, cpu::sigmoid_backward, true},
+  };
+  for (const Case& c : cases) {
+    for (const DType dtype : {kF64, kF32, kBF16}) {
+      Buffer x(kF64, {7, 150}), kept(dtype, {7, 150}), dy(dtype, {7, 150}, {1, 0}),
+          dx(dtype, {7, 150});
+      x.random(4, -4, 4), dy.random(5);
+      kept.fill([&](int64_t i) { return c.takes_output ? c.f(x.get(i)) : x.get(i); });
+      c.kernel(kept.view(), dy.view(), dx.view());
+      std::vector<double> want;
+      for (int64_t i = 0; i < x.numel(); ++i) {
+        if (c.takes_output) {
+          const double y = kept.get(i);
+          want.push_back(dy.get(i) * (c.name[0] == 't' ? 1 - y * y : y * (1 - y)));
+          if (dtype == kF64) {
+            EXPECT_NEAR(want.back(), dy.get(i) * slope(c.f, x.get(i)), 1e-8);
+          }
+        } else {
+          want.push_back(dy.get(i) * slope(c.f, kept.get(i)));
+        }
+      }
+      EXPECT_LE(scaled_error(dx.values(), want), dtype == kF64 ? 1e-8 : 2 * tolerance(dtype))
+          << c.name << name(dtype);
+    }
+  }
+}
+
+TEST(Backward, Swiglu) {
+  for (const DType dtype : {kF64, kF32, kBF16}) {
+    Buffer g(dtype, {40, 33}), u(dtype, {40, 33}), d(dtype, {40, 33}), y(dtype, {40, 33}),
+        dg(dtype, {40, 33}), du(dtype, {40, 33});
+    g.random(1, -5, 5), u.random(2), d.random(3);
+    cpu::swiglu(g.view(), u.view(), y.view());
+    cpu::swiglu_backward(g.view(), u.view(), d.view(), dg.view(), du.view());
+    std::vector<double> wy, wg, wu;
+    auto silu = [](double x) { return x * sigmoid(x); };
+    for (int64_t i = 0; i < g.numel(); ++i) {
+      wy.push_back(silu(g.get(i)) * u.get(i));
+      wg.push_back(d.get(i) * u.get(i) * slope(silu, g.get(i)));
+      wu.push_back(d.get(i) * silu(g.get(i)));
+    }
+    const double tol = dtype == kF64 ? 1e-8 : 2 * tolerance(dtype);
+    EXPECT_LE(scaled_error(y.values(), wy), tol);
+    EXPECT_LE(scaled_error(dg.values(), wg), tol);
+    EXPECT_LE(scaled_error(du.values(), wu), tol);
+  }
+}
+
+}  // namespace
+}  // namespace sheaf
