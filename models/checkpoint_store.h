@@ -1,0 +1,102 @@
+// Checkpoints on disk: named pieces of tensors, written by N ranks, readable by any number of them.
+//
+//   <folder>/step-1200/shard-00000-of-00002.safetensors   what rank 0 holds
+//                      shard-00001-of-00002.safetensors
+//                      manifest.json                      step, files with size and XXH3-128, tensors, state
+//                      manifest.json.xxh128               its own checksum, as xxh128sum prints it
+//
+// A step folder appears by one rename when all of it is on disk (see [Note: commit by one rename] in
+// core/atomic_folder.h). Whatever order the process, its peers or the machine die in, every folder named step-N is a
+// complete checkpoint, and damage that the disk does later is found by the checksums before anything is used.
+//
+// Nothing here knows modules or placements: a piece is an interval of the row-major flat index of a tensor.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/json.h"
+#include "sheaf/core/placement.h"
+#include "sheaf/core/safetensors.h"
+
+namespace sheaf::models {
+
+/// A part of a tensor that this rank writes. Over all ranks the intervals of a tensor must cover it exactly once: what
+/// several ranks hold whole, one of them passes on.
+struct CheckpointPiece {
+  std::string name;            ///< of the tensor, such as "blocks.0.mlp.up.weight"
+  DType dtype = DType::f32;
+  Shape shape;                 ///< global
+  Interval interval;           ///< of the row-major flat index; empty if this rank holds nothing of it
+  const void* data = nullptr;  ///< interval.size() elements
+};
+
+/// How the ranks of a job act together. The default is one rank alone. All ranks must see the same file system.
+struct CheckpointGroup {
+  int rank = 0, world = 1;
+  std::function<void()> barrier = [] {};                              ///< returns when all ranks have called it
+  std::function<bool(bool)> all_true = [](bool mine) { return mine; };  ///< true if it is true on every rank
+};
+
+/// Writes checkpoint `step` into `folder`, collectively; when it returns, the checkpoint is committed. An older
+/// checkpoint of the same step is replaced. Then, of the checkpoints up to this step, all but the newest `keep` are
+/// removed (0 keeps all). `state` is any JSON of rank 0: training position, configuration, tokenizer.
+/// Throws IoError where the disk fails, CheckpointError if the pieces do not cover a tensor exactly; then what was
+/// there before is untouched.
+void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
+                     const Json& state, int64_t keep = 2, const CheckpointGroup& group = {});
+
+/// An open checkpoint. Moves; one thread at a time.
+class Checkpoint {
+ public:
+  struct Part {
+    int file;
+    Interval interval;
+  };
+  struct TensorInfo {
+    DType dtype = DType::f32;
+    Shape shape;              ///< global
+    std::vector<Part> parts;  ///< in order, covering the tensor
+  };
+
+  /// Opens a step folder, collectively: the ranks share the work of verifying the files. Throws CheckpointError naming
+  /// the file and what is wrong on the rank that finds it.
+  static Checkpoint open(const std::string& step_folder, const CheckpointGroup& group = {});
+
+  /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken is named to
+  /// `warn` in one line. Returns nothing if there is no checkpoint; throws CheckpointError if there are some, but none
+  /// is whole.
+  static std::optional<Checkpoint> open_newest(const std::string& folder,
+                                               const std::function<void(const std::string&)>& warn,
+                                               const CheckpointGroup& group = {});
+
+  const std::string& path() const { return path_; }
+  int64_t step() const { return step_; }
+  int world() const { return static_cast<int>(files_.size()); }  ///< ranks that wrote it
+  const Json& state() const { return state_; }
+  const std::map<std::string, TensorInfo, std::less<>>& tensors() const { return tensors_; }
+  /// Throws CheckpointError if there is no such tensor.
+  const TensorInfo& at(std::string_view name) const;
+  /// Copies elements [begin, end) of the flat index of a tensor, from whichever files hold them. Reads only those
+  /// bytes. Throws CheckpointError, IoError.
+  void read(std::string_view name, int64_t begin, int64_t end, void* dst);
+
+ private:
+  struct ShardFile {
+    std::string path;
+    FileDigest digest;
+    std::optional<SafetensorsFile> open;
+  };
+  void parse(const Json& manifest);
+
+  std::string path_;
+  int64_t step_ = 0;
+  Json state_;
+  std::vector<ShardFile> files_;
+  std::map<std::string, TensorInfo, std::less<>> tensors_;
+};
+
+}  // namespace sheaf::models
