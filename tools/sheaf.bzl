@@ -89,6 +89,7 @@ def sheaf_simd_library(name, kernel_srcs, srcs, hdrs = [], deps = [], copts = []
 
     A kernel source opens `namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE`, which is v3 or v4; a source
     in `srcs` declares both and chooses once at run time by __builtin_cpu_supports("x86-64-v4").
+    Inline functions and variables of headers are separate copies in v4 objects: keep no state in them.
 
     Args:
       name: name of the library to depend on.

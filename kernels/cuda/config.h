@@ -3,9 +3,9 @@
 
 namespace sheaf::kernels {
 
-/// True if the functions of kernels/cuda/ exist. False: their headers still compile, calling them
-/// does not link, so every call stands under `if constexpr (kHasCuda)` in a template or under
-/// `#if SHEAF_HAS_CUDA`.
+/// True if the functions of kernels/cuda/ exist. If not, their headers still compile but calls do
+/// not link: every call stands under `if constexpr (kHasCuda)`, or `#if SHEAF_HAS_CUDA` where
+/// CUDA's own headers are needed too.
 inline constexpr bool kHasCuda = SHEAF_HAS_CUDA != 0;
 
 }  // namespace sheaf::kernels

@@ -81,7 +81,7 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     """A library of CUDA kernels, linked with the CUDA runtime.
 
     Without CUDA nothing is compiled and only the headers remain; C++ code asks kHasCuda of
-    "sheaf/kernels/config.h" (or, around includes, SHEAF_HAS_CUDA) before it calls what they declare.
+    "sheaf/kernels/cuda/config.h" (or, around includes, SHEAF_HAS_CUDA) before it calls what they declare.
 
     Args:
       name: name of the target.
