@@ -37,8 +37,13 @@ Recording::Recording(const RecordingOptions& options)
 }
 
 Recording::~Recording() {
+  if (current_recording == this) take();
+}
+
+Tape Recording::take() {
   for (GroupState& g : groups_) g.group->recording_ended();
   current_recording = previous_;
+  return std::move(tape_);
 }
 
 Recording* Recording::current() { return current_recording; }
@@ -94,8 +99,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
     types = types_large;
   }
   for (size_t o = 0; o < outputs.size(); ++o) types[o] = outputs[o].type();
-  const std::string& path = phase_ == Phase::backward ? backward_path_ : PathScope::current();
-  const NodeId id = tape_.add_node(op, attrs, std::span(ids, inputs.size()), types, path, phase_,
+  const NodeId id = tape_.add_node(op, attrs, std::span(ids, inputs.size()), types, PathScope::current(), phase_,
                                    std::exchange(next_flags_, 0) | (add ? Node::kAdds : 0));
   const ValueId first = static_cast<ValueId>(tape_.node(id).outputs);
   node_saves_.resize(tape_.num_nodes());
@@ -275,7 +279,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   if (wanted_[value_of(y)]) gradients_[value_of(y)] = seed_for(y);
   for (NodeId id = last; id >= 0; --id) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
-    backward_path_ = tape_.path(n);
+    backward_path_ = tape_.path(n);  // a copy, too
     const PathScope path(backward_path_);
     if (to_groups) finish_groups(id);
     if (!n.op) continue;
@@ -299,7 +303,10 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     }
     if (!keep) release_saves(id);
   }
-  if (to_groups) gradients_.clear();
+  if (to_groups) {
+    gradients_.clear();
+    for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
+  }
   saving_ = saving_before;
   phase_ = phase_before;
 }

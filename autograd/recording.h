@@ -36,7 +36,9 @@ class LeafGroup {
   virtual void finish(const std::vector<bool>& contributed) = 0;
   virtual int num_leaves() const = 0;
   virtual bool trainable(int index) const = 0;
-  /// The recording is over: what was still open may close.
+  /// Every group of this backward is finished: reductions still under way come to their end.
+  virtual void backward_ended() = 0;
+  /// The recording is over: what was still open closes.
   virtual void recording_ended() = 0;
 };
 
@@ -59,7 +61,8 @@ class Recording {
   Tensor watch(const Tensor& x);
 
   const Tape& tape() const { return tape_; }
-  Tape take() { return std::move(tape_); }
+  /// Closes what is still open and moves the tape out; the recording is over.
+  Tape take();
   const RecordingOptions& options() const { return options_; }
   /// i64[3] = {seed, step, first_sample}: an input of random ops, so that a step's program never changes.
   Tensor random_state();
@@ -68,6 +71,7 @@ class Recording {
   /// Copies of the leaves as first met; needs capture_leaves.
   const std::unordered_map<ValueId, Tensor>& captured() const { return captured_; }
   ValueId value_of(const Tensor& t) const;  ///< −1 if unknown here
+  uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
 
   // --- for apply(), units and optimizers ---
   ValueId leaf(const Tensor& t, std::string_view name);

@@ -1,0 +1,127 @@
+#include "sheaf/distributed/gather_schedule.h"
+
+#include <algorithm>
+
+#include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/unit.h"
+
+namespace sheaf {
+
+void GatherSchedule::remove(Unit* unit) {
+  std::erase(units_, unit);
+  std::erase(in_flight_, unit);
+  for (auto& order : order_) order.clear();
+  current_.clear();
+  following_ = false;
+}
+
+int64_t GatherSchedule::budget() const {
+  if (budget_ >= 0) return budget_;
+  int64_t largest = 0;
+  for (const Unit* u : units_)
+    if (!u->name().empty()) largest = std::max(largest, u->gathered_bytes());
+  return largest;
+}
+
+// A pass is one forward and the backward that follows it: it ends where the next outermost scope begins.
+void GatherSchedule::begin_pass() {
+  if (Recording* r = Recording::current(); r && r->in_backward()) return;
+  flush();
+  if (!current_.empty()) order_[recording_pass_] = std::move(current_);
+  current_.clear();
+  recording_pass_ = Recording::current() != nullptr;
+  following_ = true;
+}
+
+void GatherSchedule::enter_scope() {
+  if (scopes_.empty()) begin_pass();
+  scopes_.emplace_back();
+}
+
+void GatherSchedule::leave_scope() {
+  for (Unit* u : scopes_.back())
+    if (u->state_ == Unit::State::open && u->depth_ == 0) u->state_ = Unit::State::pending;
+  scopes_.pop_back();
+}
+
+void GatherSchedule::close_with_scope(Unit& unit) {
+  if (scopes_.empty()) unit.state_ = Unit::State::pending;
+  else scopes_.back().push_back(&unit);
+}
+
+void GatherSchedule::discard_pending(const Unit* except) {
+  for (auto it = units_.rbegin(); it != units_.rend(); ++it)
+    if (*it != except && (*it)->state_ == Unit::State::pending) (*it)->discard_gathered();
+}
+
+void GatherSchedule::use(Unit& unit) {
+  using State = Unit::State;
+  if (unit.state_ == State::pending) unit.state_ = State::open;  // the pair of discard and gather vanishes
+  if (unit.state_ == State::open) return;
+  if (unit.state_ == State::in_flight && !in_flight_.empty() && in_flight_.front() == &unit) {
+    in_flight_.pop_front();
+  } else if (!in_flight_.empty()) {
+    for (Unit* wrong : in_flight_) {
+      ++mispredicted_;
+      wrong->discard_gathered();
+    }
+    in_flight_.clear();
+    following_ = false;
+  }
+  discard_pending(&unit);
+  if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
+  unit.state_ = State::open;
+  const std::vector<Unit*>& order = order_[recording_pass_];
+  following_ = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
+  current_.push_back(&unit);
+  prefetch();
+}
+
+void GatherSchedule::prefetch() {
+  if (!following_) return;
+  const std::vector<Unit*>& order = order_[recording_pass_];
+  int64_t ahead = 0;
+  for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
+  for (size_t i = current_.size() + in_flight_.size(); i < order.size(); ++i) {
+    Unit* next = order[i];
+    if (next->state_ != Unit::State::closed || ahead + next->gathered_bytes() > budget()) return;
+    next->issue_gather(/*prefetched=*/true);
+    in_flight_.push_back(next);
+    ahead += next->gathered_bytes();
+    note_gathered();
+  }
+}
+
+void GatherSchedule::flush() {
+  for (Unit* u : in_flight_) {
+    ++mispredicted_;
+    u->discard_gathered();
+  }
+  in_flight_.clear();
+  discard_pending(nullptr);
+}
+
+void GatherSchedule::complete_reductions(Unit* except) {
+  for (Unit* u : units_)
+    if (u != except) u->complete_reduction();
+}
+
+int64_t GatherSchedule::gathered_bytes() const {
+  int64_t bytes = 0;
+  for (const Unit* u : units_)
+    if (!u->gathered_.empty()) bytes += u->gathered_bytes();
+  return bytes;
+}
+
+void GatherSchedule::note_gathered() {
+  int64_t all = 0, open = 0;
+  for (const Unit* u : units_) {
+    if (u->gathered_.empty()) continue;
+    all += u->gathered_bytes();
+    if (u->state_ != Unit::State::in_flight) open += u->gathered_bytes();
+  }
+  peak_gathered_ = std::max(peak_gathered_, all);
+  peak_excess_ = std::max(peak_excess_, all - open);
+}
+
+}  // namespace sheaf

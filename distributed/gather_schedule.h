@@ -1,0 +1,64 @@
+// GatherSchedule: which unit is gathered when. Gathers follow the order that the previous pass recorded: when one is
+// used, the next ones of that order are issued as far as a byte budget allows, so that they travel while this one's
+// layer computes. The decision is a pure function of the order and the budget: all ranks make the same.
+//
+// [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
+// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is used.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+namespace sheaf {
+
+class Unit;
+
+/// Shared by the units of one model on one rank; used from its compute thread only.
+class GatherSchedule {
+ public:
+  /// Bytes that may be gathered ahead of use; −1: as many as the largest unit but the root has.
+  explicit GatherSchedule(int64_t prefetch_budget = -1) : budget_(prefetch_budget) {}
+
+  void add(Unit* unit) { units_.push_back(unit); }
+  void remove(Unit* unit);
+
+  /// Makes `unit` open: takes its prefetched gather or issues one, discards what is pending, prefetches.
+  void use(Unit& unit);
+  /// Scopes of modules, to know where a pass begins and what was opened out of its scope.
+  void enter_scope();
+  void leave_scope();
+  int depth() const { return static_cast<int>(scopes_.size()); }
+  /// Closes `unit` when the scope that is innermost now ends.
+  void close_with_scope(Unit& unit);
+  /// Discards everything that is pending or in flight: before parameters change, and at a recording's end.
+  void flush();
+  void complete_reductions(Unit* except = nullptr);
+
+  int64_t budget() const;
+  void set_budget(int64_t bytes) { budget_ = bytes; }
+  /// Gathers that were issued ahead and turned out wrong.
+  int64_t mispredicted() const { return mispredicted_; }
+  int64_t gathered_bytes() const;      ///< now
+  int64_t peak_gathered_bytes() const { return peak_gathered_; }
+  int64_t peak_excess() const { return peak_excess_; }  ///< most bytes gathered beyond the open and pending units
+  void note_gathered();
+
+ private:
+  void begin_pass();
+  void discard_pending(const Unit* except);
+  void prefetch();
+
+  std::vector<Unit*> units_;
+  std::vector<std::vector<Unit*>> scopes_;
+  std::vector<Unit*> order_[2];       // of the last whole pass, without and with a recording
+  std::vector<Unit*> current_;
+  bool recording_pass_ = false;
+  bool following_ = false;            // current_ agrees with order_ so far
+  std::deque<Unit*> in_flight_;
+  int64_t budget_;
+  int64_t mispredicted_ = 0, peak_gathered_ = 0, peak_excess_ = 0;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,347 @@
+#include "sheaf/distributed/unit.h"
+
+#include <algorithm>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/unit_ops.h"
+
+namespace sheaf {
+
+std::string_view name(Strategy s) {
+  constexpr std::string_view kNames[] = {"none", "replicate", "shard_grad_op", "full_shard"};
+  return kNames[static_cast<int>(s)];
+}
+
+Strategy strategy_from(std::string_view text) {
+  for (Strategy s : {Strategy::replicate, Strategy::shard_grad_op, Strategy::full_shard})
+    if (text == name(s)) return s;
+  for (std::string_view later : {"zero1", "hybrid", "secondary_shard", "tensor_parallel"})
+    if (text == later) fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op and replicate are");
+  fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, replicate");
+}
+
+FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
+  FlatLayout f;
+  for (const Shape& s : shapes) {
+    f.offsets.push_back(f.total);
+    f.total += (s.numel() + kAlign - 1) / kAlign * kAlign;
+  }
+  const int64_t step = kAlign * ranks;
+  f.total = (f.total + step - 1) / step * step;
+  f.chunk = f.total / ranks;
+  return f;
+}
+
+Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
+           std::shared_ptr<GatherSchedule> schedule)
+    : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(mesh), axis_(axis),
+      strategy_(mesh ? strategy : Strategy::none), schedule_(std::move(schedule)) {
+  where_.resize(leaves_.size());
+  for (int i = 0; i < num_leaves(); ++i) {
+    const LeafSpec& leaf = leaves_[i];
+    auto it = std::find_if(buffers_.begin(), buffers_.end(), [&](const FlatBuffer& b) {
+      return b.dtype == leaf.dtype && b.trainable == leaf.trainable;
+    });
+    if (it == buffers_.end()) {
+      buffers_.push_back({});
+      it = std::prev(buffers_.end());
+      it->dtype = leaf.dtype;
+      it->trainable = leaf.trainable;
+    }
+    where_[i] = {static_cast<int>(it - buffers_.begin()), static_cast<int>(it->leaves.size())};
+    it->leaves.push_back(i);
+  }
+  for (FlatBuffer& b : buffers_) {
+    std::vector<Shape> shapes;
+    for (int i : b.leaves) shapes.push_back(leaves_[i].shape);
+    b.layout = FlatLayout::of(shapes, mesh_ ? mesh_->size(axis_) : 1);
+    b.name = name_.empty() ? "root" : name_;
+    if (!b.trainable) b.name += " frozen";
+    if (buffers_.size() > 1 && b.dtype != kF32) b.name += str(" ", b.dtype);
+  }
+  values_.resize(leaves_.size());
+  slots_.resize(leaves_.size());
+  schedule_->add(this);
+}
+
+Unit::~Unit() { schedule_->remove(this); }
+
+Type Unit::buffer_type(const FlatBuffer& b, const Placement& p) const {
+  return {b.dtype, {b.layout.total}, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
+}
+
+Type Unit::value_type(int leaf, const Placement& p) const {
+  return {leaves_[leaf].dtype, leaves_[leaf].shape, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
+}
+
+Type Unit::leaf_type(int leaf) const {
+  if (strategy_ < Strategy::shard_grad_op) return value_type(leaf, Placement::invariant());
+  const auto [b, position] = where_[leaf];
+  const FlatLayout& l = buffers_[b].layout;
+  return value_type(leaf, Placement::shard(OwnershipMap::flat(l.chunk, l.offsets[position])));
+}
+
+void Unit::allocate(Device device) {
+  const DeviceScope scope(device);
+  for (FlatBuffer& b : buffers_) {
+    const Placement rest = strategy_ >= Strategy::shard_grad_op
+                               ? Placement::shard(OwnershipMap::flat(b.layout.chunk)) : Placement::invariant();
+    b.shard = full_of(buffer_type(b, rest), 0.0);
+  }
+  allocated_ = true;
+}
+
+std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
+  std::vector<LocalPiece> out;
+  const Interval mine = b.shard ? b.shard.layout().mesh() && b.shard.layout()[axis_].is_shard()
+                                      ? b.shard.layout()[axis_].map().owned(
+                                            RankContext::current().coordinate(mesh_, axis_), mesh_->size(axis_), b.shard.shape())
+                                      : Interval{0, b.layout.total}
+                                : Interval{};
+  for (size_t i = 0; i < b.leaves.size(); ++i) {
+    const int64_t offset = b.layout.offsets[i], n = leaves_[b.leaves[i]].shape.numel();
+    const int64_t begin = std::max(offset, mine.begin), end = std::min(offset + n, mine.end);
+    if (begin < end) out.push_back({b.leaves[i], {begin - offset, end - offset}, begin - mine.begin});
+  }
+  return out;
+}
+
+void Unit::zero_grad() {
+  for (FlatBuffer& b : buffers_) b.grad = Tensor();
+}
+
+int64_t Unit::gathered_bytes() const {
+  int64_t bytes = 0;
+  if (gathers())
+    for (const FlatBuffer& b : buffers_) bytes += b.layout.total * static_cast<int64_t>(size_of(b.dtype));
+  return bytes;
+}
+
+// --- a module's scope ---
+
+void Unit::enter() {
+  schedule_->enter_scope();
+  ++depth_;
+  open();
+}
+
+void Unit::leave() {
+  --depth_;
+  if (gathers() && depth_ == 0 && state_ == State::open) {
+    const Recording* r = Recording::current();
+    const bool keep = strategy_ == Strategy::shard_grad_op && r && r->serial() == recording_;
+    if (!keep) state_ = State::pending;
+  }
+  schedule_->leave_scope();
+}
+
+void Unit::open() {
+  if (!allocated_)
+    fail<LifetimeError>("[unit] '", name_.empty() ? "root" : name_, "' has no memory yet: call materialize(model, device) first");
+  Recording* r = Recording::current();
+  const uint64_t serial = r ? r->serial() : 0;
+  if (!gathers()) {
+    if (recording_ != serial || !values_[0]) views_of_masters();
+    return;
+  }
+  if (state_ != State::closed && state_ != State::in_flight && recording_ != serial) {
+    if (depth_ > 1) fail<LifetimeError>("[unit] '", name_, "' was gathered outside this recording: start a recording before entering the module");
+    discard_gathered();
+  }
+  schedule_->use(*this);
+}
+
+Tensor Unit::value(int index) {
+  const Recording* r = Recording::current();
+  const bool usable = state_ == State::open && recording_ == (r ? r->serial() : 0);
+  if (!usable || !values_[index]) {
+    open();
+    // Used outside its scope: stays open until the scope around the use ends. A backward closes units itself.
+    if (gathers() && depth_ == 0 && !(r && r->in_backward())) schedule_->close_with_scope(*this);
+  }
+  return values_[index];
+}
+
+// Without communication the masters are the values: I → R and S → R on one rank move nothing.
+void Unit::views_of_masters() {
+  std::vector<OutputSpec> specs;
+  std::vector<Tensor> shards;
+  const Placement whole = Placement::replicate();
+  for (const FlatBuffer& b : buffers_) {
+    shards.push_back(b.shard);
+    specs.push_back({buffer_type(b, whole), b.shard, -1, 0});
+  }
+  for (int i = 0; i < num_leaves(); ++i) {
+    const auto [b, position] = where_[i];
+    specs.push_back({value_type(i, whole), {}, b,
+                     buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
+  }
+  const PathScope path(name_);
+  Recording* r = Recording::current();
+  if (r)
+    for (const FlatBuffer& b : buffers_) r->leaf(b.shard, b.name);
+  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
+  std::vector<Tensor> outputs = apply_typed(UnitOps::open(), &attrs, shards, specs);
+  std::move(outputs.begin() + static_cast<int64_t>(buffers_.size()), outputs.end(), values_.begin());
+  recording_ = r ? r->serial() : 0;
+  state_ = State::open;
+  if (r) bind(r->tape().num_nodes() - 1);
+}
+
+void Unit::bind(NodeId node) {
+  std::vector<int> indices(leaves_.size());
+  for (int i = 0; i < num_leaves(); ++i) indices[i] = i;
+  Recording::current()->bind_group(shared_from_this(), node, values_, indices);
+}
+
+void Unit::issue_gather(bool prefetched) {
+  std::vector<OutputSpec> specs;
+  std::vector<Tensor> shards;
+  const Placement whole = Placement::replicate();
+  for (const FlatBuffer& b : buffers_) {
+    shards.push_back(b.shard);
+    specs.push_back({buffer_type(b, whole), {}, -1, 0});
+  }
+  for (int i = 0; i < num_leaves(); ++i) {
+    const auto [b, position] = where_[i];
+    specs.push_back({value_type(i, whole), {}, b,
+                     buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
+  }
+  const PathScope path(name_);
+  Recording* r = Recording::current();
+  if (r) {
+    for (const FlatBuffer& b : buffers_) r->leaf(b.shard, b.name);
+    const bool mirror = mirror_next_ && (prefetched || r->in_backward());
+    r->flag_next((prefetched ? Node::kPrefetched : 0) | (mirror ? Node::kMirror : 0));
+  }
+  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
+  std::vector<Tensor> outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, specs);
+  const auto split = outputs.begin() + static_cast<int64_t>(buffers_.size());
+  gathered_.assign(outputs.begin(), split);
+  std::move(split, outputs.end(), values_.begin());
+  recording_ = r ? r->serial() : 0;
+  state_ = State::in_flight;
+  if (r) bind(r->tape().num_nodes() - 1);
+  schedule_->note_gathered();
+}
+
+void Unit::discard_gathered() {
+  if (gathered_.empty()) return;
+  const PathScope path(name_);
+  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
+  Recording* r = Recording::current();
+  if (r && r->serial() == recording_) {
+    mirror_next_ = !r->in_backward();
+    apply_typed(UnitOps::discard(), &attrs, gathered_, {});
+  } else {  // gathered where nothing was recorded: this recording does not know the buffers
+    execute_node(UnitOps::discard(), &attrs, gathered_, {});
+  }
+  gathered_.clear();
+  std::fill(values_.begin(), values_.end(), Tensor());
+  state_ = State::closed;
+}
+
+// --- gradients ---
+
+Tensor Unit::slot(int index) {
+  if (!slots_[index]) {
+    const PathScope path(name_);
+    std::vector<OutputSpec> specs;
+    std::vector<int> buffer_of, leaf_of;
+    for (size_t b = 0; b < buffers_.size(); ++b) {
+      if (!buffers_[b].trainable) continue;
+      buffer_of.push_back(static_cast<int>(b));
+      specs.push_back({buffer_type(buffers_[b], Placement::partial()), {}, -1, 0});
+    }
+    for (int i = 0; i < num_leaves(); ++i) {
+      if (!leaves_[i].trainable) continue;
+      const auto [b, position] = where_[i];
+      const int within = static_cast<int>(std::find(buffer_of.begin(), buffer_of.end(), b) - buffer_of.begin());
+      leaf_of.push_back(i);
+      specs.push_back({value_type(i, Placement::partial()), {}, within,
+                       buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
+    }
+    const DeviceScope device(buffers_[0].shard.device());
+    const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffer_of.size())};
+    std::vector<Tensor> outputs = apply_typed(UnitOps::grad_slots(), &attrs, {}, specs);
+    slot_buffers_.assign(outputs.begin(), outputs.begin() + static_cast<int64_t>(buffer_of.size()));
+    for (size_t k = 0; k < leaf_of.size(); ++k) slots_[leaf_of[k]] = outputs[buffer_of.size() + k];
+  }
+  return slots_[index];
+}
+
+void Unit::zero_missing(const std::vector<bool>& contributed) {
+  for (int i = 0; i < num_leaves(); ++i) {
+    if (contributed[i] || !leaves_[i].trainable) continue;
+    const Tensor to = slot(i);
+    const OutputSpec spec{to.type(), to, -1, 0};
+    apply_typed(UnitOps::zero(), nullptr, {}, std::span(&spec, 1));
+  }
+}
+
+void Unit::finish(const std::vector<bool>& contributed) {
+  const PathScope path(name_);
+  zero_missing(contributed);
+  mirror_next_ = false;
+  if (gathers()) discard_gathered();
+  if (slot_buffers_.empty()) return;  // all frozen
+  schedule_->complete_reductions();   // at most one reduction's input is in flight
+  std::vector<OutputSpec> specs;
+  size_t k = 0;
+  for (const FlatBuffer& b : buffers_) {
+    if (!b.trainable) continue;
+    const Tensor& slots = slot_buffers_[k++];
+    if (gathers()) specs.push_back({b.shard.type(), {}, -1, 0});
+    else specs.push_back({b.shard.type(), slots, -1, 0});  // reduced in place
+  }
+  reduction_.slots = std::move(slot_buffers_);
+  slot_buffers_.clear();
+  std::fill(slots_.begin(), slots_.end(), Tensor());
+  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(specs.size())};
+  const OpDef& op = gathers() ? UnitOps::reduce_scatter() : communicates() ? UnitOps::all_reduce() : UnitOps::open();
+  reduction_.reduced = apply_typed(op, &attrs, reduction_.slots, specs);
+  if (!communicates()) complete_reduction();
+}
+
+void Unit::complete_reduction() {
+  if (reduction_.reduced.empty()) return;
+  const PathScope path(name_);
+  if (communicates()) {
+    std::vector<Tensor> lent = reduction_.reduced;
+    lent.insert(lent.end(), reduction_.slots.begin(), reduction_.slots.end());
+    const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(reduction_.reduced.size())};
+    apply_typed(UnitOps::complete(), &attrs, lent, {});
+  }
+  for (Tensor& t : reduction_.reduced) t.storage()->settle();
+  reduction_.slots.clear();
+  size_t k = 0;
+  for (FlatBuffer& b : buffers_) {
+    if (!b.trainable) continue;
+    const Tensor& reduced = reduction_.reduced[k++];
+    if (b.grad) add_into(b.grad, reduced);  // a micro-batch's gradient is finished, then added
+    else b.grad = reduced;
+  }
+  reduction_.reduced.clear();
+}
+
+void Unit::backward_ended() { complete_reduction(); }
+
+void Unit::recording_ended() {
+  depth_ = 0;
+  if (gathers()) {
+    schedule_->flush();
+    discard_gathered();
+  } else {
+    std::fill(values_.begin(), values_.end(), Tensor());
+    state_ = State::closed;
+  }
+  recording_ = 0;
+  mirror_next_ = false;
+  slot_buffers_.clear();
+  std::fill(slots_.begin(), slots_.end(), Tensor());
+  reduction_.reduced.clear();  // waits for its lane: only then may the slots go
+  reduction_.slots.clear();
+}
+
+}  // namespace sheaf

@@ -1,0 +1,149 @@
+// Unit: parameters that share one flat buffer, cut by rank. This is where FSDP happens, as nodes of the tape:
+//
+//   forward    all_gather    one, with an output per parameter, when the unit's module is entered
+//              discard       when it is left; pending until another unit is gathered
+//   backward   all_gather    the mirror of the discard, only if some saved recipe needs it
+//              reduce_scatter one per unit and backward, after every use, from the slots that the kernels wrote into
+//              discard
+//
+// The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
+// into the reduce-scatter's input. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/gather_schedule.h"
+
+namespace sheaf {
+
+enum class Strategy : uint8_t {
+  none,           ///< no mesh: one rank holds everything
+  replicate,      ///< DDP: Invariant at rest, gradients all-reduced
+  shard_grad_op,  ///< ZeRO-2: Shard at rest, kept gathered until the unit's backward is done
+  full_shard,     ///< ZeRO-3: Shard at rest, discarded after forward and gathered again
+};
+std::string_view name(Strategy s);
+/// By the name in DESIGN's table; throws ConfigError that names the known ones, and those that are not there yet.
+Strategy strategy_from(std::string_view name);
+
+struct LeafSpec {
+  std::string name;  ///< "blocks.0.attention.qkv.weight"
+  Shape shape;
+  DType dtype = kF32;
+  bool trainable = true;
+};
+
+/// Where each parameter lies in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can
+/// compute any other's intervals without asking.
+struct FlatLayout {
+  std::vector<int64_t> offsets;  ///< elements, multiples of kAlign
+  int64_t total = 0;             ///< elements, a multiple of ranks · kAlign
+  int64_t chunk = 0;             ///< total / ranks
+  static constexpr int64_t kAlign = 32;  // elements: 128 bytes of f32, and the block of the gradient norm
+  static FlatLayout of(const std::vector<Shape>& shapes, int ranks);
+};
+
+/// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen.
+struct FlatBuffer {
+  std::string name;
+  DType dtype = kF32;
+  bool trainable = true;
+  std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
+  FlatLayout layout;
+  Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh
+  Tensor grad;              ///< of the same type; undefined until a backward has ended
+};
+
+/// The part of a parameter that this rank holds: elements [begin, end) of its row-major flat index.
+struct LocalPiece {
+  int leaf;
+  Interval interval;
+  int64_t shard_offset;  ///< elements, inside the rank's slice of the buffer
+};
+
+/// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
+class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
+ public:
+  /// `mesh` may be null (Strategy::none). `schedule` is shared by the units of one model.
+  Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
+       std::shared_ptr<GatherSchedule> schedule);
+  ~Unit() override;
+
+  // --- a module's scope ---
+  void enter();
+  void leave();
+
+  // --- LeafGroup ---
+  Tensor value(int index) override;
+  Tensor slot(int index) override;
+  void finish(const std::vector<bool>& contributed) override;
+  int num_leaves() const override { return static_cast<int>(leaves_.size()); }
+  bool trainable(int index) const override { return leaves_[index].trainable; }
+  void backward_ended() override;
+  void recording_ended() override;
+
+  // --- at rest ---
+  /// Gives memory: zeros. The values are then written through pieces().
+  void allocate(Device device);
+  bool allocated() const { return allocated_; }
+  std::vector<FlatBuffer>& buffers() { return buffers_; }
+  const std::vector<LeafSpec>& leaves() const { return leaves_; }
+  std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const;
+  /// The parameter's resting type: its placement as a cut of the unit's buffer.
+  Type leaf_type(int index) const;
+  void zero_grad();
+  const std::string& name() const { return name_; }
+  Strategy strategy() const { return strategy_; }
+  const MeshSpec* mesh() const { return mesh_; }
+  int axis() const { return axis_; }
+  const std::shared_ptr<GatherSchedule>& schedule() const { return schedule_; }
+
+  // --- for the schedule ---
+  int64_t gathered_bytes() const;
+  void issue_gather(bool prefetched);
+  void discard_gathered();
+  void complete_reduction();
+
+ private:
+  enum class State : uint8_t {
+    closed,    ///< at rest
+    in_flight, ///< gather issued ahead of its use
+    open,      ///< gathered and in use
+    pending,   ///< its scope was left; discarded unless it is needed before the next gather
+  };
+  friend class GatherSchedule;
+
+  bool communicates() const { return mesh_ && mesh_->size(axis_) > 1; }
+  bool gathers() const { return communicates() && strategy_ >= Strategy::shard_grad_op; }
+  Type buffer_type(const FlatBuffer& b, const Placement& p) const;
+  Type value_type(int leaf, const Placement& p) const;
+  void open();
+  void bind(NodeId node);
+  void views_of_masters();
+  void zero_missing(const std::vector<bool>& contributed);
+
+  std::string name_;
+  std::vector<LeafSpec> leaves_;
+  std::vector<std::pair<int, int>> where_;  // leaf → (buffer, position in it)
+  std::vector<FlatBuffer> buffers_;
+  const MeshSpec* mesh_;
+  int axis_;
+  Strategy strategy_;
+  std::shared_ptr<GatherSchedule> schedule_;
+  bool allocated_ = false;
+
+  State state_ = State::closed;
+  int depth_ = 0;                  // scopes of its module that are open
+  uint64_t recording_ = 0;         // that knows the gathered values; 0 for none
+  bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
+  std::vector<Tensor> gathered_;   // one per buffer
+  std::vector<Tensor> values_;     // one per leaf
+  std::vector<Tensor> slot_buffers_, slots_;
+  struct Reduction { std::vector<Tensor> slots, reduced; };  // reduced goes first and waits for its lane
+  Reduction reduction_;            // issued, its buffers not back yet
+};
+
+}  // namespace sheaf

@@ -1,0 +1,143 @@
+#include "sheaf/distributed/unit_ops.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf {
+namespace {
+
+MeshRuntime& runtime_of(const Type& t) {
+  MeshRuntime* runtime = RankContext::current().runtime(t.layout.mesh());
+  if (!runtime) fail<PlacementError>("[unit] this rank has not joined mesh ", t.layout.mesh()->to_string());
+  return *runtime;
+}
+
+std::vector<int64_t> chunks(const Type& sharded, int axis) {
+  const int n = sharded.layout.mesh()->size(axis);
+  std::vector<int64_t> counts;
+  for (int r = 0; r < n; ++r) counts.push_back(sharded.layout[axis].map().owned(r, n, sharded.shape).size());
+  return counts;
+}
+
+// On meta there is nothing to move; a simulated lane still counts.
+bool runs(const Execute& c, const Communicator& lane) { return !c.device().is_meta() || lane.kind() == "simulated"; }
+
+struct AllGather {
+  static constexpr const char* kName = "all_gather";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr Lane kLane = Lane::gather;
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {
+    Communicator& lane = runtime_of(c.input_type(0)).gather_lane(a.axis);
+    if (!runs(c, lane)) return;
+    Event done;
+    for (int b = 0; b < a.buffers; ++b)
+      done = lane.all_gather(c.input(b).data, c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
+                             PathScope::current());
+    if (!c.device().is_meta()) c.completes_with(done);  // one lane, in order: the last event is all of them
+  }
+};
+
+struct Open {
+  static constexpr const char* kName = "open";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  using Attrs = UnitOps::Attrs;
+};
+
+struct Discard {
+  static constexpr const char* kName = "discard";
+  static constexpr OpKind kKind = OpKind::discard;
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs&, Execute& c) {
+    for (int b = 0; b < c.num_inputs(); ++b)
+      c.input_tensor(b).storage()->discard("the parameters of unit '" + PathScope::current() +
+                                           "' were gathered and have been discarded; use them inside their module's "
+                                           "scope, or through the Parameter, which gathers them again");
+  }
+};
+
+struct GradSlots {
+  static constexpr const char* kName = "grad_slots";
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {  // padding between and after the slots is sent too: zero it
+    for (int b = 0; b < a.buffers; ++b) {
+      char* base = static_cast<char*>(c.output(b).data);
+      std::vector<std::pair<int64_t, int64_t>> used;
+      for (int o = a.buffers; o < c.num_outputs(); ++o)
+        if (const Tensor& t = c.output_tensor(o); t.storage() == c.output_tensor(b).storage())
+          used.emplace_back(t.byte_offset(), t.byte_offset() + t.local_bytes());
+      std::sort(used.begin(), used.end());
+      int64_t at = 0;
+      for (const auto& [begin, end] : used) {
+        std::memset(base + at, 0, begin - at);
+        at = end;
+      }
+      std::memset(base + at, 0, c.output_tensor(b).local_bytes() - at);
+    }
+  }
+};
+
+struct Zero {
+  static constexpr const char* kName = "zero";
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), fill, c.output(0), 0.0); }
+};
+
+struct ReduceScatter {
+  static constexpr const char* kName = "reduce_scatter";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr Lane kLane = Lane::reduce;
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {
+    Communicator& lane = runtime_of(c.input_type(0)).reduce_lane(a.axis);
+    if (!runs(c, lane)) return;
+    Event done;
+    for (int b = 0; b < a.buffers; ++b)
+      done = lane.reduce_scatter(c.input(b).data, c.output(b).data, chunks(c.output_type(b), a.axis),
+                                 c.input_type(b).dtype, PathScope::current());
+    if (!c.device().is_meta()) c.completes_with(done);
+  }
+};
+
+struct AllReduce {
+  static constexpr const char* kName = "all_reduce";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr Lane kLane = Lane::reduce;
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {
+    Communicator& lane = runtime_of(c.input_type(0)).reduce_lane(a.axis);
+    if (!runs(c, lane)) return;
+    Event done;
+    for (int b = 0; b < a.buffers; ++b)
+      done = lane.all_reduce(c.input(b).data, c.input_type(b).shape.numel(), c.input_type(b).dtype, Reduction::sum,
+                             PathScope::current());
+    if (!c.device().is_meta()) c.completes_with(done);
+  }
+};
+
+struct Complete {
+  static constexpr const char* kName = "complete";
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs&, Execute& c) {
+    for (int i = 0; i < c.num_inputs(); ++i) c.input_tensor(i).storage()->settle();
+  }
+};
+
+}  // namespace
+
+const OpDef& UnitOps::all_gather() { return op_def<AllGather>(); }
+const OpDef& UnitOps::open() { return op_def<Open>(); }
+const OpDef& UnitOps::discard() { return op_def<Discard>(); }
+const OpDef& UnitOps::grad_slots() { return op_def<GradSlots>(); }
+const OpDef& UnitOps::zero() { return op_def<Zero>(); }
+const OpDef& UnitOps::reduce_scatter() { return op_def<ReduceScatter>(); }
+const OpDef& UnitOps::all_reduce() { return op_def<AllReduce>(); }
+const OpDef& UnitOps::complete() { return op_def<Complete>(); }
+
+}  // namespace sheaf

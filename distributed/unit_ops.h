@@ -1,0 +1,23 @@
+// The ops of units. They are ordinary ops with given types, so a tape that holds them replays like any other.
+#pragma once
+
+#include "sheaf/autograd/op.h"
+
+namespace sheaf {
+
+struct UnitOps {
+  struct Attrs {
+    int32_t axis;
+    int32_t buffers;  ///< inputs that are buffers; the outputs begin with as many
+  };
+  static const OpDef& all_gather();      ///< shards → buffers, then the parameters inside them
+  static const OpDef& open();            ///< the same without communication: the shards are the buffers
+  static const OpDef& discard();         ///< buffers →
+  static const OpDef& grad_slots();      ///< → buffers, then the slots inside them; padding is zeroed
+  static const OpDef& zero();            ///< → the slot of a parameter that was not used
+  static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
+  static const OpDef& all_reduce();      ///< slot buffers, in place
+  static const OpDef& complete();        ///< reduced shards, slot buffers → : the lent buffers are back
+};
+
+}  // namespace sheaf
