@@ -41,7 +41,7 @@ Recording::~Recording() {
 }
 
 Tape Recording::take() {
-  for (GroupState& g : groups_) g.group->recording_ended();
+  for (const auto& group : all_groups_) group->recording_ended();
   current_recording = previous_;
   return std::move(tape_);
 }
@@ -58,6 +58,12 @@ Tensor Recording::random_state() {
     leaf(random_state_, "random_state");
   }
   return random_state_;
+}
+
+void Recording::next_micro_batch(int64_t first_sample) {
+  options_.first_sample = first_sample;
+  random_state_ = Tensor();
+  calls_.clear();
 }
 
 ValueId Recording::value_of(const Tensor& t) const {
@@ -180,6 +186,7 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node,
   auto it = std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group == group; });
   if (it == groups_.end()) {
     const auto n = static_cast<size_t>(group->num_leaves());
+    if (std::find(all_groups_.begin(), all_groups_.end(), group) == all_groups_.end()) all_groups_.push_back(group);
     groups_.push_back({group, node, std::vector<bool>(n, false), std::vector<Tensor>(n)});
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -277,7 +284,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   gradients_.assign(tape_.num_values(), Tensor());
   backward_path_ = PathScope::current();
   if (wanted_[value_of(y)]) gradients_[value_of(y)] = seed_for(y);
-  for (NodeId id = last; id >= 0; --id) {
+  for (NodeId id = last; id >= (to_groups ? floor_ : 0); --id) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
     backward_path_ = tape_.path(n);  // a copy, too
     const PathScope path(backward_path_);
@@ -306,6 +313,8 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   if (to_groups) {
     gradients_.clear();
     for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
+    groups_.clear();
+    floor_ = tape_.num_nodes();
   }
   saving_ = saving_before;
   phase_ = phase_before;

@@ -66,7 +66,10 @@ class Recording {
   const RecordingOptions& options() const { return options_; }
   /// i64[3] = {seed, step, first_sample}: an input of random ops, so that a step's program never changes.
   Tensor random_state();
-  /// Counts the calls of one module path, to key dropout.
+  /// Begins the next micro-batch of this step, whose first sample has global index `first_sample`: dropout is keyed as
+  /// if the samples had come in one batch.
+  void next_micro_batch(int64_t first_sample);
+  /// Counts the calls of one module path within a micro-batch, to key dropout.
   int64_t next_call(const std::string& path) { return calls_[path]++; }
   /// Copies of the leaves as first met; needs capture_leaves.
   const std::unordered_map<ValueId, Tensor>& captured() const { return captured_; }
@@ -124,7 +127,9 @@ class Recording {
   std::vector<ValueState> states_;
   std::vector<Tensor> gradients_;
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
-  std::vector<GroupState> groups_;
+  std::vector<GroupState> groups_;                       // used since the last backward
+  std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
+  NodeId floor_ = 0;                                     // nodes before it belong to backwards that are done
   std::unordered_map<ValueId, Tensor> captured_;
   std::unordered_map<std::string, int64_t> calls_;
   std::vector<std::pair<uint64_t, uint64_t>> node_saves_;  // per node: saved inputs, saved outputs

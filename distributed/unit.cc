@@ -325,7 +325,12 @@ void Unit::complete_reduction() {
   reduction_.reduced.clear();
 }
 
-void Unit::backward_ended() { complete_reduction(); }
+void Unit::backward_ended() {
+  complete_reduction();
+  if (gathers()) return;
+  std::fill(values_.begin(), values_.end(), Tensor());  // the next micro-batch opens the unit anew
+  state_ = State::closed;
+}
 
 void Unit::recording_ended() {
   depth_ = 0;
