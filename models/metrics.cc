@@ -1,0 +1,125 @@
+#include "sheaf/models/metrics.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <system_error>
+
+#include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
+
+namespace sheaf::models {
+namespace {
+
+[[noreturn]] void io_failure(const char* what, const std::string& path) {
+  fail<IoError>("[metrics] cannot ", what, " '", path, "': ", std::generic_category().message(errno));
+}
+
+// True for a whole line of a step up to `last_step`.
+bool is_kept(std::string_view line, int64_t last_step) {
+  try {
+    const Json json = Json::parse(line, "line");
+    return json.at("step").as_int() <= last_step;
+  } catch (const DataError&) {
+    return false;
+  }
+}
+
+std::string duration(double seconds) {
+  const auto s = static_cast<int64_t>(std::llround(seconds));
+  char text[32];
+  if (s < 60) {
+    std::snprintf(text, sizeof text, "%llds", static_cast<long long>(s));
+  } else if (s < 3600) {
+    std::snprintf(text, sizeof text, "%lldm%02llds", static_cast<long long>(s / 60), static_cast<long long>(s % 60));
+  } else {
+    std::snprintf(text, sizeof text, "%lldh%02lldm", static_cast<long long>(s / 3600),
+                  static_cast<long long>(s / 60 % 60));
+  }
+  return text;
+}
+
+// 12345 as "12,345".
+std::string grouped(double value) {
+  std::string digits = std::to_string(std::llround(value));
+  for (auto at = static_cast<int64_t>(digits.size()) - 3; at > (digits[0] == '-' ? 1 : 0); at -= 3) {
+    digits.insert(static_cast<size_t>(at), ",");
+  }
+  return digits;
+}
+
+}  // namespace
+
+MetricsWriter::MetricsWriter(const std::string& path, int64_t last_step) : path_(path) {
+  make_folders(parent_of(path));
+  std::string kept;
+  bool dropped = !path_exists(path);
+  if (!dropped) {
+    const std::string old = File::open(path).read_all();
+    for (size_t at = 0; at < old.size();) {
+      const size_t end = std::min(old.find('\n', at), old.size());
+      const std::string_view line = std::string_view(old).substr(at, end - at);
+      // A last line without its end was cut off, even if what is left of it reads well.
+      if (end < old.size() && is_kept(line, last_step)) {
+        kept += line;
+        kept += '\n';
+      } else {
+        dropped = true;
+      }
+      at = end + 1;
+    }
+  }
+  if (dropped) replace_file(path, kept);
+  fd_ = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+  if (fd_ < 0) io_failure("open", path_);
+}
+
+MetricsWriter::~MetricsWriter() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void MetricsWriter::write(int64_t step, std::initializer_list<Metric> metrics) {
+  std::string line = str("{\"step\":", step);
+  for (const Metric& metric : metrics) {
+    line += "," + json_string(metric.name) + ":";
+    if (auto* integer = std::get_if<int64_t>(&metric.value)) {
+      line += std::to_string(*integer);
+      continue;
+    }
+    const double value = std::get<double>(metric.value);
+    line += json_number(value);
+    if (!std::isfinite(value)) {
+      line += "," + json_string(str(metric.name, "_nonfinite")) + ":";
+      line += std::isnan(value) ? "\"nan\"" : value > 0 ? "\"inf\"" : "\"-inf\"";
+    }
+  }
+  line += "}\n";
+  for (size_t at = 0; at < line.size();) {
+    const ssize_t put = ::write(fd_, line.data() + at, line.size() - at);
+    if (put < 0 && errno == EINTR) continue;
+    if (put < 0) io_failure("write", path_);
+    at += static_cast<size_t>(put);
+  }
+}
+
+void MetricsWriter::sync() {
+  // fsync of a pipe or of /dev/stdout is refused; there is nothing to make durable then.
+  if (fsync(fd_) != 0 && errno != EINVAL && errno != EROFS) io_failure("sync", path_);
+}
+
+std::string progress_line(const Progress& p) {
+  const std::string steps = std::to_string(p.steps);
+  char text[200];
+  std::snprintf(text, sizeof text, "step %*lld/%s  loss %.4f  lr %.2e  norm %.2f  %s tok/s",
+                static_cast<int>(steps.size()), static_cast<long long>(p.step), steps.c_str(), p.loss, p.lr,
+                p.grad_norm, grouped(p.tokens_per_second).c_str());
+  std::string line = text;
+  if (p.seconds_left >= 0) line += "  left " + duration(p.seconds_left);
+  return line;
+}
+
+}  // namespace sheaf::models

@@ -1,0 +1,56 @@
+// What a run reports: metrics.jsonl for programs, a line per step for people.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+namespace sheaf::models {
+
+/// A named number of one step.
+struct Metric {
+  std::string_view name;
+  std::variant<int64_t, double> value;
+  Metric(std::string_view name, double value) : name(name), value(value) {}
+  Metric(std::string_view name, int64_t value) : name(name), value(value) {}
+};
+
+/// Appends to metrics.jsonl, one object per line: {"step":10,"loss":2.25,...}. Doubles are written with the fewest
+/// digits that read back to the same bits; NaN and infinities as null beside a flag: {"loss":null,"loss_nonfinite":
+/// "nan"}. Used by rank 0 only; not thread-safe.
+class MetricsWriter {
+ public:
+  /// Starts the file, or goes on with it: lines of steps after `last_step` (of a run that was killed after its last
+  /// checkpoint) and unreadable lines (cut off by a kill) are dropped, by one rename, so that every step stands once.
+  /// The default drops all. Throws IoError.
+  explicit MetricsWriter(const std::string& path, int64_t last_step = -1);
+  ~MetricsWriter();
+  MetricsWriter(const MetricsWriter&) = delete;
+  MetricsWriter& operator=(const MetricsWriter&) = delete;
+
+  /// Writes one line by one system call, so that a kill leaves whole lines. Throws IoError.
+  void write(int64_t step, std::initializer_list<Metric> metrics);
+  /// Makes all lines so far durable. Called before a checkpoint commits: its steps must never be lost after that.
+  void sync();
+
+ private:
+  std::string path_;
+  int fd_ = -1;
+};
+
+/// What the line on the console says.
+struct Progress {
+  int64_t step = 0, steps = 0;  ///< done, and in all
+  double loss = 0, lr = 0, grad_norm = 0;
+  double tokens_per_second = 0;  ///< of all ranks
+  double seconds_left = -1;      ///< negative: not known yet
+};
+
+/// "step  120/2000  loss 2.1234  lr 1.00e-03  norm 0.87  12,345 tok/s  left 3m12s": no colour, no cursor movement, so
+/// it reads the same in a terminal and in a log.
+std::string progress_line(const Progress& progress);
+
+}  // namespace sheaf::models

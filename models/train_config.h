@@ -1,0 +1,91 @@
+// The options of a training run, as plain structs. tools/config.h reads them from TOML and the command line; a program
+// of its own sets the fields.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace sheaf::models {
+
+/// [model] What to train.
+struct ModelConfig {
+  std::string type = "gpt2";    ///< "gpt2" or "llama"
+  std::string preset;           ///< a published size, such as "gpt2-124m" or "llama3-8b"; fields given beside it win
+  int64_t layers = 4;           ///< transformer blocks
+  int64_t heads = 4;            ///< query heads
+  int64_t kv_heads = 0;         ///< key and value heads (grouped-query attention); 0: as many as heads
+  int64_t width = 128;          ///< size of the residual stream
+  int64_t mlp_width = 0;        ///< hidden size of the MLP; 0: 4·width for gpt2, 8/3·width up to a multiple of 64 for llama
+  int64_t context = 64;         ///< tokens per sequence
+  int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
+  bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
+  bool tie_embeddings = true;   ///< the output head is the token embedding
+  double dropout = 0.0;         ///< probability, in [0, 1)
+  double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)
+  double norm_eps = 1e-5;       ///< added to the variance in norms
+};
+
+/// [data] What to train on: a text, or token files.
+struct DataConfig {
+  std::string corpus;              ///< UTF-8 text file
+  std::string tokenizer = "char";  ///< "char" or "byte", for a text
+  double val_fraction = 0.1;       ///< tail of the text held out for validation, in (0, 1)
+  std::string train_file;          ///< token file to train on, instead of a text
+  std::string val_file;            ///< token file to validate on
+};
+
+/// [train] How to train.
+struct OptimizationConfig {
+  int64_t steps = 2000;             ///< optimizer steps
+  int64_t batch = 12;               ///< sequences per step, over all ranks and micro-batches
+  int64_t micro_batches = 1;        ///< parts of the batch whose gradients are accumulated one after the other
+  int64_t seed = 1337;              ///< of initial weights, dropout and the order of data
+  double lr = 1e-3;                 ///< peak learning rate
+  double min_lr = 1e-4;             ///< learning rate at the last step
+  int64_t warmup = 100;             ///< steps of linear warm-up
+  std::string schedule = "cosine";  ///< "cosine", "linear" or "constant" after the warm-up
+  double weight_decay = 0.1;        ///< AdamW, of parameters with two dimensions and more
+  double beta1 = 0.9;               ///< AdamW
+  double beta2 = 0.99;              ///< AdamW
+  double eps = 1e-8;                ///< AdamW
+  double clip = 1.0;                ///< largest norm of the gradient; 0: no clipping
+  int64_t eval_every = 250;         ///< steps between evaluations; 0: only at the end
+  int64_t eval_tokens = 0;          ///< targets per evaluation; 0: the whole validation split
+  int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
+  int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
+  std::string dtype = "f32";        ///< of the computation: "f32" or "bf16"
+};
+
+/// [sharding] Who holds what.
+struct ShardingConfig {
+  std::string strategy = "full_shard";  ///< "full_shard", "shard_grad_op" or "replicate"
+  std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit
+  int64_t min_parameters = 1'000'000;   ///< parameters of a unit, for units = "count"
+  int64_t prefetch_bytes = -1;          ///< gathered ahead of use, at most; -1: the largest unit; 0: no prefetch
+};
+
+/// [output] Where results go.
+struct OutputConfig {
+  std::string folder = "out";    ///< metrics.jsonl, checkpoints and the configuration
+  int64_t keep_checkpoints = 2;  ///< newest ones kept, at least 2; 0: all
+};
+
+/// [generate] A sample from a trained model.
+struct GenerateConfig {
+  std::string prompt = "\n";  ///< text to continue
+  int64_t tokens = 400;       ///< tokens to add
+  double temperature = 0.8;   ///< divides the logits; 0: always the likeliest token
+  int64_t top_k = 0;          ///< choose among the k likeliest; 0: among all
+  int64_t seed = 1337;        ///< of the choices
+};
+
+struct TrainConfig {
+  ModelConfig model;
+  DataConfig data;
+  OptimizationConfig train;
+  ShardingConfig sharding;
+  OutputConfig output;
+  GenerateConfig generate;
+};
+
+}  // namespace sheaf::models

@@ -1,0 +1,86 @@
+#include "sheaf/models/metrics.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <limits>
+
+#include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf::models {
+namespace {
+
+class Metrics : public ::testing::Test {
+ protected:
+  ScratchFolder folder;
+  const std::string path = folder / "out/metrics.jsonl";
+  std::string text() { return File::open(path).read_all(); }
+};
+
+TEST_F(Metrics, LinesRoundTrip) {
+  const double loss = static_cast<double>(2.1234567f), lr = 0.1 + 0.2;
+  {
+    MetricsWriter writer(path);
+    writer.write(1, {{"loss", loss}, {"lr", lr}, {"peak_bytes", int64_t{9007199254740993}}});
+    writer.sync();
+  }
+  const Json line = Json::parse(text(), "t");
+  EXPECT_EQ(line.at("step").as_int(), 1);
+  EXPECT_EQ(line.at("loss").as_double(), loss);
+  EXPECT_EQ(line.at("lr").as_double(), lr);
+  EXPECT_EQ(line.at("peak_bytes").as_int(), 9007199254740993);
+}
+
+TEST_F(Metrics, NonFiniteIsNullAndFlagged) {
+  MetricsWriter writer(path);
+  const double inf = std::numeric_limits<double>::infinity();
+  writer.write(3, {{"loss", NAN}, {"a", inf}, {"b", -inf}});
+  EXPECT_EQ(text(),
+            "{\"step\":3,\"loss\":null,\"loss_nonfinite\":\"nan\",\"a\":null,\"a_nonfinite\":\"inf\",\"b\":null,"
+            "\"b_nonfinite\":\"-inf\"}\n");
+}
+
+TEST_F(Metrics, ResumeDropsWhatCameAfterTheCheckpoint) {
+  {
+    MetricsWriter writer(path);
+    for (int64_t step = 1; step <= 5; ++step) writer.write(step, {{"loss", 1.0 / static_cast<double>(step)}});
+    writer.write(5, {{"val_loss", 3.0}});
+  }
+  const std::string all = text();
+  { MetricsWriter writer(path, 5); }
+  EXPECT_EQ(text(), all);
+  {
+    MetricsWriter writer(path, 3);
+    writer.write(4, {{"loss", 0.25}});
+  }
+  EXPECT_EQ(text(), "{\"step\":1,\"loss\":1.0}\n{\"step\":2,\"loss\":0.5}\n{\"step\":3,\"loss\":0.3333333333333333}\n"
+                    "{\"step\":4,\"loss\":0.25}\n");
+  { MetricsWriter writer(path); }
+  EXPECT_EQ(text(), "");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "out"), {}), 1);
+}
+
+TEST_F(Metrics, CutOffAndSpoiledLinesGo) {
+  make_folders(folder / "out");
+  const std::string one = "{\"step\":1,\"loss\":1.0}\n";
+  for (const std::string& tail : {std::string("{\"step\":2,\"lo"), std::string("{\"step\":2,\"loss\":1.0}"),
+                                  std::string(40, '\0'), std::string("\n\n"), std::string("[]\n{\"step\":\"x\"}\n")}) {
+    write_file(path, one + tail);
+    { MetricsWriter writer(path, 10); }
+    EXPECT_EQ(text(), one) << tail;
+  }
+}
+
+TEST_F(Metrics, OneLineForPeople) {
+  EXPECT_EQ(progress_line({120, 2000, 2.12345, 1e-3, 0.874, 12345.4, 192}),
+            "step  120/2000  loss 2.1235  lr 1.00e-03  norm 0.87  12,345 tok/s  left 3m12s");
+  EXPECT_EQ(progress_line({1, 20, 2, 0, 0, 999, -1}), "step  1/20  loss 2.0000  lr 0.00e+00  norm 0.00  999 tok/s");
+  EXPECT_THAT(progress_line({1, 20, 2, 0, 0, 1234567, 7260}), ::testing::HasSubstr("1,234,567 tok/s  left 2h01m"));
+}
+
+}  // namespace
+}  // namespace sheaf::models
