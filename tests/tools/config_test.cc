@@ -1,0 +1,149 @@
+#include "sheaf/tools/config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <set>
+
+#include "sheaf/core/file.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf::tools {
+namespace {
+
+using models::TrainConfig;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class Config : public ::testing::Test {
+ protected:
+  ScratchFolder folder;
+  TrainConfig load(const std::string& toml, const std::vector<std::string>& overrides = {}) {
+    write_file(folder / "c.toml", toml);
+    return load_config(folder / "c.toml", overrides);
+  }
+  std::string error(const std::string& toml, const std::vector<std::string>& overrides = {}) {
+    const std::string text = message_of<ConfigError>(ExitCode::kConfig, [&] { load(toml, overrides); });
+    EXPECT_EQ(text.find('\n'), std::string::npos) << text;
+    return text;
+  }
+};
+
+TEST_F(Config, FileThenCommandLine) {
+  const TrainConfig c = load("[model]\nlayers = 6\nbias = true\n[train]\nlr = 1\nsteps = 10\n[data]\ncorpus = 'a.txt'\n",
+                             {"--train.steps", "20", "--train.min_lr=2.5e-4", "--model.bias", "false",
+                              "--generate.prompt=a=b", "--generate.prompt", "--x", "--sharding.prefetch_bytes", "-1"});
+  EXPECT_EQ(c.model.layers, 6);
+  EXPECT_FALSE(c.model.bias);
+  EXPECT_EQ(c.train.lr, 1.0);
+  EXPECT_EQ(c.train.steps, 20);
+  EXPECT_EQ(c.train.min_lr, 2.5e-4);
+  EXPECT_EQ(c.data.corpus, "a.txt");
+  EXPECT_EQ(c.generate.prompt, "--x");
+  EXPECT_EQ(c.sharding.prefetch_bytes, -1);
+  EXPECT_EQ(c.train.batch, TrainConfig().train.batch);
+}
+
+TEST_F(Config, UnknownKeysNameTheNearest) {
+  EXPECT_THAT(error("[train]\nsteps = 1\nlearing_rate = 1\n"),
+              AllOf(HasSubstr("c.toml:3: unknown key \"train.learing_rate\""), HasSubstr("see --help")));
+  EXPECT_THAT(error("\n[train]\nwarmpu = 1\n"), HasSubstr("c.toml:3: unknown key \"train.warmpu\"; did you mean \"train.warmup\"?"));
+  EXPECT_THAT(error("[model]\nlr = 1\n"), HasSubstr("did you mean \"train.lr\"?"));
+  EXPECT_THAT(error("[trian]\nlr = 1\n"), HasSubstr("c.toml:1: unknown key \"[trian]\""));
+  EXPECT_THAT(error("steps = 1\n"), HasSubstr("did you mean \"train.steps\"?"));
+  EXPECT_THAT(error("", {"--train.step", "1"}), HasSubstr("command line: unknown key \"train.step\"; did you mean \"train.steps\"?"));
+  EXPECT_THAT(error("[train]\n\"a\\nb\" = 1"), HasSubstr("train.a\\nb"));
+}
+
+TEST_F(Config, TypesAndRanges) {
+  EXPECT_THAT(error("[train]\nsteps = 1.5\n"), HasSubstr("c.toml:2: 'train.steps' takes an integer, not 1.5"));
+  EXPECT_THAT(error("[train]\nsteps = '1'\n"), HasSubstr("takes an integer, not \"1\""));
+  EXPECT_THAT(error("[train]\nlr = true\n"), HasSubstr("takes a number, not true"));
+  EXPECT_THAT(error("[train]\nlr = nan\n"), HasSubstr("must be"));
+  EXPECT_THAT(error("[train]\nlr = inf\n"), HasSubstr("must be in [0, 1e+06], not inf"));
+  EXPECT_THAT(error("[model]\nbias = 1\n"), HasSubstr("takes true or false, not 1"));
+  EXPECT_THAT(error("[model]\nlayers = [1]\n"), HasSubstr("not an array"));
+  EXPECT_THAT(error("model = 1\n"), HasSubstr("[model] is a section"));
+  EXPECT_THAT(error("[model]\ntype = 'gpt3'\n"), HasSubstr("'model.type' is one of gpt2, llama; not \"gpt3\""));
+  EXPECT_THAT(error("[model]\nlayers = 0\n"), HasSubstr("must be in [1, 10000], not 0"));
+  EXPECT_THAT(error("[model]\npreset = 'gpt2-1b'\n"), HasSubstr("gpt2-124m"));
+  for (const char* text : {"1x", "", "1.5", "0x1", " 1", "99999999999999999999"}) {
+    EXPECT_THAT(error("", {"--train.steps", text}), HasSubstr("'train.steps' takes an integer")) << text;
+  }
+  EXPECT_THAT(error("", {"--model.bias", "1"}), HasSubstr("takes true or false"));
+  EXPECT_THAT(error("", {"--train.lr"}), HasSubstr("--train.lr lacks a value"));
+  EXPECT_THAT(error("", {"train.lr", "1"}), HasSubstr("expected --section.key, found \"train.lr\""));
+}
+
+TEST_F(Config, BadFiles) {
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { load_config(folder / "none.toml"); }),
+              AllOf(HasSubstr("none.toml"), HasSubstr("No such file")));
+  EXPECT_THAT(error("[train]\nsteps = \n"), HasSubstr("c.toml:2: "));
+  EXPECT_THAT(error("[train]\nsteps = 1\nsteps = 2\n"), HasSubstr("c.toml:3: "));
+  EXPECT_THAT(error("a = '\xff'"), HasSubstr("c.toml:1: "));
+  EXPECT_THAT(error(std::string(100'000, '[')), HasSubstr("c.toml:1: "));
+}
+
+TEST_F(Config, PresetsGiveWhatWasNotGiven) {
+  const TrainConfig c = load("[model]\ncontext = 256\npreset = 'gpt2-1558m'\n", {"--model.layers", "2"});
+  EXPECT_EQ(c.model.layers, 2);
+  EXPECT_EQ(c.model.context, 256);
+  EXPECT_EQ(c.model.heads, 25);
+  EXPECT_EQ(c.model.width, 1600);
+  EXPECT_EQ(c.model.vocab, 50257);
+  EXPECT_TRUE(c.model.bias);
+  const TrainConfig l = load_config("", std::vector<std::string>{"--model.preset=llama3-8b"});
+  EXPECT_EQ(l.model.type, "llama");
+  EXPECT_EQ(l.model.kv_heads, 8);
+  EXPECT_EQ(l.model.mlp_width, 14336);
+  EXPECT_FALSE(l.model.tie_embeddings);
+}
+
+TEST_F(Config, PrintedTextGivesTheSameConfiguration) {
+  TrainConfig c = load("", {"--model.preset", "gpt2-124m", "--train.lr", "0.1234567890123456789", "--generate.prompt",
+                            "a\"\\\n\t\x7f é", "--train.seed", "9007199254740993", "--model.layers", "7"});
+  const std::string text = print_config(c);
+  EXPECT_EQ(print_config(load(text)), text);
+  const TrainConfig again = load(text);
+  EXPECT_EQ(again.generate.prompt, c.generate.prompt);
+  EXPECT_EQ(again.train.lr, c.train.lr);
+  EXPECT_EQ(again.train.seed, 9007199254740993);
+  EXPECT_EQ(again.model.layers, 7);
+  EXPECT_THAT(text, HasSubstr("[model]\ntype = \"gpt2\"\n"));
+}
+
+TEST_F(Config, FieldsThatDoNotFitTogether) {
+  EXPECT_THAT(error("", {"--model.heads", "3"}), HasSubstr("model.width 128 is not a multiple of model.heads 3"));
+  EXPECT_THAT(error("", {"--model.kv_heads", "2"}), HasSubstr("gpt2"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.kv_heads", "3"}), HasSubstr("model.kv_heads 3"));
+  EXPECT_THAT(error("", {"--train.micro_batches", "13"}), HasSubstr("less than train.micro_batches"));
+  EXPECT_THAT(error("", {"--train.lr", "1e-5"}), HasSubstr("min_lr"));
+  EXPECT_THAT(error("", {"--data.train_file", "x"}), HasSubstr("go together"));
+  EXPECT_THAT(error("", {"--data.train_file", "x", "--data.val_file", "y", "--data.corpus", "z"}), HasSubstr("exclude"));
+  EXPECT_THAT(error("", {"--output.keep_checkpoints", "1"}), HasSubstr("at least 2"));
+}
+
+// A field that the table forgets would leave 8 bytes and more of its struct untouched.
+TEST_F(Config, EveryFieldIsInTheTable) {
+  TrainConfig c;
+  std::set<const void*> targets;
+  std::set<std::string> keys;
+  size_t bytes = 0;
+  for (const auto& field : config_fields(c)) {
+    std::visit(
+        [&](auto* target) {
+          EXPECT_TRUE(targets.insert(target).second) << field.key;
+          bytes += sizeof *target;
+        },
+        field.target);
+    EXPECT_TRUE(keys.insert(field.key).second) << field.key;
+    EXPECT_FALSE(field.doc.empty()) << field.key;
+    EXPECT_THAT(config_help(), HasSubstr("--" + field.key + " "));
+  }
+  EXPECT_LE(bytes, sizeof c);
+  EXPECT_LT(sizeof c - bytes, 8u);
+}
+
+}  // namespace
+}  // namespace sheaf::tools

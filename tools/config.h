@@ -1,0 +1,41 @@
+// Configuration: a TOML file, then --section.key value, over the plain structs of models/train_config.h. One table
+// says which keys exist; parsing, type checks, help and --print-config all follow from it.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::tools {
+
+/// One option: where its value lives, and what it may be.
+struct ConfigField {
+  std::string key;  ///< "section.name"
+  std::variant<bool*, int64_t*, double*, std::string*> target;
+  std::string doc;
+  std::vector<std::string> choices = {};     ///< of a string; empty: any
+  double min = -1e300, max = 1e300;          ///< of a number, inclusive
+};
+
+/// The table of all options, pointing into `config`.
+std::vector<ConfigField> config_fields(models::TrainConfig& config);
+
+/// Reads `path` ("" for none: defaults only) and applies `overrides`: "--section.key", "value" or "--section.key=value".
+/// Later ones win; then model.preset fills the fields of [model] that neither gave. Throws ConfigError with file and
+/// line for a missing or malformed file, an unknown key (naming the nearest one), a value of the wrong type or out of
+/// range, and for options that do not fit together.
+models::TrainConfig load_config(const std::string& path, std::span<const std::string> overrides = {});
+
+/// TOML text from which load_config() makes the same configuration.
+std::string print_config(const models::TrainConfig& config);
+/// A line per option: key, default, choices, meaning.
+std::string config_help();
+
+/// Checks what no single field shows: throws ConfigError naming the keys. load_config() calls it.
+void validate(const models::TrainConfig& config);
+
+}  // namespace sheaf::tools
