@@ -87,7 +87,7 @@ Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {
     set_state(call->sequence, FlightEntry::State::done);
     return {};
   }
-  if (!lane_) lane_ = std::make_unique<Lane>();
+  if (!lane_) lane_ = std::make_unique<LaneThread>();
   return lane_->submit([this, call = std::move(call)] { execute(*call); });
 }
 

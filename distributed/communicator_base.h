@@ -95,7 +95,7 @@ class CommunicatorBase : public Communicator {
   uint64_t fingerprint_ = 0;
   int64_t bytes_received_ = 0;
   std::deque<FlightEntry> flight_;
-  std::unique_ptr<Lane> lane_;  // made by the first call that needs it
+  std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };
 
 /// What every call means in a group of one: a copy, or nothing.

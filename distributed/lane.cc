@@ -4,9 +4,9 @@
 
 namespace sheaf {
 
-Lane::Lane() : thread_([this, &context = RankContext::current()] { loop(context); }) {}
+LaneThread::LaneThread() : thread_([this, &context = RankContext::current()] { loop(context); }) {}
 
-Lane::~Lane() {
+LaneThread::~LaneThread() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
@@ -15,7 +15,7 @@ Lane::~Lane() {
   thread_.join();
 }
 
-Event Lane::submit(std::function<void()> task) {
+Event LaneThread::submit(std::function<void()> task) {
   Event event = Event::pending();
   {
     std::lock_guard lock(mutex_);
@@ -25,7 +25,7 @@ Event Lane::submit(std::function<void()> task) {
   return event;
 }
 
-void Lane::loop(RankContext& context) {
+void LaneThread::loop(RankContext& context) {
   RankScope scope(context);
   while (true) {
     std::pair<std::function<void()>, Event> entry;

@@ -1,4 +1,4 @@
-// Lane: a thread that runs tasks in the order they were given, beside the thread that computes.
+// LaneThread: a thread that runs tasks in the order they were given, beside the thread that computes.
 #pragma once
 
 #include <condition_variable>
@@ -14,13 +14,13 @@ namespace sheaf {
 
 /// The thread belongs to the rank that makes it: it inherits RankContext::current(), which must outlive the lane, and
 /// with it flush-to-zero arithmetic. It runs no OpenMP of its own. Sleeps while there is nothing to do.
-class Lane {
+class LaneThread {
  public:
-  Lane();
+  LaneThread();
   /// Runs what is queued, then joins. Tasks that could block for ever must be made to fail first.
-  ~Lane();
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  ~LaneThread();
+  LaneThread(const LaneThread&) = delete;
+  LaneThread& operator=(const LaneThread&) = delete;
 
   /// Enqueues `task`; the event completes after it, with the exception that it threw, if any.
   Event submit(std::function<void()> task);
