@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/device.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/view.h"
 

@@ -1,0 +1,43 @@
+// Sizes of attention's blocks and of the scratch memory that one slot needs, shared by dispatcher and kernels.
+#pragma once
+
+#include "sheaf/kernels/cpu/lanes.h"
+#include "sheaf/kernels/cpu/rows.h"
+
+namespace sheaf::kernels::cpu {
+
+inline constexpr int64_t kQueryBlock = 64;
+inline constexpr int64_t kKeyBlock = 64;
+
+/// Sizes of one attention call.
+struct AttentionShape {
+  int64_t batch, queries, keys, heads, key_heads, width;
+  AttentionShape(const View& q, const View& k)
+      : batch(q.shape[0]), queries(q.shape[1]), keys(k.shape[1]), heads(q.shape[2]), key_heads(k.shape[2]), width(q.shape[3]) {}
+
+  int64_t group() const { return heads / key_heads; }
+  int64_t query_blocks() const { return (queries + kQueryBlock - 1) / kQueryBlock; }
+  int64_t key_blocks() const { return (keys + kKeyBlock - 1) / kKeyBlock; }
+  int64_t padded_keys() const { return key_blocks() * kKeyBlock; }
+  int64_t padded_width() const { return (width + kLanes - 1) / kLanes * kLanes; }
+  /// Keys that query t sees.
+  int64_t visible(int64_t t, bool causal) const {
+    return causal ? std::max<int64_t>(0, std::min(keys, t + 1 + keys - queries)) : keys;
+  }
+
+  int64_t forward_items() const { return batch * heads * query_blocks(); }
+  int64_t forward_slots() const { return slot_count(forward_items(), 1); }
+  /// Transposed keys and values of a head, then blocks of queries, scores and results, and two numbers a row.
+  int64_t forward_cells() const {
+    return 2 * padded_keys() * padded_width() + kQueryBlock * (2 * padded_width() + kKeyBlock + 2);
+  }
+  int64_t backward_items() const { return batch * key_heads; }
+  int64_t backward_slots() const { return slot_count(backward_items(), 1); }
+  /// Keys, transposed keys and values, both gradients of a key head; blocks of queries, their gradient and the output's,
+  /// two of scores, and a number a row.
+  int64_t backward_cells() const {
+    return 5 * padded_keys() * padded_width() + kQueryBlock * (3 * padded_width() + 2 * kKeyBlock + 1);
+  }
+};
+
+}  // namespace sheaf::kernels::cpu

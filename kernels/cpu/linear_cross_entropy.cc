@@ -1,0 +1,174 @@
+#include "sheaf/kernels/linear_cross_entropy.h"
+
+#include "sheaf/kernels/cpu/cross_entropy_row.h"
+#include "sheaf/kernels/cpu/gemm.h"
+#include "sheaf/kernels/cpu/rows.h"
+#include "sheaf/kernels/embedding.h"
+
+namespace sheaf::kernels::cpu {
+namespace {
+
+bool given(const View& v) { return v.rank() != 0; }
+
+/// Operands and the walk over chunks. Which parts run depends on which views are given.
+struct Head {
+  const char* who;
+  View x, weight, dx, dweight;
+  int64_t rows, width, vocabulary, chunk;
+  DType row_dtype;   ///< of lse, losses, and a chunk's logits
+  bool narrow;       ///< gradients of logits need a rounded copy
+  bool sum_apart;    ///< dweight is too narrow to sum chunks in
+
+  Head(const char* who_in, const View& x_in, const View& weight_in, const View& dx_in, const View& dweight_in)
+      : who(who_in), x(as_matrix(x_in)), weight(weight_in), dx(given(dx_in) ? as_matrix(dx_in) : View{}), dweight(dweight_in) {
+    check<ShapeError>(x.rank() == 2 && (!given(dx_in) || dx.rank() == 2), "[", who, "] rows of ", x_in.shape, " must be evenly spaced");
+    check<ShapeError>(weight.rank() == 2 && weight.shape[1] == x.shape[1], "[", who, "] weight ", weight.shape, " for input ", x_in.shape);
+    check<ShapeError>((!given(dx) || dx.shape == x.shape) && (!given(dweight) || dweight.shape == weight.shape), "[", who,
+                      "] gradients ", dx.shape, " and ", dweight.shape);
+    rows = x.shape[0], width = x.shape[1], vocabulary = weight.shape[0];
+    chunk = std::min(linear_cross_entropy_chunk(vocabulary), std::max<int64_t>(rows, 1));
+    row_dtype = x.dtype == kF64 ? kF64 : kF32;
+    narrow = x.dtype != row_dtype && (given(dx) || given(dweight));
+    sum_apart = given(dweight) && dweight.dtype != row_dtype && rows > chunk;
+  }
+
+  View rows_of(const View& v, int64_t first, int64_t count) const {
+    View out = v;
+    out.shape[0] = count;
+    if (out.data) out.data = v.as<char>() + static_cast<size_t>(first * v.strides[0]) * size_of(v.dtype);
+    return out;
+  }
+  View logits(void* data, int64_t count, DType dtype) const { return View::dense(data, dtype, {count, vocabulary}); }
+  View weight_sum(void* data) const { return sum_apart ? View::dense(data, row_dtype, dweight.shape) : dweight; }
+
+  Gemm forward(int64_t first, int64_t count, void* chunk_logits) const {
+    return {who, rows_of(x, first, count), transposed(weight), logits(chunk_logits, count, row_dtype), {}};
+  }
+  Gemm input_gradient(int64_t first, int64_t count, void* gradients) const {
+    return {who, logits(gradients, count, x.dtype), weight, rows_of(dx, first, count), {}};
+  }
+  Gemm weight_gradient(int64_t first, int64_t count, void* gradients, void* sum) const {
+    return {who, transposed(logits(gradients, count, x.dtype)), rows_of(x, first, count), weight_sum(sum), {}, first > 0};
+  }
+
+  size_t product_bytes() const {
+    size_t most = 0;
+    for (int64_t first : {int64_t{0}, rows / chunk * chunk, chunk}) {  // whole, last and accumulating chunks
+      const int64_t count = std::min(chunk, rows - first);
+      if (count <= 0) continue;
+      most = std::max(most, gemm_workspace(forward(first, count, nullptr)));
+      if (given(dx)) most = std::max(most, gemm_workspace(input_gradient(first, count, nullptr)));
+      if (given(dweight)) most = std::max(most, gemm_workspace(weight_gradient(first, count, nullptr, nullptr)));
+    }
+    return line_align(most);
+  }
+  size_t workspace() const {
+    const size_t cells = static_cast<size_t>(chunk * vocabulary);
+    return line_align(cells * size_of(row_dtype)) + (narrow ? line_align(cells * size_of(x.dtype)) : 0) +
+           (sum_apart ? line_align(static_cast<size_t>(weight.numel()) * size_of(row_dtype)) : 0) +
+           line_align(static_cast<size_t>(chunk) * size_of(row_dtype)) + product_bytes();
+  }
+
+  /// `lse` holds the rows' log-sum-exps if !compute_lse, receives them if given. `loss` is summed if given. Gradients
+  /// are scaled by dloss.
+  void run(const View& targets, int64_t ignore_index, const View* loss, const View* lse, bool compute_lse, const View* dloss,
+           Workspace memory) const {
+    check<ShapeError>(targets.numel() == rows && targets.contiguous(), "[", who, "] targets ", targets.shape, " for ", rows, " rows");
+    check_tokens(who, targets, vocabulary, ignore_index);
+    visit_index(who, targets.dtype, [&]<class I>() {
+      if (row_dtype == kF64) return chunks<I, double, double>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+      if (x.dtype == kF32) return chunks<I, float, float>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+      if (x.dtype == kBF16) return chunks<I, float, bf16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+      if (x.dtype == kF16) return chunks<I, float, f16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+      fail<DTypeError>("[", who, "] input of ", x.dtype);
+    });
+  }
+
+  template <class I, class C, class G>
+  void chunks(const View& targets, int64_t ignore_index, const View* loss, const View* lse, bool compute_lse,
+              const View* dloss, Workspace memory) const {
+    Carver carver(who, memory);
+    C* cells = carver.take<C>(chunk * vocabulary);
+    G* gradients = narrow ? carver.take<G>(chunk * vocabulary) : reinterpret_cast<G*>(cells);
+    C* sum = sum_apart ? carver.take<C>(weight.numel()) : nullptr;
+    C* losses = carver.take<C>(chunk);
+    const size_t product = product_bytes();
+    const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
+    const bool backward = given(dx) || given(dweight);
+    const C scale = dloss ? *dloss->as<C>() : C(1);
+    double total = 0;
+    for (int64_t first = 0; first < rows; first += chunk) {
+      const int64_t count = std::min(chunk, rows - first);
+      gemm(forward(first, count, cells), scratch);
+      parallel_for(count, row_grain(2 * vocabulary), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          C* row = cells + r * vocabulary;
+          const int64_t target = static_cast<int64_t>(targets.as<I>()[first + r]);
+          const bool ignored = target == ignore_index;
+          const C log_sum = ignored ? C(0) : compute_lse ? log_sum_exp(row, vocabulary) : lse->as<C>()[first + r];
+          if (compute_lse && lse) lse->as<C>()[first + r] = log_sum;
+          losses[r] = ignored ? C(0) : log_sum - row[target];
+          if (!backward) continue;
+          G* out = gradients + r * vocabulary;
+          if (ignored) std::fill_n(out, vocabulary, G(C(0)));
+          else cross_entropy_row_backward(row, vocabulary, target, log_sum, scale, out);
+        }
+      });
+      for (int64_t r = 0; r < count; ++r) total += static_cast<double>(losses[r]);
+      if (given(dx)) gemm(input_gradient(first, count, gradients), scratch);
+      if (given(dweight)) gemm(weight_gradient(first, count, gradients, sum), scratch);
+    }
+    if (loss) *loss->as<C>() = static_cast<C>(total);
+    if (given(dweight) && (rows == 0 || sum_apart)) finish_weight(sum);
+  }
+
+  /// Rounds the sum over chunks into dweight; without rows there is nothing to sum.
+  template <class C>
+  void finish_weight(const C* sum) const {
+    visit_floating(who, dweight.dtype, [&]<class T>() {
+      if constexpr (std::is_same_v<ComputeType<T>, C>) {
+        const Rows<T> to(who, dweight);
+        parallel_for(vocabulary, row_grain(width), [&](int64_t begin, int64_t end) {
+          for (int64_t v = begin; v < end; ++v)
+            for_lanes(width, [&](int64_t i, auto n) {
+              store_lanes(to[v] + i, rows == 0 ? Lanes<C>(C(0)) : load_lanes(sum + v * width + i, n), n);
+            });
+        });
+      }
+    });
+  }
+};
+
+}  // namespace
+
+int64_t linear_cross_entropy_chunk(int64_t vocabulary) {
+  const int64_t rows = (int64_t{1} << 24) / std::max<int64_t>(vocabulary, 1) / 64 * 64;
+  return std::clamp<int64_t>(rows, 64, 2048);
+}
+
+size_t linear_cross_entropy_workspace(const View& x, const View& weight) {
+  return Head("linear_cross_entropy", x, weight, {}, {}).workspace();
+}
+void linear_cross_entropy(const View& x, const View& weight, const View& targets, int64_t ignore_index, const View& loss,
+                          const View& lse, Workspace workspace) {
+  Head("linear_cross_entropy", x, weight, {}, {}).run(targets, ignore_index, &loss, &lse, true, nullptr, workspace);
+}
+
+size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx, const View& dweight) {
+  return Head("linear_cross_entropy_backward", x, weight, dx, dweight).workspace();
+}
+void linear_cross_entropy_backward(const View& x, const View& weight, const View& targets, int64_t ignore_index,
+                                   const View& lse, const View& dloss, const View& dx, const View& dweight,
+                                   Workspace workspace) {
+  Head("linear_cross_entropy_backward", x, weight, dx, dweight).run(targets, ignore_index, nullptr, &lse, false, &dloss, workspace);
+}
+
+size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx, const View& dweight) {
+  return Head("linear_cross_entropy_fused", x, weight, dx, dweight).workspace();
+}
+void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets, int64_t ignore_index,
+                                const View& loss, const View& dx, const View& dweight, Workspace workspace) {
+  Head("linear_cross_entropy_fused", x, weight, dx, dweight).run(targets, ignore_index, &loss, nullptr, true, nullptr, workspace);
+}
+
+}  // namespace sheaf::kernels::cpu

@@ -1,0 +1,218 @@
+#include "sheaf/kernels/norm.h"
+
+#include "sheaf/kernels/cpu/row_math.h"
+#include "sheaf/kernels/cpu/rows.h"
+
+namespace sheaf::kernels::cpu {
+namespace {
+
+constexpr int64_t kBlockRows = 64;
+
+bool given(const View& v) { return v.rank() != 0; }
+
+/// One of y, dy, dx: as x.
+void check_like(const char* who, const View& x, const View& v) {
+  check<ShapeError>(x.rank() >= 1 && v.shape == x.shape, "[", who, "] shapes ", x.shape, " and ", v.shape);
+  check<DTypeError>(v.dtype == x.dtype, "[", who, "] dtypes ", x.dtype, " and ", v.dtype);
+}
+void check_vector(const char* who, const View& x, const View& v, bool any_dtype = false) {
+  if (!given(v)) return;
+  check<ShapeError>(v.rank() == 1 && v.shape[0] == x.shape.back() && (v.shape[0] <= 1 || v.strides[0] == 1), "[", who,
+                    "] a weight or bias of shape ", v.shape, " for input ", x.shape, " must be a dense vector");
+  check<DTypeError>(v.dtype == x.dtype || (any_dtype && v.dtype == kF32 && x.dtype != kF64), "[", who, "] ", v.dtype,
+                    " beside input ", x.dtype);
+}
+void check_statistic(const char* who, const View& x, const View& v) {
+  check<ShapeError>(v.contiguous() && v.numel() * x.shape.back() == x.numel(), "[", who, "] statistics of shape ", v.shape,
+                    " for input ", x.shape);
+  check<DTypeError>(v.dtype == (x.dtype == kF64 ? kF64 : kF32), "[", who, "] statistics in ", v.dtype);
+}
+
+int64_t row_count(const View& x) { return x.shape.back() == 0 ? 0 : x.numel() / x.shape.back(); }
+int64_t block_count(const View& x) { return (row_count(x) + kBlockRows - 1) / kBlockRows; }
+
+/// Partial sums of `vectors` column sums, one set per block of rows.
+size_t partials_bytes(const View& x, int vectors) {
+  return line_align(static_cast<size_t>(block_count(x) * vectors * x.shape.back()) * (x.dtype == kF64 ? 8 : 4));
+}
+
+/// out[j] = the partials of column j over all blocks, in order.
+template <class C>
+void add_partials(const char* who, const C* partials, int64_t blocks, int64_t block_stride, const View& out) {
+  visit_floating(who, out.dtype, [&]<class Out>() {
+    if constexpr (std::is_same_v<ComputeType<Out>, C>) {
+      const int64_t width = out.shape[0];
+      parallel_for((width + kLanes - 1) / kLanes, row_grain(blocks * kLanes), [&](int64_t begin, int64_t end) {
+        for_lanes(std::min(end * kLanes, width) - begin * kLanes, [&](int64_t i, auto n) {
+          i += begin * kLanes;
+          Lanes<C> sum(C(0));
+          for (int64_t b = 0; b < blocks; ++b) sum = sum + load_lanes(partials + b * block_stride + i, n);
+          store_lanes(out.as<Out>() + i, sum, n);
+        });
+      });
+    }
+  });
+}
+
+/// Backward of both norms. y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for rms_norm:
+/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g).
+template <bool kCentred>
+void norm_backward(const char* who, const View& dy, const View& x, const View& weight, const View& mean, const View& rstd,
+                   const View& dx, const View& dweight, const View& dbias, Workspace workspace) {
+  if (dy.shape.back() == 0) return;
+  visit_floating(who, x.dtype, [&]<class T>() {
+    using C = ComputeType<T>;
+    using L = Lanes<C>;
+    const Rows<const T> dy_rows(who, dy), x_rows(who, x);
+    const Rows<T> dx_rows(who, given(dx) ? dx : dy);
+    const int64_t rows = x_rows.count(), width = x_rows.cols(), blocks = block_count(x);
+    const T* w = given(weight) ? weight.as<T>() : nullptr;
+    const bool sums = given(dweight) || given(dbias), has_dx = given(dx);
+    C* partials = sums ? Carver(who, workspace).take<C>(blocks * 2 * width) : nullptr;
+    parallel_for(blocks, std::max<int64_t>(1, row_grain(width) / kBlockRows), [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        C* dw = partials ? partials + b * 2 * width : nullptr;
+        C* db = partials ? dw + width : nullptr;
+        if (partials) std::fill_n(dw, 2 * width, C(0));
+        for (int64_t r = b * kBlockRows; r < std::min((b + 1) * kBlockRows, rows); ++r) {
+          const T *g = dy_rows[r], *in = x_rows[r];
+          const C scale_value = rstd.as<C>()[r];
+          const L scale(scale_value), shift(kCentred ? -mean.as<C>()[r] * scale_value : C(0));
+          auto normal = [&](int64_t i, auto n) { return fma(load_lanes(in + i, n), scale, shift); };
+          auto weighted = [&](int64_t i, auto n) {
+            const L d = load_lanes(g + i, n);
+            return w ? d * load_lanes(w + i, n) : d;
+          };
+          if (has_dx) {
+            // Masked lanes are harmless: there g is zero.
+            const C inverse = C(1) / static_cast<C>(width);
+            const L mean_g(kCentred ? row_sum<C>(width, weighted) * inverse : C(0));
+            const L mean_gx(row_sum<C>(width, [&](int64_t i, auto n) { return weighted(i, n) * normal(i, n); }) * inverse);
+            T* out = dx_rows[r];
+            for_lanes(width, [&](int64_t i, auto n) {
+              const L xhat = normal(i, n), d = load_lanes(g + i, n);
+              L t = w ? d * load_lanes(w + i, n) : d;
+              if (kCentred) t = t - mean_g;
+              if (partials) {
+                store_lanes(dw + i, fma(d, xhat, load_lanes(dw + i, n)), n);
+                if (kCentred) store_lanes(db + i, load_lanes(db + i, n) + d, n);
+              }
+              store_lanes(out + i, scale * (t - xhat * mean_gx), n);
+            });
+          } else {
+            for_lanes(width, [&](int64_t i, auto n) {
+              const L d = load_lanes(g + i, n);
+              store_lanes(dw + i, fma(d, normal(i, n), load_lanes(dw + i, n)), n);
+              if (kCentred) store_lanes(db + i, load_lanes(db + i, n) + d, n);
+            });
+          }
+        }
+      }
+    });
+    if (given(dweight)) add_partials(who, partials, blocks, 2 * width, dweight);
+    if (given(dbias)) add_partials(who, partials + width, blocks, 2 * width, dbias);
+  });
+}
+
+}  // namespace
+
+void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y, const View& mean,
+                const View& rstd) {
+  const char* who = "layer_norm";
+  check_like(who, x, y), check_vector(who, x, weight), check_vector(who, x, bias);
+  check_statistic(who, x, mean), check_statistic(who, x, rstd);
+  if (x.numel() == 0) return;
+  visit_floating(who, x.dtype, [&]<class T>() {
+    using C = ComputeType<T>;
+    using L = Lanes<C>;
+    const Rows<const T> in(who, x);
+    const Rows<T> out(who, y);
+    const int64_t width = in.cols();
+    const T *w = given(weight) ? weight.as<T>() : nullptr, *b = given(bias) ? bias.as<T>() : nullptr;
+    parallel_for(in.count(), row_grain(2 * width), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* row = in[r];
+        T* to = out[r];
+        const C centre = row_sum<C>(width, [&](int64_t i, auto n) { return load_lanes(row + i, n); }) / static_cast<C>(width);
+        // Lanes past the end would count as (0 - centre)²: give them x = centre.
+        C squares = C(0);
+        const int64_t whole = width / kLanes * kLanes;
+        squares = row_sum<C>(whole, [&](int64_t i, auto n) {
+          const L d = load_lanes(row + i, n) - L(centre);
+          return d * d;
+        });
+        for (int64_t i = whole; i < width; ++i) {
+          const C d = static_cast<C>(row[i]) - centre;
+          squares = squares + d * d;
+        }
+        const C scale_value = C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
+        mean.as<C>()[r] = centre, rstd.as<C>()[r] = scale_value;
+        const L scale(scale_value), shift(-centre * scale_value);
+        for_lanes(width, [&](int64_t i, auto n) {
+          L v = fma(load_lanes(row + i, n), scale, shift);
+          if (w) v = b ? fma(v, load_lanes(w + i, n), load_lanes(b + i, n)) : v * load_lanes(w + i, n);
+          else if (b) v = v + load_lanes(b + i, n);
+          store_lanes(to + i, v, n);
+        });
+      }
+    });
+  });
+}
+
+size_t layer_norm_backward_workspace(const View& x, const View&, const View& dweight, const View& dbias) {
+  return given(dweight) || given(dbias) ? partials_bytes(x, 2) : 0;
+}
+
+void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean, const View& rstd,
+                         const View& dx, const View& dweight, const View& dbias, Workspace workspace) {
+  const char* who = "layer_norm_backward";
+  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean), check_statistic(who, x, rstd);
+  if (given(dx)) check_like(who, x, dx);
+  check_vector(who, x, dweight, true), check_vector(who, x, dbias, true);
+  norm_backward<true>(who, dy, x, weight, mean, rstd, dx, dweight, dbias, workspace);
+}
+
+void rms_norm(const View& x, const View& weight, double eps, const View& y, const View& rstd) {
+  const char* who = "rms_norm";
+  check_like(who, x, y), check_vector(who, x, weight), check_statistic(who, x, rstd);
+  if (x.numel() == 0) return;
+  visit_floating(who, x.dtype, [&]<class T>() {
+    using C = ComputeType<T>;
+    using L = Lanes<C>;
+    const Rows<const T> in(who, x);
+    const Rows<T> out(who, y);
+    const int64_t width = in.cols();
+    const T* w = given(weight) ? weight.as<T>() : nullptr;
+    parallel_for(in.count(), row_grain(2 * width), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* row = in[r];
+        T* to = out[r];
+        const C squares = row_sum<C>(width, [&](int64_t i, auto n) {
+          const L v = load_lanes(row + i, n);
+          return v * v;
+        });
+        const C scale = C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
+        rstd.as<C>()[r] = scale;
+        for_lanes(width, [&](int64_t i, auto n) {
+          const L v = load_lanes(row + i, n) * L(scale);
+          store_lanes(to + i, w ? v * load_lanes(w + i, n) : v, n);
+        });
+      }
+    });
+  });
+}
+
+size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweight) {
+  return given(dweight) ? partials_bytes(x, 2) : 0;
+}
+
+void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd, const View& dx,
+                       const View& dweight, Workspace workspace) {
+  const char* who = "rms_norm_backward";
+  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, rstd);
+  if (given(dx)) check_like(who, x, dx);
+  check_vector(who, x, dweight, true);
+  norm_backward<false>(who, dy, x, weight, View{}, rstd, dx, dweight, View{}, workspace);
+}
+
+}  // namespace sheaf::kernels::cpu
