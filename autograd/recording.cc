@@ -125,6 +125,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
       }
     }
   }
+  if (op.alias && outputs[0].storage() == inputs[0].storage()) tape_.mutable_value(first).view_of = ids[0];
   uint64_t needs = 0;
   bool recipe = op.recipe && !inputs.empty();
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -283,7 +284,10 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   const NodeId last = tape_.num_nodes() - 1;
   gradients_.assign(tape_.num_values(), Tensor());
   backward_path_ = PathScope::current();
-  if (wanted_[value_of(y)]) gradients_[value_of(y)] = seed_for(y);
+  if (wanted_[value_of(y)]) {
+    const Tensor seed = gradients_[value_of(y)] = seed_for(y);
+    tape_.note_cotangent(value_of(seed), value_of(y));
+  }
   for (NodeId id = last; id >= (to_groups ? floor_ : 0); --id) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
     backward_path_ = tape_.path(n);  // a copy, too
@@ -327,6 +331,7 @@ void Recording::accumulate(NodeId node, ValueId v, const Tensor& g) {
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", backward_path_, ": gradient ", g.type(),
                          " is not the dual of its value ", primal);
+  if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
   ValueState& s = state(v);
   if (!s.group || !to_groups_) {
     Tensor& sum = gradients_[v];

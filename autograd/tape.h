@@ -38,7 +38,8 @@ struct Value {
   uint32_t type;            ///< into the tape's types
   NodeId producer;
   ValueId base = -1;        ///< >= 0: lies inside this value's memory (a slot, or an update in place)
-  int64_t byte_offset = 0;  ///< where
+  ValueId view_of = -1;     ///< >= 0: an op's view on its input, which shares its memory
+  int64_t byte_offset = 0;  ///< where in base
 };
 
 class Tape {
@@ -58,17 +59,21 @@ class Tape {
   /// Leaf values in the order they were met, with the names they were given.
   std::vector<ValueId> leaves() const;
   const std::string& leaf_name(ValueId v) const;
-  /// Bytes this rank receives in node `n` (0 for anything local).
+  /// Payload bytes this rank receives in node `n` (0 for anything local).
   int64_t wire_bytes(const Node& n) const;
+  /// Each gradient that a reverse pass met, with the value whose gradient, or contribution to it, it is.
+  const std::vector<std::pair<ValueId, ValueId>>& cotangents() const { return cotangents_; }
 
   // --- recording (used by Recording and by passes) ---
   ValueId add_leaf(const Type& type, std::string_view name, std::string_view path, Phase phase);
   NodeId add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type> outputs,
                   std::string_view path, Phase phase, uint8_t flags = 0);
+  void note_cotangent(ValueId gradient, ValueId primal) { cotangents_.emplace_back(gradient, primal); }
   Value& mutable_value(ValueId v) { return values_[v]; }
   Node& mutable_node(NodeId i) { return nodes_[i]; }
   void erase_node(NodeId i);  ///< for tests that break tapes; values keep their ids
   void swap_nodes(NodeId a, NodeId b) { std::swap(nodes_[a], nodes_[b]); }
+  void retype(ValueId v, const Type& type) { values_[v].type = intern_type(type); }
 
  private:
   uint32_t intern_type(const Type& type);
@@ -83,13 +88,8 @@ class Tape {
   std::unordered_map<std::string, uint32_t> path_ids_;
   std::unordered_map<uint64_t, std::vector<uint32_t>> type_ids_;
   std::unordered_map<ValueId, std::string> leaf_names_;
+  std::vector<std::pair<ValueId, ValueId>> cotangents_;
 };
-
-/// One line per node, as in the README: id, op, inputs, path, type, bytes.
-std::string to_text(const Tape& tape);
-std::string to_json(const Tape& tape);
-/// Graphviz: nodes coloured by placement, communicating edges labelled with bytes.
-std::string to_dot(const Tape& tape);
 
 /// Runs a tape again, backward and optimizer included. `leaf(v)` gives the value that leaf v had before the step; leaves
 /// that the step updates are overwritten. Returns the values whose ids are in `wanted`. Bitwise equal to the recording

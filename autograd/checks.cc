@@ -1,0 +1,288 @@
+#include "sheaf/autograd/checks.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/tape_dump.h"
+
+namespace sheaf {
+namespace {
+
+template <class... Parts>
+void report(std::vector<Finding>& out, NodeId node, const Parts&... parts) {
+  out.push_back({node, str(parts...)});
+}
+
+// A tensor that has a type and nothing else; unlike Tensor::empty it asks for no rank of a mesh.
+Tensor typed(const Type& type, const std::shared_ptr<Storage>& none) {
+  return Tensor::over(none, 0, type, type.shape, type.shape.contiguous_strides());
+}
+
+// The placements of a node on one axis must be one of its op's rules, the free slices being nodes of their own.
+void check_rule(const Tape& tape, NodeId id, std::span<const Tensor> inputs, const MeshSpec* mesh, int axis,
+                std::vector<Finding>& out) {
+  const Node& n = tape.node(id);
+  const auto output = [&](int o) -> Placement {
+    const Layout& l = tape.type(tape.output(n, o)).layout;
+    return l.mesh() ? l[axis] : Placement::replicate();
+  };
+  Place p(inputs, axis);
+  const auto describe = [&] {
+    std::string text;
+    for (int i = 0; i < p.num_inputs(); ++i) text += p.in(i).to_string() + " ";
+    text += "->";
+    for (int o = 0; o < n.num_outputs; ++o) text += " " + output(o).to_string();
+    return text;
+  };
+  bool any_invariant = false, others = false;
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    if (p.in(i).is_invariant()) any_invariant = true;
+    else if (inputs[static_cast<size_t>(i)].layout().mesh()) others = true;
+  }
+  if (any_invariant) {
+    bool invariant = !others;
+    for (int o = 0; o < n.num_outputs; ++o) invariant = invariant && output(o).is_invariant();
+    if (!invariant) report(out, id, "on mesh axis ", mesh->name(axis), ": Invariant goes with Invariant only, not ", describe());
+    return;
+  }
+  if (n.op->place) n.op->place(tape.attrs(n), p);
+  else rules::replicate_only(p, n.num_outputs);
+  for (const Place::Rule& r : p.rules) {
+    bool same = r.outputs.size() == n.num_outputs;
+    for (int i = 0; same && i < p.num_inputs(); ++i) same = p.in(i) == r.inputs[static_cast<size_t>(i)];
+    for (int o = 0; same && o < n.num_outputs; ++o) same = output(o) == r.outputs[static_cast<size_t>(o)];
+    if (same) return;
+  }
+  report(out, id, "[", n.op->name, "] has no placement rule ", describe(), " on mesh axis ", mesh->name(axis));
+}
+
+void check_inferred(const Tape& tape, NodeId id, const std::shared_ptr<Storage>& none, std::vector<Finding>& out) {
+  const Node& n = tape.node(id);
+  std::vector<Tensor> inputs;
+  for (ValueId v : tape.inputs(n)) inputs.push_back(typed(tape.type(v), none));
+  Infer infer(inputs);
+  n.op->infer(tape.attrs(n), infer);
+  if (infer.outputs.size() != n.num_outputs)
+    return report(out, id, "[", n.op->name, "] has ", n.num_outputs, " outputs, infers ", infer.outputs.size());
+  for (int o = 0; o < n.num_outputs; ++o) {
+    const Type& have = tape.type(tape.output(n, o));
+    const Type& want = infer.outputs[static_cast<size_t>(o)];
+    if (have.dtype != want.dtype || !(have.shape == want.shape))
+      report(out, id, "[", n.op->name, "] output ", o, " is ", have, ", its inputs give ", want.dtype, want.shape);
+  }
+  const MeshSpec* mesh = nullptr;
+  for (const Tensor& t : inputs) {
+    if (!t.layout().mesh() || t.layout().mesh() == mesh) continue;
+    if (mesh) return report(out, id, "[", n.op->name, "] inputs on two meshes");
+    mesh = t.layout().mesh();
+  }
+  for (int o = 0; o < n.num_outputs; ++o)
+    if (tape.type(tape.output(n, o)).layout.mesh() != mesh)
+      return report(out, id, "[", n.op->name, "] output ", o, " and the inputs are on different meshes");
+  for (int axis = 0; mesh && axis < mesh->num_axes(); ++axis) check_rule(tape, id, inputs, mesh, axis, out);
+}
+
+int64_t global_bytes(const Type& t) { return t.shape.numel() * static_cast<int64_t>(size_of(t.dtype)); }
+
+}  // namespace
+
+std::vector<Finding> check_types(const Tape& tape) {
+  std::vector<Finding> out;
+  const std::shared_ptr<Storage> none = Storage::allocate(Device::meta(), 0);
+  std::vector<bool> made(static_cast<size_t>(tape.num_values()), false);
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    bool ready = true;
+    for (ValueId v : tape.inputs(n)) {
+      if (made[static_cast<size_t>(v)]) continue;
+      report(out, id, "uses %", v, ", which no earlier node makes");
+      ready = false;
+    }
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId v = tape.output(n, o);
+      if (made[static_cast<size_t>(v)]) report(out, id, "makes %", v, ", which an earlier node makes");
+      made[static_cast<size_t>(v)] = true;
+      const Value& value = tape.value(v);
+      if (value.base < 0) continue;
+      if (!made[static_cast<size_t>(value.base)])
+        report(out, id, "%", v, " lies in %", value.base, ", which no earlier node makes");
+      const Type& inner = tape.type(v);
+      const Type& outer = tape.type(value.base);
+      if (inner.layout.mesh() == outer.layout.mesh() && value.byte_offset + global_bytes(inner) > global_bytes(outer) &&
+          !inner.layout.has_shard() && !outer.layout.has_shard())
+        report(out, id, "%", v, " ", inner, " at byte ", value.byte_offset, " does not fit into %", value.base, " ", outer);
+    }
+    if (!n.op || !ready) continue;
+    if (is_redistribute(n.op)) {
+      const Type& from = tape.type(tape.inputs(n)[0]);
+      const Type& to = tape.type(tape.output(n));
+      if (from.dtype != to.dtype || !(from.shape == to.shape) ||
+          (from.layout.mesh() && from.layout.mesh() != to.layout.mesh()))
+        report(out, id, "a redistribution of ", from, " yields ", to);
+      int changed = 0;
+      for (int a = 0; a < to.layout.num_axes(); ++a)
+        changed += !((from.layout.mesh() ? from.layout[a] : Placement::replicate()) == to.layout[a]);
+      if (changed > 1) report(out, id, "a redistribution changes ", changed, " mesh axes at once");
+    } else if (n.op->infer) {
+      try {
+        check_inferred(tape, id, none, out);
+      } catch (const Error& e) {
+        report(out, id, e.what());
+      }
+    }
+  }
+  return out;
+}
+
+std::vector<Finding> check_cotangents(const Tape& tape) {
+  std::vector<Finding> out;
+  for (const auto& [gradient, primal] : tape.cotangents()) {
+    const Type& g = tape.type(gradient);
+    const Type& p = tape.type(primal);
+    const bool both = p.layout.mesh() && g.layout.mesh();  // a constant of no mesh fits every layout
+    if (g.dtype != p.dtype || !(g.shape == p.shape) || (both && !(g.layout == p.layout.dual())))
+      report(out, tape.value(gradient).producer, "%", gradient, " ", g, " is a gradient of %", primal, " ", p,
+             " but not of its dual type ", p.dual());
+  }
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    if (n.phase != Phase::backward || !n.op || n.op->kind != OpKind::op) continue;
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const Value& value = tape.value(tape.output(n, o));
+      const Type& inner = tape.type(tape.output(n, o));
+      if (value.base >= 0 && !(inner.layout == tape.type(value.base).layout))
+        report(out, id, "%", tape.output(n, o), " ", inner, " is put into %", value.base, " ", tape.type(value.base));
+    }
+  }
+  return out;
+}
+
+std::vector<Finding> check_gathers(const Tape& tape) {
+  std::vector<Finding> out;
+  struct Buffer {
+    NodeId gathered = -1;   // by this node, if it is a unit's
+    NodeId discarded = -1;  // by this node, the first time
+    bool used = false;
+  };
+  std::vector<Buffer> buffers(static_cast<size_t>(tape.num_values()));
+  std::vector<ValueId> root(static_cast<size_t>(tape.num_values()));
+  for (ValueId v = 0; v < tape.num_values(); ++v) root[static_cast<size_t>(v)] = v;
+  const auto named = [&](ValueId v) {
+    const ValueId r = root[static_cast<size_t>(v)];
+    return r == v ? str("%", v) : str("%", v, " (in %", r, ")");
+  };
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    const bool discards = tape.kind(n) == OpKind::discard;
+    for (ValueId v : tape.inputs(n)) {
+      Buffer& b = buffers[static_cast<size_t>(root[static_cast<size_t>(v)])];
+      if (b.discarded >= 0)
+        report(out, id, discards ? "discards " : "uses ", named(v), " of '", tape.path(n), "', which node ", b.discarded,
+               " discarded");
+      else if (discards) b.discarded = id;
+      else b.used = true;
+    }
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId v = tape.output(n, o);
+      const Value& value = tape.value(v);
+      const ValueId lies_in = value.base >= 0 ? value.base : value.view_of;
+      if (lies_in < 0) continue;
+      root[static_cast<size_t>(v)] = root[static_cast<size_t>(lies_in)];
+      if (const Buffer& b = buffers[static_cast<size_t>(root[static_cast<size_t>(v)])]; b.discarded >= 0)
+        report(out, id, "writes into ", named(v), ", which node ", b.discarded, " discarded");
+    }
+    if (is_unit_gather(tape, n))
+      for (int i = 0; i < n.num_inputs; ++i) buffers[static_cast<size_t>(tape.output(n, i))].gathered = id;
+  }
+  // A node that gathers several buffers is used if one of them is.
+  std::vector<std::pair<NodeId, bool>> gathers;
+  for (size_t v = 0; v < buffers.size(); ++v) {
+    const Buffer& b = buffers[v];
+    if (b.gathered < 0) continue;
+    if (gathers.empty() || gathers.back().first != b.gathered) gathers.emplace_back(b.gathered, false);
+    gathers.back().second = gathers.back().second || b.used;
+    if (b.discarded < 0)
+      report(out, b.gathered, "%", static_cast<int64_t>(v), " of '", tape.path(tape.node(b.gathered)),
+             "' is gathered and never discarded");
+  }
+  for (const auto& [id, used] : gathers)
+    if (!used && !(tape.node(id).flags & Node::kPrefetched))
+      report(out, id, "'", tape.path(tape.node(id)), "' is gathered and never used");
+  return out;
+}
+
+std::vector<PlannedCollective> collectives(const Tape& tape) {
+  std::vector<PlannedCollective> out;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    for (const Transfer& m : transfers(tape, n)) {
+      const Type& from = tape.type(m.from);
+      const Type& to = tape.type(m.to);
+      const MeshSpec* mesh = to.layout.mesh();
+      const Lane lane = n.op->lane == Lane::reduce ? Lane::reduce : Lane::gather;
+      out.push_back({id, str(mesh->to_string(), ' ', mesh->name(m.axis), ' ', lane),
+                     str(m.name, ' ', from.dtype, from.shape, ' ', from.layout[m.axis], "→", to.layout[m.axis], ' ',
+                         cut_signature(from.layout[m.axis]), cut_signature(to.layout[m.axis]), ' ', tape.path(n))});
+    }
+  }
+  return out;
+}
+
+namespace {
+uint64_t fnv(uint64_t hash, std::string_view text) {
+  for (char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+  return (hash ^ 0xff) * 1099511628211ull;
+}
+}  // namespace
+
+uint64_t collective_hash(const Tape& tape, std::string_view communicator) {
+  std::map<std::string, uint64_t> hashes;  // the lanes are not ordered among each other
+  for (const PlannedCollective& c : collectives(tape)) {
+    if (!communicator.empty() && c.communicator != communicator) continue;
+    uint64_t& h = hashes.try_emplace(c.communicator, 14695981039346656037ull).first->second;
+    h = fnv(h, c.call);
+  }
+  uint64_t all = 14695981039346656037ull;
+  for (const auto& [name, h] : hashes) all = fnv(fnv(all, name), std::to_string(h));
+  return all;
+}
+
+std::vector<Finding> check_collectives(std::span<const Tape* const> ranks) {
+  std::vector<Finding> out;
+  std::vector<std::map<std::string, std::vector<PlannedCollective>>> by_lane;
+  std::map<std::string, bool> names;
+  for (const Tape* tape : ranks) {
+    auto& lanes = by_lane.emplace_back();
+    for (PlannedCollective& c : collectives(*tape)) {
+      names[c.communicator] = true;
+      lanes[c.communicator].push_back(std::move(c));
+    }
+  }
+  for (const auto& [name, unused] : names) {
+    const auto& first = by_lane[0][name];
+    for (size_t r = 1; r < by_lane.size(); ++r) {
+      const auto& other = by_lane[r][name];
+      size_t k = 0;
+      while (k < first.size() && k < other.size() && first[k].call == other[k].call) ++k;
+      if (k == first.size() && k == other.size()) continue;
+      const auto said = [&](const std::vector<PlannedCollective>& list) {
+        return k < list.size() ? "'" + list[k].call + "'" : std::string("nothing");
+      };
+      report(out, k < other.size() ? other[k].node : -1, "collective ", k, " on ", name, ": rank 0 issues ", said(first),
+             ", rank ", r, " issues ", said(other));
+      break;  // one difference per communicator says where to look
+    }
+  }
+  return out;
+}
+
+std::vector<Finding> check_collective_hashes(std::span<const uint64_t> ranks) {
+  std::vector<Finding> out;
+  for (size_t r = 1; r < ranks.size(); ++r)
+    if (ranks[r] != ranks[0]) report(out, -1, "rank ", r, " issues other collectives than rank 0");
+  return out;
+}
+
+}  // namespace sheaf

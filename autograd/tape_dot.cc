@@ -1,0 +1,56 @@
+#include "sheaf/autograd/tape_dump.h"
+
+namespace sheaf {
+namespace {
+
+std::string escaped(std::string_view s) {
+  std::string out;
+  for (char c : s) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += c;
+  }
+  return out;
+}
+
+// By the first axis that is not of size 1: that is what one looks for in a picture of a sharded step.
+const char* colour(const Tape& tape, const Node& n) {
+  if (n.num_outputs == 0) return "lightgrey";
+  const Layout& l = tape.type(tape.output(n)).layout;
+  for (int a = 0; a < l.num_axes(); ++a) {
+    switch (l[a].kind()) {
+      case Placement::Kind::replicate: if (l.num_axes() == a + 1) return "palegreen"; break;
+      case Placement::Kind::partial: return "lightsalmon";
+      case Placement::Kind::shard: return "lightblue";
+      case Placement::Kind::invariant: return "khaki";
+    }
+  }
+  return "white";
+}
+
+}  // namespace
+
+std::string to_dot(const Tape& tape) {
+  std::string out =
+      "digraph tape {\n  node [shape=box, style=filled, fontname=\"sans-serif\"];\n"
+      "  // Replicate palegreen, Partial lightsalmon, Shard lightblue, Invariant khaki, no mesh white, no output lightgrey\n";
+  std::vector<NodeId> maker(static_cast<size_t>(tape.num_values()), -1);
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    const std::string what = n.op ? tape.op_name(n) : "leaf " + tape.leaf_name(tape.output(n));
+    out += str("  n", id, " [label=\"", escaped(what), "\\n", escaped(tape.path(n)));
+    if (n.num_outputs) out += str("\\n%", tape.output(n), " ", escaped(tape.type(tape.output(n)).to_string()));
+    out += str("\", fillcolor=", colour(tape, n), n.phase == Phase::forward ? "" : ", color=",
+               n.phase == Phase::forward ? "" : n.phase == Phase::backward ? "firebrick" : "navy", "];\n");
+    const int64_t bytes = tape.wire_bytes(n);
+    for (ValueId v : tape.inputs(n)) {
+      const NodeId from = maker[static_cast<size_t>(v)];
+      if (from < 0) continue;
+      out += str("  n", from, " -> n", id, " [label=\"%", v, bytes ? "\\n" + format_bytes(bytes) : std::string(), "\"",
+                 bytes ? ", penwidth=3" : "", "];\n");
+    }
+    for (int o = 0; o < n.num_outputs; ++o) maker[static_cast<size_t>(tape.output(n, o))] = id;
+  }
+  return out + "}\n";
+}
+
+}  // namespace sheaf

@@ -1,0 +1,140 @@
+#include "sheaf/autograd/tape_dump.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+namespace {
+
+std::vector<int> coordinates_on(const MeshSpec* mesh) {
+  std::vector<int> at(static_cast<size_t>(mesh->num_axes()), 0);
+  if (RankContext::current().runtime(mesh))
+    for (int a = 0; a < mesh->num_axes(); ++a) at[static_cast<size_t>(a)] = RankContext::current().coordinate(mesh, a);
+  return at;
+}
+
+int64_t local_elements(const Type& t, const std::vector<int>& at) {
+  return t.layout.mesh() ? t.layout.local_shape(t.shape, at.data()).numel() : t.shape.numel();
+}
+
+// What two cuts of one value have in common on one rank, which therefore does not travel.
+int64_t shared_elements(const Type& from, const Type& to, int axis, const std::vector<int>& at) {
+  const Placement &p = from.layout[axis], &q = to.layout[axis];
+  const int n = to.layout.mesh()->size(axis), me = at[static_cast<size_t>(axis)];
+  const Shape whole = from.layout.with(axis, Placement::replicate()).local_shape(from.shape, at.data());
+  const auto overlap = [](Interval a, Interval b) {
+    return std::max<int64_t>(0, std::min(a.end, b.end) - std::max(a.begin, b.begin));
+  };
+  Interval a = p.map().owned(me, n, whole), b = q.map().owned(me, n, whole);
+  if (!p.map().is_flat() && !q.map().is_flat()) {
+    const int d = p.map().dim(), e = q.map().dim();
+    if (whole.numel() == 0) return 0;
+    if (d == e) return overlap(a, b) * (whole.numel() / whole[d]);
+    return a.size() * b.size() * (whole.numel() / whole[d] / whole[e]);
+  }
+  int64_t row = 1;
+  for (int d = 1; d < whole.rank(); ++d) row *= whole[d];
+  if (!p.map().is_flat()) a = {a.begin * row, a.end * row};
+  if (!q.map().is_flat()) b = {b.begin * row, b.end * row};
+  return overlap(a, b);
+}
+
+int64_t received_bytes(const Tape& tape, const Transfer& t) {
+  const Type &from = tape.type(t.from), &to = tape.type(t.to);
+  const MeshSpec* mesh = to.layout.mesh();
+  const std::vector<int> at = coordinates_on(mesh);
+  const int64_t n = mesh->size(t.axis), size = static_cast<int64_t>(size_of(to.dtype));
+  const int64_t had = local_elements(from, at), has = local_elements(to, at);
+  if (t.name == "all_gather") return (has - had) * size;
+  if (t.name == "reduce_scatter") return has * (n - 1) * size;
+  if (t.name == "all_to_all") return (has - shared_elements(from, to, t.axis, at)) * size;
+  // all_reduce: small ones go whole to every rank, others as a reduce_scatter and an all_gather of even slices.
+  constexpr int64_t kSmall = 4096;
+  const int64_t me = at[static_cast<size_t>(t.axis)];
+  const int64_t own = has * (me + 1) / n - has * me / n;
+  return (has * size <= kSmall ? has * (n - 1) : own * (n - 1) + has - own) * size;
+}
+
+}  // namespace
+
+std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
+  std::vector<Transfer> out;
+  if (tape.kind(n) != OpKind::redistribute) return out;
+  const auto inputs = tape.inputs(n);
+  for (int i = 0; i < std::min<int>(n.num_inputs, n.num_outputs); ++i) {
+    const Layout& from = tape.type(inputs[static_cast<size_t>(i)]).layout;
+    const Layout& to = tape.type(tape.output(n, i)).layout;
+    if (!from.mesh() || from.mesh() != to.mesh()) continue;
+    for (int a = 0; a < to.num_axes(); ++a) {
+      if (from[a] == to[a]) continue;
+      const std::string name = redistribution_name(from, to);
+      if (name == "all_gather" || name == "reduce_scatter" || name == "all_reduce" || name == "all_to_all")
+        out.push_back({inputs[static_cast<size_t>(i)], tape.output(n, i), a, name});
+      break;
+    }
+  }
+  return out;
+}
+
+bool is_unit_gather(const Tape& tape, const Node& n) {
+  return tape.kind(n) == OpKind::redistribute && !is_redistribute(n.op) && tape.op_name(n) == "all_gather";
+}
+
+std::string cut_signature(const Placement& p) {
+  if (!p.is_shard()) return "";
+  const OwnershipMap& m = p.map();
+  return m.is_flat() ? str("<", m.chunk(), "-", m.offset(), ">") : str("<", m.granule(), ">");
+}
+
+int64_t Tape::wire_bytes(const Node& n) const {
+  int64_t bytes = 0;
+  for (const Transfer& t : transfers(*this, n)) bytes += received_bytes(*this, t);
+  return bytes;
+}
+
+std::string format_bytes(int64_t bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  int unit = 0;
+  while (value >= 1024 && unit < 4) value /= 1024, ++unit;
+  char text[32];
+  std::snprintf(text, sizeof text, unit ? "%.1f %s" : "%.0f %s", value, kUnits[unit]);
+  return text;
+}
+
+std::string collective_summary(const Tape& tape) {
+  struct Row { std::string path, name; int64_t count = 0, bytes = 0; };
+  std::vector<Row> rows;
+  std::map<std::pair<std::string, std::string>, size_t> known;
+  Row total{"total", "", 0, 0};
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    for (const Transfer& t : transfers(tape, n)) {
+      const std::string path = tape.path(n).empty() ? "root" : tape.path(n);
+      const auto [at, fresh] = known.try_emplace({path, t.name}, rows.size());
+      if (fresh) rows.push_back({path, t.name});
+      const int64_t bytes = received_bytes(tape, t);
+      for (Row* row : {&rows[at->second], &total}) ++row->count, row->bytes += bytes;
+    }
+  }
+  std::map<std::string, size_t> order;  // of the paths, by their first collective; a path's rows stand together
+  for (const Row& r : rows) order.try_emplace(r.path, order.size());
+  std::stable_sort(rows.begin(), rows.end(), [&](const Row& a, const Row& b) { return order[a.path] < order[b.path]; });
+  rows.push_back(total);
+  size_t path_width = 0, name_width = 0;
+  for (const Row& r : rows) path_width = std::max(path_width, r.path.size()), name_width = std::max(name_width, r.name.size());
+  std::string out;
+  for (const Row& r : rows) {
+    char line[64];
+    std::snprintf(line, sizeof line, "%5lld  %12s", static_cast<long long>(r.count), format_bytes(r.bytes).c_str());
+    out += r.path + std::string(path_width - r.path.size() + 2, ' ') + r.name + std::string(name_width - r.name.size(), ' ') +
+           line + "\n";
+  }
+  return out;
+}
+
+}  // namespace sheaf

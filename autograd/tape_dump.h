@@ -1,0 +1,44 @@
+// Tapes for people and programs: text, JSON, Graphviz, and what a step moves over the network.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/autograd/tape.h"
+
+namespace sheaf {
+
+/// One line per node, grouped by phase: ids, op, inputs, module path, types; for redistributions the placements, bytes
+/// received by this rank and lane; and marks (mirror, prefetched, stored into or added to a slot).
+///
+/// All of these need this rank's coordinates for byte counts; for a mesh that it has not joined, or no longer, they are
+/// those of the mesh's first rank.
+std::string to_text(const Tape& tape);
+/// An object {"nodes": [...], "values": [...], ...}; a node has id, kind, op, path, phase, lane, flags, attributes as
+/// text, inputs, outputs and bytes; a value its dtype, shape, layout and where it lies.
+std::string to_json(const Tape& tape);
+/// Graphviz: nodes coloured by the placement of what they yield, communicating edges labelled with bytes.
+std::string to_dot(const Tape& tape);
+
+/// One value that a node sends over the network.
+struct Transfer {
+  ValueId from, to;
+  int axis;          ///< of the mesh
+  std::string name;  ///< "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+};
+/// What node `n` communicates: one for a redistribution, one per buffer for a unit's op; none for anything local,
+/// axes of size 1 included.
+std::vector<Transfer> transfers(const Tape& tape, const Node& n);
+/// An all_gather of a unit's buffers, as opposed to one of an activation.
+bool is_unit_gather(const Tape& tape, const Node& n);
+/// Tells cuts apart that print alike: kind, dimension, granule or chunk, offset. "" for what is not a Shard.
+std::string cut_signature(const Placement& p);
+
+/// "12.3 KiB".
+std::string format_bytes(int64_t bytes);
+
+/// The collectives of a tape: a line per module path and kind with count and bytes received by this rank, in the order
+/// of first use, and a total.
+std::string collective_summary(const Tape& tape);
+
+}  // namespace sheaf

@@ -1,0 +1,93 @@
+#include "sheaf/autograd/tape_dump.h"
+
+#include <cstdio>
+
+namespace sheaf {
+namespace {
+
+std::string quoted(std::string_view s) {
+  std::string out = "\"";
+  for (char c : s) {
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      char escape[8];
+      std::snprintf(escape, sizeof escape, "\\u%04x", c);
+      out += escape;
+    } else {
+      out += c;
+    }
+  }
+  return out + '"';
+}
+
+std::string_view kind_name(OpKind kind) {
+  constexpr std::string_view kNames[] = {"leaf", "op", "redistribute", "discard", "step"};
+  return kNames[static_cast<int>(kind)];
+}
+
+template <class List, class F>
+std::string array(const List& list, F&& f) {
+  std::string out = "[";
+  bool first = true;
+  for (const auto& e : list) {
+    out += first ? "" : ",";
+    out += f(e);
+    first = false;
+  }
+  return out + "]";
+}
+
+std::string number(int64_t n) { return std::to_string(n); }
+
+std::string value_json(const Tape& tape, ValueId v) {
+  const Type& t = tape.type(v);
+  const Value& value = tape.value(v);
+  std::string out = str("{\"id\":", v, ",\"producer\":", value.producer, ",\"dtype\":", quoted(name(t.dtype)),
+                        ",\"shape\":", array(t.shape, number));
+  std::string placements;
+  for (int a = 0; a < t.layout.num_axes(); ++a)
+    placements += str(a ? "," : "", "{\"axis\":", quoted(t.layout.mesh()->name(a)), ",\"size\":", t.layout.mesh()->size(a),
+                      ",\"placement\":", quoted(t.layout[a].to_string()), "}");
+  out += ",\"layout\":[" + placements + "]";
+  if (value.base >= 0) out += str(",\"base\":", value.base, ",\"byte_offset\":", value.byte_offset);
+  if (value.view_of >= 0) out += str(",\"view_of\":", value.view_of);
+  return out + "}";
+}
+
+std::string node_json(const Tape& tape, NodeId id) {
+  const Node& n = tape.node(id);
+  std::string out = str("{\"id\":", id, ",\"kind\":", quoted(kind_name(tape.kind(n))), ",\"op\":", quoted(tape.op_name(n)),
+                        ",\"path\":", quoted(tape.path(n)), ",\"phase\":", quoted(name(n.phase)));
+  if (!n.op) out += ",\"name\":" + quoted(tape.leaf_name(tape.output(n)));
+  out += ",\"lane\":" + quoted(name(transfers(tape, n).empty() ? Lane::compute
+                                    : n.op->lane == Lane::reduce ? Lane::reduce : Lane::gather));
+  std::string flags;
+  const auto flag = [&](int bit, const char* what) {
+    if (n.flags & bit) flags += (flags.empty() ? "" : ",") + quoted(what);
+  };
+  flag(Node::kAdds, "adds");
+  flag(Node::kMirror, "mirror");
+  flag(Node::kPrefetched, "prefetched");
+  out += ",\"flags\":[" + flags + "]";
+  std::string attributes;
+  if (n.op && n.op->describe) n.op->describe(tape.attrs(n), attributes);
+  out += ",\"attributes\":" + quoted(attributes);
+  out += ",\"inputs\":" + array(tape.inputs(n), number) + ",\"outputs\":[";
+  for (int o = 0; o < n.num_outputs; ++o) out += (o ? "," : "") + number(tape.output(n, o));
+  return out + str("],\"bytes\":", tape.wire_bytes(n), "}");
+}
+
+}  // namespace
+
+std::string to_json(const Tape& tape) {
+  std::string out = "{\"nodes\":[";
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) out += (id ? ",\n" : "\n") + node_json(tape, id);
+  out += "],\n\"values\":[";
+  for (ValueId v = 0; v < tape.num_values(); ++v) out += (v ? ",\n" : "\n") + value_json(tape, v);
+  out += "],\n\"cotangents\":" + array(tape.cotangents(), [](const auto& c) { return str('[', c.first, ',', c.second, ']'); });
+  return out + "}\n";
+}
+
+}  // namespace sheaf

@@ -1,0 +1,116 @@
+#include <algorithm>
+
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/tape_dump.h"
+
+namespace sheaf {
+namespace {
+
+// Columns wider than this do not push the others out.
+constexpr size_t kColumn[] = {44, 28, 40};
+
+std::string ids(std::span<const ValueId> values) {
+  std::string out;
+  for (ValueId v : values) out += str(out.empty() ? "%" : ", %", v);
+  return out;
+}
+
+// "%8", or "%8..%13" for several.
+std::string outputs(const Tape& tape, const Node& n) {
+  if (n.num_outputs == 0) return "";
+  const ValueId first = tape.output(n), last = tape.output(n, n.num_outputs - 1);
+  return n.num_outputs == 1 ? str('%', first) : str('%', first, "..%", last);
+}
+
+std::string placements(const Tape& tape, const Node& n) {
+  const Layout& from = tape.type(tape.inputs(n)[0]).layout;
+  const Layout& to = tape.type(tape.output(n)).layout;
+  std::string out;
+  for (int a = 0; a < to.num_axes(); ++a) {
+    const Placement p = from.mesh() ? from[a] : Placement::replicate();
+    if (!(p == to[a])) out += str(out.empty() ? "" : " ", p, "→", to[a], '@', to.mesh()->name(a));
+  }
+  return out;
+}
+
+std::string marks(const Tape& tape, const Node& n) {
+  std::string out;
+  const auto mark = [&](const std::string& text) { out += (out.empty() ? "  " : ", ") + text; };
+  if (n.flags & Node::kMirror) mark("mirror of its discard");
+  if (n.flags & Node::kPrefetched) mark("prefetched");
+  for (int o = 0; o < n.num_outputs; ++o) {
+    const ValueId v = tape.output(n, o), base = tape.value(v).base;
+    if (base < 0 || tape.value(base).producer == tape.value(v).producer) continue;
+    const auto in = tape.inputs(n);
+    const bool adds = (n.flags & Node::kAdds) || std::find(in.begin(), in.end(), base) != in.end();
+    const bool slot = n.phase == Phase::backward && tape.value(base).base >= 0;  // one of a unit's slots
+    if (tape.kind(n) == OpKind::redistribute) {
+      mark(str("in the memory of %", base));
+      continue;
+    }
+    mark(str(slot ? (adds ? "added to slot %" : "stored into slot %") : (adds ? "updates %" : "stored into %"), base));
+  }
+  if (const ValueId v = n.num_outputs ? tape.value(tape.output(n)).view_of : -1; v >= 0) mark(str("view of %", v));
+  return out;
+}
+
+size_t width(std::string_view s) {  // UTF-8: continuation bytes take no column
+  return static_cast<size_t>(std::count_if(s.begin(), s.end(), [](char c) { return (c & 0xc0) != 0x80; }));
+}
+
+std::string padded(std::string s, size_t columns) {
+  const size_t w = width(s);
+  s.append(w < columns ? columns - w : 0, ' ');
+  return s + "  ";
+}
+
+}  // namespace
+
+std::string to_text(const Tape& tape) {
+  struct Row {
+    NodeId id;
+    std::string section, program, path, type, rest;
+  };
+  std::vector<Row> rows, leaves;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    Row row{id, std::string(n.op ? name(n.phase) : "leaf"), "", tape.path(n), "", marks(tape, n)};
+    if (row.path.empty()) row.path = "root";
+    const std::string out = outputs(tape, n);
+    if (!n.op) {
+      const ValueId v = tape.output(n);
+      row.program = str('%', v, " = leaf ", tape.leaf_name(v));
+      row.type = str(tape.type(v));
+      leaves.push_back(std::move(row));
+      continue;
+    }
+    row.program = (out.empty() ? "" : out + " = ") + tape.op_name(n);
+    if (n.num_inputs) row.program += " " + ids(tape.inputs(n));
+    if (n.num_outputs) {
+      const Type& t = tape.type(tape.output(n));
+      row.type = tape.kind(n) == OpKind::redistribute && n.num_inputs ? str(placements(tape, n), ' ', t.dtype, t.shape)
+                                                                      : str(t);
+    }
+    if (!transfers(tape, n).empty())
+      row.rest = str("  ", format_bytes(tape.wire_bytes(n)), "  ", n.op->lane == Lane::reduce ? "reduce" : "gather",
+                     " lane", row.rest);
+    rows.push_back(std::move(row));
+  }
+  rows.insert(rows.begin(), std::make_move_iterator(leaves.begin()), std::make_move_iterator(leaves.end()));
+  size_t columns[3] = {0, 0, 0};
+  for (const Row& r : rows) {
+    const std::string* cells[] = {&r.program, &r.path, &r.type};
+    for (int c = 0; c < 3; ++c)
+      if (const size_t w = width(*cells[c]); w <= kColumn[c]) columns[c] = std::max(columns[c], w);
+  }
+  std::string out, section;
+  for (const Row& r : rows) {
+    if (r.section != section) out += (section = r.section) + "\n";
+    std::string line = "  " + padded(r.program, columns[0]) + padded(r.path, columns[1]) + padded(r.type, columns[2]) + r.rest;
+    line.erase(line.find_last_not_of(' ') + 1);
+    out += line + "\n";
+  }
+  return out;
+}
+
+}  // namespace sheaf
