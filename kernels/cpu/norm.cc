@@ -76,9 +76,8 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
         if (partials) std::fill_n(dw, 2 * width, C(0));
         for (int64_t r = b * kBlockRows; r < std::min((b + 1) * kBlockRows, rows); ++r) {
           const T *g = dy_rows[r], *in = x_rows[r];
-          const C scale_value = rstd.as<C>()[r];
-          const L scale(scale_value), shift(kCentred ? -mean.as<C>()[r] * scale_value : C(0));
-          auto normal = [&](int64_t i, auto n) { return fma(load_lanes(in + i, n), scale, shift); };
+          const L scale(rstd.as<C>()[r]), centre(kCentred ? mean.as<C>()[r] : C(0));
+          auto normal = [&](int64_t i, auto n) { return (load_lanes(in + i, n) - centre) * scale; };
           auto weighted = [&](int64_t i, auto n) {
             const L d = load_lanes(g + i, n);
             return w ? d * load_lanes(w + i, n) : d;
@@ -147,9 +146,9 @@ void layer_norm(const View& x, const View& weight, const View& bias, double eps,
         }
         const C scale_value = C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
         mean.as<C>()[r] = centre, rstd.as<C>()[r] = scale_value;
-        const L scale(scale_value), shift(-centre * scale_value);
+        const L scale(scale_value);
         for_lanes(width, [&](int64_t i, auto n) {
-          L v = fma(load_lanes(row + i, n), scale, shift);
+          L v = (load_lanes(row + i, n) - L(centre)) * scale;
           if (w) v = b ? fma(v, load_lanes(w + i, n), load_lanes(b + i, n)) : v * load_lanes(w + i, n);
           else if (b) v = v + load_lanes(b + i, n);
           store_lanes(to + i, v, n);

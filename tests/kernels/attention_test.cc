@@ -1,0 +1,180 @@
+#include "sheaf/kernels/attention.h"
+
+#include "sheaf/tests/kernels/array.h"
+
+namespace sheaf::kernels::cpu {
+namespace {
+
+using namespace sheaf::testing;
+
+struct Sizes {
+  int64_t batch, queries, keys, heads, key_heads, width;
+  Shape q() const { return {batch, queries, heads, width}; }
+  Shape k() const { return {batch, keys, key_heads, width}; }
+  Shape lse() const { return {batch, heads, queries}; }
+};
+const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},   {1, 64, 64, 2, 1, 64},  {2, 130, 130, 4, 2, 16}, {1, 1, 200, 4, 2, 32},
+                        {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16}, {3, 33, 33, 1, 1, 1},   {1, 65, 65, 2, 2, 80}};
+
+struct Result {
+  std::vector<double> out, lse, dq, dk, dv;
+};
+
+/// Softmax attention and its gradients from the definition, in f64.
+Result reference(const Sizes& s, const View& q, const View& k, const View& v, const View& dout, bool causal, double scale) {
+  Result r;
+  r.out.resize(q.numel()), r.dq.resize(q.numel()), r.dk.resize(k.numel()), r.dv.resize(k.numel()), r.lse.resize(s.lse().numel());
+  auto qi = [&](int64_t b, int64_t t, int64_t h, int64_t d) { return ((b * s.queries + t) * s.heads + h) * s.width + d; };
+  auto ki = [&](int64_t b, int64_t t, int64_t g, int64_t d) { return ((b * s.keys + t) * s.key_heads + g) * s.width + d; };
+  const auto Q = values(q), K = values(k), V = values(v), G = values(dout);
+  for (int64_t b = 0; b < s.batch; ++b)
+    for (int64_t h = 0; h < s.heads; ++h)
+      for (int64_t t = 0; t < s.queries; ++t) {
+        const int64_t g = h / (s.heads / s.key_heads), seen = causal ? std::max<int64_t>(0, std::min(s.keys, t + 1 + s.keys - s.queries)) : s.keys;
+        std::vector<double> p(static_cast<size_t>(seen));
+        double most = -INFINITY, total = 0, dot = 0;
+        for (int64_t j = 0; j < seen; ++j) {
+          double sum = 0;
+          for (int64_t d = 0; d < s.width; ++d) sum += Q[qi(b, t, h, d)] * K[ki(b, j, g, d)];
+          p[j] = sum * scale, most = std::max(most, p[j]);
+        }
+        for (double& x : p) x = std::exp(x - most), total += x;
+        for (double& x : p) x /= total;
+        r.lse[(b * s.heads + h) * s.queries + t] = most + std::log(total);
+        for (int64_t d = 0; d < s.width; ++d) {
+          double sum = 0;
+          for (int64_t j = 0; j < seen; ++j) sum += p[j] * V[ki(b, j, g, d)];
+          r.out[qi(b, t, h, d)] = sum, dot += sum * G[qi(b, t, h, d)];
+        }
+        for (int64_t j = 0; j < seen; ++j) {
+          double dp = 0;
+          for (int64_t d = 0; d < s.width; ++d) dp += G[qi(b, t, h, d)] * V[ki(b, j, g, d)];
+          const double ds = p[j] * (dp - dot) * scale;
+          for (int64_t d = 0; d < s.width; ++d) {
+            r.dq[qi(b, t, h, d)] += ds * K[ki(b, j, g, d)];
+            r.dk[ki(b, j, g, d)] += ds * Q[qi(b, t, h, d)];
+            r.dv[ki(b, j, g, d)] += p[j] * G[qi(b, t, h, d)];
+          }
+        }
+      }
+  return r;
+}
+
+struct Arrays {
+  Array out, lse, dq, dk, dv;
+};
+Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const View& dout, bool causal, double scale) {
+  const DType d = q.dtype, stat = d == kF64 ? kF64 : kF32;
+  Arrays a{Array(d, s.q()), Array(stat, s.lse()), Array(d, s.q()), Array(d, s.k()), Array(d, s.k())};
+  attention(q, k, v, causal, scale, a.out, a.lse, Scratch(attention_workspace(without_data(q), without_data(k))));
+  attention_backward(q, k, v, a.out, a.lse, dout, causal, scale, a.dq, a.dk, a.dv,
+                     Scratch(attention_backward_workspace(without_data(q), without_data(k))));
+  return a;
+}
+
+TEST(Attention, MatchesTheDefinition) {
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const Sizes& s : kSizes)
+      for (bool causal : {false, true}) {
+        const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3);
+        const Array dout = Array::random(d, s.q(), 4);
+        const Result want = reference(s, q, k, v, dout, causal, 0.4);
+        const Arrays got = run(s, q, k, v, dout, causal, 0.4);
+        const double bound = 16 * epsilon(d);
+        const std::string where = std::string(name(d)) + s.q().to_string() + s.k().to_string() + (causal ? " causal" : "");
+        EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
+        EXPECT_LT(scaled_error(got.dq, want.dq), bound) << where;
+        EXPECT_LT(scaled_error(got.dk, want.dk), bound) << where;
+        EXPECT_LT(scaled_error(got.dv, want.dv), bound) << where;
+        if (!(causal && s.queries > s.keys)) {
+          EXPECT_LT(scaled_error(got.lse, want.lse), d == kF64 ? 1e-14 : 1e-6) << where;
+        }
+      }
+}
+
+TEST(Attention, QueriesThatSeeNothingGiveZeros) {
+  const Sizes s{1, 70, 3, 1, 1, 8};
+  const Array q = Array::random(kF32, s.q(), 1), k = Array::random(kF32, s.k(), 2), v = Array::random(kF32, s.k(), 3);
+  const Arrays got = run(s, q, k, v, q, true, 1.0);
+  for (int64_t i = 0; i < 67 * 8; ++i) {
+    EXPECT_EQ(got.out.at(i), 0.0);
+    EXPECT_EQ(got.dq.at(i), 0.0);
+  }
+  EXPECT_NE(got.out.at(67 * 8), 0.0);
+}
+
+TEST(Attention, NoKeysNoQueries) {
+  const Sizes no_keys{1, 3, 0, 1, 1, 4}, no_queries{1, 0, 3, 1, 1, 4};
+  const Array a(kF32, {1, 3, 1, 4}), none(kF32, {1, 0, 1, 4});
+  EXPECT_EQ(values(run(no_keys, Array::random(kF32, {1, 3, 1, 4}, 1), none, none, Array::random(kF32, {1, 3, 1, 4}, 2), false, 1).out),
+            std::vector<double>(12, 0.0));
+  const Array k = Array::random(kF32, {1, 3, 1, 4}, 1);
+  EXPECT_EQ(values(run(no_queries, none, k, k, none, true, 1).dk), std::vector<double>(12, 0.0));
+}
+
+TEST(Attention, SlicesOfAPackedProjection) {
+  const Sizes s{2, 70, 70, 3, 3, 24};
+  const int64_t c = s.heads * s.width;
+  const Array packed = Array::random(kF32, {2, 70, 3 * c}, 1), dout = Array::random(kF32, s.q(), 2);
+  auto slice = [&](const View& from, int which) {
+    View out{from.as<float>() + which * c, kF32, s.q(), Shape{70 * 3 * c, 3 * c, s.width, 1}};
+    return out;
+  };
+  auto dense = [&](int which) { return Array::of(kF32, s.q(), values(slice(packed, which))); };
+  const Arrays want = run(s, dense(0), dense(1), dense(2), dout, true, 0.2);
+  const Arrays got = run(s, slice(packed, 0), slice(packed, 1), slice(packed, 2), dout, true, 0.2);
+  EXPECT_TRUE(same_bits(got.out, want.out));
+  EXPECT_TRUE(same_bits(got.dq, want.dq) && same_bits(got.dk, want.dk) && same_bits(got.dv, want.dv));
+  // Gradients may be written into such slices too.
+  const Array gradient(kF32, {2, 70, 3 * c});
+  attention_backward(slice(packed, 0), slice(packed, 1), slice(packed, 2), got.out, got.lse, dout, true, 0.2, slice(gradient, 0),
+                     slice(gradient, 1), slice(gradient, 2), Scratch(attention_backward_workspace(s.q().rank() ? want.dq : want.dq, want.dk)));
+  EXPECT_TRUE(same_bits(slice(gradient, 0), want.dq) && same_bits(slice(gradient, 1), want.dk) && same_bits(slice(gradient, 2), want.dv));
+}
+
+TEST(Attention, BatchTimeAndThreadsChangeNothing) {
+  const Sizes s{3, 150, 150, 4, 2, 48};
+  const Array q = Array::random(kF32, s.q(), 1), k = Array::random(kF32, s.k(), 2), v = Array::random(kF32, s.k(), 3);
+  const Array dout = Array::random(kF32, s.q(), 4);
+  Arrays one, two;
+  with_threads(1, [&] { one = run(s, q, k, v, dout, true, 0.3); });
+  with_threads(2, [&] { two = run(s, q, k, v, dout, true, 0.3); });
+  EXPECT_TRUE(same_bits(one.out, two.out) && same_bits(one.lse, two.lse));
+  EXPECT_TRUE(same_bits(one.dq, two.dq) && same_bits(one.dk, two.dk) && same_bits(one.dv, two.dv));
+  // The second sequence alone.
+  auto second = [&](View v) {
+    v.data = v.as<float>() + v.strides[0], v.shape[0] = 1;
+    return v;
+  };
+  const Arrays alone = run({1, 150, 150, 4, 2, 48}, second(q), second(k), second(v), second(dout), true, 0.3);
+  EXPECT_TRUE(same_bits(alone.out, second(one.out)) && same_bits(alone.dq, second(one.dq)) && same_bits(alone.dk, second(one.dk)));
+  // The first 37 positions alone: the causal past.
+  auto past = [&](View v) {
+    v.shape[1] = 37;
+    return v;
+  };
+  const Arrays prefix = run({3, 37, 37, 4, 2, 48}, past(q), past(k), past(v), past(dout), true, 0.3);
+  EXPECT_TRUE(same_bits(prefix.out, past(one.out)));
+  // The last position alone, with all keys: one step of generation.
+  auto last = [&](View v) {
+    v.data = v.as<float>() + 149 * v.strides[1], v.shape[1] = 1;
+    return v;
+  };
+  const Arrays step = run({3, 1, 150, 4, 2, 48}, last(q), k, v, last(dout), true, 0.3);
+  EXPECT_TRUE(same_bits(step.out, last(one.out)));
+}
+
+TEST(Attention, LargeScoresStayFinite) {
+  const Sizes s{1, 80, 80, 1, 1, 16};
+  const Array q = Array::random(kF32, s.q(), 1, 100), k = Array::random(kF32, s.k(), 2, 100), v = Array::random(kF32, s.k(), 3);
+  const Arrays got = run(s, q, k, v, q, true, 1.0);
+  EXPECT_LT(scaled_error(got.out, reference(s, q, k, v, q, true, 1.0).out), 1e-2);
+}
+
+TEST(Attention, RefusesWrongShapes) {
+  const Array q(kF32, {1, 4, 3, 8}), k(kF32, {1, 4, 2, 8}), lse(kF32, {1, 3, 4});
+  EXPECT_THROW(attention(q, k, k, true, 1, q, lse, Scratch(1 << 20)), ShapeError);
+}
+
+}  // namespace
+}  // namespace sheaf::kernels::cpu
