@@ -1,0 +1,97 @@
+#include "sheaf/nn/clip_grad_norm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/distributed/unit.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/sum_of_squares.h"
+#include "sheaf/nn/trainable_units.h"
+
+namespace sheaf {
+namespace {
+
+using kernels::cpu::kSquareLimbs;
+
+// Inputs: a gradient's shard [, limbs so far]; output: limbs i64 [24] (kernels/sum_of_squares.h). Of a sharded gradient
+// the limbs are Partial.
+struct SumOfSquares {
+  static constexpr const char* kName = "sum_of_squares";
+  using Attrs = NoAttrs;
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return static_cast<int64_t>(kernels::cpu::sum_of_squares_workspace(c.input(0)));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), sum_of_squares, c.input(0), c.output(0), c.workspace);
+    if (c.num_inputs() == 2) add_limbs(c.input(1), c.output(0).as<int64_t>());
+  }
+  static void add_limbs(const View& from, int64_t* to) {
+    for (int64_t i = 0; i < kSquareLimbs; ++i) to[i] += from.as<int64_t>()[i];
+  }
+};
+
+// Inputs: limbs, whole here, of each group of units; outputs: norm f64 [], scale f64 [].
+struct ClipScale {
+  static constexpr const char* kName = "clip_scale";
+  struct Attrs { double max_norm; };
+  static void execute(const Attrs& a, Execute& c) {
+    int64_t total[kSquareLimbs] = {};
+    for (int i = 0; i < c.num_inputs(); ++i) SumOfSquares::add_limbs(c.input(i), total);
+    double* norm = c.output(0).as<double>();
+    SHEAF_ON_CPU(c.stream(), sum_of_squares_finish, View::dense(total, kI64, {kSquareLimbs}), c.output(0));
+    *norm = std::sqrt(*norm);
+    const double scale = a.max_norm / (*norm + 1e-6);
+    *c.output(1).as<double>() = scale < 1.0 || std::isnan(scale) ? scale : 1.0;
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }
+};
+
+// Units whose limbs can be added before they are reduced: the same placement on the same mesh.
+struct Group {
+  Layout layout;
+  Tensor limbs;
+};
+
+}  // namespace
+
+Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm) {
+  check<ConfigError>(max_norm > 0, "[clip_grad_norm] max_norm is ", max_norm, "; it must be positive");
+  const PhaseScope phase(Phase::update);
+  std::vector<Group> groups;
+  const auto units = nn::trainable_units("clip_grad_norm", parameters);
+  for (const auto& unit : units) {
+    const PathScope path(unit->name());
+    for (const FlatBuffer& b : unit->buffers()) {
+      if (!b.trainable || !b.grad) continue;
+      Layout layout = b.grad.layout();
+      for (int a = 0; a < layout.num_axes(); ++a)
+        if (layout[a].is_shard()) layout[a] = Placement::partial();
+      auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return g.layout == layout; });
+      if (group == groups.end()) group = groups.insert(group, {layout, {}});
+      if (Recording* r = Recording::current()) r->leaf(b.grad, "gradient of " + b.name);
+      const OutputSpec spec{{kI64, {kSquareLimbs}, layout}, {}, -1, 0};
+      const Tensor inputs[] = {b.grad, group->limbs};
+      group->limbs = apply_typed(op_def<SumOfSquares>(), nullptr, std::span(inputs, group->limbs ? 2 : 1),
+                                 std::span(&spec, 1))[0];
+    }
+  }
+  if (groups.empty()) fail<LifetimeError>("[clip_grad_norm] there are no gradients: call recording.backward(loss) first");
+  std::vector<Tensor> limbs;
+  for (const Group& g : groups) {
+    Layout whole = g.layout;
+    for (int a = 0; a < whole.num_axes(); ++a)
+      if (whole[a].is_partial()) whole[a] = Placement::invariant();
+    limbs.push_back(redistribute(g.limbs, whole));
+  }
+  const Layout& layout = limbs[0].layout();
+  const OutputSpec specs[] = {{{kF64, {}, layout}, {}, -1, 0}, {{kF64, {}, layout}, {}, -1, 0}};
+  const ClipScale::Attrs attrs{max_norm};
+  std::vector<Tensor> out = apply_typed(op_def<ClipScale>(), &attrs, limbs, specs);
+  for (const auto& unit : units)
+    for (FlatBuffer& b : unit->buffers())
+      if (b.trainable && b.grad) b.grad_scale = out[1];
+  return out[0];
+}
+
+}  // namespace sheaf

@@ -1,0 +1,26 @@
+// Clipping of the gradient by its global norm, without reading anything back to the host.
+#pragma once
+
+#include <span>
+
+#include "sheaf/nn/module.h"
+
+namespace sheaf {
+
+/// Limits the 2-norm of the gradients of all these parameters, together, to `max_norm`. Returns the norm before clipping
+/// (f64 scalar, whole on every rank) and leaves scale = min(1, max_norm / (norm + 1e-6)) as a scalar tensor beside each
+/// gradient, for the optimizer's step to multiply with: the gradients themselves stay as they are. The last call counts.
+///
+/// The sum of squares is exact to the last rounding: f64 sums of 32-element blocks, added in fixed point, as integers
+/// across ranks. It depends neither on the number of ranks, nor on strategy, units or threads. Collective where parameters
+/// are sharded; recorded as part of the update if a recording lives. Pascanu, Mikolov and Bengio 2013,
+/// https://arxiv.org/abs/1211.5063.
+Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm);
+inline Tensor clip_grad_norm(const std::vector<nn::Parameter>& parameters, double max_norm) {
+  return clip_grad_norm(std::span(parameters), max_norm);
+}
+inline Tensor clip_grad_norm(nn::Module& module, double max_norm) {
+  return clip_grad_norm(module.parameters(), max_norm);
+}
+
+}  // namespace sheaf

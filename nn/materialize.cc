@@ -1,0 +1,186 @@
+// From marked modules to units with memory and values.
+#include <algorithm>
+#include <unordered_map>
+
+#include "sheaf/core/random.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/random.h"
+#include "sheaf/nn/shard.h"
+#include "sheaf/nn/unit_mark.h"
+
+namespace sheaf {
+namespace {
+
+using nn::Module;
+using nn::ModuleAccess;
+using nn::Parameter;
+
+// A module that will be a unit, if leaves are left for it. They form a tree; node 0 is the model.
+struct UnitNode {
+  Module* module;
+  std::string path;
+  int parent;
+  std::vector<Parameter> leaves;
+};
+
+// Names everything, finds the marked modules, and for each leaf the lowest one that holds all of its uses.
+struct Survey : nn::Visitor {
+  std::vector<UnitNode> nodes;
+  std::vector<Parameter> leaves;                             // each once, in visiting order
+  std::unordered_map<const Parameter::State*, int> owner;    // leaf -> node
+  std::vector<nn::Buffer> buffers;
+  int inside = -1;
+
+  void module(Module& m) override {
+    ModuleAccess::list(m, path());
+    const int before = inside;
+    if (ModuleAccess::mark(m) || nodes.empty()) {
+      nodes.push_back({&m, path(), inside, {}});
+      inside = static_cast<int>(nodes.size()) - 1;
+    }
+    m.visit(*this);
+    inside = before;
+  }
+  void parameter(Parameter& p) override {
+    if (p.unit()) fail<ConfigError>("[materialize] '", p.name(), "' is materialized already");
+    const auto [it, first] = owner.try_emplace(p.id(), inside);
+    if (first) {
+      p.state().name = path();
+      leaves.push_back(p);
+    } else {
+      it->second = common_ancestor(it->second, inside);
+    }
+  }
+  void buffer(nn::Buffer& b) override {
+    if (b.state().value) return;
+    b.state().name = path();
+    buffers.push_back(b);
+  }
+  // Parents come before their children, so the later node is never above the earlier one.
+  int common_ancestor(int a, int b) const {
+    while (a != b) (a > b ? a : b) = nodes[std::max(a, b)].parent;
+    return a;
+  }
+};
+
+/// Values [begin, ...) of the flat index of a leaf, into `out`.
+void fill(const nn::Init& init, Key key, int64_t numel, int64_t begin, const View& out) {
+  const kernels::GlobalIndex where{{numel}, {begin}};
+  switch (init.kind) {
+    case nn::Init::Kind::constant: kernels::cpu::fill(out, init.value); break;
+    case nn::Init::Kind::normal: kernels::cpu::normal(out, key, where, 0.0, init.value); break;
+    case nn::Init::Kind::uniform: kernels::cpu::uniform(out, key, where, -init.value, init.value); break;
+  }
+}
+
+void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, Device device, uint64_t seed) {
+  const auto mark = ModuleAccess::mark(*node.module);
+  std::vector<LeafSpec> specs;
+  for (const Parameter& p : node.leaves) specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable()});
+  auto unit = std::make_shared<Unit>(node.path, std::move(specs), mark ? mark->mesh : nullptr, mark ? mark->axis : 0,
+                                     mark ? mark->strategy : Strategy::none, schedule);
+  unit->allocate(device);
+  for (size_t i = 0; i < node.leaves.size(); ++i) {
+    node.leaves[i].state().unit = unit;
+    node.leaves[i].state().index = static_cast<int>(i);
+  }
+  ModuleAccess::unit(*node.module) = unit;
+  if (device.is_meta()) return;
+  for (const FlatBuffer& b : unit->buffers()) {
+    char* data = b.shard.view().as<char>();
+    for (const LocalPiece& piece : unit->pieces(b)) {
+      const Parameter& p = node.leaves[piece.leaf];
+      fill(p.init(), key_of(p.name(), seed), p.numel(), piece.interval.begin,
+           View::dense(data + piece.shard_offset * static_cast<int64_t>(size_of(b.dtype)), b.dtype,
+                       {piece.interval.size()}));
+    }
+  }
+}
+
+}  // namespace
+
+void materialize(nn::Module& module, Device device, const MaterializeOptions& options) {
+  if (device.is_cuda()) fail<ConfigError>("[materialize] ", device.to_string(), ": models live on cpu or meta for now");
+  Survey survey;
+  survey.module(module);
+  for (const Parameter& p : survey.leaves) {
+    if (options.dtype) p.state().dtype = *options.dtype;
+    survey.nodes[survey.owner[p.id()]].leaves.push_back(p);
+  }
+  const auto root_mark = ModuleAccess::mark(module);
+  const bool sharded = std::any_of(survey.nodes.begin(), survey.nodes.end(), [](const UnitNode& n) {
+    const auto mark = ModuleAccess::mark(*n.module);
+    return mark && mark->mesh && mark->mesh->size(mark->axis) > 1;
+  });
+  if (sharded && !root_mark && !survey.nodes[0].leaves.empty())
+    fail<ConfigError>("[materialize] '", survey.nodes[0].leaves[0].name(),
+                      "' is in no unit, though parts of the model are sharded: call shard() on the whole model too");
+  const auto schedule = std::make_shared<GatherSchedule>(root_mark ? root_mark->prefetch_bytes : -1);
+  for (UnitNode& node : survey.nodes)
+    if (!node.leaves.empty()) make_unit(node, schedule, device, options.seed);
+  if (survey.nodes[0].leaves.empty()) ModuleAccess::schedule(module) = schedule;
+  for (const nn::Buffer& b : survey.buffers) {
+    nn::Buffer::State& s = b.state();
+    if (options.dtype && is_floating(s.dtype)) s.dtype = *options.dtype;
+    s.value = Tensor::empty({s.dtype, s.shape, {}}, device);
+    if (!device.is_meta())
+      fill(s.init, key_of(s.name, options.seed), s.shape.numel(), 0,
+           View::dense(s.value.view().data, s.dtype, {s.shape.numel()}));
+  }
+}
+
+GatherSchedule& gather_schedule(nn::Module& module) {
+  if (ModuleAccess::schedule(module)) return *ModuleAccess::schedule(module);
+  const auto all = units(module);
+  if (all.empty()) fail<LifetimeError>("[gather_schedule] ", module.type_name(), " is not materialized");
+  return *all[0]->schedule();
+}
+
+std::vector<std::shared_ptr<Unit>> units(nn::Module& module) {
+  std::vector<std::shared_ptr<Unit>> out;
+  for (auto& [path, m] : module.named_modules())
+    if (m->unit()) out.push_back(m->unit());
+  return out;
+}
+
+namespace nn {
+
+void copy_model(Module& source, Module& target) {
+  const auto from = source.named_modules(), to = target.named_modules();
+  const auto old_leaves = source.parameters(), new_leaves = target.parameters();
+  const auto old_buffers = source.buffers(), new_buffers = target.buffers();
+  const auto refuse = [&](const std::string& what) {
+    fail<ConfigError>("[clone] the new ", target.type_name(), " differs from the old one: ", what);
+  };
+  if (from.size() != to.size()) refuse("other modules");
+  if (old_leaves.size() != new_leaves.size() || old_buffers.size() != new_buffers.size()) refuse("other leaves");
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (from[i].first != to[i].first) refuse("'" + to[i].first + "'");
+    ModuleAccess::mark(*to[i].second) = ModuleAccess::mark(*from[i].second);
+    ModuleAccess::set_training(*to[i].second, from[i].second->training());
+  }
+  Device device;
+  bool materialized = false;
+  for (size_t i = 0; i < old_leaves.size(); ++i) {
+    const Parameter &a = old_leaves[i], &b = new_leaves[i];
+    if (!(a.shape() == b.shape())) refuse("'" + b.name() + "'");
+    b.state().dtype = a.dtype();
+    b.state().init = a.init();
+    b.state().trainable = a.trainable();
+    if (!a.unit()) continue;
+    materialized = true;
+    device = a.unit()->buffers()[0].shard.device();
+  }
+  if (!materialized) return;
+  materialize(target, device);
+  if (device.is_meta()) return;
+  const auto old_units = units(source), new_units = units(target);
+  for (size_t u = 0; u < old_units.size(); ++u)
+    for (size_t b = 0; b < old_units[u]->buffers().size(); ++b)
+      kernels::cpu::copy(old_units[u]->buffers()[b].shard.view(), new_units[u]->buffers()[b].shard.view());
+  for (size_t i = 0; i < old_buffers.size(); ++i) assign(new_buffers[i], old_buffers[i].value());
+}
+
+}  // namespace nn
+}  // namespace sheaf

@@ -1,0 +1,92 @@
+#include "sheaf/nn/module.h"
+
+#include <cxxabi.h>
+
+#include <cstdlib>
+#include <typeinfo>
+#include <unordered_set>
+
+#include "sheaf/distributed/unit.h"
+#include "sheaf/nn/unit_mark.h"
+
+namespace sheaf::nn {
+namespace {
+
+// Per thread, as ranks may be threads.
+thread_local Module* current_module = nullptr;
+
+}  // namespace
+
+void Visitor::module(Module& m) { m.visit(*this); }
+
+Module* ModuleScope::current() { return current_module; }
+
+ModuleScope::ModuleScope(Module& module) : path_(module.path_), module_(&module), previous_(current_module) {
+  if (previous_ && previous_->listed_ && !module.listed_)
+    fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->type_name(), " '", previous_->path(),
+                        "' is not listed in its SHEAF_FIELDS (or was added after materialize())");
+  if (module.unit_) module.unit_->enter();
+  else if (module.schedule_) module.schedule_->enter_scope();
+  current_module = &module;
+}
+
+ModuleScope::~ModuleScope() {
+  current_module = previous_;
+  if (module_->unit_) module_->unit_->leave();
+  else if (module_->schedule_) module_->schedule_->leave_scope();
+}
+
+std::string Module::type_name() const {
+  int status = 0;
+  const char* mangled = typeid(*this).name();
+  char* text = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+  std::string out = status == 0 ? text : mangled;
+  std::free(text);
+  return out;
+}
+
+std::vector<Parameter> Module::parameters() {
+  struct Collect : Visitor {
+    std::vector<Parameter> out;
+    std::unordered_set<const Parameter::State*> seen;
+    void parameter(Parameter& p) override {
+      if (!seen.insert(p.id()).second) return;
+      if (!p.unit()) p.state().name = path();
+      out.push_back(p);
+    }
+  } collect;
+  visit(collect);
+  return std::move(collect.out);
+}
+
+std::vector<Buffer> Module::buffers() {
+  struct Collect : Visitor {
+    std::vector<Buffer> out;
+    std::unordered_set<const Buffer::State*> seen;
+    void buffer(Buffer& b) override {
+      if (!seen.insert(b.id()).second) return;
+      if (!b.state().value) b.state().name = path();
+      out.push_back(b);
+    }
+  } collect;
+  visit(collect);
+  return std::move(collect.out);
+}
+
+std::vector<std::pair<std::string, Module*>> Module::named_modules() {
+  struct Collect : Visitor {
+    std::vector<std::pair<std::string, Module*>> out;
+    void module(Module& m) override {
+      out.emplace_back(path(), &m);
+      m.visit(*this);
+    }
+  } collect;
+  collect.module(*this);
+  return std::move(collect.out);
+}
+
+void Module::train(bool on) {
+  for (auto& [path, module] : named_modules()) module->training_ = on;
+}
+
+}  // namespace sheaf::nn

@@ -1,0 +1,193 @@
+// Module: a plain struct whose members are parameters and other modules, by value. One line names them,
+//
+//   struct Mlp : nn::Module {
+//     nn::Linear up, down;
+//     Mlp(int64_t width) : up(width, 4 * width), down(4 * width, width) {}
+//     Tensor forward(const Tensor& x_BTC) { return down(gelu(up(x_BTC))); }
+//     SHEAF_FIELDS(up, down);
+//   };
+//
+// and names, visits, state dict and operator() follow from it. Modules move; they are not copied by accident.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "sheaf/autograd/recording.h"
+#include "sheaf/nn/parameter.h"
+
+namespace sheaf {
+
+class Unit;
+class GatherSchedule;
+class MeshSpec;
+
+namespace nn {
+
+class Module;
+
+/// Walks a module's fields in the order of SHEAF_FIELDS. path() is the path of what is being visited, "" at the start.
+class Visitor {
+ public:
+  virtual ~Visitor() = default;
+  template <class T>
+  void field(std::string_view name, T& member);
+  const std::string& path() const { return path_; }
+
+  virtual void parameter(Parameter&) {}
+  virtual void buffer(Buffer&) {}
+  /// Calls m.visit(*this); overridden to do something before or after.
+  virtual void module(Module& m);
+
+ private:
+  std::string path_;
+};
+
+/// The scope of a module's method: its path on the tape and in errors, and its unit, gathered while it lasts.
+class ModuleScope {
+ public:
+  explicit ModuleScope(Module& module);
+  ~ModuleScope();
+  ModuleScope(const ModuleScope&) = delete;
+  ModuleScope& operator=(const ModuleScope&) = delete;
+
+  /// The innermost module whose scope is open on this thread, or null.
+  static Module* current();
+
+ private:
+  PathScope path_;
+  Module* module_;
+  Module* previous_;
+};
+
+class Module {
+ public:
+  Module() = default;
+  Module(Module&&) noexcept = default;
+  Module& operator=(Module&&) noexcept = default;
+  virtual ~Module() = default;
+
+  /// From SHEAF_FIELDS.
+  virtual void visit(Visitor& visitor) = 0;
+
+  /// Every leaf once, in visiting order; names those that are not materialized yet.
+  std::vector<Parameter> parameters();
+  std::vector<Buffer> buffers();
+  /// Paths and modules in visiting order, a module before its children; this one has path "".
+  std::vector<std::pair<std::string, Module*>> named_modules();
+
+  /// Training mode (the default) or evaluation, for this module and all below: dropout acts in training only.
+  void train(bool on = true);
+  void eval() { train(false); }
+  bool training() const { return training_; }
+
+  /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.
+  [[nodiscard]] ModuleScope enter() { return ModuleScope(*this); }
+
+  /// Where it stands in the model that was sharded or materialized.
+  const std::string& path() const { return path_; }
+  /// The unit whose scope is this module, or null.
+  const std::shared_ptr<Unit>& unit() const { return unit_; }
+  /// The C++ type, for messages.
+  std::string type_name() const;
+
+  /// What shard() asked for: a mark that materialize() turns into a unit.
+  struct UnitMark;
+
+ private:
+  friend class ModuleScope;
+  friend struct ModuleAccess;
+  std::string path_;
+  bool listed_ = false;    // some SHEAF_FIELDS led here
+  bool training_ = true;
+  std::shared_ptr<const UnitMark> mark_;
+  std::shared_ptr<Unit> unit_;
+  std::shared_ptr<GatherSchedule> schedule_;  // of a root without a unit: it begins the passes
+};
+
+namespace detail {
+
+template <class T> struct IsVector : std::false_type {};
+template <class T, class A> struct IsVector<std::vector<T, A>> : std::true_type {};
+template <class T> struct IsArray : std::false_type {};
+template <class T, size_t N> struct IsArray<std::array<T, N>> : std::true_type {};
+template <class T> struct IsPointer : std::false_type {};
+template <class T, class D> struct IsPointer<std::unique_ptr<T, D>> : std::true_type {};
+template <class T> struct IsPointer<std::optional<T>> : std::true_type {};
+
+/// Takes the next name off a list like "up, down".
+inline std::string_view next_name(std::string_view& list) {
+  const size_t comma = list.find(',');
+  std::string_view name = list.substr(0, comma);
+  list = comma == std::string_view::npos ? std::string_view() : list.substr(comma + 1);
+  while (!name.empty() && name.front() == ' ') name.remove_prefix(1);
+  while (!name.empty() && name.back() == ' ') name.remove_suffix(1);
+  return name;
+}
+
+template <class... Fields>
+void visit_fields(Visitor& visitor, [[maybe_unused]] std::string_view names, Fields&... fields) {
+  (visitor.field(next_name(names), fields), ...);
+}
+
+}  // namespace detail
+
+template <class T>
+void Visitor::field(std::string_view name, T& member) {
+  const size_t length = path_.size();
+  if (length) path_ += '.';
+  path_ += name;
+  if constexpr (std::is_same_v<T, Parameter>) {
+    if (member.defined()) parameter(member);
+  } else if constexpr (std::is_same_v<T, Buffer>) {
+    if (member.defined()) buffer(member);
+  } else if constexpr (std::is_base_of_v<Module, T>) {
+    module(member);
+  } else if constexpr (detail::IsPointer<T>::value) {  // an optional member has its own name, no further level
+    path_.resize(length);
+    if (member) field(name, *member);
+  } else if constexpr (detail::IsVector<T>::value || detail::IsArray<T>::value) {
+    for (size_t i = 0; i < member.size(); ++i) field(std::to_string(i), member[i]);
+  } else {
+    static_assert(std::is_same_v<T, Parameter>, "SHEAF_FIELDS takes parameters, buffers, modules, and vectors, arrays, "
+                                                "optionals and unique_ptrs of them");
+  }
+  path_.resize(length);
+}
+
+/// A model like `source`: made anew by M(args...), with the same sharding, the same frozen parameters and, if `source`
+/// is materialized, the same values on the same device. Throws ConfigError if the new one has other parameters.
+template <class M, class... Args>
+M clone(M& source, Args&&... args);
+
+/// The untyped part of clone().
+void copy_model(Module& source, Module& target);
+
+template <class M, class... Args>
+M clone(M& source, Args&&... args) {
+  M copy(std::forward<Args>(args)...);
+  copy_model(source, copy);
+  return copy;
+}
+
+}  // namespace nn
+}  // namespace sheaf
+
+/// Names the fields of a module (parameters, buffers, modules and containers of them) and gives it operator(), which
+/// opens the module's scope and calls `forward`, whatever its signature. Stands in the public part of the struct.
+#define SHEAF_FIELDS(...)                                                               \
+  void visit(::sheaf::nn::Visitor& sheaf_visitor) override {                            \
+    ::sheaf::nn::detail::visit_fields(sheaf_visitor, #__VA_ARGS__ __VA_OPT__(, ) __VA_ARGS__); \
+  }                                                                                     \
+  template <class... SheafArgs>                                                         \
+  decltype(auto) operator()(SheafArgs&&... sheaf_args) {                                \
+    const ::sheaf::nn::ModuleScope sheaf_scope(*this);                                  \
+    return this->forward(std::forward<SheafArgs>(sheaf_args)...);                       \
+  }                                                                                     \
+  static_assert(true)

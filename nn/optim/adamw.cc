@@ -1,0 +1,56 @@
+#include "sheaf/nn/optim/adamw.h"
+
+#include <algorithm>
+
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/optimizer.h"
+
+namespace sheaf::optim {
+namespace {
+
+using namespace kernels::cpu;  // the order of the scalars
+
+// x^n by squaring: IEEE products only, so that every machine has the same bits.
+double power(double x, int64_t n) {
+  double out = 1.0;
+  for (; n > 0; n >>= 1, x *= x)
+    if (n & 1) out *= x;
+  return out;
+}
+
+// param, grad, m, v, segments, scalars [, clip scale] -> param, m, v, in place.
+struct AdamWStep {
+  static constexpr const char* kName = "adamw";
+  static constexpr OpKind kKind = OpKind::step;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) {
+    double scalars[kAdamWScalars];
+    std::copy_n(c.input(5).as<double>(), kAdamWScalars, scalars);
+    if (c.num_inputs() == 7) scalars[kClipScale] = *c.input(6).as<double>();
+    SHEAF_ON_CPU(c.stream(), adamw, c.output(0), c.input(1), c.output(1), c.output(2), c.input(4),
+                 View::dense(scalars, kF64, {kAdamWScalars}));
+  }
+};
+
+}  // namespace
+
+AdamW::AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options)
+    : Optimizer("adamw", parameters, options.decays, 2), options_(options) {}
+
+std::vector<double> AdamW::scalars(const StepOptions& step_options, int64_t step) const {
+  std::vector<double> s(kAdamWScalars, 1.0);
+  s[kLearningRate] = step_options.lr.value_or(options_.lr);
+  s[kBeta1] = options_.beta1;
+  s[kBeta2] = options_.beta2;
+  s[kEpsilon] = options_.epsilon;
+  s[kWeightDecay] = options_.weight_decay;
+  s[kBiasCorrection1] = 1.0 - power(options_.beta1, step);
+  s[kBiasCorrection2] = 1.0 - power(options_.beta2, step);
+  return s;
+}
+
+void AdamW::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
+  detail::apply_step(op_def<AdamWStep>(), nullptr, shard, scalars, clip_scale);
+}
+
+}  // namespace sheaf::optim

@@ -1,0 +1,33 @@
+// AdamW.
+#pragma once
+
+#include "sheaf/nn/optim/optimizer.h"
+
+namespace sheaf::optim {
+
+struct AdamWOptions {
+  double lr = 1e-3;            ///< learning rate, unless step() is told another
+  double beta1 = 0.9;          ///< decay of the first moment
+  double beta2 = 0.999;        ///< decay of the second moment
+  double epsilon = 1e-8;
+  double weight_decay = 0.01;  ///< decoupled, times the learning rate
+  DecayRule decays = decays_matrices;
+};
+
+/// AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2); the formula and its roundings stand in
+/// kernels/optimizer.h. One pass over each unit's flat shard; two state tensors of the shard's type.
+class AdamW final : public Optimizer {
+ public:
+  explicit AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options = {});
+  explicit AdamW(const std::vector<nn::Parameter>& parameters, const AdamWOptions& options = {})
+      : AdamW(std::span(parameters), options) {}
+  explicit AdamW(nn::Module& module, const AdamWOptions& options = {}) : AdamW(module.parameters(), options) {}
+  std::vector<std::string> state_names() const override { return {"m", "v"}; }
+
+ private:
+  std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
+  void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
+  AdamWOptions options_;
+};
+
+}  // namespace sheaf::optim

@@ -1,0 +1,72 @@
+// What all optimizers share: they work on the flat shards of units, in one pass each, with state of the shard's type.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/unit.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf::optim {
+
+/// What a step may be told.
+struct StepOptions {
+  std::optional<double> lr = std::nullopt;  ///< learning rate of this step; the optimizer's own if absent
+};
+
+/// Chooses the parameters that weight decay acts on.
+using DecayRule = std::function<bool(const nn::Parameter&)>;
+/// The default: those of two dimensions and more, so neither biases nor norms.
+bool decays_matrices(const nn::Parameter& p);
+
+/// A piece of an optimizer's work: one flat buffer of a unit, with its state.
+struct ShardState {
+  std::shared_ptr<Unit> unit;
+  size_t buffer;              ///< index into unit->buffers()
+  Tensor segments;            ///< i64 [k, 3]: begin, end within this rank's shard, 1 if decayed
+  std::vector<Tensor> state;  ///< of the shard's type, one per name in state_names()
+  FlatBuffer& flat() const { return unit->buffers()[buffer]; }
+};
+
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  Optimizer(Optimizer&&) noexcept = default;
+  Optimizer& operator=(Optimizer&&) noexcept = default;
+
+  /// Updates the parameters from their gradients, times the scale that clip_grad_norm left, and the state. Units that
+  /// have no gradient stay as they are. Recorded as part of the update if a recording lives.
+  void step(const StepOptions& options = {});
+  /// Frees the gradients.
+  void zero_grad();
+  /// Steps taken so far: with state() all that resuming needs.
+  int64_t steps() const { return steps_; }
+  void set_steps(int64_t steps) { steps_ = steps; }
+
+  /// Names of the state tensors: "m", "v".
+  virtual std::vector<std::string> state_names() const = 0;
+  std::vector<ShardState>& shards() { return shards_; }
+
+ protected:
+  /// Allocates `states` zeroed tensors per flat shard. `name` is for the tape and messages.
+  Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays, int states);
+  /// Values that change from step to step, as one f64 vector; `step` counts from 1.
+  virtual std::vector<double> scalars(const StepOptions& options, int64_t step) const = 0;
+  /// Updates one shard; scalars and clip scale (undefined: 1) are tensors.
+  virtual void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) = 0;
+
+ private:
+  std::string name_;
+  std::vector<ShardState> shards_;
+  int64_t steps_ = 0;
+};
+
+namespace detail {
+/// Runs a step op whose inputs are (parameters, gradient, state..., segments, scalars [, clip scale]) and whose outputs
+/// lie in the memory of the parameters and the state.
+void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
+}  // namespace detail
+
+}  // namespace sheaf::optim

@@ -1,0 +1,54 @@
+#include "sheaf/nn/optim/sgd.h"
+
+#include <algorithm>
+
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/optimizer.h"
+
+namespace sheaf::optim {
+namespace {
+
+using namespace kernels::cpu;  // the order of the scalars
+
+// param, grad [, momentum], segments, scalars [, clip scale] -> param [, momentum], in place.
+struct SgdStep {
+  static constexpr const char* kName = "sgd";
+  static constexpr OpKind kKind = OpKind::step;
+  struct Attrs { int32_t momentum, nesterov; };
+  static void execute(const Attrs& a, Execute& c) {
+    const int segments = 2 + a.momentum;
+    double scalars[kSgdScalars];
+    std::copy_n(c.input(segments + 1).as<double>(), kSgdScalars, scalars);
+    if (c.num_inputs() == segments + 3) scalars[kSgdClipScale] = *c.input(segments + 2).as<double>();
+    SHEAF_ON_CPU(c.stream(), sgd, c.output(0), c.input(1), a.momentum ? c.output(1) : View{}, c.input(segments),
+                 View::dense(scalars, kF64, {kSgdScalars}), a.nesterov != 0);
+  }
+  static void describe(const Attrs& a, std::string& out) { out += a.nesterov ? "nesterov" : ""; }
+};
+
+}  // namespace
+
+SGD::SGD(std::span<const nn::Parameter> parameters, const SgdOptions& options)
+    : Optimizer("sgd", parameters, options.decays, options.momentum != 0.0), options_(options) {
+  if (options.nesterov && options.momentum == 0.0) fail<ConfigError>("[sgd] nesterov needs momentum");
+}
+
+std::vector<std::string> SGD::state_names() const {
+  if (options_.momentum == 0.0) return {};
+  return {"momentum"};
+}
+
+std::vector<double> SGD::scalars(const StepOptions& step_options, int64_t) const {
+  std::vector<double> s(kSgdScalars, 1.0);
+  s[kSgdLearningRate] = step_options.lr.value_or(options_.lr);
+  s[kSgdMomentum] = options_.momentum;
+  s[kSgdWeightDecay] = options_.weight_decay;
+  return s;
+}
+
+void SGD::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
+  const SgdStep::Attrs attrs{options_.momentum != 0.0, options_.nesterov};
+  detail::apply_step(op_def<SgdStep>(), &attrs, shard, scalars, clip_scale);
+}
+
+}  // namespace sheaf::optim

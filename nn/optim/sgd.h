@@ -1,0 +1,32 @@
+// Stochastic gradient descent.
+#pragma once
+
+#include "sheaf/nn/optim/optimizer.h"
+
+namespace sheaf::optim {
+
+struct SgdOptions {
+  double lr = 1e-2;           ///< learning rate, unless step() is told another
+  double momentum = 0.0;      ///< 0: no momentum, and no state
+  bool nesterov = false;
+  double weight_decay = 0.0;  ///< added to the gradient
+  DecayRule decays = decays_matrices;
+};
+
+/// SGD with momentum (Sutskever et al. 2013, in PyTorch's form without dampening); the formula stands in
+/// kernels/optimizer.h. One pass over each unit's flat shard.
+class SGD final : public Optimizer {
+ public:
+  explicit SGD(std::span<const nn::Parameter> parameters, const SgdOptions& options = {});
+  explicit SGD(const std::vector<nn::Parameter>& parameters, const SgdOptions& options = {})
+      : SGD(std::span(parameters), options) {}
+  explicit SGD(nn::Module& module, const SgdOptions& options = {}) : SGD(module.parameters(), options) {}
+  std::vector<std::string> state_names() const override;
+
+ private:
+  std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
+  void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
+  SgdOptions options_;
+};
+
+}  // namespace sheaf::optim

@@ -1,0 +1,172 @@
+#include "sheaf/nn/parameter.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/unit.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf {
+namespace nn {
+namespace {
+
+// Why a leaf has no value: it was never materialized, or no SHEAF_FIELDS leads to it.
+[[noreturn]] void no_value(const char* what, const std::string& name, DType dtype, const Shape& shape) {
+  const Module* m = ModuleScope::current();
+  std::string text = str("[", what, "] ");
+  if (!name.empty()) text += "'" + name + "' ";
+  text += str(dtype, shape);
+  if (m) text += str(", used in ", m->type_name(), m->path().empty() ? "" : " '" + m->path() + "'", ",");
+  if (name.empty() && m)
+    fail<LifetimeError>(text, " has no memory: either its field is missing from SHEAF_FIELDS (a base's fields are to be "
+                              "listed too), or materialize() was not called");
+  fail<LifetimeError>(text, " has no memory: call materialize(model, device) first");
+}
+
+template <class S>
+S& defined_state(const std::shared_ptr<S>& state, const char* what) {
+  if (!state) fail<LifetimeError>("[", what, "] this one is absent (default-constructed)");
+  return *state;
+}
+
+}  // namespace
+
+Parameter::Parameter(const Shape& shape, Init init, DType dtype) : state_(std::make_shared<State>()) {
+  check<DTypeError>(is_floating(dtype), "[parameter] ", dtype, shape, ": only floating types are trained");
+  state_->shape = shape;
+  state_->dtype = dtype;
+  state_->init = init;
+}
+
+Parameter::State& Parameter::state() const { return defined_state(state_, "parameter"); }
+
+Tensor Parameter::value() const {
+  if (!state_) return {};
+  if (!state_->unit) no_value("parameter", state_->name, state_->dtype, state_->shape);
+  return state_->unit->value(state_->index);
+}
+
+void Parameter::freeze() {
+  if (unit()) fail<ConfigError>("[freeze] '", name(), "' is materialized: its unit is laid out; freeze before");
+  state().trainable = false;
+}
+
+void Parameter::set_init(Init init) {
+  if (unit()) fail<ConfigError>("[init] '", name(), "' is materialized: it has its values already");
+  state().init = init;
+}
+
+void tie(Parameter& a, const Parameter& b) {
+  if (!(a.shape() == b.shape()) || a.dtype() != b.dtype())
+    fail<ShapeError>("[tie] ", a.dtype(), a.shape(), " and ", b.dtype(), b.shape(), " cannot be one parameter");
+  if (a.unit() || b.unit()) fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "': tie before materialize()");
+  a.state_ = b.state_;
+}
+
+Buffer::Buffer(const Shape& shape, Init init, DType dtype) : state_(std::make_shared<State>()) {
+  state_->shape = shape;
+  state_->dtype = dtype;
+  state_->init = init;
+}
+
+Buffer::State& Buffer::state() const { return defined_state(state_, "buffer"); }
+
+Tensor Buffer::value() const {
+  if (!state_) return {};
+  if (!state_->value) no_value("buffer", state_->name, state_->dtype, state_->shape);
+  return state_->value;
+}
+
+std::vector<std::shared_ptr<Unit>> distinct_units(std::span<const Parameter> parameters) {
+  std::vector<std::shared_ptr<Unit>> out;
+  for (const Parameter& p : parameters) {
+    if (!p.unit())
+      fail<LifetimeError>("[parameter] '", p.name(), "' ", p.dtype(), p.shape(), " has no memory: call materialize() first");
+    if (std::find(out.begin(), out.end(), p.unit()) == out.end()) out.push_back(p.unit());
+  }
+  return out;
+}
+
+}  // namespace nn
+
+namespace {
+
+void refuse_recording(const char* who) {
+  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording");
+}
+
+const Unit& unit_of(const nn::Parameter& p, const char* who) {
+  if (!p.unit()) fail<LifetimeError>("[", who, "] '", p.name(), "' ", p.dtype(), p.shape(), " has no memory: call materialize() first");
+  return *p.unit();
+}
+
+// The buffer that holds a leaf, and the leaf's place in it.
+const FlatBuffer& buffer_of(const Unit& unit, int leaf, int64_t& offset) {
+  for (const FlatBuffer& b : const_cast<Unit&>(unit).buffers())
+    for (size_t i = 0; i < b.leaves.size(); ++i)
+      if (b.leaves[i] == leaf) {
+        offset = b.layout.offsets[i];
+        return b;
+      }
+  fail<LifetimeError>("[unit] '", unit.name(), "' has no leaf ", leaf);
+}
+
+// Elements [offset, offset + shape) of a buffer, whole on every rank.
+Tensor whole_of(const Tensor& buffer, const Unit& unit, const Shape& shape, int64_t offset) {
+  Tensor all = buffer;
+  if (unit.mesh()) all = redistribute(buffer, buffer.layout().with(unit.axis(), Placement::invariant()));
+  all.storage()->settle();
+  return Tensor::view_into(all, {buffer.dtype(), shape, {}}, offset * static_cast<int64_t>(size_of(buffer.dtype())))
+      .clone();
+}
+
+void check_whole(const char* who, const std::string& name, DType dtype, const Shape& shape, const Tensor& whole) {
+  refuse_recording(who);
+  if (!(whole.shape() == shape) || whole.dtype() != dtype || !(whole.local_shape() == shape))
+    fail<ShapeError>("[", who, "] ", whole.type(), " for '", name, "' ", dtype, shape);
+}
+
+}  // namespace
+
+Tensor full_parameter(const nn::Parameter& p) {
+  refuse_recording("full_parameter");
+  const Unit& unit = unit_of(p, "full_parameter");
+  int64_t offset = 0;
+  const FlatBuffer& b = buffer_of(unit, p.index(), offset);
+  return whole_of(b.shard, unit, p.shape(), offset);
+}
+
+Tensor full_gradient(const nn::Parameter& p) {
+  refuse_recording("full_gradient");
+  const Unit& unit = unit_of(p, "full_gradient");
+  int64_t offset = 0;
+  const FlatBuffer& b = buffer_of(unit, p.index(), offset);
+  return b.grad ? whole_of(b.grad, unit, p.shape(), offset) : Tensor();
+}
+
+void assign(const nn::Parameter& p, const Tensor& whole) {
+  const Unit& unit = unit_of(p, "assign");
+  check_whole("assign", p.name(), p.dtype(), p.shape(), whole);
+  unit.schedule()->flush();  // what is gathered holds the old values
+  int64_t offset = 0;
+  const FlatBuffer& b = buffer_of(unit, p.index(), offset);
+  if (b.shard.device().is_meta()) return;
+  const Tensor dense = whole.is_contiguous() ? whole : whole.clone();
+  const auto size = static_cast<int64_t>(size_of(p.dtype()));
+  for (const LocalPiece& piece : unit.pieces(b))
+    if (piece.leaf == p.index())
+      std::memcpy(b.shard.view().as<char>() + piece.shard_offset * size,
+                  dense.view().as<char>() + piece.interval.begin * size, piece.interval.size() * size);
+}
+
+void assign(const nn::Buffer& b, const Tensor& whole) {
+  const Tensor value = b.value();
+  check_whole("assign", b.name(), value.dtype(), value.shape(), whole);
+  if (value.device().is_meta()) return;
+  const Tensor dense = whole.is_contiguous() ? whole : whole.clone();
+  std::memcpy(value.view().data, dense.view().data, dense.local_bytes());
+}
+
+}  // namespace sheaf

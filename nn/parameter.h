@@ -1,0 +1,125 @@
+// Parameter: a named leaf of a model. Buffer: state without gradient. Both are handles on a small record, so they
+// survive any move of the module that holds them; copies of a handle mean the same leaf.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+class Unit;
+
+namespace nn {
+
+/// How a leaf's first values are drawn. They depend on the seed, the leaf's name and the element's flat index alone.
+struct Init {
+  enum class Kind : uint8_t { constant, normal, uniform };
+  Kind kind = Kind::constant;
+  double value = 0;  ///< the constant, the standard deviation, or the bound b of [-b, b)
+
+  static Init zeros() { return {}; }
+  static Init ones() { return {Kind::constant, 1.0}; }
+  static Init constant(double value) { return {Kind::constant, value}; }
+  static Init normal(double std) { return {Kind::normal, std}; }
+  static Init uniform(double bound) { return {Kind::uniform, bound}; }
+  bool operator==(const Init&) const = default;
+};
+
+/// A trainable (or frozen) leaf. It has no memory until materialize() has put it into a unit. Converts to a Tensor
+/// wherever an op takes one: the value that its unit holds ready for compute, gathered if need be. A default Parameter
+/// is absent (a bias that a layer lacks) and converts to an undefined Tensor.
+class Parameter {
+ public:
+  Parameter() = default;
+  Parameter(const Shape& shape, Init init, DType dtype = kF32);
+
+  /// Throws LifetimeError, by name, before materialize() and for a field that SHEAF_FIELDS does not list.
+  Tensor value() const;
+  operator Tensor() const { return value(); }  // NOLINT: a parameter is used where tensors are
+
+  bool defined() const { return state_ != nullptr; }
+  explicit operator bool() const { return defined(); }
+  const Shape& shape() const { return state().shape; }
+  DType dtype() const { return state().dtype; }
+  int64_t numel() const { return shape().numel(); }
+  /// The path of its field, "blocks.3.mlp.up.weight": from the module last asked for its parameters, then, for good,
+  /// from the one that was materialized.
+  const std::string& name() const { return state().name; }
+  const Init& init() const { return state().init; }
+  bool trainable() const { return state().trainable; }
+  /// Takes it out of training: no gradient, no optimizer state. Before materialize() (its unit is laid out there).
+  void freeze();
+  /// Another way to draw the first values. Before materialize().
+  void set_init(Init init);
+
+  /// Its unit and its place there; null and -1 before materialize().
+  const std::shared_ptr<Unit>& unit() const { return state().unit; }
+  int index() const { return state().index; }
+
+  struct State {
+    Shape shape;
+    DType dtype = kF32;
+    Init init;
+    bool trainable = true;
+    std::string name;
+    std::shared_ptr<Unit> unit;
+    int index = -1;
+  };
+  /// Two handles are the same leaf if their records are one.
+  const State* id() const { return state_.get(); }
+  State& state() const;
+
+ private:
+  friend void tie(Parameter& a, const Parameter& b);
+  std::shared_ptr<State> state_;
+};
+
+/// Makes `a` the same leaf as `b`: one value used twice, whose gradients add up. The shapes must agree; before
+/// materialize().
+void tie(Parameter& a, const Parameter& b);
+
+/// State without gradient, whole on every rank: a running mean, a table. Memory comes with materialize().
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Shape& shape, Init init, DType dtype = kF32);
+  /// Throws LifetimeError before materialize().
+  Tensor value() const;
+  operator Tensor() const { return value(); }  // NOLINT
+  bool defined() const { return state_ != nullptr; }
+  const std::string& name() const { return state().name; }
+
+  struct State {
+    Shape shape;
+    DType dtype = kF32;
+    Init init;
+    std::string name;
+    Tensor value;
+  };
+  const State* id() const { return state_.get(); }
+  State& state() const;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+/// The units of these parameters, each once, in order.
+std::vector<std::shared_ptr<Unit>> distinct_units(std::span<const Parameter> parameters);
+
+}  // namespace nn
+
+/// The whole value on every rank, dense and without a layout. Collective if the parameter is sharded; outside of any
+/// recording. For tests and export.
+Tensor full_parameter(const nn::Parameter& p);
+/// The same of its gradient; undefined if there is none. Collective.
+Tensor full_gradient(const nn::Parameter& p);
+/// Gives a parameter the values of a whole tensor (no layout, same shape and dtype): each rank copies its own piece,
+/// without communication. Outside of any recording.
+void assign(const nn::Parameter& p, const Tensor& whole);
+void assign(const nn::Buffer& b, const Tensor& whole);
+
+}  // namespace sheaf

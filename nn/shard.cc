@@ -1,0 +1,95 @@
+#include "sheaf/nn/shard.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "sheaf/nn/unit_mark.h"
+
+namespace sheaf {
+namespace nn {
+
+using Mark = std::shared_ptr<const Module::UnitMark>;
+
+UnitPolicy UnitPolicy::at(std::vector<std::string> paths) {
+  UnitPolicy policy;
+  policy.paths_ = std::move(paths);
+  return policy;
+}
+
+UnitPolicy UnitPolicy::of_at_least(int64_t parameters) {
+  check<ConfigError>(parameters > 0, "[shard] units of at least ", parameters, " parameters: the minimum is 1");
+  UnitPolicy policy;
+  policy.minimum_ = parameters;
+  return policy;
+}
+
+// Marks the modules below the sharded one that a policy chooses.
+struct UnitMarker : Visitor {
+  const UnitPolicy& policy;
+  const Mark& mark;
+  std::unordered_set<std::string> missing, known;
+  std::unordered_set<const Parameter::State*> counted;
+  int64_t unclaimed = 0;  // elements of leaves that no unit has claimed yet, in the module being visited
+
+  UnitMarker(const UnitPolicy& p, const Mark& m) : policy(p), mark(m), missing(p.paths_.begin(), p.paths_.end()) {}
+
+  void parameter(Parameter& p) override {
+    if (p.unit()) fail<ConfigError>("[shard] '", p.name(), "' is materialized already: shard before materialize()");
+    if (counted.insert(p.id()).second) unclaimed += p.numel();
+  }
+
+  void module(Module& m) override {
+    const std::string here = path();
+    known.insert(here);
+    if (ModuleAccess::mark(m)) {  // an inner call has claimed it, with all below it
+      if (missing.erase(here))
+        fail<ConfigError>("[shard] '", here, "' is sharded by a call of its own already");
+      return;
+    }
+    const int64_t before = std::exchange(unclaimed, 0);
+    Visitor::module(m);
+    const bool listed = missing.erase(here) > 0;
+    if (listed || (policy.predicate_ && policy.predicate_(m, here)) ||
+        (policy.minimum_ > 0 && unclaimed >= policy.minimum_)) {
+      ModuleAccess::mark(m) = mark;
+      unclaimed = 0;
+    }
+    unclaimed += before;
+  }
+
+  void finish() const {
+    if (missing.empty()) return;
+    std::vector<std::string> names(known.begin(), known.end());
+    std::sort(names.begin(), names.end());
+    std::string all;
+    for (const std::string& n : names) all += (all.empty() ? "" : " ") + n;
+    fail<ConfigError>("[shard] no module at '", *missing.begin(), "'; there are: ", all);
+  }
+};
+
+}  // namespace nn
+
+void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
+  using nn::ModuleAccess;
+  if (ModuleAccess::mark(module))
+    fail<ConfigError>("[shard] this ", module.type_name(), " is sharded already");
+  nn::Module::UnitMark mark;
+  mark.mesh = mesh.spec;
+  mark.axis = mesh.spec ? mesh.spec->axis(options.axis) : 0;
+  mark.strategy = mesh.spec ? options.strategy.value : Strategy::none;
+  mark.prefetch_bytes = options.prefetch_bytes;
+  if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
+    fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
+                      mesh.spec->size(mark.axis));
+  for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
+    if (a != mark.axis && mesh.spec->size(a) > 1)
+      fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis,
+                        "' while another axis has several ranks (hybrid sharding) is not there yet");
+  const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
+  nn::UnitMarker marker(options.units, shared);
+  module.visit(marker);
+  marker.finish();
+  ModuleAccess::mark(module) = shared;
+}
+
+}  // namespace sheaf

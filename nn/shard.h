@@ -1,0 +1,99 @@
+// shard(): chosen layers become units, whose parameters are gathered, reduced and updated together. materialize(): units
+// and memory, and the first values.
+//
+// shard() only marks modules, so it may be called bottom-up with options per unit: an inner call claims its module's
+// parameters, the outer call takes what is left as the root unit. materialize() then gives every leaf to the lowest
+// unit that holds all of its uses (a tied weight to the common ancestor), and all units one gather schedule.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sheaf/distributed/device_mesh.h"
+#include "sheaf/distributed/unit.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf {
+
+namespace strategy {
+inline constexpr Strategy none = Strategy::none;
+inline constexpr Strategy replicate = Strategy::replicate;
+inline constexpr Strategy shard_grad_op = Strategy::shard_grad_op;
+inline constexpr Strategy full_shard = Strategy::full_shard;
+}  // namespace strategy
+
+namespace nn {
+
+/// Which modules below the sharded one become units of their own. Modules that an inner shard() has claimed stay as
+/// they are, with all below them.
+class UnitPolicy {
+ public:
+  using Predicate = std::function<bool(Module& module, const std::string& path)>;
+  /// None: one unit.
+  UnitPolicy() = default;
+  /// Those for which the predicate holds; `path` counts from the sharded module.
+  UnitPolicy(Predicate predicate) : predicate_(std::move(predicate)) {}  // NOLINT: a lambda is a policy
+  /// Those at these paths; ConfigError for a path that is not there.
+  static UnitPolicy at(std::vector<std::string> paths);
+  /// In post-order, a module becomes a unit when its parameters not yet claimed reach this many elements.
+  static UnitPolicy of_at_least(int64_t parameters);
+
+ private:
+  friend struct UnitMarker;
+  Predicate predicate_;
+  std::vector<std::string> paths_;
+  int64_t minimum_ = -1;
+};
+
+/// Every module of type M (or derived from it).
+template <class M>
+UnitPolicy units_of() {
+  return UnitPolicy([](Module& m, const std::string&) { return dynamic_cast<M*>(&m) != nullptr; });
+}
+inline UnitPolicy units_at(std::vector<std::string> paths) { return UnitPolicy::at(std::move(paths)); }
+inline UnitPolicy units_of_at_least(int64_t parameters) { return UnitPolicy::of_at_least(parameters); }
+inline UnitPolicy units_where(UnitPolicy::Predicate predicate) { return UnitPolicy(std::move(predicate)); }
+
+}  // namespace nn
+
+/// A strategy, or its name ("full_shard"); a name that is unknown or not there yet is a ConfigError.
+struct StrategyChoice {
+  Strategy value;
+  StrategyChoice(Strategy s) : value(s) {}                                     // NOLINT
+  StrategyChoice(std::string_view name) : value(strategy_from(name)) {}        // NOLINT
+  StrategyChoice(const char* name) : value(strategy_from(name)) {}             // NOLINT
+  StrategyChoice(const std::string& name) : value(strategy_from(name)) {}      // NOLINT
+};
+
+struct ShardOptions {
+  std::string axis = "data";            ///< of the mesh, that cuts parameters and the batch
+  nn::UnitPolicy units = {};            ///< which modules below become units of their own
+  StrategyChoice strategy = Strategy::full_shard;
+  int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root
+};
+
+/// Marks `module` and those below it that options.units choose as units over an axis of `mesh`. `Mesh{}` keeps the same
+/// units on one rank without a mesh. Before materialize(); throws ConfigError for a module already marked, an unknown
+/// axis or path.
+void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options = {});
+
+struct MaterializeOptions {
+  uint64_t seed = 0;
+  std::optional<DType> dtype = std::nullopt;  ///< of all floating leaves, in place of their own: f64 for checking
+};
+
+/// Makes the units and gives memory on `device` to what this rank owns, filled from the counter-based generator keyed by
+/// (seed, name, flat index): the same values, bit for bit, at any world size and for any strategy. On Device::meta()
+/// everything has its type and no values. Without a shard() before it, the model is one unit on one rank. Throws
+/// ConfigError for parameters that no unit claims although parts are sharded over several ranks.
+void materialize(nn::Module& module, Device device = Device::cpu(), const MaterializeOptions& options = {});
+
+/// The schedule that the units of a materialized model share: prefetch budget, gathered bytes, mispredictions.
+GatherSchedule& gather_schedule(nn::Module& module);
+/// The units of a materialized model in the order of their modules, the root first.
+std::vector<std::shared_ptr<Unit>> units(nn::Module& module);
+
+}  // namespace sheaf

@@ -1,0 +1,57 @@
+#include "sheaf/nn/state_dict.h"
+
+#include "sheaf/core/rank_context.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf::nn {
+namespace {
+
+// Whether this rank is the one that saves a tensor of this layout.
+bool owns(const Layout& layout) {
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (!layout[a].is_shard() && RankContext::current().coordinate(layout.mesh(), a) != 0) return false;
+  return true;
+}
+
+// The pieces of the parameters of one flat buffer in `values`, which is cut as the buffer is.
+void append_pieces(const Unit& unit, const FlatBuffer& b, const Tensor& values, const std::string& prefix,
+                   std::vector<StatePiece>& out) {
+  const bool owner = owns(values.layout());
+  const size_t first = out.size();
+  for (int leaf : b.leaves)
+    out.push_back({prefix + unit.leaves()[leaf].name, values.dtype(), unit.leaves()[leaf].shape, {}, nullptr, owner});
+  char* data = values.view().as<char>();
+  for (const LocalPiece& piece : unit.pieces(b))
+    for (size_t i = 0; i < b.leaves.size(); ++i) {
+      if (b.leaves[i] != piece.leaf) continue;
+      out[first + i].interval = piece.interval;
+      out[first + i].data = data + piece.shard_offset * static_cast<int64_t>(size_of(values.dtype()));
+    }
+}
+
+}  // namespace
+
+std::vector<StatePiece> state_pieces(Module& module) {
+  std::vector<StatePiece> out;
+  for (const auto& unit : distinct_units(module.parameters())) {
+    unit->schedule()->flush();
+    for (const FlatBuffer& b : unit->buffers()) append_pieces(*unit, b, b.shard, "", out);
+  }
+  const RankContext& context = RankContext::current();
+  for (const Buffer& b : module.buffers()) {
+    const Tensor value = b.value();
+    out.push_back({b.name(), value.dtype(), value.shape(), {0, value.numel()}, value.view().data, context.rank == 0});
+  }
+  return out;
+}
+
+std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer) {
+  std::vector<StatePiece> out;
+  const std::vector<std::string> names = optimizer.state_names();
+  for (const optim::ShardState& shard : optimizer.shards())
+    for (size_t i = 0; i < names.size(); ++i)
+      append_pieces(*shard.unit, shard.flat(), shard.state[i], "optimizer." + names[i] + ".", out);
+  return out;
+}
+
+}  // namespace sheaf::nn

@@ -1,0 +1,17 @@
+// The units that an update works on: whole flat shards, so whole units.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "sheaf/nn/parameter.h"
+
+namespace sheaf::nn {
+
+/// The units that hold trainable ones of these parameters, each once, in order. ConfigError, in the name of `who`, if a
+/// unit has trainable parameters that are not among them; LifetimeError before materialize().
+std::vector<std::shared_ptr<Unit>> trainable_units(std::string_view who, std::span<const Parameter> parameters);
+
+}  // namespace sheaf::nn

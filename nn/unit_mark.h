@@ -1,0 +1,30 @@
+// What shard() leaves on a module for materialize(), and the access of both to a module's private parts.
+#pragma once
+
+#include <string>
+
+#include "sheaf/distributed/unit.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf::nn {
+
+struct Module::UnitMark {
+  const MeshSpec* mesh = nullptr;
+  int axis = 0;
+  Strategy strategy = Strategy::none;
+  int64_t prefetch_bytes = -1;
+};
+
+struct ModuleAccess {
+  static std::shared_ptr<const Module::UnitMark>& mark(Module& m) { return m.mark_; }
+  static std::shared_ptr<Unit>& unit(Module& m) { return m.unit_; }
+  static std::shared_ptr<GatherSchedule>& schedule(Module& m) { return m.schedule_; }
+  /// Some SHEAF_FIELDS leads to this module, at this path of the whole model.
+  static void list(Module& m, const std::string& path) {
+    m.path_ = path;
+    m.listed_ = true;
+  }
+  static void set_training(Module& m, bool on) { m.training_ = on; }
+};
+
+}  // namespace sheaf::nn
