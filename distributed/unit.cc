@@ -108,7 +108,7 @@ std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
 }
 
 void Unit::zero_grad() {
-  for (FlatBuffer& b : buffers_) b.grad = Tensor();
+  for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = Tensor();
 }
 
 int64_t Unit::gathered_bytes() const {
@@ -123,7 +123,13 @@ int64_t Unit::gathered_bytes() const {
 void Unit::enter() {
   schedule_->enter_scope();
   ++depth_;
-  open();
+  try {
+    open();
+  } catch (...) {  // the scope was never entered
+    --depth_;
+    schedule_->leave_scope();
+    throw;
+  }
 }
 
 void Unit::leave() {
@@ -319,6 +325,7 @@ void Unit::complete_reduction() {
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
     const Tensor& reduced = reduction_.reduced[k++];
+    b.grad_scale = Tensor();  // it belonged to the gradient before
     if (b.grad) add_into(b.grad, reduced);  // a micro-batch's gradient is finished, then added
     else b.grad = reduced;
   }

@@ -55,6 +55,7 @@ struct FlatBuffer {
   FlatLayout layout;
   Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh
   Tensor grad;              ///< of the same type; undefined until a backward has ended
+  Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
 };
 
 /// The part of a parameter that this rank holds: elements [begin, end) of its row-major flat index.
