@@ -136,6 +136,12 @@ std::vector<FlightEntry> CommunicatorBase::flight_record() const {
   return {flight_.begin(), flight_.end()};
 }
 
+std::optional<FlightEntry> CommunicatorBase::flight_entry(uint64_t sequence) const {
+  std::lock_guard lock(mutex_);
+  if (flight_.empty() || sequence < flight_.front().sequence || sequence > flight_.back().sequence) return std::nullopt;
+  return flight_[sequence - flight_.front().sequence];
+}
+
 CommError CommunicatorBase::error(const Collective& call, ExitCode code, const std::string& what) const {
   std::string group;
   if (size() != group_.world) {

@@ -2,10 +2,10 @@
 // keeps a flight recorder, words the errors, and runs the calls in order on a lane of their own.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,6 +71,10 @@ class CommunicatorBase : public Communicator {
   /// Finishes what is queued and ends the lane; derived destructors call it first, since run() is theirs.
   void finish_lane() { lane_.reset(); }
 
+  void set_state(uint64_t sequence, FlightEntry::State state);
+
+  std::optional<FlightEntry> flight_entry(uint64_t sequence) const;
+
   // Errors: "[op] rank 1 of 3: <what> at sequence 17 (path)".
   CommError error(const Collective& call, ExitCode code, const std::string& what) const;
   /// Poisons the job with this rank as the one that failed, and throws.
@@ -87,7 +91,6 @@ class CommunicatorBase : public Communicator {
  private:
   Event submit(Collective call);
   void check_counts(const char* op, std::span<const int64_t> counts) const;
-  void set_state(uint64_t sequence, FlightEntry::State state);
   void execute(const Collective& call);
 
   mutable std::mutex mutex_;  // guards what follows: issued by the rank's thread, looked at by others

@@ -32,6 +32,7 @@ World::World(std::shared_ptr<Transport> transport, RankContext& context, int ran
   context.local_world = local_size;
 }
 
+World::World(World&&) noexcept = default;
 World::~World() = default;
 
 Mesh World::mesh(std::vector<MeshSpec::Axis> axes) {

@@ -24,7 +24,7 @@ class World {
   World(std::shared_ptr<Transport> transport, RankContext& context, int rank, int size, int local_rank, int local_size,
         Device device = Device::cpu());
   ~World();
-  World(World&&) = default;
+  World(World&&) noexcept;
   World& operator=(World&&) = delete;
 
   int rank() const { return context_->rank; }

@@ -1,0 +1,106 @@
+// GlooCommunicator: ranks that are processes, over TCP. Gloo carries bytes from rank to rank; which ones, and all sums,
+// are ours.
+//
+// A message's tag is the running fingerprint of the collective it belongs to. Ranks that disagree thus never take each
+// other's bytes: they get stuck, say so to each other over the monitor, and find both sides of the disagreement there.
+// The same goes for a peer's death or failure, which the monitor learns of first. So nothing is paid per call.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/communicator_base.h"
+#include "sheaf/distributed/monitor.h"
+#include "sheaf/distributed/rendezvous.h"
+#include "sheaf/distributed/tcp_store.h"
+#include "sheaf/distributed/transport.h"
+
+namespace gloo {
+class Context;
+namespace transport {
+class Device;
+class UnboundBuffer;
+}  // namespace transport
+}  // namespace gloo
+
+namespace sheaf {
+
+/// What the communicators of one process share.
+struct GlooJob {
+  Rendezvous rendezvous;
+  std::shared_ptr<FailureBoard> board = std::make_shared<FailureBoard>();
+  std::unique_ptr<StoreServer> server;  ///< on rank 0
+  std::unique_ptr<StoreClient> store;
+  std::shared_ptr<gloo::transport::Device> device;
+  std::unique_ptr<Monitor> monitor;
+
+  ~GlooJob();
+};
+
+/// Joins the job that `rendezvous` describes: store, monitor, device. Returns when all ranks are connected.
+std::shared_ptr<GlooJob> join_gloo_job(const Rendezvous& rendezvous);
+
+class GlooCommunicator final : public CommunicatorBase {
+ public:
+  GlooCommunicator(CommunicatorGroup group, std::shared_ptr<GlooJob> job);
+  ~GlooCommunicator() override;
+
+  std::string_view kind() const override { return "gloo"; }
+  int64_t staging_bytes() const override { return staging_bytes_; }
+
+ private:
+  class Transfers;  // the messages of a collective that are under way
+  friend class Transfers;
+  struct InFlight {
+    gloo::transport::UnboundBuffer* buffer;
+    uint64_t step;
+    bool is_send;
+  };
+
+  void run(const Collective& call) override;
+  void all_gather(const Collective& call, const std::byte* in, std::byte* out, const std::vector<int64_t>& counts);
+  void reduce_scatter(const Collective& call, const std::byte* in, std::byte* out,
+                      const std::vector<int64_t>& counts);
+  void all_reduce(const Collective& call, std::byte* data);
+  void all_to_all(const Collective& call, const std::byte* in, std::byte* out);
+  void broadcast(const Collective& call, std::byte* data);
+  void barrier(const Collective& call);
+
+  std::byte* staging(int64_t half, int peer) const;
+  void interrupt();
+  void tick();  // on the monitor's thread
+
+  const std::shared_ptr<GlooJob> job_;
+  const uint64_t name_hash_;
+  const std::shared_ptr<Allocator> allocator_;
+  const int64_t chunk_bytes_, staging_bytes_;
+  std::byte* staging_ = nullptr;
+  std::shared_ptr<gloo::Context> context_;
+  std::vector<char> barrier_bytes_;
+
+  // What the lane's thread is in, for those who interrupt it or compare notes.
+  std::mutex mutex_;
+  std::vector<InFlight> in_flight_;
+  const Collective* running_ = nullptr;
+  std::chrono::steady_clock::time_point started_;
+  bool posted_ = false, interrupted_ = false;
+  std::string disagreement_;
+
+  int subscription_ = -1, watcher_ = -1;
+};
+
+class GlooTransport final : public Transport {
+ public:
+  explicit GlooTransport(std::shared_ptr<GlooJob> job) : job_(std::move(job)) {}
+  std::string_view kind() const override { return "gloo"; }
+  std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override;
+  FailureBoard& board() override { return *job_->board; }
+
+ private:
+  const std::shared_ptr<GlooJob> job_;
+};
+
+}  // namespace sheaf

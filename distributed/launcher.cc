@@ -1,0 +1,223 @@
+#include "sheaf/distributed/launcher.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/socket.h"
+
+namespace sheaf::distributed {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::seconds;
+
+// Peers of a dead rank say what they saw and leave by themselves.
+constexpr auto kOwnExitTime = seconds(2);
+constexpr auto kTerminateTime = seconds(3);
+// After a signal from outside a program may want to save something.
+constexpr auto kForwardedTime = seconds(30);
+
+struct Child {
+  pid_t pid = -1;
+  bool running = true;
+};
+
+struct Failure {
+  int rank;
+  pid_t pid;
+  int status;  // as waitpid gives it
+
+  int exit_code() const { return WIFSIGNALED(status) ? static_cast<int>(ExitCode::kPeerLost) : WEXITSTATUS(status); }
+  /// False for a rank that left because another had gone.
+  bool is_own() const { return WIFSIGNALED(status) || exit_code() != static_cast<int>(ExitCode::kPeerLost); }
+  std::string to_string() const {
+    return str("rank ", rank, " (pid ", static_cast<int64_t>(pid), ") ",
+               WIFSIGNALED(status) ? str("was killed by signal ", WTERMSIG(status))
+                                   : str("exited with code ", WEXITSTATUS(status)));
+  }
+};
+
+std::string random_token() {
+  unsigned char bytes[32];
+  check<IoError>(getrandom(bytes, sizeof bytes, 0) == sizeof bytes, "[launch] no random numbers for a job token");
+  std::string token;
+  for (unsigned char b : bytes) {
+    char hex[3];
+    std::snprintf(hex, sizeof hex, "%02x", b);
+    token += hex;
+  }
+  return token;
+}
+
+/// This process's environment, with `changes` ("NAME=value", or "NAME" to remove it).
+std::vector<std::string> changed_environment(const std::vector<std::string>& changes) {
+  const auto name_of = [](const std::string& entry) { return entry.substr(0, entry.find('=')); };
+  std::vector<std::string> out;
+  for (char** e = environ; *e; ++e)
+    if (std::none_of(changes.begin(), changes.end(), [&](auto& c) { return name_of(c) == name_of(*e); }))
+      out.emplace_back(*e);
+  for (const std::string& c : changes)
+    if (c.find('=') != std::string::npos) out.push_back(c);
+  return out;
+}
+
+std::vector<char*> pointers(const std::vector<std::string>& strings) {
+  std::vector<char*> out;
+  for (const std::string& s : strings) out.push_back(const_cast<char*>(s.c_str()));
+  out.push_back(nullptr);
+  return out;
+}
+
+class Job {
+ public:
+  explicit Job(const LaunchOptions& options) : options_(options), children_(static_cast<size_t>(options.nproc)) {
+    sigemptyset(&signals_);
+    for (int s : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&signals_, s);
+    sigprocmask(SIG_BLOCK, &signals_, &previous_mask_);
+    std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, children leave no status behind
+  }
+  ~Job() {
+    signal_all(SIGKILL);  // only if start() failed half-way
+    for (Child& c : children_)
+      if (c.pid > 0 && c.running) waitpid(c.pid, nullptr, 0);
+    sigprocmask(SIG_SETMASK, &previous_mask_, nullptr);
+  }
+
+  void start() {
+    const int n = options_.nproc;
+    const int threads = options_.threads_per_rank > 0 ? options_.threads_per_rank : std::max(1, available_cores() / n);
+    // Rank 0 inherits the socket that its store will serve on, so nobody can take the port in between.
+    Socket listener = listen_on("127.0.0.1", 0);
+    const std::string token = random_token();
+    for (int r = 0; r < n; ++r) {
+      const std::vector<std::string> environment = changed_environment(
+          {str("RANK=", r), str("WORLD_SIZE=", n), str("LOCAL_RANK=", r), str("LOCAL_WORLD_SIZE=", n),
+           "MASTER_ADDR=127.0.0.1", str("MASTER_PORT=", local_port(listener)), "SHEAF_TOKEN=" + token,
+           str("SHEAF_THREADS_PER_RANK=", threads), str("OMP_NUM_THREADS=", threads),
+           r == 0 ? str("SHEAF_LISTEN_FD=", listener.fd()) : "SHEAF_LISTEN_FD", "SHEAF_PORT",
+           "TORCHELASTIC_USE_AGENT_STORE"});
+      children_[r].pid = spawn(environment, r == 0 ? listener.fd() : -1);
+    }
+  }
+
+  int wait() {
+    while (running()) {
+      sleep_until_news();
+      reap();
+      const auto now = Clock::now();
+      if (stop_at_ && now >= *stop_at_) {
+        stop_at_.reset();
+        stopping_ = true;
+        signal_all(SIGTERM);
+        kill_at_ = now + kTerminateTime;
+      }
+      if (kill_at_ && now >= *kill_at_) {
+        kill_at_.reset();
+        stopping_ = true;
+        signal_all(SIGKILL);
+      }
+    }
+    return report();
+  }
+
+ private:
+  pid_t spawn(const std::vector<std::string>& environment, int inherited_fd) {
+    const std::vector<char*> arguments = pointers(options_.command), variables = pointers(environment);
+    const pid_t parent = getpid();
+    const pid_t pid = fork();
+    check<IoError>(pid >= 0, "[launch] cannot start a process: ", std::strerror(errno));
+    if (pid > 0) return pid;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(static_cast<int>(ExitCode::kPeerLost));  // it died before the line above
+    sigprocmask(SIG_SETMASK, &previous_mask_, nullptr);
+    if (inherited_fd >= 0) fcntl(inherited_fd, F_SETFD, 0);
+    execvpe(arguments[0], arguments.data(), variables.data());
+    std::fprintf(stderr, "sheaf launch: cannot run %s: %s\n", arguments[0], std::strerror(errno));
+    _exit(static_cast<int>(ExitCode::kConfig));
+  }
+
+  bool running() const {
+    return std::any_of(children_.begin(), children_.end(), [](const Child& c) { return c.running; });
+  }
+
+  void signal_all(int signal) {
+    for (Child& c : children_)
+      if (c.pid > 0 && c.running) kill(c.pid, signal);
+  }
+
+  void sleep_until_news() {
+    auto until = Clock::now() + seconds(1);
+    if (stop_at_) until = std::min(until, *stop_at_);
+    if (kill_at_) until = std::min(until, *kill_at_);
+    const auto ns = std::max<int64_t>(0, std::chrono::nanoseconds(until - Clock::now()).count());
+    const timespec time{.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
+    siginfo_t info;
+    const int signal = sigtimedwait(&signals_, &info, &time);
+    if (signal <= 0 || signal == SIGCHLD) return;
+    if (std::exchange(signal_, signal) != 0) kill_at_ = Clock::now();  // asked twice
+    else kill_at_ = Clock::now() + kForwardedTime;
+    // What a terminal sends has gone to the ranks already.
+    if (info.si_code != SI_KERNEL) signal_all(signal);
+  }
+
+  void reap() {
+    for (int r = 0; r < options_.nproc; ++r) {
+      Child& c = children_[r];
+      int status = 0;
+      if (!c.running || waitpid(c.pid, &status, WNOHANG) != c.pid) continue;
+      c.running = false;
+      if (status == 0 || stopping_ || signal_ != 0) continue;
+      failures_.push_back({r, c.pid, status});
+      if (failures_.size() == 1) stop_at_ = Clock::now() + kOwnExitTime;
+    }
+  }
+
+  int report() const {
+    if (!failures_.empty()) {
+      auto first = std::find_if(failures_.begin(), failures_.end(), [](const Failure& f) { return f.is_own(); });
+      if (first == failures_.end()) first = failures_.begin();
+      std::fprintf(stderr, "sheaf launch: %s\n", first->to_string().c_str());
+      return first->exit_code();
+    }
+    if (signal_ != 0) {
+      std::fprintf(stderr, "sheaf launch: stopped by signal %d\n", signal_);
+      return 128 + signal_;
+    }
+    return 0;
+  }
+
+  const LaunchOptions& options_;
+  std::vector<Child> children_;
+  std::vector<Failure> failures_;  // in order of time
+  std::optional<Clock::time_point> stop_at_, kill_at_;
+  bool stopping_ = false;
+  int signal_ = 0;  // that we were sent
+  sigset_t signals_, previous_mask_;
+};
+
+}  // namespace
+
+int launch(const LaunchOptions& options) {
+  check<ConfigError>(options.nproc >= 1 && options.nproc <= 4096, "[launch] cannot run ", options.nproc, " processes");
+  check<ConfigError>(options.threads_per_rank >= 0, "[launch] ", options.threads_per_rank, " threads per rank");
+  check<ConfigError>(!options.command.empty(), "[launch] no command to run");
+  Job job(options);
+  job.start();
+  return job.wait();
+}
+
+}  // namespace sheaf::distributed

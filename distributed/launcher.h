@@ -1,0 +1,25 @@
+// The launcher: starts the ranks of a job on this host and stays until the last has ended.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace sheaf::distributed {
+
+struct LaunchOptions {
+  int nproc = 1;                     ///< ranks
+  int threads_per_rank = 0;          ///< 0: cores / nproc, at least 1
+  std::vector<std::string> command;  ///< program and arguments; the program is looked up in PATH
+};
+
+/// Runs `nproc` processes of `command` with torchrun's variables, a free port on loopback and a random job token.
+/// When one fails, the others get two seconds to find out by themselves, then SIGTERM, three seconds later SIGKILL. The
+/// last line on standard error names the first failure that did not merely follow from another rank's:
+/// "sheaf launch: rank 1 (pid 123) was killed by signal 9", "... exited with code 65". SIGINT, SIGTERM and SIGHUP are
+/// passed on. If the launcher itself is killed, the kernel kills the ranks.
+/// Returns 0, or that failure's exit code (72 for a killed rank), or 128 + signal if a signal stopped the job.
+/// ConfigError for bad options. To be called from a process's main thread; waits for no other children.
+int launch(const LaunchOptions& options);
+
+}  // namespace sheaf::distributed

@@ -1,0 +1,86 @@
+// Monitor: the side channel of a job of processes. Every rank keeps a plain TCP connection to every other; what goes
+// over it is who failed and why, who is stuck in which collective, and who has left.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "sheaf/distributed/failure_board.h"
+#include "sheaf/distributed/socket.h"
+
+namespace sheaf {
+
+/// "I have been waiting in this collective for a while", for others to compare with what they did.
+struct StuckNote {
+  uint64_t group = 0;        ///< hash of the communicator's name
+  uint64_t sequence = 0;
+  uint64_t fingerprint = 0;
+  std::string what;          ///< Collective::to_string()
+  std::vector<int64_t> send_counts;  ///< all_to_all only
+};
+
+/// A peer's connection that ends without a farewell means that it died. Failures of this rank, and those that it learns
+/// of, go to everybody; so all ranks know of a dead or throwing peer within milliseconds, whatever they wait for.
+class Monitor {
+ public:
+  static constexpr std::chrono::milliseconds kTick{100};
+
+  Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token);
+  /// Says farewell and closes.
+  ~Monitor();
+  Monitor(const Monitor&) = delete;
+  Monitor& operator=(const Monitor&) = delete;
+
+  /// Where higher ranks connect to.
+  int port() const { return local_port(listener_); }
+  void connect(int peer, const std::string& host, int port, Deadline deadline);
+  /// Waits for the higher ranks, then starts watching. CommError(kTimeout) names those that did not come.
+  void start(Deadline deadline);
+
+  void post(const StuckNote& note);
+  /// The last note of `peer` about `group`.
+  std::optional<StuckNote> note(uint64_t group, int peer) const;
+  /// True once `peer` has said farewell.
+  bool has_left(int peer) const { return peers_[peer].left; }
+
+  /// `tick` runs on the monitor's thread every kTick; after unwatch() returns, no more.
+  int watch(std::function<void()> tick);
+  void unwatch(int id);
+
+ private:
+  struct Peer {
+    Socket socket = {};
+    FrameBuffer frames = {};
+    std::mutex send_mutex = {};
+    std::atomic<bool> left = false;
+    bool closed = false;
+  };
+  void loop();
+  void read(int peer);
+  void handle(int peer, const std::string& frame);
+  void broadcast(const std::string& frame);
+  std::optional<int> greeted_rank(const Socket& socket, Deadline deadline) const;
+
+  const int rank_, world_;
+  const std::shared_ptr<FailureBoard> board_;
+  const std::string token_;
+  Socket listener_;
+  std::vector<Peer> peers_;
+  Socket wake_;
+  mutable std::mutex notes_mutex_;
+  std::map<std::pair<uint64_t, int>, StuckNote> notes_;
+  std::mutex watchers_mutex_;  // held while ticks run
+  std::map<int, std::function<void()>> watchers_;
+  int next_watcher_ = 0;
+  int subscription_ = -1;
+  std::thread thread_;
+};
+
+}  // namespace sheaf

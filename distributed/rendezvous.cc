@@ -1,0 +1,139 @@
+#include "sheaf/distributed/rendezvous.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <optional>
+#include <string_view>
+
+#include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/socket.h"
+
+namespace sheaf {
+namespace {
+
+class Reader {
+ public:
+  explicit Reader(const Environment& environment) : environment_(environment) {}
+
+  std::optional<std::string> text(const char* variable) const {
+    const char* value = environment_(variable);
+    return value && *value ? std::optional<std::string>(value) : std::nullopt;
+  }
+
+  std::optional<int> number(const char* variable, int least, int most) const {
+    const auto value = text(variable);
+    if (!value) return std::nullopt;
+    int n = 0;
+    const char* end = value->data() + value->size();
+    const auto [stop, error] = std::from_chars(value->data(), end, n);
+    if (error != std::errc() || stop != end)
+      fail<ConfigError>("[rendezvous] ", variable, "='", *value, "' is not a number");
+    if (n < least || n > most)
+      fail<ConfigError>("[rendezvous] ", variable, '=', n, " is not between ", least, " and ", most);
+    return n;
+  }
+
+  int required(const char* variable, int least, int most, const char* because) const {
+    const auto n = number(variable, least, most);
+    if (!n) fail<ConfigError>("[rendezvous] ", because, " is set, but ", variable, " is not");
+    return *n;
+  }
+
+  std::chrono::milliseconds seconds(const char* variable, std::chrono::milliseconds otherwise) const {
+    const auto value = text(variable);
+    if (!value) return otherwise;
+    char* end = nullptr;
+    const double s = std::strtod(value->c_str(), &end);
+    if (*end || !(s > 0) || s > 1e8)
+      fail<ConfigError>("[rendezvous] ", variable, "='", *value, "' is not a positive number of seconds");
+    return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(s * 1000)));
+  }
+
+ private:
+  const Environment& environment_;
+};
+
+/// What one launcher calls its variables.
+struct Names {
+  const char *launcher, *rank, *world, *local_rank, *local_world;
+};
+constexpr Names kLaunchers[] = {
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+};
+constexpr int kMaxRanks = 1 << 20;
+
+/// Slurm also sets its variables in an interactive shell, whose commands are no ranks.
+bool interactive_slurm(const Names& names, const Reader& read) {
+  const auto job = read.text("SLURM_JOB_NAME");
+  return names.launcher == std::string_view("Slurm") && job && (*job == "bash" || *job == "interactive");
+}
+
+/// "node[03-07,12],other" → "node03".
+std::string first_slurm_host(const std::string& list) {
+  const size_t bracket = list.find_first_of("[,");
+  if (bracket == std::string::npos || list[bracket] == ',') return list.substr(0, bracket);
+  const size_t end = list.find_first_of("-,]", bracket);
+  return list.substr(0, bracket) + list.substr(bracket + 1, end == std::string::npos ? end : end - bracket - 1);
+}
+
+}  // namespace
+
+Rendezvous read_rendezvous(const Environment& environment) {
+  const Reader read(environment);
+  Rendezvous r;
+  r.token = read.text("SHEAF_TOKEN").value_or("");
+  r.init_timeout = read.seconds("SHEAF_INIT_TIMEOUT", r.init_timeout);
+  r.timeout = read.seconds("SHEAF_TIMEOUT", r.timeout);
+
+  bool same_host = true;
+  for (const Names& names : kLaunchers) {
+    const bool torchrun = &names == kLaunchers;
+    if (!read.text(names.rank) && !(torchrun && read.text(names.world))) continue;
+    if (interactive_slurm(names, read)) continue;
+    r.launcher = names.launcher;
+    r.world = read.required(names.world, 1, kMaxRanks, names.rank);
+    r.rank = read.required(names.rank, 0, kMaxRanks, names.world);
+    if (r.rank >= r.world)
+      fail<ConfigError>("[rendezvous] ", names.rank, '=', r.rank, " is not below ", names.world, '=', r.world);
+    const auto local_world = read.number(names.local_world, 1, r.world);
+    const auto local_rank = read.number(names.local_rank, 0, r.world - 1);
+    // Who says nothing of hosts and gives no address has one.
+    const bool one_host = !local_world && !read.text("MASTER_ADDR") && !read.text("SLURM_JOB_NODELIST");
+    r.local_world = local_world.value_or(one_host ? r.world : 1);
+    r.local_rank = local_rank.value_or(one_host ? r.rank : 0);
+    same_host = r.local_world == r.world;
+    break;
+  }
+  const auto threads = read.number("SHEAF_THREADS_PER_RANK", 1, 65536);
+  r.threads = threads.value_or(std::max(1, available_cores() / r.local_world));
+  if (r.world == 1) return r;
+
+  r.host = read.text("MASTER_ADDR").value_or("");
+  if (const auto nodes = read.text("SLURM_JOB_NODELIST"); r.host.empty() && r.launcher == "Slurm" && nodes)
+    r.host = first_slurm_host(*nodes);
+  if (r.host.empty() && !same_host)
+    fail<ConfigError>("[rendezvous] the job spans several hosts, but MASTER_ADDR, rank 0's address, is not set");
+  const int master_port = read.number("MASTER_PORT", 1, 65535).value_or(r.port);
+  const bool agent = read.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
+  r.port = read.number("SHEAF_PORT", 1, 65535).value_or(master_port + (agent ? 1 : 0));
+  check<ConfigError>(r.port <= 65535, "[rendezvous] SHEAF_PORT must be set: MASTER_PORT + 1 is no port");
+  r.listen_fd = read.number("SHEAF_LISTEN_FD", 3, 1 << 20).value_or(-1);
+  if (same_host) r.host = "127.0.0.1";
+  if (!same_host && r.token.empty() && !is_loopback(r.host))
+    fail<ConfigError>("[rendezvous] rank 0 is at ", r.host, ", beyond loopback: set SHEAF_TOKEN to the same secret ",
+                      "on all ranks");
+  return r;
+}
+
+Rendezvous read_rendezvous() {
+  return read_rendezvous([](const char* variable) -> const char* { return std::getenv(variable); });
+}
+
+}  // namespace sheaf

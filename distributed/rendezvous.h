@@ -1,0 +1,34 @@
+// How a process learns which rank of which job it is: from what its launcher left in the environment.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+namespace sheaf {
+
+struct Rendezvous {
+  std::string launcher;  ///< "torchrun", "Open MPI", "PMI" or "Slurm"; empty: none, a single rank
+  int rank = 0;
+  int world = 1;
+  int local_rank = 0;
+  int local_world = 1;          ///< ranks on this host
+  std::string host = "127.0.0.1";  ///< where rank 0 serves the store
+  int port = 29500;
+  std::string token;            ///< SHEAF_TOKEN
+  int listen_fd = -1;           ///< SHEAF_LISTEN_FD: a socket that listens on `port`, inherited from the launcher
+  int threads = 1;              ///< per rank: SHEAF_THREADS_PER_RANK, else cores / local_world
+  std::chrono::milliseconds init_timeout{300'000};  ///< SHEAF_INIT_TIMEOUT, in seconds
+  std::chrono::milliseconds timeout{300'000};       ///< SHEAF_TIMEOUT, in seconds: of one collective
+};
+
+using Environment = std::function<const char*(const char*)>;
+
+/// Reads torchrun's variables (RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT), else Open MPI's,
+/// PMI's, Slurm's. The store is at MASTER_ADDR:MASTER_PORT, or SHEAF_PORT if set; under torchrun, whose agent holds
+/// MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE=True), at SHEAF_PORT, by default MASTER_PORT + 1. If all ranks are on this
+/// host the store stays on loopback; if it does not, a token is required. ConfigError names what is missing or wrong.
+Rendezvous read_rendezvous(const Environment& environment);
+Rendezvous read_rendezvous();  ///< of this process
+
+}  // namespace sheaf

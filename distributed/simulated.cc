@@ -1,0 +1,71 @@
+#include "sheaf/distributed/simulated.h"
+
+#include "sheaf/distributed/gloo_staging.h"
+
+namespace sheaf::distributed {
+namespace {
+
+class SimulatedCommunicator final : public CommunicatorBase {
+ public:
+  SimulatedCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, bool charge_staging)
+      : CommunicatorBase(std::move(group), std::move(board)),
+        meta_(RankContext::current().meta),
+        staging_(charge_staging ? gloo_staging_bytes(size()) : 0) {
+    if (staging_ > 0) block_ = meta_->allocate(static_cast<size_t>(staging_));
+  }
+  ~SimulatedCommunicator() override {
+    if (staging_ > 0) meta_->free(block_, static_cast<size_t>(staging_));
+  }
+
+  std::string_view kind() const override { return "simulated"; }
+  int64_t staging_bytes() const override { return staging_; }
+
+ private:
+  Event dispatch(std::shared_ptr<Collective> call) override {
+    set_state(call->sequence, FlightEntry::State::done);
+    return {};
+  }
+  void run(const Collective&) override {}
+
+  const std::shared_ptr<Allocator> meta_;
+  const int64_t staging_;
+  void* block_ = nullptr;
+};
+
+class SimulatedTransport final : public Transport {
+ public:
+  explicit SimulatedTransport(bool charge_staging) : charge_staging_(charge_staging) {}
+  std::string_view kind() const override { return "simulated"; }
+  std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override {
+    return std::make_unique<SimulatedCommunicator>(group, board_, charge_staging_);
+  }
+  FailureBoard& board() override { return *board_; }
+
+ private:
+  const bool charge_staging_;
+  const std::shared_ptr<FailureBoard> board_ = std::make_shared<FailureBoard>();
+};
+
+struct OwnContext {
+  explicit OwnContext(int threads) {
+    context.threads = threads;
+    scope = std::make_unique<RankScope>(context);
+  }
+  RankContext context;
+  std::unique_ptr<RankScope> scope;
+};
+
+}  // namespace
+
+World simulated_world(int rank, int size, SimulationOptions options) {
+  if (size < 1 || rank < 0 || rank >= size)
+    fail<ConfigError>("[simulated_world] rank ", rank, " of ", size, " does not exist");
+  check<ConfigError>(options.threads >= 1, "[simulated_world] ", options.threads, " threads");
+  auto own = std::make_shared<OwnContext>(options.threads);
+  World world(std::make_shared<SimulatedTransport>(options.charge_staging), own->context, rank, size, rank, size,
+              Device::meta());
+  world.keep(std::move(own));
+  return world;
+}
+
+}  // namespace sheaf::distributed

@@ -1,0 +1,17 @@
+// A job that is not there: any world size, seen from any rank, without data. Counts bytes and calls, for dry runs.
+#pragma once
+
+#include "sheaf/distributed/world.h"
+
+namespace sheaf::distributed {
+
+struct SimulationOptions {
+  int threads = 1;            ///< compute threads of the rank: kernels' workspaces depend on them
+  bool charge_staging = true;  ///< charge RankContext::meta with what Gloo's communicators would hold
+};
+
+/// Rank `rank` of `size`, on the meta device, in a RankContext of its own that is current on this thread while the
+/// world lives (so worlds go in reverse order of their making). Its collectives complete at once and touch nothing.
+World simulated_world(int rank, int size, SimulationOptions options = {});
+
+}  // namespace sheaf::distributed

@@ -1,0 +1,52 @@
+// A small key-value store over TCP, served by rank 0, where ranks leave their addresses for each other.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "sheaf/distributed/socket.h"
+
+namespace sheaf {
+
+/// Serves on a thread of its own until it is destroyed. A client must first show the job's token and name its rank; a
+/// rank that shows up twice, out of range or with another world size is refused with the reason, and when a rank's
+/// connection breaks, everybody who asks for a key learns that it died.
+class StoreServer {
+ public:
+  /// Takes a socket that listens already.
+  StoreServer(Socket listener, int world, std::string token);
+  ~StoreServer();
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// One rank's connection; for one thread at a time.
+class StoreClient {
+ public:
+  /// ConfigError if refused, CommError on time-out.
+  StoreClient(const std::string& host, int port, int rank, int world, const std::string& token, Deadline deadline);
+  ~StoreClient();
+
+  void set(const std::string& key, std::string_view value, Deadline deadline);
+  /// Sleeps until somebody sets `key`. CommError: kTimeout at the deadline, kPeerLost if a rank or the server is gone.
+  std::string get(const std::string& key, Deadline deadline);
+
+  /// The ranks that have not greeted the server: "2, 3".
+  std::string missing_ranks();
+
+  /// This machine's address as the server's machine sees it: where peers can reach us.
+  std::string local_address() const { return sheaf::local_address(socket_); }
+
+ private:
+  std::string ask(const std::string& request, const std::string& what, Deadline deadline);
+
+  const int rank_, world_;
+  Socket socket_;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,195 @@
+#include "sheaf/distributed/rendezvous.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <thread>
+
+#include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/tcp_store.h"
+
+namespace sheaf {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+Rendezvous read(const Variables& variables) {
+  return read_rendezvous([&](const char* name) -> const char* {
+    const auto it = variables.find(name);
+    return it == variables.end() ? nullptr : it->second.c_str();
+  });
+}
+
+void expect_refused(const Variables& variables, const std::string& part) {
+  try {
+    read(variables);
+    ADD_FAILURE() << "accepted, expected: " << part;
+  } catch (const ConfigError& e) {
+    EXPECT_EQ(e.exit_code(), 64);
+    EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+  }
+}
+
+TEST(Rendezvous, WithoutALauncherThereIsOneRank) {
+  const Rendezvous r = read({});
+  EXPECT_EQ(r.world, 1);
+  EXPECT_EQ(r.launcher, "");
+  EXPECT_EQ(r.threads, available_cores());
+  EXPECT_EQ(r.timeout.count(), 300'000);
+}
+
+TEST(Rendezvous, Torchrun) {
+  const Rendezvous r = read({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"},
+                             {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "5000"}, {"SHEAF_TIMEOUT", "2.5"},
+                             {"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "9"}});
+  EXPECT_EQ(r.launcher, "torchrun");
+  EXPECT_EQ(r.rank, 3);
+  EXPECT_EQ(r.world, 4);
+  EXPECT_EQ(r.local_rank, 1);
+  EXPECT_EQ(r.local_world, 2);
+  EXPECT_EQ(r.threads, std::max(1, available_cores() / 2));
+  EXPECT_EQ(r.port, 5000);
+  EXPECT_EQ(r.timeout.count(), 2500);
+}
+
+TEST(Rendezvous, TorchrunsAgentHoldsItsPort) {
+  Variables v = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "some-host"},
+                 {"MASTER_PORT", "5000"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
+  EXPECT_EQ(read(v).port, 5001);
+  EXPECT_EQ(read(v).host, "127.0.0.1");  // all ranks are here, whatever this host is called
+  v["SHEAF_PORT"] = "6000";
+  EXPECT_EQ(read(v).port, 6000);
+}
+
+TEST(Rendezvous, OtherLaunchersInOrder) {
+  Variables v = {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "1"}, {"SLURM_NTASKS_PER_NODE", "2"}};
+  EXPECT_EQ(read(v).launcher, "Slurm");
+  EXPECT_EQ(read(v).rank, 1);
+  v["SLURM_JOB_NAME"] = "bash";
+  EXPECT_EQ(read(v).world, 1);
+  v["PMI_RANK"] = "2", v["PMI_SIZE"] = "3";
+  EXPECT_EQ(read(v).launcher, "PMI");
+  EXPECT_EQ(read(v).local_world, 3);
+  v["OMPI_COMM_WORLD_RANK"] = "4", v["OMPI_COMM_WORLD_SIZE"] = "5", v["OMPI_COMM_WORLD_LOCAL_RANK"] = "4",
+  v["OMPI_COMM_WORLD_LOCAL_SIZE"] = "5";
+  EXPECT_EQ(read(v).launcher, "Open MPI");
+  EXPECT_EQ(read(v).rank, 4);
+}
+
+TEST(Rendezvous, SlurmsFirstHostServesTheStore) {
+  for (auto [list, host] : {std::pair{"127.0.0.[1-4,9]", "127.0.0.1"}, {"localhost,node2", "localhost"}}) {
+    const Rendezvous r = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_NODELIST", list},
+                               {"SLURM_NTASKS_PER_NODE", "2"}});
+    EXPECT_EQ(r.host, host);
+  }
+}
+
+TEST(Rendezvous, WrongValuesAreRefused) {
+  expect_refused({{"RANK", "2"}, {"WORLD_SIZE", "2"}}, "RANK=2 is not below WORLD_SIZE=2");
+  expect_refused({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}, "RANK=-1 is not between");
+  expect_refused({{"RANK", "one"}, {"WORLD_SIZE", "2"}}, "RANK='one' is not a number");
+  expect_refused({{"RANK", "1x"}, {"WORLD_SIZE", "2"}}, "RANK='1x' is not a number");
+  expect_refused({{"RANK", "0"}}, "WORLD_SIZE is not");
+  expect_refused({{"WORLD_SIZE", "2"}}, "RANK is not");
+  expect_refused({{"RANK", "0"}, {"WORLD_SIZE", "0"}}, "WORLD_SIZE=0");
+  expect_refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "70000"}}, "MASTER_PORT=70000");
+  expect_refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}, "LOCAL_WORLD_SIZE=3");
+  expect_refused({{"SHEAF_TIMEOUT", "soon"}}, "SHEAF_TIMEOUT='soon'");
+  expect_refused({{"SHEAF_TIMEOUT", "0"}}, "SHEAF_TIMEOUT='0'");
+  expect_refused({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}}, "MASTER_ADDR");
+}
+
+TEST(Rendezvous, BeyondLoopbackATokenIsRequired) {
+  Variables v = {{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "192.0.2.1"}};
+  expect_refused(v, "set SHEAF_TOKEN");
+  v["SHEAF_TOKEN"] = "secret";
+  EXPECT_EQ(read(v).host, "192.0.2.1");
+}
+
+class Store : public ::testing::Test {
+ protected:
+  static Deadline in(double seconds) {
+    return std::chrono::steady_clock::now() +
+           std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+  }
+  void serve(int world, const std::string& token) {
+    Socket listener = listen_on("127.0.0.1", 0);
+    port = local_port(listener);
+    server = std::make_unique<StoreServer>(std::move(listener), world, token);
+  }
+  std::unique_ptr<StoreClient> client(int rank, int world, const std::string& token = "t") {
+    return std::make_unique<StoreClient>("127.0.0.1", port, rank, world, token, in(5));
+  }
+  int port = 0;
+  std::unique_ptr<StoreServer> server;
+};
+
+TEST_F(Store, ValuesReachThoseWhoWait) {
+  serve(2, "t");
+  auto a = client(0, 2), b = client(1, 2);
+  std::thread setter([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    b->set("key", std::string("va\0lue", 6), in(5));
+  });
+  EXPECT_EQ(a->get("key", in(5)), std::string("va\0lue", 6));
+  setter.join();
+  EXPECT_EQ(b->get("key", in(5)).size(), 6u);
+  EXPECT_EQ(a->local_address(), "127.0.0.1");
+}
+
+TEST_F(Store, TimeOutAndMissingRanks) {
+  serve(3, "t");
+  auto a = client(1, 3);
+  try {
+    a->get("nothing", in(0.1));
+    FAIL();
+  } catch (const CommError& e) {
+    EXPECT_EQ(e.exit_code(), 71);
+  }
+  EXPECT_EQ(a->missing_ranks(), "0, 2");
+}
+
+TEST_F(Store, RefusesStrangers) {
+  serve(2, "t");
+  auto a = client(0, 2);
+  EXPECT_THROW(client(1, 2, "wrong"), ConfigError);
+  EXPECT_THROW(client(1, 2, ""), ConfigError);
+  EXPECT_THROW(client(0, 2), ConfigError);
+  EXPECT_THROW(client(1, 3), ConfigError);
+  EXPECT_THROW(client(2, 2), ConfigError);
+  // What is no greeting at all ends that connection and nothing else.
+  for (std::string garbage : {std::string("GET / HTTP/1.0\r\n\r\n"), std::string(4, '\xff'), std::string(3, '\0')}) {
+    Socket s = connect_to("127.0.0.1", port, in(5));
+    send_frame(s, garbage, in(1));
+    EXPECT_FALSE(receive_frame(s, in(1)).has_value());
+  }
+  auto b = client(1, 2);
+  b->set("alive", "yes", in(5));
+  EXPECT_EQ(a->get("alive", in(5)), "yes");
+}
+
+TEST_F(Store, ADeadRankIsTold) {
+  serve(3, "");
+  auto a = client(0, 3, "");
+  // A rank that greets and is gone without a farewell.
+  std::thread dies([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    Socket s = connect_to("127.0.0.1", port, in(5));
+    send_frame(s, FrameWriter().u8('H').u64(0x6d6f6f7266616873ull).u64(2).u64(3).text("").bytes(), in(1));
+    receive_frame(s, in(1));
+  });
+  try {
+    a->get("monitor/2", in(5));
+    FAIL();
+  } catch (const CommError& e) {
+    EXPECT_EQ(e.exit_code(), 72);
+    EXPECT_NE(std::string(e.what()).find("rank 2 died"), std::string::npos) << e.what();
+  }
+  dies.join();
+  server.reset();
+  EXPECT_THROW(a->get("x", in(5)), CommError);
+}
+
+}  // namespace
+}  // namespace sheaf
