@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit.h"
@@ -53,13 +54,9 @@ struct Group {
   Tensor limbs;
 };
 
-}  // namespace
-
-Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm) {
-  check<ConfigError>(max_norm > 0, "[clip_grad_norm] max_norm is ", max_norm, "; it must be positive");
-  const PhaseScope phase(Phase::update);
+// Norm and scale of the gradients of `units`.
+std::vector<Tensor> norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm) {
   std::vector<Group> groups;
-  const auto units = nn::trainable_units("clip_grad_norm", parameters);
   for (const auto& unit : units) {
     const PathScope path(unit->name());
     for (const FlatBuffer& b : unit->buffers()) {
@@ -76,7 +73,7 @@ Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm
                                  std::span(&spec, 1))[0];
     }
   }
-  if (groups.empty()) fail<LifetimeError>("[clip_grad_norm] there are no gradients: call recording.backward(loss) first");
+  if (groups.empty()) fail<LifetimeError>("[", who, "] there are no gradients: call recording.backward(loss) first");
   std::vector<Tensor> limbs;
   for (const Group& g : groups) {
     Layout whole = g.layout;
@@ -87,11 +84,26 @@ Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm
   const Layout& layout = limbs[0].layout();
   const OutputSpec specs[] = {{{kF64, {}, layout}, {}, -1, 0}, {{kF64, {}, layout}, {}, -1, 0}};
   const ClipScale::Attrs attrs{max_norm};
-  std::vector<Tensor> out = apply_typed(op_def<ClipScale>(), &attrs, limbs, specs);
+  return apply_typed(op_def<ClipScale>(), &attrs, limbs, specs);
+}
+
+}  // namespace
+
+Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm) {
+  check<ConfigError>(max_norm > 0, "[clip_grad_norm] max_norm is ", max_norm, "; it must be positive");
+  const PhaseScope phase(Phase::update);
+  const auto units = nn::trainable_units("clip_grad_norm", parameters);
+  const std::vector<Tensor> out = norm_and_scale("clip_grad_norm", units, max_norm);
   for (const auto& unit : units)
     for (FlatBuffer& b : unit->buffers())
       if (b.trainable && b.grad) b.grad_scale = out[1];
   return out[0];
+}
+
+Tensor grad_norm(std::span<const nn::Parameter> parameters) {
+  const PhaseScope phase(Phase::update);
+  return norm_and_scale("grad_norm", nn::trainable_units("grad_norm", parameters),
+                        std::numeric_limits<double>::infinity())[0];
 }
 
 }  // namespace sheaf

@@ -16,11 +16,15 @@ namespace sheaf {
 /// are sharded; recorded as part of the update if a recording lives. Pascanu, Mikolov and Bengio 2013,
 /// https://arxiv.org/abs/1211.5063.
 Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm);
+/// The norm alone; nothing is clipped.
+Tensor grad_norm(std::span<const nn::Parameter> parameters);
+
 inline Tensor clip_grad_norm(const std::vector<nn::Parameter>& parameters, double max_norm) {
   return clip_grad_norm(std::span(parameters), max_norm);
 }
 inline Tensor clip_grad_norm(nn::Module& module, double max_norm) {
   return clip_grad_norm(module.parameters(), max_norm);
 }
+inline Tensor grad_norm(nn::Module& module) { return grad_norm(module.parameters()); }
 
 }  // namespace sheaf

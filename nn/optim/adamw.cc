@@ -42,7 +42,7 @@ std::vector<double> AdamW::scalars(const StepOptions& step_options, int64_t step
   s[kLearningRate] = step_options.lr.value_or(options_.lr);
   s[kBeta1] = options_.beta1;
   s[kBeta2] = options_.beta2;
-  s[kEpsilon] = options_.epsilon;
+  s[kEpsilon] = options_.eps;
   s[kWeightDecay] = options_.weight_decay;
   s[kBiasCorrection1] = 1.0 - power(options_.beta1, step);
   s[kBiasCorrection2] = 1.0 - power(options_.beta2, step);

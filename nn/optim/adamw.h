@@ -9,7 +9,7 @@ struct AdamWOptions {
   double lr = 1e-3;            ///< learning rate, unless step() is told another
   double beta1 = 0.9;          ///< decay of the first moment
   double beta2 = 0.999;        ///< decay of the second moment
-  double epsilon = 1e-8;
+  double eps = 1e-8;
   double weight_decay = 0.01;  ///< decoupled, times the learning rate
   DecayRule decays = decays_matrices;
 };

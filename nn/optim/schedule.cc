@@ -1,0 +1,40 @@
+#include "sheaf/nn/optim/schedule.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace sheaf::optim {
+namespace {
+
+// Of the warm-up, or negative after it.
+double warming(int64_t step, const ScheduleOptions& o) {
+  if (step >= o.warmup) return -1.0;
+  return o.peak * static_cast<double>(step + 1) / static_cast<double>(o.warmup + 1);
+}
+
+// How much of the decay is done, in [0, 1].
+double decayed(int64_t step, const ScheduleOptions& o) {
+  const int64_t length = o.total - o.warmup;
+  if (length <= 0) return 1.0;
+  return std::min(1.0, static_cast<double>(step - o.warmup) / static_cast<double>(length));
+}
+
+}  // namespace
+
+double cosine(int64_t step, const ScheduleOptions& o) {
+  if (const double w = warming(step, o); w >= 0.0) return w;
+  constexpr double kPi = 3.14159265358979323846;
+  return o.minimum + 0.5 * (1.0 + std::cos(kPi * decayed(step, o))) * (o.peak - o.minimum);
+}
+
+double linear(int64_t step, const ScheduleOptions& o) {
+  if (const double w = warming(step, o); w >= 0.0) return w;
+  return o.peak + decayed(step, o) * (o.minimum - o.peak);
+}
+
+double constant(int64_t step, const ScheduleOptions& o) {
+  const double w = warming(step, o);
+  return w >= 0.0 ? w : o.peak;
+}
+
+}  // namespace sheaf::optim

@@ -1,0 +1,23 @@
+// Learning-rate schedules: plain functions of the step, which counts from 0.
+#pragma once
+
+#include <cstdint>
+
+namespace sheaf::optim {
+
+struct ScheduleOptions {
+  double peak = 1e-3;    ///< learning rate after warm-up
+  double minimum = 0.0;  ///< where decay ends, and after it
+  int64_t warmup = 0;    ///< steps, rising from peak / (warmup + 1) in equal parts
+  int64_t total = 0;     ///< step at which decay ends, warm-up included
+};
+
+/// Linear warm-up, then half a cosine from peak to minimum (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983,
+/// without restarts; warm-up as in nanoGPT).
+double cosine(int64_t step, const ScheduleOptions& options);
+/// Linear warm-up, then a straight line from peak to minimum.
+double linear(int64_t step, const ScheduleOptions& options);
+/// Linear warm-up, then peak.
+double constant(int64_t step, const ScheduleOptions& options);
+
+}  // namespace sheaf::optim
