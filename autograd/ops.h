@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sheaf/autograd/op.h"
+#include "sheaf/core/random.h"
 
 namespace sheaf {
 
@@ -36,8 +37,169 @@ void store_into(const Tensor& to, const Tensor& x);
 void add_into(const Tensor& to, const Tensor& x);
 
 // ---- group A: elementwise, reductions, shape, indexing, random --------------------------------------------------------
-/// a + b with broadcasting.
+/// Dimensions of a tensor, negative ones from the end; none given means all.
+class Dims {
+ public:
+  Dims() = default;
+  Dims(int dim) : dims_{dim} {}                              // NOLINT: sum(x, 0)
+  Dims(std::initializer_list<int> dims) : dims_(dims) {}     // NOLINT: sum(x, {0, 2})
+  Dims(std::vector<int> dims) : dims_(std::move(dims)) {}    // NOLINT
+  void push_back(int dim) { dims_.push_back(dim); }
+  bool empty() const { return dims_.empty(); }
+  size_t size() const { return dims_.size(); }
+  int operator[](int i) const { return dims_[static_cast<size_t>(i)]; }
+  auto begin() const { return dims_.begin(); }
+  auto end() const { return dims_.end(); }
+
+ private:
+  std::vector<int> dims_;
+};
+
+// Elementwise with NumPy broadcasting; operands of one dtype. Integers throw DTypeError in div and pow.
 Tensor add(const Tensor& a, const Tensor& b);
+Tensor sub(const Tensor& a, const Tensor& b);
+Tensor mul(const Tensor& a, const Tensor& b);
+Tensor div(const Tensor& a, const Tensor& b);
+Tensor pow(const Tensor& a, const Tensor& b);
+/// NaN if either is NaN. Of two equal operands the first takes the gradient.
+Tensor minimum(const Tensor& a, const Tensor& b);
+Tensor maximum(const Tensor& a, const Tensor& b);
+/// Comparisons and logic: bool results, no gradients; for logic, "not zero" is true.
+Tensor eq(const Tensor& a, const Tensor& b);
+Tensor ne(const Tensor& a, const Tensor& b);
+Tensor lt(const Tensor& a, const Tensor& b);
+Tensor le(const Tensor& a, const Tensor& b);
+Tensor gt(const Tensor& a, const Tensor& b);
+Tensor ge(const Tensor& a, const Tensor& b);
+Tensor logical_and(const Tensor& a, const Tensor& b);
+Tensor logical_or(const Tensor& a, const Tensor& b);
+Tensor logical_not(const Tensor& x);
+Tensor isfinite(const Tensor& x);
+// With a weak scalar: the result keeps x's dtype. Integers take no fractional scalar.
+Tensor add(const Tensor& x, double scalar);
+Tensor sub(const Tensor& x, double scalar);
+Tensor sub(double scalar, const Tensor& x);
+Tensor mul(const Tensor& x, double scalar);
+Tensor div(const Tensor& x, double scalar);
+Tensor div(double scalar, const Tensor& x);
+Tensor pow(const Tensor& x, double exponent);
+Tensor pow(double base, const Tensor& x);
+Tensor minimum(const Tensor& x, double scalar);
+Tensor maximum(const Tensor& x, double scalar);
+Tensor eq(const Tensor& x, double scalar);
+Tensor ne(const Tensor& x, double scalar);
+Tensor lt(const Tensor& x, double scalar);
+Tensor le(const Tensor& x, double scalar);
+Tensor gt(const Tensor& x, double scalar);
+Tensor ge(const Tensor& x, double scalar);
+
+Tensor neg(const Tensor& x);
+Tensor exp(const Tensor& x);
+Tensor log(const Tensor& x);
+Tensor sqrt(const Tensor& x);
+Tensor rsqrt(const Tensor& x);  ///< 1 / sqrt(x)
+Tensor square(const Tensor& x);
+Tensor abs(const Tensor& x);    ///< gradient 0 at 0
+Tensor sign(const Tensor& x);   ///< -1, 0 or 1
+Tensor sin(const Tensor& x);
+Tensor cos(const Tensor& x);
+/// Conversion; floats to integers truncate and saturate, anything to bool is "not zero".
+Tensor cast(const Tensor& x, DType dtype);
+/// min(max(x, lo), hi); the gradient passes within the closed interval.
+Tensor clamp(const Tensor& x, double lo, double hi);
+/// cond ? a : b, with broadcasting; cond is bool or "not zero".
+Tensor where(const Tensor& cond, const Tensor& a, const Tensor& b);
+Tensor where(const Tensor& cond, const Tensor& a, double b);
+Tensor where(const Tensor& cond, double a, const Tensor& b);
+
+inline Tensor operator+(const Tensor& a, const Tensor& b) { return add(a, b); }
+inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b); }
+inline Tensor operator*(const Tensor& a, const Tensor& b) { return mul(a, b); }
+inline Tensor operator/(const Tensor& a, const Tensor& b) { return div(a, b); }
+inline Tensor operator+(const Tensor& x, double s) { return add(x, s); }
+inline Tensor operator+(double s, const Tensor& x) { return add(x, s); }
+inline Tensor operator-(const Tensor& x, double s) { return sub(x, s); }
+inline Tensor operator-(double s, const Tensor& x) { return sub(s, x); }
+inline Tensor operator*(const Tensor& x, double s) { return mul(x, s); }
+inline Tensor operator*(double s, const Tensor& x) { return mul(x, s); }
+inline Tensor operator/(const Tensor& x, double s) { return div(x, s); }
+inline Tensor operator/(double s, const Tensor& x) { return div(s, x); }
+inline Tensor operator-(const Tensor& x) { return neg(x); }
+
+// Activations.
+Tensor relu(const Tensor& x);  ///< gradient 0 at 0
+Tensor tanh(const Tensor& x);
+Tensor sigmoid(const Tensor& x);
+Tensor silu(const Tensor& x);  ///< x sigmoid(x)
+/// x Phi(x), or its approximation by tanh (Hendrycks and Gimpel 2016), as in GPT-2.
+enum class GeluKind : uint8_t { exact, tanh };
+Tensor gelu(const Tensor& x, GeluKind kind = GeluKind::exact);
+/// silu(gate) * up, of equal shapes (Shazeer 2020).
+Tensor swiglu(const Tensor& gate, const Tensor& up);
+
+// Reductions over `dims` (none: all); with keepdim, reduced dimensions stay with size 1. sum of integers and bool is i64.
+// sum and mean of a sharded dimension are Partial, and means divide by the global count; the others need their dimensions
+// whole.
+Tensor sum(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
+Tensor mean(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
+/// sum((x - mean)^2) / (n - correction)
+Tensor var(const Tensor& x, const Dims& dims = {}, double correction = 1, bool keepdim = false);
+/// NaN if any element is; equal extremes share the gradient. Throws ShapeError where there is no element.
+Tensor max(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
+Tensor min(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
+Tensor logsumexp(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
+/// i64 position of the first largest element.
+Tensor argmax(const Tensor& x, int dim = -1, bool keepdim = false);
+
+// Shape. Results share x's memory where strides can say what is meant; only reshape may have to copy.
+/// One size may be -1. A cut of dimension d stays a cut if d is the first of the dimensions that merge or split.
+Tensor reshape(const Tensor& x, const Shape& shape);
+Tensor transpose(const Tensor& x, int dim0, int dim1);
+/// Dimension i of the result is dimension order[i] of x.
+Tensor permute(const Tensor& x, const Dims& order);
+/// Repeats dimensions of size 1, and adds dimensions in front, without copying.
+Tensor expand(const Tensor& x, const Shape& shape);
+/// Positions [begin, end) of one dimension, negative ones from the end; a view.
+Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end);
+/// Views, one after another along `dim`, of these sizes or of equal size.
+std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim = 0);
+std::vector<Tensor> split(const Tensor& x, int64_t parts, int dim = 0);
+/// At most 64 tensors, alike but for dimension `dim`.
+Tensor concat(const std::vector<Tensor>& xs, int dim = 0);
+/// The same along a new dimension.
+Tensor stack(const std::vector<Tensor>& xs, int dim = 0);
+Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value = 0);
+
+// Indexing; indices i64, i32, u32, u16 or u8. An index outside the dimension throws DataError.
+/// out[.., i, ..] = x[.., index[.., i, ..], ..] along `dim`.
+Tensor gather(const Tensor& x, int dim, const Tensor& index);
+/// x with src[.., i, ..] added at [.., index[.., i, ..], ..], in the order of i.
+Tensor scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& src);
+/// x's entries along `dim` at the positions `index` (of any shape, which replaces the dimension).
+Tensor take(const Tensor& x, const Tensor& index, int dim = 0);
+/// x with src[.., i, ..] added at [.., index[i], ..] for a 1-D index, in the order of i.
+Tensor index_add(const Tensor& x, int dim, const Tensor& index, const Tensor& src);
+/// Running sums, from the end if reverse. Integers and bool give i64.
+Tensor cumsum(const Tensor& x, int dim, bool reverse = false);
+
+// Creation, on default_device(). Values of a given type (layout included) hold this rank's part.
+Tensor full(const Shape& shape, double value, DType dtype = kF32);
+Tensor zeros(const Shape& shape, DType dtype = kF32);
+Tensor ones(const Shape& shape, DType dtype = kF32);
+/// 0, 1, ..., n - 1.
+Tensor arange(int64_t n, DType dtype = kI64);
+/// start, start + step, ... below (for negative steps above) stop.
+Tensor arange(double start, double stop, double step, DType dtype = kI64);
+/// Normal and uniform values: pure functions of the key and each element's global index (see core/random.h). Without a
+/// key, of the recording's seed, step and first sample and of the module path and call.
+Tensor randn(const Type& type, Key key, double mean = 0, double std = 1);
+Tensor randn(const Type& type, double mean = 0, double std = 1);
+Tensor uniform(const Type& type, Key key, double lo = 0, double hi = 1);
+Tensor uniform(const Type& type, double lo = 0, double hi = 1);
+/// Each element zeroed with probability p in [0, 1), the others divided by 1 - p; keyed as above. Dimension 0 counts
+/// samples, so that a batch cut over ranks or micro-batches drops what the whole batch would have dropped.
+Tensor dropout(const Tensor& x, double p);
+Tensor dropout(const Tensor& x, double p, Key key);
 
 // ---- group B: products, normalisation, attention, losses, optimizers --------------------------------------------------
 

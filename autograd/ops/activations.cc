@@ -1,0 +1,251 @@
+// Activation functions with fused backwards, which are ops too and have derivatives of their own.
+#include "sheaf/autograd/ops/common.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/elementwise.h"
+
+namespace sheaf {
+namespace {
+
+using kernels::UnaryOp;
+using namespace ops;
+
+/// Forward: out = f(x).
+template <class Op, UnaryOp kKernel>
+struct Activation {
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) {
+    require_floating(Op::kName, c.dtype(0));
+    c.output(c.dtype(0), c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), unary, kKernel, c.input(0), c.output(0));
+  }
+};
+
+/// Backward: dx = dy f'(kept), inputs {kept, dy}; linear in dy.
+template <class Op>
+struct Backward {
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const auto&, Infer& c) { c.output(common_dtype(Op::kName, c), c.shape(0)); }
+  static void place(const auto&, Place& p) { pointwise_linear_in(p, 1); }
+};
+
+// --- relu ---
+struct ReluBackward : Backward<ReluBackward> {
+  static constexpr const char* kName = "relu_backward";
+  static constexpr uint64_t kSavedInputs = 0b01;
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), relu_backward, c.input(0), c.input(1), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {  // f'' = 0
+    if (c.needs(1)) c.set(1, apply<ReluBackward>({}, {c.input(0), c.grad()}));
+  }
+};
+struct Relu : Activation<Relu, UnaryOp::relu> {
+  static constexpr const char* kName = "relu";
+  static constexpr uint64_t kSavedInputs = 0b1;
+  static void vjp(const Attrs&, Vjp& c) {
+    c.set(0, apply<ReluBackward>({}, {c.input(0), c.grad()}));
+  }
+};
+
+// --- tanh and sigmoid: backward in terms of the output ---
+struct TanhBackward : Backward<TanhBackward> {
+  static constexpr const char* kName = "tanh_backward";
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), tanh_backward, c.input(0), c.input(1), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {  // dy (1 - y^2)
+    const Tensor y = c.input(0);
+    if (c.needs(0)) c.set(0, mul(mul(c.grad(), mul(y, -2.0)), c.input(1)));
+    if (c.needs(1)) c.set(1, apply<TanhBackward>({}, {y, c.grad()}));
+  }
+};
+struct Tanh : Activation<Tanh, UnaryOp::tanh> {
+  static constexpr const char* kName = "tanh";
+  static constexpr uint64_t kSavedOutputs = 0b1;
+  static void vjp(const Attrs&, Vjp& c) {
+    c.set(0, apply<TanhBackward>({}, {c.output(0), c.grad()}));
+  }
+};
+
+struct SigmoidBackward : Backward<SigmoidBackward> {
+  static constexpr const char* kName = "sigmoid_backward";
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), sigmoid_backward, c.input(0), c.input(1), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {  // dy y (1 - y)
+    const Tensor y = c.input(0);
+    if (c.needs(0)) c.set(0, mul(mul(c.grad(), sub(1.0, mul(y, 2.0))), c.input(1)));
+    if (c.needs(1)) c.set(1, apply<SigmoidBackward>({}, {y, c.grad()}));
+  }
+};
+struct Sigmoid : Activation<Sigmoid, UnaryOp::sigmoid> {
+  static constexpr const char* kName = "sigmoid";
+  static constexpr uint64_t kSavedOutputs = 0b1;
+  static void vjp(const Attrs&, Vjp& c) {
+    c.set(0, apply<SigmoidBackward>({}, {c.output(0), c.grad()}));
+  }
+};
+
+// --- silu ---
+/// silu''(x) = s (1 - s) (2 + x (1 - 2 s)), s = sigmoid(x).
+Tensor silu_second(const Tensor& x) {
+  const Tensor s = sigmoid(x);
+  return mul(mul(s, sub(1.0, s)), add(mul(x, sub(1.0, mul(s, 2.0))), 2.0));
+}
+struct SiluBackward : Backward<SiluBackward> {
+  static constexpr const char* kName = "silu_backward";
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), silu_backward, c.input(0), c.input(1), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    const Tensor x = c.input(0);
+    if (c.needs(0)) c.set(0, mul(mul(c.grad(), silu_second(x)), c.input(1)));
+    if (c.needs(1)) c.set(1, apply<SiluBackward>({}, {x, c.grad()}));
+  }
+};
+struct Silu : Activation<Silu, UnaryOp::silu> {
+  static constexpr const char* kName = "silu";
+  static constexpr uint64_t kSavedInputs = 0b1;
+  static void vjp(const Attrs&, Vjp& c) {
+    c.set(0, apply<SiluBackward>({}, {c.input(0), c.grad()}));
+  }
+};
+
+// --- gelu ---
+/// gelu''(x). Exact: phi(x) (2 - x^2). Approximate: y = x s(w), w = k (x + c x^3); y'' = 2 s' + x
+/// s''.
+Tensor gelu_second(const Tensor& x, GeluKind kind) {
+  if (kind == GeluKind::exact)
+    return mul(mul(exp(mul(square(x), -0.5)), 0.39894228040143267794), sub(2.0, square(x)));
+  const double k = 1.5957691216057308, cubic = 0.044715;
+  const Tensor s = sigmoid(mul(mul(add(mul(square(x), cubic), 1.0), x), k));
+  const Tensor w1 = mul(add(mul(square(x), 3 * cubic), 1.0), k), w2 = mul(x, 6 * cubic * k);
+  const Tensor slope = mul(s, sub(1.0, s));
+  const Tensor curve = add(mul(sub(1.0, mul(s, 2.0)), square(w1)), w2);
+  return mul(slope, add(mul(w1, 2.0), mul(x, curve)));
+}
+struct GeluAttrs {
+  GeluKind kind;
+};
+UnaryOp kernel_of(const GeluAttrs& a) {
+  return a.kind == GeluKind::tanh ? UnaryOp::gelu_tanh : UnaryOp::gelu_exact;
+}
+
+struct GeluBackward : Backward<GeluBackward> {
+  static constexpr const char* kName = "gelu_backward";
+  using Attrs = GeluAttrs;
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), gelu_backward, kernel_of(a), c.input(0), c.input(1), c.output(0));
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const Tensor x = c.input(0);
+    if (c.needs(0)) c.set(0, mul(mul(c.grad(), gelu_second(x, a.kind)), c.input(1)));
+    if (c.needs(1)) c.set(1, apply<GeluBackward>(a, {x, c.grad()}));
+  }
+};
+struct Gelu {
+  static constexpr const char* kName = "gelu";
+  using Attrs = GeluAttrs;
+  static constexpr uint64_t kSavedInputs = 0b1;
+  static void infer(const Attrs&, Infer& c) {
+    require_floating(kName, c.dtype(0));
+    c.output(c.dtype(0), c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), unary, kernel_of(a), c.input(0), c.output(0));
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    c.set(0, apply<GeluBackward>(a, {c.input(0), c.grad()}));
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += a.kind == GeluKind::tanh ? "tanh" : "exact";
+  }
+};
+
+// --- swiglu ---
+void check_equal_shapes(const char* op, const Infer& c) {
+  for (int i = 1; i < c.num_inputs(); ++i)
+    if (!(c.shape(i) == c.shape(0)))
+      fail<ShapeError>("[", op, "] shapes ", c.shape(0), " and ", c.shape(i), " differ");
+}
+
+struct SwigluBackward {  // inputs gate, up, dy; outputs dgate = dy up h'(gate), dup = dy h(gate), h
+                         // = silu
+  static constexpr const char* kName = "swiglu_backward";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b111;
+  static void infer(const Attrs&, Infer& c) {
+    const DType d = common_dtype(kName, c);
+    check_equal_shapes(kName, c);
+    c.output(d, c.shape(0));
+    c.output(d, c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) {
+    if (const OwnershipMap* map = p.sharded())
+      rule_all(p, Placement::shard(*map), Placement::shard(*map), 2);
+    rule_all(p, kR, kR, 2);
+    p.rule({kR, kR, kP}, {kP, kP});
+    p.rule({kR, kP, kR}, {kP, kR});
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), swiglu_backward, c.input(0), c.input(1), c.input(2), c.output(0),
+                 c.output(1));
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    const Tensor gate = c.input(0), up = c.input(1), dy = c.input(2);
+    const auto slope = [&](const Tensor& t) {
+      return apply<SiluBackward>({}, {gate, t});
+    };  // t h'(gate)
+    Tensor to_gate, to_up, to_dy;
+    const auto sum = [](Tensor& total, const Tensor& t) { total = total ? add(total, t) : t; };
+    if (c.has_grad(0)) {
+      const Tensor& a = c.grad(0);
+      if (c.needs(0)) sum(to_gate, mul(mul(mul(a, silu_second(gate)), up), dy));
+      if (c.needs(1)) sum(to_up, mul(slope(a), dy));
+      if (c.needs(2)) sum(to_dy, mul(slope(a), up));
+    }
+    if (c.has_grad(1)) {
+      const Tensor& b = c.grad(1);
+      if (c.needs(0)) sum(to_gate, mul(slope(b), dy));
+      if (c.needs(2)) sum(to_dy, mul(b, silu(gate)));
+    }
+    if (to_gate) c.set(0, to_gate);
+    if (to_up) c.set(1, to_up);
+    if (to_dy) c.set(2, to_dy);
+  }
+};
+struct Swiglu {
+  static constexpr const char* kName = "swiglu";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const Attrs&, Infer& c) {
+    require_floating(kName, common_dtype(kName, c));
+    check_equal_shapes(kName, c);
+    c.output(c.dtype(0), c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) { pointwise_linear_in(p, 1); }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), swiglu, c.input(0), c.input(1), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    const auto d = apply_all<SwigluBackward>({}, {c.input(0), c.input(1), c.grad()});
+    c.set(0, d[0]);
+    c.set(1, d[1]);
+  }
+};
+
+}  // namespace
+
+Tensor relu(const Tensor& x) { return apply<Relu>({}, {x}); }
+Tensor tanh(const Tensor& x) { return apply<Tanh>({}, {x}); }
+Tensor sigmoid(const Tensor& x) { return apply<Sigmoid>({}, {x}); }
+Tensor silu(const Tensor& x) { return apply<Silu>({}, {x}); }
+Tensor gelu(const Tensor& x, GeluKind kind) { return apply<Gelu>({kind}, {x}); }
+Tensor swiglu(const Tensor& gate, const Tensor& up) { return apply<Swiglu>({}, {gate, up}); }
+
+}  // namespace sheaf

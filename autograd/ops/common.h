@@ -1,0 +1,87 @@
+// What the elementwise, reduction and shape ops share: type checks, local broadcasting, gradients
+// of broadcast operands, placement rules.
+#pragma once
+
+#include "sheaf/autograd/ops.h"
+
+namespace sheaf::ops {
+
+inline const Placement kR = Placement::replicate(), kP = Placement::partial();
+
+inline void require_floating(const char* op, DType d) {
+  if (!is_floating(d))
+    fail<DTypeError>("[", op, "] needs a floating type, not ", d, ": cast first");
+}
+
+/// All inputs from `first` on have one dtype, which it returns.
+inline DType common_dtype(const char* op, const Infer& c, int first = 0) {
+  for (int i = first + 1; i < c.num_inputs(); ++i)
+    if (c.dtype(i) != c.dtype(first))
+      fail<DTypeError>("[", op, "] operands are ", c.input(first), " and ", c.input(i),
+                       ": cast one of them");
+  return c.dtype(first);
+}
+
+inline Shape broadcast_inputs(const char* op, const Infer& c) {
+  Shape out = c.shape(0);
+  for (int i = 1; i < c.num_inputs(); ++i) out = broadcast_shapes(op, out, c.shape(i));
+  return out;
+}
+
+/// The view seen in a larger shape, dimensions aligned from the right, with stride 0 where it is
+/// repeated.
+inline View expand_view(const View& v, const Shape& shape) {
+  View out{v.data, v.dtype, shape, Shape::filled(shape.rank(), 0)};
+  for (int i = 1; i <= v.rank() && i <= shape.rank(); ++i) {
+    const int64_t have = v.shape[v.rank() - i], want = shape[shape.rank() - i];
+    if (have == want)
+      out.strides[shape.rank() - i] = v.strides[v.rank() - i];
+    else if (have != 1)
+      fail<ShapeError>("[broadcast] local part ", v.shape, " does not fit ", shape);
+  }
+  return out;
+}
+
+/// Input i's local part in the local shape of output 0.
+inline View broadcast_input(const Execute& c, int i) {
+  const Type& type = c.input_type(i);
+  const Layout& layout = c.output_type(0).layout;
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (layout[a].is_shard() && layout[a].map().is_flat() &&
+        !(type.shape == c.output_type(0).shape) && type.shape.numel() != 1)
+      fail<PlacementError>("[broadcast] ", type,
+                           " cannot be broadcast along a flat cut: redistribute it first");
+  return expand_view(c.input(i), c.output(0).shape);
+}
+
+/// The gradient of an operand of this type that was broadcast: summed over the dimensions that
+/// repeated it.
+Tensor sum_to(const Tensor& gradient, const Type& operand);
+
+/// A gradient in the dual of its value's layout where only slices are missing (Replicate to Shard
+/// moves no byte).
+Tensor sliced_to_dual(const Tensor& gradient, const Type& value);
+
+/// Scalars are weak, but an integer tensor does not take a fractional one.
+inline void check_scalar(const char* op, DType d, double scalar) {
+  if (is_integral(d) && scalar != static_cast<double>(static_cast<int64_t>(scalar)))
+    fail<DTypeError>("[", op, "] a ", d, " tensor cannot take the scalar ", scalar,
+                     ": cast it first");
+}
+
+/// Elementwise rule of an op that is linear in input `i` alone (the others fixed).
+inline void pointwise_linear_in(Place& p, int i) {
+  rules::pointwise_nonlinear(p);
+  std::vector<Placement> in(static_cast<size_t>(p.num_inputs()), kR);
+  in[static_cast<size_t>(i)] = kP;
+  p.rule(in, std::span(&kP, 1));
+}
+
+/// Every operand in placement `in`, every output in `out`.
+inline void rule_all(Place& p, const Placement& in, const Placement& out, int outputs = 1) {
+  const std::vector<Placement> ins(static_cast<size_t>(p.num_inputs()), in),
+      outs(static_cast<size_t>(outputs), out);
+  p.rule(ins, outs);
+}
+
+}  // namespace sheaf::ops

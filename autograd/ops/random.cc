@@ -1,0 +1,182 @@
+// Random values and dropout. Values depend on a key and on the element's global index, never on who
+// computes them.
+//
+// [Note: random keys] Given a Key, an op uses it as it is. Otherwise the key is derived from the
+// recording: module path and number of the call on that path are attributes, seed, step and first
+// sample are the input `random_state`, so that a replayed step draws what its inputs say. Dimension
+// 0 counts samples: the first sample's global index is added to it.
+#include "sheaf/kernels/random.h"
+
+#include "sheaf/autograd/ops/common.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+struct KeySource {
+  uint64_t key;  ///< the key, or that of the module path
+  int64_t call;  ///< >= 0: derive from random_state
+};
+
+/// The key of one execution; `first_sample` is where dimension 0 starts.
+Key key_for(const KeySource& s, const Execute& c, int state, int64_t* first_sample) {
+  *first_sample = 0;
+  if (s.call < 0) return {s.key};
+  const int64_t* v = c.input(state).as<int64_t>();  // seed, step, first sample
+  *first_sample = v[2];
+  return fold_in(
+      fold_in(fold_in({s.key}, static_cast<uint64_t>(v[0])), static_cast<uint64_t>(s.call)),
+      static_cast<uint64_t>(v[1]));
+}
+
+KeySource recorded_source(const char* op, Recording*& recording) {
+  recording = Recording::current();
+  if (!recording) fail<ConfigError>("[", op, "] needs a Key outside of a recording");
+  const std::string& path = PathScope::current();
+  return {key_of(str(path, "/", op), 0).value, recording->next_call(path)};
+}
+
+/// Where output 0's local part lies in the global tensor.
+kernels::GlobalIndex global_index(const Type& type, int64_t first_sample) {
+  bool flat = false;
+  for (int i = 0; i < type.layout.num_axes(); ++i)
+    flat = flat || (type.layout[i].is_shard() && type.layout[i].map().is_flat());
+  kernels::GlobalIndex where{type.shape, Shape::filled(type.shape.rank(), 0)};
+  if (type.layout.mesh()) where.start = type.layout.local_start(type.shape);
+  if (type.shape.rank() == 0) return {{1}, {first_sample}};
+  const int64_t row = type.shape[0] > 0 ? type.shape.numel() / type.shape[0] : 0;
+  if (flat) return {{type.shape.numel()}, {where.start[0] + first_sample * row}};
+  where.start[0] += first_sample;
+  return where;
+}
+/// A scalar as a vector of one element, for kernels that want an index.
+View at_least_1d(const View& v) { return v.rank() > 0 ? v : View::dense(v.data, v.dtype, {1}); }
+
+struct Random {
+  static constexpr const char* kName = "random";
+  struct Attrs {
+    KeySource source;
+    double a, b;  ///< mean and std, or lo and hi
+    bool normal;
+    char unused[7] = {};
+  };
+  static void execute(const Attrs& a, Execute& c) {
+    int64_t first = 0;
+    const Key key = key_for(a.source, c, 0, &first);
+    const kernels::GlobalIndex where = global_index(c.output_type(0), first);
+    const View out = at_least_1d(c.output(0));
+    if (a.normal)
+      SHEAF_ON_CPU(c.stream(), normal, out, key, where, a.a, a.b);
+    else
+      SHEAF_ON_CPU(c.stream(), uniform, out, key, where, a.a, a.b);
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str(a.normal ? "normal " : "uniform ", a.a, " ", a.b);
+  }
+};
+
+Tensor draw(const Type& type, const Random::Attrs& attrs, std::span<const Tensor> inputs) {
+  require_floating(attrs.normal ? "randn" : "uniform", type.dtype);
+  for (int i = 0; i < type.layout.num_axes(); ++i)
+    if (type.layout[i].is_partial())
+      fail<PlacementError>("[random] a Partial value cannot be drawn: ", type);
+  const OutputSpec spec{type, {}, -1, 0};
+  return apply_typed(op_def<Random>(), &attrs, inputs, std::span(&spec, 1))[0];
+}
+Tensor draw(const char* op, const Type& type, double a, double b, bool normal) {
+  Recording* recording;
+  const KeySource source = recorded_source(op, recording);
+  const Tensor state = recording->random_state();
+  return draw(type, {source, a, b, normal}, std::span(&state, 1));
+}
+
+struct Dropout {  // inputs x and, if derived from the recording, random_state
+  static constexpr const char* kName = "dropout";
+  struct Attrs {
+    KeySource source;
+    double p;
+  };
+  static constexpr uint64_t kSavedInputs = 0b10;
+  static void infer(const Attrs& a, Infer& c) {
+    require_floating(kName, c.dtype(0));
+    check<ConfigError>(a.p >= 0 && a.p < 1, "[dropout] probability ", a.p, " is not in [0, 1)");
+    c.output(c.dtype(0), c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) {  // linear: the mask does not depend on x
+    for (const Placement& in : {p.in(0), kR, kP}) {
+      const std::vector<Placement> ins{in, kR};
+      p.rule(std::span(ins.data(), static_cast<size_t>(p.num_inputs())), std::span(&in, 1));
+    }
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    int64_t first = 0;
+    const Key key = key_for(a.source, c, 1, &first);
+    SHEAF_ON_CPU(c.stream(), dropout, at_least_1d(c.input(0)), a.p, key,
+                 global_index(c.output_type(0), first), at_least_1d(c.output(0)));
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    if (!c.needs(0)) return;
+    c.set(0, a.source.call < 0 ? apply<Dropout>(a, {c.grad()})
+                               : apply<Dropout>(a, {c.grad(), c.input(1)}));
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str(a.p); }
+};
+
+struct Arange {
+  static constexpr const char* kName = "arange";
+  struct Attrs {
+    double start, step;
+  };
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), arange, a.start, a.step, c.output(0));
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str(a.start, " + i*", a.step); }
+};
+
+}  // namespace
+
+Tensor randn(const Type& type, Key key, double mean, double std) {
+  return draw(type, {{key.value, -1}, mean, std, true}, {});
+}
+Tensor uniform(const Type& type, Key key, double lo, double hi) {
+  return draw(type, {{key.value, -1}, lo, hi, false}, {});
+}
+Tensor randn(const Type& type, double mean, double std) {
+  return draw("randn", type, mean, std, true);
+}
+Tensor uniform(const Type& type, double lo, double hi) {
+  return draw("uniform", type, lo, hi, false);
+}
+
+Tensor dropout(const Tensor& x, double p, Key key) {
+  return p == 0 ? x : apply<Dropout>({{key.value, -1}, p}, {x});
+}
+Tensor dropout(const Tensor& x, double p) {
+  if (p == 0) return x;
+  Recording* recording;
+  const KeySource source = recorded_source("dropout", recording);
+  return apply<Dropout>({source, p}, {x, recording->random_state()});
+}
+
+Tensor full(const Shape& shape, double value, DType dtype) {
+  return full_of({dtype, shape, {}}, value);
+}
+Tensor zeros(const Shape& shape, DType dtype) { return full(shape, 0.0, dtype); }
+Tensor ones(const Shape& shape, DType dtype) { return full(shape, 1.0, dtype); }
+
+Tensor arange(double start, double stop, double step, DType dtype) {
+  if (step == 0) fail<ConfigError>("[arange] step is 0");
+  check_scalar("arange", dtype, start);
+  check_scalar("arange", dtype, step);
+  const double n = std::ceil((stop - start) / step);
+  const Arange::Attrs attrs{start, step};
+  const OutputSpec spec{{dtype, {n > 0 ? static_cast<int64_t>(n) : 0}, {}}, {}, -1, 0};
+  return apply_typed(op_def<Arange>(), &attrs, {}, std::span(&spec, 1))[0];
+}
+Tensor arange(int64_t n, DType dtype) { return arange(0, static_cast<double>(n), 1, dtype); }
+
+}  // namespace sheaf

@@ -1,0 +1,184 @@
+// Cutting tensors apart and putting them together along a dimension. Slices are views.
+#include "sheaf/autograd/ops/common.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/indexing.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+/// Ops along one dimension, linear in their operands: any other dimension may be cut.
+void place_beside(Place& p, int dim, bool linear = true) {
+  if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != dim)
+    rule_all(p, Placement::shard(*map), Placement::shard(*map));
+  rule_all(p, kR, kR);
+  if (linear) rule_all(p, kP, kP);
+}
+
+struct SliceOp {
+  static constexpr const char* kName = "slice";
+  static constexpr bool kRecipe = true;
+  struct Attrs {
+    int64_t begin, end;
+    int64_t dim;
+  };
+  static void infer(const Attrs& a, Infer& c) {
+    Shape out = c.shape(0);
+    out[static_cast<int>(a.dim)] = a.end - a.begin;
+    c.output(c.dtype(0), out);
+  }
+  static void place(const Attrs& a, Place& p) { place_beside(p, static_cast<int>(a.dim)); }
+  static bool alias(const Attrs& a, const View& in, View& out) {
+    out.strides = in.strides;
+    out.data = static_cast<char*>(in.data) + a.begin * in.strides[static_cast<int>(a.dim)] *
+                                                 static_cast<int64_t>(size_of(in.dtype));
+    return true;
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const int dim = static_cast<int>(a.dim);
+    c.set(0, pad(c.grad(), dim, a.begin, c.input_type(0).shape[dim] - a.end));
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str("dim ", a.dim, " [", a.begin, ",", a.end, ")");
+  }
+};
+
+struct Pad {
+  static constexpr const char* kName = "pad";
+  struct Attrs {
+    int64_t before, after;
+    int64_t dim;
+    double value;
+  };
+  static void infer(const Attrs& a, Infer& c) {
+    check_scalar(kName, c.dtype(0), a.value);
+    Shape out = c.shape(0);
+    out[static_cast<int>(a.dim)] += a.before + a.after;
+    c.output(c.dtype(0), out);
+  }
+  static void place(const Attrs& a, Place& p) {
+    place_beside(p, static_cast<int>(a.dim), a.value == 0);
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    Shape before = Shape::filled(c.input(0).rank(), 0);
+    before[static_cast<int>(a.dim)] = a.before;
+    SHEAF_ON_CPU(c.stream(), pad, c.input(0), before, a.value, c.output(0));
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const int dim = static_cast<int>(a.dim);
+    c.set(0, slice(c.grad(), dim, a.before, a.before + c.input_type(0).shape[dim]));
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str("dim ", a.dim, " ", a.before, "+", a.after, " of ", a.value);
+  }
+};
+
+struct Concat {
+  static constexpr const char* kName = "concat";
+  struct Attrs {
+    int64_t dim;
+  };
+  static void infer(const Attrs& a, Infer& c) {
+    const int dim = static_cast<int>(a.dim);
+    Shape out = c.shape(0);
+    out[dim] = 0;
+    for (int i = 0; i < c.num_inputs(); ++i) {
+      Shape other = c.shape(i);
+      if (other.rank() == out.rank()) other[dim] = out[dim];
+      if (!(other == out))
+        fail<ShapeError>("[concat] ", c.input(0), " and ", c.input(i), " differ beside dimension ",
+                         dim);
+      out[dim] += c.shape(i)[dim];
+    }
+    c.output(common_dtype(kName, c), out);
+  }
+  static void place(const Attrs& a, Place& p) { place_beside(p, static_cast<int>(a.dim)); }
+  static void execute(const Attrs& a, Execute& c) {
+    const int dim = static_cast<int>(a.dim);
+    View part = c.output(0);
+    const int64_t step = part.strides[dim] * static_cast<int64_t>(size_of(part.dtype));
+    for (int i = 0; i < c.num_inputs(); ++i) {
+      const View x = c.input(i);
+      part.shape[dim] = x.shape[dim];
+      SHEAF_ON_CPU(c.stream(), copy, x, part);
+      part.data = part.as<char>() + x.shape[dim] * step;
+    }
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const int dim = static_cast<int>(a.dim);
+    int64_t at = 0;
+    for (int i = 0; i < c.num_inputs(); ++i) {
+      const int64_t size = c.input_type(i).shape[dim];
+      if (c.needs(i)) c.set(i, slice(c.grad(), dim, at, at + size));
+      at += size;
+    }
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str("dim ", a.dim); }
+};
+
+}  // namespace
+
+Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
+  const int d = wrap_dim("slice", dim, x.rank());
+  const int64_t size = x.shape()[d];
+  if (begin < 0) begin += size;
+  if (end < 0) end += size;
+  if (begin < 0 || end < begin || end > size)
+    fail<ShapeError>("[slice] [", begin, ",", end, ") is not within dimension ", d, " of ",
+                     x.type());
+  return begin == 0 && end == size ? x : apply<SliceOp>({begin, end, d}, {x});
+}
+
+Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value) {
+  const int d = wrap_dim("pad", dim, x.rank());
+  if (before < 0 || after < 0)
+    fail<ShapeError>("[pad] ", x.type(), ": negative padding ", before, ", ", after);
+  return before + after == 0 ? x : apply<Pad>({before, after, d, value}, {x});
+}
+
+Tensor concat(const std::vector<Tensor>& xs, int dim) {
+  if (xs.empty()) fail<ShapeError>("[concat] needs a tensor");
+  const Concat::Attrs attrs{wrap_dim("concat", dim, xs[0].rank())};
+  return apply(op_def<Concat>(), &attrs, xs)[0];
+}
+
+Tensor stack(const std::vector<Tensor>& xs, int dim) {
+  if (xs.empty()) fail<ShapeError>("[stack] needs a tensor");
+  const int d = wrap_dim("stack", dim, xs[0].rank() + 1);
+  std::vector<Tensor> rows;
+  for (const Tensor& x : xs) {
+    if (!(x.shape() == xs[0].shape()))
+      fail<ShapeError>("[stack] ", xs[0].type(), " and ", x.type(), " differ in shape");
+    Shape shape = x.shape();
+    shape.insert(d, 1);
+    rows.push_back(reshape(x, shape));
+  }
+  return concat(rows, d);
+}
+
+std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim) {
+  const int d = wrap_dim("split", dim, x.rank());
+  int64_t total = 0;
+  for (const int64_t n : sizes) total += n;
+  if (total != x.shape()[d])
+    fail<ShapeError>("[split] sizes add up to ", total, ", not to dimension ", d, " of ", x.type());
+  std::vector<Tensor> out;
+  int64_t at = 0;
+  for (const int64_t n : sizes) {
+    out.push_back(slice(x, d, at, at + n));
+    at += n;
+  }
+  return out;
+}
+
+std::vector<Tensor> split(const Tensor& x, int64_t parts, int dim) {
+  const int64_t size = x.shape()[wrap_dim("split", dim, x.rank())];
+  if (parts < 1 || size % parts != 0)
+    fail<ShapeError>("[split] dimension ", dim, " of ", x.type(), " does not split into ", parts,
+                     " equal parts");
+  return split(x, std::vector<int64_t>(static_cast<size_t>(parts), size / parts), dim);
+}
+
+}  // namespace sheaf

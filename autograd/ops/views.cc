@@ -1,0 +1,212 @@
+// Ops that rename elements: their results share the operand's memory wherever strides can say what
+// is meant.
+#include "sheaf/autograd/ops/common.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+/// Strides that show `in`'s elements, in row-major order, in another shape; false if there are
+/// none.
+bool reshape_strides(const View& in, const Shape& shape, Shape& strides) {
+  strides = shape.contiguous_strides();
+  if (in.numel() == 0) return true;
+  // Runs of `in`'s dimensions that lie behind one another; each must cover whole dimensions of the
+  // new shape.
+  int from = in.rank() - 1, to = shape.rank() - 1;
+  while (from >= 0) {
+    int64_t run = in.shape[from];
+    const int64_t step = in.strides[from];
+    while (from > 0 && (run == 1 || in.shape[from - 1] == 1 ||
+                        in.strides[from - 1] == run * in.strides[from])) {
+      if (run == 1) break;
+      if (in.shape[from - 1] != 1 && in.strides[from - 1] != run * step) break;
+      run *= in.shape[--from];
+    }
+    --from;
+    if (run == 1) continue;
+    int64_t covered = 1;
+    while (to >= 0 && covered < run) {
+      strides[to] = covered * step;
+      covered *= shape[to--];
+    }
+    if (covered != run) return false;
+  }
+  return true;
+}
+
+struct Reshape {
+  static constexpr const char* kName = "reshape";
+  static constexpr bool kRecipe = true;
+  struct Attrs {
+    Shape shape;
+  };
+  static void infer(const Attrs& a, Infer& c) { c.output(c.dtype(0), a.shape); }
+  static void place(const Attrs& a, Place& p) {
+    if (const OwnershipMap* map = p.sharded()) {
+      const Placement in = Placement::shard(*map);
+      Placement out;
+      if (map->is_flat())
+        p.rule({in}, {in});
+      else if (moved(*map, p.shape(0), a.shape, out))
+        p.rule({in}, {out});
+    }
+    p.rule({kR}, {kR});
+    p.rule({kP}, {kP});
+  }
+  /// Where a cut of dimension d goes: dimensions are matched in groups of equal product, and a cut
+  /// of a group's first dimension cuts the first dimension of the other group, in rows of another
+  /// size.
+  static bool moved(const OwnershipMap& map, const Shape& in, const Shape& out, Placement& result) {
+    if (in == out) return result = Placement::shard(map), true;
+    if (in.numel() == 0) return false;
+    for (int i = 0, j = 0; i < in.rank() && j < out.rank();) {
+      int64_t a = in[i], b = out[j];
+      int i_end = i + 1, j_end = j + 1;
+      while (a != b) {
+        if (a < b)
+          a *= in[i_end++];
+        else
+          b *= out[j_end++];
+      }
+      // Leading ones belong to whichever dimension follows them.
+      int first = i, target = j;
+      while (first < i_end - 1 && in[first] == 1) ++first;
+      while (target < j_end - 1 && out[target] == 1) ++target;
+      if (map.dim() >= i && map.dim() < i_end) {
+        if (map.dim() != first) return false;
+        const int64_t rows_in = a / in[first], rows_out = b / out[target];
+        if (map.granule() * rows_in % rows_out != 0) return false;
+        return result = Placement::shard(map.moved_to(target, rows_in, rows_out)), true;
+      }
+      i = i_end, j = j_end;
+    }
+    return false;
+  }
+  static bool alias(const Attrs&, const View& in, View& out) {
+    out.data = in.data;
+    return reshape_strides(in, out.shape, out.strides);
+  }
+  static void execute(const Attrs&, Execute& c) {
+    const View x = c.input(0);
+    SHEAF_ON_CPU(c.stream(), copy, x, View::dense(c.output(0).data, x.dtype, x.shape));
+  }
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, reshape(c.grad(), c.input_type(0).shape)); }
+  static void describe(const Attrs& a, std::string& out) { out += a.shape.to_string(); }
+};
+
+struct Permute {
+  static constexpr const char* kName = "permute";
+  static constexpr bool kRecipe = true;
+  struct Attrs {
+    Shape order;
+  };  ///< dimension i of the result is dimension order[i] of the operand
+  static void infer(const Attrs& a, Infer& c) {
+    Shape out = c.shape(0);
+    for (int i = 0; i < out.rank(); ++i) out[i] = c.shape(0)[static_cast<int>(a.order[i])];
+    c.output(c.dtype(0), out);
+  }
+  static void place(const Attrs& a, Place& p) {
+    if (const OwnershipMap* map = p.sharded(); map && !map->is_flat())
+      for (int i = 0; i < a.order.rank(); ++i)
+        if (a.order[i] == map->dim())
+          p.rule({Placement::shard(*map)}, {Placement::shard(map->moved_to(i))});
+    p.rule({kR}, {kR});
+    p.rule({kP}, {kP});
+  }
+  static bool alias(const Attrs& a, const View& in, View& out) {
+    out.data = in.data;
+    out.strides = in.strides;
+    for (int i = 0; i < in.rank(); ++i) out.strides[i] = in.strides[static_cast<int>(a.order[i])];
+    return true;
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    Shape back = a.order;
+    for (int i = 0; i < back.rank(); ++i) back[static_cast<int>(a.order[i])] = i;
+    c.set(0, apply<Permute>({back}, {c.grad()}));
+  }
+  static void describe(const Attrs& a, std::string& out) { out += a.order.to_string(); }
+};
+
+struct Expand {
+  static constexpr const char* kName = "expand";
+  static constexpr bool kRecipe = true;
+  struct Attrs {
+    Shape shape;
+  };
+  static void infer(const Attrs& a, Infer& c) {
+    if (!(broadcast_shapes(kName, c.shape(0), a.shape) == a.shape))
+      fail<ShapeError>("[expand] ", c.input(0), " cannot be repeated to ", a.shape);
+    c.output(c.dtype(0), a.shape);
+  }
+  static void place(const Attrs& a, Place& p) {
+    if (const OwnershipMap* map = p.sharded(); map && !map->is_flat()) {
+      const int at = map->dim() + a.shape.rank() - p.shape(0).rank();
+      if (p.shape(0)[map->dim()] == a.shape[at])
+        p.rule({Placement::shard(*map)}, {Placement::shard(map->moved_to(at))});
+    } else if (map && p.shape(0) == a.shape) {
+      p.rule({Placement::shard(*map)}, {Placement::shard(*map)});
+    }
+    p.rule({kR}, {kR});
+    p.rule({kP}, {kP});
+  }
+  static bool alias(const Attrs&, const View& in, View& out) {
+    out.data = in.data;
+    out.strides = expand_view(in, out.shape).strides;
+    return true;
+  }
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, sum_to(c.grad(), c.input_type(0))); }
+  static void describe(const Attrs& a, std::string& out) { out += a.shape.to_string(); }
+};
+
+}  // namespace
+
+Tensor reshape(const Tensor& x, const Shape& shape) {
+  Shape target = shape;
+  int64_t known = 1;
+  int open = -1;
+  for (int i = 0; i < target.rank(); ++i) {
+    if (target[i] >= 0) {
+      known *= target[i];
+      continue;
+    }
+    if (target[i] != -1 || open >= 0)
+      fail<ShapeError>("[reshape] ", x.type(), " to ", shape, ": one size may be -1");
+    open = i;
+  }
+  if (open >= 0) target[open] = known > 0 ? x.numel() / known : 0;
+  if (target.numel() != x.numel())
+    fail<ShapeError>("[reshape] ", x.type(), " does not have the size of ", shape);
+  return target == x.shape() ? x : apply<Reshape>({target}, {x});
+}
+
+Tensor permute(const Tensor& x, const Dims& order) {
+  Shape normal = Shape::filled(x.rank(), -1);
+  uint32_t seen = 0;
+  check<ShapeError>(static_cast<int>(order.size()) == x.rank(), "[permute] ", x.type(), " needs ",
+                    x.rank(), " dimensions, not ", order.size());
+  for (int i = 0; i < x.rank(); ++i) {
+    normal[i] = wrap_dim("permute", order[i], x.rank());
+    check<ShapeError>(!(seen >> normal[i] & 1), "[permute] dimension ", order[i],
+                      " is given twice");
+    seen |= 1u << normal[i];
+  }
+  return apply<Permute>({normal}, {x});
+}
+
+Tensor transpose(const Tensor& x, int dim0, int dim1) {
+  Shape order = Shape::filled(x.rank(), 0);
+  for (int i = 0; i < x.rank(); ++i) order[i] = i;
+  std::swap(order[wrap_dim("transpose", dim0, x.rank())],
+            order[wrap_dim("transpose", dim1, x.rank())]);
+  return apply<Permute>({order}, {x});
+}
+
+Tensor expand(const Tensor& x, const Shape& shape) {
+  return shape == x.shape() ? x : apply<Expand>({shape}, {x});
+}
+
+}  // namespace sheaf
