@@ -71,8 +71,9 @@ class Battery {
   void run(int64_t large_bytes) {
     for (int d = 0; d < kNumDTypes; ++d)
       visit_dtype("battery", static_cast<DType>(d), [&]<class T>() {
-        for (int64_t scale : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{600}}) all_ops<T>(scale);
+        for (int64_t scale : {7, 600}) all_ops<T>(scale);
       });
+    for (int64_t scale : {0, 1}) all_ops<float>(scale);
     large_ops<float>(large_bytes / 4);
     large_ops<bf16>(large_bytes / 2 + 1);
     comm_.barrier("battery").sync();
