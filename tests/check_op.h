@@ -1,0 +1,36 @@
+// check_op: everything that the tests of this repository demand of an op, for any function of tensors; also for ops
+// that a user defines. Each check returns "" or what is wrong, so a test reads
+//
+//   EXPECT_EQ(check_op({.op = "my_op", .inputs = {{3, 5}}, .f = [](Args x) { return apply<MyOp>({}, {x[0]}); }}), "");
+#pragma once
+
+#include <string>
+
+#include "sheaf/tests/op_samples.h"
+
+namespace sheaf::testing {
+
+/// f64 gradients against central differences.
+std::string check_gradient(const OpSample& sample);
+/// f64 second derivatives likewise; or, for samples with `no_second`, that the error names that op.
+std::string check_second_gradient(const OpSample& sample);
+/// Outputs and gradients in `dtype` against f64 on the same (rounded) inputs; all memory holds NaN beforehand.
+std::string check_precision(const OpSample& sample, DType dtype);
+/// Transposed, spread, sliced and (where the sample's values allow it) expanded inputs and strided incoming gradients
+/// give what dense ones give.
+std::string check_strides(const OpSample& sample);
+/// Every size set to 0 in turn: right shapes, nothing left unwritten; a ShapeError is accepted, but not every time.
+std::string check_zero_size(const OpSample& sample);
+/// On meta: the same types and the same peak of requested bytes as on cpu. The recorded tape passes the checks T and D
+/// and replays bitwise, backward included.
+std::string check_tape(const OpSample& sample);
+/// Every assignment of placements to the inputs, on one mesh axis of `ranks` local ranks: either outputs and gradients
+/// are those of the unsharded run, or a PlacementError names op, axis and accepted rules. All cuts even, then uneven.
+std::string check_placements(const OpSample& sample, int ranks);
+/// The same for random pairs of accepted assignments on a mesh of 2 × 2.
+std::string check_two_axes(const OpSample& sample);
+
+/// All of the above, placements at worlds 1 to 5.
+std::string check_op(const OpSample& sample);
+
+}  // namespace sheaf::testing

@@ -1,0 +1,42 @@
+// Running one row of the table: drawing its inputs and evaluating outputs and gradients. What the checks share.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/autograd/recording.h"
+#include "sheaf/tests/op_samples.h"
+#include "sheaf/tests/probe.h"
+
+namespace sheaf::testing {
+
+std::string name_of(const OpSample& sample);
+
+/// Values of every input, row-major; integers where `sample.exact`.
+std::vector<Values> draw_inputs(const OpSample& sample, const std::string& stream);
+/// Weights for pairing the given output.
+Values draw_weights(const OpSample& sample, size_t output, const Shape& shape);
+
+/// The tensors of a run, without layout. `dtype` replaces kF64.
+std::vector<Tensor> make_inputs(const OpSample& sample, const std::vector<Values>& values, DType dtype);
+
+struct Run {
+  std::vector<Tensor> outputs;    ///< all of them
+  std::vector<Tensor> gradients;  ///< of Σ <weight, floating output>, with respect to the differentiable inputs
+  std::vector<size_t> differentiated;  ///< which inputs those are
+};
+/// Evaluates f and the gradients of its floating outputs inside `recording`, on the device of the inputs.
+Run run_sample(const OpSample& sample, Recording& recording, const std::vector<Tensor>& inputs,
+               const ProbeOptions& options = {});
+
+/// The values of a run, and its types.
+struct Result {
+  std::vector<Values> outputs, gradients;
+  std::vector<Type> output_types;
+};
+Result evaluate(const OpSample& sample, const std::vector<Tensor>& inputs, const ProbeOptions& options = {});
+
+/// Compares outputs and gradients; "" if all scaled errors are within `bound`.
+std::string compare(const Result& got, const Result& want, double bound);
+
+}  // namespace sheaf::testing
