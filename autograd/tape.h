@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -82,8 +83,8 @@ class Tape {
   std::vector<Node> nodes_;
   std::vector<Value> values_;
   std::vector<ValueId> edges_;
-  std::vector<Type> types_;
-  std::vector<std::string> paths_;
+  std::deque<Type> types_;         // deques: a vjp holds references while it records
+  std::deque<std::string> paths_;
   std::vector<char> attrs_;
   std::unordered_map<std::string, uint32_t> path_ids_;
   std::unordered_map<uint64_t, std::vector<uint32_t>> type_ids_;

@@ -1,0 +1,220 @@
+// Units on the tape: how often they are gathered, discarded and reduced, and that their gradients are right, on a chain
+// of small layers that are driven by hand.
+#include "sheaf/distributed/unit.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/distributed/run_local.h"
+
+namespace sheaf {
+namespace {
+
+constexpr int64_t kWidth = 37, kRows = 5;  // nothing divides
+
+// x → tanh(x · w + b), a unit per layer, and a root that holds a scale used before and after them.
+struct Chain {
+  std::shared_ptr<GatherSchedule> schedule;
+  std::shared_ptr<Unit> root;
+  std::vector<std::shared_ptr<Unit>> layers;
+
+  Chain(World& world, int depth, Strategy strategy, int64_t budget = -1) {
+    const Mesh mesh = world.mesh({{"data", world.size()}});
+    schedule = std::make_shared<GatherSchedule>(budget);
+    root = std::make_shared<Unit>("", std::vector<LeafSpec>{{"scale", {kWidth}}}, mesh.spec, 0, strategy, schedule);
+    for (int i = 0; i < depth; ++i) {
+      const std::string name = "layers." + std::to_string(i);
+      layers.push_back(std::make_shared<Unit>(
+          name, std::vector<LeafSpec>{{name + ".w", {kWidth}}, {name + ".b", {1, kWidth}}, {name + ".unused", {3}}},
+          mesh.spec, 0, strategy, schedule));
+    }
+    for (Unit* u : units()) fill(*u);
+  }
+  std::vector<Unit*> units() {
+    std::vector<Unit*> all{root.get()};
+    for (auto& l : layers) all.push_back(l.get());
+    return all;
+  }
+  static void fill(Unit& unit) {
+    unit.allocate(Device::cpu());
+    for (FlatBuffer& b : unit.buffers())
+      for (const LocalPiece& p : unit.pieces(b))
+        for (int64_t i = 0; i < p.interval.size(); ++i)
+          b.shard.view().as<float>()[p.shard_offset + i] =
+              0.3f + 0.01f * static_cast<float>((p.interval.begin + i) * (p.leaf + 2) % 17);
+  }
+  Tensor forward(Tensor x) {
+    root->enter();
+    x = mul(x, root->value(0));
+    for (auto& l : layers) {
+      l->enter();
+      x = tanh(add(mul(x, l->value(0)), l->value(1)));
+      l->leave();
+    }
+    x = mul(x, root->value(0));
+    root->leave();
+    return x;
+  }
+};
+
+Tensor input(World& world) {
+  const Type type{kF32, {kRows, kWidth}, Layout(world.mesh({{"data", world.size()}}).spec, Placement::shard(0))};
+  Tensor x = Tensor::empty(type);
+  const int64_t first = type.layout.local_start(type.shape)[0];
+  for (int64_t i = 0; i < x.local_shape().numel(); ++i)
+    x.view().as<float>()[i] = 0.02f * static_cast<float>((first * kWidth + i) % 23) - 0.2f;
+  return x;
+}
+
+using Gradients = std::map<std::string, std::vector<float>>;
+
+Gradients gradients(int world, Strategy strategy, int depth) {
+  Gradients all;
+  std::mutex mutex;
+  run_local(world, [&](World& w) {
+    Chain chain(w, depth, strategy);
+    {
+      Recording recording;
+      recording.backward(sum(chain.forward(input(w))));
+    }
+    std::lock_guard lock(mutex);
+    for (Unit* u : chain.units())
+      for (FlatBuffer& b : u->buffers())
+        for (const LocalPiece& p : u->pieces(b)) {
+          auto& whole = all[u->leaves()[p.leaf].name];
+          whole.resize(u->leaves()[p.leaf].shape.numel());
+          for (int64_t i = 0; i < p.interval.size(); ++i)
+            whole[p.interval.begin + i] = b.grad.view().as<float>()[p.shard_offset + i];
+        }
+  }, {.threads_per_rank = 1});
+  return all;
+}
+
+TEST(Unit, GradientsEqualThoseOfOneRank) {
+  const Gradients expected = gradients(1, Strategy::full_shard, 3);
+  ASSERT_EQ(expected.size(), 10u);
+  for (Strategy s : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::replicate})
+    for (int world : {1, 2, 3, 4, 5, 7}) {
+      SCOPED_TRACE(str(name(s), " at ", world));
+      const Gradients actual = gradients(world, s, 3);
+      for (const auto& [leaf, g] : expected) {
+        ASSERT_EQ(actual.at(leaf).size(), g.size());
+        for (size_t i = 0; i < g.size(); ++i) EXPECT_NEAR(actual.at(leaf)[i], g[i], 2e-6) << leaf << " " << i;
+      }
+    }
+}
+
+TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
+  run_local(2, [&](World& w) {
+    Chain chain(w, 3, Strategy::full_shard);
+    for (int step = 0; step < 3; ++step) {
+      Recording recording({.step = step});
+      recording.backward(sum(chain.forward(input(w))));
+      const Tape tape = recording.take();
+      std::map<std::string, int> total;
+      for (NodeId i = 0; i < tape.num_nodes(); ++i) {
+        const Node& n = tape.node(i);
+        if (tape.kind(n) != OpKind::leaf) ++total[tape.op_name(n) + " " + tape.path(n)];
+      }
+      EXPECT_EQ(total["all_gather layers.0"], 2) << to_text(tape);
+      EXPECT_EQ(total["all_gather layers.1"], 2);
+      EXPECT_EQ(total["all_gather layers.2"], 1);  // its discard and second gather vanish
+      EXPECT_EQ(total["all_gather "], 1);
+      EXPECT_EQ(total["discard layers.0"], 2);
+      EXPECT_EQ(total["discard layers.2"], 1);
+      EXPECT_EQ(total["discard "], 1);
+      for (const char* unit : {"", "layers.0", "layers.1", "layers.2"}) EXPECT_EQ(total[std::string("reduce_scatter ") + unit], 1);
+      const int prefetched = [&] {
+        int n = 0;
+        for (NodeId i = 0; i < tape.num_nodes(); ++i) n += (tape.node(i).flags & Node::kPrefetched) != 0;
+        return n;
+      }();
+      if (step == 0) EXPECT_EQ(prefetched, 0);
+      else EXPECT_GE(prefetched, 4);
+      for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
+        for (const Finding& f : findings) ADD_FAILURE() << f.message << "\n" << to_text(tape);
+      EXPECT_EQ(chain.schedule->mispredicted(), 0);
+      EXPECT_LE(chain.schedule->peak_excess(), chain.schedule->budget());
+      EXPECT_EQ(chain.schedule->gathered_bytes(), 0);
+    }
+  }, {.threads_per_rank = 1});
+}
+
+TEST(Unit, AnotherOrderIsMispredictedAndStillRight) {
+  run_local(2, [&](World& w) {
+    Chain chain(w, 3, Strategy::full_shard);
+    std::vector<float> expected;
+    for (int step = 0; step < 4; ++step) {
+      if (step >= 2) std::swap(chain.layers[0], chain.layers[2]);  // the schedule expects the order before
+      Recording recording({.step = step});
+      Tensor loss = sum(chain.forward(input(w)));
+      recording.backward(loss);
+      EXPECT_EQ(chain.schedule->gathered_bytes(), 0);
+    }
+    EXPECT_GT(chain.schedule->mispredicted(), 0);
+  }, {.threads_per_rank = 1});
+}
+
+TEST(Unit, WithoutRecordingNothingIsKept) {
+  run_local(3, [&](World& w) {
+    Chain chain(w, 2, Strategy::full_shard);
+    for (int i = 0; i < 3; ++i) chain.forward(input(w));
+    chain.schedule->flush();
+    EXPECT_EQ(chain.schedule->gathered_bytes(), 0);
+  }, {.threads_per_rank = 1});
+}
+
+TEST(Unit, DiscardedValueSaysSo) {
+  run_local(2, [&](World& w) {
+    Chain chain(w, 2, Strategy::full_shard);
+    chain.layers[0]->enter();
+    const Tensor kept = chain.layers[0]->value(0);
+    chain.layers[0]->leave();
+    chain.layers[1]->enter();
+    try {
+      add(kept, kept);
+      ADD_FAILURE() << "no error";
+    } catch (const LifetimeError& e) {
+      EXPECT_NE(std::string(e.what()).find("layers.0"), std::string::npos) << e.what();
+    }
+    chain.layers[1]->leave();
+  }, {.threads_per_rank = 1});
+}
+
+TEST(Unit, AReplayHasTheSameBits) {
+  for (int world : {1, 3}) {
+    run_local(world, [&](World& w) {
+      std::vector<std::vector<float>> grads;
+      std::unordered_map<ValueId, Tensor> leaves;
+      std::vector<ValueId> wanted;
+      Tape tape;
+      {
+        Chain chain(w, 3, Strategy::full_shard);
+        const Tensor x = input(w);
+        for (int step = 0; step < 2; ++step) {
+          Recording recording({.step = step, .capture_leaves = true});
+          recording.backward(sum(chain.forward(x)));
+          if (step == 1) {
+            for (Unit* u : chain.units()) {
+              wanted.push_back(recording.value_of(u->buffers()[0].grad));
+              grads.push_back(u->buffers()[0].grad.to_vector());
+            }
+            leaves = recording.captured();
+            tape = recording.take();
+          }
+          for (Unit* u : chain.units()) u->zero_grad();
+        }
+      }
+      const std::vector<Tensor> again = replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted);
+      for (size_t i = 0; i < wanted.size(); ++i) EXPECT_EQ(again[i].to_vector(), grads[i]);
+    }, {.threads_per_rank = 1});
+  }
+}
+
+}  // namespace
+}  // namespace sheaf
