@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
+#include <vector>
 
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/json.h"
@@ -85,6 +87,28 @@ TEST(AtomicFolder, CommitsAndReplaces) {
   EXPECT_EQ(File::open(target + "/a").read_all(), "second");
   EXPECT_THROW(pending_folder(target), IoError);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "sub"), {}), 1);
+}
+
+std::vector<std::string> operations;
+int note_operation(const char* operation, const char* path) {
+  const std::string name = std::filesystem::path(path).filename().string();
+  operations.push_back(std::string(operation) + " " + name.substr(0, name.find(".tmp-")) +
+                       (name.find(".tmp-") == std::string::npos ? "" : ".tmp"));
+  return 0;
+}
+
+// A kill cannot show that data had reached the disk; the order of the calls can.
+TEST(AtomicFolder, SyncsFilesAndFolderThenRenamesThenSyncsTheParent) {
+  ScratchFolder folder;
+  make_folders(folder / "out");
+  operations.clear();
+  testing::set_file_fault(note_operation);
+  const std::string pending = begin_folder(folder / "out/step-1");
+  write_file(pending + "/a", "text");
+  commit_folder(pending, folder / "out/step-1");
+  testing::set_file_fault(nullptr);
+  EXPECT_THAT(operations, ElementsAre("mkdir out", "mkdir step-1.tmp", "open a", "write a", "sync a", "sync step-1.tmp",
+                                      "rename step-1", "sync out"));
 }
 
 TEST(AtomicFolder, LeftoversGoWithTheNextSave) {

@@ -178,6 +178,7 @@ TEST_F(Safetensors, RefusesBadHeaders) {
       {tensor(f32, "[1]", "[0,4,4]"), 4, "more than two"},
       {tensor(f32, "[1]", "[0,5]"), 4, "lies beyond"},
       {tensor(f32, "[2]", "[0,4]"), 4, "takes 8 bytes, data_offsets span 4"},
+      {tensor(f32, "[1]", "[0,8]"), 8, "takes 4 bytes, data_offsets span 8"},
       {tensor(f32, "[1]", "[4,8]"), 8, "leaves a gap"},
       {R"({"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"U8","shape":[3],"data_offsets":[2,5]}})", 5,
        "tensor \"b\": overlaps"},
