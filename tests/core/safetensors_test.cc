@@ -208,7 +208,7 @@ TEST_F(Safetensors, MutatedFilesOpenOrAreRefused) {
   std::mt19937 random(1337);
   const auto below = [&](size_t n) { return std::uniform_int_distribution<size_t>(0, n - 1)(random); };
   int opened = 0, refused = 0;
-  for (int round = 0; round < 20'000; ++round) {
+  for (int round = 0; round < 8'000; ++round) {
     std::string mutant = valid;
     for (size_t edits = 1 + below(3); edits > 0; --edits) {
       const size_t at = below(mutant.size());
@@ -250,8 +250,8 @@ TEST_F(Safetensors, MutatedFilesOpenOrAreRefused) {
       ++refused;
     }
   }
-  EXPECT_GT(opened, 500);
-  EXPECT_GT(refused, 5000);
+  EXPECT_GT(opened, 200);
+  EXPECT_GT(refused, 2000);
 }
 
 }  // namespace

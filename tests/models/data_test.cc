@@ -105,6 +105,7 @@ TEST_F(TokenFiles, RawFilesOfNanoGpt) {
   EXPECT_THAT(read(bounded, 0, 2), ElementsAre(1, 2));
   EXPECT_THAT(data_error([&] { bounded.check_all(); }), HasSubstr("token 65535 at position 2 is outside"));
   EXPECT_THAT(data_error([&] { read(bounded.slice(1, 3), 0, 2); }), HasSubstr("train.bin': token 65535 at position 2"));
+  EXPECT_THAT(data_error([&] { read(Tokens::open(path, 65535), 2, 1); }), HasSubstr("outside the vocabulary of 65535"));
   EXPECT_THAT(data_error([&] { read(bounded, 2, 2); }), HasSubstr("of 3 asked for"));
 }
 
