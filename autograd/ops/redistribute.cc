@@ -75,7 +75,7 @@ struct RedistributeOp {
   static constexpr const char* kName = "redistribute";
   static constexpr OpKind kKind = OpKind::redistribute;
   static constexpr Lane kLane = Lane::gather;
-  struct Attrs { Layout to; };
+  struct Attrs { Layout to; int32_t axis; };  // the one axis that changes; -1: only the mesh is named
 
   static bool relabels(const Move& m) {
     if (m.axis < 0 || m.size == 1) return true;
@@ -104,7 +104,7 @@ struct RedistributeOp {
     const auto copy = [&](const View& x, const View& y) { SHEAF_ON_CPU(c.stream(), copy, x, y); };
     const auto fill = [&](const View& y, double v) { SHEAF_ON_CPU(c.stream(), fill, y, v); };
     if (relabels(m)) {
-      if (!meta) copy(in, out);
+      if (!meta) copy(in, View::dense(out.data, out.dtype, in.shape));
       return;
     }
     const int me = RankContext::current().coordinate(a.to.mesh(), m.axis);
@@ -261,23 +261,19 @@ struct Slice : RedistributeOp {
     out.strides = in.strides;
     out.data = in.data;
     if (in.shape == out.shape && in.rank() == out.rank()) return true;
-    const int axes = a.to.num_axes();
-    for (int axis = 0; axis < axes; ++axis) {
-      const Placement& p = a.to[axis];
-      if (!p.is_shard()) continue;
-      const int me = RankContext::current().coordinate(a.to.mesh(), axis), n = a.to.mesh()->size(axis);
-      if (p.map().is_flat()) {
-        if (!in.contiguous()) return false;
-        out.strides = Shape{1};
-        out.data = in.as<char>() + p.map().owned(me, n, in.shape).begin * static_cast<int64_t>(size_of(in.dtype));
-        return true;
-      }
-      const int d = p.map().dim();
-      if (in.shape[d] == out.shape[d]) continue;
-      out.data = in.as<char>() + p.map().owned(me, n, in.shape).begin * in.strides[d] *
-                                     static_cast<int64_t>(size_of(in.dtype));
-      return true;
+    const Placement& p = a.to[a.axis];
+    const int me = RankContext::current().coordinate(a.to.mesh(), a.axis), n = a.to.mesh()->size(a.axis);
+    if (n == 1) {  // one rank: only a flat cut changes the local shape
+      out.strides = out.shape.contiguous_strides();
+      return in.contiguous();
     }
+    const Interval own = p.map().owned(me, n, in.shape);
+    if (p.map().is_flat()) {
+      if (!in.contiguous()) return false;
+      out.strides = Shape{1};
+    }
+    const int64_t row = p.map().is_flat() ? 1 : in.strides[p.map().dim()];
+    out.data = in.as<char>() + own.begin * row * static_cast<int64_t>(size_of(in.dtype));
     return true;
   }
 };
@@ -294,14 +290,6 @@ std::string redistribution_name(const Layout& from, const Layout& to) {
   return m.to == Kind::partial ? "zero_embed" : m.to == Kind::shard ? "all_to_all" : "all_gather";
 }
 
-int64_t redistribution_bytes(const Type& from, const Type& to) {
-  const Move m = move_of(from.layout, to.layout);
-  if (RedistributeOp::relabels(m) || is_whole(m.from) || m.to == Kind::partial) return 0;
-  const auto bytes = [](const Type& t) { return t.local_shape().numel() * static_cast<int64_t>(size_of(t.dtype)); };
-  if (m.from == Kind::partial) return m.to == Kind::shard ? (m.size - 1) * bytes(to) : 2 * (m.size - 1) * bytes(to) / m.size;
-  return m.to == Kind::shard ? bytes(to) - std::min(bytes(to), bytes(to) / m.size) : bytes(to) - bytes(from);
-}
-
 Tensor redistribute(const Tensor& x, const Layout& to) {
   if (x.layout() == to || !to.mesh()) return x;
   if (x.layout().mesh() && x.layout().mesh() != to.mesh())
@@ -310,8 +298,8 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
   Tensor y = x;
   Layout have = x.layout().mesh() ? x.layout() : Layout(to.mesh());
   const auto step = [&](const Layout& next) {
-    const RedistributeOp::Attrs attrs{next};
     const Move m = move_of(y.layout(), next);
+    const RedistributeOp::Attrs attrs{next, m.axis};
     const bool views = RedistributeOp::relabels(m) || (is_whole(m.from) && m.to == Kind::shard);
     const OutputSpec spec{{y.dtype(), y.shape(), next}, {}, -1, 0};
     y = apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&y, 1), std::span(&spec, 1))[0];

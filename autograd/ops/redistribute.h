@@ -11,7 +11,5 @@ bool is_redistribute(const OpDef* op);
 /// What a redistribution does: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "zero_embed",
 /// "keep_on_one", "nothing".
 std::string redistribution_name(const Layout& from, const Layout& to);
-/// Bytes that rank `coordinates` receives when a value goes from one placement to another on one axis.
-int64_t redistribution_bytes(const Type& from, const Type& to);
 
 }  // namespace sheaf
