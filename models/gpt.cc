@@ -1,0 +1,108 @@
+#include "sheaf/models/gpt.h"
+
+#include <cmath>
+
+namespace sheaf::models {
+namespace {
+
+constexpr double kInitStd = 0.02;
+
+// Of the layers that write to the residual stream: its variance then does not grow with depth.
+nn::Init residual_init(const GptConfig& c) {
+  return nn::Init::normal(kInitStd / std::sqrt(2.0 * static_cast<double>(c.layers)));
+}
+
+nn::AttentionConfig attention_config(const GptConfig& c) {
+  nn::AttentionConfig a;
+  a.width = c.width;
+  a.heads = c.heads;
+  a.bias = c.bias;
+  a.dropout = c.dropout;
+  a.init = nn::Init::normal(kInitStd);
+  a.projection_init = residual_init(c);
+  return a;
+}
+
+nn::MlpConfig mlp_config(const GptConfig& c) {
+  nn::MlpConfig m;
+  m.width = c.width;
+  m.hidden = c.mlp_width;
+  m.bias = c.bias;
+  m.dropout = c.dropout;
+  m.init = nn::Init::normal(kInitStd);
+  m.projection_init = residual_init(c);
+  return m;
+}
+
+GptConfig published(int64_t layers, int64_t heads, int64_t width) {
+  GptConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.width = width;
+  return c;
+}
+
+}  // namespace
+
+GptConfig GptConfig::gpt2_124m() { return published(12, 12, 768); }
+GptConfig GptConfig::gpt2_355m() { return published(24, 16, 1024); }
+GptConfig GptConfig::gpt2_774m() { return published(36, 20, 1280); }
+GptConfig GptConfig::gpt2_1558m() { return published(48, 25, 1600); }
+
+GptConfig GptConfig::preset(const std::string& name) {
+  if (name == "gpt2-124m") return gpt2_124m();
+  if (name == "gpt2-355m") return gpt2_355m();
+  if (name == "gpt2-774m") return gpt2_774m();
+  if (name == "gpt2-1558m") return gpt2_1558m();
+  fail<ConfigError>("[gpt2] no preset '", name, "'; there are gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m");
+}
+
+Block::Block(const GptConfig& c)
+    : ln1(c.width, {.bias = c.bias, .eps = c.norm_eps}),
+      attention(attention_config(c)),
+      ln2(c.width, {.bias = c.bias, .eps = c.norm_eps}),
+      mlp(mlp_config(c)) {}
+
+Tensor Block::forward(const Tensor& x_BTC) {
+  const Tensor y_BTC = x_BTC + attention(ln1(x_BTC));
+  return y_BTC + mlp(ln2(y_BTC));
+}
+
+Gpt::Gpt(const GptConfig& c)
+    : config(c),
+      wte(c.vocab, c.width, nn::Init::normal(kInitStd)),
+      wpe(c.context, c.width, nn::Init::normal(kInitStd)),
+      dropout(c.dropout),
+      ln_f(c.width, {.bias = c.bias, .eps = c.norm_eps}) {
+  check<ConfigError>(c.layers > 0 && c.vocab > 0 && c.context > 0, "[gpt2] layers ", c.layers, ", vocab ", c.vocab,
+                     ", context ", c.context, ": all must be positive");
+  blocks.reserve(static_cast<size_t>(c.layers));
+  for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
+  if (!c.tie_embeddings) head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd)});
+}
+
+Tensor Gpt::hidden(const Tensor& tokens_BT) {
+  check<ShapeError>(tokens_BT.rank() == 2, "[gpt2] tokens must be [B, T], not ", tokens_BT.shape());
+  const int64_t t = tokens_BT.size(1);
+  check<ShapeError>(t <= config.context, "[gpt2] ", t, " tokens are more than the context of ", config.context);
+  const Tensor positions_TC = t == config.context ? wpe.weight.value() : slice(wpe.weight, 0, 0, t);
+  Tensor x_BTC = dropout(wte(tokens_BT) + positions_TC);
+  for (Block& block : blocks) x_BTC = block(x_BTC);
+  return ln_f(x_BTC);
+}
+
+Tensor Gpt::head_weight() const { return head ? head->weight.value() : wte.weight.value(); }
+
+Tensor Gpt::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
+  const auto scope = enter();
+  const Tensor x_BTC = hidden(tokens_BT);
+  return linear_cross_entropy(x_BTC, head_weight(), targets_BT, options);
+}
+
+Tensor Gpt::logits(const Tensor& tokens_BT) {
+  const auto scope = enter();
+  const Tensor x_BTC = hidden(tokens_BT);
+  return linear(x_BTC, head_weight());
+}
+
+}  // namespace sheaf::models

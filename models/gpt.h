@@ -1,0 +1,73 @@
+// GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, a head tied to the token embedding.
+//
+//   B batch   T tokens   C width   V vocabulary
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/embedding.h"
+#include "sheaf/nn/layers/mlp.h"
+#include "sheaf/nn/layers/norm.h"
+
+namespace sheaf::models {
+
+struct GptConfig {
+  int64_t layers = 12;          ///< blocks
+  int64_t heads = 12;
+  int64_t width = 768;          ///< of the residual stream
+  int64_t context = 1024;       ///< longest sequence
+  int64_t vocab = 50257;
+  int64_t mlp_width = 0;        ///< 0: 4 · width
+  bool bias = true;             ///< in linear layers and norms
+  double dropout = 0.0;         ///< of embeddings, attention outputs and MLP outputs
+  bool tie_embeddings = true;   ///< the head is the token embedding
+  double norm_eps = 1e-5;
+
+  static GptConfig gpt2_124m();
+  static GptConfig gpt2_355m();
+  static GptConfig gpt2_774m();
+  static GptConfig gpt2_1558m();
+  /// By name, "gpt2-124m"; throws ConfigError that lists the known ones.
+  static GptConfig preset(const std::string& name);
+};
+
+/// x + attention(norm(x)), then x + mlp(norm(x)).
+struct Block : nn::Module {
+  nn::LayerNorm ln1;
+  nn::CausalSelfAttention attention;
+  nn::LayerNorm ln2;
+  nn::MLP mlp;
+
+  explicit Block(const GptConfig& config);
+  Tensor forward(const Tensor& x_BTC);
+  SHEAF_FIELDS(ln1, attention, ln2, mlp);
+};
+
+/// Weights are drawn with standard deviation 0.02, those that write to the residual stream with 0.02 / sqrt(2 layers).
+struct Gpt : nn::Module {
+  GptConfig config;
+  nn::Embedding wte, wpe;
+  nn::Dropout dropout;
+  std::vector<Block> blocks;
+  nn::LayerNorm ln_f;
+  std::optional<nn::Linear> head;  ///< absent if tied
+
+  explicit Gpt(const GptConfig& config);
+
+  /// Cross-entropy of integer targets[B, T], a scalar in nats, without the logits ever existing whole. By default the mean
+  /// over all targets of the logical batch, on all ranks; targets of -1 count nothing, but are counted in that mean: give
+  /// divide_by. Partial over the axis that cuts B.
+  Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
+  /// [B, T, V].
+  Tensor logits(const Tensor& tokens_BT);
+  Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
+  SHEAF_FIELDS(wte, wpe, dropout, blocks, ln_f, head);
+
+ private:
+  Tensor hidden(const Tensor& tokens_BT);
+  Tensor head_weight() const;
+};
+
+}  // namespace sheaf::models

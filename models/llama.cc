@@ -1,0 +1,102 @@
+#include "sheaf/models/llama.h"
+
+#include <cmath>
+
+namespace sheaf::models {
+namespace {
+
+constexpr double kInitStd = 0.02;
+
+nn::Init residual_init(const LlamaConfig& c) {
+  return nn::Init::normal(kInitStd / std::sqrt(2.0 * static_cast<double>(c.layers)));
+}
+
+nn::AttentionConfig attention_config(const LlamaConfig& c) {
+  nn::AttentionConfig a;
+  a.width = c.width;
+  a.heads = c.heads;
+  a.kv_heads = c.kv_heads;
+  a.bias = false;
+  a.dropout = c.dropout;
+  a.rope_theta = c.rope_theta;
+  a.init = nn::Init::normal(kInitStd);
+  a.projection_init = residual_init(c);
+  return a;
+}
+
+nn::MlpConfig mlp_config(const LlamaConfig& c) {
+  nn::MlpConfig m;
+  m.width = c.width;
+  m.hidden = c.mlp_width ? c.mlp_width : (8 * c.width / 3 + 63) / 64 * 64;
+  m.bias = false;
+  m.dropout = c.dropout;
+  m.init = nn::Init::normal(kInitStd);
+  m.projection_init = residual_init(c);
+  return m;
+}
+
+}  // namespace
+
+LlamaConfig LlamaConfig::llama3_8b() {
+  LlamaConfig c;
+  c.layers = 32;
+  c.heads = 32;
+  c.kv_heads = 8;
+  c.width = 4096;
+  c.mlp_width = 14336;
+  c.context = 8192;
+  c.vocab = 128256;
+  c.rope_theta = 500000.0;
+  return c;
+}
+
+LlamaConfig LlamaConfig::preset(const std::string& name) {
+  if (name == "llama3-8b") return llama3_8b();
+  if (name == "llama-tiny") return tiny();
+  fail<ConfigError>("[llama] no preset '", name, "'; there are llama3-8b, llama-tiny");
+}
+
+LlamaBlock::LlamaBlock(const LlamaConfig& c)
+    : attention_norm(c.width, c.norm_eps),
+      attention(attention_config(c)),
+      mlp_norm(c.width, c.norm_eps),
+      mlp(mlp_config(c)) {}
+
+Tensor LlamaBlock::forward(const Tensor& x_BTC) {
+  const Tensor y_BTC = x_BTC + attention(attention_norm(x_BTC));
+  return y_BTC + mlp(mlp_norm(y_BTC));
+}
+
+Llama::Llama(const LlamaConfig& c)
+    : config(c), embedding(c.vocab, c.width, nn::Init::normal(kInitStd)), norm(c.width, c.norm_eps) {
+  check<ConfigError>(c.layers > 0 && c.vocab > 0 && c.context > 0, "[llama] layers ", c.layers, ", vocab ", c.vocab,
+                     ", context ", c.context, ": all must be positive");
+  blocks.reserve(static_cast<size_t>(c.layers));
+  for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
+  if (!c.tie_embeddings) head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd)});
+}
+
+Tensor Llama::hidden(const Tensor& tokens_BT) {
+  check<ShapeError>(tokens_BT.rank() == 2, "[llama] tokens must be [B, T], not ", tokens_BT.shape());
+  check<ShapeError>(tokens_BT.size(1) <= config.context, "[llama] ", tokens_BT.size(1),
+                    " tokens are more than the context of ", config.context);
+  Tensor x_BTC = embedding(tokens_BT);
+  for (LlamaBlock& block : blocks) x_BTC = block(x_BTC);
+  return norm(x_BTC);
+}
+
+Tensor Llama::head_weight() const { return head ? head->weight.value() : embedding.weight.value(); }
+
+Tensor Llama::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
+  const auto scope = enter();
+  const Tensor x_BTC = hidden(tokens_BT);
+  return linear_cross_entropy(x_BTC, head_weight(), targets_BT, options);
+}
+
+Tensor Llama::logits(const Tensor& tokens_BT) {
+  const auto scope = enter();
+  const Tensor x_BTC = hidden(tokens_BT);
+  return linear(x_BTC, head_weight());
+}
+
+}  // namespace sheaf::models

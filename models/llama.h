@@ -1,0 +1,70 @@
+// Llama (Touvron et al., https://arxiv.org/abs/2302.13971; Llama 3: https://arxiv.org/abs/2407.21783): RMS norms, rotary
+// positions, grouped-query attention, SwiGLU, no biases, a head of its own.
+//
+//   B batch   T tokens   C width   V vocabulary
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/embedding.h"
+#include "sheaf/nn/layers/mlp.h"
+#include "sheaf/nn/layers/norm.h"
+
+namespace sheaf::models {
+
+struct LlamaConfig {
+  int64_t layers = 2;             ///< blocks
+  int64_t heads = 4;              ///< query heads
+  int64_t kv_heads = 2;           ///< key and value heads; 0: as many as heads
+  int64_t width = 64;             ///< of the residual stream
+  int64_t mlp_width = 0;          ///< 0: 8/3 · width, up to a multiple of 64
+  int64_t context = 64;           ///< longest sequence
+  int64_t vocab = 256;
+  double rope_theta = 10000.0;    ///< base of the rotary frequencies
+  double norm_eps = 1e-5;
+  double dropout = 0.0;           ///< of attention and MLP outputs
+  bool tie_embeddings = false;    ///< the head is the token embedding
+
+  static LlamaConfig tiny() { return {}; }
+  static LlamaConfig llama3_8b();
+  /// By name, "llama3-8b" or "llama-tiny"; throws ConfigError that lists the known ones.
+  static LlamaConfig preset(const std::string& name);
+};
+
+/// x + attention(norm(x)), then x + mlp(norm(x)).
+struct LlamaBlock : nn::Module {
+  nn::RMSNorm attention_norm;
+  nn::CausalSelfAttention attention;
+  nn::RMSNorm mlp_norm;
+  nn::SwiGluMLP mlp;
+
+  explicit LlamaBlock(const LlamaConfig& config);
+  Tensor forward(const Tensor& x_BTC);
+  SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp);
+};
+
+/// Weights are drawn as in Gpt: 0.02, and 0.02 / sqrt(2 layers) where they write to the residual stream.
+struct Llama : nn::Module {
+  LlamaConfig config;
+  nn::Embedding embedding;
+  std::vector<LlamaBlock> blocks;
+  nn::RMSNorm norm;
+  std::optional<nn::Linear> head;  ///< absent if tied
+
+  explicit Llama(const LlamaConfig& config);
+
+  /// As Gpt::loss.
+  Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
+  /// [B, T, V].
+  Tensor logits(const Tensor& tokens_BT);
+  Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
+  SHEAF_FIELDS(embedding, blocks, norm, head);
+
+ private:
+  Tensor hidden(const Tensor& tokens_BT);
+  Tensor head_weight() const;
+};
+
+}  // namespace sheaf::models

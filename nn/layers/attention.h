@@ -1,0 +1,37 @@
+// Causal self-attention with one projection for queries, keys and values.
+//
+//   B batch   T tokens   C width   H query heads   G key and value heads   D = C / H
+#pragma once
+
+#include "sheaf/nn/layers/dropout.h"
+#include "sheaf/nn/layers/linear.h"
+
+namespace sheaf::nn {
+
+struct AttentionConfig {
+  int64_t width = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;     ///< key and value heads, a divisor of heads (grouped queries, https://arxiv.org/abs/2305.13245);
+                            ///< 0: as many as heads
+  bool bias = true;         ///< in both linear layers
+  double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
+  double rope_theta = 0.0;  ///< base of rotary positions; 0: none
+  Init init = Init::normal(0.02);             ///< of the input projection
+  Init projection_init = Init::normal(0.02);  ///< of the output projection
+};
+
+/// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762):
+/// [B, T, C] → [B, T, C].
+struct CausalSelfAttention : Module {
+  int64_t heads, kv_heads, head_width;
+  double rope_theta;
+  Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
+  Linear projection;
+  Dropout dropout;
+
+  explicit CausalSelfAttention(const AttentionConfig& config);
+  Tensor forward(const Tensor& x_BTC);
+  SHEAF_FIELDS(qkv, projection, dropout);
+};
+
+}  // namespace sheaf::nn

@@ -1,0 +1,29 @@
+// The linear layer.
+#pragma once
+
+#include <cmath>
+#include <optional>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf::nn {
+
+struct LinearOptions {
+  bool bias = true;
+  std::optional<Init> init = std::nullopt;  ///< of the weight; the default is uniform in ±1/sqrt(in), as in PyTorch
+};
+
+/// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0.
+struct Linear : Module {
+  Parameter weight, bias;
+
+  Linear(int64_t in, int64_t out, const LinearOptions& options = {})
+      : weight({out, in}, options.init.value_or(Init::uniform(1.0 / std::sqrt(static_cast<double>(in))))) {
+    if (options.bias) bias = Parameter({out}, Init::zeros());
+  }
+  Tensor forward(const Tensor& x) { return linear(x, weight, bias); }
+  SHEAF_FIELDS(weight, bias);
+};
+
+}  // namespace sheaf::nn
