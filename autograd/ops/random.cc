@@ -4,11 +4,13 @@
 // [Note: random keys] Given a Key, an op uses it as it is. Otherwise the key is derived from the
 // recording: module path and number of the call on that path are attributes, seed, step and first
 // sample are the input `random_state`, so that a replayed step draws what its inputs say. Dimension
-// 0 counts samples: the first sample's global index is added to it.
+// 0 counts samples: the first sample's global index is added to it, and inside of rowwise() that of
+// the first local row.
 #include "sheaf/kernels/random.h"
 
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/rowwise.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -20,14 +22,15 @@ using namespace ops;
 struct KeySource {
   uint64_t key;  ///< the key, or that of the module path
   int64_t call;  ///< >= 0: derive from random_state
+  int64_t first_row = first_local_row();
 };
 
 /// The key of one execution; `first_sample` is where dimension 0 starts.
 Key key_for(const KeySource& s, const Execute& c, int state, int64_t* first_sample) {
-  *first_sample = 0;
+  *first_sample = s.first_row;
   if (s.call < 0) return {s.key};
   const int64_t* v = c.input(state).as<int64_t>();  // seed, step, first sample
-  *first_sample = v[2];
+  *first_sample += v[2];
   return fold_in(
       fold_in(fold_in({s.key}, static_cast<uint64_t>(v[0])), static_cast<uint64_t>(s.call)),
       static_cast<uint64_t>(v[1]));

@@ -1,0 +1,108 @@
+#include "sheaf/autograd/rowwise.h"
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+namespace {
+
+thread_local int64_t first_row = 0;
+
+class FirstRowScope {
+ public:
+  explicit FirstRowScope(int64_t row) : previous_(std::exchange(first_row, row)) {}
+  ~FirstRowScope() { first_row = previous_; }
+
+ private:
+  int64_t previous_;
+};
+
+// The same local elements under another type. Types come from the caller: the local shape is this rank's own.
+struct Relabel {
+  using Attrs = NoAttrs;
+  static bool alias(const Attrs&, const View& in, View& out) {
+    out.strides = in.strides;
+    out.data = in.data;
+    return true;
+  }
+  static void vjp(const Attrs&, Vjp& c);  // see [Note: rows]
+};
+struct EnterRows : Relabel { static constexpr const char* kName = "enter_rows"; };
+struct LeaveRows : Relabel { static constexpr const char* kName = "leave_rows"; };
+
+bool cuts_rows(const Placement& p) { return p.is_shard(0); }
+
+Tensor relabel(const Tensor& x, const Type& type) {
+  bool leaves = false;
+  for (int a = 0; a < type.layout.num_axes(); ++a)
+    leaves = leaves || (cuts_rows(type.layout[a]) && !cuts_rows(x.layout()[a]));
+  const OutputSpec spec{type, {}, -1, 0};
+  return apply_typed(leaves ? op_def<LeaveRows>() : op_def<EnterRows>(), nullptr, std::span(&x, 1), std::span(&spec, 1))[0];
+}
+
+void Relabel::vjp(const Attrs&, Vjp& c) { c.set(0, relabel(c.grad(), c.input_type(0).dual())); }
+
+}  // namespace
+
+int64_t first_local_row() { return first_row; }
+
+std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs) {
+  const auto where = [] { return PathScope::current().empty() ? std::string() : PathScope::current() + ": "; };
+  const Tensor* cut = nullptr;  // the input whose layout says how rows are cut
+  for (const Tensor& x : inputs) {
+    if (x.rank() == 0 || x.size(0) != inputs[0].size(0))
+      fail<ShapeError>("[rowwise] ", where(), "inputs have different numbers of rows: ", inputs[0].type(), " and ",
+                       x.type(), " (what is not a row per sample, f captures)");
+    for (int a = 0; a < x.layout().num_axes(); ++a)
+      if (cuts_rows(x.layout()[a]) && !cut) cut = &x;
+  }
+  if (!cut) return f(inputs);
+
+  const MeshSpec* mesh = cut->layout().mesh();
+  const int64_t rows = cut->layout().local_shape(cut->shape())[0];
+  std::vector<Tensor> local;
+  for (const Tensor& input : inputs) {
+    Tensor x = input;
+    Layout want = x.layout().mesh() ? x.layout() : Layout(mesh);
+    if (want.mesh() != mesh)
+      fail<PlacementError>("[rowwise] ", where(), "inputs on two meshes: ", cut->type(), " and ", x.type());
+    for (int a = 0; a < mesh->num_axes(); ++a) {
+      const Placement& p = cut->layout()[a];
+      if (cuts_rows(p) && want[a].is_replicate()) want[a] = p;
+      if (want[a] == p || (!cuts_rows(p) && !cuts_rows(want[a]))) continue;
+      fail<PlacementError>("[rowwise] ", where(), "rows are ", p, " and ", want[a], " on mesh axis ", mesh->name(a), " (",
+                           cut->type(), " and ", input.type(), "); redistribute one of them");
+    }
+    x = redistribute(x, want);
+    for (int a = 0; a < mesh->num_axes(); ++a)
+      if (cuts_rows(cut->layout()[a])) want[a] = Placement::replicate();
+    Shape shape = x.shape();
+    shape[0] = rows;
+    local.push_back(relabel(x, {x.dtype(), shape, want}));
+  }
+
+  std::vector<Tensor> out;
+  {
+    const FirstRowScope scope(first_row + cut->layout().local_start(cut->shape())[0]);
+    out = f(local);
+  }
+  for (Tensor& y : out) {
+    if (y.rank() == 0 || y.size(0) != rows)
+      fail<ShapeError>("[rowwise] ", where(), "f must return a row for each of its ", rows, " rows, not ", y.type());
+    if (!y.layout().mesh()) y = redistribute(y, Layout(mesh));
+    Layout layout = y.layout();
+    for (int a = 0; a < mesh->num_axes(); ++a) {
+      const bool cuts = cuts_rows(cut->layout()[a]);
+      if (cuts ? !layout[a].is_replicate() : cuts_rows(layout[a]))
+        fail<PlacementError>("[rowwise] ", where(), "f returned ", y.type(), " on mesh axis ", mesh->name(a),
+                             ", which is not a value of its rows alone");
+      if (cuts) layout[a] = cut->layout()[a];
+    }
+    Shape shape = y.shape();
+    shape[0] = cut->size(0);
+    y = relabel(y, {y.dtype(), shape, layout});
+  }
+  return out;
+}
+
+}  // namespace sheaf

@@ -1,0 +1,55 @@
+// rowwise: the declaration that rows are independent. It runs a function on this rank's rows, where the global ops would
+// mean something else (a mixture of experts sorts its own tokens, not everybody's) or have no rule for a cut.
+//
+//   Tensor y = rowwise([&](const Tensor& rows) { return experts(rows); }, x);      // x: Shard(0), y: Shard(0)
+//
+// [Note: rows] Inside, an input that was Shard(0) on an axis is Replicate there, of its local shape: "the whole value,
+// entering rank-varying compute" is what Replicate means, and what differs from rank to rank is only which rows these
+// are. So every rule works as it stands: local values meet gathered weights (Replicate) without communication, gradients
+// are Partial, that of a weight being the sum over ranks that it should be. Entering and leaving are two recorded ops
+// that move no byte, each the adjoint of the other: a row's cotangent, one rank's addend inside, is Shard(0) outside.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+/// A function of rows: k tensors with one row per sample in, any number of such tensors out.
+using RowFunction = std::function<std::vector<Tensor>(std::span<const Tensor>)>;
+
+/// f on the rows (dimension 0) that this rank holds. The inputs have equally many rows; those that are Replicate where
+/// another is cut are sliced. Every output must have a row for every input row and comes back with the inputs' cut. What
+/// f reads besides (weights) it captures; nothing inside may communicate but the gathers of units, and f must use the
+/// same weights on every rank, one without any row included. Cuts of other dimensions stay as they are, visible to f.
+///
+/// That rows are independent is declared, not proven: testing::check_rowwise tries. Random ops inside count rows of the
+/// whole batch. Throws ShapeError for different numbers of rows, PlacementError for rows that are Partial, Invariant or
+/// cut in different ways.
+std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs);
+
+/// The same for an f that takes tensors and returns one, or a vector of them.
+template <class F, class... Inputs>
+  requires(sizeof...(Inputs) > 0 && (std::is_convertible_v<const Inputs&, Tensor> && ...))
+auto rowwise(F&& f, const Inputs&... inputs) {
+  const Tensor all[] = {inputs...};
+  constexpr bool kOne = std::is_convertible_v<std::invoke_result_t<F&, const Inputs&...>, Tensor>;
+  const auto call = [&]<size_t... I>(std::span<const Tensor> rows, std::index_sequence<I...>) {
+    if constexpr (kOne) return std::vector<Tensor>{f(rows[I]...)};
+    else return std::vector<Tensor>(f(rows[I]...));
+  };
+  std::vector<Tensor> out = rowwise(
+      RowFunction([&](std::span<const Tensor> rows) { return call(rows, std::index_sequence_for<Inputs...>()); }),
+      std::span<const Tensor>(all));
+  if constexpr (kOne) return std::move(out[0]);
+  else return out;
+}
+
+/// Inside of rowwise: the global number of this rank's first row. 0 outside. Random ops add it to their index.
+int64_t first_local_row();
+
+}  // namespace sheaf
