@@ -33,10 +33,14 @@ std::string describe(std::span<const Placement> placements) {
                        "\n  communication is never implied; write ", fix);
 }
 
-bool matches(const Place& p, const Place::Rule& rule, bool slicing) {
+bool matches(const Place& p, const Place::Rule& rule, int axis, bool slicing) {
   for (int i = 0; i < p.num_inputs(); ++i) {
     if (p.in(i) == rule.inputs[i]) continue;
     if (!(slicing && p.in(i).is_replicate() && rule.inputs[i].is_shard())) return false;
+    // Axes cut a dimension in their order: what a later axis has cut cannot be sliced by this one.
+    const Layout& l = p.type(i).layout;
+    for (int later = axis + 1; later < l.num_axes(); ++later)
+      if (l.mesh()->size(later) > 1 && l[later].is_shard(rule.inputs[i].map().dim())) return false;
   }
   return true;
 }
@@ -82,7 +86,11 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
     }
     if (any_invariant) {
       if (!all_invariant) no_rule(op, p, mesh, axis, inputs);
+      for (size_t i = 0; i < inputs.size(); ++i)  // a constant, should another axis slice it
+        if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
       for (Type& t : outputs) t.layout[axis] = Placement::invariant();
+      for (size_t i = 0; i < inputs.size(); ++i)  // a constant goes along, should another axis slice it
+        if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
       continue;
     }
     if (op.place) op.place(attrs, p);
@@ -90,7 +98,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
     const Place::Rule* taken = nullptr;
     for (const bool slicing : {false, true}) {
       for (const Place::Rule& r : p.rules)
-        if (!taken && matches(p, r, slicing)) taken = &r;
+        if (!taken && matches(p, r, axis, slicing)) taken = &r;
       if (taken) break;
     }
     if (!taken) no_rule(op, p, mesh, axis, inputs);
@@ -127,8 +135,11 @@ void follow_shard(Place& p) {
     if (!p.in(s).is_shard()) continue;
     const OwnershipMap& map = p.in(s).map();
     std::vector<Placement> in;
-    if (map.is_flat()) {
-      for (int i = 0; i < p.num_inputs(); ++i) in.push_back(p.shape(i) == out ? p.in(s) : kR);
+    if (map.is_flat()) {  // a flat cut has no dimensions along which to broadcast, but for single elements
+      for (int i = 0; i < p.num_inputs(); ++i) {
+        if (!(p.shape(i) == out) && p.shape(i).numel() != 1) return;
+        in.push_back(p.shape(i) == out ? p.in(s) : kR);
+      }
       p.rule(in, std::span(&p.in(s), 1));
       return;
     }

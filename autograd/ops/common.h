@@ -44,13 +44,6 @@ inline View expand_view(const View& v, const Shape& shape) {
 
 /// Input i's local part in the local shape of output 0.
 inline View broadcast_input(const Execute& c, int i) {
-  const Type& type = c.input_type(i);
-  const Layout& layout = c.output_type(0).layout;
-  for (int a = 0; a < layout.num_axes(); ++a)
-    if (layout[a].is_shard() && layout[a].map().is_flat() &&
-        !(type.shape == c.output_type(0).shape) && type.shape.numel() != 1)
-      fail<PlacementError>("[broadcast] ", type,
-                           " cannot be broadcast along a flat cut: redistribute it first");
   return expand_view(c.input(i), c.output(0).shape);
 }
 

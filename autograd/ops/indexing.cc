@@ -21,6 +21,11 @@ void require_index(const char* op, const Type& t) {
   if (is_floating(t.dtype) || t.dtype == kBool || t.dtype == kI8)
     fail<DTypeError>("[", op, "] an index must be i64, i32, u32, u16 or u8, not ", t);
 }
+/// Whatever the index says, nothing can be taken from a dimension without elements.
+void require_elements(const char* op, const Type& x, int dim, const Type& index) {
+  if (x.shape[dim] == 0 && index.shape.numel() > 0)
+    fail<ShapeError>("[", op, "] dimension ", dim, " of ", x, " has no elements to index");
+}
 void require_lines(const char* op, const Type& a, const Type& b, int dim) {
   Shape x = a.shape, y = b.shape;
   if (x.rank() == y.rank()) x[dim] = y[dim];
@@ -40,6 +45,7 @@ struct Gather {
   static void infer(const Attrs& a, Infer& c) {
     require_index(kName, c.input(1));
     require_lines(kName, c.input(0), c.input(1), a.dim);
+    require_elements(kName, c.input(0), a.dim, c.input(1));
     c.output(c.dtype(0), c.shape(1));
   }
   static void place(const Attrs& a, Place& p) {
@@ -65,6 +71,7 @@ struct ScatterAdd {  // inputs x, index, src
   static void infer(const Attrs& a, Infer& c) {
     require_index(kName, c.input(1));
     require_lines(kName, c.input(0), c.input(1), a.dim);
+    require_elements(kName, c.input(0), a.dim, c.input(1));
     if (!(c.shape(1) == c.shape(2)))
       fail<ShapeError>("[scatter_add] index ", c.input(1), " and source ", c.input(2));
     if (c.dtype(0) != c.dtype(2))
@@ -95,6 +102,7 @@ struct Take {  // inputs x, 1-D index
   static constexpr uint64_t kSavedInputs = 0b10;
   static void infer(const Attrs& a, Infer& c) {
     require_index(kName, c.input(1));
+    require_elements(kName, c.input(0), a.dim, c.input(1));
     Shape out = c.shape(0);
     out[a.dim] = c.shape(1)[0];
     c.output(c.dtype(0), out);
@@ -123,6 +131,7 @@ struct IndexAdd {  // inputs x, 1-D index, src
   static void infer(const Attrs& a, Infer& c) {
     require_index(kName, c.input(1));
     require_lines(kName, c.input(0), c.input(2), a.dim);
+    require_elements(kName, c.input(0), a.dim, c.input(1));
     if (c.shape(1).rank() != 1 || c.shape(1)[0] != c.shape(2)[a.dim])
       fail<ShapeError>("[index_add] index ", c.input(1), " does not fit dimension ", a.dim, " of ",
                        c.input(2));
