@@ -89,8 +89,6 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
       for (size_t i = 0; i < inputs.size(); ++i)  // a constant, should another axis slice it
         if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
       for (Type& t : outputs) t.layout[axis] = Placement::invariant();
-      for (size_t i = 0; i < inputs.size(); ++i)  // a constant goes along, should another axis slice it
-        if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
       continue;
     }
     if (op.place) op.place(attrs, p);
