@@ -19,7 +19,7 @@ std::string check_precision(const OpSample& sample, DType dtype);
 /// Transposed, spread, sliced and (where the sample's values allow it) expanded inputs and strided incoming gradients
 /// give what dense ones give.
 std::string check_strides(const OpSample& sample);
-/// Every size set to 0 in turn: right shapes, nothing left unwritten; a ShapeError is accepted, but not every time.
+/// Every size set to 0 in turn: right shapes, nothing left unwritten; a ShapeError or DataError is accepted, but not every time.
 std::string check_zero_size(const OpSample& sample);
 /// On meta: the same types and the same peak of requested bytes as on cpu. The recorded tape passes the checks T and D
 /// and replays bitwise, backward included.

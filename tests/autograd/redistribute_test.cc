@@ -1,0 +1,186 @@
+// Every pair of the table in core/placement.h at worlds 1 to 5, by hand-made parts: the value is kept exactly, and the
+// recorded gradient is the adjoint.
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/probe.h"
+
+namespace sheaf::testing {
+namespace {
+
+Values integers(size_t n, const std::string& stream) {
+  Generator draw(stream);
+  Values v(n);
+  for (double& e : v) e = static_cast<double>(draw.below(2001) - 1000);
+  return v;
+}
+
+// Even and uneven cuts of every dimension, flat cuts with and without an offset, and the three that do not cut.
+std::vector<Placement> placements(const Shape& shape, int ranks) {
+  std::vector<Placement> out = {Placement::replicate(), Placement::partial(), Placement::invariant()};
+  for (int d = 0; d < shape.rank(); ++d) {
+    out.push_back(Placement::shard(d));
+    std::vector<int64_t> sizes(static_cast<size_t>(ranks), 0);  // all but the last rank own one row, as far as it goes
+    int64_t left = shape[d];
+    for (int r = 0; r + 1 < ranks && left > 0; ++r) sizes[static_cast<size_t>(r)] = 1, --left;
+    sizes.back() += left;
+    out.push_back(Placement::shard(OwnershipMap::uneven(d, sizes)));
+  }
+  if (shape.rank() > 0) {
+    const int64_t n = shape.numel();
+    out.push_back(Placement::shard(OwnershipMap::flat((n + ranks - 1) / ranks)));
+    out.push_back(Placement::shard(OwnershipMap::flat(n / ranks + 3, 2)));
+  }
+  return out;
+}
+
+// <a, b> of what all ranks hold: summed over ranks, but once for Invariant.
+double pairing(const std::vector<LocalPart>& a, const std::vector<LocalPart>& b) {
+  double sum = 0;
+  const size_t ranks = a[0].type.layout[0].is_invariant() ? 1 : a.size();
+  for (size_t r = 0; r < ranks; ++r) {
+    EXPECT_EQ(a[r].values.size(), b[r].values.size());
+    for (size_t i = 0; i < a[r].values.size(); ++i) sum += a[r].values[i] * b[r].values[i];
+  }
+  return sum;
+}
+
+class Redistribute : public ::testing::TestWithParam<int> {};
+
+TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
+  const int ranks = GetParam();
+  for (const Shape& shape : {Shape{7, 5}, Shape{4, 1, 6}, Shape{3}, Shape{0, 4}, Shape{}}) {
+    const std::vector<Placement> all = placements(shape, ranks);
+    const auto n = static_cast<size_t>(shape.numel());
+    const Values x = integers(n, "x"), w = integers(n, "w");
+    struct Parts { std::vector<LocalPart> x, y, w, g; };
+    std::vector<Parts> pairs(all.size() * all.size());
+    for (Parts& p : pairs)
+      for (auto* v : {&p.x, &p.y, &p.w, &p.g}) v->resize(static_cast<size_t>(ranks));
+    run_local(ranks, [&](World& world) {
+      const MeshSpec* mesh = world.mesh({{"data", ranks}}).spec;
+      const auto rank = static_cast<size_t>(world.rank());
+      const PoisonScope poison;
+      int64_t foreseen = 0;
+      for (size_t from = 0; from < all.size(); ++from) {
+        for (size_t to = 0; to < all.size(); ++to) {
+          Parts& parts = pairs[from * all.size() + to];
+          const Tensor source = make_local(x, {kF64, shape, Layout(mesh, all[from])}, "x addends");
+          Recording recording;
+          recording.watch(source);
+          const Tensor result = redistribute(source, Layout(mesh, all[to]));
+          // The cotangent is given in the dual type, a Partial one as addends that differ from rank to rank.
+          const Tensor cotangent = make_local(w, result.type().dual(), "w addends");
+          const Tensor gradient = from == to ? cotangent : redistribute(cotangent, source.layout().dual());
+          parts.x[rank] = local_part(source);
+          parts.y[rank] = local_part(result);
+          parts.w[rank] = local_part(cotangent);
+          parts.g[rank] = local_part(gradient);
+          // What the tape derives is the same map.
+          const Tensor weight = make_local(w, {kF64, shape, probe_weight_layout(result.layout())}, "");
+          const Tensor derived = recording.gradient(probe(std::span(&result, 1), std::span(&weight, 1)),
+                                                    std::span(&source, 1))[0];
+          EXPECT_EQ(derived.type().to_string(), source.type().dual().to_string());
+          EXPECT_EQ(str(check_types(recording.tape()).size()), "0");
+          EXPECT_EQ(str(check_cotangents(recording.tape()).size()), "0");
+          for (NodeId i = 0; i < recording.tape().num_nodes(); ++i)
+            foreseen += recording.tape().wire_bytes(recording.tape().node(i));
+          parts.g[rank].type = gradient.type();
+          Parts check;
+          check.g = {local_part(derived)};
+          if (!all[from].is_replicate() && !all[from].is_partial()) {  // addends may be split in another way
+            EXPECT_EQ(check.g[0].values, parts.g[rank].values) << all[from].to_string() << "→" << all[to].to_string();
+          }
+        }
+      }
+      EXPECT_EQ(foreseen, world.mesh({{"data", ranks}}).runtime->gather_lane(0).bytes_received())
+          << "what tapes say is received, and what was";
+    }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+    for (size_t from = 0; from < all.size(); ++from) {
+      for (size_t to = 0; to < all.size(); ++to) {
+        const Parts& p = pairs[from * all.size() + to];
+        const std::string what = str(all[from], "→", all[to], " of ", shape, " at ", ranks, " ranks");
+        std::string error;
+        EXPECT_EQ(assemble(p.y, error), x) << what;
+        EXPECT_EQ(assemble(p.g, error), w) << what;
+        EXPECT_EQ(error, "") << what;
+        EXPECT_EQ(pairing(p.w, p.y), pairing(p.g, p.x)) << what;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Range(1, 6));
+
+TEST(Redistribute, TwoAxesOneAfterTheOther) {
+  const Shape shape{7, 6};
+  const Values x = integers(42, "x"), w = integers(42, "w");
+  std::vector<std::vector<LocalPart>> y, g;
+  const std::vector<Placement> some = {Placement::replicate(), Placement::partial(), Placement::shard(0),
+                                       Placement::shard(1), Placement::invariant()};
+  const size_t n = some.size();
+  y.assign(n * n * n * n, std::vector<LocalPart>(4));
+  g = y;
+  std::vector<bool> refused(n * n * n * n, false);
+  run_local(4, [&](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}, {"model", 2}}).spec;
+    const auto rank = static_cast<size_t>(world.rank());
+    for (size_t k = 0; k < y.size(); ++k) {
+      const Layout from(mesh, {some[k % n], some[k / n % n]}), to(mesh, {some[k / n / n % n], some[k / n / n / n]});
+      const Tensor source = make_local(x, {kF64, shape, from}, "addends");
+      Recording recording;
+      recording.watch(source);
+      try {
+        const Tensor result = redistribute(source, to);
+        y[k][rank] = local_part(result);
+        const Tensor weight = make_local(w, {kF64, shape, probe_weight_layout(to)}, "");
+        g[k][rank] = local_part(
+            recording.gradient(probe(std::span(&result, 1), std::span(&weight, 1)), std::span(&source, 1))[0]);
+      } catch (const PlacementError& e) {
+        if (rank == 0) refused[k] = true;  // two axes cut one dimension: the inner one has to change first
+        EXPECT_NE(std::string(e.what()).find("change it first"), std::string::npos) << e.what();
+      }
+    }
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+  size_t moved = 0;
+  for (size_t k = 0; k < y.size(); ++k) {
+    if (refused[k]) continue;
+    ++moved;
+    std::string error;
+    const std::string what = str(y[k][0].type, " from ", g[k][0].type.dual());
+    EXPECT_EQ(assemble(y[k], error), x) << what;
+    EXPECT_EQ(assemble(g[k], error), w) << what;
+    EXPECT_EQ(error, "") << what;
+  }
+  EXPECT_GT(moved, y.size() * 3 / 4);
+}
+
+TEST(Redistribute, SaysWhatItDoes) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
+    const auto name = [&](Placement p, Placement q) { return redistribution_name(Layout(mesh, p), Layout(mesh, q)); };
+    const Placement r = Placement::replicate(), p = Placement::partial(), i = Placement::invariant(),
+                    s = Placement::shard(0), t = Placement::shard(1);
+    EXPECT_EQ(name(s, r), "all_gather");
+    EXPECT_EQ(name(s, i), "all_gather");
+    EXPECT_EQ(name(p, s), "reduce_scatter");
+    EXPECT_EQ(name(p, r), "all_reduce");
+    EXPECT_EQ(name(p, i), "all_reduce");
+    EXPECT_EQ(name(s, t), "all_to_all");
+    EXPECT_EQ(name(r, s), "slice");
+    EXPECT_EQ(name(s, p), "zero_embed");
+    EXPECT_EQ(name(r, p), "keep_on_one");
+    EXPECT_EQ(name(i, r), "nothing");
+    const MeshSpec* one = world.mesh({{"data", 2}, {"model", 1}}).spec;
+    EXPECT_EQ(redistribution_name(Layout(one, {r, s}), Layout(one, {r, r})), "nothing");
+  });
+}
+
+}  // namespace
+}  // namespace sheaf::testing
