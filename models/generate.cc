@@ -1,0 +1,72 @@
+#include "sheaf/models/generate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/core/random.h"
+#include "sheaf/models/checkpoint.h"
+#include "sheaf/models/run_state.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf::models {
+namespace {
+
+// Draws from softmax(logits / temperature), restricted to the top_k likeliest; `u` is uniform in [0, 1).
+int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, double u) {
+  std::vector<int32_t> ids(logits.size());
+  std::iota(ids.begin(), ids.end(), 0);
+  std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+  if (config.temperature <= 0) return ids[0];
+  if (config.top_k > 0 && config.top_k < static_cast<int64_t>(ids.size())) ids.resize(config.top_k);
+  std::vector<double> weights;
+  for (int32_t id : ids) weights.push_back(std::exp((logits[id] - logits[ids[0]]) / config.temperature));
+  double left = u * std::accumulate(weights.begin(), weights.end(), 0.0);
+  for (size_t i = 0; i < ids.size(); ++i)
+    if ((left -= weights[i]) < 0) return ids[i];
+  return ids.back();
+}
+
+}  // namespace
+
+std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context,
+                              const GenerateConfig& config, const std::function<void(int32_t)>& emit) {
+  if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
+  model.module().eval();
+  std::vector<int32_t> tokens = prompt, out;
+  const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
+  const auto uniform = [&](int64_t i) { return static_cast<double>(random_u64(key, i) >> 11) * 0x1p-53; };
+  for (int64_t i = 0; i < config.tokens; ++i) {
+    const int64_t length = std::min<int64_t>(context, static_cast<int64_t>(tokens.size()));
+    const std::vector<int32_t> window(tokens.end() - length, tokens.end());
+    const Tensor logits = model.logits(Tensor::from(window, {1, length}));
+    const int64_t vocab = logits.size(-1);
+    const Tensor last = slice(logits, 1, length - 1, length);
+    const int32_t next = choose(last.to_vector<double>(), config, uniform(i));
+    if (next < 0 || next >= vocab) fail<DataError>("[generate] token ", next, " of ", vocab);
+    tokens.push_back(next);
+    out.push_back(next);
+    if (emit) emit(next);
+  }
+  return out;
+}
+
+void generate_from_folder(const std::string& folder, const GenerateConfig& config,
+                          const std::function<void(const std::string&)>& emit) {
+  auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", [](const std::string& warning) {
+    std::fprintf(stderr, "%s\n", warning.c_str());
+  });
+  if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints");
+  const RunState state = RunState::from_json(checkpoint->state());
+  if (!state.tokenizer) fail<ConfigError>("[generate] the run was trained on token files: it has no tokenizer");
+  const auto model = make_language_model(state.model, state.vocab);
+  materialize(model->module());
+  load_state(*checkpoint, model->module(), nullptr);
+  emit(config.prompt);
+  generate(*model, state.tokenizer->encode(config.prompt, "generate.prompt"), state.model.context, config,
+           [&](int32_t token) { emit(state.tokenizer->decode(std::span(&token, 1))); });
+}
+
+}  // namespace sheaf::models

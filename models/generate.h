@@ -1,0 +1,23 @@
+// Sampling text from a language model.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "sheaf/models/language_model.h"
+#include "sheaf/models/tokenizer.h"
+
+namespace sheaf::models {
+
+/// Continues `prompt` by config.tokens tokens, at most `context` of them in view at a time; returns the new ones.
+/// Collective where the model is sharded: every rank computes the same tokens. `emit` gets each token as it comes.
+std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context,
+                              const GenerateConfig& config, const std::function<void(int32_t)>& emit = {});
+
+/// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of
+/// ranks that wrote it. `emit` gets the prompt, then the text as it comes. Throws CheckpointError, DataError.
+void generate_from_folder(const std::string& folder, const GenerateConfig& config,
+                          const std::function<void(const std::string&)>& emit);
+
+}  // namespace sheaf::models

@@ -1,0 +1,62 @@
+#include "sheaf/models/language_model.h"
+
+#include "sheaf/models/gpt.h"
+#include "sheaf/models/llama.h"
+
+namespace sheaf::models {
+namespace {
+
+template <class Model, class Block>
+class Adapter final : public LanguageModel {
+ public:
+  template <class Config>
+  explicit Adapter(const Config& config) : model_(config) {}
+  nn::Module& module() override { return model_; }
+  Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) override {
+    return model_.loss(tokens, targets, {.divide_by = divide_by});
+  }
+  Tensor logits(const Tensor& tokens) override { return model_.logits(tokens); }
+  bool is_block(const nn::Module& module) const override { return dynamic_cast<const Block*>(&module) != nullptr; }
+
+ private:
+  Model model_;
+};
+
+}  // namespace
+
+std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& m, int64_t vocab) {
+  const int64_t words = m.vocab ? m.vocab : vocab;
+  if (words <= 0) fail<ConfigError>("[model] the size of the vocabulary is not known: give model.vocab");
+  if (m.type == "gpt2") {
+    GptConfig c;
+    c.layers = m.layers;
+    c.heads = m.heads;
+    c.width = m.width;
+    c.context = m.context;
+    c.vocab = words;
+    c.mlp_width = m.mlp_width;
+    c.bias = m.bias;
+    c.dropout = m.dropout;
+    c.tie_embeddings = m.tie_embeddings;
+    c.norm_eps = m.norm_eps;
+    return std::make_unique<Adapter<Gpt, Block>>(c);
+  }
+  if (m.type == "llama") {
+    LlamaConfig c;
+    c.layers = m.layers;
+    c.heads = m.heads;
+    c.kv_heads = m.kv_heads ? m.kv_heads : m.heads;
+    c.width = m.width;
+    c.mlp_width = m.mlp_width ? m.mlp_width : (8 * m.width / 3 + 63) / 64 * 64;
+    c.context = m.context;
+    c.vocab = words;
+    c.rope_theta = m.rope_theta;
+    c.norm_eps = m.norm_eps;
+    c.dropout = m.dropout;
+    c.tie_embeddings = m.tie_embeddings;
+    return std::make_unique<Adapter<Llama, LlamaBlock>>(c);
+  }
+  fail<ConfigError>("[model] unknown type '", m.type, "'; known: gpt2, llama");
+}
+
+}  // namespace sheaf::models

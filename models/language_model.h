@@ -1,0 +1,28 @@
+// LanguageModel: what the trainer needs of a model, so that it does not care which one it is.
+#pragma once
+
+#include <memory>
+
+#include "sheaf/models/train_config.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf::models {
+
+class LanguageModel {
+ public:
+  virtual ~LanguageModel() = default;
+  virtual nn::Module& module() = 0;
+  /// Sum of the cross-entropies of the targets, in nats, divided by `divide_by`. tokens, targets: i32[B, T], targets −1
+  /// are ignored. Partial over the axis that cuts B.
+  virtual Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) = 0;
+  /// [B, T, vocab]
+  virtual Tensor logits(const Tensor& tokens) = 0;
+  /// Picks the modules that become units of their own: the transformer blocks.
+  virtual bool is_block(const nn::Module& module) const = 0;
+};
+
+/// Builds the model that `config` describes, without memory. `vocab` replaces config.vocab where that is 0.
+/// Throws ConfigError.
+std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, int64_t vocab);
+
+}  // namespace sheaf::models

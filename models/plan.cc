@@ -1,0 +1,30 @@
+#include "sheaf/models/plan.h"
+
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/simulated.h"
+#include "sheaf/models/training_step.h"
+
+namespace sheaf::models {
+
+Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads) {
+  World simulated = distributed::simulated_world(rank, world, {.threads = threads});
+  Allocator& memory = *RankContext::current().meta;
+  TrainingStep step(config, vocab, simulated, Device::meta());
+  const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
+  Plan plan;
+  // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
+  step.run(0, nothing);
+  memory.reset_peak();
+  step.run(1, nothing, &plan.tape);
+  plan.peak_bytes = memory.stats().peak;
+  for (const auto& p : step.model().module().parameters()) plan.parameters += p.shape().numel();
+  return plan;
+}
+
+std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads) {
+  std::vector<int64_t> peaks;
+  for (int rank = 0; rank < world; ++rank) peaks.push_back(plan_step(config, vocab, rank, world, threads).peak_bytes);
+  return peaks;
+}
+
+}  // namespace sheaf::models

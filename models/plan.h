@@ -1,0 +1,23 @@
+// Plan: one training step on the meta device, at any world size, before anything is allocated: its tape and the bytes
+// it will take. The same code runs as in training; only kernels and communication are left out.
+#pragma once
+
+#include <vector>
+
+#include "sheaf/autograd/tape.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+struct Plan {
+  Tape tape;               ///< of a step in which prefetch knows the order (the second and later)
+  int64_t peak_bytes = 0;  ///< requested from the allocator at the peak of such a step, on this rank
+  int64_t parameters = 0;  ///< elements of the whole model
+};
+
+/// What rank `rank` of `world` does. `threads` is the number of compute threads per rank, on which workspaces depend.
+Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads);
+/// plan_step().peak_bytes of every rank.
+std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads);
+
+}  // namespace sheaf::models

@@ -1,0 +1,24 @@
+#include "sheaf/models/token_stream.h"
+
+#include <utility>
+
+#include "sheaf/core/error.h"
+
+namespace sheaf::models {
+
+TokenStream::TokenStream(Tokens tokens, const TokenStreamOptions& options, const Mesh& mesh)
+    : options_(options), windows_(std::move(tokens), options.context, options.seed) {
+  check<ConfigError>(options.batch_per_rank > 0, "[token_stream] batch_per_rank is ", options.batch_per_rank);
+  const int axis = mesh.spec->axis(options.axis);
+  type_ = {kI32, {options.batch_per_rank * mesh.spec->size(axis), options.context},
+           Layout(mesh.spec).with(axis, Placement::shard(0))};
+}
+
+TokenBatch TokenStream::batch(int64_t step) const {
+  TokenBatch batch{Tensor::empty(type_), Tensor::empty(type_), step * type_.shape[0]};
+  windows_.fill(batch.first_sample + type_.layout.local_start(type_.shape)[0], type_.local_shape()[0],
+                batch.tokens.view().as<int32_t>(), batch.targets.view().as<int32_t>());
+  return batch;
+}
+
+}  // namespace sheaf::models

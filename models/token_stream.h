@@ -1,0 +1,38 @@
+// TokenStream: batches of a token sequence as tensors, cut over the ranks of a mesh axis.
+#pragma once
+
+#include <string>
+
+#include "sheaf/core/tensor.h"
+#include "sheaf/distributed/device_mesh.h"
+#include "sheaf/models/batch_sampler.h"
+
+namespace sheaf::models {
+
+struct TokenStreamOptions {
+  int64_t batch_per_rank = 32;  ///< sequences
+  int64_t context = 1024;       ///< tokens per sequence
+  uint64_t seed = 0;            ///< of the order of samples
+  std::string axis = "data";    ///< of the mesh, that cuts the batch
+};
+
+struct TokenBatch {
+  Tensor tokens, targets;    ///< i32[B, T], Shard(0); targets are the tokens one further
+  int64_t first_sample = 0;  ///< global index of the batch's first sample: a recording keys dropout by it
+};
+
+/// Windows at random places (see RandomWindows). batch() is a pure function of the step, so a resumed run sees what the
+/// interrupted one would have seen, and k ranks see the global batch that one rank with k times the rows would.
+class TokenStream {
+ public:
+  /// Throws DataError for fewer than context + 1 tokens, ConfigError for an unknown axis or an empty batch.
+  TokenStream(Tokens tokens, const TokenStreamOptions& options, const Mesh& mesh);
+  TokenBatch batch(int64_t step) const;
+
+ private:
+  TokenStreamOptions options_;
+  RandomWindows windows_;
+  Type type_;
+};
+
+}  // namespace sheaf::models

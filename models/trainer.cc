@@ -1,0 +1,179 @@
+#include "sheaf/models/trainer.h"
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/models/checkpoint.h"
+#include "sheaf/models/run_state.h"
+
+namespace sheaf::models {
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Communicator& lane_of(TrainingStep& step) { return step.mesh().runtime->gather_lane(0); }
+
+CheckpointGroup group_of(TrainingStep& step, World& world) {
+  CheckpointGroup group;
+  group.rank = world.rank();
+  group.world = world.size();
+  if (world.size() == 1) return group;
+  group.barrier = [&step] { lane_of(step).barrier("checkpoint").sync(); };
+  group.all_true = [&step](bool mine) {
+    int32_t value = mine;
+    lane_of(step).all_reduce(&value, 1, kI32, Reduction::min, "checkpoint").sync();
+    return value != 0;
+  };
+  return group;
+}
+
+}  // namespace
+
+Corpus load_corpus(const DataConfig& data, int64_t vocab) {
+  if (data.train_file.empty()) return load_text_corpus(data.corpus, data.tokenizer, data.val_fraction);
+  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab");
+  Corpus corpus;
+  corpus.train = Tokens::open(data.train_file, vocab);
+  corpus.val = Tokens::open(data.val_file, vocab);
+  corpus.train.check_all();
+  corpus.val.check_all();
+  corpus.vocab = vocab;
+  return corpus;
+}
+
+Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
+    : config_(config), world_(world), device_(device), options_(options),
+      corpus_(load_corpus(config.data, config.model.vocab)) {
+  if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
+  if (corpus_.vocab > config_.model.vocab)
+    fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", corpus_.vocab);
+  step_ = std::make_unique<TrainingStep>(config_, config_.model.vocab, world_, device_);
+  restore();
+}
+
+void Trainer::restore() {
+  const std::string folder = config_.output.folder + "/checkpoints";
+  if (!options_.resume) {
+    if (std::filesystem::exists(folder) && !std::filesystem::is_empty(folder))
+      fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
+                        "another output.folder");
+    return;
+  }
+  auto checkpoint = Checkpoint::open_newest(folder, [&](const std::string& warning) { options_.print(warning); },
+                                            group_of(*step_, world_));
+  if (!checkpoint) return;
+  const RunState state = RunState::from_json(checkpoint->state());
+  check_resumable(state, config_, config_.model.vocab);
+  load_state(*checkpoint, step_->model().module(), &step_->optimizer());
+  first_step_ = state.step;
+  options_.print(str("resumed from ", checkpoint->path()));
+}
+
+int64_t Trainer::num_parameters() {
+  int64_t n = 0;
+  for (const nn::Parameter& p : step_->model().module().parameters()) n += p.shape().numel();
+  return n;
+}
+
+void Trainer::save(int64_t step) {
+  RunState state;
+  state.step = step;
+  state.vocab = config_.model.vocab;
+  state.model = config_.model;
+  state.train = config_.train;
+  state.tokenizer = corpus_.tokenizer;
+  save_checkpoint(config_.output.folder + "/checkpoints", step,
+                  checkpoint_pieces(step_->model().module(), &step_->optimizer()), state.to_json(),
+                  config_.output.keep_checkpoints, group_of(*step_, world_));
+}
+
+std::vector<int64_t> Trainer::peaks_of_ranks() {
+  std::vector<int64_t> peaks(world_.size(), 0);
+  peaks[world_.rank()] = RankContext::current().cpu->stats().peak;
+  if (world_.size() > 1)
+    lane_of(*step_).all_reduce(peaks.data(), world_.size(), kI64, Reduction::sum, "peak_bytes").sync();
+  return peaks;
+}
+
+TrainReport Trainer::run() {
+  const OptimizationConfig& t = config_.train;
+  const RandomWindows windows(corpus_.train, config_.model.context, static_cast<uint64_t>(t.seed));
+  const SequentialWindows validation(corpus_.val, config_.model.context, t.eval_tokens);
+  const FillBatch fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
+    windows.fill(first, count, inputs, targets);
+  };
+  const bool first_rank = world_.rank() == 0;
+  std::unique_ptr<MetricsWriter> metrics;
+  if (first_rank) {
+    std::filesystem::create_directories(config_.output.folder);
+    metrics = std::make_unique<MetricsWriter>(config_.output.folder + "/metrics.jsonl", first_step_ - (first_step_ == 0));
+  }
+  Allocator& memory = *RankContext::current().cpu;
+  TrainReport report;
+  report.steps = t.steps;
+  const double start = now();
+  double since = start, evaluating = 0;
+  int64_t steps_since = 0;
+  for (int64_t s = first_step_; s < t.steps; ++s) {
+    memory.reset_peak();
+    const bool last = s + 1 == t.steps;
+    TrainingStep::Result result = step_->run(s, fill, last ? &report.tape : nullptr);
+    ++steps_since;
+    const int64_t done = s + 1;
+    if (last || done % t.log_every == 0) {
+      report.train_loss = result.loss.item<double>();
+      const double norm = result.grad_norm.item<double>();
+      report.peaks = peaks_of_ranks();
+      const double tokens_per_second = static_cast<double>(step_->tokens_per_step() * steps_since) / (now() - since);
+      if (!std::isfinite(report.train_loss) || !std::isfinite(norm))
+        fail<NonFiniteError>("[train] step ", done, ": loss ", report.train_loss, ", gradient norm ", norm,
+                             "; a smaller train.lr or train.clip may help");
+      if (first_rank) {
+        int64_t peak = 0;
+        for (int64_t p : report.peaks) peak = std::max(peak, p);
+        metrics->write(done, {{"loss", report.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
+                              {"tokens_per_second", tokens_per_second}, {"peak_bytes", peak}});
+        const double each = (now() - start - evaluating) / static_cast<double>(done - first_step_);
+        options_.print(progress_line({.step = done, .steps = t.steps, .loss = report.train_loss, .lr = result.lr,
+                                      .grad_norm = norm, .tokens_per_second = tokens_per_second,
+                                      .seconds_left = each * static_cast<double>(t.steps - done)}));
+      }
+      since = now();
+      steps_since = 0;
+    }
+    if (last || (t.eval_every > 0 && done % t.eval_every == 0)) {
+      const double begin = now();
+      report.val_loss = step_->evaluate(validation);
+      if (first_rank) {
+        metrics->write(done, {{"val_loss", report.val_loss}});
+        options_.print(str("step ", done, "  validation loss ", report.val_loss));
+      }
+      evaluating += now() - begin;
+      since = now();
+      steps_since = 0;
+    }
+    if (last || (t.save_every > 0 && done % t.save_every == 0)) {
+      const double begin = now();
+      if (first_rank) metrics->sync();
+      save(done);
+      evaluating += now() - begin;
+      since = now();
+    }
+  }
+  if (first_step_ >= t.steps) {  // nothing left to do: report the finished run
+    options_.print(str("the run is complete at step ", first_step_));
+    report.val_loss = step_->evaluate(validation);
+    report.peaks = peaks_of_ranks();
+  }
+  report.peak_bytes = report.peaks.empty() ? 0 : report.peaks[world_.rank()];
+  report.seconds = now() - start;
+  return report;
+}
+
+}  // namespace sheaf::models

@@ -1,0 +1,59 @@
+// Trainer: a whole run. Data, steps, evaluation, metrics, checkpoints, resumption.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "sheaf/models/metrics.h"
+#include "sheaf/models/token_file.h"
+#include "sheaf/models/train_config.h"
+#include "sheaf/models/training_step.h"
+
+namespace sheaf::models {
+
+struct TrainOptions {
+  bool resume = false;  ///< continue from the newest whole checkpoint, from the start where there is none
+  /// Called with each line for people (progress, warnings), on rank 0.
+  std::function<void(const std::string&)> print = [](const std::string&) {};
+};
+
+struct TrainReport {
+  int64_t steps = 0;
+  double train_loss = 0, val_loss = 0;
+  int64_t peak_bytes = 0;        ///< of this rank, in the last step
+  std::vector<int64_t> peaks;    ///< of every rank
+  Tape tape;                     ///< of the last step that ran here
+  double seconds = 0;
+};
+
+class Trainer {
+ public:
+  /// Reads the corpus and builds the model; collective. Throws ConfigError, DataError.
+  Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
+
+  /// Trains to the end; collective. Throws NonFiniteError when the loss is not a number.
+  TrainReport run();
+
+  TrainingStep& step() { return *step_; }
+  const Corpus& corpus() const { return corpus_; }
+  int64_t num_parameters();
+
+ private:
+  void restore();
+  void save(int64_t step);
+  std::vector<int64_t> peaks_of_ranks();
+
+  TrainConfig config_;
+  World& world_;
+  Device device_;
+  TrainOptions options_;
+  Corpus corpus_;
+  std::unique_ptr<TrainingStep> step_;
+  int64_t first_step_ = 0;
+};
+
+/// Reads what config.data describes.
+Corpus load_corpus(const DataConfig& data, int64_t vocab);
+
+}  // namespace sheaf::models

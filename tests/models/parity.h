@@ -1,0 +1,65 @@
+// Helpers to compare models that were trained in different ways: whole parameters and gradients from the ranks' pieces.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/distributed/unit.h"
+#include "sheaf/models/training_step.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf::testing {
+
+/// Whole tensors by name, put together by all ranks of a job.
+class Whole {
+ public:
+  /// Adds this rank's part of every parameter, or of its gradient. Elements that several ranks hold must agree.
+  void collect(nn::Module& module, bool gradients) {
+    for (const auto& unit : units(module)) {
+      for (FlatBuffer& buffer : unit->buffers()) {
+        if (gradients && !buffer.trainable) continue;
+        const std::vector<double> local = (gradients ? buffer.grad : buffer.shard).to_vector<double>();
+        std::lock_guard lock(mutex_);
+        for (const LocalPiece& piece : unit->pieces(buffer)) {
+          const LeafSpec& leaf = unit->leaves()[piece.leaf];
+          std::vector<double>& whole = values_[leaf.name];
+          whole.resize(leaf.shape.numel());
+          for (int64_t i = 0; i < piece.interval.size(); ++i)
+            whole[piece.interval.begin + i] = local[piece.shard_offset + i];
+        }
+      }
+    }
+  }
+  const std::map<std::string, std::vector<double>>& values() const { return values_; }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::vector<double>> values_;
+};
+
+using Values = std::map<std::string, std::vector<double>>;
+
+/// Largest |a − b| over all tensors; throws if names or sizes differ.
+double max_difference(const Values& a, const Values& b);
+double max_magnitude(const Values& a);
+
+/// A tiny GPT and its training options: 3 layers, sizes that nothing divides.
+models::TrainConfig tiny_config();
+
+/// Deterministic batches for tiny_config().
+void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
+
+struct Run {
+  Values parameters;
+  std::vector<float> losses, norms;
+};
+/// Trains `steps` steps on `world` local ranks of one thread each.
+Run train_tiny(const models::TrainConfig& config, int world, int steps,
+               const std::function<void(models::TrainingStep&)>& inspect = {});
+
+}  // namespace sheaf::testing

@@ -1,0 +1,33 @@
+// The subcommands of `sheaf`. Each takes its arguments, returns an exit code, and throws sheaf::Error for the rest.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace sheaf::tools {
+
+struct TrainArguments {
+  std::string config;                  ///< TOML file, "" for defaults
+  std::vector<std::string> overrides;  ///< --section.key value
+  bool resume = false, print_config = false, quiet = false;
+  int threads_per_rank = 0;            ///< 0: cores / local ranks
+};
+int train_command(const TrainArguments& arguments);
+
+struct GenerateArguments {
+  std::string folder;                  ///< output folder of a run
+  std::vector<std::string> overrides;  ///< --generate.key value
+};
+int generate_command(const GenerateArguments& arguments);
+
+struct TapeArguments {
+  std::string config;
+  std::vector<std::string> overrides;
+  int world = 1;
+  int rank = 0;
+  int threads_per_rank = 1;
+  std::string format = "text";         ///< "text", "json", "dot"
+};
+int tape_command(const TapeArguments& arguments);
+
+}  // namespace sheaf::tools

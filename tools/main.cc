@@ -1,0 +1,92 @@
+// The command `sheaf`.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+#include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/launcher.h"
+#include "sheaf/tools/commands.h"
+#include "sheaf/tools/config.h"
+
+namespace {
+
+// One line on standard error that says where and what; the exit code tells the kind.
+int report(const std::string& what, int code) {
+  const auto& context = sheaf::RankContext::current();
+  if (context.world > 1) std::fprintf(stderr, "sheaf: rank %d of %d: %s\n", context.rank, context.world, what.c_str());
+  else std::fprintf(stderr, "sheaf: %s\n", what.c_str());
+  return code;
+}
+
+int run(int argc, char** argv) {
+  using namespace sheaf::tools;
+  CLI::App app("Sheaf: a deep-learning framework in which sharding is a tensor's type.", "sheaf");
+  app.require_subcommand(1);
+
+  TrainArguments train;
+  CLI::App* train_app = app.add_subcommand("train", "train a model; under `sheaf launch`, on several ranks");
+  train_app->add_option("--config", train.config, "TOML file");
+  train_app->add_flag("--resume", train.resume, "continue from the newest whole checkpoint in output.folder");
+  train_app->add_flag("--print-config", train.print_config, "print the resulting configuration and end");
+  train_app->add_flag("--quiet", train.quiet, "no progress lines");
+  train_app->add_option("--threads-per-rank", train.threads_per_rank, "compute threads of each rank");
+  train_app->allow_extras();
+  train_app->footer("Every option of the configuration is also a flag, --section.key value:\n" + config_help());
+
+  GenerateArguments generate;
+  CLI::App* generate_app = app.add_subcommand("generate", "continue a prompt with a trained model");
+  generate_app->add_option("folder", generate.folder, "output folder of a run")->required();
+  generate_app->allow_extras();
+  generate_app->footer("Options: --generate.prompt TEXT, --generate.tokens N, --generate.temperature X, --generate.top_k N");
+
+  TapeArguments tape;
+  CLI::App* tape_app = app.add_subcommand("tape", "print one training step at any world size, without data or memory");
+  tape_app->add_option("--config", tape.config, "TOML file");
+  tape_app->add_option("--world", tape.world, "ranks");
+  tape_app->add_option("--rank", tape.rank, "whose step");
+  tape_app->add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank");
+  tape_app->add_option("--format", tape.format, "text, json or dot (Graphviz)");
+  tape_app->allow_extras();
+
+  sheaf::distributed::LaunchOptions launch;
+  CLI::App* launch_app = app.add_subcommand("launch", "run a command as several ranks on this machine");
+  launch_app->add_option("--nproc-per-node", launch.nproc, "ranks")->required();
+  launch_app->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank");
+  launch_app->prefix_command();
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app.exit(e);  // --help
+    return report(e.what(), static_cast<int>(sheaf::ExitCode::kConfig));
+  }
+  if (*train_app) {
+    train.overrides = train_app->remaining();
+    return train_command(train);
+  }
+  if (*generate_app) {
+    generate.overrides = generate_app->remaining();
+    return generate_command(generate);
+  }
+  if (*tape_app) {
+    tape.overrides = tape_app->remaining();
+    return tape_command(tape);
+  }
+  launch.command = launch_app->remaining();
+  if (!launch.command.empty() && launch.command[0] == "--") launch.command.erase(launch.command.begin());
+  return sheaf::distributed::launch(launch);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const sheaf::Error& e) {
+    return report(e.what(), e.exit_code());
+  } catch (const std::bad_alloc&) {
+    return report("out of memory", static_cast<int>(sheaf::ExitCode::kOutOfMemory));
+  } catch (const std::exception& e) {
+    return report(e.what(), static_cast<int>(sheaf::ExitCode::kDesync));
+  }
+}

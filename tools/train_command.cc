@@ -1,0 +1,111 @@
+#include <cstdio>
+#include <filesystem>
+
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/file.h"
+#include "sheaf/distributed/init.h"
+#include "sheaf/models/generate.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/models/trainer.h"
+#include "sheaf/tools/commands.h"
+#include "sheaf/tools/config.h"
+
+namespace sheaf::tools {
+namespace {
+
+void say(const std::string& line) {
+  std::printf("%s\n", line.c_str());
+  std::fflush(stdout);
+}
+
+std::string mebibytes(int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
+// What a newcomer wants to see at the end. Collective: the sample is computed by all ranks together.
+void report(const models::TrainConfig& config, World& world, models::Trainer& trainer,
+            const models::TrainReport& result, int threads) {
+  const bool first = world.rank() == 0;
+  if (const auto& tokenizer = trainer.corpus().tokenizer) {
+    std::vector<int32_t> prompt = tokenizer->encode(config.generate.prompt, "generate.prompt");
+    const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, config.generate);
+    if (first) say("\nsample\n------" + config.generate.prompt + tokenizer->decode(tokens) + "\n------");
+  }
+  if (!first) return;
+  if (result.tape.num_nodes() > 0) say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
+  const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
+  const std::vector<int64_t> planned = models::plan_peaks(config, vocab, world.size(), threads);
+  say("peak memory of a step");
+  for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r)
+    say(str("  rank ", r, "  measured ", mebibytes(result.peaks[r]), "  predicted by the tape ", mebibytes(planned[r]),
+            result.peaks[r] == planned[r] ? "  (equal to the byte)" : "  (DIFFERENT)"));
+  if (result.train_loss != 0) say(str("\ntraining loss    ", result.train_loss));
+  say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
+}
+
+}  // namespace
+
+int train_command(const TrainArguments& arguments) {
+  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
+  if (arguments.print_config) {
+    say(print_config(config));
+    return 0;
+  }
+  World world = distributed::init_from_env();
+  world.guard([&] {
+    if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
+    const RankScope scope(RankContext::current());
+    const int threads = RankContext::current().threads;
+    const bool first = world.rank() == 0;
+    models::TrainOptions options;
+    options.resume = arguments.resume;
+    if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) say(line); };
+    models::Trainer trainer(config, world, Device::cpu(), options);
+    if (first) {
+      make_folders(config.output.folder);
+      write_file(config.output.folder + "/config.toml", print_config(config));
+      say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
+              threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
+              " parameters, ", trainer.corpus().train.size(), " training tokens"));
+    }
+    const models::TrainReport result = trainer.run();
+    if (!arguments.quiet) report(config, world, trainer, result, threads);
+  });
+  return 0;
+}
+
+int generate_command(const GenerateArguments& arguments) {
+  const models::TrainConfig config = load_config("", arguments.overrides);
+  models::generate_from_folder(arguments.folder, config.generate, [](const std::string& text) {
+    std::fputs(text.c_str(), stdout);
+    std::fflush(stdout);
+  });
+  std::printf("\n");
+  return 0;
+}
+
+int tape_command(const TapeArguments& arguments) {
+  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
+  if (arguments.world < 1) fail<ConfigError>("[tape] --world must be at least 1, not ", arguments.world);
+  if (arguments.rank < 0 || arguments.rank >= arguments.world)
+    fail<ConfigError>("[tape] --rank must be in [0, ", arguments.world, "), not ", arguments.rank);
+  int64_t vocab = config.model.vocab;
+  if (vocab == 0) {
+    if (config.data.corpus.empty()) fail<ConfigError>("[tape] the size of the vocabulary is not known: give --model.vocab N");
+    vocab = models::load_corpus(config.data, 0).vocab;
+  }
+  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, arguments.threads_per_rank);
+  if (arguments.format == "json") say(to_json(plan.tape));
+  else if (arguments.format == "dot") say(to_dot(plan.tape));
+  else if (arguments.format == "text")
+    say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
+        str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank, ": peak ",
+            plan.peak_bytes, " bytes (", mebibytes(plan.peak_bytes), ")"));
+  else
+    fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
+  return 0;
+}
+
+}  // namespace sheaf::tools
