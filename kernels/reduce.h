@@ -24,7 +24,7 @@ void min(const View& x, const View& out);
 void argmax(const View& x, int dim, const View& out);
 /// log(sum(exp(x))), with the maximum taken out. Zero elements give -inf.
 void logsumexp(const View& x, const View& out);
-/// sum((x - mean)^2) / (K - correction), in two passes with the mean in f64.
+/// sum((x - mean)^2) / (K - correction), by the corrected two-pass algorithm.
 void var(const View& x, double correction, const View& out);
 /// out[n] = sum over m of x[m, n]: the gradient of a bias. Same order as `sum`, so a function of M
 /// alone.

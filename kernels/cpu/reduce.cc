@@ -284,24 +284,22 @@ void var(const View& x, double correction, const View& out) {
   const Runs runs(split.reduced, split.reduced_strides);
   const int64_t blocks = (split.count + kBlock - 1) / kBlock;
   auto run = [&]<class C>() {
-    parallel_for(
-        split.kept.numel(), std::max<int64_t>(1, kGrain / 4 / std::max<int64_t>(1, split.count)),
-        [&](int64_t begin, int64_t end) {
-          const double n = static_cast<double>(split.count);
-          for (int64_t i = begin; i < end; ++i) {
-            const void* row = element(x, offset_of(split.kept, split.kept_strides, i));
-            const double mean =
-                reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(), kIdentity) / n;
-            const C centre = static_cast<C>(mean);
-            const double squares =
-                reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(),
-                              [centre](C v) { return (v - centre) * (v - centre); });
-            // The centre is the mean rounded; what that adds to the squares is known exactly
-            // enough.
-            const double off = mean - static_cast<double>(centre);
-            put(out, i, (squares - n * off * off) / (n - correction));
-          }
-        });
+    const int64_t grain = std::max<int64_t>(1, kGrain / 4 / std::max<int64_t>(1, split.count));
+    parallel_for(split.kept.numel(), grain, [&](int64_t begin, int64_t end) {
+      const double n = static_cast<double>(split.count);
+      for (int64_t i = begin; i < end; ++i) {
+        const void* row = element(x, offset_of(split.kept, split.kept_strides, i));
+        auto total = [&](auto f) {
+          return reduce_row<C>(row, x.dtype, runs, split.count, 0, blocks, Add(), f);
+        };
+        // The corrected two-pass algorithm (Chan, Golub, LeVeque 1983): the centre is the mean up
+        // to rounding, and the sum of the distances to it says by how much it is off.
+        const C centre = static_cast<C>(total(kIdentity) / n);
+        const double squares = total([centre](C v) { return (v - centre) * (v - centre); });
+        const double off = total([centre](C v) { return v - centre; });
+        put(out, i, (squares - off * off / n) / (n - correction));
+      }
+    });
   };
   x.dtype == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
