@@ -202,6 +202,43 @@ Tensor dropout(const Tensor& x, double p);
 Tensor dropout(const Tensor& x, double p, Key key);
 
 // ---- group B: products, normalisation, attention, losses, optimizers --------------------------------------------------
+/// [.., M, K] times [.., K, N]; leading dimensions broadcast. Any strides: transposed operands cost nothing.
+Tensor matmul(const Tensor& a, const Tensor& b);
+/// x[.., I] weight[O, I]ᵀ + bias[O]. Where the result is Partial, the bias must be Partial too.
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+/// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError.
+Tensor embedding(const Tensor& tokens, const Tensor& table);
+
+/// Normalisation over the last dimension, with optional scale and shift of its size. Statistics in f32 (f64 for f64).
+/// Layer normalisation (Ba et al., https://arxiv.org/abs/1607.06450): (x - mean) / sqrt(var + eps), biased variance.
+Tensor layer_norm(const Tensor& x, const Tensor& weight = {}, const Tensor& bias = {}, double eps = 1e-5);
+/// x / sqrt(mean(x²) + eps) (Zhang and Sennrich, https://arxiv.org/abs/1910.07467).
+Tensor rms_norm(const Tensor& x, const Tensor& weight = {}, double eps = 1e-5);
+Tensor softmax(const Tensor& x, int dim = -1);
+Tensor log_softmax(const Tensor& x, int dim = -1);
+
+struct AttentionOptions {
+  bool causal = true;  ///< query t of T sees keys s <= t + S - T
+  double scale = 0;    ///< of the scores; 0: 1 / sqrt(D)
+};
+/// softmax(scale q kᵀ) v per head for q[B, T, H, D], k and v[B, S, G, D]; H is a multiple of G, and head h reads key head
+/// h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
+/// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: elements i and i + D/2 turn
+/// by (first_position + t) theta^(-2i/D), as in Llama's Hugging Face checkpoints.
+Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 0);
+
+struct CrossEntropyOptions {
+  int64_t ignore_index = -1;  ///< rows with this target count nothing
+  double divide_by = 0;       ///< what the sum over rows is divided by; 0: the global number of targets, ignored or not
+  Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence
+};
+/// Scalar loss in nats, f32 (f64 for f64): the sum over rows of log(sum(exp(logits))) - logits[target], divided. Integer
+/// targets[..] for logits[.., V]; one outside [0, V) throws DataError. Rows cut over ranks give a Partial loss.
+Tensor cross_entropy(const Tensor& logits, const Tensor& targets, const CrossEntropyOptions& options = {});
+/// cross_entropy(linear(x, weight), targets) in chunks of rows, so that the logits never exist whole.
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
+                            const CrossEntropyOptions& options = {});
 
 // ---- end ------------------------------------------------------------------------------------------------------------
 }  // namespace sheaf

@@ -1,4 +1,5 @@
-// The linear layer y = x Wᵀ + b and its gradients. Leading dimensions of x and y are rows.
+// The linear layer y = x Wᵀ + b and the gradients of W and b (that of x is a matmul). Leading dimensions of x and y are
+// rows.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -9,10 +10,6 @@ namespace sheaf::kernels::cpu {
 /// y[.., O] = x[.., I] · weight[O, I]ᵀ + bias[O]; without a bias, pass View{} (null shape). All of one floating dtype.
 size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y);
 void linear(const View& x, const View& weight, const View& bias, const View& y, Workspace workspace);
-
-/// dx[.., I] = dy[.., O] · weight[O, I].
-size_t linear_input_gradient_workspace(const View& dy, const View& weight, const View& dx);
-void linear_input_gradient(const View& dy, const View& weight, const View& dx, Workspace workspace);
 
 /// dweight[O, I] = dyᵀ · x, stored; dweight may be f32 where dy and x are bf16.
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight);

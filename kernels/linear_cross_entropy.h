@@ -11,8 +11,8 @@ int64_t linear_cross_entropy_chunk(int64_t vocabulary);
 
 /// loss[] = the sum over rows of cross-entropy(x[.., C] · weight[V, C]ᵀ, targets[..]); rows whose target is ignore_index
 /// count 0; another target outside [0, V) is a DataError. Row losses in f32 are summed in row order in f64. lse[..] is
-/// kept for the backward pass. x, weight: one floating dtype, x's rows evenly spaced; targets dense, any index type; loss
-/// and lse f32 (f64 for f64), lse dense.
+/// kept for the backward pass. x, weight: one floating dtype; targets: any index type; loss and
+/// lse: f32 (f64 for f64), lse stored dense.
 size_t linear_cross_entropy_workspace(const View& x, const View& weight);
 void linear_cross_entropy(const View& x, const View& weight, const View& targets, int64_t ignore_index, const View& loss,
                           const View& lse, Workspace workspace);

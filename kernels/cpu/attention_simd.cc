@@ -167,7 +167,7 @@ class Backward {
  public:
   Backward(const View& q, const View& k, const View& v, const View& out, const View& lse, const View& dout, bool causal,
            double scale, const View& dq, const View& dk, const View& dv, C* scratch)
-      : q_(q), k_(k), v_(v), out_(out), dout_(dout), dq_(dq), dk_(dk), dv_(dv), lse_(lse.as<C>()), causal_(causal),
+      : q_(q), k_(k), v_(v), out_(out), dout_(dout), dq_(dq), dk_(dk), dv_(dv), lse_(lse), causal_(causal),
         scale_(static_cast<C>(scale)), s_(q, k), padded_(s_.padded_width()) {
     const int64_t whole = s_.padded_keys() * padded_;
     keys_ = scratch, keys_t_ = keys_ + whole, values_t_ = keys_t_ + whole, dkeys_ = values_t_ + whole, dvalues_ = dkeys_ + whole;
@@ -206,7 +206,7 @@ class Backward {
       const C* d = dout_block_ + r * padded_;
       dots_[r] = row_sum<C>(s_.width, [&](int64_t i, auto n) { return load_lanes(o + i, n) * load_lanes(d + i, n); });
     }
-    const C* lse = lse_ + (b * s_.heads + h) * s_.queries + first;
+    const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + first;
     const int64_t seen = s_.visible(first + rows - 1, causal_);
     for (int64_t key = 0; key < seen; key += kKeyBlock) {
       const int64_t at = key * padded_;
@@ -233,8 +233,7 @@ class Backward {
       for_lanes(s_.width, [&](int64_t i, auto n) { store_lanes(to[first + r] + i, Lanes<C>::load(from + r * padded_ + i) * scale + zero, n); });
   }
 
-  const View &q_, &k_, &v_, &out_, &dout_, &dq_, &dk_, &dv_;
-  const C* lse_;
+  const View &q_, &k_, &v_, &out_, &dout_, &dq_, &dk_, &dv_, &lse_;
   bool causal_;
   C scale_;
   AttentionShape s_;

@@ -6,18 +6,6 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// Reads element `index` of a view of indices, in row-major order.
-template <class I>
-class Tokens {
- public:
-  explicit Tokens(View v) : rows_("embedding", (v.shape.push_back(1), v.strides.push_back(1), v)) {}
-  int64_t count() const { return rows_.count(); }
-  int64_t operator[](int64_t i) const { return static_cast<int64_t>(*rows_[i]); }
-
- private:
-  Rows<I> rows_;
-};
-
 [[noreturn]] void bad_token(const char* who, const View& tokens, int64_t index, int64_t token, int64_t vocabulary) {
   Shape position = tokens.shape;
   for (int i = tokens.rank() - 1; i >= 0; --i) position[i] = index % tokens.shape[i], index /= tokens.shape[i];
@@ -35,9 +23,9 @@ void check_shapes(const View& tokens, const View& table, const View& rows) {
 
 void check_tokens(const char* who, const View& tokens, int64_t vocabulary, int64_t ignore_index) {
   visit_index(who, tokens.dtype, [&]<class I>() {
-    const Tokens<I> at(tokens);
+    const Elements<I> at(who, tokens);
     for (int64_t i = 0; i < at.count(); ++i) {
-      const int64_t token = at[i];
+      const int64_t token = static_cast<int64_t>(at[i]);
       if ((token < 0 || token >= vocabulary) && token != ignore_index) bad_token(who, tokens, i, token, vocabulary);
     }
   });
@@ -48,12 +36,12 @@ void embedding(const View& tokens, const View& table, const View& out) {
   check<DTypeError>(out.dtype == table.dtype, "[embedding] table of ", table.dtype, " into ", out.dtype);
   visit_index("embedding", tokens.dtype, [&]<class I>() {
     visit_floating("embedding", table.dtype, [&]<class T>() {
-      const Tokens<I> token(tokens);
+      const Elements<I> token("embedding", tokens);
       const Rows<T> from("embedding", table), to("embedding", out);
       const int64_t vocabulary = table.shape[0], width = to.cols();
       parallel_for(token.count(), row_grain(width), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-          const int64_t t = token[r];
+          const int64_t t = static_cast<int64_t>(token[r]);
           if (t < 0 || t >= vocabulary) bad_token("embedding", tokens, r, t, vocabulary);
           std::copy_n(from[t], width, to[r]);
         }
@@ -75,7 +63,7 @@ void embedding_backward(const View& tokens, const View& dout, const View& dtable
       visit_floating("embedding_backward", dout.dtype, [&]<class G>() {
         using C = ComputeType<T>;
         if constexpr (std::is_same_v<C, ComputeType<G>>) {
-          const Tokens<I> token(tokens);
+          const Elements<I> token("embedding_backward", tokens);
           const Rows<G> from("embedding_backward", dout);
           const Rows<T> to("embedding_backward", dtable);
           const int64_t vocabulary = to.count(), count = token.count(), width = to.cols();

@@ -22,10 +22,6 @@ Gemm forward(const View& x, const View& weight, const View& bias, const View& y)
   return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
 }
 
-Gemm input_gradient(const View& dy, const View& weight, const View& dx) {
-  return {"linear_input_gradient", at_least_matrix(dy), weight, at_least_matrix(dx), {}};
-}
-
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
 struct WeightGradient {
   View dy, x, dweight;
@@ -64,13 +60,6 @@ size_t linear_workspace(const View& x, const View& weight, const View& bias, con
 }
 void linear(const View& x, const View& weight, const View& bias, const View& y, Workspace workspace) {
   gemm(forward(x, weight, bias, y), workspace);
-}
-
-size_t linear_input_gradient_workspace(const View& dy, const View& weight, const View& dx) {
-  return gemm_workspace(input_gradient(dy, weight, dx));
-}
-void linear_input_gradient(const View& dy, const View& weight, const View& dx, Workspace workspace) {
-  gemm(input_gradient(dy, weight, dx), workspace);
 }
 
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {

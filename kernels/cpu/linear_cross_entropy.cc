@@ -16,12 +16,17 @@ struct Head {
   View x, weight, dx, dweight;
   int64_t rows, width, vocabulary, chunk;
   DType row_dtype;   ///< of lse, losses, and a chunk's logits
+  View uneven;       ///< x whose rows are not evenly spaced: a chunk of them is copied at a time
   bool narrow;       ///< gradients of logits need a rounded copy
   bool sum_apart;    ///< dweight is too narrow to sum chunks in
 
   Head(const char* who_in, const View& x_in, const View& weight_in, const View& dx_in, const View& dweight_in)
       : who(who_in), x(as_matrix(x_in)), weight(weight_in), dx(given(dx_in) ? as_matrix(dx_in) : View{}), dweight(dweight_in) {
-    check<ShapeError>(x.rank() == 2 && (!given(dx_in) || dx.rank() == 2), "[", who, "] rows of ", x_in.shape, " must be evenly spaced");
+    check<ShapeError>(!given(dx_in) || dx.rank() == 2, "[", who, "] rows of dx ", dx_in.shape, " must be evenly spaced");
+    if (x.rank() == 0) {
+      uneven = x_in;
+      x = View::dense(nullptr, x_in.dtype, {x_in.numel() / x_in.shape.back(), x_in.shape.back()});
+    }
     check<ShapeError>(weight.rank() == 2 && weight.shape[1] == x.shape[1], "[", who, "] weight ", weight.shape, " for input ", x_in.shape);
     check<ShapeError>((!given(dx) || dx.shape == x.shape) && (!given(dweight) || dweight.shape == weight.shape), "[", who,
                       "] gradients ", dx.shape, " and ", dweight.shape);
@@ -32,6 +37,10 @@ struct Head {
     sum_apart = given(dweight) && dweight.dtype != row_dtype && rows > chunk;
   }
 
+  /// The chunk of x that begins at `first`: in place, or the copy of it.
+  View input(int64_t first, int64_t count, void* copy) const {
+    return given(uneven) ? View::dense(copy, x.dtype, {count, width}) : rows_of(x, first, count);
+  }
   View rows_of(const View& v, int64_t first, int64_t count) const {
     View out = v;
     out.shape[0] = count;
@@ -41,14 +50,14 @@ struct Head {
   View logits(void* data, int64_t count, DType dtype) const { return View::dense(data, dtype, {count, vocabulary}); }
   View weight_sum(void* data) const { return sum_apart ? View::dense(data, row_dtype, dweight.shape) : dweight; }
 
-  Gemm forward(int64_t first, int64_t count, void* chunk_logits) const {
-    return {who, rows_of(x, first, count), transposed(weight), logits(chunk_logits, count, row_dtype), {}};
+  Gemm forward(const View& chunk_x, int64_t count, void* chunk_logits) const {
+    return {who, chunk_x, transposed(weight), logits(chunk_logits, count, row_dtype), {}};
   }
   Gemm input_gradient(int64_t first, int64_t count, void* gradients) const {
     return {who, logits(gradients, count, x.dtype), weight, rows_of(dx, first, count), {}};
   }
-  Gemm weight_gradient(int64_t first, int64_t count, void* gradients, void* sum) const {
-    return {who, transposed(logits(gradients, count, x.dtype)), rows_of(x, first, count), weight_sum(sum), {}, first > 0};
+  Gemm weight_gradient(const View& chunk_x, int64_t first, int64_t count, void* gradients, void* sum) const {
+    return {who, transposed(logits(gradients, count, x.dtype)), chunk_x, weight_sum(sum), {}, first > 0};
   }
 
   size_t product_bytes() const {
@@ -56,24 +65,25 @@ struct Head {
     for (int64_t first : {int64_t{0}, rows / chunk * chunk, chunk}) {  // whole, last and accumulating chunks
       const int64_t count = std::min(chunk, rows - first);
       if (count <= 0) continue;
-      most = std::max(most, gemm_workspace(forward(first, count, nullptr)));
+      most = std::max(most, gemm_workspace(forward(input(first, count, nullptr), count, nullptr)));
       if (given(dx)) most = std::max(most, gemm_workspace(input_gradient(first, count, nullptr)));
-      if (given(dweight)) most = std::max(most, gemm_workspace(weight_gradient(first, count, nullptr, nullptr)));
+      if (given(dweight)) most = std::max(most, gemm_workspace(weight_gradient(input(first, count, nullptr), first, count, nullptr, nullptr)));
     }
     return line_align(most);
   }
+  size_t copy_bytes() const { return given(uneven) ? line_align(static_cast<size_t>(chunk * width) * size_of(x.dtype)) : 0; }
   size_t workspace() const {
     const size_t cells = static_cast<size_t>(chunk * vocabulary);
     return line_align(cells * size_of(row_dtype)) + (narrow ? line_align(cells * size_of(x.dtype)) : 0) +
            (sum_apart ? line_align(static_cast<size_t>(weight.numel()) * size_of(row_dtype)) : 0) +
-           line_align(static_cast<size_t>(chunk) * size_of(row_dtype)) + product_bytes();
+           line_align(static_cast<size_t>(chunk) * size_of(row_dtype)) + copy_bytes() + product_bytes();
   }
 
   /// `lse` holds the rows' log-sum-exps if !compute_lse, receives them if given. `loss` is summed if given. Gradients
   /// are scaled by dloss.
   void run(const View& targets, int64_t ignore_index, const View* loss, const View* lse, bool compute_lse, const View* dloss,
            Workspace memory) const {
-    check<ShapeError>(targets.numel() == rows && targets.contiguous(), "[", who, "] targets ", targets.shape, " for ", rows, " rows");
+    check<ShapeError>(targets.numel() == rows, "[", who, "] targets ", targets.shape, " for ", rows, " rows");
     check_tokens(who, targets, vocabulary, ignore_index);
     visit_index(who, targets.dtype, [&]<class I>() {
       if (row_dtype == kF64) return chunks<I, double, double>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
@@ -92,6 +102,9 @@ struct Head {
     G* gradients = narrow ? carver.take<G>(chunk * vocabulary) : reinterpret_cast<G*>(cells);
     C* sum = sum_apart ? carver.take<C>(weight.numel()) : nullptr;
     C* losses = carver.take<C>(chunk);
+    G* copy = given(uneven) ? carver.take<G>(chunk * width) : nullptr;
+    const Elements<I> target_of(who, targets);
+    const Elements<C> lse_of(who, lse && !compute_lse ? *lse : View{nullptr, row_dtype, {}, {}});
     const size_t product = product_bytes();
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
     const bool backward = given(dx) || given(dweight);
@@ -99,13 +112,15 @@ struct Head {
     double total = 0;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t count = std::min(chunk, rows - first);
-      gemm(forward(first, count, cells), scratch);
+      if (copy) copy_rows(first, count, copy);
+      const View chunk_x = input(first, count, copy);
+      gemm(forward(chunk_x, count, cells), scratch);
       parallel_for(count, row_grain(2 * vocabulary), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
           C* row = cells + r * vocabulary;
-          const int64_t target = static_cast<int64_t>(targets.as<I>()[first + r]);
+          const int64_t target = static_cast<int64_t>(target_of[first + r]);
           const bool ignored = target == ignore_index;
-          const C log_sum = ignored ? C(0) : compute_lse ? log_sum_exp(row, vocabulary) : lse->as<C>()[first + r];
+          const C log_sum = ignored ? C(0) : compute_lse ? log_sum_exp(row, vocabulary) : lse_of[first + r];
           if (compute_lse && lse) lse->as<C>()[first + r] = log_sum;
           losses[r] = ignored ? C(0) : log_sum - row[target];
           if (!backward) continue;
@@ -116,10 +131,16 @@ struct Head {
       });
       for (int64_t r = 0; r < count; ++r) total += static_cast<double>(losses[r]);
       if (given(dx)) gemm(input_gradient(first, count, gradients), scratch);
-      if (given(dweight)) gemm(weight_gradient(first, count, gradients, sum), scratch);
+      if (given(dweight)) gemm(weight_gradient(chunk_x, first, count, gradients, sum), scratch);
     }
     if (loss) *loss->as<C>() = static_cast<C>(total);
     if (given(dweight) && (rows == 0 || sum_apart)) finish_weight(sum);
+  }
+
+  template <class G>
+  void copy_rows(int64_t first, int64_t count, G* to) const {
+    const Rows<const G> from(who, uneven);
+    for (int64_t r = 0; r < count; ++r) std::copy_n(from[first + r], width, to + r * width);
   }
 
   /// Rounds the sum over chunks into dweight; without rows there is nothing to sum.

@@ -22,8 +22,8 @@ void check_vector(const char* who, const View& x, const View& v, bool any_dtype 
   check<DTypeError>(v.dtype == x.dtype || (any_dtype && v.dtype == kF32 && x.dtype != kF64), "[", who, "] ", v.dtype,
                     " beside input ", x.dtype);
 }
-void check_statistic(const char* who, const View& x, const View& v) {
-  check<ShapeError>(v.contiguous() && v.numel() * x.shape.back() == x.numel(), "[", who, "] statistics of shape ", v.shape,
+void check_statistic(const char* who, const View& x, const View& v, bool stored) {
+  check<ShapeError>((!stored || v.contiguous()) && v.numel() * x.shape.back() == x.numel(), "[", who, "] statistics of shape ", v.shape,
                     " for input ", x.shape);
   check<DTypeError>(v.dtype == (x.dtype == kF64 ? kF64 : kF32), "[", who, "] statistics in ", v.dtype);
 }
@@ -65,6 +65,7 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
     using L = Lanes<C>;
     const Rows<const T> dy_rows(who, dy), x_rows(who, x);
     const Rows<T> dx_rows(who, given(dx) ? dx : dy);
+    const Elements<C> rstd_of(who, rstd), mean_of(who, kCentred ? mean : rstd);
     const int64_t rows = x_rows.count(), width = x_rows.cols(), blocks = block_count(x);
     const T* w = given(weight) ? weight.as<T>() : nullptr;
     const bool sums = given(dweight) || given(dbias), has_dx = given(dx);
@@ -76,7 +77,7 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
         if (partials) std::fill_n(dw, 2 * width, C(0));
         for (int64_t r = b * kBlockRows; r < std::min((b + 1) * kBlockRows, rows); ++r) {
           const T *g = dy_rows[r], *in = x_rows[r];
-          const L scale(rstd.as<C>()[r]), centre(kCentred ? mean.as<C>()[r] : C(0));
+          const L scale(rstd_of[r]), centre(kCentred ? mean_of[r] : C(0));
           auto normal = [&](int64_t i, auto n) { return (load_lanes(in + i, n) - centre) * scale; };
           auto weighted = [&](int64_t i, auto n) {
             const L d = load_lanes(g + i, n);
@@ -119,7 +120,7 @@ void layer_norm(const View& x, const View& weight, const View& bias, double eps,
                 const View& rstd) {
   const char* who = "layer_norm";
   check_like(who, x, y), check_vector(who, x, weight), check_vector(who, x, bias);
-  check_statistic(who, x, mean), check_statistic(who, x, rstd);
+  check_statistic(who, x, mean, true), check_statistic(who, x, rstd, true);
   if (x.numel() == 0) return;
   visit_floating(who, x.dtype, [&]<class T>() {
     using C = ComputeType<T>;
@@ -165,7 +166,7 @@ size_t layer_norm_backward_workspace(const View& x, const View&, const View& dwe
 void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean, const View& rstd,
                          const View& dx, const View& dweight, const View& dbias, Workspace workspace) {
   const char* who = "layer_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean), check_statistic(who, x, rstd);
+  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean, false), check_statistic(who, x, rstd, false);
   if (given(dx)) check_like(who, x, dx);
   check_vector(who, x, dweight, true), check_vector(who, x, dbias, true);
   norm_backward<true>(who, dy, x, weight, mean, rstd, dx, dweight, dbias, workspace);
@@ -173,7 +174,7 @@ void layer_norm_backward(const View& dy, const View& x, const View& weight, cons
 
 void rms_norm(const View& x, const View& weight, double eps, const View& y, const View& rstd) {
   const char* who = "rms_norm";
-  check_like(who, x, y), check_vector(who, x, weight), check_statistic(who, x, rstd);
+  check_like(who, x, y), check_vector(who, x, weight), check_statistic(who, x, rstd, true);
   if (x.numel() == 0) return;
   visit_floating(who, x.dtype, [&]<class T>() {
     using C = ComputeType<T>;
@@ -208,7 +209,7 @@ size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweig
 void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd, const View& dx,
                        const View& dweight, Workspace workspace) {
   const char* who = "rms_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, rstd);
+  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, rstd, false);
   if (given(dx)) check_like(who, x, dx);
   check_vector(who, x, dweight, true);
   norm_backward<false>(who, dy, x, weight, View{}, rstd, dx, dweight, View{}, workspace);

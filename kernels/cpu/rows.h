@@ -45,6 +45,22 @@ class Rows {
   Shape shape_, strides_;
 };
 
+/// The elements of a view in row-major order, whatever its strides.
+template <class T>
+class Elements {
+ public:
+  Elements(const char* who, View v) : rows_(who, as_column(v)) {}
+  int64_t count() const { return rows_.count(); }
+  T operator[](int64_t i) const { return *rows_[i]; }
+
+ private:
+  static View& as_column(View& v) {
+    v.shape.push_back(1), v.strides.push_back(1);
+    return v;
+  }
+  Rows<const T> rows_;
+};
+
 /// Rows for which a thread is worth waking when each is `cols` elements of work.
 inline int64_t row_grain(int64_t cols) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(cols, 1)); }
 

@@ -1,0 +1,147 @@
+// Cross-entropy of logits, and of a linear head whose logits never exist whole.
+#include "sheaf/kernels/cross_entropy.h"
+
+#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/linear_cross_entropy.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+struct IgnoreAttrs { int64_t ignore_index; };
+
+void describe_ignored(const IgnoreAttrs& a, std::string& out) { out += str("ignore ", a.ignore_index); }
+
+void check_targets(const char* op, const Infer& c, int i, int64_t vocabulary) {
+  if (!is_integral(c.dtype(i)) || c.shape(0).rank() < 1 || !(c.shape(i) == leading(c.shape(0))))
+    fail<ShapeError>("[", op, "] targets ", c.input(i), " do not fit ", c.input(0), ": one integer a row");
+  if (vocabulary == 0 && c.shape(i).numel() != 0) fail<ShapeError>("[", op, "] targets ", c.input(i), " of no classes");
+}
+
+struct CrossEntropyBackward {  // logits, targets, lse, dlosses -> dlogits
+  static constexpr const char* kName = "cross_entropy_backward";
+  using Attrs = IgnoreAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) {
+    row_rules(p, 0, 0b1111, 0b1, 1, 1);
+    rule_all(p, kR, kR);
+    p.rule({kR, kR, kR, kP}, {kP});  // linear in dlosses
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), cross_entropy_backward, c.input(0), c.input(1), a.ignore_index,
+                 c.input(2), c.input(3), c.output(0));
+  }
+  static constexpr auto describe = describe_ignored;
+};
+
+struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
+  static constexpr const char* kName = "cross_entropy";
+  using Attrs = IgnoreAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b10;
+  static void infer(const Attrs&, Infer& c) {
+    require_floating(kName, c.dtype(0));
+    check_targets(kName, c, 1, c.shape(0).rank() ? c.shape(0).back() : 0);
+    for (int i = 0; i < 2; ++i) c.output(statistics_dtype(c.dtype(0)), leading(c.shape(0)));
+  }
+  static void place(const Attrs&, Place& p) {
+    row_rules(p, 0, 0b11, 0b11, 2, 1);
+    rule_all(p, kR, kR, 2);
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), cross_entropy, c.input(0), c.input(1), a.ignore_index, c.output(0), c.output(1));
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    c.set(0, apply<CrossEntropyBackward>(a, {c.input(0), c.input(1), c.output(1), c.grad()}));
+  }
+  static constexpr auto describe = describe_ignored;
+};
+
+struct LinearCrossEntropyAttrs {
+  int64_t ignore_index;
+  int32_t dweight, dx;  ///< wanted gradients, in the backward
+};
+
+struct LinearCrossEntropyBackward {  // x, weight, targets, lse, dloss -> [dweight] [, dx]
+  static constexpr const char* kName = "linear_cross_entropy_backward";
+  using Attrs = LinearCrossEntropyAttrs;
+  static void infer(const Attrs& a, Infer& c) {
+    if (a.dweight) c.output(c.dtype(1), c.shape(1));
+    if (a.dx) c.output(c.dtype(0), c.shape(0));
+  }
+  static void place(const Attrs& a, Place& p) {
+    const int n = a.dweight + a.dx;
+    row_rules(p, 0, 0b01101, a.dx ? 1u << a.dweight : 0, n, 1);
+    rule_all(p, kR, kR, n);
+    const Placement in[] = {kR, kR, kR, kR, kP};  // linear in dloss
+    p.rule(in, std::vector<Placement>(static_cast<size_t>(n), kP));
+  }
+  static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(0) : View{}; }
+  static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(a.dweight) : View{}; }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return static_cast<int64_t>(kernels::cpu::linear_cross_entropy_backward_workspace(
+        c.input(0), c.input(1), dx(a, c), dweight(a, c)));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), linear_cross_entropy_backward, c.input(0), c.input(1), c.input(2),
+                 a.ignore_index, c.input(3), c.input(4), dx(a, c), dweight(a, c), c.workspace);
+  }
+};
+
+struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], lse[..]
+  static constexpr const char* kName = "linear_cross_entropy";
+  using Attrs = IgnoreAttrs;
+  static constexpr uint64_t kSavedInputs = 0b111, kSavedOutputs = 0b10;
+  static void infer(const Attrs&, Infer& c) {
+    require_floating(kName, c.dtype(0));
+    if (c.dtype(1) != c.dtype(0))
+      fail<DTypeError>("[", kName, "] operands are ", c.input(0), " and ", c.input(1), ": cast one of them");
+    if (c.shape(0).rank() < 1 || c.shape(1).rank() != 2 || c.shape(1)[1] != c.shape(0).back())
+      fail<ShapeError>("[", kName, "] input ", c.input(0), " does not fit weight ", c.input(1));
+    check_targets(kName, c, 2, c.shape(1)[0]);
+    c.output(statistics_dtype(c.dtype(0)), {});
+    c.output(statistics_dtype(c.dtype(0)), leading(c.shape(0)));
+  }
+  static void place(const Attrs&, Place& p) {
+    row_rules(p, 0, 0b101, 0b10, 2, 1);
+    rule_all(p, kR, kR, 2);
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return static_cast<int64_t>(kernels::cpu::linear_cross_entropy_workspace(c.input(0), c.input(1)));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), linear_cross_entropy, c.input(0), c.input(1), c.input(2),
+                 a.ignore_index, c.output(0), c.output(1), c.workspace);
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const LinearCrossEntropyAttrs attrs{a.ignore_index, c.needs(1), c.needs(0)};
+    const auto d = apply_all<LinearCrossEntropyBackward>(
+        attrs, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c.into(1));
+    if (attrs.dweight) c.set(1, d[0]);
+    if (attrs.dx) c.set(0, d[static_cast<size_t>(attrs.dweight)]);
+  }
+  static constexpr auto describe = describe_ignored;
+};
+
+/// The sum of the losses over the number of targets, or what the options say.
+Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {
+  if (o.divisor) return div(loss_sum, cast(o.divisor, loss_sum.dtype()));
+  const double count = o.divide_by > 0 ? o.divide_by : static_cast<double>(std::max<int64_t>(1, targets.numel()));
+  return count == 1 ? loss_sum : div(loss_sum, count);
+}
+
+}  // namespace
+
+Tensor cross_entropy(const Tensor& logits, const Tensor& targets, const CrossEntropyOptions& options) {
+  const Tensor losses = apply_all<CrossEntropy>({options.ignore_index}, {dense_rows(logits), targets})[0];
+  return averaged(sum(losses), targets, options);
+}
+
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
+                            const CrossEntropyOptions& options) {
+  const auto out = apply_all<LinearCrossEntropy>({options.ignore_index}, {dense_rows(x), weight, targets});
+  return averaged(out[0], targets, options);
+}
+
+}  // namespace sheaf

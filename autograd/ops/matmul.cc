@@ -1,0 +1,211 @@
+// Matrix products: matmul, and linear with its weight's and bias's gradients.
+#include "sheaf/kernels/matmul.h"
+
+#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/linear.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+Tensor swap_last(const Tensor& x) { return transpose(x, -1, -2); }
+
+/// x[.., O] weight[O, I]; a vector is a matrix of one row.
+Tensor times(const Tensor& x, const Tensor& weight) {
+  if (x.rank() > 1) return matmul(x, weight);
+  return reshape(matmul(reshape(x, {1, x.size(0)}), weight), {weight.size(1)});
+}
+
+struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
+  static constexpr const char* kName = "linear_weight_gradient";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const Attrs&, Infer& c) {
+    const DType d = common_dtype(kName, c);
+    if (c.shape(0).rank() < 1 || c.shape(0).rank() != c.shape(1).rank() ||
+        !(leading(c.shape(0)) == leading(c.shape(1))))
+      fail<ShapeError>("[", kName, "] rows of ", c.input(0), " and ", c.input(1), " differ");
+    c.output(d, {c.shape(0).back(), c.shape(1).back()});
+  }
+  static void place(const Attrs&, Place& p) {
+    const int last = p.shape(0).rank() - 1;
+    row_rules(p, 0, 0b11, 0, 1, 1);
+    for (int i = 0; i < 2; ++i) {
+      if (!p.in(i).is_shard(last)) continue;
+      const Placement out = Placement::shard(p.in(i).map().moved_to(i));
+      i == 0 ? p.rule({p.in(i), kR}, {out}) : p.rule({kR, p.in(i)}, {out});
+    }
+    p.rule({kR, kR}, {kR});
+    p.rule({kP, kR}, {kP});
+    p.rule({kR, kP}, {kP});
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return static_cast<int64_t>(
+        kernels::cpu::linear_weight_gradient_workspace(c.input(0), c.input(1), c.output(0)));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), linear_weight_gradient, c.input(0), c.input(1), c.output(0),
+                 c.workspace);
+  }
+  static void vjp(const Attrs&, Vjp& c) {  // g[O, I]: dy gets x gᵀ, x gets dy g
+    if (c.needs(0)) c.set(0, linear(c.input(1), c.grad()));
+    if (c.needs(1)) c.set(1, times(c.input(0), c.grad()));
+  }
+  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
+    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
+  }
+};
+
+struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
+  static constexpr const char* kName = "linear_bias_gradient";
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), {c.shape(0).back()}); }
+  static void place(const Attrs&, Place& p) {
+    row_rules(p, 0, 0b1, 0, 1, 1);
+    if (p.in(0).is_shard(p.shape(0).rank() - 1))
+      p.rule({p.in(0)}, {Placement::shard(p.in(0).map().moved_to(0))});
+    p.rule({kR}, {kR});
+    p.rule({kP}, {kP});
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), linear_bias_gradient, c.input(0), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    c.set(0, sliced_to_dual(expand(c.grad(), c.input_type(0).shape), c.input_type(0)));
+  }
+};
+
+struct Matmul {
+  static constexpr const char* kName = "matmul";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const Attrs&, Infer& c) {
+    const DType d = common_dtype(kName, c);
+    require_floating(kName, d);
+    const Shape &a = c.shape(0), &b = c.shape(1);
+    if (a.rank() < 2 || b.rank() < 2 || a.dim(-1) != b.dim(-2))
+      fail<ShapeError>("[", kName, "] ", c.input(0), " and ", c.input(1),
+                       " do not multiply: wants [.., M, K] and [.., K, N]");
+    Shape out = broadcast_shapes(kName, leading(leading(a)), leading(leading(b)));
+    out.push_back(a.dim(-2));
+    out.push_back(b.dim(-1));
+    c.output(d, out);
+  }
+  static void place(const Attrs&, Place& p) {
+    const int rank[2] = {p.shape(0).rank(), p.shape(1).rank()}, out = std::max(rank[0], rank[1]);
+    for (int i = 0; i < 2; ++i) {
+      if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
+      const OwnershipMap& map = p.in(i).map();
+      const int d = map.dim() - rank[i] + out;  // counted as in the output
+      const int contracted = i == 0 ? out - 1 : out - 2;
+      const auto at = [&](int operand) { return Placement::shard(map.moved_to(d - out + rank[operand])); };
+      if (d == contracted) {
+        const Placement other = Placement::shard(map.moved_to(i == 0 ? rank[1] - 2 : rank[0] - 1));
+        i == 0 ? p.rule({p.in(0), other}, {kP}) : p.rule({other, p.in(1)}, {kP});
+      } else if (d >= out - 2) {
+        const Placement result = Placement::shard(map.moved_to(d));
+        i == 0 ? p.rule({p.in(0), kR}, {result}) : p.rule({kR, p.in(1)}, {result});
+      } else {
+        // A batch dimension: shared, or absent from (or of size 1 in) the operand that is broadcast.
+        const auto size = [&](int operand) {
+          const int j = d - out + rank[operand];
+          return j < 0 ? 1 : p.shape(operand)[j];
+        };
+        if (size(i) < size(1 - i)) continue;
+        const bool shared = size(1 - i) == size(i) && d - out + rank[1 - i] >= 0;
+        const Placement other = shared ? at(1 - i) : kR, result = Placement::shard(map.moved_to(d));
+        i == 0 ? p.rule({p.in(0), other}, {result}) : p.rule({other, p.in(1)}, {result});
+      }
+      break;
+    }
+    p.rule({kR, kR}, {kR});
+    p.rule({kP, kR}, {kP});
+    p.rule({kR, kP}, {kP});
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return static_cast<int64_t>(kernels::cpu::matmul_workspace(c.input(0), c.input(1), c.output(0)));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), matmul, c.input(0), c.input(1), c.output(0), c.workspace);
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    if (c.needs(0)) c.set(0, sum_to(matmul(c.grad(), swap_last(c.input(1))), c.input_type(0)));
+    if (!c.needs(1)) return;
+    // A matrix that every batch shares gets one product over all rows instead of a sum of products.
+    if (c.input_type(1).shape.rank() == 2)
+      c.set(1, apply<LinearWeightGradient>({}, {c.input(0), c.grad()}, c.into(1)));
+    else
+      c.set(1, sum_to(matmul(swap_last(c.input(0)), c.grad()), c.input_type(1)));
+  }
+  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
+    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
+  }
+};
+
+struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
+  static constexpr const char* kName = "linear";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const Attrs&, Infer& c) {
+    const DType d = common_dtype(kName, c);
+    require_floating(kName, d);
+    const Shape &x = c.shape(0), &w = c.shape(1);
+    if (x.rank() < 1 || w.rank() != 2 || x.back() != w[1])
+      fail<ShapeError>("[", kName, "] input ", c.input(0), " does not fit weight ", c.input(1),
+                       ": wants [.., I] and [O, I]");
+    if (c.num_inputs() == 3 && !(c.shape(2) == Shape{w[0]}))
+      fail<ShapeError>("[", kName, "] bias ", c.input(2), " does not fit weight ", c.input(1));
+    Shape out = x;
+    out[out.rank() - 1] = w[0];
+    c.output(d, out);
+  }
+  static void place(const Attrs&, Place& p) {
+    const int last = p.shape(0).rank() - 1;
+    const auto rule = [&](const Placement& x, const Placement& w, const Placement& b, const Placement& y) {
+      const Placement in[] = {x, w, b};
+      p.rule(std::span(in, static_cast<size_t>(p.num_inputs())), std::span(&y, 1));
+    };
+    if (p.in(0).is_shard() && !p.in(0).map().is_flat()) {
+      const OwnershipMap& map = p.in(0).map();
+      if (map.dim() == last) rule(p.in(0), Placement::shard(map.moved_to(1)), kP, kP);
+      else rule(p.in(0), kR, kR, p.in(0));
+    }
+    if (p.in(1).is_shard(0)) {
+      const OwnershipMap& map = p.in(1).map();
+      rule(kR, p.in(1), p.in(1), Placement::shard(map.moved_to(last)));
+    }
+    if (p.in(1).is_shard(1)) rule(Placement::shard(p.in(1).map().moved_to(last)), p.in(1), kP, kP);
+    rule(kR, kR, kR, kR);
+    rule(kP, kR, kP, kP);
+    rule(kR, kP, kP, kP);
+  }
+  static View bias(const Execute& c) { return c.num_inputs() == 3 ? c.input(2) : View{}; }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return static_cast<int64_t>(
+        kernels::cpu::linear_workspace(c.input(0), c.input(1), bias(c), c.output(0)));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace);
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    const Tensor dy = dense_rows(c.grad());
+    if (c.needs(0)) c.set(0, times(dy, c.input(1)));
+    if (c.needs(1)) c.set(1, apply<LinearWeightGradient>({}, {dy, c.input(0)}, c.into(1)));
+    if (c.num_inputs() == 3 && c.needs(2)) c.set(2, apply<LinearBiasGradient>({}, {dy}, c.into(2)));
+  }
+  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
+    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
+  }
+};
+
+}  // namespace
+
+Tensor matmul(const Tensor& a, const Tensor& b) { return apply<Matmul>({}, {a, b}); }
+
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  return bias ? apply<Linear>({}, {x, weight, dense_rows(bias)}) : apply<Linear>({}, {x, weight});
+}
+
+}  // namespace sheaf

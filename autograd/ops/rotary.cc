@@ -1,0 +1,51 @@
+// Rotary position embedding; its gradient is the rotation back.
+#include "sheaf/kernels/rotary.h"
+
+#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+struct Rotary {
+  static constexpr const char* kName = "rotary";
+  struct Attrs {
+    double theta;
+    int64_t first_position, inverse;
+  };
+  static void infer(const Attrs&, Infer& c) {
+    require_floating(kName, c.dtype(0));
+    if (c.shape(0).rank() != 4 || c.shape(0)[3] % 2 != 0)
+      fail<ShapeError>("[", kName, "] wants [B, T, H, D] with even D, got ", c.input(0));
+    c.output(c.dtype(0), c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) {  // positions and pairs must be whole
+    for (int d : {0, 2})
+      if (p.in(0).is_shard(d)) p.rule({p.in(0)}, {p.in(0)});
+    p.rule({kR}, {kR});
+    p.rule({kP}, {kP});
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return static_cast<int64_t>(kernels::cpu::rotary_workspace(c.input(0)));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_CPU(c.stream(), rotary, c.input(0), a.theta, a.first_position, a.inverse != 0, c.output(0), c.workspace);
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    c.set(0, apply<Rotary>({a.theta, a.first_position, !a.inverse}, {dense_rows(c.grad())}));
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str("theta ", a.theta, a.inverse ? " inverse" : "");
+    if (a.first_position) out += str(" from position ", a.first_position);
+  }
+};
+
+}  // namespace
+
+Tensor rotary(const Tensor& x, double theta, int64_t first_position) {
+  return apply<Rotary>({theta, first_position, 0}, {dense_rows(x)});
+}
+
+}  // namespace sheaf

@@ -1,0 +1,37 @@
+// What the ops over rows share: an input's last dimension made dense, and rules for cuts of the leading dimensions.
+#pragma once
+
+#include "sheaf/autograd/ops/common.h"
+
+namespace sheaf::ops {
+
+/// x itself if its last dimension is dense, as kernels want it, else a copy.
+inline Tensor dense_rows(const Tensor& x) {
+  return x.rank() == 0 || x.local_strides().back() == 1 ? x : contiguous(x);
+}
+
+/// Rules for a cut of one of the leading dimensions of input `rows`: shared by the inputs and outputs whose bit is set;
+/// other inputs are Replicate, other outputs (their gradients) Partial. A dimension d of `rows` is dimension d of all.
+inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int num_outputs, int last) {
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    if (!((inputs >> i) & 1) || !p.in(i).is_shard()) continue;
+    const OwnershipMap& map = p.in(i).map();
+    if (map.is_flat() || map.dim() >= p.shape(rows).rank() - last) return;
+    std::vector<Placement> in, out;
+    for (int j = 0; j < p.num_inputs(); ++j) in.push_back((inputs >> j) & 1 ? p.in(i) : kR);
+    for (int o = 0; o < num_outputs; ++o) out.push_back((outputs >> o) & 1 ? p.in(i) : kP);
+    p.rule(in, out);
+    return;
+  }
+}
+
+/// The shape without its last dimension.
+inline Shape leading(Shape s) {
+  s.erase(s.rank() - 1);
+  return s;
+}
+
+/// The type of statistics of values of type d.
+inline DType statistics_dtype(DType d) { return d == kF64 ? kF64 : kF32; }
+
+}  // namespace sheaf::ops
