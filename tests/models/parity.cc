@@ -52,9 +52,9 @@ void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) 
     }
 }
 
-Run train_tiny(const models::TrainConfig& config, int world, int steps,
+TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
                const std::function<void(models::TrainingStep&)>& inspect) {
-  Run run;
+  TrainedRun run;
   Whole whole;
   run_local(world, [&](World& w) {
     models::TrainingStep step(config, config.model.vocab, w, Device::cpu());

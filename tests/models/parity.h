@@ -54,12 +54,12 @@ models::TrainConfig tiny_config();
 /// Deterministic batches for tiny_config().
 void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
 
-struct Run {
+struct TrainedRun {
   Values parameters;
   std::vector<float> losses, norms;
 };
 /// Trains `steps` steps on `world` local ranks of one thread each.
-Run train_tiny(const models::TrainConfig& config, int world, int steps,
+TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
                const std::function<void(models::TrainingStep&)>& inspect = {});
 
 }  // namespace sheaf::testing
