@@ -15,7 +15,9 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
   step.run(0, nothing);
   memory.reset_peak();
-  step.run(1, nothing, &plan.tape);
+  RecordedStep recorded;
+  step.run(1, nothing, &recorded);
+  plan.tape = std::move(recorded.tape);
   plan.peak_bytes = memory.stats().peak;
   for (const auto& p : step.model().module().parameters()) plan.parameters += p.shape().numel();
   return plan;

@@ -116,6 +116,7 @@ TrainReport Trainer::run() {
   }
   Allocator& memory = *RankContext::current().cpu;
   TrainReport report;
+  RecordedStep recorded;
   report.steps = t.steps;
   const double start = now();
   double since = start, evaluating = 0;
@@ -123,7 +124,7 @@ TrainReport Trainer::run() {
   for (int64_t s = first_step_; s < t.steps; ++s) {
     memory.reset_peak();
     const bool last = s + 1 == t.steps;
-    TrainingStep::Result result = step_->run(s, fill, last ? &report.tape : nullptr);
+    TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
     ++steps_since;
     const int64_t done = s + 1;
     if (last || done % t.log_every == 0) {
@@ -172,6 +173,7 @@ TrainReport Trainer::run() {
     report.peaks = peaks_of_ranks();
   }
   report.peak_bytes = report.peaks.empty() ? 0 : report.peaks[world_.rank()];
+  report.tape = std::move(recorded.tape);
   report.seconds = now() - start;
   return report;
 }

@@ -58,7 +58,7 @@ TrainingStep::Batch TrainingStep::make_batch(int64_t rows, int64_t first, const 
   return batch;
 }
 
-TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Tape* tape) {
+TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, RecordedStep* recorded) {
   const DeviceScope scope(device_);
   const OptimizationConfig& t = config_.train;
   const auto targets = static_cast<double>(tokens_per_step());
@@ -68,7 +68,8 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Tape
   result.lr = learning_rate(step);
   {
     const int64_t first = step * t.batch;
-    Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed)});
+    Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
+                         .capture_leaves = recorded && recorded->capture_leaves});
     for (int64_t micro = 0; micro < t.micro_batches; ++micro) {
       const int64_t begin = t.batch * micro / t.micro_batches, end = t.batch * (micro + 1) / t.micro_batches;
       recording.next_micro_batch(first + begin);
@@ -81,7 +82,12 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Tape
     else result.grad_norm = grad_norm(model_->module());
     optimizer_->step({.lr = result.lr});
     loss = redistribute(loss, Layout(mesh_.spec, Placement::invariant()));
-    if (tape) *tape = recording.take();
+    if (recorded) {
+      recorded->loss = recording.value_of(loss);
+      recorded->grad_norm = recording.value_of(result.grad_norm);
+      recorded->leaves = recording.captured();
+      recorded->tape = recording.take();
+    }
   }
   optimizer_->zero_grad();
   result.loss = loss;

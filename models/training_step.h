@@ -4,7 +4,7 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
+#include <unordered_map>
 
 #include "sheaf/autograd/tape.h"
 #include "sheaf/distributed/world.h"
@@ -17,6 +17,14 @@ namespace sheaf::models {
 /// Writes samples [first, first + count) of the run: inputs and targets, each [count, context].
 using FillBatch = std::function<void(int64_t first, int64_t count, int32_t* inputs, int32_t* targets)>;
 
+/// A step as a value: its tape and, if asked for, what a replay starts from.
+struct RecordedStep {
+  bool capture_leaves = false;                   ///< set by the caller
+  Tape tape;
+  std::unordered_map<ValueId, Tensor> leaves;    ///< copies, as they were before the step
+  ValueId loss = -1, grad_norm = -1;
+};
+
 class TrainingStep {
  public:
   /// Builds, shards and materializes the model on `device`; collective over `world`.
@@ -27,9 +35,9 @@ class TrainingStep {
     Tensor grad_norm;  ///< before clipping
     double lr = 0;
   };
-  /// One optimizer step: forward and backward of every micro-batch, clipping, AdamW. If `tape` is given, the step is
-  /// left there.
-  Result run(int64_t step, const FillBatch& fill, Tape* tape = nullptr);
+  /// One optimizer step: forward and backward of every micro-batch, clipping, AdamW. If `recorded` is given, the
+  /// step is left there.
+  Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
 

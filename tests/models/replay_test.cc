@@ -1,0 +1,67 @@
+// A recorded training step, backward and optimizer included, runs again from its tape and the values that leaves, state
+// and inputs had before it, when the model and the recording are long gone.
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+struct Case {
+  int world;
+  const char* strategy;
+  int micro_batches;
+  const char* type;
+};
+void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.strategy << " at " << c.world; }
+
+class Replay : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Replay, IsBitwiseEqual) {
+  const Case& c = GetParam();
+  models::TrainConfig config = tiny_config();
+  config.sharding.strategy = c.strategy;
+  config.train.micro_batches = c.micro_batches;
+  config.model.type = c.type;
+  config.model.dropout = 0.1;
+  run_local(c.world, [&](World& world) {
+    models::RecordedStep recorded;
+    recorded.capture_leaves = true;
+    std::vector<float> loss, norm;
+    std::map<std::string, std::vector<float>> after;  // master shards by unit, after the step
+    {
+      models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
+      step.run(0, fill_tiny);
+      step.run(1, fill_tiny);  // from here on the order of gathers is known, and prefetched
+      const auto result = step.run(2, fill_tiny, &recorded);
+      loss = result.loss.to_vector();
+      norm = result.grad_norm.to_vector();
+      for (const auto& unit : units(step.model().module()))
+        for (const FlatBuffer& b : unit->buffers()) after[b.name] = b.shard.to_vector();
+    }
+    const ValueId wanted[] = {recorded.loss, recorded.grad_norm};
+    const auto values = replay(recorded.tape, [&](ValueId v) { return recorded.leaves.at(v); }, wanted);
+    EXPECT_EQ(values[0].to_vector(), loss);
+    EXPECT_EQ(values[1].to_vector(), norm);
+    size_t compared = 0;
+    for (ValueId v : recorded.tape.leaves()) {  // the optimizer wrote into the copies
+      const auto it = after.find(recorded.tape.leaf_name(v));
+      if (it == after.end()) continue;
+      ++compared;
+      EXPECT_EQ(recorded.leaves.at(v).to_vector(), it->second) << it->first;
+    }
+    EXPECT_EQ(compared, after.size());
+    for (const auto& findings : {check_types(recorded.tape), check_cotangents(recorded.tape), check_gathers(recorded.tape)})
+      for (const Finding& f : findings) ADD_FAILURE() << f.message;
+  }, {.threads_per_rank = 1});
+}
+
+INSTANTIATE_TEST_SUITE_P(Steps, Replay,
+                         ::testing::Values(Case{1, "full_shard", 1, "gpt2"}, Case{3, "full_shard", 1, "gpt2"},
+                                           Case{3, "shard_grad_op", 2, "gpt2"}, Case{3, "replicate", 2, "gpt2"},
+                                           Case{3, "full_shard", 2, "llama"}, Case{1, "replicate", 2, "llama"}));
+
+}  // namespace
+}  // namespace sheaf::testing
