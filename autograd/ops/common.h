@@ -2,6 +2,8 @@
 // of broadcast operands, placement rules.
 #pragma once
 
+#include <cmath>
+
 #include "sheaf/autograd/ops.h"
 
 namespace sheaf::ops {
@@ -55,9 +57,9 @@ Tensor sum_to(const Tensor& gradient, const Type& operand);
 /// moves no byte).
 Tensor sliced_to_dual(const Tensor& gradient, const Type& value);
 
-/// Scalars are weak, but an integer tensor does not take a fractional one.
+/// Scalars are weak, but an integer tensor takes neither a fractional nor an unbounded one.
 inline void check_scalar(const char* op, DType d, double scalar) {
-  if (is_integral(d) && scalar != static_cast<double>(static_cast<int64_t>(scalar)))
+  if (is_integral(d) && !(scalar == std::trunc(scalar) && std::abs(scalar) < 0x1p63))
     fail<DTypeError>("[", op, "] a ", d, " tensor cannot take the scalar ", scalar,
                      ": cast it first");
 }

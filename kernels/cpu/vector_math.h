@@ -43,11 +43,10 @@ inline double exp(double x) { return std::exp(x); }
 
 /// Natural logarithm; -inf at 0, NaN below.
 inline float log(float x) {
-  const int32_t bits = std::bit_cast<int32_t>(x);
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
   // x = m * 2^e with m in [sqrt(1/2), sqrt(2)).
-  const int32_t e = (bits - 0x3f3504f3) >> 23;
-  const float m =
-      std::bit_cast<float>(bits - static_cast<int32_t>(static_cast<uint32_t>(e) << 23)) - 1.0f;
+  const int32_t e = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;
+  const float m = std::bit_cast<float>(bits - (static_cast<uint32_t>(e) << 23)) - 1.0f;
   const float z = m * m;
   float p = 7.0376836292e-2f;
   p = std::fma(p, m, -1.1514610310e-1f);
