@@ -1,0 +1,21 @@
+// This project has a core/tensor.h, too: Sheaf's is "sheaf/core/tensor.h", so they do not collide.
+#pragma once
+
+#include "sheaf/sheaf.h"
+
+namespace my_project {
+
+/// Mean of the squared differences, a scalar.
+sheaf::Tensor squared_error(const sheaf::Tensor& a, const sheaf::Tensor& b);
+
+/// y = slope x + offset.
+struct Line : sheaf::nn::Module {
+  sheaf::nn::Parameter slope{{1}, sheaf::nn::Init::zeros()}, offset{{1}, sheaf::nn::Init::zeros()};
+  sheaf::Tensor forward(const sheaf::Tensor& x) { return x * slope + offset; }
+  SHEAF_FIELDS(slope, offset);
+};
+
+/// Fits a line through y = 3x - 1 by gradient descent, its parameters sharded over all ranks: {slope, offset}.
+std::vector<float> fit(sheaf::World& world);
+
+}  // namespace my_project

@@ -1,0 +1,64 @@
+// Runs the example programs as a user would, and reads what they print.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+
+#include "sheaf/distributed/launcher.h"
+
+namespace examples {
+namespace {
+
+struct Result {
+  int code;
+  std::string output;
+  /// The number after the last occurrence of `label`, or the first.
+  double number(const std::string& label, bool first = false) const {
+    const size_t at = first ? output.find(label) : output.rfind(label);
+    return at == std::string::npos ? NAN : std::stod(output.substr(at + label.size()));
+  }
+};
+
+// As `sheaf launch --nproc-per-node RANKS --threads-per-rank 1 -- COMMAND`.
+Result launch(int ranks, const std::vector<std::string>& command) {
+  const std::string path = ::testing::TempDir() + "/output";
+  const int file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600), out = dup(1);
+  dup2(file, 1);
+  const int code = sheaf::distributed::launch({.nproc = ranks, .threads_per_rank = 1, .command = command});
+  dup2(out, 1);
+  close(file);
+  close(out);
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return {code, text.str()};
+}
+
+TEST(TrainGpt, LearnsOnOneRankAndOnTwo) {
+  double losses[2];
+  for (int ranks : {1, 2}) {
+    const Result r = launch(ranks, {"examples/train_gpt", "LICENSE", "60"});
+    ASSERT_EQ(r.code, 0) << r.output;
+    const double first = r.number("step 0  loss ", true);
+    losses[ranks - 1] = r.number("step 59  loss ");
+    EXPECT_NEAR(first, 4.2, 0.2) << "the logarithm of the number of characters; " << r.output;
+    EXPECT_LT(losses[ranks - 1], 2.8) << r.output;
+  }
+  EXPECT_NEAR(losses[0], losses[1], 1e-2);
+}
+
+TEST(TrainGpt, SaysWhatIsMissing) { EXPECT_EQ(launch(1, {"examples/train_gpt", "no such file"}).code, 65); }
+
+TEST(Classifier, LearnsOnOneToThreeRanks) {
+  for (const char* ranks : {"1", "2", "3"}) {
+    const Result r = launch(1, {"examples/classifier", ranks});
+    ASSERT_EQ(r.code, 0) << r.output;
+    EXPECT_GE(r.number("unseen points "), 0.98) << ranks << " ranks: " << r.output;
+  }
+}
+
+}  // namespace
+}  // namespace examples
