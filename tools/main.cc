@@ -1,6 +1,8 @@
 // The command `sheaf`.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <string_view>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/rank_context.h"
@@ -52,10 +54,16 @@ int run(int argc, char** argv) {
   CLI::App* launch_app = app.add_subcommand("launch", "run a command as several ranks on this machine");
   launch_app->add_option("--nproc-per-node", launch.nproc, "ranks")->required();
   launch_app->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank");
-  launch_app->prefix_command();
+  launch_app->footer("sheaf launch --nproc-per-node N -- COMMAND ...");
 
+  // What stands behind "--" is the command to launch, word for word: not for the parser.
+  int own = argc;
+  if (argc > 1 && std::string_view(argv[1]) == "launch") {
+    own = static_cast<int>(std::find(argv, argv + argc, std::string_view("--")) - argv);
+    launch.command.assign(argv + std::min(own + 1, argc), argv + argc);
+  }
   try {
-    app.parse(argc, argv);
+    app.parse(own, argv);
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() == 0) return app.exit(e);  // --help
     return report(e.what(), static_cast<int>(sheaf::ExitCode::kConfig));
@@ -72,8 +80,6 @@ int run(int argc, char** argv) {
     tape.overrides = tape_app->remaining();
     return tape_command(tape);
   }
-  launch.command = launch_app->remaining();
-  if (!launch.command.empty() && launch.command[0] == "--") launch.command.erase(launch.command.begin());
   return sheaf::distributed::launch(launch);
 }
 
