@@ -180,7 +180,8 @@ M clone(M& source, Args&&... args) {
 }  // namespace sheaf
 
 /// Names the fields of a module (parameters, buffers, modules and containers of them) and gives it operator(), which
-/// opens the module's scope and calls `forward`, whatever its signature. Stands in the public part of the struct.
+/// opens the module's scope and calls `forward`, whatever its signature. Stands in the public part of the struct; methods
+/// that call (*this)(...) stand below it.
 #define SHEAF_FIELDS(...)                                                               \
   void visit(::sheaf::nn::Visitor& sheaf_visitor) override {                            \
     ::sheaf::nn::detail::visit_fields(sheaf_visitor, #__VA_ARGS__ __VA_OPT__(, ) __VA_ARGS__); \

@@ -1,0 +1,204 @@
+#include "sheaf/models/gpt.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/models/llama.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf {
+namespace {
+
+using models::Block;
+using models::Gpt;
+using models::GptConfig;
+using models::Llama;
+using models::LlamaBlock;
+using models::LlamaConfig;
+
+int64_t count(nn::Module& m) {
+  int64_t n = 0;
+  for (const nn::Parameter& p : m.parameters()) n += p.numel();
+  return n;
+}
+
+GptConfig small_gpt() {
+  GptConfig c;
+  c.layers = 3;
+  c.heads = 3;
+  c.width = 18;
+  c.context = 6;
+  c.vocab = 23;
+  return c;
+}
+LlamaConfig small_llama() {
+  LlamaConfig c;
+  c.layers = 2;
+  c.heads = 4;
+  c.kv_heads = 2;
+  c.width = 24;
+  c.context = 7;
+  c.vocab = 29;
+  return c;
+}
+
+Mesh data_mesh(World& w) { return w.mesh({{"data", w.size()}}); }
+
+Tensor tokens(const Mesh& mesh, int64_t rows, int64_t length, int64_t vocab, int64_t shift) {
+  const Type type{kI32, {rows, length}, mesh.spec ? Layout(mesh.spec, Placement::shard(0)) : Layout()};
+  const int64_t begin = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  std::vector<int32_t> local;
+  for (int64_t i = 0; i < type.local_shape().numel(); ++i) {
+    const int64_t global = begin * length + i + shift;
+    local.push_back(static_cast<int32_t>((global * global + 5 * global + global / 3) % vocab));
+  }
+  return Tensor::from_local(local, type);
+}
+
+TEST(Gpt, PublishedSizes) {  // counts of the released checkpoints
+  const std::map<std::string, int64_t> expected = {
+      {"gpt2-124m", 124439808}, {"gpt2-355m", 354823168}, {"gpt2-774m", 774030080}, {"gpt2-1558m", 1557611200}};
+  for (const auto& [name, parameters] : expected) {
+    Gpt model(GptConfig::preset(name));
+    EXPECT_EQ(count(model), parameters) << name;
+  }
+  EXPECT_THROW(GptConfig::preset("gpt3"), ConfigError);
+}
+
+TEST(Llama, PublishedSize) {
+  Llama model(LlamaConfig::preset("llama3-8b"));
+  EXPECT_EQ(count(model), 8030261248);
+}
+
+TEST(Gpt, InitialWeights) {
+  GptConfig c = small_gpt();
+  c.width = 96, c.vocab = 300;
+  Gpt model(c);
+  materialize(model, Device::cpu(), {.seed = 1337});
+  const auto deviation = [](const nn::Parameter& p) {
+    double squares = 0;
+    for (double x : full_parameter(p).to_vector<double>()) squares += x * x;
+    return std::sqrt(squares / static_cast<double>(p.numel()));
+  };
+  EXPECT_NEAR(deviation(model.wte.weight), 0.02, 4e-4);
+  EXPECT_NEAR(deviation(model.blocks[1].attention.qkv.weight), 0.02, 4e-4);
+  EXPECT_NEAR(deviation(model.blocks[1].mlp.up.weight), 0.02, 4e-4);
+  EXPECT_NEAR(deviation(model.blocks[1].attention.projection.weight), 0.02 / std::sqrt(6.0), 2e-4);
+  EXPECT_NEAR(deviation(model.blocks[1].mlp.down.weight), 0.02 / std::sqrt(6.0), 2e-4);
+  EXPECT_EQ(deviation(model.blocks[1].mlp.down.bias), 0.0);
+  EXPECT_EQ(model.blocks[2].mlp.up.weight.name(), "blocks.2.mlp.up.weight");
+  const double loss = model.loss(tokens({}, 4, 6, 300, 0), tokens({}, 4, 6, 300, 1)).item<double>();
+  EXPECT_NEAR(loss, std::log(300.0), 0.1);
+}
+
+template <class M>
+void expect_loss_is_that_of_the_logits(M& model, int64_t vocab) {
+  materialize(model, Device::cpu(), {.seed = 3, .dtype = kF64});
+  const Tensor x = tokens({}, 3, 5, vocab, 0), y = tokens({}, 3, 5, vocab, 1);
+  const Tensor logits = model.logits(x);
+  EXPECT_EQ(logits.shape(), (Shape{3, 5, vocab}));
+  EXPECT_NEAR(model.loss(x, y).template item<double>(), cross_entropy(logits, y).item<double>(), 1e-12);
+  EXPECT_NEAR(model.loss(x, y, {.divide_by = 30}).template item<double>(),
+              cross_entropy(logits, y).item<double>() / 2, 1e-12);
+  // Causal: a token changes nothing before it.
+  std::vector<int32_t> changed = x.to_vector<int32_t>();
+  changed[3] = (changed[3] + 1) % static_cast<int32_t>(vocab);
+  const auto a = logits.to_vector<double>();
+  const auto b = model.logits(Tensor::from(changed, {3, 5})).template to_vector<double>();
+  for (int64_t i = 0; i < 5 * vocab; ++i)
+    if (i < 3 * vocab) EXPECT_EQ(a[i], b[i]);
+  double later = 0;
+  for (int64_t i = 3 * vocab; i < 5 * vocab; ++i) later += std::abs(a[i] - b[i]);
+  EXPECT_GT(later, 1e-3);
+}
+
+TEST(Gpt, LossIsThatOfTheLogits) {
+  Gpt model(small_gpt());
+  expect_loss_is_that_of_the_logits(model, 23);
+  GptConfig untied = small_gpt();
+  untied.tie_embeddings = false, untied.bias = false;
+  Gpt other(untied);
+  expect_loss_is_that_of_the_logits(other, 23);
+  EXPECT_THROW(model.logits(tokens({}, 1, 7, 23, 0)), ShapeError);
+  EXPECT_THROW(model.logits(Tensor::from<int32_t>({23}, {1, 1})), DataError);
+}
+
+TEST(Llama, LossIsThatOfTheLogits) {
+  Llama model(small_llama());
+  expect_loss_is_that_of_the_logits(model, 29);
+}
+
+using Gradients = std::map<std::string, std::vector<double>>;
+
+template <class M, class BlockType, class Config>
+void expect_gradients_of_one_rank(const Config& config) {
+  for (const int64_t rows : {7, 3}) {  // with 3, ranks are without rows at worlds 4 and 5
+    Gradients expected;
+    const auto compare = [&](M& model, const std::string& what) {
+      double largest = 0;
+      for (const auto& [name, g] : expected)
+        for (double x : g) largest = std::max(largest, std::abs(x));
+      for (const nn::Parameter& p : model.parameters()) {
+        const auto g = full_gradient(p).to_vector<double>();
+        double error = 0;
+        for (size_t i = 0; i < g.size(); ++i) error = std::max(error, std::abs(g[i] - expected.at(p.name())[i]));
+        EXPECT_LE(error, 1e-12 * largest) << p.name() << " " << what;
+      }
+    };
+    const auto backward = [&](M& model, const Mesh& mesh) {
+      Recording recording;
+      recording.backward(model.loss(tokens(mesh, rows, 5, config.vocab, 0), tokens(mesh, rows, 5, config.vocab, 1)));
+    };
+    M plain(config);
+    materialize(plain, Device::cpu(), {.seed = 5, .dtype = kF64});
+    backward(plain, {});
+    for (const nn::Parameter& p : plain.parameters()) expected[p.name()] = full_gradient(p).template to_vector<double>();
+    for (int world = 1; world <= 5; ++world)
+      for (Strategy s : {strategy::replicate, strategy::shard_grad_op, strategy::full_shard})
+        run_local(world, [&](World& w) {
+          M model(config);
+          shard(model, data_mesh(w), {.units = nn::units_of<BlockType>(), .strategy = s});
+          materialize(model, Device::cpu(), {.seed = 5, .dtype = kF64});
+          for (int pass = 0; pass < 2; ++pass) {  // the second one prefetches
+            for (const auto& u : units(model)) u->zero_grad();
+            backward(model, data_mesh(w));
+          }
+          compare(model, str("world ", world, " ", name(s), " rows ", rows));
+        }, {.threads_per_rank = 1});
+  }
+}
+
+TEST(Gpt, GradientsAtWorldsOneToFive) { expect_gradients_of_one_rank<Gpt, Block>(small_gpt()); }
+TEST(Llama, GradientsAtWorldsOneToFive) { expect_gradients_of_one_rank<Llama, LlamaBlock>(small_llama()); }
+
+TEST(Gpt, DropoutActsInTrainingOnlyAndDoesNotDependOnTheCut) {
+  GptConfig c = small_gpt();
+  c.dropout = 0.3;
+  double trained = 0, evaluated = 0;
+  for (int world : {1, 2, 3})
+    run_local(world, [&](World& w) {
+      Gpt model(c);
+      shard(model, data_mesh(w), {.units = nn::units_of<Block>()});
+      materialize(model, Device::cpu(), {.seed = 5, .dtype = kF64});
+      const Mesh mesh = data_mesh(w);
+      const auto loss = [&] {
+        Recording recording({.step = 4, .first_sample = 12, .seed = 9});
+        return redistribute(model.loss(tokens(mesh, 6, 5, 23, 0), tokens(mesh, 6, 5, 23, 1)),
+                            Layout(mesh.spec, Placement::invariant())).item<double>();
+      };
+      const double with = loss();
+      model.eval();
+      const double without = loss();
+      if (w.rank() != 0) return;
+      if (world == 1) trained = with, evaluated = without;
+      EXPECT_NEAR(with, trained, 1e-12) << world;
+      EXPECT_NEAR(without, evaluated, 1e-12) << world;
+    }, {.threads_per_rank = 1});
+  EXPECT_GT(std::abs(trained - evaluated), 1e-4);
+}
+
+}  // namespace
+}  // namespace sheaf

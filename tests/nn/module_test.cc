@@ -1,0 +1,218 @@
+#include "sheaf/nn/module.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::vector<std::string> names(nn::Module& m) {
+  std::vector<std::string> out;
+  for (const nn::Parameter& p : m.parameters()) out.push_back(p.name());
+  return out;
+}
+
+template <class E, class F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& e) {
+    return e.what();
+  }
+  ADD_FAILURE() << "nothing thrown";
+  return "";
+}
+
+struct Pair : nn::Module {
+  nn::Linear first{2, 3}, second{3, 1, {.bias = false}};
+  Tensor forward(const Tensor& x) { return second(first(x)); }
+  SHEAF_FIELDS(first, second);
+};
+
+// Every kind of member.
+struct Zoo : nn::Module {
+  nn::Parameter scale{{3}, nn::Init::ones()};
+  nn::Parameter absent;
+  nn::Buffer table{{2}, nn::Init::constant(4)};
+  Pair pair;
+  std::vector<nn::Linear> list;
+  std::array<Pair, 2> array;
+  std::optional<nn::Linear> nothing, something{std::in_place, 1, 1};
+  std::unique_ptr<Pair> pointer = std::make_unique<Pair>();
+  std::vector<std::unique_ptr<nn::Linear>> pointers;
+  Zoo() {
+    list.emplace_back(1, 2);
+    list.emplace_back(2, 1, nn::LinearOptions{.bias = false});
+    pointers.push_back(std::make_unique<nn::Linear>(1, 1, nn::LinearOptions{.bias = false}));
+  }
+  Tensor forward(const Tensor& x) { return pair(x); }
+  SHEAF_FIELDS(scale, absent, table, pair, list, array, nothing, something, pointer, pointers);
+};
+
+TEST(Module, NamesFollowFieldsAndContainers) {
+  Zoo zoo;
+  EXPECT_THAT(names(zoo),
+              ElementsAre("scale", "pair.first.weight", "pair.first.bias", "pair.second.weight", "list.0.weight",
+                          "list.0.bias", "list.1.weight", "array.0.first.weight", "array.0.first.bias",
+                          "array.0.second.weight", "array.1.first.weight", "array.1.first.bias", "array.1.second.weight",
+                          "something.weight", "something.bias", "pointer.first.weight", "pointer.first.bias",
+                          "pointer.second.weight", "pointers.0.weight"));
+  ASSERT_EQ(zoo.buffers().size(), 1u);
+  EXPECT_EQ(zoo.buffers()[0].name(), "table");
+  std::vector<std::string> paths;
+  for (auto& [path, module] : zoo.named_modules()) paths.push_back(path);
+  EXPECT_EQ(paths[0], "");
+  EXPECT_EQ(paths[1], "pair");
+  EXPECT_EQ(paths[2], "pair.first");
+}
+
+TEST(Module, IsNotCopied) {
+  static_assert(!std::is_copy_constructible_v<Pair> && std::is_nothrow_move_constructible_v<Pair>);
+  static_assert(!std::is_copy_constructible_v<Zoo>);
+}
+
+TEST(Module, ValuesAndUnitsSurviveMoves) {
+  Pair made;
+  materialize(made, Device::cpu(), {.seed = 5});
+  const Tensor before = full_parameter(made.first.weight);
+  Pair moved = std::move(made);
+  std::vector<Pair> list;
+  list.push_back(std::move(moved));
+  list.emplace_back();  // reallocates
+  EXPECT_TRUE(identical(full_parameter(list[0].first.weight), before));
+  EXPECT_EQ(list[0](Tensor::from<float>({1, 2}, {1, 2})).shape(), (Shape{1, 1}));
+  EXPECT_EQ(list[0].first.weight.name(), "first.weight");
+}
+
+TEST(Module, TiedLeavesAreOne) {
+  Pair p;
+  p.second.weight = nn::Parameter({3, 2}, nn::Init::ones());
+  tie(p.second.weight, p.first.weight);
+  EXPECT_THAT(names(p), ElementsAre("first.weight", "first.bias"));
+  nn::Parameter other({2, 2}, nn::Init::zeros());
+  EXPECT_THROW(tie(other, p.first.weight), ShapeError);
+  materialize(p);
+  EXPECT_THAT(message_of<ConfigError>([&] { tie(p.second.weight, p.first.weight); }), HasSubstr("before materialize"));
+  EXPECT_TRUE(identical(full_parameter(p.first.weight), full_parameter(p.second.weight)));
+}
+
+TEST(Module, UseBeforeMaterializeNamesTheParameter) {
+  Pair p;
+  p.parameters();
+  const std::string what = message_of<LifetimeError>([&] { p(Tensor::from<float>({1, 2}, {1, 2})); });
+  EXPECT_THAT(what, HasSubstr("'first."));
+  EXPECT_THAT(what, HasSubstr("call materialize"));
+}
+
+struct ForgetsModule : nn::Module {
+  Pair listed, forgotten;
+  Tensor forward(const Tensor& x) { return listed(x) + forgotten(x); }
+  SHEAF_FIELDS(listed);
+};
+
+struct ForgetsParameter : nn::Module {
+  nn::Parameter listed{{2}, nn::Init::ones()}, forgotten{{1, 2}, nn::Init::ones()};
+  Tensor forward(const Tensor& x) { return x + listed + forgotten; }
+  SHEAF_FIELDS(listed);
+};
+
+struct Base : nn::Module {
+  nn::Parameter weight{{2}, nn::Init::ones()};
+  SHEAF_FIELDS(weight);
+  Tensor forward(const Tensor& x) { return x * weight; }
+};
+struct Derived : Base {
+  nn::Parameter bias{{2}, nn::Init::ones()};
+  Tensor forward(const Tensor& x) { return x * weight + bias; }
+  SHEAF_FIELDS(bias);  // and not the base's
+};
+
+TEST(Module, FieldsThatAreNotListedFailAtFirstUse) {
+  const Tensor x = Tensor::from<float>({1, 2}, {1, 2});
+  ForgetsModule m;
+  materialize(m);
+  std::string what = message_of<LifetimeError>([&] { m(x); });
+  EXPECT_THAT(what, HasSubstr("Pair used by"));
+  EXPECT_THAT(what, HasSubstr("ForgetsModule"));
+  EXPECT_THAT(what, HasSubstr("SHEAF_FIELDS"));
+
+  ForgetsParameter p;
+  materialize(p);
+  what = message_of<LifetimeError>([&] { p(x); });
+  EXPECT_THAT(what, HasSubstr("f32[1,2], used in"));
+  EXPECT_THAT(what, HasSubstr("ForgetsParameter"));
+  EXPECT_THAT(what, HasSubstr("SHEAF_FIELDS"));
+
+  Derived d;
+  materialize(d);
+  EXPECT_THAT(message_of<LifetimeError>([&] { d(x); }), HasSubstr("a base's fields"));
+  EXPECT_EQ(nn::ModuleScope::current(), nullptr);  // all scopes were left
+}
+
+TEST(Module, TrainAndEvalReachEveryModule) {
+  Zoo zoo;
+  zoo.eval();
+  for (auto& [path, module] : zoo.named_modules()) EXPECT_FALSE(module->training()) << path;
+  zoo.pair.train();
+  EXPECT_TRUE(zoo.pair.first.training());
+  EXPECT_FALSE(zoo.list[0].training());
+}
+
+TEST(Module, FrozenParametersTakeNoGradient) {
+  Pair p;
+  p.first.weight.freeze();
+  materialize(p);
+  EXPECT_THROW(p.first.bias.freeze(), ConfigError);
+  Recording recording;
+  recording.backward(sum(p(Tensor::from<float>({1, 2}, {1, 2}))));
+  recording.take();
+  EXPECT_FALSE(full_gradient(p.first.weight).defined());
+  EXPECT_TRUE(full_gradient(p.first.bias).defined());
+  EXPECT_EQ(units(p)[0]->buffers().size(), 2u);
+}
+
+TEST(Module, TapeHasModulePaths) {
+  Zoo zoo;
+  materialize(zoo);
+  Recording recording;
+  zoo(Tensor::from<float>({1, 2}, {1, 2}));
+  const Tape tape = recording.take();
+  std::vector<std::string> paths;
+  for (int i = 0; i < tape.num_nodes(); ++i)
+    if (tape.op_name(tape.node(i)) == "linear") paths.push_back(tape.path(tape.node(i)));
+  EXPECT_THAT(paths, ElementsAre("pair.first", "pair.second"));
+}
+
+TEST(Module, CloneHasTheSameValuesInMemoryOfItsOwn) {
+  testing::TinyModel model(2);
+  model.blocks[1].up.weight.freeze();
+  shard(model, Mesh{}, {.units = nn::units_of<testing::TinyBlock>()});
+  materialize(model, Device::cpu(), {.seed = 3});
+  model.eval();
+  testing::TinyModel copy = nn::clone(model, 2);
+  EXPECT_EQ(units(copy).size(), 3u);
+  EXPECT_FALSE(copy.training());
+  EXPECT_FALSE(copy.blocks[1].up.weight.trainable());
+  const auto a = model.parameters(), b = copy.parameters();
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(identical(full_parameter(a[i]), full_parameter(b[i])));
+  assign(b[0], full_like(full_parameter(b[0]), 1.0));
+  EXPECT_FALSE(identical(full_parameter(a[0]), full_parameter(b[0])));
+  EXPECT_THROW(nn::clone(model, 3), ConfigError);
+}
+
+TEST(Module, BuffersAreWholeAndAssignable) {
+  Zoo zoo;
+  EXPECT_THROW(zoo.table.value(), LifetimeError);
+  materialize(zoo);
+  EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{4, 4}));
+  assign(zoo.table, Tensor::from<float>({1, 2}, {2}));
+  EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{1, 2}));
+}
+
+}  // namespace
+}  // namespace sheaf

@@ -1,0 +1,61 @@
+// Small models for the tests of nn/.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/nn/layers/dropout.h"
+#include "sheaf/nn/layers/embedding.h"
+#include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/layers/norm.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf::testing {
+
+struct TinyBlock : nn::Module {
+  nn::LayerNorm norm;
+  nn::Linear up, down;
+  explicit TinyBlock(int64_t width) : norm(width), up(width, 3 * width), down(3 * width, width) {}
+  Tensor forward(const Tensor& x) { return x + down(tanh(up(norm(x)))); }
+  SHEAF_FIELDS(norm, up, down);
+};
+
+/// Odd sizes everywhere, a table tied to the head, blocks in a vector.
+struct TinyModel : nn::Module {
+  nn::Embedding table;
+  std::vector<TinyBlock> blocks;
+  nn::LayerNorm norm;
+
+  explicit TinyModel(int64_t layers = 2, int64_t vocab = 11, int64_t width = 7)
+      : table(vocab, width, nn::Init::normal(0.5)), norm(width, {.bias = false}) {
+    for (int64_t i = 0; i < layers; ++i) blocks.emplace_back(width);
+  }
+  Tensor forward(const Tensor& tokens) {
+    Tensor x = table(tokens);
+    for (TinyBlock& block : blocks) x = block(x);
+    return linear(norm(x), table.weight);
+  }
+  SHEAF_FIELDS(table, blocks, norm);
+  Tensor loss(const Tensor& tokens, const Tensor& targets, const CrossEntropyOptions& options = {}) {
+    return cross_entropy((*this)(tokens), targets, options);
+  }
+};
+
+
+/// Rows of tokens that depend on the global row alone: [rows, length] below `vocab`, cut along rows over `mesh` if it is
+/// given.
+inline Tensor token_rows(const Mesh& mesh, int64_t rows, int64_t length, int64_t vocab, int64_t shift = 0) {
+  const Type type{kI32, {rows, length}, mesh.spec ? Layout(mesh.spec, Placement::shard(0)) : Layout()};
+  const int64_t begin = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  std::vector<int32_t> local;
+  for (int64_t i = 0; i < type.local_shape().numel(); ++i) {
+    const int64_t global = begin * length + i + shift;
+    local.push_back(static_cast<int32_t>((global * global + 3 * global + global / 5) % vocab));
+  }
+  return Tensor::from_local(local, type);
+}
+
+}  // namespace sheaf::testing

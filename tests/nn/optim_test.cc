@@ -1,0 +1,308 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/schedule.h"
+#include "sheaf/nn/optim/sgd.h"
+#include "sheaf/nn/state_dict.h"
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf {
+namespace {
+
+using testing::TinyBlock;
+using testing::TinyModel;
+
+Mesh data_mesh(World& w) { return w.mesh({{"data", w.size()}}); }
+
+void backward(TinyModel& m, const Mesh& mesh, int64_t rows = 6) {
+  Recording recording;
+  recording.backward(m.loss(testing::token_rows(mesh, rows, 4, 11), testing::token_rows(mesh, rows, 4, 11, 1)));
+}
+
+std::map<std::string, std::vector<float>> values(nn::Module& m) {
+  std::map<std::string, std::vector<float>> out;
+  for (const nn::Parameter& p : m.parameters()) out[p.name()] = full_parameter(p).to_vector<float>();
+  return out;
+}
+
+TEST(AdamW, AgreesWithTheFormula) {
+  for (DType dtype : {kF64, kF32}) {
+    TinyModel m;
+    m.blocks[0].up.bias.freeze();
+    shard(m, Mesh{}, {.units = nn::units_of<TinyBlock>()});
+    materialize(m, Device::cpu(), {.seed = 9, .dtype = dtype});
+    const double lr = 0.01, beta1 = 0.8, beta2 = 0.95, eps = 1e-6, decay = 0.3, max_norm = 0.05;
+    optim::AdamW adam(m, {.beta1 = beta1, .beta2 = beta2, .eps = eps, .weight_decay = decay});
+    std::map<std::string, std::vector<double>> p, m1, v;
+    for (const nn::Parameter& q : m.parameters()) {
+      p[q.name()] = full_parameter(q).to_vector<double>();
+      m1[q.name()] = v[q.name()] = std::vector<double>(q.numel(), 0.0);
+    }
+    for (int step = 1; step <= 5; ++step) {
+      backward(m, {});
+      double squares = 0;
+      for (const nn::Parameter& q : m.parameters())
+        if (q.trainable())
+          for (double g : full_gradient(q).to_vector<double>()) squares += g * g;
+      const double norm = std::sqrt(squares), scale = std::min(1.0, max_norm / (norm + 1e-6));
+      for (const nn::Parameter& q : m.parameters()) {
+        if (!q.trainable()) continue;
+        const auto g = full_gradient(q).to_vector<double>();
+        for (size_t i = 0; i < g.size(); ++i) {
+          double &x = p[q.name()][i], &a = m1[q.name()][i], &b = v[q.name()][i];
+          a = beta1 * a + (1 - beta1) * scale * g[i];
+          b = beta2 * b + (1 - beta2) * scale * g[i] * scale * g[i];
+          if (q.shape().rank() >= 2) x -= lr * decay * x;
+          x -= lr * (a / (1 - std::pow(beta1, step))) / (std::sqrt(b / (1 - std::pow(beta2, step))) + eps);
+        }
+      }
+      EXPECT_NEAR(clip_grad_norm(m, max_norm).item<double>(), norm, 1e-6 * norm);
+      EXPECT_LT(scale, 1.0);
+      adam.step({.lr = lr});
+      adam.zero_grad();
+    }
+    EXPECT_EQ(adam.steps(), 5);
+    const double tolerance = dtype == kF64 ? 1e-13 : 2e-6;
+    for (const nn::Parameter& q : m.parameters()) {
+      const auto actual = full_parameter(q).to_vector<double>();
+      for (size_t i = 0; i < actual.size(); ++i)
+        EXPECT_NEAR(actual[i], p[q.name()][i], tolerance) << q.name() << " " << i;
+    }
+  }
+}
+
+TEST(SGD, AgreesWithTheFormula) {
+  for (const bool nesterov : {false, true}) {
+    TinyModel m;
+    materialize(m, Device::cpu(), {.seed = 9, .dtype = kF64});
+    const double lr = 0.1, momentum = 0.9, decay = 0.01;
+    optim::SGD sgd(m.parameters(), {.lr = lr, .momentum = momentum, .nesterov = nesterov, .weight_decay = decay});
+    std::map<std::string, std::vector<double>> p, buffer;
+    for (const nn::Parameter& q : m.parameters()) {
+      p[q.name()] = full_parameter(q).to_vector<double>();
+      buffer[q.name()].assign(q.numel(), 0.0);
+    }
+    for (int step = 0; step < 4; ++step) {
+      backward(m, {});
+      for (const nn::Parameter& q : m.parameters()) {
+        const auto grad = full_gradient(q).to_vector<double>();
+        for (size_t i = 0; i < grad.size(); ++i) {
+          double &x = p[q.name()][i], &b = buffer[q.name()][i];
+          const double g = grad[i] + (q.shape().rank() >= 2 ? decay * x : 0.0);
+          b = momentum * b + g;
+          x -= lr * (nesterov ? g + momentum * b : b);
+        }
+      }
+      sgd.step();
+      sgd.zero_grad();
+    }
+    for (const nn::Parameter& q : m.parameters()) {
+      const auto actual = full_parameter(q).to_vector<double>();
+      for (size_t i = 0; i < actual.size(); ++i) EXPECT_NEAR(actual[i], p[q.name()][i], 1e-13) << q.name() << " " << i;
+    }
+  }
+}
+
+// Values and norms after `steps` clipped AdamW steps.
+struct Outcome {
+  std::map<std::string, std::vector<float>> values;
+  std::vector<double> norms;
+  bool operator==(const Outcome&) const = default;
+};
+
+Outcome train(World& w, Strategy s, const nn::UnitPolicy& policy, int steps, int64_t prefetch = -1) {
+  TinyModel m(3);
+  const Mesh mesh = s == Strategy::none ? Mesh{} : data_mesh(w);
+  shard(m, mesh, {.units = policy, .strategy = s, .prefetch_bytes = prefetch});
+  materialize(m, Device::cpu(), {.seed = 21});
+  optim::AdamW adam(m, {.weight_decay = 0.1});
+  Outcome run;
+  for (int step = 0; step < steps; ++step) {
+    backward(m, mesh);
+    run.norms.push_back(clip_grad_norm(m, 0.1).item<double>());
+    adam.step({.lr = optim::cosine(step, {.peak = 0.01, .warmup = 2, .total = steps})});
+    adam.zero_grad();
+  }
+  run.values = values(m);
+  return run;
+}
+
+TEST(Training, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
+  for (int world : {1, 2, 3}) {
+    Outcome expected;
+    bool first = true;
+    const auto check = [&](Strategy s, const nn::UnitPolicy& policy, int64_t prefetch, const char* what) {
+      run_local(world, [&](World& w) {
+        const Outcome run = train(w, s, policy, 20, prefetch);
+        if (w.rank() != 0) return;
+        if (first) expected = run;
+        first = false;
+        EXPECT_TRUE(run == expected) << what << " at world " << world;
+      }, {.threads_per_rank = 1});
+    };
+    check(strategy::full_shard, nn::units_of<TinyBlock>(), -1, "full_shard");
+    check(strategy::full_shard, nn::units_of<TinyBlock>(), 0, "full_shard without prefetch");
+    check(strategy::full_shard, {}, -1, "one unit");
+    check(strategy::full_shard, nn::units_of_at_least(100), -1, "many units");
+    check(strategy::shard_grad_op, nn::units_of<TinyBlock>(), -1, "shard_grad_op");
+    check(strategy::replicate, nn::units_of<TinyBlock>(), -1, "replicate");
+    if (world == 1) check(strategy::none, nn::units_of<TinyBlock>(), -1, "unsharded");
+  }
+}
+
+// Gradients that no computation has touched: values that depend on name and index alone.
+void set_gradients(TinyModel& m) {
+  for (const auto& unit : units(m))
+    for (FlatBuffer& b : unit->buffers()) {
+      b.grad = full_like(b.shard, 0.0);
+      for (const LocalPiece& piece : unit->pieces(b))
+        for (int64_t i = 0; i < piece.interval.size(); ++i) {
+          const auto h = static_cast<double>(
+              random_u32(key_of(unit->leaves()[piece.leaf].name, 1), piece.interval.begin + i));
+          b.grad.view().as<float>()[piece.shard_offset + i] = static_cast<float>(std::ldexp(h - 2e9, -30));
+        }
+    }
+}
+
+TEST(ClipGradNorm, BitsDoNotDependOnWorldStrategyOrUnits) {
+  double expected = 0;
+  for (int world = 1; world <= 5; ++world)
+    for (Strategy s : {strategy::replicate, strategy::shard_grad_op, strategy::full_shard})
+      for (const bool one_unit : {false, true})
+        run_local(world, [&](World& w) {
+          TinyModel m(3, 50, 13);
+          shard(m, data_mesh(w), {.units = one_unit ? nn::UnitPolicy() : nn::units_of<TinyBlock>(), .strategy = s});
+          materialize(m);
+          set_gradients(m);
+          const Tensor norm = clip_grad_norm(m.parameters(), 1.0);
+          EXPECT_TRUE(norm.layout().all_invariant());
+          EXPECT_EQ(norm.item<double>(), grad_norm(m).item<double>());
+          if (w.rank() != 0) return;
+          if (expected == 0) expected = norm.item<double>();
+          EXPECT_EQ(norm.item<double>(), expected) << world << " " << name(s) << " " << one_unit;
+        }, {.threads_per_rank = 1});
+  EXPECT_GT(expected, 1.0);
+}
+
+TEST(ClipGradNorm, MixedStrategiesCountEveryGradientOnce) {
+  double norm[2];
+  for (const bool mixed : {false, true})
+    run_local(3, [&](World& w) {
+      TinyModel m(3, 50, 13);
+      if (mixed) shard(m.blocks[1], data_mesh(w), {.strategy = strategy::replicate});
+      shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>()});
+      materialize(m);
+      set_gradients(m);
+      const double n = clip_grad_norm(m, 1.0).item<double>();
+      if (w.rank() == 0) norm[mixed] = n;
+    });
+  EXPECT_EQ(norm[0], norm[1]);
+}
+
+TEST(ClipGradNorm, RefusesWhatItCannotMean) {
+  TinyModel m;
+  materialize(m);
+  EXPECT_THROW(clip_grad_norm(m, 1.0), LifetimeError);  // no gradients
+  EXPECT_THROW(clip_grad_norm(m, 0.0), ConfigError);
+  const auto some = std::vector<nn::Parameter>{m.table.weight};
+  EXPECT_THROW(clip_grad_norm(some, 1.0), ConfigError);  // part of a unit
+  EXPECT_THROW(optim::AdamW{some}, ConfigError);
+  TinyModel unmade;
+  EXPECT_THROW(optim::AdamW{unmade}, LifetimeError);
+}
+
+TEST(ClipGradNorm, ScaleEndsWithItsGradient) {
+  TinyModel m;
+  materialize(m);
+  backward(m, {});
+  clip_grad_norm(m, 1e-3);
+  EXPECT_LT(units(m)[0]->buffers()[0].grad_scale.item<double>(), 1.0);
+  backward(m, {});  // accumulates: the scale was of the gradient before
+  EXPECT_FALSE(units(m)[0]->buffers()[0].grad_scale.defined());
+}
+
+TEST(Optimizer, StepIsRecordedAndReplays) {
+  TinyModel m;
+  shard(m, Mesh{}, {.units = nn::units_of<TinyBlock>()});
+  materialize(m, Device::cpu(), {.seed = 1});
+  optim::AdamW adam(m);
+  std::unordered_map<ValueId, Tensor> before;
+  Tape tape;
+  {
+    Recording recording({.capture_leaves = true});
+    recording.backward(m.loss(testing::token_rows({}, 6, 4, 11), testing::token_rows({}, 6, 4, 11, 1)));
+    clip_grad_norm(m, 0.1);
+    adam.step({.lr = 0.01});
+    before = recording.captured();
+    tape = recording.take();
+  }
+  int steps = 0;
+  std::vector<ValueId> updated;
+  for (NodeId i = 0; i < tape.num_nodes(); ++i) {
+    const Node& n = tape.node(i);
+    if (tape.kind(n) != OpKind::step) continue;
+    ++steps;
+    EXPECT_EQ(n.phase, Phase::update);
+    updated.push_back(tape.output(n));
+  }
+  EXPECT_EQ(steps, 3);
+  const auto again = replay(tape, [&](ValueId v) { return before.at(v).clone(); }, updated);
+  const auto all = units(m);
+  for (size_t u = 0; u < all.size(); ++u)
+    EXPECT_EQ(again[u].to_vector<float>(), all[u]->buffers()[0].shard.to_vector<float>()) << all[u]->name();
+}
+
+TEST(Optimizer, StatePiecesResumeBitwise) {
+  run_local(2, [](World& w) {
+    const auto make = [&](TinyModel& m) {
+      shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>()});
+      materialize(m, Device::cpu(), {.seed = 21});
+    };
+    TinyModel a, b;
+    make(a), make(b);
+    optim::AdamW adam_a(a), adam_b(b);
+    const auto steps = [&](TinyModel& m, optim::AdamW& adam, int n) {
+      for (int i = 0; i < n; ++i) {
+        backward(m, data_mesh(w));
+        adam.step({.lr = 0.01});
+        adam.zero_grad();
+      }
+    };
+    steps(a, adam_a, 3);
+    const auto copy = [](const std::vector<nn::StatePiece>& from, const std::vector<nn::StatePiece>& to) {
+      ASSERT_EQ(from.size(), to.size());
+      for (size_t i = 0; i < from.size(); ++i) {
+        EXPECT_EQ(from[i].name, to[i].name);
+        if (from[i].interval.size())
+          std::memcpy(to[i].data, from[i].data, from[i].interval.size() * size_of(from[i].dtype));
+      }
+    };
+    copy(nn::state_pieces(a), nn::state_pieces(b));
+    copy(nn::state_pieces(adam_a), nn::state_pieces(adam_b));
+    EXPECT_EQ(nn::state_pieces(adam_a)[0].name, "optimizer.m.table.weight");
+    adam_b.set_steps(adam_a.steps());
+    steps(a, adam_a, 3);
+    steps(b, adam_b, 3);
+    EXPECT_EQ(values(a), values(b));
+  });
+}
+
+TEST(Schedule, WarmUpAndDecay) {
+  const optim::ScheduleOptions o{.peak = 1.0, .minimum = 0.1, .warmup = 9, .total = 109};
+  EXPECT_DOUBLE_EQ(optim::cosine(0, o), 0.1);
+  EXPECT_DOUBLE_EQ(optim::linear(8, o), 0.9);
+  EXPECT_DOUBLE_EQ(optim::cosine(9, o), 1.0);
+  EXPECT_DOUBLE_EQ(optim::cosine(59, o), 0.55);
+  EXPECT_DOUBLE_EQ(optim::linear(34, o), 1.0 - 0.25 * 0.9);
+  for (auto f : {optim::cosine, optim::linear}) EXPECT_DOUBLE_EQ(f(1000, o), 0.1);
+  EXPECT_DOUBLE_EQ(optim::constant(1000, o), 1.0);
+}
+
+}  // namespace
+}  // namespace sheaf
