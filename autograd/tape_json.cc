@@ -1,26 +1,8 @@
 #include "sheaf/autograd/tape_dump.h"
-
-#include <cstdio>
+#include "sheaf/core/json.h"
 
 namespace sheaf {
 namespace {
-
-std::string quoted(std::string_view s) {
-  std::string out = "\"";
-  for (char c : s) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escape[8];
-      std::snprintf(escape, sizeof escape, "\\u%04x", c);
-      out += escape;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
-}
 
 std::string_view kind_name(OpKind kind) {
   constexpr std::string_view kNames[] = {"leaf", "op", "redistribute", "discard", "step"};
@@ -44,12 +26,12 @@ std::string number(int64_t n) { return std::to_string(n); }
 std::string value_json(const Tape& tape, ValueId v) {
   const Type& t = tape.type(v);
   const Value& value = tape.value(v);
-  std::string out = str("{\"id\":", v, ",\"producer\":", value.producer, ",\"dtype\":", quoted(name(t.dtype)),
+  std::string out = str("{\"id\":", v, ",\"producer\":", value.producer, ",\"dtype\":", json_string(name(t.dtype)),
                         ",\"shape\":", array(t.shape, number));
   std::string placements;
   for (int a = 0; a < t.layout.num_axes(); ++a)
-    placements += str(a ? "," : "", "{\"axis\":", quoted(t.layout.mesh()->name(a)), ",\"size\":", t.layout.mesh()->size(a),
-                      ",\"placement\":", quoted(t.layout[a].to_string()), "}");
+    placements += str(a ? "," : "", "{\"axis\":", json_string(t.layout.mesh()->name(a)), ",\"size\":", t.layout.mesh()->size(a),
+                      ",\"placement\":", json_string(t.layout[a].to_string()), "}");
   out += ",\"layout\":[" + placements + "]";
   if (value.base >= 0) out += str(",\"base\":", value.base, ",\"byte_offset\":", value.byte_offset);
   if (value.view_of >= 0) out += str(",\"view_of\":", value.view_of);
@@ -58,14 +40,14 @@ std::string value_json(const Tape& tape, ValueId v) {
 
 std::string node_json(const Tape& tape, NodeId id) {
   const Node& n = tape.node(id);
-  std::string out = str("{\"id\":", id, ",\"kind\":", quoted(kind_name(tape.kind(n))), ",\"op\":", quoted(tape.op_name(n)),
-                        ",\"path\":", quoted(tape.path(n)), ",\"phase\":", quoted(name(n.phase)));
-  if (!n.op) out += ",\"name\":" + quoted(tape.leaf_name(tape.output(n)));
-  out += ",\"lane\":" + quoted(name(transfers(tape, n).empty() ? Lane::compute
+  std::string out = str("{\"id\":", id, ",\"kind\":", json_string(kind_name(tape.kind(n))), ",\"op\":", json_string(tape.op_name(n)),
+                        ",\"path\":", json_string(tape.path(n)), ",\"phase\":", json_string(name(n.phase)));
+  if (!n.op) out += ",\"name\":" + json_string(tape.leaf_name(tape.output(n)));
+  out += ",\"lane\":" + json_string(name(transfers(tape, n).empty() ? Lane::compute
                                     : n.op->lane == Lane::reduce ? Lane::reduce : Lane::gather));
   std::string flags;
   const auto flag = [&](int bit, const char* what) {
-    if (n.flags & bit) flags += (flags.empty() ? "" : ",") + quoted(what);
+    if (n.flags & bit) flags += (flags.empty() ? "" : ",") + json_string(what);
   };
   flag(Node::kAdds, "adds");
   flag(Node::kMirror, "mirror");
@@ -73,7 +55,7 @@ std::string node_json(const Tape& tape, NodeId id) {
   out += ",\"flags\":[" + flags + "]";
   std::string attributes;
   if (n.op && n.op->describe) n.op->describe(tape.attrs(n), attributes);
-  out += ",\"attributes\":" + quoted(attributes);
+  out += ",\"attributes\":" + json_string(attributes);
   out += ",\"inputs\":" + array(tape.inputs(n), number) + ",\"outputs\":[";
   for (int o = 0; o < n.num_outputs; ++o) out += (o ? "," : "") + number(tape.output(n, o));
   return out + str("],\"bytes\":", tape.wire_bytes(n), "}");

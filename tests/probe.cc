@@ -313,10 +313,10 @@ double scaled_error(const Values& a, const Values& b) {
 namespace {
 class PoisonAllocator final : public Allocator {
  public:
-  explicit PoisonAllocator(std::shared_ptr<Allocator> inner) : inner_(std::move(inner)) {}
+  PoisonAllocator(std::shared_ptr<Allocator> inner, int byte) : inner_(std::move(inner)), byte_(byte) {}
   void* allocate(size_t bytes) override {
     void* p = inner_->allocate(bytes);
-    if (p && bytes) std::memset(p, 0xff, bytes);
+    if (p && bytes) std::memset(p, byte_, bytes);
     return p;
   }
   void free(void* block, size_t bytes) override { inner_->free(block, bytes); }
@@ -325,11 +325,12 @@ class PoisonAllocator final : public Allocator {
 
  private:
   std::shared_ptr<Allocator> inner_;
+  int byte_;
 };
 }  // namespace
 
-PoisonScope::PoisonScope() : previous_(RankContext::current().cpu) {
-  RankContext::current().cpu = std::make_shared<PoisonAllocator>(previous_);
+PoisonScope::PoisonScope(int byte) : previous_(RankContext::current().cpu) {
+  RankContext::current().cpu = std::make_shared<PoisonAllocator>(previous_, byte);
 }
 PoisonScope::~PoisonScope() { RankContext::current().cpu = previous_; }
 

@@ -56,10 +56,11 @@ Values assemble(std::span<const LocalPart> parts, std::string& error);
 /// max |a − b| / max |b|, or max |a − b| if b is 0. NaN counts as infinite unless both are NaN.
 double scaled_error(const Values& a, const Values& b);
 
-/// Fills memory of every allocation on this thread's rank with NaN (all bits set) while it lives.
+/// Fills the memory of every allocation on this thread's rank with a byte while it lives: by default all bits set, which
+/// is NaN. What differs between runs under two bytes was not written.
 class PoisonScope {
  public:
-  PoisonScope();
+  explicit PoisonScope(int byte = 0xff);
   ~PoisonScope();
   PoisonScope(const PoisonScope&) = delete;
   PoisonScope& operator=(const PoisonScope&) = delete;

@@ -1,0 +1,184 @@
+// The checks T, D, G and C on a recorded step with units, and on that step broken in one place at a time.
+#include "sheaf/autograd/checks.h"
+
+#include <gmock/gmock.h>
+
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/tests/autograd/unit_step.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string all(const std::vector<Finding>& findings) {
+  std::string out;
+  for (const Finding& f : findings) out += f.to_string() + "\n";
+  return out;
+}
+
+NodeId find(const Tape& tape, const std::string& op, const std::string& path, int nth = 0) {
+  for (NodeId id = 0; id < tape.num_nodes(); ++id)
+    if (tape.op_name(tape.node(id)) == op && tape.path(tape.node(id)) == path && nth-- == 0) return id;
+  ADD_FAILURE() << "no " << op << " of '" << path << "'\n" << to_text(tape);
+  return 0;
+}
+
+Tape step() {
+  static const auto* tape = new Tape(unit_step_tapes(3)[1]);
+  return *tape;
+}
+
+TEST(Checks, RecordedStepsPass) {
+  for (Strategy s : {Strategy::full_shard, Strategy::shard_grad_op, Strategy::replicate})
+    for (int ranks : {1, 2, 3}) {
+      const std::vector<Tape> tapes = unit_step_tapes(ranks, s);
+      std::vector<const Tape*> pointers;
+      std::vector<uint64_t> hashes;
+      for (const Tape& t : tapes) {
+        SCOPED_TRACE(str(name(s), " at ", ranks, "\n", to_text(t)));
+        EXPECT_EQ(all(check_types(t)), "");
+        EXPECT_EQ(all(check_cotangents(t)), "");
+        EXPECT_EQ(all(check_gathers(t)), "");
+        EXPECT_EQ(collectives(t).empty(), ranks == 1);
+        pointers.push_back(&t);
+        hashes.push_back(collective_hash(t));
+      }
+      EXPECT_EQ(all(check_collectives(pointers)), "");
+      EXPECT_EQ(all(check_collective_hashes(hashes)), "");
+      EXPECT_FALSE(tapes[0].cotangents().empty());
+    }
+}
+
+TEST(Checks, TypesFindsUseBeforeTheValueIsMade) {
+  Tape t = step();
+  const NodeId linear = find(t, "linear", "blocks.0");
+  t.swap_nodes(linear, find(t, "tanh", "blocks.0"));
+  EXPECT_THAT(all(check_types(t)), HasSubstr("which no earlier node makes"));
+  t = step();
+  t.erase_node(linear);
+  EXPECT_THAT(all(check_types(t)), HasSubstr("which no earlier node makes"));
+}
+
+TEST(Checks, TypesFindsWrongShapesAndDTypes) {
+  Tape t = step();
+  const ValueId v = t.output(t.node(find(t, "linear", "blocks.0")));
+  Type wrong = t.type(v);
+  wrong.shape = {7, 4};
+  t.retype(v, wrong);
+  EXPECT_THAT(all(check_types(t)), HasSubstr("[linear] output 0 is f32[7,4]"));
+  t = step();
+  wrong = t.type(v);
+  wrong.dtype = kF64;
+  t.retype(v, wrong);
+  EXPECT_THAT(all(check_types(t)), HasSubstr("its inputs give f32[7,3]"));
+}
+
+TEST(Checks, TypesFindsPlacementsWithoutARule) {
+  Tape t = step();
+  const ValueId v = t.output(t.node(find(t, "tanh", "blocks.0")));
+  Type wrong = t.type(v);
+  wrong.layout[0] = Placement::partial();
+  t.retype(v, wrong);
+  EXPECT_THAT(all(check_types(t)), HasSubstr("[tanh] has no placement rule Shard(0) -> Partial"));
+  wrong.layout[0] = Placement::invariant();
+  t.retype(v, wrong);
+  EXPECT_THAT(all(check_types(t)), HasSubstr("Invariant goes with Invariant only"));
+}
+
+TEST(Checks, CotangentsFindsAGradientThatIsNotTheDual) {
+  Tape t = step();
+  // The loss is Partial, so its gradient is Replicate.
+  const auto [seed, loss] = t.cotangents().front();
+  Type wrong = t.type(seed);
+  EXPECT_EQ(wrong.layout[0], Placement::replicate());
+  wrong.layout[0] = Placement::partial();
+  t.retype(seed, wrong);
+  EXPECT_THAT(all(check_cotangents(t)), HasSubstr(str("is a gradient of %", loss)));
+}
+
+TEST(Checks, CotangentsFindsAContributionThatDoesNotBelongIntoItsSlot) {
+  Tape t = step();
+  ValueId into = -1;
+  for (ValueId v = 0; v < t.num_values(); ++v) {
+    const NodeId producer = t.value(v).producer;
+    const bool own = t.value(v).base >= 0 && t.value(t.value(v).base).producer == producer;
+    if (t.value(v).base >= 0 && !own && t.node(producer).phase == Phase::backward && t.kind(t.node(producer)) == OpKind::op)
+      into = v;
+  }
+  ASSERT_GE(into, 0) << to_text(t);
+  Type wrong = t.type(into);
+  wrong.layout[0] = Placement::replicate();
+  t.retype(into, wrong);
+  EXPECT_THAT(all(check_cotangents(t)), HasSubstr(str("is put into %", t.value(into).base)));
+}
+
+TEST(Checks, GathersFindsAMissingDiscard) {
+  Tape t = step();
+  t.erase_node(find(t, "discard", "blocks.0"));
+  EXPECT_THAT(all(check_gathers(t)), HasSubstr("of 'blocks.0' is gathered and never discarded"));
+}
+
+TEST(Checks, GathersFindsUseAfterDiscard) {
+  Tape t = step();  // the discard of blocks.0 moves before the use of its weight, which is a view inside the buffer
+  const NodeId discard = find(t, "discard", "blocks.0"), linear = find(t, "linear", "blocks.0");
+  t.swap_nodes(discard, linear);
+  EXPECT_THAT(all(check_gathers(t)), HasSubstr(str("discarded")));
+  EXPECT_THAT(all(check_gathers(t)), HasSubstr("uses %"));
+}
+
+TEST(Checks, GathersFollowsViews) {
+  Tape t = step();  // the root's table is used through a transpose
+  const NodeId transpose = find(t, "permute", "");
+  const ValueId view = t.output(t.node(transpose));
+  EXPECT_GE(t.value(view).view_of, 0);
+  NodeId use = -1;
+  for (NodeId id = transpose + 1; id < t.num_nodes() && use < 0; ++id)
+    for (ValueId v : t.inputs(t.node(id)))
+      if (v == view) use = id;
+  ASSERT_GE(use, 0);
+  NodeId discard = -1;
+  for (NodeId id = 0; id < t.num_nodes(); ++id)
+    if (t.op_name(t.node(id)) == "discard" && t.path(t.node(id)).empty()) discard = id;
+  ASSERT_GT(discard, use);
+  EXPECT_EQ(all(check_gathers(t)), "");
+  t.swap_nodes(discard, use);
+  EXPECT_THAT(all(check_gathers(t)), HasSubstr(str("uses %", view, " (in %")));
+}
+
+TEST(Checks, GathersFindsADoubleDiscardAndAGatherWithoutUse) {
+  Tape t = step();
+  const NodeId discard = find(t, "discard", "blocks.0");
+  t.mutable_node(find(t, "discard", "blocks.1")) = t.node(discard);
+  EXPECT_THAT(all(check_gathers(t)), HasSubstr("discards %"));
+  t = step();
+  for (NodeId id = t.num_nodes() - 1; id >= 0; --id)  // every use of the gathered blocks.0
+    if (t.path(t.node(id)) == "blocks.0" && t.kind(t.node(id)) == OpKind::op) t.erase_node(id);
+  EXPECT_THAT(all(check_gathers(t)), HasSubstr("'blocks.0' is gathered and never used"));
+}
+
+TEST(Checks, CollectivesFindsTheFirstDifference) {
+  std::vector<Tape> tapes = unit_step_tapes(3);
+  const std::vector<const Tape*> pointers{&tapes[0], &tapes[1], &tapes[2]};
+  EXPECT_EQ(all(check_collectives(pointers)), "");
+  // Rank 2 reduces two units in the other order.
+  std::vector<NodeId> reductions;
+  for (NodeId id = 0; id < tapes[2].num_nodes(); ++id)
+    if (tapes[2].op_name(tapes[2].node(id)) == "reduce_scatter") reductions.push_back(id);
+  ASSERT_EQ(reductions.size(), 3u);
+  tapes[2].swap_nodes(reductions[0], reductions[2]);
+  EXPECT_THAT(all(check_collectives(pointers)),
+              HasSubstr("collective 0 on (data=3) data reduce: rank 0 issues 'reduce_scatter f32[96] Partial→Shard(flat)"));
+  EXPECT_THAT(all(check_collectives(pointers)), HasSubstr("rank 2 issues"));
+  const std::vector<uint64_t> hashes{collective_hash(tapes[0]), collective_hash(tapes[1]), collective_hash(tapes[2])};
+  EXPECT_EQ(all(check_collective_hashes(hashes)), "node -1: rank 2 issues other collectives than rank 0\n");
+  EXPECT_EQ(collective_hash(tapes[0], "(data=3) data gather"), collective_hash(tapes[2], "(data=3) data gather"));
+  EXPECT_NE(collective_hash(tapes[0], "(data=3) data reduce"), collective_hash(tapes[2], "(data=3) data reduce"));
+  // Rank 1 leaves one out.
+  tapes[2].swap_nodes(reductions[0], reductions[2]);
+  tapes[1].erase_node(find(tapes[1], "all_gather", "blocks.1"));
+  EXPECT_THAT(all(check_collectives(pointers)), HasSubstr("rank 1 issues"));
+}
+
+}  // namespace
+}  // namespace sheaf::testing
