@@ -224,14 +224,20 @@ struct AttentionOptions {
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k and v[B, S, G, D]; H is a multiple of G, and head h reads key head
 /// h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
+/// The same for a packed projection [B, T, (H + 2 G) D] of queries, keys and values, to [B, T, H D]. Its gradient is one
+/// tensor, written where it belongs: three slices would each be padded and added.
+Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, const AttentionOptions& options = {});
 /// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: elements i and i + D/2 turn
-/// by (first_position + t) theta^(-2i/D), as in Llama's Hugging Face checkpoints.
-Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 0);
+/// by (first_position + t) theta^(-2i/D), as in Llama's Hugging Face checkpoints. Of the first `heads` heads only, if given:
+/// the queries and keys of a packed projection.
+Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 0, int64_t heads = -1);
 
 struct CrossEntropyOptions {
   int64_t ignore_index = -1;  ///< rows with this target count nothing
   double divide_by = 0;       ///< what the sum over rows is divided by; 0: the global number of targets, ignored or not
   Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence
+  bool recompute = false;     ///< linear_cross_entropy: compute the logits again in backward, which saves the memory of
+                              ///< the weight's gradient between the two and costs a third more
 };
 /// Scalar loss in nats, f32 (f64 for f64): the sum over rows of log(sum(exp(logits))) - logits[target], divided. Integer
 /// targets[..] for logits[.., V]; one outside [0, V) throws DataError. Rows cut over ranks give a Partial loss.

@@ -1,11 +1,13 @@
 // Scaled dot-product attention that never builds the T x T matrix (FlashAttention: Dao et al.,
 // https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2307.08691).
 //
-//   B batch, T queries, S keys, H query heads, G key and value heads (H a multiple of G), D head width
+//   B batch, T queries, S keys, H query heads, G key and value heads (H a multiple of G), D head
+//   width
 //
-// q, out: [B, T, H, D]; k, v: [B, S, G, D]; head h reads key head h / (H / G). Leading dimensions may have any strides
-// (slices of a packed [B, T, 3C] projection), the last is dense. All of one floating dtype; f32, bf16 and f16 compute in
-// f32. lse: [B, H, T], stored dense, f32 (f64 for f64): log of the sum of a row's exponentials.
+// q, out: [B, T, H, D]; k, v: [B, S, G, D]; head h reads key head h / (H / G). Leading dimensions
+// may have any strides (slices of a packed [B, T, 3C] projection), the last is dense. All of one
+// floating dtype; f32, bf16 and f16 compute in f32. lse: [B, H, T], stored dense, f32 (f64 for
+// f64): log of the sum of a row's exponentials.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -13,17 +15,20 @@
 
 namespace sheaf::kernels::cpu {
 
-/// out = softmax(scale * q kᵀ + mask) v. With `causal`, query t sees keys s <= t + S - T: the last query sees all of
-/// them. A query that sees no key gives zeros (and lse = -inf). A row of the result depends on its query and the keys it
-/// sees alone, neither on T, B nor on the number of threads.
+/// out = softmax(scale * q kᵀ + mask) v. With `causal`, query t sees keys s <= t + S - T: the last
+/// query sees all of them. A query that sees no key gives zeros (and lse = -inf). A row of the
+/// result depends on its query and the keys it sees alone, neither on T, B nor on the number of
+/// threads.
 size_t attention_workspace(const View& q, const View& k);
-void attention(const View& q, const View& k, const View& v, bool causal, double scale, const View& out, const View& lse,
-               Workspace workspace);
+void attention(const View& q, const View& k, const View& v, bool causal, double scale,
+               const View& out, const View& lse, Workspace workspace);
 
-/// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are computed again from lse. Sums run
-/// over queries in order, for each key head over its query heads in order; threads share (batch, key head) pairs.
+/// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are computed again
+/// from lse. Sums run over queries in order, for each key head over its query heads in order;
+/// threads share (batch, key head) pairs.
 size_t attention_backward_workspace(const View& q, const View& k);
-void attention_backward(const View& q, const View& k, const View& v, const View& out, const View& lse, const View& dout,
-                        bool causal, double scale, const View& dq, const View& dk, const View& dv, Workspace workspace);
+void attention_backward(const View& q, const View& k, const View& v, const View& out,
+                        const View& lse, const View& dout, bool causal, double scale,
+                        const View& dq, const View& dk, const View& dv, Workspace workspace);
 
 }  // namespace sheaf::kernels::cpu

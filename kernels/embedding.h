@@ -6,15 +6,20 @@
 
 namespace sheaf::kernels::cpu {
 
-/// out[.., C] = table[tokens[..], C]. Tokens of any index type; throws DataError naming position, token and vocabulary.
+/// out[.., C] = table[tokens[..], C]. Tokens of any index type; throws DataError naming position,
+/// token and vocabulary.
 void embedding(const View& tokens, const View& table, const View& out);
 
-/// dtable[V, C] = the rows of dout[.., C] added up by token, in row order; stored, or with `accumulate` added one by one
-/// to what is there. bf16 and f16 are summed in f32 and rounded once. Tokens were checked by the forward pass.
+/// dtable[V, C] = the rows of dout[.., C] added up by token, in row order; stored, or with
+/// `accumulate` added one by one to what is there. bf16 and f16 are summed in f32 and rounded once.
+/// Tokens were checked by the forward pass.
 size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable);
-void embedding_backward(const View& tokens, const View& dout, const View& dtable, bool accumulate, Workspace workspace);
+void embedding_backward(const View& tokens, const View& dout, const View& dtable, bool accumulate,
+                        Workspace workspace);
 
-/// Throws DataError unless every token is in [0, vocabulary). `ignore_index` is allowed too (pass -1 for none).
-void check_tokens(const char* who, const View& tokens, int64_t vocabulary, int64_t ignore_index = -1);
+/// Throws DataError unless every token is in [0, vocabulary). `ignore_index` is allowed too (pass
+/// -1 for none).
+void check_tokens(const char* who, const View& tokens, int64_t vocabulary,
+                  int64_t ignore_index = -1);
 
 }  // namespace sheaf::kernels::cpu

@@ -1,5 +1,5 @@
-// The linear layer y = x Wᵀ + b and the gradients of W and b (that of x is a matmul). Leading dimensions of x and y are
-// rows.
+// The linear layer y = x Wᵀ + b and the gradients of W and b (that of x is a matmul). Leading
+// dimensions of x and y are rows.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -7,15 +7,19 @@
 
 namespace sheaf::kernels::cpu {
 
-/// y[.., O] = x[.., I] · weight[O, I]ᵀ + bias[O]; without a bias, pass View{} (null shape). All of one floating dtype.
+/// y[.., O] = x[.., I] · weight[O, I]ᵀ + bias[O]; without a bias, pass View{} (null shape). All of
+/// one floating dtype.
 size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y);
-void linear(const View& x, const View& weight, const View& bias, const View& y, Workspace workspace);
+void linear(const View& x, const View& weight, const View& bias, const View& y,
+            Workspace workspace);
 
 /// dweight[O, I] = dyᵀ · x, stored; dweight may be f32 where dy and x are bf16.
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight);
-void linear_weight_gradient(const View& dy, const View& x, const View& dweight, Workspace workspace);
+void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
+                            Workspace workspace);
 
-/// dbias[O] = the sum of dy's rows, stored. Blocks of 64 rows are summed in row order, then the blocks in order.
+/// dbias[O] = the sum of dy's rows, stored. Blocks of 64 rows are summed in row order, then the
+/// blocks in order.
 void linear_bias_gradient(const View& dy, const View& dbias);
 
 }  // namespace sheaf::kernels::cpu

@@ -6,13 +6,14 @@
 
 namespace sheaf::kernels::cpu {
 
-/// Bytes that `matmul` needs. Depends on shapes, strides, dtypes and the rank's thread count; data may be null.
+/// Bytes that `matmul` needs. Depends on shapes, strides, dtypes and the rank's thread count; data
+/// may be null.
 size_t matmul_workspace(const View& a, const View& b, const View& c);
 
-/// c[.., M, N] = a[.., M, K] b[.., K, N]; leading dimensions broadcast (a view's may have stride 0 already). Any strides:
-/// transposes cost nothing. a and b have one floating dtype; c has it too, or is f32 for bf16 and f16, which multiply
-/// with f32 accumulation. K = 0 gives zeros. A row of the product depends, bit for bit, neither on M, nor on the batch,
-/// nor on the number of threads.
+/// c[.., M, N] = a[.., M, K] b[.., K, N]; leading dimensions broadcast (a view's may have stride 0
+/// already). Any strides: transposes cost nothing. a and b have one floating dtype; c has it too,
+/// or is f32 for bf16 and f16, which multiply with f32 accumulation. K = 0 gives zeros. A row of
+/// the product depends, bit for bit, neither on M, nor on the batch, nor on the number of threads.
 void matmul(const View& a, const View& b, const View& c, Workspace workspace);
 
 }  // namespace sheaf::kernels::cpu

@@ -1,6 +1,7 @@
-// Normalisation over the last dimension. x, y and their gradients share one floating dtype T; weight and bias have it
-// too and are optional (View{}); mean and rstd are [rows], f32 (f64 for f64). Leading dimensions may have any strides,
-// the last is dense. A row's value depends on that row alone.
+// Normalisation over the last dimension. x, y and their gradients share one floating dtype T;
+// weight and bias have it too and are optional (View{}); mean and rstd are [rows], f32 (f64 for
+// f64). Leading dimensions may have any strides, the last is dense. A row's value depends on that
+// row alone.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -8,21 +9,24 @@
 
 namespace sheaf::kernels::cpu {
 
-/// Layer normalisation (Ba et al., https://arxiv.org/abs/1607.06450): y = (x - mean) * rstd * weight + bias, with the
-/// biased variance, in two passes over the row.
-void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y, const View& mean, const View& rstd);
+/// Layer normalisation (Ba et al., https://arxiv.org/abs/1607.06450): y = (x - mean) * rstd *
+/// weight + bias, with the biased variance, in two passes over the row.
+void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y,
+                const View& mean, const View& rstd);
 
-/// Gradients, stored; pass View{} for those not wanted. dweight and dbias sum over rows in blocks of 64: a block's rows
-/// in order, then the blocks in order.
-size_t layer_norm_backward_workspace(const View& x, const View& dx, const View& dweight, const View& dbias);
-void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean, const View& rstd,
-                         const View& dx, const View& dweight, const View& dbias, Workspace workspace);
+/// Gradients, stored; pass View{} for those not wanted. dweight and dbias sum over rows in blocks
+/// of 64: a block's rows in order, then the blocks in order.
+size_t layer_norm_backward_workspace(const View& x, const View& dx, const View& dweight,
+                                     const View& dbias);
+void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean,
+                         const View& rstd, const View& dx, const View& dweight, const View& dbias,
+                         Workspace workspace);
 
-/// Root-mean-square normalisation (Zhang and Sennrich, https://arxiv.org/abs/1910.07467): y = x * rstd * weight, with
-/// rstd = 1 / sqrt(mean(x²) + eps).
+/// Root-mean-square normalisation (Zhang and Sennrich, https://arxiv.org/abs/1910.07467): y = x *
+/// rstd * weight, with rstd = 1 / sqrt(mean(x²) + eps).
 void rms_norm(const View& x, const View& weight, double eps, const View& y, const View& rstd);
 size_t rms_norm_backward_workspace(const View& x, const View& dx, const View& dweight);
-void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd, const View& dx,
-                       const View& dweight, Workspace workspace);
+void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd,
+                       const View& dx, const View& dweight, Workspace workspace);
 
 }  // namespace sheaf::kernels::cpu

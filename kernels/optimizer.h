@@ -5,11 +5,22 @@
 
 namespace sheaf::kernels::cpu {
 
-/// What changes, or may change, from step to step: a dense f64 or f32 vector of this many values, in this order. Each is
-/// rounded to the parameters' dtype once.
-enum AdamWScalar { kLearningRate, kBeta1, kBeta2, kEpsilon, kWeightDecay, kBiasCorrection1, kBiasCorrection2, kClipScale, kAdamWScalars };
+/// What changes, or may change, from step to step: a dense f64 or f32 vector of this many values,
+/// in this order. Each is rounded to the parameters' dtype once.
+enum AdamWScalar {
+  kLearningRate,
+  kBeta1,
+  kBeta2,
+  kEpsilon,
+  kWeightDecay,
+  kBiasCorrection1,
+  kBiasCorrection2,
+  kClipScale,
+  kAdamWScalars
+};
 
-/// One step of AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2), elementwise:
+/// One step of AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2),
+/// elementwise:
 ///
 ///   g  = clip_scale * grad
 ///   m  = beta1 * m + (1 - beta1) * g
@@ -17,10 +28,12 @@ enum AdamWScalar { kLearningRate, kBeta1, kBeta2, kEpsilon, kWeightDecay, kBiasC
 ///   p  = p - (learning_rate * weight_decay) * p          where the segment decays
 ///   p  = p - learning_rate * ((m / bias_correction1) / (sqrt(v / bias_correction2) + epsilon))
 ///
-/// Every operation is rounded by itself, in this order, as the CUDA kernel does. bias_correction = 1 - beta^t. param, m,
-/// v: dense [n], f32 or f64; grad: dense [n], any floating type; segments: i64 [k, 3] of (begin, end, decay?), dense.
-/// Elements outside all segments (padding) keep their values.
-void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments, const View& scalars);
+/// Every operation is rounded by itself, in this order, as the CUDA kernel does. bias_correction =
+/// 1 - beta^t. param, m, v: dense [n], f32 or f64; grad: dense [n], any floating type; segments:
+/// i64 [k, 3] of (begin, end, decay?), dense. Elements outside all segments (padding) keep their
+/// values.
+void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
+           const View& scalars);
 
 enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale, kSgdScalars };
 
@@ -31,6 +44,7 @@ enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale,
 ///   p = p - learning_rate * g
 ///
 /// `momentum_buffer` is View{} for plain SGD.
-void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments, const View& scalars, bool nesterov);
+void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
+         const View& scalars, bool nesterov);
 
 }  // namespace sheaf::kernels::cpu

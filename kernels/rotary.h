@@ -6,11 +6,13 @@
 
 namespace sheaf::kernels::cpu {
 
-/// Rotary embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D], D even, in the half-split form of
-/// Llama's Hugging Face checkpoints: elements i and i + D/2 are rotated by the angle position * theta^(-2i/D), position =
-/// first_position + t. `inverse` rotates back, which is the gradient. y has x's shape and dtype, and may be the same
+/// Rotary embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D], D even, in the
+/// half-split form of Llama's Hugging Face checkpoints: elements i and i + D/2 are rotated by the
+/// angle position * theta^(-2i/D), position = first_position + t. Heads from `heads` on are copied.
+/// `inverse` rotates back, which is the gradient. y has x's shape and dtype, and may be the same
 /// memory; their last dimensions are dense.
 size_t rotary_workspace(const View& x);
-void rotary(const View& x, double theta, int64_t first_position, bool inverse, const View& y, Workspace workspace);
+void rotary(const View& x, double theta, int64_t first_position, int64_t heads, bool inverse,
+            const View& y, Workspace workspace);
 
 }  // namespace sheaf::kernels::cpu

@@ -1,5 +1,6 @@
-// Softmax and log-softmax over the last dimension, which must be dense; leading dimensions have any strides. A row's
-// value depends on that row alone. Reference: row maximum first, then exp, so that nothing overflows.
+// Softmax and log-softmax over the last dimension, which must be dense; leading dimensions have any
+// strides. A row's value depends on that row alone. Reference: row maximum first, then exp, so that
+// nothing overflows.
 #pragma once
 
 #include "sheaf/core/view.h"

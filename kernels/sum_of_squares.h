@@ -1,8 +1,9 @@
 // A sum of squares that does not depend on how the data are cut among ranks, units or threads.
 //
-// The flat index is divided into blocks of 32 elements. A block's squares are summed in f64 in a fixed order; block sums
-// are added without rounding into a wide fixed-point number (a superaccumulator, after Kulisch), so any order of adding
-// gives the same value. Rounding happens once, in sum_of_squares_finish. Cuts must fall on multiples of 32 elements.
+// The flat index is divided into blocks of 32 elements. A block's squares are summed in f64 in a
+// fixed order; block sums are added without rounding into a wide fixed-point number (a
+// superaccumulator, after Kulisch), so any order of adding gives the same value. Rounding happens
+// once, in sum_of_squares_finish. Cuts must fall on multiples of 32 elements.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -10,10 +11,10 @@
 
 namespace sheaf::kernels::cpu {
 
-/// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits and carries, so that limbs of 2^31 blocks,
-/// from different ranks too, may be added as integers. The last limb counts block sums that are infinite or above 2^320
-/// (in its low 32 bits) or NaN (in its high ones). Any sum of f32 squares is represented exactly; f64 block sums lose what
-/// lies below 2^-384.
+/// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits and carries, so that
+/// limbs of 2^31 blocks, from different ranks too, may be added as integers. The last limb counts
+/// block sums that are infinite or above 2^320 (in its low 32 bits) or NaN (in its high ones). Any
+/// sum of f32 squares is represented exactly; f64 block sums lose what lies below 2^-384.
 inline constexpr int64_t kSquareLimbs = 24;
 
 /// limbs: i64 [24], stored. x: any floating dtype, dense; its first element begins a block.

@@ -17,15 +17,16 @@ struct AttentionAttrs {
   int64_t causal;
 };
 
-/// The cut of heads that queries share with keys: a key head goes with the query heads that read it. `of_queries` tells
-/// whose cut `map` is.
+/// The cut of heads that queries share with keys: a key head goes with the query heads that read
+/// it. `of_queries` tells whose cut `map` is.
 struct HeadCut {
   Placement queries, keys, lse;
 };
 std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of_queries) {
   const int64_t group = p.shape(1)[2] > 0 ? p.shape(0)[2] / p.shape(1)[2] : 1;
   if (of_queries && map.granule() % group != 0) return {};
-  const OwnershipMap q = of_queries ? map : map.moved_to(2, group), k = of_queries ? map.moved_to(2, 1, group) : map;
+  const OwnershipMap q = of_queries ? map : map.moved_to(2, group),
+                     k = of_queries ? map.moved_to(2, 1, group) : map;
   return HeadCut{Placement::shard(q), Placement::shard(k), Placement::shard(q.moved_to(1))};
 }
 
@@ -67,9 +68,10 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
     const DType d = common_dtype(kName, c);
     require_floating(kName, d);
     const Shape &q = c.shape(0), &k = c.shape(1);
-    if (q.rank() != 4 || k.rank() != 4 || !(k == c.shape(2)) || q[0] != k[0] || q[3] != k[3] || k[2] == 0 ||
-        q[2] % k[2] != 0)
-      fail<ShapeError>("[", kName, "] wants q [B,T,H,D], k and v [B,S,G,D] with H a multiple of G; got ",
+    if (q.rank() != 4 || k.rank() != 4 || !(k == c.shape(2)) || q[0] != k[0] || q[3] != k[3] ||
+        k[2] == 0 || q[2] % k[2] != 0)
+      fail<ShapeError>("[", kName,
+                       "] wants q [B,T,H,D], k and v [B,S,G,D] with H a multiple of G; got ",
                        c.input(0), ", ", c.input(1), " and ", c.input(2));
     c.output(d, q);
     c.output(statistics_dtype(d), {q[0], q[2], q[1]});
@@ -103,12 +105,107 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
   }
 };
 
+struct PackedAttrs {
+  double scale;
+  int32_t causal, heads, key_heads, width;
+};
+
+/// Queries, keys and values as views of a packed projection, and a packed result as heads.
+struct Packed {
+  View q, k, v;
+  Packed(const PackedAttrs& a, const View& qkv)
+      : q(heads_of(qkv, 0, a.heads, a.width)),
+        k(heads_of(qkv, a.heads, a.key_heads, a.width)),
+        v(heads_of(qkv, a.heads + a.key_heads, a.key_heads, a.width)) {}
+  static View heads_of(const View& x, int64_t first, int64_t count, int64_t width) {
+    View out{x.data,
+             x.dtype,
+             {x.shape[0], x.shape[1], count, width},
+             {x.strides[0], x.strides[1], width, 1}};
+    if (x.data) out.data = x.as<char>() + static_cast<size_t>(first * width) * size_of(x.dtype);
+    return out;
+  }
+};
+
+struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
+  static constexpr const char* kName = "packed_attention_backward";
+  using Attrs = PackedAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) {
+    for (int i = 0; i < 4; ++i)
+      if (p.in(i).is_shard(0)) return rule_all(p, p.in(i), p.in(i)), rule_all(p, kR, kR);
+    rule_all(p, kR, kR);
+    p.rule({kR, kR, kP, kR}, {kP});
+  }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    const Packed in(a, c.input(0));
+    return static_cast<int64_t>(kernels::cpu::attention_backward_workspace(in.q, in.k));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    const Packed in(a, c.input(0)), d(a, c.output(0));
+    const auto heads = [&](const View& x) { return Packed::heads_of(x, 0, a.heads, a.width); };
+    SHEAF_ON_CPU(c.stream(), attention_backward, in.q, in.k, in.v, heads(c.input(1)), c.input(3),
+                 heads(c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v, c.workspace);
+  }
+};
+
+struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H, T]
+  static constexpr const char* kName = "packed_attention";
+  using Attrs = PackedAttrs;
+  static constexpr uint64_t kSavedInputs = 0b1, kSavedOutputs = 0b11;
+  static void infer(const Attrs& a, Infer& c) {
+    require_floating(kName, c.dtype(0));
+    const Shape& x = c.shape(0);
+    c.output(c.dtype(0), {x[0], x[1], int64_t{a.heads} * a.width});
+    c.output(statistics_dtype(c.dtype(0)), {x[0], a.heads, x[1]});
+  }
+  static void place(const Attrs&, Place& p) {
+    if (p.in(0).is_shard(0)) rule_all(p, p.in(0), p.in(0), 2);
+    rule_all(p, kR, kR, 2);
+  }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    const Packed in(a, c.input(0));
+    return static_cast<int64_t>(kernels::cpu::attention_workspace(in.q, in.k));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    const Packed in(a, c.input(0));
+    SHEAF_ON_CPU(c.stream(), attention, in.q, in.k, in.v, a.causal != 0, a.scale,
+                 Packed::heads_of(c.output(0), 0, a.heads, a.width), c.output(1), c.workspace);
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    c.set(0, apply<PackedAttentionBackward>(
+                 a, {c.input(0), c.output(0), dense_rows(c.grad()), c.output(1)}));
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str(a.causal ? "causal " : "", "heads ", a.heads, "/", a.key_heads, " scale ", a.scale);
+  }
+};
+
+double scale_of(const AttentionOptions& options, int64_t width) {
+  return options.scale > 0 ? options.scale
+                           : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));
+}
+
 }  // namespace
 
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads,
+                        const AttentionOptions& options) {
+  const int64_t parts = heads + 2 * key_heads;
+  if (qkv.rank() != 3 || heads <= 0 || key_heads <= 0 || heads % key_heads != 0 ||
+      qkv.size(2) % parts != 0)
+    fail<ShapeError>("[packed_attention] wants [B, T, (H + 2 G) D] with H a multiple of G, got ",
+                     qkv.type(), ", H ", heads, ", G ", key_heads);
+  const int64_t width = qkv.size(2) / parts;
+  const PackedAttrs attrs{scale_of(options, width), options.causal, static_cast<int32_t>(heads),
+                          static_cast<int32_t>(key_heads), static_cast<int32_t>(width)};
+  return apply_all<PackedAttention>(attrs, {dense_rows(qkv)})[0];
+}
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                 const AttentionOptions& options) {
   if (q.rank() != 4) fail<ShapeError>("[attention] wants q [B,T,H,D], got ", q.type());
-  const double scale = options.scale > 0 ? options.scale : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, q.size(3))));
-  return apply_all<Attention>({scale, options.causal}, {dense_rows(q), dense_rows(k), dense_rows(v)})[0];
+  return apply_all<Attention>({scale_of(options, q.size(3)), options.causal},
+                              {dense_rows(q), dense_rows(k), dense_rows(v)})[0];
 }
 
 }  // namespace sheaf

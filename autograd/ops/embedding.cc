@@ -11,7 +11,9 @@ using namespace ops;
 
 struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
   static constexpr const char* kName = "embedding_backward";
-  struct Attrs { int64_t vocabulary; };
+  struct Attrs {
+    int64_t vocabulary;
+  };
   static constexpr bool kCanAdd = true;
   static constexpr uint64_t kSavedInputs = 0b01;
   static void infer(const Attrs& a, Infer& c) {
@@ -37,7 +39,9 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
                  c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) { c.set(1, embedding(c.input(0), c.grad())); }
-  static void describe(const Attrs& a, std::string& out) { out += str("vocabulary ", a.vocabulary); }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str("vocabulary ", a.vocabulary);
+  }
 };
 
 struct Embedding {
@@ -66,8 +70,9 @@ struct Embedding {
     SHEAF_ON_CPU(c.stream(), embedding, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
-    c.set(1, apply<EmbeddingBackward>({c.input_type(1).shape[0]}, {c.input(0), dense_rows(c.grad())},
-                                      c.into(1, /*may_add=*/true)));
+    c.set(1,
+          apply<EmbeddingBackward>({c.input_type(1).shape[0]}, {c.input(0), dense_rows(c.grad())},
+                                   c.into(1, /*may_add=*/true)));
   }
 };
 

@@ -100,7 +100,9 @@ struct Matmul {
       const OwnershipMap& map = p.in(i).map();
       const int d = map.dim() - rank[i] + out;  // counted as in the output
       const int contracted = i == 0 ? out - 1 : out - 2;
-      const auto at = [&](int operand) { return Placement::shard(map.moved_to(d - out + rank[operand])); };
+      const auto at = [&](int operand) {
+        return Placement::shard(map.moved_to(d - out + rank[operand]));
+      };
       if (d == contracted) {
         const Placement other = Placement::shard(map.moved_to(i == 0 ? rank[1] - 2 : rank[0] - 1));
         i == 0 ? p.rule({p.in(0), other}, {kP}) : p.rule({other, p.in(1)}, {kP});
@@ -108,7 +110,8 @@ struct Matmul {
         const Placement result = Placement::shard(map.moved_to(d));
         i == 0 ? p.rule({p.in(0), kR}, {result}) : p.rule({kR, p.in(1)}, {result});
       } else {
-        // A batch dimension: shared, or absent from (or of size 1 in) the operand that is broadcast.
+        // A batch dimension: shared, or absent from (or of size 1 in) the operand that is
+        // broadcast.
         const auto size = [&](int operand) {
           const int j = d - out + rank[operand];
           return j < 0 ? 1 : p.shape(operand)[j];
@@ -125,7 +128,8 @@ struct Matmul {
     p.rule({kR, kP}, {kP});
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(kernels::cpu::matmul_workspace(c.input(0), c.input(1), c.output(0)));
+    return static_cast<int64_t>(
+        kernels::cpu::matmul_workspace(c.input(0), c.input(1), c.output(0)));
   }
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_CPU(c.stream(), matmul, c.input(0), c.input(1), c.output(0), c.workspace);
@@ -163,14 +167,17 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   }
   static void place(const Attrs&, Place& p) {
     const int last = p.shape(0).rank() - 1;
-    const auto rule = [&](const Placement& x, const Placement& w, const Placement& b, const Placement& y) {
+    const auto rule = [&](const Placement& x, const Placement& w, const Placement& b,
+                          const Placement& y) {
       const Placement in[] = {x, w, b};
       p.rule(std::span(in, static_cast<size_t>(p.num_inputs())), std::span(&y, 1));
     };
     if (p.in(0).is_shard() && !p.in(0).map().is_flat()) {
       const OwnershipMap& map = p.in(0).map();
-      if (map.dim() == last) rule(p.in(0), Placement::shard(map.moved_to(1)), kP, kP);
-      else rule(p.in(0), kR, kR, p.in(0));
+      if (map.dim() == last)
+        rule(p.in(0), Placement::shard(map.moved_to(1)), kP, kP);
+      else
+        rule(p.in(0), kR, kR, p.in(0));
     }
     if (p.in(1).is_shard(0)) {
       const OwnershipMap& map = p.in(1).map();

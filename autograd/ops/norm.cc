@@ -63,7 +63,9 @@ struct NormBackward {  // dy, x, rstd [, mean] [, weight] -> [dx] [, dweight] [,
       SHEAF_ON_CPU(c.stream(), rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
                    c.workspace);
   }
-  static void describe(const Attrs& a, std::string& out) { out += a.layer ? "layer_norm" : "rms_norm"; }
+  static void describe(const Attrs& a, std::string& out) {
+    out += a.layer ? "layer_norm" : "rms_norm";
+  }
 };
 
 struct NormAttrs {
@@ -88,8 +90,12 @@ struct LayerNorm {  // x [, weight] [, bias] -> y, mean, rstd
     row_rules(p, 0, 0b1, 0b111, 3, 1);
     rule_all(p, kR, kR, 3);
   }
-  static View weight(const Attrs& a, const Execute& c) { return a.has_weight ? c.input(1) : View{}; }
-  static View bias(const Attrs& a, const Execute& c) { return a.has_bias ? c.input(1 + a.has_weight) : View{}; }
+  static View weight(const Attrs& a, const Execute& c) {
+    return a.has_weight ? c.input(1) : View{};
+  }
+  static View bias(const Attrs& a, const Execute& c) {
+    return a.has_bias ? c.input(1 + a.has_weight) : View{};
+  }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_CPU(c.stream(), layer_norm, c.input(0), weight(a, c), bias(a, c), a.eps, c.output(0),
                  c.output(1), c.output(2));
@@ -100,14 +106,17 @@ struct LayerNorm {  // x [, weight] [, bias] -> y, mean, rstd
                                   a.has_bias && c.needs(bias)};
     const Tensor dy = dense_rows(c.grad());
     const std::vector<Tensor> d =
-        a.has_weight ? apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(2), c.output(1), c.input(1)})
-                     : apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(2), c.output(1)});
+        a.has_weight
+            ? apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(2), c.output(1), c.input(1)})
+            : apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(2), c.output(1)});
     size_t o = 0;
     if (attrs.dx) c.set(0, d[o++]);
     if (attrs.dweight) c.set(1, d[o++]);
     if (attrs.dbias) c.set(bias, d[o]);
   }
-  static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t&) { in = a.has_weight ? 0b11 : 0b01; }
+  static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t&) {
+    in = a.has_weight ? 0b11 : 0b01;
+  }
   static void describe(const Attrs& a, std::string& out) { out += str("eps ", a.eps); }
 };
 
@@ -128,10 +137,12 @@ struct RmsNorm {  // x [, weight] -> y, rstd
     rule_all(p, kR, kR, 2);
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), rms_norm, c.input(0), LayerNorm::weight(a, c), a.eps, c.output(0), c.output(1));
+    SHEAF_ON_CPU(c.stream(), rms_norm, c.input(0), LayerNorm::weight(a, c), a.eps, c.output(0),
+                 c.output(1));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const NormBackwardAttrs attrs{false, a.has_weight != 0, c.needs(0), a.has_weight && c.needs(1), false};
+    const NormBackwardAttrs attrs{false, a.has_weight != 0, c.needs(0), a.has_weight && c.needs(1),
+                                  false};
     const Tensor dy = dense_rows(c.grad());
     const std::vector<Tensor> d =
         a.has_weight ? apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(1), c.input(1)})

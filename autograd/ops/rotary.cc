@@ -9,11 +9,13 @@ namespace {
 
 using namespace ops;
 
+constexpr int64_t kAllHeads = int64_t{1} << 40;
+
 struct Rotary {
   static constexpr const char* kName = "rotary";
   struct Attrs {
     double theta;
-    int64_t first_position, inverse;
+    int64_t first_position, heads, inverse;
   };
   static void infer(const Attrs&, Infer& c) {
     require_floating(kName, c.dtype(0));
@@ -21,9 +23,9 @@ struct Rotary {
       fail<ShapeError>("[", kName, "] wants [B, T, H, D] with even D, got ", c.input(0));
     c.output(c.dtype(0), c.shape(0));
   }
-  static void place(const Attrs&, Place& p) {  // positions and pairs must be whole
-    for (int d : {0, 2})
-      if (p.in(0).is_shard(d)) p.rule({p.in(0)}, {p.in(0)});
+  static void place(const Attrs& a, Place& p) {  // positions and pairs must be whole
+    if (p.in(0).is_shard(0) || (p.in(0).is_shard(2) && a.heads >= p.shape(0)[2]))
+      p.rule({p.in(0)}, {p.in(0)});
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
   }
@@ -31,21 +33,24 @@ struct Rotary {
     return static_cast<int64_t>(kernels::cpu::rotary_workspace(c.input(0)));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), rotary, c.input(0), a.theta, a.first_position, a.inverse != 0, c.output(0), c.workspace);
+    SHEAF_ON_CPU(c.stream(), rotary, c.input(0), a.theta, a.first_position, a.heads, a.inverse != 0,
+                 c.output(0), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    c.set(0, apply<Rotary>({a.theta, a.first_position, !a.inverse}, {dense_rows(c.grad())}));
+    c.set(0,
+          apply<Rotary>({a.theta, a.first_position, a.heads, !a.inverse}, {dense_rows(c.grad())}));
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str("theta ", a.theta, a.inverse ? " inverse" : "");
+    if (a.heads != kAllHeads) out += str(" heads 0 to ", a.heads);
     if (a.first_position) out += str(" from position ", a.first_position);
   }
 };
 
 }  // namespace
 
-Tensor rotary(const Tensor& x, double theta, int64_t first_position) {
-  return apply<Rotary>({theta, first_position, 0}, {dense_rows(x)});
+Tensor rotary(const Tensor& x, double theta, int64_t first_position, int64_t heads) {
+  return apply<Rotary>({theta, first_position, heads < 0 ? kAllHeads : heads, 0}, {dense_rows(x)});
 }
 
 }  // namespace sheaf

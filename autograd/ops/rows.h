@@ -1,4 +1,5 @@
-// What the ops over rows share: an input's last dimension made dense, and rules for cuts of the leading dimensions.
+// What the ops over rows share: an input's last dimension made dense, and rules for cuts of the
+// leading dimensions.
 #pragma once
 
 #include "sheaf/autograd/ops/common.h"
@@ -10,9 +11,11 @@ inline Tensor dense_rows(const Tensor& x) {
   return x.rank() == 0 || x.local_strides().back() == 1 ? x : contiguous(x);
 }
 
-/// Rules for a cut of one of the leading dimensions of input `rows`: shared by the inputs and outputs whose bit is set;
-/// other inputs are Replicate, other outputs (their gradients) Partial. A dimension d of `rows` is dimension d of all.
-inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int num_outputs, int last) {
+/// Rules for a cut of one of the leading dimensions of input `rows`: shared by the inputs and
+/// outputs whose bit is set; other inputs are Replicate, other outputs (their gradients) Partial. A
+/// dimension d of `rows` is dimension d of all.
+inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int num_outputs,
+                      int last) {
   for (int i = 0; i < p.num_inputs(); ++i) {
     if (!((inputs >> i) & 1) || !p.in(i).is_shard()) continue;
     const OwnershipMap& map = p.in(i).map();

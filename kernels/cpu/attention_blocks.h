@@ -1,4 +1,5 @@
-// Sizes of attention's blocks and of the scratch memory that one slot needs, shared by dispatcher and kernels.
+// Sizes of attention's blocks and of the scratch memory that one slot needs, shared by dispatcher
+// and kernels.
 #pragma once
 
 #include "sheaf/kernels/cpu/lanes.h"
@@ -13,7 +14,12 @@ inline constexpr int64_t kKeyBlock = 64;
 struct AttentionShape {
   int64_t batch, queries, keys, heads, key_heads, width;
   AttentionShape(const View& q, const View& k)
-      : batch(q.shape[0]), queries(q.shape[1]), keys(k.shape[1]), heads(q.shape[2]), key_heads(k.shape[2]), width(q.shape[3]) {}
+      : batch(q.shape[0]),
+        queries(q.shape[1]),
+        keys(k.shape[1]),
+        heads(q.shape[2]),
+        key_heads(k.shape[2]),
+        width(q.shape[3]) {}
 
   int64_t group() const { return heads / key_heads; }
   int64_t query_blocks() const { return (queries + kQueryBlock - 1) / kQueryBlock; }
@@ -27,16 +33,18 @@ struct AttentionShape {
 
   int64_t forward_items() const { return batch * heads * query_blocks(); }
   int64_t forward_slots() const { return slot_count(forward_items(), 1); }
-  /// Transposed keys and values of a head, then blocks of queries, scores and results, and two numbers a row.
+  /// Transposed keys and values of a head, then blocks of queries, scores and results, and two
+  /// numbers a row.
   int64_t forward_cells() const {
     return 2 * padded_keys() * padded_width() + kQueryBlock * (2 * padded_width() + kKeyBlock + 2);
   }
   int64_t backward_items() const { return batch * key_heads; }
   int64_t backward_slots() const { return slot_count(backward_items(), 1); }
-  /// Keys, transposed keys and values, both gradients of a key head; blocks of queries, their gradient and the output's,
-  /// two of scores, and a number a row.
+  /// Keys, transposed keys and values, both gradients of a key head; blocks of queries, their
+  /// gradient and the output's, two of scores, and a number a row.
   int64_t backward_cells() const {
-    return 5 * padded_keys() * padded_width() + kQueryBlock * (3 * padded_width() + 2 * kKeyBlock + 1);
+    return 5 * padded_keys() * padded_width() +
+           kQueryBlock * (3 * padded_width() + 2 * kKeyBlock + 1);
   }
 };
 

@@ -1,4 +1,5 @@
-// Attention's inner loops, compiled twice ([Note: two builds of one kernel] in simd.h). Sizes are named in attention.h.
+// Attention's inner loops, compiled twice ([Note: two builds of one kernel] in simd.h). Sizes are
+// named in attention.h.
 #include <cmath>
 #include <limits>
 
@@ -17,13 +18,15 @@ template <class T>
 struct HeadRows {
   T* data;
   int64_t stride;
-  HeadRows(const View& v, int64_t b, int64_t h) : data(v.as<T>() + b * v.strides[0] + h * v.strides[2]), stride(v.strides[1]) {}
+  HeadRows(const View& v, int64_t b, int64_t h)
+      : data(v.as<T>() + b * v.strides[0] + h * v.strides[2]), stride(v.strides[1]) {}
   T* operator[](int64_t t) const { return data + t * stride; }
 };
 
 /// to[count, padded] = rows * factor, zeros past `width` and past `available` rows.
 template <class T, class C>
-void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t count, int64_t width, int64_t padded, C factor, C* to) {
+void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t count, int64_t width,
+          int64_t padded, C factor, C* to) {
   const Lanes<C> scale(factor), zero(C(0));
   for (int64_t r = 0; r < count; ++r, to += padded) {
     if (r >= available) {
@@ -38,7 +41,9 @@ void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t coun
 SHEAF_INLINE void transpose_8x8(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
   __m256 r[8], s[8];
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * ld_from);
-  for (int i = 0; i < 4; ++i) s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]), s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  for (int i = 0; i < 4; ++i)
+    s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]),
+          s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
   for (int i = 0; i < 2; ++i)
     for (int j = 0; j < 2; ++j) {
       r[4 * i + 2 * j] = _mm256_shuffle_ps(s[4 * i + j], s[4 * i + j + 2], 0x44);
@@ -55,7 +60,8 @@ template <class C>
 void transpose_block(const C* from, int64_t padded, C* to) {
   if constexpr (std::is_same_v<C, float>) {
     for (int64_t j = 0; j < kKeyBlock; j += 8)
-      for (int64_t d = 0; d < padded; d += 8) transpose_8x8(from + j * padded + d, padded, to + d * kKeyBlock + j, kKeyBlock);
+      for (int64_t d = 0; d < padded; d += 8)
+        transpose_8x8(from + j * padded + d, padded, to + d * kKeyBlock + j, kKeyBlock);
   } else {
     for (int64_t j = 0; j < kKeyBlock; ++j)
       for (int64_t d = 0; d < padded; ++d) to[d * kKeyBlock + j] = from[j * padded + d];
@@ -86,8 +92,17 @@ SHEAF_INLINE C exponentials(C* scores, int64_t visible, C most) {
 template <class T, class C = ComputeType<T>>
 class Forward {
  public:
-  Forward(const View& q, const View& k, const View& v, bool causal, double scale, const View& out, const View& lse, C* scratch)
-      : q_(q), k_(k), v_(v), out_(out), lse_(lse.as<C>()), causal_(causal), scale_(static_cast<C>(scale)), s_(q, k), padded_(s_.padded_width()) {
+  Forward(const View& q, const View& k, const View& v, bool causal, double scale, const View& out,
+          const View& lse, C* scratch)
+      : q_(q),
+        k_(k),
+        v_(v),
+        out_(out),
+        lse_(lse.as<C>()),
+        causal_(causal),
+        scale_(static_cast<C>(scale)),
+        s_(q, k),
+        padded_(s_.padded_width()) {
     keys_ = scratch;
     values_ = keys_ + s_.padded_keys() * padded_;
     query_ = values_ + s_.padded_keys() * padded_;
@@ -109,16 +124,19 @@ class Forward {
   }
 
   void run(int64_t b, int64_t h, int64_t query_block) {
-    const int64_t first = query_block * kQueryBlock, rows = std::min(kQueryBlock, s_.queries - first);
+    const int64_t first = query_block * kQueryBlock,
+                  rows = std::min(kQueryBlock, s_.queries - first);
     pack<T, C>(HeadRows<const T>(q_, b, h), first, rows, rows, s_.width, padded_, scale_, query_);
     std::fill_n(result_, rows * padded_, C(0));
     std::fill_n(most_, rows, -std::numeric_limits<C>::infinity());
     std::fill_n(total_, rows, C(0));
     const int64_t seen = s_.visible(first + rows - 1, causal_);
     for (int64_t key = 0; key < seen; key += kKeyBlock) {
-      tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_ + key * padded_, kKeyBlock, scores_, kKeyBlock, false);
+      tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_ + key * padded_, kKeyBlock,
+                   scores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
-        const int64_t visible = std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock);
+        const int64_t visible =
+            std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock);
         C* row = scores_ + r * kKeyBlock;
         if (visible == 0) {
           std::fill_n(row, kKeyBlock, C(0));
@@ -132,12 +150,14 @@ class Forward {
           const Lanes<C> factor(correction[0]);
           total_[r] *= correction[0];
           C* result = result_ + r * padded_;
-          for (int64_t i = 0; i < padded_; i += kLanes) (Lanes<C>::load(result + i) * factor).store(result + i);
+          for (int64_t i = 0; i < padded_; i += kLanes)
+            (Lanes<C>::load(result + i) * factor).store(result + i);
           most_[r] = most;
         }
         total_[r] += sum;
       }
-      tile_gemm<C>(rows, padded_, kKeyBlock, scores_, kKeyBlock, 1, values_ + key * padded_, padded_, result_, padded_, true);
+      tile_gemm<C>(rows, padded_, kKeyBlock, scores_, kKeyBlock, 1, values_ + key * padded_,
+                   padded_, result_, padded_, true);
     }
     const HeadRows<T> out(out_, b, h);
     C* lse = lse_ + (b * s_.heads + h) * s_.queries + first;
@@ -146,8 +166,11 @@ class Forward {
       const Lanes<C> factor(any ? C(1) / total_[r] : C(0)), zero(C(0));
       const C* result = result_ + r * padded_;
       T* to = out[first + r];
-      // Adding +0 gives every zero one sign: a masked key may or may not have added +0 to an underflowed -0.
-      for_lanes(s_.width, [&](int64_t i, auto n) { store_lanes(to + i, Lanes<C>::load(result + i) * factor + zero, n); });
+      // Adding +0 gives every zero one sign: a masked key may or may not have added +0 to an
+      // underflowed -0.
+      for_lanes(s_.width, [&](int64_t i, auto n) {
+        store_lanes(to + i, Lanes<C>::load(result + i) * factor + zero, n);
+      });
       lse[r] = any ? most_[r] + std::log(total_[r]) : -std::numeric_limits<C>::infinity();
     }
   }
@@ -165,12 +188,25 @@ class Forward {
 template <class T, class C = ComputeType<T>>
 class Backward {
  public:
-  Backward(const View& q, const View& k, const View& v, const View& out, const View& lse, const View& dout, bool causal,
-           double scale, const View& dq, const View& dk, const View& dv, C* scratch)
-      : q_(q), k_(k), v_(v), out_(out), dout_(dout), dq_(dq), dk_(dk), dv_(dv), lse_(lse), causal_(causal),
-        scale_(static_cast<C>(scale)), s_(q, k), padded_(s_.padded_width()) {
+  Backward(const View& q, const View& k, const View& v, const View& out, const View& lse,
+           const View& dout, bool causal, double scale, const View& dq, const View& dk,
+           const View& dv, C* scratch)
+      : q_(q),
+        k_(k),
+        v_(v),
+        out_(out),
+        dout_(dout),
+        dq_(dq),
+        dk_(dk),
+        dv_(dv),
+        lse_(lse),
+        causal_(causal),
+        scale_(static_cast<C>(scale)),
+        s_(q, k),
+        padded_(s_.padded_width()) {
     const int64_t whole = s_.padded_keys() * padded_;
-    keys_ = scratch, keys_t_ = keys_ + whole, values_t_ = keys_t_ + whole, dkeys_ = values_t_ + whole, dvalues_ = dkeys_ + whole;
+    keys_ = scratch, keys_t_ = keys_ + whole, values_t_ = keys_t_ + whole,
+    dkeys_ = values_t_ + whole, dvalues_ = dkeys_ + whole;
     query_ = dvalues_ + whole;
     dout_block_ = query_ + kQueryBlock * padded_;
     dquery_ = dout_block_ + kQueryBlock * padded_;
@@ -182,15 +218,18 @@ class Backward {
   void run(int64_t b, int64_t g) {
     const int64_t whole = s_.padded_keys() * padded_;
     for (int64_t first = 0; first < s_.keys; first += kKeyBlock) {
-      pack<T, C>(HeadRows<const T>(v_, b, g), first, s_.keys - first, kKeyBlock, s_.width, padded_, C(1), keys_ + first * padded_);
+      pack<T, C>(HeadRows<const T>(v_, b, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
+                 C(1), keys_ + first * padded_);
       transpose_block(keys_ + first * padded_, padded_, values_t_ + first * padded_);
-      pack<T, C>(HeadRows<const T>(k_, b, g), first, s_.keys - first, kKeyBlock, s_.width, padded_, C(1), keys_ + first * padded_);
+      pack<T, C>(HeadRows<const T>(k_, b, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
+                 C(1), keys_ + first * padded_);
       transpose_block(keys_ + first * padded_, padded_, keys_t_ + first * padded_);
     }
     std::fill_n(dkeys_, whole, C(0)), std::fill_n(dvalues_, whole, C(0));
     for (int64_t h = g * s_.group(); h < (g + 1) * s_.group(); ++h)
       for (int64_t first = 0; first < s_.queries; first += kQueryBlock) query_block(b, h, first);
-    unpack(HeadRows<T>(dk_, b, g), dkeys_, 0, s_.keys, C(1)), unpack(HeadRows<T>(dv_, b, g), dvalues_, 0, s_.keys, C(1));
+    unpack(HeadRows<T>(dk_, b, g), dkeys_, 0, s_.keys, C(1)),
+        unpack(HeadRows<T>(dv_, b, g), dvalues_, 0, s_.keys, C(1));
   }
 
  private:
@@ -199,30 +238,39 @@ class Backward {
     const HeadRows<const T> out(out_, b, h);
     // Scaled queries give the forward pass's scores, and dk its factor.
     pack<T, C>(HeadRows<const T>(q_, b, h), first, rows, rows, s_.width, padded_, scale_, query_);
-    pack<T, C>(HeadRows<const T>(dout_, b, h), first, rows, rows, s_.width, padded_, C(1), dout_block_);
+    pack<T, C>(HeadRows<const T>(dout_, b, h), first, rows, rows, s_.width, padded_, C(1),
+               dout_block_);
     std::fill_n(dquery_, rows * padded_, C(0));
     for (int64_t r = 0; r < rows; ++r) {
       const T* o = out[first + r];
       const C* d = dout_block_ + r * padded_;
-      dots_[r] = row_sum<C>(s_.width, [&](int64_t i, auto n) { return load_lanes(o + i, n) * load_lanes(d + i, n); });
+      dots_[r] = row_sum<C>(
+          s_.width, [&](int64_t i, auto n) { return load_lanes(o + i, n) * load_lanes(d + i, n); });
     }
     const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + first;
     const int64_t seen = s_.visible(first + rows - 1, causal_);
     for (int64_t key = 0; key < seen; key += kKeyBlock) {
       const int64_t at = key * padded_;
-      tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_t_ + at, kKeyBlock, scores_, kKeyBlock, false);
-      tile_gemm<C>(rows, kKeyBlock, s_.width, dout_block_, padded_, 1, values_t_ + at, kKeyBlock, dscores_, kKeyBlock, false);
+      tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_t_ + at, kKeyBlock, scores_,
+                   kKeyBlock, false);
+      tile_gemm<C>(rows, kKeyBlock, s_.width, dout_block_, padded_, 1, values_t_ + at, kKeyBlock,
+                   dscores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
-        const int64_t visible = std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock);
+        const int64_t visible =
+            std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock);
         C *p = scores_ + r * kKeyBlock, *dp = dscores_ + r * kKeyBlock;
         exponentials(p, visible, lse[r]);
         const Lanes<C> dot(dots_[r]);
-        for (int64_t i = 0; i < kKeyBlock; i += kLanes) (Lanes<C>::load(p + i) * (Lanes<C>::load(dp + i) - dot)).store(dp + i);
+        for (int64_t i = 0; i < kKeyBlock; i += kLanes)
+          (Lanes<C>::load(p + i) * (Lanes<C>::load(dp + i) - dot)).store(dp + i);
       }
       const int64_t count = std::min(kKeyBlock, s_.keys - key);
-      tile_gemm<C>(count, padded_, rows, scores_, 1, kKeyBlock, dout_block_, padded_, dvalues_ + at, padded_, true);
-      tile_gemm<C>(count, padded_, rows, dscores_, 1, kKeyBlock, query_, padded_, dkeys_ + at, padded_, true);
-      tile_gemm<C>(rows, padded_, kKeyBlock, dscores_, kKeyBlock, 1, keys_ + at, padded_, dquery_, padded_, true);
+      tile_gemm<C>(count, padded_, rows, scores_, 1, kKeyBlock, dout_block_, padded_, dvalues_ + at,
+                   padded_, true);
+      tile_gemm<C>(count, padded_, rows, dscores_, 1, kKeyBlock, query_, padded_, dkeys_ + at,
+                   padded_, true);
+      tile_gemm<C>(rows, padded_, kKeyBlock, dscores_, kKeyBlock, 1, keys_ + at, padded_, dquery_,
+                   padded_, true);
     }
     unpack(HeadRows<T>(dq_, b, h), dquery_, first, rows, scale_);
   }
@@ -230,7 +278,9 @@ class Backward {
   void unpack(HeadRows<T> to, const C* from, int64_t first, int64_t count, C factor) const {
     const Lanes<C> scale(factor), zero(C(0));
     for (int64_t r = 0; r < count; ++r)
-      for_lanes(s_.width, [&](int64_t i, auto n) { store_lanes(to[first + r] + i, Lanes<C>::load(from + r * padded_ + i) * scale + zero, n); });
+      for_lanes(s_.width, [&](int64_t i, auto n) {
+        store_lanes(to[first + r] + i, Lanes<C>::load(from + r * padded_ + i) * scale + zero, n);
+      });
   }
 
   const View &q_, &k_, &v_, &out_, &dout_, &dq_, &dk_, &dv_, &lse_;
@@ -238,24 +288,28 @@ class Backward {
   C scale_;
   AttentionShape s_;
   int64_t padded_;
-  C *keys_, *keys_t_, *values_t_, *dkeys_, *dvalues_, *query_, *dout_block_, *dquery_, *scores_, *dscores_, *dots_;
+  C *keys_, *keys_t_, *values_t_, *dkeys_, *dvalues_, *query_, *dout_block_, *dquery_, *scores_,
+      *dscores_, *dots_;
 };
 
 }  // namespace
 
-void attention(const View& q, const View& k, const View& v, bool causal, double scale, const View& out, const View& lse,
-               Workspace workspace) {
+void attention(const View& q, const View& k, const View& v, bool causal, double scale,
+               const View& out, const View& lse, Workspace workspace) {
   visit_floating("attention", q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     const AttentionShape s(q, k);
     const int64_t slots = s.forward_slots(), per_key_head = s.group() * s.query_blocks();
-    const int64_t cells = static_cast<int64_t>(line_align(static_cast<size_t>(s.forward_cells()) * sizeof(C)) / sizeof(C));
+    const int64_t cells = static_cast<int64_t>(
+        line_align(static_cast<size_t>(s.forward_cells()) * sizeof(C)) / sizeof(C));
     // Items run batch by batch, key head by key head, so that a slot loads the keys of few heads.
     parallel_slots(s.forward_items(), slots, [&](int64_t slot, int64_t begin, int64_t end) {
-      Forward<T> head(q, k, v, causal, scale, out, lse, static_cast<C*>(workspace.data) + slot * cells);
+      Forward<T> head(q, k, v, causal, scale, out, lse,
+                      static_cast<C*>(workspace.data) + slot * cells);
       int64_t loaded = -1;
       for (int64_t item = begin; item < end; ++item) {
-        const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads, rest = item % per_key_head;
+        const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads,
+                      rest = item % per_key_head;
         if (pair != loaded) head.load_keys(b, g), loaded = pair;
         head.run(b, g * s.group() + rest / s.query_blocks(), rest % s.query_blocks());
       }
@@ -263,16 +317,21 @@ void attention(const View& q, const View& k, const View& v, bool causal, double 
   });
 }
 
-void attention_backward(const View& q, const View& k, const View& v, const View& out, const View& lse, const View& dout,
-                        bool causal, double scale, const View& dq, const View& dk, const View& dv, Workspace workspace) {
+void attention_backward(const View& q, const View& k, const View& v, const View& out,
+                        const View& lse, const View& dout, bool causal, double scale,
+                        const View& dq, const View& dk, const View& dv, Workspace workspace) {
   visit_floating("attention_backward", q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     const AttentionShape s(q, k);
-    const int64_t cells = static_cast<int64_t>(line_align(static_cast<size_t>(s.backward_cells()) * sizeof(C)) / sizeof(C));
-    parallel_slots(s.backward_items(), s.backward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
-      Backward<T> head(q, k, v, out, lse, dout, causal, scale, dq, dk, dv, static_cast<C*>(workspace.data) + slot * cells);
-      for (int64_t item = begin; item < end; ++item) head.run(item / s.key_heads, item % s.key_heads);
-    });
+    const int64_t cells = static_cast<int64_t>(
+        line_align(static_cast<size_t>(s.backward_cells()) * sizeof(C)) / sizeof(C));
+    parallel_slots(s.backward_items(), s.backward_slots(),
+                   [&](int64_t slot, int64_t begin, int64_t end) {
+                     Backward<T> head(q, k, v, out, lse, dout, causal, scale, dq, dk, dv,
+                                      static_cast<C*>(workspace.data) + slot * cells);
+                     for (int64_t item = begin; item < end; ++item)
+                       head.run(item / s.key_heads, item % s.key_heads);
+                   });
   });
 }
 

@@ -16,11 +16,14 @@ inline ComputeType<T> log_sum_exp(const T* x, int64_t n) {
 
 /// out = (exp(x - lse) - onehot(target)) * scale; out may be x.
 template <class T, class Out, class C = ComputeType<T>>
-inline void cross_entropy_row_backward(const T* x, int64_t n, int64_t target, C lse, C scale, Out* out) {
+inline void cross_entropy_row_backward(const T* x, int64_t n, int64_t target, C lse, C scale,
+                                       Out* out) {
   using L = Lanes<C>;
   // The target's element is computed apart, from x before it is overwritten.
   const C shifted = static_cast<C>(x[target]) - lse;
-  for_lanes(n, [&](int64_t i, auto m) { store_lanes(out + i, exp(load_lanes(x + i, m) - L(lse)) * L(scale), m); });
+  for_lanes(n, [&](int64_t i, auto m) {
+    store_lanes(out + i, exp(load_lanes(x + i, m) - L(lse)) * L(scale), m);
+  });
   C one[kLanes];
   exp(L(shifted)).store(one);
   out[target] = Out((one[0] - C(1)) * scale);

@@ -17,19 +17,29 @@ struct Side {
   Shape batch_strides;
 
   Side(const View& v, const Shape& batch)
-      : data(v.as<char>()), dtype(v.dtype), rows(v.shape.dim(-2)), cols(v.shape.dim(-1)),
-        row_stride(v.strides.dim(-2)), col_stride(v.strides.dim(-1)), batch_strides(Shape::filled(batch.rank(), 0)) {
+      : data(v.as<char>()),
+        dtype(v.dtype),
+        rows(v.shape.dim(-2)),
+        cols(v.shape.dim(-1)),
+        row_stride(v.strides.dim(-2)),
+        col_stride(v.strides.dim(-1)),
+        batch_strides(Shape::filled(batch.rank(), 0)) {
     for (int i = batch.rank() - 1, j = v.rank() - 3; j >= 0; --i, --j)
       batch_strides[i] = v.shape[j] == 1 ? 0 : v.strides[j];
   }
   int64_t numel() const { return rows * cols; }
-  bool row_major() const { return (col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1); }
-  bool col_major() const { return (row_stride == 1 || rows == 1) && (col_stride >= rows || cols == 1); }
+  bool row_major() const {
+    return (col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1);
+  }
+  bool col_major() const {
+    return (row_stride == 1 || rows == 1) && (col_stride >= rows || cols == 1);
+  }
   MatrixLayout layout() const { return {rows, cols, row_stride, col_stride, dtype}; }
   MatrixLayout dense(DType d) const { return {rows, cols, cols, 1, d}; }
   char* at(int64_t index, const Shape& batch) const {
     int64_t offset = 0;
-    for (int i = batch.rank() - 1; i >= 0; --i) offset += index % batch[i] * batch_strides[i], index /= batch[i];
+    for (int i = batch.rank() - 1; i >= 0; --i)
+      offset += index % batch[i] * batch_strides[i], index /= batch[i];
     return data + offset * static_cast<int64_t>(size_of(dtype));
   }
 };
@@ -43,31 +53,42 @@ struct Problem {
   double flops;
 
   explicit Problem(const Gemm& gemm)
-      : g(gemm), batch(Shape(std::span(gemm.c.shape.begin(), static_cast<size_t>(std::max(gemm.c.rank() - 2, 0))))),
-        a(check_rank(gemm.a), batch), b(check_rank(gemm.b), batch), c(check_rank(gemm.c), batch) {
-    check<ShapeError>(a.cols == b.rows && c.rows == a.rows && c.cols == b.cols && broadcasts(g.a) && broadcasts(g.b),
-                      "[", g.who, "] shapes ", g.a.shape, " and ", g.b.shape, " do not multiply to ", g.c.shape);
+      : g(gemm),
+        batch(Shape(
+            std::span(gemm.c.shape.begin(), static_cast<size_t>(std::max(gemm.c.rank() - 2, 0))))),
+        a(check_rank(gemm.a), batch),
+        b(check_rank(gemm.b), batch),
+        c(check_rank(gemm.c), batch) {
+    check<ShapeError>(a.cols == b.rows && c.rows == a.rows && c.cols == b.cols && broadcasts(g.a) &&
+                          broadcasts(g.b),
+                      "[", g.who, "] shapes ", g.a.shape, " and ", g.b.shape,
+                      " do not multiply to ", g.c.shape);
     check<DTypeError>(g.a.dtype == g.b.dtype && is_floating(g.a.dtype) &&
                           (g.c.dtype == g.a.dtype || (g.c.dtype == kF32 && g.a.dtype != kF64)),
-                      "[", g.who, "] no product of ", g.a.dtype, " and ", g.b.dtype, " into ", g.c.dtype);
+                      "[", g.who, "] no product of ", g.a.dtype, " and ", g.b.dtype, " into ",
+                      g.c.dtype);
     // Batches that share b and lie behind one another are more rows.
     while (!batch.empty()) {
       const int last = batch.rank() - 1;
-      const bool joins = batch[last] == 1 || (b.batch_strides[last] == 0 && a.batch_strides[last] == a.rows * a.row_stride &&
-                                              c.batch_strides[last] == c.rows * c.row_stride && c.row_stride > 0);
+      const bool joins =
+          batch[last] == 1 ||
+          (b.batch_strides[last] == 0 && a.batch_strides[last] == a.rows * a.row_stride &&
+           c.batch_strides[last] == c.rows * c.row_stride && c.row_stride > 0);
       if (!joins) break;
       a.rows *= batch[last], c.rows *= batch[last];
-      for (Shape* s : {&batch, &a.batch_strides, &b.batch_strides, &c.batch_strides}) s->erase(last);
+      for (Shape* s : {&batch, &a.batch_strides, &b.batch_strides, &c.batch_strides})
+        s->erase(last);
     }
     batches = batch.numel(), rows = c.rows, cols = c.cols, depth = a.cols;
-    flops = 2.0 * static_cast<double>(rows) * static_cast<double>(cols) * static_cast<double>(depth);
+    flops =
+        2.0 * static_cast<double>(rows) * static_cast<double>(cols) * static_cast<double>(depth);
   }
   bool empty() const { return batches == 0 || rows == 0 || cols == 0; }
 
  private:
   const View& check_rank(const View& v) const {
-    check<ShapeError>(v.rank() >= 2 && v.rank() <= g.c.rank(), "[", g.who, "] cannot multiply ", g.a.shape, " and ",
-                      g.b.shape, " into ", g.c.shape);
+    check<ShapeError>(v.rank() >= 2 && v.rank() <= g.c.rank(), "[", g.who, "] cannot multiply ",
+                      g.a.shape, " and ", g.b.shape, " into ", g.c.shape);
     return v;
   }
   bool broadcasts(const View& v) const {
@@ -84,13 +105,15 @@ void copy_matrix(const void* from, const MatrixLayout& f, void* to, const Matrix
       for (int64_t i = 0; i < f.rows; ++i)
         for (int64_t j = 0; j < f.cols; ++j) {
           const auto x = static_cast<const From*>(from)[i * f.row_stride + j * f.col_stride];
-          static_cast<To*>(to)[i * t.row_stride + j * t.col_stride] = To(static_cast<ComputeType<To>>(static_cast<ComputeType<From>>(x)));
+          static_cast<To*>(to)[i * t.row_stride + j * t.col_stride] =
+              To(static_cast<ComputeType<To>>(static_cast<ComputeType<From>>(x)));
         }
     });
   });
 }
 
-/// Operands that oneDNN cannot take as they lie are copied; f16, and bf16 on machines without it, multiply as f32.
+/// Operands that oneDNN cannot take as they lie are copied; f16, and bf16 on machines without it,
+/// multiply as f32.
 struct OneDnnPlan {
   const Problem& p;
   ProductSpec spec;
@@ -131,11 +154,13 @@ struct OneDnnPlan {
   size_t bytes() const { return bias_bytes + bytes_per_slot * static_cast<size_t>(slots); }
 
   void run(Workspace workspace) const {
-    check<ShapeError>(workspace.bytes >= bytes(), "[", p.g.who, "] workspace too small: ", workspace.bytes, " bytes");
+    check<ShapeError>(workspace.bytes >= bytes(), "[", p.g.who,
+                      "] workspace too small: ", workspace.bytes, " bytes");
     char* slot_memory = static_cast<char*>(workspace.data) + bias_bytes;
     const void* bias = spec.bias ? p.g.bias.data : nullptr;
     if (copy_bias) {
-      const MatrixLayout from{1, p.cols, p.cols, p.g.bias.strides[0], p.g.bias.dtype}, to{1, p.cols, p.cols, 1, kF32};
+      const MatrixLayout from{1, p.cols, p.cols, p.g.bias.strides[0], p.g.bias.dtype},
+          to{1, p.cols, p.cols, 1, kF32};
       copy_matrix(bias, from, workspace.data, to);
       bias = workspace.data;
     }
@@ -154,13 +179,15 @@ struct OneDnnPlan {
   }
 
  private:
-  /// oneDNN reads a row-major f32 b where it lies, 64 columns of every row at a time. Long rows cost it a page per row,
-  /// and rows a multiple of 4096 bytes apart fall into the same cache sets. Measured: packing costs as much as about 45
-  /// rows of the product and saves 60 % with such rows, 30 % with long ones, 15 % otherwise. The bits are the same.
+  /// oneDNN reads a row-major f32 b where it lies, 64 columns of every row at a time. Long rows
+  /// cost it a page per row, and rows a multiple of 4096 bytes apart fall into the same cache sets.
+  /// Measured: packing costs as much as about 45 rows of the product and saves 60 % with such rows,
+  /// 30 % with long ones, 15 % otherwise. The bits are the same.
   static bool packing_pays(const ProductSpec& s) {
     if (s.b.dtype != kF32 || s.b.col_stride != 1 || s.b.cols < 64 || s.b.rows < 64) return false;
     if (s.b.row_stride % 1024 == 0) return s.a.rows >= 96;
-    return s.b.row_stride >= 2048 ? s.a.rows >= 192 : s.b.rows * s.b.cols >= 1 << 20 && s.a.rows >= 512;
+    return s.b.row_stride >= 2048 ? s.a.rows >= 192
+                                  : s.b.rows * s.b.cols >= 1 << 20 && s.a.rows >= 512;
   }
 };
 
@@ -173,30 +200,36 @@ struct DoublePlan {
   explicit DoublePlan(const Problem& problem) : p(problem) {
     panels = (p.cols + kPanel - 1) / kPanel;
     items = p.batches * panels;
-    slots = slot_count(items, static_cast<int64_t>(1 + 2e5 / std::max(p.flops / static_cast<double>(panels), 1.0)));
+    slots = slot_count(items, static_cast<int64_t>(
+                                  1 + 2e5 / std::max(p.flops / static_cast<double>(panels), 1.0)));
   }
-  size_t bytes_per_slot() const { return static_cast<size_t>((p.depth + kStrip) * kPanel) * sizeof(double); }
+  size_t bytes_per_slot() const {
+    return static_cast<size_t>((p.depth + kStrip) * kPanel) * sizeof(double);
+  }
 
   void run(Workspace workspace) const {
-    check<ShapeError>(workspace.bytes >= bytes_per_slot() * static_cast<size_t>(slots), "[", p.g.who,
-                      "] workspace too small: ", workspace.bytes, " bytes");
+    check<ShapeError>(workspace.bytes >= bytes_per_slot() * static_cast<size_t>(slots), "[",
+                      p.g.who, "] workspace too small: ", workspace.bytes, " bytes");
     parallel_slots(items, slots, [&](int64_t slot, int64_t begin, int64_t end) {
       double* panel = static_cast<double*>(workspace.data) + slot * (p.depth + kStrip) * kPanel;
       double* strip = panel + p.depth * kPanel;
       for (int64_t item = begin; item < end; ++item) {
-        const int64_t index = item / panels, first = item % panels * kPanel, width = std::min(kPanel, p.cols - first);
+        const int64_t index = item / panels, first = item % panels * kPanel,
+                      width = std::min(kPanel, p.cols - first);
         const double* a = reinterpret_cast<const double*>(p.a.at(index, p.batch));
-        const double* b = reinterpret_cast<const double*>(p.b.at(index, p.batch)) + first * p.b.col_stride;
+        const double* b =
+            reinterpret_cast<const double*>(p.b.at(index, p.batch)) + first * p.b.col_stride;
         double* c = reinterpret_cast<double*>(p.c.at(index, p.batch)) + first * p.c.col_stride;
-        const double* bias = p.g.bias.rank() == 1 ? p.g.bias.as<double>() + first * p.g.bias.strides[0] : nullptr;
+        const double* bias =
+            p.g.bias.rank() == 1 ? p.g.bias.as<double>() + first * p.g.bias.strides[0] : nullptr;
         const int64_t padded = (width + kLanes - 1) / kLanes * kLanes;
         for (int64_t k = 0; k < p.depth; ++k)
           for (int64_t j = 0; j < padded; ++j)
             panel[k * kPanel + j] = j < width ? b[k * p.b.row_stride + j * p.b.col_stride] : 0.0;
         for (int64_t row = 0; row < p.rows; row += kStrip) {
           const int64_t height = std::min(kStrip, p.rows - row);
-          tile_gemm<double>(height, padded, p.depth, a + row * p.a.row_stride, p.a.row_stride, p.a.col_stride, panel,
-                            kPanel, strip, kPanel, false);
+          tile_gemm<double>(height, padded, p.depth, a + row * p.a.row_stride, p.a.row_stride,
+                            p.a.col_stride, panel, kPanel, strip, kPanel, false);
           for (int64_t i = 0; i < height; ++i)
             for (int64_t j = 0; j < width; ++j) {
               double& out = c[(row + i) * p.c.row_stride + j * p.c.col_stride];
@@ -217,7 +250,8 @@ void fill_without_product(const Problem& p) {
       T* c = reinterpret_cast<T*>(p.c.at(index, p.batch));
       for (int64_t i = 0; i < p.rows; ++i)
         for (int64_t j = 0; j < p.cols; ++j)
-          c[i * p.c.row_stride + j * p.c.col_stride] = p.g.bias.rank() == 1 ? p.g.bias.as<T>()[j * p.g.bias.strides[0]] : T(0.0f);
+          c[i * p.c.row_stride + j * p.c.col_stride] =
+              p.g.bias.rank() == 1 ? p.g.bias.as<T>()[j * p.g.bias.strides[0]] : T(0.0f);
     }
   });
 }

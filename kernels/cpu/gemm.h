@@ -1,4 +1,5 @@
-// The product behind matmul, linear and linear_cross_entropy: oneDNN for f32 and bf16, our own loop for f64.
+// The product behind matmul, linear and linear_cross_entropy: oneDNN for f32 and bf16, our own loop
+// for f64.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -6,8 +7,8 @@
 
 namespace sheaf::kernels::cpu {
 
-/// c[.., M, N] = a[.., M, K] b[.., K, N] + bias[N] (View{} for none), or c += a b if `accumulate` (then without bias,
-/// and c is f32 or f64). Strides and dtypes as matmul says.
+/// c[.., M, N] = a[.., M, K] b[.., K, N] + bias[N] (View{} for none), or c += a b if `accumulate`
+/// (then without bias, and c is f32 or f64). Strides and dtypes as matmul says.
 struct Gemm {
   const char* who;
   View a, b, c;

@@ -1,13 +1,13 @@
-// Lanes<C>: sixteen values of a compute type (float or double), side by side. Sixteen on every instruction set, so that
-// a sum over lanes has one order whether the machine works on 8 or on 16 floats at a time. Tails are masked: lanes past
-// the end read as zero and are not written.
+// Lanes<C>: sixteen values of a compute type (float or double), side by side. Sixteen on every
+// instruction set, so that a sum over lanes has one order whether the machine works on 8 or on 16
+// floats at a time. Tails are masked: lanes past the end read as zero and are not written.
 #pragma once
-
-#include <immintrin.h>
 
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
+
+#include <immintrin.h>
 
 #include "sheaf/core/dtype.h"
 
@@ -18,11 +18,19 @@ namespace sheaf::kernels::cpu {
 inline constexpr int kLanes = 16;
 
 /// The type that elements of storage type S are computed in.
-template <class S> struct ComputeTypeImpl { using type = float; };
-template <> struct ComputeTypeImpl<double> { using type = double; };
-template <class S> using ComputeType = typename ComputeTypeImpl<S>::type;
+template <class S>
+struct ComputeTypeImpl {
+  using type = float;
+};
+template <>
+struct ComputeTypeImpl<double> {
+  using type = double;
+};
+template <class S>
+using ComputeType = typename ComputeTypeImpl<S>::type;
 
-template <class C> struct Lanes;
+template <class C>
+struct Lanes;
 
 #ifdef __AVX512F__
 template <>
@@ -34,14 +42,18 @@ struct Lanes<float> {
   SHEAF_INLINE explicit Lanes(float x) : v(_mm512_set1_ps(x)) {}
   static SHEAF_INLINE __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1); }
   static SHEAF_INLINE Lanes load(const float* p) { return _mm512_loadu_ps(p); }
-  static SHEAF_INLINE Lanes load(const float* p, int n) { return _mm512_maskz_loadu_ps(mask(n), p); }
+  static SHEAF_INLINE Lanes load(const float* p, int n) {
+    return _mm512_maskz_loadu_ps(mask(n), p);
+  }
   SHEAF_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
   SHEAF_INLINE void store(float* p, int n) const { _mm512_mask_storeu_ps(p, mask(n), v); }
   SHEAF_INLINE Lanes operator+(Lanes o) const { return _mm512_add_ps(v, o.v); }
   SHEAF_INLINE Lanes operator-(Lanes o) const { return _mm512_sub_ps(v, o.v); }
   SHEAF_INLINE Lanes operator*(Lanes o) const { return _mm512_mul_ps(v, o.v); }
   SHEAF_INLINE Lanes operator/(Lanes o) const { return _mm512_div_ps(v, o.v); }
-  friend SHEAF_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
+  friend SHEAF_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) {
+    return _mm512_fmadd_ps(a.v, b.v, c.v);
+  }
   friend SHEAF_INLINE Lanes sqrt(Lanes a) { return _mm512_sqrt_ps(a.v); }
   /// Where either is NaN, b.
   friend SHEAF_INLINE Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a.v, b.v); }
@@ -56,10 +68,12 @@ struct Lanes<float> {
   }
   /// 2^n for n in the low bits of `shifted` = n + 1.5 * 2^23, as the product of two factors.
   static SHEAF_INLINE void powers_of_two(Lanes shifted, Lanes& s1, Lanes& s2) {
-    const __m512i e = _mm512_sub_epi32(_mm512_castps_si512(shifted.v), _mm512_set1_epi32(0x4b400000));
+    const __m512i e =
+        _mm512_sub_epi32(_mm512_castps_si512(shifted.v), _mm512_set1_epi32(0x4b400000));
     const __m512i half = _mm512_srai_epi32(e, 1), bias = _mm512_set1_epi32(127);
     s1.v = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(half, bias), 23));
-    s2.v = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_sub_epi32(e, half), bias), 23));
+    s2.v = _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_add_epi32(_mm512_sub_epi32(e, half), bias), 23));
   }
   SHEAF_INLINE __m256 low() const { return _mm512_castps512_ps256(v); }
   SHEAF_INLINE __m256 high() const { return _mm512_extractf32x8_ps(v, 1); }
@@ -78,7 +92,9 @@ struct Lanes<float> {
   static SHEAF_INLINE __m256i mask(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
-  static SHEAF_INLINE Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static SHEAF_INLINE Lanes load(const float* p) {
+    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+  }
   static SHEAF_INLINE Lanes load(const float* p, int n) {
     return {_mm256_maskload_ps(p, mask(n)), _mm256_maskload_ps(p + 8, mask(n - 8))};
   }
@@ -86,24 +102,38 @@ struct Lanes<float> {
   SHEAF_INLINE void store(float* p, int n) const {
     _mm256_maskstore_ps(p, mask(n), l), _mm256_maskstore_ps(p + 8, mask(n - 8), h);
   }
-  SHEAF_INLINE Lanes operator+(Lanes o) const { return {_mm256_add_ps(l, o.l), _mm256_add_ps(h, o.h)}; }
-  SHEAF_INLINE Lanes operator-(Lanes o) const { return {_mm256_sub_ps(l, o.l), _mm256_sub_ps(h, o.h)}; }
-  SHEAF_INLINE Lanes operator*(Lanes o) const { return {_mm256_mul_ps(l, o.l), _mm256_mul_ps(h, o.h)}; }
-  SHEAF_INLINE Lanes operator/(Lanes o) const { return {_mm256_div_ps(l, o.l), _mm256_div_ps(h, o.h)}; }
+  SHEAF_INLINE Lanes operator+(Lanes o) const {
+    return {_mm256_add_ps(l, o.l), _mm256_add_ps(h, o.h)};
+  }
+  SHEAF_INLINE Lanes operator-(Lanes o) const {
+    return {_mm256_sub_ps(l, o.l), _mm256_sub_ps(h, o.h)};
+  }
+  SHEAF_INLINE Lanes operator*(Lanes o) const {
+    return {_mm256_mul_ps(l, o.l), _mm256_mul_ps(h, o.h)};
+  }
+  SHEAF_INLINE Lanes operator/(Lanes o) const {
+    return {_mm256_div_ps(l, o.l), _mm256_div_ps(h, o.h)};
+  }
   friend SHEAF_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) {
     return {_mm256_fmadd_ps(a.l, b.l, c.l), _mm256_fmadd_ps(a.h, b.h, c.h)};
   }
   friend SHEAF_INLINE Lanes sqrt(Lanes a) { return {_mm256_sqrt_ps(a.l), _mm256_sqrt_ps(a.h)}; }
   /// Where either is NaN, b.
-  friend SHEAF_INLINE Lanes max(Lanes a, Lanes b) { return {_mm256_max_ps(a.l, b.l), _mm256_max_ps(a.h, b.h)}; }
-  friend SHEAF_INLINE Lanes min(Lanes a, Lanes b) { return {_mm256_min_ps(a.l, b.l), _mm256_min_ps(a.h, b.h)}; }
+  friend SHEAF_INLINE Lanes max(Lanes a, Lanes b) {
+    return {_mm256_max_ps(a.l, b.l), _mm256_max_ps(a.h, b.h)};
+  }
+  friend SHEAF_INLINE Lanes min(Lanes a, Lanes b) {
+    return {_mm256_min_ps(a.l, b.l), _mm256_min_ps(a.h, b.h)};
+  }
   /// y where a < b, else 0 (also where either is NaN).
   friend SHEAF_INLINE Lanes zero_unless_less(Lanes a, Lanes b, Lanes y) {
-    return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ), y.l), _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ), y.h)};
+    return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ), y.l),
+            _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ), y.h)};
   }
   /// 0 where a < b, else y (also where either is NaN).
   friend SHEAF_INLINE Lanes zero_if_less(Lanes a, Lanes b, Lanes y) {
-    return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_NLT_UQ), y.l), _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_NLT_UQ), y.h)};
+    return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_NLT_UQ), y.l),
+            _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_NLT_UQ), y.h)};
   }
   /// 2^n for n in the low bits of `shifted` = n + 1.5 * 2^23, as the product of two factors.
   static SHEAF_INLINE void powers_of_two(Lanes shifted, Lanes& s1, Lanes& s2) {
@@ -118,7 +148,8 @@ struct Lanes<float> {
     const __m256i e = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(0x4b400000));
     const __m256i half = _mm256_srai_epi32(e, 1), bias = _mm256_set1_epi32(127);
     s1 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
-    s2 = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(e, half), bias), 23));
+    s2 = _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(e, half), bias), 23));
   }
 };
 #endif
@@ -137,8 +168,8 @@ SHEAF_INLINE float max_lane(Lanes<float> a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-/// e^x, within 2 units in the last place; 0 below the smallest normal number. The same bits as vector_math.h's exp
-/// (polynomial: S. Moshier, Cephes, single/expf.c).
+/// e^x, within 2 units in the last place; 0 below the smallest normal number. The same bits as
+/// vector_math.h's exp (polynomial: S. Moshier, Cephes, single/expf.c).
 SHEAF_INLINE Lanes<float> exp(Lanes<float> x) {
   using L = Lanes<float>;
   const L c = max(L(-88.0f), min(L(89.0f), x));  // NaN passes: it is the second operand
@@ -164,25 +195,45 @@ struct Lanes<double> {
   double v[kLanes];
 
   Lanes() = default;
-  SHEAF_INLINE explicit Lanes(double x) { for (double& e : v) e = x; }
+  SHEAF_INLINE explicit Lanes(double x) {
+    for (double& e : v) e = x;
+  }
   template <class F>
   static SHEAF_INLINE Lanes make(F f) {
     Lanes out;
     for (int i = 0; i < kLanes; ++i) out.v[i] = f(i);
     return out;
   }
-  static SHEAF_INLINE Lanes load(const double* p) { return make([=](int i) { return p[i]; }); }
-  static SHEAF_INLINE Lanes load(const double* p, int n) { return make([=](int i) { return i < n ? p[i] : 0.0; }); }
-  SHEAF_INLINE void store(double* p) const { for (int i = 0; i < kLanes; ++i) p[i] = v[i]; }
-  SHEAF_INLINE void store(double* p, int n) const { for (int i = 0; i < n; ++i) p[i] = v[i]; }
-  SHEAF_INLINE Lanes operator+(const Lanes& o) const { return make([&](int i) { return v[i] + o.v[i]; }); }
-  SHEAF_INLINE Lanes operator-(const Lanes& o) const { return make([&](int i) { return v[i] - o.v[i]; }); }
-  SHEAF_INLINE Lanes operator*(const Lanes& o) const { return make([&](int i) { return v[i] * o.v[i]; }); }
-  SHEAF_INLINE Lanes operator/(const Lanes& o) const { return make([&](int i) { return v[i] / o.v[i]; }); }
+  static SHEAF_INLINE Lanes load(const double* p) {
+    return make([=](int i) { return p[i]; });
+  }
+  static SHEAF_INLINE Lanes load(const double* p, int n) {
+    return make([=](int i) { return i < n ? p[i] : 0.0; });
+  }
+  SHEAF_INLINE void store(double* p) const {
+    for (int i = 0; i < kLanes; ++i) p[i] = v[i];
+  }
+  SHEAF_INLINE void store(double* p, int n) const {
+    for (int i = 0; i < n; ++i) p[i] = v[i];
+  }
+  SHEAF_INLINE Lanes operator+(const Lanes& o) const {
+    return make([&](int i) { return v[i] + o.v[i]; });
+  }
+  SHEAF_INLINE Lanes operator-(const Lanes& o) const {
+    return make([&](int i) { return v[i] - o.v[i]; });
+  }
+  SHEAF_INLINE Lanes operator*(const Lanes& o) const {
+    return make([&](int i) { return v[i] * o.v[i]; });
+  }
+  SHEAF_INLINE Lanes operator/(const Lanes& o) const {
+    return make([&](int i) { return v[i] / o.v[i]; });
+  }
   friend SHEAF_INLINE Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
     return make([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
   }
-  friend SHEAF_INLINE Lanes sqrt(const Lanes& a) { return make([&](int i) { return std::sqrt(a.v[i]); }); }
+  friend SHEAF_INLINE Lanes sqrt(const Lanes& a) {
+    return make([&](int i) { return std::sqrt(a.v[i]); });
+  }
   friend SHEAF_INLINE Lanes max(const Lanes& a, const Lanes& b) {
     return make([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
   }
@@ -198,7 +249,9 @@ SHEAF_INLINE double max_lane(const Lanes<double>& a) {
   for (double e : a.v) out = e > out ? e : out;
   return out;
 }
-inline Lanes<double> exp(const Lanes<double>& x) { return Lanes<double>::make([&](int i) { return std::exp(x.v[i]); }); }
+inline Lanes<double> exp(const Lanes<double>& x) {
+  return Lanes<double>::make([&](int i) { return std::exp(x.v[i]); });
+}
 
 /// Sixteen elements of storage type S, widened to its compute type.
 SHEAF_INLINE Lanes<float> load_lanes(const float* p) { return Lanes<float>::load(p); }
@@ -211,7 +264,8 @@ SHEAF_INLINE Lanes<float> load_lanes(const bf16* p) {
 }
 SHEAF_INLINE Lanes<float> load_lanes(const f16* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
-  return Lanes<float>::join(_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1)));
+  return Lanes<float>::join(_mm256_cvtph_ps(_mm_loadu_si128(q)),
+                            _mm256_cvtph_ps(_mm_loadu_si128(q + 1)));
 }
 /// The first n of them, the others zero.
 SHEAF_INLINE Lanes<float> load_lanes(const float* p, int n) { return Lanes<float>::load(p, n); }
@@ -228,7 +282,8 @@ namespace detail {
 SHEAF_INLINE __m256i to_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i rounded =
+      _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
   const __m256i nan = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
   return _mm256_blendv_epi8(rounded, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
@@ -256,7 +311,8 @@ SHEAF_INLINE void store_lanes(S* p, Lanes<float> x, int n) {
   for (int i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
-/// Calls f(i, n) for i = 0, 16, 32 ... below `size`, n being std::integral_constant 16 but in the last, partial step.
+/// Calls f(i, n) for i = 0, 16, 32 ... below `size`, n being std::integral_constant 16 but in the
+/// last, partial step.
 template <class F>
 SHEAF_INLINE void for_lanes(int64_t size, F&& f) {
   int64_t i = 0;
@@ -265,8 +321,12 @@ SHEAF_INLINE void for_lanes(int64_t size, F&& f) {
 }
 /// load_lanes and store_lanes under for_lanes: whole steps need no mask.
 template <class S>
-SHEAF_INLINE auto load_lanes(const S* p, std::integral_constant<int, kLanes>) { return load_lanes(p); }
+SHEAF_INLINE auto load_lanes(const S* p, std::integral_constant<int, kLanes>) {
+  return load_lanes(p);
+}
 template <class S, class L>
-SHEAF_INLINE void store_lanes(S* p, const L& x, std::integral_constant<int, kLanes>) { store_lanes(p, x); }
+SHEAF_INLINE void store_lanes(S* p, const L& x, std::integral_constant<int, kLanes>) {
+  store_lanes(p, x);
+}
 
 }  // namespace sheaf::kernels::cpu

@@ -14,11 +14,13 @@ View at_least_matrix(View v) {
 }
 
 Gemm forward(const View& x, const View& weight, const View& bias, const View& y) {
-  check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ", x.shape,
-                    ", weight ", weight.shape, ", output ", y.shape);
+  check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ",
+                    x.shape, ", weight ", weight.shape, ", output ", y.shape);
   if (bias.rank() != 0)
-    check<ShapeError>(bias.rank() == 1 && bias.shape[0] == weight.shape[0] && (bias.strides[0] == 1 || bias.shape[0] <= 1),
-                      "[linear] bias ", bias.shape, " for weight ", weight.shape, " must be a dense vector of its rows");
+    check<ShapeError>(bias.rank() == 1 && bias.shape[0] == weight.shape[0] &&
+                          (bias.strides[0] == 1 || bias.shape[0] <= 1),
+                      "[linear] bias ", bias.shape, " for weight ", weight.shape,
+                      " must be a dense vector of its rows");
   return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
 }
 
@@ -28,13 +30,19 @@ struct WeightGradient {
   bool copy_dy, copy_x;
 
   WeightGradient(const View& dy_in, const View& x_in, const View& dweight_in)
-      : dy(as_matrix(at_least_matrix(dy_in))), x(as_matrix(at_least_matrix(x_in))), dweight(dweight_in) {
+      : dy(as_matrix(at_least_matrix(dy_in))),
+        x(as_matrix(at_least_matrix(x_in))),
+        dweight(dweight_in) {
     copy_dy = dy.rank() == 0, copy_x = x.rank() == 0;
-    if (copy_dy) dy = View::dense(nullptr, dy_in.dtype, {dy_in.numel() / dy_in.shape.back(), dy_in.shape.back()});
-    if (copy_x) x = View::dense(nullptr, x_in.dtype, {x_in.numel() / x_in.shape.back(), x_in.shape.back()});
+    if (copy_dy)
+      dy = View::dense(nullptr, dy_in.dtype,
+                       {dy_in.numel() / dy_in.shape.back(), dy_in.shape.back()});
+    if (copy_x)
+      x = View::dense(nullptr, x_in.dtype, {x_in.numel() / x_in.shape.back(), x_in.shape.back()});
   }
   size_t copies() const {
-    return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) + (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0);
+    return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) +
+           (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0);
   }
   Gemm gemm() const { return {"linear_weight_gradient", transposed(dy), x, dweight, {}}; }
 };
@@ -58,7 +66,8 @@ void copy_rows(const View& from, const View& to) {
 size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y) {
   return gemm_workspace(forward(x, weight, bias, y));
 }
-void linear(const View& x, const View& weight, const View& bias, const View& y, Workspace workspace) {
+void linear(const View& x, const View& weight, const View& bias, const View& y,
+            Workspace workspace) {
   gemm(forward(x, weight, bias, y), workspace);
 }
 
@@ -66,19 +75,21 @@ size_t linear_weight_gradient_workspace(const View& dy, const View& x, const Vie
   const WeightGradient w(dy, x, dweight);
   return w.copies() + gemm_workspace(w.gemm());
 }
-void linear_weight_gradient(const View& dy, const View& x, const View& dweight, Workspace workspace) {
+void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
+                            Workspace workspace) {
   WeightGradient w(dy, x, dweight);
   char* next = static_cast<char*>(workspace.data);
   check<ShapeError>(workspace.bytes >= w.copies(), "[linear_weight_gradient] workspace too small");
-  if (w.copy_dy) w.dy.data = next, copy_rows(dy, w.dy), next += line_align(static_cast<size_t>(w.dy.bytes()));
+  if (w.copy_dy)
+    w.dy.data = next, copy_rows(dy, w.dy), next += line_align(static_cast<size_t>(w.dy.bytes()));
   if (w.copy_x) w.x.data = next, copy_rows(x, w.x);
   const size_t used = w.copies();
   gemm(w.gemm(), {static_cast<char*>(workspace.data) + used, workspace.bytes - used});
 }
 
 void linear_bias_gradient(const View& dy, const View& dbias) {
-  check<ShapeError>(dbias.rank() == 1 && dy.rank() >= 1 && dbias.shape[0] == dy.shape.back(), "[linear_bias_gradient] ",
-                    dy.shape, " into ", dbias.shape);
+  check<ShapeError>(dbias.rank() == 1 && dy.rank() >= 1 && dbias.shape[0] == dy.shape.back(),
+                    "[linear_bias_gradient] ", dy.shape, " into ", dbias.shape);
   visit_floating("linear_bias_gradient", dy.dtype, [&]<class T>() {
     using L = Lanes<ComputeType<T>>;
     const Rows<T> rows("linear_bias_gradient", dy);
@@ -90,18 +101,20 @@ void linear_bias_gradient(const View& dy, const View& dbias) {
         L total(0);
         for (int64_t first = 0; first < count; first += kBlockRows) {
           L block(0);
-          for (int64_t r = first; r < std::min(first + kBlockRows, count); ++r) block = block + load_lanes(rows[r] + i, n);
+          for (int64_t r = first; r < std::min(first + kBlockRows, count); ++r)
+            block = block + load_lanes(rows[r] + i, n);
           total = total + block;
         }
         store_lanes(out + i, total, n);
       });
     };
-    parallel_for(steps, std::max<int64_t>(4, row_grain(count * kLanes)), [&](int64_t begin, int64_t end) {
-      if (dbias.dtype == dy.dtype) return columns(dbias.as<T>(), begin, end);
-      if constexpr (!std::is_same_v<T, double>)
-        if (dbias.dtype == kF32) return columns(dbias.as<float>(), begin, end);
-      fail<DTypeError>("[linear_bias_gradient] ", dy.dtype, " into ", dbias.dtype);
-    });
+    parallel_for(steps, std::max<int64_t>(4, row_grain(count * kLanes)),
+                 [&](int64_t begin, int64_t end) {
+                   if (dbias.dtype == dy.dtype) return columns(dbias.as<T>(), begin, end);
+                   if constexpr (!std::is_same_v<T, double>)
+                     if (dbias.dtype == kF32) return columns(dbias.as<float>(), begin, end);
+                   fail<DTypeError>("[linear_bias_gradient] ", dy.dtype, " into ", dbias.dtype);
+                 });
   });
 }
 

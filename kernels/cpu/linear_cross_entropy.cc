@@ -15,21 +15,29 @@ struct Head {
   const char* who;
   View x, weight, dx, dweight;
   int64_t rows, width, vocabulary, chunk;
-  DType row_dtype;   ///< of lse, losses, and a chunk's logits
-  View uneven;       ///< x whose rows are not evenly spaced: a chunk of them is copied at a time
-  bool narrow;       ///< gradients of logits need a rounded copy
-  bool sum_apart;    ///< dweight is too narrow to sum chunks in
+  DType row_dtype;  ///< of lse, losses, and a chunk's logits
+  View uneven;      ///< x whose rows are not evenly spaced: a chunk of them is copied at a time
+  bool narrow;      ///< gradients of logits need a rounded copy
+  bool sum_apart;   ///< dweight is too narrow to sum chunks in
 
-  Head(const char* who_in, const View& x_in, const View& weight_in, const View& dx_in, const View& dweight_in)
-      : who(who_in), x(as_matrix(x_in)), weight(weight_in), dx(given(dx_in) ? as_matrix(dx_in) : View{}), dweight(dweight_in) {
-    check<ShapeError>(!given(dx_in) || dx.rank() == 2, "[", who, "] rows of dx ", dx_in.shape, " must be evenly spaced");
+  Head(const char* who_in, const View& x_in, const View& weight_in, const View& dx_in,
+       const View& dweight_in)
+      : who(who_in),
+        x(as_matrix(x_in)),
+        weight(weight_in),
+        dx(given(dx_in) ? as_matrix(dx_in) : View{}),
+        dweight(dweight_in) {
+    check<ShapeError>(!given(dx_in) || dx.rank() == 2, "[", who, "] rows of dx ", dx_in.shape,
+                      " must be evenly spaced");
     if (x.rank() == 0) {
       uneven = x_in;
       x = View::dense(nullptr, x_in.dtype, {x_in.numel() / x_in.shape.back(), x_in.shape.back()});
     }
-    check<ShapeError>(weight.rank() == 2 && weight.shape[1] == x.shape[1], "[", who, "] weight ", weight.shape, " for input ", x_in.shape);
-    check<ShapeError>((!given(dx) || dx.shape == x.shape) && (!given(dweight) || dweight.shape == weight.shape), "[", who,
-                      "] gradients ", dx.shape, " and ", dweight.shape);
+    check<ShapeError>(weight.rank() == 2 && weight.shape[1] == x.shape[1], "[", who, "] weight ",
+                      weight.shape, " for input ", x_in.shape);
+    check<ShapeError>(
+        (!given(dx) || dx.shape == x.shape) && (!given(dweight) || dweight.shape == weight.shape),
+        "[", who, "] gradients ", dx.shape, " and ", dweight.shape);
     rows = x.shape[0], width = x.shape[1], vocabulary = weight.shape[0];
     chunk = std::min(linear_cross_entropy_chunk(vocabulary), std::max<int64_t>(rows, 1));
     row_dtype = x.dtype == kF64 ? kF64 : kF32;
@@ -44,11 +52,16 @@ struct Head {
   View rows_of(const View& v, int64_t first, int64_t count) const {
     View out = v;
     out.shape[0] = count;
-    if (out.data) out.data = v.as<char>() + static_cast<size_t>(first * v.strides[0]) * size_of(v.dtype);
+    if (out.data)
+      out.data = v.as<char>() + static_cast<size_t>(first * v.strides[0]) * size_of(v.dtype);
     return out;
   }
-  View logits(void* data, int64_t count, DType dtype) const { return View::dense(data, dtype, {count, vocabulary}); }
-  View weight_sum(void* data) const { return sum_apart ? View::dense(data, row_dtype, dweight.shape) : dweight; }
+  View logits(void* data, int64_t count, DType dtype) const {
+    return View::dense(data, dtype, {count, vocabulary});
+  }
+  View weight_sum(void* data) const {
+    return sum_apart ? View::dense(data, row_dtype, dweight.shape) : dweight;
+  }
 
   Gemm forward(const View& chunk_x, int64_t count, void* chunk_logits) const {
     return {who, chunk_x, transposed(weight), logits(chunk_logits, count, row_dtype), {}};
@@ -56,47 +69,63 @@ struct Head {
   Gemm input_gradient(int64_t first, int64_t count, void* gradients) const {
     return {who, logits(gradients, count, x.dtype), weight, rows_of(dx, first, count), {}};
   }
-  Gemm weight_gradient(const View& chunk_x, int64_t first, int64_t count, void* gradients, void* sum) const {
-    return {who, transposed(logits(gradients, count, x.dtype)), chunk_x, weight_sum(sum), {}, first > 0};
+  Gemm weight_gradient(const View& chunk_x, int64_t first, int64_t count, void* gradients,
+                       void* sum) const {
+    return {who,      transposed(logits(gradients, count, x.dtype)), chunk_x, weight_sum(sum), {},
+            first > 0};
   }
 
   size_t product_bytes() const {
     size_t most = 0;
-    for (int64_t first : {int64_t{0}, rows / chunk * chunk, chunk}) {  // whole, last and accumulating chunks
+    for (int64_t first :
+         {int64_t{0}, rows / chunk * chunk, chunk}) {  // whole, last and accumulating chunks
       const int64_t count = std::min(chunk, rows - first);
       if (count <= 0) continue;
       most = std::max(most, gemm_workspace(forward(input(first, count, nullptr), count, nullptr)));
       if (given(dx)) most = std::max(most, gemm_workspace(input_gradient(first, count, nullptr)));
-      if (given(dweight)) most = std::max(most, gemm_workspace(weight_gradient(input(first, count, nullptr), first, count, nullptr, nullptr)));
+      if (given(dweight))
+        most = std::max(most, gemm_workspace(weight_gradient(input(first, count, nullptr), first,
+                                                             count, nullptr, nullptr)));
     }
     return line_align(most);
   }
-  size_t copy_bytes() const { return given(uneven) ? line_align(static_cast<size_t>(chunk * width) * size_of(x.dtype)) : 0; }
+  size_t copy_bytes() const {
+    return given(uneven) ? line_align(static_cast<size_t>(chunk * width) * size_of(x.dtype)) : 0;
+  }
   size_t workspace() const {
     const size_t cells = static_cast<size_t>(chunk * vocabulary);
-    return line_align(cells * size_of(row_dtype)) + (narrow ? line_align(cells * size_of(x.dtype)) : 0) +
+    return line_align(cells * size_of(row_dtype)) +
+           (narrow ? line_align(cells * size_of(x.dtype)) : 0) +
            (sum_apart ? line_align(static_cast<size_t>(weight.numel()) * size_of(row_dtype)) : 0) +
-           line_align(static_cast<size_t>(chunk) * size_of(row_dtype)) + copy_bytes() + product_bytes();
+           line_align(static_cast<size_t>(chunk) * size_of(row_dtype)) + copy_bytes() +
+           product_bytes();
   }
 
-  /// `lse` holds the rows' log-sum-exps if !compute_lse, receives them if given. `loss` is summed if given. Gradients
-  /// are scaled by dloss.
-  void run(const View& targets, int64_t ignore_index, const View* loss, const View* lse, bool compute_lse, const View* dloss,
-           Workspace memory) const {
-    check<ShapeError>(targets.numel() == rows, "[", who, "] targets ", targets.shape, " for ", rows, " rows");
+  /// `lse` holds the rows' log-sum-exps if !compute_lse, receives them if given. `loss` is summed
+  /// if given. Gradients are scaled by dloss.
+  void run(const View& targets, int64_t ignore_index, const View* loss, const View* lse,
+           bool compute_lse, const View* dloss, Workspace memory) const {
+    check<ShapeError>(targets.numel() == rows, "[", who, "] targets ", targets.shape, " for ", rows,
+                      " rows");
     check_tokens(who, targets, vocabulary, ignore_index);
     visit_index(who, targets.dtype, [&]<class I>() {
-      if (row_dtype == kF64) return chunks<I, double, double>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-      if (x.dtype == kF32) return chunks<I, float, float>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-      if (x.dtype == kBF16) return chunks<I, float, bf16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-      if (x.dtype == kF16) return chunks<I, float, f16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+      if (row_dtype == kF64)
+        return chunks<I, double, double>(targets, ignore_index, loss, lse, compute_lse, dloss,
+                                         memory);
+      if (x.dtype == kF32)
+        return chunks<I, float, float>(targets, ignore_index, loss, lse, compute_lse, dloss,
+                                       memory);
+      if (x.dtype == kBF16)
+        return chunks<I, float, bf16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+      if (x.dtype == kF16)
+        return chunks<I, float, f16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
       fail<DTypeError>("[", who, "] input of ", x.dtype);
     });
   }
 
   template <class I, class C, class G>
-  void chunks(const View& targets, int64_t ignore_index, const View* loss, const View* lse, bool compute_lse,
-              const View* dloss, Workspace memory) const {
+  void chunks(const View& targets, int64_t ignore_index, const View* loss, const View* lse,
+              bool compute_lse, const View* dloss, Workspace memory) const {
     Carver carver(who, memory);
     C* cells = carver.take<C>(chunk * vocabulary);
     G* gradients = narrow ? carver.take<G>(chunk * vocabulary) : reinterpret_cast<G*>(cells);
@@ -120,13 +149,17 @@ struct Head {
           C* row = cells + r * vocabulary;
           const int64_t target = static_cast<int64_t>(target_of[first + r]);
           const bool ignored = target == ignore_index;
-          const C log_sum = ignored ? C(0) : compute_lse ? log_sum_exp(row, vocabulary) : lse_of[first + r];
+          const C log_sum = ignored       ? C(0)
+                            : compute_lse ? log_sum_exp(row, vocabulary)
+                                          : lse_of[first + r];
           if (compute_lse && lse) lse->as<C>()[first + r] = log_sum;
           losses[r] = ignored ? C(0) : log_sum - row[target];
           if (!backward) continue;
           G* out = gradients + r * vocabulary;
-          if (ignored) std::fill_n(out, vocabulary, G(C(0)));
-          else cross_entropy_row_backward(row, vocabulary, target, log_sum, scale, out);
+          if (ignored)
+            std::fill_n(out, vocabulary, G(C(0)));
+          else
+            cross_entropy_row_backward(row, vocabulary, target, log_sum, scale, out);
         }
       });
       for (int64_t r = 0; r < count; ++r) total += static_cast<double>(losses[r]);
@@ -152,7 +185,8 @@ struct Head {
         parallel_for(vocabulary, row_grain(width), [&](int64_t begin, int64_t end) {
           for (int64_t v = begin; v < end; ++v)
             for_lanes(width, [&](int64_t i, auto n) {
-              store_lanes(to[v] + i, rows == 0 ? Lanes<C>(C(0)) : load_lanes(sum + v * width + i, n), n);
+              store_lanes(to[v] + i,
+                          rows == 0 ? Lanes<C>(C(0)) : load_lanes(sum + v * width + i, n), n);
             });
         });
       }
@@ -170,26 +204,33 @@ int64_t linear_cross_entropy_chunk(int64_t vocabulary) {
 size_t linear_cross_entropy_workspace(const View& x, const View& weight) {
   return Head("linear_cross_entropy", x, weight, {}, {}).workspace();
 }
-void linear_cross_entropy(const View& x, const View& weight, const View& targets, int64_t ignore_index, const View& loss,
-                          const View& lse, Workspace workspace) {
-  Head("linear_cross_entropy", x, weight, {}, {}).run(targets, ignore_index, &loss, &lse, true, nullptr, workspace);
+void linear_cross_entropy(const View& x, const View& weight, const View& targets,
+                          int64_t ignore_index, const View& loss, const View& lse,
+                          Workspace workspace) {
+  Head("linear_cross_entropy", x, weight, {}, {})
+      .run(targets, ignore_index, &loss, &lse, true, nullptr, workspace);
 }
 
-size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx, const View& dweight) {
+size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
+                                               const View& dweight) {
   return Head("linear_cross_entropy_backward", x, weight, dx, dweight).workspace();
 }
-void linear_cross_entropy_backward(const View& x, const View& weight, const View& targets, int64_t ignore_index,
-                                   const View& lse, const View& dloss, const View& dx, const View& dweight,
-                                   Workspace workspace) {
-  Head("linear_cross_entropy_backward", x, weight, dx, dweight).run(targets, ignore_index, nullptr, &lse, false, &dloss, workspace);
+void linear_cross_entropy_backward(const View& x, const View& weight, const View& targets,
+                                   int64_t ignore_index, const View& lse, const View& dloss,
+                                   const View& dx, const View& dweight, Workspace workspace) {
+  Head("linear_cross_entropy_backward", x, weight, dx, dweight)
+      .run(targets, ignore_index, nullptr, &lse, false, &dloss, workspace);
 }
 
-size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx, const View& dweight) {
+size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
+                                            const View& dweight) {
   return Head("linear_cross_entropy_fused", x, weight, dx, dweight).workspace();
 }
-void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets, int64_t ignore_index,
-                                const View& loss, const View& dx, const View& dweight, Workspace workspace) {
-  Head("linear_cross_entropy_fused", x, weight, dx, dweight).run(targets, ignore_index, &loss, nullptr, true, nullptr, workspace);
+void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets,
+                                int64_t ignore_index, const View& loss, const View& dx,
+                                const View& dweight, Workspace workspace) {
+  Head("linear_cross_entropy_fused", x, weight, dx, dweight)
+      .run(targets, ignore_index, &loss, nullptr, true, nullptr, workspace);
 }
 
 }  // namespace sheaf::kernels::cpu

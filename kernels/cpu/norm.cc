@@ -12,20 +12,24 @@ bool given(const View& v) { return v.rank() != 0; }
 
 /// One of y, dy, dx: as x.
 void check_like(const char* who, const View& x, const View& v) {
-  check<ShapeError>(x.rank() >= 1 && v.shape == x.shape, "[", who, "] shapes ", x.shape, " and ", v.shape);
+  check<ShapeError>(x.rank() >= 1 && v.shape == x.shape, "[", who, "] shapes ", x.shape, " and ",
+                    v.shape);
   check<DTypeError>(v.dtype == x.dtype, "[", who, "] dtypes ", x.dtype, " and ", v.dtype);
 }
 void check_vector(const char* who, const View& x, const View& v, bool any_dtype = false) {
   if (!given(v)) return;
-  check<ShapeError>(v.rank() == 1 && v.shape[0] == x.shape.back() && (v.shape[0] <= 1 || v.strides[0] == 1), "[", who,
-                    "] a weight or bias of shape ", v.shape, " for input ", x.shape, " must be a dense vector");
-  check<DTypeError>(v.dtype == x.dtype || (any_dtype && v.dtype == kF32 && x.dtype != kF64), "[", who, "] ", v.dtype,
-                    " beside input ", x.dtype);
+  check<ShapeError>(
+      v.rank() == 1 && v.shape[0] == x.shape.back() && (v.shape[0] <= 1 || v.strides[0] == 1), "[",
+      who, "] a weight or bias of shape ", v.shape, " for input ", x.shape,
+      " must be a dense vector");
+  check<DTypeError>(v.dtype == x.dtype || (any_dtype && v.dtype == kF32 && x.dtype != kF64), "[",
+                    who, "] ", v.dtype, " beside input ", x.dtype);
 }
 void check_statistic(const char* who, const View& x, const View& v, bool stored) {
-  check<ShapeError>((!stored || v.contiguous()) && v.numel() * x.shape.back() == x.numel(), "[", who, "] statistics of shape ", v.shape,
-                    " for input ", x.shape);
-  check<DTypeError>(v.dtype == (x.dtype == kF64 ? kF64 : kF32), "[", who, "] statistics in ", v.dtype);
+  check<ShapeError>((!stored || v.contiguous()) && v.numel() * x.shape.back() == x.numel(), "[",
+                    who, "] statistics of shape ", v.shape, " for input ", x.shape);
+  check<DTypeError>(v.dtype == (x.dtype == kF64 ? kF64 : kF32), "[", who, "] statistics in ",
+                    v.dtype);
 }
 
 int64_t row_count(const View& x) { return x.shape.back() == 0 ? 0 : x.numel() / x.shape.back(); }
@@ -33,32 +37,39 @@ int64_t block_count(const View& x) { return (row_count(x) + kBlockRows - 1) / kB
 
 /// Partial sums of `vectors` column sums, one set per block of rows.
 size_t partials_bytes(const View& x, int vectors) {
-  return line_align(static_cast<size_t>(block_count(x) * vectors * x.shape.back()) * (x.dtype == kF64 ? 8 : 4));
+  return line_align(static_cast<size_t>(block_count(x) * vectors * x.shape.back()) *
+                    (x.dtype == kF64 ? 8 : 4));
 }
 
 /// out[j] = the partials of column j over all blocks, in order.
 template <class C>
-void add_partials(const char* who, const C* partials, int64_t blocks, int64_t block_stride, const View& out) {
+void add_partials(const char* who, const C* partials, int64_t blocks, int64_t block_stride,
+                  const View& out) {
   visit_floating(who, out.dtype, [&]<class Out>() {
     if constexpr (std::is_same_v<ComputeType<Out>, C>) {
       const int64_t width = out.shape[0];
-      parallel_for((width + kLanes - 1) / kLanes, row_grain(blocks * kLanes), [&](int64_t begin, int64_t end) {
-        for_lanes(std::min(end * kLanes, width) - begin * kLanes, [&](int64_t i, auto n) {
-          i += begin * kLanes;
-          Lanes<C> sum(C(0));
-          for (int64_t b = 0; b < blocks; ++b) sum = sum + load_lanes(partials + b * block_stride + i, n);
-          store_lanes(out.as<Out>() + i, sum, n);
-        });
-      });
+      parallel_for((width + kLanes - 1) / kLanes, row_grain(blocks * kLanes),
+                   [&](int64_t begin, int64_t end) {
+                     for_lanes(std::min(end * kLanes, width) - begin * kLanes,
+                               [&](int64_t i, auto n) {
+                                 i += begin * kLanes;
+                                 Lanes<C> sum(C(0));
+                                 for (int64_t b = 0; b < blocks; ++b)
+                                   sum = sum + load_lanes(partials + b * block_stride + i, n);
+                                 store_lanes(out.as<Out>() + i, sum, n);
+                               });
+                   });
     }
   });
 }
 
-/// Backward of both norms. y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for rms_norm:
-/// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g).
+/// Backward of both norms. y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for
+/// rms_norm: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has
+/// no mean(g).
 template <bool kCentred>
-void norm_backward(const char* who, const View& dy, const View& x, const View& weight, const View& mean, const View& rstd,
-                   const View& dx, const View& dweight, const View& dbias, Workspace workspace) {
+void norm_backward(const char* who, const View& dy, const View& x, const View& weight,
+                   const View& mean, const View& rstd, const View& dx, const View& dweight,
+                   const View& dbias, Workspace workspace) {
   if (dy.shape.back() == 0) return;
   visit_floating(who, x.dtype, [&]<class T>() {
     using C = ComputeType<T>;
@@ -70,45 +81,52 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
     const T* w = given(weight) ? weight.as<T>() : nullptr;
     const bool sums = given(dweight) || given(dbias), has_dx = given(dx);
     C* partials = sums ? Carver(who, workspace).take<C>(blocks * 2 * width) : nullptr;
-    parallel_for(blocks, std::max<int64_t>(1, row_grain(width) / kBlockRows), [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        C* dw = partials ? partials + b * 2 * width : nullptr;
-        C* db = partials ? dw + width : nullptr;
-        if (partials) std::fill_n(dw, 2 * width, C(0));
-        for (int64_t r = b * kBlockRows; r < std::min((b + 1) * kBlockRows, rows); ++r) {
-          const T *g = dy_rows[r], *in = x_rows[r];
-          const L scale(rstd_of[r]), centre(kCentred ? mean_of[r] : C(0));
-          auto normal = [&](int64_t i, auto n) { return (load_lanes(in + i, n) - centre) * scale; };
-          auto weighted = [&](int64_t i, auto n) {
-            const L d = load_lanes(g + i, n);
-            return w ? d * load_lanes(w + i, n) : d;
-          };
-          if (has_dx) {
-            // Masked lanes are harmless: there g is zero.
-            const C inverse = C(1) / static_cast<C>(width);
-            const L mean_g(kCentred ? row_sum<C>(width, weighted) * inverse : C(0));
-            const L mean_gx(row_sum<C>(width, [&](int64_t i, auto n) { return weighted(i, n) * normal(i, n); }) * inverse);
-            T* out = dx_rows[r];
-            for_lanes(width, [&](int64_t i, auto n) {
-              const L xhat = normal(i, n), d = load_lanes(g + i, n);
-              L t = w ? d * load_lanes(w + i, n) : d;
-              if (kCentred) t = t - mean_g;
-              if (partials) {
-                store_lanes(dw + i, fma(d, xhat, load_lanes(dw + i, n)), n);
-                if (kCentred) store_lanes(db + i, load_lanes(db + i, n) + d, n);
+    parallel_for(
+        blocks, std::max<int64_t>(1, row_grain(width) / kBlockRows),
+        [&](int64_t begin, int64_t end) {
+          for (int64_t b = begin; b < end; ++b) {
+            C* dw = partials ? partials + b * 2 * width : nullptr;
+            C* db = partials ? dw + width : nullptr;
+            if (partials) std::fill_n(dw, 2 * width, C(0));
+            for (int64_t r = b * kBlockRows; r < std::min((b + 1) * kBlockRows, rows); ++r) {
+              const T *g = dy_rows[r], *in = x_rows[r];
+              const L scale(rstd_of[r]), centre(kCentred ? mean_of[r] : C(0));
+              auto normal = [&](int64_t i, auto n) {
+                return (load_lanes(in + i, n) - centre) * scale;
+              };
+              auto weighted = [&](int64_t i, auto n) {
+                const L d = load_lanes(g + i, n);
+                return w ? d * load_lanes(w + i, n) : d;
+              };
+              if (has_dx) {
+                // Masked lanes are harmless: there g is zero.
+                const C inverse = C(1) / static_cast<C>(width);
+                const L mean_g(kCentred ? row_sum<C>(width, weighted) * inverse : C(0));
+                const L mean_gx(
+                    row_sum<C>(width,
+                               [&](int64_t i, auto n) { return weighted(i, n) * normal(i, n); }) *
+                    inverse);
+                T* out = dx_rows[r];
+                for_lanes(width, [&](int64_t i, auto n) {
+                  const L xhat = normal(i, n), d = load_lanes(g + i, n);
+                  L t = w ? d * load_lanes(w + i, n) : d;
+                  if (kCentred) t = t - mean_g;
+                  if (partials) {
+                    store_lanes(dw + i, fma(d, xhat, load_lanes(dw + i, n)), n);
+                    if (kCentred) store_lanes(db + i, load_lanes(db + i, n) + d, n);
+                  }
+                  store_lanes(out + i, scale * (t - xhat * mean_gx), n);
+                });
+              } else {
+                for_lanes(width, [&](int64_t i, auto n) {
+                  const L d = load_lanes(g + i, n);
+                  store_lanes(dw + i, fma(d, normal(i, n), load_lanes(dw + i, n)), n);
+                  if (kCentred) store_lanes(db + i, load_lanes(db + i, n) + d, n);
+                });
               }
-              store_lanes(out + i, scale * (t - xhat * mean_gx), n);
-            });
-          } else {
-            for_lanes(width, [&](int64_t i, auto n) {
-              const L d = load_lanes(g + i, n);
-              store_lanes(dw + i, fma(d, normal(i, n), load_lanes(dw + i, n)), n);
-              if (kCentred) store_lanes(db + i, load_lanes(db + i, n) + d, n);
-            });
+            }
           }
-        }
-      }
-    });
+        });
     if (given(dweight)) add_partials(who, partials, blocks, 2 * width, dweight);
     if (given(dbias)) add_partials(who, partials + width, blocks, 2 * width, dbias);
   });
@@ -116,8 +134,8 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
 
 }  // namespace
 
-void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y, const View& mean,
-                const View& rstd) {
+void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y,
+                const View& mean, const View& rstd) {
   const char* who = "layer_norm";
   check_like(who, x, y), check_vector(who, x, weight), check_vector(who, x, bias);
   check_statistic(who, x, mean, true), check_statistic(who, x, rstd, true);
@@ -128,12 +146,15 @@ void layer_norm(const View& x, const View& weight, const View& bias, double eps,
     const Rows<const T> in(who, x);
     const Rows<T> out(who, y);
     const int64_t width = in.cols();
-    const T *w = given(weight) ? weight.as<T>() : nullptr, *b = given(bias) ? bias.as<T>() : nullptr;
+    const T *w = given(weight) ? weight.as<T>() : nullptr,
+            *b = given(bias) ? bias.as<T>() : nullptr;
     parallel_for(in.count(), row_grain(2 * width), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T* row = in[r];
         T* to = out[r];
-        const C centre = row_sum<C>(width, [&](int64_t i, auto n) { return load_lanes(row + i, n); }) / static_cast<C>(width);
+        const C centre =
+            row_sum<C>(width, [&](int64_t i, auto n) { return load_lanes(row + i, n); }) /
+            static_cast<C>(width);
         // Lanes past the end would count as (0 - centre)²: give them x = centre.
         C squares = C(0);
         const int64_t whole = width / kLanes * kLanes;
@@ -145,13 +166,16 @@ void layer_norm(const View& x, const View& weight, const View& bias, double eps,
           const C d = static_cast<C>(row[i]) - centre;
           squares = squares + d * d;
         }
-        const C scale_value = C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
+        const C scale_value =
+            C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
         mean.as<C>()[r] = centre, rstd.as<C>()[r] = scale_value;
         const L scale(scale_value);
         for_lanes(width, [&](int64_t i, auto n) {
           L v = (load_lanes(row + i, n) - L(centre)) * scale;
-          if (w) v = b ? fma(v, load_lanes(w + i, n), load_lanes(b + i, n)) : v * load_lanes(w + i, n);
-          else if (b) v = v + load_lanes(b + i, n);
+          if (w)
+            v = b ? fma(v, load_lanes(w + i, n), load_lanes(b + i, n)) : v * load_lanes(w + i, n);
+          else if (b)
+            v = v + load_lanes(b + i, n);
           store_lanes(to + i, v, n);
         });
       }
@@ -159,14 +183,17 @@ void layer_norm(const View& x, const View& weight, const View& bias, double eps,
   });
 }
 
-size_t layer_norm_backward_workspace(const View& x, const View&, const View& dweight, const View& dbias) {
+size_t layer_norm_backward_workspace(const View& x, const View&, const View& dweight,
+                                     const View& dbias) {
   return given(dweight) || given(dbias) ? partials_bytes(x, 2) : 0;
 }
 
-void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean, const View& rstd,
-                         const View& dx, const View& dweight, const View& dbias, Workspace workspace) {
+void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean,
+                         const View& rstd, const View& dx, const View& dweight, const View& dbias,
+                         Workspace workspace) {
   const char* who = "layer_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean, false), check_statistic(who, x, rstd, false);
+  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean, false),
+      check_statistic(who, x, rstd, false);
   if (given(dx)) check_like(who, x, dx);
   check_vector(who, x, dweight, true), check_vector(who, x, dbias, true);
   norm_backward<true>(who, dy, x, weight, mean, rstd, dx, dweight, dbias, workspace);
@@ -206,8 +233,8 @@ size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweig
   return given(dweight) ? partials_bytes(x, 2) : 0;
 }
 
-void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd, const View& dx,
-                       const View& dweight, Workspace workspace) {
+void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd,
+                       const View& dx, const View& dweight, Workspace workspace) {
   const char* who = "rms_norm_backward";
   check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, rstd, false);
   if (given(dx)) check_like(who, x, dx);

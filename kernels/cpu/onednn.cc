@@ -1,10 +1,10 @@
 #include "sheaf/kernels/cpu/onednn.h"
 
-#include <omp.h>
-
 #include <mutex>
-#include <oneapi/dnnl/dnnl.hpp>
 #include <unordered_map>
+
+#include <omp.h>
+#include <oneapi/dnnl/dnnl.hpp>
 
 #include "sheaf/core/error.h"
 
@@ -18,10 +18,13 @@ const dnnl::engine& cpu_engine() {
   return *engine;
 }
 
-memory::data_type data_type(DType d) { return d == kBF16 ? memory::data_type::bf16 : memory::data_type::f32; }
+memory::data_type data_type(DType d) {
+  return d == kBF16 ? memory::data_type::bf16 : memory::data_type::f32;
+}
 
 memory::desc describe(const MatrixLayout& m) {
-  // A stride along a dimension of size 1 means nothing, but oneDNN would take it for a strange layout.
+  // A stride along a dimension of size 1 means nothing, but oneDNN would take it for a strange
+  // layout.
   memory::dims strides{m.row_stride, m.col_stride};
   if (m.cols == 1) strides[1] = 1;
   if (m.rows == 1) strides[0] = m.col_stride == 1 || m.cols == 1 ? m.cols : 1;
@@ -41,12 +44,16 @@ class DnnlProduct : public Product {
       sum.append_sum(1.0f);
       attributes.set_post_ops(sum);
     }
-    const memory::desc b = spec.pack ? memory::desc({spec.b.rows, spec.b.cols}, data_type(spec.b.dtype),
-                                                    memory::format_tag::any)
-                                     : plain_b_;
+    const memory::desc b = spec.pack
+                               ? memory::desc({spec.b.rows, spec.b.cols}, data_type(spec.b.dtype),
+                                              memory::format_tag::any)
+                               : plain_b_;
     const memory::desc a = describe(spec.a), c = describe(spec.c);
     const auto description =
-        spec.bias ? dnnl::matmul::desc(a, b, memory::desc({1, spec.c.cols}, data_type(spec.bias_dtype), memory::format_tag::ab), c)
+        spec.bias ? dnnl::matmul::desc(a, b,
+                                       memory::desc({1, spec.c.cols}, data_type(spec.bias_dtype),
+                                                    memory::format_tag::ab),
+                                       c)
                   : dnnl::matmul::desc(a, b, c);
     const dnnl::matmul::primitive_desc pd(description, attributes, cpu_engine());
     matmul_ = dnnl::matmul(pd);
@@ -54,7 +61,8 @@ class DnnlProduct : public Product {
     if (spec.bias) bias_ = pd.bias_desc();
     bytes_ = aligned(scratch_.get_size());
     if (spec.pack && b_ != plain_b_) {
-      const dnnl::reorder::primitive_desc rd(cpu_engine(), plain_b_, cpu_engine(), b_, attributes_for_reorder());
+      const dnnl::reorder::primitive_desc rd(cpu_engine(), plain_b_, cpu_engine(), b_,
+                                             attributes_for_reorder());
       reorder_ = dnnl::reorder(rd);
       reorder_scratch_ = rd.scratchpad_desc();
       packed_at_ = bytes_;
@@ -67,15 +75,19 @@ class DnnlProduct : public Product {
 
   size_t workspace() const override { return bytes_; }
 
-  void run(const void* a, const void* b, const void* bias, void* c, void* workspace) const override {
+  void run(const void* a, const void* b, const void* bias, void* c,
+           void* workspace) const override {
     const dnnl::engine& engine = cpu_engine();
     dnnl::stream stream(engine);
     char* base = static_cast<char*>(workspace);
-    auto at = [&](const memory::desc& d, const void* p) { return memory(d, engine, const_cast<void*>(p)); };
+    auto at = [&](const memory::desc& d, const void* p) {
+      return memory(d, engine, const_cast<void*>(p));
+    };
     if (packs_) {
-      reorder_.execute(stream, {{DNNL_ARG_FROM, at(plain_b_, b)},
-                                {DNNL_ARG_TO, at(b_, base + packed_at_)},
-                                {DNNL_ARG_SCRATCHPAD, at(reorder_scratch_, base + reorder_scratch_at_)}});
+      reorder_.execute(stream,
+                       {{DNNL_ARG_FROM, at(plain_b_, b)},
+                        {DNNL_ARG_TO, at(b_, base + packed_at_)},
+                        {DNNL_ARG_SCRATCHPAD, at(reorder_scratch_, base + reorder_scratch_at_)}});
       b = base + packed_at_;
     }
     std::unordered_map<int, memory> arguments{{DNNL_ARG_SRC, at(a_, a)},
@@ -103,9 +115,12 @@ class DnnlProduct : public Product {
 struct SpecHash {
   size_t operator()(const ProductSpec& s) const {
     size_t h = static_cast<size_t>(s.threads);
-    auto mix = [&](int64_t x) { h = (h ^ static_cast<size_t>(x)) * 0x9e3779b97f4a7c15ull, h ^= h >> 29; };
+    auto mix = [&](int64_t x) {
+      h = (h ^ static_cast<size_t>(x)) * 0x9e3779b97f4a7c15ull, h ^= h >> 29;
+    };
     for (const MatrixLayout* m : {&s.a, &s.b, &s.c})
-      mix(m->rows), mix(m->cols), mix(m->row_stride), mix(m->col_stride), mix(static_cast<int64_t>(m->dtype));
+      mix(m->rows), mix(m->cols), mix(m->row_stride), mix(m->col_stride),
+          mix(static_cast<int64_t>(m->dtype));
     mix(s.bias + 2 * s.accumulate + 4 * s.pack + 8 * static_cast<int>(s.bias_dtype));
     return h;
   }
@@ -114,7 +129,9 @@ struct SpecHash {
 /// oneDNN fixes a primitive's thread count when it is made.
 class OmpThreads {
  public:
-  explicit OmpThreads(int threads) : before_(omp_get_max_threads()) { omp_set_num_threads(threads); }
+  explicit OmpThreads(int threads) : before_(omp_get_max_threads()) {
+    omp_set_num_threads(threads);
+  }
   ~OmpThreads() { omp_set_num_threads(before_); }
 
  private:
@@ -124,10 +141,12 @@ class OmpThreads {
 }  // namespace
 
 std::shared_ptr<const Product> product(const ProductSpec& spec) {
-  // Shapes are few in training; a program that keeps inventing new ones starts over rather than growing without end.
+  // Shapes are few in training; a program that keeps inventing new ones starts over rather than
+  // growing without end.
   constexpr size_t kMost = 4096;
   static std::mutex& mutex = *new std::mutex;
-  static auto& cache = *new std::unordered_map<ProductSpec, std::shared_ptr<const Product>, SpecHash>;
+  static auto& cache =
+      *new std::unordered_map<ProductSpec, std::shared_ptr<const Product>, SpecHash>;
   std::lock_guard lock(mutex);
   auto found = cache.find(spec);
   if (found != cache.end()) return found->second;
@@ -136,8 +155,9 @@ std::shared_ptr<const Product> product(const ProductSpec& spec) {
   try {
     return cache.emplace(spec, std::make_shared<DnnlProduct>(spec)).first->second;
   } catch (const dnnl::error& e) {
-    fail<ConfigError>("[matmul] oneDNN refuses a product of [", spec.a.rows, ",", spec.a.cols, "] and [", spec.b.rows,
-                      ",", spec.b.cols, "] in ", spec.a.dtype, ": ", std::string_view(e.what()));
+    fail<ConfigError>("[matmul] oneDNN refuses a product of [", spec.a.rows, ",", spec.a.cols,
+                      "] and [", spec.b.rows, ",", spec.b.cols, "] in ", spec.a.dtype, ": ",
+                      std::string_view(e.what()));
   }
 }
 

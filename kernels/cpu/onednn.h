@@ -18,10 +18,11 @@ struct MatrixLayout {
 
 struct ProductSpec {
   MatrixLayout a, b, c;
-  bool bias = false;        ///< f32 [cols of c], or of c's dtype
+  bool bias = false;  ///< f32 [cols of c], or of c's dtype
   DType bias_dtype = kF32;
   bool accumulate = false;  ///< c += a b
-  bool pack = false;        ///< b is first copied into oneDNN's blocked layout (same bits; faster where b's rows alias in the cache)
+  bool pack = false;  ///< b is first copied into oneDNN's blocked layout (same bits; faster where
+                      ///< b's rows alias in the cache)
   int threads = 1;
   bool operator==(const ProductSpec&) const = default;
 };
@@ -31,11 +32,12 @@ class Product {
  public:
   virtual ~Product() = default;
   virtual size_t workspace() const = 0;
-  virtual void run(const void* a, const void* b, const void* bias, void* c, void* workspace) const = 0;
+  virtual void run(const void* a, const void* b, const void* bias, void* c,
+                   void* workspace) const = 0;
 };
 
-/// From a locked cache. Must be called, and run, on a thread whose rank has `spec.threads` threads, or with threads = 1
-/// anywhere.
+/// From a locked cache. Must be called, and run, on a thread whose rank has `spec.threads` threads,
+/// or with threads = 1 anywhere.
 std::shared_ptr<const Product> product(const ProductSpec& spec);
 
 /// Whether this machine multiplies bf16 in oneDNN.

@@ -7,32 +7,41 @@ namespace sheaf::kernels::cpu {
 namespace {
 
 void check_flat(const char* who, const View& param, const View& v, bool same_dtype) {
-  check<ShapeError>(v.contiguous() && v.numel() == param.numel(), "[", who, "] state of shape ", v.shape, " for ", param.numel(),
-                    " parameters; all must be dense");
-  check<DTypeError>(!same_dtype || v.dtype == param.dtype, "[", who, "] state in ", v.dtype, " for parameters in ", param.dtype);
+  check<ShapeError>(v.contiguous() && v.numel() == param.numel(), "[", who, "] state of shape ",
+                    v.shape, " for ", param.numel(), " parameters; all must be dense");
+  check<DTypeError>(!same_dtype || v.dtype == param.dtype, "[", who, "] state in ", v.dtype,
+                    " for parameters in ", param.dtype);
 }
 
 template <class C>
 void read_scalars(const char* who, const View& scalars, C* out, int count) {
-  check<ShapeError>(scalars.numel() == count && scalars.contiguous(), "[", who, "] wants ", count, " scalars, got ", scalars.shape);
+  check<ShapeError>(scalars.numel() == count && scalars.contiguous(), "[", who, "] wants ", count,
+                    " scalars, got ", scalars.shape);
   visit_floating(who, scalars.dtype, [&]<class S>() {
-    for (int i = 0; i < count; ++i) out[i] = static_cast<C>(static_cast<ComputeType<S>>(scalars.as<S>()[i]));
+    for (int i = 0; i < count; ++i)
+      out[i] = static_cast<C>(static_cast<ComputeType<S>>(scalars.as<S>()[i]));
   });
 }
 
 /// Calls update(i, n, decay) for all lanes of all segments, on all threads.
 template <class F>
 void for_segments(const char* who, int64_t numel, const View& segments, F&& update) {
-  check<ShapeError>(segments.rank() == 2 && segments.shape[1] == 3 && segments.contiguous() && segments.dtype == kI64, "[", who,
-                    "] segments must be i64 [k, 3], got ", segments.dtype, segments.shape);
+  check<ShapeError>(segments.rank() == 2 && segments.shape[1] == 3 && segments.contiguous() &&
+                        segments.dtype == kI64,
+                    "[", who, "] segments must be i64 [k, 3], got ", segments.dtype,
+                    segments.shape);
   const int64_t* table = segments.as<int64_t>();
   for (int64_t s = 0; s < segments.shape[0]; ++s)
-    check<ShapeError>(table[3 * s] >= 0 && table[3 * s] <= table[3 * s + 1] && table[3 * s + 1] <= numel, "[", who, "] segment ",
-                      table[3 * s], " to ", table[3 * s + 1], " of ", numel, " elements");
+    check<ShapeError>(
+        table[3 * s] >= 0 && table[3 * s] <= table[3 * s + 1] && table[3 * s + 1] <= numel, "[",
+        who, "] segment ", table[3 * s], " to ", table[3 * s + 1], " of ", numel, " elements");
   parallel_for((numel + kLanes - 1) / kLanes, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t s = 0; s < segments.shape[0]; ++s) {
-      const int64_t first = std::max(begin * kLanes, table[3 * s]), last = std::min(end * kLanes, table[3 * s + 1]);
-      if (first < last) for_lanes(last - first, [&](int64_t i, auto n) { update(first + i, n, table[3 * s + 2] != 0); });
+      const int64_t first = std::max(begin * kLanes, table[3 * s]),
+                    last = std::min(end * kLanes, table[3 * s + 1]);
+      if (first < last)
+        for_lanes(last - first,
+                  [&](int64_t i, auto n) { update(first + i, n, table[3 * s + 2] != 0); });
     }
   });
 }
@@ -52,14 +61,16 @@ SHEAF_INLINE Lanes<C> load_gradient(const G* grad, int64_t i, N n) {
   } else {
     Lanes<C> out(C(0));
     C buffer[kLanes] = {};
-    for (int j = 0; j < n; ++j) buffer[j] = static_cast<C>(static_cast<ComputeType<G>>(grad[i + j]));
+    for (int j = 0; j < n; ++j)
+      buffer[j] = static_cast<C>(static_cast<ComputeType<G>>(grad[i + j]));
     return out + Lanes<C>::load(buffer);
   }
 }
 
 }  // namespace
 
-void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments, const View& scalars) {
+void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
+           const View& scalars) {
   check_flat("adamw", param, param, true), check_flat("adamw", param, grad, false);
   check_flat("adamw", param, m, true), check_flat("adamw", param, v, true);
   visit_param("adamw", param.dtype, [&]<class C>() {
@@ -67,7 +78,8 @@ void adamw(const View& param, const View& grad, const View& m, const View& v, co
       using L = Lanes<C>;
       C s[kAdamWScalars];
       read_scalars("adamw", scalars, s, kAdamWScalars);
-      const L lr(s[kLearningRate]), beta1(s[kBeta1]), beta2(s[kBeta2]), rest1(C(1) - s[kBeta1]), rest2(C(1) - s[kBeta2]);
+      const L lr(s[kLearningRate]), beta1(s[kBeta1]), beta2(s[kBeta2]), rest1(C(1) - s[kBeta1]),
+          rest2(C(1) - s[kBeta2]);
       const L epsilon(s[kEpsilon]), decay(s[kLearningRate] * s[kWeightDecay]), clip(s[kClipScale]);
       const L correction1(s[kBiasCorrection1]), correction2(s[kBiasCorrection2]);
       for_segments("adamw", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
@@ -77,13 +89,15 @@ void adamw(const View& param, const View& grad, const View& m, const View& v, co
         L p = load_lanes(param.as<C>() + i, n);
         if (decays) p = p - decay * p;
         p = p - lr * ((mean / correction1) / (sqrt(square / correction2) + epsilon));
-        store_lanes(m.as<C>() + i, mean, n), store_lanes(v.as<C>() + i, square, n), store_lanes(param.as<C>() + i, p, n);
+        store_lanes(m.as<C>() + i, mean, n), store_lanes(v.as<C>() + i, square, n),
+            store_lanes(param.as<C>() + i, p, n);
       });
     });
   });
 }
 
-void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments, const View& scalars, bool nesterov) {
+void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
+         const View& scalars, bool nesterov) {
   const bool has_buffer = momentum_buffer.rank() != 0;
   check_flat("sgd", param, param, true), check_flat("sgd", param, grad, false);
   if (has_buffer) check_flat("sgd", param, momentum_buffer, true);
@@ -92,7 +106,8 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
       using L = Lanes<C>;
       C s[kSgdScalars];
       read_scalars("sgd", scalars, s, kSgdScalars);
-      const L lr(s[kSgdLearningRate]), momentum(s[kSgdMomentum]), decay(s[kSgdWeightDecay]), clip(s[kSgdClipScale]);
+      const L lr(s[kSgdLearningRate]), momentum(s[kSgdMomentum]), decay(s[kSgdWeightDecay]),
+          clip(s[kSgdClipScale]);
       for_segments("sgd", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
         const L p = load_lanes(param.as<C>() + i, n);
         L g = clip * load_gradient<C>(grad.as<G>(), i, n);

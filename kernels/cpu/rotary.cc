@@ -8,21 +8,29 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// Positions whose angles are sums of one coarse and one fine angle: sine and cosine are computed for T/64 + 64
-/// positions instead of T, and combined in f64.
+/// Positions whose angles are sums of one coarse and one fine angle: sine and cosine are computed
+/// for T/64 + 64 positions instead of T, and combined in f64.
 constexpr int64_t kFine = 64;
 
 struct Tables {
   int64_t positions, half;
   size_t bytes_per_value;
-  explicit Tables(const View& x) : positions(x.shape[1]), half(x.shape[3] / 2), bytes_per_value(x.dtype == kF64 ? 8 : 4) {}
-  size_t fine_bytes() const { return line_align(static_cast<size_t>(2 * kFine * half) * sizeof(double)); }
-  size_t bytes() const { return fine_bytes() + 2 * line_align(static_cast<size_t>(positions * half) * bytes_per_value); }
+  explicit Tables(const View& x)
+      : positions(x.shape[1]), half(x.shape[3] / 2), bytes_per_value(x.dtype == kF64 ? 8 : 4) {}
+  size_t fine_bytes() const {
+    return line_align(static_cast<size_t>(2 * kFine * half) * sizeof(double));
+  }
+  size_t bytes() const {
+    return fine_bytes() + 2 * line_align(static_cast<size_t>(positions * half) * bytes_per_value);
+  }
 };
 
 template <class C>
-void fill_tables(const Tables& t, double theta, int64_t first_position, double* fine, C* cosine, C* sine) {
-  auto frequency = [&](int64_t i) { return std::pow(theta, -static_cast<double>(i) / static_cast<double>(t.half)); };
+void fill_tables(const Tables& t, double theta, int64_t first_position, double* fine, C* cosine,
+                 C* sine) {
+  auto frequency = [&](int64_t i) {
+    return std::pow(theta, -static_cast<double>(i) / static_cast<double>(t.half));
+  };
   parallel_for(t.half, std::max<int64_t>(1, 2048 / kFine), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const double f = frequency(i);
@@ -32,7 +40,8 @@ void fill_tables(const Tables& t, double theta, int64_t first_position, double* 
       }
     }
   });
-  const int64_t first_coarse = first_position / kFine, last_coarse = (first_position + t.positions - 1) / kFine;
+  const int64_t first_coarse = first_position / kFine,
+                last_coarse = (first_position + t.positions - 1) / kFine;
   parallel_for(last_coarse - first_coarse + 1, 2, [&](int64_t begin, int64_t end) {
     for (int64_t q = first_coarse + begin; q < first_coarse + end; ++q)
       for (int64_t i = 0; i < t.half; ++i) {
@@ -53,11 +62,13 @@ void fill_tables(const Tables& t, double theta, int64_t first_position, double* 
 
 size_t rotary_workspace(const View& x) { return x.rank() == 4 ? Tables(x).bytes() : 0; }
 
-void rotary(const View& x, double theta, int64_t first_position, bool inverse, const View& y, Workspace workspace) {
-  check<ShapeError>(x.rank() == 4 && x.shape[3] % 2 == 0 && y.shape == x.shape, "[rotary] wants [B, T, H, D] with even D, got ",
-                    x.shape, " into ", y.shape);
+void rotary(const View& x, double theta, int64_t first_position, int64_t rotated, bool inverse,
+            const View& y, Workspace workspace) {
+  check<ShapeError>(x.rank() == 4 && x.shape[3] % 2 == 0 && y.shape == x.shape,
+                    "[rotary] wants [B, T, H, D] with even D, got ", x.shape, " into ", y.shape);
   check<DTypeError>(y.dtype == x.dtype, "[rotary] ", x.dtype, " into ", y.dtype);
-  check<ConfigError>(first_position >= 0 && theta > 0, "[rotary] first position ", first_position, ", theta ", theta);
+  check<ConfigError>(first_position >= 0 && theta > 0, "[rotary] first position ", first_position,
+                     ", theta ", theta);
   if (x.numel() == 0) return;
   visit_floating("rotary", x.dtype, [&]<class T>() {
     using C = ComputeType<T>;
@@ -71,20 +82,26 @@ void rotary(const View& x, double theta, int64_t first_position, bool inverse, c
     const Rows<T> out("rotary", y);
     const int64_t heads = x.shape[2];
     const L sign(inverse ? C(-1) : C(1));
-    parallel_for(x.shape[0] * t.positions, row_grain(heads * t.half * 2), [&](int64_t begin, int64_t end) {
-      for (int64_t bt = begin; bt < end; ++bt) {
-        const C *c = cosine + bt % t.positions * t.half, *s = sine + bt % t.positions * t.half;
-        for (int64_t h = 0; h < heads; ++h) {
-          const T* from = in[bt * heads + h];
-          T* to = out[bt * heads + h];
-          for_lanes(t.half, [&](int64_t i, auto n) {
-            const L a = load_lanes(from + i, n), b = load_lanes(from + t.half + i, n);
-            const L ci = load_lanes(c + i, n), si = sign * load_lanes(s + i, n);
-            store_lanes(to + i, a * ci - b * si, n), store_lanes(to + t.half + i, b * ci + a * si, n);
-          });
-        }
-      }
-    });
+    parallel_for(
+        x.shape[0] * t.positions, row_grain(heads * t.half * 2), [&](int64_t begin, int64_t end) {
+          for (int64_t bt = begin; bt < end; ++bt) {
+            const C *c = cosine + bt % t.positions * t.half, *s = sine + bt % t.positions * t.half;
+            for (int64_t h = 0; h < heads; ++h) {
+              const T* from = in[bt * heads + h];
+              T* to = out[bt * heads + h];
+              if (h >= rotated) {
+                if (to != from) std::copy_n(from, 2 * t.half, to);
+                continue;
+              }
+              for_lanes(t.half, [&](int64_t i, auto n) {
+                const L a = load_lanes(from + i, n), b = load_lanes(from + t.half + i, n);
+                const L ci = load_lanes(c + i, n), si = sign * load_lanes(s + i, n);
+                store_lanes(to + i, a * ci - b * si, n),
+                    store_lanes(to + t.half + i, b * ci + a * si, n);
+              });
+            }
+          }
+        });
   });
 }
 

@@ -24,8 +24,8 @@ inline ComputeType<T> row_max(const T* x, int64_t n) {
   return out;
 }
 
-/// Four chains of lanes, so that additions need not wait for one another; lanes past the end contribute `zero`. f(i, n)
-/// gives the lanes at i.
+/// Four chains of lanes, so that additions need not wait for one another; lanes past the end
+/// contribute `zero`. f(i, n) gives the lanes at i.
 template <class C, class F>
 SHEAF_INLINE C row_sum(int64_t size, F&& f) {
   using L = Lanes<C>;

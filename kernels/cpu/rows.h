@@ -1,4 +1,5 @@
-// Rows: a view as rows over its last dimension, and slots: how kernels that need scratch memory per thread get it.
+// Rows: a view as rows over its last dimension, and slots: how kernels that need scratch memory per
+// thread get it.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +10,8 @@
 
 namespace sheaf::kernels::cpu {
 
-/// The rows of a view: all dimensions but the last, in row-major order, whatever their strides. The last dimension must
-/// be dense. T is the storage type.
+/// The rows of a view: all dimensions but the last, in row-major order, whatever their strides. The
+/// last dimension must be dense. T is the storage type.
 template <class T>
 class Rows {
  public:
@@ -35,7 +36,8 @@ class Rows {
   T* operator[](int64_t row) const {
     if (shape_.rank() == 1) return data_ + row * strides_[0];
     int64_t offset = 0;
-    for (int i = shape_.rank() - 1; i >= 0; --i) offset += row % shape_[i] * strides_[i], row /= shape_[i];
+    for (int i = shape_.rank() - 1; i >= 0; --i)
+      offset += row % shape_[i] * strides_[i], row /= shape_[i];
     return data_ + offset;
   }
 
@@ -62,12 +64,16 @@ class Elements {
 };
 
 /// Rows for which a thread is worth waking when each is `cols` elements of work.
-inline int64_t row_grain(int64_t cols) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(cols, 1)); }
+inline int64_t row_grain(int64_t cols) {
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(cols, 1));
+}
 
-/// Slots: parts of an index range that run at the same time, each with scratch memory of its own. Their number depends
-/// on the thread count, so what a slot computes for an item must not depend on the items before it.
+/// Slots: parts of an index range that run at the same time, each with scratch memory of its own.
+/// Their number depends on the thread count, so what a slot computes for an item must not depend on
+/// the items before it.
 inline int64_t slot_count(int64_t items, int64_t grain) {
-  return std::max<int64_t>(1, std::min<int64_t>(num_threads(), items / std::max<int64_t>(grain, 1)));
+  return std::max<int64_t>(1,
+                           std::min<int64_t>(num_threads(), items / std::max<int64_t>(grain, 1)));
 }
 /// Calls f(slot, begin, end).
 template <class F>
@@ -83,11 +89,13 @@ constexpr size_t line_align(size_t bytes) { return (bytes + 127) / 128 * 128; }
 /// Cuts a workspace into aligned arrays.
 class Carver {
  public:
-  Carver(const char* who, Workspace w) : who_(who), next_(static_cast<char*>(w.data)), left_(w.bytes) {}
+  Carver(const char* who, Workspace w)
+      : who_(who), next_(static_cast<char*>(w.data)), left_(w.bytes) {}
   template <class T>
   T* take(int64_t count) {
     const size_t bytes = line_align(static_cast<size_t>(count) * sizeof(T));
-    check<ShapeError>(bytes <= left_, "[", who_, "] workspace too small by ", bytes - std::min(bytes, left_), " bytes");
+    check<ShapeError>(bytes <= left_, "[", who_, "] workspace too small by ",
+                      bytes - std::min(bytes, left_), " bytes");
     T* out = reinterpret_cast<T*>(next_);
     next_ += bytes, left_ -= bytes;
     return out;

@@ -15,14 +15,16 @@ constexpr int kLowestBit = -384;
 constexpr int64_t kBlock = 32;
 constexpr int64_t kInfinite = 1, kNan = int64_t{1} << 32;
 
-/// The sum of 32 squares: lane i of 16 is x[i]² + x[i + 16]², then lanes fold in halves, as sum(Lanes) does.
+/// The sum of 32 squares: lane i of 16 is x[i]² + x[i + 16]², then lanes fold in halves, as
+/// sum(Lanes) does.
 SHEAF_INLINE double block_sum(const float* x) {
   auto squares = [&](int i) {
     const __m256d v = _mm256_cvtps_pd(_mm_loadu_ps(x + i));
     return _mm256_mul_pd(v, v);
   };
   auto lanes = [&](int i) { return _mm256_add_pd(squares(i), squares(i + kLanes)); };
-  const __m256d four = _mm256_add_pd(_mm256_add_pd(lanes(0), lanes(8)), _mm256_add_pd(lanes(4), lanes(12)));
+  const __m256d four =
+      _mm256_add_pd(_mm256_add_pd(lanes(0), lanes(8)), _mm256_add_pd(lanes(4), lanes(12)));
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
   return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
@@ -74,17 +76,22 @@ int64_t slots_of(const View& x) { return slot_count((x.numel() + kBlock - 1) / k
 
 }  // namespace
 
-size_t sum_of_squares_workspace(const View& x) { return line_align(static_cast<size_t>(slots_of(x) * kSquareLimbs) * sizeof(int64_t)); }
+size_t sum_of_squares_workspace(const View& x) {
+  return line_align(static_cast<size_t>(slots_of(x) * kSquareLimbs) * sizeof(int64_t));
+}
 
 void sum_of_squares(const View& x, const View& limbs, Workspace workspace) {
-  check<ShapeError>(x.contiguous() && limbs.contiguous() && limbs.numel() == kSquareLimbs && limbs.dtype == kI64,
-                    "[sum_of_squares] ", x.shape, " must be dense, and limbs i64[24], not ", limbs.dtype, limbs.shape);
+  check<ShapeError>(
+      x.contiguous() && limbs.contiguous() && limbs.numel() == kSquareLimbs && limbs.dtype == kI64,
+      "[sum_of_squares] ", x.shape, " must be dense, and limbs i64[24], not ", limbs.dtype,
+      limbs.shape);
   const int64_t slots = slots_of(x), blocks = (x.numel() + kBlock - 1) / kBlock;
   int64_t* parts = Carver("sum_of_squares", workspace).take<int64_t>(slots * kSquareLimbs);
   visit_floating("sum_of_squares", x.dtype, [&]<class T>() {
     parallel_slots(blocks, slots, [&](int64_t slot, int64_t begin, int64_t end) {
       int64_t local[kSquareLimbs] = {};
-      add_blocks(x.as<T>() + begin * kBlock, std::min(end * kBlock, x.numel()) - begin * kBlock, local);
+      add_blocks(x.as<T>() + begin * kBlock, std::min(end * kBlock, x.numel()) - begin * kBlock,
+                 local);
       std::copy_n(local, kSquareLimbs, parts + slot * kSquareLimbs);
     });
   });
@@ -96,15 +103,19 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace) {
 }
 
 void sum_of_squares_finish(const View& limbs, const View& out) {
-  check<ShapeError>(limbs.contiguous() && limbs.numel() == kSquareLimbs && limbs.dtype == kI64 && out.numel() == 1 && out.dtype == kF64,
-                    "[sum_of_squares_finish] wants i64[24] and f64[], got ", limbs.dtype, limbs.shape, " and ", out.dtype, out.shape);
+  check<ShapeError>(limbs.contiguous() && limbs.numel() == kSquareLimbs && limbs.dtype == kI64 &&
+                        out.numel() == 1 && out.dtype == kF64,
+                    "[sum_of_squares_finish] wants i64[24] and f64[], got ", limbs.dtype,
+                    limbs.shape, " and ", out.dtype, out.shape);
   const int64_t* given = limbs.as<int64_t>();
   double& result = *out.as<double>();
   if (given[kFlag] != 0) {
-    result = given[kFlag] >= kNan ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
+    result = given[kFlag] >= kNan ? std::numeric_limits<double>::quiet_NaN()
+                                  : std::numeric_limits<double>::infinity();
     return;
   }
-  // Carries go up; the topmost limb has room to spare. One more limb takes what it holds beyond 32 bits.
+  // Carries go up; the topmost limb has room to spare. One more limb takes what it holds beyond 32
+  // bits.
   uint64_t digit[kSquareLimbs] = {};
   uint64_t carry = 0;
   for (int i = 0; i < kFlag; ++i) {
@@ -114,7 +125,8 @@ void sum_of_squares_finish(const View& limbs, const View& out) {
   digit[kFlag] = carry;
   int top = kFlag;
   while (top > 0 && digit[top] == 0) --top;
-  // The leading 96 bits or more hold all that decides rounding, but for whether anything below is not zero.
+  // The leading 96 bits or more hold all that decides rounding, but for whether anything below is
+  // not zero.
   unsigned __int128 head = 0;
   for (int i = top; i > top - 3; --i) head = (head << 32) | (i >= 0 ? digit[i] : 0);
   bool sticky = false;
@@ -128,7 +140,8 @@ void sum_of_squares_finish(const View& limbs, const View& out) {
   const int drop = std::max(length - 53, 0);
   uint64_t mantissa = static_cast<uint64_t>(head >> drop);
   if (drop > 0) {
-    const unsigned __int128 rest = head & ((static_cast<unsigned __int128>(1) << drop) - 1), half = static_cast<unsigned __int128>(1) << (drop - 1);
+    const unsigned __int128 rest = head & ((static_cast<unsigned __int128>(1) << drop) - 1),
+                            half = static_cast<unsigned __int128>(1) << (drop - 1);
     if (rest > half || (rest == half && (sticky || (mantissa & 1)))) ++mantissa;
   }
   result = std::ldexp(static_cast<double>(mantissa), drop + 32 * (top - 2) + kLowestBit);

@@ -1,7 +1,6 @@
-// Arrays for the kernel tests: memory of any dtype with any strides, random values, and comparison with f64 references.
+// Arrays for the kernel tests: memory of any dtype with any strides, random values, and comparison
+// with f64 references.
 #pragma once
-
-#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +10,8 @@
 #include <random>
 #include <string>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/rank_context.h"
@@ -22,18 +23,23 @@ namespace sheaf::testing {
 class Array {
  public:
   Array() = default;
-  /// Strides in elements; by default dense. Memory outside the elements is filled with NaN patterns.
-  Array(DType dtype, const Shape& shape, Shape strides = {}) : view_(View::dense(nullptr, dtype, shape)) {
+  /// Strides in elements; by default dense. Memory outside the elements is filled with NaN
+  /// patterns.
+  Array(DType dtype, const Shape& shape, Shape strides = {})
+      : view_(View::dense(nullptr, dtype, shape)) {
     if (strides.rank() == shape.rank()) view_.strides = strides;
     int64_t last = 0;
-    for (int i = 0; i < shape.rank(); ++i) last += std::max<int64_t>(shape[i] - 1, 0) * view_.strides[i];
+    for (int i = 0; i < shape.rank(); ++i)
+      last += std::max<int64_t>(shape[i] - 1, 0) * view_.strides[i];
     bytes_ = static_cast<size_t>(last + 1) * size_of(dtype);
-    memory_.reset(static_cast<char*>(std::aligned_alloc(128, (bytes_ + 127) / 128 * 128)), std::free);
+    memory_.reset(static_cast<char*>(std::aligned_alloc(128, (bytes_ + 127) / 128 * 128)),
+                  std::free);
     std::memset(memory_.get(), 0xff, bytes_);
     view_.data = memory_.get();
   }
   /// Normal values (times `scale`), rounded to the dtype.
-  static Array random(DType dtype, const Shape& shape, int seed, double scale = 1, Shape strides = {}) {
+  static Array random(DType dtype, const Shape& shape, int seed, double scale = 1,
+                      Shape strides = {}) {
     Array a(dtype, shape, strides);
     std::mt19937 engine(static_cast<unsigned>(seed));
     std::normal_distribution<double> normal(0, scale);
@@ -66,7 +72,8 @@ class Array {
 
   static int64_t offset(const View& v, int64_t index) {
     int64_t out = 0;
-    for (int i = v.rank() - 1; i >= 0; --i) out += index % v.shape[i] * v.strides[i], index /= v.shape[i];
+    for (int i = v.rank() - 1; i >= 0; --i)
+      out += index % v.shape[i] * v.strides[i], index /= v.shape[i];
     return out;
   }
   static double read(const View& v, int64_t index) {
@@ -94,7 +101,9 @@ inline std::vector<double> values(const View& v) {
 }
 
 /// Relative error that one rounding to `d` may cause.
-inline double epsilon(DType d) { return d == kF64 ? 1e-15 : d == kF32 ? 1.2e-7 : d == kF16 ? 1e-3 : 8e-3; }
+inline double epsilon(DType d) {
+  return d == kF64 ? 1e-15 : d == kF32 ? 1.2e-7 : d == kF16 ? 1e-3 : 8e-3;
+}
 
 /// max |got - want| over max(largest |want|, 1e-30); infinite if anything is not finite.
 inline double scaled_error(const View& got, const std::vector<double>& want) {
@@ -138,7 +147,9 @@ void with_threads(int threads, F&& f) {
 /// Scratch memory of exactly the bytes asked for, filled with NaN patterns.
 class Scratch {
  public:
-  explicit Scratch(size_t bytes) : bytes_(bytes), memory_(static_cast<char*>(std::aligned_alloc(128, (bytes + 255) / 128 * 128)), std::free) {
+  explicit Scratch(size_t bytes)
+      : bytes_(bytes),
+        memory_(static_cast<char*>(std::aligned_alloc(128, (bytes + 255) / 128 * 128)), std::free) {
     std::memset(memory_.get(), 0xff, (bytes + 255) / 128 * 128);
   }
   operator Workspace() const { return {memory_.get(), bytes_}; }

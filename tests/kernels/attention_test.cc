@@ -13,24 +13,34 @@ struct Sizes {
   Shape k() const { return {batch, keys, key_heads, width}; }
   Shape lse() const { return {batch, heads, queries}; }
 };
-const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},   {1, 64, 64, 2, 1, 64},  {2, 130, 130, 4, 2, 16}, {1, 1, 200, 4, 2, 32},
-                        {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16}, {3, 33, 33, 1, 1, 1},   {1, 65, 65, 2, 2, 80}};
+const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},    {1, 64, 64, 2, 1, 64},  {2, 130, 130, 4, 2, 16},
+                        {1, 1, 200, 4, 2, 32}, {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16},
+                        {3, 33, 33, 1, 1, 1},  {1, 65, 65, 2, 2, 80}};
 
 struct Result {
   std::vector<double> out, lse, dq, dk, dv;
 };
 
 /// Softmax attention and its gradients from the definition, in f64.
-Result reference(const Sizes& s, const View& q, const View& k, const View& v, const View& dout, bool causal, double scale) {
+Result reference(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
+                 bool causal, double scale) {
   Result r;
-  r.out.resize(q.numel()), r.dq.resize(q.numel()), r.dk.resize(k.numel()), r.dv.resize(k.numel()), r.lse.resize(s.lse().numel());
-  auto qi = [&](int64_t b, int64_t t, int64_t h, int64_t d) { return ((b * s.queries + t) * s.heads + h) * s.width + d; };
-  auto ki = [&](int64_t b, int64_t t, int64_t g, int64_t d) { return ((b * s.keys + t) * s.key_heads + g) * s.width + d; };
+  r.out.resize(q.numel()), r.dq.resize(q.numel()), r.dk.resize(k.numel()), r.dv.resize(k.numel()),
+      r.lse.resize(s.lse().numel());
+  auto qi = [&](int64_t b, int64_t t, int64_t h, int64_t d) {
+    return ((b * s.queries + t) * s.heads + h) * s.width + d;
+  };
+  auto ki = [&](int64_t b, int64_t t, int64_t g, int64_t d) {
+    return ((b * s.keys + t) * s.key_heads + g) * s.width + d;
+  };
   const auto Q = values(q), K = values(k), V = values(v), G = values(dout);
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t h = 0; h < s.heads; ++h)
       for (int64_t t = 0; t < s.queries; ++t) {
-        const int64_t g = h / (s.heads / s.key_heads), seen = causal ? std::max<int64_t>(0, std::min(s.keys, t + 1 + s.keys - s.queries)) : s.keys;
+        const int64_t g = h / (s.heads / s.key_heads),
+                      seen = causal ? std::max<int64_t>(
+                                          0, std::min(s.keys, t + 1 + s.keys - s.queries))
+                                    : s.keys;
         std::vector<double> p(static_cast<size_t>(seen));
         double most = -INFINITY, total = 0, dot = 0;
         for (int64_t j = 0; j < seen; ++j) {
@@ -63,10 +73,13 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
 struct Arrays {
   Array out, lse, dq, dk, dv;
 };
-Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const View& dout, bool causal, double scale) {
+Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
+           bool causal, double scale) {
   const DType d = q.dtype, stat = d == kF64 ? kF64 : kF32;
-  Arrays a{Array(d, s.q()), Array(stat, s.lse()), Array(d, s.q()), Array(d, s.k()), Array(d, s.k())};
-  attention(q, k, v, causal, scale, a.out, a.lse, Scratch(attention_workspace(without_data(q), without_data(k))));
+  Arrays a{Array(d, s.q()), Array(stat, s.lse()), Array(d, s.q()), Array(d, s.k()),
+           Array(d, s.k())};
+  attention(q, k, v, causal, scale, a.out, a.lse,
+            Scratch(attention_workspace(without_data(q), without_data(k))));
   attention_backward(q, k, v, a.out, a.lse, dout, causal, scale, a.dq, a.dk, a.dv,
                      Scratch(attention_backward_workspace(without_data(q), without_data(k))));
   return a;
@@ -76,12 +89,14 @@ TEST(Attention, MatchesTheDefinition) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const Sizes& s : kSizes)
       for (bool causal : {false, true}) {
-        const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3);
+        const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2),
+                    v = Array::random(d, s.k(), 3);
         const Array dout = Array::random(d, s.q(), 4);
         const Result want = reference(s, q, k, v, dout, causal, 0.4);
         const Arrays got = run(s, q, k, v, dout, causal, 0.4);
         const double bound = 16 * epsilon(d);
-        const std::string where = std::string(name(d)) + s.q().to_string() + s.k().to_string() + (causal ? " causal" : "");
+        const std::string where = std::string(name(d)) + s.q().to_string() + s.k().to_string() +
+                                  (causal ? " causal" : "");
         EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
         EXPECT_LT(scaled_error(got.dq, want.dq), bound) << where;
         EXPECT_LT(scaled_error(got.dk, want.dk), bound) << where;
@@ -94,7 +109,8 @@ TEST(Attention, MatchesTheDefinition) {
 
 TEST(Attention, QueriesThatSeeNothingGiveZeros) {
   const Sizes s{1, 70, 3, 1, 1, 8};
-  const Array q = Array::random(kF32, s.q(), 1), k = Array::random(kF32, s.k(), 2), v = Array::random(kF32, s.k(), 3);
+  const Array q = Array::random(kF32, s.q(), 1), k = Array::random(kF32, s.k(), 2),
+              v = Array::random(kF32, s.k(), 3);
   const Arrays got = run(s, q, k, v, q, true, 1.0);
   for (int64_t i = 0; i < 67 * 8; ++i) {
     EXPECT_EQ(got.out.at(i), 0.0);
@@ -106,7 +122,9 @@ TEST(Attention, QueriesThatSeeNothingGiveZeros) {
 TEST(Attention, NoKeysNoQueries) {
   const Sizes no_keys{1, 3, 0, 1, 1, 4}, no_queries{1, 0, 3, 1, 1, 4};
   const Array a(kF32, {1, 3, 1, 4}), none(kF32, {1, 0, 1, 4});
-  EXPECT_EQ(values(run(no_keys, Array::random(kF32, {1, 3, 1, 4}, 1), none, none, Array::random(kF32, {1, 3, 1, 4}, 2), false, 1).out),
+  EXPECT_EQ(values(run(no_keys, Array::random(kF32, {1, 3, 1, 4}, 1), none, none,
+                       Array::random(kF32, {1, 3, 1, 4}, 2), false, 1)
+                       .out),
             std::vector<double>(12, 0.0));
   const Array k = Array::random(kF32, {1, 3, 1, 4}, 1);
   EXPECT_EQ(values(run(no_queries, none, k, k, none, true, 1).dk), std::vector<double>(12, 0.0));
@@ -124,17 +142,22 @@ TEST(Attention, SlicesOfAPackedProjection) {
   const Arrays want = run(s, dense(0), dense(1), dense(2), dout, true, 0.2);
   const Arrays got = run(s, slice(packed, 0), slice(packed, 1), slice(packed, 2), dout, true, 0.2);
   EXPECT_TRUE(same_bits(got.out, want.out));
-  EXPECT_TRUE(same_bits(got.dq, want.dq) && same_bits(got.dk, want.dk) && same_bits(got.dv, want.dv));
+  EXPECT_TRUE(same_bits(got.dq, want.dq) && same_bits(got.dk, want.dk) &&
+              same_bits(got.dv, want.dv));
   // Gradients may be written into such slices too.
   const Array gradient(kF32, {2, 70, 3 * c});
-  attention_backward(slice(packed, 0), slice(packed, 1), slice(packed, 2), got.out, got.lse, dout, true, 0.2, slice(gradient, 0),
-                     slice(gradient, 1), slice(gradient, 2), Scratch(attention_backward_workspace(s.q().rank() ? want.dq : want.dq, want.dk)));
-  EXPECT_TRUE(same_bits(slice(gradient, 0), want.dq) && same_bits(slice(gradient, 1), want.dk) && same_bits(slice(gradient, 2), want.dv));
+  attention_backward(
+      slice(packed, 0), slice(packed, 1), slice(packed, 2), got.out, got.lse, dout, true, 0.2,
+      slice(gradient, 0), slice(gradient, 1), slice(gradient, 2),
+      Scratch(attention_backward_workspace(s.q().rank() ? want.dq : want.dq, want.dk)));
+  EXPECT_TRUE(same_bits(slice(gradient, 0), want.dq) && same_bits(slice(gradient, 1), want.dk) &&
+              same_bits(slice(gradient, 2), want.dv));
 }
 
 TEST(Attention, BatchTimeAndThreadsChangeNothing) {
   const Sizes s{3, 150, 150, 4, 2, 48};
-  const Array q = Array::random(kF32, s.q(), 1), k = Array::random(kF32, s.k(), 2), v = Array::random(kF32, s.k(), 3);
+  const Array q = Array::random(kF32, s.q(), 1), k = Array::random(kF32, s.k(), 2),
+              v = Array::random(kF32, s.k(), 3);
   const Array dout = Array::random(kF32, s.q(), 4);
   Arrays one, two;
   with_threads(1, [&] { one = run(s, q, k, v, dout, true, 0.3); });
@@ -146,14 +169,17 @@ TEST(Attention, BatchTimeAndThreadsChangeNothing) {
     v.data = v.as<float>() + v.strides[0], v.shape[0] = 1;
     return v;
   };
-  const Arrays alone = run({1, 150, 150, 4, 2, 48}, second(q), second(k), second(v), second(dout), true, 0.3);
-  EXPECT_TRUE(same_bits(alone.out, second(one.out)) && same_bits(alone.dq, second(one.dq)) && same_bits(alone.dk, second(one.dk)));
+  const Arrays alone =
+      run({1, 150, 150, 4, 2, 48}, second(q), second(k), second(v), second(dout), true, 0.3);
+  EXPECT_TRUE(same_bits(alone.out, second(one.out)) && same_bits(alone.dq, second(one.dq)) &&
+              same_bits(alone.dk, second(one.dk)));
   // The first 37 positions alone: the causal past.
   auto past = [&](View v) {
     v.shape[1] = 37;
     return v;
   };
-  const Arrays prefix = run({3, 37, 37, 4, 2, 48}, past(q), past(k), past(v), past(dout), true, 0.3);
+  const Arrays prefix =
+      run({3, 37, 37, 4, 2, 48}, past(q), past(k), past(v), past(dout), true, 0.3);
   EXPECT_TRUE(same_bits(prefix.out, past(one.out)));
   // The last position alone, with all keys: one step of generation.
   auto last = [&](View v) {
@@ -166,7 +192,8 @@ TEST(Attention, BatchTimeAndThreadsChangeNothing) {
 
 TEST(Attention, LargeScoresStayFinite) {
   const Sizes s{1, 80, 80, 1, 1, 16};
-  const Array q = Array::random(kF32, s.q(), 1, 100), k = Array::random(kF32, s.k(), 2, 100), v = Array::random(kF32, s.k(), 3);
+  const Array q = Array::random(kF32, s.q(), 1, 100), k = Array::random(kF32, s.k(), 2, 100),
+              v = Array::random(kF32, s.k(), 3);
   const Arrays got = run(s, q, k, v, q, true, 1.0);
   EXPECT_LT(scaled_error(got.out, reference(s, q, k, v, q, true, 1.0).out), 1e-2);
 }

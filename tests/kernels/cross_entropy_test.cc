@@ -12,14 +12,18 @@ constexpr int64_t kIgnore = -100;
 
 Array targets_of(DType d, int64_t rows, int64_t vocabulary, bool ignore) {
   Array t(d, {rows});
-  t.fill([&](int64_t i) { return ignore && i % 5 == 3 ? static_cast<double>(kIgnore) : static_cast<double>((i * 31 + 4) % vocabulary); });
+  t.fill([&](int64_t i) {
+    return ignore && i % 5 == 3 ? static_cast<double>(kIgnore)
+                                : static_cast<double>((i * 31 + 4) % vocabulary);
+  });
   return t;
 }
 
 /// Row losses, log-sum-exps and gradients of logits for unit upstream gradients.
 struct Reference {
   std::vector<double> losses, lse, dlogits;
-  Reference(const std::vector<double>& logits, const View& targets, int64_t vocabulary) : losses(targets.numel()), lse(targets.numel()), dlogits(logits.size()) {
+  Reference(const std::vector<double>& logits, const View& targets, int64_t vocabulary)
+      : losses(targets.numel()), lse(targets.numel()), dlogits(logits.size()) {
     for (int64_t r = 0; r < targets.numel(); ++r) {
       const int64_t target = static_cast<int64_t>(Array::read(targets, r));
       if (target == kIgnore) continue;
@@ -28,7 +32,8 @@ struct Reference {
       double sum = 0;
       for (int64_t i = 0; i < vocabulary; ++i) sum += std::exp(x[i] - most);
       lse[r] = most + std::log(sum), losses[r] = lse[r] - x[target];
-      for (int64_t i = 0; i < vocabulary; ++i) dlogits[r * vocabulary + i] = std::exp(x[i] - lse[r]) - (i == target);
+      for (int64_t i = 0; i < vocabulary; ++i)
+        dlogits[r * vocabulary + i] = std::exp(x[i] - lse[r]) - (i == target);
     }
   }
 };
@@ -38,22 +43,27 @@ TEST(CrossEntropy, ForwardAndBackward) {
     for (int64_t vocabulary : {1, 7, 65, 1000}) {
       const int64_t rows = 23;
       const DType stat = d == kF64 ? kF64 : kF32;
-      const Array logits = Array::random(d, {rows, vocabulary}, 1, 2), targets = targets_of(kI64, rows, vocabulary, true);
+      const Array logits = Array::random(d, {rows, vocabulary}, 1, 2),
+                  targets = targets_of(kI64, rows, vocabulary, true);
       const Reference want(values(logits), targets, vocabulary);
-      const Array losses(stat, {rows}), lse(stat, {rows}), dlogits(d, {rows, vocabulary}), scale = Array::of(stat, Shape{}, {0.25});
+      const Array losses(stat, {rows}), lse(stat, {rows}), dlogits(d, {rows, vocabulary}),
+          scale = Array::of(stat, Shape{}, {0.25});
       cross_entropy(logits, targets, kIgnore, losses, lse);
       cross_entropy_backward(logits, targets, kIgnore, lse, scale, dlogits);
       std::vector<double> gradient = want.dlogits;
       for (double& g : gradient) g *= 0.25;
       if (vocabulary > 1) {
-        EXPECT_LT(scaled_error(losses, want.losses), d == kF64 ? 1e-14 : 1e-6) << name(d) << vocabulary;
+        EXPECT_LT(scaled_error(losses, want.losses), d == kF64 ? 1e-14 : 1e-6)
+            << name(d) << vocabulary;
         EXPECT_LT(scaled_error(dlogits, gradient), 4 * epsilon(d)) << name(d) << vocabulary;
       }
       EXPECT_LT(scaled_error(lse, want.lse), d == kF64 ? 1e-14 : 1e-6) << name(d) << vocabulary;
       // One upstream gradient a row, in place, strided.
-      Array per_row = Array::random(stat, {rows}, 5), strided = Array::random(d, {rows, vocabulary}, 1, 2, {vocabulary + 3, 1});
+      Array per_row = Array::random(stat, {rows}, 5),
+            strided = Array::random(d, {rows, vocabulary}, 1, 2, {vocabulary + 3, 1});
       cross_entropy_backward(strided, targets, kIgnore, lse, per_row, strided);
-      for (int64_t i = 0; i < rows * vocabulary; ++i) gradient[i] = want.dlogits[i] * per_row.at(i / vocabulary);
+      for (int64_t i = 0; i < rows * vocabulary; ++i)
+        gradient[i] = want.dlogits[i] * per_row.at(i / vocabulary);
       if (vocabulary > 1) {
         EXPECT_LT(scaled_error(strided, gradient), 4 * epsilon(d)) << name(d) << vocabulary;
       }
@@ -62,8 +72,10 @@ TEST(CrossEntropy, ForwardAndBackward) {
 
 TEST(CrossEntropy, RefusesTargetsOutsideTheVocabulary) {
   const Array logits(kF32, {2, 5}), losses(kF32, {2}), lse(kF32, {2});
-  EXPECT_THROW(cross_entropy(logits, Array::of(kI64, {2}, {0, 5}), kIgnore, losses, lse), DataError);
-  EXPECT_THROW(cross_entropy(logits, Array::of(kI64, {2}, {0, -1}), kIgnore, losses, lse), DataError);
+  EXPECT_THROW(cross_entropy(logits, Array::of(kI64, {2}, {0, 5}), kIgnore, losses, lse),
+               DataError);
+  EXPECT_THROW(cross_entropy(logits, Array::of(kI64, {2}, {0, -1}), kIgnore, losses, lse),
+               DataError);
 }
 
 struct HeadArrays {
@@ -71,23 +83,31 @@ struct HeadArrays {
 };
 HeadArrays run(const View& x, const View& w, const View& targets, double upstream, DType dw_dtype) {
   const DType stat = x.dtype == kF64 ? kF64 : kF32;
-  HeadArrays a{Array(stat, Shape{}), Array(stat, targets.shape), Array(x.dtype, x.shape), Array(dw_dtype, w.shape)};
+  HeadArrays a{Array(stat, Shape{}), Array(stat, targets.shape), Array(x.dtype, x.shape),
+               Array(dw_dtype, w.shape)};
   const Array dloss = Array::of(stat, Shape{}, {upstream});
-  linear_cross_entropy(x, w, targets, kIgnore, a.loss, a.lse, Scratch(linear_cross_entropy_workspace(without_data(x), without_data(w))));
-  linear_cross_entropy_backward(x, w, targets, kIgnore, a.lse, dloss, a.dx, a.dw,
-                                Scratch(linear_cross_entropy_backward_workspace(without_data(x), without_data(w), without_data(a.dx), without_data(a.dw))));
+  linear_cross_entropy(x, w, targets, kIgnore, a.loss, a.lse,
+                       Scratch(linear_cross_entropy_workspace(without_data(x), without_data(w))));
+  linear_cross_entropy_backward(
+      x, w, targets, kIgnore, a.lse, dloss, a.dx, a.dw,
+      Scratch(linear_cross_entropy_backward_workspace(without_data(x), without_data(w),
+                                                      without_data(a.dx), without_data(a.dw))));
   return a;
 }
 
 TEST(LinearCrossEntropy, ForwardAndBackward) {
   // 2,100 rows make two chunks.
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (auto [rows, vocabulary, width] : {std::array<int64_t, 3>{9, 13, 8}, {40, 300, 33}, {2100, 17, 16}}) {
-      const Array x = Array::random(d, {rows, width}, 1), w = Array::random(d, {vocabulary, width}, 2, 0.5), targets = targets_of(kI32, rows, vocabulary, true);
+    for (auto [rows, vocabulary, width] :
+         {std::array<int64_t, 3>{9, 13, 8}, {40, 300, 33}, {2100, 17, 16}}) {
+      const Array x = Array::random(d, {rows, width}, 1),
+                  w = Array::random(d, {vocabulary, width}, 2, 0.5),
+                  targets = targets_of(kI32, rows, vocabulary, true);
       std::vector<double> logits(rows * vocabulary), dx(rows * width), dw(vocabulary * width);
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t v = 0; v < vocabulary; ++v)
-          for (int64_t i = 0; i < width; ++i) logits[r * vocabulary + v] += x.at(r * width + i) * w.at(v * width + i);
+          for (int64_t i = 0; i < width; ++i)
+            logits[r * vocabulary + v] += x.at(r * width + i) * w.at(v * width + i);
       const Reference want(logits, targets, vocabulary);
       double loss = 0;
       for (double l : want.losses) loss += l;
@@ -95,7 +115,8 @@ TEST(LinearCrossEntropy, ForwardAndBackward) {
         for (int64_t v = 0; v < vocabulary; ++v)
           for (int64_t i = 0; i < width; ++i) {
             const double g = want.dlogits[r * vocabulary + v] * 0.5;
-            dx[r * width + i] += g * w.at(v * width + i), dw[v * width + i] += g * x.at(r * width + i);
+            dx[r * width + i] += g * w.at(v * width + i),
+                dw[v * width + i] += g * x.at(r * width + i);
           }
       for (DType dw_dtype : {d, kF32}) {
         if (d == kF64 && dw_dtype != d) continue;
@@ -107,18 +128,26 @@ TEST(LinearCrossEntropy, ForwardAndBackward) {
       }
       // The pass that does both gives the same bits.
       const HeadArrays two = run(x, w, targets, 1.0, d);
-      const Array fused_loss(two.loss.view().dtype, Shape{}), fused_dx(d, x.view().shape), fused_dw(d, w.view().shape);
-      linear_cross_entropy_fused(x, w, targets, kIgnore, fused_loss, fused_dx, fused_dw, Scratch(linear_cross_entropy_fused_workspace(x, w, fused_dx, fused_dw)));
-      EXPECT_TRUE(same_bits(fused_loss, two.loss) && same_bits(fused_dx, two.dx) && same_bits(fused_dw, two.dw)) << name(d);
+      const Array fused_loss(two.loss.view().dtype, Shape{}), fused_dx(d, x.view().shape),
+          fused_dw(d, w.view().shape);
+      linear_cross_entropy_fused(
+          x, w, targets, kIgnore, fused_loss, fused_dx, fused_dw,
+          Scratch(linear_cross_entropy_fused_workspace(x, w, fused_dx, fused_dw)));
+      EXPECT_TRUE(same_bits(fused_loss, two.loss) && same_bits(fused_dx, two.dx) &&
+                  same_bits(fused_dw, two.dw))
+          << name(d);
     }
 }
 
 TEST(LinearCrossEntropy, OneGradientAlone) {
-  const Array x = Array::random(kF32, {30, 8}, 1), w = Array::random(kF32, {11, 8}, 2), targets = targets_of(kI64, 30, 11, false);
+  const Array x = Array::random(kF32, {30, 8}, 1), w = Array::random(kF32, {11, 8}, 2),
+              targets = targets_of(kI64, 30, 11, false);
   const HeadArrays both = run(x, w, targets, 1, kF32);
   const Array dx(kF32, {30, 8}), dw(kF32, {11, 8}), dloss = Array::of(kF32, Shape{}, {1});
-  linear_cross_entropy_backward(x, w, targets, kIgnore, both.lse, dloss, dx, View{}, Scratch(linear_cross_entropy_backward_workspace(x, w, dx, View{})));
-  linear_cross_entropy_backward(x, w, targets, kIgnore, both.lse, dloss, View{}, dw, Scratch(linear_cross_entropy_backward_workspace(x, w, View{}, dw)));
+  linear_cross_entropy_backward(x, w, targets, kIgnore, both.lse, dloss, dx, View{},
+                                Scratch(linear_cross_entropy_backward_workspace(x, w, dx, View{})));
+  linear_cross_entropy_backward(x, w, targets, kIgnore, both.lse, dloss, View{}, dw,
+                                Scratch(linear_cross_entropy_backward_workspace(x, w, View{}, dw)));
   EXPECT_TRUE(same_bits(dx, both.dx) && same_bits(dw, both.dw));
 }
 
@@ -131,7 +160,8 @@ TEST(LinearCrossEntropy, NoRowsThreadsAndBadTargets) {
   HeadArrays one, two;
   with_threads(1, [&] { one = run(x, w, targets, 1, kF32); });
   with_threads(2, [&] { two = run(x, w, targets, 1, kF32); });
-  EXPECT_TRUE(same_bits(one.loss, two.loss) && same_bits(one.dx, two.dx) && same_bits(one.dw, two.dw));
+  EXPECT_TRUE(same_bits(one.loss, two.loss) && same_bits(one.dx, two.dx) &&
+              same_bits(one.dw, two.dw));
   EXPECT_THROW(run(x, w, targets_of(kI64, 400, 12, false), 1, kF32), DataError);
 }
 

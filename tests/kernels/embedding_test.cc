@@ -19,7 +19,8 @@ TEST(Embedding, ForwardAndBackward) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (DType index : {kI64, kI32, kU16, kU8})
       for (int64_t width : {1, 16, 37}) {
-        const Array tokens = tokens_of(index, {3, 20}, 11), table = Array::random(d, {11, width}, 1), out(d, {3, 20, width});
+        const Array tokens = tokens_of(index, {3, 20}, 11),
+                    table = Array::random(d, {11, width}, 1), out(d, {3, 20, width});
         embedding(tokens, table, out);
         const Array dout = Array::random(d, {3, 20, width}, 2), dtable(d, {11, width});
         std::vector<double> want(60 * width), gradient(11 * width);
@@ -29,33 +30,41 @@ TEST(Embedding, ForwardAndBackward) {
             gradient[static_cast<int64_t>(tokens.at(r)) * width + j] += dout.at(r * width + j);
           }
         EXPECT_EQ(values(out), want);
-        embedding_backward(tokens, dout, dtable, false, Scratch(embedding_backward_workspace(without_data(tokens), without_data(dout), dtable)));
+        embedding_backward(tokens, dout, dtable, false,
+                           Scratch(embedding_backward_workspace(without_data(tokens),
+                                                                without_data(dout), dtable)));
         EXPECT_LT(scaled_error(dtable, gradient), 4 * epsilon(d)) << name(d) << width;
         const auto before = values(dtable);
-        embedding_backward(tokens, dout, dtable, true, Scratch(embedding_backward_workspace(tokens, dout, dtable)));
+        embedding_backward(tokens, dout, dtable, true,
+                           Scratch(embedding_backward_workspace(tokens, dout, dtable)));
         for (size_t i = 0; i < gradient.size(); ++i) gradient[i] += before[i];
         EXPECT_LT(scaled_error(dtable, gradient), 4 * epsilon(d)) << name(d) << width;
       }
 }
 
 TEST(Embedding, NamesTheTokenThatIsOutside) {
-  const Array tokens = Array::of(kI32, {2, 2}, {0, 1, 11, 2}), table(kF32, {11, 4}), out(kF32, {2, 2, 4});
+  const Array tokens = Array::of(kI32, {2, 2}, {0, 1, 11, 2}), table(kF32, {11, 4}),
+              out(kF32, {2, 2, 4});
   try {
     embedding(tokens, table, out);
     FAIL();
   } catch (const DataError& e) {
-    EXPECT_THAT(e.what(), ::testing::AllOf(::testing::HasSubstr("token 11"), ::testing::HasSubstr("[1,0]"), ::testing::HasSubstr("of 11")));
+    EXPECT_THAT(e.what(),
+                ::testing::AllOf(::testing::HasSubstr("token 11"), ::testing::HasSubstr("[1,0]"),
+                                 ::testing::HasSubstr("of 11")));
   }
   EXPECT_THROW(embedding(Array::of(kI64, {1}, {-1}), table, Array(kF32, {1, 4})), DataError);
   EXPECT_THROW(embedding_backward(tokens, out, table, false, Scratch(0)), DataError);
 }
 
 TEST(Embedding, StridesAndThreadsChangeNothing) {
-  const Array tokens = tokens_of(kI64, {500}, 30), dout = Array::random(kF32, {500, 300}, 1), one(kF32, {30, 300}), two(kF32, {30, 300});
+  const Array tokens = tokens_of(kI64, {500}, 30), dout = Array::random(kF32, {500, 300}, 1),
+              one(kF32, {30, 300}), two(kF32, {30, 300});
   with_threads(1, [&] { embedding_backward(tokens, dout, one, false, Scratch(0)); });
   with_threads(2, [&] { embedding_backward(tokens, dout, two, false, Scratch(0)); });
   EXPECT_TRUE(same_bits(one, two));
-  const Array strided = Array::random(kF32, {500, 300}, 1, 1, {310, 1}), three(kF32, {30, 300}, {400, 1});
+  const Array strided = Array::random(kF32, {500, 300}, 1, 1, {310, 1}),
+              three(kF32, {30, 300}, {400, 1});
   Array every_other(kI64, {500}, {2});
   every_other.fill([&](int64_t i) { return tokens.at(i); });
   embedding_backward(every_other, strided, three, false, Scratch(0));
@@ -65,7 +74,8 @@ TEST(Embedding, StridesAndThreadsChangeNothing) {
 TEST(Embedding, NoTokensGiveZeroGradient) {
   for (DType d : {kF32, kBF16}) {
     const Array tokens(kI64, {0}), dout(d, {0, 5}), dtable(d, {4, 5});
-    embedding_backward(tokens, dout, dtable, false, Scratch(embedding_backward_workspace(tokens, dout, dtable)));
+    embedding_backward(tokens, dout, dtable, false,
+                       Scratch(embedding_backward_workspace(tokens, dout, dtable)));
     EXPECT_EQ(values(dtable), std::vector<double>(20, 0.0));
   }
 }

@@ -12,8 +12,12 @@ struct Case {
   int64_t in, out;
   Shape x_strides;  // empty: dense
 };
-const Case kCases[] = {{{5}, 7, 3, {}},   {{2, 9}, 33, 65, {}},  {{}, 8, 4, {}},
-                       {{3, 4}, 16, 40, {200, 20, 1}}, {{3, 4}, 6, 5, {7, 70, 1}}, {{130}, 1, 1, {}}};
+const Case kCases[] = {{{5}, 7, 3, {}},
+                       {{2, 9}, 33, 65, {}},
+                       {{}, 8, 4, {}},
+                       {{3, 4}, 16, 40, {200, 20, 1}},
+                       {{3, 4}, 6, 5, {7, 70, 1}},
+                       {{130}, 1, 1, {}}};
 
 Shape with(Shape lead, int64_t last) {
   lead.push_back(last);
@@ -24,8 +28,10 @@ TEST(Linear, ForwardAndGradients) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const Case& c : kCases)
       for (bool with_bias : {false, true}) {
-        const Array x = Array::random(d, with(c.lead, c.in), 1, 1, c.x_strides), w = Array::random(d, {c.out, c.in}, 2);
-        const Array bias = with_bias ? Array::random(d, {c.out}, 3) : Array(), dy = Array::random(d, with(c.lead, c.out), 4);
+        const Array x = Array::random(d, with(c.lead, c.in), 1, 1, c.x_strides),
+                    w = Array::random(d, {c.out, c.in}, 2);
+        const Array bias = with_bias ? Array::random(d, {c.out}, 3) : Array(),
+                    dy = Array::random(d, with(c.lead, c.out), 4);
         const int64_t rows = c.lead.numel();
         std::vector<double> y(rows * c.out), dw(c.out * c.in), db(c.out);
         for (int64_t r = 0; r < rows; ++r)
@@ -41,7 +47,9 @@ TEST(Linear, ForwardAndGradients) {
         const View b = with_bias ? bias.view() : View{};
         const Array gy(d, with(c.lead, c.out)), gw(d, {c.out, c.in}), gb(d, {c.out});
         linear(x, w, b, gy, Scratch(linear_workspace(without_data(x), w, b, gy)));
-        linear_weight_gradient(dy, x, gw, Scratch(linear_weight_gradient_workspace(without_data(dy), without_data(x), gw)));
+        linear_weight_gradient(
+            dy, x, gw,
+            Scratch(linear_weight_gradient_workspace(without_data(dy), without_data(x), gw)));
         linear_bias_gradient(dy, gb);
         const double bound = 4 * epsilon(d);
         EXPECT_LT(scaled_error(gy, y), bound) << name(d) << c.in;
@@ -59,7 +67,8 @@ TEST(Linear, WeightGradientOfNoRowsIsZero) {
 }
 
 TEST(Linear, NarrowGradientsIntoF32) {
-  const Array dy = Array::random(kBF16, {200, 20}, 1), x = Array::random(kBF16, {200, 30}, 2), dw(kF32, {20, 30}), db(kF32, {20});
+  const Array dy = Array::random(kBF16, {200, 20}, 1), x = Array::random(kBF16, {200, 30}, 2),
+              dw(kF32, {20, 30}), db(kF32, {20});
   linear_weight_gradient(dy, x, dw, Scratch(linear_weight_gradient_workspace(dy, x, dw)));
   linear_bias_gradient(dy, db);
   std::vector<double> want(600), sums(20);
@@ -74,7 +83,8 @@ TEST(Linear, NarrowGradientsIntoF32) {
 
 TEST(Linear, RowsAndThreadsChangeNothing) {
   const int64_t rows = 300, in = 130, out = 1024;
-  const Array x = Array::random(kF32, {rows, in}, 1), w = Array::random(kF32, {out, in}, 2), b = Array::random(kF32, {out}, 3);
+  const Array x = Array::random(kF32, {rows, in}, 1), w = Array::random(kF32, {out, in}, 2),
+              b = Array::random(kF32, {out}, 3);
   const Array dy = Array::random(kF32, {rows, out}, 4);
   auto run = [&](int threads, int64_t m) {
     View xm = x, dym = dy;

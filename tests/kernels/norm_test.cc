@@ -14,30 +14,36 @@ struct Arrays {
 Arrays run(bool layer, const View& x, const View& w, const View& b, const View& dy) {
   const DType stat = x.dtype == kF64 ? kF64 : kF32;
   const int64_t width = x.shape.back(), rows = x.numel() / std::max<int64_t>(width, 1);
-  Arrays a{Array(x.dtype, x.shape), Array(stat, {rows}), Array(stat, {rows}), Array(x.dtype, x.shape), Array(x.dtype, {width}), Array(x.dtype, {width})};
+  Arrays a{Array(x.dtype, x.shape), Array(stat, {rows}),     Array(stat, {rows}),
+           Array(x.dtype, x.shape), Array(x.dtype, {width}), Array(x.dtype, {width})};
   if (layer) {
     layer_norm(x, w, b, 1e-5, a.y, a.mean, a.rstd);
-    layer_norm_backward(dy, x, w, a.mean, a.rstd, a.dx, a.dw, a.db, Scratch(layer_norm_backward_workspace(without_data(x), a.dx, a.dw, a.db)));
+    layer_norm_backward(dy, x, w, a.mean, a.rstd, a.dx, a.dw, a.db,
+                        Scratch(layer_norm_backward_workspace(without_data(x), a.dx, a.dw, a.db)));
   } else {
     rms_norm(x, w, 1e-5, a.y, a.rstd);
-    rms_norm_backward(dy, x, w, a.rstd, a.dx, a.dw, Scratch(rms_norm_backward_workspace(without_data(x), a.dx, a.dw)));
+    rms_norm_backward(dy, x, w, a.rstd, a.dx, a.dw,
+                      Scratch(rms_norm_backward_workspace(without_data(x), a.dx, a.dw)));
   }
   return a;
 }
 
 TEST(Norm, MatchesTheDefinition) {
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (const Shape& shape : {Shape{5, 7}, Shape{2, 3, 64}, Shape{130, 33}, Shape{1, 768}, Shape{65, 1}, Shape{100}})
+    for (const Shape& shape :
+         {Shape{5, 7}, Shape{2, 3, 64}, Shape{130, 33}, Shape{1, 768}, Shape{65, 1}, Shape{100}})
       for (int variant = 0; variant < 6; ++variant) {
         const bool layer = variant < 4, has_weight = variant % 2, has_bias = layer && variant >= 2;
         const Array x = Array::random(d, shape, 1), dy = Array::random(d, shape, 2);
         const int64_t width = shape.back(), rows = shape.numel() / width;
-        const Array w = has_weight ? Array::random(d, {width}, 3) : Array(), b = has_bias ? Array::random(d, {width}, 4) : Array();
+        const Array w = has_weight ? Array::random(d, {width}, 3) : Array(),
+                    b = has_bias ? Array::random(d, {width}, 4) : Array();
         std::vector<double> y(shape.numel()), dx(shape.numel()), dw(width), db(width);
         for (int64_t r = 0; r < rows; ++r) {
           double mean = 0, square = 0, g_mean = 0, gx_mean = 0;
           for (int64_t i = 0; layer && i < width; ++i) mean += x.at(r * width + i) / width;
-          for (int64_t i = 0; i < width; ++i) square += std::pow(x.at(r * width + i) - mean, 2) / width;
+          for (int64_t i = 0; i < width; ++i)
+            square += std::pow(x.at(r * width + i) - mean, 2) / width;
           const double rstd = 1 / std::sqrt(square + 1e-5);
           auto xhat = [&](int64_t i) { return (x.at(r * width + i) - mean) * rstd; };
           auto g = [&](int64_t i) { return dy.at(r * width + i) * (has_weight ? w.at(i) : 1); };
@@ -46,11 +52,14 @@ TEST(Norm, MatchesTheDefinition) {
             dw[i] += dy.at(r * width + i) * xhat(i), db[i] += dy.at(r * width + i);
             g_mean += g(i) / width, gx_mean += g(i) * xhat(i) / width;
           }
-          for (int64_t i = 0; i < width; ++i) dx[r * width + i] = rstd * (g(i) - (layer ? g_mean : 0) - xhat(i) * gx_mean);
+          for (int64_t i = 0; i < width; ++i)
+            dx[r * width + i] = rstd * (g(i) - (layer ? g_mean : 0) - xhat(i) * gx_mean);
         }
-        const Arrays got = run(layer, x, has_weight ? w.view() : View{}, has_bias ? b.view() : View{}, dy);
+        const Arrays got =
+            run(layer, x, has_weight ? w.view() : View{}, has_bias ? b.view() : View{}, dy);
         const double bound = 6 * epsilon(d);
-        const std::string where = std::string(name(d)) + shape.to_string() + std::to_string(variant);
+        const std::string where =
+            std::string(name(d)) + shape.to_string() + std::to_string(variant);
         EXPECT_LT(scaled_error(got.y, y), bound) << where;
         if (width > 1) {
           EXPECT_LT(scaled_error(got.dx, dx), 4 * bound) << where;
@@ -67,7 +76,8 @@ TEST(Norm, MatchesTheDefinition) {
 TEST(Norm, StridesRowsAndThreadsChangeNothing) {
   for (bool layer : {true, false}) {
     const Shape shape{2, 200, 100};
-    const Array x = Array::random(kF32, shape, 1), w = Array::random(kF32, {100}, 2), b = Array::random(kF32, {100}, 3), dy = Array::random(kF32, shape, 4);
+    const Array x = Array::random(kF32, shape, 1), w = Array::random(kF32, {100}, 2),
+                b = Array::random(kF32, {100}, 3), dy = Array::random(kF32, shape, 4);
     Arrays one, two;
     with_threads(1, [&] { one = run(layer, x, w, b, dy); });
     with_threads(2, [&] { two = run(layer, x, w, b, dy); });
@@ -77,9 +87,11 @@ TEST(Norm, StridesRowsAndThreadsChangeNothing) {
     }
     const Array strided = Array::random(kF32, shape, 1, 1, {110, 250, 1});
     const Arrays three = run(layer, strided, w, b, dy);
-    EXPECT_TRUE(same_bits(one.y, three.y) && same_bits(one.dx, three.dx) && same_bits(one.dw, three.dw));
+    EXPECT_TRUE(same_bits(one.y, three.y) && same_bits(one.dx, three.dx) &&
+                same_bits(one.dw, three.dw));
     View row = x, dy_row = dy, y_row = one.y, dx_row = one.dx;
-    for (View* v : {&row, &dy_row, &y_row, &dx_row}) v->data = v->as<float>() + 137 * 100, v->shape = Shape{1, 1, 100};
+    for (View* v : {&row, &dy_row, &y_row, &dx_row})
+      v->data = v->as<float>() + 137 * 100, v->shape = Shape{1, 1, 100};
     const Arrays alone = run(layer, row, w, b, dy_row);
     EXPECT_TRUE(same_bits(alone.y, y_row) && same_bits(alone.dx, dx_row));
   }

@@ -9,27 +9,32 @@ using namespace sheaf::testing;
 
 Array rotate(const View& x, int64_t first, bool inverse) {
   Array y(x.dtype, x.shape);
-  rotary(x, 10000, first, inverse, y, Scratch(rotary_workspace(without_data(x))));
+  rotary(x, 10000, first, x.shape[2], inverse, y, Scratch(rotary_workspace(without_data(x))));
   return y;
 }
 
 TEST(Rotary, MatchesTheDefinition) {
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (const Shape& s : {Shape{2, 5, 3, 8}, Shape{1, 200, 2, 64}, Shape{1, 3, 1, 2}, Shape{2, 70, 1, 40}})
+    for (const Shape& s :
+         {Shape{2, 5, 3, 8}, Shape{1, 200, 2, 64}, Shape{1, 3, 1, 2}, Shape{2, 70, 1, 40}})
       for (int64_t first : {0, 61, 100000}) {
         const Array x = Array::random(d, s, 1);
         std::vector<double> want(s.numel());
         const int64_t half = s[3] / 2;
         for (int64_t row = 0; row < s.numel() / s[3]; ++row)
           for (int64_t i = 0; i < half; ++i) {
-            const double angle = static_cast<double>(first + row / s[2] % s[1]) * std::pow(10000.0, -static_cast<double>(i) / half);
+            const double angle = static_cast<double>(first + row / s[2] % s[1]) *
+                                 std::pow(10000.0, -static_cast<double>(i) / half);
             const double a = x.at(row * s[3] + i), b = x.at(row * s[3] + half + i);
             want[row * s[3] + i] = a * std::cos(angle) - b * std::sin(angle);
             want[row * s[3] + half + i] = b * std::cos(angle) + a * std::sin(angle);
           }
         const Array y = rotate(x, first, false);
-        EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d)) << name(d) << s.to_string() << first;
-        EXPECT_LT(scaled_error(rotate(y, first, true), values(x)), d == kF64 ? 1e-14 : 4 * epsilon(d)) << name(d) << s.to_string();
+        EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d))
+            << name(d) << s.to_string() << first;
+        EXPECT_LT(scaled_error(rotate(y, first, true), values(x)),
+                  d == kF64 ? 1e-14 : 4 * epsilon(d))
+            << name(d) << s.to_string();
       }
 }
 
@@ -42,14 +47,24 @@ TEST(Rotary, OffsetsStridesAndThreadsChangeNothing) {
   EXPECT_TRUE(same_bits(one, two));
   // Position 100 + 3 alone, as generation asks for it.
   View step = x, expected = one;
-  for (View* v : {&step, &expected}) v->data = v->as<float>() + 100 * v->strides[1], v->shape[1] = 1;
+  for (View* v : {&step, &expected})
+    v->data = v->as<float>() + 100 * v->strides[1], v->shape[1] = 1;
   EXPECT_TRUE(same_bits(rotate(step, 103, false), expected));
   const Array strided = Array::random(kF32, s, 1, 1, {150 * 400, 400, 33, 1});
   EXPECT_TRUE(same_bits(rotate(strided, 3, false), one));
   rotate(Array(kF32, {1, 0, 2, 4}), 0, false);
 }
 
-TEST(Rotary, RefusesOddWidths) { EXPECT_THROW(rotate(Array(kF32, {1, 2, 1, 3}), 0, false), ShapeError); }
+TEST(Rotary, OtherHeadsAreCopied) {
+  const Array x = Array::random(kF32, {1, 5, 3, 8}, 1), y(kF32, {1, 5, 3, 8}),
+              all = rotate(x, 0, false);
+  rotary(x, 10000, 0, 2, false, y, Scratch(rotary_workspace(x)));
+  for (int64_t i = 0; i < 120; ++i) EXPECT_EQ(y.at(i), i / 8 % 3 == 2 ? x.at(i) : all.at(i));
+}
+
+TEST(Rotary, RefusesOddWidths) {
+  EXPECT_THROW(rotate(Array(kF32, {1, 2, 1, 3}), 0, false), ShapeError);
+}
 
 }  // namespace
 }  // namespace sheaf::kernels::cpu

@@ -9,10 +9,12 @@ using namespace sheaf::testing;
 
 TEST(Softmax, MatchesTheDefinition) {
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (const Shape& shape : {Shape{4, 5}, Shape{2, 3, 64}, Shape{7, 1}, Shape{3, 1000}, Shape{40}}) {
+    for (const Shape& shape :
+         {Shape{4, 5}, Shape{2, 3, 64}, Shape{7, 1}, Shape{3, 1000}, Shape{40}}) {
       const Array x = Array::random(d, shape, 1, 3), dy = Array::random(d, shape, 2);
       const int64_t width = shape.back(), rows = shape.numel() / width;
-      std::vector<double> p(shape.numel()), logp(shape.numel()), dp(shape.numel()), dlog(shape.numel());
+      std::vector<double> p(shape.numel()), logp(shape.numel()), dp(shape.numel()),
+          dlog(shape.numel());
       for (int64_t r = 0; r < rows; ++r) {
         double most = -INFINITY, sum = 0, dot = 0, total = 0;
         for (int64_t i = 0; i < width; ++i) most = std::max(most, x.at(r * width + i));
@@ -21,7 +23,8 @@ TEST(Softmax, MatchesTheDefinition) {
           logp[i] = x.at(i) - most - std::log(sum), p[i] = std::exp(logp[i]);
           dot += p[i] * dy.at(i), total += dy.at(i);
         }
-        for (int64_t i = r * width; i < (r + 1) * width; ++i) dp[i] = p[i] * (dy.at(i) - dot), dlog[i] = dy.at(i) - p[i] * total;
+        for (int64_t i = r * width; i < (r + 1) * width; ++i)
+          dp[i] = p[i] * (dy.at(i) - dot), dlog[i] = dy.at(i) - p[i] * total;
       }
       const Array y(d, shape), ylog(d, shape), dx(d, shape), dxlog(d, shape);
       softmax(x, y), log_softmax(x, ylog);
@@ -44,7 +47,9 @@ TEST(Softmax, MaskedAndLargeValues) {
 
 TEST(Softmax, StridesAndThreadsChangeNothing) {
   const Shape shape{3, 300, 70};
-  const Array x = Array::random(kF32, shape, 1), strided = Array::random(kF32, shape, 1, 1, {80, 300, 1}), one(kF32, shape), two(kF32, shape), three(kF32, shape);
+  const Array x = Array::random(kF32, shape, 1),
+              strided = Array::random(kF32, shape, 1, 1, {80, 300, 1}), one(kF32, shape),
+              two(kF32, shape), three(kF32, shape);
   with_threads(1, [&] { softmax(x, one); });
   with_threads(2, [&] { softmax(x, two); });
   softmax(strided, three);

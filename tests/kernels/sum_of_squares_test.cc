@@ -18,7 +18,8 @@ double finish(const View& limbs) {
   return out.at(0);
 }
 View part(const View& x, int64_t first, int64_t count) {
-  return View::dense(x.as<char>() + static_cast<size_t>(first) * size_of(x.dtype), x.dtype, {count});
+  return View::dense(x.as<char>() + static_cast<size_t>(first) * size_of(x.dtype), x.dtype,
+                     {count});
 }
 
 TEST(SumOfSquares, MatchesAPlainSum) {
@@ -27,14 +28,18 @@ TEST(SumOfSquares, MatchesAPlainSum) {
       const Array x = Array::random(d, {n}, 1);
       long double want = 0;
       for (int64_t i = 0; i < n; ++i) want += static_cast<long double>(x.at(i)) * x.at(i);
-      EXPECT_NEAR(finish(limbs_of(x)), static_cast<double>(want), 1e-14 * static_cast<double>(want)) << name(d) << n;
+      EXPECT_NEAR(finish(limbs_of(x)), static_cast<double>(want), 1e-14 * static_cast<double>(want))
+          << name(d) << n;
     }
 }
 
 TEST(SumOfSquares, AnyCutAndAnyOrderGiveTheSameBits) {
   Array x(kF32, {100000});
   // Magnitudes over 60 binades, where rounding would show.
-  x.fill([](int64_t i) { return std::ldexp(1.0 + static_cast<double>(i * 7919 % 10007) / 10007, static_cast<int>(i * 31 % 60) - 30); });
+  x.fill([](int64_t i) {
+    return std::ldexp(1.0 + static_cast<double>(i * 7919 % 10007) / 10007,
+                      static_cast<int>(i * 31 % 60) - 30);
+  });
   Array whole;
   with_threads(1, [&] { whole = limbs_of(x); });
   with_threads(2, [&] { EXPECT_EQ(finish(limbs_of(x)), finish(whole)); });
@@ -44,7 +49,8 @@ TEST(SumOfSquares, AnyCutAndAnyOrderGiveTheSameBits) {
     for (int i = 0; i < round; ++i) cuts.push_back(static_cast<int64_t>(engine() % 3125) * 32);
     std::sort(cuts.begin(), cuts.end());
     std::vector<Array> parts;
-    for (size_t i = 0; i + 1 < cuts.size(); ++i) parts.push_back(limbs_of(part(x, cuts[i], cuts[i + 1] - cuts[i])));
+    for (size_t i = 0; i + 1 < cuts.size(); ++i)
+      parts.push_back(limbs_of(part(x, cuts[i], cuts[i + 1] - cuts[i])));
     std::shuffle(parts.begin(), parts.end(), engine);
     Array sum(kI64, {kSquareLimbs});
     for (int64_t i = 0; i < kSquareLimbs; ++i) {
@@ -57,7 +63,8 @@ TEST(SumOfSquares, AnyCutAndAnyOrderGiveTheSameBits) {
 }
 
 TEST(SumOfSquares, RoundsOnceAndCorrectly) {
-  // 2^60 + 2^7 lies halfway between 2^60 and the next double, 2^60 + 2^8; to even is down. Anything more is up.
+  // 2^60 + 2^7 lies halfway between 2^60 and the next double, 2^60 + 2^8; to even is down. Anything
+  // more is up.
   std::vector<double> v(96, 0.0);
   v[0] = 0x1p30, v[32] = 0x1p3, v[33] = 0x1p3;
   EXPECT_EQ(finish(limbs_of(Array::of(kF32, {96}, v))), 0x1p60);
@@ -69,7 +76,8 @@ TEST(SumOfSquares, ExtremesOfF32) {
   const double largest = 0x1.fffffep127, smallest = 0x1p-126;
   EXPECT_EQ(finish(limbs_of(Array::of(kF32, {1}, {largest}))), largest * largest);
   EXPECT_EQ(finish(limbs_of(Array::of(kF32, {1}, {smallest}))), smallest * smallest);
-  EXPECT_EQ(finish(limbs_of(Array::of(kF32, {64}, std::vector<double>(64, largest)))), 64 * largest * largest);
+  EXPECT_EQ(finish(limbs_of(Array::of(kF32, {64}, std::vector<double>(64, largest)))),
+            64 * largest * largest);
 }
 
 TEST(SumOfSquares, ManyBlocksDoNotOverflow) {
