@@ -74,6 +74,9 @@ std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<c
   }
   if (op.execute && (!device.is_meta() || op.kind == OpKind::redistribute || op.kind == OpKind::discard))
     op.execute(attrs, run);
+  if (op.kind == OpKind::step)
+    for (size_t i = 0; i < specs.size(); ++i)
+      if (specs[i].into) outputs[i].storage()->changed();
   return outputs;
 }
 

@@ -188,7 +188,7 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node,
   if (it == groups_.end()) {
     const auto n = static_cast<size_t>(group->num_leaves());
     if (std::find(all_groups_.begin(), all_groups_.end(), group) == all_groups_.end()) all_groups_.push_back(group);
-    groups_.push_back({group, node, std::vector<bool>(n, false), std::vector<Tensor>(n)});
+    groups_.push_back({group, node, group->version(), std::vector<bool>(n, false), std::vector<Tensor>(n)});
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     ValueState& s = state(value_of(tensors[i]));
@@ -200,12 +200,21 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node,
 }
 
 Recording::GroupState& Recording::group_state(LeafGroup* group) {
-  return *std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group.get() == group; });
+  const auto it = std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group.get() == group; });
+  if (it == groups_.end())
+    fail<LifetimeError>("[backward] this part of the recording was differentiated before: its parameters of unit '",
+                        group->group_name(), "' are closed");
+  return *it;
 }
 
 Tensor Recording::resolve(ValueId v) {
   const ValueState& s = state(v);
-  if (s.group) return s.group->value(s.leaf_index);
+  if (s.group) {
+    if (s.group->version() != group_state(s.group).version)
+      fail<LifetimeError>("[backward] the parameters of unit '", s.group->group_name(), "' were changed in place (by a ",
+                          "step or an assignment) between forward and backward");
+    return s.group->value(s.leaf_index);
+  }
   if (s.recipe) {
     const Node n = tape_.node(tape_.value(v).producer);
     std::vector<Tensor> inputs;

@@ -36,6 +36,9 @@ class LeafGroup {
   virtual void finish(const std::vector<bool>& contributed) = 0;
   virtual int num_leaves() const = 0;
   virtual bool trainable(int index) const = 0;
+  /// Changes when the leaves' values do: a backward over values that a step has replaced is an error.
+  virtual uint64_t version() const = 0;
+  virtual const std::string& group_name() const = 0;
   /// Every group of this backward is finished: reductions still under way come to their end.
   virtual void backward_ended() = 0;
   /// The recording is over: what was still open closes.
@@ -102,6 +105,7 @@ class Recording {
   struct GroupState {
     std::shared_ptr<LeafGroup> group;
     NodeId first_node;
+    uint64_t version;
     std::vector<bool> contributed;
     std::vector<Tensor> slots;
   };

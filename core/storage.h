@@ -39,6 +39,10 @@ class Storage {
   /// Waits for the lane that fills it, if any.
   void settle();
 
+  /// Counts changes in place (a step, an assignment), so that a backward sees that what it saved is no longer there.
+  uint64_t version() const { return version_; }
+  void changed() { ++version_; }
+
  private:
   Storage(Device device, int64_t bytes, std::shared_ptr<Allocator> allocator);
   void release();
@@ -47,6 +51,7 @@ class Storage {
   Device device_;
   bool pending_ = false;
   int64_t bytes_;
+  uint64_t version_ = 0;
   char* data_ = nullptr;
   std::shared_ptr<Allocator> allocator_;  // null once released
   Event ready_;

@@ -107,6 +107,12 @@ std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
   return out;
 }
 
+uint64_t Unit::version() const {
+  uint64_t version = 0;
+  for (const FlatBuffer& b : buffers_) version += b.shard.storage()->version();
+  return version;
+}
+
 void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = Tensor();
 }

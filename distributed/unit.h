@@ -83,6 +83,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void finish(const std::vector<bool>& contributed) override;
   int num_leaves() const override { return static_cast<int>(leaves_.size()); }
   bool trainable(int index) const override { return leaves_[index].trainable; }
+  uint64_t version() const override;
+  const std::string& group_name() const override { return name_; }
   void backward_ended() override;
   void recording_ended() override;
 

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
 
@@ -105,6 +106,28 @@ TEST(Bitwise, PrefetchAndUnitsChangeNothing) {
   c = tiny_config();
   c.sharding.units = "none";
   expect_same_bits(expected, train_tiny(c, 3, kSteps));
+}
+
+TEST(Lifetime, AStepBetweenForwardAndBackwardIsAnError) {
+  for (const char* strategy : {"full_shard", "replicate"})
+    run_local(2, [&](World& w) {
+      models::TrainConfig c = tiny_config();
+      c.sharding.strategy = strategy;
+      models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
+      step.run(0, fill_tiny);
+      const Type type{kI32, {c.train.batch, c.model.context}, Layout(step.mesh().spec, Placement::shard(0))};
+      const Tensor tokens = full_of(type, 1);
+      Recording recording;
+      recording.backward(step.model().loss(tokens, tokens, 1.0));
+      const Tensor loss = step.model().loss(tokens, tokens, 1.0);
+      step.optimizer().step({.lr = 0.1});
+      try {
+        recording.backward(loss);
+        ADD_FAILURE() << "no error";
+      } catch (const LifetimeError& e) {
+        EXPECT_NE(std::string(e.what()).find("changed in place"), std::string::npos) << e.what();
+      }
+    }, {.threads_per_rank = 1});
 }
 
 TEST(Bitwise, TrainingLearns) {
