@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 #include <fcntl.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -31,15 +33,30 @@ constexpr auto kTerminateTime = seconds(3);
 // After a signal from outside a program may want to save something.
 constexpr auto kForwardedTime = seconds(30);
 
+constexpr const char* kErrorFd = "SHEAF_ERROR_FD";
+
 struct Child {
   pid_t pid = -1;
   bool running = true;
+  int reason_fd = -1;  ///< end of a pipe, on which the rank says why it fails
+
+  /// What it has said so far, on one line; does not wait for more.
+  std::string reason() const {
+    std::string text;
+    char chunk[4096];
+    for (ssize_t n; text.size() < 65536 && (n = read(reason_fd, chunk, sizeof chunk)) > 0;)
+      text.append(chunk, static_cast<size_t>(n));
+    while (!text.empty() && text.back() == '\n') text.pop_back();
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    return text;
+  }
 };
 
 struct Failure {
   int rank;
   pid_t pid;
   int status;  // as waitpid gives it
+  std::string reason = {};  // in its own words; may be empty
 
   int exit_code() const { return WIFSIGNALED(status) ? static_cast<int>(ExitCode::kPeerLost) : WEXITSTATUS(status); }
   /// False for a rank that left because another had gone.
@@ -47,7 +64,8 @@ struct Failure {
   std::string to_string() const {
     return str("rank ", rank, " (pid ", static_cast<int64_t>(pid), ") ",
                WIFSIGNALED(status) ? str("was killed by signal ", WTERMSIG(status))
-                                   : str("exited with code ", WEXITSTATUS(status)));
+                                   : str("exited with code ", WEXITSTATUS(status)),
+               reason.empty() ? "" : ": ", reason);
   }
 };
 
@@ -92,8 +110,10 @@ class Job {
   }
   ~Job() {
     signal_all(SIGKILL);  // only if start() failed half-way
-    for (Child& c : children_)
+    for (Child& c : children_) {
       if (c.pid > 0 && c.running) waitpid(c.pid, nullptr, 0);
+      if (c.reason_fd >= 0) close(c.reason_fd);
+    }
     sigprocmask(SIG_SETMASK, &previous_mask_, nullptr);
   }
 
@@ -104,13 +124,17 @@ class Job {
     Socket listener = listen_on("127.0.0.1", 0);
     const std::string token = random_token();
     for (int r = 0; r < n; ++r) {
+      int ends[2];
+      check<IoError>(pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "[launch] cannot make a pipe: ", std::strerror(errno));
+      children_[r].reason_fd = ends[0];
       const std::vector<std::string> environment = changed_environment(
           {str("RANK=", r), str("WORLD_SIZE=", n), str("LOCAL_RANK=", r), str("LOCAL_WORLD_SIZE=", n),
            "MASTER_ADDR=127.0.0.1", str("MASTER_PORT=", local_port(listener)), "SHEAF_TOKEN=" + token,
-           str("SHEAF_THREADS_PER_RANK=", threads), str("OMP_NUM_THREADS=", threads),
+           str("SHEAF_THREADS_PER_RANK=", threads), str("OMP_NUM_THREADS=", threads), str(kErrorFd, '=', ends[1]),
            r == 0 ? str("SHEAF_LISTEN_FD=", listener.fd()) : "SHEAF_LISTEN_FD", "SHEAF_PORT",
            "TORCHELASTIC_USE_AGENT_STORE"});
-      children_[r].pid = spawn(environment, r == 0 ? listener.fd() : -1);
+      children_[r].pid = spawn(environment, r == 0 ? listener.fd() : -1, ends[1]);
+      close(ends[1]);
     }
   }
 
@@ -135,7 +159,7 @@ class Job {
   }
 
  private:
-  pid_t spawn(const std::vector<std::string>& environment, int inherited_fd) {
+  pid_t spawn(const std::vector<std::string>& environment, int listen_fd, int reason_fd) {
     const std::vector<char*> arguments = pointers(options_.command), variables = pointers(environment);
     const pid_t parent = getpid();
     const pid_t pid = fork();
@@ -144,9 +168,10 @@ class Job {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(static_cast<int>(ExitCode::kPeerLost));  // it died before the line above
     sigprocmask(SIG_SETMASK, &previous_mask_, nullptr);
-    if (inherited_fd >= 0) fcntl(inherited_fd, F_SETFD, 0);
+    if (listen_fd >= 0) fcntl(listen_fd, F_SETFD, 0);
+    fcntl(reason_fd, F_SETFD, 0);
     execvpe(arguments[0], arguments.data(), variables.data());
-    std::fprintf(stderr, "sheaf launch: cannot run %s: %s\n", arguments[0], std::strerror(errno));
+    dprintf(reason_fd, "cannot run %s: %s\n", arguments[0], std::strerror(errno));
     _exit(static_cast<int>(ExitCode::kConfig));
   }
 
@@ -181,7 +206,7 @@ class Job {
       if (!c.running || waitpid(c.pid, &status, WNOHANG) != c.pid) continue;
       c.running = false;
       if (status == 0 || stopping_ || signal_ != 0) continue;
-      failures_.push_back({r, c.pid, status});
+      failures_.push_back({r, c.pid, status, c.reason()});
       if (failures_.size() == 1) stop_at_ = Clock::now() + kOwnExitTime;
     }
   }
@@ -190,6 +215,10 @@ class Job {
     if (!failures_.empty()) {
       auto first = std::find_if(failures_.begin(), failures_.end(), [](const Failure& f) { return f.is_own(); });
       if (first == failures_.end()) first = failures_.begin();
+      for (const Failure& f : failures_) {
+        const bool says_more = !f.reason.empty() && f.reason != first->reason && (f.is_own() || first->reason.empty());
+        if (&f != &*first && says_more) std::fprintf(stderr, "sheaf launch: %s\n", f.to_string().c_str());
+      }
       std::fprintf(stderr, "sheaf launch: %s\n", first->to_string().c_str());
       return first->exit_code();
     }
@@ -210,6 +239,18 @@ class Job {
 };
 
 }  // namespace
+
+bool tell_launcher(const std::string& reason) {
+  const char* variable = std::getenv(kErrorFd);
+  if (!variable || !*variable) return false;
+  char* end = nullptr;
+  const long fd = std::strtol(variable, &end, 10);
+  // Where somebody between us and the launcher closed it, another file may have the number by now.
+  struct stat info;
+  if (*end || fd < 3 || fd > INT_MAX || fstat(static_cast<int>(fd), &info) != 0 || !S_ISFIFO(info.st_mode)) return false;
+  const std::string line = reason + '\n';
+  return write(static_cast<int>(fd), line.data(), line.size()) == static_cast<ssize_t>(line.size());
+}
 
 int launch(const LaunchOptions& options) {
   check<ConfigError>(options.nproc >= 1 && options.nproc <= 4096, "[launch] cannot run ", options.nproc, " processes");

@@ -2,20 +2,23 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <string_view>
 
 #include "sheaf/core/error.h"
-#include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/launcher.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 
 namespace {
 
-// One line on standard error that says where and what; the exit code tells the kind.
-int report(const std::string& what, int code) {
-  const auto& context = sheaf::RankContext::current();
-  if (context.world > 1) std::fprintf(stderr, "sheaf: rank %d of %d: %s\n", context.rank, context.world, what.c_str());
+// One line on standard error that says where and what; the exit code tells the kind. Under `sheaf launch` the line is
+// the launcher's: it hears all ranks and knows which failure came first.
+int report(std::string what, int code) {
+  std::replace(what.begin(), what.end(), '\n', ' ');
+  if (sheaf::distributed::tell_launcher(what)) return code;
+  const char *rank = std::getenv("RANK"), *world = std::getenv("WORLD_SIZE");
+  if (rank && world) std::fprintf(stderr, "sheaf: rank %s of %s: %s\n", rank, world, what.c_str());
   else std::fprintf(stderr, "sheaf: %s\n", what.c_str());
   return code;
 }
@@ -24,6 +27,7 @@ int run(int argc, char** argv) {
   using namespace sheaf::tools;
   CLI::App app("Sheaf: a deep-learning framework in which sharding is a tensor's type.", "sheaf");
   app.require_subcommand(1);
+  const CLI::Range threads(1, 65536);
 
   TrainArguments train;
   CLI::App* train_app = app.add_subcommand("train", "train a model; under `sheaf launch`, on several ranks");
@@ -31,7 +35,7 @@ int run(int argc, char** argv) {
   train_app->add_flag("--resume", train.resume, "continue from the newest whole checkpoint in output.folder");
   train_app->add_flag("--print-config", train.print_config, "print the resulting configuration and end");
   train_app->add_flag("--quiet", train.quiet, "no progress lines");
-  train_app->add_option("--threads-per-rank", train.threads_per_rank, "compute threads of each rank");
+  train_app->add_option("--threads-per-rank", train.threads_per_rank, "compute threads of each rank")->check(threads);
   train_app->allow_extras();
   train_app->footer("Every option of the configuration is also a flag, --section.key value:\n" + config_help());
 
@@ -46,14 +50,14 @@ int run(int argc, char** argv) {
   tape_app->add_option("--config", tape.config, "TOML file");
   tape_app->add_option("--world", tape.world, "ranks");
   tape_app->add_option("--rank", tape.rank, "whose step");
-  tape_app->add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank");
+  tape_app->add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank")->check(threads);
   tape_app->add_option("--format", tape.format, "text, json or dot (Graphviz)");
   tape_app->allow_extras();
 
   sheaf::distributed::LaunchOptions launch;
   CLI::App* launch_app = app.add_subcommand("launch", "run a command as several ranks on this machine");
   launch_app->add_option("--nproc-per-node", launch.nproc, "ranks")->required();
-  launch_app->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank");
+  launch_app->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank")->check(threads);
   launch_app->footer("sheaf launch --nproc-per-node N -- COMMAND ...");
 
   // What stands behind "--" is the command to launch, word for word: not for the parser.
@@ -61,6 +65,7 @@ int run(int argc, char** argv) {
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
     own = static_cast<int>(std::find(argv, argv + argc, std::string_view("--")) - argv);
     launch.command.assign(argv + std::min(own + 1, argc), argv + argc);
+    launch_app->allow_extras();
   }
   try {
     app.parse(own, argv);
@@ -80,6 +85,10 @@ int run(int argc, char** argv) {
     tape.overrides = tape_app->remaining();
     return tape_command(tape);
   }
+  const std::vector<std::string> unknown = launch_app->remaining();
+  if (launch.command.empty() || !unknown.empty())
+    sheaf::fail<sheaf::ConfigError>("[launch] ", launch.command.empty() ? "no command to run" : "unknown " + unknown[0],
+                                    "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] -- COMMAND ...");
   return sheaf::distributed::launch(launch);
 }
 
