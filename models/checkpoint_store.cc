@@ -254,8 +254,11 @@ std::optional<Checkpoint> Checkpoint::open_newest(const std::string& folder,
       reason = error.what();
     }
     if (group.all_true(candidate.has_value())) return candidate;
+    // One line is enough: rank 0's, or else that of the ranks that know the reason.
+    const bool first_knows = !group.all_true(group.rank != 0 || reason.empty());
+    if (!reason.empty() && (group.rank == 0 || !first_knows))
+      warn(str("checkpoint '", path, "' is broken and is not used: ", reason));
     if (reason.empty()) reason = "another rank found it broken";
-    warn(str("checkpoint '", path, "' is broken and is not used: ", reason));
     if (newest_reason.empty()) newest_reason = reason;
   }
   check<CheckpointError>(steps.empty(), "[checkpoint] no whole checkpoint is left in '", folder, "'; the newest, step ",

@@ -67,7 +67,7 @@ class Checkpoint {
   static Checkpoint open(const std::string& step_folder, const CheckpointGroup& group = {});
 
   /// Opens the newest whole checkpoint of `folder`, the same on all ranks. Every newer one that is broken is named to
-  /// `warn` in one line. Returns nothing if there is no checkpoint; throws CheckpointError if there are some, but none
+  /// `warn` in one line, on rank 0 if it sees the damage, else on the ranks that do. Returns nothing if there is no checkpoint; throws CheckpointError if there are some, but none
   /// is whole.
   static std::optional<Checkpoint> open_newest(const std::string& folder,
                                                const std::function<void(const std::string&)>& warn,

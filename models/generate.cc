@@ -31,7 +31,17 @@ int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, 
 
 }  // namespace
 
-std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context,
+std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config) {
+  if (config.prompt.empty()) fail<ConfigError>("[generate] generate.prompt is empty: give at least one character");
+  try {
+    return tokenizer.encode(config.prompt, "generate.prompt");
+  } catch (const DataError&) {
+    if (config.prompt != GenerateConfig{}.prompt) throw;
+    return {0};
+  }
+}
+
+std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
   model.module().eval();
@@ -42,10 +52,9 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
     const int64_t length = std::min<int64_t>(context, static_cast<int64_t>(tokens.size()));
     const std::vector<int32_t> window(tokens.end() - length, tokens.end());
     const Tensor logits = model.logits(Tensor::from(window, {1, length}));
-    const int64_t vocab = logits.size(-1);
-    const Tensor last = slice(logits, 1, length - 1, length);
-    const int32_t next = choose(last.to_vector<double>(), config, uniform(i));
-    if (next < 0 || next >= vocab) fail<DataError>("[generate] token ", next, " of ", vocab);
+    std::vector<double> last = slice(logits, 1, length - 1, length).to_vector<double>();
+    last.resize(static_cast<size_t>(std::min(vocab, logits.size(-1))));
+    const int32_t next = choose(last, config, uniform(i));
     tokens.push_back(next);
     out.push_back(next);
     if (emit) emit(next);
@@ -56,16 +65,17 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
 void generate_from_folder(const std::string& folder, const GenerateConfig& config,
                           const std::function<void(const std::string&)>& emit) {
   auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", [](const std::string& warning) {
-    std::fprintf(stderr, "%s\n", warning.c_str());
+    std::fprintf(stderr, "sheaf: warning: %s\n", warning.c_str());
   });
   if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints");
   const RunState state = RunState::from_json(checkpoint->state());
   if (!state.tokenizer) fail<ConfigError>("[generate] the run was trained on token files: it has no tokenizer");
+  const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
   const auto model = make_language_model(state.model, state.vocab);
   materialize(model->module());
   load_state(*checkpoint, model->module(), nullptr);
-  emit(config.prompt);
-  generate(*model, state.tokenizer->encode(config.prompt, "generate.prompt"), state.model.context, config,
+  emit(state.tokenizer->decode(prompt));
+  generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,
            [&](int32_t token) { emit(state.tokenizer->decode(std::span(&token, 1))); });
 }
 

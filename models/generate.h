@@ -10,9 +10,14 @@
 
 namespace sheaf::models {
 
-/// Continues `prompt` by config.tokens tokens, at most `context` of them in view at a time; returns the new ones.
-/// Collective where the model is sharded: every rank computes the same tokens. `emit` gets each token as it comes.
-std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context,
+/// The tokens of config.prompt. The default prompt, a new line, is token 0 where the vocabulary has none. Throws
+/// ConfigError if it is empty, DataError naming the first character that is not in the vocabulary.
+std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
+
+/// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows),
+/// at most `context` of them in view at a time; returns the new ones. Collective where the model is sharded: every rank
+/// computes the same tokens. `emit` gets each token as it comes.
+std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {});
 
 /// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of

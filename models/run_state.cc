@@ -1,6 +1,5 @@
 #include "sheaf/models/run_state.h"
 
-
 namespace sheaf::models {
 namespace {
 
@@ -72,13 +71,16 @@ RunState RunState::from_json(const Json& json) {
   return s;
 }
 
-void check_resumable(const RunState& saved, const TrainConfig& config, int64_t vocab) {
+void check_resumable(const RunState& saved, const TrainConfig& config, int64_t vocab, const Tokenizer* tokenizer) {
   const auto differs = [](const std::string& key, const std::string& was, const std::string& is) {
     throw Error(ExitCode::kResumeMismatch,
                 str("[resume] ", key, " was ", was, " in the checkpoint and is ", is, " now; continue with the same "
                     "options, or start a new run in another output folder"));
   };
   if (saved.vocab != vocab) differs("the vocabulary", str(saved.vocab), str(vocab));
+  const auto described = [](const Tokenizer* t) { return t ? t->to_json().dump() : std::string("that of token files"); };
+  if (const std::string was = described(saved.tokenizer.get()), is = described(tokenizer); was != is)
+    differs("the tokenizer", was, is);
   Json now;
   const auto put = [&](const char* key, const auto& value) { now.set(key, Json(value)); };
   for_each_model_option(config.model, put);

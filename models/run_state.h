@@ -22,8 +22,9 @@ struct RunState {
 };
 
 /// Throws an Error with exit code kResumeMismatch that names the first option in which a run that is to be continued
-/// differs from the checkpoint: what decides the values of later steps (the model, the batch, the seed, the schedule).
-/// The number of steps may grow only under a constant schedule; evaluation, logging and saving may change freely.
-void check_resumable(const RunState& saved, const TrainConfig& config, int64_t vocab);
+/// differs from the checkpoint: what decides the values of later steps (the model, the batch, the seed, the schedule,
+/// what the tokens mean). `tokenizer` is null if the data come as token files. The number of steps may grow only under a
+/// constant schedule; evaluation, logging and saving may change freely.
+void check_resumable(const RunState& saved, const TrainConfig& config, int64_t vocab, const Tokenizer* tokenizer);
 
 }  // namespace sheaf::models

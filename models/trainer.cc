@@ -36,6 +36,8 @@ CheckpointGroup group_of(TrainingStep& step, World& world) {
 }  // namespace
 
 Corpus load_corpus(const DataConfig& data, int64_t vocab) {
+  if (data.train_file.empty() && data.corpus.empty())
+    fail<ConfigError>("[data] nothing to train on: give data.corpus, or data.train_file and data.val_file");
   if (data.train_file.empty()) return load_text_corpus(data.corpus, data.tokenizer, data.val_fraction);
   if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab");
   Corpus corpus;
@@ -65,14 +67,13 @@ void Trainer::restore() {
                         "another output.folder");
     return;
   }
-  auto checkpoint = Checkpoint::open_newest(folder, [&](const std::string& warning) { options_.print(warning); },
-                                            group_of(*step_, world_));
+  auto checkpoint = Checkpoint::open_newest(folder, options_.warn, group_of(*step_, world_));
   if (!checkpoint) return;
   const RunState state = RunState::from_json(checkpoint->state());
-  check_resumable(state, config_, config_.model.vocab);
+  check_resumable(state, config_, config_.model.vocab, corpus_.tokenizer.get());
   load_state(*checkpoint, step_->model().module(), &step_->optimizer());
   first_step_ = state.step;
-  options_.print(str("resumed from ", checkpoint->path()));
+  if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
 }
 
 int64_t Trainer::num_parameters() {
@@ -111,7 +112,6 @@ TrainReport Trainer::run() {
   const bool first_rank = world_.rank() == 0;
   std::unique_ptr<MetricsWriter> metrics;
   if (first_rank) {
-    std::filesystem::create_directories(config_.output.folder);
     metrics = std::make_unique<MetricsWriter>(config_.output.folder + "/metrics.jsonl", first_step_ - (first_step_ == 0));
   }
   Allocator& memory = *RankContext::current().cpu;
@@ -119,7 +119,7 @@ TrainReport Trainer::run() {
   RecordedStep recorded;
   report.steps = t.steps;
   const double start = now();
-  double since = start, evaluating = 0;
+  double since = start, evaluating = 0;  // saving included
   int64_t steps_since = 0;
   for (int64_t s = first_step_; s < t.steps; ++s) {
     memory.reset_peak();
@@ -127,14 +127,19 @@ TrainReport Trainer::run() {
     TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
     ++steps_since;
     const int64_t done = s + 1;
-    if (last || done % t.log_every == 0) {
+    const bool logs = last || done % t.log_every == 0;
+    const bool saves = last || (t.save_every > 0 && done % t.save_every == 0);
+    if (logs || saves) {
       report.train_loss = result.loss.item<double>();
       const double norm = result.grad_norm.item<double>();
-      report.peaks = peaks_of_ranks();
-      const double tokens_per_second = static_cast<double>(step_->tokens_per_step() * steps_since) / (now() - since);
       if (!std::isfinite(report.train_loss) || !std::isfinite(norm))
         fail<NonFiniteError>("[train] step ", done, ": loss ", report.train_loss, ", gradient norm ", norm,
                              "; a smaller train.lr or train.clip may help");
+    }
+    if (logs) {
+      const double norm = result.grad_norm.item<double>();
+      report.peaks = peaks_of_ranks();
+      const double tokens_per_second = static_cast<double>(step_->tokens_per_step() * steps_since) / (now() - since);
       if (first_rank) {
         int64_t peak = 0;
         for (int64_t p : report.peaks) peak = std::max(peak, p);
@@ -156,19 +161,18 @@ TrainReport Trainer::run() {
         options_.print(str("step ", done, "  validation loss ", report.val_loss));
       }
       evaluating += now() - begin;
-      since = now();
-      steps_since = 0;
+      since += now() - begin;
     }
-    if (last || (t.save_every > 0 && done % t.save_every == 0)) {
+    if (saves) {
       const double begin = now();
       if (first_rank) metrics->sync();
       save(done);
       evaluating += now() - begin;
-      since = now();
+      since += now() - begin;
     }
   }
   if (first_step_ >= t.steps) {  // nothing left to do: report the finished run
-    options_.print(str("the run is complete at step ", first_step_));
+    if (first_rank) options_.print(str("the run is complete at step ", first_step_));
     report.val_loss = step_->evaluate(validation);
     report.peaks = peaks_of_ranks();
   }

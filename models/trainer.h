@@ -14,8 +14,10 @@ namespace sheaf::models {
 
 struct TrainOptions {
   bool resume = false;  ///< continue from the newest whole checkpoint, from the start where there is none
-  /// Called with each line for people (progress, warnings), on rank 0.
+  /// Called with each line for people about how it goes, on rank 0.
   std::function<void(const std::string&)> print = [](const std::string&) {};
+  /// Called with each line of warning, on the rank that knows what is wrong.
+  std::function<void(const std::string&)> warn = [](const std::string&) {};
 };
 
 struct TrainReport {
@@ -32,7 +34,8 @@ class Trainer {
   /// Reads the corpus and builds the model; collective. Throws ConfigError, DataError.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
-  /// Trains to the end; collective. Throws NonFiniteError when the loss is not a number.
+  /// Trains to the end; collective. Throws NonFiniteError when the loss or the gradient is not finite in a step that is
+  /// logged or saved: no checkpoint ever holds the result of such a step.
   TrainReport run();
 
   TrainingStep& step() { return *step_; }

@@ -25,7 +25,7 @@ struct TapeArguments {
   std::vector<std::string> overrides;
   int world = 1;
   int rank = 0;
-  int threads_per_rank = 1;
+  int threads_per_rank = 0;            ///< 0: cores / world, as if all ranks were on this machine
   std::string format = "text";         ///< "text", "json", "dot"
 };
 int tape_command(const TapeArguments& arguments);

@@ -110,6 +110,10 @@ void set(const std::string& where, ConfigField& field, double value) {
 void set(const std::string& where, ConfigField& field, const std::string& value) {
   auto** target = std::get_if<std::string*>(&field.target);
   if (!target) wrong_type(where, field, json_string(value));
+  if (std::find(field.later.begin(), field.later.end(), value) != field.later.end()) {
+    fail<ConfigError>("[config] ", where, ": '", field.key, "' cannot be ", json_string(value),
+                      " yet; it is one of ", join(field.choices));
+  }
   if (!field.choices.empty() && std::find(field.choices.begin(), field.choices.end(), value) == field.choices.end()) {
     fail<ConfigError>("[config] ", where, ": '", field.key, "' is one of ", join(field.choices), "; not ",
                       json_string(value));
@@ -282,9 +286,10 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
       {"train.log_every", &t.log_every, "steps between lines of metrics.jsonl", any, 1},
       {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
-      {"train.dtype", &t.dtype, "of the computation", {"f32", "bf16"}},
+      {"train.dtype", &t.dtype, "of the computation", {"f32"}, {}, {}, {"bf16"}},
 
-      {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}},
+      {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}, {}, {},
+       {"zero1", "hybrid", "secondary_shard", "tensor_parallel"}},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
       {"sharding.prefetch_bytes", &s.prefetch_bytes, "gathered ahead of use; -1: the largest unit; 0: none", any, -1},

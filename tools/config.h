@@ -19,6 +19,7 @@ struct ConfigField {
   std::string doc;
   std::vector<std::string> choices = {};     ///< of a string; empty: any
   double min = -1e300, max = 1e300;          ///< of a number, inclusive
+  std::vector<std::string> later = {};       ///< choices that have a name, but are not there yet
 };
 
 /// The table of all options, pointing into `config`.

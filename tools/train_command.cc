@@ -1,5 +1,5 @@
+#include <algorithm>
 #include <cstdio>
-#include <filesystem>
 
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/file.h"
@@ -29,9 +29,10 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
             const models::TrainReport& result, int threads) {
   const bool first = world.rank() == 0;
   if (const auto& tokenizer = trainer.corpus().tokenizer) {
-    std::vector<int32_t> prompt = tokenizer->encode(config.generate.prompt, "generate.prompt");
-    const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, config.generate);
-    if (first) say("\nsample\n------" + config.generate.prompt + tokenizer->decode(tokens) + "\n------");
+    const std::vector<int32_t> prompt = models::encode_prompt(*tokenizer, config.generate);
+    const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, tokenizer->vocab_size(),
+                                         config.generate);
+    if (first) say("\nsample\n------\n" + tokenizer->decode(prompt) + tokenizer->decode(tokens) + "\n------");
   }
   if (!first) return;
   if (result.tape.num_nodes() > 0) say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
@@ -61,8 +62,12 @@ int train_command(const TrainArguments& arguments) {
     const bool first = world.rank() == 0;
     models::TrainOptions options;
     options.resume = arguments.resume;
+    options.warn = [](const std::string& line) { std::fprintf(stderr, "sheaf: warning: %s\n", line.c_str()); };
     if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) say(line); };
     models::Trainer trainer(config, world, Device::cpu(), options);
+    // What is needed only at the end is checked at the start.
+    if (const auto& tokenizer = trainer.corpus().tokenizer; tokenizer && !arguments.quiet)
+      models::encode_prompt(*tokenizer, config.generate);
     if (first) {
       make_folders(config.output.folder);
       write_file(config.output.folder + "/config.toml", print_config(config));
@@ -96,13 +101,15 @@ int tape_command(const TapeArguments& arguments) {
     if (config.data.corpus.empty()) fail<ConfigError>("[tape] the size of the vocabulary is not known: give --model.vocab N");
     vocab = models::load_corpus(config.data, 0).vocab;
   }
-  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, arguments.threads_per_rank);
+  const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
+                                                     : std::max(1, available_cores() / arguments.world);
+  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads);
   if (arguments.format == "json") say(to_json(plan.tape));
   else if (arguments.format == "dot") say(to_dot(plan.tape));
   else if (arguments.format == "text")
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
         str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank, ": peak ",
-            plan.peak_bytes, " bytes (", mebibytes(plan.peak_bytes), ")"));
+            ", threads ", threads, ": peak ", plan.peak_bytes, " bytes (", mebibytes(plan.peak_bytes), ")"));
   else
     fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
   return 0;

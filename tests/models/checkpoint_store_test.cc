@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -190,16 +191,21 @@ TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {
     for (const auto& content : damaged) {
       if (content == "GONE") std::filesystem::remove(path);
       else write_file(path, content);
+      std::mutex mutex;
+      std::vector<std::string> warnings;  // of all ranks
+      const auto warn = [&](const std::string& text) {
+        std::lock_guard lock(mutex);
+        warnings.push_back(text);
+      };
       Ranks(content == "GONE" ? 3 : 1).run([&](const CheckpointGroup& group) {
-        std::vector<std::string> warnings;
-        auto checkpoint =
-            Checkpoint::open_newest(folder.path(), [&](const std::string& text) { warnings.push_back(text); }, group);
+        auto checkpoint = Checkpoint::open_newest(folder.path(), warn, group);
         ASSERT_TRUE(checkpoint);
         EXPECT_EQ(checkpoint->step(), 1);
-        ASSERT_EQ(warnings.size(), 1u);
-        EXPECT_THAT(warnings[0], HasSubstr("step-2' is broken"));
-        EXPECT_THAT(warnings[0].find('\n'), std::string::npos);
       });
+      ASSERT_EQ(warnings.size(), 1u);
+      EXPECT_THAT(warnings[0], HasSubstr("step-2' is broken"));
+      EXPECT_THAT(warnings[0], HasSubstr(file));
+      EXPECT_THAT(warnings[0].find('\n'), std::string::npos);
       ++cases;
     }
     write_file(path, good);
