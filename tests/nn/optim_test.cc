@@ -258,6 +258,21 @@ TEST(Optimizer, StepIsRecordedAndReplays) {
     EXPECT_EQ(again[u].to_vector<float>(), all[u]->buffers()[0].shard.to_vector<float>()) << all[u]->name();
 }
 
+TEST(Optimizer, WhatWasGatheredBeforeAStepIsNotUsedAfterIt) {
+  run_local(2, [](World& w) {
+    TinyModel m;
+    shard(m, data_mesh(w), {.units = nn::units_of<TinyBlock>()});
+    materialize(m, Device::cpu(), {.seed = 1});
+    m(testing::token_rows(data_mesh(w), 4, 3, 11));  // leaves the root and the last block gathered
+    EXPECT_GT(gather_schedule(m).gathered_bytes(), 0);
+    set_gradients(m);
+    optim::SGD(m, {.lr = 1.0}).step();
+    EXPECT_EQ(m.table.weight.value().to_vector<float>(), full_parameter(m.table.weight).to_vector<float>());
+    EXPECT_EQ(m.blocks[1].up.weight.value().to_vector<float>(),
+              full_parameter(m.blocks[1].up.weight).to_vector<float>());
+  });
+}
+
 TEST(Optimizer, StatePiecesResumeBitwise) {
   run_local(2, [](World& w) {
     const auto make = [&](TinyModel& m) {
