@@ -108,8 +108,7 @@ void expect_loss_is_that_of_the_logits(M& model, int64_t vocab) {
   changed[3] = (changed[3] + 1) % static_cast<int32_t>(vocab);
   const auto a = logits.to_vector<double>();
   const auto b = model.logits(Tensor::from(changed, {3, 5})).template to_vector<double>();
-  for (int64_t i = 0; i < 5 * vocab; ++i)
-    if (i < 3 * vocab) EXPECT_EQ(a[i], b[i]);
+  for (int64_t i = 0; i < 3 * vocab; ++i) EXPECT_EQ(a[i], b[i]);
   double later = 0;
   for (int64_t i = 3 * vocab; i < 5 * vocab; ++i) later += std::abs(a[i] - b[i]);
   EXPECT_GT(later, 1e-3);
