@@ -7,6 +7,8 @@
 #include "sheaf/autograd/rowwise.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/shard.h"
 #include "sheaf/tests/check_rowwise.h"
 #include "sheaf/tests/probe.h"
 
@@ -154,6 +156,51 @@ TEST(RowwiseLayouts, OtherCutsStayVisibleAndReplicateRowsAreSliced) {
     EXPECT_TRUE(identical(rowwise(f, z), exp(z)));
     EXPECT_EQ(first_local_row(), 0);
   }, kLocal);
+}
+
+// Weights of units, gathered inside of f: one all_gather and one reduce_scatter each, whatever the rows are.
+struct Expert : nn::Module {
+  nn::Linear up{3, 5}, down{5, 3};
+  Tensor forward(const Tensor& x) {
+    return rowwise([&](const Tensor& rows) { return down(tanh(up(rows))) + cumsum(rows, 1); }, x);
+  }
+  SHEAF_FIELDS(up, down);
+};
+struct Experts : nn::Module {
+  Expert first, second;
+  Tensor forward(const Tensor& x) { return second(first(x)); }
+  SHEAF_FIELDS(first, second);
+};
+
+std::vector<Values> train_experts(int ranks, Strategy strategy, const Placement& cut) {
+  std::vector<Values> gradients;
+  run_local(ranks, [&](World& world) {
+    const Mesh mesh = world.mesh({{"data", ranks}});
+    Experts model;
+    shard(model, mesh, {.units = nn::units_of<Expert>(), .strategy = strategy});
+    materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
+    const Tensor x = make_local(draw({7, 3}, "x"), {kF64, {7, 3}, Layout(mesh.spec, cut)}, "");
+    Recording recording;
+    recording.backward(mean(model(x) * model(x)));
+    const Tape tape = recording.take();
+    for (const auto& check : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
+      for (const Finding& f : check) ADD_FAILURE() << f.to_string();
+    for (const nn::Parameter& p : model.parameters()) {
+      const Values g = full_gradient(p).to_vector<double>();
+      if (world.rank() == 0) gradients.push_back(g);
+    }
+  }, kLocal);
+  return gradients;
+}
+
+TEST_P(Rowwise, GathersWeightsInside) {
+  const std::vector<Values> want = train_experts(1, strategy::full_shard, Placement::shard(0));
+  ASSERT_EQ(want.size(), 8u);
+  for (const Strategy s : {strategy::full_shard, strategy::shard_grad_op, strategy::replicate})
+    for (const Placement& cut : cuts(7, GetParam())) {
+      const std::vector<Values> got = train_experts(GetParam(), s, cut);
+      for (size_t i = 0; i < want.size(); ++i) EXPECT_LE(scaled_error(got[i], want[i]), 1e-13) << name(s) << " " << i;
+    }
 }
 
 TEST(RowwiseLayouts, MetaHasTheSameTypes) {
