@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "sheaf/autograd/op.h"
 #include "sheaf/tests/op_samples.h"
 
 namespace sheaf::testing {
@@ -32,5 +33,14 @@ std::string check_two_axes(const OpSample& sample);
 
 /// All of the above, placements at worlds 1 to 5.
 std::string check_op(const OpSample& sample);
+
+/// The same for an op struct: check_op<MyOp>({.scale = 2}, {{3, 5}}, {.exact = true}).
+template <class Op>
+std::string check_op(const typename Op::Attrs& attrs, std::vector<In> inputs, OpSample options = {}) {
+  options.op = Op::kName;
+  options.inputs = std::move(inputs);
+  options.f = [attrs](Args x) { return Outputs(apply(op_def<Op>(), &attrs, x)); };
+  return check_op(options);
+}
 
 }  // namespace sheaf::testing

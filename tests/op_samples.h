@@ -72,11 +72,11 @@ inline In constant(In in) {
 }
 
 struct OpSample {
-  std::string op;          ///< name of the public function
+  std::string op = "";       ///< name of the public function
   std::string variant = "";  ///< tells the samples of one op apart
-  std::vector<In> inputs;
+  std::vector<In> inputs = {};
   /// Must be a pure function of its arguments. Dropout may key itself from the recording, which is always there.
-  std::function<Outputs(Args)> f;
+  std::function<Outputs(Args)> f = {};
 
   /// Multilinear in its inputs: over integers every result, gradients included, is exact, and the placement test
   /// compares without tolerance.

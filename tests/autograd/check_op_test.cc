@@ -140,6 +140,8 @@ OpSample total(Mistake mistake) {
 TEST(CheckOp, RightOpsPass) {
   EXPECT_EQ(check_op(square(Mistake::none)), "");
   EXPECT_EQ(check_op(total(Mistake::none)), "");
+  EXPECT_EQ(check_op<Total>({Mistake::none}, {{7}}, {.exact = true}), "");
+  EXPECT_THAT(check_op<Total>({Mistake::wrong_output}, {{7}}, {.exact = true}), HasSubstr("[my_total] placements"));
 }
 
 TEST(CheckOp, FindsWrongDerivatives) {
