@@ -1,4 +1,5 @@
-// Tells two spirals apart, with a layer and an op of its own (snake.h), fully sharded over ranks that are threads here.
+// Tells two spirals apart, with a layer and an op of its own (snake.h), fully sharded over ranks
+// that are threads here.
 //
 //   bazel run //examples:classifier -- [RANKS]
 #include <cmath>
@@ -43,7 +44,9 @@ void train(World& world) {
   const Mesh mesh = world.mesh({{"data", world.size()}});
   const Layout rows(mesh.spec, Placement::shard(0)), everywhere(mesh.spec, Placement::invariant());
   // Every rank makes all points and takes its rows of them, so this slice moves no byte.
-  const auto place = [&](const Points& p) { return Points{redistribute(p.x, rows), redistribute(p.label, rows)}; };
+  const auto place = [&](const Points& p) {
+    return Points{redistribute(p.x, rows), redistribute(p.label, rows)};
+  };
   const Points seen = place(spirals(301, 0.0)), unseen = place(spirals(301, 0.4));
 
   Classifier model(32);
@@ -61,7 +64,8 @@ void train(World& world) {
   }
   // Counts of right answers on each rank are addends; summed, they are the same on all.
   const Tensor right = sum(cast(eq(argmax(model(unseen.x)), unseen.label), kF32));
-  const float accuracy = redistribute(right, everywhere).item() / static_cast<float>(unseen.x.size(0));
+  const float accuracy =
+      redistribute(right, everywhere).item() / static_cast<float>(unseen.x.size(0));
   world.print("accuracy on unseen points ", accuracy);
 }
 

@@ -1,12 +1,12 @@
 // Runs the example programs as a user would, and reads what they print.
-#include <fcntl.h>
-#include <gtest/gtest.h>
-#include <unistd.h>
-
 #include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <sstream>
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "sheaf/distributed/launcher.h"
 
@@ -28,7 +28,8 @@ Result launch(int ranks, const std::vector<std::string>& command) {
   const std::string path = ::testing::TempDir() + "/output";
   const int file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600), out = dup(1);
   dup2(file, 1);
-  const int code = sheaf::distributed::launch({.nproc = ranks, .threads_per_rank = 1, .command = command});
+  const int code =
+      sheaf::distributed::launch({.nproc = ranks, .threads_per_rank = 1, .command = command});
   dup2(out, 1);
   close(file);
   close(out);
@@ -50,7 +51,9 @@ TEST(TrainGpt, LearnsOnOneRankAndOnTwo) {
   EXPECT_NEAR(losses[0], losses[1], 1e-2);
 }
 
-TEST(TrainGpt, SaysWhatIsMissing) { EXPECT_EQ(launch(1, {"examples/train_gpt", "no such file"}).code, 65); }
+TEST(TrainGpt, SaysWhatIsMissing) {
+  EXPECT_EQ(launch(1, {"examples/train_gpt", "no such file"}).code, 65);
+}
 
 TEST(Classifier, LearnsOnOneToThreeRanks) {
   for (const char* ranks : {"1", "2", "3"}) {

@@ -7,22 +7,28 @@
 
 namespace examples {
 
-/// The op. The tape stores its name and the bytes of Attrs, nothing else, so a recorded step replays without this file's
-/// functions being told anything.
+/// The op. The tape stores which op it is and the bytes of Attrs, no closure: so a recorded step
+/// replays after the model is gone.
 struct Snake {
   static constexpr const char* kName = "snake";
-  struct Attrs { double frequency; };
+  struct Attrs {
+    double frequency;
+  };
   static constexpr uint64_t kSavedInputs = 0b1;  // backward reads x
 
   static void infer(const Attrs& a, sheaf::Infer& c) {
-    if (!sheaf::is_floating(c.dtype(0))) sheaf::fail<sheaf::DTypeError>("[snake] needs a floating type, not ", c.input(0));
-    if (!(a.frequency > 0)) sheaf::fail<sheaf::ConfigError>("[snake] frequency ", a.frequency, " is not positive");
+    if (!sheaf::is_floating(c.dtype(0)))
+      sheaf::fail<sheaf::DTypeError>("[snake] needs a floating type, not ", c.input(0));
+    if (!(a.frequency > 0))
+      sheaf::fail<sheaf::ConfigError>("[snake] frequency ", a.frequency, " is not positive");
     c.output(c.dtype(0), c.shape(0));
   }
-  /// Elementwise: any cut of x is the same cut of the result. The rule of the backward follows from this one.
+  /// Elementwise: any cut of x is the same cut of the result. The rule of the backward follows from
+  /// this one.
   static void place(const Attrs&, sheaf::Place& p) { sheaf::rules::pointwise_nonlinear(p); }
 
-  /// Local elements; x is dense (see snake()). Threads may take any ranges: no element depends on another.
+  /// Local elements; x is dense (see snake()). Threads may take any ranges: no element depends on
+  /// another.
   static void execute(const Attrs& a, sheaf::Execute& c) {
     sheaf::visit_floating(kName, c.input(0).dtype, [&]<class T>() {
       using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -37,13 +43,18 @@ struct Snake {
       });
     });
   }
-  /// d/dx = 1 + sin(2 frequency x), in public ops: so it is recorded, placed and differentiable again.
-  static void vjp(const Attrs& a, sheaf::Vjp& c) { c.set(0, c.grad() * (sin(c.input(0) * (2 * a.frequency)) + 1.0)); }
-  static void describe(const Attrs& a, std::string& out) { out += sheaf::str("frequency ", a.frequency); }
+  /// d/dx = 1 + sin(2 frequency x), in public ops: so it is recorded, placed and differentiable
+  /// again.
+  static void vjp(const Attrs& a, sheaf::Vjp& c) {
+    c.set(0, c.grad() * (sin(c.input(0) * (2 * a.frequency)) + 1.0));
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += sheaf::str("frequency ", a.frequency);
+  }
 };
 
-/// x + sin²(frequency x) / frequency, an activation that extrapolates periodic functions (Ziyin, Hartwig and Ueda 2020,
-/// https://arxiv.org/abs/2006.08195).
+/// x + sin²(frequency x) / frequency, an activation that extrapolates periodic functions (Ziyin,
+/// Hartwig and Ueda 2020, https://arxiv.org/abs/2006.08195).
 inline sheaf::Tensor snake(const sheaf::Tensor& x, double frequency = 1.0) {
   return sheaf::apply<Snake>({frequency}, {contiguous(x)});
 }
@@ -57,7 +68,9 @@ struct SnakeLayer : sheaf::nn::Module {
       : weight({out, in}, sheaf::nn::Init::uniform(std::sqrt(3.0 / static_cast<double>(in)))),
         bias({out}, sheaf::nn::Init::uniform(1.0)),
         frequency(frequency) {}
-  sheaf::Tensor forward(const sheaf::Tensor& x) { return snake(linear(x, weight, bias), frequency); }
+  sheaf::Tensor forward(const sheaf::Tensor& x) {
+    return snake(linear(x, weight, bias), frequency);
+  }
   SHEAF_FIELDS(weight, bias);
 };
 

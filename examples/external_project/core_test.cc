@@ -1,8 +1,8 @@
-#include "core/tensor.h"
-
 #include <gtest/gtest.h>
 
 #include "sheaf/tests/check_op.h"
+
+#include "core/tensor.h"
 
 TEST(Line, IsFittedOnOneRankAndOnTwo) {
   for (int ranks : {1, 2}) {
@@ -15,7 +15,9 @@ TEST(Line, IsFittedOnOneRankAndOnTwo) {
 }
 
 TEST(SquaredError, HasRightGradients) {
-  EXPECT_EQ(sheaf::testing::check_gradient({.op = "squared_error", .inputs = {{3, 2}, {3, 2}}, .f = [](auto& x) {
-                                              return my_project::squared_error(x[0], x[1]);
-                                            }}), "");
+  EXPECT_EQ(sheaf::testing::check_gradient(
+                {.op = "squared_error",
+                 .inputs = {{3, 2}, {3, 2}},
+                 .f = [](auto& x) { return my_project::squared_error(x[0], x[1]); }}),
+            "");
 }

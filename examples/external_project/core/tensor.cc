@@ -10,7 +10,8 @@ sheaf::Tensor squared_error(const sheaf::Tensor& a, const sheaf::Tensor& b) {
 std::vector<float> fit(sheaf::World& world) {
   const sheaf::Mesh mesh = world.mesh({{"data", world.size()}});
   const sheaf::Layout rows(mesh.spec, sheaf::Placement::shard(0));
-  const sheaf::Tensor x = redistribute(sheaf::arange(-1, 1, 0.25, sheaf::kF32), rows), y = 3 * x - 1;
+  const sheaf::Tensor x = redistribute(sheaf::arange(-1, 1, 0.25, sheaf::kF32), rows),
+                      y = 3 * x - 1;
 
   Line line;
   shard(line, mesh);

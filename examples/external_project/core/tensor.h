@@ -15,7 +15,8 @@ struct Line : sheaf::nn::Module {
   SHEAF_FIELDS(slope, offset);
 };
 
-/// Fits a line through y = 3x - 1 by gradient descent, its parameters sharded over all ranks: {slope, offset}.
+/// Fits a line through y = 3x - 1 by gradient descent, its parameters sharded over all ranks:
+/// {slope, offset}.
 std::vector<float> fit(sheaf::World& world);
 
 }  // namespace my_project
