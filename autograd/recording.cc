@@ -182,13 +182,18 @@ void Recording::release_saves(NodeId node) {
   in = out = 0;
 }
 
-void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node, std::span<const Tensor> tensors,
+void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors,
                            std::span<const int> indices) {
   auto it = std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group == group; });
   if (it == groups_.end()) {
     const auto n = static_cast<size_t>(group->num_leaves());
     if (std::find(all_groups_.begin(), all_groups_.end(), group) == all_groups_.end()) all_groups_.push_back(group);
-    groups_.push_back({group, node, group->version(), std::vector<bool>(n, false), std::vector<Tensor>(n)});
+    GroupState state;
+    state.group = group;
+    state.version = group->version();
+    state.contributed.resize(n);
+    state.slots.resize(n);
+    groups_.push_back(std::move(state));
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     ValueState& s = state(value_of(tensors[i]));
@@ -197,6 +202,11 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node,
     s.recipe = true;
     s.needs_grad = group->trainable(indices[i]);
   }
+}
+
+void Recording::use_group(const LeafGroup* group) {
+  for (GroupState& g : groups_)
+    if (g.group.get() == group && g.first_use < 0) g.first_use = tape_.num_nodes();
 }
 
 Recording::GroupState& Recording::group_state(LeafGroup* group) {
@@ -277,12 +287,19 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
   return out;
 }
 
+// The reverse pass is about to differentiate `node`: groups whose uses all lie behind it are finished, the last opened
+// first. A unit is opened when it is used, not when its gather was issued ahead: its reduction must not wait for that.
 void Recording::finish_groups(NodeId node) {
-  for (size_t i = 0; i < groups_.size(); ++i) {
-    if (groups_[i].first_node != node) continue;
-    groups_[i].group->finish(groups_[i].contributed);
-    std::fill(groups_[i].contributed.begin(), groups_[i].contributed.end(), false);
-    std::fill(groups_[i].slots.begin(), groups_[i].slots.end(), Tensor());
+  for (;;) {
+    size_t next = groups_.size();
+    for (size_t i = 0; i < groups_.size(); ++i)
+      if (!groups_[i].finished && groups_[i].first_use > node &&
+          (next == groups_.size() || groups_[i].first_use >= groups_[next].first_use))
+        next = i;
+    if (next == groups_.size()) return;
+    groups_[next].finished = true;
+    groups_[next].group->finish(groups_[next].contributed);
+    std::fill(groups_[next].slots.begin(), groups_[next].slots.end(), Tensor());
   }
 }
 
@@ -324,6 +341,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     if (!keep) release_saves(id);
   }
   if (to_groups) {
+    finish_groups(floor_ - 1);
     gradients_.clear();
     for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
     groups_.clear();

@@ -84,9 +84,10 @@ class Recording {
   /// Records one executed op. `into[i]` says where output i was placed.
   NodeId record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                 std::span<const OutputSpec> specs, bool add = false);
-  /// The tensors are the values of `group`'s leaves [0, tensors.size()); `node` opened it.
-  void bind_group(const std::shared_ptr<LeafGroup>& group, NodeId node, std::span<const Tensor> tensors,
-                  std::span<const int> indices);
+  /// The tensors are the values of `group`'s leaves `indices`. A gather ahead of use binds before it is used.
+  void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
+  /// From here on the group's values are used: the reverse pass finishes the group when it has come back to this point.
+  void use_group(const LeafGroup* group);
   Phase phase() const { return phase_; }
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
   bool in_backward() const { return phase_ == Phase::backward; }
@@ -104,8 +105,9 @@ class Recording {
   };
   struct GroupState {
     std::shared_ptr<LeafGroup> group;
-    NodeId first_node;
-    uint64_t version;
+    NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
+    bool finished = false;
+    uint64_t version = 0;
     std::vector<bool> contributed;
     std::vector<Tensor> slots;
   };

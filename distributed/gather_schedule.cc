@@ -71,6 +71,7 @@ void GatherSchedule::use(Unit& unit) {
   discard_pending(&unit);
   if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
   unit.state_ = State::open;
+  if (Recording* r = Recording::current()) r->use_group(&unit);
   const std::vector<Unit*>& order = order_[recording_pass_];
   following_ = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
   current_.push_back(&unit);

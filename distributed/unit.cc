@@ -198,13 +198,16 @@ void Unit::views_of_masters() {
   std::move(outputs.begin() + static_cast<int64_t>(buffers_.size()), outputs.end(), values_.begin());
   recording_ = r ? r->serial() : 0;
   state_ = State::open;
-  if (r) bind(r->tape().num_nodes() - 1);
+  if (r) {
+    bind();
+    r->use_group(this);
+  }
 }
 
-void Unit::bind(NodeId node) {
+void Unit::bind() {
   std::vector<int> indices(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) indices[i] = i;
-  Recording::current()->bind_group(shared_from_this(), node, values_, indices);
+  Recording::current()->bind_group(shared_from_this(), values_, indices);
 }
 
 void Unit::issue_gather(bool prefetched) {
@@ -234,7 +237,7 @@ void Unit::issue_gather(bool prefetched) {
   std::move(split, outputs.end(), values_.begin());
   recording_ = r ? r->serial() : 0;
   state_ = State::in_flight;
-  if (r) bind(r->tape().num_nodes() - 1);
+  if (r) bind();
   schedule_->note_gathered();
 }
 

@@ -124,7 +124,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Type buffer_type(const FlatBuffer& b, const Placement& p) const;
   Type value_type(int leaf, const Placement& p) const;
   void open();
-  void bind(NodeId node);
+  void bind();
   void views_of_masters();
   void zero_missing(const std::vector<bool>& contributed);
 

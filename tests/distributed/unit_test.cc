@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 
@@ -141,6 +142,28 @@ TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
       EXPECT_EQ(chain.schedule->mispredicted(), 0);
       EXPECT_LE(chain.schedule->peak_excess(), chain.schedule->budget());
       EXPECT_EQ(chain.schedule->gathered_bytes(), 0);
+    }
+  }, {.threads_per_rank = 1});
+}
+
+// A gather issued ahead stands before the layer before it: the reduction must not wait until that one's backward is done.
+TEST(Unit, PrefetchDoesNotDelayReductions) {
+  run_local(2, [&](World& w) {
+    Chain chain(w, 3, Strategy::full_shard);
+    for (int step = 0; step < 2; ++step) {
+      Recording recording({.step = step});
+      recording.backward(sum(chain.forward(input(w))));
+      const Tape tape = recording.take();
+      std::vector<std::string> order;  // where each layer's backward computes, and its reduction
+      for (NodeId i = 0; i < tape.num_nodes(); ++i) {
+        const Node& n = tape.node(i);
+        if (n.phase != Phase::backward) continue;
+        const std::string what = tape.op_name(n);
+        if (what == "reduce_scatter" || what == "grad_slots") order.push_back(what + " " + tape.path(n));
+      }
+      const auto at = [&](const std::string& what) { return std::find(order.begin(), order.end(), what); };
+      EXPECT_LT(at("reduce_scatter layers.2"), at("grad_slots layers.1")) << to_text(tape);
+      EXPECT_LT(at("reduce_scatter layers.1"), at("grad_slots layers.0")) << to_text(tape);
     }
   }, {.threads_per_rank = 1});
 }
