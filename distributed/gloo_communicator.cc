@@ -261,19 +261,25 @@ class GlooCommunicator::Transfers {
     comm_.throw_failure(call_, *comm_.board_->failure());
   }
 
-  /// Members whose messages have not come through and who have not said that they wait here too.
+  /// Members whose messages have not come through and who have not said that they wait here too. Who waits in another
+  /// group's collective is held up itself: it is named only if nobody else is left to blame.
   std::vector<int> missing() {
-    std::vector<int> silent, waiting;
+    std::vector<int> silent, elsewhere, waiting;
+    // A rank may have waited a while before it stopped; after a short time-out nobody can tell.
+    const bool knows_elsewhere = comm_.job_->rendezvous.timeout > Monitor::kNoteLife + Monitor::kNotePeriod;
     for (Message& m : messages_) {
       try {
         if (completed(m, milliseconds(0))) continue;
       } catch (const std::exception&) {  // Gloo throws for what is not complete
       }
       const auto note = comm_.job_->monitor->note(comm_.name_hash_, comm_.group_.members[m.peer]);
-      std::vector<int>& list = note && note->sequence >= call_.sequence ? waiting : silent;
+      const bool here = note && note->sequence >= call_.sequence;
+      std::vector<int>& list =
+          here ? waiting
+               : knows_elsewhere && comm_.job_->monitor->is_waiting(comm_.group_.members[m.peer]) ? elsewhere : silent;
       if (std::find(list.begin(), list.end(), m.peer) == list.end()) list.push_back(m.peer);
     }
-    std::vector<int>& out = silent.empty() ? waiting : silent;
+    std::vector<int>& out = !silent.empty() ? silent : !elsewhere.empty() ? elsewhere : waiting;
     std::sort(out.begin(), out.end());
     return out;
   }
@@ -330,9 +336,12 @@ void GlooCommunicator::tick() {
     std::lock_guard lock(mutex_);
     if (!running_ || interrupted_ || Clock::now() - started_ < Monitor::kTick) return;
     call = *running_;
-    if (!std::exchange(posted_, true))
-      news = StuckNote{name_hash_, call.sequence, call.fingerprint, call.to_string(),
-                       call.op == CollectiveOp::all_to_all ? call.counts : std::vector<int64_t>{}};
+    if (Clock::now() - posted_ >= Monitor::kNotePeriod) {
+      posted_ = Clock::now();
+      news = StuckNote{.group = name_hash_, .sequence = call.sequence, .fingerprint = call.fingerprint,
+                       .what = call.to_string(),
+                       .send_counts = call.op == CollectiveOp::all_to_all ? call.counts : std::vector<int64_t>{}};
+    }
   }
   if (news) job_->monitor->post(*news);
 
@@ -366,7 +375,7 @@ void GlooCommunicator::run(const Collective& call) {
       std::lock_guard lock(comm.mutex_);
       comm.running_ = &call;
       comm.started_ = Clock::now();
-      comm.posted_ = false;
+      comm.posted_ = {};
     }
     ~Running() {
       std::lock_guard lock(comm.mutex_);

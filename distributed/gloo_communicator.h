@@ -85,8 +85,8 @@ class GlooCommunicator final : public CommunicatorBase {
   std::mutex mutex_;
   std::vector<InFlight> in_flight_;
   const Collective* running_ = nullptr;
-  std::chrono::steady_clock::time_point started_;
-  bool posted_ = false, interrupted_ = false;
+  std::chrono::steady_clock::time_point started_, posted_;
+  bool interrupted_ = false;
   std::string disagreement_;
 
   int subscription_ = -1, watcher_ = -1;

@@ -104,6 +104,13 @@ std::optional<StuckNote> Monitor::note(uint64_t group, int peer) const {
   return it == notes_.end() ? std::nullopt : std::optional(it->second);
 }
 
+bool Monitor::is_waiting(int peer) const {
+  std::lock_guard lock(notes_mutex_);
+  return std::any_of(notes_.begin(), notes_.end(), [&](const auto& item) {
+    return item.first.second == peer && Clock::now() - item.second.received < kNoteLife;
+  });
+}
+
 int Monitor::watch(std::function<void()> tick) {
   std::lock_guard lock(watchers_mutex_);
   watchers_.emplace(next_watcher_, std::move(tick));
@@ -154,7 +161,7 @@ void Monitor::handle(int peer, const std::string& frame) {
     }
     case kStuck: {
       StuckNote note{.group = in.u64(), .sequence = in.u64(), .fingerprint = in.u64(), .what = in.text(),
-                     .send_counts = {}};
+                     .send_counts = {}, .received = Clock::now()};
       const uint64_t n = in.u64();
       for (uint64_t i = 0; i < n && in.ok(); ++i) note.send_counts.push_back(static_cast<int64_t>(in.u64()));
       if (!in.ok()) return;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -24,6 +25,7 @@ struct StuckNote {
   uint64_t fingerprint = 0;
   std::string what;          ///< Collective::to_string()
   std::vector<int64_t> send_counts;  ///< all_to_all only
+  std::chrono::steady_clock::time_point received = {};  ///< set by who gets it
 };
 
 /// A peer's connection that ends without a farewell means that it died. Failures of this rank, and those that it learns
@@ -31,6 +33,8 @@ struct StuckNote {
 class Monitor {
  public:
   static constexpr std::chrono::milliseconds kTick{100};
+  /// Who is stuck says so again every kNotePeriod.
+  static constexpr std::chrono::milliseconds kNotePeriod{500}, kNoteLife{3000};
 
   Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token);
   /// Says farewell and closes.
@@ -47,6 +51,8 @@ class Monitor {
   void post(const StuckNote& note);
   /// The last note of `peer` about `group`.
   std::optional<StuckNote> note(uint64_t group, int peer) const;
+  /// True if `peer` has said within kNoteLife that it waits in some collective, of whichever group.
+  bool is_waiting(int peer) const;
   /// True once `peer` has said farewell.
   bool has_left(int peer) const { return peers_[peer].left; }
 
