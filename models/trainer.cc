@@ -132,8 +132,9 @@ TrainReport Trainer::run() {
     if (logs || saves) {
       report.train_loss = result.loss.item<double>();
       const double norm = result.grad_norm.item<double>();
+      const auto unsigned_nan = [](double x) { return std::isnan(x) ? std::abs(x) : x; };
       if (!std::isfinite(report.train_loss) || !std::isfinite(norm))
-        fail<NonFiniteError>("[train] step ", done, ": loss ", report.train_loss, ", gradient norm ", norm,
+        fail<NonFiniteError>("[train] step ", done, ": loss ", unsigned_nan(report.train_loss), ", gradient norm ", norm,
                              "; a smaller train.lr or train.clip may help");
     }
     if (logs) {

@@ -97,15 +97,22 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
   model_->module().eval();
-  const int64_t rows = std::max<int64_t>(1, config_.train.batch / config_.train.micro_batches);
+  // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
+  // micro-batches.
+  const int64_t rows = config_.train.batch, micro_batches = config_.train.micro_batches;
   const auto fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
     windows.fill(first, count, inputs, targets);
   };
   double sum = 0;
   for (int64_t first = 0; first < windows.num_windows(); first += rows) {
-    const Batch batch = make_batch(rows, first, fill);
-    const Tensor part = model_->loss(batch.tokens, batch.targets, 1.0);
-    sum += redistribute(part, Layout(mesh_.spec, Placement::invariant())).item<double>();
+    Tensor total;
+    for (int64_t micro = 0; micro < micro_batches; ++micro) {
+      const int64_t begin = rows * micro / micro_batches, end = rows * (micro + 1) / micro_batches;
+      const Batch batch = make_batch(end - begin, first + begin, fill);
+      const Tensor part = model_->loss(batch.tokens, batch.targets, 1.0);
+      total = total ? add(total, part) : part;
+    }
+    sum += redistribute(total, Layout(mesh_.spec, Placement::invariant())).item<double>();
   }
   return sum / static_cast<double>(windows.num_targets());
 }

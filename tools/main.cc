@@ -58,8 +58,14 @@ int run(int argc, char** argv) {
   CLI::App* launch_app = app.add_subcommand("launch", "run a command as several ranks on this machine");
   launch_app->add_option("--nproc-per-node", launch.nproc, "ranks")->required();
   launch_app->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank")->check(threads);
-  launch_app->footer("sheaf launch --nproc-per-node N -- COMMAND ...");
+  launch_app->footer(
+      "sheaf launch --nproc-per-node N -- COMMAND ...\n"
+      "Environment: SHEAF_TIMEOUT, seconds after which a collective that hangs ends the job (300); SHEAF_INIT_TIMEOUT, the "
+      "same for ranks that do not come (300).");
 
+  constexpr std::string_view kCommands[] = {"train", "launch", "generate", "tape"};
+  if (argc > 1 && argv[1][0] != '-' && std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
+    sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1], "'; known: train, launch, generate, tape");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {

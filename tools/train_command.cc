@@ -40,8 +40,8 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   const std::vector<int64_t> planned = models::plan_peaks(config, vocab, world.size(), threads);
   say("peak memory of a step");
   for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r)
-    say(str("  rank ", r, "  measured ", mebibytes(result.peaks[r]), "  predicted by the tape ", mebibytes(planned[r]),
-            result.peaks[r] == planned[r] ? "  (equal to the byte)" : "  (DIFFERENT)"));
+    say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]), "  predicted by the tape ",
+            planned[r], " B", result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
   if (result.train_loss != 0) say(str("\ntraining loss    ", result.train_loss));
   say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
 }
@@ -108,7 +108,7 @@ int tape_command(const TapeArguments& arguments) {
   else if (arguments.format == "dot") say(to_dot(plan.tape));
   else if (arguments.format == "text")
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
-        str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank, ": peak ",
+        str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank,
             ", threads ", threads, ": peak ", plan.peak_bytes, " bytes (", mebibytes(plan.peak_bytes), ")"));
   else
     fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
