@@ -1,0 +1,63 @@
+// Runs the command `sheaf` as processes, as a user does, and looks at what they say and leave behind.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <sys/types.h>
+
+namespace sheaf::testing {
+
+struct Outcome {
+  int code = -1;            ///< exit code, 128 + signal, or -1 where it hung and was killed
+  std::string out, err;     ///< standard output and error
+  double cpu_seconds = 0;   ///< of the process and the children it waited for
+  int64_t resident_peak = 0;  ///< bytes, of the process itself
+};
+
+/// One running `sheaf`. Its working folder is the caller's. Destroying it kills it and its ranks.
+class SheafProcess {
+ public:
+  /// `environment` ("NAME=value") comes on top of the test's own, without a launcher's variables.
+  explicit SheafProcess(const std::vector<std::string>& arguments, const std::vector<std::string>& environment = {});
+  ~SheafProcess();
+  SheafProcess(const SheafProcess&) = delete;
+  SheafProcess& operator=(const SheafProcess&) = delete;
+
+  pid_t pid() const { return pid_; }
+  bool running();
+  /// Ranks under a `sheaf launch`, in the order of their start.
+  std::vector<pid_t> ranks() const;
+  /// Sends `signal` to the process and all its ranks.
+  void signal_all(int signal);
+  /// Waits for the end of the process and, where it left any, of its ranks.
+  Outcome wait();
+
+ private:
+  void reap();
+
+  pid_t pid_ = -1;
+  bool ended_ = false;
+  std::string out_path_, err_path_;
+  std::vector<pid_t> orphans_;
+  Outcome outcome_;
+};
+
+Outcome run_sheaf(const std::vector<std::string>& arguments, const std::vector<std::string>& environment = {});
+/// The same command on `world` ranks: under `sheaf launch` from two on, with one thread a rank.
+std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments);
+
+/// `bytes` characters of words and lines, the same every time.
+std::string sample_text(int64_t bytes);
+std::vector<std::string> lines_of(const std::string& text);
+
+/// metrics.jsonl as text: for every step, the fields of its lines with their values word for word. A step that stands
+/// twice is a failure of the test.
+using Metrics = std::map<int64_t, std::map<std::string, std::string>>;
+Metrics read_metrics(const std::string& path);
+/// Compares loss, lr, grad_norm and val_loss of every step, to the letter.
+void expect_same_curve(const Metrics& actual, const Metrics& expected, const std::string& what);
+
+}  // namespace sheaf::testing

@@ -1,0 +1,99 @@
+// `sheaf tape` shows a step of a large model at a large world, at once, with its collectives and their bytes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "sheaf/core/json.h"
+#include "sheaf/tests/tools/sheaf_process.h"
+
+namespace sheaf {
+namespace {
+
+using testing::Outcome;
+using testing::run_sheaf;
+using ::testing::HasSubstr;
+
+using Words = std::vector<std::string>;
+
+constexpr int kBlocks = 12;
+
+Outcome tape(const Words& more) {
+  Words words = {"tape", "--model.preset", "gpt2-124m", "--world", "8"};
+  words.insert(words.end(), more.begin(), more.end());
+  const Outcome r = run_sheaf(words);
+  EXPECT_EQ(r.code, 0) << r.err;
+  EXPECT_LT(r.cpu_seconds, 10);
+  EXPECT_LT(r.resident_peak, 500'000'000);  // the step itself takes more than twice that
+  return r;
+}
+
+/// How often each unit's op stands on the tape, and the bytes of each.
+struct Count {
+  int nodes = 0;
+  int64_t bytes = 0;
+};
+std::map<std::pair<std::string, std::string>, Count> counts(const Json& tape) {
+  std::map<std::pair<std::string, std::string>, Count> out;
+  for (const Json& node : tape.at("nodes").as_array()) {
+    Count& c = out[{node.at("op").as_string(), node.at("path").as_string()}];
+    ++c.nodes;
+    c.bytes = node.at("bytes").as_int();
+  }
+  return out;
+}
+
+TEST(Tape, JsonHasTheCollectivesOfFullSharding) {
+  const Json json = Json::parse(tape({"--format", "json"}).out, "tape");
+  auto found = counts(json);
+  int64_t parameters = 0;
+  for (int b = -1; b < kBlocks; ++b) {
+    const std::string unit = b < 0 ? "" : str("blocks.", b);
+    const bool twice = b >= 0 && b != kBlocks - 1;
+    EXPECT_EQ((found[{"all_gather", unit}].nodes), twice ? 2 : 1) << unit;
+    EXPECT_EQ((found[{"reduce_scatter", unit}].nodes), 1) << unit;
+    EXPECT_EQ((found[{"discard", unit}].nodes), twice ? 2 : 1) << unit;
+    EXPECT_EQ((found[{"all_gather", unit}].bytes), (found[{"reduce_scatter", unit}].bytes)) << unit;
+    parameters += found[{"all_gather", unit}].bytes * 8 / 7 / 4;  // 7 of 8 parts come from others
+  }
+  EXPECT_GE(parameters, 124'439'808);
+  EXPECT_LT(parameters, 124'439'808 + 10'000 * 13);  // padding
+  int gathers = 0;
+  for (const auto& [key, count] : found) gathers += key.first == "all_gather" ? count.nodes : 0;
+  EXPECT_EQ(gathers, 1 + 2 * kBlocks - 1);
+}
+
+TEST(Tape, TextShowsThemWithBytes) {
+  const Outcome r = tape({});
+  for (const char* part : {" = all_gather %", " = reduce_scatter ", "discard %", "blocks.11", "Shard(flat)→Replicate@data",
+                           "prefetched", "parameters 124439808, ranks 8, rank 0, threads ", ": peak "})
+    EXPECT_THAT(r.out, HasSubstr(part));
+  int gathers = 0;
+  for (const std::string& line : testing::lines_of(r.out)) {
+    if (line.find(" = all_gather %") == std::string::npos) continue;
+    ++gathers;
+    EXPECT_THAT(line, HasSubstr(" MiB"));
+  }
+  EXPECT_EQ(gathers, 1 + 2 * kBlocks - 1);
+}
+
+TEST(Tape, DotIsAGraph) {
+  const Outcome r = tape({"--format", "dot", "--rank", "7"});
+  EXPECT_TRUE(r.out.starts_with("digraph"));
+  EXPECT_THAT(r.out, HasSubstr("all_gather"));
+  EXPECT_THAT(r.out, HasSubstr("reduce_scatter"));
+  EXPECT_EQ(std::count(r.out.begin(), r.out.end(), '{'), std::count(r.out.begin(), r.out.end(), '}'));
+}
+
+TEST(Tape, OtherStrategies) {
+  auto kept = counts(Json::parse(tape({"--format", "json", "--sharding.strategy", "shard_grad_op"}).out, "tape"));
+  EXPECT_EQ((kept[{"all_gather", "blocks.3"}].nodes), 1);
+  EXPECT_EQ((kept[{"reduce_scatter", "blocks.3"}].nodes), 1);
+  auto replicated = counts(Json::parse(tape({"--format", "json", "--sharding.strategy", "replicate"}).out, "tape"));
+  EXPECT_EQ((replicated[{"all_gather", "blocks.3"}].nodes), 0);
+  EXPECT_EQ((replicated[{"all_reduce", "blocks.3"}].nodes), 1);
+}
+
+}  // namespace
+}  // namespace sheaf
