@@ -277,7 +277,7 @@ std::string check_tape(const OpSample& sample) {
 
 std::string check_op(const OpSample& sample) {
   std::string out = check_gradient(sample) + check_second_gradient(sample) + check_strides(sample) +
-                    check_zero_size(sample) + check_tape(sample);
+                    check_zero_size(sample) + check_tape(sample) + check_slots(sample);
   if (sample.low_precision) out += check_precision(sample, kF32) + check_precision(sample, kBF16);
   for (int ranks = 1; ranks <= 5; ++ranks) out += check_placements(sample, ranks);
   return out + check_two_axes(sample);

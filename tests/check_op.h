@@ -25,6 +25,9 @@ std::string check_zero_size(const OpSample& sample);
 /// On meta: the same types and the same peak of requested bytes as on cpu. The recorded tape passes the checks T and D
 /// and replays bitwise, backward included.
 std::string check_tape(const OpSample& sample);
+/// Gradients that are stored into given memory, as units have it, and added to it by a second use, are those of
+/// Recording::gradient.
+std::string check_slots(const OpSample& sample);
 /// Every assignment of placements to the inputs, on one mesh axis of `ranks` local ranks: either outputs and gradients
 /// are those of the unsharded run, or a PlacementError names op, axis and accepted rules. All cuts even, then uneven.
 std::string check_placements(const OpSample& sample, int ranks);

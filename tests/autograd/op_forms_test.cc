@@ -12,6 +12,7 @@ TEST_P(Op, Bf16) {
 }
 TEST_P(Op, Strides) { EXPECT_EQ(check_strides(GetParam()), ""); }
 TEST_P(Op, ZeroSize) { EXPECT_EQ(check_zero_size(GetParam()), ""); }
+TEST_P(Op, Slots) { EXPECT_EQ(check_slots(GetParam()), ""); }
 TEST_P(Op, Tape) { EXPECT_EQ(check_tape(GetParam()), ""); }
 
 SHEAF_FOR_ALL_SAMPLES();
