@@ -1,6 +1,8 @@
 // Rows of a table by index, and the gradient of the table.
 #pragma once
 
+#include <limits>
+
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
@@ -17,9 +19,9 @@ size_t embedding_backward_workspace(const View& tokens, const View& dout, const 
 void embedding_backward(const View& tokens, const View& dout, const View& dtable, bool accumulate,
                         Workspace workspace);
 
-/// Throws DataError unless every token is in [0, vocabulary). `ignore_index` is allowed too (pass
-/// -1 for none).
+/// Throws DataError unless every token is in [0, vocabulary) or is `ignore_index`; by default none
+/// is ignored.
 void check_tokens(const char* who, const View& tokens, int64_t vocabulary,
-                  int64_t ignore_index = -1);
+                  int64_t ignore_index = std::numeric_limits<int64_t>::min());
 
 }  // namespace sheaf::kernels::cpu

@@ -108,22 +108,18 @@ struct Head {
     check<ShapeError>(targets.numel() == rows, "[", who, "] targets ", targets.shape, " for ", rows,
                       " rows");
     check_tokens(who, targets, vocabulary, ignore_index);
-    visit_index(who, targets.dtype, [&]<class I>() {
-      if (row_dtype == kF64)
-        return chunks<I, double, double>(targets, ignore_index, loss, lse, compute_lse, dloss,
-                                         memory);
-      if (x.dtype == kF32)
-        return chunks<I, float, float>(targets, ignore_index, loss, lse, compute_lse, dloss,
-                                       memory);
-      if (x.dtype == kBF16)
-        return chunks<I, float, bf16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-      if (x.dtype == kF16)
-        return chunks<I, float, f16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-      fail<DTypeError>("[", who, "] input of ", x.dtype);
-    });
+    if (row_dtype == kF64)
+      return chunks<double, double>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+    if (x.dtype == kF32)
+      return chunks<float, float>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+    if (x.dtype == kBF16)
+      return chunks<float, bf16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+    if (x.dtype == kF16)
+      return chunks<float, f16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+    fail<DTypeError>("[", who, "] input of ", x.dtype);
   }
 
-  template <class I, class C, class G>
+  template <class C, class G>
   void chunks(const View& targets, int64_t ignore_index, const View* loss, const View* lse,
               bool compute_lse, const View* dloss, Workspace memory) const {
     Carver carver(who, memory);
@@ -132,7 +128,7 @@ struct Head {
     C* sum = sum_apart ? carver.take<C>(weight.numel()) : nullptr;
     C* losses = carver.take<C>(chunk);
     G* copy = given(uneven) ? carver.take<G>(chunk * width) : nullptr;
-    const Elements<I> target_of(who, targets);
+    const Indices target_of(who, targets);
     const Elements<C> lse_of(who, lse && !compute_lse ? *lse : View{nullptr, row_dtype, {}, {}});
     const size_t product = product_bytes();
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
@@ -147,7 +143,7 @@ struct Head {
       parallel_for(count, row_grain(2 * vocabulary), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
           C* row = cells + r * vocabulary;
-          const int64_t target = static_cast<int64_t>(target_of[first + r]);
+          const int64_t target = target_of[first + r];
           const bool ignored = target == ignore_index;
           const C log_sum = ignored       ? C(0)
                             : compute_lse ? log_sum_exp(row, vocabulary)

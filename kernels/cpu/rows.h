@@ -63,6 +63,28 @@ class Elements {
   Rows<const T> rows_;
 };
 
+/// The elements of a view of an index type, as i64. One class for all five types: reading one costs
+/// little beside the row that it stands for, and kernels need not be compiled five times.
+class Indices {
+ public:
+  Indices(const char* who, const View& v)
+      : rows_(who, bytes_of(v)), read_(visit_index(who, v.dtype, []<class I>() -> Read {
+          return [](const char* p) { return static_cast<int64_t>(*reinterpret_cast<const I*>(p)); };
+        })) {}
+  int64_t count() const { return rows_.count(); }
+  int64_t operator[](int64_t i) const { return read_(rows_[i]); }
+
+ private:
+  using Read = int64_t (*)(const char*);
+  static View bytes_of(View v) {
+    for (int i = 0; i < v.rank(); ++i) v.strides[i] *= static_cast<int64_t>(size_of(v.dtype));
+    v.shape.push_back(1), v.strides.push_back(1);
+    return v;
+  }
+  Rows<const char> rows_;
+  Read read_;
+};
+
 /// Rows for which a thread is worth waking when each is `cols` elements of work.
 inline int64_t row_grain(int64_t cols) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(cols, 1));

@@ -55,6 +55,9 @@ TEST(Embedding, NamesTheTokenThatIsOutside) {
   }
   EXPECT_THROW(embedding(Array::of(kI64, {1}, {-1}), table, Array(kF32, {1, 4})), DataError);
   EXPECT_THROW(embedding_backward(tokens, out, table, false, Scratch(0)), DataError);
+  EXPECT_THROW(
+      embedding_backward(Array::of(kI64, {1}, {-1}), Array(kF32, {1, 4}), table, false, Scratch(0)),
+      DataError);
 }
 
 TEST(Embedding, StridesAndThreadsChangeNothing) {
