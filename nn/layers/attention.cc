@@ -27,17 +27,14 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       dropout(c.dropout) {}
 
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC) {
-  const int64_t b = x_BTC.size(0), t = x_BTC.size(1), c = x_BTC.size(2), d = head_width;
-  const std::vector<Tensor> parts = split(qkv(x_BTC), {heads * d, kv_heads * d, kv_heads * d}, -1);
-  Tensor q_BTHD = reshape(parts[0], {b, t, heads, d});
-  Tensor k_BTGD = reshape(parts[1], {b, t, kv_heads, d});
-  const Tensor v_BTGD = reshape(parts[2], {b, t, kv_heads, d});
+  Tensor qkv_BTE = qkv(x_BTC);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   if (rope_theta != 0.0) {
-    q_BTHD = rotary(q_BTHD, rope_theta);
-    k_BTGD = rotary(k_BTGD, rope_theta);
+    const Shape packed = qkv_BTE.shape();
+    const int64_t all_heads = heads + 2 * kv_heads;
+    const Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], all_heads, head_width});
+    qkv_BTE = reshape(rotary(heads_BTHD, rope_theta, /*first_position=*/0, heads + kv_heads), packed);
   }
-  const Tensor y_BTHD = attention(q_BTHD, k_BTGD, v_BTGD, {.causal = true});
-  return dropout(projection(reshape(y_BTHD, {b, t, c})));
+  return dropout(projection(packed_attention(qkv_BTE, heads, kv_heads, {.causal = true})));
 }
 
 }  // namespace sheaf::nn
