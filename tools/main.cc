@@ -1,9 +1,10 @@
 // The command `sheaf`.
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
+
+#include <CLI/CLI.hpp>
 
 #include "sheaf/core/error.h"
 #include "sheaf/distributed/launcher.h"
@@ -12,14 +13,16 @@
 
 namespace {
 
-// One line on standard error that says where and what; the exit code tells the kind. Under `sheaf launch` the line is
-// the launcher's: it hears all ranks and knows which failure came first.
+// One line on standard error that says where and what; the exit code tells the kind. Under `sheaf
+// launch` the line is the launcher's: it hears all ranks and knows which failure came first.
 int report(std::string what, int code) {
   std::replace(what.begin(), what.end(), '\n', ' ');
   if (sheaf::distributed::tell_launcher(what)) return code;
   const char *rank = std::getenv("RANK"), *world = std::getenv("WORLD_SIZE");
-  if (rank && world) std::fprintf(stderr, "sheaf: rank %s of %s: %s\n", rank, world, what.c_str());
-  else std::fprintf(stderr, "sheaf: %s\n", what.c_str());
+  if (rank && world)
+    std::fprintf(stderr, "sheaf: rank %s of %s: %s\n", rank, world, what.c_str());
+  else
+    std::fprintf(stderr, "sheaf: %s\n", what.c_str());
   return code;
 }
 
@@ -30,42 +33,58 @@ int run(int argc, char** argv) {
   const CLI::Range threads(1, 65536);
 
   TrainArguments train;
-  CLI::App* train_app = app.add_subcommand("train", "train a model; under `sheaf launch`, on several ranks");
+  CLI::App* train_app =
+      app.add_subcommand("train", "train a model; under `sheaf launch`, on several ranks");
   train_app->add_option("--config", train.config, "TOML file");
-  train_app->add_flag("--resume", train.resume, "continue from the newest whole checkpoint in output.folder");
-  train_app->add_flag("--print-config", train.print_config, "print the resulting configuration and end");
+  train_app->add_flag("--resume", train.resume,
+                      "continue from the newest whole checkpoint in output.folder");
+  train_app->add_flag("--print-config", train.print_config,
+                      "print the resulting configuration and end");
   train_app->add_flag("--quiet", train.quiet, "no progress lines");
-  train_app->add_option("--threads-per-rank", train.threads_per_rank, "compute threads of each rank")->check(threads);
+  train_app
+      ->add_option("--threads-per-rank", train.threads_per_rank, "compute threads of each rank")
+      ->check(threads);
   train_app->allow_extras();
-  train_app->footer("Every option of the configuration is also a flag, --section.key value:\n" + config_help());
+  train_app->footer("Every option of the configuration is also a flag, --section.key value:\n" +
+                    config_help());
 
   GenerateArguments generate;
   CLI::App* generate_app = app.add_subcommand("generate", "continue a prompt with a trained model");
   generate_app->add_option("folder", generate.folder, "output folder of a run")->required();
   generate_app->allow_extras();
-  generate_app->footer("Options: --generate.prompt TEXT, --generate.tokens N, --generate.temperature X, --generate.top_k N");
+  generate_app->footer(
+      "Options: --generate.prompt TEXT, --generate.tokens N, --generate.temperature X, "
+      "--generate.top_k N");
 
   TapeArguments tape;
-  CLI::App* tape_app = app.add_subcommand("tape", "print one training step at any world size, without data or memory");
+  CLI::App* tape_app = app.add_subcommand(
+      "tape", "print one training step at any world size, without data or memory");
   tape_app->add_option("--config", tape.config, "TOML file");
   tape_app->add_option("--world", tape.world, "ranks");
   tape_app->add_option("--rank", tape.rank, "whose step");
-  tape_app->add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank")->check(threads);
+  tape_app->add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank")
+      ->check(threads);
   tape_app->add_option("--format", tape.format, "text, json or dot (Graphviz)");
   tape_app->allow_extras();
 
   sheaf::distributed::LaunchOptions launch;
-  CLI::App* launch_app = app.add_subcommand("launch", "run a command as several ranks on this machine");
+  CLI::App* launch_app =
+      app.add_subcommand("launch", "run a command as several ranks on this machine");
   launch_app->add_option("--nproc-per-node", launch.nproc, "ranks")->required();
-  launch_app->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank")->check(threads);
+  launch_app
+      ->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank")
+      ->check(threads);
   launch_app->footer(
       "sheaf launch --nproc-per-node N -- COMMAND ...\n"
-      "Environment: SHEAF_TIMEOUT, seconds after which a collective that hangs ends the job (300); SHEAF_INIT_TIMEOUT, the "
+      "Environment: SHEAF_TIMEOUT, seconds after which a collective that hangs ends the job (300); "
+      "SHEAF_INIT_TIMEOUT, the "
       "same for ranks that do not come (300).");
 
   constexpr std::string_view kCommands[] = {"train", "launch", "generate", "tape"};
-  if (argc > 1 && argv[1][0] != '-' && std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
-    sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1], "'; known: train, launch, generate, tape");
+  if (argc > 1 && argv[1][0] != '-' &&
+      std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
+    sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
+                                    "'; known: train, launch, generate, tape");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
@@ -93,8 +112,9 @@ int run(int argc, char** argv) {
   }
   const std::vector<std::string> unknown = launch_app->remaining();
   if (launch.command.empty() || !unknown.empty())
-    sheaf::fail<sheaf::ConfigError>("[launch] ", launch.command.empty() ? "no command to run" : "unknown " + unknown[0],
-                                    "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] -- COMMAND ...");
+    sheaf::fail<sheaf::ConfigError>(
+        "[launch] ", launch.command.empty() ? "no command to run" : "unknown " + unknown[0],
+        "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] -- COMMAND ...");
   return sheaf::distributed::launch(launch);
 }
 

@@ -1,10 +1,11 @@
-// Bad input gets one clear line that says what is wrong and where, and the contract's exit code, on one rank and on two.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
+// Bad input gets one clear line that says what is wrong and where, and the contract's exit code, on
+// one rank and on two.
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -12,10 +13,10 @@
 namespace sheaf {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_sheaf;
 using testing::SheafProcess;
-using ::testing::HasSubstr;
 
 using Words = std::vector<std::string>;
 
@@ -27,9 +28,11 @@ struct Folder : ScratchFolder {
   }
   /// A training command that would run, but for `more`; what comes later wins.
   Words train(const Words& more) const {
-    Words words = {"train", "--data.corpus", *this / "corpus.txt", "--output.folder", *this / "out"};
-    for (const char* w : {"--model.layers", "1", "--model.heads", "2", "--model.width", "16", "--model.context", "16",
-                          "--train.steps", "4", "--train.batch", "4", "--train.warmup", "0", "--generate.tokens", "3"})
+    Words words = {"train", "--data.corpus", *this / "corpus.txt", "--output.folder",
+                   *this / "out"};
+    for (const char* w : {"--model.layers", "1", "--model.heads", "2", "--model.width", "16",
+                          "--model.context", "16", "--train.steps", "4", "--train.batch", "4",
+                          "--train.warmup", "0", "--generate.tokens", "3"})
       words.emplace_back(w);
     words.insert(words.end(), more.begin(), more.end());
     return words;
@@ -56,17 +59,22 @@ void expect_refused(const Words& arguments, int code, const Words& parts) {
 TEST(BadInput, Configuration) {
   Folder f;
   expect_refused(f.train({"--config", f / "none.toml"}), 64, {"none.toml", "No such file"});
-  expect_refused(f.train({"--config", f.write("bad.toml", "[model]\nlayers = 2\nwidth = = 3\n")}), 64, {"bad.toml:3:"});
+  expect_refused(f.train({"--config", f.write("bad.toml", "[model]\nlayers = 2\nwidth = = 3\n")}),
+                 64, {"bad.toml:3:"});
   expect_refused(f.train({"--config", f.write("key.toml", "[model]\n\nlayrs = 2\n")}), 64,
                  {"key.toml:3", "\"model.layrs\"", "did you mean \"model.layers\""});
   expect_refused(f.train({"--config", f.write("type.toml", "[train]\nlr = \"fast\"\n")}), 64,
                  {"type.toml:2", "'train.lr' takes a number, not \"fast\""});
-  expect_refused(f.train({"--trian.steps", "3"}), 64, {"command line", "did you mean \"train.steps\""});
+  expect_refused(f.train({"--trian.steps", "3"}), 64,
+                 {"command line", "did you mean \"train.steps\""});
   expect_refused(f.train({"--train.steps"}), 64, {"--train.steps lacks a value"});
-  expect_refused(f.train({"--sharding.strategy", "fully"}), 64, {"sharding.strategy", "full_shard", "\"fully\""});
-  expect_refused(f.train({"--sharding.strategy", "hybrid"}), 64, {"'sharding.strategy' cannot be \"hybrid\" yet"});
+  expect_refused(f.train({"--sharding.strategy", "fully"}), 64,
+                 {"sharding.strategy", "full_shard", "\"fully\""});
+  expect_refused(f.train({"--sharding.strategy", "hybrid"}), 64,
+                 {"'sharding.strategy' cannot be \"hybrid\" yet"});
   expect_refused(f.train({"--train.dtype", "bf16"}), 64, {"'train.dtype' cannot be \"bf16\" yet"});
-  expect_refused(f.train({"--model.heads", "3"}), 64, {"model.width 16 is not a multiple of model.heads 3"});
+  expect_refused(f.train({"--model.heads", "3"}), 64,
+                 {"model.width 16 is not a multiple of model.heads 3"});
   expect_refused(f.train({"--data.corpus", ""}), 64, {"nothing to train on"});
   expect_refused(f.train({"--model.vocab", "5"}), 64, {"vocab 5 is smaller"});
   EXPECT_FALSE(std::filesystem::exists(f / "out"));
@@ -75,20 +83,28 @@ TEST(BadInput, Configuration) {
 TEST(BadInput, CommandLine) {
   Folder f;
   expect_line(run_sheaf({}), 64, {"subcommand"}, "no subcommand");
-  expect_line(run_sheaf({"trian"}), 64, {"unknown command 'trian'", "train, launch, generate, tape"}, "unknown command");
-  expect_line(run_sheaf({"train", "--threads-per-rank", "0"}), 64, {"--threads-per-rank"}, "no threads");
+  expect_line(run_sheaf({"trian"}), 64,
+              {"unknown command 'trian'", "train, launch, generate, tape"}, "unknown command");
+  expect_line(run_sheaf({"train", "--threads-per-rank", "0"}), 64, {"--threads-per-rank"},
+              "no threads");
   expect_line(run_sheaf({"launch", "--nproc-per-node", "2"}), 64, {"no command"}, "no command");
-  expect_line(run_sheaf({"launch", "--nproc-per-node", "2", "--"}), 64, {"no command"}, "no command behind --");
-  expect_line(run_sheaf({"launch", "--nproc-per-node", "2", "--nodes", "2", "--", "true"}), 64, {"--nodes"}, "unknown option");
-  expect_line(run_sheaf({"launch", "--nproc-per-node", "0", "--", "true"}), 64, {"0 processes"}, "no ranks");
+  expect_line(run_sheaf({"launch", "--nproc-per-node", "2", "--"}), 64, {"no command"},
+              "no command behind --");
+  expect_line(run_sheaf({"launch", "--nproc-per-node", "2", "--nodes", "2", "--", "true"}), 64,
+              {"--nodes"}, "unknown option");
+  expect_line(run_sheaf({"launch", "--nproc-per-node", "0", "--", "true"}), 64, {"0 processes"},
+              "no ranks");
   expect_line(run_sheaf({"launch", "--", "true"}), 64, {"--nproc-per-node"}, "no number");
   expect_line(run_sheaf({"launch", "--nproc-per-node", "2", "--", "/no/such/program"}), 64,
               {"exited with code 64: cannot run /no/such/program: No such file"}, "no program");
-  expect_line(run_sheaf({"tape", "--world", "2", "--rank", "2", "--model.vocab", "50"}), 64, {"--rank", "[0, 2)", "2"}, "rank");
+  expect_line(run_sheaf({"tape", "--world", "2", "--rank", "2", "--model.vocab", "50"}), 64,
+              {"--rank", "[0, 2)", "2"}, "rank");
   expect_line(run_sheaf({"tape", "--world", "0", "--model.vocab", "50"}), 64, {"--world"}, "world");
   expect_line(run_sheaf({"tape", "--world", "2"}), 64, {"--model.vocab"}, "no vocabulary");
-  expect_line(run_sheaf({"tape", "--format", "xml", "--model.vocab", "50"}), 64, {"'xml'", "text, json, dot"}, "format");
-  expect_line(run_sheaf({"generate", f / "none"}), 65, {"no checkpoint in " + f / "none"}, "nothing trained");
+  expect_line(run_sheaf({"tape", "--format", "xml", "--model.vocab", "50"}), 64,
+              {"'xml'", "text, json, dot"}, "format");
+  expect_line(run_sheaf({"generate", f / "none"}), 65, {"no checkpoint in " + f / "none"},
+              "nothing trained");
 }
 
 TEST(BadInput, Environment) {
@@ -110,28 +126,32 @@ TEST(BadInput, Data) {
   expect_refused(f.train({"--data.corpus", f / "none.txt"}), 65, {"none.txt", "No such file"});
   expect_refused(f.train({"--data.corpus", f.path()}), 65, {f.path()});
   expect_refused(f.train({"--data.corpus", f.write("empty.txt", "")}), 65, {"empty.txt' is empty"});
-  expect_refused(f.train({"--data.corpus", f.write("bytes.txt", "abc\xff" "def")}), 65,
-                 {"bytes.txt", "byte 0xff at offset 3 is not valid UTF-8"});
+  expect_refused(f.train({"--data.corpus", f.write("bytes.txt",
+                                                   "abc\xff"
+                                                   "def")}),
+                 65, {"bytes.txt", "byte 0xff at offset 3 is not valid UTF-8"});
   expect_refused(f.train({"--data.corpus", f.write("short.txt", "abcdefghijkl")}), 65,
                  {"short.txt", "too few for a context of 16"});
   std::string tokens(1000, '\0');  // 500 of 16 bits
   f.write("val.bin", tokens);
   tokens[2 * 321] = 77;
   f.write("train.bin", tokens);
-  const Words files = {"--data.corpus", "", "--data.train_file", f / "train.bin", "--data.val_file", f / "val.bin"};
+  const Words files = {"--data.corpus",   "",           "--data.train_file", f / "train.bin",
+                       "--data.val_file", f / "val.bin"};
   Words small = files;
   small.insert(small.end(), {"--model.vocab", "77"});
   expect_refused(f.train(small), 65, {"train.bin", "token 77 at position 321", "vocabulary of 77"});
   expect_refused(f.train(files), 64, {"token files need model.vocab"});
-  expect_refused(f.train({"--generate.prompt", "the Sea"}), 65, {"generate.prompt", "\"S\" (U+0053) at offset 4"});
+  expect_refused(f.train({"--generate.prompt", "the Sea"}), 65,
+                 {"generate.prompt", "\"S\" (U+0053) at offset 4"});
 }
 
 TEST(BadInput, OutputAndNumbers) {
   Folder f;
   // Root may write anywhere; but nobody makes a folder below a file.
   expect_refused(f.train({"--output.folder", f / "corpus.txt/out"}), 74, {"corpus.txt/out"});
-  expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100"}), 75,
-                 {"step", "loss"});
+  expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100"}),
+                 75, {"step", "loss"});
   EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
 }
 
@@ -144,8 +164,10 @@ TEST(BadInput, Resume) {
     words.insert(words.begin(), "--resume");
     return f.train(words);
   };
-  expect_refused(resume({"--model.layers", "2"}), 76, {"model.layers was 1 in the checkpoint and is 2 now"});
-  expect_refused(resume({"--train.lr", "0.5"}), 76, {"train.lr was 0.001 in the checkpoint and is 0.5 now"});
+  expect_refused(resume({"--model.layers", "2"}), 76,
+                 {"model.layers was 1 in the checkpoint and is 2 now"});
+  expect_refused(resume({"--train.lr", "0.5"}), 76,
+                 {"train.lr was 0.001 in the checkpoint and is 0.5 now"});
   expect_refused(resume({"--data.tokenizer", "byte"}), 76, {"vocabulary"});
   std::string other = testing::sample_text(3000);
   for (char& c : other)
@@ -155,13 +177,15 @@ TEST(BadInput, Resume) {
               {"generate.prompt", "\"S\" (U+0053) at offset 4"}, "prompt");
 
   for (const char* step : {"2", "4"}) {
-    const std::string shard = f / "out/checkpoints/step-" + step + "/shard-00000-of-00001.safetensors";
+    const std::string shard =
+        f / "out/checkpoints/step-" + step + "/shard-00000-of-00001.safetensors";
     std::filesystem::resize_file(shard, std::filesystem::file_size(shard) - 9);
   }
   for (int world : {1, 2}) {
     const Outcome r = run_sheaf(testing::on_ranks(world, resume({})));
     EXPECT_EQ(r.code, 65) << r.err;
-    EXPECT_THAT(testing::lines_of(r.err).back(), HasSubstr("no whole checkpoint is left in '" + f / "out/checkpoints"));
+    EXPECT_THAT(testing::lines_of(r.err).back(),
+                HasSubstr("no whole checkpoint is left in '" + f / "out/checkpoints"));
   }
   EXPECT_TRUE(std::filesystem::exists(f / "out/checkpoints/step-4"));  // nothing is thrown away
 }
@@ -170,7 +194,8 @@ TEST(BadInput, DeadPeer) {
   Folder f;
   for (int victim : {0, 1}) {
     std::filesystem::remove_all(f / "out");
-    SheafProcess job(testing::on_ranks(2, f.train({"--train.steps", "1000000", "--train.eval_every", "0"})));
+    SheafProcess job(
+        testing::on_ranks(2, f.train({"--train.steps", "1000000", "--train.eval_every", "0"})));
     while (job.running() && (!std::filesystem::exists(f / "out/metrics.jsonl") ||
                              testing::read_metrics(f / "out/metrics.jsonl").size() < 3)) {
     }

@@ -1,9 +1,6 @@
-// Killed at any moment and resumed at the same world, a run leaves the metrics of one that was never killed, bitwise.
-// SHEAF_KILLS=20 asks for that many kills (a quarter of them inside a save), SHEAF_SEED for other moments; by default
-// there are fewer.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
+// Killed at any moment and resumed at the same world, a run leaves the metrics of one that was
+// never killed, bitwise. SHEAF_KILLS=20 asks for that many kills (a quarter of them inside a save),
+// SHEAF_SEED for other moments; by default there are fewer.
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -13,6 +10,9 @@
 #include <set>
 #include <thread>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/tools/sheaf_process.h"
 
@@ -20,12 +20,12 @@ namespace sheaf {
 namespace {
 
 using testing::expect_same_curve;
+using ::testing::HasSubstr;
 using testing::Metrics;
 using testing::Outcome;
 using testing::read_metrics;
 using testing::run_sheaf;
 using testing::SheafProcess;
-using ::testing::HasSubstr;
 
 using Words = std::vector<std::string>;
 using std::chrono::microseconds;
@@ -36,21 +36,26 @@ struct Folder : ScratchFolder {
   Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }
 
   Words train(const std::string& out, bool resume = false) const {
-    Words words = {"train", "--data.corpus", *this / "corpus.txt", "--output.folder", *this / out, "--quiet"};
+    Words words = {"train",           "--data.corpus", *this / "corpus.txt",
+                   "--output.folder", *this / out,     "--quiet"};
     if (resume) words.emplace_back("--resume");
     for (const char* w :
-         {"--model.layers", "2", "--model.heads", "2", "--model.width", "16", "--model.context", "16", "--model.dropout",
-          "0.1", "--train.batch", "5", "--train.micro_batches", "2", "--train.warmup", "5", "--train.eval_every", "4",
-          "--train.eval_tokens", "200", "--train.save_every", "3"})
+         {"--model.layers",        "2",   "--model.heads",      "2",   "--model.width",      "16",
+          "--model.context",       "16",  "--model.dropout",    "0.1", "--train.batch",      "5",
+          "--train.micro_batches", "2",   "--train.warmup",     "5",   "--train.eval_every", "4",
+          "--train.eval_tokens",   "200", "--train.save_every", "3"})
       words.emplace_back(w);
     words.insert(words.end(), {"--train.steps", std::to_string(kSteps)});
     return words;
   }
-  Metrics metrics(const std::string& out) const { return read_metrics(*this / out + "/metrics.jsonl"); }
+  Metrics metrics(const std::string& out) const {
+    return read_metrics(*this / out + "/metrics.jsonl");
+  }
   std::string checkpoints(const std::string& out) const { return *this / out + "/checkpoints"; }
   std::string shard(const std::string& out, int64_t step, int rank, int world) const {
     char name[64];
-    std::snprintf(name, sizeof name, "/step-%d/shard-%05d-of-%05d.safetensors", static_cast<int>(step), rank, world);
+    std::snprintf(name, sizeof name, "/step-%d/shard-%05d-of-%05d.safetensors",
+                  static_cast<int>(step), rank, world);
     return checkpoints(out) + name;
   }
 };
@@ -59,8 +64,10 @@ struct Folder : ScratchFolder {
 std::set<std::string> pending_saves(const std::string& checkpoints) {
   std::set<std::string> out;
   std::error_code none;
-  for (std::filesystem::directory_iterator it(checkpoints, none), end; !none && it != end; it.increment(none))
-    if (it->path().filename().string().find(".tmp-") != std::string::npos) out.insert(it->path().filename());
+  for (std::filesystem::directory_iterator it(checkpoints, none), end; !none && it != end;
+       it.increment(none))
+    if (it->path().filename().string().find(".tmp-") != std::string::npos)
+      out.insert(it->path().filename());
   return out;
 }
 
@@ -71,11 +78,13 @@ int64_t lines_in(const std::string& path) {
 
 class Killer {
  public:
-  Killer(const Folder& folder, int world, uint32_t seed) : folder_(folder), world_(world), random_(seed) {}
+  Killer(const Folder& folder, int world, uint32_t seed)
+      : folder_(folder), world_(world), random_(seed) {}
 
   /// Runs until the run is complete or the next moment has come; returns true if it was killed.
   bool run_and_kill(const std::string& out, bool inside_a_save, bool resume) {
-    const std::string checkpoints = folder_.checkpoints(out), metrics = folder_.path() + "/" + out + "/metrics.jsonl";
+    const std::string checkpoints = folder_.checkpoints(out),
+                      metrics = folder_.path() + "/" + out + "/metrics.jsonl";
     const std::set<std::string> before = pending_saves(checkpoints);
     SheafProcess job(testing::on_ranks(world_, folder_.train(out, resume)));
     std::set<std::string> pending;
@@ -85,7 +94,9 @@ class Killer {
       std::string last;
       while (job.running()) {
         pending = pending_saves(checkpoints);
-        std::erase_if(pending, [&](const std::string& name) { return before.contains(name) || name == last; });
+        std::erase_if(pending, [&](const std::string& name) {
+          return before.contains(name) || name == last;
+        });
         if (pending.empty()) continue;
         if (skip-- == 0) break;
         last = *pending.begin();
@@ -95,7 +106,8 @@ class Killer {
       std::this_thread::sleep_for(microseconds(below(150'000)));
     } else {
       const int64_t target = lines_in(metrics) + below(kSteps / 3);
-      while (job.running() && lines_in(metrics) < target) std::this_thread::sleep_for(microseconds(200));
+      while (job.running() && lines_in(metrics) < target)
+        std::this_thread::sleep_for(microseconds(200));
       std::this_thread::sleep_for(microseconds(below(20'000)));
     }
     if (!job.running()) {
@@ -105,14 +117,18 @@ class Killer {
     // One rank, or everybody.
     const std::vector<pid_t> ranks = job.ranks();
     const bool one = world_ > 1 && ranks.size() == static_cast<size_t>(world_) && below(2) == 0;
-    if (one) kill(ranks[static_cast<size_t>(below(world_))], SIGKILL);
-    else job.signal_all(SIGKILL);
+    if (one)
+      kill(ranks[static_cast<size_t>(below(world_))], SIGKILL);
+    else
+      job.signal_all(SIGKILL);
     const Outcome ended = job.wait();
-    EXPECT_TRUE(one ? ended.code == 72 || ended.code == 0 : ended.code == 128 + SIGKILL) << ended.code << ended.err;
+    EXPECT_TRUE(one ? ended.code == 72 || ended.code == 0 : ended.code == 128 + SIGKILL)
+        << ended.code << ended.err;
     if (ended.code == 0) return false;  // the rank had ended already
     if (!inside_a_save) return true;
     const std::set<std::string> left = pending_saves(checkpoints);
-    return std::any_of(left.begin(), left.end(), [&](const std::string& name) { return !before.contains(name); });
+    return std::any_of(left.begin(), left.end(),
+                       [&](const std::string& name) { return !before.contains(name); });
   }
 
  private:
@@ -135,13 +151,15 @@ void kill_and_resume(int world, int kills) {
   ASSERT_EQ(expected.size(), static_cast<size_t>(kSteps));
   const int in_save = (kills + 3) / 4;
   int done = 0, done_in_save = 0, runs = 0, starts = 0;
-  Killer killer(folder, world, static_cast<uint32_t>(10 * from_environment("SHEAF_SEED", 1) + world));
+  Killer killer(folder, world,
+                static_cast<uint32_t>(10 * from_environment("SHEAF_SEED", 1) + world));
   std::string out;
   bool fresh = true;
   while (done < kills) {
     ASSERT_LT(++starts, 12 * kills);
     if (fresh) out = "run-" + std::to_string(runs++);
-    const bool wants_save = done_in_save * kills < done * in_save || kills - done <= in_save - done_in_save;
+    const bool wants_save =
+        done_in_save * kills < done * in_save || kills - done <= in_save - done_in_save;
     const bool killed = killer.run_and_kill(out, wants_save, !fresh);
     fresh = false;
     if (killed) {
@@ -153,18 +171,23 @@ void kill_and_resume(int world, int kills) {
     ASSERT_EQ(end.code, 0) << end.err;
     EXPECT_EQ(end.err, "");
     expect_same_curve(folder.metrics(out), expected, out);
-    // A save removes what earlier ones left behind; after a kill in the last one, when all is done, there is none.
+    // A save removes what earlier ones left behind; after a kill in the last one, when all is done,
+    // there is none.
     EXPECT_LE(pending_saves(folder.checkpoints(out)).size(), 1u);
     fresh = true;
   }
-  std::printf("world %d: %d kills, %d of them inside a save, %d runs\n", world, done, done_in_save, runs);
+  std::printf("world %d: %d kills, %d of them inside a save, %d runs\n", world, done, done_in_save,
+              runs);
   EXPECT_GE(done_in_save, in_save);
 }
 
 TEST(Resume, KilledAtAnyMomentOnOneRank) { kill_and_resume(1, from_environment("SHEAF_KILLS", 6)); }
-TEST(Resume, KilledAtAnyMomentOnTwoRanks) { kill_and_resume(2, from_environment("SHEAF_KILLS", 6)); }
+TEST(Resume, KilledAtAnyMomentOnTwoRanks) {
+  kill_and_resume(2, from_environment("SHEAF_KILLS", 6));
+}
 
-// Makes the last steps to do again: the checkpoint of step 60 is removed, as if it had never been written.
+// Makes the last steps to do again: the checkpoint of step 60 is removed, as if it had never been
+// written.
 void rewind(const Folder& folder, const std::string& out) {
   std::filesystem::remove_all(folder.checkpoints(out) + "/step-60");
 }
@@ -181,10 +204,12 @@ TEST(Resume, BrokenNewestIsNamedAndTheOneBeforeUsed) {
     EXPECT_EQ(r.code, 0) << r.err;
     const auto lines = testing::lines_of(r.err);
     ASSERT_EQ(lines.size(), 1u) << r.err;
-    EXPECT_THAT(lines[0], HasSubstr("warning: checkpoint '" + folder.checkpoints(out) + "/step-60' is broken"));
+    EXPECT_THAT(lines[0], HasSubstr("warning: checkpoint '" + folder.checkpoints(out) +
+                                    "/step-60' is broken"));
     EXPECT_THAT(lines[0], HasSubstr(shard));
     expect_same_curve(folder.metrics(out), expected, out);
-    EXPECT_EQ(run_sheaf({"generate", folder / out, "--generate.tokens", "5"}).code, 0);  // whole again
+    EXPECT_EQ(run_sheaf({"generate", folder / out, "--generate.tokens", "5"}).code,
+              0);  // whole again
   }
 }
 
@@ -203,7 +228,8 @@ TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
   Folder folder;
   ASSERT_EQ(run_sheaf(testing::on_ranks(2, folder.train("run"))).code, 0);
   const Metrics expected = folder.metrics("run");
-  const auto sample = run_sheaf({"generate", folder / "run", "--generate.prompt", "the ", "--generate.tokens", "50"});
+  const auto sample = run_sheaf(
+      {"generate", folder / "run", "--generate.prompt", "the ", "--generate.tokens", "50"});
   EXPECT_EQ(sample.code, 0) << sample.err;
   EXPECT_TRUE(sample.out.starts_with("the ")) << sample.out;
   EXPECT_EQ(sample.out.size(), 4u + 50 + 1);
@@ -214,7 +240,8 @@ TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
     const Metrics resumed = folder.metrics("run");
     ASSERT_EQ(resumed.size(), expected.size());
     for (int64_t s = 1; s <= kSteps; ++s) {
-      const double was = std::stod(expected.at(s).at("loss")), is = std::stod(resumed.at(s).at("loss"));
+      const double was = std::stod(expected.at(s).at("loss")),
+                   is = std::stod(resumed.at(s).at("loss"));
       EXPECT_NEAR(is, was, s <= 57 ? 0 : 1e-4 * was) << s;
     }
   }

@@ -1,7 +1,5 @@
 #include "sheaf/tests/tools/sheaf_process.h"
 
-#include <gtest/gtest.h>
-
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -13,6 +11,7 @@
 #include <thread>
 
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -38,21 +37,25 @@ std::string read_text(const std::string& path) {
 }
 
 bool is_launcher_variable(const std::string& entry) {
-  for (const char* name : {"RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "LOCAL_WORLD_SIZE=", "MASTER_ADDR=", "MASTER_PORT=",
-                           "SHEAF_", "OMP_NUM_THREADS="})
+  for (const char* name : {"RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "LOCAL_WORLD_SIZE=",
+                           "MASTER_ADDR=", "MASTER_PORT=", "SHEAF_", "OMP_NUM_THREADS="})
     if (entry.starts_with(name)) return true;
   return false;
 }
 
-double seconds(const timeval& t) { return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec); }
+double seconds(const timeval& t) {
+  return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
+}
 
 }  // namespace
 
-SheafProcess::SheafProcess(const std::vector<std::string>& arguments, const std::vector<std::string>& environment) {
+SheafProcess::SheafProcess(const std::vector<std::string>& arguments,
+                           const std::vector<std::string>& environment) {
   // Ranks whose launcher was killed become children of this process, which thus sees them end.
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   static int count = 0;
-  const std::string base = ::testing::TempDir() + "/sheaf-" + std::to_string(getpid()) + "-" + std::to_string(count++);
+  const std::string base =
+      ::testing::TempDir() + "/sheaf-" + std::to_string(getpid()) + "-" + std::to_string(count++);
   out_path_ = base + ".out";
   err_path_ = base + ".err";
   const int out = open(out_path_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600);
@@ -127,14 +130,16 @@ Outcome SheafProcess::wait() {
     ended_ = true;
     outcome_.code = -1;
   }
-  for (pid_t orphan : orphans_) waitpid(orphan, nullptr, 0);  // fails for those that the launcher waited for
+  for (pid_t orphan : orphans_)
+    waitpid(orphan, nullptr, 0);  // fails for those that the launcher waited for
   orphans_.clear();
   outcome_.out = read_text(out_path_);
   outcome_.err = read_text(err_path_);
   return outcome_;
 }
 
-Outcome run_sheaf(const std::vector<std::string>& arguments, const std::vector<std::string>& environment) {
+Outcome run_sheaf(const std::vector<std::string>& arguments,
+                  const std::vector<std::string>& environment) {
   return SheafProcess(arguments, environment).wait();
 }
 
@@ -144,12 +149,14 @@ std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arg
     if (out[0] == "train") out.insert(out.begin() + 1, {"--threads-per-rank", "1"});
     return out;
   }
-  out.insert(out.begin(), {"launch", "--nproc-per-node", std::to_string(world), "--threads-per-rank", "1", "--", binary()});
+  out.insert(out.begin(), {"launch", "--nproc-per-node", std::to_string(world),
+                           "--threads-per-rank", "1", "--", binary()});
   return out;
 }
 
 std::string sample_text(int64_t bytes) {
-  constexpr const char* kWords[] = {"the", "sea", "wind", "and", "a", "stone", "in", "light", "river", "of", "night"};
+  constexpr const char* kWords[] = {"the", "sea",   "wind",  "and", "a",    "stone",
+                                    "in",  "light", "river", "of",  "night"};
   std::string text;
   uint32_t state = 1;
   while (static_cast<int64_t>(text.size()) < bytes) {
@@ -181,7 +188,8 @@ Metrics read_metrics(const std::string& path) {
     const int64_t step = std::stoll(fields.at("step"));
     fields.erase("step");
     for (const auto& [name, value] : fields)
-      EXPECT_TRUE(metrics[step].emplace(name, value).second) << path << ": " << name << " of step " << step << " twice";
+      EXPECT_TRUE(metrics[step].emplace(name, value).second)
+          << path << ": " << name << " of step " << step << " twice";
   }
   return metrics;
 }
@@ -192,7 +200,8 @@ void expect_same_curve(const Metrics& actual, const Metrics& expected, const std
     ASSERT_TRUE(actual.contains(step)) << what << ": no step " << step;
     const auto& found = actual.at(step);
     for (const char* name : {"loss", "lr", "grad_norm", "val_loss"}) {
-      ASSERT_EQ(found.contains(name), fields.contains(name)) << what << ": " << name << " of step " << step;
+      ASSERT_EQ(found.contains(name), fields.contains(name))
+          << what << ": " << name << " of step " << step;
       if (fields.contains(name)) {
         ASSERT_EQ(found.at(name), fields.at(name)) << what << ": " << name << " of step " << step;
       }

@@ -1,4 +1,5 @@
-// Runs the command `sheaf` as processes, as a user does, and looks at what they say and leave behind.
+// Runs the command `sheaf` as processes, as a user does, and looks at what they say and leave
+// behind.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,9 @@
 namespace sheaf::testing {
 
 struct Outcome {
-  int code = -1;            ///< exit code, 128 + signal, or -1 where it hung and was killed
-  std::string out, err;     ///< standard output and error
-  double cpu_seconds = 0;   ///< of the process and the children it waited for
+  int code = -1;              ///< exit code, 128 + signal, or -1 where it hung and was killed
+  std::string out, err;       ///< standard output and error
+  double cpu_seconds = 0;     ///< of the process and the children it waited for
   int64_t resident_peak = 0;  ///< bytes, of the process itself
 };
 
@@ -21,7 +22,8 @@ struct Outcome {
 class SheafProcess {
  public:
   /// `environment` ("NAME=value") comes on top of the test's own, without a launcher's variables.
-  explicit SheafProcess(const std::vector<std::string>& arguments, const std::vector<std::string>& environment = {});
+  explicit SheafProcess(const std::vector<std::string>& arguments,
+                        const std::vector<std::string>& environment = {});
   ~SheafProcess();
   SheafProcess(const SheafProcess&) = delete;
   SheafProcess& operator=(const SheafProcess&) = delete;
@@ -45,7 +47,8 @@ class SheafProcess {
   Outcome outcome_;
 };
 
-Outcome run_sheaf(const std::vector<std::string>& arguments, const std::vector<std::string>& environment = {});
+Outcome run_sheaf(const std::vector<std::string>& arguments,
+                  const std::vector<std::string>& environment = {});
 /// The same command on `world` ranks: under `sheaf launch` from two on, with one thread a rank.
 std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments);
 
@@ -53,8 +56,8 @@ std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arg
 std::string sample_text(int64_t bytes);
 std::vector<std::string> lines_of(const std::string& text);
 
-/// metrics.jsonl as text: for every step, the fields of its lines with their values word for word. A step that stands
-/// twice is a failure of the test.
+/// metrics.jsonl as text: for every step, the fields of its lines with their values word for word.
+/// A step that stands twice is a failure of the test.
 using Metrics = std::map<int64_t, std::map<std::string, std::string>>;
 Metrics read_metrics(const std::string& path);
 /// Compares loss, lr, grad_norm and val_loss of every step, to the letter.

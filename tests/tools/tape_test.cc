@@ -1,9 +1,10 @@
-// `sheaf tape` shows a step of a large model at a large world, at once, with its collectives and their bytes.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
+// `sheaf tape` shows a step of a large model at a large world, at once, with its collectives and
+// their bytes.
 #include <algorithm>
 #include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include "sheaf/core/json.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -11,9 +12,9 @@
 namespace sheaf {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_sheaf;
-using ::testing::HasSubstr;
 
 using Words = std::vector<std::string>;
 
@@ -66,8 +67,9 @@ TEST(Tape, JsonHasTheCollectivesOfFullSharding) {
 
 TEST(Tape, TextShowsThemWithBytes) {
   const Outcome r = tape({});
-  for (const char* part : {" = all_gather %", " = reduce_scatter ", "discard %", "blocks.11", "Shard(flat)→Replicate@data",
-                           "prefetched", "parameters 124439808, ranks 8, rank 0, threads ", ": peak "})
+  for (const char* part : {" = all_gather %", " = reduce_scatter ", "discard %", "blocks.11",
+                           "Shard(flat)→Replicate@data", "prefetched",
+                           "parameters 124439808, ranks 8, rank 0, threads ", ": peak "})
     EXPECT_THAT(r.out, HasSubstr(part));
   int gathers = 0;
   for (const std::string& line : testing::lines_of(r.out)) {
@@ -83,14 +85,17 @@ TEST(Tape, DotIsAGraph) {
   EXPECT_TRUE(r.out.starts_with("digraph"));
   EXPECT_THAT(r.out, HasSubstr("all_gather"));
   EXPECT_THAT(r.out, HasSubstr("reduce_scatter"));
-  EXPECT_EQ(std::count(r.out.begin(), r.out.end(), '{'), std::count(r.out.begin(), r.out.end(), '}'));
+  EXPECT_EQ(std::count(r.out.begin(), r.out.end(), '{'),
+            std::count(r.out.begin(), r.out.end(), '}'));
 }
 
 TEST(Tape, OtherStrategies) {
-  auto kept = counts(Json::parse(tape({"--format", "json", "--sharding.strategy", "shard_grad_op"}).out, "tape"));
+  auto kept = counts(
+      Json::parse(tape({"--format", "json", "--sharding.strategy", "shard_grad_op"}).out, "tape"));
   EXPECT_EQ((kept[{"all_gather", "blocks.3"}].nodes), 1);
   EXPECT_EQ((kept[{"reduce_scatter", "blocks.3"}].nodes), 1);
-  auto replicated = counts(Json::parse(tape({"--format", "json", "--sharding.strategy", "replicate"}).out, "tape"));
+  auto replicated = counts(
+      Json::parse(tape({"--format", "json", "--sharding.strategy", "replicate"}).out, "tape"));
   EXPECT_EQ((replicated[{"all_gather", "blocks.3"}].nodes), 0);
   EXPECT_EQ((replicated[{"all_reduce", "blocks.3"}].nodes), 1);
 }

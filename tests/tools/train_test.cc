@@ -1,13 +1,14 @@
-// What a run reports and costs: metrics, peak memory against the tape's forecast, and what a hanging rank leads to.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
+// What a run reports and costs: metrics, peak memory against the tape's forecast, and what a
+// hanging rank leads to.
 #include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -16,11 +17,11 @@ namespace sheaf {
 namespace {
 
 using testing::expect_same_curve;
+using ::testing::HasSubstr;
 using testing::Metrics;
 using testing::Outcome;
 using testing::run_sheaf;
 using testing::SheafProcess;
-using ::testing::HasSubstr;
 
 using Words = std::vector<std::string>;
 
@@ -32,9 +33,12 @@ Words operator+(Words a, const Words& b) {
 struct Folder : ScratchFolder {
   Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }
   Words data(const std::string& out) const {
-    return {"--data.corpus", *this / "corpus.txt", "--output.folder", *this / out, "--generate.tokens", "2"};
+    return {"--data.corpus", *this / "corpus.txt", "--output.folder",
+            *this / out,     "--generate.tokens",  "2"};
   }
-  Metrics metrics(const std::string& out) const { return testing::read_metrics(*this / out + "/metrics.jsonl"); }
+  Metrics metrics(const std::string& out) const {
+    return testing::read_metrics(*this / out + "/metrics.jsonl");
+  }
 };
 
 /// "… <before> 123 …" → 123, of the first place from `from` on.
@@ -48,16 +52,20 @@ int64_t number_after(const std::string& text, const std::string& before, size_t 
 }
 
 int64_t forecast(const Words& model, int world, int rank, int threads) {
-  const Outcome r = run_sheaf(Words{"tape", "--world", std::to_string(world), "--rank", std::to_string(rank),
-                                    "--threads-per-rank", std::to_string(threads)} + model);
+  const Outcome r =
+      run_sheaf(Words{"tape", "--world", std::to_string(world), "--rank", std::to_string(rank),
+                      "--threads-per-rank", std::to_string(threads)} +
+                model);
   EXPECT_EQ(r.code, 0) << r.err;
   return number_after(r.out, ": peak ");
 }
 
-/// Trains, and compares the peak of every step from the second on with what `sheaf tape` printed beforehand.
+/// Trains, and compares the peak of every step from the second on with what `sheaf tape` printed
+/// beforehand.
 void expect_forecast(const Folder& folder, const Words& model, int world, int threads) {
   std::vector<int64_t> predicted;
-  for (int r = 0; r < world; ++r) predicted.push_back(forecast(model + folder.data("none"), world, r, threads));
+  for (int r = 0; r < world; ++r)
+    predicted.push_back(forecast(model + folder.data("none"), world, r, threads));
   std::filesystem::remove_all(folder / "run");
   Words command = Words{"train"} + model + folder.data("run");
   command = world == 1 ? command + Words{"--threads-per-rank", std::to_string(threads)}
@@ -78,8 +86,10 @@ void expect_forecast(const Folder& folder, const Words& model, int world, int th
   }
 }
 
-const Words kTiny = {"--model.layers", "3", "--model.heads", "2", "--model.width", "16", "--model.context", "16",
-                     "--train.steps", "5", "--train.batch", "5", "--train.warmup", "0", "--train.eval_every", "2",
+const Words kTiny = {"--model.layers",      "3",   "--model.heads",      "2",
+                     "--model.width",       "16",  "--model.context",    "16",
+                     "--train.steps",       "5",   "--train.batch",      "5",
+                     "--train.warmup",      "0",   "--train.eval_every", "2",
                      "--train.eval_tokens", "150", "--train.save_every", "2"};
 
 TEST(PeakMemory, IsWhatTheTapeSays) {
@@ -90,9 +100,11 @@ TEST(PeakMemory, IsWhatTheTapeSays) {
       for (const char* type : {"gpt2", "llama"}) {
         // Accumulation, dropout and threads come and go in another rhythm than the rest.
         ++i;
-        const Words model = kTiny + Words{"--sharding.strategy", strategy, "--model.type", type, "--train.micro_batches",
-                                          i % 3 == 0 ? "2" : "1", "--model.dropout", i % 5 < 2 ? "0.1" : "0",
-                                          "--model.bias", i % 4 == 0 ? "true" : "false"};
+        const Words model = kTiny + Words{"--sharding.strategy",   strategy,
+                                          "--model.type",          type,
+                                          "--train.micro_batches", i % 3 == 0 ? "2" : "1",
+                                          "--model.dropout",       i % 5 < 2 ? "0.1" : "0",
+                                          "--model.bias",          i % 4 == 0 ? "true" : "false"};
         SCOPED_TRACE(::testing::PrintToString(model) + " on " + std::to_string(world));
         expect_forecast(folder, model, world, 1 + i % 2);
       }
@@ -102,9 +114,12 @@ TEST(PeakMemory, IsWhatTheTapeSays) {
 
 TEST(PeakMemory, WithOtherUnitsAndBudgets) {
   Folder folder;
-  for (const Words& more : {Words{"--sharding.units", "none"}, Words{"--sharding.units", "count", "--sharding.min_parameters", "700"},
-                            Words{"--sharding.prefetch_bytes", "0"}, Words{"--sharding.prefetch_bytes", "1000000"},
-                            Words{"--model.tie_embeddings", "false", "--model.vocab", "100"}, Words{"--train.batch", "1"}}) {
+  for (const Words& more :
+       {Words{"--sharding.units", "none"},
+        Words{"--sharding.units", "count", "--sharding.min_parameters", "700"},
+        Words{"--sharding.prefetch_bytes", "0"}, Words{"--sharding.prefetch_bytes", "1000000"},
+        Words{"--model.tie_embeddings", "false", "--model.vocab", "100"},
+        Words{"--train.batch", "1"}}) {
     SCOPED_TRACE(::testing::PrintToString(more));
     expect_forecast(folder, kTiny + more, 2, 1);
   }
@@ -117,28 +132,33 @@ int64_t resident_peak(pid_t pid) {
   return 0;
 }
 
-// Beside what the allocator is asked for there are code, stacks, libraries' own memory and free blocks it keeps.
+// Beside what the allocator is asked for there are code, stacks, libraries' own memory and free
+// blocks it keeps.
 TEST(PeakMemory, OfTheProcess) {
   Folder folder;
   // 6.3 million parameters: 101 MB with gradients and AdamW's state.
-  const Words model = {"--model.layers", "8", "--model.heads", "4", "--model.width", "256", "--model.context", "64",
-                       "--train.steps", "4", "--train.batch", "8", "--train.warmup", "0", "--train.eval_every", "2",
+  const Words model = {"--model.layers",      "8",   "--model.heads",      "4",
+                       "--model.width",       "256", "--model.context",    "64",
+                       "--train.steps",       "4",   "--train.batch",      "8",
+                       "--train.warmup",      "0",   "--train.eval_every", "2",
                        "--train.eval_tokens", "500", "--train.save_every", "2"};
   const int64_t empty = run_sheaf({"--help"}).resident_peak;
   for (int world : {1, 2}) {
     const int64_t predicted = forecast(model + folder.data("none"), world, 0, 1);
     EXPECT_GT(predicted, world == 1 ? 100'000'000 : 50'000'000);
-    SheafProcess job(testing::on_ranks(world, Words{"train"} + model + folder.data("run-" + std::to_string(world))));
+    SheafProcess job(testing::on_ranks(
+        world, Words{"train"} + model + folder.data("run-" + std::to_string(world))));
     int64_t peak = 0;
     while (job.running()) {
-      for (pid_t p : world == 1 ? std::vector<pid_t>{job.pid()} : job.ranks()) peak = std::max(peak, resident_peak(p));
+      for (pid_t p : world == 1 ? std::vector<pid_t>{job.pid()} : job.ranks())
+        peak = std::max(peak, resident_peak(p));
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     const Outcome r = job.wait();
     ASSERT_EQ(r.code, 0) << r.err;
     if (world == 1) peak = r.resident_peak;
-    std::printf("world %d: resident peak %.1f MB, of an empty program %.1f MB, forecast %.1f MB\n", world, 1e-6 * peak,
-                1e-6 * empty, 1e-6 * predicted);
+    std::printf("world %d: resident peak %.1f MB, of an empty program %.1f MB, forecast %.1f MB\n",
+                world, 1e-6 * peak, 1e-6 * empty, 1e-6 * predicted);
     EXPECT_LE(static_cast<double>(peak - empty), 1.1 * static_cast<double>(predicted) + 64e6);
   }
 }
@@ -147,13 +167,16 @@ TEST(Train, TwoRanksAreOneRankWithTwoMicroBatches) {
   Folder folder;
   for (const char* batch : {"6", "5"}) {
     for (const char* dropout : {"0", "0.1"}) {
-      const Words model = kTiny + Words{"--train.steps", "20", "--train.batch", batch, "--model.dropout", dropout};
+      const Words model =
+          kTiny + Words{"--train.steps", "20", "--train.batch", batch, "--model.dropout", dropout};
       for (const char* out : {"one", "two"}) std::filesystem::remove_all(folder / out);
-      Outcome r = run_sheaf(testing::on_ranks(1, Words{"train"} + model + folder.data("one") + Words{"--train.micro_batches", "2"}));
+      Outcome r = run_sheaf(testing::on_ranks(
+          1, Words{"train"} + model + folder.data("one") + Words{"--train.micro_batches", "2"}));
       ASSERT_EQ(r.code, 0) << r.err;
       r = run_sheaf(testing::on_ranks(2, Words{"train"} + model + folder.data("two")));
       ASSERT_EQ(r.code, 0) << r.err;
-      expect_same_curve(folder.metrics("two"), folder.metrics("one"), std::string("batch ") + batch + ", dropout " + dropout);
+      expect_same_curve(folder.metrics("two"), folder.metrics("one"),
+                        std::string("batch ") + batch + ", dropout " + dropout);
     }
   }
 }
@@ -161,9 +184,11 @@ TEST(Train, TwoRanksAreOneRankWithTwoMicroBatches) {
 TEST(Train, StoppedRankEndsTheJobInATimeOut) {
   Folder folder;
   SheafProcess job(testing::on_ranks(3, Words{"train"} + kTiny + folder.data("run") +
-                                            Words{"--train.steps", "1000000", "--train.eval_every", "0", "--train.save_every", "0"}),
+                                            Words{"--train.steps", "1000000", "--train.eval_every",
+                                                  "0", "--train.save_every", "0"}),
                    {"SHEAF_TIMEOUT=8"});
-  while (job.running() && (!std::filesystem::exists(folder / "run/metrics.jsonl") || folder.metrics("run").size() < 5))
+  while (job.running() && (!std::filesystem::exists(folder / "run/metrics.jsonl") ||
+                           folder.metrics("run").size() < 5))
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   ASSERT_EQ(job.ranks().size(), 3u);
   kill(job.ranks()[2], SIGSTOP);
@@ -171,10 +196,11 @@ TEST(Train, StoppedRankEndsTheJobInATimeOut) {
   EXPECT_EQ(r.code, 71);
   const std::string line = testing::lines_of(r.err).back();
   EXPECT_TRUE(line.starts_with("sheaf launch: rank ")) << line;
-  for (const char* part : {"exited with code 71: [", "] rank ", " of 3: time-out after 8.0 s at sequence ",
-                           "missing ranks: 2"})
+  for (const char* part : {"exited with code 71: [", "] rank ",
+                           " of 3: time-out after 8.0 s at sequence ", "missing ranks: 2"})
     EXPECT_THAT(line, HasSubstr(part));
-  EXPECT_THAT(line, ::testing::ContainsRegex("sequence [0-9]+ \\([a-z][a-z_.0-9]*\\)"));  // what the call was for
+  EXPECT_THAT(line, ::testing::ContainsRegex(
+                        "sequence [0-9]+ \\([a-z][a-z_.0-9]*\\)"));  // what the call was for
 }
 
 }  // namespace
