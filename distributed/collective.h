@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "sheaf/core/dtype.h"
-#include "sheaf/distributed/communicator.h"
+#include "sheaf/core/communicator.h"
 
 namespace sheaf {
 

@@ -5,7 +5,7 @@
 #include <span>
 
 #include "sheaf/core/dtype.h"
-#include "sheaf/distributed/communicator.h"
+#include "sheaf/core/communicator.h"
 
 namespace sheaf {
 

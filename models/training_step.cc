@@ -81,7 +81,10 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
     if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);
     else result.grad_norm = grad_norm(model_->module());
     optimizer_->step({.lr = result.lr});
-    loss = redistribute(loss, Layout(mesh_.spec, Placement::invariant()));
+    {
+      const PhaseScope update(Phase::update);
+      loss = redistribute(loss, Layout(mesh_.spec, Placement::invariant()));
+    }
     if (recorded) {
       recorded->loss = recording.value_of(loss);
       recorded->grad_norm = recording.value_of(result.grad_norm);

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "sheaf/distributed/communicator.h"
+#include "sheaf/core/communicator.h"
 #include "sheaf/distributed/world.h"
 
 namespace sheaf::testing {
