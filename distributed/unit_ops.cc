@@ -25,8 +25,14 @@ std::vector<int64_t> chunks(const Type& sharded, int axis) {
   return counts;
 }
 
-// On meta there is nothing to move; a simulated lane still counts.
-bool runs(const Execute& c, const Communicator& lane) { return !c.device().is_meta() || lane.kind() == "simulated"; }
+// Issues call(lane, b) for every buffer b of a unit. On meta there is nothing to move; a simulated lane still counts.
+template <class Call>
+void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& call) {
+  if (c.device().is_meta() && lane.kind() != "simulated") return;
+  Event done;
+  for (int b = 0; b < a.buffers; ++b) done = call(lane, b);
+  if (!c.device().is_meta()) c.completes_with(done);  // one lane, in order: the last event is all of them
+}
 
 struct AllGather {
   static constexpr const char* kName = "all_gather";
@@ -34,13 +40,10 @@ struct AllGather {
   static constexpr Lane kLane = Lane::gather;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
-    Communicator& lane = runtime_of(c.input_type(0)).gather_lane(a.axis);
-    if (!runs(c, lane)) return;
-    Event done;
-    for (int b = 0; b < a.buffers; ++b)
-      done = lane.all_gather(c.input(b).data, c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
+    on_lane(runtime_of(c.input_type(0)).gather_lane(a.axis), a, c, [&](Communicator& lane, int b) {
+      return lane.all_gather(c.input(b).data, c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
                              PathScope::current());
-    if (!c.device().is_meta()) c.completes_with(done);  // one lane, in order: the last event is all of them
+    });
   }
 };
 
@@ -95,13 +98,10 @@ struct ReduceScatter {
   static constexpr Lane kLane = Lane::reduce;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
-    Communicator& lane = runtime_of(c.input_type(0)).reduce_lane(a.axis);
-    if (!runs(c, lane)) return;
-    Event done;
-    for (int b = 0; b < a.buffers; ++b)
-      done = lane.reduce_scatter(c.input(b).data, c.output(b).data, chunks(c.output_type(b), a.axis),
+    on_lane(runtime_of(c.input_type(0)).reduce_lane(a.axis), a, c, [&](Communicator& lane, int b) {
+      return lane.reduce_scatter(c.input(b).data, c.output(b).data, chunks(c.output_type(b), a.axis),
                                  c.input_type(b).dtype, PathScope::current());
-    if (!c.device().is_meta()) c.completes_with(done);
+    });
   }
 };
 
@@ -111,13 +111,10 @@ struct AllReduce {
   static constexpr Lane kLane = Lane::reduce;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
-    Communicator& lane = runtime_of(c.input_type(0)).reduce_lane(a.axis);
-    if (!runs(c, lane)) return;
-    Event done;
-    for (int b = 0; b < a.buffers; ++b)
-      done = lane.all_reduce(c.input(b).data, c.input_type(b).shape.numel(), c.input_type(b).dtype, Reduction::sum,
+    on_lane(runtime_of(c.input_type(0)).reduce_lane(a.axis), a, c, [&](Communicator& lane, int b) {
+      return lane.all_reduce(c.input(b).data, c.input_type(b).shape.numel(), c.input_type(b).dtype, Reduction::sum,
                              PathScope::current());
-    if (!c.device().is_meta()) c.completes_with(done);
+    });
   }
 };
 
