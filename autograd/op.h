@@ -171,6 +171,17 @@ struct OpDef {
 };
 
 namespace detail {
+/// Attributes without members have no bytes on the tape, and no address there.
+template <class Attrs>
+const Attrs& attrs_of(const void* attrs) {
+  if constexpr (std::is_empty_v<Attrs>) {
+    static constexpr Attrs kNone{};
+    return kNone;
+  } else {
+    return *static_cast<const Attrs*>(attrs);
+  }
+}
+
 template <class Op>
 constexpr OpDef make_op_def() {
   using Attrs = typename Op::Attrs;
@@ -187,25 +198,25 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kSavedInputs; }) d.saved_inputs = Op::kSavedInputs;
   if constexpr (requires { Op::kSavedOutputs; }) d.saved_outputs = Op::kSavedOutputs;
   if constexpr (requires(const Attrs& a, Infer& c) { Op::infer(a, c); })
-    d.infer = [](const void* a, Infer& c) { Op::infer(*static_cast<const Attrs*>(a), c); };
+    d.infer = [](const void* a, Infer& c) { Op::infer(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, Place& c) { Op::place(a, c); })
-    d.place = [](const void* a, Place& c) { Op::place(*static_cast<const Attrs*>(a), c); };
+    d.place = [](const void* a, Place& c) { Op::place(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, const Execute& c) { Op::workspace(a, c); })
     d.workspace = [](const void* a, const Execute& c) -> int64_t {
-      return Op::workspace(*static_cast<const Attrs*>(a), c);
+      return Op::workspace(attrs_of<Attrs>(a), c);
     };
   if constexpr (requires(const Attrs& a, const View& v, View& o) { Op::alias(a, v, o); })
-    d.alias = [](const void* a, const View& v, View& o) { return Op::alias(*static_cast<const Attrs*>(a), v, o); };
+    d.alias = [](const void* a, const View& v, View& o) { return Op::alias(attrs_of<Attrs>(a), v, o); };
   if constexpr (requires(const Attrs& a, Execute& c) { Op::execute(a, c); })
-    d.execute = [](const void* a, Execute& c) { Op::execute(*static_cast<const Attrs*>(a), c); };
+    d.execute = [](const void* a, Execute& c) { Op::execute(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
-    d.vjp = [](const void* a, Vjp& c) { Op::vjp(*static_cast<const Attrs*>(a), c); };
+    d.vjp = [](const void* a, Vjp& c) { Op::vjp(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, uint64_t n, uint64_t& i, uint64_t& o) { Op::saves(a, n, i, o); })
     d.saves = [](const void* a, uint64_t n, uint64_t& i, uint64_t& o) {
-      Op::saves(*static_cast<const Attrs*>(a), n, i, o);
+      Op::saves(attrs_of<Attrs>(a), n, i, o);
     };
   if constexpr (requires(const Attrs& a, std::string& s) { Op::describe(a, s); })
-    d.describe = [](const void* a, std::string& s) { Op::describe(*static_cast<const Attrs*>(a), s); };
+    d.describe = [](const void* a, std::string& s) { Op::describe(attrs_of<Attrs>(a), s); };
   return d;
 }
 template <class Op>
