@@ -102,9 +102,8 @@ void GatherSchedule::flush() {
   discard_pending(nullptr);
 }
 
-void GatherSchedule::complete_reductions(Unit* except) {
-  for (Unit* u : units_)
-    if (u != except) u->complete_reduction();
+void GatherSchedule::complete_reductions() {
+  for (Unit* u : units_) u->complete_reduction();
 }
 
 int64_t GatherSchedule::gathered_bytes() const {

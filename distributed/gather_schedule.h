@@ -34,7 +34,7 @@ class GatherSchedule {
   void close_with_scope(Unit& unit);
   /// Discards everything that is pending or in flight: before parameters change, and at a recording's end.
   void flush();
-  void complete_reductions(Unit* except = nullptr);
+  void complete_reductions();
 
   int64_t budget() const;
   void set_budget(int64_t bytes) { budget_ = bytes; }
