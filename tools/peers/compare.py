@@ -1,0 +1,128 @@
+"""Runs the cases, side after side and round after round, prints the table and writes the JSON. Started by
+tools/bench_peers."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+
+import cases
+import llmc_side
+import machine
+import report
+import sheaf_side
+import sides
+
+
+def arguments():
+    parser = argparse.ArgumentParser(prog="bench_peers", description=__doc__)
+    parser.add_argument("--sheaf", required=True)
+    parser.add_argument("--sheaf-version", required=True)
+    parser.add_argument("--cases", default=",".join(c.name for c in cases.CASES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--llmc", default="")
+    parser.add_argument("--json", default="")
+    options = parser.parse_args()
+    if min(options.rounds, options.threads) < 1 or options.samples < 0:
+        parser.error("--rounds, --threads and --samples are positive")
+    if options.json:
+        with open(options.json, "a", encoding="utf-8"):  # better now than after an hour
+            pass
+    return options
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def makers(case, options):
+    """What starts each side, in the order in which they take turns."""
+    all_sides = {
+        "sheaf": lambda: sheaf_side.SheafSide(case, options.sheaf, options.threads),
+        "torch-eager": lambda: sides.TorchSide(case, "eager", options.threads),
+        "torch-compile": lambda: sides.TorchSide(case, "compile", options.threads),
+    }
+    if case.goal_llmc and options.llmc:
+        all_sides["llm.c"] = lambda: llmc_side.LlmcSide(case, options.llmc, options.threads)
+    return all_sides
+
+
+def run(case, options, probe):
+    """The rounds of one case; SideResult by the side's name."""
+    results, running = {}, {}
+
+    def attempt(name, action):
+        try:
+            return action()
+        except sides.Failed as error:
+            results[name].error = str(error).replace("\n", " ")
+            say(f"{case.name}: {name}: {error}")
+            return None
+
+    try:
+        for name, make in makers(case, options).items():
+            results[name] = report.SideResult()
+            say(f"{case.name}: starting {name}")
+            running[name] = attempt(name, make)
+        for turn in range(options.rounds):
+            for name, side in running.items():
+                if side is None or results[name].error:
+                    continue
+                before = probe.measure()
+                seconds = attempt(name, lambda: side.sample(options.samples or case.samples))  # pylint: disable=W0640
+                if seconds is None:
+                    continue
+                results[name].blocks.append(report.Block(seconds, before, probe.measure()))
+                say(f"{case.name}: round {turn + 1} of {options.rounds}: {name} "
+                    f"{case.tokens / report.median(seconds):,.0f} tok/s, load {before['load']:.1f}")
+    finally:
+        for name, side in running.items():
+            if side is not None:
+                results[name].first_losses = side.first_losses
+                results[name].peak_rss_bytes = side.peak_rss_bytes
+                side.close()
+    return results
+
+
+def write_json(path, about, best, results, rows):
+    document = {
+        "machine": about,
+        "best_probe": best,
+        "cases": {
+            name: {side: dataclasses.asdict(result) for side, result in case_sides.items()}
+            for name, case_sides in results.items()
+        },
+        "rows": [
+            {"case": row.case.name, "peer": row.peer, "ratio": row.ratio, "ratio_of_rounds": row.rounds,
+             "goal": row.goal, "verdict": row.verdict()} for row in rows
+        ],
+    }
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1)
+        file.write("\n")
+
+
+def main():
+    options = arguments()
+    chosen = [cases.find(name) for name in options.cases.split(",")]
+    about = {"sheaf": options.sheaf_version, **machine.describe(options.threads)}
+    probe = machine.Probe(options.threads)
+    results = {case.name: run(case, options, probe) for case in chosen}
+    best = report.best_probe(results)
+    rows = [row for case in chosen for row in report.judge(case, results[case.name], best)]
+    print(f"{about['cpu']} (family/model {about['cpu_family_model']}), {about['cores']} cores, {about['threads']} threads; "
+          f"{' '.join(about['flags'])}")
+    print(f"Sheaf {about['sheaf']}; PyTorch {about['torch']} ({about['torch_cpu_capability']}), "
+          f"Python {about['python']}, {about['gcc']}, Linux {about['kernel']}")
+    print(f"best probe: {best['gflops']:.0f} GFLOP/s fp32, copy {best['copy_gb_s']:.1f} GB/s; "
+          f"{options.rounds} rounds; tokens per second: median (10th-90th percentile)\n")
+    print(report.table(results, rows))
+    if options.json:
+        write_json(options.json, about, best, results, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""GPT-2 in plain torch.nn: learned positions, pre-norm blocks, GELU (tanh), tied head. Sheaf's shapes and first weights."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.heads = case.heads
+        self.qkv = nn.Linear(case.width, 3 * case.width, bias=case.bias)
+        self.out = nn.Linear(case.width, case.width, bias=case.bias)
+
+    def forward(self, x):
+        batch, context, width = x.shape
+        qkv = self.qkv(x).view(batch, context, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [batch, heads, context, width of a head] each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, context, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.up = nn.Linear(case.width, 4 * case.width, bias=case.bias)
+        self.down = nn.Linear(4 * case.width, case.width, bias=case.bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(case.width, bias=case.bias)
+        self.attention = Attention(case)
+        self.norm2 = nn.LayerNorm(case.width, bias=case.bias)
+        self.mlp = Mlp(case)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt2(nn.Module):
+    """forward(tokens[B, T], targets[B, T]) is the mean cross-entropy in nats."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.tokens = nn.Embedding(case.vocab, case.width)
+        self.positions = nn.Embedding(case.positions, case.width)
+        self.blocks = nn.ModuleList(Block(case) for _ in range(case.layers))
+        self.norm = nn.LayerNorm(case.width, bias=case.bias)
+        self.register_buffer("places", torch.arange(case.context), persistent=False)
+        self.init_weights(case)
+
+    @torch.no_grad()
+    def init_weights(self, case):
+        # Small first weights matter for time too: confident logits would have denormal gradients, on which products are
+        # 20 times slower.
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.dim() >= 2:
+                writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                parameter.normal_(std=INIT_STD / math.sqrt(2 * case.layers) if writes_residual else INIT_STD)
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens) + self.positions(self.places)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))

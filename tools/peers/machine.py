@@ -1,0 +1,73 @@
+"""What ran the comparison: names, versions, and a probe of the peaks that the machine gives at the moment."""
+
+import os
+import platform
+import subprocess
+import time
+
+import torch
+
+MATRIX = 1024
+COPY_BYTES = 256 << 20
+TRIES = 5
+
+
+def _first_line(*command):
+    try:
+        output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    except OSError:
+        return ""
+    return output.stdout.splitlines()[0].strip() if output.stdout else ""
+
+
+def describe(threads):
+    """The machine and the versions, for the head of the table and for the JSON."""
+    info = {}
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            info.setdefault(key.strip(), value.strip())
+    flags = [f for f in info.get("flags", "").split() if f.startswith(("amx", "avx")) or f == "fma"]
+    return {
+        "cpu": info.get("model name", platform.processor() or "unknown"),
+        "cpu_family_model": f"{info.get('cpu family', '?')}/{info.get('model', '?')}",
+        "flags": flags,
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "gcc": _first_line("gcc", "--version"),
+    }
+
+
+class Probe:
+    """Times one large fp32 product and one large copy, the best of a few: {"gflops", "copy_gb_s", "load"}. It needs a
+    tenth of a second and says whether the machine was ours before and after a block of samples."""
+
+    def __init__(self, threads):
+        torch.set_num_threads(threads)
+        self.a = torch.randn(MATRIX, MATRIX)
+        self.product = torch.empty(MATRIX, MATRIX)
+        self.source = torch.ones(COPY_BYTES // 4)
+        self.target = torch.zeros(COPY_BYTES // 4)
+        self.measure()
+
+    def measure(self):
+        def best(function):
+            seconds = []
+            for _ in range(TRIES):
+                start = time.perf_counter()
+                function()
+                seconds.append(time.perf_counter() - start)
+            return min(seconds)
+
+        product = best(lambda: torch.mm(self.a, self.a, out=self.product))
+        copy = best(lambda: self.target.copy_(self.source))
+        time.sleep(0.2)  # threads of OpenMP spin a while before they sleep
+        return {
+            "gflops": 2 * MATRIX**3 / product / 1e9,
+            "copy_gb_s": 2 * COPY_BYTES / copy / 1e9,  # read and written
+            "load": os.getloadavg()[0],
+        }
