@@ -8,6 +8,7 @@
 
 #include "sheaf/core/error.h"
 #include "sheaf/distributed/launcher.h"
+#include "sheaf/tools/bench/bench_command.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 
@@ -80,11 +81,23 @@ int run(int argc, char** argv) {
       "SHEAF_INIT_TIMEOUT, the "
       "same for ranks that do not come (300).");
 
-  constexpr std::string_view kCommands[] = {"train", "launch", "generate", "tape"};
+  sheaf::bench::Options bench;
+  bench.program = "/proc/self/exe";
+  CLI::App* bench_app =
+      app.add_subcommand("bench", "measure this machine and what Sheaf makes of it");
+  bench_app->add_option("suites", bench.suites, sheaf::bench::suite_names() + "; all by default");
+  bench_app->add_option("--filter", bench.filter, "only lines whose suite/name contains this");
+  bench_app->add_option("--threads", bench.threads, "compute threads; all cores by default")
+      ->check(threads);
+  bench_app->add_option("--samples", bench.samples, "samples of each line")->check(threads);
+  bench_app->add_flag("--quick", bench.quick, "few short samples of small cases: a smoke test");
+  bench_app->add_option("--json", bench.json, "file for the lines with all their samples");
+
+  constexpr std::string_view kCommands[] = {"train", "launch", "generate", "tape", "bench"};
   if (argc > 1 && argv[1][0] != '-' &&
       std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
-                                    "'; known: train, launch, generate, tape");
+                                    "'; known: train, launch, generate, tape, bench");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
@@ -110,6 +123,7 @@ int run(int argc, char** argv) {
     tape.overrides = tape_app->remaining();
     return tape_command(tape);
   }
+  if (*bench_app) return sheaf::bench::bench_command(bench);
   const std::vector<std::string> unknown = launch_app->remaining();
   if (launch.command.empty() || !unknown.empty())
     sheaf::fail<sheaf::ConfigError>(

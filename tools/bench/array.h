@@ -1,0 +1,91 @@
+// Array: memory of a benchmark's own, filled with numbers that a network would hold.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "sheaf/core/device.h"
+#include "sheaf/core/error.h"
+#include "sheaf/core/parallel.h"
+#include "sheaf/core/view.h"
+
+namespace sheaf::bench {
+
+/// A hash of an index: numbers that are the same in every run.
+inline uint32_t scramble(uint64_t i) {
+  i = (i + 1) * 0x9e3779b97f4a7c15ull;
+  i ^= i >> 29;
+  i *= 0xbf58476d1ce4e5b9ull;
+  return static_cast<uint32_t>(i >> 32);
+}
+
+class Array {
+ public:
+  /// Floating values spread evenly over (-1, 1), f32 or bf16; 0 for other types. Touched by the
+  /// threads that will use it.
+  Array(DType dtype, const Shape& shape) : dtype_(dtype), shape_(shape) {
+    const size_t bytes = static_cast<size_t>(shape.numel()) * size_of(dtype);
+    memory_.reset(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096));
+    check<OutOfMemory>(memory_ != nullptr, "[bench] cannot allocate ", bytes, " bytes");
+    parallel_for(shape.numel(), 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) set(i, 2.0f * unit(i) - 1.0f);
+    });
+  }
+  /// Indices spread evenly over [0, below): tokens and targets.
+  static Array indices(const Shape& shape, int64_t below) {
+    Array a(kI32, shape);
+    for (int64_t i = 0; i < shape.numel(); ++i)
+      a.as<int32_t>()[i] =
+          static_cast<int32_t>(scramble(static_cast<uint64_t>(i)) % static_cast<uint64_t>(below));
+    return a;
+  }
+
+  View view() const { return View::dense(memory_.get(), dtype_, shape_); }
+  operator View() const { return view(); }  // NOLINT: an array is where a kernel wants a view
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(memory_.get());
+  }
+  /// Bytes of all elements, as the double that rates are computed in.
+  double bytes() const { return static_cast<double>(view().bytes()); }
+
+ private:
+  static float unit(int64_t i) {
+    return static_cast<float>(scramble(static_cast<uint64_t>(i)) >> 8) * 0x1p-24f;
+  }
+  void set(int64_t i, float x) {
+    if (dtype_ == kF32)
+      as<float>()[i] = x;
+    else if (dtype_ == kBF16)
+      as<bf16>()[i] = bf16(x);
+    else if (dtype_ == kF64)
+      as<double>()[i] = x;
+    else if (dtype_ == kI64)
+      as<int64_t>()[i] = 0;
+    else if (dtype_ == kI32)
+      as<int32_t>()[i] = 0;
+    else
+      fail<DTypeError>("[bench] no arrays of ", dtype_);
+  }
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  DType dtype_;
+  Shape shape_;
+  std::unique_ptr<void, Free> memory_;
+};
+
+/// Scratch memory of a kernel.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes)
+      : memory_(kF32, {static_cast<int64_t>(bytes / 4 + 32)}), bytes_(bytes) {}
+  operator Workspace() const { return {memory_.as<void>(), bytes_}; }  // NOLINT
+
+ private:
+  Array memory_;
+  size_t bytes_;
+};
+
+}  // namespace sheaf::bench

@@ -1,0 +1,181 @@
+#include "sheaf/tools/bench/bench.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "sheaf/core/error.h"
+
+namespace sheaf::bench {
+namespace {
+
+constexpr double kSound = 0.9;  // of the run's best probe
+
+// A line whose samples take long ends after about so many seconds, but with enough samples to tell
+// a median from its spread.
+constexpr double kPatience = 15;
+constexpr int kFewest = 7;
+
+std::string short_number(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, std::abs(x) >= 100 ? "%.0f" : "%.4g", x);
+  return text;
+}
+
+}  // namespace
+
+std::string_view name(Unit unit) {
+  switch (unit) {
+    case Unit::gigabytes_per_second:
+      return "GB/s";
+    case Unit::gigaflops:
+      return "GFLOP/s";
+    case Unit::seconds:
+      return "s";
+    case Unit::nanoseconds:
+      return "ns";
+    case Unit::ratio:
+      return "ratio";
+  }
+  return "";
+}
+
+double figure(Unit unit, double amount, double seconds) {
+  if (higher_is_better(unit)) return amount / seconds / 1e9;
+  return seconds / amount * (unit == Unit::nanoseconds ? 1e9 : 1.0);
+}
+
+double quantile(std::vector<double> values, double q) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const double at = q * static_cast<double>(values.size() - 1);
+  const auto below = static_cast<size_t>(at);
+  const size_t above = std::min(below + 1, values.size() - 1);
+  return values[below] + (at - static_cast<double>(below)) * (values[above] - values[below]);
+}
+
+void set_figures(Line& line, double amount) {
+  std::vector<double> figures;
+  for (double s : line.samples_s) figures.push_back(figure(line.unit, amount, s));
+  line.value = quantile(figures, 0.5);
+  line.p10 = quantile(figures, 0.1);
+  line.p90 = quantile(figures, 0.9);
+}
+
+Session::Session(const Options& options) : options_(options), machine_(this_machine()) {
+  constexpr size_t kMiB = size_t{1} << 20;
+  // 256 MiB of copies: more than the caches that a core has to itself.
+  probe_ = std::make_unique<Probe>(options.quick ? 5e-4 : 4e-3, (options.quick ? 8 : 128) * kMiB);
+  probe_->read();
+  machine_.amx_gflops = probe_->read_amx();
+}
+
+bool Session::wants(std::string_view suite, std::string_view name) const {
+  const auto& all = options_.suites;
+  if (!all.empty() && std::find(all.begin(), all.end(), suite) == all.end()) return false;
+  return (std::string(suite) + "/" + std::string(name)).find(options_.filter) != std::string::npos;
+}
+
+void Session::say(const std::string& text) const { std::fprintf(stderr, "%s\n", text.c_str()); }
+
+std::pair<std::vector<double>, std::vector<double>> Session::turns(const Sample& a, const Sample& b,
+                                                                   int most) const {
+  const int samples = options_.samples > 0 ? options_.samples : options_.quick ? 3 : most;
+  const double begin = now();
+  std::pair<std::vector<double>, std::vector<double>> seconds;
+  for (int i = 0; i < samples; ++i) {
+    seconds.first.push_back(a());
+    if (b) seconds.second.push_back(b());
+    if (options_.samples == 0 && i + 1 >= kFewest && now() - begin > kPatience) break;
+  }
+  return seconds;
+}
+
+void Session::line(std::string_view suite, std::string_view line_name, Unit unit,
+                   const std::function<void(Line&)>& measure, double amount) {
+  if (!wants(suite, line_name)) return;
+  Line line;
+  line.suite = suite;
+  line.name = line_name;
+  line.unit = unit;
+  const PeakReading before = probe_->read();
+  try {
+    measure(line);
+    if (line.value == 0) set_figures(line, amount);
+    if (line.peer_value > 0 && line.value > 0)
+      line.ratio =
+          higher_is_better(unit) ? line.value / line.peer_value : line.peer_value / line.value;
+  } catch (const Error& e) {
+    line.missing = e.what();
+    line.samples_s.clear();
+  }
+  const PeakReading after = probe_->read();
+  line.worst = {std::min(before.fma_gflops, after.fma_gflops),
+                std::min(before.copy_gbs, after.copy_gbs)};
+  std::string text = line.suite + "/" + line.name + ": ";
+  if (!line.missing.empty()) {
+    text += "not available: " + line.missing;
+  } else {
+    text += short_number(line.value) + " " + std::string(bench::name(unit));
+    if (!line.peer.empty()) text += " (" + line.peer + " " + short_number(line.peer_value) + ")";
+  }
+  say(text);
+  lines_.push_back(std::move(line));
+}
+
+void Session::compare_by(std::string_view suite, const Comparison& c,
+                         const std::function<Sample(const std::function<void()>&)>& sampler) {
+  line(suite, c.name, c.unit, [&](Line& line) {
+    if (c.prepare) c.prepare();
+    const Sample a = sampler(c.run), b = c.peer_run ? sampler(c.peer_run) : Sample();
+    for (int warm = options_.quick ? 1 : 2; warm > 0; --warm) {
+      a();
+      if (b) b();
+    }
+    auto [own, peers] = turns(a, b);
+    line.samples_s = std::move(own);
+    line.by_memory = c.by_memory;
+    line.peer = c.peer;
+    line.peer_value = c.limit;
+    if (b) line.peer_value = figure(c.unit, c.peer_amount, quantile(peers, 0.5));
+    line.peak = c.peak;
+    set_figures(line, c.amount);
+    if (c.unit == Unit::gigaflops)
+      line.gflops = figure(c.unit, c.amount, quantile(line.samples_s, 0.5));
+  });
+}
+
+void Session::compare(std::string_view suite, const Comparison& c) {
+  compare_by(suite, c, [this](const std::function<void()>& call) -> Sample {
+    return [this, call, iterations = int64_t{0}]() mutable {
+      return time_small(call, iterations, options_.quick ? 1e-3 : 2e-2);
+    };
+  });
+}
+
+void Session::compare_calls(std::string_view suite, const Comparison& c) {
+  compare_by(suite, c, [](const std::function<void()>& call) -> Sample {
+    return [call] {
+      const double begin = now();
+      call();
+      return now() - begin;
+    };
+  });
+}
+
+void Session::judge() {
+  const PeakReading& best = probe_->best();
+  machine_.fma_gflops = best.fma_gflops;
+  machine_.copy_gbs = best.copy_gbs;
+  machine_.amx_gflops = std::max(machine_.amx_gflops, probe_->read_amx());
+  for (Line& line : lines_) {
+    const double peak = line.peak == Peak::none                              ? 0
+                        : line.peak == Peak::bf16 && machine_.amx_gflops > 0 ? machine_.amx_gflops
+                                                                             : best.fma_gflops;
+    if (peak > 0) line.of_peak = line.gflops / peak;
+    line.sound = line.missing.empty() && line.worst.fma_gflops >= kSound * best.fma_gflops &&
+                 (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs);
+  }
+}
+
+}  // namespace sheaf::bench

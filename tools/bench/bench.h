@@ -1,0 +1,133 @@
+// The harness: what a run of `sheaf bench` was asked for, how a thing is timed against its peer,
+// and the lines that come of it.
+//
+// [Note: A B A B] A figure and its peer are measured in turns, sample by sample, so that both meet
+// the same machine; what is printed is the median with the 10th and 90th percentile. Before and
+// after every line the machine's peaks are probed. At the end of the run a line whose probes fell
+// below 90 % of the run's best is marked unsound: somebody else had the cores.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "sheaf/tools/bench/probe.h"
+
+namespace sheaf::bench {
+
+struct Options {
+  std::vector<std::string> suites;  ///< empty: all
+  std::string filter;               ///< only lines whose "suite/name" contains it
+  int threads = 0;                  ///< compute threads; 0: all cores
+  int samples = 0;                  ///< of each line; 0: 30, fewer where one takes long
+  bool quick = false;               ///< few short samples of small cases: does it work at all?
+  std::string json;                 ///< file for the lines and their samples
+  std::string program;              ///< path of `sheaf` itself, to start ranks with
+};
+
+/// What a line's figure says. Rates are better when higher, times and ratios when lower.
+enum class Unit { gigabytes_per_second, gigaflops, seconds, nanoseconds, ratio };
+std::string_view name(Unit unit);
+constexpr bool higher_is_better(Unit unit) { return unit <= Unit::gigaflops; }
+
+/// Of which peak a line of GFLOP/s is said to reach a fraction: multiply-adds in f32, or what the
+/// machine multiplies bf16 with, tiles if it has them.
+enum class Peak { none, f32, bf16 };
+
+struct Line {
+  std::string suite, name;
+  Unit unit = Unit::seconds;
+  std::vector<double> samples_s;  ///< seconds of each sample
+  double value = 0, p10 = 0, p90 = 0;
+  std::string peer;        ///< what it was measured against
+  double peer_value = 0;   ///< in the same unit
+  double ratio = 0;        ///< above 1: ahead of the peer
+  double of_peak = 0;      ///< fraction of the machine's peak, where `peak` names one
+  bool by_memory = false;  ///< bound by memory: the copy probe counts for its soundness too
+  Peak peak = Peak::none;
+  double gflops = 0;                                 ///< to be compared with that peak
+  std::vector<std::pair<std::string, double>> more;  ///< further figures, by name with unit
+  std::string missing;                               ///< why there is no figure
+  PeakReading worst;                                 ///< the lower of the readings before and after
+  bool sound = true;                                 ///< known at the end of the run
+};
+
+/// One thing to time against another; see Session::compare.
+struct Comparison {
+  std::string name;
+  Unit unit = Unit::seconds;
+  double amount = 1;  ///< bytes, floating-point or other operations of one call of `run`
+  std::function<void()> run = {};
+  std::string peer = {};  ///< name of what `peer_run` does
+  double peer_amount = 1;
+  std::function<void()> peer_run = {};  ///< none: the peer's figure is `limit`
+  double limit = 0;                     ///< in the line's unit
+  bool by_memory = false;
+  Peak peak = Peak::none;
+  std::function<void()> prepare =
+      {};  ///< called before anything else; may set `run` and `peer_run`.
+           ///< What it throws makes the line "not available"
+};
+
+class Session {
+ public:
+  explicit Session(const Options& options);
+
+  const Options& options() const { return options_; }
+  const Machine& machine() const { return machine_; }
+  Probe& probe() { return *probe_; }
+
+  /// Whether the line is asked for. Suites ask before they build anything.
+  bool wants(std::string_view suite, std::string_view name) const;
+
+  /// Times short calls (up to some hundred milliseconds) by Google Benchmark, in turns with the
+  /// peer's, and adds the line.
+  void compare(std::string_view suite, const Comparison& comparison);
+  /// The same with one call per sample and a clock around it: for what takes long, changes state
+  /// from call to call or must not be called a number of times that a calibration chooses.
+  void compare_calls(std::string_view suite, const Comparison& comparison);
+
+  /// Measures by `measure`, which fills samples_s and what else it knows, and adds the line; an
+  /// sheaf::Error makes it a line "not available". Figures are computed from samples_s (and
+  /// `amount` per sample) unless `measure` has set `value`.
+  void line(std::string_view suite, std::string_view name, Unit unit,
+            const std::function<void(Line&)>& measure, double amount = 1);
+
+  /// Turns of one sample each, A B A B: seconds of both. `most` samples by default, fewer after
+  /// some seconds unless --samples asks for a number.
+  using Sample = std::function<double()>;
+  std::pair<std::vector<double>, std::vector<double>> turns(const Sample& a, const Sample& b,
+                                                            int most = 30) const;
+
+  const std::vector<Line>& lines() const { return lines_; }
+  /// Decides which lines are sound: to be called when all are there.
+  void judge();
+
+  /// Lines about how it goes, on standard error.
+  void say(const std::string& text) const;
+
+ private:
+  void compare_by(std::string_view suite, const Comparison& c,
+                  const std::function<Sample(const std::function<void()>&)>& sampler);
+  Options options_;
+  Machine machine_;
+  std::unique_ptr<Probe> probe_;
+  std::vector<Line> lines_;
+};
+
+/// The figure of a sample of `seconds` in which `amount` was done.
+double figure(Unit unit, double amount, double seconds);
+/// The value below which a fraction `q` of `values` lies, interpolated.
+double quantile(std::vector<double> values, double q);
+/// Sets value, p10, p90 from samples_s, and the ratio if there is a peer's value.
+void set_figures(Line& line, double amount);
+
+/// Seconds per call, by Google Benchmark. `iterations` calls in a row; if 0, as many as take about
+/// `min_seconds`, and their number is left there.
+double time_small(const std::function<void()>& call, int64_t& iterations, double min_seconds);
+
+}  // namespace sheaf::bench
