@@ -9,6 +9,7 @@
 #include "sheaf/core/error.h"
 #include "sheaf/distributed/launcher.h"
 #include "sheaf/tools/bench/bench_command.h"
+#include "sheaf/tools/bench/rank_job.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 
@@ -93,7 +94,13 @@ int run(int argc, char** argv) {
   bench_app->add_flag("--quick", bench.quick, "few short samples of small cases: a smoke test");
   bench_app->add_option("--json", bench.json, "file for the lines with all their samples");
 
-  constexpr std::string_view kCommands[] = {"train", "launch", "generate", "tape", "bench"};
+  // How `sheaf bench` starts itself again as a rank.
+  std::vector<std::string> bench_rank;
+  CLI::App* bench_rank_app = app.add_subcommand("bench-rank", "")->group("");
+  bench_rank_app->add_option("words", bench_rank);
+
+  constexpr std::string_view kCommands[] = {"train", "launch", "generate",
+                                            "tape",  "bench",  "bench-rank"};
   if (argc > 1 && argv[1][0] != '-' &&
       std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
@@ -124,6 +131,7 @@ int run(int argc, char** argv) {
     return tape_command(tape);
   }
   if (*bench_app) return sheaf::bench::bench_command(bench);
+  if (*bench_rank_app) return sheaf::bench::bench_rank_command(bench_rank);
   const std::vector<std::string> unknown = launch_app->remaining();
   if (launch.command.empty() || !unknown.empty())
     sheaf::fail<sheaf::ConfigError>(

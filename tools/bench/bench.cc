@@ -34,8 +34,8 @@ std::string_view name(Unit unit) {
       return "s";
     case Unit::nanoseconds:
       return "ns";
-    case Unit::ratio:
-      return "ratio";
+    case Unit::bytes:
+      return "bytes";
   }
   return "";
 }
@@ -78,9 +78,13 @@ bool Session::wants(std::string_view suite, std::string_view name) const {
 
 void Session::say(const std::string& text) const { std::fprintf(stderr, "%s\n", text.c_str()); }
 
+int Session::samples(int most) const {
+  return options_.samples > 0 ? options_.samples : options_.quick ? std::min(3, most) : most;
+}
+
 std::pair<std::vector<double>, std::vector<double>> Session::turns(const Sample& a, const Sample& b,
                                                                    int most) const {
-  const int samples = options_.samples > 0 ? options_.samples : options_.quick ? 3 : most;
+  const int samples = this->samples(most);
   const double begin = now();
   std::pair<std::vector<double>, std::vector<double>> seconds;
   for (int i = 0; i < samples; ++i) {
@@ -173,8 +177,11 @@ void Session::judge() {
                         : line.peak == Peak::bf16 && machine_.amx_gflops > 0 ? machine_.amx_gflops
                                                                              : best.fma_gflops;
     if (peak > 0) line.of_peak = line.gflops / peak;
-    line.sound = line.missing.empty() && line.worst.fma_gflops >= kSound * best.fma_gflops &&
-                 (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs);
+    // Bytes do not depend on who else computes.
+    line.sound = line.missing.empty() &&
+                 (line.unit == Unit::bytes ||
+                  (line.worst.fma_gflops >= kSound * best.fma_gflops &&
+                   (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs)));
   }
 }
 

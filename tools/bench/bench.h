@@ -29,8 +29,8 @@ struct Options {
   std::string program;              ///< path of `sheaf` itself, to start ranks with
 };
 
-/// What a line's figure says. Rates are better when higher, times and ratios when lower.
-enum class Unit { gigabytes_per_second, gigaflops, seconds, nanoseconds, ratio };
+/// What a line's figure says. Rates are better when higher, times and bytes when lower.
+enum class Unit { gigabytes_per_second, gigaflops, seconds, nanoseconds, bytes };
 std::string_view name(Unit unit);
 constexpr bool higher_is_better(Unit unit) { return unit <= Unit::gigaflops; }
 
@@ -51,6 +51,7 @@ struct Line {
   Peak peak = Peak::none;
   double gflops = 0;                                 ///< to be compared with that peak
   std::vector<std::pair<std::string, double>> more;  ///< further figures, by name with unit
+  std::string note;                                  ///< such as the communicator that ranks used
   std::string missing;                               ///< why there is no figure
   PeakReading worst;                                 ///< the lower of the readings before and after
   bool sound = true;                                 ///< known at the end of the run
@@ -102,6 +103,9 @@ class Session {
   using Sample = std::function<double()>;
   std::pair<std::vector<double>, std::vector<double>> turns(const Sample& a, const Sample& b,
                                                             int most = 30) const;
+
+  /// Samples of a line that has time for `most`.
+  int samples(int most) const;
 
   const std::vector<Line>& lines() const { return lines_; }
   /// Decides which lines are sound: to be called when all are there.

@@ -46,8 +46,8 @@ std::string to_table(const Session& session) {
     width = std::max(width, l.suite.size() + l.name.size() + 1);
     peer_width = std::max(peer_width, l.peer.size());
   }
-  out += left("line", width) + right("value", 10) + right("p10", 10) + right("p90", 10) + "  " +
-         left("unit", 8) + left("peer", peer_width + 1) + right("peer's", 10) + right("ratio", 9) +
+  out += left("line", width) + right("value", 12) + right("p10", 12) + right("p90", 12) + "  " +
+         left("unit", 8) + left("peer", peer_width + 1) + right("peer's", 12) + right("ratio", 9) +
          "\n";
   for (const Line& l : session.lines()) {
     out += left(l.suite + "/" + l.name, width);
@@ -55,9 +55,10 @@ std::string to_table(const Session& session) {
       out += "  not available: " + l.missing + "\n";
       continue;
     }
-    out += right(number(l.value), 10) + right(number(l.p10), 10) + right(number(l.p90), 10) + "  " +
+    out += right(number(l.value), 12) + right(number(l.p10), 12) + right(number(l.p90), 12) + "  " +
            left(std::string(name(l.unit)), 8) + left(l.peer, peer_width + 1) +
-           right(number(l.peer_value), 10) + right(number(l.ratio), 9);
+           right(number(l.peer_value), 12) + right(number(l.ratio), 9);
+    if (!l.note.empty()) out += "  " + l.note;
     if (l.of_peak > 0) out += "  " + number(100 * l.of_peak) + " % of peak";
     for (const auto& [what, value] : l.more) out += "  " + what + " " + number(value);
     if (!l.sound)
@@ -99,6 +100,7 @@ std::string to_json(const Session& session) {
     line.set("peer", l.peer.empty() ? Json() : Json(l.peer));
     line.set("peer_value", l.peer.empty() ? Json() : Json(l.peer_value));
     line.set("ratio", l.peer.empty() ? Json() : Json(l.ratio));
+    if (!l.note.empty()) line.set("note", l.note);
     if (l.of_peak > 0) line.set("of_peak", l.of_peak);
     line.set("sound", l.sound);
     line.set("probe_fma_gflops", l.worst.fma_gflops);

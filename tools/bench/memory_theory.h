@@ -1,0 +1,13 @@
+// What a rank must hold at the peak of a training step, by formula.
+#pragma once
+
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::bench {
+
+/// Bytes at the peak of a step of GPT-2 in f32, AdamW, on each of `ranks` ranks under
+/// config.sharding.strategy, without dropout; a unit per block and one for the
+/// rest. Written in memory_theory.cc term by term.
+double theoretical_peak(const models::TrainConfig& config, int ranks);
+
+}  // namespace sheaf::bench

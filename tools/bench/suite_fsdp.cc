@@ -1,0 +1,158 @@
+// fsdp: a step at 1, 2 and 4 ranks under every strategy, ranks as processes, against one rank with
+// all threads; the same model, the same tokens in a step over all ranks together.
+//
+// memory: the peak of a rank in such a step against what a formula says it must hold, and against
+// what the plan said before anything was allocated. Staging of communicators, which is of a fixed
+// size whatever the model, is in the peak but not in the formula.
+#include <algorithm>
+
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/init.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/tools/bench/memory_theory.h"
+#include "sheaf/tools/bench/rank_job.h"
+#include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/bench/training.h"
+
+namespace sheaf::bench {
+namespace {
+
+constexpr std::string_view kStrategies[] = {"full_shard", "shard_grad_op", "replicate"};
+
+std::string sharding(std::string_view strategy) {
+  return "--sharding.strategy=" + std::string(strategy);
+}
+
+int threads_per_rank(const Session& session, int ranks) {
+  return std::max(1, session.machine().threads / ranks);
+}
+
+// The trained cases of a run; batches that four ranks can share.
+std::vector<std::string> cases(const Session& session) {
+  if (session.options().quick) return {"nanogpt-f32-12x64"};
+  return {"nanogpt-f32-12x64", "char-f32-16x256"};
+}
+
+Json train_ranks(const Session& session, const std::string& name, std::string_view strategy,
+                 int ranks, int steps) {
+  return run_ranks(session, {.words = {"train", name, std::string(strategy), std::to_string(steps)},
+                             .ranks = ranks,
+                             .threads = threads_per_rank(session, ranks),
+                             .communicator = ""});
+}
+
+void measure_fsdp(Session& session, const std::string& name, std::string_view strategy, int ranks,
+                  Line& line) {
+  const models::TrainConfig config = training_config(name, {sharding("replicate")});
+  World world = solo_world();
+  models::TrainingStep alone(config, config.model.vocab, world, Device::cpu());
+  const models::FillBatch fill = random_tokens(config);
+  int64_t done = 0;
+  const auto one = [&] {
+    const double begin = now();
+    alone.run(done++, fill).loss.item();
+    return now() - begin;
+  };
+  for (int warm = 0; warm < 3; ++warm) one();
+  // Starting ranks takes longer than a step of a small model: turns of several steps.
+  const bool quick = session.options().quick;
+  const int rounds = quick ? 1 : 3, steps = std::max(2, session.samples(30) / rounds);
+  std::vector<double> peers;
+  for (int round = 0; round < rounds; ++round) {
+    const Json answer = train_ranks(session, name, strategy, ranks, steps);
+    line.note = answer.at("kind").as_string();
+    for (double s : numbers(answer.at("steps"))) line.samples_s.push_back(s);
+    for (int i = 0; i < steps; ++i) peers.push_back(one());
+  }
+  line.peer = "1 rank, unsharded";
+  line.peer_value = quantile(peers, 0.5);
+  line.more = {
+      {"tokens/s", static_cast<double>(alone.tokens_per_step()) / quantile(line.samples_s, 0.5)}};
+}
+
+// The plan may ask with which communicators.
+template <class Config>
+std::vector<int64_t> planned_peaks(const Config& config, int ranks, int threads,
+                                   const std::string& kind) {
+  if constexpr (requires { models::plan_peaks(config, 0, ranks, threads, kind); })
+    return models::plan_peaks(config, config.model.vocab, ranks, threads, kind);
+  else
+    return models::plan_peaks(config, config.model.vocab, ranks, threads);
+}
+
+void measure_memory(Session& session, const std::string& name, std::string_view strategy, int ranks,
+                    Line& line) {
+  const models::TrainConfig config = training_config(name, {sharding(strategy)});
+  const Json answer = train_ranks(session, name, strategy, ranks, 1);
+  const std::vector<double> peaks = numbers(answer.at("peaks"));
+  line.note = answer.at("kind").as_string();
+  const std::vector<int64_t> planned =
+      planned_peaks(config, ranks, threads_per_rank(session, ranks), line.note);
+  line.value = line.p10 = line.p90 = *std::max_element(peaks.begin(), peaks.end());
+  line.peer = "theory";
+  line.peer_value = theoretical_peak(config, ranks);
+  const auto plan = static_cast<double>(*std::max_element(planned.begin(), planned.end()));
+  line.more = {{"of theory", line.value / line.peer_value},
+               {"of plan", line.value / plan},
+               {"staging MiB", answer.at("staging").as_double() / (1 << 20)}};
+}
+
+}  // namespace
+
+// words: case, strategy, steps. Steps' seconds by rank 0's clock, and every rank's peak in the
+// last.
+Json train_rank(const std::vector<std::string>& words) {
+  const models::TrainConfig config = training_config(words.at(0), {sharding(words.at(1))});
+  const int steps = std::stoi(words.at(2));
+  World world = distributed::init_from_env();
+  Json answer;
+  world.guard([&] {
+    models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
+    const models::FillBatch fill = random_tokens(config);
+    int64_t done = 0;
+    for (int warm = 0; warm < 3; ++warm) step.run(done++, fill).loss.item();
+    Communicator& lane = step.mesh().runtime->gather_lane(0);
+    std::vector<double> seconds;
+    Allocator& memory = *RankContext::current().cpu;
+    for (int i = 0; i < steps; ++i) {
+      lane.barrier("bench").sync();
+      memory.reset_peak();
+      const double begin = now();
+      step.run(done++, fill).loss.item();
+      seconds.push_back(now() - begin);
+    }
+    std::vector<int64_t> peaks(static_cast<size_t>(world.size()), 0);
+    peaks[static_cast<size_t>(world.rank())] = memory.stats().peak;
+    lane.all_reduce(peaks.data(), world.size(), kI64, Reduction::sum, "peaks").sync();
+    if (world.rank() != 0) return;
+    answer.set("kind", world.kind());
+    answer.set("staging",
+               lane.staging_bytes() + step.mesh().runtime->reduce_lane(0).staging_bytes());
+    answer.set("steps", to_json_array(seconds));
+    answer.set("peaks", to_json_array(std::vector<double>(peaks.begin(), peaks.end())));
+  });
+  return answer;
+}
+
+void fsdp_suite(Session& session) {
+  for (const std::string& name : cases(session))
+    for (std::string_view strategy : kStrategies)
+      for (int ranks : {1, 2, 4})
+        session.line("fsdp", str(name, "-", strategy, "-", ranks), Unit::seconds,
+                     [&](Line& line) { measure_fsdp(session, name, strategy, ranks, line); });
+}
+
+void memory_suite(Session& session) {
+  std::vector<std::string> names = cases(session);
+  if (!session.options().quick) names.emplace_back("gpt2-124m-f32-4x64");
+  for (const std::string& name : names)
+    for (std::string_view strategy : kStrategies)
+      for (int ranks : {1, 2, 4}) {
+        // A batch of 4 x 64 tokens of the 124M model at 1 and 2 ranks; 4 would need 8 GB.
+        if (name.starts_with("gpt2") && ranks > 2) continue;
+        session.line("memory", str(name, "-", strategy, "-", ranks), Unit::bytes,
+                     [&](Line& line) { measure_memory(session, name, strategy, ranks, line); });
+      }
+}
+
+}  // namespace sheaf::bench
