@@ -16,10 +16,10 @@ void check_type(const OpDef& op, const Type& want, const Tensor& have) {
     fail<PlacementError>("[", op.name, "] output ", want, " cannot be stored into ", have.type());
 }
 
-Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, Device device) {
+Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, Device device, HostMemory where) {
   if (spec.within >= 0) return Tensor::view_into(earlier[spec.within], spec.type, spec.byte_offset);
   if (spec.into) return spec.into.type() == spec.type ? spec.into.alias() : Tensor::view_into(spec.into, spec.type, 0);
-  return Tensor::empty(spec.type, device);
+  return Tensor::empty(spec.type, device, where);
 }
 
 // An op's device is that of its inputs; constants on cpu go with meta inputs.
@@ -62,7 +62,7 @@ std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<c
       return outputs;
     }
   }
-  for (const OutputSpec& spec : specs) outputs.push_back(allocate_output(spec, outputs, device));
+  for (const OutputSpec& spec : specs) outputs.push_back(allocate_output(spec, outputs, device, op.memory));
   Execute run(inputs, outputs);
   run.add = add;
   std::shared_ptr<Storage> workspace;

@@ -157,6 +157,7 @@ struct OpDef {
   Lane lane;
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
+  HostMemory memory;  ///< where fresh outputs lie: `wire` if other ranks will read them
   uint32_t attrs_size;
   uint64_t saved_inputs, saved_outputs;
   void (*infer)(const void*, Infer&);
@@ -194,6 +195,7 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kLane; }) d.lane = Op::kLane;
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
+  if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;
   d.attrs_size = std::is_empty_v<Attrs> ? 0 : sizeof(Attrs);
   if constexpr (requires { Op::kSavedInputs; }) d.saved_inputs = Op::kSavedInputs;
   if constexpr (requires { Op::kSavedOutputs; }) d.saved_outputs = Op::kSavedOutputs;

@@ -14,17 +14,31 @@ struct MemoryStats {
   int64_t allocations = 0;  ///< calls so far
 };
 
-/// Thread-safe. Blocks are aligned to 128 bytes.
+/// Which part of a rank's memory a block lies in. What other ranks will read belongs into `wire`: where the ranks share
+/// a host they map each other's, and read it without a copy in between.
+enum class HostMemory : uint8_t { normal, wire };
+
+/// Memory that other processes map, too.
+struct SharedRange {
+  char* base = nullptr;  ///< where this process sees it, on a page's border
+  size_t bytes = 0;
+  std::shared_ptr<void> mapping = {};  ///< keeps it there
+};
+
+/// Thread-safe. Blocks are aligned to 128 bytes. All counts are over both kinds of memory.
 class Allocator {
  public:
   virtual ~Allocator() = default;
-  virtual void* allocate(size_t bytes) = 0;
+  /// Where there is no wire memory, or no more of it, a normal block serves as well.
+  virtual void* allocate(size_t bytes, HostMemory where = HostMemory::normal) = 0;
   virtual void free(void* block, size_t bytes) = 0;
   virtual MemoryStats stats() const = 0;
   virtual void reset_peak() = 0;
+  /// From now on wire blocks come from `range`.
+  virtual void add_wire(SharedRange range) = 0;
 };
 
-/// A caching allocator over one virtual range: best fit, blocks split and merged, pages given back when free resident
+/// A caching allocator over virtual ranges: best fit, blocks split and merged, pages given back when free resident
 /// bytes exceed a sixteenth of the peak, so the resident size stays near the live peak whatever the sizes are.
 std::shared_ptr<Allocator> make_cpu_allocator();
 /// Counts and returns null: the meta device has no memory.

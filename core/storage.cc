@@ -5,15 +5,15 @@
 
 namespace sheaf {
 
-std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes) {
+std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, HostMemory where) {
   RankContext& context = RankContext::current();
   if (device.is_cuda()) fail<ConfigError>("[storage] this build has no memory on ", device.to_string());
-  return std::shared_ptr<Storage>(new Storage(device, bytes, device.is_meta() ? context.meta : context.cpu));
+  return std::shared_ptr<Storage>(new Storage(device, bytes, where, device.is_meta() ? context.meta : context.cpu));
 }
 
-Storage::Storage(Device device, int64_t bytes, std::shared_ptr<Allocator> allocator)
+Storage::Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator)
     : device_(device), bytes_(bytes), allocator_(std::move(allocator)) {
-  data_ = static_cast<char*>(allocator_->allocate(bytes));
+  data_ = static_cast<char*>(allocator_->allocate(bytes, where));
 }
 
 void Storage::release() {

@@ -14,7 +14,7 @@ namespace sheaf {
 class Storage {
  public:
   /// Takes `bytes` bytes from the current rank's allocator for `device`.
-  static std::shared_ptr<Storage> allocate(Device device, int64_t bytes);
+  static std::shared_ptr<Storage> allocate(Device device, int64_t bytes, HostMemory where = HostMemory::normal);
   ~Storage() { release(); }
   Storage(const Storage&) = delete;
   Storage& operator=(const Storage&) = delete;
@@ -44,7 +44,7 @@ class Storage {
   void changed() { ++version_; }
 
  private:
-  Storage(Device device, int64_t bytes, std::shared_ptr<Allocator> allocator);
+  Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator);
   void release();
   [[noreturn]] void throw_discarded() const;
 

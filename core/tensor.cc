@@ -52,10 +52,10 @@ Tensor Tensor::over(std::shared_ptr<Storage> storage, int64_t byte_offset, const
   return Tensor(std::move(impl));
 }
 
-Tensor Tensor::empty(const Type& type, Device device) {
+Tensor Tensor::empty(const Type& type, Device device, HostMemory where) {
   const Shape local = type.local_shape();
-  return over(Storage::allocate(device, local.numel() * static_cast<int64_t>(size_of(type.dtype))), 0, type, local,
-              local.contiguous_strides());
+  return over(Storage::allocate(device, local.numel() * static_cast<int64_t>(size_of(type.dtype)), where), 0, type,
+              local, local.contiguous_strides());
 }
 
 Tensor Tensor::view_into(const Tensor& base, const Type& type, int64_t byte_offset) {

@@ -87,7 +87,9 @@ void Unit::allocate(Device device) {
   for (FlatBuffer& b : buffers_) {
     const Placement rest = strategy_ >= Strategy::shard_grad_op
                                ? Placement::shard(OwnershipMap::flat(b.layout.chunk)) : Placement::invariant();
-    b.shard = full_of(buffer_type(b, rest), 0.0);
+    const OutputSpec spec{buffer_type(b, rest), {}, -1, 0};
+    b.shard = gathers() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
+                        : full_of(spec.type, 0.0);
   }
   allocated_ = true;
 }

@@ -34,6 +34,13 @@ void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& cal
   if (!c.device().is_meta()) c.completes_with(done);  // one lane, in order: the last event is all of them
 }
 
+struct Resting {
+  static constexpr const char* kName = "resting";
+  static constexpr HostMemory kMemory = HostMemory::wire;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), fill, c.output(0), 0.0); }
+};
+
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -67,6 +74,7 @@ struct Discard {
 
 struct GradSlots {
   static constexpr const char* kName = "grad_slots";
+  static constexpr HostMemory kMemory = HostMemory::wire;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {  // padding between and after the slots is sent too: zero it
     for (int b = 0; b < a.buffers; ++b) {
@@ -128,6 +136,7 @@ struct Complete {
 
 }  // namespace
 
+const OpDef& UnitOps::resting() { return op_def<Resting>(); }
 const OpDef& UnitOps::all_gather() { return op_def<AllGather>(); }
 const OpDef& UnitOps::open() { return op_def<Open>(); }
 const OpDef& UnitOps::discard() { return op_def<Discard>(); }

@@ -10,10 +10,11 @@ struct UnitOps {
     int32_t axis;
     int32_t buffers;  ///< inputs that are buffers; the outputs begin with as many
   };
+  static const OpDef& resting();         ///< → a shard at rest, in wire memory, filled with zeros
   static const OpDef& all_gather();      ///< shards → buffers, then the parameters inside them
   static const OpDef& open();            ///< the same without communication: the shards are the buffers
   static const OpDef& discard();         ///< buffers →
-  static const OpDef& grad_slots();      ///< → buffers, then the slots inside them; padding is zeroed
+  static const OpDef& grad_slots();      ///< → buffers in wire memory, then the slots inside them; padding is zeroed
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
   static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
   static const OpDef& all_reduce();      ///< slot buffers, in place

@@ -314,14 +314,15 @@ namespace {
 class PoisonAllocator final : public Allocator {
  public:
   PoisonAllocator(std::shared_ptr<Allocator> inner, int byte) : inner_(std::move(inner)), byte_(byte) {}
-  void* allocate(size_t bytes) override {
-    void* p = inner_->allocate(bytes);
+  void* allocate(size_t bytes, HostMemory where) override {
+    void* p = inner_->allocate(bytes, where);
     if (p && bytes) std::memset(p, byte_, bytes);
     return p;
   }
   void free(void* block, size_t bytes) override { inner_->free(block, bytes); }
   MemoryStats stats() const override { return inner_->stats(); }
   void reset_peak() override { inner_->reset_peak(); }
+  void add_wire(SharedRange range) override { inner_->add_wire(std::move(range)); }
 
  private:
   std::shared_ptr<Allocator> inner_;

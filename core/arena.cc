@@ -1,0 +1,107 @@
+#include "sheaf/core/arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+#include "sheaf/core/error.h"
+
+namespace sheaf {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kVirtualRange = size_t{1} << 40;  // reserved address space, not memory
+
+}  // namespace
+
+Arena::~Arena() {
+  if (base_ && !shared_.base) munmap(base_, range_);
+}
+
+void* Arena::allocate(size_t size) {
+  if (!base_) {
+    void* p = mmap(nullptr, kVirtualRange, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) fail<OutOfMemory>("[allocator] cannot reserve address space");
+    base_ = static_cast<char*>(p);
+    range_ = kVirtualRange;
+  }
+  auto fit = by_size_.lower_bound({size, 0});
+  size_t offset;
+  if (fit != by_size_.end()) {
+    offset = fit->second;
+    take(offset, size);
+  } else {
+    // A free block that ends at the top grows instead of leaving a hole behind.
+    const auto last = free_.empty() ? free_.end() : std::prev(free_.end());
+    const bool grows = last != free_.end() && last->first + last->second.size == top_;
+    offset = grows ? last->first : top_;
+    if (size > range_ - offset) return nullptr;
+    if (grows) {
+      resident_free_ -= last->second.resident;
+      by_size_.erase({last->second.size, last->first});
+      free_.erase(last);
+    }
+    top_ = offset + size;
+  }
+  used_ += size;
+  return base_ + offset;
+}
+
+void Arena::free(void* block, size_t size) {
+  used_ -= size;
+  size_t offset = static_cast<char*>(block) - base_;
+  Free merged{size, size};
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && offset + size == next->first) next = absorb(next, merged);
+  if (next != free_.begin()) {
+    auto previous = std::prev(next);
+    if (previous->first + previous->second.size == offset) {
+      offset = previous->first;
+      absorb(previous, merged);
+    }
+  }
+  insert(offset, merged);
+  resident_free_ += size;
+}
+
+void Arena::insert(size_t offset, Free f) {
+  free_.emplace(offset, f);
+  by_size_.insert({f.size, offset});
+}
+
+Arena::Map::iterator Arena::absorb(Map::iterator it, Free& into) {
+  into.size += it->second.size;
+  into.resident += it->second.resident;
+  by_size_.erase({it->second.size, it->first});
+  return free_.erase(it);
+}
+
+void Arena::take(size_t offset, size_t size) {
+  auto it = free_.find(offset);
+  Free f = it->second;
+  by_size_.erase({f.size, offset});
+  free_.erase(it);
+  const Free rest{f.size - size, std::min(f.resident, f.size - size)};
+  resident_free_ -= f.resident - rest.resident;
+  if (rest.size > 0) insert(offset + size, rest);
+}
+
+Arena::Map::const_iterator Arena::largest() const {
+  return std::max_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
+    return a.second.resident < b.second.resident;
+  });
+}
+
+size_t Arena::largest_resident() const { return free_.empty() ? 0 : largest()->second.resident; }
+
+void Arena::release_largest() {
+  if (free_.empty()) return;
+  const auto it = free_.find(largest()->first);
+  const size_t from = (it->first + kPage - 1) / kPage * kPage, to = (it->first + it->second.size) / kPage * kPage;
+  // Of shared memory the pages themselves must go, not only this process's view of them.
+  if (to > from) madvise(base_ + from, to - from, shared_.base ? MADV_REMOVE : MADV_DONTNEED);
+  resident_free_ -= it->second.resident;
+  it->second.resident = 0;
+}
+
+}  // namespace sheaf

@@ -1,0 +1,58 @@
+// Arena: best fit over one range of addresses, with a bound on what free blocks keep resident.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <set>
+#include <utility>
+
+#include "sheaf/core/allocator.h"
+
+namespace sheaf {
+
+/// Hands out blocks whose sizes are multiples of kAlign; blocks are split and merged. Takes pages where blocks are first
+/// touched and gives them back where it is told to. Not thread-safe.
+class Arena {
+ public:
+  static constexpr size_t kAlign = 128;
+
+  /// Private memory: reserves address space when the first block is taken.
+  Arena() = default;
+  /// Memory that other processes map, too.
+  explicit Arena(SharedRange range) : shared_(std::move(range)), base_(shared_.base), range_(shared_.bytes) {}
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  /// Null if the range has no room for it.
+  void* allocate(size_t size);
+  void free(void* block, size_t size);
+  bool holds(const void* block) const { return block >= base_ && block < base_ + range_; }
+
+  size_t resident() const { return used_ + resident_free_; }  ///< upper bound of the bytes that hold pages
+  /// Resident bytes of the free block that has most of them.
+  size_t largest_resident() const;
+  /// Gives the pages of that block back to the system.
+  void release_largest();
+
+ private:
+  struct Free {
+    size_t size, resident;  // resident: upper bound of the bytes in it that hold pages
+  };
+  using Map = std::map<size_t, Free>;
+
+  void insert(size_t offset, Free f);
+  Map::iterator absorb(Map::iterator it, Free& into);
+  void take(size_t offset, size_t size);
+  Map::const_iterator largest() const;
+
+  SharedRange shared_;
+  char* base_ = nullptr;
+  size_t range_ = 0;
+  size_t top_ = 0, used_ = 0, resident_free_ = 0;
+  Map free_;                                     // by offset
+  std::set<std::pair<size_t, size_t>> by_size_;  // (size, offset)
+};
+
+}  // namespace sheaf
