@@ -32,7 +32,7 @@ class Communicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual std::string_view kind() const = 0;  ///< "local", "gloo", "simulated"
+  virtual std::string_view kind() const = 0;  ///< "local", "shm", "gloo", "simulated"
 
   /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
   /// its own place inside `out` (in-place gather).

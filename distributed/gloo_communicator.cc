@@ -8,17 +8,15 @@
 #include <thread>
 #include <utility>
 
-#include <fcntl.h>
-
 #include <gloo/context.h>
 #include <gloo/rendezvous/context.h>
 #include <gloo/rendezvous/store.h>
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
 
-#include "sheaf/distributed/gloo_staging.h"
 #include "sheaf/distributed/local_communicator.h"
 #include "sheaf/distributed/reduce.h"
+#include "sheaf/distributed/staging.h"
 
 #ifdef SHEAF_TSAN
 // When a collective fails, buffers that nobody waited for are destroyed. Their destructor waits until Gloo's thread has
@@ -106,56 +104,17 @@ int64_t largest(const std::vector<int64_t>& counts) { return *std::max_element(c
 
 }  // namespace
 
-GlooJob::~GlooJob() = default;
-
-std::shared_ptr<GlooJob> join_gloo_job(const Rendezvous& r) {
+GlooTransport::GlooTransport(std::shared_ptr<Job> job) : job_(std::move(job)) {
   const BlockSigpipe block;
-  const Deadline deadline = Clock::now() + r.init_timeout;
-  auto job = std::make_shared<GlooJob>();
-  job->rendezvous = r;
-  if (r.rank == 0) {
-    Socket listener(r.listen_fd);
-    // The launcher's socket, unless somebody on the way closed it or its port is not the one that was agreed on.
-    if (!listener || local_port(listener) != r.port) {
-      listener.release();
-      listener = listen_on(r.host, r.port);
-    }
-    fcntl(listener.fd(), F_SETFD, FD_CLOEXEC);
-    job->server = std::make_unique<StoreServer>(std::move(listener), r.world, r.token);
-  }
-  job->store = std::make_unique<StoreClient>(r.host, r.port, r.rank, r.world, r.token, deadline);
-  const std::string address = job->store->local_address();
-  job->monitor = std::make_unique<Monitor>(r.rank, r.world, job->board, address, r.token);
-  job->store->set(str("monitor/", r.rank), str(address, ' ', job->monitor->port()), deadline);
-
-  std::vector<std::string> addresses(r.world);
-  for (int peer = 0; peer < r.world; ++peer) {
-    try {
-      addresses[peer] = job->store->get(str("monitor/", peer), deadline);
-    } catch (const CommError& e) {
-      if (e.exit_code() != static_cast<int>(ExitCode::kTimeout)) throw;
-      throw CommError(str("[rendezvous] rank ", r.rank, " of ", r.world, ": time-out after ",
-                          r.init_timeout.count() / 1000, " s, missing ranks: ", job->store->missing_ranks()),
-                      ExitCode::kTimeout);
-    }
-  }
-  for (int peer = 0; peer < r.rank; ++peer) {
-    const size_t space = addresses[peer].find(' ');
-    check<CommError>(space != std::string::npos, "[rendezvous] rank ", peer, " left no address");
-    job->monitor->connect(peer, addresses[peer].substr(0, space), std::stoi(addresses[peer].substr(space + 1)),
-                          deadline);
-  }
-  job->monitor->start(deadline);
   gloo::transport::tcp::attr attr;
-  attr.hostname = address;
-  job->device = gloo::transport::tcp::CreateDevice(attr);
-  return job;
+  attr.hostname = job_->store->local_address();
+  device_ = gloo::transport::tcp::CreateDevice(attr);
 }
 
 std::unique_ptr<Communicator> GlooTransport::connect(const CommunicatorGroup& group) {
   if (group.size() == 1)
     return std::make_unique<LocalCommunicator>(group, job_->board, std::make_shared<LocalGroup>(1), LocalOptions{});
-  return std::make_unique<GlooCommunicator>(group, job_);
+  return std::make_unique<GlooCommunicator>(group, job_, device_);
 }
 
 /// The messages of one collective that are under way. One buffer object each, so that a completion names its peer.
@@ -289,7 +248,8 @@ class GlooCommunicator::Transfers {
   std::vector<Message> messages_;
 };
 
-GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<GlooJob> job)
+GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
+                                   std::shared_ptr<gloo::transport::Device> device)
     : CommunicatorBase(std::move(group), job->board), job_(std::move(job)), name_hash_(hash_of(group_.name)),
       allocator_(RankContext::current().cpu), chunk_bytes_(gloo_chunk_bytes(size())),
       staging_bytes_(gloo_staging_bytes(size())), barrier_bytes_(static_cast<size_t>(size()) + 1) {
@@ -298,7 +258,7 @@ GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Gloo
   GlooStore store(*job_->store, group_.name + "/", Clock::now() + job_->rendezvous.init_timeout);
   const std::string me = str("[mesh] rank ", group_.world_rank(), " of ", group_.world, ": ");
   try {
-    context->connectFullMesh(store, job_->device);
+    context->connectFullMesh(store, device);
   } catch (const Error&) {
     if (const auto failure = job_->board->failure())
       throw CommError(str(me, "rank ", failure->rank, " failed: ", failure->reason), ExitCode::kPeerLost);

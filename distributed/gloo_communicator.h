@@ -13,9 +13,7 @@
 #include <vector>
 
 #include "sheaf/distributed/communicator_base.h"
-#include "sheaf/distributed/monitor.h"
-#include "sheaf/distributed/rendezvous.h"
-#include "sheaf/distributed/tcp_store.h"
+#include "sheaf/distributed/job.h"
 #include "sheaf/distributed/transport.h"
 
 namespace gloo {
@@ -28,24 +26,10 @@ class UnboundBuffer;
 
 namespace sheaf {
 
-/// What the communicators of one process share.
-struct GlooJob {
-  Rendezvous rendezvous;
-  std::shared_ptr<FailureBoard> board = std::make_shared<FailureBoard>();
-  std::unique_ptr<StoreServer> server;  ///< on rank 0
-  std::unique_ptr<StoreClient> store;
-  std::shared_ptr<gloo::transport::Device> device;
-  std::unique_ptr<Monitor> monitor;
-
-  ~GlooJob();
-};
-
-/// Joins the job that `rendezvous` describes: store, monitor, device. Returns when all ranks are connected.
-std::shared_ptr<GlooJob> join_gloo_job(const Rendezvous& rendezvous);
-
 class GlooCommunicator final : public CommunicatorBase {
  public:
-  GlooCommunicator(CommunicatorGroup group, std::shared_ptr<GlooJob> job);
+  GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
+                   std::shared_ptr<gloo::transport::Device> device);
   ~GlooCommunicator() override;
 
   std::string_view kind() const override { return "gloo"; }
@@ -73,7 +57,7 @@ class GlooCommunicator final : public CommunicatorBase {
   void interrupt();
   void tick();  // on the monitor's thread
 
-  const std::shared_ptr<GlooJob> job_;
+  const std::shared_ptr<Job> job_;
   const uint64_t name_hash_;
   const std::shared_ptr<Allocator> allocator_;
   const int64_t chunk_bytes_, staging_bytes_;
@@ -94,13 +78,14 @@ class GlooCommunicator final : public CommunicatorBase {
 
 class GlooTransport final : public Transport {
  public:
-  explicit GlooTransport(std::shared_ptr<GlooJob> job) : job_(std::move(job)) {}
+  explicit GlooTransport(std::shared_ptr<Job> job);
   std::string_view kind() const override { return "gloo"; }
   std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override;
   FailureBoard& board() override { return *job_->board; }
 
  private:
-  const std::shared_ptr<GlooJob> job_;
+  const std::shared_ptr<Job> job_;
+  std::shared_ptr<gloo::transport::Device> device_;
 };
 
 }  // namespace sheaf

@@ -3,14 +3,31 @@
 #include "sheaf/distributed/gloo_communicator.h"
 #include "sheaf/distributed/local_communicator.h"
 #include "sheaf/distributed/rendezvous.h"
+#include "sheaf/distributed/shm_transport.h"
 
 namespace sheaf::distributed {
+namespace {
+
+std::shared_ptr<Transport> connect(const Rendezvous& r) {
+  if (r.world == 1) return std::make_shared<LocalTransport>(std::make_shared<LocalJob>(1, LocalOptions{}));
+  const std::shared_ptr<Job> job = join_job(r);
+  const std::vector<std::string> wishes = job->agree("comm", r.comm);
+  for (int rank = 1; rank < r.world; ++rank)
+    if (wishes[rank] != wishes[0])
+      fail<ConfigError>("[rendezvous] SHEAF_COMM is ", wishes[0], " on rank 0, but ", wishes[rank], " on rank ", rank);
+  if (r.comm != "gloo") {
+    const ShmOffer shm = offer_shm(job);
+    if (shm.transport) return shm.transport;
+    if (r.comm == "shm") fail<ConfigError>("[rendezvous] SHEAF_COMM=shm is impossible: ", shm.why_not);
+  }
+  return std::make_shared<GlooTransport>(job);
+}
+
+}  // namespace
 
 World init_from_env() {
   const Rendezvous r = read_rendezvous();
-  std::shared_ptr<Transport> transport;
-  if (r.world == 1) transport = std::make_shared<LocalTransport>(std::make_shared<LocalJob>(1, LocalOptions{}));
-  else transport = std::make_shared<GlooTransport>(join_gloo_job(r));
+  std::shared_ptr<Transport> transport = connect(r);
   RankContext& context = RankContext::current();
   context.threads = r.threads;
   auto scope = std::make_shared<RankScope>(context);  // this thread's OpenMP threads and flush-to-zero

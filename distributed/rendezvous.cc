@@ -83,12 +83,22 @@ std::string first_slurm_host(const std::string& list) {
   return list.substr(0, bracket) + list.substr(bracket + 1, end == std::string::npos ? end : end - bracket - 1);
 }
 
+std::string read_comm(const Reader& read) {
+  const std::string comm = read.text("SHEAF_COMM").value_or("auto");
+  if (comm != "auto" && comm != "shm" && comm != "gloo")
+    fail<ConfigError>("[rendezvous] SHEAF_COMM='", comm, "' is none of auto, shm and gloo");
+  return comm;
+}
+
+const char* of_process(const char* variable) { return std::getenv(variable); }
+
 }  // namespace
 
 Rendezvous read_rendezvous(const Environment& environment) {
   const Reader read(environment);
   Rendezvous r;
   r.token = read.text("SHEAF_TOKEN").value_or("");
+  r.comm = read_comm(read);
   r.init_timeout = read.seconds("SHEAF_INIT_TIMEOUT", r.init_timeout);
   r.timeout = read.seconds("SHEAF_TIMEOUT", r.timeout);
 
@@ -132,8 +142,11 @@ Rendezvous read_rendezvous(const Environment& environment) {
   return r;
 }
 
-Rendezvous read_rendezvous() {
-  return read_rendezvous([](const char* variable) -> const char* { return std::getenv(variable); });
+Rendezvous read_rendezvous() { return read_rendezvous(of_process); }
+
+std::string wanted_comm() {
+  const Environment environment = of_process;
+  return read_comm(Reader(environment));
 }
 
 }  // namespace sheaf

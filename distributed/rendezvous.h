@@ -18,6 +18,7 @@ struct Rendezvous {
   std::string token;            ///< SHEAF_TOKEN
   int listen_fd = -1;           ///< SHEAF_LISTEN_FD: a socket that listens on `port`, inherited from the launcher
   int threads = 1;              ///< per rank: SHEAF_THREADS_PER_RANK, else cores / local_world
+  std::string comm = "auto";    ///< SHEAF_COMM: "shm", "gloo", or "auto": shm if all ranks share a host, else gloo
   std::chrono::milliseconds init_timeout{300'000};  ///< SHEAF_INIT_TIMEOUT, in seconds
   std::chrono::milliseconds timeout{300'000};       ///< SHEAF_TIMEOUT, in seconds: of one collective
 };
@@ -30,5 +31,8 @@ using Environment = std::function<const char*(const char*)>;
 /// host the store stays on loopback; if it does not, a token is required. ConfigError names what is missing or wrong.
 Rendezvous read_rendezvous(const Environment& environment);
 Rendezvous read_rendezvous();  ///< of this process
+
+/// SHEAF_COMM of this process: "auto", "shm" or "gloo"; ConfigError for anything else.
+std::string wanted_comm();
 
 }  // namespace sheaf

@@ -1,16 +1,16 @@
 #include "sheaf/distributed/simulated.h"
 
-#include "sheaf/distributed/gloo_staging.h"
+#include "sheaf/distributed/staging.h"
 
 namespace sheaf::distributed {
 namespace {
 
 class SimulatedCommunicator final : public CommunicatorBase {
  public:
-  SimulatedCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, bool charge_staging)
+  SimulatedCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, const std::string& comm)
       : CommunicatorBase(std::move(group), std::move(board)),
         meta_(RankContext::current().meta),
-        staging_(charge_staging ? gloo_staging_bytes(size()) : 0) {
+        staging_(staging_bytes_of(comm, size())) {
     if (staging_ > 0) block_ = meta_->allocate(static_cast<size_t>(staging_));
   }
   ~SimulatedCommunicator() override {
@@ -34,15 +34,15 @@ class SimulatedCommunicator final : public CommunicatorBase {
 
 class SimulatedTransport final : public Transport {
  public:
-  explicit SimulatedTransport(bool charge_staging) : charge_staging_(charge_staging) {}
+  explicit SimulatedTransport(std::string comm) : comm_(std::move(comm)) {}
   std::string_view kind() const override { return "simulated"; }
   std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override {
-    return std::make_unique<SimulatedCommunicator>(group, board_, charge_staging_);
+    return std::make_unique<SimulatedCommunicator>(group, board_, comm_);
   }
   FailureBoard& board() override { return *board_; }
 
  private:
-  const bool charge_staging_;
+  const std::string comm_;
   const std::shared_ptr<FailureBoard> board_ = std::make_shared<FailureBoard>();
 };
 
@@ -62,7 +62,7 @@ World simulated_world(int rank, int size, SimulationOptions options) {
     fail<ConfigError>("[simulated_world] rank ", rank, " of ", size, " does not exist");
   check<ConfigError>(options.threads >= 1, "[simulated_world] ", options.threads, " threads");
   auto own = std::make_shared<OwnContext>(options.threads);
-  World world(std::make_shared<SimulatedTransport>(options.charge_staging), own->context, rank, size, rank, size,
+  World world(std::make_shared<SimulatedTransport>(std::move(options.comm)), own->context, rank, size, rank, size,
               Device::meta());
   world.keep(std::move(own));
   return world;

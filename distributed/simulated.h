@@ -1,13 +1,16 @@
 // A job that is not there: any world size, seen from any rank, without data. Counts bytes and calls, for dry runs.
 #pragma once
 
+#include <string>
+
 #include "sheaf/distributed/world.h"
 
 namespace sheaf::distributed {
 
 struct SimulationOptions {
   int threads = 1;            ///< compute threads of the rank: kernels' workspaces depend on them
-  bool charge_staging = true;  ///< charge RankContext::meta with what Gloo's communicators would hold
+  /// RankContext::meta is charged with what communicators of this kind would hold (Communicator::kind()).
+  std::string comm = "shm";
 };
 
 /// Rank `rank` of `size`, on the meta device, in a RankContext of its own that is current on this thread while the

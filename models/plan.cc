@@ -6,8 +6,8 @@
 
 namespace sheaf::models {
 
-Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads) {
-  World simulated = distributed::simulated_world(rank, world, {.threads = threads});
+Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm) {
+  World simulated = distributed::simulated_world(rank, world, {.threads = threads, .comm = comm});
   Allocator& memory = *RankContext::current().meta;
   TrainingStep step(config, vocab, simulated, Device::meta());
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
@@ -23,9 +23,11 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   return plan;
 }
 
-std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads) {
+std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
+                                const std::string& comm) {
   std::vector<int64_t> peaks;
-  for (int rank = 0; rank < world; ++rank) peaks.push_back(plan_step(config, vocab, rank, world, threads).peak_bytes);
+  for (int rank = 0; rank < world; ++rank)
+    peaks.push_back(plan_step(config, vocab, rank, world, threads, comm).peak_bytes);
   return peaks;
 }
 

@@ -2,6 +2,7 @@
 // it will take. The same code runs as in training; only kernels and communication are left out.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "sheaf/autograd/tape.h"
@@ -15,9 +16,11 @@ struct Plan {
   int64_t parameters = 0;  ///< elements of the whole model
 };
 
-/// What rank `rank` of `world` does. `threads` is the number of compute threads per rank, on which workspaces depend.
-Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads);
+/// What rank `rank` of `world` does. `threads` is the number of compute threads per rank, on which workspaces depend;
+/// `comm` the kind of its communicators ("shm", "gloo", "local"), on which their staging does.
+Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm);
 /// plan_step().peak_bytes of every rank.
-std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads);
+std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
+                                const std::string& comm);
 
 }  // namespace sheaf::models

@@ -4,6 +4,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/file.h"
 #include "sheaf/distributed/init.h"
+#include "sheaf/distributed/rendezvous.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/trainer.h"
@@ -37,7 +38,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (!first) return;
   if (result.tape.num_nodes() > 0) say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
   const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
-  const std::vector<int64_t> planned = models::plan_peaks(config, vocab, world.size(), threads);
+  const std::vector<int64_t> planned = models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()));
   say("peak memory of a step");
   for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r)
     say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]), "  predicted by the tape ",
@@ -103,7 +104,9 @@ int tape_command(const TapeArguments& arguments) {
   }
   const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
                                                      : std::max(1, available_cores() / arguments.world);
-  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads);
+  // The ranks of a job on one host, unless SHEAF_COMM says that they will talk over Gloo.
+  const std::string wanted = wanted_comm(), comm = wanted == "auto" ? "shm" : wanted;
+  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm);
   if (arguments.format == "json") say(to_json(plan.tape));
   else if (arguments.format == "dot") say(to_dot(plan.tape));
   else if (arguments.format == "text")

@@ -53,18 +53,35 @@ T reduce_reference(const std::vector<T>& terms, Reduction reduction) {
   }
 }
 
+/// Which memory buffers lie in; mixed: some here, some there, others on other ranks.
+enum class BufferMemory { normal, wire, mixed };
+
 template <class T>
-struct Buffer {  // std::vector<bool> is no array
-  explicit Buffer(int64_t n) : size(n), data(new T[n + 1]()) {}
-  int64_t size;
-  std::unique_ptr<T[]> data;
-  T* get() { return data.get(); }
-  T& operator[](int64_t i) { return data[i]; }
+class Buffer {  // std::vector<bool> is no array
+ public:
+  Buffer(int64_t n, HostMemory where)
+      : size(n), bytes_(static_cast<size_t>(n + 1) * sizeof(T)), memory_(RankContext::current().cpu),
+        data_(static_cast<T*>(memory_->allocate(bytes_, where))) {
+    std::memset(static_cast<void*>(data_), 0, bytes_);
+  }
+  ~Buffer() { memory_->free(data_, bytes_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  const int64_t size;
+  T* get() { return data_; }
+  T& operator[](int64_t i) { return data_[i]; }
+
+ private:
+  const size_t bytes_;
+  const std::shared_ptr<Allocator> memory_;
+  T* const data_;
 };
 
 class Battery {
  public:
-  explicit Battery(Communicator& comm) : comm_(comm), me_(comm.rank()), n_(comm.size()) {}
+  explicit Battery(Communicator& comm, BufferMemory memory = BufferMemory::normal)
+      : comm_(comm), me_(comm.rank()), n_(comm.size()), memory_(memory) {}
 
   uint64_t digest() const { return digest_; }
 
@@ -85,6 +102,11 @@ class Battery {
     std::vector<int64_t> counts(n_);
     for (int r = 0; r < n_; ++r) counts[r] = r == 1 && n_ >= 3 ? 0 : scale + (scale ? (r * 5) % 3 : 0);
     return counts;
+  }
+
+  HostMemory where() {
+    if (memory_ != BufferMemory::mixed) return memory_ == BufferMemory::wire ? HostMemory::wire : HostMemory::normal;
+    return scramble(static_cast<uint64_t>(++buffers_ * n_ + me_)) % 2 ? HostMemory::wire : HostMemory::normal;
   }
 
   template <class T>
@@ -122,7 +144,7 @@ class Battery {
     const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
     const int64_t mine = std::accumulate(counts.begin(), counts.begin() + me_, int64_t{0});
     for (bool in_place : {false, true}) {
-      Buffer<T> in(counts[me_]), out(total);
+      Buffer<T> in(counts[me_], where()), out(total, where());
       T* from = in_place ? out.get() + mine : in.get();
       for (int64_t i = 0; i < counts[me_]; ++i) from[i] = sample<T>(me_, i, 1);
       comm_.all_gather(from, out.get(), counts, dtype_of<T>, "battery.gather").sync();
@@ -146,7 +168,7 @@ class Battery {
     const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
     const int64_t mine = std::accumulate(counts.begin(), counts.begin() + me_, int64_t{0});
     for (bool in_place : {false, true}) {
-      Buffer<T> in(total), separate(counts[me_]);
+      Buffer<T> in(total, where()), separate(counts[me_], where());
       for (int64_t i = 0; i < total; ++i) in[i] = sample<T>(me_, i, 2);
       T* out = in_place ? in.get() + mine : separate.get();
       comm_.reduce_scatter(in.get(), out, counts, dtype_of<T>, "battery.scatter").sync();
@@ -154,7 +176,7 @@ class Battery {
       for (int64_t i = 0; i < counts[me_]; ++i) wrong += !same(out[i], reduced<T>(mine + i, 2, Reduction::sum));
       EXPECT_EQ(wrong, 0) << "reduce_scatter " << name(dtype_of<T>) << " of " << total << (in_place ? " in place" : "");
       // Own results differ from rank to rank: gather them, so that digests are comparable.
-      Buffer<T> all(total);
+      Buffer<T> all(total, where());
       comm_.all_gather(out, all.get(), counts, dtype_of<T>, "battery.scatter").sync();
       absorb(all);
     }
@@ -162,7 +184,7 @@ class Battery {
 
   template <class T>
   void reduce(int64_t count, Reduction reduction) {
-    Buffer<T> data(count);
+    Buffer<T> data(count, where());
     for (int64_t i = 0; i < count; ++i) data[i] = sample<T>(me_, i, 3);
     comm_.all_reduce(data.get(), count, dtype_of<T>, reduction, "battery.reduce").sync();
     int64_t wrong = 0;
@@ -177,8 +199,8 @@ class Battery {
     const auto count = [&](int a, int b) { return (a + 1) % n_ == b ? 0 : std::max<int64_t>(0, scale + a - b); };
     std::vector<int64_t> send(n_), recv(n_);
     for (int r = 0; r < n_; ++r) send[r] = count(me_, r), recv[r] = count(r, me_);
-    Buffer<T> in(std::accumulate(send.begin(), send.end(), int64_t{0}));
-    Buffer<T> out(std::accumulate(recv.begin(), recv.end(), int64_t{0}));
+    Buffer<T> in(std::accumulate(send.begin(), send.end(), int64_t{0}), where());
+    Buffer<T> out(std::accumulate(recv.begin(), recv.end(), int64_t{0}), where());
     for (int64_t r = 0, at = 0; r < n_; ++r)
       for (int64_t i = 0; i < send[r]; ++i) in[at++] = sample<T>(me_, i, 10 + static_cast<int>(r));
     comm_.all_to_all(in.get(), send, out.get(), recv, dtype_of<T>, "battery.exchange").sync();
@@ -191,7 +213,7 @@ class Battery {
   template <class T>
   void broadcast(int64_t count) {
     for (int root = 0; root < n_; ++root) {
-      Buffer<T> data(count);
+      Buffer<T> data(count, where());
       for (int64_t i = 0; i < count; ++i) data[i] = sample<T>(me_, i, 4);
       comm_.broadcast(data.get(), count * static_cast<int64_t>(sizeof(T)), root, "battery.broadcast").sync();
       int64_t wrong = 0;
@@ -203,6 +225,8 @@ class Battery {
 
   Communicator& comm_;
   const int me_, n_;
+  const BufferMemory memory_;
+  int64_t buffers_ = 0;
   uint64_t digest_ = 1;
 };
 

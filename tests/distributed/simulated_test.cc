@@ -2,8 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include "sheaf/distributed/gloo_staging.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/distributed/staging.h"
 
 namespace sheaf {
 namespace {
@@ -48,16 +48,17 @@ TEST(Simulated, CountsAsARealJobDoes) {
 }
 
 TEST(Simulated, AThousandRanksAndTheirStaging) {
-  {
-    World world = simulated_world(1000, 1024, {.threads = 3});
+  for (const std::string comm : {"gloo", "shm"}) {
+    World world = simulated_world(1000, 1024, {.threads = 3, .comm = comm});
     EXPECT_EQ(world.device(), Device::meta());
     EXPECT_EQ(RankContext::current().threads, 3);
     EXPECT_EQ(RankContext::current().meta->stats().live, 0);
     Mesh mesh = world.mesh({{"data", 256}, {"model", 4}});
     EXPECT_EQ(mesh.coordinate("data"), 250);
     EXPECT_EQ(mesh.coordinate("model"), 0);
-    EXPECT_EQ(RankContext::current().meta->stats().live, 2 * (gloo_staging_bytes(256) + gloo_staging_bytes(4)));
-    EXPECT_EQ(mesh.runtime->gather_lane(0).staging_bytes(), gloo_staging_bytes(256));
+    EXPECT_EQ(RankContext::current().meta->stats().live, 2 * (staging_bytes_of(comm, 256) + staging_bytes_of(comm, 4)));
+    EXPECT_EQ(mesh.runtime->gather_lane(0).staging_bytes(),
+              comm == "gloo" ? gloo_staging_bytes(256) : shm_staging_bytes(256));
   }
   EXPECT_EQ(RankContext::current().world, 1);
   World alone = simulated_world(0, 1);

@@ -1,0 +1,69 @@
+#include "sheaf/distributed/job.h"
+
+#include <fcntl.h>
+
+namespace sheaf {
+
+std::shared_ptr<Job> join_job(const Rendezvous& r) {
+  const Deadline deadline = std::chrono::steady_clock::now() + r.init_timeout;
+  auto job = std::make_shared<Job>();
+  job->rendezvous = r;
+  if (r.rank == 0) {
+    Socket listener(r.listen_fd);
+    // The launcher's socket, unless somebody on the way closed it or its port is not the one that was agreed on.
+    if (!listener || local_port(listener) != r.port) {
+      listener.release();
+      listener = listen_on(r.host, r.port);
+    }
+    fcntl(listener.fd(), F_SETFD, FD_CLOEXEC);
+    job->server = std::make_unique<StoreServer>(std::move(listener), r.world, r.token);
+  }
+  job->store = std::make_unique<StoreClient>(r.host, r.port, r.rank, r.world, r.token, deadline);
+  const std::string address = job->store->local_address();
+  job->monitor = std::make_unique<Monitor>(r.rank, r.world, job->board, address, r.token);
+  job->store->set(str("monitor/", r.rank), str(address, ' ', job->monitor->port()), deadline);
+
+  std::vector<std::string> addresses(r.world);
+  for (int peer = 0; peer < r.world; ++peer) {
+    try {
+      addresses[peer] = job->store->get(str("monitor/", peer), deadline);
+    } catch (const CommError& e) {
+      if (e.exit_code() != static_cast<int>(ExitCode::kTimeout)) throw;
+      throw CommError(str("[rendezvous] rank ", r.rank, " of ", r.world, ": time-out after ",
+                          r.init_timeout.count() / 1000, " s, missing ranks: ", job->store->missing_ranks()),
+                      ExitCode::kTimeout);
+    }
+  }
+  for (int peer = 0; peer < r.rank; ++peer) {
+    const size_t space = addresses[peer].find(' ');
+    check<CommError>(space != std::string::npos, "[rendezvous] rank ", peer, " left no address");
+    job->monitor->connect(peer, addresses[peer].substr(0, space), std::stoi(addresses[peer].substr(space + 1)),
+                          deadline);
+  }
+  job->monitor->start(deadline);
+  return job;
+}
+
+std::vector<std::string> Job::agree(const std::string& key, const std::string& answer) {
+  const Deadline deadline = std::chrono::steady_clock::now() + rendezvous.init_timeout;
+  const auto of = [&](const char* what, int r) { return str(key, '/', what, '/', r); };
+  std::vector<std::string> answers(world());
+  if (rank() == 0) {  // collects for all: the store sees each rank three times, not each pair of ranks
+    FrameWriter all;
+    answers[0] = answer;
+    for (int r = 1; r < world(); ++r) answers[r] = store->get(of("answer", r), deadline);
+    for (const std::string& a : answers) all.text(a);
+    store->set(key, all.bytes(), deadline);
+    for (int r = 1; r < world(); ++r) store->get(of("heard", r), deadline);
+    return answers;
+  }
+  store->set(of("answer", rank()), answer, deadline);
+  const std::string all = store->get(key, deadline);
+  FrameReader in(all);
+  for (std::string& a : answers) a = in.text();
+  check<CommError>(in.ok(), "[rendezvous] the answers to '", key, "' are not whole");
+  store->set(of("heard", rank()), "", deadline);
+  return answers;
+}
+
+}  // namespace sheaf

@@ -1,0 +1,34 @@
+// Job: what connects the processes of one job before any communicator does.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/failure_board.h"
+#include "sheaf/distributed/monitor.h"
+#include "sheaf/distributed/rendezvous.h"
+#include "sheaf/distributed/tcp_store.h"
+
+namespace sheaf {
+
+/// Shared by the communicators of one process.
+struct Job {
+  Rendezvous rendezvous;
+  std::shared_ptr<FailureBoard> board = std::make_shared<FailureBoard>();
+  std::unique_ptr<StoreServer> server;  ///< on rank 0
+  std::unique_ptr<StoreClient> store;
+  std::unique_ptr<Monitor> monitor;
+
+  /// Collective: what every rank says to the question `key`, by rank. Asked once each. When it returns on rank 0, who
+  /// serves the store, all have heard it.
+  std::vector<std::string> agree(const std::string& key, const std::string& answer);
+
+  int rank() const { return rendezvous.rank; }
+  int world() const { return rendezvous.world; }
+};
+
+/// Joins the job that `rendezvous` describes: store and monitor. Returns when all ranks are connected.
+std::shared_ptr<Job> join_job(const Rendezvous& rendezvous);
+
+}  // namespace sheaf

@@ -1,0 +1,74 @@
+// ShmMeeting: where the ranks of one communicator meet in shared memory, and what they tell each other there.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "sheaf/distributed/failure_board.h"
+
+namespace sheaf {
+
+/// One rank's words in one communicator, in its segment's control memory, zeroed at first. Only the owner writes to
+/// them, except for the bell, of which the first member's serves all.
+struct ShmControl {
+  static constexpr size_t kWhatBytes = 512;
+
+  alignas(64) std::atomic<uint64_t> meetings;  ///< that the owner has come to
+  std::atomic<uint32_t> left;                  ///< 1: it comes to no more
+  int64_t staging;                             ///< where its staging lies in its wire memory
+
+  alignas(64) std::atomic<uint32_t> bell;  ///< changes when sleepers should look around
+  std::atomic<uint32_t> sleepers;
+
+  // The call that the owner is in. It changes between the last meeting of one call and the first of the next.
+  alignas(64) uint64_t sequence;
+  uint64_t fingerprint;
+  int64_t source;          ///< where its input lies in its wire memory; negative: it is staged
+  char what[kWhatBytes];   ///< Collective::to_string(), cut off
+  int64_t counts[];        ///< all_to_all: what it sends to each, then what it expects from each
+
+  static size_t bytes(int members) { return sizeof(ShmControl) + 2 * sizeof(int64_t) * static_cast<size_t>(members); }
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+/// What a rank tells about itself, at the start of its control memory.
+struct ShmRank {
+  std::atomic<int64_t> waited_at;  ///< nanoseconds of the host's steady clock: some lane of it was waiting for others
+};
+
+/// One member's side of the meetings. meet() is for the communicator's lane; leave() and wake() for any thread.
+class ShmMeeting {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// `ranks` and `controls` are those of the members, in the group's order.
+  ShmMeeting(std::vector<ShmControl*> controls, std::vector<ShmRank*> ranks, int index)
+      : controls_(std::move(controls)), ranks_(std::move(ranks)), index_(index) {}
+
+  enum class Outcome { all_here, failed, left, timed_out };
+  /// Says that this member is here and sleeps until all are. What a member wrote before it came, all can read after.
+  /// `absent` receives those that are missing (timed_out) or gone (left). Whoever gets another outcome than all_here
+  /// never comes to the next meeting: so no member passes that one, whatever it has read meanwhile.
+  Outcome meet(Clock::time_point deadline, const FailureBoard& board, std::vector<int>& absent);
+
+  /// True if some lane of this member was waiting for others a moment ago.
+  bool is_waiting(int member) const;
+  const ShmControl& control(int member) const { return *controls_[member]; }
+  ShmControl& own() { return *controls_[index_]; }
+
+  void leave();
+  /// Makes all sleepers look around: after the board has changed.
+  void wake();
+
+ private:
+  bool gone(int member, uint64_t meeting) const;
+
+  const std::vector<ShmControl*> controls_;
+  const std::vector<ShmRank*> ranks_;
+  const int index_;
+  uint64_t meeting_ = 0;
+};
+
+}  // namespace sheaf

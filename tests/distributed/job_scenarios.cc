@@ -1,0 +1,278 @@
+#include "sheaf/tests/distributed/job_scenarios.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <set>
+#include <thread>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "sheaf/distributed/init.h"
+#include "sheaf/distributed/launcher.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/distributed/staging.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr int64_t kLarge = 1'300'000;  // bytes: several chunks of staging
+
+Communicator& lane(World& world) { return world.mesh({{"data", world.size()}}).runtime->gather_lane(0); }
+
+void run_battery(World& world, BufferMemory memory) {
+  const int64_t before = RankContext::current().cpu->stats().live;
+  const std::string report = battery_report(world, memory);
+  const int64_t held = RankContext::current().cpu->stats().live - before;
+  if (::testing::Test::HasFailure()) std::_Exit(1);
+  std::cout << report << (held == 2 * staging_bytes_of(world.kind(), world.size()) ? "" : " wrong staging") << std::endl;
+}
+
+/// All-reduces without end; `event` happens on rank 1 (or `culprit`) at the sixth.
+void train(World& world, const std::function<void()>& event, int culprit = 1) {
+  Mesh mesh = world.mesh({{"data", world.size()}});
+  static std::vector<float> x(100'000), y(100'000);  // outlive what a failure leaves behind
+  for (int step = 0; step < 100'000; ++step) {
+    if (step == 5 && world.rank() == culprit) event();
+    Event a = mesh.runtime->gather_lane(0).all_reduce(x.data(), 100'000, kF32, Reduction::sum, "blocks.3");
+    Event b = mesh.runtime->reduce_lane(0).all_reduce(y.data(), 100'000, kF32, Reduction::sum, "blocks.4");
+    a.sync();
+    b.sync();
+  }
+}
+
+/// Inputs are overwritten as soon as a collective is over: whoever still reads then gets something else.
+void overwrite(World& world, HostMemory where) {
+  Communicator& comm = lane(world);
+  const int n = world.size();
+  constexpr int64_t kCount = 40'000;
+  const std::vector<int64_t> counts(n, kCount);
+  Buffer<float> part(kCount, where), whole(n * kCount, where), sum(kCount, where), all(n * kCount, where);
+  int64_t wrong = 0;
+  for (int step = 1; step <= 150; ++step) {
+    const auto given = [&](int rank) { return static_cast<float>(step * 10 + rank); };
+    float total = 0;
+    for (int r = 0; r < n; ++r) total += given(r);
+    std::fill_n(part.get(), kCount, given(world.rank()));
+    std::fill_n(whole.get(), n * kCount, given(world.rank()));
+    comm.all_gather(part.get(), all.get(), counts, kF32, "gather").sync();
+    std::fill_n(part.get(), kCount, -1.0f);
+    comm.reduce_scatter(whole.get(), sum.get(), counts, kF32, "scatter").sync();
+    std::fill_n(whole.get(), n * kCount, given(world.rank()));
+    comm.all_reduce(whole.get(), n * kCount, kF32, Reduction::sum, "reduce").sync();
+    for (int64_t i = 0; i < n * kCount; ++i) wrong += all[i] != given(static_cast<int>(i / kCount));
+    for (int64_t i = 0; i < kCount; ++i) wrong += sum[i] != total;
+    for (int64_t i = 0; i < n * kCount; ++i) wrong += whole[i] != total;
+  }
+  if (wrong > 0) fail<CommError>("[overwrite] ", wrong, " wrong elements");
+}
+
+void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+const std::map<std::string, std::function<void(World&)>>& scenarios() {
+  static const auto* all = new std::map<std::string, std::function<void(World&)>>{
+      {"battery", [](World& w) { run_battery(w, BufferMemory::normal); }},
+      {"battery_wire", [](World& w) { run_battery(w, BufferMemory::wire); }},
+      {"battery_mixed", [](World& w) { run_battery(w, BufferMemory::mixed); }},
+      {"kill", [](World& w) { train(w, [] { raise(SIGKILL); }); }},
+      {"kill0", [](World& w) { train(w, [] { raise(SIGKILL); }, 0); }},
+      {"throw", [](World& w) {
+         w.guard([&] { train(w, [] { fail<DataError>("[data] token 70000 is out of vocabulary"); }); });
+       }},
+      {"throw_unguarded", [](World& w) { train(w, [] { fail<DataError>("[data] bad token"); }); }},
+      {"exit", [](World& w) { train(w, [] { std::_Exit(65); }); }},
+      {"hang", [](World& w) { train(w, [] { sleep_for(2.5); }, 2); }},
+      {"stopped", [](World& w) { train(w, [] { raise(SIGSTOP); }, 2); }},
+      {"leave", [](World& w) {
+         Communicator& comm = lane(w);
+         comm.barrier("once").sync();
+         if (w.rank() != 1) comm.barrier("twice").sync();
+       }},
+      {"mismatch", [](World& w) {
+         Communicator& comm = lane(w);
+         const std::vector<int64_t> counts(w.size(), 1000);
+         std::vector<float> x(1000 * w.size()), y(1000);
+         comm.all_gather(y.data(), x.data(), counts, kF32, "blocks.0").sync();
+         if (w.rank() == 1) comm.reduce_scatter(x.data(), y.data(), counts, kF32, "blocks.1").sync();
+         else comm.all_gather(y.data(), x.data(), counts, kF32, "blocks.1").sync();
+       }},
+      {"skip", [](World& w) {  // one rank leaves a call out
+         Communicator& comm = lane(w);
+         std::vector<float> x(1000);
+         for (int i = 0; i < 10; ++i)
+           if (i != 4 || w.rank() != 1)
+             comm.all_reduce(x.data(), 1000, kF32, Reduction::sum, "blocks." + std::to_string(i)).sync();
+       }},
+      {"mismatch_all_to_all", [](World& w) {
+         std::vector<float> x(100), y(100);
+         const bool first = w.rank() == 0;
+         const std::vector<int64_t> send = {first ? 1 : 5, 1}, recv = {1, first ? 4 : 1};
+         lane(w).all_to_all(x.data(), send, y.data(), recv, kF32, "moe").sync();
+       }},
+      {"axes", [](World& w) {
+         Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
+         for (int axis = 0; axis < 2; ++axis) {
+           std::vector<int32_t> ranks(2);
+           const int32_t me = w.rank();
+           const std::vector<int64_t> ones = {1, 1};
+           mesh.runtime->gather_lane(axis).all_gather(&me, ranks.data(), ones, kI32, "ranks").sync();
+           const int base = axis == 0 ? me % 2 : me / 2 * 2, stride = axis == 0 ? 2 : 1;
+           if (ranks[0] != base || ranks[1] != base + stride) fail<CommError>("wrong group");
+         }
+         w.print("axes ", RankContext::current().threads, " threads, ", w.kind());
+       }},
+      {"wait", [](World& w) {
+         lane(w).barrier("start").sync();
+         if (w.rank() == 0) std::cout << "started" << std::endl;
+         sleep_for(60);
+       }},
+      {"nothing", [](World&) {}},
+      {"kind", [](World& w) {
+         lane(w).barrier("once").sync();
+         std::cout << "talks over " << w.kind() << std::endl;
+       }},
+      {"abort", [](World& w) {
+         Communicator& comm = lane(w);
+         comm.barrier("once").sync();
+         if (w.rank() == 1) comm.abort("had enough");
+         comm.barrier("twice").sync();
+       }},
+      {"overwrite_wire", [](World& w) { overwrite(w, HostMemory::wire); }},
+      {"overwrite", [](World& w) { overwrite(w, HostMemory::normal); }},
+      {"held_up", [](World& w) {  // rank 3 stops; rank 2 waits for it, and so cannot come to rank 0
+         Communicator& all = lane(w);
+         Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
+         all.barrier("once").sync();
+         if (w.rank() == 3) raise(SIGSTOP);
+         if (w.rank() >= 2) mesh.runtime->gather_lane(1).barrier("row").sync();
+         all.barrier("all").sync();
+       }},
+  };
+  return *all;
+}
+
+/// Rank 1 cannot or does not want to take part in shared memory.
+void handicap() {
+  if (std::getenv("SMALL_FILES")) {  // a memfd is larger than this
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{1 << 20, 1 << 20};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  if (std::getenv("OTHER_WISH")) setenv("SHEAF_COMM", "gloo", 1);
+}
+
+std::multiset<std::string> open_files() {
+  std::multiset<std::string> out;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;  // the listing's own descriptor is gone by now
+    const std::string target = std::filesystem::read_symlink(entry.path(), error).string();
+    if (!error) out.insert(target.substr(0, target.find(':')));
+  }
+  return out;
+}
+
+std::set<std::string> listed(const char* folder) {
+  std::set<std::string> out;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) out.insert(entry.path());
+  return out;
+}
+
+/// Uses shared memory, then looks for what is left of it.
+int leftovers() {
+  const auto files = open_files();
+  const auto shared = listed("/dev/shm");
+  {
+    World world = distributed::init_from_env();
+    overwrite(world, HostMemory::wire);
+    for (const std::string& name : open_files())
+      if (name.find("memfd") != std::string::npos) fail<CommError>("[leftovers] a descriptor of ", name);
+    std::ifstream sockets("/proc/self/net/unix");
+    for (std::string line; std::getline(sockets, line);)
+      if (line.find("@sheaf-") != std::string::npos) fail<CommError>("[leftovers] a socket: ", line);
+    std::cout << "talks over " << world.kind() << std::endl;
+  }
+  const auto now = open_files();  // rank 0 has closed the launcher's socket
+  if (!std::includes(files.begin(), files.end(), now.begin(), now.end())) fail<CommError>("[leftovers] descriptors");
+  if (listed("/dev/shm") != shared) fail<CommError>("[leftovers] shared memory");
+  return 0;
+}
+
+}  // namespace
+
+int run_scenario(const std::string& scenario) {
+  if (scenario.starts_with("launch/")) {  // launch/<ranks>/<scenario>
+    const int n = scenario[7] - '0';
+    try {
+      return distributed::launch({.nproc = n, .threads_per_rank = 0,
+                                  .command = {"/proc/self/exe", "--worker=" + scenario.substr(9)}});
+    } catch (const Error& e) {
+      std::cerr << e.what() << std::endl;
+      return e.exit_code();
+    }
+  }
+  if (scenario.starts_with("exit65on")) {  // without communication
+    if (std::getenv("RANK")[0] == scenario[8]) return 65;
+    sleep_for(60);
+    return 0;
+  }
+  try {
+    if (std::getenv("RANK") == std::string("1")) handicap();
+    if (scenario.ends_with("leftovers")) return leftovers();
+    World world = distributed::init_from_env();
+    scenarios().at(scenario)(world);
+    return 0;
+  } catch (const Error& e) {
+    std::cerr << e.what() << std::endl;
+    return e.exit_code();
+  }
+}
+
+std::string battery_report(World& world, BufferMemory memory) {
+  Communicator& comm = lane(world);
+  Battery battery(comm, memory);
+  battery.run(kLarge);
+  return str("digest ", battery.digest(), ' ', comm.fingerprint(), ' ', comm.sequence(), " received ",
+             comm.bytes_received());
+}
+
+void expect_said(const ProcessResult& result, const std::string& part) {
+  EXPECT_NE(result.output.find(part), std::string::npos) << part << " is not in: " << result.output;
+}
+
+std::string last_line(std::string text) {
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text.substr(text.rfind('\n') + 1);
+}
+
+void expect_bits_of_local(const std::string& scenario) {
+  for (int n = 1; n <= kLargestWorld; ++n) {
+    std::vector<std::string> expected(n);
+    run_local(n, [&](World& world) { expected[world.rank()] = battery_report(world); });
+    const auto results = run_processes({.scenario = scenario, .ranks = n, .limit = 60});
+    for (int r = 0; r < n; ++r) {
+      EXPECT_EQ(results[r].code, 0) << results[r].output;
+      EXPECT_EQ(last_line(results[r].output), expected[r]);
+    }
+  }
+}
+
+std::vector<ProcessResult> expect_fallout(const ProcessJob& job, int culprit, int culprit_code, int code,
+                                          double seconds, const std::vector<std::string>& parts) {
+  const auto results = run_processes(job);
+  EXPECT_EQ(results[culprit].code, culprit_code) << results[culprit].output;
+  for (int r = 0; r < job.ranks; ++r) {
+    if (r == culprit) continue;
+    EXPECT_EQ(results[r].code, code) << results[r].output;
+    EXPECT_LT(results[r].seconds - results[culprit].seconds, seconds);
+    for (const std::string& part : parts) expect_said(results[r], part);
+  }
+  return results;
+}
+
+}  // namespace sheaf::testing

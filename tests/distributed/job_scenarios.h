@@ -1,0 +1,34 @@
+// What the ranks of a job of processes do in tests, whatever carries their bytes; and what is expected of them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/world.h"
+#include "sheaf/tests/distributed/collective_battery.h"
+#include "sheaf/tests/distributed/process_job.h"
+
+namespace sheaf::testing {
+
+#ifdef SHEAF_TSAN
+inline constexpr int kLargestWorld = 3;
+#else
+inline constexpr int kLargestWorld = 5;
+#endif
+
+/// All collectives on the gather lane; digest of their results and the communicator's counts.
+std::string battery_report(World& world, BufferMemory memory = BufferMemory::normal);
+
+/// The main() of a rank: runs one scenario, prints its failure and returns its exit code. "launch/<ranks>/<scenario>"
+/// starts ranks itself.
+int run_scenario(const std::string& scenario);
+
+void expect_said(const ProcessResult& result, const std::string& part);
+std::string last_line(std::string text);
+/// At worlds 1 to kLargestWorld every rank reports what ranks that are threads report.
+void expect_bits_of_local(const std::string& scenario);
+/// All ranks but `culprit` end with `code` within `seconds` and say `parts`.
+std::vector<ProcessResult> expect_fallout(const ProcessJob& job, int culprit, int culprit_code, int code,
+                                          double seconds, const std::vector<std::string>& parts);
+
+}  // namespace sheaf::testing
