@@ -10,10 +10,9 @@ class Case:
     heads: int
     width: int
     vocab: int
-    positions: int  # rows of the position table
     bias: bool
     batch: int  # sequences per step
-    context: int  # tokens per sequence
+    context: int  # tokens per sequence, and rows of the position table
     dtype: str  # of the computation: "f32", or "bf16" with fp32 masters
     samples: int  # timed steps per round and side
     goal: float  # Sheaf's tokens per second over those of PyTorch's best
@@ -25,13 +24,13 @@ class Case:
 
 
 def _gpt2_124m(name, batch, context, dtype, goal, goal_llmc=0.0):
-    return Case(name, layers=12, heads=12, width=768, vocab=50257, positions=1024, bias=True, batch=batch,
+    return Case(name, layers=12, heads=12, width=768, vocab=50257, bias=True, batch=batch,
                 context=context, dtype=dtype, samples=4, goal=goal, goal_llmc=goal_llmc)
 
 
 def _char(name, dtype, goal):
     """nanoGPT's character model, without its dropout: a mask drawn elsewhere would be another step."""
-    return Case(name, layers=6, heads=6, width=384, vocab=65, positions=256, bias=False, batch=16, context=256,
+    return Case(name, layers=6, heads=6, width=384, vocab=65, bias=False, batch=16, context=256,
                 dtype=dtype, samples=5, goal=goal)
 
 
@@ -40,7 +39,7 @@ CASES = [
     _gpt2_124m("gpt2-124m-f32-1x1024", 1, 1024, "f32", goal=1.4),
     _gpt2_124m("gpt2-124m-bf16-1x1024", 1, 1024, "bf16", goal=2.0),
     # nanoGPT's configuration for CPUs.
-    Case("nanogpt-f32-12x64", layers=4, heads=4, width=128, vocab=65, positions=64, bias=False, batch=12, context=64,
+    Case("nanogpt-f32-12x64", layers=4, heads=4, width=128, vocab=65, bias=False, batch=12, context=64,
          dtype="f32", samples=60, goal=1.8),
     _char("char-f32-16x256", "f32", goal=1.4),
     _char("char-bf16-16x256", "bf16", goal=2.0),
@@ -48,7 +47,5 @@ CASES = [
 
 
 def find(name):
-    for case in CASES:
-        if case.name == name:
-            return case
-    raise SystemExit(f"bench_peers: no case '{name}'; there are " + ", ".join(c.name for c in CASES))
+    """Throws KeyError."""
+    return {case.name: case for case in CASES}[name]

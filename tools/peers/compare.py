@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 
 import cases
@@ -16,7 +17,7 @@ import sides
 
 
 def arguments():
-    parser = argparse.ArgumentParser(prog="bench_peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench_peers", description=__doc__, usage="see tools/bench_peers --help")
     parser.add_argument("--sheaf", required=True)
     parser.add_argument("--sheaf-version", required=True)
     parser.add_argument("--cases", default=",".join(c.name for c in cases.CASES))
@@ -29,8 +30,15 @@ def arguments():
     if min(options.rounds, options.threads) < 1 or options.samples < 0:
         parser.error("--rounds, --threads and --samples are positive")
     if options.json:
-        with open(options.json, "a", encoding="utf-8"):  # better now than after an hour
-            pass
+        try:
+            with open(options.json, "a", encoding="utf-8"):  # better now than after an hour
+                pass
+        except OSError as error:
+            parser.error(f"--json: {error}")
+    try:
+        options.cases = [cases.find(name) for name in options.cases.split(",")]
+    except KeyError as error:
+        parser.error(f"no case {error}; there are " + ", ".join(c.name for c in cases.CASES))
     return options
 
 
@@ -106,8 +114,9 @@ def write_json(path, about, best, results, rows):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sides are closed on the way out
     options = arguments()
-    chosen = [cases.find(name) for name in options.cases.split(",")]
+    chosen = options.cases
     about = {"sheaf": options.sheaf_version, **machine.describe(options.threads)}
     probe = machine.Probe(options.threads)
     results = {case.name: run(case, options, probe) for case in chosen}

@@ -53,7 +53,7 @@ class Gpt2(nn.Module):
     def __init__(self, case):
         super().__init__()
         self.tokens = nn.Embedding(case.vocab, case.width)
-        self.positions = nn.Embedding(case.positions, case.width)
+        self.positions = nn.Embedding(case.context, case.width)
         self.blocks = nn.ModuleList(Block(case) for _ in range(case.layers))
         self.norm = nn.LayerNorm(case.width, bias=case.bias)
         self.register_buffer("places", torch.arange(case.context), persistent=False)

@@ -37,7 +37,7 @@ def write_model(path, case):
     padded = -(-case.vocab // 128) * 128
     blocks = model.blocks
     with open(path, "wb") as file:
-        _write_header(file, 20240326, 3, case.positions, case.vocab, case.layers, case.heads, case.width, padded)
+        _write_header(file, 20240326, 3, case.context, case.vocab, case.layers, case.heads, case.width, padded)
         embedding = torch.zeros(padded, case.width)
         embedding[: case.vocab] = model.tokens.weight.detach()
         kinds = [
