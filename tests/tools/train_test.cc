@@ -51,27 +51,30 @@ int64_t number_after(const std::string& text, const std::string& before, size_t 
   return std::stoll(text.substr(at + before.size()));
 }
 
-int64_t forecast(const Words& model, int world, int rank, int threads) {
+int64_t forecast(const Words& model, int world, int rank, int threads,
+                 const Words& environment = {}) {
   const Outcome r =
       run_sheaf(Words{"tape", "--world", std::to_string(world), "--rank", std::to_string(rank),
                       "--threads-per-rank", std::to_string(threads)} +
-                model);
+                    model,
+                environment);
   EXPECT_EQ(r.code, 0) << r.err;
   return number_after(r.out, ": peak ");
 }
 
 /// Trains, and compares the peak of every step from the second on with what `sheaf tape` printed
 /// beforehand.
-void expect_forecast(const Folder& folder, const Words& model, int world, int threads) {
+void expect_forecast(const Folder& folder, const Words& model, int world, int threads,
+                     const Words& environment = {}) {
   std::vector<int64_t> predicted;
   for (int r = 0; r < world; ++r)
-    predicted.push_back(forecast(model + folder.data("none"), world, r, threads));
+    predicted.push_back(forecast(model + folder.data("none"), world, r, threads, environment));
   std::filesystem::remove_all(folder / "run");
   Words command = Words{"train"} + model + folder.data("run");
   command = world == 1 ? command + Words{"--threads-per-rank", std::to_string(threads)}
                        : testing::on_ranks(world, command);
   if (world > 1) command[4] = std::to_string(threads);
-  const Outcome r = run_sheaf(command);
+  const Outcome r = run_sheaf(command, environment);
   ASSERT_EQ(r.code, 0) << r.err;
   const std::string largest = std::to_string(*std::max_element(predicted.begin(), predicted.end()));
   for (const auto& [step, fields] : folder.metrics("run")) {
@@ -125,11 +128,25 @@ TEST(PeakMemory, WithOtherUnitsAndBudgets) {
   }
 }
 
-int64_t resident_peak(pid_t pid) {
-  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
-  return 0;
+TEST(PeakMemory, OverGloo) {
+  Folder folder;
+  for (int world : {2, 3}) expect_forecast(folder, kTiny, world, 1, {"SHEAF_COMM=gloo"});
+}
+
+/// Bytes that rank `rank` holds now. The system counts to it also the pages of its peers' wire
+/// memory that it has read: they are its peers', who are asked for them, and are left out.
+int64_t resident(pid_t pid, int rank) {
+  std::ifstream maps("/proc/" + std::to_string(pid) + "/smaps");
+  const std::string shared = "/memfd:sheaf-rank-", own = shared + std::to_string(rank) + " ";
+  int64_t bytes = 0;
+  bool counts = true;
+  for (std::string line; std::getline(maps, line);) {
+    if (const size_t dash = line.find('-'); dash != std::string::npos && dash < line.find(' '))
+      counts = line.find(shared) == std::string::npos || line.find(own) != std::string::npos;
+    else if (counts && line.starts_with("Rss:"))
+      bytes += std::stoll(line.substr(4)) * 1024;
+  }
+  return bytes;
 }
 
 // Beside what the allocator is asked for there are code, stacks, libraries' own memory and free
@@ -150,8 +167,9 @@ TEST(PeakMemory, OfTheProcess) {
         world, Words{"train"} + model + folder.data("run-" + std::to_string(world))));
     int64_t peak = 0;
     while (job.running()) {
-      for (pid_t p : world == 1 ? std::vector<pid_t>{job.pid()} : job.ranks())
-        peak = std::max(peak, resident_peak(p));
+      const std::vector<pid_t> ranks = world == 1 ? std::vector<pid_t>{job.pid()} : job.ranks();
+      for (size_t r = 0; r < ranks.size(); ++r)
+        peak = std::max(peak, resident(ranks[r], static_cast<int>(r)));
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     const Outcome r = job.wait();
@@ -173,10 +191,15 @@ TEST(Train, TwoRanksAreOneRankWithTwoMicroBatches) {
       Outcome r = run_sheaf(testing::on_ranks(
           1, Words{"train"} + model + folder.data("one") + Words{"--train.micro_batches", "2"}));
       ASSERT_EQ(r.code, 0) << r.err;
-      r = run_sheaf(testing::on_ranks(2, Words{"train"} + model + folder.data("two")));
-      ASSERT_EQ(r.code, 0) << r.err;
-      expect_same_curve(folder.metrics("two"), folder.metrics("one"),
-                        std::string("batch ") + batch + ", dropout " + dropout);
+      for (const char* comm : {"shm", "gloo"}) {
+        std::filesystem::remove_all(folder / "two");
+        r = run_sheaf(testing::on_ranks(2, Words{"train"} + model + folder.data("two")),
+                      {std::string("SHEAF_COMM=") + comm});
+        ASSERT_EQ(r.code, 0) << r.err;
+        EXPECT_THAT(r.out, HasSubstr(std::string("sheaf train: 2 ranks (") + comm + ")"));
+        expect_same_curve(folder.metrics("two"), folder.metrics("one"),
+                          std::string(comm) + ", batch " + batch + ", dropout " + dropout);
+      }
     }
   }
 }
