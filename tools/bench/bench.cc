@@ -54,6 +54,13 @@ double quantile(std::vector<double> values, double q) {
   return values[below] + (at - static_cast<double>(below)) * (values[above] - values[below]);
 }
 
+bool is_sound(const Line& line, const PeakReading& best) {
+  if (!line.missing.empty()) return false;
+  if (line.unit == Unit::bytes) return true;  // whoever else computes
+  return line.worst.fma_gflops >= kSound * best.fma_gflops &&
+         (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs);
+}
+
 void set_figures(Line& line, double amount) {
   std::vector<double> figures;
   for (double s : line.samples_s) figures.push_back(figure(line.unit, amount, s));
@@ -89,7 +96,7 @@ std::pair<std::vector<double>, std::vector<double>> Session::turns(const Sample&
   std::pair<std::vector<double>, std::vector<double>> seconds;
   for (int i = 0; i < samples; ++i) {
     seconds.first.push_back(a());
-    if (b) seconds.second.push_back(b());
+    seconds.second.push_back(b());
     if (options_.samples == 0 && i + 1 >= kFewest && now() - begin > kPatience) break;
   }
   return seconds;
@@ -127,43 +134,26 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
   lines_.push_back(std::move(line));
 }
 
-void Session::compare_by(std::string_view suite, const Comparison& c,
-                         const std::function<Sample(const std::function<void()>&)>& sampler) {
+void Session::compare(std::string_view suite, const Comparison& c) {
   line(suite, c.name, c.unit, [&](Line& line) {
     if (c.prepare) c.prepare();
-    const Sample a = sampler(c.run), b = c.peer_run ? sampler(c.peer_run) : Sample();
-    for (int warm = options_.quick ? 1 : 2; warm > 0; --warm) {
-      a();
-      if (b) b();
-    }
+    // A sample is a run of Google Benchmark; the first finds out how many calls make one.
+    const auto sampler = [this](const std::function<void()>& call) -> Sample {
+      return [this, call, iterations = int64_t{0}]() mutable {
+        return time_small(call, iterations, options_.quick ? 1e-3 : 2e-2);
+      };
+    };
+    const Sample a = sampler(c.run), b = sampler(c.peer_run);
+    for (int warm = options_.quick ? 1 : 2; warm > 0; --warm) a(), b();
     auto [own, peers] = turns(a, b);
     line.samples_s = std::move(own);
     line.by_memory = c.by_memory;
     line.peer = c.peer;
-    line.peer_value = c.limit;
-    if (b) line.peer_value = figure(c.unit, c.peer_amount, quantile(peers, 0.5));
+    line.peer_value = figure(c.unit, c.peer_amount, quantile(peers, 0.5));
     line.peak = c.peak;
+    line.more = c.more;
     set_figures(line, c.amount);
-    if (c.unit == Unit::gigaflops)
-      line.gflops = figure(c.unit, c.amount, quantile(line.samples_s, 0.5));
-  });
-}
-
-void Session::compare(std::string_view suite, const Comparison& c) {
-  compare_by(suite, c, [this](const std::function<void()>& call) -> Sample {
-    return [this, call, iterations = int64_t{0}]() mutable {
-      return time_small(call, iterations, options_.quick ? 1e-3 : 2e-2);
-    };
-  });
-}
-
-void Session::compare_calls(std::string_view suite, const Comparison& c) {
-  compare_by(suite, c, [](const std::function<void()>& call) -> Sample {
-    return [call] {
-      const double begin = now();
-      call();
-      return now() - begin;
-    };
+    if (c.unit == Unit::gigaflops) line.gflops = line.value;
   });
 }
 
@@ -177,11 +167,7 @@ void Session::judge() {
                         : line.peak == Peak::bf16 && machine_.amx_gflops > 0 ? machine_.amx_gflops
                                                                              : best.fma_gflops;
     if (peak > 0) line.of_peak = line.gflops / peak;
-    // Bytes do not depend on who else computes.
-    line.sound = line.missing.empty() &&
-                 (line.unit == Unit::bytes ||
-                  (line.worst.fma_gflops >= kSound * best.fma_gflops &&
-                   (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs)));
+    line.sound = is_sound(line, best);
   }
 }
 

@@ -61,17 +61,17 @@ struct Line {
 struct Comparison {
   std::string name;
   Unit unit = Unit::seconds;
-  double amount = 1;  ///< bytes, floating-point or other operations of one call of `run`
+  /// Bytes, floating-point or other operations of one call of `run` and of `peer_run`.
+  double amount = 1, peer_amount = 1;
   std::function<void()> run = {};
   std::string peer = {};  ///< name of what `peer_run` does
-  double peer_amount = 1;
-  std::function<void()> peer_run = {};  ///< none: the peer's figure is `limit`
-  double limit = 0;                     ///< in the line's unit
-  bool by_memory = false;
+  std::function<void()> peer_run = {};
+  bool by_memory = false;  ///< see Line
   Peak peak = Peak::none;
-  std::function<void()> prepare =
-      {};  ///< called before anything else; may set `run` and `peer_run`.
-           ///< What it throws makes the line "not available"
+  /// Called before anything else; may set `run`, `peer_run` and the amounts. What it throws makes
+  /// the line "not available".
+  std::function<void()> prepare = {};
+  std::vector<std::pair<std::string, double>> more = {};  ///< figures to print beside it
 };
 
 class Session {
@@ -88,13 +88,9 @@ class Session {
   /// Times short calls (up to some hundred milliseconds) by Google Benchmark, in turns with the
   /// peer's, and adds the line.
   void compare(std::string_view suite, const Comparison& comparison);
-  /// The same with one call per sample and a clock around it: for what takes long, changes state
-  /// from call to call or must not be called a number of times that a calibration chooses.
-  void compare_calls(std::string_view suite, const Comparison& comparison);
-
-  /// Measures by `measure`, which fills samples_s and what else it knows, and adds the line; an
-  /// sheaf::Error makes it a line "not available". Figures are computed from samples_s (and
-  /// `amount` per sample) unless `measure` has set `value`.
+  /// Longer things, and those that change state from call to call, time themselves: `measure` fills
+  /// samples_s and what else it knows. Figures are computed from samples_s (and `amount` per
+  /// sample) unless it has set `value`; a sheaf::Error makes the line "not available".
   void line(std::string_view suite, std::string_view name, Unit unit,
             const std::function<void(Line&)>& measure, double amount = 1);
 
@@ -115,8 +111,6 @@ class Session {
   void say(const std::string& text) const;
 
  private:
-  void compare_by(std::string_view suite, const Comparison& c,
-                  const std::function<Sample(const std::function<void()>&)>& sampler);
   Options options_;
   Machine machine_;
   std::unique_ptr<Probe> probe_;
@@ -127,7 +121,9 @@ class Session {
 double figure(Unit unit, double amount, double seconds);
 /// The value below which a fraction `q` of `values` lies, interpolated.
 double quantile(std::vector<double> values, double q);
-/// Sets value, p10, p90 from samples_s, and the ratio if there is a peer's value.
+/// Whether the machine was at 90 % of its `best` around a line, in what the line depends on.
+bool is_sound(const Line& line, const PeakReading& best);
+/// Sets value, p10, p90 from samples_s.
 void set_figures(Line& line, double amount);
 
 /// Seconds per call, by Google Benchmark. `iterations` calls in a row; if 0, as many as take about

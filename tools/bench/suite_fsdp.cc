@@ -70,24 +70,14 @@ void measure_fsdp(Session& session, const std::string& name, std::string_view st
       {"tokens/s", static_cast<double>(alone.tokens_per_step()) / quantile(line.samples_s, 0.5)}};
 }
 
-// The plan may ask with which communicators.
-template <class Config>
-std::vector<int64_t> planned_peaks(const Config& config, int ranks, int threads,
-                                   const std::string& kind) {
-  if constexpr (requires { models::plan_peaks(config, 0, ranks, threads, kind); })
-    return models::plan_peaks(config, config.model.vocab, ranks, threads, kind);
-  else
-    return models::plan_peaks(config, config.model.vocab, ranks, threads);
-}
-
 void measure_memory(Session& session, const std::string& name, std::string_view strategy, int ranks,
                     Line& line) {
   const models::TrainConfig config = training_config(name, {sharding(strategy)});
   const Json answer = train_ranks(session, name, strategy, ranks, 1);
   const std::vector<double> peaks = numbers(answer.at("peaks"));
   line.note = answer.at("kind").as_string();
-  const std::vector<int64_t> planned =
-      planned_peaks(config, ranks, threads_per_rank(session, ranks), line.note);
+  const std::vector<int64_t> planned = models::plan_peaks(
+      config, config.model.vocab, ranks, threads_per_rank(session, ranks), line.note);
   line.value = line.p10 = line.p90 = *std::max_element(peaks.begin(), peaks.end());
   line.peer = "theory";
   line.peer_value = theoretical_peak(config, ranks);

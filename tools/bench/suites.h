@@ -13,6 +13,7 @@ void gemm_suite(Session& session);
 void kernels_suite(Session& session);
 void attention_suite(Session& session);
 void tape_suite(Session& session);
+void allocator_suite(Session& session);
 void comm_suite(Session& session);
 void fsdp_suite(Session& session);
 void memory_suite(Session& session);
@@ -24,11 +25,17 @@ struct Suite {
   void (*run)(Session&);
 };
 inline constexpr Suite kSuites[] = {
-    {"step", step_suite},       {"gemm", gemm_suite},
-    {"kernels", kernels_suite}, {"attention", attention_suite},
-    {"tape", tape_suite},       {"comm", comm_suite},
-    {"fsdp", fsdp_suite},       {"memory", memory_suite},
-    {"init", init_suite},       {"checkpoint", checkpoint_suite},
+    {"step", step_suite},
+    {"gemm", gemm_suite},
+    {"kernels", kernels_suite},
+    {"attention", attention_suite},
+    {"tape", tape_suite},
+    {"allocator", allocator_suite},
+    {"comm", comm_suite},
+    {"fsdp", fsdp_suite},
+    {"memory", memory_suite},
+    {"init", init_suite},
+    {"checkpoint", checkpoint_suite},
 };
 
 }  // namespace sheaf::bench
