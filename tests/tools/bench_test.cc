@@ -1,0 +1,194 @@
+// `sheaf bench --quick`: every suite measures something, and says it in a table and in JSON that
+// agree. What the figures are is not for a test to say.
+#include "sheaf/tools/bench/bench.h"
+
+#include <cmath>
+#include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/tools/sheaf_process.h"
+#include "sheaf/tools/bench/training.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::Outcome;
+using testing::run_sheaf;
+
+using Words = std::vector<std::string>;
+
+/// The lines of a quick run by name; each is checked for what all lines promise.
+std::map<std::string, Json> bench(const std::string& suite, const std::string& filter,
+                                  const Words& more = {}) {
+  ScratchFolder folder;
+  const std::string path = folder / "bench.json";
+  Words words = {"bench", suite, "--quick", "--filter", filter, "--json", path};
+  words.insert(words.end(), more.begin(), more.end());
+  const Outcome r = run_sheaf(words);
+  EXPECT_EQ(r.code, 0) << r.err;
+  std::map<std::string, Json> lines;
+  if (r.code != 0) return lines;
+  const Json all = Json::parse(File::open<IoError>(path).read_all(), path);
+  const Json& machine = all.at("machine");
+  EXPECT_FALSE(machine.at("cpu").as_string().empty());
+  EXPECT_GT(machine.at("threads").as_int(), 0);
+  EXPECT_GT(machine.at("fma_gflops").as_double(), 0);
+  EXPECT_GT(machine.at("copy_gbs").as_double(), 0);
+  machine.at("amx").as_bool(), machine.at("avx512").as_bool();
+  EXPECT_FALSE(all.at("lines").as_array().empty());
+  for (const Json& line : all.at("lines").as_array()) {
+    const std::string name = line.at("name").as_string();
+    SCOPED_TRACE(name);
+    EXPECT_EQ(line.at("suite").as_string(), suite);
+    EXPECT_THAT(suite + "/" + name, HasSubstr(filter));
+    EXPECT_THAT(r.out, HasSubstr(suite + "/" + name + " "));
+    lines.emplace(name, line);
+    if (const Json* missing = line.find("missing")) {
+      EXPECT_TRUE(line.at("value").is_null());
+      EXPECT_THAT(r.out, HasSubstr(missing->as_string()));
+      continue;
+    }
+    const double value = line.at("value").as_double(), peer = line.at("peer_value").as_double();
+    EXPECT_GT(value, 0);
+    EXPECT_LE(line.at("p10").as_double(), value);
+    EXPECT_GE(line.at("p90").as_double(), value);
+    EXPECT_FALSE(line.at("peer").as_string().empty());
+    EXPECT_GT(peer, 0);
+    const bool rate = line.at("unit").as_string().ends_with("/s");
+    EXPECT_DOUBLE_EQ(line.at("ratio").as_double(), rate ? value / peer : peer / value);
+    line.at("sound").as_bool();
+    if (line.at("unit").as_string() != "bytes") {
+      EXPECT_GE(line.at("samples_s").as_array().size(), 2u);
+    }
+    for (const Json& s : line.at("samples_s").as_array()) EXPECT_GT(s.as_double(), 0);
+  }
+  return lines;
+}
+
+TEST(Bench, Step) {
+  const auto lines = bench("step", "nanogpt", {"--samples", "5", "--threads", "1"});
+  ASSERT_EQ(lines.size(), 1u);
+  const Json& line = lines.at("nanogpt-f32-12x64");
+  EXPECT_EQ(line.at("samples_s").as_array().size(), 5u);
+  const double seconds = line.at("value").as_double();
+  EXPECT_NEAR(line.at("more").at("tokens/s").as_double(), 12 * 64 / seconds, 1e-6 / seconds);
+  EXPECT_NEAR(line.at("more").at("GFLOP/s").as_double() * seconds,
+              line.at("more").at("GFLOP/step").as_double(), 1e-9);
+}
+
+TEST(Bench, Gemm) { EXPECT_EQ(bench("gemm", "f32-256x768x768").size(), 3u); }
+
+TEST(Bench, Kernels) {
+  EXPECT_EQ(bench("kernels", "rms-norm").size(), 4u);
+  EXPECT_EQ(bench("kernels", "adamw").size(), 1u);
+}
+
+TEST(Bench, Attention) { EXPECT_EQ(bench("attention", "f32-B4").size(), 2u); }
+
+TEST(Bench, Tape) {
+  const auto lines = bench("tape", "mul-meta");
+  ASSERT_EQ(lines.size(), 2u);
+  // A multiplication's gradient is one; the seed is one more node among thousands.
+  EXPECT_NEAR(lines.at("backward-mul-meta").at("more").at("nodes per op").as_double(), 1, 1e-3);
+  // More than a function call, less than anything that somebody forgot in a loop.
+  for (const auto& [name, line] : lines) {
+    EXPECT_GT(line.at("value").as_double(), 5) << name;
+    EXPECT_LT(line.at("value").as_double(), 1e6) << name;
+  }
+}
+
+TEST(Bench, Allocator) {
+  const auto lines = bench("allocator", "nanogpt");
+  ASSERT_EQ(lines.size(), 1u);
+  const Json& more = lines.begin()->second.at("more");
+  EXPECT_GT(more.at("calls a step").as_double(), 100);
+  EXPECT_GE(more.at("reserved/live").as_double(), 1);
+  EXPECT_LT(more.at("reserved/live").as_double(), 1.5);  // the process would show it too
+}
+
+TEST(Bench, Comm) {
+  EXPECT_EQ(bench("comm", "local-all-gather-2-64KiB").size(), 1u);
+  const auto lines = bench("comm", "gloo-reduce-scatter-2-64KiB");
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_GT(lines.begin()->second.at("more").at("raw Gloo").as_double(), 0);
+}
+
+TEST(Bench, Ranks) {
+  EXPECT_EQ(bench("fsdp", "nanogpt-f32-12x64-full_shard-2").size(), 1u);
+  const auto lines = bench("memory", "nanogpt-f32-12x64-full_shard-1");
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_NEAR(lines.begin()->second.at("more").at("of theory").as_double(), 1, 0.03);
+  EXPECT_EQ(lines.begin()->second.at("more").at("of plan").as_double(), 1);
+}
+
+TEST(Bench, Init) {
+  const auto lines = bench("init", "");
+  ASSERT_EQ(lines.size(), 2u);
+  for (const auto& [name, line] : lines) EXPECT_LT(line.at("value").as_double(), 200) << name;
+}
+
+TEST(Bench, Checkpoint) { EXPECT_EQ(bench("checkpoint", "").size(), 2u); }
+
+TEST(Bench, BadInput) {
+  const auto refused = [](const Words& words, int code, const std::string& part) {
+    const Outcome r = run_sheaf(words);
+    EXPECT_EQ(r.code, code) << r.err;
+    EXPECT_EQ(testing::lines_of(r.err).size(), 1u) << r.err;
+    EXPECT_THAT(r.err, HasSubstr(part));
+    EXPECT_EQ(r.out, "");
+  };
+  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, gemm, kernels, attention");
+  refused({"bench", "gemm", "--filter", "nothing-like-it"}, 64, "no line's name contains");
+  refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
+  refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");
+}
+
+TEST(BenchFigures, RatesAndTimes) {
+  EXPECT_DOUBLE_EQ(bench::figure(bench::Unit::gigaflops, 6e9, 2), 3);
+  EXPECT_DOUBLE_EQ(bench::figure(bench::Unit::nanoseconds, 1000, 1e-6), 1);
+  EXPECT_DOUBLE_EQ(bench::figure(bench::Unit::seconds, 1, 2), 2);
+  EXPECT_DOUBLE_EQ(bench::quantile({4, 1, 3, 2}, 0.5), 2.5);
+  EXPECT_DOUBLE_EQ(bench::quantile({7}, 0.9), 7);
+  bench::Line line;
+  line.unit = bench::Unit::gigabytes_per_second;
+  line.samples_s = {1, 2, 4};
+  bench::set_figures(line, 4e9);
+  EXPECT_DOUBLE_EQ(line.value, 2);  // of the rates 4, 2, 1
+  EXPECT_LT(line.p10, line.p90);
+}
+
+TEST(BenchFigures, Soundness) {
+  const bench::PeakReading best{.fma_gflops = 100, .copy_gbs = 10};
+  const auto sound = [&](double fma, double copy, bool by_memory, bench::Unit unit) {
+    bench::Line line;
+    line.unit = unit;
+    line.worst = {fma, copy};
+    line.by_memory = by_memory;
+    return bench::is_sound(line, best);
+  };
+  using bench::Unit;
+  EXPECT_TRUE(sound(90, 1, false, Unit::gigaflops));
+  EXPECT_FALSE(sound(89, 10, false, Unit::gigaflops));
+  EXPECT_FALSE(sound(100, 8.9, true, Unit::gigabytes_per_second));
+  EXPECT_TRUE(sound(95, 9.1, true, Unit::gigabytes_per_second));
+  EXPECT_TRUE(sound(1, 1, false, Unit::bytes));
+  bench::Line missing;
+  missing.missing = "no such thing";
+  EXPECT_FALSE(bench::is_sound(missing, best));
+}
+
+// 124M: 12 blocks of 12 · 768², a head of 50,257 · 768, 6 · 12 · 1024 · 768 for attention.
+TEST(BenchFigures, OperationsOfAStep) {
+  const double expected =
+      1024 * (6.0 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6.0 * 12 * 1024 * 768);
+  EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("gpt2-124m-f32-1x1024")), expected);
+}
+
+}  // namespace
+}  // namespace sheaf
