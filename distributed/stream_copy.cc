@@ -1,5 +1,6 @@
 #include "sheaf/distributed/stream_copy.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -8,21 +9,14 @@
 namespace sheaf {
 namespace {
 
-// What is smaller is likely to be used before the second-level cache has forgotten it.
-constexpr size_t kLarge = size_t{256} << 10;
 constexpr size_t kVector = sizeof(__m256i);
 
 }  // namespace
 
 void stream_copy(void* to, const void* from, size_t bytes) {
-  if (bytes == 0) return;
   auto* y = static_cast<char*>(to);
   auto* x = static_cast<const char*>(from);
-  if (bytes < kLarge) {
-    std::memcpy(y, x, bytes);
-    return;
-  }
-  const size_t head = (kVector - reinterpret_cast<uintptr_t>(y) % kVector) % kVector;
+  const size_t head = std::min(bytes, (kVector - reinterpret_cast<uintptr_t>(y) % kVector) % kVector);
   std::memcpy(y, x, head);
   y += head, x += head, bytes -= head;
   for (; bytes >= 4 * kVector; y += 4 * kVector, x += 4 * kVector, bytes -= 4 * kVector) {
