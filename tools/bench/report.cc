@@ -47,7 +47,7 @@ std::string to_table(const Session& session) {
     peer_width = std::max(peer_width, l.peer.size());
   }
   out += left("line", width) + right("value", 12) + right("p10", 12) + right("p90", 12) + "  " +
-         left("unit", 8) + left("peer", peer_width + 1) + right("peer's", 12) + right("ratio", 9) +
+         left("unit", 8) + left("peer", peer_width + 1) + right("peer's", 12) + right("ratio", 11) +
          "\n";
   for (const Line& l : session.lines()) {
     out += left(l.suite + "/" + l.name, width);
@@ -57,7 +57,7 @@ std::string to_table(const Session& session) {
     }
     out += right(number(l.value), 12) + right(number(l.p10), 12) + right(number(l.p90), 12) + "  " +
            left(std::string(name(l.unit)), 8) + left(l.peer, peer_width + 1) +
-           right(number(l.peer_value), 12) + right(number(l.ratio), 9);
+           right(number(l.peer_value), 12) + right(number(l.ratio), 11);
     if (!l.note.empty()) out += "  " + l.note;
     if (l.of_peak > 0) out += "  " + number(100 * l.of_peak) + " % of peak";
     for (const auto& [what, value] : l.more) out += "  " + what + " " + number(value);

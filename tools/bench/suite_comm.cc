@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "sheaf/core/rank_context.h"
-#include "sheaf/core/tensor.h"
+#include "sheaf/core/storage.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/tools/bench/rank_job.h"
@@ -24,6 +24,17 @@ struct Question {
   std::string folder;  // where Gloo's ranks meet
 };
 
+// Floats from where a rank's tensors come from, all zero.
+struct Buffer {
+  Buffer(int64_t elements, HostMemory where)
+      : storage(Storage::allocate(Device::cpu(), 4 * elements, where)),
+        data(reinterpret_cast<float*>(storage->data())) {
+    std::fill(data, data + elements, 0.0f);
+  }
+  std::shared_ptr<Storage> storage;
+  float* data;
+};
+
 // A collective at a time is too short for a clock: this many in a row, the same on all ranks.
 int repeats(int64_t bytes) {
   return static_cast<int>(std::clamp<int64_t>((int64_t{16} << 20) / bytes, 1, 64));
@@ -36,24 +47,23 @@ Json answer_of(World& world, const Question& q) {
   const Mesh mesh = world.mesh({{"data", size}});
   Communicator& lane = q.gathers ? mesh.runtime->gather_lane(0) : mesh.runtime->reduce_lane(0);
   const std::vector<int64_t> counts(static_cast<size_t>(size), each);
-  // Memory from where a program's tensors come from.
-  const Tensor whole = Tensor::empty({kF32, {all}, Layout()}),
-               other = Tensor::empty({kF32, {all}, Layout()});
-  auto *data = whole.view().as<float>(), *spare = other.view().as<float>();
-  std::fill(data, data + all, 0.0f);
-  std::fill(spare, spare + all, 0.0f);
-  float* mine = data + each * world.rank();
+  // As a unit does it: what is given, a shard at rest or a gradient's slots, lies in wire memory,
+  // what is taken does not.
+  const Buffer given(q.gathers ? each : all, HostMemory::wire),
+      taken(q.gathers ? all : each, HostMemory::normal), spare(all, HostMemory::normal);
+  const float* whole = q.gathers ? taken.data : given.data;
 
   RawGloo raw(world.rank(), size, q.folder);
-  const auto gloo =
-      q.gathers ? raw.all_gather(spare + each * world.rank(), data, static_cast<size_t>(each))
-                : raw.reduce_scatter(spare, static_cast<size_t>(each));
+  const auto gloo = q.gathers ? raw.all_gather(given.data, spare.data, static_cast<size_t>(each))
+                              : raw.reduce_scatter(spare.data, static_cast<size_t>(each));
   const auto ours = [&] {
-    (q.gathers ? lane.all_gather(mine, data, counts, kF32, "bench")
-               : lane.reduce_scatter(data, mine, counts, kF32, "bench"))
+    (q.gathers ? lane.all_gather(given.data, taken.data, counts, kF32, "bench")
+               : lane.reduce_scatter(given.data, taken.data, counts, kF32, "bench"))
         .sync();
   };
-  const auto copy = [&] { std::memcpy(spare, data, static_cast<size_t>(4 * each * (size - 1))); };
+  const auto copy = [&] {
+    std::memcpy(spare.data, whole, static_cast<size_t>(4 * each * (size - 1)));
+  };
   const auto sample = [&](const auto& call) {
     lane.barrier("bench").sync();
     const double begin = now();
