@@ -1,0 +1,105 @@
+#include "sheaf/core/allocator.h"
+
+#include <cstring>
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace sheaf {
+namespace {
+
+/// A shared range as ranks of one host have it.
+struct Shared {
+  explicit Shared(size_t bytes) : bytes(bytes), file(memfd_create("allocator_test", MFD_CLOEXEC)) {
+    EXPECT_EQ(ftruncate(file, static_cast<off_t>(bytes)), 0);
+    base = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0));
+  }
+  ~Shared() {
+    munmap(base, bytes);
+    close(file);
+  }
+  SharedRange range() const { return {base, bytes, {}}; }
+  bool holds(const void* p) const { return p >= base && p < base + bytes; }
+  int64_t resident() const {
+    struct stat status;
+    fstat(file, &status);
+    return status.st_blocks * 512;
+  }
+
+  const size_t bytes;
+  const int file;
+  char* base;
+};
+
+constexpr size_t kMiB = size_t{1} << 20;
+
+TEST(Allocator, WireBlocksLieInTheSharedRange) {
+  const Shared shared(64 * kMiB);
+  const auto memory = make_cpu_allocator();
+  void* before = memory->allocate(100, HostMemory::wire);  // there is none yet
+  memory->add_wire(shared.range());
+  void* wire = memory->allocate(100, HostMemory::wire);
+  void* normal = memory->allocate(100);
+  EXPECT_FALSE(shared.holds(before));
+  EXPECT_TRUE(shared.holds(wire));
+  EXPECT_FALSE(shared.holds(normal));
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(wire) % 128, 0u);
+  memory->free(before, 100);
+  memory->free(normal, 100);
+  EXPECT_EQ(memory->allocate(50, HostMemory::wire), static_cast<char*>(wire) + 128);
+}
+
+TEST(Allocator, CountsBothKindsTogether) {
+  const Shared shared(64 * kMiB);
+  const auto memory = make_cpu_allocator();
+  memory->add_wire(shared.range());
+  void* a = memory->allocate(1000, HostMemory::wire);
+  void* b = memory->allocate(500);
+  EXPECT_EQ(memory->stats().live, 1500);
+  memory->free(a, 1000);
+  void* c = memory->allocate(200, HostMemory::wire);
+  EXPECT_EQ(memory->stats().live, 700);
+  EXPECT_EQ(memory->stats().peak, 1500);
+  EXPECT_EQ(memory->stats().allocations, 3);
+  memory->free(b, 500);
+  memory->free(c, 200);
+  EXPECT_EQ(memory->stats().live, 0);
+}
+
+TEST(Allocator, AFullRangeFallsBackToNormalMemory) {
+  const Shared shared(kMiB);
+  const auto memory = make_cpu_allocator();
+  memory->add_wire(shared.range());
+  void* first = memory->allocate(kMiB / 2, HostMemory::wire);
+  void* second = memory->allocate(kMiB, HostMemory::wire);
+  EXPECT_TRUE(shared.holds(first));
+  EXPECT_FALSE(shared.holds(second));
+  memory->free(second, kMiB);
+  memory->free(first, kMiB / 2);
+  void* whole = memory->allocate(kMiB, HostMemory::wire);
+  EXPECT_TRUE(shared.holds(whole));
+  memory->free(whole, kMiB);
+}
+
+TEST(Allocator, GivesPagesOfSharedMemoryBack) {
+  const Shared shared(256 * kMiB);
+  const auto memory = make_cpu_allocator();
+  memory->add_wire(shared.range());
+  void* once = memory->allocate(64 * kMiB, HostMemory::wire);
+  void* small = memory->allocate(kMiB, HostMemory::wire);
+  std::memset(once, 1, 64 * kMiB);
+  std::memset(small, 1, kMiB);
+  memory->free(once, 64 * kMiB);
+  EXPECT_GE(shared.resident(), static_cast<int64_t>(65 * kMiB));
+  // What is free now is too small for this: its pages would be on top of the peak.
+  void* large = memory->allocate(100 * kMiB, HostMemory::wire);
+  EXPECT_LE(shared.resident(), static_cast<int64_t>(2 * kMiB));
+  EXPECT_EQ(static_cast<char*>(small)[12345], 1);
+  memory->free(large, 100 * kMiB);
+  memory->free(small, kMiB);
+}
+
+}  // namespace
+}  // namespace sheaf
