@@ -122,8 +122,8 @@ def main():
     results = {case.name: run(case, options, probe) for case in chosen}
     best = report.best_probe(results)
     rows = [row for case in chosen for row in report.judge(case, results[case.name], best)]
-    print(f"{about['cpu']} (family/model {about['cpu_family_model']}), {about['cores']} cores, {about['threads']} threads; "
-          f"{' '.join(about['flags'])}")
+    print(f"{about['cpu']} (family/model {about['cpu_family_model']}), {about['cores']} cores, "
+          f"{about['threads']} threads; {' '.join(about['flags'])}")
     print(f"Sheaf {about['sheaf']}; PyTorch {about['torch']} ({about['torch_cpu_capability']}), "
           f"Python {about['python']}, {about['gcc']}, Linux {about['kernel']}")
     print(f"best probe: {best['gflops']:.0f} GFLOP/s fp32, copy {best['copy_gb_s']:.1f} GB/s; "

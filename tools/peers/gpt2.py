@@ -1,4 +1,5 @@
-"""GPT-2 in plain torch.nn: learned positions, pre-norm blocks, GELU (tanh), tied head. Sheaf's shapes and first weights."""
+"""GPT-2 in plain torch.nn: learned positions, pre-norm blocks, GELU (tanh), tied head; shapes and first weights are
+Sheaf's."""
 
 import math
 

@@ -72,9 +72,13 @@ class Row:
         return "yes" if self.ratio >= self.goal else "no"
 
 
+def _probes(sides):
+    return [p for side in sides.values() for block in side.blocks for p in (block.before, block.after)]
+
+
 def best_probe(results):
     """The highest of each peak that any probe of the run has seen."""
-    probes = [p for sides in results.values() for side in sides.values() for b in side.blocks for p in (b.before, b.after)]
+    probes = [p for sides in results.values() for p in _probes(sides)]
     return {key: max((p[key] for p in probes), default=0.0) for key in PROBED}
 
 
@@ -83,7 +87,7 @@ def _doubts(sides, best):
     for name, side in sides.items():
         if side.spread() > MOST_SPREAD:
             doubts.append(f"rounds of {name} spread {100 * side.spread():.0f} %")
-    probes = [p for side in sides.values() for b in side.blocks for p in (b.before, b.after)]
+    probes = _probes(sides)
     for key in PROBED:
         share = min((p[key] / best[key] for p in probes), default=1.0)
         if share < LEAST_PROBE:

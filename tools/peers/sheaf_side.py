@@ -19,7 +19,8 @@ class SheafSide(Side):
             done = subprocess.run(
                 [self.program, "bench", "step", "--filter", self.case.name, "--threads", str(self.threads),
                  "--samples", str(count), "--json", path],
-                env=environment(self.threads), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+                env=environment(self.threads), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                check=False)
             if done.returncode != 0:
                 raise Failed(last_line(done.stderr))
             with open(path, encoding="utf-8") as file:

@@ -1,5 +1,5 @@
-"""The sides of a comparison. Each gives the seconds of a few training steps whenever it is asked, so that the sides of a
-case take turns; each runs in processes of its own."""
+"""The sides of a comparison. Each gives the seconds of a few training steps whenever it is asked, so that the sides of
+a case take turns; each runs in processes of its own."""
 
 import json
 import os

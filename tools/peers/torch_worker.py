@@ -1,8 +1,8 @@
 """One case as PyTorch trains it, in a process of its own.
 
-Prints a JSON line per step: {"step", "timed", "seconds", "loss", "peak_rss_bytes"}, and {"ready": true} when it is warm.
-Then it times --samples steps; with --serve instead, for every number read from standard input, that many steps after one
-that is not timed, so that a block of steps does not pay for what ran on the machine before it.
+Prints a JSON line per step: {"step", "timed", "seconds", "loss", "peak_rss_bytes"}, and {"ready": true} when it is
+warm. Then it times --samples steps; with --serve instead, for every number read from standard input, that many steps
+after one that is not timed, so that a block of steps does not pay for what ran on the machine before it.
 """
 
 import argparse
