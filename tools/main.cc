@@ -80,7 +80,8 @@ int run(int argc, char** argv) {
       "sheaf launch --nproc-per-node N -- COMMAND ...\n"
       "Environment: SHEAF_TIMEOUT, seconds after which a collective that hangs ends the job (300); "
       "SHEAF_INIT_TIMEOUT, the "
-      "same for ranks that do not come (300).");
+      "same for ranks that do not come (300); SHEAF_COMM, shm or gloo: shared memory or TCP between "
+      "the ranks (auto: shared memory where they share a host).");
 
   sheaf::bench::Options bench;
   bench.program = "/proc/self/exe";
