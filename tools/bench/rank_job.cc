@@ -1,5 +1,6 @@
 #include "sheaf/tools/bench/rank_job.h"
 
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 
@@ -43,19 +44,24 @@ TemporaryFolder::~TemporaryFolder() {
 }
 
 Json run_ranks(const Session& session, const RankJob& job) {
-  const TemporaryFolder folder;
-  const std::string answer = folder.path() + "/answer.json";
-  distributed::LaunchOptions options;
-  options.nproc = job.ranks;
-  options.threads_per_rank = job.threads;
-  options.command = {session.options().program, "bench-rank"};
-  options.command.insert(options.command.end(), job.words.begin(), job.words.end());
-  options.command.push_back(answer);
-  const Variable communicator("SHEAF_COMM", job.communicator);
-  const int code = distributed::launch(options);
-  check<CommError>(code == 0, "[bench] ", job.ranks, " ranks of '", job.words.at(0),
-                   "' ended with code ", code);
-  return Json::parse(File::open<IoError>(answer).read_all(), answer);
+  int code = 0;
+  {
+    const TemporaryFolder folder;
+    const std::string answer = folder.path() + "/answer.json";
+    distributed::LaunchOptions options;
+    options.nproc = job.ranks;
+    options.threads_per_rank = job.threads;
+    options.command = {session.options().program, "bench-rank"};
+    options.command.insert(options.command.end(), job.words.begin(), job.words.end());
+    options.command.push_back(answer);
+    const Variable communicator("SHEAF_COMM", job.communicator);
+    code = distributed::launch(options);
+    if (code == 0) return Json::parse(File::open<IoError>(answer).read_all(), answer);
+  }
+  // The launcher keeps a signal to itself while ranks run; it was meant for all of us.
+  if (code > 128) std::raise(code - 128);
+  fail<CommError>("[bench] ", job.ranks, " ranks of '", job.words.at(0), "' ended with code ",
+                  code);
 }
 
 std::vector<double> numbers(const Json& array) {

@@ -55,8 +55,8 @@ void measure_fsdp(Session& session, const std::string& name, std::string_view st
   };
   for (int warm = 0; warm < 3; ++warm) one();
   // Starting ranks takes longer than a step of a small model: turns of several steps.
-  const bool quick = session.options().quick;
-  const int rounds = quick ? 1 : 3, steps = std::max(2, session.samples(30) / rounds);
+  const int samples = session.samples(30), rounds = std::min(3, (samples + 3) / 4),
+            steps = samples / rounds;
   std::vector<double> peers;
   for (int round = 0; round < rounds; ++round) {
     const Json answer = train_ranks(session, name, strategy, ranks, steps);
