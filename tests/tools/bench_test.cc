@@ -94,6 +94,7 @@ TEST(Bench, Gemm) {
   EXPECT_EQ(lines.size(), 3u);
   // A quick run takes an eighth of every size.
   for (const auto& [name, line] : lines) EXPECT_NEAR(work(line), 2.0 * 32 * 96 * 96, 1) << name;
+  EXPECT_EQ(bench("gemm", "head-and-loss-f32-256").size(), 1u);
 }
 
 TEST(Bench, Kernels) {

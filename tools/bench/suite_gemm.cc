@@ -1,6 +1,8 @@
 // gemm: the three products of a linear layer, at the shapes of GPT-2 124M, against oneDNN's plain
-// matmul; beside it the fraction of the machine's FMA peak, or of the tile peak for bf16.
+// matmul, and the head with its loss; beside it the fraction of the machine's FMA peak, or of the
+// tile peak for bf16.
 #include "sheaf/kernels/linear.h"
+#include "sheaf/kernels/linear_cross_entropy.h"
 #include "sheaf/kernels/matmul.h"
 #include "sheaf/tools/bench/array.h"
 #include "sheaf/tools/bench/plain_gemm.h"
@@ -69,6 +71,29 @@ void weight_gradient(const Size& s, DType dtype, std::vector<std::shared_ptr<voi
   peer = plain_gemm(transposed(dy), x, dw);
 }
 
+// The head with its loss and both gradients as one kernel, as training calls it: three products,
+// and the softmax between them. No library has it, so its peer is the machine's multiply-adds.
+void head_line(Session& session, DType dtype, int64_t rows) {
+  const std::string name = str("head-and-loss-", dtype, "-", rows, "x768x50257");
+  if (!session.wants("gemm", name)) return;
+  const bool quick = session.options().quick;
+  const Size s = quick ? Size{rows / 8, 96, 6282} : Size{rows, 768, 50257};
+  const Array x(dtype, {s.m, s.i}), w(dtype, {s.o, s.i}), dx(dtype, {s.m, s.i}),
+      dw(kF32, {s.o, s.i}), loss(kF32, {}), targets = Array::indices({s.m}, s.o);
+  Comparison c{.name = name, .unit = Unit::gigaflops};
+  c.amount = 6.0 * static_cast<double>(s.m * s.i * s.o);
+  c.peak = dtype == kBF16 ? Peak::bf16 : Peak::f32;
+  c.peer = "FMA peak";
+  c.peer_run = [&] { session.probe().run_fma(); };
+  c.peer_amount = session.probe().flops_per_piece();
+  std::unique_ptr<Scratch> scratch;
+  c.prepare = [&] {
+    scratch = std::make_unique<Scratch>(cpu::linear_cross_entropy_fused_workspace(x, w, dx, dw));
+  };
+  c.run = [&] { cpu::linear_cross_entropy_fused(x, w, targets, -1, loss, dx, dw, *scratch); };
+  session.compare("gemm", c);
+}
+
 }  // namespace
 
 void gemm_suite(Session& session) {
@@ -92,6 +117,8 @@ void gemm_suite(Session& session) {
           c.prepare = [&] { p.make(size, dtype, hold, c.run, c.peer_run); };
           session.compare("gemm", c);
         }
+  for (DType dtype : {kF32, kBF16})
+    for (int64_t rows : {256, 1024}) head_line(session, dtype, rows);
 }
 
 }  // namespace sheaf::bench
