@@ -16,12 +16,10 @@ class Counter {
   void add(int64_t bytes) {
     stats_.live += bytes;
     stats_.peak = std::max(stats_.peak, stats_.live);
-    ever_peak_ = std::max(ever_peak_, stats_.live);
     ++stats_.allocations;
   }
   void remove(int64_t bytes) { stats_.live -= bytes; }
   MemoryStats stats_;
-  int64_t ever_peak_ = 0;
 };
 
 class MetaAllocator : public Allocator {
@@ -48,8 +46,6 @@ class NormalMemory {
   void* allocate(size_t size) { return std::aligned_alloc(Arena::kAlign, size); }
   void free(void* block, size_t) { std::free(block); }
   size_t resident() const { return 0; }
-  size_t largest_resident() const { return 0; }
-  void release_largest() {}
 };
 #else
 using NormalMemory = Arena;
@@ -64,7 +60,6 @@ class CpuAllocator : public Allocator {
     if (!block) block = normal_.allocate(size);
     if (!block) fail<OutOfMemory>("[allocator] cannot allocate ", bytes, " bytes");
     counter_.add(bytes);
-    trim();
     return block;
   }
 
@@ -97,19 +92,6 @@ class CpuAllocator : public Allocator {
     size_t bytes = normal_.resident();
     for (const auto& wire : wires_) bytes += wire->resident();
     return bytes;
-  }
-  // Keeps the resident size within a sixteenth (and 8 MiB) of the most that was ever alive.
-  void trim() {
-    constexpr size_t kWorthwhile = 4 * 4096;
-    const size_t bound = counter_.ever_peak_ + counter_.ever_peak_ / 16 + (size_t{8} << 20);
-    while (resident() > bound) {
-      size_t most = normal_.largest_resident();
-      Arena* in = nullptr;
-      for (auto& wire : wires_)
-        if (const size_t bytes = wire->largest_resident(); bytes > most) most = bytes, in = wire.get();
-      if (most < kWorthwhile) return;
-      in ? in->release_largest() : normal_.release_largest();
-    }
   }
 
   mutable std::mutex mutex_;

@@ -44,6 +44,8 @@ void* Arena::allocate(size_t size) {
     top_ = offset + size;
   }
   used_ += size;
+  most_used_ = std::max(most_used_, used_);
+  trim();
   return base_ + offset;
 }
 
@@ -86,22 +88,20 @@ void Arena::take(size_t offset, size_t size) {
   if (rest.size > 0) insert(offset + size, rest);
 }
 
-Arena::Map::const_iterator Arena::largest() const {
-  return std::max_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
-    return a.second.resident < b.second.resident;
-  });
-}
-
-size_t Arena::largest_resident() const { return free_.empty() ? 0 : largest()->second.resident; }
-
-void Arena::release_largest() {
-  if (free_.empty()) return;
-  const auto it = free_.find(largest()->first);
-  const size_t from = (it->first + kPage - 1) / kPage * kPage, to = (it->first + it->second.size) / kPage * kPage;
-  // Of shared memory the pages themselves must go, not only this process's view of them.
-  if (to > from) madvise(base_ + from, to - from, shared_.base ? MADV_REMOVE : MADV_DONTNEED);
-  resident_free_ -= it->second.resident;
-  it->second.resident = 0;
+void Arena::trim() {
+  const size_t bound = most_used_ + most_used_ / 16 + (size_t{8} << 20);
+  while (resident() > bound) {
+    const auto largest = std::max_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
+      return a.second.resident < b.second.resident;
+    });
+    if (largest == free_.end() || largest->second.resident < 4 * kPage) return;
+    auto& [offset, block] = *largest;
+    const size_t from = (offset + kPage - 1) / kPage * kPage, to = (offset + block.size) / kPage * kPage;
+    // Of shared memory the pages themselves must go, not only this process's view of them.
+    if (to > from) madvise(base_ + from, to - from, shared_.base ? MADV_REMOVE : MADV_DONTNEED);
+    resident_free_ -= block.resident;
+    block.resident = 0;
+  }
 }
 
 }  // namespace sheaf

@@ -12,7 +12,9 @@
 namespace sheaf {
 
 /// Hands out blocks whose sizes are multiples of kAlign; blocks are split and merged. Takes pages where blocks are first
-/// touched and gives them back where it is told to. Not thread-safe.
+/// touched, and gives those of free blocks back when it holds a sixteenth (and 8 MiB) more than were ever in use at
+/// once. A bound over several arenas together would be closer, but they have their peaks at different times of a step:
+/// each would give back and fault in again, in every step, what another one has free. Not thread-safe.
 class Arena {
  public:
   static constexpr size_t kAlign = 128;
@@ -31,10 +33,6 @@ class Arena {
   bool holds(const void* block) const { return block >= base_ && block < base_ + range_; }
 
   size_t resident() const { return used_ + resident_free_; }  ///< upper bound of the bytes that hold pages
-  /// Resident bytes of the free block that has most of them.
-  size_t largest_resident() const;
-  /// Gives the pages of that block back to the system.
-  void release_largest();
 
  private:
   struct Free {
@@ -45,12 +43,12 @@ class Arena {
   void insert(size_t offset, Free f);
   Map::iterator absorb(Map::iterator it, Free& into);
   void take(size_t offset, size_t size);
-  Map::const_iterator largest() const;
+  void trim();
 
   SharedRange shared_;
   char* base_ = nullptr;
   size_t range_ = 0;
-  size_t top_ = 0, used_ = 0, resident_free_ = 0;
+  size_t top_ = 0, used_ = 0, most_used_ = 0, resident_free_ = 0;
   Map free_;                                     // by offset
   std::set<std::pair<size_t, size_t>> by_size_;  // (size, offset)
 };
