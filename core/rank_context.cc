@@ -17,7 +17,7 @@ thread_local RankContext* current_context = nullptr;
 RankContext& process_context() {
   static RankContext* context = [] {  // never destroyed: tensors in static objects may outlive it
     auto* c = new RankContext;
-    c->threads = available_cores();
+    c->threads = std::min(available_cores(), omp_get_max_threads());  // OMP_NUM_THREADS holds here too
     return c;
   }();
   return *context;

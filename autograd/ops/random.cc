@@ -123,8 +123,9 @@ struct Dropout {  // inputs x and, if derived from the recording, random_state
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (!c.needs(0)) return;
-    c.set(0, a.source.call < 0 ? apply<Dropout>(a, {c.grad()})
-                               : apply<Dropout>(a, {c.grad(), c.input(1)}));
+    std::vector<Tensor> inputs{c.grad()};
+    if (a.source.call >= 0) inputs.push_back(c.input(1));
+    c.set(0, apply(op_def<Dropout>(), &a, inputs)[0]);
   }
   static void describe(const Attrs& a, std::string& out) { out += str(a.p); }
 };
