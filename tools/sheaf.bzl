@@ -85,7 +85,16 @@ _SIMD = {
     "v4": ["-mprefer-vector-width=512", "-fno-weak", "-w"],
 }
 
-def sheaf_simd_library(name, kernel_srcs, srcs, hdrs = [], deps = [], copts = [], **kwargs):
+def sheaf_amx_library(name, srcs, **kwargs):
+    """A library whose code may run only where amx::available() (kernels/cpu/amx.h) says so."""
+    sheaf_library(
+        name = name,
+        srcs = srcs,
+        copts = ["-O3", "-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mavx512bf16"] + _SIMD["v4"],
+        **kwargs
+    )
+
+def sheaf_simd_library(name, kernel_srcs, srcs, hdrs = [], deps = [], dispatcher_deps = [], copts = [], **kwargs):
     """A library whose kernels are compiled once for x86-64-v3 and once for x86-64-v4.
 
     A kernel source opens `namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE`, which is v3 or v4; a source
@@ -97,6 +106,7 @@ def sheaf_simd_library(name, kernel_srcs, srcs, hdrs = [], deps = [], copts = []
       kernel_srcs: sources compiled twice.
       srcs: sources compiled once: the dispatcher.
       hdrs: headers of both.
+      dispatcher_deps: further libraries of the dispatcher.
       deps: libraries of both. Kernels must not include Eigen, whose inline code depends on -march.
       copts: further flags of both; kernels are built with -O3.
       **kwargs: passed on to all cc_library rules (testonly, tags, linkopts, ...).
@@ -125,7 +135,7 @@ def sheaf_simd_library(name, kernel_srcs, srcs, hdrs = [], deps = [], copts = []
     native.cc_library(
         name = name,
         srcs = srcs,
-        deps = [headers] + [name + "_" + level for level in _SIMD],
+        deps = [headers] + [name + "_" + level for level in _SIMD] + dispatcher_deps,
         copts = _copts(copts),
         linkstatic = True,
         visibility = visibility,

@@ -1,5 +1,6 @@
 #include "sheaf/kernels/attention.h"
 
+#include "sheaf/kernels/cpu/attention_amx.h"
 #include "sheaf/kernels/cpu/attention_blocks.h"
 #include "sheaf/kernels/cpu/simd.h"
 
@@ -38,6 +39,7 @@ size_t bytes(const View& q, int64_t slots, int64_t cells) {
 }  // namespace
 
 size_t attention_workspace(const View& q, const View& k) {
+  if (amx::accepts_attention(q, k)) return amx::attention_workspace(q, k);
   const AttentionShape s(q, k);
   return bytes(q, s.forward_slots(), s.forward_cells());
 }
@@ -49,10 +51,13 @@ void attention(const View& q, const View& k, const View& v, bool causal, double 
   check<ShapeError>(workspace.bytes >= attention_workspace(q, k),
                     "[attention] workspace too small: ", workspace.bytes);
   if (out.numel() == 0) return;
+  if (amx::accepts_attention(q, k))
+    return amx::attention(q, k, v, causal, scale, out, lse, workspace);
   (has_v4() ? v4::attention : v3::attention)(q, k, v, causal, scale, out, lse, workspace);
 }
 
 size_t attention_backward_workspace(const View& q, const View& k) {
+  if (amx::accepts_attention(q, k)) return amx::attention_backward_workspace(q, k);
   const AttentionShape s(q, k);
   return bytes(q, s.backward_slots(), s.backward_cells());
 }
@@ -67,6 +72,8 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
   check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k), "[", who,
                     "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] == 0) return;
+  if (amx::accepts_attention(q, k))
+    return amx::attention_backward(q, k, v, out, lse, dout, causal, scale, dq, dk, dv, workspace);
   (has_v4() ? v4::attention_backward : v3::attention_backward)(q, k, v, out, lse, dout, causal,
                                                                scale, dq, dk, dv, workspace);
 }

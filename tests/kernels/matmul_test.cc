@@ -54,7 +54,7 @@ Array random_transposed(DType d, const Shape& shape, int seed) {
 TEST(Matmul, EveryDTypeAndTranspose) {
   for (DType d : {kF32, kBF16, kF16, kF64})
     for (auto [m, n, k] :
-         {std::array<int64_t, 3>{5, 7, 3}, {64, 48, 33}, {1, 65, 129}, {130, 1, 40}, {17, 96, 1}})
+         {std::array<int64_t, 3>{5, 7, 3}, {64, 48, 33}, {1, 65, 129}, {130, 1, 40}, {17, 96, 1}, {65, 9, 63}})
       for (int transposes = 0; transposes < 4; ++transposes) {
         const Array a =
             transposes & 1 ? random_transposed(d, {m, k}, 1) : Array::random(d, {m, k}, 1);

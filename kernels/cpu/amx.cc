@@ -1,0 +1,31 @@
+#include "sheaf/kernels/cpu/amx.h"
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "sheaf/kernels/cpu/attention_amx.h"
+#include "sheaf/kernels/cpu/simd.h"
+
+namespace sheaf::kernels::cpu::amx {
+
+// This file is built for every machine; what needs tiles is called behind these two alone.
+
+bool available() {
+  static const bool has = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!has_v4() || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;  // AVX512_BF16
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!(d >> 22 & 1) || !(d >> 24 & 1)) return false;  // AMX-BF16, AMX-TILE
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(2): ARCH_REQ_XCOMP_PERM
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return has;
+}
+
+bool accepts_attention(const View& q, const View& k) {
+  return q.dtype == kBF16 && q.rank() == 4 && q.shape[3] % 32 == 0 && q.shape[3] > 0 && q.shape[3] <= 256 &&
+         q.numel() > 0 && k.numel() > 0 && available();
+}
+
+}  // namespace sheaf::kernels::cpu::amx

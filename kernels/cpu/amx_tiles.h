@@ -1,0 +1,135 @@
+// Blocks of 64 rows on AMX: the product of two blocks, and the two orders in which its operands must lie.
+//
+// A product C[m, n] += A[m, k] B[k, n] takes A in rows of bf16 and B in "pairs": row p holds, for every column j, the
+// words B[2p, j] and B[2p + 1, j] side by side (Intel's VNNI order). Two packs give every operand that attention needs
+// from rows r of bf16 x[r, d]:
+//   transpose_words   to[d / 2][r] = the words x[r, d], x[r, d + 1]     pairs of the transpose: B = xᵀ
+//   pair_rows         to[r / 2][d] = the words x[r, d], x[r + 1, d]     pairs of x itself:      B = x
+// and transpose_words of pair_rows gives the plain transpose xᵀ in rows, an A.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include <immintrin.h>
+
+#include "sheaf/core/dtype.h"
+
+namespace sheaf::kernels::cpu::amx {
+
+inline constexpr int64_t kBlockRows = 64;
+
+/// Gives this thread's tiles their shape, 16 rows of 64 bytes, while it lives.
+class TileScope {
+ public:
+  TileScope() {
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    _tile_loadconfig(&config);
+  }
+  ~TileScope() { _tile_release(); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+};
+
+/// c[m, n] = (or +=) a[m, k] b[k, n]; a in rows, b in pairs, c f32. m, n and k are multiples of 32. Strides in bytes.
+template <bool kAdd>
+inline void product(int64_t m, int64_t n, int64_t k, const void* a, int64_t a_stride, const void* b, int64_t b_stride,
+                    float* c, int64_t c_stride) {
+  const char *A = static_cast<const char*>(a), *B = static_cast<const char*>(b);
+  char* C = reinterpret_cast<char*>(c);
+  // g++ 12 does not know that a tile's load reads memory: what was written before must be there.
+  __asm__ volatile("" ::: "memory");
+  for (int64_t i = 0; i < m; i += 32)
+    for (int64_t j = 0; j < n; j += 32) {
+      char *c0 = C + i * c_stride + j * 4, *c1 = c0 + 16 * c_stride;
+      if constexpr (kAdd) {
+        _tile_loadd(0, c0, c_stride);
+        _tile_loadd(1, c0 + 64, c_stride);
+        _tile_loadd(2, c1, c_stride);
+        _tile_loadd(3, c1 + 64, c_stride);
+      } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+      for (int64_t l = 0; l < k; l += 32) {
+        const char *a0 = A + i * a_stride + l * 2, *b0 = B + l / 2 * b_stride + j * 4;
+        _tile_loadd(4, a0, a_stride);
+        _tile_loadd(6, b0, b_stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b0 + 64, b_stride);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, a0 + 16 * a_stride, a_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, c0, c_stride);
+      _tile_stored(1, c0 + 64, c_stride);
+      _tile_stored(2, c1, c_stride);
+      _tile_stored(3, c1 + 64, c_stride);
+    }
+  __asm__ volatile("" ::: "memory");
+}
+
+/// to[16][16] = the transpose of from[16][16], 32-bit elements; strides in elements.
+inline void transpose_16x16(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
+  const int32_t* f = static_cast<const int32_t*>(from);
+  int32_t* t = static_cast<int32_t*>(to);
+  __m512i r[16], s[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(f + i * from_stride);
+  for (int i = 0; i < 8; ++i)
+    s[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]),
+          s[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      r[4 * i + 2 * j] = _mm512_unpacklo_epi64(s[4 * i + j], s[4 * i + j + 2]);
+      r[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(s[4 * i + j], s[4 * i + j + 2]);
+    }
+  // r[4 i + c] holds, in its four 128-bit parts p, column 4 p + c of rows 4 i .. 4 i + 3.
+  for (int c = 0; c < 4; ++c) {
+    const __m512i low01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+    const __m512i low23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88),
+                  high23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+    _mm512_storeu_si512(t + c * to_stride, _mm512_shuffle_i32x4(low01, low23, 0x88));
+    _mm512_storeu_si512(t + (4 + c) * to_stride, _mm512_shuffle_i32x4(high01, high23, 0x88));
+    _mm512_storeu_si512(t + (8 + c) * to_stride, _mm512_shuffle_i32x4(low01, low23, 0xdd));
+    _mm512_storeu_si512(t + (12 + c) * to_stride, _mm512_shuffle_i32x4(high01, high23, 0xdd));
+  }
+}
+
+/// to[words][rows] = from[rows][words] of 32-bit words; both dense, sizes multiples of 16.
+inline void transpose_words(const void* from, int64_t rows, int64_t words, void* to) {
+  for (int64_t r = 0; r < rows; r += 16)
+    for (int64_t w = 0; w < words; w += 16)
+      transpose_16x16(static_cast<const int32_t*>(from) + r * words + w, words,
+                      static_cast<int32_t*>(to) + w * rows + r, rows);
+}
+
+/// Thirty-two words of two rows, side by side.
+inline void interleave(__m512i even, __m512i odd, void* to) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+  _mm512_storeu_si512(static_cast<char*>(to) + 64, _mm512_permutex2var_epi16(even, high, odd));
+}
+
+/// to[rows / 2][width] of pairs, from rows of bf16; both dense, rows even, width a multiple of 32.
+inline void pair_rows(const bf16* from, int64_t rows, int64_t width, void* to) {
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t d = 0; d < width; d += 32)
+      interleave(_mm512_loadu_si512(from + r * width + d), _mm512_loadu_si512(from + (r + 1) * width + d),
+                 static_cast<int32_t*>(to) + r / 2 * width + d);
+}
+
+/// Rounds 32 floats to bf16, to nearest even.
+inline __m512i to_bf16(__m512 low, __m512 high) {
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+}  // namespace sheaf::kernels::cpu::amx

@@ -1,0 +1,305 @@
+#include "sheaf/kernels/cpu/attention_amx.h"
+
+#include <cmath>
+#include <limits>
+
+#include "sheaf/kernels/cpu/amx_tiles.h"
+#include "sheaf/kernels/cpu/attention_blocks.h"
+#include "sheaf/kernels/cpu/row_math.h"
+
+namespace sheaf::kernels::cpu::amx {
+namespace {
+
+constexpr int64_t kB = kBlockRows;  // queries, and keys, of a block
+using L = Lanes<float>;
+
+/// One head of a [B, T, H, D] view.
+struct Head {
+  bf16* data;
+  int64_t stride, rows, width;
+  Head(const View& v, int64_t b, int64_t h)
+      : data(v.as<bf16>() + b * v.strides[0] + h * v.strides[2]), stride(v.strides[1]), rows(v.shape[1]), width(v.shape[3]) {}
+  bf16* operator[](int64_t t) const { return data + t * stride; }
+};
+
+/// to[kB, width] = the rows from `first` on; zeros past the last.
+void copy_block(const Head& from, int64_t first, bf16* to) {
+  const int64_t here = std::clamp<int64_t>(from.rows - first, 0, kB);
+  for (int64_t r = 0; r < here; ++r) std::memcpy(to + r * from.width, from[first + r], static_cast<size_t>(from.width) * 2);
+  std::fill_n(to + here * from.width, (kB - here) * from.width, bf16(0.0f));
+}
+
+struct Sizes : AttentionShape {
+  using AttentionShape::AttentionShape;
+  int64_t query_blocks() const { return (queries + kB - 1) / kB; }
+  int64_t key_blocks() const { return (keys + kB - 1) / kB; }
+  int64_t block() const { return kB * width; }  ///< elements of a block of rows
+  /// Key blocks that some query of query block i sees.
+  int64_t seen_blocks(int64_t i, bool causal) const {
+    const int64_t last = visible(std::min((i + 1) * kB, queries) - 1, causal);
+    return (last + kB - 1) / kB;
+  }
+  int64_t forward_items() const { return batch * heads * query_blocks(); }
+  int64_t backward_items() const { return batch * key_heads; }
+  int64_t forward_slots() const { return slot_count(forward_items(), 1); }
+  int64_t backward_slots() const { return slot_count(backward_items(), 1); }
+};
+
+size_t elements(int64_t n, size_t size) { return line_align(static_cast<size_t>(n) * size); }
+
+// ---- forward ----
+
+struct Forward {
+  const Sizes s;
+  const View &q, &k, &v, &out, &lse;
+  const bool causal;
+  const float scale;
+  bf16 *keys, *values, *queries, *p, *staging;
+  float *scores, *result;
+
+  static size_t bytes(const Sizes& s) {
+    return 2 * elements(s.key_blocks() * s.block(), 2) + 2 * elements(s.block(), 2) + elements(kB * kB, 2) +
+           elements(kB * kB, 4) + elements(s.block(), 4);
+  }
+
+  Forward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
+          bool causal_in, double scale_in, Workspace w)
+      : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), causal(causal_in), scale(static_cast<float>(scale_in)) {
+    Carver carver("attention", w);
+    keys = carver.take<bf16>(s.key_blocks() * s.block()), values = carver.take<bf16>(s.key_blocks() * s.block());
+    queries = carver.take<bf16>(s.block()), staging = carver.take<bf16>(s.block());
+    p = carver.take<bf16>(kB * kB), scores = carver.take<float>(kB * kB), result = carver.take<float>(s.block());
+  }
+
+  void load_keys(int64_t b, int64_t g) {
+    const Head kh(k, b, g), vh(v, b, g);
+    for (int64_t j = 0; j < s.key_blocks(); ++j) {
+      copy_block(kh, j * kB, staging);
+      transpose_words(staging, kB, s.width / 2, keys + j * s.block());
+      copy_block(vh, j * kB, staging);
+      pair_rows(staging, kB, s.width, values + j * s.block());
+    }
+  }
+
+  /// Softmax of one row of scores, of which `seen` count, into p, on top of what the earlier blocks left. Returns the
+  /// factor that those must be scaled by.
+  float softmax_row(const float* row, int64_t seen, bf16* to, float& most, float& total) const {
+    const L low(-std::numeric_limits<float>::infinity());
+    L x[kB / kLanes];
+    L top = low;
+    for (int c = 0; c < kB / kLanes; ++c) {
+      const auto n = static_cast<int>(std::clamp<int64_t>(seen - c * kLanes, 0, kLanes));
+      x[c].v = _mm512_mask_mul_ps(low.v, L::mask(n), _mm512_loadu_ps(row + c * kLanes), _mm512_set1_ps(scale));
+      top = max(x[c], top);
+    }
+    const float now = std::max(most, max_lane(top));
+    const L shift(now == -std::numeric_limits<float>::infinity() ? 0.0f : now);
+    L sum_of(0.0f);
+    for (int c = 0; c < kB / kLanes; ++c) x[c] = exp(x[c] - shift), sum_of = sum_of + x[c];
+    for (int c = 0; c < kB / kLanes; c += 2) _mm512_storeu_si512(to + c * kLanes, to_bf16(x[c].v, x[c + 1].v));
+    const float factor = now == most ? 1.0f : std::exp(most - now);
+    total = total * factor + sum(sum_of);
+    most = now;
+    return factor;
+  }
+
+  void run(int64_t b, int64_t h, int64_t i) {
+    const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width;
+    copy_block(Head(q, b, h), first, queries);
+    float most[kB], total[kB];
+    std::fill_n(most, kB, -std::numeric_limits<float>::infinity()), std::fill_n(total, kB, 0.0f);
+    const int64_t blocks = s.seen_blocks(i, causal);
+    for (int64_t j = 0; j < blocks; ++j) {
+      product<false>(kB, kB, d, queries, d * 2, keys + j * s.block(), kB * 4, scores, kB * 4);
+      for (int64_t r = 0; r < kB; ++r) {
+        const int64_t seen = r < here ? std::clamp<int64_t>(s.visible(first + r, causal) - j * kB, 0, kB) : 0;
+        const float factor = softmax_row(scores + r * kB, seen, p + r * kB, most[r], total[r]);
+        if (j > 0 && factor != 1.0f)
+          for (int64_t c = 0; c < d; c += kLanes) (L::load(result + r * d + c) * L(factor)).store(result + r * d + c);
+      }
+      if (j == 0)
+        product<false>(kB, d, kB, p, kB * 2, values, d * 4, result, d * 4);
+      else
+        product<true>(kB, d, kB, p, kB * 2, values + j * s.block(), d * 4, result, d * 4);
+    }
+    const Head to(out, b, h);
+    float* lse_row = lse.as<float>() + (b * s.heads + h) * s.queries + first;
+    for (int64_t r = 0; r < here; ++r) {
+      const L inverse(total[r] > 0 ? 1.0f / total[r] : 0.0f);
+      for (int64_t c = 0; c < d; c += kLanes)
+        store_lanes(to[first + r] + c, blocks == 0 ? L(0.0f) : L::load(result + r * d + c) * inverse);
+      lse_row[r] = total[r] > 0 ? most[r] + std::log(total[r]) : -std::numeric_limits<float>::infinity();
+    }
+  }
+};
+
+// ---- backward ----
+
+/// Works on transposed scores, [key][query]: then the probabilities are the A of dv = Pᵀ dout and dk = dSᵀ q as they
+/// are computed, and a row of them has its queries' lse and delta side by side.
+struct Backward {
+  const Sizes s;
+  const View &q, &k, &v, &out, &lse, &dout, &dq, &dk, &dv;
+  const bool causal;
+  const float scale;
+  bf16 *k_rows, *v_rows, *k_columns, *rows, *q_words, *q_pairs, *g_words, *g_pairs, *p, *ds, *ds_pairs;
+  float *dk_sum, *dv_sum, *scores, *dp, *dq_columns, *lse_of, *delta;
+
+  static size_t bytes(const Sizes& s) {
+    const int64_t all = s.key_blocks() * s.block();
+    return 3 * elements(all, 2) + 2 * elements(all, 4) + 5 * elements(s.block(), 2) + 3 * elements(kB * kB, 2) +
+           2 * elements(kB * kB, 4) + elements(s.block(), 4) + 2 * elements(kB, 4);
+  }
+
+  Backward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
+           const View& dout_in, const View& dq_in, const View& dk_in, const View& dv_in, bool causal_in, double scale_in,
+           Workspace w)
+      : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), dout(dout_in), dq(dq_in), dk(dk_in), dv(dv_in),
+        causal(causal_in), scale(static_cast<float>(scale_in)) {
+    Carver carver("attention_backward", w);
+    const int64_t all = s.key_blocks() * s.block();
+    k_rows = carver.take<bf16>(all), v_rows = carver.take<bf16>(all), k_columns = carver.take<bf16>(all);
+    dk_sum = carver.take<float>(all), dv_sum = carver.take<float>(all);
+    for (bf16** to : {&rows, &q_words, &q_pairs, &g_words, &g_pairs}) *to = carver.take<bf16>(s.block());
+    for (bf16** to : {&p, &ds, &ds_pairs}) *to = carver.take<bf16>(kB * kB);
+    scores = carver.take<float>(kB * kB), dp = carver.take<float>(kB * kB);
+    dq_columns = carver.take<float>(s.block());
+    lse_of = carver.take<float>(kB), delta = carver.take<float>(kB);
+  }
+
+  void run(int64_t b, int64_t g) {
+    const Head kh(k, b, g), vh(v, b, g);
+    for (int64_t j = 0; j < s.key_blocks(); ++j) {
+      bf16* at = k_rows + j * s.block();
+      copy_block(kh, j * kB, at);
+      pair_rows(at, kB, s.width, rows);
+      transpose_words(rows, kB / 2, s.width, k_columns + j * s.block());
+      copy_block(vh, j * kB, v_rows + j * s.block());
+    }
+    std::fill_n(dk_sum, s.key_blocks() * s.block(), 0.0f), std::fill_n(dv_sum, s.key_blocks() * s.block(), 0.0f);
+    for (int64_t h = g * s.group(); h < (g + 1) * s.group(); ++h)
+      for (int64_t i = 0; i < s.query_blocks(); ++i) query_block(b, h, i);
+    store(dk_sum, scale, Head(dk, b, g)), store(dv_sum, 1.0f, Head(dv, b, g));
+  }
+
+  void store(const float* from, float factor, const Head& to) const {
+    for (int64_t r = 0; r < to.rows; ++r)
+      for (int64_t c = 0; c < s.width; c += kLanes)
+        store_lanes(to[r] + c, L::load(from + r * s.width + c) * L(factor));
+  }
+
+  void query_block(int64_t b, int64_t h, int64_t i) {
+    const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width;
+    const Head oh(out, b, h), gh(dout, b, h), to(dq, b, h);
+    copy_block(Head(q, b, h), first, rows);
+    transpose_words(rows, kB, d / 2, q_words), pair_rows(rows, kB, d, q_pairs);
+    copy_block(gh, first, rows);
+    transpose_words(rows, kB, d / 2, g_words), pair_rows(rows, kB, d, g_pairs);
+    const float* lse_row = lse.as<float>() + (b * s.heads + h) * s.queries + first;
+    for (int64_t r = 0; r < kB; ++r) {
+      // Rows that are not there, and queries that see nothing, have probability 0 everywhere.
+      const bool sees = r < here && lse_row[r] > -std::numeric_limits<float>::infinity();
+      lse_of[r] = sees ? lse_row[r] : std::numeric_limits<float>::infinity();
+      delta[r] = 0.0f;
+      if (sees) {
+        L dot(0.0f);
+        for (int64_t c = 0; c < d; c += kLanes) dot = fma(load_lanes(oh[first + r] + c), load_lanes(rows + r * d + c), dot);
+        delta[r] = sum(dot);
+      }
+    }
+    const int64_t blocks = s.seen_blocks(i, causal);
+    if (blocks == 0) std::fill_n(dq_columns, s.block(), 0.0f);
+    for (int64_t j = 0; j < blocks; ++j) {
+      product<false>(kB, kB, d, k_rows + j * s.block(), d * 2, q_words, kB * 4, scores, kB * 4);
+      product<false>(kB, kB, d, v_rows + j * s.block(), d * 2, g_words, kB * 4, dp, kB * 4);
+      probabilities(first, j * kB);
+      product<true>(kB, d, kB, p, kB * 2, g_pairs, d * 4, dv_sum + j * s.block(), d * 4);
+      product<true>(kB, d, kB, ds, kB * 2, q_pairs, d * 4, dk_sum + j * s.block(), d * 4);
+      if (j == 0)
+        product<false>(d, kB, kB, k_columns, kB * 2, ds_pairs, kB * 4, dq_columns, kB * 4);
+      else
+        product<true>(d, kB, kB, k_columns + j * s.block(), kB * 2, ds_pairs, kB * 4, dq_columns, kB * 4);
+    }
+    for (int64_t r = 0; r < here; r += 16)
+      for (int64_t c = 0; c < d; c += 16) {
+        float tile[16 * 16];
+        transpose_16x16(dq_columns + c * kB + r, kB, tile, 16);
+        for (int64_t n = 0; n < std::min<int64_t>(16, here - r); ++n)
+          store_lanes(to[first + r + n] + c, L::load(tile + n * 16) * L(scale));
+      }
+  }
+
+  /// scores and dp, [key][query] -> p = exp(scale scores - lse), ds = p (dp - delta), and ds in pairs of keys.
+  void probabilities(int64_t first_query, int64_t first_key) {
+    const bool whole = first_key + kB <= s.keys && first_key + kB <= s.visible(first_query, causal);
+    const L factor(scale);
+    for (int64_t r = 0; r < kB; r += 2)
+      for (int64_t c = 0; c < kB; c += 32) {
+        __m512i ds_row[2];
+        for (int64_t n = 0; n < 2; ++n) {
+          L prob[2], grad[2];
+          for (int64_t m = 0; m < 2; ++m) {
+            const int64_t at = c + m * kLanes, cell = (r + n) * kB + at;
+            L e = exp(L::load(scores + cell) * factor - L::load(lse_of + at));
+            if (!whole) e.v = _mm512_maskz_mov_ps(seen(first_query + at, first_key + r + n), e.v);
+            prob[m] = e, grad[m] = e * (L::load(dp + cell) - L::load(delta + at));
+          }
+          _mm512_storeu_si512(p + (r + n) * kB + c, to_bf16(prob[0].v, prob[1].v));
+          ds_row[n] = to_bf16(grad[0].v, grad[1].v);
+          _mm512_storeu_si512(ds + (r + n) * kB + c, ds_row[n]);
+        }
+        interleave(ds_row[0], ds_row[1], reinterpret_cast<int32_t*>(ds_pairs) + r / 2 * kB + c);
+      }
+  }
+
+  /// Which of sixteen queries see a key.
+  __mmask16 seen(int64_t first_query, int64_t key) const {
+    if (key >= s.keys) return 0;
+    if (!causal) return 0xffff;
+    const int64_t unseen = std::clamp<int64_t>(key - (s.keys - s.queries) - first_query, 0, 16);
+    return static_cast<__mmask16>(0xffffu << unseen);
+  }
+};
+
+}  // namespace
+
+size_t attention_workspace(const View& q, const View& k) {
+  const Sizes s(q, k);
+  return Forward::bytes(s) * static_cast<size_t>(s.forward_slots());
+}
+
+void attention(const View& q, const View& k, const View& v, bool causal, double scale, const View& out, const View& lse,
+               Workspace workspace) {
+  const Sizes s(q, k);
+  const size_t each = Forward::bytes(s);
+  const int64_t per_key_head = s.group() * s.query_blocks();
+  parallel_slots(s.forward_items(), s.forward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
+    const TileScope tiles;
+    Forward head(s, q, k, v, out, lse, causal, scale,
+                 {static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * each, each});
+    for (int64_t item = begin, loaded = -1; item < end; ++item) {
+      const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads, rest = item % per_key_head;
+      if (pair != loaded) head.load_keys(b, g), loaded = pair;
+      head.run(b, g * s.group() + rest / s.query_blocks(), rest % s.query_blocks());
+    }
+  });
+}
+
+size_t attention_backward_workspace(const View& q, const View& k) {
+  const Sizes s(q, k);
+  return Backward::bytes(s) * static_cast<size_t>(s.backward_slots());
+}
+
+void attention_backward(const View& q, const View& k, const View& v, const View& out, const View& lse, const View& dout,
+                        bool causal, double scale, const View& dq, const View& dk, const View& dv, Workspace workspace) {
+  const Sizes s(q, k);
+  const size_t each = Backward::bytes(s);
+  parallel_slots(s.backward_items(), s.backward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
+    const TileScope tiles;
+    Backward head(s, q, k, v, out, lse, dout, dq, dk, dv, causal, scale,
+                  {static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * each, each});
+    for (int64_t item = begin; item < end; ++item) head.run(item / s.key_heads, item % s.key_heads);
+  });
+}
+
+}  // namespace sheaf::kernels::cpu::amx
