@@ -69,7 +69,8 @@ void check_inferred(const Tape& tape, NodeId id, const std::shared_ptr<Storage>&
   for (int o = 0; o < n.num_outputs; ++o) {
     const Type& have = tape.type(tape.output(n, o));
     const Type& want = infer.outputs[static_cast<size_t>(o)];
-    if (have.dtype != want.dtype || !(have.shape == want.shape))
+    const bool wide = n.op->stores_wide && o == 0 && is_wide_of(have.dtype, want.dtype);
+    if ((have.dtype != want.dtype && !wide) || !(have.shape == want.shape))
       report(out, id, "[", n.op->name, "] output ", o, " is ", have, ", its inputs give ", want.dtype, want.shape);
   }
   const MeshSpec* mesh = nullptr;
@@ -142,7 +143,9 @@ std::vector<Finding> check_cotangents(const Tape& tape) {
     const Type& g = tape.type(gradient);
     const Type& p = tape.type(primal);
     const bool both = p.layout.mesh() && g.layout.mesh();  // a constant of no mesh fits every layout
-    if (g.dtype != p.dtype || !(g.shape == p.shape) || (both && !(g.layout == p.layout.dual())))
+    // A gradient of a narrow leaf may be f32: then its slot is, too.
+    const bool wide = is_wide_of(g.dtype, p.dtype);
+    if ((g.dtype != p.dtype && !wide) || !(g.shape == p.shape) || (both && !(g.layout == p.layout.dual())))
       report(out, tape.value(gradient).producer, "%", gradient, " ", g, " is a gradient of %", primal, " ", p,
              " but not of its dual type ", p.dual());
   }

@@ -102,13 +102,18 @@ std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Te
   detail::place(op, attrs, inputs, coerced, infer.outputs);
   std::vector<OutputSpec> specs(infer.outputs.size());
   for (size_t i = 0; i < specs.size(); ++i) specs[i].type = infer.outputs[i];
-  if (into.to) {
+  // Memory wider than an op can fill is left to the caller, who converts what the op gives.
+  const bool wide = into.to && is_wide_of(into.to.dtype(), specs[0].type.dtype);
+  const bool placed = into.to && (!wide || op.stores_wide);
+  if (placed) {
+    if (wide) specs[0].type.dtype = into.to.dtype();
     check_type(op, specs[0].type, into.to);
     if (into.add && !op.can_add) fail<LifetimeError>("[", op.name, "] cannot add into given memory");
     specs[0].into = into.to;
   }
-  std::vector<Tensor> outputs = execute_node(op, attrs, inputs, specs, into.add);
-  if (Recording* r = Recording::current()) r->record(op, attrs, inputs, outputs, specs, into.add);
+  const bool add = placed && into.add;
+  std::vector<Tensor> outputs = execute_node(op, attrs, inputs, specs, add);
+  if (Recording* r = Recording::current()) r->record(op, attrs, inputs, outputs, specs, add);
   return outputs;
 }
 

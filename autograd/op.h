@@ -138,7 +138,8 @@ class Vjp {
   /// Where the first contribution to input i's gradient belongs, if it has a place of its own (a parameter's slot in
   /// its unit's buffer): pass it to apply() to store there without a copy. With `may_add`, later contributions too.
   Into into(int i, bool may_add = false) const;
-  /// The gradient of input i; its type must be the dual of the input's. Ignored unless needs(i).
+  /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
+  /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
   void set(int i, const Tensor& gradient);
 
   Vjp(Recording& recording, int32_t node, uint64_t needs) : recording_(recording), node_(node), needs_(needs) {}
@@ -158,6 +159,7 @@ struct OpDef {
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
   HostMemory memory;  ///< where fresh outputs lie: `wire` if other ranks will read them
+  bool stores_wide;  ///< stores output 0 in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
   uint64_t saved_inputs, saved_outputs;
   void (*infer)(const void*, Infer&);
@@ -196,6 +198,7 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
   if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;
+  if constexpr (requires { Op::kStoresWide; }) d.stores_wide = Op::kStoresWide;
   d.attrs_size = std::is_empty_v<Attrs> ? 0 : sizeof(Attrs);
   if constexpr (requires { Op::kSavedInputs; }) d.saved_inputs = Op::kSavedInputs;
   if constexpr (requires { Op::kSavedOutputs; }) d.saved_outputs = Op::kSavedOutputs;
@@ -244,6 +247,8 @@ std::vector<Tensor> apply_typed(const OpDef& op, const void* attrs, std::span<co
 std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                                  std::span<const OutputSpec> outputs, bool add = false);
 
+/// Inputs in braces. Where their number varies, fill a vector and call apply(op_def<Op>(), &attrs, inputs): g++ 12
+/// destroys too much when an element of a braced list inside `a ? b : c` throws.
 template <class Op>
 std::vector<Tensor> apply_all(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs,
                               const Into& into = {}) {

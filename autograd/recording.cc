@@ -113,16 +113,17 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   for (size_t o = 0; o < outputs.size(); ++o) {
     outputs[o].mutable_impl().recording = serial_;
     outputs[o].mutable_impl().value = first + static_cast<ValueId>(o);
-    Value& value = tape_.mutable_value(first + static_cast<ValueId>(o));
+    const ValueId v = first + static_cast<ValueId>(o);
     if (specs[o].within >= 0) {
-      value.base = first + specs[o].within;
-      value.byte_offset = specs[o].byte_offset;
+      tape_.mutable_value(v).base = first + specs[o].within;
+      tape_.mutable_value(v).byte_offset = specs[o].byte_offset;
     } else if (specs[o].into) {
-      value.base = value_of(specs[o].into);
-      if (value.base < 0) {  // memory that this recording has not met: it is a leaf that the op updates
-        value.base = leaf(specs[o].into, "memory");
+      ValueId base = value_of(specs[o].into);
+      if (base < 0) {  // memory that this recording has not met: it is a leaf that the op updates
+        base = leaf(specs[o].into, "memory");  // the tape's values move
         states_.resize(tape_.num_values());
       }
+      tape_.mutable_value(v).base = base;
     }
   }
   if (op.alias && outputs[0].storage() == inputs[0].storage()) tape_.mutable_value(first).view_of = ids[0];
@@ -351,16 +352,19 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   phase_ = phase_before;
 }
 
-void Recording::accumulate(NodeId node, ValueId v, const Tensor& g) {
+void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const Type& primal = tape_.type(v);
-  const bool dual = g.dtype() == primal.dtype && g.shape() == primal.shape &&
+  // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
+  const bool to_slot = state(v).group && to_groups_, wide = is_wide_of(g.dtype(), primal.dtype);
+  if (wide && !to_slot) g = cast(g, primal.dtype);
+  const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
                     (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual());
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", backward_path_, ": gradient ", g.type(),
                          " is not the dual of its value ", primal);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
   ValueState& s = state(v);
-  if (!s.group || !to_groups_) {
+  if (!to_slot) {
     Tensor& sum = gradients_[v];
     sum = sum ? add(sum, g) : g;
     return;

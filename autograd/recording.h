@@ -118,7 +118,7 @@ class Recording {
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
   void release_saves(NodeId node);
   void reverse(const Tensor& y, bool to_groups, bool keep);
-  void accumulate(NodeId node, ValueId v, const Tensor& gradient);
+  void accumulate(NodeId node, ValueId v, Tensor gradient);
   void finish_groups(NodeId node);
   Tensor seed_for(const Tensor& y) const;
 

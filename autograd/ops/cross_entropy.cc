@@ -74,6 +74,7 @@ struct LinearCrossEntropyAttrs {
 
 struct LinearCrossEntropyBackward {  // x, weight, targets, lse, dloss -> [dweight] [, dx]
   static constexpr const char* kName = "linear_cross_entropy_backward";
+  static constexpr bool kStoresWide = true;  // output 0 is dweight, unless only dx is wanted
   using Attrs = LinearCrossEntropyAttrs;
   static void infer(const Attrs& a, Infer& c) {
     if (a.dweight) c.output(c.dtype(1), c.shape(1));
@@ -171,7 +172,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   static void infer(const Attrs&, Infer& c) {
     LinearCrossEntropy::check(kName, c);
     c.output(statistics_dtype(c.dtype(0)), {});
-    c.output(c.dtype(1), c.shape(1));
+    c.output(statistics_dtype(c.dtype(1)), c.shape(1));  // a sum over all rows
     c.output(c.dtype(0), c.shape(0));
   }
   static void place(const Attrs&, Place& p) {
@@ -220,9 +221,8 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   const IgnoreAttrs attrs{options.ignore_index};
   const Tensor rows = dense_rows(x);
   const bool fused = Recording::current() && !options.recompute;
-  const auto out = fused ? apply_all<LinearCrossEntropyFused>(attrs, {rows, weight, targets})
-                         : apply_all<LinearCrossEntropy>(attrs, {rows, weight, targets});
-  return averaged(out[0], targets, options);
+  const OpDef& op = fused ? op_def<LinearCrossEntropyFused>() : op_def<LinearCrossEntropy>();
+  return averaged(apply(op, &attrs, std::vector<Tensor>{rows, weight, targets})[0], targets, options);
 }
 
 }  // namespace sheaf

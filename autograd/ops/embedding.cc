@@ -14,7 +14,7 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
   struct Attrs {
     int64_t vocabulary;
   };
-  static constexpr bool kCanAdd = true;
+  static constexpr bool kCanAdd = true, kStoresWide = true;
   static constexpr uint64_t kSavedInputs = 0b01;
   static void infer(const Attrs& a, Infer& c) {
     Shape rows = c.shape(0);

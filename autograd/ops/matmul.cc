@@ -20,6 +20,7 @@ Tensor times(const Tensor& x, const Tensor& weight) {
 
 struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
   static constexpr const char* kName = "linear_weight_gradient";
+  static constexpr bool kStoresWide = true;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs&, Infer& c) {
@@ -60,6 +61,7 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
 
 struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
   static constexpr const char* kName = "linear_bias_gradient";
+  static constexpr bool kStoresWide = true;
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), {c.shape(0).back()}); }
   static void place(const Attrs&, Place& p) {
@@ -212,7 +214,9 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
 Tensor matmul(const Tensor& a, const Tensor& b) { return apply<Matmul>({}, {a, b}); }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
-  return bias ? apply<Linear>({}, {x, weight, dense_rows(bias)}) : apply<Linear>({}, {x, weight});
+  std::vector<Tensor> inputs{x, weight};
+  if (bias) inputs.push_back(dense_rows(bias));
+  return std::move(apply(op_def<Linear>(), nullptr, inputs)[0]);
 }
 
 }  // namespace sheaf

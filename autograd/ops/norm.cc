@@ -26,8 +26,9 @@ struct NormBackward {  // dy, x, rstd [, mean] [, weight] -> [dx] [, dweight] [,
   static void infer(const Attrs& a, Infer& c) {
     const Shape vector{c.shape(1).back()};
     if (a.dx) c.output(c.dtype(1), c.shape(1));
-    if (a.dweight) c.output(c.dtype(1), vector);
-    if (a.dbias) c.output(c.dtype(1), vector);
+    const DType sum = statistics_dtype(c.dtype(1));
+    if (a.dweight) c.output(sum, vector);
+    if (a.dbias) c.output(sum, vector);
   }
   static void place(const Attrs& a, Place& p) {
     const int n = a.num_outputs();
@@ -104,11 +105,10 @@ struct LayerNorm {  // x [, weight] [, bias] -> y, mean, rstd
     const int bias = 1 + a.has_weight;
     const NormBackwardAttrs attrs{true, a.has_weight != 0, c.needs(0), a.has_weight && c.needs(1),
                                   a.has_bias && c.needs(bias)};
-    const Tensor dy = dense_rows(c.grad());
-    const std::vector<Tensor> d =
-        a.has_weight
-            ? apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(2), c.output(1), c.input(1)})
-            : apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(2), c.output(1)});
+    std::vector<Tensor> inputs{dense_rows(c.grad())};
+    for (const Tensor& t : {c.input(0), c.output(2), c.output(1)}) inputs.push_back(t);
+    if (a.has_weight) inputs.push_back(c.input(1));
+    const std::vector<Tensor> d = apply(op_def<NormBackward>(), &attrs, inputs);
     size_t o = 0;
     if (attrs.dx) c.set(0, d[o++]);
     if (attrs.dweight) c.set(1, d[o++]);
@@ -143,10 +143,10 @@ struct RmsNorm {  // x [, weight] -> y, rstd
   static void vjp(const Attrs& a, Vjp& c) {
     const NormBackwardAttrs attrs{false, a.has_weight != 0, c.needs(0), a.has_weight && c.needs(1),
                                   false};
-    const Tensor dy = dense_rows(c.grad());
-    const std::vector<Tensor> d =
-        a.has_weight ? apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(1), c.input(1)})
-                     : apply_all<NormBackward>(attrs, {dy, c.input(0), c.output(1)});
+    std::vector<Tensor> inputs{dense_rows(c.grad())};
+    for (const Tensor& t : {c.input(0), c.output(1)}) inputs.push_back(t);
+    if (a.has_weight) inputs.push_back(c.input(1));
+    const std::vector<Tensor> d = apply(op_def<NormBackward>(), &attrs, inputs);
     size_t o = 0;
     if (attrs.dx) c.set(0, d[o++]);
     if (attrs.dweight) c.set(1, d[o]);
@@ -166,8 +166,9 @@ Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const NormAttrs attrs{eps, weight.defined(), 0};
-  return weight ? apply_all<RmsNorm>(attrs, {dense_rows(x), dense_rows(weight)})[0]
-                : apply_all<RmsNorm>(attrs, {dense_rows(x)})[0];
+  std::vector<Tensor> inputs{dense_rows(x)};
+  if (weight) inputs.push_back(dense_rows(weight));
+  return apply(op_def<RmsNorm>(), &attrs, inputs)[0];
 }
 
 }  // namespace sheaf

@@ -20,13 +20,16 @@ void check_shapes(const View& tokens, const View& table, const View& rows) {
   expected.push_back(table.rank() == 2 ? table.shape[1] : -1);
   check<ShapeError>(rows.shape == expected, "[embedding] tokens ", tokens.shape, ", table ",
                     table.shape, ", rows ", rows.shape);
-  check<DTypeError>(rows.dtype == table.dtype, "[embedding] rows of ", rows.dtype,
-                    " of a table of ", table.dtype);
+}
+void check_dtypes(const View& rows, const View& table, bool wide) {
+  check<DTypeError>(
+      rows.dtype == table.dtype || (wide && is_wide_of(table.dtype, rows.dtype)),
+      "[embedding] rows of ", rows.dtype, " and a table of ", table.dtype);
 }
 
 /// Adds rows to the table one by one, in row order. Threads share columns, never rows.
-template <class T>
-void scatter(const Indices& token, const Rows<T>& from, const Rows<T>& to, bool accumulate) {
+template <class From, class T>
+void scatter(const Indices& token, const Rows<From>& from, const Rows<T>& to, bool accumulate) {
   const int64_t count = token.count(), width = to.cols(), steps = (width + kLanes - 1) / kLanes;
   if (!accumulate)
     parallel_for(to.count(), row_grain(width), [&](int64_t begin, int64_t end) {
@@ -36,7 +39,7 @@ void scatter(const Indices& token, const Rows<T>& from, const Rows<T>& to, bool 
     const int64_t first = begin * kLanes, last = std::min(end * kLanes, width);
     for (int64_t r = 0; r < count; ++r) {
       T* row = to[token[r]] + first;
-      const T* g = from[r] + first;
+      const From* g = from[r] + first;
       for_lanes(last - first, [&](int64_t i, auto n) {
         store_lanes(row + i, load_lanes(row + i, n) + load_lanes(g + i, n), n);
       });
@@ -82,7 +85,7 @@ void check_tokens(const char* who, const View& tokens, int64_t vocabulary, int64
 }
 
 void embedding(const View& tokens, const View& table, const View& out) {
-  check_shapes(tokens, table, out);
+  check_shapes(tokens, table, out), check_dtypes(out, table, false);
   const Indices token("embedding", tokens);
   visit_floating("embedding", table.dtype, [&]<class T>() {
     const Rows<T> from("embedding", table), to("embedding", out);
@@ -107,16 +110,16 @@ size_t embedding_backward_workspace(const View& tokens, const View& dout, const 
 void embedding_backward(const View& tokens, const View& dout, const View& dtable, bool accumulate,
                         Workspace workspace) {
   const char* who = "embedding_backward";
-  check_shapes(tokens, dtable, dout);
+  check_shapes(tokens, dtable, dout), check_dtypes(dout, dtable, true);
   check_tokens(who, tokens, dtable.shape[0]);
   if (dtable.numel() == 0) return;
   const Indices token(who, tokens);
-  visit_floating(who, dtable.dtype, [&]<class T>() {
-    const Rows<T> from(who, dout), to(who, dtable);
-    if constexpr (std::is_same_v<T, ComputeType<T>>)
-      scatter<T>(token, from, to, accumulate);
-    else
-      scatter_chained<T>(token, from, to, accumulate, workspace);
+  visit_floating(who, dout.dtype, [&]<class T>() {
+    using C = ComputeType<T>;
+    const Rows<T> from(who, dout);
+    if (dtable.dtype == dtype_of<C>) return scatter(token, from, Rows<C>(who, dtable), accumulate);
+    if constexpr (!std::is_same_v<T, C>)
+      scatter_chained<T>(token, from, Rows<T>(who, dtable), accumulate, workspace);
   });
 }
 
