@@ -70,6 +70,7 @@ void GatherSchedule::use(Unit& unit) {
   }
   discard_pending(&unit);
   if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
+  unit.take_back_lent();
   unit.state_ = State::open;
   if (Recording* r = Recording::current()) r->use_group(&unit);
   const std::vector<Unit*>& order = order_[recording_pass_];

@@ -34,7 +34,7 @@ FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
 }
 
 Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
-           std::shared_ptr<GatherSchedule> schedule)
+           std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute)
     : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(mesh), axis_(axis),
       strategy_(mesh ? strategy : Strategy::none), schedule_(std::move(schedule)) {
   where_.resize(leaves_.size());
@@ -47,6 +47,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
       buffers_.push_back({});
       it = std::prev(buffers_.end());
       it->dtype = leaf.dtype;
+      it->compute = compute.value_or(leaf.dtype);
       it->trainable = leaf.trainable;
     }
     where_[i] = {static_cast<int>(it - buffers_.begin()), static_cast<int>(it->leaves.size())};
@@ -67,19 +68,20 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
 
 Unit::~Unit() { schedule_->remove(this); }
 
-Type Unit::buffer_type(const FlatBuffer& b, const Placement& p) const {
-  return {b.dtype, {b.layout.total}, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
+Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Placement& p) const {
+  return {dtype, {b.layout.total}, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
 }
 
-Type Unit::value_type(int leaf, const Placement& p) const {
-  return {leaves_[leaf].dtype, leaves_[leaf].shape, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
+Type Unit::leaf_in(int leaf, DType dtype, const Placement& p) const {
+  return {dtype, leaves_[leaf].shape, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
 }
 
 Type Unit::leaf_type(int leaf) const {
-  if (strategy_ < Strategy::shard_grad_op) return value_type(leaf, Placement::invariant());
+  const DType dtype = leaves_[leaf].dtype;
+  if (strategy_ < Strategy::shard_grad_op) return leaf_in(leaf, dtype, Placement::invariant());
   const auto [b, position] = where_[leaf];
   const FlatLayout& l = buffers_[b].layout;
-  return value_type(leaf, Placement::shard(OwnershipMap::flat(l.chunk, l.offsets[position])));
+  return leaf_in(leaf, dtype, Placement::shard(OwnershipMap::flat(l.chunk, l.offsets[position])));
 }
 
 void Unit::allocate(Device device) {
@@ -87,7 +89,7 @@ void Unit::allocate(Device device) {
   for (FlatBuffer& b : buffers_) {
     const Placement rest = strategy_ >= Strategy::shard_grad_op
                                ? Placement::shard(OwnershipMap::flat(b.layout.chunk)) : Placement::invariant();
-    const OutputSpec spec{buffer_type(b, rest), {}, -1, 0};
+    const OutputSpec spec{buffer_type(b, b.dtype, rest), {}, -1, 0};
     b.shard = gathers() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
                         : full_of(spec.type, 0.0);
   }
@@ -122,7 +124,7 @@ void Unit::zero_grad() {
 int64_t Unit::gathered_bytes() const {
   int64_t bytes = 0;
   if (gathers())
-    for (const FlatBuffer& b : buffers_) bytes += b.layout.total * static_cast<int64_t>(size_of(b.dtype));
+    for (const FlatBuffer& b : buffers_) bytes += b.layout.total * static_cast<int64_t>(size_of(b.compute));
   return bytes;
 }
 
@@ -177,24 +179,40 @@ Tensor Unit::value(int index) {
   return values_[index];
 }
 
-// Without communication the masters are the values: I → R and S → R on one rank move nothing.
-void Unit::views_of_masters() {
-  std::vector<OutputSpec> specs;
-  std::vector<Tensor> shards;
-  const Placement whole = Placement::replicate();
+std::vector<Tensor> Unit::to_gather() const {
+  std::vector<Tensor> out;
+  Recording* r = Recording::current();
   for (const FlatBuffer& b : buffers_) {
-    shards.push_back(b.shard);
-    specs.push_back({buffer_type(b, whole), b.shard, -1, 0});
+    if (r) r->leaf(b.shard, b.name);
+    OutputSpec spec{b.shard.type(), {}, -1, 0};
+    spec.type.dtype = b.compute;
+    out.push_back(b.compute == b.dtype
+                      ? b.shard
+                      : apply_typed(UnitOps::cast_shard(), nullptr, std::span(&b.shard, 1), std::span(&spec, 1))[0]);
   }
+  return out;
+}
+
+std::vector<OutputSpec> Unit::gathered_specs() const {
+  std::vector<OutputSpec> specs;
+  const Placement whole = Placement::replicate();
+  for (const FlatBuffer& b : buffers_) specs.push_back({buffer_type(b, b.compute, whole), {}, -1, 0});
   for (int i = 0; i < num_leaves(); ++i) {
     const auto [b, position] = where_[i];
-    specs.push_back({value_type(i, whole), {}, b,
-                     buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
+    const DType dtype = buffers_[b].compute;
+    specs.push_back({leaf_in(i, dtype, whole), {}, b,
+                     buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(dtype))});
   }
+  return specs;
+}
+
+// Without communication the masters are the values: I → R and S → R on one rank move nothing.
+void Unit::views_of_masters() {
   const PathScope path(name_);
   Recording* r = Recording::current();
-  if (r)
-    for (const FlatBuffer& b : buffers_) r->leaf(b.shard, b.name);
+  const std::vector<Tensor> shards = to_gather();
+  std::vector<OutputSpec> specs = gathered_specs();
+  for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = shards[b];
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
   std::vector<Tensor> outputs = apply_typed(UnitOps::open(), &attrs, shards, specs);
   std::move(outputs.begin() + static_cast<int64_t>(buffers_.size()), outputs.end(), values_.begin());
@@ -213,34 +231,38 @@ void Unit::bind() {
 }
 
 void Unit::issue_gather(bool prefetched) {
-  std::vector<OutputSpec> specs;
-  std::vector<Tensor> shards;
-  const Placement whole = Placement::replicate();
-  for (const FlatBuffer& b : buffers_) {
-    shards.push_back(b.shard);
-    specs.push_back({buffer_type(b, whole), {}, -1, 0});
-  }
-  for (int i = 0; i < num_leaves(); ++i) {
-    const auto [b, position] = where_[i];
-    specs.push_back({value_type(i, whole), {}, b,
-                     buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
-  }
   const PathScope path(name_);
   Recording* r = Recording::current();
+  const std::vector<Tensor> shards = to_gather();
   if (r) {
-    for (const FlatBuffer& b : buffers_) r->leaf(b.shard, b.name);
     const bool mirror = mirror_next_ && (prefetched || r->in_backward());
     r->flag_next((prefetched ? Node::kPrefetched : 0) | (mirror ? Node::kMirror : 0));
   }
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  std::vector<Tensor> outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, specs);
+  std::vector<Tensor> outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, gathered_specs());
   const auto split = outputs.begin() + static_cast<int64_t>(buffers_.size());
   gathered_.assign(outputs.begin(), split);
+  for (size_t b = 0; b < buffers_.size(); ++b)
+    if (buffers_[b].compute != buffers_[b].dtype) lent_.push_back(shards[b]);
   std::move(split, outputs.end(), values_.begin());
   recording_ = r ? r->serial() : 0;
   state_ = State::in_flight;
   if (r) bind();
   schedule_->note_gathered();
+}
+
+// What was cast for the gather comes back where the unit is opened, by a node, and not when the lane happens to be done.
+void Unit::take_back_lent() {
+  if (lent_.empty()) return;
+  const PathScope path(name_);
+  std::vector<Tensor> lent = gathered_;
+  lent.insert(lent.end(), lent_.begin(), lent_.end());
+  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(gathered_.size())};
+  if (const Recording* r = Recording::current(); r && r->serial() == recording_)
+    apply_typed(UnitOps::complete(), &attrs, lent, {});
+  else
+    execute_node(UnitOps::complete(), &attrs, lent, {});
+  lent_.clear();
 }
 
 void Unit::discard_gathered() {
@@ -255,6 +277,7 @@ void Unit::discard_gathered() {
     execute_node(UnitOps::discard(), &attrs, gathered_, {});
   }
   gathered_.clear();
+  lent_.clear();
   std::fill(values_.begin(), values_.end(), Tensor());
   state_ = State::closed;
 }
@@ -269,14 +292,14 @@ Tensor Unit::slot(int index) {
     for (size_t b = 0; b < buffers_.size(); ++b) {
       if (!buffers_[b].trainable) continue;
       buffer_of.push_back(static_cast<int>(b));
-      specs.push_back({buffer_type(buffers_[b], Placement::partial()), {}, -1, 0});
+      specs.push_back({buffer_type(buffers_[b], buffers_[b].dtype, Placement::partial()), {}, -1, 0});
     }
     for (int i = 0; i < num_leaves(); ++i) {
       if (!leaves_[i].trainable) continue;
       const auto [b, position] = where_[i];
       const int within = static_cast<int>(std::find(buffer_of.begin(), buffer_of.end(), b) - buffer_of.begin());
       leaf_of.push_back(i);
-      specs.push_back({value_type(i, Placement::partial()), {}, within,
+      specs.push_back({leaf_in(i, leaves_[i].dtype, Placement::partial()), {}, within,
                        buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
     }
     const DeviceScope device(buffers_[0].shard.device());

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,7 +50,8 @@ struct FlatLayout {
 /// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen.
 struct FlatBuffer {
   std::string name;
-  DType dtype = kF32;
+  DType dtype = kF32;       ///< of the master values, and of gradients and what is reduced
+  DType compute = kF32;     ///< of the values that are gathered for compute
   bool trainable = true;
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
@@ -68,9 +70,10 @@ struct LocalPiece {
 /// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
 class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
  public:
-  /// `mesh` may be null (Strategy::none). `schedule` is shared by the units of one model.
+  /// `mesh` may be null (Strategy::none). `schedule` is shared by the units of one model. `compute`, if given, is what
+  /// the masters are cast to before they are gathered; gradients and their reduction stay in the masters' dtype.
   Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
-       std::shared_ptr<GatherSchedule> schedule);
+       std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute = std::nullopt);
   ~Unit() override;
 
   // --- a module's scope ---
@@ -107,6 +110,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   // --- for the schedule ---
   int64_t gathered_bytes() const;
   void issue_gather(bool prefetched);
+  void take_back_lent();
   void discard_gathered();
   void complete_reduction();
 
@@ -121,8 +125,11 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
 
   bool communicates() const { return mesh_ && mesh_->size(axis_) > 1; }
   bool gathers() const { return communicates() && strategy_ >= Strategy::shard_grad_op; }
-  Type buffer_type(const FlatBuffer& b, const Placement& p) const;
-  Type value_type(int leaf, const Placement& p) const;
+  Type buffer_type(const FlatBuffer& b, DType dtype, const Placement& p) const;
+  Type leaf_in(int leaf, DType dtype, const Placement& p) const;
+  /// The masters as they are gathered, and the types of the buffers and of the values in them.
+  std::vector<Tensor> to_gather() const;
+  std::vector<OutputSpec> gathered_specs() const;
   void open();
   void bind();
   void views_of_masters();
@@ -143,6 +150,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   uint64_t recording_ = 0;         // that knows the gathered values; 0 for none
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
   std::vector<Tensor> gathered_;   // one per buffer
+  std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
   struct Reduction { std::vector<Tensor> slots, reduced; };  // reduced goes first and waits for its lane

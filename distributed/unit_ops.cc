@@ -41,6 +41,13 @@ struct Resting {
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), fill, c.output(0), 0.0); }
 };
 
+struct CastShard {
+  static constexpr const char* kName = "cast_shard";
+  static constexpr HostMemory kMemory = HostMemory::wire;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0)); }
+};
+
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -137,6 +144,7 @@ struct Complete {
 }  // namespace
 
 const OpDef& UnitOps::resting() { return op_def<Resting>(); }
+const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
 const OpDef& UnitOps::all_gather() { return op_def<AllGather>(); }
 const OpDef& UnitOps::open() { return op_def<Open>(); }
 const OpDef& UnitOps::discard() { return op_def<Discard>(); }

@@ -11,6 +11,7 @@ struct UnitOps {
     int32_t buffers;  ///< inputs that are buffers; the outputs begin with as many
   };
   static const OpDef& resting();         ///< → a shard at rest, in wire memory, filled with zeros
+  static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
   static const OpDef& all_gather();      ///< shards → buffers, then the parameters inside them
   static const OpDef& open();            ///< the same without communication: the shards are the buffers
   static const OpDef& discard();         ///< buffers →
@@ -18,7 +19,7 @@ struct UnitOps {
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
   static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
   static const OpDef& all_reduce();      ///< slot buffers, in place
-  static const OpDef& complete();        ///< reduced shards, slot buffers → : the lent buffers are back
+  static const OpDef& complete();        ///< results, what a collective was lent → : it is back
 };
 
 }  // namespace sheaf

@@ -53,7 +53,7 @@ struct OptimizationConfig {
   int64_t eval_tokens = 0;          ///< targets per evaluation; 0: the whole validation split
   int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
-  std::string dtype = "f32";        ///< of the computation: "f32"
+  std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" with f32 masters, gradients, statistics
 };
 
 /// [sharding] Who holds what.

@@ -16,6 +16,7 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   options.axis = "data";
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
+  if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
   if (config.sharding.units == "block")
     options.units = nn::units_where([&model](nn::Module& m, const std::string&) { return model.is_block(m); });
   else if (config.sharding.units == "count")

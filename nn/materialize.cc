@@ -79,7 +79,8 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable()});
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), mark ? mark->mesh : nullptr, mark ? mark->axis : 0,
-                                     mark ? mark->strategy : Strategy::none, schedule);
+                                     mark ? mark->strategy : Strategy::none, schedule,
+                                     mark ? mark->compute_dtype : std::nullopt);
   unit->allocate(device);
   for (size_t i = 0; i < node.leaves.size(); ++i) {
     node.leaves[i].state().unit = unit;

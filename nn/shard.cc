@@ -78,6 +78,9 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.axis = mesh.spec ? mesh.spec->axis(options.axis) : 0;
   mark.strategy = mesh.spec ? options.strategy.value : Strategy::none;
   mark.prefetch_bytes = options.prefetch_bytes;
+  mark.compute_dtype = options.compute_dtype;
+  if (mark.compute_dtype && *mark.compute_dtype != kBF16 && *mark.compute_dtype != kF32 && *mark.compute_dtype != kF64)
+    fail<ConfigError>("[shard] compute_dtype ", *mark.compute_dtype, ": it is bf16, f32 or f64");
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
     fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
                       mesh.spec->size(mark.axis));

@@ -13,6 +13,7 @@ struct Module::UnitMark {
   int axis = 0;
   Strategy strategy = Strategy::none;
   int64_t prefetch_bytes = -1;
+  std::optional<DType> compute_dtype = std::nullopt;
 };
 
 struct ModuleAccess {

@@ -286,7 +286,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
       {"train.log_every", &t.log_every, "steps between lines of metrics.jsonl", any, 1},
       {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
-      {"train.dtype", &t.dtype, "of the computation", {"f32"}, {}, {}, {"bf16"}},
+      {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}},
 
       {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}, {}, {},
        {"zero1", "hybrid", "secondary_shard", "tensor_parallel"}},

@@ -5,6 +5,7 @@
 #include "sheaf/core/file.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
+#include "sheaf/kernels/cpu/amx.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/trainer.h"
@@ -75,6 +76,8 @@ int train_command(const TrainArguments& arguments) {
       say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
               " parameters, ", trainer.corpus().train.size(), " training tokens"));
+      if (config.train.dtype == "bf16" && !kernels::cpu::amx::available())
+        say("note: this CPU has no bf16 matrix tiles (AMX); f32 is faster here");
     }
     const models::TrainReport result = trainer.run();
     if (!arguments.quiet) report(config, world, trainer, result, threads);

@@ -14,8 +14,9 @@ struct Case {
   const char* strategy;
   int micro_batches;
   const char* type;
+  const char* dtype = "f32";
 };
-void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.strategy << " at " << c.world; }
+void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world; }
 
 class Replay : public ::testing::TestWithParam<Case> {};
 
@@ -25,6 +26,7 @@ TEST_P(Replay, IsBitwiseEqual) {
   config.sharding.strategy = c.strategy;
   config.train.micro_batches = c.micro_batches;
   config.model.type = c.type;
+  config.train.dtype = c.dtype;
   config.model.dropout = 0.1;
   run_local(c.world, [&](World& world) {
     models::RecordedStep recorded;
@@ -61,7 +63,9 @@ TEST_P(Replay, IsBitwiseEqual) {
 INSTANTIATE_TEST_SUITE_P(Steps, Replay,
                          ::testing::Values(Case{1, "full_shard", 1, "gpt2"}, Case{3, "full_shard", 1, "gpt2"},
                                            Case{3, "shard_grad_op", 2, "gpt2"}, Case{3, "replicate", 2, "gpt2"},
-                                           Case{3, "full_shard", 2, "llama"}, Case{1, "replicate", 2, "llama"}));
+                                           Case{3, "full_shard", 2, "llama"}, Case{1, "replicate", 2, "llama"},
+                                           Case{3, "full_shard", 2, "gpt2", "bf16"},
+                                           Case{1, "full_shard", 1, "llama", "bf16"}));
 
 }  // namespace
 }  // namespace sheaf::testing

@@ -1,0 +1,123 @@
+// Training in bf16 with f32 masters: what is bf16 and what is not, how near the gradients come to those of f32, and
+// which promises stay exact.
+#include <cmath>
+
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr int kSteps = 20;
+
+models::TrainConfig in_bf16() {
+  models::TrainConfig c = tiny_config();
+  c.train.dtype = "bf16";
+  return c;
+}
+
+Values first_gradient(const models::TrainConfig& config, int world) {
+  Whole whole;
+  run_local(world, [&](World& w) {
+    models::TrainingStep step(config, config.model.vocab, w, Device::cpu());
+    const Type type{kI32, {config.train.batch, config.model.context}, Layout(step.mesh().spec, Placement::shard(0))};
+    const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
+    fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
+              targets.view().as<int32_t>());
+    Recording recording;
+    recording.backward(step.model().loss(tokens, targets, static_cast<double>(tokens.numel())));
+    whole.collect(step.model().module(), true);
+  }, {.threads_per_rank = 1});
+  return whole.values();
+}
+
+double relative_difference(const Values& a, const Values& b) {
+  double difference = 0, size = 0;
+  for (const auto& [name, x] : a)
+    for (size_t i = 0; i < x.size(); ++i) {
+      difference += (x[i] - b.at(name)[i]) * (x[i] - b.at(name)[i]);
+      size += x[i] * x[i];
+    }
+  return std::sqrt(difference / size);
+}
+
+TEST(Bf16, GradientsAreNearThoseOfF32) {
+  for (const char* type : {"gpt2", "llama"}) {
+    SCOPED_TRACE(type);
+    models::TrainConfig f32 = tiny_config(), bf16 = in_bf16();
+    f32.model.type = bf16.model.type = type;
+    const Values exact = first_gradient(f32, 1), near = first_gradient(bf16, 1);
+    const double error = relative_difference(exact, near);
+    EXPECT_LT(error, 0.02);
+    EXPECT_GT(error, 1e-4) << "was anything computed in bf16?";
+  }
+}
+
+TEST(Bf16, GathersBf16AndReducesF32) {
+  for (int world : {1, 3})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      models::TrainConfig c = in_bf16();
+      c.sharding.strategy = strategy;
+      run_local(world, [&](World& w) {
+        models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
+        step.run(0, fill_tiny);
+        models::RecordedStep recorded;
+        step.run(1, fill_tiny, &recorded);
+        const Tape& tape = recorded.tape;
+        int gathers = 0, reductions = 0;
+        for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+          const Node& n = tape.node(id);
+          const std::string name = tape.op_name(n);
+          if (name == "all_gather") {
+            ++gathers;
+            EXPECT_EQ(tape.type(tape.inputs(n)[0]).dtype, kBF16);
+          }
+          if (name == "reduce_scatter" || (name == "all_reduce" && n.phase == Phase::backward)) {
+            ++reductions;
+            EXPECT_EQ(tape.type(tape.inputs(n)[0]).dtype, kF32);
+          }
+        }
+        if (world > 1) {
+          EXPECT_GE(reductions, c.model.layers);
+          EXPECT_GE(gathers, c.sharding.strategy == "replicate" ? 0 : c.model.layers);
+        }
+        for (const auto& unit : units(step.model().module()))
+          for (const FlatBuffer& b : unit->buffers()) EXPECT_EQ(b.shard.dtype(), kF32);
+        for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
+          for (const Finding& f : findings) ADD_FAILURE() << f.message;
+      }, {.threads_per_rank = 1});
+    }
+}
+
+// What the cut of the batch does not change stays bitwise: strategy, prefetch, and ranks against micro-batches.
+TEST(Bf16, StrategiesAndMicroBatchesAgreeBitwise) {
+  models::TrainConfig c = in_bf16();
+  c.train.batch = 6;
+  const TrainedRun expected = train_tiny(c, 2, kSteps);
+  EXPECT_LT(expected.losses.back(), expected.losses.front() - 0.1f);
+  const auto expect_same = [&](const models::TrainConfig& config, int world) {
+    const TrainedRun run = train_tiny(config, world, kSteps);
+    EXPECT_EQ(run.losses, expected.losses);
+    EXPECT_EQ(run.norms, expected.norms);
+    EXPECT_EQ(max_difference(run.parameters, expected.parameters), 0.0);
+  };
+  for (const char* strategy : {"shard_grad_op", "replicate"}) {
+    SCOPED_TRACE(strategy);
+    models::TrainConfig other = c;
+    other.sharding.strategy = strategy;
+    expect_same(other, 2);
+  }
+  models::TrainConfig eager = c;
+  eager.sharding.prefetch_bytes = 0;
+  expect_same(eager, 2);
+  models::TrainConfig micro = c;
+  micro.train.micro_batches = 2;
+  expect_same(micro, 1);
+}
+
+}  // namespace
+}  // namespace sheaf::testing
