@@ -5,8 +5,10 @@
 #include "sheaf/kernels/cpu/blocks.h"
 #include "sheaf/kernels/cpu/vector_math.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
+
+using namespace sheaf::kernels::cpu;
 
 // The loops that g++ vectorises. ivdep: an output is disjoint from an input, or the same element
 // for element.
@@ -209,4 +211,4 @@ void swiglu(const View& gate, const View& up, const View& out) {
   compute == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE

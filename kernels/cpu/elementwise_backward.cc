@@ -2,8 +2,10 @@
 #include "sheaf/kernels/cpu/vector_math.h"
 #include "sheaf/kernels/elementwise.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
+
+using namespace sheaf::kernels::cpu;
 
 /// out = f(kept, dy) in f64 if either is f64, else in f32.
 template <class F>
@@ -82,4 +84,4 @@ void swiglu_backward(const View& gate, const View& up, const View& dy, const Vie
   fail<DTypeError>("[swiglu_backward] is not defined for ", gate.dtype);
 }
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE
