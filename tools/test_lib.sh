@@ -1,4 +1,5 @@
 # Sourced by tools/test and tools/sanitize: runs Bazel's tests and counts test cases, not programs.
+. tools/header_links.sh
 
 cases_passed=0 cases_failed=0 cases_skipped=0
 
@@ -7,6 +8,7 @@ run_tests() {
   local folder=$1 events status=0 passed failed skipped
   shift
   events=$(mktemp)
+  drop_header_links "$folder"
   (cd "$folder" && bazel test --keep_going --noshow_progress --color=no --curses=no \
     --build_event_json_file="$events" "$@") || status=$?
   if ((status == 4)); then  # Bazel's word for: built, but there was no test to run
