@@ -22,6 +22,7 @@ void* Arena::allocate(size_t size) {
   if (!base_) {
     void* p = mmap(nullptr, kVirtualRange, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) fail<OutOfMemory>("[allocator] cannot reserve address space");
+    madvise(p, kVirtualRange, MADV_HUGEPAGE);  // fewer faults and fewer misses of address translation
     base_ = static_cast<char*>(p);
     range_ = kVirtualRange;
   }
