@@ -10,8 +10,7 @@
 #include <immintrin.h>
 
 #include "sheaf/core/dtype.h"
-
-#define SHEAF_INLINE __attribute__((always_inline)) inline
+#include "sheaf/kernels/cpu/inline.h"
 
 namespace sheaf::kernels::cpu {
 

@@ -10,12 +10,14 @@
 #include <cstdint>
 #include <limits>
 
+#include "sheaf/kernels/cpu/inline.h"
+
 namespace sheaf::kernels::cpu::vm {
 
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
 /// e^x.
-inline float exp(float x) {
+SHEAF_INLINE float exp(float x) {
   // Beyond these bounds the result is 0 or infinite anyway; NaN passes both comparisons unchanged.
   float c = x > 89.0f ? 89.0f : x;
   c = c < -88.0f ? -88.0f : c;
@@ -39,10 +41,10 @@ inline float exp(float x) {
   const float y = p * s1 * s2;
   return x < -87.3365448f ? 0.0f : y;
 }
-inline double exp(double x) { return std::exp(x); }
+SHEAF_INLINE double exp(double x) { return std::exp(x); }
 
 /// Natural logarithm; -inf at 0, NaN below.
-inline float log(float x) {
+SHEAF_INLINE float log(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   // x = m * 2^e with m in [sqrt(1/2), sqrt(2)).
   const int32_t e = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;
@@ -66,15 +68,15 @@ inline float log(float x) {
   out = x == kInf ? kInf : out;
   return x != x ? x : out;
 }
-inline double log(double x) { return std::log(x); }
+SHEAF_INLINE double log(double x) { return std::log(x); }
 
 /// 1 / (1 + e^-x).
 template <class C>
-inline C sigmoid(C x) {
+SHEAF_INLINE C sigmoid(C x) {
   return C(1) / (C(1) + exp(-x));
 }
 
-inline float tanh(float x) {
+SHEAF_INLINE float tanh(float x) {
   const float a = std::fabs(x), z = x * x;
   float p = -5.70498872745e-3f;
   p = std::fma(p, z, 2.06390887954e-2f);
@@ -85,11 +87,11 @@ inline float tanh(float x) {
   const float large = std::copysign(1.0f - 2.0f / (exp(a + a) + 1.0f), x);
   return a < 0.625f ? small : large;
 }
-inline double tanh(double x) { return std::tanh(x); }
+SHEAF_INLINE double tanh(double x) { return std::tanh(x); }
 
 /// Standard normal distribution function, (1 + erf(x / sqrt(2))) / 2, with small relative error in
 /// the lower tail too.
-inline float normal_cdf(float x) {
+SHEAF_INLINE float normal_cdf(float x) {
   const float a = x * 0.707106781186547524f, t = std::fabs(a), z = a * a;
   // |a| < 1: erf.
   float e = 7.853861353153693e-5f;
@@ -128,11 +130,11 @@ inline float normal_cdf(float x) {
   const float out = t < 1.0f ? middle : t > 13.2f ? (x > 0.0f ? 1.0f : 0.0f) : tail;
   return x != x ? x : out;
 }
-inline double normal_cdf(double x) { return 0.5 * std::erfc(-x * 0.70710678118654752440); }
+SHEAF_INLINE double normal_cdf(double x) { return 0.5 * std::erfc(-x * 0.70710678118654752440); }
 
 /// Standard normal density.
 template <class C>
-inline C normal_pdf(C x) {
+SHEAF_INLINE C normal_pdf(C x) {
   return C(0.39894228040143267794) * exp(C(-0.5) * x * x);
 }
 
