@@ -97,14 +97,14 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   ValueId ids[64];
   if (inputs.size() > 64) fail<ShapeError>("[", op.name, "] more than 64 inputs");
   for (size_t i = 0; i < inputs.size(); ++i) ids[i] = leaf(inputs[i], "input");
-  Type types_small[8];
-  std::vector<Type> types_large;
-  std::span<Type> types(types_small, std::min<size_t>(outputs.size(), 8));
+  const Type* few[8];
+  std::vector<const Type*> many;
+  std::span<const Type*> types(few, std::min<size_t>(outputs.size(), 8));
   if (outputs.size() > 8) {
-    types_large.resize(outputs.size());
-    types = types_large;
+    many.resize(outputs.size());
+    types = many;
   }
-  for (size_t o = 0; o < outputs.size(); ++o) types[o] = outputs[o].type();
+  for (size_t o = 0; o < outputs.size(); ++o) types[o] = &outputs[o].type();
   const NodeId id = tape_.add_node(op, attrs, std::span(ids, inputs.size()), types, PathScope::current(), phase_,
                                    std::exchange(next_flags_, 0) | (add ? Node::kAdds : 0));
   const ValueId first = static_cast<ValueId>(tape_.node(id).outputs);
@@ -136,13 +136,13 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   }
   if (needs && op.vjp) {
     for (size_t o = 0; o < outputs.size(); ++o) {
-      if (!is_floating(types[o].dtype)) continue;
+      if (!is_floating(types[o]->dtype)) continue;
       states_[first + o].needs_grad = true;
       states_[first + o].recipe = recipe;
     }
     if (saving_) save_for_backward(id, inputs, outputs, needs);
-  } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type& t) {
-               return is_floating(t.dtype); })) {
+  } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type* t) {
+               return is_floating(t->dtype); })) {
     // Not differentiable: whoever asks for a gradient through it is told which op lacks it.
     for (size_t o = 0; o < outputs.size(); ++o) states_[first + o].needs_grad = true;
   }

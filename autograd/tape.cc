@@ -17,16 +17,17 @@ std::string_view name(Lane lane) {
 }
 
 uint32_t Tape::intern_type(const Type& type) {
+  if (last_type_ < types_.size() && types_[last_type_] == type) return last_type_;
   uint64_t hash = static_cast<uint64_t>(type.dtype) + 1;
   for (int64_t d : type.shape) hash = hash * 1099511628211ull + static_cast<uint64_t>(d);
   for (int a = 0; a < type.layout.num_axes(); ++a)
     hash = hash * 31 + static_cast<uint64_t>(type.layout[a].kind()) * 7 + static_cast<uint64_t>(type.layout[a].map().dim());
   std::vector<uint32_t>& bucket = type_ids_[hash];
   for (uint32_t id : bucket)
-    if (types_[id] == type) return id;
+    if (types_[id] == type) return last_type_ = id;
   types_.push_back(type);
   bucket.push_back(static_cast<uint32_t>(types_.size() - 1));
-  return bucket.back();
+  return last_type_ = bucket.back();
 }
 
 uint32_t Tape::intern_path(std::string_view path) {
@@ -49,7 +50,8 @@ ValueId Tape::add_leaf(const Type& type, std::string_view name, std::string_view
   return v;
 }
 
-NodeId Tape::add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type> outputs,
+NodeId Tape::add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs,
+                      std::span<const Type* const> outputs,
                       std::string_view path, Phase phase, uint8_t flags) {
   Node n{};
   n.op = &op;
@@ -69,7 +71,7 @@ NodeId Tape::add_node(const OpDef& op, const void* attrs, std::span<const ValueI
   n.flags = flags;
   const auto id = static_cast<NodeId>(nodes_.size());
   nodes_.push_back(n);
-  for (const Type& t : outputs) values_.push_back({intern_type(t), id});
+  for (const Type* t : outputs) values_.push_back({intern_type(*t), id});
   return id;
 }
 

@@ -67,7 +67,7 @@ class Tape {
 
   // --- recording (used by Recording and by passes) ---
   ValueId add_leaf(const Type& type, std::string_view name, std::string_view path, Phase phase);
-  NodeId add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type> outputs,
+  NodeId add_node(const OpDef& op, const void* attrs, std::span<const ValueId> inputs, std::span<const Type* const> outputs,
                   std::string_view path, Phase phase, uint8_t flags = 0);
   void note_cotangent(ValueId gradient, ValueId primal) { cotangents_.emplace_back(gradient, primal); }
   Value& mutable_value(ValueId v) { return values_[v]; }
@@ -83,6 +83,7 @@ class Tape {
   std::vector<Node> nodes_;
   std::vector<Value> values_;
   std::vector<ValueId> edges_;
+  uint32_t last_type_ = 0;         // interned: a chain of ops often keeps its type
   std::deque<Type> types_;         // deques: a vjp holds references while it records
   std::deque<std::string> paths_;
   std::vector<char> attrs_;

@@ -43,9 +43,12 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   });
   if (std::ranges::all_of(members_, here)) return Outcome::all_here;
   --me.meetings;
+  me.gave_up = meeting;
   if (failed) return Outcome::failed;
+  // Who came, and timed out a moment before this one, is not missing.
+  const auto missing = [&](const Member& m) { return !here(m) && m.gave_up < meeting; };
   for (int i = 0; i < static_cast<int>(members_.size()); ++i)
-    if (i != index && (woken ? gone(members_[i]) : !here(members_[i]))) absent.push_back(i);
+    if (i != index && (woken ? gone(members_[i]) : missing(members_[i]))) absent.push_back(i);
   return woken ? Outcome::left : Outcome::timed_out;
 }
 

@@ -46,6 +46,7 @@ class LocalGroup {
   struct Member {
     const Collective* call = nullptr;
     uint64_t meetings = 0;
+    uint64_t gave_up = 0;  // the meeting for which it waited in vain
     bool left = false;
   };
   std::mutex mutex_;
