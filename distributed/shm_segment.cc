@@ -55,34 +55,37 @@ void wait_readable(const Socket& s, const FailureBoard& board, Deadline deadline
   fail<IoError>("[shm] time-out: ", late);
 }
 
-void send_descriptor(const Socket& to, int descriptor) {
+/// A byte, and room for a descriptor beside it.
+struct DescriptorMessage {
   char payload = 'm';
   iovec data{&payload, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
+
+  DescriptorMessage() {
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+  }
+  DescriptorMessage(const DescriptorMessage&) = delete;  // it points into itself
+  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
+};
+
+void send_descriptor(const Socket& to, int descriptor) {
+  DescriptorMessage out;
+  cmsghdr* header = CMSG_FIRSTHDR(&out.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
-  require(sendmsg(to.fd(), &message, MSG_NOSIGNAL) == 1, "cannot pass memory to a peer");
+  require(sendmsg(to.fd(), &out.message, MSG_NOSIGNAL) == 1, "cannot pass memory to a peer");
 }
 
 Socket receive_descriptor(const Socket& from) {
-  char payload = 0;
-  iovec data{&payload, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  require(recvmsg(from.fd(), &message, MSG_CMSG_CLOEXEC) == 1, "cannot receive a peer's memory");
-  const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  DescriptorMessage in;
+  require(recvmsg(from.fd(), &in.message, MSG_CMSG_CLOEXEC) == 1, "cannot receive a peer's memory");
+  const cmsghdr* header = CMSG_FIRSTHDR(&in.message);
   check<IoError>(header && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)),
                  "[shm] a peer sent no memory");
   int descriptor;
