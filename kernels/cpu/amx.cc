@@ -4,12 +4,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "sheaf/kernels/cpu/attention_amx.h"
 #include "sheaf/kernels/cpu/simd.h"
 
 namespace sheaf::kernels::cpu::amx {
 
-// This file is built for every machine; what needs tiles is called behind these two alone.
+// This file is built for every machine; what needs tiles is called behind this alone.
 
 bool available() {
   static const bool has = [] {
@@ -21,11 +20,6 @@ bool available() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   }();
   return has;
-}
-
-bool accepts_attention(const View& q, const View& k) {
-  return q.dtype == kBF16 && q.rank() == 4 && q.shape[3] % 32 == 0 && q.shape[3] > 0 && q.shape[3] <= 256 &&
-         q.numel() > 0 && k.numel() > 0 && available();
 }
 
 }  // namespace sheaf::kernels::cpu::amx

@@ -28,6 +28,8 @@ class TileScope {
       uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    // g++ 12 knows of the first eight bytes only that this reads them, and may drop the others.
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~TileScope() { _tile_release(); }

@@ -1,13 +1,11 @@
-// Attention of bf16 on the matrix tiles (AMX) of newer x86 machines; attention.cc chooses it where it can be used.
+// Attention of bf16 on the matrix tiles (AMX) of newer x86 machines; attention.cc chooses it where
+// it can be used: heads of a multiple of 32, up to 256, and amx::available().
 #pragma once
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels::cpu::amx {
-
-/// Whether these queries and keys can be taken here: bf16, the head width a multiple of 32 up to 256, amx::available().
-bool accepts_attention(const View& q, const View& k);
 
 /// As in kernels/attention.h. Products of bf16 are summed in f32, softmax is f32; probabilities and their gradients are
 /// rounded to bf16 before they are multiplied again, as every FlashAttention in bf16 does.

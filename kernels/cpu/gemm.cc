@@ -1,12 +1,34 @@
 #include "sheaf/kernels/cpu/gemm.h"
 
 #include <algorithm>
+#include <limits>
 
-#include "sheaf/kernels/cpu/onednn.h"
+#include "sheaf/kernels/cpu/amx.h"
+#include "sheaf/kernels/cpu/gemm_amx.h"
+#include "sheaf/kernels/cpu/gemm_part.h"
+#include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
-#include "sheaf/kernels/cpu/tile_gemm.h"
+#include "sheaf/kernels/cpu/simd.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+
+SHEAF_SIMD_DECLARE(gemm_scratch)
+SHEAF_SIMD_DECLARE(gemm_part)
+
+namespace cpu {
+
+static bool by_tiles(DType dtype) { return dtype == kBF16 && amx::available(); }
+
+size_t gemm_scratch(const GemmPart& p) {
+  if (by_tiles(p.a.dtype)) return amx::gemm_scratch(p);
+  return (has_v4() ? v4::gemm_scratch : v3::gemm_scratch)(p);
+}
+
+void gemm_part(const GemmPart& p, void* scratch) {
+  if (by_tiles(p.a.dtype)) return amx::gemm(p, scratch);
+  (has_v4() ? v4::gemm_part : v3::gemm_part)(p, scratch);
+}
+
 namespace {
 
 /// One matrix of an operand, and how to step from batch to batch.
@@ -27,24 +49,19 @@ struct Side {
     for (int i = batch.rank() - 1, j = v.rank() - 3; j >= 0; --i, --j)
       batch_strides[i] = v.shape[j] == 1 ? 0 : v.strides[j];
   }
-  int64_t numel() const { return rows * cols; }
   bool row_major() const {
     return (col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1);
   }
-  bool col_major() const {
-    return (row_stride == 1 || rows == 1) && (col_stride >= rows || cols == 1);
-  }
-  MatrixLayout layout() const { return {rows, cols, row_stride, col_stride, dtype}; }
-  MatrixLayout dense(DType d) const { return {rows, cols, cols, 1, d}; }
-  char* at(int64_t index, const Shape& batch) const {
-    int64_t offset = 0;
-    for (int i = batch.rank() - 1; i >= 0; --i)
-      offset += index % batch[i] * batch_strides[i], index /= batch[i];
+  /// Element (i, j) of a matrix of the batch.
+  char* at(int64_t index, const Shape& batch, int64_t i, int64_t j) const {
+    int64_t offset = i * row_stride + j * col_stride;
+    for (int d = batch.rank() - 1; d >= 0; --d)
+      offset += index % batch[d] * batch_strides[d], index /= batch[d];
     return data + offset * static_cast<int64_t>(size_of(dtype));
   }
 };
 
-/// A product as oneDNN or the f64 loop gets it.
+/// A product, checked: matrices of a batch that may be broadcast.
 struct Problem {
   const Gemm& g;
   Shape batch;
@@ -98,150 +115,122 @@ struct Problem {
   }
 };
 
-/// Copies a matrix between any strides, converting between the floating types other than f64.
-void copy_matrix(const void* from, const MatrixLayout& f, void* to, const MatrixLayout& t) {
-  visit_floating("matmul", f.dtype, [&]<class From>() {
-    visit_floating("matmul", t.dtype, [&]<class To>() {
-      for (int64_t i = 0; i < f.rows; ++i)
-        for (int64_t j = 0; j < f.cols; ++j) {
-          const auto x = static_cast<const From*>(from)[i * f.row_stride + j * f.col_stride];
-          static_cast<To*>(to)[i * t.row_stride + j * t.col_stride] =
+/// Copies between any strides and floating types.
+void copy_matrix(int64_t rows, int64_t cols, const MatrixOperand& from, const MatrixOperand& to) {
+  visit_floating("matmul", from.dtype, [&]<class From>() {
+    visit_floating("matmul", to.dtype, [&]<class To>() {
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < cols; ++j) {
+          const auto x = reinterpret_cast<const From*>(from.data)[i * from.row_stride + j * from.col_stride];
+          reinterpret_cast<To*>(to.data)[i * to.row_stride + j * to.col_stride] =
               To(static_cast<ComputeType<To>>(static_cast<ComputeType<From>>(x)));
         }
     });
   });
 }
 
-/// Operands that oneDNN cannot take as they lie are copied; f16, and bf16 on machines without it,
-/// multiply as f32.
-struct OneDnnPlan {
-  const Problem& p;
-  ProductSpec spec;
-  bool copy_a, copy_b, copy_c, copy_bias;
-  int64_t slots = 1;
-  size_t a_bytes = 0, b_bytes = 0, c_bytes = 0, bias_bytes = 0, bytes_per_slot = 0;
-  std::shared_ptr<const Product> kernel;
+/// How many parts the rows and the columns of one product are cut into.
+struct Cut {
+  int64_t rows = 1, cols = 1;
+};
 
-  explicit OneDnnPlan(const Problem& problem) : p(problem) {
-    // oneDNN 2.6.3 on AMX: a depth of 63 gives an illegal instruction or wrong sums, no other does.
-    const bool broken = p.depth == 63;
-    const DType in = p.a.dtype == kBF16 && has_bf16_products() && !broken ? kBF16 : kF32;
-    copy_a = p.a.dtype != in || !(p.a.row_major() || p.a.col_major());
-    copy_b = p.b.dtype != in || !(p.b.row_major() || p.b.col_major());
-    copy_c = !p.c.row_major() || (p.c.dtype != in && p.c.dtype != kF32);
-    spec.a = copy_a ? p.a.dense(in) : p.a.layout();
-    spec.b = copy_b ? p.b.dense(in) : p.b.layout();
-    spec.c = copy_c ? p.c.dense(p.c.dtype == kF32 ? kF32 : in) : p.c.layout();
-    spec.bias = p.g.bias.rank() == 1;
-    copy_bias = spec.bias && p.g.bias.dtype != in && p.g.bias.dtype != kF32;
-    spec.bias_dtype = copy_bias ? kF32 : p.g.bias.dtype;
-    spec.accumulate = p.g.accumulate;
-    // Small matrices go one to a thread; large ones are cut among the threads.
-    const int threads = num_threads();
-    constexpr double kSmall = 4e6;
-    if (p.batches > 1 && (p.flops < kSmall || p.batches >= 4 * threads)) {
-      slots = slot_count(p.batches, static_cast<int64_t>(1 + 1e5 / std::max(p.flops, 1.0)));
-    } else {
-      spec.threads = threads;
-    }
-    spec.pack = p.batches == 1 && packing_pays(spec);
-    kernel = product(spec);
-    if (copy_a) a_bytes = line_align(static_cast<size_t>(p.a.numel()) * size_of(in));
-    if (copy_b) b_bytes = line_align(static_cast<size_t>(p.b.numel()) * size_of(in));
-    if (copy_c) c_bytes = line_align(static_cast<size_t>(p.c.numel()) * size_of(spec.c.dtype));
-    if (copy_bias) bias_bytes = line_align(static_cast<size_t>(p.cols) * size_of(kF32));
-    bytes_per_slot = a_bytes + b_bytes + c_bytes + kernel->workspace();
+/// A product as parts for the threads. Whole batches go to a thread each if there are enough of them; else every one
+/// is cut into a grid. Where a part cannot write c as it lies, it writes a dense copy of its own.
+class Plan {
+ public:
+  explicit Plan(const Problem& problem) : p_(problem) {
+    compute_ = p_.a.dtype == kF64 ? kF64 : kF32;
+    copy_c_ = !p_.c.row_major() || (p_.c.dtype != compute_ && !by_tiles(p_.c.dtype));
+    constexpr double kGrain = 3e5;  // multiply-adds for which waking a thread pays
+    const int64_t useful = static_cast<int64_t>(static_cast<double>(p_.batches) * p_.flops / 2 / kGrain);
+    const int64_t threads = std::clamp<int64_t>(useful, 1, num_threads());
+    if (p_.batches < threads) cut_ = best_cut((threads + p_.batches - 1) / p_.batches);
+    items_ = p_.batches * cut_.rows * cut_.cols;
+    slots_ = std::min(items_, threads);
+    // The first part is the largest.
+    slot_bytes_ = line_align(gemm_scratch(part(0))) + line_align(copy_bytes(part(0)));
   }
 
-  size_t bytes() const { return bias_bytes + bytes_per_slot * static_cast<size_t>(slots); }
+  size_t bytes() const { return slot_bytes_ * static_cast<size_t>(slots_); }
 
   void run(Workspace workspace) const {
-    check<ShapeError>(workspace.bytes >= bytes(), "[", p.g.who,
-                      "] workspace too small: ", workspace.bytes, " bytes");
-    char* slot_memory = static_cast<char*>(workspace.data) + bias_bytes;
-    const void* bias = spec.bias ? p.g.bias.data : nullptr;
-    if (copy_bias) {
-      const MatrixLayout from{1, p.cols, p.cols, p.g.bias.strides[0], p.g.bias.dtype},
-          to{1, p.cols, p.cols, 1, kF32};
-      copy_matrix(bias, from, workspace.data, to);
-      bias = workspace.data;
-    }
-    parallel_slots(p.batches, slots, [&](int64_t slot, int64_t begin, int64_t end) {
-      char* scratch = slot_memory + static_cast<size_t>(slot) * bytes_per_slot;
-      for (int64_t i = begin; i < end; ++i) {
-        char *a = p.a.at(i, p.batch), *b = p.b.at(i, p.batch), *c = p.c.at(i, p.batch), *c_home = c;
-        if (copy_a) copy_matrix(a, p.a.layout(), scratch, spec.a), a = scratch;
-        if (copy_b) copy_matrix(b, p.b.layout(), scratch + a_bytes, spec.b), b = scratch + a_bytes;
-        if (copy_c) c = scratch + a_bytes + b_bytes;
-        if (copy_c && spec.accumulate) copy_matrix(c_home, p.c.layout(), c, spec.c);
-        kernel->run(a, b, bias, c, scratch + a_bytes + b_bytes + c_bytes);
-        if (copy_c) copy_matrix(c, spec.c, c_home, p.c.layout());
-      }
+    check<ShapeError>(workspace.bytes >= bytes(), "[", p_.g.who, "] workspace too small: ", workspace.bytes, " bytes");
+    parallel_slots(items_, slots_, [&](int64_t slot, int64_t begin, int64_t end) {
+      char* scratch = static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * slot_bytes_;
+      for (int64_t i = begin; i < end; ++i) run_part(part(i), scratch);
     });
   }
 
  private:
-  /// oneDNN reads a row-major f32 b where it lies, 64 columns of every row at a time. Long rows
-  /// cost it a page per row, and rows a multiple of 4096 bytes apart fall into the same cache sets.
-  /// Measured: packing costs as much as about 45 rows of the product and saves 60 % with such rows,
-  /// 30 % with long ones, 15 % otherwise. The bits are the same.
-  static bool packing_pays(const ProductSpec& s) {
-    if (s.b.dtype != kF32 || s.b.col_stride != 1 || s.b.cols < 64 || s.b.rows < 64) return false;
-    if (s.b.row_stride % 1024 == 0) return s.a.rows >= 96;
-    return s.b.row_stride >= 2048 ? s.a.rows >= 192
-                                  : s.b.rows * s.b.cols >= 1 << 20 && s.a.rows >= 512;
-  }
-};
+  // Cuts fall between whole tiles, whatever the machine's.
+  static constexpr int64_t kRowUnit = 32, kColUnit = 96;
 
-/// f64: panels of 64 columns, each copied once and multiplied in register tiles.
-struct DoublePlan {
-  static constexpr int64_t kPanel = 64, kStrip = 64;
-  const Problem& p;
-  int64_t panels, items, slots;
-
-  explicit DoublePlan(const Problem& problem) : p(problem) {
-    panels = (p.cols + kPanel - 1) / kPanel;
-    items = p.batches * panels;
-    slots = slot_count(items, static_cast<int64_t>(
-                                  1 + 2e5 / std::max(p.flops / static_cast<double>(panels), 1.0)));
-  }
-  size_t bytes_per_slot() const {
-    return static_cast<size_t>((p.depth + kStrip) * kPanel) * sizeof(double);
+  /// The cut into `parts` with the least work on the largest part. A thread packs its columns of b, and its rows of a if
+  /// they do not lie in rows, itself: that costs about as much as multiplying 16 rows.
+  Cut best_cut(int64_t parts) const {
+    Cut best;
+    double least = std::numeric_limits<double>::infinity();
+    for (int64_t r = 1; r <= parts; ++r) {
+      const Cut cut{std::min(r, units(p_.rows, kRowUnit)), std::min(parts / r, units(p_.cols, kColUnit))};
+      const double rows = static_cast<double>(share(p_.rows, kRowUnit, cut.rows, 0).size()),
+                   cols = static_cast<double>(share(p_.cols, kColUnit, cut.cols, 0).size());
+      constexpr double kPacking = 16;
+      const double work = (rows + kPacking) * (cols + (p_.a.row_major() ? 0 : kPacking));
+      if (work < least) least = work, best = cut;
+    }
+    return best;
   }
 
-  void run(Workspace workspace) const {
-    check<ShapeError>(workspace.bytes >= bytes_per_slot() * static_cast<size_t>(slots), "[",
-                      p.g.who, "] workspace too small: ", workspace.bytes, " bytes");
-    parallel_slots(items, slots, [&](int64_t slot, int64_t begin, int64_t end) {
-      double* panel = static_cast<double*>(workspace.data) + slot * (p.depth + kStrip) * kPanel;
-      double* strip = panel + p.depth * kPanel;
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t index = item / panels, first = item % panels * kPanel,
-                      width = std::min(kPanel, p.cols - first);
-        const double* a = reinterpret_cast<const double*>(p.a.at(index, p.batch));
-        const double* b =
-            reinterpret_cast<const double*>(p.b.at(index, p.batch)) + first * p.b.col_stride;
-        double* c = reinterpret_cast<double*>(p.c.at(index, p.batch)) + first * p.c.col_stride;
-        const double* bias =
-            p.g.bias.rank() == 1 ? p.g.bias.as<double>() + first * p.g.bias.strides[0] : nullptr;
-        const int64_t padded = (width + kLanes - 1) / kLanes * kLanes;
-        for (int64_t k = 0; k < p.depth; ++k)
-          for (int64_t j = 0; j < padded; ++j)
-            panel[k * kPanel + j] = j < width ? b[k * p.b.row_stride + j * p.b.col_stride] : 0.0;
-        for (int64_t row = 0; row < p.rows; row += kStrip) {
-          const int64_t height = std::min(kStrip, p.rows - row);
-          tile_gemm<double>(height, padded, p.depth, a + row * p.a.row_stride, p.a.row_stride,
-                            p.a.col_stride, panel, kPanel, strip, kPanel, false);
-          for (int64_t i = 0; i < height; ++i)
-            for (int64_t j = 0; j < width; ++j) {
-              double& out = c[(row + i) * p.c.row_stride + j * p.c.col_stride];
-              const double x = strip[i * kPanel + j] + (bias ? bias[j * p.g.bias.strides[0]] : 0.0);
-              out = p.g.accumulate ? out + x : x;
-            }
-        }
-      }
-    });
+  struct Range {
+    int64_t begin, end;
+    int64_t size() const { return end - begin; }
+  };
+  static int64_t units(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+  /// The first shares are the larger ones.
+  static Range share(int64_t n, int64_t unit, int64_t count, int64_t i) {
+    const int64_t all = units(n, unit), each = all / count, larger = all % count;
+    auto at = [&](int64_t k) { return std::min(n, (k * each + std::min(k, larger)) * unit); };
+    return {at(i), at(i + 1)};
   }
+
+  GemmPart part(int64_t item) const {
+    const int64_t grid = cut_.rows * cut_.cols, batch = item / grid;
+    const Range rows = share(p_.rows, kRowUnit, cut_.rows, item % grid / cut_.cols),
+                cols = share(p_.cols, kColUnit, cut_.cols, item % grid % cut_.cols);
+    auto operand = [&](const Side& s, int64_t i, int64_t j) {
+      // A stride along a dimension of size 1 means nothing.
+      return MatrixOperand{s.at(batch, p_.batch, i, j), s.dtype, s.rows == 1 ? s.cols : s.row_stride,
+                           s.cols == 1 ? 1 : s.col_stride};
+    };
+    const View& bias = p_.g.bias;
+    GemmPart out{.rows = rows.size(), .cols = cols.size(), .depth = p_.depth,
+                 .a = operand(p_.a, rows.begin, 0), .b = operand(p_.b, 0, cols.begin),
+                 .c = operand(p_.c, rows.begin, cols.begin), .bias = {}, .accumulate = p_.g.accumulate};
+    if (bias.rank() == 1)
+      out.bias = {bias.as<char>() + cols.begin * bias.strides[0] * static_cast<int64_t>(size_of(bias.dtype)), bias.dtype,
+                  0, bias.strides[0]};
+    return out;
+  }
+
+  size_t copy_bytes(const GemmPart& part) const {
+    return copy_c_ ? static_cast<size_t>(part.rows * part.cols) * size_of(compute_) : 0;
+  }
+
+  void run_part(GemmPart part, char* scratch) const {
+    if (!copy_c_) return gemm_part(part, scratch);
+    const MatrixOperand home = part.c;
+    part.c = {scratch + line_align(gemm_scratch(part)), compute_, part.cols, 1};
+    if (part.accumulate) copy_matrix(part.rows, part.cols, home, part.c);
+    gemm_part(part, scratch);
+    copy_matrix(part.rows, part.cols, part.c, home);
+  }
+
+  const Problem& p_;
+  DType compute_;
+  bool copy_c_;
+  Cut cut_;
+  int64_t items_ = 1, slots_ = 1;
+  size_t slot_bytes_ = 0;
 };
 
 /// K = 0: the bias or zero.
@@ -249,7 +238,7 @@ void fill_without_product(const Problem& p) {
   if (p.g.accumulate) return;
   visit_floating(p.g.who, p.c.dtype, [&]<class T>() {
     for (int64_t index = 0; index < p.batches; ++index) {
-      T* c = reinterpret_cast<T*>(p.c.at(index, p.batch));
+      T* c = reinterpret_cast<T*>(p.c.at(index, p.batch, 0, 0));
       for (int64_t i = 0; i < p.rows; ++i)
         for (int64_t j = 0; j < p.cols; ++j)
           c[i * p.c.row_stride + j * p.c.col_stride] =
@@ -284,20 +273,15 @@ View as_matrix(const View& v) {
 
 size_t gemm_workspace(const Gemm& g) {
   const Problem p(g);
-  if (p.empty() || p.depth == 0) return 0;
-  if (p.a.dtype == kF64) {
-    const DoublePlan plan(p);
-    return plan.bytes_per_slot() * static_cast<size_t>(plan.slots);
-  }
-  return OneDnnPlan(p).bytes();
+  return p.empty() || p.depth == 0 ? 0 : Plan(p).bytes();
 }
 
 void gemm(const Gemm& g, Workspace workspace) {
   const Problem p(g);
   if (p.empty()) return;
   if (p.depth == 0) return fill_without_product(p);
-  if (p.a.dtype == kF64) return DoublePlan(p).run(workspace);
-  OneDnnPlan(p).run(workspace);
+  Plan(p).run(workspace);
 }
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+}  // namespace sheaf::kernels

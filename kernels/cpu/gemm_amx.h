@@ -1,0 +1,17 @@
+// The product of bf16 matrices on the matrix tiles (AMX) of newer x86 machines.
+#pragma once
+
+#include <cstddef>
+
+#include "sheaf/kernels/cpu/gemm_part.h"
+
+namespace sheaf::kernels::cpu::amx {
+
+/// Bytes of scratch that gemm needs for this part: 2 MiB at most.
+size_t gemm_scratch(const GemmPart& p);
+
+/// One thread's part; a and b are bf16 of any strides (fast if one of them is 1), c is bf16 or f32 (f32 if it
+/// accumulates), bias bf16 or f32. `scratch` is 128-byte aligned. Only where amx::available().
+void gemm(const GemmPart& p, void* scratch);
+
+}  // namespace sheaf::kernels::cpu::amx

@@ -1,0 +1,36 @@
+// GemmPart: the share of a matrix product that one thread computes. gemm.cc cuts a product into parts; two kernels
+// multiply them: gemm_simd.cc by vectors (f32 and f64), gemm_amx.cc by tiles (bf16).
+//
+// [Note: the bits of a product] An element of c is the sum over blocks of kDepthBlock along the depth, in order; within a
+// block it is one chain of fused multiply-adds (by vectors) or of the tiles' instructions. The blocks depend on the depth
+// alone, so neither the other rows and columns nor the number of threads change a bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sheaf/core/dtype.h"
+
+namespace sheaf::kernels::cpu {
+
+/// Element (i, j) lies at data + i * row_stride + j * col_stride, counted in elements.
+struct MatrixOperand {
+  char* data;
+  DType dtype;
+  int64_t row_stride, col_stride;
+};
+
+/// c[rows, cols] = a[rows, depth] b[depth, cols] + bias[cols], or c += a b if `accumulate` (then without bias). a and b
+/// have one dtype, whatever strides; c has the dtype of computation and dense rows. No size is zero.
+struct GemmPart {
+  int64_t rows, cols, depth;
+  MatrixOperand a, b, c;
+  MatrixOperand bias;  ///< one row; its data is nullptr for none
+  bool accumulate;
+};
+
+/// Bytes of scratch memory that gemm_part needs, aligned to 128. Bounded, whatever the sizes.
+size_t gemm_scratch(const GemmPart& p);
+void gemm_part(const GemmPart& p, void* scratch);
+
+}  // namespace sheaf::kernels::cpu

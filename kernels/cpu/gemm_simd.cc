@@ -1,0 +1,274 @@
+// The matrix product by vectors, compiled twice ([Note: two builds of one kernel] in simd.h).
+//
+// K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with the inner loops
+// exchanged: a block of b is packed in panels into the second-level cache; a strip of a, which is read where it lies if its
+// rows are dense, stays in the first-level one while the panels come by, and c is written along its rows.
+#include "sheaf/kernels/cpu/gemm_part.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "sheaf/core/view.h"
+#include "sheaf/kernels/cpu/rows.h"
+#include "sheaf/kernels/cpu/transpose.h"
+
+namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
+namespace {
+
+using namespace sheaf::kernels::cpu;
+
+// A tile of c is kStrip rows of kPanel vectors: accumulators that fit the registers, with room for a row of the panel.
+#ifdef __AVX512F__
+template <class C>
+inline constexpr int kStrip = std::is_same_v<C, float> ? 8 : 4;
+template <class C>
+inline constexpr int kPanel = std::is_same_v<C, float> ? 3 : 2;
+#else
+template <class C>
+inline constexpr int kStrip = std::is_same_v<C, float> ? 6 : 2;
+template <class C>
+inline constexpr int kPanel = 1;
+#endif
+
+// b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB.
+constexpr int64_t kDepthBlock = 384, kRowBlock = 240, kColBlock = 768;
+
+/// Where a tile's sums go: c = sums, or c = sums + addend, which is c itself or the bias (stride 0).
+template <class C>
+struct Output {
+  C* c;
+  int64_t c_stride;
+  bool adds;
+  const C* addend;
+  int64_t addend_stride;
+};
+
+/// sum += x * y. Left to itself, g++ 12 moves the sums of an unrolled loop from register to register.
+#ifdef __AVX512F__
+SHEAF_INLINE void add_product(Lanes<float>& sum, Lanes<float> x, Lanes<float> y) {
+  asm("vfmadd231ps %1, %2, %0" : "+v"(sum.v) : "v"(x.v), "v"(y.v));
+}
+#else
+SHEAF_INLINE void add_product(Lanes<float>& sum, Lanes<float> x, Lanes<float> y) {
+  asm("vfmadd231ps %1, %2, %0" : "+x"(sum.l) : "x"(x.l), "x"(y.l));
+  asm("vfmadd231ps %1, %2, %0" : "+x"(sum.h) : "x"(x.h), "x"(y.h));
+}
+#endif
+SHEAF_INLINE void add_product(Lanes<double>& sum, const Lanes<double>& x, const Lanes<double>& y) { sum = fma(x, y, sum); }
+
+/// One tile: sums over `depth` of a's kRows times the panel's kVectors. `last` is the width of the last vector. Packed, a
+/// strip lies column by column; else its rows are a_stride apart.
+template <class C, bool kPacked, int kRows, int kVectors>
+void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<C>& out, int last) {
+  using L = Lanes<C>;
+  constexpr int kWidth = kVectors * kLanes;
+  L sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) sums[m][n] = L(C(0));
+  }
+  auto step = [&](int64_t k) __attribute__((always_inline)) {
+    L row[kVectors];
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) row[n] = L::load(b + k * kWidth + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+      const L x(kPacked ? a[k * kStrip<C> + m] : a[m * a_stride + k]);
+#pragma GCC unroll 4
+      for (int n = 0; n < kVectors; ++n) add_product(sums[m][n], x, row[n]);
+    }
+  };
+  // The third-level cache is some 130 ns away. So while this tile is multiplied, what comes next is fetched, a line at a
+  // time: the place of the next tile of c, and the rows of a that lie apart.
+  constexpr int kTogether = 16;
+  const C* next = out.c + kWidth;
+  int64_t k = 0;
+  for (int column = 0; k + kTogether <= depth; k += kTogether) {
+    __builtin_prefetch(next + column * kLanes, 1);
+    if (++column == kVectors) column = 0, next += out.c_stride;
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+      if (!kPacked) __builtin_prefetch(a + m * a_stride + k + kTogether);
+      step(k + 2 * m), step(k + 2 * m + 1);
+    }
+    for (int i = 2 * kRows; i < kTogether; ++i) step(k + i);
+  }
+  for (; k < depth; ++k) step(k);
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+    C* c = out.c + m * out.c_stride;
+    const C* addend = out.addend + m * out.addend_stride;
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n, c += kLanes, addend += kLanes) {
+      if (n + 1 < kVectors || last == kLanes) {
+        (out.adds ? sums[m][n] + L::load(addend) : sums[m][n]).store(c);
+      } else {
+        (out.adds ? sums[m][n] + L::load(addend, last) : sums[m][n]).store(c, last);
+      }
+    }
+  }
+}
+
+template <class C>
+using Tile = void (*)(int64_t, const C*, int64_t, const C*, const Output<C>&, int);
+
+template <class C, bool kPacked, size_t... i>
+constexpr auto tile_table(std::index_sequence<i...>) {
+  return std::array<Tile<C>, sizeof...(i)>{tile<C, kPacked, i % kStrip<C> + 1, i / kStrip<C> + 1>...};
+}
+template <class C>
+Tile<C> tile_for(bool packed, int64_t rows, int64_t vectors) {
+  constexpr auto kAll = std::make_index_sequence<kStrip<C> * kPanel<C>>();
+  static constexpr auto kDirect = tile_table<C, false>(kAll), kPackedTiles = tile_table<C, true>(kAll);
+  return (packed ? kPackedTiles : kDirect)[static_cast<size_t>((vectors - 1) * kStrip<C> + rows - 1)];
+}
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <class S>
+const S* element(const MatrixOperand& x, int64_t i, int64_t j) {
+  return reinterpret_cast<const S*>(x.data) + i * x.row_stride + j * x.col_stride;
+}
+template <class C, class S>
+C widened(S x) {
+  return static_cast<C>(static_cast<ComputeType<S>>(x));
+}
+
+SHEAF_INLINE int lanes_left(int64_t left) { return static_cast<int>(std::clamp<int64_t>(left, 0, kLanes)); }
+
+/// to[panel][depth][kPanel vectors] = b[k ..][n .. n + width]; the last panel has as many vectors as it needs, zeros past
+/// `width`. Writes whole sixteens of rows.
+template <class S, class C>
+void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, int64_t width, C* to) {
+  using L = Lanes<C>;
+  constexpr int64_t kWidth = kPanel<C> * kLanes;
+  // By rows if those are dense: the third-level cache is far, and only long pieces of a row are fetched ahead.
+  if (b.col_stride == 1) {
+    const int64_t whole = width / kWidth * kWidth, rest = (width - whole + kLanes - 1) / kLanes;
+    for (int64_t i = 0; i < depth; ++i) {
+      const S* from = element<S>(b, k + i, n);
+      C* out = to + i * kWidth;
+      for (int64_t j = 0; j < whole; j += kWidth, out += round_up(depth, kLanes) * kWidth)
+        for (int v = 0; v < kPanel<C>; ++v) load_lanes(from + j + v * kLanes).store(out + v * kLanes);
+      out = to + round_up(depth, kLanes) * whole + i * rest * kLanes;
+      for (int64_t j = whole; j < width; j += kLanes, out += kLanes) load_lanes(from + j, lanes_left(width - j)).store(out);
+    }
+    return;
+  }
+  for (int64_t j = 0; j < width; j += kWidth) {
+    const int64_t vectors = std::min<int64_t>(kPanel<C>, (width - j + kLanes - 1) / kLanes), stride = vectors * kLanes;
+    C* panel = to + round_up(depth, kLanes) * j;
+    for (int64_t v = 0; v < stride; v += kLanes)
+      for (int64_t i = 0; i < depth; i += kLanes) {
+        const int count = lanes_left(depth - i), cols = lanes_left(width - j - v);
+        L block[kLanes];
+        for (int c = 0; c < kLanes; ++c) {
+          const S* from = element<S>(b, k + i, n + j + v + c);
+          if (c >= cols) {
+            block[c] = L(C(0));
+          } else if (b.row_stride == 1) {
+            block[c] = count == kLanes ? load_lanes(from) : load_lanes(from, count);
+          } else {
+            C column[kLanes] = {};
+            for (int r = 0; r < count; ++r) column[r] = widened<C>(from[r * b.row_stride]);
+            block[c] = L::load(column);
+          }
+        }
+        transpose(block);
+        for (int r = 0; r < kLanes; ++r) block[r].store(panel + (i + r) * stride + v);
+      }
+  }
+}
+
+/// to[strip][depth][kStrip] = a[m .. m + rows][k ..]; a last strip of fewer rows leaves gaps.
+template <class S, class C>
+void pack_strips(const MatrixOperand& a, int64_t m, int64_t rows, int64_t k, int64_t depth, C* to) {
+  for (int64_t i = 0; i < depth; ++i)
+    for (int64_t s = 0; s < rows; s += kStrip<C>) {
+      const S* from = element<S>(a, m + s, k + i);
+      C* out = to + s * depth + i * kStrip<C>;
+      if (a.row_stride == 1 && s + kStrip<C> <= rows) {
+        for (int r = 0; r < kStrip<C>; ++r) out[r] = widened<C>(from[r]);
+      } else {
+        for (int64_t r = 0; r < std::min<int64_t>(kStrip<C>, rows - s); ++r) out[r] = widened<C>(from[r * a.row_stride]);
+      }
+    }
+}
+
+template <class C>
+bool packs_a(const GemmPart& p) {
+  return p.a.dtype != dtype_of<C> || (p.a.col_stride != 1 && p.depth > 1);
+}
+
+/// The scratch memory of a part, in elements.
+template <class C>
+struct Blocks {
+  int64_t depth, rows, cols;
+  explicit Blocks(const GemmPart& p)
+      : depth(std::min(kDepthBlock, round_up(p.depth, kLanes))),
+        rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0),
+        // Blocks of equal width, in whole panels.
+        cols(round_up(p.cols / ((p.cols + kColBlock - 1) / kColBlock), kPanel<C> * kLanes)) {}
+  int64_t a_size() const { return rows * depth; }
+  int64_t b_size() const { return depth * cols; }
+};
+
+template <class C, class S>
+void multiply(const GemmPart& p, void* scratch) {
+  constexpr int64_t kWidth = kPanel<C> * kLanes;
+  static_assert(kRowBlock % kStrip<C> == 0);
+  const Blocks<C> blocks(p);
+  C* packed_b = static_cast<C*>(scratch);
+  C* bias = packed_b + blocks.b_size();
+  C* packed_a = packs_a<C>(p) ? bias + blocks.cols : nullptr;
+  for (int64_t n0 = 0; n0 < p.cols; n0 += blocks.cols) {
+    const int64_t n1 = std::min(n0 + blocks.cols, p.cols);
+    if (p.bias.data)
+      visit_floating("gemm", p.bias.dtype, [&]<class T>() {
+        for (int64_t n = n0; n < n1; ++n)
+          bias[n - n0] = widened<C>(*element<T>(p.bias, 0, n));
+      });
+    for (int64_t k = 0; k < p.depth; k += kDepthBlock) {
+      const int64_t depth = std::min(kDepthBlock, p.depth - k);
+      pack_panels<S>(p.b, k, depth, n0, n1 - n0, packed_b);
+      for (int64_t m0 = 0; m0 < p.rows; m0 += kRowBlock) {
+        const int64_t m1 = std::min(m0 + kRowBlock, p.rows);
+        if (packed_a) pack_strips<S>(p.a, m0, m1 - m0, k, depth, packed_a);
+        for (int64_t m = m0; m < m1; m += kStrip<C>) {
+          const int64_t rows = std::min<int64_t>(kStrip<C>, m1 - m);
+          const C* a = packed_a ? packed_a + (m - m0) * depth : reinterpret_cast<const C*>(element<S>(p.a, m, k));
+          for (int64_t n = n0; n < n1; n += kWidth) {
+            const int64_t width = std::min(kWidth, n1 - n), vectors = (width + kLanes - 1) / kLanes;
+            const C* panel = packed_b + (n - n0) * round_up(depth, kLanes);
+            C* c = reinterpret_cast<C*>(p.c.data) + m * p.c.row_stride + n;
+            const bool to_c = k > 0 || p.accumulate || !p.bias.data;
+            const Output<C> out{c, p.c.row_stride, k > 0 || p.accumulate || p.bias.data, to_c ? c : bias + (n - n0),
+                                to_c ? p.c.row_stride : 0};
+            tile_for<C>(packed_a != nullptr, rows, vectors)(depth, a, p.a.row_stride, panel, out,
+                                                            static_cast<int>(width - (vectors - 1) * kLanes));
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class C>
+size_t scratch_bytes(const GemmPart& p) {
+  const Blocks<C> blocks(p);
+  return static_cast<size_t>(blocks.b_size() + blocks.cols + blocks.a_size()) * sizeof(C);
+}
+
+}  // namespace
+
+size_t gemm_scratch(const GemmPart& p) {
+  return p.c.dtype == kF64 ? scratch_bytes<double>(p) : scratch_bytes<float>(p);
+}
+
+void gemm_part(const GemmPart& p, void* scratch) {
+  visit_floating("gemm", p.a.dtype, [&]<class S>() { multiply<ComputeType<S>, S>(p, scratch); });
+}
+
+}  // namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE
