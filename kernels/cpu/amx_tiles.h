@@ -14,6 +14,7 @@
 #include <immintrin.h>
 
 #include "sheaf/core/dtype.h"
+#include "sheaf/kernels/cpu/transpose.h"
 
 namespace sheaf::kernels::cpu::amx {
 
@@ -78,38 +79,12 @@ inline void product(int64_t m, int64_t n, int64_t k, const void* a, int64_t a_st
   __asm__ volatile("" ::: "memory");
 }
 
-/// to[16][16] = the transpose of from[16][16], 32-bit elements; strides in elements.
-inline void transpose_16x16(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
-  const int32_t* f = static_cast<const int32_t*>(from);
-  int32_t* t = static_cast<int32_t*>(to);
-  __m512i r[16], s[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(f + i * from_stride);
-  for (int i = 0; i < 8; ++i)
-    s[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]),
-          s[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 2; ++j) {
-      r[4 * i + 2 * j] = _mm512_unpacklo_epi64(s[4 * i + j], s[4 * i + j + 2]);
-      r[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(s[4 * i + j], s[4 * i + j + 2]);
-    }
-  // r[4 i + c] holds, in its four 128-bit parts p, column 4 p + c of rows 4 i .. 4 i + 3.
-  for (int c = 0; c < 4; ++c) {
-    const __m512i low01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-    const __m512i low23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88),
-                  high23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-    _mm512_storeu_si512(t + c * to_stride, _mm512_shuffle_i32x4(low01, low23, 0x88));
-    _mm512_storeu_si512(t + (4 + c) * to_stride, _mm512_shuffle_i32x4(high01, high23, 0x88));
-    _mm512_storeu_si512(t + (8 + c) * to_stride, _mm512_shuffle_i32x4(low01, low23, 0xdd));
-    _mm512_storeu_si512(t + (12 + c) * to_stride, _mm512_shuffle_i32x4(high01, high23, 0xdd));
-  }
-}
-
 /// to[words][rows] = from[rows][words] of 32-bit words; both dense, sizes multiples of 16.
 inline void transpose_words(const void* from, int64_t rows, int64_t words, void* to) {
   for (int64_t r = 0; r < rows; r += 16)
     for (int64_t w = 0; w < words; w += 16)
-      transpose_16x16(static_cast<const int32_t*>(from) + r * words + w, words,
-                      static_cast<int32_t*>(to) + w * rows + r, rows);
+      transpose_words_16x16(static_cast<const char*>(from) + (r * words + w) * 4, words * 4,
+                      static_cast<char*>(to) + (w * rows + r) * 4, rows * 4);
 }
 
 /// Thirty-two words of two rows, side by side.

@@ -7,6 +7,7 @@
 #include "sheaf/kernels/cpu/attention_blocks.h"
 #include "sheaf/kernels/cpu/row_math.h"
 #include "sheaf/kernels/cpu/tile_gemm.h"
+#include "sheaf/kernels/cpu/transpose.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
@@ -38,34 +39,12 @@ void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t coun
   }
 }
 
-SHEAF_INLINE void transpose_8x8(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
-  __m256 r[8], s[8];
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * ld_from);
-  for (int i = 0; i < 4; ++i)
-    s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]),
-          s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-  for (int i = 0; i < 2; ++i)
-    for (int j = 0; j < 2; ++j) {
-      r[4 * i + 2 * j] = _mm256_shuffle_ps(s[4 * i + j], s[4 * i + j + 2], 0x44);
-      r[4 * i + 2 * j + 1] = _mm256_shuffle_ps(s[4 * i + j], s[4 * i + j + 2], 0xee);
-    }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * ld_to, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * ld_to, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
-}
-
 /// to[padded, kKeyBlock] = the transpose of from[kKeyBlock, padded].
 template <class C>
 void transpose_block(const C* from, int64_t padded, C* to) {
-  if constexpr (std::is_same_v<C, float>) {
-    for (int64_t j = 0; j < kKeyBlock; j += 8)
-      for (int64_t d = 0; d < padded; d += 8)
-        transpose_8x8(from + j * padded + d, padded, to + d * kKeyBlock + j, kKeyBlock);
-  } else {
-    for (int64_t j = 0; j < kKeyBlock; ++j)
-      for (int64_t d = 0; d < padded; ++d) to[d * kKeyBlock + j] = from[j * padded + d];
-  }
+  for (int64_t j = 0; j < kKeyBlock; j += kLanes)
+    for (int64_t d = 0; d < padded; d += kLanes)
+      transpose_16x16(from + j * padded + d, padded, to + d * kKeyBlock + j, kKeyBlock);
 }
 
 /// Scores of one row become exp(score - most); those past `visible` become zero. Returns their sum.

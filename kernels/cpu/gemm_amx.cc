@@ -39,30 +39,6 @@ inline __m512i edge(const uint16_t* from, int64_t stride, int64_t row, int64_t r
   return row < rows ? _mm512_maskz_loadu_epi16(width, from + row * stride) : _mm512_setzero_si512();
 }
 
-/// to[16][16] = the transpose of sixteen rows of 16 pairs; `stride` in words of 16 bits, to_stride in pairs. Its first
-/// half is loads, which other ports take than the shuffles.
-inline void transpose_pairs(const uint16_t* from, int64_t stride, int32_t* to, int64_t to_stride) {
-  for (int64_t part = 0; part < 4; ++part) {
-    __m512i r[4];  // 128 bits of rows n, 4 + n, 8 + n, 12 + n
-    for (int64_t n = 0; n < 4; ++n) {
-      const auto at = [&](int64_t row) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + row * stride + part * 8));
-      };
-      r[n] = _mm512_castsi128_si512(at(n));
-      r[n] = _mm512_inserti32x4(r[n], at(4 + n), 1);
-      r[n] = _mm512_inserti32x4(r[n], at(8 + n), 2);
-      r[n] = _mm512_inserti32x4(r[n], at(12 + n), 3);
-    }
-    const __m512i low01 = _mm512_unpacklo_epi32(r[0], r[1]), high01 = _mm512_unpackhi_epi32(r[0], r[1]);
-    const __m512i low23 = _mm512_unpacklo_epi32(r[2], r[3]), high23 = _mm512_unpackhi_epi32(r[2], r[3]);
-    int32_t* t = to + part * 4 * to_stride;
-    _mm512_store_si512(t, _mm512_unpacklo_epi64(low01, low23));
-    _mm512_store_si512(t + to_stride, _mm512_unpackhi_epi64(low01, low23));
-    _mm512_store_si512(t + 2 * to_stride, _mm512_unpacklo_epi64(high01, high23));
-    _mm512_store_si512(t + 3 * to_stride, _mm512_unpackhi_epi64(high01, high23));
-  }
-}
-
 /// Packs lanes [lane, lane + 32) over one step of the depth, 2 KiB; zeros past the ends.
 /// a: [32 lanes][32 of the depth]. b: [16 pairs of the depth][32 lanes].
 __attribute__((noinline)) void pack_step(const Lanes32& o, int64_t lane, int64_t depth, char* to) {
@@ -89,19 +65,14 @@ __attribute__((noinline)) void pack_step(const Lanes32& o, int64_t lane, int64_t
       interleave(_mm512_loadu_si512(from + d * stride), _mm512_loadu_si512(from + (d + 1) * stride), at + d * 64);
     if (!o.pairs)
       for (int64_t half = 0; half < 2; ++half)
-        transpose_pairs(reinterpret_cast<uint16_t*>(pairs + half * 64), 64,
-                        reinterpret_cast<int32_t*>(to + half * 1024), 16);
+        transpose_words_16x16(pairs + half * 64, 128, to + half * 1024, 64);
   } else if (o.pairs) {
-    for (int64_t half = 0; half < 2; ++half) {
-      const uint16_t* rows = from + half * 16 * stride;
-      int32_t* t = reinterpret_cast<int32_t*>(to) + half * 16;
-      transpose_pairs(rows, stride, t, 32);
-    }
+    for (int64_t half = 0; half < 2; ++half)
+      transpose_words_16x16(from + half * 16 * stride, stride * 2, to + half * 64, 128);
   } else {
     for (int64_t l = 0; l < kSide; ++l) _mm512_store_si512(to + l * 64, _mm512_loadu_si512(from + l * stride));
   }
 }
-
 
 /// How a part is cut; extents in sides (of lanes) and in steps (of the depth).
 struct Cut {

@@ -1,9 +1,9 @@
 // GemmPart: the share of a matrix product that one thread computes. gemm.cc cuts a product into parts; two kernels
 // multiply them: gemm_simd.cc by vectors (f32 and f64), gemm_amx.cc by tiles (bf16).
 //
-// [Note: the bits of a product] An element of c is the sum over blocks of kDepthBlock along the depth, in order; within a
-// block it is one chain of fused multiply-adds (by vectors) or of the tiles' instructions. The blocks depend on the depth
-// alone, so neither the other rows and columns nor the number of threads change a bit.
+// [Note: the bits of a product] By vectors, an element of c is the sum over blocks of the depth, in order, each block one
+// chain of fused multiply-adds; the blocks follow from the depth alone. By tiles it is one chain of the tiles' instructions.
+// So neither the other rows and columns nor the number of threads change a bit.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "sheaf/core/view.h"
-#include "sheaf/kernels/cpu/rows.h"
+#include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/transpose.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
@@ -142,7 +142,6 @@ SHEAF_INLINE int lanes_left(int64_t left) { return static_cast<int>(std::clamp<i
 /// `width`. Writes whole sixteens of rows.
 template <class S, class C>
 void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, int64_t width, C* to) {
-  using L = Lanes<C>;
   constexpr int64_t kWidth = kPanel<C> * kLanes;
   // By rows if those are dense: the third-level cache is far, and only long pieces of a row are fetched ahead.
   if (b.col_stride == 1) {
@@ -162,22 +161,19 @@ void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, in
     C* panel = to + round_up(depth, kLanes) * j;
     for (int64_t v = 0; v < stride; v += kLanes)
       for (int64_t i = 0; i < depth; i += kLanes) {
-        const int count = lanes_left(depth - i), cols = lanes_left(width - j - v);
-        L block[kLanes];
-        for (int c = 0; c < kLanes; ++c) {
-          const S* from = element<S>(b, k + i, n + j + v + c);
-          if (c >= cols) {
-            block[c] = L(C(0));
-          } else if (b.row_stride == 1) {
-            block[c] = count == kLanes ? load_lanes(from) : load_lanes(from, count);
-          } else {
-            C column[kLanes] = {};
-            for (int r = 0; r < count; ++r) column[r] = widened<C>(from[r * b.row_stride]);
-            block[c] = L::load(column);
+        const S* from = element<S>(b, k + i, n + j + v);
+        const int rows = lanes_left(depth - i), cols = lanes_left(width - j - v);
+        C* out = panel + i * stride + v;
+        if constexpr (std::is_same_v<S, C>) {
+          if (b.row_stride == 1 && rows == kLanes && cols == kLanes) {
+            transpose_16x16(from, b.col_stride, out, stride);
+            continue;
           }
         }
-        transpose(block);
-        for (int r = 0; r < kLanes; ++r) block[r].store(panel + (i + r) * stride + v);
+        C block[kLanes * kLanes] = {};
+        for (int c = 0; c < cols; ++c)
+          for (int r = 0; r < rows; ++r) block[c * kLanes + r] = widened<C>(from[c * b.col_stride + r * b.row_stride]);
+        transpose_16x16(block, kLanes, out, stride);
       }
   }
 }

@@ -134,25 +134,28 @@ TEST(Matmul, RowsDoNotDependOnTheOthers) {
                             {130, 65, 384},
                             {130, 384, 1536},
                             {600, 1024, 1100}})
-    for (bool transpose : {false, true}) {
-      const Array a = Array::random(kF32, {rows, k}, 1);
-      const Array b =
-          transpose ? random_transposed(kF32, {k, n}, 2) : Array::random(kF32, {k, n}, 2);
-      const Array all(kF32, {rows, n});
+    for (int variant = 0; variant < 4; ++variant) {
+      const DType d = variant & 2 ? kBF16 : kF32;
+      const bool transpose = variant & 1;
+      const Array a = Array::random(d, {rows, k}, 1);
+      const Array b = transpose ? random_transposed(d, {k, n}, 2) : Array::random(d, {k, n}, 2);
+      const Array all(d, {rows, n});
       multiply(a, b, all);
       for (int64_t m : {1, 2, 3, 5, 16, 31, 64, 100, 129}) {
         View part = a, expected = all;
         part.shape[0] = expected.shape[0] = m;
-        const Array c(kF32, {m, n});
+        const Array c(d, {m, n});
         multiply(part, b, c);
-        EXPECT_TRUE(same_bits(c, expected))
-            << m << " rows of " << rows << "x" << n << "x" << k << (transpose ? " T" : "");
+        EXPECT_TRUE(same_bits(c, expected)) << name(d) << " " << m << " rows of " << rows << "x" << n
+                                            << "x" << k << (transpose ? " T" : "");
       }
       // Neither on where they stand.
       View tail = a, expected = all;
-      tail.data = a.view().as<float>() + 37 * k, expected.data = all.view().as<float>() + 37 * n;
+      const int64_t size = static_cast<int64_t>(size_of(d));
+      tail.data = a.view().as<char>() + 37 * k * size;
+      expected.data = all.view().as<char>() + 37 * n * size;
       tail.shape[0] = expected.shape[0] = 50;
-      const Array c(kF32, {50, n});
+      const Array c(d, {50, n});
       multiply(tail, b, c);
       EXPECT_TRUE(same_bits(c, expected));
     }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "sheaf/kernels/linear.h"
 #include "sheaf/kernels/linear_cross_entropy.h"
 
 namespace sheaf::bench {
@@ -50,7 +51,12 @@ double theoretical_peak(const models::TrainConfig& config, int ranks) {
   const double slots = ranks == 1 ? 0 : 2 * block;
   const double reduced = ranks == 1 ? L * block : (L - 1) * block * part;
   const double at_end = 1.5 * of_block + root + slots + reduced;
-  return f32 * (rest + gathered + std::max({at_loss, at_mlp, at_end}));
+  // The product at work packs blocks of its operands; the MLP's weight gradient, those of the deepest ones.
+  const auto view = [](int64_t i, int64_t j) { return View::dense(nullptr, kF32, {i, j}); };
+  const int64_t tokens = static_cast<int64_t>(rows);
+  const double packed = of(static_cast<int64_t>(kernels::cpu::linear_weight_gradient_workspace(
+      view(tokens, 4 * m.width), view(tokens, m.width), view(4 * m.width, m.width))));
+  return f32 * (rest + gathered + std::max({at_loss, at_mlp, at_end})) + packed;
 }
 
 }  // namespace sheaf::bench
