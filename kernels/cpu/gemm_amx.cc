@@ -3,15 +3,14 @@
 #include <algorithm>
 #include <utility>
 
-#include "sheaf/kernels/cpu/amx_tiles.h"
+#include "sheaf/kernels/cpu/gemm_amx_pack.h"
 
 // [Note: products by tiles] c is computed in squares of 32 x 32, two by two tiles, each over a block of the depth that
 // lets both sides of a square lie in L1. One operand is "resident": a block of it waits packed in L2. The other, the
-// "stream", comes in panels of one side (or four) over a block of the depth; a panel multiplies all of the resident
-// block. Meanwhile the next panel is packed and the one after it fetched, a little between any two steps of tile
+// "stream", comes in panels of some sides over a block of the depth; a panel multiplies all of the resident block. Meanwhile the next panel is packed and the one after it fetched, a little between any two steps of tile
 // instructions, which leave nearly all of the core idle: so transposing costs little, and so does memory.
 //
-// Columns of b stream in panels of four sides, because memory is fast only where 256 bytes or more lie together.
+// Panels have four sides, because memory is fast only where 256 bytes or more lie together; rows of a that are dense do.
 //
 // A tile instruction adds its products to c one after the other. A square that goes to memory and comes back into the
 // tiles continues where it was, so an element is one chain along the depth however the blocks are cut: blocks follow
@@ -19,74 +18,23 @@
 namespace sheaf::kernels::cpu::amx {
 namespace {
 
-constexpr int64_t kSide = 32;          // rows and columns of a square of c; depth of one step
-constexpr int64_t kStepBytes = 2048;   // of a side over one step
-constexpr int64_t kSquareBytes = 4096;
-constexpr int64_t kBlockSteps = 8;     // of a block of the depth: a side is 16 KiB
+constexpr int64_t kSquareBytes = kSide * kSide * 4;
+constexpr int64_t kBlockSteps = 8;  // of a block of the depth: a side is 16 KiB
 constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
-/// An operand as lanes (rows of a, columns of b) along the depth.
-struct Lanes32 {
-  const uint16_t* data;
-  int64_t lanes, depth, lane_stride, depth_stride;
-  bool pairs;  ///< b: tiles want its lanes side by side, in pairs of the depth
-};
-
-__mmask32 first_of_32(int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1; }
-
-/// 32 words of row `row` of a block of which `rows` rows of `width` words are there; zeros elsewhere.
-inline __m512i edge(const uint16_t* from, int64_t stride, int64_t row, int64_t rows, __mmask32 width) {
-  return row < rows ? _mm512_maskz_loadu_epi16(width, from + row * stride) : _mm512_setzero_si512();
-}
-
-/// Packs lanes [lane, lane + 32) over one step of the depth, 2 KiB; zeros past the ends.
-/// a: [32 lanes][32 of the depth]. b: [16 pairs of the depth][32 lanes].
-__attribute__((noinline)) void pack_step(const Lanes32& o, int64_t lane, int64_t depth, char* to) {
-  const uint16_t* from = o.data + lane * o.lane_stride + depth * o.depth_stride;
-  const int64_t lanes = std::min(kSide, o.lanes - lane), deep = std::min(kSide, o.depth - depth);
-  alignas(64) uint16_t whole[kSide * kSide];
-  int64_t stride = o.depth_stride == 1 ? o.lane_stride : o.depth_stride;
-  const bool along_depth = o.depth_stride == 1, along_lanes = !along_depth && o.lane_stride == 1;
-  if (!along_depth && !along_lanes) {
-    std::memset(whole, 0, sizeof whole);
-    for (int64_t l = 0; l < lanes; ++l)
-      for (int64_t d = 0; d < deep; ++d) whole[l * kSide + d] = from[l * o.lane_stride + d * o.depth_stride];
-    from = whole, stride = kSide;
-  } else if (lanes < kSide || deep < kSide) {
-    const int64_t rows = along_depth ? lanes : deep;
-    const __mmask32 width = first_of_32(along_depth ? deep : lanes);
-    for (int64_t r = 0; r < kSide; ++r) _mm512_store_si512(whole + r * kSide, edge(from, stride, r, rows, width));
-    from = whole, stride = kSide;
-  }
-  if (along_lanes) {
-    alignas(64) char pairs[kStepBytes];
-    char* at = o.pairs ? to : pairs;
-    for (int64_t d = 0; d < kSide; d += 2)
-      interleave(_mm512_loadu_si512(from + d * stride), _mm512_loadu_si512(from + (d + 1) * stride), at + d * 64);
-    if (!o.pairs)
-      for (int64_t half = 0; half < 2; ++half)
-        transpose_words_16x16(pairs + half * 64, 128, to + half * 1024, 64);
-  } else if (o.pairs) {
-    for (int64_t half = 0; half < 2; ++half)
-      transpose_words_16x16(from + half * 16 * stride, stride * 2, to + half * 64, 128);
-  } else {
-    for (int64_t l = 0; l < kSide; ++l) _mm512_store_si512(to + l * 64, _mm512_loadu_si512(from + l * stride));
-  }
-}
 
 /// How a part is cut; extents in sides (of lanes) and in steps (of the depth).
 struct Cut {
   bool a_streams;
   int64_t panel_sides;
-  Lanes32 resident, stream;
+  Sides resident, stream;
   int64_t steps, resident_sides, stream_sides;  ///< of the whole
   int64_t block_steps, chunk_steps;             ///< summed in tiles; resident at once
   int64_t block_sides, group_sides;             ///< of resident and stream: squares that wait at once
 
   explicit Cut(const GemmPart& p) {
     const auto words = [](const MatrixOperand& m) { return reinterpret_cast<const uint16_t*>(m.data); };
-    const Lanes32 a{words(p.a), p.rows, p.depth, p.a.row_stride, p.a.col_stride, false};
-    const Lanes32 b{words(p.b), p.cols, p.depth, p.b.col_stride, p.b.row_stride, true};
+    const Sides a{words(p.a), p.rows, p.depth, p.a.row_stride, p.a.col_stride, false};
+    const Sides b{words(p.b), p.cols, p.depth, p.b.col_stride, p.b.row_stride, true};
     // An a that has to be transposed is most work to pack, so let that be done in between. Else measured: many rows
     // stream, because then c is written along its rows; few rows stay, because b is then all of the traffic.
     a_streams = (a.depth_stride != 1 && a.depth > 1) || p.rows > 512;
@@ -149,7 +97,7 @@ class Errands {
       const bool along_depth = cut_.stream.depth_stride == 1;
       const int64_t lanes = after->sides(cut_) * kSide, deep = after->steps(cut_) * kSide;
       const int64_t lane = after->panel * kSide, depth = after->depth * kSide;
-      const Lanes32& s = cut_.stream;
+      const Sides& s = cut_.stream;
       fetch_from_ = s.data + lane * s.lane_stride + depth * s.depth_stride;
       fetch_stride_ = along_depth ? s.lane_stride : s.depth_stride;
       fetch_rows_ = along_depth ? std::min(lanes, s.lanes - lane) : std::min(deep, s.depth - depth);

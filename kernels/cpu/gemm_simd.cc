@@ -204,9 +204,11 @@ struct Blocks {
   int64_t depth, rows, cols;
   explicit Blocks(const GemmPart& p)
       : depth(std::min(kDepthBlock, round_up(p.depth, kLanes))),
-        rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0),
-        // Blocks of equal width, in whole panels.
-        cols(round_up(p.cols / ((p.cols + kColBlock - 1) / kColBlock), kPanel<C> * kLanes)) {}
+        rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0) {
+    // Blocks of equal width. For a single strip, whose time is that of reading b, one panel: it comes back from nearby.
+    const int64_t panel = kPanel<C> * kLanes, count = (p.cols + kColBlock - 1) / kColBlock;
+    cols = p.rows <= kStrip<C> && p.b.col_stride != 1 ? panel : round_up((p.cols + count - 1) / count, panel);
+  }
   int64_t a_size() const { return rows * depth; }
   int64_t b_size() const { return depth * cols; }
 };
