@@ -9,7 +9,7 @@
 namespace sheaf {
 namespace {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = 4096, kHugePage = size_t{2} << 20;
 constexpr size_t kVirtualRange = size_t{1} << 40;  // reserved address space, not memory
 
 }  // namespace
@@ -37,11 +37,7 @@ void* Arena::allocate(size_t size) {
     const bool grows = last != free_.end() && last->first + last->second.size == top_;
     offset = grows ? last->first : top_;
     if (size > range_ - offset) return nullptr;
-    if (grows) {
-      resident_free_ -= last->second.resident;
-      by_size_.erase({last->second.size, last->first});
-      free_.erase(last);
-    }
+    if (grows) resident_free_ -= remove(last).resident;
     top_ = offset + size;
   }
   used_ += size;
@@ -53,15 +49,13 @@ void* Arena::allocate(size_t size) {
 void Arena::free(void* block, size_t size) {
   used_ -= size;
   size_t offset = static_cast<char*>(block) - base_;
-  Free merged{size, size};
+  Free merged{size, size, size};
   auto next = free_.lower_bound(offset);
-  if (next != free_.end() && offset + size == next->first) next = absorb(next, merged);
-  if (next != free_.begin()) {
-    auto previous = std::prev(next);
-    if (previous->first + previous->second.size == offset) {
-      offset = previous->first;
-      absorb(previous, merged);
-    }
+  auto previous = next == free_.begin() ? free_.end() : std::prev(next);
+  if (next != free_.end() && offset + size == next->first) merged = joined(merged, remove(next));
+  if (previous != free_.end() && previous->first + previous->second.size == offset) {
+    offset = previous->first;
+    merged = joined(remove(previous), merged);
   }
   insert(offset, merged);
   resident_free_ += size;
@@ -72,19 +66,21 @@ void Arena::insert(size_t offset, Free f) {
   by_size_.insert({f.size, offset});
 }
 
-Arena::Map::iterator Arena::absorb(Map::iterator it, Free& into) {
-  into.size += it->second.size;
-  into.resident += it->second.resident;
-  by_size_.erase({it->second.size, it->first});
-  return free_.erase(it);
+Arena::Free Arena::remove(Map::iterator it) {
+  const Free f = it->second;
+  by_size_.erase({f.size, it->first});
+  free_.erase(it);
+  return f;
+}
+
+Arena::Free Arena::joined(const Free& a, const Free& b) {
+  return {a.size + b.size, a.resident + b.resident, b.extent > 0 ? a.size + b.extent : a.extent};
 }
 
 void Arena::take(size_t offset, size_t size) {
-  auto it = free_.find(offset);
-  Free f = it->second;
-  by_size_.erase({f.size, offset});
-  free_.erase(it);
-  const Free rest{f.size - size, std::min(f.resident, f.size - size)};
+  const Free f = remove(free_.find(offset));
+  const size_t extent = f.extent > size ? f.extent - size : 0;
+  const Free rest{f.size - size, std::min(f.resident, extent), extent};
   resident_free_ -= f.resident - rest.resident;
   if (rest.size > 0) insert(offset + size, rest);
 }
@@ -97,11 +93,16 @@ void Arena::trim() {
     });
     if (largest == free_.end() || largest->second.resident < 4 * kPage) return;
     auto& [offset, block] = *largest;
-    const size_t from = (offset + kPage - 1) / kPage * kPage, to = (offset + block.size) / kPage * kPage;
+    // No more than must go, or the next step faults it in again; the end of the block, as blocks are taken from the front;
+    // whole huge pages if there are any.
+    const size_t excess = resident() - bound, stays = offset + block.resident - std::min(block.resident, excess);
+    const size_t end = offset + block.size, huge = stays / kHugePage * kHugePage;
+    const size_t from = huge > offset ? huge : (offset + kPage - 1) / kPage * kPage, to = end / kPage * kPage;
+    const size_t kept = std::min(block.resident, from - offset);
     // Of shared memory the pages themselves must go, not only this process's view of them.
     if (to > from) madvise(base_ + from, to - from, shared_.base ? MADV_REMOVE : MADV_DONTNEED);
-    resident_free_ -= block.resident;
-    block.resident = 0;
+    resident_free_ -= block.resident - kept;
+    block.resident = block.extent = kept;
   }
 }
 

@@ -36,12 +36,15 @@ class Arena {
 
  private:
   struct Free {
-    size_t size, resident;  // resident: upper bound of the bytes in it that hold pages
+    size_t size;
+    size_t resident;  // at most so many of its bytes hold pages,
+    size_t extent;    // and they lie in the first `extent` ones
   };
   using Map = std::map<size_t, Free>;
 
   void insert(size_t offset, Free f);
-  Map::iterator absorb(Map::iterator it, Free& into);
+  Free remove(Map::iterator it);
+  static Free joined(const Free& a, const Free& b);
   void take(size_t offset, size_t size);
   void trim();
 
