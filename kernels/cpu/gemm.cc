@@ -147,8 +147,8 @@ class Plan {
     if (p_.batches < threads) cut_ = best_cut((threads + p_.batches - 1) / p_.batches);
     items_ = p_.batches * cut_.rows * cut_.cols;
     slots_ = std::min(items_, threads);
-    // The first part is the largest.
-    slot_bytes_ = line_align(gemm_scratch(part(0))) + line_align(copy_bytes(part(0)));
+    // A smaller part may be cut into larger blocks.
+    for (int64_t i = 0; i < cut_.rows * cut_.cols; ++i) slot_bytes_ = std::max(slot_bytes_, scratch_bytes(part(i)));
   }
 
   size_t bytes() const { return slot_bytes_ * static_cast<size_t>(slots_); }
@@ -212,11 +212,14 @@ class Plan {
     return out;
   }
 
-  size_t copy_bytes(const GemmPart& part) const {
-    return copy_c_ ? static_cast<size_t>(part.rows * part.cols) * size_of(compute_) : 0;
+  size_t scratch_bytes(const GemmPart& part) const {
+    return line_align(gemm_scratch(part)) +
+           (copy_c_ ? line_align(static_cast<size_t>(part.rows * part.cols) * size_of(compute_)) : 0);
   }
 
   void run_part(GemmPart part, char* scratch) const {
+    check<ShapeError>(scratch_bytes(part) <= slot_bytes_, "[", p_.g.who, "] a part of ", part.rows, " x ", part.cols,
+                      " needs more scratch memory than was asked for");
     if (!copy_c_) return gemm_part(part, scratch);
     const MatrixOperand home = part.c;
     part.c = {scratch + line_align(gemm_scratch(part)), compute_, part.cols, 1};

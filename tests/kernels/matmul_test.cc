@@ -164,7 +164,7 @@ TEST(Matmul, RowsDoNotDependOnTheOthers) {
 TEST(Matmul, ThreadsChangeNothing) {
   for (DType d : {kF32, kF64, kBF16})
     for (const Shape& s : {Shape{1, 300, 200, 500}, Shape{7, 30, 40, 50}, Shape{1, 1, 3000, 64},
-                           Shape{2, 260, 1024, 100}}) {
+                           Shape{2, 260, 1024, 100}, Shape{1, 64, 1632, 400}}) {
       const Array a = Array::random(d, {s[0], s[1], s[3]}, 1),
                   b = Array::random(d, {s[0], s[3], s[2]}, 2);
       const Array one(d, {s[0], s[1], s[2]}), two(d, {s[0], s[1], s[2]});
