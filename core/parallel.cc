@@ -1,4 +1,4 @@
-// One OpenMP team per rank thread, the team that oneDNN uses too: a pool of our own beside it would oversubscribe.
+// One OpenMP team per rank thread. Libraries that use OpenMP share it; a pool of our own beside it would oversubscribe.
 #include "sheaf/core/parallel.h"
 
 #include <omp.h>
