@@ -84,7 +84,7 @@ inline void transpose_words(const void* from, int64_t rows, int64_t words, void*
   for (int64_t r = 0; r < rows; r += 16)
     for (int64_t w = 0; w < words; w += 16)
       transpose_words_16x16(static_cast<const char*>(from) + (r * words + w) * 4, words * 4,
-                      static_cast<char*>(to) + (w * rows + r) * 4, rows * 4);
+                            static_cast<char*>(to) + (w * rows + r) * 4, rows * 4);
 }
 
 /// Thirty-two words of two rows, side by side.

@@ -162,7 +162,7 @@ class Plan {
   }
 
  private:
-  // Cuts fall between whole tiles, whatever the machine's.
+  // Cuts fall between whole tiles, but for the strips of 6 rows of machines without AVX-512.
   static constexpr int64_t kRowUnit = 32, kColUnit = 96;
 
   /// The cut into `parts` with the least work on the largest part. A thread packs its columns of b, and its rows of a if

@@ -91,7 +91,7 @@ class Errands {
   /// Packs the panel of `next` into `to`, and fetches that of `after`, in `times` calls of some().
   void set(const Stage* next, const Stage* after, char* to, int64_t times) {
     times_ = times, to_ = to;
-    pack_ = {next}, fetch_ = {after};
+    pack_ = {}, fetch_ = {};
     if (next) pack_ = {next, next->steps(cut_), next->sides(cut_) * next->steps(cut_)};
     if (after) {
       const bool along_depth = cut_.stream.depth_stride == 1;
