@@ -114,7 +114,7 @@ std::string collective_summary(const Tape& tape) {
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     for (const Transfer& t : transfers(tape, n)) {
-      const std::string path = tape.path(n).empty() ? "root" : tape.path(n);
+      const std::string path(path_label(tape.path(n)));
       const auto [at, fresh] = known.try_emplace({path, t.name}, rows.size());
       if (fresh) rows.push_back({path, t.name});
       const int64_t bytes = received_bytes(tape, t);

@@ -74,8 +74,8 @@ std::string to_text(const Tape& tape) {
   std::vector<Row> rows, leaves;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
-    Row row{id, std::string(n.op ? name(n.phase) : "leaf"), "", tape.path(n), "", marks(tape, n)};
-    if (row.path.empty()) row.path = "root";
+    Row row{id, std::string(n.op ? name(n.phase) : "leaf"), "", std::string(path_label(tape.path(n))), "",
+            marks(tape, n)};
     const std::string out = outputs(tape, n);
     if (!n.op) {
       const ValueId v = tape.output(n);

@@ -78,6 +78,9 @@ std::string str(const Parts&... parts) {
   return out;
 }
 
+/// A module's path as messages and listings show it: the root's, which is empty, reads "root".
+inline std::string_view path_label(std::string_view path) { return path.empty() ? "root" : path; }
+
 /// Throws E with the concatenated parts as its message.
 template <class E, class... Parts>
 [[noreturn, gnu::noinline, gnu::cold]] void fail(const Parts&... parts) { throw E(str(parts...)); }

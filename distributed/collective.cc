@@ -33,7 +33,7 @@ std::string Collective::to_string() const {
   }
   if (op == CollectiveOp::all_reduce) out += str(' ', name(reduction));
   if (op == CollectiveOp::broadcast) out += str(" from ", root);
-  return out + str(" (", path, ')');
+  return out + str(" (", path_label(path), ')');
 }
 
 uint64_t hash_call(const Collective& call) {

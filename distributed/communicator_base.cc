@@ -150,8 +150,7 @@ CommError CommunicatorBase::error(const Collective& call, ExitCode code, const s
     group = str(" in group {", ranks_text(all), "}");
   }
   // A call that was refused before it was numbered has no sequence number.
-  const std::string where = call.sequence ? str(" at sequence ", call.sequence, " (", call.path, ')')
-                                          : str(" (", call.path, ')');
+  const std::string where = str(call.sequence ? str(" at sequence ", call.sequence) : "", " (", path_label(call.path), ')');
   return CommError(str('[', name(call.op), "] rank ", group_.world_rank(), " of ", group_.world, group, ": ", what,
                        where), code);
 }

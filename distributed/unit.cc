@@ -57,7 +57,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
     std::vector<Shape> shapes;
     for (int i : b.leaves) shapes.push_back(leaves_[i].shape);
     b.layout = FlatLayout::of(shapes, mesh_ ? mesh_->size(axis_) : 1);
-    b.name = name_.empty() ? "root" : name_;
+    b.name = path_label(name_);
     if (!b.trainable) b.name += " frozen";
     if (buffers_.size() > 1 && b.dtype != kF32) b.name += str(" ", b.dtype);
   }
@@ -154,7 +154,7 @@ void Unit::leave() {
 
 void Unit::open() {
   if (!allocated_)
-    fail<LifetimeError>("[unit] '", name_.empty() ? "root" : name_, "' has no memory yet: call materialize(model, device) first");
+    fail<LifetimeError>("[unit] '", path_label(name_), "' has no memory yet: call materialize(model, device) first");
   Recording* r = Recording::current();
   const uint64_t serial = r ? r->serial() : 0;
   if (!gathers()) {

@@ -73,9 +73,9 @@ struct Discard {
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs&, Execute& c) {
     for (int b = 0; b < c.num_inputs(); ++b)
-      c.input_tensor(b).storage()->discard("the parameters of unit '" + PathScope::current() +
-                                           "' were gathered and have been discarded; use them inside their module's "
-                                           "scope, or through the Parameter, which gathers them again");
+      c.input_tensor(b).storage()->discard(
+          str("the parameters of unit '", path_label(PathScope::current()), "' were gathered and have been discarded; "
+              "use them inside their module's scope, or through the Parameter, which gathers them again"));
   }
 };
 

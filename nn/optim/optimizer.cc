@@ -33,7 +33,7 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
       const FlatBuffer& flat = unit->buffers()[b];
       if (!flat.trainable) continue;
       if (flat.dtype != kF32 && flat.dtype != kF64)
-        fail<DTypeError>("[", name_, "] unit '", unit->name(), "' has ", flat.dtype, " parameters; masters are f32 or f64");
+        fail<DTypeError>("[", name_, "] unit '", path_label(unit->name()), "' has ", flat.dtype, " parameters; masters are f32 or f64");
       ShardState shard{unit, b, segments_of(*unit, flat, decayed), {}};
       for (int s = 0; s < states; ++s) shard.state.push_back(full_like(flat.shard, 0.0));
       shards_.push_back(std::move(shard));

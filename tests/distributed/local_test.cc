@@ -190,8 +190,10 @@ void expect_failure(int ranks, int code, std::vector<std::string> parts, const s
 }
 
 TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
-  std::atomic<bool> over = false;
-  expect_failure(3, 71, {"[all_gather] rank", "of 3: time-out after 0.3 s at sequence 2 (blocks.3)", "missing ranks: 2"},
+  for (const std::string path : {"blocks.3", ""}) {  // the root unit's collectives have the empty path
+    std::atomic<bool> over = false;
+    const std::string what = "of 3: time-out after 0.3 s at sequence 2 (" + (path.empty() ? "root" : path) + ")";
+    expect_failure(3, 71, {"[all_gather] rank", what, "missing ranks: 2"},
                  [&](World& world) {
                    Communicator& comm = lane(world);
                    comm.barrier("start").sync();
@@ -201,7 +203,7 @@ TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
                    }
                    std::vector<int64_t> counts(3, 1);
                    std::vector<float> x(3);
-                   Event e = comm.all_gather(&x[world.rank()], x.data(), counts, kF32, "blocks.3");
+                   Event e = comm.all_gather(&x[world.rank()], x.data(), counts, kF32, path);
                    try {
                      e.sync();
                    } catch (...) {
@@ -210,6 +212,7 @@ TEST(Local, HangEndsInATimeOutThatNamesTheMissing) {
                    }
                  },
                  {.timeout = milliseconds(300)});
+  }
 }
 
 TEST(Local, DisagreementNamesBothSides) {
