@@ -39,12 +39,12 @@ constexpr bool is_integral(DType d) { return d > DType::f16; }
 struct bf16 {
   uint16_t bits = 0;
   bf16() = default;
-  explicit bf16(float f) {
+  explicit constexpr bf16(float f) {
     uint32_t u = std::bit_cast<uint32_t>(f);
     bits = (u & 0x7fffffffu) > 0x7f800000u ? static_cast<uint16_t>((u >> 16) | 0x40)
                                            : static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
   }
-  explicit operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+  explicit constexpr operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 };
 
 /// IEEE binary16; rounds to nearest even.

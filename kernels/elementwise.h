@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels {
@@ -82,4 +83,26 @@ void swiglu_backward(const View& gate, const View& up, const View& dy, const Vie
                      const View& dup);
 
 }  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`. exp, log, tanh and what is made of them are CUDA's:
+/// within 2 ulp in f32.
+namespace cuda {
+
+void unary(const Stream& stream, UnaryOp op, const View& x, const View& out);
+void binary(const Stream& stream, BinaryOp op, const View& a, const View& b, const View& out);
+void binary_scalar(const Stream& stream, BinaryOp op, const View& a, double scalar,
+                   bool scalar_left, const View& out);
+void where(const Stream& stream, const View& cond, const View& a, const View& b, const View& out);
+void clamp(const Stream& stream, const View& x, double lo, double hi, const View& out);
+void gelu_backward(const Stream& stream, UnaryOp kind, const View& x, const View& dy,
+                   const View& dx);
+void silu_backward(const Stream& stream, const View& x, const View& dy, const View& dx);
+void relu_backward(const Stream& stream, const View& x, const View& dy, const View& dx);
+void tanh_backward(const Stream& stream, const View& y, const View& dy, const View& dx);
+void sigmoid_backward(const Stream& stream, const View& y, const View& dy, const View& dx);
+void swiglu(const Stream& stream, const View& gate, const View& up, const View& out);
+void swiglu_backward(const Stream& stream, const View& gate, const View& up, const View& dy,
+                     const View& dgate, const View& dup);
+
+}  // namespace cuda
 }  // namespace sheaf::kernels

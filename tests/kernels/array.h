@@ -54,6 +54,16 @@ class Array {
 
   const View& view() const { return view_; }
   operator const View&() const { return view_; }
+  size_t bytes() const { return bytes_; }  ///< gaps included
+  /// The same contents, gaps included, in memory of its own.
+  Array clone() const {
+    Array out = *this;
+    if (!memory_) return out;
+    out.memory_.reset(static_cast<char*>(std::aligned_alloc(128, (bytes_ + 127) / 128 * 128)), std::free);
+    std::memcpy(out.memory_.get(), memory_.get(), bytes_);
+    out.view_.data = out.memory_.get();
+    return out;
+  }
 
   void fill(const std::function<double(int64_t)>& f) {
     for (int64_t i = 0; i < view_.numel(); ++i) set(i, f(i));

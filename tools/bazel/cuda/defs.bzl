@@ -1,8 +1,13 @@
-"""cuda_library: .cu files compiled by nvcc, used like any cc_library; empty where there is no CUDA."""
+"""cuda_library: .cu files compiled by nvcc, used like any cc_library; empty where there is no CUDA.
+
+With --config=emulated the same files are compiled for the CPU (kernels/cuda/emulation.h).
+"""
 
 load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain")
 load("@cuda//:defs.bzl", "CUDA_RELEASE", "CUDA_ROOT", "HAS_CUDA")
 load("//tools:sheaf.bzl", "sheaf_library")
+
+_EMULATED = str(Label("//tools/bazel:emulated"))
 
 _NVCC_FLAGS = [
     "-std=c++20",
@@ -14,7 +19,7 @@ _NVCC_FLAGS = [
     "-gencode=arch=compute_90,code=compute_90",
     "--expt-relaxed-constexpr",
     "--Werror=all-warnings",
-    "-Xcompiler=-fPIC,-Wall,-ffp-contract=off",
+    "-Xcompiler=-fPIC,-Wall,-Wno-restrict,-ffp-contract=off",
 ]
 
 def _cuda_objects_impl(ctx):
@@ -77,6 +82,29 @@ _cuda_objects = rule(
     toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
 )
 
+def cuda_host_library(name, srcs, emulated_srcs, deps = [], **kwargs):
+    """C++ that calls NVIDIA's libraries, and what takes its place under --config=emulated; empty without CUDA.
+
+    Args:
+      name: name of the target.
+      srcs: sources that include CUDA's headers.
+      emulated_srcs: sources that do not.
+      deps: libraries; those of CUDA are "@cuda//:runtime" (always there), ":cublaslt", ":cudnn" and ":nccl".
+      **kwargs: passed on to sheaf_library.
+    """
+    sheaf_library(
+        name = name,
+        srcs = select({
+            _EMULATED: emulated_srcs,
+            "//conditions:default": srcs if HAS_CUDA else [],
+        }),
+        deps = deps + select({
+            _EMULATED: [],
+            "//conditions:default": ["@cuda//:runtime"],
+        }),
+        **kwargs
+    )
+
 def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     """A library of CUDA kernels, linked with the CUDA runtime.
 
@@ -94,9 +122,33 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     headers = name + "_headers"
     sheaf_library(name = headers, hdrs = hdrs, deps = deps, **kwargs)
     _cuda_objects(
-        name = name,
+        name = name + "_nvcc",
         srcs = srcs,
         copts = copts,
         deps = [":" + headers, "@cuda//:runtime"],
+        **kwargs
+    )
+    for src in srcs:  # Bazel 4 does not take a .cu file for C++
+        native.genrule(
+            name = name + "_" + src.replace(".", "_"),
+            srcs = [src],
+            outs = [src + ".cc"],
+            cmd = "cp $< $@",
+            tags = ["manual"],
+        )
+    sheaf_library(
+        name = name + "_emulated",
+        srcs = [src + ".cc" for src in srcs],
+        copts = ["-Wno-unknown-pragmas"],
+        deps = [":" + headers],
+        tags = ["manual"],
+        **kwargs
+    )
+    native.alias(
+        name = name,
+        actual = select({
+            _EMULATED: name + "_emulated",
+            "//conditions:default": name + "_nvcc",
+        }),
         **kwargs
     )

@@ -1,0 +1,156 @@
+// Elementwise kernels over any strides and element types: map_elements(name, stream, f, outputs,
+// inputs) calls f(in, out) for each element, in the compute type of all operands together. Dense
+// operands of one floating dtype are read and written 16 bytes at a time; everything else goes
+// element by element.
+#pragma once
+
+#include <array>
+
+#include "sheaf/core/view.h"
+#include "sheaf/kernels/cuda/numbers.h"
+
+namespace sheaf::kernels::cuda {
+
+/// The operands of an elementwise kernel: outputs first. Dimensions of size 1 are dropped and
+/// neighbours merged where all operands allow it.
+template <int N>
+struct Walk {
+  void* data[N];
+  DType dtype[N];
+  int rank = 0;
+  int64_t numel = 0;
+  int64_t shape[kMaxDims];
+  int64_t strides[N][kMaxDims];
+
+  /// Element index of operand `which` for flat index i.
+  __device__ int64_t offset(int which, int64_t i) const {
+    int64_t out = 0;
+    for (int d = rank - 1; d > 0; --d) {
+      const int64_t rest = i / shape[d];
+      out += (i - rest * shape[d]) * strides[which][d];
+      i = rest;
+    }
+    return out + (rank > 0 ? i * strides[which][0] : 0);
+  }
+  bool dense() const {
+    for (int n = 0; n < N; ++n)
+      if (numel > 1 && (rank > 1 || strides[n][0] != 1)) return false;
+    return true;
+  }
+};
+
+template <int N>
+Walk<N> walk_of(const char* name, const std::array<View, N>& views) {
+  Walk<N> w{};
+  for (const View& v : views)
+    check<ShapeError>(v.shape == views[0].shape, '[', name, "] kernel operands have shapes ",
+                      views[0].shape, " and ", v.shape);
+  w.numel = views[0].numel();
+  for (int n = 0; n < N; ++n) w.data[n] = views[n].data, w.dtype[n] = views[n].dtype;
+  for (int d = 0; d < views[0].rank(); ++d) {
+    const int64_t size = views[0].shape[d];
+    if (size == 1) continue;
+    bool merges = w.rank > 0;
+    for (int n = 0; n < N && merges; ++n)
+      merges = w.strides[n][w.rank - 1] == size * views[n].strides[d];
+    if (!merges) w.shape[w.rank++] = 1;
+    w.shape[w.rank - 1] *= size;
+    for (int n = 0; n < N; ++n) w.strides[n][w.rank - 1] = views[n].strides[d];
+  }
+  return w;
+}
+
+/// The compute type of several operands together: f64 if any is f64, else f32 if any is floating,
+/// else i64.
+inline DType compute_type_of(std::initializer_list<View> views) {
+  DType out = kI64;
+  for (const View& v : views)
+    if (v.dtype == kF64)
+      out = kF64;
+    else if (is_floating(v.dtype) && out == kI64)
+      out = kF32;
+  return out;
+}
+
+namespace detail {
+
+template <class T, int M, int N, class F>
+__global__ void map_packs(F f, Walk<M + N> w) {
+  using C = Compute<T>;
+  constexpr int kSize = Pack<T>::kSize;
+  const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kSize;
+  if (at >= w.numel) return;
+  const int count = w.numel - at < kSize ? static_cast<int>(w.numel - at) : kSize;
+  Pack<T> in[N > 0 ? N : 1], out[M];
+  for (int n = 0; n < N; ++n) {
+    const T* from = static_cast<const T*>(w.data[M + n]) + at;
+    if (count == kSize)
+      in[n] = load_pack(from);
+    else
+      for (int k = 0; k < count; ++k) in[n].v[k] = from[k];
+  }
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) {
+    if (k >= count) break;
+    C x[N > 0 ? N : 1], y[M];
+    for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
+    f(x, y);
+    for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
+  }
+  for (int m = 0; m < M; ++m) {
+    T* to = static_cast<T*>(w.data[m]) + at;
+    if (count == kSize)
+      store_pack(to, out[m]);
+    else
+      for (int k = 0; k < count; ++k) to[k] = out[m].v[k];
+  }
+}
+
+template <class C, int M, int N, class F>
+__global__ void map_strided(F f, Walk<M + N> w) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < w.numel;
+       i += step) {
+    C x[N > 0 ? N : 1], y[M] = {};
+    for (int n = 0; n < N; ++n)
+      x[n] = load_any<C>(w.dtype[M + n], w.data[M + n], w.offset(M + n, i));
+    f(x, y);
+    for (int m = 0; m < M; ++m) store_any<C>(w.dtype[m], w.data[m], w.offset(m, i), y[m]);
+  }
+}
+
+}  // namespace detail
+
+/// f: a functor with `template <class C> __device__ void operator()(const C* in, C* out) const`.
+/// Operands compute in `compute` (f64, f32 or i64). An output may be the same memory as an input,
+/// element for element.
+template <int M, int N, class F>
+void map_elements(const char* name, const Stream& stream, DType compute, F f,
+                  const std::array<View, M>& outputs, const std::array<View, N>& inputs) {
+  std::array<View, M + N> all;
+  for (int m = 0; m < M; ++m) all[m] = outputs[m];
+  for (int n = 0; n < N; ++n) all[M + n] = inputs[n];
+  const Walk<M + N> w = walk_of<M + N>(name, all);
+  if (w.numel == 0) return;
+  bool packs = w.dense() && is_floating(w.dtype[0]);
+  for (int n = 0; n < M + N; ++n) packs = packs && w.dtype[n] == w.dtype[0] && aligned16(w.data[n]);
+  constexpr int kThreads = 256;
+  if (packs) {
+    visit_floating(name, w.dtype[0], [&]<class T>() {
+      launch(name, stream,
+             {.blocks = blocks_for(w.numel, kThreads * Pack<T>::kSize), .threads = kThreads},
+             detail::map_packs<T, M, N, F>, f, w);
+    });
+    return;
+  }
+  const LaunchShape shape{.blocks = std::min<int64_t>(blocks_for(w.numel, kThreads), 1 << 20),
+                          .threads = kThreads};
+  if (compute == kF64)
+    launch(name, stream, shape, detail::map_strided<double, M, N, F>, f, w);
+  else if (compute == kF32)
+    launch(name, stream, shape, detail::map_strided<float, M, N, F>, f, w);
+  else
+    launch(name, stream, shape, detail::map_strided<int64_t, M, N, F>, f, w);
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,221 @@
+// CUDA's device language on a CPU, so that the kernels of this folder are tested where there is no
+// GPU: the same .cu files, compiled by the host's compiler with --config=emulated.
+//
+// A block's threads are fibers of one host thread. They switch at __syncthreads and at warp
+// operations only, in an order that changes from block to block, and blocks run in a shuffled
+// order: code that relies on an order without asking for it gives other results than it should.
+// Misuse ends in a CudaError: threads of a block that wait at different barriers, a warp operation
+// that not all lanes of a full warp reach. Device memory may be touched by kernels and copies
+// alone; the host's access is a segmentation fault, and so is an access past its end.
+//
+// What it cannot show: races inside a warp between two switches, alignment, occupancy, speed,
+// tensor cores.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+// One per block: a host thread runs one block at a time, and its fibers share what is local to the
+// thread.
+#define __shared__ static thread_local
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  constexpr dim3(unsigned x_in = 1, unsigned y_in = 1, unsigned z_in = 1)
+      : x(x_in), y(y_in), z(z_in) {}
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace sheaf::kernels::cuda::emulation {
+
+struct Place {  // of the fiber that runs now
+  uint3 thread{}, block{};
+  dim3 block_size, grid;
+};
+inline thread_local Place place;
+
+/// Runs `body` as every thread of every block.
+void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
+         const std::function<void()>& body);
+void* dynamic_shared();
+void block_barrier();
+/// Gives `bytes` (at most 8) of this lane to its warp and waits for all lanes; returns the slots of
+/// all 32, 8 bytes apart, valid until this lane's second next warp operation.
+const void* exchange(const void* value, size_t bytes, unsigned mask);
+/// While one lives, this process may touch device memory.
+class MemoryAccess {
+ public:
+  MemoryAccess();
+  ~MemoryAccess();
+  MemoryAccess(const MemoryAccess&) = delete;
+  MemoryAccess& operator=(const MemoryAccess&) = delete;
+};
+
+template <class T>
+T from_lane(T value, int lane, unsigned mask) {
+  static_assert(sizeof(T) <= 8);
+  T out;
+  std::memcpy(&out, static_cast<const char*>(exchange(&value, sizeof value, mask)) + 8 * lane,
+              sizeof out);
+  return out;
+}
+inline int lane() { return static_cast<int>(place.thread.x % 32); }
+
+}  // namespace sheaf::kernels::cuda::emulation
+
+#define threadIdx (::sheaf::kernels::cuda::emulation::place.thread)
+#define blockIdx (::sheaf::kernels::cuda::emulation::place.block)
+#define blockDim (::sheaf::kernels::cuda::emulation::place.block_size)
+#define gridDim (::sheaf::kernels::cuda::emulation::place.grid)
+
+inline void __syncthreads() { ::sheaf::kernels::cuda::emulation::block_barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  char none = 0;
+  ::sheaf::kernels::cuda::emulation::exchange(&none, 1, mask);
+}
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source) {
+  return ::sheaf::kernels::cuda::emulation::from_lane(value, source & 31, mask);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  namespace e = ::sheaf::kernels::cuda::emulation;
+  return e::from_lane(value, e::lane() ^ lanes, mask);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int by) {
+  namespace e = ::sheaf::kernels::cuda::emulation;
+  return e::from_lane(value, e::lane() + by < 32 ? e::lane() + by : e::lane(), mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int by) {
+  namespace e = ::sheaf::kernels::cuda::emulation;
+  return e::from_lane(value, e::lane() >= by ? e::lane() - by : e::lane(), mask);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  const int value = predicate != 0;
+  const char* slots = static_cast<const char*>(
+      ::sheaf::kernels::cuda::emulation::exchange(&value, sizeof value, mask));
+  unsigned out = 0;
+  for (int i = 0; i < 32; ++i) {
+    int bit;
+    std::memcpy(&bit, slots + 8 * i, sizeof bit);
+    out |= static_cast<unsigned>(bit) << i;
+  }
+  return out;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) == 0xffffffffu;
+}
+
+// Blocks run one after the other on a host thread, but several ranks may use one device.
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+template <class T>
+T atomicAdd(T* to, T value) {
+  return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+T atomicOr(T* to, T value) {
+  return __atomic_fetch_or(to, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+T atomicExch(T* to, T value) {
+  return __atomic_exchange_n(to, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+T atomicCAS(T* to, T expected, T value) {
+  __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+template <class T>
+T atomicMin(T* to, T value) {
+  T seen = *to;
+  while (value < seen &&
+         !__atomic_compare_exchange_n(to, &seen, value, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return seen;
+}
+template <class T>
+T atomicMax(T* to, T value) {
+  T seen = *to;
+  while (seen < value &&
+         !__atomic_compare_exchange_n(to, &seen, value, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return seen;
+}
+
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <class T>
+void __stcs(T* p, T value) {
+  *p = value;
+}
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline long long __double_as_longlong(double x) { return std::bit_cast<long long>(x); }
+inline double __longlong_as_double(long long x) { return std::bit_cast<double>(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>((uint64_t{a} * b) >> 32);
+}
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+inline int __popc(unsigned x) { return std::popcount(x); }
+inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
+inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
+inline int __ffs(int x) { return x ? std::countr_zero(static_cast<unsigned>(x)) + 1 : 0; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }

@@ -1,0 +1,90 @@
+// What every .cu file includes: CUDA's device language, from nvcc or from the emulation, and
+// launch().
+//
+// Kernels are written in the part of CUDA that emulation.h implements: thread and block indices,
+// __shared__ (and dynamic_shared), __syncthreads, full-warp shuffles and votes, integer atomics,
+// vector types. What lies beyond (tensor cores, asynchronous copies) stands under `#if
+// !SHEAF_CUDA_EMULATED` with a plain path beside it.
+#pragma once
+
+#include "sheaf/core/device.h"
+#include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/config.h"
+
+#if SHEAF_CUDA_EMULATED
+#include "sheaf/kernels/cuda/emulation.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+namespace sheaf::kernels::cuda {
+
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+/// ceil(n / d) for n >= 0.
+__host__ __device__ constexpr int64_t blocks_for(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+struct LaunchShape {
+  int64_t blocks = 1;       ///< grid.x
+  int threads = 256;        ///< block.x, a multiple of a warp
+  int64_t blocks_y = 1;     ///< grid.y, at most 65,535
+  int64_t blocks_z = 1;     ///< grid.z, at most 65,535
+  size_t shared_bytes = 0;  ///< of dynamic_shared()
+};
+
+#if !SHEAF_CUDA_EMULATED
+
+/// The dynamic shared memory of a block, 16-byte aligned.
+template <class T>
+__device__ T* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char sheaf_dynamic_shared[];
+  return reinterpret_cast<T*>(sheaf_dynamic_shared);
+}
+
+/// Enqueues kernel(args...) on `stream`; `name` is the op in errors. Nothing to do if there are no
+/// blocks.
+template <class... Parameters, class... Args>
+void launch(const char* name, const Stream& stream, const LaunchShape& shape,
+            void (*kernel)(Parameters...), Args... args) {
+  if (shape.blocks == 0 || shape.blocks_y == 0 || shape.blocks_z == 0) return;
+  check<ConfigError>(
+      shape.blocks <= INT32_MAX && shape.blocks_y <= 65535 && shape.blocks_z <= 65535, '[', name,
+      "] is too large for a launch: ", shape.blocks, " x ", shape.blocks_y, " x ", shape.blocks_z,
+      " blocks");
+  cudaError_t error = cudaSuccess;
+  if (shape.shared_bytes > 48 * 1024)  // more must be asked for
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shape.shared_bytes));
+  if (error == cudaSuccess) {
+    kernel<<<dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
+                  static_cast<unsigned>(shape.blocks_z)),
+             static_cast<unsigned>(shape.threads), shape.shared_bytes,
+             static_cast<cudaStream_t>(stream.handle)>>>(static_cast<Parameters>(args)...);
+    error = cudaGetLastError();
+  }
+  check<CudaError>(error == cudaSuccess, '[', name, "] launch of ", shape.blocks, " x ",
+                   shape.blocks_y, " x ", shape.blocks_z, " blocks of ", shape.threads,
+                   " threads: ", cudaGetErrorString(error));
+}
+
+#else
+
+template <class T>
+T* dynamic_shared() {
+  return static_cast<T*>(emulation::dynamic_shared());
+}
+
+template <class... Parameters, class... Args>
+void launch(const char* name, const Stream&, const LaunchShape& shape,
+            void (*kernel)(Parameters...), Args... args) {
+  if (shape.blocks == 0 || shape.blocks_y == 0 || shape.blocks_z == 0) return;
+  const dim3 grid(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
+                  static_cast<unsigned>(shape.blocks_z));
+  emulation::run(name, grid, static_cast<unsigned>(shape.threads), shape.shared_bytes,
+                 [&] { kernel(static_cast<Parameters>(args)...); });
+}
+
+#endif
+
+}  // namespace sheaf::kernels::cuda

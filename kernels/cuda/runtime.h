@@ -1,0 +1,59 @@
+// What Sheaf asks of a GPU besides kernels: memory, streams, events, copies. Implemented by
+// runtime.cc over the CUDA runtime, and by emulation.cc, which runs the very same kernel sources on
+// a CPU (see emulation.h).
+//
+// All functions throw CudaError naming the call, or OutOfMemory. None is called from a build
+// without either (config.h, kHasCuda).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "sheaf/core/device.h"
+
+namespace sheaf::kernels::cuda {
+
+/// GPUs that this process may use; 0 where there is no driver.
+int device_count();
+/// Why device_count() is 0: the driver's own words.
+std::string why_no_device();
+/// "NVIDIA H200", and "emulated GPU" where kernels run on the CPU.
+std::string device_name(int device);
+int multiprocessors(int device);
+/// Makes `device` the one that this thread's calls and launches go to.
+void use_device(int device);
+
+/// Memory of the current device, 256-byte aligned; throws OutOfMemory with the free and the total
+/// size.
+void* allocate(size_t bytes);
+void free(void* memory);
+/// Page-locked host memory, which copies can run beside the host from and to.
+void* allocate_pinned(size_t bytes);
+void free_pinned(void* memory);
+
+enum class Priority : uint8_t { normal, high };
+/// A stream of the current device that never waits for the default stream.
+Stream make_stream(int device, Priority priority = Priority::normal);
+void destroy_stream(const Stream& stream);
+/// Blocks the host until all that was enqueued on the stream has run; rethrows what went wrong
+/// there.
+void synchronize(const Stream& stream);
+
+/// A point in a stream's order.
+using EventHandle = void*;
+EventHandle make_event();
+void destroy_event(EventHandle event);
+void record(EventHandle event, const Stream& stream);
+/// What is enqueued on `stream` from now on runs after `event`.
+void wait(const Stream& stream, EventHandle event);
+void synchronize(EventHandle event);
+bool reached(EventHandle event);
+
+enum class Copy : uint8_t { to_device, to_host, on_device };
+/// Enqueues a copy. From or to host memory that is not pinned, the host waits until it is done.
+void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind);
+/// Enqueues memset.
+void fill_bytes(const Stream& stream, void* to, int byte, size_t bytes);
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,160 @@
+#include "sheaf/kernels/elementwise.h"
+
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+// Against the CPU's kernels in f64, which have tests of their own: fresh random inputs, poisoned
+// outputs.
+namespace sheaf::kernels {
+namespace {
+
+using namespace sheaf::testing;
+
+constexpr UnaryOp kUnaryOps[] = {
+    UnaryOp::neg,        UnaryOp::exp,        UnaryOp::log,      UnaryOp::sqrt,
+    UnaryOp::rsqrt,      UnaryOp::reciprocal, UnaryOp::tanh,     UnaryOp::sigmoid,
+    UnaryOp::abs,        UnaryOp::relu,       UnaryOp::silu,     UnaryOp::gelu_tanh,
+    UnaryOp::gelu_exact, UnaryOp::square,     UnaryOp::isfinite, UnaryOp::logical_not,
+    UnaryOp::sign,       UnaryOp::sin,        UnaryOp::cos};
+
+struct Layout2 {
+  Shape shape, strides;  // no strides: dense
+};
+const Layout2 kLayouts[] = {{{3, 5}, {}}, {{2, 3, 700}, {}}, {{7, 33}, {40, 1}}, {{7, 33}, {1, 9}},
+                            {{}, {}},     {{0, 4}, {}},      {{1}, {}}};
+
+Array in_f64(const Array& x) {
+  Array out(kF64, x.view().shape);
+  out.fill([&](int64_t i) { return x.at(i); });
+  return out;
+}
+
+TEST(CudaElementwise, Unary) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF16, kF64})
+    for (const Layout2& layout : kLayouts)
+      for (UnaryOp op : kUnaryOps) {
+        Array x = Array::random(d, layout.shape, 1, 1, layout.strides);
+        if (op == UnaryOp::log || op == UnaryOp::sqrt || op == UnaryOp::rsqrt)
+          for (int64_t i = 0; i < x.view().numel(); ++i) x.set(i, std::fabs(x.at(i)) + 0.01);
+        const DType to = is_predicate(op) ? kBool : d;
+        const Array blank(to, layout.shape, layout.strides),
+            want(is_predicate(op) ? kBool : kF64, layout.shape);
+        const OnGpu gx(x), gy(blank);
+        cuda::unary(OnGpu::stream(), op, gx, gy);
+        const Array y = gy.back();
+        cpu::unary(op, in_f64(x), want);
+        EXPECT_LT(scaled_error(y, values(want)), 4 * epsilon(d))
+            << name(d) << ' ' << static_cast<int>(op) << layout.shape.to_string();
+        EXPECT_TRUE(gaps_kept(blank, y)) << layout.shape.to_string();
+      }
+}
+
+TEST(CudaElementwise, BinaryAndBroadcast) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF64, kI32})
+    for (int op = 0; op <= static_cast<int>(BinaryOp::logical_or); ++op) {
+      const auto kind = static_cast<BinaryOp>(op);
+      if (d == kI32 && (kind == BinaryOp::div || kind == BinaryOp::pow)) continue;
+      const Shape shape{4, 37};
+      Array a = Array::random(d, shape, 1, 3), b = Array::random(d, shape, 2, 3),
+            row = Array::random(d, shape, 3, 3, {0, 1});
+      if (kind == BinaryOp::pow)
+        for (int64_t i = 0; i < a.view().numel(); ++i) a.set(i, std::fabs(a.at(i)) + 0.1);
+      for (const Array& second : {b, row}) {
+        const DType to = is_predicate(kind) ? kBool : d, wide = d == kI32 ? kI64 : kF64;
+        const Array blank(to, shape), want(is_predicate(kind) ? kBool : wide, shape);
+        const OnGpu ga(a), gb(second), gc(blank);
+        cuda::binary(OnGpu::stream(), kind, ga, gb, gc);
+        Array wide_a(wide, shape), wide_b(wide, shape);
+        wide_a.fill([&](int64_t i) { return a.at(i); }),
+            wide_b.fill([&](int64_t i) { return second.at(i); });
+        cpu::binary(kind, wide_a, wide_b, want);
+        EXPECT_LT(scaled_error(gc.back(), values(want)), 2 * epsilon(d)) << name(d) << ' ' << op;
+      }
+      const Array blank(is_predicate(kind) ? kBool : d, shape), want(blank.view().dtype, shape);
+      for (bool left : {false, true}) {
+        const OnGpu ga(a), gc(blank);
+        cuda::binary_scalar(OnGpu::stream(), kind, ga, 2.0, left, gc);
+        cpu::binary_scalar(kind, a, 2.0, left, want);
+        EXPECT_LT(scaled_error(gc.back(), values(want)), 2 * epsilon(d)) << name(d) << ' ' << op;
+      }
+    }
+}
+
+TEST(CudaElementwise, WhereClampAndMixedTypes) {
+  SHEAF_NEEDS_GPU();
+  const Shape shape{5, 41};
+  Array cond(kBool, shape);
+  cond.fill([](int64_t i) { return i % 3 == 0; });
+  const Array a = Array::random(kF32, shape, 1), b = Array::random(kF32, shape, 2),
+              out(kF32, shape), want(kF32, shape);
+  const OnGpu gcond(cond), ga(a), gb(b), gout(out);
+  cuda::where(OnGpu::stream(), gcond, ga, gb, gout);
+  cpu::where(cond, a, b, want);
+  EXPECT_TRUE(same_bits(gout.back(), want));
+  cuda::clamp(OnGpu::stream(), ga, -0.5, 0.25, gout);
+  cpu::clamp(a, -0.5, 0.25, want);
+  EXPECT_TRUE(same_bits(gout.back(), want));
+  Array whole(kI32, shape), whole_out(kI32, shape), whole_want(kI32, shape);
+  whole.fill([](int64_t i) { return static_cast<double>(i % 19 - 9); });
+  const OnGpu gwhole(whole), gwhole_out(whole_out);
+  cuda::clamp(OnGpu::stream(), gwhole, -2.5, 1e30, gwhole_out);
+  cpu::clamp(whole, -2.5, 1e30, whole_want);
+  EXPECT_TRUE(same_bits(gwhole_out.back(), whole_want));
+  // f32 and bf16 compute in f32 and round once.
+  const Array narrow = Array::random(kBF16, shape, 4), sum(kBF16, shape), sum_want(kBF16, shape);
+  const OnGpu gnarrow(narrow), gsum(sum);
+  cuda::binary(OnGpu::stream(), BinaryOp::add, ga, gnarrow, gsum);
+  cpu::binary(BinaryOp::add, a, narrow, sum_want);
+  EXPECT_TRUE(same_bits(gsum.back(), sum_want));
+}
+
+TEST(CudaElementwise, Backwards) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF16, kF64})
+    for (const Layout2& layout : kLayouts) {
+      const Array x = Array::random(d, layout.shape, 1, 1, layout.strides),
+                  dy = Array::random(d, layout.shape, 2, 1, layout.strides),
+                  up = Array::random(d, layout.shape, 3);
+      const Array wx = in_f64(x), wdy = in_f64(dy), wup = in_f64(up);
+      const auto compare = [&](const char* what, auto on_gpu, auto on_cpu) {
+        const Array blank(d, layout.shape, layout.strides), want(kF64, layout.shape);
+        const OnGpu gx(x), gdy(dy), gdx(blank);
+        on_gpu(gx, gdy, gdx), on_cpu(wx, wdy, want);
+        EXPECT_LT(scaled_error(gdx.back(), values(want)), 8 * epsilon(d))
+            << what << ' ' << name(d) << layout.shape.to_string();
+      };
+      const Stream& s = OnGpu::stream();
+      for (UnaryOp kind : {UnaryOp::gelu_tanh, UnaryOp::gelu_exact})
+        compare(
+            "gelu", [&](auto& a, auto& b, auto& c) { cuda::gelu_backward(s, kind, a, b, c); },
+            [&](auto& a, auto& b, auto& c) { cpu::gelu_backward(kind, a, b, c); });
+      compare(
+          "silu", [&](auto& a, auto& b, auto& c) { cuda::silu_backward(s, a, b, c); },
+          [](auto& a, auto& b, auto& c) { cpu::silu_backward(a, b, c); });
+      compare(
+          "relu", [&](auto& a, auto& b, auto& c) { cuda::relu_backward(s, a, b, c); },
+          [](auto& a, auto& b, auto& c) { cpu::relu_backward(a, b, c); });
+      compare(
+          "tanh", [&](auto& a, auto& b, auto& c) { cuda::tanh_backward(s, a, b, c); },
+          [](auto& a, auto& b, auto& c) { cpu::tanh_backward(a, b, c); });
+      compare(
+          "sigmoid", [&](auto& a, auto& b, auto& c) { cuda::sigmoid_backward(s, a, b, c); },
+          [](auto& a, auto& b, auto& c) { cpu::sigmoid_backward(a, b, c); });
+      compare(
+          "swiglu", [&](auto& a, auto& b, auto& c) { cuda::swiglu(s, a, b, c); },
+          [](auto& a, auto& b, auto& c) { cpu::swiglu(a, b, c); });
+      const Array blank(d, layout.shape), want_gate(kF64, layout.shape),
+          want_up(kF64, layout.shape);
+      const OnGpu gx(x), gup(up), gdy(dy), dgate(blank), dup(blank);
+      cuda::swiglu_backward(s, gx, gup, gdy, dgate, dup);
+      cpu::swiglu_backward(wx, wup, wdy, want_gate, want_up);
+      EXPECT_LT(scaled_error(dgate.back(), values(want_gate)), 8 * epsilon(d))
+          << name(d) << layout.shape.to_string();
+      EXPECT_LT(scaled_error(dup.back(), values(want_up)), 8 * epsilon(d))
+          << name(d) << layout.shape.to_string();
+    }
+}
+
+}  // namespace
+}  // namespace sheaf::kernels

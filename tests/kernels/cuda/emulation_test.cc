@@ -1,0 +1,125 @@
+// That the emulated GPU runs blocks, barriers and warps as CUDA does, and catches what CUDA leaves
+// undefined. Empty in builds for a real one.
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+#if SHEAF_CUDA_EMULATED
+#include "sheaf/kernels/cuda/launch.h"
+#endif
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+#if SHEAF_CUDA_EMULATED
+
+using testing::OnGpu;
+
+__global__ void reverse_blocks(const int* in, int* out, int n) {
+  __shared__ int tile[64];
+  int* dynamic = dynamic_shared<int>();
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  tile[threadIdx.x] = i < n ? in[i] : -1;
+  dynamic[threadIdx.x] = 0;
+  __syncthreads();
+  if (i < n) out[i] = tile[blockDim.x - 1 - threadIdx.x] + dynamic[blockDim.x - 1 - threadIdx.x];
+}
+
+TEST(CudaEmulation, BarriersAndSharedMemory) {
+  testing::Array in(kI32, {128}), out(kI32, {128});
+  in.fill([](int64_t i) { return i; });
+  const OnGpu gin(in), gout(out);
+  launch("reverse", OnGpu::stream(), {.blocks = 2, .threads = 64, .shared_bytes = 64 * sizeof(int)},
+         reverse_blocks, gin.view().as<int>(), gout.view().as<int>(), 128);
+  const testing::Array got = gout.back();
+  for (int i = 0; i < 128; ++i) EXPECT_EQ(got.at(i), i / 64 * 64 + 63 - i % 64);
+}
+
+__global__ void warp_sums(const float* in, float* sums, unsigned* votes, int* counter) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  float x = in[i];
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+  const unsigned odd = __ballot_sync(kFullWarp, threadIdx.x % 2);
+  float carried = in[i];  // a running sum
+  for (int step = 1; step < 32; step *= 2) {
+    const float before = __shfl_up_sync(kFullWarp, carried, step);
+    if (static_cast<int>(threadIdx.x % 32) >= step) carried += before;
+  }
+  const float last = __shfl_sync(kFullWarp, carried, 31);
+  if (threadIdx.x % 32 == 0) sums[i / 32] = x + 1000 * last, votes[i / 32] = odd;
+  atomicAdd(counter, 1);
+}
+
+TEST(CudaEmulation, WarpOperationsAndAtomics) {
+  testing::Array in(kF32, {192}), sums(kF32, {6}), votes(kU32, {6}),
+      counter = testing::Array::of(kI32, {1}, {0});
+  in.fill([](int64_t i) { return i; });
+  const OnGpu gin(in), gsums(sums), gvotes(votes), gcounter(counter);
+  launch("warp_sums", OnGpu::stream(), {.blocks = 3, .threads = 64}, warp_sums,
+         gin.view().as<float>(), gsums.view().as<float>(), gvotes.view().as<unsigned>(),
+         gcounter.view().as<int>());
+  for (int w = 0; w < 6; ++w) {
+    const double sum = 32 * (32 * w) + 31 * 16;
+    EXPECT_EQ(gsums.back().at(w), 1001 * sum);
+    EXPECT_EQ(gvotes.back().at(w), 0xaaaaaaaau);
+  }
+  EXPECT_EQ(gcounter.back().at(0), 192);
+}
+
+__global__ void half_a_barrier() {
+  if (threadIdx.x < 32)
+    __syncthreads();
+  else
+    __syncwarp();
+  if (threadIdx.x == 40) __syncwarp();
+}
+__global__ void half_a_warp() {
+  if (threadIdx.x < 16) __shfl_sync(0x0000ffffu, 1, 0);
+}
+
+template <class F>
+void expect_error(F f, const char* part) {
+  try {
+    f();
+    FAIL() << "no error";
+  } catch (const CudaError& e) {
+    EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+  }
+}
+
+TEST(CudaEmulation, MisuseIsAnError) {
+  const Stream& stream = OnGpu::stream();
+  expect_error([&] { launch("stuck", stream, {.threads = 64}, half_a_barrier); },
+               "[stuck] deadlock in a block");
+  expect_error([&] { launch("part", stream, {.threads = 64}, half_a_warp); },
+               "[part] a warp operation must name a full warp");
+  expect_error([&] { launch("many", stream, {.threads = 2048}, half_a_warp); },
+               "2048 threads a block");
+  // The next launch of this thread finds clean fibers.
+  testing::Array in(kI32, {64}), out(kI32, {64});
+  in.fill([](int64_t i) { return i; });
+  const OnGpu gin(in), gout(out);
+  launch("reverse", stream, {.blocks = 1, .threads = 64, .shared_bytes = 64 * sizeof(int)},
+         reverse_blocks, gin.view().as<int>(), gout.view().as<int>(), 64);
+  EXPECT_EQ(gout.back().at(0), 63);
+}
+
+__global__ void write_at(int* to, int64_t i) { to[i] = 1; }
+
+TEST(CudaEmulationDeathTest, TheHostCannotTouchDeviceMemoryNorAKernelItsOutside) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const OnGpu memory(testing::Array(kI32, {64}));
+  int* data = memory.view().as<int>();
+  EXPECT_DEATH(*static_cast<volatile int*>(data) = 1, "");
+  EXPECT_DEATH(launch("outside", OnGpu::stream(), {.threads = 32}, write_at, data, int64_t{64}),
+               "");
+}
+
+#else
+
+TEST(CudaEmulation, IsNotWhatThisBuildRuns) {
+  GTEST_SKIP() << "not run: built for a real GPU (see --config=emulated)";
+}
+
+#endif
+
+}  // namespace
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,88 @@
+// Running a CUDA kernel on test data: arrays of the host go to the GPU with their strides, gaps and
+// poison, and come back. With --config=emulated the GPU is kernels/cuda/emulation.h; without one
+// the tests skip and say so.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/tests/kernels/array.h"
+
+namespace sheaf::testing {
+
+/// Skips the test that calls it where there is no GPU.
+#define SHEAF_NEEDS_GPU()                          \
+  if constexpr (!kernels::kHasCuda)                \
+    GTEST_SKIP() << "not run: built without CUDA"; \
+  else if (kernels::cuda::device_count() == 0)     \
+  GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")"
+
+/// Device memory with the contents of an array, gaps included.
+class OnGpu {
+ public:
+  OnGpu() = default;  ///< an absent operand: View{}
+  explicit OnGpu(const Array& array) : host_(array) {
+    const size_t bytes = array.bytes();
+    memory_.reset(kernels::cuda::allocate(bytes), kernels::cuda::free);
+    kernels::cuda::copy_bytes(stream(), memory_.get(), array.view().data, bytes,
+                              kernels::cuda::Copy::to_device);
+    view_ = array.view();
+    view_.data = memory_.get();
+  }
+  const View& view() const { return view_; }
+  operator const View&() const { return view_; }
+
+  /// Brings the contents back into a copy of the array. Waits for the stream.
+  Array back() const {
+    Array out = host_.clone();
+    kernels::cuda::synchronize(stream());
+    kernels::cuda::copy_bytes(stream(), out.view().data, memory_.get(), out.bytes(),
+                              kernels::cuda::Copy::to_host);
+    kernels::cuda::synchronize(stream());
+    return out;
+  }
+
+  /// The stream of the tests.
+  static const Stream& stream() {
+    static const Stream stream = kernels::cuda::make_stream(0);
+    return stream;
+  }
+
+ private:
+  Array host_;
+  std::shared_ptr<void> memory_;
+  View view_;
+};
+
+/// Workspace on the GPU of exactly the bytes asked for, filled with NaN patterns.
+class GpuScratch {
+ public:
+  explicit GpuScratch(size_t bytes)
+      : bytes_(bytes), memory_(kernels::cuda::allocate(bytes), kernels::cuda::free) {
+    kernels::cuda::fill_bytes(OnGpu::stream(), memory_.get(), 0xff, bytes);
+  }
+  operator Workspace() const { return {memory_.get(), bytes_}; }
+
+ private:
+  size_t bytes_;
+  std::shared_ptr<void> memory_;
+};
+
+/// True if elements outside the view of `after` kept the bytes they had in `before`: what a kernel
+/// must not touch.
+inline bool gaps_kept(const Array& before, const Array& after) {
+  std::vector<char> inside(before.bytes(), 0);
+  const size_t size = size_of(before.view().dtype);
+  for (int64_t i = 0; i < before.view().numel(); ++i)
+    std::fill_n(inside.begin() + static_cast<int64_t>(Array::offset(before.view(), i) * size), size,
+                1);
+  for (size_t b = 0; b < inside.size(); ++b)
+    if (!inside[b] && before.view().as<char>()[b] != after.view().as<char>()[b]) return false;
+  return true;
+}
+
+}  // namespace sheaf::testing
