@@ -1,5 +1,5 @@
 // Event: the completion of work that runs on another lane. `sync()` blocks the host until it is done and rethrows what
-// went wrong there; nothing else is called wait.
+// went wrong there; `order(stream)` lets a GPU's stream go on behind it; nothing else is called wait.
 #pragma once
 
 #include <condition_variable>
@@ -7,27 +7,50 @@
 #include <memory>
 #include <mutex>
 
+#include "sheaf/core/device.h"
+
 namespace sheaf {
+
+/// A point in the order of a GPU's stream.
+class DevicePoint {
+ public:
+  virtual ~DevicePoint() = default;
+  virtual void sync() const = 0;
+  virtual bool reached() const = 0;
+  /// What is enqueued on `stream` from now on runs behind this point.
+  virtual void order(const Stream& stream) const = 0;
+};
 
 class Event {
  public:
   Event() = default;  ///< already complete
   static Event pending() { Event e; e.state_ = std::make_shared<State>(); return e; }
+  static Event at(std::shared_ptr<const DevicePoint> point) { Event e = pending(); e.complete(nullptr, std::move(point)); return e; }
 
   void sync() const {
     if (!state_) return;
-    std::unique_lock lock(state_->mutex);
-    state_->condition.wait(lock, [&] { return state_->done; });
-    if (state_->failure) std::rethrow_exception(state_->failure);
+    settle();
+    if (state_->point) state_->point->sync();
+  }
+  /// Blocks the host only until the work is enqueued on its GPU; work of the host itself is waited for.
+  void order(const Stream& stream) const {
+    if (!state_) return;
+    settle();
+    if (state_->point) state_->point->order(stream);
   }
   bool ready() const {
     if (!state_) return true;
     std::lock_guard lock(state_->mutex);
-    return state_->done;
+    return state_->done && (!state_->point || state_->point->reached());
   }
-  /// Called once by the lane that does the work.
-  void complete(std::exception_ptr failure = nullptr) const {
-    { std::lock_guard lock(state_->mutex); state_->done = true; state_->failure = std::move(failure); }
+  /// Called once by the lane that does the work, or enqueues it on a GPU: then it is done at `point`.
+  void complete(std::exception_ptr failure = nullptr, std::shared_ptr<const DevicePoint> point = nullptr) const {
+    {
+      std::lock_guard lock(state_->mutex);
+      state_->done = true;
+      state_->failure = std::move(failure);
+      state_->point = std::move(point);
+    }
     state_->condition.notify_all();
   }
 
@@ -37,7 +60,13 @@ class Event {
     std::condition_variable condition;
     bool done = false;
     std::exception_ptr failure;
+    std::shared_ptr<const DevicePoint> point;
   };
+  void settle() const {
+    std::unique_lock lock(state_->mutex);
+    state_->condition.wait(lock, [&] { return state_->done; });
+    if (state_->failure) std::rethrow_exception(state_->failure);
+  }
   std::shared_ptr<State> state_;
 };
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "sheaf/core/gpu.h"
 #include "sheaf/core/mesh.h"
 
 namespace sheaf {
@@ -27,6 +28,13 @@ RankContext& process_context() {
 
 RankContext::RankContext() : cpu(make_cpu_allocator()), meta(make_meta_allocator()) {}
 RankContext::~RankContext() = default;
+
+Gpu& RankContext::gpu_of(const Device& device) const {
+  if (!gpu) fail<ConfigError>("[device] rank ", rank, " has no GPU, so nothing can live on ", device.to_string());
+  if (!(gpu->device() == device))
+    fail<ConfigError>("[device] rank ", rank, " has ", gpu->device().to_string(), ", not ", device.to_string());
+  return *gpu;
+}
 
 void RankContext::bind(const MeshSpec* mesh, std::shared_ptr<MeshRuntime> runtime) {
   unbind(mesh);

@@ -9,9 +9,11 @@
 #include <vector>
 
 #include "sheaf/core/allocator.h"
+#include "sheaf/core/device.h"
 
 namespace sheaf {
 
+class Gpu;
 class MeshSpec;
 class MeshRuntime;
 
@@ -30,6 +32,10 @@ class RankContext {
 
   std::shared_ptr<Allocator> cpu;   ///< host memory of this rank
   std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu` would hold
+  std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
+
+  /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
+  Gpu& gpu_of(const Device& device) const;
 
   /// The communication behind a mesh, if this rank has joined it. Layouts name meshes; this finds their runtime.
   void bind(const MeshSpec* mesh, std::shared_ptr<MeshRuntime> runtime);

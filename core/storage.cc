@@ -1,14 +1,17 @@
 #include "sheaf/core/storage.h"
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
 
 std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, HostMemory where) {
   RankContext& context = RankContext::current();
-  if (device.is_cuda()) fail<ConfigError>("[storage] this build has no memory on ", device.to_string());
-  return std::shared_ptr<Storage>(new Storage(device, bytes, where, device.is_meta() ? context.meta : context.cpu));
+  const std::shared_ptr<Allocator>& memory = device.is_meta()   ? context.meta
+                                             : device.is_cuda() ? context.gpu_of(device).memory()
+                                                                : context.cpu;
+  return std::shared_ptr<Storage>(new Storage(device, bytes, where, memory));
 }
 
 Storage::Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator)
@@ -34,7 +37,9 @@ void Storage::discard(std::string why) {
 void Storage::settle() {
   if (!pending_) return;
   pending_ = false;
-  ready_.sync();
+  // On a GPU only the rank's stream goes behind the lane; the host does not stop.
+  if (device_.is_cuda()) ready_.order(RankContext::current().gpu_of(device_).compute());
+  else ready_.sync();
 }
 
 void Storage::throw_discarded() const { fail<LifetimeError>("use of a value that was discarded: ", why_discarded_); }

@@ -23,7 +23,8 @@ class Storage {
   int64_t bytes() const { return bytes_; }
   bool discarded() const { return !why_discarded_.empty(); }
 
-  /// The memory, null on meta. Waits for the lane that fills it; throws LifetimeError if it was discarded.
+  /// The memory, null on meta. Waits for the lane that fills it (on a GPU, the rank's stream does, not the host);
+  /// throws LifetimeError if it was discarded.
   char* data() {
     if (pending_) [[unlikely]] settle();
     if (!why_discarded_.empty()) [[unlikely]] throw_discarded();

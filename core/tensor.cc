@@ -3,6 +3,9 @@
 #include <cstring>
 #include <ostream>
 
+#include "sheaf/core/gpu.h"
+#include "sheaf/core/rank_context.h"
+
 namespace sheaf {
 namespace {
 
@@ -32,9 +35,19 @@ To convert(From from) {
   else return static_cast<To>(from);
 }
 
-View readable(const Tensor& t, const char* who) {
+// The elements where the host can read them; `keep` holds a copy of those of a GPU.
+View readable(const Tensor& t, const char* who, Tensor& keep) {
   if (t.device().is_meta()) fail<LifetimeError>("[", who, "] ", t.type(), " is on the meta device: it has no elements");
-  return t.view();
+  keep = t.to(Device::cpu());
+  return keep.view();
+}
+
+// Bytes from the first element of a view to behind its last one.
+int64_t extent_bytes(const View& v) {
+  if (v.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int d = 0; d < v.rank(); ++d) last += (v.shape[d] - 1) * v.strides[d];
+  return (last + 1) * static_cast<int64_t>(size_of(v.dtype));
 }
 
 }  // namespace
@@ -113,13 +126,15 @@ T Tensor::item() const {
   for (int i = 0; i < l.num_axes(); ++i)
     if (l.mesh()->size(i) > 1 && !l[i].is_invariant())
       fail<PlacementError>("[item] ", type(), " is not one whole value on every rank; call redistribute(x, invariant)");
-  const View v = readable(*this, "item");
+  Tensor keep;
+  const View v = readable(*this, "item", keep);
   return visit_dtype("item", dtype(), [&]<class E>() { return convert<T>(*v.as<E>()); });
 }
 
 template <class T>
 std::vector<T> Tensor::to_vector() const {
-  const View v = readable(*this, "to_vector");
+  Tensor keep;
+  const View v = readable(*this, "to_vector", keep);
   std::vector<T> out;
   out.reserve(v.numel());
   visit_dtype("to_vector", dtype(), [&]<class E>() {
@@ -132,6 +147,7 @@ Tensor Tensor::clone() const {
   const Shape& local = local_shape();
   Tensor t = over(Storage::allocate(device(), local_bytes()), 0, type(), local, local.contiguous_strides());
   if (device().is_meta()) return t;
+  if (device().is_cuda()) return to(Device::cpu()).to(device());
   const View from = view();
   const size_t size = size_of(dtype());
   char* to = static_cast<char*>(t.view().data);
@@ -141,6 +157,22 @@ Tensor Tensor::clone() const {
     for_each_element(from, [&](char* p) { std::memcpy(to, p, size); to += size; });
   }
   return t;
+}
+
+Tensor Tensor::to(Device target) const {
+  if (device() == target) return *this;
+  if (device().is_meta() || target.is_meta())
+    fail<ConfigError>("[to] ", type(), " cannot go from ", device().to_string(), " to ", target.to_string());
+  // One copy of the bytes between first and last element, strides kept.
+  const View from = view();
+  const int64_t bytes = extent_bytes(from);
+  Tensor out = over(Storage::allocate(target, bytes), 0, type(), local_shape(), local_strides());
+  if (bytes == 0) return out;
+  const bool to_host = target.is_cpu();
+  Gpu& gpu = RankContext::current().gpu_of(to_host ? device() : target);
+  gpu.copy(gpu.compute(), out.view().data, from.data, static_cast<size_t>(bytes),
+           to_host ? Gpu::Copy::to_host : Gpu::Copy::to_device);
+  return out;
 }
 
 std::string Tensor::to_string() const {
@@ -166,7 +198,7 @@ bool equal(const Tensor& a, const Tensor& b) {
 
 bool identical(const Tensor& a, const Tensor& b) {
   if (!(a.type() == b.type()) || !(a.local_shape() == b.local_shape())) return false;
-  const Tensor x = a.clone(), y = b.clone();  // dense
+  const Tensor x = a.to(Device::cpu()).clone(), y = b.to(Device::cpu()).clone();  // dense
   return std::memcmp(x.view().data, y.view().data, x.local_bytes()) == 0;
 }
 

@@ -68,6 +68,8 @@ class Tensor {
   std::vector<T> to_vector() const;
   /// A fresh dense copy of the local elements, a constant of no recording.
   Tensor clone() const;
+  /// The same on another device; itself if it is there already. From a GPU, the host waits for what is enqueued there.
+  Tensor to(Device device) const;
   std::string to_string() const;  ///< "f32[2,3] cpu" and rows
 
   // --- for the tape ---

@@ -17,6 +17,7 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr size_t kPage = 4096;
+constexpr size_t kDeviceBytes = size_t{4} << 30;  // what ranges may map
 
 struct Range {
   char* base = nullptr;
@@ -48,6 +49,38 @@ class DeviceMemory {
     munmap(it->second.base, it->second.reserved);
     ranges_.erase(it);
   }
+  DeviceRange reserve(size_t bytes) {
+    void* base =
+        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+      fail<OutOfMemory>("[reserve] ", bytes, " bytes of addresses (emulated GPU)");
+    return {static_cast<char*>(base), bytes, 0};
+  }
+  bool map(DeviceRange& range, size_t bytes) {
+    if (range.mapped + bytes > range.reserved) return false;
+    std::lock_guard lock(mutex_);
+    if (mapped_ + bytes > kDeviceBytes) return false;
+    mapped_ += bytes, range.mapped += bytes;
+    Range& all = ranges_[range.base];
+    all = {range.base, range.mapped, range.reserved};
+    if (users_) mprotect(all.base, all.open, PROT_READ | PROT_WRITE);
+    return true;
+  }
+  void release(DeviceRange& range) {
+    {
+      std::lock_guard lock(mutex_);
+      mapped_ -= range.mapped;
+    }
+    if (range.mapped)
+      free(range.base);
+    else if (range.base)
+      munmap(range.base, range.reserved);
+    range = {};
+  }
+  DeviceMemoryInfo info() {
+    std::lock_guard lock(mutex_);
+    return {kDeviceBytes - mapped_, kDeviceBytes};
+  }
   void open() {
     std::lock_guard lock(mutex_);
     if (users_++ == 0) protect(PROT_READ | PROT_WRITE);
@@ -63,6 +96,7 @@ class DeviceMemory {
   }
   std::mutex mutex_;
   int users_ = 0;
+  size_t mapped_ = 0;  // of ranges
   std::map<void*, Range> ranges_;
 };
 
@@ -308,6 +342,11 @@ void use_device(int device) {
 
 void* allocate(size_t bytes) { return device_memory().allocate(bytes); }
 void free(void* memory) { device_memory().free(memory); }
+size_t map_granularity(int) { return 1 << 20; }
+DeviceRange reserve(int, size_t bytes) { return device_memory().reserve(bytes); }
+bool map(int, DeviceRange& range, size_t bytes) { return device_memory().map(range, bytes); }
+void release(DeviceRange& range) { device_memory().release(range); }
+DeviceMemoryInfo memory_info() { return device_memory().info(); }
 void* allocate_pinned(size_t bytes) { return ::operator new (bytes, std::align_val_t{256}); }
 void free_pinned(void* memory) { ::operator delete (memory, std::align_val_t{256}); }
 

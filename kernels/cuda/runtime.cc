@@ -1,5 +1,6 @@
 #include "sheaf/kernels/cuda/runtime.h"
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include "sheaf/core/error.h"
@@ -55,6 +56,88 @@ void* allocate(size_t bytes) {
   }
   check_call(error, "cudaMalloc");
   return memory;
+}
+
+namespace {
+
+// The driver's functions for ranges; looked up, so that nothing links with libcuda.
+template <class F>
+F* driver(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  SHEAF_CUDA_CALL(cudaGetDriverEntryPointByVersion, name, &function, 12000, cudaEnableDefault,
+                  &found);
+  check<CudaError>(found == cudaDriverEntryPointSuccess && function, "[", name,
+                   "] is not in this driver");
+  return reinterpret_cast<F*>(function);
+}
+#define SHEAF_DRIVER(name) static auto* const name##_ = driver<decltype(name)>(#name)
+
+void check_driver(CUresult result, const char* call) {
+  if (result != CUDA_SUCCESS)
+    fail<CudaError>('[', call, "] driver error ", static_cast<int>(result));
+}
+
+CUmemAllocationProp pinned_on(int device) {
+  CUmemAllocationProp prop{};
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+  return prop;
+}
+
+}  // namespace
+
+size_t map_granularity(int device) {
+  SHEAF_DRIVER(cuMemGetAllocationGranularity);
+  const CUmemAllocationProp prop = pinned_on(device);
+  size_t bytes = 0;
+  check_driver(cuMemGetAllocationGranularity_(&bytes, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+               "cuMemGetAllocationGranularity");
+  return bytes;
+}
+
+DeviceRange reserve(int device, size_t bytes) {
+  SHEAF_DRIVER(cuMemAddressReserve);
+  use_device(device);
+  SHEAF_CUDA_CALL(cudaFree, nullptr);  // makes the context
+  CUdeviceptr base = 0;
+  check_driver(cuMemAddressReserve_(&base, bytes, 0, 0, 0), "cuMemAddressReserve");
+  return {reinterpret_cast<char*>(base), bytes, 0};
+}
+
+bool map(int device, DeviceRange& range, size_t bytes) {
+  SHEAF_DRIVER(cuMemCreate);
+  SHEAF_DRIVER(cuMemMap);
+  SHEAF_DRIVER(cuMemSetAccess);
+  SHEAF_DRIVER(cuMemRelease);
+  if (range.mapped + bytes > range.reserved) return false;
+  const CUmemAllocationProp prop = pinned_on(device);
+  CUmemGenericAllocationHandle memory;
+  const CUresult made = cuMemCreate_(&memory, bytes, &prop, 0);
+  if (made == CUDA_ERROR_OUT_OF_MEMORY) return false;
+  check_driver(made, "cuMemCreate");
+  const auto at = reinterpret_cast<CUdeviceptr>(range.base + range.mapped);
+  check_driver(cuMemMap_(at, bytes, 0, memory, 0), "cuMemMap");
+  check_driver(cuMemRelease_(memory), "cuMemRelease");  // the mapping keeps it
+  const CUmemAccessDesc access{prop.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  check_driver(cuMemSetAccess_(at, bytes, &access, 1), "cuMemSetAccess");
+  range.mapped += bytes;
+  return true;
+}
+
+void release(DeviceRange& range) {
+  SHEAF_DRIVER(cuMemUnmap);
+  SHEAF_DRIVER(cuMemAddressFree);
+  const auto base = reinterpret_cast<CUdeviceptr>(range.base);
+  if (range.mapped) check_driver(cuMemUnmap_(base, range.mapped), "cuMemUnmap");
+  if (range.base) check_driver(cuMemAddressFree_(base, range.reserved), "cuMemAddressFree");
+  range = {};
+}
+
+DeviceMemoryInfo memory_info() {
+  DeviceMemoryInfo info{};
+  SHEAF_CUDA_CALL(cudaMemGetInfo, &info.free, &info.total);
+  return info;
 }
 
 void free(void* memory) { SHEAF_CUDA_CALL(cudaFree, memory); }

@@ -28,6 +28,24 @@ void use_device(int device);
 /// size.
 void* allocate(size_t bytes);
 void free(void* memory);
+
+/// A range of device addresses that grows: `reserve` takes addresses alone, `map` puts memory
+/// behind the next `bytes` of them (a multiple of map_granularity()); false if the device has no
+/// more. The range goes with release().
+struct DeviceRange {
+  char* base = nullptr;
+  size_t reserved = 0, mapped = 0;
+};
+size_t map_granularity(int device);
+DeviceRange reserve(int device, size_t bytes);
+bool map(int device, DeviceRange& range, size_t bytes);
+void release(DeviceRange& range);
+/// Bytes of the current device: free and in all.
+struct DeviceMemoryInfo {
+  size_t free, total;
+};
+DeviceMemoryInfo memory_info();
+
 /// Page-locked host memory, which copies can run beside the host from and to.
 void* allocate_pinned(size_t bytes);
 void free_pinned(void* memory);

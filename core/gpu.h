@@ -1,0 +1,39 @@
+// Gpu: what a rank has of its GPU, as core sees it: memory, the stream that its ops run on, copies, points in a
+// stream's order. Implemented in kernels/cuda/gpu.cc; RankContext::gpu holds it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "sheaf/core/allocator.h"
+#include "sheaf/core/device.h"
+#include "sheaf/core/event.h"
+
+namespace sheaf {
+
+class Gpu {
+ public:
+  virtual ~Gpu() = default;
+  virtual Device device() const = 0;
+  virtual std::string name() const = 0;  ///< "NVIDIA H200"
+
+  /// Memory in the order of compute(): a block that was freed while kernels enqueued there still use it may be handed
+  /// out again at once, since whoever writes it comes later in that order. Work on other streams is put into that order
+  /// by events, before its memory is freed.
+  virtual const std::shared_ptr<Allocator>& memory() const = 0;
+  /// The stream of this rank's ops.
+  virtual const Stream& compute() const = 0;
+  /// Another stream of the same device, ahead of compute() where both have work: for communication.
+  virtual Stream make_lane() = 0;
+  virtual void destroy_lane(const Stream& lane) = 0;
+
+  enum class Copy : uint8_t { to_device, to_host, on_device };
+  /// Enqueues a copy; memory of the host may be used again when the call returns.
+  virtual void copy(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) = 0;
+  /// Blocks the host until what is enqueued on `stream` has run; throws what went wrong there.
+  virtual void sync(const Stream& stream) = 0;
+  /// All that is enqueued on `stream` by now, as an event that another stream can be ordered behind.
+  virtual Event record(const Stream& stream) = 0;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,21 @@
+// A rank's GPU over the CUDA runtime, or over the emulation.
+#pragma once
+
+#include <memory>
+
+#include "sheaf/core/gpu.h"
+
+namespace sheaf::kernels::cuda {
+
+/// GPU `index` of this process, with a stream and an allocator of its own: several ranks of one
+/// process may share a device. Throws CudaError; only in builds with kHasCuda.
+std::shared_ptr<Gpu> make_gpu(int index);
+
+/// A caching allocator of device memory for blocks that are used in the order of one stream: best
+/// fit over one range of addresses, blocks split and merged. The range grows where no free block
+/// fits, by what is missing at its end, and never shrinks, so nothing is asked of the device once a
+/// training step has run. OutOfMemory names what was asked, what is in use and what the device has.
+/// Blocks are 256-byte aligned.
+std::shared_ptr<Allocator> make_device_allocator(int device);
+
+}  // namespace sheaf::kernels::cuda
