@@ -2,11 +2,18 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/gpu.h"
+#include "sheaf/core/rank_context.h"
 
 namespace sheaf {
 
 void Execute::completes_with(const Event& event) {
   for (const Tensor& t : outputs_) t.storage()->filled_by(event);
+}
+
+Stream Execute::stream() const {
+  const Device d = device();
+  return d.is_cuda() ? RankContext::current().gpu_of(d).compute() : Stream{d};
 }
 
 namespace {
@@ -22,20 +29,24 @@ Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, 
   return Tensor::empty(spec.type, device, where);
 }
 
-// An op's device is that of its inputs; constants on cpu go with meta inputs.
+// What the default device of ops without inputs is: meta while a dry run is under way.
+thread_local Device default_device_ = Device::cpu();
+
+// An op's device is that of its inputs, but for those that stay with the host; constants on cpu go with meta inputs.
 Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> outputs) {
-  Device device = inputs.empty() ? (outputs.empty() || !outputs[0].into ? Device::cpu() : outputs[0].into.device())
-                                 : inputs[0].device();
-  for (const Tensor& t : inputs) {
-    if (t.device() == device) continue;
-    if (device.is_meta() || t.device().is_meta()) device = Device::meta();
-    else fail<ConfigError>("[", op.name, "] inputs on ", device.to_string(), " and ", t.device().to_string());
+  Device device = !outputs.empty() && outputs[0].into ? outputs[0].into.device() : default_device_;
+  bool found = false;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Device have = inputs[i].device();
+    if (op.host_inputs >> i & 1 && !have.is_meta()) continue;
+    if (!found) device = have;
+    found = true;
+    if (have == device) continue;
+    if (device.is_meta() || have.is_meta()) device = Device::meta();
+    else fail<ConfigError>("[", op.name, "] ", PathScope::current(), ": inputs on ", device.to_string(), " and ", have.to_string());
   }
   return device;
 }
-
-// What the default device of ops without inputs is: meta while a dry run is under way.
-thread_local Device default_device_ = Device::cpu();
 
 }  // namespace
 
@@ -45,8 +56,7 @@ Device default_device() { return default_device_; }
 
 std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                                  std::span<const OutputSpec> specs, bool add) {
-  Device device = inputs.empty() ? default_device_ : device_of(op, inputs, specs);
-  if (inputs.empty() && !specs.empty() && specs[0].into) device = specs[0].into.device();
+  const Device device = device_of(op, inputs, specs);
   std::vector<Tensor> outputs;
   outputs.reserve(specs.size());
   if (op.alias) {

@@ -68,6 +68,10 @@ void binary(BinaryOp op, const View& a, const View& b, const View& out);
 void binary_scalar(BinaryOp op, const View& a, double scalar, bool scalar_left, const View& out);
 /// out = cond ? a : b
 void where(const View& cond, const View& a, const View& b, const View& out);
+/// out = cond ? x : scalar, or cond ? scalar : x if `scalar_first`. The scalar is rounded to the
+/// compute type of x and out.
+void where_scalar(const View& cond, const View& x, double scalar, bool scalar_first,
+                  const View& out);
 /// out = min(max(x, lo), hi); NaN stays NaN.
 void clamp(const View& x, double lo, double hi, const View& out);
 
@@ -93,6 +97,8 @@ void binary(const Stream& stream, BinaryOp op, const View& a, const View& b, con
 void binary_scalar(const Stream& stream, BinaryOp op, const View& a, double scalar,
                    bool scalar_left, const View& out);
 void where(const Stream& stream, const View& cond, const View& a, const View& b, const View& out);
+void where_scalar(const Stream& stream, const View& cond, const View& x, double scalar,
+                  bool scalar_first, const View& out);
 void clamp(const Stream& stream, const View& x, double lo, double hi, const View& out);
 void gelu_backward(const Stream& stream, UnaryOp kind, const View& x, const View& dy,
                    const View& dx);

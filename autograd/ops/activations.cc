@@ -19,7 +19,7 @@ struct Activation {
   }
   static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), unary, kKernel, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), unary, kKernel, c.input(0), c.output(0));
   }
 };
 
@@ -37,7 +37,7 @@ struct ReluBackward : Backward<ReluBackward> {
   static constexpr const char* kName = "relu_backward";
   static constexpr uint64_t kSavedInputs = 0b01;
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), relu_backward, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), relu_backward, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {  // f'' = 0
     if (c.needs(1)) c.set(1, apply<ReluBackward>({}, {c.input(0), c.grad()}));
@@ -55,7 +55,7 @@ struct Relu : Activation<Relu, UnaryOp::relu> {
 struct TanhBackward : Backward<TanhBackward> {
   static constexpr const char* kName = "tanh_backward";
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), tanh_backward, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), tanh_backward, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {  // dy (1 - y^2)
     const Tensor y = c.input(0);
@@ -74,7 +74,7 @@ struct Tanh : Activation<Tanh, UnaryOp::tanh> {
 struct SigmoidBackward : Backward<SigmoidBackward> {
   static constexpr const char* kName = "sigmoid_backward";
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), sigmoid_backward, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), sigmoid_backward, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {  // dy y (1 - y)
     const Tensor y = c.input(0);
@@ -99,7 +99,7 @@ Tensor silu_second(const Tensor& x) {
 struct SiluBackward : Backward<SiluBackward> {
   static constexpr const char* kName = "silu_backward";
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), silu_backward, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), silu_backward, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor x = c.input(0);
@@ -139,7 +139,7 @@ struct GeluBackward : Backward<GeluBackward> {
   static constexpr const char* kName = "gelu_backward";
   using Attrs = GeluAttrs;
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), gelu_backward, kernel_of(a), c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), gelu_backward, kernel_of(a), c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor x = c.input(0);
@@ -157,7 +157,7 @@ struct Gelu {
   }
   static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), unary, kernel_of(a), c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), unary, kernel_of(a), c.input(0), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, apply<GeluBackward>(a, {c.input(0), c.grad()}));
@@ -193,7 +193,7 @@ struct SwigluBackward {  // inputs gate, up, dy; outputs dgate = dy up h'(gate),
     p.rule({kR, kP, kR}, {kP, kR});
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), swiglu_backward, c.input(0), c.input(1), c.input(2), c.output(0),
+    SHEAF_ON_DEVICE(c.stream(), swiglu_backward, c.input(0), c.input(1), c.input(2), c.output(0),
                  c.output(1));
   }
   static void vjp(const Attrs&, Vjp& c) {
@@ -230,7 +230,7 @@ struct Swiglu {
   }
   static void place(const Attrs&, Place& p) { pointwise_linear_in(p, 1); }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), swiglu, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), swiglu, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     const auto d = apply_all<SwigluBackward>({}, {c.input(0), c.input(1), c.grad()});

@@ -19,7 +19,7 @@ struct Binary {
   }
   static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), binary, kKernel, broadcast_input(c, 0), broadcast_input(c, 1),
+    SHEAF_ON_DEVICE(c.stream(), binary, kKernel, broadcast_input(c, 0), broadcast_input(c, 1),
                  c.output(0));
   }
 };
@@ -157,7 +157,7 @@ struct BinaryScalar {
     is_linear(a) ? rules::pointwise_linear(p) : rules::pointwise_nonlinear(p);
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), binary_scalar, a.op, c.input(0), a.scalar, a.left, c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), binary_scalar, a.op, c.input(0), a.scalar, a.left, c.output(0));
   }
   static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t& out) {
     const bool input = a.op == BinaryOp::minimum || a.op == BinaryOp::maximum ||

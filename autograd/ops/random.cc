@@ -59,8 +59,9 @@ kernels::GlobalIndex global_index(const Type& type, int64_t first_sample) {
 /// A scalar as a vector of one element, for kernels that want an index.
 View at_least_1d(const View& v) { return v.rank() > 0 ? v : View::dense(v.data, v.dtype, {1}); }
 
-struct Random {
+struct Random {  // input, if derived from the recording: random_state
   static constexpr const char* kName = "random";
+  static constexpr uint64_t kHostInputs = 0b1;
   struct Attrs {
     KeySource source;
     double a, b;  ///< mean and std, or lo and hi
@@ -104,6 +105,7 @@ struct Dropout {  // inputs x and, if derived from the recording, random_state
     double p;
   };
   static constexpr uint64_t kSavedInputs = 0b10;
+  static constexpr uint64_t kHostInputs = 0b10;
   static void infer(const Attrs& a, Infer& c) {
     require_floating(kName, c.dtype(0));
     check<ConfigError>(a.p >= 0 && a.p < 1, "[dropout] probability ", a.p, " is not in [0, 1)");

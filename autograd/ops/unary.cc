@@ -19,7 +19,7 @@ struct Unary {
   }
   static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), unary, kKernel, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), unary, kKernel, c.input(0), c.output(0));
   }
 };
 
@@ -114,7 +114,7 @@ struct Clamp {
   }
   static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), clamp, c.input(0), a.lo, a.hi, c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), clamp, c.input(0), a.lo, a.hi, c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor x = c.input(0);
@@ -136,7 +136,7 @@ struct Where {
     p.rule({kR, kP, kP}, {kP});
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), where, broadcast_input(c, 0), broadcast_input(c, 1),
+    SHEAF_ON_DEVICE(c.stream(), where, broadcast_input(c, 0), broadcast_input(c, 1),
                  broadcast_input(c, 2), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
@@ -162,19 +162,8 @@ struct WhereScalar {
     a.other == 0 ? pointwise_linear_in(p, 1) : rules::pointwise_nonlinear(p);
   }
   static void execute(const Attrs& a, Execute& c) {
-    double value = a.other;
-    const View out = c.output(0), cond = broadcast_input(c, 0), x = broadcast_input(c, 1);
-    // In f32 the scalar is an f32, so that the kernel does not compute in f64 for its sake.
-    float narrow = static_cast<float>(value);
-    int64_t integer = is_integral(out.dtype) ? static_cast<int64_t>(value) : 0;
-    View scalar{nullptr, kF64, out.shape, Shape::filled(out.rank(), 0)};
-    if (out.dtype == kF64)
-      scalar.data = &value;
-    else if (is_floating(out.dtype))
-      scalar.data = &narrow, scalar.dtype = kF32;
-    else
-      scalar.data = &integer, scalar.dtype = kI64;
-    SHEAF_ON_CPU(c.stream(), where, cond, a.first ? scalar : x, a.first ? x : scalar, out);
+    SHEAF_ON_DEVICE(c.stream(), where_scalar, broadcast_input(c, 0), broadcast_input(c, 1), a.other, a.first != 0,
+                    c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (!c.needs(1)) return;

@@ -180,6 +180,15 @@ void where(const View& cond, const View& a, const View& b, const View& out) {
   });
 }
 
+void where_scalar(const View& cond, const View& x, double scalar, bool scalar_first,
+                  const View& out) {
+  visit_compute(compute_type(x.dtype, out.dtype), [&]<class C>() {
+    C value = static_cast<C>(scalar);
+    const View s{&value, dtype_of<C>, out.shape, Shape::filled(out.rank(), 0)};
+    scalar_first ? where(cond, s, x, out) : where(cond, x, s, out);
+  });
+}
+
 void clamp(const View& x, double lo, double hi, const View& out) {
   check_shapes("clamp", out, x);
   visit_compute(compute_type(x.dtype, out.dtype), [&]<class C>() {

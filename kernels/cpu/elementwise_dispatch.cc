@@ -19,6 +19,9 @@ SHEAF_EITHER(binary_scalar,
              (op, a, scalar, scalar_left, out))
 SHEAF_EITHER(where, (const View& cond, const View& a, const View& b, const View& out),
              (cond, a, b, out))
+SHEAF_EITHER(where_scalar,
+             (const View& cond, const View& x, double scalar, bool scalar_first, const View& out),
+             (cond, x, scalar, scalar_first, out))
 SHEAF_EITHER(clamp, (const View& x, double lo, double hi, const View& out), (x, lo, hi, out))
 SHEAF_EITHER(gelu_backward, (UnaryOp kind, const View& x, const View& dy, const View& dx),
              (kind, x, dy, dx))

@@ -173,6 +173,15 @@ struct Where {
   }
 };
 
+struct WhereScalar {
+  double scalar;
+  bool scalar_first;
+  template <class C>
+  __device__ void operator()(const C* in, C* out) const {
+    out[0] = (in[0] != C(0)) == scalar_first ? static_cast<C>(scalar) : in[1];
+  }
+};
+
 // Bounds by compute type: what clamp() makes of them on the host.
 struct Clamp {
   double lo, hi;
@@ -287,6 +296,12 @@ void binary_scalar(const Stream& stream, BinaryOp op, const View& a, double scal
 
 void where(const Stream& stream, const View& cond, const View& a, const View& b, const View& out) {
   map_elements<1, 3>("where", stream, compute_type_of({a, b, out}), Where{}, {out}, {cond, a, b});
+}
+
+void where_scalar(const Stream& stream, const View& cond, const View& x, double scalar,
+                  bool scalar_first, const View& out) {
+  map_elements<1, 2>("where_scalar", stream, compute_type_of({x, out}),
+                     WhereScalar{scalar, scalar_first}, {out}, {cond, x});
 }
 
 void clamp(const Stream& stream, const View& x, double lo, double hi, const View& out) {

@@ -92,6 +92,11 @@ TEST(CudaElementwise, WhereClampAndMixedTypes) {
   cuda::where(OnGpu::stream(), gcond, ga, gb, gout);
   cpu::where(cond, a, b, want);
   EXPECT_TRUE(same_bits(gout.back(), want));
+  for (bool first : {false, true}) {
+    cuda::where_scalar(OnGpu::stream(), gcond, ga, 0.1, first, gout);
+    cpu::where_scalar(cond, a, 0.1, first, want);
+    EXPECT_TRUE(same_bits(gout.back(), want));
+  }
   cuda::clamp(OnGpu::stream(), ga, -0.5, 0.25, gout);
   cpu::clamp(a, -0.5, 0.25, want);
   EXPECT_TRUE(same_bits(gout.back(), want));
