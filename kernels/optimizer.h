@@ -1,9 +1,11 @@
 // Optimizer steps over a flat shard, in place, one pass over memory.
 #pragma once
 
+#include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// What changes, or may change, from step to step: a dense f64 or f32 vector of this many values,
 /// in this order. Each is rounded to the parameters' dtype once.
@@ -47,4 +49,19 @@ enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale,
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
          const View& scalars, bool nesterov);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where
+/// the CPU flushes subnormal numbers, up to those). `segments` and `scalars` lie in device memory,
+/// so that a recorded step can be replayed and a gradient norm never visits the host. Segments must
+/// be sorted and not overlap: of a table in another order some part is applied. What lies beyond
+/// the shard is cut off.
+namespace cuda {
+
+void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,
+           const View& segments, const View& scalars);
+void sgd(const Stream& stream, const View& param, const View& grad, const View& momentum_buffer,
+         const View& segments, const View& scalars, bool nesterov);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

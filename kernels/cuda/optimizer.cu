@@ -1,0 +1,223 @@
+#include <algorithm>
+
+#include "sheaf/kernels/cuda/numbers.h"
+#include "sheaf/kernels/optimizer.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVectors = 2;  // of each array in flight per thread; one search serves them all
+
+/// A parameter's optimizer state is kStates arrays beside it.
+template <int kStates>
+struct Shard {
+  void* param;
+  const void* grad;
+  void* state[kStates > 0 ? kStates : 1];
+  int64_t numel;
+  const int64_t* segments;  // [count, 3]
+  int64_t count;
+  const void* scalars;
+  bool f64_scalars;  // else f32
+  bool vectors;      // all arrays are aligned for whole vectors
+};
+
+// The order of operations is a promise of the header; the file is compiled with -fmad=false
+// -ftz=true.
+
+struct AdamW {
+  static constexpr int kStates = 2, kScalars = cpu::kAdamWScalars;
+  template <class C>
+  __device__ static void update(const AdamW&, const C* s, bool decays, C grad, C& p, C* state) {
+    const C g = s[cpu::kClipScale] * grad;
+    const C mean = s[cpu::kBeta1] * state[0] + (C(1) - s[cpu::kBeta1]) * g;
+    const C square = s[cpu::kBeta2] * state[1] + ((C(1) - s[cpu::kBeta2]) * g) * g;
+    state[0] = mean, state[1] = square;
+    if (decays) p = p - (s[cpu::kLearningRate] * s[cpu::kWeightDecay]) * p;
+    p = p - s[cpu::kLearningRate] * ((mean / s[cpu::kBiasCorrection1]) /
+                                     (root(square / s[cpu::kBiasCorrection2]) + s[cpu::kEpsilon]));
+  }
+  __device__ static float root(float x) { return sqrtf(x); }
+  __device__ static double root(double x) { return ::sqrt(x); }
+};
+
+template <bool kMomentum>
+struct Sgd {
+  static constexpr int kStates = kMomentum ? 1 : 0, kScalars = cpu::kSgdScalars;
+  bool nesterov;
+  template <class C>
+  __device__ static void update(const Sgd& self, const C* s, bool decays, C grad, C& p, C* state) {
+    C g = s[cpu::kSgdClipScale] * grad;
+    if (decays) g = g + s[cpu::kSgdWeightDecay] * p;
+    if constexpr (kMomentum) {
+      const C b = s[cpu::kSgdMomentum] * state[0] + g;
+      state[0] = b;
+      g = self.nesterov ? g + s[cpu::kSgdMomentum] * b : b;
+    }
+    p = p - s[cpu::kSgdLearningRate] * g;
+  }
+};
+
+/// Elements that are adjacent and go together: 16 bytes of a parameter.
+template <class T, int kSize>
+struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Vector {
+  T v[kSize];
+};
+
+template <class T, int kSize>
+__device__ Vector<T, kSize> load(const T* from, int count, bool whole) {
+  Vector<T, kSize> out;
+  if (whole) return *reinterpret_cast<const Vector<T, kSize>*>(from);
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) out.v[k] = k < count ? from[k] : T{};
+  return out;
+}
+template <class T, int kSize>
+__device__ void store(T* to, const Vector<T, kSize>& x, int count, bool whole) {
+  if (whole) {
+    *reinterpret_cast<Vector<T, kSize>*>(to) = x;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kSize; ++k)
+    if (k < count) to[k] = x.v[k];
+}
+
+/// The first segment in [low, high) that ends after `element`; `high` if none does.
+__device__ int64_t find_segment(const int64_t* segments, int64_t low, int64_t high,
+                                int64_t element) {
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (segments[3 * middle + 1] > element)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+template <class C, class G, class Rule>
+__global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates> shard) {
+  constexpr int kSize = 16 / sizeof(C), kStates = Rule::kStates;
+  constexpr int64_t kBlock = int64_t{kThreads} * kSize * kVectors;
+  const int64_t begin = blockIdx.x * kBlock, last = std::min(begin + kBlock, shard.numel) - 1;
+  C* const param = static_cast<C*>(shard.param);
+  const G* const grad = static_cast<const G*>(shard.grad);
+
+  // The arrays are on their way while the segments are searched for.
+  Vector<C, kSize> p[kVectors], state[kVectors][kStates > 0 ? kStates : 1];
+  Vector<G, kSize> g[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int64_t i = begin + (int64_t{j} * kThreads + threadIdx.x) * kSize;
+    const int count = i > last ? 0 : static_cast<int>(std::min(last - i + 1, int64_t{kSize}));
+    const bool whole = shard.vectors && count == kSize;
+    p[j] = load<C, kSize>(param + i, count, whole), g[j] = load<G, kSize>(grad + i, count, whole);
+    for (int k = 0; k < kStates; ++k)
+      state[j][k] = load<C, kSize>(static_cast<const C*>(shard.state[k]) + i, count, whole);
+  }
+
+  __shared__ int64_t first_and_last[2];  // segments of this block's elements
+  if (threadIdx.x < 2)
+    first_and_last[threadIdx.x] =
+        find_segment(shard.segments, 0, shard.count, threadIdx.x == 0 ? begin : last);
+  C s[Rule::kScalars];
+#pragma unroll
+  for (int k = 0; k < Rule::kScalars; ++k)
+    s[k] = shard.f64_scalars ? static_cast<C>(static_cast<const double*>(shard.scalars)[k])
+                             : static_cast<C>(static_cast<const float*>(shard.scalars)[k]);
+  __syncthreads();
+
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int64_t i = begin + (int64_t{j} * kThreads + threadIdx.x) * kSize;
+    if (i > last) return;
+    const int count = static_cast<int>(std::min(last - i + 1, int64_t{kSize}));
+    int64_t segment = find_segment(shard.segments, first_and_last[0], first_and_last[1], i) - 1;
+    int64_t from = 0, to = i;
+    bool decays = false, changed = false;
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) {
+      while (i + k >= to) {  // once for most vectors
+        ++segment;
+        const bool exists = segment < shard.count;
+        from = exists ? shard.segments[3 * segment] : INT64_MAX;
+        to = exists ? shard.segments[3 * segment + 1] : INT64_MAX;
+        decays = exists && shard.segments[3 * segment + 2] != 0;
+      }
+      if (i + k < from || k >= count) continue;  // padding
+      C at[kStates > 0 ? kStates : 1];
+      for (int n = 0; n < kStates; ++n) at[n] = state[j][n].v[k];
+      Rule::update(rule, s, decays, convert_to<C>(g[j].v[k]), p[j].v[k], at);
+      for (int n = 0; n < kStates; ++n) state[j][n].v[k] = at[n];
+      changed = true;
+    }
+    if (!changed) continue;
+    const bool whole = shard.vectors && count == kSize;
+    store<C, kSize>(param + i, p[j], count, whole);
+    for (int n = 0; n < kStates; ++n)
+      store<C, kSize>(static_cast<C*>(shard.state[n]) + i, state[j][n], count, whole);
+  }
+}
+
+void check_flat(const char* who, const View& param, const View& v, bool same_dtype) {
+  check<ShapeError>(v.contiguous() && v.numel() == param.numel(), "[", who, "] state of shape ",
+                    v.shape, " for ", param.numel(), " parameters; all must be dense");
+  check<DTypeError>(!same_dtype || v.dtype == param.dtype, "[", who, "] state in ", v.dtype,
+                    " for parameters in ", param.dtype);
+}
+
+template <class Rule>
+void run(const char* who, const Stream& stream, const Rule& rule, const View& param,
+         const View& grad, const std::array<View, Rule::kStates>& states, const View& segments,
+         const View& scalars) {
+  check_flat(who, param, param, true), check_flat(who, param, grad, false);
+  for (const View& state : states) check_flat(who, param, state, true);
+  check<DTypeError>(param.dtype == kF32 || param.dtype == kF64, "[", who,
+                    "] parameters must be f32 or f64, not ", param.dtype);
+  check<ShapeError>(
+      scalars.numel() == Rule::kScalars && scalars.contiguous() && is_floating(scalars.dtype), "[",
+      who, "] wants ", Rule::kScalars, " scalars, got ", scalars.dtype, scalars.shape);
+  check<ShapeError>(segments.rank() == 2 && segments.shape[1] == 3 && segments.contiguous() &&
+                        segments.dtype == kI64,
+                    "[", who, "] segments must be i64 [k, 3], got ", segments.dtype,
+                    segments.shape);
+  Shard<Rule::kStates> shard{};
+  shard.param = param.data, shard.grad = grad.data, shard.numel = param.numel();
+  shard.segments = segments.as<int64_t>(), shard.count = segments.shape[0];
+  shard.scalars = scalars.data, shard.f64_scalars = scalars.dtype == kF64;
+  shard.vectors = aligned16(param.data) && aligned16(grad.data);
+  for (int k = 0; k < Rule::kStates; ++k) {
+    shard.state[k] = states[static_cast<size_t>(k)].data;
+    shard.vectors = shard.vectors && aligned16(shard.state[k]);
+  }
+  visit_floating(who, grad.dtype, [&]<class G>() {
+    const auto enqueue = [&]<class C>() {
+      const int64_t elements = kThreads * kVectors * (16 / static_cast<int64_t>(sizeof(C)));
+      launch(who, stream, {.blocks = blocks_for(shard.numel, elements), .threads = kThreads},
+             step<C, G, Rule>, rule, shard);
+    };
+    if (param.dtype == kF32)
+      enqueue.template operator()<float>();
+    else
+      enqueue.template operator()<double>();
+  });
+}
+
+}  // namespace
+
+void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,
+           const View& segments, const View& scalars) {
+  run("adamw", stream, AdamW{}, param, grad, {m, v}, segments, scalars);
+}
+
+void sgd(const Stream& stream, const View& param, const View& grad, const View& momentum_buffer,
+         const View& segments, const View& scalars, bool nesterov) {
+  if (momentum_buffer.rank() == 0)
+    run("sgd", stream, Sgd<false>{nesterov}, param, grad, {}, segments, scalars);
+  else
+    run("sgd", stream, Sgd<true>{nesterov}, param, grad, {momentum_buffer}, segments, scalars);
+}
+
+}  // namespace sheaf::kernels::cuda

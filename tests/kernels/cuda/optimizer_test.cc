@@ -1,0 +1,134 @@
+#include "sheaf/kernels/optimizer.h"
+
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+// The same bits as the CPU's kernels on threads that flush subnormal numbers, as all threads of a
+// rank do. What this also shows, in a build for a real GPU: that what nvcc compiled links into our
+// programs.
+namespace sheaf::kernels {
+namespace {
+
+using namespace sheaf::testing;
+
+/// A shard of n elements: padding at its begin, in between and at its end, segments that begin and
+/// end inside of vectors, some shorter than one, an empty one, and one over several thread blocks.
+Array segments_of(int64_t n) {
+  std::vector<double> table;
+  int64_t at = 1;
+  const int64_t lengths[] = {2, 1, 5, 0, 1022, 1, 3, 4096, 64, 7};
+  for (int s = 0; at < n - 2; ++s) {
+    const int64_t end = std::min(at + (s < 40 ? lengths[s % 10] : n / 3), n - 2);
+    table.insert(table.end(), {static_cast<double>(at), static_cast<double>(end), s % 3 ? 1.0 : 0});
+    at = end + (s % 4 == 1 ? 3 : 0);
+  }
+  return Array::of(kI64, {static_cast<int64_t>(table.size()) / 3, 3}, table);
+}
+
+Array positive(Array x) {
+  for (int64_t i = 0; i < x.view().numel(); ++i) x.set(i, std::fabs(x.at(i)));
+  return x;
+}
+/// f32 values, some of them subnormal.
+Array with_subnormals(Array x) {
+  for (int64_t i = 0; i < x.view().numel(); i += 5) x.set(i, x.at(i) * 0x1p-127);
+  return x;
+}
+View part(const View& x, int64_t first) {
+  return View::dense(x.as<char>() + static_cast<size_t>(first) * size_of(x.dtype), x.dtype,
+                     {x.numel() - first});
+}
+
+const double kAdamW[] = {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 0.7};
+const double kSgd[] = {0.01, 0.9, 0.1, 0.5};
+Array scalars_of(DType d, const double* values, int64_t count) {
+  return Array::of(d, {count}, std::vector<double>(values, values + count));
+}
+
+constexpr int64_t kSizes[] = {0, 1, 5, 31, 1000, 4096, 20011};
+
+TEST(CudaOptimizer, AdamWHasTheBitsOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kF64})
+    for (DType grad : {kF32, kBF16, kF16, kF64})
+      for (int64_t n : kSizes)
+        with_threads(1, [&] {
+          const auto state = [&](const Array& x) { return d == kF32 ? with_subnormals(x) : x; };
+          const Array p = state(Array::random(d, {n}, 1)), g = Array::random(grad, {n}, 2),
+                      m = state(Array::random(d, {n}, 3, 0.1)),
+                      v = state(positive(Array::random(d, {n}, 4, 0.1))), segments = segments_of(n),
+                      scalars = scalars_of(n % 2 ? kF64 : kF32, kAdamW, cpu::kAdamWScalars);
+          const OnGpu gp(p), gg(g), gm(m), gv(v), gsegments(segments), gscalars(scalars);
+          cuda::adamw(OnGpu::stream(), gp, gg, gm, gv, gsegments, gscalars);
+          cpu::adamw(p, g, m, v, segments, scalars);
+          EXPECT_TRUE(same_bits(gp.back(), p)) << name(d) << name(grad) << n;
+          EXPECT_TRUE(same_bits(gm.back(), m)) << name(d) << name(grad) << n;
+          EXPECT_TRUE(same_bits(gv.back(), v)) << name(d) << name(grad) << n;
+        });
+}
+
+TEST(CudaOptimizer, SgdHasTheBitsOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kF64})
+    for (DType grad : {kF32, kBF16})
+      for (int64_t n : kSizes)
+        for (int variant = 0; variant < 3; ++variant)
+          with_threads(1, [&] {
+            const bool buffered = variant > 0, nesterov = variant == 2;
+            const Array p = Array::random(d, {n}, 1), g = Array::random(grad, {n}, 2),
+                        b = Array::random(d, {n}, 3), segments = segments_of(n),
+                        scalars = scalars_of(kF64, kSgd, cpu::kSgdScalars);
+            const OnGpu gp(p), gg(g), gb(b), gsegments(segments), gscalars(scalars);
+            cuda::sgd(OnGpu::stream(), gp, gg, buffered ? gb.view() : View{}, gsegments, gscalars,
+                      nesterov);
+            cpu::sgd(p, g, buffered ? b.view() : View{}, segments, scalars, nesterov);
+            EXPECT_TRUE(same_bits(gp.back(), p)) << name(d) << name(grad) << n << ' ' << variant;
+            EXPECT_TRUE(same_bits(gb.back(), b)) << name(d) << name(grad) << n << ' ' << variant;
+          });
+}
+
+TEST(CudaOptimizer, AShardThatIsNotAligned) {
+  SHEAF_NEEDS_GPU();
+  const int64_t n = 5000;
+  for (int64_t first : {1, 2, 3})
+    with_threads(1, [&] {
+      const Array p = Array::random(kF32, {n}, 1), g = Array::random(kBF16, {n}, 2),
+                  m = Array::random(kF32, {n}, 3), v = positive(Array::random(kF32, {n}, 4)),
+                  segments = segments_of(n - first),
+                  scalars = scalars_of(kF64, kAdamW, cpu::kAdamWScalars);
+      const OnGpu gp(p), gg(g), gm(m), gv(v), gsegments(segments), gscalars(scalars);
+      cuda::adamw(OnGpu::stream(), part(gp.view(), first), part(gg.view(), first),
+                  part(gm.view(), first), part(gv.view(), first), gsegments, gscalars);
+      cpu::adamw(part(p, first), part(g, first), part(m, first), part(v, first), segments, scalars);
+      EXPECT_TRUE(same_bits(gp.back(), p)) << first;
+      EXPECT_TRUE(same_bits(gm.back(), m)) << first;
+      EXPECT_TRUE(same_bits(gv.back(), v)) << first;
+    });
+}
+
+TEST(CudaOptimizer, SegmentsBeyondTheShardAreCutAndNoneIsNoStep) {
+  SHEAF_NEEDS_GPU();
+  const Array p = Array::random(kF32, {100}, 1), g = Array::random(kF32, {100}, 2),
+              scalars = scalars_of(kF64, kSgd, cpu::kSgdScalars);
+  const OnGpu gp(p), gg(g), gscalars(scalars);
+  cuda::sgd(OnGpu::stream(), gp, gg, View{}, OnGpu(Array(kI64, {0, 3})), gscalars, false);
+  EXPECT_TRUE(same_bits(gp.back(), p));
+  cuda::sgd(OnGpu::stream(), gp, gg, View{}, OnGpu(Array::of(kI64, {1, 3}, {90, 1e6, 1})), gscalars,
+            false);
+  cpu::sgd(p, g, View{}, Array::of(kI64, {1, 3}, {90, 100, 1}), scalars, false);
+  EXPECT_TRUE(same_bits(gp.back(), p));
+}
+
+TEST(CudaOptimizer, RefusesWhatTheHostCanSee) {
+  SHEAF_NEEDS_GPU();
+  const Array p(kF32, {10}), narrow(kBF16, {10}), scalars(kF64, {cpu::kSgdScalars}),
+      segments(kI64, {1, 3});
+  const Stream& s = OnGpu::stream();
+  EXPECT_THROW(cuda::sgd(s, p, p, View{}, Array(kI64, {1, 2}), scalars, false), ShapeError);
+  EXPECT_THROW(cuda::sgd(s, p, p, View{}, segments, Array(kF64, {3}), false), ShapeError);
+  EXPECT_THROW(cuda::sgd(s, narrow, p, View{}, segments, scalars, false), DTypeError);
+  EXPECT_THROW(cuda::sgd(s, p, p, narrow, segments, scalars, false), DTypeError);
+  EXPECT_THROW(cuda::sgd(s, p, Array(kF32, {9}), View{}, segments, scalars, false), ShapeError);
+}
+
+}  // namespace
+}  // namespace sheaf::kernels
