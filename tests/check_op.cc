@@ -63,6 +63,11 @@ std::string guarded(const OpSample& sample, const char* check, F&& f) {
   }
 }
 
+std::vector<Tensor> on(Device device, std::vector<Tensor> tensors) {
+  for (Tensor& t : tensors) t = t.to(device);
+  return tensors;
+}
+
 }  // namespace
 
 std::string check_gradient(const OpSample& sample) {
@@ -89,15 +94,15 @@ std::string check_second_gradient(const OpSample& sample) {
   });
 }
 
-std::string check_precision(const OpSample& sample, DType dtype) {
-  return guarded(sample, dtype == kF32 ? "f32" : "bf16", [&]() -> std::string {
+std::string check_precision(const OpSample& sample, DType dtype, Device device) {
+  return guarded(sample, str(dtype, " on ", device).c_str(), [&]() -> std::string {
     const std::vector<Tensor> low = make_inputs(sample, draw_inputs(sample, "precision"), dtype);
     std::vector<Tensor> high;
     for (size_t i = 0; i < low.size(); ++i) {
       const bool rounded = sample.inputs[i].dtype == kF64;
       high.push_back(make_tensor(local_part(low[i]).values, low[i].shape(), rounded ? kF64 : low[i].dtype()));
     }
-    const double unit = dtype == kF32 ? 0x1p-23 : 0x1p-8;
+    const double unit = dtype == kF64 ? 0x1p-46 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
     // Nothing may be left as it was: one run finds zeros in its memory, the other NaN.
     Result got, want;
     {
@@ -106,9 +111,10 @@ std::string check_precision(const OpSample& sample, DType dtype) {
     }
     {
       const PoisonScope poison;
-      got = evaluate(sample, low);
+      const DeviceScope scope(device);
+      got = evaluate(sample, on(device, low));
     }
-    return compare(got, want, (dtype == kF32 ? 16 : 4) * unit * sample.tolerance);
+    return compare(got, want, (dtype == kBF16 ? 4 : 16) * unit * sample.tolerance);
   });
 }
 
@@ -155,7 +161,7 @@ Tensor restrided(const Tensor& dense, Strides how) {
 
 }  // namespace
 
-std::string check_strides(const OpSample& sample) {
+std::string check_strides(const OpSample& sample, Device device) {
   return guarded(sample, "strides", [&]() -> std::string {
     std::string out;
     for (const DType dtype : {kF64, kF32}) {
@@ -173,8 +179,9 @@ std::string check_strides(const OpSample& sample) {
         const std::vector<Tensor> dense = make_inputs(sample, values, dtype);
         std::vector<Tensor> strided;
         for (const Tensor& t : dense) strided.push_back(restrided(t, how));
-        const std::string finding = compare(evaluate(sample, strided, {.strided_gradients = true}),
-                                            evaluate(sample, dense), dtype == kF64 ? 1e-13 : 16 * 0x1p-23);
+        const DeviceScope scope(device);
+        const std::string finding = compare(evaluate(sample, on(device, strided), {.strided_gradients = true}),
+                                            evaluate(sample, on(device, dense)), dtype == kF64 ? 1e-13 : 16 * 0x1p-23);
         if (!finding.empty()) out += str(kStrideNames[static_cast<int>(how)], ' ', dtype, ": ", finding);
       }
     }

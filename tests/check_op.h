@@ -15,11 +15,12 @@ namespace sheaf::testing {
 std::string check_gradient(const OpSample& sample);
 /// f64 second derivatives likewise; or, for samples with `no_second`, that the error names that op.
 std::string check_second_gradient(const OpSample& sample);
-/// Outputs and gradients in `dtype` against f64 on the same (rounded) inputs; all memory holds NaN beforehand.
-std::string check_precision(const OpSample& sample, DType dtype);
+/// Outputs and gradients in `dtype` on `device` against f64 on the CPU, on the same (rounded) inputs; all memory holds
+/// NaN beforehand.
+std::string check_precision(const OpSample& sample, DType dtype, Device device = Device::cpu());
 /// Transposed, spread, sliced and (where the sample's values allow it) expanded inputs and strided incoming gradients
 /// give what dense ones give.
-std::string check_strides(const OpSample& sample);
+std::string check_strides(const OpSample& sample, Device device = Device::cpu());
 /// Every size set to 0 in turn: right shapes, nothing left unwritten; a ShapeError or DataError is accepted, but not every time.
 std::string check_zero_size(const OpSample& sample);
 /// On meta: the same types and the same peak of requested bytes as on cpu. The recorded tape passes the checks T and D

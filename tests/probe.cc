@@ -58,6 +58,30 @@ void write(const View& v, const Values& values) {
   });
 }
 
+Values read(const Tensor& t) { return read(t.to(Device::cpu()).view()); }
+
+// An output that the host fills, wherever it lies.
+class HostOutput {
+ public:
+  HostOutput(Execute& c, int output) : c_(c), there_(c.output(output)), view_(there_) {
+    if (c.device().is_cuda()) {
+      here_ = Tensor::empty({there_.dtype, there_.shape, {}});
+      view_ = here_.view();
+    }
+  }
+  ~HostOutput() {
+    if (!here_) return;
+    Gpu& gpu = RankContext::current().gpu_of(c_.device());
+    gpu.copy(gpu.compute(), there_.data, view_.data, static_cast<size_t>(there_.bytes()), Gpu::Copy::to_device);
+  }
+  const View& view() const { return view_; }
+
+ private:
+  Execute& c_;
+  View there_, view_;
+  Tensor here_;
+};
+
 bool contributes(const Layout& l, const Layout& scalar) {
   for (int a = 0; a < scalar.num_axes(); ++a) {
     const bool same_everywhere = l.mesh() ? l[a].is_replicate() : true;
@@ -78,10 +102,10 @@ struct Probe {  // inputs: o1 … ok, w1 … wk
     double sum = 0;
     for (int i = 0; i < k; ++i) {
       if (!contributes(c.input_type(i).layout, c.output_type(0).layout)) continue;
-      const Values x = read(c.input(i)), w = read(c.input(k + i));
+      const Values x = read(c.input_tensor(i)), w = read(c.input_tensor(k + i));
       for (size_t j = 0; j < x.size(); ++j) sum += x[j] * w[j];
     }
-    *c.output(0).as<double>() = sum;
+    write(HostOutput(c, 0).view(), {sum});
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const int k = c.num_inputs() / 2;
@@ -95,11 +119,11 @@ struct ProbeGradient {  // inputs: x, a scalar; output: the product, zero where 
   struct Attrs { bool strided; };
   static constexpr uint64_t kSavedInputs = 3;
   static void execute(const Attrs&, Execute& c) {
-    Values x = read(c.input(0));
-    const double scale = read(c.input(1))[0];
+    Values x = read(c.input_tensor(0));
+    const double scale = read(c.input_tensor(1))[0];
     const bool mine = contributes(c.output_type(0).layout.dual(), c.input_type(1).layout);
     for (double& v : x) v = mine ? v * scale : 0;
-    write(c.output(0), x);
+    write(HostOutput(c, 0).view(), x);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (c.needs(0)) c.set(0, probe_gradient(c.grad(), c.input(1), c.input_type(0).dual(), a.strided));
@@ -116,12 +140,12 @@ struct Spread {  // x[..., 2]: x and NaN in turn
     c.output(c.dtype(0), s);
   }
   static void execute(const Attrs&, Execute& c) {
-    View out = c.output(0);
-    std::memset(out.data, 0xff, static_cast<size_t>(out.bytes()));
-    View even = out;
+    const HostOutput out(c, 0);
+    std::memset(out.view().data, 0xff, static_cast<size_t>(out.view().bytes()));
+    View even = out.view();
     even.shape.erase(even.rank() - 1);
     even.strides.erase(even.strides.rank() - 1);
-    write(even, read(c.input(0)));
+    write(even, read(c.input_tensor(0)));
   }
   static void vjp(const Attrs&, Vjp&);
 };
@@ -255,7 +279,9 @@ Tensor make_local(const Values& whole, const Type& type, const std::string& stre
   return t;
 }
 
-LocalPart local_part(const Tensor& t) { return {t.type(), read(t.view()), coordinates_here(t.layout())}; }
+LocalPart local_part(const Tensor& t) {
+  return {t.type(), read(t.to(Device::cpu()).view()), coordinates_here(t.layout())};
+}
 
 Values assemble(std::span<const LocalPart> parts, std::string& error) {
   const Type& type = parts[0].type;
@@ -313,10 +339,15 @@ double scaled_error(const Values& a, const Values& b) {
 namespace {
 class PoisonAllocator final : public Allocator {
  public:
-  PoisonAllocator(std::shared_ptr<Allocator> inner, int byte) : inner_(std::move(inner)), byte_(byte) {}
+  /// `gpu`: whose memory it is; null for that of the host.
+  PoisonAllocator(std::shared_ptr<Allocator> inner, int byte, Gpu* gpu = nullptr)
+      : inner_(std::move(inner)), byte_(byte), gpu_(gpu) {}
   void* allocate(size_t bytes, HostMemory where) override {
     void* p = inner_->allocate(bytes, where);
-    if (p && bytes) std::memset(p, byte_, bytes);
+    if (!p || !bytes) return p;
+    if (!gpu_) return std::memset(p, byte_, bytes);
+    const std::vector<char> poison(bytes, static_cast<char>(byte_));
+    gpu_->copy(gpu_->compute(), p, poison.data(), bytes, Gpu::Copy::to_device);
     return p;
   }
   void free(void* block, size_t bytes) override { inner_->free(block, bytes); }
@@ -327,12 +358,39 @@ class PoisonAllocator final : public Allocator {
  private:
   std::shared_ptr<Allocator> inner_;
   int byte_;
+  Gpu* gpu_;
+};
+
+/// The same GPU with poisoned memory.
+class PoisonGpu final : public Gpu {
+ public:
+  PoisonGpu(std::shared_ptr<Gpu> inner, int byte)
+      : inner_(std::move(inner)), memory_(std::make_shared<PoisonAllocator>(inner_->memory(), byte, inner_.get())) {}
+  Device device() const override { return inner_->device(); }
+  std::string name() const override { return inner_->name(); }
+  const std::shared_ptr<Allocator>& memory() const override { return memory_; }
+  const Stream& compute() const override { return inner_->compute(); }
+  Stream make_lane() override { return inner_->make_lane(); }
+  void destroy_lane(const Stream& lane) override { inner_->destroy_lane(lane); }
+  void copy(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) override {
+    inner_->copy(stream, to, from, bytes, kind);
+  }
+  void sync(const Stream& stream) override { inner_->sync(stream); }
+  Event record(const Stream& stream) override { return inner_->record(stream); }
+
+ private:
+  std::shared_ptr<Gpu> inner_;
+  std::shared_ptr<Allocator> memory_;
 };
 }  // namespace
 
-PoisonScope::PoisonScope(int byte) : previous_(RankContext::current().cpu) {
+PoisonScope::PoisonScope(int byte) : previous_(RankContext::current().cpu), previous_gpu_(RankContext::current().gpu) {
   RankContext::current().cpu = std::make_shared<PoisonAllocator>(previous_, byte);
+  if (previous_gpu_) RankContext::current().gpu = std::make_shared<PoisonGpu>(previous_gpu_, byte);
 }
-PoisonScope::~PoisonScope() { RankContext::current().cpu = previous_; }
+PoisonScope::~PoisonScope() {
+  RankContext::current().cpu = previous_;
+  RankContext::current().gpu = previous_gpu_;
+}
 
 }  // namespace sheaf::testing

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/gpu.h"
 #include "sheaf/core/tensor.h"
 
 namespace sheaf::testing {
@@ -67,6 +68,7 @@ class PoisonScope {
 
  private:
   std::shared_ptr<Allocator> previous_;
+  std::shared_ptr<Gpu> previous_gpu_;
 };
 
 }  // namespace sheaf::testing

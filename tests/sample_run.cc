@@ -69,7 +69,7 @@ Run run_sample(const OpSample& sample, Recording& recording, const std::vector<T
     floating.push_back(y);
     const Type type{y.dtype(), y.shape(), probe_weight_layout(y.layout())};
     weights.push_back(y.device().is_meta() ? Tensor::empty(type, y.device())
-                                           : make_local(draw_weights(sample, o, y.shape()), type, "weights"));
+                                           : make_local(draw_weights(sample, o, y.shape()), type, "weights").to(y.device()));
   }
   if (!wanted.empty() && !floating.empty())
     run.gradients = recording.gradient(probe(floating, weights, options), wanted);
