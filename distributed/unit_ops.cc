@@ -38,14 +38,14 @@ struct Resting {
   static constexpr const char* kName = "resting";
   static constexpr HostMemory kMemory = HostMemory::wire;
   using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), fill, c.output(0), 0.0); }
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
 };
 
 struct CastShard {
   static constexpr const char* kName = "cast_shard";
   static constexpr HostMemory kMemory = HostMemory::wire;
   using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0)); }
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
 };
 
 struct AllGather {
@@ -104,7 +104,7 @@ struct GradSlots {
 struct Zero {
   static constexpr const char* kName = "zero";
   using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), fill, c.output(0), 0.0); }
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
 };
 
 struct ReduceScatter {

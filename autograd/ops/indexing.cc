@@ -86,7 +86,7 @@ struct ScatterAdd {  // inputs x, index, src
     p.rule({kP, kR, kP}, {kP});
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0));
     SHEAF_ON_CPU(c.stream(), scatter_add, c.output(0), a.dim, c.input(1), c.input(2));
   }
   static void vjp(const Attrs& a, Vjp& c) {
@@ -149,7 +149,7 @@ struct IndexAdd {  // inputs x, 1-D index, src
     p.rule({kP, kR, kP}, {kP});
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0));
     SHEAF_ON_CPU(c.stream(), take_add, c.output(0), a.dim, c.input(1), c.input(2));
   }
   static void vjp(const Attrs& a, Vjp& c) {

@@ -17,7 +17,7 @@ struct Full {
     bool mine = true;
     for (int i = 0; i < l.num_axes(); ++i)
       if (l[i].is_partial() && RankContext::current().coordinate(l.mesh(), i) != 0) mine = false;
-    SHEAF_ON_CPU(c.stream(), fill, c.output(0), mine ? a.value : 0.0);
+    SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), mine ? a.value : 0.0);
   }
   static void describe(const Attrs& a, std::string& out) { out += str(a.value); }
 };
@@ -27,20 +27,20 @@ struct Contiguous {
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0)); }
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
   static void vjp(const Attrs&, Vjp& c) { c.set(0, c.grad()); }
 };
 
 struct StoreInto {
   static constexpr const char* kName = "store";
   using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0)); }
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
 };
 
 struct AddInto {  // inputs: the addend, the memory; the output lies in the memory
   static constexpr const char* kName = "add_into";
   using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_CPU(c.stream(), add_into, c.output(0), c.input(0)); }
+  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), add_into, c.output(0), c.input(0)); }
 };
 
 }  // namespace

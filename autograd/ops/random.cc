@@ -138,7 +138,7 @@ struct Arange {
     double start, step;
   };
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), arange, a.start, a.step, c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), arange, a.start, a.step, c.output(0));
   }
   static void describe(const Attrs& a, std::string& out) { out += str(a.start, " + i*", a.step); }
 };

@@ -101,8 +101,8 @@ struct RedistributeOp {
     const bool meta = c.device().is_meta();
     View in = c.input(0), out = c.output(0);
     const std::string& path = PathScope::current();
-    const auto copy = [&](const View& x, const View& y) { SHEAF_ON_CPU(c.stream(), copy, x, y); };
-    const auto fill = [&](const View& y, double v) { SHEAF_ON_CPU(c.stream(), fill, y, v); };
+    const auto copy = [&](const View& x, const View& y) { SHEAF_ON_DEVICE(c.stream(), copy, x, y); };
+    const auto fill = [&](const View& y, double v) { SHEAF_ON_DEVICE(c.stream(), fill, y, v); };
     if (relabels(m)) {
       if (!meta) copy(in, View::dense(out.data, out.dtype, in.shape));
       return;

@@ -102,7 +102,7 @@ struct Concat {
     for (int i = 0; i < c.num_inputs(); ++i) {
       const View x = c.input(i);
       part.shape[dim] = x.shape[dim];
-      SHEAF_ON_CPU(c.stream(), copy, x, part);
+      SHEAF_ON_DEVICE(c.stream(), copy, x, part);
       part.data = part.as<char>() + x.shape[dim] * step;
     }
   }

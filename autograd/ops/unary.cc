@@ -95,7 +95,7 @@ struct Cast {
                                                       : rules::pointwise_nonlinear(p);
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), copy, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) { c.set(0, cast(c.grad(), c.input_type(0).dtype)); }
   static void describe(const Attrs& a, std::string& out) { out += name(a.to); }

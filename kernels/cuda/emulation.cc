@@ -1,116 +1,13 @@
 #include "sheaf/kernels/cuda/emulation.h"
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
-#include <sys/mman.h>
-
 #include "sheaf/core/error.h"
-#include "sheaf/kernels/cuda/runtime.h"
 
 namespace sheaf::kernels::cuda {
 
-// --- device memory: ranges that are closed while no kernel runs ---
-
-namespace {
-
-constexpr size_t kPage = 4096;
-constexpr size_t kDeviceBytes = size_t{4} << 30;  // what ranges may map
-
-struct Range {
-  char* base = nullptr;
-  size_t open = 0;      // bytes before the guard page
-  size_t reserved = 0;  // with it
-};
-
-class DeviceMemory {
- public:
-  void* allocate(size_t bytes) {
-    const size_t open = (bytes + kPage - 1) / kPage * kPage + (bytes == 0 ? kPage : 0);
-    std::lock_guard lock(mutex_);
-    void* base =
-        mmap(nullptr, open + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED)
-      fail<OutOfMemory>("[cudaMalloc] ", bytes, " bytes asked (emulated GPU)");
-    const Range range{static_cast<char*>(base), open, open + kPage};
-    if (users_) mprotect(range.base, range.open, PROT_READ | PROT_WRITE);
-    char* memory =
-        range.base + (open - (bytes + 255) / 256 * 256);  // its end lies at the guard page
-    ranges_[memory] = range;
-    return memory;
-  }
-  void free(void* memory) {
-    if (!memory) return;
-    std::lock_guard lock(mutex_);
-    const auto it = ranges_.find(memory);
-    check<CudaError>(it != ranges_.end(), "[cudaFree] not a block of this device");
-    munmap(it->second.base, it->second.reserved);
-    ranges_.erase(it);
-  }
-  DeviceRange reserve(size_t bytes) {
-    void* base =
-        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED)
-      fail<OutOfMemory>("[reserve] ", bytes, " bytes of addresses (emulated GPU)");
-    return {static_cast<char*>(base), bytes, 0};
-  }
-  bool map(DeviceRange& range, size_t bytes) {
-    if (range.mapped + bytes > range.reserved) return false;
-    std::lock_guard lock(mutex_);
-    if (mapped_ + bytes > kDeviceBytes) return false;
-    mapped_ += bytes, range.mapped += bytes;
-    Range& all = ranges_[range.base];
-    all = {range.base, range.mapped, range.reserved};
-    if (users_) mprotect(all.base, all.open, PROT_READ | PROT_WRITE);
-    return true;
-  }
-  void release(DeviceRange& range) {
-    {
-      std::lock_guard lock(mutex_);
-      mapped_ -= range.mapped;
-    }
-    if (range.mapped)
-      free(range.base);
-    else if (range.base)
-      munmap(range.base, range.reserved);
-    range = {};
-  }
-  DeviceMemoryInfo info() {
-    std::lock_guard lock(mutex_);
-    return {kDeviceBytes - mapped_, kDeviceBytes};
-  }
-  void open() {
-    std::lock_guard lock(mutex_);
-    if (users_++ == 0) protect(PROT_READ | PROT_WRITE);
-  }
-  void close() {
-    std::lock_guard lock(mutex_);
-    if (--users_ == 0) protect(PROT_NONE);
-  }
-
- private:
-  void protect(int access) {
-    for (const auto& [memory, range] : ranges_) mprotect(range.base, range.open, access);
-  }
-  std::mutex mutex_;
-  int users_ = 0;
-  size_t mapped_ = 0;  // of ranges
-  std::map<void*, Range> ranges_;
-};
-
-DeviceMemory& device_memory() {
-  static DeviceMemory memory;
-  return memory;
-}
-
-}  // namespace
-
 namespace emulation {
-
-MemoryAccess::MemoryAccess() { device_memory().open(); }
-MemoryAccess::~MemoryAccess() { device_memory().close(); }
 
 // --- fibers ---
 
@@ -300,13 +197,15 @@ const void* exchange(const void* value, size_t bytes, unsigned mask) {
   return current->exchange(value, bytes, mask);
 }
 
-void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
-         const std::function<void()>& body) {
+void check_launch(const char* name, unsigned threads, size_t shared_bytes) {
   check<CudaError>(threads > 0 && threads <= kMaxThreads, '[', name, "] launch with ", threads,
                    " threads a block");
   check<CudaError>(shared_bytes <= (227 << 10), '[', name, "] launch with ", shared_bytes,
                    " bytes of shared memory");
-  MemoryAccess access;
+}
+
+void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
+         const std::function<void()>& body) {
   if (!worker) worker = std::make_unique<Block>();
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
   // A walk through all blocks in another order than theirs: steps of a prime that does not divide
@@ -329,47 +228,4 @@ void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
 }
 
 }  // namespace emulation
-
-// --- runtime.h: everything happens at once, in the order of the host ---
-
-int device_count() { return 1; }
-std::string why_no_device() { return ""; }
-std::string device_name(int) { return "emulated GPU"; }
-int multiprocessors(int) { return 4; }
-void use_device(int device) {
-  check<CudaError>(device == 0, "[cudaSetDevice] invalid device ordinal (emulated GPU)");
-}
-
-void* allocate(size_t bytes) { return device_memory().allocate(bytes); }
-void free(void* memory) { device_memory().free(memory); }
-size_t map_granularity(int) { return 1 << 20; }
-DeviceRange reserve(int, size_t bytes) { return device_memory().reserve(bytes); }
-bool map(int, DeviceRange& range, size_t bytes) { return device_memory().map(range, bytes); }
-void release(DeviceRange& range) { device_memory().release(range); }
-DeviceMemoryInfo memory_info() { return device_memory().info(); }
-void* allocate_pinned(size_t bytes) { return ::operator new (bytes, std::align_val_t{256}); }
-void free_pinned(void* memory) { ::operator delete (memory, std::align_val_t{256}); }
-
-Stream make_stream(int device, Priority) {
-  use_device(device);
-  return {Device::cuda(device), nullptr};
-}
-void destroy_stream(const Stream&) {}
-void synchronize(const Stream&) {}
-EventHandle make_event() { return nullptr; }
-void destroy_event(EventHandle) {}
-void record(EventHandle, const Stream&) {}
-void wait(const Stream&, EventHandle) {}
-void synchronize(EventHandle) {}
-bool reached(EventHandle) { return true; }
-
-void copy_bytes(const Stream&, void* to, const void* from, size_t bytes, Copy) {
-  const emulation::MemoryAccess access;
-  if (bytes) std::memcpy(to, from, bytes);
-}
-void fill_bytes(const Stream&, void* to, int byte, size_t bytes) {
-  const emulation::MemoryAccess access;
-  if (bytes) std::memset(to, byte, bytes);
-}
-
 }  // namespace sheaf::kernels::cuda

@@ -8,6 +8,11 @@
 // that not all lanes of a full warp reach. Device memory may be touched by kernels and copies
 // alone; the host's access is a segmentation fault, and so is an access past its end.
 //
+// Streams run as late as they may: what is enqueued waits until the host synchronises with it, or a
+// stream that does runs behind it. So work that was not put behind an event finds its inputs
+// missing, and memory that goes back too early is overwritten. An error in a kernel appears where
+// the host synchronises, as on a GPU.
+//
 // What it cannot show: races inside a warp between two switches, alignment, occupancy, speed,
 // tensor cores.
 #pragma once
@@ -19,6 +24,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+
+#include "sheaf/core/device.h"
 
 #define __global__
 #define __device__
@@ -72,7 +79,9 @@ struct Place {  // of the fiber that runs now
 };
 inline thread_local Place place;
 
-/// Runs `body` as every thread of every block.
+/// Throws a CudaError where a launch would be refused.
+void check_launch(const char* name, unsigned threads, size_t shared_bytes);
+/// Runs `body` as every thread of every block; part of what is enqueued.
 void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body);
 void* dynamic_shared();
@@ -80,14 +89,9 @@ void block_barrier();
 /// Gives `bytes` (at most 8) of this lane to its warp and waits for all lanes; returns the slots of
 /// all 32, 8 bytes apart, valid until this lane's second next warp operation.
 const void* exchange(const void* value, size_t bytes, unsigned mask);
-/// While one lives, this process may touch device memory.
-class MemoryAccess {
- public:
-  MemoryAccess();
-  ~MemoryAccess();
-  MemoryAccess(const MemoryAccess&) = delete;
-  MemoryAccess& operator=(const MemoryAccess&) = delete;
-};
+/// Work on device memory that is no kernel, in the order of `stream`: what stands in for NVIDIA's
+/// libraries.
+void enqueue(const Stream& stream, std::function<void()> work);
 
 template <class T>
 T from_lane(T value, int lane, unsigned mask) {

@@ -76,13 +76,17 @@ T* dynamic_shared() {
 }
 
 template <class... Parameters, class... Args>
-void launch(const char* name, const Stream&, const LaunchShape& shape,
+void launch(const char* name, const Stream& stream, const LaunchShape& shape,
             void (*kernel)(Parameters...), Args... args) {
   if (shape.blocks == 0 || shape.blocks_y == 0 || shape.blocks_z == 0) return;
   const dim3 grid(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
                   static_cast<unsigned>(shape.blocks_z));
-  emulation::run(name, grid, static_cast<unsigned>(shape.threads), shape.shared_bytes,
-                 [&] { kernel(static_cast<Parameters>(args)...); });
+  const auto threads = static_cast<unsigned>(shape.threads);
+  emulation::check_launch(name, threads, shape.shared_bytes);
+  emulation::enqueue(stream, [=] {
+    emulation::run(name, grid, threads, shape.shared_bytes,
+                   [&] { kernel(static_cast<Parameters>(args)...); });
+  });
 }
 
 #endif

@@ -79,6 +79,7 @@ template <class F>
 void expect_error(F f, const char* part) {
   try {
     f();
+    synchronize(OnGpu::stream());
     FAIL() << "no error";
   } catch (const CudaError& e) {
     EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
@@ -102,6 +103,23 @@ TEST(CudaEmulation, MisuseIsAnError) {
   EXPECT_EQ(gout.back().at(0), 63);
 }
 
+TEST(CudaEmulation, StreamsRunAsLateAsTheyMay) {
+  const Stream one = make_stream(0), two = make_stream(0);
+  testing::Array in = testing::Array::of(kI32, {1}, {1}), out = testing::Array::of(kI32, {1}, {0});
+  const OnGpu a(in), b(out), c(out);
+  synchronize(OnGpu::stream());
+  const EventHandle event = make_event();
+  copy_bytes(one, b.view().data, a.view().data, 4, Copy::on_device);
+  record(event, one);
+  copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);  // behind nothing
+  EXPECT_EQ((synchronize(two), c.back().at(0)), 0);
+  wait(two, event);
+  copy_bytes(two, c.view().data, b.view().data, 4, Copy::on_device);
+  EXPECT_EQ((synchronize(two), c.back().at(0)), 1);
+  destroy_event(event);
+  destroy_stream(one), destroy_stream(two);
+}
+
 __global__ void write_at(int* to, int64_t i) { to[i] = 1; }
 
 TEST(CudaEmulationDeathTest, TheHostCannotTouchDeviceMemoryNorAKernelItsOutside) {
@@ -109,8 +127,11 @@ TEST(CudaEmulationDeathTest, TheHostCannotTouchDeviceMemoryNorAKernelItsOutside)
   const OnGpu memory(testing::Array(kI32, {64}));
   int* data = memory.view().as<int>();
   EXPECT_DEATH(*static_cast<volatile int*>(data) = 1, "");
-  EXPECT_DEATH(launch("outside", OnGpu::stream(), {.threads = 32}, write_at, data, int64_t{64}),
-               "");
+  const auto write_outside = [&] {
+    launch("outside", OnGpu::stream(), {.threads = 32}, write_at, data, int64_t{64});
+    synchronize(OnGpu::stream());
+  };
+  EXPECT_DEATH(write_outside(), "");
 }
 
 #else

@@ -1,0 +1,304 @@
+// The emulated device: its memory, and streams that run as late as they may.
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <sys/mman.h>
+
+#include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/emulation.h"
+#include "sheaf/kernels/cuda/runtime.h"
+
+namespace sheaf::kernels::cuda {
+
+// --- device memory: ranges that are closed while no kernel runs ---
+
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kDeviceBytes = size_t{4} << 30;  // what ranges may map
+
+struct Range {
+  char* base = nullptr;
+  size_t open = 0;      // bytes before the guard page
+  size_t reserved = 0;  // with it
+};
+
+class DeviceMemory {
+ public:
+  void* allocate(size_t bytes) {
+    const size_t open = (bytes + kPage - 1) / kPage * kPage + (bytes == 0 ? kPage : 0);
+    std::lock_guard lock(mutex_);
+    void* base =
+        mmap(nullptr, open + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+      fail<OutOfMemory>("[cudaMalloc] ", bytes, " bytes asked (emulated GPU)");
+    const Range range{static_cast<char*>(base), open, open + kPage};
+    if (users_) mprotect(range.base, range.open, PROT_READ | PROT_WRITE);
+    char* memory =
+        range.base + (open - (bytes + 255) / 256 * 256);  // its end lies at the guard page
+    ranges_[memory] = range;
+    return memory;
+  }
+  void free(void* memory) {
+    if (!memory) return;
+    std::lock_guard lock(mutex_);
+    const auto it = ranges_.find(memory);
+    check<CudaError>(it != ranges_.end(), "[cudaFree] not a block of this device");
+    munmap(it->second.base, it->second.reserved);
+    ranges_.erase(it);
+  }
+  DeviceRange reserve(size_t bytes) {
+    void* base =
+        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+      fail<OutOfMemory>("[reserve] ", bytes, " bytes of addresses (emulated GPU)");
+    return {static_cast<char*>(base), bytes, 0};
+  }
+  bool map(DeviceRange& range, size_t bytes) {
+    if (range.mapped + bytes > range.reserved) return false;
+    std::lock_guard lock(mutex_);
+    if (mapped_ + bytes > kDeviceBytes) return false;
+    mapped_ += bytes, range.mapped += bytes;
+    Range& all = ranges_[range.base];
+    all = {range.base, range.mapped, range.reserved};
+    if (users_) mprotect(all.base, all.open, PROT_READ | PROT_WRITE);
+    return true;
+  }
+  void release(DeviceRange& range) {
+    {
+      std::lock_guard lock(mutex_);
+      mapped_ -= range.mapped;
+    }
+    if (range.mapped)
+      free(range.base);
+    else if (range.base)
+      munmap(range.base, range.reserved);
+    range = {};
+  }
+  DeviceMemoryInfo info() {
+    std::lock_guard lock(mutex_);
+    return {kDeviceBytes - mapped_, kDeviceBytes};
+  }
+  void open() {
+    std::lock_guard lock(mutex_);
+    if (users_++ == 0) protect(PROT_READ | PROT_WRITE);
+  }
+  void close() {
+    std::lock_guard lock(mutex_);
+    if (--users_ == 0) protect(PROT_NONE);
+  }
+
+ private:
+  void protect(int access) {
+    for (const auto& [memory, range] : ranges_) mprotect(range.base, range.open, access);
+  }
+  std::mutex mutex_;
+  int users_ = 0;
+  size_t mapped_ = 0;  // of ranges
+  std::map<void*, Range> ranges_;
+};
+
+DeviceMemory& device_memory() {
+  static DeviceMemory memory;
+  return memory;
+}
+
+}  // namespace
+
+// --- streams ---
+
+namespace {
+
+struct EmulatedStream {
+  std::deque<std::function<void()>> work;
+  uint64_t enqueued = 0, done = 0;
+};
+
+/// Where a stream was when the event was recorded.
+struct EmulatedEvent {
+  std::shared_ptr<EmulatedStream> stream;
+  uint64_t ticket = 0;
+};
+
+class Device0 {
+ public:
+  static Device0& get() {
+    static Device0 device;
+    return device;
+  }
+
+  std::shared_ptr<EmulatedStream> make() {
+    std::lock_guard lock(mutex_);
+    streams_.push_back(std::make_shared<EmulatedStream>());
+    return streams_.back();
+  }
+  std::shared_ptr<EmulatedStream> of(const Stream& stream) {
+    for (const auto& s : streams_)
+      if (s.get() == stream.handle) return s;
+    fail<CudaError>("[stream] not a stream of this device (emulated GPU)");
+  }
+  void enqueue(const Stream& stream, std::function<void()> work) {
+    std::lock_guard lock(mutex_);
+    EmulatedStream& s = *of(stream);
+    s.work.push_back(std::move(work));
+    ++s.enqueued;
+    if (s.work.size() > kMostWaiting) run(s, s.done + kMostWaiting / 2);
+  }
+  void synchronize(const Stream& stream) {
+    std::lock_guard lock(mutex_);
+    EmulatedStream& s = *of(stream);
+    run(s, s.enqueued);
+  }
+  void synchronize(const EmulatedEvent& event) {
+    std::lock_guard lock(mutex_);
+    if (event.stream) run(*event.stream, event.ticket);
+  }
+  void synchronize_all() {
+    std::lock_guard lock(mutex_);
+    for (const auto& s : streams_) run(*s, s->enqueued);
+  }
+  void destroy(const Stream& stream) {
+    synchronize(stream);
+    std::lock_guard lock(mutex_);
+    std::erase_if(streams_, [&](const auto& s) { return s.get() == stream.handle; });
+  }
+  EmulatedEvent now(const Stream& stream) {
+    std::lock_guard lock(mutex_);
+    const auto s = of(stream);
+    return {s, s->enqueued};
+  }
+  void wait(const Stream& stream, const EmulatedEvent& event) {
+    if (!event.stream || event.stream.get() == stream.handle) return;
+    enqueue(stream, [this, event] { run(*event.stream, event.ticket); });
+  }
+
+ private:
+  static constexpr size_t kMostWaiting = 4096;
+
+  // Under the lock, which work itself never takes.
+  void run(EmulatedStream& s, uint64_t ticket) {
+    while (s.done < ticket) {
+      const std::function<void()> work = std::move(s.work.front());
+      s.work.pop_front();
+      ++s.done;
+      work();
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<EmulatedStream>> streams_;
+};
+
+std::mutex pinned_mutex;
+std::map<char*, size_t> pinned_blocks;
+
+bool is_pinned(const void* memory) {
+  std::lock_guard lock(pinned_mutex);
+  const auto next = pinned_blocks.upper_bound(static_cast<char*>(const_cast<void*>(memory)));
+  if (next == pinned_blocks.begin()) return false;
+  const auto& [base, bytes] = *std::prev(next);
+  return memory < base + bytes;
+}
+
+EmulatedEvent& event_of(EventHandle event) { return *static_cast<EmulatedEvent*>(event); }
+
+}  // namespace
+
+namespace emulation {
+
+void enqueue(const Stream& stream, std::function<void()> work) {
+  Device0::get().enqueue(stream, [work = std::move(work)] {
+    device_memory().open();
+    try {
+      work();
+    } catch (...) {
+      device_memory().close();
+      throw;
+    }
+    device_memory().close();
+  });
+}
+
+}  // namespace emulation
+
+// --- runtime.h ---
+
+int device_count() { return 1; }
+std::string why_no_device() { return ""; }
+std::string device_name(int) { return "emulated GPU"; }
+int multiprocessors(int) { return 4; }
+void use_device(int device) {
+  check<CudaError>(device == 0, "[cudaSetDevice] invalid device ordinal (emulated GPU)");
+}
+
+void* allocate(size_t bytes) { return device_memory().allocate(bytes); }
+void free(void* memory) {
+  Device0::get().synchronize_all();
+  device_memory().free(memory);
+}
+size_t map_granularity(int) { return 1 << 20; }
+DeviceRange reserve(int, size_t bytes) { return device_memory().reserve(bytes); }
+bool map(int, DeviceRange& range, size_t bytes) { return device_memory().map(range, bytes); }
+void release(DeviceRange& range) {
+  Device0::get().synchronize_all();
+  device_memory().release(range);
+}
+DeviceMemoryInfo memory_info() { return device_memory().info(); }
+
+void* allocate_pinned(size_t bytes) {
+  char* memory = static_cast<char*>(::operator new (bytes, std::align_val_t{256}));
+  std::lock_guard lock(pinned_mutex);
+  pinned_blocks[memory] = bytes;
+  return memory;
+}
+void free_pinned(void* memory) {
+  Device0::get().synchronize_all();
+  {
+    std::lock_guard lock(pinned_mutex);
+    pinned_blocks.erase(static_cast<char*>(memory));
+  }
+  ::operator delete (memory, std::align_val_t{256});
+}
+
+Stream make_stream(int device, Priority) {
+  use_device(device);
+  return {Device::cuda(device), Device0::get().make().get()};
+}
+void destroy_stream(const Stream& stream) { Device0::get().destroy(stream); }
+void synchronize(const Stream& stream) { Device0::get().synchronize(stream); }
+
+EventHandle make_event() { return new EmulatedEvent; }
+void destroy_event(EventHandle event) { delete static_cast<EmulatedEvent*>(event); }
+void record(EventHandle event, const Stream& stream) {
+  event_of(event) = Device0::get().now(stream);
+}
+void wait(const Stream& stream, EventHandle event) { Device0::get().wait(stream, event_of(event)); }
+void synchronize(EventHandle event) { Device0::get().synchronize(event_of(event)); }
+bool reached(EventHandle event) {
+  synchronize(event);  // or a host that asks again and again would ask for ever
+  return true;
+}
+
+void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) {
+  if (bytes == 0) return;
+  if (kind == Copy::to_device && !is_pinned(from)) {  // the host may change its memory at once
+    const auto* source = static_cast<const char*>(from);
+    emulation::enqueue(stream, [to, copy = std::vector<char>(source, source + bytes)] {
+      std::memcpy(to, copy.data(), copy.size());
+    });
+    return;
+  }
+  emulation::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
+  if (kind == Copy::to_host && !is_pinned(to)) synchronize(stream);
+}
+void fill_bytes(const Stream& stream, void* to, int byte, size_t bytes) {
+  if (bytes) emulation::enqueue(stream, [=] { std::memset(to, byte, bytes); });
+}
+
+}  // namespace sheaf::kernels::cuda
