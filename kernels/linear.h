@@ -5,7 +5,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// y[.., O] = x[.., I] · weight[O, I]ᵀ + bias[O]; without a bias, pass View{} (null shape). All of
 /// one floating dtype.
@@ -22,4 +23,23 @@ void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
 /// blocks in order.
 void linear_bias_gradient(const View& dy, const View& dbias);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's: see cuda::matmul.
+namespace cuda {
+
+size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y);
+void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
+            const View& y, Workspace workspace);
+
+size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight);
+void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,
+                            const View& dweight, Workspace workspace);
+
+/// The CPU's bits: the same sums in the same order.
+size_t linear_bias_gradient_workspace(const View& dy, const View& dbias);
+void linear_bias_gradient(const Stream& stream, const View& dy, const View& dbias,
+                          Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

@@ -4,7 +4,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// Bytes that `matmul` needs. Depends on shapes, strides, dtypes and the rank's thread count; data
 /// may be null.
@@ -16,4 +17,16 @@ size_t matmul_workspace(const View& a, const View& b, const View& c);
 /// the product depends, bit for bit, neither on M, nor on the batch, nor on the number of threads.
 void matmul(const View& a, const View& b, const View& c, Workspace workspace);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`, by cuBLASLt. f32 is multiplied as f32, never as TF32.
+/// The same call gives the same bits at every run with the same choice of algorithms
+/// (cuda/product.h); a row's bits may depend on M and on the batch, since other sizes may have
+/// another algorithm.
+namespace cuda {
+
+size_t matmul_workspace(const View& a, const View& b, const View& c);
+void matmul(const Stream& stream, const View& a, const View& b, const View& c, Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

@@ -1,0 +1,248 @@
+#include "sheaf/kernels/cuda/gemm.h"
+
+#include <algorithm>
+
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/product.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+/// One matrix of an operand, and how to step from batch to batch.
+struct Side {
+  char* data;
+  DType dtype;
+  int64_t rows, cols, row_stride, col_stride;
+  Shape batch_strides;
+
+  Side(const View& v, const Shape& batch)
+      : data(v.as<char>()),
+        dtype(v.dtype),
+        rows(v.shape.dim(-2)),
+        cols(v.shape.dim(-1)),
+        row_stride(v.strides.dim(-2)),
+        col_stride(v.strides.dim(-1)),
+        batch_strides(Shape::filled(batch.rank(), 0)) {
+    for (int i = batch.rank() - 1, j = v.rank() - 3; j >= 0; --i, --j)
+      batch_strides[i] = v.shape[j] == 1 ? 0 : v.strides[j];
+  }
+
+  bool row_major() const {
+    return (col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1);
+  }
+  bool col_major() const {
+    return (row_stride == 1 || rows == 1) && (col_stride >= rows || cols == 1);
+  }
+  /// From one row (row_major) or column (col_major) to the next.
+  int64_t leading() const {
+    return row_major() ? (rows == 1 ? cols : row_stride) : (cols == 1 ? rows : col_stride);
+  }
+
+  /// Only what differs from batch to batch: broadcast dimensions have size 1.
+  View distinct(const Shape& batch) const {
+    View v{data, dtype, {}, {}};
+    for (int d = 0; d < batch.rank(); ++d)
+      v.shape.push_back(batch_strides[d] == 0 ? 1 : batch[d]),
+          v.strides.push_back(batch_strides[d]);
+    v.shape.push_back(rows), v.strides.push_back(row_stride);
+    v.shape.push_back(cols), v.strides.push_back(col_stride);
+    return v;
+  }
+  /// Row-major memory for distinct(batch), rows at multiples of 16 bytes.
+  Side packed(const Shape& batch) const {
+    Side out = *this;
+    const int64_t step = 16 / static_cast<int64_t>(size_of(dtype));
+    out.data = nullptr;
+    out.row_stride = (cols + step - 1) / step * step, out.col_stride = 1;
+    int64_t size = rows * out.row_stride;
+    for (int d = batch.rank() - 1; d >= 0; --d)
+      if (batch_strides[d] != 0) out.batch_strides[d] = size, size *= batch[d];
+    return out;
+  }
+  size_t packed_bytes(const Shape& batch) const {
+    int64_t size = rows * row_stride;
+    for (int d = 0; d < batch.rank(); ++d)
+      if (batch_strides[d] != 0) size *= batch[d];
+    return align_part(static_cast<size_t>(size) * size_of(dtype));
+  }
+  char* at(int64_t offset) const { return data + offset * static_cast<int64_t>(size_of(dtype)); }
+};
+
+/// A product, checked: a row-major c, batches merged where they can be.
+class Plan {
+ public:
+  explicit Plan(const Gemm& g)
+      : g_(g),
+        batch_(
+            Shape(std::span(g.c.shape.begin(), static_cast<size_t>(std::max(g.c.rank() - 2, 0))))),
+        a_(check_rank(g.a), batch_),
+        b_(check_rank(g.b), batch_),
+        c_(check_rank(g.c), batch_) {
+    check<ShapeError>(a_.cols == b_.rows && c_.rows == a_.rows && c_.cols == b_.cols &&
+                          broadcasts(g.a) && broadcasts(g.b),
+                      "[", g.who, "] shapes ", g.a.shape, " and ", g.b.shape,
+                      " do not multiply to ", g.c.shape);
+    check<DTypeError>(g.a.dtype == g.b.dtype && is_floating(g.a.dtype) &&
+                          (g.c.dtype == g.a.dtype || (g.c.dtype == kF32 && g.a.dtype != kF64)) &&
+                          (!g.accumulate || g.c.dtype == kF32 || g.c.dtype == kF64),
+                      "[", g.who, "] no product of ", g.a.dtype, " and ", g.b.dtype, " into ",
+                      g.c.dtype);
+    has_bias_ = g.bias.rank() != 0;
+    check<ShapeError>(
+        !has_bias_ || (!g.accumulate && g.bias.rank() == 1 && g.bias.shape[0] == c_.cols &&
+                       g.bias.dtype == c_.dtype && (g.bias.strides[0] == 1 || c_.cols <= 1)),
+        "[", g.who, "] bias ", g.bias.shape, " of ", g.bias.dtype, " must be a dense vector for ",
+        g.c.shape, " of ", g.c.dtype);
+    merge();
+    if (!has_bias_ && !c_.row_major() && c_.col_major()) {  // cᵀ = bᵀ aᵀ
+      std::swap(a_, b_);
+      for (Side* s : {&a_, &b_, &c_})
+        std::swap(s->rows, s->cols), std::swap(s->row_stride, s->col_stride);
+    }
+  }
+
+  bool empty() const { return c_.rows == 0 || c_.cols == 0 || batch_.numel() == 0; }
+  size_t bytes() const {
+    if (empty()) return 0;
+    size_t total = a_.cols > 0 ? product_workspace() : 0;
+    for (const Side* s : {&a_, &b_, &c_})
+      if (!fits(*s)) total += s->packed(batch_).packed_bytes(batch_);
+    return total;
+  }
+
+  void run(const Stream& stream, Workspace workspace) const {
+    if (empty()) return;
+    check<ShapeError>(workspace.bytes >= bytes(), "[", g_.who,
+                      "] workspace too small: ", workspace.bytes, " bytes");
+    Parts parts(g_.who, workspace);
+    const Side a = input(stream, a_, parts), b = input(stream, b_, parts);
+    Side c = c_;
+    if (!fits(c_)) {
+      c = place(c_, parts);
+      if (g_.accumulate) copy(stream, c_.distinct(batch_), c.distinct(batch_));
+    }
+    multiply(stream, a, b, c, parts.rest());
+    if (!fits(c_)) copy(stream, c.distinct(batch_), c_.distinct(batch_));
+  }
+
+ private:
+  bool fits(const Side& s) const {
+    return s.row_major() || (&s != &c_ && s.col_major()) || s.cols == 0 || s.rows == 0;
+  }
+  Side place(const Side& s, Parts& parts) const {
+    Side out = s.packed(batch_);
+    out.data = static_cast<char*>(parts.take(out.packed_bytes(batch_)));
+    return out;
+  }
+  /// The operand as it lies, or a copy that cuBLASLt can read.
+  Side input(const Stream& stream, const Side& s, Parts& parts) const {
+    if (fits(s)) return s;
+    const Side out = place(s, parts);
+    copy(stream, s.distinct(batch_), out.distinct(batch_));
+    return out;
+  }
+
+  /// Row-major c[M, N] is column-major D[N, M]: A of cuBLASLt is b, B is a, and what lies in rows
+  /// is transposed already.
+  void multiply(const Stream& stream, const Side& a, const Side& b, const Side& c,
+                Workspace workspace) const {
+    // cuBLASLt steps through one dimension of the batch; we through the others.
+    int inner = -1;
+    for (int d = 0; d < batch_.rank(); ++d)
+      if (inner < 0 || batch_[d] > batch_[inner]) inner = d;
+    const auto stride = [&](const Side& s) { return inner < 0 ? 0 : s.batch_strides[inner]; };
+    Product p{.who = g_.who,
+              .shape = {.in = a.dtype,
+                        .out = c.dtype,
+                        .transpose_a = !b.row_major(),
+                        .transpose_b = !a.row_major(),
+                        .bias = has_bias_,
+                        .accumulate = g_.accumulate,
+                        .m = c.cols,
+                        .n = c.rows,
+                        .k = a.cols,
+                        .batches = inner < 0 ? 1 : batch_[inner],
+                        .ld_a = b.leading(),
+                        .ld_b = a.leading(),
+                        .ld_d = c.leading(),
+                        .stride_a = stride(b),
+                        .stride_b = stride(a),
+                        .stride_d = stride(c)},
+              .bias = g_.bias.data};
+    const int64_t outer = batch_.numel() / p.shape.batches;
+    for (int64_t i = 0; i < outer; ++i) {
+      int64_t index = i, at_a = 0, at_b = 0, at_c = 0;
+      for (int d = batch_.rank() - 1; d >= 0; --d) {
+        if (d == inner) continue;
+        const int64_t step = index % batch_[d];
+        index /= batch_[d];
+        at_a += step * a.batch_strides[d], at_b += step * b.batch_strides[d],
+            at_c += step * c.batch_strides[d];
+      }
+      p.a = b.at(at_b), p.b = a.at(at_a), p.d = c.at(at_c);
+      p.set_alignment();
+      if (p.shape.k == 0 || !run_product(stream, p, workspace)) run_plain_product(stream, p);
+    }
+  }
+
+  const View& check_rank(const View& v) const {
+    check<ShapeError>(v.rank() >= 2 && v.rank() <= g_.c.rank(), "[", g_.who, "] cannot multiply ",
+                      g_.a.shape, " and ", g_.b.shape, " into ", g_.c.shape);
+    return v;
+  }
+  bool broadcasts(const View& v) const {
+    for (int i = batch_.rank() - 1, j = v.rank() - 3; j >= 0; --i, --j)
+      if (v.shape[j] != 1 && v.shape[j] != batch_[i]) return false;
+    return true;
+  }
+  void erase_batch(int d) {
+    for (Shape* s : {&batch_, &a_.batch_strides, &b_.batch_strides, &c_.batch_strides}) s->erase(d);
+  }
+  void merge() {
+    for (int d = batch_.rank() - 1; d >= 0; --d)
+      if (batch_[d] == 1) erase_batch(d);
+    // Batches that share b and lie behind one another are more rows.
+    while (!batch_.empty()) {
+      const int last = batch_.rank() - 1;
+      if (b_.batch_strides[last] != 0 || a_.batch_strides[last] != a_.rows * a_.row_stride ||
+          c_.batch_strides[last] != c_.rows * c_.row_stride || c_.row_stride == 0)
+        break;
+      a_.rows *= batch_[last], c_.rows *= batch_[last];
+      erase_batch(last);
+    }
+    // Two dimensions that all operands step through evenly are one.
+    for (int d = batch_.rank() - 2; d >= 0; --d) {
+      bool even = true;
+      for (const Side* s : {&a_, &b_, &c_})
+        even = even && s->batch_strides[d] == batch_[d + 1] * s->batch_strides[d + 1];
+      if (!even) continue;
+      batch_[d + 1] *= batch_[d];
+      erase_batch(d);
+    }
+  }
+
+  const Gemm& g_;
+  Shape batch_;
+  Side a_, b_, c_;
+  bool has_bias_ = false;
+};
+
+}  // namespace
+
+View at_least_matrix(View v) {
+  if (v.rank() == 1) v.shape.insert(0, 1), v.strides.insert(0, v.shape.back());
+  return v;
+}
+
+View dense_matrix(void* data, const View& v) {
+  int64_t rows = 1;
+  for (int i = 0; i + 1 < v.rank(); ++i) rows *= v.shape[i];
+  return View::dense(data, v.dtype, {rows, v.shape.back()});
+}
+
+size_t gemm_workspace(const Gemm& g) { return Plan(g).bytes(); }
+void gemm(const Stream& stream, const Gemm& g, Workspace workspace) {
+  Plan(g).run(stream, workspace);
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,68 @@
+#include "sheaf/kernels/linear.h"
+
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/gemm.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+Gemm forward(const View& x, const View& weight, const View& bias, const View& y) {
+  check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ",
+                    x.shape, ", weight ", weight.shape, ", output ", y.shape);
+  return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
+}
+
+/// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
+struct WeightGradient {
+  View dy_in, x_in, dy, x, dweight;
+  bool copy_dy, copy_x;
+
+  WeightGradient(const View& dy_given, const View& x_given, const View& dweight_given)
+      : dy_in(at_least_matrix(dy_given)),
+        x_in(at_least_matrix(x_given)),
+        dy(as_matrix(dy_in)),
+        x(as_matrix(x_in)),
+        dweight(dweight_given) {
+    copy_dy = dy.rank() == 0, copy_x = x.rank() == 0;
+    if (copy_dy) dy = dense_matrix(nullptr, dy_in);
+    if (copy_x) x = dense_matrix(nullptr, x_in);
+  }
+  size_t copies() const {
+    return (copy_dy ? align_part(static_cast<size_t>(dy.bytes())) : 0) +
+           (copy_x ? align_part(static_cast<size_t>(x.bytes())) : 0);
+  }
+  Gemm gemm() const { return {kName, transposed(dy), x, dweight, {}}; }
+
+  static constexpr const char* kName = "linear_weight_gradient";
+};
+
+}  // namespace
+
+size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y) {
+  return gemm_workspace(forward(x, weight, bias, y));
+}
+void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
+            const View& y, Workspace workspace) {
+  gemm(stream, forward(x, weight, bias, y), workspace);
+}
+
+size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {
+  const WeightGradient w(dy, x, dweight);
+  return w.copies() + gemm_workspace(w.gemm());
+}
+void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,
+                            const View& dweight, Workspace workspace) {
+  WeightGradient w(dy, x, dweight);
+  Parts parts(w.kName, workspace);
+  const auto copy_rows = [&](const View& from, View& to) {
+    to.data = parts.take(static_cast<size_t>(to.bytes()));
+    View rows = to;
+    rows.shape = from.shape, rows.strides = from.shape.contiguous_strides();
+    copy(stream, from, rows);
+  };
+  if (w.copy_dy) copy_rows(w.dy_in, w.dy);
+  if (w.copy_x) copy_rows(w.x_in, w.x);
+  gemm(stream, w.gemm(), parts.rest());
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,109 @@
+// One matrix product as cuBLASLt states it: column-major, strided batches, an optional bias along
+// the rows of the result. gemm.h says the same in views.
+//
+// cuBLASLt knows several algorithms for a product. Which one runs is chosen once for every
+// ProductShape and device, by cuBLASLt's heuristics or, under TuneProducts, by timing, and stays:
+// the same process computes the same bits at every call. Algorithms whose results depend on the
+// order in which blocks finish are never chosen.
+#pragma once
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "sheaf/core/device.h"
+#include "sheaf/core/dtype.h"
+
+namespace sheaf::kernels::cuda {
+
+/// What an algorithm is chosen for: D[m, n] = op(A)[m, k] op(B)[k, n] (+ bias[m]) (+ D), once for
+/// each of `batches`. Strides in elements.
+struct ProductShape {
+  DType in = kF32, out = kF32;
+  bool transpose_a = false, transpose_b = false, bias = false, accumulate = false;
+  /// Of A, B, D and the bias, in bytes: a power of two, at most 16. More would not help, and would
+  /// make the choice depend on where memory happens to lie.
+  std::array<uint8_t, 4> alignment{16, 16, 16, 16};
+  int64_t m = 0, n = 0, k = 0, batches = 1;
+  int64_t ld_a = 0, ld_b = 0, ld_d = 0, stride_a = 0, stride_b = 0, stride_d = 0;
+
+  bool operator==(const ProductShape&) const = default;
+  /// One line of words, as in the text of choices.
+  std::string to_string() const;
+  /// Reads to_string() back; nothing if it is not one.
+  static std::optional<ProductShape> parse(std::string_view text);
+};
+struct ProductShapeHash {
+  size_t operator()(const ProductShape& s) const;
+};
+
+struct Product {
+  const char* who = "";
+  ProductShape shape;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  void* d = nullptr;
+  const void* bias = nullptr;
+
+  /// Derives shape.alignment from the pointers and strides.
+  void set_alignment();
+  /// "bf16[n,k] x [k,m] into f32", as the views of the op have it.
+  std::string to_string() const;
+};
+
+/// Scratch memory that run_product wants.
+size_t product_workspace();
+/// Enqueues the product. False if the library has no algorithm for it; then nothing has happened.
+bool run_product(const Stream& stream, const Product& product, Workspace workspace);
+/// The same by a plain kernel of ours: any strides, alignment and depth, and slow. Terms are added
+/// in the order of k.
+void run_plain_product(const Stream& stream, const Product& product);
+
+/// While one lives, products of this thread whose algorithm was not yet chosen by timing are timed
+/// with the first few candidates when they run: a training step under it tunes its products. The
+/// host waits for the GPU; not while a graph is captured. Products that add to their result
+/// allocate memory for the trials.
+class TuneProducts {
+ public:
+  TuneProducts() { ++depth_; }
+  ~TuneProducts() { --depth_; }
+  TuneProducts(const TuneProducts&) = delete;
+  TuneProducts& operator=(const TuneProducts&) = delete;
+  static bool active() { return depth_ > 0; }
+
+ private:
+  static inline thread_local int depth_ = 0;
+};
+
+/// The choices made so far for a device, as text, so that all ranks and a resumed run compute with
+/// the same algorithms. First line: "sheaf products 1 <library, its version, device>". Then a line
+/// a choice, sorted: the words of ProductShape::to_string, ":" and 128 hexadecimal digits,
+/// cuBLASLt's own description, or "plain" for a product that it has no algorithm for.
+std::string export_product_choices(int device);
+/// Takes over choices, which count as timed. Returns how many: 0 for text of another library,
+/// version or kind of device, whose choices would mean something else. Throws DataError for text
+/// that is damaged. Choices the library then refuses are a CudaError when they are used.
+int64_t import_product_choices(int device, std::string_view text);
+
+/// The choices of one device, by shape. Thread-safe.
+class ProductChoices {
+ public:
+  struct Choice {
+    std::array<uint64_t, 8> algorithm{};
+    bool supported = true;  ///< by the library
+    bool timed = false;
+  };
+  std::optional<Choice> find(const ProductShape& shape) const;
+  void set(const ProductShape& shape, const Choice& choice);
+  std::string text(const std::string& library) const;
+  int64_t read(const std::string& library, std::string_view text);
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<ProductShape, Choice, ProductShapeHash> choices_;
+};
+
+}  // namespace sheaf::kernels::cuda

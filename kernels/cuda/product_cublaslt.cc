@@ -1,0 +1,291 @@
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+
+#include "sheaf/kernels/cuda/product.h"
+#include "sheaf/kernels/cuda/runtime.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr size_t kWorkspace = size_t{32} << 20;
+constexpr int kCandidates = 8, kTimedRuns = 3;
+
+void check_status(cublasStatus_t status, const Product& product, const char* call) {
+  if (status != CUBLAS_STATUS_SUCCESS)
+    fail<CudaError>(product, ": ", call, ": ", cublasLtGetStatusName(status), ", ",
+                    cublasLtGetStatusString(status));
+}
+void check_cuda(cudaError_t error, const Product& product) {
+  if (error != cudaSuccess) fail<CudaError>(product, ": ", cudaGetErrorString(error));
+}
+
+cudaDataType_t type_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return CUDA_R_64F;
+    case DType::bf16:
+      return CUDA_R_16BF;
+    case DType::f16:
+      return CUDA_R_16F;
+    default:
+      return CUDA_R_32F;
+  }
+}
+
+// What cuBLASLt creates, freed with its own functions.
+using Operation = std::unique_ptr<std::remove_pointer_t<cublasLtMatmulDesc_t>,
+                                  decltype(&cublasLtMatmulDescDestroy)>;
+using MatrixLayout = std::unique_ptr<std::remove_pointer_t<cublasLtMatrixLayout_t>,
+                                     decltype(&cublasLtMatrixLayoutDestroy)>;
+using Preference = std::unique_ptr<std::remove_pointer_t<cublasLtMatmulPreference_t>,
+                                   decltype(&cublasLtMatmulPreferenceDestroy)>;
+
+template <class T>
+void set(const Operation& operation, cublasLtMatmulDescAttributes_t what, const T& value,
+         const Product& p) {
+  check_status(cublasLtMatmulDescSetAttribute(operation.get(), what, &value, sizeof value), p,
+               "cublasLtMatmulDescSetAttribute");
+}
+
+Operation make_operation(const Product& p) {
+  const ProductShape& s = p.shape;
+  cublasLtMatmulDesc_t raw = nullptr;
+  // Not TF32 for f32, f32 sums for bf16 and f16.
+  check_status(
+      cublasLtMatmulDescCreate(&raw, s.in == kF64 ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F,
+                               s.in == kF64 ? CUDA_R_64F : CUDA_R_32F),
+      p, "cublasLtMatmulDescCreate");
+  Operation out(raw, cublasLtMatmulDescDestroy);
+  set(out, CUBLASLT_MATMUL_DESC_TRANSA, s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, p);
+  set(out, CUBLASLT_MATMUL_DESC_TRANSB, s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p);
+  if (s.bias) {
+    set(out, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS, p);
+    set(out, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(s.out)), p);
+    set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias, p);
+  }
+  return out;
+}
+
+MatrixLayout make_layout(const Product& p, DType dtype, int64_t rows, int64_t cols, int64_t ld,
+                         int64_t stride) {
+  cublasLtMatrixLayout_t raw = nullptr;
+  check_status(cublasLtMatrixLayoutCreate(&raw, type_of(dtype), static_cast<uint64_t>(rows),
+                                          static_cast<uint64_t>(cols), ld),
+               p, "cublasLtMatrixLayoutCreate");
+  MatrixLayout out(raw, cublasLtMatrixLayoutDestroy);
+  check<ShapeError>(p.shape.batches <= INT32_MAX, p, ": too many batches");
+  const auto batches = static_cast<int32_t>(p.shape.batches);
+  check_status(cublasLtMatrixLayoutSetAttribute(raw, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches,
+                                                sizeof batches),
+               p, "cublasLtMatrixLayoutSetAttribute");
+  check_status(cublasLtMatrixLayoutSetAttribute(raw, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                                &stride, sizeof stride),
+               p, "cublasLtMatrixLayoutSetAttribute");
+  return out;
+}
+
+/// Descriptors of one shape and the algorithm chosen for it.
+class Prepared {
+ public:
+  explicit Prepared(const Product& p)
+      : operation_(make_operation(p)),
+        a_(p.shape.transpose_a
+               ? make_layout(p, p.shape.in, p.shape.k, p.shape.m, p.shape.ld_a, p.shape.stride_a)
+               : make_layout(p, p.shape.in, p.shape.m, p.shape.k, p.shape.ld_a, p.shape.stride_a)),
+        b_(p.shape.transpose_b
+               ? make_layout(p, p.shape.in, p.shape.n, p.shape.k, p.shape.ld_b, p.shape.stride_b)
+               : make_layout(p, p.shape.in, p.shape.k, p.shape.n, p.shape.ld_b, p.shape.stride_b)),
+        d_(make_layout(p, p.shape.out, p.shape.m, p.shape.n, p.shape.ld_d, p.shape.stride_d)) {}
+
+  /// The best first by cuBLASLt's estimate; none if it does not know the product.
+  std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, const Product& p) const {
+    cublasLtMatmulPreference_t raw = nullptr;
+    check_status(cublasLtMatmulPreferenceCreate(&raw), p, "cublasLtMatmulPreferenceCreate");
+    const Preference preference(raw, cublasLtMatmulPreferenceDestroy);
+    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t what, const auto& value) {
+      check_status(cublasLtMatmulPreferenceSetAttribute(raw, what, &value, sizeof value), p,
+                   "cublasLtMatmulPreferenceSetAttribute");
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kWorkspace});
+    // Parts of a sum over k are kept apart and added in a second step: in a fixed order, in f32.
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+    const std::array<uint8_t, 4>& alignment = p.shape.alignment;
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{alignment[0]});
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{alignment[1]});
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{alignment[2]});
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{alignment[2]});
+    cublasLtMatmulHeuristicResult_t found[kCandidates];
+    int count = 0;
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(handle, operation_.get(), a_.get(), b_.get(), d_.get(),
+                                       d_.get(), raw, kCandidates, found, &count);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
+    check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
+    std::vector<cublasLtMatmulAlgo_t> out;
+    for (int i = 0; i < count; ++i)
+      if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= kWorkspace)
+        out.push_back(found[i].algo);
+    return out;
+  }
+
+  /// Throws if the algorithm, which may come from a file, is not one for this product here.
+  void check_algorithm(cublasLtHandle_t handle, const Product& p,
+                       const cublasLtMatmulAlgo_t& algorithm) const {
+    cublasLtMatmulHeuristicResult_t result;
+    check_status(cublasLtMatmulAlgoCheck(handle, operation_.get(), a_.get(), b_.get(), d_.get(),
+                                         d_.get(), &algorithm, &result),
+                 p, "cublasLtMatmulAlgoCheck of an imported choice");
+    check<CudaError>(result.workspaceSize <= kWorkspace, p,
+                     ": an imported choice needs more than 32 MiB of workspace");
+  }
+
+  void run(cublasLtHandle_t handle, const Stream& stream, const Product& p,
+           const cublasLtMatmulAlgo_t& algorithm, void* d, Workspace workspace) {
+    const float one = 1, beta = p.shape.accumulate ? 1.0f : 0.0f;
+    const double wide_one = 1, wide_beta = static_cast<double>(beta);
+    const bool wide = p.shape.in == kF64;
+    const void* const alpha_at = wide ? static_cast<const void*>(&wide_one) : &one;
+    const void* const beta_at = wide ? static_cast<const void*>(&wide_beta) : &beta;
+    std::lock_guard lock(mutex_);  // the bias is part of the descriptor
+    if (p.shape.bias) set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias, p);
+    check_status(cublasLtMatmul(handle, operation_.get(), alpha_at, p.a, a_.get(), p.b, b_.get(),
+                                beta_at, d, d_.get(), d, d_.get(), &algorithm, workspace.data,
+                                kWorkspace, static_cast<cudaStream_t>(stream.handle)),
+                 p, "cublasLtMatmul");
+  }
+
+  // Written by DeviceProducts::prepare alone, before others see it.
+  cublasLtMatmulAlgo_t algorithm{};
+  bool supported = true, timed = false;
+
+ private:
+  std::mutex mutex_;
+  Operation operation_;
+  MatrixLayout a_, b_, d_;
+};
+
+struct Event {
+  explicit Event(const Product& p) { check_cuda(cudaEventCreate(&handle), p); }
+  ~Event() { cudaEventDestroy(handle); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  cudaEvent_t handle = nullptr;
+};
+
+/// Everything about products that belongs to one device.
+class DeviceProducts {
+ public:
+  explicit DeviceProducts(int device)
+      : library_(str("cuBLASLt ", cublasLtGetVersion(), " on ", device_name(device))) {}
+
+  bool run(const Stream& stream, const Product& p, Workspace workspace) {
+    check<ShapeError>(workspace.bytes >= kWorkspace, p, ": workspace too small: ", workspace.bytes,
+                      " bytes");
+    const std::shared_ptr<Prepared> prepared = prepare(stream, p, workspace);
+    if (!prepared->supported) return false;
+    prepared->run(handle_, stream, p, prepared->algorithm, p.d, workspace);
+    return true;
+  }
+  std::string text() const { return choices_.text(library_); }
+  int64_t read(std::string_view text) {
+    const int64_t count = choices_.read(library_, text);
+    std::lock_guard lock(mutex_);
+    prepared_.clear();
+    return count;
+  }
+
+ private:
+  std::shared_ptr<Prepared> prepare(const Stream& stream, const Product& p, Workspace workspace) {
+    std::lock_guard lock(mutex_);
+    if (!handle_) check_status(cublasLtCreate(&handle_), p, "cublasLtCreate");
+    std::shared_ptr<Prepared>& known = prepared_[p.shape];
+    if (known && (known->timed || !TuneProducts::active())) return known;
+    const auto made = std::make_shared<Prepared>(p);
+    const std::optional<ProductChoices::Choice> choice = choices_.find(p.shape);
+    if (choice && (choice->timed || !TuneProducts::active())) {
+      static_assert(sizeof made->algorithm == sizeof choice->algorithm);
+      std::memcpy(&made->algorithm, choice->algorithm.data(), sizeof made->algorithm);
+      made->supported = choice->supported, made->timed = choice->timed;
+      if (made->supported) made->check_algorithm(handle_, p, made->algorithm);
+    } else {
+      const std::vector<cublasLtMatmulAlgo_t> candidates = made->candidates(handle_, p);
+      made->supported = !candidates.empty();
+      made->timed = TuneProducts::active();
+      if (made->supported)
+        made->algorithm =
+            made->timed ? fastest(stream, p, *made, candidates, workspace) : candidates.front();
+      ProductChoices::Choice chosen{.supported = made->supported, .timed = made->timed};
+      std::memcpy(chosen.algorithm.data(), &made->algorithm, sizeof made->algorithm);
+      choices_.set(p.shape, chosen);
+    }
+    return known = made;
+  }
+
+  cublasLtMatmulAlgo_t fastest(const Stream& stream, const Product& p, Prepared& prepared,
+                               const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                               Workspace workspace) {
+    const ProductShape& s = p.shape;
+    std::unique_ptr<void, void (*)(void*)> trial(nullptr, cuda::free);
+    if (s.accumulate) {  // adding several times would spoil the result
+      const int64_t cells = (s.batches - 1) * s.stride_d + (s.n - 1) * s.ld_d + s.m;
+      trial.reset(allocate(static_cast<size_t>(cells) * size_of(s.out)));
+      fill_bytes(stream, trial.get(), 0, static_cast<size_t>(cells) * size_of(s.out));
+    }
+    void* const d = trial ? trial.get() : p.d;
+    const auto handle = static_cast<cudaStream_t>(stream.handle);
+    const Event begin(p), end(p);
+    cublasLtMatmulAlgo_t best = candidates.front();
+    float least = 0;
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      prepared.run(handle_, stream, p, candidates[i], d, workspace);  // loads its code
+      float shortest = 0;
+      for (int n = 0; n < kTimedRuns; ++n) {
+        check_cuda(cudaEventRecord(begin.handle, handle), p);
+        prepared.run(handle_, stream, p, candidates[i], d, workspace);
+        check_cuda(cudaEventRecord(end.handle, handle), p);
+        check_cuda(cudaEventSynchronize(end.handle), p);
+        float milliseconds = 0;
+        check_cuda(cudaEventElapsedTime(&milliseconds, begin.handle, end.handle), p);
+        shortest = n == 0 ? milliseconds : std::min(shortest, milliseconds);
+      }
+      if (i == 0 || shortest < least) least = shortest, best = candidates[i];
+    }
+    return best;
+  }
+
+  const std::string library_;
+  ProductChoices choices_;
+  mutable std::mutex mutex_;
+  cublasLtHandle_t handle_ = nullptr;
+  std::unordered_map<ProductShape, std::shared_ptr<Prepared>, ProductShapeHash> prepared_;
+};
+
+DeviceProducts& products_of(int device) {
+  // Never freed: at exit the driver may be gone before us.
+  static auto* const mutex = new std::mutex;
+  static auto* const devices = new std::map<int, std::unique_ptr<DeviceProducts>>;
+  std::lock_guard lock(*mutex);
+  std::unique_ptr<DeviceProducts>& out = (*devices)[device];
+  if (!out) out = std::make_unique<DeviceProducts>(device);
+  return *out;
+}
+
+}  // namespace
+
+size_t product_workspace() { return kWorkspace; }
+bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
+  return products_of(stream.device.index).run(stream, product, workspace);
+}
+std::string export_product_choices(int device) { return products_of(device).text(); }
+int64_t import_product_choices(int device, std::string_view text) {
+  return products_of(device).read(text);
+}
+
+}  // namespace sheaf::kernels::cuda

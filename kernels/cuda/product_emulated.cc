@@ -1,0 +1,68 @@
+// Products where kernels run on a CPU: the CPU's own, on the emulated GPU's memory.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "sheaf/kernels/cpu/gemm.h"
+#include "sheaf/kernels/cuda/emulation.h"
+#include "sheaf/kernels/cuda/product.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr const char* kLibrary = "emulated GPU";
+
+ProductChoices& choices() {
+  static ProductChoices choices;
+  return choices;
+}
+
+/// A refusal, so that what calls us meets one: cuBLASLt itself may refuse misaligned operands.
+bool supports(const ProductShape& s) {
+  return s.alignment[0] == 16 && s.alignment[1] == 16 && s.alignment[2] == 16;
+}
+
+}  // namespace
+
+size_t product_workspace() { return 4096; }
+
+bool run_product(const Stream&, const Product& product, Workspace workspace) {
+  const ProductShape& s = product.shape;
+  ProductChoices::Choice choice =
+      choices().find(s).value_or(ProductChoices::Choice{{1}, supports(s), false});
+  if (TuneProducts::active() && !choice.timed)
+    choice.algorithm[0] += 1, choice.timed = true;  // as if the second candidate were the fastest
+  choices().set(s, choice);
+  if (!choice.supported) return false;
+  check<ShapeError>(workspace.bytes >= product_workspace(), product,
+                    ": workspace too small: ", workspace.bytes, " bytes");
+  const emulation::MemoryAccess access;
+  std::memset(workspace.data, 0xff, product_workspace());
+  // Column-major D = op(A) op(B) is row-major Dᵀ = op(B)ᵀ op(A)ᵀ.
+  const auto operand = [&](const void* data, DType dtype, bool transpose, int64_t ld,
+                           int64_t stride, const Shape& shape) {
+    return View{const_cast<void*>(data),
+                dtype,
+                {s.batches, shape[0], shape[1]},
+                transpose ? Shape{stride, 1, ld} : Shape{stride, ld, 1}};
+  };
+  const cpu::Gemm gemm{product.who,
+                       operand(product.b, s.in, s.transpose_b, s.ld_b, s.stride_b, {s.n, s.k}),
+                       operand(product.a, s.in, s.transpose_a, s.ld_a, s.stride_a, {s.k, s.m}),
+                       operand(product.d, s.out, false, s.ld_d, s.stride_d, {s.n, s.m}),
+                       s.bias ? View::dense(const_cast<void*>(product.bias), s.out, {s.m}) : View{},
+                       s.accumulate};
+  struct alignas(128) Line {
+    char bytes[128];
+  };
+  std::vector<Line> scratch(cpu::gemm_workspace(gemm) / sizeof(Line) + 1);
+  cpu::gemm(gemm, {scratch.data(), scratch.size() * sizeof(Line)});
+  return true;
+}
+
+std::string export_product_choices(int) { return choices().text(kLibrary); }
+int64_t import_product_choices(int, std::string_view text) {
+  return choices().read(kLibrary, text);
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,210 @@
+#include "sheaf/kernels/cuda/product.h"
+
+#include "sheaf/kernels/cuda/gemm.h"
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+using namespace sheaf::testing;
+
+using Choice = ProductChoices::Choice;
+
+ProductShape some_shape(int64_t m) {
+  return {.in = kBF16,
+          .out = kF32,
+          .transpose_b = true,
+          .accumulate = true,
+          .alignment = {16, 8, 2, 16},
+          .m = m,
+          .n = 7,
+          .k = 1000000000000,
+          .batches = 3,
+          .ld_a = 11,
+          .ld_b = 12,
+          .ld_d = 13,
+          .stride_a = 14,
+          .stride_d = 15};
+}
+
+TEST(ProductChoices, TextAndBack) {
+  if constexpr (kHasCuda) {
+    EXPECT_EQ(ProductShape::parse(some_shape(5).to_string()), some_shape(5));
+    ProductChoices choices;
+    choices.set(some_shape(5), {{1, 0x123456789abcdef0, 3, 4, 5, 6, 7, UINT64_MAX}, true, false});
+    choices.set(some_shape(4), {{}, false, false});
+    const std::string text = choices.text("a library");
+    EXPECT_EQ(text,
+              "sheaf products 1 a library\n"
+              "bf16 f32 n t - add 16 8 2 16 4 7 1000000000000 3 11 12 13 14 0 15 : plain\n"
+              "bf16 f32 n t - add 16 8 2 16 5 7 1000000000000 3 11 12 13 14 0 15 : "
+              "0000000000000001123456789abcdef000000000000000030000000000000004"
+              "000000000000000500000000000000060000000000000007ffffffffffffffff\n");
+    ProductChoices other;
+    EXPECT_EQ(other.read("another library", text), 0);
+    EXPECT_EQ(other.text("a library"), "sheaf products 1 a library\n");
+    EXPECT_EQ(other.read("a library", text), 2);
+    EXPECT_EQ(other.text("a library"), text);
+    ASSERT_TRUE(other.find(some_shape(5)));
+    EXPECT_TRUE(other.find(some_shape(5))->timed);
+    EXPECT_FALSE(other.find(some_shape(4))->supported);
+    EXPECT_FALSE(other.find(some_shape(6)));
+    // Damaged text is refused as a whole: cut anywhere, and with any character gone or another.
+    for (size_t cut = 0; cut < text.size(); ++cut) {
+      ProductChoices none;
+      const std::string_view part = std::string_view(text).substr(0, cut);
+      if (cut == 0 || part.back() != '\n') {
+        EXPECT_THROW(none.read("a library", part), DataError) << cut;
+      }
+    }
+    for (const char* line : {"", "x", "bf16 f32 n t - add 16 8 2 16 4 7 1 3 11 12 13 14 0 : plain",
+                             "bf16 i32 n t - add 16 8 2 16 4 7 1 3 11 12 13 14 0 15 : plain",
+                             "bf16 f32 n t - add 16 8 2 16 4 7 1 3 11 12 13 14 0 15 : fast",
+                             "bf16 f32 n t - add 16 8 2 16 4 7 1 3 11 12 13 14 0 15",
+                             "bf16 f32 n t - add 16 8 2 999 4 7 1 3 11 12 13 14 0 15 : plain"}) {
+      ProductChoices none;
+      EXPECT_THROW(none.read("a library", str("sheaf products 1 a library\n", line, '\n')),
+                   DataError)
+          << line;
+      EXPECT_EQ(none.text("l"), "sheaf products 1 l\n");
+    }
+  } else {
+    GTEST_SKIP() << "not run: built without CUDA";
+  }
+}
+
+TEST(Product, PlainKernelMultipliesWhatTheLibraryRefuses) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF64})
+    for (int64_t batches : {1, 3})
+      for (bool transpose_a : {false, true})
+        for (bool transpose_b : {false, true}) {
+          const int64_t m = 70, n = 33, k = 65;
+          const DType to = d == kF64 ? kF64 : kF32;
+          const Array a = Array::random(d, {batches, k, m}, 1, 1,
+                                        transpose_a ? Shape{k * m, 1, k} : Shape{k * m, m, 1}),
+                      b = Array::random(d, {batches, n, k}, 2, 1,
+                                        transpose_b ? Shape{k * n, 1, n} : Shape{k * n, k, 1}),
+                      c = Array::random(to, {batches, n, m}, 3), bias = Array::random(to, {m}, 4);
+          for (bool with_bias : {false, true}) {
+            const OnGpu ga(a), gb(b), gc(c), gbias(bias);
+            Product p{.who = "test",
+                      .shape = {.in = d,
+                                .out = to,
+                                .transpose_a = transpose_a,
+                                .transpose_b = transpose_b,
+                                .bias = with_bias,
+                                .accumulate = !with_bias,
+                                .m = m,
+                                .n = n,
+                                .k = k,
+                                .batches = batches,
+                                .ld_a = transpose_a ? k : m,
+                                .ld_b = transpose_b ? n : k,
+                                .ld_d = m,
+                                .stride_a = k * m,
+                                .stride_b = n * k,
+                                .stride_d = n * m},
+                      .a = ga.view().data,
+                      .b = gb.view().data,
+                      .d = gc.view().data,
+                      .bias = gbias.view().data};
+            run_plain_product(OnGpu::stream(), p);
+            const Array got = gc.back();
+            std::vector<double> want;
+            for (int64_t e = 0; e < batches; ++e)
+              for (int64_t j = 0; j < n; ++j)
+                for (int64_t i = 0; i < m; ++i) {
+                  double sum = with_bias ? bias.at(i) : c.at((e * n + j) * m + i);
+                  for (int64_t l = 0; l < k; ++l)
+                    sum += a.at((e * k + l) * m + i) * b.at((e * n + j) * k + l);
+                  want.push_back(sum);
+                }
+            EXPECT_LT(scaled_error(got, want), 4 * epsilon(to)) << name(d) << batches;
+          }
+        }
+}
+
+TEST(Product, AccumulatesIntoAnyStrides) {
+  SHEAF_NEEDS_GPU();
+  for (const Shape& strides : {Shape{48, 1}, Shape{1, 33}, Shape{150, 3}})
+    for (int64_t k : {16, 5, 0}) {
+      const Array a = Array::random(kBF16, {33, k}, 1), b = Array::random(kBF16, {k, 48}, 2),
+                  c = Array::random(kF32, {33, 48}, 3, 1, strides);
+      const OnGpu ga(a), gb(b), gc(c);
+      const Gemm g{"test", ga, gb, gc, {}, true};
+      gemm(OnGpu::stream(), g, GpuScratch(gemm_workspace(g)));
+      std::vector<double> want;
+      for (int64_t i = 0; i < 33; ++i)
+        for (int64_t j = 0; j < 48; ++j) {
+          double sum = c.at(i * 48 + j);
+          for (int64_t l = 0; l < k; ++l) sum += a.at(i * k + l) * b.at(l * 48 + j);
+          want.push_back(sum);
+        }
+      const Array got = gc.back();
+      EXPECT_LT(scaled_error(got, want), 1e-6) << strides.to_string() << k;
+      EXPECT_TRUE(gaps_kept(c, got));
+    }
+  const Array narrow(kBF16, {2, 2});
+  const OnGpu g(narrow);
+  EXPECT_THROW(gemm_workspace({"test", g, g, g, {}, true}), DTypeError);
+}
+
+TEST(Product, ChoicesAreTimedOnceExportedAndTakenOver) {
+  SHEAF_NEEDS_GPU();
+  const int64_t odd = 24;  // a size that no other test here has
+  const Array a = Array::random(kF32, {odd, 40}, 1), b = Array::random(kF32, {40, 88}, 2),
+              c(kF32, {odd, 88});
+  const OnGpu ga(a), gb(b), gc(c);
+  const Gemm g{"test", ga, gb, gc, {}};
+  const GpuScratch scratch(gemm_workspace(g));
+  const auto line = [&] {
+    const std::string text = export_product_choices(0);
+    const size_t at = text.find("f32 f32 n n - store 16 16 16 16 88 24 40 ");
+    return at == text.npos ? "" : text.substr(at, text.find('\n', at) - at);
+  };
+  gemm(OnGpu::stream(), g, scratch);
+  const Array by_estimate = gc.back();
+  const std::string estimated = line();
+  EXPECT_NE(estimated, "");
+  {
+    const TuneProducts tune;
+    gemm(OnGpu::stream(), g, scratch);
+  }
+  const Array tuned = gc.back();
+  EXPECT_LT(scaled_error(tuned, values(by_estimate)), 1e-6);
+  const std::string chosen = line(), all = export_product_choices(0);
+  if (kEmulatedCuda) {
+    EXPECT_NE(chosen, estimated);
+  }
+  EXPECT_EQ(import_product_choices(0, all.substr(0, all.find('\n') + 1) + estimated + '\n'), 1);
+  EXPECT_EQ(line(), estimated);
+  {
+    const TuneProducts tune;  // what was imported counts as timed
+    gemm(OnGpu::stream(), g, scratch);
+  }
+  EXPECT_EQ(line(), estimated);
+  EXPECT_TRUE(same_bits(gc.back(), by_estimate));
+  EXPECT_EQ(import_product_choices(0, "sheaf products 1 something else\n"), 0);
+  EXPECT_THROW(import_product_choices(0, "something else\n"), DataError);
+}
+
+TEST(Product, TuningLeavesASumAsItIs) {
+  SHEAF_NEEDS_GPU();
+  const Array a = Array::random(kF32, {56, 40}, 1), b = Array::random(kF32, {40, 88}, 2),
+              c = Array::random(kF32, {56, 88}, 3);
+  const OnGpu ga(a), gb(b), tuned(c), plain(c);
+  const auto add = [&](const View& to) {
+    const Gemm g{"test", ga, gb, to, {}, true};
+    gemm(OnGpu::stream(), g, GpuScratch(gemm_workspace(g)));
+  };
+  {
+    const TuneProducts tune;
+    add(tuned);
+  }
+  add(plain);
+  EXPECT_TRUE(same_bits(tuned.back(), plain.back()));
+}
+
+}  // namespace
+}  // namespace sheaf::kernels::cuda
