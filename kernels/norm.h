@@ -7,7 +7,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// Layer normalisation (Ba et al., https://arxiv.org/abs/1607.06450): y = (x - mean) * rstd *
 /// weight + bias, with the biased variance, in two passes over the row.
@@ -29,4 +30,26 @@ size_t rms_norm_backward_workspace(const View& x, const View& dx, const View& dw
 void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd,
                        const View& dx, const View& dweight, Workspace workspace);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`; forwards need no workspace. Sums within a row are of
+/// elements that lie a block's width apart, then over the block in order. dweight and dbias sum the
+/// rows r, r + n, r + 2n, ... in order and then these n partial sums in order; n follows from the
+/// shape.
+namespace cuda {
+
+void layer_norm(const Stream& stream, const View& x, const View& weight, const View& bias,
+                double eps, const View& y, const View& mean, const View& rstd);
+size_t layer_norm_backward_workspace(const View& x, const View& dx, const View& dweight,
+                                     const View& dbias);
+void layer_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
+                         const View& mean, const View& rstd, const View& dx, const View& dweight,
+                         const View& dbias, Workspace workspace);
+void rms_norm(const Stream& stream, const View& x, const View& weight, double eps, const View& y,
+              const View& rstd);
+size_t rms_norm_backward_workspace(const View& x, const View& dx, const View& dweight);
+void rms_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
+                       const View& rstd, const View& dx, const View& dweight, Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

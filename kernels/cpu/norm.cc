@@ -2,35 +2,12 @@
 
 #include "sheaf/kernels/cpu/row_math.h"
 #include "sheaf/kernels/cpu/rows.h"
+#include "sheaf/kernels/norm_operands.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
 
 constexpr int64_t kBlockRows = 64;
-
-bool given(const View& v) { return v.rank() != 0; }
-
-/// One of y, dy, dx: as x.
-void check_like(const char* who, const View& x, const View& v) {
-  check<ShapeError>(x.rank() >= 1 && v.shape == x.shape, "[", who, "] shapes ", x.shape, " and ",
-                    v.shape);
-  check<DTypeError>(v.dtype == x.dtype, "[", who, "] dtypes ", x.dtype, " and ", v.dtype);
-}
-void check_vector(const char* who, const View& x, const View& v, bool any_dtype = false) {
-  if (!given(v)) return;
-  check<ShapeError>(
-      v.rank() == 1 && v.shape[0] == x.shape.back() && (v.shape[0] <= 1 || v.strides[0] == 1), "[",
-      who, "] a weight or bias of shape ", v.shape, " for input ", x.shape,
-      " must be a dense vector");
-  check<DTypeError>(v.dtype == x.dtype || (any_dtype && v.dtype == kF32 && x.dtype != kF64), "[",
-                    who, "] ", v.dtype, " beside input ", x.dtype);
-}
-void check_statistic(const char* who, const View& x, const View& v, bool stored) {
-  check<ShapeError>((!stored || v.contiguous()) && v.numel() * x.shape.back() == x.numel(), "[",
-                    who, "] statistics of shape ", v.shape, " for input ", x.shape);
-  check<DTypeError>(v.dtype == (x.dtype == kF64 ? kF64 : kF32), "[", who, "] statistics in ",
-                    v.dtype);
-}
 
 int64_t row_count(const View& x) { return x.shape.back() == 0 ? 0 : x.numel() / x.shape.back(); }
 int64_t block_count(const View& x) { return (row_count(x) + kBlockRows - 1) / kBlockRows; }

@@ -1,0 +1,156 @@
+// Kernels over rows: where a row lies whatever the strides before the last dimension, pieces of 16
+// bytes of one, and sums and maxima over a warp or a block.
+#pragma once
+
+#include <algorithm>
+
+#include "sheaf/core/view.h"
+#include "sheaf/kernels/cuda/numbers.h"
+
+namespace sheaf::kernels::cuda {
+
+/// The rows of a view: all dimensions but the last, in row-major order, whatever their strides. The
+/// last dimension is dense. T is the storage type.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t count, cols;
+  int rank;  ///< of the dimensions before the last, merged where strides allow
+  int64_t shape[kMaxDims], strides[kMaxDims];
+
+  __device__ T* operator[](int64_t row) const {
+    int64_t offset = 0;
+    for (int d = rank - 1; d > 0; --d) {
+      const int64_t rest = row / shape[d];
+      offset += (row - rest * shape[d]) * strides[d];
+      row = rest;
+    }
+    return data + offset + row * strides[0];
+  }
+};
+
+template <class T>
+Rows<T> rows_of(const char* who, const View& v) {
+  check<ShapeError>(v.rank() >= 1 && (v.strides.back() == 1 || v.shape.back() <= 1 || !v.numel()),
+                    '[', who, "] the last dimension must be dense, strides are ", v.strides);
+  Rows<T> rows{};
+  rows.data = v.as<T>(), rows.count = 1, rows.cols = v.shape.back();
+  for (int i = 0; i + 1 < v.rank(); ++i) {
+    rows.count *= v.shape[i];
+    if (v.shape[i] == 1) continue;
+    const bool merges = rows.rank > 0 && rows.strides[rows.rank - 1] == v.strides[i] * v.shape[i];
+    if (!merges) rows.shape[rows.rank++] = 1;
+    rows.shape[rows.rank - 1] *= v.shape[i];
+    rows.strides[rows.rank - 1] = v.strides[i];
+  }
+  if (rows.rank == 0) rows.rank = 1, rows.shape[0] = 1, rows.strides[0] = 0;
+  return rows;
+}
+
+/// The elements of a view, as rows of one.
+template <class T>
+Rows<T> elements_of(const char* who, View v) {
+  check<ShapeError>(v.rank() < kMaxDims, '[', who, "] more than 7 dimensions: ", v.shape);
+  v.shape.push_back(1), v.strides.push_back(1);
+  return rows_of<T>(who, v);
+}
+
+/// The elements of a view of any dtype, read as i64.
+struct Indices {
+  Rows<const char> bytes;
+  DType dtype;
+  __device__ int64_t operator[](int64_t i) const { return load_any<int64_t>(dtype, bytes[i], 0); }
+};
+inline Indices indices_of(const char* who, View v) {
+  const auto size =
+      static_cast<int64_t>(visit_index(who, v.dtype, [&]<class I>() { return sizeof(I); }));
+  for (int i = 0; i < v.rank(); ++i) v.strides[i] *= size;
+  return {elements_of<const char>(who, v), v.dtype};
+}
+
+/// Elements [at, at + Pack<T>::kSize) of a row of n; zeros past its end.
+template <class T>
+__device__ inline Pack<T> load_chunk(const T* row, int64_t at, int64_t n) {
+  constexpr int kSize = Pack<T>::kSize;
+  const T* from = row + at;
+  if (at + kSize <= n && reinterpret_cast<uintptr_t>(from) % 16 == 0) return load_pack(from);
+  Pack<T> out;
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) out.v[k] = at + k < n ? from[k] : T{};
+  return out;
+}
+
+/// The same for rows that may begin anywhere: inside the row, the two pieces at 16 bytes around the
+/// one wanted are read and shifted.
+template <class T>
+__device__ inline Pack<T> load_shifted_chunk(const T* row, int64_t at, int64_t n) {
+  constexpr int kSize = Pack<T>::kSize;
+  const auto past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(row + at) % 16);
+  const T* from = row + at - past / sizeof(T);
+  if (past == 0 || from < row || from + 2 * kSize > row + n) return load_chunk(row, at, n);
+  const uint4 low = *reinterpret_cast<const uint4*>(from),
+              high = *reinterpret_cast<const uint4*>(from + kSize);
+  unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  if (past & 8)
+    for (int i = 0; i < 6; ++i) w[i] = w[i + 2];
+  if (past & 4)
+    for (int i = 0; i < 5; ++i) w[i] = w[i + 1];
+  if (past & 2)
+    for (int i = 0; i < 4; ++i) w[i] = w[i] >> 16 | w[i + 1] << 16;
+  Pack<T> out;
+  memcpy(static_cast<void*>(&out), w, 16);
+  return out;
+}
+
+/// Stores what of the pack lies before the row's end.
+template <class T>
+__device__ inline void store_chunk(T* row, int64_t at, int64_t n, const Pack<T>& pack) {
+  constexpr int kSize = Pack<T>::kSize;
+  T* to = row + at;
+  if (at + kSize <= n && reinterpret_cast<uintptr_t>(to) % 16 == 0) return store_pack(to, pack);
+#pragma unroll
+  for (int k = 0; k < kSize; ++k)
+    if (at + k < n) to[k] = pack.v[k];
+}
+
+/// To all lanes, the same bits in each.
+template <class C>
+__device__ inline C warp_sum(C x) {
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+  return x;
+}
+template <class C>
+__device__ inline C warp_max(C x) {
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const C other = __shfl_xor_sync(kFullWarp, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+/// Sum over the block, warps in order, to all threads. `scratch`: a value for each warp in shared
+/// memory, which must not be used again before the block's next barrier.
+template <class C>
+__device__ inline C block_sum(C x, C* scratch) {
+  x = warp_sum(x);
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  if (warps == 1) return x;
+  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = scratch[0];
+  for (int w = 1; w < warps; ++w) x += scratch[w];
+  return x;
+}
+template <class C>
+__device__ inline C block_max(C x, C* scratch) {
+  x = warp_max(x);
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  if (warps == 1) return x;
+  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = scratch[0];
+  for (int w = 1; w < warps; ++w) x = scratch[w] > x ? scratch[w] : x;
+  return x;
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,32 @@
+// What the normalisation kernels of all devices ask of their operands.
+#pragma once
+
+#include "sheaf/core/view.h"
+
+namespace sheaf::kernels {
+
+inline bool given(const View& v) { return v.rank() != 0; }
+
+/// One of y, dy, dx: as x.
+inline void check_like(const char* who, const View& x, const View& v) {
+  check<ShapeError>(x.rank() >= 1 && v.shape == x.shape, "[", who, "] shapes ", x.shape, " and ",
+                    v.shape);
+  check<DTypeError>(v.dtype == x.dtype, "[", who, "] dtypes ", x.dtype, " and ", v.dtype);
+}
+inline void check_vector(const char* who, const View& x, const View& v, bool any_dtype = false) {
+  if (!given(v)) return;
+  check<ShapeError>(
+      v.rank() == 1 && v.shape[0] == x.shape.back() && (v.shape[0] <= 1 || v.strides[0] == 1), "[",
+      who, "] a weight or bias of shape ", v.shape, " for input ", x.shape,
+      " must be a dense vector");
+  check<DTypeError>(v.dtype == x.dtype || (any_dtype && v.dtype == kF32 && x.dtype != kF64), "[",
+                    who, "] ", v.dtype, " beside input ", x.dtype);
+}
+inline void check_statistic(const char* who, const View& x, const View& v, bool stored) {
+  check<ShapeError>((!stored || v.contiguous()) && v.numel() * x.shape.back() == x.numel(), "[",
+                    who, "] statistics of shape ", v.shape, " for input ", x.shape);
+  check<DTypeError>(v.dtype == (x.dtype == kF64 ? kF64 : kF32), "[", who, "] statistics in ",
+                    v.dtype);
+}
+
+}  // namespace sheaf::kernels

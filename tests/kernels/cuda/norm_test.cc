@@ -1,0 +1,198 @@
+#include "sheaf/kernels/norm.h"
+
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+// Against the CPU's kernels in f64, which have tests of their own.
+namespace sheaf::kernels {
+namespace {
+
+using namespace sheaf::testing;
+
+DType statistics_of(DType d) { return d == kF64 ? kF64 : kF32; }
+Array in_f64(const Array& x) {
+  Array out(kF64, x.view().shape);
+  out.fill([&](int64_t i) { return x.at(i); });
+  return out;
+}
+
+struct Operands {
+  bool layer = true;
+  Array x, dy;
+  Array weight, bias;  // optional
+  bool has_weight = true, has_bias = true, has_dx = true;
+  DType sums_dtype = kF32;
+  double eps = 1e-5;
+};
+struct Results {
+  Array y, mean, rstd, dx, dweight, dbias;
+};
+
+Operands random(bool layer, DType d, const Shape& shape, Shape strides = {}) {
+  const int64_t width = shape.back();
+  return {.layer = layer,
+          .x = Array::random(d, shape, 1, 1, strides),
+          .dy = Array::random(d, shape, 2, 1, strides),
+          .weight = Array::random(d, {width}, 3),
+          .bias = Array::random(d, {width}, 4),
+          .sums_dtype = d};
+}
+
+Results blank(const Operands& o, DType d, DType sums) {
+  const View& x = o.x;
+  const int64_t width = x.shape.back(), rows = width == 0 ? 0 : x.numel() / width;
+  return {Array(d, x.shape, x.strides),    Array(statistics_of(d), {rows}),
+          Array(statistics_of(d), {rows}), Array(d, x.shape, x.strides),
+          Array(sums, Shape{width}),       Array(sums, Shape{width})};
+}
+
+View optional(bool there, const View& v) { return there ? v : View{}; }
+
+Results on_gpu(const Operands& o) {
+  const Stream& s = OnGpu::stream();
+  const Results r = blank(o, o.x.view().dtype, o.sums_dtype);
+  const OnGpu x(o.x), dy(o.dy), weight(o.weight), bias(o.bias), y(r.y), mean(r.mean), rstd(r.rstd),
+      dx(r.dx), dweight(r.dweight), dbias(r.dbias);
+  const View w = optional(o.has_weight, weight), b = optional(o.has_bias, bias),
+             gradient = optional(o.has_dx, dx), dw = optional(o.has_weight, dweight),
+             db = optional(o.has_bias, dbias);
+  if (o.layer) {
+    cuda::layer_norm(s, x, w, b, o.eps, y, mean, rstd);
+    const GpuScratch scratch(cuda::layer_norm_backward_workspace(
+        without_data(x), without_data(gradient), without_data(dw), without_data(db)));
+    cuda::layer_norm_backward(s, dy, x, w, mean, rstd, gradient, dw, db, scratch);
+  } else {
+    cuda::rms_norm(s, x, w, o.eps, y, rstd);
+    const GpuScratch scratch(cuda::rms_norm_backward_workspace(
+        without_data(x), without_data(gradient), without_data(dw)));
+    cuda::rms_norm_backward(s, dy, x, w, rstd, gradient, dw, scratch);
+  }
+  return {y.back(), mean.back(), rstd.back(), dx.back(), dweight.back(), dbias.back()};
+}
+
+Results on_cpu_in_f64(const Operands& o) {
+  const Array x = in_f64(o.x), dy = in_f64(o.dy), weight = in_f64(o.weight), bias = in_f64(o.bias);
+  Operands dense = o;
+  dense.x = x;
+  const Results r = blank(dense, kF64, kF64);
+  const View w = optional(o.has_weight, weight), b = optional(o.has_bias, bias);
+  if (o.layer) {
+    cpu::layer_norm(x, w, b, o.eps, r.y, r.mean, r.rstd);
+    cpu::layer_norm_backward(
+        dy, x, w, r.mean, r.rstd, r.dx, r.dweight, r.dbias,
+        Scratch(cpu::layer_norm_backward_workspace(x, r.dx, r.dweight, r.dbias)));
+  } else {
+    cpu::rms_norm(x, w, o.eps, r.y, r.rstd);
+    cpu::rms_norm_backward(dy, x, w, r.rstd, r.dx, r.dweight,
+                           Scratch(cpu::rms_norm_backward_workspace(x, r.dx, r.dweight)));
+  }
+  return r;
+}
+
+void compare(const Operands& o) {
+  const Results got = on_gpu(o), want = on_cpu_in_f64(o);
+  const DType d = o.x.view().dtype;
+  const double bound = 8 * epsilon(d), statistic = d == kF64 ? 1e-14 : 2e-6;
+  const std::string where = std::string(o.layer ? "layer " : "rms ") + std::string(name(d)) +
+                            o.x.view().shape.to_string();
+  EXPECT_LT(scaled_error(got.y, values(want.y)), bound) << where;
+  EXPECT_LT(scaled_error(got.rstd, values(want.rstd)), statistic) << where;
+  if (o.layer) {
+    for (int64_t r = 0; r < want.mean.view().numel(); ++r)  // of values around 1
+      EXPECT_NEAR(got.mean.at(r), want.mean.at(r), statistic) << where;
+  }
+  if (o.x.view().shape.back() == 1) return;  // gradients of a row of one are zero but for rounding
+  if (o.has_dx) {
+    EXPECT_LT(scaled_error(got.dx, values(want.dx)), 2 * bound) << where;
+  }
+  if (o.has_weight) {
+    EXPECT_LT(scaled_error(got.dweight, values(want.dweight)), bound) << where;
+  }
+  if (o.layer && o.has_bias) {
+    EXPECT_LT(scaled_error(got.dbias, values(want.dbias)), bound) << where;
+  }
+}
+
+// Rows of a warp, of a block, of several pieces a thread, and too wide for registers.
+const Shape kShapes[] = {{5, 7},     {2, 3, 64}, {1100, 33}, {1, 768},  {65, 1},   {100},
+                         {300, 257}, {37, 1000}, {9, 2052},  {3, 4104}, {2, 8200}, {3, 1500}};
+
+TEST(CudaNorm, MatchesTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF16, kF64})
+    for (const Shape& shape : kShapes)
+      for (bool layer : {true, false}) compare(random(layer, d, shape));
+}
+
+TEST(CudaNorm, OptionalOperands) {
+  SHEAF_NEEDS_GPU();
+  for (const Shape& shape : {Shape{40, 96}, Shape{6, 1000}, Shape{2, 9000}})
+    for (int which = 0; which < 8; ++which)
+      for (bool layer : {true, false}) {
+        Operands o = random(layer, kBF16, shape);
+        o.has_weight = which & 1, o.has_bias = which & 2, o.has_dx = which & 4;
+        o.sums_dtype = kF32;
+        compare(o);
+      }
+}
+
+TEST(CudaNorm, RowsTooLongForSharedMemory) {
+  SHEAF_NEEDS_GPU();
+  compare(random(true, kF32, {2, 60000}));
+  compare(random(false, kF32, {2, 60000}));
+}
+
+TEST(CudaNorm, StridesAndOtherRowsChangeNothing) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16})
+    for (int64_t width : {100, 1600}) {
+      const Shape shape{2, 50, width};
+      const Results dense = on_gpu(random(true, d, shape)), again = on_gpu(random(true, d, shape));
+      for (int64_t gap : {16, 17}) {  // rows at 16 bytes, and not
+        const Operands o = random(true, d, shape, {60 * (width + gap), width + gap, 1});
+        const Results r = on_gpu(o);
+        EXPECT_TRUE(same_bits(r.y, dense.y) && same_bits(r.dx, dense.dx)) << name(d) << width;
+        EXPECT_TRUE(same_bits(r.dweight, dense.dweight) && same_bits(r.dbias, dense.dbias));
+        const Array untouched(d, shape, o.x.view().strides);
+        EXPECT_TRUE(gaps_kept(untouched, r.y) && gaps_kept(untouched, r.dx));
+      }
+      EXPECT_TRUE(same_bits(again.y, dense.y) && same_bits(again.dx, dense.dx) &&
+                  same_bits(again.dweight, dense.dweight) && same_bits(again.dbias, dense.dbias));
+      // Row 73 alone.
+      Operands one = random(true, d, {1, 1, width});
+      const Operands all = random(true, d, shape);
+      View y = dense.y, dx = dense.dx;
+      for (View* v : {&y, &dx}) v->data = v->as<char>() + 73 * width * size_of(d);
+      y.shape = dx.shape = {1, 1, width};
+      for (int64_t i = 0; i < width; ++i)
+        one.x.set(i, all.x.at(73 * width + i)), one.dy.set(i, all.dy.at(73 * width + i));
+      const Results alone = on_gpu(one);
+      EXPECT_TRUE(same_bits(alone.y, y) && same_bits(alone.dx, dx));
+    }
+}
+
+TEST(CudaNorm, NoRows) {
+  SHEAF_NEEDS_GPU();
+  const Results got = on_gpu(random(true, kF32, {0, 8}));
+  EXPECT_EQ(values(got.dweight), std::vector<double>(8, 0.0));
+  EXPECT_EQ(values(got.dbias), std::vector<double>(8, 0.0));
+  on_gpu(random(true, kF32, {3, 0}));
+}
+
+TEST(CudaNorm, OffsetsDoNotSpoilTheVariance) {
+  SHEAF_NEEDS_GPU();
+  Operands o = random(true, kF32, {1, 4});
+  o.x = Array::of(kF32, {1, 4}, {10000, 10001, 10002, 10003}), o.has_weight = o.has_bias = false;
+  EXPECT_NEAR(on_gpu(o).y.at(0), -1.5 / std::sqrt(1.25 + 1e-5), 1e-3);
+}
+
+TEST(CudaNorm, RefusesWhatTheCpuRefuses) {
+  SHEAF_NEEDS_GPU();
+  const Array x(kF32, {2, 8}), w(kF32, {7}), stat(kF32, {2});
+  EXPECT_THROW(cuda::rms_norm(OnGpu::stream(), x, w, 1e-5, x, stat), ShapeError);
+  EXPECT_THROW(cuda::layer_norm_backward(OnGpu::stream(), x, x, View{}, stat, stat, x, View{},
+                                         Array(kF32, {8}), Workspace{}),
+               ShapeError);
+}
+
+}  // namespace
+}  // namespace sheaf::kernels
