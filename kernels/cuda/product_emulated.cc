@@ -26,7 +26,7 @@ bool supports(const ProductShape& s) {
 
 size_t product_workspace() { return 4096; }
 
-bool run_product(const Stream&, const Product& product, Workspace workspace) {
+bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
   const ProductShape& s = product.shape;
   ProductChoices::Choice choice =
       choices().find(s).value_or(ProductChoices::Choice{{1}, supports(s), false});
@@ -36,8 +36,6 @@ bool run_product(const Stream&, const Product& product, Workspace workspace) {
   if (!choice.supported) return false;
   check<ShapeError>(workspace.bytes >= product_workspace(), product,
                     ": workspace too small: ", workspace.bytes, " bytes");
-  const emulation::MemoryAccess access;
-  std::memset(workspace.data, 0xff, product_workspace());
   // Column-major D = op(A) op(B) is row-major Dᵀ = op(B)ᵀ op(A)ᵀ.
   const auto operand = [&](const void* data, DType dtype, bool transpose, int64_t ld,
                            int64_t stride, const Shape& shape) {
@@ -52,11 +50,14 @@ bool run_product(const Stream&, const Product& product, Workspace workspace) {
                        operand(product.d, s.out, false, s.ld_d, s.stride_d, {s.n, s.m}),
                        s.bias ? View::dense(const_cast<void*>(product.bias), s.out, {s.m}) : View{},
                        s.accumulate};
-  struct alignas(128) Line {
-    char bytes[128];
-  };
-  std::vector<Line> scratch(cpu::gemm_workspace(gemm) / sizeof(Line) + 1);
-  cpu::gemm(gemm, {scratch.data(), scratch.size() * sizeof(Line)});
+  emulation::enqueue(stream, [gemm, workspace] {
+    std::memset(workspace.data, 0xff, product_workspace());  // it is ours to use
+    struct alignas(128) Line {
+      char bytes[128];
+    };
+    std::vector<Line> scratch(cpu::gemm_workspace(gemm) / sizeof(Line) + 1);
+    cpu::gemm(gemm, {scratch.data(), scratch.size() * sizeof(Line)});
+  });
   return true;
 }
 
