@@ -6,7 +6,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// out[.., C] = table[tokens[..], C]. Tokens of any index type; throws DataError naming position,
 /// token and vocabulary.
@@ -24,4 +25,19 @@ void embedding_backward(const View& tokens, const View& dout, const View& dtable
 void check_tokens(const char* who, const View& tokens, int64_t vocabulary,
                   int64_t ignore_index = std::numeric_limits<int64_t>::min());
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`. A token outside the vocabulary gives a row of NaN, and
+/// its row of dout is left out of the gradient.
+namespace cuda {
+
+void embedding(const Stream& stream, const View& tokens, const View& table, const View& out);
+
+/// A token of at most 128 rows: the sum of the CPU. Rows of more frequent ones are summed 128 at a
+/// time, in row order, and then the sums of these, in order.
+size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable);
+void embedding_backward(const Stream& stream, const View& tokens, const View& dout,
+                        const View& dtable, bool accumulate, Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

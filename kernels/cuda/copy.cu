@@ -125,11 +125,6 @@ void copy_bits(const Stream& stream, const View& src, const View& dst, Layout<2>
   });
 }
 
-template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Group {
-  T v[kWidth];
-};
-
 /// dst = src, or dst += src, between f32 and a narrow type, kWidth elements at a time: 16 bytes of
 /// the wide one. `tail` more elements follow a dense run.
 template <class From, class To, bool kAdd, int kWidth>

@@ -24,8 +24,13 @@ struct Divider {
   __device__ unsigned quotient(unsigned n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 };
 
-/// N operands of one shape, dimensions in the memory order of operand 0, those of size 1 dropped
-/// and neighbours merged where all operands allow it. At least one dimension.
+enum class Order : bool {
+  memory,    ///< dimensions from operand 0's largest stride to its smallest
+  row_major  ///< as they stand: flat indices count elements in row-major order
+};
+
+/// N operands of one shape, dimensions of size 1 dropped and neighbours merged where all operands
+/// allow it. At least one dimension.
 template <int N>
 struct Layout {
   int rank = 0;
@@ -35,11 +40,13 @@ struct Layout {
   Divider by[kMaxDims];  // of `shape`, where numel < 2^31
 
   Layout() = default;
-  Layout(const Shape& sizes, const std::array<Shape, N>& steps) : numel(sizes.numel()) {
+  Layout(const Shape& sizes, const std::array<Shape, N>& steps, Order in = Order::memory)
+      : numel(sizes.numel()) {
     int order[kMaxDims], n = 0;
     for (int d = 0; d < sizes.rank(); ++d)
       if (sizes[d] != 1) order[n++] = d;
-    std::stable_sort(order, order + n, [&](int a, int b) { return steps[0][a] > steps[0][b]; });
+    if (in == Order::memory)
+      std::stable_sort(order, order + n, [&](int a, int b) { return steps[0][a] > steps[0][b]; });
     for (int k = 0; k < n; ++k) {
       const int d = order[k];
       bool merges = rank > 0;

@@ -109,6 +109,12 @@ __device__ inline void store_pack(T* to, const Pack<T>& pack) {
 }
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
+/// Neighbours that are read and written together, 16 bytes at a time.
+template <class T, int kWidth>
+struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Group {
+  T v[kWidth];
+};
+
 /// Elements by a dtype that is known at run time only: element `i` of an array.
 template <class C>
 __device__ inline C load_any(DType dtype, const void* data, int64_t i) {
@@ -137,6 +143,21 @@ __device__ inline C load_any(DType dtype, const void* data, int64_t i) {
       return convert_to<C>(static_cast<const bool*>(data)[i]);
   }
   return C(0);
+}
+/// An element of an array of indices (i64, i32, u32, u16 or u8).
+__device__ inline int64_t load_index(DType dtype, const void* data, int64_t i) {
+  switch (dtype) {
+    case DType::i64:
+      return static_cast<const int64_t*>(data)[i];
+    case DType::i32:
+      return static_cast<const int32_t*>(data)[i];
+    case DType::u32:
+      return static_cast<const uint32_t*>(data)[i];
+    case DType::u16:
+      return static_cast<const uint16_t*>(data)[i];
+    default:
+      return static_cast<const uint8_t*>(data)[i];
+  }
 }
 template <class C>
 __device__ inline void store_any(DType dtype, void* data, int64_t i, C x) {
