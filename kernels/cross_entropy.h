@@ -1,9 +1,11 @@
 // Cross-entropy of logits against target indices.
 #pragma once
 
+#include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// losses[..] = lse - logits[.., target], lse[..] = log(sum(exp(logits[.., :]))); both f32 (f64 for
 /// f64); stored dense. Where target == ignore_index both are 0. Another target outside [0, V) is a
@@ -16,4 +18,17 @@ void cross_entropy(const View& logits, const View& targets, int64_t ignore_index
 void cross_entropy_backward(const View& logits, const View& targets, int64_t ignore_index,
                             const View& lse, const View& scale, const View& dlogits);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`. A target outside [0, V) other than ignore_index cannot
+/// throw there: its row's loss, and in the backward the row's gradients, are NaN.
+namespace cuda {
+
+void cross_entropy(const Stream& stream, const View& logits, const View& targets,
+                   int64_t ignore_index, const View& losses, const View& lse);
+void cross_entropy_backward(const Stream& stream, const View& logits, const View& targets,
+                            int64_t ignore_index, const View& lse, const View& scale,
+                            const View& dlogits);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

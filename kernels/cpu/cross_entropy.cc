@@ -2,29 +2,13 @@
 
 #include "sheaf/kernels/cpu/cross_entropy_row.h"
 #include "sheaf/kernels/cpu/rows.h"
+#include "sheaf/kernels/cross_entropy_operands.h"
 #include "sheaf/kernels/embedding.h"
 
 namespace sheaf::kernels::cpu {
-namespace {
-
-void check_operands(const char* who, const View& logits, const View& targets,
-                    const View& row_values) {
-  check<ShapeError>(logits.rank() >= 1 && targets.numel() * logits.shape.back() == logits.numel(),
-                    "[", who, "] targets ", targets.shape, " for logits ", logits.shape);
-  check<ShapeError>(row_values.numel() == targets.numel(), "[", who, "] row values ",
-                    row_values.shape, " for targets ", targets.shape);
-  check<DTypeError>(row_values.dtype == (logits.dtype == kF64 ? kF64 : kF32), "[", who,
-                    "] row values in ", row_values.dtype);
-}
-
-}  // namespace
-
 void cross_entropy(const View& logits, const View& targets, int64_t ignore_index,
                    const View& losses, const View& lse) {
-  check_operands("cross_entropy", logits, targets, losses),
-      check_operands("cross_entropy", logits, targets, lse);
-  check<ShapeError>(losses.contiguous() && lse.contiguous(),
-                    "[cross_entropy] row values must be dense");
+  check_cross_entropy("cross_entropy", logits, targets, losses, lse);
   if (targets.numel() == 0) return;
   check_tokens("cross_entropy", targets, logits.shape.back(), ignore_index);
   const Indices target_of("cross_entropy", targets);
@@ -46,12 +30,7 @@ void cross_entropy(const View& logits, const View& targets, int64_t ignore_index
 void cross_entropy_backward(const View& logits, const View& targets, int64_t ignore_index,
                             const View& lse, const View& scale, const View& dlogits) {
   const char* who = "cross_entropy_backward";
-  check_operands(who, logits, targets, lse);
-  check<ShapeError>(dlogits.shape == logits.shape && dlogits.dtype == logits.dtype &&
-                        scale.dtype == lse.dtype &&
-                        (scale.numel() == 1 || scale.numel() == lse.numel()),
-                    "[", who, "] scale ", scale.shape, " and dlogits ", dlogits.shape,
-                    " for logits ", logits.shape);
+  check_cross_entropy_backward(who, logits, targets, lse, scale, dlogits);
   if (logits.numel() == 0) return;
   const Indices target_of(who, targets);
   visit_floating(who, logits.dtype, [&]<class T>() {

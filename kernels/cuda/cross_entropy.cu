@@ -1,0 +1,160 @@
+#include <limits>
+
+#include "sheaf/kernels/cross_entropy.h"
+#include "sheaf/kernels/cross_entropy_operands.h"
+#include "sheaf/kernels/cuda/rows.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr int kBatch = 4;          // loads in flight for each thread
+constexpr int kMostThreads = 512;  // of a block
+
+/// exp of what is at most about 0. Narrow logits have too few digits for the exact one to matter.
+template <class T>
+__device__ Compute<T> exponential(Compute<T> x) {
+  if constexpr (kIsNarrow<T>)
+    return __expf(x);
+  else if constexpr (std::is_same_v<T, float>)
+    return expf(x);
+  else
+    return ::exp(x);
+}
+
+/// What to subtract before exponentials: the largest value, and 0 if all are -inf.
+template <class C>
+__device__ C base_of(C most) {
+  return most == -std::numeric_limits<C>::infinity() ? C(0) : most;
+}
+
+// A block takes a row and reads it once: each thread keeps the largest of its logits and the sum of
+// their exponentials relative to it, and changes to a new largest one when it meets it.
+template <class T>
+__global__ void __launch_bounds__(kMostThreads, 2)
+    cross_entropy_forward(Rows<const T> logits, Indices targets, int64_t ignore_index,
+                          Compute<T>* losses, Compute<T>* lse) {
+  using C = Compute<T>;
+  constexpr int kSize = Pack<T>::kSize;
+  constexpr C kInfinity = std::numeric_limits<C>::infinity();
+  __shared__ C scratch[2][kWarp];
+  const int64_t row = blockIdx.x, target = targets[row], n = logits.cols;
+  if (target == ignore_index) {
+    if (threadIdx.x == 0) losses[row] = lse[row] = C(0);
+    return;
+  }
+  const T* x = logits[row];
+  C most = -kInfinity, sum = C(0);
+  const int64_t step = static_cast<int64_t>(blockDim.x) * kSize;
+  for (int64_t first = threadIdx.x * kSize; first < n; first += kBatch * step) {
+    Pack<T> packs[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (first + u * step < n) packs[u] = load_shifted_chunk(x, first + u * step, n);
+    C before = most;
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        if (first + u * step + k >= n) continue;
+        const C v = convert_to<C>(packs[u].v[k]);
+        most = v > most ? v : most;
+      }
+    const C base = base_of(most);
+    sum *= exponential<T>(before - base);
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        if (first + u * step + k < n)
+          sum += exponential<T>(convert_to<C>(packs[u].v[k]) - base);  // NaN if the logit is
+  }
+  const C own = most;
+  most = block_max(most, scratch[0]);
+  const C base = base_of(most);
+  sum = block_sum(sum * exponential<T>(own - base), scratch[1]);
+  if (threadIdx.x != 0) return;
+  const C total = base + (std::is_same_v<C, float> ? C(logf(sum)) : C(::log(sum)));
+  lse[row] = total;
+  losses[row] = target >= 0 && target < n ? total - convert_to<C>(x[target])
+                                          : std::numeric_limits<C>::quiet_NaN();
+}
+
+// Blocks take rows from the last to the first: a forward before left the last ones in the cache.
+// Pieces lie at 16 bytes of dlogits; where dlogits is logits, a thread writes what it has read.
+template <class T>
+__global__ void __launch_bounds__(kMostThreads)
+    cross_entropy_backward_row(Rows<const T> logits, Indices targets, int64_t ignore_index,
+                               Rows<const Compute<T>> lse, Rows<const Compute<T>> scales,
+                               Rows<T> dlogits) {
+  using C = Compute<T>;
+  constexpr int kSize = Pack<T>::kSize;
+  const int64_t row = logits.count - 1 - blockIdx.x, target = targets[row], n = logits.cols;
+  const bool ignored = target == ignore_index;
+  const C log_sum = *lse[row];
+  C scale = *scales[scales.count == 1 ? 0 : row];
+  if (target < 0 || target >= n) scale = std::numeric_limits<C>::quiet_NaN();
+  const T* x = logits[row];
+  T* out = dlogits[row];
+  const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(out) % 16 / sizeof(T));
+  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize - past; at < n;
+       at += static_cast<int64_t>(blockDim.x) * kSize) {
+    if (at < 0) {  // the piece in which the row begins
+      for (int64_t i = 0; i < at + kSize && i < n; ++i) {
+        const C p = exponential<T>(convert_to<C>(x[i]) - log_sum);
+        out[i] = ignored ? T{} : element<T>((p - C(i == target)) * scale);
+      }
+      continue;
+    }
+    Pack<T> pack{};
+    if (!ignored) {
+      pack = load_shifted_chunk(x, at, n);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        const C p = exponential<T>(convert_to<C>(pack.v[k]) - log_sum);
+        pack.v[k] = element<T>((p - C(at + k == target)) * scale);
+      }
+    }
+    store_chunk(out, at, n, pack);
+  }
+}
+
+template <class T>
+int threads_of(int64_t cols, int batch) {
+  const int64_t chunks = blocks_for(cols, Pack<T>::kSize * batch);
+  return static_cast<int>(std::clamp<int64_t>(blocks_for(chunks, kWarp), 1, kMostThreads / kWarp)) *
+         kWarp;
+}
+
+}  // namespace
+
+void cross_entropy(const Stream& stream, const View& logits, const View& targets,
+                   int64_t ignore_index, const View& losses, const View& lse) {
+  const char* who = "cross_entropy";
+  check_cross_entropy(who, logits, targets, losses, lse);
+  if (targets.numel() == 0) return;
+  visit_floating(who, logits.dtype, [&]<class T>() {
+    using C = Compute<T>;
+    const Rows<const T> rows = rows_of<const T>(who, logits);
+    launch(who, stream, {.blocks = targets.numel(), .threads = threads_of<T>(rows.cols, kBatch)},
+           cross_entropy_forward<T>, rows, indices_of(who, targets), ignore_index, losses.as<C>(),
+           lse.as<C>());
+  });
+}
+
+void cross_entropy_backward(const Stream& stream, const View& logits, const View& targets,
+                            int64_t ignore_index, const View& lse, const View& scale,
+                            const View& dlogits) {
+  const char* who = "cross_entropy_backward";
+  check_cross_entropy_backward(who, logits, targets, lse, scale, dlogits);
+  if (logits.numel() == 0) return;
+  visit_floating(who, logits.dtype, [&]<class T>() {
+    using C = Compute<T>;
+    const Rows<const T> rows = rows_of<const T>(who, logits);
+    launch(who, stream, {.blocks = rows.count, .threads = threads_of<T>(rows.cols, 2)},
+           cross_entropy_backward_row<T>, rows, indices_of(who, targets), ignore_index,
+           elements_of<const C>(who, lse), elements_of<const C>(who, scale),
+           rows_of<T>(who, dlogits));
+  });
+}
+
+}  // namespace sheaf::kernels::cuda
