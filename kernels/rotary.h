@@ -4,7 +4,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// Rotary embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D], D even, in the
 /// half-split form of Llama's Hugging Face checkpoints: elements i and i + D/2 are rotated by the
@@ -15,4 +16,15 @@ size_t rotary_workspace(const View& x);
 void rotary(const View& x, double theta, int64_t first_position, int64_t heads, bool inverse,
             const View& y, Workspace workspace);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`. Angles are computed where they are used, in f64; no
+/// workspace is needed.
+namespace cuda {
+
+size_t rotary_workspace(const View& x);
+void rotary(const Stream& stream, const View& x, double theta, int64_t first_position,
+            int64_t heads, bool inverse, const View& y, Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels
