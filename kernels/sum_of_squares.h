@@ -9,7 +9,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// The fixed-point number: limb i < 23 weighs 2^(32 i - 384) and holds 32 bits and carries, so that
 /// limbs of 2^31 blocks, from different ranks too, may be added as integers. The last limb counts
@@ -24,4 +25,15 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace);
 /// out: f64 [], the limbs' value to nearest even; infinity or NaN if the last limb says so.
 void sum_of_squares_finish(const View& limbs, const View& out);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`: the same bits in every limb, and in the end. Nothing
+/// visits the host. Needs no workspace.
+namespace cuda {
+
+size_t sum_of_squares_workspace(const View& x);
+void sum_of_squares(const Stream& stream, const View& x, const View& limbs, Workspace workspace);
+void sum_of_squares_finish(const Stream& stream, const View& limbs, const View& out);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels
