@@ -3,6 +3,7 @@
 // outputs only, any strides.
 #pragma once
 
+#include "sheaf/core/device.h"
 #include "sheaf/core/random.h"
 #include "sheaf/core/view.h"
 
@@ -30,4 +31,16 @@ void normal(const View& out, Key key, const GlobalIndex& where, double mean, dou
 void dropout(const View& x, double p, Key key, const GlobalIndex& where, const View& out);
 
 }  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`, and the same bits.
+namespace cuda {
+
+void uniform(const Stream& stream, const View& out, Key key, const GlobalIndex& where, double lo,
+             double hi);
+void normal(const Stream& stream, const View& out, Key key, const GlobalIndex& where, double mean,
+            double std);
+void dropout(const Stream& stream, const View& x, double p, Key key, const GlobalIndex& where,
+             const View& out);
+
+}  // namespace cuda
 }  // namespace sheaf::kernels

@@ -1,0 +1,139 @@
+#include "sheaf/kernels/random.h"
+
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+// The bits of the CPU's kernels, whatever the type, the layout and the part of the global tensor.
+namespace sheaf::kernels {
+namespace {
+
+using namespace sheaf::testing;
+
+constexpr DType kFloats[] = {kF32, kBF16, kF16, kF64};
+
+struct Part {
+  Shape shape, strides, global, start;  // no strides: dense
+};
+const Part kParts[] = {
+    {{}, {}, {}, {}},
+    {{1}, {}, {1}, {0}},
+    {{0, 3}, {}, {4, 3}, {2, 0}},
+    {{31}, {}, {31}, {0}},
+    {{5000}, {}, {5000}, {0}},
+    {{3, 5, 300}, {}, {3, 5, 300}, {0, 0, 0}},
+    {{1003}, {}, {90000}, {517}},   // flat shards
+    {{1003}, {2}, {90000}, {518}},  // with gaps
+    {{1003}, {}, {int64_t{1} << 40}, {(int64_t{1} << 36) + 3}},
+    {{7, 33}, {}, {7, 99}, {0, 33}},       // columns of a matrix
+    {{7, 33}, {40, 1}, {20, 33}, {5, 0}},  // rows, padded
+    {{7, 33}, {1, 7}, {7, 33}, {0, 0}},    // transposed
+    {{2, 3, 10}, {30, 10, 1}, {4, 6, 20}, {1, 2, 5}},
+    {{6, 8}, {}, {3, 8}, {2, 0}},  // beyond the global size
+};
+
+std::string what(DType d, const Part& p) {
+  return str(d, ' ', p.shape, p.strides, p.global, p.start);
+}
+
+TEST(CudaRandom, Uniform) {
+  SHEAF_NEEDS_GPU();
+  const Key key = key_of("weights", 7);
+  for (DType d : kFloats)
+    for (const Part& p : kParts) {
+      const Array blank(d, p.shape, p.strides), want = blank.clone();
+      const OnGpu out(blank);
+      cuda::uniform(OnGpu::stream(), out, key, {p.global, p.start}, -0.3, 1.7);
+      cpu::uniform(want, key, {p.global, p.start}, -0.3, 1.7);
+      const Array got = out.back();
+      EXPECT_TRUE(same_bits(got, want)) << what(d, p);
+      EXPECT_TRUE(gaps_kept(blank, got)) << what(d, p);
+    }
+}
+
+TEST(CudaRandom, Normal) {
+  SHEAF_NEEDS_GPU();
+  const Key key = key_of("weights", 8);
+  for (DType d : kFloats)
+    for (const Part& p : kParts) {
+      const Array blank(d, p.shape, p.strides), want = blank.clone();
+      const OnGpu out(blank);
+      cuda::normal(OnGpu::stream(), out, key, {p.global, p.start}, 0.1, 0.02);
+      cpu::normal(want, key, {p.global, p.start}, 0.1, 0.02);
+      const Array got = out.back();
+      EXPECT_TRUE(same_bits(got, want)) << what(d, p);
+      EXPECT_TRUE(gaps_kept(blank, got)) << what(d, p);
+    }
+}
+
+TEST(CudaRandom, NormalTails) {
+  SHEAF_NEEDS_GPU();  // 60,000 draws: some beyond 4 standard deviations
+  const Array blank(kF64, {60000}), want = blank.clone();
+  const OnGpu out(blank);
+  cuda::normal(OnGpu::stream(), out, {3}, GlobalIndex::whole({60000}), 0, 1);
+  cpu::normal(want, {3}, GlobalIndex::whole({60000}), 0, 1);
+  const Array got = out.back();
+  EXPECT_TRUE(same_bits(got, want));
+  double largest = 0;
+  for (double x : values(got)) largest = std::max(largest, std::fabs(x));
+  EXPECT_GT(largest, 3.5);
+}
+
+TEST(CudaRandom, Dropout) {
+  SHEAF_NEEDS_GPU();
+  const Key key = fold_in(key_of("dropout", 9), 12);
+  for (DType d : kFloats)
+    for (const Part& p : kParts)
+      for (double probability : {0.0, 0.1, 0.75}) {
+        const Array x = Array::random(d, p.shape, 1, 1, p.strides), blank(d, p.shape, p.strides),
+                    want = blank.clone();
+        const OnGpu gx(x), out(blank);
+        cuda::dropout(OnGpu::stream(), gx, probability, key, {p.global, p.start}, out);
+        cpu::dropout(x, probability, key, {p.global, p.start}, want);
+        const Array got = out.back();
+        EXPECT_TRUE(same_bits(got, want)) << what(d, p) << probability;
+        EXPECT_TRUE(gaps_kept(blank, got)) << what(d, p);
+        cuda::dropout(OnGpu::stream(), gx, probability, key, {p.global, p.start}, gx);  // in place
+        EXPECT_TRUE(same_bits(gx.back(), want)) << what(d, p) << probability;
+      }
+}
+
+TEST(CudaRandom, DropoutBetweenTypesAndLayouts) {
+  SHEAF_NEEDS_GPU();
+  const Shape shape{40, 21};
+  for (DType from : kFloats)
+    for (DType to : kFloats)
+      for (const Shape& strides : {Shape{21, 1}, Shape{0, 1}, Shape{1, 40}}) {
+        const Array x = Array::random(from, shape, 1, 1, strides), blank(to, shape),
+                    want = blank.clone();
+        const OnGpu gx(x), out(blank);
+        cuda::dropout(OnGpu::stream(), gx, 0.3, {5}, GlobalIndex::whole(shape), out);
+        cpu::dropout(x, 0.3, {5}, GlobalIndex::whole(shape), want);
+        EXPECT_TRUE(same_bits(out.back(), want)) << name(from) << name(to) << strides.to_string();
+      }
+}
+
+TEST(CudaRandom, MemoryThatStartsAnywhere) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : kFloats) {
+    const Array blank(d, {300}), want = blank.clone();
+    const OnGpu out(blank);
+    const auto part = [](View v) {
+      v.data = v.as<char>() + size_of(v.dtype), v.shape = {257};
+      return v;
+    };
+    cuda::uniform(OnGpu::stream(), part(out), {1}, GlobalIndex::whole({257}), 0, 1);
+    cpu::uniform(part(want), {1}, GlobalIndex::whole({257}), 0, 1);
+    EXPECT_TRUE(same_bits(out.back(), want)) << name(d);
+  }
+}
+
+TEST(CudaRandom, NamesWhatDoesNotFit) {
+  SHEAF_NEEDS_GPU();
+  const Array x(kF32, {3, 4}), whole(kI32, {3, 4});
+  const Stream& s = OnGpu::stream();
+  EXPECT_THROW(cuda::uniform(s, whole, {1}, GlobalIndex::whole({3, 4}), 0, 1), DTypeError);
+  EXPECT_THROW(cuda::normal(s, x, {1}, {{3, 4}, {0, 1}}, 0, 1), ShapeError);
+  EXPECT_THROW(cuda::dropout(s, x, 1.0, {1}, GlobalIndex::whole({3, 4}), x), ConfigError);
+}
+
+}  // namespace
+}  // namespace sheaf::kernels
