@@ -1,0 +1,286 @@
+#include "sheaf/kernels/cuda/cudnn_attention.h"
+
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include <cuda_runtime.h>
+
+#include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/cudnn_graph.h"
+
+// Patterns that cuDNN 9 recognises as attention: it fuses all operations between memory and memory
+// into one kernel. Its own single operation for attention has no causal mask before 9.21.
+namespace sheaf::kernels::cuda::cudnn {
+namespace {
+
+// Names of the tensors in memory.
+enum Id : int64_t {
+  kQ = 1,
+  kK,
+  kV,
+  kOut,
+  kLse,
+  kDOut,
+  kDQ,
+  kDK,
+  kDV,
+  kRowSums,  // of dout * out, in our workspace
+  kSumOfDQ,  // dq in f32, there too, unless deterministic
+  kScale,    // by value
+  kMasked,
+  kOne,
+};
+
+constexpr cudnnDataType_t kFloat = CUDNN_DATA_FLOAT;
+constexpr size_t align_part(int64_t bytes) {
+  return (static_cast<size_t>(bytes) + 255) / 256 * 256;
+}
+
+/// Sizes and the two ways to see a [B, T, heads, D] view: as [B, heads, T, D] and, transposed, as
+/// [B, heads, D, T].
+struct Sizes {
+  int64_t batch, tokens, heads, groups, width;
+  cudnnDataType_t type;
+
+  explicit Sizes(const Attention& a)
+      : batch(a.q.shape[0]),
+        tokens(a.q.shape[1]),
+        heads(a.q.shape[2]),
+        groups(a.k.shape[2]),
+        width(a.q.shape[3]),
+        type(a.q.dtype == kBF16 ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF) {}
+  Dims rows() const { return {batch, heads, tokens, width}; }
+  Dims scores() const { return {batch, heads, tokens, tokens}; }
+  Dims statistics() const { return {batch, heads, tokens, 1}; }
+  /// Of transposed scores, which have the same sizes.
+  Dims transposed_strides() const { return {heads * tokens * tokens, tokens * tokens, 1, tokens}; }
+  Handle tensor(Graph& g, Id id, const View& v) const {
+    return g.tensor(id, type, {v.shape[0], v.shape[2], v.shape[1], v.shape[3]},
+                    {v.strides[0], v.strides[2], v.strides[1], v.strides[3]});
+  }
+  Handle transposed(Graph& g, Id id, const View& v) const {
+    return g.tensor(id, type, {v.shape[0], v.shape[2], v.shape[3], v.shape[1]},
+                    {v.strides[0], v.strides[2], v.strides[3], v.strides[1]});
+  }
+};
+
+/// scores where the key does not come after the query, else -inf.
+Handle mask(Graph& g, const Sizes& s, Handle scores) {
+  const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
+  const Handle key = g.index(3, scores, g.between(CUDNN_DATA_INT32, s.scores()));
+  const Handle seen = g.at_least(query, key, g.between(CUDNN_DATA_BOOLEAN, s.scores()));
+  return g.select(seen, scores, g.scalar(kMasked), g.between(kFloat, s.scores()));
+}
+
+Graph forward_graph(const Attention& a) {
+  const Sizes s(a);
+  Graph g;
+  const auto scores = [&] { return g.between(kFloat, s.scores()); };
+  const auto statistic = [&] { return g.between(kFloat, s.statistics()); };
+  const Handle q = s.tensor(g, kQ, a.q), k = s.transposed(g, kK, a.k), v = s.tensor(g, kV, a.v);
+  const Handle products = g.matmul(q, k, scores());
+  const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, g.scalar(kScale), scores());
+  const Handle masked = mask(g, s, scaled);
+  const Handle largest = g.reduce(CUDNN_REDUCE_TENSOR_MAX, masked, statistic());
+  const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, masked, largest, scores());
+  const Handle weights = g.pointwise(CUDNN_POINTWISE_EXP, shifted, nullptr, scores());
+  const Handle sum = g.reduce(CUDNN_REDUCE_TENSOR_ADD, weights, statistic());
+  const Handle log = g.pointwise(CUDNN_POINTWISE_LOG, sum, nullptr, statistic());
+  g.pointwise(CUDNN_POINTWISE_ADD, largest, log,
+              g.tensor(kLse, kFloat, s.statistics(), dense_strides(s.statistics())));
+  const Handle probabilities =
+      g.pointwise(CUDNN_POINTWISE_DIV, weights, sum, g.between(s.type, s.scores()));
+  g.matmul(probabilities, v, s.tensor(g, kOut, a.out));
+  return g;
+}
+
+Graph backward_graph(const Attention& a) {
+  const Sizes s(a);
+  Graph g;
+  const auto scores = [&] { return g.between(kFloat, s.scores()); };
+  const Handle q = s.tensor(g, kQ, a.q), k = s.transposed(g, kK, a.k), v = s.transposed(g, kV, a.v),
+               out = s.tensor(g, kOut, a.out), dout = s.tensor(g, kDOut, a.dout),
+               lse = g.tensor(kLse, kFloat, s.statistics(), dense_strides(s.statistics()));
+  const Handle scale = g.scalar(kScale);
+
+  const Handle outputs = g.pointwise(
+      CUDNN_POINTWISE_MUL, dout, out,
+      g.between(kFloat, s.rows(),
+                {s.heads * s.tokens * s.width, s.tokens * s.width, s.heads * s.width, 1}));
+  const Handle sums = g.reduce(CUDNN_REDUCE_TENSOR_ADD, outputs, g.between(kFloat, s.statistics()));
+  // Times 1: the pattern has a place here for what dropout would scale.
+  const Handle row_sums =
+      g.pointwise(CUDNN_POINTWISE_MUL, sums, g.scalar(kOne),
+                  g.tensor(kRowSums, kFloat, s.statistics(), dense_strides(s.statistics())));
+
+  const Handle products = g.matmul(q, k, scores());
+  const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, scale, scores());
+  const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, scaled, lse, scores());
+  const Handle masked = mask(g, s, shifted);
+  const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, masked, nullptr, scores());
+
+  // A product with the transposed scores, summed over the query heads that share a key head.
+  const auto into_keys = [&](Handle from, Handle with, Handle to) {
+    const Handle turned = g.reshape(from, g.between(s.type, s.scores(), s.transposed_strides()));
+    if (s.heads == s.groups) {
+      g.matmul(turned, with, to);
+    } else {
+      const Handle all = g.matmul(turned, with, g.between(s.type, s.rows()));
+      g.reduce(CUDNN_REDUCE_TENSOR_ADD, all, to);
+    }
+  };
+  into_keys(probabilities, dout, s.tensor(g, kDV, a.dv));
+
+  const Handle dprobabilities = g.matmul(dout, v, scores());
+  const Handle centred = g.pointwise(CUDNN_POINTWISE_SUB, dprobabilities, row_sums, scores());
+  const Handle weighted = g.pointwise(CUDNN_POINTWISE_MUL, centred, probabilities, scores());
+  const Handle dscores = g.pointwise(CUDNN_POINTWISE_MUL, weighted, scale, scores());
+  into_keys(dscores, q, s.tensor(g, kDK, a.dk));
+
+  const View& kv = a.k;
+  const Handle keys =
+      g.reshape(k, g.between(s.type, {kv.shape[0], kv.shape[2], kv.shape[1], kv.shape[3]},
+                             {kv.strides[0], kv.strides[2], kv.strides[1], kv.strides[3]}));
+  const Handle dq = s.tensor(g, kDQ, a.dq);
+  if (a.deterministic) {
+    g.matmul(dscores, keys, dq);
+  } else {
+    const Handle sum =
+        g.matmul(dscores, keys, g.tensor(kSumOfDQ, kFloat, s.rows(), dense_strides(s.rows())));
+    g.pointwise(CUDNN_POINTWISE_IDENTITY, sum, nullptr, dq);
+  }
+  return g;
+}
+
+bool is_backward(const Attention& a) { return a.dout.rank() != 0; }
+Graph graph_of(const Attention& a) { return is_backward(a) ? backward_graph(a) : forward_graph(a); }
+
+/// What a plan depends on.
+std::vector<int64_t> key_of(const Attention& a) {
+  std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2], is_backward(a),
+                           a.deterministic};
+  key.insert(key.end(), a.q.shape.begin(), a.q.shape.end());
+  for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv})
+    key.insert(key.end(), v->strides.begin(), v->strides.end());
+  return key;
+}
+
+struct Answer {
+  std::unique_ptr<const Plan> plan;
+  std::string refusal;
+};
+
+/// A device's handle, and its plans. cuDNN's handles serve one thread at a time.
+struct DeviceAttention {
+  std::mutex mutex;
+  cudnnHandle_t handle = nullptr;
+  std::map<std::vector<int64_t>, Answer> answers;
+
+  /// With the mutex held.
+  const Answer& ask(const Attention& a) {
+    const auto [it, added] = answers.try_emplace(key_of(a));
+    if (!added) return it->second;
+    try {
+      if (!handle) check_status(cudnnCreate(&handle), "cudnnCreate");
+      it->second.plan = std::make_unique<const Plan>(graph_of(a), Target{.handle = handle});
+    } catch (const Refusal& refusal) {
+      it->second.refusal = refusal.what();
+    }
+    return it->second;
+  }
+};
+
+DeviceAttention& attention_of(int device) {
+  // Never freed: at exit the driver may be gone before us.
+  static auto* const mutex = new std::mutex;
+  static auto* const devices = new std::map<int, DeviceAttention>;
+  std::lock_guard lock(*mutex);
+  return (*devices)[device];
+}
+
+DeviceAttention& current_device() {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  check<CudaError>(error == cudaSuccess, "[cudaGetDevice] ", cudaGetErrorString(error));
+  return attention_of(device);
+}
+
+/// Our own parts of the workspace; cuDNN's comes before them.
+size_t row_sum_bytes(const Attention& a) { return is_backward(a) ? align_part(a.lse.bytes()) : 0; }
+size_t dq_bytes(const Attention& a) {
+  return is_backward(a) && !a.deterministic
+             ? align_part(a.q.numel() * static_cast<int64_t>(sizeof(float)))
+             : 0;
+}
+size_t workspace_of(const Attention& a, const Plan& plan) {
+  return align_part(plan.workspace()) + row_sum_bytes(a) + dq_bytes(a);
+}
+
+[[noreturn]] void fail_for(const Attention& a, std::string_view why) {
+  fail<CudaError>("[attention] cuDNN, ", is_backward(a) ? "backward" : "forward", ", queries ",
+                  a.q.shape, ", keys ", a.k.shape, " of ", a.q.dtype, ": ", why);
+}
+
+}  // namespace
+
+std::string refusal(const Attention& a) {
+  const std::string why = layout_refusal(a);
+  if (!why.empty()) return why;
+  DeviceAttention& device = current_device();
+  std::lock_guard lock(device.mutex);
+  return device.ask(a).refusal;
+}
+
+std::string refusal_on(std::string_view properties, const Attention& a, int64_t* workspace) {
+  const std::string why = layout_refusal(a);
+  if (!why.empty()) return why;
+  try {
+    const Descriptor device = device_properties(properties);
+    const Plan plan(graph_of(a), {.properties = device.handle()});
+    *workspace = static_cast<int64_t>(workspace_of(a, plan));
+    return "";
+  } catch (const Refusal& refusal) {
+    return refusal.what();
+  }
+}
+
+size_t attention_workspace(const Attention& a) {
+  DeviceAttention& device = current_device();
+  std::lock_guard lock(device.mutex);
+  const Answer& answer = device.ask(a);
+  if (!answer.plan) fail_for(a, answer.refusal);
+  return workspace_of(a, *answer.plan);
+}
+
+void attention(const Stream& stream, const Attention& a, Workspace workspace) {
+  const std::string why = layout_refusal(a);
+  if (!why.empty()) fail_for(a, why);
+  DeviceAttention& device = attention_of(stream.device.index);
+  std::lock_guard lock(device.mutex);
+  const Answer& answer = device.ask(a);
+  if (!answer.plan) fail_for(a, answer.refusal);
+  check<ShapeError>(workspace.bytes >= workspace_of(a, *answer.plan),
+                    "[attention] workspace too small: ", workspace.bytes, " bytes");
+  float scale = static_cast<float>(a.scale), one = 1,
+        masked = -std::numeric_limits<float>::infinity();
+  std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
+  std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
+                              a.lse.data, &scale,   &masked};
+  if (is_backward(a)) {
+    char* const ours = static_cast<char*>(workspace.data) + align_part(answer.plan->workspace());
+    ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kRowSums, kOne});
+    pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, ours, &one});
+    if (!a.deterministic) ids.push_back(kSumOfDQ), pointers.push_back(ours + row_sum_bytes(a));
+  }
+  try {
+    check_status(cudnnSetStream(device.handle, static_cast<cudaStream_t>(stream.handle)),
+                 "cudnnSetStream");
+    answer.plan->run(device.handle, ids, pointers, workspace.data);
+  } catch (const Refusal& refusal) {
+    fail_for(a, refusal.what());
+  }
+}
+
+}  // namespace sheaf::kernels::cuda::cudnn

@@ -1,0 +1,47 @@
+// What cuDNN computes where kernels run on a CPU: the CPU's attention, on the emulated GPU's
+// memory.
+#include <vector>
+
+#include "sheaf/kernels/attention.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
+#include "sheaf/kernels/cuda/emulation.h"
+
+namespace sheaf::kernels::cuda::cudnn {
+namespace {
+
+constexpr size_t kWorkspace = 4096;
+
+struct alignas(128) Line {
+  char bytes[128];
+};
+
+void run(const Attention& a, Workspace workspace) {
+  std::memset(workspace.data, 0xff, kWorkspace);  // it is ours to use
+  const bool backward = a.dout.rank() != 0;
+  const size_t bytes =
+      backward ? cpu::attention_backward_workspace(a.q, a.k) : cpu::attention_workspace(a.q, a.k);
+  std::vector<Line> lines(bytes / sizeof(Line) + 1);
+  const Workspace scratch{lines.data(), lines.size() * sizeof(Line)};
+  if (backward)
+    cpu::attention_backward(a.q, a.k, a.v, a.out, a.lse, a.dout, a.causal, a.scale, a.dq, a.dk,
+                            a.dv, scratch);
+  else
+    cpu::attention(a.q, a.k, a.v, a.causal, a.scale, a.out, a.lse, scratch);
+}
+
+}  // namespace
+
+std::string refusal(const Attention& a) { return layout_refusal(a); }
+std::string refusal_on(std::string_view, const Attention&, int64_t*) { return "emulated GPU"; }
+
+size_t attention_workspace(const Attention&) { return kWorkspace; }
+
+void attention(const Stream& stream, const Attention& a, Workspace workspace) {
+  const std::string why = layout_refusal(a);
+  check<CudaError>(why.empty(), "[attention] cuDNN (emulated GPU): ", why);
+  check<ShapeError>(workspace.bytes >= kWorkspace,
+                    "[attention] workspace too small: ", workspace.bytes, " bytes");
+  emulation::enqueue(stream, [a, workspace] { run(a, workspace); });
+}
+
+}  // namespace sheaf::kernels::cuda::cudnn

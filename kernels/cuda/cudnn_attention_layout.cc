@@ -1,0 +1,48 @@
+#include <vector>
+
+#include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
+
+namespace sheaf::kernels::cuda::cudnn {
+namespace {
+
+constexpr int64_t kUnit = 8;  // elements in 16 bytes
+
+bool aligned(const View& v) {
+  bool out = v.rank() == 4 && v.strides[3] == 1 && reinterpret_cast<uintptr_t>(v.data) % 16 == 0;
+  for (int d = 0; d < 3 && out; ++d) out = v.strides[d] % kUnit == 0 && v.strides[d] > 0;
+  return out;
+}
+
+}  // namespace
+
+std::string layout_refusal(const Attention& a) {
+  const bool backward = a.dout.rank() != 0;
+  if (a.q.dtype != kBF16 && a.q.dtype != kF16) return str("for bf16 and f16, not ", a.q.dtype);
+  if (!a.causal) return "causal attention only";
+  std::vector<const View*> operands{&a.q, &a.k, &a.v, &a.out};
+  if (backward) operands.insert(operands.end(), {&a.dout, &a.dq, &a.dk, &a.dv});
+  for (const View* v : operands) {
+    if (v->dtype != a.q.dtype) return "operands of one type only";
+    if (!aligned(*v))
+      return str(
+          "operands need four dimensions, the last dense, all rows at multiples of 16 "
+          "bytes: ",
+          v->shape, " with strides ", v->strides);
+  }
+  const Shape &q = a.q.shape, &k = a.k.shape;
+  const bool matches =
+      a.out.shape == q && a.v.shape == k && k[0] == q[0] && k[3] == q[3] && k[2] > 0 &&
+      q[2] % k[2] == 0 &&
+      (!backward || (a.dout.shape == q && a.dq.shape == q && a.dk.shape == k && a.dv.shape == k));
+  if (!matches) return str("shapes of queries ", q, " and keys ", k, " do not fit together");
+  if (k[1] != q[1]) return str("as many keys as queries only, not ", k[1], " for ", q[1]);
+  if (q.numel() == 0) return "nothing to compute";
+  if (q[1] % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", q[1]);
+  if (q[3] % 8 != 0 || q[3] > 128) return str("heads of 8, 16, .., 128 elements, not of ", q[3]);
+  if (a.lse.dtype != kF32 || !a.lse.contiguous() || a.lse.numel() != q[0] * q[1] * q[2])
+    return str("lse must be dense f32: ", a.lse.shape, " of ", a.lse.dtype);
+  return "";
+}
+
+}  // namespace sheaf::kernels::cuda::cudnn

@@ -1,0 +1,87 @@
+#include <fstream>
+#include <iterator>
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
+
+// cuDNN is asked to plan our attention for an H200. It compiles the kernels on the CPU, so this
+// needs no GPU, and it says nothing about what they compute: cudnn_attention_test does, on one.
+namespace sheaf::kernels::cuda::cudnn {
+namespace {
+
+constexpr const char* kFolder = "tests/kernels/cuda/";
+
+std::string h200() {
+  std::ifstream file(std::string(kFolder) + "h200.json");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+struct Case {
+  int64_t batch, tokens, heads, groups, width;
+};
+
+/// As a model has them: queries, keys and values are slices of one projection [B, T, (H + 2 G) D].
+Attention attention_of(const Case& c, DType dtype, bool backward) {
+  const int64_t row = (c.heads + 2 * c.groups) * c.width;
+  const auto slice = [&](int64_t heads) {
+    return View{
+        nullptr, dtype, {c.batch, c.tokens, heads, c.width}, {c.tokens * row, row, c.width, 1}};
+  };
+  const View dense = View::dense(nullptr, dtype, {c.batch, c.tokens, c.heads, c.width});
+  Attention a{.q = slice(c.heads),
+              .k = slice(c.groups),
+              .v = slice(c.groups),
+              .out = dense,
+              .lse = View::dense(nullptr, kF32, {c.batch, c.heads, c.tokens})};
+  if (backward) a.dout = dense, a.dq = a.q, a.dk = a.k, a.dv = a.v;
+  return a;
+}
+
+class CudnnPlans : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!kHasCuda || kEmulatedCuda) GTEST_SKIP() << "not run: built without cuDNN";
+    // Whoever asks for the driver from now on gets this one.
+    ASSERT_TRUE(dlopen((std::string(kFolder) + "libcuda.so.1").c_str(), RTLD_NOW | RTLD_GLOBAL))
+        << dlerror();
+    ASSERT_FALSE(h200().empty());
+  }
+};
+
+TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
+  if constexpr (kHasCuda && !kEmulatedCuda)
+    for (const Case& c : {Case{8, 1024, 12, 12, 64}, Case{4, 1024, 25, 25, 64},
+                          Case{1, 2048, 32, 8, 128}, Case{2, 256, 6, 6, 64}})
+      for (DType dtype : {kBF16, kF16})
+        for (bool backward : {false, true})
+          for (bool deterministic : {true, false}) {
+            if (!backward && !deterministic) continue;
+            if (dtype == kF16 && c.batch != 8) continue;  // a second each
+            Attention a = attention_of(c, dtype, backward);
+            a.deterministic = deterministic;
+            int64_t workspace = -1;
+            EXPECT_EQ(refusal_on(h200(), a, &workspace), "")
+                << c.heads << '/' << c.groups << ' ' << name(dtype) << ' ' << backward;
+            RecordProperty(str(c.heads, '_', c.groups, '_', name(dtype), '_',
+                               !backward       ? "forward"
+                               : deterministic ? "backward"
+                                               : "backward_adding"),
+                           str(workspace));
+            EXPECT_GE(workspace, backward ? a.lse.bytes() : 0);
+          }
+}
+
+TEST_F(CudnnPlans, ARefusalHasWords) {
+  if constexpr (kHasCuda && !kEmulatedCuda) {
+    int64_t workspace = -1;
+    const Attention a = attention_of({2, 128, 4, 4, 64}, kBF16, false);
+    EXPECT_NE(refusal_on("{}", a, &workspace), "");
+    EXPECT_EQ(workspace, -1);
+  }
+}
+
+}  // namespace
+}  // namespace sheaf::kernels::cuda::cudnn
