@@ -3,9 +3,11 @@
 // before anything is written.
 #pragma once
 
+#include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// out[..., i, ...] = x[..., index[..., i, ...], ...] along `dim`; index and out have one shape,
 /// which equals x's in the other dimensions.
@@ -24,4 +26,21 @@ void cumsum(const View& x, int dim, bool reverse, const View& out);
 /// out = x surrounded by `value`: before[i] elements in front of dimension i, the rest behind.
 void pad(const View& x, const Shape& before, double value, const View& out);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`; sums in the same order, but for cumsum's. An index
+/// outside the dimension cannot be reported from there: gather and take give NaN (0 for integers),
+/// the sums leave it out.
+namespace cuda {
+
+void gather(const Stream& stream, const View& x, int dim, const View& index, const View& out);
+void take(const Stream& stream, const View& x, int dim, const View& index, const View& out);
+void scatter_add(const Stream& stream, const View& out, int dim, const View& index,
+                 const View& src);
+void take_add(const Stream& stream, const View& out, int dim, const View& index, const View& src);
+/// Every 32 elements are scanned (Hillis and Steele 1986) and added to the sum of all before them.
+void cumsum(const Stream& stream, const View& x, int dim, bool reverse, const View& out);
+void pad(const Stream& stream, const View& x, const Shape& before, double value, const View& out);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels
