@@ -37,7 +37,7 @@ TEST(CudaRotary, MatchesTheCpu) {
   for (DType d : {kF32, kBF16, kF16, kF64})
     for (const Shape& s :
          {Shape{2, 5, 3, 8}, Shape{1, 200, 2, 64}, Shape{1, 3, 1, 2}, Shape{2, 33, 1, 40},
-          Shape{3, 31, 2, 6}, Shape{1, 2, 1, 1030}, Shape{1, 1, 33, 128}})
+          Shape{3, 31, 2, 6}, Shape{1, 2, 1, 1030}, Shape{2100, 1, 1, 2}, Shape{1, 1, 33, 128}})
       for (int64_t first : {int64_t{0}, int64_t{61}, int64_t{1000000}})
         for (bool inverse : {false, true}) {
           const Array x = Array::random(d, s, 1);
