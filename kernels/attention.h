@@ -14,7 +14,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// out = softmax(scale * q kᵀ + mask) v. With `causal`, query t sees keys s <= t + S - T: the last
 /// query sees all of them. A query that sees no key gives zeros (and lse = -inf). A row of the
@@ -32,4 +33,21 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
                         const View& lse, const View& dout, bool causal, double scale,
                         const View& dq, const View& dk, const View& dv, Workspace workspace);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`, for D up to 256; what cuDNN does not take. No tensor
+/// cores: products are of f32 (f64 for f64). Blocks of keys are added in order; dk and dv sum over
+/// a key head's query heads in order, and for each over blocks of queries in order.
+namespace cuda {
+
+size_t attention_workspace(const View& q, const View& k);
+void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
+               double scale, const View& out, const View& lse, Workspace workspace);
+size_t attention_backward_workspace(const View& q, const View& k);
+void attention_backward(const Stream& stream, const View& q, const View& k, const View& v,
+                        const View& out, const View& lse, const View& dout, bool causal,
+                        double scale, const View& dq, const View& dk, const View& dv,
+                        Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

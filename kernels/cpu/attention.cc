@@ -1,5 +1,6 @@
 #include "sheaf/kernels/attention.h"
 
+#include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/cpu/amx.h"
 #include "sheaf/kernels/cpu/attention_amx.h"
 #include "sheaf/kernels/cpu/attention_blocks.h"
@@ -18,25 +19,6 @@ bool by_tiles(const View& q, const View& k) {
          q.numel() > 0 && k.numel() > 0 && amx::available();
 }
 
-void check_operands(const char* who, const View& q, const View& k, const View& v, const View& out,
-                    const View& lse) {
-  const bool shapes = q.rank() == 4 && k.rank() == 4 && v.shape == k.shape &&
-                      out.shape == q.shape && k.shape[0] == q.shape[0] &&
-                      k.shape[3] == q.shape[3] &&
-                      (k.shape[2] > 0 ? q.shape[2] % k.shape[2] == 0 : q.shape[2] == 0) &&
-                      lse.shape == Shape{q.shape[0], q.shape[2], q.shape[1]};
-  check<ShapeError>(shapes, "[", who, "] queries [B,T,H,D] ", q.shape, ", keys [B,S,G,D] ", k.shape,
-                    ", values ", v.shape, ", output ", out.shape, ", lse [B,H,T] ", lse.shape,
-                    "; H must be a multiple of G");
-  check<DTypeError>(k.dtype == q.dtype && v.dtype == q.dtype && out.dtype == q.dtype &&
-                        lse.dtype == (q.dtype == kF64 ? kF64 : kF32),
-                    "[", who, "] dtypes ", q.dtype, ", ", k.dtype, ", ", v.dtype, ", lse ",
-                    lse.dtype);
-  for (const View* x : {&q, &k, &v, &out, &lse})
-    check<ShapeError>(x->strides.back() == 1 || x->shape.back() <= 1 || x->numel() == 0, "[", who,
-                      "] the last dimension must be dense");
-}
-
 size_t bytes(const View& q, int64_t slots, int64_t cells) {
   return static_cast<size_t>(slots) *
          line_align(static_cast<size_t>(cells) * (q.dtype == kF64 ? 8 : 4));
@@ -52,8 +34,7 @@ size_t attention_workspace(const View& q, const View& k) {
 
 void attention(const View& q, const View& k, const View& v, bool causal, double scale,
                const View& out, const View& lse, Workspace workspace) {
-  check_operands("attention", q, k, v, out, lse);
-  check<ShapeError>(lse.contiguous(), "[attention] lse must be dense");
+  check_attention("attention", q, k, v, out, lse);
   check<ShapeError>(workspace.bytes >= attention_workspace(q, k),
                     "[attention] workspace too small: ", workspace.bytes);
   if (out.numel() == 0) return;
@@ -72,9 +53,7 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
                         const View& lse, const View& dout, bool causal, double scale,
                         const View& dq, const View& dk, const View& dv, Workspace workspace) {
   const char* who = "attention_backward";
-  check_operands(who, q, k, v, out, lse), check_operands(who, dq, dk, dv, dout, lse);
-  check<ShapeError>(dq.shape == q.shape && dk.shape == k.shape && dq.dtype == q.dtype, "[", who,
-                    "] gradients ", dq.shape, " and ", dk.shape);
+  check_attention_backward(who, q, k, v, out, lse, dout, dq, dk, dv);
   check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k), "[", who,
                     "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] == 0) return;

@@ -1,0 +1,42 @@
+// What the attention kernels of all devices ask of their operands.
+#pragma once
+
+#include "sheaf/core/view.h"
+
+namespace sheaf::kernels {
+
+inline void check_attention_operands(const char* who, const View& q, const View& k, const View& v,
+                                     const View& out, const View& lse) {
+  const bool shapes = q.rank() == 4 && k.rank() == 4 && v.shape == k.shape &&
+                      out.shape == q.shape && k.shape[0] == q.shape[0] &&
+                      k.shape[3] == q.shape[3] &&
+                      (k.shape[2] > 0 ? q.shape[2] % k.shape[2] == 0 : q.shape[2] == 0) &&
+                      lse.shape == Shape{q.shape[0], q.shape[2], q.shape[1]};
+  check<ShapeError>(shapes, "[", who, "] queries [B,T,H,D] ", q.shape, ", keys [B,S,G,D] ", k.shape,
+                    ", values ", v.shape, ", output ", out.shape, ", lse [B,H,T] ", lse.shape,
+                    "; H must be a multiple of G");
+  check<DTypeError>(k.dtype == q.dtype && v.dtype == q.dtype && out.dtype == q.dtype &&
+                        lse.dtype == (q.dtype == kF64 ? kF64 : kF32),
+                    "[", who, "] dtypes ", q.dtype, ", ", k.dtype, ", ", v.dtype, ", lse ",
+                    lse.dtype);
+  for (const View* x : {&q, &k, &v, &out, &lse})
+    check<ShapeError>(x->strides.back() == 1 || x->shape.back() <= 1 || x->numel() == 0, "[", who,
+                      "] the last dimension must be dense");
+}
+
+inline void check_attention(const char* who, const View& q, const View& k, const View& v,
+                            const View& out, const View& lse) {
+  check_attention_operands(who, q, k, v, out, lse);
+  check<ShapeError>(lse.contiguous(), "[", who, "] lse must be dense");
+}
+
+inline void check_attention_backward(const char* who, const View& q, const View& k, const View& v,
+                                     const View& out, const View& lse, const View& dout,
+                                     const View& dq, const View& dk, const View& dv) {
+  check_attention_operands(who, q, k, v, out, lse);
+  check_attention_operands(who, dq, dk, dv, dout, lse);
+  check<ShapeError>(dq.shape == q.shape && dk.shape == k.shape && dq.dtype == q.dtype, "[", who,
+                    "] gradients ", dq.shape, " and ", dk.shape);
+}
+
+}  // namespace sheaf::kernels

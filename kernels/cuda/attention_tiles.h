@@ -1,0 +1,204 @@
+// Tiles of attention's products in shared memory, for a block of 256 threads.
+//
+// A tile holds kTile rows of up to kWidth elements in the compute type C. Thread (ty, tx) of 16 x
+// 16 owns rows ty, ty + 16, ... of a product, and of its columns either tx, tx + 16, ... (scores)
+// or 16 bytes at tx, tx + 16, ... (results): neighbours read neighbouring 16 bytes, or the same.
+#pragma once
+
+#include "sheaf/core/view.h"
+#include "sheaf/kernels/cuda/rows.h"
+
+namespace sheaf::kernels::cuda::attention_tiles {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kSide = 16;
+
+/// Sizes of one call; D is q.shape[3].
+struct Problem {
+  int64_t batch, queries, keys, heads, key_heads;
+  int width;
+  bool causal;
+  double scale;
+  DType dtype;
+
+  /// Keys that query t sees: the first so many.
+  __host__ __device__ int64_t visible(int64_t t) const {
+    if (!causal) return keys;
+    const int64_t seen = t + 1 + keys - queries;
+    return seen < 0 ? 0 : seen < keys ? seen : keys;
+  }
+};
+
+/// [B, T, H, D] of `dtype`, the last dimension dense.
+struct Heads {
+  void* data;
+  int64_t batch, time, head;  ///< strides
+  Heads(const View& v)
+      : data(v.data), batch(v.strides[0]), time(v.strides[1]), head(v.strides[2]) {}
+  __device__ int64_t offset(int64_t b, int64_t t, int64_t h) const {
+    return b * batch + t * time + h * head;
+  }
+};
+
+template <class C_, int kWidth_, int kTile_>
+struct Tiles {
+  using C = C_;
+  static constexpr int kWidth = kWidth_, kTile = kTile_;
+  static constexpr int kVec = Pack<C>::kSize;
+  static constexpr int kPer = kTile / kSide;               // rows, and scores of a row, a thread
+  static constexpr int kChunks = kWidth / (kSide * kVec);  // 16 bytes of a result's row, a thread
+  static constexpr int kStride = kWidth + kVec;            // the rows of a warp meet all banks
+  static constexpr int kScoreStride = kTile + kVec;
+  static constexpr size_t kBytes = size_t{kTile} * kStride * sizeof(C);
+  static constexpr size_t kScoreBytes = size_t{kTile} * kScoreStride * sizeof(C);
+  using Scores = C[kPer][kPer];
+  using Results = C[kPer][kChunks][kVec];
+};
+
+__device__ inline int tx() { return static_cast<int>(threadIdx.x) % kSide; }
+__device__ inline int ty() { return static_cast<int>(threadIdx.x) / kSide; }
+
+template <class C>
+__device__ inline C exponential(C x) {
+  if constexpr (std::is_same_v<C, float>)
+    return expf(x);
+  else
+    return ::exp(x);
+}
+
+template <class S, class T>
+__device__ void load_tile_of(const T* rows, int64_t stride, int64_t count, int width,
+                             typename S::C* tile) {
+  using C = typename S::C;
+  constexpr int kSize = Pack<T>::kSize;
+  const int chunks = static_cast<int>(blocks_for(width, kSize));
+  for (int n = threadIdx.x; n < S::kTile * chunks; n += kThreads) {
+    const int row = n / chunks, at = (n - row * chunks) * kSize;
+    Pack<T> pack{};
+    if (row < count) pack = load_chunk(rows + row * stride, at, width);
+    C* to = tile + row * S::kStride + at;
+#pragma unroll
+    for (int k = 0; k < kSize; k += S::kVec) {
+      Pack<C> wide;
+#pragma unroll
+      for (int m = 0; m < S::kVec; ++m) wide.v[m] = convert_to<C>(pack.v[k + m]);
+      store_pack(to + k, wide);
+    }
+  }
+}
+
+/// Rows [first, first + kTile) of a head's `count`; zeros past the last, and up to the next
+/// multiple of kVec behind the width.
+template <class S>
+__device__ void load_tile(const Problem& p, const Heads& from, int64_t b, int64_t h, int64_t first,
+                          int64_t count, typename S::C* tile) {
+  const int64_t at = from.offset(b, first, h), rows = count - first;
+  if constexpr (std::is_same_v<typename S::C, double>)
+    load_tile_of<S>(static_cast<const double*>(from.data) + at, from.time, rows, p.width, tile);
+  else if (p.dtype == DType::f32)
+    load_tile_of<S>(static_cast<const float*>(from.data) + at, from.time, rows, p.width, tile);
+  else if (p.dtype == DType::bf16)
+    load_tile_of<S>(static_cast<const bf16*>(from.data) + at, from.time, rows, p.width, tile);
+  else
+    load_tile_of<S>(static_cast<const f16*>(from.data) + at, from.time, rows, p.width, tile);
+}
+
+/// out[i][j] = row ty + 16 i of a times row tx + 16 j of b.
+template <class S>
+__device__ void multiply_rows(const typename S::C* a, const typename S::C* b, int width,
+                              typename S::Scores& out) {
+  using C = typename S::C;
+#pragma unroll
+  for (int i = 0; i < S::kPer; ++i)
+#pragma unroll
+    for (int j = 0; j < S::kPer; ++j) out[i][j] = C(0);
+  for (int d = 0; d < width; d += S::kVec) {
+    Pack<C> x[S::kPer], y[S::kPer];
+#pragma unroll
+    for (int i = 0; i < S::kPer; ++i) {
+      x[i] = load_pack(a + (ty() + kSide * i) * S::kStride + d);
+      y[i] = load_pack(b + (tx() + kSide * i) * S::kStride + d);
+    }
+#pragma unroll
+    for (int k = 0; k < S::kVec; ++k)
+#pragma unroll
+      for (int i = 0; i < S::kPer; ++i)
+#pragma unroll
+        for (int j = 0; j < S::kPer; ++j) out[i][j] += x[i].v[k] * y[j].v[k];
+  }
+}
+
+/// The scores of this thread to where accumulate_rows reads them.
+template <class S>
+__device__ void store_scores(const typename S::Scores& scores, typename S::C* to) {
+#pragma unroll
+  for (int i = 0; i < S::kPer; ++i)
+#pragma unroll
+    for (int j = 0; j < S::kPer; ++j)
+      to[(ty() + kSide * i) * S::kScoreStride + tx() + kSide * j] = scores[i][j];
+}
+
+/// Columns of results at which this thread's 16 bytes number c begin.
+template <class S>
+__device__ inline int column(int c) {
+  return (tx() + kSide * c) * S::kVec;
+}
+
+/// out += scores times the rows of a tile.
+template <class S>
+__device__ void accumulate_rows(const typename S::C* scores, const typename S::C* tile, int width,
+                                typename S::Results& out) {
+  using C = typename S::C;
+#pragma unroll 1
+  for (int r = 0; r < S::kTile; r += S::kVec) {
+    Pack<C> w[S::kPer];
+#pragma unroll
+    for (int i = 0; i < S::kPer; ++i)
+      w[i] = load_pack(scores + (ty() + kSide * i) * S::kScoreStride + r);
+#pragma unroll
+    for (int m = 0; m < S::kVec; ++m)
+#pragma unroll
+      for (int c = 0; c < S::kChunks; ++c) {
+        if (column<S>(c) >= width) continue;
+        const Pack<C> v = load_pack(tile + (r + m) * S::kStride + column<S>(c));
+#pragma unroll
+        for (int i = 0; i < S::kPer; ++i)
+#pragma unroll
+          for (int k = 0; k < S::kVec; ++k) out[i][c][k] += w[i].v[m] * v.v[k];
+      }
+  }
+}
+
+/// Rounds row i of the results, times `scale`, into row `t` of a head.
+template <class S>
+__device__ void store_row(const Problem& p, const typename S::Results& results, int i,
+                          typename S::C scale, const Heads& to, int64_t b, int64_t t, int64_t h) {
+  const int64_t at = to.offset(b, t, h);
+#pragma unroll
+  for (int c = 0; c < S::kChunks; ++c)
+#pragma unroll
+    for (int k = 0; k < S::kVec; ++k)
+      if (column<S>(c) + k < p.width)
+        store_any(p.dtype, to.data, at + column<S>(c) + k, results[i][c][k] * scale);
+}
+
+/// Calls f.operator()<S>() with the tiles for a dtype and width.
+template <class F>
+void visit_tiles(const char* who, DType dtype, int64_t width, F&& f) {
+  check<ShapeError>(width <= 256, '[', who, "] heads of more than 256 elements: ", width);
+  if (dtype == kF64)
+    f.template operator()<Tiles<double, 256, 32>>();
+  else if (width <= 64)
+    f.template operator()<Tiles<float, 64, 64>>();
+  else if (width <= 128)
+    f.template operator()<Tiles<float, 128, 64>>();
+  else
+    f.template operator()<Tiles<float, 256, 64>>();
+}
+
+inline Problem problem_of(const View& q, const View& k, bool causal, double scale) {
+  return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], static_cast<int>(q.shape[3]),
+          causal,     scale,      q.dtype};
+}
+
+}  // namespace sheaf::kernels::cuda::attention_tiles
