@@ -118,13 +118,6 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-template <class T>
-int threads_of(int64_t cols, int batch) {
-  const int64_t chunks = blocks_for(cols, Pack<T>::kSize * batch);
-  return static_cast<int>(std::clamp<int64_t>(blocks_for(chunks, kWarp), 1, kMostThreads / kWarp)) *
-         kWarp;
-}
-
 }  // namespace
 
 void cross_entropy(const Stream& stream, const View& logits, const View& targets,
@@ -135,7 +128,9 @@ void cross_entropy(const Stream& stream, const View& logits, const View& targets
   visit_floating(who, logits.dtype, [&]<class T>() {
     using C = Compute<T>;
     const Rows<const T> rows = rows_of<const T>(who, logits);
-    launch(who, stream, {.blocks = targets.numel(), .threads = threads_of<T>(rows.cols, kBatch)},
+    launch(who, stream,
+           {.blocks = targets.numel(),
+            .threads = threads_for(blocks_for(rows.cols, Pack<T>::kSize * kBatch), kMostThreads)},
            cross_entropy_forward<T>, rows, indices_of(who, targets), ignore_index, losses.as<C>(),
            lse.as<C>());
   });
@@ -150,7 +145,9 @@ void cross_entropy_backward(const Stream& stream, const View& logits, const View
   visit_floating(who, logits.dtype, [&]<class T>() {
     using C = Compute<T>;
     const Rows<const T> rows = rows_of<const T>(who, logits);
-    launch(who, stream, {.blocks = rows.count, .threads = threads_of<T>(rows.cols, 2)},
+    launch(who, stream,
+           {.blocks = rows.count,
+            .threads = threads_for(blocks_for(rows.cols, Pack<T>::kSize * 2), kMostThreads)},
            cross_entropy_backward_row<T>, rows, indices_of(who, targets), ignore_index,
            elements_of<const C>(who, lse), elements_of<const C>(who, scale),
            rows_of<T>(who, dlogits));

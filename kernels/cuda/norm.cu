@@ -96,11 +96,6 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
   }
 }
 
-/// A warp's or a block's threads for rows of so many pieces of 16 bytes.
-int threads_of(int64_t chunks, int most) {
-  return static_cast<int>(std::clamp<int64_t>(blocks_for(chunks, kWarp), 1, most / kWarp)) * kWarp;
-}
-
 void forward(const char* who, const Stream& stream, const View& x, const View& weight,
              const View& bias, double eps, const View& y, const View& mean, const View& rstd) {
   if (x.numel() == 0) return;
@@ -110,7 +105,7 @@ void forward(const char* who, const Stream& stream, const View& x, const View& w
     const int64_t chunks = blocks_for(in.cols, Pack<T>::kSize);
     const bool warp_each = chunks <= 8 * kWarp;
     const int threads =
-        warp_each ? 4 * kWarp : threads_of(blocks_for(chunks, kBatch), kMostThreads);
+        warp_each ? 4 * kWarp : threads_for(blocks_for(chunks, kBatch), kMostThreads);
     const int rows = warp_each ? 4 : 1;
     const bool kept = chunks * 16 <= kMostKept;
     launch(
@@ -124,249 +119,6 @@ void forward(const char* who, const Stream& stream, const View& x, const View& w
   });
 }
 
-// --- backward ---
-
-constexpr int kRowThreads = 256;  // of a block at most, for registers
-
-// y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for rms_norm: dx = rstd * (g -
-// mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g).
-template <class T>
-struct Backward {
-  Rows<const T> dy, x;
-  const T* weight;
-  Rows<const Compute<T>> mean, rstd;
-  Rows<T> dx;
-  bool has_mean, has_dx;
-  Compute<T>* partials;  ///< a set of dweight's and dbias's sums for each of `sets` row takers
-  int64_t sets;
-  int row_threads;  ///< of one that takes rows set, set + sets, ...: a warp, or the block
-};
-
-template <class T>
-__device__ uint4 load_raw(const T* row, int64_t at, int64_t n) {
-  const Pack<T> pack = load_chunk(row, at, n);
-  uint4 out;
-  memcpy(&out, &pack, sizeof out);
-  return out;
-}
-template <class T>
-__device__ T element_of(const uint4& raw, int k) {
-  Pack<T> pack;
-  memcpy(static_cast<void*>(&pack), &raw, sizeof raw);
-  return pack.v[k];
-}
-
-/// A pair of sums over the threads of a row. `turn` alternates, so that one barrier is enough.
-template <class C>
-__device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads / kWarp]) {
-  a = warp_sum(a), b = warp_sum(b);
-  if (row_threads == kWarp) return;
-  const int warps = row_threads / kWarp;
-  if (threadIdx.x % kWarp == 0)
-    scratch[0][threadIdx.x / kWarp] = a, scratch[1][threadIdx.x / kWarp] = b;
-  __syncthreads();
-  a = scratch[0][0], b = scratch[1][0];
-  for (int w = 1; w < warps; ++w) a += scratch[0][w], b += scratch[1][w];
-}
-
-// A thread owns the same columns in all of its rows: kPacks pieces of 16 bytes, their sums in
-// registers. Where there are enough of these, the next row is on its way while one is summed up.
-template <class T, int kPacks>
-__global__ void __launch_bounds__(kRowThreads, kPacks == 1   ? 3
-                                               : kPacks == 2 ? 2
-                                                             : 1) norm_backward(Backward<T> b) {
-  using C = Compute<T>;
-  constexpr int kSize = Pack<T>::kSize;
-  constexpr bool kAhead = kPacks == 1;
-  __shared__ C scratch[2][2][kRowThreads / kWarp];
-  const int thread = static_cast<int>(threadIdx.x) % b.row_threads;
-  const int64_t set = static_cast<int64_t>(blockIdx.x) * (blockDim.x / b.row_threads) +
-                      static_cast<int>(threadIdx.x) / b.row_threads;
-  if (set >= b.sets) return;  // whole warps, of blocks that have no barrier
-  const int width = static_cast<int>(b.x.cols);
-  // As raw words: elements of 2 bytes would take a register each.
-  uint4 weight[kPacks], dy[kPacks], x[kPacks], next_dy[kPacks], next_x[kPacks];
-  C dweight[kPacks][kSize] = {}, dbias[kPacks][kSize] = {};
-  const auto column = [&](int p) { return (p * b.row_threads + thread) * kSize; };
-  const auto load_next = [&](int64_t row) {
-    const T *from_dy = b.dy[row], *from_x = b.x[row];
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      next_dy[p] = load_raw(from_dy, column(p), width);
-      next_x[p] = load_raw(from_x, column(p), width);
-    }
-  };
-  if (b.weight)
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) weight[p] = load_raw(b.weight, column(p), width);
-  if (kAhead && set < b.x.count) load_next(set);
-  int turn = 0;
-  for (int64_t row = set; row < b.x.count; row += b.sets, turn ^= 1) {
-    if (!kAhead) load_next(row);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) dy[p] = next_dy[p], x[p] = next_x[p];
-    if (kAhead && row + b.sets < b.x.count) load_next(row + b.sets);
-    const C scale = *b.rstd[row], centre = b.has_mean ? *b.mean[row] : C(0);
-    const auto xhat_of = [&](int p, int k) {
-      return (convert_to<C>(element_of<T>(x[p], k)) - centre) * scale;
-    };
-    const auto g_of = [&](int p, int k) {
-      const C d = convert_to<C>(element_of<T>(dy[p], k));  // 0 past the end
-      return b.weight ? d * convert_to<C>(element_of<T>(weight[p], k)) : d;
-    };
-    C sum_g = C(0), sum_gx = C(0);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-      for (int k = 0; k < kSize; ++k) {
-        const C d = convert_to<C>(element_of<T>(dy[p], k)), g = g_of(p, k), xhat = xhat_of(p, k);
-        dweight[p][k] += d * xhat, dbias[p][k] += d;
-        sum_g += g, sum_gx += g * xhat;
-      }
-    if (!b.has_dx) continue;
-    row_sums(sum_g, sum_gx, b.row_threads, scratch[turn]);
-    const C mean_g = b.has_mean ? sum_g / static_cast<C>(width) : C(0),
-            mean_gx = sum_gx / static_cast<C>(width);
-    T* out = b.dx[row];
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      Pack<T> pack;
-#pragma unroll
-      for (int k = 0; k < kSize; ++k)
-        pack.v[k] = element<T>(scale * (g_of(p, k) - mean_g - xhat_of(p, k) * mean_gx));
-      store_chunk(out, column(p), width, pack);
-    }
-  }
-  if (!b.partials) return;
-  C* to = b.partials + set * 2 * width;
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-    for (int k = 0; k < kSize; ++k)
-      if (column(p) + k < width)
-        to[column(p) + k] = dweight[p][k], to[width + column(p) + k] = dbias[p][k];
-}
-
-// Rows too wide for registers: they are read twice, and the sums stay in the workspace.
-template <class T>
-__global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b) {
-  using C = Compute<T>;
-  __shared__ C scratch[2][2][kRowThreads / kWarp];
-  const int64_t width = b.x.cols, set = blockIdx.x;
-  C* dweight = b.partials ? b.partials + set * 2 * width : nullptr;
-  C* dbias = b.partials ? dweight + width : nullptr;
-  if (dweight)
-    for (int64_t i = threadIdx.x; i < width; i += blockDim.x) dweight[i] = dbias[i] = C(0);
-  int turn = 0;
-  for (int64_t row = set; row < b.x.count; row += b.sets, turn ^= 1) {
-    const T *dy = b.dy[row], *x = b.x[row];
-    const C scale = *b.rstd[row], centre = b.has_mean ? *b.mean[row] : C(0);
-    C sum_g = C(0), sum_gx = C(0);
-    for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
-      const C d = convert_to<C>(dy[i]), xhat = (convert_to<C>(x[i]) - centre) * scale,
-              g = b.weight ? d * convert_to<C>(b.weight[i]) : d;
-      if (dweight) dweight[i] += d * xhat, dbias[i] += d;
-      sum_g += g, sum_gx += g * xhat;
-    }
-    if (!b.has_dx) continue;
-    row_sums(sum_g, sum_gx, b.row_threads, scratch[turn]);
-    const C mean_g = b.has_mean ? sum_g / static_cast<C>(width) : C(0),
-            mean_gx = sum_gx / static_cast<C>(width);
-    T* out = b.dx[row];
-    for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
-      const C d = convert_to<C>(dy[i]), xhat = (convert_to<C>(x[i]) - centre) * scale,
-              g = b.weight ? d * convert_to<C>(b.weight[i]) : d;
-      out[i] = element<T>(scale * (g - mean_g - xhat * mean_gx));
-    }
-  }
-}
-
-constexpr int kSumRows = 32;  // threads that share a column
-
-/// out[j] = the partial sums of column j: thread s of a column adds sets s, s + 32, ..., then these
-/// are added in order.
-template <class C>
-__global__ void __launch_bounds__(kSumRows* kWarp)
-    add_partials(const C* partials, int64_t sets, int64_t stride, int64_t width, void* out,
-                 DType dtype) {
-  __shared__ C sums[kSumRows][kWarp];
-  const int lane = threadIdx.x % kWarp, first = threadIdx.x / kWarp;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
-  C sum = C(0);
-  if (column < width)
-    for (int64_t s = first; s < sets; s += kSumRows) sum += partials[s * stride + column];
-  sums[first][lane] = sum;
-  __syncthreads();
-  if (first != 0 || column >= width) return;
-  for (int s = 1; s < kSumRows; ++s) sum += sums[s][lane];
-  store_any<C>(dtype, out, column, sum);
-}
-
-/// How a backward is spread over threads; follows from shape and dtype.
-struct Plan {
-  int packs, row_threads, takers;  // takers of rows in a block
-  int64_t sets;
-  explicit Plan(const View& x) {
-    const int64_t chunks = blocks_for(x.shape.back() * static_cast<int64_t>(size_of(x.dtype)), 16);
-    packs = chunks <= kRowThreads       ? 1
-            : chunks <= 2 * kRowThreads ? 2
-            : chunks <= 4 * kRowThreads ? 4
-                                        : 0;
-    row_threads = threads_of(packs ? blocks_for(chunks, packs) : chunks, kRowThreads);
-    takers = row_threads == kWarp ? 4 : 1;
-    // Enough blocks for the 132 multiprocessors of an H100 or H200; few enough that the partial
-    // sums stay small beside the rows.
-    const int64_t rows = x.shape.back() == 0 ? 0 : x.numel() / x.shape.back();
-    const int64_t most = 132 * std::clamp<int64_t>(1024 / row_threads, 2, 16);
-    sets = std::min(rows, std::clamp<int64_t>(rows / 8, 132, most));
-  }
-};
-
-bool given_any(const View& dweight, const View& dbias) { return given(dweight) || given(dbias); }
-
-size_t partials_bytes(const View& x) {
-  return static_cast<size_t>(Plan(x).sets * 2 * x.shape.back()) * (x.dtype == kF64 ? 8 : 4);
-}
-
-void backward(const char* who, const Stream& stream, bool has_mean, const View& dy, const View& x,
-              const View& weight, const View& mean, const View& rstd, const View& dx,
-              const View& dweight, const View& dbias, Workspace workspace) {
-  const int64_t width = x.shape.back();
-  if (width == 0) return;
-  const bool sums = given_any(dweight, dbias);
-  check<ShapeError>(!sums || workspace.bytes >= partials_bytes(x), '[', who,
-                    "] workspace too small: ", workspace.bytes, " bytes");
-  visit_floating(who, x.dtype, [&]<class T>() {
-    using C = Compute<T>;
-    const Plan plan(x);
-    C* partials = sums ? static_cast<C*>(workspace.data) : nullptr;
-    const Backward<T> b{rows_of<const T>(who, dy),
-                        rows_of<const T>(who, x),
-                        weight.as<const T>(),
-                        elements_of<const C>(who, has_mean ? mean : rstd),
-                        elements_of<const C>(who, rstd),
-                        rows_of<T>(who, given(dx) ? dx : dy),
-                        has_mean,
-                        given(dx),
-                        partials,
-                        plan.sets,
-                        plan.row_threads};
-    const auto kernel = plan.packs == 1   ? norm_backward<T, 1>
-                        : plan.packs == 2 ? norm_backward<T, 2>
-                        : plan.packs == 4 ? norm_backward<T, 4>
-                                          : norm_backward_wide<T>;
-    launch(
-        who, stream,
-        {.blocks = blocks_for(plan.sets, plan.takers), .threads = plan.row_threads * plan.takers},
-        kernel, b);
-    for (const View* out : {&dweight, &dbias})
-      if (given(*out))
-        launch(who, stream, {.blocks = blocks_for(width, kWarp), .threads = kSumRows * kWarp},
-               add_partials<C>, partials + (out == &dbias ? width : 0), plan.sets, 2 * width, width,
-               out->data, out->dtype);
-  });
-}
-
 }  // namespace
 
 void layer_norm(const Stream& stream, const View& x, const View& weight, const View& bias,
@@ -377,40 +129,11 @@ void layer_norm(const Stream& stream, const View& x, const View& weight, const V
   forward(who, stream, x, weight, bias, eps, y, mean, rstd);
 }
 
-size_t layer_norm_backward_workspace(const View& x, const View&, const View& dweight,
-                                     const View& dbias) {
-  return given_any(dweight, dbias) ? partials_bytes(x) : 0;
-}
-
-void layer_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
-                         const View& mean, const View& rstd, const View& dx, const View& dweight,
-                         const View& dbias, Workspace workspace) {
-  const char* who = "layer_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean, false),
-      check_statistic(who, x, rstd, false);
-  if (given(dx)) check_like(who, x, dx);
-  check_vector(who, x, dweight, true), check_vector(who, x, dbias, true);
-  backward(who, stream, true, dy, x, weight, mean, rstd, dx, dweight, dbias, workspace);
-}
-
 void rms_norm(const Stream& stream, const View& x, const View& weight, double eps, const View& y,
               const View& rstd) {
   const char* who = "rms_norm";
   check_like(who, x, y), check_vector(who, x, weight), check_statistic(who, x, rstd, true);
   forward(who, stream, x, weight, View{}, eps, y, View{}, rstd);
-}
-
-size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweight) {
-  return given(dweight) ? partials_bytes(x) : 0;
-}
-
-void rms_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
-                       const View& rstd, const View& dx, const View& dweight, Workspace workspace) {
-  const char* who = "rms_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, rstd, false);
-  if (given(dx)) check_like(who, x, dx);
-  check_vector(who, x, dweight, true);
-  backward(who, stream, false, dy, x, weight, View{}, rstd, dx, dweight, View{}, workspace);
 }
 
 }  // namespace sheaf::kernels::cuda

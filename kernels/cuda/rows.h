@@ -113,6 +113,11 @@ __device__ inline void store_chunk(T* row, int64_t at, int64_t n, const Pack<T>&
     if (at + k < n) to[k] = pack.v[k];
 }
 
+/// Threads of a block in which each takes one of `items`, as far as `most` reach: whole warps.
+inline int threads_for(int64_t items, int most) {
+  return static_cast<int>(std::clamp<int64_t>(blocks_for(items, kWarp), 1, most / kWarp)) * kWarp;
+}
+
 /// To all lanes, the same bits in each.
 template <class C>
 __device__ inline C warp_sum(C x) {
