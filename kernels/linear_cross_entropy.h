@@ -5,7 +5,8 @@
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// Rows whose logits exist at the same time: about 64 MB of them, 64 to 2,048 rows. A function of
 /// the vocabulary alone.
@@ -36,4 +37,34 @@ void linear_cross_entropy_fused(const View& x, const View& weight, const View& t
                                 int64_t ignore_index, const View& loss, const View& dx,
                                 const View& dweight, Workspace workspace);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's (see cuda::matmul); logits are
+/// f32 (f64 for f64), their gradients x's type. Chunks are added to dweight in their order. A
+/// target outside [0, V) other than ignore_index cannot throw there: the loss is NaN, and so are
+/// the gradients it is part of. lse is dense, rows of dx are evenly spaced.
+namespace cuda {
+
+/// At most 512 MiB of logits in f32, 8,192 rows, and always one.
+int64_t linear_cross_entropy_chunk(int64_t vocabulary);
+
+size_t linear_cross_entropy_workspace(const View& x, const View& weight);
+void linear_cross_entropy(const Stream& stream, const View& x, const View& weight,
+                          const View& targets, int64_t ignore_index, const View& loss,
+                          const View& lse, Workspace workspace);
+
+size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
+                                               const View& dweight);
+void linear_cross_entropy_backward(const Stream& stream, const View& x, const View& weight,
+                                   const View& targets, int64_t ignore_index, const View& lse,
+                                   const View& dloss, const View& dx, const View& dweight,
+                                   Workspace workspace);
+
+size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
+                                            const View& dweight);
+void linear_cross_entropy_fused(const Stream& stream, const View& x, const View& weight,
+                                const View& targets, int64_t ignore_index, const View& loss,
+                                const View& dx, const View& dweight, Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels

@@ -4,6 +4,7 @@
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/product.h"
+#include "sheaf/kernels/cuda/workspace.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -63,7 +64,7 @@ struct Side {
     int64_t size = rows * row_stride;
     for (int d = 0; d < batch.rank(); ++d)
       if (batch_strides[d] != 0) size *= batch[d];
-    return align_part(static_cast<size_t>(size) * size_of(dtype));
+    return line_align(static_cast<size_t>(size) * size_of(dtype));
   }
   char* at(int64_t offset) const { return data + offset * static_cast<int64_t>(size_of(dtype)); }
 };
@@ -112,16 +113,17 @@ class Plan {
 
   void run(const Stream& stream, Workspace workspace) const {
     if (empty()) return;
-    check<ShapeError>(workspace.bytes >= bytes(), "[", g_.who,
-                      "] workspace too small: ", workspace.bytes, " bytes");
-    Parts parts(g_.who, workspace);
-    const Side a = input(stream, a_, parts), b = input(stream, b_, parts);
+    // The library's own comes first, where the workspace's alignment is.
+    Carver carver(g_.who, workspace);
+    const size_t bytes = a_.cols > 0 ? product_workspace() : 0;
+    const Workspace scratch{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
+    const Side a = input(stream, a_, carver), b = input(stream, b_, carver);
     Side c = c_;
     if (!fits(c_)) {
-      c = place(c_, parts);
+      c = place(c_, carver);
       if (g_.accumulate) copy(stream, c_.distinct(batch_), c.distinct(batch_));
     }
-    multiply(stream, a, b, c, parts.rest());
+    multiply(stream, a, b, c, scratch);
     if (!fits(c_)) copy(stream, c.distinct(batch_), c_.distinct(batch_));
   }
 
@@ -129,15 +131,15 @@ class Plan {
   bool fits(const Side& s) const {
     return s.row_major() || (&s != &c_ && s.col_major()) || s.cols == 0 || s.rows == 0;
   }
-  Side place(const Side& s, Parts& parts) const {
+  Side place(const Side& s, Carver& carver) const {
     Side out = s.packed(batch_);
-    out.data = static_cast<char*>(parts.take(out.packed_bytes(batch_)));
+    out.data = carver.take<char>(static_cast<int64_t>(out.packed_bytes(batch_)));
     return out;
   }
   /// The operand as it lies, or a copy that cuBLASLt can read.
-  Side input(const Stream& stream, const Side& s, Parts& parts) const {
+  Side input(const Stream& stream, const Side& s, Carver& carver) const {
     if (fits(s)) return s;
-    const Side out = place(s, parts);
+    const Side out = place(s, carver);
     copy(stream, s.distinct(batch_), out.distinct(batch_));
     return out;
   }

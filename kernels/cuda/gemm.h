@@ -2,8 +2,6 @@
 // products of cuBLASLt (product.h).
 #pragma once
 
-#include <algorithm>
-
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 #include "sheaf/kernels/cpu/gemm.h"
@@ -30,29 +28,5 @@ using cpu::transposed;
 View at_least_matrix(View v);
 /// Dense memory for the view's elements as [rows, last dimension].
 View dense_matrix(void* data, const View& v);
-
-/// Parts of a workspace begin at multiples of this.
-constexpr size_t align_part(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-/// Cuts a workspace into aligned parts.
-class Parts {
- public:
-  Parts(const char* who, Workspace w)
-      : who_(who), next_(static_cast<char*>(w.data)), left_(w.bytes) {}
-  void* take(size_t bytes) {
-    bytes = align_part(bytes);
-    check<ShapeError>(bytes <= left_, '[', who_, "] workspace too small by ",
-                      bytes - std::min(bytes, left_), " bytes");
-    void* out = next_;
-    next_ += bytes, left_ -= bytes;
-    return out;
-  }
-  Workspace rest() const { return {next_, left_}; }
-
- private:
-  const char* who_;
-  char* next_;
-  size_t left_;
-};
 
 }  // namespace sheaf::kernels::cuda

@@ -2,6 +2,7 @@
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/gemm.h"
+#include "sheaf/kernels/cuda/workspace.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -28,8 +29,8 @@ struct WeightGradient {
     if (copy_x) x = dense_matrix(nullptr, x_in);
   }
   size_t copies() const {
-    return (copy_dy ? align_part(static_cast<size_t>(dy.bytes())) : 0) +
-           (copy_x ? align_part(static_cast<size_t>(x.bytes())) : 0);
+    return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) +
+           (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0);
   }
   Gemm gemm() const { return {kName, transposed(dy), x, dweight, {}}; }
 
@@ -53,16 +54,18 @@ size_t linear_weight_gradient_workspace(const View& dy, const View& x, const Vie
 void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,
                             const View& dweight, Workspace workspace) {
   WeightGradient w(dy, x, dweight);
-  Parts parts(w.kName, workspace);
+  Carver carver(w.kName, workspace);
+  const size_t bytes = gemm_workspace(w.gemm());
+  const Workspace scratch{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
   const auto copy_rows = [&](const View& from, View& to) {
-    to.data = parts.take(static_cast<size_t>(to.bytes()));
+    to.data = carver.take<char>(to.bytes());
     View rows = to;
     rows.shape = from.shape, rows.strides = from.shape.contiguous_strides();
     copy(stream, from, rows);
   };
   if (w.copy_dy) copy_rows(w.dy_in, w.dy);
   if (w.copy_x) copy_rows(w.x_in, w.x);
-  gemm(stream, w.gemm(), parts.rest());
+  gemm(stream, w.gemm(), scratch);
 }
 
 }  // namespace sheaf::kernels::cuda

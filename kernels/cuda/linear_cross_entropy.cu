@@ -1,0 +1,271 @@
+#include <algorithm>
+#include <limits>
+
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cross_entropy.h"
+#include "sheaf/kernels/cuda/elements.h"
+#include "sheaf/kernels/cuda/gemm.h"
+#include "sheaf/kernels/cuda/workspace.h"
+#include "sheaf/kernels/linear_cross_entropy.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr int kGradientThreads = 256, kLossThreads = 1024;
+constexpr int64_t kPadding = 8;  // elements: rows of logits begin at 16 bytes in any type
+
+/// out = (exp(logits - lse) - onehot(target)) * dloss in the products' type G: a row to a block,
+/// from the last one, which the cache still has, to the first. out may be the memory of logits.
+/// Rows are padded to whole packs, which may be read and written beyond n.
+template <class C, class G>
+__global__ void __launch_bounds__(kGradientThreads)
+    logit_gradients(const C* logits, int64_t pitch, int64_t n, const int64_t* targets,
+                    int64_t ignore_index, const C* lse, const C* dloss, G* out) {
+  constexpr int kSize = Pack<G>::kSize, kParts = kSize / Pack<C>::kSize;
+  const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, target = targets[row];
+  const bool ignored = target == ignore_index;
+  const C log_sum = lse[row];
+  C scale = dloss ? *dloss : C(1);
+  if (target < 0 || target >= n) scale = std::numeric_limits<C>::quiet_NaN();
+  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize; at < n;
+       at += static_cast<int64_t>(blockDim.x) * kSize) {
+    Pack<C> in[kParts];
+    Pack<G> pack{};
+    if (!ignored) {
+#pragma unroll
+      for (int p = 0; p < kParts; ++p)
+        in[p] = load_pack(logits + row * pitch + at + p * Pack<C>::kSize);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        const C x = in[k / Pack<C>::kSize].v[k % Pack<C>::kSize] - log_sum;
+        const C p = std::is_same_v<C, float> ? C(expf(static_cast<float>(x))) : C(::exp(x));
+        pack.v[k] = element<G>((p - C(at + k == target)) * scale);
+      }
+    }
+    store_pack(out + row * pitch + at, pack);
+  }
+}
+
+/// The sum in f64: each thread's terms in order, then the threads' sums in pairs. One block.
+template <class C>
+__global__ void __launch_bounds__(kLossThreads) sum_losses(const C* losses, int64_t rows, C* loss) {
+  __shared__ double sums[kLossThreads];
+  double sum = 0;
+  for (int64_t r = threadIdx.x; r < rows; r += kLossThreads) sum += static_cast<double>(losses[r]);
+  sums[threadIdx.x] = sum;
+  for (int half = kLossThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) *loss = static_cast<C>(sums[0]);
+}
+
+bool given(const View& v) { return v.rank() != 0; }
+
+/// Operands and the walk over chunks. Which parts run depends on which views are given.
+class Head {
+ public:
+  Head(const char* who, const View& x_in, const View& weight, const View& dx_in,
+       const View& dweight)
+      : who_(who),
+        x_in_(x_in),
+        x_(as_matrix(x_in)),
+        weight_(weight),
+        dx_(given(dx_in) ? as_matrix(dx_in) : View{}),
+        dweight_(dweight) {
+    check<ShapeError>(!given(dx_in) || given(dx_), "[", who, "] rows of dx ", dx_in.shape,
+                      " must be evenly spaced");
+    copy_x_ = !given(x_);
+    if (copy_x_) x_ = dense_matrix(nullptr, x_in);
+    check<ShapeError>(weight.rank() == 2 && weight.shape[1] == x_.shape[1], "[", who, "] weight ",
+                      weight.shape, " for input ", x_in.shape);
+    check<ShapeError>((!given(dx_) || dx_.shape == x_.shape) &&
+                          (!given(dweight) || dweight.shape == weight.shape),
+                      "[", who, "] gradients ", dx_.shape, " and ", dweight.shape);
+    check<DTypeError>(is_floating(x_.dtype), "[", who, "] input of ", x_.dtype);
+    rows_ = x_.shape[0], vocabulary_ = weight.shape[0];
+    chunk_ = std::min(linear_cross_entropy_chunk(vocabulary_), std::max<int64_t>(rows_, 1));
+    pitch_ = blocks_for(vocabulary_, kPadding) * kPadding;
+    row_dtype_ = x_.dtype == kF64 ? kF64 : kF32;
+    narrow_ = x_.dtype != row_dtype_ && backward();
+    sum_apart_ = given(dweight) && dweight.dtype != row_dtype_ && rows_ > chunk_;
+  }
+
+  size_t workspace() const {
+    const size_t cells = static_cast<size_t>(chunk_ * pitch_), size = size_of(row_dtype_),
+                 rows = static_cast<size_t>(rows_);
+    return line_align(product_bytes()) + line_align(cells * size) +
+           (narrow_ ? line_align(cells * size_of(x_.dtype)) : 0) +
+           (sum_apart_ ? line_align(static_cast<size_t>(weight_.numel()) * size) : 0) +
+           2 * line_align(rows * size) + line_align(rows * sizeof(int64_t)) +
+           (copy_x_ ? line_align(static_cast<size_t>(x_.bytes())) : 0);
+  }
+
+  /// `loss` is summed if given. `lse` receives the rows' log-sum-exps if `compute_lse`, else it has
+  /// them. Gradients are scaled by dloss, if given.
+  void run(const Stream& stream, const View& targets, int64_t ignore_index, const View* loss,
+           const View* lse, bool compute_lse, const View* dloss, Workspace memory) {
+    check<ShapeError>(targets.numel() == rows_ && (!lse || lse->numel() == rows_), "[", who_,
+                      "] targets ", targets.shape, " for ", rows_, " rows");
+    for (const View* v : {loss, lse, dloss})
+      check<DTypeError>(!v || (v->dtype == row_dtype_ && v->contiguous()), "[", who_,
+                        "] loss and row values must be dense ", row_dtype_);
+    (void)visit_index(who_, targets.dtype, [&]<class I>() { return sizeof(I); });  // else an error
+    Carver carver(who_, memory);
+    const auto take = [&](int64_t count, DType dtype) -> void* {
+      return carver.take<char>(count * static_cast<int64_t>(size_of(dtype)));
+    };
+    const size_t product = product_bytes();
+    const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
+    void* const cells = take(chunk_ * pitch_, row_dtype_);
+    void* const gradients = narrow_ ? take(chunk_ * pitch_, x_.dtype) : cells;
+    void* const sum = sum_apart_ ? take(weight_.numel(), row_dtype_) : nullptr;
+    const View losses = View::dense(take(rows_, row_dtype_), row_dtype_, {rows_});
+    const View sums = View::dense(lse ? lse->data : take(rows_, row_dtype_), row_dtype_, {rows_});
+    View places = View::dense(take(rows_, kI64), kI64, targets.shape);
+    copy(stream, targets, places);
+    places = View::dense(places.data, kI64, {rows_});
+    if (copy_x_) {
+      x_.data = take(x_.numel(), x_.dtype);
+      copy(stream, x_in_, View::dense(x_.data, x_.dtype, x_in_.shape));
+    }
+    for (int64_t first = 0; first < rows_; first += chunk_) {
+      const int64_t count = std::min(chunk_, rows_ - first);
+      gemm(stream, forward(first, count, cells), scratch);
+      const View chunk_targets = rows_of(places, first, count),
+                 chunk_sums = rows_of(sums, first, count);
+      if (compute_lse)
+        cross_entropy(stream, logits(cells, count, row_dtype_), chunk_targets, ignore_index,
+                      rows_of(losses, first, count), chunk_sums);
+      if (!backward()) continue;
+      differentiate(stream, count, cells, chunk_targets, ignore_index, chunk_sums,
+                    dloss ? dloss->data : nullptr, gradients);
+      if (given(dx_)) gemm(stream, input_gradient(first, count, gradients), scratch);
+      if (given(dweight_)) gemm(stream, weight_gradient(first, count, gradients, sum), scratch);
+    }
+    if (loss) add_up(stream, losses, *loss);
+    if (given(dweight_) && rows_ == 0) fill(stream, dweight_, 0);
+    if (sum_apart_) copy(stream, weight_sum(sum), dweight_);
+  }
+
+ private:
+  bool backward() const { return given(dx_) || given(dweight_); }
+
+  View rows_of(const View& v, int64_t first, int64_t count) const {
+    View out = v;
+    out.shape[0] = count;
+    if (out.data)
+      out.data = v.as<char>() + first * v.strides[0] * static_cast<int64_t>(size_of(v.dtype));
+    return out;
+  }
+  View logits(void* data, int64_t count, DType dtype) const {
+    return {data, dtype, {count, vocabulary_}, {pitch_, 1}};
+  }
+  View weight_sum(void* data) const {
+    return sum_apart_ ? View::dense(data, row_dtype_, dweight_.shape) : dweight_;
+  }
+  Gemm forward(int64_t first, int64_t count, void* cells) const {
+    return {
+        who_, rows_of(x_, first, count), transposed(weight_), logits(cells, count, row_dtype_), {}};
+  }
+  Gemm input_gradient(int64_t first, int64_t count, void* gradients) const {
+    return {who_, logits(gradients, count, x_.dtype), weight_, rows_of(dx_, first, count), {}};
+  }
+  Gemm weight_gradient(int64_t first, int64_t count, void* gradients, void* sum) const {
+    return {who_,
+            transposed(logits(gradients, count, x_.dtype)),
+            rows_of(x_, first, count),
+            weight_sum(sum),
+            {},
+            first > 0};
+  }
+  size_t product_bytes() const {
+    size_t most = 0;
+    for (int64_t first : {int64_t{0}, rows_ / chunk_ * chunk_, chunk_}) {  // first, last, adding
+      const int64_t count = std::min(chunk_, rows_ - first);
+      if (count <= 0) continue;
+      most = std::max(most, gemm_workspace(forward(first, count, nullptr)));
+      if (given(dx_)) most = std::max(most, gemm_workspace(input_gradient(first, count, nullptr)));
+      if (given(dweight_))
+        most = std::max(most, gemm_workspace(weight_gradient(first, count, nullptr, nullptr)));
+    }
+    return most;
+  }
+
+  void differentiate(const Stream& stream, int64_t count, void* cells, const View& targets,
+                     int64_t ignore_index, const View& lse, void* dloss, void* gradients) const {
+    visit_floating(who_, x_.dtype, [&]<class G>() {
+      using C = Compute<G>;
+      const int64_t packs = blocks_for(vocabulary_, Pack<G>::kSize);
+      launch(who_, stream,
+             {.blocks = count,
+              .threads = static_cast<int>(
+                  std::min<int64_t>(blocks_for(packs, kWarp) * kWarp, kGradientThreads))},
+             logit_gradients<C, G>, static_cast<const C*>(cells), pitch_, vocabulary_,
+             targets.as<const int64_t>(), ignore_index, lse.as<const C>(),
+             static_cast<const C*>(dloss), static_cast<G*>(gradients));
+    });
+  }
+  void add_up(const Stream& stream, const View& losses, const View& loss) const {
+    const LaunchShape one{.threads = kLossThreads};
+    if (row_dtype_ == kF64)
+      launch(who_, stream, one, sum_losses<double>, losses.as<const double>(), rows_,
+             loss.as<double>());
+    else
+      launch(who_, stream, one, sum_losses<float>, losses.as<const float>(), rows_,
+             loss.as<float>());
+  }
+
+  const char* who_;
+  View x_in_, x_, weight_, dx_, dweight_;
+  int64_t rows_, vocabulary_, chunk_, pitch_;
+  DType row_dtype_;  // of lse, losses, and a chunk's logits
+  bool copy_x_;      // its rows are not evenly spaced
+  bool narrow_;      // gradients of logits need a place of their own
+  bool sum_apart_;   // dweight is too narrow to sum chunks in
+};
+
+}  // namespace
+
+int64_t linear_cross_entropy_chunk(int64_t vocabulary) {
+  constexpr int64_t kCells = (int64_t{512} << 20) / static_cast<int64_t>(sizeof(float));
+  constexpr int64_t kTile = 128, kMost = 8192;  // rows; whole tiles of the products
+  const int64_t pitch = blocks_for(std::max<int64_t>(vocabulary, 1), kPadding) * kPadding;
+  const int64_t rows = std::max<int64_t>(kCells / pitch, 1);
+  return std::min(rows >= kTile ? rows / kTile * kTile : rows, kMost);
+}
+
+size_t linear_cross_entropy_workspace(const View& x, const View& weight) {
+  return Head("linear_cross_entropy", x, weight, {}, {}).workspace();
+}
+void linear_cross_entropy(const Stream& stream, const View& x, const View& weight,
+                          const View& targets, int64_t ignore_index, const View& loss,
+                          const View& lse, Workspace workspace) {
+  Head("linear_cross_entropy", x, weight, {}, {})
+      .run(stream, targets, ignore_index, &loss, &lse, true, nullptr, workspace);
+}
+
+size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
+                                               const View& dweight) {
+  return Head("linear_cross_entropy_backward", x, weight, dx, dweight).workspace();
+}
+void linear_cross_entropy_backward(const Stream& stream, const View& x, const View& weight,
+                                   const View& targets, int64_t ignore_index, const View& lse,
+                                   const View& dloss, const View& dx, const View& dweight,
+                                   Workspace workspace) {
+  Head("linear_cross_entropy_backward", x, weight, dx, dweight)
+      .run(stream, targets, ignore_index, nullptr, &lse, false, &dloss, workspace);
+}
+
+size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
+                                            const View& dweight) {
+  return Head("linear_cross_entropy_fused", x, weight, dx, dweight).workspace();
+}
+void linear_cross_entropy_fused(const Stream& stream, const View& x, const View& weight,
+                                const View& targets, int64_t ignore_index, const View& loss,
+                                const View& dx, const View& dweight, Workspace workspace) {
+  Head("linear_cross_entropy_fused", x, weight, dx, dweight)
+      .run(stream, targets, ignore_index, &loss, nullptr, true, nullptr, workspace);
+}
+
+}  // namespace sheaf::kernels::cuda
