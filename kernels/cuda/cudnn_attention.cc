@@ -1,3 +1,5 @@
+#if __has_include(<cudnn_backend.h>)  // else cudnn_absent.cc
+
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
 #include <limits>
@@ -284,3 +286,5 @@ void attention(const Stream& stream, const Attention& a, Workspace workspace) {
 }
 
 }  // namespace sheaf::kernels::cuda::cudnn
+
+#endif

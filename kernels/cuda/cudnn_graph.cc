@@ -1,3 +1,5 @@
+#if __has_include(<cudnn_backend.h>)  // else cudnn_absent.cc
+
 #include "sheaf/kernels/cuda/cudnn_graph.h"
 
 #include <algorithm>
@@ -227,3 +229,5 @@ Descriptor device_properties(std::string_view json) {
 }
 
 }  // namespace sheaf::kernels::cuda::cudnn
+
+#endif

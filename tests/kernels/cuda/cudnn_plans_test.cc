@@ -43,11 +43,16 @@ Attention attention_of(const Case& c, DType dtype, bool backward) {
 class CudnnPlans : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!kHasCuda || kEmulatedCuda) GTEST_SKIP() << "not run: built without cuDNN";
+    if (!kHasCuda || kEmulatedCuda) GTEST_SKIP() << "not run: built without CUDA";
     // Whoever asks for the driver from now on gets this one.
     ASSERT_TRUE(dlopen((std::string(kFolder) + "libcuda.so.1").c_str(), RTLD_NOW | RTLD_GLOBAL))
         << dlerror();
     ASSERT_FALSE(h200().empty());
+    int64_t workspace = 0;
+    if constexpr (kHasCuda && !kEmulatedCuda)
+      if (refusal_on("", attention_of({1, 64, 1, 1, 64}, kBF16, false), &workspace) ==
+          "built without cuDNN")
+        GTEST_SKIP() << "not run: built without cuDNN";
   }
 };
 

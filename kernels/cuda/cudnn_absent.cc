@@ -1,0 +1,21 @@
+// A CUDA toolkit without cuDNN: everything is refused.
+#if !__has_include(<cudnn_backend.h>)
+
+#include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
+
+namespace sheaf::kernels::cuda::cudnn {
+namespace {
+constexpr const char* kWhy = "built without cuDNN";
+}
+
+std::string refusal(const Attention&) { return kWhy; }
+std::string refusal_on(std::string_view, const Attention&, int64_t*) { return kWhy; }
+size_t attention_workspace(const Attention&) { fail<CudaError>("[attention] ", kWhy); }
+void attention(const Stream&, const Attention&, Workspace) {
+  fail<CudaError>("[attention] ", kWhy);
+}
+
+}  // namespace sheaf::kernels::cuda::cudnn
+
+#endif
