@@ -8,9 +8,11 @@
 // how many outputs there are.
 #pragma once
 
+#include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels {
+namespace cpu {
 
 /// out = scale * sum of x, scaled before the one rounding to out's dtype (f64 result of the sum).
 /// Zero elements give 0. Integers and bool sum in i64 and take no scale but 1.
@@ -30,4 +32,29 @@ void var(const View& x, double correction, const View& out);
 /// alone.
 void col_sum(const View& x, const View& out);
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace cpu
+
+/// The same on a GPU, enqueued on `stream`. The order differs from the CPU's, but is a function of
+/// K and of the element type alone, too: chunks of 1024 elements in f32 (f64 for f64), chunks
+/// joined in f64, in up to 2048 groups. var joins the chunks' means and squares (Chan, Golub,
+/// LeVeque 1983). More than 1024 elements an output need a workspace.
+namespace cuda {
+
+size_t sum_workspace(const View& x, const View& out);
+void sum(const Stream& stream, const View& x, const View& out, double scale, Workspace workspace);
+size_t max_workspace(const View& x, const View& out);
+void max(const Stream& stream, const View& x, const View& out, Workspace workspace);
+size_t min_workspace(const View& x, const View& out);
+void min(const Stream& stream, const View& x, const View& out, Workspace workspace);
+size_t argmax_workspace(const View& x, int dim, const View& out);
+void argmax(const Stream& stream, const View& x, int dim, const View& out, Workspace workspace);
+size_t logsumexp_workspace(const View& x, const View& out);
+void logsumexp(const Stream& stream, const View& x, const View& out, Workspace workspace);
+size_t var_workspace(const View& x, double correction, const View& out);
+void var(const Stream& stream, const View& x, double correction, const View& out,
+         Workspace workspace);
+size_t col_sum_workspace(const View& x, const View& out);
+void col_sum(const Stream& stream, const View& x, const View& out, Workspace workspace);
+
+}  // namespace cuda
+}  // namespace sheaf::kernels
