@@ -16,6 +16,11 @@ Stream Execute::stream() const {
   return d.is_cuda() ? RankContext::current().gpu_of(d).compute() : Stream{d};
 }
 
+void Execute::join(const Event& event) const {
+  if (device().is_cuda()) event.order(stream());
+  else event.sync();
+}
+
 namespace {
 
 void check_type(const OpDef& op, const Type& want, const Tensor& have) {

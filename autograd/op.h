@@ -110,6 +110,8 @@ class Execute {
   Workspace workspace;
   /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
   bool add = false;
+  /// What the op enqueues or does from now on comes behind `event`: on a GPU its stream is held back, else the host.
+  void join(const Event& event) const;
   /// Another lane fills the outputs; whoever reads them waits for `event`.
   void completes_with(const Event& event);
 

@@ -38,6 +38,12 @@ class Event {
     settle();
     if (state_->point) state_->point->order(stream);
   }
+  /// Of the device, once the work is enqueued there; null if the host does it.
+  std::shared_ptr<const DevicePoint> point() const {
+    if (!state_) return nullptr;
+    settle();
+    return state_->point;
+  }
   bool ready() const {
     if (!state_) return true;
     std::lock_guard lock(state_->mutex);

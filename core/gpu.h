@@ -21,6 +21,8 @@ class Gpu {
   /// out again at once, since whoever writes it comes later in that order. Work on other streams is put into that order
   /// by events, before its memory is freed.
   virtual const std::shared_ptr<Allocator>& memory() const = 0;
+  /// True for an address in memory().
+  virtual bool holds(const void* address) const = 0;
   /// The stream of this rank's ops.
   virtual const Stream& compute() const = 0;
   /// Another stream of the same device, ahead of compute() where both have work: for communication.

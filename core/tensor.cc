@@ -147,8 +147,13 @@ Tensor Tensor::clone() const {
   const Shape& local = local_shape();
   Tensor t = over(Storage::allocate(device(), local_bytes()), 0, type(), local, local.contiguous_strides());
   if (device().is_meta()) return t;
-  if (device().is_cuda()) return to(Device::cpu()).to(device());
   const View from = view();
+  if (device().is_cuda()) {
+    if (!from.contiguous()) return to(Device::cpu()).clone().to(device());
+    Gpu& gpu = RankContext::current().gpu_of(device());
+    gpu.copy(gpu.compute(), t.view().data, from.data, static_cast<size_t>(local_bytes()), Gpu::Copy::on_device);
+    return t;
+  }
   const size_t size = size_of(dtype());
   char* to = static_cast<char*>(t.view().data);
   if (from.contiguous()) {

@@ -33,13 +33,13 @@ std::string Collective::to_string() const {
   }
   if (op == CollectiveOp::all_reduce) out += str(' ', name(reduction));
   if (op == CollectiveOp::broadcast) out += str(" from ", root);
-  return out + str(" (", path_label(path), ')');
+  return out + str(on_gpu ? " on GPUs (" : " (", path_label(path), ')');
 }
 
 uint64_t hash_call(const Collective& call) {
   uint64_t h = mix(static_cast<uint64_t>(call.op), static_cast<uint64_t>(call.dtype));
   h = mix(h, static_cast<uint64_t>(call.reduction));
-  h = mix(h, static_cast<uint64_t>(call.root));
+  h = mix(h, static_cast<uint64_t>(call.root) * 2 + call.on_gpu);
   h = mix(h, call.counts.size());
   if (call.op != CollectiveOp::all_to_all)
     for (int64_t c : call.counts) h = mix(h, static_cast<uint64_t>(c));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "sheaf/core/dtype.h"
+#include "sheaf/core/event.h"
 #include "sheaf/core/communicator.h"
 
 namespace sheaf {
@@ -25,6 +26,8 @@ struct Collective {
   const void* in = nullptr;
   void* out = nullptr;
   std::string path = {};
+  bool on_gpu = false;          ///< the buffers lie on the rank's GPU
+  Event buffers_ready = {};     ///< on_gpu: what the rank's stream had to do before the call
   uint64_t sequence = 0;     ///< 1 for a communicator's first call
   uint64_t call_hash = 0;    ///< of op, dtype, counts and path: equal on all ranks
   uint64_t fingerprint = 0;  ///< running: of this call and all before it

@@ -3,6 +3,9 @@
 #include <cstdio>
 #include <cstring>
 
+#include "sheaf/core/gpu.h"
+#include "sheaf/core/rank_context.h"
+
 namespace sheaf {
 namespace {
 
@@ -12,7 +15,13 @@ bool consequential(ExitCode code) { return code != ExitCode::kTimeout && code !=
 
 void run_alone(const Collective& call) {
   if (!call.in || call.in == call.out || call.counts.empty() || call.counts[0] == 0) return;
-  std::memmove(call.out, call.in, static_cast<size_t>(call.counts[0] * call.element_size()));
+  const auto bytes = static_cast<size_t>(call.counts[0] * call.element_size());
+  if (!call.on_gpu) {
+    std::memmove(call.out, call.in, bytes);
+    return;
+  }
+  Gpu& gpu = *RankContext::current().gpu;
+  gpu.copy(gpu.compute(), call.out, call.in, bytes, Gpu::Copy::on_device);
 }
 
 Event CommunicatorBase::all_gather(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
@@ -68,6 +77,13 @@ void CommunicatorBase::check_counts(const char* op, std::span<const int64_t> cou
 
 Event CommunicatorBase::submit(Collective call) {
   throw_if_failed(call);
+  if (Gpu* gpu = RankContext::current().gpu.get(); gpu && gpu->holds(call.out)) {
+    if (size() > 1 && !moves_gpu_memory())
+      fail<ConfigError>('[', name(call.op), "] ", path_label(call.path), ": '", kind(), "' moves memory of the host, not of ",
+                        gpu->device().to_string());
+    call.on_gpu = true;
+    if (size() > 1) call.buffers_ready = gpu->record(gpu->compute());
+  }
   call.call_hash = hash_call(call);
   auto shared = std::make_shared<Collective>(std::move(call));
   {
@@ -88,15 +104,18 @@ Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {
     return {};
   }
   if (!lane_) lane_ = std::make_unique<LaneThread>();
-  return lane_->submit([this, call = std::move(call)] { execute(*call); });
+  return lane_->submit([this, call = std::move(call)] { return execute(*call); });
 }
 
-void CommunicatorBase::execute(const Collective& call) {
+std::shared_ptr<const DevicePoint> CommunicatorBase::execute(const Collective& call) {
   set_state(call.sequence, FlightEntry::State::running);
   try {
     throw_if_failed(call);
-    run(call);
+    std::shared_ptr<const DevicePoint> point;
+    if (call.on_gpu) point = run_on_gpu(call);
+    else run(call);
     set_state(call.sequence, FlightEntry::State::done);
+    return point;
   } catch (const Error&) {
     set_state(call.sequence, FlightEntry::State::failed);
     throw;

@@ -66,6 +66,10 @@ class CommunicatorBase : public Communicator {
 
   /// Does the work of one call on the lane's thread; called for groups of two and more only.
   virtual void run(const Collective& call) = 0;
+  /// The same for buffers on the rank's GPU: enqueues the work there and returns the point where it is done.
+  virtual std::shared_ptr<const DevicePoint> run_on_gpu(const Collective&) { return nullptr; }
+  /// False if only buffers of the host will do; else there is a run_on_gpu().
+  virtual bool moves_gpu_memory() const { return false; }
   /// Enqueues a checked and numbered call. The default hands it to the lane, or does it at once in a group of one.
   virtual Event dispatch(std::shared_ptr<Collective> call);
   /// Finishes what is queued and ends the lane; derived destructors call it first, since run() is theirs.
@@ -91,7 +95,7 @@ class CommunicatorBase : public Communicator {
  private:
   Event submit(Collective call);
   void check_counts(const char* op, std::span<const int64_t> counts) const;
-  void execute(const Collective& call);
+  std::shared_ptr<const DevicePoint> execute(const Collective& call);
 
   mutable std::mutex mutex_;  // guards what follows: issued by the rank's thread, looked at by others
   uint64_t sequence_ = 0;
@@ -101,7 +105,7 @@ class CommunicatorBase : public Communicator {
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };
 
-/// What every call means in a group of one: a copy, or nothing.
+/// What every call means in a group of one: a copy, or nothing. On a GPU, in the order of the rank's stream.
 void run_alone(const Collective& call);
 
 }  // namespace sheaf

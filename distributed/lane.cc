@@ -15,7 +15,7 @@ LaneThread::~LaneThread() {
   thread_.join();
 }
 
-Event LaneThread::submit(std::function<void()> task) {
+Event LaneThread::submit(Task task) {
   Event event = Event::pending();
   {
     std::lock_guard lock(mutex_);
@@ -28,7 +28,7 @@ Event LaneThread::submit(std::function<void()> task) {
 void LaneThread::loop(RankContext& context) {
   RankScope scope(context);
   while (true) {
-    std::pair<std::function<void()>, Event> entry;
+    std::pair<Task, Event> entry;
     {
       std::unique_lock lock(mutex_);
       condition_.wait(lock, [&] { return stop_ || !queue_.empty(); });
@@ -37,13 +37,14 @@ void LaneThread::loop(RankContext& context) {
       queue_.pop_front();
     }
     std::exception_ptr failure;
+    std::shared_ptr<const DevicePoint> point;
     try {
-      entry.first();
+      point = entry.first();
     } catch (...) {
       failure = std::current_exception();
     }
     entry.first = nullptr;  // what the task holds is released before anybody hears of its end
-    entry.second.complete(failure);
+    entry.second.complete(failure, std::move(point));
   }
 }
 

@@ -22,15 +22,17 @@ class LaneThread {
   LaneThread(const LaneThread&) = delete;
   LaneThread& operator=(const LaneThread&) = delete;
 
-  /// Enqueues `task`; the event completes after it, with the exception that it threw, if any.
-  Event submit(std::function<void()> task);
+  /// Enqueues `task`; the event completes after it, at the point of a GPU's stream that it returns (null: what it did is
+  /// done), or with the exception that it threw.
+  using Task = std::function<std::shared_ptr<const DevicePoint>()>;
+  Event submit(Task task);
 
  private:
   void loop(RankContext& context);
 
   std::mutex mutex_;
   std::condition_variable condition_;
-  std::deque<std::pair<std::function<void()>, Event>> queue_;
+  std::deque<std::pair<Task, Event>> queue_;
   bool stop_ = false;
   std::thread thread_;
 };

@@ -4,7 +4,10 @@
 #include <cstring>
 #include <numeric>
 
+#include "sheaf/core/gpu.h"
 #include "sheaf/distributed/reduce.h"
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/reduce_ranks.h"
 
 namespace sheaf {
 namespace {
@@ -22,11 +25,23 @@ std::byte* at(void* base, int64_t elements, const Collective& call) {
   return static_cast<std::byte*>(base) + elements * call.element_size();
 }
 
-void copy(std::byte* to, const std::byte* from, int64_t count, const Collective& call) {
-  if (count > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(count * call.element_size()));
-}
-
 }  // namespace
+
+class GpuLane {
+ public:
+  explicit GpuLane(std::shared_ptr<Gpu> gpu) : gpu_(std::move(gpu)), stream_(gpu_->make_lane()) {}
+  ~GpuLane() { gpu_->destroy_lane(stream_); }
+  GpuLane(const GpuLane&) = delete;
+  GpuLane& operator=(const GpuLane&) = delete;
+
+  Gpu& gpu() { return *gpu_; }
+  const Stream& stream() const { return stream_; }
+  Event record() { return gpu_->record(stream_); }
+
+ private:
+  const std::shared_ptr<Gpu> gpu_;
+  const Stream stream_;
+};
 
 LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock::time_point deadline,
                                        const FailureBoard& board, std::vector<int>& absent) {
@@ -52,8 +67,9 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   return woken ? Outcome::left : Outcome::timed_out;
 }
 
-void LocalGroup::meet(int index) {
+void LocalGroup::meet(int index, const Event& reached) {
   std::unique_lock lock(mutex_);
+  members_[index].reached = reached;
   const uint64_t meeting = ++members_[index].meetings;
   condition_.notify_all();
   condition_.wait(lock, [&] {
@@ -119,40 +135,84 @@ std::string LocalCommunicator::disagreement() const {
   return {};
 }
 
-void LocalCommunicator::run(const Collective& call) {
+// All members are here, with the same call.
+void LocalCommunicator::agree(const Collective& call) {
   if (options_.delay.count() > 0) meeting_->pause(options_.delay, *board_);
   gather(call);
-  const std::string wrong = disagreement();
-  if (wrong.empty()) exchange(call);
-  meeting_->meet(rank());  // everybody has read: the buffers go back to their owners
-  if (!wrong.empty()) raise(call, ExitCode::kDesync, wrong);
+  if (const std::string wrong = disagreement(); !wrong.empty()) {
+    meeting_->meet(rank());  // the others read this call, too
+    raise(call, ExitCode::kDesync, wrong);
+  }
 }
 
-void LocalCommunicator::exchange(const Collective& call) {
+void LocalCommunicator::run(const Collective& call) {
+  agree(call);
+  exchange(call, nullptr);
+  meeting_->meet(rank());  // everybody has read: the buffers go back to their owners
+}
+
+std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collective& call) {
+  agree(call);
+  if (!gpu_lane_) gpu_lane_ = std::make_unique<GpuLane>(RankContext::current().gpu);
+  const Stream& stream = gpu_lane_->stream();
+  std::exception_ptr failure;  // the others wait for this rank, whatever happened to it
+  Event reached;
+  try {
+    for (int r = 0; r < size(); ++r) meeting_->call_of(r).buffers_ready.order(stream);
+    exchange(call, gpu_lane_.get());
+    reached = gpu_lane_->record();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  meeting_->meet(rank(), reached);
+  for (int r = 0; r < size(); ++r) meeting_->reached(r).order(stream);  // the buffers go back behind everybody's reading
+  meeting_->meet(rank());  // the events have been looked at
+  if (failure) std::rethrow_exception(failure);
+  return gpu_lane_->record().point();
+}
+
+void LocalCommunicator::exchange(const Collective& call, GpuLane* gpu) {
   const int n = size(), me = rank();
+  const auto copy = [&](std::byte* to, const std::byte* from, int64_t count) {
+    const auto bytes = static_cast<size_t>(count * call.element_size());
+    if (count == 0 || to == from) return;
+    if (gpu) gpu->gpu().copy(gpu->stream(), to, from, bytes, Gpu::Copy::on_device);
+    else std::memcpy(to, from, bytes);
+  };
   const auto in_of = [&](int r) { return meeting_->call_of(r).in; };
   // Sum of everybody's elements [begin, begin + count), written to `out`: nobody else reads or writes those of mine.
   const auto reduce_slice = [&](void* out, int64_t begin, int64_t count) {
     std::vector<const void*> sources(n);
     for (int r = 0; r < n; ++r) sources[r] = at(in_of(r), begin, call);
-    reduce_in_order(out, sources, count, call.dtype, call.reduction);
+    if (!gpu) return reduce_in_order(out, sources, count, call.dtype, call.reduction);
+    if constexpr (kernels::kHasCuda)
+      kernels::cuda::reduce_in_order(gpu->stream(), out, sources, count, call.dtype, call.reduction);
   };
 
   switch (call.op) {
     case CollectiveOp::all_gather:
       for (int r = 0; r < n; ++r)
-        copy(at(call.out, sum_of(call.counts, r), call), at(in_of(r), 0, call), call.counts[r], call);
+        copy(at(call.out, sum_of(call.counts, r), call), at(in_of(r), 0, call), call.counts[r]);
       break;
     case CollectiveOp::reduce_scatter:
       reduce_slice(call.out, sum_of(call.counts, me), call.counts[me]);
       break;
     case CollectiveOp::all_reduce: {
       const int64_t count = call.counts[0], begin = even_cut(count, me, n);
-      reduce_slice(at(call.out, begin, call), begin, even_cut(count, me + 1, n) - begin);
-      meeting_->meet(me);
+      std::exception_ptr failure;  // the others wait for this rank, whatever happened to it
+      Event reduced;
+      try {
+        reduce_slice(at(call.out, begin, call), begin, even_cut(count, me + 1, n) - begin);
+        if (gpu) reduced = gpu->record();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      meeting_->meet(me, reduced);
+      if (failure) std::rethrow_exception(failure);
+      for (int r = 0; r < n && gpu; ++r) meeting_->reached(r).order(gpu->stream());
       for (int r = 0; r < n; ++r) {
         const int64_t from = even_cut(count, r, n), length = even_cut(count, r + 1, n) - from;
-        copy(at(call.out, from, call), at(in_of(r), from, call), length, call);
+        copy(at(call.out, from, call), at(in_of(r), from, call), length);
       }
       break;
     }
@@ -160,11 +220,11 @@ void LocalCommunicator::exchange(const Collective& call) {
       for (int r = 0; r < n; ++r) {
         const Collective& peer = meeting_->call_of(r);
         copy(at(call.out, sum_of(call.recv_counts, r), call), at(peer.in, sum_of(peer.counts, me), call),
-             call.recv_counts[r], call);
+             call.recv_counts[r]);
       }
       break;
     case CollectiveOp::broadcast:
-      copy(at(call.out, 0, call), at(in_of(call.root), 0, call), call.counts[0], call);
+      copy(at(call.out, 0, call), at(in_of(call.root), 0, call), call.counts[0]);
       break;
     case CollectiveOp::barrier: break;
   }

@@ -19,6 +19,7 @@ struct LocalOptions {
   std::chrono::milliseconds delay{0};         ///< added to every collective, to study overlap
   std::chrono::milliseconds timeout{300'000};  ///< of one collective, from the moment it starts on its lane
   int threads_per_rank = 0;                   ///< 0: cores / ranks, at least 1
+  Device device = {};                         ///< a GPU: all ranks share it, each with a stream and an allocator of its own
 };
 
 /// Where the members of one local group meet; shared by their communicators.
@@ -33,8 +34,11 @@ class LocalGroup {
   Outcome gather(int index, const Collective& call, std::chrono::steady_clock::time_point deadline,
                  const FailureBoard& board, std::vector<int>& absent);
   /// Sleeps until all members are here again. Nothing cuts it short: peers that went on together only copy and add
-  /// until they meet again, and buffers must not go back to their owners before.
-  void meet(int index);
+  /// until they meet again, and buffers must not go back to their owners before. On a GPU they have only enqueued that:
+  /// `reached` is where this member's part is done.
+  void meet(int index, const Event& reached = {});
+  /// Where a member's part was done when it met the others last. Valid until it meets them again.
+  const Event& reached(int index) const { return members_[index].reached; }
   /// The call that a member announced. Valid from gather() until the last meet() of the call.
   const Collective& call_of(int index) const { return *members_[index].call; }
   /// Sleeps for `delay`, or until the job fails.
@@ -45,6 +49,7 @@ class LocalGroup {
  private:
   struct Member {
     const Collective* call = nullptr;
+    Event reached;
     uint64_t meetings = 0;
     uint64_t gave_up = 0;  // the meeting for which it waited in vain
     bool left = false;
@@ -54,6 +59,10 @@ class LocalGroup {
   std::vector<Member> members_;
 };
 
+class GpuLane;  // a stream of the rank's GPU
+
+/// Ranks that share a GPU: the buffers of all of them are memory of one device, copies and sums run on a stream of the
+/// rank that receives.
 class LocalCommunicator final : public CommunicatorBase {
  public:
   LocalCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, std::shared_ptr<LocalGroup> meeting,
@@ -65,13 +74,17 @@ class LocalCommunicator final : public CommunicatorBase {
 
  private:
   void run(const Collective& call) override;
+  std::shared_ptr<const DevicePoint> run_on_gpu(const Collective& call) override;
+  bool moves_gpu_memory() const override { return true; }
   void gather(const Collective& call);
+  void agree(const Collective& call);
   std::string disagreement() const;  ///< empty if all members made the same call; the same text on all of them
-  void exchange(const Collective& call);
+  void exchange(const Collective& call, GpuLane* gpu);
 
   const std::shared_ptr<LocalGroup> meeting_;
   const LocalOptions options_;
   int subscription_;
+  std::unique_ptr<GpuLane> gpu_lane_;  // made by the first call on a GPU
 };
 
 /// The ranks of one process: one object, shared by the transports of its ranks.

@@ -6,10 +6,15 @@
 #include <thread>
 #include <vector>
 
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/gpu.h"
+
 namespace sheaf {
 
 void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions options) {
   check<ConfigError>(ranks >= 1, "[run_local] needs at least one rank, not ", ranks);
+  if (options.device.is_cuda())  // here, where the error has no peers
+    check<ConfigError>(kernels::kHasCuda, "[run_local] ", options.device.to_string(), ": this build has no CUDA");
   auto job = std::make_shared<LocalJob>(ranks, options);
   const int threads =
       options.threads_per_rank > 0 ? options.threads_per_rank : std::max(1, available_cores() / ranks);
@@ -20,7 +25,9 @@ void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions 
     RankContext context;
     context.threads = threads;
     RankScope scope(context);
-    World world(std::make_shared<LocalTransport>(job), context, rank, ranks, rank, ranks);
+    if constexpr (kernels::kHasCuda)
+      if (options.device.is_cuda()) context.gpu = kernels::cuda::make_gpu(options.device.index);
+    World world(std::make_shared<LocalTransport>(job), context, rank, ranks, rank, ranks, options.device);
     try {
       world.guard([&] { body(world); });
     } catch (...) {

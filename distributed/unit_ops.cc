@@ -86,6 +86,9 @@ struct GradSlots {
   static void execute(const Attrs& a, Execute& c) {  // padding between and after the slots is sent too: zero it
     for (int b = 0; b < a.buffers; ++b) {
       char* base = static_cast<char*>(c.output(b).data);
+      const auto zero = [&](int64_t begin, int64_t end) {
+        if (end > begin) SHEAF_ON_DEVICE(c.stream(), fill, View::dense(base + begin, kU8, {end - begin}), 0.0);
+      };
       std::vector<std::pair<int64_t, int64_t>> used;
       for (int o = a.buffers; o < c.num_outputs(); ++o)
         if (const Tensor& t = c.output_tensor(o); t.storage() == c.output_tensor(b).storage())
@@ -93,10 +96,10 @@ struct GradSlots {
       std::sort(used.begin(), used.end());
       int64_t at = 0;
       for (const auto& [begin, end] : used) {
-        std::memset(base + at, 0, begin - at);
+        zero(at, begin);
         at = end;
       }
-      std::memset(base + at, 0, c.output_tensor(b).local_bytes() - at);
+      zero(at, c.output_tensor(b).local_bytes());
     }
   }
 };

@@ -369,6 +369,7 @@ class PoisonGpu final : public Gpu {
   Device device() const override { return inner_->device(); }
   std::string name() const override { return inner_->name(); }
   const std::shared_ptr<Allocator>& memory() const override { return memory_; }
+  bool holds(const void* address) const override { return inner_->holds(address); }
   const Stream& compute() const override { return inner_->compute(); }
   Stream make_lane() override { return inner_->make_lane(); }
   void destroy_lane(const Stream& lane) override { inner_->destroy_lane(lane); }

@@ -139,7 +139,7 @@ struct RedistributeOp {
     const bool run = !meta || lane.kind() == "simulated";
     if (m.from == Kind::partial && is_whole(m.to)) {
       if (!meta) copy(in, out);
-      if (run) lane.all_reduce(out.data, out.numel(), out.dtype, Reduction::sum, path).sync();
+      if (run) c.join(lane.all_reduce(out.data, out.numel(), out.dtype, Reduction::sum, path));
       return;
     }
     if (m.from == Kind::shard && is_whole(m.to)) {
@@ -152,7 +152,7 @@ struct RedistributeOp {
         src = View::dense(scratch + out.numel() * size, in.dtype, in.shape);
         if (!meta) copy(in, src);
       }
-      if (run) lane.all_gather(src.data, gathered, counts, in.dtype, path).sync();
+      if (run) c.join(lane.all_gather(src.data, gathered, counts, in.dtype, path));
       if (meta || cut.contiguous()) return;
       const int64_t along = out.numel() / std::max<int64_t>(cut.outer * cut.inner, 1);
       for (int r = 0; r < m.size; ++r) {
@@ -171,7 +171,7 @@ struct RedistributeOp {
         send = scratch;
         if (!meta) pack(copy, in, a.to[m.axis].map(), cut, m.size, scratch);
       }
-      if (run) lane.reduce_scatter(send, out.data, counts, in.dtype, path).sync();
+      if (run) c.join(lane.reduce_scatter(send, out.data, counts, in.dtype, path));
       return;
     }
     // Shard to another Shard: what each pair of ranks shares is a block (two dimensions) or an interval (flat).
@@ -190,7 +190,7 @@ struct RedistributeOp {
       if (!meta) copy(mine, View::dense(send, in.dtype, mine.shape));
       send += mine.numel() * size;
     }
-    if (run) lane.all_to_all(scratch, send_counts, recv, recv_counts, in.dtype, path).sync();
+    if (run) c.join(lane.all_to_all(scratch, send_counts, recv, recv_counts, in.dtype, path));
     if (meta) return;
     for (const View& t : targets) {
       copy(View::dense(recv, in.dtype, t.shape), t);

@@ -16,10 +16,10 @@ constexpr size_t kLeastGrowth = size_t{32} << 20;  // mapping takes the driver t
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-class DeviceAllocator : public Allocator {
+class GrowingAllocator : public DeviceAllocator {
  public:
-  explicit DeviceAllocator(int device) : device_(device) {}
-  ~DeviceAllocator() override { release(range_); }
+  explicit GrowingAllocator(int device) : device_(device) {}
+  ~GrowingAllocator() override { release(range_); }
 
   void* allocate(size_t bytes, HostMemory) override {
     const size_t size = rounded(bytes);
@@ -68,6 +68,11 @@ class DeviceAllocator : public Allocator {
   void reset_peak() override {
     std::lock_guard lock(mutex_);
     stats_.peak = stats_.live;
+  }
+  bool holds(const void* address) const override {
+    std::lock_guard lock(mutex_);
+    // The end belongs to it: an empty view of its last block lies there.
+    return address >= range_.base && address <= range_.base + range_.mapped && range_.base;
   }
   void add_wire(SharedRange) override {}  // of the host
 
@@ -121,8 +126,8 @@ class DeviceAllocator : public Allocator {
 
 }  // namespace
 
-std::shared_ptr<Allocator> make_device_allocator(int device) {
-  return std::make_shared<DeviceAllocator>(device);
+std::shared_ptr<DeviceAllocator> make_device_allocator(int device) {
+  return std::make_shared<GrowingAllocator>(device);
 }
 
 }  // namespace sheaf::kernels::cuda

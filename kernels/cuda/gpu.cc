@@ -29,7 +29,7 @@ class CudaGpu : public Gpu {
   explicit CudaGpu(int index)
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
-        memory_(make_device_allocator(index)) {}
+        blocks_(make_device_allocator(index)) {}
   ~CudaGpu() override {
     try {
       synchronize(compute_);  // kernels may still use what is given back now
@@ -44,6 +44,7 @@ class CudaGpu : public Gpu {
   Device device() const override { return device_; }
   std::string name() const override { return device_name(device_.index); }
   const std::shared_ptr<Allocator>& memory() const override { return memory_; }
+  bool holds(const void* address) const override { return blocks_->holds(address); }
   const Stream& compute() const override { return compute_; }
   Stream make_lane() override { return make_stream(device_.index, Priority::high); }
   void destroy_lane(const Stream& lane) override { destroy_stream(lane); }
@@ -79,7 +80,8 @@ class CudaGpu : public Gpu {
 
   const Device device_;
   const Stream compute_;
-  const std::shared_ptr<Allocator> memory_;
+  const std::shared_ptr<DeviceAllocator> blocks_;
+  const std::shared_ptr<Allocator> memory_ = blocks_;
   std::mutex mutex_;         // of the staging memory
   char* staging_ = nullptr;  // two halves, used in turn
   int turn_ = 0;

@@ -16,6 +16,10 @@ std::shared_ptr<Gpu> make_gpu(int index);
 /// fits, by what is missing at its end, and never shrinks, so nothing is asked of the device once a
 /// training step has run. OutOfMemory names what was asked, what is in use and what the device has.
 /// Blocks are 256-byte aligned.
-std::shared_ptr<Allocator> make_device_allocator(int device);
+class DeviceAllocator : public Allocator {
+ public:
+  virtual bool holds(const void* address) const = 0;
+};
+std::shared_ptr<DeviceAllocator> make_device_allocator(int device);
 
 }  // namespace sheaf::kernels::cuda
