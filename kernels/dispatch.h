@@ -1,6 +1,7 @@
 // SHEAF_ON_DEVICE(stream, softmax, x, out): calls kernels::cpu::softmax(x, out) or kernels::cuda::softmax(stream, x, out)
 // by the stream's device. SHEAF_WORKSPACE(device, matmul, a, b, c): the bytes of kernels::cpu::matmul_workspace(a, b, c)
-// or of cuda's. What has a kernel on the CPU alone uses SHEAF_ON_CPU, which says so.
+// or of cuda's. Kernels that need scratch on a GPU only: SHEAF_ON_DEVICE_SCRATCH(stream, workspace, sum, x, out), with
+// SHEAF_GPU_WORKSPACE(device, sum, x, out). What has a kernel on the CPU alone uses SHEAF_ON_CPU, which says so.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -26,12 +27,33 @@ namespace sheaf::kernels {
     }                                                                                                  \
   } while (0)
 
+#define SHEAF_ON_DEVICE_SCRATCH(where, workspace, kernel, ...)                                         \
+  do {                                                                                                 \
+    const ::sheaf::Stream sheaf_stream = (where);                                                      \
+    if (sheaf_stream.device.is_cpu()) {                                                                \
+      ::sheaf::kernels::cpu::kernel(__VA_ARGS__);                                                      \
+    } else if constexpr (::sheaf::kernels::kHasCuda) {                                                 \
+      if (!sheaf_stream.device.is_cuda()) ::sheaf::kernels::no_kernel(#kernel, sheaf_stream.device);   \
+      ::sheaf::kernels::cuda::kernel(sheaf_stream, __VA_ARGS__, workspace);                            \
+    } else {                                                                                           \
+      ::sheaf::kernels::no_kernel(#kernel, sheaf_stream.device);                                       \
+    }                                                                                                  \
+  } while (0)
+
 #define SHEAF_WORKSPACE(where, kernel, ...)                                              \
   [&]() -> int64_t {                                                                     \
     if constexpr (::sheaf::kernels::kHasCuda)                                            \
       if ((where).is_cuda())                                                             \
         return static_cast<int64_t>(::sheaf::kernels::cuda::kernel##_workspace(__VA_ARGS__)); \
     return static_cast<int64_t>(::sheaf::kernels::cpu::kernel##_workspace(__VA_ARGS__));  \
+  }()
+
+#define SHEAF_GPU_WORKSPACE(where, kernel, ...)                                          \
+  [&]() -> int64_t {                                                                     \
+    if constexpr (::sheaf::kernels::kHasCuda)                                            \
+      if ((where).is_cuda())                                                             \
+        return static_cast<int64_t>(::sheaf::kernels::cuda::kernel##_workspace(__VA_ARGS__)); \
+    return 0;                                                                            \
   }()
 
 #define SHEAF_ON_CPU(stream, kernel, ...)                              \

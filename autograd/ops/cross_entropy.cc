@@ -38,7 +38,7 @@ struct CrossEntropyBackward {  // logits, targets, lse, dlosses -> dlogits
     p.rule({kR, kR, kR, kP}, {kP});  // linear in dlosses
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), cross_entropy_backward, c.input(0), c.input(1), a.ignore_index,
+    SHEAF_ON_DEVICE(c.stream(), cross_entropy_backward, c.input(0), c.input(1), a.ignore_index,
                  c.input(2), c.input(3), c.output(0));
   }
   static constexpr auto describe = describe_ignored;
@@ -58,7 +58,7 @@ struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
     rule_all(p, kR, kR, 2);
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), cross_entropy, c.input(0), c.input(1), a.ignore_index, c.output(0),
+    SHEAF_ON_DEVICE(c.stream(), cross_entropy, c.input(0), c.input(1), a.ignore_index, c.output(0),
                  c.output(1));
   }
   static void vjp(const Attrs& a, Vjp& c) {

@@ -31,11 +31,10 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
     p.rule({kR, kP}, {kP});
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(
-        kernels::cpu::embedding_backward_workspace(c.input(0), c.input(1), c.output(0)));
+    return SHEAF_WORKSPACE(c.device(), embedding_backward, c.input(0), c.input(1), c.output(0));
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), embedding_backward, c.input(0), c.input(1), c.output(0), c.add,
+    SHEAF_ON_DEVICE(c.stream(), embedding_backward, c.input(0), c.input(1), c.output(0), c.add,
                  c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) { c.set(1, embedding(c.input(0), c.grad())); }
@@ -67,7 +66,7 @@ struct Embedding {
     p.rule({kR, kP}, {kP});
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), embedding, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), embedding, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(1,

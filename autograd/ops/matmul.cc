@@ -43,11 +43,10 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
     p.rule({kR, kP}, {kP});
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(
-        kernels::cpu::linear_weight_gradient_workspace(c.input(0), c.input(1), c.output(0)));
+    return SHEAF_WORKSPACE(c.device(), linear_weight_gradient, c.input(0), c.input(1), c.output(0));
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), linear_weight_gradient, c.input(0), c.input(1), c.output(0),
+    SHEAF_ON_DEVICE(c.stream(), linear_weight_gradient, c.input(0), c.input(1), c.output(0),
                  c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) {  // g[O, I]: dy gets x gᵀ, x gets dy g
@@ -71,8 +70,11 @@ struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
   }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), linear_bias_gradient, c.input(0), c.output(0));
+  }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), linear_bias_gradient, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, linear_bias_gradient, c.input(0), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, sliced_to_dual(expand(c.grad(), c.input_type(0).shape), c.input_type(0)));
@@ -130,11 +132,10 @@ struct Matmul {
     p.rule({kR, kP}, {kP});
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(
-        kernels::cpu::matmul_workspace(c.input(0), c.input(1), c.output(0)));
+    return SHEAF_WORKSPACE(c.device(), matmul, c.input(0), c.input(1), c.output(0));
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), matmul, c.input(0), c.input(1), c.output(0), c.workspace);
+    SHEAF_ON_DEVICE(c.stream(), matmul, c.input(0), c.input(1), c.output(0), c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) {
     if (c.needs(0)) c.set(0, sum_to(matmul(c.grad(), swap_last(c.input(1))), c.input_type(0)));
@@ -192,11 +193,10 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   }
   static View bias(const Execute& c) { return c.num_inputs() == 3 ? c.input(2) : View{}; }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(
-        kernels::cpu::linear_workspace(c.input(0), c.input(1), bias(c), c.output(0)));
+    return SHEAF_WORKSPACE(c.device(), linear, c.input(0), c.input(1), bias(c), c.output(0));
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace);
+    SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());

@@ -51,17 +51,16 @@ struct NormBackward {  // dy, x, rstd [, mean] [, weight] -> [dx] [, dweight] [,
   };
   static int64_t workspace(const Attrs& a, const Execute& c) {
     const Views v(a, c);
-    return static_cast<int64_t>(
-        a.layer ? kernels::cpu::layer_norm_backward_workspace(v.x, v.dx, v.dweight, v.dbias)
-                : kernels::cpu::rms_norm_backward_workspace(v.x, v.dx, v.dweight));
+    return a.layer ? SHEAF_WORKSPACE(c.device(), layer_norm_backward, v.x, v.dx, v.dweight, v.dbias)
+                   : SHEAF_WORKSPACE(c.device(), rms_norm_backward, v.x, v.dx, v.dweight);
   }
   static void execute(const Attrs& a, Execute& c) {
     const Views v(a, c);
     if (a.layer)
-      SHEAF_ON_CPU(c.stream(), layer_norm_backward, v.dy, v.x, v.weight, v.mean, v.rstd, v.dx,
+      SHEAF_ON_DEVICE(c.stream(), layer_norm_backward, v.dy, v.x, v.weight, v.mean, v.rstd, v.dx,
                    v.dweight, v.dbias, c.workspace);
     else
-      SHEAF_ON_CPU(c.stream(), rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
+      SHEAF_ON_DEVICE(c.stream(), rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
                    c.workspace);
   }
   static void describe(const Attrs& a, std::string& out) {
@@ -98,7 +97,7 @@ struct LayerNorm {  // x [, weight] [, bias] -> y, mean, rstd
     return a.has_bias ? c.input(1 + a.has_weight) : View{};
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), layer_norm, c.input(0), weight(a, c), bias(a, c), a.eps, c.output(0),
+    SHEAF_ON_DEVICE(c.stream(), layer_norm, c.input(0), weight(a, c), bias(a, c), a.eps, c.output(0),
                  c.output(1), c.output(2));
   }
   static void vjp(const Attrs& a, Vjp& c) {
@@ -137,7 +136,7 @@ struct RmsNorm {  // x [, weight] -> y, rstd
     rule_all(p, kR, kR, 2);
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), rms_norm, c.input(0), LayerNorm::weight(a, c), a.eps, c.output(0),
+    SHEAF_ON_DEVICE(c.stream(), rms_norm, c.input(0), LayerNorm::weight(a, c), a.eps, c.output(0),
                  c.output(1));
   }
   static void vjp(const Attrs& a, Vjp& c) {

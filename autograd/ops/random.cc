@@ -74,9 +74,9 @@ struct Random {  // input, if derived from the recording: random_state
     const kernels::GlobalIndex where = global_index(c.output_type(0), first);
     const View out = at_least_1d(c.output(0));
     if (a.normal)
-      SHEAF_ON_CPU(c.stream(), normal, out, key, where, a.a, a.b);
+      SHEAF_ON_DEVICE(c.stream(), normal, out, key, where, a.a, a.b);
     else
-      SHEAF_ON_CPU(c.stream(), uniform, out, key, where, a.a, a.b);
+      SHEAF_ON_DEVICE(c.stream(), uniform, out, key, where, a.a, a.b);
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str(a.normal ? "normal " : "uniform ", a.a, " ", a.b);
@@ -120,7 +120,7 @@ struct Dropout {  // inputs x and, if derived from the recording, random_state
   static void execute(const Attrs& a, Execute& c) {
     int64_t first = 0;
     const Key key = key_for(a.source, c, 1, &first);
-    SHEAF_ON_CPU(c.stream(), dropout, at_least_1d(c.input(0)), a.p, key,
+    SHEAF_ON_DEVICE(c.stream(), dropout, at_least_1d(c.input(0)), a.p, key,
                  global_index(c.output_type(0), first), at_least_1d(c.output(0)));
   }
   static void vjp(const Attrs& a, Vjp& c) {

@@ -30,10 +30,10 @@ struct Rotary {
     p.rule({kP}, {kP});
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(kernels::cpu::rotary_workspace(c.input(0)));
+    return SHEAF_WORKSPACE(c.device(), rotary, c.input(0));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), rotary, c.input(0), a.theta, a.first_position, a.heads, a.inverse != 0,
+    SHEAF_ON_DEVICE(c.stream(), rotary, c.input(0), a.theta, a.first_position, a.heads, a.inverse != 0,
                  c.output(0), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {

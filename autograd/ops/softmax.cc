@@ -30,7 +30,7 @@ struct SoftmaxBackward : OverRows<SoftmaxBackward> {  // y, dy -> y (dy - sum(dy
   static constexpr const char* kName = "softmax_backward";
   static constexpr uint64_t kSavedInputs = 0b11;
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), softmax_backward, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), softmax_backward, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor y = c.input(0), u = dense_rows(c.grad());
@@ -44,7 +44,7 @@ struct Softmax : OverRows<Softmax> {
   static constexpr const char* kName = "softmax";
   static constexpr uint64_t kSavedOutputs = 0b1;
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), softmax, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), softmax, c.input(0), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, apply<SoftmaxBackward>({}, {c.output(0), dense_rows(c.grad())}));
@@ -55,7 +55,7 @@ struct LogSoftmaxBackward : OverRows<LogSoftmaxBackward> {  // y, dy -> dy - exp
   static constexpr const char* kName = "log_softmax_backward";
   static constexpr uint64_t kSavedInputs = 0b11;
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), log_softmax_backward, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), log_softmax_backward, c.input(0), c.input(1), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor weighted = mul(c.grad(), exp(c.input(0)));  // u p
@@ -67,7 +67,7 @@ struct LogSoftmax : OverRows<LogSoftmax> {
   static constexpr const char* kName = "log_softmax";
   static constexpr uint64_t kSavedOutputs = 0b1;
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), log_softmax, c.input(0), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), log_softmax, c.input(0), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, apply<LogSoftmaxBackward>({}, {c.output(0), dense_rows(c.grad())}));
