@@ -2,7 +2,6 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
-#include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -11,10 +10,7 @@ void Execute::completes_with(const Event& event) {
   for (const Tensor& t : outputs_) t.storage()->filled_by(event);
 }
 
-Stream Execute::stream() const {
-  const Device d = device();
-  return d.is_cuda() ? RankContext::current().gpu_of(d).compute() : Stream{d};
-}
+Stream Execute::stream() const { return RankContext::current().stream(device()); }
 
 void Execute::join(const Event& event) const {
   if (device().is_cuda()) event.order(stream());

@@ -36,6 +36,14 @@ Gpu& RankContext::gpu_of(const Device& device) const {
   return *gpu;
 }
 
+const std::shared_ptr<Allocator>& RankContext::memory(const Device& device) const {
+  return device.is_meta() ? meta : device.is_cuda() ? gpu_of(device).memory() : cpu;
+}
+
+Stream RankContext::stream(const Device& device) const {
+  return device.is_cuda() ? gpu_of(device).compute() : Stream{device};
+}
+
 void RankContext::bind(const MeshSpec* mesh, std::shared_ptr<MeshRuntime> runtime) {
   unbind(mesh);
   meshes_.emplace_back(mesh, std::move(runtime));

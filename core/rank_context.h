@@ -36,6 +36,10 @@ class RankContext {
 
   /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
   Gpu& gpu_of(const Device& device) const;
+  /// What values on `device` are allocated from.
+  const std::shared_ptr<Allocator>& memory(const Device& device) const;
+  /// Where ops on `device` run: the stream of its GPU, or the calling thread.
+  Stream stream(const Device& device) const;
 
   /// The communication behind a mesh, if this rank has joined it. Layouts name meshes; this finds their runtime.
   void bind(const MeshSpec* mesh, std::shared_ptr<MeshRuntime> runtime);

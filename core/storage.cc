@@ -7,11 +7,7 @@
 namespace sheaf {
 
 std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, HostMemory where) {
-  RankContext& context = RankContext::current();
-  const std::shared_ptr<Allocator>& memory = device.is_meta()   ? context.meta
-                                             : device.is_cuda() ? context.gpu_of(device).memory()
-                                                                : context.cpu;
-  return std::shared_ptr<Storage>(new Storage(device, bytes, where, memory));
+  return std::shared_ptr<Storage>(new Storage(device, bytes, where, RankContext::current().memory(device)));
 }
 
 Storage::Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator)

@@ -3,8 +3,7 @@
 #include <cstring>
 #include <ostream>
 
-#include "sheaf/core/gpu.h"
-#include "sheaf/core/rank_context.h"
+#include "sheaf/core/transfer.h"
 
 namespace sheaf {
 namespace {
@@ -148,16 +147,11 @@ Tensor Tensor::clone() const {
   Tensor t = over(Storage::allocate(device(), local_bytes()), 0, type(), local, local.contiguous_strides());
   if (device().is_meta()) return t;
   const View from = view();
-  if (device().is_cuda()) {
-    if (!from.contiguous()) return to(Device::cpu()).clone().to(device());
-    Gpu& gpu = RankContext::current().gpu_of(device());
-    gpu.copy(gpu.compute(), t.view().data, from.data, static_cast<size_t>(local_bytes()), Gpu::Copy::on_device);
-    return t;
-  }
+  if (device().is_cuda() && !from.contiguous()) return to(Device::cpu()).clone().to(device());
   const size_t size = size_of(dtype());
   char* to = static_cast<char*>(t.view().data);
   if (from.contiguous()) {
-    std::memcpy(to, from.data, local_bytes());
+    transfer(device(), to, device(), from.data, static_cast<size_t>(local_bytes()));
   } else {
     for_each_element(from, [&](char* p) { std::memcpy(to, p, size); to += size; });
   }
@@ -172,11 +166,7 @@ Tensor Tensor::to(Device target) const {
   const View from = view();
   const int64_t bytes = extent_bytes(from);
   Tensor out = over(Storage::allocate(target, bytes), 0, type(), local_shape(), local_strides());
-  if (bytes == 0) return out;
-  const bool to_host = target.is_cpu();
-  Gpu& gpu = RankContext::current().gpu_of(to_host ? device() : target);
-  gpu.copy(gpu.compute(), out.view().data, from.data, static_cast<size_t>(bytes),
-           to_host ? Gpu::Copy::to_host : Gpu::Copy::to_device);
+  transfer(target, out.view().data, device(), from.data, static_cast<size_t>(bytes));
   return out;
 }
 

@@ -31,7 +31,8 @@ struct CheckpointPiece {
   DType dtype = DType::f32;
   Shape shape;                 ///< global
   Interval interval;           ///< of the row-major flat index; empty if this rank holds nothing of it
-  const void* data = nullptr;  ///< interval.size() elements
+  const void* data = nullptr;  ///< interval.size() elements, in memory of the host
+  std::shared_ptr<void> keep = nullptr;  ///< owns `data` where it is a copy of what a GPU has
 };
 
 /// How the ranks of a job act together. The default is one rank alone. All ranks must see the same file system.

@@ -96,7 +96,7 @@ void Trainer::save(int64_t step) {
 
 std::vector<int64_t> Trainer::peaks_of_ranks() {
   std::vector<int64_t> peaks(world_.size(), 0);
-  peaks[world_.rank()] = RankContext::current().cpu->stats().peak;
+  peaks[world_.rank()] = RankContext::current().memory(device_)->stats().peak;
   if (world_.size() > 1)
     lane_of(*step_).all_reduce(peaks.data(), world_.size(), kI64, Reduction::sum, "peak_bytes").sync();
   return peaks;
@@ -114,7 +114,7 @@ TrainReport Trainer::run() {
   if (first_rank) {
     metrics = std::make_unique<MetricsWriter>(config_.output.folder + "/metrics.jsonl", first_step_ - (first_step_ == 0));
   }
-  Allocator& memory = *RankContext::current().cpu;
+  Allocator& memory = *RankContext::current().memory(device_);
   TrainReport report;
   RecordedStep recorded;
   report.steps = t.steps;

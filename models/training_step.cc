@@ -50,13 +50,14 @@ double TrainingStep::learning_rate(int64_t step) const {
 
 TrainingStep::Batch TrainingStep::make_batch(int64_t rows, int64_t first, const FillBatch& fill) {
   const Type type{kI32, {rows, config_.model.context}, Layout(mesh_.spec, Placement::shard(0))};
-  Batch batch{Tensor::empty(type, device_), Tensor::empty(type, device_)};
+  const Device filled = device_.is_meta() ? device_ : Device::cpu();
+  Batch batch{Tensor::empty(type, filled), Tensor::empty(type, filled)};
   if (device_.is_meta()) return batch;
   const int64_t mine = batch.tokens.local_shape()[0];
   if (mine > 0)
     fill(first + type.layout.local_start(type.shape)[0], mine, batch.tokens.view().as<int32_t>(),
          batch.targets.view().as<int32_t>());
-  return batch;
+  return {batch.tokens.to(device_), batch.targets.to(device_)};
 }
 
 TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, RecordedStep* recorded) {

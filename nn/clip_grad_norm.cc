@@ -1,12 +1,13 @@
 #include "sheaf/nn/clip_grad_norm.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit.h"
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/elementwise.h"
 #include "sheaf/kernels/sum_of_squares.h"
 #include "sheaf/nn/trainable_units.h"
 
@@ -21,14 +22,11 @@ struct SumOfSquares {
   static constexpr const char* kName = "sum_of_squares";
   using Attrs = NoAttrs;
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(kernels::cpu::sum_of_squares_workspace(c.input(0)));
+    return SHEAF_WORKSPACE(c.device(), sum_of_squares, c.input(0));
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), sum_of_squares, c.input(0), c.output(0), c.workspace);
-    if (c.num_inputs() == 2) add_limbs(c.input(1), c.output(0).as<int64_t>());
-  }
-  static void add_limbs(const View& from, int64_t* to) {
-    for (int64_t i = 0; i < kSquareLimbs; ++i) to[i] += from.as<int64_t>()[i];
+    SHEAF_ON_DEVICE(c.stream(), sum_of_squares, c.input(0), c.output(0), c.workspace);
+    if (c.num_inputs() == 2) SHEAF_ON_DEVICE(c.stream(), add_into, c.output(0), c.input(1));
   }
 };
 
@@ -36,14 +34,22 @@ struct SumOfSquares {
 struct ClipScale {
   static constexpr const char* kName = "clip_scale";
   struct Attrs { double max_norm; };
+  static int64_t workspace(const Attrs&, const Execute& c) { return c.num_inputs() > 1 ? c.input(0).bytes() : 0; }
   static void execute(const Attrs& a, Execute& c) {
-    int64_t total[kSquareLimbs] = {};
-    for (int i = 0; i < c.num_inputs(); ++i) SumOfSquares::add_limbs(c.input(i), total);
-    double* norm = c.output(0).as<double>();
-    SHEAF_ON_CPU(c.stream(), sum_of_squares_finish, View::dense(total, kI64, {kSquareLimbs}), c.output(0));
-    *norm = std::sqrt(*norm);
-    const double scale = a.max_norm / (*norm + 1e-6);
-    *c.output(1).as<double>() = scale < 1.0 || std::isnan(scale) ? scale : 1.0;
+    const Stream stream = c.stream();
+    View total = c.input(0);
+    if (c.num_inputs() > 1) {
+      total = View::dense(c.workspace.data, kI64, {kSquareLimbs});
+      SHEAF_ON_DEVICE(stream, copy, c.input(0), total);
+      for (int i = 1; i < c.num_inputs(); ++i) SHEAF_ON_DEVICE(stream, add_into, total, c.input(i));
+    }
+    const View norm = c.output(0), scale = c.output(1);
+    SHEAF_ON_DEVICE(stream, sum_of_squares_finish, total, norm);
+    SHEAF_ON_DEVICE(stream, unary, kernels::UnaryOp::sqrt, norm, norm);
+    // min(max_norm / (norm + 1e-6), 1), NaN if the norm is
+    SHEAF_ON_DEVICE(stream, binary_scalar, kernels::BinaryOp::add, norm, 1e-6, false, scale);
+    SHEAF_ON_DEVICE(stream, binary_scalar, kernels::BinaryOp::div, scale, a.max_norm, true, scale);
+    SHEAF_ON_DEVICE(stream, binary_scalar, kernels::BinaryOp::minimum, scale, 1.0, false, scale);
   }
   static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }
 };

@@ -3,6 +3,7 @@
 #include <unordered_map>
 
 #include "sheaf/core/random.h"
+#include "sheaf/core/transfer.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/random.h"
@@ -65,12 +66,13 @@ struct Survey : nn::Visitor {
 };
 
 /// Values [begin, ...) of the flat index of a leaf, into `out`.
-void fill(const nn::Init& init, Key key, int64_t numel, int64_t begin, const View& out) {
+void fill(Device device, const nn::Init& init, Key key, int64_t numel, int64_t begin, const View& out) {
   const kernels::GlobalIndex where{{numel}, {begin}};
+  const Stream stream = RankContext::current().stream(device);
   switch (init.kind) {
-    case nn::Init::Kind::constant: kernels::cpu::fill(out, init.value); break;
-    case nn::Init::Kind::normal: kernels::cpu::normal(out, key, where, 0.0, init.value); break;
-    case nn::Init::Kind::uniform: kernels::cpu::uniform(out, key, where, -init.value, init.value); break;
+    case nn::Init::Kind::constant: SHEAF_ON_DEVICE(stream, fill, out, init.value); break;
+    case nn::Init::Kind::normal: SHEAF_ON_DEVICE(stream, normal, out, key, where, 0.0, init.value); break;
+    case nn::Init::Kind::uniform: SHEAF_ON_DEVICE(stream, uniform, out, key, where, -init.value, init.value); break;
   }
 }
 
@@ -92,7 +94,7 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
     char* data = b.shard.view().as<char>();
     for (const LocalPiece& piece : unit->pieces(b)) {
       const Parameter& p = node.leaves[piece.leaf];
-      fill(p.init(), key_of(p.name(), seed), p.numel(), piece.interval.begin,
+      fill(device, p.init(), key_of(p.name(), seed), p.numel(), piece.interval.begin,
            View::dense(data + piece.shard_offset * static_cast<int64_t>(size_of(b.dtype)), b.dtype,
                        {piece.interval.size()}));
     }
@@ -102,7 +104,6 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
 }  // namespace
 
 void materialize(nn::Module& module, Device device, const MaterializeOptions& options) {
-  if (device.is_cuda()) fail<ConfigError>("[materialize] ", device.to_string(), ": models live on cpu or meta for now");
   Survey survey;
   survey.module(module);
   for (const Parameter& p : survey.leaves) {
@@ -126,7 +127,7 @@ void materialize(nn::Module& module, Device device, const MaterializeOptions& op
     if (options.dtype && is_floating(s.dtype)) s.dtype = *options.dtype;
     s.value = Tensor::empty({s.dtype, s.shape, {}}, device);
     if (!device.is_meta())
-      fill(s.init, key_of(s.name, options.seed), s.shape.numel(), 0,
+      fill(device, s.init, key_of(s.name, options.seed), s.shape.numel(), 0,
            View::dense(s.value.view().data, s.dtype, {s.shape.numel()}));
   }
 }
@@ -178,8 +179,10 @@ void copy_model(Module& source, Module& target) {
   if (device.is_meta()) return;
   const auto old_units = units(source), new_units = units(target);
   for (size_t u = 0; u < old_units.size(); ++u)
-    for (size_t b = 0; b < old_units[u]->buffers().size(); ++b)
-      kernels::cpu::copy(old_units[u]->buffers()[b].shard.view(), new_units[u]->buffers()[b].shard.view());
+    for (size_t b = 0; b < old_units[u]->buffers().size(); ++b) {
+      const Tensor &from = old_units[u]->buffers()[b].shard, &to = new_units[u]->buffers()[b].shard;
+      transfer(device, to.view().data, device, from.view().data, static_cast<size_t>(from.local_bytes()));
+    }
   for (size_t i = 0; i < old_buffers.size(); ++i) assign(new_buffers[i], old_buffers[i].value());
 }
 

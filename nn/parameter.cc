@@ -1,9 +1,9 @@
 #include "sheaf/nn/parameter.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/core/transfer.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/unit.h"
 #include "sheaf/nn/module.h"
@@ -157,8 +157,8 @@ void assign(const nn::Parameter& p, const Tensor& whole) {
   const auto size = static_cast<int64_t>(size_of(p.dtype()));
   for (const LocalPiece& piece : unit.pieces(b))
     if (piece.leaf == p.index())
-      std::memcpy(b.shard.view().as<char>() + piece.shard_offset * size,
-                  dense.view().as<char>() + piece.interval.begin * size, piece.interval.size() * size);
+      transfer(b.shard.device(), b.shard.view().as<char>() + piece.shard_offset * size, dense.device(),
+               dense.view().as<char>() + piece.interval.begin * size, static_cast<size_t>(piece.interval.size() * size));
 }
 
 void assign(const nn::Buffer& b, const Tensor& whole) {
@@ -166,7 +166,7 @@ void assign(const nn::Buffer& b, const Tensor& whole) {
   check_whole("assign", b.name(), value.dtype(), value.shape(), whole);
   if (value.device().is_meta()) return;
   const Tensor dense = whole.is_contiguous() ? whole : whole.clone();
-  std::memcpy(value.view().data, dense.view().data, dense.local_bytes());
+  transfer(value.device(), value.view().data, dense.device(), dense.view().data, static_cast<size_t>(dense.local_bytes()));
 }
 
 }  // namespace sheaf

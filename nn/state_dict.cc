@@ -19,7 +19,7 @@ void append_pieces(const Unit& unit, const FlatBuffer& b, const Tensor& values, 
   const bool owner = owns(values.layout());
   const size_t first = out.size();
   for (int leaf : b.leaves)
-    out.push_back({prefix + unit.leaves()[leaf].name, values.dtype(), unit.leaves()[leaf].shape, {}, nullptr, owner});
+    out.push_back({prefix + unit.leaves()[leaf].name, values.dtype(), unit.leaves()[leaf].shape, {}, values.device(), nullptr, owner});
   char* data = values.view().as<char>();
   for (const LocalPiece& piece : unit.pieces(b))
     for (size_t i = 0; i < b.leaves.size(); ++i) {
@@ -40,7 +40,8 @@ std::vector<StatePiece> state_pieces(Module& module) {
   const RankContext& context = RankContext::current();
   for (const Buffer& b : module.buffers()) {
     const Tensor value = b.value();
-    out.push_back({b.name(), value.dtype(), value.shape(), {0, value.numel()}, value.view().data, context.rank == 0});
+    out.push_back({b.name(), value.dtype(), value.shape(), {0, value.numel()}, value.device(), value.view().data,
+                   context.rank == 0});
   }
   return out;
 }

@@ -17,7 +17,8 @@ struct StatePiece {
   DType dtype = kF32;
   Shape shape;         ///< global
   Interval interval;   ///< empty where the rank holds nothing
-  void* data = nullptr;
+  Device device = {};
+  void* data = nullptr;  ///< on `device`
   bool owner = true;   ///< this rank saves it: of what several ranks hold whole, the first
 };
 

@@ -51,10 +51,10 @@ struct AttentionBackward {  // q, k, v, out, dout, lse -> dq, dk, dv
     p.rule({kR, kR, kP, kP, kR, kR}, {kP, kP, kR});  // and in v and out together
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(kernels::cpu::attention_backward_workspace(c.input(0), c.input(1)));
+    return SHEAF_WORKSPACE(c.device(), attention_backward, c.input(0), c.input(1));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
+    SHEAF_ON_DEVICE(c.stream(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
                  c.input(5), c.input(4), a.causal != 0, a.scale, c.output(0), c.output(1),
                  c.output(2), c.workspace);
   }
@@ -89,10 +89,10 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
     p.rule({kR, kR, kP}, {kP, kR});  // linear in v
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(kernels::cpu::attention_workspace(c.input(0), c.input(1)));
+    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), attention, c.input(0), c.input(1), c.input(2), a.causal != 0, a.scale,
+    SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), a.causal != 0, a.scale,
                  c.output(0), c.output(1), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {
@@ -139,12 +139,12 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
     const Packed in(a, c.input(0));
-    return static_cast<int64_t>(kernels::cpu::attention_backward_workspace(in.q, in.k));
+    return SHEAF_WORKSPACE(c.device(), attention_backward, in.q, in.k);
   }
   static void execute(const Attrs& a, Execute& c) {
     const Packed in(a, c.input(0)), d(a, c.output(0));
     const auto heads = [&](const View& x) { return Packed::heads_of(x, 0, a.heads, a.width); };
-    SHEAF_ON_CPU(c.stream(), attention_backward, in.q, in.k, in.v, heads(c.input(1)), c.input(3),
+    SHEAF_ON_DEVICE(c.stream(), attention_backward, in.q, in.k, in.v, heads(c.input(1)), c.input(3),
                  heads(c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v, c.workspace);
   }
 };
@@ -165,11 +165,11 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H,
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
     const Packed in(a, c.input(0));
-    return static_cast<int64_t>(kernels::cpu::attention_workspace(in.q, in.k));
+    return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k);
   }
   static void execute(const Attrs& a, Execute& c) {
     const Packed in(a, c.input(0));
-    SHEAF_ON_CPU(c.stream(), attention, in.q, in.k, in.v, a.causal != 0, a.scale,
+    SHEAF_ON_DEVICE(c.stream(), attention, in.q, in.k, in.v, a.causal != 0, a.scale,
                  Packed::heads_of(c.output(0), 0, a.heads, a.width), c.output(1), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {

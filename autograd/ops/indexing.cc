@@ -56,7 +56,7 @@ struct Gather {
     p.rule({kP, kR}, {kP});
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), gather, c.input(0), a.dim, c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), gather, c.input(0), a.dim, c.input(1), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, scatter_add(full_of(c.input_type(0).dual(), 0.0), a.dim, c.input(1), c.grad()));
@@ -87,7 +87,7 @@ struct ScatterAdd {  // inputs x, index, src
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0));
-    SHEAF_ON_CPU(c.stream(), scatter_add, c.output(0), a.dim, c.input(1), c.input(2));
+    SHEAF_ON_DEVICE(c.stream(), scatter_add, c.output(0), a.dim, c.input(1), c.input(2));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (c.needs(0)) c.set(0, c.grad());
@@ -116,7 +116,7 @@ struct Take {  // inputs x, 1-D index
     p.rule({kP, kR}, {kP});
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), take, c.input(0), a.dim, c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), take, c.input(0), a.dim, c.input(1), c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, index_add(full_of(c.input_type(0).dual(), 0.0), a.dim, c.input(1), c.grad()));
@@ -150,7 +150,7 @@ struct IndexAdd {  // inputs x, 1-D index, src
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0));
-    SHEAF_ON_CPU(c.stream(), take_add, c.output(0), a.dim, c.input(1), c.input(2));
+    SHEAF_ON_DEVICE(c.stream(), take_add, c.output(0), a.dim, c.input(1), c.input(2));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (c.needs(0)) c.set(0, c.grad());
@@ -172,7 +172,7 @@ struct Cumsum {
     rule_all(p, kP, kP);
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), cumsum, c.input(0), a.dim, a.reverse, c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), cumsum, c.input(0), a.dim, a.reverse, c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) { c.set(0, cumsum(c.grad(), a.dim, !a.reverse)); }
   static void describe(const Attrs& a, std::string& out) {

@@ -64,7 +64,7 @@ struct Pad {
   static void execute(const Attrs& a, Execute& c) {
     Shape before = Shape::filled(c.input(0).rank(), 0);
     before[static_cast<int>(a.dim)] = a.before;
-    SHEAF_ON_CPU(c.stream(), pad, c.input(0), before, a.value, c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), pad, c.input(0), before, a.value, c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const int dim = static_cast<int>(a.dim);

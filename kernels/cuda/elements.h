@@ -87,22 +87,27 @@ __global__ void map_packs(F f, Walk<M + N> w) {
     if (count == kSize)
       in[n] = load_pack(from);
     else
-      for (int k = 0; k < count; ++k) in[n].v[k] = from[k];
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)  // not to `count`: what is indexed at run time lies in local memory
+        if (k < count) in[n].v[k] = from[k];
   }
 #pragma unroll
   for (int k = 0; k < kSize; ++k) {
-    if (k >= count) break;
-    C x[N > 0 ? N : 1], y[M];
-    for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
-    f(x, y);
-    for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
+    if (k < count) {
+      C x[N > 0 ? N : 1], y[M];
+      for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
+      f(x, y);
+      for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
+    }
   }
   for (int m = 0; m < M; ++m) {
     T* to = static_cast<T*>(w.data[m]) + at;
     if (count == kSize)
       store_pack(to, out[m]);
     else
-      for (int k = 0; k < count; ++k) to[k] = out[m].v[k];
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        if (k < count) to[k] = out[m].v[k];
   }
 }
 

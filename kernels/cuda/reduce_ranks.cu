@@ -64,7 +64,9 @@ __global__ void reduce_kernel(T* out, Sources sources, int64_t count, bool packs
     Pack<T> x;
     if (whole) x = load_pack(from);
     else
-      for (int k = 0; k < n; ++k) x.v[k] = from[k];
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        if (k < n) x.v[k] = from[k];
 #pragma unroll
     for (int k = 0; k < kSize; ++k)
       if (k < n) sum[k] = s == 0 ? read<A>(x.v[k]) : combine<R>(sum[k], read<A>(x.v[k]));
@@ -75,7 +77,9 @@ __global__ void reduce_kernel(T* out, Sources sources, int64_t count, bool packs
     if (k < n) y.v[k] = rounded<T>(sum[k]);
   if (whole) store_pack(out + at, y);
   else
-    for (int k = 0; k < n; ++k) out[at + k] = y.v[k];
+#pragma unroll
+    for (int k = 0; k < kSize; ++k)
+      if (k < n) out[at + k] = y.v[k];
 }
 
 }  // namespace

@@ -23,12 +23,10 @@ struct AdamWStep {
   static constexpr const char* kName = "adamw";
   static constexpr OpKind kKind = OpKind::step;
   using Attrs = NoAttrs;
+  static int64_t workspace(const Attrs&, const Execute& c) { return detail::clipped_scalars_workspace(c, 5); }
   static void execute(const Attrs&, Execute& c) {
-    double scalars[kAdamWScalars];
-    std::copy_n(c.input(5).as<double>(), kAdamWScalars, scalars);
-    if (c.num_inputs() == 7) scalars[kClipScale] = *c.input(6).as<double>();
-    SHEAF_ON_CPU(c.stream(), adamw, c.output(0), c.input(1), c.output(1), c.output(2), c.input(4),
-                 View::dense(scalars, kF64, {kAdamWScalars}));
+    SHEAF_ON_DEVICE(c.stream(), adamw, c.output(0), c.input(1), c.output(1), c.output(2), c.input(4),
+                    detail::clipped_scalars(c, 5, kClipScale));
   }
 };
 

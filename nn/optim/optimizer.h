@@ -67,6 +67,10 @@ namespace detail {
 /// Runs a step op whose inputs are (parameters, gradient, state..., segments, scalars [, clip scale]) and whose outputs
 /// lie in the memory of the parameters and the state.
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
+/// What a step op reads its scalars from: input `index`, f64 [n], in which input index + 1, if there is one, takes the
+/// place of element `clip_scale` (in a copy, in the op's workspace).
+int64_t clipped_scalars_workspace(const Execute& c, int index);
+View clipped_scalars(const Execute& c, int index, int clip_scale);
 }  // namespace detail
 
 }  // namespace sheaf::optim

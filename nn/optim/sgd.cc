@@ -15,13 +15,11 @@ struct SgdStep {
   static constexpr const char* kName = "sgd";
   static constexpr OpKind kKind = OpKind::step;
   struct Attrs { int32_t momentum, nesterov; };
+  static int64_t workspace(const Attrs& a, const Execute& c) { return detail::clipped_scalars_workspace(c, 3 + a.momentum); }
   static void execute(const Attrs& a, Execute& c) {
     const int segments = 2 + a.momentum;
-    double scalars[kSgdScalars];
-    std::copy_n(c.input(segments + 1).as<double>(), kSgdScalars, scalars);
-    if (c.num_inputs() == segments + 3) scalars[kSgdClipScale] = *c.input(segments + 2).as<double>();
-    SHEAF_ON_CPU(c.stream(), sgd, c.output(0), c.input(1), a.momentum ? c.output(1) : View{}, c.input(segments),
-                 View::dense(scalars, kF64, {kSgdScalars}), a.nesterov != 0);
+    SHEAF_ON_DEVICE(c.stream(), sgd, c.output(0), c.input(1), a.momentum ? c.output(1) : View{}, c.input(segments),
+                    detail::clipped_scalars(c, segments + 1, kSgdClipScale), a.nesterov != 0);
   }
   static void describe(const Attrs& a, std::string& out) { out += a.nesterov ? "nesterov" : ""; }
 };
