@@ -1,7 +1,7 @@
 // SHEAF_ON_DEVICE(stream, softmax, x, out): calls kernels::cpu::softmax(x, out) or kernels::cuda::softmax(stream, x, out)
 // by the stream's device. SHEAF_WORKSPACE(device, matmul, a, b, c): the bytes of kernels::cpu::matmul_workspace(a, b, c)
 // or of cuda's. Kernels that need scratch on a GPU only: SHEAF_ON_DEVICE_SCRATCH(stream, workspace, sum, x, out), with
-// SHEAF_GPU_WORKSPACE(device, sum, x, out). What has a kernel on the CPU alone uses SHEAF_ON_CPU, which says so.
+// SHEAF_GPU_WORKSPACE(device, sum, x, out).
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -55,9 +55,3 @@ namespace sheaf::kernels {
         return static_cast<int64_t>(::sheaf::kernels::cuda::kernel##_workspace(__VA_ARGS__)); \
     return 0;                                                                            \
   }()
-
-#define SHEAF_ON_CPU(stream, kernel, ...)                              \
-  do {                                                                 \
-    if (!(stream).device.is_cpu()) ::sheaf::kernels::no_kernel(#kernel, (stream).device); \
-    ::sheaf::kernels::cpu::kernel(__VA_ARGS__);                        \
-  } while (0)

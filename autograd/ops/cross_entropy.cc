@@ -90,11 +90,10 @@ struct LinearCrossEntropyBackward {  // x, weight, targets, lse, dloss -> [dweig
   static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(0) : View{}; }
   static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(a.dweight) : View{}; }
   static int64_t workspace(const Attrs& a, const Execute& c) {
-    return static_cast<int64_t>(kernels::cpu::linear_cross_entropy_backward_workspace(
-        c.input(0), c.input(1), dx(a, c), dweight(a, c)));
+    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy_backward, c.input(0), c.input(1), dx(a, c), dweight(a, c));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), linear_cross_entropy_backward, c.input(0), c.input(1), c.input(2),
+    SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_backward, c.input(0), c.input(1), c.input(2),
                  a.ignore_index, c.input(3), c.input(4), dx(a, c), dweight(a, c), c.workspace);
   }
 };
@@ -122,11 +121,10 @@ struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], l
     rule_all(p, kR, kR, 2);
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(
-        kernels::cpu::linear_cross_entropy_workspace(c.input(0), c.input(1)));
+    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy, c.input(0), c.input(1));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), linear_cross_entropy, c.input(0), c.input(1), c.input(2),
+    SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy, c.input(0), c.input(1), c.input(2),
                  a.ignore_index, c.output(0), c.output(1), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {
@@ -151,7 +149,7 @@ struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
     p.rule({kR, kP}, {kP});
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), binary, kernels::BinaryOp::mul, c.input(0),
+    SHEAF_ON_DEVICE(c.stream(), binary, kernels::BinaryOp::mul, c.input(0),
                  expand_view(c.input(1), c.output(0).shape), c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
@@ -180,11 +178,10 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
     rule_all(p, kR, kR, 3);
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
-    return static_cast<int64_t>(kernels::cpu::linear_cross_entropy_fused_workspace(
-        c.input(0), c.input(1), c.output(2), c.output(1)));
+    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy_fused, c.input(0), c.input(1), c.output(2), c.output(1));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), linear_cross_entropy_fused, c.input(0), c.input(1), c.input(2),
+    SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_fused, c.input(0), c.input(1), c.input(2),
                  a.ignore_index, c.output(0), c.output(2), c.output(1), c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) {

@@ -104,8 +104,11 @@ struct Sum : Reduction<Sum> {
     c.output(is_floating(c.dtype(0)) ? c.dtype(0) : kI64, reduced_shape(a, c.shape(0)));
   }
   static void place(const Attrs& a, Place& p) { place_reduction(a, p, true); }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), sum, c.input(0), output_view(a, c));
+  }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), sum, c.input(0), output_view(a, c));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, sum, c.input(0), output_view(a, c), 1.0);
   }
   static void vjp(const Attrs& a, Vjp& c) { c.set(0, spread(a, c.grad(), c.input_type(0))); }
 };
@@ -116,8 +119,11 @@ struct Mean : Reduction<Mean> {
     return 1.0 / static_cast<double>(count(a, x.shape));
   }
   static void place(const Attrs& a, Place& p) { place_reduction(a, p, true); }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), sum, c.input(0), output_view(a, c));
+  }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), sum, c.input(0), output_view(a, c), scale(a, c.input_type(0)));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, sum, c.input(0), output_view(a, c), scale(a, c.input_type(0)));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (count(a, c.input_type(0).shape) == 0) return c.set(0, spread(a, c.grad(), c.input_type(0)));
@@ -128,8 +134,11 @@ struct Mean : Reduction<Mean> {
 struct Var : Reduction<Var> {
   static constexpr const char* kName = "var";
   static constexpr uint64_t kSavedInputs = 0b1;
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), var, c.input(0), a.parameter, output_view(a, c));
+  }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), var, c.input(0), a.parameter, output_view(a, c));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, var, c.input(0), a.parameter, output_view(a, c));
   }
   static void vjp(const Attrs& a, Vjp& c) {  // 2 (x - mean) / (n - correction)
     const Tensor x = c.input(0);
@@ -164,22 +173,31 @@ struct Extreme : Reduction<Op> {
 };
 struct Max : Extreme<Max> {
   static constexpr const char* kName = "max";
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), max, c.input(0), output_view(a, c));
+  }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), max, c.input(0), output_view(a, c));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, max, c.input(0), output_view(a, c));
   }
 };
 struct Min : Extreme<Min> {
   static constexpr const char* kName = "min";
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), min, c.input(0), output_view(a, c));
+  }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), min, c.input(0), output_view(a, c));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, min, c.input(0), output_view(a, c));
   }
 };
 
 struct LogSumExp : Reduction<LogSumExp> {
   static constexpr const char* kName = "logsumexp";
   static constexpr uint64_t kSavedInputs = 0b1, kSavedOutputs = 0b1;
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), logsumexp, c.input(0), output_view(a, c));
+  }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), logsumexp, c.input(0), output_view(a, c));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, logsumexp, c.input(0), output_view(a, c));
   }
   static void vjp(const Attrs& a, Vjp& c) {  // softmax
     const Tensor x = c.input(0);
@@ -199,8 +217,11 @@ struct Argmax : Reduction<Argmax> {  // exactly one reduced dimension
       fail<ShapeError>("[argmax] dimension ", dim(a), " of ", c.input(0), " is empty");
     c.output(kI64, reduced_shape(a, c.shape(0)));
   }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_GPU_WORKSPACE(c.device(), argmax, c.input(0), dim(a), output_view(a, c));
+  }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_CPU(c.stream(), argmax, c.input(0), dim(a), output_view(a, c));
+    SHEAF_ON_DEVICE_SCRATCH(c.stream(), c.workspace, argmax, c.input(0), dim(a), output_view(a, c));
   }
 };
 
