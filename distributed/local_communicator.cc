@@ -67,14 +67,17 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   return woken ? Outcome::left : Outcome::timed_out;
 }
 
-void LocalGroup::meet(int index, const Event& reached) {
+std::vector<Event> LocalGroup::meet(int index, const Event& reached) {
   std::unique_lock lock(mutex_);
-  members_[index].reached = reached;
   const uint64_t meeting = ++members_[index].meetings;
+  members_[index].reached[meeting % 2] = reached;
   condition_.notify_all();
   condition_.wait(lock, [&] {
     return std::ranges::all_of(members_, [&](const Member& m) { return m.meetings >= meeting; });
   });
+  std::vector<Event> all;
+  for (const Member& m : members_) all.push_back(m.reached[meeting % 2]);
+  return all;
 }
 
 void LocalGroup::pause(std::chrono::milliseconds delay, const FailureBoard& board) {
@@ -164,9 +167,8 @@ std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collectiv
   } catch (...) {
     failure = std::current_exception();
   }
-  meeting_->meet(rank(), reached);
-  for (int r = 0; r < size(); ++r) meeting_->reached(r).order(stream);  // the buffers go back behind everybody's reading
-  meeting_->meet(rank());  // the events have been looked at
+  // The buffers go back behind everybody's reading.
+  for (const Event& e : meeting_->meet(rank(), reached)) e.order(stream);
   if (failure) std::rethrow_exception(failure);
   return gpu_lane_->record().point();
 }
@@ -207,9 +209,10 @@ void LocalCommunicator::exchange(const Collective& call, GpuLane* gpu) {
       } catch (...) {
         failure = std::current_exception();
       }
-      meeting_->meet(me, reduced);
+      const std::vector<Event> everybody = meeting_->meet(me, reduced);
       if (failure) std::rethrow_exception(failure);
-      for (int r = 0; r < n && gpu; ++r) meeting_->reached(r).order(gpu->stream());
+      if (gpu)
+        for (const Event& e : everybody) e.order(gpu->stream());
       for (int r = 0; r < n; ++r) {
         const int64_t from = even_cut(count, r, n), length = even_cut(count, r + 1, n) - from;
         copy(at(call.out, from, call), at(in_of(r), from, call), length);

@@ -35,10 +35,8 @@ class LocalGroup {
                  const FailureBoard& board, std::vector<int>& absent);
   /// Sleeps until all members are here again. Nothing cuts it short: peers that went on together only copy and add
   /// until they meet again, and buffers must not go back to their owners before. On a GPU they have only enqueued that:
-  /// `reached` is where this member's part is done.
-  void meet(int index, const Event& reached = {});
-  /// Where a member's part was done when it met the others last. Valid until it meets them again.
-  const Event& reached(int index) const { return members_[index].reached; }
+  /// `reached` is where this member's part is done; returns everybody's.
+  std::vector<Event> meet(int index, const Event& reached = {});
   /// The call that a member announced. Valid from gather() until the last meet() of the call.
   const Collective& call_of(int index) const { return *members_[index].call; }
   /// Sleeps for `delay`, or until the job fails.
@@ -49,8 +47,8 @@ class LocalGroup {
  private:
   struct Member {
     const Collective* call = nullptr;
-    Event reached;
     uint64_t meetings = 0;
+    Event reached[2];  // at even and odd meetings: a member may be at the next one while others still look at this one
     uint64_t gave_up = 0;  // the meeting for which it waited in vain
     bool left = false;
   };

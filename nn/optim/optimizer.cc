@@ -1,5 +1,7 @@
 #include "sheaf/nn/optim/optimizer.h"
 
+#include <algorithm>
+
 #include "sheaf/autograd/ops.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -11,7 +13,10 @@ namespace {
 // Where this rank's pieces of the buffer's parameters lie in its shard, and which of them decay.
 Tensor segments_of(const Unit& unit, const FlatBuffer& b, const std::vector<bool>& decays) {
   std::vector<int64_t> values;
-  for (const LocalPiece& piece : unit.pieces(b)) {
+  std::vector<LocalPiece> pieces = unit.pieces(b);
+  std::ranges::sort(pieces, {}, &LocalPiece::shard_offset);  // kernels search them
+  for (const LocalPiece& piece : pieces) {
+    if (piece.interval.size() == 0) continue;
     values.push_back(piece.shard_offset);
     values.push_back(piece.shard_offset + piece.interval.size());
     values.push_back(decays[piece.leaf]);

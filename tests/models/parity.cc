@@ -1,6 +1,11 @@
 #include "sheaf/tests/models/parity.h"
 
+#include <gtest/gtest.h>
+
 #include <cmath>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
 
 namespace sheaf::testing {
 
@@ -53,11 +58,11 @@ void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) 
 }
 
 TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
-               const std::function<void(models::TrainingStep&)>& inspect) {
+                      const std::function<void(models::TrainingStep&)>& inspect, Device device) {
   TrainedRun run;
   Whole whole;
   run_local(world, [&](World& w) {
-    models::TrainingStep step(config, config.model.vocab, w, Device::cpu());
+    models::TrainingStep step(config, config.model.vocab, w, device);
     for (int s = 0; s < steps; ++s) {
       const auto result = step.run(s, fill_tiny);
       if (w.rank() != 0) continue;
@@ -66,9 +71,38 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
     }
     whole.collect(step.model().module(), false);
     if (inspect) inspect(step);
-  }, {.threads_per_rank = 1});
+  }, {.threads_per_rank = 1, .device = device});
   run.parameters = whole.values();
   return run;
+}
+
+void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
+  EXPECT_EQ(a.losses, b.losses);
+  EXPECT_EQ(a.norms, b.norms);
+  EXPECT_EQ(max_difference(a.parameters, b.parameters), 0.0);
+}
+
+Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device) {
+  const models::TrainConfig config = tiny_config();
+  Whole whole;
+  run_local(world, [&](World& w) {
+    const auto model = models::make_language_model(config.model, config.model.vocab);
+    const Mesh mesh = world > 0 ? w.mesh({{"data", w.size()}}) : Mesh{};
+    ShardOptions options;
+    options.strategy = strategy;
+    options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
+    shard(model->module(), mesh, options);
+    materialize(model->module(), device, {.seed = 5, .dtype = kF64});
+    const Type type{kI32, {rows, config.model.context}, Layout(mesh.spec, Placement::shard(0))};
+    const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
+    fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
+              targets.view().as<int32_t>());
+    const DeviceScope scope(device);
+    Recording recording;
+    recording.backward(model->loss(tokens.to(device), targets.to(device), static_cast<double>(rows * config.model.context)));
+    whole.collect(model->module(), true);
+  }, {.threads_per_rank = 1, .device = device});
+  return whole.values();
 }
 
 }  // namespace sheaf::testing

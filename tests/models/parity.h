@@ -58,8 +58,12 @@ struct TrainedRun {
   Values parameters;
   std::vector<float> losses, norms;
 };
-/// Trains `steps` steps on `world` local ranks of one thread each.
+/// Trains `steps` steps on `world` local ranks of one thread each; on a GPU, they share it.
 TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
-               const std::function<void(models::TrainingStep&)>& inspect = {});
+                      const std::function<void(models::TrainingStep&)>& inspect = {}, Device device = {});
+/// EXPECTs the same losses, norms and parameters, bit for bit.
+void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
+/// The gradients of a batch of `rows` rows in f64.
+Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device = {});
 
 }  // namespace sheaf::testing

@@ -13,37 +13,9 @@ namespace {
 
 constexpr int kSteps = 20;
 
-void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
-  EXPECT_EQ(a.losses, b.losses);
-  EXPECT_EQ(a.norms, b.norms);
-  EXPECT_EQ(max_difference(a.parameters, b.parameters), 0.0);
-}
-
 TrainedRun reference(int world) {
   models::TrainConfig c = tiny_config();
   return train_tiny(c, world, kSteps);
-}
-
-Values gradients_f64(int world, const std::string& strategy, int64_t rows) {
-  const models::TrainConfig config = tiny_config();
-  Whole whole;
-  run_local(world, [&](World& w) {
-    const auto model = models::make_language_model(config.model, config.model.vocab);
-    const Mesh mesh = world > 0 ? w.mesh({{"data", w.size()}}) : Mesh{};
-    ShardOptions options;
-    options.strategy = strategy;
-    options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
-    shard(model->module(), mesh, options);
-    materialize(model->module(), Device::cpu(), {.seed = 5, .dtype = kF64});
-    const Type type{kI32, {rows, config.model.context}, Layout(mesh.spec, Placement::shard(0))};
-    const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
-    fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
-              targets.view().as<int32_t>());
-    Recording recording;
-    recording.backward(model->loss(tokens, targets, static_cast<double>(rows * config.model.context)));
-    whole.collect(model->module(), true);
-  }, {.threads_per_rank = 1});
-  return whole.values();
 }
 
 class GradientParity : public ::testing::TestWithParam<std::tuple<std::string, int, int>> {};

@@ -1,0 +1,97 @@
+// A small GPT trained on a GPU, by one rank and by several that share it: the promises of the CPU that hold there, too,
+// and the CPU's numbers within rounding.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+#define SHEAF_NEEDS_GPU()                                                          \
+  if constexpr (!kernels::kHasCuda) GTEST_SKIP() << "not run: built without CUDA"; \
+  else if (kernels::cuda::device_count() == 0)                                     \
+  GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")"
+
+constexpr int kSteps = 6;
+const Device kGpu = Device::cuda();
+
+TrainedRun on_gpu(const models::TrainConfig& config, int world, int steps = kSteps) {
+  return train_tiny(config, world, steps, {}, kGpu);
+}
+
+TEST(GpuTraining, WeightsStartWithTheBitsOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (int world : {1, 3})
+    expect_same_bits(on_gpu(tiny_config(), world, 0), train_tiny(tiny_config(), 1, 0));
+}
+
+TEST(GpuTraining, GradientsInF64AtEveryWorld) {
+  SHEAF_NEEDS_GPU();
+  const Values expected = gradients_f64(1, "replicate", 7);
+  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+    for (int world = 1; world <= 4; ++world)
+      EXPECT_LE(max_difference(gradients_f64(world, strategy, 7, kGpu), expected), 1e-12 * max_magnitude(expected))
+          << strategy << " at " << world;
+}
+
+TEST(GpuTraining, AllStrategiesAndPrefetchesHaveTheSameBits) {
+  SHEAF_NEEDS_GPU();
+  for (int world : {1, 2, 3}) {
+    models::TrainConfig c = tiny_config();
+    const TrainedRun expected = on_gpu(c, world);
+    for (const char* strategy : {"shard_grad_op", "replicate"}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      c.sharding.strategy = strategy;
+      expect_same_bits(on_gpu(c, world), expected);
+    }
+    c = tiny_config();
+    c.sharding.prefetch_bytes = 0;
+    expect_same_bits(on_gpu(c, world), expected);
+  }
+}
+
+TEST(GpuTraining, FollowsTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (const char* dtype : {"f32", "bf16"})
+    for (double dropout : {0.0, 0.2})
+      for (int micro : {1, 2}) {
+        SCOPED_TRACE(str(dtype, ", dropout ", dropout, ", micro-batches ", micro));
+        models::TrainConfig c = tiny_config();
+        c.train.dtype = dtype;
+        c.model.dropout = dropout;
+        c.train.micro_batches = micro;
+        const TrainedRun gpu = on_gpu(c, 2, 20), cpu = train_tiny(c, 2, 20);
+        const double bound = c.train.dtype == "f32" ? 1e-4 : 2e-2;
+        ASSERT_EQ(gpu.losses.size(), cpu.losses.size());
+        for (size_t s = 0; s < cpu.losses.size(); ++s) {
+          EXPECT_NEAR(gpu.losses[s], cpu.losses[s], bound * std::abs(cpu.losses[s])) << "step " << s;
+          EXPECT_NEAR(gpu.norms[s], cpu.norms[s], 10 * bound * std::abs(cpu.norms[s])) << "step " << s;
+        }
+        EXPECT_LT(gpu.losses.back(), gpu.losses.front() - 0.1f);
+      }
+}
+
+TEST(GpuTraining, MemorySettlesWithTheSecondStep) {
+  SHEAF_NEEDS_GPU();
+  run_local(2, [](World& w) {
+    models::TrainingStep step(tiny_config(), tiny_config().model.vocab, w, w.device());
+    Allocator& memory = *RankContext::current().memory(w.device());
+    std::vector<int64_t> peaks, reserved;
+    for (int s = 0; s < 5; ++s) {
+      memory.reset_peak();
+      step.run(s, fill_tiny).loss.item();
+      peaks.push_back(memory.stats().peak), reserved.push_back(memory.stats().reserved);
+    }
+    for (int s = 2; s < 5; ++s) {
+      EXPECT_EQ(peaks[s], peaks[1]);
+      EXPECT_EQ(reserved[s], reserved[1]) << "asked of the device in step " << s;
+    }
+  }, {.threads_per_rank = 1, .device = kGpu});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
