@@ -185,6 +185,7 @@ struct DeviceAttention {
     const auto [it, added] = answers.try_emplace(key_of(a));
     if (!added) return it->second;
     try {
+      load();
       if (!handle) check_status(cudnnCreate(&handle), "cudnnCreate");
       it->second.plan = std::make_unique<const Plan>(graph_of(a), Target{.handle = handle});
     } catch (const Refusal& refusal) {
@@ -239,6 +240,7 @@ std::string refusal_on(std::string_view properties, const Attention& a, int64_t*
   const std::string why = layout_refusal(a);
   if (!why.empty()) return why;
   try {
+    load();
     const Descriptor device = device_properties(properties);
     const Plan plan(graph_of(a), {.properties = device.handle()});
     *workspace = static_cast<int64_t>(workspace_of(a, plan));

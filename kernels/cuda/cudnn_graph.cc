@@ -4,6 +4,24 @@
 
 #include <algorithm>
 
+#include <cuda_runtime_api.h>
+
+#include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/library.h"
+
+#define SHEAF_CUDNN(F)             \
+  F(cudnnBackendCreateDescriptor)  \
+  F(cudnnBackendDestroyDescriptor) \
+  F(cudnnBackendExecute)           \
+  F(cudnnBackendFinalize)          \
+  F(cudnnBackendGetAttribute)      \
+  F(cudnnBackendSetAttribute)      \
+  F(cudnnCreate)                   \
+  F(cudnnGetErrorString)           \
+  F(cudnnGetLastErrorString)       \
+  F(cudnnSetStream)
+SHEAF_FORWARD_FUNCTIONS(kCudnn, SHEAF_CUDNN)
+
 namespace sheaf::kernels::cuda::cudnn {
 namespace {
 
@@ -34,6 +52,15 @@ bool deterministic(Handle config) {
 }
 
 }  // namespace
+
+void load() {
+  try {
+    load_library(SHEAF_SONAME("libcudnn.so.", CUDNN_MAJOR), kCudnn,
+                 str("libnvrtc.so.", CUDART_VERSION / 1000));
+  } catch (const ConfigError& error) {
+    throw Refusal(error.what());
+  }
+}
 
 void check_status(cudnnStatus_t status, const char* call) {
   if (status == CUDNN_STATUS_SUCCESS) return;

@@ -18,6 +18,9 @@ class Refusal : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Comes before all else: loads cuDNN. Throws Refusal if it is not here.
+void load();
+
 /// Throws Refusal unless `status` is success.
 void check_status(cudnnStatus_t status, const char* call);
 

@@ -7,8 +7,28 @@
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 
+#include "sheaf/kernels/cuda/library.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/cuda/runtime.h"
+
+#define SHEAF_CUBLASLT(F)                 \
+  F(cublasLtCreate)                       \
+  F(cublasLtGetStatusName)                \
+  F(cublasLtGetStatusString)              \
+  F(cublasLtGetVersion)                   \
+  F(cublasLtMatmul)                       \
+  F(cublasLtMatmulAlgoCheck)              \
+  F(cublasLtMatmulAlgoGetHeuristic)       \
+  F(cublasLtMatmulDescCreate)             \
+  F(cublasLtMatmulDescDestroy)            \
+  F(cublasLtMatmulDescSetAttribute)       \
+  F(cublasLtMatmulPreferenceCreate)       \
+  F(cublasLtMatmulPreferenceDestroy)      \
+  F(cublasLtMatmulPreferenceSetAttribute) \
+  F(cublasLtMatrixLayoutCreate)           \
+  F(cublasLtMatrixLayoutDestroy)          \
+  F(cublasLtMatrixLayoutSetAttribute)
+SHEAF_FORWARD_FUNCTIONS(kCublasLt, SHEAF_CUBLASLT)
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -182,8 +202,10 @@ struct Event {
 /// Everything about products that belongs to one device.
 class DeviceProducts {
  public:
-  explicit DeviceProducts(int device)
-      : library_(str("cuBLASLt ", cublasLtGetVersion(), " on ", device_name(device))) {}
+  explicit DeviceProducts(int device) {
+    load_library(SHEAF_SONAME("libcublasLt.so.", CUBLAS_VER_MAJOR), kCublasLt);
+    library_ = str("cuBLASLt ", cublasLtGetVersion(), " on ", device_name(device));
+  }
 
   bool run(const Stream& stream, const Product& p, Workspace workspace) {
     check<ShapeError>(workspace.bytes >= kWorkspace, p, ": workspace too small: ", workspace.bytes,
@@ -260,7 +282,7 @@ class DeviceProducts {
     return best;
   }
 
-  const std::string library_;
+  std::string library_;
   ProductChoices choices_;
   mutable std::mutex mutex_;
   cublasLtHandle_t handle_ = nullptr;

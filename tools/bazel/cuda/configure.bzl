@@ -18,27 +18,21 @@ cc_library(
     includes = ["include"],  # -isystem
 )
 
+# Of libraries that programs load when they first need them: kernels/cuda/library.h.
+[
+    alias(
+        name = name,
+        actual = ":headers",
+    )
+    for name in ["cublaslt", "cudnn", "nccl"]
+]
+
 cc_library(
     name = "runtime",
     linkopts = {runtime},
     deps = [":headers"],
 )
 """
-
-_SHARED_LIBRARY = """
-cc_library(
-    name = "{name}",
-    linkopts = {linkopts},
-    deps = [":headers"],
-)
-"""
-
-# Target: library. Linked where they are; the binary remembers the folder.
-_SHARED = {
-    "cublaslt": "cublasLt",
-    "cudnn": "cudnn",
-    "nccl": "nccl",
-}
 
 def _release(ctx, nvcc):
     """(13, 0) for nvcc of CUDA 13.0, None if it does not run."""
@@ -57,18 +51,11 @@ def _cuda_configure_impl(ctx):
 
     # 12.0 is the first that knows both C++20 and sm_90a.
     found = release != None and release >= (12, 0)
-    library_path = root + "/lib64"
     runtime = []
     if found:
         ctx.symlink(root + "/include", "include")
-        runtime = [library_path + "/libcudart_static.a", "-ldl", "-lrt", "-lpthread"]
-    build = _BUILD.format(found = int(found), runtime = runtime)
-    for name, library in _SHARED.items():
-        linkopts = []
-        if found and ctx.path("%s/lib%s.so" % (library_path, library)).exists:
-            linkopts = ["-L" + library_path, "-Wl,-rpath," + library_path, "-l" + library]
-        build += _SHARED_LIBRARY.format(name = name, linkopts = linkopts)
-    ctx.file("BUILD", build)
+        runtime = [root + "/lib64/libcudart_static.a", "-ldl", "-lrt", "-lpthread"]
+    ctx.file("BUILD", _BUILD.format(found = int(found), runtime = runtime))
     ctx.file("defs.bzl", "HAS_CUDA = %s\nCUDA_ROOT = %r\nCUDA_RELEASE = %r\n" % (found, root, release))
 
 cuda_configure = repository_rule(

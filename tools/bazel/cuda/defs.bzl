@@ -89,7 +89,8 @@ def cuda_host_library(name, srcs, emulated_srcs, deps = [], **kwargs):
       name: name of the target.
       srcs: sources that include CUDA's headers.
       emulated_srcs: sources that do not.
-      deps: libraries; those of CUDA are "@cuda//:runtime" (always there), ":cublaslt", ":cudnn" and ":nccl".
+      deps: libraries; of CUDA "@cuda//:runtime" is always there, and ":cublaslt", ":cudnn" and ":nccl" are headers
+        alone, whose functions kernels/cuda/library.h loads.
       **kwargs: passed on to sheaf_library.
     """
     sheaf_library(
