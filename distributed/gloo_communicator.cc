@@ -88,12 +88,6 @@ class GlooStore final : public gloo::rendezvous::Store {
   const Deadline deadline_;
 };
 
-uint64_t hash_of(const std::string& text) {
-  uint64_t h = 0;
-  for (char c : text) h = chain(h, static_cast<unsigned char>(c));
-  return h;
-}
-
 std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> offsets(counts.size());
   std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
@@ -220,27 +214,19 @@ class GlooCommunicator::Transfers {
     comm_.throw_failure(call_, *comm_.board_->failure());
   }
 
-  /// Members whose messages have not come through and who have not said that they wait here too. Who waits in another
-  /// group's collective is held up itself: it is named only if nobody else is left to blame.
+  /// Members whose messages have not come through and who have not said that they wait here too.
   std::vector<int> missing() {
-    std::vector<int> silent, elsewhere, waiting;
-    // A rank may have waited a while before it stopped; after a short time-out nobody can tell.
-    const bool knows_elsewhere = comm_.job_->rendezvous.timeout > Monitor::kNoteLife + Monitor::kNotePeriod;
+    std::vector<int> absent;
     for (Message& m : messages_) {
       try {
         if (completed(m, milliseconds(0))) continue;
       } catch (const std::exception&) {  // Gloo throws for what is not complete
       }
-      const auto note = comm_.job_->monitor->note(comm_.name_hash_, comm_.group_.members[m.peer]);
-      const bool here = note && note->sequence >= call_.sequence;
-      std::vector<int>& list =
-          here ? waiting
-               : knows_elsewhere && comm_.job_->monitor->is_waiting(comm_.group_.members[m.peer]) ? elsewhere : silent;
-      if (std::find(list.begin(), list.end(), m.peer) == list.end()) list.push_back(m.peer);
+      absent.push_back(m.peer);
     }
-    std::vector<int>& out = !silent.empty() ? silent : !elsewhere.empty() ? elsewhere : waiting;
-    std::sort(out.begin(), out.end());
-    return out;
+    // A rank may have waited a while before it stopped; after a short time-out nobody can tell.
+    const bool knows_elsewhere = comm_.job_->rendezvous.timeout > Monitor::kNoteLife + Monitor::kNotePeriod;
+    return comm_.notes_.missing(call_, absent, knows_elsewhere);
   }
 
   GlooCommunicator& comm_;
@@ -250,7 +236,7 @@ class GlooCommunicator::Transfers {
 
 GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
                                    std::shared_ptr<gloo::transport::Device> device)
-    : CommunicatorBase(std::move(group), job->board), job_(std::move(job)), name_hash_(hash_of(group_.name)),
+    : CommunicatorBase(std::move(group), job->board), job_(std::move(job)), notes_(group_, *job_->monitor),
       allocator_(RankContext::current().cpu), chunk_bytes_(gloo_chunk_bytes(size())),
       staging_bytes_(gloo_staging_bytes(size())), barrier_bytes_(static_cast<size_t>(size()) + 1) {
   auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
@@ -290,43 +276,23 @@ void GlooCommunicator::interrupt() {
 }
 
 void GlooCommunicator::tick() {
-  std::optional<StuckNote> news;
+  bool news = false;
   Collective call;
   {
     std::lock_guard lock(mutex_);
     if (!running_ || interrupted_ || Clock::now() - started_ < Monitor::kTick) return;
     call = *running_;
-    if (Clock::now() - posted_ >= Monitor::kNotePeriod) {
-      posted_ = Clock::now();
-      news = StuckNote{.group = name_hash_, .sequence = call.sequence, .fingerprint = call.fingerprint,
-                       .what = call.to_string(),
-                       .send_counts = call.op == CollectiveOp::all_to_all ? call.counts : std::vector<int64_t>{}};
-    }
+    news = Clock::now() - posted_ >= Monitor::kNotePeriod;
+    if (news) posted_ = Clock::now();
   }
-  if (news) job_->monitor->post(*news);
-
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank()) continue;
-    const int peer_rank = group_.members[peer];
-    const auto note = job_->monitor->note(name_hash_, peer_rank);
-    if (!note) continue;
-    const auto ours = flight_entry(note->sequence);
-    std::string disagreement;
-    if (ours && ours->fingerprint != note->fingerprint)
-      disagreement = str("ranks disagree on call ", note->sequence, ": rank ", group_.world_rank(), " calls ",
-                         ours->what, ", rank ", peer_rank, " calls ", note->what);
-    else if (note->sequence == call.sequence && call.op == CollectiveOp::all_to_all &&
-             note->send_counts.size() == call.recv_counts.size() &&
-             note->send_counts[rank()] != call.recv_counts[peer])
-      disagreement = str("ranks disagree: rank ", peer_rank, " sends ", note->send_counts[rank()],
-                         " elements to rank ", group_.world_rank(), ", which expects ", call.recv_counts[peer]);
-    if (disagreement.empty()) continue;
-    {
-      std::lock_guard lock(mutex_);
-      disagreement_ = std::move(disagreement);
-    }
-    return interrupt();
+  if (news) notes_.post(call);
+  std::string disagreement = notes_.disagreement(call, [&](uint64_t sequence) { return flight_entry(sequence); });
+  if (disagreement.empty()) return;
+  {
+    std::lock_guard lock(mutex_);
+    disagreement_ = std::move(disagreement);
   }
+  interrupt();
 }
 
 void GlooCommunicator::run(const Collective& call) {

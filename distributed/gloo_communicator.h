@@ -14,6 +14,7 @@
 
 #include "sheaf/distributed/communicator_base.h"
 #include "sheaf/distributed/job.h"
+#include "sheaf/distributed/stuck_notes.h"
 #include "sheaf/distributed/transport.h"
 
 namespace gloo {
@@ -58,7 +59,7 @@ class GlooCommunicator final : public CommunicatorBase {
   void tick();  // on the monitor's thread
 
   const std::shared_ptr<Job> job_;
-  const uint64_t name_hash_;
+  StuckNotes notes_;
   const std::shared_ptr<Allocator> allocator_;
   const int64_t chunk_bytes_, staging_bytes_;
   std::byte* staging_ = nullptr;
