@@ -7,6 +7,7 @@
 //
 // Sums run in rank order, ((x0 + x1) + x2) + ..., each element on the rank that owns it, in f32 for f32, bf16 and f16
 // (rounded once at the end), in f64 for f64, exactly for integers: the same bits at every call and for every algorithm.
+// NCCL alone sums in an order of its own.
 //
 // A failure (peer lost, time-out, disagreement) poisons the communicator: the event rethrows it, and so does every
 // later call. Errors name rank, op, sequence number, module path and the ranks that are missing.
@@ -32,7 +33,7 @@ class Communicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual std::string_view kind() const = 0;  ///< "local", "shm", "gloo", "simulated"
+  virtual std::string_view kind() const = 0;  ///< "local", "shm", "gloo", "nccl", "simulated"
 
   /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
   /// its own place inside `out` (in-place gather).

@@ -1,0 +1,223 @@
+#if __has_include(<nccl.h>)
+
+#include "sheaf/distributed/nccl.h"
+
+#include <cstring>
+#include <mutex>
+
+#include <cuda_runtime.h>
+#include <nccl.h>
+
+#include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/cuda/library.h"
+#include "sheaf/kernels/cuda/runtime.h"
+
+#define SHEAF_NCCL(F)       \
+  F(ncclAllGather)          \
+  F(ncclAllReduce)          \
+  F(ncclBroadcast)          \
+  F(ncclCommAbort)          \
+  F(ncclCommDestroy)        \
+  F(ncclCommFinalize)       \
+  F(ncclCommGetAsyncError)  \
+  F(ncclCommInitRankConfig) \
+  F(ncclGetErrorString)     \
+  F(ncclGetLastError)       \
+  F(ncclGetUniqueId)        \
+  F(ncclGroupEnd)           \
+  F(ncclGroupStart)         \
+  F(ncclRecv)               \
+  F(ncclReduce)             \
+  F(ncclReduceScatter)      \
+  F(ncclSend)
+SHEAF_FORWARD_FUNCTIONS(kNccl, SHEAF_NCCL)
+
+namespace sheaf {
+namespace {
+
+std::string words(ncclResult_t result, ncclComm_t comm) {
+  const char* last = ncclGetLastError(comm);
+  return last && *last ? str(ncclGetErrorString(result), ": ", last)
+                       : std::string(ncclGetErrorString(result));
+}
+
+void check_call(ncclResult_t result, const char* call, ncclComm_t comm = nullptr) {
+  if (result != ncclSuccess && result != ncclInProgress)
+    throw CommError(str(call, ": ", words(result, comm)), ExitCode::kPeerLost);
+}
+
+#define SHEAF_NCCL_CALL(function, ...) check_call(function(__VA_ARGS__), #function, comm_)
+
+// Bytes are moved as this.
+constexpr ncclDataType_t kByte = ncclUint8;
+
+ncclDataType_t type_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return ncclFloat64;
+    case DType::f32:
+      return ncclFloat32;
+    case DType::bf16:
+      return ncclBfloat16;
+    case DType::f16:
+      return ncclFloat16;
+    case DType::i64:
+      return ncclInt64;
+    case DType::i32:
+      return ncclInt32;
+    case DType::u32:
+      return ncclUint32;
+    case DType::u8:
+      return ncclUint8;
+    case DType::i8:
+      return ncclInt8;
+    default:
+      fail<ConfigError>("[nccl] has no reductions of ", dtype);
+  }
+}
+
+ncclRedOp_t op_of(Reduction reduction) {
+  return reduction == Reduction::sum ? ncclSum : reduction == Reduction::max ? ncclMax : ncclMin;
+}
+
+size_t size(int64_t count) { return static_cast<size_t>(count); }
+
+class LibraryComm final : public NcclComm {
+ public:
+  LibraryComm(const std::string& id, int ranks, int rank, const std::string& name)
+      : gpu_(RankContext::current().gpu), stream_(gpu_->make_lane()), name_(name) {
+    try {
+      ncclUniqueId unique;
+      check<CommError>(id.size() == sizeof unique.internal, "[nccl] the unique id has ", id.size(),
+                       " bytes");
+      std::memcpy(unique.internal, id.data(), id.size());
+      ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+      config.blocking = 0;
+      config.commName = name_.c_str();
+      use_device();
+      SHEAF_NCCL_CALL(ncclCommInitRankConfig, &comm_, ranks, unique, rank, &config);
+    } catch (...) {
+      gpu_->destroy_lane(stream_);
+      throw;
+    }
+  }
+  ~LibraryComm() override {
+    {
+      std::lock_guard lock(mutex_);
+      if (comm_ && finalized_)
+        ncclCommDestroy(comm_);
+      else if (comm_)
+        ncclCommAbort(comm_);
+    }
+    gpu_->destroy_lane(stream_);
+  }
+  LibraryComm(const LibraryComm&) = delete;
+  LibraryComm& operator=(const LibraryComm&) = delete;
+
+  const Stream& stream() const override { return stream_; }
+  Event record() override { return gpu_->record(stream_); }
+
+  void group(const std::function<void()>& calls) override {
+    std::lock_guard lock(mutex_);
+    if (!comm_) throw CommError("[nccl] the communicator was aborted", ExitCode::kPeerLost);
+    use_device();
+    SHEAF_NCCL_CALL(ncclGroupStart);
+    try {
+      calls();
+    } catch (...) {
+      ncclGroupEnd();  // the group belongs to this thread and would swallow its next calls
+      throw;
+    }
+    SHEAF_NCCL_CALL(ncclGroupEnd);
+  }
+  void all_gather(const void* in, void* out, int64_t bytes_each) override {
+    SHEAF_NCCL_CALL(ncclAllGather, in, out, size(bytes_each), kByte, comm_, handle());
+  }
+  void broadcast(const void* in, void* out, int64_t bytes, int root) override {
+    SHEAF_NCCL_CALL(ncclBroadcast, in, out, size(bytes), kByte, root, comm_, handle());
+  }
+  void all_reduce(const void* in, void* out, int64_t count, DType dtype,
+                  Reduction reduction) override {
+    SHEAF_NCCL_CALL(ncclAllReduce, in, out, size(count), type_of(dtype), op_of(reduction), comm_,
+                    handle());
+  }
+  void reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+              int root) override {
+    SHEAF_NCCL_CALL(ncclReduce, in, out, size(count), type_of(dtype), op_of(reduction), root, comm_,
+                    handle());
+  }
+  void reduce_scatter(const void* in, void* out, int64_t count_each, DType dtype,
+                      Reduction reduction) override {
+    SHEAF_NCCL_CALL(ncclReduceScatter, in, out, size(count_each), type_of(dtype), op_of(reduction),
+                    comm_, handle());
+  }
+  void send(const void* data, int64_t bytes, int peer) override {
+    SHEAF_NCCL_CALL(ncclSend, data, size(bytes), kByte, peer, comm_, handle());
+  }
+  void receive(void* data, int64_t bytes, int peer) override {
+    SHEAF_NCCL_CALL(ncclRecv, data, size(bytes), kByte, peer, comm_, handle());
+  }
+
+  State state(std::string& why) override {
+    std::lock_guard lock(mutex_);
+    if (!comm_) {
+      why = "the communicator was aborted";
+      return State::failed;
+    }
+    ncclResult_t now = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm_, &now);
+    if (asked != ncclSuccess) now = asked;
+    if (now == ncclSuccess) return State::ready;
+    if (now == ncclInProgress) return State::busy;
+    why = words(now, comm_);
+    return State::failed;
+  }
+  void finalize() override {
+    std::lock_guard lock(mutex_);
+    if (!comm_) return;
+    SHEAF_NCCL_CALL(ncclCommFinalize, comm_);
+    finalized_ = true;
+  }
+  void abort() override {
+    std::lock_guard lock(mutex_);
+    if (comm_) ncclCommAbort(comm_);
+    comm_ = nullptr;
+  }
+
+ private:
+  void use_device() { kernels::cuda::use_device(gpu_->device().index); }
+  cudaStream_t handle() const { return static_cast<cudaStream_t>(stream_.handle); }
+
+  const std::shared_ptr<Gpu> gpu_;
+  const Stream stream_;
+  const std::string name_;
+  std::mutex mutex_;  // NCCL wants one thread at a time; nothing waits while it is held
+  ncclComm_t comm_ = nullptr;
+  bool finalized_ = false;
+};
+
+class Library final : public NcclLibrary {
+ public:
+  Library() { kernels::cuda::load_library(SHEAF_SONAME("libnccl.so.", NCCL_MAJOR), kNccl); }
+
+  std::string unique_id() override {
+    ncclUniqueId id;
+    check_call(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    return {id.internal, sizeof id.internal};
+  }
+  std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
+                                 const std::string& name) override {
+    return std::make_unique<LibraryComm>(id, size, rank, name);
+  }
+};
+
+}  // namespace
+
+NcclLibrary& nccl_library() {
+  static Library library;
+  return library;
+}
+
+}  // namespace sheaf
+
+#endif

@@ -1,0 +1,64 @@
+// NCCL, as NcclCommunicator asks for it: one communicator of NCCL's and the stream that its work
+// runs on. Implemented by nccl.cc over libnccl, and in tests by ranks that are threads.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "sheaf/core/communicator.h"
+#include "sheaf/core/gpu.h"
+
+namespace sheaf {
+
+/// Nothing here waits for a peer: what takes time goes on behind the call, and state() is busy
+/// until it is through. Then comes the next call. Functions throw CommError with NCCL's words.
+/// abort() and state() are for any thread, the others for one at a time.
+class NcclComm {
+ public:
+  /// Destroys what was finalized, aborts what was not.
+  virtual ~NcclComm() = default;
+
+  virtual const Stream& stream() const = 0;
+  /// All that was enqueued by now.
+  virtual Event record() = 0;
+
+  /// Enqueues what `calls` calls of those below as one; every rank makes the same.
+  virtual void group(const std::function<void()>& calls) = 0;
+  virtual void all_gather(const void* in, void* out, int64_t bytes_each) = 0;
+  virtual void broadcast(const void* in, void* out, int64_t bytes, int root) = 0;
+  virtual void all_reduce(const void* in, void* out, int64_t count, DType dtype,
+                          Reduction reduction) = 0;
+  virtual void reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
+                      int root) = 0;
+  virtual void reduce_scatter(const void* in, void* out, int64_t count_each, DType dtype,
+                              Reduction reduction) = 0;
+  virtual void send(const void* data, int64_t bytes, int peer) = 0;
+  virtual void receive(void* data, int64_t bytes, int peer) = 0;
+
+  enum class State : uint8_t { ready, busy, failed };
+  /// `why` receives NCCL's words for a failure.
+  virtual State state(std::string& why) = 0;
+  /// Flushes what is enqueued; nothing may follow but the destructor.
+  virtual void finalize() = 0;
+  /// Ends kernels that wait for peers: what they were to write is undefined. May be called more
+  /// than once.
+  virtual void abort() = 0;
+};
+
+class NcclLibrary {
+ public:
+  virtual ~NcclLibrary() = default;
+  /// By which the members of one communicator find each other: from one of them to all.
+  virtual std::string unique_id() = 0;
+  /// Member `rank` of `size`, on the GPU of the current rank; no two members on one GPU. `name` is
+  /// for NCCL's logs.
+  virtual std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
+                                         const std::string& name) = 0;
+};
+
+/// libnccl, loaded by the first call. ConfigError where it is missing, or the build has none, as
+/// emulated ones; only in builds with kHasCuda.
+NcclLibrary& nccl_library();
+
+}  // namespace sheaf

@@ -1,0 +1,385 @@
+#include "sheaf/distributed/nccl_communicator.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "sheaf/kernels/cuda/config.h"
+
+namespace sheaf {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How often calls under way are looked at; failures of the job are heard of at once.
+constexpr milliseconds kTick{20};
+// NCCL may hear of a dead peer a moment before the monitor tells who it was.
+constexpr auto kExplanationTime = std::chrono::seconds(1);
+// At the end this rank's calls are done, and what it sends is on its way: peers that come later
+// need nothing of it.
+constexpr auto kFarewell = std::chrono::seconds(1);
+
+bool reduces(CollectiveOp op) {
+  return op == CollectiveOp::reduce_scatter || op == CollectiveOp::all_reduce;
+}
+
+std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
+  std::vector<int64_t> offsets(counts.size());
+  std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
+  return offsets;
+}
+
+bool all_equal(const std::vector<int64_t>& counts) {
+  return std::all_of(counts.begin(), counts.end(), [&](int64_t c) { return c == counts[0]; });
+}
+
+}  // namespace
+
+/// Why a communicator was aborted, for all who hold its events. Settled before NCCL's kernels are
+/// ended, so that nobody takes what they leave for a result.
+class NcclCommunicator::Fate {
+ public:
+  void settle(std::exception_ptr why) {
+    std::lock_guard lock(mutex_);
+    if (!why_) why_ = std::move(why);
+  }
+  void check() const {
+    std::lock_guard lock(mutex_);
+    if (why_) std::rethrow_exception(why_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::exception_ptr why_;
+};
+
+class NcclCommunicator::Point final : public DevicePoint {
+ public:
+  Point(std::shared_ptr<const DevicePoint> point, std::shared_ptr<const Fate> fate)
+      : point_(std::move(point)), fate_(std::move(fate)) {}
+  void sync() const override {
+    point_->sync();
+    fate_->check();
+  }
+  bool reached() const override { return point_->reached(); }
+  void order(const Stream& stream) const override {
+    fate_->check();
+    point_->order(stream);
+  }
+
+ private:
+  const std::shared_ptr<const DevicePoint> point_;
+  const std::shared_ptr<const Fate> fate_;
+};
+
+NcclCommunicator::NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
+                                   std::unique_ptr<Communicator> host, NcclLibrary& library)
+    : CommunicatorBase(std::move(group), job->board),
+      job_(std::move(job)),
+      host_(std::move(host)),
+      fate_(std::make_shared<Fate>()),
+      notes_(group_, *job_->monitor) {
+  connect(library);
+  subscription_ = board_->subscribe([this](const JobFailure&) {
+    { std::lock_guard lock(mutex_); }  // the watchdog has either seen the board or sleeps by now
+    condition_.notify_all();
+  });
+  watchdog_ = std::thread([this] { watch(); });
+}
+
+NcclCommunicator::~NcclCommunicator() {
+  finish_lane();
+  {
+    std::unique_lock lock(mutex_);
+    condition_.wait(lock, [&] { return pending_.empty(); });
+    stop_ = true;
+  }
+  condition_.notify_all();
+  watchdog_.join();
+  board_->unsubscribe(subscription_);
+  close();
+}
+
+void NcclCommunicator::connect(NcclLibrary& library) {
+  const Deadline deadline = Clock::now() + job_->rendezvous.init_timeout;
+  const std::string key = "nccl/" + group_.name;
+  std::string id;
+  if (rank() == 0)
+    job_->store->set(key, id = library.unique_id(), deadline);
+  else
+    id = job_->store->get(key, deadline);
+
+  const std::string me = str("[mesh] rank ", group_.world_rank(), " of ", group_.world, ": ");
+  comm_ = library.join(id, size(), rank(), group_.name);
+  for (;; std::this_thread::sleep_for(milliseconds(1))) {
+    if (const auto failure = board_->failure())
+      throw CommError(str(me, "rank ", failure->rank, " failed: ", failure->reason),
+                      ExitCode::kPeerLost);
+    std::string why;
+    switch (comm_->state(why)) {
+      case NcclComm::State::ready:
+        return;
+      case NcclComm::State::failed:
+        throw CommError(str(me, "cannot connect ", group_.name, ": ", why), ExitCode::kPeerLost);
+      case NcclComm::State::busy:
+        break;
+    }
+    if (Clock::now() >= deadline)
+      throw CommError(str(me, "time-out after ", job_->rendezvous.init_timeout.count() / 1000,
+                          " s: NCCL connects ", group_.name),
+                      ExitCode::kTimeout);
+  }
+}
+
+void NcclCommunicator::close() {
+  try {
+    if (!board_->failed()) {
+      comm_->finalize();
+      const auto until = Clock::now() + kFarewell;
+      std::string why;
+      NcclComm::State state;
+      while ((state = comm_->state(why)) == NcclComm::State::busy && !board_->failed() &&
+             Clock::now() < until)
+        std::this_thread::sleep_for(milliseconds(1));
+      if (state == NcclComm::State::ready) return;
+    }
+  } catch (const std::exception&) {
+  }  // all calls are through: nobody is left to hear of it
+  comm_->abort();
+}
+
+// --- calls: on the lane's thread ---
+
+void NcclCommunicator::run(const Collective& call) {
+  const auto issue = [&]() -> Event {
+    switch (call.op) {
+      case CollectiveOp::all_gather:
+        return host_->all_gather(call.in, call.out, call.counts, call.dtype, call.path);
+      case CollectiveOp::reduce_scatter:
+        return host_->reduce_scatter(call.in, call.out, call.counts, call.dtype, call.path);
+      case CollectiveOp::all_reduce:
+        return host_->all_reduce(call.out, call.counts[0], call.dtype, call.reduction, call.path);
+      case CollectiveOp::all_to_all:
+        return host_->all_to_all(call.in, call.counts, call.out, call.recv_counts, call.dtype,
+                                 call.path);
+      case CollectiveOp::broadcast:
+        return host_->broadcast(call.out, call.counts[0], call.root, call.path);
+      case CollectiveOp::barrier:
+        return host_->barrier(call.path);
+    }
+    return {};
+  };
+  issue().sync();
+}
+
+std::shared_ptr<const DevicePoint> NcclCommunicator::run_on_gpu(const Collective& call) {
+  if (reduces(call.op) && call.dtype == kU16)
+    fail<ConfigError>('[', name(call.op), "] ", path_label(call.path),
+                      ": NCCL has no reductions of ", call.dtype);
+  // A sum of truth values is their "or".
+  const bool truth = call.dtype == kBool;
+  const DType dtype = truth ? kU8 : call.dtype;
+  const Reduction reduction =
+      truth && call.reduction == Reduction::sum ? Reduction::max : call.reduction;
+  try {
+    issue(call, [&] {
+      call.buffers_ready.order(comm_->stream());
+      comm_->group([&] { enqueue(call, dtype, reduction); });
+    });
+    settle(call);
+    std::shared_ptr<const DevicePoint> done;
+    issue(call, [&] { done = comm_->record().point(); });
+    {
+      std::lock_guard lock(mutex_);
+      pending_.push_back(std::make_shared<Pending>(Pending{.call = call, .done = done}));
+      if (pending_.size() == 1) condition_.notify_all();
+    }
+    return std::make_shared<Point>(std::move(done), fate_);
+  } catch (...) {
+    end(std::current_exception());
+    throw;
+  }
+}
+
+/// Words what CUDA and NCCL throw for this call.
+void NcclCommunicator::issue(const Collective& call, const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const std::exception& e) {
+    throw_if_failed(call);
+    raise(call, ExitCode::kPeerLost, e.what());
+  }
+}
+
+void NcclCommunicator::enqueue(const Collective& call, DType dtype, Reduction reduction) {
+  const int n = size(), me = rank();
+  const int64_t element = call.element_size();
+  const auto* in = static_cast<const std::byte*>(call.in);
+  auto* out = static_cast<std::byte*>(call.out);
+  switch (call.op) {
+    case CollectiveOp::all_gather: {
+      if (all_equal(call.counts)) {
+        if (call.counts[0] > 0) comm_->all_gather(in, out, call.counts[0] * element);
+        return;
+      }
+      const std::vector<int64_t> at = offsets_of(call.counts);
+      for (int r = 0; r < n; ++r)
+        if (call.counts[r] > 0)
+          comm_->broadcast(r == me ? in : out + at[r] * element, out + at[r] * element,
+                           call.counts[r] * element, r);
+      return;
+    }
+    case CollectiveOp::reduce_scatter: {
+      if (all_equal(call.counts)) {
+        if (call.counts[0] > 0) comm_->reduce_scatter(in, out, call.counts[0], dtype, reduction);
+        return;
+      }
+      const std::vector<int64_t> at = offsets_of(call.counts);
+      for (int r = 0; r < n; ++r)  // only the root's `out` is written
+        if (call.counts[r] > 0)
+          comm_->reduce(in + at[r] * element, out, call.counts[r], dtype, reduction, r);
+      return;
+    }
+    case CollectiveOp::all_reduce:
+      if (call.counts[0] > 0) comm_->all_reduce(in, out, call.counts[0], dtype, reduction);
+      return;
+    case CollectiveOp::all_to_all: {
+      const std::vector<int64_t> to = offsets_of(call.counts), from = offsets_of(call.recv_counts);
+      for (int r = 0; r < n; ++r) {
+        if (call.counts[r] > 0) comm_->send(in + to[r] * element, call.counts[r] * element, r);
+        if (call.recv_counts[r] > 0)
+          comm_->receive(out + from[r] * element, call.recv_counts[r] * element, r);
+      }
+      return;
+    }
+    case CollectiveOp::broadcast:
+      if (call.counts[0] > 0) comm_->broadcast(in, out, call.counts[0], call.root);
+      return;
+    case CollectiveOp::barrier:
+      return;  // the host's
+  }
+}
+
+/// Until NCCL has enqueued what it was given: at first calls it connects to peers before.
+void NcclCommunicator::settle(const Collective& call) {
+  constexpr int kSpins = 1000;
+  Wait wait{.started = Clock::now()};
+  std::string why;
+  for (int i = 0; comm_->state(why) != NcclComm::State::ready; ++i) {
+    check_progress(call, wait);
+    if (i < kSpins)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+// --- watching ---
+
+void NcclCommunicator::end(std::exception_ptr why) {
+  fate_->settle(std::move(why));
+  comm_->abort();
+}
+
+void NcclCommunicator::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (pending_.empty()) {
+      condition_.wait(lock);
+      continue;
+    }
+    const std::shared_ptr<Pending> first = pending_.front();
+    lock.unlock();
+    bool done = false, failed = false;
+    try {
+      done = finished(*first);
+    } catch (...) {
+      failed = true;
+      set_state(first->call.sequence, FlightEntry::State::failed);
+      end(std::current_exception());
+    }
+    lock.lock();
+    if (done) pending_.pop_front();
+    if (failed) pending_.clear();
+    if (pending_.empty())
+      condition_.notify_all();  // who destroys this waits for it
+    else if (!done)
+      condition_.wait_for(lock, kTick);
+  }
+}
+
+bool NcclCommunicator::finished(Pending& pending) {
+  const Collective& call = pending.call;
+  bool started = pending.wait.has_value();
+  try {
+    if (pending.done->reached()) return true;
+    started = started || call.buffers_ready.ready();
+  } catch (const std::exception& e) {  // the device has failed
+    throw_if_failed(call);
+    raise(call, ExitCode::kPeerLost, e.what());
+  }
+  throw_if_failed(call);
+  if (!started) return false;
+  if (!pending.wait) pending.wait = Wait{.started = Clock::now()};
+  check_progress(call, *pending.wait);
+  return false;
+}
+
+/// Throws, worded for this call, when it will not come to its end.
+void NcclCommunicator::check_progress(const Collective& call, Wait& wait) {
+  throw_if_failed(call);
+  std::string why;
+  if (comm_->state(why) == NcclComm::State::failed) {
+    for (const auto until = Clock::now() + kExplanationTime; Clock::now() < until;) {
+      throw_if_failed(call);
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+    raise(call, ExitCode::kPeerLost, "NCCL: " + why);
+  }
+
+  const auto now = Clock::now();
+  const auto waited = now - wait.started;
+  if (waited < Monitor::kTick) return;
+  if (now - wait.posted >= Monitor::kNotePeriod) {
+    wait.posted = now;
+    notes_.post(call);
+  }
+  const std::string wrong =
+      notes_.disagreement(call, [&](uint64_t sequence) { return flight_entry(sequence); });
+  if (!wrong.empty()) raise(call, ExitCode::kDesync, wrong);
+
+  std::vector<int> others;
+  for (int m = 0; m < size(); ++m)
+    if (m != rank()) others.push_back(m);
+  if (waited >= kExplanationTime)
+    for (int m : others)
+      if (job_->monitor->has_left(group_.members[m])) {
+        board_->raise({group_.members[m], ExitCode::kPeerLost, "it has left the job"});
+        throw_failure(call, *board_->failure());
+      }
+  const auto timeout = job_->rendezvous.timeout;
+  if (waited >= timeout)
+    raise_timeout(
+        call, std::chrono::duration<double>(timeout).count(),
+        notes_.missing(call, others, timeout > Monitor::kNoteLife + Monitor::kNotePeriod));
+}
+
+// --- NcclTransport ---
+
+std::unique_ptr<Communicator> NcclTransport::connect(const CommunicatorGroup& group) {
+  if (group.size() == 1) return host_->connect(group);
+  check<ConfigError>(RankContext::current().gpu != nullptr, "[mesh] rank ", group.world_rank(),
+                     " has no GPU: 'nccl' ", "is for ranks that have one each");
+  CommunicatorGroup on_host = group;
+  on_host.name += "/host";
+  return std::make_unique<NcclCommunicator>(group, job_, host_->connect(on_host), library_);
+}
+
+std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Job> job,
+                                          std::shared_ptr<Transport> host) {
+  if constexpr (kernels::kHasCuda)
+    return std::make_shared<NcclTransport>(std::move(job), std::move(host), nccl_library());
+  else
+    fail<ConfigError>("[nccl] this build has no CUDA");
+}
+
+}  // namespace sheaf

@@ -1,0 +1,121 @@
+// NcclCommunicator: ranks with a GPU each, through NCCL. What lies on the host goes through a
+// communicator of the host's.
+//
+// A call on GPUs is enqueued on a stream of its own by the lane's thread, behind what the rank's
+// stream had to do before it, and the lane goes on to the next one: host and GPUs never wait for
+// each other. Each communicator has one of NCCL's, so gathers and reductions run side by side, on
+// streams with high priority.
+//
+// Sums are NCCL's: their order is its own (ring, tree or switch, by size and topology), not the
+// order of ranks. f32 and f64 are summed as they are; bf16 and f16 may be rounded after every
+// addition: reduce in f32. Bytes arrive as they were, of every dtype. Bool is reduced as u8; for
+// u16 NCCL has no reductions: ConfigError.
+//
+// [Note: NCCL that hangs] A kernel of NCCL whose peer is gone spins for ever, and so does
+// everything behind it. A thread per communicator watches the calls that are under way: when the
+// job fails, NCCL reports an error, ranks disagree, a peer has left or time is up, it raises that
+// on the board and aborts NCCL's communicator; its kernels end then. Events of calls that were not
+// done by then throw. The communicator never blocks (ncclConfig_t::blocking = 0), so that the
+// threads that call it can be stopped as well. The time of a call counts from when its buffers are
+// ready and the calls before it are done.
+//
+// Kernels of two communicators of one GPU are enqueued in any order; both find room there, as NCCL
+// takes few multiprocessors and streams do not share a queue: leave CUDA_DEVICE_MAX_CONNECTIONS
+// unset.
+//
+// Unproven: nothing of this has run over NCCL itself, which takes a GPU per rank. Tests run it over
+// a stand-in whose ranks are threads.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "sheaf/distributed/communicator_base.h"
+#include "sheaf/distributed/job.h"
+#include "sheaf/distributed/nccl.h"
+#include "sheaf/distributed/stuck_notes.h"
+#include "sheaf/distributed/transport.h"
+
+namespace sheaf {
+
+class NcclCommunicator final : public CommunicatorBase {
+ public:
+  /// Collective over the group, on the GPU of the current rank. `host` is a communicator of the
+  /// same group.
+  NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
+                   std::unique_ptr<Communicator> host, NcclLibrary& library);
+  ~NcclCommunicator() override;
+
+  std::string_view kind() const override { return "nccl"; }
+  int64_t staging_bytes() const override { return host_->staging_bytes(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  class Fate;
+  class Point;
+  /// How long a call has kept this rank waiting.
+  struct Wait {
+    Clock::time_point started, posted = {};
+  };
+  /// A call that is enqueued.
+  struct Pending {
+    Collective call;
+    std::shared_ptr<const DevicePoint> done;
+    std::optional<Wait> wait = {};
+  };
+
+  void run(const Collective& call) override;
+  std::shared_ptr<const DevicePoint> run_on_gpu(const Collective& call) override;
+  bool moves_gpu_memory() const override { return true; }
+
+  void connect(NcclLibrary& library);
+  void issue(const Collective& call, const std::function<void()>& work);
+  void enqueue(const Collective& call, DType dtype, Reduction reduction);
+  void settle(const Collective& call);
+  void watch();
+  bool finished(Pending& pending);
+  void check_progress(const Collective& call, Wait& wait);
+  void end(std::exception_ptr why);
+  void close();
+
+  const std::shared_ptr<Job> job_;
+  const std::unique_ptr<Communicator> host_;
+  const std::shared_ptr<Fate> fate_;
+  StuckNotes notes_;
+  std::unique_ptr<NcclComm> comm_;
+
+  std::mutex mutex_;  // guards what follows; not held while the board is raised
+  std::condition_variable condition_;
+  std::deque<std::shared_ptr<Pending>> pending_;
+  bool stop_ = false;
+  int subscription_ = -1;
+  std::thread watchdog_;
+};
+
+/// Groups of two and more on GPUs; `host` carries what lies on the host, and groups of one.
+class NcclTransport final : public Transport {
+ public:
+  NcclTransport(std::shared_ptr<Job> job, std::shared_ptr<Transport> host, NcclLibrary& library)
+      : job_(std::move(job)), host_(std::move(host)), library_(library) {}
+  std::string_view kind() const override { return "nccl"; }
+  std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override;
+  FailureBoard& board() override { return *job_->board; }
+
+ private:
+  const std::shared_ptr<Job> job_;
+  const std::shared_ptr<Transport> host_;
+  NcclLibrary& library_;
+};
+
+/// For ranks that have a GPU each, all of them, in their RankContext before the first mesh. `host`
+/// is the transport that the same job has between CPUs. ConfigError where the build has no NCCL.
+std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Job> job,
+                                          std::shared_ptr<Transport> host);
+
+}  // namespace sheaf

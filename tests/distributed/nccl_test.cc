@@ -1,0 +1,383 @@
+// NcclCommunicator: over a stand-in for NCCL whose ranks are threads that share a GPU (an emulated
+// one will do), and over NCCL itself: one rank on one GPU, several where there are several GPUs.
+#include <chrono>
+#include <thread>
+
+#include "sheaf/core/tensor.h"
+#include "sheaf/distributed/gloo_communicator.h"
+#include "sheaf/distributed/nccl_communicator.h"
+#include "sheaf/distributed/world.h"
+#include "sheaf/kernels/cuda/gpu.h"
+#include "sheaf/tests/distributed/collective_battery.h"
+#include "sheaf/tests/distributed/thread_nccl.h"
+#include "sheaf/tests/distributed/through_gpu.h"
+
+namespace sheaf {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::Battery;
+using testing::SumOrder;
+using testing::ThroughGpu;
+
+struct Options {
+  int ranks = 2;
+  bool one_gpu = true;  ///< for all ranks; else each has that of its number
+  milliseconds timeout{60'000};
+};
+
+/// What each rank threw: exit code and message, 0 if nothing.
+struct Outcome {
+  int code = 0;
+  std::string what = {};
+};
+
+/// Ranks that are threads, but otherwise a job like one of processes: store, monitors, Gloo between
+/// the hosts.
+std::vector<Outcome> run_job(NcclLibrary& library, const std::function<void(World&)>& body,
+                             Options options) {
+  Socket listener = listen_on("127.0.0.1", 0);
+  Rendezvous r;
+  r.world = r.local_world = options.ranks;
+  r.port = local_port(listener);
+  r.timeout = options.timeout;
+  const int listen_fd = listener.release();
+  std::vector<Outcome> outcomes(static_cast<size_t>(options.ranks));
+  const auto rank_main = [&](int rank) {
+    Outcome& outcome = outcomes[rank];
+    try {
+      RankContext context;
+      RankScope scope(context);
+      const int device = options.one_gpu ? 0 : rank;
+      if constexpr (kernels::kHasCuda) context.gpu = kernels::cuda::make_gpu(device);
+      Rendezvous mine = r;
+      mine.rank = mine.local_rank = rank;
+      if (rank == 0) mine.listen_fd = listen_fd;
+      const std::shared_ptr<Job> job = join_job(mine);
+      World world(
+          std::make_shared<NcclTransport>(job, std::make_shared<GlooTransport>(job), library),
+          context, rank, options.ranks, rank, options.ranks, Device::cuda(device));
+      world.guard([&] { body(world); });
+    } catch (const Error& e) {
+      outcome = {e.exit_code(), e.what()};
+    } catch (const std::exception& e) {
+      outcome = {1, e.what()};
+    }
+  };
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < options.ranks; ++rank) threads.emplace_back(rank_main, rank);
+  threads.clear();
+  return outcomes;
+}
+
+void expect_well(const std::vector<Outcome>& outcomes) {
+  for (size_t r = 0; r < outcomes.size(); ++r)
+    EXPECT_EQ(outcomes[r].code, 0) << "rank " << r << ": " << outcomes[r].what;
+}
+
+void expect(const Outcome& outcome, ExitCode code, const std::vector<std::string>& parts) {
+  EXPECT_EQ(outcome.code, static_cast<int>(code)) << outcome.what;
+  for (const std::string& part : parts)
+    EXPECT_NE(outcome.what.find(part), std::string::npos) << outcome.what;
+}
+
+Communicator& lane(World& world) {
+  return world.mesh({{"data", world.size()}}).runtime->gather_lane(0);
+}
+Communicator& other_lane(World& world) {
+  return world.mesh({{"data", world.size()}}).runtime->reduce_lane(0);
+}
+
+Tensor ones(World& world, int64_t n = 1000) {
+  return Tensor::from(std::vector<float>(static_cast<size_t>(n), 1.0f), {n}).to(world.device());
+}
+Event add(Communicator& comm, const Tensor& x, std::string_view path) {
+  return comm.all_reduce(x.view().data, x.numel(), kF32, Reduction::sum, path);
+}
+
+void battery(World& world) {
+  ThroughGpu comm(lane(world));
+  Battery on_gpu(comm, testing::BufferMemory::normal, SumOrder::any);
+  on_gpu.run(20'000);
+  Battery on_host(other_lane(world));  // sums in rank order
+  on_host.run(20'000);
+}
+
+TEST(NcclCommunicator, EveryCollectiveAtWorlds1To4) {
+  SHEAF_NEEDS_GPU();
+  for (int n = 1; n <= 4; ++n) {
+    SCOPED_TRACE(n);
+    testing::ThreadNccl nccl;
+    expect_well(run_job(nccl, battery, {.ranks = n}));
+  }
+}
+
+TEST(NcclCommunicator, CountsBytesAndHasNoSumsOfU16) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  const auto outcomes =
+      run_job(nccl,
+              [](World& world) {
+                Communicator& comm = lane(world);
+                EXPECT_EQ(comm.kind(), "nccl");
+                const Tensor x = ones(world);
+                add(comm, x, "x").sync();
+                EXPECT_EQ(x.to_vector(), std::vector<float>(1000, 2.0f));
+                EXPECT_EQ(comm.bytes_received(), 4000);
+                comm.all_reduce(x.view().data, 1000, kU16, Reduction::sum, "narrow").sync();
+              },
+              {});
+  for (const Outcome& o : outcomes) EXPECT_TRUE(o.code == 64 || o.code == 72) << o.what;
+  EXPECT_TRUE(outcomes[0].code == 64 || outcomes[1].code == 64);
+  const Outcome& refused = outcomes[outcomes[0].code == 64 ? 0 : 1];
+  expect(refused, ExitCode::kConfig, {"[all_reduce] narrow: NCCL has no reductions of u16"});
+}
+
+TEST(NcclCommunicator, TheLaneDoesNotWaitForTheDevice) {
+  SHEAF_NEEDS_GPU();
+  // Rank 1 comes late: rank 0 enqueues all its calls before.
+  testing::ThreadNccl nccl;
+  expect_well(run_job(nccl,
+                      [](World& world) {
+                        Communicator& comm = lane(world);
+                        const Tensor x = ones(world);
+                        if (world.rank() == 1) std::this_thread::sleep_for(milliseconds(300));
+                        std::vector<Event> events;
+                        for (int i = 0; i < 3; ++i) events.push_back(add(comm, x, "x"));
+                        const auto begin = std::chrono::steady_clock::now();
+                        EXPECT_NE(events[2].point(), nullptr);  // enqueued
+                        if (world.rank() == 0) {
+                          EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(150));
+                          EXPECT_FALSE(events[0].ready());
+                        }
+                        events[2].sync();
+                        EXPECT_EQ(x.to_vector(), std::vector<float>(1000, 8.0f));
+                      },
+                      {}));
+}
+
+TEST(NcclCommunicator, ATimeOutNamesWhoIsMissing) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  const auto outcomes = run_job(nccl,
+                                [](World& world) {
+                                  const Tensor x = ones(world);
+                                  Communicator& comm = lane(world);
+                                  add(comm, x, "blocks.0").sync();
+                                  if (world.rank() != 2)
+                                    add(comm, x, "blocks.1").sync();
+                                  else
+                                    std::this_thread::sleep_for(milliseconds(2500));
+                                },
+                                {.ranks = 3, .timeout = milliseconds(1000)});
+  for (int r : {0, 1})
+    expect(outcomes[r], ExitCode::kTimeout,
+           {"[all_reduce] rank ", "time-out after 1.0 s at sequence 2 (blocks.1)",
+            "missing ranks: 2"});
+  EXPECT_EQ(outcomes[2].code, 0) << outcomes[2].what;
+}
+
+TEST(NcclCommunicator, RanksThatDisagreeAreTold) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  const auto outcomes = run_job(nccl,
+                                [](World& world) {
+                                  const Tensor x = ones(world);
+                                  Communicator& comm = lane(world);
+                                  if (world.rank() == 0)
+                                    add(comm, x, "blocks.0").sync();
+                                  else
+                                    comm.broadcast(x.view().data, 4000, 0, "blocks.1").sync();
+                                },
+                                {});
+  for (const Outcome& o : outcomes)
+    expect(o, ExitCode::kDesync,
+           {"ranks disagree on call 1", "all_reduce f32 [1000] sum on GPUs (blocks.0)",
+            "broadcast u8 [4000] from 0 on GPUs (blocks.1)"});
+}
+
+TEST(NcclCommunicator, AllToAllCountsThatDoNotFit) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  const auto outcomes = run_job(
+      nccl,
+      [](World& world) {
+        const Tensor x = ones(world), y = ones(world);
+        const bool first = world.rank() == 0;
+        const std::vector<int64_t> send = {first ? 1 : 5, 1}, recv = {1, first ? 4 : 1};
+        lane(world).all_to_all(x.view().data, send, y.view().data, recv, kF32, "moe").sync();
+      },
+      {});
+  for (const Outcome& o : outcomes)
+    expect(o, ExitCode::kDesync, {"rank 1 sends 5 elements to rank 0, which expects 4"});
+}
+
+TEST(NcclCommunicator, ARankThatThrowsEndsEverybodysCalls) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto outcomes = run_job(
+      nccl,
+      [](World& world) {
+        const Tensor x = ones(world), y = ones(world);
+        add(lane(world), x, "blocks.0").sync();
+        if (world.rank() == 1) {
+          std::this_thread::sleep_for(milliseconds(100));  // the others' calls are under way
+          fail<DataError>("[data] token 70000 is out of vocabulary");
+        }
+        const Event a = add(lane(world), x, "blocks.1"), b = add(other_lane(world), y, "blocks.2");
+        try {
+          b.sync();
+          ADD_FAILURE() << "it went through";
+        } catch (const CommError& e) {
+          EXPECT_NE(std::string(e.what()).find("(blocks.2)"), std::string::npos) << e.what();
+        }
+        a.sync();
+      },
+      {.ranks = 3});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+  expect(outcomes[1], ExitCode::kData, {"token 70000"});
+  for (int r : {0, 2})
+    expect(
+        outcomes[r], ExitCode::kPeerLost,
+        {"rank 1 failed: [data] token 70000 is out of vocabulary", "at sequence 2", "(blocks.1)"});
+}
+
+TEST(NcclCommunicator, ARankThatLeaves) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  const auto outcomes = run_job(nccl,
+                                [](World& world) {
+                                  const Tensor x = ones(world);
+                                  add(lane(world), x, "once").sync();
+                                  if (world.rank() == 0) add(lane(world), x, "twice").sync();
+                                },
+                                {});
+  EXPECT_EQ(outcomes[1].code, 0) << outcomes[1].what;
+  expect(outcomes[0], ExitCode::kPeerLost, {"(twice)", "rank 1 failed: it has left the job"});
+}
+
+TEST(NcclCommunicator, EndsWithCallsThatNobodyWaitedFor) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  expect_well(run_job(nccl,
+                      [](World& world) {
+                        const Tensor x = ones(world);
+                        Communicator& comm = lane(world);
+                        for (int i = 0; i < 20; ++i) add(comm, x, "x");
+                        add(comm, x, "x").order(RankContext::current().gpu->compute());
+                      },
+                      {.ranks = 3}));
+}
+
+/// Why NCCL cannot be called here; empty if it can.
+std::string why_no_nccl() {
+  try {
+    if constexpr (kernels::kHasCuda) return nccl_library(), "";
+    return "built without CUDA";
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+}
+
+#define SHEAF_NEEDS_NCCL() \
+  if (const std::string why = why_no_nccl(); !why.empty()) GTEST_SKIP() << "not run: " << why
+
+TEST(Nccl, UniqueIds) {  // needs no GPU
+  SHEAF_NEEDS_NCCL();
+  if constexpr (kernels::kHasCuda) {
+    const std::string a = nccl_library().unique_id(), b = nccl_library().unique_id();
+    EXPECT_EQ(a.size(), 128u);
+    EXPECT_NE(a, b);
+  }
+}
+
+TEST(Nccl, OneRankOnOneGpu) {
+  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_NCCL();
+  if constexpr (kernels::kHasCuda) {
+    RankContext context;
+    RankScope scope(context);
+    context.gpu = kernels::cuda::make_gpu(0);
+    Gpu& gpu = *context.gpu;
+    NcclLibrary& nccl = nccl_library();
+    const std::unique_ptr<NcclComm> comm = nccl.join(nccl.unique_id(), 1, 0, "one");
+    const auto settle = [&] {
+      std::string why;
+      NcclComm::State state;
+      while ((state = comm->state(why)) == NcclComm::State::busy) std::this_thread::yield();
+      ASSERT_EQ(state, NcclComm::State::ready) << why;
+    };
+    settle();
+    std::vector<float> values(1000);
+    std::iota(values.begin(), values.end(), -500.0f);
+    const auto check_copies = [&](const char* what,
+                                  const std::function<void(const void*, void*)>& work) {
+      const Tensor in = Tensor::from(values, {1000}).to(gpu.device());
+      const Tensor out = Tensor::from(std::vector<float>(1000), {1000}).to(gpu.device());
+      gpu.record(gpu.compute()).order(comm->stream());
+      comm->group([&] { work(in.view().data, out.view().data); });
+      settle();
+      comm->record().order(gpu.compute());
+      EXPECT_EQ(out.to_vector(), values) << what;
+    };
+    check_copies("all_gather", [&](auto* in, auto* out) { comm->all_gather(in, out, 4000); });
+    check_copies("broadcast", [&](auto* in, auto* out) { comm->broadcast(in, out, 4000, 0); });
+    check_copies("two broadcasts", [&](auto* in, auto* out) {
+      comm->broadcast(in, out, 400, 0);
+      comm->broadcast(static_cast<const char*>(in) + 400, static_cast<char*>(out) + 400, 3600, 0);
+    });
+    for (Reduction r : {Reduction::sum, Reduction::max, Reduction::min}) {
+      check_copies("all_reduce",
+                   [&](auto* in, auto* out) { comm->all_reduce(in, out, 1000, kF32, r); });
+      check_copies("reduce", [&](auto* in, auto* out) { comm->reduce(in, out, 1000, kF32, r, 0); });
+      check_copies("reduce_scatter",
+                   [&](auto* in, auto* out) { comm->reduce_scatter(in, out, 1000, kF32, r); });
+    }
+    for (DType dtype : {kF64, kF32, kBF16, kF16, kI64, kI32, kU32, kU8, kI8})
+      check_copies("all_reduce of this dtype", [&](auto* in, auto* out) {
+        comm->all_reduce(in, out, 4000 / static_cast<int64_t>(size_of(dtype)), dtype,
+                         Reduction::max);
+      });
+    check_copies("to itself", [&](auto* in, auto* out) {
+      comm->send(in, 4000, 0);
+      comm->receive(out, 4000, 0);
+    });
+    comm->finalize();
+    settle();
+  }
+}
+
+int gpus() {
+  if constexpr (kernels::kHasCuda) return kernels::cuda::device_count();
+  return 0;
+}
+
+TEST(Nccl, EveryCollectiveBetweenGpus) {
+  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_NCCL();
+  if (gpus() < 2) GTEST_SKIP() << "not run: NCCL between ranks needs two GPUs, here is one";
+  if constexpr (kernels::kHasCuda)
+    for (int n = 2; n <= gpus(); ++n)
+      expect_well(run_job(nccl_library(), battery, {.ranks = n, .one_gpu = false}));
+}
+
+TEST(Nccl, KernelsThatWaitForARankThatThrewEnd) {
+  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_NCCL();
+  if (gpus() < 2) GTEST_SKIP() << "not run: NCCL between ranks needs two GPUs, here is one";
+  if constexpr (kernels::kHasCuda) {
+    const auto outcomes = run_job(nccl_library(),
+                                  [](World& world) {
+                                    const Tensor x = ones(world);
+                                    add(lane(world), x, "blocks.0").sync();
+                                    if (world.rank() == 1) fail<DataError>("[data] bad token");
+                                    add(lane(world), x, "blocks.1").sync();
+                                  },
+                                  {.ranks = 2, .one_gpu = false});
+    expect(outcomes[0], ExitCode::kPeerLost, {"rank 1 failed: [data] bad token", "(blocks.1)"});
+  }
+}
+
+}  // namespace
+}  // namespace sheaf

@@ -1,0 +1,28 @@
+// ThreadNccl: what NCCL does, between ranks that are threads and share a GPU. Groups of calls that
+// fit each other are done when the last member has made them; such that do not fit, or that
+// somebody never makes, never are.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "sheaf/distributed/nccl.h"
+
+namespace sheaf::testing {
+
+class ThreadNccl final : public NcclLibrary {
+ public:
+  std::string unique_id() override;
+  std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
+                                 const std::string& name) override;
+
+  struct Clique;  // the members of one communicator
+
+ private:
+  std::mutex mutex_;
+  int ids_ = 0;
+  std::map<std::string, std::shared_ptr<Clique>> cliques_;
+};
+
+}  // namespace sheaf::testing
