@@ -33,6 +33,13 @@ inline constexpr int kPanel = 1;
 
 // b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB.
 constexpr int64_t kDepthBlock = 384, kRowBlock = 240, kColBlock = 768;
+// With few rows, packing b is much of the work, most of it waiting for memory. Then its blocks are
+// narrow, so that the next one fits in the cache beside the packed one, and is fetched while tiles
+// are multiplied. Fewer rows yet leave no time for that, more read a too often. If b's rows are
+// dense, a narrow block is of short pieces that may share few sets of the cache: measured, it pays
+// less.
+constexpr int64_t kNarrowLeastRows = 48, kNarrowMostRows = 384, kNarrowBlock = 96;
+constexpr int64_t kNarrowMostRowsByRows = 256, kNarrowBlockByRows = 192;
 
 /// Where a tile's sums go: c = sums, or c = sums + addend, which is c itself or the bias (stride 0).
 template <class C>
@@ -42,6 +49,31 @@ struct Output {
   bool adds;
   const C* addend;
   int64_t addend_stride;
+};
+
+/// The next block of b on its way to the cache, a little at a time.
+class Fetch {
+ public:
+  Fetch() = default;
+  /// `rows` rows of `bytes`, `stride` bytes apart, in `times` calls of some().
+  Fetch(const void* from, int64_t stride, int64_t rows, int64_t bytes, int64_t times)
+      : row_(static_cast<const char*>(from)),
+        stride_(stride),
+        rows_(rows),
+        lines_((bytes + kLine - 1) / kLine) {
+    each_ = (rows_ * lines_ + times - 1) / std::max<int64_t>(times, 1);
+  }
+  SHEAF_INLINE void some() {
+    for (int64_t i = 0; i < each_ && rows_ > 0; ++i) {
+      __builtin_prefetch(row_ + line_ * kLine);
+      if (++line_ == lines_) line_ = 0, row_ += stride_, --rows_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* row_ = nullptr;
+  int64_t stride_ = 0, rows_ = 0, lines_ = 0, each_ = 0, line_ = 0;
 };
 
 /// sum += x * y. Left to itself, g++ 12 moves the sums of an unrolled loop from register to register.
@@ -57,10 +89,13 @@ SHEAF_INLINE void add_product(Lanes<float>& sum, Lanes<float> x, Lanes<float> y)
 #endif
 SHEAF_INLINE void add_product(Lanes<double>& sum, const Lanes<double>& x, const Lanes<double>& y) { sum = fma(x, y, sum); }
 
+constexpr int kTogether = 16;  // steps of the depth between two prefetches
+
 /// One tile: sums over `depth` of a's kRows times the panel's kVectors. `last` is the width of the last vector. Packed, a
 /// strip lies column by column; else its rows are a_stride apart.
 template <class C, bool kPacked, int kRows, int kVectors>
-void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<C>& out, int last) {
+void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<C>& out, int last,
+          Fetch& fetch) {
   using L = Lanes<C>;
   constexpr int kWidth = kVectors * kLanes;
   L sums[kRows][kVectors];
@@ -80,12 +115,13 @@ void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<
       for (int n = 0; n < kVectors; ++n) add_product(sums[m][n], x, row[n]);
     }
   };
-  // The third-level cache is some 130 ns away. So while this tile is multiplied, what comes next is fetched, a line at a
-  // time: the place of the next tile of c, and the rows of a that lie apart.
-  constexpr int kTogether = 16;
+  // The third-level cache is some 130 ns away. So while this tile is multiplied, what comes next is
+  // fetched, a line at a time: the place of the next tile of c, the rows of a that lie apart, and
+  // some of the next block of b.
   const C* next = out.c + kWidth;
   int64_t k = 0;
   for (int column = 0; k + kTogether <= depth; k += kTogether) {
+    fetch.some();
     __builtin_prefetch(next + column * kLanes, 1);
     if (++column == kVectors) column = 0, next += out.c_stride;
 #pragma GCC unroll 8
@@ -112,7 +148,7 @@ void tile(int64_t depth, const C* a, int64_t a_stride, const C* b, const Output<
 }
 
 template <class C>
-using Tile = void (*)(int64_t, const C*, int64_t, const C*, const Output<C>&, int);
+using Tile = void (*)(int64_t, const C*, int64_t, const C*, const Output<C>&, int, Fetch&);
 
 template <class C, bool kPacked, size_t... i>
 constexpr auto tile_table(std::index_sequence<i...>) {
@@ -198,6 +234,13 @@ bool packs_a(const GemmPart& p) {
   return p.a.dtype != dtype_of<C> || (p.a.col_stride != 1 && p.depth > 1);
 }
 
+/// Whether blocks of b are narrow. An a that has to be packed is packed anew for every block of b.
+template <class C>
+bool narrow_blocks(const GemmPart& p) {
+  const int64_t most = p.b.col_stride == 1 ? kNarrowMostRowsByRows : kNarrowMostRows;
+  return p.rows >= kNarrowLeastRows && p.rows <= most && !packs_a<C>(p);
+}
+
 /// The scratch memory of a part, in elements.
 template <class C>
 struct Blocks {
@@ -206,12 +249,33 @@ struct Blocks {
       : depth(std::min(kDepthBlock, round_up(p.depth, kLanes))),
         rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0) {
     // Blocks of equal width. For a single strip, whose time is that of reading b, one panel: it comes back from nearby.
-    const int64_t panel = kPanel<C> * kLanes, count = (p.cols + kColBlock - 1) / kColBlock;
+    const int64_t most = !narrow_blocks<C>(p)  ? kColBlock
+                         : p.b.col_stride == 1 ? kNarrowBlockByRows
+                                               : kNarrowBlock;
+    const int64_t panel = kPanel<C> * kLanes, count = (p.cols + most - 1) / most;
     cols = p.rows <= kStrip<C> && p.b.col_stride != 1 ? panel : round_up((p.cols + count - 1) / count, panel);
   }
   int64_t a_size() const { return rows * depth; }
   int64_t b_size() const { return depth * cols; }
 };
+
+/// Fetches the block of b after (k, n), if blocks are narrow, while that is multiplied.
+template <class C, class S>
+Fetch fetch_next(const GemmPart& p, int64_t block_cols, int64_t k, int64_t n) {
+  const int64_t depth = std::min(kDepthBlock, p.depth - k), cols = std::min(block_cols, p.cols - n);
+  const bool deeper = k + depth < p.depth;
+  const int64_t next_k = deeper ? k + depth : 0, next_n = deeper ? n : n + cols;
+  if (!narrow_blocks<C>(p) || next_n == p.cols || (p.b.row_stride != 1 && p.b.col_stride != 1))
+    return {};
+  const int64_t next_depth = std::min(kDepthBlock, p.depth - next_k),
+                next_cols = std::min(block_cols, p.cols - next_n);
+  constexpr int64_t kWidth = kPanel<C> * kLanes, kSize = sizeof(S);
+  const int64_t tiles = (p.rows + kStrip<C> - 1) / kStrip<C> * ((cols + kWidth - 1) / kWidth);
+  const bool by_rows = p.b.col_stride == 1;
+  return {element<S>(p.b, next_k, next_n), (by_rows ? p.b.row_stride : p.b.col_stride) * kSize,
+          by_rows ? next_depth : next_cols, (by_rows ? next_cols : next_depth) * kSize,
+          tiles * (depth / kTogether)};
+}
 
 template <class C, class S>
 void multiply(const GemmPart& p, void* scratch) {
@@ -231,6 +295,7 @@ void multiply(const GemmPart& p, void* scratch) {
     for (int64_t k = 0; k < p.depth; k += kDepthBlock) {
       const int64_t depth = std::min(kDepthBlock, p.depth - k);
       pack_panels<S>(p.b, k, depth, n0, n1 - n0, packed_b);
+      Fetch fetch = fetch_next<C, S>(p, blocks.cols, k, n0);
       for (int64_t m0 = 0; m0 < p.rows; m0 += kRowBlock) {
         const int64_t m1 = std::min(m0 + kRowBlock, p.rows);
         if (packed_a) pack_strips<S>(p.a, m0, m1 - m0, k, depth, packed_a);
@@ -244,8 +309,9 @@ void multiply(const GemmPart& p, void* scratch) {
             const bool to_c = k > 0 || p.accumulate || !p.bias.data;
             const Output<C> out{c, p.c.row_stride, k > 0 || p.accumulate || p.bias.data, to_c ? c : bias + (n - n0),
                                 to_c ? p.c.row_stride : 0};
-            tile_for<C>(packed_a != nullptr, rows, vectors)(depth, a, p.a.row_stride, panel, out,
-                                                            static_cast<int>(width - (vectors - 1) * kLanes));
+            tile_for<C>(packed_a != nullptr, rows, vectors)(
+                depth, a, p.a.row_stride, panel, out,
+                static_cast<int>(width - (vectors - 1) * kLanes), fetch);
           }
         }
       }
