@@ -1,9 +1,15 @@
 #include "sheaf/distributed/init.h"
 
+#include <cstdlib>
+
+#include "sheaf/distributed/device_choice.h"
+
 #include "sheaf/distributed/gloo_communicator.h"
 #include "sheaf/distributed/local_communicator.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/distributed/shm_transport.h"
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/gpu.h"
 
 namespace sheaf::distributed {
 namespace {
@@ -25,13 +31,27 @@ std::shared_ptr<Transport> connect(const Rendezvous& r) {
 
 }  // namespace
 
+namespace {
+
+Device device_for(const Rendezvous& r, RankContext& context) {
+  const Device device = choose_device(r, [](const char* name) -> const char* { return std::getenv(name); }).device;
+  if constexpr (kernels::kHasCuda)
+    if (device.is_cuda() && !context.gpu) context.gpu = kernels::cuda::make_gpu(device.index);
+  return device;
+}
+
+}  // namespace
+
+Device init_device() { return device_for({}, RankContext::current()); }
+
 World init_from_env() {
   const Rendezvous r = read_rendezvous();
-  std::shared_ptr<Transport> transport = connect(r);
   RankContext& context = RankContext::current();
+  const Device device = device_for(r, context);
+  std::shared_ptr<Transport> transport = connect(r);
   context.threads = r.threads;
   auto scope = std::make_shared<RankScope>(context);  // this thread's OpenMP threads and flush-to-zero
-  World world(std::move(transport), context, r.rank, r.world, r.local_rank, r.local_world);
+  World world(std::move(transport), context, r.rank, r.world, r.local_rank, r.local_world, device);
   world.keep(std::move(scope));
   return world;
 }

@@ -45,13 +45,15 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
   model.module().eval();
+  const Device device = units(model.module()).at(0)->buffers().at(0).shard.device();
+  const DeviceScope scope(device);
   std::vector<int32_t> tokens = prompt, out;
   const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
   const auto uniform = [&](int64_t i) { return static_cast<double>(random_u64(key, i) >> 11) * 0x1p-53; };
   for (int64_t i = 0; i < config.tokens; ++i) {
     const int64_t length = std::min<int64_t>(context, static_cast<int64_t>(tokens.size()));
     const std::vector<int32_t> window(tokens.end() - length, tokens.end());
-    const Tensor logits = model.logits(Tensor::from(window, {1, length}));
+    const Tensor logits = model.logits(Tensor::from(window, {1, length}).to(device));
     std::vector<double> last = slice(logits, 1, length - 1, length).to_vector<double>();
     last.resize(static_cast<size_t>(std::min(vocab, logits.size(-1))));
     const int32_t next = choose(last, config, uniform(i));
@@ -62,7 +64,7 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
   return out;
 }
 
-void generate_from_folder(const std::string& folder, const GenerateConfig& config,
+void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit) {
   auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", [](const std::string& warning) {
     std::fprintf(stderr, "sheaf: warning: %s\n", warning.c_str());
@@ -72,7 +74,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   if (!state.tokenizer) fail<ConfigError>("[generate] the run was trained on token files: it has no tokenizer");
   const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
   const auto model = make_language_model(state.model, state.vocab);
-  materialize(model->module());
+  materialize(model->module(), device);
   load_state(*checkpoint, model->module(), nullptr);
   emit(state.tokenizer->decode(prompt));
   generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,

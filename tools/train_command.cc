@@ -3,6 +3,7 @@
 
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/file.h"
+#include "sheaf/core/gpu.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/kernels/cpu/amx.h"
@@ -39,11 +40,15 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (!first) return;
   if (result.tape.num_nodes() > 0) say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
   const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
-  const std::vector<int64_t> planned = models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()));
+  std::vector<int64_t> planned;  // of a step on CPUs: kernels of a GPU need other workspaces
+  if (world.device().is_cpu()) planned = models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()));
   say("peak memory of a step");
-  for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r)
-    say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]), "  predicted by the tape ",
-            planned[r], " B", result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
+  for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
+    std::string line = str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]));
+    if (!planned.empty())
+      line += str("  predicted by the tape ", planned[r], " B", result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)");
+    say(line);
+  }
   if (result.train_loss != 0) say(str("\ntraining loss    ", result.train_loss));
   say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
 }
@@ -66,7 +71,7 @@ int train_command(const TrainArguments& arguments) {
     options.resume = arguments.resume;
     options.warn = [](const std::string& line) { std::fprintf(stderr, "sheaf: warning: %s\n", line.c_str()); };
     if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) say(line); };
-    models::Trainer trainer(config, world, Device::cpu(), options);
+    models::Trainer trainer(config, world, world.device(), options);
     // What is needed only at the end is checked at the start.
     if (const auto& tokenizer = trainer.corpus().tokenizer; tokenizer && !arguments.quiet)
       models::encode_prompt(*tokenizer, config.generate);
@@ -76,7 +81,8 @@ int train_command(const TrainArguments& arguments) {
       say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
               " parameters, ", trainer.corpus().train.size(), " training tokens"));
-      if (config.train.dtype == "bf16" && !kernels::cpu::amx::available())
+      if (world.device().is_cuda()) say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
+      if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::amx::available())
         say("note: this CPU has no bf16 matrix tiles (AMX); f32 is faster here");
     }
     const models::TrainReport result = trainer.run();
@@ -87,7 +93,7 @@ int train_command(const TrainArguments& arguments) {
 
 int generate_command(const GenerateArguments& arguments) {
   const models::TrainConfig config = load_config("", arguments.overrides);
-  models::generate_from_folder(arguments.folder, config.generate, [](const std::string& text) {
+  models::generate_from_folder(arguments.folder, config.generate, distributed::init_device(), [](const std::string& text) {
     std::fputs(text.c_str(), stdout);
     std::fflush(stdout);
   });

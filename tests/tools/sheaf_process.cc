@@ -62,6 +62,7 @@ SheafProcess::SheafProcess(const std::vector<std::string>& arguments,
   const int err = open(err_path_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600);
   std::vector<std::string> words = {binary()}, variables = environment;
   words.insert(words.end(), arguments.begin(), arguments.end());
+  variables.emplace_back("SHEAF_DEVICE=cpu");  // the first of equal names counts: the caller's
   for (char** e = environ; *e; ++e)
     if (!is_launcher_variable(*e)) variables.emplace_back(*e);
   std::vector<char*> argv, envp;

@@ -22,6 +22,7 @@ struct Outcome {
 class SheafProcess {
  public:
   /// `environment` ("NAME=value") comes on top of the test's own, without a launcher's variables.
+  /// It computes on the CPU, unless SHEAF_DEVICE is among them.
   explicit SheafProcess(const std::vector<std::string>& arguments,
                         const std::vector<std::string>& environment = {});
   ~SheafProcess();

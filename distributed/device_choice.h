@@ -1,0 +1,20 @@
+// Which device this process computes on.
+#pragma once
+
+#include <string>
+
+#include "sheaf/core/device.h"
+#include "sheaf/distributed/rendezvous.h"
+
+namespace sheaf {
+
+struct DeviceChoice {
+  Device device;
+  std::string why = {};  ///< why not on the GPU that is there; empty otherwise
+};
+
+/// By SHEAF_DEVICE: "cpu"; "cuda": the GPU with the number of this rank on its host, or a ConfigError that says what is
+/// missing; "auto", the default: the same where it is possible, else the CPU. One rank per GPU. Ranks must agree.
+DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment);
+
+}  // namespace sheaf

@@ -1,0 +1,89 @@
+// The command on a GPU: it trains, saves and resumes there, and a CPU goes on with what a GPU saved.
+#include <chrono>
+#include <csignal>
+#include <fstream>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/tools/sheaf_process.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::Metrics;
+using testing::Outcome;
+using testing::run_sheaf;
+using testing::SheafProcess;
+using Words = std::vector<std::string>;
+
+#define SHEAF_NEEDS_GPU()                                                          \
+  if constexpr (!kernels::kHasCuda) GTEST_SKIP() << "not run: built without CUDA"; \
+  else if (kernels::cuda::device_count() == 0)                                     \
+  GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")"
+
+struct Folder : ScratchFolder {
+  Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }
+  Words train(const std::string& out, bool resume = false) const {
+    Words words = {"train",          "--data.corpus",       *this / "corpus.txt", "--output.folder",
+                   *this / out,      "--model.layers",      "2",                  "--model.heads",
+                   "2",              "--model.width",       "16",                 "--model.context",
+                   "16",             "--model.dropout",     "0.1",                "--train.batch",
+                   "5",              "--train.steps",       "40",                 "--train.warmup",
+                   "5",              "--train.save_every",  "3",                  "--train.eval_every",
+                   "10",             "--train.eval_tokens", "200",                "--generate.tokens",
+                   "10"};
+    if (resume) words.emplace_back("--resume");
+    return words;
+  }
+  Metrics metrics(const std::string& out) const {
+    return testing::read_metrics(*this / out + "/metrics.jsonl");
+  }
+};
+
+const Words kOnGpu = {"SHEAF_DEVICE=cuda"};
+
+TEST(TrainOnGpu, KilledAndResumedItHasTheCurveOfAnUnbrokenRun) {
+  SHEAF_NEEDS_GPU();
+  Folder folder;
+  Outcome r = run_sheaf(folder.train("whole"), kOnGpu);
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr("GPU, cuda:0"));
+  {
+    SheafProcess job(folder.train("broken"), kOnGpu);
+    while (job.running() && (!std::ifstream(folder / "broken/metrics.jsonl") ||
+                             folder.metrics("broken").size() < 15))
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    job.signal_all(SIGKILL);
+    job.wait();
+  }
+  r = run_sheaf(folder.train("broken", true), kOnGpu);
+  ASSERT_EQ(r.code, 0) << r.err;
+  testing::expect_same_curve(folder.metrics("broken"), folder.metrics("whole"), "resumed");
+  // The text that the model makes of a checkpoint.
+  r = run_sheaf({"generate", folder / "whole", "--generate.tokens", "10"}, kOnGpu);
+  EXPECT_EQ(r.code, 0) << r.err;
+  EXPECT_FALSE(r.out.empty());
+  r = run_sheaf({"generate", folder / "whole", "--generate.tokens", "10"}, {"SHEAF_DEVICE=cpu"});
+  EXPECT_EQ(r.code, 0) << r.err;
+}
+
+TEST(TrainOnGpu, WhatIsMissingIsSaid) {
+  Folder folder;
+  const Outcome wrong = run_sheaf(folder.train("none"), {"SHEAF_DEVICE=gpu"});
+  EXPECT_EQ(wrong.code, 64);
+  EXPECT_THAT(wrong.err, HasSubstr("[device] SHEAF_DEVICE='gpu' is none of auto, cpu and cuda"));
+  if constexpr (kernels::kHasCuda)
+    if (kernels::cuda::device_count() > 0) return;
+  const Outcome missing = run_sheaf(folder.train("none"), kOnGpu);
+  EXPECT_EQ(missing.code, 64);
+  EXPECT_THAT(missing.err, HasSubstr("[device] SHEAF_DEVICE=cuda, but "));
+}
+
+}  // namespace
+}  // namespace sheaf
