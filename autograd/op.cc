@@ -10,7 +10,15 @@ void Execute::completes_with(const Event& event) {
   for (const Tensor& t : outputs_) t.storage()->filled_by(event);
 }
 
-Stream Execute::stream() const { return RankContext::current().stream(device()); }
+Stream Execute::stream() const {
+  unasked_ = nullptr;
+  return RankContext::current().stream(device());
+}
+
+void Execute::fail_unasked() const {
+  fail<ConfigError>("[", unasked_, "] ", path_label(PathScope::current()), ": inputs on ", device().to_string(),
+                    ", but its execute() has a kernel for the CPU alone (it takes memory without asking for stream())");
+}
 
 void Execute::join(const Event& event) const {
   if (device().is_cuda()) event.order(stream());
@@ -30,12 +38,12 @@ Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, 
   return Tensor::empty(spec.type, device, where);
 }
 
-// What the default device of ops without inputs is: meta while a dry run is under way.
-thread_local Device default_device_ = Device::cpu();
+// Of the innermost DeviceScope.
+thread_local std::optional<Device> default_device_;
 
 // An op's device is that of its inputs, but for those that stay with the host; constants on cpu go with meta inputs.
 Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> outputs) {
-  Device device = !outputs.empty() && outputs[0].into ? outputs[0].into.device() : default_device_;
+  Device device = !outputs.empty() && outputs[0].into ? outputs[0].into.device() : default_device();
   bool found = false;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Device have = inputs[i].device();
@@ -53,7 +61,7 @@ Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<cons
 
 DeviceScope::DeviceScope(Device device) : previous_(default_device_) { default_device_ = device; }
 DeviceScope::~DeviceScope() { default_device_ = previous_; }
-Device default_device() { return default_device_; }
+Device default_device() { return default_device_.value_or(RankContext::current().device); }
 
 std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                                  std::span<const OutputSpec> specs, bool add) {
@@ -83,8 +91,10 @@ std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<c
       run.workspace = {workspace->data(), static_cast<size_t>(bytes)};
     }
   }
-  if (op.execute && (!device.is_meta() || op.kind == OpKind::redistribute || op.kind == OpKind::discard))
+  if (op.execute && (!device.is_meta() || op.kind == OpKind::redistribute || op.kind == OpKind::discard)) {
+    run.will_execute(op.name);
     op.execute(attrs, run);
+  }
   if (op.kind == OpKind::step)
     for (size_t i = 0; i < specs.size(); ++i)
       if (specs[i].into) outputs[i].storage()->changed();

@@ -98,14 +98,22 @@ class Execute {
   Execute(std::span<const Tensor> inputs, std::span<const Tensor> outputs) : inputs_(inputs), outputs_(outputs) {}
   int num_inputs() const { return static_cast<int>(inputs_.size()); }
   int num_outputs() const { return static_cast<int>(outputs_.size()); }
-  View input(int i) const { return inputs_[i].view(); }
-  View output(int i) const { return outputs_[i].view_unsynced(); }
+  View input(int i) const {
+    if (unasked_) [[unlikely]] fail_unasked();
+    return inputs_[i].view();
+  }
+  View output(int i) const {
+    if (unasked_) [[unlikely]] fail_unasked();
+    return outputs_[i].view_unsynced();
+  }
   const Type& input_type(int i) const { return inputs_[i].type(); }    ///< global
   const Type& output_type(int i) const { return outputs_[i].type(); }  ///< global
   const Tensor& output_tensor(int i) const { return outputs_[i]; }
   const Tensor& input_tensor(int i) const { return inputs_[i]; }
-  /// Of the rank, on a GPU.
+  /// Of the rank, on a GPU. An execute() asks for it before it takes a view there: one that does not can only mean the
+  /// CPU's memory, and fails with a ConfigError on a GPU.
   Stream stream() const;
+  void will_execute(const char* op) { unasked_ = device().is_cuda() ? op : nullptr; }
   Device device() const { return (outputs_.empty() ? inputs_[0] : outputs_[0]).device(); }
   Workspace workspace;
   /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
@@ -116,7 +124,9 @@ class Execute {
   void completes_with(const Event& event);
 
  private:
+  [[noreturn]] void fail_unasked() const;
   std::span<const Tensor> inputs_, outputs_;
+  mutable const char* unasked_ = nullptr;  // the op, on a GPU, until it has asked for the stream
 };
 
 /// Where an op should store its output 0: memory given by the caller, or (empty) fresh memory.

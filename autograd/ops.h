@@ -2,12 +2,15 @@
 // must agree (cast() converts); Python-like scalars are weak. Dimensions may be negative, counted from the end.
 #pragma once
 
+#include <optional>
+
 #include "sheaf/autograd/op.h"
 #include "sheaf/core/random.h"
 
 namespace sheaf {
 
-/// Where ops without tensor inputs (zeros, arange, ...) place their result: cpu, or meta in a dry run.
+/// Where ops without tensor inputs (zeros, arange, ...) place their result: the device of the rank, or of the innermost
+/// DeviceScope, such as meta in a dry run.
 Device default_device();
 class DeviceScope {
  public:
@@ -15,7 +18,7 @@ class DeviceScope {
   ~DeviceScope();
 
  private:
-  Device previous_;
+  std::optional<Device> previous_;
 };
 
 // ---- placement ------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class RankContext {
   std::shared_ptr<Allocator> cpu;   ///< host memory of this rank
   std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu` would hold
   std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
+  Device device = {};               ///< where this rank computes unless it is told otherwise
 
   /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
   Gpu& gpu_of(const Device& device) const;

@@ -37,6 +37,7 @@ Device device_for(const Rendezvous& r, RankContext& context) {
   const Device device = choose_device(r, [](const char* name) -> const char* { return std::getenv(name); }).device;
   if constexpr (kernels::kHasCuda)
     if (device.is_cuda() && !context.gpu) context.gpu = kernels::cuda::make_gpu(device.index);
+  context.device = device;
   return device;
 }
 

@@ -27,6 +27,7 @@ void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions 
     RankScope scope(context);
     if constexpr (kernels::kHasCuda)
       if (options.device.is_cuda()) context.gpu = kernels::cuda::make_gpu(options.device.index);
+    context.device = options.device;
     World world(std::make_shared<LocalTransport>(job), context, rank, ranks, rank, ranks, options.device);
     try {
       world.guard([&] { body(world); });

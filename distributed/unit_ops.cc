@@ -29,6 +29,7 @@ std::vector<int64_t> chunks(const Type& sharded, int axis) {
 template <class Call>
 void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& call) {
   if (c.device().is_meta() && lane.kind() != "simulated") return;
+  c.stream();  // the communicator looks where the buffers lie
   Event done;
   for (int b = 0; b < a.buffers; ++b) done = call(lane, b);
   if (!c.device().is_meta()) c.completes_with(done);  // one lane, in order: the last event is all of them
@@ -84,10 +85,11 @@ struct GradSlots {
   static constexpr HostMemory kMemory = HostMemory::wire;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {  // padding between and after the slots is sent too: zero it
+    const Stream stream = c.stream();
     for (int b = 0; b < a.buffers; ++b) {
       char* base = static_cast<char*>(c.output(b).data);
       const auto zero = [&](int64_t begin, int64_t end) {
-        if (end > begin) SHEAF_ON_DEVICE(c.stream(), fill, View::dense(base + begin, kU8, {end - begin}), 0.0);
+        if (end > begin) SHEAF_ON_DEVICE(stream, fill, View::dense(base + begin, kU8, {end - begin}), 0.0);
       };
       std::vector<std::pair<int64_t, int64_t>> used;
       for (int o = a.buffers; o < c.num_outputs(); ++o)

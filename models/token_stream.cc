@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
 
 namespace sheaf::models {
 
@@ -18,7 +19,8 @@ TokenBatch TokenStream::batch(int64_t step) const {
   TokenBatch batch{Tensor::empty(type_), Tensor::empty(type_), step * type_.shape[0]};
   windows_.fill(batch.first_sample + type_.layout.local_start(type_.shape)[0], type_.local_shape()[0],
                 batch.tokens.view().as<int32_t>(), batch.targets.view().as<int32_t>());
-  return batch;
+  const Device device = RankContext::current().device;
+  return {batch.tokens.to(device), batch.targets.to(device), batch.first_sample};
 }
 
 }  // namespace sheaf::models

@@ -17,7 +17,7 @@ struct TokenStreamOptions {
 };
 
 struct TokenBatch {
-  Tensor tokens, targets;    ///< i32[B, T], Shard(0); targets are the tokens one further
+  Tensor tokens, targets;    ///< i32[B, T], Shard(0), on the rank's device; targets are the tokens one further
   int64_t first_sample = 0;  ///< global index of the batch's first sample: a recording keys dropout by it
 };
 

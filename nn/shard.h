@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/device_mesh.h"
 #include "sheaf/distributed/unit.h"
 #include "sheaf/nn/module.h"
@@ -92,7 +93,7 @@ struct MaterializeOptions {
 /// (seed, name, flat index): the same values, bit for bit, at any world size and for any strategy. On Device::meta()
 /// everything has its type and no values. Without a shard() before it, the model is one unit on one rank. Throws
 /// ConfigError for parameters that no unit claims although parts are sharded over several ranks.
-void materialize(nn::Module& module, Device device = Device::cpu(), const MaterializeOptions& options = {});
+void materialize(nn::Module& module, Device device = default_device(), const MaterializeOptions& options = {});
 
 /// The schedule that the units of a materialized model share: prefetch budget, gathered bytes, mispredictions.
 GatherSchedule& gather_schedule(nn::Module& module);

@@ -63,7 +63,7 @@ Values read(const Tensor& t) { return read(t.to(Device::cpu()).view()); }
 // An output that the host fills, wherever it lies.
 class HostOutput {
  public:
-  HostOutput(Execute& c, int output) : c_(c), there_(c.output(output)), view_(there_) {
+  HostOutput(Execute& c, int output) : c_(c), stream_(c.stream()), there_(c.output(output)), view_(there_) {
     if (c.device().is_cuda()) {
       here_ = Tensor::empty({there_.dtype, there_.shape, {}});
       view_ = here_.view();
@@ -71,13 +71,13 @@ class HostOutput {
   }
   ~HostOutput() {
     if (!here_) return;
-    Gpu& gpu = RankContext::current().gpu_of(c_.device());
-    gpu.copy(gpu.compute(), there_.data, view_.data, static_cast<size_t>(there_.bytes()), Gpu::Copy::to_device);
+    RankContext::current().gpu_of(c_.device()).copy(stream_, there_.data, view_.data, static_cast<size_t>(there_.bytes()), Gpu::Copy::to_device);
   }
   const View& view() const { return view_; }
 
  private:
   Execute& c_;
+  Stream stream_;
   View there_, view_;
   Tensor here_;
 };

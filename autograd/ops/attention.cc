@@ -142,9 +142,10 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
     return SHEAF_WORKSPACE(c.device(), attention_backward, in.q, in.k);
   }
   static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
     const Packed in(a, c.input(0)), d(a, c.output(0));
     const auto heads = [&](const View& x) { return Packed::heads_of(x, 0, a.heads, a.width); };
-    SHEAF_ON_DEVICE(c.stream(), attention_backward, in.q, in.k, in.v, heads(c.input(1)), c.input(3),
+    SHEAF_ON_DEVICE(stream, attention_backward, in.q, in.k, in.v, heads(c.input(1)), c.input(3),
                  heads(c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v, c.workspace);
   }
 };
@@ -168,8 +169,9 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H,
     return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k);
   }
   static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
     const Packed in(a, c.input(0));
-    SHEAF_ON_DEVICE(c.stream(), attention, in.q, in.k, in.v, a.causal != 0, a.scale,
+    SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, a.causal != 0, a.scale,
                  Packed::heads_of(c.output(0), 0, a.heads, a.width), c.output(1), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {

@@ -55,12 +55,13 @@ struct NormBackward {  // dy, x, rstd [, mean] [, weight] -> [dx] [, dweight] [,
                    : SHEAF_WORKSPACE(c.device(), rms_norm_backward, v.x, v.dx, v.dweight);
   }
   static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
     const Views v(a, c);
     if (a.layer)
-      SHEAF_ON_DEVICE(c.stream(), layer_norm_backward, v.dy, v.x, v.weight, v.mean, v.rstd, v.dx,
+      SHEAF_ON_DEVICE(stream, layer_norm_backward, v.dy, v.x, v.weight, v.mean, v.rstd, v.dx,
                    v.dweight, v.dbias, c.workspace);
     else
-      SHEAF_ON_DEVICE(c.stream(), rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
+      SHEAF_ON_DEVICE(stream, rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
                    c.workspace);
   }
   static void describe(const Attrs& a, std::string& out) {

@@ -69,14 +69,15 @@ struct Random {  // input, if derived from the recording: random_state
     char unused[7] = {};
   };
   static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
     int64_t first = 0;
     const Key key = key_for(a.source, c, 0, &first);
     const kernels::GlobalIndex where = global_index(c.output_type(0), first);
     const View out = at_least_1d(c.output(0));
     if (a.normal)
-      SHEAF_ON_DEVICE(c.stream(), normal, out, key, where, a.a, a.b);
+      SHEAF_ON_DEVICE(stream, normal, out, key, where, a.a, a.b);
     else
-      SHEAF_ON_DEVICE(c.stream(), uniform, out, key, where, a.a, a.b);
+      SHEAF_ON_DEVICE(stream, uniform, out, key, where, a.a, a.b);
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str(a.normal ? "normal " : "uniform ", a.a, " ", a.b);
@@ -118,9 +119,10 @@ struct Dropout {  // inputs x and, if derived from the recording, random_state
     }
   }
   static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
     int64_t first = 0;
     const Key key = key_for(a.source, c, 1, &first);
-    SHEAF_ON_DEVICE(c.stream(), dropout, at_least_1d(c.input(0)), a.p, key,
+    SHEAF_ON_DEVICE(stream, dropout, at_least_1d(c.input(0)), a.p, key,
                  global_index(c.output_type(0), first), at_least_1d(c.output(0)));
   }
   static void vjp(const Attrs& a, Vjp& c) {

@@ -99,10 +99,11 @@ struct RedistributeOp {
     const Type& to = c.output_type(0);
     const Move m = move_of(from.layout, a.to);
     const bool meta = c.device().is_meta();
+    const Stream stream = c.stream();
     View in = c.input(0), out = c.output(0);
     const std::string& path = PathScope::current();
-    const auto copy = [&](const View& x, const View& y) { SHEAF_ON_DEVICE(c.stream(), copy, x, y); };
-    const auto fill = [&](const View& y, double v) { SHEAF_ON_DEVICE(c.stream(), fill, y, v); };
+    const auto copy = [&](const View& x, const View& y) { SHEAF_ON_DEVICE(stream, copy, x, y); };
+    const auto fill = [&](const View& y, double v) { SHEAF_ON_DEVICE(stream, fill, y, v); };
     if (relabels(m)) {
       if (!meta) copy(in, View::dense(out.data, out.dtype, in.shape));
       return;

@@ -62,9 +62,10 @@ struct Pad {
     place_beside(p, static_cast<int>(a.dim), a.value == 0);
   }
   static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
     Shape before = Shape::filled(c.input(0).rank(), 0);
     before[static_cast<int>(a.dim)] = a.before;
-    SHEAF_ON_DEVICE(c.stream(), pad, c.input(0), before, a.value, c.output(0));
+    SHEAF_ON_DEVICE(stream, pad, c.input(0), before, a.value, c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const int dim = static_cast<int>(a.dim);
@@ -97,12 +98,13 @@ struct Concat {
   static void place(const Attrs& a, Place& p) { place_beside(p, static_cast<int>(a.dim)); }
   static void execute(const Attrs& a, Execute& c) {
     const int dim = static_cast<int>(a.dim);
+    const Stream stream = c.stream();
     View part = c.output(0);
     const int64_t step = part.strides[dim] * static_cast<int64_t>(size_of(part.dtype));
     for (int i = 0; i < c.num_inputs(); ++i) {
       const View x = c.input(i);
       part.shape[dim] = x.shape[dim];
-      SHEAF_ON_DEVICE(c.stream(), copy, x, part);
+      SHEAF_ON_DEVICE(stream, copy, x, part);
       part.data = part.as<char>() + x.shape[dim] * step;
     }
   }

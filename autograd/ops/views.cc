@@ -91,8 +91,9 @@ struct Reshape {
     return reshape_strides(in, out.shape, out.strides);
   }
   static void execute(const Attrs&, Execute& c) {
+    const Stream stream = c.stream();
     const View x = c.input(0);
-    SHEAF_ON_DEVICE(c.stream(), copy, x, View::dense(c.output(0).data, x.dtype, x.shape));
+    SHEAF_ON_DEVICE(stream, copy, x, View::dense(c.output(0).data, x.dtype, x.shape));
   }
   static void vjp(const Attrs&, Vjp& c) { c.set(0, reshape(c.grad(), c.input_type(0).shape)); }
   static void describe(const Attrs& a, std::string& out) { out += a.shape.to_string(); }

@@ -27,9 +27,42 @@ void check_on_gpu(const OpSample& sample) {
   }
 }
 
+struct Halve {  // as a user may write it, who thinks of the CPU alone
+  static constexpr const char* kName = "halve";
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_linear(p); }
+  static void execute(const Attrs&, Execute& c) {
+    const View x = c.input(0);
+    for (int64_t i = 0; i < x.numel(); ++i) c.output(0).as<float>()[i] = x.as<float>()[i] / 2;
+  }
+};
+
 }  // namespace
 
 TEST_P(Op, OnGpu) { check_on_gpu(GetParam()); }
+
+TEST(OpOnGpu, AKernelForTheCpuAloneIsAnError) {
+  if constexpr (kernels::kHasCuda) {
+    if (kernels::cuda::device_count() == 0)
+      GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")";
+    RankContext context;
+    context.gpu = kernels::cuda::make_gpu(0);
+    RankScope scope(context);
+    const Tensor x = Tensor::from<float>({2, 4}, {2});
+    EXPECT_EQ(apply<Halve>({}, {x}).to_vector(), (std::vector<float>{1, 2}));
+    try {
+      apply<Halve>({}, {x.to(Device::cuda())});
+      FAIL() << "it read memory of the GPU";
+    } catch (const ConfigError& e) {
+      EXPECT_NE(std::string(e.what()).find("[halve] root: inputs on cuda:0, but its execute() has a kernel for the CPU"),
+                std::string::npos)
+          << e.what();
+    }
+  } else {
+    GTEST_SKIP() << "not run: built without CUDA";
+  }
+}
 
 SHEAF_FOR_ALL_SAMPLES();
 
