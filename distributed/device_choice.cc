@@ -17,7 +17,6 @@ std::string obstacle(const Rendezvous& r) {
     if (r.local_rank >= gpus)
       return str("rank ", r.rank, " is number ", r.local_rank, " of ", r.local_world, " on this host, which has ", gpus,
                  gpus == 1 ? " GPU" : " GPUs", ", and each rank needs its own");
-    if (r.world > 1) return "several ranks on GPUs need NCCL, which Sheaf does not use yet";
     return "";
   }
 }
@@ -33,13 +32,13 @@ DeviceChoice choose_device(const Rendezvous& r, const Environment& environment) 
   const std::string why = obstacle(r);
   if (wish == "cuda") {
     if (!why.empty()) fail<ConfigError>("[device] SHEAF_DEVICE=cuda, but ", why);
-    return {Device::cuda(r.local_rank)};
+    return {Device::cuda(r.local_rank), true};
   }
   // The emulated GPU is for tests: it is taken where it is asked for.
   if (why.empty() && !kernels::kEmulatedCuda) return {Device::cuda(r.local_rank)};
   bool there = false;
   if constexpr (kernels::kHasCuda) there = !kernels::kEmulatedCuda && kernels::cuda::device_count() > 0;
-  return {Device::cpu(), there ? why : ""};
+  return {Device::cpu(), false, there ? why : ""};
 }
 
 }  // namespace sheaf

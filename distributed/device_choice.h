@@ -10,11 +10,12 @@ namespace sheaf {
 
 struct DeviceChoice {
   Device device;
+  bool asked = false;    ///< by SHEAF_DEVICE=cuda
   std::string why = {};  ///< why not on the GPU that is there; empty otherwise
 };
 
 /// By SHEAF_DEVICE: "cpu"; "cuda": the GPU with the number of this rank on its host, or a ConfigError that says what is
-/// missing; "auto", the default: the same where it is possible, else the CPU. One rank per GPU. Ranks must agree.
+/// missing; "auto", the default: the same where it is possible, else the CPU. One rank per GPU.
 DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment);
 
 }  // namespace sheaf

@@ -3,9 +3,9 @@
 #include <cstdlib>
 
 #include "sheaf/distributed/device_choice.h"
-
 #include "sheaf/distributed/gloo_communicator.h"
 #include "sheaf/distributed/local_communicator.h"
+#include "sheaf/distributed/nccl_communicator.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/distributed/shm_transport.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -14,9 +14,8 @@
 namespace sheaf::distributed {
 namespace {
 
-std::shared_ptr<Transport> connect(const Rendezvous& r) {
-  if (r.world == 1) return std::make_shared<LocalTransport>(std::make_shared<LocalJob>(1, LocalOptions{}));
-  const std::shared_ptr<Job> job = join_job(r);
+// Between the memories of hosts.
+std::shared_ptr<Transport> connect_hosts(const Rendezvous& r, const std::shared_ptr<Job>& job) {
   const std::vector<std::string> wishes = job->agree("comm", r.comm);
   for (int rank = 1; rank < r.world; ++rank)
     if (wishes[rank] != wishes[0])
@@ -29,30 +28,52 @@ std::shared_ptr<Transport> connect(const Rendezvous& r) {
   return std::make_shared<GlooTransport>(job);
 }
 
-}  // namespace
+// A job computes on GPUs alone or on CPUs alone.
+DeviceChoice agreed(DeviceChoice choice, const Rendezvous& r, Job& job) {
+  const std::vector<std::string> all = job.agree("device", choice.device.is_cuda() ? "gpu" : "cpu " + choice.why);
+  for (int rank = 0; rank < r.world; ++rank) {
+    if (!choice.device.is_cuda() || all[rank] == "gpu") continue;
+    const std::string why = str("rank ", rank, " computes on its CPU", all[rank].size() > 4 ? ": " + all[rank].substr(4) : "");
+    if (choice.asked) fail<ConfigError>("[device] SHEAF_DEVICE=cuda on rank ", r.rank, ", but ", why);
+    return {Device::cpu(), false, why};
+  }
+  return choice;
+}
 
-namespace {
-
-Device device_for(const Rendezvous& r, RankContext& context) {
-  const Device device = choose_device(r, [](const char* name) -> const char* { return std::getenv(name); }).device;
+void use(Device device, RankContext& context) {
   if constexpr (kernels::kHasCuda)
     if (device.is_cuda() && !context.gpu) context.gpu = kernels::cuda::make_gpu(device.index);
   context.device = device;
-  return device;
 }
+
+const char* variable(const char* name) { return std::getenv(name); }
 
 }  // namespace
 
-Device init_device() { return device_for({}, RankContext::current()); }
+Device init_device() {
+  const Device device = choose_device({}, variable).device;
+  use(device, RankContext::current());
+  return device;
+}
 
 World init_from_env() {
   const Rendezvous r = read_rendezvous();
   RankContext& context = RankContext::current();
-  const Device device = device_for(r, context);
-  std::shared_ptr<Transport> transport = connect(r);
+  DeviceChoice choice = choose_device(r, variable);
+  std::shared_ptr<Transport> transport;
+  if (r.world == 1) {
+    transport = std::make_shared<LocalTransport>(std::make_shared<LocalJob>(1, LocalOptions{}));
+    use(choice.device, context);
+  } else {
+    const std::shared_ptr<Job> job = join_job(r);
+    choice = agreed(choice, r, *job);
+    use(choice.device, context);
+    transport = connect_hosts(r, job);
+    if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
+  }
   context.threads = r.threads;
   auto scope = std::make_shared<RankScope>(context);  // this thread's OpenMP threads and flush-to-zero
-  World world(std::move(transport), context, r.rank, r.world, r.local_rank, r.local_world, device);
+  World world(std::move(transport), context, r.rank, r.world, r.local_rank, r.local_world, choice.device);
   world.keep(std::move(scope));
   return world;
 }
