@@ -9,6 +9,7 @@
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/cpu/simd.h"
+#include "sheaf/kernels/matrix_batch.h"
 
 namespace sheaf::kernels {
 
@@ -32,26 +33,9 @@ void gemm_part(const GemmPart& p, void* scratch) {
 namespace {
 
 /// One matrix of an operand, and how to step from batch to batch.
-struct Side {
-  char* data;
-  DType dtype;
-  int64_t rows, cols, row_stride, col_stride;
-  Shape batch_strides;
+struct Side : MatrixBatch {
+  using MatrixBatch::MatrixBatch;
 
-  Side(const View& v, const Shape& batch)
-      : data(v.as<char>()),
-        dtype(v.dtype),
-        rows(v.shape.dim(-2)),
-        cols(v.shape.dim(-1)),
-        row_stride(v.strides.dim(-2)),
-        col_stride(v.strides.dim(-1)),
-        batch_strides(Shape::filled(batch.rank(), 0)) {
-    for (int i = batch.rank() - 1, j = v.rank() - 3; j >= 0; --i, --j)
-      batch_strides[i] = v.shape[j] == 1 ? 0 : v.strides[j];
-  }
-  bool row_major() const {
-    return (col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1);
-  }
   /// Element (i, j) of a matrix of the batch.
   char* at(int64_t index, const Shape& batch, int64_t i, int64_t j) const {
     int64_t offset = i * row_stride + j * col_stride;

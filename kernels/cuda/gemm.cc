@@ -5,32 +5,15 @@
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/cuda/workspace.h"
+#include "sheaf/kernels/matrix_batch.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
 
 /// One matrix of an operand, and how to step from batch to batch.
-struct Side {
-  char* data;
-  DType dtype;
-  int64_t rows, cols, row_stride, col_stride;
-  Shape batch_strides;
+struct Side : MatrixBatch {
+  using MatrixBatch::MatrixBatch;
 
-  Side(const View& v, const Shape& batch)
-      : data(v.as<char>()),
-        dtype(v.dtype),
-        rows(v.shape.dim(-2)),
-        cols(v.shape.dim(-1)),
-        row_stride(v.strides.dim(-2)),
-        col_stride(v.strides.dim(-1)),
-        batch_strides(Shape::filled(batch.rank(), 0)) {
-    for (int i = batch.rank() - 1, j = v.rank() - 3; j >= 0; --i, --j)
-      batch_strides[i] = v.shape[j] == 1 ? 0 : v.strides[j];
-  }
-
-  bool row_major() const {
-    return (col_stride == 1 || cols == 1) && (row_stride >= cols || rows == 1);
-  }
   bool col_major() const {
     return (row_stride == 1 || rows == 1) && (col_stride >= rows || cols == 1);
   }

@@ -1,17 +1,15 @@
 // Every op of the table on a GPU, forward and backward, against f64 on the CPU.
 #include "sheaf/core/rank_context.h"
-#include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/gpu.h"
-#include "sheaf/kernels/cuda/runtime.h"
 #include "sheaf/tests/autograd/sample_suite.h"
+#include "sheaf/tests/needs_gpu.h"
 
 namespace sheaf::testing {
 namespace {
 
 void check_on_gpu(const OpSample& sample) {
+  SHEAF_NEEDS_GPU();
   if constexpr (kernels::kHasCuda) {
-    if (kernels::cuda::device_count() == 0)
-      GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")";
     RankContext context;
     context.gpu = kernels::cuda::make_gpu(0);
     RankScope scope(context);
@@ -22,8 +20,6 @@ void check_on_gpu(const OpSample& sample) {
     EXPECT_EQ(check_precision(sample, kF32, gpu), "");
     EXPECT_EQ(check_precision(sample, kBF16, gpu), "");
     EXPECT_EQ(context.gpu->memory()->stats().live, 0);
-  } else {
-    GTEST_SKIP() << "not run: built without CUDA";
   }
 }
 
@@ -43,9 +39,8 @@ struct Halve {  // as a user may write it, who thinks of the CPU alone
 TEST_P(Op, OnGpu) { check_on_gpu(GetParam()); }
 
 TEST(OpOnGpu, AKernelForTheCpuAloneIsAnError) {
+  SHEAF_NEEDS_GPU();
   if constexpr (kernels::kHasCuda) {
-    if (kernels::cuda::device_count() == 0)
-      GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")";
     RankContext context;
     context.gpu = kernels::cuda::make_gpu(0);
     RankScope scope(context);
@@ -59,8 +54,6 @@ TEST(OpOnGpu, AKernelForTheCpuAloneIsAnError) {
                 std::string::npos)
           << e.what();
     }
-  } else {
-    GTEST_SKIP() << "not run: built without CUDA";
   }
 }
 

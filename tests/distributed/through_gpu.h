@@ -10,14 +10,7 @@
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/storage.h"
-#include "sheaf/kernels/cuda/config.h"
-#include "sheaf/kernels/cuda/runtime.h"
-
-#define SHEAF_NEEDS_GPU()                          \
-  if constexpr (!kernels::kHasCuda)                \
-    GTEST_SKIP() << "not run: built without CUDA"; \
-  else if (kernels::cuda::device_count() == 0)     \
-  GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")"
+#include "sheaf/tests/needs_gpu.h"
 
 namespace sheaf::testing {
 

@@ -139,6 +139,16 @@ inline bool same_bits(const View& a, const View& b) {
   return true;
 }
 
+/// The same values in f64, dense.
+inline Array in_f64(const Array& x) {
+  Array out(kF64, x.view().shape);
+  out.fill([&](int64_t i) { return x.at(i); });
+  return out;
+}
+
+/// The type of a row's mean, logsumexp and the like.
+inline DType statistics_of(DType d) { return d == kF64 ? kF64 : kF32; }
+
 /// View without memory, as a meta run sees it.
 inline View without_data(View v) {
   v.data = nullptr;

@@ -4,17 +4,11 @@
 
 #include <cmath>
 
-#include "sheaf/kernels/cuda/config.h"
-#include "sheaf/kernels/cuda/runtime.h"
 #include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/needs_gpu.h"
 
 namespace sheaf::testing {
 namespace {
-
-#define SHEAF_NEEDS_GPU()                                                          \
-  if constexpr (!kernels::kHasCuda) GTEST_SKIP() << "not run: built without CUDA"; \
-  else if (kernels::cuda::device_count() == 0)                                     \
-  GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")"
 
 constexpr int kSteps = 4;
 const Device kGpu = Device::cuda();

@@ -7,9 +7,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "sheaf/kernels/cuda/config.h"
-#include "sheaf/kernels/cuda/runtime.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/needs_gpu.h"
 #include "sheaf/tests/tools/sheaf_process.h"
 
 namespace sheaf {
@@ -21,11 +20,6 @@ using testing::Outcome;
 using testing::run_sheaf;
 using testing::SheafProcess;
 using Words = std::vector<std::string>;
-
-#define SHEAF_NEEDS_GPU()                                                          \
-  if constexpr (!kernels::kHasCuda) GTEST_SKIP() << "not run: built without CUDA"; \
-  else if (kernels::cuda::device_count() == 0)                                     \
-  GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")"
 
 struct Folder : ScratchFolder {
   Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }

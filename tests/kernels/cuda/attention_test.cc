@@ -21,12 +21,6 @@ const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},     {1, 64, 64, 2, 1, 64},  {2, 130,
                         {1, 100, 40, 2, 1, 96}, {2, 50, 50, 1, 1, 128}, {1, 70, 70, 2, 1, 256},
                         {1, 66, 129, 1, 1, 200}};
 
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 struct Inputs {
   Array q, k, v, dout;
 };

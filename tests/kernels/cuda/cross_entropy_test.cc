@@ -10,13 +10,6 @@ using namespace sheaf::testing;
 
 constexpr int64_t kIgnore = -100;
 
-DType statistics_of(DType d) { return d == kF64 ? kF64 : kF32; }
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 Array targets_of(DType d, const Shape& shape, int64_t vocabulary, Shape strides = {}) {
   Array t(d, shape, strides);
   t.fill([&](int64_t i) {

@@ -16,12 +16,6 @@ struct Case {
 };
 constexpr Case kCases[] = {{2, 128, 3, 3, 64}, {1, 192, 4, 2, 128}, {3, 64, 2, 1, 32}};
 
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 struct Data {
   Array q, k, v, out, lse, dout, dq, dk, dv;
   double scale;

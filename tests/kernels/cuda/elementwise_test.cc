@@ -22,12 +22,6 @@ struct Layout2 {
 const Layout2 kLayouts[] = {{{3, 5}, {}}, {{2, 3, 700}, {}}, {{7, 33}, {40, 1}}, {{7, 33}, {1, 9}},
                             {{}, {}},     {{0, 4}, {}},      {{1}, {}}};
 
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 TEST(CudaElementwise, Unary) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kBF16, kF16, kF64})

@@ -7,12 +7,7 @@ namespace {
 
 using namespace sheaf::testing;
 
-Array in_f64(const Array& x) {
-  if (x.view().rank() == 0) return Array();
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
+Array wide(const Array& x) { return x.view().rank() == 0 ? Array() : in_f64(x); }
 OnGpu on_gpu(const Array& x) { return x.view().rank() == 0 ? OnGpu() : OnGpu(x); }
 
 Array forward(const Array& x, const Array& w, const Array& bias, const Array& blank) {
@@ -66,7 +61,7 @@ TEST(CudaLinear, ForwardAndGradients) {
                     w = Array::random(d, {c.out, c.in}, 2),
                     bias = with_bias ? Array::random(d, {c.out}, 3) : Array(),
                     dy = Array::random(d, with(c.lead, c.out), 4, 1, c.dy_strides);
-        const Array wx = in_f64(x), ww = in_f64(w), wb = in_f64(bias), wdy = in_f64(dy),
+        const Array wx = wide(x), ww = wide(w), wb = wide(bias), wdy = wide(dy),
                     y(kF64, with(c.lead, c.out)), dw(kF64, {c.out, c.in});
         const View b = with_bias ? wb.view() : View{};
         cpu::linear(wx, ww, b, y, Scratch(cpu::linear_workspace(wx, ww, b, y)));
@@ -123,7 +118,7 @@ TEST(CudaLinear, NoRowsAndNoInputs) {
 TEST(CudaLinear, NarrowGradientsIntoF32) {
   SHEAF_NEEDS_GPU();
   const Array dy = Array::random(kBF16, {200, 20}, 1), x = Array::random(kBF16, {200, 30}, 2),
-              dw(kF64, {20, 30}), wdy = in_f64(dy), wx = in_f64(x);
+              dw(kF64, {20, 30}), wdy = wide(dy), wx = wide(x);
   cpu::linear_weight_gradient(wdy, wx, dw,
                               Scratch(cpu::linear_weight_gradient_workspace(wdy, wx, dw)));
   EXPECT_LT(scaled_error(weight_gradient(dy, x, Array(kF32, {20, 30})), values(dw)), 1e-6);

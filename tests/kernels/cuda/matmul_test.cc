@@ -11,12 +11,6 @@ namespace {
 
 using namespace sheaf::testing;
 
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 std::vector<double> reference(const Array& a, const Array& b, const Shape& shape) {
   const Array wide_a = in_f64(a), wide_b = in_f64(b), c(kF64, shape);
   cpu::matmul(wide_a, wide_b, c, Scratch(cpu::matmul_workspace(wide_a, wide_b, c)));

@@ -8,13 +8,6 @@ namespace {
 
 using namespace sheaf::testing;
 
-DType statistics_of(DType d) { return d == kF64 ? kF64 : kF32; }
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 struct Operands {
   bool layer = true;
   Array x, dy;

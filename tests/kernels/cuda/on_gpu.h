@@ -8,18 +8,11 @@
 
 #include <gtest/gtest.h>
 
-#include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/runtime.h"
 #include "sheaf/tests/kernels/array.h"
+#include "sheaf/tests/needs_gpu.h"
 
 namespace sheaf::testing {
-
-/// Skips the test that calls it where there is no GPU.
-#define SHEAF_NEEDS_GPU()                          \
-  if constexpr (!kernels::kHasCuda)                \
-    GTEST_SKIP() << "not run: built without CUDA"; \
-  else if (kernels::cuda::device_count() == 0)     \
-  GTEST_SKIP() << "not run: no GPU here (" << kernels::cuda::why_no_device() << ")"
 
 /// Device memory with the contents of an array, gaps included.
 class OnGpu {

@@ -8,12 +8,6 @@ namespace {
 
 using namespace sheaf::testing;
 
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 enum class Op { sum, max, min, logsumexp, var, argmax };
 constexpr Op kOps[] = {Op::sum, Op::max, Op::min, Op::logsumexp, Op::var};
 constexpr double kScale = 0.125, kCorrection = 0.5;

@@ -8,12 +8,6 @@ namespace {
 
 using namespace sheaf::testing;
 
-Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
-  out.fill([&](int64_t i) { return x.at(i); });
-  return out;
-}
-
 struct Kind {
   const char* name;
   bool log;
