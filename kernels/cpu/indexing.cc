@@ -4,16 +4,10 @@
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/blocks.h"
+#include "sheaf/kernels/indexing_operands.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
-
-/// The view without dimension `dim`.
-View without(View v, int dim) {
-  v.shape.erase(dim);
-  v.strides.erase(dim);
-  return v;
-}
 
 int64_t offset_of(const View& v, int64_t position) {
   int64_t offset = 0;
@@ -49,22 +43,6 @@ int64_t read_index(const View& index, int64_t offset) {
   int64_t value;
   load_run(index.dtype, element(index, offset), 1, 1, &value);
   return value;
-}
-
-void check_lines(const char* who, const View& x, int dim, const View& other) {
-  check<ShapeError>(x.rank() == other.rank() && without(x, dim).shape == without(other, dim).shape,
-                    "[", who, "] shapes ", x.shape, " and ", other.shape,
-                    " differ outside dimension ", dim);
-}
-
-/// The 1-D index as seen by every line: broadcast over the other dimensions of `like`.
-View broadcast_index(const char* who, const View& index, int dim, const View& like) {
-  check<ShapeError>(index.rank() == 1 && index.shape[0] == like.shape[dim], "[", who,
-                    "] index of shape ", index.shape, " does not fit dimension ", dim, " of ",
-                    like.shape);
-  View wide{index.data, index.dtype, like.shape, Shape::filled(like.rank(), 0)};
-  wide.strides[dim] = index.strides[0];
-  return wide;
 }
 
 /// f(element type of the same size): moves bits.

@@ -53,11 +53,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   C* tile = dout_tile + S::kBytes / sizeof(C);  // of values, then of keys
   C* weights = tile + S::kBytes / sizeof(C);
 
-  const int64_t pair = blockIdx.x % (p.batch * p.heads), b = pair / p.heads, h = pair % p.heads,
-                g = h / (p.heads / p.key_heads);
-  const int64_t first = (query_blocks - 1 - blockIdx.x / (p.batch * p.heads)) * S::kTile;
-  const int64_t last = first + S::kTile < p.queries ? first + S::kTile : p.queries;
-  const int64_t keys = p.visible(last - 1);
+  const auto [pair, b, h, g, first, keys] = query_block<S>(p, query_blocks);
 
   typename S::Results sums = {};
   C lse[S::kPer], dot[S::kPer];

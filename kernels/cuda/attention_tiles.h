@@ -40,6 +40,12 @@ struct Heads {
   }
 };
 
+/// The queries of a block, a tile of one head's: from `first` on, of head h, key head g, of
+/// sequence b; pair = b H + h. They see the first `keys` keys, or fewer.
+struct QueryBlock {
+  int64_t pair, b, h, g, first, keys;
+};
+
 template <class C_, int kWidth_, int kTile_>
 struct Tiles {
   using C = C_;
@@ -57,6 +63,18 @@ struct Tiles {
 
 __device__ inline int tx() { return static_cast<int>(threadIdx.x) % kSide; }
 __device__ inline int ty() { return static_cast<int>(threadIdx.x) / kSide; }
+
+/// This block's queries among `blocks` tiles of each head. The last ones, which see the most keys,
+/// come first.
+template <class S>
+__device__ inline QueryBlock query_block(const Problem& p, int64_t blocks) {
+  QueryBlock q;
+  q.pair = blockIdx.x % (p.batch * p.heads), q.b = q.pair / p.heads, q.h = q.pair % p.heads;
+  q.g = q.h / (p.heads / p.key_heads);
+  q.first = (blocks - 1 - blockIdx.x / (p.batch * p.heads)) * S::kTile;
+  q.keys = p.visible((q.first + S::kTile < p.queries ? q.first + S::kTile : p.queries) - 1);
+  return q;
+}
 
 template <class C>
 __device__ inline C exponential(C x) {

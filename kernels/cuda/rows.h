@@ -133,29 +133,28 @@ __device__ inline C warp_max(C x) {
   return x;
 }
 
-/// Sum over the block, warps in order, to all threads. `scratch`: a value for each warp in shared
-/// memory, which must not be used again before the block's next barrier.
-template <class C>
-__device__ inline C block_sum(C x, C* scratch) {
-  x = warp_sum(x);
+/// in_warp's results over the warps of the block, combined in their order, to all threads. `scratch`: a value for each
+/// warp in shared memory, which must not be used again before the block's next barrier.
+template <class C, class InWarp, class Combine>
+__device__ inline C over_warps(C x, C* scratch, InWarp in_warp, Combine combine) {
+  x = in_warp(x);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   if (warps == 1) return x;
   if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = x;
   __syncthreads();
   x = scratch[0];
-  for (int w = 1; w < warps; ++w) x += scratch[w];
+  for (int w = 1; w < warps; ++w) x = combine(x, scratch[w]);
   return x;
 }
 template <class C>
+__device__ inline C block_sum(C x, C* scratch) {
+  return over_warps(
+      x, scratch, [](C y) { return warp_sum(y); }, [](C a, C b) { return a + b; });
+}
+template <class C>
 __device__ inline C block_max(C x, C* scratch) {
-  x = warp_max(x);
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  if (warps == 1) return x;
-  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  x = scratch[0];
-  for (int w = 1; w < warps; ++w) x = scratch[w] > x ? scratch[w] : x;
-  return x;
+  return over_warps(
+      x, scratch, [](C y) { return warp_max(y); }, [](C a, C b) { return b > a ? b : a; });
 }
 
 }  // namespace sheaf::kernels::cuda
