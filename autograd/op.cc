@@ -10,10 +10,7 @@ void Execute::completes_with(const Event& event) {
   for (const Tensor& t : outputs_) t.storage()->filled_by(event);
 }
 
-Stream Execute::stream() const {
-  unasked_ = nullptr;
-  return RankContext::current().stream(device());
-}
+Stream Execute::gpu_stream() const { return RankContext::current().stream(device()); }
 
 void Execute::fail_unasked() const {
   fail<ConfigError>("[", unasked_, "] ", path_label(PathScope::current()), ": inputs on ", device().to_string(),
@@ -43,18 +40,18 @@ thread_local std::optional<Device> default_device_;
 
 // An op's device is that of its inputs, but for those that stay with the host; constants on cpu go with meta inputs.
 Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> outputs) {
-  Device device = !outputs.empty() && outputs[0].into ? outputs[0].into.device() : default_device();
-  bool found = false;
+  std::optional<Device> found;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Device have = inputs[i].device();
     if (op.host_inputs >> i & 1 && !have.is_meta()) continue;
-    if (!found) device = have;
-    found = true;
-    if (have == device) continue;
-    if (device.is_meta() || have.is_meta()) device = Device::meta();
-    else fail<ConfigError>("[", op.name, "] ", PathScope::current(), ": inputs on ", device.to_string(), " and ", have.to_string());
+    if (!found || *found == have) found = have;
+    else if (found->is_meta() || have.is_meta()) found = Device::meta();
+    else
+      fail<ConfigError>("[", op.name, "] ", path_label(PathScope::current()), ": inputs on ", found->to_string(), " and ",
+                        have.to_string());
   }
-  return device;
+  if (found) return *found;
+  return !outputs.empty() && outputs[0].into ? outputs[0].into.device() : default_device();
 }
 
 }  // namespace
@@ -116,7 +113,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
 
 std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Into& into) {
   for (const Tensor& t : inputs)
-    if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", PathScope::current(), ": an input is undefined");
+    if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": an input is undefined");
   Infer infer(inputs);
   op.infer(attrs, infer);
   std::vector<Tensor> coerced;

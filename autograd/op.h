@@ -112,7 +112,10 @@ class Execute {
   const Tensor& input_tensor(int i) const { return inputs_[i]; }
   /// Of the rank, on a GPU. An execute() asks for it before it takes a view there: one that does not can only mean the
   /// CPU's memory, and fails with a ConfigError on a GPU.
-  Stream stream() const;
+  Stream stream() const {
+    unasked_ = nullptr;
+    return device().is_cuda() ? gpu_stream() : Stream{device()};
+  }
   void will_execute(const char* op) { unasked_ = device().is_cuda() ? op : nullptr; }
   Device device() const { return (outputs_.empty() ? inputs_[0] : outputs_[0]).device(); }
   Workspace workspace;
@@ -124,6 +127,7 @@ class Execute {
   void completes_with(const Event& event);
 
  private:
+  Stream gpu_stream() const;
   [[noreturn]] void fail_unasked() const;
   std::span<const Tensor> inputs_, outputs_;
   mutable const char* unasked_ = nullptr;  // the op, on a GPU, until it has asked for the stream

@@ -143,11 +143,11 @@ std::vector<T> Tensor::to_vector() const {
 }
 
 Tensor Tensor::clone() const {
+  if (device().is_cuda() && !view().contiguous()) return to(Device::cpu()).clone().to(device());
   const Shape& local = local_shape();
   Tensor t = over(Storage::allocate(device(), local_bytes()), 0, type(), local, local.contiguous_strides());
   if (device().is_meta()) return t;
   const View from = view();
-  if (device().is_cuda() && !from.contiguous()) return to(Device::cpu()).clone().to(device());
   const size_t size = size_of(dtype());
   char* to = static_cast<char*>(t.view().data);
   if (from.contiguous()) {

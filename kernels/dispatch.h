@@ -14,44 +14,38 @@ namespace sheaf::kernels {
 }
 }  // namespace sheaf::kernels
 
-#define SHEAF_ON_DEVICE(where, kernel, ...)                                                            \
+/// `on_cpu` or `on_gpu`, which names the stream sheaf_stream.
+#define SHEAF_BY_DEVICE(where, kernel, on_cpu, on_gpu)                                                 \
   do {                                                                                                 \
     const ::sheaf::Stream sheaf_stream = (where);                                                      \
     if (sheaf_stream.device.is_cpu()) {                                                                \
-      ::sheaf::kernels::cpu::kernel(__VA_ARGS__);                                                      \
+      on_cpu;                                                                                          \
     } else if constexpr (::sheaf::kernels::kHasCuda) {                                                 \
       if (!sheaf_stream.device.is_cuda()) ::sheaf::kernels::no_kernel(#kernel, sheaf_stream.device);   \
-      ::sheaf::kernels::cuda::kernel(sheaf_stream, __VA_ARGS__);                                       \
+      on_gpu;                                                                                          \
     } else {                                                                                           \
       ::sheaf::kernels::no_kernel(#kernel, sheaf_stream.device);                                       \
     }                                                                                                  \
   } while (0)
+
+#define SHEAF_ON_DEVICE(where, kernel, ...)                                                            \
+  SHEAF_BY_DEVICE(where, kernel, ::sheaf::kernels::cpu::kernel(__VA_ARGS__),                           \
+                  ::sheaf::kernels::cuda::kernel(sheaf_stream, __VA_ARGS__))
 
 #define SHEAF_ON_DEVICE_SCRATCH(where, workspace, kernel, ...)                                         \
-  do {                                                                                                 \
-    const ::sheaf::Stream sheaf_stream = (where);                                                      \
-    if (sheaf_stream.device.is_cpu()) {                                                                \
-      ::sheaf::kernels::cpu::kernel(__VA_ARGS__);                                                      \
-    } else if constexpr (::sheaf::kernels::kHasCuda) {                                                 \
-      if (!sheaf_stream.device.is_cuda()) ::sheaf::kernels::no_kernel(#kernel, sheaf_stream.device);   \
-      ::sheaf::kernels::cuda::kernel(sheaf_stream, __VA_ARGS__, workspace);                            \
-    } else {                                                                                           \
-      ::sheaf::kernels::no_kernel(#kernel, sheaf_stream.device);                                       \
-    }                                                                                                  \
-  } while (0)
+  SHEAF_BY_DEVICE(where, kernel, ::sheaf::kernels::cpu::kernel(__VA_ARGS__),                           \
+                  ::sheaf::kernels::cuda::kernel(sheaf_stream, __VA_ARGS__, workspace))
 
-#define SHEAF_WORKSPACE(where, kernel, ...)                                              \
-  [&]() -> int64_t {                                                                     \
-    if constexpr (::sheaf::kernels::kHasCuda)                                            \
-      if ((where).is_cuda())                                                             \
-        return static_cast<int64_t>(::sheaf::kernels::cuda::kernel##_workspace(__VA_ARGS__)); \
-    return static_cast<int64_t>(::sheaf::kernels::cpu::kernel##_workspace(__VA_ARGS__));  \
+#define SHEAF_BYTES_BY_DEVICE(where, on_cpu, on_gpu)                                                   \
+  [&]() -> int64_t {                                                                                   \
+    if constexpr (::sheaf::kernels::kHasCuda)                                                          \
+      if ((where).is_cuda()) return static_cast<int64_t>(on_gpu);                                      \
+    return static_cast<int64_t>(on_cpu);                                                               \
   }()
 
-#define SHEAF_GPU_WORKSPACE(where, kernel, ...)                                          \
-  [&]() -> int64_t {                                                                     \
-    if constexpr (::sheaf::kernels::kHasCuda)                                            \
-      if ((where).is_cuda())                                                             \
-        return static_cast<int64_t>(::sheaf::kernels::cuda::kernel##_workspace(__VA_ARGS__)); \
-    return 0;                                                                            \
-  }()
+#define SHEAF_WORKSPACE(where, kernel, ...)                                                            \
+  SHEAF_BYTES_BY_DEVICE(where, ::sheaf::kernels::cpu::kernel##_workspace(__VA_ARGS__),                 \
+                        ::sheaf::kernels::cuda::kernel##_workspace(__VA_ARGS__))
+
+#define SHEAF_GPU_WORKSPACE(where, kernel, ...)                                                        \
+  SHEAF_BYTES_BY_DEVICE(where, 0, ::sheaf::kernels::cuda::kernel##_workspace(__VA_ARGS__))
