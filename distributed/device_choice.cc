@@ -2,6 +2,7 @@
 
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/gpu.h"
 #include "sheaf/kernels/cuda/runtime.h"
 
 namespace sheaf {
@@ -39,6 +40,12 @@ DeviceChoice choose_device(const Rendezvous& r, const Environment& environment) 
   bool there = false;
   if constexpr (kernels::kHasCuda) there = !kernels::kEmulatedCuda && kernels::cuda::device_count() > 0;
   return {Device::cpu(), false, there ? why : ""};
+}
+
+void use_device(Device device, RankContext& context) {
+  if constexpr (kernels::kHasCuda)
+    if (device.is_cuda() && !context.gpu) context.gpu = kernels::cuda::make_gpu(device.index);
+  context.device = device;
 }
 
 }  // namespace sheaf

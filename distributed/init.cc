@@ -8,8 +8,6 @@
 #include "sheaf/distributed/nccl_communicator.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/distributed/shm_transport.h"
-#include "sheaf/kernels/cuda/config.h"
-#include "sheaf/kernels/cuda/gpu.h"
 
 namespace sheaf::distributed {
 namespace {
@@ -40,19 +38,13 @@ DeviceChoice agreed(DeviceChoice choice, const Rendezvous& r, Job& job) {
   return choice;
 }
 
-void use(Device device, RankContext& context) {
-  if constexpr (kernels::kHasCuda)
-    if (device.is_cuda() && !context.gpu) context.gpu = kernels::cuda::make_gpu(device.index);
-  context.device = device;
-}
-
 const char* variable(const char* name) { return std::getenv(name); }
 
 }  // namespace
 
 Device init_device() {
   const Device device = choose_device({}, variable).device;
-  use(device, RankContext::current());
+  use_device(device, RankContext::current());
   return device;
 }
 
@@ -63,11 +55,11 @@ World init_from_env() {
   std::shared_ptr<Transport> transport;
   if (r.world == 1) {
     transport = std::make_shared<LocalTransport>(std::make_shared<LocalJob>(1, LocalOptions{}));
-    use(choice.device, context);
+    use_device(choice.device, context);
   } else {
     const std::shared_ptr<Job> job = join_job(r);
     choice = agreed(choice, r, *job);
-    use(choice.device, context);
+    use_device(choice.device, context);
     transport = connect_hosts(r, job);
     if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
   }

@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
+#include "sheaf/distributed/device_choice.h"
 #include "sheaf/kernels/cuda/config.h"
-#include "sheaf/kernels/cuda/gpu.h"
 
 namespace sheaf {
 
@@ -25,9 +25,7 @@ void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions 
     RankContext context;
     context.threads = threads;
     RankScope scope(context);
-    if constexpr (kernels::kHasCuda)
-      if (options.device.is_cuda()) context.gpu = kernels::cuda::make_gpu(options.device.index);
-    context.device = options.device;
+    use_device(options.device, context);
     World world(std::make_shared<LocalTransport>(job), context, rank, ranks, rank, ranks, options.device);
     try {
       world.guard([&] { body(world); });
