@@ -87,12 +87,15 @@ _SIMD = {
     "v4": ["-mprefer-vector-width=512", "-fno-weak", "-w", "--param", "asan-use-after-return=0"],
 }
 
-def sheaf_amx_library(name, srcs, **kwargs):
-    """A library whose code may run only where amx::available() (kernels/cpu/amx.h) says so."""
+def sheaf_bf16_library(name, srcs, tiles = False, **kwargs):
+    """A library whose code may run only where dot::available(), with tiles amx::available(), says so.
+
+    Both are declared in kernels/cpu/bf16_instructions.h.
+    """
     sheaf_library(
         name = name,
         srcs = srcs,
-        copts = ["-O3", "-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mavx512bf16"] + _SIMD["v4"],
+        copts = ["-O3", "-march=x86-64-v4", "-mavx512bf16"] + (["-mamx-tile", "-mamx-bf16"] if tiles else []) + _SIMD["v4"],
         **kwargs
     )
 

@@ -6,7 +6,7 @@
 #include "sheaf/core/gpu.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
-#include "sheaf/kernels/cpu/amx.h"
+#include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/trainer.h"
@@ -82,8 +82,8 @@ int train_command(const TrainArguments& arguments) {
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
               " parameters, ", trainer.corpus().train.size(), " training tokens"));
       if (world.device().is_cuda()) say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
-      if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::amx::available())
-        say("note: this CPU has no bf16 matrix tiles (AMX); f32 is faster here");
+      if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
+        say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");
     }
     const models::TrainReport result = trainer.run();
     if (!arguments.quiet) report(config, world, trainer, result, threads);

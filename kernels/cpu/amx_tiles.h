@@ -1,8 +1,8 @@
 // Blocks of 64 rows on AMX: the product of two blocks, and the two orders in which its operands must lie.
 //
 // A product C[m, n] += A[m, k] B[k, n] takes A in rows of bf16 and B in "pairs": row p holds, for every column j, the
-// words B[2p, j] and B[2p + 1, j] side by side (Intel's VNNI order). Two packs give every operand that attention needs
-// from rows r of bf16 x[r, d]:
+// words B[2p, j] and B[2p + 1, j] side by side. Two packs (bf16_pairs.h) give every operand that attention needs from rows
+// r of bf16 x[r, d]:
 //   transpose_words   to[d / 2][r] = the words x[r, d], x[r, d + 1]     pairs of the transpose: B = xᵀ
 //   pair_rows         to[r / 2][d] = the words x[r, d], x[r + 1, d]     pairs of x itself:      B = x
 // and transpose_words of pair_rows gives the plain transpose xᵀ in rows, an A.
@@ -13,8 +13,7 @@
 
 #include <immintrin.h>
 
-#include "sheaf/core/dtype.h"
-#include "sheaf/kernels/cpu/transpose.h"
+#include "sheaf/kernels/cpu/bf16_pairs.h"
 
 namespace sheaf::kernels::cpu::amx {
 
@@ -77,36 +76,6 @@ inline void product(int64_t m, int64_t n, int64_t k, const void* a, int64_t a_st
       _tile_stored(3, c1 + 64, c_stride);
     }
   __asm__ volatile("" ::: "memory");
-}
-
-/// to[words][rows] = from[rows][words] of 32-bit words; both dense, sizes multiples of 16.
-inline void transpose_words(const void* from, int64_t rows, int64_t words, void* to) {
-  for (int64_t r = 0; r < rows; r += 16)
-    for (int64_t w = 0; w < words; w += 16)
-      transpose_words_16x16(static_cast<const char*>(from) + (r * words + w) * 4, words * 4,
-                            static_cast<char*>(to) + (w * rows + r) * 4, rows * 4);
-}
-
-/// Thirty-two words of two rows, side by side.
-inline void interleave(__m512i even, __m512i odd, void* to) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
-  _mm512_storeu_si512(static_cast<char*>(to) + 64, _mm512_permutex2var_epi16(even, high, odd));
-}
-
-/// to[rows / 2][width] of pairs, from rows of bf16; both dense, rows even, width a multiple of 32.
-inline void pair_rows(const bf16* from, int64_t rows, int64_t width, void* to) {
-  for (int64_t r = 0; r < rows; r += 2)
-    for (int64_t d = 0; d < width; d += 32)
-      interleave(_mm512_loadu_si512(from + r * width + d), _mm512_loadu_si512(from + (r + 1) * width + d),
-                 static_cast<int32_t*>(to) + r / 2 * width + d);
-}
-
-/// Rounds 32 floats to bf16, to nearest even.
-inline __m512i to_bf16(__m512 low, __m512 high) {
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
 }  // namespace sheaf::kernels::cpu::amx

@@ -1,9 +1,9 @@
 #include "sheaf/kernels/attention.h"
 
 #include "sheaf/kernels/attention_operands.h"
-#include "sheaf/kernels/cpu/amx.h"
 #include "sheaf/kernels/cpu/attention_amx.h"
 #include "sheaf/kernels/cpu/attention_blocks.h"
+#include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/kernels/cpu/simd.h"
 
 namespace sheaf::kernels {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "sheaf/kernels/cpu/amx.h"
-#include "sheaf/kernels/cpu/gemm_amx.h"
+#include "sheaf/kernels/cpu/bf16_instructions.h"
+#include "sheaf/kernels/cpu/gemm_bf16.h"
 #include "sheaf/kernels/cpu/gemm_part.h"
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
@@ -18,15 +18,15 @@ SHEAF_SIMD_DECLARE(gemm_part)
 
 namespace cpu {
 
-static bool by_tiles(DType dtype) { return dtype == kBF16 && amx::available(); }
+static bool by_squares(DType dtype) { return dtype == kBF16 && dot::available(); }
 
 size_t gemm_scratch(const GemmPart& p) {
-  if (by_tiles(p.a.dtype)) return amx::gemm_scratch(p);
+  if (by_squares(p.a.dtype)) return (amx::available() ? amx::gemm_scratch : dot::gemm_scratch)(p);
   return (has_v4() ? v4::gemm_scratch : v3::gemm_scratch)(p);
 }
 
 void gemm_part(const GemmPart& p, void* scratch) {
-  if (by_tiles(p.a.dtype)) return amx::gemm(p, scratch);
+  if (by_squares(p.a.dtype)) return (amx::available() ? amx::gemm : dot::gemm)(p, scratch);
   (has_v4() ? v4::gemm_part : v3::gemm_part)(p, scratch);
 }
 
@@ -124,7 +124,7 @@ class Plan {
  public:
   explicit Plan(const Problem& problem) : p_(problem) {
     compute_ = p_.a.dtype == kF64 ? kF64 : kF32;
-    copy_c_ = !p_.c.row_major() || (p_.c.dtype != compute_ && !by_tiles(p_.c.dtype));
+    copy_c_ = !p_.c.row_major() || (p_.c.dtype != compute_ && !by_squares(p_.c.dtype));
     constexpr double kGrain = 3e5;  // multiply-adds for which waking a thread pays
     const int64_t useful = static_cast<int64_t>(static_cast<double>(p_.batches) * p_.flops / 2 / kGrain);
     const int64_t threads = std::clamp<int64_t>(useful, 1, num_threads());

@@ -1,152 +1,12 @@
-#include "sheaf/kernels/cpu/gemm_amx.h"
+#include "sheaf/kernels/cpu/amx_tiles.h"
+#include "sheaf/kernels/cpu/gemm_bf16.h"
+#include "sheaf/kernels/cpu/gemm_squares.h"
 
-#include <algorithm>
-#include <utility>
-
-#include "sheaf/kernels/cpu/gemm_amx_pack.h"
-
-// [Note: products by tiles] c is computed in squares of 32 x 32, two by two tiles, each over a block of the depth that
-// lets both sides of a square lie in L1. One operand is "resident": a block of it waits packed in L2. The other, the
-// "stream", comes in panels of some sides over a block of the depth; a panel multiplies all of the resident block. Meanwhile the next panel is packed and the one after it fetched, a little between any two steps of tile
-// instructions, which leave nearly all of the core idle: so transposing costs little, and so does memory.
-//
-// Panels have four sides, because memory is fast only where 256 bytes or more lie together; rows of a that are dense do.
-//
-// A tile instruction adds its products to c one after the other. A square that goes to memory and comes back into the
-// tiles continues where it was, so an element is one chain along the depth however the blocks are cut: blocks follow
-// the caches alone.
 namespace sheaf::kernels::cpu::amx {
 namespace {
 
-constexpr int64_t kSquareBytes = kSide * kSide * 4;
-constexpr int64_t kBlockSteps = 8;  // of a block of the depth: a side is 16 KiB
-constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
-/// How a part is cut; extents in sides (of lanes) and in steps (of the depth).
-struct Cut {
-  bool a_streams;
-  int64_t panel_sides;
-  Sides resident, stream;
-  int64_t steps, resident_sides, stream_sides;  ///< of the whole
-  int64_t block_steps, chunk_steps;             ///< summed in tiles; resident at once
-  int64_t block_sides, group_sides;             ///< of resident and stream: squares that wait at once
-
-  explicit Cut(const GemmPart& p) {
-    const auto words = [](const MatrixOperand& m) { return reinterpret_cast<const uint16_t*>(m.data); };
-    const Sides a{words(p.a), p.rows, p.depth, p.a.row_stride, p.a.col_stride, false};
-    const Sides b{words(p.b), p.cols, p.depth, p.b.col_stride, p.b.row_stride, true};
-    // An a that has to be transposed is most work to pack, so let that be done in between. Else measured: many rows
-    // stream, because then c is written along its rows; few rows stay, because b is then all of the traffic.
-    a_streams = (a.depth_stride != 1 && a.depth > 1) || p.rows > 512;
-    panel_sides = a_streams && a.depth_stride == 1 ? 1 : 4;
-    resident = a_streams ? b : a, stream = a_streams ? a : b;
-    steps = ceil_div(p.depth, kSide);
-    resident_sides = ceil_div(resident.lanes, kSide), stream_sides = ceil_div(stream.lanes, kSide);
-
-    constexpr int64_t kRoom = 512, kMost = 24, kLeast = 8, kDeepRoom = 384, kSquares = 256;
-    block_steps = ceil_div(steps, ceil_div(steps, kBlockSteps));
-    chunk_steps = steps, group_sides = panel_sides;
-    block_sides = std::min({resident_sides, kMost, kRoom / steps});
-    if (block_sides < std::min(resident_sides, kLeast)) {  // too deep: squares wait while the depth comes in chunks
-      block_sides = resident_sides <= kLeast * 3 / 2 ? resident_sides : kLeast;
-      chunk_steps = kDeepRoom / block_sides / block_steps * block_steps;
-      group_sides = kSquares / block_sides / panel_sides * panel_sides;
-    }
-    block_sides = ceil_div(resident_sides, ceil_div(resident_sides, block_sides));
-    group_sides = std::min(group_sides, stream_sides);
-  }
-  int64_t resident_bytes() const { return block_sides * std::min(chunk_steps, steps) * kStepBytes; }
-  int64_t panel_bytes() const { return std::min(panel_sides, stream_sides) * block_steps * kStepBytes; }
-  int64_t squares_bytes() const { return block_sides * group_sides * kSquareBytes; }
-};
-
-/// A panel of the stream over a block of the depth, and what it multiplies. In sides and steps.
-struct Stage {
-  int64_t resident = 0, group = 0, chunk = 0, panel = 0, depth = 0;
-
-  int64_t chunk_end(const Cut& cut) const { return std::min(chunk + cut.chunk_steps, cut.steps); }
-  int64_t group_end(const Cut& cut) const { return std::min(group + cut.group_sides, cut.stream_sides); }
-  int64_t steps(const Cut& cut) const { return std::min(cut.block_steps, chunk_end(cut) - depth); }
-  int64_t sides(const Cut& cut) const { return std::min(cut.panel_sides, group_end(cut) - panel); }
-  int64_t resident_sides(const Cut& cut) const { return std::min(cut.block_sides, cut.resident_sides - resident); }
-
-  bool advance(const Cut& cut) {
-    if (depth += cut.block_steps; depth < chunk_end(cut)) return true;
-    depth = chunk;
-    if (panel += cut.panel_sides; panel < group_end(cut)) return true;
-    panel = group, depth = chunk += cut.chunk_steps;
-    if (chunk < cut.steps) return true;
-    depth = chunk = 0, panel = group += cut.group_sides;
-    if (group < cut.stream_sides) return true;
-    panel = group = 0, resident += cut.block_sides;
-    return resident < cut.resident_sides;
-  }
-};
-
-/// What is done in between for the panels to come.
-class Errands {
- public:
-  explicit Errands(const Cut& cut) : cut_(cut) {}
-
-  /// Packs the panel of `next` into `to`, and fetches that of `after`, in `times` calls of some().
-  void set(const Stage* next, const Stage* after, char* to, int64_t times) {
-    times_ = times, to_ = to;
-    pack_ = {}, fetch_ = {};
-    if (next) pack_ = {next, next->steps(cut_), next->sides(cut_) * next->steps(cut_)};
-    if (after) {
-      const bool along_depth = cut_.stream.depth_stride == 1;
-      const int64_t lanes = after->sides(cut_) * kSide, deep = after->steps(cut_) * kSide;
-      const int64_t lane = after->panel * kSide, depth = after->depth * kSide;
-      const Sides& s = cut_.stream;
-      fetch_from_ = s.data + lane * s.lane_stride + depth * s.depth_stride;
-      fetch_stride_ = along_depth ? s.lane_stride : s.depth_stride;
-      fetch_rows_ = along_depth ? std::min(lanes, s.lanes - lane) : std::min(deep, s.depth - depth);
-      fetch_lines_ = ((along_depth ? std::min(deep, s.depth - depth) : std::min(lanes, s.lanes - lane)) + 31) / 32;
-      fetch_.left = fetch_rows_ * fetch_lines_;
-      fetch_row_ = fetch_line_ = 0;
-    }
-    pack_.credit = fetch_.credit = 0, pack_.total = pack_.left, fetch_.total = fetch_.left;
-  }
-  void some() {
-    for (pack_.credit += pack_.total; pack_.credit >= times_; pack_.credit -= times_) pack();
-    for (fetch_.credit += fetch_.total; fetch_.credit >= times_; fetch_.credit -= times_) fetch();
-  }
-  void all() {
-    while (pack_.left > 0) pack();
-  }
-
- private:
-  struct Job {
-    const Stage* stage = nullptr;
-    int64_t steps = 0, left = 0, total = 0, credit = 0;
-  };
-
-  void pack() {
-    // Side after side within a step, so that memory is read along its rows.
-    const int64_t sides = pack_.total / pack_.steps, done = pack_.total - pack_.left--;
-    const int64_t side = done % sides, step = done / sides;
-    pack_step(cut_.stream, (pack_.stage->panel + side) * kSide, (pack_.stage->depth + step) * kSide,
-              to_ + (side * pack_.steps + step) * kStepBytes);
-  }
-  void fetch() {
-    const uint16_t* at = fetch_from_ + fetch_row_ * fetch_stride_ + fetch_line_ * 32;
-    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
-    if (++fetch_line_ == fetch_lines_) fetch_line_ = 0, ++fetch_row_;
-  }
-
-  const Cut& cut_;
-  Job pack_, fetch_;
-  char* to_ = nullptr;
-  int64_t times_ = 1;
-  const uint16_t* fetch_from_ = nullptr;
-  int64_t fetch_stride_ = 0, fetch_rows_ = 0, fetch_lines_ = 0, fetch_row_ = 0, fetch_line_ = 0;
-};
-
-/// Where a square of c lies.
-struct Square {
-  char* data;
-  int64_t stride;  ///< bytes
-};
+using squares::kStepBytes;
+using squares::Square;
 
 inline void load_square(Square s) {
   _tile_loadd(0, s.data, s.stride);
@@ -161,186 +21,42 @@ inline void store_square(Square s) {
   _tile_stored(3, s.data + 16 * s.stride + 64, s.stride);
 }
 
-/// to = from (zero if nullptr) + a b over some steps; between() runs in every step.
-template <class F>
-inline void multiply(int64_t steps, const char* a, const char* b, const Square* from, Square to, F&& between) {
-  __asm__ volatile("" ::: "memory");  // as in amx_tiles.h
-  if (from) {
-    load_square(*from);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t s = 0; s < steps; ++s, a += kStepBytes, b += kStepBytes) {
-    _tile_loadd(4, a, 64);
-    _tile_loadd(6, b, 128);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + 64, 128);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, a + 1024, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    between();
-  }
-  store_square(to);
-  __asm__ volatile("" ::: "memory");
-}
+/// A square is two by two tiles.
+struct Tiles {
+  using Scope = TileScope;
+  static constexpr int64_t kBlockSteps = 8;  // a side is 16 KiB
+  static constexpr int64_t kRoom = 512;      // 1 MiB of the 2 that these machines have
 
-class Part {
- public:
-  Part(const GemmPart& part, void* scratch) : p_(part), cut_(part), errands_(cut_) {
-    char* at = static_cast<char*>(scratch);
-    resident_ = at, at += cut_.resident_bytes();
-    panel_ = at, at += cut_.panel_bytes();
-    next_panel_ = at, at += cut_.panel_bytes();
-    squares_ = at;
-  }
-
-  void run() {
-    Stage now, next, after;
-    int64_t resident = -1, chunk = -1;
-    errands_.set(&now, nullptr, next_panel_, 1);
-    bool more = true, fetches = after.advance(cut_);
-    while (more) {
-      errands_.all();
-      std::swap(panel_, next_panel_);
-      if (now.resident != resident || now.chunk != chunk)
-        pack_resident(now), resident = now.resident, chunk = now.chunk;
-      next = now, more = next.advance(cut_);
-      fetches = more && after.advance(cut_);
-      errands_.set(more ? &next : nullptr, fetches ? &after : nullptr, next_panel_,
-                   now.sides(cut_) * now.resident_sides(cut_) * now.steps(cut_));
-      multiply_panel(now);
-      now = next;
+  template <class F>
+  static void multiply(int64_t steps, const char* a, const char* b, const Square* from, Square to, F&& between) {
+    __asm__ volatile("" ::: "memory");  // as in amx_tiles.h
+    if (from) {
+      load_square(*from);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
     }
-    deliver();
-  }
-
- private:
-  /// [blocks of the depth][sides][steps of the block]
-  void pack_resident(const Stage& t) {
-    const int64_t sides = t.resident_sides(cut_);
-    char* to = resident_;
-    for (int64_t block = t.chunk; block < t.chunk_end(cut_); block += cut_.block_steps) {
-      const int64_t steps = std::min(cut_.block_steps, t.chunk_end(cut_) - block);
-      const bool along_depth = cut_.resident.depth_stride == 1;
-      for (int64_t n = 0; n < sides * steps; ++n) {  // along memory's rows
-        const int64_t side = along_depth ? n / steps : n % sides, step = along_depth ? n % steps : n / sides;
-        pack_step(cut_.resident, (t.resident + side) * kSide, (block + step) * kSide,
-                  to + (side * steps + step) * kStepBytes);
-      }
-      to += sides * steps * kStepBytes;
+    for (int64_t s = 0; s < steps; ++s, a += kStepBytes, b += kStepBytes) {
+      _tile_loadd(4, a, 64);
+      _tile_loadd(6, b, 128);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, b + 64, 128);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, a + 1024, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+      between();
     }
+    store_square(to);
+    __asm__ volatile("" ::: "memory");
   }
-
-  void multiply_panel(const Stage& t) {
-    const int64_t steps = t.steps(cut_), side_bytes = steps * kStepBytes, sides = t.resident_sides(cut_);
-    const char* resident = resident_ + sides * (t.depth - t.chunk) * kStepBytes;
-    char* square = squares_ + (t.panel - t.group) * cut_.block_sides * kSquareBytes;
-    // The columns of c in the inner loop: it is written along its rows.
-    const int64_t outer = cut_.a_streams ? t.sides(cut_) : sides, inner = cut_.a_streams ? sides : t.sides(cut_);
-    for (int64_t i = 0; i < outer; ++i)
-      for (int64_t j = 0; j < inner; ++j, square += kSquareBytes) {
-        if (cut_.a_streams)
-          multiply_square(t, t.panel + i, t.resident + j, panel_ + i * side_bytes, resident + j * side_bytes, square);
-        else
-          multiply_square(t, t.resident + i, t.panel + j, resident + i * side_bytes, panel_ + j * side_bytes, square);
-      }
-  }
-
-  /// a and b: sides `i` and `j`. `memory` keeps the square until the depth is through.
-  void multiply_square(const Stage& t, int64_t i, int64_t j, const char* a, const char* b, char* memory) {
-    const int64_t row = i * kSide, col = j * kSide;
-    const Square here{memory, 128};
-    const int64_t steps = t.steps(cut_);
-    const bool first = t.depth == 0, last = t.depth + steps == cut_.steps;
-    const bool direct = p_.c.dtype == kF32 && row + kSide <= p_.rows && col + kSide <= p_.cols;
-    const Square home{p_.c.data + (row * p_.c.row_stride + col) * 4, p_.c.row_stride * 4};
-    const Square* from = &here;
-    if (first) {
-      from = !p_.accumulate ? nullptr : direct ? &home : &here;
-      if (from == &here) deliver(), fetch(row, col, here);  // deliver: perhaps from the same place
-    }
-    const bool finished = last && direct && !p_.bias.data;
-    int64_t at = 0;
-    multiply(steps, a, b, from, finished ? home : here, [&] {
-      if (++at == 1) deliver();
-      errands_.some();
-    });
-    if (last && !finished) waiting_ = {here, row, col};
-  }
-
-  /// Old c, at the edge.
-  void fetch(int64_t row, int64_t col, Square to) const {
-    const __mmask32 width = first_of_32(p_.cols - col);
-    for (int64_t r = 0; r < std::min(kSide, p_.rows - row); ++r) {
-      const float* c = reinterpret_cast<const float*>(p_.c.data) + (row + r) * p_.c.row_stride + col;
-      float* t = reinterpret_cast<float*>(to.data + r * to.stride);
-      _mm512_store_ps(t, _mm512_maskz_loadu_ps(static_cast<__mmask16>(width), c));
-      _mm512_store_ps(t + 16, _mm512_maskz_loadu_ps(static_cast<__mmask16>(width >> 16), c + 16));
-    }
-  }
-
-  /// Brings home the square that was finished last: one later, so that nothing waits for its tiles.
-  void deliver() {
-    if (!waiting_.from.data) return;
-    const auto [from, row, col] = waiting_;
-    waiting_.from.data = nullptr;
-    const __mmask32 width = first_of_32(p_.cols - col);
-    const auto low = static_cast<__mmask16>(width), high = static_cast<__mmask16>(width >> 16);
-    __m512 add[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    const bool biased = p_.bias.data != nullptr;
-    if (biased) load_bias(col, add);
-    const int64_t rows = std::min(kSide, p_.rows - row), size = p_.c.dtype == kBF16 ? 2 : 4;
-    const int64_t stride = p_.c.row_stride * size;
-    char* to = p_.c.data + (row * p_.c.row_stride + col) * size;
-    for (int64_t r = 0; r < rows; ++r, to += stride) {
-      const float* f = reinterpret_cast<const float*>(from.data + r * from.stride);
-      __m512 x = _mm512_load_ps(f), y = _mm512_load_ps(f + 16);
-      if (biased) x = _mm512_add_ps(x, add[0]), y = _mm512_add_ps(y, add[1]);
-      if (size == 2) {
-        _mm512_mask_storeu_epi16(to, width, to_bf16(x, y));
-      } else {
-        _mm512_mask_storeu_ps(to, low, x);
-        _mm512_mask_storeu_ps(to + 64, high, y);
-      }
-    }
-  }
-
-  void load_bias(int64_t col, __m512 to[2]) const {
-    alignas(64) float b[kSide] = {};
-    for (int64_t j = 0; j < std::min(kSide, p_.cols - col); ++j) {
-      const char* at = p_.bias.data + (col + j) * p_.bias.col_stride * static_cast<int64_t>(size_of(p_.bias.dtype));
-      b[j] = p_.bias.dtype == kF32 ? *reinterpret_cast<const float*>(at)
-                                   : static_cast<float>(*reinterpret_cast<const bf16*>(at));
-    }
-    to[0] = _mm512_load_ps(b), to[1] = _mm512_load_ps(b + 16);
-  }
-
-  struct Waiting {
-    Square from{nullptr, 0};
-    int64_t row = 0, col = 0;
-  };
-
-  const GemmPart& p_;
-  const Cut cut_;
-  Errands errands_;
-  char *resident_, *panel_, *next_panel_, *squares_;
-  Waiting waiting_;
 };
 
 }  // namespace
 
-size_t gemm_scratch(const GemmPart& p) {
-  const Cut cut(p);
-  return static_cast<size_t>(cut.resident_bytes() + 2 * cut.panel_bytes() + cut.squares_bytes());
-}
-
-void gemm(const GemmPart& p, void* scratch) {
-  const TileScope tiles;
-  Part(p, scratch).run();
-}
+size_t gemm_scratch(const GemmPart& p) { return squares::scratch_bytes<Tiles>(p); }
+void gemm(const GemmPart& p, void* scratch) { squares::run<Tiles>(p, scratch); }
 
 }  // namespace sheaf::kernels::cpu::amx

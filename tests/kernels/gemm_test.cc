@@ -1,8 +1,8 @@
 // Every kernel of a matrix product, whichever this machine would choose, on parts larger than its blocks.
 #include "sheaf/kernels/cpu/gemm.h"
 
-#include "sheaf/kernels/cpu/amx.h"
-#include "sheaf/kernels/cpu/gemm_amx.h"
+#include "sheaf/kernels/cpu/bf16_instructions.h"
+#include "sheaf/kernels/cpu/gemm_bf16.h"
 #include "sheaf/kernels/cpu/gemm_part.h"
 #include "sheaf/kernels/cpu/simd.h"
 #include "sheaf/tests/kernels/array.h"
@@ -26,6 +26,7 @@ struct Kernel {
 std::vector<Kernel> kernels(DType d) {
   std::vector<Kernel> out{{"v3", v3::gemm_scratch, v3::gemm_part}};
   if (has_v4()) out.push_back({"v4", v4::gemm_scratch, v4::gemm_part});
+  if (d == kBF16 && dot::available()) out.push_back({"dot", dot::gemm_scratch, dot::gemm});
   if (d == kBF16 && amx::available()) out.push_back({"amx", amx::gemm_scratch, amx::gemm});
   return out;
 }
@@ -89,7 +90,7 @@ void expect_right(DType d, const Shapes& s, int a_layout, int b_layout, bool wit
     const std::string_view name = kernel.name;
     if (name == "v3") first = c;
     EXPECT_TRUE(name != "v4" || same_bits(c, first)) << what;
-    if (name == "amx" && !accumulate) {
+    if ((name == "amx" || name == "dot") && !accumulate) {
       const Array narrow = multiply(kernel, s, kBF16, a, b, bias_view, nullptr);
       EXPECT_LT(scaled_error(narrow, expected), 4 * epsilon(kBF16)) << what;
     }

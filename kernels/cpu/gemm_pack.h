@@ -1,11 +1,12 @@
-// How an operand of a product by tiles is packed.
+// How an operand of a product by squares (gemm_squares.h) is packed.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
-#include "sheaf/kernels/cpu/amx_tiles.h"
+#include "sheaf/kernels/cpu/bf16_pairs.h"
 
-namespace sheaf::kernels::cpu::amx {
+namespace sheaf::kernels::cpu::squares {
 
 inline constexpr int64_t kSide = 32;         ///< rows and columns of a square of c; depth of one step
 inline constexpr int64_t kStepBytes = 2048;  ///< of a side over one step
@@ -14,7 +15,7 @@ inline constexpr int64_t kStepBytes = 2048;  ///< of a side over one step
 struct Sides {
   const uint16_t* data;
   int64_t lanes, depth, lane_stride, depth_stride;
-  bool pairs;  ///< b: tiles want its lanes side by side, in pairs of the depth
+  bool pairs;  ///< b: products want its lanes side by side, in pairs of the depth
 };
 
 inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1; }
@@ -59,4 +60,4 @@ inline __attribute__((noinline)) void pack_step(const Sides& o, int64_t lane, in
   }
 }
 
-}  // namespace sheaf::kernels::cpu::amx
+}  // namespace sheaf::kernels::cpu::squares
