@@ -9,6 +9,8 @@
 #include <array>
 #include <utility>
 
+#include <unistd.h>
+
 #include "sheaf/core/view.h"
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/transpose.h"
@@ -31,8 +33,13 @@ template <class C>
 inline constexpr int kPanel = 1;
 #endif
 
-// b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB.
-constexpr int64_t kDepthBlock = 384, kRowBlock = 240, kColBlock = 768;
+// b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB. Of a smaller one, half is
+// for b. The width of its blocks changes no bit.
+constexpr int64_t kDepthBlock = 384, kRowBlock = 240;
+int64_t col_block() {
+  static const int64_t width = sysconf(_SC_LEVEL2_CACHE_SIZE) >= (2 << 20) ? 768 : 384;
+  return width;
+}
 // With few rows, packing b is much of the work, most of it waiting for memory. Then its blocks are
 // narrow, so that the next one fits in the cache beside the packed one, and is fetched while tiles
 // are multiplied. Fewer rows yet leave no time for that, more read a too often. If b's rows are
@@ -214,19 +221,28 @@ void pack_panels(const MatrixOperand& b, int64_t k, int64_t depth, int64_t n, in
   }
 }
 
+/// From one packed strip of a to the next: a line more than it holds, or the strips of a usual depth would all begin in the
+/// same sets of the first-level cache, and drive each other out while rows are dealt out to them.
+template <class C>
+int64_t strip_stride(int64_t depth) {
+  return kStrip<C> * depth + kLanes;
+}
+
 /// to[strip][depth][kStrip] = a[m .. m + rows][k ..]; a last strip of fewer rows leaves gaps.
 template <class S, class C>
 void pack_strips(const MatrixOperand& a, int64_t m, int64_t rows, int64_t k, int64_t depth, C* to) {
-  for (int64_t i = 0; i < depth; ++i)
-    for (int64_t s = 0; s < rows; s += kStrip<C>) {
-      const S* from = element<S>(a, m + s, k + i);
-      C* out = to + s * depth + i * kStrip<C>;
-      if (a.row_stride == 1 && s + kStrip<C> <= rows) {
-        for (int r = 0; r < kStrip<C>; ++r) out[r] = widened<C>(from[r]);
-      } else {
-        for (int64_t r = 0; r < std::min<int64_t>(kStrip<C>, rows - s); ++r) out[r] = widened<C>(from[r * a.row_stride]);
-      }
+  const int64_t stride = strip_stride<C>(depth);
+  for (int64_t i = 0; i < depth; ++i) {
+    C* out = to + i * kStrip<C>;
+    int64_t s = 0;
+    if (a.row_stride == 1) {
+      const S* from = element<S>(a, m, k + i);
+      for (; s + kStrip<C> <= rows; s += kStrip<C>, out += stride)
+        for (int r = 0; r < kStrip<C>; ++r) out[r] = widened<C>(from[s + r]);
     }
+    for (; s < rows; s += kStrip<C>, out += stride)
+      for (int64_t r = 0; r < std::min<int64_t>(kStrip<C>, rows - s); ++r) out[r] = widened<C>(*element<S>(a, m + s + r, k + i));
+  }
 }
 
 template <class C>
@@ -249,13 +265,13 @@ struct Blocks {
       : depth(std::min(kDepthBlock, round_up(p.depth, kLanes))),
         rows(packs_a<C>(p) ? std::min(kRowBlock, round_up(p.rows, kStrip<C>)) : 0) {
     // Blocks of equal width. For a single strip, whose time is that of reading b, one panel: it comes back from nearby.
-    const int64_t most = !narrow_blocks<C>(p)  ? kColBlock
+    const int64_t most = !narrow_blocks<C>(p)  ? col_block()
                          : p.b.col_stride == 1 ? kNarrowBlockByRows
                                                : kNarrowBlock;
     const int64_t panel = kPanel<C> * kLanes, count = (p.cols + most - 1) / most;
     cols = p.rows <= kStrip<C> && p.b.col_stride != 1 ? panel : round_up((p.cols + count - 1) / count, panel);
   }
-  int64_t a_size() const { return rows * depth; }
+  int64_t a_size() const { return rows / kStrip<C> * strip_stride<C>(depth); }
   int64_t b_size() const { return depth * cols; }
 };
 
@@ -301,7 +317,7 @@ void multiply(const GemmPart& p, void* scratch) {
         if (packed_a) pack_strips<S>(p.a, m0, m1 - m0, k, depth, packed_a);
         for (int64_t m = m0; m < m1; m += kStrip<C>) {
           const int64_t rows = std::min<int64_t>(kStrip<C>, m1 - m);
-          const C* a = packed_a ? packed_a + (m - m0) * depth : reinterpret_cast<const C*>(element<S>(p.a, m, k));
+          const C* a = packed_a ? packed_a + (m - m0) / kStrip<C> * strip_stride<C>(depth) : reinterpret_cast<const C*>(element<S>(p.a, m, k));
           for (int64_t n = n0; n < n1; n += kWidth) {
             const int64_t width = std::min(kWidth, n1 - n), vectors = (width + kLanes - 1) / kLanes;
             const C* panel = packed_b + (n - n0) * round_up(depth, kLanes);
