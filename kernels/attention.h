@@ -6,8 +6,8 @@
 //
 // q, out: [B, T, H, D]; k, v: [B, S, G, D]; head h reads key head h / (H / G). Leading dimensions
 // may have any strides (slices of a packed [B, T, 3C] projection), the last is dense. All of one
-// floating dtype; f32, bf16 and f16 compute in f32, but for bf16 on machines with AMX when D is a
-// multiple of 32: there products are of bf16, probabilities included, and their sums in f32. lse: [B, H, T], stored dense, f32 (f64 for
+// floating dtype; f32, bf16 and f16 compute in f32, but for bf16 on machines with AMX or
+// AVX512_BF16 when D is a multiple of 32: there products are of bf16, probabilities included, and their sums in f32. lse: [B, H, T], stored dense, f32 (f64 for
 // f64): log of the sum of a row's exponentials.
 #pragma once
 

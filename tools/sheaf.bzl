@@ -90,12 +90,13 @@ _SIMD = {
 def sheaf_bf16_library(name, srcs, tiles = False, **kwargs):
     """A library whose code may run only where dot::available(), with tiles amx::available(), says so.
 
-    Both are declared in kernels/cpu/bf16_instructions.h.
+    Both are declared in kernels/cpu/bf16_instructions.h. SHEAF_BF16_NAMESPACE is amx or dot.
     """
     sheaf_library(
         name = name,
         srcs = srcs,
         copts = ["-O3", "-march=x86-64-v4", "-mavx512bf16"] + (["-mamx-tile", "-mamx-bf16"] if tiles else []) + _SIMD["v4"],
+        local_defines = ["SHEAF_BF16_NAMESPACE=" + ("amx" if tiles else "dot")],
         **kwargs
     )
 

@@ -1,11 +1,4 @@
-// Blocks of 64 rows on AMX: the product of two blocks, and the two orders in which its operands must lie.
-//
-// A product C[m, n] += A[m, k] B[k, n] takes A in rows of bf16 and B in "pairs": row p holds, for every column j, the
-// words B[2p, j] and B[2p + 1, j] side by side. Two packs (bf16_pairs.h) give every operand that attention needs from rows
-// r of bf16 x[r, d]:
-//   transpose_words   to[d / 2][r] = the words x[r, d], x[r, d + 1]     pairs of the transpose: B = xᵀ
-//   pair_rows         to[r / 2][d] = the words x[r, d], x[r + 1, d]     pairs of x itself:      B = x
-// and transpose_words of pair_rows gives the plain transpose xᵀ in rows, an A.
+// Products of small blocks of bf16 by matrix tiles (AMX).
 #pragma once
 
 #include <cstdint>
@@ -17,12 +10,10 @@
 
 namespace sheaf::kernels::cpu::amx {
 
-inline constexpr int64_t kBlockRows = 64;
-
 /// Gives this thread's tiles their shape, 16 rows of 64 bytes, while it lives.
-class TileScope {
+class Scope {
  public:
-  TileScope() {
+  Scope() {
     struct alignas(64) Config {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -32,9 +23,9 @@ class TileScope {
     __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
-  ~TileScope() { _tile_release(); }
-  TileScope(const TileScope&) = delete;
-  TileScope& operator=(const TileScope&) = delete;
+  ~Scope() { _tile_release(); }
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
 };
 
 /// c[m, n] = (or +=) a[m, k] b[k, n]; a in rows, b in pairs, c f32. m, n and k are multiples of 32. Strides in bytes.

@@ -1,7 +1,7 @@
 #include "sheaf/kernels/attention.h"
 
 #include "sheaf/kernels/attention_operands.h"
-#include "sheaf/kernels/cpu/attention_amx.h"
+#include "sheaf/kernels/cpu/attention_bf16.h"
 #include "sheaf/kernels/cpu/attention_blocks.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/kernels/cpu/simd.h"
@@ -14,9 +14,9 @@ SHEAF_SIMD_DECLARE(attention_backward)
 namespace cpu {
 namespace {
 
-bool by_tiles(const View& q, const View& k) {
+bool by_bf16(const View& q, const View& k) {
   return q.dtype == kBF16 && q.rank() == 4 && q.shape[3] % 32 == 0 && q.shape[3] > 0 && q.shape[3] <= 256 &&
-         q.numel() > 0 && k.numel() > 0 && amx::available();
+         q.numel() > 0 && k.numel() > 0 && dot::available();
 }
 
 size_t bytes(const View& q, int64_t slots, int64_t cells) {
@@ -27,7 +27,8 @@ size_t bytes(const View& q, int64_t slots, int64_t cells) {
 }  // namespace
 
 size_t attention_workspace(const View& q, const View& k) {
-  if (by_tiles(q, k)) return amx::attention_workspace(q, k);
+  if (by_bf16(q, k))
+    return (amx::available() ? amx::attention_workspace : dot::attention_workspace)(q, k);
   const AttentionShape s(q, k);
   return bytes(q, s.forward_slots(), s.forward_cells());
 }
@@ -38,13 +39,16 @@ void attention(const View& q, const View& k, const View& v, bool causal, double 
   check<ShapeError>(workspace.bytes >= attention_workspace(q, k),
                     "[attention] workspace too small: ", workspace.bytes);
   if (out.numel() == 0) return;
-  if (by_tiles(q, k))
-    return amx::attention(q, k, v, causal, scale, out, lse, workspace);
+  if (by_bf16(q, k))
+    return (amx::available() ? amx::attention : dot::attention)(q, k, v, causal, scale, out, lse,
+                                                                workspace);
   (has_v4() ? v4::attention : v3::attention)(q, k, v, causal, scale, out, lse, workspace);
 }
 
 size_t attention_backward_workspace(const View& q, const View& k) {
-  if (by_tiles(q, k)) return amx::attention_backward_workspace(q, k);
+  if (by_bf16(q, k))
+    return (amx::available() ? amx::attention_backward_workspace
+                             : dot::attention_backward_workspace)(q, k);
   const AttentionShape s(q, k);
   return bytes(q, s.backward_slots(), s.backward_cells());
 }
@@ -57,8 +61,9 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
   check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k), "[", who,
                     "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] == 0) return;
-  if (by_tiles(q, k))
-    return amx::attention_backward(q, k, v, out, lse, dout, causal, scale, dq, dk, dv, workspace);
+  if (by_bf16(q, k))
+    return (amx::available() ? amx::attention_backward : dot::attention_backward)(
+        q, k, v, out, lse, dout, causal, scale, dq, dk, dv, workspace);
   (has_v4() ? v4::attention_backward : v3::attention_backward)(q, k, v, out, lse, dout, causal,
                                                                scale, dq, dk, dv, workspace);
 }

@@ -23,7 +23,7 @@ inline void store_square(Square s) {
 
 /// A square is two by two tiles.
 struct Tiles {
-  using Scope = TileScope;
+  using Scope = amx::Scope;
   static constexpr int64_t kBlockSteps = 8;  // a side is 16 KiB
   static constexpr int64_t kRoom = 512;      // 1 MiB of the 2 that these machines have
 

@@ -1,5 +1,7 @@
 #include "sheaf/kernels/attention.h"
 
+#include "sheaf/kernels/cpu/attention_bf16.h"
+#include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/tests/kernels/array.h"
 
 namespace sheaf::kernels::cpu {
@@ -74,15 +76,37 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
 struct Arrays {
   Array out, lse, dq, dk, dv;
 };
+struct Kernels {
+  const char* name;
+  decltype(attention_workspace)* workspace;
+  decltype(attention)* forward;
+  decltype(attention_backward_workspace)* backward_workspace;
+  decltype(attention_backward)* backward;
+};
+const Kernels kChosen{"chosen", attention_workspace, attention, attention_backward_workspace,
+                      attention_backward};
+
+/// What this machine would choose, and the other kernels for bf16 that it could.
+std::vector<Kernels> kernels(DType d, const Sizes& s) {
+  std::vector<Kernels> out{kChosen};
+  if (d != kBF16 || s.width % 32 != 0 || !dot::available()) return out;
+  out.push_back({"dot", dot::attention_workspace, dot::attention, dot::attention_backward_workspace,
+                 dot::attention_backward});
+  if (amx::available())
+    out.push_back({"amx", amx::attention_workspace, amx::attention,
+                   amx::attention_backward_workspace, amx::attention_backward});
+  return out;
+}
+
 Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
-           bool causal, double scale) {
+           bool causal, double scale, const Kernels& by = kChosen) {
   const DType d = q.dtype, stat = d == kF64 ? kF64 : kF32;
   Arrays a{Array(d, s.q()), Array(stat, s.lse()), Array(d, s.q()), Array(d, s.k()),
            Array(d, s.k())};
-  attention(q, k, v, causal, scale, a.out, a.lse,
-            Scratch(attention_workspace(without_data(q), without_data(k))));
-  attention_backward(q, k, v, a.out, a.lse, dout, causal, scale, a.dq, a.dk, a.dv,
-                     Scratch(attention_backward_workspace(without_data(q), without_data(k))));
+  by.forward(q, k, v, causal, scale, a.out, a.lse,
+             Scratch(by.workspace(without_data(q), without_data(k))));
+  by.backward(q, k, v, a.out, a.lse, dout, causal, scale, a.dq, a.dk, a.dv,
+              Scratch(by.backward_workspace(without_data(q), without_data(k))));
   return a;
 }
 
@@ -94,16 +118,18 @@ TEST(Attention, MatchesTheDefinition) {
                     v = Array::random(d, s.k(), 3);
         const Array dout = Array::random(d, s.q(), 4);
         const Result want = reference(s, q, k, v, dout, causal, 0.4);
-        const Arrays got = run(s, q, k, v, dout, causal, 0.4);
-        const double bound = 16 * epsilon(d);
-        const std::string where = std::string(name(d)) + s.q().to_string() + s.k().to_string() +
-                                  (causal ? " causal" : "");
-        EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
-        EXPECT_LT(scaled_error(got.dq, want.dq), bound) << where;
-        EXPECT_LT(scaled_error(got.dk, want.dk), bound) << where;
-        EXPECT_LT(scaled_error(got.dv, want.dv), bound) << where;
-        if (!(causal && s.queries > s.keys)) {
-          EXPECT_LT(scaled_error(got.lse, want.lse), d == kF64 ? 1e-14 : 1e-6) << where;
+        for (const Kernels& by : kernels(d, s)) {
+          const Arrays got = run(s, q, k, v, dout, causal, 0.4, by);
+          const double bound = 16 * epsilon(d);
+          const std::string where =
+              str(by.name, ' ', d, s.q(), s.k(), causal ? " causal" : "");
+          EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
+          EXPECT_LT(scaled_error(got.dq, want.dq), bound) << where;
+          EXPECT_LT(scaled_error(got.dk, want.dk), bound) << where;
+          EXPECT_LT(scaled_error(got.dv, want.dv), bound) << where;
+          if (!(causal && s.queries > s.keys)) {
+            EXPECT_LT(scaled_error(got.lse, want.lse), d == kF64 ? 1e-14 : 1e-6) << where;
+          }
         }
       }
 }

@@ -1,16 +1,27 @@
-#include "sheaf/kernels/cpu/attention_amx.h"
+// Compiled twice, for either kind of instructions: namespace SHEAF_BF16_NAMESPACE is amx or dot.
+//
+// Two packs (bf16_pairs.h) give every operand of a product C[m, n] += A[m, k] B[k, n], A in rows and B in pairs, from rows r
+// of bf16 x[r, d]:
+//   transpose_words   to[d / 2][r] = the words x[r, d], x[r, d + 1]     pairs of the transpose: B = xᵀ
+//   pair_rows         to[r / 2][d] = the words x[r, d], x[r + 1, d]     pairs of x itself:      B = x
+// and transpose_words of pair_rows gives the plain transpose xᵀ in rows, an A.
+#include "sheaf/kernels/cpu/attention_bf16.h"
 
 #include <cmath>
 #include <limits>
 
-#include "sheaf/kernels/cpu/amx_tiles.h"
 #include "sheaf/kernels/cpu/attention_blocks.h"
 #include "sheaf/kernels/cpu/row_math.h"
+#ifdef __AMX_TILE__
+#include "sheaf/kernels/cpu/amx_tiles.h"
+#else
+#include "sheaf/kernels/cpu/dot_blocks.h"
+#endif
 
-namespace sheaf::kernels::cpu::amx {
+namespace sheaf::kernels::cpu::SHEAF_BF16_NAMESPACE {
 namespace {
 
-constexpr int64_t kB = kBlockRows;  // queries, and keys, of a block
+constexpr int64_t kB = 64;  // queries, and keys, of a block
 using L = Lanes<float>;
 
 /// One head of a [B, T, H, D] view.
@@ -274,7 +285,7 @@ void attention(const View& q, const View& k, const View& v, bool causal, double 
   const size_t each = Forward::bytes(s);
   const int64_t per_key_head = s.group() * s.query_blocks();
   parallel_slots(s.forward_items(), s.forward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
-    const TileScope tiles;
+    [[maybe_unused]] const Scope scope;
     Forward head(s, q, k, v, out, lse, causal, scale,
                  {static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * each, each});
     for (int64_t item = begin, loaded = -1; item < end; ++item) {
@@ -295,11 +306,11 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
   const Sizes s(q, k);
   const size_t each = Backward::bytes(s);
   parallel_slots(s.backward_items(), s.backward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
-    const TileScope tiles;
+    [[maybe_unused]] const Scope scope;
     Backward head(s, q, k, v, out, lse, dout, dq, dk, dv, causal, scale,
                   {static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * each, each});
     for (int64_t item = begin; item < end; ++item) head.run(item / s.key_heads, item % s.key_heads);
   });
 }
 
-}  // namespace sheaf::kernels::cpu::amx
+}  // namespace sheaf::kernels::cpu::SHEAF_BF16_NAMESPACE

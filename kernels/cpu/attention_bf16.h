@@ -1,0 +1,29 @@
+// Attention of bf16 by the instructions that newer x86 machines have for it; attention.cc chooses it
+// where it can be used: heads of a multiple of 32, up to 256, and dot::available().
+#pragma once
+
+#include "sheaf/core/device.h"
+#include "sheaf/core/view.h"
+#include "sheaf/kernels/attention.h"
+
+/// As in kernels/attention.h. Products of bf16 are summed in f32, softmax is f32; probabilities and their gradients are
+/// rounded to bf16 before they are multiplied again, as every FlashAttention in bf16 does.
+namespace sheaf::kernels::cpu {
+
+/// By matrix tiles; only where amx::available().
+namespace amx {
+decltype(cpu::attention_workspace) attention_workspace;
+decltype(cpu::attention) attention;
+decltype(cpu::attention_backward_workspace) attention_backward_workspace;
+decltype(cpu::attention_backward) attention_backward;
+}  // namespace amx
+
+/// By vectors of pairs; only where dot::available().
+namespace dot {
+decltype(cpu::attention_workspace) attention_workspace;
+decltype(cpu::attention) attention;
+decltype(cpu::attention_backward_workspace) attention_backward_workspace;
+decltype(cpu::attention_backward) attention_backward;
+}  // namespace dot
+
+}  // namespace sheaf::kernels::cpu
