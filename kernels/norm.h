@@ -14,21 +14,29 @@ namespace cpu {
 /// weight + bias, with the biased variance, in two passes over the row.
 void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y,
                 const View& mean, const View& rstd);
+/// The same of sum = x + r, which is rounded to T and stored on the way: the bits of an addition
+/// and a norm of its result.
+void add_layer_norm(const View& x, const View& r, const View& weight, const View& bias, double eps,
+                    const View& sum, const View& y, const View& mean, const View& rstd);
 
 /// Gradients, stored; pass View{} for those not wanted. dweight and dbias sum over rows in blocks
-/// of 64: a block's rows in order, then the blocks in order.
+/// of 64: a block's rows in order, then the blocks in order. If `dsum`, a gradient of x that came
+/// another way, is given, dx is the sum of both, rounded once.
 size_t layer_norm_backward_workspace(const View& x, const View& dx, const View& dweight,
                                      const View& dbias);
 void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean,
                          const View& rstd, const View& dx, const View& dweight, const View& dbias,
-                         Workspace workspace);
+                         Workspace workspace, const View& dsum = {});
 
 /// Root-mean-square normalisation (Zhang and Sennrich, https://arxiv.org/abs/1910.07467): y = x *
 /// rstd * weight, with rstd = 1 / sqrt(mean(x²) + eps).
 void rms_norm(const View& x, const View& weight, double eps, const View& y, const View& rstd);
+void add_rms_norm(const View& x, const View& r, const View& weight, double eps, const View& sum,
+                  const View& y, const View& rstd);
 size_t rms_norm_backward_workspace(const View& x, const View& dx, const View& dweight);
 void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd,
-                       const View& dx, const View& dweight, Workspace workspace);
+                       const View& dx, const View& dweight, Workspace workspace,
+                       const View& dsum = {});
 
 }  // namespace cpu
 
@@ -40,16 +48,22 @@ namespace cuda {
 
 void layer_norm(const Stream& stream, const View& x, const View& weight, const View& bias,
                 double eps, const View& y, const View& mean, const View& rstd);
+void add_layer_norm(const Stream& stream, const View& x, const View& r, const View& weight,
+                    const View& bias, double eps, const View& sum, const View& y, const View& mean,
+                    const View& rstd);
 size_t layer_norm_backward_workspace(const View& x, const View& dx, const View& dweight,
                                      const View& dbias);
 void layer_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
                          const View& mean, const View& rstd, const View& dx, const View& dweight,
-                         const View& dbias, Workspace workspace);
+                         const View& dbias, Workspace workspace, const View& dsum = {});
 void rms_norm(const Stream& stream, const View& x, const View& weight, double eps, const View& y,
               const View& rstd);
+void add_rms_norm(const Stream& stream, const View& x, const View& r, const View& weight,
+                  double eps, const View& sum, const View& y, const View& rstd);
 size_t rms_norm_backward_workspace(const View& x, const View& dx, const View& dweight);
 void rms_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
-                       const View& rstd, const View& dx, const View& dweight, Workspace workspace);
+                       const View& rstd, const View& dx, const View& dweight, Workspace workspace,
+                       const View& dsum = {});
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

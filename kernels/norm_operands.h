@@ -29,4 +29,24 @@ inline void check_statistic(const char* who, const View& x, const View& v, bool 
                     v.dtype);
 }
 
+/// `mean` belongs to layer normalisation; r and sum are there where the input is a sum.
+inline void check_forward(const char* who, const View& x, const View& weight, const View& bias,
+                          const View& y, const View* mean, const View& rstd, const View* r = {},
+                          const View* sum = {}) {
+  check_like(who, x, y), check_vector(who, x, weight), check_vector(who, x, bias);
+  if (mean) check_statistic(who, x, *mean, true);
+  check_statistic(who, x, rstd, true);
+  if (r) check_like(who, x, *r), check_like(who, x, *sum);
+}
+inline void check_backward(const char* who, const View& dy, const View& x, const View& weight,
+                           const View* mean, const View& rstd, const View& dx, const View& dweight,
+                           const View& dbias, const View& dsum) {
+  check_like(who, x, dy), check_vector(who, x, weight);
+  if (mean) check_statistic(who, x, *mean, false);
+  check_statistic(who, x, rstd, false);
+  if (given(dx)) check_like(who, x, dx);
+  check_vector(who, x, dweight, true), check_vector(who, x, dbias, true);
+  if (given(dsum)) check_like(who, x, dsum);
+}
+
 }  // namespace sheaf::kernels

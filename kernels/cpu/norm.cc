@@ -40,19 +40,83 @@ void add_partials(const char* who, const C* partials, int64_t blocks, int64_t bl
   });
 }
 
+/// Forward of both norms, of x or, if kAdds, of the rounded sum of x and r; mean is stored where
+/// one is taken.
+template <bool kCentred, bool kAdds>
+void norm(const char* who, const View& x, const View& r, const View& weight, const View& bias,
+          double eps, const View& sum, const View& y, const View& mean, const View& rstd) {
+  if (x.numel() == 0) return;
+  visit_floating(who, x.dtype, [&]<class T>() {
+    using C = ComputeType<T>;
+    using L = Lanes<C>;
+    const Rows<const T> in(who, x), addends(who, kAdds ? r : x);
+    const Rows<T> out(who, y), sums(who, kAdds ? sum : y);
+    const int64_t width = in.cols();
+    const T *w = given(weight) ? weight.as<T>() : nullptr,
+            *b = given(bias) ? bias.as<T>() : nullptr;
+    parallel_for(in.count(), row_grain(2 * width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T *first = in[row], *second = addends[row], *from = kAdds ? sums[row] : first;
+        T *total = sums[row], *to = out[row];
+        // The first pass over the row makes the sum, later ones find it in the cache.
+        const auto made = [&](int64_t i, auto n) {
+          if constexpr (kAdds)
+            store_lanes(total + i, load_lanes(first + i, n) + load_lanes(second + i, n), n);
+          return load_lanes(from + i, n);
+        };
+        C centre = C(0), squares = C(0);
+        if constexpr (kCentred) {
+          centre = row_sum<C>(width, made) / static_cast<C>(width);
+          // Lanes past the end would count as (0 - centre)²: give them x = centre.
+          const int64_t whole = width / kLanes * kLanes;
+          squares = row_sum<C>(whole, [&](int64_t i, auto n) {
+            const L d = load_lanes(from + i, n) - L(centre);
+            return d * d;
+          });
+          for (int64_t i = whole; i < width; ++i) {
+            const C d = static_cast<C>(from[i]) - centre;
+            squares = squares + d * d;
+          }
+          mean.as<C>()[row] = centre;
+        } else {
+          squares = row_sum<C>(width, [&](int64_t i, auto n) {
+            const L v = made(i, n);
+            return v * v;
+          });
+        }
+        const C scale_value =
+            C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
+        rstd.as<C>()[row] = scale_value;
+        const L scale(scale_value);
+        for_lanes(width, [&](int64_t i, auto n) {
+          L v = load_lanes(from + i, n);
+          if constexpr (kCentred) v = v - L(centre);
+          v = v * scale;
+          if (kCentred && b)
+            v = w ? fma(v, load_lanes(w + i, n), load_lanes(b + i, n)) : v + load_lanes(b + i, n);
+          else if (w)
+            v = v * load_lanes(w + i, n);
+          store_lanes(to + i, v, n);
+        });
+      }
+    });
+  });
+}
+
 /// Backward of both norms. y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for
 /// rms_norm: dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has
-/// no mean(g).
+/// no mean(g). Where dsum is given, it is added to dx.
 template <bool kCentred>
 void norm_backward(const char* who, const View& dy, const View& x, const View& weight,
                    const View& mean, const View& rstd, const View& dx, const View& dweight,
-                   const View& dbias, Workspace workspace) {
+                   const View& dbias, const View& dsum, Workspace workspace) {
   if (dy.shape.back() == 0) return;
   visit_floating(who, x.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     using L = Lanes<C>;
     const Rows<const T> dy_rows(who, dy), x_rows(who, x);
     const Rows<T> dx_rows(who, given(dx) ? dx : dy);
+    const Rows<const T> dsum_rows(who, given(dsum) ? dsum : dy);
     const Elements<C> rstd_of(who, rstd), mean_of(who, kCentred ? mean : rstd);
     const int64_t rows = x_rows.count(), width = x_rows.cols(), blocks = block_count(x);
     const T* w = given(weight) ? weight.as<T>() : nullptr;
@@ -84,6 +148,7 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
                                [&](int64_t i, auto n) { return weighted(i, n) * normal(i, n); }) *
                     inverse);
                 T* out = dx_rows[r];
+                const T* more = given(dsum) ? dsum_rows[r] : nullptr;
                 for_lanes(width, [&](int64_t i, auto n) {
                   const L xhat = normal(i, n), d = load_lanes(g + i, n);
                   L t = w ? d * load_lanes(w + i, n) : d;
@@ -92,7 +157,8 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
                     store_lanes(dw + i, fma(d, xhat, load_lanes(dw + i, n)), n);
                     if (kCentred) store_lanes(db + i, load_lanes(db + i, n) + d, n);
                   }
-                  store_lanes(out + i, scale * (t - xhat * mean_gx), n);
+                  t = scale * (t - xhat * mean_gx);
+                  store_lanes(out + i, more ? load_lanes(more + i, n) + t : t, n);
                 });
               } else {
                 for_lanes(width, [&](int64_t i, auto n) {
@@ -114,50 +180,15 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
 void layer_norm(const View& x, const View& weight, const View& bias, double eps, const View& y,
                 const View& mean, const View& rstd) {
   const char* who = "layer_norm";
-  check_like(who, x, y), check_vector(who, x, weight), check_vector(who, x, bias);
-  check_statistic(who, x, mean, true), check_statistic(who, x, rstd, true);
-  if (x.numel() == 0) return;
-  visit_floating(who, x.dtype, [&]<class T>() {
-    using C = ComputeType<T>;
-    using L = Lanes<C>;
-    const Rows<const T> in(who, x);
-    const Rows<T> out(who, y);
-    const int64_t width = in.cols();
-    const T *w = given(weight) ? weight.as<T>() : nullptr,
-            *b = given(bias) ? bias.as<T>() : nullptr;
-    parallel_for(in.count(), row_grain(2 * width), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const T* row = in[r];
-        T* to = out[r];
-        const C centre =
-            row_sum<C>(width, [&](int64_t i, auto n) { return load_lanes(row + i, n); }) /
-            static_cast<C>(width);
-        // Lanes past the end would count as (0 - centre)²: give them x = centre.
-        C squares = C(0);
-        const int64_t whole = width / kLanes * kLanes;
-        squares = row_sum<C>(whole, [&](int64_t i, auto n) {
-          const L d = load_lanes(row + i, n) - L(centre);
-          return d * d;
-        });
-        for (int64_t i = whole; i < width; ++i) {
-          const C d = static_cast<C>(row[i]) - centre;
-          squares = squares + d * d;
-        }
-        const C scale_value =
-            C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
-        mean.as<C>()[r] = centre, rstd.as<C>()[r] = scale_value;
-        const L scale(scale_value);
-        for_lanes(width, [&](int64_t i, auto n) {
-          L v = (load_lanes(row + i, n) - L(centre)) * scale;
-          if (w)
-            v = b ? fma(v, load_lanes(w + i, n), load_lanes(b + i, n)) : v * load_lanes(w + i, n);
-          else if (b)
-            v = v + load_lanes(b + i, n);
-          store_lanes(to + i, v, n);
-        });
-      }
-    });
-  });
+  check_forward(who, x, weight, bias, y, &mean, rstd);
+  norm<true, false>(who, x, View{}, weight, bias, eps, View{}, y, mean, rstd);
+}
+
+void add_layer_norm(const View& x, const View& r, const View& weight, const View& bias, double eps,
+                    const View& sum, const View& y, const View& mean, const View& rstd) {
+  const char* who = "add_layer_norm";
+  check_forward(who, x, weight, bias, y, &mean, rstd, &r, &sum);
+  norm<true, true>(who, x, r, weight, bias, eps, sum, y, mean, rstd);
 }
 
 size_t layer_norm_backward_workspace(const View& x, const View&, const View& dweight,
@@ -167,43 +198,23 @@ size_t layer_norm_backward_workspace(const View& x, const View&, const View& dwe
 
 void layer_norm_backward(const View& dy, const View& x, const View& weight, const View& mean,
                          const View& rstd, const View& dx, const View& dweight, const View& dbias,
-                         Workspace workspace) {
+                         Workspace workspace, const View& dsum) {
   const char* who = "layer_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean, false),
-      check_statistic(who, x, rstd, false);
-  if (given(dx)) check_like(who, x, dx);
-  check_vector(who, x, dweight, true), check_vector(who, x, dbias, true);
-  norm_backward<true>(who, dy, x, weight, mean, rstd, dx, dweight, dbias, workspace);
+  check_backward(who, dy, x, weight, &mean, rstd, dx, dweight, dbias, dsum);
+  norm_backward<true>(who, dy, x, weight, mean, rstd, dx, dweight, dbias, dsum, workspace);
 }
 
 void rms_norm(const View& x, const View& weight, double eps, const View& y, const View& rstd) {
   const char* who = "rms_norm";
-  check_like(who, x, y), check_vector(who, x, weight), check_statistic(who, x, rstd, true);
-  if (x.numel() == 0) return;
-  visit_floating(who, x.dtype, [&]<class T>() {
-    using C = ComputeType<T>;
-    using L = Lanes<C>;
-    const Rows<const T> in(who, x);
-    const Rows<T> out(who, y);
-    const int64_t width = in.cols();
-    const T* w = given(weight) ? weight.as<T>() : nullptr;
-    parallel_for(in.count(), row_grain(2 * width), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const T* row = in[r];
-        T* to = out[r];
-        const C squares = row_sum<C>(width, [&](int64_t i, auto n) {
-          const L v = load_lanes(row + i, n);
-          return v * v;
-        });
-        const C scale = C(1) / std::sqrt(squares / static_cast<C>(width) + static_cast<C>(eps));
-        rstd.as<C>()[r] = scale;
-        for_lanes(width, [&](int64_t i, auto n) {
-          const L v = load_lanes(row + i, n) * L(scale);
-          store_lanes(to + i, w ? v * load_lanes(w + i, n) : v, n);
-        });
-      }
-    });
-  });
+  check_forward(who, x, weight, View{}, y, nullptr, rstd);
+  norm<false, false>(who, x, View{}, weight, View{}, eps, View{}, y, View{}, rstd);
+}
+
+void add_rms_norm(const View& x, const View& r, const View& weight, double eps, const View& sum,
+                  const View& y, const View& rstd) {
+  const char* who = "add_rms_norm";
+  check_forward(who, x, weight, View{}, y, nullptr, rstd, &r, &sum);
+  norm<false, true>(who, x, r, weight, View{}, eps, sum, y, View{}, rstd);
 }
 
 size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweight) {
@@ -211,12 +222,10 @@ size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweig
 }
 
 void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd,
-                       const View& dx, const View& dweight, Workspace workspace) {
+                       const View& dx, const View& dweight, Workspace workspace, const View& dsum) {
   const char* who = "rms_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, rstd, false);
-  if (given(dx)) check_like(who, x, dx);
-  check_vector(who, x, dweight, true);
-  norm_backward<false>(who, dy, x, weight, View{}, rstd, dx, dweight, View{}, workspace);
+  check_backward(who, dy, x, weight, nullptr, rstd, dx, dweight, View{}, dsum);
+  norm_backward<false>(who, dy, x, weight, View{}, rstd, dx, dweight, View{}, dsum, workspace);
 }
 
 }  // namespace sheaf::kernels::cpu

@@ -9,11 +9,11 @@ constexpr int64_t kMostKept = 200 << 10;  // bytes of a row in shared memory
 constexpr int kBatch = 4;                 // loads in flight for each thread
 constexpr int kMostThreads = 512;         // of a block, for registers
 
-/// What a forward reads and writes; layer normalisation if `mean` is there.
+/// What a forward reads and writes; layer normalisation if `mean` is there, of x + r if that is.
 template <class T>
 struct Forward {
-  Rows<const T> x;
-  Rows<T> y;
+  Rows<const T> x, r;
+  Rows<T> sum, y;
   const T *weight, *bias;
   Compute<T>* mean;
   Compute<T>* rstd;
@@ -23,8 +23,9 @@ struct Forward {
 };
 
 // `row_threads` threads take a row, 16 bytes each at a time. A thread finds in shared memory what
-// it put there itself, so that only the sums need barriers.
-template <class T>
+// it put there itself, so that only the sums need barriers; so it does in global memory, where
+// x + r is the row and too long to be kept.
+template <class T, bool kAdds>
 __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
   using C = Compute<T>;
   constexpr int kSize = Pack<T>::kSize;
@@ -35,23 +36,36 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
   if (row >= f.x.count) return;  // whole warps, of blocks that have no barrier
   const int64_t width = f.x.cols, chunks = blocks_for(width, kSize);
   const T* in = f.x[row];
+  const T* more = kAdds ? f.r[row] : nullptr;
+  T* total = kAdds ? f.sum[row] : nullptr;
   Pack<T>* kept = dynamic_shared<Pack<T>>() + slot * chunks;
   const auto row_sum = [&](C x, C* place) {
     return f.row_threads == kWarp ? warp_sum(x) : block_sum(x, place);
   };
-  const auto again = [&](int64_t c) { return f.kept ? kept[c] : load_chunk(in, c * kSize, width); };
+  const auto again = [&](int64_t c) {
+    return f.kept ? kept[c] : load_chunk(kAdds ? total : in, c * kSize, width);
+  };
 
   C sum = C(0);  // of x, or of its squares where no mean is taken
-  for (int64_t first = thread; first < chunks; first += kBatch * f.row_threads) {
-    Pack<T> packs[kBatch];
+  constexpr int kAtOnce = kAdds ? kBatch / 2 : kBatch;
+  for (int64_t first = thread; first < chunks; first += kAtOnce * f.row_threads) {
+    Pack<T> packs[kAtOnce], addends[kAtOnce];
 #pragma unroll
-    for (int u = 0; u < kBatch; ++u)
-      if (first + u * f.row_threads < chunks)
-        packs[u] = load_chunk(in, (first + u * f.row_threads) * kSize, width);
+    for (int u = 0; u < kAtOnce; ++u)
+      if (const int64_t c = first + u * f.row_threads; c < chunks) {
+        packs[u] = load_chunk(in, c * kSize, width);
+        if (kAdds) addends[u] = load_chunk(more, c * kSize, width);
+      }
 #pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
+    for (int u = 0; u < kAtOnce; ++u) {
       const int64_t c = first + u * f.row_threads;
       if (c >= chunks) break;
+      if (kAdds) {
+#pragma unroll
+        for (int k = 0; k < kSize; ++k)
+          packs[u].v[k] = element<T>(convert_to<C>(packs[u].v[k]) + convert_to<C>(addends[u].v[k]));
+        store_chunk(total, c * kSize, width, packs[u]);
+      }
       if (f.kept) kept[c] = packs[u];
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
@@ -96,8 +110,9 @@ __global__ void __launch_bounds__(kMostThreads, 2) norm_forward(Forward<T> f) {
   }
 }
 
-void forward(const char* who, const Stream& stream, const View& x, const View& weight,
-             const View& bias, double eps, const View& y, const View& mean, const View& rstd) {
+void forward(const char* who, const Stream& stream, const View& x, const View& r,
+             const View& weight, const View& bias, double eps, const View& sum, const View& y,
+             const View& mean, const View& rstd) {
   if (x.numel() == 0) return;
   visit_floating(who, x.dtype, [&]<class T>() {
     using C = Compute<T>;
@@ -107,15 +122,15 @@ void forward(const char* who, const Stream& stream, const View& x, const View& w
     const int threads =
         warp_each ? 4 * kWarp : threads_for(blocks_for(chunks, kBatch), kMostThreads);
     const int rows = warp_each ? 4 : 1;
-    const bool kept = chunks * 16 <= kMostKept;
-    launch(
-        who, stream,
-        {.blocks = blocks_for(in.count, rows),
-         .threads = threads,
-         .shared_bytes = kept ? static_cast<size_t>(rows * chunks * 16) : 0},
-        norm_forward<T>,
-        Forward<T>{in, rows_of<T>(who, y), weight.as<const T>(), bias.as<const T>(), mean.as<C>(),
-                   rstd.as<C>(), static_cast<C>(eps), warp_each ? kWarp : threads, kept});
+    const bool kept = chunks * 16 <= kMostKept, adds = given(r);
+    launch(who, stream,
+           {.blocks = blocks_for(in.count, rows),
+            .threads = threads,
+            .shared_bytes = kept ? static_cast<size_t>(rows * chunks * 16) : 0},
+           adds ? norm_forward<T, true> : norm_forward<T, false>,
+           Forward<T>{in, rows_of<const T>(who, adds ? r : x), rows_of<T>(who, adds ? sum : y),
+                      rows_of<T>(who, y), weight.as<const T>(), bias.as<const T>(), mean.as<C>(),
+                      rstd.as<C>(), static_cast<C>(eps), warp_each ? kWarp : threads, kept});
   });
 }
 
@@ -124,16 +139,30 @@ void forward(const char* who, const Stream& stream, const View& x, const View& w
 void layer_norm(const Stream& stream, const View& x, const View& weight, const View& bias,
                 double eps, const View& y, const View& mean, const View& rstd) {
   const char* who = "layer_norm";
-  check_like(who, x, y), check_vector(who, x, weight), check_vector(who, x, bias);
-  check_statistic(who, x, mean, true), check_statistic(who, x, rstd, true);
-  forward(who, stream, x, weight, bias, eps, y, mean, rstd);
+  check_forward(who, x, weight, bias, y, &mean, rstd);
+  forward(who, stream, x, View{}, weight, bias, eps, View{}, y, mean, rstd);
+}
+
+void add_layer_norm(const Stream& stream, const View& x, const View& r, const View& weight,
+                    const View& bias, double eps, const View& sum, const View& y, const View& mean,
+                    const View& rstd) {
+  const char* who = "add_layer_norm";
+  check_forward(who, x, weight, bias, y, &mean, rstd, &r, &sum);
+  forward(who, stream, x, r, weight, bias, eps, sum, y, mean, rstd);
 }
 
 void rms_norm(const Stream& stream, const View& x, const View& weight, double eps, const View& y,
               const View& rstd) {
   const char* who = "rms_norm";
-  check_like(who, x, y), check_vector(who, x, weight), check_statistic(who, x, rstd, true);
-  forward(who, stream, x, weight, View{}, eps, y, View{}, rstd);
+  check_forward(who, x, weight, View{}, y, nullptr, rstd);
+  forward(who, stream, x, View{}, weight, View{}, eps, View{}, y, View{}, rstd);
+}
+
+void add_rms_norm(const Stream& stream, const View& x, const View& r, const View& weight,
+                  double eps, const View& sum, const View& y, const View& rstd) {
+  const char* who = "add_rms_norm";
+  check_forward(who, x, weight, View{}, y, nullptr, rstd, &r, &sum);
+  forward(who, stream, x, r, weight, View{}, eps, sum, y, View{}, rstd);
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -8,10 +8,11 @@ namespace {
 constexpr int kRowThreads = 256;  // of a block at most, for registers
 
 // y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for rms_norm: dx = rstd * (g -
-// mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g).
+// mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g). Where dsum is
+// given, it is added to dx before that is rounded.
 template <class T>
 struct Backward {
-  Rows<const T> dy, x;
+  Rows<const T> dy, x, dsum;
   const T* weight;
   Rows<const Compute<T>> mean, rstd;
   Rows<T> dx;
@@ -48,12 +49,16 @@ __device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads /
   for (int w = 1; w < warps; ++w) a += scratch[0][w], b += scratch[1][w];
 }
 
+/// Blocks whose registers a multiprocessor must hold: with more, variables would lie in memory.
+constexpr int blocks_at_once(int packs, bool adds) {
+  return packs == 1 && !adds ? 3 : packs <= 2 ? 2 : 1;
+}
+
 // A thread owns the same columns in all of its rows: kPacks pieces of 16 bytes, their sums in
 // registers. Where there are enough of these, the next row is on its way while one is summed up.
-template <class T, int kPacks>
-__global__ void __launch_bounds__(kRowThreads, kPacks == 1   ? 3
-                                               : kPacks == 2 ? 2
-                                                             : 1) norm_backward(Backward<T> b) {
+template <class T, int kPacks, bool kAdds>
+__global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks, kAdds))
+    norm_backward(Backward<T> b) {
   using C = Compute<T>;
   constexpr int kSize = Pack<T>::kSize;
   constexpr bool kAhead = kPacks == 1;
@@ -64,15 +69,17 @@ __global__ void __launch_bounds__(kRowThreads, kPacks == 1   ? 3
   if (set >= b.sets) return;  // whole warps, of blocks that have no barrier
   const int width = static_cast<int>(b.x.cols);
   // As raw words: elements of 2 bytes would take a register each.
-  uint4 weight[kPacks], dy[kPacks], x[kPacks], next_dy[kPacks], next_x[kPacks];
+  uint4 weight[kPacks], dy[kPacks], x[kPacks], dsum[kPacks];  // dsum with kAdds alone
+  uint4 next_dy[kPacks], next_x[kPacks], next_dsum[kPacks];
   C dweight[kPacks][kSize] = {}, dbias[kPacks][kSize] = {};
   const auto column = [&](int p) { return (p * b.row_threads + thread) * kSize; };
   const auto load_next = [&](int64_t row) {
-    const T *from_dy = b.dy[row], *from_x = b.x[row];
+    const T *from_dy = b.dy[row], *from_x = b.x[row], *from_dsum = kAdds ? b.dsum[row] : nullptr;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       next_dy[p] = load_raw(from_dy, column(p), width);
       next_x[p] = load_raw(from_x, column(p), width);
+      if (kAdds) next_dsum[p] = load_raw(from_dsum, column(p), width);
     }
   };
   if (b.weight)
@@ -83,7 +90,10 @@ __global__ void __launch_bounds__(kRowThreads, kPacks == 1   ? 3
   for (int64_t row = set; row < b.x.count; row += b.sets, turn ^= 1) {
     if (!kAhead) load_next(row);
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) dy[p] = next_dy[p], x[p] = next_x[p];
+    for (int p = 0; p < kPacks; ++p) {
+      dy[p] = next_dy[p], x[p] = next_x[p];
+      if (kAdds) dsum[p] = next_dsum[p];
+    }
     if (kAhead && row + b.sets < b.x.count) load_next(row + b.sets);
     const C scale = *b.rstd[row], centre = b.has_mean ? *b.mean[row] : C(0);
     const auto xhat_of = [&](int p, int k) {
@@ -111,8 +121,10 @@ __global__ void __launch_bounds__(kRowThreads, kPacks == 1   ? 3
     for (int p = 0; p < kPacks; ++p) {
       Pack<T> pack;
 #pragma unroll
-      for (int k = 0; k < kSize; ++k)
-        pack.v[k] = element<T>(scale * (g_of(p, k) - mean_g - xhat_of(p, k) * mean_gx));
+      for (int k = 0; k < kSize; ++k) {
+        const C d = scale * (g_of(p, k) - mean_g - xhat_of(p, k) * mean_gx);
+        pack.v[k] = element<T>(kAdds ? convert_to<C>(element_of<T>(dsum[p], k)) + d : d);
+      }
       store_chunk(out, column(p), width, pack);
     }
   }
@@ -127,7 +139,7 @@ __global__ void __launch_bounds__(kRowThreads, kPacks == 1   ? 3
 }
 
 // Rows too wide for registers: they are read twice, and the sums stay in the workspace.
-template <class T>
+template <class T, bool kAdds>
 __global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b) {
   using C = Compute<T>;
   __shared__ C scratch[2][2][kRowThreads / kWarp];
@@ -138,7 +150,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b)
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) dweight[i] = dbias[i] = C(0);
   int turn = 0;
   for (int64_t row = set; row < b.x.count; row += b.sets, turn ^= 1) {
-    const T *dy = b.dy[row], *x = b.x[row];
+    const T *dy = b.dy[row], *x = b.x[row], *dsum = b.dsum[row];
     const C scale = *b.rstd[row], centre = b.has_mean ? *b.mean[row] : C(0);
     C sum_g = C(0), sum_gx = C(0);
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
@@ -155,7 +167,8 @@ __global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b)
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
       const C d = convert_to<C>(dy[i]), xhat = (convert_to<C>(x[i]) - centre) * scale,
               g = b.weight ? d * convert_to<C>(b.weight[i]) : d;
-      out[i] = element<T>(scale * (g - mean_g - xhat * mean_gx));
+      const C dx = scale * (g - mean_g - xhat * mean_gx);
+      out[i] = element<T>(kAdds ? convert_to<C>(dsum[i]) + dx : dx);
     }
   }
 }
@@ -201,6 +214,14 @@ struct Plan {
   }
 };
 
+template <class T, bool kAdds>
+auto kernel_for(int packs) {
+  return packs == 1   ? norm_backward<T, 1, kAdds>
+         : packs == 2 ? norm_backward<T, 2, kAdds>
+         : packs == 4 ? norm_backward<T, 4, kAdds>
+                      : norm_backward_wide<T, kAdds>;
+}
+
 bool given_any(const View& dweight, const View& dbias) { return given(dweight) || given(dbias); }
 
 size_t partials_bytes(const View& x) {
@@ -209,7 +230,7 @@ size_t partials_bytes(const View& x) {
 
 void backward(const char* who, const Stream& stream, bool has_mean, const View& dy, const View& x,
               const View& weight, const View& mean, const View& rstd, const View& dx,
-              const View& dweight, const View& dbias, Workspace workspace) {
+              const View& dweight, const View& dbias, const View& dsum, Workspace workspace) {
   const int64_t width = x.shape.back();
   if (width == 0) return;
   const bool sums = given_any(dweight, dbias);
@@ -221,6 +242,7 @@ void backward(const char* who, const Stream& stream, bool has_mean, const View& 
     C* partials = sums ? static_cast<C*>(workspace.data) : nullptr;
     const Backward<T> b{rows_of<const T>(who, dy),
                         rows_of<const T>(who, x),
+                        rows_of<const T>(who, given(dsum) ? dsum : dy),
                         weight.as<const T>(),
                         elements_of<const C>(who, has_mean ? mean : rstd),
                         elements_of<const C>(who, rstd),
@@ -230,14 +252,10 @@ void backward(const char* who, const Stream& stream, bool has_mean, const View& 
                         partials,
                         plan.sets,
                         plan.row_threads};
-    const auto kernel = plan.packs == 1   ? norm_backward<T, 1>
-                        : plan.packs == 2 ? norm_backward<T, 2>
-                        : plan.packs == 4 ? norm_backward<T, 4>
-                                          : norm_backward_wide<T>;
     launch(
         who, stream,
         {.blocks = blocks_for(plan.sets, plan.takers), .threads = plan.row_threads * plan.takers},
-        kernel, b);
+        given(dsum) ? kernel_for<T, true>(plan.packs) : kernel_for<T, false>(plan.packs), b);
     for (const View* out : {&dweight, &dbias})
       if (given(*out))
         launch(who, stream, {.blocks = blocks_for(width, kWarp), .threads = kSumRows * kWarp},
@@ -255,13 +273,10 @@ size_t layer_norm_backward_workspace(const View& x, const View&, const View& dwe
 
 void layer_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
                          const View& mean, const View& rstd, const View& dx, const View& dweight,
-                         const View& dbias, Workspace workspace) {
+                         const View& dbias, Workspace workspace, const View& dsum) {
   const char* who = "layer_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, mean, false),
-      check_statistic(who, x, rstd, false);
-  if (given(dx)) check_like(who, x, dx);
-  check_vector(who, x, dweight, true), check_vector(who, x, dbias, true);
-  backward(who, stream, true, dy, x, weight, mean, rstd, dx, dweight, dbias, workspace);
+  check_backward(who, dy, x, weight, &mean, rstd, dx, dweight, dbias, dsum);
+  backward(who, stream, true, dy, x, weight, mean, rstd, dx, dweight, dbias, dsum, workspace);
 }
 
 size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweight) {
@@ -269,12 +284,11 @@ size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweig
 }
 
 void rms_norm_backward(const Stream& stream, const View& dy, const View& x, const View& weight,
-                       const View& rstd, const View& dx, const View& dweight, Workspace workspace) {
+                       const View& rstd, const View& dx, const View& dweight, Workspace workspace,
+                       const View& dsum) {
   const char* who = "rms_norm_backward";
-  check_like(who, x, dy), check_vector(who, x, weight), check_statistic(who, x, rstd, false);
-  if (given(dx)) check_like(who, x, dx);
-  check_vector(who, x, dweight, true);
-  backward(who, stream, false, dy, x, weight, View{}, rstd, dx, dweight, View{}, workspace);
+  check_backward(who, dy, x, weight, nullptr, rstd, dx, dweight, View{}, dsum);
+  backward(who, stream, false, dy, x, weight, View{}, rstd, dx, dweight, View{}, dsum, workspace);
 }
 
 }  // namespace sheaf::kernels::cuda

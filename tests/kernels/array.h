@@ -139,10 +139,18 @@ inline bool same_bits(const View& a, const View& b) {
   return true;
 }
 
-/// The same values in f64, dense.
-inline Array in_f64(const Array& x) {
-  Array out(kF64, x.view().shape);
+/// The same values in another dtype, dense.
+inline Array converted(DType dtype, const Array& x) {
+  Array out(dtype, x.view().shape);
   out.fill([&](int64_t i) { return x.at(i); });
+  return out;
+}
+inline Array in_f64(const Array& x) { return converted(kF64, x); }
+
+/// a + b, dense: one rounding, as of an addition in f32 (f64 for f64) whose result is stored.
+inline Array added(const Array& a, const Array& b, DType dtype) {
+  Array out(dtype, a.view().shape);
+  out.fill([&](int64_t i) { return a.at(i) + b.at(i); });
   return out;
 }
 

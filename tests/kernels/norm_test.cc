@@ -97,6 +97,62 @@ TEST(Norm, StridesRowsAndThreadsChangeNothing) {
   }
 }
 
+// Of a sum: the bits of an addition and a norm of its result, whatever the strides.
+TEST(Norm, AddsTheResidualOnTheWay) {
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const Shape& shape : {Shape{5, 7}, Shape{2, 30, 64}, Shape{130, 33}, Shape{100}})
+      for (bool layer : {true, false}) {
+        const int64_t width = shape.back(), rows = shape.numel() / width;
+        const Shape gaps = shape.rank() == 2 ? Shape{width + 3, 1} : Shape{};
+        const Array x = Array::random(d, shape, 1), r = Array::random(d, shape, 2, 1, gaps),
+                    w = Array::random(d, {width}, 3), b = Array::random(d, {width}, 4);
+        const Array total = added(x, r, d);
+        const Arrays want = run(layer, total, w, b, x);
+        const DType statistic = statistics_of(d);
+        Array sum(d, shape, gaps), y(d, shape), mean(statistic, {rows}), rstd(statistic, {rows});
+        layer ? add_layer_norm(x, r, w, b, 1e-5, sum, y, mean, rstd)
+              : add_rms_norm(x, r, w, 1e-5, sum, y, rstd);
+        const std::string where = std::string(name(d)) + shape.to_string();
+        EXPECT_TRUE(same_bits(sum, total)) << where;
+        EXPECT_TRUE(same_bits(y, want.y) && same_bits(rstd, want.rstd)) << where;
+        if (layer) {
+          EXPECT_TRUE(same_bits(mean, want.mean)) << where;
+        }
+      }
+}
+
+// The other gradient is added before dx is rounded, and changes nothing else.
+TEST(Norm, AddsTheGradientOfTheSum) {
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (bool layer : {true, false}) {
+      const Shape shape{2, 65, 33};
+      const DType wide = statistics_of(d);  // what the kernel computes in
+      const Array x = Array::random(d, shape, 1), dy = Array::random(d, shape, 2),
+                  w = Array::random(d, {33}, 3), b = Array::random(d, {33}, 4),
+                  dsum = Array::random(d, shape, 5, 1, {67 * 40, 40, 1});
+      const Arrays alone = run(layer, x, w, b, dy),
+                   exact = run(layer, converted(wide, x), converted(wide, w), converted(wide, b),
+                               converted(wide, dy));
+      Array dx(d, shape), dw(d, {33}), db(d, {33});
+      const Scratch scratch(layer ? layer_norm_backward_workspace(x, dx, dw, db)
+                                  : rms_norm_backward_workspace(x, dx, dw));
+      layer ? layer_norm_backward(dy, x, w, alone.mean, alone.rstd, dx, dw, db, scratch, dsum)
+            : rms_norm_backward(dy, x, w, alone.rstd, dx, dw, scratch, dsum);
+      EXPECT_TRUE(same_bits(dx, added(exact.dx, dsum, d))) << name(d) << layer;
+      EXPECT_TRUE(same_bits(dw, alone.dw)) << name(d) << layer;
+      if (layer) {
+        EXPECT_TRUE(same_bits(db, alone.db)) << name(d);
+      }
+    }
+}
+
+TEST(Norm, RefusesAddendsOfOtherTypes) {
+  const Array x(kF32, {2, 8}), short_x(kF32, {2, 7}), narrow(kBF16, {2, 8}), s(kF32, {2});
+  EXPECT_THROW(add_rms_norm(x, short_x, View{}, 1e-5, x, x, s), ShapeError);
+  EXPECT_THROW(add_layer_norm(x, x, View{}, View{}, 1e-5, narrow, x, s, s), DTypeError);
+  EXPECT_THROW(rms_norm_backward(x, x, View{}, s, x, View{}, Workspace{}, narrow), DTypeError);
+}
+
 TEST(Norm, NoRows) {
   const Arrays got = run(true, Array(kF32, {0, 8}), View{}, View{}, Array(kF32, {0, 8}));
   EXPECT_EQ(values(got.dw), std::vector<double>(8, 0.0));

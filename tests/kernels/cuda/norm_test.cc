@@ -11,13 +11,14 @@ using namespace sheaf::testing;
 struct Operands {
   bool layer = true;
   Array x, dy;
-  Array weight, bias;  // optional
+  Array r = {}, dsum = {};  // optional: the norm of x + r, and another gradient of that sum
+  Array weight, bias;       // optional
   bool has_weight = true, has_bias = true, has_dx = true;
   DType sums_dtype = kF32;
   double eps = 1e-5;
 };
 struct Results {
-  Array y, mean, rstd, dx, dweight, dbias;
+  Array sum, y, mean, rstd, dx, dweight, dbias;
 };
 
 Operands random(bool layer, DType d, const Shape& shape, Shape strides = {}) {
@@ -33,9 +34,10 @@ Operands random(bool layer, DType d, const Shape& shape, Shape strides = {}) {
 Results blank(const Operands& o, DType d, DType sums) {
   const View& x = o.x;
   const int64_t width = x.shape.back(), rows = width == 0 ? 0 : x.numel() / width;
-  return {Array(d, x.shape, x.strides),    Array(statistics_of(d), {rows}),
-          Array(statistics_of(d), {rows}), Array(d, x.shape, x.strides),
-          Array(sums, Shape{width}),       Array(sums, Shape{width})};
+  return {Array(d, x.shape, x.strides),    Array(d, x.shape, x.strides),
+          Array(statistics_of(d), {rows}), Array(statistics_of(d), {rows}),
+          Array(d, x.shape, x.strides),    Array(sums, Shape{width}),
+          Array(sums, Shape{width})};
 }
 
 View optional(bool there, const View& v) { return there ? v : View{}; }
@@ -43,23 +45,32 @@ View optional(bool there, const View& v) { return there ? v : View{}; }
 Results on_gpu(const Operands& o) {
   const Stream& s = OnGpu::stream();
   const Results r = blank(o, o.x.view().dtype, o.sums_dtype);
-  const OnGpu x(o.x), dy(o.dy), weight(o.weight), bias(o.bias), y(r.y), mean(r.mean), rstd(r.rstd),
-      dx(r.dx), dweight(r.dweight), dbias(r.dbias);
+  const bool adds = o.r.bytes() > 0;
+  const OnGpu x(o.x), dy(o.dy), addend(adds ? o.r : o.x), other_dx(adds ? o.dsum : o.dy),
+      weight(o.weight), bias(o.bias), sum(r.sum), y(r.y), mean(r.mean), rstd(r.rstd), dx(r.dx),
+      dweight(r.dweight), dbias(r.dbias);
   const View w = optional(o.has_weight, weight), b = optional(o.has_bias, bias),
              gradient = optional(o.has_dx, dx), dw = optional(o.has_weight, dweight),
              db = optional(o.has_bias, dbias);
+  const View in = adds ? sum.view() : x.view(), dsum = optional(adds, other_dx);
   if (o.layer) {
-    cuda::layer_norm(s, x, w, b, o.eps, y, mean, rstd);
+    if (adds)
+      cuda::add_layer_norm(s, x, addend, w, b, o.eps, sum, y, mean, rstd);
+    else
+      cuda::layer_norm(s, x, w, b, o.eps, y, mean, rstd);
     const GpuScratch scratch(cuda::layer_norm_backward_workspace(
         without_data(x), without_data(gradient), without_data(dw), without_data(db)));
-    cuda::layer_norm_backward(s, dy, x, w, mean, rstd, gradient, dw, db, scratch);
+    cuda::layer_norm_backward(s, dy, in, w, mean, rstd, gradient, dw, db, scratch, dsum);
   } else {
-    cuda::rms_norm(s, x, w, o.eps, y, rstd);
+    if (adds)
+      cuda::add_rms_norm(s, x, addend, w, o.eps, sum, y, rstd);
+    else
+      cuda::rms_norm(s, x, w, o.eps, y, rstd);
     const GpuScratch scratch(cuda::rms_norm_backward_workspace(
         without_data(x), without_data(gradient), without_data(dw)));
-    cuda::rms_norm_backward(s, dy, x, w, rstd, gradient, dw, scratch);
+    cuda::rms_norm_backward(s, dy, in, w, rstd, gradient, dw, scratch, dsum);
   }
-  return {y.back(), mean.back(), rstd.back(), dx.back(), dweight.back(), dbias.back()};
+  return {sum.back(), y.back(), mean.back(), rstd.back(), dx.back(), dweight.back(), dbias.back()};
 }
 
 Results on_cpu_in_f64(const Operands& o) {
@@ -132,6 +143,42 @@ TEST(CudaNorm, RowsTooLongForSharedMemory) {
   SHEAF_NEEDS_GPU();
   compare(random(true, kF32, {2, 60000}));
   compare(random(false, kF32, {2, 60000}));
+}
+
+// The norm of x + r has the bits of the norm of the sum; so have the gradients of weight and bias,
+// and that of the sum takes in dsum.
+void compare_to_add_and_norm(bool layer, DType d, const Shape& shape, const Shape& strides = {}) {
+  Operands o = random(layer, d, shape, strides);
+  o.r = Array::random(d, shape, 5, 1, strides), o.dsum = Array::random(d, shape, 6, 1, strides);
+  const Results got = on_gpu(o);
+  const std::string where = std::string(name(d)) + shape.to_string();
+  const Array total = added(o.x, o.r, d);
+  EXPECT_TRUE(same_bits(got.sum, total)) << where;
+  const Array untouched(d, shape, strides);
+  EXPECT_TRUE(gaps_kept(untouched, got.sum) && gaps_kept(untouched, got.dx)) << where;
+  Operands apart = random(layer, d, shape);
+  apart.x = total;
+  const Results want = on_gpu(apart);
+  EXPECT_TRUE(same_bits(got.y, want.y) && same_bits(got.rstd, want.rstd)) << where;
+  EXPECT_TRUE(same_bits(got.dweight, want.dweight)) << where;
+  if (layer) {
+    EXPECT_TRUE(same_bits(got.mean, want.mean) && same_bits(got.dbias, want.dbias)) << where;
+  }
+  const Results exact = on_cpu_in_f64(apart);
+  EXPECT_LT(scaled_error(got.dx, values(added(exact.dx, o.dsum, kF64))), 8 * epsilon(d)) << where;
+  if (statistics_of(d) == d) {  // wide elements: as an addition after the norm's backward
+    EXPECT_TRUE(same_bits(got.dx, added(want.dx, o.dsum, d))) << where;
+  }
+}
+
+TEST(CudaNorm, AddsOnTheWay) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF16, kF64})
+    for (const Shape& shape : kShapes)
+      for (bool layer : {true, false})
+        if (shape.back() > 1) compare_to_add_and_norm(layer, d, shape);
+  compare_to_add_and_norm(true, kF32, {2, 60000});  // too long for shared memory
+  compare_to_add_and_norm(false, kBF16, {2, 50, 100}, {60 * 117, 117, 1});
 }
 
 TEST(CudaNorm, StridesAndOtherRowsChangeNothing) {
