@@ -217,6 +217,17 @@ Tensor embedding(const Tensor& tokens, const Tensor& table);
 Tensor layer_norm(const Tensor& x, const Tensor& weight = {}, const Tensor& bias = {}, double eps = 1e-5);
 /// x / sqrt(mean(x²) + eps) (Zhang and Sennrich, https://arxiv.org/abs/1910.07467).
 Tensor rms_norm(const Tensor& x, const Tensor& weight = {}, double eps = 1e-5);
+
+/// x + r and its norm, in one pass over memory: what a residual stream needs between two layers. x and r have one
+/// shape; the values are those of add and of the norm above. In backward the gradients of both outputs become the
+/// gradient of x and of r, one tensor, in one pass; in bf16 and f16 it is rounded once, where add would round a second
+/// time.
+struct NormedSum {
+  Tensor sum, normed;
+};
+NormedSum add_layer_norm(const Tensor& x, const Tensor& r, const Tensor& weight = {}, const Tensor& bias = {},
+                         double eps = 1e-5);
+NormedSum add_rms_norm(const Tensor& x, const Tensor& r, const Tensor& weight = {}, double eps = 1e-5);
 Tensor softmax(const Tensor& x, int dim = -1);
 Tensor log_softmax(const Tensor& x, int dim = -1);
 

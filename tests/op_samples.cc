@@ -4,6 +4,12 @@
 
 namespace sheaf::testing {
 
+namespace {
+
+Outputs both(const NormedSum& s) { return std::vector<Tensor>{s.sum, s.normed}; }
+
+}  // namespace
+
 const std::vector<OpSample>& op_samples() {
   static const auto* table = new std::vector<OpSample>{
       // ---- memory -----------------------------------------------------------------------------------------------------
@@ -222,6 +228,21 @@ const std::vector<OpSample>& op_samples() {
        .no_second = "norm_backward", .tolerance = 4, .rules = {"S0 R -> S0", "S1 R -> S1"}},
       {.op = "rms_norm", .variant = "plain", .inputs = {{4, 6}}, .f = [](Args x) { return rms_norm(x[0]); },
        .no_second = "norm_backward", .tolerance = 4},
+      {.op = "add_layer_norm", .inputs = {{2, 3, 7}, {2, 3, 7}, {7}, {7}},
+       .f = [](Args x) { return both(add_layer_norm(x[0], x[1], x[2], x[3])); }, .no_second = "norm_backward", .tolerance = 4,
+       .rules = {"S0 S0 R R -> S0 S0", "S1 S1 R R -> S1 S1"}},
+      {.op = "add_layer_norm", .variant = "norm alone", .inputs = {{4, 6}, {4, 6}, {6}},
+       .f = [](Args x) { return add_layer_norm(x[0], x[1], x[2]).normed; }, .no_second = "norm_backward", .tolerance = 4},
+      {.op = "add_layer_norm", .variant = "sum alone", .inputs = {{4, 6}, {4, 6}, {6}},
+       .f = [](Args x) { return add_layer_norm(x[0], x[1], x[2]).sum; }, .rules = {"S0 S0 R -> S0"}},
+      {.op = "add_layer_norm", .variant = "constant branch", .inputs = {{4, 6}, constant({4, 6}), {6}},
+       .f = [](Args x) { return both(add_layer_norm(x[0], x[1], {}, x[2])); }, .no_second = "norm_backward", .tolerance = 4},
+      {.op = "add_layer_norm", .variant = "constant rows", .inputs = {constant({4, 6}), constant({4, 6}), {6}, {6}},
+       .f = [](Args x) { return both(add_layer_norm(x[0], x[1], x[2], x[3])); }, .no_second = "norm_backward", .tolerance = 4},
+      {.op = "add_rms_norm", .inputs = {{2, 3, 7}, {2, 3, 7}, {7}}, .f = [](Args x) { return both(add_rms_norm(x[0], x[1], x[2])); },
+       .no_second = "norm_backward", .tolerance = 4, .rules = {"S0 S0 R -> S0 S0", "S1 S1 R -> S1 S1"}},
+      {.op = "add_rms_norm", .variant = "plain, of itself", .inputs = {{4, 6}},
+       .f = [](Args x) { return both(add_rms_norm(x[0], x[0])); }, .no_second = "norm_backward", .tolerance = 4},
       {.op = "softmax", .inputs = {{3, 2, 5}}, .f = [](Args x) { return softmax(x[0]); }, .tolerance = 2,
        .rules = {"S0 -> S0", "S1 -> S1"}},
       {.op = "softmax", .variant = "dim 1", .inputs = {{3, 5, 2}}, .f = [](Args x) { return softmax(x[0], 1); }, .tolerance = 2,

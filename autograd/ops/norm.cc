@@ -1,4 +1,5 @@
-// Layer and root-mean-square normalisation over the last dimension, with fused backwards.
+// Layer and root-mean-square normalisation over the last dimension, of a tensor or of the sum of two, with fused
+// backwards.
 #include "sheaf/kernels/norm.h"
 
 #include "sheaf/autograd/ops/rows.h"
@@ -16,11 +17,13 @@ void check_vector(const char* op, const Infer& c, int i) {
 
 /// Which gradients are wanted, and what stands among the inputs.
 struct NormBackwardAttrs {
-  bool layer, has_weight, dx, dweight, dbias;
+  bool layer, has_weight, has_dsum, dx, dweight, dbias;
   int num_outputs() const { return dx + dweight + dbias; }
 };
 
-struct NormBackward {  // dy, x, rstd [, mean] [, weight] -> [dx] [, dweight] [, dbias]
+/// dy, x, rstd [, mean] [, weight] [, dsum] -> [dx] [, dweight] [, dbias], where dsum is another gradient of x that dx
+/// takes in.
+struct NormBackward {
   static constexpr const char* kName = "norm_backward";
   using Attrs = NormBackwardAttrs;
   static void infer(const Attrs& a, Infer& c) {
@@ -32,17 +35,20 @@ struct NormBackward {  // dy, x, rstd [, mean] [, weight] -> [dx] [, dweight] [,
   }
   static void place(const Attrs& a, Place& p) {
     const int n = a.num_outputs();
-    row_rules(p, 1, a.layer ? 0b1111 : 0b0111, a.dx ? 1 : 0, n, 1);
+    const uint64_t dsum = a.has_dsum ? uint64_t{1} << (p.num_inputs() - 1) : 0;
+    row_rules(p, 1, (a.layer ? 0b1111 : 0b0111) | dsum, a.dx ? 1 : 0, n, 1);
     rule_all(p, kR, kR, n);
-    std::vector<Placement> in(static_cast<size_t>(p.num_inputs()), kR);  // linear in dy
+    std::vector<Placement> in(static_cast<size_t>(p.num_inputs()), kR);  // linear in dy and dsum together
     in[0] = kP;
+    if (a.has_dsum) in.back() = kP;
     p.rule(in, std::vector<Placement>(static_cast<size_t>(n), kP));
   }
   struct Views {
-    View dy, x, rstd, mean, weight, dx, dweight, dbias;
+    View dy, x, rstd, mean, weight, dsum, dx, dweight, dbias;
     Views(const Attrs& a, const Execute& c) : dy(c.input(0)), x(c.input(1)), rstd(c.input(2)) {
       if (a.layer) mean = c.input(3);
       if (a.has_weight) weight = c.input(a.layer ? 4 : 3);
+      if (a.has_dsum) dsum = c.input(c.num_inputs() - 1);
       int o = 0;
       if (a.dx) dx = c.output(o++);
       if (a.dweight) dweight = c.output(o++);
@@ -59,13 +65,14 @@ struct NormBackward {  // dy, x, rstd [, mean] [, weight] -> [dx] [, dweight] [,
     const Views v(a, c);
     if (a.layer)
       SHEAF_ON_DEVICE(stream, layer_norm_backward, v.dy, v.x, v.weight, v.mean, v.rstd, v.dx,
-                   v.dweight, v.dbias, c.workspace);
+                   v.dweight, v.dbias, c.workspace, v.dsum);
     else
       SHEAF_ON_DEVICE(stream, rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
-                   c.workspace);
+                   c.workspace, v.dsum);
   }
   static void describe(const Attrs& a, std::string& out) {
     out += a.layer ? "layer_norm" : "rms_norm";
+    if (a.has_dsum) out += ", dsum";
   }
 };
 
@@ -74,101 +81,105 @@ struct NormAttrs {
   int32_t has_weight, has_bias;
 };
 
-struct LayerNorm {  // x [, weight] [, bias] -> y, mean, rstd
-  static constexpr const char* kName = "layer_norm";
+/// x [, r] [, weight] [, bias] -> [sum,] y [, mean], rstd: layer normalisation or, without a mean and bias, that by the
+/// root mean square; of x or, if kAdds, of the sum of x and r, which is then what the backward reads.
+template <bool kLayer, bool kAdds>
+struct Norm {
+  static constexpr const char* kName = kAdds ? (kLayer ? "add_layer_norm" : "add_rms_norm")
+                                             : (kLayer ? "layer_norm" : "rms_norm");
   using Attrs = NormAttrs;
-  static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b110;
+  static constexpr int kWeight = kAdds ? 2 : 1, kY = kAdds ? 1 : 0, kMean = kY + 1, kRstd = kMean + kLayer;
+  static constexpr int kNumOutputs = kRstd + 1;
+  static constexpr uint64_t kAll = (1 << kNumOutputs) - 1;
+  static constexpr uint64_t kSavedInputs = (kAdds ? 0 : 1) | 1 << kWeight, kSavedOutputs = kAll ^ 1 << kY;
+
   static void infer(const Attrs&, Infer& c) {
     const DType d = common_dtype(kName, c);
     require_floating(kName, d);
-    if (c.shape(0).rank() < 1) fail<ShapeError>("[", kName, "] needs a dimension to normalise");
-    for (int i = 1; i < c.num_inputs(); ++i) check_vector(kName, c, i);
-    c.output(d, c.shape(0));
-    c.output(statistics_dtype(d), leading(c.shape(0)));
-    c.output(statistics_dtype(d), leading(c.shape(0)));
+    const Shape& rows = c.shape(0);
+    if (rows.rank() < 1) fail<ShapeError>("[", kName, "] needs a dimension to normalise");
+    if (kAdds && !(c.shape(1) == rows))
+      fail<ShapeError>("[", kName, "] cannot add ", c.input(0), " and ", c.input(1), ": they must have one shape");
+    for (int i = kWeight; i < c.num_inputs(); ++i) check_vector(kName, c, i);
+    for (int o = 0; o < kNumOutputs; ++o)
+      o <= kY ? c.output(d, rows) : c.output(statistics_dtype(d), leading(rows));
   }
   static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b1, 0b111, 3, 1);
-    rule_all(p, kR, kR, 3);
-  }
-  static View weight(const Attrs& a, const Execute& c) {
-    return a.has_weight ? c.input(1) : View{};
-  }
-  static View bias(const Attrs& a, const Execute& c) {
-    return a.has_bias ? c.input(1 + a.has_weight) : View{};
+    row_rules(p, 0, kAdds ? 0b11 : 0b1, kAll, kNumOutputs, 1);
+    rule_all(p, kR, kR, kNumOutputs);
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), layer_norm, c.input(0), weight(a, c), bias(a, c), a.eps, c.output(0),
-                 c.output(1), c.output(2));
+    const Stream stream = c.stream();
+    const View x = c.input(0), y = c.output(kY), rstd = c.output(kRstd),
+               weight = a.has_weight ? c.input(kWeight) : View{},
+               bias = a.has_bias ? c.input(kWeight + a.has_weight) : View{};
+    if constexpr (kLayer && kAdds)
+      SHEAF_ON_DEVICE(stream, add_layer_norm, x, c.input(1), weight, bias, a.eps, c.output(0), y, c.output(kMean),
+                      rstd);
+    else if constexpr (kLayer)
+      SHEAF_ON_DEVICE(stream, layer_norm, x, weight, bias, a.eps, y, c.output(kMean), rstd);
+    else if constexpr (kAdds)
+      SHEAF_ON_DEVICE(stream, add_rms_norm, x, c.input(1), weight, a.eps, c.output(0), y, rstd);
+    else
+      SHEAF_ON_DEVICE(stream, rms_norm, x, weight, a.eps, y, rstd);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const int bias = 1 + a.has_weight;
-    const NormBackwardAttrs attrs{true, a.has_weight != 0, c.needs(0), a.has_weight && c.needs(1),
+    const int bias = kWeight + a.has_weight;
+    const bool has_dsum = kAdds && c.has_grad(0), dx = c.needs(0) || (kAdds && c.needs(1));
+    const auto set_dx = [&](const Tensor& d) {
+      c.set(0, d);
+      if (kAdds) c.set(1, d);
+    };
+    if (!c.has_grad(kY)) {
+      if (has_dsum) set_dx(c.grad(0));
+      return;
+    }
+    const NormBackwardAttrs attrs{kLayer, a.has_weight != 0, has_dsum && dx, dx, a.has_weight && c.needs(kWeight),
                                   a.has_bias && c.needs(bias)};
-    std::vector<Tensor> inputs{dense_rows(c.grad())};
-    for (const Tensor& t : {c.input(0), c.output(2), c.output(1)}) inputs.push_back(t);
-    if (a.has_weight) inputs.push_back(c.input(1));
+    std::vector<Tensor> inputs{dense_rows(c.grad(kY)), kAdds ? c.output(0) : c.input(0), c.output(kRstd)};
+    if (kLayer) inputs.push_back(c.output(kMean));
+    if (a.has_weight) inputs.push_back(c.input(kWeight));
+    if (attrs.has_dsum) inputs.push_back(dense_rows(c.grad(0)));
     const std::vector<Tensor> d = apply(op_def<NormBackward>(), &attrs, inputs);
     size_t o = 0;
-    if (attrs.dx) c.set(0, d[o++]);
-    if (attrs.dweight) c.set(1, d[o++]);
+    if (attrs.dx) set_dx(d[o++]);
+    if (attrs.dweight) c.set(kWeight, d[o++]);
     if (attrs.dbias) c.set(bias, d[o]);
   }
   static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t&) {
-    in = a.has_weight ? 0b11 : 0b01;
+    if (!a.has_weight) in &= ~(uint64_t{1} << kWeight);
   }
   static void describe(const Attrs& a, std::string& out) { out += str("eps ", a.eps); }
-};
 
-struct RmsNorm {  // x [, weight] -> y, rstd
-  static constexpr const char* kName = "rms_norm";
-  using Attrs = NormAttrs;
-  static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b10;
-  static void infer(const Attrs&, Infer& c) {
-    const DType d = common_dtype(kName, c);
-    require_floating(kName, d);
-    if (c.shape(0).rank() < 1) fail<ShapeError>("[", kName, "] needs a dimension to normalise");
-    for (int i = 1; i < c.num_inputs(); ++i) check_vector(kName, c, i);
-    c.output(d, c.shape(0));
-    c.output(statistics_dtype(d), leading(c.shape(0)));
+  static std::vector<Tensor> of(std::initializer_list<Tensor> terms, const Tensor& weight, const Tensor& bias,
+                                double eps) {
+    const NormAttrs attrs{eps, weight.defined(), bias.defined()};
+    std::vector<Tensor> inputs;
+    for (const Tensor& t : terms) inputs.push_back(dense_rows(t));
+    for (const Tensor& t : {weight, bias})
+      if (t) inputs.push_back(dense_rows(t));
+    return apply(op_def<Norm>(), &attrs, inputs);
   }
-  static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b1, 0b11, 2, 1);
-    rule_all(p, kR, kR, 2);
-  }
-  static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), rms_norm, c.input(0), LayerNorm::weight(a, c), a.eps, c.output(0),
-                 c.output(1));
-  }
-  static void vjp(const Attrs& a, Vjp& c) {
-    const NormBackwardAttrs attrs{false, a.has_weight != 0, c.needs(0), a.has_weight && c.needs(1),
-                                  false};
-    std::vector<Tensor> inputs{dense_rows(c.grad())};
-    for (const Tensor& t : {c.input(0), c.output(1)}) inputs.push_back(t);
-    if (a.has_weight) inputs.push_back(c.input(1));
-    const std::vector<Tensor> d = apply(op_def<NormBackward>(), &attrs, inputs);
-    size_t o = 0;
-    if (attrs.dx) c.set(0, d[o++]);
-    if (attrs.dweight) c.set(1, d[o]);
-  }
-  static void describe(const Attrs& a, std::string& out) { out += str("eps ", a.eps); }
 };
 
 }  // namespace
 
 Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
-  const NormAttrs attrs{eps, weight.defined(), bias.defined()};
-  std::vector<Tensor> inputs{dense_rows(x)};
-  if (weight) inputs.push_back(dense_rows(weight));
-  if (bias) inputs.push_back(dense_rows(bias));
-  return apply(op_def<LayerNorm>(), &attrs, inputs)[0];
+  return Norm<true, false>::of({x}, weight, bias, eps)[0];
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  const NormAttrs attrs{eps, weight.defined(), 0};
-  std::vector<Tensor> inputs{dense_rows(x)};
-  if (weight) inputs.push_back(dense_rows(weight));
-  return apply(op_def<RmsNorm>(), &attrs, inputs)[0];
+  return Norm<false, false>::of({x}, weight, {}, eps)[0];
+}
+
+NormedSum add_layer_norm(const Tensor& x, const Tensor& r, const Tensor& weight, const Tensor& bias, double eps) {
+  const std::vector<Tensor> out = Norm<true, true>::of({x, r}, weight, bias, eps);
+  return {out[0], out[1]};
+}
+
+NormedSum add_rms_norm(const Tensor& x, const Tensor& r, const Tensor& weight, double eps) {
+  const std::vector<Tensor> out = Norm<false, true>::of({x, r}, weight, {}, eps);
+  return {out[0], out[1]};
 }
 
 }  // namespace sheaf
