@@ -63,9 +63,10 @@ Block::Block(const GptConfig& c)
       ln2(c.width, {.bias = c.bias, .eps = c.norm_eps}),
       mlp(mlp_config(c)) {}
 
-Tensor Block::forward(const Tensor& x_BTC) {
-  const Tensor y_BTC = x_BTC + attention(ln1(x_BTC));
-  return y_BTC + mlp(ln2(y_BTC));
+nn::Residual Block::forward(nn::Residual stream) {
+  NormedSum x_BTC = ln1(std::move(stream));
+  x_BTC = ln2(nn::Residual{x_BTC.sum, attention(x_BTC.normed)});
+  return {x_BTC.sum, mlp(x_BTC.normed)};
 }
 
 Gpt::Gpt(const GptConfig& c)
@@ -86,9 +87,9 @@ Tensor Gpt::hidden(const Tensor& tokens_BT) {
   const int64_t t = tokens_BT.size(1);
   check<ShapeError>(t <= config.context, "[gpt2] ", t, " tokens are more than the context of ", config.context);
   const Tensor positions_TC = t == config.context ? wpe.weight.value() : slice(wpe.weight, 0, 0, t);
-  Tensor x_BTC = dropout(wte(tokens_BT) + positions_TC);
-  for (Block& block : blocks) x_BTC = block(x_BTC);
-  return ln_f(x_BTC);
+  nn::Residual stream{.x = dropout(wte(tokens_BT) + positions_TC)};
+  for (Block& block : blocks) stream = block(std::move(stream));
+  return ln_f(std::move(stream)).normed;
 }
 
 Tensor Gpt::head_weight() const { return head ? head->weight.value() : wte.weight.value(); }

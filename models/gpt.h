@@ -33,7 +33,7 @@ struct GptConfig {
   static GptConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)).
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm.
 struct Block : nn::Module {
   nn::LayerNorm ln1;
   nn::CausalSelfAttention attention;
@@ -41,7 +41,7 @@ struct Block : nn::Module {
   nn::MLP mlp;
 
   explicit Block(const GptConfig& config);
-  Tensor forward(const Tensor& x_BTC);
+  nn::Residual forward(nn::Residual stream);
   SHEAF_FIELDS(ln1, attention, ln2, mlp);
 };
 

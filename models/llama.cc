@@ -62,9 +62,10 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c)
       mlp_norm(c.width, c.norm_eps),
       mlp(mlp_config(c)) {}
 
-Tensor LlamaBlock::forward(const Tensor& x_BTC) {
-  const Tensor y_BTC = x_BTC + attention(attention_norm(x_BTC));
-  return y_BTC + mlp(mlp_norm(y_BTC));
+nn::Residual LlamaBlock::forward(nn::Residual stream) {
+  NormedSum x_BTC = attention_norm(std::move(stream));
+  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attention(x_BTC.normed)});
+  return {x_BTC.sum, mlp(x_BTC.normed)};
 }
 
 Llama::Llama(const LlamaConfig& c)
@@ -80,9 +81,9 @@ Tensor Llama::hidden(const Tensor& tokens_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[llama] tokens must be [B, T], not ", tokens_BT.shape());
   check<ShapeError>(tokens_BT.size(1) <= config.context, "[llama] ", tokens_BT.size(1),
                     " tokens are more than the context of ", config.context);
-  Tensor x_BTC = embedding(tokens_BT);
-  for (LlamaBlock& block : blocks) x_BTC = block(x_BTC);
-  return norm(x_BTC);
+  nn::Residual stream{.x = embedding(tokens_BT)};
+  for (LlamaBlock& block : blocks) stream = block(std::move(stream));
+  return norm(std::move(stream)).normed;
 }
 
 Tensor Llama::head_weight() const { return head ? head->weight.value() : embedding.weight.value(); }

@@ -33,7 +33,7 @@ struct LlamaConfig {
   static LlamaConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)).
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm.
 struct LlamaBlock : nn::Module {
   nn::RMSNorm attention_norm;
   nn::CausalSelfAttention attention;
@@ -41,7 +41,7 @@ struct LlamaBlock : nn::Module {
   nn::SwiGluMLP mlp;
 
   explicit LlamaBlock(const LlamaConfig& config);
-  Tensor forward(const Tensor& x_BTC);
+  nn::Residual forward(nn::Residual stream);
   SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp);
 };
 

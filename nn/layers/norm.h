@@ -1,10 +1,17 @@
-// Normalisation over the last dimension.
+// Normalisation over the last dimension: of a tensor, or of the residual stream of pre-norm blocks.
 #pragma once
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/nn/module.h"
 
 namespace sheaf::nn {
+
+/// The residual stream as pre-norm blocks hand it on: x, and what the last layer adds to it, which the next norm does on
+/// its way. Moved into the norm, it is freed there.
+struct Residual {
+  Tensor x;
+  Tensor branch = {};  ///< undefined at the start of the stream
+};
 
 struct LayerNormOptions {
   bool bias = true;
@@ -21,6 +28,10 @@ struct LayerNorm : Module {
     if (options.bias) bias = Parameter({width}, Init::zeros());
   }
   Tensor forward(const Tensor& x) { return layer_norm(x, weight, bias, eps); }
+  /// x + branch, or x where there is no branch, and its norm.
+  NormedSum forward(Residual r) {
+    return r.branch ? add_layer_norm(r.x, r.branch, weight, bias, eps) : NormedSum{r.x, forward(r.x)};
+  }
   SHEAF_FIELDS(weight, bias);
 };
 
@@ -31,6 +42,10 @@ struct RMSNorm : Module {
 
   explicit RMSNorm(int64_t width, double eps = 1e-5) : weight({width}, Init::ones()), eps(eps) {}
   Tensor forward(const Tensor& x) { return rms_norm(x, weight, eps); }
+  /// As LayerNorm's.
+  NormedSum forward(Residual r) {
+    return r.branch ? add_rms_norm(r.x, r.branch, weight, eps) : NormedSum{r.x, forward(r.x)};
+  }
   SHEAF_FIELDS(weight);
 };
 
