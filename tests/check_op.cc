@@ -102,7 +102,8 @@ std::string check_precision(const OpSample& sample, DType dtype, Device device) 
       const bool rounded = sample.inputs[i].dtype == kF64;
       high.push_back(make_tensor(local_part(low[i]).values, low[i].shape(), rounded ? kF64 : low[i].dtype()));
     }
-    const double unit = dtype == kF64 ? 0x1p-46 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
+    const bool narrow = dtype == kBF16 || dtype == kF16;
+    const double unit = dtype == kF64 ? 0x1p-46 : dtype == kF32 ? 0x1p-23 : dtype == kF16 ? 0x1p-11 : 0x1p-8;
     // Nothing may be left as it was: one run finds zeros in its memory, the other NaN.
     Result got, want;
     {
@@ -114,7 +115,7 @@ std::string check_precision(const OpSample& sample, DType dtype, Device device) 
       const DeviceScope scope(device);
       got = evaluate(sample, on(device, low));
     }
-    return compare(got, want, (dtype == kBF16 ? 4 : 16) * unit * sample.tolerance);
+    return compare(got, want, (narrow ? 4 : 16) * unit * sample.tolerance);
   });
 }
 

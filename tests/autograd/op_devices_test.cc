@@ -19,6 +19,7 @@ void check_on_gpu(const OpSample& sample) {
     if (!sample.low_precision) return;
     EXPECT_EQ(check_precision(sample, kF32, gpu), "");
     EXPECT_EQ(check_precision(sample, kBF16, gpu), "");
+    EXPECT_EQ(check_precision(sample, kF16, gpu), "");
     EXPECT_EQ(context.gpu->memory()->stats().live, 0);
   }
 }
