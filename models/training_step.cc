@@ -17,6 +17,7 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
   if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
+  else check<ConfigError>(config.train.dtype == "f32", "[train] train.dtype is ", config.train.dtype, ", not f32 or bf16");
   if (config.sharding.units == "block")
     options.units = nn::units_where([&model](nn::Module& m, const std::string&) { return model.is_block(m); });
   else if (config.sharding.units == "count")

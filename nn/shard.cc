@@ -80,7 +80,8 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.prefetch_bytes = options.prefetch_bytes;
   mark.compute_dtype = options.compute_dtype;
   if (mark.compute_dtype && *mark.compute_dtype != kBF16 && *mark.compute_dtype != kF32 && *mark.compute_dtype != kF64)
-    fail<ConfigError>("[shard] compute_dtype ", *mark.compute_dtype, ": it is bf16, f32 or f64");
+    fail<ConfigError>("[shard] compute_dtype ", *mark.compute_dtype, ": it is bf16, f32 or f64",
+                      *mark.compute_dtype == kF16 ? "; f16 needs a scaled loss, which steps cannot do yet" : "");
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
     fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
                       mesh.spec->size(mark.axis));

@@ -112,7 +112,8 @@ void set(const std::string& where, ConfigField& field, const std::string& value)
   if (!target) wrong_type(where, field, json_string(value));
   if (std::find(field.later.begin(), field.later.end(), value) != field.later.end()) {
     fail<ConfigError>("[config] ", where, ": '", field.key, "' cannot be ", json_string(value),
-                      " yet; it is one of ", join(field.choices));
+                      " yet", field.missing.empty() ? "" : ": " + field.missing, "; it is one of ",
+                      join(field.choices));
   }
   if (!field.choices.empty() && std::find(field.choices.begin(), field.choices.end(), value) == field.choices.end()) {
     fail<ConfigError>("[config] ", where, ": '", field.key, "' is one of ", join(field.choices), "; not ",
@@ -286,7 +287,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
       {"train.log_every", &t.log_every, "steps between lines of metrics.jsonl", any, 1},
       {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
-      {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}},
+      {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}, {}, {},
+       {"f16"}, "gradients below f16's range vanish unless the loss is scaled, which steps cannot do"},
 
       {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}, {}, {},
        {"zero1", "hybrid", "secondary_shard", "tensor_parallel"}},

@@ -93,6 +93,15 @@ TEST(Bf16, GathersBf16AndReducesF32) {
     }
 }
 
+// A program's own configuration, which no command line has checked.
+TEST(Bf16, OtherDTypesAreRefused) {
+  for (const char* dtype : {"f16", "f64", "half"}) {
+    models::TrainConfig c = tiny_config();
+    c.train.dtype = dtype;
+    EXPECT_THROW(train_tiny(c, 1, 1), ConfigError) << dtype;
+  }
+}
+
 // What the cut of the batch does not change stays bitwise: strategy, prefetch, and ranks against micro-batches.
 TEST(Bf16, StrategiesAndMicroBatchesAgreeBitwise) {
   models::TrainConfig c = in_bf16();

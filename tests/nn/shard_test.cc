@@ -77,6 +77,7 @@ TEST(Shard, UnknownPathsAxesAndStrategiesAreNamed) {
     };
     EXPECT_THAT(message({.units = nn::units_at({"blocks.7"})}), HasSubstr("'blocks.7'; there are: blocks.0"));
     EXPECT_THAT(message({.axis = "model"}), HasSubstr("model"));
+    EXPECT_THAT(message({.compute_dtype = kF16}), HasSubstr("f16 needs a scaled loss"));
     EXPECT_THROW(StrategyChoice("hybrid"), ConfigError);
     EXPECT_THROW(StrategyChoice("fsdp"), ConfigError);
     EXPECT_EQ(StrategyChoice("shard_grad_op").value, strategy::shard_grad_op);
