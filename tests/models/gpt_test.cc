@@ -130,6 +130,36 @@ TEST(Llama, LossIsThatOfTheLogits) {
   expect_loss_is_that_of_the_logits(model, 29);
 }
 
+// Residuals are added by norms, and so are their gradients: two norms a block, the first one of all alone. What adds
+// itself are `other_adds` gradients that meet inside the blocks.
+template <class M>
+void expect_norms_add_the_residuals(M& model, int64_t vocab, const std::string& norm, int64_t blocks, int64_t other_adds) {
+  materialize(model, Device::cpu(), {.seed = 3});
+  Recording recording;
+  recording.backward(model.loss(tokens({}, 3, 5, vocab, 0), tokens({}, 3, 5, vocab, 1)));
+  const Tape tape = recording.take();
+  std::map<std::string, int64_t> ops;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id)
+    if (const Node& n = tape.node(id); n.op) {
+      const bool in_block = std::string_view(tape.path(n)).starts_with("blocks");
+      ++ops[std::string(in_block ? "block " : "") + n.op->name];
+    }
+  EXPECT_EQ(ops["block " + norm], 1);
+  EXPECT_EQ(ops["block add_" + norm] + ops["add_" + norm], 2 * blocks);
+  EXPECT_EQ(ops["block norm_backward"] + ops["norm_backward"], 2 * blocks + 1);
+  EXPECT_EQ(ops["block add"], other_adds);
+}
+
+TEST(Gpt, NormsAddTheResiduals) {
+  Gpt model(small_gpt());
+  expect_norms_add_the_residuals(model, 23, "layer_norm", 3, /*other_adds=*/1);  // of the first norm's input
+}
+
+TEST(Llama, NormsAddTheResiduals) {
+  Llama model(small_llama());
+  expect_norms_add_the_residuals(model, 29, "rms_norm", 2, /*other_adds=*/3);  // and of the inputs of gate and up
+}
+
 using Gradients = std::map<std::string, std::vector<double>>;
 
 template <class M, class BlockType, class Config>
