@@ -38,12 +38,11 @@ Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, 
 // Of the innermost DeviceScope.
 thread_local std::optional<Device> default_device_;
 
-// An op's device is that of its inputs, but for those that stay with the host; constants on cpu go with meta inputs.
+// An op's device is that of its inputs; constants on cpu go with meta inputs.
 Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> outputs) {
   std::optional<Device> found;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Device have = inputs[i].device();
-    if (op.host_inputs >> i & 1 && !have.is_meta()) continue;
     if (!found || *found == have) found = have;
     else if (found->is_meta() || have.is_meta()) found = Device::meta();
     else

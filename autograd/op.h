@@ -4,7 +4,6 @@
 //     static constexpr const char* kName = "softmax";
 //     struct Attrs { int32_t dim; };                       // trivially copyable; the tape stores its bytes
 //     static constexpr uint64_t kSavedOutputs = 0b1;       // what the backward reads: bit i = output i
-//     static constexpr uint64_t kHostInputs = 0b10;        // stays on the CPU, whatever the op's device; optional
 //     static void infer(const Attrs&, Infer&);             // dtypes and global shapes; throws ShapeError, DTypeError
 //     static void place(const Attrs&, Place&);             // the forward placement rule; the backward's follows
 //     static int64_t workspace(const Attrs&, const Execute&);   // bytes, an upper bound from types; optional
@@ -176,7 +175,6 @@ struct OpDef {
   Lane lane;
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
-  uint64_t host_inputs;  ///< stay on the CPU whatever the op's device is: small values that the host reads
   HostMemory memory;  ///< where fresh outputs lie: `wire` if other ranks will read them
   bool stores_wide;  ///< stores output 0 in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
@@ -216,7 +214,6 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kLane; }) d.lane = Op::kLane;
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
-  if constexpr (requires { Op::kHostInputs; }) d.host_inputs = Op::kHostInputs;
   if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;
   if constexpr (requires { Op::kStoresWide; }) d.stores_wide = Op::kStoresWide;
   d.attrs_size = std::is_empty_v<Attrs> ? 0 : sizeof(Attrs);

@@ -48,21 +48,19 @@ Tape Recording::take() {
 
 Recording* Recording::current() { return current_recording; }
 
-Tensor Recording::random_state() {
-  if (!random_state_) {
-    Device device = default_device();
+Tensor Recording::random_state(Device device) {
+  if (!random_state_ || !(random_state_.device() == device))
     random_state_ = device.is_meta()
                         ? Tensor::empty({kI64, {3}, {}}, device)
                         : Tensor::from<int64_t>({static_cast<int64_t>(options_.seed), options_.step,
-                                                 options_.first_sample}, {3});
-    leaf(random_state_, "random_state");
-  }
+                                                 options_.first_sample}, {3}).to(device);
+  leaf(random_state_, "random_state");
   return random_state_;
 }
 
-void Recording::next_micro_batch(int64_t first_sample) {
+void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
   options_.first_sample = first_sample;
-  random_state_ = Tensor();
+  random_state_ = random_state;
   calls_.clear();
 }
 

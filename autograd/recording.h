@@ -67,11 +67,11 @@ class Recording {
   /// Closes what is still open and moves the tape out; the recording is over.
   Tape take();
   const RecordingOptions& options() const { return options_; }
-  /// i64[3] = {seed, step, first_sample}: an input of random ops, so that a step's program never changes.
-  Tensor random_state();
+  /// i64[3] = {seed, step, first_sample} on `device`: an input of random ops, so that a step's program never changes.
+  Tensor random_state(Device device);
   /// Begins the next micro-batch of this step, whose first sample has global index `first_sample`: dropout is keyed as
-  /// if the samples had come in one batch.
-  void next_micro_batch(int64_t first_sample);
+  /// if the samples had come in one batch. `random_state`, if given, holds what random_state() would.
+  void next_micro_batch(int64_t first_sample, const Tensor& random_state = {});
   /// Counts the calls of one module path within a micro-batch, to key dropout.
   int64_t next_call(const std::string& path) { return calls_[path]++; }
   /// Copies of the leaves as first met; needs capture_leaves.

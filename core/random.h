@@ -27,8 +27,21 @@ struct Key {
 /// The stream of a named tensor under a seed: of a parameter's path, for instance. The same on
 /// every platform.
 Key key_of(std::string_view name, uint64_t seed);
+
+namespace detail {
+/// SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64 bits that spreads every bit.
+SHEAF_HOST_DEVICE inline uint64_t mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+}  // namespace detail
+
 /// A stream of its own for each `data`: of a step, a call, a layer.
-Key fold_in(Key key, uint64_t data);
+SHEAF_HOST_DEVICE inline Key fold_in(Key key, uint64_t data) {
+  return {detail::mix(key.value ^ detail::mix(data))};
+}
 
 namespace philox {
 

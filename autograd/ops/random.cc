@@ -3,9 +3,10 @@
 //
 // [Note: random keys] Given a Key, an op uses it as it is. Otherwise the key is derived from the
 // recording: module path and number of the call on that path are attributes, seed, step and first
-// sample are the input `random_state`, so that a replayed step draws what its inputs say. Dimension
-// 0 counts samples: the first sample's global index is added to it, and inside of rowwise() that of
-// the first local row.
+// sample are the input `random_state`, so that a replayed step draws what its inputs say. The kernel
+// reads it (kernels/random.h, DrawKey): on a GPU it lies there, and a graph that is launched again
+// finds the next step's. Dimension 0 counts samples: the first sample's global index is added to it,
+// and inside of rowwise() that of the first local row.
 #include "sheaf/kernels/random.h"
 
 #include "sheaf/autograd/ops/common.h"
@@ -25,15 +26,16 @@ struct KeySource {
   int64_t first_row = first_local_row();
 };
 
-/// The key of one execution; `first_sample` is where dimension 0 starts.
-Key key_for(const KeySource& s, const Execute& c, int state, int64_t* first_sample) {
-  *first_sample = s.first_row;
-  if (s.call < 0) return {s.key};
-  const int64_t* v = c.input(state).as<int64_t>();  // seed, step, first sample
-  *first_sample += v[2];
-  return fold_in(
-      fold_in(fold_in({s.key}, static_cast<uint64_t>(v[0])), static_cast<uint64_t>(s.call)),
-      static_cast<uint64_t>(v[1]));
+int64_t sample_numel(const Shape& global) {
+  if (global.rank() == 0) return 1;
+  return global[0] > 0 ? global.numel() / global[0] : 0;
+}
+
+/// What one execution draws from; input `state` is random_state.
+kernels::DrawKey key_for(const KeySource& s, const Execute& c, int state) {
+  if (s.call < 0) return Key{s.key};
+  return {Key{s.key}, static_cast<uint64_t>(s.call), c.input(state).as<int64_t>(),
+          sample_numel(c.output_type(0).shape)};
 }
 
 KeySource recorded_source(const char* op, Recording*& recording) {
@@ -43,17 +45,17 @@ KeySource recorded_source(const char* op, Recording*& recording) {
   return {key_of(str(path, "/", op), 0).value, recording->next_call(path)};
 }
 
-/// Where output 0's local part lies in the global tensor.
-kernels::GlobalIndex global_index(const Type& type, int64_t first_sample) {
+/// Where output 0's local part lies in the global tensor, if its first row is `first_row`.
+kernels::GlobalIndex global_index(const Type& type, int64_t first_row) {
   bool flat = false;
   for (int i = 0; i < type.layout.num_axes(); ++i)
     flat = flat || (type.layout[i].is_shard() && type.layout[i].map().is_flat());
   kernels::GlobalIndex where{type.shape, Shape::filled(type.shape.rank(), 0)};
   if (type.layout.mesh()) where.start = type.layout.local_start(type.shape);
-  if (type.shape.rank() == 0) return {{1}, {first_sample}};
-  const int64_t row = type.shape[0] > 0 ? type.shape.numel() / type.shape[0] : 0;
-  if (flat) return {{type.shape.numel()}, {where.start[0] + first_sample * row}};
-  where.start[0] += first_sample;
+  if (type.shape.rank() == 0) return {{1}, {first_row}};
+  if (flat)
+    return {{type.shape.numel()}, {where.start[0] + first_row * sample_numel(type.shape)}};
+  where.start[0] += first_row;
   return where;
 }
 /// A scalar as a vector of one element, for kernels that want an index.
@@ -61,7 +63,6 @@ View at_least_1d(const View& v) { return v.rank() > 0 ? v : View::dense(v.data, 
 
 struct Random {  // input, if derived from the recording: random_state
   static constexpr const char* kName = "random";
-  static constexpr uint64_t kHostInputs = 0b1;
   struct Attrs {
     KeySource source;
     double a, b;  ///< mean and std, or lo and hi
@@ -70,9 +71,8 @@ struct Random {  // input, if derived from the recording: random_state
   };
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    int64_t first = 0;
-    const Key key = key_for(a.source, c, 0, &first);
-    const kernels::GlobalIndex where = global_index(c.output_type(0), first);
+    const kernels::DrawKey key = key_for(a.source, c, 0);
+    const kernels::GlobalIndex where = global_index(c.output_type(0), a.source.first_row);
     const View out = at_least_1d(c.output(0));
     if (a.normal)
       SHEAF_ON_DEVICE(stream, normal, out, key, where, a.a, a.b);
@@ -95,7 +95,7 @@ Tensor draw(const Type& type, const Random::Attrs& attrs, std::span<const Tensor
 Tensor draw(const char* op, const Type& type, double a, double b, bool normal) {
   Recording* recording;
   const KeySource source = recorded_source(op, recording);
-  const Tensor state = recording->random_state();
+  const Tensor state = recording->random_state(default_device());
   return draw(type, {source, a, b, normal}, std::span(&state, 1));
 }
 
@@ -106,7 +106,6 @@ struct Dropout {  // inputs x and, if derived from the recording, random_state
     double p;
   };
   static constexpr uint64_t kSavedInputs = 0b10;
-  static constexpr uint64_t kHostInputs = 0b10;
   static void infer(const Attrs& a, Infer& c) {
     require_floating(kName, c.dtype(0));
     check<ConfigError>(a.p >= 0 && a.p < 1, "[dropout] probability ", a.p, " is not in [0, 1)");
@@ -120,10 +119,8 @@ struct Dropout {  // inputs x and, if derived from the recording, random_state
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    int64_t first = 0;
-    const Key key = key_for(a.source, c, 1, &first);
-    SHEAF_ON_DEVICE(stream, dropout, at_least_1d(c.input(0)), a.p, key,
-                 global_index(c.output_type(0), first), at_least_1d(c.output(0)));
+    SHEAF_ON_DEVICE(stream, dropout, at_least_1d(c.input(0)), a.p, key_for(a.source, c, 1),
+                    global_index(c.output_type(0), a.source.first_row), at_least_1d(c.output(0)));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (!c.needs(0)) return;
@@ -167,7 +164,7 @@ Tensor dropout(const Tensor& x, double p) {
   if (p == 0) return x;
   Recording* recording;
   const KeySource source = recorded_source("dropout", recording);
-  return apply<Dropout>({source, p}, {x, recording->random_state()});
+  return apply<Dropout>({source, p}, {x, recording->random_state(x.device())});
 }
 
 Tensor full(const Shape& shape, double value, DType dtype) {

@@ -84,39 +84,47 @@ void generate(const View& out, const GlobalIndex& where, Words words, F f) {
 
 }  // namespace
 
-void uniform(const View& out, Key key, const GlobalIndex& where, double lo, double hi) {
+void uniform(const View& out, DrawKey from, const GlobalIndex& where, double lo, double hi) {
   check_where("uniform", out, where);
   generate<uint32_t>(
       out, where,
-      [key](uint64_t global, int64_t n, uint32_t* bits) { words_u32(key, global, n, bits); },
+      [key = from.derived(), first = from.first_index()](uint64_t global, int64_t n,
+                                                         uint32_t* bits) {
+        words_u32(key, first + global, n, bits);
+      },
       [lo, range = hi - lo](uint32_t bits) {
         return lo + range * static_cast<double>(uniform_from(bits));
       });
 }
 
-void normal(const View& out, Key key, const GlobalIndex& where, double mean, double std) {
+void normal(const View& out, DrawKey from, const GlobalIndex& where, double mean, double std) {
   check_where("normal", out, where);
   generate<uint64_t>(
       out, where,
-      [key](uint64_t global, int64_t n, uint64_t* bits) { words_u64(key, global, n, bits); },
+      [key = from.derived(), first = from.first_index()](uint64_t global, int64_t n,
+                                                         uint64_t* bits) {
+        words_u64(key, first + global, n, bits);
+      },
       [mean, std](uint64_t bits) { return mean + std * normal_from(bits); });
 }
 
-void dropout(const View& x, double p, Key key, const GlobalIndex& where, const View& out) {
+void dropout(const View& x, double p, DrawKey from, const GlobalIndex& where, const View& out) {
   check_where("dropout", x, where);
   check_shapes("dropout", out, x);
   check<ConfigError>(p >= 0.0 && p < 1.0, "[dropout] probability ", p, " is not in [0, 1)");
   // Dropped where 32 random bits, as a fraction, are below p.
   const uint64_t threshold = static_cast<uint64_t>(p * 0x1p32);
+  const Key key = from.derived();
+  const uint64_t first = from.first_index();
   auto run = [&]<class C>() {
     const C scale = static_cast<C>(1.0 / (1.0 - p));
     parallel_for(out.numel(), kGrain, [&](int64_t begin, int64_t end) {
       uint32_t bits[kBlock];
       C values[kBlock];
-      Cursor from(x, begin), to(out, begin);
+      Cursor in(x, begin), to(out, begin);
       for_global_runs(out.shape, where, begin, end, [&](int64_t, uint64_t global, int64_t n) {
-        words_u32(key, global, n, bits);
-        from.read(n, values);
+        words_u32(key, first + global, n, bits);
+        in.read(n, values);
         for (int64_t k = 0; k < n; ++k) values[k] = bits[k] < threshold ? C(0) : values[k] * scale;
         to.write(n, values);
       });

@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 enum class Kind : uint8_t { uniform, normal, dropout };
 
 struct Draw {
-  Key key;
+  DrawKey from;
   uint64_t base;       // global index of the local element 0
   double a, b;         // lo and range, or mean and standard deviation; dropout: b is the scale
   uint64_t threshold;  // dropout: words below it drop
@@ -20,14 +20,18 @@ struct Draw {
 /// The words of elements that come in any order; neighbours share a Philox block.
 class Words {
  public:
-  explicit __device__ Words(Key key) : key_(key) {}
+  /// `from` may depend on memory that work before this kernel has filled.
+  explicit __device__ Words(const DrawKey& from)
+      : key_(from.derived()), first_(from.first_index()) {}
   __device__ uint32_t u32(uint64_t index) {
+    index += first_;
     load(index >> 2);
     const uint32_t low = index & 1 ? block_.word[1] : block_.word[0],
                    high = index & 1 ? block_.word[3] : block_.word[2];
     return index & 2 ? high : low;
   }
   __device__ uint64_t u64(uint64_t index) {
+    index += first_;
     load(index >> 1);
     const uint32_t low = index & 1 ? block_.word[2] : block_.word[0],
                    high = index & 1 ? block_.word[3] : block_.word[1];
@@ -40,6 +44,7 @@ class Words {
     block_ = philox::block(key_, number), loaded_ = number;
   }
   Key key_;
+  uint64_t first_;
   uint64_t loaded_ = ~uint64_t{0};  // no block has this number
   philox::Block block_{};
 };
@@ -80,7 +85,7 @@ __global__ void draw_packs(Draw draw, T* out, const T* x, int64_t step, int64_t 
       for (int k = 0; k < kSize; ++k)
         if (k < count) in.v[k] = x[first + k];
   }
-  Words words(draw.key);
+  Words words(draw.from);
 #pragma unroll
   for (int k = 0; k < kSize; ++k)
     result.v[k] =
@@ -99,7 +104,7 @@ __global__ void draw_elements(Draw draw, DType out_type, void* out, DType x_type
                               Layout<3> at) {
   constexpr int kCount = 4;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kCount;
-  Words words(draw.key);
+  Words words(draw.from);
   for (int64_t i = first; i < first + kCount && i < at.numel; ++i) {
     int64_t offset[3];
     at.offsets(i, offset);
@@ -148,19 +153,19 @@ void run(const char* name, const Stream& stream, Draw draw, const GlobalIndex& w
 
 }  // namespace
 
-void uniform(const Stream& stream, const View& out, Key key, const GlobalIndex& where, double lo,
-             double hi) {
+void uniform(const Stream& stream, const View& out, DrawKey key, const GlobalIndex& where,
+             double lo, double hi) {
   check_where("uniform", out, where);
   run<Kind::uniform>("uniform", stream, {key, 0, lo, hi - lo, 0}, where, out, out);
 }
 
-void normal(const Stream& stream, const View& out, Key key, const GlobalIndex& where, double mean,
-            double std) {
+void normal(const Stream& stream, const View& out, DrawKey key, const GlobalIndex& where,
+            double mean, double std) {
   check_where("normal", out, where);
   run<Kind::normal>("normal", stream, {key, 0, mean, std, 0}, where, out, out);
 }
 
-void dropout(const Stream& stream, const View& x, double p, Key key, const GlobalIndex& where,
+void dropout(const Stream& stream, const View& x, double p, DrawKey key, const GlobalIndex& where,
              const View& out) {
   check_where("dropout", x, where);
   check<ShapeError>(x.shape == out.shape, "[dropout] kernel operands have shapes ", out.shape,

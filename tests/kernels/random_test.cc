@@ -112,7 +112,7 @@ TEST(Random, EveryElementIsAFunctionOfItsGlobalIndex) {
 
 TEST(Uniform, CoversTheInterval) {
   Buffer x(kF64, {100000});
-  cpu::uniform(x.view(), {5}, GlobalIndex::whole({100000}), 2, 6);
+  cpu::uniform(x.view(), Key{5}, GlobalIndex::whole({100000}), 2, 6);
   double mean = 0;
   for (const double v : x.values()) {
     ASSERT_TRUE(v >= 2 && v < 6);
@@ -126,8 +126,8 @@ TEST(Dropout, KeepsTheMeanAndMasksTheGradientAlike) {
   Buffer x(kF32, shape, {1, 0}), y(kF32, shape), dy(kF32, shape), dx(kF32, shape);
   x.random(1, 1, 2), dy.random(2, 1, 2);
   const GlobalIndex where{{900, 400}, {100, 0}};
-  cpu::dropout(x.view(), 0.3, {42}, where, y.view());
-  cpu::dropout(dy.view(), 0.3, {42}, where, dx.view());
+  cpu::dropout(x.view(), 0.3, Key{42}, where, y.view());
+  cpu::dropout(dy.view(), 0.3, Key{42}, where, dx.view());
   int64_t kept = 0;
   for (int64_t i = 0; i < x.numel(); ++i) {
     if (y.get(i) != 0) {
@@ -139,22 +139,22 @@ TEST(Dropout, KeepsTheMeanAndMasksTheGradientAlike) {
     }
   }
   EXPECT_NEAR(double(kept) / double(x.numel()), 0.7, 0.005);
-  cpu::dropout(x.view(), 0, {42}, where, y.view());
+  cpu::dropout(x.view(), 0, Key{42}, where, y.view());
   EXPECT_EQ(x.values(), y.values());
-  EXPECT_THROW(cpu::dropout(x.view(), 1, {42}, where, y.view()), ConfigError);
-  EXPECT_THROW(cpu::dropout(x.view(), 0.5, {42}, {{900, 400}, {100, 1}}, y.view()), ShapeError);
+  EXPECT_THROW(cpu::dropout(x.view(), 1, Key{42}, where, y.view()), ConfigError);
+  EXPECT_THROW(cpu::dropout(x.view(), 0.5, Key{42}, {{900, 400}, {100, 1}}, y.view()), ShapeError);
 }
 
 TEST(Normal, RoundsToEveryFloatingType) {
   Buffer full(kF64, {500});
-  cpu::normal(full.view(), {7}, GlobalIndex::whole({500}), 0, 1);
+  cpu::normal(full.view(), Key{7}, GlobalIndex::whole({500}), 0, 1);
   for (const DType dtype : {kF32, kBF16, kF16}) {
     Buffer x(dtype, {500});
-    cpu::normal(x.view(), {7}, GlobalIndex::whole({500}), 0, 1);
+    cpu::normal(x.view(), Key{7}, GlobalIndex::whole({500}), 0, 1);
     EXPECT_LE(test::scaled_error(x.values(), full.values()), test::tolerance(dtype));
   }
   Buffer n(kI32, {5});
-  EXPECT_THROW(cpu::normal(n.view(), {7}, GlobalIndex::whole({5}), 0, 1), DTypeError);
+  EXPECT_THROW(cpu::normal(n.view(), Key{7}, GlobalIndex::whole({5}), 0, 1), DTypeError);
 }
 
 }  // namespace

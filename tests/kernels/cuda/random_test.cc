@@ -68,8 +68,8 @@ TEST(CudaRandom, NormalTails) {
   SHEAF_NEEDS_GPU();  // 60,000 draws: some beyond 4 standard deviations
   const Array blank(kF64, {60000}), want = blank.clone();
   const OnGpu out(blank);
-  cuda::normal(OnGpu::stream(), out, {3}, GlobalIndex::whole({60000}), 0, 1);
-  cpu::normal(want, {3}, GlobalIndex::whole({60000}), 0, 1);
+  cuda::normal(OnGpu::stream(), out, Key{3}, GlobalIndex::whole({60000}), 0, 1);
+  cpu::normal(want, Key{3}, GlobalIndex::whole({60000}), 0, 1);
   const Array got = out.back();
   EXPECT_TRUE(same_bits(got, want));
   double largest = 0;
@@ -96,6 +96,36 @@ TEST(CudaRandom, Dropout) {
       }
 }
 
+// The same launch draws what the state says when it runs, and what the derived key says.
+TEST(CudaRandom, KeysDerivedFromAStateOnTheDevice) {
+  SHEAF_NEEDS_GPU();
+  const Key path = key_of("blocks.0.mlp/dropout", 0);
+  Array state(kI64, {3});
+  const OnGpu gstate(state);
+  const Array x = Array::random(kF32, {6, 50}, 1), blank(kF32, {6, 50});
+  const OnGpu gx(x), out(blank);
+  const DrawKey on_gpu(path, 3, gstate.view().as<int64_t>(), 50),
+      on_cpu(path, 3, state.view().as<int64_t>(), 50);
+  const GlobalIndex where = GlobalIndex::whole({6, 50});
+  for (const int64_t step : {0, 1, 77}) {
+    state.set(0, 1337), state.set(1, static_cast<double>(step));
+    state.set(2, static_cast<double>(step * 12));
+    kernels::cuda::copy_bytes(OnGpu::stream(), gstate.view().data, state.view().data,
+                              state.bytes(), kernels::cuda::Copy::to_device);
+    const Key key = fold_in(fold_in(fold_in(path, 1337), 3), static_cast<uint64_t>(step));
+    const GlobalIndex there{{6, 50}, {step * 12, 0}};
+    const Array want = blank.clone(), derived = blank.clone();
+    cuda::dropout(OnGpu::stream(), gx, 0.4, on_gpu, where, out);
+    cpu::dropout(x, 0.4, key, there, want), cpu::dropout(x, 0.4, on_cpu, where, derived);
+    EXPECT_TRUE(same_bits(out.back(), want)) << step;
+    EXPECT_TRUE(same_bits(derived, want)) << step;
+    cuda::normal(OnGpu::stream(), out, on_gpu, where, 0, 1);
+    cpu::normal(want, key, there, 0, 1), cpu::normal(derived, on_cpu, where, 0, 1);
+    EXPECT_TRUE(same_bits(out.back(), want)) << step;
+    EXPECT_TRUE(same_bits(derived, want)) << step;
+  }
+}
+
 TEST(CudaRandom, DropoutBetweenTypesAndLayouts) {
   SHEAF_NEEDS_GPU();
   const Shape shape{40, 21};
@@ -105,8 +135,8 @@ TEST(CudaRandom, DropoutBetweenTypesAndLayouts) {
         const Array x = Array::random(from, shape, 1, 1, strides), blank(to, shape),
                     want = blank.clone();
         const OnGpu gx(x), out(blank);
-        cuda::dropout(OnGpu::stream(), gx, 0.3, {5}, GlobalIndex::whole(shape), out);
-        cpu::dropout(x, 0.3, {5}, GlobalIndex::whole(shape), want);
+        cuda::dropout(OnGpu::stream(), gx, 0.3, Key{5}, GlobalIndex::whole(shape), out);
+        cpu::dropout(x, 0.3, Key{5}, GlobalIndex::whole(shape), want);
         EXPECT_TRUE(same_bits(out.back(), want)) << name(from) << name(to) << strides.to_string();
       }
 }
@@ -120,8 +150,8 @@ TEST(CudaRandom, MemoryThatStartsAnywhere) {
       v.data = v.as<char>() + size_of(v.dtype), v.shape = {257};
       return v;
     };
-    cuda::uniform(OnGpu::stream(), part(out), {1}, GlobalIndex::whole({257}), 0, 1);
-    cpu::uniform(part(want), {1}, GlobalIndex::whole({257}), 0, 1);
+    cuda::uniform(OnGpu::stream(), part(out), Key{1}, GlobalIndex::whole({257}), 0, 1);
+    cpu::uniform(part(want), Key{1}, GlobalIndex::whole({257}), 0, 1);
     EXPECT_TRUE(same_bits(out.back(), want)) << name(d);
   }
 }
@@ -130,9 +160,9 @@ TEST(CudaRandom, NamesWhatDoesNotFit) {
   SHEAF_NEEDS_GPU();
   const Array x(kF32, {3, 4}), whole(kI32, {3, 4});
   const Stream& s = OnGpu::stream();
-  EXPECT_THROW(cuda::uniform(s, whole, {1}, GlobalIndex::whole({3, 4}), 0, 1), DTypeError);
-  EXPECT_THROW(cuda::normal(s, x, {1}, {{3, 4}, {0, 1}}, 0, 1), ShapeError);
-  EXPECT_THROW(cuda::dropout(s, x, 1.0, {1}, GlobalIndex::whole({3, 4}), x), ConfigError);
+  EXPECT_THROW(cuda::uniform(s, whole, Key{1}, GlobalIndex::whole({3, 4}), 0, 1), DTypeError);
+  EXPECT_THROW(cuda::normal(s, x, Key{1}, {{3, 4}, {0, 1}}, 0, 1), ShapeError);
+  EXPECT_THROW(cuda::dropout(s, x, 1.0, Key{1}, GlobalIndex::whole({3, 4}), x), ConfigError);
 }
 
 }  // namespace
