@@ -34,8 +34,11 @@ enum AdamWScalar {
 /// 1 - beta^t. param, m, v: dense [n], f32 or f64; grad: dense [n], any floating type; segments:
 /// i64 [k, 3] of (begin, end, decay?), dense. Elements outside all segments (padding) keep their
 /// values.
+///
+/// `clip_scale`, if given, is a floating scalar that takes the place of kClipScale: clipping leaves
+/// it where it was computed.
 void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
-           const View& scalars);
+           const View& scalars, const View& clip_scale = {});
 
 enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale, kSgdScalars };
 
@@ -45,23 +48,23 @@ enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale,
 ///   b = momentum * b + g;   g = nesterov ? g + momentum * b : b      (only with a buffer)
 ///   p = p - learning_rate * g
 ///
-/// `momentum_buffer` is View{} for plain SGD.
+/// `momentum_buffer` is View{} for plain SGD; `clip_scale` as above.
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
-         const View& scalars, bool nesterov);
+         const View& scalars, bool nesterov, const View& clip_scale = {});
 
 }  // namespace cpu
 
 /// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where
-/// the CPU flushes subnormal numbers, up to those). `segments` and `scalars` lie in device memory,
-/// so that a recorded step can be replayed and a gradient norm never visits the host. Segments must
-/// be sorted and not overlap: of a table in another order some part is applied. What lies beyond
-/// the shard is cut off.
+/// the CPU flushes subnormal numbers, up to those). `segments`, `scalars` and `clip_scale` lie in
+/// device memory, so that a recorded step can be replayed and a gradient norm never visits the host.
+/// Segments must be sorted and not overlap: of a table in another order some part is applied. What
+/// lies beyond the shard is cut off.
 namespace cuda {
 
 void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,
-           const View& segments, const View& scalars);
+           const View& segments, const View& scalars, const View& clip_scale = {});
 void sgd(const Stream& stream, const View& param, const View& grad, const View& momentum_buffer,
-         const View& segments, const View& scalars, bool nesterov);
+         const View& segments, const View& scalars, bool nesterov, const View& clip_scale = {});
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -23,6 +23,14 @@ void read_scalars(const char* who, const View& scalars, C* out, int count) {
   });
 }
 
+/// All scalars; `clip_scale`, if given, in the place of element `clip`.
+template <class C>
+void read_scalars(const char* who, const View& scalars, C* out, int count, const View& clip_scale,
+                  int clip) {
+  read_scalars(who, scalars, out, count);
+  if (clip_scale.data) read_scalars(who, clip_scale, out + clip, 1);
+}
+
 /// Calls update(i, n, decay) for all lanes of all segments, on all threads.
 template <class F>
 void for_segments(const char* who, int64_t numel, const View& segments, F&& update) {
@@ -70,14 +78,14 @@ SHEAF_INLINE Lanes<C> load_gradient(const G* grad, int64_t i, N n) {
 }  // namespace
 
 void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
-           const View& scalars) {
+           const View& scalars, const View& clip_scale) {
   check_flat("adamw", param, param, true), check_flat("adamw", param, grad, false);
   check_flat("adamw", param, m, true), check_flat("adamw", param, v, true);
   visit_param("adamw", param.dtype, [&]<class C>() {
     visit_floating("adamw", grad.dtype, [&]<class G>() {
       using L = Lanes<C>;
       C s[kAdamWScalars];
-      read_scalars("adamw", scalars, s, kAdamWScalars);
+      read_scalars("adamw", scalars, s, kAdamWScalars, clip_scale, kClipScale);
       const L lr(s[kLearningRate]), beta1(s[kBeta1]), beta2(s[kBeta2]), rest1(C(1) - s[kBeta1]),
           rest2(C(1) - s[kBeta2]);
       const L epsilon(s[kEpsilon]), decay(s[kLearningRate] * s[kWeightDecay]), clip(s[kClipScale]);
@@ -97,7 +105,7 @@ void adamw(const View& param, const View& grad, const View& m, const View& v, co
 }
 
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
-         const View& scalars, bool nesterov) {
+         const View& scalars, bool nesterov, const View& clip_scale) {
   const bool has_buffer = momentum_buffer.rank() != 0;
   check_flat("sgd", param, param, true), check_flat("sgd", param, grad, false);
   if (has_buffer) check_flat("sgd", param, momentum_buffer, true);
@@ -105,7 +113,7 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
     visit_floating("sgd", grad.dtype, [&]<class G>() {
       using L = Lanes<C>;
       C s[kSgdScalars];
-      read_scalars("sgd", scalars, s, kSgdScalars);
+      read_scalars("sgd", scalars, s, kSgdScalars, clip_scale, kSgdClipScale);
       const L lr(s[kSgdLearningRate]), momentum(s[kSgdMomentum]), decay(s[kSgdWeightDecay]),
           clip(s[kSgdClipScale]);
       for_segments("sgd", param.numel(), segments, [&](int64_t i, auto n, bool decays) {

@@ -9,6 +9,17 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVectors = 2;  // of each array in flight per thread; one search serves them all
 
+/// Floating numbers that work before the kernel has left in device memory.
+struct Scalars {
+  const void* data;
+  bool f64;  // else f32
+};
+template <class C>
+__device__ C scalar_at(const Scalars& s, int i) {
+  return s.f64 ? static_cast<C>(static_cast<const double*>(s.data)[i])
+               : static_cast<C>(static_cast<const float*>(s.data)[i]);
+}
+
 /// A parameter's optimizer state is kStates arrays beside it.
 template <int kStates>
 struct Shard {
@@ -18,16 +29,16 @@ struct Shard {
   int64_t numel;
   const int64_t* segments;  // [count, 3]
   int64_t count;
-  const void* scalars;
-  bool f64_scalars;  // else f32
-  bool vectors;      // all arrays are aligned for whole vectors
+  Scalars scalars;
+  Scalars clip_scale;  // takes the place of one of them; null: none does
+  bool vectors;        // all arrays are aligned for whole vectors
 };
 
 // The order of operations is a promise of the header; the file is compiled with -fmad=false
 // -ftz=true.
 
 struct AdamW {
-  static constexpr int kStates = 2, kScalars = cpu::kAdamWScalars;
+  static constexpr int kStates = 2, kScalars = cpu::kAdamWScalars, kClip = cpu::kClipScale;
   template <class C>
   __device__ static void update(const AdamW&, const C* s, bool decays, C grad, C& p, C* state) {
     const C g = s[cpu::kClipScale] * grad;
@@ -44,7 +55,8 @@ struct AdamW {
 
 template <bool kMomentum>
 struct Sgd {
-  static constexpr int kStates = kMomentum ? 1 : 0, kScalars = cpu::kSgdScalars;
+  static constexpr int kStates = kMomentum ? 1 : 0, kScalars = cpu::kSgdScalars,
+                       kClip = cpu::kSgdClipScale;
   bool nesterov;
   template <class C>
   __device__ static void update(const Sgd& self, const C* s, bool decays, C grad, C& p, C* state) {
@@ -124,9 +136,8 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
         find_segment(shard.segments, 0, shard.count, threadIdx.x == 0 ? begin : last);
   C s[Rule::kScalars];
 #pragma unroll
-  for (int k = 0; k < Rule::kScalars; ++k)
-    s[k] = shard.f64_scalars ? static_cast<C>(static_cast<const double*>(shard.scalars)[k])
-                             : static_cast<C>(static_cast<const float*>(shard.scalars)[k]);
+  for (int k = 0; k < Rule::kScalars; ++k) s[k] = scalar_at<C>(shard.scalars, k);
+  if (shard.clip_scale.data) s[Rule::kClip] = scalar_at<C>(shard.clip_scale, 0);
   __syncthreads();
 
 #pragma unroll
@@ -171,14 +182,17 @@ void check_flat(const char* who, const View& param, const View& v, bool same_dty
 template <class Rule>
 void run(const char* who, const Stream& stream, const Rule& rule, const View& param,
          const View& grad, const std::array<View, Rule::kStates>& states, const View& segments,
-         const View& scalars) {
+         const View& scalars, const View& clip_scale) {
   check_flat(who, param, param, true), check_flat(who, param, grad, false);
   for (const View& state : states) check_flat(who, param, state, true);
   check<DTypeError>(param.dtype == kF32 || param.dtype == kF64, "[", who,
                     "] parameters must be f32 or f64, not ", param.dtype);
-  check<ShapeError>(
-      scalars.numel() == Rule::kScalars && scalars.contiguous() && is_floating(scalars.dtype), "[",
-      who, "] wants ", Rule::kScalars, " scalars, got ", scalars.dtype, scalars.shape);
+  const auto read = [&](const View& v, int count) {
+    check<ShapeError>(
+        v.numel() == count && v.contiguous() && (v.dtype == kF32 || v.dtype == kF64), "[", who,
+        "] wants ", count, " scalars, f32 or f64, got ", v.dtype, v.shape);
+    return Scalars{v.data, v.dtype == kF64};
+  };
   check<ShapeError>(segments.rank() == 2 && segments.shape[1] == 3 && segments.contiguous() &&
                         segments.dtype == kI64,
                     "[", who, "] segments must be i64 [k, 3], got ", segments.dtype,
@@ -186,7 +200,8 @@ void run(const char* who, const Stream& stream, const Rule& rule, const View& pa
   Shard<Rule::kStates> shard{};
   shard.param = param.data, shard.grad = grad.data, shard.numel = param.numel();
   shard.segments = segments.as<int64_t>(), shard.count = segments.shape[0];
-  shard.scalars = scalars.data, shard.f64_scalars = scalars.dtype == kF64;
+  shard.scalars = read(scalars, Rule::kScalars);
+  if (clip_scale.data) shard.clip_scale = read(clip_scale, 1);
   shard.vectors = aligned16(param.data) && aligned16(grad.data);
   for (int k = 0; k < Rule::kStates; ++k) {
     shard.state[k] = states[static_cast<size_t>(k)].data;
@@ -208,16 +223,17 @@ void run(const char* who, const Stream& stream, const Rule& rule, const View& pa
 }  // namespace
 
 void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,
-           const View& segments, const View& scalars) {
-  run("adamw", stream, AdamW{}, param, grad, {m, v}, segments, scalars);
+           const View& segments, const View& scalars, const View& clip_scale) {
+  run("adamw", stream, AdamW{}, param, grad, {m, v}, segments, scalars, clip_scale);
 }
 
 void sgd(const Stream& stream, const View& param, const View& grad, const View& momentum_buffer,
-         const View& segments, const View& scalars, bool nesterov) {
+         const View& segments, const View& scalars, bool nesterov, const View& clip_scale) {
   if (momentum_buffer.rank() == 0)
-    run("sgd", stream, Sgd<false>{nesterov}, param, grad, {}, segments, scalars);
+    run("sgd", stream, Sgd<false>{nesterov}, param, grad, {}, segments, scalars, clip_scale);
   else
-    run("sgd", stream, Sgd<true>{nesterov}, param, grad, {momentum_buffer}, segments, scalars);
+    run("sgd", stream, Sgd<true>{nesterov}, param, grad, {momentum_buffer}, segments, scalars,
+        clip_scale);
 }
 
 }  // namespace sheaf::kernels::cuda

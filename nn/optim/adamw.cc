@@ -23,10 +23,9 @@ struct AdamWStep {
   static constexpr const char* kName = "adamw";
   static constexpr OpKind kKind = OpKind::step;
   using Attrs = NoAttrs;
-  static int64_t workspace(const Attrs&, const Execute& c) { return detail::clipped_scalars_workspace(c, 5); }
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), adamw, c.output(0), c.input(1), c.output(1), c.output(2), c.input(4),
-                    detail::clipped_scalars(c, 5, kClipScale));
+                    c.input(5), detail::optional_input(c, 6));
   }
 };
 

@@ -3,8 +3,6 @@
 #include <algorithm>
 
 #include "sheaf/autograd/ops.h"
-#include "sheaf/kernels/copy.h"
-#include "sheaf/kernels/dispatch.h"
 #include "sheaf/nn/trainable_units.h"
 
 namespace sheaf::optim {
@@ -53,11 +51,13 @@ void Optimizer::step(const StepOptions& options) {
   const PhaseScope phase(Phase::update);
   ++steps_;
   for (const ShardState& shard : shards_) shard.unit->schedule()->flush();  // what is gathered would be old
-  const std::vector<double> values = scalars(options, steps_);
-  const Shape shape{static_cast<int64_t>(values.size())};
-  const Device device = shards_[0].flat().shard.device();
-  const Tensor scalars =
-      device.is_meta() ? Tensor::empty({kF64, shape, {}}, device) : Tensor::from(values, shape).to(device);
+  Tensor scalars = options.scalars;
+  if (!scalars) {
+    const std::vector<double> values = this->scalars(options, steps_);
+    const Shape shape{static_cast<int64_t>(values.size())};
+    const Device device = shards_[0].flat().shard.device();
+    scalars = device.is_meta() ? Tensor::empty({kF64, shape, {}}, device) : Tensor::from(values, shape).to(device);
+  }
   Recording* r = Recording::current();
   if (r) r->leaf(scalars, name_ + ".scalars");
   const std::vector<std::string> names = state_names();
@@ -81,18 +81,7 @@ void Optimizer::zero_grad() {
 
 namespace detail {
 
-int64_t clipped_scalars_workspace(const Execute& c, int index) {
-  return c.num_inputs() > index + 1 ? c.input(index).bytes() : 0;
-}
-
-View clipped_scalars(const Execute& c, int index, int clip_scale) {
-  const View scalars = c.input(index);
-  if (c.num_inputs() <= index + 1) return scalars;
-  const View clipped = View::dense(c.workspace.data, scalars.dtype, scalars.shape);
-  SHEAF_ON_DEVICE(c.stream(), copy, scalars, clipped);
-  SHEAF_ON_DEVICE(c.stream(), copy, c.input(index + 1), View::dense(clipped.as<double>() + clip_scale, kF64, {}));
-  return clipped;
-}
+View optional_input(const Execute& c, int index) { return c.num_inputs() > index ? c.input(index) : View{}; }
 
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {
   FlatBuffer& b = shard.flat();

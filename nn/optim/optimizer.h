@@ -14,6 +14,7 @@ namespace sheaf::optim {
 /// What a step may be told.
 struct StepOptions {
   std::optional<double> lr = std::nullopt;  ///< learning rate of this step; the optimizer's own if absent
+  Tensor scalars = {};  ///< next_scalars(), where the parameters live; undefined: step() takes them there
 };
 
 /// Chooses the parameters that weight decay acts on.
@@ -39,6 +40,9 @@ class Optimizer {
   /// Updates the parameters from their gradients, times the scale that clip_grad_norm left, and the state. Units that
   /// have no gradient stay as they are. Recorded as part of the update if a recording lives.
   void step(const StepOptions& options = {});
+  /// What the next step reads: the values that change from step to step, for a caller who brings them to the device
+  /// with other things, or again and again for a step that is a graph.
+  std::vector<double> next_scalars(const StepOptions& options = {}) const { return scalars(options, steps_ + 1); }
   /// Frees the gradients.
   void zero_grad();
   /// Steps taken so far: with state() all that resuming needs.
@@ -67,10 +71,8 @@ namespace detail {
 /// Runs a step op whose inputs are (parameters, gradient, state..., segments, scalars [, clip scale]) and whose outputs
 /// lie in the memory of the parameters and the state.
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
-/// What a step op reads its scalars from: input `index`, f64 [n], in which input index + 1, if there is one, takes the
-/// place of element `clip_scale` (in a copy, in the op's workspace).
-int64_t clipped_scalars_workspace(const Execute& c, int index);
-View clipped_scalars(const Execute& c, int index, int clip_scale);
+/// Input `index`, or View{} where the step has none.
+View optional_input(const Execute& c, int index);
 }  // namespace detail
 
 }  // namespace sheaf::optim

@@ -15,11 +15,10 @@ struct SgdStep {
   static constexpr const char* kName = "sgd";
   static constexpr OpKind kKind = OpKind::step;
   struct Attrs { int32_t momentum, nesterov; };
-  static int64_t workspace(const Attrs& a, const Execute& c) { return detail::clipped_scalars_workspace(c, 3 + a.momentum); }
   static void execute(const Attrs& a, Execute& c) {
     const int segments = 2 + a.momentum;
     SHEAF_ON_DEVICE(c.stream(), sgd, c.output(0), c.input(1), a.momentum ? c.output(1) : View{}, c.input(segments),
-                    detail::clipped_scalars(c, segments + 1, kSgdClipScale), a.nesterov != 0);
+                    c.input(segments + 1), a.nesterov != 0, detail::optional_input(c, segments + 2));
   }
   static void describe(const Attrs& a, std::string& out) { out += a.nesterov ? "nesterov" : ""; }
 };

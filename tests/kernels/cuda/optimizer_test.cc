@@ -86,6 +86,31 @@ TEST(CudaOptimizer, SgdHasTheBitsOfTheCpu) {
           });
 }
 
+TEST(CudaOptimizer, AClipScaleTakesThePlaceOfItsElement) {
+  SHEAF_NEEDS_GPU();
+  const int64_t n = 5000;
+  for (DType d : {kF32, kF64})
+    with_threads(1, [&] {
+      const Array p = Array::random(kF32, {n}, 1), g = Array::random(kF32, {n}, 2),
+                  b = Array::random(kF32, {n}, 3), m = Array::random(kF32, {n}, 4),
+                  v = positive(Array::random(kF32, {n}, 5)), segments = segments_of(n),
+                  clip = Array::of(d, {}, {0.3});
+      Array adamw = scalars_of(kF64, kAdamW, cpu::kAdamWScalars),
+            sgd = scalars_of(kF64, kSgd, cpu::kSgdScalars);
+      const OnGpu gp(p), gg(g), gb(b), gm(m), gv(v), gsegments(segments), gadamw(adamw), gsgd(sgd),
+          gclip(clip);
+      const Stream& s = OnGpu::stream();
+      cuda::adamw(s, gp, gg, gm, gv, gsegments, gadamw, gclip);
+      cuda::sgd(s, gp, gg, gb, gsegments, gsgd, false, gclip);
+      adamw.set(cpu::kClipScale, clip.at(0)), sgd.set(cpu::kSgdClipScale, clip.at(0));
+      cpu::adamw(p, g, m, v, segments, adamw);
+      cpu::sgd(p, g, b, segments, sgd, false);
+      EXPECT_TRUE(same_bits(gp.back(), p));
+      EXPECT_TRUE(same_bits(gb.back(), b));
+      EXPECT_TRUE(same_bits(gv.back(), v));
+    });
+}
+
 TEST(CudaOptimizer, AShardThatIsNotAligned) {
   SHEAF_NEEDS_GPU();
   const int64_t n = 5000;
