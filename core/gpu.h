@@ -2,6 +2,7 @@
 // stream's order. Implemented in kernels/cuda/gpu.cc; RankContext::gpu holds it.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -10,6 +11,14 @@
 #include "sheaf/core/event.h"
 
 namespace sheaf {
+
+/// Work that was captured: it runs again, all of it, on the same memory. Belongs to its Gpu's rank.
+class GpuGraph {
+ public:
+  virtual ~GpuGraph() = default;
+  /// Enqueues it on compute().
+  virtual void replay() = 0;
+};
 
 class Gpu {
  public:
@@ -36,6 +45,34 @@ class Gpu {
   virtual void sync(const Stream& stream) = 0;
   /// All that is enqueued on `stream` by now, as an event that another stream can be ordered behind.
   virtual Event record(const Stream& stream) = 0;
+
+  /// From here on what is enqueued on compute(), and on streams that events put behind it, does not run but is recorded;
+  /// what is allocated belongs to the graph while it lives. In the end all these streams must be ordered before compute()
+  /// again. Host and device cannot meet meanwhile: copies from and to the host, sync() and events from before are errors.
+  /// GpuCapture ends what an exception leaves open.
+  virtual void begin_capture() = 0;
+  virtual std::unique_ptr<GpuGraph> end_capture() = 0;
+  virtual void abandon_capture() noexcept = 0;
+  virtual bool capturing() const = 0;
+  /// While capturing: `f` is to be called after each replay, with points of compute() before and behind it. The last
+  /// call of one `caller` counts.
+  using Replayed = std::function<void(const Event& begun, const Event& done)>;
+  virtual void at_replays(const void* caller, Replayed f) = 0;
+};
+
+/// A capture, for as long as the scope lives.
+class GpuCapture {
+ public:
+  explicit GpuCapture(Gpu& gpu) : gpu_(gpu) { gpu_.begin_capture(); }
+  ~GpuCapture() {
+    if (gpu_.capturing()) gpu_.abandon_capture();
+  }
+  GpuCapture(const GpuCapture&) = delete;
+  GpuCapture& operator=(const GpuCapture&) = delete;
+  std::unique_ptr<GpuGraph> finish() { return gpu_.end_capture(); }
+
+ private:
+  Gpu& gpu_;
 };
 
 }  // namespace sheaf

@@ -378,6 +378,11 @@ class PoisonGpu final : public Gpu {
   }
   void sync(const Stream& stream) override { inner_->sync(stream); }
   Event record(const Stream& stream) override { return inner_->record(stream); }
+  void begin_capture() override { inner_->begin_capture(); }
+  std::unique_ptr<GpuGraph> end_capture() override { return inner_->end_capture(); }
+  void abandon_capture() noexcept override { inner_->abandon_capture(); }
+  bool capturing() const override { return inner_->capturing(); }
+  void at_replays(const void* caller, Replayed f) override { inner_->at_replays(caller, std::move(f)); }
 
  private:
   std::shared_ptr<Gpu> inner_;

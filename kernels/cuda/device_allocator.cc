@@ -1,10 +1,9 @@
 #include <algorithm>
-#include <iterator>
-#include <map>
 #include <mutex>
-#include <set>
+#include <vector>
 
 #include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/free_blocks.h"
 #include "sheaf/kernels/cuda/gpu.h"
 #include "sheaf/kernels/cuda/runtime.h"
 
@@ -16,7 +15,28 @@ constexpr size_t kLeastGrowth = size_t{32} << 20;  // mapping takes the driver t
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-class GrowingAllocator : public DeviceAllocator {
+/// [Note: memory of graphs] A graph runs with the addresses that its capture was given. What a
+/// capture takes from the range is the graph's, until the graph goes: blocks freed meanwhile are
+/// handed out again within the same capture, and to nobody else, so that whatever comes to live
+/// beside the graph lies elsewhere. It counts as alive with the most that was alive in the capture:
+/// a replay's peak is that of the same work done without a graph.
+struct GraphMemory {
+  std::map<size_t, size_t> taken;                // offset, size: from the range
+  FreeBlocks free;                               // of these
+  std::vector<std::pair<size_t, size_t>> older;  // blocks from before the capture, freed in it: the
+                                                 // graph may read them
+  int64_t older_bytes = 0;                       // as they were asked for
+  int64_t live = 0, peak = 0;                    // requested bytes of blocks within
+
+  bool holds(size_t offset) const {
+    const auto after = taken.upper_bound(offset);
+    return after != taken.begin() &&
+           offset < std::prev(after)->first + std::prev(after)->second;
+  }
+};
+
+class GrowingAllocator : public DeviceAllocator,
+                         public std::enable_shared_from_this<GrowingAllocator> {
  public:
   explicit GrowingAllocator(int device) : device_(device) {}
   ~GrowingAllocator() override { release(range_); }
@@ -24,39 +44,45 @@ class GrowingAllocator : public DeviceAllocator {
   void* allocate(size_t bytes, HostMemory) override {
     const size_t size = rounded(bytes);
     std::lock_guard lock(mutex_);
-    auto fit = by_size_.lower_bound({size, 0});
-    if (fit == by_size_.end()) {
-      grow(bytes, size);
-      fit = by_size_.lower_bound({size, 0});
+    const size_t offset = open_ ? take_for_graph(bytes, size) : take(bytes, size);
+    if (open_) {
+      open_->live += static_cast<int64_t>(bytes);
+      open_->peak = std::max(open_->peak, open_->live);
     }
-    const auto [free_size, offset] = *fit;
-    take_out(offset);
-    if (free_size > size) put_in(offset + size, free_size - size);
-    used_ += size;
-    stats_.live += static_cast<int64_t>(bytes);
-    stats_.peak = std::max(stats_.peak, stats_.live);
+    count(static_cast<int64_t>(bytes));
     ++stats_.allocations;
     return range_.base + offset;
   }
 
   void free(void* block, size_t bytes) override {
     std::lock_guard lock(mutex_);
-    stats_.live -= static_cast<int64_t>(bytes);
-    size_t offset = static_cast<size_t>(static_cast<char*>(block) - range_.base),
-           size = rounded(bytes);
-    used_ -= size;
-    const auto next = free_.lower_bound(offset);
-    if (next != free_.end() && next->first == offset + size) {
-      size += next->second;
-      take_out(next->first);
-    }
-    const auto after = free_.lower_bound(offset);
-    if (after != free_.begin())
-      if (const auto before = std::prev(after); before->first + before->second == offset) {
-        offset = before->first, size += before->second;
-        take_out(before->first);
+    const auto offset = static_cast<size_t>(static_cast<char*>(block) - range_.base);
+    const auto asked = static_cast<int64_t>(bytes);
+    for (const auto& graph : graphs_)
+      if (graph->holds(offset)) {
+        graph->free.put(offset, rounded(bytes)), graph->live -= asked;
+        if (graph == open_) count(-asked);
+        return;
       }
-    put_in(offset, size);
+    if (open_) {
+      open_->older.emplace_back(offset, rounded(bytes)), open_->older_bytes += asked;
+      return;
+    }
+    free_.put(offset, rounded(bytes));
+    count(-asked);
+  }
+
+  void begin_capture() override {
+    std::lock_guard lock(mutex_);
+    open_ = std::make_shared<GraphMemory>();
+    graphs_.push_back(open_);
+  }
+  std::shared_ptr<void> end_capture() override {
+    std::lock_guard lock(mutex_);
+    const std::shared_ptr<GraphMemory> graph = std::move(open_);
+    open_ = nullptr;
+    count(graph->peak - graph->live);
+    return {graph.get(), [self = shared_from_this(), graph](void*) { self->give_back(graph); }};
   }
 
   MemoryStats stats() const override {
@@ -79,14 +105,33 @@ class GrowingAllocator : public DeviceAllocator {
  private:
   static size_t rounded(size_t bytes) { return std::max(kAlign, round_up(bytes, kAlign)); }
 
-  void put_in(size_t offset, size_t size) {
-    free_[offset] = size;
-    by_size_.insert({size, offset});
+  void count(int64_t bytes) {
+    stats_.live += bytes;
+    stats_.peak = std::max(stats_.peak, stats_.live);
   }
-  void take_out(size_t offset) {
-    const auto it = free_.find(offset);
-    by_size_.erase({it->second, offset});
-    free_.erase(it);
+
+  size_t take(size_t bytes, size_t size) {
+    std::optional<size_t> offset = free_.take(size);
+    if (!offset) {
+      grow(bytes, size);
+      offset = free_.take(size);
+    }
+    return *offset;
+  }
+  size_t take_for_graph(size_t bytes, size_t size) {
+    if (const std::optional<size_t> offset = open_->free.take(size)) return *offset;
+    const size_t offset = take(bytes, size);
+    open_->taken[offset] = size;
+    return offset;
+  }
+
+  // What still lives in a graph's memory goes back when it dies, as any block.
+  void give_back(const std::shared_ptr<GraphMemory>& graph) {
+    std::lock_guard lock(mutex_);
+    std::erase(graphs_, graph);
+    for (const auto& [offset, size] : graph->free.pieces()) free_.put(offset, size);
+    for (const auto& [offset, size] : graph->older) free_.put(offset, size);
+    count(graph->live - graph->peak - graph->older_bytes);
   }
 
   // Makes a free block of `size` at the end of the range, which may begin with a free one that is
@@ -97,30 +142,26 @@ class GrowingAllocator : public DeviceAllocator {
       granularity_ = map_granularity(device_);
       range_ = reserve(device_, round_up(memory_info().total, granularity_));
     }
-    size_t tail = 0;
-    if (!free_.empty())
-      if (const auto last = std::prev(free_.end()); last->first + last->second == range_.mapped)
-        tail = last->second;
-    const size_t missing = round_up(size - tail, granularity_);
-    const size_t begin = range_.mapped - tail;
+    const size_t missing = round_up(size - free_.before(range_.mapped), granularity_);
     const size_t generous = std::max(missing, round_up(kLeastGrowth, granularity_));
+    const size_t end = range_.mapped;
     if (!map(device_, range_, generous) && !map(device_, range_, missing)) {
       const DeviceMemoryInfo info = memory_info();
       fail<OutOfMemory>("[allocator] ", Device::cuda(device_).to_string(), " cannot give ", bytes,
-                        " bytes: ", used_, " in use and ", range_.mapped - used_,
+                        " bytes: ", range_.mapped - free_.bytes(), " in use and ", free_.bytes(),
                         " free in pieces here, ", info.free, " of ", info.total,
                         " free on the device");
     }
-    if (tail) take_out(begin);
-    put_in(begin, range_.mapped - begin);
+    free_.put(end, range_.mapped - end);
   }
 
   const int device_;
   mutable std::mutex mutex_;
   DeviceRange range_;
-  size_t granularity_ = 0, used_ = 0;
-  std::map<size_t, size_t> free_;                // offset, size
-  std::set<std::pair<size_t, size_t>> by_size_;  // size, offset
+  size_t granularity_ = 0;
+  FreeBlocks free_;
+  std::vector<std::shared_ptr<GraphMemory>> graphs_;
+  std::shared_ptr<GraphMemory> open_;  // of the capture that goes on
   MemoryStats stats_;
 };
 

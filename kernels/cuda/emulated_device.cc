@@ -1,6 +1,5 @@
-// The emulated device: its memory, and streams that run as late as they may.
+// The emulated device: its memory, and what runtime.h asks of it.
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <iterator>
 #include <map>
@@ -11,6 +10,7 @@
 #include <sys/mman.h>
 
 #include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/emulated_streams.h"
 #include "sheaf/kernels/cuda/emulation.h"
 #include "sheaf/kernels/cuda/runtime.h"
 
@@ -111,89 +111,10 @@ DeviceMemory& device_memory() {
 
 }  // namespace
 
-// --- streams ---
-
 namespace {
 
-struct EmulatedStream {
-  std::deque<std::function<void()>> work;
-  uint64_t enqueued = 0, done = 0;
-};
-
-/// Where a stream was when the event was recorded.
-struct EmulatedEvent {
-  std::shared_ptr<EmulatedStream> stream;
-  uint64_t ticket = 0;
-};
-
-class Device0 {
- public:
-  static Device0& get() {
-    static Device0 device;
-    return device;
-  }
-
-  std::shared_ptr<EmulatedStream> make() {
-    std::lock_guard lock(mutex_);
-    streams_.push_back(std::make_shared<EmulatedStream>());
-    return streams_.back();
-  }
-  std::shared_ptr<EmulatedStream> of(const Stream& stream) {
-    for (const auto& s : streams_)
-      if (s.get() == stream.handle) return s;
-    fail<CudaError>("[stream] not a stream of this device (emulated GPU)");
-  }
-  void enqueue(const Stream& stream, std::function<void()> work) {
-    std::lock_guard lock(mutex_);
-    EmulatedStream& s = *of(stream);
-    s.work.push_back(std::move(work));
-    ++s.enqueued;
-    if (s.work.size() > kMostWaiting) run(s, s.done + kMostWaiting / 2);
-  }
-  void synchronize(const Stream& stream) {
-    std::lock_guard lock(mutex_);
-    EmulatedStream& s = *of(stream);
-    run(s, s.enqueued);
-  }
-  void synchronize(const EmulatedEvent& event) {
-    std::lock_guard lock(mutex_);
-    if (event.stream) run(*event.stream, event.ticket);
-  }
-  void synchronize_all() {
-    std::lock_guard lock(mutex_);
-    for (const auto& s : streams_) run(*s, s->enqueued);
-  }
-  void destroy(const Stream& stream) {
-    synchronize(stream);
-    std::lock_guard lock(mutex_);
-    std::erase_if(streams_, [&](const auto& s) { return s.get() == stream.handle; });
-  }
-  EmulatedEvent now(const Stream& stream) {
-    std::lock_guard lock(mutex_);
-    const auto s = of(stream);
-    return {s, s->enqueued};
-  }
-  void wait(const Stream& stream, const EmulatedEvent& event) {
-    if (!event.stream || event.stream.get() == stream.handle) return;
-    enqueue(stream, [this, event] { run(*event.stream, event.ticket); });
-  }
-
- private:
-  static constexpr size_t kMostWaiting = 4096;
-
-  // Under the lock, which work itself never takes.
-  void run(EmulatedStream& s, uint64_t ticket) {
-    while (s.done < ticket) {
-      const std::function<void()> work = std::move(s.work.front());
-      s.work.pop_front();
-      ++s.done;
-      work();
-    }
-  }
-
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<EmulatedStream>> streams_;
-};
+using emulation::EmulatedEvent;
+using emulation::Streams;
 
 std::mutex pinned_mutex;
 std::map<char*, size_t> pinned_blocks;
@@ -213,7 +134,7 @@ EmulatedEvent& event_of(EventHandle event) { return *static_cast<EmulatedEvent*>
 namespace emulation {
 
 void enqueue(const Stream& stream, std::function<void()> work) {
-  Device0::get().enqueue(stream, [work = std::move(work)] {
+  Streams::get().enqueue(stream, [work = std::move(work)] {
     device_memory().open();
     try {
       work();
@@ -239,14 +160,14 @@ void use_device(int device) {
 
 void* allocate(size_t bytes) { return device_memory().allocate(bytes); }
 void free(void* memory) {
-  Device0::get().synchronize_all();
+  Streams::get().synchronize_all();
   device_memory().free(memory);
 }
 size_t map_granularity(int) { return 1 << 20; }
 DeviceRange reserve(int, size_t bytes) { return device_memory().reserve(bytes); }
 bool map(int, DeviceRange& range, size_t bytes) { return device_memory().map(range, bytes); }
 void release(DeviceRange& range) {
-  Device0::get().synchronize_all();
+  Streams::get().synchronize_all();
   device_memory().release(range);
 }
 DeviceMemoryInfo memory_info() { return device_memory().info(); }
@@ -258,7 +179,7 @@ void* allocate_pinned(size_t bytes) {
   return memory;
 }
 void free_pinned(void* memory) {
-  Device0::get().synchronize_all();
+  Streams::get().synchronize_all();
   {
     std::lock_guard lock(pinned_mutex);
     pinned_blocks.erase(static_cast<char*>(memory));
@@ -268,26 +189,39 @@ void free_pinned(void* memory) {
 
 Stream make_stream(int device, Priority) {
   use_device(device);
-  return {Device::cuda(device), Device0::get().make().get()};
+  return {Device::cuda(device), Streams::get().make().get()};
 }
-void destroy_stream(const Stream& stream) { Device0::get().destroy(stream); }
-void synchronize(const Stream& stream) { Device0::get().synchronize(stream); }
+void destroy_stream(const Stream& stream) { Streams::get().destroy(stream); }
+void synchronize(const Stream& stream) { Streams::get().synchronize(stream); }
 
 EventHandle make_event() { return new EmulatedEvent; }
 void destroy_event(EventHandle event) { delete static_cast<EmulatedEvent*>(event); }
 void record(EventHandle event, const Stream& stream) {
-  event_of(event) = Device0::get().now(stream);
+  event_of(event) = Streams::get().now(stream);
 }
-void wait(const Stream& stream, EventHandle event) { Device0::get().wait(stream, event_of(event)); }
-void synchronize(EventHandle event) { Device0::get().synchronize(event_of(event)); }
+void wait(const Stream& stream, EventHandle event) { Streams::get().wait(stream, event_of(event)); }
+void synchronize(EventHandle event) { Streams::get().synchronize(event_of(event)); }
 bool reached(EventHandle event) {
   synchronize(event);  // or a host that asks again and again would ask for ever
   return true;
 }
 
+using GraphBox = std::shared_ptr<const emulation::Capture>;
+
+void begin_capture(const Stream& stream) { Streams::get().begin_capture(stream); }
+GraphHandle end_capture(const Stream& stream) {
+  return new GraphBox(Streams::get().end_capture(stream));
+}
+bool capturing(const Stream& stream) { return Streams::get().capturing(stream); }
+void launch_graph(GraphHandle graph, const Stream& stream) {
+  Streams::get().launch(*static_cast<GraphBox*>(graph), stream);
+}
+void destroy_graph(GraphHandle graph) { delete static_cast<GraphBox*>(graph); }
+
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) {
   if (bytes == 0) return;
-  if (kind == Copy::to_device && !is_pinned(from)) {  // the host may change its memory at once
+  // A graph reads the host's memory when it runs.
+  if (kind == Copy::to_device && !is_pinned(from) && !capturing(stream)) {  // the host may change its memory at once
     const auto* source = static_cast<const char*>(from);
     emulation::enqueue(stream, [to, copy = std::vector<char>(source, source + bytes)] {
       std::memcpy(to, copy.data(), copy.size());

@@ -11,7 +11,8 @@
 // Streams run as late as they may: what is enqueued waits until the host synchronises with it, or a
 // stream that does runs behind it. So work that was not put behind an event finds its inputs
 // missing, and memory that goes back too early is overwritten. An error in a kernel appears where
-// the host synchronises, as on a GPU.
+// the host synchronises, as on a GPU. A graph runs the work that its capture has recorded, with the
+// arguments it had then, in an order that only the recorded dependencies bind.
 //
 // What it cannot show: races inside a warp between two switches, alignment, occupancy, speed,
 // tensor cores.

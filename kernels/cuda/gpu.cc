@@ -1,8 +1,11 @@
 #include "sheaf/kernels/cuda/gpu.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <utility>
 
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/runtime.h"
@@ -24,7 +27,42 @@ class Point : public DevicePoint {
   EventHandle event_;
 };
 
-class CudaGpu : public Gpu {
+class CudaGraph : public GpuGraph {
+ public:
+  using Replayed = std::map<const void*, Gpu::Replayed>;
+  CudaGraph(std::shared_ptr<Gpu> gpu, GraphHandle handle, std::shared_ptr<void> memory,
+            Replayed replayed)
+      : gpu_(std::move(gpu)),
+        handle_(handle),
+        memory_(std::move(memory)),
+        replayed_(std::move(replayed)) {}
+  ~CudaGraph() override {
+    try {
+      synchronize(gpu_->compute());
+      destroy_graph(handle_);
+    } catch (const CudaError&) {
+    }  // reported where it happened
+  }
+  CudaGraph(const CudaGraph&) = delete;
+  CudaGraph& operator=(const CudaGraph&) = delete;
+
+  void replay() override {
+    check<CudaError>(!gpu_->capturing(), "[graph] a replay cannot be captured");
+    const Event begun = replayed_.empty() ? Event() : gpu_->record(gpu_->compute());
+    launch_graph(handle_, gpu_->compute());
+    if (replayed_.empty()) return;
+    const Event done = gpu_->record(gpu_->compute());
+    for (const auto& [caller, f] : replayed_) f(begun, done);
+  }
+
+ private:
+  const std::shared_ptr<Gpu> gpu_;
+  const GraphHandle handle_;
+  const std::shared_ptr<void> memory_;
+  const Replayed replayed_;
+};
+
+class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
  public:
   explicit CudaGpu(int index)
       : device_(Device::cuda(index)),
@@ -51,41 +89,87 @@ class CudaGpu : public Gpu {
 
   void copy(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) override {
     if (kind == Copy::on_device) return copy_bytes(stream, to, from, bytes, cuda::Copy::on_device);
+    check<CudaError>(!capturing_, "[gpu] a copy of ", bytes,
+                     kind == Copy::to_host
+                         ? " bytes to the host cannot be captured: values are not there before a "
+                           "graph has run"
+                         : " bytes from the host cannot be captured: a replay would not read the "
+                           "host's memory again");
     std::lock_guard lock(mutex_);
     use_device(device_.index);
-    if (!staging_) staging_ = static_cast<char*>(allocate_pinned(2 * kHalf));
+    if (!staging_) staging_ = static_cast<char*>(allocate_pinned(kSlots * kSlot));
     auto* host = static_cast<char*>(kind == Copy::to_host ? to : const_cast<void*>(from));
     auto* there = static_cast<char*>(kind == Copy::to_host ? const_cast<void*>(from) : to);
-    for (size_t done = 0; done < bytes; done += kHalf) {
-      const size_t n = std::min(kHalf, bytes - done);
+    for (size_t done = 0; done < bytes; done += kSlot) {
+      const size_t n = std::min(kSlot, bytes - done);
+      turn_ = (turn_ + 1) % kSlots;
+      if (used_[turn_]) used_[turn_]->sync();  // by a copy from the host, kSlots ago
+      used_[turn_] = nullptr;
+      char* const slot = staging_ + turn_ * kSlot;
       if (kind == Copy::to_host) {
-        copy_bytes(stream, staging_, there + done, n, cuda::Copy::to_host);
+        copy_bytes(stream, slot, there + done, n, cuda::Copy::to_host);
         synchronize(stream);
-        std::memcpy(host + done, staging_, n);
+        std::memcpy(host + done, slot, n);
       } else {
-        turn_ ^= 1;
-        if (used_[turn_]) used_[turn_]->sync();  // by the copy before the last one
-        char* const half = staging_ + static_cast<size_t>(turn_) * kHalf;
-        std::memcpy(half, host + done, n);
-        copy_bytes(stream, there + done, half, n, cuda::Copy::to_device);
+        std::memcpy(slot, host + done, n);
+        copy_bytes(stream, there + done, slot, n, cuda::Copy::to_device);
         used_[turn_] = std::make_shared<Point>(stream);
       }
     }
   }
-  void sync(const Stream& stream) override { synchronize(stream); }
+  void sync(const Stream& stream) override {
+    check<CudaError>(!capturing_ || !cuda::capturing(stream),
+                     "[gpu] the host cannot wait for a stream that is captured");
+    synchronize(stream);
+  }
   Event record(const Stream& stream) override { return Event::at(std::make_shared<Point>(stream)); }
 
+
+  void begin_capture() override {
+    check<CudaError>(!capturing_, "[gpu] a capture goes on already");
+    cuda::begin_capture(compute_);
+    blocks_->begin_capture();
+    capturing_ = true;
+  }
+  std::unique_ptr<GpuGraph> end_capture() override {
+    check<CudaError>(capturing_, "[gpu] there is no capture to end");
+    capturing_ = false;
+    CudaGraph::Replayed replayed = std::exchange(replayed_, {});
+    std::shared_ptr<void> memory = blocks_->end_capture();
+    const GraphHandle handle = cuda::end_capture(compute_);
+    return std::make_unique<CudaGraph>(shared_from_this(), handle, std::move(memory),
+                                       std::move(replayed));
+  }
+  void abandon_capture() noexcept override {
+    try {
+      capturing_ = false;
+      replayed_.clear();
+      blocks_->end_capture();
+      destroy_graph(cuda::end_capture(compute_));
+    } catch (const CudaError&) {
+    }  // of a capture that had failed
+  }
+  bool capturing() const override { return capturing_; }
+  void at_replays(const void* caller, Replayed f) override {
+    std::lock_guard lock(mutex_);
+    replayed_[caller] = std::move(f);
+  }
+
  private:
-  static constexpr size_t kHalf = size_t{4} << 20;
+  // A step brings what it needs from the host in one or few copies: the host is some steps ahead
+  // before it waits for a slot.
+  static constexpr size_t kSlot = size_t{1} << 20, kSlots = 8;
 
   const Device device_;
   const Stream compute_;
   const std::shared_ptr<DeviceAllocator> blocks_;
   const std::shared_ptr<Allocator> memory_ = blocks_;
-  std::mutex mutex_;         // of the staging memory
-  char* staging_ = nullptr;  // two halves, used in turn
-  int turn_ = 0;
-  std::shared_ptr<Point> used_[2];
+  std::atomic<bool> capturing_ = false;
+  std::mutex mutex_;         // guards what follows
+  char* staging_ = nullptr;  // slots, used in turn
+  size_t turn_ = 0;
+  std::shared_ptr<Point> used_[kSlots];
+  CudaGraph::Replayed replayed_;  // of the capture that goes on
 };
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <charconv>
 #include <vector>
 
+#include "sheaf/kernels/cuda/runtime.h"
+
 namespace sheaf::kernels::cuda {
 namespace {
 
@@ -110,6 +112,11 @@ std::string Product::to_string() const {
   return str('[', who, "] product ", s.in, '[', s.n, ',', s.k, "] x [", s.k, ',', s.m, "] into ",
              s.out, s.bias ? " with bias" : "", s.accumulate ? ", added" : "", ", ", s.batches,
              " batches (", s.to_string(), ')');
+}
+
+void check_can_be_timed(const Stream& stream, const Product& product) {
+  check<CudaError>(!capturing(stream), product,
+                   ": TuneProducts while a graph is captured; time products in a step before");
 }
 
 std::optional<ProductChoices::Choice> ProductChoices::find(const ProductShape& shape) const {

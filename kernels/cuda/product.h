@@ -78,6 +78,9 @@ class TuneProducts {
   static inline thread_local int depth_ = 0;
 };
 
+/// Throws CudaError while `stream` is captured.
+void check_can_be_timed(const Stream& stream, const Product& product);
+
 /// The choices made so far for a device, as text, so that all ranks and a resumed run compute with
 /// the same algorithms. First line: "sheaf products 1 <library, its version, device>". Then a line
 /// a choice, sorted: the words of ProductShape::to_string, ":" and 128 hexadecimal digits,

@@ -253,6 +253,7 @@ class DeviceProducts {
   cublasLtMatmulAlgo_t fastest(const Stream& stream, const Product& p, Prepared& prepared,
                                const std::vector<cublasLtMatmulAlgo_t>& candidates,
                                Workspace workspace) {
+    check_can_be_timed(stream, p);
     const ProductShape& s = p.shape;
     std::unique_ptr<void, void (*)(void*)> trial(nullptr, cuda::free);
     if (s.accumulate) {  // adding several times would spoil the result

@@ -30,8 +30,10 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
   const ProductShape& s = product.shape;
   ProductChoices::Choice choice =
       choices().find(s).value_or(ProductChoices::Choice{{1}, supports(s), false});
-  if (TuneProducts::active() && !choice.timed)
+  if (TuneProducts::active() && !choice.timed) {
+    check_can_be_timed(stream, product);
     choice.algorithm[0] += 1, choice.timed = true;  // as if the second candidate were the fastest
+  }
   choices().set(s, choice);
   if (!choice.supported) return false;
   check<ShapeError>(workspace.bytes >= product_workspace(), product,

@@ -3,6 +3,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <memory>
+
 #include "sheaf/core/error.h"
 
 namespace sheaf::kernels::cuda {
@@ -185,6 +187,35 @@ bool reached(EventHandle event) {
   if (error == cudaErrorNotReady) return false;
   check_call(error, "cudaEventQuery");
   return true;
+}
+
+void begin_capture(const Stream& stream) {
+  SHEAF_CUDA_CALL(cudaStreamBeginCapture, handle_of(stream), cudaStreamCaptureModeRelaxed);
+}
+
+GraphHandle end_capture(const Stream& stream) {
+  cudaGraph_t graph = nullptr;
+  const cudaError_t error = cudaStreamEndCapture(handle_of(stream), &graph);
+  const std::unique_ptr<CUgraph_st, decltype(&cudaGraphDestroy)> recorded(graph, cudaGraphDestroy);
+  check_call(error, "cudaStreamEndCapture");
+  cudaGraphExec_t executable = nullptr;
+  // Kernels keep the priorities of the streams that they were recorded on.
+  SHEAF_CUDA_CALL(cudaGraphInstantiate, &executable, graph,
+                  cudaGraphInstantiateFlagUseNodePriority);
+  return executable;
+}
+
+bool capturing(const Stream& stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  SHEAF_CUDA_CALL(cudaStreamIsCapturing, handle_of(stream), &status);
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void launch_graph(GraphHandle graph, const Stream& stream) {
+  SHEAF_CUDA_CALL(cudaGraphLaunch, static_cast<cudaGraphExec_t>(graph), handle_of(stream));
+}
+void destroy_graph(GraphHandle graph) {
+  SHEAF_CUDA_CALL(cudaGraphExecDestroy, static_cast<cudaGraphExec_t>(graph));
 }
 
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) {

@@ -68,6 +68,24 @@ void wait(const Stream& stream, EventHandle event);
 void synchronize(EventHandle event);
 bool reached(EventHandle event);
 
+/// From now on what is enqueued on `stream` is recorded and does not run; so is what is enqueued on
+/// a stream that waits for an event of a recording one. Nobody may wait for such a stream or event.
+///
+/// CUDA's relaxed mode: ranks and their communication threads capture and enqueue beside one
+/// another, memory may be mapped and code loaded meanwhile, and nothing here uses the default
+/// stream, of which the stricter modes would guard us.
+void begin_capture(const Stream& stream);
+using GraphHandle = void*;
+/// What was recorded since, ready to be launched; the recording ends on all its streams. Throws if
+/// something was done that cannot be recorded, or if a stream that joined was not put before
+/// `stream` again by an event.
+GraphHandle end_capture(const Stream& stream);
+bool capturing(const Stream& stream);
+/// Enqueues all of a graph.
+void launch_graph(GraphHandle graph, const Stream& stream);
+/// Its launches must have run.
+void destroy_graph(GraphHandle graph);
+
 enum class Copy : uint8_t { to_device, to_host, on_device };
 /// Enqueues a copy. From or to host memory that is not pinned, the host waits until it is done.
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind);

@@ -120,6 +120,108 @@ TEST(CudaEmulation, StreamsRunAsLateAsTheyMay) {
   destroy_stream(one), destroy_stream(two);
 }
 
+/// An i32 on the device, 0 at first.
+class Cell {
+ public:
+  Cell() : memory_(testing::Array::of(kI32, {1}, {0})) { synchronize(OnGpu::stream()); }
+  int* data() const { return memory_.view().as<int>(); }
+  double value() const { return memory_.back().at(0); }
+
+ private:
+  OnGpu memory_;
+};
+
+__global__ void add_to(int* to, const int* from, int constant) { *to += *from + constant; }
+void add(const Stream& stream, const Cell& to, const Cell& from, int constant) {
+  launch("add", stream, {.threads = 1}, add_to, to.data(), from.data(), constant);
+}
+
+struct TwoStreams {
+  const Stream one = make_stream(0), two = make_stream(0);
+  const EventHandle fork = make_event(), join = make_event();
+  TwoStreams() = default;
+  ~TwoStreams() {
+    destroy_event(fork), destroy_event(join);
+    destroy_stream(one), destroy_stream(two);
+  }
+  TwoStreams(const TwoStreams&) = delete;
+  TwoStreams& operator=(const TwoStreams&) = delete;
+  void begin() const { begin_capture(one), record(fork, one), wait(two, fork); }
+  GraphHandle end() const { return record(join, two), wait(one, join), end_capture(one); }
+};
+
+TEST(CudaEmulation, AGraphRunsWhatItsCaptureRecorded) {
+  const TwoStreams s;
+  const Cell a, b, c;
+  int ten = 10;
+  add(s.one, a, b, 1);  // before the capture: in front of the graph
+  s.begin();
+  add(s.one, a, b, ten);
+  add(s.two, b, c, 1);
+  ten = 1000;  // arguments are those of the launch
+  const GraphHandle graph = s.end();
+  EXPECT_FALSE(capturing(s.one) || capturing(s.two));
+  synchronize(s.one), synchronize(s.two);
+  EXPECT_EQ(a.value(), 1);  // nothing of it has run
+  EXPECT_EQ(b.value(), 0);
+  for (int n = 0; n < 3; ++n) launch_graph(graph, s.one);
+  synchronize(s.one);
+  EXPECT_EQ(b.value(), 3);
+  // Each time the other stream's part, which nothing puts behind this one, ran first.
+  EXPECT_EQ(a.value(), 1 + 3 * 10 + (1 + 2 + 3));
+  destroy_graph(graph);
+}
+
+TEST(CudaEmulation, AGraphKeepsTheOrderThatEventsGave) {
+  const TwoStreams s;
+  const Cell a, b, c;
+  s.begin();
+  add(s.one, a, c, 1);
+  record(s.fork, s.one), wait(s.two, s.fork);
+  add(s.two, b, a, 0);  // behind it
+  const GraphHandle graph = s.end();
+  for (int n = 0; n < 3; ++n) launch_graph(graph, s.one);
+  synchronize(s.one);
+  EXPECT_EQ(b.value(), 1 + 2 + 3);
+  destroy_graph(graph);
+}
+
+TEST(CudaEmulation, MisuseOfACaptureIsAnError) {
+  const Cell a, b;
+  const auto capture_fails = [&](const char* part, const auto& misuse) {
+    const TwoStreams s;
+    begin_capture(s.one);
+    expect_error([&] { misuse(s); }, part);
+    expect_error([&] { end_capture(s.one); }, "[cudaStreamEndCapture] the capture failed before: ");
+    EXPECT_FALSE(capturing(s.one));
+    add(s.one, a, b, 1);  // the stream runs again
+    synchronize(s.one);
+  };
+  capture_fails("[cudaStreamSynchronize] operation not permitted when stream is capturing",
+                [](const TwoStreams& s) { synchronize(s.one); });
+  capture_fails("[cudaEventSynchronize] operation not permitted on an event last recorded in a",
+                [](const TwoStreams& s) { record(s.fork, s.one), synchronize(s.fork); });
+  capture_fails("[cudaStreamBeginCapture] the stream is capturing already",
+                [](const TwoStreams& s) { begin_capture(s.one); });
+  capture_fails("[cudaStreamWaitEvent] dependency created on uncaptured work in another stream",
+                [](const TwoStreams& s) { record(s.fork, s.two), wait(s.one, s.fork); });
+  EXPECT_EQ(a.value(), 4);
+
+  const TwoStreams s;
+  s.begin();
+  add(s.two, a, b, 1);
+  expect_error([&] { end_capture(s.one); },
+               "[cudaStreamEndCapture] capturing stream has unjoined work");
+  s.begin();
+  const GraphHandle graph = s.end();
+  s.begin();
+  expect_error([&] { launch_graph(graph, s.one); }, "[cudaGraphLaunch]");
+  expect_error([&] { s.end(); }, "[cudaStreamEndCapture]");
+  expect_error([&] { wait(s.one, s.fork); },
+               "[cudaStreamWaitEvent] operation not permitted on an event last recorded in a");
+  destroy_graph(graph);
+}
+
 __global__ void write_at(int* to, int64_t i) { to[i] = 1; }
 
 TEST(CudaEmulationDeathTest, TheHostCannotTouchDeviceMemoryNorAKernelItsOutside) {

@@ -117,6 +117,157 @@ TEST(Gpu, EventsOrderStreams) {
   });
 }
 
+Tensor floats(int64_t n, float value) {
+  return Tensor::from(std::vector<float>(static_cast<size_t>(n), value), {n});
+}
+Tensor blank(Gpu& gpu, int64_t n) { return Tensor::empty({kF32, {n}, {}}, gpu.device()); }
+void copy(Gpu& gpu, const Tensor& to, const Tensor& from) {
+  gpu.copy(gpu.compute(), to.view().data, from.view().data,
+           static_cast<size_t>(from.local_bytes()), Gpu::Copy::on_device);
+}
+
+TEST(Gpu, AGraphRunsAgainOnMemoryOfItsOwn) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    constexpr int64_t kCount = 5000;
+    const MemoryStats before = gpu.memory()->stats();
+    {
+      const Tensor in = floats(kCount, 1).to(gpu.device());
+      Tensor out;
+      std::unique_ptr<GpuGraph> graph;
+      {
+        GpuCapture capture(gpu);
+        {
+          const Tensor middle = blank(gpu, kCount);
+          copy(gpu, middle, in);
+          out = blank(gpu, kCount);
+          copy(gpu, out, middle);
+        }  // freed: to be had again in this capture, and by nobody else
+        const int64_t reserved = gpu.memory()->stats().reserved;
+        EXPECT_NE(blank(gpu, kCount).view().data, out.view().data);
+        EXPECT_EQ(gpu.memory()->stats().reserved, reserved);
+        graph = capture.finish();
+      }
+      // Alive: the input, and the most that the capture had at once.
+      EXPECT_EQ(gpu.memory()->stats().live - before.live, 3 * kCount * 4);
+      std::vector<Tensor> others;
+      for (int i = 0; i < 20; ++i) others.push_back(floats(kCount, 7).to(gpu.device()));
+      for (float value : {2.0f, 3.0f}) {
+        copy(gpu, in, floats(kCount, value).to(gpu.device()));
+        graph->replay();
+        EXPECT_EQ(out.to_vector(), std::vector<float>(kCount, value));
+      }
+      for (const Tensor& t : others) ASSERT_EQ(t.to_vector(), std::vector<float>(kCount, 7));
+      // What lives in its memory outlives it.
+      graph.reset();
+      EXPECT_EQ(out.to_vector(), std::vector<float>(kCount, 3));
+      EXPECT_EQ(gpu.memory()->stats().live - before.live, (2 + 20) * kCount * 4);
+    }
+    EXPECT_EQ(gpu.memory()->stats().live, before.live);
+    const auto reserved = static_cast<size_t>(gpu.memory()->stats().reserved);
+    gpu.memory()->free(gpu.memory()->allocate(reserved), reserved);  // one piece again
+    EXPECT_EQ(gpu.memory()->stats().reserved, static_cast<int64_t>(reserved));
+  });
+}
+
+TEST(Gpu, AGraphKeepsWhatItReads) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    Tensor in = floats(1000, 5).to(gpu.device());
+    const Tensor out = blank(gpu, 1000);
+    GpuCapture capture(gpu);
+    copy(gpu, out, in);
+    in = Tensor();
+    const auto graph = capture.finish();
+    std::vector<Tensor> others;
+    for (int i = 0; i < 20; ++i) others.push_back(floats(1000, 7).to(gpu.device()));
+    graph->replay();
+    EXPECT_EQ(out.to_vector(), std::vector<float>(1000, 5));
+  });
+}
+
+TEST(Gpu, LanesOfACaptureComeBack) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    const Stream lane = gpu.make_lane();
+    const Tensor in = floats(1000, 1).to(gpu.device()), middle = blank(gpu, 1000),
+                 out = blank(gpu, 1000);
+    int replays = 0;
+    std::unique_ptr<GpuGraph> graph;
+    {
+      GpuCapture capture(gpu);
+      gpu.at_replays(&replays, [](const Event&, const Event&) { FAIL() << "the last one counts"; });
+      gpu.at_replays(&replays, [&](const Event&, const Event& done) {
+        ++replays;
+        EXPECT_NE(done.point(), nullptr);
+      });
+      gpu.record(gpu.compute()).order(lane);
+      gpu.copy(lane, middle.view().data, in.view().data, 4000, Gpu::Copy::on_device);
+      gpu.record(lane).order(gpu.compute());
+      copy(gpu, out, middle);
+      graph = capture.finish();
+    }
+    for (float value : {2.0f, 3.0f}) {
+      copy(gpu, in, floats(1000, value).to(gpu.device()));
+      graph->replay();
+      EXPECT_EQ(out.to_vector(), std::vector<float>(1000, value));
+    }
+    EXPECT_EQ(replays, 2);
+    {
+      GpuCapture capture(gpu);
+      gpu.record(gpu.compute()).order(lane);
+      gpu.copy(lane, middle.view().data, in.view().data, 4000, Gpu::Copy::on_device);
+      EXPECT_THROW(capture.finish(), CudaError);  // the lane was not joined
+    }
+    EXPECT_EQ(out.to_vector(), std::vector<float>(1000, 3));  // the streams run as before
+    gpu.destroy_lane(lane);
+  });
+}
+
+TEST(Gpu, HostAndDeviceCannotMeetInACapture) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    const Tensor there = floats(10, 4).to(gpu.device());
+    const auto message = [&](const auto& f) -> std::string {
+      try {
+        GpuCapture capture(gpu);
+        f();
+      } catch (const CudaError& e) {
+        return e.what();
+      }
+      return "";
+    };
+    EXPECT_EQ(message([&] { there.to_vector(); }),
+              "[gpu] a copy of 40 bytes to the host cannot be captured: values are not there before "
+              "a graph has run");
+    EXPECT_EQ(message([&] { floats(10, 1).to(gpu.device()); }),
+              "[gpu] a copy of 40 bytes from the host cannot be captured: a replay would not read "
+              "the host's memory again");
+    EXPECT_EQ(message([&] { gpu.sync(gpu.compute()); }),
+              "[gpu] the host cannot wait for a stream that is captured");
+    EXPECT_EQ(message([&] { gpu.begin_capture(); }), "[gpu] a capture goes on already");
+    std::unique_ptr<GpuGraph> graph;
+    {
+      GpuCapture capture(gpu);
+      graph = capture.finish();
+    }
+    EXPECT_EQ(message([&] { graph->replay(); }), "[graph] a replay cannot be captured");
+    EXPECT_EQ(there.to_vector(), std::vector<float>(10, 4));
+    EXPECT_FALSE(gpu.capturing());
+  });
+}
+
+TEST(Gpu, TheHostRunsAheadOfItsCopies) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    std::vector<Tensor> there;
+    for (int i = 0; i < 50; ++i) there.push_back(floats(100 + i, static_cast<float>(i)).to(gpu.device()));
+    for (int i = 0; i < 50; ++i)
+      EXPECT_EQ(there[static_cast<size_t>(i)].to_vector(),
+                std::vector<float>(static_cast<size_t>(100 + i), static_cast<float>(i)));
+  });
+}
+
 TEST(Gpu, WithoutOneTheErrorSaysSo) {
   RankContext context;
   RankScope scope(context);

@@ -1,0 +1,82 @@
+// The emulated GPU's streams, events, captures and graphs. Streams run as late as they may; what a
+// capture records does not run at all until its graph is launched, and then in an order that only
+// the recorded dependencies bind.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/device.h"
+
+namespace sheaf::kernels::cuda::emulation {
+
+using Work = std::function<void()>;
+
+/// What was recorded so far, by all streams that belong to one capture.
+struct Capture {
+  struct Node {
+    Work work;
+    std::vector<size_t> behind;  // nodes
+  };
+  std::vector<Node> nodes;
+  const void* origin = nullptr;  // the stream where it began, and must end
+  std::string broken;            // by what; empty: it is whole
+  bool over = false;
+
+  /// Runs all nodes, the latest recorded of those that may run first.
+  void run() const;
+  /// Nodes that `nodes` come behind, themselves included.
+  std::vector<bool> before(const std::vector<size_t>& last) const;
+};
+
+struct EmulatedStream {
+  std::deque<Work> work;
+  uint64_t enqueued = 0, done = 0;
+  std::shared_ptr<Capture> capture;  // null: it runs what it is given
+  std::vector<size_t> last;          // nodes that the next one comes behind
+};
+
+/// Where a stream was when the event was recorded: at a ticket, or at nodes of a capture.
+struct EmulatedEvent {
+  std::shared_ptr<EmulatedStream> stream;
+  uint64_t ticket = 0;
+  std::shared_ptr<Capture> capture;
+  std::vector<size_t> nodes;
+};
+
+/// All streams of the device. Thread-safe. Errors are those of CUDA, by its words.
+class Streams {
+ public:
+  static Streams& get();
+
+  std::shared_ptr<EmulatedStream> make();
+  void destroy(const Stream& stream);
+  void enqueue(const Stream& stream, Work work);
+  void synchronize(const Stream& stream);
+  void synchronize(const EmulatedEvent& event);
+  void synchronize_all();
+  EmulatedEvent now(const Stream& stream);
+  void wait(const Stream& stream, const EmulatedEvent& event);
+
+  void begin_capture(const Stream& stream);
+  std::shared_ptr<const Capture> end_capture(const Stream& stream);
+  bool capturing(const Stream& stream);
+  void launch(std::shared_ptr<const Capture> graph, const Stream& stream);
+
+ private:
+  static constexpr size_t kMostWaiting = 4096;
+
+  std::shared_ptr<EmulatedStream> of(const Stream& stream);
+  void put(EmulatedStream& s, Work work);
+  void run(EmulatedStream& s, uint64_t ticket);
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<EmulatedStream>> streams_;
+};
+
+}  // namespace sheaf::kernels::cuda::emulation
