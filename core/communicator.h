@@ -34,6 +34,9 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual std::string_view kind() const = 0;  ///< "local", "shm", "gloo", "nccl", "simulated"
+  /// True if calls on memory of a GPU can be part of a graph (core/gpu.h): they only enqueue, and peers that replay
+  /// theirs meet again.
+  virtual bool can_be_captured() const { return size() == 1; }
 
   /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
   /// its own place inside `out` (in-place gather).

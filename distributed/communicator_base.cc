@@ -77,7 +77,12 @@ void CommunicatorBase::check_counts(const char* op, std::span<const int64_t> cou
 
 Event CommunicatorBase::submit(Collective call) {
   throw_if_failed(call);
-  if (Gpu* gpu = RankContext::current().gpu.get(); gpu && gpu->holds(call.out)) {
+  Gpu* const gpu = RankContext::current().gpu.get();
+  call.captured = gpu && size() > 1 && gpu->capturing();
+  if (call.captured && !(can_be_captured() && gpu->holds(call.out)))
+    fail<ConfigError>('[', name(call.op), "] ", path_label(call.path), ": a graph cannot hold this call: ",
+                      can_be_captured() ? "its memory is the host's" : str("'", kind(), "' makes ranks meet on the host"));
+  if (gpu && gpu->holds(call.out)) {
     if (size() > 1 && !moves_gpu_memory())
       fail<ConfigError>('[', name(call.op), "] ", path_label(call.path), ": '", kind(), "' moves memory of the host, not of ",
                         gpu->device().to_string());

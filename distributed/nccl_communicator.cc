@@ -188,16 +188,32 @@ std::shared_ptr<const DevicePoint> NcclCommunicator::run_on_gpu(const Collective
     settle(call);
     std::shared_ptr<const DevicePoint> done;
     issue(call, [&] { done = comm_->record().point(); });
-    {
-      std::lock_guard lock(mutex_);
-      pending_.push_back(std::make_shared<Pending>(Pending{.call = call, .done = done}));
-      if (pending_.size() == 1) condition_.notify_all();
-    }
+    if (call.captured)
+      watch_replays(call);
+    else
+      watch_for({.call = call, .done = done});
     return std::make_shared<Point>(std::move(done), fate_);
   } catch (...) {
     end(std::current_exception());
     throw;
   }
+}
+
+void NcclCommunicator::watch_for(Pending pending) {
+  std::lock_guard lock(mutex_);
+  pending_.push_back(std::make_shared<Pending>(std::move(pending)));
+  if (pending_.size() == 1) condition_.notify_all();
+}
+
+void NcclCommunicator::watch_replays(const Collective& call) {
+  Collective replayed = call;
+  replayed.buffers_ready = {};
+  RankContext::current().gpu->at_replays(
+      this, [this, replayed](const Event& begun, const Event& done) mutable {
+        fate_->check();
+        replayed.buffers_ready = begun;
+        watch_for({.call = replayed, .done = done.point()});
+      });
 }
 
 /// Words what CUDA and NCCL throw for this call.

@@ -19,6 +19,11 @@
 // threads that call it can be stopped as well. The time of a call counts from when its buffers are
 // ready and the calls before it are done.
 //
+// [Note: NCCL in graphs] A call that is captured becomes part of the graph and is not watched: it
+// runs when the graph does. At every replay the communicator watches the last call of the graph, from
+// the moment the graph begins until all of it is done; when that will not come to its end, NCCL's
+// kernels are ended as above, and the next call or replay throws. What the graph left is undefined.
+//
 // Kernels of two communicators of one GPU are enqueued in any order; both find room there, as NCCL
 // takes few multiprocessors and streams do not share a queue: leave CUDA_DEVICE_MAX_CONNECTIONS
 // unset.
@@ -54,6 +59,7 @@ class NcclCommunicator final : public CommunicatorBase {
 
   std::string_view kind() const override { return "nccl"; }
   int64_t staging_bytes() const override { return host_->staging_bytes(); }
+  bool can_be_captured() const override { return true; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -73,6 +79,8 @@ class NcclCommunicator final : public CommunicatorBase {
   void run(const Collective& call) override;
   std::shared_ptr<const DevicePoint> run_on_gpu(const Collective& call) override;
   bool moves_gpu_memory() const override { return true; }
+  void watch_for(Pending pending);
+  void watch_replays(const Collective& call);
 
   void connect(NcclLibrary& library);
   void issue(const Collective& call, const std::function<void()>& work);
