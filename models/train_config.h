@@ -54,6 +54,7 @@ struct OptimizationConfig {
   int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" with f32 masters, gradients, statistics
+  bool cuda_graph = false;          ///< on a GPU: capture the third step and replay it from then on
 };
 
 /// [sharding] Who holds what.

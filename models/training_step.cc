@@ -4,6 +4,8 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/core/rank_context.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/shard.h"
@@ -25,11 +27,21 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   return options;
 }
 
+void check_graph(Device device, const Mesh& mesh) {
+  if (device.is_cpu()) fail<ConfigError>("[train] train.cuda_graph: this run computes on CPUs, which have no graphs");
+  if (device.is_meta() || mesh.spec->size(0) == 1) return;
+  for (const Communicator* lane : {&mesh.runtime->gather_lane(0), &mesh.runtime->reduce_lane(0)})
+    if (!lane->can_be_captured())
+      fail<ConfigError>("[train] train.cuda_graph: ranks talk over '", lane->kind(), "', which a graph cannot hold; "
+                        "with a GPU for each rank they talk over NCCL");
+}
+
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device)
     : config_(config), world_(world), device_(device), mesh_(world.mesh({{"data", world.size()}})),
       model_(make_language_model(config.model, vocab)) {
+  if (config_.train.cuda_graph) check_graph(device_, mesh_);
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
@@ -39,6 +51,8 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   options.eps = config_.train.eps;
   options.weight_decay = config_.train.weight_decay;
   optimizer_ = std::make_unique<optim::AdamW>(model_->module().parameters(), options);
+  inputs_ = std::make_unique<StepInputs>(config_, mesh_, device_,
+                                         static_cast<int64_t>(optimizer_->next_scalars().size()));
 }
 
 double TrainingStep::learning_rate(int64_t step) const {
@@ -49,41 +63,42 @@ double TrainingStep::learning_rate(int64_t step) const {
   return optim::cosine(step, options);
 }
 
-TrainingStep::Batch TrainingStep::make_batch(int64_t rows, int64_t first, const FillBatch& fill) {
-  const Type type{kI32, {rows, config_.model.context}, Layout(mesh_.spec, Placement::shard(0))};
-  const Device filled = device_.is_meta() ? device_ : Device::cpu();
-  Batch batch{Tensor::empty(type, filled), Tensor::empty(type, filled)};
-  if (device_.is_meta()) return batch;
-  const int64_t mine = batch.tokens.local_shape()[0];
-  if (mine > 0)
-    fill(first + type.layout.local_start(type.shape)[0], mine, batch.tokens.view().as<int32_t>(),
-         batch.targets.view().as<int32_t>());
-  return {batch.tokens.to(device_), batch.targets.to(device_)};
+bool TrainingStep::runs_as_graph(const RecordedStep* recorded) const {
+  constexpr int64_t kUncaptured = 2;
+  const bool copies_leaves = recorded && recorded->capture_leaves;
+  return config_.train.cuda_graph && device_.is_cuda() && runs_ >= kUncaptured && !copies_leaves;
 }
 
 TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, RecordedStep* recorded) {
   const DeviceScope scope(device_);
+  const double lr = learning_rate(step);
+  model_->module().train();
+  inputs_->set_step(step, step * config_.train.batch, fill, optimizer_->next_scalars({.lr = lr}));
+  const Result result = runs_as_graph(recorded) ? replay(step, lr, recorded) : record(step, lr, recorded);
+  ++runs_;
+  return result;
+}
+
+TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
   const OptimizationConfig& t = config_.train;
   const auto targets = static_cast<double>(tokens_per_step());
-  model_->module().train();
   Tensor loss;  // of the micro-batches so far, in order
   Result result;
-  result.lr = learning_rate(step);
+  result.lr = lr;
   {
     const int64_t first = step * t.batch;
     Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
                          .capture_leaves = recorded && recorded->capture_leaves});
     for (int64_t micro = 0; micro < t.micro_batches; ++micro) {
-      const int64_t begin = t.batch * micro / t.micro_batches, end = t.batch * (micro + 1) / t.micro_batches;
-      recording.next_micro_batch(first + begin);
-      const Batch batch = make_batch(end - begin, first + begin, fill);
+      const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
+      recording.next_micro_batch(first + t.batch * micro / t.micro_batches, batch.random_state);
       Tensor part = model_->loss(batch.tokens, batch.targets, targets);
       recording.backward(part);
       loss = loss ? add(loss, part) : part;
     }
     if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);
     else result.grad_norm = grad_norm(model_->module());
-    optimizer_->step({.lr = result.lr});
+    optimizer_->step({.lr = lr, .scalars = inputs_->scalars()});
     {
       const PhaseScope update(Phase::update);
       loss = redistribute(loss, Layout(mesh_.spec, Placement::invariant()));
@@ -100,6 +115,21 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
   return result;
 }
 
+TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep* recorded) {
+  if (!graph_) {
+    GpuCapture capture(RankContext::current().gpu_of(device_));
+    captured_ = record(step, lr, &captured_step_);
+    for (const Tensor& t : {captured_.loss, captured_.grad_norm}) t.storage()->settle();
+    graph_ = capture.finish();
+  } else {
+    optimizer_->set_steps(optimizer_->steps() + 1);
+  }
+  graph_->replay();
+  if (recorded) *recorded = captured_step_;
+  captured_.lr = lr;
+  return captured_;
+}
+
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
   model_->module().eval();
@@ -111,10 +141,10 @@ double TrainingStep::evaluate(const SequentialWindows& windows) {
   };
   double sum = 0;
   for (int64_t first = 0; first < windows.num_windows(); first += rows) {
+    inputs_->set_samples(first, fill);
     Tensor total;
     for (int64_t micro = 0; micro < micro_batches; ++micro) {
-      const int64_t begin = rows * micro / micro_batches, end = rows * (micro + 1) / micro_batches;
-      const Batch batch = make_batch(end - begin, first + begin, fill);
+      const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
       const Tensor part = model_->loss(batch.tokens, batch.targets, 1.0);
       total = total ? add(total, part) : part;
     }

@@ -1,5 +1,10 @@
 // TrainingStep: model, optimizer and one step of training, with nothing around it. The trainer runs it on data; a plan
 // runs it on the meta device, where it has the same tape and takes the same bytes.
+//
+// [Note: a step as a graph] With train.cuda_graph, on a GPU, the third step is captured while it is recorded, and from
+// then on replayed: one copy of its inputs, one launch. The two before it run as usual, so that memory, the order of
+// gathers and the libraries' choices have settled. What the host counts (steps, samples) goes on by itself; all that a
+// step reads besides lies in StepInputs. Whatever else runs between replays has memory of its own.
 #pragma once
 
 #include <functional>
@@ -7,15 +12,14 @@
 #include <unordered_map>
 
 #include "sheaf/autograd/tape.h"
+#include "sheaf/core/gpu.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/language_model.h"
+#include "sheaf/models/step_inputs.h"
 #include "sheaf/nn/optim/adamw.h"
 
 namespace sheaf::models {
-
-/// Writes samples [first, first + count) of the run: inputs and targets, each [count, context].
-using FillBatch = std::function<void(int64_t first, int64_t count, int32_t* inputs, int32_t* targets)>;
 
 /// A step as a value: its tape and, if asked for, what a replay starts from.
 struct RecordedStep {
@@ -27,7 +31,8 @@ struct RecordedStep {
 
 class TrainingStep {
  public:
-  /// Builds, shards and materializes the model on `device`; collective over `world`.
+  /// Builds, shards and materializes the model on `device`; collective over `world`. ConfigError for train.cuda_graph
+  /// where there is no GPU, or where ranks talk over something that graphs cannot hold.
   TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device);
 
   struct Result {
@@ -36,7 +41,8 @@ class TrainingStep {
     double lr = 0;
   };
   /// One optimizer step: forward and backward of every micro-batch, clipping, AdamW. If `recorded` is given, the
-  /// step is left there.
+  /// step is left there; with leaves to capture it does not run as a graph. A graph's next run overwrites the tensors
+  /// of the result.
   Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
@@ -50,8 +56,9 @@ class TrainingStep {
   double learning_rate(int64_t step) const;
 
  private:
-  struct Batch { Tensor tokens, targets; };
-  Batch make_batch(int64_t rows, int64_t first, const FillBatch& fill);
+  Result record(int64_t step, double lr, RecordedStep* recorded);
+  Result replay(int64_t step, double lr, RecordedStep* recorded);
+  bool runs_as_graph(const RecordedStep* recorded) const;
 
   TrainConfig config_;
   World& world_;
@@ -59,6 +66,11 @@ class TrainingStep {
   Mesh mesh_;
   std::unique_ptr<LanguageModel> model_;
   std::unique_ptr<optim::AdamW> optimizer_;
+  std::unique_ptr<StepInputs> inputs_;
+  int64_t runs_ = 0;
+  Result captured_;  // what every replay fills
+  RecordedStep captured_step_;
+  std::unique_ptr<GpuGraph> graph_;
 };
 
 }  // namespace sheaf::models

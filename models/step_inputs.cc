@@ -1,0 +1,79 @@
+#include "sheaf/models/step_inputs.h"
+
+#include <algorithm>
+
+#include "sheaf/core/transfer.h"
+
+namespace sheaf::models {
+
+StepInputs::StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars)
+    : scalar_count_(scalars), seed_(config.train.seed) {
+  const int64_t rows = config.train.batch, parts = config.train.micro_batches;
+  for (int64_t i = 0; i < parts; ++i)
+    samples_.push_back(Type{kI32, {rows * (i + 1) / parts - rows * i / parts, config.model.context},
+                            Layout(mesh.spec, Placement::shard(0))});
+  there_ = make(device);
+  here_ = device.is_cuda() ? make(Device::cpu()) : there_;
+}
+
+StepInputs::Block StepInputs::make(Device device) const {
+  constexpr int64_t kAlign = 256;
+  std::vector<std::pair<Tensor*, Type>> parts;
+  Block block;
+  block.micro_batches.resize(samples_.size());
+  for (size_t i = 0; i < samples_.size(); ++i) {
+    MicroBatch& part = block.micro_batches[i];
+    parts.emplace_back(&part.tokens, samples_[i]);
+    parts.emplace_back(&part.targets, samples_[i]);
+    parts.emplace_back(&part.random_state, Type{kI64, {3}, {}});
+  }
+  parts.emplace_back(&block.scalars, Type{kF64, {scalar_count_}, {}});
+
+  int64_t bytes = 0;
+  std::vector<int64_t> offsets;
+  for (const auto& [tensor, type] : parts) {
+    offsets.push_back(bytes);
+    const int64_t size = type.local_shape().numel() * static_cast<int64_t>(size_of(type.dtype));
+    bytes += (size + kAlign - 1) / kAlign * kAlign;
+  }
+  block.bytes = Tensor::empty({kU8, {bytes}, {}}, device);
+  for (size_t i = 0; i < parts.size(); ++i)
+    *parts[i].first = Tensor::view_into(block.bytes, parts[i].second, offsets[i]);
+  return block;
+}
+
+void StepInputs::write_samples(int64_t first, const FillBatch& fill) {
+  for (const MicroBatch& part : here_.micro_batches) {
+    const Type& type = part.tokens.type();
+    if (const int64_t mine = part.tokens.local_shape()[0]; mine > 0)
+      fill(first + type.layout.local_start(type.shape)[0], mine, part.tokens.view().as<int32_t>(),
+           part.targets.view().as<int32_t>());
+    first += type.shape[0];
+  }
+}
+
+void StepInputs::send() {
+  if (there_.bytes.device().is_cuda())
+    transfer(there_.bytes.device(), there_.bytes.view().data, Device::cpu(), here_.bytes.view().data,
+             static_cast<size_t>(here_.bytes.local_bytes()));
+}
+
+void StepInputs::set_samples(int64_t first, const FillBatch& fill) {
+  if (there_.bytes.device().is_meta()) return;
+  write_samples(first, fill);
+  send();
+}
+
+void StepInputs::set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars) {
+  if (there_.bytes.device().is_meta()) return;
+  write_samples(first, fill);
+  for (const MicroBatch& part : here_.micro_batches) {
+    int64_t* state = part.random_state.view().as<int64_t>();
+    state[0] = seed_, state[1] = step, state[2] = first;
+    first += part.tokens.size(0);
+  }
+  std::ranges::copy(scalars, here_.scalars.view().as<double>());
+  send();
+}
+
+}  // namespace sheaf::models

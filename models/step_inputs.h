@@ -1,0 +1,52 @@
+// StepInputs: what changes from step to step (samples, the state that keys random numbers, the optimizer's scalars), side
+// by side in one block of memory. One copy takes it to a GPU, to the same place every time: there a step that was captured
+// finds the next one's.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "sheaf/core/tensor.h"
+#include "sheaf/distributed/device_mesh.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+/// Writes samples [first, first + count) of the run: inputs and targets, each [count, context].
+using FillBatch = std::function<void(int64_t first, int64_t count, int32_t* inputs, int32_t* targets)>;
+
+class StepInputs {
+ public:
+  struct MicroBatch {
+    Tensor tokens, targets;  ///< i32 [rows, context], this rank's rows
+    Tensor random_state;     ///< i64 [3]: see Recording::random_state
+  };
+
+  /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers.
+  StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars);
+
+  /// Samples [first, first + batch) of the run, by micro-batch.
+  void set_samples(int64_t first, const FillBatch& fill);
+  /// All of step `step`, whose first sample is `first`.
+  void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars);
+
+  const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
+  const Tensor& scalars() const { return there_.scalars; }
+
+ private:
+  struct Block {
+    Tensor bytes;
+    std::vector<MicroBatch> micro_batches;
+    Tensor scalars;
+  };
+  Block make(Device device) const;
+  void write_samples(int64_t first, const FillBatch& fill);
+  void send();
+
+  std::vector<Type> samples_;  // of the micro-batches
+  int64_t scalar_count_, seed_;
+  Block there_;
+  Block here_;  // the host's, where that is another one
+};
+
+}  // namespace sheaf::models

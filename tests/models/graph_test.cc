@@ -1,0 +1,193 @@
+// Training steps that are captured and replayed (train.cuda_graph) against those that are enqueued one by one: the same
+// bits, whatever else runs between them.
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/kernels/cuda/product.h"
+#include "sheaf/models/batch_sampler.h"
+#include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/needs_gpu.h"
+
+namespace sheaf::testing {
+namespace {
+
+const Device kGpu = Device::cuda();
+constexpr int kSteps = 9;  // the third one is captured
+
+models::TrainConfig graph_config(bool graph) {
+  models::TrainConfig c = tiny_config();
+  c.model.dropout = 0.2;
+  c.train.cuda_graph = graph;
+  return c;
+}
+
+/// One rank on the GPU.
+void on_gpu(const std::function<void(World&)>& body) {
+  run_local(1, body, {.threads_per_rank = 1, .device = kGpu});
+}
+
+Allocator& gpu_memory() { return *RankContext::current().memory(kGpu); }
+
+TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
+  SHEAF_NEEDS_GPU();
+  struct Case {
+    const char* type;
+    const char* dtype;
+    double dropout, clip;
+    int micro_batches;
+    const char* strategy = "full_shard";
+  };
+  for (const Case& k : {Case{"gpt2", "f32", 0.2, 0.5, 1}, Case{"gpt2", "f32", 0.2, 0.5, 3}, Case{"gpt2", "f32", 0, 0, 2},
+                        Case{"llama", "f32", 0.1, 0.5, 1}, Case{"gpt2", "bf16", 0.2, 0.5, 2, "replicate"}}) {
+    SCOPED_TRACE(str(k.type, " ", k.dtype, ", dropout ", k.dropout, ", clip ", k.clip, ", micro-batches ", k.micro_batches));
+    models::TrainConfig c = graph_config(false);
+    c.model.type = k.type;
+    c.train.dtype = k.dtype;
+    c.model.dropout = k.dropout;
+    c.train.clip = k.clip;
+    c.train.micro_batches = k.micro_batches;
+    c.sharding.strategy = k.strategy;
+    const TrainedRun expected = train_tiny(c, 1, kSteps, {}, kGpu);
+    c.train.cuda_graph = true;
+    expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
+  }
+}
+
+TEST(GraphTraining, EveryReplayDrawsMasksOfItsOwn) {
+  SHEAF_NEEDS_GPU();
+  std::vector<float> losses[2];
+  for (bool graph : {false, true})
+    on_gpu([&](World& w) {
+      models::TrainConfig c = graph_config(graph);
+      c.train.lr = c.train.min_lr = c.train.weight_decay = 0;  // nothing changes from step to step but the masks
+      models::TrainingStep step(c, c.model.vocab, w, kGpu);
+      const auto same_samples = [](int64_t, int64_t count, int32_t* in, int32_t* out) { fill_tiny(0, count, in, out); };
+      for (int s = 0; s < kSteps; ++s) losses[graph].push_back(step.run(s, same_samples).loss.item());
+    });
+  EXPECT_EQ(losses[1], losses[0]);
+  for (size_t s = 1; s < losses[1].size(); ++s) EXPECT_NE(losses[1][s], losses[1][s - 1]) << "step " << s;
+}
+
+TEST(GraphTraining, AReplayIsOneLaunchThatAllocatesNothing) {
+  SHEAF_NEEDS_GPU();
+  std::vector<int64_t> peaks[2];
+  for (bool graph : {false, true})
+    on_gpu([&](World& w) {
+      models::TrainingStep step(graph_config(graph), tiny_config().model.vocab, w, kGpu);
+      std::vector<MemoryStats> after;
+      for (int s = 0; s < kSteps; ++s) {
+        gpu_memory().reset_peak();
+        step.run(s, fill_tiny);
+        after.push_back(gpu_memory().stats());
+        peaks[graph].push_back(after.back().peak);
+      }
+      for (int s = 2; s < kSteps; ++s) EXPECT_EQ(after[s].reserved, after[1].reserved) << "graph " << graph << ", step " << s;
+      for (int s = 3; s < kSteps; ++s)
+        EXPECT_EQ(after[s].allocations == after[2].allocations, graph) << "graph " << graph << ", step " << s;
+    });
+  for (int s = 1; s < kSteps; ++s) EXPECT_NEAR(peaks[true][s], peaks[false][s], 16) << "step " << s;
+}
+
+// What is allocated between replays, evaluates there, or stays alive over them.
+TEST(GraphTraining, OtherWorkAndReplaysDoNotTouchEachOther) {
+  SHEAF_NEEDS_GPU();
+  std::vector<int32_t> ids(300);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i * i % 13);
+  struct Run {
+    std::vector<float> losses, norms;
+    std::vector<double> evaluations;
+    Values parameters;
+  } runs[2];
+  for (bool graph : {false, true})
+    on_gpu([&](World& w) {
+      models::TrainConfig c = graph_config(graph);
+      c.train.micro_batches = 2;
+      models::TrainingStep step(c, c.model.vocab, w, kGpu);
+      const models::Tokens tokens = models::Tokens::from_ids(ids, c.model.vocab, "ids");
+      const models::SequentialWindows windows(tokens, c.model.context, 0);
+      std::vector<std::pair<Tensor, std::vector<float>>> kept;
+      Run& run = runs[graph];
+      for (int s = 0; s < kSteps; ++s) {
+        const auto result = step.run(s, fill_tiny);
+        run.losses.push_back(result.loss.item());
+        run.norms.push_back(result.grad_norm.item());
+        if (s % 2 == 0) run.evaluations.push_back(step.evaluate(windows));
+        for (int64_t n : {1, 7, 60, 600, 4000}) {  // sizes like those of a step
+          const std::vector<float> values(static_cast<size_t>(n), static_cast<float>(s));
+          kept.emplace_back(Tensor::from(values, {n}).to(kGpu), values);
+        }
+        models::RecordedStep leaves;
+        leaves.capture_leaves = true;
+        if (s == 6) {  // not as a graph
+          step.run(++s, fill_tiny, &leaves);
+          EXPECT_GT(leaves.leaves.size(), 0u);
+        }
+      }
+      for (const auto& [tensor, values] : kept) ASSERT_EQ(tensor.to_vector(), values);
+      EXPECT_EQ(step.optimizer().steps(), kSteps);
+      Whole whole;
+      whole.collect(step.model().module(), false);
+      run.parameters = whole.values();
+    });
+  EXPECT_EQ(runs[1].losses, runs[0].losses);
+  EXPECT_EQ(runs[1].norms, runs[0].norms);
+  EXPECT_EQ(runs[1].evaluations, runs[0].evaluations);
+  EXPECT_EQ(max_difference(runs[1].parameters, runs[0].parameters), 0.0);
+}
+
+TEST(GraphTraining, TheTapeOfAReplayIsThatOfItsCapture) {
+  SHEAF_NEEDS_GPU();
+  std::string text[2];
+  for (bool graph : {false, true})
+    on_gpu([&](World& w) {
+      models::TrainingStep step(graph_config(graph), tiny_config().model.vocab, w, kGpu);
+      models::RecordedStep recorded;
+      for (int s = 0; s < 5; ++s) step.run(s, fill_tiny, s == 4 ? &recorded : nullptr);
+      text[graph] = to_text(recorded.tape);
+      EXPECT_GE(recorded.loss, 0);
+      EXPECT_GE(recorded.grad_norm, 0);
+    });
+  EXPECT_EQ(text[1], text[0]);
+}
+
+template <class E, class F>
+void expect_error(F f, const std::string& part) {
+  try {
+    f();
+    FAIL() << "no error";
+  } catch (const E& e) {
+    EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+  }
+}
+
+TEST(GraphTraining, WhatHasNoGraphSaysSo) {
+  expect_error<ConfigError>([] { train_tiny(graph_config(true), 1, 1); },
+                            "[train] train.cuda_graph: this run computes on CPUs");
+  SHEAF_NEEDS_GPU();
+  expect_error<ConfigError>([] { train_tiny(graph_config(true), 2, 1, {}, kGpu); },
+                            "[train] train.cuda_graph: ranks talk over 'local'");
+  // Below the trainer: a collective of ranks that meet on the host.
+  expect_error<ConfigError>([] {
+    run_local(2, [](World& w) {
+      const Mesh mesh = w.mesh({{"data", 2}});
+      const Tensor x = Tensor::scalar(1).to(kGpu);
+      GpuCapture capture(*RankContext::current().gpu);
+      mesh.runtime->reduce_lane(0).all_reduce(x.view().data, 1, kF32, Reduction::sum, "here");
+    }, {.threads_per_rank = 1, .device = kGpu});
+  }, "[all_reduce] here: a graph cannot hold this call: 'local' makes ranks meet on the host");
+}
+
+TEST(GraphTraining, ProductsAreNotTimedInACapture) {
+  SHEAF_NEEDS_GPU();
+  if constexpr (kernels::kHasCuda)
+    on_gpu([](World&) {
+      const Tensor a = full({16, 32}, 1.0).to(kGpu), b = full({32, 16}, 1.0).to(kGpu);
+      const kernels::cuda::TuneProducts tune;
+      GpuCapture capture(*RankContext::current().gpu);
+      expect_error<CudaError>([&] { matmul(a, b); }, "TuneProducts while a graph is captured");
+    });
+}
+
+}  // namespace
+}  // namespace sheaf::testing
