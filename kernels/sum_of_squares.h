@@ -24,6 +24,9 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace);
 
 /// out: f64 [], the limbs' value to nearest even; infinity or NaN if the last limb says so.
 void sum_of_squares_finish(const View& limbs, const View& out);
+/// What gradient clipping makes of it: norm is the value's square root, scale is
+/// min(max_norm / (norm + 1e-6), 1), or NaN if the norm is; both f64 [].
+void clip_scale(const View& limbs, double max_norm, const View& norm, const View& scale);
 
 }  // namespace cpu
 
@@ -34,6 +37,8 @@ namespace cuda {
 size_t sum_of_squares_workspace(const View& x);
 void sum_of_squares(const Stream& stream, const View& x, const View& limbs, Workspace workspace);
 void sum_of_squares_finish(const Stream& stream, const View& limbs, const View& out);
+void clip_scale(const Stream& stream, const View& limbs, double max_norm, const View& norm,
+                const View& scale);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -7,7 +7,6 @@
 #include "sheaf/distributed/unit.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
-#include "sheaf/kernels/elementwise.h"
 #include "sheaf/kernels/sum_of_squares.h"
 #include "sheaf/nn/trainable_units.h"
 
@@ -43,13 +42,7 @@ struct ClipScale {
       SHEAF_ON_DEVICE(stream, copy, c.input(0), total);
       for (int i = 1; i < c.num_inputs(); ++i) SHEAF_ON_DEVICE(stream, add_into, total, c.input(i));
     }
-    const View norm = c.output(0), scale = c.output(1);
-    SHEAF_ON_DEVICE(stream, sum_of_squares_finish, total, norm);
-    SHEAF_ON_DEVICE(stream, unary, kernels::UnaryOp::sqrt, norm, norm);
-    // min(max_norm / (norm + 1e-6), 1), NaN if the norm is
-    SHEAF_ON_DEVICE(stream, binary_scalar, kernels::BinaryOp::add, norm, 1e-6, false, scale);
-    SHEAF_ON_DEVICE(stream, binary_scalar, kernels::BinaryOp::div, scale, a.max_norm, true, scale);
-    SHEAF_ON_DEVICE(stream, binary_scalar, kernels::BinaryOp::minimum, scale, 1.0, false, scale);
+    SHEAF_ON_DEVICE(stream, clip_scale, total, a.max_norm, c.output(0), c.output(1));
   }
   static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }
 };

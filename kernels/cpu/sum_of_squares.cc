@@ -147,4 +147,14 @@ void sum_of_squares_finish(const View& limbs, const View& out) {
   result = std::ldexp(static_cast<double>(mantissa), drop + 32 * (top - 2) + kLowestBit);
 }
 
+void clip_scale(const View& limbs, double max_norm, const View& norm, const View& scale) {
+  check<ShapeError>(scale.numel() == 1 && scale.dtype == kF64, "[clip_scale] scale is f64[], not ",
+                    scale.dtype, scale.shape);
+  sum_of_squares_finish(limbs, norm);
+  double& root = *norm.as<double>();
+  root = std::sqrt(root);
+  const double ratio = max_norm / (root + 1e-6);
+  *scale.as<double>() = ratio >= 1.0 ? 1.0 : ratio;
+}
+
 }  // namespace sheaf::kernels::cpu

@@ -188,6 +188,18 @@ __device__ double value_of(const Limb* given) {
 __global__ void finish(const Limb* limbs, double* out) {
   if (threadIdx.x == 0) *out = value_of(limbs);
 }
+__global__ void finish_clip(const Limb* limbs, double max_norm, double* norm, double* scale) {
+  if (threadIdx.x != 0) return;
+  const double root = ::sqrt(value_of(limbs)), ratio = max_norm / (root + 1e-6);
+  *norm = root, *scale = ratio >= 1.0 ? 1.0 : ratio;
+}
+
+void check_finish(const char* who, const View& limbs, const View& out) {
+  check<ShapeError>(limbs.contiguous() && limbs.numel() == kSquareLimbs && limbs.dtype == kI64 &&
+                        out.numel() == 1 && out.dtype == kF64,
+                    '[', who, "] wants i64[24] and f64[], got ", limbs.dtype, limbs.shape, " and ",
+                    out.dtype, out.shape);
+}
 
 }  // namespace
 
@@ -211,12 +223,16 @@ void sum_of_squares(const Stream& stream, const View& x, const View& limbs, Work
 }
 
 void sum_of_squares_finish(const Stream& stream, const View& limbs, const View& out) {
-  check<ShapeError>(limbs.contiguous() && limbs.numel() == kSquareLimbs && limbs.dtype == kI64 &&
-                        out.numel() == 1 && out.dtype == kF64,
-                    "[sum_of_squares_finish] wants i64[24] and f64[], got ", limbs.dtype,
-                    limbs.shape, " and ", out.dtype, out.shape);
+  check_finish("sum_of_squares_finish", limbs, out);
   launch("sum_of_squares_finish", stream, {.blocks = 1, .threads = kWarp}, finish, limbs.as<Limb>(),
          out.as<double>());
+}
+
+void clip_scale(const Stream& stream, const View& limbs, double max_norm, const View& norm,
+                const View& scale) {
+  check_finish("clip_scale", limbs, norm), check_finish("clip_scale", limbs, scale);
+  launch("clip_scale", stream, {.blocks = 1, .threads = kWarp}, finish_clip, limbs.as<Limb>(),
+         max_norm, norm.as<double>(), scale.as<double>());
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -34,6 +34,20 @@ void expect_same_finish(const Array& limbs) {
   cuda::sum_of_squares_finish(OnGpu::stream(), glimbs, out);
   cpu::sum_of_squares_finish(limbs, want);
   EXPECT_TRUE(same_bits(out.back(), want)) << out.back().at(0) << " on the CPU " << want.at(0);
+  for (double most : {0.5, 1e30}) {
+    const Array norm(kF64, Shape{}), scale(kF64, Shape{});
+    const OnGpu gnorm(norm), gscale(scale);
+    cuda::clip_scale(OnGpu::stream(), glimbs, most, gnorm, gscale);
+    cpu::clip_scale(limbs, most, norm, scale);
+    if (std::isnan(want.at(0))) {
+      for (const Array& x : {norm, scale, gnorm.back(), gscale.back()})
+        EXPECT_TRUE(std::isnan(x.at(0)));
+      continue;
+    }
+    EXPECT_TRUE(same_bits(gnorm.back(), norm) && same_bits(gscale.back(), scale)) << most;
+    EXPECT_EQ(norm.at(0), std::sqrt(want.at(0)));
+    EXPECT_EQ(scale.at(0), std::min(most / (norm.at(0) + 1e-6), 1.0));
+  }
 }
 
 TEST(CudaSumOfSquares, EveryLimbIsThatOfTheCpu) {
