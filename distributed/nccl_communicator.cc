@@ -210,9 +210,10 @@ void NcclCommunicator::watch_replays(const Collective& call) {
   replayed.buffers_ready = {};
   RankContext::current().gpu->at_replays(
       this, [this, replayed](const Event& begun, const Event& done) mutable {
-        fate_->check();
         replayed.buffers_ready = begun;
-        watch_for({.call = replayed, .done = done.point()});
+        watch_for({.call = replayed, .done = done.point()});  // before anything throws
+        fate_->check();
+        throw_if_failed(replayed);
       });
 }
 

@@ -161,9 +161,12 @@ void expect_error(F f, const std::string& part) {
   }
 }
 
-TEST(GraphTraining, WhatHasNoGraphSaysSo) {
+TEST(GraphTraining, NeedsAGpu) {
   expect_error<ConfigError>([] { train_tiny(graph_config(true), 1, 1); },
                             "[train] train.cuda_graph: this run computes on CPUs");
+}
+
+TEST(GraphTraining, RanksThatMeetOnTheHostHaveNone) {
   SHEAF_NEEDS_GPU();
   expect_error<ConfigError>([] { train_tiny(graph_config(true), 2, 1, {}, kGpu); },
                             "[train] train.cuda_graph: ranks talk over 'local'");

@@ -1,12 +1,15 @@
 // The command on a GPU: it trains, saves and resumes there, and a CPU goes on with what a GPU saved.
 #include <chrono>
 #include <csignal>
+#include <filesystem>
 #include <fstream>
+#include <map>
 #include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/core/file.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/needs_gpu.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -65,6 +68,55 @@ TEST(TrainOnGpu, KilledAndResumedItHasTheCurveOfAnUnbrokenRun) {
   EXPECT_FALSE(r.out.empty());
   r = run_sheaf({"generate", folder / "whole", "--generate.tokens", "10"}, {"SHEAF_DEVICE=cpu"});
   EXPECT_EQ(r.code, 0) << r.err;
+}
+
+/// Contents by name of what a run's last checkpoint holds.
+std::map<std::string, std::string> checkpoint_files(const std::string& out) {
+  std::string newest;
+  for (const auto& entry : std::filesystem::directory_iterator(out + "/checkpoints"))
+    newest = std::max(newest, entry.path().string());
+  std::map<std::string, std::string> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(newest))
+    if (entry.is_regular_file())
+      files[std::filesystem::relative(entry.path(), newest)] =
+          File::open<IoError>(entry.path()).read_all();
+  return files;
+}
+
+TEST(TrainOnGpu, StepsThatAreReplayedLeaveTheSameFilesKilledAndResumedToo) {
+  SHEAF_NEEDS_GPU();
+  Folder folder;
+  Outcome r = run_sheaf(folder.train("plain"), kOnGpu);
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto graph = [&](const std::string& out, bool resume) {
+    Words words = folder.train(out, resume);
+    words.insert(words.end(), {"--train.cuda_graph", "true"});
+    return words;
+  };
+  {
+    SheafProcess job(graph("graph", false), kOnGpu);
+    while (job.running() &&
+           (!std::ifstream(folder / "graph/metrics.jsonl") || folder.metrics("graph").size() < 15))
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    job.signal_all(SIGKILL);
+    job.wait();
+  }
+  r = run_sheaf(graph("graph", true), kOnGpu);
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr("resumed from "));
+  testing::expect_same_curve(folder.metrics("graph"), folder.metrics("plain"), "as a graph");
+  const auto files = checkpoint_files(folder / "plain");
+  EXPECT_GE(files.size(), 2u);
+  EXPECT_EQ(checkpoint_files(folder / "graph"), files);
+}
+
+TEST(TrainOnGpu, GraphsNeedOne) {
+  Folder folder;
+  Words words = folder.train("none");
+  words.insert(words.end(), {"--train.cuda_graph", "true"});
+  const Outcome r = run_sheaf(words, {"SHEAF_DEVICE=cpu"});
+  EXPECT_EQ(r.code, 64);
+  EXPECT_THAT(r.err, HasSubstr("[train] train.cuda_graph: this run computes on CPUs"));
 }
 
 TEST(TrainOnGpu, WhatIsMissingIsSaid) {

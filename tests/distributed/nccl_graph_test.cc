@@ -1,0 +1,135 @@
+// NcclCommunicator's calls in graphs, over a stand-in for NCCL whose ranks do not meet: a gather gives
+// everybody its own part as often as there are ranks. What is shown is how calls are recorded, joined
+// and watched, not what NCCL does in a graph.
+#include "sheaf/tests/distributed/nccl_job.h"
+#include "sheaf/tests/needs_gpu.h"
+
+namespace sheaf {
+namespace {
+
+using namespace testing::nccl;
+
+class EchoComm final : public NcclComm {
+ public:
+  EchoComm(int size) : size_(size), gpu_(RankContext::current().gpu), stream_(gpu_->make_lane()) {}
+  ~EchoComm() override { gpu_->destroy_lane(stream_); }
+  EchoComm(const EchoComm&) = delete;
+  EchoComm& operator=(const EchoComm&) = delete;
+
+  const Stream& stream() const override { return stream_; }
+  Event record() override { return gpu_->record(stream_); }
+  void group(const std::function<void()>& calls) override { calls(); }
+  void all_gather(const void* in, void* out, int64_t bytes_each) override {
+    for (int r = 0; r < size_; ++r)
+      gpu_->copy(stream_, static_cast<char*>(out) + r * bytes_each, in,
+                 static_cast<size_t>(bytes_each), Gpu::Copy::on_device);
+  }
+  void broadcast(const void*, void*, int64_t, int) override {}
+  void all_reduce(const void*, void*, int64_t, DType, Reduction) override {}
+  void reduce(const void*, void*, int64_t, DType, Reduction, int) override {}
+  void reduce_scatter(const void*, void*, int64_t, DType, Reduction) override {}
+  void send(const void*, int64_t, int) override {}
+  void receive(void*, int64_t, int) override {}
+  State state(std::string&) override { return State::ready; }
+  void finalize() override {}
+  void abort() override {}
+
+ private:
+  const int size_;
+  const std::shared_ptr<Gpu> gpu_;
+  const Stream stream_;
+};
+
+class EchoNccl final : public NcclLibrary {
+ public:
+  std::string unique_id() override { return "echo"; }
+  std::unique_ptr<NcclComm> join(const std::string&, int size, int, const std::string&) override {
+    return std::make_unique<EchoComm>(size);
+  }
+};
+
+/// A captured step of three lanes: x + gathered twice, by the communicators of both lanes.
+struct Step {
+  explicit Step(World& world) : x(ones(world)), y(twice(world)), z(twice(world)) {
+    Gpu& gpu = *RankContext::current().gpu;
+    const std::vector<int64_t> counts{1000, 1000};
+    const auto gather = [&](Communicator& comm, const Tensor& to, std::string_view path) {
+      return comm.all_gather(x.view().data, to.view().data, counts, kF32, path);
+    };
+    gather(lane(world), y, "before").sync();  // made and connected
+    gather(other_lane(world), z, "before").sync();
+    GpuCapture capture(gpu);
+    const Event a = gather(lane(world), y, "a"), b = gather(other_lane(world), z, "b"),
+                c = gather(lane(world), y, "c");
+    for (const Event& e : {a, b, c}) e.order(gpu.compute());
+    graph = capture.finish();
+  }
+  static Tensor twice(World& world) { return ones(world, 2000); }
+  void set(float value) {
+    const Tensor values =
+        Tensor::from(std::vector<float>(1000, value), {1000}).to(x.device());
+    Gpu& gpu = *RankContext::current().gpu;
+    gpu.copy(gpu.compute(), x.view().data, values.view().data, 4000, Gpu::Copy::on_device);
+  }
+
+  Tensor x, y, z;
+  std::unique_ptr<GpuGraph> graph;
+};
+
+TEST(NcclGraph, ReplaysCallsOfBothLanes) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  expect_well(run_job(nccl,
+                      [](World& world) {
+                        Step step(world);
+                        for (float value : {2.0f, 3.0f}) {
+                          step.set(value);
+                          step.graph->replay();
+                          EXPECT_EQ(step.y.to_vector(), std::vector<float>(2000, value));
+                          EXPECT_EQ(step.z.to_vector(), std::vector<float>(2000, value));
+                        }
+                        EXPECT_EQ(lane(world).sequence(), 3u);  // replays are no calls
+                      },
+                      {}));
+}
+
+TEST(NcclGraph, AReplayHearsOfAJobThatFailed) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  const auto outcomes = run_job(
+      nccl,
+      [](World& world) {
+        Step step(world);
+        step.graph->replay();
+        if (world.rank() == 1) fail<DataError>("[data] token 70000 is out of vocabulary");
+        for (int i = 0; i < 1000; ++i) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          step.graph->replay();
+        }
+        ADD_FAILURE() << "it went through";
+      },
+      {});
+  expect(outcomes[1], ExitCode::kData, {"token 70000"});
+  expect(outcomes[0], ExitCode::kPeerLost,
+         {"rank 1 failed: [data] token 70000 is out of vocabulary"});
+}
+
+TEST(NcclGraph, MemoryOfTheHostIsNotPartOfOne) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  const auto outcomes = run_job(nccl,
+                                [](World& world) {
+                                  Communicator& comm = lane(world);
+                                  int32_t here = 1;
+                                  GpuCapture capture(*RankContext::current().gpu);
+                                  comm.all_reduce(&here, 1, kI32, Reduction::sum, "count");
+                                },
+                                {});
+  for (const Outcome& o : outcomes)
+    EXPECT_TRUE(o.code == 64 || o.code == 72) << o.what;
+  expect(outcomes[outcomes[0].code == 64 ? 0 : 1], ExitCode::kConfig,
+         {"[all_reduce] count: a graph cannot hold this call: its memory is the host's"});
+}
+
+}  // namespace
+}  // namespace sheaf
