@@ -170,19 +170,24 @@ TEST(Gpu, AGraphRunsAgainOnMemoryOfItsOwn) {
   });
 }
 
-TEST(Gpu, AGraphKeepsWhatItReads) {
+TEST(Gpu, AGraphKeepsWhatItReadsAndWrites) {
   SHEAF_NEEDS_GPU();
   with_gpu([](Gpu& gpu) {
     Tensor in = floats(1000, 5).to(gpu.device());
     const Tensor out = blank(gpu, 1000);
-    GpuCapture capture(gpu);
-    copy(gpu, out, in);
-    in = Tensor();
-    const auto graph = capture.finish();
+    std::unique_ptr<GpuGraph> graph;
+    {
+      GpuCapture capture(gpu);
+      const Tensor made = blank(gpu, 1000);
+      copy(gpu, made, in), copy(gpu, out, made);
+      in = Tensor();  // from before the capture
+      graph = capture.finish();
+    }  // made in it, freed after it
     std::vector<Tensor> others;
     for (int i = 0; i < 20; ++i) others.push_back(floats(1000, 7).to(gpu.device()));
     graph->replay();
     EXPECT_EQ(out.to_vector(), std::vector<float>(1000, 5));
+    for (const Tensor& t : others) ASSERT_EQ(t.to_vector(), std::vector<float>(1000, 7));
   });
 }
 
