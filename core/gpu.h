@@ -46,10 +46,10 @@ class Gpu {
   /// All that is enqueued on `stream` by now, as an event that another stream can be ordered behind.
   virtual Event record(const Stream& stream) = 0;
 
-  /// From here on what is enqueued on compute(), and on streams that events put behind it, does not run but is recorded;
-  /// what is allocated belongs to the graph while it lives. In the end all these streams must be ordered before compute()
-  /// again. Host and device cannot meet meanwhile: copies from and to the host, sync() and events from before are errors.
-  /// GpuCapture ends what an exception leaves open.
+  /// From here on what is enqueued on compute(), and on streams that events put behind it, does not run but is
+  /// recorded; what is allocated belongs to the graph while it lives. In the end all these streams must be ordered
+  /// before compute() again. Host and device cannot meet meanwhile: copies from and to the host, sync() and events from
+  /// before are errors. GpuCapture ends what an exception leaves open.
   virtual void begin_capture() = 0;
   virtual std::unique_ptr<GpuGraph> end_capture() = 0;
   virtual void abandon_capture() noexcept = 0;

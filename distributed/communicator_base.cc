@@ -81,7 +81,8 @@ Event CommunicatorBase::submit(Collective call) {
   call.captured = gpu && size() > 1 && gpu->capturing();
   if (call.captured && !(can_be_captured() && gpu->holds(call.out)))
     fail<ConfigError>('[', name(call.op), "] ", path_label(call.path), ": a graph cannot hold this call: ",
-                      can_be_captured() ? "its memory is the host's" : str("'", kind(), "' makes ranks meet on the host"));
+                      can_be_captured() ? "its memory is the host's"
+                                        : str("'", kind(), "' makes ranks meet on the host"));
   if (gpu && gpu->holds(call.out)) {
     if (size() > 1 && !moves_gpu_memory())
       fail<ConfigError>('[', name(call.op), "] ", path_label(call.path), ": '", kind(), "' moves memory of the host, not of ",

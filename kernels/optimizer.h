@@ -56,9 +56,9 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
 
 /// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where
 /// the CPU flushes subnormal numbers, up to those). `segments`, `scalars` and `clip_scale` lie in
-/// device memory, so that a recorded step can be replayed and a gradient norm never visits the host.
-/// Segments must be sorted and not overlap: of a table in another order some part is applied. What
-/// lies beyond the shard is cut off.
+/// device memory, so that a recorded step can be replayed and a gradient norm never visits the
+/// host. Segments must be sorted and not overlap: of a table in another order some part is applied.
+/// What lies beyond the shard is cut off.
 namespace cuda {
 
 void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,

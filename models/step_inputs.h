@@ -1,6 +1,6 @@
-// StepInputs: what changes from step to step (samples, the state that keys random numbers, the optimizer's scalars), side
-// by side in one block of memory. One copy takes it to a GPU, to the same place every time: there a step that was captured
-// finds the next one's.
+// StepInputs: what changes from step to step (samples, the state that keys random numbers, the optimizer's scalars),
+// side by side in one block of memory. One copy takes it to a GPU, to the same place every time: there a step that was
+// captured finds the next one's.
 #pragma once
 
 #include <functional>

@@ -289,7 +289,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
       {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}, {}, {},
        {"f16"}, "gradients below f16's range vanish unless the loss is scaled, which steps cannot do"},
-      {"train.cuda_graph", &t.cuda_graph, "on a GPU: capture the third step and replay it, which costs one launch a step"},
+      {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
 
       {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}, {}, {},
        {"zero1", "hybrid", "secondary_shard", "tensor_parallel"}},

@@ -220,8 +220,8 @@ void destroy_graph(GraphHandle graph) { delete static_cast<GraphBox*>(graph); }
 
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) {
   if (bytes == 0) return;
-  // A graph reads the host's memory when it runs.
-  if (kind == Copy::to_device && !is_pinned(from) && !capturing(stream)) {  // the host may change its memory at once
+  // The host may change its memory at once; but a graph reads it when it runs.
+  if (kind == Copy::to_device && !is_pinned(from) && !capturing(stream)) {
     const auto* source = static_cast<const char*>(from);
     emulation::enqueue(stream, [to, copy = std::vector<char>(source, source + bytes)] {
       std::memcpy(to, copy.data(), copy.size());

@@ -19,8 +19,8 @@ std::shared_ptr<Gpu> make_gpu(int index);
 class DeviceAllocator : public Allocator {
  public:
   virtual bool holds(const void* address) const = 0;
-  /// What is allocated from now on until end_capture() belongs to a graph, for as long as the result
-  /// of end_capture() lives: then nobody else gets it, even if it was freed.
+  /// What is allocated from now on until end_capture() belongs to a graph for as long as the
+  /// result of end_capture() lives: nobody else gets it meanwhile, even if it was freed.
   virtual void begin_capture() = 0;
   virtual std::shared_ptr<void> end_capture() = 0;
 };

@@ -1,6 +1,6 @@
-// NcclCommunicator's calls in graphs, over a stand-in for NCCL whose ranks do not meet: a gather gives
-// everybody its own part as often as there are ranks. What is shown is how calls are recorded, joined
-// and watched, not what NCCL does in a graph.
+// NcclCommunicator's calls in graphs, over a stand-in for NCCL whose ranks do not meet: a gather
+// gives everybody its own part as often as there are ranks. What is shown is how calls are recorded,
+// joined and watched, not what NCCL does in a graph.
 #include "sheaf/tests/distributed/nccl_job.h"
 #include "sheaf/tests/needs_gpu.h"
 

@@ -82,7 +82,8 @@ TEST(Sgd, MatchesTheDefinition) {
 }
 
 TEST(Optimizer, AClipScaleTakesThePlaceOfItsElement) {
-  const Array p = Array::random(kF32, {kSize}, 1), q = p.clone(), g = Array::random(kF32, {kSize}, 2);
+  const Array p = Array::random(kF32, {kSize}, 1), q = p.clone(),
+              g = Array::random(kF32, {kSize}, 2);
   sgd(p, g, View{}, segments(), Array::of(kF64, {kSgdScalars}, {0.01, 0, 0.1, 1}), false,
       Array::of(kF64, {}, {0.25}));
   sgd(q, g, View{}, segments(), Array::of(kF64, {kSgdScalars}, {0.01, 0, 0.1, 0.25}), false);

@@ -38,9 +38,11 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
     int micro_batches;
     const char* strategy = "full_shard";
   };
-  for (const Case& k : {Case{"gpt2", "f32", 0.2, 0.5, 1}, Case{"gpt2", "f32", 0.2, 0.5, 3}, Case{"gpt2", "f32", 0, 0, 2},
-                        Case{"llama", "f32", 0.1, 0.5, 1}, Case{"gpt2", "bf16", 0.2, 0.5, 2, "replicate"}}) {
-    SCOPED_TRACE(str(k.type, " ", k.dtype, ", dropout ", k.dropout, ", clip ", k.clip, ", micro-batches ", k.micro_batches));
+  for (const Case& k : {Case{"gpt2", "f32", 0.2, 0.5, 1}, Case{"gpt2", "f32", 0.2, 0.5, 3},
+                        Case{"gpt2", "f32", 0, 0, 2}, Case{"llama", "f32", 0.1, 0.5, 1},
+                        Case{"gpt2", "bf16", 0.2, 0.5, 2, "replicate"}}) {
+    SCOPED_TRACE(str(k.type, " ", k.dtype, ", dropout ", k.dropout, ", clip ", k.clip, ", micro-batches ",
+                     k.micro_batches));
     models::TrainConfig c = graph_config(false);
     c.model.type = k.type;
     c.train.dtype = k.dtype;
@@ -82,7 +84,8 @@ TEST(GraphTraining, AReplayIsOneLaunchThatAllocatesNothing) {
         after.push_back(gpu_memory().stats());
         peaks[graph].push_back(after.back().peak);
       }
-      for (int s = 2; s < kSteps; ++s) EXPECT_EQ(after[s].reserved, after[1].reserved) << "graph " << graph << ", step " << s;
+      for (int s = 2; s < kSteps; ++s)
+        EXPECT_EQ(after[s].reserved, after[1].reserved) << "graph " << graph << ", step " << s;
       for (int s = 3; s < kSteps; ++s)
         EXPECT_EQ(after[s].allocations == after[2].allocations, graph) << "graph " << graph << ", step " << s;
     });

@@ -243,8 +243,8 @@ TEST(Gpu, HostAndDeviceCannotMeetInACapture) {
       return "";
     };
     EXPECT_EQ(message([&] { there.to_vector(); }),
-              "[gpu] a copy of 40 bytes to the host cannot be captured: values are not there before "
-              "a graph has run");
+              "[gpu] a copy of 40 bytes to the host cannot be captured: values are not there "
+              "before a graph has run");
     EXPECT_EQ(message([&] { floats(10, 1).to(gpu.device()); }),
               "[gpu] a copy of 40 bytes from the host cannot be captured: a replay would not read "
               "the host's memory again");
@@ -266,7 +266,8 @@ TEST(Gpu, TheHostRunsAheadOfItsCopies) {
   SHEAF_NEEDS_GPU();
   with_gpu([](Gpu& gpu) {
     std::vector<Tensor> there;
-    for (int i = 0; i < 50; ++i) there.push_back(floats(100 + i, static_cast<float>(i)).to(gpu.device()));
+    for (int i = 0; i < 50; ++i)
+      there.push_back(floats(100 + i, static_cast<float>(i)).to(gpu.device()));
     for (int i = 0; i < 50; ++i)
       EXPECT_EQ(there[static_cast<size_t>(i)].to_vector(),
                 std::vector<float>(static_cast<size_t>(100 + i), static_cast<float>(i)));
