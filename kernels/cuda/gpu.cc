@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -52,7 +53,15 @@ class CudaGraph : public GpuGraph {
     launch_graph(handle_, gpu_->compute());
     if (replayed_.empty()) return;
     const Event done = gpu_->record(gpu_->compute());
-    for (const auto& [caller, f] : replayed_) f(begun, done);
+    std::exception_ptr failure;
+    for (const auto& [caller, f] : replayed_) {
+      try {
+        f(begun, done);
+      } catch (...) {  // the others hear of this replay, too
+        failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
   }
 
  private:
@@ -124,7 +133,6 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
   Event record(const Stream& stream) override { return Event::at(std::make_shared<Point>(stream)); }
 
-
   void begin_capture() override {
     check<CudaError>(!capturing_, "[gpu] a capture goes on already");
     cuda::begin_capture(compute_);
@@ -134,7 +142,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   std::unique_ptr<GpuGraph> end_capture() override {
     check<CudaError>(capturing_, "[gpu] there is no capture to end");
     capturing_ = false;
-    CudaGraph::Replayed replayed = std::exchange(replayed_, {});
+    CudaGraph::Replayed replayed = take_replayed();
     std::shared_ptr<void> memory = blocks_->end_capture();
     const GraphHandle handle = cuda::end_capture(compute_);
     return std::make_unique<CudaGraph>(shared_from_this(), handle, std::move(memory),
@@ -143,7 +151,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   void abandon_capture() noexcept override {
     try {
       capturing_ = false;
-      replayed_.clear();
+      take_replayed();
       blocks_->end_capture();
       destroy_graph(cuda::end_capture(compute_));
     } catch (const CudaError&) {
@@ -159,6 +167,11 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   // A step brings what it needs from the host in one or few copies: the host is some steps ahead
   // before it waits for a slot.
   static constexpr size_t kSlot = size_t{1} << 20, kSlots = 8;
+
+  CudaGraph::Replayed take_replayed() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(replayed_, {});
+  }
 
   const Device device_;
   const Stream compute_;
