@@ -1,6 +1,6 @@
-// NcclCommunicator's calls in graphs, over a stand-in for NCCL whose ranks do not meet: a gather
-// gives everybody its own part as often as there are ranks. What is shown is how calls are recorded,
-// joined and watched, not what NCCL does in a graph.
+// NcclCommunicator's calls in graphs, over EchoNccl: how they are recorded, joined and watched, not
+// what NCCL does in a graph.
+#include "sheaf/tests/distributed/echo_nccl.h"
 #include "sheaf/tests/distributed/nccl_job.h"
 #include "sheaf/tests/needs_gpu.h"
 
@@ -8,45 +8,7 @@ namespace sheaf {
 namespace {
 
 using namespace testing::nccl;
-
-class EchoComm final : public NcclComm {
- public:
-  EchoComm(int size) : size_(size), gpu_(RankContext::current().gpu), stream_(gpu_->make_lane()) {}
-  ~EchoComm() override { gpu_->destroy_lane(stream_); }
-  EchoComm(const EchoComm&) = delete;
-  EchoComm& operator=(const EchoComm&) = delete;
-
-  const Stream& stream() const override { return stream_; }
-  Event record() override { return gpu_->record(stream_); }
-  void group(const std::function<void()>& calls) override { calls(); }
-  void all_gather(const void* in, void* out, int64_t bytes_each) override {
-    for (int r = 0; r < size_; ++r)
-      gpu_->copy(stream_, static_cast<char*>(out) + r * bytes_each, in,
-                 static_cast<size_t>(bytes_each), Gpu::Copy::on_device);
-  }
-  void broadcast(const void*, void*, int64_t, int) override {}
-  void all_reduce(const void*, void*, int64_t, DType, Reduction) override {}
-  void reduce(const void*, void*, int64_t, DType, Reduction, int) override {}
-  void reduce_scatter(const void*, void*, int64_t, DType, Reduction) override {}
-  void send(const void*, int64_t, int) override {}
-  void receive(void*, int64_t, int) override {}
-  State state(std::string&) override { return State::ready; }
-  void finalize() override {}
-  void abort() override {}
-
- private:
-  const int size_;
-  const std::shared_ptr<Gpu> gpu_;
-  const Stream stream_;
-};
-
-class EchoNccl final : public NcclLibrary {
- public:
-  std::string unique_id() override { return "echo"; }
-  std::unique_ptr<NcclComm> join(const std::string&, int size, int, const std::string&) override {
-    return std::make_unique<EchoComm>(size);
-  }
-};
+using testing::EchoNccl;
 
 /// A captured step of three lanes: x + gathered twice, by the communicators of both lanes.
 struct Step {

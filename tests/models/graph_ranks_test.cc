@@ -1,0 +1,59 @@
+// Captured steps of a rank that talks to others over NCCL, here EchoNccl: gathers and reductions on lanes of their own,
+// prefetched and joined in the graph, give the bits of steps that are enqueued one by one.
+#include <gtest/gtest.h>
+
+#include "sheaf/tests/distributed/echo_nccl.h"
+#include "sheaf/tests/distributed/nccl_job.h"
+#include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/needs_gpu.h"
+
+namespace sheaf::testing {
+namespace {
+
+struct OneRank {
+  std::vector<float> losses, norms, weights;
+};
+
+TEST(GraphTraining, LanesOfSeveralRanks) {
+  SHEAF_NEEDS_GPU();
+  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+    SCOPED_TRACE(strategy);
+    std::vector<OneRank> runs[2];
+    for (bool graph : {false, true}) {
+      runs[graph].resize(2);
+      models::TrainConfig c = tiny_config();
+      c.model.dropout = 0.2;
+      c.train.micro_batches = 2;
+      c.train.cuda_graph = graph;
+      c.sharding.strategy = strategy;
+      EchoNccl nccl;
+      nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
+        models::TrainingStep step(c, c.model.vocab, w, w.device());
+        OneRank& run = runs[graph][w.rank()];
+        Allocator& memory = *RankContext::current().memory(w.device());
+        for (int s = 0; s < 7; ++s) {
+          const int64_t allocations = memory.stats().allocations;
+          const auto result = step.run(s, fill_tiny);
+          if (graph && s > 2) {
+            EXPECT_EQ(memory.stats().allocations, allocations);
+          }
+          run.losses.push_back(result.loss.item());
+          run.norms.push_back(result.grad_norm.item());
+        }
+        for (const auto& unit : units(step.model().module()))
+          for (FlatBuffer& b : unit->buffers()) {
+            const std::vector<float> values = b.shard.to_vector();
+            run.weights.insert(run.weights.end(), values.begin(), values.end());
+          }
+      }, {}));
+    }
+    for (int r : {0, 1}) {
+      EXPECT_EQ(runs[1][r].losses, runs[0][r].losses);
+      EXPECT_EQ(runs[1][r].norms, runs[0][r].norms);
+      EXPECT_EQ(runs[1][r].weights, runs[0][r].weights);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sheaf::testing
