@@ -119,7 +119,6 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
   if (!graph_) {
     GpuCapture capture(RankContext::current().gpu_of(device_));
     captured_ = record(step, lr, &captured_step_);
-    for (const Tensor& t : {captured_.loss, captured_.grad_norm}) t.storage()->settle();
     graph_ = capture.finish();
   } else {
     optimizer_->set_steps(optimizer_->steps() + 1);

@@ -21,18 +21,19 @@ namespace {
 void Capture::run() const {
   std::vector<size_t> waits(nodes.size());  // for how many
   std::vector<std::vector<size_t>> followers(nodes.size());
-  std::priority_queue<size_t> ready;
+  std::priority_queue<std::pair<bool, size_t>> ready;  // what has no work hides no order
+  const auto add = [&](size_t n) { ready.emplace(nodes[n].work == nullptr, n); };
   for (size_t n = 0; n < nodes.size(); ++n) {
     waits[n] = nodes[n].behind.size();
     for (size_t b : nodes[n].behind) followers[b].push_back(n);
-    if (waits[n] == 0) ready.push(n);
+    if (waits[n] == 0) add(n);
   }
   while (!ready.empty()) {
-    const size_t n = ready.top();
+    const size_t n = ready.top().second;
     ready.pop();
-    nodes[n].work();
+    if (nodes[n].work) nodes[n].work();
     for (size_t f : followers[n])
-      if (--waits[f] == 0) ready.push(f);
+      if (--waits[f] == 0) add(f);
   }
 }
 
@@ -79,7 +80,13 @@ void Streams::put(EmulatedStream& s, Work work) {
 void Streams::enqueue(const Stream& stream, Work work) {
   std::lock_guard lock(mutex_);
   EmulatedStream& s = *of(stream);
-  if (!s.capture) return put(s, std::move(work));
+  if (s.capture)
+    record(s, std::move(work));
+  else
+    put(s, std::move(work));
+}
+
+void Streams::record(EmulatedStream& s, Work work) {
   s.capture->nodes.push_back({std::move(work), s.last});
   s.last = {s.capture->nodes.size() - 1};
 }
@@ -136,7 +143,7 @@ void Streams::wait(const Stream& stream, const EmulatedEvent& event) {
     s->capture = event.capture;  // a stream that waits for a capture belongs to it
     for (size_t n : event.nodes)
       if (std::ranges::find(s->last, n) == s->last.end()) s->last.push_back(n);
-    return;
+    return record(*s, {});  // so that it must be joined, even if it does nothing
   }
   if (s->capture)
     break_capture(*s->capture,

@@ -20,7 +20,7 @@ using Work = std::function<void()>;
 /// What was recorded so far, by all streams that belong to one capture.
 struct Capture {
   struct Node {
-    Work work;
+    Work work;  // none: where streams come together
     std::vector<size_t> behind;  // nodes
   };
   std::vector<Node> nodes;
@@ -73,6 +73,7 @@ class Streams {
 
   std::shared_ptr<EmulatedStream> of(const Stream& stream);
   void put(EmulatedStream& s, Work work);
+  void record(EmulatedStream& s, Work work);
   void run(EmulatedStream& s, uint64_t ticket);
 
   std::mutex mutex_;
