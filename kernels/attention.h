@@ -21,29 +21,39 @@ namespace cpu {
 /// query sees all of them. A query that sees no key gives zeros (and lse = -inf). A row of the
 /// result depends on its query and the keys it sees alone, neither on T, B nor on the number of
 /// threads.
-size_t attention_workspace(const View& q, const View& k);
+size_t attention_workspace(const View& q, const View& k, const View& v, bool causal,
+                           const View& out, const View& lse);
 void attention(const View& q, const View& k, const View& v, bool causal, double scale,
                const View& out, const View& lse, Workspace workspace);
 
 /// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are computed again
 /// from lse. Sums run over queries in order, for each key head over its query heads in order;
 /// threads share (batch, key head) pairs.
-size_t attention_backward_workspace(const View& q, const View& k);
+size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
+                                    const View& lse, const View& dout, bool causal, const View& dq,
+                                    const View& dk, const View& dv);
 void attention_backward(const View& q, const View& k, const View& v, const View& out,
                         const View& lse, const View& dout, bool causal, double scale,
                         const View& dq, const View& dk, const View& dv, Workspace workspace);
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`, for D up to 256; what cuDNN does not take. No tensor
-/// cores: products are of f32 (f64 for f64). Blocks of keys are added in order; dk and dv sum over
-/// a key head's query heads in order, and for each over blocks of queries in order.
+/// The same on a GPU, enqueued on `stream`, for D up to 256: by cuDNN where it takes the operands
+/// (cudnn_attention.h: causal, bf16 or f16, as many keys as queries), else by our own kernels
+/// (attention_blocked.h), which also run where the workspace is less than cuDNN wants. Both give
+/// the same bits at every run. Ours keep the promise above that a row depends on nothing but what
+/// it sees; with cuDNN the same call gives the same bits, but another B or T may mean another
+/// kernel of its own. The first call of a shape asks cuDNN for a plan (half a second on the host):
+/// it must not be in a stream capture.
 namespace cuda {
 
-size_t attention_workspace(const View& q, const View& k);
+size_t attention_workspace(const View& q, const View& k, const View& v, bool causal,
+                           const View& out, const View& lse);
 void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
                double scale, const View& out, const View& lse, Workspace workspace);
-size_t attention_backward_workspace(const View& q, const View& k);
+size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
+                                    const View& lse, const View& dout, bool causal, const View& dq,
+                                    const View& dk, const View& dv);
 void attention_backward(const Stream& stream, const View& q, const View& k, const View& v,
                         const View& out, const View& lse, const View& dout, bool causal,
                         double scale, const View& dq, const View& dk, const View& dv,

@@ -1,9 +1,29 @@
-// What the attention kernels of all devices ask of their operands.
+// Attention's operands: what the kernels of all devices ask of them, and how they lie packed.
 #pragma once
 
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels {
+
+/// Heads [first, first + count) of `width` elements of a packed x[B, T, ..], as [B, T, count,
+/// width].
+inline View heads_of(const View& x, int64_t first, int64_t count, int64_t width) {
+  View out{x.data,
+           x.dtype,
+           {x.shape[0], x.shape[1], count, width},
+           {x.strides[0], x.strides[1], width, 1}};
+  if (x.data) out.data = x.as<char>() + static_cast<size_t>(first * width) * size_of(x.dtype);
+  return out;
+}
+
+/// Queries, keys and values of a packed projection [B, T, (H + 2 G) D].
+struct PackedHeads {
+  View q, k, v;
+  PackedHeads(const View& qkv, int64_t heads, int64_t key_heads, int64_t width)
+      : q(heads_of(qkv, 0, heads, width)),
+        k(heads_of(qkv, heads, key_heads, width)),
+        v(heads_of(qkv, heads + key_heads, key_heads, width)) {}
+};
 
 inline void check_attention_operands(const char* who, const View& q, const View& k, const View& v,
                                      const View& out, const View& lse) {

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -50,8 +51,9 @@ struct AttentionBackward {  // q, k, v, out, dout, lse -> dq, dk, dv
     p.rule({kR, kR, kR, kR, kP, kR}, {kP, kP, kP});  // linear in dout
     p.rule({kR, kR, kP, kP, kR, kR}, {kP, kP, kR});  // and in v and out together
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), attention_backward, c.input(0), c.input(1));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
+                 c.input(5), c.input(4), a.causal != 0, c.output(0), c.output(1), c.output(2));
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
@@ -88,8 +90,9 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
     rule_all(p, kR, kR, 2);
     p.rule({kR, kR, kP}, {kP, kR});  // linear in v
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1), c.input(2), a.causal != 0,
+                 c.output(0), c.output(1));
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), a.causal != 0, a.scale,
@@ -110,22 +113,13 @@ struct PackedAttrs {
   int32_t causal, heads, key_heads, width;
 };
 
-/// Queries, keys and values as views of a packed projection, and a packed result as heads.
-struct Packed {
-  View q, k, v;
-  Packed(const PackedAttrs& a, const View& qkv)
-      : q(heads_of(qkv, 0, a.heads, a.width)),
-        k(heads_of(qkv, a.heads, a.key_heads, a.width)),
-        v(heads_of(qkv, a.heads + a.key_heads, a.key_heads, a.width)) {}
-  static View heads_of(const View& x, int64_t first, int64_t count, int64_t width) {
-    View out{x.data,
-             x.dtype,
-             {x.shape[0], x.shape[1], count, width},
-             {x.strides[0], x.strides[1], width, 1}};
-    if (x.data) out.data = x.as<char>() + static_cast<size_t>(first * width) * size_of(x.dtype);
-    return out;
-  }
-};
+kernels::PackedHeads heads_of(const PackedAttrs& a, const View& qkv) {
+  return {qkv, a.heads, a.key_heads, a.width};
+}
+/// A packed result [B, T, H D].
+View heads_of_queries(const PackedAttrs& a, const View& x) {
+  return kernels::heads_of(x, 0, a.heads, a.width);
+}
 
 struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
   static constexpr const char* kName = "packed_attention_backward";
@@ -138,15 +132,17 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
     p.rule({kR, kR, kP, kR}, {kP});
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
-    const Packed in(a, c.input(0));
-    return SHEAF_WORKSPACE(c.device(), attention_backward, in.q, in.k);
+    const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
+    return SHEAF_WORKSPACE(c.device(), attention_backward, in.q, in.k, in.v,
+                 heads_of_queries(a, c.input(1)), c.input(3), heads_of_queries(a, c.input(2)),
+                 a.causal != 0, d.q, d.k, d.v);
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    const Packed in(a, c.input(0)), d(a, c.output(0));
-    const auto heads = [&](const View& x) { return Packed::heads_of(x, 0, a.heads, a.width); };
-    SHEAF_ON_DEVICE(stream, attention_backward, in.q, in.k, in.v, heads(c.input(1)), c.input(3),
-                 heads(c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v, c.workspace);
+    const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
+    SHEAF_ON_DEVICE(stream, attention_backward, in.q, in.k, in.v, heads_of_queries(a, c.input(1)),
+                 c.input(3), heads_of_queries(a, c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v,
+                 c.workspace);
   }
 };
 
@@ -165,14 +161,15 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H,
     rule_all(p, kR, kR, 2);
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
-    const Packed in(a, c.input(0));
-    return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k);
+    const kernels::PackedHeads in = heads_of(a, c.input(0));
+    return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k, in.v, a.causal != 0,
+                 heads_of_queries(a, c.output(0)), c.output(1));
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    const Packed in(a, c.input(0));
+    const kernels::PackedHeads in = heads_of(a, c.input(0));
     SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, a.causal != 0, a.scale,
-                 Packed::heads_of(c.output(0), 0, a.heads, a.width), c.output(1), c.workspace);
+                 heads_of_queries(a, c.output(0)), c.output(1), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, apply<PackedAttentionBackward>(

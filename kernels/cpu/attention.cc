@@ -26,7 +26,8 @@ size_t bytes(const View& q, int64_t slots, int64_t cells) {
 
 }  // namespace
 
-size_t attention_workspace(const View& q, const View& k) {
+size_t attention_workspace(const View& q, const View& k, const View&, bool, const View&,
+                           const View&) {
   if (by_bf16(q, k))
     return (amx::available() ? amx::attention_workspace : dot::attention_workspace)(q, k);
   const AttentionShape s(q, k);
@@ -36,7 +37,7 @@ size_t attention_workspace(const View& q, const View& k) {
 void attention(const View& q, const View& k, const View& v, bool causal, double scale,
                const View& out, const View& lse, Workspace workspace) {
   check_attention("attention", q, k, v, out, lse);
-  check<ShapeError>(workspace.bytes >= attention_workspace(q, k),
+  check<ShapeError>(workspace.bytes >= attention_workspace(q, k, v, causal, out, lse),
                     "[attention] workspace too small: ", workspace.bytes);
   if (out.numel() == 0) return;
   if (by_bf16(q, k))
@@ -45,7 +46,9 @@ void attention(const View& q, const View& k, const View& v, bool causal, double 
   (has_v4() ? v4::attention : v3::attention)(q, k, v, causal, scale, out, lse, workspace);
 }
 
-size_t attention_backward_workspace(const View& q, const View& k) {
+size_t attention_backward_workspace(const View& q, const View& k, const View&, const View&,
+                                    const View&, const View&, bool, const View&, const View&,
+                                    const View&) {
   if (by_bf16(q, k))
     return (amx::available() ? amx::attention_backward_workspace
                              : dot::attention_backward_workspace)(q, k);
@@ -58,8 +61,9 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
                         const View& dq, const View& dk, const View& dv, Workspace workspace) {
   const char* who = "attention_backward";
   check_attention_backward(who, q, k, v, out, lse, dout, dq, dk, dv);
-  check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k), "[", who,
-                    "] workspace too small: ", workspace.bytes);
+  check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k, v, out, lse, dout, causal,
+                                                                    dq, dk, dv),
+                    "[", who, "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] == 0) return;
   if (by_bf16(q, k))
     return (amx::available() ? amx::attention_backward : dot::attention_backward)(

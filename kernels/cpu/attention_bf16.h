@@ -12,17 +12,17 @@ namespace sheaf::kernels::cpu {
 
 /// By matrix tiles; only where amx::available().
 namespace amx {
-decltype(cpu::attention_workspace) attention_workspace;
+size_t attention_workspace(const View& q, const View& k);
 decltype(cpu::attention) attention;
-decltype(cpu::attention_backward_workspace) attention_backward_workspace;
+size_t attention_backward_workspace(const View& q, const View& k);
 decltype(cpu::attention_backward) attention_backward;
 }  // namespace amx
 
 /// By vectors of pairs; only where dot::available().
 namespace dot {
-decltype(cpu::attention_workspace) attention_workspace;
+size_t attention_workspace(const View& q, const View& k);
 decltype(cpu::attention) attention;
-decltype(cpu::attention_backward_workspace) attention_backward_workspace;
+size_t attention_backward_workspace(const View& q, const View& k);
 decltype(cpu::attention_backward) attention_backward;
 }  // namespace dot
 

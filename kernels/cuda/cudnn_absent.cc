@@ -15,6 +15,7 @@ size_t attention_workspace(const Attention&) { fail<CudaError>("[attention] ", k
 void attention(const Stream&, const Attention&, Workspace) {
   fail<CudaError>("[attention] ", kWhy);
 }
+int64_t attention_calls() { return 0; }
 
 }  // namespace sheaf::kernels::cuda::cudnn
 

@@ -2,6 +2,7 @@
 
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
+#include <atomic>
 #include <limits>
 #include <map>
 #include <memory>
@@ -169,6 +170,8 @@ std::vector<int64_t> key_of(const Attention& a) {
   return key;
 }
 
+std::atomic<int64_t> calls{0};
+
 struct Answer {
   std::unique_ptr<const Plan> plan;
   std::string refusal;
@@ -180,7 +183,7 @@ struct DeviceAttention {
   cudnnHandle_t handle = nullptr;
   std::map<std::vector<int64_t>, Answer> answers;
 
-  /// With the mutex held.
+  /// About one of the parts, with the mutex held.
   const Answer& ask(const Attention& a) {
     const auto [it, added] = answers.try_emplace(key_of(a));
     if (!added) return it->second;
@@ -221,6 +224,21 @@ size_t workspace_of(const Attention& a, const Plan& plan) {
   return align_part(plan.workspace()) + row_sum_bytes(a) + dq_bytes(a);
 }
 
+void run(cudnnHandle_t handle, const Plan& plan, const Attention& a, Workspace workspace) {
+  float scale = static_cast<float>(a.scale), one = 1,
+        masked = -std::numeric_limits<float>::infinity();
+  std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
+  std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
+                              a.lse.data, &scale,   &masked};
+  if (is_backward(a)) {
+    char* const ours = static_cast<char*>(workspace.data) + align_part(plan.workspace());
+    ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kRowSums, kOne});
+    pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, ours, &one});
+    if (!a.deterministic) ids.push_back(kSumOfDQ), pointers.push_back(ours + row_sum_bytes(a));
+  }
+  plan.run(handle, ids, pointers, workspace.data);
+}
+
 [[noreturn]] void fail_for(const Attention& a, std::string_view why) {
   fail<CudaError>("[attention] cuDNN, ", is_backward(a) ? "backward" : "forward", ", queries ",
                   a.q.shape, ", keys ", a.k.shape, " of ", a.q.dtype, ": ", why);
@@ -232,8 +250,9 @@ std::string refusal(const Attention& a) {
   const std::string why = layout_refusal(a);
   if (!why.empty()) return why;
   DeviceAttention& device = current_device();
+  const Attention part = parts_of(a).front();
   std::lock_guard lock(device.mutex);
-  return device.ask(a).refusal;
+  return device.ask(part).refusal;
 }
 
 std::string refusal_on(std::string_view properties, const Attention& a, int64_t* workspace) {
@@ -242,8 +261,9 @@ std::string refusal_on(std::string_view properties, const Attention& a, int64_t*
   try {
     load();
     const Descriptor device = device_properties(properties);
-    const Plan plan(graph_of(a), {.properties = device.handle()});
-    *workspace = static_cast<int64_t>(workspace_of(a, plan));
+    const Attention part = parts_of(a).front();
+    const Plan plan(graph_of(part), {.properties = device.handle()});
+    *workspace = static_cast<int64_t>(workspace_of(part, plan));
     return "";
   } catch (const Refusal& refusal) {
     return refusal.what();
@@ -252,40 +272,34 @@ std::string refusal_on(std::string_view properties, const Attention& a, int64_t*
 
 size_t attention_workspace(const Attention& a) {
   DeviceAttention& device = current_device();
+  const Attention part = parts_of(a).front();
   std::lock_guard lock(device.mutex);
-  const Answer& answer = device.ask(a);
+  const Answer& answer = device.ask(part);
   if (!answer.plan) fail_for(a, answer.refusal);
-  return workspace_of(a, *answer.plan);
+  return workspace_of(part, *answer.plan);
 }
 
 void attention(const Stream& stream, const Attention& a, Workspace workspace) {
   const std::string why = layout_refusal(a);
   if (!why.empty()) fail_for(a, why);
+  const std::vector<Attention> parts = parts_of(a);
   DeviceAttention& device = attention_of(stream.device.index);
   std::lock_guard lock(device.mutex);
-  const Answer& answer = device.ask(a);
+  const Answer& answer = device.ask(parts.front());
   if (!answer.plan) fail_for(a, answer.refusal);
-  check<ShapeError>(workspace.bytes >= workspace_of(a, *answer.plan),
+  check<ShapeError>(workspace.bytes >= workspace_of(parts.front(), *answer.plan),
                     "[attention] workspace too small: ", workspace.bytes, " bytes");
-  float scale = static_cast<float>(a.scale), one = 1,
-        masked = -std::numeric_limits<float>::infinity();
-  std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
-  std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
-                              a.lse.data, &scale,   &masked};
-  if (is_backward(a)) {
-    char* const ours = static_cast<char*>(workspace.data) + align_part(answer.plan->workspace());
-    ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kRowSums, kOne});
-    pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, ours, &one});
-    if (!a.deterministic) ids.push_back(kSumOfDQ), pointers.push_back(ours + row_sum_bytes(a));
-  }
+  ++calls;
   try {
     check_status(cudnnSetStream(device.handle, static_cast<cudaStream_t>(stream.handle)),
                  "cudnnSetStream");
-    answer.plan->run(device.handle, ids, pointers, workspace.data);
+    for (const Attention& part : parts) run(device.handle, *answer.plan, part, workspace);
   } catch (const Refusal& refusal) {
     fail_for(a, refusal.what());
   }
 }
+
+int64_t attention_calls() { return calls; }
 
 }  // namespace sheaf::kernels::cuda::cudnn
 

@@ -5,6 +5,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
@@ -15,18 +16,27 @@ namespace sheaf::kernels::cuda::cudnn {
 /// be null.
 struct Attention {
   View q, k, v, out, lse;
-  View dout = {}, dq = {}, dk = {}, dv = {};  ///< not given forward
+  View dout = {}, dq = {}, dk = {}, dv = {};  ///< backward only
   bool causal = true;
   double scale = 1;
   /// Backward: dq has the same bits at every run. cuDNN then wants workspace for a dq in f32 for
-  /// every 128 keys, or 256 where heads are wider than 64. Without it, it adds to one such dq in
-  /// the order in which blocks finish.
+  /// every 128 keys, or 256 where heads are wider than 64: 4 B T H D (T / 128) bytes, which grow
+  /// with T². Without it, it adds to one such dq in the order in which blocks finish; ops never ask
+  /// for that.
   bool deterministic = true;
+  /// For those dq, in bytes. What wants more is computed in parts, one after the other. GPT-2 of 12
+  /// heads wants 25 MiB a sequence at T = 1024; Llama's 32 heads of 128 want 4 GiB at T = 8192.
+  int64_t most_workspace = int64_t{1} << 30;
 };
+
+/// One call of cuDNN each, equal in shape: backward, as few as keep to most_workspace, cut by batch
+/// and, once single sequences are left, by key heads. Results do not depend on each other.
+std::vector<Attention> parts_of(const Attention& a);
 
 /// Why cuDNN does not take this on the thread's current device: in its words, or because of
 /// something that was never tried; empty if it does. The first question about a shape compiles a
-/// plan for it, which takes about half a second; the answer is kept.
+/// plan for it, which takes about half a second on the host and must not happen in a stream
+/// capture; the answer is kept.
 std::string refusal(const Attention& a);
 inline bool accepts(const Attention& a) { return refusal(a).empty(); }
 /// The same for a device that need not be here, described in JSON as cuDNN does. Compiles each time
@@ -36,6 +46,8 @@ std::string refusal_on(std::string_view device_properties, const Attention& a, i
 /// Only for what is accepted.
 size_t attention_workspace(const Attention& a);
 void attention(const Stream& stream, const Attention& a, Workspace workspace);
+/// How many times attention() ran in this process: tells tests and logs who computes.
+int64_t attention_calls();
 
 /// The part of refusal() that needs no cuDNN.
 std::string layout_refusal(const Attention& a);

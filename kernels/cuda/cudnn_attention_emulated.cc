@@ -1,5 +1,7 @@
 // What cuDNN computes where kernels run on a CPU: the CPU's attention, on the emulated GPU's
 // memory.
+#include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "sheaf/kernels/attention.h"
@@ -10,6 +12,7 @@ namespace sheaf::kernels::cuda::cudnn {
 namespace {
 
 constexpr size_t kWorkspace = 4096;
+std::atomic<int64_t> calls{0};
 
 struct alignas(128) Line {
   char bytes[128];
@@ -18,8 +21,10 @@ struct alignas(128) Line {
 void run(const Attention& a, Workspace workspace) {
   std::memset(workspace.data, 0xff, kWorkspace);  // it is ours to use
   const bool backward = a.dout.rank() != 0;
-  const size_t bytes =
-      backward ? cpu::attention_backward_workspace(a.q, a.k) : cpu::attention_workspace(a.q, a.k);
+  const size_t bytes = backward
+                           ? cpu::attention_backward_workspace(a.q, a.k, a.v, a.out, a.lse, a.dout,
+                                                               a.causal, a.dq, a.dk, a.dv)
+                           : cpu::attention_workspace(a.q, a.k, a.v, a.causal, a.out, a.lse);
   std::vector<Line> lines(bytes / sizeof(Line) + 1);
   const Workspace scratch{lines.data(), lines.size() * sizeof(Line)};
   if (backward)
@@ -41,7 +46,11 @@ void attention(const Stream& stream, const Attention& a, Workspace workspace) {
   check<CudaError>(why.empty(), "[attention] cuDNN (emulated GPU): ", why);
   check<ShapeError>(workspace.bytes >= kWorkspace,
                     "[attention] workspace too small: ", workspace.bytes, " bytes");
-  emulation::enqueue(stream, [a, workspace] { run(a, workspace); });
+  ++calls;
+  for (const Attention& part : parts_of(a))
+    emulation::enqueue(stream, [part, workspace] { run(part, workspace); });
 }
+
+int64_t attention_calls() { return calls; }
 
 }  // namespace sheaf::kernels::cuda::cudnn

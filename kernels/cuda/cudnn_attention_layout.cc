@@ -14,7 +14,46 @@ bool aligned(const View& v) {
   return out;
 }
 
+/// Part `i` of `parts` equal ones along dimension `dim`, if there is a view.
+View part_of(View v, int dim, int64_t parts, int64_t i) {
+  if (v.rank() == 0) return v;
+  v.shape[dim] /= parts;
+  if (v.data)
+    v.data =
+        v.as<char>() + i * v.shape[dim] * v.strides[dim] * static_cast<int64_t>(size_of(v.dtype));
+  return v;
+}
+
+/// Heads are dimension 2, of lse dimension 1.
+void cut(const Attention& a, int dim, int64_t parts, std::vector<Attention>& out) {
+  for (int64_t i = 0; i < parts; ++i) {
+    Attention& part = out.emplace_back(a);
+    for (View* v : {&part.q, &part.k, &part.v, &part.out, &part.dout, &part.dq, &part.dk, &part.dv})
+      *v = part_of(*v, dim, parts, i);
+    part.lse = part_of(a.lse, dim == 0 ? 0 : 1, parts, i);
+  }
+}
+
 }  // namespace
+
+std::vector<Attention> parts_of(const Attention& a) {
+  if (a.dout.rank() == 0 || !a.deterministic) return {a};
+  const int64_t batch = a.q.shape[0], groups = a.k.shape[2],
+                block_keys = a.q.shape[3] > 64 ? 256 : 128,
+                blocks = (a.k.shape[1] + block_keys - 1) / block_keys,
+                sequence = a.q.numel() / batch * blocks * static_cast<int64_t>(sizeof(float));
+  const auto fewest = [&](int64_t size, int64_t bytes) {  // equal parts of `size`, `bytes` in all
+    int64_t parts = 1;
+    while (parts < size && (size % parts != 0 || bytes / parts > a.most_workspace)) ++parts;
+    return parts;
+  };
+  const int64_t by_batch = fewest(batch, batch * sequence),
+                by_heads = by_batch < batch ? 1 : fewest(groups, sequence);
+  std::vector<Attention> sequences, out;
+  cut(a, 0, by_batch, sequences);
+  for (const Attention& s : sequences) cut(s, 2, by_heads, out);
+  return out;
+}
 
 std::string layout_refusal(const Attention& a) {
   const bool backward = a.dout.rank() != 0;

@@ -1,5 +1,8 @@
 // Every op of the table on a GPU, forward and backward, against f64 on the CPU.
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
 #include "sheaf/kernels/cuda/gpu.h"
 #include "sheaf/tests/autograd/sample_suite.h"
 #include "sheaf/tests/needs_gpu.h"
@@ -38,6 +41,48 @@ struct Halve {  // as a user may write it, who thinks of the CPU alone
 }  // namespace
 
 TEST_P(Op, OnGpu) { check_on_gpu(GetParam()); }
+
+TEST(OpOnGpu, CudnnComputesAttentionWhereItTakesIt) {
+  SHEAF_NEEDS_GPU();
+  if constexpr (kernels::kHasCuda) {
+    RankContext context;
+    context.gpu = kernels::cuda::make_gpu(0);
+    context.device = context.gpu->device();
+    RankScope scope(context);
+    struct Case {
+      DType dtype;
+      int64_t batch, tokens, heads, groups, width;
+      bool causal, takes;
+    };
+    const auto calls = [](const Case& c, bool packed) {
+      const auto random = [&](const Shape& shape) {
+        return cast(randn({kF32, shape, {}}, Key{1}), c.dtype);
+      };
+      const int64_t before = kernels::cuda::cudnn::attention_calls();
+      Recording recording;
+      Tensor out, x = random({c.batch, c.tokens, (c.heads + 2 * c.groups) * c.width});
+      recording.watch(x);
+      if (packed) {
+        out = packed_attention(x, c.heads, c.groups, {.causal = c.causal});
+      } else {
+        const Tensor heads = reshape(x, {c.batch, c.tokens, c.heads + 2 * c.groups, c.width});
+        const auto parts = split(heads, {c.heads, c.groups, c.groups}, 2);
+        out = attention(parts[0], parts[1], parts[2], {.causal = c.causal});
+      }
+      const Tensor gradient = recording.gradient(sum(cast(out, kF32)), std::vector{x})[0];
+      EXPECT_EQ(gradient.shape(), x.shape());
+      return kernels::cuda::cudnn::attention_calls() - before;
+    };
+    if (!kernels::kEmulatedCuda && calls({kBF16, 1, 64, 1, 1, 64, true, true}, true) == 0)
+      GTEST_SKIP() << "not run: cuDNN takes nothing here";
+    for (const Case& c : {Case{kBF16, 2, 128, 3, 3, 64, true, true}, Case{kF16, 1, 64, 4, 2, 128, true, true},
+                          Case{kBF16, 1, 64, 25, 25, 8, true, true}, Case{kF32, 1, 64, 2, 2, 64, true, false},
+                          Case{kBF16, 1, 65, 2, 2, 64, true, false}, Case{kBF16, 1, 64, 2, 2, 64, false, false}})
+      for (bool packed : {true, false})
+        EXPECT_EQ(calls(c, packed), c.takes ? 2 : 0)
+            << name(c.dtype) << ' ' << c.tokens << ' ' << c.heads << (packed ? " packed" : "");
+  }
+}
 
 TEST(OpOnGpu, AKernelForTheCpuAloneIsAnError) {
   SHEAF_NEEDS_GPU();

@@ -78,13 +78,20 @@ struct Arrays {
 };
 struct Kernels {
   const char* name;
-  decltype(attention_workspace)* workspace;
+  size_t (*workspace)(const View& q, const View& k);
   decltype(attention)* forward;
-  decltype(attention_backward_workspace)* backward_workspace;
+  size_t (*backward_workspace)(const View& q, const View& k);
   decltype(attention_backward)* backward;
 };
-const Kernels kChosen{"chosen", attention_workspace, attention, attention_backward_workspace,
-                      attention_backward};
+// On a CPU workspace depends on queries and keys alone.
+const Kernels kChosen{
+    "chosen",
+    [](const View& q, const View& k) { return attention_workspace(q, k, k, true, q, {}); },
+    attention,
+    [](const View& q, const View& k) {
+      return attention_backward_workspace(q, k, k, q, {}, q, true, q, k, k);
+    },
+    attention_backward};
 
 /// What this machine would choose, and the other kernels for bf16 that it could.
 std::vector<Kernels> kernels(DType d, const Sizes& s) {
@@ -173,10 +180,11 @@ TEST(Attention, SlicesOfAPackedProjection) {
               same_bits(got.dv, want.dv));
   // Gradients may be written into such slices too.
   const Array gradient(kF32, {2, 70, 3 * c});
-  attention_backward(
-      slice(packed, 0), slice(packed, 1), slice(packed, 2), got.out, got.lse, dout, true, 0.2,
-      slice(gradient, 0), slice(gradient, 1), slice(gradient, 2),
-      Scratch(attention_backward_workspace(s.q().rank() ? want.dq : want.dq, want.dk)));
+  const View q = slice(packed, 0), k = slice(packed, 1), v = slice(packed, 2),
+             dq = slice(gradient, 0), dk = slice(gradient, 1), dv = slice(gradient, 2);
+  attention_backward(q, k, v, got.out, got.lse, dout, true, 0.2, dq, dk, dv,
+                     Scratch(attention_backward_workspace(q, k, v, got.out, got.lse, dout, true, dq,
+                                                          dk, dv)));
   EXPECT_TRUE(same_bits(slice(gradient, 0), want.dq) && same_bits(slice(gradient, 1), want.dk) &&
               same_bits(slice(gradient, 2), want.dv));
 }

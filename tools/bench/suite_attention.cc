@@ -42,8 +42,10 @@ void attention_suite(Session& session) {
             lse(kF32, {s.b, s.h, s.t});
         const View q = part(qkv, 0), k = part(qkv, 1), v = part(qkv, 2);
         const double scale = 1 / std::sqrt(static_cast<double>(s.d));
-        const Scratch scratch(cpu::attention_workspace(q, k)),
-            backward_scratch(cpu::attention_backward_workspace(q, k));
+        const Scratch scratch(cpu::attention_workspace(q, k, v, true, out, lse)),
+            backward_scratch(cpu::attention_backward_workspace(q, k, v, out, lse, dout, true,
+                                                               part(dqkv, 0), part(dqkv, 1),
+                                                               part(dqkv, 2)));
         // A product of T x D with D x T under a causal mask takes B H T² D operations: half of
         // 2 B H T² D. The forward pass has two such products; the backward pass five, since it
         // computes the scores again (Dao 2023).

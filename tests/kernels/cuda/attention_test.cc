@@ -1,8 +1,10 @@
 #include "sheaf/kernels/attention.h"
 
+#include "sheaf/kernels/cuda/attention_blocked.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
-// Against the CPU's kernels in f64, which have tests of their own.
+// Our own kernels against the CPU's in f64, which have tests of their own. Who computes where cuDNN
+// would is attention_choice_test's.
 namespace sheaf::kernels {
 namespace {
 
@@ -39,10 +41,10 @@ Results on_gpu(const Sizes& s, const Inputs& in, bool causal, double scale) {
   const OnGpu q(in.q), k(in.k), v(in.v), dout(in.dout), out(Array(d, s.q(), q_strides)),
       lse(Array(stat, s.lse())), dq(Array(d, s.q(), q_strides)), dk(Array(d, s.k(), k_strides)),
       dv(Array(d, s.k(), k_strides));
-  cuda::attention(stream, q, k, v, causal, scale, out, lse,
-                  GpuScratch(cuda::attention_workspace(without_data(q), without_data(k))));
-  const GpuScratch scratch(cuda::attention_backward_workspace(without_data(q), without_data(k)));
-  cuda::attention_backward(stream, q, k, v, out, lse, dout, causal, scale, dq, dk, dv, scratch);
+  cuda::blocked::attention(stream, q, k, v, causal, scale, out, lse);
+  const GpuScratch scratch(cuda::blocked::attention_backward_workspace(without_data(q)));
+  cuda::blocked::attention_backward(stream, q, k, v, out, lse, dout, causal, scale, dq, dk, dv,
+                                    scratch);
   return {out.back(), lse.back(), dq.back(), dk.back(), dv.back()};
 }
 
@@ -50,9 +52,11 @@ Results on_cpu_in_f64(const Sizes& s, const Inputs& in, bool causal, double scal
   const Array q = in_f64(in.q), k = in_f64(in.k), v = in_f64(in.v), dout = in_f64(in.dout);
   const Results r{Array(kF64, s.q()), Array(kF64, s.lse()), Array(kF64, s.q()), Array(kF64, s.k()),
                   Array(kF64, s.k())};
-  cpu::attention(q, k, v, causal, scale, r.out, r.lse, Scratch(cpu::attention_workspace(q, k)));
+  cpu::attention(q, k, v, causal, scale, r.out, r.lse,
+                 Scratch(cpu::attention_workspace(q, k, v, causal, r.out, r.lse)));
   cpu::attention_backward(q, k, v, r.out, r.lse, dout, causal, scale, r.dq, r.dk, r.dv,
-                          Scratch(cpu::attention_backward_workspace(q, k)));
+                          Scratch(cpu::attention_backward_workspace(q, k, v, r.out, r.lse, dout,
+                                                                    causal, r.dq, r.dk, r.dv)));
   return r;
 }
 

@@ -1,7 +1,6 @@
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
-#include "sheaf/kernels/attention.h"
-#include "sheaf/tests/kernels/cuda/on_gpu.h"
+#include "sheaf/tests/kernels/cuda/attention_data.h"
 
 // Against the CPU's kernel in f64. The emulated GPU has the CPU's kernel in cuDNN's place, so there
 // this tests what is refused and how operands get in and out.
@@ -11,96 +10,88 @@ namespace {
 using namespace sheaf::testing;
 using cuda::cudnn::Attention;
 
-struct Case {
-  int64_t batch, tokens, heads, groups, width;
-};
-constexpr Case kCases[] = {{2, 128, 3, 3, 64}, {1, 192, 4, 2, 128}, {3, 64, 2, 1, 32}};
+constexpr AttentionCase kCases[] = {{2, 128, 3, 3, 64}, {1, 192, 4, 2, 128}, {3, 64, 2, 1, 32}};
 
-struct Data {
-  Array q, k, v, out, lse, dout, dq, dk, dv;
-  double scale;
-
-  /// Queries, keys and values lie as slices of a packed projection do.
-  Data(const Case& c, DType dtype) {
-    const int64_t row = (c.heads + 2 * c.groups) * c.width;
-    const Shape strides{c.tokens * row, row, c.width, 1};
-    const Shape queries{c.batch, c.tokens, c.heads, c.width},
-        keys{c.batch, c.tokens, c.groups, c.width};
-    q = Array::random(dtype, queries, 1, 1, strides);
-    k = Array::random(dtype, keys, 2, 1, strides);
-    v = Array::random(dtype, keys, 3, 1, strides);
-    dout = Array::random(dtype, queries, 4);
-    out = Array(dtype, queries);
-    lse = Array(dtype == kF64 ? kF64 : kF32, {c.batch, c.heads, c.tokens});
-    dq = Array(dtype, queries, strides);
-    dk = Array(dtype, keys, strides);
-    dv = Array(dtype, keys, strides);
-    scale = 1 / std::sqrt(static_cast<double>(c.width));
-  }
-};
-
-struct Expected {
-  Array out, lse, dq, dk, dv;
-
-  explicit Expected(const Data& d) {
-    const Array q = in_f64(d.q), k = in_f64(d.k), v = in_f64(d.v), dout = in_f64(d.dout);
-    out = Array(kF64, d.q.view().shape), dq = out.clone();
-    dk = Array(kF64, d.k.view().shape), dv = dk.clone();
-    lse = Array(kF64, d.lse.view().shape);
-    cpu::attention(q, k, v, true, d.scale, out, lse, Scratch(cpu::attention_workspace(q, k)));
-    cpu::attention_backward(q, k, v, out, lse, dout, true, d.scale, dq, dk, dv,
-                            Scratch(cpu::attention_backward_workspace(q, k)));
-  }
-};
+Attention forward_of(const AttentionOnGpu& g, double scale) {
+  return {.q = g.x.q, .k = g.x.k, .v = g.x.v, .out = g.out, .lse = g.lse, .scale = scale};
+}
+Attention backward_of(const AttentionOnGpu& g, double scale) {
+  Attention a = forward_of(g, scale);
+  a.dout = g.dout, a.dq = g.d.q, a.dk = g.d.k, a.dv = g.d.v;
+  return a;
+}
+void run(const Attention& a) {
+  cuda::cudnn::attention(OnGpu::stream(), a, GpuScratch(cuda::cudnn::attention_workspace(a)));
+}
 
 TEST(CudnnAttention, ForwardAndBackward) {
   SHEAF_NEEDS_GPU();
   for (DType dtype : {kBF16, kF16})
-    for (const Case& c : kCases) {
-      const Data d(c, dtype);
-      const Expected want(d);
-      const OnGpu q(d.q), k(d.k), v(d.v), out(d.out), lse(d.lse), dout(d.dout), dq(d.dq), dk(d.dk),
-          dv(d.dv);
-      const Attention forward{.q = q, .k = k, .v = v, .out = out, .lse = lse, .scale = d.scale};
+    for (const AttentionCase& c : kCases) {
+      const AttentionData data(c, dtype);
+      const ExpectedAttention want(data);
+      const AttentionOnGpu g(data);
+      const Attention forward = forward_of(g, data.scale);
       const std::string why = cuda::cudnn::refusal(forward);
       if (!why.empty()) GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
-      const auto run = [](const Attention& a) {
-        cuda::cudnn::attention(OnGpu::stream(), a, GpuScratch(cuda::cudnn::attention_workspace(a)));
-      };
       run(forward);
       // bf16 rounds probabilities, outputs and inputs of sums.
       const double bound = 4 * epsilon(dtype);
-      const Array first = out.back();
+      const Array first = g.out.back();
       EXPECT_LT(scaled_error(first, values(want.out)), bound) << name(dtype) << c.heads;
-      EXPECT_LT(scaled_error(lse.back(), values(want.lse)), 1e-5) << name(dtype) << c.heads;
+      EXPECT_LT(scaled_error(g.lse.back(), values(want.lse)), 1e-5) << name(dtype) << c.heads;
       run(forward);
-      EXPECT_TRUE(same_bits(out.back(), first));
+      EXPECT_TRUE(same_bits(g.out.back(), first));
 
       for (bool deterministic : {true, false}) {
-        Attention backward = forward;
-        backward.dout = dout, backward.dq = dq, backward.dk = dk, backward.dv = dv;
+        Attention backward = backward_of(g, data.scale);
         backward.deterministic = deterministic;
         ASSERT_EQ(cuda::cudnn::refusal(backward), "");
         run(backward);
-        const Array got_dq = dq.back(), got_dk = dk.back(), got_dv = dv.back();
-        EXPECT_LT(scaled_error(got_dq, values(want.dq)), 2 * bound) << name(dtype) << c.heads;
-        EXPECT_LT(scaled_error(got_dk, values(want.dk)), 2 * bound) << name(dtype) << c.heads;
-        EXPECT_LT(scaled_error(got_dv, values(want.dv)), 2 * bound) << name(dtype) << c.heads;
-        EXPECT_TRUE(gaps_kept(d.dq, got_dq) && gaps_kept(d.dk, got_dk) && gaps_kept(d.dv, got_dv));
+        const Array got = g.dqkv.back();
+        EXPECT_LT(scaled_error(got, values(want.dqkv)), 2 * bound) << name(dtype) << c.heads;
         if (!deterministic) continue;
         run(backward);
-        EXPECT_TRUE(same_bits(dq.back(), got_dq) && same_bits(dk.back(), got_dk) &&
-                    same_bits(dv.back(), got_dv));
+        EXPECT_TRUE(same_bits(g.dqkv.back(), got));
       }
     }
+}
+
+TEST(CudnnAttention, PartsKeepToAWorkspace) {
+  SHEAF_NEEDS_GPU();
+  // A sequence's dq in f32 takes 16 KiB a head, once for every 128 keys: 128 KiB.
+  const AttentionData data({3, 256, 4, 2, 16}, kBF16);
+  const ExpectedAttention want(data);
+  const AttentionOnGpu g(data);
+  Attention a = backward_of(g, data.scale);
+  if (const std::string why = cuda::cudnn::refusal(a); !why.empty())
+    GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+  run(forward_of(g, data.scale));
+  const struct {
+    int64_t kib;
+    size_t parts;
+  } kCuts[] = {{384, 1}, {383, 3}, {128, 3}, {127, 6}, {1, 6}};
+  for (const auto& [kib, parts] : kCuts) {
+    a.most_workspace = kib << 10;
+    EXPECT_EQ(cuda::cudnn::parts_of(a).size(), parts) << kib;
+    ASSERT_EQ(cuda::cudnn::refusal(a), "") << kib;
+    kernels::cuda::fill_bytes(OnGpu::stream(), g.dqkv.view().data, 0xff, data.dqkv.bytes());
+    run(a);
+    EXPECT_LT(scaled_error(g.dqkv.back(), values(want.dqkv)), 8 * epsilon(kBF16)) << kib;
+  }
+  a.most_workspace = 1;
+  EXPECT_EQ(cuda::cudnn::parts_of(forward_of(g, 1)).size(), 1u);
+  a.deterministic = false;
+  EXPECT_EQ(cuda::cudnn::parts_of(a).size(), 1u);
 }
 
 TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
   if constexpr (!kHasCuda) {
     GTEST_SKIP() << "not run: built without CUDA";
   } else {
-    const Data d({2, 128, 4, 2, 64}, kBF16);
-    const Attention good{.q = d.q, .k = d.k, .v = d.v, .out = d.out, .lse = d.lse};
+    const AttentionData data({2, 128, 4, 2, 64}, kBF16);
+    const PackedHeads x = data.sizes.heads_of(data.qkv), d = data.sizes.heads_of(data.dqkv);
+    const Attention good{.q = x.q, .k = x.k, .v = x.v, .out = data.out, .lse = data.lse};
     using cuda::cudnn::layout_refusal;
     EXPECT_EQ(layout_refusal(good), "");
     const auto refuses = [&](const char* word, auto change) {
@@ -129,7 +120,7 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
     refuses("lse", [](Attention& a) { a.lse.dtype = kF64; });
     refuses("lse", [](Attention& a) { a.lse.strides[2] = 2; });
     Attention backward = good;
-    backward.dout = d.dout, backward.dq = d.dq, backward.dk = d.dk, backward.dv = d.dv;
+    backward.dout = data.dout, backward.dq = d.q, backward.dk = d.k, backward.dv = d.v;
     EXPECT_EQ(layout_refusal(backward), "");
     backward.dk.shape[2] = 4;
     EXPECT_NE(layout_refusal(backward), "");

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
@@ -23,20 +24,20 @@ struct Case {
   int64_t batch, tokens, heads, groups, width;
 };
 
-/// As a model has them: queries, keys and values are slices of one projection [B, T, (H + 2 G) D].
+/// What the op of a packed projection [B, T, (H + 2 G) D] passes: its heads, and those of its
+/// gradient.
 Attention attention_of(const Case& c, DType dtype, bool backward) {
-  const int64_t row = (c.heads + 2 * c.groups) * c.width;
-  const auto slice = [&](int64_t heads) {
-    return View{
-        nullptr, dtype, {c.batch, c.tokens, heads, c.width}, {c.tokens * row, row, c.width, 1}};
-  };
-  const View dense = View::dense(nullptr, dtype, {c.batch, c.tokens, c.heads, c.width});
-  Attention a{.q = slice(c.heads),
-              .k = slice(c.groups),
-              .v = slice(c.groups),
-              .out = dense,
+  const View packed = View::dense(nullptr, dtype,
+                                  {c.batch, c.tokens, (c.heads + 2 * c.groups) * c.width}),
+             result = View::dense(nullptr, dtype, {c.batch, c.tokens, c.heads * c.width}),
+             rows = heads_of(result, 0, c.heads, c.width);
+  const PackedHeads x(packed, c.heads, c.groups, c.width);
+  Attention a{.q = x.q,
+              .k = x.k,
+              .v = x.v,
+              .out = rows,
               .lse = View::dense(nullptr, kF32, {c.batch, c.heads, c.tokens})};
-  if (backward) a.dout = dense, a.dq = a.q, a.dk = a.k, a.dv = a.v;
+  if (backward) a.dout = rows, a.dq = x.q, a.dk = x.k, a.dv = x.v;
   return a;
 }
 
@@ -77,6 +78,18 @@ TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
                            str(workspace));
             EXPECT_GE(workspace, backward ? a.lse.bytes() : 0);
           }
+}
+
+TEST_F(CudnnPlans, ManyTokensKeepToTheWorkspace) {
+  if constexpr (kHasCuda && !kEmulatedCuda)
+    for (const Case& c : {Case{1, 8192, 32, 8, 128}, Case{64, 1024, 12, 12, 64}}) {
+      const Attention a = attention_of(c, kBF16, true);
+      EXPECT_GT(parts_of(a).size(), 1u);
+      int64_t workspace = -1;
+      EXPECT_EQ(refusal_on(h200(), a, &workspace), "") << c.tokens;
+      RecordProperty(str(c.batch, "x", c.tokens), str(workspace));
+      EXPECT_LE(workspace, a.most_workspace + (64 << 20));
+    }
 }
 
 TEST_F(CudnnPlans, ARefusalHasWords) {

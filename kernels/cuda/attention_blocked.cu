@@ -1,10 +1,9 @@
 #include <limits>
 
-#include "sheaf/kernels/attention.h"
-#include "sheaf/kernels/attention_operands.h"
+#include "sheaf/kernels/cuda/attention_blocked.h"
 #include "sheaf/kernels/cuda/attention_tiles.h"
 
-namespace sheaf::kernels::cuda {
+namespace sheaf::kernels::cuda::blocked {
 
 using namespace attention_tiles;
 
@@ -86,11 +85,8 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 
 }  // namespace
 
-size_t attention_workspace(const View&, const View&) { return 0; }
-
 void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
-               double scale, const View& out, const View& lse, Workspace) {
-  check_attention("attention", q, k, v, out, lse);
+               double scale, const View& out, const View& lse) {
   if (out.numel() == 0) return;
   visit_tiles("attention", q.dtype, q.shape[3], [&]<class S>() {
     const Problem p = problem_of(q, k, causal, scale);
@@ -104,4 +100,4 @@ void attention(const Stream& stream, const View& q, const View& k, const View& v
   });
 }
 
-}  // namespace sheaf::kernels::cuda
+}  // namespace sheaf::kernels::cuda::blocked

@@ -1,8 +1,7 @@
-#include "sheaf/kernels/attention.h"
-#include "sheaf/kernels/attention_operands.h"
+#include "sheaf/kernels/cuda/attention_blocked.h"
 #include "sheaf/kernels/cuda/attention_tiles.h"
 
-namespace sheaf::kernels::cuda {
+namespace sheaf::kernels::cuda::blocked {
 
 using namespace attention_tiles;
 
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-size_t attention_backward_workspace(const View& q, const View&) {
+size_t attention_backward_workspace(const View& q) {
   return static_cast<size_t>(q.shape[0] * q.shape[1] * q.shape[2]) * (q.dtype == kF64 ? 8 : 4);
 }
 
@@ -180,8 +179,7 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
                         double scale, const View& dq, const View& dk, const View& dv,
                         Workspace workspace) {
   const char* who = "attention_backward";
-  check_attention_backward(who, q, k, v, out, lse, dout, dq, dk, dv);
-  check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k), '[', who,
+  check<ShapeError>(workspace.bytes >= attention_backward_workspace(q), '[', who,
                     "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] * q.shape[3] == 0) return;
   visit_tiles(who, q.dtype, q.shape[3], [&]<class S>() {
@@ -212,4 +210,4 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
   });
 }
 
-}  // namespace sheaf::kernels::cuda
+}  // namespace sheaf::kernels::cuda::blocked

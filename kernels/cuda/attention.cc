@@ -1,0 +1,88 @@
+// Who computes attention on a GPU: cuDNN where it takes the operands, else our own kernels. The
+// only place that chooses.
+#include "sheaf/kernels/attention.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+
+#include "sheaf/kernels/attention_operands.h"
+#include "sheaf/kernels/cuda/attention_blocked.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+using cudnn::Attention;
+
+/// SHEAF_CUDNN_ATTENTION=0 leaves all to our own kernels, to compare.
+bool wanted() {
+  const char* const value = std::getenv("SHEAF_CUDNN_ATTENTION");
+  return !value || std::string_view(value) != "0";
+}
+
+bool by_cudnn(const Attention& a) { return wanted() && cudnn::accepts(a); }
+
+/// Enough for both: memory may turn out to be unaligned when the call comes.
+size_t workspace_of(const Attention& a, size_t ours) {
+  return by_cudnn(a) ? std::max(ours, cudnn::attention_workspace(a)) : ours;
+}
+
+/// False, and nothing has happened, where our own kernels are to run.
+bool run_cudnn(const Stream& stream, const Attention& a, Workspace workspace) {
+  if (!by_cudnn(a) || workspace.bytes < cudnn::attention_workspace(a)) return false;
+  cudnn::attention(stream, a, workspace);
+  return true;
+}
+
+Attention backward(const View& q, const View& k, const View& v, const View& out, const View& lse,
+                   const View& dout, bool causal, double scale, const View& dq, const View& dk,
+                   const View& dv) {
+  return {.q = q,
+          .k = k,
+          .v = v,
+          .out = out,
+          .lse = lse,
+          .dout = dout,
+          .dq = dq,
+          .dk = dk,
+          .dv = dv,
+          .causal = causal,
+          .scale = scale};
+}
+
+}  // namespace
+
+size_t attention_workspace(const View& q, const View& k, const View& v, bool causal,
+                           const View& out, const View& lse) {
+  return workspace_of({.q = q, .k = k, .v = v, .out = out, .lse = lse, .causal = causal}, 0);
+}
+
+void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
+               double scale, const View& out, const View& lse, Workspace workspace) {
+  check_attention("attention", q, k, v, out, lse);
+  const Attention a{
+      .q = q, .k = k, .v = v, .out = out, .lse = lse, .causal = causal, .scale = scale};
+  if (!run_cudnn(stream, a, workspace))
+    blocked::attention(stream, q, k, v, causal, scale, out, lse);
+}
+
+size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
+                                    const View& lse, const View& dout, bool causal, const View& dq,
+                                    const View& dk, const View& dv) {
+  return workspace_of(backward(q, k, v, out, lse, dout, causal, 1, dq, dk, dv),
+                      blocked::attention_backward_workspace(q));
+}
+
+void attention_backward(const Stream& stream, const View& q, const View& k, const View& v,
+                        const View& out, const View& lse, const View& dout, bool causal,
+                        double scale, const View& dq, const View& dk, const View& dv,
+                        Workspace workspace) {
+  check_attention_backward("attention_backward", q, k, v, out, lse, dout, dq, dk, dv);
+  const Attention a = backward(q, k, v, out, lse, dout, causal, scale, dq, dk, dv);
+  if (!run_cudnn(stream, a, workspace))
+    blocked::attention_backward(stream, q, k, v, out, lse, dout, causal, scale, dq, dk, dv,
+                                workspace);
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,138 @@
+#include <cstdlib>
+
+#include "sheaf/kernels/cuda/attention_blocked.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
+#include "sheaf/tests/kernels/cuda/attention_data.h"
+
+// cuDNN computes what it takes, our own kernels the rest; on the emulated GPU the CPU's kernel is
+// in cuDNN's place, so that the choice is seen in the counter and in the bits.
+namespace sheaf::kernels {
+namespace {
+
+using namespace sheaf::testing;
+
+struct Results {
+  Array out, lse, dqkv;
+  int64_t by_cudnn;  ///< of two calls
+};
+
+/// Forward and backward; workspace is asked for without memory and `less` than that is given.
+Results run(const AttentionData& data, bool causal = true, size_t less = 0) {
+  const AttentionOnGpu g(data);
+  const auto blank = [](const View& x) { return without_data(x); };
+  const auto scratch = [&](size_t bytes) { return GpuScratch(bytes > less ? bytes - less : 0); };
+  const int64_t before = cuda::cudnn::attention_calls();
+  cuda::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, causal, data.scale, g.out, g.lse,
+                  scratch(cuda::attention_workspace(blank(g.x.q), blank(g.x.k), blank(g.x.v),
+                                                    causal, blank(g.out), blank(g.lse))));
+  cuda::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout, causal,
+                           data.scale, g.d.q, g.d.k, g.d.v,
+                           scratch(cuda::attention_backward_workspace(
+                               blank(g.x.q), blank(g.x.k), blank(g.x.v), blank(g.out), blank(g.lse),
+                               blank(g.dout), causal, blank(g.d.q), blank(g.d.k), blank(g.d.v))));
+  return {g.out.back(), g.lse.back(), g.dqkv.back(), cuda::cudnn::attention_calls() - before};
+}
+
+/// By our own kernels.
+Results run_blocked(const AttentionData& data, bool causal = true) {
+  const AttentionOnGpu g(data);
+  cuda::blocked::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, causal, data.scale, g.out, g.lse);
+  cuda::blocked::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout,
+                                    causal, data.scale, g.d.q, g.d.k, g.d.v,
+                                    GpuScratch(cuda::blocked::attention_backward_workspace(g.x.q)));
+  return {g.out.back(), g.lse.back(), g.dqkv.back(), 0};
+}
+
+bool same(const Results& a, const Results& b) {
+  return same_bits(a.out, b.out) && same_bits(a.lse, b.lse) && same_bits(a.dqkv, b.dqkv);
+}
+
+const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 192, 4, 2, 128};
+
+#define SHEAF_NEEDS_CUDNN()                                            \
+  SHEAF_NEEDS_GPU();                                                   \
+  if (!kEmulatedCuda && run({{1, 64, 1, 1, 64}, kBF16}).by_cudnn == 0) \
+  GTEST_SKIP() << "not run: cuDNN takes nothing here"
+
+TEST(AttentionChoice, CudnnComputesWhatItTakes) {
+  SHEAF_NEEDS_CUDNN();
+  for (const AttentionCase& c : {kGpt, kGrouped})
+    for (DType d : {kBF16, kF16}) {
+      const AttentionData data(c, d);
+      const ExpectedAttention want(data);
+      const Results got = run(data);
+      EXPECT_EQ(got.by_cudnn, 2) << name(d) << c.heads;
+      EXPECT_LT(scaled_error(got.out, values(want.out)), 4 * epsilon(d)) << name(d) << c.heads;
+      EXPECT_LT(scaled_error(got.lse, values(want.lse)), 1e-5) << name(d) << c.heads;
+      EXPECT_LT(scaled_error(got.dqkv, values(want.dqkv)), 8 * epsilon(d)) << name(d) << c.heads;
+    }
+}
+
+TEST(AttentionChoice, OurOwnKernelsComputeTheRest) {
+  SHEAF_NEEDS_GPU();
+  const auto is_ours = [](const AttentionData& data, bool causal, const char* what) {
+    const Results got = run(data, causal);
+    EXPECT_EQ(got.by_cudnn, 0) << what;
+    EXPECT_TRUE(same(got, run_blocked(data, causal))) << what;
+  };
+  is_ours({kGpt, kF32}, true, "f32");
+  is_ours({kGpt, kF64}, true, "f64");
+  is_ours({kGpt, kBF16}, false, "without a mask");
+  is_ours({{2, 100, 3, 3, 64}, kBF16}, true, "100 tokens");
+  is_ours({{1, 64, 2, 1, 160}, kBF16}, true, "wide heads");
+  is_ours({{1, 64, 3, 3, 20}, kBF16}, true, "rows not at 16 bytes");
+}
+
+TEST(AttentionChoice, OursRunWhereTheWorkspaceIsTooSmall) {
+  SHEAF_NEEDS_CUDNN();
+  const AttentionData data(kGpt, kBF16);
+  const AttentionOnGpu g(data);
+  // Forward ours need none, backward what they say.
+  const size_t wants = cuda::attention_backward_workspace(g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout,
+                                                          true, g.d.q, g.d.k, g.d.v),
+               ours = cuda::blocked::attention_backward_workspace(g.x.q);
+  ASSERT_GT(wants, ours);
+  const Results got = run(data, true, wants - ours);
+  EXPECT_EQ(got.by_cudnn, cuda::attention_workspace(g.x.q, g.x.k, g.x.v, true, g.out, g.lse) == 0);
+  EXPECT_LT(scaled_error(got.dqkv, values(run_blocked(data).dqkv)), 8 * epsilon(kBF16));
+}
+
+TEST(AttentionChoice, OursRunWhereMemoryIsNotAligned) {
+  SHEAF_NEEDS_CUDNN();
+  // The same values two elements further: a view without memory does not tell, so that workspace
+  // was asked for as if cuDNN took them. Emulated, cuDNN wants less of it than our own kernels do.
+  const AttentionData data({3, 192, 4, 4, 32}, kBF16);
+  Array wide(kBF16, {data.qkv.view().numel() + 2});
+  wide.fill([&](int64_t i) { return i < 2 ? 0.0 : data.qkv.at(i - 2); });
+  const OnGpu memory(wide);
+  const AttentionOnGpu g(data);
+  View packed = data.qkv.view();
+  packed.data = memory.view().as<char>() + 4;
+  const PackedHeads x = data.sizes.heads_of(packed);
+  const View q = without_data(x.q), k = without_data(x.k), v = without_data(x.v);
+  const GpuScratch scratch(cuda::attention_workspace(q, k, v, true, g.out, g.lse)),
+      backward_scratch(cuda::attention_backward_workspace(q, k, v, g.out, g.lse, g.dout, true,
+                                                          g.d.q, g.d.k, g.d.v));
+  const int64_t before = cuda::cudnn::attention_calls();
+  cuda::attention(OnGpu::stream(), x.q, x.k, x.v, true, data.scale, g.out, g.lse, scratch);
+  cuda::attention_backward(OnGpu::stream(), x.q, x.k, x.v, g.out, g.lse, g.dout, true, data.scale,
+                           g.d.q, g.d.k, g.d.v, backward_scratch);
+  EXPECT_EQ(cuda::cudnn::attention_calls(), before);
+  EXPECT_TRUE(same({g.out.back(), g.lse.back(), g.dqkv.back(), 0}, run_blocked(data)));
+}
+
+TEST(AttentionChoice, TheEnvironmentSwitchesCudnnOff) {
+  SHEAF_NEEDS_CUDNN();
+  const AttentionData data(kGpt, kBF16);
+  setenv("SHEAF_CUDNN_ATTENTION", "0", 1);
+  const Results off = run(data);
+  setenv("SHEAF_CUDNN_ATTENTION", "1", 1);
+  const Results on = run(data);
+  unsetenv("SHEAF_CUDNN_ATTENTION");
+  EXPECT_EQ(off.by_cudnn, 0);
+  EXPECT_TRUE(same(off, run_blocked(data)));
+  EXPECT_EQ(on.by_cudnn, 2);
+}
+
+}  // namespace
+}  // namespace sheaf::kernels
