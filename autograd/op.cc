@@ -110,7 +110,8 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
            std::vector<Type>& outputs);
 }  // namespace detail
 
-std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Into& into) {
+std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                          std::span<const Into> into) {
   for (const Tensor& t : inputs)
     if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": an input is undefined");
   Infer infer(inputs);
@@ -119,16 +120,19 @@ std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Te
   detail::place(op, attrs, inputs, coerced, infer.outputs);
   std::vector<OutputSpec> specs(infer.outputs.size());
   for (size_t i = 0; i < specs.size(); ++i) specs[i].type = infer.outputs[i];
-  // Memory wider than an op can fill is left to the caller, who converts what the op gives.
-  const bool wide = into.to && is_wide_of(into.to.dtype(), specs[0].type.dtype);
-  const bool placed = into.to && (!wide || op.stores_wide);
-  if (placed) {
-    if (wide) specs[0].type.dtype = into.to.dtype();
-    check_type(op, specs[0].type, into.to);
-    if (into.add && !op.can_add) fail<LifetimeError>("[", op.name, "] cannot add into given memory");
-    specs[0].into = into.to;
+  bool add = false;
+  for (size_t i = 0; i < into.size(); ++i) {
+    if (!into[i].to) continue;
+    // Memory wider than an op can fill is left to the caller, who converts what the op gives.
+    const bool wide = is_wide_of(into[i].to.dtype(), specs[i].type.dtype);
+    if (wide && !(op.stores_wide >> i & 1)) continue;
+    if (wide) specs[i].type.dtype = into[i].to.dtype();
+    check_type(op, specs[i].type, into[i].to);
+    if (into[i].add && !(op.can_add && i == 0))
+      fail<LifetimeError>("[", op.name, "] cannot add output ", i, " into given memory");
+    specs[i].into = into[i].to;
+    add = add || into[i].add;
   }
-  const bool add = placed && into.add;
   std::vector<Tensor> outputs = execute_node(op, attrs, inputs, specs, add);
   if (Recording* r = Recording::current()) r->record(op, attrs, inputs, outputs, specs, add);
   return outputs;

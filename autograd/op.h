@@ -132,10 +132,10 @@ class Execute {
   mutable const char* unasked_ = nullptr;  // the op, on a GPU, until it has asked for the stream
 };
 
-/// Where an op should store its output 0: memory given by the caller, or (empty) fresh memory.
+/// Where an op should store an output: memory given by the caller, or (empty) fresh memory.
 struct Into {
   Tensor to;         ///< undefined: allocate
-  bool add = false;  ///< the op has kCanAdd and adds to what is there
+  bool add = false;  ///< output 0 alone: the op has kCanAdd and adds to what is there
 };
 
 class Recording;
@@ -176,7 +176,7 @@ struct OpDef {
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
   HostMemory memory;  ///< where fresh outputs lie: `wire` if other ranks will read them
-  bool stores_wide;  ///< stores output 0 in f32, if given f32 memory, where infer says bf16 or f16
+  uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
   uint64_t saved_inputs, saved_outputs;
   void (*infer)(const void*, Infer&);
@@ -248,8 +248,10 @@ inline constexpr OpDef op_def_of = make_op_def<Op>();
 template <class Op>
 const OpDef& op_def() { return detail::op_def_of<Op>; }
 
-/// Runs an op whose types follow from its own rules. Throws ShapeError, DTypeError, PlacementError, LifetimeError.
-std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, const Into& into = {});
+/// Runs an op whose types follow from its own rules; `into`: where its first outputs go. Throws ShapeError, DTypeError,
+/// PlacementError, LifetimeError.
+std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                          std::span<const Into> into = {});
 /// An output whose type and place are given.
 struct OutputSpec {
   Type type;
@@ -268,13 +270,13 @@ std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<c
 /// destroys too much when an element of a braced list inside `a ? b : c` throws.
 template <class Op>
 std::vector<Tensor> apply_all(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs,
-                              const Into& into = {}) {
-  return apply(op_def<Op>(), &attrs, std::span(inputs.begin(), inputs.size()), into);
+                              std::initializer_list<Into> into = {}) {
+  return apply(op_def<Op>(), &attrs, std::span(inputs.begin(), inputs.size()), std::span(into.begin(), into.size()));
 }
 /// The same for ops with one output.
 template <class Op>
 Tensor apply(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs, const Into& into = {}) {
-  return std::move(apply_all<Op>(attrs, inputs, into)[0]);
+  return std::move(apply_all<Op>(attrs, inputs, {into})[0]);
 }
 
 /// Attributes of ops that have none.

@@ -23,6 +23,12 @@ void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
 /// blocks in order.
 void linear_bias_gradient(const View& dy, const View& dbias);
 
+/// Both of them.
+size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
+                                  const View& dbias);
+void linear_gradients(const View& dy, const View& x, const View& dweight, const View& dbias,
+                      Workspace workspace);
+
 }  // namespace cpu
 
 /// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's: see cuda::matmul.
@@ -40,6 +46,14 @@ void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,
 size_t linear_bias_gradient_workspace(const View& dy, const View& dbias);
 void linear_bias_gradient(const Stream& stream, const View& dy, const View& dbias,
                           Workspace workspace);
+
+/// One product that adds up dy's rows on its way, where cuBLASLt knows it and the gradients are of
+/// one dtype; the order of the bias's sum, and so its bits, are then cuBLASLt's, the same at every
+/// run. Else the two above.
+size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
+                                  const View& dbias);
+void linear_gradients(const Stream& stream, const View& dy, const View& x, const View& dweight,
+                      const View& dbias, Workspace workspace);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -74,7 +74,7 @@ struct LinearCrossEntropyAttrs {
 
 struct LinearCrossEntropyBackward {  // x, weight, targets, lse, dloss -> [dweight] [, dx]
   static constexpr const char* kName = "linear_cross_entropy_backward";
-  static constexpr bool kStoresWide = true;  // output 0 is dweight, unless only dx is wanted
+  static constexpr uint64_t kStoresWide = 0b1;  // output 0 is dweight, unless only dx is wanted
   using Attrs = LinearCrossEntropyAttrs;
   static void infer(const Attrs& a, Infer& c) {
     if (a.dweight) c.output(c.dtype(1), c.shape(1));
@@ -130,7 +130,7 @@ struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], l
   static void vjp(const Attrs& a, Vjp& c) {
     const LinearCrossEntropyAttrs attrs{a.ignore_index, c.needs(1), c.needs(0)};
     const auto d = apply_all<LinearCrossEntropyBackward>(
-        attrs, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c.into(1));
+        attrs, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, {c.into(1)});
     if (attrs.dweight) c.set(1, d[0]);
     if (attrs.dx) c.set(0, d[static_cast<size_t>(attrs.dweight)]);
   }

@@ -14,8 +14,8 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
   struct Attrs {
     int64_t vocabulary;
   };
-  static constexpr bool kCanAdd = true, kStoresWide = true;
-  static constexpr uint64_t kSavedInputs = 0b01;
+  static constexpr bool kCanAdd = true;
+  static constexpr uint64_t kStoresWide = 0b1, kSavedInputs = 0b01;
   static void infer(const Attrs& a, Infer& c) {
     Shape rows = c.shape(0);
     rows.push_back(c.shape(1).rank() ? c.shape(1).back() : 0);

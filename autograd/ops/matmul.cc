@@ -20,7 +20,7 @@ Tensor times(const Tensor& x, const Tensor& weight) {
 
 struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
   static constexpr const char* kName = "linear_weight_gradient";
-  static constexpr bool kStoresWide = true;
+  static constexpr uint64_t kStoresWide = 0b1;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs&, Infer& c) {
@@ -60,7 +60,7 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
 
 struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
   static constexpr const char* kName = "linear_bias_gradient";
-  static constexpr bool kStoresWide = true;
+  static constexpr uint64_t kStoresWide = 0b1;
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), {c.shape(0).back()}); }
   static void place(const Attrs&, Place& p) {
@@ -78,6 +78,49 @@ struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
   }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, sliced_to_dual(expand(c.grad(), c.input_type(0).shape), c.input_type(0)));
+  }
+};
+
+struct LinearGradients {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows, dy's rows added up [O]
+  static constexpr const char* kName = "linear_gradients";
+  static constexpr uint64_t kStoresWide = 0b11;
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const Attrs& a, Infer& c) {
+    LinearWeightGradient::infer(a, c);
+    LinearBiasGradient::infer(a, c);
+  }
+  static void place(const Attrs&, Place& p) {
+    const int last = p.shape(0).rank() - 1;
+    row_rules(p, 0, 0b11, 0, 2, 1);
+    for (int i = 0; i < 2; ++i) {
+      if (!p.in(i).is_shard(last)) continue;
+      const Placement out = Placement::shard(p.in(i).map().moved_to(i));
+      i == 0 ? p.rule({p.in(i), kR}, {out, out}) : p.rule({kR, p.in(i)}, {out, kR});
+    }
+    p.rule({kR, kR}, {kR, kR});
+    p.rule({kP, kR}, {kP, kP});
+    p.rule({kR, kP}, {kP, kR});
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_gradients, c.input(0), c.input(1), c.output(0),
+                 c.output(1));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_gradients, c.input(0), c.input(1), c.output(0), c.output(1),
+                 c.workspace);
+  }
+  static void vjp(const Attrs&, Vjp& c) {  // g[O, I], h[O]: dy gets x gᵀ + h, x gets dy g
+    if (c.needs(0)) {
+      if (!c.has_grad(0))
+        c.set(0, sliced_to_dual(expand(c.grad(1), c.input_type(0).shape), c.input_type(0)));
+      else
+        c.set(0, linear(c.input(1), c.grad(0), c.has_grad(1) ? c.grad(1) : Tensor()));
+    }
+    if (c.needs(1) && c.has_grad(0)) c.set(1, times(c.input(0), c.grad(0)));
+  }
+  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
+    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
   }
 };
 
@@ -201,8 +244,15 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());
     if (c.needs(0)) c.set(0, times(dy, c.input(1)));
-    if (c.needs(1)) c.set(1, apply<LinearWeightGradient>({}, {dy, c.input(0)}, c.into(1)));
-    if (c.num_inputs() == 3 && c.needs(2)) c.set(2, apply<LinearBiasGradient>({}, {dy}, c.into(2)));
+    const bool weight = c.needs(1), bias = c.num_inputs() == 3 && c.needs(2);
+    if (weight && bias) {
+      const auto d = apply_all<LinearGradients>({}, {dy, c.input(0)}, {c.into(1), c.into(2)});
+      c.set(1, d[0]), c.set(2, d[1]);
+    } else if (weight) {
+      c.set(1, apply<LinearWeightGradient>({}, {dy, c.input(0)}, c.into(1)));
+    } else if (bias) {
+      c.set(2, apply<LinearBiasGradient>({}, {dy}, c.into(2)));
+    }
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);

@@ -118,4 +118,13 @@ void linear_bias_gradient(const View& dy, const View& dbias) {
   });
 }
 
+size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight, const View&) {
+  return linear_weight_gradient_workspace(dy, x, dweight);
+}
+void linear_gradients(const View& dy, const View& x, const View& dweight, const View& dbias,
+                      Workspace workspace) {
+  linear_weight_gradient(dy, x, dweight, workspace);
+  linear_bias_gradient(dy, dbias);
+}
+
 }  // namespace sheaf::kernels::cpu

@@ -79,6 +79,7 @@ class Plan {
         g.c.shape, " of ", g.c.dtype);
     merge();
     if (!has_bias_ && !c_.row_major() && c_.col_major()) {  // cᵀ = bᵀ aᵀ
+      swapped_ = true;
       std::swap(a_, b_);
       for (Side* s : {&a_, &b_, &c_})
         std::swap(s->rows, s->cols), std::swap(s->row_stride, s->col_stride);
@@ -96,6 +97,19 @@ class Plan {
 
   void run(const Stream& stream, Workspace workspace) const {
     if (empty()) return;
+    run(stream, workspace, has_bias_ ? Epilogue::bias : Epilogue::none, g_.bias.data);
+  }
+  bool run_with_row_sums(const Stream& stream, const View& sums, Workspace workspace) const {
+    const int64_t rows = swapped_ ? c_.cols : c_.rows;
+    check<ShapeError>(batch_.empty() && !has_bias_ && !g_.accumulate && sums.shape == Shape{rows},
+                      "[", g_.who, "] sums ", sums.shape, " for rows of ", g_.a.shape);
+    if (empty() || a_.cols == 0 || sums.dtype != c_.dtype || !sums.contiguous()) return false;
+    // The product's B is a, unless they changed places.
+    return run(stream, workspace, swapped_ ? Epilogue::sums_of_a : Epilogue::sums_of_b, sums.data);
+  }
+
+ private:
+  bool run(const Stream& stream, Workspace workspace, Epilogue epilogue, void* vector) const {
     // The library's own comes first, where the workspace's alignment is.
     Carver carver(g_.who, workspace);
     const size_t bytes = a_.cols > 0 ? product_workspace() : 0;
@@ -106,11 +120,10 @@ class Plan {
       c = place(c_, carver);
       if (g_.accumulate) copy(stream, c_.distinct(batch_), c.distinct(batch_));
     }
-    multiply(stream, a, b, c, scratch);
-    if (!fits(c_)) copy(stream, c.distinct(batch_), c_.distinct(batch_));
+    const bool done = multiply(stream, a, b, c, epilogue, vector, scratch);
+    if (done && !fits(c_)) copy(stream, c.distinct(batch_), c_.distinct(batch_));
+    return done;
   }
-
- private:
   bool fits(const Side& s) const {
     return s.row_major() || (&s != &c_ && s.col_major()) || s.cols == 0 || s.rows == 0;
   }
@@ -128,9 +141,9 @@ class Plan {
   }
 
   /// Row-major c[M, N] is column-major D[N, M]: A of cuBLASLt is b, B is a, and what lies in rows
-  /// is transposed already.
-  void multiply(const Stream& stream, const Side& a, const Side& b, const Side& c,
-                Workspace workspace) const {
+  /// is transposed already. False if the library does not know the epilogue.
+  bool multiply(const Stream& stream, const Side& a, const Side& b, const Side& c,
+                Epilogue epilogue, void* vector, Workspace workspace) const {
     // cuBLASLt steps through one dimension of the batch; we through the others.
     int inner = -1;
     for (int d = 0; d < batch_.rank(); ++d)
@@ -141,8 +154,8 @@ class Plan {
                         .out = c.dtype,
                         .transpose_a = !b.row_major(),
                         .transpose_b = !a.row_major(),
-                        .bias = has_bias_,
                         .accumulate = g_.accumulate,
+                        .epilogue = epilogue,
                         .m = c.cols,
                         .n = c.rows,
                         .k = a.cols,
@@ -153,7 +166,7 @@ class Plan {
                         .stride_a = stride(b),
                         .stride_b = stride(a),
                         .stride_d = stride(c)},
-              .bias = g_.bias.data};
+              .vector = vector};
     const int64_t outer = batch_.numel() / p.shape.batches;
     for (int64_t i = 0; i < outer; ++i) {
       int64_t index = i, at_a = 0, at_b = 0, at_c = 0;
@@ -166,8 +179,11 @@ class Plan {
       }
       p.a = b.at(at_b), p.b = a.at(at_a), p.d = c.at(at_c);
       p.set_alignment();
-      if (p.shape.k == 0 || !run_product(stream, p, workspace)) run_plain_product(stream, p);
+      if (p.shape.k > 0 && run_product(stream, p, workspace)) continue;
+      if (sums_rows(epilogue)) return false;
+      run_plain_product(stream, p);
     }
+    return true;
   }
 
   const View& check_rank(const View& v) const {
@@ -209,7 +225,7 @@ class Plan {
   const Gemm& g_;
   Shape batch_;
   Side a_, b_, c_;
-  bool has_bias_ = false;
+  bool has_bias_ = false, swapped_ = false;
 };
 
 }  // namespace
@@ -228,6 +244,9 @@ View dense_matrix(void* data, const View& v) {
 size_t gemm_workspace(const Gemm& g) { return Plan(g).bytes(); }
 void gemm(const Stream& stream, const Gemm& g, Workspace workspace) {
   Plan(g).run(stream, workspace);
+}
+bool gemm_and_row_sums(const Stream& stream, const Gemm& g, const View& sums, Workspace workspace) {
+  return Plan(g).run_with_row_sums(stream, sums, workspace);
 }
 
 }  // namespace sheaf::kernels::cuda

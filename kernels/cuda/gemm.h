@@ -21,6 +21,10 @@ struct Gemm {
 };
 size_t gemm_workspace(const Gemm& g);
 void gemm(const Stream& stream, const Gemm& g, Workspace workspace);
+/// The same for two matrices, storing, and sums[M] = the sum of each row of a, of c's dtype, in one
+/// kernel of cuBLASLt. False if it has none, or sums are of another dtype or not dense: then
+/// neither is done.
+bool gemm_and_row_sums(const Stream& stream, const Gemm& g, const View& sums, Workspace workspace);
 
 using cpu::as_matrix;
 using cpu::transposed;

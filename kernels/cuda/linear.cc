@@ -1,5 +1,7 @@
 #include "sheaf/kernels/linear.h"
 
+#include <algorithm>
+
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/gemm.h"
 #include "sheaf/kernels/cuda/workspace.h"
@@ -28,11 +30,26 @@ struct WeightGradient {
     if (copy_dy) dy = dense_matrix(nullptr, dy_in);
     if (copy_x) x = dense_matrix(nullptr, x_in);
   }
-  size_t copies() const {
-    return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) +
-           (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0);
-  }
   Gemm gemm() const { return {kName, transposed(dy), x, dweight, {}}; }
+  size_t workspace() const {
+    return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) +
+           (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0) + gemm_workspace(gemm());
+  }
+  /// Enqueues the copies; returns what of the workspace is for gemm().
+  Workspace prepare(const Stream& stream, Workspace workspace) {
+    Carver carver(kName, workspace);
+    const size_t bytes = gemm_workspace(gemm());
+    const Workspace out{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
+    const auto copy_rows = [&](const View& from, View& to) {
+      to.data = carver.take<char>(to.bytes());
+      View rows = to;
+      rows.shape = from.shape, rows.strides = from.shape.contiguous_strides();
+      copy(stream, from, rows);
+    };
+    if (copy_dy) copy_rows(dy_in, dy);
+    if (copy_x) copy_rows(x_in, x);
+    return out;
+  }
 
   static constexpr const char* kName = "linear_weight_gradient";
 };
@@ -48,24 +65,27 @@ void linear(const Stream& stream, const View& x, const View& weight, const View&
 }
 
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {
-  const WeightGradient w(dy, x, dweight);
-  return w.copies() + gemm_workspace(w.gemm());
+  return WeightGradient(dy, x, dweight).workspace();
 }
 void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,
                             const View& dweight, Workspace workspace) {
   WeightGradient w(dy, x, dweight);
-  Carver carver(w.kName, workspace);
-  const size_t bytes = gemm_workspace(w.gemm());
-  const Workspace scratch{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
-  const auto copy_rows = [&](const View& from, View& to) {
-    to.data = carver.take<char>(to.bytes());
-    View rows = to;
-    rows.shape = from.shape, rows.strides = from.shape.contiguous_strides();
-    copy(stream, from, rows);
-  };
-  if (w.copy_dy) copy_rows(w.dy_in, w.dy);
-  if (w.copy_x) copy_rows(w.x_in, w.x);
+  const Workspace scratch = w.prepare(stream, workspace);
   gemm(stream, w.gemm(), scratch);
+}
+
+size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
+                                  const View& dbias) {
+  return std::max(linear_weight_gradient_workspace(dy, x, dweight),
+                  linear_bias_gradient_workspace(dy, dbias));
+}
+void linear_gradients(const Stream& stream, const View& dy, const View& x, const View& dweight,
+                      const View& dbias, Workspace workspace) {
+  WeightGradient w(dy, x, dweight);
+  const Workspace scratch = w.prepare(stream, workspace);
+  if (gemm_and_row_sums(stream, w.gemm(), dbias, scratch)) return;
+  gemm(stream, w.gemm(), scratch);
+  linear_bias_gradient(stream, dy, dbias, workspace);  // the product is done with it by then
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -48,7 +48,7 @@ __global__ void multiply_plain(ProductShape s, Steps a, Steps b, Steps d, const 
       if (i >= s.m || j >= s.n) continue;
       const int64_t at = batch * d.batch + i * d.row + j * d.col;
       C value = sum[p];
-      if (s.bias) value += load_any<C>(s.out, bias, i);
+      if (s.epilogue == Epilogue::bias) value += load_any<C>(s.out, bias, i);
       if (s.accumulate) value += load_any<C>(s.out, d_data, at);
       store_any<C>(s.out, d_data, at, value);
     }
@@ -70,10 +70,10 @@ void run_plain_product(const Stream& stream, const Product& product) {
               d = steps(s.out, false, s.ld_d, s.stride_d);
   if (s.in == kF64)
     launch(product.who, stream, shape, multiply_plain<double>, s, a, b, d, product.a, product.b,
-           product.d, product.bias);
+           product.d, product.vector);
   else
     launch(product.who, stream, shape, multiply_plain<float>, s, a, b, d, product.a, product.b,
-           product.d, product.bias);
+           product.d, product.vector);
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <charconv>
+#include <iterator>
 #include <vector>
 
 #include "sheaf/kernels/cuda/runtime.h"
@@ -42,6 +43,9 @@ bool read_flag(std::string_view word, std::string_view yes, std::string_view no,
   return out || word == no;
 }
 
+// In the order of Epilogue.
+constexpr std::string_view kEpilogues[] = {"-", "bias", "sums_of_a", "sums_of_b"};
+
 std::string digits_of(const std::array<uint64_t, 8>& algorithm) {
   std::string out;
   for (uint64_t word : algorithm) {
@@ -56,8 +60,9 @@ std::string digits_of(const std::array<uint64_t, 8>& algorithm) {
 }  // namespace
 
 std::string ProductShape::to_string() const {
-  std::string text = str(in, ' ', out, ' ', transpose_a ? 't' : 'n', ' ', transpose_b ? 't' : 'n',
-                         ' ', bias ? "bias" : "-", ' ', accumulate ? "add" : "store");
+  std::string text =
+      str(in, ' ', out, ' ', transpose_a ? 't' : 'n', ' ', transpose_b ? 't' : 'n', ' ',
+          kEpilogues[static_cast<size_t>(epilogue)], ' ', accumulate ? "add" : "store");
   for (int bytes : alignment) text += str(' ', bytes);
   for (int64_t v : {m, n, k, batches, ld_a, ld_b, ld_d, stride_a, stride_b, stride_d})
     text += str(' ', v);
@@ -71,23 +76,24 @@ std::optional<ProductShape> ProductShape::parse(std::string_view text) {
   const std::optional<DType> in = floating_of(words[0]), out = floating_of(words[1]);
   bool good = in && out && read_flag(words[2], "t", "n", s.transpose_a) &&
               read_flag(words[3], "t", "n", s.transpose_b) &&
-              read_flag(words[4], "bias", "-", s.bias) &&
               read_flag(words[5], "add", "store", s.accumulate);
   for (size_t i = 0; i < 4; ++i) good = good && read_number(words[6 + i], s.alignment[i]);
   int64_t* const numbers[] = {&s.m,    &s.n,    &s.k,        &s.batches,  &s.ld_a,
                               &s.ld_b, &s.ld_d, &s.stride_a, &s.stride_b, &s.stride_d};
   for (size_t i = 0; i < 10; ++i) good = good && read_number(words[10 + i], *numbers[i]);
-  if (!good) return {};
+  const auto* const epilogue = std::find(std::begin(kEpilogues), std::end(kEpilogues), words[4]);
+  if (!good || epilogue == std::end(kEpilogues)) return {};
+  s.epilogue = static_cast<Epilogue>(epilogue - std::begin(kEpilogues));
   s.in = *in, s.out = *out;
   return s;
 }
 
 size_t ProductShapeHash::operator()(const ProductShape& s) const {
-  uint64_t hash = static_cast<uint64_t>(s.in) | static_cast<uint64_t>(s.out) << 8 |
-                  static_cast<uint64_t>(s.transpose_a) << 16 |
-                  static_cast<uint64_t>(s.transpose_b) << 17 | static_cast<uint64_t>(s.bias) << 18 |
-                  static_cast<uint64_t>(s.accumulate) << 19 |
-                  uint64_t{std::bit_cast<uint32_t>(s.alignment)} << 32;
+  uint64_t hash =
+      static_cast<uint64_t>(s.in) | static_cast<uint64_t>(s.out) << 8 |
+      static_cast<uint64_t>(s.transpose_a) << 16 | static_cast<uint64_t>(s.transpose_b) << 17 |
+      static_cast<uint64_t>(s.accumulate) << 18 | static_cast<uint64_t>(s.epilogue) << 19 |
+      uint64_t{std::bit_cast<uint32_t>(s.alignment)} << 32;
   for (int64_t v :
        {s.m, s.n, s.k, s.batches, s.ld_a, s.ld_b, s.ld_d, s.stride_a, s.stride_b, s.stride_d}) {
     hash = (hash ^ static_cast<uint64_t>(v)) * 0x9e3779b97f4a7c15u;
@@ -104,14 +110,17 @@ void Product::set_alignment() {
   };
   const ProductShape& s = shape;
   shape.alignment = {of(a, {s.ld_a, s.stride_a}, s.in), of(b, {s.ld_b, s.stride_b}, s.in),
-                     of(d, {s.ld_d, s.stride_d}, s.out), of(bias, {}, s.out)};
+                     of(d, {s.ld_d, s.stride_d}, s.out), of(vector, {}, s.out)};
 }
 
 std::string Product::to_string() const {
   const ProductShape& s = shape;
   return str('[', who, "] product ", s.in, '[', s.n, ',', s.k, "] x [", s.k, ',', s.m, "] into ",
-             s.out, s.bias ? " with bias" : "", s.accumulate ? ", added" : "", ", ", s.batches,
-             " batches (", s.to_string(), ')');
+             s.out,
+             s.epilogue == Epilogue::bias ? " with bias"
+             : sums_rows(s.epilogue)      ? " with sums"
+                                          : "",
+             s.accumulate ? ", added" : "", ", ", s.batches, " batches (", s.to_string(), ')');
 }
 
 void check_can_be_timed(const Stream& stream, const Product& product) {

@@ -1,5 +1,5 @@
-// One matrix product as cuBLASLt states it: column-major, strided batches, an optional bias along
-// the rows of the result. gemm.h says the same in views.
+// One matrix product as cuBLASLt states it: column-major, strided batches, and what it does on the
+// way (an epilogue). gemm.h says the same in views.
 //
 // cuBLASLt knows several algorithms for a product. Which one runs is chosen once for every
 // ProductShape and device, by cuBLASLt's heuristics or, under TuneProducts, by timing, and stays:
@@ -19,13 +19,25 @@
 
 namespace sheaf::kernels::cuda {
 
+/// What a product does with a vector of D's dtype.
+enum class Epilogue : uint8_t {
+  none,
+  bias,       ///< adds vector[m] to each column of D
+  sums_of_a,  ///< stores vector[m] = op(A) summed over k: the gradient of a bias
+  sums_of_b,  ///< stores vector[n] = op(B) summed over k
+};
+constexpr bool sums_rows(Epilogue e) {
+  return e == Epilogue::sums_of_a || e == Epilogue::sums_of_b;
+}
+
 /// What an algorithm is chosen for: D[m, n] = op(A)[m, k] op(B)[k, n] (+ bias[m]) (+ D), once for
-/// each of `batches`. Strides in elements.
+/// each of `batches` (one, if rows are summed). Strides in elements.
 struct ProductShape {
   DType in = kF32, out = kF32;
-  bool transpose_a = false, transpose_b = false, bias = false, accumulate = false;
-  /// Of A, B, D and the bias, in bytes: a power of two, at most 16. More would not help, and would
-  /// make the choice depend on where memory happens to lie.
+  bool transpose_a = false, transpose_b = false, accumulate = false;
+  Epilogue epilogue = Epilogue::none;
+  /// Of A, B, D and the vector, in bytes: a power of two, at most 16. More would not help, and
+  /// would make the choice depend on where memory happens to lie.
   std::array<uint8_t, 4> alignment{16, 16, 16, 16};
   int64_t m = 0, n = 0, k = 0, batches = 1;
   int64_t ld_a = 0, ld_b = 0, ld_d = 0, stride_a = 0, stride_b = 0, stride_d = 0;
@@ -46,7 +58,7 @@ struct Product {
   const void* a = nullptr;
   const void* b = nullptr;
   void* d = nullptr;
-  const void* bias = nullptr;
+  void* vector = nullptr;  ///< of the epilogue
 
   /// Derives shape.alignment from the pointers and strides.
   void set_alignment();
@@ -56,10 +68,11 @@ struct Product {
 
 /// Scratch memory that run_product wants.
 size_t product_workspace();
-/// Enqueues the product. False if the library has no algorithm for it; then nothing has happened.
+/// Enqueues the product. False if the library has no algorithm for it with this epilogue; then
+/// nothing has happened.
 bool run_product(const Stream& stream, const Product& product, Workspace workspace);
-/// The same by a plain kernel of ours: any strides, alignment and depth, and slow. Terms are added
-/// in the order of k.
+/// The same by a plain kernel of ours, but without sums: any strides, alignment and depth, and
+/// slow. Terms are added in the order of k.
 void run_plain_product(const Stream& stream, const Product& product);
 
 /// While one lives, products of this thread whose algorithm was not yet chosen by timing are timed

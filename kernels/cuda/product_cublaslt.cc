@@ -73,6 +73,19 @@ void set(const Operation& operation, cublasLtMatmulDescAttributes_t what, const 
                "cublasLtMatmulDescSetAttribute");
 }
 
+cublasLtEpilogue_t epilogue_of(Epilogue epilogue) {
+  switch (epilogue) {
+    case Epilogue::bias:
+      return CUBLASLT_EPILOGUE_BIAS;
+    case Epilogue::sums_of_a:
+      return CUBLASLT_EPILOGUE_BGRADA;
+    case Epilogue::sums_of_b:
+      return CUBLASLT_EPILOGUE_BGRADB;
+    default:
+      return CUBLASLT_EPILOGUE_DEFAULT;
+  }
+}
+
 Operation make_operation(const Product& p) {
   const ProductShape& s = p.shape;
   cublasLtMatmulDesc_t raw = nullptr;
@@ -84,10 +97,10 @@ Operation make_operation(const Product& p) {
   Operation out(raw, cublasLtMatmulDescDestroy);
   set(out, CUBLASLT_MATMUL_DESC_TRANSA, s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, p);
   set(out, CUBLASLT_MATMUL_DESC_TRANSB, s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p);
-  if (s.bias) {
-    set(out, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS, p);
+  if (s.epilogue != Epilogue::none) {
+    set(out, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(s.epilogue), p);
     set(out, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(s.out)), p);
-    set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias, p);
+    set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.vector, p);
   }
   return out;
 }
@@ -147,6 +160,8 @@ class Prepared {
         cublasLtMatmulAlgoGetHeuristic(handle, operation_.get(), a_.get(), b_.get(), d_.get(),
                                        d_.get(), raw, kCandidates, found, &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
+    // Types that an epilogue does not know are invalid values to it.
+    if (status == CUBLAS_STATUS_INVALID_VALUE && sums_rows(p.shape.epilogue)) return {};
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<cublasLtMatmulAlgo_t> out;
     for (int i = 0; i < count; ++i)
@@ -173,8 +188,9 @@ class Prepared {
     const bool wide = p.shape.in == kF64;
     const void* const alpha_at = wide ? static_cast<const void*>(&wide_one) : &one;
     const void* const beta_at = wide ? static_cast<const void*>(&wide_beta) : &beta;
-    std::lock_guard lock(mutex_);  // the bias is part of the descriptor
-    if (p.shape.bias) set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias, p);
+    std::lock_guard lock(mutex_);  // the vector is part of the descriptor
+    if (p.shape.epilogue != Epilogue::none)
+      set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.vector, p);
     check_status(cublasLtMatmul(handle, operation_.get(), alpha_at, p.a, a_.get(), p.b, b_.get(),
                                 beta_at, d, d_.get(), d, d_.get(), &algorithm, workspace.data,
                                 kWorkspace, static_cast<cudaStream_t>(stream.handle)),

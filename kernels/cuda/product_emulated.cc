@@ -22,12 +22,29 @@ bool supports(const ProductShape& s) {
   return s.alignment[0] == 16 && s.alignment[1] == 16 && s.alignment[2] == 16;
 }
 
+void multiply(const cpu::Gemm& gemm) {
+  struct alignas(128) Line {
+    char bytes[128];
+  };
+  std::vector<Line> scratch(cpu::gemm_workspace(gemm) / sizeof(Line) + 1);
+  cpu::gemm(gemm, {scratch.data(), scratch.size() * sizeof(Line)});
+}
+
+/// sums[.., rows] = each row of x[.., rows, k] added up: its product with ones.
+void sum_rows(const View& x, void* sums, DType dtype) {
+  const int64_t rows = x.shape[1], k = x.shape[2];
+  std::vector<char> memory(static_cast<size_t>(k) * size_of(x.dtype));
+  const View ones = View::dense(memory.data(), x.dtype, {1, k, 1});
+  visit_floating("sums", x.dtype, [&]<class T>() { std::fill_n(ones.as<T>(), k, T(1)); });
+  multiply({"sums", x, ones, View::dense(sums, dtype, {1, rows, 1}), {}});
+}
+
 }  // namespace
 
 size_t product_workspace() { return 4096; }
 
 bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
-  const ProductShape& s = product.shape;
+  const ProductShape s = product.shape;
   ProductChoices::Choice choice =
       choices().find(s).value_or(ProductChoices::Choice{{1}, supports(s), false});
   if (TuneProducts::active() && !choice.timed) {
@@ -46,19 +63,17 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
                 {s.batches, shape[0], shape[1]},
                 transpose ? Shape{stride, 1, ld} : Shape{stride, ld, 1}};
   };
-  const cpu::Gemm gemm{product.who,
-                       operand(product.b, s.in, s.transpose_b, s.ld_b, s.stride_b, {s.n, s.k}),
-                       operand(product.a, s.in, s.transpose_a, s.ld_a, s.stride_a, {s.k, s.m}),
-                       operand(product.d, s.out, false, s.ld_d, s.stride_d, {s.n, s.m}),
-                       s.bias ? View::dense(const_cast<void*>(product.bias), s.out, {s.m}) : View{},
-                       s.accumulate};
-  emulation::enqueue(stream, [gemm, workspace] {
+  const View a = operand(product.a, s.in, s.transpose_a, s.ld_a, s.stride_a, {s.k, s.m}),
+             b = operand(product.b, s.in, s.transpose_b, s.ld_b, s.stride_b, {s.n, s.k}),
+             d = operand(product.d, s.out, false, s.ld_d, s.stride_d, {s.n, s.m}),
+             bias =
+                 s.epilogue == Epilogue::bias ? View::dense(product.vector, s.out, {s.m}) : View{};
+  check<ShapeError>(!sums_rows(s.epilogue) || s.batches == 1, product, ": sums of many batches");
+  emulation::enqueue(stream, [=, who = product.who, sums = product.vector] {
     std::memset(workspace.data, 0xff, product_workspace());  // it is ours to use
-    struct alignas(128) Line {
-      char bytes[128];
-    };
-    std::vector<Line> scratch(cpu::gemm_workspace(gemm) / sizeof(Line) + 1);
-    cpu::gemm(gemm, {scratch.data(), scratch.size() * sizeof(Line)});
+    multiply({who, b, a, d, bias, s.accumulate});
+    if (s.epilogue == Epilogue::sums_of_a) sum_rows(cpu::transposed(a), sums, s.out);
+    if (s.epilogue == Epilogue::sums_of_b) sum_rows(b, sums, s.out);
   });
   return true;
 }

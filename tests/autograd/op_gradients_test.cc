@@ -1,6 +1,27 @@
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/tests/autograd/sample_suite.h"
 
 namespace sheaf::testing {
+
+// The gradients of a weight and a bias come from one op; each may be differentiated without the other.
+TEST(LinearGradients, EachAloneHasADerivative) {
+  const auto x = Tensor::from<double>({1, 2, 3, 4, 5, 6}, {3, 2}), w = Tensor::from<double>({0.5, -1, 2, 0.25}, {2, 2}),
+             b = Tensor::from<double>({0.1, 0.2}, {2}), u = Tensor::from<double>({3, -1, 2, 5}, {2, 2}),
+             v = Tensor::from<double>({2, -3}, {2});
+  for (bool of_weight : {true, false}) {
+    Recording recording;
+    for (const Tensor& t : {x, w, b}) recording.watch(t);
+    const Tensor y = linear(x, w, b);
+    const auto g = recording.gradient(sum(0.5 * y * y), std::vector{w, b}, {.keep = true});  // dy = y
+    const Tensor dx = recording.gradient(of_weight ? sum(g[0] * u) : sum(g[1] * v), std::vector{x})[0];
+    // sum(yᵀx * u) = sum(y * x uᵀ), whose x stands twice; sum(y v).
+    const Tensor want = of_weight ? matmul(y, u) + matmul(matmul(x, transpose(u, 0, 1)), w)
+                                  : matmul(expand(v, {3, 2}), w);
+    const auto got = dx.to_vector<double>(), wanted = want.to_vector<double>();
+    for (size_t i = 0; i < wanted.size(); ++i) EXPECT_NEAR(got[i], wanted[i], 1e-12) << of_weight << i;
+  }
+}
 
 TEST_P(Op, Gradient) { EXPECT_EQ(check_gradient(GetParam()), ""); }
 TEST_P(Op, SecondGradient) { EXPECT_EQ(check_second_gradient(GetParam()), ""); }

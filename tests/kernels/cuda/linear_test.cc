@@ -32,6 +32,16 @@ Array bias_gradient(const Array& dy, const Array& blank) {
   return gb.back();
 }
 
+/// Both at once; `blank_bias` may be of another dtype than `blank`.
+std::pair<Array, Array> gradients(const Array& dy, const Array& x, const Array& blank,
+                                  const Array& blank_bias) {
+  const OnGpu gdy(dy), gx(x), gw(blank), gb(blank_bias);
+  const GpuScratch scratch(cuda::linear_gradients_workspace(
+      without_data(dy), without_data(x), without_data(blank), without_data(blank_bias)));
+  cuda::linear_gradients(OnGpu::stream(), gdy, gx, gw, gb, scratch);
+  return {gw.back(), gb.back()};
+}
+
 struct Case {
   Shape lead;
   int64_t in, out;
@@ -78,6 +88,9 @@ TEST(CudaLinear, ForwardAndGradients) {
         const Array db(d, {c.out});
         cpu::linear_bias_gradient(dy, db);
         EXPECT_TRUE(same_bits(bias_gradient(dy, Array(d, {c.out})), db)) << name(d) << c.in;
+        const auto [dw_too, db_too] = gradients(dy, x, blank_w, Array(d, {c.out}));
+        EXPECT_LT(scaled_error(dw_too, values(dw)), bound) << name(d) << c.in;
+        EXPECT_LT(scaled_error(db_too, values(db)), bound) << name(d) << c.in;
       }
 }
 
@@ -122,6 +135,32 @@ TEST(CudaLinear, NarrowGradientsIntoF32) {
   cpu::linear_weight_gradient(wdy, wx, dw,
                               Scratch(cpu::linear_weight_gradient_workspace(wdy, wx, dw)));
   EXPECT_LT(scaled_error(weight_gradient(dy, x, Array(kF32, {20, 30})), values(dw)), 1e-6);
+}
+
+TEST(CudaLinear, GradientsTogether) {
+  SHEAF_NEEDS_GPU();
+  // Rows at 16 bytes in one kernel; else, for other dtypes and strides of the bias's gradient and
+  // for no rows, in two: then the bias's has the CPU's bits.
+  for (int64_t rows : {192, 0})
+    for (int64_t in : {48, 50}) {
+      const Array dy = Array::random(kBF16, {rows, 40}, 1), x = Array::random(kBF16, {rows, in}, 2);
+      for (DType weight : {kBF16, kF32})
+        for (DType bias : {kBF16, kF32})
+          for (int64_t step : {1, 2}) {
+            const Array blank(weight, {40, in}), blank_bias(bias, {40}, {step}), want(bias, {40});
+            cpu::linear_bias_gradient(dy, want);
+            const auto [dw, db] = gradients(dy, x, blank, blank_bias);
+            const std::string where = str(rows, ' ', in, ' ', weight, ' ', bias, ' ', step);
+            EXPECT_LT(scaled_error(dw, values(weight_gradient(dy, x, Array(kF32, {40, in})))),
+                      2 * epsilon(weight))
+                << where;
+            EXPECT_LT(scaled_error(db, values(want)), 2 * epsilon(bias)) << where;
+            EXPECT_TRUE(gaps_kept(blank_bias, db)) << where;
+            if (weight != bias || step != 1 || rows == 0 || (kEmulatedCuda && in == 50)) {
+              EXPECT_TRUE(same_bits(db, want)) << where;
+            }
+          }
+    }
 }
 
 TEST(CudaLinear, Refuses) {

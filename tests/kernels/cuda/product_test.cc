@@ -30,6 +30,11 @@ ProductShape some_shape(int64_t m) {
 TEST(ProductChoices, TextAndBack) {
   if constexpr (kHasCuda) {
     EXPECT_EQ(ProductShape::parse(some_shape(5).to_string()), some_shape(5));
+    for (Epilogue e : {Epilogue::bias, Epilogue::sums_of_a, Epilogue::sums_of_b}) {
+      ProductShape shape = some_shape(5);
+      shape.epilogue = e;
+      EXPECT_EQ(ProductShape::parse(shape.to_string()), shape);
+    }
     ProductChoices choices;
     choices.set(some_shape(5), {{1, 0x123456789abcdef0, 3, 4, 5, 6, 7, UINT64_MAX}, true, false});
     choices.set(some_shape(4), {{}, false, false});
@@ -93,8 +98,8 @@ TEST(Product, PlainKernelMultipliesWhatTheLibraryRefuses) {
                                 .out = to,
                                 .transpose_a = transpose_a,
                                 .transpose_b = transpose_b,
-                                .bias = with_bias,
                                 .accumulate = !with_bias,
+                                .epilogue = with_bias ? Epilogue::bias : Epilogue::none,
                                 .m = m,
                                 .n = n,
                                 .k = k,
@@ -108,7 +113,7 @@ TEST(Product, PlainKernelMultipliesWhatTheLibraryRefuses) {
                       .a = ga.view().data,
                       .b = gb.view().data,
                       .d = gc.view().data,
-                      .bias = gbias.view().data};
+                      .vector = gbias.view().data};
             run_plain_product(OnGpu::stream(), p);
             const Array got = gc.back();
             std::vector<double> want;
@@ -148,6 +153,62 @@ TEST(Product, AccumulatesIntoAnyStrides) {
   const Array narrow(kBF16, {2, 2});
   const OnGpu g(narrow);
   EXPECT_THROW(gemm_workspace({"test", g, g, g, {}, true}), DTypeError);
+}
+
+TEST(Product, SumsRowsOnItsWay) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF16})
+    for (DType to : {d, kF32})
+      for (bool transposed : {false, true}) {  // a result in columns is computed as its transpose
+        const int64_t m = 40, n = 56, k = 72;
+        const Array a = Array::random(d, {m, k}, 1, 1, {1, m}), b = Array::random(d, {k, n}, 2),
+                    c(to, {m, n}, transposed ? Shape{1, m} : Shape{n, 1}), sums(to, {m});
+        const OnGpu ga(a), gb(b), gc(c), gsums(sums);
+        const Gemm g{"test", ga, gb, gc, {}};
+        const GpuScratch scratch(gemm_workspace(g));
+        if (!gemm_and_row_sums(OnGpu::stream(), g, gsums, scratch)) {
+          EXPECT_FALSE(kEmulatedCuda) << name(d);
+          continue;  // cuBLASLt's word
+        }
+        std::vector<double> want, want_sums;
+        for (int64_t i = 0; i < m; ++i) {
+          double row = 0;
+          for (int64_t l = 0; l < k; ++l) row += a.at(i * k + l);
+          want_sums.push_back(row);
+          for (int64_t j = 0; j < n; ++j) {
+            double sum = 0;
+            for (int64_t l = 0; l < k; ++l) sum += a.at(i * k + l) * b.at(l * n + j);
+            want.push_back(sum);
+          }
+        }
+        const Array got = gc.back(), got_sums = gsums.back();
+        EXPECT_LT(scaled_error(got, want), 4 * epsilon(to)) << name(d) << transposed;
+        EXPECT_LT(scaled_error(got_sums, want_sums), 4 * epsilon(to)) << name(d) << transposed;
+        ASSERT_TRUE(gemm_and_row_sums(OnGpu::stream(), g, gsums, scratch));
+        EXPECT_TRUE(same_bits(gc.back(), got) && same_bits(gsums.back(), got_sums));
+      }
+}
+
+TEST(Product, SumsOnlyWhatOneKernelCan) {
+  SHEAF_NEEDS_GPU();
+  const Array a = Array::random(kBF16, {16, 8}, 1), b = Array::random(kBF16, {8, 24}, 2),
+              c = Array::random(kBF16, {16, 24}, 4), sums(kBF16, {16}), wide(kF32, {16}),
+              gaps(kBF16, {16}, {2}), few(kBF16, {8}),
+              odd = Array::random(kBF16, {16, 8}, 3, 1, {9, 1});
+  const OnGpu ga(a), gb(b), gc(c), godd(odd);
+  const Gemm g{"test", ga, gb, gc, {}};
+  const GpuScratch scratch(gemm_workspace(g));
+  EXPECT_FALSE(gemm_and_row_sums(OnGpu::stream(), g, OnGpu(wide), scratch));
+  EXPECT_FALSE(gemm_and_row_sums(OnGpu::stream(), g, OnGpu(gaps), scratch));
+  EXPECT_TRUE(same_bits(gc.back(), c));  // nothing has happened
+  EXPECT_THROW(gemm_and_row_sums(OnGpu::stream(), g, OnGpu(few), scratch), ShapeError);
+  const Gemm added{"test", ga, gb, OnGpu(Array(kF32, {16, 24})), {}, true};
+  EXPECT_THROW(gemm_and_row_sums(OnGpu::stream(), added, OnGpu(wide), scratch), ShapeError);
+  if (kEmulatedCuda) {  // it refuses rows that are not at 16 bytes
+    EXPECT_FALSE(
+        gemm_and_row_sums(OnGpu::stream(), {"test", godd, gb, gc, {}}, OnGpu(sums), scratch));
+    EXPECT_TRUE(same_bits(gc.back(), c));
+  }
 }
 
 TEST(Product, ChoicesAreTimedOnceExportedAndTakenOver) {
