@@ -209,6 +209,15 @@ Tensor dropout(const Tensor& x, double p, Key key);
 Tensor matmul(const Tensor& a, const Tensor& b);
 /// x[.., I] weight[O, I]ᵀ + bias[O]. Where the result is Partial, the bias must be Partial too.
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+/// A gelu (tanh form) and what it was applied to.
+struct GeluOfLinear {
+  Tensor value, before;
+};
+/// gelu(linear(x, weight, bias)): on a GPU one product computes both.
+GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+/// linear(x.value, weight, bias) for what linear_gelu gave. All of its gradient goes to x.before, none to x.value: on a GPU
+/// the product that makes it applies gelu's derivative.
+Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {});
 /// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError.
 Tensor embedding(const Tensor& tokens, const Tensor& table);
 

@@ -14,6 +14,19 @@ size_t linear_workspace(const View& x, const View& weight, const View& bias, con
 void linear(const View& x, const View& weight, const View& bias, const View& y,
             Workspace workspace);
 
+/// before = linear(x, weight, bias), value = gelu(before) in its tanh form; both as y.
+size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
+                             const View& before, const View& value);
+void linear_gelu(const View& x, const View& weight, const View& bias, const View& before,
+                 const View& value, Workspace workspace);
+
+/// The gradient of what gelu was applied to, through linear(gelu(before[.., I]), weight[O, I]):
+/// dbefore = gelu'(before) * (dy[.., O] · weight).
+size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View& before,
+                                      const View& dbefore);
+void gelu_linear_backward(const View& dy, const View& weight, const View& before,
+                          const View& dbefore, Workspace workspace);
+
 /// dweight[O, I] = dyᵀ · x, stored; dweight may be f32 where dy and x are bf16.
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight);
 void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
@@ -37,6 +50,17 @@ namespace cuda {
 size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y);
 void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
             const View& y, Workspace workspace);
+
+/// These two by one product where cuBLASLt knows it: gelu is then that of the f32 sums, before they
+/// are rounded into `before`. Else by a product and a kernel of ours.
+size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
+                             const View& before, const View& value);
+void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
+                 const View& before, const View& value, Workspace workspace);
+size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View& before,
+                                      const View& dbefore);
+void gelu_linear_backward(const Stream& stream, const View& dy, const View& weight,
+                          const View& before, const View& dbefore, Workspace workspace);
 
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight);
 void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,

@@ -212,6 +212,22 @@ const std::vector<OpSample>& op_samples() {
        .exact = true, .rules = {"S0 R -> S0", "R S0 -> S1", "S1 S1 -> P"}},
       {.op = "linear", .variant = "vector", .inputs = {{5}, {4, 5}, {4}}, .f = [](Args x) { return linear(x[0], x[1], x[2]); },
        .exact = true},
+      {.op = "linear_gelu", .inputs = {{2, 3, 5}, {4, 5}, {4}},
+       .f = [](Args x) {
+         const GeluOfLinear y = linear_gelu(x[0], x[1], x[2]);
+         return Outputs(std::vector<Tensor>{y.value, y.before});
+       },
+       .rules = {"S0 R R -> S0 S0", "S1 R R -> S1 S1", "R S0 S0 -> S2 S2"}},
+      {.op = "linear_gelu", .variant = "value", .inputs = {{3, 5}, {4, 5}},
+       .f = [](Args x) { return linear_gelu(x[0], x[1]).value; }, .rules = {"S0 R -> S0", "R S0 -> S1"}},
+      {.op = "gelu_linear", .inputs = {{2, 3, 5}, {6, 5}, {6}, {4, 6}, {4}},
+       .f = [](Args x) { return gelu_linear(linear_gelu(x[0], x[1], x[2]), x[3], x[4]); },
+       .rules = {"S0 R R R R -> S0", "S1 R R R R -> S1", "R S0 S0 S1 P -> P", "R R R S0 S0 -> S2", "R R R P P -> P"}},
+      {.op = "gelu_linear", .variant = "vector", .inputs = {{5}, {6, 5}, {4, 6}},
+       .f = [](Args x) { return gelu_linear(linear_gelu(x[0], x[1]), x[2]); }},
+      {.op = "gelu_linear", .variant = "aligned", .inputs = {{5, 16}, {32, 16}, {32}, {16, 32}, {16}},
+       .f = [](Args x) { return gelu_linear(linear_gelu(x[0], x[1], x[2]), x[3], x[4]); },
+       .rules = {"S0 R R R R -> S0", "R S0 S0 S1 P -> P"}},
       {.op = "embedding", .inputs = {integers({3, 4}, 7), {7, 5}}, .f = [](Args x) { return embedding(x[0], x[1]); },
        .exact = true, .rules = {"S0 R -> S0", "S1 R -> S1", "R S1 -> S2", "R P -> P"}},
       {.op = "embedding", .variant = "u16", .inputs = {integers({6}, 5, kU16), {5, 3}},

@@ -1,5 +1,6 @@
 // Activation functions with fused backwards, which are ops too and have derivatives of their own.
 #include "sheaf/autograd/ops/common.h"
+#include "sheaf/autograd/ops/gelu.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/elementwise.h"
 
@@ -116,18 +117,6 @@ struct Silu : Activation<Silu, UnaryOp::silu> {
 };
 
 // --- gelu ---
-/// gelu''(x). Exact: phi(x) (2 - x^2). Approximate: y = x s(w), w = k (x + c x^3); y'' = 2 s' + x
-/// s''.
-Tensor gelu_second(const Tensor& x, GeluKind kind) {
-  if (kind == GeluKind::exact)
-    return mul(mul(exp(mul(square(x), -0.5)), 0.39894228040143267794), sub(2.0, square(x)));
-  const double k = 1.5957691216057308, cubic = 0.044715;
-  const Tensor s = sigmoid(mul(mul(add(mul(square(x), cubic), 1.0), x), k));
-  const Tensor w1 = mul(add(mul(square(x), 3 * cubic), 1.0), k), w2 = mul(x, 6 * cubic * k);
-  const Tensor slope = mul(s, sub(1.0, s));
-  const Tensor curve = add(mul(sub(1.0, mul(s, 2.0)), square(w1)), w2);
-  return mul(slope, add(mul(w1, 2.0), mul(x, curve)));
-}
 struct GeluAttrs {
   GeluKind kind;
 };
@@ -240,6 +229,20 @@ struct Swiglu {
 };
 
 }  // namespace
+
+Tensor ops::gelu_second(const Tensor& x, GeluKind kind) {
+  if (kind == GeluKind::exact)
+    return mul(mul(exp(mul(square(x), -0.5)), 0.39894228040143267794), sub(2.0, square(x)));
+  const double k = 1.5957691216057308, cubic = 0.044715;
+  const Tensor s = sigmoid(mul(mul(add(mul(square(x), cubic), 1.0), x), k));
+  const Tensor w1 = mul(add(mul(square(x), 3 * cubic), 1.0), k), w2 = mul(x, 6 * cubic * k);
+  const Tensor slope = mul(s, sub(1.0, s));
+  const Tensor curve = add(mul(sub(1.0, mul(s, 2.0)), square(w1)), w2);
+  return mul(slope, add(mul(w1, 2.0), mul(x, curve)));
+}
+Tensor ops::gelu_gradient(const Tensor& x, const Tensor& dy, GeluKind kind) {
+  return apply<GeluBackward>({kind}, {x, dy});
+}
 
 Tensor relu(const Tensor& x) { return apply<Relu>({}, {x}); }
 Tensor tanh(const Tensor& x) { return apply<Tanh>({}, {x}); }

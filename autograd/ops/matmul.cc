@@ -1,7 +1,7 @@
 // Matrix products: matmul, and linear with its weight's and bias's gradients.
 #include "sheaf/kernels/matmul.h"
 
-#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/ops/linear.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
 
@@ -11,12 +11,6 @@ namespace {
 using namespace ops;
 
 Tensor swap_last(const Tensor& x) { return transpose(x, -1, -2); }
-
-/// x[.., O] weight[O, I]; a vector is a matrix of one row.
-Tensor times(const Tensor& x, const Tensor& weight) {
-  if (x.rank() > 1) return matmul(x, weight);
-  return reshape(matmul(reshape(x, {1, x.size(0)}), weight), {weight.size(1)});
-}
 
 struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
   static constexpr const char* kName = "linear_weight_gradient";
@@ -47,7 +41,7 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
   }
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_weight_gradient, c.input(0), c.input(1), c.output(0),
-                 c.workspace);
+                    c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) {  // g[O, I]: dy gets x gᵀ, x gets dy g
     if (c.needs(0)) c.set(0, linear(c.input(1), c.grad()));
@@ -81,7 +75,7 @@ struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
   }
 };
 
-struct LinearGradients {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows, dy's rows added up [O]
+struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
   static constexpr const char* kName = "linear_gradients";
   static constexpr uint64_t kStoresWide = 0b11;
   using Attrs = NoAttrs;
@@ -104,11 +98,11 @@ struct LinearGradients {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), linear_gradients, c.input(0), c.input(1), c.output(0),
-                 c.output(1));
+                           c.output(1));
   }
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_gradients, c.input(0), c.input(1), c.output(0), c.output(1),
-                 c.workspace);
+                    c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) {  // g[O, I], h[O]: dy gets x gᵀ + h, x gets dy g
     if (c.needs(0)) {
@@ -198,19 +192,7 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static constexpr const char* kName = "linear";
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11;
-  static void infer(const Attrs&, Infer& c) {
-    const DType d = common_dtype(kName, c);
-    require_floating(kName, d);
-    const Shape &x = c.shape(0), &w = c.shape(1);
-    if (x.rank() < 1 || w.rank() != 2 || x.back() != w[1])
-      fail<ShapeError>("[", kName, "] input ", c.input(0), " does not fit weight ", c.input(1),
-                       ": wants [.., I] and [O, I]");
-    if (c.num_inputs() == 3 && !(c.shape(2) == Shape{w[0]}))
-      fail<ShapeError>("[", kName, "] bias ", c.input(2), " does not fit weight ", c.input(1));
-    Shape out = x;
-    out[out.rank() - 1] = w[0];
-    c.output(d, out);
-  }
+  static void infer(const Attrs&, Infer& c) { infer_linear(kName, c, 1); }
   static void place(const Attrs&, Place& p) {
     const int last = p.shape(0).rank() - 1;
     const auto rule = [&](const Placement& x, const Placement& w, const Placement& b,
@@ -244,15 +226,7 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());
     if (c.needs(0)) c.set(0, times(dy, c.input(1)));
-    const bool weight = c.needs(1), bias = c.num_inputs() == 3 && c.needs(2);
-    if (weight && bias) {
-      const auto d = apply_all<LinearGradients>({}, {dy, c.input(0)}, {c.into(1), c.into(2)});
-      c.set(1, d[0]), c.set(2, d[1]);
-    } else if (weight) {
-      c.set(1, apply<LinearWeightGradient>({}, {dy, c.input(0)}, c.into(1)));
-    } else if (bias) {
-      c.set(2, apply<LinearBiasGradient>({}, {dy}, c.into(2)));
-    }
+    set_parameter_gradients(c, dy, 1);
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
@@ -260,6 +234,43 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
 };
 
 }  // namespace
+
+Tensor ops::times(const Tensor& x, const Tensor& weight) {
+  if (x.rank() > 1) return matmul(x, weight);
+  return reshape(matmul(reshape(x, {1, x.size(0)}), weight), {weight.size(1)});
+}
+
+Tensor ops::weight_gradient(const Tensor& dy, const Tensor& x) {
+  return apply<LinearWeightGradient>({}, {dy, x});
+}
+
+void ops::infer_linear(const char* op, Infer& c, int weight) {
+  const DType d = common_dtype(op, c);
+  require_floating(op, d);
+  const Shape &x = c.shape(0), &w = c.shape(weight);
+  if (x.rank() < 1 || w.rank() != 2 || x.back() != w[1])
+    fail<ShapeError>("[", op, "] input ", c.input(0), " does not fit weight ", c.input(weight),
+                     ": wants [.., I] and [O, I]");
+  if (c.num_inputs() > weight + 1 && !(c.shape(weight + 1) == Shape{w[0]}))
+    fail<ShapeError>("[", op, "] bias ", c.input(weight + 1), " does not fit weight ",
+                     c.input(weight));
+  Shape out = x;
+  out[out.rank() - 1] = w[0];
+  c.output(d, out);
+}
+
+void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight) {
+  const int bias = weight + 1;
+  const bool of_weight = c.needs(weight), of_bias = c.num_inputs() > bias && c.needs(bias);
+  if (of_weight && of_bias) {
+    const auto d = apply_all<LinearGradients>({}, {dy, c.input(0)}, {c.into(weight), c.into(bias)});
+    c.set(weight, d[0]), c.set(bias, d[1]);
+  } else if (of_weight) {
+    c.set(weight, apply<LinearWeightGradient>({}, {dy, c.input(0)}, c.into(weight)));
+  } else if (of_bias) {
+    c.set(bias, apply<LinearBiasGradient>({}, {dy}, c.into(bias)));
+  }
+}
 
 Tensor matmul(const Tensor& a, const Tensor& b) { return apply<Matmul>({}, {a, b}); }
 

@@ -3,6 +3,7 @@
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
+#include "sheaf/kernels/elementwise.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
@@ -22,6 +23,11 @@ Gemm forward(const View& x, const View& weight, const View& bias, const View& y)
                       "[linear] bias ", bias.shape, " for weight ", weight.shape,
                       " must be a dense vector of its rows");
   return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
+}
+
+/// dx = dy W.
+Gemm input_gradient(const View& dy, const View& weight, const View& dx) {
+  return {"gelu_linear_backward", at_least_matrix(dy), weight, at_least_matrix(dx), {}};
 }
 
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
@@ -69,6 +75,26 @@ size_t linear_workspace(const View& x, const View& weight, const View& bias, con
 void linear(const View& x, const View& weight, const View& bias, const View& y,
             Workspace workspace) {
   gemm(forward(x, weight, bias, y), workspace);
+}
+
+size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
+                             const View& before, const View&) {
+  return linear_workspace(x, weight, bias, before);
+}
+void linear_gelu(const View& x, const View& weight, const View& bias, const View& before,
+                 const View& value, Workspace workspace) {
+  linear(x, weight, bias, before, workspace);
+  unary(UnaryOp::gelu_tanh, before, value);
+}
+
+size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View&,
+                                      const View& dbefore) {
+  return gemm_workspace(input_gradient(dy, weight, dbefore));
+}
+void gelu_linear_backward(const View& dy, const View& weight, const View& before,
+                          const View& dbefore, Workspace workspace) {
+  gemm(input_gradient(dy, weight, dbefore), workspace);
+  gelu_backward(UnaryOp::gelu_tanh, before, dbefore, dbefore);
 }
 
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {

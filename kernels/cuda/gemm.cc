@@ -97,19 +97,34 @@ class Plan {
 
   void run(const Stream& stream, Workspace workspace) const {
     if (empty()) return;
-    run(stream, workspace, has_bias_ ? Epilogue::bias : Epilogue::none, g_.bias.data);
+    run(stream, workspace, has_bias_ ? Epilogue::bias : Epilogue::none, g_.bias.data, nullptr);
   }
-  bool run_with_row_sums(const Stream& stream, const View& sums, Workspace workspace) const {
+  bool run_with(const Stream& stream, Fused fused, const View& other, Workspace workspace) const {
+    const bool sums = fused == Fused::row_sums;
     const int64_t rows = swapped_ ? c_.cols : c_.rows;
-    check<ShapeError>(batch_.empty() && !has_bias_ && !g_.accumulate && sums.shape == Shape{rows},
-                      "[", g_.who, "] sums ", sums.shape, " for rows of ", g_.a.shape);
-    if (empty() || a_.cols == 0 || sums.dtype != c_.dtype || !sums.contiguous()) return false;
-    // The product's B is a, unless they changed places.
-    return run(stream, workspace, swapped_ ? Epilogue::sums_of_a : Epilogue::sums_of_b, sums.data);
+    check<ShapeError>(!g_.accumulate && (!has_bias_ || fused == Fused::gelu) &&
+                          (sums ? other.rank() == 1 && g_.c.rank() == 2 && other.shape[0] == rows
+                                : other.numel() == g_.c.numel()),
+                      "[", g_.who, "] ", other.shape, " beside the product ", g_.c.shape);
+    if (empty() || !batch_.empty() || a_.cols == 0 || other.dtype != c_.dtype ||
+        !other.contiguous())
+      return false;
+    if (sums)  // the product's B is a, unless they changed places
+      return run(stream, workspace, swapped_ ? Epilogue::sums_of_a : Epilogue::sums_of_b,
+                 other.data, nullptr);
+    // cuBLASLt's rule for columns of `other`, which are rows here, and our choice of alignment.
+    if (swapped_ || !g_.c.contiguous() || c_.cols % 8 != 0 ||
+        reinterpret_cast<uintptr_t>(other.data) % 16 != 0)
+      return false;
+    const Epilogue epilogue = fused == Fused::gelu_gradient ? Epilogue::gelu_gradient
+                              : has_bias_                   ? Epilogue::bias_gelu
+                                                            : Epilogue::gelu;
+    return run(stream, workspace, epilogue, g_.bias.data, other.data);
   }
 
  private:
-  bool run(const Stream& stream, Workspace workspace, Epilogue epilogue, void* vector) const {
+  bool run(const Stream& stream, Workspace workspace, Epilogue epilogue, void* vector,
+           void* matrix) const {
     // The library's own comes first, where the workspace's alignment is.
     Carver carver(g_.who, workspace);
     const size_t bytes = a_.cols > 0 ? product_workspace() : 0;
@@ -120,10 +135,11 @@ class Plan {
       c = place(c_, carver);
       if (g_.accumulate) copy(stream, c_.distinct(batch_), c.distinct(batch_));
     }
-    const bool done = multiply(stream, a, b, c, epilogue, vector, scratch);
+    const bool done = multiply(stream, a, b, c, epilogue, vector, matrix, scratch);
     if (done && !fits(c_)) copy(stream, c.distinct(batch_), c_.distinct(batch_));
     return done;
   }
+
   bool fits(const Side& s) const {
     return s.row_major() || (&s != &c_ && s.col_major()) || s.cols == 0 || s.rows == 0;
   }
@@ -143,7 +159,7 @@ class Plan {
   /// Row-major c[M, N] is column-major D[N, M]: A of cuBLASLt is b, B is a, and what lies in rows
   /// is transposed already. False if the library does not know the epilogue.
   bool multiply(const Stream& stream, const Side& a, const Side& b, const Side& c,
-                Epilogue epilogue, void* vector, Workspace workspace) const {
+                Epilogue epilogue, void* vector, void* matrix, Workspace workspace) const {
     // cuBLASLt steps through one dimension of the batch; we through the others.
     int inner = -1;
     for (int d = 0; d < batch_.rank(); ++d)
@@ -166,7 +182,8 @@ class Plan {
                         .stride_a = stride(b),
                         .stride_b = stride(a),
                         .stride_d = stride(c)},
-              .vector = vector};
+              .vector = vector,
+              .matrix = matrix};
     const int64_t outer = batch_.numel() / p.shape.batches;
     for (int64_t i = 0; i < outer; ++i) {
       int64_t index = i, at_a = 0, at_b = 0, at_c = 0;
@@ -180,7 +197,7 @@ class Plan {
       p.a = b.at(at_b), p.b = a.at(at_a), p.d = c.at(at_c);
       p.set_alignment();
       if (p.shape.k > 0 && run_product(stream, p, workspace)) continue;
-      if (sums_rows(epilogue)) return false;
+      if (!plain(epilogue)) return false;
       run_plain_product(stream, p);
     }
     return true;
@@ -245,8 +262,9 @@ size_t gemm_workspace(const Gemm& g) { return Plan(g).bytes(); }
 void gemm(const Stream& stream, const Gemm& g, Workspace workspace) {
   Plan(g).run(stream, workspace);
 }
-bool gemm_and_row_sums(const Stream& stream, const Gemm& g, const View& sums, Workspace workspace) {
-  return Plan(g).run_with_row_sums(stream, sums, workspace);
+bool gemm_with(const Stream& stream, const Gemm& g, Fused fused, const View& other,
+               Workspace workspace) {
+  return Plan(g).run_with(stream, fused, other, workspace);
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -21,10 +21,17 @@ struct Gemm {
 };
 size_t gemm_workspace(const Gemm& g);
 void gemm(const Stream& stream, const Gemm& g, Workspace workspace);
-/// The same for two matrices, storing, and sums[M] = the sum of each row of a, of c's dtype, in one
-/// kernel of cuBLASLt. False if it has none, or sums are of another dtype or not dense: then
-/// neither is done.
-bool gemm_and_row_sums(const Stream& stream, const Gemm& g, const View& sums, Workspace workspace);
+/// What a product may do on its way, with `other`.
+enum class Fused : uint8_t {
+  row_sums,       ///< stores other[M] = the sum of each row of a; without bias
+  gelu,           ///< other = the result; c = its gelu, tanh form. `other` as c
+  gelu_gradient,  ///< c = the result * gelu'(other); without bias. `other` as c
+};
+/// gemm() of two matrices, storing, and that, in one kernel of cuBLASLt. False if it has none for
+/// these dtypes, sizes and strides (`other` is dense, of c's dtype, and so is c for gelu): then
+/// nothing is stored.
+bool gemm_with(const Stream& stream, const Gemm& g, Fused fused, const View& other,
+               Workspace workspace);
 
 using cpu::as_matrix;
 using cpu::transposed;

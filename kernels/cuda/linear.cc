@@ -5,6 +5,7 @@
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/gemm.h"
 #include "sheaf/kernels/cuda/workspace.h"
+#include "sheaf/kernels/elementwise.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -13,6 +14,11 @@ Gemm forward(const View& x, const View& weight, const View& bias, const View& y)
   check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ",
                     x.shape, ", weight ", weight.shape, ", output ", y.shape);
   return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
+}
+
+/// dx = dy W.
+Gemm input_gradient(const View& dy, const View& weight, const View& dx) {
+  return {"gelu_linear_backward", at_least_matrix(dy), weight, at_least_matrix(dx), {}};
 }
 
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
@@ -64,6 +70,29 @@ void linear(const Stream& stream, const View& x, const View& weight, const View&
   gemm(stream, forward(x, weight, bias, y), workspace);
 }
 
+size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
+                             const View& before, const View&) {
+  return linear_workspace(x, weight, bias, before);
+}
+void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
+                 const View& before, const View& value, Workspace workspace) {
+  if (gemm_with(stream, forward(x, weight, bias, value), Fused::gelu, before, workspace)) return;
+  linear(stream, x, weight, bias, before, workspace);
+  unary(stream, UnaryOp::gelu_tanh, before, value);
+}
+
+size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View&,
+                                      const View& dbefore) {
+  return gemm_workspace(input_gradient(dy, weight, dbefore));
+}
+void gelu_linear_backward(const Stream& stream, const View& dy, const View& weight,
+                          const View& before, const View& dbefore, Workspace workspace) {
+  const Gemm product = input_gradient(dy, weight, dbefore);
+  if (gemm_with(stream, product, Fused::gelu_gradient, before, workspace)) return;
+  gemm(stream, product, workspace);
+  gelu_backward(stream, UnaryOp::gelu_tanh, before, dbefore, dbefore);
+}
+
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {
   return WeightGradient(dy, x, dweight).workspace();
 }
@@ -83,7 +112,7 @@ void linear_gradients(const Stream& stream, const View& dy, const View& x, const
                       const View& dbias, Workspace workspace) {
   WeightGradient w(dy, x, dweight);
   const Workspace scratch = w.prepare(stream, workspace);
-  if (gemm_and_row_sums(stream, w.gemm(), dbias, scratch)) return;
+  if (gemm_with(stream, w.gemm(), Fused::row_sums, dbias, scratch)) return;
   gemm(stream, w.gemm(), scratch);
   linear_bias_gradient(stream, dy, dbias, workspace);  // the product is done with it by then
 }

@@ -44,7 +44,10 @@ bool read_flag(std::string_view word, std::string_view yes, std::string_view no,
 }
 
 // In the order of Epilogue.
-constexpr std::string_view kEpilogues[] = {"-", "bias", "sums_of_a", "sums_of_b"};
+constexpr std::string_view kEpilogues[] = {"-",    "bias",      "sums_of_a",    "sums_of_b",
+                                           "gelu", "bias_gelu", "gelu_gradient"};
+
+std::string_view word_of(Epilogue e) { return kEpilogues[static_cast<size_t>(e)]; }
 
 std::string digits_of(const std::array<uint64_t, 8>& algorithm) {
   std::string out;
@@ -60,9 +63,8 @@ std::string digits_of(const std::array<uint64_t, 8>& algorithm) {
 }  // namespace
 
 std::string ProductShape::to_string() const {
-  std::string text =
-      str(in, ' ', out, ' ', transpose_a ? 't' : 'n', ' ', transpose_b ? 't' : 'n', ' ',
-          kEpilogues[static_cast<size_t>(epilogue)], ' ', accumulate ? "add" : "store");
+  std::string text = str(in, ' ', out, ' ', transpose_a ? 't' : 'n', ' ', transpose_b ? 't' : 'n',
+                         ' ', word_of(epilogue), ' ', accumulate ? "add" : "store");
   for (int bytes : alignment) text += str(' ', bytes);
   for (int64_t v : {m, n, k, batches, ld_a, ld_b, ld_d, stride_a, stride_b, stride_d})
     text += str(' ', v);
@@ -117,9 +119,7 @@ std::string Product::to_string() const {
   const ProductShape& s = shape;
   return str('[', who, "] product ", s.in, '[', s.n, ',', s.k, "] x [", s.k, ',', s.m, "] into ",
              s.out,
-             s.epilogue == Epilogue::bias ? " with bias"
-             : sums_rows(s.epilogue)      ? " with sums"
-                                          : "",
+             s.epilogue == Epilogue::none ? std::string() : str(" with ", word_of(s.epilogue)),
              s.accumulate ? ", added" : "", ", ", s.batches, " batches (", s.to_string(), ')');
 }
 

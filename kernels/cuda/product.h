@@ -19,19 +19,29 @@
 
 namespace sheaf::kernels::cuda {
 
-/// What a product does with a vector of D's dtype.
+/// What a product does on its way with a vector or a matrix of D's dtype. A matrix lies as D does,
+/// in columns of a multiple of 8 elements, 16-byte aligned.
 enum class Epilogue : uint8_t {
   none,
-  bias,       ///< adds vector[m] to each column of D
-  sums_of_a,  ///< stores vector[m] = op(A) summed over k: the gradient of a bias
-  sums_of_b,  ///< stores vector[n] = op(B) summed over k
+  bias,           ///< adds vector[m] to each column of D
+  sums_of_a,      ///< stores vector[m] = op(A) summed over k: the gradient of a bias
+  sums_of_b,      ///< stores vector[n] = op(B) summed over k
+  gelu,           ///< stores the product in the matrix, its gelu (tanh form) in D
+  bias_gelu,      ///< the same with vector[m] added first
+  gelu_gradient,  ///< D = the product * gelu'(matrix)
 };
+/// Those that run_plain_product knows; the others are of one batch.
+constexpr bool plain(Epilogue e) { return e == Epilogue::none || e == Epilogue::bias; }
 constexpr bool sums_rows(Epilogue e) {
   return e == Epilogue::sums_of_a || e == Epilogue::sums_of_b;
 }
+constexpr bool has_vector(Epilogue e) {
+  return e == Epilogue::bias || e == Epilogue::bias_gelu || sums_rows(e);
+}
+constexpr bool has_matrix(Epilogue e) { return e >= Epilogue::gelu; }
 
 /// What an algorithm is chosen for: D[m, n] = op(A)[m, k] op(B)[k, n] (+ bias[m]) (+ D), once for
-/// each of `batches` (one, if rows are summed). Strides in elements.
+/// each of `batches` (see Epilogue). Strides in elements.
 struct ProductShape {
   DType in = kF32, out = kF32;
   bool transpose_a = false, transpose_b = false, accumulate = false;
@@ -59,6 +69,7 @@ struct Product {
   const void* b = nullptr;
   void* d = nullptr;
   void* vector = nullptr;  ///< of the epilogue
+  void* matrix = nullptr;
 
   /// Derives shape.alignment from the pointers and strides.
   void set_alignment();
@@ -71,7 +82,7 @@ size_t product_workspace();
 /// Enqueues the product. False if the library has no algorithm for it with this epilogue; then
 /// nothing has happened.
 bool run_product(const Stream& stream, const Product& product, Workspace workspace);
-/// The same by a plain kernel of ours, but without sums: any strides, alignment and depth, and
+/// The same, for plain() epilogues, by a kernel of ours: any strides, alignment and depth, and
 /// slow. Terms are added in the order of k.
 void run_plain_product(const Stream& stream, const Product& product);
 

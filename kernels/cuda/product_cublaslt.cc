@@ -81,6 +81,12 @@ cublasLtEpilogue_t epilogue_of(Epilogue epilogue) {
       return CUBLASLT_EPILOGUE_BGRADA;
     case Epilogue::sums_of_b:
       return CUBLASLT_EPILOGUE_BGRADB;
+    case Epilogue::gelu:
+      return CUBLASLT_EPILOGUE_GELU_AUX;
+    case Epilogue::bias_gelu:
+      return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    case Epilogue::gelu_gradient:
+      return CUBLASLT_EPILOGUE_DGELU;
     default:
       return CUBLASLT_EPILOGUE_DEFAULT;
   }
@@ -97,10 +103,15 @@ Operation make_operation(const Product& p) {
   Operation out(raw, cublasLtMatmulDescDestroy);
   set(out, CUBLASLT_MATMUL_DESC_TRANSA, s.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, p);
   set(out, CUBLASLT_MATMUL_DESC_TRANSB, s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p);
-  if (s.epilogue != Epilogue::none) {
+  if (s.epilogue != Epilogue::none)
     set(out, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(s.epilogue), p);
+  if (has_vector(s.epilogue)) {
     set(out, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(s.out)), p);
     set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.vector, p);
+  }
+  if (has_matrix(s.epilogue)) {
+    set(out, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, s.ld_d, p);
+    set(out, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.matrix, p);
   }
   return out;
 }
@@ -161,7 +172,7 @@ class Prepared {
                                        d_.get(), raw, kCandidates, found, &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
     // Types that an epilogue does not know are invalid values to it.
-    if (status == CUBLAS_STATUS_INVALID_VALUE && sums_rows(p.shape.epilogue)) return {};
+    if (status == CUBLAS_STATUS_INVALID_VALUE && !plain(p.shape.epilogue)) return {};
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<cublasLtMatmulAlgo_t> out;
     for (int i = 0; i < count; ++i)
@@ -188,9 +199,11 @@ class Prepared {
     const bool wide = p.shape.in == kF64;
     const void* const alpha_at = wide ? static_cast<const void*>(&wide_one) : &one;
     const void* const beta_at = wide ? static_cast<const void*>(&wide_beta) : &beta;
-    std::lock_guard lock(mutex_);  // the vector is part of the descriptor
-    if (p.shape.epilogue != Epilogue::none)
+    std::lock_guard lock(mutex_);  // the epilogue's memory is part of the descriptor
+    if (has_vector(p.shape.epilogue))
       set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.vector, p);
+    if (has_matrix(p.shape.epilogue))
+      set(operation_, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.matrix, p);
     check_status(cublasLtMatmul(handle, operation_.get(), alpha_at, p.a, a_.get(), p.b, b_.get(),
                                 beta_at, d, d_.get(), d, d_.get(), &algorithm, workspace.data,
                                 kWorkspace, static_cast<cudaStream_t>(stream.handle)),

@@ -6,6 +6,7 @@
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cuda/emulation.h"
 #include "sheaf/kernels/cuda/product.h"
+#include "sheaf/kernels/elementwise.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -66,12 +67,17 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
   const View a = operand(product.a, s.in, s.transpose_a, s.ld_a, s.stride_a, {s.k, s.m}),
              b = operand(product.b, s.in, s.transpose_b, s.ld_b, s.stride_b, {s.n, s.k}),
              d = operand(product.d, s.out, false, s.ld_d, s.stride_d, {s.n, s.m}),
-             bias =
-                 s.epilogue == Epilogue::bias ? View::dense(product.vector, s.out, {s.m}) : View{};
-  check<ShapeError>(!sums_rows(s.epilogue) || s.batches == 1, product, ": sums of many batches");
+             matrix{product.matrix, s.out, d.shape, d.strides},
+             bias = s.epilogue == Epilogue::bias || s.epilogue == Epilogue::bias_gelu
+                        ? View::dense(product.vector, s.out, {s.m})
+                        : View{};
+  check<ShapeError>(plain(s.epilogue) || s.batches == 1, product, ": many batches");
   emulation::enqueue(stream, [=, who = product.who, sums = product.vector] {
     std::memset(workspace.data, 0xff, product_workspace());  // it is ours to use
-    multiply({who, b, a, d, bias, s.accumulate});
+    const bool gelu = s.epilogue == Epilogue::gelu || s.epilogue == Epilogue::bias_gelu;
+    multiply({who, b, a, gelu ? matrix : d, bias, s.accumulate});
+    if (gelu) cpu::unary(UnaryOp::gelu_tanh, matrix, d);
+    if (s.epilogue == Epilogue::gelu_gradient) cpu::gelu_backward(UnaryOp::gelu_tanh, matrix, d, d);
     if (s.epilogue == Epilogue::sums_of_a) sum_rows(cpu::transposed(a), sums, s.out);
     if (s.epilogue == Epilogue::sums_of_b) sum_rows(b, sums, s.out);
   });

@@ -23,6 +23,16 @@ struct Linear : Module {
     if (options.bias) bias = Parameter({out}, Init::zeros());
   }
   Tensor forward(const Tensor& x) { return linear(x, weight, bias); }
+  /// gelu (tanh form) of y, for the next layer's of_gelu().
+  GeluOfLinear gelu(const Tensor& x) {
+    const auto scope = enter();
+    return linear_gelu(x, weight, bias);
+  }
+  /// y of a gelu.
+  Tensor of_gelu(const GeluOfLinear& x) {
+    const auto scope = enter();
+    return gelu_linear(x, weight, bias);
+  }
   SHEAF_FIELDS(weight, bias);
 };
 

@@ -24,7 +24,7 @@ struct MLP : Module {
       : up(c.width, c.hidden ? c.hidden : 4 * c.width, {.bias = c.bias, .init = c.init}),
         down(c.hidden ? c.hidden : 4 * c.width, c.width, {.bias = c.bias, .init = c.projection_init}),
         dropout(c.dropout) {}
-  Tensor forward(const Tensor& x_BTC) { return dropout(down(gelu(up(x_BTC), GeluKind::tanh))); }
+  Tensor forward(const Tensor& x_BTC) { return dropout(down.of_gelu(up.gelu(x_BTC))); }
   SHEAF_FIELDS(up, down, dropout);
 };
 

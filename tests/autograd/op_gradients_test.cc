@@ -23,6 +23,26 @@ TEST(LinearGradients, EachAloneHasADerivative) {
   }
 }
 
+// On a CPU the ops around a gelu are its parts, one after the other.
+TEST(GeluLinear, HasTheBitsOfItsParts) {
+  for (DType d : {kF32, kBF16}) {
+    std::vector<Tensor> x;
+    for (const Shape& shape : {Shape{3, 7, 24}, Shape{40, 24}, Shape{40}, Shape{24, 40}, Shape{24}})
+      x.push_back(cast(randn({kF32, shape, {}}, Key{x.size() + 1}), d));
+    const auto results = [&](bool fused) {
+      Recording recording;
+      for (const Tensor& t : x) recording.watch(t);
+      const Tensor y = fused ? gelu_linear(linear_gelu(x[0], x[1], x[2]), x[3], x[4])
+                             : linear(gelu(linear(x[0], x[1], x[2]), GeluKind::tanh), x[3], x[4]);
+      std::vector<Tensor> out = recording.gradient(sum(cast(y * y, kF32)), x);
+      out.push_back(y);
+      return out;
+    };
+    const std::vector<Tensor> got = results(true), want = results(false);
+    for (size_t i = 0; i < want.size(); ++i) EXPECT_TRUE(identical(got[i], want[i])) << name(d) << i;
+  }
+}
+
 TEST_P(Op, Gradient) { EXPECT_EQ(check_gradient(GetParam()), ""); }
 TEST_P(Op, SecondGradient) { EXPECT_EQ(check_second_gradient(GetParam()), ""); }
 

@@ -30,7 +30,8 @@ ProductShape some_shape(int64_t m) {
 TEST(ProductChoices, TextAndBack) {
   if constexpr (kHasCuda) {
     EXPECT_EQ(ProductShape::parse(some_shape(5).to_string()), some_shape(5));
-    for (Epilogue e : {Epilogue::bias, Epilogue::sums_of_a, Epilogue::sums_of_b}) {
+    for (Epilogue e : {Epilogue::bias, Epilogue::sums_of_a, Epilogue::sums_of_b, Epilogue::gelu,
+                       Epilogue::bias_gelu, Epilogue::gelu_gradient}) {
       ProductShape shape = some_shape(5);
       shape.epilogue = e;
       EXPECT_EQ(ProductShape::parse(shape.to_string()), shape);
@@ -166,7 +167,7 @@ TEST(Product, SumsRowsOnItsWay) {
         const OnGpu ga(a), gb(b), gc(c), gsums(sums);
         const Gemm g{"test", ga, gb, gc, {}};
         const GpuScratch scratch(gemm_workspace(g));
-        if (!gemm_and_row_sums(OnGpu::stream(), g, gsums, scratch)) {
+        if (!gemm_with(OnGpu::stream(), g, Fused::row_sums, gsums, scratch)) {
           EXPECT_FALSE(kEmulatedCuda) << name(d);
           continue;  // cuBLASLt's word
         }
@@ -184,9 +185,76 @@ TEST(Product, SumsRowsOnItsWay) {
         const Array got = gc.back(), got_sums = gsums.back();
         EXPECT_LT(scaled_error(got, want), 4 * epsilon(to)) << name(d) << transposed;
         EXPECT_LT(scaled_error(got_sums, want_sums), 4 * epsilon(to)) << name(d) << transposed;
-        ASSERT_TRUE(gemm_and_row_sums(OnGpu::stream(), g, gsums, scratch));
+        ASSERT_TRUE(gemm_with(OnGpu::stream(), g, Fused::row_sums, gsums, scratch));
         EXPECT_TRUE(same_bits(gc.back(), got) && same_bits(gsums.back(), got_sums));
       }
+}
+
+TEST(Product, AppliesGeluAndItsDerivativeOnItsWay) {
+  SHEAF_NEEDS_GPU();
+  constexpr double kRoot = 0.7978845608028654;  // of 2 / pi
+  const auto bend = [](double x) { return std::tanh(kRoot * (x + 0.044715 * x * x * x)); };
+  const auto slope = [&](double x) {
+    const double t = bend(x);
+    return (1 + t) / 2 + x / 2 * (1 - t * t) * kRoot * (1 + 3 * 0.044715 * x * x);
+  };
+  for (DType d : {kF32, kBF16, kF16})
+    for (bool with_bias : {false, true}) {
+      const int64_t m = 40, n = 56, k = 72;
+      const Array a = Array::random(d, {m, k}, 1), b = Array::random(d, {k, n}, 2, 1, {1, k}),
+                  bias = Array::random(d, {n}, 3), c(d, {m, n}), other(d, {m, n}),
+                  given = Array::random(d, {m, n}, 4, 2);
+      const OnGpu ga(a), gb(b), gbias(bias), gc(c), gother(other), ggiven(given);
+      const Gemm g{"test", ga, gb, gc, with_bias ? gbias.view() : View{}};
+      const GpuScratch scratch(gemm_workspace(g));
+      if (!gemm_with(OnGpu::stream(), g, Fused::gelu, gother, scratch)) {
+        EXPECT_FALSE(kEmulatedCuda) << name(d);
+        continue;  // cuBLASLt's word
+      }
+      std::vector<double> before, after, gradient;
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t j = 0; j < n; ++j) {
+          double sum = 0;
+          for (int64_t l = 0; l < k; ++l) sum += a.at(i * k + l) * b.at(l * n + j);
+          gradient.push_back(sum * slope(given.at(i * n + j)));
+          const double x = sum + (with_bias ? bias.at(j) : 0);
+          before.push_back(x), after.push_back(x / 2 * (1 + bend(x)));
+        }
+      const double bound = 16 * epsilon(d);
+      EXPECT_LT(scaled_error(gother.back(), before), bound) << name(d) << with_bias;
+      EXPECT_LT(scaled_error(gc.back(), after), bound) << name(d) << with_bias;
+      if (with_bias) continue;
+      if (!gemm_with(OnGpu::stream(), g, Fused::gelu_gradient, ggiven, scratch)) {
+        EXPECT_FALSE(kEmulatedCuda) << name(d);
+        continue;
+      }
+      EXPECT_LT(scaled_error(gc.back(), gradient), bound) << name(d);
+      EXPECT_TRUE(same_bits(ggiven.back(), given));
+    }
+}
+
+TEST(Product, AppliesGeluOnlyWhereOneKernelCan) {
+  SHEAF_NEEDS_GPU();
+  const auto some = [](DType d, Shape shape, Shape strides = {}) {
+    return Array::random(d, shape, 5, 1, strides);
+  };
+  const auto refuses = [&](const Array& c, const Array& other) {
+    const int64_t m = c.view().shape[0], n = c.view().shape[1];
+    const OnGpu ga(some(kBF16, {m, 8})), gb(some(kBF16, {8, n})), gc(c), gother(other);
+    const Gemm g{"test", ga, gb, gc, {}};
+    const GpuScratch scratch(gemm_workspace(g));
+    for (Fused fused : {Fused::gelu, Fused::gelu_gradient})
+      EXPECT_FALSE(gemm_with(OnGpu::stream(), g, fused, gother, scratch));
+    EXPECT_TRUE(same_bits(gc.back(), c) && same_bits(gother.back(), other));
+  };
+  refuses(some(kBF16, {16, 24}), some(kF32, {16, 24}));
+  refuses(some(kBF16, {16, 24}), some(kBF16, {16, 24}, {32, 1}));
+  refuses(some(kBF16, {16, 24}, {32, 1}), some(kBF16, {16, 24}));
+  refuses(some(kBF16, {16, 12}), some(kBF16, {16, 12}));
+  refuses(some(kBF16, {16, 24}, {1, 16}), some(kBF16, {16, 24}));
+  const OnGpu g(some(kBF16, {16, 24})), a(some(kBF16, {16, 8})), b(some(kBF16, {8, 24}));
+  EXPECT_THROW(gemm_with(OnGpu::stream(), {"test", a, b, g, {}}, Fused::gelu, a, Workspace{}),
+               ShapeError);
 }
 
 TEST(Product, SumsOnlyWhatOneKernelCan) {
@@ -198,15 +266,16 @@ TEST(Product, SumsOnlyWhatOneKernelCan) {
   const OnGpu ga(a), gb(b), gc(c), godd(odd);
   const Gemm g{"test", ga, gb, gc, {}};
   const GpuScratch scratch(gemm_workspace(g));
-  EXPECT_FALSE(gemm_and_row_sums(OnGpu::stream(), g, OnGpu(wide), scratch));
-  EXPECT_FALSE(gemm_and_row_sums(OnGpu::stream(), g, OnGpu(gaps), scratch));
+  EXPECT_FALSE(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(wide), scratch));
+  EXPECT_FALSE(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(gaps), scratch));
   EXPECT_TRUE(same_bits(gc.back(), c));  // nothing has happened
-  EXPECT_THROW(gemm_and_row_sums(OnGpu::stream(), g, OnGpu(few), scratch), ShapeError);
+  EXPECT_THROW(gemm_with(OnGpu::stream(), g, Fused::row_sums, OnGpu(few), scratch), ShapeError);
   const Gemm added{"test", ga, gb, OnGpu(Array(kF32, {16, 24})), {}, true};
-  EXPECT_THROW(gemm_and_row_sums(OnGpu::stream(), added, OnGpu(wide), scratch), ShapeError);
+  EXPECT_THROW(gemm_with(OnGpu::stream(), added, Fused::row_sums, OnGpu(wide), scratch),
+               ShapeError);
   if (kEmulatedCuda) {  // it refuses rows that are not at 16 bytes
-    EXPECT_FALSE(
-        gemm_and_row_sums(OnGpu::stream(), {"test", godd, gb, gc, {}}, OnGpu(sums), scratch));
+    EXPECT_FALSE(gemm_with(OnGpu::stream(), {"test", godd, gb, gc, {}}, Fused::row_sums,
+                           OnGpu(sums), scratch));
     EXPECT_TRUE(same_bits(gc.back(), c));
   }
 }

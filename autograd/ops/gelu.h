@@ -1,0 +1,14 @@
+// Derivatives of gelu for the ops that contain one.
+#pragma once
+
+#include "sheaf/autograd/ops.h"
+
+namespace sheaf::ops {
+
+/// dy gelu'(x), as one op with a derivative of its own.
+Tensor gelu_gradient(const Tensor& x, const Tensor& dy, GeluKind kind);
+/// gelu''(x). Exact: phi(x) (2 - x^2). Approximate: y = x s(w), w = k (x + c x^3); y'' = 2 s' + x
+/// s''.
+Tensor gelu_second(const Tensor& x, GeluKind kind);
+
+}  // namespace sheaf::ops

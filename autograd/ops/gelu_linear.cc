@@ -1,0 +1,156 @@
+// Two linear layers with a gelu between them, whose gelu and its derivative are computed by the products before and behind
+// it: linear_gelu, gelu_linear.
+#include "sheaf/autograd/ops/gelu.h"
+#include "sheaf/autograd/ops/linear.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/linear.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+constexpr GeluKind kKind = GeluKind::tanh;
+
+Placement moved(const Placement& p, int dim) { return Placement::shard(p.map().moved_to(dim)); }
+bool is_cut(const Placement& p) { return p.is_shard() && !p.map().is_flat(); }
+
+/// A rule whose last placement is a bias's, and is left out where there is none.
+void rule_with_bias(Place& p, std::initializer_list<Placement> inputs, std::span<const Placement> outputs) {
+  p.rule(std::span(inputs.begin(), static_cast<size_t>(p.num_inputs())), outputs);
+}
+
+struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x weightᵀ + bias
+  static constexpr const char* kName = "linear_gelu";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b10;
+  static void infer(const Attrs&, Infer& c) {
+    infer_linear(kName, c, 1);
+    infer_linear(kName, c, 1);
+  }
+  static void place(const Attrs&, Place& p) {
+    const int last = p.shape(0).rank() - 1;
+    const auto rule = [&](const Placement& x, const Placement& w, const Placement& y) {
+      const Placement out[] = {y, y};
+      rule_with_bias(p, {x, w, w}, out);
+    };
+    if (is_cut(p.in(0)) && p.in(0).map().dim() != last) rule(p.in(0), kR, p.in(0));
+    if (p.in(1).is_shard(0)) rule(kR, p.in(1), moved(p.in(1), last));
+    rule(kR, kR, kR);
+  }
+  static View bias(const Execute& c) { return c.num_inputs() == 3 ? c.input(2) : View{}; }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0), c.workspace);
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    Tensor dy = c.has_grad(1) ? c.grad(1) : Tensor();
+    if (c.has_grad(0)) {
+      const Tensor through = gelu_gradient(c.output(1), c.grad(0), kKind);
+      dy = dy ? add(dy, through) : through;
+    }
+    dy = dense_rows(dy);
+    if (c.needs(0)) c.set(0, times(dy, c.input(1)));
+    set_parameter_gradients(c, dy, 1);
+  }
+  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
+    in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
+  }
+};
+
+struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(before) (dy weight)
+  static constexpr const char* kName = "gelu_linear_backward";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b111;
+  static void infer(const Attrs&, Infer& c) { c.output(common_dtype(kName, c), c.shape(2)); }
+  static void place(const Attrs&, Place& p) {
+    const int last = p.shape(0).rank() - 1;
+    for (int i : {0, 2}) {
+      if (!is_cut(p.in(i))) continue;
+      if (p.in(i).map().dim() != last) p.rule({p.in(i), kR, p.in(i)}, {p.in(i)});
+      else if (i == 0) p.rule({p.in(0), moved(p.in(0), 0), kR}, {kP});
+      else p.rule({kR, moved(p.in(2), 1), p.in(2)}, {p.in(2)});
+    }
+    if (p.in(1).is_shard(0)) p.rule({moved(p.in(1), last), p.in(1), kR}, {kP});
+    if (p.in(1).is_shard(1)) p.rule({kR, p.in(1), moved(p.in(1), last)}, {moved(p.in(1), last)});
+    p.rule({kR, kR, kR}, {kR});
+    p.rule({kP, kR, kR}, {kP});
+    p.rule({kR, kP, kR}, {kP});
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace);
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    const Tensor &g = c.grad(), before = c.input(2);
+    if (c.needs(0) || c.needs(1)) {
+      const Tensor through = dense_rows(gelu_gradient(before, g, kKind));
+      if (c.needs(0)) c.set(0, linear(through, c.input(1)));
+      if (c.needs(1)) c.set(1, weight_gradient(c.input(0), through));
+    }
+    if (c.needs(2)) c.set(2, mul(mul(g, gelu_second(before, kKind)), times(c.input(0), c.input(1))));
+  }
+};
+
+struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bias[O]] -> value weightᵀ + bias
+  static constexpr const char* kName = "gelu_linear";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b111;
+  static void infer(const Attrs&, Infer& c) {
+    infer_linear(kName, c, 2);
+    if (!(c.shape(1) == c.shape(0)))
+      fail<ShapeError>("[", kName, "] ", c.input(0), " is not the gelu of ", c.input(1));
+  }
+  static void place(const Attrs&, Place& p) {
+    const int last = p.shape(0).rank() - 1;
+    const auto rule = [&](const Placement& x, const Placement& w, const Placement& b, const Placement& y) {
+      rule_with_bias(p, {x, x, w, b}, std::span(&y, 1));
+    };
+    for (int i : {0, 1}) {
+      if (!is_cut(p.in(i))) continue;
+      if (p.in(i).map().dim() == last) rule(p.in(i), moved(p.in(i), 1), kP, kP);
+      else rule(p.in(i), kR, kR, p.in(i));
+      break;
+    }
+    if (p.in(2).is_shard(0)) rule(kR, p.in(2), p.in(2), moved(p.in(2), last));
+    if (p.in(2).is_shard(1)) rule(moved(p.in(2), last), p.in(2), kP, kP);
+    rule(kR, kR, kR, kR);
+    rule(kR, kP, kP, kP);
+  }
+  static View bias(const Execute& c) { return c.num_inputs() == 4 ? c.input(3) : View{}; }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear, c.input(0), c.input(2), bias(c), c.output(0));
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(2), bias(c), c.output(0), c.workspace);
+  }
+  static void vjp(const Attrs&, Vjp& c) {  // what `value` depends on gets its gradient through `before`
+    const Tensor dy = dense_rows(c.grad());
+    if (c.needs(1)) c.set(1, apply<GeluLinearBackward>({}, {dy, c.input(2), c.input(1)}));
+    set_parameter_gradients(c, dy, 2);
+  }
+  static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
+    in = ((needs & 0b010) ? 0b110 : 0) | ((needs & 0b100) ? 0b001 : 0);
+  }
+};
+
+}  // namespace
+
+GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  std::vector<Tensor> inputs{x, weight};
+  if (bias) inputs.push_back(dense_rows(bias));
+  auto out = apply(op_def<LinearGelu>(), nullptr, inputs);
+  return {out[0], out[1]};
+}
+
+Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias) {
+  std::vector<Tensor> inputs{x.value, x.before, weight};
+  if (bias) inputs.push_back(dense_rows(bias));
+  return std::move(apply(op_def<GeluLinear>(), nullptr, inputs)[0]);
+}
+
+}  // namespace sheaf
