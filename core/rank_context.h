@@ -34,6 +34,7 @@ class RankContext {
   std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu` would hold
   std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
   Device device = {};               ///< where this rank computes unless it is told otherwise
+  Device meta_is = {};              ///< what meta stands for: workspaces there are those of this device's kernels
 
   /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
   Gpu& gpu_of(const Device& device) const;

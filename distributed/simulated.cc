@@ -1,6 +1,7 @@
 #include "sheaf/distributed/simulated.h"
 
 #include "sheaf/distributed/staging.h"
+#include "sheaf/kernels/cuda/config.h"
 
 namespace sheaf::distributed {
 namespace {
@@ -47,8 +48,9 @@ class SimulatedTransport final : public Transport {
 };
 
 struct OwnContext {
-  explicit OwnContext(int threads) {
-    context.threads = threads;
+  explicit OwnContext(const SimulationOptions& options) {
+    context.threads = options.threads;
+    context.meta_is = options.device;
     scope = std::make_unique<RankScope>(context);
   }
   RankContext context;
@@ -61,7 +63,9 @@ World simulated_world(int rank, int size, SimulationOptions options) {
   if (size < 1 || rank < 0 || rank >= size)
     fail<ConfigError>("[simulated_world] rank ", rank, " of ", size, " does not exist");
   check<ConfigError>(options.threads >= 1, "[simulated_world] ", options.threads, " threads");
-  auto own = std::make_shared<OwnContext>(options.threads);
+  check<ConfigError>(kernels::kHasCuda || !options.device.is_cuda(), "[simulated_world] ", options.device.to_string(),
+                     ": this build has no CUDA");
+  auto own = std::make_shared<OwnContext>(options);
   World world(std::make_shared<SimulatedTransport>(std::move(options.comm)), own->context, rank, size, rank, size,
               Device::meta());
   world.keep(std::move(own));

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "sheaf/core/device.h"
 #include "sheaf/distributed/world.h"
 
 namespace sheaf::distributed {
@@ -11,6 +12,9 @@ struct SimulationOptions {
   int threads = 1;            ///< compute threads of the rank: kernels' workspaces depend on them
   /// RankContext::meta is charged with what communicators of this kind would hold (Communicator::kind()).
   std::string comm = "shm";
+  /// What meta stands for: workspaces are those of its kernels. ConfigError for a GPU in a build without CUDA; none need
+  /// be here.
+  Device device = {};
 };
 
 /// Rank `rank` of `size`, on the meta device, in a RankContext of its own that is current on this thread while the

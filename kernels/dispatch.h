@@ -1,16 +1,20 @@
 // SHEAF_ON_DEVICE(stream, softmax, x, out): calls kernels::cpu::softmax(x, out) or kernels::cuda::softmax(stream, x, out)
 // by the stream's device. SHEAF_WORKSPACE(device, matmul, a, b, c): the bytes of kernels::cpu::matmul_workspace(a, b, c)
-// or of cuda's. Kernels that need scratch on a GPU only: SHEAF_ON_DEVICE_SCRATCH(stream, workspace, sum, x, out), with
-// SHEAF_GPU_WORKSPACE(device, sum, x, out).
+// or of cuda's; on meta, those of the device that it stands for. Kernels that need scratch on a GPU only:
+// SHEAF_ON_DEVICE_SCRATCH(stream, workspace, sum, x, out), with SHEAF_GPU_WORKSPACE(device, sum, x, out).
 #pragma once
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/cuda/config.h"
 
 namespace sheaf::kernels {
 [[noreturn]] inline void no_kernel(const char* kernel, const Device& device) {
   fail<ConfigError>("[", kernel, "] has no kernel for ", device.to_string());
+}
+inline bool gpu_workspaces(const Device& device) {
+  return device.is_cuda() || (device.is_meta() && RankContext::current().meta_is.is_cuda());
 }
 }  // namespace sheaf::kernels
 
@@ -39,7 +43,7 @@ namespace sheaf::kernels {
 #define SHEAF_BYTES_BY_DEVICE(where, on_cpu, on_gpu)                                                   \
   [&]() -> int64_t {                                                                                   \
     if constexpr (::sheaf::kernels::kHasCuda)                                                          \
-      if ((where).is_cuda()) return static_cast<int64_t>(on_gpu);                                      \
+      if (::sheaf::kernels::gpu_workspaces(where)) return static_cast<int64_t>(on_gpu);                \
     return static_cast<int64_t>(on_cpu);                                                               \
   }()
 

@@ -6,8 +6,10 @@
 
 namespace sheaf::models {
 
-Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm) {
-  World simulated = distributed::simulated_world(rank, world, {.threads = threads, .comm = comm});
+Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
+               Device device) {
+  World simulated =
+      distributed::simulated_world(rank, world, {.threads = threads, .comm = comm, .device = device});
   Allocator& memory = *RankContext::current().meta;
   TrainingStep step(config, vocab, simulated, Device::meta());
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
@@ -24,10 +26,10 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
 }
 
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
-                                const std::string& comm) {
+                                const std::string& comm, Device device) {
   std::vector<int64_t> peaks;
   for (int rank = 0; rank < world; ++rank)
-    peaks.push_back(plan_step(config, vocab, rank, world, threads, comm).peak_bytes);
+    peaks.push_back(plan_step(config, vocab, rank, world, threads, comm, device).peak_bytes);
   return peaks;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sheaf/autograd/tape.h"
+#include "sheaf/core/device.h"
 #include "sheaf/models/train_config.h"
 
 namespace sheaf::models {
@@ -16,11 +17,13 @@ struct Plan {
   int64_t parameters = 0;  ///< elements of the whole model
 };
 
-/// What rank `rank` of `world` does. `threads` is the number of compute threads per rank, on which workspaces depend;
-/// `comm` the kind of its communicators ("shm", "gloo", "local"), on which their staging does.
-Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm);
+/// What rank `rank` of `world` does on `device`, which need not be here. `threads` is the number of compute threads per
+/// rank, on which a CPU's workspaces depend; `comm` the kind of its communicators ("shm", "gloo", "local", "nccl"), on
+/// which their staging does. Of a GPU's memory it counts what Sheaf asks for: the driver and NCCL take more.
+Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
+               Device device = {});
 /// plan_step().peak_bytes of every rank.
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
-                                const std::string& comm);
+                                const std::string& comm, Device device = {});
 
 }  // namespace sheaf::models

@@ -27,6 +27,7 @@ struct TapeArguments {
   int rank = 0;
   int threads_per_rank = 0;            ///< 0: cores / world, as if all ranks were on this machine
   std::string format = "text";         ///< "text", "json", "dot"
+  std::string device = "cpu";          ///< whose kernels: "cpu", "cuda"; it need not be here
 };
 int tape_command(const TapeArguments& arguments);
 

@@ -67,6 +67,8 @@ int run(int argc, char** argv) {
   tape_app->add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank")
       ->check(threads);
   tape_app->add_option("--format", tape.format, "text, json or dot (Graphviz)");
+  tape_app->add_option("--device", tape.device,
+                       "cpu or cuda: whose kernels count their workspaces; it need not be here");
   tape_app->allow_extras();
 
   sheaf::distributed::LaunchOptions launch;

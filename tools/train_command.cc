@@ -27,6 +27,11 @@ std::string mebibytes(int64_t bytes) {
   return text;
 }
 
+// What the plan of a GPU's memory leaves out.
+constexpr const char* kOfAGpu =
+    "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
+    "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
+
 // What a newcomer wants to see at the end. Collective: the sample is computed by all ranks together.
 void report(const models::TrainConfig& config, World& world, models::Trainer& trainer,
             const models::TrainReport& result, int threads) {
@@ -40,14 +45,12 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (!first) return;
   if (result.tape.num_nodes() > 0) say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
   const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
-  std::vector<int64_t> planned;  // of a step on CPUs: kernels of a GPU need other workspaces
-  if (world.device().is_cpu()) planned = models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()));
+  const std::vector<int64_t> planned =
+      models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()), world.device());
   say("peak memory of a step");
   for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
-    std::string line = str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]));
-    if (!planned.empty())
-      line += str("  predicted by the tape ", planned[r], " B", result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)");
-    say(line);
+    say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]), "  predicted by the tape ",
+            planned[r], " B", result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
   }
   if (result.train_loss != 0) say(str("\ntraining loss    ", result.train_loss));
   say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
@@ -113,15 +116,20 @@ int tape_command(const TapeArguments& arguments) {
   }
   const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
                                                      : std::max(1, available_cores() / arguments.world);
-  // The ranks of a job on one host, unless SHEAF_COMM says that they will talk over Gloo.
-  const std::string wanted = wanted_comm(), comm = wanted == "auto" ? "shm" : wanted;
-  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm);
+  if (arguments.device != "cpu" && arguments.device != "cuda")
+    fail<ConfigError>("[tape] unknown device '", arguments.device, "'; known: cpu, cuda");
+  const bool gpu = arguments.device == "cuda";
+  // The ranks of a job on one host, unless SHEAF_COMM says that they will talk over Gloo; GPUs talk over NCCL.
+  const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
+  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm,
+                                              gpu ? Device::cuda() : Device::cpu());
   if (arguments.format == "json") say(to_json(plan.tape));
   else if (arguments.format == "dot") say(to_dot(plan.tape));
   else if (arguments.format == "text")
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
         str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank,
-            ", threads ", threads, ": peak ", plan.peak_bytes, " bytes (", mebibytes(plan.peak_bytes), ")"));
+            gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak_bytes, " bytes (",
+            mebibytes(plan.peak_bytes), ")", gpu ? kOfAGpu : ""));
   else
     fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
   return 0;

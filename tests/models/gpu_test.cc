@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "sheaf/models/plan.h"
 #include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/needs_gpu.h"
 
@@ -87,6 +88,34 @@ TEST(GpuTraining, MemorySettlesWithTheSecondStep) {
       EXPECT_EQ(reserved[s], reserved[1]) << "asked of the device in step " << s;
     }
   }, {.threads_per_rank = 1, .device = kGpu});
+}
+
+// The prediction counts what Sheaf asks of the device's allocator, and so does the measurement.
+TEST(GpuTraining, ThePlanIsThePeakToTheByte) {
+  SHEAF_NEEDS_GPU();
+  for (const char* dtype : {"f32", "bf16"})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+      for (int world : {1, 2, 3}) {
+        models::TrainConfig c = tiny_config();
+        c.train.dtype = dtype;
+        c.train.micro_batches = 2;
+        c.model.dropout = world == 2 ? 0.2 : 0;
+        c.sharding.strategy = strategy;
+        std::vector<int64_t> peaks(static_cast<size_t>(world), 0);
+        run_local(world, [&](World& w) {
+          models::TrainingStep step(c, c.model.vocab, w, w.device());
+          Allocator& memory = *RankContext::current().memory(w.device());
+          step.run(0, fill_tiny).loss.item();
+          memory.reset_peak();
+          step.run(1, fill_tiny).loss.item();
+          peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+        }, {.threads_per_rank = 1, .device = kGpu});
+        const auto plan = [&](Device device) {
+          return models::plan_peaks(c, c.model.vocab, world, 1, "local", device);
+        };
+        EXPECT_EQ(peaks, plan(kGpu)) << dtype << ' ' << strategy << " at " << world;
+        EXPECT_NE(peaks, plan(Device::cpu())) << "a CPU's kernels want other workspaces";
+      }
 }
 
 }  // namespace

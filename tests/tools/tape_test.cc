@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/core/json.h"
+#include "sheaf/kernels/cuda/config.h"
 #include "sheaf/tests/tools/sheaf_process.h"
 
 namespace sheaf {
@@ -98,6 +99,28 @@ TEST(Tape, OtherStrategies) {
       Json::parse(tape({"--format", "json", "--sharding.strategy", "replicate"}).out, "tape"));
   EXPECT_EQ((replicated[{"all_gather", "blocks.3"}].nodes), 0);
   EXPECT_EQ((replicated[{"all_reduce", "blocks.3"}].nodes), 1);
+}
+
+/// "... on a GPU: peak N bytes": N.
+int64_t peak_in(const std::string& text) {
+  const std::string word = ": peak ";
+  return std::stoll(text.substr(text.rfind(word) + word.size()));
+}
+
+TEST(Tape, ForAGpuThatIsNotHere) {
+  if constexpr (!kernels::kHasCuda) {
+    const Outcome r = run_sheaf({"tape", "--model.preset", "gpt2-124m", "--device", "cuda"});
+    EXPECT_EQ(r.code, 64);
+    EXPECT_THAT(r.err, HasSubstr("this build has no CUDA"));
+  } else {
+    const Outcome r = tape({"--device", "cuda"});
+    EXPECT_THAT(r.out, HasSubstr("ranks 8, rank 0, on a GPU: peak "));
+    EXPECT_THAT(r.out, HasSubstr("cuDNN"));
+    EXPECT_NE(peak_in(r.out), peak_in(tape({}).out));
+  }
+  const Outcome wrong = run_sheaf({"tape", "--model.preset", "gpt2-124m", "--device", "gpu"});
+  EXPECT_EQ(wrong.code, 64);
+  EXPECT_THAT(wrong.err, HasSubstr("[tape] unknown device 'gpu'; known: cpu, cuda"));
 }
 
 }  // namespace

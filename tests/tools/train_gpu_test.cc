@@ -51,6 +51,7 @@ TEST(TrainOnGpu, KilledAndResumedItHasTheCurveOfAnUnbrokenRun) {
   Outcome r = run_sheaf(folder.train("whole"), kOnGpu);
   ASSERT_EQ(r.code, 0) << r.err;
   EXPECT_THAT(r.out, HasSubstr("GPU, cuda:0"));
+  EXPECT_THAT(r.out, HasSubstr("(equal)"));
   {
     SheafProcess job(folder.train("broken"), kOnGpu);
     while (job.running() && (!std::ifstream(folder / "broken/metrics.jsonl") ||
