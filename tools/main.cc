@@ -96,6 +96,9 @@ int run(int argc, char** argv) {
   bench_app->add_option("--samples", bench.samples, "samples of each line")->check(threads);
   bench_app->add_flag("--quick", bench.quick, "few short samples of small cases: a smoke test");
   bench_app->add_option("--json", bench.json, "file for the lines with all their samples");
+  bench_app->add_option("--markdown", bench.markdown, "file for the table, as Markdown");
+  bench_app->add_option("--device", bench.device,
+                        "cpu, cuda or auto; by default what SHEAF_DEVICE says");
 
   // How `sheaf bench` starts itself again as a rank.
   std::vector<std::string> bench_rank;

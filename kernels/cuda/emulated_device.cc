@@ -1,4 +1,5 @@
 // The emulated device: its memory, and what runtime.h asks of it.
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <iterator>
@@ -195,15 +196,32 @@ void destroy_stream(const Stream& stream) { Streams::get().destroy(stream); }
 void synchronize(const Stream& stream) { Streams::get().synchronize(stream); }
 
 EventHandle make_event() { return new EmulatedEvent; }
+EventHandle make_timed_event() {
+  auto* const event = new EmulatedEvent;
+  event->seconds = std::make_shared<double>();
+  return event;
+}
 void destroy_event(EventHandle event) { delete static_cast<EmulatedEvent*>(event); }
 void record(EventHandle event, const Stream& stream) {
+  const auto seconds = event_of(event).seconds;
+  if (seconds)
+    Streams::get().enqueue(stream, [seconds] {
+      *seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+                     .count();
+    });
   event_of(event) = Streams::get().now(stream);
+  event_of(event).seconds = seconds;
 }
 void wait(const Stream& stream, EventHandle event) { Streams::get().wait(stream, event_of(event)); }
 void synchronize(EventHandle event) { Streams::get().synchronize(event_of(event)); }
 bool reached(EventHandle event) {
   synchronize(event);  // or a host that asks again and again would ask for ever
   return true;
+}
+
+double seconds_between(EventHandle begin, EventHandle end) {
+  synchronize(begin), synchronize(end);
+  return *event_of(end).seconds - *event_of(begin).seconds;
 }
 
 using GraphBox = std::shared_ptr<const emulation::Capture>;

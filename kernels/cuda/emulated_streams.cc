@@ -127,7 +127,7 @@ void Streams::synchronize_all() {
 EmulatedEvent Streams::now(const Stream& stream) {
   std::lock_guard lock(mutex_);
   const auto s = of(stream);
-  return {s, s->enqueued, s->capture, s->last};
+  return {s, s->enqueued, s->capture, s->last, {}};
 }
 
 void Streams::wait(const Stream& stream, const EmulatedEvent& event) {

@@ -47,6 +47,7 @@ struct EmulatedEvent {
   uint64_t ticket = 0;
   std::shared_ptr<Capture> capture;
   std::vector<size_t> nodes;
+  std::shared_ptr<double> seconds = {};  ///< of a timed event: when the stream got there
 };
 
 /// All streams of the device. Thread-safe. Errors are those of CUDA, by its words.

@@ -167,11 +167,18 @@ void synchronize(const Stream& stream) {
   SHEAF_CUDA_CALL(cudaStreamSynchronize, handle_of(stream));
 }
 
-EventHandle make_event() {
+namespace {
+
+EventHandle make_event(unsigned flags) {
   cudaEvent_t event = nullptr;
-  SHEAF_CUDA_CALL(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
+  SHEAF_CUDA_CALL(cudaEventCreateWithFlags, &event, flags);
   return event;
 }
+
+}  // namespace
+
+EventHandle make_event() { return make_event(cudaEventDisableTiming); }
+EventHandle make_timed_event() { return make_event(cudaEventDefault); }
 
 void destroy_event(EventHandle event) { SHEAF_CUDA_CALL(cudaEventDestroy, event_of(event)); }
 void record(EventHandle event, const Stream& stream) {
@@ -187,6 +194,12 @@ bool reached(EventHandle event) {
   if (error == cudaErrorNotReady) return false;
   check_call(error, "cudaEventQuery");
   return true;
+}
+
+double seconds_between(EventHandle begin, EventHandle end) {
+  float milliseconds = 0;
+  SHEAF_CUDA_CALL(cudaEventElapsedTime, &milliseconds, event_of(begin), event_of(end));
+  return 1e-3 * static_cast<double>(milliseconds);
 }
 
 void begin_capture(const Stream& stream) {

@@ -61,12 +61,16 @@ void synchronize(const Stream& stream);
 /// A point in a stream's order.
 using EventHandle = void*;
 EventHandle make_event();
+/// One that also notes when the device got there; costs a little more.
+EventHandle make_timed_event();
 void destroy_event(EventHandle event);
 void record(EventHandle event, const Stream& stream);
 /// What is enqueued on `stream` from now on runs after `event`.
 void wait(const Stream& stream, EventHandle event);
 void synchronize(EventHandle event);
 bool reached(EventHandle event);
+/// Between two timed events that were reached, by the device's clock (half a microsecond fine).
+double seconds_between(EventHandle begin, EventHandle end);
 
 /// From now on what is enqueued on `stream` is recorded and does not run; so is what is enqueued on
 /// a stream that waits for an event of a recording one. Nobody may wait for such a stream or event.

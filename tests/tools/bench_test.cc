@@ -8,9 +8,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
-#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/tools/bench_run.h"
 #include "sheaf/tests/tools/sheaf_process.h"
 #include "sheaf/tools/bench/training.h"
 
@@ -20,55 +19,18 @@ namespace {
 using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_sheaf;
+using testing::work;
 
 using Words = std::vector<std::string>;
 
-/// The lines of a quick run by name; each is checked for what all lines promise.
+/// The lines of a quick run on the CPU, by name.
 std::map<std::string, Json> bench(const std::string& suite, const std::string& filter,
                                   const Words& more = {}) {
-  ScratchFolder folder;
-  const std::string path = folder / "bench.json";
-  Words words = {"bench", suite, "--quick", "--filter", filter, "--json", path};
-  words.insert(words.end(), more.begin(), more.end());
-  const Outcome r = run_sheaf(words);
-  EXPECT_EQ(r.code, 0) << r.err;
-  std::map<std::string, Json> lines;
-  if (r.code != 0) return lines;
-  const Json all = Json::parse(File::open<IoError>(path).read_all(), path);
-  const Json& machine = all.at("machine");
-  EXPECT_FALSE(machine.at("cpu").as_string().empty());
-  EXPECT_GT(machine.at("threads").as_int(), 0);
-  EXPECT_GT(machine.at("fma_gflops").as_double(), 0);
-  EXPECT_GT(machine.at("copy_gbs").as_double(), 0);
-  machine.at("amx").as_bool(), machine.at("avx512").as_bool();
-  EXPECT_FALSE(all.at("lines").as_array().empty());
-  for (const Json& line : all.at("lines").as_array()) {
-    const std::string name = line.at("name").as_string();
-    SCOPED_TRACE(name);
-    EXPECT_EQ(line.at("suite").as_string(), suite);
-    EXPECT_THAT(suite + "/" + name, HasSubstr(filter));
-    EXPECT_THAT(r.out, HasSubstr(suite + "/" + name + " "));
-    lines.emplace(name, line);
-    if (const Json* missing = line.find("missing")) {
-      EXPECT_TRUE(line.at("value").is_null());
-      EXPECT_THAT(r.out, HasSubstr(missing->as_string()));
-      continue;
-    }
-    const double value = line.at("value").as_double(), peer = line.at("peer_value").as_double();
-    EXPECT_GT(value, 0);
-    EXPECT_LE(line.at("p10").as_double(), value);
-    EXPECT_GE(line.at("p90").as_double(), value);
-    EXPECT_FALSE(line.at("peer").as_string().empty());
-    EXPECT_GT(peer, 0);
-    const bool rate = line.at("unit").as_string().ends_with("/s");
-    EXPECT_DOUBLE_EQ(line.at("ratio").as_double(), rate ? value / peer : peer / value);
-    line.at("sound").as_bool();
-    if (line.at("unit").as_string() != "bytes") {
-      EXPECT_GE(line.at("samples_s").as_array().size(), 2u);
-    }
-    for (const Json& s : line.at("samples_s").as_array()) EXPECT_GT(s.as_double(), 0);
-  }
-  return lines;
+  const testing::BenchRun run = testing::run_bench(suite, filter, more);
+  EXPECT_GT(run.machine.at("fma_gflops").as_double(), 0);
+  EXPECT_GT(run.machine.at("copy_gbs").as_double(), 0);
+  EXPECT_FALSE(run.machine.find("gpu"));
+  return run.lines;
 }
 
 TEST(Bench, Step) {
@@ -80,13 +42,6 @@ TEST(Bench, Step) {
   EXPECT_NEAR(line.at("more").at("tokens/s").as_double(), 12 * 64 / seconds, 1e-6 / seconds);
   EXPECT_NEAR(line.at("more").at("GFLOP/s").as_double() * seconds,
               line.at("more").at("GFLOP/step").as_double(), 1e-9);
-}
-
-/// What a rate says was done in the median sample, of three.
-double work(const Json& line) {
-  std::vector<double> seconds;
-  for (const Json& s : line.at("samples_s").as_array()) seconds.push_back(s.as_double());
-  return 1e9 * line.at("value").as_double() * bench::quantile(seconds, 0.5);
 }
 
 TEST(Bench, Gemm) {
@@ -184,7 +139,7 @@ TEST(BenchFigures, RatesAndTimes) {
 }
 
 TEST(BenchFigures, Soundness) {
-  const bench::PeakReading best{.fma_gflops = 100, .copy_gbs = 10};
+  const bench::PeakReading best{.gflops = 100, .copy_gbs = 10};
   const auto sound = [&](double fma, double copy, bool by_memory, bench::Unit unit) {
     bench::Line line;
     line.unit = unit;
@@ -203,11 +158,31 @@ TEST(BenchFigures, Soundness) {
   EXPECT_FALSE(bench::is_sound(missing, best));
 }
 
+TEST(BenchFigures, PeaksOfDataSheets) {
+  EXPECT_DOUBLE_EQ(bench::datasheet_gflops("NVIDIA H200"), 989.4e3);
+  EXPECT_DOUBLE_EQ(bench::datasheet_gflops("NVIDIA H100 80GB HBM3"), 989.4e3);
+  for (const char* other : {"NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB",
+                            "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB", ""})
+    EXPECT_EQ(bench::datasheet_gflops(other), 0) << other;
+}
+
 // 124M: 12 blocks of 12 · 768², a head of 50,257 · 768, 6 · 12 · 1024 · 768 for attention.
 TEST(BenchFigures, OperationsOfAStep) {
   const double expected =
       1024 * (6.0 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6.0 * 12 * 1024 * 768);
-  EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("gpt2-124m-f32-1x1024")), expected);
+  const models::TrainConfig gpt2 = bench::training_config("gpt2-124m-f32-1x1024");
+  EXPECT_DOUBLE_EQ(bench::flops_per_step(gpt2), expected);
+  EXPECT_DOUBLE_EQ(bench::flops_per_step(gpt2, bench::CountAttention::full),
+                   expected + 1024 * 6.0 * 12 * 1024 * 768);
+}
+
+// Llama 3 8B: 8,030,261,248 parameters, less the embedding that is looked up and the norms'
+// weights.
+TEST(BenchFigures, OperationsOfALlamaStep) {
+  const double tokens = 4 * 8192.0,
+               in_products = 8030261248.0 - 128256 * 4096.0 - (2 * 32 + 1) * 4096.0;
+  EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("llama3-8b-bf16-4x8192")),
+                   tokens * (6 * in_products + 6.0 * 32 * 8192 * 4096));
 }
 
 }  // namespace

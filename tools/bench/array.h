@@ -1,13 +1,19 @@
 // Array: memory of a benchmark's own, filled with numbers that a network would hold.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <initializer_list>
 #include <memory>
+#include <utility>
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/error.h"
+#include "sheaf/core/gpu.h"
 #include "sheaf/core/parallel.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/core/storage.h"
 #include "sheaf/core/view.h"
 
 namespace sheaf::bench {
@@ -22,8 +28,8 @@ inline uint32_t scramble(uint64_t i) {
 
 class Array {
  public:
-  /// Floating values spread evenly over (-1, 1), f32 or bf16; 0 for other types. Touched by the
-  /// threads that will use it.
+  /// Floating values spread evenly over (-1, 1): f32, f64, bf16 or f16; 0 for other types. Touched
+  /// by the threads that will use it.
   Array(DType dtype, const Shape& shape) : dtype_(dtype), shape_(shape) {
     const size_t bytes = static_cast<size_t>(shape.numel()) * size_of(dtype);
     memory_.reset(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096));
@@ -40,9 +46,28 @@ class Array {
           static_cast<int32_t>(scramble(static_cast<uint64_t>(i)) % static_cast<uint64_t>(below));
     return a;
   }
+  /// These values.
+  template <class T>
+  static Array of(const Shape& shape, std::initializer_list<T> values) {
+    Array a(dtype_of<T>, shape);
+    std::copy(values.begin(), values.end(), a.as<T>());
+    return a;
+  }
+  /// The same on `device`: on a GPU a copy, in memory of the calling rank's.
+  Array on(Device device) && {
+    if (!device.is_cuda()) return std::move(*this);
+    Array a(dtype_, shape_, device);
+    Gpu& gpu = RankContext::current().gpu_of(device);
+    const auto bytes = static_cast<size_t>(view().bytes());
+    gpu.copy(gpu.compute(), a.storage_->data(), memory_.get(), bytes, Gpu::Copy::to_device);
+    return a;
+  }
 
-  View view() const { return View::dense(memory_.get(), dtype_, shape_); }
+  View view() const {
+    return View::dense(storage_ ? storage_->data() : memory_.get(), dtype_, shape_);
+  }
   operator View() const { return view(); }  // NOLINT: an array is where a kernel wants a view
+  /// Memory of the host.
   template <class T>
   T* as() const {
     return static_cast<T*>(memory_.get());
@@ -51,6 +76,11 @@ class Array {
   double bytes() const { return static_cast<double>(view().bytes()); }
 
  private:
+  Array(DType dtype, const Shape& shape, Device gpu)
+      : dtype_(dtype),
+        shape_(shape),
+        storage_(Storage::allocate(gpu, shape.numel() * static_cast<int64_t>(size_of(dtype)))) {}
+
   static float unit(int64_t i) {
     return static_cast<float>(scramble(static_cast<uint64_t>(i)) >> 8) * 0x1p-24f;
   }
@@ -59,6 +89,8 @@ class Array {
       as<float>()[i] = x;
     else if (dtype_ == kBF16)
       as<bf16>()[i] = bf16(x);
+    else if (dtype_ == kF16)
+      as<f16>()[i] = f16(x);
     else if (dtype_ == kF64)
       as<double>()[i] = x;
     else if (dtype_ == kI64)
@@ -73,15 +105,16 @@ class Array {
   };
   DType dtype_;
   Shape shape_;
-  std::unique_ptr<void, Free> memory_;
+  std::unique_ptr<void, Free> memory_;  // of the host, or else
+  std::shared_ptr<Storage> storage_;    // of a GPU
 };
 
 /// Scratch memory of a kernel.
 class Scratch {
  public:
-  explicit Scratch(size_t bytes)
-      : memory_(kF32, {static_cast<int64_t>(bytes / 4 + 32)}), bytes_(bytes) {}
-  operator Workspace() const { return {memory_.as<void>(), bytes_}; }  // NOLINT
+  explicit Scratch(size_t bytes, Device device = {})
+      : memory_(Array(kF32, {static_cast<int64_t>(bytes / 4 + 32)}).on(device)), bytes_(bytes) {}
+  operator Workspace() const { return {memory_.view().data, bytes_}; }  // NOLINT
 
  private:
   Array memory_;

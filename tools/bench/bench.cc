@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/tools/bench/gpu_time.h"
 
 namespace sheaf::bench {
 namespace {
@@ -30,6 +33,8 @@ std::string_view name(Unit unit) {
       return "GB/s";
     case Unit::gigaflops:
       return "GFLOP/s";
+    case Unit::teraflops:
+      return "TFLOP/s";
     case Unit::seconds:
       return "s";
     case Unit::nanoseconds:
@@ -41,7 +46,7 @@ std::string_view name(Unit unit) {
 }
 
 double figure(Unit unit, double amount, double seconds) {
-  if (higher_is_better(unit)) return amount / seconds / 1e9;
+  if (higher_is_better(unit)) return amount / seconds / (unit == Unit::teraflops ? 1e12 : 1e9);
   return seconds / amount * (unit == Unit::nanoseconds ? 1e9 : 1.0);
 }
 
@@ -57,7 +62,7 @@ double quantile(std::vector<double> values, double q) {
 bool is_sound(const Line& line, const PeakReading& best) {
   if (!line.missing.empty()) return false;
   if (line.unit == Unit::bytes) return true;  // whoever else computes
-  return line.worst.fma_gflops >= kSound * best.fma_gflops &&
+  return line.worst.gflops >= kSound * best.gflops &&
          (!line.by_memory || line.worst.copy_gbs >= kSound * best.copy_gbs);
 }
 
@@ -69,13 +74,17 @@ void set_figures(Line& line, double amount) {
   line.p90 = quantile(figures, 0.9);
 }
 
-Session::Session(const Options& options) : options_(options), machine_(this_machine()) {
+Session::Session(const Options& options, Device device)
+    : options_(options), device_(device), machine_(this_machine()) {
   constexpr size_t kMiB = size_t{1} << 20;
-  // 256 MiB of copies: more than the caches that a core has to itself.
-  probe_ = std::make_unique<Probe>(options.quick ? 5e-4 : 4e-3, (options.quick ? 8 : 128) * kMiB);
+  // Copies of more than the caches that a core has to itself, or than those of a GPU. A product of
+  // that size keeps all of a GPU's multiprocessors busy to its end.
+  probe_ = on_gpu() ? make_gpu_probe(options.quick ? 128 : 8192, (options.quick ? 1 : 512) * kMiB)
+                    : make_cpu_probe(options.quick ? 5e-4 : 4e-3, (options.quick ? 8 : 128) * kMiB);
   probe_->read();
-  machine_.amx_gflops = probe_->read_amx();
 }
+
+Stream Session::stream() const { return RankContext::current().stream(device_); }
 
 bool Session::wants(std::string_view suite, std::string_view name) const {
   const auto& all = options_.suites;
@@ -121,8 +130,7 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
     line.samples_s.clear();
   }
   const PeakReading after = probe_->read();
-  line.worst = {std::min(before.fma_gflops, after.fma_gflops),
-                std::min(before.copy_gbs, after.copy_gbs)};
+  line.worst = {std::min(before.gflops, after.gflops), std::min(before.copy_gbs, after.copy_gbs)};
   std::string text = line.suite + "/" + line.name + ": ";
   if (!line.missing.empty()) {
     text += "not available: " + line.missing;
@@ -137,10 +145,11 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
 void Session::compare(std::string_view suite, const Comparison& c) {
   line(suite, c.name, c.unit, [&](Line& line) {
     if (c.prepare) c.prepare();
-    // A sample is a run of Google Benchmark; the first finds out how many calls make one.
-    const auto sampler = [this](const std::function<void()>& call) -> Sample {
-      return [this, call, iterations = int64_t{0}]() mutable {
-        return time_small(call, iterations, options_.quick ? 1e-3 : 2e-2);
+    // The first sample finds out how many calls make one.
+    const auto time = on_gpu() && !c.on_host ? time_on_gpu : time_small;
+    const auto sampler = [&](const std::function<void()>& call) -> Sample {
+      return [this, time, call, iterations = int64_t{0}]() mutable {
+        return time(call, iterations, options_.quick ? 1e-3 : 2e-2);
       };
     };
     const Sample a = sampler(c.run), b = sampler(c.peer_run);
@@ -150,25 +159,32 @@ void Session::compare(std::string_view suite, const Comparison& c) {
     line.by_memory = c.by_memory;
     line.peer = c.peer;
     line.peer_value = figure(c.unit, c.peer_amount, quantile(peers, 0.5));
-    line.peak = c.peak;
+    line.arithmetic = c.arithmetic;
     line.more = c.more;
     set_figures(line, c.amount);
     if (c.unit == Unit::gigaflops) line.gflops = line.value;
+    if (c.unit == Unit::teraflops) line.gflops = 1e3 * line.value;
   });
 }
 
+void Session::compare_with_peak(std::string_view suite, Comparison& c) {
+  const DType dtype = c.arithmetic.value();
+  c.peer = probe_->arithmetic();
+  c.peer_run = [this, dtype] { probe_->run_flops(dtype); };
+  c.peer_amount = probe_->flops_per_piece(dtype);
+  compare(suite, c);
+}
+
 void Session::judge() {
-  const PeakReading& best = probe_->best();
-  machine_.fma_gflops = best.fma_gflops;
-  machine_.copy_gbs = best.copy_gbs;
-  machine_.amx_gflops = std::max(machine_.amx_gflops, probe_->read_amx());
+  std::map<DType, double> peaks;
   for (Line& line : lines_) {
-    const double peak = line.peak == Peak::none                              ? 0
-                        : line.peak == Peak::bf16 && machine_.amx_gflops > 0 ? machine_.amx_gflops
-                                                                             : best.fma_gflops;
-    if (peak > 0) line.of_peak = line.gflops / peak;
-    line.sound = is_sound(line, best);
+    line.sound = is_sound(line, probe_->best());
+    if (!line.arithmetic || !line.missing.empty()) continue;
+    double& peak = peaks[*line.arithmetic];
+    if (peak == 0) peak = probe_->peak(*line.arithmetic);
+    line.of_peak = line.gflops / peak;
   }
+  probe_->describe(machine_);
 }
 
 }  // namespace sheaf::bench

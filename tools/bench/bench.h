@@ -4,17 +4,21 @@
 // [Note: A B A B] A figure and its peer are measured in turns, sample by sample, so that both meet
 // the same machine; what is printed is the median with the 10th and 90th percentile. Before and
 // after every line the machine's peaks are probed. At the end of the run a line whose probes fell
-// below 90 % of the run's best is marked unsound: somebody else had the cores.
+// below 90 % of the run's best is marked unsound: somebody else had the cores, or the GPU's clock
+// was lower.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "sheaf/core/device.h"
+#include "sheaf/core/dtype.h"
 #include "sheaf/tools/bench/probe.h"
 
 namespace sheaf::bench {
@@ -26,17 +30,15 @@ struct Options {
   int samples = 0;                  ///< of each line; 0: 30, fewer where one takes long
   bool quick = false;               ///< few short samples of small cases: does it work at all?
   std::string json;                 ///< file for the lines and their samples
+  std::string markdown;             ///< file for the table, as Markdown
+  std::string device;               ///< "cpu", "cuda" or "auto"; empty: as SHEAF_DEVICE says
   std::string program;              ///< path of `sheaf` itself, to start ranks with
 };
 
 /// What a line's figure says. Rates are better when higher, times and bytes when lower.
-enum class Unit { gigabytes_per_second, gigaflops, seconds, nanoseconds, bytes };
+enum class Unit { gigabytes_per_second, gigaflops, teraflops, seconds, nanoseconds, bytes };
 std::string_view name(Unit unit);
-constexpr bool higher_is_better(Unit unit) { return unit <= Unit::gigaflops; }
-
-/// Of which peak a line of GFLOP/s is said to reach a fraction: multiply-adds in f32, or what the
-/// machine multiplies bf16 with, tiles if it has them.
-enum class Peak { none, f32, bf16 };
+constexpr bool higher_is_better(Unit unit) { return unit <= Unit::teraflops; }
 
 struct Line {
   std::string suite, name;
@@ -46,9 +48,10 @@ struct Line {
   std::string peer;        ///< what it was measured against
   double peer_value = 0;   ///< in the same unit
   double ratio = 0;        ///< above 1: ahead of the peer
-  double of_peak = 0;      ///< fraction of the machine's peak, where `peak` names one
+  double of_peak = 0;      ///< fraction of Probe::peak(arithmetic), where a line names that
   bool by_memory = false;  ///< bound by memory: the copy probe counts for its soundness too
-  Peak peak = Peak::none;
+  /// Whose peak a line of floating-point operations reaches a fraction of.
+  std::optional<DType> arithmetic;
   double gflops = 0;                                 ///< to be compared with that peak
   std::vector<std::pair<std::string, double>> more;  ///< further figures, by name with unit
   std::string note;                                  ///< such as the communicator that ranks used
@@ -66,8 +69,9 @@ struct Comparison {
   std::function<void()> run = {};
   std::string peer = {};  ///< name of what `peer_run` does
   std::function<void()> peer_run = {};
-  bool by_memory = false;  ///< see Line
-  Peak peak = Peak::none;
+  bool by_memory = false;                ///< see Line
+  std::optional<DType> arithmetic = {};  ///< see Line
+  bool on_host = false;  ///< also on a GPU: a matter of the host, timed by its clock
   /// Called before anything else; may set `run`, `peer_run` and the amounts. What it throws makes
   /// the line "not available".
   std::function<void()> prepare = {};
@@ -76,18 +80,27 @@ struct Comparison {
 
 class Session {
  public:
-  explicit Session(const Options& options);
+  /// Measures on `device`, which is that of the current RankContext.
+  explicit Session(const Options& options, Device device = {});
 
   const Options& options() const { return options_; }
   const Machine& machine() const { return machine_; }
+  Device device() const { return device_; }
+  bool on_gpu() const { return device_.is_cuda(); }
+  /// Where this rank's kernels run.
+  Stream stream() const;
   Probe& probe() { return *probe_; }
+  /// TFLOP/s on a GPU, else GFLOP/s.
+  Unit flops_unit() const { return on_gpu() ? Unit::teraflops : Unit::gigaflops; }
 
   /// Whether the line is asked for. Suites ask before they build anything.
   bool wants(std::string_view suite, std::string_view name) const;
 
-  /// Times short calls (up to some hundred milliseconds) by Google Benchmark, in turns with the
-  /// peer's, and adds the line.
+  /// Times short calls (up to some hundred milliseconds), by Google Benchmark or the GPU's events,
+  /// in turns with the peer's, and adds the line. On a GPU calls only enqueue.
   void compare(std::string_view suite, const Comparison& comparison);
+  /// The same against the probe's arithmetic in c.arithmetic: sets the peer.
+  void compare_with_peak(std::string_view suite, Comparison& c);
   /// Longer things, and those that change state from call to call, time themselves: `measure` fills
   /// samples_s and what else it knows. Figures are computed from samples_s (and `amount` per
   /// sample) unless it has set `value`; a sheaf::Error makes the line "not available".
@@ -112,6 +125,7 @@ class Session {
 
  private:
   Options options_;
+  Device device_;
   Machine machine_;
   std::unique_ptr<Probe> probe_;
   std::vector<Line> lines_;

@@ -1,23 +1,54 @@
-// `sheaf bench`: runs the suites, prints the table, writes the JSON.
+// `sheaf bench`: runs the suites, prints the table, writes it and the JSON to files.
 #include "sheaf/tools/bench/bench_command.h"
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/device_choice.h"
+#include "sheaf/distributed/run_local.h"
 #include "sheaf/tools/bench/report.h"
 #include "sheaf/tools/bench/suites.h"
 
 namespace sheaf::bench {
 namespace {
 
-void check_suites(const std::vector<std::string>& names) {
-  for (const std::string& name : names)
+bool asked_for(const Options& options, const Suite& suite) {
+  return std::find(options.suites.begin(), options.suites.end(), suite.name) !=
+         options.suites.end();
+}
+
+void check_suites(const Options& options, Device device) {
+  for (const std::string& name : options.suites)
     check<ConfigError>(std::any_of(std::begin(kSuites), std::end(kSuites),
                                    [&](const Suite& s) { return s.name == name; }),
                        "[bench] unknown suite '", name, "'; known: ", suite_names());
+  for (const Suite& suite : kSuites)
+    check<ConfigError>(!device.is_cuda() || suite.on_gpu || !asked_for(options, suite),
+                       "[bench] suite '", suite.name, "' measures the CPU: --device cpu runs it");
+}
+
+// --device, or else SHEAF_DEVICE as `sheaf train` takes it.
+Device device_of(const Options& options) {
+  return choose_device({},
+                       [&](const char* name) -> const char* {
+                         const bool given =
+                             std::string_view(name) == "SHEAF_DEVICE" && !options.device.empty();
+                         return given ? options.device.c_str() : std::getenv(name);
+                       })
+      .device;
+}
+
+// A suite on a GPU has an allocator of its own there, which gives back what it took.
+void run_suite(const Suite& suite, Session& session) {
+  if (!session.on_gpu()) return suite.run(session);
+  const LocalOptions options{.threads_per_rank = session.machine().threads,
+                             .device = session.device()};
+  run_local(
+      1, [&](World&) { suite.run(session); }, options);
 }
 
 }  // namespace
@@ -29,23 +60,27 @@ std::string suite_names() {
 }
 
 int bench_command(const Options& options) {
-  check_suites(options.suites);
+  const Device device = device_of(options);
+  check_suites(options, device);
   // Nothing is measured for a file that cannot be written in the end.
-  if (!options.json.empty() && !path_exists(parent_of(options.json)))
-    fail<IoError>("[bench] no folder for '", options.json, "'");
+  for (const std::string& file : {options.json, options.markdown})
+    if (!file.empty() && !path_exists(parent_of(file)))
+      fail<IoError>("[bench] no folder for '", file, "'");
   RankContext& context = RankContext::current();
   if (options.threads > 0) context.threads = options.threads;
+  use_device(device, context);
   const RankScope scope(context);
-  Session session(options);
+  Session session(options, device);
   for (const Suite& suite : kSuites)
-    if (options.suites.empty() ||
-        std::find(options.suites.begin(), options.suites.end(), suite.name) != options.suites.end())
-      suite.run(session);
+    if (asked_for(options, suite) ||
+        (options.suites.empty() && (suite.on_gpu || !device.is_cuda())))
+      run_suite(suite, session);
   check<ConfigError>(!session.lines().empty(), "[bench] no line's name contains '", options.filter,
                      "'");
   session.judge();
   std::fputs(to_table(session).c_str(), stdout);
   if (!options.json.empty()) replace_file(options.json, to_json(session));
+  if (!options.markdown.empty()) replace_file(options.markdown, to_markdown(session));
   return 0;
 }
 

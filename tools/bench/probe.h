@@ -1,14 +1,29 @@
 // Probe: what this machine can do at most, asked of the machine itself and in the same run as what
-// is compared with it: fused multiply-adds, copies past the caches and, where there are tiles,
-// bf16 products. A reading well below the run's best says that somebody else has the cores.
+// is compared with it: arithmetic at its fastest, and copies past the caches. A reading well below
+// the run's best says that somebody else has the machine.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
+
+#include "sheaf/core/dtype.h"
 
 namespace sheaf::bench {
+
+/// A GPU, and the best readings of the run.
+struct GpuMachine {
+  std::string name;  ///< as the driver gives it
+  int multiprocessors = 0;
+  int64_t memory = 0;                                      ///< bytes
+  double gflops_bf16 = 0, gflops_f16 = 0, gflops_f32 = 0;  ///< large square products; 0: not asked
+  double copy_gbs = 0;                                     ///< read + written
+  double datasheet_gflops = 0;                             ///< see datasheet_gflops(); 0: not known
+};
 
 /// What the processor has and the kernel allows.
 struct Machine {
@@ -17,44 +32,66 @@ struct Machine {
   bool avx512 = false;  ///< AVX-512F
   bool amx = false;     ///< AMX tiles with bf16, and leave to use them
   int threads = 1;      ///< compute threads of this rank
-  double fma_gflops = 0, copy_gbs = 0, amx_gflops = 0;  ///< best readings of the run
+  /// Best readings of the run; 0 where the run was on a GPU.
+  double fma_gflops = 0, copy_gbs = 0, amx_gflops = 0;
+  std::optional<GpuMachine> gpu;  ///< which the run was on
 };
 Machine this_machine();
 
 struct PeakReading {
-  double fma_gflops = 0, copy_gbs = 0;
+  double gflops = 0, copy_gbs = 0;
 };
 
 class Probe {
  public:
-  /// `unit_seconds`: about how long one measured piece takes. `copy_bytes`: size of each of the two
-  /// buffers copied between. Calibrates at once.
-  Probe(double unit_seconds, size_t copy_bytes);
-  ~Probe();
-  Probe(const Probe&) = delete;
-  Probe& operator=(const Probe&) = delete;
+  virtual ~Probe() = default;
 
   /// One reading of both peaks: the median of five pieces of each. The best so far is kept.
-  PeakReading read();
+  PeakReading read() {
+    const PeakReading r = measure();
+    best_ = {std::max(best_.gflops, r.gflops), std::max(best_.copy_gbs, r.copy_gbs)};
+    return r;
+  }
   const PeakReading& best() const { return best_; }
-  /// bf16 products in tiles, GFLOP/s, median of five pieces; 0 without AMX.
-  double read_amx();
 
-  /// One piece of f32 multiply-adds on all threads: flops_per_piece() floating-point operations.
-  void run_fma();
-  double flops_per_piece() const;
-  /// Copies with non-temporal stores on all threads until `bytes` bytes were read or written.
-  void run_copy(size_t bytes);
-  size_t copy_bytes() const { return copy_bytes_; }  ///< of a piece: read and written
+  /// What run_flops does: "FMA peak", "square product".
+  virtual std::string_view arithmetic() const = 0;
+  /// One piece of arithmetic as fast as it goes: flops_per_piece() floating-point operations. On a
+  /// GPU, of that dtype; a CPU's are multiply-adds in f32, whatever is asked for.
+  virtual void run_flops(DType dtype) = 0;
+  virtual double flops_per_piece(DType dtype) const = 0;
+  /// Copies until `bytes` bytes were read or written.
+  virtual void run_copy(size_t bytes) = 0;
+  /// The fastest that this machine multiplies `dtype` with, in GFLOP/s, by the readings so far.
+  virtual double peak(DType dtype) = 0;
+  /// Writes the best readings there.
+  virtual void describe(Machine& machine) = 0;
 
  private:
-  int64_t fma_rounds_, amx_rounds_ = 0;
-  size_t copy_bytes_;
-  char *from_ = nullptr, *to_ = nullptr;
+  virtual PeakReading measure() = 0;
   PeakReading best_;
 };
 
+/// All threads of the calling rank. `unit_seconds`: about how long one measured piece takes.
+/// `copy_bytes`: size of each of the two buffers copied between. Calibrates at once.
+std::unique_ptr<Probe> make_cpu_probe(double unit_seconds, size_t copy_bytes);
+/// The GPU of the calling rank, with memory from it. Arithmetic are products [side, side] x [side,
+/// side]. What run_* enqueue lies on the stream of the rank that calls.
+std::unique_ptr<Probe> make_gpu_probe(int64_t side, size_t copy_bytes);
+
+/// The dense bf16 peak that the maker's data sheet gives a GPU of this name, in GFLOP/s; 0 for
+/// names that are not known.
+double datasheet_gflops(std::string_view name);
+
 /// Seconds since some fixed moment, the same for all processes of this machine.
 double now();
+/// The median of five calls of `seconds_of_piece`.
+template <class F>
+double median_of_five(F&& seconds_of_piece) {
+  double seconds[5];
+  for (double& s : seconds) s = seconds_of_piece();
+  std::nth_element(seconds, seconds + 2, seconds + 5);
+  return seconds[2];
+}
 
 }  // namespace sheaf::bench

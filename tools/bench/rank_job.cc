@@ -54,7 +54,7 @@ Json run_ranks(const Session& session, const RankJob& job) {
     options.command = {session.options().program, "bench-rank"};
     options.command.insert(options.command.end(), job.words.begin(), job.words.end());
     options.command.push_back(answer);
-    const Variable communicator("SHEAF_COMM", job.communicator);
+    const Variable communicator("SHEAF_COMM", job.communicator), device("SHEAF_DEVICE", "cpu");
     code = distributed::launch(options);
     if (code == 0) return Json::parse(File::open<IoError>(answer).read_all(), answer);
   }

@@ -1,4 +1,5 @@
-// What a run of `sheaf bench` leaves: a table for people and JSON for programs.
+// What a run of `sheaf bench` leaves: a table for people, as text and as Markdown, and JSON for
+// programs.
 #pragma once
 
 #include <string>
@@ -9,6 +10,8 @@ namespace sheaf::bench {
 
 /// The machine with its peaks, then a row per line.
 std::string to_table(const Session& session);
+/// The same as Markdown.
+std::string to_markdown(const Session& session);
 /// {"machine": {...}, "lines": [{...}]}; see docs/benchmarks/README.md for the fields.
 std::string to_json(const Session& session);
 

@@ -1,11 +1,17 @@
 // allocator: the calls of a real training step, in their order, again and again on an allocator of
 // its own. Nothing is touched, so this is bookkeeping alone (and what it costs to give pages back).
-// The peer is malloc with the same alignment.
+// The peer is malloc with the same alignment; on a GPU, CUDA's own pool in the stream's order.
 #include <cstdlib>
+#include <functional>
 #include <unordered_map>
+#include <utility>
 
 #include "sheaf/core/allocator.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/simulated.h"
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/gpu.h"
+#include "sheaf/tools/bench/stream_pool.h"
 #include "sheaf/tools/bench/suites.h"
 #include "sheaf/tools/bench/training.h"
 
@@ -23,12 +29,16 @@ struct Trace {
   std::vector<Call> calls;  ///< end with what makes the state as it was before
 };
 
-// Passes everything on, and writes it down from start() on.
+// Passes everything on, and writes it down from start() on. Blocks of meta, which has no memory,
+// get addresses to tell them apart by.
 class TracingAllocator final : public Allocator {
  public:
+  explicit TracingAllocator(std::shared_ptr<Allocator> inner) : inner_(std::move(inner)) {}
+
   void* allocate(size_t bytes, HostMemory where) override {
     void* p = inner_->allocate(bytes, where);
     const std::lock_guard lock(mutex_);
+    if (!p) p = reinterpret_cast<void*>(next_ += kApart);
     note(p, bytes);
     return p;
   }
@@ -82,7 +92,9 @@ class TracingAllocator final : public Allocator {
     live_[p] = {bytes, number};
   }
 
-  const std::shared_ptr<Allocator> inner_ = make_cpu_allocator();
+  static constexpr uintptr_t kApart = 4096;
+  const std::shared_ptr<Allocator> inner_;
+  uintptr_t next_ = 0;
   std::mutex mutex_;
   std::unordered_map<void*, Block> live_;
   bool started_ = false;
@@ -90,28 +102,34 @@ class TracingAllocator final : public Allocator {
 };
 
 // The third step: the optimizer's state is there and prefetch knows the order.
-Trace trace_of(std::string_view name) {
+Trace trace_step(const models::TrainConfig& config, World& world, Device device,
+                 std::shared_ptr<Allocator>& allocator) {
+  const auto tracing = std::make_shared<TracingAllocator>(allocator);
+  allocator = tracing;
+  models::TrainingStep step(config, config.model.vocab, world, device);
+  const models::FillBatch fill = random_tokens(config);
+  step.run(0, fill);
+  step.run(1, fill);
+  tracing->start();
+  step.run(2, fill);
+  return tracing->stop();
+}
+
+Trace trace_on_cpu(const models::TrainConfig& config) {
   RankContext& context = RankContext::current();
-  const std::shared_ptr<Allocator> usual = context.cpu;
-  const auto tracing = std::make_shared<TracingAllocator>();
-  context.cpu = tracing;
-  Trace trace;
-  try {
-    const models::TrainConfig config = training_config(name);
-    World world = solo_world();
-    models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
-    const models::FillBatch fill = random_tokens(config);
-    step.run(0, fill);
-    step.run(1, fill);
-    tracing->start();
-    step.run(2, fill);
-    trace = tracing->stop();
-  } catch (...) {
-    context.cpu = usual;
-    throw;
-  }
-  context.cpu = usual;
-  return trace;
+  struct Restore {
+    RankContext& context;
+    const std::shared_ptr<Allocator> usual = std::exchange(context.cpu, make_cpu_allocator());
+    ~Restore() { context.cpu = usual; }
+  } restore{context};
+  World world = solo_world();
+  return trace_step(config, world, Device::cpu(), context.cpu);
+}
+
+// A step of a GPU calls as one on meta does that stands for it.
+Trace trace_on_gpu(const models::TrainConfig& config) {
+  World world = distributed::simulated_world(0, 1, {.comm = "local", .device = Device::cuda()});
+  return trace_step(config, world, Device::meta(), RankContext::current().meta);
 }
 
 // A trace on an allocator, given by its two calls.
@@ -144,44 +162,82 @@ class Replay {
   std::vector<void*> blocks_;
 };
 
-void measure(Session& session, std::string_view name) {
+/// `make_trace` gives the trace, `make_ours` an allocator of ours; both are called where an error
+/// makes the line "not available".
+template <class MakeTrace, class MakeOurs, class Allocate, class Free>
+void measure(Session& session, std::string_view name, MakeTrace make_trace, MakeOurs make_ours,
+             const std::string& peer, Allocate peer_allocate, Free peer_free) {
   if (!session.wants("allocator", name)) return;
-  const Trace trace = trace_of(name);
-  const std::shared_ptr<Allocator> ours = make_cpu_allocator();
-  Replay own(
-      trace, [&](size_t bytes) { return ours->allocate(bytes); },
-      [&](void* p, size_t bytes) { ours->free(p, bytes); });
-  Replay system(
-      trace,
+  Trace trace;
+  std::shared_ptr<Allocator> ours;
+  const auto allocate = [&](size_t bytes) { return ours->allocate(bytes); };
+  const auto free = [&](void* p, size_t bytes) { ours->free(p, bytes); };
+  std::unique_ptr<Replay<decltype(allocate), decltype(free)>> own;
+  std::unique_ptr<Replay<Allocate, Free>> others;
+  Comparison c{.name = std::string(name), .unit = Unit::nanoseconds};
+  c.on_host = true;
+  c.peer = peer;
+  c.prepare = [&] {
+    trace = make_trace();
+    ours = make_ours();
+    own = std::make_unique<Replay<decltype(allocate), decltype(free)>>(trace, allocate, free);
+    others = std::make_unique<Replay<Allocate, Free>>(trace, peer_allocate, peer_free);
+    c.amount = c.peer_amount = static_cast<double>(trace.calls.size());
+    // What is resident for each live byte where most are live.
+    own->run([] {});
+    MemoryStats peak;
+    own->run([&] {
+      const MemoryStats now = ours->stats();
+      if (now.live > peak.live) peak = now;
+    });
+    c.more = {
+        {"calls a step", c.amount},
+        {"MiB at peak", static_cast<double>(peak.live) / (1 << 20)},
+        {"reserved/live", static_cast<double>(peak.reserved) / static_cast<double>(peak.live)}};
+  };
+  c.run = [&] { own->run([] {}); };
+  c.peer_run = [&] { others->run([] {}); };
+  session.compare("allocator", c);
+}
+
+void measure_on_cpu(Session& session, std::string_view name) {
+  measure(
+      session, name, [&] { return trace_on_cpu(training_config(name)); }, make_cpu_allocator,
+      "malloc",
       [](size_t bytes) {
         return std::aligned_alloc(128, std::max<size_t>(1, (bytes + 127) / 128) * 128);
       },
       [](void* p, size_t) { std::free(p); });
-  // What is resident for each live byte where most are live.
-  own.run([] {});
-  MemoryStats peak;
-  own.run([&] {
-    const MemoryStats now = ours->stats();
-    if (now.live > peak.live) peak = now;
-  });
-  Comparison c{.name = std::string(name), .unit = Unit::nanoseconds};
-  c.amount = c.peer_amount = static_cast<double>(trace.calls.size());
-  c.run = [&] { own.run([] {}); };
-  c.peer = "malloc";
-  c.peer_run = [&] { system.run([] {}); };
-  c.more = {{"calls a step", c.amount},
-            {"MiB at peak", static_cast<double>(peak.live) / (1 << 20)},
-            {"reserved/live", static_cast<double>(peak.reserved) / static_cast<double>(peak.live)}};
-  session.compare("allocator", c);
+}
+
+// Micro-batches of four sequences: as many calls as with more, in less memory.
+void measure_on_gpu(Session& session, std::string_view name) {
+  if constexpr (kernels::kHasCuda) {
+    std::vector<std::string> more{"--train.batch=16", "--train.micro_batches=4"};
+    if (session.options().quick) more = tiny_model();
+    const Stream stream = session.stream();
+    const int device = session.device().index;
+    StreamPool pool(device);
+    measure(
+        session, name, [&] { return trace_on_gpu(training_config(name, more)); },
+        [&] { return kernels::cuda::make_device_allocator(device); }, StreamPool::name(),
+        [&](size_t bytes) { return pool.allocate(bytes, stream); },
+        [&](void* p, size_t) { pool.free(p, stream); });
+  }
 }
 
 }  // namespace
 
 void allocator_suite(Session& session) {
-  measure(session, "nanogpt-f32-12x64");
+  if (session.on_gpu()) {
+    measure_on_gpu(session, "gpt2-124m-bf16-512x1024");
+    measure_on_gpu(session, "gpt2-1558m-bf16-512x1024");
+    return;
+  }
+  measure_on_cpu(session, "nanogpt-f32-12x64");
   if (session.options().quick) return;
-  measure(session, "char-f32-16x256");
-  measure(session, "gpt2-124m-f32-4x64");
+  measure_on_cpu(session, "char-f32-16x256");
+  measure_on_cpu(session, "gpt2-124m-f32-4x64");
 }
 
 }  // namespace sheaf::bench

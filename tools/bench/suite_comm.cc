@@ -1,7 +1,7 @@
 // comm: gathers and reductions of each communicator, as the units of a sharded model issue them,
 // against memcpy and against Gloo's own collectives. "local" are ranks that are threads of this
 // process, the others are processes. Rates count the bytes that a rank receives, (n - 1)/n of the
-// whole buffer; memcpy copies as many, on all ranks at once.
+// whole buffer; memcpy copies as many, on all ranks at once. On a GPU: gpu_comm.cc.
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -10,6 +10,7 @@
 #include "sheaf/core/storage.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/tools/bench/gpu_comm.h"
 #include "sheaf/tools/bench/rank_job.h"
 #include "sheaf/tools/bench/raw_gloo.h"
 #include "sheaf/tools/bench/suites.h"
@@ -104,10 +105,6 @@ Json ask(const Session& session, std::string_view kind, int ranks, Question q) {
   return answer;
 }
 
-std::string size_text(int64_t bytes) {
-  return bytes >= 1 << 20 ? str(bytes >> 20, "MiB") : str(bytes >> 10, "KiB");
-}
-
 }  // namespace
 
 // words: all-gather or reduce-scatter, bytes, rounds, Gloo's folder.
@@ -121,12 +118,13 @@ Json comm_rank(const std::vector<std::string>& words) {
 }
 
 void comm_suite(Session& session) {
+  if (session.on_gpu()) return gpu_comm_lines(session);
   for (std::string_view kind : {"local", "shm", "gloo"})
     for (int ranks : {2, 4})
       for (bool gathers : {true, false})
         for (int64_t bytes : {64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20}) {
           const std::string name = str(kind, "-", gathers ? "all-gather" : "reduce-scatter", "-",
-                                       ranks, "-", size_text(bytes));
+                                       ranks, "-", short_bytes(bytes));
           const double received = static_cast<double>(bytes) * (ranks - 1) / ranks;
           session.line(
               "comm", name, Unit::gigabytes_per_second,

@@ -3,11 +3,13 @@
 //
 // memory: the peak of a rank in such a step against what a formula says it must hold, and against
 // what the plan said before anything was allocated. Staging of communicators, which is of a fixed
-// size whatever the model, is in the peak but not in the formula.
+// size whatever the model, is in the peak but not in the formula. On a GPU ranks are threads that
+// share it, and the peak stands beside the plan's.
 #include <algorithm>
 
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/init.h"
+#include "sheaf/distributed/run_local.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tools/bench/memory_theory.h"
 #include "sheaf/tools/bench/rank_job.h"
@@ -87,6 +89,41 @@ void measure_memory(Session& session, const std::string& name, std::string_view 
                {"staging MiB", answer.at("staging").as_double() / (1 << 20)}};
 }
 
+void measure_gpu_memory(Session& session, const std::string& name, std::string_view strategy,
+                        int ranks, Line& line) {
+  std::vector<std::string> more{sharding(strategy), "--train.batch=16"};
+  if (session.options().quick) more = tiny_model(), more.push_back(sharding(strategy));
+  more.emplace_back("--train.micro_batches=2");
+  const models::TrainConfig config = training_config(name, more);
+  const auto n = static_cast<size_t>(ranks);
+  std::vector<double> peaks(n), reserved(n);
+  const LocalOptions options{.threads_per_rank = threads_per_rank(session, ranks),
+                             .device = session.device()};
+  const auto train = [&](World& world) {
+    models::TrainingStep step(config, config.model.vocab, world, world.device());
+    const models::FillBatch fill = random_tokens(config);
+    Allocator& memory = *RankContext::current().memory(world.device());
+    for (int s = 0; s < 3; ++s) {
+      memory.reset_peak();
+      step.run(s, fill).loss.item();
+    }
+    const MemoryStats stats = memory.stats();
+    const auto rank = static_cast<size_t>(world.rank());
+    peaks[rank] = static_cast<double>(stats.peak);
+    reserved[rank] = static_cast<double>(stats.reserved);
+  };
+  run_local(ranks, train, options);
+  const std::vector<int64_t> planned = models::plan_peaks(
+      config, config.model.vocab, ranks, options.threads_per_rank, "local", Device::cuda());
+  line.value = line.p10 = line.p90 = *std::max_element(peaks.begin(), peaks.end());
+  line.peer = "plan";
+  line.peer_value = static_cast<double>(*std::max_element(planned.begin(), planned.end()));
+  const double most = *std::max_element(reserved.begin(), reserved.end());
+  line.more = {{"of plan", line.value / line.peer_value},
+               {"reserved GiB", most / (1 << 30)},
+               {"reserved/live", most / line.value}};
+}
+
 }  // namespace
 
 // words: case, strategy, steps. Steps' seconds by rank 0's clock, and every rank's peak in the
@@ -133,6 +170,15 @@ void fsdp_suite(Session& session) {
 }
 
 void memory_suite(Session& session) {
+  if (session.on_gpu()) {
+    for (const char* name : {"gpt2-124m-bf16-512x1024", "gpt2-1558m-bf16-512x1024"})
+      for (std::string_view strategy : kStrategies)
+        for (int ranks : {1, 2})
+          session.line(
+              "memory", str(name, "-", strategy, "-", ranks), Unit::bytes,
+              [&](Line& line) { measure_gpu_memory(session, name, strategy, ranks, line); });
+    return;
+  }
   std::vector<std::string> names = cases(session);
   if (!session.options().quick) names.emplace_back("gpt2-124m-f32-4x64");
   for (const std::string& name : names)

@@ -1,6 +1,9 @@
-// gemm: the three products of a linear layer, at the shapes of GPT-2 124M, against oneDNN's plain
-// matmul, and the head with its loss; beside it the fraction of the machine's FMA peak, or of the
-// tile peak for bf16.
+// gemm: the three products of a linear layer, and the head with its loss; beside it the fraction of
+// the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's plain matmul, and the
+// peak is that of f32 multiply-adds, or of the tiles for bf16. On a GPU at those of GPT-2 and
+// Llama 3 8B against a large square product of the same dtype, which is also the peak.
+#include "sheaf/kernels/cuda/product.h"
+#include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
 #include "sheaf/kernels/linear_cross_entropy.h"
 #include "sheaf/kernels/matmul.h"
@@ -10,8 +13,6 @@
 
 namespace sheaf::bench {
 namespace {
-
-namespace cpu = kernels::cpu;
 
 View transposed(View v) {
   std::swap(v.shape[0], v.shape[1]);
@@ -24,101 +25,162 @@ struct Size {
   int64_t m, i, o;
 };
 
-struct Product {
-  const char* name;
-  // Makes the call and its peer on memory that `hold` keeps alive.
-  void (*make)(const Size& s, DType dtype, std::vector<std::shared_ptr<void>>& hold,
-               std::function<void()>& run, std::function<void()>& peer);
+// Where and how a product runs, and what keeps its memory.
+struct Place {
+  Device device;
+  Stream stream;
+  DType dtype;
+  std::vector<std::shared_ptr<void>> held = {};
+
+  template <class T>
+  const T& hold(T&& object) {
+    auto p = std::make_shared<T>(std::move(object));
+    held.push_back(p);
+    return *p;
+  }
+  const Array& array(DType of, const Shape& shape) { return hold(Array(of, shape).on(device)); }
+  const Scratch& scratch(int64_t bytes) {
+    return hold(Scratch(static_cast<size_t>(bytes), device));
+  }
 };
 
-template <class T, class... Arguments>
-const T& held(std::vector<std::shared_ptr<void>>& hold, Arguments&&... arguments) {
-  auto p = std::make_shared<T>(std::forward<Arguments>(arguments)...);
-  hold.push_back(p);
-  return *p;
-}
+/// A call, and on a CPU its peer.
+struct Calls {
+  std::function<void()> run, peer;
+};
+
+struct Product {
+  const char* name;
+  Calls (*make)(const Size& s, Place& at);
+};
 
 // y[M, O] = x[M, I] W[O, I]ᵀ
-void forward(const Size& s, DType dtype, std::vector<std::shared_ptr<void>>& hold,
-             std::function<void()>& run, std::function<void()>& peer) {
-  const Array &x = held<Array>(hold, dtype, Shape{s.m, s.i}),
-              &w = held<Array>(hold, dtype, Shape{s.o, s.i}),
-              &y = held<Array>(hold, dtype, Shape{s.m, s.o});
-  const Scratch& scratch = held<Scratch>(hold, cpu::linear_workspace(x, w, View{}, y));
-  run = [&] { cpu::linear(x, w, View{}, y, scratch); };
-  peer = plain_gemm(x, transposed(w), y);
+Calls forward(const Size& s, Place& at) {
+  const Array &x = at.array(at.dtype, {s.m, s.i}), &w = at.array(at.dtype, {s.o, s.i}),
+              &y = at.array(at.dtype, {s.m, s.o});
+  const Scratch& scratch = at.scratch(SHEAF_WORKSPACE(at.device, linear, x, w, View{}, y));
+  Calls calls;
+  calls.run = [&, stream = at.stream] {
+    SHEAF_ON_DEVICE(stream, linear, x, w, View{}, y, scratch);
+  };
+  if (at.device.is_cpu()) calls.peer = plain_gemm(x, transposed(w), y);
+  return calls;
 }
 
 // dx[M, I] = dy[M, O] W[O, I]
-void input_gradient(const Size& s, DType dtype, std::vector<std::shared_ptr<void>>& hold,
-                    std::function<void()>& run, std::function<void()>& peer) {
-  const Array &dy = held<Array>(hold, dtype, Shape{s.m, s.o}),
-              &w = held<Array>(hold, dtype, Shape{s.o, s.i}),
-              &dx = held<Array>(hold, dtype, Shape{s.m, s.i});
-  const Scratch& scratch = held<Scratch>(hold, cpu::matmul_workspace(dy, w, dx));
-  run = [&] { cpu::matmul(dy, w, dx, scratch); };
-  peer = plain_gemm(dy, w, dx);
+Calls input_gradient(const Size& s, Place& at) {
+  const Array &dy = at.array(at.dtype, {s.m, s.o}), &w = at.array(at.dtype, {s.o, s.i}),
+              &dx = at.array(at.dtype, {s.m, s.i});
+  const Scratch& scratch = at.scratch(SHEAF_WORKSPACE(at.device, matmul, dy, w, dx));
+  Calls calls;
+  calls.run = [&, stream = at.stream] { SHEAF_ON_DEVICE(stream, matmul, dy, w, dx, scratch); };
+  if (at.device.is_cpu()) calls.peer = plain_gemm(dy, w, dx);
+  return calls;
 }
 
 // dW[O, I] = dy[M, O]ᵀ x[M, I], in f32 always: that is what a reduction over ranks takes.
-void weight_gradient(const Size& s, DType dtype, std::vector<std::shared_ptr<void>>& hold,
-                     std::function<void()>& run, std::function<void()>& peer) {
-  const Array &dy = held<Array>(hold, dtype, Shape{s.m, s.o}),
-              &x = held<Array>(hold, dtype, Shape{s.m, s.i}),
-              &dw = held<Array>(hold, kF32, Shape{s.o, s.i});
-  const Scratch& scratch = held<Scratch>(hold, cpu::linear_weight_gradient_workspace(dy, x, dw));
-  run = [&] { cpu::linear_weight_gradient(dy, x, dw, scratch); };
-  peer = plain_gemm(transposed(dy), x, dw);
+Calls weight_gradient(const Size& s, Place& at) {
+  const Array &dy = at.array(at.dtype, {s.m, s.o}), &x = at.array(at.dtype, {s.m, s.i}),
+              &dw = at.array(kF32, {s.o, s.i});
+  const Scratch& scratch =
+      at.scratch(SHEAF_WORKSPACE(at.device, linear_weight_gradient, dy, x, dw));
+  Calls calls;
+  calls.run = [&, stream = at.stream] {
+    SHEAF_ON_DEVICE(stream, linear_weight_gradient, dy, x, dw, scratch);
+  };
+  if (at.device.is_cpu()) calls.peer = plain_gemm(transposed(dy), x, dw);
+  return calls;
+}
+
+constexpr Product kProducts[] = {
+    {"forward", forward}, {"input-gradient", input_gradient}, {"weight-gradient", weight_gradient}};
+
+// Algorithms are chosen by timing, as in a training step.
+void tune(const std::function<void()>& run) {
+  const kernels::cuda::TuneProducts tuning;
+  run();
+}
+
+// A quick run takes an eighth of every size.
+int64_t eighth(const Session& session, int64_t n) {
+  return session.options().quick ? std::max<int64_t>(n / 8, 1) : n;
+}
+
+void layer_line(Session& session, const Product& product, DType dtype, const Size& full) {
+  const std::string name = str(product.name, "-", dtype, "-", full.m, "x", full.i, "x", full.o);
+  if (!session.wants("gemm", name)) return;
+  const Size size{eighth(session, full.m), eighth(session, full.i), eighth(session, full.o)};
+  Place at{session.device(), session.stream(), dtype};
+  Comparison c{.name = name, .unit = session.flops_unit(), .peer = "oneDNN matmul"};
+  c.amount = c.peer_amount = 2.0 * static_cast<double>(size.m * size.i * size.o);
+  c.arithmetic = dtype;
+  c.prepare = [&] {
+    Calls calls = product.make(size, at);
+    c.run = std::move(calls.run);
+    if (calls.peer) c.peer_run = std::move(calls.peer);
+    if (session.on_gpu()) tune(c.run);
+  };
+  if (session.on_gpu())
+    session.compare_with_peak("gemm", c);
+  else
+    session.compare("gemm", c);
 }
 
 // The head with its loss and both gradients as one kernel, as training calls it: three products,
-// and the softmax between them. No library has it, so its peer is the machine's multiply-adds.
-void head_line(Session& session, DType dtype, int64_t rows) {
-  const std::string name = str("head-and-loss-", dtype, "-", rows, "x768x50257");
+// and the softmax between them. No library has it, so its peer is the machine's arithmetic.
+void head_line(Session& session, DType dtype, const Size& full) {
+  const std::string name = str("head-and-loss-", dtype, "-", full.m, "x", full.i, "x", full.o);
   if (!session.wants("gemm", name)) return;
-  const bool quick = session.options().quick;
-  const Size s = quick ? Size{rows / 8, 96, 6282} : Size{rows, 768, 50257};
-  const Array x(dtype, {s.m, s.i}), w(dtype, {s.o, s.i}), dx(dtype, {s.m, s.i}),
-      dw(kF32, {s.o, s.i}), loss(kF32, {}), targets = Array::indices({s.m}, s.o);
-  Comparison c{.name = name, .unit = Unit::gigaflops};
+  const Size s{eighth(session, full.m), eighth(session, full.i), eighth(session, full.o)};
+  Comparison c{.name = name, .unit = session.flops_unit()};
   c.amount = 6.0 * static_cast<double>(s.m * s.i * s.o);
-  c.peak = dtype == kBF16 ? Peak::bf16 : Peak::f32;
-  c.peer = "FMA peak";
-  c.peer_run = [&] { session.probe().run_fma(); };
-  c.peer_amount = session.probe().flops_per_piece();
-  std::unique_ptr<Scratch> scratch;
+  c.arithmetic = dtype;
+  Place at{session.device(), session.stream(), dtype};
   c.prepare = [&] {
-    scratch = std::make_unique<Scratch>(cpu::linear_cross_entropy_fused_workspace(x, w, dx, dw));
+    const Array &x = at.array(dtype, {s.m, s.i}), &w = at.array(dtype, {s.o, s.i}),
+                &dx = at.array(dtype, {s.m, s.i}), &dw = at.array(kF32, {s.o, s.i}),
+                &loss = at.array(kF32, {}),
+                &targets = at.hold(Array::indices({s.m}, s.o).on(at.device));
+    const Scratch& scratch =
+        at.scratch(SHEAF_WORKSPACE(at.device, linear_cross_entropy_fused, x, w, dx, dw));
+    c.run = [&, stream = at.stream] {
+      SHEAF_ON_DEVICE(stream, linear_cross_entropy_fused, x, w, targets, -1, loss, dx, dw, scratch);
+    };
+    if (session.on_gpu()) tune(c.run);
   };
-  c.run = [&] { cpu::linear_cross_entropy_fused(x, w, targets, -1, loss, dx, dw, *scratch); };
-  session.compare("gemm", c);
+  session.compare_with_peak("gemm", c);
 }
 
 }  // namespace
 
 void gemm_suite(Session& session) {
-  constexpr Product kProducts[] = {{"forward", forward},
-                                   {"input-gradient", input_gradient},
-                                   {"weight-gradient", weight_gradient}};
   // Queries, keys and values; attention's output; MLP up and down; head.
-  constexpr std::pair<int64_t, int64_t> kLayers[] = {
+  constexpr std::pair<int64_t, int64_t> kGpt2[] = {
       {768, 2304}, {768, 768}, {768, 3072}, {3072, 768}, {768, 50257}};
-  for (DType dtype : {kF32, kBF16})
-    for (int64_t m : {256, 1024})
-      for (const auto& [i, o] : kLayers)
-        for (const Product& p : kProducts) {
-          const std::string name = str(p.name, "-", dtype, "-", m, "x", i, "x", o);
-          if (!session.wants("gemm", name)) continue;
-          const Size size = session.options().quick ? Size{m / 8, i / 8, o / 8} : Size{m, i, o};
-          std::vector<std::shared_ptr<void>> hold;
-          Comparison c{.name = name, .unit = Unit::gigaflops, .peer = "oneDNN matmul"};
-          c.amount = c.peer_amount = 2.0 * static_cast<double>(size.m * size.i * size.o);
-          c.peak = dtype == kBF16 ? Peak::bf16 : Peak::f32;
-          c.prepare = [&] { p.make(size, dtype, hold, c.run, c.peer_run); };
-          session.compare("gemm", c);
-        }
-  for (DType dtype : {kF32, kBF16})
-    for (int64_t rows : {256, 1024}) head_line(session, dtype, rows);
+  const auto layers = [&](DType dtype, int64_t m, std::span<const std::pair<int64_t, int64_t>> of) {
+    for (const auto& [i, o] : of)
+      for (const Product& p : kProducts) layer_line(session, p, dtype, {m, i, o});
+  };
+  if (!session.on_gpu()) {
+    for (DType dtype : {kF32, kBF16})
+      for (int64_t m : {256, 1024}) layers(dtype, m, kGpt2);
+    for (DType dtype : {kF32, kBF16})
+      for (int64_t m : {256, 1024}) head_line(session, dtype, {m, 768, 50257});
+    return;
+  }
+  // The heads as layers would hold all logits: they have a line of their own.
+  constexpr std::pair<int64_t, int64_t> kGpt2Xl[] = {
+      {1600, 4800}, {1600, 1600}, {1600, 6400}, {6400, 1600}};
+  constexpr std::pair<int64_t, int64_t> kLlama8B[] = {
+      {4096, 6144}, {4096, 4096}, {4096, 14336}, {14336, 4096}};
+  for (DType dtype : {kBF16, kF16, kF32}) {
+    layers(dtype, 16384, std::span(kGpt2).first(4));
+    layers(dtype, 16384, kGpt2Xl);
+    layers(dtype, 8192, kLlama8B);
+  }
+  for (const Size& s :
+       {Size{16384, 768, 50257}, Size{16384, 1600, 50257}, Size{8192, 4096, 128256}})
+    head_line(session, kBF16, s);
 }
 
 }  // namespace sheaf::bench

@@ -1,14 +1,52 @@
 // step: whole steps of training, forward, backward, clipping and AdamW. Other programs run the same
 // cases by these names.
+#include "sheaf/core/gpu.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/product.h"
+#include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/tools/bench/gpu_time.h"
 #include "sheaf/tools/bench/suites.h"
 #include "sheaf/tools/bench/training.h"
 
 namespace sheaf::bench {
 namespace {
 
+// Steps and the machine's arithmetic in turns. The peer is the step that did nothing but its
+// operations, as fast as the machine goes.
+void measure_turns(Session& session, const models::TrainConfig& config, const Session::Sample& step,
+                   const Session::Sample& peak, Line& line) {
+  auto [steps, peaks] = session.turns(step, peak);
+  Probe& probe = session.probe();
+  const DType dtype = config.train.dtype == "bf16" ? kBF16 : kF32;
+  const double flops = flops_per_step(config), seconds = quantile(steps, 0.5);
+  const double piece_rate = probe.flops_per_piece(dtype) / quantile(peaks, 0.5);
+  line.samples_s = std::move(steps);
+  line.peer = probe.arithmetic();
+  line.peer_value = flops / piece_rate;
+  line.gflops = flops / seconds / 1e9;
+  line.arithmetic = dtype;
+  line.more = {
+      {"tokens/s", static_cast<double>(config.train.batch * config.model.context) / seconds}};
+  if (!session.on_gpu()) {
+    line.more.insert(line.more.end(), {{"GFLOP/s", line.gflops}, {"GFLOP/step", flops / 1e9}});
+    return;
+  }
+  const double full = flops_per_step(config, CountAttention::full) / seconds,
+               sheet = 1e9 * datasheet_gflops(RankContext::current().gpu->name());
+  const auto percent = [&](const char* what, double flops_per_second, double of) {
+    if (of > 0) line.more.emplace_back(what, 100 * flops_per_second / of);
+  };
+  line.more.emplace_back("TFLOP/s", line.gflops / 1e3);
+  percent("MFU %", flops / seconds, piece_rate);
+  percent("MFU % with full attention", full, piece_rate);
+  percent("MFU % of the data sheet", flops / seconds, sheet);
+  percent("MFU % of the data sheet with full attention", full, sheet);
+}
+
 // A step takes too long for Google Benchmark's calibration, and steps are not alike: the first
 // allocates, the second knows the order of gathers.
-void measure_step(Session& session, std::string_view name, Line& line) {
+void measure_on_cpu(Session& session, std::string_view name, Line& line) {
   const models::TrainConfig config = training_config(name);
   World world = solo_world();
   models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
@@ -21,29 +59,80 @@ void measure_step(Session& session, std::string_view name, Line& line) {
   };
   Probe& probe = session.probe();
   const Session::Sample peak = [&] {
-    return probe.flops_per_piece() / probe.read().fma_gflops / 1e9;
+    return probe.flops_per_piece(kF32) / probe.read().gflops / 1e9;
   };
   for (int warm = session.options().quick ? 2 : 4; warm > 0; --warm) one();
-  auto [steps, peaks] = session.turns(one, peak);
-  const double flops = flops_per_step(config), seconds = quantile(steps, 0.5);
-  const double piece_rate = probe.flops_per_piece() / quantile(peaks, 0.5);
-  line.samples_s = std::move(steps);
-  // The step that did nothing but its products, as fast as the machine multiplies and adds in f32.
-  line.peer = "FMA peak";
-  line.peer_value = flops / piece_rate;
-  line.gflops = flops / seconds / 1e9;
-  line.peak = config.train.dtype == "bf16" ? Peak::bf16 : Peak::f32;
-  line.more = {{"tokens/s", static_cast<double>(step.tokens_per_step()) / seconds},
-               {"GFLOP/s", line.gflops},
-               {"GFLOP/step", flops / 1e9}};
+  measure_turns(session, config, one, peak, line);
+}
+
+std::string described(const Fitted& fitted) {
+  const models::TrainConfig& c = fitted.config;
+  std::string text = str(c.train.micro_batches, " x ", c.train.batch / c.train.micro_batches, " x ",
+                         c.model.context, " tokens");
+  if (c.model.layers != fitted.layers)
+    text += str(", only ", c.model.layers, " of ", fitted.layers, " layers fit");
+  return text;
+}
+
+// Bytes of the GPU that nobody has.
+int64_t free_memory() {
+  if constexpr (kernels::kHasCuda) return static_cast<int64_t>(kernels::cuda::memory_info().free);
+  return 0;
+}
+
+// A model that takes at most `bytes` by its plan.
+void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line& line) {
+  const bool quick = session.options().quick;
+  const Fitted fitted =
+      fit_to_gpu(training_config(name, quick ? tiny_model() : std::vector<std::string>{}), bytes);
+  const models::TrainConfig& config = fitted.config;
+  line.note = described(fitted);
+  // A world whose memory goes back to the GPU with it.
+  run_local(
+      1,
+      [&](World& world) {
+        models::TrainingStep step(config, config.model.vocab, world, world.device());
+        const models::FillBatch fill = random_tokens(config);
+        int64_t done = 0;
+        const Session::Sample one = [&] { return gpu_seconds([&] { step.run(done++, fill); }); };
+        Probe& probe = session.probe();
+        const Session::Sample peak = [&] { return gpu_seconds([&] { probe.run_flops(kBF16); }); };
+        {
+          const kernels::cuda::TuneProducts tune;
+          one(), one();
+        }
+        for (int warm = quick ? 1 : 3; warm > 0; --warm) one(), peak();
+        Allocator& memory = *RankContext::current().memory(world.device());
+        memory.reset_peak();
+        measure_turns(session, config, one, peak, line);
+        const auto gib = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 30); };
+        const MemoryStats stats = memory.stats();
+        line.more.insert(line.more.end(), {{"GiB live", gib(stats.peak)},
+                                           {"predicted", gib(fitted.planned_peak)},
+                                           {"reserved", gib(stats.reserved)}});
+      },
+      {.threads_per_rank = session.machine().threads, .device = session.device()});
+}
+
+// The plan does not know of gaps between blocks, nor of what CUDA's libraries take: at first a
+// tenth is left for those.
+void measure_what_fits(Session& session, std::string_view name, Line& line) {
+  for (double part = 0.9;; part -= 0.1) try {
+      const int64_t bytes = static_cast<int64_t>(part * static_cast<double>(free_memory()));
+      return measure_on_gpu(session, name, bytes, line);
+    } catch (const OutOfMemory& e) {
+      if (part < 0.5) throw;
+      session.say(str("step/", name, ": ", e.what(), "; with less"));
+    }
 }
 
 }  // namespace
 
 void step_suite(Session& session) {
-  for (const TrainingCase& c : training_cases())
-    session.line("step", c.name, Unit::seconds,
-                 [&](Line& line) { measure_step(session, c.name, line); });
+  for (const TrainingCase& c : training_cases(session.device()))
+    session.line("step", c.name, Unit::seconds, [&](Line& line) {
+      (session.on_gpu() ? measure_what_fits : measure_on_cpu)(session, c.name, line);
+    });
 }
 
 }  // namespace sheaf::bench

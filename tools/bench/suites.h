@@ -23,19 +23,20 @@ void checkpoint_suite(Session& session);
 struct Suite {
   std::string_view name;
   void (*run)(Session&);
+  bool on_gpu;  ///< has something to say about a GPU
 };
 inline constexpr Suite kSuites[] = {
-    {"step", step_suite},
-    {"gemm", gemm_suite},
-    {"kernels", kernels_suite},
-    {"attention", attention_suite},
-    {"tape", tape_suite},
-    {"allocator", allocator_suite},
-    {"comm", comm_suite},
-    {"fsdp", fsdp_suite},
-    {"memory", memory_suite},
-    {"init", init_suite},
-    {"checkpoint", checkpoint_suite},
+    {"step", step_suite, true},
+    {"gemm", gemm_suite, true},
+    {"kernels", kernels_suite, true},
+    {"attention", attention_suite, true},
+    {"tape", tape_suite, false},
+    {"allocator", allocator_suite, true},
+    {"comm", comm_suite, true},
+    {"fsdp", fsdp_suite, false},
+    {"memory", memory_suite, true},
+    {"init", init_suite, false},
+    {"checkpoint", checkpoint_suite, false},
 };
 
 }  // namespace sheaf::bench

@@ -1,7 +1,10 @@
 #include "sheaf/tools/bench/training.h"
 
+#include <algorithm>
+
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/local_communicator.h"
+#include "sheaf/models/plan.h"
 #include "sheaf/tools/bench/array.h"
 #include "sheaf/tools/config.h"
 
@@ -24,9 +27,22 @@ TrainingCase make(std::string_view name, std::vector<std::string> model, const c
   return {name, std::move(model)};
 }
 
+// Steps of half a million tokens, as GPT-3's small models were trained with (Brown et al. 2020).
+TrainingCase gpt2_on_gpu(std::string_view name, const char* preset) {
+  return make(name, {std::string("--model.preset=") + preset, "--model.vocab=50304"}, "bf16", 512,
+              1024);
+}
+
 }  // namespace
 
-std::vector<TrainingCase> training_cases() {
+std::vector<TrainingCase> training_cases(Device device) {
+  if (device.is_cuda())
+    return {
+        gpt2_on_gpu("gpt2-124m-bf16-512x1024", "gpt2-124m"),
+        gpt2_on_gpu("gpt2-774m-bf16-512x1024", "gpt2-774m"),
+        gpt2_on_gpu("gpt2-1558m-bf16-512x1024", "gpt2-1558m"),
+        make("llama3-8b-bf16-4x8192", {"--model.preset=llama3-8b"}, "bf16", 4, 8192),
+    };
   return {
       make("gpt2-124m-f32-4x64", kGpt2, "f32", 4, 64),
       make("gpt2-124m-f32-1x1024", kGpt2, "f32", 1, 1024),
@@ -38,15 +54,48 @@ std::vector<TrainingCase> training_cases() {
 }
 
 models::TrainConfig training_config(std::string_view name, const std::vector<std::string>& more) {
-  for (const TrainingCase& c : training_cases()) {
-    if (c.name != name) continue;
-    std::vector<std::string> overrides = c.overrides;
-    overrides.insert(overrides.end(), {"--train.clip=1.0", "--train.schedule=constant",
-                                       "--train.warmup=0", "--train.lr=1e-4", "--model.dropout=0"});
-    overrides.insert(overrides.end(), more.begin(), more.end());
-    return tools::load_config("", overrides);
-  }
+  for (Device device : {Device::cpu(), Device::cuda()})
+    for (const TrainingCase& c : training_cases(device)) {
+      if (c.name != name) continue;
+      std::vector<std::string> overrides = c.overrides;
+      overrides.insert(overrides.end(),
+                       {"--train.clip=1.0", "--train.schedule=constant", "--train.warmup=0",
+                        "--train.lr=1e-4", "--model.dropout=0"});
+      overrides.insert(overrides.end(), more.begin(), more.end());
+      return tools::load_config("", overrides);
+    }
   fail<ConfigError>("[bench] no training case '", name, "'");
+}
+
+std::vector<std::string> tiny_model() {
+  return {"--model.layers=2",     "--model.width=32",   "--model.heads=2",  "--model.kv_heads=2",
+          "--model.mlp_width=64", "--model.context=16", "--model.vocab=64", "--train.batch=8"};
+}
+
+Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes) {
+  constexpr int64_t kMostTokens = 65536;  // more fill no GPU better
+  const int64_t batch = config.train.batch, layers = config.model.layers;
+  // Every micro-batch after the first takes the same, so two tell.
+  const auto peak = [&](int64_t sequences) {
+    models::TrainConfig c = config;
+    c.train.batch = std::min(batch, 2 * sequences);
+    c.train.micro_batches = c.train.batch / sequences;
+    return models::plan_step(c, c.model.vocab, 0, 1, 1, "local", Device::cuda()).peak_bytes;
+  };
+  int64_t sequences = std::min(batch, std::max<int64_t>(1, kMostTokens / config.model.context)),
+          planned;
+  while (batch % sequences != 0) --sequences;
+  while ((planned = peak(sequences)) > bytes) {
+    if (sequences > 1) {
+      do --sequences;
+      while (batch % sequences != 0);
+    } else {
+      check<OutOfMemory>(--config.model.layers > 0, "[bench] one layer and one sequence of ",
+                         config.model.context, " tokens take ", planned, " bytes of ", bytes);
+    }
+  }
+  config.train.micro_batches = batch / sequences;
+  return {config, layers, planned};
 }
 
 models::FillBatch random_tokens(const models::TrainConfig& config) {
@@ -61,15 +110,22 @@ models::FillBatch random_tokens(const models::TrainConfig& config) {
   };
 }
 
-double flops_per_step(const models::TrainConfig& config) {
-  const auto layers = static_cast<double>(config.model.layers),
-             width = static_cast<double>(config.model.width),
-             vocab = static_cast<double>(config.model.vocab),
-             context = static_cast<double>(config.model.context),
-             tokens = context * static_cast<double>(config.train.batch);
-  // GPT-2's block: 3 C² for queries, keys and values, C² for the output, 8 C² for the MLP.
-  const double in_products = layers * 12 * width * width + vocab * width;
-  return tokens * (6 * in_products + 6 * layers * context * width);
+double flops_per_step(const models::TrainConfig& config, CountAttention attention) {
+  const models::ModelConfig& m = config.model;
+  const auto of = [](int64_t n) { return static_cast<double>(n); };
+  const bool llama = m.type == "llama";
+  const double width = of(m.width), layers = of(m.layers), context = of(m.context);
+  const int64_t kv_heads = m.kv_heads ? m.kv_heads : m.heads;
+  const double keys = width * of(kv_heads) / of(m.heads);
+  const double hidden = m.mlp_width ? of(m.mlp_width)
+                        : llama     ? of((8 * m.width / 3 + 63) / 64 * 64)
+                                    : 4 * width;
+  // Queries, keys and values, the output; up and down, and Llama's gate.
+  const double block =
+      width * (width + 2 * keys) + width * width + (llama ? 3 : 2) * width * hidden;
+  const double in_products = layers * block + of(m.vocab) * width;
+  const double each = attention == CountAttention::full ? 12 : 6;
+  return context * of(config.train.batch) * (6 * in_products + each * layers * context * width);
 }
 
 World solo_world() {

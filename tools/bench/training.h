@@ -16,21 +16,39 @@ struct TrainingCase {
   std::string_view name;
   std::vector<std::string> overrides;  ///< as on the command line of `sheaf train`
 };
-/// What the step suite runs.
-std::vector<TrainingCase> training_cases();
+/// What the step suite runs on a CPU and on a GPU. GPT-2's vocabulary is 50,304 on the GPU, so that
+/// rows of logits are aligned, as llm.c has it.
+std::vector<TrainingCase> training_cases(Device device = {});
 
 /// The configuration of a case by name, with more overrides; AdamW, clipping at norm 1, no
 /// dropout. Throws ConfigError for what `sheaf train` would refuse.
 models::TrainConfig training_config(std::string_view name,
                                     const std::vector<std::string>& more = {});
 
+/// Overrides that make any case tiny, for quick runs where a GPU may be emulated.
+std::vector<std::string> tiny_model();
+
+/// A configuration that fits a GPU: as many sequences in a micro-batch, up to 65,536 tokens, as the
+/// plan says that `bytes` hold; if one is too many, as many layers.
+struct Fitted {
+  models::TrainConfig config;
+  int64_t layers = 0;        ///< of the model before
+  int64_t planned_peak = 0;  ///< bytes
+};
+/// Throws OutOfMemory if one layer does not fit.
+Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes);
+
 /// Inputs and targets drawn evenly from the vocabulary, the same at every run.
 models::FillBatch random_tokens(const models::TrainConfig& config);
 
-/// Floating-point operations of one step, by the causal convention (llm.c, Megatron): 6 for each
-/// parameter in a product (2 forward, 4 backward; the tied head counts, the lookup of the embedding
-/// does not) and token, and 6 L T C for each token's attention (12 L T C halved by the mask).
-double flops_per_step(const models::TrainConfig& config);
+/// Two conventions of counting attention: what a causal mask leaves, 6 L T H D a token (llm.c,
+/// Megatron), or all of it, 12 L T H D (PaLM: Chowdhery et al. 2022, appendix B); L layers, T
+/// tokens of a sequence, H heads of D.
+enum class CountAttention { causal, full };
+/// Floating-point operations of one step: 6 for each parameter in a product (2 forward, 4 backward;
+/// the head counts, the lookup of the embedding does not) and token, and attention.
+double flops_per_step(const models::TrainConfig& config,
+                      CountAttention attention = CountAttention::causal);
 
 /// A world of this process alone, with `threads` of the calling thread's RankContext.
 World solo_world();

@@ -1,9 +1,12 @@
 // A rank's GPU: its allocator, copies between host and device, and tensors that live there.
 #include "sheaf/kernels/cuda/gpu.h"
 
+#include <chrono>
 #include <numeric>
 #include <random>
+#include <thread>
 
+#include "sheaf/core/storage.h"
 #include "sheaf/core/tensor.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
@@ -271,6 +274,35 @@ TEST(Gpu, TheHostRunsAheadOfItsCopies) {
     for (int i = 0; i < 50; ++i)
       EXPECT_EQ(there[static_cast<size_t>(i)].to_vector(),
                 std::vector<float>(static_cast<size_t>(100 + i), static_cast<float>(i)));
+  });
+}
+
+TEST(Gpu, TimedEventsTellHowLongTheDeviceTook) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    if constexpr (kernels::kHasCuda) {
+      namespace cuda = kernels::cuda;
+      const auto memory = Storage::allocate(gpu.device(), 64 << 20);
+      // What the device did between two points: more of it takes longer, whatever the host does
+      // meanwhile.
+      const auto seconds = [&](int fills) {
+        cuda::EventHandle begin = cuda::make_timed_event(), end = cuda::make_timed_event();
+        cuda::record(begin, gpu.compute());
+        for (int i = 0; i < fills; ++i)
+          cuda::fill_bytes(gpu.compute(), memory->data(), i, 64 << 20);
+        cuda::record(end, gpu.compute());
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        cuda::synchronize(end);
+        const double s = cuda::seconds_between(begin, end);
+        cuda::destroy_event(begin), cuda::destroy_event(end);
+        return s;
+      };
+      seconds(1);
+      const double none = seconds(0), many = seconds(20);
+      EXPECT_GE(none, 0);
+      EXPECT_LT(none, 0.02) << "the host's sleep is not the device's";
+      EXPECT_GT(many, none);
+    }
   });
 }
 

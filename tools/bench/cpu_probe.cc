@@ -1,7 +1,4 @@
-#include "sheaf/tools/bench/probe.h"
-
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstring>
 #include <fstream>
@@ -13,6 +10,7 @@
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/parallel.h"
+#include "sheaf/tools/bench/probe.h"
 
 namespace sheaf::bench {
 namespace {
@@ -133,18 +131,6 @@ void tile_piece(int64_t rounds) {
   });
 }
 
-template <class F>
-double median_seconds(F&& piece) {
-  std::array<double, 5> seconds;
-  for (double& s : seconds) {
-    const double begin = now();
-    piece();
-    s = now() - begin;
-  }
-  std::nth_element(seconds.begin(), seconds.begin() + 2, seconds.end());
-  return seconds[2];
-}
-
 // How many rounds take about `seconds`.
 template <class F>
 int64_t calibrate(double seconds, F&& piece) {
@@ -161,6 +147,84 @@ char* map_pages(size_t bytes) {
   std::memset(p, 1, bytes);
   return static_cast<char*>(p);
 }
+
+template <class F>
+double median_seconds(F&& piece) {
+  return median_of_five([&] {
+    const double begin = now();
+    piece();
+    return now() - begin;
+  });
+}
+
+class CpuProbe final : public Probe {
+ public:
+  CpuProbe(double unit_seconds, size_t copy_bytes) : copy_bytes_(2 * copy_bytes) {
+    from_ = map_pages(copy_bytes);
+    to_ = map_pages(copy_bytes);
+    fma_rounds_ = calibrate(unit_seconds, fma_piece);
+    if (this_machine().amx) amx_rounds_ = calibrate(unit_seconds, tile_piece);
+  }
+  ~CpuProbe() override {
+    munmap(from_, copy_bytes_ / 2);
+    munmap(to_, copy_bytes_ / 2);
+  }
+  CpuProbe(const CpuProbe&) = delete;
+  CpuProbe& operator=(const CpuProbe&) = delete;
+
+  std::string_view arithmetic() const override { return "FMA peak"; }
+  void run_flops(DType) override { fma_piece(fma_rounds_); }
+  double flops_per_piece(DType) const override {
+    return fma_flops_per_round() * static_cast<double>(fma_rounds_) * num_threads();
+  }
+
+  // With non-temporal stores, on all threads.
+  void run_copy(size_t bytes) override {
+    constexpr int64_t kBlock = 4096;
+    const bool wide = __builtin_cpu_supports("avx512f");
+    for (size_t left = bytes / 2; left > 0;) {
+      const size_t part = std::min(left, copy_bytes_ / 2);
+      const auto blocks = static_cast<int64_t>(part) / kBlock;
+      parallel_for(blocks, 16, [&](int64_t begin, int64_t end) {
+        const size_t length = static_cast<size_t>((end - begin) * kBlock);
+        (wide ? copy512 : copy256)(from_ + begin * kBlock, to_ + begin * kBlock, length);
+      });
+      if (const size_t tail = part % kBlock)  // whatever is left of a page
+        std::memcpy(to_ + blocks * kBlock, from_ + blocks * kBlock, tail);
+      left -= part;
+    }
+  }
+
+  // For bf16 that of the tiles, where there are any.
+  double peak(DType dtype) override {
+    if (dtype == kF32 || amx_rounds_ == 0) return best().gflops;
+    amx_gflops_ = std::max(amx_gflops_, read_amx());
+    return amx_gflops_;
+  }
+  void describe(Machine& machine) override {
+    machine.fma_gflops = best().gflops;
+    machine.copy_gbs = best().copy_gbs;
+    machine.amx_gflops = amx_rounds_ == 0 ? 0 : peak(kBF16);
+  }
+
+ private:
+  PeakReading measure() override {
+    PeakReading r;
+    r.gflops = flops_per_piece(kF32) / median_seconds([&] { run_flops(kF32); }) / 1e9;
+    r.copy_gbs =
+        static_cast<double>(copy_bytes_) / median_seconds([&] { run_copy(copy_bytes_); }) / 1e9;
+    return r;
+  }
+  double read_amx() const {
+    const double seconds = median_seconds([&] { tile_piece(amx_rounds_); });
+    return kTileFlopsPerRound * static_cast<double>(amx_rounds_) * num_threads() / seconds / 1e9;
+  }
+
+  int64_t fma_rounds_, amx_rounds_ = 0;
+  double amx_gflops_ = 0;
+  size_t copy_bytes_;  // of a piece: read and written
+  char *from_ = nullptr, *to_ = nullptr;
+};
 
 }  // namespace
 
@@ -183,54 +247,8 @@ Machine this_machine() {
   return m;
 }
 
-Probe::Probe(double unit_seconds, size_t copy_bytes) : copy_bytes_(2 * copy_bytes) {
-  from_ = map_pages(copy_bytes);
-  to_ = map_pages(copy_bytes);
-  fma_rounds_ = calibrate(unit_seconds, fma_piece);
-  if (this_machine().amx) amx_rounds_ = calibrate(unit_seconds, tile_piece);
-}
-
-Probe::~Probe() {
-  munmap(from_, copy_bytes_ / 2);
-  munmap(to_, copy_bytes_ / 2);
-}
-
-void Probe::run_fma() { fma_piece(fma_rounds_); }
-
-double Probe::flops_per_piece() const {
-  return fma_flops_per_round() * static_cast<double>(fma_rounds_) * num_threads();
-}
-
-void Probe::run_copy(size_t bytes) {
-  constexpr int64_t kBlock = 4096;
-  const bool wide = __builtin_cpu_supports("avx512f");
-  for (size_t left = bytes / 2; left > 0;) {
-    const size_t part = std::min(left, copy_bytes_ / 2);
-    const auto blocks = static_cast<int64_t>(part) / kBlock;
-    parallel_for(blocks, 16, [&](int64_t begin, int64_t end) {
-      const size_t length = static_cast<size_t>((end - begin) * kBlock);
-      (wide ? copy512 : copy256)(from_ + begin * kBlock, to_ + begin * kBlock, length);
-    });
-    if (const size_t tail = part % kBlock)  // whatever is left of a page
-      std::memcpy(to_ + blocks * kBlock, from_ + blocks * kBlock, tail);
-    left -= part;
-  }
-}
-
-PeakReading Probe::read() {
-  PeakReading r;
-  r.fma_gflops = flops_per_piece() / median_seconds([&] { run_fma(); }) / 1e9;
-  r.copy_gbs =
-      static_cast<double>(copy_bytes_) / median_seconds([&] { run_copy(copy_bytes_); }) / 1e9;
-  best_.fma_gflops = std::max(best_.fma_gflops, r.fma_gflops);
-  best_.copy_gbs = std::max(best_.copy_gbs, r.copy_gbs);
-  return r;
-}
-
-double Probe::read_amx() {
-  if (amx_rounds_ == 0) return 0;
-  const double seconds = median_seconds([&] { tile_piece(amx_rounds_); });
-  return kTileFlopsPerRound * static_cast<double>(amx_rounds_) * num_threads() / seconds / 1e9;
+std::unique_ptr<Probe> make_cpu_probe(double unit_seconds, size_t copy_bytes) {
+  return std::make_unique<CpuProbe>(unit_seconds, copy_bytes);
 }
 
 }  // namespace sheaf::bench
