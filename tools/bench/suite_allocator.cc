@@ -211,7 +211,7 @@ void measure_on_cpu(Session& session, std::string_view name) {
 }
 
 // Micro-batches of four sequences: as many calls as with more, in less memory.
-void measure_on_gpu(Session& session, std::string_view name) {
+void measure_on_gpu(Session& session, const std::string& model) {
   if constexpr (kernels::kHasCuda) {
     std::vector<std::string> more{"--train.batch=16", "--train.micro_batches=4"};
     if (session.options().quick) more = tiny_model();
@@ -219,7 +219,8 @@ void measure_on_gpu(Session& session, std::string_view name) {
     const int device = session.device().index;
     StreamPool pool(device);
     measure(
-        session, name, [&] { return trace_on_gpu(training_config(name, more)); },
+        session, model + "-bf16-16x1024",
+        [&] { return trace_on_gpu(training_config(model + "-bf16-512x1024", more)); },
         [&] { return kernels::cuda::make_device_allocator(device); }, StreamPool::name(),
         [&](size_t bytes) { return pool.allocate(bytes, stream); },
         [&](void* p, size_t) { pool.free(p, stream); });
@@ -230,8 +231,8 @@ void measure_on_gpu(Session& session, std::string_view name) {
 
 void allocator_suite(Session& session) {
   if (session.on_gpu()) {
-    measure_on_gpu(session, "gpt2-124m-bf16-512x1024");
-    measure_on_gpu(session, "gpt2-1558m-bf16-512x1024");
+    measure_on_gpu(session, "gpt2-124m");
+    measure_on_gpu(session, "gpt2-1558m");
     return;
   }
   measure_on_cpu(session, "nanogpt-f32-12x64");

@@ -89,12 +89,12 @@ void measure_memory(Session& session, const std::string& name, std::string_view 
                {"staging MiB", answer.at("staging").as_double() / (1 << 20)}};
 }
 
-void measure_gpu_memory(Session& session, const std::string& name, std::string_view strategy,
+void measure_gpu_memory(Session& session, const std::string& model, std::string_view strategy,
                         int ranks, Line& line) {
   std::vector<std::string> more{sharding(strategy), "--train.batch=16"};
   if (session.options().quick) more = tiny_model(), more.push_back(sharding(strategy));
   more.emplace_back("--train.micro_batches=2");
-  const models::TrainConfig config = training_config(name, more);
+  const models::TrainConfig config = training_config(model + "-bf16-512x1024", more);
   const auto n = static_cast<size_t>(ranks);
   std::vector<double> peaks(n), reserved(n);
   const LocalOptions options{.threads_per_rank = threads_per_rank(session, ranks),
@@ -171,12 +171,12 @@ void fsdp_suite(Session& session) {
 
 void memory_suite(Session& session) {
   if (session.on_gpu()) {
-    for (const char* name : {"gpt2-124m-bf16-512x1024", "gpt2-1558m-bf16-512x1024"})
+    for (const char* model : {"gpt2-124m", "gpt2-1558m"})
       for (std::string_view strategy : kStrategies)
         for (int ranks : {1, 2})
           session.line(
-              "memory", str(name, "-", strategy, "-", ranks), Unit::bytes,
-              [&](Line& line) { measure_gpu_memory(session, name, strategy, ranks, line); });
+              "memory", str(model, "-bf16-16x1024-", strategy, "-", ranks), Unit::bytes,
+              [&](Line& line) { measure_gpu_memory(session, model, strategy, ranks, line); });
     return;
   }
   std::vector<std::string> names = cases(session);

@@ -1,0 +1,165 @@
+// tools/bundle_run_all, on a folder like those that tools/bundle makes, with programs that say what
+// tests and `sheaf bench` would say.
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr const char* kPasses = R"(
+echo '[ RUN      ] A.B'
+echo '[       OK ] A.B (1 ms)'
+echo '[ RUN      ] A.C'
+echo '[       OK ] A.C (2 ms)')";
+constexpr const char* kSkips = R"(
+echo '[ RUN      ] A.B'
+echo 'not run: no GPU here (as | the driver says)'
+echo '[  SKIPPED ] A.B (0 ms)')";
+constexpr const char* kFails = R"(
+echo '[ RUN      ] A.B'
+echo '[       OK ] A.B (1 ms)'
+echo '[  FAILED  ] A.C (2 ms)'
+exit 1)";
+constexpr const char* kHangs = "echo '[ RUN      ] A.Hangs'; sleep 100";
+// A suite "gemm" that measures, one that is slow, and one that breaks.
+constexpr const char* kBench = R"(
+suite=$2; shift 2
+while [[ $1 != --markdown ]]; do shift; done
+echo "$suite/first: 1 GB/s" >&2
+case $suite in
+  slow) sleep 100 ;;
+  breaks) echo 'sheaf: [cudaX] misaligned address' >&2; exit 70 ;;
+esac
+printf '%s\n' 'NVIDIA Test' '' "| $suite/first | 1 | UNSOUND: | " "| $suite/second | not available: no | " >"$2")";
+constexpr const char* kNoGpu =
+    "echo 'sheaf: [device] SHEAF_DEVICE=cuda, but there is no GPU: nothing' >&2; exit 64";
+
+class Bundle {
+ public:
+  Bundle() {
+    for (const char* sub : {"bin", "data", "path"}) fs::create_directory(folder_ / sub);
+    fs::copy_file("tools/bundle_run_all", folder_ / "run_all");
+    std::ofstream(folder_ / "commit") << "abc123\n";
+  }
+  void add(const std::string& program, const std::string& script) const {
+    const std::string path = folder_ / program;
+    std::ofstream(path) << "#!/bin/bash\n" << script << "\n";
+    fs::permissions(path, fs::perms::owner_all);
+  }
+  /// Runs it and returns its exit status; report() is what it wrote.
+  int run(const std::string& words) {
+    const std::string command = "cd '" + folder_.path() +
+                                "' && PATH=\"$PWD/path:$PATH\" CUDA_PATH=/nowhere " +
+                                "SHEAF_TIME_LIMIT=2 bash run_all " + words + " report.md >out 2>&1";
+    const int status = std::system(command.c_str());
+    std::stringstream text;
+    text << std::ifstream(folder_ / "report.md").rdbuf();
+    report_ = text.str();
+    return WEXITSTATUS(status);
+  }
+  const std::string& report() const { return report_; }
+  std::string operator/(const std::string& name) const { return folder_ / name; }
+
+ private:
+  ScratchFolder folder_;
+  std::string report_;
+};
+
+TEST(RunAll, WithoutAGpuNothingFails) {
+  Bundle bundle;
+  bundle.add("bin/a_test", kSkips);
+  bundle.add("bin/sheaf", kNoGpu);
+  EXPECT_EQ(bundle.run(""), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), HasSubstr("commit abc123"));
+  EXPECT_THAT(bundle.report(), HasSubstr("| a_test | skipped | 0 | 0 | 1 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("not run: no GPU here (as \\| the driver says) |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("0 passed, 0 failed, 1 skipped."));
+  for (const char* suite : {"gemm", "kernels", "attention", "step", "memory", "comm", "allocator"})
+    EXPECT_THAT(bundle.report(), HasSubstr("| " + std::string(suite) + " | not run: no GPU | 0 |"));
+  EXPECT_THAT(bundle.report(), Not(HasSubstr("###")));
+}
+
+TEST(RunAll, TheRealCommandFindsNoGpu) {
+  if constexpr (kernels::kHasCuda)
+    if (kernels::cuda::device_count() > 0) GTEST_SKIP() << "there is a GPU";
+  Bundle bundle;
+  fs::create_symlink(fs::absolute("tools/sheaf"), bundle / "bin/sheaf");
+  EXPECT_EQ(bundle.run("--benchmarks --quick"), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), HasSubstr("| attention | not run: no GPU | 0 | 0 | 0 |"));
+  EXPECT_THAT(bundle.report(), Not(HasSubstr("## Tests")));
+}
+
+TEST(RunAll, TestsThatPassFailAndHang) {
+  Bundle bundle;
+  bundle.add("bin/passes_test", kPasses);
+  bundle.add("bin/fails_test", kFails);
+  bundle.add("bin/hangs_test", kHangs);
+  bundle.add("bin/sheaf", kNoGpu);
+  EXPECT_EQ(bundle.run("--tests"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("| passes_test | passed | 2 | 0 | 0 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("| fails_test | failed | 1 | 1 | 0 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("| A.C (2 ms) |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("stopped after 2 s: [ RUN      ] A.Hangs |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("3 passed, 2 failed, 0 skipped."));
+  EXPECT_THAT(bundle.report(), Not(HasSubstr("## Benchmarks")));
+}
+
+TEST(RunAll, SuitesBringTheirTables) {
+  Bundle bundle;
+  bundle.add("bin/sheaf", kBench);
+  EXPECT_EQ(bundle.run("--benchmarks --suites 'gemm'"), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), HasSubstr("| gemm | measured | 2 | 1 | 1 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("### gemm\n\nNVIDIA Test\n\n| gemm/first | 1 |"));
+  EXPECT_EQ(bundle.run("--benchmarks --suites 'slow breaks'"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("| slow | FAILED | 0 | 0 | 0 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("stopped after 2 s, behind slow/first: 1 GB/s |"));
+  EXPECT_THAT(bundle.report(),
+              HasSubstr("### slow, as far as it came\n\n```\nslow/first: 1 GB/s\n```"));
+  EXPECT_THAT(bundle.report(), HasSubstr("[cudaX] misaligned address |"));
+}
+
+TEST(RunAll, TheSanitizerIsUsedWhereItIs) {
+  Bundle bundle;
+  bundle.add("bin/passes_test", kPasses);
+  bundle.add("bin/sheaf", kNoGpu);
+  EXPECT_EQ(bundle.run("--sanitize"), 0);
+  EXPECT_THAT(bundle.report(),
+              HasSubstr("Not run: there is no compute-sanitizer in PATH nor in /nowhere/bin."));
+  // One that finds a race.
+  bundle.add("path/compute-sanitizer", R"(
+tool=$2
+while [[ $1 != *_test ]]; do shift; done
+"$@"
+if [[ $tool == racecheck ]]; then
+  echo '========= Error: Race reported between Write and Read'
+  echo '========= ERROR SUMMARY: 1 error'
+  exit 86
+fi)");
+  EXPECT_EQ(bundle.run("--sanitize"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("| passes_test | memcheck | clean | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("| passes_test | racecheck | ERRORS | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("Race reported between Write and Read |"));
+}
+
+TEST(RunAll, UnknownOptionsAreRefused) {
+  Bundle bundle;
+  bundle.add("bin/sheaf", kNoGpu);
+  EXPECT_EQ(bundle.run("--fast"), 64);
+}
+
+}  // namespace
+}  // namespace sheaf
