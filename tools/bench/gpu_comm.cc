@@ -118,10 +118,12 @@ void nccl_line(Session& session, bool gathers, int64_t bytes) {
   };
   c.run = [&] {
     gpu.record(gpu.compute()).order(comm->stream());
-    if (gathers)
-      comm->all_gather(in->data(), out->data(), bytes);
-    else
-      comm->reduce_scatter(in->data(), out->data(), bytes / 4, kF32, Reduction::sum);
+    comm->group([&] {
+      if (gathers)
+        comm->all_gather(in->data(), out->data(), bytes);
+      else
+        comm->reduce_scatter(in->data(), out->data(), bytes / 4, kF32, Reduction::sum);
+    });
     settle(*comm);
     comm->record().order(gpu.compute());
   };

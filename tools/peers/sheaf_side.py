@@ -17,8 +17,8 @@ class SheafSide(Side):
         with tempfile.TemporaryDirectory(prefix="bench_peers_") as folder:
             path = os.path.join(folder, "bench.json")
             done = subprocess.run(
-                [self.program, "bench", "step", "--filter", self.case.name, "--threads", str(self.threads),
-                 "--samples", str(count), "--json", path],
+                [self.program, "bench", "step", "--device", "cpu", "--filter", self.case.name,
+                 "--threads", str(self.threads), "--samples", str(count), "--json", path],
                 env=environment(self.threads), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                 check=False)
             if done.returncode != 0:
