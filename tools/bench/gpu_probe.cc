@@ -38,7 +38,8 @@ class SquareProduct {
 class GpuProbe final : public Probe {
  public:
   GpuProbe(int64_t side, size_t copy_bytes)
-      : device_(RankContext::current().device),
+      : context_(RankContext::current()),
+        device_(context_.device),
         side_(side),
         from_(Array(kF32, {static_cast<int64_t>(copy_bytes / 4)}).on(device_)),
         to_(Array(kF32, {static_cast<int64_t>(copy_bytes / 4)}).on(device_)) {
@@ -96,10 +97,18 @@ class GpuProbe final : public Probe {
   }
   const SquareProduct& product(DType dtype) {
     std::unique_ptr<SquareProduct>& p = products_[dtype];
-    if (!p) p = std::make_unique<SquareProduct>(dtype, side_, device_);
+    if (!p) {
+      // In the memory of the rank that the probe belongs to, whoever asks first: else the asker's
+      // could not go back to the GPU.
+      const RankScope own(context_);
+      p = std::make_unique<SquareProduct>(dtype, side_, device_);
+      Gpu& gpu = context_.gpu_of(device_);
+      gpu.sync(gpu.compute());
+    }
     return *p;
   }
 
+  RankContext& context_;
   const Device device_;
   const int64_t side_;
   const Array from_, to_;
