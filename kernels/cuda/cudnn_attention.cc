@@ -206,10 +206,11 @@ DeviceAttention& attention_of(int device) {
   return (*devices)[device];
 }
 
+/// Throws Refusal where there is no GPU: a step may be planned there.
 DeviceAttention& current_device() {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
-  check<CudaError>(error == cudaSuccess, "[cudaGetDevice] ", cudaGetErrorString(error));
+  if (error != cudaSuccess) throw Refusal(str("no device: ", cudaGetErrorString(error)));
   return attention_of(device);
 }
 
@@ -249,10 +250,14 @@ void run(cudnnHandle_t handle, const Plan& plan, const Attention& a, Workspace w
 std::string refusal(const Attention& a) {
   const std::string why = layout_refusal(a);
   if (!why.empty()) return why;
-  DeviceAttention& device = current_device();
-  const Attention part = parts_of(a).front();
-  std::lock_guard lock(device.mutex);
-  return device.ask(part).refusal;
+  try {
+    DeviceAttention& device = current_device();
+    const Attention part = parts_of(a).front();
+    std::lock_guard lock(device.mutex);
+    return device.ask(part).refusal;
+  } catch (const Refusal& refusal) {
+    return refusal.what();
+  }
 }
 
 std::string refusal_on(std::string_view properties, const Attention& a, int64_t* workspace) {

@@ -7,6 +7,7 @@
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/cudnn_attention.h"
+#include "sheaf/kernels/cuda/runtime.h"
 
 // cuDNN is asked to plan our attention for an H200. It compiles the kernels on the CPU, so this
 // needs no GPU, and it says nothing about what they compute: cudnn_attention_test does, on one.
@@ -56,6 +57,14 @@ class CudnnPlans : public ::testing::Test {
         GTEST_SKIP() << "not run: built without cuDNN";
   }
 };
+
+/// A step is planned on machines without a GPU, too. First: then no driver was asked for yet.
+TEST(CudnnHere, WithoutAGpuIsARefusal) {
+  if constexpr (kHasCuda && !kEmulatedCuda) {
+    if (device_count() > 0) GTEST_SKIP() << "not run: there is a GPU";
+    EXPECT_NE(refusal(attention_of({1, 64, 1, 1, 64}, kBF16, false)), "");
+  }
+}
 
 TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
   if constexpr (kHasCuda && !kEmulatedCuda)
