@@ -28,7 +28,7 @@ BenchRun run_bench(const std::string& suite, const std::string& filter,
   run.markdown = File::open<IoError>(table).read_all();
   EXPECT_FALSE(run.machine.at("cpu").as_string().empty());
   EXPECT_GT(run.machine.at("threads").as_int(), 0);
-  run.machine.at("amx").as_bool(), run.machine.at("avx512").as_bool();
+  run.machine.at("bf16").as_string(), run.machine.at("avx512").as_bool();
   EXPECT_FALSE(all.at("lines").as_array().empty());
   for (const Json& line : all.at("lines").as_array()) {
     const std::string name = line.at("name").as_string();

@@ -5,11 +5,10 @@
 
 #include <immintrin.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/parallel.h"
+#include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/tools/bench/probe.h"
 
 namespace sheaf::bench {
@@ -69,20 +68,6 @@ void copy256(const char* from, char* to, size_t bytes) {
   _mm_sfence();
 }
 
-// The kernel's leave to use tile data; it is per process and stays. See the x86 "Using XSTATE
-// features in user space applications" of the kernel's documentation.
-bool request_tiles() {
-  constexpr long kArchRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kArchRequestPermission, kTileData) == 0;
-}
-
-bool cpu_has_amx_bf16() {
-  unsigned a = 7, b = 0, c = 0, d = 0;
-  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-  return (d & kBf16) && (d & kTile);
-}
-
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t columns[16] = {};  // bytes of a row
@@ -115,6 +100,25 @@ struct alignas(64) TileConfig {
 }
 constexpr double kTileFlopsPerRound = 6 * 2.0 * 16 * 16 * 32;
 
+// Products of pairs, in vectors. g++ 12 would move the sums from register to register without the asm.
+[[gnu::target("avx512f"), gnu::noinline]] float pair_products(int64_t rounds) {
+  __m512 sums[kSums512];
+  for (__m512& s : sums) s = _mm512_setzero_ps();
+  const __m512i pairs = _mm512_setzero_si512();
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kSums512; ++i) {
+      __m512 sum = sums[i];
+      asm("vdpbf16ps %1, %1, %0" : "+v"(sum) : "v"(pairs));
+      sums[i] = sum;
+    }
+  }
+  __m512 total = sums[0];
+  for (__m512 s : sums) total = _mm512_add_ps(total, s);
+  return _mm512_cvtss_f32(total);
+}
+constexpr double kPairFlopsPerRound = kSums512 * 16 * 4.0;
+
 // One piece of `rounds` rounds on every thread.
 void fma_piece(int64_t rounds) {
   parallel_for(num_threads(), 1, [&](int64_t begin, int64_t end) {
@@ -125,9 +129,19 @@ void fma_piece(int64_t rounds) {
   });
 }
 
-void tile_piece(int64_t rounds) {
+bool has_tiles() { return kernels::cpu::amx::available(); }
+bool has_pairs() { return kernels::cpu::dot::available(); }
+
+void bf16_piece(int64_t rounds) {
   parallel_for(num_threads(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) tile_products(rounds);
+    for (int64_t t = begin; t < end; ++t) {
+      if (has_tiles()) {
+        tile_products(rounds);
+      } else {
+        volatile float sink = pair_products(rounds);
+        (void)sink;
+      }
+    }
   });
 }
 
@@ -163,7 +177,7 @@ class CpuProbe final : public Probe {
     from_ = map_pages(copy_bytes);
     to_ = map_pages(copy_bytes);
     fma_rounds_ = calibrate(unit_seconds, fma_piece);
-    if (this_machine().amx) amx_rounds_ = calibrate(unit_seconds, tile_piece);
+    if (has_pairs()) bf16_rounds_ = calibrate(unit_seconds, bf16_piece);
   }
   ~CpuProbe() override {
     munmap(from_, copy_bytes_ / 2);
@@ -195,16 +209,16 @@ class CpuProbe final : public Probe {
     }
   }
 
-  // For bf16 that of the tiles, where there are any.
+  // For bf16 that of its own instructions, where there are any.
   double peak(DType dtype) override {
-    if (dtype == kF32 || amx_rounds_ == 0) return best().gflops;
-    amx_gflops_ = std::max(amx_gflops_, read_amx());
-    return amx_gflops_;
+    if (dtype != kBF16 || bf16_rounds_ == 0) return best().gflops;
+    bf16_gflops_ = std::max(bf16_gflops_, read_bf16());
+    return bf16_gflops_;
   }
   void describe(Machine& machine) override {
     machine.fma_gflops = best().gflops;
     machine.copy_gbs = best().copy_gbs;
-    machine.amx_gflops = amx_rounds_ == 0 ? 0 : peak(kBF16);
+    machine.bf16_gflops = bf16_rounds_ == 0 ? 0 : peak(kBF16);
   }
 
  private:
@@ -215,13 +229,14 @@ class CpuProbe final : public Probe {
         static_cast<double>(copy_bytes_) / median_seconds([&] { run_copy(copy_bytes_); }) / 1e9;
     return r;
   }
-  double read_amx() const {
-    const double seconds = median_seconds([&] { tile_piece(amx_rounds_); });
-    return kTileFlopsPerRound * static_cast<double>(amx_rounds_) * num_threads() / seconds / 1e9;
+  double read_bf16() const {
+    const double flops = has_tiles() ? kTileFlopsPerRound : kPairFlopsPerRound;
+    const double seconds = median_seconds([&] { bf16_piece(bf16_rounds_); });
+    return flops * static_cast<double>(bf16_rounds_) * num_threads() / seconds / 1e9;
   }
 
-  int64_t fma_rounds_, amx_rounds_ = 0;
-  double amx_gflops_ = 0;
+  int64_t fma_rounds_, bf16_rounds_ = 0;
+  double bf16_gflops_ = 0;
   size_t copy_bytes_;  // of a piece: read and written
   char *from_ = nullptr, *to_ = nullptr;
 };
@@ -242,7 +257,7 @@ Machine this_machine() {
     if (m.model == 0 && line.starts_with("model\t")) m.model = std::stoi(line.substr(colon + 2));
   }
   m.avx512 = __builtin_cpu_supports("avx512f");
-  m.amx = cpu_has_amx_bf16() && request_tiles();
+  m.bf16 = has_tiles() ? "AMX" : has_pairs() ? "AVX512_BF16" : "";
   m.threads = num_threads();
   return m;
 }

@@ -30,10 +30,10 @@ struct Machine {
   std::string cpu;      ///< as /proc/cpuinfo names it
   int model = 0;        ///< model number within its family
   bool avx512 = false;  ///< AVX-512F
-  bool amx = false;     ///< AMX tiles with bf16, and leave to use them
+  std::string bf16;     ///< what multiplies bf16: "AMX", "AVX512_BF16", or nothing of its own
   int threads = 1;      ///< compute threads of this rank
   /// Best readings of the run; 0 where the run was on a GPU.
-  double fma_gflops = 0, copy_gbs = 0, amx_gflops = 0;
+  double fma_gflops = 0, copy_gbs = 0, bf16_gflops = 0;
   std::optional<GpuMachine> gpu;  ///< which the run was on
 };
 Machine this_machine();

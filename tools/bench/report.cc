@@ -34,7 +34,7 @@ std::string right(const std::string& text, size_t width) {
 // The machine and its peaks, a line each.
 std::vector<std::string> heading(const Machine& m) {
   std::string cpu = str(m.cpu, ", model ", m.model, m.avx512 ? ", AVX-512" : ", no AVX-512",
-                        m.amx ? ", AMX" : ", no AMX", ", ", m.threads, " threads");
+                        m.bf16.empty() ? "" : ", " + m.bf16, ", ", m.threads, " threads");
   std::string peaks;
   if (m.gpu) {
     const GpuMachine& g = *m.gpu;
@@ -49,7 +49,7 @@ std::vector<std::string> heading(const Machine& m) {
   } else {
     peaks = "FMA peak " + number(m.fma_gflops) + " GFLOP/s (f32), copy " + number(m.copy_gbs) +
             " GB/s (read + written)";
-    if (m.amx_gflops > 0) peaks += ", AMX peak " + number(m.amx_gflops) + " GFLOP/s (bf16)";
+    if (m.bf16_gflops > 0) peaks += ", " + m.bf16 + " peak " + number(m.bf16_gflops) + " GFLOP/s (bf16)";
   }
   return {cpu, peaks};
 }
@@ -131,11 +131,11 @@ std::string to_json(const Session& session) {
   machine.set("cpu", m.cpu);
   machine.set("model", m.model);
   machine.set("avx512", m.avx512);
-  machine.set("amx", m.amx);
+  machine.set("bf16", m.bf16);
   machine.set("threads", m.threads);
   machine.set("fma_gflops", m.fma_gflops);
   machine.set("copy_gbs", m.copy_gbs);
-  machine.set("amx_gflops", m.amx_gflops);
+  machine.set("bf16_gflops", m.bf16_gflops);
   if (m.gpu) {
     Json gpu;
     gpu.set("name", m.gpu->name);

@@ -147,12 +147,25 @@ void Kernels::activations(DType dtype) {
   });
   const View any = View::dense(nullptr, dtype, {sizes_.rows, sizes_.width}),
              any_vector = View::dense(nullptr, dtype, {sizes_.width});
+  elementwise("add-layer-norm", dtype, 4,
+              [w = vector(), b = vector(), mean = statistics(), rstd = statistics()](
+                  Stream s, const Arrays& a) {
+                SHEAF_ON_DEVICE(s, add_layer_norm, *a[0], *a[1], *w, *b, 1e-5, *a[2], *a[3], *mean,
+                                *rstd);
+              });
   elementwise("layer-norm-backward", dtype, 3,
               [w = vector(), dw = vector(), db = vector(), mean = statistics(), rstd = statistics(),
                work = scratch(SHEAF_WORKSPACE(device_, layer_norm_backward, any, any, any_vector,
                                               any_vector))](Stream s, const Arrays& a) {
                 SHEAF_ON_DEVICE(s, layer_norm_backward, *a[0], *a[1], *w, *mean, *rstd, *a[2], *dw,
                                 *db, *work);
+              });
+  elementwise("add-layer-norm-backward", dtype, 4,
+              [w = vector(), dw = vector(), db = vector(), mean = statistics(), rstd = statistics(),
+               work = scratch(SHEAF_WORKSPACE(device_, layer_norm_backward, any, any, any_vector,
+                                              any_vector))](Stream s, const Arrays& a) {
+                SHEAF_ON_DEVICE(s, layer_norm_backward, *a[0], *a[1], *w, *mean, *rstd, *a[2], *dw,
+                                *db, *work, *a[3]);
               });
   elementwise("rms-norm-backward", dtype, 3,
               [w = vector(), dw = vector(), rstd = statistics(),
