@@ -112,38 +112,38 @@ SHEAF_HOST_DEVICE inline double portable_log(double x) {
   return n * 6.93147180369123816490e-01 -
          ((half - (s * (half + (t1 + t2)) + n * 1.90821492927058770002e-10)) - f);
 }
-}  // namespace detail
 
-/// The standard normal quantile of p in (0, 1), relative error 1e-16: algorithm AS 241, PPND16
-/// (Wichura 1988).
-SHEAF_HOST_DEVICE inline double normal_quantile(double p) {
-  const double q = p - 0.5;
-  if (q >= -0.425 && q <= 0.425) {
-    const double r = 0.180625 - q * q;
-    return q *
-           (((((((2509.0809287301226727 * r + 33430.575583588128105) * r + 67265.770927008700853) *
-                    r +
-                45921.953931549871457) *
-                   r +
-               13731.693765509461125) *
+/// normal_quantile(q + 1/2) for q at most kMiddle from 0. Without branches, so that compilers make
+/// vectors of it.
+inline constexpr double kMiddle = 0.425;
+SHEAF_HOST_DEVICE inline double normal_quantile_middle(double q) {
+  const double r = 0.180625 - q * q;
+  return q *
+         (((((((2509.0809287301226727 * r + 33430.575583588128105) * r + 67265.770927008700853) *
                   r +
-              1971.5909503065514427) *
+              45921.953931549871457) *
                  r +
-             133.14166789178437745) *
+             13731.693765509461125) *
                 r +
-            3.387132872796366608) /
-           (((((((5226.495278852545925 * r + 28729.085735721942674) * r + 39307.89580009271061) *
-                    r +
-                21213.794301586595867) *
-                   r +
-               5394.1960214247511077) *
+            1971.5909503065514427) *
+               r +
+           133.14166789178437745) *
+              r +
+          3.387132872796366608) /
+         (((((((5226.495278852545925 * r + 28729.085735721942674) * r + 39307.89580009271061) *
                   r +
-              687.1870074920579083) *
+              21213.794301586595867) *
                  r +
-             42.313330701600911252) *
+             5394.1960214247511077) *
                 r +
-            1.0);
-  }
+            687.1870074920579083) *
+               r +
+           42.313330701600911252) *
+              r +
+          1.0);
+}
+/// The same further out, where p = q + 1/2.
+SHEAF_HOST_DEVICE inline double normal_quantile_tail(double p, double q) {
   double r = std::sqrt(-detail::portable_log(q < 0.0 ? p : 1.0 - p)), tail;
   if (r <= 5.0) {
     r -= 1.6;
@@ -199,6 +199,15 @@ SHEAF_HOST_DEVICE inline double normal_quantile(double p) {
             1.0);
   }
   return q < 0.0 ? -tail : tail;
+}
+}  // namespace detail
+
+/// The standard normal quantile of p in (0, 1), relative error 1e-16: algorithm AS 241, PPND16
+/// (Wichura 1988).
+SHEAF_HOST_DEVICE inline double normal_quantile(double p) {
+  const double q = p - 0.5;
+  return q >= -detail::kMiddle && q <= detail::kMiddle ? detail::normal_quantile_middle(q)
+                                                       : detail::normal_quantile_tail(p, q);
 }
 
 /// Standard normal from 64 bits: the quantile of the middle of one of 2^52 equal cells.

@@ -1,5 +1,7 @@
 #include "sheaf/kernels/random.h"
 
+#include <bit>
+
 #include "sheaf/kernels/cpu/blocks.h"
 
 namespace sheaf::kernels::cpu {
@@ -67,7 +69,22 @@ void check_where(const char* who, const View& v, const GlobalIndex& where) {
                     " does not lie in ", where.global_shape);
 }
 
-/// out = f(word, element's place in the block) in double, for kernels that only write.
+/// values[n] = mean + std * normal_from(bits): the middle of the distribution for all, in vectors,
+/// then what lies outside.
+void normals(int64_t n, const uint64_t* bits, double mean, double std, double* values) {
+  double p[kBlock];
+  for (int64_t k = 0; k < n; ++k) {
+    // 2^52 + (bits >> 12), whose lowest bit counts 1, is exact; AVX2 converts no 64-bit integers.
+    const double cell = std::bit_cast<double>(bits[k] >> 12 | 0x4330000000000000u) - 0x1p52;
+    p[k] = (cell + 0.5) * 0x1p-52;
+    values[k] = mean + std * detail::normal_quantile_middle(p[k] - 0.5);
+  }
+  for (int64_t k = 0; k < n; ++k)
+    if (const double q = p[k] - 0.5; q < -detail::kMiddle || q > detail::kMiddle)
+      values[k] = mean + std * detail::normal_quantile_tail(p[k], q);
+}
+
+/// out = f(n, words) in double, for kernels that only write.
 template <class Word, class Words, class F>
 void generate(const View& out, const GlobalIndex& where, Words words, F f) {
   parallel_for(out.numel(), kGrain / 8, [&](int64_t begin, int64_t end) {
@@ -76,7 +93,7 @@ void generate(const View& out, const GlobalIndex& where, Words words, F f) {
     Cursor cursor(out, begin);
     for_global_runs(out.shape, where, begin, end, [&](int64_t, uint64_t global, int64_t n) {
       words(global, n, bits);
-      for (int64_t k = 0; k < n; ++k) values[k] = f(bits[k]);
+      f(n, bits, values);
       cursor.write(n, values);
     });
   });
@@ -92,8 +109,9 @@ void uniform(const View& out, DrawKey from, const GlobalIndex& where, double lo,
                                                          uint32_t* bits) {
         words_u32(key, first + global, n, bits);
       },
-      [lo, range = hi - lo](uint32_t bits) {
-        return lo + range * static_cast<double>(uniform_from(bits));
+      [lo, range = hi - lo](int64_t n, const uint32_t* bits, double* values) {
+        for (int64_t k = 0; k < n; ++k)
+          values[k] = lo + range * static_cast<double>(uniform_from(bits[k]));
       });
 }
 
@@ -105,7 +123,9 @@ void normal(const View& out, DrawKey from, const GlobalIndex& where, double mean
                                                          uint64_t* bits) {
         words_u64(key, first + global, n, bits);
       },
-      [mean, std](uint64_t bits) { return mean + std * normal_from(bits); });
+      [mean, std](int64_t n, const uint64_t* bits, double* values) {
+        normals(n, bits, mean, std, values);
+      });
 }
 
 void dropout(const View& x, double p, DrawKey from, const GlobalIndex& where, const View& out) {
