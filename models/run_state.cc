@@ -52,6 +52,7 @@ Json RunState::to_json() const {
   for_each_train_option(train, put);
   json.set("options", options);
   json.set("tokenizer", tokenizer ? tokenizer->to_json() : Json());
+  if (!product_choices.empty()) json.set("product_choices", product_choices);
   return json;
 }
 
@@ -65,6 +66,7 @@ RunState RunState::from_json(const Json& json) {
     for_each_model_option(s.model, take);
     for_each_train_option(s.train, take);
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
+    if (const Json* choices = json.find("product_choices")) s.product_choices = choices->as_string();
   } catch (const DataError& e) {
     fail<CheckpointError>("[checkpoint] its state cannot be read: ", e.what());
   }

@@ -15,6 +15,7 @@ struct RunState {
   ModelConfig model;
   OptimizationConfig train;
   std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
+  std::string product_choices;                 ///< of a run on GPUs (product_choices.h); else empty, and not written
 
   Json to_json() const;
   /// Throws CheckpointError if something is missing or of the wrong type.

@@ -8,7 +8,7 @@
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/models/checkpoint.h"
-#include "sheaf/models/run_state.h"
+#include "sheaf/models/product_choices.h"
 
 namespace sheaf::models {
 namespace {
@@ -74,6 +74,18 @@ void Trainer::restore() {
   load_state(*checkpoint, step_->model().module(), &step_->optimizer());
   first_step_ = state.step;
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
+  take_choices(state, checkpoint->path());
+}
+
+// Before the first step, which leaves alone what is known.
+void Trainer::take_choices(const RunState& state, const std::string& checkpoint) {
+  if (state.product_choices.empty() || !device_.is_cuda()) return;
+  try {
+    if (take_product_choices(device_, state.product_choices) == 0 && world_.rank() == 0)
+      options_.print("its choices of algorithms for products are of another GPU or cuBLASLt: they are made again");
+  } catch (const DataError& error) {
+    fail<DataError>("[resume] ", checkpoint, "/manifest.json: ", error.what());
+  }
 }
 
 int64_t Trainer::num_parameters() {
@@ -89,6 +101,7 @@ void Trainer::save(int64_t step) {
   state.model = config_.model;
   state.train = config_.train;
   state.tokenizer = corpus_.tokenizer;
+  state.product_choices = product_choices(device_);
   save_checkpoint(config_.output.folder + "/checkpoints", step,
                   checkpoint_pieces(step_->model().module(), &step_->optimizer()), state.to_json(),
                   config_.output.keep_checkpoints, group_of(*step_, world_));

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "sheaf/models/metrics.h"
+#include "sheaf/models/run_state.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/train_config.h"
 #include "sheaf/models/training_step.h"
@@ -44,6 +45,7 @@ class Trainer {
 
  private:
   void restore();
+  void take_choices(const RunState& state, const std::string& checkpoint);
   void save(int64_t step);
   std::vector<int64_t> peaks_of_ranks();
 

@@ -1,11 +1,14 @@
 #include "sheaf/models/training_step.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/cuda/product.h"
+#include "sheaf/models/product_choices.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/shard.h"
@@ -74,7 +77,9 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
   const double lr = learning_rate(step);
   model_->module().train();
   inputs_->set_step(step, step * config_.train.batch, fill, optimizer_->next_scalars({.lr = lr}));
-  const Result result = runs_as_graph(recorded) ? replay(step, lr, recorded) : record(step, lr, recorded);
+  const Result result = runs_as_graph(recorded) ? replay(step, lr, recorded)
+                        : runs_ == 0            ? record_first(step, lr, recorded)
+                                                : record(step, lr, recorded);
   ++runs_;
   return result;
 }
@@ -112,6 +117,16 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   }
   optimizer_->zero_grad();
   result.loss = loss;
+  return result;
+}
+
+TrainingStep::Result TrainingStep::record_first(int64_t step, double lr, RecordedStep* recorded) {
+  std::optional<kernels::cuda::TuneProducts> tune;
+  if (config_.train.tune_products && device_.is_cuda()) tune.emplace();
+  const Result result = record(step, lr, recorded);
+  if (device_.is_cuda() && world_.size() > 1)
+    share_product_choices(mesh_.runtime->gather_lane(0), product_choices(device_),
+                          [this](std::string_view choices) { take_product_choices(device_, choices); });
   return result;
 }
 

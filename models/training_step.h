@@ -5,6 +5,9 @@
 // then on replayed: one copy of its inputs, one launch. The two before it run as usual, so that memory, the order of
 // gathers and the libraries' choices have settled. What the host counts (steps, samples) goes on by itself; all that a
 // step reads besides lies in StepInputs. Whatever else runs between replays has memory of its own.
+//
+// [Note: products are timed once] With train.tune_products, on a GPU, the first step times the algorithms of its
+// products, and the ranks share the choices (product_choices.h). What a checkpoint brought counts as timed.
 #pragma once
 
 #include <functional>
@@ -57,6 +60,7 @@ class TrainingStep {
 
  private:
   Result record(int64_t step, double lr, RecordedStep* recorded);
+  Result record_first(int64_t step, double lr, RecordedStep* recorded);
   Result replay(int64_t step, double lr, RecordedStep* recorded);
   bool runs_as_graph(const RecordedStep* recorded) const;
 

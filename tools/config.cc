@@ -290,6 +290,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}, {}, {},
        {"f16"}, "gradients below f16's range vanish unless the loss is scaled, which steps cannot do"},
       {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
+      {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 
       {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}, {}, {},
        {"zero1", "hybrid", "secondary_shard", "tensor_parallel"}},

@@ -3,7 +3,6 @@
 #include "sheaf/core/gpu.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/cuda/config.h"
-#include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/cuda/runtime.h"
 #include "sheaf/tools/bench/gpu_time.h"
 #include "sheaf/tools/bench/suites.h"
@@ -97,11 +96,7 @@ void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line
         const Session::Sample one = [&] { return gpu_seconds([&] { step.run(done++, fill); }); };
         Probe& probe = session.probe();
         const Session::Sample peak = [&] { return gpu_seconds([&] { probe.run_flops(kBF16); }); };
-        {
-          const kernels::cuda::TuneProducts tune;
-          one(), one();
-        }
-        for (int warm = quick ? 1 : 3; warm > 0; --warm) one(), peak();
+        for (int warm = quick ? 3 : 5; warm > 0; --warm) one(), peak();
         Allocator& memory = *RankContext::current().memory(world.device());
         memory.reset_peak();
         measure_turns(session, config, one, peak, line);
