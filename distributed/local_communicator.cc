@@ -1,12 +1,14 @@
 #include "sheaf/distributed/local_communicator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 
 #include "sheaf/core/gpu.h"
 #include "sheaf/distributed/reduce.h"
 #include "sheaf/kernels/cuda/config.h"
+#include "sheaf/kernels/cuda/idle.h"
 #include "sheaf/kernels/reduce_ranks.h"
 
 namespace sheaf {
@@ -80,7 +82,7 @@ std::vector<Event> LocalGroup::meet(int index, const Event& reached) {
   return all;
 }
 
-void LocalGroup::pause(std::chrono::milliseconds delay, const FailureBoard& board) {
+void LocalGroup::pause(std::chrono::nanoseconds delay, const FailureBoard& board) {
   std::unique_lock lock(mutex_);
   condition_.wait_until(lock, Clock::now() + delay, [&] { return board.failed(); });
 }
@@ -148,8 +150,15 @@ void LocalCommunicator::agree(const Collective& call) {
   }
 }
 
+std::chrono::nanoseconds LocalCommunicator::link_time(const Collective& call) const {
+  if (options_.bytes_per_second <= 0) return {};
+  const auto bytes = static_cast<double>(received_bytes(call, rank(), size()));
+  return std::chrono::nanoseconds(std::llround(1e9 * bytes / options_.bytes_per_second));
+}
+
 void LocalCommunicator::run(const Collective& call) {
   agree(call);
+  if (const auto time = link_time(call); time.count() > 0) meeting_->pause(time, *board_);
   exchange(call, nullptr);
   meeting_->meet(rank());  // everybody has read: the buffers go back to their owners
 }
@@ -162,6 +171,8 @@ std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collectiv
   Event reached;
   try {
     for (int r = 0; r < size(); ++r) meeting_->call_of(r).buffers_ready.order(stream);
+    if constexpr (kernels::kHasCuda)
+      if (const auto time = link_time(call); time.count() > 0) kernels::cuda::idle(stream, time);
     exchange(call, gpu_lane_.get());
     reached = gpu_lane_->record();
   } catch (...) {

@@ -17,6 +17,7 @@ namespace sheaf {
 
 struct LocalOptions {
   std::chrono::milliseconds delay{0};         ///< added to every collective, to study overlap
+  double bytes_per_second = 0;                ///< at which a rank receives, as over a link; 0: no limit
   std::chrono::milliseconds timeout{300'000};  ///< of one collective, from the moment it starts on its lane
   int threads_per_rank = 0;                   ///< 0: cores / ranks, at least 1
   Device device = {};                         ///< a GPU: all ranks share it, each with a stream and an allocator of its own
@@ -40,7 +41,7 @@ class LocalGroup {
   /// The call that a member announced. Valid from gather() until the last meet() of the call.
   const Collective& call_of(int index) const { return *members_[index].call; }
   /// Sleeps for `delay`, or until the job fails.
-  void pause(std::chrono::milliseconds delay, const FailureBoard& board);
+  void pause(std::chrono::nanoseconds delay, const FailureBoard& board);
   void leave(int index);
   void wake();  ///< after the board has changed
 
@@ -77,6 +78,7 @@ class LocalCommunicator final : public CommunicatorBase {
   void gather(const Collective& call);
   void agree(const Collective& call);
   std::string disagreement() const;  ///< empty if all members made the same call; the same text on all of them
+  std::chrono::nanoseconds link_time(const Collective& call) const;  ///< of what this rank receives
   void exchange(const Collective& call, GpuLane* gpu);
 
   const std::shared_ptr<LocalGroup> meeting_;

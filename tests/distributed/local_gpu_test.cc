@@ -1,4 +1,6 @@
 // Ranks of one process that share a GPU: the collectives on its memory, in the order of its streams.
+#include <chrono>
+
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/tensor.h"
 #include "sheaf/distributed/run_local.h"
@@ -60,6 +62,22 @@ TEST(LocalGpu, ReductionBesideOtherWorkOfTheStream) {
     EXPECT_EQ(kept.to_vector(), std::vector<float>(1000, 6.0f));
     EXPECT_EQ(x.to_vector(), other);
   }, {.device = Device::cuda()});
+}
+
+TEST(LocalGpu, ASlowLinkTakesItsTimeAndGivesTheSameBits) {
+  SHEAF_NEEDS_GPU();
+  constexpr int64_t kEach = 10'000;
+  run_local(3, [&](World& world) {
+    const std::vector<float> mine(kEach, static_cast<float>(world.rank()));
+    const Tensor x = Tensor::from(mine, {kEach}).to(world.device());
+    const Tensor all = Tensor::empty(Type{kF32, {3 * kEach}, {}}, world.device());
+    lane(world).barrier("begin").sync();
+    const auto begin = std::chrono::steady_clock::now();
+    lane(world).all_gather(x.view().data, all.view().data, std::vector<int64_t>(3, kEach), kF32, "slow").sync();
+    EXPECT_GE(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(80));
+    const std::vector<float> values = all.to_vector();
+    for (int r = 0; r < 3; ++r) EXPECT_EQ(values[(r + 1) * kEach - 1], static_cast<float>(r));
+  }, {.bytes_per_second = 1e6, .device = Device::cuda()});
 }
 
 }  // namespace

@@ -262,6 +262,19 @@ TEST(Local, DelayLengthensACollectiveButNotTheCaller) {
   }, {.delay = milliseconds(50)});
 }
 
+TEST(Local, ASlowLinkTakesItsTimeForWhatARankReceives) {
+  constexpr int64_t kEach = 10'000;
+  run_local(3, [&](World& world) {
+    std::vector<float> mine(kEach, static_cast<float>(world.rank())), all(3 * kEach);
+    const auto start = Clock::now();
+    Event e = lane(world).all_gather(mine.data(), all.data(), std::vector<int64_t>(3, kEach), kF32, "slow");
+    EXPECT_LT(seconds_since(start), 0.04);
+    e.sync();
+    EXPECT_GE(seconds_since(start), 0.08);
+    for (int r = 0; r < 3; ++r) EXPECT_EQ(all[(r + 1) * kEach - 1], static_cast<float>(r));
+  }, {.bytes_per_second = 1e6});
+}
+
 TEST(Local, ManyFailuresAtOnceNeverHang) {
   for (int trial = 0; trial < 30; ++trial) {
     // Out here, because a rank that throws leaves collectives behind that still use them.
