@@ -11,6 +11,7 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -19,6 +20,7 @@
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/core_shares.h"
 #include "sheaf/distributed/socket.h"
 
 namespace sheaf::distributed {
@@ -120,6 +122,11 @@ class Job {
   void start() {
     const int n = options_.nproc;
     const int threads = options_.threads_per_rank > 0 ? options_.threads_per_rank : std::max(1, available_cores() / n);
+    std::vector<std::vector<int>> shares(static_cast<size_t>(n));  // of the cores; an empty one: not pinned
+    if (options_.pin)
+      if (auto all = core_shares(available_cpus(), n); !all.empty()) shares = std::move(all);
+    for (std::vector<int>& share : shares)
+      if (static_cast<int>(share.size()) < threads) share.clear();
     // Rank 0 inherits the socket that its store will serve on, so nobody can take the port in between.
     Socket listener = listen_on("127.0.0.1", 0);
     const std::string token = random_token();
@@ -133,7 +140,7 @@ class Job {
            str("SHEAF_THREADS_PER_RANK=", threads), str("OMP_NUM_THREADS=", threads), str(kErrorFd, '=', ends[1]),
            r == 0 ? str("SHEAF_LISTEN_FD=", listener.fd()) : "SHEAF_LISTEN_FD", "SHEAF_PORT",
            "TORCHELASTIC_USE_AGENT_STORE"});
-      children_[r].pid = spawn(environment, r == 0 ? listener.fd() : -1, ends[1]);
+      children_[r].pid = spawn(environment, shares[r], r == 0 ? listener.fd() : -1, ends[1]);
       close(ends[1]);
     }
   }
@@ -159,8 +166,12 @@ class Job {
   }
 
  private:
-  pid_t spawn(const std::vector<std::string>& environment, int listen_fd, int reason_fd) {
+  /// `cpus`: where it runs; anywhere if empty.
+  pid_t spawn(const std::vector<std::string>& environment, const std::vector<int>& cpus, int listen_fd, int reason_fd) {
     const std::vector<char*> arguments = pointers(options_.command), variables = pointers(environment);
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int cpu : cpus) CPU_SET(cpu, &set);
     const pid_t parent = getpid();
     const pid_t pid = fork();
     check<IoError>(pid >= 0, "[launch] cannot start a process: ", std::strerror(errno));
@@ -168,6 +179,7 @@ class Job {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(static_cast<int>(ExitCode::kPeerLost));  // it died before the line above
     sigprocmask(SIG_SETMASK, &previous_mask_, nullptr);
+    if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);  // where it fails, the rank runs as well
     if (listen_fd >= 0) fcntl(listen_fd, F_SETFD, 0);
     fcntl(reason_fd, F_SETFD, 0);
     execvpe(arguments[0], arguments.data(), variables.data());

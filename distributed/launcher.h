@@ -10,6 +10,7 @@ namespace sheaf::distributed {
 struct LaunchOptions {
   int nproc = 1;                     ///< ranks
   int threads_per_rank = 0;          ///< 0: cores / nproc, at least 1
+  bool pin = true;                   ///< each rank to its share of the cores, if that has as many as the rank has threads
   std::vector<std::string> command;  ///< program and arguments; the program is looked up in PATH
 };
 

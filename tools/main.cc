@@ -78,6 +78,8 @@ int run(int argc, char** argv) {
   launch_app
       ->add_option("--threads-per-rank", launch.threads_per_rank, "compute threads of each rank")
       ->check(threads);
+  launch_app->add_flag("--pin,!--no-pin", launch.pin,
+                       "each rank to cores of its own, where there are enough (default)");
   launch_app->footer(
       "sheaf launch --nproc-per-node N -- COMMAND ...\n"
       "Environment: SHEAF_TIMEOUT, seconds after which a collective that hangs ends the job (300); "
@@ -142,7 +144,7 @@ int run(int argc, char** argv) {
   if (launch.command.empty() || !unknown.empty())
     sheaf::fail<sheaf::ConfigError>(
         "[launch] ", launch.command.empty() ? "no command to run" : "unknown " + unknown[0],
-        "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] -- COMMAND ...");
+        "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] [--no-pin] -- COMMAND ...");
   return sheaf::distributed::launch(launch);
 }
 

@@ -101,6 +101,12 @@ TEST(Launcher, RunsAJob) {
   expect_said(r, str("axes ", std::max(1, available_cores() / 4), " threads, gloo"));
 }
 
+TEST(Launcher, GivesEachRankCoresOfItsOwn) {
+  if (available_cores() < 2) GTEST_SKIP() << "one core for two ranks";
+  const auto r = run_processes({.scenario = "launch/2/pinned", .ranks = 1, .own_variables = false})[0];
+  EXPECT_EQ(r.code, 0) << r.output;
+}
+
 TEST(Launcher, NamesTheFirstFailureAndReturnsItsCode) {
   struct Case {
     const char *scenario, *line;

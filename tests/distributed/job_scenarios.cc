@@ -11,6 +11,7 @@
 #include <set>
 #include <thread>
 
+#include <sched.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -126,6 +127,19 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
            if (ranks[0] != base || ranks[1] != base + stride) fail<CommError>("wrong group");
          }
          w.print("axes ", RankContext::current().threads, " threads, ", w.kind());
+       }},
+      {"pinned", [](World& w) {
+         cpu_set_t mine;
+         sched_getaffinity(0, sizeof mine, &mine);
+         std::vector<cpu_set_t> all(static_cast<size_t>(w.size()));
+         const std::vector<int64_t> bytes(static_cast<size_t>(w.size()), sizeof mine);
+         const Mesh mesh = w.mesh({{"data", w.size()}});
+         mesh.runtime->gather_lane(0).all_gather(&mine, all.data(), bytes, kU8, "cpus").sync();
+         cpu_set_t both;
+         for (int r = 1; r < w.size(); ++r) {
+           CPU_AND(&both, &all[r - 1], &all[r]);
+           if (CPU_COUNT(&both) != 0) fail<CommError>("ranks ", r - 1, " and ", r, " share a CPU");
+         }
        }},
       {"wait", [](World& w) {
          lane(w).barrier("start").sync();

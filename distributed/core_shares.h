@@ -1,0 +1,21 @@
+// Which CPUs each rank of a host runs on.
+#pragma once
+
+#include <vector>
+
+namespace sheaf::distributed {
+
+/// A CPU as the kernel numbers it, and the core it is a hardware thread of.
+struct Cpu {
+  int number = 0, package = 0, core = 0;
+};
+
+/// The CPUs that this process may run on; package and core are 0 and the number where the system does not tell.
+std::vector<Cpu> available_cpus();
+
+/// Shares `cpus` out among `ranks`, numbers in rising order: neighbours in a package go to one rank, hardware threads of
+/// a core stay together where there are as many cores as ranks, and shares differ by one core, or one CPU, at most.
+/// Empty where there are fewer CPUs than ranks.
+std::vector<std::vector<int>> core_shares(std::vector<Cpu> cpus, int ranks);
+
+}  // namespace sheaf::distributed
