@@ -168,8 +168,8 @@ void ShmCommunicator::stream(const Collective& call, bool same_for_all, PieceOf&
   const int n = size(), me = rank();
   const auto* in = static_cast<const std::byte*>(call.in);
   // Bytes of one piece that a half holds.
-  const int64_t room = same_for_all ? kShmHalfBytes : kShmHalfBytes / n / 128 * 128;
-  const auto place = [&](int to) { return windows_ % 2 * kShmHalfBytes + (same_for_all ? 0 : to * room); };
+  const int64_t half = shm_half_bytes(n), room = same_for_all ? half : half / n / 128 * 128;
+  const auto place = [&](int to) { return windows_ % 2 * half + (same_for_all ? 0 : to * room); };
   if (!announced_) announce(call);
   const bool announcing = windows_ == 0;
 

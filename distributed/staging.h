@@ -20,9 +20,12 @@ constexpr int64_t gloo_chunk_bytes(int world) {
 constexpr int64_t gloo_staging_bytes(int world) { return world <= 1 ? 0 : 2 * (world - 1) * gloo_chunk_bytes(world); }
 
 /// Shared memory: what peers are to read and does not lie in wire memory goes through one of two halves, one being
-/// filled while peers read the other. A half fits a core's second-level cache.
-inline constexpr int64_t kShmHalfBytes = int64_t{512} << 10;
-constexpr int64_t shm_staging_bytes(int world) { return world <= 1 ? 0 : 2 * kShmHalfBytes; }
+/// filled while peers read the other. A half fits a core's second-level cache and is small beside the smallest models:
+/// what is sharded lies in wire memory. Reductions divide it by the ranks, and every window costs a meeting.
+constexpr int64_t shm_half_bytes(int world) {
+  return std::clamp<int64_t>(world * (int64_t{16} << 10), int64_t{128} << 10, int64_t{512} << 10);
+}
+constexpr int64_t shm_staging_bytes(int world) { return world <= 1 ? 0 : 2 * shm_half_bytes(world); }
 
 /// Bytes that each communicator of `world` ranks holds; `kind` is its Communicator::kind().
 constexpr int64_t staging_bytes_of(std::string_view kind, int world) {
