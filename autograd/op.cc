@@ -59,10 +59,10 @@ DeviceScope::DeviceScope(Device device) : previous_(default_device_) { default_d
 DeviceScope::~DeviceScope() { default_device_ = previous_; }
 Device default_device() { return default_device_.value_or(RankContext::current().device); }
 
-std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
-                                 std::span<const OutputSpec> specs, bool add) {
+Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                     std::span<const OutputSpec> specs, bool add) {
   const Device device = device_of(op, inputs, specs);
-  std::vector<Tensor> outputs;
+  Tensors outputs;
   outputs.reserve(specs.size());
   if (op.alias) {
     const OutputSpec& spec = specs[0];
@@ -97,9 +97,9 @@ std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<c
   return outputs;
 }
 
-std::vector<Tensor> apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
-                                std::span<const OutputSpec> specs) {
-  std::vector<Tensor> outputs = execute_node(op, attrs, inputs, specs);
+Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                    std::span<const OutputSpec> specs) {
+  Tensors outputs = execute_node(op, attrs, inputs, specs);
   if (Recording* r = Recording::current()) r->record(op, attrs, inputs, outputs, specs);
   return outputs;
 }
@@ -107,19 +107,17 @@ std::vector<Tensor> apply_typed(const OpDef& op, const void* attrs, std::span<co
 namespace detail {
 // placement.cc of this folder: coerces `inputs` and fills in the layouts of `outputs`.
 void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
-           std::vector<Type>& outputs);
+           std::span<OutputSpec> outputs);
 }  // namespace detail
 
-std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
-                          std::span<const Into> into) {
+Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into) {
   for (const Tensor& t : inputs)
     if (!t.defined()) fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": an input is undefined");
   Infer infer(inputs);
   op.infer(attrs, infer);
   std::vector<Tensor> coerced;
-  detail::place(op, attrs, inputs, coerced, infer.outputs);
-  std::vector<OutputSpec> specs(infer.outputs.size());
-  for (size_t i = 0; i < specs.size(); ++i) specs[i].type = infer.outputs[i];
+  const std::span<OutputSpec> specs(infer.outputs);
+  detail::place(op, attrs, inputs, coerced, specs);
   bool add = false;
   for (size_t i = 0; i < into.size(); ++i) {
     if (!into[i].to) continue;
@@ -133,7 +131,7 @@ std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Te
     specs[i].into = into[i].to;
     add = add || into[i].add;
   }
-  std::vector<Tensor> outputs = execute_node(op, attrs, inputs, specs, add);
+  Tensors outputs = execute_node(op, attrs, inputs, specs, add);
   if (Recording* r = Recording::current()) r->record(op, attrs, inputs, outputs, specs, add);
   return outputs;
 }

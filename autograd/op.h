@@ -31,6 +31,14 @@ namespace sheaf {
 enum class OpKind : uint8_t { leaf, op, redistribute, discard, step };
 enum class Lane : uint8_t { compute, gather, reduce, copy };
 
+/// An output whose type and place are given.
+struct OutputSpec {
+  Type type;
+  Tensor into;              ///< defined: the output lies at the start of this tensor's memory (an update in place)
+  int within = -1;          ///< >= 0: it lies inside that earlier output of the same node, at `byte_offset`
+  int64_t byte_offset = 0;
+};
+
 /// Type inference: reads the inputs' global types, declares the outputs'. Layouts are filled in by the placement rule.
 class Infer {
  public:
@@ -39,8 +47,12 @@ class Infer {
   const Type& input(int i) const { return inputs_[i].type(); }
   const Shape& shape(int i) const { return input(i).shape; }
   DType dtype(int i) const { return input(i).dtype; }
-  void output(DType dtype, const Shape& shape) { outputs.push_back({dtype, shape, {}}); }
-  std::vector<Type> outputs;
+  void output(DType dtype, const Shape& shape) {
+    Type& type = outputs.emplace_back().type;
+    type.dtype = dtype;
+    type.shape = shape;
+  }
+  SmallVector<OutputSpec, 4> outputs;
 
  private:
   std::span<const Tensor> inputs_;
@@ -157,10 +169,10 @@ class Vjp {
   Into into(int i, bool may_add = false) const;
   /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
-  void set(int i, const Tensor& gradient);
+  void set(int i, Tensor gradient);
 
   Vjp(Recording& recording, int32_t node, uint64_t needs) : recording_(recording), node_(node), needs_(needs) {}
-  std::vector<std::pair<int, Tensor>> gradients;
+  SmallVector<std::pair<int, Tensor>, 4> gradients;
 
  private:
   Recording& recording_;
@@ -250,33 +262,30 @@ const OpDef& op_def() { return detail::op_def_of<Op>; }
 
 /// Runs an op whose types follow from its own rules; `into`: where its first outputs go. Throws ShapeError, DTypeError,
 /// PlacementError, LifetimeError.
-std::vector<Tensor> apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
-                          std::span<const Into> into = {});
-/// An output whose type and place are given.
-struct OutputSpec {
-  Type type;
-  Tensor into;              ///< defined: the output lies at the start of this tensor's memory (an update in place)
-  int within = -1;          ///< >= 0: it lies inside that earlier output of the same node, at `byte_offset`
-  int64_t byte_offset = 0;
-};
+Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const Into> into = {});
 /// Runs an op with given outputs (ops of units and optimizers, whose types come from elsewhere).
-std::vector<Tensor> apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
-                                std::span<const OutputSpec> outputs);
+Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                    std::span<const OutputSpec> outputs);
 /// Executes without recording: allocates or places the outputs and runs the kernel. What apply and replay share.
-std::vector<Tensor> execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
-                                 std::span<const OutputSpec> outputs, bool add = false);
+Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
+                     std::span<const OutputSpec> outputs, bool add = false);
 
 /// Inputs in braces. Where their number varies, fill a vector and call apply(op_def<Op>(), &attrs, inputs): g++ 12
 /// destroys too much when an element of a braced list inside `a ? b : c` throws.
 template <class Op>
-std::vector<Tensor> apply_all(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs,
-                              std::initializer_list<Into> into = {}) {
+Tensors apply_all(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs,
+                  std::initializer_list<Into> into = {}) {
   return apply(op_def<Op>(), &attrs, std::span(inputs.begin(), inputs.size()), std::span(into.begin(), into.size()));
 }
 /// The same for ops with one output.
 template <class Op>
 Tensor apply(const typename Op::Attrs& attrs, std::initializer_list<Tensor> inputs, const Into& into = {}) {
   return std::move(apply_all<Op>(attrs, inputs, {into})[0]);
+}
+/// The same for ops with one input, too, which is not copied into a list.
+template <class Op>
+Tensor apply(const typename Op::Attrs& attrs, const Tensor& input, const Into& into = {}) {
+  return std::move(apply(op_def<Op>(), &attrs, std::span(&input, 1), std::span(&into, 1))[0]);
 }
 
 /// Attributes of ops that have none.

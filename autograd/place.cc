@@ -64,7 +64,7 @@ void Place::rule(std::span<const Placement> inputs, std::span<const Placement> o
 namespace detail {
 
 void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
-           std::vector<Type>& outputs) {
+           std::span<OutputSpec> outputs) {
   const MeshSpec* mesh = nullptr;
   for (const Tensor& t : inputs) {
     if (!t.layout().mesh() || t.layout().mesh() == mesh) continue;
@@ -73,7 +73,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
     mesh = t.layout().mesh();
   }
   if (!mesh) return;
-  for (Type& t : outputs) t.layout = Layout(mesh);
+  for (OutputSpec& o : outputs) o.type.layout = Layout(mesh);
   std::vector<Layout> want;
   for (const Tensor& t : inputs) want.push_back(t.layout().mesh() ? t.layout() : Layout(mesh));
   bool slice = false;
@@ -88,7 +88,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
       if (!all_invariant) no_rule(op, p, mesh, axis, inputs);
       for (size_t i = 0; i < inputs.size(); ++i)  // a constant, should another axis slice it
         if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
-      for (Type& t : outputs) t.layout[axis] = Placement::invariant();
+      for (OutputSpec& o : outputs) o.type.layout[axis] = Placement::invariant();
       continue;
     }
     if (op.place) op.place(attrs, p);
@@ -105,7 +105,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
       want[i][axis] = taken->inputs[i];
       slice = true;
     }
-    for (size_t o = 0; o < outputs.size(); ++o) outputs[o].layout[axis] = taken->outputs[o];
+    for (size_t o = 0; o < outputs.size(); ++o) outputs[o].type.layout[axis] = taken->outputs[o];
   }
   if (!slice) return;
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/rank_context.h"
@@ -14,6 +15,18 @@ thread_local const std::string* current_path = nullptr;
 std::atomic<uint64_t> next_serial{1};
 
 uint64_t bit(int i) { return uint64_t{1} << i; }
+
+/// A node's attributes where they stay while the tape grows.
+class AttrsCopy {
+ public:
+  AttrsCopy(const Tape& tape, const Node& n) : words_((n.op->attrs_size + 7) / 8) {
+    if (n.op->attrs_size) std::memcpy(words_.data(), tape.attrs(n), n.op->attrs_size);
+  }
+  const void* data() const { return words_.data(); }
+
+ private:
+  SmallVector<uint64_t, 16> words_;  // attributes need no stricter alignment
+};
 
 }  // namespace
 
@@ -32,18 +45,38 @@ PhaseScope::~PhaseScope() {
 }
 
 Recording::Recording(const RecordingOptions& options)
-    : options_(options), previous_(current_recording), serial_(next_serial++) {
+    : options_(options), previous_(current_recording), serial_(next_serial++),
+      lists_(spare_lists() ? std::move(spare_lists()) : std::make_unique<Lists>()), tape_(lists_->tape),
+      states_(lists_->states), gradients_(lists_->gradients), node_saves_(lists_->node_saves) {
   current_recording = this;
 }
 
 Recording::~Recording() {
-  if (current_recording == this) take();
+  if (current_recording == this) end();
+  lists_->clear();
+  spare_lists() = std::move(lists_);
+}
+
+void Recording::end() {
+  for (const auto& group : all_groups_) group->recording_ended();
+  current_recording = previous_;
 }
 
 Tape Recording::take() {
-  for (const auto& group : all_groups_) group->recording_ended();
-  current_recording = previous_;
-  return std::move(tape_);
+  end();
+  return std::exchange(tape_, Tape());
+}
+
+void Recording::Lists::clear() {
+  tape.clear();
+  states.clear();
+  gradients.clear();
+  node_saves.clear();
+}
+
+std::unique_ptr<Recording::Lists>& Recording::spare_lists() {
+  static thread_local std::unique_ptr<Lists> lists;
+  return lists;
 }
 
 Recording* Recording::current() { return current_recording; }
@@ -228,8 +261,7 @@ Tensor Recording::resolve(ValueId v) {
     const Node n = tape_.node(tape_.value(v).producer);
     std::vector<Tensor> inputs;
     for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
-    std::vector<char> attrs(static_cast<const char*>(tape_.attrs(n)),
-                            static_cast<const char*>(tape_.attrs(n)) + n.op->attrs_size);
+    const AttrsCopy attrs(tape_, n);
     return apply(*n.op, attrs.data(), inputs)[v - static_cast<ValueId>(n.outputs)];
   }
   if (!s.saved)
@@ -308,15 +340,13 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   to_groups_ = to_groups;
   const NodeId last = tape_.num_nodes() - 1;
   gradients_.assign(tape_.num_values(), Tensor());
-  backward_path_ = PathScope::current();
   if (wanted_[value_of(y)]) {
     const Tensor seed = gradients_[value_of(y)] = seed_for(y);
     tape_.note_cotangent(value_of(seed), value_of(y));
   }
   for (NodeId id = last; id >= (to_groups ? floor_ : 0); --id) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
-    backward_path_ = tape_.path(n);  // a copy, too
-    const PathScope path(backward_path_);
+    const PathScope path(tape_.path(n));
     if (to_groups) finish_groups(id);
     if (!n.op) continue;
     bool has = false;
@@ -327,12 +357,11 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
         if (wanted_[tape_.inputs(n)[i]]) needs |= bit(i);
       if (needs) {
         if (!n.op->vjp) fail<LifetimeError>("[", n.op->name, "] has no derivative");
-        const std::vector<char> attrs(static_cast<const char*>(tape_.attrs(n)),
-                                      static_cast<const char*>(tape_.attrs(n)) + n.op->attrs_size);
+        const AttrsCopy attrs(tape_, n);
         Vjp vjp(*this, id, needs);
         n.op->vjp(attrs.data(), vjp);
         for (auto& [i, g] : vjp.gradients)
-          if (needs & bit(i)) accumulate(id, tape_.inputs(n)[i], g);
+          if (needs & bit(i)) accumulate(id, tape_.inputs(n)[i], std::move(g));
       }
       for (int o = 0; o < n.num_outputs; ++o)  // freed while unwinding, but for what was asked for
         if (const ValueId v = tape_.output(n, o); to_groups || !asked_[v]) gradients_[v] = Tensor();
@@ -358,13 +387,13 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
                     (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual());
   if (!dual)
-    fail<PlacementError>("[", tape_.node(node).op->name, "] ", backward_path_, ": gradient ", g.type(),
+    fail<PlacementError>("[", tape_.node(node).op->name, "] ", PathScope::current(), ": gradient ", g.type(),
                          " is not the dual of its value ", primal);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
   ValueState& s = state(v);
   if (!to_slot) {
     Tensor& sum = gradients_[v];
-    sum = sum ? add(sum, g) : g;
+    sum = sum ? add(sum, g) : std::move(g);
     return;
   }
   GroupState& group = group_state(s.group);
@@ -418,6 +447,6 @@ Into Vjp::into(int i, bool may_add) const {
   if (!slot) slot = s.group->slot(s.leaf_index);
   return {slot, !first};
 }
-void Vjp::set(int i, const Tensor& gradient) { gradients.emplace_back(i, gradient); }
+void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
 
 }  // namespace sheaf

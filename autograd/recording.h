@@ -103,6 +103,17 @@ class Recording {
     LeafGroup* group = nullptr; // it is this leaf of a group
     int32_t leaf_index = -1;
   };
+  /// What has an entry per node or value. A step's lists are as long as those of the step before, so a thread's next
+  /// recording begins with their memory: a new one grows them by pages that the system has to clear first.
+  struct Lists {
+    Tape tape;
+    std::vector<ValueState> states;
+    std::vector<Tensor> gradients;
+    std::vector<std::pair<uint64_t, uint64_t>> node_saves;  // per node: saved inputs, saved outputs
+    void clear();
+  };
+  static std::unique_ptr<Lists>& spare_lists();
+
   struct GroupState {
     std::shared_ptr<LeafGroup> group;
     NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
@@ -112,6 +123,7 @@ class Recording {
     std::vector<Tensor> slots;
   };
 
+  void end();
   ValueState& state(ValueId v);
   GroupState& group_state(LeafGroup* group);
   Tensor resolve(ValueId v);
@@ -125,20 +137,20 @@ class Recording {
   RecordingOptions options_;
   Recording* previous_;
   uint64_t serial_;
-  Tape tape_;
+  std::unique_ptr<Lists> lists_;
+  Tape& tape_;
+  std::vector<ValueState>& states_;
+  std::vector<Tensor>& gradients_;
+  std::vector<std::pair<uint64_t, uint64_t>>& node_saves_;
   Phase phase_ = Phase::forward;
   uint8_t next_flags_ = 0;
   bool saving_ = true;
-  std::string backward_path_;
-  std::vector<ValueState> states_;
-  std::vector<Tensor> gradients_;
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
   std::vector<GroupState> groups_;                       // used since the last backward
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   NodeId floor_ = 0;                                     // nodes before it belong to backwards that are done
   std::unordered_map<ValueId, Tensor> captured_;
   std::unordered_map<std::string, int64_t> calls_;
-  std::vector<std::pair<uint64_t, uint64_t>> node_saves_;  // per node: saved inputs, saved outputs
   Tensor random_state_;
   std::vector<bool> wanted_;  // of the differentiation under way: values whose gradients lead somewhere
   std::vector<bool> asked_;   // of gradient(): the xs

@@ -39,7 +39,7 @@ std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)
         specs[o].into = Tensor::view_into(values[value.base], specs[o].type, value.byte_offset);
       }
     }
-    std::vector<Tensor> outputs = execute_node(*n.op, tape.attrs(n), inputs, specs, n.flags & Node::kAdds);
+    Tensors outputs = execute_node(*n.op, tape.attrs(n), inputs, specs, n.flags & Node::kAdds);
     for (int o = 0; o < n.num_outputs; ++o) values[tape.output(n, o)] = std::move(outputs[o]);
     for (ValueId v : tape.inputs(n))
       if (last_use[v] == id) values[v] = Tensor();

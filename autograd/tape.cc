@@ -31,10 +31,10 @@ uint32_t Tape::intern_type(const Type& type) {
 }
 
 uint32_t Tape::intern_path(std::string_view path) {
-  if (!paths_.empty() && paths_.back() == path) return static_cast<uint32_t>(paths_.size() - 1);
+  if (last_path_ < paths_.size() && paths_[last_path_] == path) return last_path_;
   const auto [it, fresh] = path_ids_.try_emplace(std::string(path), static_cast<uint32_t>(paths_.size()));
   if (fresh) paths_.emplace_back(path);
-  return it->second;
+  return last_path_ = it->second;
 }
 
 ValueId Tape::add_leaf(const Type& type, std::string_view name, std::string_view path, Phase phase) {
@@ -73,6 +73,20 @@ NodeId Tape::add_node(const OpDef& op, const void* attrs, std::span<const ValueI
   nodes_.push_back(n);
   for (const Type* t : outputs) values_.push_back({intern_type(*t), id});
   return id;
+}
+
+void Tape::clear() {
+  nodes_.clear();
+  values_.clear();
+  edges_.clear();
+  types_.clear();
+  paths_.clear();
+  attrs_.clear();
+  path_ids_.clear();
+  type_ids_.clear();
+  leaf_names_.clear();
+  cotangents_.clear();
+  last_type_ = last_path_ = 0;
 }
 
 void Tape::erase_node(NodeId i) { nodes_.erase(nodes_.begin() + i); }

@@ -74,6 +74,7 @@ class Tape {
   Node& mutable_node(NodeId i) { return nodes_[i]; }
   void erase_node(NodeId i);  ///< for tests that break tapes; values keep their ids
   void swap_nodes(NodeId a, NodeId b) { std::swap(nodes_[a], nodes_[b]); }
+  void clear();  ///< keeps the memory
   void retype(ValueId v, const Type& type) { values_[v].type = intern_type(type); }
 
  private:
@@ -83,7 +84,7 @@ class Tape {
   std::vector<Node> nodes_;
   std::vector<Value> values_;
   std::vector<ValueId> edges_;
-  uint32_t last_type_ = 0;         // interned: a chain of ops often keeps its type
+  uint32_t last_type_ = 0, last_path_ = 0;  // interned: neighbours often share them
   std::deque<Type> types_;         // deques: a vjp holds references while it records
   std::deque<std::string> paths_;
   std::vector<char> attrs_;

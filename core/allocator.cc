@@ -7,6 +7,7 @@
 
 #include "sheaf/core/arena.h"
 #include "sheaf/core/error.h"
+#include "sheaf/core/spin_mutex.h"
 
 namespace sheaf {
 namespace {
@@ -35,7 +36,7 @@ class MetaAllocator : public Allocator {
   void add_wire(SharedRange) override {}
 
  private:
-  mutable std::mutex mutex_;
+  mutable SpinMutex mutex_;
   Counter counter_;
 };
 
@@ -94,7 +95,7 @@ class CpuAllocator : public Allocator {
     return bytes;
   }
 
-  mutable std::mutex mutex_;
+  mutable SpinMutex mutex_;
   NormalMemory normal_;
   std::vector<std::unique_ptr<Arena>> wires_;  // of earlier worlds too: blocks of theirs may be alive
   Counter counter_;

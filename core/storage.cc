@@ -3,11 +3,12 @@
 #include "sheaf/core/error.h"
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/core/recycled.h"
 
 namespace sheaf {
 
 std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, HostMemory where) {
-  return std::shared_ptr<Storage>(new Storage(device, bytes, where, RankContext::current().memory(device)));
+  return std::allocate_shared<Storage>(Recycled<Storage>(), device, bytes, where, RankContext::current().memory(device));
 }
 
 Storage::Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator)

@@ -15,6 +15,7 @@ class Storage {
  public:
   /// Takes `bytes` bytes from the current rank's allocator for `device`.
   static std::shared_ptr<Storage> allocate(Device device, int64_t bytes, HostMemory where = HostMemory::normal);
+  Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator);
   ~Storage() { release(); }
   Storage(const Storage&) = delete;
   Storage& operator=(const Storage&) = delete;
@@ -45,7 +46,6 @@ class Storage {
   void changed() { ++version_; }
 
  private:
-  Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator);
   void release();
   [[noreturn]] void throw_discarded() const;
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <ostream>
 
+#include "sheaf/core/recycled.h"
 #include "sheaf/core/transfer.h"
 
 namespace sheaf {
@@ -55,13 +56,8 @@ void Tensor::throw_undefined() { fail<LifetimeError>("use of an undefined tensor
 
 Tensor Tensor::over(std::shared_ptr<Storage> storage, int64_t byte_offset, const Type& type, const Shape& local_shape,
                     const Shape& local_strides) {
-  auto impl = std::make_shared<Impl>();
-  impl->type = type;
-  impl->storage = std::move(storage);
-  impl->byte_offset = byte_offset;
-  impl->local_shape = local_shape;
-  impl->local_strides = local_strides;
-  return Tensor(std::move(impl));
+  return Tensor(std::allocate_shared<Impl>(Recycled<Impl>(), type, std::move(storage), byte_offset, local_shape,
+                                           local_strides));
 }
 
 Tensor Tensor::empty(const Type& type, Device device, HostMemory where) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "sheaf/core/placement.h"
+#include "sheaf/core/small_vector.h"
 #include "sheaf/core/storage.h"
 #include "sheaf/core/view.h"
 
@@ -76,7 +77,7 @@ class Tensor {
   struct Impl {
     Type type;
     std::shared_ptr<Storage> storage;
-    int64_t byte_offset = 0;
+    int64_t byte_offset;
     Shape local_shape, local_strides;
     uint64_t recording = 0;  ///< serial of the recording that made this value; 0 for none
     int32_t value = -1;      ///< its value id there
@@ -95,6 +96,9 @@ class Tensor {
   [[noreturn]] static void throw_undefined();
   std::shared_ptr<Impl> impl_;
 };
+
+/// What ops return.
+using Tensors = SmallVector<Tensor, 4>;
 
 /// Same dtype, shape and every local element equal (NaN differs from NaN).
 bool equal(const Tensor& a, const Tensor& b);

@@ -214,8 +214,8 @@ void Unit::views_of_masters() {
   std::vector<OutputSpec> specs = gathered_specs();
   for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = shards[b];
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  std::vector<Tensor> outputs = apply_typed(UnitOps::open(), &attrs, shards, specs);
-  std::move(outputs.begin() + static_cast<int64_t>(buffers_.size()), outputs.end(), values_.begin());
+  Tensors outputs = apply_typed(UnitOps::open(), &attrs, shards, specs);
+  std::move(outputs.begin() + buffers_.size(), outputs.end(), values_.begin());
   recording_ = r ? r->serial() : 0;
   state_ = State::open;
   if (r) {
@@ -239,8 +239,8 @@ void Unit::issue_gather(bool prefetched) {
     r->flag_next((prefetched ? Node::kPrefetched : 0) | (mirror ? Node::kMirror : 0));
   }
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  std::vector<Tensor> outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, gathered_specs());
-  const auto split = outputs.begin() + static_cast<int64_t>(buffers_.size());
+  Tensors outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, gathered_specs());
+  const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
   for (size_t b = 0; b < buffers_.size(); ++b)
     if (buffers_[b].compute != buffers_[b].dtype) lent_.push_back(shards[b]);
@@ -304,8 +304,8 @@ Tensor Unit::slot(int index) {
     }
     const DeviceScope device(buffers_[0].shard.device());
     const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffer_of.size())};
-    std::vector<Tensor> outputs = apply_typed(UnitOps::grad_slots(), &attrs, {}, specs);
-    slot_buffers_.assign(outputs.begin(), outputs.begin() + static_cast<int64_t>(buffer_of.size()));
+    Tensors outputs = apply_typed(UnitOps::grad_slots(), &attrs, {}, specs);
+    slot_buffers_.assign(outputs.begin(), outputs.begin() + buffer_of.size());
     for (size_t k = 0; k < leaf_of.size(); ++k) slots_[leaf_of[k]] = outputs[buffer_of.size() + k];
   }
   return slots_[index];
@@ -348,7 +348,7 @@ void Unit::complete_reduction() {
   if (reduction_.reduced.empty()) return;
   const PathScope path(name_);
   if (communicates()) {
-    std::vector<Tensor> lent = reduction_.reduced;
+    std::vector<Tensor> lent(reduction_.reduced.begin(), reduction_.reduced.end());
     lent.insert(lent.end(), reduction_.slots.begin(), reduction_.slots.end());
     const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(reduction_.reduced.size())};
     apply_typed(UnitOps::complete(), &attrs, lent, {});

@@ -153,7 +153,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
-  struct Reduction { std::vector<Tensor> slots, reduced; };  // reduced goes first and waits for its lane
+  struct Reduction { std::vector<Tensor> slots; Tensors reduced; };  // reduced goes first and waits for its lane
   Reduction reduction_;            // issued, its buffers not back yet
 };
 

@@ -54,7 +54,7 @@ struct Group {
 };
 
 // Norm and scale of the gradients of `units`.
-std::vector<Tensor> norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm) {
+Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm) {
   std::vector<Group> groups;
   for (const auto& unit : units) {
     const PathScope path(unit->name());
@@ -92,7 +92,7 @@ Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm
   check<ConfigError>(max_norm > 0, "[clip_grad_norm] max_norm is ", max_norm, "; it must be positive");
   const PhaseScope phase(Phase::update);
   const auto units = nn::trainable_units("clip_grad_norm", parameters);
-  const std::vector<Tensor> out = norm_and_scale("clip_grad_norm", units, max_norm);
+  const Tensors out = norm_and_scale("clip_grad_norm", units, max_norm);
   for (const auto& unit : units)
     for (FlatBuffer& b : unit->buffers())
       if (b.trainable && b.grad) b.grad_scale = out[1];

@@ -1,7 +1,7 @@
 // check_op: everything that the tests of this repository demand of an op, for any function of tensors; also for ops
 // that a user defines. Each check returns "" or what is wrong, so a test reads
 //
-//   EXPECT_EQ(check_op({.op = "my_op", .inputs = {{3, 5}}, .f = [](Args x) { return apply<MyOp>({}, {x[0]}); }}), "");
+//   EXPECT_EQ(check_op({.op = "my_op", .inputs = {{3, 5}}, .f = [](Args x) { return apply<MyOp>({}, x[0]); }}), "");
 #pragma once
 
 #include <string>

@@ -23,6 +23,7 @@ using Args = const std::vector<Tensor>&;
 /// What it returns: a tensor or several.
 struct Outputs : std::vector<Tensor> {
   Outputs(const Tensor& t) : std::vector<Tensor>{t} {}                       // NOLINT: implicit by design
+  Outputs(const Tensors& ts) : std::vector<Tensor>(ts.begin(), ts.end()) {}  // NOLINT
   Outputs(std::vector<Tensor> t) : std::vector<Tensor>(std::move(t)) {}      // NOLINT
 };
 

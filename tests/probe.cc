@@ -175,7 +175,7 @@ Tensor probe_gradient(const Tensor& x, const Tensor& scale, const Type& type, bo
   const Tensor inputs[] = {x, scale};
   const Tensor g = apply_typed(op_def<ProbeGradient>(), &attrs, inputs, std::span(&spec, 1))[0];
   if (!strided || type.layout.mesh() || type.shape.rank() == kMaxDims) return g;
-  return apply<Pick>({}, {apply<Spread>({}, {g})});
+  return apply<Pick>({}, apply<Spread>({}, g));
 }
 
 }  // namespace

@@ -244,11 +244,11 @@ Tensor ops::gelu_gradient(const Tensor& x, const Tensor& dy, GeluKind kind) {
   return apply<GeluBackward>({kind}, {x, dy});
 }
 
-Tensor relu(const Tensor& x) { return apply<Relu>({}, {x}); }
-Tensor tanh(const Tensor& x) { return apply<Tanh>({}, {x}); }
-Tensor sigmoid(const Tensor& x) { return apply<Sigmoid>({}, {x}); }
-Tensor silu(const Tensor& x) { return apply<Silu>({}, {x}); }
-Tensor gelu(const Tensor& x, GeluKind kind) { return apply<Gelu>({kind}, {x}); }
+Tensor relu(const Tensor& x) { return apply<Relu>({}, x); }
+Tensor tanh(const Tensor& x) { return apply<Tanh>({}, x); }
+Tensor sigmoid(const Tensor& x) { return apply<Sigmoid>({}, x); }
+Tensor silu(const Tensor& x) { return apply<Silu>({}, x); }
+Tensor gelu(const Tensor& x, GeluKind kind) { return apply<Gelu>({kind}, x); }
 Tensor swiglu(const Tensor& gate, const Tensor& up) { return apply<Swiglu>({}, {gate, up}); }
 
 }  // namespace sheaf

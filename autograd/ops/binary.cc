@@ -195,7 +195,7 @@ struct BinaryScalar {
 };
 
 Tensor with_scalar(BinaryOp op, const Tensor& x, double scalar, bool left = false) {
-  return apply<BinaryScalar>({scalar, op, left}, {x});
+  return apply<BinaryScalar>({scalar, op, left}, x);
 }
 
 }  // namespace

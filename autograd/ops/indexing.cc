@@ -200,7 +200,7 @@ Tensor index_add(const Tensor& x, int dim, const Tensor& index, const Tensor& sr
   return apply<IndexAdd>({wrap_dim("index_add", dim, x.rank())}, {x, index, src});
 }
 Tensor cumsum(const Tensor& x, int dim, bool reverse) {
-  return apply<Cumsum>({wrap_dim("cumsum", dim, x.rank()), reverse}, {x});
+  return apply<Cumsum>({wrap_dim("cumsum", dim, x.rank()), reverse}, x);
 }
 
 }  // namespace sheaf

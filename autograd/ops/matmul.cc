@@ -268,7 +268,7 @@ void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight) {
   } else if (of_weight) {
     c.set(weight, apply<LinearWeightGradient>({}, {dy, c.input(0)}, c.into(weight)));
   } else if (of_bias) {
-    c.set(bias, apply<LinearBiasGradient>({}, {dy}, c.into(bias)));
+    c.set(bias, apply<LinearBiasGradient>({}, dy, c.into(bias)));
   }
 }
 

@@ -140,7 +140,7 @@ struct Norm {
     if (kLayer) inputs.push_back(c.output(kMean));
     if (a.has_weight) inputs.push_back(c.input(kWeight));
     if (attrs.has_dsum) inputs.push_back(dense_rows(c.grad(0)));
-    const std::vector<Tensor> d = apply(op_def<NormBackward>(), &attrs, inputs);
+    const Tensors d = apply(op_def<NormBackward>(), &attrs, inputs);
     size_t o = 0;
     if (attrs.dx) set_dx(d[o++]);
     if (attrs.dweight) c.set(kWeight, d[o++]);
@@ -151,8 +151,8 @@ struct Norm {
   }
   static void describe(const Attrs& a, std::string& out) { out += str("eps ", a.eps); }
 
-  static std::vector<Tensor> of(std::initializer_list<Tensor> terms, const Tensor& weight, const Tensor& bias,
-                                double eps) {
+  static Tensors of(std::initializer_list<Tensor> terms, const Tensor& weight, const Tensor& bias,
+                    double eps) {
     const NormAttrs attrs{eps, weight.defined(), bias.defined()};
     std::vector<Tensor> inputs;
     for (const Tensor& t : terms) inputs.push_back(dense_rows(t));
@@ -173,12 +173,12 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 }
 
 NormedSum add_layer_norm(const Tensor& x, const Tensor& r, const Tensor& weight, const Tensor& bias, double eps) {
-  const std::vector<Tensor> out = Norm<true, true>::of({x, r}, weight, bias, eps);
+  const Tensors out = Norm<true, true>::of({x, r}, weight, bias, eps);
   return {out[0], out[1]};
 }
 
 NormedSum add_rms_norm(const Tensor& x, const Tensor& r, const Tensor& weight, double eps) {
-  const std::vector<Tensor> out = Norm<false, true>::of({x, r}, weight, {}, eps);
+  const Tensors out = Norm<false, true>::of({x, r}, weight, {}, eps);
   return {out[0], out[1]};
 }
 

@@ -158,7 +158,7 @@ Tensor uniform(const Type& type, double lo, double hi) {
 }
 
 Tensor dropout(const Tensor& x, double p, Key key) {
-  return p == 0 ? x : apply<Dropout>({{key.value, -1}, p}, {x});
+  return p == 0 ? x : apply<Dropout>({{key.value, -1}, p}, x);
 }
 Tensor dropout(const Tensor& x, double p) {
   if (p == 0) return x;

@@ -144,7 +144,7 @@ struct Var : Reduction<Var> {
     const Tensor x = c.input(0);
     ReduceAttrs keep = a;
     keep.keepdim = true;
-    const Tensor centred = sub(x, apply<Mean>(keep, {x}));
+    const Tensor centred = sub(x, apply<Mean>(keep, x));
     const double n = static_cast<double>(count(a, x.shape()));
     c.set(0, mul(centred, spread(a, mul(c.grad(), 2.0 / (n - a.parameter)), c.input_type(0))));
   }
@@ -167,7 +167,7 @@ struct Extreme : Reduction<Op> {
     ReduceAttrs kept = a;
     kept.keepdim = true;
     const Tensor hit = cast(eq(x, reshape(c.output(0), keep)), x.dtype());
-    const Tensor share = div(reshape(c.grad(), keep), apply<Sum>(kept, {hit}));
+    const Tensor share = div(reshape(c.grad(), keep), apply<Sum>(kept, hit));
     c.set(0, mul(hit, expand(share, x.shape())));
   }
 };
@@ -240,25 +240,25 @@ ReduceAttrs attrs_of(const char* op, const Tensor& x, const Dims& dims, bool kee
 }  // namespace
 
 Tensor sum(const Tensor& x, const Dims& dims, bool keepdim) {
-  return apply<Sum>(attrs_of("sum", x, dims, keepdim), {x});
+  return apply<Sum>(attrs_of("sum", x, dims, keepdim), x);
 }
 Tensor mean(const Tensor& x, const Dims& dims, bool keepdim) {
-  return apply<Mean>(attrs_of("mean", x, dims, keepdim), {x});
+  return apply<Mean>(attrs_of("mean", x, dims, keepdim), x);
 }
 Tensor var(const Tensor& x, const Dims& dims, double correction, bool keepdim) {
-  return apply<Var>(attrs_of("var", x, dims, keepdim, correction), {x});
+  return apply<Var>(attrs_of("var", x, dims, keepdim, correction), x);
 }
 Tensor max(const Tensor& x, const Dims& dims, bool keepdim) {
-  return apply<Max>(attrs_of("max", x, dims, keepdim), {x});
+  return apply<Max>(attrs_of("max", x, dims, keepdim), x);
 }
 Tensor min(const Tensor& x, const Dims& dims, bool keepdim) {
-  return apply<Min>(attrs_of("min", x, dims, keepdim), {x});
+  return apply<Min>(attrs_of("min", x, dims, keepdim), x);
 }
 Tensor logsumexp(const Tensor& x, const Dims& dims, bool keepdim) {
-  return apply<LogSumExp>(attrs_of("logsumexp", x, dims, keepdim), {x});
+  return apply<LogSumExp>(attrs_of("logsumexp", x, dims, keepdim), x);
 }
 Tensor argmax(const Tensor& x, int dim, bool keepdim) {
-  return apply<Argmax>(attrs_of("argmax", x, {dim}, keepdim), {x});
+  return apply<Argmax>(attrs_of("argmax", x, {dim}, keepdim), x);
 }
 
 }  // namespace sheaf

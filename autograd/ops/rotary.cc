@@ -38,7 +38,7 @@ struct Rotary {
   }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0,
-          apply<Rotary>({a.theta, a.first_position, a.heads, !a.inverse}, {dense_rows(c.grad())}));
+          apply<Rotary>({a.theta, a.first_position, a.heads, !a.inverse}, dense_rows(c.grad())));
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str("theta ", a.theta, a.inverse ? " inverse" : "");
@@ -50,7 +50,7 @@ struct Rotary {
 }  // namespace
 
 Tensor rotary(const Tensor& x, double theta, int64_t first_position, int64_t heads) {
-  return apply<Rotary>({theta, first_position, heads < 0 ? kAllHeads : heads, 0}, {dense_rows(x)});
+  return apply<Rotary>({theta, first_position, heads < 0 ? kAllHeads : heads, 0}, dense_rows(x));
 }
 
 }  // namespace sheaf

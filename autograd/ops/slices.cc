@@ -130,14 +130,14 @@ Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
   if (begin < 0 || end < begin || end > size)
     fail<ShapeError>("[slice] [", begin, ",", end, ") is not within dimension ", d, " of ",
                      x.type());
-  return begin == 0 && end == size ? x : apply<SliceOp>({begin, end, d}, {x});
+  return begin == 0 && end == size ? x : apply<SliceOp>({begin, end, d}, x);
 }
 
 Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value) {
   const int d = wrap_dim("pad", dim, x.rank());
   if (before < 0 || after < 0)
     fail<ShapeError>("[pad] ", x.type(), ": negative padding ", before, ", ", after);
-  return before + after == 0 ? x : apply<Pad>({before, after, d, value}, {x});
+  return before + after == 0 ? x : apply<Pad>({before, after, d, value}, x);
 }
 
 Tensor concat(const std::vector<Tensor>& xs, int dim) {

@@ -78,8 +78,8 @@ struct LogSoftmax : OverRows<LogSoftmax> {
 template <class Op>
 Tensor along(const Tensor& x, int dim) {
   const int d = wrap_dim(Op::kName, dim, x.rank());
-  if (d == x.rank() - 1) return apply<Op>({}, {dense_rows(x)});
-  return transpose(apply<Op>({}, {dense_rows(transpose(x, d, -1))}), d, -1);
+  if (d == x.rank() - 1) return apply<Op>({}, dense_rows(x));
+  return transpose(apply<Op>({}, dense_rows(transpose(x, d, -1))), d, -1);
 }
 
 }  // namespace

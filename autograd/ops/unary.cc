@@ -177,22 +177,22 @@ struct WhereScalar {
 
 }  // namespace
 
-Tensor neg(const Tensor& x) { return apply<Neg>({}, {x}); }
-Tensor exp(const Tensor& x) { return apply<Exp>({}, {x}); }
-Tensor log(const Tensor& x) { return apply<Log>({}, {x}); }
-Tensor sqrt(const Tensor& x) { return apply<Sqrt>({}, {x}); }
-Tensor rsqrt(const Tensor& x) { return apply<Rsqrt>({}, {x}); }
-Tensor square(const Tensor& x) { return apply<Square>({}, {x}); }
-Tensor abs(const Tensor& x) { return apply<Abs>({}, {x}); }
-Tensor sign(const Tensor& x) { return apply<Sign>({}, {x}); }
-Tensor sin(const Tensor& x) { return apply<Sin>({}, {x}); }
-Tensor cos(const Tensor& x) { return apply<Cos>({}, {x}); }
-Tensor isfinite(const Tensor& x) { return apply<IsFinite>({}, {x}); }
-Tensor logical_not(const Tensor& x) { return apply<Not>({}, {x}); }
+Tensor neg(const Tensor& x) { return apply<Neg>({}, x); }
+Tensor exp(const Tensor& x) { return apply<Exp>({}, x); }
+Tensor log(const Tensor& x) { return apply<Log>({}, x); }
+Tensor sqrt(const Tensor& x) { return apply<Sqrt>({}, x); }
+Tensor rsqrt(const Tensor& x) { return apply<Rsqrt>({}, x); }
+Tensor square(const Tensor& x) { return apply<Square>({}, x); }
+Tensor abs(const Tensor& x) { return apply<Abs>({}, x); }
+Tensor sign(const Tensor& x) { return apply<Sign>({}, x); }
+Tensor sin(const Tensor& x) { return apply<Sin>({}, x); }
+Tensor cos(const Tensor& x) { return apply<Cos>({}, x); }
+Tensor isfinite(const Tensor& x) { return apply<IsFinite>({}, x); }
+Tensor logical_not(const Tensor& x) { return apply<Not>({}, x); }
 Tensor cast(const Tensor& x, DType dtype) {
-  return x.dtype() == dtype ? x : apply<Cast>({dtype}, {x});
+  return x.dtype() == dtype ? x : apply<Cast>({dtype}, x);
 }
-Tensor clamp(const Tensor& x, double lo, double hi) { return apply<Clamp>({lo, hi}, {x}); }
+Tensor clamp(const Tensor& x, double lo, double hi) { return apply<Clamp>({lo, hi}, x); }
 Tensor where(const Tensor& cond, const Tensor& a, const Tensor& b) {
   return apply<Where>({}, {cond, a, b});
 }

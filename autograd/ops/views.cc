@@ -127,7 +127,7 @@ struct Permute {
   static void vjp(const Attrs& a, Vjp& c) {
     Shape back = a.order;
     for (int i = 0; i < back.rank(); ++i) back[static_cast<int>(a.order[i])] = i;
-    c.set(0, apply<Permute>({back}, {c.grad()}));
+    c.set(0, apply<Permute>({back}, c.grad()));
   }
   static void describe(const Attrs& a, std::string& out) { out += a.order.to_string(); }
 };
@@ -181,7 +181,7 @@ Tensor reshape(const Tensor& x, const Shape& shape) {
   if (open >= 0) target[open] = known > 0 ? x.numel() / known : 0;
   if (target.numel() != x.numel())
     fail<ShapeError>("[reshape] ", x.type(), " does not have the size of ", shape);
-  return target == x.shape() ? x : apply<Reshape>({target}, {x});
+  return target == x.shape() ? x : apply<Reshape>({target}, x);
 }
 
 Tensor permute(const Tensor& x, const Dims& order) {
@@ -195,7 +195,7 @@ Tensor permute(const Tensor& x, const Dims& order) {
                       " is given twice");
     seen |= 1u << normal[i];
   }
-  return apply<Permute>({normal}, {x});
+  return apply<Permute>({normal}, x);
 }
 
 Tensor transpose(const Tensor& x, int dim0, int dim1) {
@@ -203,11 +203,11 @@ Tensor transpose(const Tensor& x, int dim0, int dim1) {
   for (int i = 0; i < x.rank(); ++i) order[i] = i;
   std::swap(order[wrap_dim("transpose", dim0, x.rank())],
             order[wrap_dim("transpose", dim1, x.rank())]);
-  return apply<Permute>({order}, {x});
+  return apply<Permute>({order}, x);
 }
 
 Tensor expand(const Tensor& x, const Shape& shape) {
-  return shape == x.shape() ? x : apply<Expand>({shape}, {x});
+  return shape == x.shape() ? x : apply<Expand>({shape}, x);
 }
 
 }  // namespace sheaf

@@ -128,12 +128,12 @@ struct Total {  // the sum of a vector
 };
 
 OpSample square(Mistake mistake) {
-  return {.op = "my_square", .inputs = {{3, 5}}, .f = [=](Args x) { return apply<Square>({mistake}, {x[0]}); },
+  return {.op = "my_square", .inputs = {{3, 5}}, .f = [=](Args x) { return apply<Square>({mistake}, x[0]); },
           .rules = {"S0 -> S0"}};
 }
 
 OpSample total(Mistake mistake) {
-  return {.op = "my_total", .inputs = {{7}}, .f = [=](Args x) { return apply<Total>({mistake}, {x[0]}); },
+  return {.op = "my_total", .inputs = {{7}}, .f = [=](Args x) { return apply<Total>({mistake}, x[0]); },
           .exact = true, .rules = {"S0 -> P"}};
 }
 

@@ -91,9 +91,9 @@ TEST(OpOnGpu, AKernelForTheCpuAloneIsAnError) {
     context.gpu = kernels::cuda::make_gpu(0);
     RankScope scope(context);
     const Tensor x = Tensor::from<float>({2, 4}, {2});
-    EXPECT_EQ(apply<Halve>({}, {x}).to_vector(), (std::vector<float>{1, 2}));
+    EXPECT_EQ(apply<Halve>({}, x).to_vector(), (std::vector<float>{1, 2}));
     try {
-      apply<Halve>({}, {x.to(Device::cuda())});
+      apply<Halve>({}, x.to(Device::cuda()));
       FAIL() << "it read memory of the GPU";
     } catch (const ConfigError& e) {
       EXPECT_NE(std::string(e.what()).find("[halve] root: inputs on cuda:0, but its execute() has a kernel for the CPU"),
