@@ -1,7 +1,6 @@
 #include "sheaf/core/rank_context.h"
 
 #include <immintrin.h>
-#include <omp.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -18,7 +17,10 @@ thread_local RankContext* current_context = nullptr;
 RankContext& process_context() {
   static RankContext* context = [] {  // never destroyed: tensors in static objects may outlive it
     auto* c = new RankContext;
-    c->threads = std::min(available_cores(), omp_get_max_threads());  // OMP_NUM_THREADS holds here too
+    c->threads = available_cores();
+    // The variable by which people tell numerical programs so.
+    if (const char* told = std::getenv("OMP_NUM_THREADS"))
+      if (const int threads = std::atoi(told); threads > 0) c->threads = std::min(c->threads, threads);
     return c;
   }();
   return *context;
@@ -68,16 +70,12 @@ int RankContext::coordinate(const MeshSpec* mesh, int axis) const {
 
 RankContext& RankContext::current() { return current_context ? *current_context : process_context(); }
 
-RankScope::RankScope(RankContext& context) : previous_(current_context), previous_threads_(omp_get_max_threads()) {
+RankScope::RankScope(RankContext& context) : previous_(current_context) {
   current_context = &context;
-  omp_set_num_threads(std::max(1, context.threads));
   flush_denormals();
 }
 
-RankScope::~RankScope() {
-  current_context = previous_;
-  omp_set_num_threads(previous_threads_);
-}
+RankScope::~RankScope() { current_context = previous_; }
 
 void flush_denormals() {
   thread_local bool done = false;

@@ -67,7 +67,6 @@ class RankScope {
 
  private:
   RankContext* previous_;
-  int previous_threads_;
 };
 
 /// Sets this thread to flush denormals to zero (FTZ and DAZ). Every thread that touches values calls it, else sums

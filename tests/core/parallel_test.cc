@@ -1,0 +1,143 @@
+#include "sheaf/core/parallel.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+namespace {
+
+// How often each of n items was covered; ranges that are too short or out of place count for many.
+std::vector<int> coverage(int64_t n, int64_t grain) {
+  std::vector<std::atomic<int>> seen(static_cast<size_t>(n));
+  parallel_for(n, grain, [&](int64_t begin, int64_t end) {
+    const bool good = 0 <= begin && begin < end && end <= n && (end - begin >= std::min(grain, n) || end == n);
+    for (int64_t i = begin; i < end; ++i) seen[static_cast<size_t>(i)] += good ? 1 : 100;
+  });
+  return {seen.begin(), seen.end()};
+}
+
+void with_threads(int threads, const std::function<void()>& f) {
+  RankContext context;
+  context.threads = threads;
+  const RankScope scope(context);
+  f();
+}
+
+TEST(ParallelFor, CoversEveryItemOnce) {
+  for (int threads : {1, 2, 3, 5, 9})
+    with_threads(threads, [&] {
+      for (int64_t n : {0, 1, 2, 7, 64, 1000})
+        for (int64_t grain : {1, 3, 100}) EXPECT_EQ(coverage(n, grain), std::vector<int>(static_cast<size_t>(n), 1));
+    });
+}
+
+TEST(ParallelFor, TheCutDependsOnTheSizesAlone) {
+  with_threads(3, [] {
+    std::vector<std::vector<std::pair<int64_t, int64_t>>> cuts;
+    for (int round = 0; round < 50; ++round) {
+      std::atomic<int> next{0};
+      std::vector<std::pair<int64_t, int64_t>> cut(3);
+      parallel_for(100, 1, [&](int64_t begin, int64_t end) { cut[static_cast<size_t>(next++)] = {begin, end}; });
+      std::sort(cut.begin(), cut.end());
+      cuts.push_back(cut);
+    }
+    for (const auto& cut : cuts) EXPECT_EQ(cut, cuts[0]);
+  });
+}
+
+TEST(ParallelFor, ThrowsWhatARangeThrewAndGoesOn) {
+  with_threads(4, [] {
+    for (int64_t culprit = 0; culprit < 4; ++culprit) {
+      EXPECT_THROW(parallel_for(4, 1, [&](int64_t begin, int64_t) {
+        if (begin == culprit) throw std::runtime_error("range");
+      }), std::runtime_error);
+      EXPECT_EQ(coverage(40, 1), std::vector<int>(40, 1));
+    }
+    EXPECT_THROW(parallel_for(4, 1, [](int64_t, int64_t) { throw std::runtime_error("all"); }), std::runtime_error);
+  });
+}
+
+TEST(ParallelFor, FromInsideRunsInline) {
+  with_threads(3, [] {
+    std::atomic<int> ranges{0};
+    parallel_for(3, 1, [&](int64_t, int64_t) {
+      const auto outer = std::this_thread::get_id();
+      parallel_for(100, 1, [&](int64_t begin, int64_t end) {
+        if (begin == 0 && end == 100 && std::this_thread::get_id() == outer) ++ranges;
+      });
+    });
+    EXPECT_EQ(ranges, 3);
+  });
+}
+
+// Ranks are threads: each has a team of its own, which ends with it.
+TEST(ParallelFor, ManyCallersAtOnce) {
+  std::vector<std::thread> callers;
+  std::atomic<int64_t> sum{0};
+  for (int c = 0; c < 4; ++c)
+    callers.emplace_back([&] {
+      with_threads(3, [&] {
+        for (int round = 0; round < 300; ++round)
+          parallel_for(30, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
+      });
+    });
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(sum, 4 * 300 * 30);
+}
+
+// What one range wrote, the caller and the ranges of the next call can read.
+TEST(ParallelFor, CallsAreOrdered) {
+  with_threads(3, [] {
+    std::vector<int64_t> values(999, 0);
+    for (int round = 0; round < 200; ++round) {
+      parallel_for(999, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) values[static_cast<size_t>(998 - i)] += values[static_cast<size_t>(998 - i)] + 1 > round;
+      });
+      std::reverse(values.begin(), values.end());
+    }
+    EXPECT_EQ(values, std::vector<int64_t>(999, 200));
+  });
+}
+
+// The workers of a forked process do not exist: its calls must not wait for them, as no call may for one that has
+// not begun.
+TEST(ParallelFor, DoesNotWaitForWorkersThatNeverBegin) {
+  with_threads(4, [] {
+    EXPECT_EQ(coverage(40, 1), std::vector<int>(40, 1));  // the team is there
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);
+      _exit(coverage(40, 1) == std::vector<int>(40, 1) ? 0 : 1);
+    }
+    int status = -1;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+  });
+}
+
+TEST(ParallelFor, WorkersThatSleepAreWoken) {
+  with_threads(2, [] {
+    for (int round = 0; round < 20; ++round) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));  // longer than workers spin
+      std::atomic<int> here{0};
+      // Each range waits for the other: they must run on two threads.
+      parallel_for(2, 1, [&](int64_t, int64_t) {
+        ++here;
+        while (here < 2) std::this_thread::yield();
+      });
+    }
+  });
+}
+
+}  // namespace
+}  // namespace sheaf
