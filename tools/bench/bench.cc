@@ -1,9 +1,11 @@
 #include "sheaf/tools/bench/bench.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <map>
+#include <thread>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/rank_context.h"
@@ -104,6 +106,8 @@ std::pair<std::vector<double>, std::vector<double>> Session::turns(const Sample&
   const double begin = now();
   std::pair<std::vector<double>, std::vector<double>> seconds;
   for (int i = 0; i < samples; ++i) {
+    // A peer's threads may still be spinning: OpenMP's do for milliseconds.
+    if (i > 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     seconds.first.push_back(a());
     seconds.second.push_back(b());
     if (options_.samples == 0 && i + 1 >= kFewest && now() - begin > kPatience) break;

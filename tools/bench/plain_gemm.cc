@@ -1,8 +1,11 @@
 #include "sheaf/tools/bench/plain_gemm.h"
 
+#include <omp.h>
+
 #include <oneapi/dnnl/dnnl.hpp>
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/parallel.h"
 
 namespace sheaf::bench {
 namespace {
@@ -16,6 +19,7 @@ dnnl::memory::desc describe(const View& v) {
 }  // namespace
 
 std::function<void()> plain_gemm(const View& a, const View& b, const View& c) try {
+  omp_set_num_threads(num_threads());  // oneDNN's threads are OpenMP's
   static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
   const auto at = [](const View& v) { return dnnl::memory(describe(v), engine, v.data); };
   const dnnl::matmul::primitive_desc pd({describe(a), describe(b), describe(c)}, engine);
