@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/rank_context.h"
@@ -13,20 +12,6 @@ namespace {
 thread_local Recording* current_recording = nullptr;
 thread_local const std::string* current_path = nullptr;
 std::atomic<uint64_t> next_serial{1};
-
-uint64_t bit(int i) { return uint64_t{1} << i; }
-
-/// A node's attributes where they stay while the tape grows.
-class AttrsCopy {
- public:
-  AttrsCopy(const Tape& tape, const Node& n) : words_((n.op->attrs_size + 7) / 8) {
-    if (n.op->attrs_size) std::memcpy(words_.data(), tape.attrs(n), n.op->attrs_size);
-  }
-  const void* data() const { return words_.data(); }
-
- private:
-  SmallVector<uint64_t, 16> words_;  // attributes need no stricter alignment
-};
 
 }  // namespace
 
@@ -200,20 +185,6 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     if (out & bit(static_cast<int>(o))) save(tape_.output(n, static_cast<int>(o)), outputs[o]);
 }
 
-void Recording::release_saves(NodeId node) {
-  const Node n = tape_.node(node);
-  auto& [in, out] = node_saves_[node];
-  const auto drop = [&](ValueId v) {
-    ValueState& s = states_[v];
-    if (--s.saves <= 0) s.saved = Tensor();
-  };
-  for (int i = 0; i < n.num_inputs && in; ++i)
-    if (in & bit(i)) drop(tape_.inputs(n)[i]);
-  for (int o = 0; o < n.num_outputs && out; ++o)
-    if (out & bit(o)) drop(tape_.output(n, o));
-  in = out = 0;
-}
-
 void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors,
                            std::span<const int> indices) {
   auto it = std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group == group; });
@@ -248,205 +219,5 @@ Recording::GroupState& Recording::group_state(LeafGroup* group) {
                         group->group_name(), "' are closed");
   return *it;
 }
-
-Tensor Recording::resolve(ValueId v) {
-  const ValueState& s = state(v);
-  if (s.group) {
-    if (s.group->version() != group_state(s.group).version)
-      fail<LifetimeError>("[backward] the parameters of unit '", s.group->group_name(), "' were changed in place (by a ",
-                          "step or an assignment) between forward and backward");
-    return s.group->value(s.leaf_index);
-  }
-  if (s.recipe) {
-    const Node n = tape_.node(tape_.value(v).producer);
-    std::vector<Tensor> inputs;
-    for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
-    const AttrsCopy attrs(tape_, n);
-    return apply(*n.op, attrs.data(), inputs)[v - static_cast<ValueId>(n.outputs)];
-  }
-  if (!s.saved)
-    fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
-                        "differentiated before (ask for it with {.keep = true})");
-  return s.saved;
-}
-
-Tensor Recording::seed_for(const Tensor& y) const {
-  if (y.numel() != 1) fail<ShapeError>("[backward] needs a scalar, not ", y.type());
-  const Layout& l = y.layout();
-  for (int a = 0; a < l.num_axes(); ++a)
-    if (l.mesh()->size(a) > 1 && (l[a].is_replicate() || l[a].is_shard()))
-      fail<PlacementError>("[backward] the loss is ", l[a].to_string(), " on mesh axis ", l.mesh()->name(a),
-                           ": every rank would contribute the whole of it. A loss is Partial over data axes (a sum of "
-                           "each rank's part, divided by the global count) and Invariant over model axes");
-  return full_of(y.type().dual(), 1.0);
-}
-
-void Recording::backward(const Tensor& loss) {
-  const ValueId v = value_of(loss);
-  if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
-  wanted_.assign(tape_.num_values(), false);
-  for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
-  reverse(loss, /*to_groups=*/true, /*keep=*/false);
-}
-
-std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
-  if (value_of(y) < 0) fail<LifetimeError>("[gradient] y is not a value of this recording");
-  wanted_.assign(tape_.num_values(), false);
-  for (const Tensor& x : xs) {
-    const ValueId v = value_of(x);
-    if (v < 0) fail<LifetimeError>("[gradient] ", x.type(), " is not a value of this recording");
-    if (!state(v).needs_grad)
-      fail<LifetimeError>("[gradient] ", x.type(), " is a constant here: call recording.watch(x) before its first use");
-    wanted_[v] = true;
-  }
-  for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
-    const Node& n = tape_.node(id);
-    const auto in = tape_.inputs(n);
-    if (std::any_of(in.begin(), in.end(), [&](ValueId v) { return wanted_[v]; }))
-      for (int o = 0; o < n.num_outputs; ++o)
-        if (state(tape_.output(n, o)).needs_grad) wanted_[tape_.output(n, o)] = true;
-  }
-  std::vector<ValueId> ids;
-  for (const Tensor& x : xs) ids.push_back(value_of(x));
-  asked_.assign(tape_.num_values(), false);
-  for (ValueId v : ids) asked_[v] = true;
-  reverse(y, /*to_groups=*/false, options.keep);
-  std::vector<Tensor> out;
-  for (size_t i = 0; i < ids.size(); ++i)
-    out.push_back(gradients_[ids[i]] ? gradients_[ids[i]] : full_of(xs[i].type().dual(), 0.0));
-  gradients_.clear();
-  return out;
-}
-
-// The reverse pass is about to differentiate `node`: groups whose uses all lie behind it are finished, the last opened
-// first. A unit is opened when it is used, not when its gather was issued ahead: its reduction must not wait for that.
-void Recording::finish_groups(NodeId node) {
-  for (;;) {
-    size_t next = groups_.size();
-    for (size_t i = 0; i < groups_.size(); ++i)
-      if (!groups_[i].finished && groups_[i].first_use > node &&
-          (next == groups_.size() || groups_[i].first_use >= groups_[next].first_use))
-        next = i;
-    if (next == groups_.size()) return;
-    groups_[next].finished = true;
-    groups_[next].group->finish(groups_[next].contributed);
-    std::fill(groups_[next].slots.begin(), groups_[next].slots.end(), Tensor());
-  }
-}
-
-void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
-  const Phase phase_before = std::exchange(phase_, Phase::backward);
-  const bool saving_before = std::exchange(saving_, keep);
-  to_groups_ = to_groups;
-  const NodeId last = tape_.num_nodes() - 1;
-  gradients_.assign(tape_.num_values(), Tensor());
-  if (wanted_[value_of(y)]) {
-    const Tensor seed = gradients_[value_of(y)] = seed_for(y);
-    tape_.note_cotangent(value_of(seed), value_of(y));
-  }
-  for (NodeId id = last; id >= (to_groups ? floor_ : 0); --id) {
-    const Node n = tape_.node(id);  // a copy: the tape grows below
-    const PathScope path(tape_.path(n));
-    if (to_groups) finish_groups(id);
-    if (!n.op) continue;
-    bool has = false;
-    for (int o = 0; o < n.num_outputs; ++o) has = has || gradients_[tape_.output(n, o)].defined();
-    if (has) {
-      uint64_t needs = 0;
-      for (int i = 0; i < n.num_inputs; ++i)
-        if (wanted_[tape_.inputs(n)[i]]) needs |= bit(i);
-      if (needs) {
-        if (!n.op->vjp) fail<LifetimeError>("[", n.op->name, "] has no derivative");
-        const AttrsCopy attrs(tape_, n);
-        Vjp vjp(*this, id, needs);
-        n.op->vjp(attrs.data(), vjp);
-        for (auto& [i, g] : vjp.gradients)
-          if (needs & bit(i)) accumulate(id, tape_.inputs(n)[i], std::move(g));
-      }
-      for (int o = 0; o < n.num_outputs; ++o)  // freed while unwinding, but for what was asked for
-        if (const ValueId v = tape_.output(n, o); to_groups || !asked_[v]) gradients_[v] = Tensor();
-    }
-    if (!keep) release_saves(id);
-  }
-  if (to_groups) {
-    finish_groups(floor_ - 1);
-    gradients_.clear();
-    for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
-    groups_.clear();
-    floor_ = tape_.num_nodes();
-  }
-  saving_ = saving_before;
-  phase_ = phase_before;
-}
-
-void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
-  const Type& primal = tape_.type(v);
-  // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
-  const bool to_slot = state(v).group && to_groups_, wide = is_wide_of(g.dtype(), primal.dtype);
-  if (wide && !to_slot) g = cast(g, primal.dtype);
-  const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
-                    (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual());
-  if (!dual)
-    fail<PlacementError>("[", tape_.node(node).op->name, "] ", PathScope::current(), ": gradient ", g.type(),
-                         " is not the dual of its value ", primal);
-  if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
-  ValueState& s = state(v);
-  if (!to_slot) {
-    Tensor& sum = gradients_[v];
-    sum = sum ? add(sum, g) : std::move(g);
-    return;
-  }
-  GroupState& group = group_state(s.group);
-  const int leaf = s.leaf_index;
-  Tensor& slot = group.slots[leaf];
-  const bool in_place = slot && g.storage() == slot.storage() && g.byte_offset() == slot.byte_offset();
-  if (!slot) slot = s.group->slot(leaf);
-  if (!in_place) {
-    if (group.contributed[leaf]) add_into(slot, g);
-    else store_into(slot, g);
-  }
-  group.contributed[leaf] = true;
-}
-
-// --- Vjp ---
-
-int Vjp::num_inputs() const { return recording_.tape_.node(node_).num_inputs; }
-const Type& Vjp::input_type(int i) const {
-  const Tape& t = recording_.tape_;
-  return t.type(t.inputs(t.node(node_))[i]);
-}
-const Type& Vjp::output_type(int i) const {
-  const Tape& t = recording_.tape_;
-  return t.type(t.output(t.node(node_), i));
-}
-bool Vjp::needs(int i) const { return needs_ & bit(i); }
-bool Vjp::has_grad(int o) const {
-  const Tape& t = recording_.tape_;
-  return recording_.gradients_[t.output(t.node(node_), o)].defined();
-}
-const Tensor& Vjp::grad(int o) const {
-  const Tape& t = recording_.tape_;
-  return recording_.gradients_[t.output(t.node(node_), o)];
-}
-Tensor Vjp::input(int i) const {
-  const Tape& t = recording_.tape_;
-  return recording_.resolve(t.inputs(t.node(node_))[i]);
-}
-Tensor Vjp::output(int i) const {
-  const Tape& t = recording_.tape_;
-  return recording_.resolve(t.output(t.node(node_), i));
-}
-Into Vjp::into(int i, bool may_add) const {
-  const Tape& t = recording_.tape_;
-  const auto& s = recording_.state(t.inputs(t.node(node_))[i]);
-  if (!s.group || !recording_.to_groups_ || !needs(i)) return {};
-  auto& group = recording_.group_state(s.group);
-  const bool first = !group.contributed[s.leaf_index];
-  if (!first && !may_add) return {};
-  Tensor& slot = group.slots[s.leaf_index];
-  if (!slot) slot = s.group->slot(s.leaf_index);
-  return {slot, !first};
-}
-void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
 
 }  // namespace sheaf

@@ -123,6 +123,7 @@ class Recording {
     std::vector<Tensor> slots;
   };
 
+  static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
   void end();
   ValueState& state(ValueId v);
   GroupState& group_state(LeafGroup* group);

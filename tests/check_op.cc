@@ -85,7 +85,7 @@ std::string check_second_gradient(const OpSample& sample) {
     try {
       gradgradcheck(p.f, p.arguments, p.options);
     } catch (const LifetimeError& e) {
-      const std::string want = "[" + sample.no_second + "] has no derivative";
+      const std::string want = "[" + sample.no_second + "] root: it has no derivative";
       return std::string(e.what()).find(want) == std::string::npos
                  ? str("the error should say \"", want, "\", not \"", e.what(), '"')
                  : "";

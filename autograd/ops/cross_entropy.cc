@@ -186,7 +186,8 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   }
   static void vjp(const Attrs&, Vjp& c) {
     if (c.has_grad(1) || c.has_grad(2))
-      fail<LifetimeError>("[", kName, "] has no derivative of its gradients");
+      fail<LifetimeError>("[", kName, "] ", path_label(PathScope::current()),
+                          ": it has no derivative of its gradients");
     if (c.needs(1)) c.set(1, apply<ScaleBy>({}, {c.output(1), c.grad()}, c.into(1)));
     if (c.needs(0)) c.set(0, apply<ScaleBy>({}, {c.output(2), c.grad()}));
   }
