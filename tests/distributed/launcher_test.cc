@@ -1,0 +1,82 @@
+#include "sheaf/distributed/launcher.h"
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+
+#include "sheaf/tests/distributed/job_scenarios.h"
+
+namespace sheaf {
+namespace {
+
+using testing::expect_said;
+using testing::last_line;
+using testing::run_processes;
+
+TEST(Rendezvous, MissingRankEndsInATimeOutThatNamesIt) {
+  const auto results = run_processes(
+      {.scenario = "nothing", .ranks = 3, .environment = {"SHEAF_INIT_TIMEOUT=1"}, .absent = {2}, .limit = 10});
+  for (int r : {0, 1}) {
+    EXPECT_EQ(results[r].code, r == 0 ? 71 : results[r].code) << results[r].output;
+    EXPECT_TRUE(results[r].code == 71 || results[r].code == 72);
+  }
+  expect_said(results[0], "time-out after 1 s, missing ranks: 2");
+}
+
+TEST(Launcher, RunsAJob) {
+  const auto r = run_processes({.scenario = "launch/4/axes", .ranks = 1, .own_variables = false})[0];
+  EXPECT_EQ(r.code, 0) << r.output;
+  expect_said(r, str("axes ", std::max(1, available_cores() / 4), " threads, shm"));
+}
+
+TEST(Launcher, GivesEachRankCoresOfItsOwn) {
+  if (available_cores() < 2) GTEST_SKIP() << "one core for two ranks";
+  const auto r = run_processes({.scenario = "launch/2/pinned", .ranks = 1, .own_variables = false})[0];
+  EXPECT_EQ(r.code, 0) << r.output;
+}
+
+TEST(Launcher, NamesTheFirstFailureAndReturnsItsCode) {
+  struct Case {
+    const char *scenario, *line;
+    int code;
+  };
+  for (const Case& c : {Case{"launch/3/kill", "sheaf launch: rank 1 (pid ", 72},
+                        Case{"launch/3/throw", "sheaf launch: rank 1 (pid ", 65},
+                        Case{"launch/2/exit", "sheaf launch: rank 1 (pid ", 65},
+                        Case{"launch/2/exit65on1", "sheaf launch: rank 1 (pid ", 65},
+                        Case{"launch/3/mismatch", "sheaf launch: rank ", 70}}) {
+    const auto r = run_processes({.scenario = c.scenario, .ranks = 1, .own_variables = false})[0];
+    EXPECT_EQ(r.code, c.code) << c.scenario << ": " << r.output;
+    const std::string line = last_line(r.output);
+    EXPECT_TRUE(line.starts_with(c.line)) << line;
+    EXPECT_TRUE(line.ends_with(c.code == 72 ? ") was killed by signal 9" : str(") exited with code ", c.code))) << line;
+    EXPECT_LT(r.seconds, 5.0) << c.scenario;
+  }
+}
+
+TEST(Launcher, PassesSignalsOn) {
+  const auto r = run_processes({.scenario = "launch/2/wait", .ranks = 1, .own_variables = false, .limit = 10,
+                                .signal = SIGTERM, .signal_after = 1.0})[0];
+  EXPECT_EQ(r.code, 128 + SIGTERM);
+  EXPECT_EQ(last_line(r.output), "sheaf launch: stopped by signal 15");
+  EXPECT_LT(r.seconds, 5.0);
+}
+
+TEST(Launcher, KilledLauncherTakesItsRanksAlong) {
+  // The ranks hold the output pipe open for as long as they live, so this ends soon only if they die too.
+  const auto start = std::chrono::steady_clock::now();
+  const auto r = run_processes({.scenario = "launch/2/wait", .ranks = 1, .own_variables = false, .limit = 20,
+                                .signal = SIGKILL, .signal_after = 1.0})[0];
+  EXPECT_EQ(r.code, 128 + SIGKILL);
+  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), 5.0);
+}
+
+TEST(Launcher, RefusesWhatCannotRun) {
+  EXPECT_THROW(distributed::launch({.nproc = 0, .threads_per_rank = 0, .command = {"true"}}), ConfigError);
+  EXPECT_THROW(distributed::launch({}), ConfigError);
+  EXPECT_EQ(distributed::launch({.nproc = 2, .threads_per_rank = 1, .command = {"/no/such/program"}}), 64);
+  EXPECT_EQ(distributed::launch({.nproc = 2, .threads_per_rank = 1, .command = {"true"}}), 0);
+}
+
+}  // namespace
+}  // namespace sheaf

@@ -1,0 +1,116 @@
+// What holds for ranks that are processes, whatever carries their bytes.
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstdlib>
+
+#include "sheaf/tests/distributed/job_scenarios.h"
+
+namespace sheaf {
+namespace {
+
+using testing::expect_bits_of_local;
+using testing::expect_fallout;
+using testing::expect_said;
+using testing::run_processes;
+
+/// The parameter is what SHEAF_COMM says to the ranks.
+class Processes : public ::testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override { setenv("SHEAF_COMM", GetParam().c_str(), 1); }
+  void TearDown() override { unsetenv("SHEAF_COMM"); }
+};
+
+TEST_P(Processes, EveryCollectiveGivesTheBitsOfLocal) { expect_bits_of_local("battery"); }
+
+TEST_P(Processes, MeshOfTwoAxes) {
+  const auto results = run_processes({.scenario = "axes", .ranks = 4});
+  for (const auto& r : results) EXPECT_EQ(r.code, 0) << r.output;
+  expect_said(results[0], str(", ", GetParam()));
+}
+
+TEST_P(Processes, KilledPeerIsNamedWithinTwoSeconds) {
+  expect_fallout({.scenario = "kill", .ranks = 3}, 1, 128 + SIGKILL, 72, 2.0,
+                 {"[all_reduce] rank", "of 3: rank 1 failed: it died", "(blocks."});
+  expect_fallout({.scenario = "kill0", .ranks = 3}, 0, 128 + SIGKILL, 72, 2.0, {"rank 0 failed: it died"});
+}
+
+TEST_P(Processes, ThrowingPeerTellsWhatItThrew) {
+  expect_fallout({.scenario = "throw", .ranks = 3}, 1, 65, 72, 2.0,
+                 {"rank 1 failed: [data] token 70000 is out of vocabulary"});
+  expect_fallout({.scenario = "throw_unguarded", .ranks = 3}, 1, 65, 72, 2.0, {"rank 1 failed: an exception ended it"});
+  expect_fallout({.scenario = "exit", .ranks = 2}, 1, 65, 72, 2.0, {"rank 1 failed: it died"});
+}
+
+TEST_P(Processes, AbortReachesEverybody) {
+  for (const auto& r : run_processes({.scenario = "abort", .ranks = 3})) {
+    EXPECT_EQ(r.code, 72) << r.output;
+    expect_said(r, "had enough");
+    expect_said(r, "(twice)");
+    EXPECT_LT(r.seconds, 3.0);
+  }
+}
+
+TEST_P(Processes, HangEndsInATimeOutThatNamesTheMissing) {
+  const auto results = run_processes({.scenario = "hang", .ranks = 3, .environment = {"SHEAF_TIMEOUT=1"}});
+  for (const auto& r : results) {
+    EXPECT_EQ(r.code, 71) << r.output;
+    expect_said(r, "[all_reduce] rank");
+    expect_said(r, "time-out after 1.0 s at sequence 6 (blocks.");
+    expect_said(r, "missing ranks: 2");
+    EXPECT_LT(r.seconds, 5.0);
+  }
+}
+
+TEST_P(Processes, StoppedProcessIsMissing) {
+  const auto results =
+      run_processes({.scenario = "stopped", .ranks = 3, .environment = {"SHEAF_TIMEOUT=1"}, .limit = 4});
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(results[r].code, 71) << results[r].output;
+    expect_said(results[r], "missing ranks: 2");
+    EXPECT_LT(results[r].seconds, 3.5);
+  }
+}
+
+TEST_P(Processes, WhoIsHeldUpByAnotherIsNotBlamed) {
+  const auto results =
+      run_processes({.scenario = "held_up", .ranks = 4, .environment = {"SHEAF_TIMEOUT=2"}, .limit = 6});
+  for (int r = 0; r < 3; ++r) {
+    EXPECT_EQ(results[r].code, 71) << results[r].output;
+    expect_said(results[r], "missing ranks: 3");
+  }
+}
+
+TEST_P(Processes, RankThatLeavesEarlyIsNamed) {
+  const auto results = run_processes({.scenario = "leave", .ranks = 3});
+  EXPECT_EQ(results[1].code, 0) << results[1].output;
+  for (int r : {0, 2}) {
+    EXPECT_EQ(results[r].code, 72) << results[r].output;
+    expect_said(results[r], "rank 1 failed: it has left the job");
+  }
+}
+
+TEST_P(Processes, DisagreementNamesBothSides) {
+  for (const auto& r : run_processes({.scenario = "mismatch", .ranks = 3})) {
+    EXPECT_EQ(r.code, 70) << r.output;
+    expect_said(r, "calls all_gather f32 [1000, 1000, 1000] (blocks.1)");
+    expect_said(r, "rank 1 calls reduce_scatter f32 [1000, 1000, 1000] (blocks.1)");
+    EXPECT_LT(r.seconds, 3.0);
+  }
+  for (const auto& r : run_processes({.scenario = "skip", .ranks = 2})) {
+    EXPECT_EQ(r.code, 70) << r.output;
+    expect_said(r, "rank 0 calls all_reduce f32 [1000] sum (blocks.4)");
+    expect_said(r, "rank 1 calls all_reduce f32 [1000] sum (blocks.5)");
+    expect_said(r, GetParam() == "gloo" ? "call 5" : "at sequence 5");
+  }
+  for (const auto& r : run_processes({.scenario = "mismatch_all_to_all", .ranks = 2})) {
+    EXPECT_EQ(r.code, 70) << r.output;
+    expect_said(r, "rank 1 sends 5 elements to rank 0, which expects 4");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Over, Processes, ::testing::Values("gloo", "shm"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace sheaf
