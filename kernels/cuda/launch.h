@@ -57,11 +57,15 @@ void launch(const char* name, const Stream& stream, const LaunchShape& shape,
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shape.shared_bytes));
   if (error == cudaSuccess) {
-    kernel<<<dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
-                  static_cast<unsigned>(shape.blocks_z)),
-             static_cast<unsigned>(shape.threads), shape.shared_bytes,
-             static_cast<cudaStream_t>(stream.handle)>>>(static_cast<Parameters>(args)...);
-    error = cudaGetLastError();
+    cudaLaunchConfig_t config{};
+    config.gridDim =
+        dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
+             static_cast<unsigned>(shape.blocks_z));
+    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream.handle);
+    // Not <<<>>>, whose errors are the thread's last one: of whatever call was refused before.
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(args)...);
   }
   check<CudaError>(error == cudaSuccess, '[', name, "] launch of ", shape.blocks, " x ",
                    shape.blocks_y, " x ", shape.blocks_z, " blocks of ", shape.threads,

@@ -50,7 +50,6 @@ void* allocate(size_t bytes) {
   void* memory = nullptr;
   const cudaError_t error = cudaMalloc(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // it would be reported again by the next call
     size_t free_bytes = 0, total = 0;
     SHEAF_CUDA_CALL(cudaMemGetInfo, &free_bytes, &total);
     fail<OutOfMemory>("[cudaMalloc] ", bytes, " bytes asked, ", free_bytes, " free of ", total,

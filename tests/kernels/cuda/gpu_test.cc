@@ -8,6 +8,7 @@
 
 #include "sheaf/core/storage.h"
 #include "sheaf/core/tensor.h"
+#include "sheaf/kernels/cuda/idle.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 namespace sheaf {
@@ -302,6 +303,24 @@ TEST(Gpu, TimedEventsTellHowLongTheDeviceTook) {
       EXPECT_GE(none, 0);
       EXPECT_LT(none, 0.02) << "the host's sleep is not the device's";
       EXPECT_GT(many, none);
+    }
+  });
+}
+
+TEST(Gpu, ALaunchIsNotBlamedForWhatWasRefusedBefore) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    if constexpr (kernels::kHasCuda) {
+      using namespace std::chrono_literals;
+      kernels::cuda::idle(gpu.compute(), 20ms);
+      const Event idle = gpu.record(gpu.compute());
+      idle.ready();  // CUDA's word for "not yet" is an error of this thread, too
+      EXPECT_NO_THROW(kernels::cuda::idle(gpu.compute(), 0ms));
+      EXPECT_THROW(kernels::cuda::allocate(size_t{1} << 50), OutOfMemory);
+      EXPECT_NO_THROW(kernels::cuda::idle(gpu.compute(), 0ms));
+      EXPECT_THROW(kernels::cuda::use_device(1000), CudaError);
+      EXPECT_NO_THROW(kernels::cuda::idle(gpu.compute(), 0ms));
+      gpu.sync(gpu.compute());
     }
   });
 }
