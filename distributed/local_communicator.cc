@@ -32,7 +32,11 @@ std::byte* at(void* base, int64_t elements, const Collective& call) {
 class GpuLane {
  public:
   explicit GpuLane(std::shared_ptr<Gpu> gpu) : gpu_(std::move(gpu)), stream_(gpu_->make_lane()) {}
-  ~GpuLane() { gpu_->destroy_lane(stream_); }
+  ~GpuLane() {
+    try {
+      gpu_->destroy_lane(stream_);
+    } catch (const CudaError&) {}  // reported where it happened
+  }
   GpuLane(const GpuLane&) = delete;
   GpuLane& operator=(const GpuLane&) = delete;
 

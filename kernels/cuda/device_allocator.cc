@@ -39,7 +39,12 @@ class GrowingAllocator : public DeviceAllocator,
                          public std::enable_shared_from_this<GrowingAllocator> {
  public:
   explicit GrowingAllocator(int device) : device_(device) {}
-  ~GrowingAllocator() override { release(range_); }
+  ~GrowingAllocator() override {
+    try {
+      release(range_);
+    } catch (const CudaError&) {
+    }  // reported where it happened
+  }
 
   void* allocate(size_t bytes, HostMemory) override {
     const size_t size = rounded(bytes);
