@@ -160,16 +160,6 @@ Graph backward_graph(const Attention& a) {
 bool is_backward(const Attention& a) { return a.dout.rank() != 0; }
 Graph graph_of(const Attention& a) { return is_backward(a) ? backward_graph(a) : forward_graph(a); }
 
-/// What a plan depends on.
-std::vector<int64_t> key_of(const Attention& a) {
-  std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2], is_backward(a),
-                           a.deterministic};
-  key.insert(key.end(), a.q.shape.begin(), a.q.shape.end());
-  for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv})
-    key.insert(key.end(), v->strides.begin(), v->strides.end());
-  return key;
-}
-
 std::atomic<int64_t> calls{0};
 
 struct Answer {
@@ -185,16 +175,18 @@ struct DeviceAttention {
 
   /// About one of the parts, with the mutex held.
   const Answer& ask(const Attention& a) {
-    const auto [it, added] = answers.try_emplace(key_of(a));
-    if (!added) return it->second;
+    const std::vector<int64_t> key = plan_key(a);
+    if (const auto known = answers.find(key); known != answers.end()) return known->second;
+    check_can_be_planned(a);
+    Answer& answer = answers[key];
     try {
       load();
       if (!handle) check_status(cudnnCreate(&handle), "cudnnCreate");
-      it->second.plan = std::make_unique<const Plan>(graph_of(a), Target{.handle = handle});
+      answer.plan = std::make_unique<const Plan>(graph_of(a), Target{.handle = handle});
     } catch (const Refusal& refusal) {
-      it->second.refusal = refusal.what();
+      answer.refusal = refusal.what();
     }
-    return it->second;
+    return answer;
   }
 };
 
@@ -238,11 +230,6 @@ void run(cudnnHandle_t handle, const Plan& plan, const Attention& a, Workspace w
     if (!a.deterministic) ids.push_back(kSumOfDQ), pointers.push_back(ours + row_sum_bytes(a));
   }
   plan.run(handle, ids, pointers, workspace.data);
-}
-
-[[noreturn]] void fail_for(const Attention& a, std::string_view why) {
-  fail<CudaError>("[attention] cuDNN, ", is_backward(a) ? "backward" : "forward", ", queries ",
-                  a.q.shape, ", keys ", a.k.shape, " of ", a.q.dtype, ": ", why);
 }
 
 }  // namespace

@@ -35,8 +35,8 @@ std::vector<Attention> parts_of(const Attention& a);
 
 /// Why cuDNN does not take this on the thread's current device: in its words, or because of
 /// something that was never tried; empty if it does. The first question about a shape compiles a
-/// plan for it, which takes about half a second on the host and must not happen in a stream
-/// capture; the answer is kept.
+/// plan for it, which takes about half a second on the host; the answer is kept. CudaError for a
+/// first question while the rank's GPU captures a graph.
 std::string refusal(const Attention& a);
 inline bool accepts(const Attention& a) { return refusal(a).empty(); }
 /// The same for a device that need not be here, described in JSON as cuDNN does. Compiles each time
@@ -51,5 +51,11 @@ int64_t attention_calls();
 
 /// The part of refusal() that needs no cuDNN.
 std::string layout_refusal(const Attention& a);
+/// What a plan depends on.
+std::vector<int64_t> plan_key(const Attention& a);
+/// Throws CudaError while this rank's GPU captures a graph: before a plan is made.
+void check_can_be_planned(const Attention& a);
+/// Throws CudaError that names the call and `why`.
+[[noreturn]] void fail_for(const Attention& a, std::string_view why);
 
 }  // namespace sheaf::kernels::cuda::cudnn

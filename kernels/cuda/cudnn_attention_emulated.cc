@@ -2,6 +2,8 @@
 // memory.
 #include <atomic>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <vector>
 
 #include "sheaf/kernels/attention.h"
@@ -17,6 +19,17 @@ std::atomic<int64_t> calls{0};
 struct alignas(128) Line {
   char bytes[128];
 };
+
+/// There are none here, but they must be asked for at the times when cuDNN makes them.
+void plan(const Attention& a) {
+  static std::mutex mutex;
+  static std::set<std::vector<int64_t>> known;
+  std::lock_guard lock(mutex);
+  const std::vector<int64_t> key = plan_key(parts_of(a).front());
+  if (known.contains(key)) return;
+  check_can_be_planned(a);
+  known.insert(key);
+}
 
 void run(const Attention& a, Workspace workspace) {
   std::memset(workspace.data, 0xff, kWorkspace);  // it is ours to use
@@ -36,14 +49,22 @@ void run(const Attention& a, Workspace workspace) {
 
 }  // namespace
 
-std::string refusal(const Attention& a) { return layout_refusal(a); }
+std::string refusal(const Attention& a) {
+  const std::string why = layout_refusal(a);
+  if (why.empty()) plan(a);
+  return why;
+}
 std::string refusal_on(std::string_view, const Attention&, int64_t*) { return "emulated GPU"; }
 
-size_t attention_workspace(const Attention&) { return kWorkspace; }
+size_t attention_workspace(const Attention& a) {
+  plan(a);
+  return kWorkspace;
+}
 
 void attention(const Stream& stream, const Attention& a, Workspace workspace) {
   const std::string why = layout_refusal(a);
-  check<CudaError>(why.empty(), "[attention] cuDNN (emulated GPU): ", why);
+  if (!why.empty()) fail_for(a, why);
+  plan(a);
   check<ShapeError>(workspace.bytes >= kWorkspace,
                     "[attention] workspace too small: ", workspace.bytes, " bytes");
   ++calls;

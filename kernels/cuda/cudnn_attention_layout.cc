@@ -1,6 +1,8 @@
 #include <vector>
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/gpu.h"
+#include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
 namespace sheaf::kernels::cuda::cudnn {
@@ -82,6 +84,28 @@ std::string layout_refusal(const Attention& a) {
   if (a.lse.dtype != kF32 || !a.lse.contiguous() || a.lse.numel() != q[0] * q[1] * q[2])
     return str("lse must be dense f32: ", a.lse.shape, " of ", a.lse.dtype);
   return "";
+}
+
+std::vector<int64_t> plan_key(const Attention& a) {
+  std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2], a.dout.rank() != 0,
+                           a.deterministic};
+  key.insert(key.end(), a.q.shape.begin(), a.q.shape.end());
+  for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv})
+    key.insert(key.end(), v->strides.begin(), v->strides.end());
+  return key;
+}
+
+void check_can_be_planned(const Attention& a) {
+  const auto& gpu = RankContext::current().gpu;
+  if (gpu && gpu->capturing())
+    fail_for(a,
+             "there is no plan for these yet, and none is compiled while a graph is captured; "
+             "compute it once before");
+}
+
+void fail_for(const Attention& a, std::string_view why) {
+  fail<CudaError>("[attention] cuDNN, ", a.dout.rank() != 0 ? "backward" : "forward", ", queries ",
+                  a.q.shape, ", keys ", a.k.shape, " of ", a.q.dtype, ": ", why);
 }
 
 }  // namespace sheaf::kernels::cuda::cudnn

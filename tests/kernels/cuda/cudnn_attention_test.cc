@@ -1,5 +1,8 @@
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
+#include "sheaf/core/gpu.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/cuda/gpu.h"
 #include "sheaf/tests/kernels/cuda/attention_data.h"
 
 // Against the CPU's kernel in f64. The emulated GPU has the CPU's kernel in cuDNN's place, so there
@@ -83,6 +86,38 @@ TEST(CudnnAttention, PartsKeepToAWorkspace) {
   EXPECT_EQ(cuda::cudnn::parts_of(forward_of(g, 1)).size(), 1u);
   a.deterministic = false;
   EXPECT_EQ(cuda::cudnn::parts_of(a).size(), 1u);
+}
+
+TEST(CudnnAttention, PlansAreMadeBeforeACapture) {
+  SHEAF_NEEDS_GPU();
+  if constexpr (kHasCuda) {
+    RankContext context;
+    context.gpu = cuda::make_gpu(0);
+    const RankScope scope(context);
+    const AttentionData data({1, 64, 5, 5, 16}, kBF16);  // a shape that no other test here has
+    const AttentionOnGpu g(data);
+    const Attention forward = forward_of(g, data.scale), backward = backward_of(g, data.scale);
+    if (const std::string why = cuda::cudnn::refusal(forward); !why.empty())
+      GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+    {
+      const GpuCapture capture(*context.gpu);
+      cuda::cudnn::attention_workspace(forward);
+      for (const auto& ask : {+[](const Attention& a) { cuda::cudnn::refusal(a); },
+                              +[](const Attention& a) { cuda::cudnn::attention_workspace(a); }})
+        try {
+          ask(backward);
+          ADD_FAILURE() << "a plan was made";
+        } catch (const CudaError& e) {
+          EXPECT_STREQ(e.what(),
+                       "[attention] cuDNN, backward, queries [1,64,5,16], keys [1,64,5,16] "
+                       "of bf16: there is no plan for these yet, and none is compiled while a "
+                       "graph is captured; compute it once before");
+        }
+    }
+    EXPECT_EQ(cuda::cudnn::refusal(backward), "");
+    const GpuCapture capture(*context.gpu);
+    EXPECT_GT(cuda::cudnn::attention_workspace(backward), 0u);
+  }
 }
 
 TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
