@@ -20,6 +20,18 @@ std::string variable(const char* name) {
   return value ? value : "";
 }
 
+/// Of a list that colons separate.
+std::vector<std::string> folders_of(const char* name) {
+  const std::string text = variable(name);
+  std::vector<std::string> out;
+  for (std::string_view list = text; !list.empty();) {
+    const size_t length = std::min(list.find(':'), list.size());
+    if (length > 0) out.emplace_back(list.substr(0, length));
+    list.remove_prefix(std::min(length + 1, list.size()));
+  }
+  return out;
+}
+
 std::vector<std::string> matches(const std::string& pattern) {
   glob_t found{};
   std::vector<std::string> out;
@@ -77,12 +89,7 @@ void load_nvrtc(const std::string& soname) {
 
 LibraryFolders library_folders() {
   LibraryFolders out;
-  const std::string folders = variable("SHEAF_CUDA_LIBRARIES");
-  for (std::string_view list = folders; !list.empty();) {
-    const size_t length = std::min(list.find(':'), list.size());
-    if (length > 0) out.before_loader.emplace_back(list.substr(0, length));
-    list.remove_prefix(std::min(length + 1, list.size()));
-  }
+  out.before_loader = folders_of("SHEAF_CUDA_LIBRARIES");
 
   std::vector<std::string>& after = out.after_loader;
   const auto add = [&](const std::string& folder) {
@@ -92,9 +99,14 @@ LibraryFolders library_folders() {
        {variable("CUDA_PATH"), std::string(SHEAF_CUDA_ROOT), std::string("/usr/local/cuda")})
     if (!root.empty()) add(root + "/lib64"), add(root + "/targets/x86_64-linux/lib");
 
-  std::vector<std::string> environments{"/usr/local", "/usr"};
-  if (const std::string venv = variable("VIRTUAL_ENV"); !venv.empty())
-    environments.insert(environments.begin(), venv);
+  std::vector<std::string> environments;
+  if (const std::string venv = variable("VIRTUAL_ENV"); !venv.empty()) environments.push_back(venv);
+  for (const std::string& bin : folders_of("PATH")) {
+    std::error_code absent;
+    if (!std::filesystem::exists(bin + "/python3", absent)) continue;
+    environments.push_back(std::filesystem::weakly_canonical(bin, absent).parent_path());
+  }
+  environments.insert(environments.end(), {"/usr/local", "/usr"});
   if (const std::string home = variable("HOME"); !home.empty())
     environments.push_back(home + "/.local");
   for (const std::string& environment : environments)

@@ -35,7 +35,8 @@ void load_library(const std::string& soname, std::span<const ForwardedFunction> 
 /// Where libraries are looked for, besides the loader's own places:
 ///   SHEAF_CUDA_LIBRARIES  folders, separated by colons; these come even before the loader's
 ///   $CUDA_PATH, the CUDA that this was built with, /usr/local/cuda
-///   NVIDIA's packages in Python environments: $VIRTUAL_ENV, the system's, ~/.local
+///   NVIDIA's packages in Python environments: $VIRTUAL_ENV, those whose python3 is in $PATH, the
+///   system's, ~/.local
 struct LibraryFolders {
   std::vector<std::string> before_loader, after_loader;
 };

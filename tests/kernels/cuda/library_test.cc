@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <string>
 
 #include <gmock/gmock.h>
@@ -58,6 +59,13 @@ TEST_F(CudaLibrary, FoldersOfTheVariableThenOfToolkitsThenOfPython) {
   setenv("CUDA_PATH", "/toolkit", 1);
   const std::string newest = make("venv/lib/python3.12/site-packages/nvidia/cudnn/lib");
   const std::string home = make("home/.local/lib/python3.9/site-packages/nvidia/nccl/lib");
+  const std::string in_path = make("conda/lib/python3.13/site-packages/nvidia/cu13/lib");
+  make("none/lib/python3.13/site-packages/nvidia/cu13/lib"), make("none/bin");  // no python3 there
+  std::ofstream(make("conda/bin") + "/python3");
+  setenv(
+      "PATH",
+      str("/usr/bin:", (root_ / "none/bin").string(), ':', (root_ / "conda/bin").string()).c_str(),
+      1);
   setenv("VIRTUAL_ENV", (root_ / "venv").c_str(), 1);
   setenv("HOME", (root_ / "home").c_str(), 1);
   const LibraryFolders folders = library_folders();
@@ -70,7 +78,10 @@ TEST_F(CudaLibrary, FoldersOfTheVariableThenOfToolkitsThenOfPython) {
   };
   EXPECT_LT(0, place("/usr/local/cuda/lib64"));
   EXPECT_LT(place("/usr/local/cuda/lib64"), place(newest));
-  EXPECT_LT(place(newest), place(home));
+  EXPECT_LT(place(newest), place(in_path));
+  EXPECT_LT(place(in_path), place(home));
+  for (const std::string& folder : folders.after_loader)
+    EXPECT_EQ(folder.find((root_ / "none").string()), std::string::npos) << folder;
   EXPECT_EQ(folders.after_loader.back(), home);
 }
 
