@@ -44,6 +44,7 @@ case $suite in
   slow) sleep 100 ;;
   breaks) echo 'sheaf: [cudaX] misaligned address' >&2; exit 70 ;;
 esac
+if [[ $suite == words ]]; then printf '%s\n' "${*:5}" >"$2"; exit; fi
 printf '%s\n' 'NVIDIA Test' '' "| $suite/first | 1 | UNSOUND: | " "| $suite/second | not available: no | " >"$2")";
 constexpr const char* kNoGpu =
     "echo 'sheaf: [device] SHEAF_DEVICE=cuda, but there is no GPU: nothing' >&2; exit 64";
@@ -113,9 +114,58 @@ TEST(RunAll, TestsThatPassFailAndHang) {
   EXPECT_THAT(bundle.report(), HasSubstr("| passes_test | passed | 2 | 0 | 0 | "));
   EXPECT_THAT(bundle.report(), HasSubstr("| fails_test | failed | 1 | 1 | 0 | "));
   EXPECT_THAT(bundle.report(), HasSubstr("| A.C (2 ms) |"));
-  EXPECT_THAT(bundle.report(), HasSubstr("stopped after 2 s: [ RUN      ] A.Hangs |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("stopped after 2 s: A.Hangs |"));
   EXPECT_THAT(bundle.report(), HasSubstr("3 passed, 2 failed, 0 skipped."));
   EXPECT_THAT(bundle.report(), Not(HasSubstr("## Benchmarks")));
+}
+
+TEST(RunAll, FailuresAreInTheReportInTheirOwnWords) {
+  Bundle bundle;
+  bundle.add("bin/fails_test", R"(
+echo '[ RUN      ] A.C'
+echo 'a_test.cc:7: Failure'
+echo 'Expected: 1'
+echo '[  FAILED  ] A.C (2 ms)'
+exit 1)");
+  bundle.add("bin/dies_test", "echo '[ RUN      ] A.D'; echo 'what(): a fault'; kill -ABRT $$");
+  bundle.add("bin/sheaf", kNoGpu);
+  EXPECT_EQ(bundle.run("--tests --jobs 2"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("### fails_test\n\n```\na_test.cc:7: Failure\nExpected: 1\n"));
+  EXPECT_THAT(bundle.report(), HasSubstr("| status 134: A.D what(): a fault |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("### dies_test\n\n```\n[ RUN      ] A.D\n"));
+  EXPECT_THAT(bundle.report(), HasSubstr("0 passed, 2 failed, 0 skipped."));
+  EXPECT_TRUE(fs::exists(bundle / "report_logs.tar.gz"));
+}
+
+TEST(RunAll, TestsAreChosenAndWhatTellsMostComesFirst) {
+  Bundle bundle;
+  for (const char* name : {"a", "kernels_cuda_copy", "kernels_cuda_gpu", "models_gpu"})
+    bundle.add(std::string("bin/") + name + "_test", "echo \"$@\" >words; " + std::string(kPasses));
+  bundle.add("bin/sheaf", kNoGpu);
+  EXPECT_EQ(bundle.run("--tests --only 'kernels_ models_' --gtest 'A.*'"), 0);
+  const size_t gpu = bundle.report().find("| kernels_cuda_gpu_test |"),
+               models = bundle.report().find("| models_gpu_test |"),
+               copy = bundle.report().find("| kernels_cuda_copy_test |");
+  EXPECT_LT(gpu, models);
+  EXPECT_LT(models, copy);
+  EXPECT_NE(copy, std::string::npos);
+  EXPECT_THAT(bundle.report(), Not(HasSubstr("| a_test |")));
+  std::string words;
+  std::getline(std::ifstream(bundle / "data/words"), words);
+  EXPECT_EQ(words, "--gtest_color=no --gtest_filter=A.*");
+}
+
+TEST(RunAll, KeepsToItsTime) {
+  Bundle bundle;
+  for (const char* name : {"bin/a_test", "bin/b_test"})
+    bundle.add(name, "sleep 1.5; " + std::string(kPasses));
+  bundle.add("bin/c_test", kPasses);
+  bundle.add("bin/sheaf", kBench);
+  EXPECT_EQ(bundle.run("--within 7 --suites gemm"), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), HasSubstr("| b_test | passed | 2 |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("| c_test | not run | 0 | 0 | 0 | 0 | no time left |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("No time was left for 1 programs."));
+  EXPECT_THAT(bundle.report(), HasSubstr("| gemm | not run: no time left |"));
 }
 
 TEST(RunAll, SuitesBringTheirTables) {
@@ -130,6 +180,9 @@ TEST(RunAll, SuitesBringTheirTables) {
   EXPECT_THAT(bundle.report(),
               HasSubstr("### slow, as far as it came\n\n```\nslow/first: 1 GB/s\n```"));
   EXPECT_THAT(bundle.report(), HasSubstr("[cudaX] misaligned address |"));
+  EXPECT_EQ(bundle.run("--benchmarks --suites words --samples 9 --filter f32"), 0);
+  EXPECT_THAT(bundle.report(), HasSubstr("| words | measured | 0 | 0 | 0 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("### words\n\n--samples 9 --filter f32"));
 }
 
 TEST(RunAll, TheSanitizerIsUsedWhereItIs) {
