@@ -75,8 +75,12 @@ F* driver(const char* name) {
 #define SHEAF_DRIVER(name) static auto* const name##_ = driver<decltype(name)>(#name)
 
 void check_driver(CUresult result, const char* call) {
-  if (result != CUDA_SUCCESS)
-    fail<CudaError>('[', call, "] driver error ", static_cast<int>(result));
+  if (result == CUDA_SUCCESS) return;
+  SHEAF_DRIVER(cuGetErrorString);
+  const char* words = nullptr;
+  cuGetErrorString_(result, &words);
+  fail<CudaError>('[', call, "] driver error ", static_cast<int>(result), ", ",
+                  words ? words : "which it has no words for");
 }
 
 CUmemAllocationProp pinned_on(int device) {
