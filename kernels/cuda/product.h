@@ -89,7 +89,7 @@ void run_plain_product(const Stream& stream, const Product& product);
 /// While one lives, products of this thread whose algorithm was not yet chosen by timing are timed
 /// with the first few candidates when they run: a training step under it tunes its products. The
 /// host waits for the GPU; not while a graph is captured. Products that add to their result
-/// allocate memory for the trials.
+/// allocate memory for the trials; where there is none left they keep cuBLASLt's first candidate.
 class TuneProducts {
  public:
   TuneProducts() { ++depth_; }

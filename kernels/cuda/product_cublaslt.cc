@@ -7,6 +7,7 @@
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 
+#include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/library.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/cuda/runtime.h"
@@ -287,8 +288,13 @@ class DeviceProducts {
     std::unique_ptr<void, void (*)(void*)> trial(nullptr, cuda::free);
     if (s.accumulate) {  // adding several times would spoil the result
       const int64_t cells = (s.batches - 1) * s.stride_d + (s.n - 1) * s.ld_d + s.m;
-      trial.reset(allocate(static_cast<size_t>(cells) * size_of(s.out)));
-      fill_bytes(stream, trial.get(), 0, static_cast<size_t>(cells) * size_of(s.out));
+      const size_t bytes = static_cast<size_t>(cells) * size_of(s.out);
+      try {
+        trial.reset(allocate(bytes));
+      } catch (const OutOfMemory&) {  // no room to try: the estimate it is
+        return candidates.front();
+      }
+      fill_bytes(stream, trial.get(), 0, bytes);
     }
     void* const d = trial ? trial.get() : p.d;
     const auto handle = static_cast<cudaStream_t>(stream.handle);
