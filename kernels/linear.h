@@ -51,8 +51,8 @@ size_t linear_workspace(const View& x, const View& weight, const View& bias, con
 void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
             const View& y, Workspace workspace);
 
-/// These two by one product where cuBLASLt knows it: gelu is then that of the f32 sums, before they
-/// are rounded into `before`. Else by a product and a kernel of ours.
+/// These two by one product for bf16 and f16, where cuBLASLt knows it: gelu is then that of the f32
+/// sums, before they are rounded into `before`. Else by a product and a kernel of ours.
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
                              const View& before, const View& value);
 void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,

@@ -24,8 +24,8 @@ void gemm(const Stream& stream, const Gemm& g, Workspace workspace);
 /// What a product may do on its way, with `other`.
 enum class Fused : uint8_t {
   row_sums,       ///< stores other[M] = the sum of each row of a; without bias
-  gelu,           ///< other = the result; c = its gelu, tanh form. `other` as c
-  gelu_gradient,  ///< c = the result * gelu'(other); without bias. `other` as c
+  gelu,           ///< other = the result; c = its gelu, tanh form. `other` as c, bf16 or f16
+  gelu_gradient,  ///< c = the result * gelu'(other); without bias. `other` as c, bf16 or f16
 };
 /// gemm() of two matrices, storing, and that, in one kernel of cuBLASLt. False if it has none for
 /// these dtypes, sizes and strides (`other` is dense, of c's dtype, and so is c for gelu): then

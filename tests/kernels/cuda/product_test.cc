@@ -198,7 +198,7 @@ TEST(Product, AppliesGeluAndItsDerivativeOnItsWay) {
     const double t = bend(x);
     return (1 + t) / 2 + x / 2 * (1 - t * t) * kRoot * (1 + 3 * 0.044715 * x * x);
   };
-  for (DType d : {kF32, kBF16, kF16})
+  for (DType d : {kBF16, kF16})
     for (bool with_bias : {false, true}) {
       const int64_t m = 40, n = 56, k = 72;
       const Array a = Array::random(d, {m, k}, 1), b = Array::random(d, {k, n}, 2, 1, {1, k}),
@@ -247,6 +247,7 @@ TEST(Product, AppliesGeluOnlyWhereOneKernelCan) {
       EXPECT_FALSE(gemm_with(OnGpu::stream(), g, fused, gother, scratch));
     EXPECT_TRUE(same_bits(gc.back(), c) && same_bits(gother.back(), other));
   };
+  refuses(some(kF32, {16, 24}), some(kF32, {16, 24}));  // for the sake of its digits
   refuses(some(kBF16, {16, 24}), some(kF32, {16, 24}));
   refuses(some(kBF16, {16, 24}), some(kBF16, {16, 24}, {32, 1}));
   refuses(some(kBF16, {16, 24}, {32, 1}), some(kBF16, {16, 24}));
