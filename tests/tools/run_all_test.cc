@@ -89,7 +89,8 @@ TEST(RunAll, WithoutAGpuNothingFails) {
   EXPECT_THAT(bundle.report(), HasSubstr("| a_test | skipped | 0 | 0 | 1 | "));
   EXPECT_THAT(bundle.report(), HasSubstr("not run: no GPU here (as \\| the driver says) |"));
   EXPECT_THAT(bundle.report(), HasSubstr("0 passed, 0 failed, 1 skipped."));
-  for (const char* suite : {"gemm", "kernels", "attention", "step", "memory", "comm", "allocator"})
+  for (const char* suite : {"gemm", "kernels", "attention", "step/gpt2-124m", "step/gpt2-774m",
+                            "step/gpt2-1558m", "step/llama3-8b", "memory", "comm", "allocator"})
     EXPECT_THAT(bundle.report(), HasSubstr("| " + std::string(suite) + " | not run: no GPU | 0 |"));
   EXPECT_THAT(bundle.report(), Not(HasSubstr("###")));
 }
@@ -183,6 +184,9 @@ TEST(RunAll, SuitesBringTheirTables) {
   EXPECT_EQ(bundle.run("--benchmarks --suites words --samples 9 --filter f32"), 0);
   EXPECT_THAT(bundle.report(), HasSubstr("| words | measured | 0 | 0 | 0 | "));
   EXPECT_THAT(bundle.report(), HasSubstr("### words\n\n--samples 9 --filter f32"));
+  EXPECT_EQ(bundle.run("--benchmarks --suites 'gemm/first words/a' --samples 9"), 0);
+  EXPECT_THAT(bundle.report(), HasSubstr("| gemm/first | measured | 2 | 1 | 1 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("### words/a\n\n--samples 9 --filter words/a"));
 }
 
 TEST(RunAll, TheSanitizerIsUsedWhereItIs) {
