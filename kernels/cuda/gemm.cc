@@ -1,6 +1,8 @@
 #include "sheaf/kernels/cuda/gemm.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/product.h"
@@ -51,6 +53,13 @@ struct Side : MatrixBatch {
   }
   char* at(int64_t offset) const { return data + offset * static_cast<int64_t>(size_of(dtype)); }
 };
+
+/// SHEAF_FUSED_PRODUCTS=0 leaves what products could do on their way to kernels of ours, to
+/// compare.
+bool fusing_wanted() {
+  const char* const value = std::getenv("SHEAF_FUSED_PRODUCTS");
+  return !value || std::string_view(value) != "0";
+}
 
 /// A product, checked: a row-major c, batches merged where they can be.
 class Plan {
@@ -107,7 +116,7 @@ class Plan {
                                 : other.numel() == g_.c.numel()),
                       "[", g_.who, "] ", other.shape, " beside the product ", g_.c.shape);
     if (empty() || !batch_.empty() || a_.cols == 0 || other.dtype != c_.dtype ||
-        !other.contiguous())
+        !other.contiguous() || !fusing_wanted())
       return false;
     if (sums)  // the product's B is a, unless they changed places
       return run(stream, workspace, swapped_ ? Epilogue::sums_of_a : Epilogue::sums_of_b,

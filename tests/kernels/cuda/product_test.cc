@@ -258,6 +258,24 @@ TEST(Product, AppliesGeluOnlyWhereOneKernelCan) {
                ShapeError);
 }
 
+TEST(Product, DoesNothingOnItsWayWhereThatIsNotWanted) {
+  SHEAF_NEEDS_GPU();
+  const OnGpu a(Array::random(kBF16, {16, 8}, 1)), b(Array::random(kBF16, {8, 24}, 2)),
+      c(Array(kBF16, {16, 24})), other(Array(kBF16, {16, 24})), sums(Array(kBF16, {16}));
+  const Gemm g{"test", a, b, c, {}};
+  const GpuScratch scratch(gemm_workspace(g));
+  const auto both = [&] {
+    return gemm_with(OnGpu::stream(), g, Fused::row_sums, sums, scratch) ||
+           gemm_with(OnGpu::stream(), g, Fused::gelu, other, scratch);
+  };
+  setenv("SHEAF_FUSED_PRODUCTS", "0", 1);
+  EXPECT_FALSE(both());
+  unsetenv("SHEAF_FUSED_PRODUCTS");
+  if (kEmulatedCuda) {
+    EXPECT_TRUE(both());
+  }
+}
+
 TEST(Product, SumsOnlyWhatOneKernelCan) {
   SHEAF_NEEDS_GPU();
   const Array a = Array::random(kBF16, {16, 8}, 1), b = Array::random(kBF16, {8, 24}, 2),
