@@ -29,7 +29,7 @@ void check_type(const OpDef& op, const Type& want, const Tensor& have) {
     fail<PlacementError>("[", op.name, "] output ", want, " cannot be stored into ", have.type());
 }
 
-Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, Device device, HostMemory where) {
+Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, Device device, MemoryKind where) {
   if (spec.within >= 0) return Tensor::view_into(earlier[spec.within], spec.type, spec.byte_offset);
   if (spec.into) return spec.into.type() == spec.type ? spec.into.alias() : Tensor::view_into(spec.into, spec.type, 0);
   return Tensor::empty(spec.type, device, where);

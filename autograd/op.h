@@ -187,7 +187,7 @@ struct OpDef {
   Lane lane;
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
-  HostMemory memory;  ///< where fresh outputs lie: `wire` if other ranks will read them
+  MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
   uint64_t saved_inputs, saved_outputs;

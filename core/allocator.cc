@@ -25,7 +25,7 @@ class Counter {
 
 class MetaAllocator : public Allocator {
  public:
-  void* allocate(size_t bytes, HostMemory) override {
+  void* allocate(size_t bytes, MemoryKind) override {
     std::lock_guard lock(mutex_);
     counter_.add(bytes);
     return nullptr;
@@ -54,10 +54,11 @@ using NormalMemory = Arena;
 
 class CpuAllocator : public Allocator {
  public:
-  void* allocate(size_t bytes, HostMemory where) override {
+  void* allocate(size_t bytes, MemoryKind where) override {
     const size_t size = rounded(bytes);
     std::lock_guard lock(mutex_);
-    void* block = where == HostMemory::wire && !wires_.empty() ? wires_.back()->allocate(size) : nullptr;
+    const bool wire = where == MemoryKind::wire || where == MemoryKind::host_wire;
+    void* block = wire && !wires_.empty() ? wires_.back()->allocate(size) : nullptr;
     if (!block) block = normal_.allocate(size);
     if (!block) fail<OutOfMemory>("[allocator] cannot allocate ", bytes, " bytes");
     counter_.add(bytes);

@@ -14,9 +14,16 @@ struct MemoryStats {
   int64_t allocations = 0;  ///< calls so far
 };
 
-/// Which part of a rank's memory a block lies in. What other ranks will read belongs into `wire`: where the ranks share
-/// a host they map each other's, and read it without a copy in between.
-enum class HostMemory : uint8_t { normal, wire };
+/// Which part of a rank's memory a block lies in, by who else gets at it. Ranks that share a host map each other's
+/// wire memory, and read it without a copy in between. On a GPU what units send and receive lies where NCCL moves it
+/// without a copy (Gpu::set_wire); not so what stays long after it was sent, as memory there serves nothing else
+/// meanwhile.
+enum class MemoryKind : uint8_t {
+  normal,     ///< nobody's; what comes from other ranks may land here, too
+  wire,       ///< other ranks read it
+  landing,    ///< what comes from other ranks lands here: normal on a CPU, wire on a GPU
+  host_wire,  ///< other ranks read it, and it stays: wire on a CPU, normal on a GPU
+};
 
 /// Memory that other processes map, too.
 struct SharedRange {
@@ -25,12 +32,12 @@ struct SharedRange {
   std::shared_ptr<void> mapping = {};  ///< keeps it there
 };
 
-/// Thread-safe. Blocks are aligned to 128 bytes. All counts are over both kinds of memory.
+/// Thread-safe. Blocks are aligned to 128 bytes. All counts are over all kinds of memory.
 class Allocator {
  public:
   virtual ~Allocator() = default;
-  /// Where there is no wire memory, or no more of it, a normal block serves as well.
-  virtual void* allocate(size_t bytes, HostMemory where = HostMemory::normal) = 0;
+  /// On a CPU, where there is no wire memory, or no more of it, a normal block serves as well.
+  virtual void* allocate(size_t bytes, MemoryKind where = MemoryKind::normal) = 0;
   virtual void free(void* block, size_t bytes) = 0;
   virtual MemoryStats stats() const = 0;
   virtual void reset_peak() = 0;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "sheaf/core/allocator.h"
 #include "sheaf/core/device.h"
@@ -20,6 +21,20 @@ class GpuGraph {
   virtual void replay() = 0;
 };
 
+/// Where pieces of device memory come from that others than this process can get at: those of ncclMemAlloc.
+class PieceSource {
+ public:
+  virtual ~PieceSource() = default;
+  /// A piece on GPU `device` of this process, aligned to 256 bytes; null if there is no more.
+  virtual void* allocate(int device, size_t bytes) = 0;
+  virtual void free(void* piece) = 0;
+};
+
+struct MemoryPiece {
+  void* base;
+  size_t bytes;
+};
+
 class Gpu {
  public:
   virtual ~Gpu() = default;
@@ -32,6 +47,12 @@ class Gpu {
   virtual const std::shared_ptr<Allocator>& memory() const = 0;
   /// True for an address in memory().
   virtual bool holds(const void* address) const = 0;
+  /// From now on wire and landing blocks (MemoryKind) lie in pieces of `source`, each block inside one. The first piece
+  /// is made at once: OutOfMemory if it cannot be had. Only the first call counts.
+  virtual void set_wire(std::shared_ptr<PieceSource> source) = 0;
+  /// The pieces by now, without the first `known`. They stay until the memory goes, and come in the same order, with
+  /// the same sizes and blocks, on all ranks that allocate and free such blocks in the same order. For any thread.
+  virtual std::vector<MemoryPiece> wire_pieces(size_t known = 0) const = 0;
   /// The stream of this rank's ops.
   virtual const Stream& compute() const = 0;
   /// Another stream of the same device, ahead of compute() where both have work: for communication.

@@ -7,11 +7,11 @@
 
 namespace sheaf {
 
-std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, HostMemory where) {
+std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, MemoryKind where) {
   return std::allocate_shared<Storage>(Recycled<Storage>(), device, bytes, where, RankContext::current().memory(device));
 }
 
-Storage::Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator)
+Storage::Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr<Allocator> allocator)
     : device_(device), bytes_(bytes), allocator_(std::move(allocator)) {
   data_ = static_cast<char*>(allocator_->allocate(bytes, where));
 }

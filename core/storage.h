@@ -14,8 +14,8 @@ namespace sheaf {
 class Storage {
  public:
   /// Takes `bytes` bytes from the current rank's allocator for `device`.
-  static std::shared_ptr<Storage> allocate(Device device, int64_t bytes, HostMemory where = HostMemory::normal);
-  Storage(Device device, int64_t bytes, HostMemory where, std::shared_ptr<Allocator> allocator);
+  static std::shared_ptr<Storage> allocate(Device device, int64_t bytes, MemoryKind where = MemoryKind::normal);
+  Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr<Allocator> allocator);
   ~Storage() { release(); }
   Storage(const Storage&) = delete;
   Storage& operator=(const Storage&) = delete;

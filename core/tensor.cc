@@ -60,7 +60,7 @@ Tensor Tensor::over(std::shared_ptr<Storage> storage, int64_t byte_offset, const
                                            local_strides));
 }
 
-Tensor Tensor::empty(const Type& type, Device device, HostMemory where) {
+Tensor Tensor::empty(const Type& type, Device device, MemoryKind where) {
   const Shape local = type.local_shape();
   return over(Storage::allocate(device, local.numel() * static_cast<int64_t>(size_of(type.dtype)), where), 0, type,
               local, local.contiguous_strides());

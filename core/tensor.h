@@ -22,7 +22,7 @@ class Tensor {
 
   // --- construction without recording (constants and tests) ---
   /// Uninitialised local memory for a value of this type.
-  static Tensor empty(const Type& type, Device device = Device::cpu(), HostMemory where = HostMemory::normal);
+  static Tensor empty(const Type& type, Device device = Device::cpu(), MemoryKind where = MemoryKind::normal);
   /// A copy of host values in row-major order, without layout. T: double, float, int64_t, int32_t, uint8_t, ...
   template <class T>
   static Tensor from(const std::vector<T>& values, const Shape& shape);

@@ -46,7 +46,7 @@ ShmCommunicator::ShmCommunicator(CommunicatorGroup group, std::shared_ptr<Job> j
                                  std::shared_ptr<const ShmSegments> segments)
     : CommunicatorBase(std::move(group), job->board), job_(std::move(job)), segments_(std::move(segments)),
       allocator_(RankContext::current().cpu), staging_bytes_(shm_staging_bytes(size())) {
-  staging_ = static_cast<std::byte*>(allocator_->allocate(static_cast<size_t>(staging_bytes_), HostMemory::wire));
+  staging_ = static_cast<std::byte*>(allocator_->allocate(static_cast<size_t>(staging_bytes_), MemoryKind::wire));
   try {
     meeting_ = connect(group_, *job_, *segments_, staging_);
   } catch (...) {

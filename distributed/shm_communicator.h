@@ -1,6 +1,6 @@
 // ShmCommunicator: ranks that are processes of one host, through memory that all of them map.
 //
-// [Note: how bytes travel] Everybody pulls. What a rank gives lies in its wire memory (see HostMemory), and peers copy
+// [Note: how bytes travel] Everybody pulls. What a rank gives lies in its wire memory (see MemoryKind), and peers copy
 // or sum it from there: one copy. What lies elsewhere goes through the rank's staging, window by window. A call is
 // meetings with reading in between: at the first one everybody has announced its call and where its input lies; at the
 // last one everybody has read, and the inputs go back to their owners.

@@ -304,7 +304,8 @@ Tensor Unit::slot(int index) {
     }
     const DeviceScope device(buffers_[0].shard.device());
     const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffer_of.size())};
-    Tensors outputs = apply_typed(UnitOps::grad_slots(), &attrs, {}, specs);
+    const OpDef& op = gathers() ? UnitOps::grad_slots() : UnitOps::lasting_grad_slots();
+    Tensors outputs = apply_typed(op, &attrs, {}, specs);
     slot_buffers_.assign(outputs.begin(), outputs.begin() + buffer_of.size());
     for (size_t k = 0; k < leaf_of.size(); ++k) slots_[leaf_of[k]] = outputs[buffer_of.size() + k];
   }

@@ -37,14 +37,14 @@ void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& cal
 
 struct Resting {
   static constexpr const char* kName = "resting";
-  static constexpr HostMemory kMemory = HostMemory::wire;
+  static constexpr MemoryKind kMemory = MemoryKind::wire;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
 };
 
 struct CastShard {
   static constexpr const char* kName = "cast_shard";
-  static constexpr HostMemory kMemory = HostMemory::wire;
+  static constexpr MemoryKind kMemory = MemoryKind::wire;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
 };
@@ -52,6 +52,7 @@ struct CastShard {
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr MemoryKind kMemory = MemoryKind::landing;
   static constexpr Lane kLane = Lane::gather;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
@@ -80,9 +81,10 @@ struct Discard {
   }
 };
 
+template <MemoryKind kind>
 struct GradSlots {
   static constexpr const char* kName = "grad_slots";
-  static constexpr HostMemory kMemory = HostMemory::wire;
+  static constexpr MemoryKind kMemory = kind;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {  // padding between and after the slots is sent too: zero it
     const Stream stream = c.stream();
@@ -153,7 +155,8 @@ const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
 const OpDef& UnitOps::all_gather() { return op_def<AllGather>(); }
 const OpDef& UnitOps::open() { return op_def<Open>(); }
 const OpDef& UnitOps::discard() { return op_def<Discard>(); }
-const OpDef& UnitOps::grad_slots() { return op_def<GradSlots>(); }
+const OpDef& UnitOps::grad_slots() { return op_def<GradSlots<MemoryKind::wire>>(); }
+const OpDef& UnitOps::lasting_grad_slots() { return op_def<GradSlots<MemoryKind::host_wire>>(); }
 const OpDef& UnitOps::zero() { return op_def<Zero>(); }
 const OpDef& UnitOps::reduce_scatter() { return op_def<ReduceScatter>(); }
 const OpDef& UnitOps::all_reduce() { return op_def<AllReduce>(); }

@@ -12,10 +12,11 @@ struct UnitOps {
   };
   static const OpDef& resting();         ///< → a shard at rest, in wire memory, filled with zeros
   static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
-  static const OpDef& all_gather();      ///< shards → buffers, then the parameters inside them
+  static const OpDef& all_gather();      ///< shards → landing buffers, then the parameters inside them
   static const OpDef& open();            ///< the same without communication: the shards are the buffers
   static const OpDef& discard();         ///< buffers →
   static const OpDef& grad_slots();      ///< → buffers in wire memory, then the slots inside them; padding is zeroed
+  static const OpDef& lasting_grad_slots();  ///< the same for gradients that stay there, in host_wire memory
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
   static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
   static const OpDef& all_reduce();      ///< slot buffers, in place

@@ -342,7 +342,7 @@ class PoisonAllocator final : public Allocator {
   /// `gpu`: whose memory it is; null for that of the host.
   PoisonAllocator(std::shared_ptr<Allocator> inner, int byte, Gpu* gpu = nullptr)
       : inner_(std::move(inner)), byte_(byte), gpu_(gpu) {}
-  void* allocate(size_t bytes, HostMemory where) override {
+  void* allocate(size_t bytes, MemoryKind where) override {
     void* p = inner_->allocate(bytes, where);
     if (!p || !bytes) return p;
     if (!gpu_) return std::memset(p, byte_, bytes);
@@ -370,6 +370,8 @@ class PoisonGpu final : public Gpu {
   std::string name() const override { return inner_->name(); }
   const std::shared_ptr<Allocator>& memory() const override { return memory_; }
   bool holds(const void* address) const override { return inner_->holds(address); }
+  void set_wire(std::shared_ptr<PieceSource> source) override { inner_->set_wire(std::move(source)); }
+  std::vector<MemoryPiece> wire_pieces(size_t known) const override { return inner_->wire_pieces(known); }
   const Stream& compute() const override { return inner_->compute(); }
   Stream make_lane() override { return inner_->make_lane(); }
   void destroy_lane(const Stream& lane) override { inner_->destroy_lane(lane); }

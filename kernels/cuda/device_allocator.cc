@@ -6,6 +6,7 @@
 #include "sheaf/kernels/cuda/free_blocks.h"
 #include "sheaf/kernels/cuda/gpu.h"
 #include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/kernels/cuda/wire_pool.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -15,14 +16,25 @@ constexpr size_t kLeastGrowth = size_t{32} << 20;  // mapping takes the driver t
 
 size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
+/// Free blocks of the range and of the wire pool, by their offsets.
+struct Free {
+  FreeBlocks range, pool;
+  FreeBlocks& of(size_t offset) { return WirePool::owns(offset) ? pool : range; }
+  void put(size_t offset, size_t size) { of(offset).put(offset, size); }
+  void put_all(const Free& other) {
+    for (const auto& [offset, size] : other.range.pieces()) range.put(offset, size);
+    for (const auto& [offset, size] : other.pool.pieces()) pool.put(offset, size);
+  }
+};
+
 /// [Note: memory of graphs] A graph runs with the addresses that its capture was given. What a
-/// capture takes from the range is the graph's, until the graph goes: blocks freed meanwhile are
+/// capture takes is the graph's, until the graph goes: blocks freed meanwhile are
 /// handed out again within the same capture, and to nobody else, so that whatever comes to live
 /// beside the graph lies elsewhere. It counts as alive with the most that was alive in the capture:
 /// a replay's peak is that of the same work done without a graph.
 struct GraphMemory {
-  std::map<size_t, size_t> taken;                // offset, size: from the range
-  FreeBlocks free;                               // of these
+  std::map<size_t, size_t> taken;                // offset, size
+  Free free;                                     // of these
   std::vector<std::pair<size_t, size_t>> older;  // blocks from before the capture, freed in it: the
                                                  // graph may read them
   int64_t older_bytes = 0;                       // as they were asked for
@@ -38,7 +50,7 @@ struct GraphMemory {
 class GrowingAllocator : public DeviceAllocator,
                          public std::enable_shared_from_this<GrowingAllocator> {
  public:
-  explicit GrowingAllocator(int device) : device_(device) {}
+  explicit GrowingAllocator(int device) : device_(device), pool_(device) {}
   ~GrowingAllocator() override {
     try {
       release(range_);
@@ -46,22 +58,25 @@ class GrowingAllocator : public DeviceAllocator,
     }  // reported where it happened
   }
 
-  void* allocate(size_t bytes, HostMemory) override {
+  void* allocate(size_t bytes, MemoryKind kind) override {
     const size_t size = rounded(bytes);
     std::lock_guard lock(mutex_);
-    const size_t offset = open_ ? take_for_graph(bytes, size) : take(bytes, size);
+    const bool wire =
+        (kind == MemoryKind::wire || kind == MemoryKind::landing) && pool_.there();
+    const size_t offset = open_ ? take_for_graph(bytes, size, wire) : take(bytes, size, wire);
     if (open_) {
       open_->live += static_cast<int64_t>(bytes);
       open_->peak = std::max(open_->peak, open_->live);
     }
     count(static_cast<int64_t>(bytes));
     ++stats_.allocations;
-    return range_.base + offset;
+    return wire ? pool_.address(offset) : range_.base + offset;
   }
 
   void free(void* block, size_t bytes) override {
     std::lock_guard lock(mutex_);
-    const auto offset = static_cast<size_t>(static_cast<char*>(block) - range_.base);
+    const size_t offset = pool_.offset(block).value_or(
+        static_cast<size_t>(static_cast<char*>(block) - range_.base));
     const auto asked = static_cast<int64_t>(bytes);
     for (const auto& graph : graphs_)
       if (graph->holds(offset)) {
@@ -93,7 +108,7 @@ class GrowingAllocator : public DeviceAllocator,
   MemoryStats stats() const override {
     std::lock_guard lock(mutex_);
     MemoryStats s = stats_;
-    s.reserved = static_cast<int64_t>(range_.mapped);
+    s.reserved = static_cast<int64_t>(range_.mapped + pool_.bytes());
     return s;
   }
   void reset_peak() override {
@@ -103,7 +118,24 @@ class GrowingAllocator : public DeviceAllocator,
   bool holds(const void* address) const override {
     std::lock_guard lock(mutex_);
     // The end belongs to it: an empty view of its last block lies there.
-    return address >= range_.base && address <= range_.base + range_.mapped && range_.base;
+    return (address >= range_.base && address <= range_.base + range_.mapped && range_.base) ||
+           pool_.holds(address);
+  }
+  void set_wire(std::shared_ptr<PieceSource> source) override {
+    std::lock_guard lock(mutex_);
+    if (pool_.there()) return;
+    pool_.set_source(std::move(source));
+    try {
+      grow_pool(WirePool::kPiece, WirePool::kPiece);
+    } catch (...) {
+      pool_.set_source(nullptr);
+      throw;
+    }
+  }
+  std::vector<MemoryPiece> wire_pieces(size_t known) const override {
+    std::lock_guard lock(mutex_);
+    const std::vector<MemoryPiece>& all = pool_.pieces();
+    return {all.begin() + static_cast<std::ptrdiff_t>(std::min(known, all.size())), all.end()};
   }
   void add_wire(SharedRange) override {}  // of the host
 
@@ -115,17 +147,19 @@ class GrowingAllocator : public DeviceAllocator,
     stats_.peak = std::max(stats_.peak, stats_.live);
   }
 
-  size_t take(size_t bytes, size_t size) {
-    std::optional<size_t> offset = free_.take(size);
+  size_t take(size_t bytes, size_t size, bool wire) {
+    FreeBlocks& blocks = wire ? free_.pool : free_.range;
+    std::optional<size_t> offset = blocks.take(size);
     if (!offset) {
-      grow(bytes, size);
-      offset = free_.take(size);
+      wire ? grow_pool(bytes, size) : grow(bytes, size);
+      offset = blocks.take(size);
     }
     return *offset;
   }
-  size_t take_for_graph(size_t bytes, size_t size) {
-    if (const std::optional<size_t> offset = open_->free.take(size)) return *offset;
-    const size_t offset = take(bytes, size);
+  size_t take_for_graph(size_t bytes, size_t size, bool wire) {
+    FreeBlocks& blocks = wire ? open_->free.pool : open_->free.range;
+    if (const std::optional<size_t> offset = blocks.take(size)) return *offset;
+    const size_t offset = take(bytes, size, wire);
     open_->taken[offset] = size;
     return offset;
   }
@@ -134,7 +168,7 @@ class GrowingAllocator : public DeviceAllocator,
   void give_back(const std::shared_ptr<GraphMemory>& graph) {
     std::lock_guard lock(mutex_);
     std::erase(graphs_, graph);
-    for (const auto& [offset, size] : graph->free.pieces()) free_.put(offset, size);
+    free_.put_all(graph->free);
     for (const auto& [offset, size] : graph->older) free_.put(offset, size);
     count(graph->live - graph->peak - graph->older_bytes);
   }
@@ -147,24 +181,33 @@ class GrowingAllocator : public DeviceAllocator,
       granularity_ = map_granularity(device_);
       range_ = reserve(device_, round_up(memory_info().total, granularity_));
     }
-    const size_t missing = round_up(size - free_.before(range_.mapped), granularity_);
+    const size_t missing = round_up(size - free_.range.before(range_.mapped), granularity_);
     const size_t generous = std::max(missing, round_up(kLeastGrowth, granularity_));
     const size_t end = range_.mapped;
-    if (!map(device_, range_, generous) && !map(device_, range_, missing)) {
-      const DeviceMemoryInfo info = memory_info();
-      fail<OutOfMemory>("[allocator] ", Device::cuda(device_).to_string(), " cannot give ", bytes,
-                        " bytes: ", range_.mapped - free_.bytes(), " in use and ", free_.bytes(),
-                        " free in pieces here, ", info.free, " of ", info.total,
-                        " free on the device");
-    }
-    free_.put(end, range_.mapped - end);
+    if (!map(device_, range_, generous) && !map(device_, range_, missing)) fail_to_give(bytes);
+    free_.range.put(end, range_.mapped - end);
+  }
+  void grow_pool(size_t bytes, size_t size) {
+    const std::optional<size_t> offset = pool_.grow(size);
+    if (!offset) fail_to_give(bytes);
+    free_.pool.put(*offset, pool_.pieces().back().bytes);
+  }
+  [[noreturn]] void fail_to_give(size_t bytes) {
+    use_device(device_);
+    const DeviceMemoryInfo info = memory_info();
+    const size_t free = free_.range.bytes() + free_.pool.bytes();
+    fail<OutOfMemory>("[allocator] ", Device::cuda(device_).to_string(), " cannot give ", bytes,
+                      " bytes: ", range_.mapped + pool_.bytes() - free, " in use and ", free,
+                      " free in pieces here, ", info.free, " of ", info.total,
+                      " free on the device");
   }
 
   const int device_;
   mutable std::mutex mutex_;
   DeviceRange range_;
   size_t granularity_ = 0;
-  FreeBlocks free_;
+  WirePool pool_;
+  Free free_;
   std::vector<std::shared_ptr<GraphMemory>> graphs_;
   std::shared_ptr<GraphMemory> open_;  // of the capture that goes on
   MemoryStats stats_;

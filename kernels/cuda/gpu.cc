@@ -97,6 +97,12 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   std::string name() const override { return device_name(device_.index); }
   const std::shared_ptr<Allocator>& memory() const override { return memory_; }
   bool holds(const void* address) const override { return blocks_->holds(address); }
+  void set_wire(std::shared_ptr<PieceSource> source) override {
+    blocks_->set_wire(std::move(source));
+  }
+  std::vector<MemoryPiece> wire_pieces(size_t known) const override {
+    return blocks_->wire_pieces(known);
+  }
   const Stream& compute() const override { return compute_; }
   Stream make_lane() override { return make_stream(device_.index, Priority::high); }
   void destroy_lane(const Stream& lane) override { destroy_stream(lane); }

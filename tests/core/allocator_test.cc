@@ -38,9 +38,9 @@ constexpr size_t kMiB = size_t{1} << 20;
 TEST(Allocator, WireBlocksLieInTheSharedRange) {
   const Shared shared(64 * kMiB);
   const auto memory = make_cpu_allocator();
-  void* before = memory->allocate(100, HostMemory::wire);  // there is none yet
+  void* before = memory->allocate(100, MemoryKind::wire);  // there is none yet
   memory->add_wire(shared.range());
-  void* wire = memory->allocate(100, HostMemory::wire);
+  void* wire = memory->allocate(100, MemoryKind::wire);
   void* normal = memory->allocate(100);
   EXPECT_FALSE(shared.holds(before));
   EXPECT_TRUE(shared.holds(wire));
@@ -48,18 +48,20 @@ TEST(Allocator, WireBlocksLieInTheSharedRange) {
   EXPECT_EQ(reinterpret_cast<uintptr_t>(wire) % 128, 0u);
   memory->free(before, 100);
   memory->free(normal, 100);
-  EXPECT_EQ(memory->allocate(50, HostMemory::wire), static_cast<char*>(wire) + 128);
+  EXPECT_EQ(memory->allocate(50, MemoryKind::wire), static_cast<char*>(wire) + 128);
+  EXPECT_TRUE(shared.holds(memory->allocate(50, MemoryKind::host_wire)));
+  EXPECT_FALSE(shared.holds(memory->allocate(50, MemoryKind::landing)));
 }
 
 TEST(Allocator, CountsBothKindsTogether) {
   const Shared shared(64 * kMiB);
   const auto memory = make_cpu_allocator();
   memory->add_wire(shared.range());
-  void* a = memory->allocate(1000, HostMemory::wire);
+  void* a = memory->allocate(1000, MemoryKind::wire);
   void* b = memory->allocate(500);
   EXPECT_EQ(memory->stats().live, 1500);
   memory->free(a, 1000);
-  void* c = memory->allocate(200, HostMemory::wire);
+  void* c = memory->allocate(200, MemoryKind::wire);
   EXPECT_EQ(memory->stats().live, 700);
   EXPECT_EQ(memory->stats().peak, 1500);
   EXPECT_EQ(memory->stats().allocations, 3);
@@ -72,13 +74,13 @@ TEST(Allocator, AFullRangeFallsBackToNormalMemory) {
   const Shared shared(kMiB);
   const auto memory = make_cpu_allocator();
   memory->add_wire(shared.range());
-  void* first = memory->allocate(kMiB / 2, HostMemory::wire);
-  void* second = memory->allocate(kMiB, HostMemory::wire);
+  void* first = memory->allocate(kMiB / 2, MemoryKind::wire);
+  void* second = memory->allocate(kMiB, MemoryKind::wire);
   EXPECT_TRUE(shared.holds(first));
   EXPECT_FALSE(shared.holds(second));
   memory->free(second, kMiB);
   memory->free(first, kMiB / 2);
-  void* whole = memory->allocate(kMiB, HostMemory::wire);
+  void* whole = memory->allocate(kMiB, MemoryKind::wire);
   EXPECT_TRUE(shared.holds(whole));
   memory->free(whole, kMiB);
 }
@@ -87,14 +89,14 @@ TEST(Allocator, GivesPagesOfSharedMemoryBack) {
   const Shared shared(256 * kMiB);
   const auto memory = make_cpu_allocator();
   memory->add_wire(shared.range());
-  void* once = memory->allocate(64 * kMiB, HostMemory::wire);
-  void* small = memory->allocate(kMiB, HostMemory::wire);
+  void* once = memory->allocate(64 * kMiB, MemoryKind::wire);
+  void* small = memory->allocate(kMiB, MemoryKind::wire);
   std::memset(once, 1, 64 * kMiB);
   std::memset(small, 1, kMiB);
   memory->free(once, 64 * kMiB);
   EXPECT_GE(shared.resident(), static_cast<int64_t>(65 * kMiB));
   // What is free now is too small for this. Of its pages, a sixteenth of the peak and 8 MiB may stay, and do.
-  void* large = memory->allocate(100 * kMiB, HostMemory::wire);
+  void* large = memory->allocate(100 * kMiB, MemoryKind::wire);
   EXPECT_NEAR(static_cast<double>(shared.resident()) / kMiB, 1 + 101.0 / 16 + 8, 2.1);
   EXPECT_EQ(static_cast<char*>(small)[12345], 1);
   std::memset(large, 1, 100 * kMiB);

@@ -64,7 +64,7 @@ enum class SumOrder { of_ranks, any };
 template <class T>
 class Buffer {  // std::vector<bool> is no array
  public:
-  Buffer(int64_t n, HostMemory where)
+  Buffer(int64_t n, MemoryKind where)
       : size(n), bytes_(static_cast<size_t>(n + 1) * sizeof(T)), memory_(RankContext::current().cpu),
         data_(static_cast<T*>(memory_->allocate(bytes_, where))) {
     std::memset(static_cast<void*>(data_), 0, bytes_);
@@ -109,9 +109,9 @@ class Battery {
     return counts;
   }
 
-  HostMemory where() {
-    if (memory_ != BufferMemory::mixed) return memory_ == BufferMemory::wire ? HostMemory::wire : HostMemory::normal;
-    return scramble(static_cast<uint64_t>(++buffers_ * n_ + me_)) % 2 ? HostMemory::wire : HostMemory::normal;
+  MemoryKind where() {
+    if (memory_ != BufferMemory::mixed) return memory_ == BufferMemory::wire ? MemoryKind::wire : MemoryKind::normal;
+    return scramble(static_cast<uint64_t>(++buffers_ * n_ + me_)) % 2 ? MemoryKind::wire : MemoryKind::normal;
   }
 
   template <class T>

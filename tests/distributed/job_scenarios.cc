@@ -49,7 +49,7 @@ void train(World& world, const std::function<void()>& event, int culprit = 1) {
 }
 
 /// Inputs are overwritten as soon as a collective is over: whoever still reads then gets something else.
-void overwrite(World& world, HostMemory where) {
+void overwrite(World& world, MemoryKind where) {
   Communicator& comm = lane(world);
   const int n = world.size();
   constexpr int64_t kCount = 40'000;
@@ -157,8 +157,8 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
          if (w.rank() == 1) comm.abort("had enough");
          comm.barrier("twice").sync();
        }},
-      {"overwrite_wire", [](World& w) { overwrite(w, HostMemory::wire); }},
-      {"overwrite", [](World& w) { overwrite(w, HostMemory::normal); }},
+      {"overwrite_wire", [](World& w) { overwrite(w, MemoryKind::wire); }},
+      {"overwrite", [](World& w) { overwrite(w, MemoryKind::normal); }},
       {"held_up", [](World& w) {  // rank 3 stops; rank 2 waits for it, and so cannot come to rank 0
          Communicator& all = lane(w);
          Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
@@ -203,7 +203,7 @@ int leftovers() {
   const auto shared = listed("/dev/shm");
   {
     World world = distributed::init_from_env();
-    overwrite(world, HostMemory::wire);
+    overwrite(world, MemoryKind::wire);
     for (const std::string& name : open_files())
       if (name.find("memfd") != std::string::npos) fail<CommError>("[leftovers] a descriptor of ", name);
     std::ifstream sockets("/proc/self/net/unix");

@@ -35,7 +35,7 @@ class TracingAllocator final : public Allocator {
  public:
   explicit TracingAllocator(std::shared_ptr<Allocator> inner) : inner_(std::move(inner)) {}
 
-  void* allocate(size_t bytes, HostMemory where) override {
+  void* allocate(size_t bytes, MemoryKind where) override {
     void* p = inner_->allocate(bytes, where);
     const std::lock_guard lock(mutex_);
     if (!p) p = reinterpret_cast<void*>(next_ += kApart);

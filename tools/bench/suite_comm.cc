@@ -27,7 +27,7 @@ struct Question {
 
 // Floats from where a rank's tensors come from, all zero.
 struct Buffer {
-  Buffer(int64_t elements, HostMemory where)
+  Buffer(int64_t elements, MemoryKind where)
       : storage(Storage::allocate(Device::cpu(), 4 * elements, where)),
         data(reinterpret_cast<float*>(storage->data())) {
     std::fill(data, data + elements, 0.0f);
@@ -50,8 +50,8 @@ Json answer_of(World& world, const Question& q) {
   const std::vector<int64_t> counts(static_cast<size_t>(size), each);
   // As a unit does it: what is given, a shard at rest or a gradient's slots, lies in wire memory,
   // what is taken does not.
-  const Buffer given(q.gathers ? each : all, HostMemory::wire),
-      taken(q.gathers ? all : each, HostMemory::normal), spare(all, HostMemory::normal);
+  const Buffer given(q.gathers ? each : all, MemoryKind::wire),
+      taken(q.gathers ? all : each, MemoryKind::normal), spare(all, MemoryKind::normal);
   const float* whole = q.gathers ? taken.data : given.data;
 
   RawGloo raw(world.rank(), size, q.folder);

@@ -1,0 +1,136 @@
+// Blocks that NCCL moves: in pieces of a source, beside the range that other blocks come from.
+#include <map>
+
+#include "sheaf/core/tensor.h"
+#include "sheaf/kernels/cuda/gpu.h"
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+namespace sheaf {
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+
+/// Pieces side by side in one allocation, as they may come to lie; `most` bytes in all.
+class Pieces final : public PieceSource {
+ public:
+  explicit Pieces(size_t most) : most_(most) {
+    if constexpr (kernels::kHasCuda) base_ = static_cast<char*>(kernels::cuda::allocate(most));
+  }
+  ~Pieces() override {
+    EXPECT_EQ(freed, sizes.size());
+    if constexpr (kernels::kHasCuda) kernels::cuda::free(base_);
+  }
+  void* allocate(int, size_t bytes) override {
+    if (used_ + bytes > most_) return nullptr;
+    sizes.push_back(bytes);
+    return base_ + std::exchange(used_, used_ + bytes);
+  }
+  void free(void*) override { ++freed; }
+
+  std::vector<size_t> sizes;
+  size_t freed = 0;
+
+ private:
+  const size_t most_;
+  char* base_ = nullptr;
+  size_t used_ = 0;
+};
+
+template <class F>
+void with_pool(size_t most, F&& f) {
+  if constexpr (kernels::kHasCuda) {
+    const auto source = std::make_shared<Pieces>(most);
+    const auto memory = kernels::cuda::make_device_allocator(0);
+    memory->set_wire(source);
+    f(*memory, *source);
+  }
+}
+
+/// The piece that a whole block lies in.
+size_t piece_of(kernels::cuda::DeviceAllocator& memory, const void* block, size_t bytes) {
+  const std::vector<MemoryPiece> pieces = memory.wire_pieces();
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const auto *base = static_cast<const char*>(pieces[i].base), *b = static_cast<const char*>(block);
+    if (b >= base && b + bytes <= base + pieces[i].bytes) return i;
+  }
+  return SIZE_MAX;
+}
+
+TEST(WirePool, BlocksLieInsidePieces) {
+  SHEAF_NEEDS_GPU();
+  with_pool(400 * kMiB, [](kernels::cuda::DeviceAllocator& memory, Pieces& source) {
+    EXPECT_EQ(source.sizes, std::vector<size_t>{32 * kMiB});
+    const auto take = [&](size_t bytes, size_t piece, MemoryKind kind = MemoryKind::wire) {
+      void* const block = memory.allocate(bytes, kind);
+      EXPECT_EQ(piece_of(memory, block, bytes), piece) << bytes;
+      EXPECT_TRUE(memory.holds(block));
+      return block;
+    };
+    void* const a = take(12 * kMiB, 0);
+    void* const b = take(12 * kMiB, 0, MemoryKind::landing);
+    take(12 * kMiB, SIZE_MAX, MemoryKind::normal);
+    take(12 * kMiB, SIZE_MAX, MemoryKind::host_wire);
+    void* const c = take(12 * kMiB, 1);  // 8 MiB of the first piece are free, right before the next
+    take(12 * kMiB, 1);  // a piece for two of them
+    EXPECT_EQ(source.sizes, (std::vector<size_t>{32 * kMiB, 24 * kMiB}));
+    void* const large = take(100 * kMiB + 5, 2);
+    EXPECT_EQ(source.sizes.back(), 102 * kMiB);
+    EXPECT_EQ(memory.stats().live, static_cast<int64_t>(12 * kMiB * 6 + 100 * kMiB + 5));
+    EXPECT_EQ(memory.stats().reserved, static_cast<int64_t>((32 + 24 + 102 + 32) * kMiB));
+    memory.free(large, 100 * kMiB + 5);
+    memory.free(c, 12 * kMiB);
+    EXPECT_EQ(take(90 * kMiB, 2), large);
+    EXPECT_EQ(take(12 * kMiB, 1), c);  // the first of two that fit as well
+    EXPECT_EQ(take(12 * kMiB, 2), static_cast<char*>(large) + 90 * kMiB);
+    memory.free(a, 12 * kMiB);
+    memory.free(b, 12 * kMiB);
+    EXPECT_EQ(take(32 * kMiB, 0), a);  // merged
+    EXPECT_EQ(memory.wire_pieces(2).size(), 1u);
+    EXPECT_EQ(memory.wire_pieces(3).size(), 0u);
+  });
+}
+
+TEST(WirePool, WhatIsNotThereIsOutOfMemory) {
+  SHEAF_NEEDS_GPU();
+  with_pool(40 * kMiB, [](kernels::cuda::DeviceAllocator& memory, Pieces& source) {
+    memory.allocate(20 * kMiB, MemoryKind::wire);
+    memory.allocate(10 * kMiB, MemoryKind::wire);
+    memory.allocate(6 * kMiB, MemoryKind::wire);  // there are 32 MiB no more, but 6
+    EXPECT_EQ(source.sizes, (std::vector<size_t>{32 * kMiB, 6 * kMiB}));
+    EXPECT_THROW(memory.allocate(3 * kMiB, MemoryKind::wire), OutOfMemory);
+    memory.allocate(3 * kMiB);
+  });
+  if constexpr (kernels::kHasCuda) {  // a source that gives nothing is none
+    const auto memory = kernels::cuda::make_device_allocator(0);
+    EXPECT_THROW(memory->set_wire(std::make_shared<Pieces>(kMiB)), OutOfMemory);
+    memory->free(memory->allocate(kMiB, MemoryKind::wire), kMiB);
+    EXPECT_TRUE(memory->wire_pieces().empty());
+  }
+}
+
+TEST(WirePool, AGraphKeepsItsBlocksThere) {
+  SHEAF_NEEDS_GPU();
+  with_pool(100 * kMiB, [](kernels::cuda::DeviceAllocator& memory, Pieces&) {
+    memory.begin_capture();
+    void* const a = memory.allocate(kMiB, MemoryKind::wire);
+    memory.free(a, kMiB);
+    EXPECT_EQ(memory.allocate(kMiB, MemoryKind::landing), a);  // again, within the capture
+    memory.free(a, kMiB);
+    void* const normal = memory.allocate(kMiB);
+    EXPECT_EQ(piece_of(memory, normal, kMiB), SIZE_MAX);
+    memory.free(normal, kMiB);
+    std::shared_ptr<void> graph = memory.end_capture();
+    EXPECT_EQ(memory.stats().live, static_cast<int64_t>(kMiB));  // its peak
+    void* const b = memory.allocate(kMiB, MemoryKind::wire);
+    EXPECT_NE(b, a);
+    memory.free(b, kMiB);
+    graph = nullptr;
+    EXPECT_EQ(memory.stats().live, 0);
+    void* const whole = memory.allocate(32 * kMiB, MemoryKind::wire);
+    EXPECT_EQ(piece_of(memory, whole, 32 * kMiB), 0u);  // all of it is there again
+    memory.free(whole, 32 * kMiB);
+  });
+}
+
+}  // namespace
+}  // namespace sheaf
