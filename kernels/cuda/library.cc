@@ -72,6 +72,17 @@ Loaded find(const std::string& soname) {
   return out;
 }
 
+/// Fills in all functions, or none: then the name of the first that is missing, else null.
+const char* fill_in(void* handle, std::span<const ForwardedFunction> functions) {
+  std::vector<void*> found;
+  for (const ForwardedFunction& function : functions) {
+    found.push_back(dlsym(handle, function.name));
+    if (!found.back()) return function.name;
+  }
+  for (size_t i = 0; i < functions.size(); ++i) *functions[i].address = found[i];
+  return nullptr;
+}
+
 std::string path_of(void* handle) {
   link_map* map = nullptr;
   return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 ? map->l_name : "";
@@ -128,14 +139,14 @@ void load_library(const std::string& soname, std::span<const ForwardedFunction> 
   check<ConfigError>(
       library.handle, "[", soname, "] this library of NVIDIA's is needed and was ",
       "not found; SHEAF_CUDA_LIBRARIES may name its folder. Looked in: ", library.looked);
-  std::vector<void*> found;
-  for (const ForwardedFunction& function : functions) {
-    void* const address = dlsym(library.handle, function.name);
-    check<ConfigError>(address, "[", soname, "] ", path_of(library.handle), " has no ",
-                       function.name, ": another version than this program was built with?");
-    found.push_back(address);
-  }
-  for (size_t i = 0; i < functions.size(); ++i) *functions[i].address = found[i];
+  const char* const missing = fill_in(library.handle, functions);
+  check<ConfigError>(!missing, "[", soname, "] ", path_of(library.handle), " has no ", missing,
+                     ": another version than this program was built with?");
+}
+
+bool load_newer_functions(const std::string& soname, std::span<const ForwardedFunction> functions) {
+  const Loaded library = find(soname);  // the one that is loaded
+  return library.handle && !fill_in(library.handle, functions);
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -32,6 +32,10 @@ struct ForwardedFunction {
 void load_library(const std::string& soname, std::span<const ForwardedFunction> functions,
                   const std::string& nvrtc = "");
 
+/// The same, after that, for functions that older versions of the library have not: fills in all of
+/// them, or where one is missing none, and returns false; then none may be called.
+bool load_newer_functions(const std::string& soname, std::span<const ForwardedFunction> functions);
+
 /// Where libraries are looked for, besides the loader's own places:
 ///   SHEAF_CUDA_LIBRARIES  folders, separated by colons; these come even before the loader's
 ///   $CUDA_PATH, the CUDA that this was built with, /usr/local/cuda
