@@ -31,6 +31,9 @@
   F(ncclReduceScatter)      \
   F(ncclSend)
 SHEAF_FORWARD_FUNCTIONS(kNccl, SHEAF_NCCL)
+// Since NCCL 2.19.
+#define SHEAF_NCCL_MEMORY(F) F(ncclCommDeregister) F(ncclCommRegister) F(ncclMemAlloc) F(ncclMemFree)
+SHEAF_FORWARD_FUNCTIONS(kNcclMemory, SHEAF_NCCL_MEMORY)
 
 namespace sheaf {
 namespace {
@@ -119,7 +122,7 @@ class LibraryComm final : public NcclComm {
 
   void group(const std::function<void()>& calls) override {
     std::lock_guard lock(mutex_);
-    if (!comm_) throw CommError("[nccl] the communicator was aborted", ExitCode::kPeerLost);
+    check_alive();
     use_device();
     SHEAF_NCCL_CALL(ncclGroupStart);
     try {
@@ -158,6 +161,22 @@ class LibraryComm final : public NcclComm {
     SHEAF_NCCL_CALL(ncclRecv, data, size(bytes), kByte, peer, comm_, handle());
   }
 
+  // Both are done when they return, even where the communicator does not block.
+  void* register_memory(void* base, int64_t bytes) override {
+    std::lock_guard lock(mutex_);
+    check_alive();
+    use_device();
+    void* registration = nullptr;  // stays so where NCCL_LOCAL_REGISTER=0
+    SHEAF_NCCL_CALL(ncclCommRegister, comm_, base, size(bytes), &registration);
+    return registration;
+  }
+  void deregister_memory(void* registration) override {
+    std::lock_guard lock(mutex_);
+    check_alive();
+    use_device();
+    if (registration) SHEAF_NCCL_CALL(ncclCommDeregister, comm_, registration);
+  }
+
   State state(std::string& why) override {
     std::lock_guard lock(mutex_);
     if (!comm_) {
@@ -185,6 +204,9 @@ class LibraryComm final : public NcclComm {
   }
 
  private:
+  void check_alive() const {
+    if (!comm_) throw CommError("[nccl] the communicator was aborted", ExitCode::kPeerLost);
+  }
   void use_device() { kernels::cuda::use_device(gpu_->device().index); }
   cudaStream_t handle() const { return static_cast<cudaStream_t>(stream_.handle); }
 
@@ -196,9 +218,25 @@ class LibraryComm final : public NcclComm {
   bool finalized_ = false;
 };
 
+/// ncclMemAlloc: each piece is an allocation with a handle that can be given to peers.
+class LibraryMemory final : public PieceSource {
+ public:
+  void* allocate(int device, size_t bytes) override {
+    kernels::cuda::use_device(device);
+    void* piece = nullptr;
+    return ncclMemAlloc(&piece, bytes) == ncclSuccess ? piece : nullptr;
+  }
+  void free(void* piece) override { ncclMemFree(piece); }
+};
+
 class Library final : public NcclLibrary {
  public:
-  Library() { kernels::cuda::load_library(SHEAF_SONAME("libnccl.so.", NCCL_MAJOR), kNccl); }
+  Library() {
+    const std::string name = SHEAF_SONAME("libnccl.so.", NCCL_MAJOR);
+    kernels::cuda::load_library(name, kNccl);
+    if (kernels::cuda::load_newer_functions(name, kNcclMemory))
+      memory_ = std::make_shared<LibraryMemory>();
+  }
 
   std::string unique_id() override {
     ncclUniqueId id;
@@ -209,6 +247,10 @@ class Library final : public NcclLibrary {
                                  const std::string& name) override {
     return std::make_unique<LibraryComm>(id, size, rank, name);
   }
+  std::shared_ptr<PieceSource> memory() override { return memory_; }
+
+ private:
+  std::shared_ptr<PieceSource> memory_;
 };
 
 }  // namespace

@@ -36,6 +36,12 @@ class NcclComm {
   virtual void send(const void* data, int64_t bytes, int peer) = 0;
   virtual void receive(void* data, int64_t bytes, int peer) = 0;
 
+  /// Tells NCCL of memory that calls will move: a piece of NcclLibrary::memory(), whole. Waits for
+  /// nobody; state() must be ready. The result is for deregister_memory(), and may be null.
+  virtual void* register_memory(void* base, int64_t bytes) = 0;
+  /// No call that is under way moves the piece.
+  virtual void deregister_memory(void* registration) = 0;
+
   enum class State : uint8_t { ready, busy, failed };
   /// `why` receives NCCL's words for a failure.
   virtual State state(std::string& why) = 0;
@@ -55,6 +61,8 @@ class NcclLibrary {
   /// for NCCL's logs.
   virtual std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
                                          const std::string& name) = 0;
+  /// Memory that can be registered with communicators; null where this NCCL has none (older than 2.19).
+  virtual std::shared_ptr<PieceSource> memory() = 0;
 };
 
 /// libnccl, loaded by the first call. ConfigError where it is missing, or the build has none, as

@@ -1,8 +1,6 @@
 #include "sheaf/distributed/nccl_communicator.h"
 
-#include <algorithm>
-#include <numeric>
-
+#include "sheaf/distributed/nccl_calls.h"
 #include "sheaf/kernels/cuda/config.h"
 
 namespace sheaf {
@@ -17,20 +15,6 @@ constexpr auto kExplanationTime = std::chrono::seconds(1);
 // At the end this rank's calls are done, and what it sends is on its way: peers that come later
 // need nothing of it.
 constexpr auto kFarewell = std::chrono::seconds(1);
-
-bool reduces(CollectiveOp op) {
-  return op == CollectiveOp::reduce_scatter || op == CollectiveOp::all_reduce;
-}
-
-std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> offsets(counts.size());
-  std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
-  return offsets;
-}
-
-bool all_equal(const std::vector<int64_t>& counts) {
-  return std::all_of(counts.begin(), counts.end(), [&](int64_t c) { return c == counts[0]; });
-}
 
 }  // namespace
 
@@ -79,6 +63,7 @@ NcclCommunicator::NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
       fate_(std::make_shared<Fate>()),
       notes_(group_, *job_->monitor) {
   connect(library);
+  registration_.emplace(*comm_, RankContext::current().gpu, *host_, group_.name);
   subscription_ = board_->subscribe([this](const JobFailure&) {
     { std::lock_guard lock(mutex_); }  // the watchdog has either seen the board or sleeps by now
     condition_.notify_all();
@@ -133,6 +118,7 @@ void NcclCommunicator::connect(NcclLibrary& library) {
 void NcclCommunicator::close() {
   try {
     if (!board_->failed()) {
+      registration_->end();
       comm_->finalize();
       const auto until = Clock::now() + kFarewell;
       std::string why;
@@ -172,18 +158,12 @@ void NcclCommunicator::run(const Collective& call) {
 }
 
 std::shared_ptr<const DevicePoint> NcclCommunicator::run_on_gpu(const Collective& call) {
-  if (reduces(call.op) && call.dtype == kU16)
-    fail<ConfigError>('[', name(call.op), "] ", path_label(call.path),
-                      ": NCCL has no reductions of ", call.dtype);
-  // A sum of truth values is their "or".
-  const bool truth = call.dtype == kBool;
-  const DType dtype = truth ? kU8 : call.dtype;
-  const Reduction reduction =
-      truth && call.reduction == Reduction::sum ? Reduction::max : call.reduction;
+  check_nccl_can(call);
   try {
     issue(call, [&] {
+      registration_->catch_up();
       call.buffers_ready.order(comm_->stream());
-      comm_->group([&] { enqueue(call, dtype, reduction); });
+      comm_->group([&] { call_nccl(*comm_, call, size(), rank()); });
     });
     settle(call);
     std::shared_ptr<const DevicePoint> done;
@@ -224,55 +204,6 @@ void NcclCommunicator::issue(const Collective& call, const std::function<void()>
   } catch (const std::exception& e) {
     throw_if_failed(call);
     raise(call, ExitCode::kPeerLost, e.what());
-  }
-}
-
-void NcclCommunicator::enqueue(const Collective& call, DType dtype, Reduction reduction) {
-  const int n = size(), me = rank();
-  const int64_t element = call.element_size();
-  const auto* in = static_cast<const std::byte*>(call.in);
-  auto* out = static_cast<std::byte*>(call.out);
-  switch (call.op) {
-    case CollectiveOp::all_gather: {
-      if (all_equal(call.counts)) {
-        if (call.counts[0] > 0) comm_->all_gather(in, out, call.counts[0] * element);
-        return;
-      }
-      const std::vector<int64_t> at = offsets_of(call.counts);
-      for (int r = 0; r < n; ++r)
-        if (call.counts[r] > 0)
-          comm_->broadcast(r == me ? in : out + at[r] * element, out + at[r] * element,
-                           call.counts[r] * element, r);
-      return;
-    }
-    case CollectiveOp::reduce_scatter: {
-      if (all_equal(call.counts)) {
-        if (call.counts[0] > 0) comm_->reduce_scatter(in, out, call.counts[0], dtype, reduction);
-        return;
-      }
-      const std::vector<int64_t> at = offsets_of(call.counts);
-      for (int r = 0; r < n; ++r)  // only the root's `out` is written
-        if (call.counts[r] > 0)
-          comm_->reduce(in + at[r] * element, out, call.counts[r], dtype, reduction, r);
-      return;
-    }
-    case CollectiveOp::all_reduce:
-      if (call.counts[0] > 0) comm_->all_reduce(in, out, call.counts[0], dtype, reduction);
-      return;
-    case CollectiveOp::all_to_all: {
-      const std::vector<int64_t> to = offsets_of(call.counts), from = offsets_of(call.recv_counts);
-      for (int r = 0; r < n; ++r) {
-        if (call.counts[r] > 0) comm_->send(in + to[r] * element, call.counts[r] * element, r);
-        if (call.recv_counts[r] > 0)
-          comm_->receive(out + from[r] * element, call.recv_counts[r] * element, r);
-      }
-      return;
-    }
-    case CollectiveOp::broadcast:
-      if (call.counts[0] > 0) comm_->broadcast(in, out, call.counts[0], call.root);
-      return;
-    case CollectiveOp::barrier:
-      return;  // the host's
   }
 }
 

@@ -11,6 +11,9 @@
 // addition: reduce in f32. Bytes arrive as they were, of every dtype. Bool is reduced as u8; for
 // u16 NCCL has no reductions: ConfigError.
 //
+// What units gather and reduce-scatter is registered with NCCL, which then moves it without copies
+// of its own (nccl_registration.h).
+//
 // [Note: NCCL that hangs] A kernel of NCCL whose peer is gone spins for ever, and so does
 // everything behind it. A thread per communicator watches the calls that are under way: when the
 // job fails, NCCL reports an error, ranks disagree, a peer has left or time is up, it raises that
@@ -45,6 +48,7 @@
 #include "sheaf/distributed/communicator_base.h"
 #include "sheaf/distributed/job.h"
 #include "sheaf/distributed/nccl.h"
+#include "sheaf/distributed/nccl_registration.h"
 #include "sheaf/distributed/stuck_notes.h"
 #include "sheaf/distributed/transport.h"
 
@@ -85,7 +89,6 @@ class NcclCommunicator final : public CommunicatorBase {
 
   void connect(NcclLibrary& library);
   void issue(const Collective& call, const std::function<void()>& work);
-  void enqueue(const Collective& call, DType dtype, Reduction reduction);
   void settle(const Collective& call);
   void watch();
   bool finished(Pending& pending);
@@ -98,6 +101,7 @@ class NcclCommunicator final : public CommunicatorBase {
   const std::shared_ptr<Fate> fate_;
   StuckNotes notes_;
   std::unique_ptr<NcclComm> comm_;
+  std::optional<NcclRegistration> registration_;
 
   std::mutex mutex_;  // guards what follows; not held while the board is raised
   std::condition_variable condition_;
@@ -110,8 +114,11 @@ class NcclCommunicator final : public CommunicatorBase {
 /// Groups of two and more on GPUs; `host` carries what lies on the host, and groups of one.
 class NcclTransport final : public Transport {
  public:
+  /// On a rank of the job, once it has its GPU.
   NcclTransport(std::shared_ptr<Job> job, std::shared_ptr<Transport> host, NcclLibrary& library)
-      : job_(std::move(job)), host_(std::move(host)), library_(library) {}
+      : job_(std::move(job)), host_(std::move(host)), library_(library) {
+    if (job_->world() > 1) use_nccl_memory(library_);
+  }
   std::string_view kind() const override { return "nccl"; }
   std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override;
   FailureBoard& board() override { return *job_->board; }

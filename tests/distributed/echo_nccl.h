@@ -8,17 +8,22 @@
 
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/nccl.h"
+#include "sheaf/tests/distributed/nccl_rules.h"
 
 namespace sheaf::testing {
 
 class EchoComm final : public NcclComm {
  public:
-  EchoComm(int size, int rank)
+  EchoComm(int size, int rank, std::shared_ptr<NcclRules> rules)
       : size_(size),
         rank_(rank),
+        rules_(std::move(rules)),
         gpu_(RankContext::current().gpu),
         stream_(gpu_->make_lane()) {}
-  ~EchoComm() override { gpu_->destroy_lane(stream_); }
+  ~EchoComm() override {
+    rules_->forget(this);
+    gpu_->destroy_lane(stream_);
+  }
   EchoComm(const EchoComm&) = delete;
   EchoComm& operator=(const EchoComm&) = delete;
 
@@ -26,21 +31,30 @@ class EchoComm final : public NcclComm {
   Event record() override { return gpu_->record(stream_); }
   void group(const std::function<void()>& calls) override { calls(); }
   void all_gather(const void* in, void* out, int64_t bytes_each) override {
+    rules_->note(this, "all_gather in", in, bytes_each);
+    rules_->note(this, "all_gather out", out, bytes_each * size_);
     for (int r = 0; r < size_; ++r) copy(static_cast<char*>(out) + r * bytes_each, in, bytes_each);
   }
   void broadcast(const void*, void*, int64_t, int) override {}
-  void all_reduce(const void*, void*, int64_t, DType, Reduction) override {}
+  void all_reduce(const void*, void* out, int64_t count, DType dtype, Reduction) override {
+    rules_->note(this, "all_reduce out", out, count * static_cast<int64_t>(size_of(dtype)));
+  }
   void reduce(const void*, void*, int64_t, DType, Reduction, int) override {}
   void reduce_scatter(const void* in, void* out, int64_t count_each, DType dtype,
                       Reduction) override {
     const int64_t bytes = count_each * static_cast<int64_t>(size_of(dtype));
+    rules_->note(this, "reduce_scatter in", in, bytes * size_);
     copy(out, static_cast<const char*>(in) + rank_ * bytes, bytes);
   }
   void send(const void*, int64_t, int) override {}
   void receive(void*, int64_t, int) override {}
+  void* register_memory(void* base, int64_t bytes) override {
+    return rules_->add(this, base, bytes);
+  }
+  void deregister_memory(void* registration) override { rules_->remove(this, registration); }
   State state(std::string&) override { return State::ready; }
-  void finalize() override {}
-  void abort() override {}
+  void finalize() override { rules_->ended(this); }
+  void abort() override { rules_->forget(this); }
 
  private:
   void copy(void* to, const void* from, int64_t bytes) {
@@ -49,6 +63,7 @@ class EchoComm final : public NcclComm {
   }
 
   const int size_, rank_;
+  const std::shared_ptr<NcclRules> rules_;
   const std::shared_ptr<Gpu> gpu_;
   const Stream stream_;
 };
@@ -58,8 +73,11 @@ class EchoNccl final : public NcclLibrary {
   std::string unique_id() override { return "echo"; }
   std::unique_ptr<NcclComm> join(const std::string&, int size, int rank,
                                  const std::string&) override {
-    return std::make_unique<EchoComm>(size, rank);
+    return std::make_unique<EchoComm>(size, rank, rules);
   }
+  std::shared_ptr<PieceSource> memory() override { return rules->memory(); }
+
+  const std::shared_ptr<NcclRules> rules = std::make_shared<NcclRules>();
 };
 
 }  // namespace sheaf::testing

@@ -55,6 +55,31 @@ TEST(NcclGraph, ReplaysCallsOfBothLanes) {
                       {}));
 }
 
+TEST(NcclGraph, RegistersMemoryThatTheCaptureAskedFor) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  expect_well(run_job(nccl,
+                      [](World& world) {
+                        Gpu& gpu = *RankContext::current().gpu;
+                        Communicator& comm = lane(world);
+                        const Tensor y =
+                            Tensor::from(std::vector<float>(1000, 3.0f), {1000}).to(gpu.device());
+                        GpuCapture capture(gpu);
+                        const Tensor out =
+                            Tensor::empty({kF32, {10'000'000}, {}}, gpu.device(), MemoryKind::landing);
+                        EXPECT_EQ(gpu.wire_pieces().size(), 2u);
+                        comm.all_gather(y.view().data, out.view().data, std::vector<int64_t>(2, 1000), kF32, "y")
+                            .order(gpu.compute());
+                        const auto graph = capture.finish();
+                        graph->replay();
+                        const Tensor first = Tensor::over(out.storage(), 0, {kF32, {2000}, {}}, {2000}, {1});
+                        EXPECT_EQ(first.to_vector(), std::vector<float>(2000, 3.0f));
+                      },
+                      {}));
+  EXPECT_EQ(nccl.rules->moved("all_gather out").in_place, 2);
+  EXPECT_EQ(nccl.rules->registrations(), 2 * (2 + 1));  // the other lane knows the first piece
+}
+
 TEST(NcclGraph, AReplayHearsOfAJobThatFailed) {
   SHEAF_NEEDS_GPU();
   EchoNccl nccl;

@@ -22,12 +22,59 @@ void battery(World& world) {
   on_host.run(20'000);
 }
 
+void registered_battery(World& world) {
+  ThroughGpu comm(lane(world), MemoryKind::wire);
+  Battery(comm, testing::BufferMemory::normal, SumOrder::any).run(20'000);
+}
+
 TEST(NcclCommunicator, EveryCollectiveAtWorlds1To4) {
   SHEAF_NEEDS_GPU();
   for (int n = 1; n <= 4; ++n) {
     SCOPED_TRACE(n);
     testing::ThreadNccl nccl;
     expect_well(run_job(nccl, battery, {.ranks = n}));
+  }
+}
+
+TEST(NcclCommunicator, EveryCollectiveInRegisteredBuffers) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  expect_well(run_job(nccl, registered_battery, {.ranks = 3}));
+  const testing::NcclRules& rules = *nccl.rules;
+  for (const char* kind : {"all_gather in", "all_gather out", "reduce_scatter in", "all_reduce out"}) {
+    EXPECT_GT(rules.moved(kind).in_place, 0) << kind;
+    EXPECT_EQ(rules.moved(kind).copied, 0) << kind;
+  }
+}
+
+TEST(NcclCommunicator, RegistersWhatItsMemoryGrowsBy) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  expect_well(run_job(nccl,
+                      [](World& world) {
+                        for (int64_t n : {1'000, 9'000'000, 1'000}) {  // the second needs a piece
+                          const Tensor x = Tensor::empty({kF32, {n}, {}}, world.device(), MemoryKind::wire);
+                          Gpu& gpu = *RankContext::current().gpu;
+                          gpu.copy(gpu.compute(), x.view().data, ones(world, n).view().data,
+                                   static_cast<size_t>(4 * n), Gpu::Copy::on_device);
+                          add(lane(world), x, "x").sync();
+                          EXPECT_EQ(x.to_vector(), std::vector<float>(static_cast<size_t>(n), 2.0f));
+                        }
+                      },
+                      {}));
+  EXPECT_EQ(nccl.rules->moved("all_reduce out").in_place, 6);
+  EXPECT_EQ(nccl.rules->registrations(), 2 * (2 + 1));  // the other lane knows the first piece
+}
+
+TEST(NcclCommunicator, RegistersNothingWhereOneRankCannot) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl older, refusing;
+  older.older = true;
+  refusing.refusing = 1;
+  for (testing::ThreadNccl* nccl : {&older, &refusing}) {
+    expect_well(run_job(*nccl, registered_battery, {.ranks = 3}));
+    EXPECT_GT(nccl->rules->moved("all_gather out").copied, 0);
+    EXPECT_EQ(nccl->rules->moved("all_gather out").in_place, 0);
   }
 }
 
@@ -262,6 +309,24 @@ TEST(Nccl, OneRankOnOneGpu) {
       comm->send(in, 4000, 0);
       comm->receive(out, 4000, 0);
     });
+    // In memory that NCCL knows.
+    const std::shared_ptr<PieceSource> memory = nccl.memory();
+    ASSERT_NE(memory, nullptr);
+    constexpr int64_t kPiece = 4 << 20;
+    char* const piece = static_cast<char*>(memory->allocate(0, kPiece));
+    ASSERT_NE(piece, nullptr);
+    void* const registration = comm->register_memory(piece, kPiece);
+    const Tensor in = Tensor::from(values, {1000}).to(gpu.device());
+    const Tensor out = Tensor::from(std::vector<float>(1000), {1000}).to(gpu.device());
+    gpu.copy(gpu.compute(), piece, in.view().data, 4000, Gpu::Copy::on_device);
+    gpu.record(gpu.compute()).order(comm->stream());
+    comm->group([&] { comm->all_gather(piece, piece + 4096, 4000); });
+    settle();
+    comm->record().order(gpu.compute());
+    gpu.copy(gpu.compute(), out.view().data, piece + 4096, 4000, Gpu::Copy::on_device);
+    EXPECT_EQ(out.to_vector(), values);
+    comm->deregister_memory(registration);
+    memory->free(piece);
     comm->finalize();
     settle();
   }
@@ -278,7 +343,8 @@ TEST(Nccl, EveryCollectiveBetweenGpus) {
   if (gpus() < 2) GTEST_SKIP() << "not run: NCCL between ranks needs two GPUs, here is one";
   if constexpr (kernels::kHasCuda)
     for (int n = 2; n <= gpus(); ++n)
-      expect_well(run_job(nccl_library(), battery, {.ranks = n, .one_gpu = false}));
+      for (const auto& calls : {battery, registered_battery})
+        expect_well(run_job(nccl_library(), calls, {.ranks = n, .one_gpu = false}));
 }
 
 TEST(Nccl, KernelsThatWaitForARankThatThrewEnd) {

@@ -5,6 +5,8 @@
 #include <optional>
 #include <vector>
 
+#include <gtest/gtest.h>
+
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/storage.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -31,6 +33,7 @@ struct Op {
   int peer = 0;  // or root
   DType dtype = DType::u8;
   Reduction reduction = Reduction::sum;
+  std::vector<std::optional<NcclRules::Place>> places = {};  // of its buffers
 
   bool is_pair() const { return kind == Kind::send || kind == Kind::receive; }
   bool fits(const Op& o) const {
@@ -50,11 +53,12 @@ struct ThreadNccl::Clique {
     Stream stream;
   };
 
-  explicit Clique(int size) : members(size) {}
+  Clique(int size, std::shared_ptr<NcclRules> r) : members(size), rules(std::move(r)) {}
 
   std::mutex mutex;
   std::condition_variable condition;
   std::vector<Member> members;
+  const std::shared_ptr<NcclRules> rules;
   uint64_t done = 0;  // groups
 
   // Under the lock: does the next group if everybody has made it.
@@ -70,6 +74,11 @@ struct ThreadNccl::Clique {
     for (size_t i = 0; !paired && i < ops_of(0).size(); ++i) {
       std::vector<Op> all;
       for (size_t m = 0; m < members.size(); ++m) all.push_back(ops_of(m)[i]);
+      for (size_t b = 0; b < all[0].places.size(); ++b) {
+        std::vector<std::optional<NcclRules::Place>> places;
+        for (const Op& o : all) places.push_back(o.places[b]);
+        rules->compare(places);
+      }
       together(gpu, stream, all);
     }
     gpu.sync(stream);
@@ -172,8 +181,9 @@ class GroupPoint final : public DevicePoint {
 
 class ThreadComm final : public NcclComm {
  public:
-  ThreadComm(std::shared_ptr<Clique> clique, int rank)
-      : gpu_(RankContext::current().gpu),
+  ThreadComm(std::shared_ptr<Clique> clique, int rank, bool refuses)
+      : refuses_(refuses),
+        gpu_(RankContext::current().gpu),
         stream_(gpu_->make_lane()),
         clique_(std::move(clique)),
         rank_(rank) {
@@ -202,14 +212,16 @@ class ThreadComm final : public NcclComm {
     clique_->advance(*gpu_, stream_);
   }
   void all_gather(const void* in, void* out, int64_t bytes_each) override {
-    ops_.push_back({Kind::all_gather, bytes(in), bytes(out), bytes_each});
+    add({Kind::all_gather, bytes(in), bytes(out), bytes_each}, "all_gather", bytes_each,
+        bytes_each * size());
   }
   void broadcast(const void* in, void* out, int64_t n, int root) override {
     ops_.push_back({Kind::broadcast, bytes(in), bytes(out), n, root});
   }
   void all_reduce(const void* in, void* out, int64_t count, DType dtype,
                   Reduction reduction) override {
-    ops_.push_back({Kind::all_reduce, bytes(in), bytes(out), count, 0, dtype, reduction});
+    const int64_t n = count * static_cast<int64_t>(size_of(dtype));
+    add({Kind::all_reduce, bytes(in), bytes(out), count, 0, dtype, reduction}, "all_reduce", n, n);
   }
   void reduce(const void* in, void* out, int64_t count, DType dtype, Reduction reduction,
               int root) override {
@@ -217,13 +229,25 @@ class ThreadComm final : public NcclComm {
   }
   void reduce_scatter(const void* in, void* out, int64_t count_each, DType dtype,
                       Reduction reduction) override {
-    ops_.push_back({Kind::reduce_scatter, bytes(in), bytes(out), count_each, 0, dtype, reduction});
+    const int64_t n = count_each * static_cast<int64_t>(size_of(dtype));
+    add({Kind::reduce_scatter, bytes(in), bytes(out), count_each, 0, dtype, reduction},
+        "reduce_scatter", n * size(), n);
   }
   void send(const void* data, int64_t n, int peer) override {
     ops_.push_back({Kind::send, bytes(data), nullptr, n, peer});
   }
   void receive(void* data, int64_t n, int peer) override {
     ops_.push_back({Kind::receive, nullptr, bytes(data), n, peer});
+  }
+
+  void* register_memory(void* base, int64_t n) override {
+    if (refuses_) throw CommError("this member refuses");
+    return clique_->rules->add(this, base, n);
+  }
+  void deregister_memory(void* registration) override {
+    std::lock_guard lock(clique_->mutex);
+    EXPECT_EQ(clique_->done, me().groups.size()) << "deregistered under a call";
+    clique_->rules->remove(this, registration);
   }
 
   State state(std::string& why) override {
@@ -240,16 +264,25 @@ class ThreadComm final : public NcclComm {
   void finalize() override {
     std::lock_guard lock(clique_->mutex);
     me().finalized = true;
+    clique_->rules->ended(this);
   }
   void abort() override {
     std::lock_guard lock(clique_->mutex);
     me().aborted = true;
+    clique_->rules->forget(this);
     clique_->condition.notify_all();
   }
 
  private:
   Clique::Member& me() { return clique_->members[rank_]; }
+  int64_t size() const { return static_cast<int64_t>(clique_->members.size()); }
+  void add(Op op, const std::string& name, int64_t in_bytes, int64_t out_bytes) {
+    op.places = {clique_->rules->note(this, name + " in", op.in, in_bytes),
+                 clique_->rules->note(this, name + " out", op.out, out_bytes)};
+    ops_.push_back(std::move(op));
+  }
 
+  const bool refuses_;
   const std::shared_ptr<Gpu> gpu_;
   const Stream stream_;
   const std::shared_ptr<Clique> clique_;
@@ -268,8 +301,8 @@ std::unique_ptr<NcclComm> ThreadNccl::join(const std::string& id, int size, int 
                                            const std::string&) {
   std::lock_guard lock(mutex_);
   std::shared_ptr<Clique>& clique = cliques_[id];
-  if (!clique) clique = std::make_shared<Clique>(size);
-  return std::make_unique<ThreadComm>(clique, rank);
+  if (!clique) clique = std::make_shared<Clique>(size, rules);
+  return std::make_unique<ThreadComm>(clique, rank, rank == refusing);
 }
 
 }  // namespace sheaf::testing

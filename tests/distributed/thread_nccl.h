@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "sheaf/distributed/nccl.h"
+#include "sheaf/tests/distributed/nccl_rules.h"
 
 namespace sheaf::testing {
 
@@ -17,7 +18,13 @@ class ThreadNccl final : public NcclLibrary {
   std::unique_ptr<NcclComm> join(const std::string& id, int size, int rank,
                                  const std::string& name) override;
 
+  std::shared_ptr<PieceSource> memory() override { return older ? nullptr : rules->memory(); }
+
   struct Clique;  // the members of one communicator
+
+  const std::shared_ptr<NcclRules> rules = std::make_shared<NcclRules>();
+  bool older = false;  ///< a version that registers nothing
+  int refusing = -1;   ///< a member of each communicator where registering fails
 
  private:
   std::mutex mutex_;

@@ -18,7 +18,8 @@ namespace sheaf::testing {
 /// back, all in the order of the rank's stream, so that the host waits nowhere before the end.
 class ThroughGpu final : public Communicator {
  public:
-  explicit ThroughGpu(Communicator& inner) : inner_(inner), gpu_(*RankContext::current().gpu) {}
+  explicit ThroughGpu(Communicator& inner, MemoryKind memory = MemoryKind::normal)
+      : inner_(inner), gpu_(*RankContext::current().gpu), memory_(memory) {}
 
   int rank() const override { return inner_.rank(); }
   int size() const override { return inner_.size(); }
@@ -26,30 +27,30 @@ class ThroughGpu final : public Communicator {
   Event all_gather(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
                    std::string_view path) override {
     const int64_t size = static_cast<int64_t>(size_of(dtype));
-    Block to(gpu_, out, sum(counts) * size);
-    Block from(gpu_, in, counts[rank()] * size, &to);
+    Block to(*this, out, sum(counts) * size);
+    Block from(*this, in, counts[rank()] * size, &to);
     return to.back(inner_.all_gather(from.data(), to.data(), counts, dtype, path));
   }
   Event reduce_scatter(const void* in, void* out, std::span<const int64_t> counts, DType dtype,
                        std::string_view path) override {
     const int64_t size = static_cast<int64_t>(size_of(dtype));
-    Block from(gpu_, in, sum(counts) * size);
-    Block to(gpu_, out, counts[rank()] * size, &from);
+    Block from(*this, in, sum(counts) * size);
+    Block to(*this, out, counts[rank()] * size, &from);
     return to.back(inner_.reduce_scatter(from.data(), to.data(), counts, dtype, path));
   }
   Event all_reduce(void* data, int64_t count, DType dtype, Reduction reduction,
                    std::string_view path) override {
-    Block block(gpu_, data, count * static_cast<int64_t>(size_of(dtype)));
+    Block block(*this, data, count * static_cast<int64_t>(size_of(dtype)));
     return block.back(inner_.all_reduce(block.data(), count, dtype, reduction, path));
   }
   Event all_to_all(const void* in, std::span<const int64_t> send, void* out,
                    std::span<const int64_t> recv, DType dtype, std::string_view path) override {
     const int64_t size = static_cast<int64_t>(size_of(dtype));
-    Block from(gpu_, in, sum(send) * size), to(gpu_, out, sum(recv) * size);
+    Block from(*this, in, sum(send) * size), to(*this, out, sum(recv) * size);
     return to.back(inner_.all_to_all(from.data(), send, to.data(), recv, dtype, path));
   }
   Event broadcast(void* data, int64_t bytes, int root, std::string_view path) override {
-    Block block(gpu_, data, bytes);
+    Block block(*this, data, bytes);
     return block.back(inner_.broadcast(block.data(), bytes, root, path));
   }
   Event barrier(std::string_view path) override { return inner_.barrier(path); }
@@ -68,8 +69,8 @@ class ThroughGpu final : public Communicator {
   /// that one's copy.
   class Block {
    public:
-    Block(Gpu& gpu, const void* host, int64_t bytes, Block* around = nullptr)
-        : gpu_(gpu),
+    Block(const ThroughGpu& comm, const void* host, int64_t bytes, Block* around = nullptr)
+        : gpu_(comm.gpu_),
           host_(static_cast<char*>(const_cast<void*>(host))),
           bytes_(static_cast<size_t>(bytes)) {
       if (around && host_ >= around->host_ && host_ + bytes_ <= around->host_ + around->bytes_ &&
@@ -78,7 +79,7 @@ class ThroughGpu final : public Communicator {
         data_ = around->data_ + (host_ - around->host_);
         return;
       }
-      storage_ = Storage::allocate(gpu.device(), bytes);
+      storage_ = Storage::allocate(gpu_.device(), bytes, comm.memory_);
       data_ = storage_->data();
       gpu_.copy(gpu_.compute(), data_, host_, bytes_, Gpu::Copy::to_device);
     }
@@ -99,6 +100,7 @@ class ThroughGpu final : public Communicator {
 
   Communicator& inner_;
   Gpu& gpu_;
+  const MemoryKind memory_;
 };
 
 }  // namespace sheaf::testing

@@ -1,0 +1,67 @@
+#include "sheaf/distributed/nccl_registration.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <string_view>
+
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+namespace {
+
+/// SHEAF_NCCL_REGISTER=0 leaves all buffers to NCCL's copies, to compare.
+bool wanted() {
+  const char* const value = std::getenv("SHEAF_NCCL_REGISTER");
+  return !value || std::string_view(value) != "0";
+}
+
+void say_once(const std::string& text) {
+  static std::once_flag said;
+  std::call_once(said, [&] { std::fprintf(stderr, "sheaf: %s\n", text.c_str()); });
+}
+
+}  // namespace
+
+void use_nccl_memory(NcclLibrary& library) {
+  const std::shared_ptr<Gpu>& gpu = RankContext::current().gpu;
+  std::shared_ptr<PieceSource> memory = wanted() ? library.memory() : nullptr;
+  if (!gpu || !memory) return;
+  try {
+    gpu->set_wire(std::move(memory));
+  } catch (const OutOfMemory&) {
+  }  // of its kind: the rank goes on with its own
+}
+
+NcclRegistration::NcclRegistration(NcclComm& comm, std::shared_ptr<Gpu> gpu, Communicator& host,
+                                   const std::string& name)
+    : comm_(comm), gpu_(std::move(gpu)) {
+  std::string why_not = wanted() ? "this NCCL gives no memory that can be registered" : "SHEAF_NCCL_REGISTER=0";
+  try {
+    catch_up();
+  } catch (const CommError& e) {
+    end();
+    why_not = e.what();
+  }
+  // The first member that cannot.
+  int32_t first = registrations_.empty() ? host.rank() : host.size();
+  const bool speaks = first == host.rank();
+  host.all_reduce(&first, 1, kI32, Reduction::min, "nccl/registration").sync();
+  if (first == host.size()) return;
+  if (speaks && first == host.rank())
+    say_once(str("buffers of ", name, " are not registered with NCCL: ", why_not));
+  end();
+  on_ = false;
+}
+
+void NcclRegistration::catch_up() {
+  if (!on_) return;
+  for (const MemoryPiece& piece : gpu_->wire_pieces(registrations_.size()))
+    registrations_.push_back(comm_.register_memory(piece.base, static_cast<int64_t>(piece.bytes)));
+}
+
+void NcclRegistration::end() {
+  for (; !registrations_.empty(); registrations_.pop_back()) comm_.deregister_memory(registrations_.back());
+}
+
+}  // namespace sheaf

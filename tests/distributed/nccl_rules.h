@@ -1,0 +1,64 @@
+// NcclRules: what NCCL demands of memory that is registered with it, checked where stand-ins for it are called. What
+// breaks a rule fails the test that runs.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/gpu.h"
+
+namespace sheaf::testing {
+
+class NcclRules : public std::enable_shared_from_this<NcclRules> {
+ public:
+  /// Where a buffer lies in its rank's registered memory.
+  struct Place {
+    size_t piece, offset;
+    bool operator==(const Place&) const = default;
+  };
+  /// How buffers of one kind, such as "all_gather out", were moved: those of all ranks.
+  struct Moved {
+    int64_t in_place = 0, copied = 0;
+    int64_t largest_copied = 0;  ///< bytes
+  };
+
+  ~NcclRules();
+  /// Memory of one rank.
+  std::shared_ptr<PieceSource> memory();
+
+  // --- of a communicator: any address that stands for it ---
+  /// `base` is that of a piece, which is registered whole, and once.
+  void* add(const void* comm, void* base, int64_t bytes);
+  void remove(const void* comm, void* registration);
+  /// Finalized: nothing may be registered any more.
+  void ended(const void* comm);
+  /// Aborted: NCCL forgets by itself.
+  void forget(const void* comm);
+  /// Notes that `kind` is moved; nothing if NCCL would copy it.
+  std::optional<Place> note(const void* comm, const std::string& kind, const void* buffer, int64_t bytes);
+  /// Notes where all members of a communicator have one call's buffer: registered by all or by none.
+  void compare(const std::vector<std::optional<Place>>& places);
+
+  Moved moved(const std::string& kind) const;
+  int64_t registrations() const;         ///< so far
+  int64_t at_unequal_offsets() const;    ///< calls so far whose buffers lie elsewhere on other ranks
+
+ private:
+  class Memory;
+  struct Piece {
+    const Memory* owner;
+    size_t number, bytes;  // among its owner's
+  };
+
+  mutable std::mutex mutex_;
+  std::map<const char*, Piece> pieces_;
+  std::map<const void*, std::map<const char*, Piece>> registered_;  // by communicator
+  std::map<std::string, Moved> moved_;
+  int64_t registrations_ = 0, unequal_ = 0;
+};
+
+}  // namespace sheaf::testing

@@ -1,0 +1,125 @@
+// Training steps over NCCL, here ThreadNccl and EchoNccl, which check what NCCL demands of registered memory
+// (NcclRules): all that units gather and reduce-scatter is moved in place, at the same places on all ranks, and the
+// results are those of a run that registers nothing.
+#include <cstdlib>
+
+#include <gtest/gtest.h>
+
+#include "sheaf/tests/distributed/echo_nccl.h"
+#include "sheaf/tests/distributed/nccl_job.h"
+#include "sheaf/tests/distributed/thread_nccl.h"
+#include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/needs_gpu.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr int kRanks = 2, kSteps = 5;
+
+models::TrainConfig config(const char* strategy, const char* dtype) {
+  models::TrainConfig c = tiny_config();
+  c.model.dropout = 0.2;
+  c.train.micro_batches = 2;
+  c.train.dtype = dtype;
+  c.sharding.strategy = strategy;
+  return c;
+}
+
+struct Trained {
+  std::vector<float> results;  ///< losses, norms and weights
+  size_t pieces = 0;
+};
+
+/// What each rank of a job over `library` makes of `c`. From the third step on it asks for no more memory.
+std::vector<Trained> train(NcclLibrary& library, const models::TrainConfig& c) {
+  std::vector<Trained> ranks(kRanks);
+  nccl::expect_well(nccl::run_job(library, [&](World& w) {
+    Trained& run = ranks[static_cast<size_t>(w.rank())];
+    Gpu& gpu = *RankContext::current().gpu;
+    models::TrainingStep step(c, c.model.vocab, w, w.device());
+    int64_t reserved = 0;
+    for (int s = 0; s < kSteps; ++s) {
+      const auto result = step.run(s, fill_tiny);
+      if (s >= 2) {
+        EXPECT_EQ(gpu.memory()->stats().reserved, reserved) << "step " << s;
+        EXPECT_EQ(gpu.wire_pieces().size(), run.pieces) << "step " << s;
+      }
+      reserved = gpu.memory()->stats().reserved;
+      run.pieces = gpu.wire_pieces().size();
+      run.results.push_back(result.loss.item());
+      run.results.push_back(result.grad_norm.item());
+    }
+    for (const auto& unit : units(step.model().module()))
+      for (FlatBuffer& b : unit->buffers()) {
+        const std::vector<float> values = b.shard.to_vector();
+        run.results.insert(run.results.end(), values.begin(), values.end());
+      }
+  }, {.ranks = kRanks}));
+  return ranks;
+}
+
+/// Sets SHEAF_NCCL_REGISTER for a scope.
+struct Unregistered {
+  Unregistered() { setenv("SHEAF_NCCL_REGISTER", "0", 1); }
+  ~Unregistered() { unsetenv("SHEAF_NCCL_REGISTER"); }
+};
+
+void expect_in_place(const NcclRules& rules, const char* kind) {
+  EXPECT_GT(rules.moved(kind).in_place, 0) << kind;
+  EXPECT_EQ(rules.moved(kind).copied, 0) << kind << ", up to " << rules.moved(kind).largest_copied << " bytes";
+}
+
+/// What is gathered and reduced; gradients of `replicate` stay where they are and are copied.
+void expect_units_in_place(const NcclRules& rules, const std::string& strategy) {
+  if (strategy == "replicate") {
+    EXPECT_GT(rules.moved("all_reduce out").copied, 0);
+    EXPECT_EQ(rules.moved("all_reduce out").in_place, 0);
+  } else {
+    for (const char* kind : {"all_gather in", "all_gather out", "reduce_scatter in"}) expect_in_place(rules, kind);
+  }
+}
+
+TEST(RegisteredBuffers, EverythingThatUnitsSend) {
+  SHEAF_NEEDS_GPU();
+  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+    for (const char* dtype : {"f32", "bf16"}) {
+      SCOPED_TRACE(str(strategy, ' ', dtype));
+      ThreadNccl nccl, plain;
+      const std::vector<Trained> ranks = train(nccl, config(strategy, dtype));
+      const NcclRules& rules = *nccl.rules;
+      expect_units_in_place(rules, strategy);
+      EXPECT_EQ(rules.at_unequal_offsets(), 0);
+      // Once a piece, rank and communicator: those for gathers, reductions and all else.
+      const int64_t pieces = static_cast<int64_t>(ranks[0].pieces);
+      EXPECT_EQ(ranks[1].pieces, ranks[0].pieces);
+      EXPECT_GT(rules.registrations(), 0);
+      EXPECT_EQ(rules.registrations() % (kRanks * pieces), 0);
+      EXPECT_LE(rules.registrations(), 3 * kRanks * pieces);
+
+      const Unregistered scope;
+      const std::vector<Trained> same = train(plain, config(strategy, dtype));
+      EXPECT_EQ(plain.rules->registrations(), 0);
+      EXPECT_EQ(plain.rules->moved("all_gather out").in_place, 0);
+      for (size_t r : {0, 1}) {
+        EXPECT_EQ(same[r].results, ranks[r].results);
+        EXPECT_EQ(same[r].pieces, 0u);
+      }
+    }
+}
+
+TEST(RegisteredBuffers, InGraphs) {
+  SHEAF_NEEDS_GPU();
+  for (const char* strategy : {"full_shard", "replicate"}) {
+    SCOPED_TRACE(strategy);
+    models::TrainConfig c = config(strategy, "bf16");
+    EchoNccl plain, nccl;
+    const std::vector<Trained> one_by_one = train(plain, c);
+    c.train.cuda_graph = true;
+    const std::vector<Trained> ranks = train(nccl, c);
+    expect_units_in_place(*nccl.rules, strategy);
+    for (size_t r : {0, 1}) EXPECT_EQ(ranks[r].results, one_by_one[r].results);
+  }
+}
+
+}  // namespace
+}  // namespace sheaf::testing
