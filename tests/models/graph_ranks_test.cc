@@ -40,11 +40,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
           run.losses.push_back(result.loss.item());
           run.norms.push_back(result.grad_norm.item());
         }
-        for (const auto& unit : units(step.model().module()))
-          for (FlatBuffer& b : unit->buffers()) {
-            const std::vector<float> values = b.shard.to_vector();
-            run.weights.insert(run.weights.end(), values.begin(), values.end());
-          }
+        run.weights = shards(step.model().module());
       }, {}));
     }
     for (int r : {0, 1}) {

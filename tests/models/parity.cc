@@ -30,6 +30,16 @@ double max_magnitude(const Values& a) {
   return most;
 }
 
+std::vector<float> shards(nn::Module& module) {
+  std::vector<float> all;
+  for (const auto& unit : units(module))
+    for (const FlatBuffer& buffer : unit->buffers()) {
+      const std::vector<float> values = buffer.shard.to_vector();
+      all.insert(all.end(), values.begin(), values.end());
+    }
+  return all;
+}
+
 models::TrainConfig tiny_config() {
   models::TrainConfig c;
   c.model.layers = 3;

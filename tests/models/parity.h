@@ -48,6 +48,9 @@ using Values = std::map<std::string, std::vector<double>>;
 double max_difference(const Values& a, const Values& b);
 double max_magnitude(const Values& a);
 
+/// The parts of all parameters that this rank holds, one after the other.
+std::vector<float> shards(nn::Module& module);
+
 /// A tiny GPT and its training options: 3 layers, sizes that nothing divides.
 models::TrainConfig tiny_config();
 

@@ -49,11 +49,8 @@ std::vector<Trained> train(NcclLibrary& library, const models::TrainConfig& c) {
       run.results.push_back(result.loss.item());
       run.results.push_back(result.grad_norm.item());
     }
-    for (const auto& unit : units(step.model().module()))
-      for (FlatBuffer& b : unit->buffers()) {
-        const std::vector<float> values = b.shard.to_vector();
-        run.results.insert(run.results.end(), values.begin(), values.end());
-      }
+    const std::vector<float> weights = shards(step.model().module());
+    run.results.insert(run.results.end(), weights.begin(), weights.end());
   }, {.ranks = kRanks}));
   return ranks;
 }
