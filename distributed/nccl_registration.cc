@@ -10,10 +10,10 @@
 namespace sheaf {
 namespace {
 
-/// SHEAF_NCCL_REGISTER=0 leaves all buffers to NCCL's copies, to compare.
+/// Asked for: the pool costs memory, and it has not been measured yet what it gains.
 bool wanted() {
   const char* const value = std::getenv("SHEAF_NCCL_REGISTER");
-  return !value || std::string_view(value) != "0";
+  return value && std::string_view(value) == "1";
 }
 
 void say_once(const std::string& text) {
@@ -36,20 +36,20 @@ void use_nccl_memory(NcclLibrary& library) {
 NcclRegistration::NcclRegistration(NcclComm& comm, std::shared_ptr<Gpu> gpu, Communicator& host,
                                    const std::string& name)
     : comm_(comm), gpu_(std::move(gpu)) {
-  std::string why_not = wanted() ? "this NCCL gives no memory that can be registered" : "SHEAF_NCCL_REGISTER=0";
+  std::string why_not = wanted() ? "this NCCL gives no memory that can be registered"
+                                 : "SHEAF_NCCL_REGISTER is not 1 there";
   try {
     catch_up();
   } catch (const CommError& e) {
     end();
     why_not = e.what();
   }
-  // The first member that cannot.
-  int32_t first = registrations_.empty() ? host.rank() : host.size();
-  const bool speaks = first == host.rank();
-  host.all_reduce(&first, 1, kI32, Reduction::min, "nccl/registration").sync();
-  if (first == host.size()) return;
-  if (speaks && first == host.rank())
-    say_once(str("buffers of ", name, " are not registered with NCCL: ", why_not));
+  // The first member that cannot, and whether (below 0) any was asked to.
+  int32_t settled[] = {registrations_.empty() ? host.rank() : host.size(), wanted() ? -1 : 0};
+  host.all_reduce(settled, 2, kI32, Reduction::min, "nccl/registration").sync();
+  if (settled[0] == host.size()) return;
+  if (settled[0] == host.rank() && settled[1] < 0)
+    say_once(str("buffers of ", name, " are not registered with NCCL: rank ", RankContext::current().rank, ": ", why_not));
   end();
   on_ = false;
 }

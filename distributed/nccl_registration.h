@@ -36,7 +36,7 @@
 
 namespace sheaf {
 
-/// Makes wire memory of the current rank's GPU such that can be registered, unless SHEAF_NCCL_REGISTER=0, or this NCCL
+/// With SHEAF_NCCL_REGISTER=1 makes wire memory of the current rank's GPU such that can be registered, unless this NCCL
 /// has none. Before anything is allocated there.
 void use_nccl_memory(NcclLibrary& library);
 

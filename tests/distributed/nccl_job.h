@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <thread>
@@ -22,6 +23,12 @@ struct Options {
   int ranks = 2;
   bool one_gpu = true;  ///< for all ranks; else each has that of its number
   std::chrono::milliseconds timeout{60'000};
+};
+
+/// Asks for registered buffers while it lives.
+struct Registered {
+  Registered() { setenv("SHEAF_NCCL_REGISTER", "1", 1); }
+  ~Registered() { unsetenv("SHEAF_NCCL_REGISTER"); }
 };
 
 /// What each rank threw: exit code and message, 0 if nothing.

@@ -38,6 +38,7 @@ TEST(NcclCommunicator, EveryCollectiveAtWorlds1To4) {
 
 TEST(NcclCommunicator, EveryCollectiveInRegisteredBuffers) {
   SHEAF_NEEDS_GPU();
+  const Registered scope;
   testing::ThreadNccl nccl;
   expect_well(run_job(nccl, registered_battery, {.ranks = 3}));
   const testing::NcclRules& rules = *nccl.rules;
@@ -49,6 +50,7 @@ TEST(NcclCommunicator, EveryCollectiveInRegisteredBuffers) {
 
 TEST(NcclCommunicator, RegistersWhatItsMemoryGrowsBy) {
   SHEAF_NEEDS_GPU();
+  const Registered scope;
   testing::ThreadNccl nccl;
   expect_well(run_job(nccl,
                       [](World& world) {
@@ -68,6 +70,7 @@ TEST(NcclCommunicator, RegistersWhatItsMemoryGrowsBy) {
 
 TEST(NcclCommunicator, RegistersNothingWhereOneRankCannot) {
   SHEAF_NEEDS_GPU();
+  const Registered scope;
   testing::ThreadNccl older, refusing;
   older.older = true;
   refusing.refusing = 1;
@@ -341,6 +344,7 @@ TEST(Nccl, EveryCollectiveBetweenGpus) {
   SHEAF_NEEDS_GPU();
   SHEAF_NEEDS_NCCL();
   if (gpus() < 2) GTEST_SKIP() << "not run: NCCL between ranks needs two GPUs, here is one";
+  const Registered scope;
   if constexpr (kernels::kHasCuda)
     for (int n = 2; n <= gpus(); ++n)
       for (const auto& calls : {battery, registered_battery})

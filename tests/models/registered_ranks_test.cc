@@ -1,8 +1,6 @@
 // Training steps over NCCL, here ThreadNccl and EchoNccl, which check what NCCL demands of registered memory
 // (NcclRules): all that units gather and reduce-scatter is moved in place, at the same places on all ranks, and the
 // results are those of a run that registers nothing.
-#include <cstdlib>
-
 #include <gtest/gtest.h>
 
 #include "sheaf/tests/distributed/echo_nccl.h"
@@ -55,12 +53,6 @@ std::vector<Trained> train(NcclLibrary& library, const models::TrainConfig& c) {
   return ranks;
 }
 
-/// Sets SHEAF_NCCL_REGISTER for a scope.
-struct Unregistered {
-  Unregistered() { setenv("SHEAF_NCCL_REGISTER", "0", 1); }
-  ~Unregistered() { unsetenv("SHEAF_NCCL_REGISTER"); }
-};
-
 void expect_in_place(const NcclRules& rules, const char* kind) {
   EXPECT_GT(rules.moved(kind).in_place, 0) << kind;
   EXPECT_EQ(rules.moved(kind).copied, 0) << kind << ", up to " << rules.moved(kind).largest_copied << " bytes";
@@ -82,7 +74,11 @@ TEST(RegisteredBuffers, EverythingThatUnitsSend) {
     for (const char* dtype : {"f32", "bf16"}) {
       SCOPED_TRACE(str(strategy, ' ', dtype));
       ThreadNccl nccl, plain;
-      const std::vector<Trained> ranks = train(nccl, config(strategy, dtype));
+      std::vector<Trained> ranks;
+      {
+        const Registered scope;
+        ranks = train(nccl, config(strategy, dtype));
+      }
       const NcclRules& rules = *nccl.rules;
       expect_units_in_place(rules, strategy);
       EXPECT_EQ(rules.at_unequal_offsets(), 0);
@@ -93,7 +89,6 @@ TEST(RegisteredBuffers, EverythingThatUnitsSend) {
       EXPECT_EQ(rules.registrations() % (kRanks * pieces), 0);
       EXPECT_LE(rules.registrations(), 3 * kRanks * pieces);
 
-      const Unregistered scope;
       const std::vector<Trained> same = train(plain, config(strategy, dtype));
       EXPECT_EQ(plain.rules->registrations(), 0);
       EXPECT_EQ(plain.rules->moved("all_gather out").in_place, 0);
@@ -106,6 +101,7 @@ TEST(RegisteredBuffers, EverythingThatUnitsSend) {
 
 TEST(RegisteredBuffers, InGraphs) {
   SHEAF_NEEDS_GPU();
+  const Registered scope;
   for (const char* strategy : {"full_shard", "replicate"}) {
     SCOPED_TRACE(strategy);
     models::TrainConfig c = config(strategy, "bf16");
