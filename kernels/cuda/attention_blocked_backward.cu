@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 /// Queries and the output's gradient lie beside each other where shared memory allows it; else they
 /// take turns in one tile.
 template <class S>
-constexpr bool kTakeTurns = 4 * S::kBytes + S::kScoreBytes > (227 << 10);
+constexpr bool kTakeTurns = 4 * S::kBytes + S::kScoreBytes > kMostSharedBytes;
 
 // A block takes kTile keys of a key head and goes over the queries that see the first of them, for
 // each query head of the group. Scores are transposed: a row is a key's.

@@ -40,7 +40,6 @@ sheaf_switch_fiber:
 )");
 
 constexpr size_t kStack = 128 << 10;
-constexpr unsigned kMaxThreads = 1024;
 
 enum class State : uint8_t { ready, at_block_barrier, at_warp, done };
 
@@ -195,13 +194,6 @@ void* dynamic_shared() { return current->shared(); }
 void block_barrier() { current->block_barrier(); }
 const void* exchange(const void* value, size_t bytes, unsigned mask) {
   return current->exchange(value, bytes, mask);
-}
-
-void check_launch(const char* name, unsigned threads, size_t shared_bytes) {
-  check<CudaError>(threads > 0 && threads <= kMaxThreads, '[', name, "] launch with ", threads,
-                   " threads a block");
-  check<CudaError>(shared_bytes <= (227 << 10), '[', name, "] launch with ", shared_bytes,
-                   " bytes of shared memory");
 }
 
 void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,

@@ -80,8 +80,6 @@ struct Place {  // of the fiber that runs now
 };
 inline thread_local Place place;
 
-/// Throws a CudaError where a launch would be refused.
-void check_launch(const char* name, unsigned threads, size_t shared_bytes);
 /// Runs `body` as every thread of every block; part of what is enqueued.
 void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body);

@@ -25,12 +25,26 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 /// ceil(n / d) for n >= 0.
 __host__ __device__ constexpr int64_t blocks_for(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
+/// Dynamic shared memory of a block: of Hopper's 227 KiB, the last is left to __shared__ arrays.
+inline constexpr size_t kMostSharedBytes = 226 << 10;
+
 struct LaunchShape {
-  int64_t blocks = 1;       ///< grid.x
-  int threads = 256;        ///< block.x, a multiple of a warp
+  int64_t blocks = 1;       ///< grid.x, at most 2^31 - 1
+  int threads = 256;        ///< block.x, a multiple of a warp, at most 1,024
   int64_t blocks_y = 1;     ///< grid.y, at most 65,535
   int64_t blocks_z = 1;     ///< grid.z, at most 65,535
-  size_t shared_bytes = 0;  ///< of dynamic_shared()
+  size_t shared_bytes = 0;  ///< of dynamic_shared(), at most kMostSharedBytes
+
+  /// False if there are no blocks, which is no error here but one in CUDA. Throws ConfigError if a
+  /// GPU would refuse the launch; `name` is the op.
+  bool check(const char* name) const {
+    sheaf::check<ConfigError>(
+        blocks >= 0 && blocks <= INT32_MAX && blocks_y >= 0 && blocks_y <= 65535 && blocks_z >= 0 &&
+            blocks_z <= 65535 && threads > 0 && threads <= 1024 && shared_bytes <= kMostSharedBytes,
+        '[', name, "] no GPU takes a launch of ", blocks, " x ", blocks_y, " x ", blocks_z,
+        " blocks of ", threads, " threads with ", shared_bytes, " bytes of shared memory each");
+    return blocks > 0 && blocks_y > 0 && blocks_z > 0;
+  }
 };
 
 #if !SHEAF_CUDA_EMULATED
@@ -47,11 +61,7 @@ __device__ T* dynamic_shared() {
 template <class... Parameters, class... Args>
 void launch(const char* name, const Stream& stream, const LaunchShape& shape,
             void (*kernel)(Parameters...), Args... args) {
-  if (shape.blocks == 0 || shape.blocks_y == 0 || shape.blocks_z == 0) return;
-  check<ConfigError>(
-      shape.blocks <= INT32_MAX && shape.blocks_y <= 65535 && shape.blocks_z <= 65535, '[', name,
-      "] is too large for a launch: ", shape.blocks, " x ", shape.blocks_y, " x ", shape.blocks_z,
-      " blocks");
+  if (!shape.check(name)) return;
   cudaError_t error = cudaSuccess;
   if (shape.shared_bytes > 48 * 1024)  // more must be asked for
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -82,11 +92,10 @@ T* dynamic_shared() {
 template <class... Parameters, class... Args>
 void launch(const char* name, const Stream& stream, const LaunchShape& shape,
             void (*kernel)(Parameters...), Args... args) {
-  if (shape.blocks == 0 || shape.blocks_y == 0 || shape.blocks_z == 0) return;
+  if (!shape.check(name)) return;
   const dim3 grid(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
                   static_cast<unsigned>(shape.blocks_z));
   const auto threads = static_cast<unsigned>(shape.threads);
-  emulation::check_launch(name, threads, shape.shared_bytes);
   emulation::enqueue(stream, [=] {
     emulation::run(name, grid, threads, shape.shared_bytes,
                    [&] { kernel(static_cast<Parameters>(args)...); });

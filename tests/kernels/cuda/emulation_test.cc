@@ -92,8 +92,6 @@ TEST(CudaEmulation, MisuseIsAnError) {
                "[stuck] deadlock in a block");
   expect_error([&] { launch("part", stream, {.threads = 64}, half_a_warp); },
                "[part] a warp operation must name a full warp");
-  expect_error([&] { launch("many", stream, {.threads = 2048}, half_a_warp); },
-               "2048 threads a block");
   // The next launch of this thread finds clean fibers.
   testing::Array in(kI32, {64}), out(kI32, {64});
   in.fill([](int64_t i) { return i; });
@@ -101,6 +99,25 @@ TEST(CudaEmulation, MisuseIsAnError) {
   launch("reverse", stream, {.blocks = 1, .threads = 64, .shared_bytes = 64 * sizeof(int)},
          reverse_blocks, gin.view().as<int>(), gout.view().as<int>(), 64);
   EXPECT_EQ(gout.back().at(0), 63);
+}
+
+TEST(CudaEmulation, LaunchesThatNoGpuTakesAreErrors) {
+  const auto refused = [](const LaunchShape& shape) {
+    try {
+      launch("vast", OnGpu::stream(), shape, half_a_warp);
+    } catch (const ConfigError& e) {
+      EXPECT_EQ(std::string(e.what()).find("[vast] no GPU takes a launch of "), 0u);
+      return true;
+    }
+    return false;
+  };
+  const int64_t grid = int64_t{1} << 31;
+  EXPECT_TRUE(refused({.blocks = grid}) && refused({.blocks = -1}));
+  EXPECT_TRUE(refused({.blocks_y = 65536}) && refused({.blocks_z = 65536}));
+  EXPECT_TRUE(refused({.threads = 0}) && refused({.threads = 1056}));
+  EXPECT_TRUE(refused({.shared_bytes = kMostSharedBytes + 1}));
+  EXPECT_FALSE(refused({.blocks = 0}));  // nothing to do
+  EXPECT_FALSE(refused({.blocks_y = 0}) || refused({.blocks_z = 0}));
 }
 
 TEST(CudaEmulation, StreamsRunAsLateAsTheyMay) {
