@@ -14,6 +14,8 @@
 #if SHEAF_CUDA_EMULATED
 #include "sheaf/kernels/cuda/emulation.h"
 #else
+#include <mutex>
+
 #include <cuda_runtime.h>
 #endif
 
@@ -56,27 +58,36 @@ __device__ T* dynamic_shared() {
   return reinterpret_cast<T*>(sheaf_dynamic_shared);
 }
 
+/// Lets blocks of a kernel have `bytes` of dynamic shared memory. The limit is the kernel's,
+/// whoever launches it, and so it is never lowered: other threads and graphs count on theirs.
+inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  const auto wanted = static_cast<int>(bytes);
+  if (error != cudaSuccess || attributes.maxDynamicSharedSizeBytes >= wanted) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted);
+}
+
 /// Enqueues kernel(args...) on `stream`; `name` is the op in errors. Nothing to do if there are no
 /// blocks.
 template <class... Parameters, class... Args>
 void launch(const char* name, const Stream& stream, const LaunchShape& shape,
             void (*kernel)(Parameters...), Args... args) {
   if (!shape.check(name)) return;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
+                        static_cast<unsigned>(shape.blocks_z));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream.handle);
   cudaError_t error = cudaSuccess;
   if (shape.shared_bytes > 48 * 1024)  // more must be asked for
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shape.shared_bytes));
-  if (error == cudaSuccess) {
-    cudaLaunchConfig_t config{};
-    config.gridDim =
-        dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
-             static_cast<unsigned>(shape.blocks_z));
-    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = static_cast<cudaStream_t>(stream.handle);
-    // Not <<<>>>, whose errors are the thread's last one: of whatever call was refused before.
+    error = allow_shared(reinterpret_cast<const void*>(kernel), shape.shared_bytes);
+  // Not <<<>>>, whose errors are the thread's last one: of whatever call was refused before.
+  if (error == cudaSuccess)
     error = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(args)...);
-  }
   check<CudaError>(error == cudaSuccess, '[', name, "] launch of ", shape.blocks, " x ",
                    shape.blocks_y, " x ", shape.blocks_z, " blocks of ", shape.threads,
                    " threads: ", cudaGetErrorString(error));
