@@ -1,5 +1,8 @@
 #include "sheaf/kernels/cuda/emulation.h"
 
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -98,6 +101,14 @@ class Block {
   }
 
   void* shared() { return shared_.data(); }
+  const char* name() const { return name_; }
+
+  /// Ends the running thread, and so the launch, without unwinding its stack.
+  [[noreturn]] void abandon(std::exception_ptr failure) {
+    failure_ = std::move(failure);
+    leave(State::done);
+    __builtin_unreachable();
+  }
 
   void block_barrier() { leave(State::at_block_barrier); }
 
@@ -195,6 +206,44 @@ void block_barrier() { current->block_barrier(); }
 const void* exchange(const void* value, size_t bytes, unsigned mask) {
   return current->exchange(value, bytes, mask);
 }
+
+// --- misaligned accesses ---
+
+#ifndef SHEAF_ASAN  // which has its own
+
+// Kernels are compiled with -fsanitize=alignment, which calls this function of its runtime. As it is
+// declared there: code that calls it expects no exception.
+namespace {
+
+struct Access {
+  const char* file;
+  unsigned line, column;
+  const struct {
+    uint16_t kind, info;
+    char name[64];  // as long as it is
+  } * type;
+};
+
+}  // namespace
+
+extern "C" [[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const Access* access,
+                                                                   uintptr_t to) {
+  if (!current) {  // in a kernel's host code
+    std::fprintf(stderr, "%s:%u: misaligned access\n", access->file, access->line);
+    std::abort();
+  }
+  std::exception_ptr failure;
+  try {
+    fail<CudaError>('[', current->name(), "] misaligned address: ", access->type->name,
+                    " is read or written at a multiple of ", to & -to, " (", access->file, ':',
+                    access->line, ", emulated GPU)");
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  current->abandon(std::move(failure));
+}
+
+#endif
 
 void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body) {

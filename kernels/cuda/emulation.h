@@ -5,7 +5,7 @@
 // operations only, in an order that changes from block to block, and blocks run in a shuffled
 // order: code that relies on an order without asking for it gives other results than it should.
 // Misuse ends in a CudaError: threads of a block that wait at different barriers, a warp operation
-// that not all lanes of a full warp reach. Device memory may be touched by kernels and copies
+// that not all lanes of a full warp reach, a misaligned access. Device memory may be touched by kernels and copies
 // alone; the host's access is a segmentation fault, and so is an access past its end.
 //
 // Streams run as late as they may: what is enqueued waits until the host synchronises with it, or a
@@ -14,8 +14,7 @@
 // the host synchronises, as on a GPU. A graph runs the work that its capture has recorded, with the
 // arguments it had then, in an order that only the recorded dependencies bind.
 //
-// What it cannot show: races inside a warp between two switches, alignment, occupancy, speed,
-// tensor cores.
+// What it cannot show: races inside a warp between two switches, occupancy, speed, tensor cores.
 #pragma once
 
 #include <algorithm>

@@ -101,6 +101,24 @@ TEST(CudaEmulation, MisuseIsAnError) {
   EXPECT_EQ(gout.back().at(0), 63);
 }
 
+__global__ void copy_16_bytes(const char* from, char* to) {
+  if (threadIdx.x == 7) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+
+TEST(CudaEmulation, MisalignedAccessesAreErrors) {
+  testing::Array array(kI32, {64});
+  array.fill([](int64_t i) { return i; });
+  const OnGpu memory(array);
+  const auto copy = [&](int from, int to) {
+    launch("copy", OnGpu::stream(), {.threads = 32}, copy_16_bytes,
+           memory.view().as<const char>() + from, memory.view().as<char>() + to);
+  };
+  expect_error([&] { copy(8, 32); }, "[copy] misaligned address: 'const struct uint4'");
+  expect_error([&] { copy(0, 36); }, "[copy] misaligned address: 'struct uint4'");
+  copy(0, 32);
+  EXPECT_EQ(memory.back().at(11), 3);
+}
+
 TEST(CudaEmulation, LaunchesThatNoGpuTakesAreErrors) {
   const auto refused = [](const LaunchShape& shape) {
     try {

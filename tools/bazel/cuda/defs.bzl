@@ -22,6 +22,9 @@ _NVCC_FLAGS = [
     "-Xcompiler=-fPIC,-Wall,-Wno-restrict,-ffp-contract=off",
 ]
 
+# Of kernels that are compiled for the CPU: misaligned accesses end in kernels/cuda/emulation.cc, as they do on a GPU.
+EMULATED_COPTS = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
+
 def _cuda_objects_impl(ctx):
     toolchain = find_cpp_toolchain(ctx)
     deps = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps])
@@ -140,7 +143,7 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     sheaf_library(
         name = name + "_emulated",
         srcs = [src + ".cc" for src in srcs],
-        copts = ["-Wno-unknown-pragmas"],
+        copts = EMULATED_COPTS,
         deps = [":" + headers],
         tags = ["manual"],
         **kwargs
