@@ -82,11 +82,11 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
         const Results got = on_gpu(x, w, targets, 0.5, dw_dtype);
         EXPECT_LT(scaled_error(got.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << where;
         EXPECT_LT(scaled_error(got.lse, values(want.lse)), d == kF64 ? 1e-13 : 1e-6) << where;
-        EXPECT_LT(scaled_error(got.dx, values(want.dx)), 10 * epsilon(d)) << where;
-        EXPECT_LT(scaled_error(got.dw, values(want.dw)), 10 * epsilon(d)) << where;
+        EXPECT_LT(scaled_error(got.dx, values(want.dx)), 15 * epsilon(d)) << where;
+        EXPECT_LT(scaled_error(got.dw, values(want.dw)), 15 * epsilon(d)) << where;
         const Results fused = fused_on_gpu(x, w, targets, dw_dtype),
                       two = on_gpu(x, w, targets, 1, dw_dtype);
-        EXPECT_LT(scaled_error(fused.dx, values(one.dx)), 10 * epsilon(d)) << where;
+        EXPECT_LT(scaled_error(fused.dx, values(one.dx)), 15 * epsilon(d)) << where;
         EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
                     same_bits(fused.dw, two.dw))
             << where;

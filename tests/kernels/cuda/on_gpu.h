@@ -3,6 +3,8 @@
 // the tests skip and say so.
 #pragma once
 
+#include <cstdlib>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,17 +16,20 @@
 
 namespace sheaf::testing {
 
-/// Device memory with the contents of an array, gaps included.
+/// Device memory with the contents of an array, gaps included. It begins where whole packs do; with
+/// SHEAF_SHIFT_OPERANDS in the environment, one element later.
 class OnGpu {
  public:
   OnGpu() = default;  ///< an absent operand: View{}
   explicit OnGpu(const Array& array) : host_(array) {
     const size_t bytes = array.bytes();
-    memory_.reset(kernels::cuda::allocate(bytes), kernels::cuda::free);
-    kernels::cuda::copy_bytes(stream(), memory_.get(), array.view().data, bytes,
+    const size_t shift = std::getenv("SHEAF_SHIFT_OPERANDS") ? size_of(array.view().dtype) : 0;
+    memory_.reset(kernels::cuda::allocate(shift + bytes), kernels::cuda::free);
+    data_ = static_cast<char*>(memory_.get()) + shift;
+    kernels::cuda::copy_bytes(stream(), data_, array.view().data, bytes,
                               kernels::cuda::Copy::to_device);
     view_ = array.view();
-    view_.data = memory_.get();
+    view_.data = data_;
   }
   const View& view() const { return view_; }
   operator const View&() const { return view_; }
@@ -33,7 +38,7 @@ class OnGpu {
   Array back() const {
     Array out = host_.clone();
     kernels::cuda::synchronize(stream());
-    kernels::cuda::copy_bytes(stream(), out.view().data, memory_.get(), out.bytes(),
+    kernels::cuda::copy_bytes(stream(), out.view().data, data_, out.bytes(),
                               kernels::cuda::Copy::to_host);
     kernels::cuda::synchronize(stream());
     return out;
@@ -48,6 +53,7 @@ class OnGpu {
  private:
   Array host_;
   std::shared_ptr<void> memory_;
+  char* data_ = nullptr;
   View view_;
 };
 
