@@ -86,6 +86,13 @@ class DeviceMemory {
     std::lock_guard lock(mutex_);
     return {kDeviceBytes - mapped_, kDeviceBytes};
   }
+  bool contains(uintptr_t address) {
+    std::lock_guard lock(mutex_);
+    const auto next = ranges_.upper_bound(reinterpret_cast<void*>(address));
+    if (next == ranges_.begin()) return false;
+    const Range& range = std::prev(next)->second;
+    return address < reinterpret_cast<uintptr_t>(range.base) + range.open;
+  }
   void open() {
     std::lock_guard lock(mutex_);
     if (users_++ == 0) protect(PROT_READ | PROT_WRITE);
@@ -133,6 +140,8 @@ EmulatedEvent& event_of(EventHandle event) { return *static_cast<EmulatedEvent*>
 }  // namespace
 
 namespace emulation {
+
+bool on_device(uintptr_t address) { return device_memory().contains(address); }
 
 void enqueue(const Stream& stream, std::function<void()> work) {
   Streams::get().enqueue(stream, [work = std::move(work)] {

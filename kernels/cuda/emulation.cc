@@ -1,7 +1,5 @@
 #include "sheaf/kernels/cuda/emulation.h"
 
-#include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <vector>
@@ -54,7 +52,7 @@ struct Fiber {
 
 struct Warp {
   uint64_t slots[2][32];
-  unsigned arrived = 0;
+  unsigned arrived = 0, syncs = 0;  // syncs: __syncwarp alone, as only it orders memory
   int turn = 0;
 };
 
@@ -63,9 +61,10 @@ thread_local Block* current = nullptr;
 
 class Block {
  public:
-  void start(const char* name, unsigned threads, size_t shared_bytes,
-             const std::function<void()>& body) {
+  void start(const char* name, unsigned launch, unsigned block, unsigned threads,
+             size_t shared_bytes, const std::function<void()>& body) {
     name_ = name, threads_ = threads, body_ = &body;
+    launch_ = launch, block_ = block, barriers_ = 0;
     shared_.assign(shared_bytes / 16 + 1, {});
     std::memset(shared_.data(), 0xff, shared_.size() * sizeof(shared_[0]));
     warps_.assign((threads + 31) / 32, {});
@@ -102,6 +101,11 @@ class Block {
 
   void* shared() { return shared_.data(); }
   const char* name() const { return name_; }
+  Moment now() const { return {launch_, block_, running_, barriers_, warps_[running_ / 32].syncs}; }
+  bool on_own_stack(const void* address) const {
+    const char* stack = fibers_[running_].stack.get();
+    return address >= stack && address < stack + kStack;
+  }
 
   /// Ends the running thread, and so the launch, without unwinding its stack.
   [[noreturn]] void abandon(std::exception_ptr failure) {
@@ -112,7 +116,7 @@ class Block {
 
   void block_barrier() { leave(State::at_block_barrier); }
 
-  const void* exchange(const void* value, size_t bytes, unsigned mask) {
+  const void* exchange(const void* value, size_t bytes, unsigned mask, bool sync) {
     const unsigned warp = running_ / 32, lane = running_ % 32;
     if (mask != 0xffffffffu || (warp + 1) * 32 > threads_)
       fail<CudaError>('[', name_, "] a warp operation must name a full warp (emulated GPU)");
@@ -121,7 +125,7 @@ class Block {
     slots[lane] = 0;
     std::memcpy(&slots[lane], value, bytes);
     if (++w.arrived == 32) {
-      w.arrived = 0, w.turn ^= 1;
+      w.arrived = 0, w.turn ^= 1, w.syncs += sync;
       for (unsigned i = warp * 32; i < warp * 32 + 32; ++i)
         if (fibers_[i].state == State::at_warp) fibers_[i].state = State::ready;
     } else {
@@ -168,6 +172,7 @@ class Block {
     for (unsigned i = 0; i < threads_; ++i)
       if (fibers_[i].state != State::at_block_barrier && fibers_[i].state != State::done)
         return false;
+    ++barriers_;
     for (unsigned i = 0; i < threads_; ++i)
       if (fibers_[i].state == State::at_block_barrier) fibers_[i].state = State::ready;
     return true;
@@ -188,6 +193,7 @@ class Block {
     char bytes[16];
   };
   const char* name_ = "";
+  unsigned launch_ = 0, block_ = 0, barriers_ = 0;
   unsigned threads_ = 0, running_ = 0, done_ = 0;
   const std::function<void()>* body_ = nullptr;
   std::exception_ptr failure_;
@@ -204,46 +210,23 @@ thread_local std::unique_ptr<Block> worker;
 void* dynamic_shared() { return current->shared(); }
 void block_barrier() { current->block_barrier(); }
 const void* exchange(const void* value, size_t bytes, unsigned mask) {
-  return current->exchange(value, bytes, mask);
+  return current->exchange(value, bytes, mask, false);
 }
+void warp_barrier(unsigned mask) { current->exchange("", 1, mask, true); }
 
-// --- misaligned accesses ---
+bool running() { return current != nullptr; }
+Moment now() { return current->now(); }
+bool on_own_stack(const void* address) { return current->on_own_stack(address); }
 
-#ifndef SHEAF_ASAN  // which has its own
-
-// Kernels are compiled with -fsanitize=alignment, which calls this function of its runtime. As it is
-// declared there: code that calls it expects no exception.
-namespace {
-
-struct Access {
-  const char* file;
-  unsigned line, column;
-  const struct {
-    uint16_t kind, info;
-    char name[64];  // as long as it is
-  } * type;
-};
-
-}  // namespace
-
-extern "C" [[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const Access* access,
-                                                                   uintptr_t to) {
-  if (!current) {  // in a kernel's host code
-    std::fprintf(stderr, "%s:%u: misaligned access\n", access->file, access->line);
-    std::abort();
-  }
+void refuse(const std::string& why) {
   std::exception_ptr failure;
   try {
-    fail<CudaError>('[', current->name(), "] misaligned address: ", access->type->name,
-                    " is read or written at a multiple of ", to & -to, " (", access->file, ':',
-                    access->line, ", emulated GPU)");
+    fail<CudaError>('[', current->name(), "] ", why, " (emulated GPU)");
   } catch (...) {
     failure = std::current_exception();
   }
   current->abandon(std::move(failure));
 }
-
-#endif
 
 void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
          const std::function<void()>& body) {
@@ -257,13 +240,15 @@ void run(const char* name, dim3 grid, unsigned threads, size_t shared_bytes,
       stride = prime;
       break;
     }
+  thread_local unsigned launches = 0;
+  ++launches;
   uint64_t b = blocks / 2;
   for (uint64_t n = 0; n < blocks; ++n, b = (b + stride) % blocks) {
     place.block = {static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
                    static_cast<unsigned>(b / grid.x / grid.y)};
     place.grid = grid;
     place.block_size = dim3(threads);
-    worker->start(name, threads, shared_bytes, body);
+    worker->start(name, launches, static_cast<unsigned>(b), threads, shared_bytes, body);
     worker->run(static_cast<unsigned>(n * 37 % threads), n % 2 == 1);
   }
 }

@@ -5,8 +5,10 @@
 // operations only, in an order that changes from block to block, and blocks run in a shuffled
 // order: code that relies on an order without asking for it gives other results than it should.
 // Misuse ends in a CudaError: threads of a block that wait at different barriers, a warp operation
-// that not all lanes of a full warp reach, a misaligned access. Device memory may be touched by kernels and copies
-// alone; the host's access is a segmentation fault, and so is an access past its end.
+// that not all lanes of a full warp reach, a misaligned access; with --config=races, accesses of
+// two threads to the same memory that no barrier puts in order. Device memory may be touched by
+// kernels and copies alone; the host's access is a segmentation fault, and so is an access past its
+// end.
 //
 // Streams run as late as they may: what is enqueued waits until the host synchronises with it, or a
 // stream that does runs behind it. So work that was not put behind an event finds its inputs
@@ -14,7 +16,7 @@
 // the host synchronises, as on a GPU. A graph runs the work that its capture has recorded, with the
 // arguments it had then, in an order that only the recorded dependencies bind.
 //
-// What it cannot show: races inside a warp between two switches, occupancy, speed, tensor cores.
+// What it cannot show: occupancy, speed, tensor cores.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +26,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <string>
 
 #include "sheaf/core/device.h"
 
@@ -87,6 +90,24 @@ void block_barrier();
 /// Gives `bytes` (at most 8) of this lane to its warp and waits for all lanes; returns the slots of
 /// all 32, 8 bytes apart, valid until this lane's second next warp operation.
 const void* exchange(const void* value, size_t bytes, unsigned mask);
+void warp_barrier(unsigned mask);
+
+/// Where the running thread stands; of accesses to memory.
+struct Moment {
+  unsigned launch = 0;  ///< of this host thread's, from 1
+  unsigned block = 0, thread = 0;
+  unsigned barriers = 0, syncs = 0;  ///< that its block and its warp have passed
+};
+bool running();  ///< a kernel, on this host thread
+Moment now();
+bool on_own_stack(const void* address);
+/// Ends the launch with a CudaError without unwinding the stack of the thread that calls it.
+[[noreturn]] void refuse(const std::string& why);
+/// True for device memory.
+bool on_device(uintptr_t address);
+/// Before an atomic operation.
+void note_atomic(const void* address, size_t bytes);
+
 /// Work on device memory that is no kernel, in the order of `stream`: what stands in for NVIDIA's
 /// libraries.
 void enqueue(const Stream& stream, std::function<void()> work);
@@ -110,8 +131,7 @@ inline int lane() { return static_cast<int>(place.thread.x % 32); }
 
 inline void __syncthreads() { ::sheaf::kernels::cuda::emulation::block_barrier(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  char none = 0;
-  ::sheaf::kernels::cuda::emulation::exchange(&none, 1, mask);
+  ::sheaf::kernels::cuda::emulation::warp_barrier(mask);
 }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source) {
@@ -150,26 +170,38 @@ inline int __all_sync(unsigned mask, int predicate) {
 }
 
 // Blocks run one after the other on a host thread, but several ranks may use one device.
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+#ifdef __SANITIZE_THREAD__  // --config=races
+#define SHEAF_ATOMIC __attribute__((no_sanitize("thread")))
+#define SHEAF_NOTE_ATOMIC(to) ::sheaf::kernels::cuda::emulation::note_atomic(to, sizeof *to)
+#else
+#define SHEAF_ATOMIC
+#define SHEAF_NOTE_ATOMIC(to)
+#endif
+SHEAF_ATOMIC inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 template <class T>
-T atomicAdd(T* to, T value) {
+SHEAF_ATOMIC T atomicAdd(T* to, T value) {
+  SHEAF_NOTE_ATOMIC(to);
   return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
 }
 template <class T>
-T atomicOr(T* to, T value) {
+SHEAF_ATOMIC T atomicOr(T* to, T value) {
+  SHEAF_NOTE_ATOMIC(to);
   return __atomic_fetch_or(to, value, __ATOMIC_SEQ_CST);
 }
 template <class T>
-T atomicExch(T* to, T value) {
+SHEAF_ATOMIC T atomicExch(T* to, T value) {
+  SHEAF_NOTE_ATOMIC(to);
   return __atomic_exchange_n(to, value, __ATOMIC_SEQ_CST);
 }
 template <class T>
-T atomicCAS(T* to, T expected, T value) {
+SHEAF_ATOMIC T atomicCAS(T* to, T expected, T value) {
+  SHEAF_NOTE_ATOMIC(to);
   __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return expected;
 }
 template <class T>
-T atomicMin(T* to, T value) {
+SHEAF_ATOMIC T atomicMin(T* to, T value) {
+  SHEAF_NOTE_ATOMIC(to);
   T seen = *to;
   while (value < seen &&
          !__atomic_compare_exchange_n(to, &seen, value, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
@@ -177,7 +209,8 @@ T atomicMin(T* to, T value) {
   return seen;
 }
 template <class T>
-T atomicMax(T* to, T value) {
+SHEAF_ATOMIC T atomicMax(T* to, T value) {
+  SHEAF_NOTE_ATOMIC(to);
   T seen = *to;
   while (seen < value &&
          !__atomic_compare_exchange_n(to, &seen, value, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {

@@ -119,6 +119,51 @@ TEST(CudaEmulation, MisalignedAccessesAreErrors) {
   EXPECT_EQ(memory.back().at(11), 3);
 }
 
+#ifdef __SANITIZE_THREAD__  // --config=races
+
+// Each thread reads what its neighbour writes.
+enum class Order : uint8_t { none, shuffle, warp, block };
+__global__ void read_neighbours(int* out, int* device, Order order, int apart) {
+  int* tile = device ? device : dynamic_shared<int>();
+  const int i = static_cast<int>(threadIdx.x), n = static_cast<int>(blockDim.x);
+  tile[i] = i;
+  if (order == Order::shuffle) __shfl_sync(kFullWarp, i, 0);
+  if (order == Order::warp) __syncwarp();
+  if (order == Order::block) __syncthreads();
+  out[i] = tile[(i + apart) % n];
+}
+__global__ void count(int* counter, bool atomic) {
+  if (atomic)
+    atomicAdd(counter, 1);
+  else if (threadIdx.x == 0)
+    *counter += 1;
+}
+
+TEST(CudaEmulation, RacesAreErrors) {
+  const OnGpu out(testing::Array(kI32, {64})), device(testing::Array(kI32, {64}));
+  int *const to = out.view().as<int>(), *const global = device.view().as<int>();
+  for (int* tile : {global, static_cast<int*>(nullptr)}) {
+    const auto run = [&](Order order, int threads, int apart) {
+      launch("tile", OnGpu::stream(),
+             {.threads = threads, .shared_bytes = static_cast<size_t>(threads) * sizeof(int)},
+             read_neighbours, to, tile, order, apart);
+      synchronize(OnGpu::stream());
+    };
+    for (Order order : {Order::none, Order::shuffle})
+      expect_error([&] { run(order, 32, 1); }, "[tile] race: ");
+    expect_error([&] { run(Order::warp, 64, 32); }, "[tile] race: ");
+    run(Order::warp, 32, 1), run(Order::block, 64, 33), run(Order::none, 64, 0);
+  }
+  const auto count_in = [&](int64_t blocks, bool atomic) {
+    launch("count", OnGpu::stream(), {.blocks = blocks, .threads = 32}, count, global, atomic);
+    synchronize(OnGpu::stream());
+  };
+  expect_error([&] { count_in(2, false); }, "[count] race: ");
+  count_in(1, false), count_in(2, true);
+}
+
+#endif
+
 TEST(CudaEmulation, LaunchesThatNoGpuTakesAreErrors) {
   const auto refused = [](const LaunchShape& shape) {
     try {

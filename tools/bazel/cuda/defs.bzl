@@ -22,8 +22,14 @@ _NVCC_FLAGS = [
     "-Xcompiler=-fPIC,-Wall,-Wno-restrict,-ffp-contract=off",
 ]
 
-# Of kernels that are compiled for the CPU: misaligned accesses end in kernels/cuda/emulation.cc, as they do on a GPU.
-EMULATED_COPTS = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
+_ALIGNMENT = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
+
+# For kernels, and empty unless they run on the CPU: kernels/cuda/emulated_accesses.cc looks at their accesses.
+EMULATED_COPTS = select({
+    str(Label("//tools/bazel:races")): _ALIGNMENT + ["-fsanitize=thread"],
+    _EMULATED: _ALIGNMENT,
+    "//conditions:default": [],
+})
 
 def _cuda_objects_impl(ctx):
     toolchain = find_cpp_toolchain(ctx)
@@ -143,7 +149,7 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     sheaf_library(
         name = name + "_emulated",
         srcs = [src + ".cc" for src in srcs],
-        copts = EMULATED_COPTS,
+        copts = ["-Wno-unknown-pragmas"] + EMULATED_COPTS,
         deps = [":" + headers],
         tags = ["manual"],
         **kwargs

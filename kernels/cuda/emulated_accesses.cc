@@ -1,0 +1,152 @@
+// What is asked of each access to memory in a kernel: that it is aligned and, with --config=races,
+// that no other thread's comes at the same time. The compiler puts the questions there
+// (-fsanitize=alignment, -fsanitize=thread); what it calls is here, in its own runtime's place.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <unordered_map>
+
+#include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/emulation.h"
+
+namespace sheaf::kernels::cuda::emulation {
+namespace {
+
+// --- races ---
+
+enum class Kind : uint8_t { none, read, write, atomic };
+struct Access {
+  Moment at;
+  Kind kind = Kind::none;
+};
+
+// Blocks have no order; threads of a block have one by __syncthreads, those of a warp by __syncwarp
+// (other warp operations order no memory).
+bool ordered(const Access& before, const Moment& now, uintptr_t address) {
+  const Moment& then = before.at;
+  if (before.kind == Kind::none || then.launch != now.launch) return true;
+  if (then.block != now.block) return !on_device(address);  // shared memory is each block's own
+  return then.thread == now.thread || then.barriers != now.barriers ||
+         (then.thread / 32 == now.thread / 32 && then.syncs != now.syncs);
+}
+
+// Of a byte. Of its readers since, the last two threads.
+struct Cell {
+  Access write, read, other_read;
+};
+
+Cell& cell_of(uintptr_t address) {
+  constexpr uintptr_t kPage = 4096;
+  constexpr size_t kMostPages = 2048;  // beyond, all is forgotten: half a gigabyte
+  thread_local std::unordered_map<uintptr_t, std::unique_ptr<Cell[]>> pages;
+  thread_local uintptr_t last_number = 0;
+  thread_local Cell* last = nullptr;
+  const uintptr_t number = address / kPage;
+  if (!last || number != last_number) {
+    if (pages.size() > kMostPages) pages.clear();
+    std::unique_ptr<Cell[]>& page = pages[number];
+    if (!page) page = std::make_unique<Cell[]>(kPage);
+    last_number = number, last = page.get();
+  }
+  return last[address % kPage];
+}
+
+void watch(const void* data, size_t bytes, Kind kind) {
+  if (!running() || on_own_stack(data)) return;
+  const Moment at = now();
+  const auto first = reinterpret_cast<uintptr_t>(data);
+  for (uintptr_t address = first; address < first + bytes; ++address) {
+    Cell& cell = cell_of(address);
+    const auto compare = [&](const Access& before) {
+      if ((kind == Kind::atomic && before.kind == Kind::atomic) || ordered(before, at, address))
+        return;
+      const auto verb = [](Kind k) { return k == Kind::read ? "read" : "written"; };
+      refuse(str("race: what thread ", at.thread, " of block ", at.block, " has ", verb(kind),
+                 ", thread ", before.at.thread, " of block ", before.at.block, " had ",
+                 verb(before.kind), ", and nothing puts one before the other"));
+    };
+    compare(cell.write);
+    if (kind == Kind::read) {
+      const Moment& last = cell.read.at;
+      if (last.launch != at.launch || last.block != at.block || last.thread != at.thread)
+        cell.other_read = cell.read;
+      cell.read = {at, kind};
+    } else {
+      compare(cell.read), compare(cell.other_read);
+      cell = {{at, kind}, {}, {}};
+    }
+  }
+}
+
+}  // namespace
+
+void note_atomic(const void* address, size_t bytes) { watch(address, bytes, Kind::atomic); }
+
+}  // namespace sheaf::kernels::cuda::emulation
+
+using sheaf::kernels::cuda::emulation::Kind;
+using sheaf::kernels::cuda::emulation::watch;
+
+extern "C" {
+
+#ifndef SHEAF_TSAN  // which has its own
+
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+#define SHEAF_WATCH(bytes)                                                    \
+  void __tsan_read##bytes(void* p) { watch(p, bytes, Kind::read); }           \
+  void __tsan_write##bytes(void* p) { watch(p, bytes, Kind::write); }         \
+  void __tsan_unaligned_read##bytes(void* p) { watch(p, bytes, Kind::read); } \
+  void __tsan_unaligned_write##bytes(void* p) { watch(p, bytes, Kind::write); }
+SHEAF_WATCH(1)
+SHEAF_WATCH(2)
+SHEAF_WATCH(4)
+SHEAF_WATCH(8)
+SHEAF_WATCH(16)
+void __tsan_read_range(void* p, size_t bytes) { watch(p, bytes, Kind::read); }
+void __tsan_write_range(void* p, size_t bytes) { watch(p, bytes, Kind::write); }
+
+// Of host code that stands beside kernels.
+uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int) {
+  return __atomic_load_n(p, __ATOMIC_SEQ_CST);
+}
+uint32_t __tsan_atomic32_fetch_add(volatile uint32_t* p, uint32_t x, int) {
+  return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST);
+}
+uint32_t __tsan_atomic32_fetch_sub(volatile uint32_t* p, uint32_t x, int) {
+  return __atomic_fetch_sub(p, x, __ATOMIC_SEQ_CST);
+}
+
+#endif
+
+// --- alignment ---
+
+#ifndef SHEAF_ASAN  // which has its own
+
+struct SheafMisaligned {
+  const char* file;
+  unsigned line, column;
+  const struct {
+    uint16_t kind, info;
+    char name[64];  // as long as it is
+  } * type;
+};
+
+// Code that calls it expects no exception.
+[[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const SheafMisaligned* access,
+                                                        uintptr_t to) {
+  using namespace sheaf::kernels::cuda::emulation;
+  if (!running()) {  // in a kernel's host code
+    std::fprintf(stderr, "%s:%u: misaligned access\n", access->file, access->line);
+    std::abort();
+  }
+  refuse(sheaf::str("misaligned address: ", access->type->name,
+                    " is read or written at a multiple of ", to & -to, ", ", access->file, ':',
+                    access->line));
+}
+
+#endif
+
+}  // extern "C"
