@@ -74,6 +74,15 @@ inline DType compute_type_of(std::initializer_list<View> views) {
 
 namespace detail {
 
+/// g(f), or g(what f chooses) if that depends on more than its type.
+template <class C, class F, class G>
+__device__ void choose(const F& f, G g) {
+  if constexpr (requires { f.template choose<C>(g); })
+    f.template choose<C>(g);
+  else
+    g(f);
+}
+
 template <class T, int M, int N, class F>
 __global__ void map_packs(F f, Walk<M + N> w) {
   using C = Compute<T>;
@@ -88,18 +97,20 @@ __global__ void map_packs(F f, Walk<M + N> w) {
       in[n] = load_pack(from);
     else
 #pragma unroll
-      for (int k = 0; k < kSize; ++k)  // not to `count`: what is indexed at run time lies in local memory
+      for (int k = 0; k < kSize; ++k)  // not to `count`: run-time indices mean local memory
         if (k < count) in[n].v[k] = from[k];
   }
+  choose<C>(f, [&](const auto& one) {
 #pragma unroll
-  for (int k = 0; k < kSize; ++k) {
-    if (k < count) {
-      C x[N > 0 ? N : 1], y[M];
-      for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
-      f(x, y);
-      for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
+    for (int k = 0; k < kSize; ++k) {
+      if (k < count) {
+        C x[N > 0 ? N : 1], y[M];
+        for (int n = 0; n < N; ++n) x[n] = convert_to<C>(in[n].v[k]);
+        one(x, y);
+        for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
+      }
     }
-  }
+  });
   for (int m = 0; m < M; ++m) {
     T* to = static_cast<T*>(w.data[m]) + at;
     if (count == kSize)
@@ -119,16 +130,17 @@ __global__ void map_strided(F f, Walk<M + N> w) {
     C x[N > 0 ? N : 1], y[M] = {};
     for (int n = 0; n < N; ++n)
       x[n] = load_any<C>(w.dtype[M + n], w.data[M + n], w.offset(M + n, i));
-    f(x, y);
+    choose<C>(f, [&](const auto& one) { one(x, y); });
     for (int m = 0; m < M; ++m) store_any<C>(w.dtype[m], w.data[m], w.offset(m, i), y[m]);
   }
 }
 
 }  // namespace detail
 
-/// f: a functor with `template <class C> __device__ void operator()(const C* in, C* out) const`.
-/// Operands compute in `compute` (f64, f32 or i64). An output may be the same memory as an input,
-/// element for element.
+/// f: a functor with `template <class C> __device__ void operator()(const C* in, C* out) const`, or
+/// with `template <class C, class G> __device__ void choose(G g) const`, which calls g(such a
+/// functor) once for all elements of a thread. Operands compute in `compute` (f64, f32 or i64). An
+/// output may be the same memory as an input, element for element.
 template <int M, int N, class F>
 void map_elements(const char* name, const Stream& stream, DType compute, F f,
                   const std::array<View, M>& outputs, const std::array<View, N>& inputs) {

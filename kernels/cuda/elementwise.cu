@@ -4,8 +4,8 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-// Which op is decided inside the kernel, alike for all threads: these kernels wait for memory, and
-// one kernel a type compiles in a tenth of the time.
+// Which op it is, is decided inside the kernel, once for all elements of a thread: one kernel a
+// type compiles faster than one an op.
 
 template <class C>
 __device__ C sigmoid(C x) {
@@ -34,27 +34,24 @@ constexpr double kGelu = 1.5957691216057308, kGeluCubic = 0.044715;
 
 struct Unary {
   UnaryOp op;
-  template <class C>
-  __device__ void operator()(const C* in, C* out) const {
-    out[0] = value(in[0]);
-  }
-  template <class C>
-  __device__ C value(C v) const {
+  template <class C, class G>
+  __device__ void choose(G g) const {
+    const auto use = [&](auto f) { g([f](const C* in, C* out) { out[0] = f(in[0]); }); };
     switch (op) {
       case UnaryOp::neg:
-        return -v;
+        return use([](C v) { return -v; });
       case UnaryOp::abs:
-        return v < C(0) ? -v : v == C(0) ? C(0) : v;
+        return use([](C v) { return v < C(0) ? -v : v == C(0) ? C(0) : v; });
       case UnaryOp::square:
-        return v * v;
+        return use([](C v) { return v * v; });
       case UnaryOp::sign:
-        return v > C(0) ? C(1) : v < C(0) ? C(-1) : v;
+        return use([](C v) { return v > C(0) ? C(1) : v < C(0) ? C(-1) : v; });
       case UnaryOp::relu:
-        return v < C(0) ? C(0) : v;
+        return use([](C v) { return v < C(0) ? C(0) : v; });
       case UnaryOp::logical_not:
-        return C(v == C(0));
+        return use([](C v) { return C(v == C(0)); });
       case UnaryOp::isfinite:
-        return C(v - v == C(0));  // 0 exactly where v is finite
+        return use([](C v) { return C(v - v == C(0)); });  // 0 exactly where v is finite
       default:
         break;
     }
@@ -62,34 +59,34 @@ struct Unary {
       constexpr bool kSingle = std::is_same_v<C, float>;
       switch (op) {
         case UnaryOp::exp:
-          return kSingle ? C(expf(v)) : C(::exp(v));
+          return use([](C v) { return kSingle ? C(expf(v)) : C(::exp(v)); });
         case UnaryOp::log:
-          return kSingle ? C(logf(v)) : C(::log(v));
+          return use([](C v) { return kSingle ? C(logf(v)) : C(::log(v)); });
         case UnaryOp::sqrt:
-          return kSingle ? C(sqrtf(v)) : C(::sqrt(v));
+          return use([](C v) { return kSingle ? C(sqrtf(v)) : C(::sqrt(v)); });
         case UnaryOp::rsqrt:
-          return C(1) / (kSingle ? C(sqrtf(v)) : C(::sqrt(v)));
+          return use([](C v) { return C(1) / (kSingle ? C(sqrtf(v)) : C(::sqrt(v))); });
         case UnaryOp::reciprocal:
-          return C(1) / v;
+          return use([](C v) { return C(1) / v; });
         case UnaryOp::tanh:
-          return kSingle ? C(tanhf(v)) : C(::tanh(v));
+          return use([](C v) { return kSingle ? C(tanhf(v)) : C(::tanh(v)); });
         case UnaryOp::sigmoid:
-          return sigmoid(v);
+          return use([](C v) { return sigmoid(v); });
         case UnaryOp::silu:
-          return v * sigmoid(v);
+          return use([](C v) { return v * sigmoid(v); });
         case UnaryOp::gelu_exact:
-          return v * normal_cdf(v);
+          return use([](C v) { return v * normal_cdf(v); });
         case UnaryOp::gelu_tanh:
-          return v * sigmoid(C(kGelu) * (v + C(kGeluCubic) * v * v * v));
+          return use([](C v) { return v * sigmoid(C(kGelu) * (v + C(kGeluCubic) * v * v * v)); });
         case UnaryOp::sin:
-          return kSingle ? C(sinf(v)) : C(::sin(v));
+          return use([](C v) { return kSingle ? C(sinf(v)) : C(::sin(v)); });
         case UnaryOp::cos:
-          return kSingle ? C(cosf(v)) : C(::cos(v));
+          return use([](C v) { return kSingle ? C(cosf(v)) : C(::cos(v)); });
         default:
           break;
       }
     }
-    return v;
+    use([](C v) { return v; });
   }
 };
 
@@ -108,50 +105,53 @@ bool has_integer_form(UnaryOp op) {
   }
 }
 
-template <class C>
-__device__ C binary_value(BinaryOp op, C x, C y) {
+/// use(f) with the function of two operands that `op` names.
+template <class C, class Use>
+__device__ void choose_binary(BinaryOp op, Use use) {
   switch (op) {
     case BinaryOp::add:
-      return x + y;
+      return use([](C x, C y) { return x + y; });
     case BinaryOp::sub:
-      return x - y;
+      return use([](C x, C y) { return x - y; });
     case BinaryOp::mul:
-      return x * y;
+      return use([](C x, C y) { return x * y; });
     case BinaryOp::minimum:
-      return x < y || x != x ? x : y;
+      return use([](C x, C y) { return x < y || x != x ? x : y; });
     case BinaryOp::maximum:
-      return x > y || x != x ? x : y;
+      return use([](C x, C y) { return x > y || x != x ? x : y; });
     case BinaryOp::eq:
-      return C(x == y);
+      return use([](C x, C y) { return C(x == y); });
     case BinaryOp::ne:
-      return C(x != y);
+      return use([](C x, C y) { return C(x != y); });
     case BinaryOp::lt:
-      return C(x < y);
+      return use([](C x, C y) { return C(x < y); });
     case BinaryOp::le:
-      return C(x <= y);
+      return use([](C x, C y) { return C(x <= y); });
     case BinaryOp::gt:
-      return C(x > y);
+      return use([](C x, C y) { return C(x > y); });
     case BinaryOp::ge:
-      return C(x >= y);
+      return use([](C x, C y) { return C(x >= y); });
     case BinaryOp::logical_and:
-      return C(x != C(0) && y != C(0));
+      return use([](C x, C y) { return C(x != C(0) && y != C(0)); });
     case BinaryOp::logical_or:
-      return C(x != C(0) || y != C(0));
+      return use([](C x, C y) { return C(x != C(0) || y != C(0)); });
     default:
       break;
   }
   if constexpr (std::is_floating_point_v<C>) {
-    if (op == BinaryOp::div) return x / y;
-    return static_cast<C>(::pow(static_cast<double>(x), static_cast<double>(y)));
+    if (op == BinaryOp::div) return use([](C x, C y) { return x / y; });
+    use([](C x, C y) {
+      return static_cast<C>(::pow(static_cast<double>(x), static_cast<double>(y)));
+    });
   }
-  return x;
 }
 
 struct Binary {
   BinaryOp op;
-  template <class C>
-  __device__ void operator()(const C* in, C* out) const {
-    out[0] = binary_value(op, in[0], in[1]);
+  template <class C, class G>
+  __device__ void choose(G g) const {
+    choose_binary<C>(op,
+                     [&](auto f) { g([f](const C* in, C* out) { out[0] = f(in[0], in[1]); }); });
   }
 };
 
@@ -159,10 +159,13 @@ struct BinaryScalar {
   BinaryOp op;
   double scalar;
   bool scalar_left;
-  template <class C>
-  __device__ void operator()(const C* in, C* out) const {
+  template <class C, class G>
+  __device__ void choose(G g) const {
     const C s = static_cast<C>(scalar);
-    out[0] = scalar_left ? binary_value(op, s, in[0]) : binary_value(op, in[0], s);
+    const bool left = scalar_left;
+    choose_binary<C>(op, [&](auto f) {
+      g([=](const C* in, C* out) { out[0] = left ? f(s, in[0]) : f(in[0], s); });
+    });
   }
 };
 
@@ -202,36 +205,33 @@ enum class Backward : uint8_t { gelu_tanh, gelu_exact, silu, relu, tanh, sigmoid
 
 struct UnaryBackward {
   Backward kind;
-  template <class C>
-  __device__ void operator()(const C* in, C* out) const {
+  template <class C, class G>
+  __device__ void choose(G g) const {
     if constexpr (std::is_floating_point_v<C>) {
-      if (kind == Backward::relu)
-        out[0] = in[0] > C(0) ? in[1] : C(0);  // 0 for an infinite gradient, too
-      else
-        out[0] = in[1] * slope(in[0]);
-    }
-  }
-  template <class C>
-  __device__ C slope(C v) const {
-    switch (kind) {
-      case Backward::gelu_exact:
-        return normal_cdf(v) + v * normal_pdf(v);
-      case Backward::gelu_tanh: {  // with s = sigmoid(2u): y = x s, and ds/dx = s (1 - s) 2u'
-        const C s = sigmoid(C(kGelu) * (v + C(kGeluCubic) * v * v * v));
-        return s + v * s * (C(1) - s) * C(kGelu) * (C(1) + C(3) * C(kGeluCubic) * v * v);
+      const auto use = [&](auto slope) {
+        g([slope](const C* in, C* out) { out[0] = in[1] * slope(in[0]); });
+      };
+      switch (kind) {
+        case Backward::gelu_exact:
+          return use([](C v) { return normal_cdf(v) + v * normal_pdf(v); });
+        case Backward::gelu_tanh:  // with s = sigmoid(2u): y = x s, and ds/dx = s (1 - s) 2u'
+          return use([](C v) {
+            const C s = sigmoid(C(kGelu) * (v + C(kGeluCubic) * v * v * v));
+            return s + v * s * (C(1) - s) * C(kGelu) * (C(1) + C(3) * C(kGeluCubic) * v * v);
+          });
+        case Backward::silu:
+          return use([](C v) {
+            const C s = sigmoid(v);
+            return s * (C(1) + v * (C(1) - s));
+          });
+        case Backward::relu:  // 0 for an infinite gradient, too
+          return g([](const C* in, C* out) { out[0] = in[0] > C(0) ? in[1] : C(0); });
+        case Backward::tanh:
+          return use([](C v) { return C(1) - v * v; });
+        case Backward::sigmoid:
+          return use([](C v) { return v * (C(1) - v); });
       }
-      case Backward::silu: {
-        const C s = sigmoid(v);
-        return s * (C(1) + v * (C(1) - s));
-      }
-      case Backward::relu:
-        break;
-      case Backward::tanh:
-        return C(1) - v * v;
-      case Backward::sigmoid:
-        return v * (C(1) - v);
     }
-    return C(0);
   }
 };
 
