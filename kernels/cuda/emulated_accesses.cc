@@ -22,10 +22,10 @@ struct Access {
 
 // Blocks have no order; threads of a block have one by __syncthreads, those of a warp by __syncwarp
 // (other warp operations order no memory).
-bool ordered(const Access& before, const Moment& now, uintptr_t address) {
+bool ordered(const Access& before, const Moment& now, bool shared) {
   const Moment& then = before.at;
   if (before.kind == Kind::none || then.launch != now.launch) return true;
-  if (then.block != now.block) return !on_device(address);  // shared memory is each block's own
+  if (then.block != now.block) return shared;  // it is each block's own
   return then.thread == now.thread || then.barriers != now.barriers ||
          (then.thread / 32 == now.thread / 32 && then.syncs != now.syncs);
 }
@@ -33,6 +33,7 @@ bool ordered(const Access& before, const Moment& now, uintptr_t address) {
 // Of a byte. Of its readers since, the last two threads.
 struct Cell {
   Access write, read, other_read;
+  bool shared = false;  // what kernels have written outside device memory
 };
 
 Cell& cell_of(uintptr_t address) {
@@ -55,10 +56,16 @@ void watch(const void* data, size_t bytes, Kind kind) {
   if (!running() || on_own_stack(data)) return;
   const Moment at = now();
   const auto first = reinterpret_cast<uintptr_t>(data);
+  const bool writes_shared = kind != Kind::read && !on_device(first);
   for (uintptr_t address = first; address < first + bytes; ++address) {
     Cell& cell = cell_of(address);
+    const bool shared = writes_shared || cell.shared;
+    if (kind == Kind::read && shared &&
+        (cell.write.at.launch != at.launch || cell.write.at.block != at.block))
+      refuse(str("thread ", at.thread, " of block ", at.block,
+                 " has read shared memory that its block has not written"));
     const auto compare = [&](const Access& before) {
-      if ((kind == Kind::atomic && before.kind == Kind::atomic) || ordered(before, at, address))
+      if ((kind == Kind::atomic && before.kind == Kind::atomic) || ordered(before, at, shared))
         return;
       const auto verb = [](Kind k) { return k == Kind::read ? "read" : "written"; };
       refuse(str("race: what thread ", at.thread, " of block ", at.block, " has ", verb(kind),
@@ -73,7 +80,7 @@ void watch(const void* data, size_t bytes, Kind kind) {
       cell.read = {at, kind};
     } else {
       compare(cell.read), compare(cell.other_read);
-      cell = {{at, kind}, {}, {}};
+      cell = {{at, kind}, {}, {}, shared};
     }
   }
 }

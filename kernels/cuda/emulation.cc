@@ -41,6 +41,7 @@ sheaf_switch_fiber:
 )");
 
 constexpr size_t kStack = 128 << 10;
+constexpr size_t kMostShared = 227 << 10;  // launch() asks for less
 
 enum class State : uint8_t { ready, at_block_barrier, at_warp, done };
 
@@ -65,8 +66,7 @@ class Block {
              size_t shared_bytes, const std::function<void()>& body) {
     name_ = name, threads_ = threads, body_ = &body;
     launch_ = launch, block_ = block, barriers_ = 0;
-    shared_.assign(shared_bytes / 16 + 1, {});
-    std::memset(shared_.data(), 0xff, shared_.size() * sizeof(shared_[0]));
+    std::memset(shared_.data(), 0xff, shared_bytes);
     warps_.assign((threads + 31) / 32, {});
     if (fibers_.size() < threads) fibers_.resize(threads);
     for (unsigned i = 0; i < threads; ++i) prepare(fibers_[i]);
@@ -200,7 +200,7 @@ class Block {
   void* home_ = nullptr;
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
-  std::vector<Chunk> shared_;
+  std::vector<Chunk> shared_ = std::vector<Chunk>(kMostShared / sizeof(Chunk));  // stays in place
 };
 
 thread_local std::unique_ptr<Block> worker;

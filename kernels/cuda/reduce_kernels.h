@@ -276,7 +276,8 @@ __global__ void __launch_bounds__(kThreads)
         if (pass == 0) centre[v] = passes.centre(found[0][v * width + column], n);
     }
     for (int item = static_cast<int>(threadIdx.x); item < width * kColumns; item += kThreads) {
-      const C of_item[3] = {found[0][item], found[1][item], found[2][item]};
+      const C of_item[3] = {found[0][item], last_pass > 0 ? found[1][item] : C(0),
+                            last_pass > 1 ? found[2][item] : C(0)};
       const State<W> one = passes.state(of_item, passes.centre(of_item[0], n), n);
       if (item < kThreads)
         state = join<W>(plan.kind, state, one);

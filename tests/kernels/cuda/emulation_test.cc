@@ -139,6 +139,24 @@ __global__ void count(int* counter, bool atomic) {
     *counter += 1;
 }
 
+__global__ void read_static(int* out, int writer) {
+  __shared__ int number;
+  if (static_cast<int>(blockIdx.x) <= writer && threadIdx.x == 0) number = 1;
+  __syncthreads();
+  out[threadIdx.x + blockIdx.x * blockDim.x] = number;
+}
+
+TEST(CudaEmulation, SharedMemoryOfOtherBlocksIsAnErrorToRead) {
+  const OnGpu out(testing::Array(kI32, {64}));
+  const auto run = [&](int writer) {
+    launch("static", OnGpu::stream(), {.blocks = 2, .threads = 32}, read_static,
+           out.view().as<int>(), writer);
+    synchronize(OnGpu::stream());
+  };
+  run(1);  // all blocks
+  expect_error([&] { run(0); }, "[static] thread ");
+}
+
 TEST(CudaEmulation, RacesAreErrors) {
   const OnGpu out(testing::Array(kI32, {64})), device(testing::Array(kI32, {64}));
   int *const to = out.view().as<int>(), *const global = device.view().as<int>();
@@ -149,9 +167,11 @@ TEST(CudaEmulation, RacesAreErrors) {
              read_neighbours, to, tile, order, apart);
       synchronize(OnGpu::stream());
     };
+    // In shared memory, the neighbour may not have written yet.
+    const char* const error = tile ? "[tile] race: " : "[tile] ";
     for (Order order : {Order::none, Order::shuffle})
-      expect_error([&] { run(order, 32, 1); }, "[tile] race: ");
-    expect_error([&] { run(Order::warp, 64, 32); }, "[tile] race: ");
+      expect_error([&] { run(order, 32, 1); }, error);
+    expect_error([&] { run(Order::warp, 64, 32); }, error);
     run(Order::warp, 32, 1), run(Order::block, 64, 33), run(Order::none, 64, 0);
   }
   const auto count_in = [&](int64_t blocks, bool atomic) {
