@@ -24,11 +24,12 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--llmc", default="")
     parser.add_argument("--json", default="")
     options = parser.parse_args()
-    if min(options.rounds, options.threads) < 1 or options.samples < 0:
-        parser.error("--rounds, --threads and --samples are positive")
+    if min(options.rounds, options.threads) < 1 or min(options.samples, options.busy) < 0:
+        parser.error("--rounds, --threads, --samples and --busy are positive")
     if options.json:
         try:
             with open(options.json, "a", encoding="utf-8"):  # better now than after an hour
@@ -80,7 +81,8 @@ def run(case, options, probe):
                 if side is None or results[name].error:
                     continue
                 before = probe.measure()
-                seconds = attempt(name, lambda: side.sample(options.samples or case.samples))  # pylint: disable=W0640
+                with machine.busy(options.busy):
+                    seconds = attempt(name, lambda: side.sample(options.samples or case.samples))  # pylint: disable=W0640
                 if seconds is None:
                     continue
                 results[name].blocks.append(report.Block(seconds, before, probe.measure()))
@@ -117,17 +119,18 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sides are closed on the way out
     options = arguments()
     chosen = options.cases
-    about = {"sheaf": options.sheaf_version, **machine.describe(options.threads)}
+    about = {"sheaf": options.sheaf_version, "busy": options.busy, **machine.describe(options.threads)}
     probe = machine.Probe(options.threads)
     results = {case.name: run(case, options, probe) for case in chosen}
     best = report.best_probe(results)
-    rows = [row for case in chosen for row in report.judge(case, results[case.name], best)]
+    rows = [row for case in chosen for row in report.judge(case, results[case.name], best, not options.busy)]
     print(f"{about['cpu']} (family/model {about['cpu_family_model']}), {about['cores']} cores, "
           f"{about['threads']} threads; {' '.join(about['flags'])}")
     print(f"Sheaf {about['sheaf']}; PyTorch {about['torch']} ({about['torch_cpu_capability']}), "
           f"Python {about['python']}, {about['gcc']}, Linux {about['kernel']}")
     print(f"best probe: {best['gflops']:.0f} GFLOP/s fp32, copy {best['copy_gb_s']:.1f} GB/s; "
-          f"{options.rounds} rounds; tokens per second: median (10th-90th percentile)\n")
+          f"{options.rounds} rounds; tokens per second: median (10th-90th percentile)"
+          + (f"; beside {options.busy} busy processes" if options.busy else "") + "\n")
     print(report.table(results, rows))
     if options.json:
         write_json(options.json, about, best, results, rows)

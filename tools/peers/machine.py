@@ -1,8 +1,10 @@
 """What ran the comparison: names, versions, and a probe of the peaks that the machine gives at the moment."""
 
+import contextlib
 import os
 import platform
 import subprocess
+import sys
 import time
 
 import torch
@@ -40,6 +42,19 @@ def describe(threads):
         "python": platform.python_version(),
         "gcc": _first_line("gcc", "--version"),
     }
+
+
+@contextlib.contextmanager
+def busy(processes):
+    """While it lasts, so many processes compute without end."""
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        time.sleep(0.2 if others else 0)
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 class Probe:

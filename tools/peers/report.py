@@ -69,6 +69,8 @@ class Row:
             return f"not run: {self.not_run}"
         if self.doubts:
             return "unsound: " + ", ".join(self.doubts)
+        if self.goal is None:
+            return "-"
         return "yes" if self.ratio >= self.goal else "no"
 
 
@@ -112,13 +114,15 @@ def _judge(case, peer, goal, sides, best, missing=""):
     return row
 
 
-def judge(case, sides, best):
-    """The rows of a case; `sides`: SideResult by name."""
+def judge(case, sides, best, goals=True):
+    """The rows of a case; `sides`: SideResult by name. Without `goals` they are not held against theirs."""
     torch = {n: s for n, s in sides.items() if n == "sheaf" or n.startswith("torch-")}
     rows = [_judge(case, "PyTorch", case.goal, torch, best)]
     if case.goal_llmc:
         llmc = {n: s for n, s in sides.items() if n in ("sheaf", "llm.c")}
         rows.append(_judge(case, "llm.c", case.goal_llmc, llmc, best, missing="give --llmc"))
+    for row in rows:
+        row.goal = row.goal if goals else None
     return rows
 
 
@@ -143,7 +147,7 @@ def table(results, rows):
             _rate(sides.get("torch-compile") if torch else None, row.case),
             _rate(None if torch else sides.get("llm.c"), row.case),
             f"{row.ratio:.2f} ({row.rounds[0]:.2f}-{row.rounds[1]:.2f})" if row.ratio else "-",
-            f"{row.goal:.1f}",
+            "-" if row.goal is None else f"{row.goal:.1f}",
             row.verdict(),
         ])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
