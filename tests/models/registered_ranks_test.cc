@@ -76,7 +76,7 @@ TEST(RegisteredBuffers, EverythingThatUnitsSend) {
       ThreadNccl nccl, plain;
       std::vector<Trained> ranks;
       {
-        const Registered scope;
+        const nccl::Registered scope;
         ranks = train(nccl, config(strategy, dtype));
       }
       const NcclRules& rules = *nccl.rules;
@@ -101,7 +101,7 @@ TEST(RegisteredBuffers, EverythingThatUnitsSend) {
 
 TEST(RegisteredBuffers, InGraphs) {
   SHEAF_NEEDS_GPU();
-  const Registered scope;
+  const nccl::Registered scope;
   for (const char* strategy : {"full_shard", "replicate"}) {
     SCOPED_TRACE(strategy);
     models::TrainConfig c = config(strategy, "bf16");
