@@ -57,6 +57,7 @@ TEST(NcclGraph, ReplaysCallsOfBothLanes) {
 
 TEST(NcclGraph, RegistersMemoryThatTheCaptureAskedFor) {
   SHEAF_NEEDS_GPU();
+  const Registered scope;
   EchoNccl nccl;
   expect_well(run_job(nccl,
                       [](World& world) {
