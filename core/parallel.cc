@@ -1,7 +1,8 @@
 // [Note: the team] Each thread that calls parallel_for has a team of workers, made at its first call. A call posts one
 // range to each worker and takes the first itself; who is done takes what nobody has begun. So a call never waits for
-// a worker that has no core, only for one that has begun: beside another busy process a step takes twice as long as
-// alone, where a team that waits for all of its threads (libgomp's) took five to ten times as long.
+// a worker that has no core, only for one that has begun. OpenMP's teams wait for all of their threads at both ends of a
+// call: on two cores beside three busy processes a small step took 0.11 s with libgomp's, and takes 0.04 s with these
+// (0.012 s alone, with either).
 //
 // Between calls workers spin for a while, then sleep: waking one takes longer than most calls.
 #include "sheaf/core/parallel.h"

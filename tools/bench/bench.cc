@@ -107,7 +107,7 @@ std::pair<std::vector<double>, std::vector<double>> Session::turns(const Sample&
   std::pair<std::vector<double>, std::vector<double>> seconds;
   for (int i = 0; i < samples; ++i) {
     // A peer's threads may still be spinning: OpenMP's do for milliseconds.
-    if (i > 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
     seconds.first.push_back(a());
     seconds.second.push_back(b());
     if (options_.samples == 0 && i + 1 >= kFewest && now() - begin > kPatience) break;
