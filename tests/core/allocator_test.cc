@@ -50,7 +50,9 @@ TEST(Allocator, WireBlocksLieInTheSharedRange) {
   memory->free(normal, 100);
   EXPECT_EQ(memory->allocate(50, MemoryKind::wire), static_cast<char*>(wire) + 128);
   EXPECT_TRUE(shared.holds(memory->allocate(50, MemoryKind::host_wire)));
-  EXPECT_FALSE(shared.holds(memory->allocate(50, MemoryKind::landing)));
+  void* landing = memory->allocate(50, MemoryKind::landing);
+  EXPECT_FALSE(shared.holds(landing));
+  memory->free(landing, 50);
 }
 
 TEST(Allocator, CountsBothKindsTogether) {
