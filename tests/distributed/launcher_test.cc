@@ -24,9 +24,12 @@ TEST(Rendezvous, MissingRankEndsInATimeOutThatNamesIt) {
 }
 
 TEST(Launcher, RunsAJob) {
-  const auto r = run_processes({.scenario = "launch/4/axes", .ranks = 1, .own_variables = false})[0];
-  EXPECT_EQ(r.code, 0) << r.output;
-  expect_said(r, str("axes ", std::max(1, available_cores() / 4), " threads, shm"));
+  for (const std::string kind : {"gloo", "shm"}) {
+    const auto r = run_processes({.scenario = "launch/4/axes", .ranks = 1, .environment = {"SHEAF_COMM=" + kind},
+                                  .own_variables = false})[0];
+    EXPECT_EQ(r.code, 0) << r.output;
+    expect_said(r, str("axes ", std::max(1, available_cores() / 4), " threads, ", kind));
+  }
 }
 
 TEST(Launcher, GivesEachRankCoresOfItsOwn) {

@@ -79,14 +79,16 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
       for (DType dw_dtype : {d, kF32}) {
         if (d == kF64 && dw_dtype != d) continue;
         const std::string where = str(d, ' ', dw_dtype, ' ', rows);
+        // Shifted operands are summed in another order.
+        const double most = (std::getenv("SHEAF_SHIFT_OPERANDS") ? 15 : 10) * epsilon(d);
         const Results got = on_gpu(x, w, targets, 0.5, dw_dtype);
         EXPECT_LT(scaled_error(got.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << where;
         EXPECT_LT(scaled_error(got.lse, values(want.lse)), d == kF64 ? 1e-13 : 1e-6) << where;
-        EXPECT_LT(scaled_error(got.dx, values(want.dx)), 15 * epsilon(d)) << where;
-        EXPECT_LT(scaled_error(got.dw, values(want.dw)), 15 * epsilon(d)) << where;
+        EXPECT_LT(scaled_error(got.dx, values(want.dx)), most) << where;
+        EXPECT_LT(scaled_error(got.dw, values(want.dw)), most) << where;
         const Results fused = fused_on_gpu(x, w, targets, dw_dtype),
                       two = on_gpu(x, w, targets, 1, dw_dtype);
-        EXPECT_LT(scaled_error(fused.dx, values(one.dx)), 15 * epsilon(d)) << where;
+        EXPECT_LT(scaled_error(fused.dx, values(one.dx)), most) << where;
         EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
                     same_bits(fused.dw, two.dw))
             << where;
