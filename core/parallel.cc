@@ -64,6 +64,11 @@ struct alignas(64) Seat {
   enum State : int { idle, posted, running, closed };
   std::atomic<int> state{idle};
 
+  /// All who wait are told: a worker whose part somebody else runs sleeps here, too, beside the caller.
+  void set(State next) {
+    state.store(next, std::memory_order_release);
+    state.notify_all();  // a load if nobody sleeps
+  }
   /// Takes what is posted here, for the worker or for anybody else.
   bool take() {
     int expected = posted;
@@ -89,10 +94,7 @@ class Team {
  public:
   Team() { ++all_threads; }
   ~Team() {
-    for (auto& seat : seats_) {
-      seat->state = Seat::closed;
-      seat->state.notify_one();
-    }
+    for (auto& seat : seats_) seat->set(Seat::closed);
     for (std::thread& worker : workers_) worker.join();
     --all_threads;
   }
@@ -100,20 +102,16 @@ class Team {
   void run(Job& job) {
     while (static_cast<int>(seats_.size()) < job.parts - 1) add_worker();
     job_ = &job;
-    for (int part = 1; part < job.parts; ++part) {
-      Seat& seat = *seats_[static_cast<size_t>(part - 1)];
-      seat.state.store(Seat::posted, std::memory_order_release);
-      seat.state.notify_one();  // a load if it is awake
-    }
+    for (int part = 1; part < job.parts; ++part) seat_of(part).set(Seat::posted);
     job.run(0);
     take_rest(job);
-    for (int part = 1; part < job.parts; ++part) {
-      const Seat& seat = *seats_[static_cast<size_t>(part - 1)];
-      seat.wait_while([](int state) { return state != Seat::idle; });
-    }
+    for (int part = 1; part < job.parts; ++part)
+      seat_of(part).wait_while([](int state) { return state != Seat::idle; });
   }
 
  private:
+  Seat& seat_of(int part) { return *seats_[static_cast<size_t>(part - 1)]; }
+
   void add_worker() {
     seats_.push_back(std::make_unique<Seat>());
     workers_.emplace_back([this, seat = seats_.back().get(), part = static_cast<int>(seats_.size())] {
@@ -126,8 +124,7 @@ class Team {
         Job& job = *job_;
         job.run(part);
         take_rest(job);  // before this seat is idle: until then the call lives
-        seat->state.store(Seat::idle, std::memory_order_release);
-        seat->state.notify_one();
+        seat->set(Seat::idle);
       }
       --all_threads;
     });
@@ -136,11 +133,10 @@ class Team {
   // Ranges that nobody has begun.
   void take_rest(Job& job) {
     for (int part = 1; part < job.parts; ++part) {
-      Seat& seat = *seats_[static_cast<size_t>(part - 1)];
+      Seat& seat = seat_of(part);
       if (!seat.take()) continue;
       job.run(part);
-      seat.state.store(Seat::idle, std::memory_order_release);
-      seat.state.notify_one();
+      seat.set(Seat::idle);
     }
   }
 

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <functional>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -122,6 +124,29 @@ TEST(ParallelFor, DoesNotWaitForWorkersThatNeverBegin) {
     int status = -1;
     ASSERT_EQ(waitpid(child, &status, 0), child);
     EXPECT_EQ(status, 0);
+  });
+}
+
+// More threads than cores, and ranges of which some take long: then a worker sleeps until the one who took its part is
+// done, beside the caller, and both must be woken.
+TEST(ParallelFor, CallsEndWhereOthersTakeTheParts) {
+  const int threads = 2 * available_cores() + 1;
+  with_threads(threads, [threads] {
+    uint32_t random = 1;
+    for (int round = 0; round < 4000; ++round) {
+      std::vector<std::chrono::microseconds> takes(static_cast<size_t>(threads));
+      for (auto& t : takes) {
+        random = random * 1664525 + 1013904223;
+        t = std::chrono::microseconds(random >> 29 == 0 ? 400 : random >> 28);
+      }
+      std::atomic<int> ranges{0};
+      parallel_for(threads, 1, [&](int64_t begin, int64_t) {
+        const auto until = std::chrono::steady_clock::now() + takes[static_cast<size_t>(begin)];
+        while (std::chrono::steady_clock::now() < until) {}
+        ++ranges;
+      });
+      ASSERT_EQ(ranges, threads);
+    }
   });
 }
 
