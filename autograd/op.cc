@@ -105,7 +105,7 @@ Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> 
 }
 
 namespace detail {
-// placement.cc of this folder: coerces `inputs` and fills in the layouts of `outputs`.
+// place.cc: coerces `inputs` and fills in the layouts of `outputs`.
 void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, std::vector<Tensor>& coerced,
            std::span<OutputSpec> outputs);
 }  // namespace detail
