@@ -6,6 +6,8 @@ namespace sheaf::kernels::cpu {
 namespace amx {
 /// Whether this machine multiplies bf16 in matrix tiles (AMX), and lets this process do so.
 bool available();
+/// Defined in tests alone, which can emulate the tiles of a machine (tests/kernels/emulated_tiles.h).
+[[gnu::weak]] bool emulated();
 }  // namespace amx
 
 namespace dot {
