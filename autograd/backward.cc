@@ -34,8 +34,10 @@ Tensor Recording::resolve(ValueId v) {
     const Node n = tape_.node(tape_.value(v).producer);
     std::vector<Tensor> inputs;
     for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
+    std::vector<OutputSpec> outputs(n.num_outputs);
+    for (int o = 0; o < n.num_outputs; ++o) outputs[o].type = tape_.type(tape_.output(n, o));
     const AttrsCopy attrs(tape_, n);
-    return apply(*n.op, attrs.data(), inputs)[v - static_cast<ValueId>(n.outputs)];
+    return apply_typed(*n.op, attrs.data(), inputs, outputs)[v - static_cast<ValueId>(n.outputs)];
   }
   if (!s.saved)
     fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
@@ -55,22 +57,33 @@ Tensor Recording::seed_for(const Tensor& y) const {
 }
 
 void Recording::backward(const Tensor& loss) {
+  expect_current("backward");
   const ValueId v = value_of(loss);
   if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
+  if (tape_.value(v).producer < floor_)
+    fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
+                        "which freed what its gradient needs: add the losses and call backward once");
+  if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
   wanted_.assign(tape_.num_values(), false);
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
   reverse(loss, /*to_groups=*/true, /*keep=*/false);
 }
 
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
+  expect_current("gradient");
   if (value_of(y) < 0) fail<LifetimeError>("[gradient] y is not a value of this recording");
   wanted_.assign(tape_.num_values(), false);
+  std::vector<std::vector<ValueId>> ids;  // of each x: a parameter has one for every gather of it
   for (const Tensor& x : xs) {
     const ValueId v = value_of(x);
     if (v < 0) fail<LifetimeError>("[gradient] ", x.type(), " is not a value of this recording");
     if (!state(v).needs_grad)
       fail<LifetimeError>("[gradient] ", x.type(), " is a constant here: call recording.watch(x) before its first use");
-    wanted_[v] = true;
+    ids.push_back({v});
+    if (const auto [group, leaf] = std::pair(state(v).group, state(v).leaf_index); group)
+      for (ValueId other = 0; other < tape_.num_values(); ++other)
+        if (other != v && state(other).group == group && state(other).leaf_index == leaf) ids.back().push_back(other);
+    for (ValueId same : ids.back()) wanted_[same] = true;
   }
   for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
     const Node& n = tape_.node(id);
@@ -79,14 +92,17 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
       for (int o = 0; o < n.num_outputs; ++o)
         if (state(tape_.output(n, o)).needs_grad) wanted_[tape_.output(n, o)] = true;
   }
-  std::vector<ValueId> ids;
-  for (const Tensor& x : xs) ids.push_back(value_of(x));
   asked_.assign(tape_.num_values(), false);
-  for (ValueId v : ids) asked_[v] = true;
+  for (const auto& same : ids)
+    for (ValueId v : same) asked_[v] = true;
   reverse(y, /*to_groups=*/false, options.keep);
   std::vector<Tensor> out;
-  for (size_t i = 0; i < ids.size(); ++i)
-    out.push_back(gradients_[ids[i]] ? gradients_[ids[i]] : full_of(xs[i].type().dual(), 0.0));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    Tensor sum;
+    for (ValueId v : ids[i])
+      if (const Tensor& g = gradients_[v]) sum = sum ? add(sum, g) : g;
+    out.push_back(sum ? sum : full_of(xs[i].type().dual(), 0.0));
+  }
   gradients_.clear();
   return out;
 }
@@ -150,7 +166,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     finish_groups(floor_ - 1);
     gradients_.clear();
     for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
-    groups_.clear();
+    std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
     floor_ = tape_.num_nodes();
   }
 }
@@ -181,6 +197,10 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
                          " is not the dual of its value ", primal);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
   ValueState& s = state(v);
+  if (const NodeId producer = tape_.value(v).producer; to_groups_ && !to_slot && producer < floor_ && tape_.node(producer).op)
+    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
+                        v, " ", primal, " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
+                        "backward of this recording: its gradient would be lost. Add the losses and call backward once");
   if (!to_slot) {
     Tensor& sum = gradients_[v];
     sum = sum ? add(sum, g) : std::move(g);
@@ -231,6 +251,11 @@ Into Vjp::into(int i, bool may_add) const {
   const auto& s = recording_.state(t.inputs(t.node(node_))[i]);
   if (!s.group || !recording_.to_groups_ || !needs(i)) return {};
   auto& group = recording_.group_state(s.group);
+  // A leaf that is several operands of the node gets a contribution from each: they cannot all be stored first.
+  for (int other = 0; other < num_inputs(); ++other) {
+    const auto& o = recording_.state(t.inputs(t.node(node_))[other]);
+    if (other != i && o.group == s.group && o.leaf_index == s.leaf_index) return {};
+  }
   const bool first = !group.contributed[s.leaf_index];
   if (!first && !may_add) return {};
   Tensor& slot = group.slots[s.leaf_index];

@@ -37,14 +37,25 @@ Recording::Recording(const RecordingOptions& options)
 }
 
 Recording::~Recording() {
-  if (current_recording == this) end();
+  end();
   lists_->clear();
   spare_lists() = std::move(lists_);
 }
 
+// Recordings end in any order: `r = std::make_unique<Recording>()` in a loop makes the next before the last one ends.
 void Recording::end() {
   for (const auto& group : all_groups_) group->recording_ended();
-  current_recording = previous_;
+  all_groups_.clear();
+  for (Recording** r = &current_recording; *r; r = &(*r)->previous_)
+    if (*r == this) {
+      *r = previous_;
+      return;
+    }
+}
+
+void Recording::expect_current(const char* who) const {
+  if (current_recording != this)
+    fail<LifetimeError>("[", who, "] this recording is over, or another one has begun in it");
 }
 
 Tape Recording::take() {
@@ -150,12 +161,11 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
     if (s.needs_grad) needs |= bit(static_cast<int>(i));
     recipe = recipe && s.recipe;
   }
+  // Of frozen parameters, too: what lies in gathered bytes may be discarded before a backward reads it.
+  for (size_t o = 0; recipe && o < outputs.size(); ++o) states_[first + o].recipe = true;
   if (needs && op.vjp) {
-    for (size_t o = 0; o < outputs.size(); ++o) {
-      if (!is_floating(types[o]->dtype)) continue;
-      states_[first + o].needs_grad = true;
-      states_[first + o].recipe = recipe;
-    }
+    for (size_t o = 0; o < outputs.size(); ++o)
+      if (is_floating(types[o]->dtype)) states_[first + o].needs_grad = true;
     if (saving_) save_for_backward(id, inputs, outputs, needs);
   } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type* t) {
                return is_floating(t->dtype); })) {

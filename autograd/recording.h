@@ -55,10 +55,12 @@ class Recording {
   static Recording* current();
 
   /// Differentiates a scalar loss with respect to every trainable parameter that was used; their gradients arrive in
-  /// their units. The loss must be Partial or Invariant on every mesh axis (or have no mesh).
+  /// their units. The loss must be Partial or Invariant on every mesh axis (or have no mesh). It frees what the forward
+  /// saved: a second backward is for what was computed since (the next micro-batch); losses of one forward are added.
   void backward(const Tensor& loss);
   /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
-  /// does not depend on it). With keep, the result can be differentiated again.
+  /// does not depend on it); of a parameter, through every gather of it. With keep, the result can be differentiated
+  /// again.
   std::vector<Tensor> gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options = {});
   /// Declares a constant differentiable, before its first use: gradient() may then ask for it.
   Tensor watch(const Tensor& x);
@@ -125,6 +127,7 @@ class Recording {
 
   static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
   void end();
+  void expect_current(const char* who) const;
   ValueState& state(ValueId v);
   GroupState& group_state(LeafGroup* group);
   Tensor resolve(ValueId v);

@@ -8,8 +8,12 @@ namespace sheaf {
 std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)>& leaf,
                            std::span<const ValueId> wanted) {
   std::vector<NodeId> last_use(tape.num_values(), -1);
-  for (NodeId id = 0; id < tape.num_nodes(); ++id)
-    for (ValueId v : tape.inputs(tape.node(id))) last_use[v] = id;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    for (ValueId v : tape.inputs(n)) last_use[v] = id;
+    for (int o = 0; o < n.num_outputs; ++o)  // what it writes into
+      if (const ValueId base = tape.value(tape.output(n, o)).base; base >= 0) last_use[base] = id;
+  }
   for (ValueId v : wanted) last_use[v] = tape.num_nodes();
 
   std::vector<Tensor> values(tape.num_values());
@@ -41,8 +45,12 @@ std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)
     }
     Tensors outputs = execute_node(*n.op, tape.attrs(n), inputs, specs, n.flags & Node::kAdds);
     for (int o = 0; o < n.num_outputs; ++o) values[tape.output(n, o)] = std::move(outputs[o]);
-    for (ValueId v : tape.inputs(n))
+    const auto drop = [&](ValueId v) {
       if (last_use[v] == id) values[v] = Tensor();
+    };
+    for (ValueId v : tape.inputs(n)) drop(v);
+    for (int o = 0; o < n.num_outputs; ++o)
+      if (const ValueId base = tape.value(tape.output(n, o)).base; base >= 0) drop(base);
   }
   std::vector<Tensor> out;
   for (ValueId v : wanted) out.push_back(values[v]);

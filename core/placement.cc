@@ -61,12 +61,16 @@ Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
     return {std::clamp<int64_t>(rank * granule_ - offset_, 0, n),
             std::clamp<int64_t>((rank + 1) * granule_ - offset_, 0, n)};
   }
-  const int64_t size = global[dim_];
+  const int64_t size = global[dim_], rows = size / granule_;
+  if (rows * granule_ != size)
+    fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ", size, " is no multiple of ", granule_);
   if (kind_ == Kind::uneven) {
+    if (static_cast<int>(sizes_->size()) != ranks || std::reduce(sizes_->begin(), sizes_->end()) != rows)
+      fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, " over ", ranks, " ranks: ", sizes_->size(),
+                           " sizes with a sum of ", std::reduce(sizes_->begin(), sizes_->end()) * granule_);
     const auto begin = std::accumulate(sizes_->begin(), sizes_->begin() + rank, int64_t{0}) * granule_;
     return {begin, begin + (*sizes_)[rank] * granule_};
   }
-  const int64_t rows = size / granule_;
   return {rows * rank / ranks * granule_, rows * (rank + 1) / ranks * granule_};
 }
 

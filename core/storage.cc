@@ -33,10 +33,10 @@ void Storage::discard(std::string why) {
 
 void Storage::settle() {
   if (!pending_) return;
-  pending_ = false;
   // On a GPU only the rank's stream goes behind the lane; the host does not stop.
   if (device_.is_cuda()) ready_.order(RankContext::current().gpu_of(device_).compute());
   else ready_.sync();
+  pending_ = false;  // a lane that failed has not filled it: later reads throw, too
 }
 
 void Storage::throw_discarded() const { fail<LifetimeError>("use of a value that was discarded: ", why_discarded_); }

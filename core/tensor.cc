@@ -184,6 +184,7 @@ std::ostream& operator<<(std::ostream& out, const Tensor& t) { return out << t.t
 
 bool equal(const Tensor& a, const Tensor& b) {
   if (a.dtype() != b.dtype() || !(a.shape() == b.shape()) || !(a.local_shape() == b.local_shape())) return false;
+  if (a.dtype() == kI64) return a.to_vector<int64_t>() == b.to_vector<int64_t>();  // not all of them are doubles
   return a.to_vector<double>() == b.to_vector<double>();
 }
 

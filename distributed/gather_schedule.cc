@@ -101,6 +101,12 @@ void GatherSchedule::flush() {
   }
   in_flight_.clear();
   discard_pending(nullptr);
+  for (Unit* u : units_)
+    if (u->opened_outside_recordings()) u->close_ungathered();
+}
+
+void GatherSchedule::forget_in_flight(Unit& unit) {
+  mispredicted_ += static_cast<int64_t>(std::erase(in_flight_, &unit));
 }
 
 void GatherSchedule::complete_reductions() {

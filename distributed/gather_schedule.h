@@ -32,8 +32,11 @@ class GatherSchedule {
   int depth() const { return static_cast<int>(scopes_.size()); }
   /// Closes `unit` when the scope that is innermost now ends.
   void close_with_scope(Unit& unit);
-  /// Discards everything that is pending or in flight: before parameters change, and at a recording's end.
+  /// Closes what is pending, in flight or, outside a recording, open without having been gathered: before parameters
+  /// change, and where passes and recordings end.
   void flush();
+  /// The unit is about to be discarded, perhaps ahead of a use that its gather was issued for.
+  void forget_in_flight(Unit& unit);
   void complete_reductions();
 
   int64_t budget() const;

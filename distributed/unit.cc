@@ -76,6 +76,10 @@ Type Unit::leaf_in(int leaf, DType dtype, const Placement& p) const {
   return {dtype, leaves_[leaf].shape, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
 }
 
+// In the masters' dtype, of the dual placement of what is gathered, on every axis of the mesh.
+Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, Placement::replicate()).dual(); }
+Type Unit::slot_type(int leaf) const { return leaf_in(leaf, leaves_[leaf].dtype, Placement::replicate()).dual(); }
+
 Type Unit::leaf_type(int leaf) const {
   const DType dtype = leaves_[leaf].dtype;
   if (strategy_ < Strategy::shard_grad_op) return leaf_in(leaf, dtype, Placement::invariant());
@@ -157,15 +161,15 @@ void Unit::open() {
     fail<LifetimeError>("[unit] '", path_label(name_), "' has no memory yet: call materialize(model, device) first");
   Recording* r = Recording::current();
   const uint64_t serial = r ? r->serial() : 0;
-  if (!gathers()) {
-    if (recording_ != serial || !values_[0]) views_of_masters();
-    return;
+  if (state_ != State::closed && recording_ != serial) {
+    if (depth_ > 1)
+      fail<LifetimeError>("[unit] '", path_label(name_), "' was gathered outside this recording: start a recording ",
+                          "before entering the module");
+    if (state_ == State::in_flight) schedule_->flush();
+    else if (gathers()) discard_gathered();
   }
-  if (state_ != State::closed && state_ != State::in_flight && recording_ != serial) {
-    if (depth_ > 1) fail<LifetimeError>("[unit] '", name_, "' was gathered outside this recording: start a recording before entering the module");
-    discard_gathered();
-  }
-  schedule_->use(*this);
+  if (gathers()) schedule_->use(*this);
+  else if (recording_ != serial || !values_[0]) views_of_masters();
 }
 
 Tensor Unit::value(int index) {
@@ -292,14 +296,14 @@ Tensor Unit::slot(int index) {
     for (size_t b = 0; b < buffers_.size(); ++b) {
       if (!buffers_[b].trainable) continue;
       buffer_of.push_back(static_cast<int>(b));
-      specs.push_back({buffer_type(buffers_[b], buffers_[b].dtype, Placement::partial()), {}, -1, 0});
+      specs.push_back({slots_type(buffers_[b]), {}, -1, 0});
     }
     for (int i = 0; i < num_leaves(); ++i) {
       if (!leaves_[i].trainable) continue;
       const auto [b, position] = where_[i];
       const int within = static_cast<int>(std::find(buffer_of.begin(), buffer_of.end(), b) - buffer_of.begin());
       leaf_of.push_back(i);
-      specs.push_back({leaf_in(i, leaves_[i].dtype, Placement::partial()), {}, within,
+      specs.push_back({slot_type(i), {}, within,
                        buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(buffers_[b].dtype))});
     }
     const DeviceScope device(buffers_[0].shard.device());
@@ -325,7 +329,10 @@ void Unit::finish(const std::vector<bool>& contributed) {
   const PathScope path(name_);
   zero_missing(contributed);
   mirror_next_ = false;
-  if (gathers()) discard_gathered();
+  if (gathers()) {
+    schedule_->forget_in_flight(*this);
+    discard_gathered();
+  }
   if (slot_buffers_.empty()) return;  // all frozen
   schedule_->complete_reductions();   // at most one reduction's input is in flight
   std::vector<OutputSpec> specs;
@@ -367,22 +374,23 @@ void Unit::complete_reduction() {
   reduction_.reduced.clear();
 }
 
-void Unit::backward_ended() {
-  complete_reduction();
+void Unit::close_ungathered() {
   if (gathers()) return;
-  std::fill(values_.begin(), values_.end(), Tensor());  // the next micro-batch opens the unit anew
+  std::fill(values_.begin(), values_.end(), Tensor());
   state_ = State::closed;
 }
 
+void Unit::backward_ended() {
+  complete_reduction();
+  close_ungathered();  // the next micro-batch opens the unit anew
+}
+
 void Unit::recording_ended() {
-  depth_ = 0;
   if (gathers()) {
     schedule_->flush();
     discard_gathered();
-  } else {
-    std::fill(values_.begin(), values_.end(), Tensor());
-    state_ = State::closed;
   }
+  close_ungathered();
   recording_ = 0;
   mirror_next_ = false;
   slot_buffers_.clear();

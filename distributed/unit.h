@@ -112,6 +112,9 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void issue_gather(bool prefetched);
   void take_back_lent();
   void discard_gathered();
+  /// Values that were never gathered (one rank, replicated masters) may be casts: of the masters as they were.
+  void close_ungathered();
+  bool opened_outside_recordings() const { return recording_ == 0; }
   void complete_reduction();
 
  private:
@@ -127,6 +130,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool gathers() const { return communicates() && strategy_ >= Strategy::shard_grad_op; }
   Type buffer_type(const FlatBuffer& b, DType dtype, const Placement& p) const;
   Type leaf_in(int leaf, DType dtype, const Placement& p) const;
+  Type slots_type(const FlatBuffer& b) const;
+  Type slot_type(int leaf) const;
   /// The masters as they are gathered, and the types of the buffers and of the values in them.
   std::vector<Tensor> to_gather() const;
   std::vector<OutputSpec> gathered_specs() const;

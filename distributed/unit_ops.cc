@@ -31,8 +31,16 @@ void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& cal
   if (c.device().is_meta() && lane.kind() != "simulated") return;
   c.stream();  // the communicator looks where the buffers lie
   Event done;
-  for (int b = 0; b < a.buffers; ++b) done = call(lane, b);
-  if (!c.device().is_meta()) c.completes_with(done);  // one lane, in order: the last event is all of them
+  const auto lend = [&] {  // one lane, in order: the last event is all of them
+    if (!c.device().is_meta()) c.completes_with(done);
+  };
+  for (int b = 0; b < a.buffers; ++b) try {
+      done = call(lane, b);
+    } catch (...) {  // calls before this one still write
+      if (b > 0) lend();
+      throw;
+    }
+  lend();
 }
 
 struct Resting {

@@ -88,7 +88,7 @@ struct RedistributeOp {
     if (relabels(m)) return 0;
     const auto bytes = [](const Shape& s, DType d) { return s.numel() * static_cast<int64_t>(size_of(d)); };
     const int64_t in = bytes(c.input(0).shape, from.dtype), out = bytes(c.output(0).shape, from.dtype);
-    if (m.to == Kind::shard && m.from == Kind::shard) return in + out;
+    if (m.to == Kind::shard && m.from == Kind::shard) return in + out + (packs_flat(a, c) ? in : 0);
     if (m.from == Kind::shard) return out + (c.input(0).contiguous() ? 0 : in);
     if (m.to == Kind::shard) return in;
     return 0;
@@ -181,6 +181,11 @@ struct RedistributeOp {
     std::vector<int64_t> send_counts, recv_counts;
     char* send = scratch;
     char* recv = scratch + in.numel() * size;
+    if (packs_flat(a, c)) {
+      const View dense = View::dense(recv + out.numel() * size, in.dtype, in.shape);
+      if (!meta) copy(in, dense);
+      in = dense;
+    }
     std::vector<View> targets;
     for (int r = 0; r < m.size; ++r) {
       const View mine = overlap(in, whole, p, q, me, r, m.size, /*of_source=*/true);
@@ -197,6 +202,12 @@ struct RedistributeOp {
       copy(View::dense(recv, in.dtype, t.shape), t);
       recv += t.numel() * size;
     }
+  }
+
+  // A flat index runs over dense elements only.
+  static bool packs_flat(const Attrs& a, const Execute& c) {
+    const int axis = move_of(c.input_type(0).layout, a.to).axis;
+    return (c.input_type(0).layout[axis].map().is_flat() || a.to[axis].map().is_flat()) && !c.input(0).contiguous();
   }
 
   // The parts of all ranks one after another, dense.
@@ -257,6 +268,7 @@ struct RedistributeOp {
 
 // The slice R → S as a view; its own op only in that it can alias (the table's communicating moves cannot).
 struct Slice : RedistributeOp {
+  static constexpr bool kRecipe = true;
   static constexpr Lane kLane = Lane::compute;
   static bool alias(const Attrs& a, const View& in, View& out) {
     out.strides = in.strides;

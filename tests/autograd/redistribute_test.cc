@@ -116,6 +116,25 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
   }
 }
 
+// A transposed view lies in memory in another order than its elements count.
+TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
+  const int ranks = GetParam();
+  const Shape shape{7, 5}, turned{5, 7};
+  const std::vector<Placement> from = placements(turned, ranks), to = placements(shape, ranks);
+  const Values x = integers(35, "x");
+  run_local(ranks, [&](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", ranks}}).spec;
+    const PoisonScope poison;
+    for (const Placement& p : from) {
+      if (p.is_shard() && p.map().is_flat()) continue;  // has no dimensions to exchange
+      const Tensor view = transpose(make_local(x, {kF64, turned, Layout(mesh, p)}, "addends"), 0, 1);
+      for (const Placement& q : to)
+        EXPECT_TRUE(identical(redistribute(view, Layout(mesh, q)), redistribute(view.clone(), Layout(mesh, q))))
+            << str(view.type(), " to ", q);
+    }
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Range(1, 6));
 
 TEST(Redistribute, TwoAxesOneAfterTheOther) {
@@ -180,6 +199,20 @@ TEST(Redistribute, SaysWhatItDoes) {
     const MeshSpec* one = world.mesh({{"data", 2}, {"model", 1}}).spec;
     EXPECT_EQ(redistribution_name(Layout(one, {r, s}), Layout(one, {r, r})), "nothing");
   });
+}
+
+// A cut that leaves elements to nobody, or gives some out twice, is refused where a tensor is made.
+TEST(Redistribute, CutsThatDoNotFitAreRefused) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
+    for (const OwnershipMap& map : {OwnershipMap::even(0, 2), OwnershipMap::uneven(0, {3, 3}), OwnershipMap::uneven(0, {7}),
+                                    OwnershipMap::uneven(0, {4, 5}), OwnershipMap::uneven(0, {2, 2}, 2)}) {
+      const Layout layout(mesh, Placement::shard(map));
+      EXPECT_THROW(Tensor::empty({kF32, {7, 2}, layout}), PlacementError) << layout.to_string();
+      const Tensor x = full_of({kF32, {7, 2}, Layout(mesh)}, 1.0);
+      EXPECT_THROW(redistribute(x, layout), PlacementError) << layout.to_string();
+    }
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
 }  // namespace

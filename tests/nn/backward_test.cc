@@ -1,0 +1,301 @@
+// What a backward promises of parameters in unusual places: twice in one node, frozen behind a view, on a mesh with
+// another axis, gathered ahead, and of a second backward in one recording.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kRows = 6, kWidth = 5;
+
+template <class F>
+std::string refusal(F&& f) {
+  try {
+    f();
+  } catch (const LifetimeError& e) {
+    return e.what();
+  }
+  return "nothing was refused";
+}
+
+/// Rows that depend on the global row alone, cut along the mesh's first axis.
+Tensor rows_of(const Mesh& mesh, int64_t width = kWidth) {
+  const Type type{kF32, {kRows, width}, mesh.spec ? Layout(mesh.spec).with(0, Placement::shard(0)) : Layout()};
+  const int64_t first = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  std::vector<float> local;
+  for (int64_t i = 0; i < type.local_shape().numel(); ++i)
+    local.push_back(0.1f * static_cast<float>((first * width + i) * 7 % 11) - 0.4f);
+  return Tensor::from_local(local, type);
+}
+
+void zero_grad(nn::Module& module) {
+  for (const auto& unit : units(module)) unit->zero_grad();
+}
+
+Mesh data_mesh(World& w) { return w.mesh({{"data", w.size()}}); }
+
+/// A square weight that is used as it is, as a Gram matrix, and frozen beside a trainable one, twice transposed.
+struct Layer : nn::Module {
+  nn::Parameter weight{{kWidth, kWidth}, nn::Init::normal(0.4)}, frozen{{kWidth, kWidth}, nn::Init::normal(0.4)};
+  Layer() { frozen.freeze(); }
+  Tensor forward(const Tensor& x) {
+    const Tensor turned = transpose(frozen, 0, 1);
+    return tanh(matmul(tanh(linear(x, weight)), turned));
+  }
+  Tensor gram() { return sum(square(linear(weight, weight))); }
+  SHEAF_FIELDS(weight, frozen);
+};
+
+struct Net : nn::Module {
+  std::vector<Layer> layers;
+  explicit Net(int n = 3) : layers(static_cast<size_t>(n)) {}
+  Tensor forward(Tensor x) {
+    for (Layer& layer : layers) x = layer(x);
+    return x;
+  }
+  SHEAF_FIELDS(layers);
+};
+
+/// The whole gradients of the net's weights after `backward` at a world, with and without another axis of size 1.
+template <class Backward>
+std::vector<std::vector<float>> gradients(int world, const std::string& strategy, bool model_axis, Backward&& backward,
+                                          std::optional<DType> compute = std::nullopt) {
+  std::vector<std::vector<float>> out;
+  run_local(world, [&](World& w) {
+    const Mesh mesh = model_axis ? w.mesh({{"data", w.size()}, {"model", 1}}) : data_mesh(w);
+    Net net;
+    shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy, .compute_dtype = compute});
+    materialize(net, Device::cpu(), {.seed = 5});
+    for (int step = 0; step < 2; ++step) {  // the second follows the first one's order, with gathers ahead
+      zero_grad(net);
+      Recording recording;
+      backward(recording, net, rows_of(mesh));
+    }
+    for (Layer& layer : net.layers) {
+      const std::vector<float> g = full_gradient(layer.weight).template to_vector<float>();
+      if (w.rank() == 0) out.push_back(g);
+    }
+  }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+  return out;
+}
+
+void expect_near(const std::vector<std::vector<float>>& a, const std::vector<std::vector<float>>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i)
+    for (size_t j = 0; j < a[i].size(); ++j) EXPECT_NEAR(a[i][j], b[i][j], 2e-6) << "layer " << i << " element " << j;
+}
+
+const std::vector<std::string> kStrategies{"full_shard", "shard_grad_op", "replicate"};
+
+TEST(Backward, FrozenWeightsBehindViewsAndAnotherAxisOfOne) {
+  const auto once = [](Recording& r, Net& net, const Tensor& x) { r.backward(sum(net(x))); };
+  const auto expected = gradients(1, "full_shard", false, once);
+  EXPECT_NE(expected[0], std::vector<float>(kWidth * kWidth, 0.0f));
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2, 3})
+      for (bool model_axis : {false, true}) {
+        SCOPED_TRACE(str(strategy, " at ", world, model_axis ? " x 1" : ""));
+        expect_near(gradients(world, strategy, model_axis, once), expected);
+      }
+}
+
+// d/dW of |W Wᵀ|² is 4 W Wᵀ W.
+TEST(Backward, AWeightThatIsBothOperandsGetsBothContributions) {
+  Layer layer;
+  materialize(layer, Device::cpu(), {.seed = 2});
+  for (const bool by_linear : {true, false}) {
+    zero_grad(layer);
+    Recording recording;
+    const Tensor product = by_linear ? linear(layer.weight, layer.weight) : matmul(layer.weight, layer.weight);
+    recording.backward(sum(square(product)));
+    recording.take();
+    const Tensor w = full_parameter(layer.weight), t = transpose(w, 0, 1);
+    const Tensor square_of = by_linear ? matmul(w, t) : matmul(w, w);
+    // |W W|²: 2 (W W Wᵀ + Wᵀ W W).
+    const Tensor expected = by_linear ? mul(matmul(square_of, w), 4.0)
+                                      : mul(add(matmul(square_of, t), matmul(t, square_of)), 2.0);
+    const auto a = full_gradient(layer.weight).to_vector<float>(), b = expected.to_vector<float>();
+    for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-5) << i;
+  }
+}
+
+TEST(Backward, ASecondOneIsForWhatWasComputedSince) {
+  Net net;
+  materialize(net, Device::cpu(), {.seed = 3});
+  const Tensor x = rows_of({});
+  {
+    Recording r;
+    const Tensor first = sum(net(x)), second = sum(square(net(x)));
+    r.backward(first);
+    EXPECT_THAT(refusal([&] { r.backward(second); }), HasSubstr("computed before the last backward"));
+    EXPECT_THAT(refusal([&] { r.backward(first); }), HasSubstr("computed before the last backward"));
+  }
+  {
+    Recording r;
+    const Tensor h = net.layers[0](x);
+    r.backward(sum(net.layers[1](h)));
+    const Tensor late = sum(net.layers[2](h));  // its way to layer 0 is closed
+    EXPECT_THAT(refusal([&] { r.backward(late); }), HasSubstr("its gradient would be lost"));
+  }
+  {
+    Recording r;
+    EXPECT_THAT(refusal([&] { r.backward(sum(x)); }), HasSubstr("no trainable parameter"));
+  }
+  Recording r;
+  r.backward(sum(net(x)));
+  r.backward(sum(net(x)));  // the next micro-batch
+}
+
+TEST(Backward, OnlyTheInnermostLivingRecording) {
+  Net net;
+  materialize(net, Device::cpu(), {.seed = 3});
+  const Tensor x = rows_of({});
+  auto outer = std::make_unique<Recording>();
+  const Tensor loss = sum(net(x));
+  {
+    Recording inner;
+    EXPECT_THAT(refusal([&] { outer->backward(loss); }), HasSubstr("another one has begun"));
+  }
+  outer->backward(loss);
+  outer->take();
+  EXPECT_THAT(refusal([&] { outer->backward(loss); }), HasSubstr("is over"));
+  EXPECT_THAT(refusal([&] { outer->gradient(loss, std::vector{x}); }), HasSubstr("is over"));
+  // In a loop the next one begins before the one before ends.
+  for (int step = 0; step < 3; ++step) {
+    outer = std::make_unique<Recording>();
+    EXPECT_EQ(Recording::current(), outer.get());
+    zero_grad(net);
+    outer->backward(sum(net(x)));
+  }
+  outer.reset();
+  EXPECT_EQ(Recording::current(), nullptr);
+  net(x);
+}
+
+// Two models in one scope, each with a backward of its own: the second is gathered ahead while the first computes.
+struct Adversaries : nn::Module {
+  Net a{1}, b{1};
+  Tensor forward(const Tensor& x) { return b(a(x)); }
+  SHEAF_FIELDS(a, b);
+};
+
+TEST(Backward, WhatIsGatheredAheadOutlivesABackward) {
+  run_local(2, [](World& w) {
+    Adversaries m;
+    const Mesh mesh = data_mesh(w);
+    shard(m, mesh, {.units = nn::units_of<Layer>()});
+    materialize(m, Device::cpu(), {.seed = 4});
+    std::vector<std::vector<float>> first;
+    for (int step = 0; step < 4; ++step) {
+      zero_grad(m);
+      {
+        Recording r;
+        const auto scope = m.enter();
+        r.backward(sum(m.a(rows_of(mesh))));
+        r.backward(sum(m.b(rows_of(mesh))));
+      }
+      std::vector<std::vector<float>> now;
+      for (Net* net : {&m.a, &m.b}) now.push_back(full_gradient(net->layers[0].weight).to_vector<float>());
+      if (step == 0) first = now;
+      EXPECT_EQ(now, first) << "step " << step;
+    }
+  }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+}
+
+// gradient() of a parameter that was gathered twice counts both uses, whatever the strategy.
+TEST(Backward, GradientOfAParameterIsThatOfEveryUse) {
+  std::vector<float> expected;
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      run_local(world, [&](World& w) {
+        Net net;
+        const Mesh mesh = data_mesh(w);
+        shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy});
+        materialize(net, Device::cpu(), {.seed = 6});
+        Recording r;
+        const Tensor weight = net.layers[0].weight;
+        const Tensor y = sum(net.layers[0](net.layers[1](net.layers[0](rows_of(mesh)))));
+        const Tensor g = r.gradient(y, std::vector{weight})[0];
+        const std::vector<float> whole =
+            redistribute(g, Layout(mesh.spec, Placement::replicate())).to_vector<float>();
+        if (w.rank() != 0) return;
+        if (expected.empty()) expected = whole;
+        for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], expected[i], 2e-6) << i;
+      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+    }
+}
+
+// Masters that nobody gathers are cast for compute: the cast is not kept beyond a change of the masters.
+TEST(Backward, EvaluationInBf16SeesNewParameters) {
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      run_local(world, [&](World& w) {
+        Net net;
+        const Mesh mesh = data_mesh(w);
+        shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy, .compute_dtype = kBF16});
+        materialize(net, Device::cpu(), {.seed = 6});
+        const Tensor x = cast(rows_of(mesh), kBF16);
+        const std::vector<float> before = net(x).to_vector<float>();
+        for (Layer& layer : net.layers) assign(layer.weight, full_like(full_parameter(layer.weight), 0.0));
+        EXPECT_NE(net(x).to_vector<float>(), before);
+        EXPECT_EQ(net(x).to_vector<float>(), std::vector<float>(before.size(), 0.0f));
+        // Memory that changes without an op, as by the replay of a graph on a GPU.
+        for (const auto& unit : units(net))
+          for (FlatBuffer& b : unit->buffers()) {
+            float* p = b.shard.view().as<float>();
+            for (int64_t i = 0; i < b.shard.local_shape().numel(); ++i) p[i] = 0.25f;
+          }
+        EXPECT_NE(net(x).to_vector<float>(), std::vector<float>(before.size(), 0.0f));
+      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+    }
+}
+
+TEST(Backward, AScopeMayOutliveTheRecording) {
+  run_local(2, [](World& w) {
+    Layer layer;
+    shard(layer, data_mesh(w));
+    materialize(layer, Device::cpu(), {.seed = 7});
+    const Tensor x = rows_of(data_mesh(w));
+    {
+      const auto scope = layer.enter();
+      Recording r;
+      r.backward(sum(linear(x, layer.weight)));
+    }
+    const std::vector<float> before = layer(x).to_vector<float>();
+    assign(layer.weight, full_like(full_parameter(layer.weight), 0.0));
+    EXPECT_NE(layer(x).to_vector<float>(), before);
+    EXPECT_EQ(layer(x).to_vector<float>(), std::vector<float>(before.size(), 0.0f));
+  }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+}
+
+// A table that is looked up and multiplied twice: its slot is stored once and added to in place by two kinds of nodes.
+struct Tied : nn::Module {
+  nn::Embedding table{11, kWidth, nn::Init::normal(0.5)};
+  Tensor forward(const Tensor& tokens) {
+    const Tensor h = tanh(table(tokens));
+    return linear_cross_entropy(h, table.weight, tokens) + mul(sum(square(linear(h, table.weight))), 0.01);
+  }
+  SHEAF_FIELDS(table);
+};
+
+TEST(Backward, ReplaysWhatWasAddedInPlace) {
+  Tied model;
+  materialize(model, Device::cpu(), {.seed = 8});
+  Recording r({.capture_leaves = true});
+  r.backward(model(testing::token_rows({}, 4, 3, 11)));
+  const Tensor grad = units(model)[0]->buffers()[0].grad;
+  const std::vector<ValueId> wanted{r.value_of(grad)};
+  const auto leaves = r.captured();
+  const Tape tape = r.take();
+  EXPECT_EQ(replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted)[0].to_vector<float>(), grad.to_vector<float>());
+}
+
+}  // namespace
+}  // namespace sheaf
