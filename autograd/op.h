@@ -185,6 +185,7 @@ struct OpDef {
   const char* name;
   OpKind kind;
   Lane lane;
+  bool stops_gradient;  ///< outputs are constants, whatever the inputs are
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
   MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
@@ -224,6 +225,7 @@ constexpr OpDef make_op_def() {
   d.kind = OpKind::op;
   if constexpr (requires { Op::kKind; }) d.kind = Op::kKind;
   if constexpr (requires { Op::kLane; }) d.lane = Op::kLane;
+  if constexpr (requires { Op::kStopsGradient; }) d.stops_gradient = Op::kStopsGradient;
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
   if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;

@@ -154,6 +154,10 @@ Tensor logsumexp(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 /// i64 position of the first largest element.
 Tensor argmax(const Tensor& x, int dim = -1, bool keepdim = false);
 
+/// x as a constant: no gradient flows back through it. A view, of any placement; a teacher's output, a target that is
+/// computed from parameters, a metric inside a step.
+Tensor stop_gradient(const Tensor& x);
+
 // Shape. Results share x's memory where strides can say what is meant; only reshape may have to copy.
 /// One size may be -1. A cut of dimension d stays a cut if d is the first of the dimensions that merge or split.
 Tensor reshape(const Tensor& x, const Shape& shape);

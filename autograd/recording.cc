@@ -163,6 +163,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   }
   // Of frozen parameters, too: what lies in gathered bytes may be discarded before a backward reads it.
   for (size_t o = 0; recipe && o < outputs.size(); ++o) states_[first + o].recipe = true;
+  if (op.stops_gradient) return id;
   if (needs && op.vjp) {
     for (size_t o = 0; o < outputs.size(); ++o)
       if (is_floating(types[o]->dtype)) states_[first + o].needs_grad = true;

@@ -128,6 +128,8 @@ const std::vector<OpSample>& op_samples() {
       {.op = "argmax", .inputs = {distinct({4, 3, 5})},
        .f = [](Args x) { return Outputs(std::vector<Tensor>{argmax(x[0]), argmax(x[0], 1, true)}); }},
 
+      {.op = "stop_gradient", .inputs = {constant({4, 3})}, .f = [](Args x) { return stop_gradient(x[0]); }, .exact = true,
+       .rules = {"S0 -> S0", "S1 -> S1", "P -> P", "F -> F"}},
       {.op = "reshape", .inputs = {{4, 3, 5}},
        .f = [](Args x) { return reshape(x[0], {x[0].size(0) * x[0].size(1), x[0].size(2)}); }, .exact = true,
        .rules = {"S0 -> S0", "S2 -> S1", "P -> P", "F -> F"}},

@@ -38,6 +38,19 @@ bool reshape_strides(const View& in, const Shape& shape, Shape& strides) {
   return true;
 }
 
+struct StopGradient {
+  static constexpr const char* kName = "stop_gradient";
+  static constexpr bool kRecipe = true, kStopsGradient = true;
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { p.rule({p.in(0)}, {p.in(0)}); }
+  static bool alias(const Attrs&, const View& in, View& out) {
+    out.strides = in.strides;
+    out.data = in.data;
+    return true;
+  }
+};
+
 struct Reshape {
   static constexpr const char* kName = "reshape";
   static constexpr bool kRecipe = true;
@@ -197,6 +210,8 @@ Tensor permute(const Tensor& x, const Dims& order) {
   }
   return apply<Permute>({normal}, x);
 }
+
+Tensor stop_gradient(const Tensor& x) { return apply<StopGradient>({}, x); }
 
 Tensor transpose(const Tensor& x, int dim0, int dim1) {
   Shape order = Shape::filled(x.rank(), 0);

@@ -297,5 +297,27 @@ TEST(Backward, ReplaysWhatWasAddedInPlace) {
   EXPECT_EQ(replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted)[0].to_vector<float>(), grad.to_vector<float>());
 }
 
+// d/dW of sum(f(W) · stop(f(W))) is f'(W) f(W), half of what it is without the stop; and a stopped parameter is gathered
+// again where a backward needs its value.
+TEST(Backward, StopsAtStopGradient) {
+  const auto with_stop = [](Recording& r, Net& net, const Tensor& x) {
+    const Tensor y = net(x), h = linear(x, net.layers[1].weight);
+    const Tensor constant = transpose(stop_gradient(net.layers[0].weight), 0, 1);
+    r.backward(sum(y * stop_gradient(y)) + sum(linear(h, constant)));
+  };
+  const auto without = [](Recording& r, Net& net, const Tensor& x) {
+    const Tensor y = net(x);
+    const Tensor w = full_of(Type{kF32, {kWidth, kWidth}, {}}, 0.0);
+    r.backward(sum(y * y) * 0.5 + sum(linear(linear(x, net.layers[1].weight), w)));
+  };
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      const auto stopped = gradients(world, strategy, false, with_stop), half = gradients(world, strategy, false, without);
+      expect_near({stopped[0], stopped[2]}, {half[0], half[2]});
+      EXPECT_NE(stopped[1], half[1]);  // the stopped weight is not zero
+    }
+}
+
 }  // namespace
 }  // namespace sheaf
