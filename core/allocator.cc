@@ -60,7 +60,9 @@ class CpuAllocator : public Allocator {
     const bool wire = where == MemoryKind::wire || where == MemoryKind::host_wire;
     void* block = wire && !wires_.empty() ? wires_.back()->allocate(size) : nullptr;
     if (!block) block = normal_.allocate(size);
-    if (!block) fail<OutOfMemory>("[allocator] cannot allocate ", bytes, " bytes");
+    if (!block)
+      fail<OutOfMemory>("[allocator] cannot allocate ", bytes, " bytes beside the ", counter_.stats_.live,
+                        " that are in use: the address space is too small (ulimit -v), or the size is a mistake");
     counter_.add(bytes);
     return block;
   }

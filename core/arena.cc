@@ -1,8 +1,11 @@
 #include "sheaf/core/arena.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <system_error>
 
 #include "sheaf/core/error.h"
 
@@ -10,7 +13,33 @@ namespace sheaf {
 namespace {
 
 constexpr size_t kPage = 4096, kHugePage = size_t{2} << 20;
-constexpr size_t kVirtualRange = size_t{1} << 40;  // reserved address space, not memory
+// Reserved address space, not memory: enough for every machine, or what a limit (ulimit -v) allows.
+constexpr size_t kMostRange = size_t{1} << 40, kLeastRange = size_t{64} << 20;
+
+struct Range {
+  char* base;
+  size_t bytes;
+};
+
+Range reserve() {
+  const auto map = [](size_t bytes) {
+    return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  };
+  for (size_t bytes = kMostRange; bytes >= kLeastRange; bytes /= 2) {
+    // A quarter as much again must be left, for stacks, other ranks of the process and the libraries.
+    const size_t with_rest = bytes + bytes / 4;
+    void* p = map(with_rest);
+    if (p == MAP_FAILED) continue;
+    munmap(static_cast<char*>(p) + bytes, with_rest - bytes);
+    madvise(p, bytes, MADV_HUGEPAGE);  // fewer faults and fewer misses of address translation
+    return {static_cast<char*>(p), bytes};
+  }
+  const std::string why = std::generic_category().message(errno);
+  rlimit limit{};
+  const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+  fail<OutOfMemory>("[allocator] cannot reserve ", kLeastRange, " bytes of address space: ", why,
+                    limited ? str("; its limit is ", limit.rlim_cur, " bytes (ulimit -v)") : "");
+}
 
 }  // namespace
 
@@ -20,11 +49,8 @@ Arena::~Arena() {
 
 void* Arena::allocate(size_t size) {
   if (!base_) {
-    void* p = mmap(nullptr, kVirtualRange, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) fail<OutOfMemory>("[allocator] cannot reserve address space");
-    madvise(p, kVirtualRange, MADV_HUGEPAGE);  // fewer faults and fewer misses of address translation
-    base_ = static_cast<char*>(p);
-    range_ = kVirtualRange;
+    const Range range = reserve();
+    base_ = range.base, range_ = range.bytes;
   }
   auto fit = by_size_.lower_bound({size, 0});
   size_t offset;

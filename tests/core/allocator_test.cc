@@ -4,8 +4,12 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
+
+#include "sheaf/core/error.h"
 
 namespace sheaf {
 namespace {
@@ -106,6 +110,42 @@ TEST(Allocator, GivesPagesOfSharedMemoryBack) {
   memory->free(large, 100 * kMiB);
   memory->free(small, kMiB);
 }
+
+#if !defined(SHEAF_ASAN) && !defined(SHEAF_TSAN)
+// Batch systems bound the address space (ulimit -v).
+TEST(Allocator, TakesTheAddressSpaceThatThereIs) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto under = [](size_t bytes, auto&& f) {
+      const rlimit limit{bytes, bytes};
+      if (setrlimit(RLIMIT_AS, &limit) != 0) _exit(2);
+      f();
+    };
+    under(3000 * kMiB, [] {
+      const auto one = make_cpu_allocator(), two = make_cpu_allocator();  // as two ranks in one process
+      for (const auto& memory : {one, two}) std::memset(memory->allocate(100 * kMiB), 1, 100 * kMiB);
+      try {
+        one->allocate(4000 * kMiB);
+        _exit(3);
+      } catch (const OutOfMemory&) {
+      }
+    });
+    under(60 * kMiB, [] {
+      try {
+        make_cpu_allocator()->allocate(1);
+        _exit(4);
+      } catch (const OutOfMemory& e) {
+        if (std::string(e.what()).find("ulimit -v") == std::string::npos) _exit(5);
+      }
+    });
+    _exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+#endif
 
 }  // namespace
 }  // namespace sheaf
