@@ -7,22 +7,9 @@
 #include <initializer_list>
 
 #include "sheaf/core/view.h"
-#include "sheaf/kernels/cuda/launch.h"
+#include "sheaf/kernels/cuda/divider.h"
 
 namespace sheaf::kernels::cuda {
-
-/// Quotients of numbers below 2^31 by one of them (Granlund and Montgomery 1994, "Division by
-/// invariant integers using multiplication").
-struct Divider {
-  unsigned divisor = 1, multiplier = 1, shift = 0;
-  Divider() = default;
-  explicit Divider(int64_t d) : divisor(static_cast<unsigned>(d)) {
-    while ((uint64_t{1} << shift) < divisor) ++shift;
-    multiplier = static_cast<unsigned>(
-        (uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor) / divisor + 1);
-  }
-  __device__ unsigned quotient(unsigned n) const { return (__umulhi(n, multiplier) + n) >> shift; }
-};
 
 enum class Order : bool {
   memory,    ///< dimensions from operand 0's largest stride to its smallest
@@ -37,7 +24,7 @@ struct Layout {
   int64_t numel = 1;
   int64_t shape[kMaxDims] = {};
   int64_t strides[N][kMaxDims] = {};
-  Divider by[kMaxDims];  // of `shape`, where numel < 2^31
+  Divider by[kMaxDims];  // of `shape`, but for the first, which nothing is divided by
 
   Layout() = default;
   Layout(const Shape& sizes, const std::array<Shape, N>& steps, Order in = Order::memory)
@@ -55,10 +42,7 @@ struct Layout {
       shape[rank - 1] *= sizes[d];
       for (int m = 0; m < N; ++m) strides[m][rank - 1] = steps[m][d];
     }
-    if (rank == 0) {
-      shape[rank++] = 1;
-      for (int m = 0; m < N; ++m) strides[m][0] = 1;
-    }
+    if (rank == 0) shape[rank++] = 1;  // of no stride
     set_dividers();
   }
 
@@ -128,26 +112,35 @@ struct Layout {
     if (numel <= INT32_MAX) {
       unsigned rest = static_cast<unsigned>(i);
       for (int d = rank - 1; d > 0; --d) {
-        const unsigned q = by[d].quotient(rest);
-        const int64_t at = rest - q * by[d].divisor;
+        const unsigned q = by[d].short_quotient(rest);
+        const int64_t at = rest - q * static_cast<unsigned>(shape[d]);
         for (int m = 0; m < N; ++m) out[m] += at * strides[m][d];
         rest = q;
       }
       i = rest;
     } else {
       for (int d = rank - 1; d > 0; --d) {
-        const int64_t q = i / shape[d], at = i - q * shape[d];
+        const int64_t q = by[d].quotient(i), at = i - q * shape[d];
         for (int m = 0; m < N; ++m) out[m] += at * strides[m][d];
         i = q;
       }
     }
     for (int m = 0; m < N; ++m) out[m] += i * strides[m][0];
   }
+  /// The offset of one operand, for kernels that ask for few: less code.
+  __device__ int64_t offset(int operand, int64_t i) const {
+    int64_t out = 0;
+    for (int d = rank - 1; d > 0; --d) {
+      const int64_t q = by[d].quotient(i);
+      out += (i - q * shape[d]) * strides[operand][d];
+      i = q;
+    }
+    return out + i * strides[operand][0];
+  }
 
  private:
   void set_dividers() {
-    if (numel > INT32_MAX) return;
-    for (int d = 0; d < rank; ++d) by[d] = Divider(std::max<int64_t>(shape[d], 1));
+    for (int d = 1; d < rank; ++d) by[d] = Divider(std::max<int64_t>(shape[d], 1));
   }
 };
 

@@ -83,7 +83,8 @@ void linear_bias_gradient(const Stream& stream, const View& dy, const View& dbia
     const int64_t columns = rows.cols, blocks = blocks_for(rows.count, kBlockRows);
     C* const sums = Carver(kName, workspace).take<C>(blocks * columns);
     bool packs = columns % Pack<T>::kSize == 0 && aligned16(dy.data);
-    for (int d = 0; d < rows.rank; ++d) packs = packs && rows.strides[d] % Pack<T>::kSize == 0;
+    for (int d = 0; d < rows.at.rank; ++d)
+      packs = packs && rows.at.strides[0][d] % Pack<T>::kSize == 0;
     const auto blocks_of = [&](int wide) {
       return LaunchShape{.blocks = blocks_for(columns, kThreads * wide),
                          .threads = kThreads,

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "sheaf/core/view.h"
+#include "sheaf/kernels/cuda/layout.h"
 #include "sheaf/kernels/cuda/numbers.h"
 
 namespace sheaf::kernels::cuda {
@@ -15,36 +15,19 @@ template <class T>
 struct Rows {
   T* data;
   int64_t count, cols;
-  int rank;  ///< of the dimensions before the last, merged where strides allow
-  int64_t shape[kMaxDims], strides[kMaxDims];
+  Layout<1> at;
 
-  __device__ T* operator[](int64_t row) const {
-    int64_t offset = 0;
-    for (int d = rank - 1; d > 0; --d) {
-      const int64_t rest = row / shape[d];
-      offset += (row - rest * shape[d]) * strides[d];
-      row = rest;
-    }
-    return data + offset + row * strides[0];
-  }
+  __device__ T* operator[](int64_t row) const { return data + at.offset(0, row); }
 };
 
 template <class T>
 Rows<T> rows_of(const char* who, const View& v) {
   check<ShapeError>(v.rank() >= 1 && (v.strides.back() == 1 || v.shape.back() <= 1 || !v.numel()),
                     '[', who, "] the last dimension must be dense, strides are ", v.strides);
-  Rows<T> rows{};
-  rows.data = v.as<T>(), rows.count = 1, rows.cols = v.shape.back();
-  for (int i = 0; i + 1 < v.rank(); ++i) {
-    rows.count *= v.shape[i];
-    if (v.shape[i] == 1) continue;
-    const bool merges = rows.rank > 0 && rows.strides[rows.rank - 1] == v.strides[i] * v.shape[i];
-    if (!merges) rows.shape[rows.rank++] = 1;
-    rows.shape[rows.rank - 1] *= v.shape[i];
-    rows.strides[rows.rank - 1] = v.strides[i];
-  }
-  if (rows.rank == 0) rows.rank = 1, rows.shape[0] = 1, rows.strides[0] = 0;
-  return rows;
+  Shape heads = v.shape, strides = v.strides;
+  heads.erase(v.rank() - 1), strides.erase(v.rank() - 1);
+  const Layout<1> at(heads, {strides}, Order::row_major);
+  return {v.as<T>(), at.numel, v.shape.back(), at};
 }
 
 /// The elements of a view, as rows of one.
@@ -133,8 +116,9 @@ __device__ inline C warp_max(C x) {
   return x;
 }
 
-/// in_warp's results over the warps of the block, combined in their order, to all threads. `scratch`: a value for each
-/// warp in shared memory, which must not be used again before the block's next barrier.
+/// in_warp's results over the warps of the block, combined in their order, to all threads.
+/// `scratch`: a value for each warp in shared memory, which must not be used again before the
+/// block's next barrier.
 template <class C, class InWarp, class Combine>
 __device__ inline C over_warps(C x, C* scratch, InWarp in_warp, Combine combine) {
   x = in_warp(x);
