@@ -22,8 +22,11 @@ struct Backward {
   int row_threads;  ///< of one that takes rows set, set + sets, ...: a warp, or the block
 };
 
+/// As load_chunk, but whole pieces are never seen as elements, which would take a register each.
 template <class T>
 __device__ uint4 load_raw(const T* row, int64_t at, int64_t n) {
+  if (at + Pack<T>::kSize <= n && reinterpret_cast<uintptr_t>(row + at) % 16 == 0)
+    return *reinterpret_cast<const uint4*>(row + at);
   const Pack<T> pack = load_chunk(row, at, n);
   uint4 out;
   memcpy(&out, &pack, sizeof out);
@@ -50,14 +53,12 @@ __device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads /
 }
 
 /// Blocks whose registers a multiprocessor must hold: with more, variables would lie in memory.
-constexpr int blocks_at_once(int packs, bool adds) {
-  return packs == 1 && !adds ? 3 : packs <= 2 ? 2 : 1;
-}
+constexpr int blocks_at_once(int packs) { return packs == 1 ? 3 : packs == 2 ? 2 : 1; }
 
 // A thread owns the same columns in all of its rows: kPacks pieces of 16 bytes, their sums in
 // registers. Where there are enough of these, the next row is on its way while one is summed up.
 template <class T, int kPacks, bool kAdds>
-__global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks, kAdds))
+__global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
     norm_backward(Backward<T> b) {
   using C = Compute<T>;
   constexpr int kSize = Pack<T>::kSize;
