@@ -207,10 +207,11 @@ struct Plan {
                                         : 0;
     row_threads = threads_for(packs ? blocks_for(chunks, packs) : chunks, kRowThreads);
     takers = row_threads == kWarp ? 4 : 1;
-    // Enough blocks for the 132 multiprocessors of an H100 or H200; few enough that the partial
-    // sums stay small beside the rows.
+    // As many blocks as the 132 multiprocessors of an H100 or H200 hold at once: with more, the
+    // last would leave most of them idle, and the partial sums would be large beside the rows.
     const int64_t rows = x.shape.back() == 0 ? 0 : x.numel() / x.shape.back();
-    const int64_t most = 132 * std::clamp<int64_t>(1024 / row_threads, 2, 16);
+    const int held = packs ? blocks_at_once(packs) * kRowThreads : 1024;
+    const int64_t most = int64_t{132} * (held / (row_threads * takers) * takers);
     sets = std::min(rows, std::clamp<int64_t>(rows / 8, 132, most));
   }
 };
