@@ -1,62 +1,39 @@
 // Elementwise kernels over any strides and element types: map_elements(name, stream, f, outputs,
 // inputs) calls f(in, out) for each element, in the compute type of all operands together. Dense
-// operands of one floating dtype are read and written 16 bytes at a time; everything else goes
-// element by element.
+// operands of one floating dtype, in whatever order of dimensions they share, are read and written
+// 16 bytes at a time; everything else goes element by element, in the order of the first output.
 #pragma once
 
 #include <array>
 
-#include "sheaf/core/view.h"
+#include "sheaf/kernels/cuda/layout.h"
 #include "sheaf/kernels/cuda/numbers.h"
 
 namespace sheaf::kernels::cuda {
 
-/// The operands of an elementwise kernel: outputs first. Dimensions of size 1 are dropped and
-/// neighbours merged where all operands allow it.
+/// The operands of an elementwise kernel, outputs first, and where their elements lie.
 template <int N>
-struct Walk {
+struct Walk : Layout<N> {
   void* data[N];
   DType dtype[N];
-  int rank = 0;
-  int64_t numel = 0;
-  int64_t shape[kMaxDims];
-  int64_t strides[N][kMaxDims];
 
-  /// Element index of operand `which` for flat index i.
-  __device__ int64_t offset(int which, int64_t i) const {
-    int64_t out = 0;
-    for (int d = rank - 1; d > 0; --d) {
-      const int64_t rest = i / shape[d];
-      out += (i - rest * shape[d]) * strides[which][d];
-      i = rest;
-    }
-    return out + (rank > 0 ? i * strides[which][0] : 0);
-  }
   bool dense() const {
     for (int n = 0; n < N; ++n)
-      if (numel > 1 && (rank > 1 || strides[n][0] != 1)) return false;
+      if (!this->is_run(n)) return false;
     return true;
   }
 };
 
 template <int N>
-Walk<N> walk_of(const char* name, const std::array<View, N>& views) {
-  Walk<N> w{};
-  for (const View& v : views)
-    check<ShapeError>(v.shape == views[0].shape, '[', name, "] kernel operands have shapes ",
-                      views[0].shape, " and ", v.shape);
-  w.numel = views[0].numel();
-  for (int n = 0; n < N; ++n) w.data[n] = views[n].data, w.dtype[n] = views[n].dtype;
-  for (int d = 0; d < views[0].rank(); ++d) {
-    const int64_t size = views[0].shape[d];
-    if (size == 1) continue;
-    bool merges = w.rank > 0;
-    for (int n = 0; n < N && merges; ++n)
-      merges = w.strides[n][w.rank - 1] == size * views[n].strides[d];
-    if (!merges) w.shape[w.rank++] = 1;
-    w.shape[w.rank - 1] *= size;
-    for (int n = 0; n < N; ++n) w.strides[n][w.rank - 1] = views[n].strides[d];
+Walk<N> walk_of(const char* name, const std::array<View, N>& views, Order order) {
+  std::array<Shape, N> strides;
+  for (int n = 0; n < N; ++n) {
+    check<ShapeError>(views[n].shape == views[0].shape, '[', name, "] kernel operands have shapes ",
+                      views[0].shape, " and ", views[n].shape);
+    strides[n] = views[n].strides;
   }
+  Walk<N> w{Layout<N>(views[0].shape, strides, order), {}, {}};
+  for (int n = 0; n < N; ++n) w.data[n] = views[n].data, w.dtype[n] = views[n].dtype;
   return w;
 }
 
@@ -127,11 +104,12 @@ __global__ void map_strided(F f, Walk<M + N> w) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < w.numel;
        i += step) {
+    int64_t at[M + N];
+    w.offsets(i, at);
     C x[N > 0 ? N : 1], y[M] = {};
-    for (int n = 0; n < N; ++n)
-      x[n] = load_any<C>(w.dtype[M + n], w.data[M + n], w.offset(M + n, i));
+    for (int n = 0; n < N; ++n) x[n] = load_any<C>(w.dtype[M + n], w.data[M + n], at[M + n]);
     choose<C>(f, [&](const auto& one) { one(x, y); });
-    for (int m = 0; m < M; ++m) store_any<C>(w.dtype[m], w.data[m], w.offset(m, i), y[m]);
+    for (int m = 0; m < M; ++m) store_any<C>(w.dtype[m], w.data[m], at[m], y[m]);
   }
 }
 
@@ -147,7 +125,7 @@ void map_elements(const char* name, const Stream& stream, DType compute, F f,
   std::array<View, M + N> all;
   for (int m = 0; m < M; ++m) all[m] = outputs[m];
   for (int n = 0; n < N; ++n) all[M + n] = inputs[n];
-  const Walk<M + N> w = walk_of<M + N>(name, all);
+  const Walk<M + N> w = walk_of<M + N>(name, all, Order::memory);
   if (w.numel == 0) return;
   bool packs = w.dense() && is_floating(w.dtype[0]);
   for (int n = 0; n < M + N; ++n) packs = packs && w.dtype[n] == w.dtype[0] && aligned16(w.data[n]);

@@ -86,7 +86,8 @@ void reduce(const char* who, const Stream& stream, Kind kind, const View& x, con
   check<ShapeError>(workspace.bytes >= wanted, "[", who, "] workspace of ", workspace.bytes,
                     " bytes, wants ", wanted);
   Plan plan{};
-  plan.kept = walk_of<2>(who, {kept_out, kept}), plan.reduced = walk_of<1>(who, {reduced});
+  plan.kept = walk_of<2>(who, {kept_out, kept}, Order::row_major),
+  plan.reduced = walk_of<1>(who, {reduced}, Order::row_major);
   plan.kind = kind, plan.number = number, plan.groups = groups_of(plan.count());
   plan.run = 16 / static_cast<int>(is_floating(x.dtype) ? size_of(x.dtype) : size_of(kI64));
   plan.lanes = 1;

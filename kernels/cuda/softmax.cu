@@ -75,7 +75,7 @@ struct Place {
 };
 
 /// Rows as long as `cols`; `packs`: all begin at 16-byte addresses.
-struct Layout {
+struct RowForm {
   int64_t cols;
   int team;
   bool packs;
@@ -135,7 +135,7 @@ __device__ Pack<T> outputs(const Pack<T>& in, Compute<T> most, Compute<T> sum, b
 }
 
 template <class T>
-__global__ void __launch_bounds__(kMaxTeam) forward(Walk<2> walk, Layout row, bool log) {
+__global__ void __launch_bounds__(kMaxTeam) forward(Walk<2> walk, RowForm row, bool log) {
   using C = Compute<T>;
   __shared__ C parts[2][kWarp];
   const Place<2> place(walk, row.team);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kMaxTeam) forward(Walk<2> walk, Layout row, bo
 /// A block per row, which is read twice: the first time for its maximum and the sum of its
 /// exponentials together.
 template <class T>
-__global__ void __launch_bounds__(kMaxTeam) forward_long(Walk<2> walk, Layout row, bool log) {
+__global__ void __launch_bounds__(kMaxTeam) forward_long(Walk<2> walk, RowForm row, bool log) {
   using C = Compute<T>;
   __shared__ C parts[2][kWarp];
   const Place<2> place(walk, row.team);
@@ -245,7 +245,7 @@ __device__ Pack<T> gradients(const Pack<T>& y, const Pack<T>& dy, Compute<T> sum
 }
 
 template <class T>
-__global__ void __launch_bounds__(kMaxTeam) backward(Walk<3> walk, Layout row, bool log) {
+__global__ void __launch_bounds__(kMaxTeam) backward(Walk<3> walk, RowForm row, bool log) {
   using C = Compute<T>;
   __shared__ C parts[kWarp];
   const Place<3> place(walk, row.team);
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kMaxTeam) backward(Walk<3> walk, Layout row, b
 }
 
 template <class T>
-__global__ void __launch_bounds__(kMaxTeam) backward_long(Walk<3> walk, Layout row, bool log) {
+__global__ void __launch_bounds__(kMaxTeam) backward_long(Walk<3> walk, RowForm row, bool log) {
   using C = Compute<T>;
   __shared__ C parts[kWarp];
   const Place<3> place(walk, row.team);
@@ -335,8 +335,8 @@ void run(const char* who, const Stream& stream, bool log, int held, std::array<V
   const int64_t cols = views[0].shape.back();
   const int64_t size = 16 / static_cast<int64_t>(size_of(views[0].dtype));
   for (View& v : views) v.shape.erase(v.rank() - 1), v.strides.erase(v.strides.rank() - 1);
-  const Walk<N> walk = walk_of<N>(who, views);
-  Layout row{cols, team_for(blocks_for(cols, size), held), true};
+  const Walk<N> walk = walk_of<N>(who, views, Order::row_major);
+  RowForm row{cols, team_for(blocks_for(cols, size), held), true};
   for (int n = 0; n < N; ++n) {
     row.packs = row.packs && aligned16(walk.data[n]);
     for (int d = 0; d < walk.rank; ++d) row.packs = row.packs && walk.strides[n][d] % size == 0;

@@ -19,8 +19,11 @@ constexpr UnaryOp kUnaryOps[] = {
 struct Layout2 {
   Shape shape, strides;  // no strides: dense
 };
-const Layout2 kLayouts[] = {{{3, 5}, {}}, {{2, 3, 700}, {}}, {{7, 33}, {40, 1}}, {{7, 33}, {1, 9}},
-                            {{}, {}},     {{0, 4}, {}},      {{1}, {}}};
+// Dense, with gaps, in another order of dimensions, both.
+const Layout2 kLayouts[] = {
+    {{3, 5}, {}},      {{2, 3, 700}, {}}, {{7, 33}, {40, 1}},
+    {{7, 33}, {1, 7}}, {{7, 33}, {1, 9}}, {{5, 3, 2, 11}, {400, 1, 198, 18}},
+    {{}, {}},          {{0, 4}, {}},      {{1}, {}}};
 
 TEST(CudaElementwise, Unary) {
   SHEAF_NEEDS_GPU();
