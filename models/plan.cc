@@ -1,5 +1,7 @@
 #include "sheaf/models/plan.h"
 
+#include "sheaf/core/host_memory.h"
+#include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/simulated.h"
 #include "sheaf/models/training_step.h"
@@ -31,6 +33,16 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
   for (int rank = 0; rank < world; ++rank)
     peaks.push_back(plan_step(config, vocab, rank, world, threads, comm, device).peak_bytes);
   return peaks;
+}
+
+void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
+  if (!world.device().is_cpu()) return;  // a GPU's allocator says what is there
+  const int64_t own = plan_step(config, vocab, world.rank(), world.size(), num_threads(), std::string(world.kind())).peak_bytes;
+  const int64_t limit = host_memory_limit();
+  if (own <= limit / world.local_size()) return;
+  fail<OutOfMemory>("[train] a step's peak is ", own, " bytes on rank ", world.rank(), ", times ", world.local_size(),
+                    " ranks of this host, which may use ", limit, " bytes, swap included: take a smaller train.batch, more ",
+                    "train.micro_batches, more hosts or a smaller model (`sheaf tape` prints the peak)");
 }
 
 }  // namespace sheaf::models

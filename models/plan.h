@@ -7,6 +7,7 @@
 
 #include "sheaf/autograd/tape.h"
 #include "sheaf/core/device.h"
+#include "sheaf/distributed/world.h"
 #include "sheaf/models/train_config.h"
 
 namespace sheaf::models {
@@ -25,5 +26,9 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
 /// plan_step().peak_bytes of every rank.
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
                                 const std::string& comm, Device device = {});
+
+/// Throws OutOfMemory if a step on CPUs cannot fit: its peaks, of all ranks of this host together, are more than the
+/// host, or this process's control group, has. Before anything is allocated, for afterwards the system kills.
+void check_memory(const TrainConfig& config, int64_t vocab, const World& world);
 
 }  // namespace sheaf::models

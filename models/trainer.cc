@@ -8,6 +8,7 @@
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/models/checkpoint.h"
+#include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
 
 namespace sheaf::models {
@@ -55,6 +56,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
   if (corpus_.vocab > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", corpus_.vocab);
+  check_memory(config_, config_.model.vocab, world_);
   step_ = std::make_unique<TrainingStep>(config_, config_.model.vocab, world_, device_);
   restore();
 }

@@ -56,6 +56,12 @@ void expect_refused(const Words& arguments, int code, const Words& parts) {
   expect_line(run_sheaf(testing::on_ranks(2, arguments)), code, launched, "two ranks");
 }
 
+TEST(BadInput, AModelThatTheHostCannotHold) {
+  Folder f;
+  expect_refused(f.train({"--model.width", "65536", "--model.layers", "50"}), 73,
+                 {"a step's peak is", "ranks of this host, which may use", "train.batch"});
+}
+
 TEST(BadInput, Configuration) {
   Folder f;
   expect_refused(f.train({"--config", f / "none.toml"}), 64, {"none.toml", "No such file"});
