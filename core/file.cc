@@ -34,18 +34,6 @@ std::string hex(XXH128_hash_t hash) {
   return out;
 }
 
-class Xxh3 {
- public:
-  Xxh3() : state_(XXH3_createState(), XXH3_freeState) { XXH3_128bits_reset(state_.get()); }
-  void update(const void* data, int64_t bytes) {
-    XXH3_128bits_update(state_.get(), data, static_cast<size_t>(bytes));
-  }
-  std::string digest() const { return hex(XXH3_128bits_digest(state_.get())); }
-
- private:
-  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
-};
-
 std::atomic<testing::FileFault> file_fault{nullptr};
 
 }  // namespace
@@ -134,6 +122,21 @@ Mapping File::map() const {
   return {static_cast<const std::byte*>(data), size_};
 }
 
+struct ContentHash::State : std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> {
+  using unique_ptr::unique_ptr;
+};
+
+ContentHash::ContentHash() : state_(std::make_unique<State>(XXH3_createState(), XXH3_freeState)) {
+  XXH3_128bits_reset(state_->get());
+}
+ContentHash::~ContentHash() = default;
+
+void ContentHash::update(const void* data, int64_t bytes) {
+  XXH3_128bits_update(state_->get(), data, static_cast<size_t>(bytes));
+}
+
+std::string ContentHash::digest() const { return hex(XXH3_128bits_digest(state_->get())); }
+
 FileDigest digest_of_text(std::string_view text) {
   return {static_cast<int64_t>(text.size()), hex(XXH3_128bits(text.data(), text.size()))};
 }
@@ -141,7 +144,7 @@ FileDigest digest_of_text(std::string_view text) {
 FileDigest digest_of_file(const std::string& path) {
   File file = File::open(path);
   std::vector<char> block(static_cast<size_t>(std::min<int64_t>(file.size(), 1 << 20)));
-  Xxh3 hash;
+  ContentHash hash;
   for (int64_t at = 0; at < file.size();) {
     const int64_t n = std::min<int64_t>(file.size() - at, static_cast<int64_t>(block.size()));
     file.read_at(at, block.data(), n);
@@ -151,9 +154,7 @@ FileDigest digest_of_file(const std::string& path) {
   return {file.size(), hash.digest()};
 }
 
-struct FileWriter::Hash : Xxh3 {};
-
-FileWriter::FileWriter(const std::string& path) : path_(path), hash_(std::make_unique<Hash>()) {
+FileWriter::FileWriter(const std::string& path) : path_(path) {
   detail::file_fault_point("open", path_);
   do fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   while (fd_ < 0 && errno == EINTR);
@@ -166,7 +167,7 @@ FileWriter::~FileWriter() {
 
 void FileWriter::write(const void* data, int64_t bytes) {
   detail::file_fault_point("write", path_);
-  hash_->update(data, bytes);
+  hash_.update(data, bytes);
   auto* in = static_cast<const char*>(data);
   bytes_ += bytes;
   while (bytes > 0) {
@@ -182,7 +183,7 @@ FileDigest FileWriter::finish() {
   detail::file_fault_point("sync", path_);
   if (fsync(fd_) != 0) io_failure("sync", path_, errno);
   if (close(std::exchange(fd_, -1)) != 0) io_failure("close", path_, errno);
-  return {bytes_, hash_->digest()};
+  return {bytes_, hash_.digest()};
 }
 
 FileDigest write_file(const std::string& path, std::string_view text) {

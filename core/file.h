@@ -64,6 +64,23 @@ class File {
   int fd_ = -1;
 };
 
+/// XXH3-128 with seed 0 of bytes that come in pieces.
+class ContentHash {
+ public:
+  ContentHash();
+  ~ContentHash();
+  ContentHash(const ContentHash&) = delete;
+  ContentHash& operator=(const ContentHash&) = delete;
+
+  void update(const void* data, int64_t bytes);
+  /// In hex, of what has come so far.
+  std::string digest() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
 /// Size and content of a file. `xxh3` is XXH3-128 with seed 0 in hex, as `xxh128sum` prints it.
 struct FileDigest {
   int64_t bytes = 0;
@@ -89,11 +106,10 @@ class FileWriter {
   FileDigest finish();
 
  private:
-  struct Hash;
   std::string path_;
   int fd_ = -1;
   int64_t bytes_ = 0;
-  std::unique_ptr<Hash> hash_;
+  ContentHash hash_;
 };
 
 /// Writes `path` and syncs it; not atomic: for files inside a folder that is committed by a rename.

@@ -34,12 +34,16 @@ void for_each_train_option(Train& t, F&& f) {
   f("train.beta2", t.beta2);
   f("train.eps", t.eps);
   f("train.clip", t.clip);
+  f("train.dtype", t.dtype);
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }
 void get(const Json& j, int64_t& out) { out = j.as_int(); }
 void get(const Json& j, double& out) { out = j.as_double(); }
 void get(const Json& j, std::string& out) { out = j.as_string(); }
+
+Json to_json(const SplitState& s) { return Json::Object{{"tokens", s.tokens}, {"xxh3", s.xxh3}}; }
+SplitState split_of(const Json& json) { return {json.at("tokens").as_int(), json.at("xxh3").as_string()}; }
 
 }  // namespace
 
@@ -52,6 +56,10 @@ Json RunState::to_json() const {
   for_each_train_option(train, put);
   json.set("options", options);
   json.set("tokenizer", tokenizer ? tokenizer->to_json() : Json());
+  if (train_data && val_data)
+    json.set("data", Json::Object{{"val_fraction", val_fraction},
+                                  {"train", models::to_json(*train_data)},
+                                  {"val", models::to_json(*val_data)}});
   if (!product_choices.empty()) json.set("product_choices", product_choices);
   return json;
 }
@@ -64,8 +72,16 @@ RunState RunState::from_json(const Json& json) {
     const Json& options = json.at("options");
     const auto take = [&](const char* key, auto& value) { get(options.at(key), value); };
     for_each_model_option(s.model, take);
-    for_each_train_option(s.train, take);
+    s.train.dtype.clear();
+    for_each_train_option(s.train, [&](const char* key, auto& value) {
+      if (key != std::string_view("train.dtype") || options.find(key)) take(key, value);
+    });
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
+    if (const Json* data = json.find("data")) {
+      s.val_fraction = data->at("val_fraction").as_double();
+      s.train_data = split_of(data->at("train"));
+      s.val_data = split_of(data->at("val"));
+    }
     if (const Json* choices = json.find("product_choices")) s.product_choices = choices->as_string();
   } catch (const DataError& e) {
     fail<CheckpointError>("[checkpoint] its state cannot be read: ", e.what());
@@ -73,26 +89,59 @@ RunState RunState::from_json(const Json& json) {
   return s;
 }
 
-void check_resumable(const RunState& saved, const TrainConfig& config, int64_t vocab, const Tokenizer* tokenizer) {
-  const auto differs = [](const std::string& key, const std::string& was, const std::string& is) {
-    throw Error(ExitCode::kResumeMismatch,
-                str("[resume] ", key, " was ", was, " in the checkpoint and is ", is, " now; continue with the same "
-                    "options, or start a new run in another output folder"));
-  };
-  if (saved.vocab != vocab) differs("the vocabulary", str(saved.vocab), str(vocab));
-  const auto described = [](const Tokenizer* t) { return t ? t->to_json().dump() : std::string("that of token files"); };
-  if (const std::string was = described(saved.tokenizer.get()), is = described(tokenizer); was != is)
-    differs("the tokenizer", was, is);
-  Json now;
-  const auto put = [&](const char* key, const auto& value) { now.set(key, Json(value)); };
-  for_each_model_option(config.model, put);
-  for_each_train_option(config.train, put);
+namespace {
+
+[[noreturn]] void differs(std::string_view what, const std::string& was, const std::string& is) {
+  throw Error(ExitCode::kResumeMismatch,
+              str("[resume] ", what, " was ", was, " in the checkpoint and is ", is, " now; continue with the same "
+                  "options and data, or start a new run in another output folder"));
+}
+
+std::string described(const Tokenizer* t) {
+  return t ? str(json_string(t->kind()), " of ", t->vocab_size(), " tokens") : std::string("that of token files");
+}
+
+// Vocabularies may be long: both sizes and the first token that differs say enough.
+void check_tokenizer(const Tokenizer* saved, const Tokenizer* now) {
+  std::string was = described(saved), is = described(now);
+  if (was == is) {
+    if (!saved || saved->to_json() == now->to_json()) return;
+    for (int32_t id = 0; id < saved->vocab_size(); ++id) {
+      const std::string old_text = saved->decode({&id, 1}), new_text = now->decode({&id, 1});
+      if (old_text == new_text) continue;
+      was += str(", token ", id, " being ", json_string(old_text), ",");
+      is += str(", token ", id, " being ", json_string(new_text), ",");
+      break;
+    }
+  }
+  differs("the tokenizer", was, is);
+}
+
+std::string described(const SplitState& s) { return str(s.tokens, " tokens with XXH3 ", s.xxh3); }
+
+}  // namespace
+
+void check_resumable(const RunState& saved, const RunState& now) {
+  if (saved.vocab != now.vocab) differs("the vocabulary", str(saved.vocab), str(now.vocab));
+  check_tokenizer(saved.tokenizer.get(), now.tokenizer.get());
+  Json options;
+  const auto put = [&](const char* key, const auto& value) { options.set(key, Json(value)); };
+  for_each_model_option(now.model, put);
+  for_each_train_option(now.train, put);
   const auto compare = [&](const char* key, const auto& value) {
-    if (std::string_view(key) == "train.steps" && config.train.schedule == "constant") return;
-    if (!(Json(value) == now.at(key))) differs(key, Json(value).dump(), now.at(key).dump());
+    if (key == std::string_view("train.steps") && now.train.schedule == "constant") return;
+    if (key == std::string_view("train.dtype") && saved.train.dtype.empty()) return;
+    if (!(Json(value) == options.at(key))) differs(key, Json(value).dump(), options.at(key).dump());
   };
   for_each_model_option(saved.model, compare);
   for_each_train_option(saved.train, compare);
+  if (!saved.train_data || !saved.val_data || !now.train_data || !now.val_data) return;
+  if (saved.val_fraction != now.val_fraction)
+    differs("data.val_fraction", json_number(saved.val_fraction), json_number(now.val_fraction));
+  if (*saved.train_data != *now.train_data)
+    differs("the training data", described(*saved.train_data), described(*now.train_data));
+  if (*saved.val_data != *now.val_data)
+    differs("the validation data", described(*saved.val_data), described(*now.val_data));
 }
 
 }  // namespace sheaf::models

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "sheaf/core/json.h"
 #include "sheaf/models/tokenizer.h"
@@ -9,12 +10,21 @@
 
 namespace sheaf::models {
 
+/// The tokens of one split, wherever they lie and however they are stored.
+struct SplitState {
+  int64_t tokens = 0;
+  std::string xxh3;  ///< of the ids (Tokens::check_all)
+  bool operator==(const SplitState&) const = default;
+};
+
 struct RunState {
   int64_t step = 0;                            ///< optimizer steps done
   int64_t vocab = 0;
   ModelConfig model;
-  OptimizationConfig train;
+  OptimizationConfig train;                    ///< dtype is "" in checkpoints from before it was written
+  double val_fraction = 0;                     ///< of a text; 0 for token files
   std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
+  std::optional<SplitState> train_data, val_data;  ///< none in checkpoints from before they were written
   std::string product_choices;                 ///< of a run on GPUs (product_choices.h); else empty, and not written
 
   Json to_json() const;
@@ -22,10 +32,10 @@ struct RunState {
   static RunState from_json(const Json& json);
 };
 
-/// Throws an Error with exit code kResumeMismatch that names the first option in which a run that is to be continued
+/// Throws an Error with exit code kResumeMismatch that names the first thing in which a run that is to be continued
 /// differs from the checkpoint: what decides the values of later steps (the model, the batch, the seed, the schedule,
-/// what the tokens mean). `tokenizer` is null if the data come as token files. The number of steps may grow only under a
-/// constant schedule; evaluation, logging and saving may change freely.
-void check_resumable(const RunState& saved, const TrainConfig& config, int64_t vocab, const Tokenizer* tokenizer);
+/// the data and what their tokens mean). What an older checkpoint does not say is not compared. The number of steps may
+/// grow only under a constant schedule; evaluation, logging and saving may change freely, and so may the names of files.
+void check_resumable(const RunState& saved, const RunState& now);
 
 }  // namespace sheaf::models

@@ -108,16 +108,19 @@ void Tokens::copy(int64_t begin, int64_t count, int32_t* dst) const {
   }
 }
 
-void Tokens::check_all() const {
+std::string Tokens::check_all() const {
+  ContentHash hash;
   std::vector<int32_t> block(static_cast<size_t>(std::min(size_, kScanBlock)));
   for (int64_t at = 0; at < size_; at += kScanBlock) {
     const int64_t n = std::min(kScanBlock, size_ - at);
     copy(at, n, block.data());
+    hash.update(block.data(), n * static_cast<int64_t>(sizeof(int32_t)));
     if (owner_->map.data()) {
       const int64_t offset = data_ - owner_->map.data() + at * static_cast<int64_t>(size_of(dtype_));
       owner_->map.release(offset, offset + n * static_cast<int64_t>(size_of(dtype_)));
     }
   }
+  return hash.digest();
 }
 
 Tokens Tokens::slice(int64_t begin, int64_t end) const {

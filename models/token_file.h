@@ -32,8 +32,9 @@ class Tokens {
   const std::string& name() const { return name_; }
   /// Copies tokens [begin, begin + count) to `dst`; throws DataError for an id outside the vocabulary.
   void copy(int64_t begin, int64_t count, int32_t* dst) const;
-  /// Reads all tokens once; throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
-  void check_all() const;
+  /// Reads all tokens once and returns XXH3-128 of the ids as int32, however they are stored. Throws DataError at the
+  /// first one outside the vocabulary. Gives the pages back as it goes.
+  std::string check_all() const;
   /// The tokens [begin, end) as a sequence of their own; positions in messages stay those of the file.
   Tokens slice(int64_t begin, int64_t end) const;
 

@@ -44,8 +44,6 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab) {
   Corpus corpus;
   corpus.train = Tokens::open(data.train_file, vocab);
   corpus.val = Tokens::open(data.val_file, vocab);
-  corpus.train.check_all();
-  corpus.val.check_all();
   corpus.vocab = vocab;
   return corpus;
 }
@@ -53,6 +51,8 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab) {
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
       corpus_(load_corpus(config.data, config.model.vocab)) {
+  train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
+  val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
   if (corpus_.vocab > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", corpus_.vocab);
@@ -72,7 +72,7 @@ void Trainer::restore() {
   auto checkpoint = Checkpoint::open_newest(folder, options_.warn, group_of(*step_, world_));
   if (!checkpoint) return;
   const RunState state = RunState::from_json(checkpoint->state());
-  check_resumable(state, config_, config_.model.vocab, corpus_.tokenizer.get());
+  check_resumable(state, this->state(0));
   load_state(*checkpoint, step_->model().module(), &step_->optimizer());
   first_step_ = state.step;
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
@@ -96,13 +96,21 @@ int64_t Trainer::num_parameters() {
   return n;
 }
 
-void Trainer::save(int64_t step) {
+RunState Trainer::state(int64_t step) const {
   RunState state;
   state.step = step;
   state.vocab = config_.model.vocab;
   state.model = config_.model;
   state.train = config_.train;
   state.tokenizer = corpus_.tokenizer;
+  if (corpus_.tokenizer) state.val_fraction = config_.data.val_fraction;
+  state.train_data = train_data_;
+  state.val_data = val_data_;
+  return state;
+}
+
+void Trainer::save(int64_t step) {
+  RunState state = this->state(step);
   state.product_choices = product_choices(device_);
   save_checkpoint(config_.output.folder + "/checkpoints", step,
                   checkpoint_pieces(step_->model().module(), &step_->optimizer()), state.to_json(),

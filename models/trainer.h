@@ -46,6 +46,7 @@ class Trainer {
  private:
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
+  RunState state(int64_t step) const;
   void save(int64_t step);
   std::vector<int64_t> peaks_of_ranks();
 
@@ -54,6 +55,7 @@ class Trainer {
   Device device_;
   TrainOptions options_;
   Corpus corpus_;
+  SplitState train_data_, val_data_;
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;
 };

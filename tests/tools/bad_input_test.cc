@@ -179,6 +179,21 @@ TEST(BadInput, Resume) {
   for (char& c : other)
     if (c == 't') c = 'T';
   expect_refused(resume({"--data.corpus", f.write("other.txt", other)}), 76, {"tokenizer"});
+  expect_refused(resume({"--train.dtype", "bf16"}), 76,
+                 {"train.dtype was \"f32\" in the checkpoint and is \"bf16\" now"});
+  expect_refused(resume({"--data.val_fraction", "0.2"}), 76,
+                 {"data.val_fraction was 0.1 in the checkpoint and is 0.2 now"});
+  other = testing::sample_text(3000);
+  std::swap(other[0], other[1]);  // the same letters as often
+  expect_refused(resume({"--data.corpus", f.write("other.txt", other)}), 76,
+                 {"the training data was 2700 tokens with XXH3 "});
+  other = testing::sample_text(3000);
+  std::swap(other[2998], other[2999]);
+  expect_refused(resume({"--data.corpus", f.write("other.txt", other)}), 76,
+                 {"the validation data was 300 tokens with XXH3 "});
+  std::filesystem::rename(f / "corpus.txt", f / "renamed.txt");
+  EXPECT_EQ(run_sheaf(resume({"--data.corpus", f / "renamed.txt"})).code, 0);
+  std::filesystem::rename(f / "renamed.txt", f / "corpus.txt");
   expect_line(run_sheaf({"generate", f / "out", "--generate.prompt", "the Sea"}), 65,
               {"generate.prompt", "\"S\" (U+0053) at offset 4"}, "prompt");
 

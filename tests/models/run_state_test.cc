@@ -1,0 +1,85 @@
+// What a checkpoint says of its run, and what a run must share with it to go on.
+#include "sheaf/models/run_state.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf::models {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+RunState a_run() {
+  RunState s;
+  s.step = 7;
+  s.vocab = 3;
+  s.tokenizer = make_char_tokenizer("abc");
+  s.val_fraction = 0.1;
+  s.train_data = {90, "00aa"};
+  s.val_data = {10, "00bb"};
+  return s;
+}
+
+std::string mismatch(const RunState& saved, const RunState& now) {
+  return message_of<Error>(ExitCode::kResumeMismatch, [&] { check_resumable(saved, now); });
+}
+
+/// The object without one of its members.
+Json without(const Json& json, std::string_view key) {
+  Json out;
+  for (const auto& [name, value] : json.as_object())
+    if (name != key) out.set(name, value);
+  return out;
+}
+
+TEST(RunState, ReadsBackWhatItWrites) {
+  const RunState s = a_run(), again = RunState::from_json(Json::parse(s.to_json().dump(), "state"));
+  EXPECT_EQ(again.to_json(), s.to_json());
+  EXPECT_EQ(again.train.dtype, "f32");
+  check_resumable(again, s);
+}
+
+TEST(RunState, NamesWhatDiffers) {
+  const RunState saved = a_run();
+  const auto with = [&](auto&& change) {
+    RunState now = a_run();
+    change(now);
+    return mismatch(saved, now);
+  };
+  EXPECT_THAT(with([](RunState& s) { s.train.dtype = "bf16"; }),
+              HasSubstr("train.dtype was \"f32\" in the checkpoint and is \"bf16\" now"));
+  EXPECT_THAT(with([](RunState& s) { s.val_fraction = 0.5; }), HasSubstr("data.val_fraction was 0.1"));
+  EXPECT_THAT(with([](RunState& s) { s.train_data->xxh3 = "00cc"; }),
+              HasSubstr("the training data was 90 tokens with XXH3 00aa in the checkpoint and is 90 tokens with XXH3 00cc"));
+  EXPECT_THAT(with([](RunState& s) { s.val_data->tokens = 11; }), HasSubstr("the validation data was 10 tokens"));
+}
+
+TEST(RunState, TokenizersAreToldApartInALine) {
+  const RunState saved = a_run();
+  RunState now = a_run();
+  now.tokenizer = make_char_tokenizer("aBc");
+  EXPECT_THAT(mismatch(saved, now), AllOf(HasSubstr("the tokenizer was \"char\" of 3 tokens, token 0 being \"a\", in the"),
+                                          HasSubstr("is \"char\" of 3 tokens, token 0 being \"B\", now")));
+  now.tokenizer = nullptr;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("is that of token files now"));
+}
+
+TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
+  Json json = without(a_run().to_json(), "data");
+  json.set("options", without(json.at("options"), "train.dtype"));
+  const RunState saved = RunState::from_json(json);
+  RunState now = a_run();
+  now.train.dtype = "bf16";
+  now.val_fraction = 0.5;
+  now.train_data->tokens = 1;
+  check_resumable(saved, now);
+  // All other options stand in every checkpoint.
+  json.set("options", without(json.at("options"), "train.lr"));
+  EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr("train.lr"));
+}
+
+}  // namespace
+}  // namespace sheaf::models
