@@ -12,6 +12,7 @@
 #include "sheaf/tools/bench/rank_job.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
+#include "sheaf/tools/output.h"
 
 namespace {
 
@@ -123,7 +124,11 @@ int run(int argc, char** argv) {
   try {
     app.parse(own, argv);
   } catch (const CLI::ParseError& e) {
-    if (e.get_exit_code() == 0) return app.exit(e);  // --help
+    if (e.get_exit_code() == 0) {  // --help
+      app.exit(e);
+      put("");  // flushed, and checked
+      return 0;
+    }
     return report(e.what(), static_cast<int>(sheaf::ExitCode::kConfig));
   }
   if (*train_app) {

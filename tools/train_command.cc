@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 
 #include "sheaf/autograd/tape_dump.h"
@@ -12,14 +13,28 @@
 #include "sheaf/models/trainer.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
+#include "sheaf/tools/output.h"
 
 namespace sheaf::tools {
 namespace {
 
-void say(const std::string& line) {
-  std::printf("%s\n", line.c_str());
-  std::fflush(stdout);
-}
+// The lines of a run, which goes on when nobody can read them any more.
+class RunLines {
+ public:
+  void say(const std::string& line) {
+    if (broken_) return;
+    try {
+      tools::say(line);
+    } catch (const IoError& error) {
+      broken_ = true;
+      warn(str(error.what(), "; training goes on without it"));
+    }
+  }
+  void warn(const std::string& line) { std::fprintf(stderr, "sheaf: warning: %s\n", line.c_str()); }
+
+ private:
+  bool broken_ = false;
+};
 
 std::string mebibytes(int64_t bytes) {
   char text[32];
@@ -34,26 +49,27 @@ constexpr const char* kOfAGpu =
 
 // What a newcomer wants to see at the end. Collective: the sample is computed by all ranks together.
 void report(const models::TrainConfig& config, World& world, models::Trainer& trainer,
-            const models::TrainReport& result, int threads) {
+            const models::TrainReport& result, int threads, RunLines& lines) {
   const bool first = world.rank() == 0;
   if (const auto& tokenizer = trainer.corpus().tokenizer) {
     const std::vector<int32_t> prompt = models::encode_prompt(*tokenizer, config.generate);
     const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, tokenizer->vocab_size(),
                                          config.generate);
-    if (first) say("\nsample\n------\n" + tokenizer->decode(prompt) + tokenizer->decode(tokens) + "\n------");
+    if (first) lines.say("\nsample\n------\n" + tokenizer->decode(prompt) + tokenizer->decode(tokens) + "\n------");
   }
   if (!first) return;
-  if (result.tape.num_nodes() > 0) say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
+  if (result.tape.num_nodes() > 0)
+    lines.say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
   const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
   const std::vector<int64_t> planned =
       models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()), world.device());
-  say("peak memory of a step");
+  lines.say("peak memory of a step");
   for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
-    say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]), "  predicted by the tape ",
+    lines.say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]), "  predicted by the tape ",
             planned[r], " B", result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
   }
-  if (result.train_loss != 0) say(str("\ntraining loss    ", result.train_loss));
-  say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
+  if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
+  lines.say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
 }
 
 }  // namespace
@@ -64,6 +80,9 @@ int train_command(const TrainArguments& arguments) {
     say(print_config(config));
     return 0;
   }
+  // `sheaf train | head -1` must not cost the run its checkpoints: writing to the closed pipe fails instead.
+  std::signal(SIGPIPE, SIG_IGN);
+  RunLines lines;
   World world = distributed::init_from_env();
   world.guard([&] {
     if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
@@ -72,8 +91,8 @@ int train_command(const TrainArguments& arguments) {
     const bool first = world.rank() == 0;
     models::TrainOptions options;
     options.resume = arguments.resume;
-    options.warn = [](const std::string& line) { std::fprintf(stderr, "sheaf: warning: %s\n", line.c_str()); };
-    if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) say(line); };
+    options.warn = [&](const std::string& line) { lines.warn(line); };
+    if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) lines.say(line); };
     models::Trainer trainer(config, world, world.device(), options);
     // What is needed only at the end is checked at the start.
     if (const auto& tokenizer = trainer.corpus().tokenizer; tokenizer && !arguments.quiet)
@@ -81,26 +100,24 @@ int train_command(const TrainArguments& arguments) {
     if (first) {
       make_folders(config.output.folder);
       write_file(config.output.folder + "/config.toml", print_config(config));
-      say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
+      lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
               " parameters, ", trainer.corpus().train.size(), " training tokens"));
-      if (world.device().is_cuda()) say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
+      if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
-        say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");
+        lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");
     }
     const models::TrainReport result = trainer.run();
-    if (!arguments.quiet) report(config, world, trainer, result, threads);
+    if (!arguments.quiet) report(config, world, trainer, result, threads, lines);
   });
   return 0;
 }
 
 int generate_command(const GenerateArguments& arguments) {
   const models::TrainConfig config = load_config("", arguments.overrides);
-  models::generate_from_folder(arguments.folder, config.generate, distributed::init_device(), [](const std::string& text) {
-    std::fputs(text.c_str(), stdout);
-    std::fflush(stdout);
-  });
-  std::printf("\n");
+  models::generate_from_folder(arguments.folder, config.generate, distributed::init_device(),
+                               [](const std::string& text) { put(text); });
+  put("\n");
   return 0;
 }
 

@@ -4,8 +4,11 @@
 #include <filesystem>
 #include <fstream>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -159,6 +162,29 @@ TEST(BadInput, OutputAndNumbers) {
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100"}),
                  75, {"step", "loss"});
   EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
+}
+
+// What could not be printed is an error, but no reason to give up a run.
+TEST(BadInput, StandardOutput) {
+  Folder f;
+  for (const Words& words : {Words{"tape", "--model.vocab", "50"}, f.train({"--print-config"}),
+                             Words{"tape", "--help"}})
+    expect_line(run_sheaf(words, {}, "/dev/full"), 74, {"cannot write to standard output: "},
+                words[0]);
+  const auto trains = [&](const Outcome& r, const std::string& reason) {
+    expect_line(r, 0, {"sheaf: warning: [output]", reason, "training goes on"}, reason);
+    EXPECT_TRUE(std::filesystem::exists(f / "out/checkpoints/step-4"));
+  };
+  trains(run_sheaf(f.train({}), {}, "/dev/full"), "No space left on device");
+  expect_line(run_sheaf({"generate", f / "out", "--generate.tokens", "2"}, {}, "/dev/full"), 74,
+              {"cannot write to standard output: No space left on device"}, "generate");
+
+  std::filesystem::remove_all(f / "out");
+  ASSERT_EQ(mkfifo((f / "pipe").c_str(), 0600), 0);
+  const int reader = open((f / "pipe").c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  SheafProcess job(f.train({}), {}, f / "pipe");
+  close(reader);  // as `head` does
+  trains(job.wait(), "Broken pipe");
 }
 
 TEST(BadInput, Resume) {

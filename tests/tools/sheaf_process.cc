@@ -50,7 +50,8 @@ double seconds(const timeval& t) {
 }  // namespace
 
 SheafProcess::SheafProcess(const std::vector<std::string>& arguments,
-                           const std::vector<std::string>& environment) {
+                           const std::vector<std::string>& environment,
+                           const std::string& out_to) {
   // Ranks whose launcher was killed become children of this process, which thus sees them end.
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   static int count = 0;
@@ -58,7 +59,9 @@ SheafProcess::SheafProcess(const std::vector<std::string>& arguments,
       ::testing::TempDir() + "/sheaf-" + std::to_string(getpid()) + "-" + std::to_string(count++);
   out_path_ = base + ".out";
   err_path_ = base + ".err";
-  const int out = open(out_path_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600);
+  const int out = out_to.empty()
+                      ? open(out_path_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600)
+                      : open(out_to.c_str(), O_WRONLY | O_CLOEXEC);
   const int err = open(err_path_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600);
   std::vector<std::string> words = {binary()}, variables = environment;
   words.insert(words.end(), arguments.begin(), arguments.end());
@@ -140,8 +143,8 @@ Outcome SheafProcess::wait() {
 }
 
 Outcome run_sheaf(const std::vector<std::string>& arguments,
-                  const std::vector<std::string>& environment) {
-  return SheafProcess(arguments, environment).wait();
+                  const std::vector<std::string>& environment, const std::string& out) {
+  return SheafProcess(arguments, environment, out).wait();
 }
 
 std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments) {

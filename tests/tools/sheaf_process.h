@@ -23,8 +23,10 @@ class SheafProcess {
  public:
   /// `environment` ("NAME=value") comes on top of the test's own, without a launcher's variables.
   /// It computes on the CPU, unless SHEAF_DEVICE is among them.
+  /// Standard output goes to `out`, a device or pipe that exists, if it is given.
   explicit SheafProcess(const std::vector<std::string>& arguments,
-                        const std::vector<std::string>& environment = {});
+                        const std::vector<std::string>& environment = {},
+                        const std::string& out = "");
   ~SheafProcess();
   SheafProcess(const SheafProcess&) = delete;
   SheafProcess& operator=(const SheafProcess&) = delete;
@@ -49,7 +51,7 @@ class SheafProcess {
 };
 
 Outcome run_sheaf(const std::vector<std::string>& arguments,
-                  const std::vector<std::string>& environment = {});
+                  const std::vector<std::string>& environment = {}, const std::string& out = "");
 /// The same command on `world` ranks: under `sheaf launch` from two on, with one thread a rank.
 std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments);
 

@@ -2,7 +2,6 @@
 #include "sheaf/tools/bench/bench_command.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 
 #include "sheaf/core/error.h"
@@ -12,6 +11,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/tools/bench/report.h"
 #include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/output.h"
 
 namespace sheaf::bench {
 namespace {
@@ -78,9 +78,9 @@ int bench_command(const Options& options) {
   check<ConfigError>(!session.lines().empty(), "[bench] no line's name contains '", options.filter,
                      "'");
   session.judge();
-  std::fputs(to_table(session).c_str(), stdout);
   if (!options.json.empty()) replace_file(options.json, to_json(session));
   if (!options.markdown.empty()) replace_file(options.markdown, to_markdown(session));
+  tools::put(to_table(session));
   return 0;
 }
 

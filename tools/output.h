@@ -1,0 +1,14 @@
+// Standard output, checked: what did not arrive, on a full disk for instance, is an error and not a success.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace sheaf::tools {
+
+/// Writes `text` and flushes. Throws IoError with the reason.
+void put(std::string_view text);
+/// A line.
+inline void say(const std::string& line) { put(line + "\n"); }
+
+}  // namespace sheaf::tools
