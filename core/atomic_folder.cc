@@ -103,11 +103,22 @@ void remove_folder(const std::string& target) {
   remove_tree(aside);
 }
 
+void check_writable(const std::string& parent) {
+  const bool fresh = !path_exists(parent);
+  const std::string probe = fresh_name(parent + "/probe");
+  make_folders(parent);
+  detail::file_fault_point("mkdir", probe);
+  std::error_code error;
+  fs::create_directory(probe, error);
+  if (error) fail<IoError>("[folder] cannot write into '", parent, "': ", error.message());
+  remove_tree(probe);
+  if (fresh) fs::remove(parent, error);
+}
+
 std::string step_folder(const std::string& parent, int64_t step) { return str(parent, "/step-", step); }
 
 std::vector<int64_t> list_steps(const std::string& parent) {
   std::vector<int64_t> steps;
-  if (!path_exists(parent)) return steps;
   std::error_code error;
   for (fs::directory_iterator it(parent, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
@@ -118,7 +129,8 @@ std::vector<int64_t> list_steps(const std::string& parent) {
     std::error_code unreadable;
     if (step >= 0 && name == str("step-", step) && it->is_directory(unreadable)) steps.push_back(step);
   }
-  if (error) fail<IoError>("[folder] cannot list '", parent, "': ", error.message());
+  if (error && error != std::errc::no_such_file_or_directory)
+    fail<IoError>("[folder] cannot list '", parent, "': ", error.message());
   std::sort(steps.rbegin(), steps.rend());
   return steps;
 }

@@ -24,9 +24,13 @@ void commit_folder(const std::string& pending, const std::string& target);
 /// Removes a folder so that it is either there whole or gone.
 void remove_folder(const std::string& target);
 
+/// Throws IoError unless folders can be made in `parent`, which need not be there yet; leaves nothing in it.
+void check_writable(const std::string& parent);
+
 /// "parent/step-<step>".
 std::string step_folder(const std::string& parent, int64_t step);
-/// The steps of the folders "step-N" in `parent`, newest first; none if there is no such parent.
+/// The steps of the folders "step-N" in `parent`, newest first; none if there is no such parent. Throws IoError if it
+/// cannot be read.
 std::vector<int64_t> list_steps(const std::string& parent);
 
 }  // namespace sheaf

@@ -226,7 +226,8 @@ void make_folders(const std::string& path) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
   // A symbolic link to a folder is reported as an error by some versions although it serves.
-  if (error && !std::filesystem::is_directory(path)) io_failure("make folder", path, error.value());
+  std::error_code unreadable;
+  if (error && !std::filesystem::is_directory(path, unreadable)) io_failure("make folder", path, error.value());
 }
 
 bool path_exists(const std::string& path) {

@@ -2,9 +2,9 @@
 
 #include <chrono>
 #include <cmath>
-#include <filesystem>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/models/checkpoint.h"
@@ -64,7 +64,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
 void Trainer::restore() {
   const std::string folder = config_.output.folder + "/checkpoints";
   if (!options_.resume) {
-    if (std::filesystem::exists(folder) && !std::filesystem::is_empty(folder))
+    if (!list_steps(folder).empty())
       fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
                         "another output.folder");
     return;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <string_view>
 
 #include <CLI/CLI.hpp>
@@ -162,6 +163,8 @@ int main(int argc, char** argv) {
     return report(e.what(), e.exit_code());
   } catch (const std::bad_alloc&) {
     return report("out of memory", static_cast<int>(sheaf::ExitCode::kOutOfMemory));
+  } catch (const std::filesystem::filesystem_error& e) {
+    return report(e.what(), static_cast<int>(sheaf::ExitCode::kIo));
   } catch (const std::exception& e) {
     return report(e.what(), static_cast<int>(sheaf::ExitCode::kDesync));
   }

@@ -129,6 +129,27 @@ TEST(AtomicFolder, ListsStepsNewestFirst) {
   write_file(folder / "step-11", "a file");
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(10, 9, 2));
   EXPECT_THAT(list_steps(folder / "none"), ElementsAre());
+  const auto error = [](const std::string& path) {
+    return message_of<IoError>(ExitCode::kIo, [&] { list_steps(path); });
+  };
+  EXPECT_THAT(error(folder / "step-11"), HasSubstr("step-11': Not a directory"));
+  EXPECT_THAT(error(folder / std::string(300, 'x')), HasSubstr("xxx': File name too long"));
+}
+
+TEST(AtomicFolder, CanBeCheckedBeforeItIsNeeded) {
+  ScratchFolder folder;
+  check_writable(folder / "a/b");
+  EXPECT_FALSE(path_exists(folder / "a/b"));
+  make_folders(folder / "a/b/step-1");
+  check_writable(folder / "a/b");
+  EXPECT_THAT(list_steps(folder / "a/b"), ElementsAre(1));
+  write_file(folder / "file", "");
+  const auto error = [](const std::string& path) {
+    return message_of<IoError>(ExitCode::kIo, [&] { check_writable(path); });
+  };
+  EXPECT_THAT(error(folder / "file"), HasSubstr("file': Not a directory"));
+  EXPECT_THAT(error(folder / std::string(300, 'x')), HasSubstr("xxx': File name too long"));
+  EXPECT_THAT(error("/proc/checkpoints"), HasSubstr("/proc/checkpoints"));  // which even root cannot make
 }
 
 int kill_at = 0;

@@ -159,6 +159,20 @@ TEST(BadInput, OutputAndNumbers) {
   Folder f;
   // Root may write anywhere; but nobody makes a folder below a file.
   expect_refused(f.train({"--output.folder", f / "corpus.txt/out"}), 74, {"corpus.txt/out"});
+  const std::string long_name = f / std::string(300, 'x');
+  expect_refused(f.train({"--output.folder", long_name}), 74, {long_name, "File name too long"});
+  expect_refused(f.train({"--resume", "--output.folder", long_name}), 74, {long_name});
+  expect_line(run_sheaf({"generate", long_name}), 74, {long_name}, "generate");
+  std::filesystem::create_directory(f / "odd");
+  f.write("odd/checkpoints", "");
+  for (const char* how : {"--quiet", "--resume"})
+    expect_refused(f.train({"--output.folder", f / "odd", how}), 74,
+                   {f / "odd/checkpoints", "Not a directory"});
+  // What is no checkpoint is in nobody's way.
+  std::filesystem::remove(f / "odd/checkpoints");
+  std::filesystem::create_directories(f / "odd/checkpoints/notes");
+  EXPECT_EQ(run_sheaf(f.train({"--output.folder", f / "odd"})).code, 0);
+  EXPECT_TRUE(std::filesystem::exists(f / "odd/checkpoints/notes"));
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100"}),
                  75, {"step", "loss"});
   EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
