@@ -50,7 +50,9 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab) {
 
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
-      corpus_(load_corpus(config.data, config.model.vocab)) {
+      corpus_(load_corpus(config.data, config.model.vocab)),
+      windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed)),
+      validation_(corpus_.val, config.model.context, config.train.eval_tokens) {
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
@@ -59,6 +61,8 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   check_memory(config_, config_.model.vocab, world_);
   step_ = std::make_unique<TrainingStep>(config_, config_.model.vocab, world_, device_);
   restore();
+  // What would be found out only at the first save.
+  if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
 }
 
 void Trainer::restore() {
@@ -127,10 +131,8 @@ std::vector<int64_t> Trainer::peaks_of_ranks() {
 
 TrainReport Trainer::run() {
   const OptimizationConfig& t = config_.train;
-  const RandomWindows windows(corpus_.train, config_.model.context, static_cast<uint64_t>(t.seed));
-  const SequentialWindows validation(corpus_.val, config_.model.context, t.eval_tokens);
   const FillBatch fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
-    windows.fill(first, count, inputs, targets);
+    windows_.fill(first, count, inputs, targets);
   };
   const bool first_rank = world_.rank() == 0;
   std::unique_ptr<MetricsWriter> metrics;
@@ -179,7 +181,7 @@ TrainReport Trainer::run() {
     }
     if (last || (t.eval_every > 0 && done % t.eval_every == 0)) {
       const double begin = now();
-      report.val_loss = step_->evaluate(validation);
+      report.val_loss = step_->evaluate(validation_);
       if (first_rank) {
         metrics->write(done, {{"val_loss", report.val_loss}});
         options_.print(str("step ", done, "  validation loss ", report.val_loss));
@@ -197,7 +199,7 @@ TrainReport Trainer::run() {
   }
   if (first_step_ >= t.steps) {  // nothing left to do: report the finished run
     if (first_rank) options_.print(str("the run is complete at step ", first_step_));
-    report.val_loss = step_->evaluate(validation);
+    report.val_loss = step_->evaluate(validation_);
     report.peaks = peaks_of_ranks();
   }
   report.peak_bytes = report.peaks.empty() ? 0 : report.peaks[world_.rank()];

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/metrics.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/models/token_file.h"
@@ -32,7 +33,8 @@ struct TrainReport {
 
 class Trainer {
  public:
-  /// Reads the corpus and builds the model; collective. Throws ConfigError, DataError.
+  /// Reads the corpus, builds the model and finds out whether checkpoints can be written; collective. Throws ConfigError,
+  /// DataError, IoError.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
   /// Trains to the end; collective. Throws NonFiniteError when the loss or the gradient is not finite in a step that is
@@ -56,6 +58,8 @@ class Trainer {
   TrainOptions options_;
   Corpus corpus_;
   SplitState train_data_, val_data_;
+  RandomWindows windows_;
+  SequentialWindows validation_;
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;
 };

@@ -141,6 +141,7 @@ TEST(BadInput, Data) {
                  65, {"bytes.txt", "byte 0xff at offset 3 is not valid UTF-8"});
   expect_refused(f.train({"--data.corpus", f.write("short.txt", "abcdefghijkl")}), 65,
                  {"short.txt", "too few for a context of 16"});
+  EXPECT_FALSE(std::filesystem::exists(f / "out"));
   std::string tokens(1000, '\0');  // 500 of 16 bits
   f.write("val.bin", tokens);
   tokens[2 * 321] = 77;
@@ -150,6 +151,9 @@ TEST(BadInput, Data) {
   Words small = files;
   small.insert(small.end(), {"--model.vocab", "77"});
   expect_refused(f.train(small), 65, {"train.bin", "token 77 at position 321", "vocabulary of 77"});
+  small.insert(small.end(), {"--model.vocab", "78", "--data.val_file", f.write("one.bin", "ab")});
+  expect_refused(f.train(small), 65, {"one.bin", "1 tokens leave nothing to predict"});
+  EXPECT_FALSE(std::filesystem::exists(f / "out"));  // found before anything is written
   expect_refused(f.train(files), 64, {"token files need model.vocab"});
   expect_refused(f.train({"--generate.prompt", "the Sea"}), 65,
                  {"generate.prompt", "\"S\" (U+0053) at offset 4"});
