@@ -143,6 +143,7 @@ TrainReport Trainer::run() {
   TrainReport report;
   RecordedStep recorded;
   report.steps = t.steps;
+  report.steps_here = std::max<int64_t>(t.steps - first_step_, 0);
   const double start = now();
   double since = start, evaluating = 0;  // saving included
   int64_t steps_since = 0;
@@ -200,7 +201,6 @@ TrainReport Trainer::run() {
   if (first_step_ >= t.steps) {  // nothing left to do: report the finished run
     if (first_rank) options_.print(str("the run is complete at step ", first_step_));
     report.val_loss = step_->evaluate(validation_);
-    report.peaks = peaks_of_ranks();
   }
   report.peak_bytes = report.peaks.empty() ? 0 : report.peaks[world_.rank()];
   report.tape = std::move(recorded.tape);

@@ -24,9 +24,10 @@ struct TrainOptions {
 
 struct TrainReport {
   int64_t steps = 0;
+  int64_t steps_here = 0;        ///< that ran in this process: those before are a resumed run's
   double train_loss = 0, val_loss = 0;
   int64_t peak_bytes = 0;        ///< of this rank, in the last step
-  std::vector<int64_t> peaks;    ///< of every rank
+  std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran here
   Tape tape;                     ///< of the last step that ran here
   double seconds = 0;
 };

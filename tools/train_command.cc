@@ -47,6 +47,21 @@ constexpr const char* kOfAGpu =
     "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
     "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
 
+// The plan is that of a step in which prefetch knows the order of gathers: the first one of a process differs.
+void report_peaks(const models::TrainConfig& config, World& world, models::Trainer& trainer,
+                  const models::TrainReport& result, int threads, RunLines& lines) {
+  const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
+  const std::vector<int64_t> planned =
+      models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()), world.device());
+  const bool first = result.steps_here == 1;
+  lines.say(first ? "peak memory of the first step" : "peak memory of a step");
+  for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
+    lines.say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]),
+                  "  predicted by the tape ", first ? "for later steps " : "", planned[r], " B",
+                  first ? "" : result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
+  }
+}
+
 // What a newcomer wants to see at the end. Collective: the sample is computed by all ranks together.
 void report(const models::TrainConfig& config, World& world, models::Trainer& trainer,
             const models::TrainReport& result, int threads, RunLines& lines) {
@@ -60,14 +75,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (!first) return;
   if (result.tape.num_nodes() > 0)
     lines.say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
-  const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
-  const std::vector<int64_t> planned =
-      models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()), world.device());
-  lines.say("peak memory of a step");
-  for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
-    lines.say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]), "  predicted by the tape ",
-            planned[r], " B", result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
-  }
+  if (result.steps_here > 0) report_peaks(config, world, trainer, result, threads, lines);
   if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
   lines.say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
 }

@@ -134,6 +134,26 @@ TEST(PeakMemory, OverGloo) {
   for (int world : {2, 3}) expect_forecast(folder, kTiny, world, 1, {"SHEAF_COMM=gloo"});
 }
 
+// The first step prefetches nothing; a run that is complete takes none.
+TEST(PeakMemory, IsComparedWithTheSameKindOfStep) {
+  Folder folder;
+  const auto peaks_of = [&](const Words& more) {
+    const Outcome r = run_sheaf(testing::on_ranks(2, Words{"train"} + kTiny + folder.data("run") + more));
+    EXPECT_EQ(r.code, 0) << r.err;
+    EXPECT_THAT(r.out, ::testing::Not(HasSubstr("DIFFERENT")));
+    EXPECT_THAT(r.out, HasSubstr("validation loss"));
+    const size_t at = r.out.find("peak memory of");
+    return at == std::string::npos ? "" : r.out.substr(at, r.out.find("\n\n", at) - at);
+  };
+  EXPECT_THAT(peaks_of({"--train.steps", "1"}),
+              ::testing::AllOf(HasSubstr("the first step"), HasSubstr("tape for later steps ")));
+  std::filesystem::remove_all(folder / "run");
+  EXPECT_EQ(peaks_of({"--train.steps", "0"}), "");
+  std::filesystem::remove_all(folder / "run");
+  EXPECT_THAT(peaks_of({}), HasSubstr("(equal)"));
+  EXPECT_EQ(peaks_of({"--resume"}), "");
+}
+
 /// Bytes that rank `rank` holds now. The system counts to it also the pages of its peers' wire
 /// memory that it has read: they are its peers', who are asked for them, and are left out.
 int64_t resident(pid_t pid, int rank) {
