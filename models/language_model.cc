@@ -24,7 +24,8 @@ class Adapter final : public LanguageModel {
 
 }  // namespace
 
-std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& m, int64_t vocab) {
+std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, int64_t vocab) {
+  const ModelConfig m = resolved(config);
   const int64_t words = m.vocab ? m.vocab : vocab;
   if (words <= 0) fail<ConfigError>("[model] the size of the vocabulary is not known: give model.vocab");
   if (m.type == "gpt2") {
@@ -45,9 +46,9 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& m, int64_t
     LlamaConfig c;
     c.layers = m.layers;
     c.heads = m.heads;
-    c.kv_heads = m.kv_heads ? m.kv_heads : m.heads;
+    c.kv_heads = m.kv_heads;
     c.width = m.width;
-    c.mlp_width = m.mlp_width ? m.mlp_width : (8 * m.width / 3 + 63) / 64 * 64;
+    c.mlp_width = m.mlp_width;
     c.context = m.context;
     c.vocab = words;
     c.rope_theta = m.rope_theta;

@@ -5,7 +5,7 @@ namespace {
 
 // The options that decide values, once, for writing, reading and comparing.
 template <class Model, class F>
-void for_each_model_option(Model& m, F&& f) {
+void for_each_model_option(Model&& m, F&& f) {
   f("model.type", m.type);
   f("model.layers", m.layers);
   f("model.heads", m.heads);
@@ -126,14 +126,14 @@ void check_resumable(const RunState& saved, const RunState& now) {
   check_tokenizer(saved.tokenizer.get(), now.tokenizer.get());
   Json options;
   const auto put = [&](const char* key, const auto& value) { options.set(key, Json(value)); };
-  for_each_model_option(now.model, put);
+  for_each_model_option(resolved(now.model), put);
   for_each_train_option(now.train, put);
   const auto compare = [&](const char* key, const auto& value) {
     if (key == std::string_view("train.steps") && now.train.schedule == "constant") return;
     if (key == std::string_view("train.dtype") && saved.train.dtype.empty()) return;
     if (!(Json(value) == options.at(key))) differs(key, Json(value).dump(), options.at(key).dump());
   };
-  for_each_model_option(saved.model, compare);
+  for_each_model_option(resolved(saved.model), compare);
   for_each_train_option(saved.train, compare);
   if (!saved.train_data || !saved.val_data || !now.train_data || !now.val_data) return;
   if (saved.val_fraction != now.val_fraction)

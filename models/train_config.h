@@ -25,6 +25,13 @@ struct ModelConfig {
   double norm_eps = 1e-5;       ///< added to the variance in norms
 };
 
+/// `m` with what 0 leaves to its type filled in: key and value heads, the MLP's hidden size.
+inline ModelConfig resolved(ModelConfig m) {
+  if (m.kv_heads == 0) m.kv_heads = m.heads;
+  if (m.mlp_width == 0) m.mlp_width = m.type == "llama" ? (8 * m.width / 3 + 63) / 64 * 64 : 4 * m.width;
+  return m;
+}
+
 /// [data] What to train on: a text, or token files.
 struct DataConfig {
   std::string corpus;              ///< UTF-8 text file

@@ -193,7 +193,7 @@ void read_overrides(std::span<const std::string> overrides, std::vector<ConfigFi
 const std::map<std::string, ModelConfig>& presets() {
   const auto gpt2 = [](int64_t layers, int64_t heads, int64_t width) {
     ModelConfig m;
-    m.layers = layers, m.heads = heads, m.kv_heads = heads, m.width = width, m.mlp_width = 4 * width;
+    m.layers = layers, m.heads = heads, m.width = width;
     m.context = 1024, m.vocab = 50257, m.bias = true;
     return m;
   };
@@ -316,7 +316,9 @@ TrainConfig load_config(const std::string& path, std::span<const std::string> ov
   if (!path.empty()) read_file(path, fields, given);
   read_overrides(overrides, fields, given);
   apply_preset(config, fields, given);
-  validate(config);
+  validate(config, [&](const char* key) {
+    return config.model.preset.empty() || given.contains(key) ? "" : str(" (of the preset ", config.model.preset, ")");
+  });
   return config;
 }
 
@@ -354,17 +356,19 @@ std::string config_help() {
   return out;
 }
 
-void validate(const TrainConfig& config) {
+void validate(const TrainConfig& config, const std::function<std::string(const char*)>& origin) {
   const auto require = [](bool condition, const auto&... parts) {
     if (!condition) fail<ConfigError>("[config] ", parts...);
   };
   const auto& m = config.model;
-  require(m.width % m.heads == 0, "model.width ", m.width, " is not a multiple of model.heads ", m.heads);
-  require(m.kv_heads == 0 || m.heads % m.kv_heads == 0, "model.heads ", m.heads,
-          " is not a multiple of model.kv_heads ", m.kv_heads);
-  require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads,
-          "model.kv_heads: gpt2 has as many key as query heads");
-  require(m.type != "llama" || m.width / m.heads % 2 == 0, "model.width / model.heads is ", m.width / m.heads,
+  const std::string width = str("model.width ", m.width, origin("model.width")),
+                    heads = str("model.heads ", m.heads, origin("model.heads")),
+                    kv_heads = str("model.kv_heads ", m.kv_heads, origin("model.kv_heads"));
+  require(m.width % m.heads == 0, width, " is not a multiple of ", heads);
+  require(m.kv_heads == 0 || m.heads % m.kv_heads == 0, heads, " is not a multiple of ", kv_heads);
+  require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads, kv_heads,
+          ": gpt2 has as many key as query heads");
+  require(m.type != "llama" || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
           "; rotary embedding needs an even size");
   const auto& d = config.data;
   require(d.corpus.empty() || (d.train_file.empty() && d.val_file.empty()),

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <variant>
@@ -37,7 +38,10 @@ std::string print_config(const models::TrainConfig& config);
 /// A line per option: key, default, choices, meaning.
 std::string config_help();
 
-/// Checks what no single field shows: throws ConfigError naming the keys. load_config() calls it.
-void validate(const models::TrainConfig& config);
+/// Checks what no single field shows: throws ConfigError naming the keys, each followed by what `origin` says of it.
+/// load_config() calls it.
+void validate(
+    const models::TrainConfig& config,
+    const std::function<std::string(const char*)>& origin = [](const char*) { return std::string(); });
 
 }  // namespace sheaf::tools

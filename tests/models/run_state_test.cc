@@ -67,6 +67,19 @@ TEST(RunState, TokenizersAreToldApartInALine) {
   EXPECT_THAT(mismatch(saved, now), HasSubstr("is that of token files now"));
 }
 
+// An older program wrote what its preset filled in, where a newer one leaves it to the type.
+TEST(RunState, WhatZeroStandsForIsTheSame) {
+  for (const char* type : {"gpt2", "llama"}) {
+    RunState saved = a_run(), now = a_run();
+    saved.model.type = now.model.type = type;
+    saved.model.kv_heads = 4;
+    saved.model.mlp_width = type == std::string("gpt2") ? 512 : 384;
+    check_resumable(saved, now);
+    saved.model.mlp_width = 640;
+    EXPECT_THAT(mismatch(saved, now), HasSubstr("model.mlp_width was 640"));
+  }
+}
+
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   json.set("options", without(json.at("options"), "train.dtype"));

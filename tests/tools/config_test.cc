@@ -101,6 +101,18 @@ TEST_F(Config, PresetsGiveWhatWasNotGiven) {
   EXPECT_FALSE(l.model.tie_embeddings);
 }
 
+TEST_F(Config, WhatFollowsFromAPresetsSizesFollowsFromThoseGiven) {
+  const TrainConfig c = load("", {"--model.preset", "gpt2-124m", "--model.heads", "2", "--model.width", "384"});
+  EXPECT_EQ(models::resolved(c.model).kv_heads, 2);
+  EXPECT_EQ(models::resolved(c.model).mlp_width, 4 * 384);
+  EXPECT_EQ(models::resolved(load("", {"--model.preset", "gpt2-124m"}).model).mlp_width, 3072);
+  // A Llama's key and value heads and hidden size follow from nothing.
+  EXPECT_THAT(error("", {"--model.preset", "llama3-8b", "--model.heads", "4"}),
+              HasSubstr("model.heads 4 is not a multiple of model.kv_heads 8 (of the preset llama3-8b)"));
+  EXPECT_THAT(error("[model]\npreset = 'llama3-8b'\nwidth = 100\n"),
+              HasSubstr("model.width 100 is not a multiple of model.heads 32 (of the preset llama3-8b)"));
+}
+
 TEST_F(Config, PrintedTextGivesTheSameConfiguration) {
   TrainConfig c = load("", {"--model.preset", "gpt2-124m", "--train.lr", "0.1234567890123456789", "--generate.prompt",
                             "a\"\\\n\t\x7f é", "--train.seed", "9007199254740993", "--model.layers", "7"});

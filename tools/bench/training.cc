@@ -111,15 +111,12 @@ models::FillBatch random_tokens(const models::TrainConfig& config) {
 }
 
 double flops_per_step(const models::TrainConfig& config, CountAttention attention) {
-  const models::ModelConfig& m = config.model;
+  const models::ModelConfig m = models::resolved(config.model);
   const auto of = [](int64_t n) { return static_cast<double>(n); };
   const bool llama = m.type == "llama";
   const double width = of(m.width), layers = of(m.layers), context = of(m.context);
-  const int64_t kv_heads = m.kv_heads ? m.kv_heads : m.heads;
-  const double keys = width * of(kv_heads) / of(m.heads);
-  const double hidden = m.mlp_width ? of(m.mlp_width)
-                        : llama     ? of((8 * m.width / 3 + 63) / 64 * 64)
-                                    : 4 * width;
+  const double keys = width * of(m.kv_heads) / of(m.heads);
+  const double hidden = of(m.mlp_width);
   // Queries, keys and values, the output; up and down, and Llama's gate.
   const double block =
       width * (width + 2 * keys) + width * width + (llama ? 3 : 2) * width * hidden;
