@@ -136,7 +136,9 @@ void set_from_text(const std::string& where, ConfigField& field, const std::stri
   set(where, field, text == "true");
 }
 
-void read_file(const std::string& path, std::vector<ConfigField>& fields, std::set<std::string>& given) {
+// Reads all sections, or `only` one.
+void read_file(const std::string& path, std::vector<ConfigField>& fields, std::set<std::string>& given,
+               std::string_view only = "") {
   const std::string text = File::open<ConfigError>(path).read_all();
   toml::table document;
   try {
@@ -150,6 +152,7 @@ void read_file(const std::string& path, std::vector<ConfigField>& fields, std::s
   };
   for (const auto& [section, node] : document) {
     const std::string prefix(section.str());
+    if (!only.empty() && prefix != only) continue;
     const bool known = std::any_of(fields.begin(), fields.end(),
                                    [&](const auto& field) { return field.key.starts_with(prefix + "."); });
     if (!known) unknown_key(line_of(node), node.is_table() ? "[" + prefix + "]" : prefix, fields);
@@ -217,24 +220,46 @@ const std::map<std::string, ModelConfig>& presets() {
   return table;
 }
 
+std::string value_text(const ConfigField& field) {
+  if (auto* flag = std::get_if<bool*>(&field.target)) return **flag ? "true" : "false";
+  if (auto* integer = std::get_if<int64_t*>(&field.target)) return std::to_string(**integer);
+  if (auto* real = std::get_if<double*>(&field.target)) return json_number(**real);
+  return json_string(**std::get_if<std::string*>(&field.target));
+}
+
+// What an option needs to change anything: null if it has that.
+const char* unused(const std::string& key, const TrainConfig& config) {
+  if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
+  if (key == "model.rope_theta" && config.model.type != "llama") return "only model.type llama has rotary embeddings";
+  if (key == "sharding.min_parameters" && config.sharding.units != "count")
+    return "only sharding.units count goes by parameters";
+  return nullptr;
+}
+
+// A file may hold all options (config.toml does), so there the default of one that is not used is no contradiction.
+void refuse_unused(const TrainConfig& config, const std::vector<ConfigField>& fields,
+                   const std::set<std::string>& flags) {
+  TrainConfig defaults;
+  const auto usual = config_fields(defaults);
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const std::string& key = fields[i].key;
+    if (!flags.contains(key) && value_text(fields[i]) == value_text(usual[i])) continue;
+    if (const char* reason = unused(key, config)) fail<ConfigError>("[config] '", key, "' would change nothing: ", reason);
+  }
+}
+
 void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const std::set<std::string>& given) {
   if (config.model.preset.empty()) return;
   TrainConfig preset = config;
   const std::string name = config.model.preset;
   preset.model = presets().at(name);
   preset.model.preset = name;
+  if (given.contains("model.type")) preset.model.type = config.model.type;
   const auto source = config_fields(preset);
   for (size_t i = 0; i < fields.size(); ++i) {
-    if (!fields[i].key.starts_with("model.") || given.contains(fields[i].key)) continue;
+    if (!fields[i].key.starts_with("model.") || given.contains(fields[i].key) || unused(fields[i].key, preset)) continue;
     std::visit([&](auto* to) { *to = **std::get_if<decltype(to)>(&source[i].target); }, fields[i].target);
   }
-}
-
-std::string value_text(const ConfigField& field) {
-  if (auto* flag = std::get_if<bool*>(&field.target)) return **flag ? "true" : "false";
-  if (auto* integer = std::get_if<int64_t*>(&field.target)) return std::to_string(**integer);
-  if (auto* real = std::get_if<double*>(&field.target)) return json_number(**real);
-  return json_string(**std::get_if<std::string*>(&field.target));
 }
 
 }  // namespace
@@ -312,14 +337,29 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
 TrainConfig load_config(const std::string& path, std::span<const std::string> overrides) {
   TrainConfig config;
   auto fields = config_fields(config);
-  std::set<std::string> given;
+  std::set<std::string> given, flags;
   if (!path.empty()) read_file(path, fields, given);
-  read_overrides(overrides, fields, given);
+  read_overrides(overrides, fields, flags);
+  given.insert(flags.begin(), flags.end());
   apply_preset(config, fields, given);
+  refuse_unused(config, fields, flags);
   validate(config, [&](const char* key) {
     return config.model.preset.empty() || given.contains(key) ? "" : str(" (of the preset ", config.model.preset, ")");
   });
   return config;
+}
+
+models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides) {
+  TrainConfig config;
+  auto fields = config_fields(config);
+  std::set<std::string> given, flags;
+  if (path_exists(path)) read_file(path, fields, given, "generate");
+  read_overrides(overrides, fields, flags);
+  for (const std::string& key : flags)
+    if (!key.starts_with("generate."))
+      fail<ConfigError>("[generate] --", key, " is not for sampling: the model is that of the run; only --generate.* may ",
+                        "be given");
+  return config.generate;
 }
 
 std::string print_config(const TrainConfig& config) {
@@ -337,10 +377,11 @@ std::string print_config(const TrainConfig& config) {
   return out;
 }
 
-std::string config_help() {
+std::string config_help(std::string_view section) {
   TrainConfig defaults;
   std::string out;
   for (const auto& field : config_fields(defaults)) {
+    if (!field.key.starts_with(section)) continue;
     std::string line = "  --" + field.key + " ";
     line.resize(std::max<size_t>(line.size(), 30), ' ');
     out += line + field.doc + " [" + value_text(field) + "]";

@@ -6,6 +6,7 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -30,13 +31,17 @@ std::vector<ConfigField> config_fields(models::TrainConfig& config);
 /// Reads `path` ("" for none: defaults only) and applies `overrides`: "--section.key", "value" or "--section.key=value".
 /// Later ones win; then model.preset fills the fields of [model] that neither gave. Throws ConfigError with file and
 /// line for a missing or malformed file, an unknown key (naming the nearest one), a value of the wrong type or out of
-/// range, and for options that do not fit together.
+/// range, for options that do not fit together, and for those that others leave without effect.
 models::TrainConfig load_config(const std::string& path, std::span<const std::string> overrides = {});
+
+/// The section [generate] of `path`, if there is such a file, and `overrides`, which may be of that section only. Throws
+/// ConfigError as load_config().
+models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides);
 
 /// TOML text from which load_config() makes the same configuration.
 std::string print_config(const models::TrainConfig& config);
-/// A line per option: key, default, choices, meaning.
-std::string config_help();
+/// A line per option whose key starts with `section`: key, default, choices, meaning.
+std::string config_help(std::string_view section = "");
 
 /// Checks what no single field shows: throws ConfigError naming the keys, each followed by what `origin` says of it.
 /// load_config() calls it.

@@ -56,9 +56,7 @@ int run(int argc, char** argv) {
   CLI::App* generate_app = app.add_subcommand("generate", "continue a prompt with a trained model");
   generate_app->add_option("folder", generate.folder, "output folder of a run")->required();
   generate_app->allow_extras();
-  generate_app->footer(
-      "Options: --generate.prompt TEXT, --generate.tokens N, --generate.temperature X, "
-      "--generate.top_k N");
+  generate_app->footer("Options, by default those of the run's config.toml:\n" + config_help("generate."));
 
   TapeArguments tape;
   CLI::App* tape_app = app.add_subcommand(

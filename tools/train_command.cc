@@ -122,8 +122,8 @@ int train_command(const TrainArguments& arguments) {
 }
 
 int generate_command(const GenerateArguments& arguments) {
-  const models::TrainConfig config = load_config("", arguments.overrides);
-  models::generate_from_folder(arguments.folder, config.generate, distributed::init_device(),
+  const models::GenerateConfig config = load_generate_config(arguments.folder + "/config.toml", arguments.overrides);
+  models::generate_from_folder(arguments.folder, config, distributed::init_device(),
                                [](const std::string& text) { put(text); });
   put("\n");
   return 0;

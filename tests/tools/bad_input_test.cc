@@ -116,6 +116,18 @@ TEST(BadInput, CommandLine) {
               "nothing trained");
 }
 
+TEST(BadInput, Sampling) {
+  Folder f;
+  ASSERT_EQ(run_sheaf(f.train({"--generate.prompt", "the ", "--generate.tokens", "9"})).code, 0);
+  const Outcome usual = run_sheaf({"generate", f / "out"});
+  EXPECT_EQ(usual.code, 0) << usual.err;
+  EXPECT_TRUE(usual.out.starts_with("the ")) << usual.out;
+  EXPECT_EQ(usual.out.size(), 4u + 9 + 1);  // the run's own options
+  EXPECT_EQ(run_sheaf({"generate", f / "out", "--generate.tokens", "2"}).out, usual.out.substr(0, 6) + "\n");
+  expect_line(run_sheaf({"generate", f / "out", "--model.layers", "99", "--train.lr", "7"}), 64,
+              {"[generate] --model.layers is not for sampling"}, "a model's option");
+}
+
 TEST(BadInput, Environment) {
   Folder f;
   const Words train = f.train({});

@@ -113,6 +113,37 @@ TEST_F(Config, WhatFollowsFromAPresetsSizesFollowsFromThoseGiven) {
               HasSubstr("model.width 100 is not a multiple of model.heads 32 (of the preset llama3-8b)"));
 }
 
+TEST_F(Config, WhatWouldChangeNothingIsRefused) {
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.bias", "false"}),
+              HasSubstr("'model.bias' would change nothing: only model.type gpt2 has biases"));
+  EXPECT_THAT(error("", {"--model.rope_theta", "10000"}), HasSubstr("only model.type llama has rotary embeddings"));
+  EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
+  EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
+  EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);
+  load("[model]\ntype = 'llama'\nbias = false\n");
+  // A preset of another type gives what this one has.
+  EXPECT_FALSE(load("", {"--model.preset", "gpt2-124m", "--model.type", "llama"}).model.bias);
+  const TrainConfig c = load("", {"--model.preset", "llama3-8b", "--model.type", "gpt2", "--model.kv_heads", "0"});
+  EXPECT_EQ(print_config(load(print_config(c))), print_config(c));
+}
+
+TEST_F(Config, SamplingStartsFromItsSectionOnly) {
+  write_file(folder / "run.toml", "[model]\nlayers = 'of another program'\n[generate]\ntokens = 7\nseed = 3\n");
+  const auto sampling = [&](const std::vector<std::string>& overrides) {
+    return load_generate_config(folder / "run.toml", overrides);
+  };
+  EXPECT_EQ(sampling({}).tokens, 7);
+  EXPECT_EQ(sampling({"--generate.tokens", "8"}).tokens, 8);
+  EXPECT_EQ(sampling({"--generate.tokens", "8"}).seed, 3);
+  EXPECT_EQ(load_generate_config(folder / "none", {}).tokens, models::GenerateConfig().tokens);
+  const auto refused = [&](const std::vector<std::string>& overrides) {
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { sampling(overrides); });
+  };
+  EXPECT_THAT(refused({"--model.layers", "99"}), HasSubstr("[generate] --model.layers is not for sampling"));
+  EXPECT_THAT(refused({"--generate.token", "9"}), HasSubstr("did you mean \"generate.tokens\"?"));
+  EXPECT_THAT(config_help("generate."), AllOf(HasSubstr("--generate.seed "), ::testing::Not(HasSubstr("--train"))));
+}
+
 TEST_F(Config, PrintedTextGivesTheSameConfiguration) {
   TrainConfig c = load("", {"--model.preset", "gpt2-124m", "--train.lr", "0.1234567890123456789", "--generate.prompt",
                             "a\"\\\n\t\x7f é", "--train.seed", "9007199254740993", "--model.layers", "7"});

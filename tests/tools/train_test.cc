@@ -103,12 +103,13 @@ TEST(PeakMemory, IsWhatTheTapeSays) {
       for (const char* type : {"gpt2", "llama"}) {
         // Accumulation, dropout and threads come and go in another rhythm than the rest.
         ++i;
-        const Words model = kTiny + Words{"--sharding.strategy",   strategy,
-                                          "--model.type",          type,
-                                          "--train.micro_batches", i % 3 == 0 ? "2" : "1",
-                                          "--model.dropout",       i % 5 < 2 ? "0.1" : "0",
-                                          "--model.bias",          i % 4 == 0 ? "true" : "false",
-                                          "--train.dtype",         i % 7 < 2 ? "bf16" : "f32"};
+        Words model = kTiny + Words{"--sharding.strategy",   strategy,
+                                    "--model.type",          type,
+                                    "--train.micro_batches", i % 3 == 0 ? "2" : "1",
+                                    "--model.dropout",       i % 5 < 2 ? "0.1" : "0",
+                                    "--train.dtype",         i % 7 < 2 ? "bf16" : "f32"};
+        if (type == std::string("gpt2"))
+          model = model + Words{"--model.bias", i % 4 == 1 ? "true" : "false"};
         SCOPED_TRACE(::testing::PrintToString(model) + " on " + std::to_string(world));
         expect_forecast(folder, model, world, 1 + i % 2);
       }
