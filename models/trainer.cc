@@ -74,7 +74,10 @@ void Trainer::restore() {
     return;
   }
   auto checkpoint = Checkpoint::open_newest(folder, options_.warn, group_of(*step_, world_));
-  if (!checkpoint) return;
+  if (!checkpoint) {
+    if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));
+    return;
+  }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
   load_state(*checkpoint, step_->model().module(), &step_->optimizer());

@@ -349,6 +349,14 @@ TrainConfig load_config(const std::string& path, std::span<const std::string> ov
   return config;
 }
 
+std::string config_of_run(std::span<const std::string> overrides) {
+  TrainConfig config;
+  auto fields = config_fields(config);
+  std::set<std::string> given;
+  read_overrides(overrides, fields, given);
+  return config.output.folder + "/config.toml";
+}
+
 models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides) {
   TrainConfig config;
   auto fields = config_fields(config);

@@ -34,6 +34,9 @@ std::vector<ConfigField> config_fields(models::TrainConfig& config);
 /// range, for options that do not fit together, and for those that others leave without effect.
 models::TrainConfig load_config(const std::string& path, std::span<const std::string> overrides = {});
 
+/// Where a run with these overrides keeps its configuration: "<output.folder>/config.toml".
+std::string config_of_run(std::span<const std::string> overrides);
+
 /// The section [generate] of `path`, if there is such a file, and `overrides`, which may be of that section only. Throws
 /// ConfigError as load_config().
 models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides);

@@ -41,7 +41,8 @@ int run(int argc, char** argv) {
       app.add_subcommand("train", "train a model; under `sheaf launch`, on several ranks");
   train_app->add_option("--config", train.config, "TOML file");
   train_app->add_flag("--resume", train.resume,
-                      "continue from the newest whole checkpoint in output.folder");
+                      "continue from the newest whole checkpoint in output.folder; without --config, with the "
+                      "options in its config.toml");
   train_app->add_flag("--print-config", train.print_config,
                       "print the resulting configuration and end");
   train_app->add_flag("--quiet", train.quiet, "no progress lines");

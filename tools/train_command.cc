@@ -83,7 +83,11 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
 }  // namespace
 
 int train_command(const TrainArguments& arguments) {
-  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
+  std::string file = arguments.config;
+  // A run that goes on need not be described again: its folder says what it was.
+  if (arguments.resume && file.empty())
+    if (const std::string own = config_of_run(arguments.overrides); path_exists(own)) file = own;
+  models::TrainConfig config = load_config(file, arguments.overrides);
   if (arguments.print_config) {
     say(print_config(config));
     return 0;

@@ -215,13 +215,39 @@ TEST(Resume, BrokenNewestIsNamedAndTheOneBeforeUsed) {
 
 TEST(Resume, StartsFromTheStartWhereThereIsNone) {
   Folder folder;
-  const Outcome r = run_sheaf(folder.train("run", true));
+  Words loud = folder.train("run", true);
+  std::erase(loud, "--quiet");
+  const Outcome r = run_sheaf(loud);
   EXPECT_EQ(r.code, 0) << r.err;
+  EXPECT_TRUE(r.out.starts_with("no checkpoint in " + folder.checkpoints("run") +
+                                ": the run starts from the beginning\n"))
+      << r.out;
   EXPECT_EQ(folder.metrics("run").size(), static_cast<size_t>(kSteps));
   // A complete run that is resumed stays as it is.
   const Metrics before = folder.metrics("run");
   EXPECT_EQ(run_sheaf(folder.train("run", true)).code, 0);
   EXPECT_EQ(folder.metrics("run"), before);
+}
+
+TEST(Resume, NeedsNoOptionsAgain) {
+  Folder folder;
+  ASSERT_EQ(run_sheaf(folder.train("run")).code, 0);
+  const Metrics expected = folder.metrics("run");
+  const Words again = {"train", "--resume", "--output.folder", folder / "run"};
+  for (int world : {1, 2}) {
+    rewind(folder, "run");
+    const Outcome r = run_sheaf(testing::on_ranks(world, again));
+    ASSERT_EQ(r.code, 0) << r.err;
+    EXPECT_THAT(r.out, HasSubstr("resumed from " + folder.checkpoints("run") + "/step-57"));
+    if (world == 1) expect_same_curve(folder.metrics("run"), expected, "resumed");
+  }
+  // What is given wins, and is compared.
+  Words other = again;
+  other.insert(other.end(), {"--train.eval_every", "0", "--train.lr", "0.5"});
+  EXPECT_EQ(run_sheaf(other).code, 76);
+  other.back() = "0.001";
+  EXPECT_EQ(run_sheaf(other).code, 0);
+  EXPECT_EQ(run_sheaf({"train", "--resume", "--output.folder", folder / "none"}).code, 64);
 }
 
 TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
