@@ -13,6 +13,7 @@
 #include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/tensor.h"
+#include "sheaf/core/version.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/distributed/simulated.h"

@@ -164,7 +164,8 @@ TrainReport Trainer::run() {
       const auto unsigned_nan = [](double x) { return std::isnan(x) ? std::abs(x) : x; };
       if (!std::isfinite(report.train_loss) || !std::isfinite(norm))
         fail<NonFiniteError>("[train] step ", done, ": loss ", unsigned_nan(report.train_loss), ", gradient norm ", norm,
-                             "; a smaller train.lr or train.clip may help");
+                             t.clip > 0 ? "; a smaller train.lr or train.clip may help"
+                                        : "; a smaller train.lr or a train.clip above 0 may help");
     }
     if (logs) {
       const double norm = result.grad_norm.item<double>();

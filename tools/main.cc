@@ -8,7 +8,9 @@
 #include <CLI/CLI.hpp>
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/version.h"
 #include "sheaf/distributed/launcher.h"
+#include "sheaf/kernels/cuda/config.h"
 #include "sheaf/tools/bench/bench_command.h"
 #include "sheaf/tools/bench/rank_job.h"
 #include "sheaf/tools/commands.h"
@@ -33,6 +35,10 @@ int report(std::string what, int code) {
 int run(int argc, char** argv) {
   using namespace sheaf::tools;
   CLI::App app("Sheaf: a deep-learning framework in which sharding is a tensor's type.", "sheaf");
+  app.set_version_flag("--version", sheaf::str("sheaf ", sheaf::kVersion, " (CPU",
+                                               !sheaf::kernels::kHasCuda       ? ")"
+                                               : sheaf::kernels::kEmulatedCuda ? ", CUDA emulated)"
+                                                                               : ", CUDA)"));
   app.require_subcommand(1);
   const CLI::Range threads(1, 65536);
 

@@ -111,7 +111,7 @@ int train_command(const TrainArguments& arguments) {
       models::encode_prompt(*tokenizer, config.generate);
     if (first) {
       make_folders(config.output.folder);
-      write_file(config.output.folder + "/config.toml", print_config(config));
+      replace_file(config.output.folder + "/config.toml", print_config(config));
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
               " parameters, ", trainer.corpus().train.size(), " training tokens"));

@@ -89,6 +89,13 @@ TEST(BadInput, Configuration) {
   EXPECT_FALSE(std::filesystem::exists(f / "out"));
 }
 
+TEST(BadInput, Version) {
+  const Outcome r = run_sheaf({"--version"});
+  EXPECT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, ::testing::MatchesRegex(
+                         "sheaf [0-9]+\\.[0-9]+\\.[0-9]+ \\(CPU(, CUDA| emulated)*\\)\n"));
+}
+
 TEST(BadInput, CommandLine) {
   Folder f;
   expect_line(run_sheaf({}), 64, {"subcommand"}, "no subcommand");
@@ -190,7 +197,10 @@ TEST(BadInput, OutputAndNumbers) {
   EXPECT_EQ(run_sheaf(f.train({"--output.folder", f / "odd"})).code, 0);
   EXPECT_TRUE(std::filesystem::exists(f / "odd/checkpoints/notes"));
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100"}),
-                 75, {"step", "loss"});
+                 75, {"step", "loss", "a smaller train.lr or train.clip may help"});
+  expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100",
+                          "--train.clip", "0"}),
+                 75, {"a smaller train.lr or a train.clip above 0 may help"});
   EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
 }
 
