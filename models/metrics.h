@@ -18,9 +18,9 @@ struct Metric {
   Metric(std::string_view name, int64_t value) : name(name), value(value) {}
 };
 
-/// Appends to metrics.jsonl, one object per line: {"step":10,"loss":2.25,...}. Doubles are written with the fewest
-/// digits that read back to the same bits; NaN and infinities as null beside a flag: {"loss":null,"loss_nonfinite":
-/// "nan"}. Used by rank 0 only; not thread-safe.
+/// Appends to metrics.jsonl, one object per line: {"step":10,"loss":2.25,...}; docs/output.md has the fields. Doubles are
+/// written with the fewest digits that read back to the same bits; NaN and infinities as null beside a flag:
+/// {"loss":null,"loss_nonfinite":"nan"}. Used by rank 0 only; not thread-safe.
 class MetricsWriter {
  public:
   /// Starts the file, or goes on with it: lines of steps after `last_step` (of a run that was killed after its last

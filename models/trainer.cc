@@ -175,6 +175,7 @@ TrainReport Trainer::run() {
         int64_t peak = 0;
         for (int64_t p : report.peaks) peak = std::max(peak, p);
         metrics->write(done, {{"loss", report.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
+                              {"tokens", step_->tokens_per_step() * done}, {"seconds", now() - start},
                               {"tokens_per_second", tokens_per_second}, {"peak_bytes", peak}});
         const double each = (now() - start - evaluating) / static_cast<double>(done - first_step_);
         options_.print(progress_line({.step = done, .steps = t.steps, .loss = report.train_loss, .lr = result.lr,
