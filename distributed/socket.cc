@@ -30,7 +30,8 @@ AddressList resolve(const std::string& host, int port, bool passive) {
   hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE : 0);
   addrinfo* list = nullptr;
   if (int rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list); rc != 0)
-    fail<IoError>("[rendezvous] cannot resolve host '", host, "': ", gai_strerror(rc));
+    fail<ConfigError>("[rendezvous] cannot resolve host '", host, "': ",
+                      rc == EAI_SYSTEM ? std::strerror(errno) : gai_strerror(rc));
   return {list, &freeaddrinfo};
 }
 
@@ -102,7 +103,10 @@ Socket listen_on(const std::string& host, int port) {
     if (bind(s.fd(), a->ai_addr, a->ai_addrlen) == 0 && listen(s.fd(), 1024) == 0) return s;
     error = errno;
   }
-  fail<IoError>("[rendezvous] cannot listen on ", host, ':', port, ": ", std::strerror(error));
+  const std::string what = str("[rendezvous] cannot listen on ", host, ':', port, ": ", std::strerror(error));
+  if (error == EADDRINUSE) fail<ConfigError>(what, "; MASTER_PORT or SHEAF_PORT chooses another port");
+  if (error == EADDRNOTAVAIL) fail<ConfigError>(what, "; MASTER_ADDR must be an address of rank 0's host");
+  fail<IoError>(what);
 }
 
 Socket connect_to(const std::string& host, int port, Deadline deadline) {

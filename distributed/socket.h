@@ -29,16 +29,17 @@ class Socket {
   int fd_ = -1;
 };
 
-/// A socket that listens on `host` (a name or address) and `port` (0: any free one). IoError with the reason if not.
+/// A socket that listens on `host` (a name or address) and `port` (0: any free one). ConfigError for a name that does not
+/// resolve, an address that is not this host's and a port that is taken, IoError for the rest.
 Socket listen_on(const std::string& host, int port);
-/// Tries until `deadline`. CommError(kTimeout) if nobody answers.
+/// Tries until `deadline`. ConfigError for a name that does not resolve, CommError(kTimeout) if nobody answers.
 Socket connect_to(const std::string& host, int port, Deadline deadline);
 /// The next connection, or none when `deadline` passes.
 std::optional<Socket> accept_from(const Socket& listener, Deadline deadline);
 
 int local_port(const Socket& socket);
 std::string local_address(const Socket& socket);  ///< numeric
-/// True if every address that `host` resolves to is this machine's loopback.
+/// True if every address that `host` resolves to is this machine's loopback. ConfigError if it does not resolve.
 bool is_loopback(const std::string& host);
 
 /// Frame: 32-bit little-endian length, payload. False if the peer is gone or `deadline` passes first.

@@ -107,6 +107,17 @@ TEST(Rendezvous, BeyondLoopbackATokenIsRequired) {
   EXPECT_EQ(read(v).host, "192.0.2.1");
 }
 
+TEST(Rendezvous, NamesThatDoNotResolveAreConfiguration) {
+  const std::string part = "cannot resolve host 'no-such-host.invalid'";
+  expect_refused({{"RANK", "1"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "no-such-host.invalid"}},
+                 part);
+  expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_NODELIST", "no-such-host.invalid,b"}}, part);
+  EXPECT_THROW(connect_to("no-such-host.invalid", 5000, std::chrono::steady_clock::now()), ConfigError);
+  EXPECT_THROW(listen_on("192.0.2.1", 0), ConfigError);  // nobody's address
+  const Socket taken = listen_on("127.0.0.1", 0);
+  EXPECT_THROW(listen_on("127.0.0.1", local_port(taken)), ConfigError);
+}
+
 class Store : public ::testing::Test {
  protected:
   static Deadline in(double seconds) {
