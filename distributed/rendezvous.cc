@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <optional>
 #include <string_view>
@@ -56,7 +57,7 @@ class Reader {
   const Environment& environment_;
 };
 
-/// What one launcher calls its variables.
+/// What one launcher calls its variables. Slurm tells the tasks of a node in a way of its own.
 struct Names {
   const char *launcher, *rank, *world, *local_rank, *local_world;
 };
@@ -65,7 +66,7 @@ constexpr Names kLaunchers[] = {
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE"},
     {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
-    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr},
 };
 constexpr int kMaxRanks = 1 << 20;
 
@@ -73,6 +74,36 @@ constexpr int kMaxRanks = 1 << 20;
 bool interactive_slurm(const Names& names, const Reader& read) {
   const auto job = read.text("SLURM_JOB_NAME");
   return names.launcher == std::string_view("Slurm") && job && (*job == "bash" || *job == "interactive");
+}
+
+/// Entry `node` of Slurm's "2(x3),1", which reads 2, 2, 2, 1; none where there is no such entry.
+std::optional<int> tasks_on_node(std::string_view list, int node) {
+  while (!list.empty()) {
+    const std::string entry(list.substr(0, list.find(',')));
+    list.remove_prefix(std::min(list.size(), entry.size() + 1));
+    int tasks = 0, nodes = 1;
+    if (std::sscanf(entry.c_str(), "%d(x%d)", &tasks, &nodes) < 1 || tasks < 1 || nodes < 1) return std::nullopt;
+    if (node < nodes) return tasks;
+    node -= nodes;
+  }
+  return std::nullopt;
+}
+
+/// How many of a step's `world` tasks are on this node, as far as Slurm says.
+std::optional<int> slurm_tasks_here(const Reader& read, int world) {
+  if (const auto list = read.text("SLURM_STEP_TASKS_PER_NODE")) {
+    const auto node = read.number("SLURM_NODEID", 0, kMaxRanks);
+    if (node || list->find(',') == std::string::npos)
+      if (const auto tasks = tasks_on_node(*list, node.value_or(0)); tasks && *tasks <= world) return tasks;
+  }
+  for (const char* variable : {"SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"})
+    if (const auto nodes = read.number(variable, 1, kMaxRanks)) {  // the narrower scope counts
+      if (*nodes == 1) return world;
+      break;
+    }
+  // What was asked for; a step may have fewer tasks.
+  if (const auto asked = read.number("SLURM_NTASKS_PER_NODE", 1, kMaxRanks)) return std::min(*asked, world);
+  return std::nullopt;
 }
 
 /// "node[03-07,12],other" → "node03".
@@ -102,7 +133,7 @@ Rendezvous read_rendezvous(const Environment& environment) {
   r.init_timeout = read.seconds("SHEAF_INIT_TIMEOUT", r.init_timeout);
   r.timeout = read.seconds("SHEAF_TIMEOUT", r.timeout);
 
-  bool same_host = true;
+  bool same_host = true, slurm_step = false;
   for (const Names& names : kLaunchers) {
     const bool torchrun = &names == kLaunchers;
     if (!read.text(names.rank) && !(torchrun && read.text(names.world))) continue;
@@ -112,8 +143,12 @@ Rendezvous read_rendezvous(const Environment& environment) {
     r.rank = read.required(names.rank, 0, kMaxRanks, names.world);
     if (r.rank >= r.world)
       fail<ConfigError>("[rendezvous] ", names.rank, '=', r.rank, " is not below ", names.world, '=', r.world);
-    const auto local_world = read.number(names.local_world, 1, r.world);
-    const auto local_rank = read.number(names.local_rank, 0, r.world - 1);
+    auto local_world = names.local_world ? read.number(names.local_world, 1, r.world) : std::nullopt;
+    auto local_rank = read.number(names.local_rank, 0, r.world - 1);
+    // Slurm starts the ranks of other launchers' interfaces, too: srun --mpi=pmi2.
+    slurm_step = !names.local_world || read.number("SLURM_STEP_NUM_TASKS", 1, kMaxRanks) == r.world;
+    if (slurm_step && !local_world) local_world = slurm_tasks_here(read, r.world);
+    if (slurm_step && !local_rank) local_rank = read.number("SLURM_LOCALID", 0, r.world - 1);
     // Who says nothing of hosts and gives no address has one.
     const bool one_host = !local_world && !read.text("MASTER_ADDR") && !read.text("SLURM_JOB_NODELIST");
     r.local_world = local_world.value_or(one_host ? r.world : 1);
@@ -126,8 +161,8 @@ Rendezvous read_rendezvous(const Environment& environment) {
   if (r.world == 1) return r;
 
   r.host = read.text("MASTER_ADDR").value_or("");
-  if (const auto nodes = read.text("SLURM_JOB_NODELIST"); r.host.empty() && r.launcher == "Slurm" && nodes)
-    r.host = first_slurm_host(*nodes);
+  for (const char* variable : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"})
+    if (const auto nodes = read.text(variable); r.host.empty() && slurm_step && nodes) r.host = first_slurm_host(*nodes);
   if (r.host.empty() && !same_host)
     fail<ConfigError>("[rendezvous] the job spans several hosts, but MASTER_ADDR, rank 0's address, is not set");
   const int master_port = read.number("MASTER_PORT", 1, 65535).value_or(r.port);

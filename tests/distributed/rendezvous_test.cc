@@ -85,6 +85,41 @@ TEST(Rendezvous, SlurmsFirstHostServesTheStore) {
   }
 }
 
+TEST(Rendezvous, SlurmTellsWhoSharesAHost) {
+  const auto local_world = [](Variables more) {
+    more.insert({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "0"}, {"SLURM_JOB_NODELIST", "localhost"}});
+    return read(more).local_world;
+  };
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "4"}, {"SLURM_NODEID", "0"}}), 4);
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "2(x2)"}, {"SLURM_NODEID", "1"}}), 2);
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "2(x2)"}}), 2);
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "3,1"}, {"SLURM_NODEID", "0"}}), 3);
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "3,1"}, {"SLURM_NODEID", "1"}}), 1);
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "1(x2),2"}, {"SLURM_NODEID", "2"}}), 2);
+  EXPECT_EQ(local_world({{"SLURM_STEP_NUM_NODES", "1"}, {"SLURM_JOB_NUM_NODES", "2"}}), 4);
+  EXPECT_EQ(local_world({{"SLURM_JOB_NUM_NODES", "1"}}), 4);
+  EXPECT_EQ(local_world({{"SLURM_JOB_NUM_NODES", "2"}, {"SLURM_NTASKS_PER_NODE", "2"}}), 2);
+  // sbatch --ntasks-per-node=8, then srun -n 4: what the step is counts, not what was asked for.
+  EXPECT_EQ(local_world({{"SLURM_NTASKS_PER_NODE", "8"}}), 4);
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "1(x4)"}, {"SLURM_NODEID", "3"}, {"SLURM_NTASKS_PER_NODE", "4"}}), 1);
+  EXPECT_EQ(local_world({{"SLURM_STEP_TASKS_PER_NODE", "many"}, {"SLURM_NODEID", "0"}}), 1);
+  EXPECT_EQ(local_world({}), 1);
+}
+
+TEST(Rendezvous, SlurmStartsRanksOfPmi) {
+  Variables v = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_LOCALID", "1"},
+                 {"SLURM_STEP_TASKS_PER_NODE", "2"}, {"SLURM_NODEID", "0"}, {"SLURM_JOB_NODELIST", "no-such-host.invalid"},
+                 {"SLURM_STEP_NODELIST", "127.0.0.2"}};
+  EXPECT_EQ(read(v).local_world, 2);
+  EXPECT_EQ(read(v).local_rank, 1);
+  EXPECT_EQ(read(v).host, "127.0.0.1");
+  v["SLURM_STEP_TASKS_PER_NODE"] = "1(x2)";
+  EXPECT_EQ(read(v).local_world, 1);
+  EXPECT_EQ(read(v).host, "127.0.0.2");
+  v["SLURM_STEP_NUM_TASKS"] = "1";  // that of a launcher's daemons
+  expect_refused(v, "MASTER_ADDR");
+}
+
 TEST(Rendezvous, WrongValuesAreRefused) {
   expect_refused({{"RANK", "2"}, {"WORLD_SIZE", "2"}}, "RANK=2 is not below WORLD_SIZE=2");
   expect_refused({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}, "RANK=-1 is not between");
