@@ -114,6 +114,32 @@ std::string first_slurm_host(const std::string& list) {
   return list.substr(0, bracket) + list.substr(bracket + 1, end == std::string::npos ? end : end - bracket - 1);
 }
 
+/// What the launcher calls this job: the same on all ranks of the job, and on no rank of another that runs meanwhile.
+/// Empty where it says nothing: MPICH's Hydra, and variables that were set by hand.
+std::string job_id(const Reader& read, std::string_view launcher) {
+  const auto first = [&](std::initializer_list<const char*> variables) {
+    for (const char* variable : variables)
+      if (const auto value = read.text(variable)) return *value;
+    return std::string();
+  };
+  if (launcher == "torchrun") return first({"TORCHELASTIC_RUN_ID"});
+  if (launcher == "Open MPI") return first({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"});
+  if (launcher == "PMI") {
+    // Intel MPI's, that of srun --mpi=pmi2 and of Cray's PALS; else at least that of the allocation.
+    return first({"I_MPI_HYDRA_UUID", "PMI_JOBID", "SLURM_JOB_ID"});
+  }
+  const std::string job = first({"SLURM_JOB_ID", "SLURM_JOBID"}), step = first({"SLURM_STEP_ID", "SLURM_STEPID"});
+  return job.empty() ? job : job + '.' + step;
+}
+
+/// Jobs on one host that have ids of their own meet at ports of their own, as a rule. None is ephemeral on Linux.
+int port_of_job(const std::string& id) {
+  constexpr uint32_t kFirst = 20000, kPorts = 9000;
+  uint32_t hash = 2166136261u;  // FNV-1a: the same on every host
+  for (unsigned char c : id) hash = (hash ^ c) * 16777619u;
+  return static_cast<int>(kFirst + hash % kPorts);
+}
+
 std::string read_comm(const Reader& read) {
   const std::string comm = read.text("SHEAF_COMM").value_or("auto");
   if (comm != "auto" && comm != "shm" && comm != "gloo")
@@ -128,7 +154,6 @@ const char* of_process(const char* variable) { return std::getenv(variable); }
 Rendezvous read_rendezvous(const Environment& environment) {
   const Reader read(environment);
   Rendezvous r;
-  r.token = read.text("SHEAF_TOKEN").value_or("");
   r.comm = read_comm(read);
   r.init_timeout = read.seconds("SHEAF_INIT_TIMEOUT", r.init_timeout);
   r.timeout = read.seconds("SHEAF_TIMEOUT", r.timeout);
@@ -165,15 +190,20 @@ Rendezvous read_rendezvous(const Environment& environment) {
     if (const auto nodes = read.text(variable); r.host.empty() && slurm_step && nodes) r.host = first_slurm_host(*nodes);
   if (r.host.empty() && !same_host)
     fail<ConfigError>("[rendezvous] the job spans several hosts, but MASTER_ADDR, rank 0's address, is not set");
+  std::string id = job_id(read, r.launcher);
+  if (!id.empty()) id = r.launcher + ' ' + id;
+  if (!id.empty() && r.launcher != "torchrun") r.port = port_of_job(id);
   const int master_port = read.number("MASTER_PORT", 1, 65535).value_or(r.port);
   const bool agent = read.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
   r.port = read.number("SHEAF_PORT", 1, 65535).value_or(master_port + (agent ? 1 : 0));
   check<ConfigError>(r.port <= 65535, "[rendezvous] SHEAF_PORT must be set: MASTER_PORT + 1 is no port");
   r.listen_fd = read.number("SHEAF_LISTEN_FD", 3, 1 << 20).value_or(-1);
   if (same_host) r.host = "127.0.0.1";
-  if (!same_host && r.token.empty() && !is_loopback(r.host))
+  const std::string secret = read.text("SHEAF_TOKEN").value_or("");
+  if (!same_host && secret.empty() && !is_loopback(r.host))
     fail<ConfigError>("[rendezvous] rank 0 is at ", r.host, ", beyond loopback: set SHEAF_TOKEN to the same secret ",
                       "on all ranks");
+  r.token = id.empty() ? secret : str(secret, '\n', id);
   return r;
 }
 

@@ -125,7 +125,7 @@ class StoreServer::Impl {
     const uint64_t magic = in.u64(), rank = in.u64(), world = in.u64();
     const std::string token = in.text();
     if (!in.ok() || magic != kMagic) return void(c.close = true);
-    if (!equal_tokens(token_, token)) return refuse(c, "its job token (SHEAF_TOKEN) is not rank 0's");
+    if (!equal_tokens(token_, token)) return refuse(c, "it is of another job: its SHEAF_TOKEN or its launcher's job id is not rank 0's");
     if (world != static_cast<uint64_t>(world_))
       return refuse(c, str("its world size ", world, " is not rank 0's, ", world_));
     if (rank >= static_cast<uint64_t>(world_) || !ranks_.insert(static_cast<int>(rank)).second)

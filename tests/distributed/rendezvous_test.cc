@@ -4,6 +4,7 @@
 
 #include <map>
 #include <thread>
+#include <vector>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/rank_context.h"
@@ -118,6 +119,58 @@ TEST(Rendezvous, SlurmStartsRanksOfPmi) {
   EXPECT_EQ(read(v).host, "127.0.0.2");
   v["SLURM_STEP_NUM_TASKS"] = "1";  // that of a launcher's daemons
   expect_refused(v, "MASTER_ADDR");
+}
+
+TEST(Rendezvous, JobsHaveTokensAndPortsOfTheirOwn) {
+  const Variables slurm = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_NUM_NODES", "1"}};
+  const Variables pmi = {{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, mpi = {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
+  const Variables torchrun = {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "2"}};
+  const auto with = [](Variables base, Variables more) {
+    base.merge(more);
+    return base;
+  };
+  const std::vector<Variables> jobs = {
+      with(slurm, {{"SLURM_JOB_ID", "17"}, {"SLURM_STEP_ID", "0"}}),
+      with(slurm, {{"SLURM_JOB_ID", "17"}, {"SLURM_STEP_ID", "1"}}),
+      with(slurm, {{"SLURM_JOB_ID", "18"}, {"SLURM_STEP_ID", "0"}}),
+      with(pmi, {{"PMI_JOBID", "17.0"}}),
+      with(pmi, {{"PMI_JOBID", "17.1"}}),
+      with(pmi, {{"I_MPI_HYDRA_UUID", "9d260000"}, {"PMI_JOBID", "17.1"}}),
+      with(pmi, {{"SLURM_JOB_ID", "17"}}),
+      with(mpi, {{"PMIX_NAMESPACE", "prterun-host-4711@1"}}),
+      with(mpi, {{"OMPI_MCA_ess_base_jobid", "2871066625"}}),
+  };
+  std::map<std::string, size_t> tokens;
+  std::map<int, size_t> ports;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const Rendezvous r = read(jobs[i]);
+    EXPECT_TRUE(tokens.emplace(r.token, i).second) << i << " has the token of " << tokens[r.token];
+    EXPECT_TRUE(ports.emplace(r.port, i).second) << i << " has the port of " << ports[r.port];
+    EXPECT_GE(r.port, 20000);
+    EXPECT_LT(r.port, 29000);
+    Variables other_rank = jobs[i];
+    for (auto& [name, value] : other_rank)
+      if (name.ends_with("RANK") || name == "SLURM_PROCID") value = "1";
+    EXPECT_EQ(read(other_rank).token, r.token);
+    EXPECT_EQ(read(other_rank).port, r.port);
+  }
+  // The secret counts beside the id, and an explicit port wins.
+  const Rendezvous r = read(with(jobs[0], {{"SHEAF_TOKEN", "secret"}, {"MASTER_PORT", "5000"}}));
+  EXPECT_NE(r.token, read(jobs[0]).token);
+  EXPECT_EQ(r.port, 5000);
+  EXPECT_EQ(read(with(jobs[0], {{"SHEAF_PORT", "6000"}})).port, 6000);
+  for (const Variables& unnamed : {pmi, mpi, slurm, torchrun}) {
+    EXPECT_EQ(read(unnamed).port, 29500);
+    EXPECT_EQ(read(unnamed).token, "");
+    EXPECT_EQ(read(with(unnamed, {{"SHEAF_TOKEN", "secret"}})).token, "secret");
+  }
+  EXPECT_EQ(read(with(torchrun, {{"TORCHELASTIC_RUN_ID", "a"}})).port, 29500);
+  EXPECT_NE(read(with(torchrun, {{"TORCHELASTIC_RUN_ID", "a"}})).token, read(with(torchrun, {{"TORCHELASTIC_RUN_ID", "b"}})).token);
+}
+
+TEST(Rendezvous, AnIdOfTheJobIsNoSecret) {
+  expect_refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "4"}, {"SLURM_NTASKS_PER_NODE", "2"}, {"SLURM_JOB_ID", "17"},
+                  {"SLURM_JOB_NODELIST", "192.0.2.[1-2]"}}, "set SHEAF_TOKEN");
 }
 
 TEST(Rendezvous, WrongValuesAreRefused) {
