@@ -17,10 +17,7 @@ thread_local RankContext* current_context = nullptr;
 RankContext& process_context() {
   static RankContext* context = [] {  // never destroyed: tensors in static objects may outlive it
     auto* c = new RankContext;
-    c->threads = available_cores();
-    // The variable by which people tell numerical programs so.
-    if (const char* told = std::getenv("OMP_NUM_THREADS"))
-      if (const int threads = std::atoi(told); threads > 0) c->threads = std::min(c->threads, threads);
+    c->threads = default_threads(1);
     return c;
   }();
   return *context;
@@ -91,5 +88,12 @@ int available_cores() {
   if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
   return std::max(1, CPU_COUNT(&set));
 }
+
+int default_threads(int ranks, const char* told) {
+  const int share = std::max(1, available_cores() / ranks), most = told ? std::atoi(told) : 0;
+  return most > 0 ? std::min(share, most) : share;
+}
+
+int default_threads(int ranks) { return default_threads(ranks, std::getenv("OMP_NUM_THREADS")); }
 
 }  // namespace sheaf

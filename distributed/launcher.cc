@@ -21,6 +21,7 @@
 #include "sheaf/core/error.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/core_shares.h"
+#include "sheaf/distributed/rendezvous.h"
 #include "sheaf/distributed/socket.h"
 
 namespace sheaf::distributed {
@@ -121,7 +122,7 @@ class Job {
 
   void start() {
     const int n = options_.nproc;
-    const int threads = options_.threads_per_rank > 0 ? options_.threads_per_rank : std::max(1, available_cores() / n);
+    const int threads = options_.threads_per_rank > 0 ? options_.threads_per_rank : threads_per_rank(n);
     std::vector<std::vector<int>> shares(static_cast<size_t>(n));  // of the cores; an empty one: not pinned
     if (options_.pin)
       if (auto all = core_shares(available_cpus(), n); !all.empty()) shares = std::move(all);

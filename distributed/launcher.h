@@ -9,7 +9,7 @@ namespace sheaf::distributed {
 
 struct LaunchOptions {
   int nproc = 1;                     ///< ranks
-  int threads_per_rank = 0;          ///< 0: cores / nproc, at least 1
+  int threads_per_rank = 0;          ///< 0: as threads_per_rank(nproc) of rendezvous.h says
   bool pin = true;                   ///< each rank to its share of the cores, if that has as many as the rank has threads
   std::vector<std::string> command;  ///< program and arguments; the program is looked up in PATH
 };

@@ -181,8 +181,7 @@ Rendezvous read_rendezvous(const Environment& environment) {
     same_host = r.local_world == r.world;
     break;
   }
-  const auto threads = read.number("SHEAF_THREADS_PER_RANK", 1, 65536);
-  r.threads = threads.value_or(std::max(1, available_cores() / r.local_world));
+  r.threads = threads_per_rank(r.local_world, environment);
   if (r.world == 1) return r;
 
   r.host = read.text("MASTER_ADDR").value_or("");
@@ -208,6 +207,14 @@ Rendezvous read_rendezvous(const Environment& environment) {
 }
 
 Rendezvous read_rendezvous() { return read_rendezvous(of_process); }
+
+int threads_per_rank(int ranks, const Environment& environment) {
+  return Reader(environment)
+      .number("SHEAF_THREADS_PER_RANK", 1, 65536)
+      .value_or(default_threads(ranks, environment("OMP_NUM_THREADS")));
+}
+
+int threads_per_rank(int ranks) { return threads_per_rank(ranks, of_process); }
 
 std::string wanted_comm() {
   const Environment environment = of_process;

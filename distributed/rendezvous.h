@@ -17,7 +17,7 @@ struct Rendezvous {
   int port = 29500;
   std::string token;            ///< SHEAF_TOKEN and what the launcher calls the job, so that ranks of two jobs never meet
   int listen_fd = -1;           ///< SHEAF_LISTEN_FD: a socket that listens on `port`, inherited from the launcher
-  int threads = 1;              ///< per rank: SHEAF_THREADS_PER_RANK, else cores / local_world
+  int threads = 1;              ///< per rank: threads_per_rank(local_world)
   std::string comm = "auto";    ///< SHEAF_COMM: "shm", "gloo", or "auto": shm if all ranks share a host, else gloo
   std::chrono::milliseconds init_timeout{300'000};  ///< SHEAF_INIT_TIMEOUT, in seconds
   std::chrono::milliseconds timeout{300'000};       ///< SHEAF_TIMEOUT, in seconds: of one collective
@@ -32,6 +32,11 @@ using Environment = std::function<const char*(const char*)>;
 /// the store stays on loopback; if it does not, SHEAF_TOKEN is required. ConfigError names what is missing or wrong.
 Rendezvous read_rendezvous(const Environment& environment);
 Rendezvous read_rendezvous();  ///< of this process
+
+/// Compute threads of each of `ranks` ranks on this host: SHEAF_THREADS_PER_RANK, else default_threads() of
+/// core/rank_context.h, for which OMP_NUM_THREADS is an upper bound.
+int threads_per_rank(int ranks, const Environment& environment);
+int threads_per_rank(int ranks);  ///< of this process
 
 /// SHEAF_COMM of this process: "auto", "shm" or "gloo"; ConfigError for anything else.
 std::string wanted_comm();

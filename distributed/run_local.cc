@@ -16,8 +16,7 @@ void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions 
   if (options.device.is_cuda())  // here, where the error has no peers
     check<ConfigError>(kernels::kHasCuda, "[run_local] ", options.device.to_string(), ": this build has no CUDA");
   auto job = std::make_shared<LocalJob>(ranks, options);
-  const int threads =
-      options.threads_per_rank > 0 ? options.threads_per_rank : std::max(1, available_cores() / ranks);
+  const int threads = options.threads_per_rank > 0 ? options.threads_per_rank : default_threads(ranks);
 
   std::mutex mutex;
   std::vector<std::pair<int, std::exception_ptr>> thrown;  // rank, in order of time

@@ -144,7 +144,7 @@ int tape_command(const TapeArguments& arguments) {
     vocab = models::load_corpus(config.data, 0).vocab;
   }
   const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
-                                                     : std::max(1, available_cores() / arguments.world);
+                                                     : threads_per_rank(arguments.world);
   if (arguments.device != "cpu" && arguments.device != "cuda")
     fail<ConfigError>("[tape] unknown device '", arguments.device, "'; known: cpu, cuda");
   const bool gpu = arguments.device == "cuda";

@@ -121,6 +121,17 @@ TEST(Rendezvous, SlurmStartsRanksOfPmi) {
   expect_refused(v, "MASTER_ADDR");
 }
 
+TEST(Rendezvous, ThreadsOfARank) {
+  const int cores = available_cores();
+  EXPECT_EQ(read({{"OMP_NUM_THREADS", "1"}}).threads, 1);
+  EXPECT_EQ(read({{"OMP_NUM_THREADS", "1,4"}}).threads, 1);  // of the outermost level
+  for (const char* nothing : {"100000", "0", "-1", "all", ""}) EXPECT_EQ(read({{"OMP_NUM_THREADS", nothing}}).threads, cores);
+  EXPECT_EQ(read({{"OMP_NUM_THREADS", "1"}, {"SHEAF_THREADS_PER_RANK", "3"}}).threads, 3);
+  EXPECT_EQ(read({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "2"}, {"OMP_NUM_THREADS", "100000"}}).threads,
+            std::max(1, cores / 2));
+  EXPECT_EQ(threads_per_rank(2 * cores, [](const char*) { return nullptr; }), 1);
+}
+
 TEST(Rendezvous, JobsHaveTokensAndPortsOfTheirOwn) {
   const Variables slurm = {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_NUM_NODES", "1"}};
   const Variables pmi = {{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, mpi = {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}};

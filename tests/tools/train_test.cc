@@ -232,6 +232,31 @@ TEST(Train, TwoRanksAreOneRankWithTwoMicroBatches) {
   }
 }
 
+TEST(Train, OmpNumThreadsIsAnUpperBound) {
+  Folder folder;
+  const auto train = [&](const Words& command, const Words& environment) {
+    std::filesystem::remove_all(folder / "run");
+    const Outcome r = run_sheaf(command + kTiny + folder.data("run"), environment);
+    EXPECT_EQ(r.code, 0) << r.err;
+    return r.out;
+  };
+  const std::string program = testing::on_ranks(2, {"train"})[6];
+  const Words launch = {"launch", "--nproc-per-node", "2", "--", program, "train"};
+  EXPECT_THAT(train({"train"}, {"OMP_NUM_THREADS=1"}), HasSubstr("1 rank (local) x 1 thread,"));
+  EXPECT_THAT(train(launch, {"OMP_NUM_THREADS=1"}), HasSubstr("2 ranks (shm) x 1 thread,"));
+  // What asks for Sheaf's own threads wins.
+  const Words both = {"OMP_NUM_THREADS=1", "SHEAF_THREADS_PER_RANK=3"};
+  EXPECT_THAT(train({"train"}, both), HasSubstr("x 3 threads,"));
+  EXPECT_THAT(train(launch, both), HasSubstr("x 3 threads,"));
+  EXPECT_THAT(train({"train", "--threads-per-rank", "2"}, both), HasSubstr("x 2 threads,"));
+  const auto threads_on_tape = [&](const Words& environment) {
+    return number_after(run_sheaf(Words{"tape"} + kTiny + folder.data("none"), environment).out,
+                        ", threads ");
+  };
+  EXPECT_EQ(threads_on_tape({"OMP_NUM_THREADS=1"}), 1);
+  EXPECT_EQ(threads_on_tape(both), 3);
+}
+
 TEST(Train, StoppedRankEndsTheJobInATimeOut) {
   Folder folder;
   SheafProcess job(testing::on_ranks(3, Words{"train"} + kTiny + folder.data("run") +
