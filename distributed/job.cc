@@ -41,8 +41,13 @@ std::shared_ptr<Job> join_job(const Rendezvous& r) {
                           deadline);
   }
   job->monitor->start(deadline);
+  job->subscription = job->board->subscribe([store = job->store.get()](const JobFailure& failure) {
+    store->interrupt(str("rank ", failure.rank, " failed: ", failure.reason));
+  });
   return job;
 }
+
+Job::~Job() { board->unsubscribe(subscription); }
 
 std::vector<std::string> Job::agree(const std::string& key, const std::string& answer) {
   const Deadline deadline = std::chrono::steady_clock::now() + rendezvous.init_timeout;

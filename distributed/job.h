@@ -19,6 +19,12 @@ struct Job {
   std::unique_ptr<StoreServer> server;  ///< on rank 0
   std::unique_ptr<StoreClient> store;
   std::unique_ptr<Monitor> monitor;
+  int subscription = -1;  ///< to the board: when the job fails, nobody waits for the store any more
+
+  Job() = default;
+  ~Job();
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
 
   /// Collective: what every rank says to the question `key`, by rank. Asked once each. When it returns on rank 0, who
   /// serves the store, all have heard it.

@@ -1,5 +1,6 @@
 #include "sheaf/distributed/tcp_store.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <list>
 #include <map>
@@ -175,7 +176,7 @@ StoreServer::~StoreServer() = default;
 
 StoreClient::StoreClient(const std::string& host, int port, int rank, int world, const std::string& token,
                          Deadline deadline)
-    : rank_(rank), world_(world), socket_(connect_to(host, port, deadline)) {
+    : rank_(rank), world_(world), socket_(connect_to(host, port, deadline)), wake_(eventfd(0, EFD_CLOEXEC)) {
   const std::string hello = FrameWriter().u8(kHello).u64(kMagic).u64(static_cast<uint64_t>(rank))
                                 .u64(static_cast<uint64_t>(world)).text(token).bytes();
   ask(hello, "greeting", deadline);
@@ -201,11 +202,32 @@ std::string StoreClient::missing_ranks() {
   return "unknown";
 }
 
+void StoreClient::interrupt(const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (!interrupted_.empty()) return;
+  interrupted_ = reason;
+  const uint64_t one = 1;
+  if (write(wake_.fd(), &one, sizeof one) < 0) { /* an eventfd takes a 1 */ }
+}
+
+bool StoreClient::answered(Deadline deadline) const {
+  while (Clock::now() < deadline) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    pollfd polled[] = {{wake_.fd(), POLLIN, 0}, {socket_.fd(), POLLIN, 0}};
+    poll(polled, 2, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000'000)));
+    if (polled[0].revents) return false;
+    if (polled[1].revents) return true;
+  }
+  return false;
+}
+
 std::string StoreClient::ask(const std::string& request, const std::string& what, Deadline deadline) {
   std::optional<std::string> reply;
-  if (send_frame(socket_, request, deadline)) reply = receive_frame(socket_, deadline);
+  if (send_frame(socket_, request, deadline) && answered(deadline)) reply = receive_frame(socket_, deadline);
   const std::string me = str("[rendezvous] rank ", rank_, " of ", world_, ": ");
   if (!reply) {
+    std::lock_guard lock(mutex_);
+    if (!interrupted_.empty()) throw CommError(me + interrupted_, ExitCode::kPeerLost);
     if (Clock::now() >= deadline) throw CommError(str(me, "time-out, waiting for ", what), ExitCode::kTimeout);
     throw CommError(str(me, "rank 0, which serves the store, is gone"), ExitCode::kPeerLost);
   }

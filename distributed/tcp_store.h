@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -25,7 +26,7 @@ class StoreServer {
   std::unique_ptr<Impl> impl_;
 };
 
-/// One rank's connection; for one thread at a time.
+/// One rank's connection; for one thread at a time, but for interrupt().
 class StoreClient {
  public:
   /// ConfigError if refused, CommError on time-out.
@@ -39,14 +40,21 @@ class StoreClient {
   /// The ranks that have not greeted the server: "2, 3".
   std::string missing_ranks();
 
+  /// From any thread: whoever waits in a call, or makes one later, gets CommError(kPeerLost) with this reason.
+  void interrupt(const std::string& reason);
+
   /// This machine's address as the server's machine sees it: where peers can reach us.
   std::string local_address() const { return sheaf::local_address(socket_); }
 
  private:
   std::string ask(const std::string& request, const std::string& what, Deadline deadline);
+  bool answered(Deadline deadline) const;  ///< false at the deadline, or when interrupted
 
   const int rank_, world_;
   Socket socket_;
+  const Socket wake_;  // an eventfd: the connection stays whole, so that the server does not take us for dead
+  std::mutex mutex_;
+  std::string interrupted_;  // why; empty: it was not
 };
 
 }  // namespace sheaf

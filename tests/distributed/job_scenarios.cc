@@ -147,6 +147,12 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
          sleep_for(60);
        }},
       {"nothing", [](World&) {}},
+      {"no_mesh", [](World& w) {  // rank 1 fails before it connects to the others
+         w.guard([&] {
+           if (w.rank() == 1) fail<DataError>("[corpus] missing");
+           lane(w).barrier("once").sync();
+         });
+       }},
       {"kind", [](World& w) {
          lane(w).barrier("once").sync();
          std::cout << "talks over " << w.kind() << std::endl;

@@ -42,6 +42,10 @@ TEST_P(Processes, ThrowingPeerTellsWhatItThrew) {
   expect_fallout({.scenario = "exit", .ranks = 2}, 1, 65, 72, 2.0, {"rank 1 failed: it died"});
 }
 
+TEST_P(Processes, WhoFailsBeforeItConnectsIsNotWaitedFor) {
+  expect_fallout({.scenario = "no_mesh", .ranks = 3}, 1, 65, 72, 2.0, {"rank 1 failed: [corpus] missing"});
+}
+
 TEST_P(Processes, AbortReachesEverybody) {
   for (const auto& r : run_processes({.scenario = "abort", .ranks = 3})) {
     EXPECT_EQ(r.code, 72) << r.output;

@@ -260,6 +260,25 @@ TEST_F(Store, TimeOutAndMissingRanks) {
   EXPECT_EQ(a->missing_ranks(), "0, 2");
 }
 
+TEST_F(Store, InterruptEndsAWait) {
+  serve(2, "t");
+  auto a = client(0, 2);
+  std::thread interrupter([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    a->interrupt("rank 1 failed: it has no data");
+  });
+  for (int i = 0; i < 2; ++i) {
+    try {
+      a->get("nothing", in(20));
+      FAIL();
+    } catch (const CommError& e) {
+      EXPECT_EQ(e.exit_code(), 72);
+      EXPECT_STREQ(e.what(), "[rendezvous] rank 0 of 2: rank 1 failed: it has no data");
+    }
+  }
+  interrupter.join();
+}
+
 TEST_F(Store, RefusesStrangers) {
   serve(2, "t");
   auto a = client(0, 2);
