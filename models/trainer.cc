@@ -7,6 +7,7 @@
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/agreement.h"
 #include "sheaf/models/checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
@@ -34,6 +35,14 @@ CheckpointGroup group_of(TrainingStep& step, World& world) {
   return group;
 }
 
+// Where a host keeps its copy of the data is its own affair; what stands there is not.
+void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val) {
+  const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
+                                val.xxh3);
+  require_agreement(world, "data", {{"the size of the vocabulary", str(corpus.vocab)},
+                                    {"the data", value, str("'", corpus.train.name(), "' (", value, ")")}});
+}
+
 }  // namespace
 
 Corpus load_corpus(const DataConfig& data, int64_t vocab) {
@@ -55,6 +64,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
       validation_(corpus_.val, config.model.context, config.train.eval_tokens) {
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
+  require_same_data(world_, corpus_, train_data_, val_data_);
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
   if (corpus_.vocab > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", corpus_.vocab);

@@ -5,6 +5,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/gpu.h"
+#include "sheaf/distributed/agreement.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
@@ -80,16 +81,30 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   lines.say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
 }
 
+// A run that goes on need not be described again: its folder says what it was.
+models::TrainConfig read_config(const TrainArguments& arguments) {
+  std::string file = arguments.config;
+  if (arguments.resume && file.empty())
+    if (const std::string own = config_of_run(arguments.overrides); path_exists(own)) file = own;
+  return load_config(file, arguments.overrides);
+}
+
+// Ranks that were given different options would train something wrong, or wait for each other in vain. Threads may
+// differ, and so may the places where hosts keep the data, which are compared by what stands there.
+void require_same_options(World& world, const TrainArguments& arguments, models::TrainConfig& config) {
+  std::vector<Fact> facts = {{"--resume", str(arguments.resume)}, {"--quiet", str(arguments.quiet)}};
+  for (const ConfigField& field : config_fields(config)) {
+    if (field.key == "data.corpus" || field.key == "data.train_file" || field.key == "data.val_file") continue;
+    facts.push_back({field.key, std::visit([](const auto* value) { return str(*value); }, field.target)});
+  }
+  require_agreement(world, "config", facts);
+}
+
 }  // namespace
 
 int train_command(const TrainArguments& arguments) {
-  std::string file = arguments.config;
-  // A run that goes on need not be described again: its folder says what it was.
-  if (arguments.resume && file.empty())
-    if (const std::string own = config_of_run(arguments.overrides); path_exists(own)) file = own;
-  models::TrainConfig config = load_config(file, arguments.overrides);
   if (arguments.print_config) {
-    say(print_config(config));
+    say(print_config(read_config(arguments)));
     return 0;
   }
   // `sheaf train | head -1` must not cost the run its checkpoints: writing to the closed pipe fails instead.
@@ -97,6 +112,8 @@ int train_command(const TrainArguments& arguments) {
   RunLines lines;
   World world = distributed::init_from_env();
   world.guard([&] {
+    models::TrainConfig config = read_config(arguments);
+    require_same_options(world, arguments, config);
     if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
     const RankScope scope(RankContext::current());
     const int threads = RankContext::current().threads;

@@ -38,7 +38,8 @@ std::string read_text(const std::string& path) {
 
 bool is_launcher_variable(const std::string& entry) {
   for (const char* name : {"RANK=", "WORLD_SIZE=", "LOCAL_RANK=", "LOCAL_WORLD_SIZE=",
-                           "MASTER_ADDR=", "MASTER_PORT=", "SHEAF_", "OMP_NUM_THREADS="})
+                           "MASTER_ADDR=", "MASTER_PORT=", "SHEAF_", "OMP_NUM_THREADS=",
+                           "SLURM_", "PMI_", "PMIX_", "OMPI_"})
     if (entry.starts_with(name)) return true;
   return false;
 }

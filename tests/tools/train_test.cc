@@ -9,6 +9,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -255,6 +256,70 @@ TEST(Train, OmpNumThreadsIsAnUpperBound) {
   };
   EXPECT_EQ(threads_on_tape({"OMP_NUM_THREADS=1"}), 1);
   EXPECT_EQ(threads_on_tape(both), 3);
+}
+
+/// Two ranks, as a launcher for several hosts starts them: each with options of its own.
+std::vector<Outcome> pair(const Words& first, const Words& second) {
+  static int jobs = 0;
+  const auto rank = [id = ++jobs](int r) {
+    return Words{"PMI_RANK=" + std::to_string(r), "PMI_SIZE=2", "SHEAF_THREADS_PER_RANK=1", "SHEAF_TIMEOUT=20",
+                 "PMI_JOBID=" + std::to_string(getpid()) + "." + std::to_string(id)};
+  };
+  SheafProcess zero(first, rank(0)), one(second, rank(1));
+  return {zero.wait(), one.wait()};
+}
+
+TEST(Train, RanksWithDifferentOptionsAreRefused) {
+  Folder folder;
+  const Words command = Words{"train"} + kTiny + folder.data("run");
+  const auto expect_refused = [&](const Words& zero, const Words& one, const std::string& part) {
+    for (const Outcome& r : pair(command + zero, command + one)) {
+      EXPECT_EQ(r.code, 64) << r.err;
+      EXPECT_THAT(r.err, HasSubstr(part));
+    }
+    EXPECT_FALSE(std::filesystem::exists(folder / "run"));
+  };
+  const std::string disagree = "[config] ranks disagree: ";
+  expect_refused({}, {"--train.batch", "7"}, disagree + "train.batch is 5 on rank 0 and 7 on rank 1");
+  expect_refused({}, {"--train.lr", "0.002"}, disagree + "train.lr is 0.001 on rank 0 and 0.002 on rank 1");
+  expect_refused({"--train.seed", "1"}, {}, disagree + "train.seed is 1 on rank 0 and 1337 on rank 1");
+  expect_refused({}, {"--model.layers", "2"}, disagree + "model.layers is 3 on rank 0 and 2 on rank 1");
+  expect_refused({}, {"--train.steps", "6"}, disagree + "train.steps is 5 on rank 0 and 6 on rank 1");
+  expect_refused({}, {"--output.folder", "elsewhere"}, disagree + "output.folder is " + (folder / "run"));
+  expect_refused({"--quiet"}, {}, disagree + "--quiet is true on rank 0 and false on rank 1");
+  expect_refused({}, {"--resume"}, disagree + "--resume is false on rank 0 and true on rank 1");
+}
+
+TEST(Train, RanksWithDifferentDataAreRefused) {
+  Folder folder;
+  std::string text = testing::sample_text(3000);
+  text[1500] = text[1500] == 'e' ? 'a' : 'e';  // the same size, the same characters
+  std::ofstream(folder / "other.txt") << text;
+  const Words command = Words{"train"} + kTiny + folder.data("run");
+  for (const Outcome& r : pair(command, command + Words{"--data.corpus", folder / "other.txt"})) {
+    EXPECT_EQ(r.code, 64) << r.err;
+    EXPECT_THAT(r.err, HasSubstr("[data] ranks disagree: the data is '" + (folder / "corpus.txt") +
+                                 "' (2700 tokens to train on, 300 to validate on, XXH3 "));
+    EXPECT_THAT(r.err, HasSubstr(" on rank 0 and '" + (folder / "other.txt") + "' (2700 tokens"));
+  }
+  // A copy at another place is the same data.
+  std::filesystem::copy_file(folder / "corpus.txt", folder / "copy.txt");
+  for (const Outcome& r : pair(command, command + Words{"--data.corpus", folder / "copy.txt"}))
+    EXPECT_EQ(r.code, 0) << r.err;
+}
+
+TEST(Train, ARankWithWrongOptionsEndsTheOthersWait) {
+  Folder folder;
+  const Words command = Words{"train"} + kTiny + folder.data("run");
+  const auto of_options = pair(command, command + Words{"--train.stepz", "3"});
+  EXPECT_EQ(of_options[1].code, 64) << of_options[1].err;
+  const auto of_data = pair(command, command + Words{"--data.corpus", folder / "missing.txt"});
+  EXPECT_EQ(of_data[1].code, 65) << of_data[1].err;
+  for (const auto& [outcome, part] : {std::pair{of_options[0], "rank 1 failed: [config]"},
+                                      {of_data[0], "rank 1 failed: [file] cannot open"}}) {
+    EXPECT_EQ(outcome.code, 72) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr(part));
+  }
 }
 
 TEST(Train, StoppedRankEndsTheJobInATimeOut) {

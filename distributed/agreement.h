@@ -1,0 +1,23 @@
+// Agreement: all ranks of a job were given the same, or they say at once where not.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/world.h"
+
+namespace sheaf {
+
+/// Something that must be the same on every rank.
+struct Fact {
+  std::string name;        ///< such as "train.batch"
+  std::string value;       ///< what is compared
+  std::string shown = {};  ///< how messages show it; empty: `value`
+};
+
+/// Collective. Every rank gives the same names in the same order. ConfigError on every rank if a value differs: it names
+/// the first such fact, what it is on rank 0 and on the first rank that differs. `what` heads the message. A rank that
+/// fails before it comes here ends the others' wait, as in any collective.
+void require_agreement(World& world, const std::string& what, const std::vector<Fact>& facts);
+
+}  // namespace sheaf
