@@ -6,6 +6,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/communicator.h"
+#include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/models/checkpoint.h"
@@ -69,10 +70,24 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   if (corpus_.vocab > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", corpus_.vocab);
   check_memory(config_, config_.model.vocab, world_);
+  lock_folder();
   step_ = std::make_unique<TrainingStep>(config_, config_.model.vocab, world_, device_);
   restore();
   // What would be found out only at the first save.
   if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
+}
+
+// Two runs in one folder would remove each other's pending checkpoints.
+void Trainer::lock_folder() {
+  if (world_.rank() != 0) return;
+  const std::string& folder = config_.output.folder;
+  make_folders(folder);
+  lock_ = std::make_unique<FileLock>(folder + "/.lock");
+  if (lock_->state() == FileLock::State::elsewhere)
+    fail<ConfigError>("[train] another run is writing to '", folder, "': wait until it has ended, or choose another "
+                      "output.folder");
+  if (lock_->state() == FileLock::State::impossible)
+    options_.warn(str("the file system of '", folder, "' has no locks: no other run must write there"));
 }
 
 void Trainer::restore() {

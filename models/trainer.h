@@ -6,6 +6,7 @@
 #include <string>
 
 #include "sheaf/models/batch_sampler.h"
+#include "sheaf/models/file_lock.h"
 #include "sheaf/models/metrics.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/models/token_file.h"
@@ -34,8 +35,9 @@ struct TrainReport {
 
 class Trainer {
  public:
-  /// Reads the corpus, builds the model and finds out whether checkpoints can be written; collective. Throws ConfigError,
-  /// DataError, IoError.
+  /// Reads the corpus, builds the model and finds out whether checkpoints can be written; collective. Rank 0 locks the
+  /// output folder for as long as this lives. Throws ConfigError, also where another run has the folder, DataError,
+  /// IoError, OutOfMemory where a step cannot fit.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
   /// Trains to the end; collective. Throws NonFiniteError when the loss or the gradient is not finite in a step that is
@@ -47,6 +49,7 @@ class Trainer {
   int64_t num_parameters();
 
  private:
+  void lock_folder();
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
@@ -61,6 +64,7 @@ class Trainer {
   SplitState train_data_, val_data_;
   RandomWindows windows_;
   SequentialWindows validation_;
+  std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;
 };

@@ -322,15 +322,38 @@ TEST(Train, ARankWithWrongOptionsEndsTheOthersWait) {
   }
 }
 
+void wait_for_steps(SheafProcess& job, const Folder& folder, const std::string& out, size_t steps) {
+  while (job.running() && (!std::filesystem::exists(folder / out + "/metrics.jsonl") ||
+                           folder.metrics(out).size() < steps))
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+}
+
+TEST(Train, OneRunAtATimeWritesToAFolder) {
+  Folder folder;
+  const Words endless = {"--train.steps", "1000000", "--train.save_every", "0", "--train.eval_every", "0"};
+  SheafProcess job(testing::on_ranks(1, Words{"train"} + kTiny + folder.data("run") + endless));
+  wait_for_steps(job, folder, "run", 1);
+  for (int world : {1, 2})
+    for (const Words& more : {Words{}, Words{"--resume"}}) {
+      const Outcome r =
+          run_sheaf(testing::on_ranks(world, Words{"train"} + kTiny + folder.data("run") + more));
+      EXPECT_EQ(r.code, 64) << r.err;
+      EXPECT_THAT(r.err, HasSubstr("[train] another run is writing to '" + (folder / "run") + "'"));
+    }
+  EXPECT_TRUE(job.running());
+  job.signal_all(SIGKILL);
+  job.wait();
+  const Outcome r = run_sheaf(Words{"train"} + kTiny + folder.data("run"));
+  EXPECT_EQ(r.code, 0) << r.err;
+}
+
 TEST(Train, StoppedRankEndsTheJobInATimeOut) {
   Folder folder;
   SheafProcess job(testing::on_ranks(3, Words{"train"} + kTiny + folder.data("run") +
                                             Words{"--train.steps", "1000000", "--train.eval_every",
                                                   "0", "--train.save_every", "0"}),
                    {"SHEAF_TIMEOUT=8"});
-  while (job.running() && (!std::filesystem::exists(folder / "run/metrics.jsonl") ||
-                           folder.metrics("run").size() < 5))
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  wait_for_steps(job, folder, "run", 5);
   ASSERT_EQ(job.ranks().size(), 3u);
   kill(job.ranks()[2], SIGSTOP);
   const Outcome r = job.wait();
