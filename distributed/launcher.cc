@@ -35,6 +35,8 @@ constexpr auto kOwnExitTime = seconds(2);
 constexpr auto kTerminateTime = seconds(3);
 // After a signal from outside a program may want to save something.
 constexpr auto kForwardedTime = seconds(30);
+// What comes sooner is the same request: `timeout` and batch systems signal a whole group, and each member.
+constexpr auto kSameRequest = seconds(1);
 
 constexpr const char* kErrorFd = "SHEAF_ERROR_FD";
 
@@ -206,8 +208,16 @@ class Job {
     siginfo_t info;
     const int signal = sigtimedwait(&signals_, &info, &time);
     if (signal <= 0 || signal == SIGCHLD) return;
-    if (std::exchange(signal_, signal) != 0) kill_at_ = Clock::now();  // asked twice
-    else kill_at_ = Clock::now() + kForwardedTime;
+    const auto now = Clock::now();
+    if (signal_ == 0) {
+      signal_ = signal;
+      asked_at_ = now;
+      kill_at_ = now + kForwardedTime;
+    } else if (now - asked_at_ < kSameRequest) {
+      return;
+    } else {
+      kill_at_ = now;
+    }
     // What a terminal sends has gone to the ranks already.
     if (info.si_code != SI_KERNEL) signal_all(signal);
   }
@@ -218,8 +228,13 @@ class Job {
       int status = 0;
       if (!c.running || waitpid(c.pid, &status, WNOHANG) != c.pid) continue;
       c.running = false;
-      if (status == 0 || stopping_ || signal_ != 0) continue;
-      failures_.push_back({r, c.pid, status, c.reason()});
+      if (status == 0 || stopping_) continue;
+      const Failure failure{r, c.pid, status, c.reason()};
+      if (signal_ != 0) {  // ends as it was asked to, but what it could not save, say, is worth a line
+        if (failure.is_own() && !failure.reason.empty()) std::fprintf(stderr, "sheaf launch: %s\n", failure.to_string().c_str());
+        continue;
+      }
+      failures_.push_back(failure);
       if (failures_.size() == 1) stop_at_ = Clock::now() + kOwnExitTime;
     }
   }
@@ -247,7 +262,8 @@ class Job {
   std::vector<Failure> failures_;  // in order of time
   std::optional<Clock::time_point> stop_at_, kill_at_;
   bool stopping_ = false;
-  int signal_ = 0;  // that we were sent
+  int signal_ = 0;  // that we were sent first
+  Clock::time_point asked_at_;
   sigset_t signals_, previous_mask_;
 };
 

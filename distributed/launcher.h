@@ -19,7 +19,8 @@ struct LaunchOptions {
 /// last line on standard error names the first failure that did not merely follow from another rank's:
 /// "sheaf launch: rank 1 (pid 123) was killed by signal 9", "... exited with code 65: [tokens] ..." with what the rank
 /// gave to tell_launcher(). What other ranks gave stands in lines before that one, unless it says the same or merely
-/// follows from it. SIGINT, SIGTERM and SIGHUP are passed on. If the launcher itself is killed, the kernel kills the ranks.
+/// follows from it. SIGINT, SIGTERM and SIGHUP are passed on; what still runs 30
+/// seconds later is killed, and at once when another comes a second later or more. If the launcher itself is killed, the kernel kills the ranks.
 /// Returns 0, or that failure's exit code (72 for a killed rank), or 128 + signal if a signal stopped the job.
 /// ConfigError for bad options. To be called from a process's main thread; waits for no other children.
 int launch(const LaunchOptions& options);

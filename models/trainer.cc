@@ -1,5 +1,6 @@
 #include "sheaf/models/trainer.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 
@@ -35,6 +36,43 @@ CheckpointGroup group_of(TrainingStep& step, World& world) {
   };
   return group;
 }
+
+// What ranks tell each other after a step: how much memory it took, and whether somebody wants the run to end. It
+// travels while they go on, so that nobody waits for it in a step that is not logged.
+class StepNews {
+ public:
+  StepNews(Communicator* lane, int rank, int world)
+      : lane_(lane), rank_(static_cast<size_t>(rank)), values_(2 * static_cast<size_t>(world)) {}
+  StepNews(const StepNews&) = delete;
+  // Until it is over a lane uses what is ours. Every rank that ran the step takes part, whatever happens here.
+  ~StepNews() {
+    try {
+      sent_.sync();
+    } catch (const std::exception&) {
+    }
+  }
+
+  void send(int64_t peak, int signal) {
+    std::fill(values_.begin(), values_.end(), 0);
+    values_[rank_] = peak;
+    values_[values_.size() / 2 + rank_] = signal;
+    const auto count = static_cast<int64_t>(values_.size());
+    if (lane_) sent_ = lane_->all_reduce(values_.data(), count, kI64, Reduction::max, "step_news");
+  }
+  /// Waits for what was sent last.
+  void receive() { sent_.sync(); }
+
+  std::vector<int64_t> peaks() const { return {values_.begin(), values_.begin() + values_.size() / 2}; }
+  int signal() const {
+    return static_cast<int>(*std::max_element(values_.begin() + values_.size() / 2, values_.end()));
+  }
+
+ private:
+  Communicator* lane_;  // null: one rank
+  size_t rank_;
+  std::vector<int64_t> values_;
+  Event sent_;
+};
 
 // Where a host keeps its copy of the data is its own affair; what stands there is not.
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val) {
@@ -149,15 +187,7 @@ void Trainer::save(int64_t step) {
                   config_.output.keep_checkpoints, group_of(*step_, world_));
 }
 
-std::vector<int64_t> Trainer::peaks_of_ranks() {
-  std::vector<int64_t> peaks(world_.size(), 0);
-  peaks[world_.rank()] = RankContext::current().memory(device_)->stats().peak;
-  if (world_.size() > 1)
-    lane_of(*step_).all_reduce(peaks.data(), world_.size(), kI64, Reduction::sum, "peak_bytes").sync();
-  return peaks;
-}
-
-TrainReport Trainer::run() {
+TrainReport Trainer::run(const std::function<int()>& signal) {
   const OptimizationConfig& t = config_.train;
   const FillBatch fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
     windows_.fill(first, count, inputs, targets);
@@ -168,21 +198,31 @@ TrainReport Trainer::run() {
     metrics = std::make_unique<MetricsWriter>(config_.output.folder + "/metrics.jsonl", first_step_ - (first_step_ == 0));
   }
   Allocator& memory = *RankContext::current().memory(device_);
+  StepNews news(world_.size() > 1 ? &lane_of(*step_) : nullptr, world_.rank(), world_.size());
   TrainReport report;
   RecordedStep recorded;
   report.steps = t.steps;
-  report.steps_here = std::max<int64_t>(t.steps - first_step_, 0);
   const double start = now();
   double since = start, evaluating = 0;  // saving included
   int64_t steps_since = 0;
-  for (int64_t s = first_step_; s < t.steps; ++s) {
+  report.done = first_step_;
+  for (int64_t s = first_step_; s < t.steps && report.stopped_by == 0; ++s) {
     memory.reset_peak();
     const bool last = s + 1 == t.steps;
     TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
     ++steps_since;
     const int64_t done = s + 1;
     const bool logs = last || done % t.log_every == 0;
-    const bool saves = last || (t.save_every > 0 && done % t.save_every == 0);
+    news.receive();  // of the step before
+    const int told = news.signal();
+    news.send(memory.stats().peak, signal());
+    if (logs || told != 0 || world_.size() == 1) {
+      news.receive();
+      report.stopped_by = std::max(told, news.signal());
+    }
+    report.done = done;
+    ++report.steps_here;
+    const bool saves = last || report.stopped_by != 0 || (t.save_every > 0 && done % t.save_every == 0);
     if (logs || saves) {
       report.train_loss = result.loss.item<double>();
       const double norm = result.grad_norm.item<double>();
@@ -194,7 +234,7 @@ TrainReport Trainer::run() {
     }
     if (logs) {
       const double norm = result.grad_norm.item<double>();
-      report.peaks = peaks_of_ranks();
+      report.peaks = news.peaks();
       const double tokens_per_second = static_cast<double>(step_->tokens_per_step() * steps_since) / (now() - since);
       if (first_rank) {
         int64_t peak = 0;
@@ -228,7 +268,7 @@ TrainReport Trainer::run() {
       since += now() - begin;
     }
   }
-  if (first_step_ >= t.steps) {  // nothing left to do: report the finished run
+  if (complete()) {  // report the finished run
     if (first_rank) options_.print(str("the run is complete at step ", first_step_));
     report.val_loss = step_->evaluate(validation_);
   }

@@ -24,8 +24,10 @@ struct TrainOptions {
 };
 
 struct TrainReport {
-  int64_t steps = 0;
+  int64_t steps = 0;             ///< that the run has
+  int64_t done = 0;              ///< of them, here and before a resumption
   int64_t steps_here = 0;        ///< that ran in this process: those before are a resumed run's
+  int stopped_by = 0;            ///< signal that ended it after step `done`, which is saved; the same on all ranks; 0: none
   double train_loss = 0, val_loss = 0;
   int64_t peak_bytes = 0;        ///< of this rank, in the last step
   std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran here
@@ -40,13 +42,15 @@ class Trainer {
   /// IoError, OutOfMemory where a step cannot fit.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
 
-  /// Trains to the end; collective. Throws NonFiniteError when the loss or the gradient is not finite in a step that is
-  /// logged or saved: no checkpoint ever holds the result of such a step.
-  TrainReport run();
+  /// Trains to the end, or until `signal`, asked after every step, gives on some rank the number of a signal that wants the
+  /// run to end: then all ranks stop after the same step and save it. Collective. Throws NonFiniteError when the loss or the
+  /// gradient is not finite in a step that is logged or saved: no checkpoint ever holds the result of such a step.
+  TrainReport run(const std::function<int()>& signal = [] { return 0; });
 
   TrainingStep& step() { return *step_; }
   const Corpus& corpus() const { return corpus_; }
   int64_t num_parameters();
+  bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 
  private:
   void lock_folder();
@@ -54,7 +58,6 @@ class Trainer {
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
   void save(int64_t step);
-  std::vector<int64_t> peaks_of_ranks();
 
   TrainConfig config_;
   World& world_;

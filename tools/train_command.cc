@@ -15,6 +15,7 @@
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 #include "sheaf/tools/output.h"
+#include "sheaf/tools/stop_signals.h"
 
 namespace sheaf::tools {
 namespace {
@@ -89,6 +90,13 @@ models::TrainConfig read_config(const TrainArguments& arguments) {
   return load_config(file, arguments.overrides);
 }
 
+// A signal lets the step under way come to its end. Before and after there is nothing to save.
+models::TrainReport train(models::Trainer& trainer) {
+  if (trainer.complete()) return trainer.run();
+  const StopSignals signals;
+  return trainer.run([&] { return signals.asked(); });
+}
+
 // Ranks that were given different options would train something wrong, or wait for each other in vain. Threads may
 // differ, and so may the places where hosts keep the data, which are compared by what stands there.
 void require_same_options(World& world, const TrainArguments& arguments, models::TrainConfig& config) {
@@ -111,6 +119,7 @@ int train_command(const TrainArguments& arguments) {
   std::signal(SIGPIPE, SIG_IGN);
   RunLines lines;
   World world = distributed::init_from_env();
+  int stopped_by = 0;
   world.guard([&] {
     models::TrainConfig config = read_config(arguments);
     require_same_options(world, arguments, config);
@@ -136,10 +145,14 @@ int train_command(const TrainArguments& arguments) {
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
         lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");
     }
-    const models::TrainReport result = trainer.run();
-    if (!arguments.quiet) report(config, world, trainer, result, threads, lines);
+    const models::TrainReport result = train(trainer);
+    stopped_by = result.stopped_by;
+    if (stopped_by != 0 && first)
+      lines.say(str("stopped by signal ", stopped_by, " after step ", result.done, " of ", result.steps, "; saved to ",
+                    config.output.folder, "/checkpoints/step-", result.done, ", from where --resume goes on"));
+    if (stopped_by == 0 && !arguments.quiet) report(config, world, trainer, result, threads, lines);
   });
-  return 0;
+  return stopped_by == 0 ? 0 : 128 + stopped_by;
 }
 
 int generate_command(const GenerateArguments& arguments) {
