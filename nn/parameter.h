@@ -13,6 +13,10 @@ namespace sheaf {
 
 class Unit;
 
+/// Base of what stands for a tensor in expressions, so that the ops are found for it as they are for a Tensor (by
+/// argument-dependent lookup): `2.0 * scale` needs no using-directive.
+struct TensorOperand {};
+
 namespace nn {
 
 /// How a leaf's first values are drawn. They depend on the seed, the leaf's name and the element's flat index alone.
@@ -32,7 +36,7 @@ struct Init {
 /// A trainable (or frozen) leaf. It has no memory until materialize() has put it into a unit. Converts to a Tensor
 /// wherever an op takes one: the value that its unit holds ready for compute, gathered if need be. A default Parameter
 /// is absent (a bias that a layer lacks) and converts to an undefined Tensor.
-class Parameter {
+class Parameter : public TensorOperand {
  public:
   Parameter() = default;
   Parameter(const Shape& shape, Init init, DType dtype = kF32);
@@ -83,7 +87,7 @@ class Parameter {
 void tie(Parameter& a, const Parameter& b);
 
 /// State without gradient, whole on every rank: a running mean, a table. Memory comes with materialize().
-class Buffer {
+class Buffer : public TensorOperand {
  public:
   Buffer() = default;
   Buffer(const Shape& shape, Init init, DType dtype = kF32);
