@@ -7,7 +7,22 @@
 //     SHEAF_FIELDS(up, down);
 //   };
 //
-// and names, visits, state dict and operator() follow from it. Modules move; they are not copied by accident.
+// and names, visits, state dict and operator() follow from it. Modules move; they are not copied by accident. A module
+// need not have a forward: its methods open its scope by `auto scope = enter();`. Bases list their fields, and a derived
+// module lists them again before its own. Layers of several types go through a base with a virtual forward:
+//
+//   struct Layer : nn::Module {
+//     virtual Tensor forward(const Tensor& x) = 0;
+//     SHEAF_FIELDS();
+//   };
+//   struct Stack : nn::Module {
+//     std::vector<std::unique_ptr<Layer>> layers;
+//     Tensor forward(Tensor x) {
+//       for (auto& layer : layers) x = (*layer)(x);
+//       return x;
+//     }
+//     SHEAF_FIELDS(layers);
+//   };
 #pragma once
 
 #include <array>
@@ -179,9 +194,9 @@ M clone(M& source, Args&&... args) {
 }  // namespace nn
 }  // namespace sheaf
 
-/// Names the fields of a module (parameters, buffers, modules and containers of them) and gives it operator(), which
-/// opens the module's scope and calls `forward`, whatever its signature. Stands in the public part of the struct; methods
-/// that call (*this)(...) stand below it.
+/// Names the fields of a module (parameters, buffers, modules and containers of them; a base's too) and gives it
+/// operator(), which opens the module's scope and calls `forward`, whatever its signature, if there is one. Stands in the
+/// public part of the struct; methods that call (*this)(...) stand below it.
 #define SHEAF_FIELDS(...)                                                               \
   void visit(::sheaf::nn::Visitor& sheaf_visitor) override {                            \
     ::sheaf::nn::detail::visit_fields(sheaf_visitor, #__VA_ARGS__ __VA_OPT__(, ) __VA_ARGS__); \
@@ -189,6 +204,9 @@ M clone(M& source, Args&&... args) {
   template <class... SheafArgs>                                                         \
   decltype(auto) operator()(SheafArgs&&... sheaf_args) {                                \
     const ::sheaf::nn::ModuleScope sheaf_scope(*this);                                  \
-    return this->forward(std::forward<SheafArgs>(sheaf_args)...);                       \
+    /* `forward` is looked up when this is called: the module may have none. */         \
+    return [&](auto& sheaf_self) -> decltype(auto) {                                    \
+      return sheaf_self.forward(std::forward<SheafArgs>(sheaf_args)...);                \
+    }(*this);                                                                           \
   }                                                                                     \
   static_assert(true)

@@ -154,6 +154,94 @@ TEST(Module, FieldsThatAreNotListedFailAtFirstUse) {
   EXPECT_EQ(nn::ModuleScope::current(), nullptr);  // all scopes were left
 }
 
+// No forward: methods of other names.
+struct Autoencoder : nn::Module {
+  nn::Linear down{4, 2}, up{2, 4};
+  Tensor encode(const Tensor& x) {
+    const auto scope = enter();
+    return tanh(down(x));
+  }
+  Tensor decode(const Tensor& code) {
+    const auto scope = enter();
+    return up(code);
+  }
+  SHEAF_FIELDS(down, up);
+};
+
+TEST(Module, NeedsNoForward) {
+  Autoencoder m;
+  materialize(m);
+  EXPECT_THAT(names(m), ElementsAre("down.weight", "down.bias", "up.weight", "up.bias"));
+  EXPECT_EQ(m.decode(m.encode(Tensor::from<float>({1, 2, 3, 4}, {1, 4}))).shape(), (Shape{1, 4}));
+}
+
+// What several modules have in common; it has no forward either.
+struct Scaled : nn::Module {
+  nn::Parameter scale{{1}, nn::Init::constant(2)};
+  SHEAF_FIELDS(scale);
+};
+struct ScaledPair : Scaled {
+  Pair pair;
+  Tensor forward(const Tensor& x) { return scale * pair(x); }
+  SHEAF_FIELDS(scale, pair);  // the base's first
+};
+
+TEST(Module, ABaseMayHoldFields) {
+  ScaledPair m;
+  materialize(m, Device::cpu(), {.seed = 1});
+  const Tensor x = Tensor::from<float>({1, 2}, {1, 2});
+  EXPECT_THAT(names(m), ElementsAre("scale", "pair.first.weight", "pair.first.bias", "pair.second.weight"));
+  EXPECT_EQ(m(x).item(), 2 * m.pair(x).item());
+}
+
+// Layers of several types behind one base.
+struct Layer : nn::Module {
+  virtual Tensor forward(const Tensor& x) = 0;
+  SHEAF_FIELDS();
+};
+struct Dense : Layer {
+  nn::Linear linear{3, 3};
+  Tensor forward(const Tensor& x) override { return linear(x); }
+  SHEAF_FIELDS(linear);
+};
+struct Tanh : Layer {
+  Tensor forward(const Tensor& x) override { return tanh(x); }
+};
+struct Stack : nn::Module {
+  std::vector<std::unique_ptr<Layer>> layers;
+  Stack() {
+    layers.push_back(std::make_unique<Dense>());
+    layers.push_back(std::make_unique<Tanh>());
+    layers.push_back(std::make_unique<Dense>());
+  }
+  Tensor forward(Tensor x) {
+    for (auto& layer : layers) x = (*layer)(x);
+    return x;
+  }
+  SHEAF_FIELDS(layers);
+};
+
+TEST(Module, LayersOfSeveralTypesThroughAVirtualForward) {
+  Stack m;
+  shard(m, Mesh{}, {.units = nn::units_of<Dense>()});
+  materialize(m, Device::cpu(), {.seed = 1});
+  EXPECT_THAT(names(m), ElementsAre("layers.0.linear.weight", "layers.0.linear.bias", "layers.2.linear.weight",
+                                    "layers.2.linear.bias"));
+  EXPECT_EQ(units(m).size(), 2u);
+  const Tensor x = Tensor::from<float>({1, 2, 3}, {1, 3});
+  auto& first = static_cast<Dense&>(*m.layers[0]);
+  auto& last = static_cast<Dense&>(*m.layers[2]);
+  const Tensor want = last.linear(tanh(first.linear(x)));
+  Recording recording;
+  EXPECT_TRUE(identical(m(x), want));
+  const Tape tape = recording.take();
+  std::vector<std::string> paths;
+  for (int i = 0; i < tape.num_nodes(); ++i)
+    if (tape.op_name(tape.node(i)) == "tanh" || tape.op_name(tape.node(i)) == "linear")
+      paths.push_back(tape.path(tape.node(i)));
+  EXPECT_THAT(paths, ElementsAre("layers.0.linear", "layers.1", "layers.2.linear"));
+}
+
 TEST(Module, TrainAndEvalReachEveryModule) {
   Zoo zoo;
   zoo.eval();
