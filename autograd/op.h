@@ -13,7 +13,8 @@
 //   };
 //
 // [Note: what happens in apply] (1) place: the inputs' placements choose the rule, per mesh axis; a Replicate operand
-// that a rule wants sharded is sliced for free, anything that would communicate is a PlacementError. (2) infer: the
+// that a rule wants sharded is sliced, one that it wants Partial is kept on one rank, which moves no byte and is a node
+// of its own; anything that would communicate is a PlacementError. (2) infer: the
 // outputs' types. (3) outputs are allocated, or placed into given memory, or alias the input. (4) execute, unless the
 // values are on meta. (5) if a recording lives on this thread, the node is recorded.
 #pragma once
@@ -59,7 +60,8 @@ class Infer {
 };
 
 /// The placement rule of an op on one mesh axis. `place()` offers the rules that hold for these inputs, best first; the
-/// first one that the inputs match is taken, else the first that they match after free slices of Replicate operands.
+/// first one that the inputs match is taken, else the first that they match after free slices of Replicate operands, else
+/// the first that they match when other Replicate operands are kept on one rank to be Partial.
 ///
 ///   for (int d = 0; d < rank; ++d) if (d != dim) p.rule({Placement::shard(d)}, {Placement::shard(d)});
 ///   p.rule({R}, {R});

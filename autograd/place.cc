@@ -14,6 +14,70 @@ std::string describe(std::span<const Placement> placements) {
   return out;
 }
 
+// What an operand may be turned into by itself, because no byte moves, neither here nor in backward.
+enum class Coercion : uint8_t { none, slice, slice_or_keep };  // R → S; and R → P, kept on one rank
+
+bool becomes(const Place& p, int i, const Placement& want, int axis, Coercion allowed) {
+  if (p.in(i) == want) return true;
+  if (allowed == Coercion::none || !p.in(i).is_replicate()) return false;
+  if (want.is_partial()) return allowed == Coercion::slice_or_keep;
+  if (!want.is_shard()) return false;
+  // Axes cut a dimension in their order: what a later axis has cut cannot be sliced by this one.
+  const Layout& l = p.type(i).layout;
+  for (int later = axis + 1; later < l.num_axes(); ++later)
+    if (l.mesh()->size(later) > 1 && l[later].is_shard(want.map().dim())) return false;
+  return true;
+}
+
+bool matches(const Place& p, const Place::Rule& rule, int axis, Coercion allowed) {
+  for (int i = 0; i < p.num_inputs(); ++i)
+    if (!becomes(p, i, rule.inputs[i], axis, allowed)) return false;
+  return true;
+}
+
+// As C++; empty for a cut that no short expression names.
+std::string code_of(const Placement& p) {
+  if (p.is_partial()) return "Placement::partial()";
+  if (p.is_replicate()) return "Placement::replicate()";
+  if (p.is_shard() && p == Placement::shard(p.map().dim())) return str("Placement::shard(", p.map().dim(), ")");
+  return "";
+}
+
+// The line to write for an operand, with what it costs.
+std::string redistribution(const Place& p, int i, const Placement& to, const std::string& axis) {
+  const bool moves = p.in(i).is_partial() || (p.in(i).is_shard() && !to.is_partial());
+  return str("redistribute(x, \"", axis, "\", ", code_of(to), ") for x = input ", i, moves ? "" : " (moves no byte)");
+}
+
+// What to write so that `p` is accepted: of what leads to a rule, that which communicates least.
+std::string fix_for(const Place& p, const std::string& axis_name, int axis) {
+  std::string best, other;
+  int least = 0;
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    // Invariant is no operand of rank-varying compute; with the others it has to become one first.
+    if (p.in(i).is_invariant())
+      best += (best.empty() ? "" : " and ") + redistribution(p, i, kR, axis_name);
+    else if (!p.in(i).is_replicate())
+      other += (other.empty() ? "" : " and ") + redistribution(p, i, kR, axis_name);
+  }
+  if (!best.empty()) return best;
+  for (const Place::Rule& r : p.rules) {
+    std::string lines;
+    int moves = 0;
+    for (int i = 0; i < p.num_inputs() && moves >= 0; ++i) {
+      const Placement& want = r.inputs[i];
+      if (becomes(p, i, want, axis, Coercion::slice_or_keep)) continue;
+      if (code_of(want).empty()) moves = -1;
+      else if (p.in(i).is_partial() || !want.is_partial()) ++moves;
+      lines += (lines.empty() ? "" : " and ") + redistribution(p, i, want, axis_name);
+    }
+    if (moves < 0 || (!best.empty() && moves >= least)) continue;
+    best = lines;
+    least = moves;
+  }
+  return best.empty() ? other : best;
+}
+
 [[noreturn]] void no_rule(const OpDef& op, const Place& p, const MeshSpec* mesh, int axis,
                           std::span<const Tensor> inputs) {
   std::string have, types, accepted;
@@ -22,27 +86,17 @@ std::string describe(std::span<const Placement> placements) {
     types += (i ? ", " : "") + inputs[i].type().to_string();
   }
   for (const Place::Rule& r : p.rules)
-    accepted += "\n    " + describe(r.inputs) + " -> " + describe(r.outputs);
-  std::string fix;
-  for (int i = 0; i < p.num_inputs() && fix.empty(); ++i)
-    if (p.in(i).is_partial() || p.in(i).is_shard())
-      fix = str("redistribute(input ", i, ", axis \"", mesh->name(axis), "\", Placement::replicate())");
+    accepted += (accepted.empty() ? " " : ", ") + describe(r.inputs) + " -> " + describe(r.outputs);
+  if (have.find("Invariant") != std::string::npos) accepted += (accepted.empty() ? " " : ", ") + str("all Invariant");
   fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ",
                        "on mesh axis ", mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (",
-                       types, "); accepted:", accepted.empty() ? " only Replicate" : accepted,
-                       "\n  communication is never implied; write ", fix);
+                       types, "); accepted:", accepted, "; communication is never implied: write ",
+                       fix_for(p, mesh->name(axis), axis));
 }
 
-bool matches(const Place& p, const Place::Rule& rule, int axis, bool slicing) {
-  for (int i = 0; i < p.num_inputs(); ++i) {
-    if (p.in(i) == rule.inputs[i]) continue;
-    if (!(slicing && p.in(i).is_replicate() && rule.inputs[i].is_shard())) return false;
-    // Axes cut a dimension in their order: what a later axis has cut cannot be sliced by this one.
-    const Layout& l = p.type(i).layout;
-    for (int later = axis + 1; later < l.num_axes(); ++later)
-      if (l.mesh()->size(later) > 1 && l[later].is_shard(rule.inputs[i].map().dim())) return false;
-  }
-  return true;
+void rules_of(const OpDef& op, const void* attrs, Place& p, size_t outputs) {
+  if (op.place) op.place(attrs, p);
+  else rules::replicate_only(p, static_cast<int>(outputs));
 }
 
 }  // namespace
@@ -76,7 +130,7 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
   for (OutputSpec& o : outputs) o.type.layout = Layout(mesh);
   std::vector<Layout> want;
   for (const Tensor& t : inputs) want.push_back(t.layout().mesh() ? t.layout() : Layout(mesh));
-  bool slice = false;
+  bool coerces = false;
   for (int axis = 0; axis < mesh->num_axes(); ++axis) {
     Place p(inputs, axis);
     bool any_invariant = false, all_invariant = true;
@@ -85,29 +139,31 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
       else if (inputs[i].layout().mesh()) all_invariant = false;
     }
     if (any_invariant) {
-      if (!all_invariant) no_rule(op, p, mesh, axis, inputs);
+      if (!all_invariant) {
+        rules_of(op, attrs, p, outputs.size());
+        no_rule(op, p, mesh, axis, inputs);
+      }
       for (size_t i = 0; i < inputs.size(); ++i)  // a constant, should another axis slice it
         if (!inputs[i].layout().mesh()) want[i][axis] = Placement::invariant();
       for (OutputSpec& o : outputs) o.type.layout[axis] = Placement::invariant();
       continue;
     }
-    if (op.place) op.place(attrs, p);
-    else rules::replicate_only(p, static_cast<int>(outputs.size()));
+    rules_of(op, attrs, p, outputs.size());
     const Place::Rule* taken = nullptr;
-    for (const bool slicing : {false, true}) {
+    for (const Coercion allowed : {Coercion::none, Coercion::slice, Coercion::slice_or_keep}) {
       for (const Place::Rule& r : p.rules)
-        if (!taken && matches(p, r, axis, slicing)) taken = &r;
+        if (!taken && matches(p, r, axis, allowed)) taken = &r;
       if (taken) break;
     }
     if (!taken) no_rule(op, p, mesh, axis, inputs);
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (p.in(i) == taken->inputs[i]) continue;
       want[i][axis] = taken->inputs[i];
-      slice = true;
+      coerces = true;
     }
     for (size_t o = 0; o < outputs.size(); ++o) outputs[o].type.layout[axis] = taken->outputs[o];
   }
-  if (!slice) return;
+  if (!coerces) return;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Layout& have = inputs[i].layout();
     coerced.push_back(want[i] == have || (!have.mesh() && want[i] == Layout(mesh)) ? inputs[i]

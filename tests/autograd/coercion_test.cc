@@ -1,0 +1,104 @@
+// What becomes of operands whose placements do not fit: what moves no byte happens by itself, everything else is refused
+// with the line to write.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+const Placement kR = Placement::replicate(), kP = Placement::partial(), kI = Placement::invariant();
+const LocalOptions kLocal{.timeout = std::chrono::seconds(20), .threads_per_rank = 1};
+
+int count(const Tape& tape, std::string_view op) {
+  int n = 0;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) n += tape.op_name(tape.node(id)) == op;
+  return n;
+}
+
+Tensor rows() { return arange(-2.0, 2.0, 0.25, kF64); }
+
+// The loss of the cut batch is Partial, the penalty on a weight Replicate.
+TEST(Coercion, APenaltyCountsOnceAndMovesNoByte) {
+  std::vector<double> expected;
+  double expected_loss = 0;
+  for (int ranks : {0, 1, 2, 3}) {  // 0: without a mesh
+    run_local(std::max(ranks, 1), [&](World& world) {
+      nn::Linear model(4, 3);
+      const Mesh mesh = ranks == 0 ? Mesh{} : world.mesh({{"data", ranks}});
+      shard(model, mesh, {.strategy = ranks == 0 ? strategy::none : strategy::full_shard});
+      materialize(model, Device::cpu(), {.seed = 3, .dtype = kF64});
+      Tensor x = reshape(rows(), {4, 4});
+      if (mesh.spec) x = redistribute(x, Layout(mesh.spec, Placement::shard(0)));
+      Recording recording;
+      const auto scope = model.enter();
+      Tensor loss = mean(square(linear(x, model.weight, model.bias))) + 0.25 * sum(square(model.weight));
+      recording.backward(loss);
+      const Tape tape = recording.take();
+      EXPECT_TRUE(check_types(tape).empty() && check_cotangents(tape).empty());
+      const std::vector<double> gradient = full_gradient(model.weight).to_vector<double>();
+      if (mesh.spec) {
+        EXPECT_EQ(count(tape, "keep_on_one"), ranks == 1 ? 0 : 2) << "forward and backward";
+        EXPECT_EQ(count(tape, "all_reduce"), 0);
+        loss = redistribute(loss, "data", kI);
+      }
+      if (world.rank() != 0) return;
+      if (ranks == 0) {
+        expected = gradient;
+        expected_loss = loss.item<double>();
+      }
+      EXPECT_NEAR(loss.item<double>(), expected_loss, 1e-14);
+      for (size_t i = 0; i < gradient.size(); ++i) EXPECT_NEAR(gradient[i], expected[i], 1e-14) << ranks << " ranks";
+    }, kLocal);
+  }
+}
+
+template <class F>
+std::string refusal(F&& f) {
+  try {
+    f();
+  } catch (const PlacementError& e) {
+    EXPECT_THAT(e.what(), Not(HasSubstr("\n"))) << "a message is one line";
+    return e.what();
+  }
+  ADD_FAILURE() << "nothing thrown";
+  return "";
+}
+
+TEST(Coercion, RefusalsSayWhatToWrite) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
+    const auto in = [&](const Placement& p) { return redistribute(reshape(rows(), {4, 4}), Layout(mesh, p)); };
+
+    EXPECT_THAT(refusal([&] { relu(in(kP)); }),
+                HasSubstr("has Partial (f64[4,4] Partial@data); accepted: Replicate -> Replicate; communication is never "
+                          "implied: write redistribute(x, \"data\", Placement::replicate()) for x = input 0"));
+    relu(redistribute(in(kP), "data", Placement::replicate()));
+
+    // A rank's rows among zeros are an addend.
+    EXPECT_THAT(refusal([&] { in(kP) + in(Placement::shard(0)); }),
+                HasSubstr("write redistribute(x, \"data\", Placement::partial()) for x = input 1 (moves no byte)"));
+    in(kP) + redistribute(in(Placement::shard(0)), "data", Placement::partial());
+
+    const std::string mixed = refusal([&] { in(kR) * in(kI); });
+    EXPECT_THAT(mixed, HasSubstr("all Invariant"));
+    EXPECT_THAT(mixed, HasSubstr("write redistribute(x, \"data\", Placement::replicate()) for x = input 1 (moves no byte)"));
+    in(kR) * redistribute(in(kI), "data", Placement::replicate());
+
+    EXPECT_THAT(refusal([&] { in(Placement::shard(0)) * in(Placement::shard(1)); }),
+                HasSubstr("write redistribute(x, \"data\", Placement::shard(0)) for x = input 1"));
+    in(Placement::shard(0)) * redistribute(in(Placement::shard(1)), "data", Placement::shard(0));
+  }, kLocal);
+}
+
+}  // namespace
+}  // namespace sheaf
