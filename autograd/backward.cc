@@ -48,11 +48,18 @@ Tensor Recording::resolve(ValueId v) {
 Tensor Recording::seed_for(const Tensor& y) const {
   if (y.numel() != 1) fail<ShapeError>("[backward] needs a scalar, not ", y.type());
   const Layout& l = y.layout();
-  for (int a = 0; a < l.num_axes(); ++a)
-    if (l.mesh()->size(a) > 1 && (l[a].is_replicate() || l[a].is_shard()))
-      fail<PlacementError>("[backward] the loss is ", l[a].to_string(), " on mesh axis ", l.mesh()->name(a),
-                           ": every rank would contribute the whole of it. A loss is Partial over data axes (a sum of "
-                           "each rank's part, divided by the global count) and Invariant over model axes");
+  // An axis of one rank is like any other: what one rank accepted, several would refuse.
+  for (int a = 0; a < l.num_axes(); ++a) {
+    if (!l[a].is_replicate() && !l[a].is_shard()) continue;
+    const std::string& axis = l.mesh()->name(a);
+    const std::string once = str("recording.backward(redistribute(loss, \"", axis, "\", Placement::partial()))");
+    if (l[a].is_shard())
+      fail<PlacementError>("[backward] the loss ", y.type(), " is of one rank on mesh axis ", axis, ": write ", once);
+    fail<PlacementError>("[backward] the loss ", y.type(), " is whole on every rank of mesh axis ", axis, ", as its ",
+                         "inputs are: every rank would contribute all of it. Cut the batch, redistribute(x, \"", axis,
+                         "\", Placement::shard(0)), and it is Partial; or, to count once what all ranks compute ",
+                         "alike, write ", once);
+  }
   return full_of(y.type().dual(), 1.0);
 }
 

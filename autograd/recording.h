@@ -55,8 +55,9 @@ class Recording {
   static Recording* current();
 
   /// Differentiates a scalar loss with respect to every trainable parameter that was used; their gradients arrive in
-  /// their units. The loss must be Partial or Invariant on every mesh axis (or have no mesh). It frees what the forward
-  /// saved: a second backward is for what was computed since (the next micro-batch); losses of one forward are added.
+  /// their units. The loss must be Partial or Invariant on every mesh axis, of one rank too, or have no mesh. It frees what
+  /// the forward saved: a second backward is for what was computed since (the next micro-batch); losses of one forward are
+  /// added.
   void backward(const Tensor& loss);
   /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
   /// does not depend on it); of a parameter, through every gather of it. With keep, the result can be differentiated

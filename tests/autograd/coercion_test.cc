@@ -1,5 +1,5 @@
 // What becomes of operands whose placements do not fit: what moves no byte happens by itself, everything else is refused
-// with the line to write.
+// with the line to write. And which losses are refused, on one rank as on several.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -98,6 +98,52 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
                 HasSubstr("write redistribute(x, \"data\", Placement::shard(0)) for x = input 1"));
     in(Placement::shard(0)) * redistribute(in(Placement::shard(1)), "data", Placement::shard(0));
   }, kLocal);
+}
+
+// A program that works alone works on a cluster.
+TEST(Loss, WholeOnEveryRankIsRefusedOnOneRankToo) {
+  for (int ranks : {1, 2}) {
+    run_local(ranks, [&](World& world) {
+      const Mesh mesh = world.mesh({{"data", ranks}});
+      nn::Linear model(4, 3);
+      shard(model, mesh);
+      materialize(model, Device::cpu(), {.seed = 3, .dtype = kF64});
+      const Tensor x = reshape(rows(), {4, 4});
+      const auto loss_of = [&](const Tensor& batch) { return mean(square(model(batch))); };
+      {
+        Recording recording;
+        EXPECT_THAT(refusal([&] { recording.backward(loss_of(x)); }),
+                    HasSubstr("redistribute(x, \"data\", Placement::shard(0)), and it is Partial; or, to count once what "
+                              "all ranks compute alike, write recording.backward(redistribute(loss, \"data\", "
+                              "Placement::partial()))"));
+        const Tensor one = slice(slice(reshape(model(x), {1, 12}), 1, 0, 1), 0, 0, 1);
+        EXPECT_THAT(refusal([&] { recording.backward(redistribute(one, "data", Placement::shard(0))); }),
+                    HasSubstr("is of one rank on mesh axis data: write recording.backward(redistribute(loss, "));
+      }
+      const auto gradient_after = [&](auto&& loss) {
+        for (const auto& unit : units(model)) unit->zero_grad();
+        {
+          Recording recording;
+          recording.backward(loss());
+        }
+        return full_gradient(model.weight).to_vector<double>();
+      };
+      // What the message says gives the same gradient either way.
+      const auto cut = gradient_after([&] { return loss_of(redistribute(x, Layout(mesh.spec, Placement::shard(0)))); });
+      const auto once = gradient_after([&] { return redistribute(loss_of(x), "data", Placement::partial()); });
+      ASSERT_EQ(cut.size(), 12u);
+      for (size_t i = 0; i < cut.size(); ++i) EXPECT_NEAR(once[i], cut[i], 1e-14);
+    }, kLocal);
+  }
+}
+
+TEST(Loss, WithoutAMeshIsTaken) {
+  nn::Linear model(4, 3);
+  materialize(model);
+  Recording recording;
+  recording.backward(mean(square(model(cast(reshape(rows(), {4, 4}), kF32)))));
+  recording.take();
+  EXPECT_TRUE(full_gradient(model.weight).defined());
 }
 
 }  // namespace
