@@ -22,6 +22,7 @@
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/token_stream.h"
 #include "sheaf/models/tokenizer.h"

@@ -1,7 +1,8 @@
 // Tells two spirals apart, with a layer and an op of its own (snake.h), fully sharded over ranks
-// that are threads here.
+// that are threads here. With a FOLDER it saves there, and goes on from what is there, with any
+// number of ranks.
 //
-//   bazel run //examples:classifier -- [RANKS]
+//   bazel run //examples:classifier -- [RANKS [FOLDER [STEPS]]]
 #include <cmath>
 #include <iostream>
 #include <numbers>
@@ -40,7 +41,9 @@ Points spirals(int64_t n, double shift) {
   return {Tensor::from(x, {n, 2}), Tensor::from(label, {n})};
 }
 
-void train(World& world) {
+constexpr int64_t kSteps = 300;
+
+void train(World& world, const std::string& folder, int64_t stop) {
   const Mesh mesh = world.mesh({{"data", world.size()}});
   const Layout rows(mesh.spec, Placement::shard(0)), everywhere(mesh.spec, Placement::invariant());
   // Every rank makes all points and takes its rows of them, so this slice moves no byte.
@@ -53,14 +56,25 @@ void train(World& world) {
   shard(model, mesh, {.units = nn::units_of<SnakeLayer>()});
   materialize(model, world.device(), {.seed = 1});
   optim::AdamW optimizer(model, {.weight_decay = 0.0});
-  for (int64_t step = 0; step < 300; ++step) {
-    Recording recording({.step = step});
-    const Tensor loss = cross_entropy(model(seen.x), seen.label);
-    recording.backward(loss);
-    optimizer.step({.lr = optim::cosine(step, {.peak = 2e-2, .warmup = 10, .total = 300})});
-    optimizer.zero_grad();
-    const Tensor mean = redistribute(loss, everywhere);
-    if (step % 100 == 99) world.print("step ", step + 1, "  loss ", mean.item());
+  int64_t step = 0;
+  if (const auto saved = models::load_checkpoint(folder, model, {&optimizer}, world)) {
+    step = saved->step;
+    world.print("resumed from ", saved->path);
+  }
+  for (; step < stop; ++step) {
+    Tensor loss;
+    {
+      Recording recording({.step = step});
+      loss = cross_entropy(model(seen.x), seen.label);
+      recording.backward(loss);
+      optimizer.step({.lr = optim::cosine(step, {.peak = 2e-2, .warmup = 10, .total = kSteps})});
+      optimizer.zero_grad();
+    }  // values outlive their recording; saving happens outside of any
+    const int64_t done = step + 1;
+    if (done % 100 != 0 && done != stop) continue;
+    const float mean = redistribute(loss, everywhere).item();
+    world.print("step ", done, "  loss ", mean);
+    if (!folder.empty()) models::save_checkpoint(folder, done, model, {&optimizer}, world);
   }
   // Counts of right answers on each rank are addends; summed, they are the same on all.
   const Tensor right = sum(cast(eq(argmax(model(unseen.x)), unseen.label), kF32));
@@ -73,7 +87,11 @@ void train(World& world) {
 }  // namespace examples
 
 int main(int argc, char** argv) try {
-  sheaf::run_local(argc > 1 ? std::stoi(argv[1]) : 2, examples::train);
+  const int ranks = argc > 1 ? std::stoi(argv[1]) : 2;
+  const std::string folder = argc > 2 ? argv[2] : "";
+  const int64_t steps = argc > 3 ? std::stoll(argv[3]) : examples::kSteps;
+  sheaf::run_local(ranks,
+                   [&](sheaf::World& world) { examples::train(world, folder, steps); });
 } catch (const sheaf::Error& e) {
   std::cerr << "classifier: " << e.what() << '\n';
   return e.exit_code();

@@ -63,5 +63,16 @@ TEST(Classifier, LearnsOnOneToThreeRanks) {
   }
 }
 
+TEST(Classifier, ResumesWithAnotherNumberOfRanks) {
+  const std::string folder = ::testing::TempDir() + "/spirals";
+  const Result stopped = launch(1, {"examples/classifier", "2", folder, "20"});
+  ASSERT_EQ(stopped.code, 0) << stopped.output;
+  EXPECT_LT(stopped.number("unseen points "), 0.98) << "hardly begun: " << stopped.output;
+  const Result resumed = launch(1, {"examples/classifier", "3", folder});
+  ASSERT_EQ(resumed.code, 0) << resumed.output;
+  EXPECT_NE(resumed.output.find("resumed from " + folder + "/step-20"), std::string::npos);
+  EXPECT_GE(resumed.number("unseen points "), 0.98) << resumed.output;
+}
+
 }  // namespace
 }  // namespace examples

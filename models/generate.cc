@@ -7,7 +7,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/random.h"
-#include "sheaf/models/checkpoint.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/nn/shard.h"
 
@@ -75,7 +75,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
   const auto model = make_language_model(state.model, state.vocab);
   materialize(model->module(), device);
-  load_state(*checkpoint, model->module(), nullptr);
+  load_state(*checkpoint, model->module(), {});
   emit(state.tokenizer->decode(prompt));
   generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,
            [&](int32_t token) { emit(state.tokenizer->decode(std::span(&token, 1))); });

@@ -10,7 +10,7 @@
 #include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/agreement.h"
-#include "sheaf/models/checkpoint.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
 
@@ -22,20 +22,6 @@ double now() {
 }
 
 Communicator& lane_of(TrainingStep& step) { return step.mesh().runtime->gather_lane(0); }
-
-CheckpointGroup group_of(TrainingStep& step, World& world) {
-  CheckpointGroup group;
-  group.rank = world.rank();
-  group.world = world.size();
-  if (world.size() == 1) return group;
-  group.barrier = [&step] { lane_of(step).barrier("checkpoint").sync(); };
-  group.all_true = [&step](bool mine) {
-    int32_t value = mine;
-    lane_of(step).all_reduce(&value, 1, kI32, Reduction::min, "checkpoint").sync();
-    return value != 0;
-  };
-  return group;
-}
 
 // What ranks tell each other after a step: how much memory it took, and whether somebody wants the run to end. It
 // travels while they go on, so that nobody waits for it in a step that is not logged.
@@ -136,14 +122,14 @@ void Trainer::restore() {
                         "another output.folder");
     return;
   }
-  auto checkpoint = Checkpoint::open_newest(folder, options_.warn, group_of(*step_, world_));
+  auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model().module(), world_));
   if (!checkpoint) {
     if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));
     return;
   }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
-  load_state(*checkpoint, step_->model().module(), &step_->optimizer());
+  load_state(*checkpoint, step_->model().module(), {&step_->optimizer()});
   first_step_ = state.step;
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
   take_choices(state, checkpoint->path());
@@ -182,9 +168,8 @@ RunState Trainer::state(int64_t step) const {
 void Trainer::save(int64_t step) {
   RunState state = this->state(step);
   state.product_choices = product_choices(device_);
-  save_checkpoint(config_.output.folder + "/checkpoints", step,
-                  checkpoint_pieces(step_->model().module(), &step_->optimizer()), state.to_json(),
-                  config_.output.keep_checkpoints, group_of(*step_, world_));
+  save_checkpoint(config_.output.folder + "/checkpoints", step, step_->model().module(), {&step_->optimizer()}, world_,
+                  {.state = state.to_json(), .keep = config_.output.keep_checkpoints});
 }
 
 TrainReport Trainer::run(const std::function<int()>& signal) {

@@ -1,3 +1,6 @@
+#include <cmath>
+#include <filesystem>
+
 #include <gtest/gtest.h>
 
 #include "sheaf/tests/check_op.h"
@@ -12,6 +15,20 @@ TEST(Line, IsFittedOnOneRankAndOnTwo) {
       EXPECT_NEAR(line[1], -1, 1e-4);
     });
   }
+}
+
+TEST(Line, GoesOnFromWhatWasSaved) {
+  const std::string folder = ::testing::TempDir() + "/line";
+  std::vector<float> half, resumed;
+  sheaf::run_local(2, [&](sheaf::World& world) {
+    const std::vector<float> line = my_project::fit(world, folder, 5);
+    if (world.rank() == 0) half = line;
+  });
+  EXPECT_GT(std::abs(half[0] - 3), 0.1);
+  sheaf::run_local(1, [&](sheaf::World& world) { resumed = my_project::fit(world, folder); });
+  EXPECT_NEAR(resumed[0], 3, 1e-4);
+  EXPECT_NEAR(resumed[1], -1, 1e-4);
+  EXPECT_TRUE(std::filesystem::exists(folder + "/step-100"));
 }
 
 TEST(SquaredError, HasRightGradients) {

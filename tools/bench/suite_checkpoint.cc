@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "sheaf/core/atomic_folder.h"
-#include "sheaf/models/checkpoint.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/tools/bench/array.h"
 #include "sheaf/tools/bench/rank_job.h"
 #include "sheaf/tools/bench/suites.h"
@@ -87,7 +87,7 @@ void checkpoint_suite(Session& session) {
   const Array piece(kF32, {static_cast<int64_t>(kPiece / 4)});
   const auto save_step = [&](int64_t number) {
     models::save_checkpoint(checkpoints, number,
-                            models::checkpoint_pieces(step.model().module(), &step.optimizer()),
+                            models::checkpoint_pieces(step.model().module(), {&step.optimizer()}),
                             Json(), 0);
   };
   save_step(0);
@@ -124,7 +124,7 @@ void checkpoint_suite(Session& session) {
               forget_pages(folder.path());
               return seconds_of([&] {
                 models::Checkpoint checkpoint = models::Checkpoint::open(first);
-                models::load_state(checkpoint, step.model().module(), &step.optimizer());
+                models::load_state(checkpoint, step.model().module(), {&step.optimizer()});
               });
             },
             [&] {

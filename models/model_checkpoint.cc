@@ -1,0 +1,124 @@
+#include "sheaf/models/model_checkpoint.h"
+
+#include <cstdio>
+#include <set>
+
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/core/transfer.h"
+#include "sheaf/nn/shard.h"
+#include "sheaf/nn/state_dict.h"
+
+namespace sheaf::models {
+namespace {
+
+std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers) {
+  std::vector<nn::StatePiece> pieces = nn::state_pieces(module);
+  for (optim::Optimizer* optimizer : optimizers)
+    for (nn::StatePiece& p : nn::state_pieces(*optimizer)) pieces.push_back(std::move(p));
+  return pieces;
+}
+
+// The tensor that holds the step count of one of the optimizers.
+std::string steps_name(size_t optimizer) {
+  return optimizer == 0 ? "optimizer.steps" : str("optimizer.", optimizer, ".steps");
+}
+
+void check_outside(const char* who) {
+  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it by recording.take()");
+}
+
+}  // namespace
+
+CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
+  CheckpointGroup group;
+  group.rank = world.rank();
+  group.world = world.size();
+  if (world.size() == 1) return group;
+  Communicator* lane = nullptr;
+  for (const auto& unit : units(module))
+    if (!lane && unit->mesh() && unit->mesh()->size(unit->axis()) == world.size())
+      lane = &RankContext::current().runtime(unit->mesh())->gather_lane(unit->axis());
+  if (!lane)
+    fail<ConfigError>("[checkpoint] the world has ", world.size(), " ranks, but this ", module.type_name(), " is not "
+                      "shared among them: call shard(model, mesh) before materialize()");
+  group.barrier = [lane] { lane->barrier("checkpoint").sync(); };
+  group.all_true = [lane](bool mine) {
+    int32_t value = mine;
+    lane->all_reduce(&value, 1, kI32, Reduction::min, "checkpoint").sync();
+    return value != 0;
+  };
+  return group;
+}
+
+std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers) {
+  std::vector<CheckpointPiece> out;
+  for (const nn::StatePiece& p : all_pieces(module, optimizers)) {
+    out.push_back({p.name, p.dtype, p.shape, p.owner ? p.interval : Interval{}, p.data, nullptr});
+    CheckpointPiece& piece = out.back();
+    const size_t bytes = static_cast<size_t>(piece.interval.size()) * size_of(p.dtype);
+    if (p.device.is_cpu() || bytes == 0) continue;
+    std::shared_ptr<char[]> host(new char[bytes]);
+    transfer(Device::cpu(), host.get(), p.device, p.data, bytes);
+    piece.data = host.get();
+    piece.keep = std::move(host);
+  }
+  const bool first = RankContext::current().rank == 0;
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    const auto steps = std::make_shared<int64_t>(optimizers[i]->steps());
+    out.push_back({steps_name(i), kI64, {}, first ? Interval{0, 1} : Interval{}, steps.get(), steps});
+  }
+  return out;
+}
+
+void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers) {
+  std::set<std::string> wanted;
+  const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
+  const auto check_saved = [&](const std::string& name, DType dtype, const Shape& shape) {
+    wanted.insert(name);
+    const Checkpoint::TensorInfo& saved = checkpoint.at(name);
+    if (saved.dtype != dtype || !(saved.shape == shape))
+      fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": ", name, " is ", saved.dtype, saved.shape,
+                            ", the model has ", dtype, shape);
+  };
+  for (const nn::StatePiece& p : pieces) check_saved(p.name, p.dtype, p.shape);
+  for (size_t i = 0; i < optimizers.size(); ++i) check_saved(steps_name(i), kI64, {});
+  for (const auto& [name, info] : checkpoint.tensors())
+    if (!wanted.contains(name) && (!optimizers.empty() || !name.starts_with("optimizer.")))
+      fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": the model has no ", name);
+  std::vector<char> host;
+  for (const nn::StatePiece& p : pieces) {
+    if (p.interval.size() == 0) continue;
+    if (!p.device.is_cpu()) host.resize(static_cast<size_t>(p.interval.size()) * size_of(p.dtype));
+    checkpoint.read(p.name, p.interval.begin, p.interval.end, p.device.is_cpu() ? p.data : host.data());
+    if (!p.device.is_cpu()) transfer(p.device, p.data, Device::cpu(), host.data(), host.size());
+  }
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    int64_t steps = 0;
+    checkpoint.read(steps_name(i), 0, 1, &steps);
+    optimizers[i]->set_steps(steps);
+  }
+}
+
+void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
+                     World& world, const SaveOptions& options) {
+  check_outside("save_checkpoint");
+  const CheckpointGroup group = checkpoint_group(module, world);
+  save_checkpoint(folder, step, checkpoint_pieces(module, optimizers), options.state, options.keep, group);
+}
+
+std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
+                                                const Optimizers& optimizers, World& world,
+                                                const LoadOptions& options) {
+  check_outside("load_checkpoint");
+  const auto warn = options.warn ? options.warn : [](const std::string& line) {
+    std::fprintf(stderr, "sheaf: warning: %s\n", line.c_str());
+  };
+  std::optional<Checkpoint> checkpoint = Checkpoint::open_newest(folder, warn, checkpoint_group(module, world));
+  if (!checkpoint) return std::nullopt;
+  load_state(*checkpoint, module, optimizers);
+  return LoadedCheckpoint{checkpoint->path(), checkpoint->step(), checkpoint->state()};
+}
+
+}  // namespace sheaf::models

@@ -1,0 +1,62 @@
+// Saving and resuming: a model and its optimizers as a checkpoint folder, written by all ranks and read by any number of
+// them.
+//
+//   if (const auto saved = models::load_checkpoint("out/run", model, {&optimizer}, world)) step = saved->step;
+//   ...
+//   models::save_checkpoint("out/run", step, model, {&optimizer}, world);
+//
+// What is saved are logical tensors by name, so that a run goes on bit for bit where it stopped, and its checkpoint fits
+// any number of ranks, any strategy and any choice of units: only the names, shapes and dtypes of the parameters and
+// buffers have to agree. The files are described in checkpoint_store.h.
+#pragma once
+
+#include "sheaf/distributed/world.h"
+#include "sheaf/models/checkpoint_store.h"
+#include "sheaf/nn/optim/optimizer.h"
+
+namespace sheaf::models {
+
+/// None, one, or several over parameters of their own; always in the same order.
+using Optimizers = std::vector<optim::Optimizer*>;
+
+struct SaveOptions {
+  Json state = {};   ///< rank 0's: whatever else a program needs to go on, such as its options; it comes back on loading
+  int64_t keep = 2;  ///< newest checkpoints that stay in the folder; 0 keeps all
+};
+
+/// Saves parameters, buffers, the optimizers' state and their step counts as checkpoint `step` of `folder`, collectively
+/// and outside of any recording; all ranks must see the same file system. When it returns, the checkpoint is committed; an
+/// older one of the same step is replaced. Throws IoError where the disk fails; then what was there before is untouched.
+void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
+                     World& world, const SaveOptions& options = {});
+
+struct LoadOptions {
+  /// Called with one line for every newer checkpoint that is broken and was passed over; the default writes it to stderr.
+  std::function<void(const std::string&)> warn = {};
+};
+
+struct LoadedCheckpoint {
+  std::string path;  ///< of the step folder
+  int64_t step = 0;
+  Json state;        ///< as it was given to save_checkpoint()
+};
+
+/// Fills a materialized module and its optimizers from the newest whole checkpoint of `folder`, collectively. Nothing if
+/// there is no checkpoint. Without optimizers, what is saved of them is passed over: to evaluate or to go on from weights
+/// alone. Throws CheckpointError if there are checkpoints but none is whole, or naming the first tensor that is missing,
+/// left over, or of another shape or dtype.
+std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
+                                                const Optimizers& optimizers, World& world,
+                                                const LoadOptions& options = {});
+
+// --- the parts, for a program that reads or writes checkpoints in another order ---
+
+/// The ranks that share `module`, as the store wants them. ConfigError if the world has several and nothing cuts the
+/// module over them.
+CheckpointGroup checkpoint_group(nn::Module& module, World& world);
+/// What this rank passes to save_checkpoint(): parameters, buffers and the optimizers' state.
+std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers);
+/// Fills this rank's pieces from an open checkpoint; see load_checkpoint().
+void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers);
+
+}  // namespace sheaf::models

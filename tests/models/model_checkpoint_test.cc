@@ -1,0 +1,279 @@
+// Saving and resuming a model that is not one of the library's, through the umbrella header alone.
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <mutex>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/sheaf.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace {
+
+using namespace sheaf;
+using ::testing::HasSubstr;
+
+struct Layer : nn::Module {
+  nn::Linear up, down;
+  nn::Parameter gain{{1}, nn::Init::ones()};
+  explicit Layer(int64_t width) : up(width, 2 * width + 1), down(2 * width + 1, width) {}
+  Tensor forward(const Tensor& x) { return x + gain * down(tanh(up(x))); }
+  SHEAF_FIELDS(up, down, gain);
+};
+
+/// Sizes that nothing divides; a tied, a frozen and an absent weight, and a buffer.
+struct Net : nn::Module {
+  std::vector<Layer> layers;
+  nn::Linear head;
+  nn::Parameter offset{{5}, nn::Init::normal(1)}, absent;
+  nn::Buffer scale{{5}, nn::Init::ones()};
+  Net() : head(5, 3) {
+    for (int i = 0; i < 2; ++i) layers.emplace_back(5);
+    tie(layers[1].up.weight, layers[0].up.weight);
+    offset.freeze();
+  }
+  Tensor forward(Tensor x) {
+    x = (x + offset) * scale;
+    for (Layer& layer : layers) x = layer(x);
+    return head(x);
+  }
+  SHEAF_FIELDS(layers, head, offset, absent, scale);
+};
+
+struct How {
+  int world = 1;
+  Strategy strategy = strategy::full_shard;
+  bool units = true;
+  std::string to_string() const { return str("world ", world, " ", name(strategy), units ? "" : ", one unit"); }
+};
+
+void make(Net& net, World& world, const How& how) {
+  const Mesh mesh = world.mesh({{"data", world.size()}});
+  shard(net, mesh, {.units = how.units ? nn::units_of<Layer>() : nn::UnitPolicy(), .strategy = how.strategy});
+  materialize(net, world.device(), {.seed = 7});
+}
+
+/// Gradients that are a function of name, index and step alone: with them a step gives the same bits at any world size.
+void set_gradients(Net& net, int64_t step) {
+  for (const auto& unit : units(net))
+    for (FlatBuffer& b : unit->buffers()) {
+      if (!b.trainable) continue;
+      b.grad = full_like(b.shard, 0.0);
+      for (const LocalPiece& piece : unit->pieces(b))
+        for (int64_t i = 0; i < piece.interval.size(); ++i) {
+          const Key key = key_of(unit->leaves()[piece.leaf].name, static_cast<uint64_t>(step));
+          const auto h = static_cast<double>(random_u32(key, piece.interval.begin + i));
+          b.grad.view().as<float>()[piece.shard_offset + i] = static_cast<float>(h / 4e9 - 0.5);
+        }
+    }
+}
+
+void train(Net& net, optim::Optimizer& optimizer, int64_t begin, int64_t end) {
+  for (int64_t step = begin; step < end; ++step) {
+    set_gradients(net, step);
+    clip_grad_norm(net, 0.5);
+    optimizer.step({.lr = 0.01});
+    optimizer.zero_grad();
+  }
+}
+
+using Values = std::map<std::string, std::vector<float>>;
+Values values(Net& net) {
+  Values out;
+  for (const nn::Parameter& p : net.parameters()) out[p.name()] = full_parameter(p).to_vector<float>();
+  out["scale"] = net.scale.value().to_vector<float>();
+  return out;
+}
+
+constexpr int64_t kSaved = 3, kEnd = 6;
+
+Values uninterrupted() {
+  Values out;
+  run_local(1, [&](World& world) {
+    Net net;
+    make(net, world, {});
+    assign(net.scale, Tensor::from<float>({1, 2, 3, 4, 5}, {5}));
+    optim::AdamW adam(net);
+    train(net, adam, 0, kEnd);
+    out = values(net);
+  });
+  return out;
+}
+
+TEST(Checkpoint, ResumesBitwiseAtAnyWorldStrategyAndUnits) {
+  const Values expected = uninterrupted();
+  const How all[] = {{1}, {2}, {3}, {3, strategy::replicate}, {2, strategy::shard_grad_op, false}};
+  for (const How& before : all) {
+    ScratchFolder folder;
+    run_local(before.world, [&](World& world) {
+      Net net;
+      make(net, world, before);
+      assign(net.scale, Tensor::from<float>({1, 2, 3, 4, 5}, {5}));
+      optim::AdamW adam(net);
+      train(net, adam, 0, kSaved);
+      // The number of the checkpoint is the program's own: the optimizer's steps are saved with it.
+      models::save_checkpoint(folder.path(), 1700, net, {&adam}, world, {.state = Json::Object{{"epoch", 4}}});
+    }, {.threads_per_rank = 1});
+    for (const How& after : all)
+      run_local(after.world, [&](World& world) {
+        Net net;
+        make(net, world, after);
+        optim::AdamW adam(net);
+        const auto saved = models::load_checkpoint(folder.path(), net, {&adam}, world);
+        ASSERT_TRUE(saved);
+        EXPECT_EQ(saved->step, 1700);
+        EXPECT_EQ(saved->path, folder / "step-1700");
+        EXPECT_EQ(saved->state.at("epoch").as_int(), 4);
+        EXPECT_EQ(adam.steps(), kSaved);
+        train(net, adam, kSaved, kEnd);
+        EXPECT_TRUE(values(net) == expected) << before.to_string() << ", then " << after.to_string();
+      }, {.threads_per_rank = 1});
+  }
+}
+
+// Steps with gradients of data, at one world size: the loop of a program that was stopped and started again.
+TEST(Checkpoint, ARunThatWasStoppedGoesOnBitForBit) {
+  for (int ranks : {1, 2, 3}) {
+    ScratchFolder folder;
+    std::mutex mutex;
+    Values whole, halves;
+    const auto run = [&](int64_t until, bool saves, Values* out) {
+      run_local(ranks, [&](World& world) {
+        Net net;
+        make(net, world, {ranks});
+        optim::SGD sgd(net, {.lr = 0.1, .momentum = 0.9});
+        const Layout rows(world.mesh({{"data", ranks}}).spec, Placement::shard(0));
+        int64_t step = 0;
+        if (const auto saved = models::load_checkpoint(folder.path(), net, {&sgd}, world)) step = saved->step;
+        for (; step < until; ++step) {
+          const Tensor x = redistribute(randn({kF32, {7, 5}, {}}, key_of("x", static_cast<uint64_t>(step))), rows);
+          Recording recording({.step = step});
+          recording.backward(mean(square(net(x))));
+          sgd.step();
+          sgd.zero_grad();
+        }
+        if (saves) models::save_checkpoint(folder.path(), step, net, {&sgd}, world);
+        const Values v = values(net);
+        std::lock_guard lock(mutex);
+        if (world.rank() == 0) *out = v;
+      }, {.threads_per_rank = 1});
+    };
+    run(6, false, &whole);
+    run(3, true, &halves);
+    EXPECT_FALSE(whole == halves);
+    run(6, true, &halves);
+    EXPECT_TRUE(whole == halves) << ranks << " ranks";
+  }
+}
+
+TEST(Checkpoint, SeveralOptimizersAndNone) {
+  ScratchFolder folder;
+  const auto make_two = [](Net& net, World& world) {
+    shard(net, world.mesh({{"data", world.size()}}), {.units = nn::units_at({"head"})});
+    materialize(net, world.device());
+  };
+  const auto body_of = [](Net& net) {
+    std::vector<nn::Parameter> out;
+    for (const nn::Parameter& p : net.parameters())
+      if (!p.name().starts_with("head.")) out.push_back(p);
+    return out;
+  };
+  run_local(2, [&](World& world) {
+    Net net;
+    make_two(net, world);
+    optim::AdamW body(body_of(net));
+    optim::SGD head(net.head, {.momentum = 0.9});
+    train(net, body, 0, 2);
+    train(net, head, 0, 1);
+    models::save_checkpoint(folder.path(), 2, net, {&body, &head}, world);
+  });
+  run_local(3, [&](World& world) {
+    Net net;
+    make_two(net, world);
+    optim::AdamW body(body_of(net));
+    optim::SGD head(net.head, {.momentum = 0.9});
+    models::load_checkpoint(folder.path(), net, {&body, &head}, world);
+    EXPECT_EQ(body.steps(), 2);
+    EXPECT_EQ(head.steps(), 1);
+    const Values trained = values(net);
+
+    Net weights;  // to evaluate: no optimizer
+    make_two(weights, world);
+    EXPECT_TRUE(models::load_checkpoint(folder.path(), weights, {}, world));
+    EXPECT_EQ(values(weights), trained);
+    try {
+      models::load_checkpoint(folder.path(), net, {&head}, world);
+      ADD_FAILURE() << "the state of the other optimizer was passed over";
+    } catch (const CheckpointError& e) {
+      EXPECT_THAT(e.what(), HasSubstr("the model has no optimizer."));
+    }
+  });
+}
+
+TEST(Checkpoint, KeepsTheNewestAndPassesOverABrokenOne) {
+  ScratchFolder folder;
+  run_local(2, [&](World& world) {
+    Net net;
+    make(net, world, {2});
+    EXPECT_FALSE(models::load_checkpoint(folder / "none", net, {}, world));
+    for (int64_t step = 1; step <= 4; ++step)
+      models::save_checkpoint(folder.path(), step, net, {}, world, {.keep = 3});
+    EXPECT_FALSE(std::filesystem::exists(folder / "step-1"));
+    EXPECT_TRUE(std::filesystem::exists(folder / "step-2"));
+    if (world.rank() == 0) std::ofstream(folder / "step-4/manifest.json") << "{}";
+    full_parameter(net.offset);  // collective: the file is broken on every rank from here on
+    std::vector<std::string> warnings;
+    const auto saved = models::load_checkpoint(folder.path(), net, {}, world,
+                                               {.warn = [&](const std::string& line) { warnings.push_back(line); }});
+    ASSERT_TRUE(saved);
+    EXPECT_EQ(saved->step, 3);
+    if (world.rank() == 0) {
+      ASSERT_EQ(warnings.size(), 1u);
+      EXPECT_THAT(warnings[0], HasSubstr("step-4"));
+    }
+  });
+}
+
+template <class E, class F>
+std::string message_of(F&& f) {
+  try {
+    f();
+  } catch (const E& e) {
+    return e.what();
+  }
+  ADD_FAILURE() << "nothing thrown";
+  return "";
+}
+
+TEST(Checkpoint, RefusesWhatItCannotMean) {
+  ScratchFolder folder;
+  run_local(2, [&](World& world) {
+    Net net;
+    EXPECT_THAT(message_of<ConfigError>([&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
+                HasSubstr("call shard(model, mesh)"));
+    materialize(net);  // each rank a model of its own
+    EXPECT_THAT(message_of<ConfigError>([&] { models::load_checkpoint(folder.path(), net, {}, world); }),
+                HasSubstr("2 ranks"));
+  });
+  run_local(1, [&](World& world) {
+    Net net;
+    make(net, world, {});
+    {
+      Recording recording;
+      EXPECT_THAT(message_of<LifetimeError>([&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
+                  HasSubstr("recording.take()"));
+    }
+    models::save_checkpoint(folder.path(), 1, net, {}, world);
+    optim::AdamW adam(net);
+    EXPECT_THAT(message_of<CheckpointError>([&] { models::load_checkpoint(folder.path(), net, {&adam}, world); }),
+                HasSubstr("has no tensor \"optimizer.m."));
+    Layer other(5);
+    materialize(other);
+    EXPECT_THAT(message_of<CheckpointError>([&] { models::load_checkpoint(folder.path(), other, {}, world); }),
+                HasSubstr("has no tensor \"up.weight\""));
+  });
+}
+
+}  // namespace
