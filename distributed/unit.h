@@ -27,7 +27,7 @@ enum class Strategy : uint8_t {
   full_shard,     ///< ZeRO-3: Shard at rest, discarded after forward and gathered again
 };
 std::string_view name(Strategy s);
-/// By the name in DESIGN's table; throws ConfigError that names the known ones, and those that are not there yet.
+/// By the name that name() gives it; throws ConfigError that lists the known ones, or says that this one is not there yet.
 Strategy strategy_from(std::string_view name);
 
 struct LeafSpec {
