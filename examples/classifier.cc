@@ -1,6 +1,6 @@
 // Tells two spirals apart, with a layer and an op of its own (snake.h), fully sharded over ranks
-// that are threads here. With a FOLDER it saves there, and goes on from what is there, with any
-// number of ranks.
+// that are threads here, on the GPU where there is one. With a FOLDER it saves there, and goes on
+// from what is there, with any number of ranks.
 //
 //   bazel run //examples:classifier -- [RANKS [FOLDER [STEPS]]]
 #include <cmath>
@@ -48,7 +48,8 @@ void train(World& world, const std::string& folder, int64_t stop) {
   const Layout rows(mesh.spec, Placement::shard(0)), everywhere(mesh.spec, Placement::invariant());
   // Every rank makes all points and takes its rows of them, so this slice moves no byte.
   const auto place = [&](const Points& p) {
-    return Points{redistribute(p.x, rows), redistribute(p.label, rows)};
+    return Points{redistribute(p.x.to(world.device()), rows),
+                  redistribute(p.label.to(world.device()), rows)};
   };
   const Points seen = place(spirals(301, 0.0)), unseen = place(spirals(301, 0.4));
 
@@ -90,8 +91,9 @@ int main(int argc, char** argv) try {
   const int ranks = argc > 1 ? std::stoi(argv[1]) : 2;
   const std::string folder = argc > 2 ? argv[2] : "";
   const int64_t steps = argc > 3 ? std::stoll(argv[3]) : examples::kSteps;
-  sheaf::run_local(ranks,
-                   [&](sheaf::World& world) { examples::train(world, folder, steps); });
+  sheaf::run_local(
+      ranks, [&](sheaf::World& world) { examples::train(world, folder, steps); },
+      {.device = sheaf::distributed::init_device()});
 } catch (const sheaf::Error& e) {
   std::cerr << "classifier: " << e.what() << '\n';
   return e.exit_code();

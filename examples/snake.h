@@ -54,8 +54,10 @@ struct Snake {
 };
 
 /// x + sin²(frequency x) / frequency, an activation that extrapolates periodic functions (Ziyin,
-/// Hartwig and Ueda 2020, https://arxiv.org/abs/2006.08195).
+/// Hartwig and Ueda 2020, https://arxiv.org/abs/2006.08195). The op's kernel is for CPUs; on a GPU
+/// the formula in the library's ops stands in for it.
 inline sheaf::Tensor snake(const sheaf::Tensor& x, double frequency = 1.0) {
+  if (x.device().is_cuda()) return x + square(sin(x * frequency)) / frequency;
   return sheaf::apply<Snake>({frequency}, {contiguous(x)});
 }
 
