@@ -211,7 +211,8 @@ Tensor dropout(const Tensor& x, double p, Key key);
 // ---- group B: products, normalisation, attention, losses, optimizers --------------------------------------------------
 /// [.., M, K] times [.., K, N]; leading dimensions broadcast. Any strides: transposed operands cost nothing.
 Tensor matmul(const Tensor& a, const Tensor& b);
-/// x[.., I] weight[O, I]ᵀ + bias[O]. Where the result is Partial, the bias must be Partial too.
+/// x[.., I] weight[O, I]ᵀ + bias[O]. Where the result is Partial, so is the bias; a Replicate one is kept on
+/// one rank.
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
 /// A gelu (tanh form) and what it was applied to.
 struct GeluOfLinear {
@@ -261,7 +262,8 @@ Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 
 
 struct CrossEntropyOptions {
   int64_t ignore_index = -1;  ///< rows with this target count nothing
-  double divide_by = 0;       ///< what the sum over rows is divided by; 0: the global number of targets, ignored or not
+  double divide_by = 0;       ///< what the sum over rows is divided by; 0: the global number of targets, ignored or not,
+                              ///< of this call: with gradient accumulation give that of all micro-batches
   Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence
   bool recompute = false;     ///< linear_cross_entropy: compute the logits again in backward, which saves the memory of
                               ///< the weight's gradient between the two and costs a third more

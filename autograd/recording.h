@@ -55,9 +55,9 @@ class Recording {
   static Recording* current();
 
   /// Differentiates a scalar loss with respect to every trainable parameter that was used; their gradients arrive in
-  /// their units. The loss must be Partial or Invariant on every mesh axis, of one rank too, or have no mesh. It frees what
-  /// the forward saved: a second backward is for what was computed since (the next micro-batch); losses of one forward are
-  /// added.
+  /// their units, where they add up until the optimizer's zero_grad(). The loss must be Partial or Invariant on every mesh
+  /// axis, of one rank too, or have no mesh. It frees what the forward saved: a second backward is for what was computed
+  /// since (the next micro-batch); losses of one forward are added.
   void backward(const Tensor& loss);
   /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
   /// does not depend on it); of a parameter, through every gather of it. With keep, the result can be differentiated
@@ -73,7 +73,9 @@ class Recording {
   /// i64[3] = {seed, step, first_sample} on `device`: an input of random ops, so that a step's program never changes.
   Tensor random_state(Device device);
   /// Begins the next micro-batch of this step, whose first sample has global index `first_sample`: dropout is keyed as
-  /// if the samples had come in one batch. `random_state`, if given, holds what random_state() would.
+  /// if the samples had come in one batch. Gradients add up, they are not averaged: each micro-batch's loss is divided by
+  /// the number of targets of the whole step (CrossEntropyOptions::divide_by; docs/own_models.md has the loop).
+  /// `random_state`, if given, holds what random_state() would.
   void next_micro_batch(int64_t first_sample, const Tensor& random_state = {});
   /// Counts the calls of one module path within a micro-batch, to key dropout.
   int64_t next_call(const std::string& path) { return calls_[path]++; }

@@ -94,7 +94,7 @@ std::vector<std::shared_ptr<Unit>> distinct_units(std::span<const Parameter> par
 namespace {
 
 void refuse_recording(const char* who) {
-  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording");
+  if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it first, by recording.take() or its scope");
 }
 
 const Unit& unit_of(const nn::Parameter& p, const char* who) {
@@ -124,6 +124,10 @@ Tensor whole_of(const Tensor& buffer, const Unit& unit, const Shape& shape, int6
 
 void check_whole(const char* who, const std::string& name, DType dtype, const Shape& shape, const Tensor& whole) {
   refuse_recording(who);
+  for (int a = 0; a < whole.layout().num_axes(); ++a)  // on one rank, too: it would not be whole on two
+    if (const Placement& p = whole.layout()[a]; p.is_partial() || p.is_shard())
+      fail<PlacementError>("[", who, "] ", whole.type(), " is not whole on every rank; for '", name, "' write ",
+                           "redistribute(x, \"", whole.layout().mesh()->name(a), "\", Placement::invariant())");
   if (!(whole.shape() == shape) || whole.dtype() != dtype || !(whole.local_shape() == shape))
     fail<ShapeError>("[", who, "] ", whole.type(), " for '", name, "' ", dtype, shape);
 }

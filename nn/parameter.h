@@ -86,7 +86,9 @@ class Parameter : public TensorOperand {
 /// materialize().
 void tie(Parameter& a, const Parameter& b);
 
-/// State without gradient, whole on every rank: a running mean, a table. Memory comes with materialize().
+/// State without gradient, whole on every rank: a running mean, a table. Memory comes with materialize(). It changes by
+/// assign(), between recordings: forward leaves what it has computed in a Tensor, which outlives its recording, and the
+/// loop assigns it after recording.take() (docs/own_models.md has a running mean).
 class Buffer : public TensorOperand {
  public:
   Buffer() = default;
@@ -122,8 +124,9 @@ Tensor full_parameter(const nn::Parameter& p);
 /// The same of its gradient; undefined if there is none. Collective.
 Tensor full_gradient(const nn::Parameter& p);
 /// Gives a parameter the values of a whole tensor (no layout, same shape and dtype): each rank copies its own piece,
-/// without communication. Outside of any recording.
+/// without communication. Outside of any recording, whose backward may read what was there before.
 void assign(const nn::Parameter& p, const Tensor& whole);
+/// The same for a buffer, on every rank. The value may have a layout in which it is whole, such as Invariant.
 void assign(const nn::Buffer& b, const Tensor& whole);
 
 }  // namespace sheaf

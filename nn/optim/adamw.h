@@ -11,7 +11,7 @@ struct AdamWOptions {
   double beta2 = 0.999;        ///< decay of the second moment
   double eps = 1e-8;
   double weight_decay = 0.01;  ///< decoupled, times the learning rate
-  DecayRule decays = decays_matrices;
+  DecayRule decays = decays_matrices;  ///< per parameter; the others hold for all of this optimizer's (optimizer.h)
 };
 
 /// AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2); the formula and its roundings stand in

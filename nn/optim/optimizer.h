@@ -1,4 +1,15 @@
 // What all optimizers share: they work on the flat shards of units, in one pass each, with state of the shard's type.
+//
+// One optimizer has one learning rate. Weight decay is chosen per parameter (DecayRule), and freeze() takes a parameter
+// out of training; everything else that should differ takes an optimizer of its own, over units of its own, because an
+// optimizer is given whole units (half of one is a ConfigError). shard() makes any module a unit:
+//
+//   shard(model, mesh, {.units = nn::units_at({"body", "head"})});  // the model itself keeps no parameter
+//   materialize(model, world.device());
+//   optim::AdamW body(model.body, {.lr = 1e-4}), head(model.head, {.lr = 1e-3});
+//
+// A learning rate per parameter inside of a unit is not possible, nor are two for a tied weight. clip_grad_norm(model, ..)
+// spans all of them, and models::save_checkpoint takes them together.
 #pragma once
 
 #include <functional>

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/distributed/run_local.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf {
@@ -300,6 +301,22 @@ TEST(Module, BuffersAreWholeAndAssignable) {
   EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{4, 4}));
   assign(zoo.table, Tensor::from<float>({1, 2}, {2}));
   EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{1, 2}));
+  Recording recording;
+  EXPECT_THROW(assign(zoo.table, Tensor::from<float>({1, 2}, {2})), LifetimeError);
+}
+
+TEST(Module, BuffersTakeOnlyWhatIsWholeOnSeveralRanks) {
+  run_local(1, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 1}}).spec;
+    Zoo zoo;
+    materialize(zoo);
+    const Tensor x = redistribute(Tensor::from<float>({1, 2}, {1, 2}), Layout(mesh, Placement::shard(0)));
+    const Tensor mean = sum(x, 0);  // each rank's addend
+    EXPECT_THAT(message_of<PlacementError>([&] { assign(zoo.table, mean); }),
+                HasSubstr("for 'table' write redistribute(x, \"data\", Placement::invariant())"));
+    assign(zoo.table, redistribute(mean, "data", Placement::invariant()));
+    EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{1, 2}));
+  });
 }
 
 }  // namespace

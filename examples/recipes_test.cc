@@ -1,0 +1,177 @@
+// The loops of docs/own_models.md, compiled and tested: batches of one's own, gradient accumulation,
+// a running mean, a learning rate per part of a model.
+#include <cmath>
+#include <map>
+
+#include <gtest/gtest.h>
+
+#include "sheaf/sheaf.h"
+
+namespace examples {
+namespace {
+
+using namespace sheaf;
+
+constexpr int64_t kFeatures = 5, kClasses = 3;
+
+struct Batch {
+  Tensor x, label;  // f32[n, kFeatures] and i64[n], cut along n
+};
+
+// Samples [first, first + n) of a data set that is a formula here and would be a file elsewhere.
+// Each rank makes its own rows alone.
+Batch batch_of(World& world, const Mesh& mesh, int64_t first, int64_t n) {
+  const Layout rows(mesh.spec, Placement::shard(0));
+  const Type x_type{kF32, {n, kFeatures}, rows}, label_type{kI64, {n}, rows};
+  const int64_t begin = first + x_type.layout.local_start(x_type.shape)[0];
+  const int64_t count = x_type.local_shape()[0];
+  std::vector<float> x;
+  std::vector<int64_t> label;
+  for (int64_t i = begin; i < begin + count; ++i) {
+    for (int64_t k = 0; k < kFeatures; ++k)
+      x.push_back(static_cast<float>(std::sin(static_cast<double>(7 * i + 3 * k * k))));
+    label.push_back(i % kClasses);
+  }
+  return {Tensor::from_local(x, x_type).to(world.device()),
+          Tensor::from_local(label, label_type).to(world.device())};
+}
+
+struct Classifier : nn::Module {
+  nn::Linear body{kFeatures, 8}, head{8, kClasses};
+  nn::Dropout dropout{0.25};
+  Tensor forward(const Tensor& x) { return head(dropout(tanh(body(x)))); }
+  SHEAF_FIELDS(body, head, dropout);
+};
+
+using Gradients = std::map<std::string, std::vector<float>>;
+
+Gradients gradients(nn::Module& model) {
+  Gradients out;
+  for (const nn::Parameter& p : model.parameters())
+    out[p.name()] = full_gradient(p).to_vector<float>();
+  return out;
+}
+
+// A step over `rows` samples in `micro_batches` parts.
+void step_of(World& world, const Mesh& mesh, Classifier& model, int64_t step, int64_t rows,
+             int64_t micro_batches) {
+  const int64_t first = step * rows, part_rows = rows / micro_batches;
+  Recording recording({.step = step, .first_sample = first});
+  for (int64_t part = 0; part < micro_batches; ++part) {
+    const int64_t begin = first + part * part_rows;
+    const Batch batch = batch_of(world, mesh, begin, part_rows);
+    recording.next_micro_batch(begin);
+    // Not the mean over this part: the sum over it, divided by the step's number of targets.
+    recording.backward(cross_entropy(model(batch.x), batch.label,
+                                     {.divide_by = static_cast<double>(rows)}));
+  }
+}
+
+TEST(GradientAccumulation, GivesTheGradientOfTheWholeBatch) {
+  Gradients expected;
+  for (int ranks : {1, 2, 3})
+    for (int64_t micro_batches : {1, 2, 4}) {
+      const auto body = [&](World& world) {
+        const Mesh mesh = world.mesh({{"data", world.size()}});
+        Classifier model;
+        shard(model, mesh);
+        materialize(model, world.device(), {.seed = 1});
+        step_of(world, mesh, model, 3, 24, micro_batches);
+        const Gradients got = gradients(model);
+        if (world.rank() != 0) return;
+        if (expected.empty()) expected = got;
+        for (const auto& [name, values] : expected)
+          for (size_t i = 0; i < values.size(); ++i)
+            EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << ranks << " ranks";
+      };
+      run_local(ranks, body);
+    }
+}
+
+// Subtracts the running mean of what it has seen.
+struct Center : nn::Module {
+  nn::Buffer mean{{kFeatures}, nn::Init::zeros()};
+  Tensor seen;  // the mean of the last batch; no field: it is not part of the model
+
+  Tensor forward(const Tensor& x) {
+    if (training()) seen = sheaf::mean(x, 0);
+    return x - mean;
+  }
+  // Between recordings. Of a cut batch `seen` is each rank's addend; summed, it is one on all.
+  void update(double momentum) {
+    const Tensor whole = redistribute(seen, "data", Placement::invariant());
+    assign(mean, momentum * mean + (1 - momentum) * whole);
+  }
+  SHEAF_FIELDS(mean);
+};
+
+struct Centered : nn::Module {
+  Center center;
+  nn::Linear head{kFeatures, kClasses};
+  Tensor forward(const Tensor& x) { return head(center(x)); }
+  SHEAF_FIELDS(center, head);
+};
+
+TEST(RunningMean, IsAssignedBetweenRecordings) {
+  std::vector<float> expected;
+  for (int ranks : {1, 2, 3}) {
+    const auto body = [&](World& world) {
+      const Mesh mesh = world.mesh({{"data", world.size()}});
+      Centered model;
+      shard(model, mesh);
+      materialize(model, world.device());
+      for (int64_t step = 0; step < 3; ++step) {
+        const Batch batch = batch_of(world, mesh, step * 6, 6);
+        Recording recording({.step = step});
+        recording.backward(cross_entropy(model(batch.x), batch.label));
+        recording.take();  // it is over: buffers may change
+        model.center.update(0.5);
+      }
+      model.eval();
+      model(batch_of(world, mesh, 0, 6).x);  // changes nothing
+      const std::vector<float> mean = model.center.mean.value().to_vector();
+      if (world.rank() != 0) return;
+      if (ranks == 1) {
+        expected = std::vector<float>(kFeatures, 0.0f);
+        for (int64_t step = 0; step < 3; ++step) {
+          const std::vector<float> x = batch_of(world, mesh, step * 6, 6).x.to_vector();
+          for (size_t k = 0; k < kFeatures; ++k) {
+            float sum = 0;
+            for (size_t i = 0; i < 6; ++i) sum += x[i * kFeatures + k];
+            expected[k] = 0.5f * expected[k] + 0.5f * sum / 6;
+          }
+        }
+      }
+      for (size_t k = 0; k < kFeatures; ++k) EXPECT_NEAR(mean[k], expected[k], 1e-6);
+    };
+    run_local(ranks, body);
+  }
+}
+
+TEST(LearningRates, DifferBetweenUnits) {
+  run_local(2, [](World& world) {
+    const Mesh mesh = world.mesh({{"data", world.size()}});
+    Classifier model;
+    shard(model, mesh, {.units = nn::units_at({"body", "head"})});
+    materialize(model, world.device(), {.seed = 1});
+    optim::AdamW body(model.body, {.lr = 0.0}), head(model.head, {.lr = 0.1});
+    const Tensor before = full_parameter(model.body.weight);
+    const Tensor head_before = full_parameter(model.head.weight);
+    {
+      Recording recording;
+      const Batch batch = batch_of(world, mesh, 0, 6);
+      recording.backward(cross_entropy(model(batch.x), batch.label));
+      clip_grad_norm(model, 1.0);  // of all together
+      for (optim::AdamW* optimizer : {&body, &head}) {
+        optimizer->step();
+        optimizer->zero_grad();
+      }
+    }
+    EXPECT_TRUE(identical(full_parameter(model.body.weight), before));
+    EXPECT_FALSE(identical(full_parameter(model.head.weight), head_before));
+    EXPECT_THROW(optim::AdamW(std::vector{model.head.weight}), ConfigError) << "half of a unit";
+  });
+}
+
+}  // namespace
+}  // namespace examples
