@@ -37,12 +37,13 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   if (!world.device().is_cpu()) return;  // a GPU's allocator says what is there
-  const int64_t own = plan_step(config, vocab, world.rank(), world.size(), num_threads(), std::string(world.kind())).peak_bytes;
+  // Ranks differ little, and the message is the same on all of them.
+  const int64_t peak = plan_step(config, vocab, 0, world.size(), num_threads(), std::string(world.kind())).peak_bytes;
   const int64_t limit = host_memory_limit();
-  if (own <= limit / world.local_size()) return;
-  fail<OutOfMemory>("[train] a step's peak is ", own, " bytes on rank ", world.rank(), ", times ", world.local_size(),
-                    " ranks of this host, which may use ", limit, " bytes, swap included: take a smaller train.batch, more ",
-                    "train.micro_batches, more hosts or a smaller model (`sheaf tape` prints the peak)");
+  if (peak <= limit / world.local_size()) return;
+  fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank, and ", world.local_size(), " run on this host, which ",
+                    "may use ", limit, " bytes, swap included: take a smaller train.batch, more train.micro_batches, more ",
+                    "hosts or a smaller model (`sheaf tape` prints the peak)");
 }
 
 }  // namespace sheaf::models

@@ -89,12 +89,12 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
       validation_(corpus_.val, config.model.context, config.train.eval_tokens) {
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
-  require_same_data(world_, corpus_, train_data_, val_data_);
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
   if (corpus_.vocab > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", corpus_.vocab);
   check_memory(config_, config_.model.vocab, world_);
   lock_folder();
+  require_same_data(world_, corpus_, train_data_, val_data_);  // here, for it also waits for rank 0 to have the folder
   step_ = std::make_unique<TrainingStep>(config_, config_.model.vocab, world_, device_);
   restore();
   // What would be found out only at the first save.

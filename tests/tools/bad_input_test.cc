@@ -62,7 +62,7 @@ void expect_refused(const Words& arguments, int code, const Words& parts) {
 TEST(BadInput, AModelThatTheHostCannotHold) {
   Folder f;
   expect_refused(f.train({"--model.width", "65536", "--model.layers", "50"}), 73,
-                 {"a step's peak is", "ranks of this host, which may use", "train.batch"});
+                 {"a step's peak is", "run on this host, which may use", "train.batch"});
 }
 
 TEST(BadInput, Configuration) {
