@@ -4,30 +4,13 @@
 
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/file.h"
+#include "sheaf/distributed/gather_texts.h"
 
 namespace sheaf {
 namespace {
 
 constexpr const char* kPath = "agreement";
 constexpr size_t kDigest = 32;  // bytes: XXH3-128 in hex
-
-std::vector<std::string> gather_texts(Communicator& lane, const std::string& mine) {
-  const auto ranks = static_cast<size_t>(lane.size());
-  const auto length = static_cast<int64_t>(mine.size());
-  std::vector<int64_t> lengths(ranks);
-  lane.all_gather(&length, lengths.data(), std::vector<int64_t>(ranks, 1), kI64, kPath).sync();
-  size_t total = 0;
-  for (int64_t n : lengths) total += static_cast<size_t>(n);
-  std::string all(total, '\0');
-  lane.all_gather(mine.data(), all.data(), lengths, kU8, kPath).sync();
-  std::vector<std::string> texts;
-  size_t at = 0;
-  for (int64_t n : lengths) {
-    texts.push_back(all.substr(at, static_cast<size_t>(n)));
-    at += static_cast<size_t>(n);
-  }
-  return texts;
-}
 
 [[noreturn]] void refuse(Communicator& lane, const std::string& message) {
   // Who throws ends the others' calls. All are here once one is through, and they know what to say.
@@ -46,7 +29,7 @@ void require_agreement(World& world, const std::string& what, const std::vector<
   // In the usual case digests are all that travels.
   std::string digests;
   for (const Fact& fact : facts) digests += digest_of_text(fact.name + '\0' + fact.value).xxh3;
-  const std::vector<std::string> all = gather_texts(lane, digests);
+  const std::vector<std::string> all = gather_texts(lane, digests, kPath);
   const auto first_that = [&](auto&& differs) {
     return static_cast<int64_t>(std::find_if(all.begin(), all.end(), differs) - all.begin());
   };
@@ -57,7 +40,8 @@ void require_agreement(World& world, const std::string& what, const std::vector<
     const auto digest = [i](const std::string& o) { return std::string_view(o).substr(i * kDigest, kDigest); };
     const int64_t rank = first_that([&](const std::string& o) { return digest(o) != digest(all[0]); });
     if (rank == lane.size()) continue;
-    const std::vector<std::string> shown = gather_texts(lane, facts[i].shown.empty() ? facts[i].value : facts[i].shown);
+    const std::string& mine = facts[i].shown.empty() ? facts[i].value : facts[i].shown;
+    const std::vector<std::string> shown = gather_texts(lane, mine, kPath);
     refuse(lane, str("[", what, "] ranks disagree: ", facts[i].name, " is ", shown[0], " on rank 0 and ",
                      shown[static_cast<size_t>(rank)], " on rank ", rank));
   }

@@ -1,0 +1,14 @@
+// Text of every rank, for what is said once: options, choices. Not for what a step does.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/core/communicator.h"
+
+namespace sheaf {
+
+/// Collective: what each rank gave as `mine`, by rank. `path` names the call in messages.
+std::vector<std::string> gather_texts(Communicator& lane, const std::string& mine, const std::string& path);
+
+}  // namespace sheaf
