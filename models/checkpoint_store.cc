@@ -274,6 +274,27 @@ const Checkpoint::TensorInfo& Checkpoint::at(std::string_view name) const {
   return found->second;
 }
 
+std::pair<SafetensorsFile*, std::string> Checkpoint::holder(std::string_view name, const TensorInfo& info,
+                                                            const Part& part) {
+  ShardFile& file = files_[static_cast<size_t>(part.file)];
+  if (!file.open) file.open = SafetensorsFile::open(file.path);
+  std::string key = key_of(name, info.shape, part.interval);
+  const SafetensorsEntry& entry = file.open->at(key);
+  check<CheckpointError>(entry.dtype == info.dtype && entry.shape.numel() == part.interval.size(), "[checkpoint] '",
+                         file.path, "': ", json_string(key), " is ", entry.dtype, entry.shape);
+  return {&*file.open, std::move(key)};
+}
+
+std::vector<std::span<const std::byte>> Checkpoint::data(std::string_view name) {
+  const TensorInfo& info = at(name);
+  std::vector<std::span<const std::byte>> out;
+  for (const Part& part : info.parts) {
+    const auto [file, key] = holder(name, info, part);
+    out.push_back(file->data(key));
+  }
+  return out;
+}
+
 void Checkpoint::read(std::string_view name, int64_t begin, int64_t end, void* dst) {
   const TensorInfo& info = at(name);
   check<CheckpointError>(0 <= begin && begin <= end && end <= info.shape.numel(), "[checkpoint] '", path_,
@@ -285,13 +306,8 @@ void Checkpoint::read(std::string_view name, int64_t begin, int64_t end, void* d
   while (begin < end) {
     const Interval whole = part->interval;
     const int64_t stop = std::min(end, whole.end);
-    ShardFile& file = files_[static_cast<size_t>(part->file)];
-    if (!file.open) file.open = SafetensorsFile::open(file.path);
-    const std::string key = key_of(name, info.shape, whole);
-    const SafetensorsEntry& entry = file.open->at(key);
-    check<CheckpointError>(entry.dtype == info.dtype && entry.shape.numel() == whole.size(), "[checkpoint] '",
-                           file.path, "': ", json_string(key), " is ", entry.dtype, entry.shape);
-    file.open->read(key, begin - whole.begin, stop - whole.begin, out);
+    const auto [file, key] = holder(name, info, *part);
+    file->read(key, begin - whole.begin, stop - whole.begin, out);
     out += (stop - begin) * static_cast<int64_t>(size_of(info.dtype));
     begin = stop;
     ++part;

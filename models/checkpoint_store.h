@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -84,6 +85,8 @@ class Checkpoint {
   /// Copies elements [begin, end) of the flat index of a tensor, from whichever files hold them. Reads only those
   /// bytes. Throws CheckpointError, IoError.
   void read(std::string_view name, int64_t begin, int64_t end, void* dst);
+  /// The bytes of a whole tensor, laid end to end, in maps of the files; valid while this object lives.
+  std::vector<std::span<const std::byte>> data(std::string_view name);
 
  private:
   struct ShardFile {
@@ -92,6 +95,8 @@ class Checkpoint {
     std::optional<SafetensorsFile> open;
   };
   void parse(const Json& manifest);
+  /// The file that holds this part of a tensor, and its name there.
+  std::pair<SafetensorsFile*, std::string> holder(std::string_view name, const TensorInfo& info, const Part& part);
 
   std::string path_;
   int64_t step_ = 0;

@@ -1,6 +1,7 @@
 // The subcommands of `sheaf`. Each takes its arguments, returns an exit code, and throws sheaf::Error for the rest.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,13 @@ struct GenerateArguments {
   std::vector<std::string> overrides;  ///< --generate.key value
 };
 int generate_command(const GenerateArguments& arguments);
+
+struct ExportArguments {
+  std::string folder;  ///< output folder of a run
+  std::string file;    ///< to write
+  int64_t step = -1;   ///< which checkpoint; -1: the newest whole one
+};
+int export_command(const ExportArguments& arguments);
 
 struct TapeArguments {
   std::string config;

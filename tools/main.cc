@@ -65,6 +65,13 @@ int run(int argc, char** argv) {
   generate_app->allow_extras();
   generate_app->footer("Options, by default those of the run's config.toml:\n" + config_help("generate."));
 
+  ExportArguments exported;
+  CLI::App* export_app = app.add_subcommand("export", "write a trained model's weights to one safetensors file");
+  export_app->add_option("folder", exported.folder, "output folder of a run")->required();
+  export_app->add_option("file", exported.file, "to write")->required();
+  export_app->add_option("--step", exported.step, "of that checkpoint; by default the newest whole one")
+      ->check(CLI::NonNegativeNumber);
+
   TapeArguments tape;
   CLI::App* tape_app = app.add_subcommand(
       "tape", "print one training step at any world size, without data or memory");
@@ -114,12 +121,12 @@ int run(int argc, char** argv) {
   CLI::App* bench_rank_app = app.add_subcommand("bench-rank", "")->group("");
   bench_rank_app->add_option("words", bench_rank);
 
-  constexpr std::string_view kCommands[] = {"train", "launch", "generate",
+  constexpr std::string_view kCommands[] = {"train", "launch", "generate",  "export",
                                             "tape",  "bench",  "bench-rank"};
   if (argc > 1 && argv[1][0] != '-' &&
       std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
-                                    "'; known: train, launch, generate, tape, bench");
+                                    "'; known: train, launch, generate, export, tape, bench");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
@@ -145,6 +152,7 @@ int run(int argc, char** argv) {
     generate.overrides = generate_app->remaining();
     return generate_command(generate);
   }
+  if (*export_app) return export_command(exported);
   if (*tape_app) {
     tape.overrides = tape_app->remaining();
     return tape_command(tape);

@@ -1,0 +1,77 @@
+// What `sheaf export` writes is what the ranks held, in one file that any safetensors reader takes.
+#include <filesystem>
+#include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/models/checkpoint_store.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/tools/sheaf_process.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::run_sheaf;
+
+struct TrainedFolder : ScratchFolder {
+  explicit TrainedFolder(int ranks) {
+    std::ofstream(*this / "corpus.txt") << testing::sample_text(3000);
+    std::vector<std::string> words = {"train", "--data.corpus", *this / "corpus.txt", "--output.folder", *this / "run",
+                                      "--quiet"};
+    for (const char* w : {"--model.layers", "2", "--model.heads", "2", "--model.width", "18", "--model.context", "16",
+                          "--train.batch", "6", "--train.steps", "4", "--train.save_every", "2"})
+      words.emplace_back(w);
+    const auto r = run_sheaf(ranks == 1 ? words : testing::on_ranks(ranks, words));
+    EXPECT_EQ(r.code, 0) << r.err;
+  }
+  auto exported(const std::vector<std::string>& more = {}) const {
+    std::vector<std::string> words = {"export", *this / "run", *this / "model.safetensors"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_sheaf(words);
+  }
+};
+
+TEST(Export, HoldsEveryWeightWhole) {
+  for (int ranks : {1, 3})
+    for (int64_t step : {2, 4}) {
+      SCOPED_TRACE(str(ranks, " ranks, step ", step));
+      const TrainedFolder run(ranks);
+      const auto r = step == 4 ? run.exported() : run.exported({"--step", "2"});
+      ASSERT_EQ(r.code, 0) << r.err;
+      EXPECT_THAT(r.out, HasSubstr(str("/step-", step)));
+      auto checkpoint = models::Checkpoint::open(run / str("run/checkpoints/step-", step));
+      const auto file = SafetensorsFile::open(run / "model.safetensors");
+      EXPECT_EQ(file.metadata().at("format"), "pt");
+      EXPECT_EQ(file.metadata().at("step"), str(step));
+      size_t weights = 0;
+      for (const auto& [name, info] : checkpoint.tensors()) {
+        if (name.starts_with("optimizer.")) continue;
+        ++weights;
+        EXPECT_EQ(file.at(name).shape, info.shape) << name;
+        std::vector<float> expected(static_cast<size_t>(info.shape.numel())), actual(expected.size(), NAN);
+        checkpoint.read(name, 0, info.shape.numel(), expected.data());
+        file.read(name, 0, info.shape.numel(), actual.data());
+        EXPECT_EQ(actual, expected) << name;
+      }
+      EXPECT_GT(weights, 10u);
+      EXPECT_EQ(file.tensors().size(), weights);
+      EXPECT_FALSE(std::filesystem::exists(run / "model.safetensors.tmp"));
+    }
+}
+
+TEST(Export, SaysWhatIsMissing) {
+  const TrainedFolder run(1);
+  const auto step = run.exported({"--step", "3"});
+  EXPECT_EQ(step.code, 65) << step.err;
+  EXPECT_THAT(step.err, HasSubstr("step-3"));
+  const auto folder = run_sheaf({"export", run / "nowhere", run / "model.safetensors"});
+  EXPECT_EQ(folder.code, 65) << folder.err;
+  EXPECT_THAT(folder.err, HasSubstr("no checkpoint in"));
+  const auto target = run_sheaf({"export", run / "run", run / "no/folder/model.safetensors"});
+  EXPECT_EQ(target.code, 74) << target.err;
+}
+
+}  // namespace
+}  // namespace sheaf
