@@ -236,25 +236,14 @@ TEST(Checkpoint, KeepsTheNewestAndPassesOverABrokenOne) {
   });
 }
 
-template <class E, class F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  ADD_FAILURE() << "nothing thrown";
-  return "";
-}
-
 TEST(Checkpoint, RefusesWhatItCannotMean) {
   ScratchFolder folder;
   run_local(2, [&](World& world) {
     Net net;
-    EXPECT_THAT(message_of<ConfigError>([&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
                 HasSubstr("call shard(model, mesh)"));
     materialize(net);  // each rank a model of its own
-    EXPECT_THAT(message_of<ConfigError>([&] { models::load_checkpoint(folder.path(), net, {}, world); }),
+    EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_checkpoint(folder.path(), net, {}, world); }),
                 HasSubstr("2 ranks"));
   });
   run_local(1, [&](World& world) {
@@ -262,16 +251,16 @@ TEST(Checkpoint, RefusesWhatItCannotMean) {
     make(net, world, {});
     {
       Recording recording;
-      EXPECT_THAT(message_of<LifetimeError>([&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
+      EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { models::save_checkpoint(folder.path(), 1, net, {}, world); }),
                   HasSubstr("recording.take()"));
     }
     models::save_checkpoint(folder.path(), 1, net, {}, world);
     optim::AdamW adam(net);
-    EXPECT_THAT(message_of<CheckpointError>([&] { models::load_checkpoint(folder.path(), net, {&adam}, world); }),
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { models::load_checkpoint(folder.path(), net, {&adam}, world); }),
                 HasSubstr("has no tensor \"optimizer.m."));
     Layer other(5);
     materialize(other);
-    EXPECT_THAT(message_of<CheckpointError>([&] { models::load_checkpoint(folder.path(), other, {}, world); }),
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { models::load_checkpoint(folder.path(), other, {}, world); }),
                 HasSubstr("has no tensor \"up.weight\""));
   });
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf {
@@ -15,12 +16,7 @@ constexpr int64_t kRows = 6, kWidth = 5;
 
 template <class F>
 std::string refusal(F&& f) {
-  try {
-    f();
-  } catch (const LifetimeError& e) {
-    return e.what();
-  }
-  return "nothing was refused";
+  return message_of<LifetimeError>(ExitCode::kDesync, f);
 }
 
 /// Rows that depend on the global row alone, cut along the mesh's first axis.
@@ -211,54 +207,52 @@ TEST(Backward, WhatIsGatheredAheadOutlivesABackward) {
   }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
 }
 
-// gradient() of a parameter that was gathered twice counts both uses, whatever the strategy.
-TEST(Backward, GradientOfAParameterIsThatOfEveryUse) {
-  std::vector<float> expected;
+/// Runs `body` with a net of every strategy, alone and on two ranks.
+void with_every_strategy(std::optional<DType> compute, const std::function<void(World&, const Mesh&, Net&)>& body) {
   for (const std::string& strategy : kStrategies)
     for (int world : {1, 2}) {
       SCOPED_TRACE(str(strategy, " at ", world));
       run_local(world, [&](World& w) {
         Net net;
         const Mesh mesh = data_mesh(w);
-        shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy});
+        shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy, .compute_dtype = compute});
         materialize(net, Device::cpu(), {.seed = 6});
-        Recording r;
-        const Tensor weight = net.layers[0].weight;
-        const Tensor y = sum(net.layers[0](net.layers[1](net.layers[0](rows_of(mesh)))));
-        const Tensor g = r.gradient(y, std::vector{weight})[0];
-        const std::vector<float> whole =
-            redistribute(g, Layout(mesh.spec, Placement::replicate())).to_vector<float>();
-        if (w.rank() != 0) return;
-        if (expected.empty()) expected = whole;
-        for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], expected[i], 2e-6) << i;
+        body(w, mesh, net);
       }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
     }
 }
 
+// gradient() of a parameter that was gathered twice counts both uses, whatever the strategy.
+TEST(Backward, GradientOfAParameterIsThatOfEveryUse) {
+  std::vector<float> expected;
+  with_every_strategy({}, [&](World& w, const Mesh& mesh, Net& net) {
+    Recording r;
+    const Tensor weight = net.layers[0].weight;
+    const Tensor y = sum(net.layers[0](net.layers[1](net.layers[0](rows_of(mesh)))));
+    const Tensor g = r.gradient(y, std::vector{weight})[0];
+    const std::vector<float> whole = redistribute(g, Layout(mesh.spec, Placement::replicate())).to_vector<float>();
+    if (w.rank() != 0) return;
+    if (expected.empty()) expected = whole;
+    for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], expected[i], 2e-6) << i;
+  });
+}
+
 // Masters that nobody gathers are cast for compute: the cast is not kept beyond a change of the masters.
 TEST(Backward, EvaluationInBf16SeesNewParameters) {
-  for (const std::string& strategy : kStrategies)
-    for (int world : {1, 2}) {
-      SCOPED_TRACE(str(strategy, " at ", world));
-      run_local(world, [&](World& w) {
-        Net net;
-        const Mesh mesh = data_mesh(w);
-        shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy, .compute_dtype = kBF16});
-        materialize(net, Device::cpu(), {.seed = 6});
-        const Tensor x = cast(rows_of(mesh), kBF16);
-        const std::vector<float> before = net(x).to_vector<float>();
-        for (Layer& layer : net.layers) assign(layer.weight, full_like(full_parameter(layer.weight), 0.0));
-        EXPECT_NE(net(x).to_vector<float>(), before);
-        EXPECT_EQ(net(x).to_vector<float>(), std::vector<float>(before.size(), 0.0f));
-        // Memory that changes without an op, as by the replay of a graph on a GPU.
-        for (const auto& unit : units(net))
-          for (FlatBuffer& b : unit->buffers()) {
-            float* p = b.shard.view().as<float>();
-            for (int64_t i = 0; i < b.shard.local_shape().numel(); ++i) p[i] = 0.25f;
-          }
-        EXPECT_NE(net(x).to_vector<float>(), std::vector<float>(before.size(), 0.0f));
-      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
-    }
+  with_every_strategy(kBF16, [](World&, const Mesh& mesh, Net& net) {
+    const Tensor x = cast(rows_of(mesh), kBF16);
+    const std::vector<float> before = net(x).to_vector<float>();
+    for (Layer& layer : net.layers) assign(layer.weight, full_like(full_parameter(layer.weight), 0.0));
+    EXPECT_NE(net(x).to_vector<float>(), before);
+    EXPECT_EQ(net(x).to_vector<float>(), std::vector<float>(before.size(), 0.0f));
+    // Memory that changes without an op, as by the replay of a graph on a GPU.
+    for (const auto& unit : units(net))
+      for (FlatBuffer& b : unit->buffers()) {
+        float* p = b.shard.view().as<float>();
+        for (int64_t i = 0; i < b.shard.local_shape().numel(); ++i) p[i] = 0.25f;
+      }
+    EXPECT_NE(net(x).to_vector<float>(), std::vector<float>(before.size(), 0.0f));
+  });
 }
 
 TEST(Backward, AScopeMayOutliveTheRecording) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf {
@@ -16,17 +17,6 @@ std::vector<std::string> names(nn::Module& m) {
   std::vector<std::string> out;
   for (const nn::Parameter& p : m.parameters()) out.push_back(p.name());
   return out;
-}
-
-template <class E, class F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  ADD_FAILURE() << "nothing thrown";
-  return "";
 }
 
 struct Pair : nn::Module {
@@ -98,14 +88,14 @@ TEST(Module, TiedLeavesAreOne) {
   nn::Parameter other({2, 2}, nn::Init::zeros());
   EXPECT_THROW(tie(other, p.first.weight), ShapeError);
   materialize(p);
-  EXPECT_THAT(message_of<ConfigError>([&] { tie(p.second.weight, p.first.weight); }), HasSubstr("before materialize"));
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { tie(p.second.weight, p.first.weight); }), HasSubstr("before materialize"));
   EXPECT_TRUE(identical(full_parameter(p.first.weight), full_parameter(p.second.weight)));
 }
 
 TEST(Module, UseBeforeMaterializeNamesTheParameter) {
   Pair p;
   p.parameters();
-  const std::string what = message_of<LifetimeError>([&] { p(Tensor::from<float>({1, 2}, {1, 2})); });
+  const std::string what = message_of<LifetimeError>(ExitCode::kDesync, [&] { p(Tensor::from<float>({1, 2}, {1, 2})); });
   EXPECT_THAT(what, HasSubstr("'first."));
   EXPECT_THAT(what, HasSubstr("call materialize"));
 }
@@ -137,21 +127,21 @@ TEST(Module, FieldsThatAreNotListedFailAtFirstUse) {
   const Tensor x = Tensor::from<float>({1, 2}, {1, 2});
   ForgetsModule m;
   materialize(m);
-  std::string what = message_of<LifetimeError>([&] { m(x); });
+  std::string what = message_of<LifetimeError>(ExitCode::kDesync, [&] { m(x); });
   EXPECT_THAT(what, HasSubstr("Pair used by"));
   EXPECT_THAT(what, HasSubstr("ForgetsModule"));
   EXPECT_THAT(what, HasSubstr("SHEAF_FIELDS"));
 
   ForgetsParameter p;
   materialize(p);
-  what = message_of<LifetimeError>([&] { p(x); });
+  what = message_of<LifetimeError>(ExitCode::kDesync, [&] { p(x); });
   EXPECT_THAT(what, HasSubstr("f32[1,2], used in"));
   EXPECT_THAT(what, HasSubstr("ForgetsParameter"));
   EXPECT_THAT(what, HasSubstr("SHEAF_FIELDS"));
 
   Derived d;
   materialize(d);
-  EXPECT_THAT(message_of<LifetimeError>([&] { d(x); }), HasSubstr("a base's fields"));
+  EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { d(x); }), HasSubstr("a base's fields"));
   EXPECT_EQ(nn::ModuleScope::current(), nullptr);  // all scopes were left
 }
 
@@ -312,7 +302,7 @@ TEST(Module, BuffersTakeOnlyWhatIsWholeOnSeveralRanks) {
     materialize(zoo);
     const Tensor x = redistribute(Tensor::from<float>({1, 2}, {1, 2}), Layout(mesh, Placement::shard(0)));
     const Tensor mean = sum(x, 0);  // each rank's addend
-    EXPECT_THAT(message_of<PlacementError>([&] { assign(zoo.table, mean); }),
+    EXPECT_THAT(message_of<PlacementError>(ExitCode::kConfig, [&] { assign(zoo.table, mean); }),
                 HasSubstr("for 'table' write redistribute(x, \"data\", Placement::invariant())"));
     assign(zoo.table, redistribute(mean, "data", Placement::invariant()));
     EXPECT_EQ(zoo.table.value().to_vector<float>(), (std::vector<float>{1, 2}));
