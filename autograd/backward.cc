@@ -204,11 +204,12 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
                          " is not the dual of its value ", primal);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
   ValueState& s = state(v);
-  if (const NodeId producer = tape_.value(v).producer; to_groups_ && !to_slot && producer < floor_ && tape_.node(producer).op)
-    fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
-                        v, " ", primal, " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
-                        "backward of this recording: its gradient would be lost. Add the losses and call backward once");
   if (!to_slot) {
+    const NodeId producer = tape_.value(v).producer;
+    if (to_groups_ && producer < floor_ && tape_.node(producer).op)
+      fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
+                          v, " ", primal, " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
+                          "backward of this recording: its gradient would be lost. Add the losses and call backward once");
     Tensor& sum = gradients_[v];
     sum = sum ? add(sum, g) : std::move(g);
     return;
