@@ -215,6 +215,8 @@ void Checkpoint::parse(const Json& manifest) {
   check_coverage(tensors_);
 }
 
+void warn_on_stderr(const std::string& warning) { std::fprintf(stderr, "sheaf: warning: %s\n", warning.c_str()); }
+
 Checkpoint Checkpoint::open(const std::string& step_folder, const CheckpointGroup& group) {
   Checkpoint checkpoint;
   checkpoint.path_ = step_folder;

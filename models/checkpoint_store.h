@@ -51,6 +51,9 @@ struct CheckpointGroup {
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
                      const Json& state, int64_t keep = 2, const CheckpointGroup& group = {});
 
+/// Writes "sheaf: warning: ..." to standard error: what programs do with warnings unless told otherwise.
+void warn_on_stderr(const std::string& warning);
+
 /// An open checkpoint. Moves; one thread at a time.
 class Checkpoint {
  public:

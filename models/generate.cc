@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <numeric>
 
 #include "sheaf/autograd/ops.h"
@@ -66,9 +65,7 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
 
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit) {
-  auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", [](const std::string& warning) {
-    std::fprintf(stderr, "sheaf: warning: %s\n", warning.c_str());
-  });
+  auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr);
   if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints");
   const RunState state = RunState::from_json(checkpoint->state());
   if (!state.tokenizer) fail<ConfigError>("[generate] the run was trained on token files: it has no tokenizer");

@@ -1,6 +1,5 @@
 #include "sheaf/models/model_checkpoint.h"
 
-#include <cstdio>
 #include <set>
 
 #include "sheaf/autograd/recording.h"
@@ -112,10 +111,8 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
                                                 const Optimizers& optimizers, World& world,
                                                 const LoadOptions& options) {
   check_outside("load_checkpoint");
-  const auto warn = options.warn ? options.warn : [](const std::string& line) {
-    std::fprintf(stderr, "sheaf: warning: %s\n", line.c_str());
-  };
-  std::optional<Checkpoint> checkpoint = Checkpoint::open_newest(folder, warn, checkpoint_group(module, world));
+  std::optional<Checkpoint> checkpoint = Checkpoint::open_newest(folder, options.warn ? options.warn : warn_on_stderr,
+                                                                checkpoint_group(module, world));
   if (!checkpoint) return std::nullopt;
   load_state(*checkpoint, module, optimizers);
   return LoadedCheckpoint{checkpoint->path(), checkpoint->step(), checkpoint->state()};

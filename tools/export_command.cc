@@ -1,5 +1,3 @@
-#include <cstdio>
-
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
@@ -12,9 +10,7 @@ namespace {
 models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   const std::string folder = arguments.folder + "/checkpoints";
   if (arguments.step >= 0) return models::Checkpoint::open(step_folder(folder, arguments.step));
-  auto newest = models::Checkpoint::open_newest(folder, [](const std::string& warning) {
-    std::fprintf(stderr, "sheaf: warning: %s\n", warning.c_str());
-  });
+  auto newest = models::Checkpoint::open_newest(folder, models::warn_on_stderr);
   if (!newest) fail<CheckpointError>("[export] no checkpoint in ", folder);
   return std::move(*newest);
 }

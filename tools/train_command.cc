@@ -9,6 +9,7 @@
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
+#include "sheaf/models/checkpoint_store.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/trainer.h"
@@ -29,10 +30,9 @@ class RunLines {
       tools::say(line);
     } catch (const IoError& error) {
       broken_ = true;
-      warn(str(error.what(), "; training goes on without it"));
+      models::warn_on_stderr(str(error.what(), "; training goes on without it"));
     }
   }
-  void warn(const std::string& line) { std::fprintf(stderr, "sheaf: warning: %s\n", line.c_str()); }
 
  private:
   bool broken_ = false;
@@ -129,14 +129,13 @@ int train_command(const TrainArguments& arguments) {
     const bool first = world.rank() == 0;
     models::TrainOptions options;
     options.resume = arguments.resume;
-    options.warn = [&](const std::string& line) { lines.warn(line); };
+    options.warn = models::warn_on_stderr;
     if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) lines.say(line); };
     models::Trainer trainer(config, world, world.device(), options);
     // What is needed only at the end is checked at the start.
     if (const auto& tokenizer = trainer.corpus().tokenizer; tokenizer && !arguments.quiet)
       models::encode_prompt(*tokenizer, config.generate);
     if (first) {
-      make_folders(config.output.folder);
       replace_file(config.output.folder + "/config.toml", print_config(config));
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
