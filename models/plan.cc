@@ -23,7 +23,7 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   step.run(1, nothing, &recorded);
   plan.tape = std::move(recorded.tape);
   plan.peak_bytes = memory.stats().peak;
-  for (const auto& p : step.model().module().parameters()) plan.parameters += p.shape().numel();
+  plan.parameters = step.num_parameters();
   return plan;
 }
 

@@ -146,11 +146,7 @@ void Trainer::take_choices(const RunState& state, const std::string& checkpoint)
   }
 }
 
-int64_t Trainer::num_parameters() {
-  int64_t n = 0;
-  for (const nn::Parameter& p : step_->model().module().parameters()) n += p.shape().numel();
-  return n;
-}
+int64_t Trainer::num_parameters() { return step_->num_parameters(); }
 
 RunState Trainer::state(int64_t step) const {
   RunState state;

@@ -58,6 +58,12 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
 }
 
+int64_t TrainingStep::num_parameters() {
+  int64_t count = 0;
+  for (const nn::Parameter& p : model_->module().parameters()) count += p.shape().numel();
+  return count;
+}
+
 double TrainingStep::learning_rate(int64_t step) const {
   const OptimizationConfig& t = config_.train;
   const optim::ScheduleOptions options{.peak = t.lr, .minimum = t.min_lr, .warmup = t.warmup, .total = t.steps};

@@ -54,6 +54,7 @@ class TrainingStep {
   optim::AdamW& optimizer() { return *optimizer_; }
   World& world() { return world_; }
   const Mesh& mesh() const { return mesh_; }
+  int64_t num_parameters();  ///< elements of the whole model
   int64_t tokens_per_step() const { return config_.train.batch * config_.model.context; }
   /// Learning rate of step `step` (0 is the first).
   double learning_rate(int64_t step) const;

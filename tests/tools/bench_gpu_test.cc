@@ -62,8 +62,13 @@ TEST(BenchOnGpu, Attention) {
 
 TEST(BenchOnGpu, Step) {
   SHEAF_NEEDS_GPU();
-  const BenchRun run = on_gpu("step", "");
-  ASSERT_EQ(run.lines.size(), 4u);
+  BenchRun run = on_gpu("step", "");
+  ASSERT_EQ(run.lines.size(), 6u);
+  const Json graph = run.lines.at("gpt2-124m-bf16-4x1024-graph");
+  run.lines.erase("gpt2-124m-bf16-4x1024-graph");
+  ASSERT_FALSE(graph.find("missing")) << graph.at("missing").as_string();
+  EXPECT_EQ(graph.at("peer").as_string(), "the step without a graph");
+  EXPECT_GT(graph.at("more").at("host ms").as_double(), 0);
   for (const auto& [name, line] : run.lines) {
     SCOPED_TRACE(name);
     ASSERT_FALSE(line.find("missing")) << line.at("missing").as_string();
@@ -80,6 +85,9 @@ TEST(BenchOnGpu, Step) {
     EXPECT_NEAR(more.at("MFU %").as_double() / 100, line.at("ratio").as_double(), 1e-9);
     EXPECT_EQ(more.at("GiB live").as_double(), more.at("predicted").as_double());
     EXPECT_GE(more.at("reserved").as_double(), more.at("GiB live").as_double());
+    EXPECT_NEAR(more.at("% of the roofline").as_double() / 100,
+                more.at("roofline s").as_double() / seconds, 1e-9);
+    EXPECT_GT(more.at("attention TFLOP/s").as_double(), 0);
   }
 }
 
@@ -89,6 +97,16 @@ TEST(BenchOnGpu, MemoryAndItsPlan) {
   EXPECT_EQ(run.lines.size(), 6u);
   for (const auto& [name, line] : run.lines)
     EXPECT_EQ(line.at("more").at("of plan").as_double(), 1) << name;
+}
+
+TEST(BenchOnGpu, RanksOnLinks) {
+  SHEAF_NEEDS_GPU();
+  const BenchRun run = on_gpu("fsdp", "-2-50GB/s");
+  ASSERT_EQ(run.lines.size(), 1u);
+  const Json& line = run.lines.begin()->second;
+  ASSERT_FALSE(line.find("missing")) << line.at("missing").as_string();
+  EXPECT_EQ(line.at("peer").as_string(), "links without a limit");
+  EXPECT_TRUE(line.at("more").find("without prefetch"));
 }
 
 TEST(BenchOnGpu, CommunicatorsAndAllocator) {
@@ -143,6 +161,7 @@ TEST(BenchFit, MicroBatchesAndThenLayersShrinkToTheMemory) {
   EXPECT_LT(llama.config.model.layers, 32);
   EXPECT_GE(llama.config.model.layers, 6);
   EXPECT_EQ(llama.layers, 32);
+  EXPECT_EQ(fit("llama3-8b-8layers-bf16-4x8192", 120 * kGiB).config.model.layers, 8);
   EXPECT_THROW(bench::fit_to_gpu(bench::training_config("llama3-8b-bf16-4x8192"), kGiB),
                OutOfMemory);
 }

@@ -11,6 +11,7 @@
 #include "sheaf/core/json.h"
 #include "sheaf/tests/tools/bench_run.h"
 #include "sheaf/tests/tools/sheaf_process.h"
+#include "sheaf/tools/bench/roofline.h"
 #include "sheaf/tools/bench/training.h"
 
 namespace sheaf {
@@ -183,6 +184,33 @@ TEST(BenchFigures, OperationsOfALlamaStep) {
                in_products = 8030261248.0 - 128256 * 4096.0 - (2 * 32 + 1) * 4096.0;
   EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("llama3-8b-bf16-4x8192")),
                    tokens * (6 * in_products + 6.0 * 32 * 8192 * 4096));
+}
+
+// By hand, for one token: 12 layers that read and write 2 · 8 elements of width 768 for their norms
+// and 2 · 3,072 for gelu; 8 + 6 of width 768 around them; 2 · 50,304 logits; 2 bytes each.
+TEST(BenchFigures, RooflineOfAStep) {
+  const models::TrainConfig gpt2 =
+      bench::training_config("gpt2-124m-bf16-512x1024", {"--train.batch=64"});
+  const double tokens = 64 * 1024.0, products = 12 * 12 * 768.0 * 768 + 50304 * 768.0;
+  const int64_t parameters = 124475904;
+  const double bytes = 2 * (12 * (16 * 768.0 + 2 * 3072) + 14 * 768 + 2 * 50304.0);
+  const bench::Rates rates{.products = 790e12,
+                           .attention_forward = 250e12,
+                           .attention_backward = 200e12,
+                           .copy = 4e12};
+  const double expected = tokens * (6 * products / 790e12 +
+                                    12 * 1024 * 768.0 * (2 / 250e12 + 5 / 200e12) + bytes / 4e12) +
+                          32.0 * parameters / 4e12;
+  EXPECT_NEAR(expected, 93.8e-3, 0.1e-3);
+  EXPECT_DOUBLE_EQ(bench::roofline_seconds(gpt2, parameters, rates), expected);
+
+  // Llama: 2 · 8 elements of its width for norms, 2 · 4 of queries and keys turned, swiglu's 8.
+  const models::TrainConfig llama = bench::training_config("llama3-8b-bf16-4x8192");
+  const double llama_bytes =
+      2 * (32 * (16 * 4096.0 + 8 * 5120.0 / 2 + 8 * 14336.0) + 12 * 4096 + 2 * 128256.0);
+  const bench::Rates by_memory{
+      .products = INFINITY, .attention_forward = INFINITY, .attention_backward = INFINITY, .copy = 1};
+  EXPECT_DOUBLE_EQ(bench::roofline_seconds(llama, 0, by_memory), 4 * 8192.0 * llama_bytes);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 // fsdp: a step at 1, 2 and 4 ranks under every strategy, ranks as processes, against one rank with
-// all threads; the same model, the same tokens in a step over all ranks together.
+// all threads; the same model, the same tokens in a step over all ranks together. On a GPU ranks are
+// threads that share it and receive no faster than over a link of a given speed, against the same
+// ranks without a limit: what communication costs that computing does not hide.
 //
 // memory: the peak of a rank in such a step against what a formula says it must hold, and against
 // what the plan said before anything was allocated. Staging of communicators, which is of a fixed
@@ -70,6 +72,56 @@ void measure_fsdp(Session& session, const std::string& name, std::string_view st
   line.peer_value = quantile(peers, 0.5);
   line.more = {
       {"tokens/s", static_cast<double>(alone.tokens_per_step()) / quantile(line.samples_s, 0.5)}};
+}
+
+// Seconds of `steps` steps by rank 0's clock, by ranks that share the GPU.
+std::vector<double> steps_on_links(const Session& session, const models::TrainConfig& config,
+                                   int ranks, double bytes_per_second, int steps) {
+  std::vector<double> seconds;
+  const auto train = [&](World& world) {
+    models::TrainingStep step(config, config.model.vocab, world, world.device());
+    const models::FillBatch fill = random_tokens(config);
+    int64_t done = 0;
+    for (int warm = 0; warm < 3; ++warm) step.run(done++, fill).loss.item();
+    for (int i = 0; i < steps; ++i) {
+      step.mesh().runtime->gather_lane(0).barrier("bench").sync();
+      const double begin = now();
+      step.run(done++, fill).loss.item();
+      if (world.rank() == 0) seconds.push_back(now() - begin);
+    }
+  };
+  run_local(ranks, train,
+            {.bytes_per_second = bytes_per_second,
+             .threads_per_rank = threads_per_rank(session, ranks),
+             .device = session.device()});
+  return seconds;
+}
+
+// GPT-2 124M, 8 sequences for each rank.
+void measure_links(Session& session, int ranks, double bytes_per_second, Line& line) {
+  std::vector<std::string> more = tiny_model();
+  if (!session.options().quick) more = {str("--train.batch=", 8 * ranks)};
+  const auto config = [&](const char* prefetch_bytes) {
+    std::vector<std::string> all = more;
+    all.push_back(std::string("--sharding.prefetch_bytes=") + prefetch_bytes);
+    return training_config("gpt2-124m-bf16-512x1024", all);
+  };
+  const int samples = session.samples(12), rounds = std::min(3, (samples + 3) / 4),
+            steps = samples / rounds;
+  std::vector<double> free, waiting;
+  const auto add = [](std::vector<double>& all, const std::vector<double>& some) {
+    all.insert(all.end(), some.begin(), some.end());
+  };
+  for (int round = 0; round < rounds; ++round) {
+    add(line.samples_s, steps_on_links(session, config("-1"), ranks, bytes_per_second, steps));
+    add(free, steps_on_links(session, config("-1"), ranks, 0, steps));
+    add(waiting, steps_on_links(session, config("0"), ranks, bytes_per_second, steps));
+  }
+  const double seconds = quantile(line.samples_s, 0.5);
+  line.peer = "links without a limit";
+  line.peer_value = quantile(free, 0.5);
+  line.more = {{"% of the step exposed", 100 * (1 - line.peer_value / seconds)},
+               {"without prefetch", 100 * (1 - line.peer_value / quantile(waiting, 0.5))}};
 }
 
 void measure_memory(Session& session, const std::string& name, std::string_view strategy, int ranks,
@@ -162,6 +214,15 @@ Json train_rank(const std::vector<std::string>& words) {
 }
 
 void fsdp_suite(Session& session) {
+  if (session.on_gpu()) {
+    for (int ranks : {2, 4})
+      for (int gigabytes : {360, 50})  // NVLink's and a fast network's
+        session.line(
+            "fsdp", str("gpt2-124m-bf16-", 8 * ranks, "x1024-", ranks, "-", gigabytes, "GB/s"),
+            Unit::seconds,
+            [&](Line& line) { measure_links(session, ranks, 1e9 * gigabytes, line); });
+    return;
+  }
   for (const std::string& name : cases(session))
     for (std::string_view strategy : kStrategies)
       for (int ranks : {1, 2, 4})

@@ -1,10 +1,13 @@
 // step: whole steps of training, forward, backward, clipping and AdamW. Other programs run the same
-// cases by these names.
+// cases by these names. On a GPU the roofline stands beside them, at the rates that this run
+// measures, and a step so small that launches count, as a graph and without.
 #include "sheaf/core/gpu.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/gpu_time.h"
+#include "sheaf/tools/bench/roofline.h"
 #include "sheaf/tools/bench/suites.h"
 #include "sheaf/tools/bench/training.h"
 
@@ -79,6 +82,46 @@ int64_t free_memory() {
   return 0;
 }
 
+// What attention reaches by itself on a GPU, at the shape that a micro-batch of the step gives it.
+Rates attention_rates(Session& session, const models::TrainConfig& config) {
+  const models::ModelConfig m = models::resolved(config.model);
+  const AttentionSize size{std::min<int64_t>(config.train.batch / config.train.micro_batches, 16),
+                           m.context, m.heads, m.kv_heads, m.width / m.heads};
+  const DType dtype = config.train.dtype == "bf16" ? kBF16 : kF32;
+  Rates rates;
+  run_local(
+      1,
+      [&](World&) {
+        const AttentionCall call(dtype, size, session.device());
+        const Stream stream = session.stream();
+        call.forward(stream), call.backward(stream);  // plans are made
+        const auto rate = [&](bool backward) {
+          return AttentionCall::flops(size, backward) / median_of_five([&] {
+                   return gpu_seconds([&] {
+                     backward ? call.backward(stream) : call.forward(stream);
+                   });
+                 });
+        };
+        rates.attention_forward = rate(false);
+        rates.attention_backward = rate(true);
+      },
+      {.threads_per_rank = session.machine().threads, .device = session.device()});
+  return rates;
+}
+
+// The step beside the roofline at the rates of this run.
+void compare_with_roofline(Session& session, const models::TrainConfig& config, int64_t parameters,
+                           Rates rates, Line& line) {
+  const double seconds = quantile(line.samples_s, 0.5);
+  rates.products = line.gflops * 1e9 * seconds / line.peer_value;
+  rates.copy = session.probe().best().copy_gbs * 1e9;
+  const double least = roofline_seconds(config, parameters, rates);
+  line.more.insert(line.more.end(), {{"roofline s", least},
+                                     {"% of the roofline", 100 * least / seconds},
+                                     {"attention TFLOP/s", rates.attention_forward / 1e12},
+                                     {"backward", rates.attention_backward / 1e12}});
+}
+
 // A model that takes at most `bytes` by its plan.
 void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line& line) {
   const bool quick = session.options().quick;
@@ -86,6 +129,7 @@ void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line
       fit_to_gpu(training_config(name, quick ? tiny_model() : std::vector<std::string>{}), bytes);
   const models::TrainConfig& config = fitted.config;
   line.note = described(fitted);
+  const Rates rates = attention_rates(session, config);
   // A world whose memory goes back to the GPU with it.
   run_local(
       1,
@@ -105,6 +149,7 @@ void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line
         line.more.insert(line.more.end(), {{"GiB live", gib(stats.peak)},
                                            {"predicted", gib(fitted.planned_peak)},
                                            {"reserved", gib(stats.reserved)}});
+        compare_with_roofline(session, config, step.num_parameters(), rates, line);
       },
       {.threads_per_rank = session.machine().threads, .device = session.device()});
 }
@@ -121,6 +166,48 @@ void measure_what_fits(Session& session, std::string_view name, Line& line) {
     }
 }
 
+// Steps of a few sequences, replayed and enqueued op by op in turns.
+void measure_graph(Session& session, Line& line) {
+  std::vector<std::string> more{"--train.batch=4"};
+  if (session.options().quick) more = tiny_model();
+  const auto config = [&](const char* graph) {
+    std::vector<std::string> all = more;
+    all.push_back(std::string("--train.cuda_graph=") + graph);
+    return training_config("gpt2-124m-bf16-512x1024", all);
+  };
+  run_local(
+      1,
+      [&](World& world) {
+        struct Steps {
+          Steps(const models::TrainConfig& c, World& world)
+              : step(c, c.model.vocab, world, world.device()), fill(random_tokens(c)) {}
+          double one() {
+            return gpu_seconds([&] {
+              const double begin = now();
+              step.run(done++, fill);
+              host.push_back(now() - begin);
+            });
+          }
+          models::TrainingStep step;
+          models::FillBatch fill;
+          int64_t done = 0;
+          std::vector<double> host;
+        } graph(config("true"), world), plain(config("false"), world);
+        for (int warm = 5; warm > 0; --warm) graph.one(), plain.one();
+        graph.host.clear(), plain.host.clear();
+        auto [replayed, enqueued] =
+            session.turns([&] { return graph.one(); }, [&] { return plain.one(); });
+        const double tokens = static_cast<double>(graph.step.tokens_per_step());
+        line.samples_s = std::move(replayed);
+        line.peer = "the step without a graph";
+        line.peer_value = quantile(enqueued, 0.5);
+        line.more = {{"tokens/s", tokens / quantile(line.samples_s, 0.5)},
+                     {"host ms", 1e3 * quantile(graph.host, 0.5)},
+                     {"without a graph", 1e3 * quantile(plain.host, 0.5)}};
+      },
+      {.threads_per_rank = session.machine().threads, .device = session.device()});
+}
+
 }  // namespace
 
 void step_suite(Session& session) {
@@ -128,6 +215,9 @@ void step_suite(Session& session) {
     session.line("step", c.name, Unit::seconds, [&](Line& line) {
       (session.on_gpu() ? measure_what_fits : measure_on_cpu)(session, c.name, line);
     });
+  if (session.on_gpu())
+    session.line("step", "gpt2-124m-bf16-4x1024-graph", Unit::seconds,
+                 [&](Line& line) { measure_graph(session, line); });
 }
 
 }  // namespace sheaf::bench

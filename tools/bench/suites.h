@@ -33,7 +33,7 @@ inline constexpr Suite kSuites[] = {
     {"tape", tape_suite, false},
     {"allocator", allocator_suite, true},
     {"comm", comm_suite, true},
-    {"fsdp", fsdp_suite, false},
+    {"fsdp", fsdp_suite, true},
     {"memory", memory_suite, true},
     {"init", init_suite, false},
     {"checkpoint", checkpoint_suite, false},

@@ -42,6 +42,9 @@ std::vector<TrainingCase> training_cases(Device device) {
         gpt2_on_gpu("gpt2-774m-bf16-512x1024", "gpt2-774m"),
         gpt2_on_gpu("gpt2-1558m-bf16-512x1024", "gpt2-1558m"),
         make("llama3-8b-bf16-4x8192", {"--model.preset=llama3-8b"}, "bf16", 4, 8192),
+        // As many layers as leave another program room for as many.
+        make("llama3-8b-8layers-bf16-4x8192", {"--model.preset=llama3-8b", "--model.layers=8"},
+             "bf16", 4, 8192),
     };
   return {
       make("gpt2-124m-f32-4x64", kGpt2, "f32", 4, 64),

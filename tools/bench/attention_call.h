@@ -1,0 +1,71 @@
+// A call of causal attention on operands packed as a projection leaves them, to be timed.
+#pragma once
+
+#include <cmath>
+
+#include "sheaf/kernels/attention.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/tools/bench/array.h"
+
+namespace sheaf::bench {
+
+/// B sequences of T tokens, H heads of queries and G of keys and values, D wide.
+struct AttentionSize {
+  int64_t b, t, h, g, d;
+};
+
+class AttentionCall {
+ public:
+  AttentionCall(DType dtype, const AttentionSize& s, Device device)
+      : qkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
+        dqkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
+        out_(Array(dtype, {s.b, s.t, s.h, s.d}).on(device)),
+        dout_(Array(dtype, {s.b, s.t, s.h, s.d}).on(device)),
+        lse_(Array(kF32, {s.b, s.h, s.t}).on(device)),
+        q_(heads(qkv_, 0, s.h)),
+        k_(heads(qkv_, s.h, s.g)),
+        v_(heads(qkv_, s.h + s.g, s.g)),
+        dq_(heads(dqkv_, 0, s.h)),
+        dk_(heads(dqkv_, s.h, s.g)),
+        dv_(heads(dqkv_, s.h + s.g, s.g)),
+        scale_(1 / std::sqrt(static_cast<double>(s.d))),
+        scratch_(
+            static_cast<size_t>(SHEAF_WORKSPACE(device, attention, q_, k_, v_, true, out_, lse_)),
+            device),
+        backward_scratch_(
+            static_cast<size_t>(SHEAF_WORKSPACE(device, attention_backward, q_, k_, v_, out_, lse_,
+                                                dout_, true, dq_, dk_, dv_)),
+            device) {}
+
+  void forward(const Stream& stream) const {
+    SHEAF_ON_DEVICE(stream, attention, q_, k_, v_, true, scale_, out_, lse_, scratch_);
+  }
+  /// Reads what forward() has written.
+  void backward(const Stream& stream) const {
+    SHEAF_ON_DEVICE(stream, attention_backward, q_, k_, v_, out_, lse_, dout_, true, scale_, dq_,
+                    dk_, dv_, backward_scratch_);
+  }
+
+  /// Floating-point operations. A product of T x D with D x T under a causal mask takes B H T² D:
+  /// half of 2 B H T² D. The forward pass has two such products; the backward pass five, since it
+  /// computes the scores again (Dao 2023).
+  static double flops(const AttentionSize& s, bool backward) {
+    return (backward ? 5 : 2) * static_cast<double>(s.b * s.h * s.t * s.t * s.d);
+  }
+
+ private:
+  // Heads [first, first + count) of a packed projection [B, T, H + 2 G, D].
+  static View heads(const Array& packed, int64_t first, int64_t count) {
+    View v = packed.view();
+    v.data = v.as<char>() + first * v.shape[3] * static_cast<int64_t>(size_of(v.dtype));
+    v.shape[2] = count;
+    return v;
+  }
+
+  const Array qkv_, dqkv_, out_, dout_, lse_;
+  const View q_, k_, v_, dq_, dk_, dv_;
+  const double scale_;
+  const Scratch scratch_, backward_scratch_;
+};
+
+}  // namespace sheaf::bench

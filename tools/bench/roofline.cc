@@ -1,0 +1,43 @@
+#include "sheaf/tools/bench/roofline.h"
+
+#include "sheaf/tools/bench/training.h"
+
+namespace sheaf::bench {
+namespace {
+
+/// Elements that are read or written for each token outside of products and attention.
+double elements_per_token(const models::ModelConfig& m) {
+  const auto of = [](int64_t n) { return static_cast<double>(n); };
+  const bool llama = m.type == "llama";
+  const double width = of(m.width), hidden = of(m.mlp_width);
+  const double keys = width * of(m.kv_heads) / of(m.heads);
+  // Forward: the stream and a branch are read, their sum and its norm written. Backward: the
+  // gradient of the norm and the sum are read, the stream's gradient is read and written.
+  const double norm = 4 * width + 4 * width;
+  // Gelu's product leaves its input behind, which the product behind it reads in the backward
+  // pass. Swiglu reads two and writes one; backward reads three and writes two.
+  const double activation = llama ? 3 * hidden + 5 * hidden : hidden + hidden;
+  const double rotary = llama ? 2 * (width + keys) + 2 * (width + keys) : 0;
+  // Tokens, and GPT-2's positions; the same backward.
+  const double embedding = 2 * (llama ? 2 : 3) * width;
+  const double logits = 2 * of(m.vocab);  // become their gradient in place
+  return of(m.layers) * (2 * norm + activation + rotary) + norm + embedding + logits;
+}
+
+}  // namespace
+
+double roofline_seconds(const models::TrainConfig& config, int64_t parameters, const Rates& rates) {
+  constexpr double kBytesPerParameter = 32;  // weight, two moments, gradient; compute copy; norm
+  const double causal = flops_per_step(config),
+               attention = flops_per_step(config, CountAttention::full) - causal;  // 6 L T C
+  const auto tokens = static_cast<double>(config.train.batch * config.model.context);
+  const double bytes_per_element = config.train.dtype == "bf16" ? 2 : 4;
+  const double bytes =
+      tokens * bytes_per_element * elements_per_token(models::resolved(config.model)) +
+      kBytesPerParameter * static_cast<double>(parameters);
+  return (causal - attention) / rates.products +
+         attention / 6 * (2 / rates.attention_forward + 5 / rates.attention_backward) +
+         bytes / rates.copy;
+}
+
+}  // namespace sheaf::bench
