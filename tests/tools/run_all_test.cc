@@ -212,6 +212,28 @@ fi)");
   EXPECT_THAT(bundle.report(), HasSubstr("Race reported between Write and Read |"));
 }
 
+TEST(RunAll, PyTorchIsAskedWhereItFindsAGpu) {
+  Bundle bundle;
+  bundle.add("bin/sheaf", kNoGpu);
+  bundle.add("path/python3", "exit 1");
+  EXPECT_EQ(bundle.run("--peers"), 0);
+  EXPECT_THAT(bundle.report(), HasSubstr("Not run: python3 has no PyTorch that finds a GPU."));
+  // One that has two cases, of which the second breaks.
+  bundle.add("path/python3", R"(
+case "$*" in
+  *compare.py*--cases\ breaks*) echo 'out of memory' >&2; exit 1 ;;
+  *compare.py*) echo "| $* |" ;;
+  *cases.on*) echo 'small breaks' ;;
+esac)");
+  EXPECT_EQ(bundle.run("--peers --samples 2"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("### small\n\n| -B -W ignore::UserWarning /"));
+  EXPECT_THAT(bundle.report(), HasSubstr("--device cuda --cases small --rounds 2 --sheaf /"));
+  EXPECT_THAT(bundle.report(), HasSubstr("--sheaf-version abc123 "));
+  EXPECT_THAT(bundle.report(), HasSubstr("--samples 2 |"));
+  EXPECT_THAT(bundle.report(), HasSubstr("### breaks\n\nFAILED, status 1: out of memory"));
+  EXPECT_THAT(bundle.report(), Not(HasSubstr("## Tests")));
+}
+
 TEST(RunAll, UnknownOptionsAreRefused) {
   Bundle bundle;
   bundle.add("bin/sheaf", kNoGpu);

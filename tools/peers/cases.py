@@ -15,8 +15,12 @@ class Case:
     context: int  # tokens per sequence, and rows of the position table
     dtype: str  # of the computation: "f32", or "bf16" with fp32 masters
     samples: int  # timed steps per round and side
-    goal: float  # Sheaf's tokens per second over those of PyTorch's best
+    goal: float = None  # Sheaf's tokens per second over those of PyTorch's best; None: there is none
     goal_llmc: float = 0.0  # the same over llm.c's train_gpt2; 0: it does not run this step
+    device: str = "cpu"
+    kv_heads: int = 0  # of Llama, which has them; GPT-2: 0
+    hidden: int = 0  # of Llama's MLP
+    bf16_stream: bool = False  # PyTorch's residual stream is bf16, as Sheaf's, where autocast alone would keep f32
 
     @property
     def tokens(self):
@@ -46,6 +50,26 @@ CASES = [
 ]
 
 
+
+def _gpt2_on_gpu(name, layers, heads, width, samples):
+    """Half a million tokens, by as many micro-batches as each side needs."""
+    return Case(f"{name}-bf16-512x1024", layers=layers, heads=heads, width=width, vocab=50304, bias=True, batch=512,
+                context=1024, dtype="bf16", samples=samples, device="cuda", bf16_stream=True)
+
+
+GPU_CASES = [
+    _gpt2_on_gpu("gpt2-124m", 12, 12, 768, samples=5),
+    _gpt2_on_gpu("gpt2-774m", 36, 20, 1280, samples=3),
+    _gpt2_on_gpu("gpt2-1558m", 48, 25, 1600, samples=2),
+    Case("llama3-8b-8layers-bf16-4x8192", layers=8, heads=32, width=4096, vocab=128256, bias=False, batch=4,
+         context=8192, dtype="bf16", samples=5, device="cuda", kv_heads=8, hidden=14336, bf16_stream=True),
+]
+
+
+def on(device):
+    return [case for case in CASES + GPU_CASES if case.device == device]
+
+
 def find(name):
     """Throws KeyError."""
-    return {case.name: case for case in CASES}[name]
+    return {case.name: case for case in CASES + GPU_CASES}[name]

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 
+import torch
+
 import cases
 import llmc_side
 import machine
@@ -20,7 +22,8 @@ def arguments():
     parser = argparse.ArgumentParser(prog="bench_peers", description=__doc__, usage="see tools/bench_peers --help")
     parser.add_argument("--sheaf", required=True)
     parser.add_argument("--sheaf-version", required=True)
-    parser.add_argument("--cases", default=",".join(c.name for c in cases.CASES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cases", default="")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -36,10 +39,14 @@ def arguments():
                 pass
         except OSError as error:
             parser.error(f"--json: {error}")
+    known = {case.name: case for case in cases.on(options.device)}
     try:
-        options.cases = [cases.find(name) for name in options.cases.split(",")]
+        options.cases = [known[name] for name in options.cases.split(",")] if options.cases else list(known.values())
     except KeyError as error:
-        parser.error(f"no case {error}; there are " + ", ".join(c.name for c in cases.CASES))
+        parser.error(f"no case {error}; there are " + ", ".join(known))
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"bench_peers: not run: PyTorch {torch.__version__} finds no GPU", file=sys.stderr)
+        sys.exit(64)
     return options
 
 
@@ -54,6 +61,8 @@ def makers(case, options):
         "torch-eager": lambda: sides.TorchSide(case, "eager", options.threads),
         "torch-compile": lambda: sides.TorchSide(case, "compile", options.threads),
     }
+    if case.device == "cuda":  # compiled it is the faster one, and the GPU's memory is for two
+        del all_sides["torch-eager"]
     if case.goal_llmc and options.llmc:
         all_sides["llm.c"] = lambda: llmc_side.LlmcSide(case, options.llmc, options.threads)
     return all_sides
@@ -92,9 +101,21 @@ def run(case, options, probe):
         for name, side in running.items():
             if side is not None:
                 results[name].first_losses = side.first_losses
-                results[name].peak_rss_bytes = side.peak_rss_bytes
+                results[name].peak_bytes = side.peak_bytes
+                results[name].micro_batch = side.micro_batch
                 side.close()
     return results
+
+
+def memory(results):
+    """A line for each case: the peaks of the sides, and by how many sequences at a time PyTorch computed."""
+    lines = []
+    for case, case_sides in results.items():
+        peaks = [f"{name} {side.peak_bytes / (1 << 30):.1f}" +
+                 (f" (micro-batches of {side.micro_batch})" if side.micro_batch else "")
+                 for name, side in case_sides.items() if side.peak_bytes]
+        lines.append(f"- {case}: peak GiB: " + ", ".join(peaks))
+    return "\n".join(lines)
 
 
 def write_json(path, about, best, results, rows):
@@ -119,8 +140,8 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sides are closed on the way out
     options = arguments()
     chosen = options.cases
-    about = {"sheaf": options.sheaf_version, "busy": options.busy, **machine.describe(options.threads)}
-    probe = machine.Probe(options.threads)
+    about = {"sheaf": options.sheaf_version, "busy": options.busy, **machine.describe(options.threads, options.device)}
+    probe = machine.Probe(options.threads, options.device)
     results = {case.name: run(case, options, probe) for case in chosen}
     best = report.best_probe(results)
     rows = [row for case in chosen for row in report.judge(case, results[case.name], best, not options.busy)]
@@ -128,10 +149,14 @@ def main():
           f"{about['threads']} threads; {' '.join(about['flags'])}")
     print(f"Sheaf {about['sheaf']}; PyTorch {about['torch']} ({about['torch_cpu_capability']}), "
           f"Python {about['python']}, {about['gcc']}, Linux {about['kernel']}")
-    print(f"best probe: {best['gflops']:.0f} GFLOP/s fp32, copy {best['copy_gb_s']:.1f} GB/s; "
+    if options.device == "cuda":
+        print(f"{about['gpu']}, CUDA {about['cuda']}, cuDNN {about['cudnn']}")
+    print(f"best probe: {best['gflops']:,.0f} GFLOP/s {probe.dtype}, copy {best['copy_gb_s']:,.1f} GB/s; "
           f"{options.rounds} rounds; tokens per second: median (10th-90th percentile)"
           + (f"; beside {options.busy} busy processes" if options.busy else "") + "\n")
     print(report.table(results, rows))
+    if options.device == "cuda":
+        print("\n" + memory(results))
     if options.json:
         write_json(options.json, about, best, results, rows)
 

@@ -58,6 +58,7 @@ class Gpt2(nn.Module):
         self.blocks = nn.ModuleList(Block(case) for _ in range(case.layers))
         self.norm = nn.LayerNorm(case.width, bias=case.bias)
         self.register_buffer("places", torch.arange(case.context), persistent=False)
+        self.bf16_stream = case.bf16_stream
         self.init_weights(case)
 
     @torch.no_grad()
@@ -73,6 +74,8 @@ class Gpt2(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.tokens(tokens) + self.positions(self.places)
+        if self.bf16_stream:
+            x = x.to(torch.bfloat16)
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.tokens.weight)

@@ -9,8 +9,8 @@ import time
 
 import torch
 
-MATRIX = 1024
-COPY_BYTES = 256 << 20
+MATRIX = {"cpu": 1024, "cuda": 8192}
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 TRIES = 5
 
 
@@ -22,7 +22,7 @@ def _first_line(*command):
     return output.stdout.splitlines()[0].strip() if output.stdout else ""
 
 
-def describe(threads):
+def describe(threads, device):
     """The machine and the versions, for the head of the table and for the JSON."""
     info = {}
     with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -30,7 +30,11 @@ def describe(threads):
             key, _, value = line.partition(":")
             info.setdefault(key.strip(), value.strip())
     flags = [f for f in info.get("flags", "").split() if f.startswith(("amx", "avx")) or f == "fma"]
+    gpu = {}
+    if device == "cuda":
+        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return {
+        **gpu,
         "cpu": info.get("model name", platform.processor() or "unknown"),
         "cpu_family_model": f"{info.get('cpu family', '?')}/{info.get('model', '?')}",
         "flags": flags,
@@ -58,23 +62,32 @@ def busy(processes):
 
 
 class Probe:
-    """Times one large fp32 product and one large copy, the best of a few: {"gflops", "copy_gb_s", "load"}. It needs a
-    tenth of a second and says whether the machine was ours before and after a block of samples."""
+    """Times one large product (fp32, on a GPU bf16) and one large copy, the best of a few: {"gflops", "copy_gb_s",
+    "load"}. It needs a tenth of a second and says whether the machine was ours before and after a block of samples."""
 
-    def __init__(self, threads):
+    def __init__(self, threads, device):
         torch.set_num_threads(threads)
-        self.a = torch.randn(MATRIX, MATRIX)
-        self.product = torch.empty(MATRIX, MATRIX)
-        self.source = torch.ones(COPY_BYTES // 4)
-        self.target = torch.zeros(COPY_BYTES // 4)
+        self.device, self.side, self.bytes = device, MATRIX[device], COPY_BYTES[device]
+        self.dtype = "bf16" if device == "cuda" else "fp32"
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.a = torch.randn(self.side, self.side, device=device).to(dtype)
+        self.product = torch.empty_like(self.a)
+        self.source = torch.ones(self.bytes // 4, device=device)
+        self.target = torch.zeros_like(self.source)
         self.measure()
 
     def measure(self):
+        def wait():
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+
         def best(function):
             seconds = []
             for _ in range(TRIES):
+                wait()
                 start = time.perf_counter()
                 function()
+                wait()
                 seconds.append(time.perf_counter() - start)
             return min(seconds)
 
@@ -82,7 +95,7 @@ class Probe:
         copy = best(lambda: self.target.copy_(self.source))
         time.sleep(0.2)  # threads of OpenMP spin a while before they sleep
         return {
-            "gflops": 2 * MATRIX**3 / product / 1e9,
-            "copy_gb_s": 2 * COPY_BYTES / copy / 1e9,  # read and written
+            "gflops": 2 * self.side**3 / product / 1e9,
+            "copy_gb_s": 2 * self.bytes / copy / 1e9,  # read and written
             "load": os.getloadavg()[0],
         }

@@ -34,7 +34,8 @@ class SideResult:
     blocks: list = field(default_factory=list)
     error: str = ""
     first_losses: list = field(default_factory=list)
-    peak_rss_bytes: int = None
+    peak_bytes: int = None
+    micro_batch: int = None
 
     def seconds(self):
         return [s for block in self.blocks for s in block.seconds]

@@ -17,7 +17,7 @@ class SheafSide(Side):
         with tempfile.TemporaryDirectory(prefix="bench_peers_") as folder:
             path = os.path.join(folder, "bench.json")
             done = subprocess.run(
-                [self.program, "bench", "step", "--device", "cpu", "--filter", self.case.name,
+                [self.program, "bench", "step", "--device", self.case.device, "--filter", self.case.name,
                  "--threads", str(self.threads), "--samples", str(count), "--json", path],
                 env=environment(self.threads), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                 check=False)
@@ -29,4 +29,7 @@ class SheafSide(Side):
             raise Failed(f"sheaf bench step has no line {self.case.name}")
         if "missing" in lines[0]:
             raise Failed(lines[0]["missing"])
+        more = lines[0]["more"]
+        if "GiB live" in more:
+            self.peak_bytes = round(more["GiB live"] * (1 << 30))
         return lines[0]["samples_s"]

@@ -29,7 +29,8 @@ class Side:
     def __init__(self, name):
         self.name = name
         self.first_losses = []
-        self.peak_rss_bytes = None
+        self.peak_bytes = None
+        self.micro_batch = None
 
     def sample(self, count):
         """Seconds of each of `count` training steps, after steps that are not counted."""
@@ -54,8 +55,10 @@ class TorchSide(Side):
              "--threads", str(threads), "--serve"],
             env=environment(threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
         try:
-            while not self._read().get("ready"):
-                pass
+            answer = {}
+            while not answer.get("ready"):
+                answer = self._read()
+            self.micro_batch = answer["micro_batch"]
         except BaseException:
             self.close()
             raise
@@ -69,7 +72,7 @@ class TorchSide(Side):
         answer = json.loads(line)
         if "loss" in answer:
             self.note_loss(answer["loss"])
-            self.peak_rss_bytes = answer["peak_rss_bytes"]
+            self.peak_bytes = answer["peak_bytes"]
         return answer
 
     def sample(self, count):

@@ -1,8 +1,9 @@
 """One case as PyTorch trains it, in a process of its own.
 
-Prints a JSON line per step: {"step", "timed", "seconds", "loss", "peak_rss_bytes"}, and {"ready": true} when it is
-warm. Then it times --samples steps; with --serve instead, for every number read from standard input, that many steps
-after one that is not timed, so that a block of steps does not pay for what ran on the machine before it.
+Prints a JSON line per step: {"step", "timed", "seconds", "loss", "peak_bytes"}, and {"ready": true, "micro_batch": N}
+when it is warm. Then it times --samples steps; with --serve instead, for every number read from standard input, that
+many steps after one that is not timed, so that a block of steps does not pay for what ran on the machine before it.
+peak_bytes: resident on the host, or allocated on the GPU.
 """
 
 import argparse
@@ -15,23 +16,31 @@ import torch
 
 import cases
 import gpt2
+import llama
 
 # Of the first steps some allocate the optimizer's state, and a compiled model is compiled in the first.
 WARM_UP = {"eager": 3, "compile": 5}
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.99), 0.1, 1.0
+MOST_TOKENS = 65536  # of a micro-batch on a GPU: more fill none better
 
 
-def peak_rss_bytes():
-    """Of this program; getrusage() would count what its parent held when it started it."""
+def peak_bytes(device):
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    # Of this program; getrusage() would count what its parent held when it started it.
     with open("/proc/self/status", encoding="utf-8") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
 
 
 class Training:
-    def __init__(self, case, variant):
+    """A model and its optimizer; `micro_batch` sequences at a time."""
+
+    def __init__(self, case, variant, micro_batch):
         torch.manual_seed(1337)
         self.case = case
-        self.model = gpt2.Gpt2(case)
+        self.micro_batch = micro_batch
+        with torch.device(case.device):
+            self.model = llama.Llama(case) if case.kv_heads else gpt2.Gpt2(case)
         parameters = list(self.model.parameters())
         self.parameters = parameters
         self.optimizer = torch.optim.AdamW(
@@ -43,20 +52,54 @@ class Training:
 
     def step(self):
         """One step on new random tokens; returns its seconds and its loss."""
-        shape = (self.case.batch, self.case.context + 1)
-        text = torch.randint(self.case.vocab, shape)
+        case = self.case
+        text = torch.randint(case.vocab, (case.batch, case.context + 1))
         tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        parts = case.batch // self.micro_batch
+        self.wait()
         start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.case.dtype == "bf16"):
-            loss = self.loss(tokens, targets)
-        loss.backward()
+        tokens, targets = tokens.to(case.device), targets.to(case.device)
+        total = 0
+        for some_tokens, some_targets in zip(tokens.split(self.micro_batch), targets.split(self.micro_batch)):
+            with torch.autocast(case.device, torch.bfloat16, enabled=case.dtype == "bf16"):
+                loss = self.loss(some_tokens, some_targets)
+            if parts > 1:
+                loss = loss / parts
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
+        value = total.item()
+        self.wait()
         seconds = time.perf_counter() - start
         self.steps += 1
         return seconds, value
+
+    def wait(self):
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def started(case, variant, warm):
+    """A training after its first steps, which `warm` makes; by the largest micro-batch that the GPU holds."""
+    micro_batch = case.batch
+    while case.device == "cuda" and (micro_batch * case.context > MOST_TOKENS or case.batch % micro_batch):
+        micro_batch -= 1
+    while True:
+        try:
+            training = Training(case, variant, micro_batch)
+            warm(training)
+            return training
+        except torch.OutOfMemoryError:
+            if micro_batch == 1:
+                raise
+        training = None  # its memory goes before the next one is made
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        micro_batch //= 2
+        while case.batch % micro_batch:
+            micro_batch -= 1
 
 
 def main():
@@ -79,18 +122,20 @@ def main():
         for _ in range(steps):
             seconds, loss = training.step()
             write({"step": training.steps, "timed": timed, "seconds": seconds, "loss": loss,
-                   "peak_rss_bytes": peak_rss_bytes()})
+                   "peak_bytes": peak_bytes(training.case.device)})
 
     torch.set_num_threads(options.threads)
-    training = Training(cases.find(options.case), options.variant)
-    run(training, WARM_UP[options.variant], timed=False)
-    write({"ready": True})
+    case = cases.find(options.case)
+    training = started(case, options.variant, lambda t: run(t, WARM_UP[options.variant], timed=False))
+    write({"ready": True, "micro_batch": training.micro_batch})
     if not options.serve:
         run(training, options.samples, timed=True)
         return
     for line in sys.stdin:
         run(training, 1, timed=False)
         run(training, int(line), timed=True)
+        if case.device == "cuda":
+            torch.cuda.empty_cache()  # the next one's turn
 
 
 if __name__ == "__main__":
