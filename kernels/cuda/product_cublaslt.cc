@@ -195,6 +195,10 @@ class Prepared {
 
   void run(cublasLtHandle_t handle, const Stream& stream, const Product& p,
            const cublasLtMatmulAlgo_t& algorithm, void* d, Workspace workspace) {
+    check_status(try_run(handle, stream, p, algorithm, d, workspace), p, "cublasLtMatmul");
+  }
+  cublasStatus_t try_run(cublasLtHandle_t handle, const Stream& stream, const Product& p,
+                         const cublasLtMatmulAlgo_t& algorithm, void* d, Workspace workspace) {
     const float one = 1, beta = p.shape.accumulate ? 1.0f : 0.0f;
     const double wide_one = 1, wide_beta = static_cast<double>(beta);
     const bool wide = p.shape.in == kF64;
@@ -205,10 +209,9 @@ class Prepared {
       set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.vector, p);
     if (has_matrix(p.shape.epilogue))
       set(operation_, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.matrix, p);
-    check_status(cublasLtMatmul(handle, operation_.get(), alpha_at, p.a, a_.get(), p.b, b_.get(),
-                                beta_at, d, d_.get(), d, d_.get(), &algorithm, workspace.data,
-                                kWorkspace, static_cast<cudaStream_t>(stream.handle)),
-                 p, "cublasLtMatmul");
+    return cublasLtMatmul(handle, operation_.get(), alpha_at, p.a, a_.get(), p.b, b_.get(), beta_at,
+                          d, d_.get(), d, d_.get(), &algorithm, workspace.data, kWorkspace,
+                          static_cast<cudaStream_t>(stream.handle));
   }
 
   // Written by DeviceProducts::prepare alone, before others see it.
@@ -302,7 +305,12 @@ class DeviceProducts {
     cublasLtMatmulAlgo_t best = candidates.front();
     float least = 0;
     for (size_t i = 0; i < candidates.size(); ++i) {
-      prepared.run(handle_, stream, p, candidates[i], d, workspace);  // loads its code
+      // Loads its code. What the estimate offers is not always taken: another one is, then.
+      const cublasStatus_t status =
+          prepared.try_run(handle_, stream, p, candidates[i], d, workspace);
+      if (status == CUBLAS_STATUS_NOT_SUPPORTED && (least > 0 || i + 1 < candidates.size()))
+        continue;
+      check_status(status, p, "cublasLtMatmul");
       float shortest = 0;
       for (int n = 0; n < kTimedRuns; ++n) {
         check_cuda(cudaEventRecord(begin.handle, handle), p);
@@ -313,7 +321,7 @@ class DeviceProducts {
         check_cuda(cudaEventElapsedTime(&milliseconds, begin.handle, end.handle), p);
         shortest = n == 0 ? milliseconds : std::min(shortest, milliseconds);
       }
-      if (i == 0 || shortest < least) least = shortest, best = candidates[i];
+      if (least == 0 || shortest < least) least = shortest, best = candidates[i];
     }
     return best;
   }
