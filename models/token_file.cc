@@ -1,7 +1,12 @@
 #include "sheaf/models/token_file.h"
 
+#include <glob.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <system_error>
+#include <utility>
 
 #include "sheaf/core/file.h"
 
@@ -30,44 +35,93 @@ void check_vocab(int64_t vocab) {
   check<DataError>(vocab >= 1 && vocab <= INT32_MAX, "[tokens] a vocabulary of ", vocab);
 }
 
+// In an order that depends on nobody's locale.
+std::vector<std::string> paths_of(const std::string& pattern) {
+  if (pattern.find_first_of("*?[") == std::string::npos || path_exists(pattern)) return {pattern};
+  glob_t found{};
+  const int status = glob(pattern.c_str(), GLOB_ERR | GLOB_NOSORT, nullptr, &found), error = errno;
+  std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  globfree(&found);
+  check<DataError>(status == 0, "[tokens] no file matches '", pattern, "'",
+                   status == GLOB_NOMATCH ? "" : ": " + std::generic_category().message(error));
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
 }  // namespace
 
-struct Tokens::Owner {
-  Mapping map;
+struct Tokens::Part {
+  std::string name;
+  Mapping map;  // one of these three owns
   std::vector<uint16_t> narrow;
   std::vector<int32_t> wide;
+  const std::byte* data = nullptr;
+  DType dtype = DType::u16;
+  int64_t size = 0;
+  int64_t end = 0;  // of all parts up to here, in tokens
+
+  int64_t width() const { return static_cast<int64_t>(size_of(dtype)); }
+
+  static Part open(const std::string& path) {
+    const File file = File::open<DataError>(path);
+    const int64_t bytes = file.size();
+    check<DataError>(bytes > 0, "[tokens] '", path, "' is empty");
+
+    int32_t header[3] = {};
+    if (bytes >= kHeaderBytes) file.read_at(0, header, sizeof header);
+    const bool is16 = header[0] == kMagic16, is32 = header[0] == kMagic32;
+    check<DataError>(!is16 || header[1] == kVersion16, "[tokens] '", path, "': unknown version ", header[1]);
+    check<DataError>(!is32 || header[1] == kVersion32, "[tokens] '", path, "': unknown version ", header[1]);
+    Part part;
+    part.name = path;
+    part.dtype = is32 ? DType::u32 : DType::u16;
+    const int64_t start = is16 || is32 ? kHeaderBytes : 0, width = part.width();
+    part.size = (bytes - start) / width;
+    check<DataError>((bytes - start) % width == 0, "[tokens] '", path, "': ", bytes - start,
+                     " bytes are not a whole number of ", width, "-byte tokens");
+    if (start) {
+      // The count is an int32; a file of more tokens has it modulo 2^32.
+      check<DataError>(static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(part.size), "[tokens] '", path,
+                       "': the header says ", static_cast<uint32_t>(header[2]), " tokens, the file holds ", part.size);
+    }
+    check<DataError>(part.size > 0, "[tokens] '", path, "' holds no tokens");
+    part.map = file.map();
+    part.data = part.map.data() + start;
+    return part;
+  }
+
+  void copy(int64_t first, int64_t count, int64_t vocab, int32_t* dst) const {
+    const std::byte* from = data + first * width();
+    const int64_t good = dtype == DType::u16 ? copy_ids<uint16_t>(from, count, vocab, dst)
+                                             : copy_ids<uint32_t>(from, count, vocab, dst);
+    if (good == count) return;
+    uint32_t id = 0;
+    std::memcpy(&id, from + good * width(), size_of(dtype));
+    fail<DataError>("[tokens] '", name, "': token ", id, " at position ", first + good, " is outside the vocabulary of ",
+                    vocab);
+  }
+
+  // Gives back the pages that were read.
+  void release(int64_t first, int64_t count) const {
+    if (!map.data()) return;
+    const int64_t offset = data - map.data() + first * width();
+    map.release(offset, offset + count * width());
+  }
 };
+
+int64_t Tokens::num_files() const { return parts_ ? static_cast<int64_t>(parts_->size()) : 0; }
 
 Tokens Tokens::open(const std::string& path, int64_t vocab) {
   check_vocab(vocab);
-  const File file = File::open<DataError>(path);
-  const int64_t bytes = file.size();
-  check<DataError>(bytes > 0, "[tokens] '", path, "' is empty");
-
-  int32_t header[3] = {};
-  if (bytes >= kHeaderBytes) file.read_at(0, header, sizeof header);
-  const bool is16 = header[0] == kMagic16, is32 = header[0] == kMagic32;
-  check<DataError>(!is16 || header[1] == kVersion16, "[tokens] '", path, "': unknown version ", header[1]);
-  check<DataError>(!is32 || header[1] == kVersion32, "[tokens] '", path, "': unknown version ", header[1]);
+  std::vector<Part> parts;
   Tokens tokens;
+  for (const std::string& file : paths_of(path)) {
+    parts.push_back(Part::open(file));
+    parts.back().end = tokens.size_ += parts.back().size;
+  }
+  tokens.parts_ = std::make_shared<const std::vector<Part>>(std::move(parts));
   tokens.name_ = path;
   tokens.vocab_ = vocab;
-  tokens.dtype_ = is32 ? DType::u32 : DType::u16;
-  const int64_t start = is16 || is32 ? kHeaderBytes : 0;
-  const auto width = static_cast<int64_t>(size_of(tokens.dtype_));
-  tokens.size_ = (bytes - start) / width;
-  check<DataError>((bytes - start) % width == 0, "[tokens] '", path, "': ", bytes - start,
-                   " bytes are not a whole number of ", width, "-byte tokens");
-  if (start) {
-    // The count is an int32; a file of more tokens has it modulo 2^32.
-    check<DataError>(static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens.size_), "[tokens] '", path,
-                     "': the header says ", static_cast<uint32_t>(header[2]), " tokens, the file holds ", tokens.size_);
-  }
-  check<DataError>(tokens.size_ > 0, "[tokens] '", path, "' holds no tokens");
-  auto owner = std::make_shared<Owner>();
-  owner->map = file.map();
-  tokens.data_ = owner->map.data() + start;
-  tokens.owner_ = std::move(owner);
   return tokens;
 }
 
@@ -77,49 +131,59 @@ Tokens Tokens::from_ids(std::span<const int32_t> ids, int64_t vocab, std::string
     check<DataError>(ids[i] >= 0 && ids[i] < vocab, "[tokens] ", name, ": token ", ids[i], " at position ", i,
                      " is outside the vocabulary of ", vocab);
   }
-  auto owner = std::make_shared<Owner>();
-  Tokens tokens;
+  std::vector<Part> parts(1);
+  Part& part = parts[0];
   if (vocab <= 65536) {
-    owner->narrow.assign(ids.begin(), ids.end());
-    tokens.data_ = reinterpret_cast<const std::byte*>(owner->narrow.data());
+    part.narrow.assign(ids.begin(), ids.end());
+    part.data = reinterpret_cast<const std::byte*>(part.narrow.data());
   } else {
-    owner->wide.assign(ids.begin(), ids.end());
-    tokens.data_ = reinterpret_cast<const std::byte*>(owner->wide.data());
-    tokens.dtype_ = DType::u32;
+    part.wide.assign(ids.begin(), ids.end());
+    part.data = reinterpret_cast<const std::byte*>(part.wide.data());
+    part.dtype = DType::u32;
   }
-  tokens.owner_ = std::move(owner);
+  part.name = name;
+  part.size = part.end = static_cast<int64_t>(ids.size());
+  Tokens tokens;
+  tokens.size_ = part.size;
+  tokens.parts_ = std::make_shared<const std::vector<Part>>(std::move(parts));
   tokens.name_ = std::move(name);
-  tokens.size_ = static_cast<int64_t>(ids.size());
   tokens.vocab_ = vocab;
   return tokens;
+}
+
+template <class F>
+void Tokens::for_each_part(int64_t begin, int64_t count, F f) const {
+  if (count == 0) return;
+  int64_t at = first_ + begin;
+  const int64_t end = at + count;
+  auto part = std::upper_bound(parts_->begin(), parts_->end(), at, [](int64_t x, const Part& p) { return x < p.end; });
+  for (; at < end; ++part) {
+    const int64_t n = std::min(end, part->end) - at;
+    f(*part, at - (part->end - part->size), n);
+    at += n;
+  }
 }
 
 void Tokens::copy(int64_t begin, int64_t count, int32_t* dst) const {
   check<DataError>(begin >= 0 && count >= 0 && begin <= size_ - count, "[tokens] '", name_, "': tokens ", begin, " to ",
                    begin + count, " of ", size_, " asked for");
-  const std::byte* from = data_ + begin * static_cast<int64_t>(size_of(dtype_));
-  const int64_t good = dtype_ == DType::u16 ? copy_ids<uint16_t>(from, count, vocab_, dst)
-                                            : copy_ids<uint32_t>(from, count, vocab_, dst);
-  if (good < count) {
-    uint32_t id = 0;
-    std::memcpy(&id, from + good * static_cast<int64_t>(size_of(dtype_)), size_of(dtype_));
-    fail<DataError>("[tokens] '", name_, "': token ", id, " at position ", first_ + begin + good,
-                    " is outside the vocabulary of ", vocab_);
-  }
+  for_each_part(begin, count, [&](const Part& part, int64_t first, int64_t n) {
+    part.copy(first, n, vocab_, dst);
+    dst += n;
+  });
 }
 
 std::string Tokens::check_all() const {
   ContentHash hash;
   std::vector<int32_t> block(static_cast<size_t>(std::min(size_, kScanBlock)));
-  for (int64_t at = 0; at < size_; at += kScanBlock) {
-    const int64_t n = std::min(kScanBlock, size_ - at);
-    copy(at, n, block.data());
-    hash.update(block.data(), n * static_cast<int64_t>(sizeof(int32_t)));
-    if (owner_->map.data()) {
-      const int64_t offset = data_ - owner_->map.data() + at * static_cast<int64_t>(size_of(dtype_));
-      owner_->map.release(offset, offset + n * static_cast<int64_t>(size_of(dtype_)));
+  for_each_part(0, size_, [&](const Part& part, int64_t first, int64_t count) {
+    for (int64_t done = 0; done < count; done += kScanBlock) {
+      const int64_t n = std::min(kScanBlock, count - done);
+      part.copy(first + done, n, vocab_, block.data());
+      hash.update(block.data(), n * static_cast<int64_t>(sizeof(int32_t)));
+      part.release(first + done, n);
     }
-  }
+  });
   return hash.digest();
 }
 
@@ -127,7 +191,6 @@ Tokens Tokens::slice(int64_t begin, int64_t end) const {
   check<DataError>(0 <= begin && begin <= end && end <= size_, "[tokens] '", name_, "': slice ", begin, " to ", end,
                    " of ", size_);
   Tokens part = *this;
-  part.data_ += begin * static_cast<int64_t>(size_of(dtype_));
   part.size_ = end - begin;
   part.first_ += begin;
   return part;

@@ -12,40 +12,48 @@
 
 namespace sheaf::models {
 
-/// A read-only sequence of token ids, 16 or 32 bits each, in a mapped file or in memory. A cheap value; thread-safe.
+/// A read-only sequence of token ids, 16 or 32 bits each, in mapped files or in memory. A cheap value; thread-safe.
 class Tokens {
  public:
   Tokens() = default;
 
-  /// Maps a token file. Formats, all little-endian:
+  /// Maps a token file, or all files that match a pattern of the shell's (`*`, `?`, `[...]`), one after the other in the
+  /// order of their names, byte by byte. A path that exists is no pattern. The sequence is that of one file with the
+  /// tokens of all: what is read may begin in one and end in the next. Formats, all little-endian, which may differ from
+  /// file to file:
   ///   llm.c      256 int32 header {20240520, 1, number of tokens, 0...}, then uint16
   ///   llm.c      256 int32 header {20240801, 7, number of tokens, 0...}, then uint32
   ///   nanoGPT    uint16 without header
   /// `vocab` bounds the ids: an id beyond it is a DataError naming file and position when it is read. Throws DataError
-  /// if the file is missing, empty, of odd size, or shorter or longer than its header says.
+  /// if nothing matches, or a file is missing, empty, of odd size, or shorter or longer than its header says.
   static Tokens open(const std::string& path, int64_t vocab);
   /// Takes ids from memory; every one must be below `vocab`. `name` is for messages.
   static Tokens from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name);
 
   int64_t size() const { return size_; }
   int64_t vocab() const { return vocab_; }
+  /// The path or pattern it was opened by.
   const std::string& name() const { return name_; }
+  /// Files that were opened; what came from memory counts as one.
+  int64_t num_files() const;
   /// Copies tokens [begin, begin + count) to `dst`; throws DataError for an id outside the vocabulary.
   void copy(int64_t begin, int64_t count, int32_t* dst) const;
-  /// Reads all tokens once and returns XXH3-128 of the ids as int32, however they are stored. Throws DataError at the
-  /// first one outside the vocabulary. Gives the pages back as it goes.
+  /// Reads all tokens once and returns XXH3-128 of the ids as int32, however and in however many files they are stored.
+  /// Throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
   std::string check_all() const;
   /// The tokens [begin, end) as a sequence of their own; positions in messages stay those of the file.
   Tokens slice(int64_t begin, int64_t end) const;
 
  private:
-  struct Owner;
-  std::shared_ptr<const Owner> owner_;
+  struct Part;  // a file, or what came from memory
+  /// Calls f(part, first, count) for the parts that hold tokens [begin, begin + count), `first` counting in the part.
+  template <class F>
+  void for_each_part(int64_t begin, int64_t count, F f) const;
+
+  std::shared_ptr<const std::vector<Part>> parts_;
   std::string name_;
-  const std::byte* data_ = nullptr;
-  DType dtype_ = DType::u16;
   int64_t size_ = 0, vocab_ = 0;
-  int64_t first_ = 0;  // position of our token 0 in the file
+  int64_t first_ = 0;  // where our token 0 is in the parts together
 };
 
 /// Writes a token file in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32. Throws DataError for an id

@@ -37,8 +37,8 @@ struct DataConfig {
   std::string corpus;              ///< UTF-8 text file
   std::string tokenizer = "char";  ///< "char" or "byte", for a text
   double val_fraction = 0.1;       ///< tail of the text held out for validation, in (0, 1)
-  std::string train_file;          ///< token file to train on, instead of a text
-  std::string val_file;            ///< token file to validate on
+  std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several
+  std::string val_file;            ///< token file to validate on, or several
 };
 
 /// [train] How to train.

@@ -292,8 +292,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"data.corpus", &d.corpus, "UTF-8 text file"},
       {"data.tokenizer", &d.tokenizer, "how a text becomes tokens", {"char", "byte"}},
       {"data.val_fraction", &d.val_fraction, "tail of the text held out for validation", any, 0, 0.999},
-      {"data.train_file", &d.train_file, "token file to train on, instead of a text"},
-      {"data.val_file", &d.val_file, "token file to validate on"},
+      {"data.train_file", &d.train_file, "token file to train on, instead of a text; 'name_*.bin' takes several"},
+      {"data.val_file", &d.val_file, "token file to validate on, or several"},
 
       {"train.steps", &t.steps, "optimizer steps", any, 0, 1e12},
       {"train.batch", &t.batch, "sequences per step, over all ranks and micro-batches", any, 1, 1e9},

@@ -137,9 +137,11 @@ int train_command(const TrainArguments& arguments) {
       models::encode_prompt(*tokenizer, config.generate);
     if (first) {
       replace_file(config.output.folder + "/config.toml", print_config(config));
+      const models::Tokens& data = trainer.corpus().train;
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
-              " parameters, ", trainer.corpus().train.size(), " training tokens"));
+              " parameters, ", data.size(), " training tokens",
+              data.num_files() > 1 ? str(" in ", data.num_files(), " files") : ""));
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
         lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");

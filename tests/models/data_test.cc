@@ -2,9 +2,12 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <numeric>
 #include <random>
@@ -130,6 +133,124 @@ TEST_F(TokenFiles, BadFiles) {
   EXPECT_THAT(data_error([&] { write_token_file(path, std::vector<int32_t>{1, 100}, 100); }),
               HasSubstr("token 100 at position 1"));
   EXPECT_THAT(data_error([&] { write_token_file(path, std::vector<int32_t>{-1}, 100); }), HasSubstr("token -1"));
+}
+
+/// `counts` numbers from 0 on, one file after the other, in the three forms by turns: train_000.bin, train_001.bin, ...
+void write_parts(const ScratchFolder& folder, const std::vector<int64_t>& counts) {
+  int32_t next = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    std::vector<int32_t> ids(static_cast<size_t>(counts[i]));
+    std::iota(ids.begin(), ids.end(), next);
+    next += static_cast<int32_t>(counts[i]);
+    char name[32];
+    std::snprintf(name, sizeof name, "train_%03d.bin", static_cast<int>(i));
+    if (i % 3 < 2) {
+      write_token_file(folder / name, ids, i % 3 ? 70'000 : 60'000);
+    } else {
+      const std::vector<uint16_t> raw(ids.begin(), ids.end());
+      write_file(folder / name, std::string_view(reinterpret_cast<const char*>(raw.data()), 2 * raw.size()));
+    }
+  }
+}
+
+TEST_F(TokenFiles, ManyAreOneFileWithTheTokensOfAll) {
+  write_parts(folder, {5, 1, 7, 2, 40, 1, 1, 3});
+  write_file(folder / "train_0.txt", "no tokens");
+  std::vector<int32_t> ids(60);
+  std::iota(ids.begin(), ids.end(), 0);
+  write_token_file(path, ids, 100);
+  const Tokens one = Tokens::open(path, 100), many = Tokens::open(folder / "train_*.bin", 100);
+  EXPECT_EQ(one.num_files(), 1);
+  EXPECT_EQ(many.num_files(), 8);
+  EXPECT_EQ(many.name(), folder / "train_*.bin");
+  EXPECT_EQ(many.size(), 60);
+  for (int64_t begin = 0; begin <= 60; ++begin) {
+    for (int64_t end = begin; end <= 60; ++end) {
+      const std::vector<int32_t> expected(ids.begin() + begin, ids.begin() + end);
+      EXPECT_EQ(read(many, begin, end - begin), expected);
+      const Tokens part = many.slice(begin, end);
+      EXPECT_EQ(part.check_all(), one.slice(begin, end).check_all());
+      if (end - begin >= 3) {
+        EXPECT_EQ(read(part.slice(1, end - begin), 1, end - begin - 2), read(one, begin + 2, end - begin - 2));
+      }
+    }
+  }
+  EXPECT_EQ(many.check_all(), one.check_all());
+  EXPECT_THAT(data_error([&] { read(many, 59, 2); }), HasSubstr("train_*.bin': tokens 59 to 61 of 60 asked for"));
+  EXPECT_THAT(data_error([&] { many.slice(0, 61); }), HasSubstr("slice 0 to 61 of 60"));
+
+  std::vector<int32_t> a(32), b(32), targets_a(32), targets_b(32);
+  for (int64_t first = 0; first < 100; first += 4) {
+    RandomWindows(one, 8, 3).fill(first, 4, a.data(), targets_a.data());
+    RandomWindows(many, 8, 3).fill(first, 4, b.data(), targets_b.data());
+    EXPECT_EQ(a, b);
+    EXPECT_EQ(targets_a, targets_b);
+  }
+  for (int64_t first = 0; first < 9; first += 4) {
+    EXPECT_EQ(SequentialWindows(one, 8).fill(first, 4, a.data(), targets_a.data()),
+              SequentialWindows(many, 8).fill(first, 4, b.data(), targets_b.data()));
+    EXPECT_EQ(a, b);
+    EXPECT_EQ(targets_a, targets_b);
+  }
+}
+
+TEST_F(TokenFiles, PatternsAreTheShells) {
+  write_parts(folder, {1, 1, 1, 1});
+  const auto files = [&](const std::string& pattern) {
+    const Tokens tokens = Tokens::open(folder / pattern, 100);
+    return read(tokens, 0, tokens.size());
+  };
+  EXPECT_THAT(files("train_*.bin"), ElementsAre(0, 1, 2, 3));
+  EXPECT_THAT(files("train_00[13].bin"), ElementsAre(1, 3));
+  EXPECT_THAT(files("train_00[!13].bin"), ElementsAre(0, 2));
+  EXPECT_THAT(files("train_?02*"), ElementsAre(2));
+  // Byte by byte: capitals before small letters, 10 before 9.
+  for (const char* name : {"b_9.bin", "a_9.bin", "a_10.bin", "B_1.bin"}) {
+    write_token_file(folder / name, std::vector<int32_t>{name[0], name[2]}, 256);
+  }
+  const Tokens tokens = Tokens::open(folder / "[aBb]_*", 256);
+  EXPECT_THAT(read(tokens, 0, 8), ElementsAre('B', '1', 'a', '1', 'a', '9', 'b', '9'));
+  // A file of that very name is that file.
+  write_token_file(folder / "train_*.bin", std::vector<int32_t>{77}, 100);
+  EXPECT_THAT(files("train_*.bin"), ElementsAre(77));
+  EXPECT_THAT(files("train_[*].bin"), ElementsAre(77));
+}
+
+TEST_F(TokenFiles, ErrorsOfManyNameTheOne) {
+  write_parts(folder, {5, 3, 4});
+  const std::string all = folder / "train_*.bin";
+  const Tokens bounded = Tokens::open(all, 10);  // 0 1 2 3 4 | 5 6 7 | 8 9 10 11
+  EXPECT_THAT(data_error([&] { bounded.check_all(); }),
+              HasSubstr("train_002.bin': token 10 at position 2 is outside the vocabulary of 10"));
+  EXPECT_THAT(data_error([&] { read(bounded.slice(6, 12), 0, 6); }), HasSubstr("train_002.bin': token 10 at position 2"));
+  EXPECT_EQ(read(bounded, 0, 10).back(), 9);
+  const auto reason = [&](const std::string& content) {
+    write_file(folder / "train_001.bin", content);
+    return data_error([&] { Tokens::open(all, 100); });
+  };
+  EXPECT_THAT(reason(""), HasSubstr("train_001.bin' is empty"));
+  EXPECT_THAT(reason("abc"), HasSubstr("train_001.bin': 3 bytes are not a whole number"));
+  std::filesystem::remove(folder / "train_001.bin");
+  std::filesystem::create_directory(folder / "train_001.bin");
+  EXPECT_THAT(data_error([&] { Tokens::open(all, 100); }), HasSubstr("train_001.bin': it is a folder"));
+  EXPECT_THAT(data_error([&] { Tokens::open(folder / "val_*.bin", 100); }),
+              ::testing::EndsWith("[tokens] no file matches '" + (folder / "val_*.bin") + "'"));
+  EXPECT_THAT(data_error([&] { Tokens::open(folder / "none/*.bin", 100); }),
+              HasSubstr("no file matches '" + (folder / "none/*.bin") + "': No such file"));
+  EXPECT_THAT(data_error([&] { Tokens::open(folder / "[", 100); }), HasSubstr("no file matches"));
+}
+
+// As many as a large corpus has, each of them mapped, none of them open.
+TEST_F(TokenFiles, MoreThanAProcessMayOpen) {
+  rlimit usual{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &usual), 0);
+  const rlimit few{64, usual.rlim_max};
+  write_parts(folder, std::vector<int64_t>(200, 3));
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  const Tokens tokens = Tokens::open(folder / "train_*.bin", 600);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &usual), 0);
+  EXPECT_EQ(tokens.num_files(), 200);
+  EXPECT_EQ(read(tokens, 598, 2), (std::vector<int32_t>{598, 599}));
 }
 
 // Byte offsets beyond 2^31 and 2^32; the file is sparse and takes a few blocks of disk.

@@ -170,6 +170,11 @@ TEST(BadInput, Data) {
   Words small = files;
   small.insert(small.end(), {"--model.vocab", "77"});
   expect_refused(f.train(small), 65, {"train.bin", "token 77 at position 321", "vocabulary of 77"});
+  Words many = small;
+  many.insert(many.end(), {"--data.train_file", f / "t*.bin"});
+  expect_refused(f.train(many), 65, {"train.bin", "token 77 at position 321"});
+  many.back() = f / "no*.bin";
+  expect_refused(f.train(many), 65, {"[tokens] no file matches '" + f / "no*.bin'"});
   small.insert(small.end(), {"--model.vocab", "78", "--data.val_file", f.write("one.bin", "ab")});
   expect_refused(f.train(small), 65, {"one.bin", "1 tokens leave nothing to predict"});
   EXPECT_FALSE(std::filesystem::exists(f / "out"));  // found before anything is written

@@ -308,6 +308,51 @@ TEST(Train, RanksWithDifferentDataAreRefused) {
     EXPECT_EQ(r.code, 0) << r.err;
 }
 
+/// A character a token, 16 bits each, without header.
+void write_tokens(const std::string& path, const std::string& text) {
+  std::ofstream out(path, std::ios::binary);
+  for (const char c : text) out.put(c).put('\0');
+}
+
+TEST(Train, ManyTokenFilesAreOneOfAllTokens) {
+  Folder folder;
+  std::string text = testing::sample_text(3000);
+  const auto write_parts = [&] {
+    for (size_t i = 0; i < 50; ++i)
+      write_tokens(folder / ("part_" + std::to_string(100 + i) + ".bin"), text.substr(60 * i, 60));
+  };
+  write_tokens(folder / "all.bin", text);
+  write_tokens(folder / "val_1.bin", text.substr(0, 333));
+  write_parts();
+  const auto train = [&](const std::string& file, const std::string& out) {
+    return Words{"train"} + kTiny + Words{"--model.vocab", "128", "--data.train_file", folder / file,
+                                          "--data.val_file", folder / "val_?.bin", "--output.folder", folder / out};
+  };
+  for (int world : {1, 2}) {
+    for (const char* out : {"one", "many"}) std::filesystem::remove_all(folder / out);
+    ASSERT_EQ(run_sheaf(testing::on_ranks(world, train("all.bin", "one"))).code, 0);
+    const Outcome r = run_sheaf(testing::on_ranks(world, train("part_*.bin", "many")));
+    ASSERT_EQ(r.code, 0) << r.err;
+    EXPECT_THAT(r.out, HasSubstr("parameters, 3000 training tokens in 50 files\n"));
+    expect_same_curve(folder.metrics("many"), folder.metrics("one"), "ranks: " + std::to_string(world));
+  }
+  // Neither run minds going on with the other's files.
+  EXPECT_EQ(run_sheaf(train("part_*.bin", "one") + Words{"--resume"}).code, 0);
+  EXPECT_EQ(run_sheaf(train("all.bin", "many") + Words{"--resume"}).code, 0);
+  // All files count, wherever they are.
+  text[1500] = text[1500] == 'e' ? 'a' : 'e';
+  write_parts();
+  for (int world : {1, 2}) {
+    const Outcome r = run_sheaf(testing::on_ranks(world, train("part_*.bin", "many") + Words{"--resume"}));
+    EXPECT_EQ(r.code, 76) << r.err;
+    EXPECT_THAT(r.err, HasSubstr("the training data was 3000 tokens with XXH3 "));
+  }
+  for (const Outcome& r : pair(train("all.bin", "new"), train("part_*.bin", "new"))) {
+    EXPECT_EQ(r.code, 64) << r.err;
+    EXPECT_THAT(r.err, HasSubstr(" on rank 0 and '" + (folder / "part_*.bin") + "' (3000 tokens to train on"));
+  }
+}
+
 TEST(Train, ARankWithWrongOptionsEndsTheOthersWait) {
   Folder folder;
   const Words command = Words{"train"} + kTiny + folder.data("run");
