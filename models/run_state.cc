@@ -21,7 +21,7 @@ void for_each_model_option(Model&& m, F&& f) {
 }
 
 template <class Train, class F>
-void for_each_train_option(Train& t, F&& f) {
+void for_each_train_option(Train&& t, F&& f) {
   f("train.steps", t.steps);
   f("train.batch", t.batch);
   f("train.seed", t.seed);
@@ -29,12 +29,19 @@ void for_each_train_option(Train& t, F&& f) {
   f("train.min_lr", t.min_lr);
   f("train.warmup", t.warmup);
   f("train.schedule", t.schedule);
+  f("train.decay_start", t.decay_start);
+  f("train.decay_end", t.decay_end);
   f("train.weight_decay", t.weight_decay);
   f("train.beta1", t.beta1);
   f("train.beta2", t.beta2);
   f("train.eps", t.eps);
   f("train.clip", t.clip);
   f("train.dtype", t.dtype);
+}
+
+// What older checkpoints do not have.
+bool came_later(std::string_view key) {
+  return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }
@@ -74,7 +81,7 @@ RunState RunState::from_json(const Json& json) {
     for_each_model_option(s.model, take);
     s.train.dtype.clear();
     for_each_train_option(s.train, [&](const char* key, auto& value) {
-      if (key != std::string_view("train.dtype") || options.find(key)) take(key, value);
+      if (!came_later(key) || options.find(key)) take(key, value);
     });
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
     if (const Json* data = json.find("data")) {
@@ -127,14 +134,16 @@ void check_resumable(const RunState& saved, const RunState& now) {
   Json options;
   const auto put = [&](const char* key, const auto& value) { options.set(key, Json(value)); };
   for_each_model_option(resolved(now.model), put);
-  for_each_train_option(now.train, put);
-  const auto compare = [&](const char* key, const auto& value) {
-    if (key == std::string_view("train.steps") && now.train.schedule == "constant") return;
-    if (key == std::string_view("train.dtype") && saved.train.dtype.empty()) return;
-    if (!(Json(value) == options.at(key))) differs(key, Json(value).dump(), options.at(key).dump());
+  for_each_train_option(resolved(now.train), put);
+  const auto compare = [&](std::string_view key, const auto& value) {
+    if (key == "train.steps") return;  // decides where the decay ends, if anything
+    if (key == "train.dtype" && saved.train.dtype.empty()) return;
+    if (Json(value) == options.at(key)) return;
+    differs(key == "train.decay_end" ? "train.decay_end, by default train.steps," : key, Json(value).dump(),
+            options.at(key).dump());
   };
   for_each_model_option(resolved(saved.model), compare);
-  for_each_train_option(saved.train, compare);
+  for_each_train_option(resolved(saved.train), compare);
   if (!saved.train_data || !saved.val_data || !now.train_data || !now.val_data) return;
   if (saved.val_fraction != now.val_fraction)
     differs("data.val_fraction", json_number(saved.val_fraction), json_number(now.val_fraction));

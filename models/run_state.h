@@ -35,7 +35,8 @@ struct RunState {
 /// Throws an Error with exit code kResumeMismatch that names the first thing in which a run that is to be continued
 /// differs from the checkpoint: what decides the values of later steps (the model, the batch, the seed, the schedule,
 /// the data and what their tokens mean). What an older checkpoint does not say is not compared. The number of steps may
-/// grow only under a constant schedule; evaluation, logging and saving may change freely, and so may the names of files.
+/// change where the learning rate does not follow it: under a constant schedule, or where decay_end stays. Evaluation,
+/// logging and saving may change freely, and so may the names of files.
 void check_resumable(const RunState& saved, const RunState& now);
 
 }  // namespace sheaf::models

@@ -48,9 +48,11 @@ struct OptimizationConfig {
   int64_t micro_batches = 1;        ///< parts of the batch whose gradients are accumulated one after the other
   int64_t seed = 1337;              ///< of initial weights, dropout and the order of data
   double lr = 1e-3;                 ///< peak learning rate
-  double min_lr = 1e-4;             ///< learning rate at the last step
+  double min_lr = 1e-4;             ///< learning rate where the decay ends, and after it
   int64_t warmup = 100;             ///< steps of linear warm-up
   std::string schedule = "cosine";  ///< "cosine", "linear" or "constant" after the warm-up
+  int64_t decay_start = 0;          ///< step at which the learning rate starts to fall; 0: after the warm-up
+  int64_t decay_end = 0;            ///< step at which it is min_lr (nanoGPT's lr_decay_iters); 0: the number of steps
   double weight_decay = 0.1;        ///< AdamW, of parameters with two dimensions and more
   double beta1 = 0.9;               ///< AdamW
   double beta2 = 0.99;              ///< AdamW
@@ -64,6 +66,14 @@ struct OptimizationConfig {
   bool cuda_graph = false;          ///< on a GPU: capture the third step and replay it from then on
   bool tune_products = true;        ///< on a GPU: choose the algorithms of products by timing, in the first step
 };
+
+/// `t` with what 0 leaves to other fields filled in: where the decay starts and ends, which a constant schedule lacks.
+inline OptimizationConfig resolved(OptimizationConfig t) {
+  if (t.schedule == "constant") return t;
+  if (t.decay_start == 0) t.decay_start = t.warmup;
+  if (t.decay_end == 0) t.decay_end = t.steps;
+  return t;
+}
 
 /// [sharding] Who holds what.
 struct ShardingConfig {

@@ -65,8 +65,9 @@ int64_t TrainingStep::num_parameters() {
 }
 
 double TrainingStep::learning_rate(int64_t step) const {
-  const OptimizationConfig& t = config_.train;
-  const optim::ScheduleOptions options{.peak = t.lr, .minimum = t.min_lr, .warmup = t.warmup, .total = t.steps};
+  const OptimizationConfig t = resolved(config_.train);
+  const optim::ScheduleOptions options{.peak = t.lr, .minimum = t.min_lr, .warmup = t.warmup,
+                                       .decay_start = t.decay_start, .total = t.decay_end};
   if (t.schedule == "linear") return optim::linear(step, options);
   if (t.schedule == "constant") return optim::constant(step, options);
   return optim::cosine(step, options);

@@ -231,6 +231,8 @@ std::string value_text(const ConfigField& field) {
 const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.rope_theta" && config.model.type != "llama") return "only model.type llama has rotary embeddings";
+  if (key.starts_with("train.decay_") && config.train.schedule == "constant")
+    return "train.schedule constant has no decay";
   if (key == "sharding.min_parameters" && config.sharding.units != "count")
     return "only sharding.units count goes by parameters";
   return nullptr;
@@ -300,9 +302,12 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.micro_batches", &t.micro_batches, "parts of the batch, accumulated one after the other", any, 1, 1e6},
       {"train.seed", &t.seed, "of weights, dropout and the order of data", any, 0},
       {"train.lr", &t.lr, "peak learning rate", any, 0, 1e6},
-      {"train.min_lr", &t.min_lr, "learning rate at the last step", any, 0, 1e6},
+      {"train.min_lr", &t.min_lr, "learning rate where the decay ends, and after it", any, 0, 1e6},
       {"train.warmup", &t.warmup, "steps of linear warm-up", any, 0, 1e12},
       {"train.schedule", &t.schedule, "of the learning rate after the warm-up", {"cosine", "linear", "constant"}},
+      {"train.decay_start", &t.decay_start, "step at which the learning rate starts to fall; 0: after the warm-up", any, 0,
+       1e12},
+      {"train.decay_end", &t.decay_end, "step at which it is min_lr; 0: train.steps", any, 0, 1e12},
       {"train.weight_decay", &t.weight_decay, "AdamW, of parameters with two dimensions and more", any, 0, 1e6},
       {"train.beta1", &t.beta1, "AdamW", any, 0, 0.999999999},
       {"train.beta2", &t.beta2, "AdamW", any, 0, 0.999999999},
@@ -427,6 +432,12 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   const auto& t = config.train;
   require(t.batch >= t.micro_batches, "train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);
   require(t.min_lr <= t.lr || t.schedule == "constant", "train.min_lr ", t.min_lr, " is above train.lr ", t.lr);
+  require(t.decay_start == 0 || t.decay_start >= t.warmup, "train.decay_start ", t.decay_start,
+          " lies in the warm-up: train.warmup is ", t.warmup);
+  const auto r = models::resolved(t);
+  require((t.decay_start == 0 && t.decay_end == 0) || r.decay_start < r.decay_end, "the decay would start at step ",
+          r.decay_start, t.decay_start ? " (train.decay_start)" : " (train.warmup)", " and end at step ", r.decay_end,
+          t.decay_end ? " (train.decay_end)" : " (train.steps)");
   require(config.output.keep_checkpoints != 1, "output.keep_checkpoints must be 0 or at least 2: if the newest ",
           "checkpoint is damaged, the one before it is needed");
   require(!config.output.folder.empty(), "output.folder is empty");

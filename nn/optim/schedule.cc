@@ -14,9 +14,9 @@ double warming(int64_t step, const ScheduleOptions& o) {
 
 // How much of the decay is done, in [0, 1].
 double decayed(int64_t step, const ScheduleOptions& o) {
-  const int64_t length = o.total - o.warmup;
-  if (length <= 0) return 1.0;
-  return std::min(1.0, static_cast<double>(step - o.warmup) / static_cast<double>(length));
+  const int64_t start = std::max(o.warmup, o.decay_start), length = o.total - start;
+  if (length <= 0) return step < start ? 0.0 : 1.0;
+  return std::clamp(static_cast<double>(step - start) / static_cast<double>(length), 0.0, 1.0);
 }
 
 }  // namespace

@@ -80,15 +80,37 @@ TEST(RunState, WhatZeroStandsForIsTheSame) {
   }
 }
 
+// A run may become longer where its learning rate does not notice.
+TEST(RunState, StepsCountThroughTheDecay) {
+  RunState saved = a_run(), now = a_run();
+  now.train.steps = 3000;
+  EXPECT_THAT(mismatch(saved, now),
+              HasSubstr("train.decay_end, by default train.steps, was 2000 in the checkpoint and is 3000 now"));
+  now.train.decay_end = 2000;
+  check_resumable(saved, now);
+  check_resumable(now, saved);
+  now.train.decay_start = 1500;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.decay_start was 100 in the checkpoint and is 1500 now"));
+  now.train.decay_start = saved.train.warmup;
+  check_resumable(saved, now);
+  now.train.decay_start = now.train.decay_end = 0;
+  saved.train.schedule = now.train.schedule = "constant";
+  check_resumable(saved, now);
+}
+
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
-  json.set("options", without(json.at("options"), "train.dtype"));
+  for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end"})
+    json.set("options", without(json.at("options"), key));
   const RunState saved = RunState::from_json(json);
   RunState now = a_run();
   now.train.dtype = "bf16";
   now.val_fraction = 0.5;
   now.train_data->tokens = 1;
   check_resumable(saved, now);
+  // It had no other decay than that of all its steps after the warm-up.
+  now.train.decay_end = 1999;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.decay_end, by default train.steps, was 2000"));
   // All other options stand in every checkpoint.
   json.set("options", without(json.at("options"), "train.lr"));
   EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr("train.lr"));

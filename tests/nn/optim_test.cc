@@ -319,5 +319,30 @@ TEST(Schedule, WarmUpAndDecay) {
   EXPECT_DOUBLE_EQ(optim::constant(1000, o), 1.0);
 }
 
+// nanoGPT's get_lr(), where `total` is lr_decay_iters: https://github.com/karpathy/nanoGPT/blob/master/train.py.
+TEST(Schedule, CosineIsNanoGpts) {
+  const optim::ScheduleOptions o{.peak = 6e-4, .minimum = 6e-5, .warmup = 20, .total = 300};
+  for (int step = 0; step < 400; ++step) {
+    double lr = 6e-5;
+    if (step < 20) lr = 6e-4 * (step + 1) / 21;
+    else if (step <= 300) lr += 0.5 * (1.0 + std::cos(M_PI * (step - 20) / 280)) * (6e-4 - 6e-5);
+    EXPECT_DOUBLE_EQ(optim::cosine(step, o), lr) << step;
+  }
+}
+
+// Hägele et al., https://arxiv.org/abs/2405.18392, section 3: constant up to N - N_decay, then a linear cooldown.
+TEST(Schedule, DecayMayStartAfterTheWarmUp) {
+  const optim::ScheduleOptions o{.peak = 1.0, .minimum = 0.0, .warmup = 9, .decay_start = 80, .total = 100};
+  for (int step = 0; step < 120; ++step) {
+    const double lr = step < 9 ? (step + 1) / 10.0 : step < 80 ? 1.0 : step < 100 ? 1.0 - (step - 80) / 20.0 : 0.0;
+    EXPECT_DOUBLE_EQ(optim::linear(step, o), lr) << step;
+  }
+  EXPECT_DOUBLE_EQ(optim::cosine(79, o), 1.0);
+  EXPECT_DOUBLE_EQ(optim::cosine(90, o), 0.5);
+  // The warm-up comes to its end first.
+  EXPECT_DOUBLE_EQ(optim::linear(30, {.peak = 1.0, .warmup = 20, .decay_start = 5, .total = 40}), 0.5);
+  EXPECT_DOUBLE_EQ(optim::linear(50, {.peak = 1.0, .decay_start = 60, .total = 60}), 1.0);
+}
+
 }  // namespace
 }  // namespace sheaf

@@ -120,6 +120,9 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
   EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);
+  for (const char* key : {"--train.decay_start", "--train.decay_end"})
+    EXPECT_THAT(error("", {"--train.schedule", "constant", key, "500"}),
+                HasSubstr("would change nothing: train.schedule constant has no decay"));
   load("[model]\ntype = 'llama'\nbias = false\n");
   // A preset of another type gives what this one has.
   EXPECT_FALSE(load("", {"--model.preset", "gpt2-124m", "--model.type", "llama"}).model.bias);
@@ -163,6 +166,15 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.kv_heads", "3"}), HasSubstr("model.kv_heads 3"));
   EXPECT_THAT(error("", {"--train.micro_batches", "13"}), HasSubstr("less than train.micro_batches"));
   EXPECT_THAT(error("", {"--train.lr", "1e-5"}), HasSubstr("min_lr"));
+  EXPECT_THAT(error("", {"--train.decay_start", "99"}),
+              HasSubstr("train.decay_start 99 lies in the warm-up: train.warmup is 100"));
+  EXPECT_THAT(error("", {"--train.decay_end", "100"}),
+              HasSubstr("the decay would start at step 100 (train.warmup) and end at step 100 (train.decay_end)"));
+  EXPECT_THAT(error("", {"--train.decay_start", "2000"}),
+              HasSubstr("the decay would start at step 2000 (train.decay_start) and end at step 2000 (train.steps)"));
+  load("", {"--train.decay_start", "1999"});
+  load("", {"--train.decay_start", "100", "--train.decay_end", "101"});
+  load("", {"--train.steps", "10"});  // all of it warm-up
   EXPECT_THAT(error("", {"--data.train_file", "x"}), HasSubstr("go together"));
   EXPECT_THAT(error("", {"--data.train_file", "x", "--data.val_file", "y", "--data.corpus", "z"}), HasSubstr("exclude"));
   EXPECT_THAT(error("", {"--output.keep_checkpoints", "1"}), HasSubstr("at least 2"));

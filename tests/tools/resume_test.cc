@@ -250,6 +250,29 @@ TEST(Resume, NeedsNoOptionsAgain) {
   EXPECT_EQ(run_sheaf({"train", "--resume", "--output.folder", folder / "none"}).code, 64);
 }
 
+// A run may go on beyond the end of its decay, as one that was to from the start.
+TEST(Resume, BeyondTheDecay) {
+  Folder folder;
+  const Words longer = {"--train.steps", "75", "--train.decay_end", "60"};
+  const auto more = [&](Words words) {
+    words.insert(words.end(), longer.begin(), longer.end());
+    return words;
+  };
+  ASSERT_EQ(run_sheaf(folder.train("run")).code, 0);
+  ASSERT_EQ(run_sheaf(more(folder.train("whole"))).code, 0);
+  Words steps_alone = folder.train("run", true);
+  steps_alone.back() = "75";
+  const Outcome refused = run_sheaf(steps_alone);
+  EXPECT_EQ(refused.code, 76) << refused.err;
+  EXPECT_THAT(refused.err,
+              HasSubstr("train.decay_end, by default train.steps, was 60 in the checkpoint and is 75 now"));
+  ASSERT_EQ(run_sheaf(more(folder.train("run", true))).code, 0);
+  const Metrics resumed = folder.metrics("run");
+  ASSERT_EQ(resumed.size(), 75u);
+  EXPECT_EQ(resumed.at(75).at("lr"), "1e-04");  // train.min_lr
+  expect_same_curve(resumed, folder.metrics("whole"), "resumed");
+}
+
 TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
   Folder folder;
   ASSERT_EQ(run_sheaf(testing::on_ranks(2, folder.train("run"))).code, 0);
