@@ -30,6 +30,7 @@
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/embedding.h"
+#include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/layers/mlp.h"
 #include "sheaf/nn/layers/norm.h"

@@ -49,11 +49,15 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
   std::vector<int32_t> tokens = prompt, out;
   const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
   const auto uniform = [&](int64_t i) { return static_cast<double>(random_u64(key, i) >> 11) * 0x1p-53; };
+  nn::KeyValueCache cache(std::min(context, static_cast<int64_t>(prompt.size()) + std::min(context, config.tokens)));
   for (int64_t i = 0; i < config.tokens; ++i) {
-    const int64_t length = std::min<int64_t>(context, static_cast<int64_t>(tokens.size()));
-    const std::vector<int32_t> window(tokens.end() - length, tokens.end());
-    const Tensor logits = model.logits(Tensor::from(window, {1, length}).to(device));
-    std::vector<double> last = slice(logits, 1, length - 1, length).to_vector<double>();
+    const int64_t have = static_cast<int64_t>(tokens.size()), length = std::min(context, have);
+    // When the window slides, every token in it has another position, and other keys and values: all is computed again.
+    if (have > context) cache.clear();
+    const int64_t unread = length - cache.length();
+    const std::vector<int32_t> next_tokens(tokens.end() - unread, tokens.end());
+    const Tensor logits = model.next_logits(Tensor::from(next_tokens, {1, unread}).to(device), cache);
+    std::vector<double> last = logits.to_vector<double>();
     last.resize(static_cast<size_t>(std::min(vocab, logits.size(-1))));
     const int32_t next = choose(last, config, uniform(i));
     tokens.push_back(next);

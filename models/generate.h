@@ -16,7 +16,8 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
 
 /// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows),
 /// at most `context` of them in view at a time; returns the new ones. Collective where the model is sharded: every rank
-/// computes the same tokens. `emit` gets each token as it comes.
+/// computes the same tokens. `emit` gets each token as it comes. Each token is read once, until there are more than
+/// `context`: then the window slides, all positions in it change, and each new token costs a pass over `context` tokens.
 std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {});
 

@@ -63,9 +63,9 @@ Block::Block(const GptConfig& c)
       ln2(c.width, {.bias = c.bias, .eps = c.norm_eps}),
       mlp(mlp_config(c)) {}
 
-nn::Residual Block::forward(nn::Residual stream) {
+nn::Residual Block::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   NormedSum x_BTC = ln1(std::move(stream));
-  x_BTC = ln2(nn::Residual{x_BTC.sum, attention(x_BTC.normed)});
+  x_BTC = ln2(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache)});
   return {x_BTC.sum, mlp(x_BTC.normed)};
 }
 
@@ -82,13 +82,13 @@ Gpt::Gpt(const GptConfig& c)
   if (!c.tie_embeddings) head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd)});
 }
 
-Tensor Gpt::hidden(const Tensor& tokens_BT) {
+Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   check<ShapeError>(tokens_BT.rank() == 2, "[gpt2] tokens must be [B, T], not ", tokens_BT.shape());
-  const int64_t t = tokens_BT.size(1);
-  check<ShapeError>(t <= config.context, "[gpt2] ", t, " tokens are more than the context of ", config.context);
-  const Tensor positions_TC = t == config.context ? wpe.weight.value() : slice(wpe.weight, 0, 0, t);
+  const int64_t begin = cache ? cache->length() : 0, end = begin + tokens_BT.size(1);
+  check<ShapeError>(end <= config.context, "[gpt2] ", end, " tokens are more than the context of ", config.context);
+  const Tensor positions_TC = slice(wpe.weight, 0, begin, end);
   nn::Residual stream{.x = dropout(wte(tokens_BT) + positions_TC)};
-  for (Block& block : blocks) stream = block(std::move(stream));
+  for (Block& block : blocks) stream = block(std::move(stream), cache);
   return ln_f(std::move(stream)).normed;
 }
 
@@ -104,6 +104,13 @@ Tensor Gpt::logits(const Tensor& tokens_BT) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT);
   return linear(x_BTC, head_weight());
+}
+
+Tensor Gpt::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
+  const auto scope = enter();
+  const Tensor x_BTC = hidden(tokens_BT, &cache);
+  cache.advance(x_BTC.size(1));
+  return linear(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)), head_weight());
 }
 
 }  // namespace sheaf::models

@@ -41,7 +41,7 @@ struct Block : nn::Module {
   nn::MLP mlp;
 
   explicit Block(const GptConfig& config);
-  nn::Residual forward(nn::Residual stream);
+  nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr);
   SHEAF_FIELDS(ln1, attention, ln2, mlp);
 };
 
@@ -62,11 +62,14 @@ struct Gpt : nn::Module {
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
   /// [B, T, V].
   Tensor logits(const Tensor& tokens_BT);
+  /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
+  /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
+  Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(wte, wpe, dropout, blocks, ln_f, head);
 
  private:
-  Tensor hidden(const Tensor& tokens_BT);
+  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
   Tensor head_weight() const;
 };
 

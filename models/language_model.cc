@@ -15,7 +15,7 @@ class Adapter final : public LanguageModel {
   Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) override {
     return model_.loss(tokens, targets, {.divide_by = divide_by});
   }
-  Tensor logits(const Tensor& tokens) override { return model_.logits(tokens); }
+  Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override { return model_.next_logits(tokens, cache); }
   bool is_block(const nn::Module& module) const override { return dynamic_cast<const Block*>(&module) != nullptr; }
 
  private:

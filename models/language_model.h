@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "sheaf/models/train_config.h"
+#include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/module.h"
 
 namespace sheaf::models {
@@ -15,8 +16,8 @@ class LanguageModel {
   /// Sum of the cross-entropies of the targets, in nats, divided by `divide_by`. tokens, targets: i32[B, T], targets −1
   /// are ignored. Partial over the axis that cuts B.
   virtual Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) = 0;
-  /// [B, T, vocab]
-  virtual Tensor logits(const Tensor& tokens) = 0;
+  /// [B, 1, vocab]: logits of the token after these, which come after those that `cache` has read.
+  virtual Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) = 0;
   /// Picks the modules that become units of their own: the transformer blocks.
   virtual bool is_block(const nn::Module& module) const = 0;
 };

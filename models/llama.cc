@@ -62,9 +62,9 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c)
       mlp_norm(c.width, c.norm_eps),
       mlp(mlp_config(c)) {}
 
-nn::Residual LlamaBlock::forward(nn::Residual stream) {
+nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   NormedSum x_BTC = attention_norm(std::move(stream));
-  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attention(x_BTC.normed)});
+  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache)});
   return {x_BTC.sum, mlp(x_BTC.normed)};
 }
 
@@ -77,12 +77,12 @@ Llama::Llama(const LlamaConfig& c)
   if (!c.tie_embeddings) head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd)});
 }
 
-Tensor Llama::hidden(const Tensor& tokens_BT) {
+Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   check<ShapeError>(tokens_BT.rank() == 2, "[llama] tokens must be [B, T], not ", tokens_BT.shape());
-  check<ShapeError>(tokens_BT.size(1) <= config.context, "[llama] ", tokens_BT.size(1),
-                    " tokens are more than the context of ", config.context);
+  const int64_t end = (cache ? cache->length() : 0) + tokens_BT.size(1);
+  check<ShapeError>(end <= config.context, "[llama] ", end, " tokens are more than the context of ", config.context);
   nn::Residual stream{.x = embedding(tokens_BT)};
-  for (LlamaBlock& block : blocks) stream = block(std::move(stream));
+  for (LlamaBlock& block : blocks) stream = block(std::move(stream), cache);
   return norm(std::move(stream)).normed;
 }
 
@@ -98,6 +98,13 @@ Tensor Llama::logits(const Tensor& tokens_BT) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT);
   return linear(x_BTC, head_weight());
+}
+
+Tensor Llama::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
+  const auto scope = enter();
+  const Tensor x_BTC = hidden(tokens_BT, &cache);
+  cache.advance(x_BTC.size(1));
+  return linear(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)), head_weight());
 }
 
 }  // namespace sheaf::models

@@ -41,7 +41,7 @@ struct LlamaBlock : nn::Module {
   nn::SwiGluMLP mlp;
 
   explicit LlamaBlock(const LlamaConfig& config);
-  nn::Residual forward(nn::Residual stream);
+  nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr);
   SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp);
 };
 
@@ -59,11 +59,13 @@ struct Llama : nn::Module {
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
   /// [B, T, V].
   Tensor logits(const Tensor& tokens_BT);
+  /// As Gpt::next_logits.
+  Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(embedding, blocks, norm, head);
 
  private:
-  Tensor hidden(const Tensor& tokens_BT);
+  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
   Tensor head_weight() const;
 };
 

@@ -26,15 +26,25 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       projection(c.width, c.width, {.bias = c.bias, .init = c.projection_init}),
       dropout(c.dropout) {}
 
-Tensor CausalSelfAttention::forward(const Tensor& x_BTC) {
+Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
   Tensor qkv_BTE = qkv(x_BTC);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   if (rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
     const int64_t all_heads = heads + 2 * kv_heads;
     const Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], all_heads, head_width});
-    qkv_BTE = reshape(rotary(heads_BTHD, rope_theta, /*first_position=*/0, heads + kv_heads), packed);
+    qkv_BTE = reshape(rotary(heads_BTHD, rope_theta, cache ? cache->length() : 0, heads + kv_heads), packed);
   }
-  return dropout(projection(packed_attention(qkv_BTE, heads, kv_heads, {.causal = true})));
+  return dropout(projection(cache ? attend_to_cache(qkv_BTE, *cache)
+                                  : packed_attention(qkv_BTE, heads, kv_heads, {.causal = true})));
+}
+
+Tensor CausalSelfAttention::attend_to_cache(const Tensor& qkv_BTE, KeyValueCache& cache) const {
+  const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * kv_heads;
+  const Tensor heads_BTHD = reshape(qkv_BTE, {b, t, heads + both, head_width});
+  const Tensor kv_BSGD = cache.append(path(), slice(heads_BTHD, 2, heads, heads + both));
+  const Tensor out_BTHD = attention(slice(heads_BTHD, 2, 0, heads), slice(kv_BSGD, 2, 0, kv_heads),
+                                    slice(kv_BSGD, 2, kv_heads, both), {.causal = true});
+  return reshape(out_BTHD, {b, t, heads * head_width});
 }
 
 }  // namespace sheaf::nn

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "sheaf/nn/layers/dropout.h"
+#include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/layers/linear.h"
 
 namespace sheaf::nn {
@@ -21,7 +22,7 @@ struct AttentionConfig {
 };
 
 /// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762):
-/// [B, T, C] → [B, T, C].
+/// [B, T, C] → [B, T, C]. With a cache, the T tokens come after those that it has read, and are appended to it.
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_width;
   double rope_theta;
@@ -30,8 +31,11 @@ struct CausalSelfAttention : Module {
   Dropout dropout;
 
   explicit CausalSelfAttention(const AttentionConfig& config);
-  Tensor forward(const Tensor& x_BTC);
+  Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr);
   SHEAF_FIELDS(qkv, projection, dropout);
+
+ private:
+  Tensor attend_to_cache(const Tensor& qkv_BTE, KeyValueCache& cache) const;
 };
 
 }  // namespace sheaf::nn

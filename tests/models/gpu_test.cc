@@ -2,8 +2,11 @@
 // and the CPU's numbers within rounding.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "sheaf/models/gpt.h"
+#include "sheaf/models/llama.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/needs_gpu.h"
@@ -116,6 +119,34 @@ TEST(GpuTraining, ThePlanIsThePeakToTheByte) {
         EXPECT_EQ(peaks, plan(kGpu)) << dtype << ' ' << strategy << " at " << world;
         EXPECT_NE(peaks, plan(Device::cpu())) << "a CPU's kernels want other workspaces";
       }
+}
+
+// What follows each token, read after a prompt of 70 one by one, beside the logits of all in one pass.
+template <class M, class Config>
+void expect_cached_logits(Config config, DType dtype, double bound) {
+  config.layers = 2, config.heads = 4, config.width = 64, config.context = 80, config.vocab = 61;
+  M model(config);
+  materialize(model, kGpu, {.seed = 3, .dtype = dtype});
+  std::vector<int32_t> text;
+  for (int i = 0; i < 80; ++i) text.push_back((i * i + 5 * i + i / 3) % 61);
+  const Tensor tokens = Tensor::from(text, {1, 80}).to(kGpu), all = model.logits(tokens);
+  nn::KeyValueCache cache(80);
+  while (cache.length() < 80) {
+    const int64_t end = std::max<int64_t>(70, cache.length() + 1);
+    const Tensor next = model.next_logits(slice(tokens, 1, cache.length(), end), cache);
+    EXPECT_LE(max(abs(next - slice(all, 1, end - 1, end))).template item<double>(), bound) << str(dtype, " at ", end);
+  }
+  EXPECT_GT(max(abs(all)).template item<double>(), 0.1);
+}
+
+TEST(GpuGeneration, CachedKeysAndValuesGiveTheLogitsOfOnePass) {
+  SHEAF_NEEDS_GPU();
+  run_local(1, [](World&) {
+    for (const auto& [dtype, bound] : {std::pair(kF32, 1e-5), std::pair(kBF16, 3e-2)}) {
+      expect_cached_logits<models::Gpt>(models::GptConfig(), dtype, bound);
+      expect_cached_logits<models::Llama>(models::LlamaConfig(), dtype, bound);  // two query heads a key head
+    }
+  }, {.device = kGpu});
 }
 
 }  // namespace

@@ -1,0 +1,205 @@
+// Generation with a cache of keys and values against the definition: every token from the logits of its whole window.
+#include "sheaf/models/generate.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/models/gpt.h"
+#include "sheaf/models/llama.h"
+#include "sheaf/nn/shard.h"
+
+namespace sheaf {
+namespace {
+
+using models::Gpt;
+using models::GptConfig;
+using models::Llama;
+using models::LlamaConfig;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+// More than two blocks of attention's keys, and an MLP deeper than a block of the product.
+constexpr int64_t kContext = 150, kVocab = 61;
+
+GptConfig gpt(int64_t width = 128) {
+  GptConfig c;
+  c.layers = 2, c.heads = 4, c.width = width, c.context = kContext, c.vocab = kVocab;
+  return c;
+}
+LlamaConfig llama(int64_t kv_heads = 2) {
+  LlamaConfig c;
+  c.layers = 2, c.heads = 4, c.kv_heads = kv_heads, c.width = 128, c.context = kContext, c.vocab = kVocab;
+  return c;
+}
+
+std::vector<int32_t> text(int64_t count) {
+  std::vector<int32_t> out;
+  for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>((i * i + 5 * i + i / 3) % kVocab));
+  return out;
+}
+
+// ---- the cache --------------------------------------------------------------------------------------------------------
+
+// Reads a text in pieces of these sizes and compares what follows each with the logits of all of it.
+template <class M, class Config>
+void expect_rows_of_one_pass(const Config& config, DType dtype, const std::vector<int64_t>& pieces, int64_t batch = 1) {
+  M model(config);
+  materialize(model, Device::cpu(), {.seed = 3, .dtype = dtype});
+  int64_t count = 0;
+  for (int64_t piece : pieces) count += piece;
+  const Tensor tokens = Tensor::from(text(batch * count), {batch, count}), all = model.logits(tokens);
+  nn::KeyValueCache cache(kContext);
+  for (int64_t piece : pieces) {
+    const int64_t end = cache.length() + piece;
+    const Tensor next = model.next_logits(slice(tokens, 1, cache.length(), end), cache);
+    ASSERT_EQ(cache.length(), end);
+    EXPECT_TRUE(identical(next.clone(), slice(all, 1, end - 1, end).clone())) << str(dtype, " at ", end, ", piece ", piece);
+  }
+}
+
+std::vector<int64_t> one_by_one(int64_t first, int64_t count) {
+  std::vector<int64_t> out{first};
+  out.resize(static_cast<size_t>(count - first + 1), 1);
+  return out;
+}
+
+TEST(KeyValueCache, GivesTheBitsOfOnePass) {
+  for (DType dtype : {kF32, kF64, kBF16, kF16})
+    for (const std::vector<int64_t>& pieces :
+         {one_by_one(1, kContext), one_by_one(70, kContext), {64, 64, 22}, {5, 1, 90, 1, 2, 51}, {kContext}}) {
+      expect_rows_of_one_pass<Gpt>(gpt(), dtype, pieces);
+      expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
+    }
+}
+
+TEST(KeyValueCache, GivesThemForOtherHeadsThreadsAndBatchesToo) {
+  for (int threads : {1, 3})
+    run_local(1, [](World&) {
+      expect_rows_of_one_pass<Gpt>(gpt(/*width=*/84), kF32, one_by_one(60, 140));  // heads of width 21
+      expect_rows_of_one_pass<Llama>(llama(/*kv_heads=*/1), kF32, one_by_one(60, 140));
+      expect_rows_of_one_pass<Llama>(llama(), kF32, one_by_one(7, 80), /*batch=*/3);
+    }, {.threads_per_rank = threads});
+}
+
+TEST(KeyValueCache, SaysWhatItCannotDo) {
+  Gpt model(gpt());
+  materialize(model, Device::cpu(), {.seed = 3});
+  nn::KeyValueCache cache(8);
+  const auto read = [&](int64_t batch, int64_t count) {
+    return model.next_logits(Tensor::from(text(batch * count), {batch, count}), cache);
+  };
+  const auto message = [&](int64_t batch, int64_t count) -> std::string {
+    try {
+      read(batch, count);
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "";
+  };
+  const Tensor first = read(1, 5);
+  EXPECT_THAT(message(1, 4), AllOf(HasSubstr("[key_value_cache] blocks.0.attention"), HasSubstr("9 tokens"),
+                                   HasSubstr("capacity of 8")));
+  EXPECT_THAT(message(2, 1), AllOf(HasSubstr("f32[2,1,8,32]"), HasSubstr("cannot follow f32[1,8,8,32]")));
+  EXPECT_THAT(message(1, 146), HasSubstr("151 tokens are more than the context of 150"));
+  EXPECT_THROW(model.next_logits(Tensor::from<int32_t>({kVocab}, {1, 1}), cache), DataError);
+  {
+    Recording recording;
+    EXPECT_THROW(read(1, 1), LifetimeError);
+  }
+  EXPECT_EQ(cache.length(), 5) << "what failed was not read";
+  cache.clear();
+  EXPECT_TRUE(identical(read(1, 5), first));
+}
+
+// ---- generate() -------------------------------------------------------------------------------------------------------
+
+// Notes every window and its logits; without the cache, it computes them from the window.
+template <class M>
+struct Watched : models::LanguageModel {
+  M model;
+  bool cached = true;
+  std::vector<int32_t> window;
+  std::vector<std::vector<int32_t>> windows;
+  std::vector<std::vector<float>> logits;
+
+  template <class Config>
+  explicit Watched(const Config& config) : model(config) {}
+  nn::Module& module() override { return model; }
+  Tensor loss(const Tensor& x, const Tensor& y, double) override { return model.loss(x, y); }
+  bool is_block(const nn::Module&) const override { return false; }
+  Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override {
+    if (cache.length() == 0) window.clear();
+    for (int32_t token : tokens.to_vector<int32_t>()) window.push_back(token);
+    const int64_t n = static_cast<int64_t>(window.size());
+    Tensor out;
+    if (cached) {
+      out = model.next_logits(tokens, cache);
+    } else {
+      cache.advance(tokens.size(1));
+      out = slice(model.logits(Tensor::from(window, {1, n})), 1, n - 1, n);
+    }
+    windows.push_back(window), logits.push_back(out.to_vector<float>());
+    return out;
+  }
+};
+
+template <class M, class Config>
+void expect_the_text_of_whole_windows(const Config& config, int64_t prompt, int64_t tokens) {
+  SCOPED_TRACE(str("prompt of ", prompt, ", ", tokens, " tokens"));
+  models::GenerateConfig options;
+  options.tokens = tokens, options.temperature = 1;
+  Watched<M> with(config), without(config);
+  without.cached = false;
+  std::vector<int32_t> texts[2];
+  for (Watched<M>* m : {&with, &without}) {
+    materialize(m->model, Device::cpu(), {.seed = 3});
+    texts[m == &without] = generate(*m, text(prompt), kContext, kVocab, options);
+  }
+  EXPECT_EQ(texts[0], texts[1]);
+  EXPECT_EQ(with.logits, without.logits);
+  std::vector<int32_t> all = text(prompt);
+  ASSERT_EQ(with.windows.size(), static_cast<size_t>(tokens));
+  for (size_t i = 0; i < with.windows.size(); ++i) {
+    const int64_t length = std::min(kContext, static_cast<int64_t>(all.size()));
+    EXPECT_EQ(with.windows[i], std::vector<int32_t>(all.end() - length, all.end())) << "token " << i;
+    all.push_back(texts[0][i]);
+  }
+}
+
+TEST(Generate, GivesTheTextOfWholeWindows) {
+  for (const auto& [prompt, tokens] : std::initializer_list<std::pair<int64_t, int64_t>>{
+           {1, 20}, {140, 10}, {140, 11}, {145, 20}, {kContext, 5}, {kContext + 30, 5}, {3, 0}}) {
+    expect_the_text_of_whole_windows<Gpt>(gpt(), prompt, tokens);
+    expect_the_text_of_whole_windows<Llama>(llama(), prompt, tokens);
+  }
+}
+
+TEST(Generate, EveryWorldWritesTheSameText) {
+  const models::ModelConfig config = [] {
+    models::ModelConfig c;
+    c.type = "llama", c.layers = 2, c.heads = 4, c.kv_heads = 2, c.width = 64, c.context = 20, c.vocab = kVocab;
+    return c;
+  }();
+  models::GenerateConfig options;
+  options.tokens = 30, options.temperature = 1;
+  std::vector<int32_t> expected;
+  for (int world : {1, 2, 3})
+    for (Strategy strategy : {strategy::full_shard, strategy::replicate})
+      run_local(world, [&](World& w) {
+        const auto model = models::make_language_model(config, 0);
+        const auto is_block = [&](nn::Module& m, const std::string&) { return model->is_block(m); };
+        shard(model->module(), w.mesh({{"data", w.size()}}), {.units = nn::units_where(is_block), .strategy = strategy});
+        materialize(model->module(), Device::cpu(), {.seed = 3});
+        const std::vector<int32_t> text = generate(*model, {1, 2, 3}, 20, kVocab, options);
+        if (w.rank() != 0) return;
+        if (expected.empty()) expected = text;
+        EXPECT_EQ(text, expected) << world;
+      }, {.threads_per_rank = 1});
+  EXPECT_EQ(expected.size(), 30u);
+}
+
+}  // namespace
+}  // namespace sheaf
