@@ -1,5 +1,5 @@
 // The loops of docs/own_models.md, compiled and tested: batches of one's own, gradient accumulation,
-// a running mean, a learning rate per part of a model.
+// a running mean, a learning rate per part of a model, generation.
 #include <cmath>
 #include <map>
 
@@ -171,6 +171,23 @@ TEST(LearningRates, DifferBetweenUnits) {
     EXPECT_FALSE(identical(full_parameter(model.head.weight), head_before));
     EXPECT_THROW(optim::AdamW(std::vector{model.head.weight}), ConfigError) << "half of a unit";
   });
+}
+
+TEST(Generation, ReadsEachTokenOnce) {
+  models::Gpt model({.layers = 2, .heads = 2, .width = 16, .context = 12, .vocab = 23});
+  materialize(model, Device::cpu(), {.seed = 1});
+  const Tensor prompt = Tensor::from<int32_t>({3, 1, 4, 22, 7, 18}, {2, 3});
+
+  nn::KeyValueCache cache(model.config.context);
+  Tensor token = prompt, text = cast(prompt, kI64);
+  while (cache.length() + token.size(1) <= model.config.context) {
+    const Tensor expected = model.logits(text), logits = model.next_logits(token, cache);
+    const int64_t length = text.size(1);
+    EXPECT_TRUE(equal(logits, slice(expected, 1, length - 1, length))) << "after " << length;
+    token = argmax(logits);
+    text = concat({text, token}, 1);
+  }
+  EXPECT_EQ(text.size(1), 13);
 }
 
 }  // namespace
