@@ -194,10 +194,8 @@ TEST(BenchFigures, RooflineOfAStep) {
   const double tokens = 64 * 1024.0, products = 12 * 12 * 768.0 * 768 + 50304 * 768.0;
   const int64_t parameters = 124475904;
   const double bytes = 2 * (12 * (16 * 768.0 + 2 * 3072) + 14 * 768 + 2 * 50304.0);
-  const bench::Rates rates{.products = 790e12,
-                           .attention_forward = 250e12,
-                           .attention_backward = 200e12,
-                           .copy = 4e12};
+  const bench::Rates rates{
+      .products = 790e12, .attention_forward = 250e12, .attention_backward = 200e12, .copy = 4e12};
   const double expected = tokens * (6 * products / 790e12 +
                                     12 * 1024 * 768.0 * (2 / 250e12 + 5 / 200e12) + bytes / 4e12) +
                           32.0 * parameters / 4e12;
@@ -208,8 +206,10 @@ TEST(BenchFigures, RooflineOfAStep) {
   const models::TrainConfig llama = bench::training_config("llama3-8b-bf16-4x8192");
   const double llama_bytes =
       2 * (32 * (16 * 4096.0 + 8 * 5120.0 / 2 + 8 * 14336.0) + 12 * 4096 + 2 * 128256.0);
-  const bench::Rates by_memory{
-      .products = INFINITY, .attention_forward = INFINITY, .attention_backward = INFINITY, .copy = 1};
+  const bench::Rates by_memory{.products = INFINITY,
+                               .attention_forward = INFINITY,
+                               .attention_backward = INFINITY,
+                               .copy = 1};
   EXPECT_DOUBLE_EQ(bench::roofline_seconds(llama, 0, by_memory), 4 * 8192.0 * llama_bytes);
 }
 

@@ -131,7 +131,8 @@ exit 1)");
   bundle.add("bin/dies_test", "echo '[ RUN      ] A.D'; echo 'what(): a fault'; kill -ABRT $$");
   bundle.add("bin/sheaf", kNoGpu);
   EXPECT_EQ(bundle.run("--tests --jobs 2"), 1);
-  EXPECT_THAT(bundle.report(), HasSubstr("### fails_test\n\n```\na_test.cc:7: Failure\nExpected: 1\n"));
+  EXPECT_THAT(bundle.report(),
+              HasSubstr("### fails_test\n\n```\na_test.cc:7: Failure\nExpected: 1\n"));
   EXPECT_THAT(bundle.report(), HasSubstr("| status 134: A.D what(): a fault |"));
   EXPECT_THAT(bundle.report(), HasSubstr("### dies_test\n\n```\n[ RUN      ] A.D\n"));
   EXPECT_THAT(bundle.report(), HasSubstr("0 passed, 2 failed, 0 skipped."));

@@ -42,8 +42,10 @@ void attention_suite(Session& session) {
   }
   // GPT-2 124M and 1.5B, Llama 3 8B at half of its context and all of it.
   for (DType dtype : {kBF16, kF16})
-    for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64}, {16, 1024, 25, 25, 64},
-                                   {2, 4096, 32, 8, 128}, {1, 8192, 32, 8, 128}})
+    for (const AttentionSize& s : {AttentionSize{16, 1024, 12, 12, 64},
+                                   {16, 1024, 25, 25, 64},
+                                   {2, 4096, 32, 8, 128},
+                                   {1, 8192, 32, 8, 128}})
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
 }

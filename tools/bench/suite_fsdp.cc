@@ -1,7 +1,7 @@
 // fsdp: a step at 1, 2 and 4 ranks under every strategy, ranks as processes, against one rank with
-// all threads; the same model, the same tokens in a step over all ranks together. On a GPU ranks are
-// threads that share it and receive no faster than over a link of a given speed, against the same
-// ranks without a limit: what communication costs that computing does not hide.
+// all threads; the same model, the same tokens in a step over all ranks together. On a GPU ranks
+// are threads that share it and receive no faster than over a link of a given speed, against the
+// same ranks without a limit: what communication costs that computing does not hide.
 //
 // memory: the peak of a rank in such a step against what a formula says it must hold, and against
 // what the plan said before anything was allocated. Staging of communicators, which is of a fixed
@@ -217,10 +217,10 @@ void fsdp_suite(Session& session) {
   if (session.on_gpu()) {
     for (int ranks : {2, 4})
       for (int gigabytes : {360, 50})  // NVLink's and a fast network's
-        session.line(
-            "fsdp", str("gpt2-124m-bf16-", 8 * ranks, "x1024-", ranks, "-", gigabytes, "GB/s"),
-            Unit::seconds,
-            [&](Line& line) { measure_links(session, ranks, 1e9 * gigabytes, line); });
+        session.line("fsdp",
+                     str("gpt2-124m-bf16-", 8 * ranks, "x1024-", ranks, "-", gigabytes, "GB/s"),
+                     Unit::seconds,
+                     [&](Line& line) { measure_links(session, ranks, 1e9 * gigabytes, line); });
     return;
   }
   for (const std::string& name : cases(session))

@@ -89,23 +89,21 @@ Rates attention_rates(Session& session, const models::TrainConfig& config) {
                            m.context, m.heads, m.kv_heads, m.width / m.heads};
   const DType dtype = config.train.dtype == "bf16" ? kBF16 : kF32;
   Rates rates;
-  run_local(
-      1,
-      [&](World&) {
-        const AttentionCall call(dtype, size, session.device());
-        const Stream stream = session.stream();
-        call.forward(stream), call.backward(stream);  // plans are made
-        const auto rate = [&](bool backward) {
-          return AttentionCall::flops(size, backward) / median_of_five([&] {
-                   return gpu_seconds([&] {
-                     backward ? call.backward(stream) : call.forward(stream);
-                   });
-                 });
-        };
-        rates.attention_forward = rate(false);
-        rates.attention_backward = rate(true);
-      },
-      {.threads_per_rank = session.machine().threads, .device = session.device()});
+  run_local(1,
+            [&](World&) {
+              const AttentionCall call(dtype, size, session.device());
+              const Stream stream = session.stream();
+              call.forward(stream), call.backward(stream);  // plans are made
+              const auto rate = [&](bool backward) {
+                return AttentionCall::flops(size, backward) / median_of_five([&] {
+                         return gpu_seconds(
+                             [&] { backward ? call.backward(stream) : call.forward(stream); });
+                       });
+              };
+              rates.attention_forward = rate(false);
+              rates.attention_backward = rate(true);
+            },
+            {.threads_per_rank = session.machine().threads, .device = session.device()});
   return rates;
 }
 
@@ -175,37 +173,36 @@ void measure_graph(Session& session, Line& line) {
     all.push_back(std::string("--train.cuda_graph=") + graph);
     return training_config("gpt2-124m-bf16-512x1024", all);
   };
-  run_local(
-      1,
-      [&](World& world) {
-        struct Steps {
-          Steps(const models::TrainConfig& c, World& world)
-              : step(c, c.model.vocab, world, world.device()), fill(random_tokens(c)) {}
-          double one() {
-            return gpu_seconds([&] {
-              const double begin = now();
-              step.run(done++, fill);
-              host.push_back(now() - begin);
-            });
-          }
-          models::TrainingStep step;
-          models::FillBatch fill;
-          int64_t done = 0;
-          std::vector<double> host;
-        } graph(config("true"), world), plain(config("false"), world);
-        for (int warm = 5; warm > 0; --warm) graph.one(), plain.one();
-        graph.host.clear(), plain.host.clear();
-        auto [replayed, enqueued] =
-            session.turns([&] { return graph.one(); }, [&] { return plain.one(); });
-        const double tokens = static_cast<double>(graph.step.tokens_per_step());
-        line.samples_s = std::move(replayed);
-        line.peer = "the step without a graph";
-        line.peer_value = quantile(enqueued, 0.5);
-        line.more = {{"tokens/s", tokens / quantile(line.samples_s, 0.5)},
-                     {"host ms", 1e3 * quantile(graph.host, 0.5)},
-                     {"without a graph", 1e3 * quantile(plain.host, 0.5)}};
-      },
-      {.threads_per_rank = session.machine().threads, .device = session.device()});
+  run_local(1,
+            [&](World& world) {
+              struct Steps {
+                Steps(const models::TrainConfig& c, World& world)
+                    : step(c, c.model.vocab, world, world.device()), fill(random_tokens(c)) {}
+                double one() {
+                  return gpu_seconds([&] {
+                    const double begin = now();
+                    step.run(done++, fill);
+                    host.push_back(now() - begin);
+                  });
+                }
+                models::TrainingStep step;
+                models::FillBatch fill;
+                int64_t done = 0;
+                std::vector<double> host;
+              } graph(config("true"), world), plain(config("false"), world);
+              for (int warm = 5; warm > 0; --warm) graph.one(), plain.one();
+              graph.host.clear(), plain.host.clear();
+              auto [replayed, enqueued] =
+                  session.turns([&] { return graph.one(); }, [&] { return plain.one(); });
+              const double tokens = static_cast<double>(graph.step.tokens_per_step());
+              line.samples_s = std::move(replayed);
+              line.peer = "the step without a graph";
+              line.peer_value = quantile(enqueued, 0.5);
+              line.more = {{"tokens/s", tokens / quantile(line.samples_s, 0.5)},
+                           {"host ms", 1e3 * quantile(graph.host, 0.5)},
+                           {"without a graph", 1e3 * quantile(plain.host, 0.5)}};
+            },
+            {.threads_per_rank = session.machine().threads, .device = session.device()});
 }
 
 }  // namespace
