@@ -17,9 +17,11 @@ namespace {
 int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, double u) {
   std::vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
-  std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
-  if (config.temperature <= 0) return ids[0];
-  if (config.top_k > 0 && config.top_k < static_cast<int64_t>(ids.size())) ids.resize(config.top_k);
+  const auto likelier = [&](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
+  if (config.temperature <= 0) return *std::min_element(ids.begin(), ids.end(), likelier);
+  const auto all = static_cast<int64_t>(ids.size()), kept = config.top_k > 0 ? std::min(config.top_k, all) : all;
+  std::partial_sort(ids.begin(), ids.begin() + kept, ids.end(), likelier);
+  ids.resize(static_cast<size_t>(kept));
   std::vector<double> weights;
   for (int32_t id : ids) weights.push_back(std::exp((logits[id] - logits[ids[0]]) / config.temperature));
   double left = u * std::accumulate(weights.begin(), weights.end(), 0.0);
