@@ -40,9 +40,14 @@ Tensor Recording::resolve(ValueId v) {
     return apply_typed(*n.op, attrs.data(), inputs, outputs)[v - static_cast<ValueId>(n.outputs)];
   }
   if (!s.saved)
-    fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
-                        "differentiated before (ask for it with {.keep = true})");
-  return s.saved;
+    for (Region& region : regions_)
+      if (const NodeId producer = tape_.value(v).producer; region.begin <= producer && producer < region.end) {
+        recompute(region);
+        break;
+      }
+  if (const Tensor& saved = state(v).saved) return saved;  // the states may have moved
+  fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
+                      "differentiated before (ask for it with {.keep = true})");
 }
 
 Tensor Recording::seed_for(const Tensor& y) const {
@@ -90,6 +95,8 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
     if (const auto [group, leaf] = std::pair(state(v).group, state(v).leaf_index); group)
       for (ValueId other = 0; other < tape_.num_values(); ++other)
         if (other != v && state(other).group == group && state(other).leaf_index == leaf) ids.back().push_back(other);
+    for (ValueId other = v + 1; other < tape_.num_values(); ++other)
+      if (state(other).copy_of == v) ids.back().push_back(other);
     for (ValueId same : ids.back()) wanted_[same] = true;
   }
   for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
@@ -131,6 +138,7 @@ void Recording::finish_groups(NodeId node) {
 }
 
 void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
+  if (in_region_) fail<LifetimeError>("[backward] inside of a RecomputeScope: it must end first");
   // Restored if a vjp throws, too.
   struct Before {
     Recording& r;
@@ -167,7 +175,10 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
       for (int o = 0; o < n.num_outputs; ++o)  // freed while unwinding, but for what was asked for
         if (const ValueId v = tape_.output(n, o); to_groups || !asked_[v]) gradients_[v] = Tensor();
     }
-    if (!keep) release_saves(id);
+    if (!keep) {
+      release_saves(id);
+      if (!regions_.empty() && regions_.back().begin == id) regions_.pop_back();
+    }
   }
   if (to_groups) {
     finish_groups(floor_ - 1);

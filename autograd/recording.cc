@@ -124,6 +124,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   ValueId ids[64];
   if (inputs.size() > 64) fail<ShapeError>("[", op.name, "] more than 64 inputs");
   for (size_t i = 0; i < inputs.size(); ++i) ids[i] = leaf(inputs[i], "input");
+  if (in_region_) note_entering(std::span(ids, inputs.size()), inputs);
   const Type* few[8];
   std::vector<const Type*> many;
   std::span<const Type*> types(few, std::min<size_t>(outputs.size(), 8));
@@ -145,6 +146,9 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
       tape_.mutable_value(v).base = first + specs[o].within;
       tape_.mutable_value(v).byte_offset = specs[o].byte_offset;
     } else if (specs[o].into) {
+      if (in_region_ && op.kind == OpKind::op)
+        fail<LifetimeError>("[", op.name, "] ", path_label(PathScope::current()), ": its result is stored into memory ",
+                            "that is there already; what is computed again in the backward cannot be");
       ValueId base = value_of(specs[o].into);
       if (base < 0) {  // memory that this recording has not met: it is a leaf that the op updates
         base = leaf(specs[o].into, "memory");  // the tape's values move
@@ -187,7 +191,8 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
   const auto save = [&](ValueId v, const Tensor& t) {
     ValueState& s = states_[v];
     ++s.saves;
-    if (!s.recipe) s.saved = t;  // a recipe is resolved again: the gathered bytes may be discarded
+    // A recipe is resolved again: the gathered bytes may be discarded.
+    if (!s.recipe && !(in_region_ && made_in_region(v))) s.saved = t;
   };
   const auto edges = tape_.inputs(n);
   for (size_t i = 0; i < inputs.size(); ++i)

@@ -100,6 +100,7 @@ class Recording {
  private:
   friend class Vjp;
   friend class PhaseScope;
+  friend class RecomputeScope;
   struct ValueState {
     Tensor saved;               // what the backward reads, while saves > 0
     int32_t saves = 0;          // nodes that still want it
@@ -107,6 +108,7 @@ class Recording {
     bool recipe = false;        // comes from a group's leaf through views and casts only
     LeafGroup* group = nullptr; // it is this leaf of a group
     int32_t leaf_index = -1;
+    ValueId copy_of = -1;       // computed again in the backward: this value of the forward
   };
   /// What has an entry per node or value. A step's lists are as long as those of the step before, so a thread's next
   /// recording begins with their memory: a new one grows them by pages that the system has to clear first.
@@ -128,6 +130,12 @@ class Recording {
     std::vector<Tensor> slots;
   };
 
+  /// What a RecomputeScope recorded: nodes [begin, end), of whose values the backward gets copies.
+  struct Region {
+    NodeId begin, end;
+    std::unordered_map<ValueId, Tensor> entering;  // what the nodes that will be repeated read from outside
+  };
+
   static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
   void end();
   void expect_current(const char* who) const;
@@ -136,6 +144,11 @@ class Recording {
   Tensor resolve(ValueId v);
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
   void release_saves(NodeId node);
+  void note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs);
+  void end_region();
+  bool made_in_region(ValueId v) const;
+  std::vector<NodeId> nodes_to_repeat(const Region& region) const;
+  void recompute(Region& region);
   void reverse(const Tensor& y, bool to_groups, bool keep);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
   void finish_groups(NodeId node);
@@ -156,6 +169,8 @@ class Recording {
   std::vector<GroupState> groups_;                       // used since the last backward
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   NodeId floor_ = 0;                                     // nodes before it belong to backwards that are done
+  std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
+  bool in_region_ = false;
   std::unordered_map<ValueId, Tensor> captured_;
   std::unordered_map<std::string, int64_t> calls_;
   Tensor random_state_;
@@ -173,6 +188,22 @@ class PhaseScope {
  private:
   Recording* recording_;
   Phase previous_;
+};
+
+/// Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): of what the recording of this thread
+/// computes while the scope lives, the backward keeps only what came in from outside and what is used outside; the rest
+/// it computes again, when it comes to it, from the same values with the same bits. What is computed again is on the
+/// tape. An inner scope does nothing, nor does one outside of a recording or in its backward. Values must not be stored
+/// into memory that was there before (LifetimeError).
+class RecomputeScope {
+ public:
+  RecomputeScope();
+  ~RecomputeScope();
+  RecomputeScope(const RecomputeScope&) = delete;
+  RecomputeScope& operator=(const RecomputeScope&) = delete;
+
+ private:
+  uint64_t recording_ = 0;  // whose region it opened
 };
 
 /// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes.

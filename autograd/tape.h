@@ -28,10 +28,11 @@ struct Node {
   uint16_t num_inputs, num_outputs;
   uint32_t path;          ///< module path
   Phase phase;
-  uint8_t flags;          ///< kAdds, kMirror, kPrefetched
+  uint8_t flags;          ///< kAdds, kMirror, kPrefetched, kRecomputed
   static constexpr uint8_t kAdds = 1;        ///< output 0 adds to its memory
   static constexpr uint8_t kMirror = 2;      ///< a gather that mirrors a discard of the forward
   static constexpr uint8_t kPrefetched = 4;  ///< issued ahead of its use
+  static constexpr uint8_t kRecomputed = 8;  ///< repeats a node of the forward, whose values were not kept
 };
 static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);
 

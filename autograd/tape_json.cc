@@ -52,6 +52,7 @@ std::string node_json(const Tape& tape, NodeId id) {
   flag(Node::kAdds, "adds");
   flag(Node::kMirror, "mirror");
   flag(Node::kPrefetched, "prefetched");
+  flag(Node::kRecomputed, "recomputed");
   out += ",\"flags\":[" + flags + "]";
   std::string attributes;
   if (n.op && n.op->describe) n.op->describe(tape.attrs(n), attributes);

@@ -38,6 +38,7 @@ std::string marks(const Tape& tape, const Node& n) {
   const auto mark = [&](const std::string& text) { out += (out.empty() ? "  " : ", ") + text; };
   if (n.flags & Node::kMirror) mark("mirror of its discard");
   if (n.flags & Node::kPrefetched) mark("prefetched");
+  if (n.flags & Node::kRecomputed) mark("computed again");
   for (int o = 0; o < n.num_outputs; ++o) {
     const ValueId v = tape.output(n, o), base = tape.value(v).base;
     if (base < 0 || tape.value(base).producer == tape.value(v).producer) continue;

@@ -48,6 +48,13 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
+  if (config_.train.recompute == "block") {
+    for (auto& [path, module] : model_->module().named_modules())
+      if (model_->is_block(*module)) module->recompute();
+  } else {
+    check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
+                       ", not none or block");
+  }
   optim::AdamWOptions options;
   options.beta1 = config_.train.beta1;
   options.beta2 = config_.train.beta2;

@@ -28,9 +28,11 @@ ModuleScope::ModuleScope(Module& module) : path_(module.path_), module_(&module)
   if (module.unit_) module.unit_->enter();
   else if (module.schedule_) module.schedule_->enter_scope();
   current_module = &module;
+  if (module.recompute_) recompute_.emplace();
 }
 
 ModuleScope::~ModuleScope() {
+  recompute_.reset();
   current_module = previous_;
   if (module_->unit_) module_->unit_->leave();
   else if (module_->schedule_) module_->schedule_->leave_scope();

@@ -79,6 +79,7 @@ class ModuleScope {
   PathScope path_;
   Module* module_;
   Module* previous_;
+  std::optional<RecomputeScope> recompute_;
 };
 
 class Module {
@@ -102,6 +103,10 @@ class Module {
   void eval() { train(false); }
   bool training() const { return training_; }
 
+  /// What this module computes is not kept for the backward but computed again there: activation checkpointing, for a
+  /// module whose inputs are small beside what it computes from them. See RecomputeScope.
+  void recompute(bool on = true) { recompute_ = on; }
+
   /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.
   [[nodiscard]] ModuleScope enter() { return ModuleScope(*this); }
 
@@ -121,6 +126,7 @@ class Module {
   std::string path_;
   bool listed_ = false;    // some SHEAF_FIELDS led here
   bool training_ = true;
+  bool recompute_ = false;
   std::shared_ptr<const UnitMark> mark_;
   std::shared_ptr<Unit> unit_;
   std::shared_ptr<GatherSchedule> schedule_;  // of a root without a unit: it begins the passes

@@ -319,6 +319,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
       {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}, {}, {},
        {"f16"}, "gradients below f16's range vanish unless the loss is scaled, which steps cannot do"},
+      {"train.recompute", &t.recompute, "what the backward computes again, block by block, instead of keeping it", {"none", "block"}},
       {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 

@@ -125,9 +125,28 @@ TEST(PeakMemory, WithOtherUnitsAndBudgets) {
         Words{"--sharding.units", "count", "--sharding.min_parameters", "700"},
         Words{"--sharding.prefetch_bytes", "0"}, Words{"--sharding.prefetch_bytes", "1000000"},
         Words{"--model.tie_embeddings", "false", "--model.vocab", "100"},
-        Words{"--train.batch", "1"}}) {
+        Words{"--train.batch", "1"}, Words{"--train.recompute", "block"},
+        Words{"--train.recompute", "block", "--train.micro_batches", "2", "--model.dropout", "0.1",
+              "--model.type", "llama", "--sharding.strategy", "shard_grad_op"}}) {
     SCOPED_TRACE(::testing::PrintToString(more));
     expect_forecast(folder, kTiny + more, 2, 1);
+  }
+}
+
+TEST(PeakMemory, IsLessWhereBlocksAreComputedAgain) {
+  Folder folder;
+  const Words model = kTiny + Words{"--model.layers", "8", "--train.dtype", "bf16"};
+  EXPECT_LT(2 * forecast(model + Words{"--train.recompute", "block"} + folder.data("none"), 1, 0, 1),
+            forecast(model + folder.data("none"), 1, 0, 1));
+  for (int world : {1, 2}) {
+    for (const char* recompute : {"none", "block"}) {
+      const Outcome r = run_sheaf(testing::on_ranks(
+          world, Words{"train"} + model + folder.data(recompute) +
+                     Words{"--train.recompute", recompute, "--model.dropout", "0.1"}));
+      ASSERT_EQ(r.code, 0) << r.err;
+    }
+    expect_same_curve(folder.metrics("block"), folder.metrics("none"), "computed again");
+    for (const char* out : {"none", "block"}) std::filesystem::remove_all(folder / out);
   }
 }
 

@@ -1,0 +1,104 @@
+// [Note: recompute] A RecomputeScope leaves a region of nodes. Its values are counted as saved like others, but their
+// tensors are not kept. When the scope ends, what the region's nodes would have to read from outside is known and is
+// kept. The first time that the reverse pass asks for a value of the region, the nodes that lead to saved values are
+// applied again, in order, and from then on the values are there as if they had been kept: freed as the reverse pass goes
+// back through the region. Gathered parameters and their views are no part of this: they are resolved as always, so the
+// unit is gathered again by the mirror of its discard, once, for both the repetition and the derivatives.
+#include <algorithm>
+#include <cstring>
+#include <unordered_set>
+
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+
+RecomputeScope::RecomputeScope() {
+  Recording* r = Recording::current();
+  if (!r || r->in_region_ || r->in_backward()) return;
+  recording_ = r->serial();
+  r->in_region_ = true;
+  r->regions_.push_back({r->tape_.num_nodes(), -1, {}});
+}
+
+RecomputeScope::~RecomputeScope() {
+  Recording* r = Recording::current();
+  if (r && recording_ == r->serial()) r->end_region();
+}
+
+// Made by an op of the region: leaves, and values of a group's leaves, are there anyway.
+bool Recording::made_in_region(ValueId v) const {
+  const NodeId producer = tape_.value(v).producer;
+  return producer >= regions_.back().begin && tape_.node(producer).op;
+}
+
+void Recording::note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs) {
+  for (size_t i = 0; i < ids.size(); ++i)
+    if (!states_[ids[i]].recipe && !made_in_region(ids[i])) regions_.back().entering.try_emplace(ids[i], inputs[i]);
+}
+
+void Recording::end_region() {
+  in_region_ = false;
+  Region& region = regions_.back();
+  region.end = tape_.num_nodes();
+  std::unordered_set<ValueId> read;
+  for (NodeId id : nodes_to_repeat(region))
+    for (ValueId v : tape_.inputs(tape_.node(id))) read.insert(v);
+  if (read.empty()) return regions_.pop_back();
+  std::erase_if(region.entering, [&](const auto& entry) { return !read.contains(entry.first); });
+}
+
+// Those whose values are saved for the backward but not kept, and those that these read, in order.
+std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
+  std::unordered_set<ValueId> needed;
+  std::vector<NodeId> nodes;
+  for (NodeId id = region.end - 1; id >= region.begin; --id) {
+    const Node& n = tape_.node(id);
+    bool repeat = false;
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId v = tape_.output(n, o);
+      const ValueState& s = states_[v];
+      repeat = repeat || needed.contains(v) || (s.saves > 0 && !s.saved && !s.recipe);
+    }
+    if (!n.op || !repeat) continue;
+    nodes.push_back(id);
+    for (ValueId v : tape_.inputs(n))
+      if (!states_[v].recipe && !states_[v].saved) needed.insert(v);
+  }
+  std::reverse(nodes.begin(), nodes.end());
+  return nodes;
+}
+
+void Recording::recompute(Region& region) {
+  const std::vector<NodeId> nodes = nodes_to_repeat(region);
+  std::unordered_map<ValueId, NodeId> last_read;
+  for (NodeId id : nodes)
+    for (ValueId v : tape_.inputs(tape_.node(id))) last_read[v] = id;
+  std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
+  region.entering.clear();
+  for (NodeId id : nodes) {
+    const Node n = tape_.node(id);  // copies: the tape grows
+    const PathScope path(tape_.path(n));
+    std::vector<uint64_t> attrs((n.op->attrs_size + 7) / 8);
+    if (n.op->attrs_size) std::memcpy(attrs.data(), tape_.attrs(n), n.op->attrs_size);
+    const std::vector<ValueId> ids(tape_.inputs(n).begin(), tape_.inputs(n).end());
+    std::vector<Tensor> inputs;
+    for (ValueId v : ids) {
+      const auto here = values.find(v);
+      inputs.push_back(here != values.end() ? here->second : resolve(v));
+    }
+    std::vector<OutputSpec> specs(n.num_outputs);
+    for (int o = 0; o < n.num_outputs; ++o) specs[o].type = tape_.type(tape_.output(n, o));
+    flag_next(Node::kRecomputed);
+    const Tensors outputs = apply_typed(*n.op, attrs.data(), inputs, specs);
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId v = tape_.output(n, o);
+      state(value_of(outputs[o])).copy_of = v;
+      if (ValueState& s = state(v); s.saves > 0 && !s.saved) s.saved = outputs[o];
+      if (last_read.contains(v)) values[v] = outputs[o];
+    }
+    for (ValueId v : ids)
+      if (last_read.at(v) == id) values.erase(v);
+  }
+}
+
+}  // namespace sheaf

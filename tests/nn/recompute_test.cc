@@ -1,0 +1,217 @@
+// Modules whose activations are computed again in the backward: the same bits, fewer bytes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/layers/dropout.h"
+#include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/layers/norm.h"
+#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/shard.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kWidth = 16, kHidden = 64;
+
+/// Wide inside: what it computes is eight times as large as its input. Its second weight is tied to the model's.
+struct Layer : nn::Module {
+  nn::LayerNorm norm{kWidth};
+  nn::Linear up{kWidth, kHidden}, down{kHidden, kWidth};
+  nn::Dropout dropout{0.25};
+  Tensor forward(const Tensor& x) { return x + dropout(down(gelu(up(norm(x))))); }
+  SHEAF_FIELDS(norm, up, down, dropout);
+};
+
+struct Net : nn::Module {
+  std::vector<Layer> layers;
+  nn::Parameter scale{{kWidth}, nn::Init::constant(0.5)};
+  explicit Net(int n) : layers(static_cast<size_t>(n)) {}
+  Tensor forward(Tensor x) {
+    for (Layer& layer : layers) x = layer(x) * scale;
+    return x;
+  }
+  SHEAF_FIELDS(layers, scale);
+};
+
+Tensor rows_of(const Mesh& mesh, int64_t rows, float shift) {
+  const Type type{kF32, {rows, kWidth}, mesh.spec ? Layout(mesh.spec).with(0, Placement::shard(0)) : Layout()};
+  const int64_t first = mesh.spec ? type.layout.local_start(type.shape)[0] : 0;
+  std::vector<float> local;
+  for (int64_t i = 0; i < type.local_shape().numel(); ++i)
+    local.push_back(0.1f * static_cast<float>((first * kWidth + i) * 7 % 11) - shift);
+  return Tensor::from_local(local, type);
+}
+
+struct Outcome {
+  std::vector<std::vector<float>> weights;  // whole, after three steps
+  int64_t peak = 0;                         // of the last step
+  Tape tape;                                // of the last step
+};
+
+/// Three steps of two micro-batches each; with a replay of the last one, which must give the same bits.
+Outcome train(int world, const std::string& strategy, bool recompute, std::optional<DType> compute = std::nullopt,
+              int layers = 3, int64_t rows = 12) {
+  Outcome out;
+  run_local(world, [&](World& w) {
+    const Mesh mesh = w.mesh({{"data", w.size()}});
+    Net net(layers);
+    for (Layer& layer : net.layers) layer.recompute(recompute);
+    shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy, .compute_dtype = compute});
+    materialize(net, Device::cpu(), {.seed = 3});
+    optim::AdamW optimizer(net);
+    Allocator& memory = *RankContext::current().memory(Device::cpu());
+    for (int step = 0; step < 3; ++step) {
+      memory.reset_peak();
+      Recording recording({.step = step, .capture_leaves = step == 2});
+      std::vector<ValueId> losses;
+      for (int micro = 0; micro < 2; ++micro) {
+        if (micro > 0) recording.next_micro_batch(rows);
+        Tensor x = rows_of(mesh, rows, 0.3f + 0.2f * static_cast<float>(micro));
+        if (compute) x = cast(x, *compute);
+        const Tensor loss = sum(square(cast(net(x), kF32)));
+        losses.push_back(recording.value_of(loss));
+        recording.backward(loss);
+      }
+      optimizer.step({.lr = 0.05});
+      optimizer.zero_grad();
+      if (w.rank() == 0) out.peak = memory.stats().peak;
+      if (step < 2) continue;
+      const auto leaves = recording.captured();
+      std::vector<Tensor> now;
+      std::vector<ValueId> updated;
+      const Tape tape = recording.take();
+      for (NodeId i = 0; i < tape.num_nodes(); ++i)
+        if (const Node& n = tape.node(i); n.op && n.op->kind == OpKind::step) updated.push_back(tape.output(n));
+      std::vector<std::vector<float>> bits;
+      for (const auto& unit : units(net))
+        for (const FlatBuffer& b : unit->buffers()) bits.push_back(b.shard.to_vector<float>());
+      const std::vector<Tensor> again = replay(tape, [&](ValueId v) { return leaves.at(v).clone(); }, updated);
+      ASSERT_EQ(again.size(), bits.size());
+      for (const Tensor& t : again)
+        EXPECT_NE(std::find(bits.begin(), bits.end(), t.to_vector<float>()), bits.end()) << "a replay of the step";
+      if (w.rank() == 0) out.tape = tape;
+    }
+    for (nn::Parameter& p : net.parameters()) {
+      const std::vector<float> whole = full_parameter(p).to_vector<float>();
+      if (w.rank() == 0) out.weights.push_back(whole);
+    }
+  }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
+  return out;
+}
+
+int count(const Tape& tape, std::string_view op, Phase phase, uint8_t flags) {
+  int n = 0;
+  for (NodeId i = 0; i < tape.num_nodes(); ++i)
+    n += tape.op_name(tape.node(i)) == op && tape.node(i).phase == phase && (tape.node(i).flags & flags) == flags;
+  return n;
+}
+
+TEST(Recompute, HasTheSameBitsAtEveryWorldAndStrategy) {
+  for (const std::string strategy : {"full_shard", "shard_grad_op", "replicate"})
+    for (int world : {1, 2, 3}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      const Outcome kept = train(world, strategy, false), again = train(world, strategy, true);
+      ASSERT_EQ(kept.weights.size(), 3u * 6 + 1);
+      EXPECT_EQ(again.weights, kept.weights);
+      // One gather for the repetition and the derivatives.
+      EXPECT_EQ(count(again.tape, "all_gather", Phase::backward, 0), count(kept.tape, "all_gather", Phase::backward, 0));
+      EXPECT_EQ(count(kept.tape, "linear", Phase::backward, 0), 0);
+      // The last product of a layer is read by nobody in its backward.
+      EXPECT_EQ(count(again.tape, "linear", Phase::backward, Node::kRecomputed), 2 * 3);
+    }
+  EXPECT_EQ(train(2, "full_shard", true, kBF16).weights, train(2, "full_shard", false, kBF16).weights);
+}
+
+TEST(Recompute, KeepsOnlyWhatEntersAModule) {
+  constexpr int kLayers = 8;
+  constexpr int64_t kMany = 480;
+  const int64_t kept = train(1, "full_shard", false, {}, kLayers, kMany).peak,
+                again = train(1, "full_shard", true, {}, kLayers, kMany).peak;
+  // Of all layers but the one at work: the norm's result and two hidden tensors, at least.
+  EXPECT_LE(again, kept - (kLayers - 1) * kMany * (2 * kHidden + kWidth) * 4);
+}
+
+TEST(Recompute, TheTapePassesItsChecksAndSaysWhatIsComputedAgain) {
+  const Outcome again = train(2, "full_shard", true);
+  for (const auto& findings :
+       {check_types(again.tape), check_cotangents(again.tape), check_gathers(again.tape)})
+    for (const Finding& finding : findings) ADD_FAILURE() << finding.to_string();
+  EXPECT_THAT(to_text(again.tape), HasSubstr("computed again"));
+}
+
+/// f64 values with gradients, of a function that is partly computed again.
+struct Case {
+  Tensor x = Tensor::from<double>({0.3, -0.7, 1.1, 0.2}, {4});
+  Tensor f(bool recompute, Tensor* inner = nullptr) const {
+    std::optional<RecomputeScope> scope;
+    if (recompute) scope.emplace();
+    const Tensor y = tanh(x * 1.5);
+    if (inner) *inner = y;
+    {
+      const RecomputeScope within;  // does nothing of its own
+      return sum(exp(y) * y);
+    }
+  }
+};
+
+TEST(Recompute, DerivativesOfDerivativesGoThroughBothCopies) {
+  for (const bool recompute : {false, true}) {
+    Case c;
+    Recording recording;
+    recording.watch(c.x);
+    Tensor y;
+    const Tensor z = c.f(recompute, &y);
+    const Tensor dy = recording.gradient(z, std::span(&y, 1), {.keep = true})[0];
+    // z = Σ y eʸ: z' = (1 + y) eʸ, z'' = (2 + y) eʸ; of x by the chain rule.
+    const Tensor second = recording.gradient(sum(dy), std::span(&y, 1), {.keep = true})[0];
+    const Tensor of_x = recording.gradient(sum(dy), std::span(&c.x, 1))[0];
+    for (int i = 0; i < 4; ++i) {
+      const double x = c.x.to_vector<double>()[i], t = std::tanh(1.5 * x), e = std::exp(t);
+      EXPECT_NEAR(dy.to_vector<double>()[i], (1 + t) * e, 1e-12);
+      EXPECT_NEAR(second.to_vector<double>()[i], (2 + t) * e, 1e-12);
+      EXPECT_NEAR(of_x.to_vector<double>()[i], (2 + t) * e * 1.5 * (1 - t * t), 1e-12);
+    }
+  }
+}
+
+TEST(Recompute, ValuesUsedOutsideAreKept) {
+  Case c;
+  Recording recording;
+  recording.watch(c.x);
+  Tensor y;
+  Tensor z = c.f(true, &y);
+  z = z + sum(y * y);  // y is saved outside, too
+  const Tensor dx = recording.gradient(z, std::span(&c.x, 1))[0];
+  for (int i = 0; i < 4; ++i) {
+    const double x = c.x.to_vector<double>()[i], t = std::tanh(1.5 * x);
+    EXPECT_NEAR(dx.to_vector<double>()[i], ((1 + t) * std::exp(t) + 2 * t) * 1.5 * (1 - t * t), 1e-12);
+  }
+}
+
+TEST(Recompute, WhatCannotBeSaysSo) {
+  Case c;
+  Recording recording;
+  recording.watch(c.x);
+  const Tensor memory = Tensor::from<double>({0, 0, 0, 0}, {4});
+  {
+    const RecomputeScope scope;
+    const Tensor y = tanh(c.x);
+    EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { store_into(memory, y); }),
+                HasSubstr("what is computed again in the backward cannot be"));
+    EXPECT_THAT(message_of<LifetimeError>(ExitCode::kDesync, [&] { recording.gradient(sum(y), std::span(&c.x, 1)); }),
+                HasSubstr("inside of a RecomputeScope: it must end first"));
+  }
+  EXPECT_EQ(recording.gradient(sum(tanh(c.x)), std::span(&c.x, 1)).size(), 1u);
+}
+
+}  // namespace
+}  // namespace sheaf
