@@ -183,6 +183,24 @@ TEST(Recompute, DerivativesOfDerivativesGoThroughBothCopies) {
   }
 }
 
+TEST(Recompute, WhatIsNotReadAgainIsNotKept) {
+  constexpr int64_t kMany = 4096;
+  const Tensor x = full_of({kF64, {kMany}, {}}, 0.5);
+  const Allocator& memory = *RankContext::current().memory(Device::cpu());
+  Recording recording;
+  recording.watch(x);
+  const int64_t before = memory.stats().live;
+  Tensor out;
+  {
+    const Tensor other = x * 3.0;
+    const RecomputeScope scope;
+    out = exp(x) + other;  // the gradient of a sum reads nothing; that of exp reads its result
+  }
+  EXPECT_LT(memory.stats().live - before, 2 * kMany * 8);
+  const Tensor dx = recording.gradient(sum(out), std::span(&x, 1))[0];
+  EXPECT_NEAR(dx.to_vector<double>()[7], std::exp(0.5) + 3, 1e-12);
+}
+
 TEST(Recompute, ValuesUsedOutsideAreKept) {
   Case c;
   Recording recording;
