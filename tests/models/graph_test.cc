@@ -53,6 +53,8 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
     const TrainedRun expected = train_tiny(c, 1, kSteps, {}, kGpu);
     c.train.cuda_graph = true;
     expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
+    c.train.recompute = "block";
+    expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
   }
 }
 
