@@ -52,6 +52,11 @@ __device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads /
   for (int w = 1; w < warps; ++w) a += scratch[0][w], b += scratch[1][w];
 }
 
+/// a * b, rounded: not a part of the addition behind it, so that to add dsum on the way gives wide
+/// elements the bits of doing it afterwards.
+__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 /// Blocks whose registers a multiprocessor must hold: with more, variables would lie in memory.
 constexpr int blocks_at_once(int packs) { return packs == 1 ? 3 : packs == 2 ? 2 : 1; }
 
@@ -123,7 +128,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_at_once(kPacks))
       Pack<T> pack;
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        const C d = scale * (g_of(p, k) - mean_g - xhat_of(p, k) * mean_gx);
+        const C d = rounded_product(scale, g_of(p, k) - mean_g - xhat_of(p, k) * mean_gx);
         pack.v[k] = element<T>(kAdds ? convert_to<C>(element_of<T>(dsum[p], k)) + d : d);
       }
       store_chunk(out, column(p), width, pack);
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b)
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
       const C d = convert_to<C>(dy[i]), xhat = (convert_to<C>(x[i]) - centre) * scale,
               g = b.weight ? d * convert_to<C>(b.weight[i]) : d;
-      const C dx = scale * (g - mean_g - xhat * mean_gx);
+      const C dx = rounded_product(scale, g - mean_g - xhat * mean_gx);
       out[i] = element<T>(kAdds ? convert_to<C>(dsum[i]) + dx : dx);
     }
   }
