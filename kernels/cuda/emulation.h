@@ -244,13 +244,19 @@ inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
 inline int __ffs(int x) { return x ? std::countr_zero(static_cast<unsigned>(x)) + 1 : 0; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline double __dadd_rn(double a, double b) { return a + b; }
-inline double __dmul_rn(double a, double b) { return a * b; }
+// Operations that are never made one with others; kernels are compiled so that these may be.
+template <class T>
+T emulated_rounding(T x) {
+  asm("" : "+x"(x));
+  return x;
+}
+inline float __fadd_rn(float a, float b) { return emulated_rounding(a) + emulated_rounding(b); }
+inline float __fmul_rn(float a, float b) { return emulated_rounding(a * b); }
+inline double __dadd_rn(double a, double b) { return emulated_rounding(a) + emulated_rounding(b); }
+inline double __dmul_rn(double a, double b) { return emulated_rounding(a * b); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
-inline float __expf(float x) { return std::exp(x); }
+inline float __expf(float x) { return std::exp2(x * 1.44269504f); }  // as exact as the GPU's
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }

@@ -149,7 +149,9 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     sheaf_library(
         name = name + "_emulated",
         srcs = [src + ".cc" for src in srcs],
-        copts = ["-Wno-unknown-pragmas"] + EMULATED_COPTS,
+        # As nvcc, which makes one operation of a product and the sum that it goes into, unless it is told not to.
+        copts = ["-Wno-unknown-pragmas"] + EMULATED_COPTS +
+                (["-ffp-contract=off"] if "-fmad=false" in copts else ["-ffp-contract=fast"]),
         deps = [":" + headers],
         tags = ["manual"],
         **kwargs
