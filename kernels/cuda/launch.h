@@ -14,6 +14,7 @@
 #if SHEAF_CUDA_EMULATED
 #include "sheaf/kernels/cuda/emulation.h"
 #else
+#include <algorithm>
 #include <mutex>
 
 #include <cuda_runtime.h>
@@ -58,6 +59,10 @@ __device__ T* dynamic_shared() {
   return reinterpret_cast<T*>(sheaf_dynamic_shared);
 }
 
+/// What a block may have without asking, its __shared__ arrays included. They take at most 16 KiB
+/// in kernels that have dynamic shared memory, too.
+inline constexpr size_t kSharedUnasked = 48 << 10, kMostArrays = 16 << 10;
+
 /// Lets blocks of a kernel have `bytes` of dynamic shared memory. The limit is the kernel's,
 /// whoever launches it, and so it is never lowered: other threads and graphs count on theirs.
 inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
@@ -65,8 +70,9 @@ inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
   std::lock_guard lock(mutex);
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  const auto wanted = static_cast<int>(bytes);
-  if (error != cudaSuccess || attributes.maxDynamicSharedSizeBytes >= wanted) return error;
+  if (error != cudaSuccess || bytes + attributes.sharedSizeBytes <= kSharedUnasked) return error;
+  const auto wanted = static_cast<int>(std::max(bytes, kSharedUnasked + 1));
+  if (attributes.maxDynamicSharedSizeBytes >= wanted) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted);
 }
 
@@ -83,7 +89,7 @@ void launch(const char* name, const Stream& stream, const LaunchShape& shape,
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream.handle);
   cudaError_t error = cudaSuccess;
-  if (shape.shared_bytes > 48 * 1024)  // more must be asked for
+  if (shape.shared_bytes > kSharedUnasked - kMostArrays)
     error = allow_shared(reinterpret_cast<const void*>(kernel), shape.shared_bytes);
   // Not <<<>>>, whose errors are the thread's last one: of whatever call was refused before.
   if (error == cudaSuccess)
