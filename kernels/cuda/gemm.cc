@@ -101,12 +101,12 @@ class Plan {
     size_t total = a_.cols > 0 ? product_workspace() : 0;
     for (const Side* s : {&a_, &b_, &c_})
       if (!fits(*s)) total += s->packed(batch_).packed_bytes(batch_);
-    return total;
+    return total + (has_bias_ ? line_align(static_cast<size_t>(g_.bias.bytes())) : 0);
   }
 
   void run(const Stream& stream, Workspace workspace) const {
     if (empty()) return;
-    run(stream, workspace, has_bias_ ? Epilogue::bias : Epilogue::none, g_.bias.data, nullptr);
+    run(stream, workspace, has_bias_ ? Epilogue::bias : Epilogue::none, nullptr, nullptr);
   }
   bool run_with(const Stream& stream, Fused fused, const View& other, Workspace workspace) const {
     const bool sums = fused == Fused::row_sums;
@@ -116,25 +116,23 @@ class Plan {
                                 : other.numel() == g_.c.numel()),
                       "[", g_.who, "] ", other.shape, " beside the product ", g_.c.shape);
     if (empty() || !batch_.empty() || a_.cols == 0 || other.dtype != c_.dtype ||
-        !other.contiguous() || !fusing_wanted())
+        !other.contiguous() || !at_16_bytes(other) || !fusing_wanted())
       return false;
     if (sums)  // the product's B is a, unless they changed places
       return run(stream, workspace, swapped_ ? Epilogue::sums_of_a : Epilogue::sums_of_b,
                  other.data, nullptr);
     // How exact cuBLASLt's tanh is it does not say: the rounding of narrow types hides that.
     if (c_.dtype != kBF16 && c_.dtype != kF16) return false;
-    // cuBLASLt's rule for columns of `other`, which are rows here, and our choice of alignment.
-    if (swapped_ || !g_.c.contiguous() || c_.cols % 8 != 0 ||
-        reinterpret_cast<uintptr_t>(other.data) % 16 != 0)
-      return false;
+    // cuBLASLt's rule for columns of `other`, which are rows here.
+    if (swapped_ || !g_.c.contiguous() || c_.cols % 8 != 0) return false;
     const Epilogue epilogue = fused == Fused::gelu_gradient ? Epilogue::gelu_gradient
                               : has_bias_                   ? Epilogue::bias_gelu
                                                             : Epilogue::gelu;
-    return run(stream, workspace, epilogue, g_.bias.data, other.data);
+    return run(stream, workspace, epilogue, nullptr, other.data);
   }
 
  private:
-  bool run(const Stream& stream, Workspace workspace, Epilogue epilogue, void* vector,
+  bool run(const Stream& stream, Workspace workspace, Epilogue epilogue, void* sums,
            void* matrix) const {
     // The library's own comes first, where the workspace's alignment is.
     Carver carver(g_.who, workspace);
@@ -146,9 +144,20 @@ class Plan {
       c = place(c_, carver);
       if (g_.accumulate) copy(stream, c_.distinct(batch_), c.distinct(batch_));
     }
+    void* const vector = has_bias_ ? bias(stream, carver) : sums;
     const bool done = multiply(stream, a, b, c, epilogue, vector, matrix, scratch);
     if (done && !fits(c_)) copy(stream, c.distinct(batch_), c_.distinct(batch_));
     return done;
+  }
+
+  /// cuBLASLt cannot be told where the vector of an epilogue lies, and its kernels read and write
+  /// 16 bytes at a time.
+  static bool at_16_bytes(const View& v) { return reinterpret_cast<uintptr_t>(v.data) % 16 == 0; }
+  void* bias(const Stream& stream, Carver& carver) const {
+    if (at_16_bytes(g_.bias)) return g_.bias.data;
+    void* const data = carver.take<char>(g_.bias.bytes());
+    copy(stream, g_.bias, View::dense(data, g_.bias.dtype, g_.bias.shape));
+    return data;
   }
 
   bool fits(const Side& s) const {

@@ -79,6 +79,8 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
   if (!choice.supported) return false;
   check<ShapeError>(workspace.bytes >= product_workspace(), product,
                     ": workspace too small: ", workspace.bytes, " bytes");
+  check<ShapeError>(!has_vector(s.epilogue) || s.alignment[3] == 16, product,
+                    ": its vector is not at 16 bytes");  // cuBLASLt would not say so
   // Column-major D = op(A) op(B) is row-major Dᵀ = op(B)ᵀ op(A)ᵀ.
   const auto operand = [&](const void* data, DType dtype, bool transpose, int64_t ld,
                            int64_t stride, const Shape& shape) {

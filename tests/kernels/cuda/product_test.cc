@@ -156,6 +156,31 @@ TEST(Product, AccumulatesIntoAnyStrides) {
   EXPECT_THROW(gemm_workspace({"test", g, g, g, {}, true}), DTypeError);
 }
 
+TEST(Product, VectorsThatLieAnywhere) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kBF16, kF16}) {
+    const Array a = Array::random(d, {16, 8}, 1), b = Array::random(d, {8, 24}, 2),
+                longer = Array::random(d, {25}, 3), c(d, {16, 24}), sums(d, {17});
+    const OnGpu ga(a), gb(b), glonger(longer), gc(c), gsums(sums);
+    const auto behind_the_first = [&](View v) {
+      v.data = v.as<char>() + size_of(d), --v.shape[0];
+      return v;
+    };
+    const Gemm g{"test", ga, gb, gc, behind_the_first(glonger)}, bare{"test", ga, gb, gc, {}};
+    gemm(OnGpu::stream(), g, GpuScratch(gemm_workspace(g)));
+    std::vector<double> want;
+    for (int64_t i = 0; i < 16; ++i)
+      for (int64_t j = 0; j < 24; ++j) {
+        double sum = longer.at(j + 1);
+        for (int64_t l = 0; l < 8; ++l) sum += a.at(i * 8 + l) * b.at(l * 24 + j);
+        want.push_back(sum);
+      }
+    EXPECT_LT(scaled_error(gc.back(), want), 4 * epsilon(d)) << name(d);
+    EXPECT_FALSE(gemm_with(OnGpu::stream(), bare, Fused::row_sums, behind_the_first(gsums),
+                           GpuScratch(gemm_workspace(bare))));
+  }
+}
+
 TEST(Product, SumsRowsOnItsWay) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kBF16, kF16})
