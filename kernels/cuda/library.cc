@@ -113,9 +113,15 @@ LibraryFolders library_folders() {
   std::vector<std::string> environments;
   if (const std::string venv = variable("VIRTUAL_ENV"); !venv.empty()) environments.push_back(venv);
   for (const std::string& bin : folders_of("PATH")) {
+    // That of the link, too, if python3 is one to another environment's.
+    std::filesystem::path python = bin + "/python3";
     std::error_code absent;
-    if (!std::filesystem::exists(bin + "/python3", absent)) continue;
-    environments.push_back(std::filesystem::weakly_canonical(bin, absent).parent_path());
+    for (int links = 0; links < 8 && std::filesystem::exists(python, absent); ++links) {
+      const std::filesystem::path folder = python.parent_path();
+      environments.push_back(std::filesystem::weakly_canonical(folder, absent).parent_path());
+      if (!std::filesystem::is_symlink(python, absent)) break;
+      python = folder / std::filesystem::read_symlink(python, absent);
+    }
   }
   environments.insert(environments.end(), {"/usr/local", "/usr"});
   if (const std::string home = variable("HOME"); !home.empty())

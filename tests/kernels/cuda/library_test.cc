@@ -62,10 +62,13 @@ TEST_F(CudaLibrary, FoldersOfTheVariableThenOfToolkitsThenOfPython) {
   const std::string in_path = make("conda/lib/python3.13/site-packages/nvidia/cu13/lib");
   make("none/lib/python3.13/site-packages/nvidia/cu13/lib"), make("none/bin");  // no python3 there
   std::ofstream(make("conda/bin") + "/python3");
-  setenv(
-      "PATH",
-      str("/usr/bin:", (root_ / "none/bin").string(), ':', (root_ / "conda/bin").string()).c_str(),
-      1);
+  const std::string linked = make("torch/lib/python3.13/site-packages/nvidia/cu13/lib");
+  std::ofstream(make("torch/bin") + "/python3");
+  fs::create_symlink(root_ / "torch/bin/python3", make("links/bin") + "/python3");
+  std::string path = "/usr/bin";
+  for (const char* bin : {"none/bin", "conda/bin", "links/bin"})
+    path += ':' + (root_ / bin).string();
+  setenv("PATH", path.c_str(), 1);
   setenv("VIRTUAL_ENV", (root_ / "venv").c_str(), 1);
   setenv("HOME", (root_ / "home").c_str(), 1);
   const LibraryFolders folders = library_folders();
@@ -79,7 +82,8 @@ TEST_F(CudaLibrary, FoldersOfTheVariableThenOfToolkitsThenOfPython) {
   EXPECT_LT(0, place("/usr/local/cuda/lib64"));
   EXPECT_LT(place("/usr/local/cuda/lib64"), place(newest));
   EXPECT_LT(place(newest), place(in_path));
-  EXPECT_LT(place(in_path), place(home));
+  EXPECT_LT(place(in_path), place(linked));
+  EXPECT_LT(place(linked), place(home));
   for (const std::string& folder : folders.after_loader)
     EXPECT_EQ(folder.find((root_ / "none").string()), std::string::npos) << folder;
   EXPECT_EQ(folders.after_loader.back(), home);
