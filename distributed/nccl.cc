@@ -112,7 +112,10 @@ class LibraryComm final : public NcclComm {
       else if (comm_)
         ncclCommAbort(comm_);
     }
-    gpu_->destroy_lane(stream_);
+    try {
+      gpu_->destroy_lane(stream_);
+    } catch (const CudaError&) {
+    }  // reported where it happened
   }
   LibraryComm(const LibraryComm&) = delete;
   LibraryComm& operator=(const LibraryComm&) = delete;

@@ -165,7 +165,12 @@ Stream make_stream(int device, Priority priority) {
   return {Device::cuda(device), stream};
 }
 
-void destroy_stream(const Stream& stream) { SHEAF_CUDA_CALL(cudaStreamDestroy, handle_of(stream)); }
+void destroy_stream(const Stream& stream) {
+  // CUDA's own would let work go on whose memory is given back next.
+  const cudaError_t work = cudaStreamSynchronize(handle_of(stream));
+  SHEAF_CUDA_CALL(cudaStreamDestroy, handle_of(stream));
+  check_call(work, "cudaStreamSynchronize");
+}
 void synchronize(const Stream& stream) {
   SHEAF_CUDA_CALL(cudaStreamSynchronize, handle_of(stream));
 }
