@@ -12,6 +12,7 @@
 
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/cudnn_graph.h"
+#include "sheaf/kernels/cuda/runtime.h"
 
 // Patterns that cuDNN 9 recognises as attention: it fuses all operations between memory and memory
 // into one kernel. Its own single operation for attention has no causal mask before 9.21.
@@ -69,7 +70,7 @@ struct Sizes {
   }
 };
 
-/// scores where the key does not come after the query, else -inf.
+/// scores where the key does not come after the query, else kMasked.
 Handle mask(Graph& g, const Sizes& s, Handle scores) {
   const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
   const Handle key = g.index(3, scores, g.between(CUDNN_DATA_INT32, s.scores()));
@@ -217,9 +218,11 @@ size_t workspace_of(const Attention& a, const Plan& plan) {
   return align_part(plan.workspace()) + row_sum_bytes(a) + dq_bytes(a);
 }
 
-void run(cudnnHandle_t handle, const Plan& plan, const Attention& a, Workspace workspace) {
+void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Attention& a,
+         Workspace workspace) {
+  // Not -inf: where a query sees nothing of a block of keys, -inf less the largest would be NaN.
   float scale = static_cast<float>(a.scale), one = 1,
-        masked = -std::numeric_limits<float>::infinity();
+        masked = std::numeric_limits<float>::lowest();
   std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};
@@ -227,7 +230,11 @@ void run(cudnnHandle_t handle, const Plan& plan, const Attention& a, Workspace w
     char* const ours = static_cast<char*>(workspace.data) + align_part(plan.workspace());
     ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kRowSums, kOne});
     pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, ours, &one});
-    if (!a.deterministic) ids.push_back(kSumOfDQ), pointers.push_back(ours + row_sum_bytes(a));
+    if (!a.deterministic) {
+      char* const sum = ours + row_sum_bytes(a);
+      fill_bytes(stream, sum, 0, dq_bytes(a));  // cuDNN adds to it
+      ids.push_back(kSumOfDQ), pointers.push_back(sum);
+    }
   }
   plan.run(handle, ids, pointers, workspace.data);
 }
@@ -285,7 +292,7 @@ void attention(const Stream& stream, const Attention& a, Workspace workspace) {
   try {
     check_status(cudnnSetStream(device.handle, static_cast<cudaStream_t>(stream.handle)),
                  "cudnnSetStream");
-    for (const Attention& part : parts) run(device.handle, *answer.plan, part, workspace);
+    for (const Attention& part : parts) run(stream, device.handle, *answer.plan, part, workspace);
   } catch (const Refusal& refusal) {
     fail_for(a, refusal.what());
   }
