@@ -14,9 +14,15 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
+/// For threads that never chose a device, too: CUDA's calls would make a context on device 0 for
+/// them, and an event there cannot be recorded on another's stream.
 class Point : public DevicePoint {
  public:
-  explicit Point(const Stream& stream) : event_(make_event()) { cuda::record(event_, stream); }
+  explicit Point(const Stream& stream) : device_(stream.device.index) {
+    use_device(device_);
+    event_ = make_event();
+    cuda::record(event_, stream);
+  }
   ~Point() override {
     try {
       destroy_event(event_);
@@ -25,12 +31,13 @@ class Point : public DevicePoint {
   }
   Point(const Point&) = delete;
   Point& operator=(const Point&) = delete;
-  void sync() const override { synchronize(event_); }
-  bool reached() const override { return cuda::reached(event_); }
-  void order(const Stream& stream) const override { wait(stream, event_); }
+  void sync() const override { use_device(device_), synchronize(event_); }
+  bool reached() const override { return use_device(device_), cuda::reached(event_); }
+  void order(const Stream& stream) const override { use_device(device_), wait(stream, event_); }
 
  private:
-  EventHandle event_;
+  const int device_;
+  EventHandle event_ = nullptr;
 };
 
 class CudaGraph : public GpuGraph {
