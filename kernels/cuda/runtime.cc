@@ -48,6 +48,7 @@ void use_device(int device) { SHEAF_CUDA_CALL(cudaSetDevice, device); }
 
 void* allocate(size_t bytes) {
   void* memory = nullptr;
+  if (bytes == 0) return memory;  // CUDA does not say what it makes of that
   const cudaError_t error = cudaMalloc(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
     size_t free_bytes = 0, total = 0;
