@@ -151,7 +151,11 @@ Handle Graph::pointwise(cudnnPointwiseMode_t mode, Handle x, Handle b, Handle to
   return pointwise({.mode = mode, .x = x, .b = b, .to = to});
 }
 Handle Graph::index(int64_t axis, Handle like, Handle to) {
-  return pointwise({.mode = CUDNN_POINTWISE_GEN_INDEX, .axis = axis, .x = like, .to = to});
+  return pointwise({.mode = CUDNN_POINTWISE_GEN_INDEX,
+                    .compute = CUDNN_DATA_INT32,
+                    .axis = axis,
+                    .x = like,
+                    .to = to});
 }
 Handle Graph::at_least(Handle x, Handle b, Handle to) {
   return pointwise(
