@@ -30,8 +30,7 @@ enum Id : int64_t {
   kDQ,
   kDK,
   kDV,
-  kRowSums,  // of dout * out, in our workspace
-  kSumOfDQ,  // dq in f32, there too, unless deterministic
+  kSumOfDQ,  // dq in f32, in our workspace, unless deterministic
   kScale,    // by value
   kMasked,
   kOne,
@@ -114,16 +113,16 @@ Graph backward_graph(const Attention& a) {
       g.between(kFloat, s.rows(),
                 {s.heads * s.tokens * s.width, s.tokens * s.width, s.heads * s.width, 1}));
   const Handle sums = g.reduce(CUDNN_REDUCE_TENSOR_ADD, outputs, g.between(kFloat, s.statistics()));
-  // Times 1: the pattern has a place here for what dropout would scale.
+  // Times 1, here and below: the pattern has places there for what dropout would do.
+  const Handle one = g.scalar(kOne);
   const Handle row_sums =
-      g.pointwise(CUDNN_POINTWISE_MUL, sums, g.scalar(kOne),
-                  g.tensor(kRowSums, kFloat, s.statistics(), dense_strides(s.statistics())));
+      g.pointwise(CUDNN_POINTWISE_MUL, sums, one, g.between(kFloat, s.statistics()));
 
   const Handle products = g.matmul(q, k, scores());
   const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, scale, scores());
-  const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, scaled, lse, scores());
-  const Handle masked = mask(g, s, shifted);
-  const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, masked, nullptr, scores());
+  const Handle masked = mask(g, s, scaled);
+  const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, masked, lse, scores());
+  const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, shifted, nullptr, scores());
 
   // A product with the transposed scores, summed over the query heads that share a key head.
   const auto into_keys = [&](Handle from, Handle with, Handle to) {
@@ -137,7 +136,8 @@ Graph backward_graph(const Attention& a) {
   };
   into_keys(probabilities, dout, s.tensor(g, kDV, a.dv));
 
-  const Handle dprobabilities = g.matmul(dout, v, scores());
+  const Handle products_of_v = g.matmul(dout, v, scores());
+  const Handle dprobabilities = g.pointwise(CUDNN_POINTWISE_MUL, products_of_v, one, scores());
   const Handle centred = g.pointwise(CUDNN_POINTWISE_SUB, dprobabilities, row_sums, scores());
   const Handle weighted = g.pointwise(CUDNN_POINTWISE_MUL, centred, probabilities, scores());
   const Handle dscores = g.pointwise(CUDNN_POINTWISE_MUL, weighted, scale, scores());
@@ -151,8 +151,9 @@ Graph backward_graph(const Attention& a) {
   if (a.deterministic) {
     g.matmul(dscores, keys, dq);
   } else {
-    const Handle sum =
-        g.matmul(dscores, keys, g.tensor(kSumOfDQ, kFloat, s.rows(), dense_strides(s.rows())));
+    const Handle sum = g.matmul(dscores, keys,
+                                g.tensor(kSumOfDQ, kFloat, s.rows(), dense_strides(s.rows()),
+                                         CUDNN_TENSOR_REORDERING_F16x16));
     g.pointwise(CUDNN_POINTWISE_IDENTITY, sum, nullptr, dq);
   }
   return g;
@@ -207,31 +208,28 @@ DeviceAttention& current_device() {
   return attention_of(device);
 }
 
-/// Our own parts of the workspace; cuDNN's comes before them.
-size_t row_sum_bytes(const Attention& a) { return is_backward(a) ? align_part(a.lse.bytes()) : 0; }
+/// Our own part of the workspace; cuDNN's comes before it.
 size_t dq_bytes(const Attention& a) {
   return is_backward(a) && !a.deterministic
              ? align_part(a.q.numel() * static_cast<int64_t>(sizeof(float)))
              : 0;
 }
 size_t workspace_of(const Attention& a, const Plan& plan) {
-  return align_part(plan.workspace()) + row_sum_bytes(a) + dq_bytes(a);
+  return align_part(plan.workspace()) + dq_bytes(a);
 }
 
 void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Attention& a,
          Workspace workspace) {
   // Not -inf: where a query sees nothing of a block of keys, -inf less the largest would be NaN.
-  float scale = static_cast<float>(a.scale), one = 1,
-        masked = std::numeric_limits<float>::lowest();
+  float scale = static_cast<float>(a.scale), one = 1, masked = std::numeric_limits<float>::lowest();
   std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};
   if (is_backward(a)) {
-    char* const ours = static_cast<char*>(workspace.data) + align_part(plan.workspace());
-    ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kRowSums, kOne});
-    pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, ours, &one});
+    ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kOne});
+    pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, &one});
     if (!a.deterministic) {
-      char* const sum = ours + row_sum_bytes(a);
+      char* const sum = static_cast<char*>(workspace.data) + align_part(plan.workspace());
       fill_bytes(stream, sum, 0, dq_bytes(a));  // cuDNN adds to it
       ids.push_back(kSumOfDQ), pointers.push_back(sum);
     }
