@@ -50,13 +50,14 @@ void enqueue(const char* who, const Stream& stream, Plan& plan, bool columns, Wo
          inner, tiles, parts);
 }
 
-/// All others: computed in C.
-template <class C>
+/// All others, with the arithmetic of T.
+template <class T>
 void enqueue_any(const char* who, const Stream& stream, Plan& plan, Workspace workspace) {
+  using C = Compute<T>;
   launch(who, stream,
          {.blocks = blocks_for(plan.kept.numel * plan.groups, kThreads / plan.lanes),
           .threads = kThreads},
-         reduce_rows<C, AnySource<C>>, plan, static_cast<Part<Total<C>>*>(workspace.data));
+         reduce_rows<T, AnySource<C>>, plan, static_cast<Part<Total<C>>*>(workspace.data));
 }
 
 template <class W>
@@ -101,8 +102,10 @@ void reduce(const char* who, const Stream& stream, Kind kind, const View& x, con
                    [&]<class T>() { enqueue<T>(who, stream, plan, columns, workspace); });
   else if (x.dtype == kF64)
     enqueue_any<double>(who, stream, plan, workspace);
-  else if (is_floating(x.dtype))
+  else if (x.dtype == kF32)
     enqueue_any<float>(who, stream, plan, workspace);
+  else if (is_floating(x.dtype))
+    enqueue_any<bf16>(who, stream, plan, workspace);
   else
     enqueue_any<int64_t>(who, stream, plan, workspace);
   if (plan.groups == 1) return;
