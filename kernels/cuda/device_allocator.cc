@@ -53,6 +53,7 @@ class GrowingAllocator : public DeviceAllocator,
   explicit GrowingAllocator(int device) : device_(device), pool_(device) {}
   ~GrowingAllocator() override {
     try {
+      use_device(device_);
       release(range_);
     } catch (const CudaError&) {
     }  // reported where it happened

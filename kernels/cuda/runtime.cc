@@ -117,6 +117,7 @@ bool map(int device, DeviceRange& range, size_t bytes) {
   SHEAF_DRIVER(cuMemSetAccess);
   SHEAF_DRIVER(cuMemRelease);
   if (range.mapped + bytes > range.reserved) return false;
+  use_device(device);  // the driver's functions do not, and this thread may have none
   const CUmemAllocationProp prop = pinned_on(device);
   CUmemGenericAllocationHandle memory;
   const CUresult made = cuMemCreate_(&memory, bytes, &prop, 0);
