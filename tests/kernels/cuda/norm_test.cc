@@ -116,9 +116,9 @@ void compare(const Operands& o) {
   }
 }
 
-// Rows of a warp, of a block, of several pieces a thread, and too wide for registers.
+// Rows of a warp, of a block, of several pieces a thread, too wide for registers, and of 48 KiB.
 const Shape kShapes[] = {{5, 7},     {2, 3, 64}, {1100, 33}, {1, 768},  {65, 1},   {100},
-                         {300, 257}, {37, 1000}, {9, 2052},  {3, 4104}, {2, 8200}, {3, 1500}};
+                         {300, 257}, {37, 1000}, {9, 2052},  {3, 4104}, {2, 8200}, {3, 1500}, {2, 12288}};
 
 TEST(CudaNorm, MatchesTheCpu) {
   SHEAF_NEEDS_GPU();
