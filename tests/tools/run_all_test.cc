@@ -137,6 +137,7 @@ exit 1)");
   EXPECT_THAT(bundle.report(), HasSubstr("### dies_test\n\n```\n[ RUN      ] A.D\n"));
   EXPECT_THAT(bundle.report(), HasSubstr("0 passed, 2 failed, 0 skipped."));
   EXPECT_TRUE(fs::exists(bundle / "report_logs.tar.gz"));
+  EXPECT_TRUE(fs::exists(bundle / "logs/machine.log"));
 }
 
 TEST(RunAll, TestsAreChosenAndWhatTellsMostComesFirst) {
