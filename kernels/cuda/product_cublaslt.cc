@@ -2,6 +2,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <cublasLt.h>
@@ -173,7 +174,7 @@ class Prepared {
                                        d_.get(), raw, kCandidates, found, &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
     // Types that an epilogue does not know are invalid values to it.
-    if (status == CUBLAS_STATUS_INVALID_VALUE && !plain(p.shape.epilogue)) return {};
+    if (status == CUBLAS_STATUS_INVALID_VALUE && p.shape.epilogue != Epilogue::none) return {};
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<cublasLtMatmulAlgo_t> out;
     for (int i = 0; i < count; ++i)
@@ -271,11 +272,12 @@ class DeviceProducts {
       if (made->supported) made->check_algorithm(handle_, p, made->algorithm);
     } else {
       const std::vector<cublasLtMatmulAlgo_t> candidates = made->candidates(handle_, p);
-      made->supported = !candidates.empty();
       made->timed = TuneProducts::active();
-      if (made->supported)
-        made->algorithm =
-            made->timed ? fastest(stream, p, *made, candidates, workspace) : candidates.front();
+      std::optional<cublasLtMatmulAlgo_t> best;
+      if (!candidates.empty())
+        best = made->timed ? fastest(stream, p, *made, candidates, workspace) : candidates.front();
+      made->supported = best.has_value();
+      if (best) made->algorithm = *best;
       ProductChoices::Choice chosen{.supported = made->supported, .timed = made->timed};
       std::memcpy(chosen.algorithm.data(), &made->algorithm, sizeof made->algorithm);
       choices_.set(p.shape, chosen);
@@ -283,9 +285,11 @@ class DeviceProducts {
     return known = made;
   }
 
-  cublasLtMatmulAlgo_t fastest(const Stream& stream, const Product& p, Prepared& prepared,
-                               const std::vector<cublasLtMatmulAlgo_t>& candidates,
-                               Workspace workspace) {
+  /// None if all are refused when they run: what the estimate offers is not always taken.
+  std::optional<cublasLtMatmulAlgo_t> fastest(const Stream& stream, const Product& p,
+                                              Prepared& prepared,
+                                              const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                                              Workspace workspace) {
     check_can_be_timed(stream, p);
     const ProductShape& s = p.shape;
     std::unique_ptr<void, void (*)(void*)> trial(nullptr, cuda::free);
@@ -302,26 +306,24 @@ class DeviceProducts {
     void* const d = trial ? trial.get() : p.d;
     const auto handle = static_cast<cudaStream_t>(stream.handle);
     const Event begin(p), end(p);
-    cublasLtMatmulAlgo_t best = candidates.front();
+    std::optional<cublasLtMatmulAlgo_t> best;
     float least = 0;
-    for (size_t i = 0; i < candidates.size(); ++i) {
-      // Loads its code. What the estimate offers is not always taken: another one is, then.
-      const cublasStatus_t status =
-          prepared.try_run(handle_, stream, p, candidates[i], d, workspace);
-      if (status == CUBLAS_STATUS_NOT_SUPPORTED && (least > 0 || i + 1 < candidates.size()))
-        continue;
+    for (const cublasLtMatmulAlgo_t& candidate : candidates) {
+      // Loads its code.
+      const cublasStatus_t status = prepared.try_run(handle_, stream, p, candidate, d, workspace);
+      if (status == CUBLAS_STATUS_NOT_SUPPORTED) continue;
       check_status(status, p, "cublasLtMatmul");
       float shortest = 0;
       for (int n = 0; n < kTimedRuns; ++n) {
         check_cuda(cudaEventRecord(begin.handle, handle), p);
-        prepared.run(handle_, stream, p, candidates[i], d, workspace);
+        prepared.run(handle_, stream, p, candidate, d, workspace);
         check_cuda(cudaEventRecord(end.handle, handle), p);
         check_cuda(cudaEventSynchronize(end.handle), p);
         float milliseconds = 0;
         check_cuda(cudaEventElapsedTime(&milliseconds, begin.handle, end.handle), p);
         shortest = n == 0 ? milliseconds : std::min(shortest, milliseconds);
       }
-      if (least == 0 || shortest < least) least = shortest, best = candidates[i];
+      if (!best || shortest < least) least = shortest, best = candidate;
     }
     return best;
   }
