@@ -5,6 +5,8 @@
 #include <limits>
 #include <sstream>
 
+#include "sheaf/core/control_group.h"
+
 namespace sheaf {
 namespace {
 
@@ -29,17 +31,12 @@ int64_t meminfo(const std::string& root, const std::string& field) {
   return 0;
 }
 
-/// The least bound of `group` and those above it; a group's swap is bounded apart.
-int64_t bound_of(const std::string& mount, std::string group, const char* memory, const char* swap) {
-  int64_t least = kNone;
-  for (;;) {
-    if (const int64_t bytes = number_in(mount + group + "/" + memory); bytes != kNone) {
-      const int64_t more = swap ? number_in(mount + group + "/" + swap) : 0;
-      least = std::min(least, more > kNone - bytes ? kNone : bytes + more);
-    }
-    if (group.empty()) return least;
-    group.resize(std::min(group.rfind('/'), group.size() - 1));
-  }
+/// What a group may use; its swap is bounded apart.
+int64_t bound_of(const ControlGroup& group) {
+  if (group.version == 1) return number_in(group.folder + "/memory.limit_in_bytes");
+  const int64_t bytes = number_in(group.folder + "/memory.max");
+  const int64_t swap = number_in(group.folder + "/memory.swap.max");
+  return swap > kNone - bytes ? kNone : bytes + swap;
 }
 
 }  // namespace
@@ -48,18 +45,7 @@ int64_t bound_of(const std::string& mount, std::string group, const char* memory
 int64_t host_memory_limit(const std::string& root) {
   int64_t limit = meminfo(root, "MemTotal") + meminfo(root, "SwapTotal");
   if (limit == 0) limit = kNone;
-  std::ifstream groups(root + "/proc/self/cgroup");  // lines "number:controllers:/path"
-  for (std::string line; std::getline(groups, line);) {
-    const size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    std::string path = line.substr(second + 1);
-    if (path == "/") path.clear();
-    if (controllers.empty())
-      limit = std::min(limit, bound_of(root + "/sys/fs/cgroup", path, "memory.max", "memory.swap.max"));
-    else if (("," + controllers + ",").find(",memory,") != std::string::npos)
-      limit = std::min(limit, bound_of(root + "/sys/fs/cgroup/memory", path, "memory.limit_in_bytes", nullptr));
-  }
+  for (const ControlGroup& group : control_groups("memory", root)) limit = std::min(limit, bound_of(group));
   return limit;
 }
 
