@@ -17,6 +17,7 @@
 
 #include <immintrin.h>
 
+#include "sheaf/core/cores.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {

@@ -1,11 +1,10 @@
 #include "sheaf/core/rank_context.h"
 
 #include <immintrin.h>
-#include <sched.h>
 
 #include <algorithm>
-#include <cstdlib>
 
+#include "sheaf/core/cores.h"
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/mesh.h"
 
@@ -81,19 +80,5 @@ void flush_denormals() {
   _mm_setcsr(_mm_getcsr() | 0x0040);  // DAZ
   done = true;
 }
-
-int available_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
-}
-
-int default_threads(int ranks, const char* told) {
-  const int share = std::max(1, available_cores() / ranks), most = told ? std::atoi(told) : 0;
-  return most > 0 ? std::min(share, most) : share;
-}
-
-int default_threads(int ranks) { return default_threads(ranks, std::getenv("OMP_NUM_THREADS")); }
 
 }  // namespace sheaf

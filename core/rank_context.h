@@ -73,12 +73,4 @@ class RankScope {
 /// with denormals differ between threads and run many times slower.
 void flush_denormals();
 
-/// Cores of this machine that the process may use.
-int available_cores();
-
-/// Compute threads of each of `ranks` ranks that share these cores, where nobody asked for a number: cores / ranks, at
-/// least 1, and no more than `told`, what OMP_NUM_THREADS says (null or no positive number: nothing).
-int default_threads(int ranks, const char* told);
-int default_threads(int ranks);  ///< by this process's OMP_NUM_THREADS
-
 }  // namespace sheaf

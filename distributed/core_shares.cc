@@ -4,8 +4,7 @@
 #include <fstream>
 #include <tuple>
 
-#include <sched.h>
-
+#include "sheaf/core/cores.h"
 #include "sheaf/core/error.h"
 
 namespace sheaf::distributed {
@@ -23,13 +22,8 @@ bool same_core(const Cpu& a, const Cpu& b) { return a.package == b.package && a.
 }  // namespace
 
 std::vector<Cpu> available_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
   std::vector<Cpu> out;
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return out;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-    if (CPU_ISSET(cpu, &set))
-      out.push_back({cpu, topology(cpu, "physical_package_id", 0), topology(cpu, "core_id", cpu)});
+  for (int cpu : affinity()) out.push_back({cpu, topology(cpu, "physical_package_id", 0), topology(cpu, "core_id", cpu)});
   return out;
 }
 

@@ -10,7 +10,7 @@ struct Cpu {
   int number = 0, package = 0, core = 0;
 };
 
-/// The CPUs that this process may run on; package and core are 0 and the number where the system does not tell.
+/// The CPUs of affinity() (core/cores.h); package and core are 0 and the number where the system does not tell.
 std::vector<Cpu> available_cpus();
 
 /// Shares `cpus` out among `ranks`, numbers in rising order: neighbours in a package go to one rank, hardware threads of

@@ -19,7 +19,6 @@
 #include <unistd.h>
 
 #include "sheaf/core/error.h"
-#include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/core_shares.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/distributed/socket.h"
@@ -125,7 +124,9 @@ class Job {
   void start() {
     const int n = options_.nproc;
     const int threads = options_.threads_per_rank > 0 ? options_.threads_per_rank : threads_per_rank(n);
-    std::vector<std::vector<int>> shares(static_cast<size_t>(n));  // of the cores; an empty one: not pinned
+    // Shares of all CPUs that are to be had, an empty one: not pinned. Where a quota leaves a rank fewer threads than its
+    // share has CPUs, the kernel finds them the idle ones.
+    std::vector<std::vector<int>> shares(static_cast<size_t>(n));
     if (options_.pin)
       if (auto all = core_shares(available_cpus(), n); !all.empty()) shares = std::move(all);
     for (std::vector<int>& share : shares)

@@ -8,8 +8,8 @@
 #include <optional>
 #include <string_view>
 
+#include "sheaf/core/cores.h"
 #include "sheaf/core/error.h"
-#include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/socket.h"
 
 namespace sheaf {

@@ -34,7 +34,7 @@ Rendezvous read_rendezvous(const Environment& environment);
 Rendezvous read_rendezvous();  ///< of this process
 
 /// Compute threads of each of `ranks` ranks on this host: SHEAF_THREADS_PER_RANK, else default_threads() of
-/// core/rank_context.h, for which OMP_NUM_THREADS is an upper bound.
+/// core/cores.h, for which OMP_NUM_THREADS is an upper bound.
 int threads_per_rank(int ranks, const Environment& environment);
 int threads_per_rank(int ranks);  ///< of this process
 

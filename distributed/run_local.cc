@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "sheaf/core/cores.h"
 #include "sheaf/distributed/device_choice.h"
 #include "sheaf/kernels/cuda/config.h"
 

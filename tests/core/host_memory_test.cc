@@ -1,20 +1,13 @@
 #include "sheaf/core/host_memory.h"
 
-#include <fstream>
-
 #include <gtest/gtest.h>
 
-#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/core/fake_root.h"
 
 namespace sheaf {
 namespace {
 
-/// A "/" with these files.
-struct Root : ScratchFolder {
-  void write(const std::string& path, const std::string& text) const {
-    std::filesystem::create_directories(std::filesystem::path(*this / path).parent_path());
-    std::ofstream(*this / path) << text;
-  }
+struct Root : FakeRoot {
   Root() { write("proc/meminfo", "MemTotal:       1000 kB\nMemFree:    10 kB\nSwapTotal:       24 kB\n"); }
 };
 

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "sheaf/core/cores.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {

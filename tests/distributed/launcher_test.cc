@@ -4,6 +4,7 @@
 
 #include <csignal>
 
+#include "sheaf/core/cores.h"
 #include "sheaf/tests/distributed/job_scenarios.h"
 
 namespace sheaf {
@@ -33,7 +34,7 @@ TEST(Launcher, RunsAJob) {
 }
 
 TEST(Launcher, GivesEachRankCoresOfItsOwn) {
-  if (available_cores() < 2) GTEST_SKIP() << "one core for two ranks";
+  if (affinity().size() < 2) GTEST_SKIP() << "one core for two ranks";
   const auto r = run_processes({.scenario = "launch/2/pinned", .ranks = 1, .own_variables = false})[0];
   EXPECT_EQ(r.code, 0) << r.output;
 }

@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
+#include "sheaf/core/cores.h"
 #include "sheaf/core/error.h"
-#include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/tcp_store.h"
 
 namespace sheaf {

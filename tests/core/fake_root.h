@@ -1,0 +1,17 @@
+// A "/" that says of the machine what a test wants.
+#pragma once
+
+#include <fstream>
+
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf {
+
+struct FakeRoot : ScratchFolder {
+  void write(const std::string& path, const std::string& text) const {
+    std::filesystem::create_directories(std::filesystem::path(*this / path).parent_path());
+    std::ofstream(*this / path) << text;
+  }
+};
+
+}  // namespace sheaf
