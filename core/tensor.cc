@@ -118,9 +118,11 @@ template <class T>
 T Tensor::item() const {
   if (numel() != 1) fail<ShapeError>("[item] ", type(), " has ", numel(), " elements, not one");
   const Layout& l = layout();
-  for (int i = 0; i < l.num_axes(); ++i)
-    if (l.mesh()->size(i) > 1 && !l[i].is_invariant())
-      fail<PlacementError>("[item] ", type(), " is not one whole value on every rank; call redistribute(x, invariant)");
+  // An axis of one rank is like any other: what one rank could read, several could not.
+  for (int a = 0; a < l.num_axes(); ++a)
+    if (!l[a].is_invariant())
+      fail<PlacementError>("[item] ", type(), " is not one value of all ranks of mesh axis ", l.mesh()->name(a), ": write ",
+                           "redistribute(x, \"", l.mesh()->name(a), "\", Placement::invariant()).item()");
   Tensor keep;
   const View v = readable(*this, "item", keep);
   return visit_dtype("item", dtype(), [&]<class E>() { return convert<T>(*v.as<E>()); });

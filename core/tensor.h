@@ -61,7 +61,8 @@ class Tensor {
   bool is_contiguous() const;
 
   // --- reading; never communicates ---
-  /// The one element as T. The value must be whole here: without a layout, Invariant, or on meshes of size 1.
+  /// The one element as T. It must be one value of all ranks: without a layout, or Invariant on every mesh axis, of one
+  /// rank, too.
   template <class T = float>
   T item() const;
   /// The local elements in row-major order, converted to T.

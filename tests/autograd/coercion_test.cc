@@ -101,6 +101,24 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
 }
 
 // A program that works alone works on a cluster.
+TEST(Item, IsOneValueOfAllRanksOnOneRankToo) {
+  EXPECT_EQ(Tensor::scalar(2.5).item(), 2.5f);
+  for (int ranks : {1, 2}) {
+    run_local(ranks, [&](World& world) {
+      const MeshSpec* mesh = world.mesh({{"data", ranks}, {"model", 1}}).spec;
+      const auto in = [&](const Placement& p) {
+        return redistribute(Tensor::from<float>({2.5f}, {1}), Layout(mesh, kI).with(0, p));
+      };
+      for (const Placement& p : {kR, kP, Placement::shard(0)}) {
+        EXPECT_THAT(refusal([&] { in(p).item(); }),
+                    HasSubstr("Invariant@model is not one value of all ranks of mesh axis data: write redistribute(x, "
+                              "\"data\", Placement::invariant()).item()"));
+        EXPECT_EQ(redistribute(in(p), "data", kI).item(), 2.5f);
+      }
+    }, kLocal);
+  }
+}
+
 TEST(Loss, WholeOnEveryRankIsRefusedOnOneRankToo) {
   for (int ranks : {1, 2}) {
     run_local(ranks, [&](World& world) {
