@@ -137,6 +137,12 @@ void Recording::finish_groups(NodeId node) {
   }
 }
 
+// The same for gradient(): its groups may be used again, in this recording's backward.
+void Recording::pass_groups(NodeId node) {
+  for (const GroupState& g : groups_)
+    if (g.first_use > node) g.group->gradient_passed();
+}
+
 void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   if (in_region_) fail<LifetimeError>("[backward] inside of a RecomputeScope: it must end first");
   // Restored if a vjp throws, too.
@@ -157,6 +163,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
     const PathScope path(tape_.path(n));
     if (to_groups) finish_groups(id);
+    else pass_groups(id);
     if (!n.op) continue;
     bool has = false;
     for (int o = 0; o < n.num_outputs; ++o) has = has || gradients_[tape_.output(n, o)].defined();
@@ -186,6 +193,8 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
     std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
     floor_ = tape_.num_nodes();
+  } else {
+    pass_groups(-1);
   }
 }
 

@@ -39,6 +39,8 @@ class LeafGroup {
   /// Changes when the leaves' values do: a backward over values that a step has replaced is an error.
   virtual uint64_t version() const = 0;
   virtual const std::string& group_name() const = 0;
+  /// A gradient(), which leaves the slots alone, has left the group's first use behind: what was opened for it may close.
+  virtual void gradient_passed() {}
   /// Every group of this backward is finished: reductions still under way come to their end.
   virtual void backward_ended() = 0;
   /// The recording is over: what was still open closes.
@@ -152,6 +154,7 @@ class Recording {
   void reverse(const Tensor& y, bool to_groups, bool keep);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
   void finish_groups(NodeId node);
+  void pass_groups(NodeId node);
   Tensor seed_for(const Tensor& y) const;
 
   RecordingOptions options_;

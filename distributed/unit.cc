@@ -137,6 +137,7 @@ int64_t Unit::gathered_bytes() const {
 void Unit::enter() {
   schedule_->enter_scope();
   ++depth_;
+  opened_in_reverse_ = false;
   try {
     open();
   } catch (...) {  // the scope was never entered
@@ -177,8 +178,11 @@ Tensor Unit::value(int index) {
   const bool usable = state_ == State::open && recording_ == (r ? r->serial() : 0);
   if (!usable || !values_[index]) {
     open();
-    // Used outside its scope: stays open until the scope around the use ends. A backward closes units itself.
-    if (gathers() && depth_ == 0 && !(r && r->in_backward())) schedule_->close_with_scope(*this);
+    // Used outside its scope: stays open until the scope around the use ends. A reverse pass closes units itself.
+    if (gathers() && depth_ == 0) {
+      opened_in_reverse_ = r && r->in_backward();
+      if (!opened_in_reverse_) schedule_->close_with_scope(*this);
+    }
   }
   return values_[index];
 }
@@ -284,6 +288,7 @@ void Unit::discard_gathered() {
   lent_.clear();
   std::fill(values_.begin(), values_.end(), Tensor());
   state_ = State::closed;
+  opened_in_reverse_ = false;
 }
 
 // --- gradients ---
@@ -378,6 +383,10 @@ void Unit::close_ungathered() {
   if (gathers()) return;
   std::fill(values_.begin(), values_.end(), Tensor());
   state_ = State::closed;
+}
+
+void Unit::gradient_passed() {
+  if (opened_in_reverse_ && depth_ == 0 && state_ == State::open) state_ = State::pending;
 }
 
 void Unit::backward_ended() {

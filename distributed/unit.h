@@ -88,6 +88,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool trainable(int index) const override { return leaves_[index].trainable; }
   uint64_t version() const override;
   const std::string& group_name() const override { return name_; }
+  void gradient_passed() override;
   void backward_ended() override;
   void recording_ended() override;
 
@@ -152,6 +153,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
 
   State state_ = State::closed;
   int depth_ = 0;                  // scopes of its module that are open
+  bool opened_in_reverse_ = false; // for vjps alone: no scope closes it
   uint64_t recording_ = 0;         // that knows the gathered values; 0 for none
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
   std::vector<Tensor> gathered_;   // one per buffer

@@ -146,6 +146,42 @@ TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
   }, {.threads_per_rank = 1});
 }
 
+// gradient() holds no more at a time than backward() does, which may follow it.
+TEST(Unit, AGradientClosesWhatItGathers) {
+  for (Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op}) {
+    run_local(2, [&](World& w) {
+      Chain chain(w, 5, strategy, /*budget=*/0);
+      const auto reduced = [&] {
+        std::vector<std::vector<float>> out;
+        for (Unit* u : chain.units()) {
+          out.push_back(u->buffers()[0].grad.to_vector());
+          u->zero_grad();
+        }
+        return out;
+      };
+      {
+        Recording recording;
+        recording.backward(sum(chain.forward(input(w))));
+      }
+      const auto expected = reduced();
+      const int64_t peak = chain.schedule->peak_gathered_bytes();
+      {
+        Recording recording;
+        const Tensor x = recording.watch(input(w));
+        const Tensor loss = sum(chain.forward(x));
+        const auto once = recording.gradient(loss, std::vector{x}, {.keep = true})[0].to_vector();
+        EXPECT_EQ(recording.gradient(loss, std::vector{x}, {.keep = true})[0].to_vector(), once);
+        recording.backward(loss);
+        const Tape tape = recording.take();
+        for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
+          for (const Finding& f : findings) ADD_FAILURE() << f.message << "\n" << to_text(tape);
+      }
+      EXPECT_EQ(chain.schedule->peak_gathered_bytes(), peak) << name(strategy);
+      EXPECT_EQ(reduced(), expected);
+    }, {.threads_per_rank = 1});
+  }
+}
+
 // A gather issued ahead stands before the layer before it: the reduction must not wait until that one's backward is done.
 TEST(Unit, PrefetchDoesNotDelayReductions) {
   run_local(2, [&](World& w) {
