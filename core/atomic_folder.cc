@@ -19,6 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kMark = ".tmp-";
+constexpr std::string_view kAside = ".tmp-old";
 
 std::string file_name(const std::string& path) { return fs::path(path).filename().string(); }
 
@@ -30,14 +31,19 @@ bool is_pending_name(std::string_view name, std::string_view stem) {
   return !tag.empty() && tag.find_first_not_of("0123456789-") == std::string_view::npos;
 }
 
-std::vector<std::string> pending_in(const std::string& parent, std::string_view stem) {
+template <class F>
+std::vector<std::string> paths_in(const std::string& parent, F&& wanted) {
   std::vector<std::string> found;
   std::error_code error;
   for (fs::directory_iterator it(parent, error), end; !error && it != end; it.increment(error)) {
-    if (is_pending_name(it->path().filename().string(), stem)) found.push_back(it->path().string());
+    if (wanted(it->path().filename().string())) found.push_back(it->path().string());
   }
   if (error) fail<IoError>("[folder] cannot list '", parent, "': ", error.message());
   return found;
+}
+
+std::vector<std::string> pending_in(const std::string& parent, std::string_view stem) {
+  return paths_in(parent, [&](const std::string& name) { return is_pending_name(name, stem); });
 }
 
 void remove_tree(const std::string& path) {
@@ -52,11 +58,27 @@ std::string fresh_name(const std::string& target) {
   return str(target, kMark, getpid(), '-', now);
 }
 
+std::string aside_of(const std::string& target) { return str(target, kAside); }
+
+/// Exchanges two names in one step; false where the file system cannot.
+bool exchange_paths(const std::string& a, const std::string& b) {
+  int error = detail::file_fault("exchange", b);
+  if (!error && renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) != 0) error = errno;
+  if (error && error != EINVAL && error != ENOSYS)
+    fail<IoError>("[folder] cannot exchange '", a, "' and '", b, "': ", std::generic_category().message(error));
+  return !error;
+}
+
 }  // namespace
 
 std::string begin_folder(const std::string& target) {
   const std::string parent = parent_of(target);
   make_folders(parent);
+  for (const std::string& aside : paths_in(parent, [](const std::string& name) { return name.ends_with(kAside); })) {
+    const std::string old = aside.substr(0, aside.size() - kAside.size());
+    if (path_exists(old)) remove_folder(aside);  // replaced by then
+    else rename_path(aside, old);
+  }
   for (const std::string& stale : pending_in(parent, "")) remove_tree(stale);
   const std::string pending = fresh_name(target);
   make_folders(pending);
@@ -74,27 +96,27 @@ std::string pending_folder(const std::string& target) {
 
 void commit_folder(const std::string& pending, const std::string& target) {
   sync_folder(pending);
-  bool replaced = path_exists(target);
-  if (replaced) {
-    detail::file_fault_point("rename", target);
-    if (renameat2(AT_FDCWD, pending.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
-      if (errno != EINVAL && errno != ENOSYS) {
-        fail<IoError>("[folder] cannot exchange '", pending, "' and '", target,
-                      "': ", std::generic_category().message(errno));
-      }
-      // A file system without exchange: the old version goes aside first.
-      const std::string aside = fresh_name(target);
-      rename_path(target, aside);
+  const bool replaced = path_exists(target);
+  if (replaced && !exchange_paths(pending, target)) {
+    const std::string aside = aside_of(target);
+    rename_path(target, aside);
+    try {
       rename_path(pending, target);
-      sync_folder(parent_of(target));
-      remove_tree(aside);
-      return;
+    } catch (const IoError&) {
+      recover_folder(target);
+      throw;
     }
-  } else {
-    rename_path(pending, target);
+    sync_folder(parent_of(target));
+    remove_folder(aside);
+    return;
   }
+  if (!replaced) rename_path(pending, target);
   sync_folder(parent_of(target));
   if (replaced) remove_tree(pending);
+}
+
+void recover_folder(const std::string& target) {
+  if (!path_exists(target)) std::rename(aside_of(target).c_str(), target.c_str());
 }
 
 void remove_folder(const std::string& target) {
@@ -121,8 +143,9 @@ std::vector<int64_t> list_steps(const std::string& parent) {
   std::vector<int64_t> steps;
   std::error_code error;
   for (fs::directory_iterator it(parent, error), end; !error && it != end; it.increment(error)) {
-    const std::string name = it->path().filename().string();
+    std::string name = it->path().filename().string();
     if (!name.starts_with("step-")) continue;
+    if (name.ends_with(kAside)) name.resize(name.size() - kAside.size());
     int64_t step = -1;
     std::from_chars(name.data() + 5, name.data() + name.size(), step);
     // Only names that we would give ourselves, so that a step never has two folders.
@@ -132,6 +155,7 @@ std::vector<int64_t> list_steps(const std::string& parent) {
   if (error && error != std::errc::no_such_file_or_directory)
     fail<IoError>("[folder] cannot list '", parent, "': ", error.message());
   std::sort(steps.rbegin(), steps.rend());
+  steps.erase(std::unique(steps.begin(), steps.end()), steps.end());
   return steps;
 }
 

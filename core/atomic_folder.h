@@ -5,6 +5,10 @@
 // before it a reader sees the old state, after it the new one. If `x` exists, the two names are exchanged in one step
 // and the old content, now under the temporary name, is removed. What a killed process leaves behind has a name with
 // ".tmp-" in it, is never read, and goes away with the next pending folder.
+//
+// A file system without exchange (NFS) takes two steps: `x` goes aside to `x.tmp-old`, then the new version takes its
+// place. Killed between them, there is no `x`, but `x.tmp-old` is whole: recover_folder() and the next pending folder put
+// it back.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +25,9 @@ std::string pending_folder(const std::string& target);
 /// Makes a pending folder, whose files are all synced, the content of `target`. Throws IoError; then `target` is as
 /// before.
 void commit_folder(const std::string& pending, const std::string& target);
+/// If a commit was killed while the old version of `target` was aside, puts it back. Whoever reads `target` calls this
+/// first; where it may not rename, or somebody else was faster, it does nothing.
+void recover_folder(const std::string& target);
 /// Removes a folder so that it is either there whole or gone.
 void remove_folder(const std::string& target);
 
@@ -29,7 +36,7 @@ void check_writable(const std::string& parent);
 
 /// "parent/step-<step>".
 std::string step_folder(const std::string& parent, int64_t step);
-/// The steps of the folders "step-N" in `parent`, newest first; none if there is no such parent. Throws IoError if it
+/// The steps of the folders "step-N" in `parent`, or aside, newest first; none if there is no such parent. Throws IoError if it
 /// cannot be read.
 std::vector<int64_t> list_steps(const std::string& parent);
 

@@ -34,16 +34,19 @@ std::string hex(XXH128_hash_t hash) {
   return out;
 }
 
-std::atomic<testing::FileFault> file_fault{nullptr};
+std::atomic<testing::FileFault> fault_hook{nullptr};
 
 }  // namespace
 
-void testing::set_file_fault(FileFault fault) { file_fault = fault; }
+void testing::set_file_fault(FileFault fault) { fault_hook = fault; }
+
+int detail::file_fault(const char* operation, const std::string& path) {
+  const auto hook = fault_hook.load(std::memory_order_relaxed);
+  return hook ? hook(operation, path.c_str()) : 0;
+}
 
 void detail::file_fault_point(const char* operation, const std::string& path) {
-  if (auto fault = file_fault.load(std::memory_order_relaxed)) [[unlikely]] {
-    if (int error = fault(operation, path.c_str())) io_failure(operation, path, error);
-  }
+  if (const int error = file_fault(operation, path)) io_failure(operation, path, error);
 }
 
 Mapping::Mapping(Mapping&& o) noexcept : data_(std::exchange(o.data_, nullptr)), bytes_(std::exchange(o.bytes_, 0)) {}

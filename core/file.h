@@ -128,14 +128,16 @@ bool path_exists(const std::string& path);
 std::string parent_of(const std::string& path);
 
 namespace testing {
-/// Called before every system call that changes files ("open", "write", "sync", "rename", "mkdir", "remove"). A test
-/// returns an errno value to fail the call, or ends the process. Null outside tests.
+/// Called before every system call that changes files ("open", "write", "sync", "rename", "exchange", "mkdir",
+/// "remove"). A test returns an errno value to fail the call, or ends the process. Null outside tests.
 using FileFault = int (*)(const char* operation, const char* path);
 void set_file_fault(FileFault fault);
 }  // namespace testing
 
 namespace detail {
-/// Asks the hook above; throws IoError for what it injects.
+/// Asks the hook above: the errno value that it injects, or 0.
+int file_fault(const char* operation, const std::string& path);
+/// The same; throws IoError for what it injects.
 void file_fault_point(const char* operation, const std::string& path);
 }  // namespace detail
 

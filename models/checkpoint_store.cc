@@ -220,6 +220,7 @@ void warn_on_stderr(const std::string& warning) { std::fprintf(stderr, "sheaf: w
 Checkpoint Checkpoint::open(const std::string& step_folder, const CheckpointGroup& group) {
   Checkpoint checkpoint;
   checkpoint.path_ = step_folder;
+  recover_folder(step_folder);
   const std::string path = step_folder + "/manifest.json";
   const std::string text = File::open<CheckpointError>(path).read_all();
   const std::string sum = File::open<CheckpointError>(path + ".xxh128").read_all();

@@ -152,43 +152,89 @@ TEST(AtomicFolder, CanBeCheckedBeforeItIsNeeded) {
   EXPECT_THAT(error("/proc/checkpoints"), HasSubstr("/proc/checkpoints"));  // which even root cannot make
 }
 
+// An old file system, and one that fails when the new version is about to take the old one's place.
+int without_exchange(const char* operation, const char*) { return std::string_view(operation) == "exchange" ? EINVAL : 0; }
+int fail_to_replace(const char* operation, const char* path) {
+  return std::string_view(operation) == "rename" && std::string_view(path).ends_with("/step-1") ? EIO
+                                                                                                : without_exchange(operation, path);
+}
+
+TEST(AtomicFolder, ReplacesWithoutExchangeOrLeavesAllAsItWas) {
+  ScratchFolder folder;
+  const std::string target = folder / "step-1";
+  const auto save = [&](const std::string& text, testing::FileFault fault) {
+    const std::string pending = begin_folder(target);
+    write_file(pending + "/a", text);
+    testing::set_file_fault(fault);
+    try {
+      commit_folder(pending, target);
+    } catch (const IoError&) {
+      testing::set_file_fault(nullptr);
+      throw;
+    }
+    testing::set_file_fault(nullptr);
+  };
+  save("old", nullptr);
+  EXPECT_THROW(save("new", fail_to_replace), IoError);
+  EXPECT_EQ(File::open(target + "/a").read_all(), "old");
+  save("new", without_exchange);
+  EXPECT_EQ(File::open(target + "/a").read_all(), "new");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
 int kill_at = 0;
 int kill_when_due(const char*, const char*) {
   if (kill_at-- == 0) raise(SIGKILL);
   return 0;
 }
+int kill_when_due_without_exchange(const char* operation, const char* path) {
+  return kill_when_due(operation, path), without_exchange(operation, path);
+}
 
-// Kills the process before every single system call of a replacement: the folder is the old or the new one, never a mix.
+// Kills the process before every single system call of a replacement: the folder is the old or the new one, never a mix,
+// for one who recovers it before reading and for one who saves next.
 TEST(AtomicFolder, KilledAnywhereItIsOldOrNew) {
-  ScratchFolder folder;
-  const std::string target = folder / "step-1";
-  const auto save = [&](const std::string& text) {
-    const std::string pending = begin_folder(target);
-    write_file(pending + "/a", text);
-    write_file(pending + "/b", text);
-    commit_folder(pending, target);
-  };
-  save("old");
-  int killed = 0;
-  for (int k = 0;; ++k) {
-    const pid_t child = fork();
-    if (child == 0) {
-      kill_at = k;
-      testing::set_file_fault(kill_when_due);
-      save("new");
-      _exit(0);
-    }
-    int status = 0;
-    ASSERT_EQ(waitpid(child, &status, 0), child);
-    const std::string a = File::open(target + "/a").read_all(), b = File::open(target + "/b").read_all();
-    EXPECT_EQ(a, b) << k;
-    EXPECT_TRUE(a == "old" || a == "new") << k;
-    if (WIFEXITED(status)) break;
-    ++killed;
+  for (const auto& [exchange, recover] : {std::pair(true, true), {true, false}, {false, true}, {false, false}}) {
+    ScratchFolder folder;
+    const std::string target = folder / "step-1";
+    const auto save = [&](const std::string& text) {
+      const std::string pending = begin_folder(target);
+      write_file(pending + "/a", text);
+      write_file(pending + "/b", text);
+      commit_folder(pending, target);
+    };
+    const auto expect_whole = [&](int k) {
+      const std::string a = File::open(target + "/a").read_all(), b = File::open(target + "/b").read_all();
+      EXPECT_EQ(a, b) << k;
+      EXPECT_TRUE(a == "old" || a == "new") << k;
+    };
     save("old");
+    int killed = 0, gaps = 0;
+    for (int k = 0;; ++k) {
+      const pid_t child = fork();
+      if (child == 0) {
+        kill_at = k;
+        testing::set_file_fault(exchange ? kill_when_due : kill_when_due_without_exchange);
+        save("new");
+        _exit(0);
+      }
+      int status = 0;
+      ASSERT_EQ(waitpid(child, &status, 0), child);
+      EXPECT_THAT(list_steps(folder.path()), ElementsAre(1)) << k;
+      gaps += !path_exists(target);
+      if (recover) recover_folder(target);
+      else begin_folder(folder / "step-2");
+      expect_whole(k);
+      if (WIFEXITED(status)) break;
+      ++killed;
+      save("old");
+    }
+    EXPECT_GE(killed, 12);
+    EXPECT_EQ(gaps, exchange ? 0 : 1);
+    EXPECT_EQ(File::open(target + "/a").read_all(), "new");
+    begin_folder(target);
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 2) << "the folder and a pending one";
   }
-  EXPECT_GE(killed, 12);
-  EXPECT_EQ(File::open(target + "/a").read_all(), "new");
 }
 
 TEST(Json, RoundTripAndOrder) {

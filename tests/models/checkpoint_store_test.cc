@@ -291,6 +291,42 @@ TEST(CheckpointStore, KilledAtEveryFileOperation) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 2);
 }
 
+int kill_when_due_without_exchange(const char* operation, const char* path) {
+  return kill_when_due(operation, path), std::string_view(operation) == "exchange" ? EINVAL : 0;
+}
+
+// A step that is saved again is there all the time, also where a file system cannot exchange two folders.
+TEST(CheckpointStore, KilledWhileAStepIsSavedAgain) {
+  ScratchFolder folder;
+  save(folder.path(), 1, 2);
+  save(folder.path(), 2, 2);
+  int killed = 0, gaps = 0;
+  for (int k = 0;; ++k) {
+    const pid_t child = fork();
+    if (child == 0) {
+      countdown = k;
+      testing::set_file_fault(kill_when_due_without_exchange);
+      save(folder.path(), 2, 1);
+      _exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    gaps += !path_exists(folder / "step-2");
+    Ranks(3).run([&](const CheckpointGroup& group) {
+      auto checkpoint = Checkpoint::open_newest(folder.path(), no_warning, group);
+      ASSERT_TRUE(checkpoint);
+      ASSERT_EQ(checkpoint->step(), 2);
+      Model(2).expect_in(*checkpoint);
+    });
+    if (WIFEXITED(status)) break;
+    ++killed;
+    save(folder.path(), 2, 2);
+  }
+  EXPECT_GE(killed, 15);
+  EXPECT_EQ(gaps, 1);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 2);
+}
+
 // The disk fills up at every operation in turn: exit code 74, and the old checkpoints stay.
 TEST(CheckpointStore, DiskFullAtEveryFileOperation) {
   ScratchFolder folder;
