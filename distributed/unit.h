@@ -115,7 +115,6 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void discard_gathered();
   /// Values that were never gathered (one rank, replicated masters) may be casts: of the masters as they were.
   void close_ungathered();
-  bool opened_outside_recordings() const { return recording_ == 0; }
   void complete_reduction();
 
  private:
@@ -127,6 +126,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   };
   friend class GatherSchedule;
 
+  bool opened_outside_recordings() const { return recording_ == 0; }
   bool communicates() const { return mesh_ && mesh_->size(axis_) > 1; }
   bool gathers() const { return communicates() && strategy_ >= Strategy::shard_grad_op; }
   Type buffer_type(const FlatBuffer& b, DType dtype, const Placement& p) const;
