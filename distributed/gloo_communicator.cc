@@ -4,8 +4,6 @@
 #include <csignal>
 #include <cstring>
 #include <numeric>
-#include <optional>
-#include <thread>
 #include <utility>
 
 #include <gloo/context.h>
@@ -14,27 +12,15 @@
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
 
+#include "sheaf/distributed/gloo_transfers.h"
 #include "sheaf/distributed/local_communicator.h"
 #include "sheaf/distributed/reduce.h"
 #include "sheaf/distributed/staging.h"
-
-#ifdef SHEAF_TSAN
-// When a collective fails, buffers that nobody waited for are destroyed. Their destructor waits until Gloo's thread has
-// let go of them, through an atomic in a library that is not instrumented: the sanitizer cannot see it.
-extern "C" const char* __tsan_default_suppressions() {
-  return "race:gloo::transport::tcp::UnboundBuffer::~UnboundBuffer\n"
-         "race:std::default_delete<gloo::transport::UnboundBuffer>\n";
-}
-#endif
 
 namespace sheaf {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using std::chrono::milliseconds;
-
-// A peer's connection can break a moment before the monitor tells why.
-constexpr auto kExplanationTime = std::chrono::seconds(1);
 
 // Where an all_gather's messages differ from those of a reduce_scatter in the same call.
 constexpr uint64_t kGatherStep = uint64_t{1} << 32;
@@ -110,129 +96,6 @@ std::unique_ptr<Communicator> GlooTransport::connect(const CommunicatorGroup& gr
     return std::make_unique<LocalCommunicator>(group, job_->board, std::make_shared<LocalGroup>(1), LocalOptions{});
   return std::make_unique<GlooCommunicator>(group, job_, device_);
 }
-
-/// The messages of one collective that are under way. One buffer object each, so that a completion names its peer.
-class GlooCommunicator::Transfers {
- public:
-  Transfers(GlooCommunicator& comm, const Collective& call) : comm_(comm), call_(call) {}
-  ~Transfers() {
-    std::lock_guard lock(comm_.mutex_);
-    comm_.in_flight_.clear();
-  }
-
-  void send(int peer, const void* data, int64_t bytes, uint64_t step) {
-    post(true, peer, const_cast<void*>(data), bytes, step);
-  }
-  void receive(int peer, void* data, int64_t bytes, uint64_t step) { post(false, peer, data, bytes, step); }
-
-  /// Sleeps until the messages of `step` are through, receives before sends.
-  void finish(uint64_t step) {
-    for (bool is_send : {false, true}) {
-      for (Message& m : messages_)
-        if (m.step == step && m.is_send == is_send) wait_for(m);
-      {
-        std::lock_guard lock(comm_.mutex_);
-        std::erase_if(comm_.in_flight_, [&](const InFlight& f) { return f.step == step && f.is_send == is_send; });
-      }
-      std::erase_if(messages_, [&](const Message& m) { return m.step == step && m.is_send == is_send; });
-    }
-  }
-
- private:
-  struct Message {
-    std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
-    int peer;
-    uint64_t step;
-    bool is_send;
-  };
-
-  uint64_t tag(int from, int to, int64_t bytes, uint64_t step) const {
-    const uint64_t route = static_cast<uint64_t>(from) << 32 | static_cast<uint64_t>(to);
-    return chain(chain(chain(call_.fingerprint, step), route), static_cast<uint64_t>(bytes));
-  }
-
-  void post(bool is_send, int peer, void* data, int64_t bytes, uint64_t step) {
-    if (bytes == 0) return;
-    auto buffer = comm_.context_->createUnboundBuffer(data, static_cast<size_t>(bytes));
-    bool interrupted;
-    {
-      std::lock_guard lock(comm_.mutex_);
-      interrupted = comm_.interrupted_;
-      if (!interrupted) comm_.in_flight_.push_back({buffer.get(), step, is_send});
-    }
-    if (interrupted) explain(peer, "interrupted");
-    messages_.push_back({std::move(buffer), peer, step, is_send});
-    gloo::transport::UnboundBuffer& posted = *messages_.back().buffer;
-    try {
-      if (is_send) posted.send(peer, tag(comm_.rank(), peer, bytes, step));
-      else posted.recv(peer, tag(peer, comm_.rank(), bytes, step));
-    } catch (const std::exception& e) {
-      explain(peer, e.what());
-    }
-  }
-
-  milliseconds time_left() const {
-    const auto deadline = comm_.started_ + comm_.job_->rendezvous.timeout;
-    return std::max(milliseconds(0), std::chrono::ceil<milliseconds>(deadline - Clock::now()));
-  }
-
-  static bool completed(Message& m, milliseconds timeout) {
-    return m.is_send ? m.buffer->waitSend(nullptr, timeout) : m.buffer->waitRecv(nullptr, timeout);
-  }
-
-  void wait_for(Message& m) {
-    std::string reason;
-    try {
-      if (completed(m, time_left())) return;
-    } catch (const std::exception& e) {
-      reason = e.what();
-    }
-    explain(m.peer, reason);
-  }
-
-  /// A message to or from `peer` did not get through: finds out why and throws it.
-  [[noreturn]] void explain(int peer, const std::string& reason) {
-    std::string disagreement;
-    {
-      std::lock_guard lock(comm_.mutex_);
-      disagreement = comm_.disagreement_;
-    }
-    comm_.throw_if_failed(call_);
-    if (!disagreement.empty()) comm_.raise(call_, ExitCode::kDesync, disagreement);
-    if (time_left().count() == 0)
-      comm_.raise_timeout(call_, std::chrono::duration<double>(comm_.job_->rendezvous.timeout).count(), missing());
-    const int culprit = comm_.group_.members[peer];
-    for (const auto until = Clock::now() + kExplanationTime; Clock::now() < until;) {
-      comm_.throw_if_failed(call_);
-      if (comm_.job_->monitor->has_left(culprit)) {
-        comm_.board_->raise({culprit, ExitCode::kPeerLost, "it has left the job"});
-      } else {
-        std::this_thread::sleep_for(milliseconds(2));
-      }
-    }
-    comm_.board_->raise({culprit, ExitCode::kPeerLost, "its connection broke: " + reason});
-    comm_.throw_failure(call_, *comm_.board_->failure());
-  }
-
-  /// Members whose messages have not come through and who have not said that they wait here too.
-  std::vector<int> missing() {
-    std::vector<int> absent;
-    for (Message& m : messages_) {
-      try {
-        if (completed(m, milliseconds(0))) continue;
-      } catch (const std::exception&) {  // Gloo throws for what is not complete
-      }
-      absent.push_back(m.peer);
-    }
-    // A rank may have waited a while before it stopped; after a short time-out nobody can tell.
-    const bool knows_elsewhere = comm_.job_->rendezvous.timeout > Monitor::kNoteLife + Monitor::kNotePeriod;
-    return comm_.notes_.missing(call_, absent, knows_elsewhere);
-  }
-
-  GlooCommunicator& comm_;
-  const Collective& call_;
-  std::vector<Message> messages_;
-};
 
 GlooCommunicator::GlooCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
                                    std::shared_ptr<gloo::transport::Device> device)
