@@ -6,6 +6,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/tests/gradcheck.h"
+#include "sheaf/tests/poison.h"
 #include "sheaf/tests/sample_run.h"
 
 namespace sheaf::testing {

@@ -1,6 +1,7 @@
 // Gradients that are stored into, then added to, memory of their own: what units do with the gradients of parameters.
 #include "sheaf/autograd/ops.h"
 #include "sheaf/tests/check_op.h"
+#include "sheaf/tests/poison.h"
 #include "sheaf/tests/sample_run.h"
 
 namespace sheaf::testing {

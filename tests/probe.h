@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "sheaf/core/gpu.h"
 #include "sheaf/core/tensor.h"
 
 namespace sheaf::testing {
@@ -56,19 +55,5 @@ Values assemble(std::span<const LocalPart> parts, std::string& error);
 
 /// max |a − b| / max |b|, or max |a − b| if b is 0. NaN counts as infinite unless both are NaN.
 double scaled_error(const Values& a, const Values& b);
-
-/// Fills the memory of every allocation on this thread's rank with a byte while it lives: by default all bits set, which
-/// is NaN. What differs between runs under two bytes was not written.
-class PoisonScope {
- public:
-  explicit PoisonScope(int byte = 0xff);
-  ~PoisonScope();
-  PoisonScope(const PoisonScope&) = delete;
-  PoisonScope& operator=(const PoisonScope&) = delete;
-
- private:
-  std::shared_ptr<Allocator> previous_;
-  std::shared_ptr<Gpu> previous_gpu_;
-};
 
 }  // namespace sheaf::testing

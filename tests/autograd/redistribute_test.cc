@@ -9,6 +9,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/poison.h"
 #include "sheaf/tests/probe.h"
 
 namespace sheaf::testing {

@@ -10,6 +10,7 @@
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/tests/check_rowwise.h"
+#include "sheaf/tests/poison.h"
 #include "sheaf/tests/probe.h"
 
 namespace sheaf::testing {

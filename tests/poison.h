@@ -1,0 +1,25 @@
+// Memory that is seen to be used before it is written.
+#pragma once
+
+#include <memory>
+
+#include "sheaf/core/allocator.h"
+#include "sheaf/core/gpu.h"
+
+namespace sheaf::testing {
+
+/// Fills the memory of every allocation on this thread's rank with a byte while it lives: by default all bits set, which
+/// is NaN. What differs between runs under two bytes was not written.
+class PoisonScope {
+ public:
+  explicit PoisonScope(int byte = 0xff);
+  ~PoisonScope();
+  PoisonScope(const PoisonScope&) = delete;
+  PoisonScope& operator=(const PoisonScope&) = delete;
+
+ private:
+  std::shared_ptr<Allocator> previous_;
+  std::shared_ptr<Gpu> previous_gpu_;
+};
+
+}  // namespace sheaf::testing
