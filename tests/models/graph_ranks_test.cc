@@ -21,11 +21,8 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
     std::vector<OneRank> runs[2];
     for (bool graph : {false, true}) {
       runs[graph].resize(2);
-      models::TrainConfig c = tiny_config();
-      c.model.dropout = 0.2;
-      c.train.micro_batches = 2;
+      models::TrainConfig c = tiny_rank_config(strategy);
       c.train.cuda_graph = graph;
-      c.sharding.strategy = strategy;
       EchoNccl nccl;
       nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
         models::TrainingStep step(c, c.model.vocab, w, w.device());

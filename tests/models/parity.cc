@@ -56,6 +56,14 @@ models::TrainConfig tiny_config() {
   return c;
 }
 
+models::TrainConfig tiny_rank_config(const std::string& strategy) {
+  models::TrainConfig c = tiny_config();
+  c.model.dropout = 0.2;
+  c.train.micro_batches = 2;
+  c.sharding.strategy = strategy;
+  return c;
+}
+
 void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
   const models::TrainConfig c = tiny_config();
   for (int64_t s = 0; s < count; ++s)

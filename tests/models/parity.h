@@ -54,6 +54,9 @@ std::vector<float> shards(nn::Module& module);
 /// A tiny GPT and its training options: 3 layers, sizes that nothing divides.
 models::TrainConfig tiny_config();
 
+/// The same for several ranks: with dropout, in two micro-batches, under `strategy`.
+models::TrainConfig tiny_rank_config(const std::string& strategy);
+
 /// Deterministic batches for tiny_config().
 void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
 

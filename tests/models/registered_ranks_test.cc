@@ -15,11 +15,8 @@ namespace {
 constexpr int kRanks = 2, kSteps = 5;
 
 models::TrainConfig config(const char* strategy, const char* dtype) {
-  models::TrainConfig c = tiny_config();
-  c.model.dropout = 0.2;
-  c.train.micro_batches = 2;
+  models::TrainConfig c = tiny_rank_config(strategy);
   c.train.dtype = dtype;
-  c.sharding.strategy = strategy;
   return c;
 }
 
