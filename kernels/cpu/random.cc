@@ -1,7 +1,5 @@
 #include "sheaf/kernels/random.h"
 
-#include <bit>
-
 #include "sheaf/kernels/cpu/blocks.h"
 
 namespace sheaf::kernels::cpu {
@@ -74,9 +72,7 @@ void check_where(const char* who, const View& v, const GlobalIndex& where) {
 void normals(int64_t n, const uint64_t* bits, double mean, double std, double* values) {
   double p[kBlock];
   for (int64_t k = 0; k < n; ++k) {
-    // 2^52 + (bits >> 12), whose lowest bit counts 1, is exact; AVX2 converts no 64-bit integers.
-    const double cell = std::bit_cast<double>(bits[k] >> 12 | 0x4330000000000000u) - 0x1p52;
-    p[k] = (cell + 0.5) * 0x1p-52;
+    p[k] = detail::cell_from(bits[k]);
     values[k] = mean + std * detail::normal_quantile_middle(p[k] - 0.5);
   }
   for (int64_t k = 0; k < n; ++k)
