@@ -34,7 +34,7 @@ nn::MlpConfig mlp_config(const GptConfig& c) {
   return m;
 }
 
-GptConfig published(int64_t layers, int64_t heads, int64_t width) {
+GptConfig gpt2(int64_t layers, int64_t heads, int64_t width) {
   GptConfig c;
   c.layers = layers;
   c.heads = heads;
@@ -44,17 +44,26 @@ GptConfig published(int64_t layers, int64_t heads, int64_t width) {
 
 }  // namespace
 
-GptConfig GptConfig::gpt2_124m() { return published(12, 12, 768); }
-GptConfig GptConfig::gpt2_355m() { return published(24, 16, 1024); }
-GptConfig GptConfig::gpt2_774m() { return published(36, 20, 1280); }
-GptConfig GptConfig::gpt2_1558m() { return published(48, 25, 1600); }
+GptConfig GptConfig::gpt2_124m() { return preset("gpt2-124m"); }
+GptConfig GptConfig::gpt2_355m() { return preset("gpt2-355m"); }
+GptConfig GptConfig::gpt2_774m() { return preset("gpt2-774m"); }
+GptConfig GptConfig::gpt2_1558m() { return preset("gpt2-1558m"); }
+
+// Radford et al. 2019, table 2.
+std::vector<std::pair<std::string, GptConfig>> GptConfig::published() {
+  return {{"gpt2-124m", gpt2(12, 12, 768)},
+          {"gpt2-355m", gpt2(24, 16, 1024)},
+          {"gpt2-774m", gpt2(36, 20, 1280)},
+          {"gpt2-1558m", gpt2(48, 25, 1600)}};
+}
 
 GptConfig GptConfig::preset(const std::string& name) {
-  if (name == "gpt2-124m") return gpt2_124m();
-  if (name == "gpt2-355m") return gpt2_355m();
-  if (name == "gpt2-774m") return gpt2_774m();
-  if (name == "gpt2-1558m") return gpt2_1558m();
-  fail<ConfigError>("[gpt2] no preset '", name, "'; there are gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m");
+  std::string known;
+  for (const auto& [key, config] : published()) {
+    if (key == name) return config;
+    known += (known.empty() ? "" : ", ") + key;
+  }
+  fail<ConfigError>("[gpt2] no preset '", name, "'; there are ", known);
 }
 
 Block::Block(const GptConfig& c)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sheaf/nn/layers/attention.h"
@@ -29,7 +30,9 @@ struct GptConfig {
   static GptConfig gpt2_355m();
   static GptConfig gpt2_774m();
   static GptConfig gpt2_1558m();
-  /// By name, "gpt2-124m"; throws ConfigError that lists the known ones.
+  /// The published sizes by name, "gpt2-124m", smallest first.
+  static std::vector<std::pair<std::string, GptConfig>> published();
+  /// One of them; throws ConfigError that lists them.
   static GptConfig preset(const std::string& name);
 };
 

@@ -35,25 +35,41 @@ nn::MlpConfig mlp_config(const LlamaConfig& c) {
   return m;
 }
 
-}  // namespace
-
-LlamaConfig LlamaConfig::llama3_8b() {
+LlamaConfig llama3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, bool tie_embeddings) {
   LlamaConfig c;
-  c.layers = 32;
-  c.heads = 32;
+  c.layers = layers;
+  c.heads = heads;
   c.kv_heads = 8;
-  c.width = 4096;
-  c.mlp_width = 14336;
+  c.width = width;
+  c.mlp_width = mlp_width;
   c.context = 8192;
   c.vocab = 128256;
   c.rope_theta = 500000.0;
+  c.tie_embeddings = tie_embeddings;
   return c;
 }
 
+}  // namespace
+
+LlamaConfig LlamaConfig::llama3_8b() { return preset("llama3-8b"); }
+
+// Llama 3 and 3.2: the released models' configurations.
+std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
+  return {{"llama3-1b", llama3(16, 32, 2048, 8192, true)},
+          {"llama3-3b", llama3(28, 24, 3072, 8192, true)},
+          {"llama3-8b", llama3(32, 32, 4096, 14336, false)},
+          {"llama3-70b", llama3(80, 64, 8192, 28672, false)},
+          {"llama3-405b", llama3(126, 128, 16384, 53248, false)}};
+}
+
 LlamaConfig LlamaConfig::preset(const std::string& name) {
-  if (name == "llama3-8b") return llama3_8b();
   if (name == "llama-tiny") return tiny();
-  fail<ConfigError>("[llama] no preset '", name, "'; there are llama3-8b, llama-tiny");
+  std::string known;
+  for (const auto& [key, config] : published()) {
+    if (key == name) return config;
+    known += key + ", ";
+  }
+  fail<ConfigError>("[llama] no preset '", name, "'; there are ", known, "llama-tiny");
 }
 
 LlamaBlock::LlamaBlock(const LlamaConfig& c)

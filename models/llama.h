@@ -5,6 +5,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sheaf/nn/layers/attention.h"
@@ -29,7 +30,9 @@ struct LlamaConfig {
 
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();
-  /// By name, "llama3-8b" or "llama-tiny"; throws ConfigError that lists the known ones.
+  /// The published sizes by name, "llama3-8b", smallest first.
+  static std::vector<std::pair<std::string, LlamaConfig>> published();
+  /// One of them, or "llama-tiny"; throws ConfigError that lists them.
   static LlamaConfig preset(const std::string& name);
 };
 

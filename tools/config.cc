@@ -10,11 +10,11 @@
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
+#include "sheaf/models/presets.h"
 
 namespace sheaf::tools {
 namespace {
 
-using models::ModelConfig;
 using models::TrainConfig;
 
 // Edits (insert, delete, replace, swap of neighbours) that turn a into b.
@@ -192,34 +192,6 @@ void read_overrides(std::span<const std::string> overrides, std::vector<ConfigFi
   }
 }
 
-// Published sizes. GPT-2: Radford et al. 2019, table 2; Llama 3 and 3.2: the released models' configurations.
-const std::map<std::string, ModelConfig>& presets() {
-  const auto gpt2 = [](int64_t layers, int64_t heads, int64_t width) {
-    ModelConfig m;
-    m.layers = layers, m.heads = heads, m.width = width;
-    m.context = 1024, m.vocab = 50257, m.bias = true;
-    return m;
-  };
-  const auto llama = [](int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, bool tied) {
-    ModelConfig m;
-    m.type = "llama", m.layers = layers, m.heads = heads, m.kv_heads = 8, m.width = width, m.mlp_width = mlp_width;
-    m.context = 8192, m.vocab = 128256, m.rope_theta = 500000.0, m.tie_embeddings = tied;
-    return m;
-  };
-  static const std::map<std::string, ModelConfig> table = {
-      {"gpt2-124m", gpt2(12, 12, 768)},
-      {"gpt2-355m", gpt2(24, 16, 1024)},
-      {"gpt2-774m", gpt2(36, 20, 1280)},
-      {"gpt2-1558m", gpt2(48, 25, 1600)},
-      {"llama3-1b", llama(16, 32, 2048, 8192, true)},
-      {"llama3-3b", llama(28, 24, 3072, 8192, true)},
-      {"llama3-8b", llama(32, 32, 4096, 14336, false)},
-      {"llama3-70b", llama(80, 64, 8192, 28672, false)},
-      {"llama3-405b", llama(126, 128, 16384, 53248, false)},
-  };
-  return table;
-}
-
 std::string value_text(const ConfigField& field) {
   if (auto* flag = std::get_if<bool*>(&field.target)) return **flag ? "true" : "false";
   if (auto* integer = std::get_if<int64_t*>(&field.target)) return std::to_string(**integer);
@@ -254,7 +226,7 @@ void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const s
   if (config.model.preset.empty()) return;
   TrainConfig preset = config;
   const std::string name = config.model.preset;
-  preset.model = presets().at(name);
+  preset.model = models::presets().at(name);
   preset.model.preset = name;
   if (given.contains("model.type")) preset.model.type = config.model.type;
   const auto source = config_fields(preset);
@@ -268,7 +240,7 @@ void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const s
 
 std::vector<ConfigField> config_fields(TrainConfig& c) {
   std::vector<std::string> sizes = {""};
-  for (const auto& [name, model] : presets()) sizes.push_back(name);
+  for (const auto& [name, model] : models::presets()) sizes.push_back(name);
   auto &m = c.model;
   auto &d = c.data;
   auto &t = c.train;

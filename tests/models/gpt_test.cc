@@ -6,7 +6,9 @@
 #include <map>
 
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/presets.h"
 #include "sheaf/nn/shard.h"
 
 namespace sheaf {
@@ -18,6 +20,8 @@ using models::GptConfig;
 using models::Llama;
 using models::LlamaBlock;
 using models::LlamaConfig;
+using models::make_language_model;
+using models::presets;
 
 int64_t count(nn::Module& m) {
   int64_t n = 0;
@@ -68,9 +72,28 @@ TEST(Gpt, PublishedSizes) {  // counts of the released checkpoints
   EXPECT_THROW(GptConfig::preset("gpt3"), ConfigError);
 }
 
-TEST(Llama, PublishedSize) {
-  Llama model(LlamaConfig::preset("llama3-8b"));
-  EXPECT_EQ(count(model), 8030261248);
+TEST(Llama, PublishedSizes) {
+  const std::map<std::string, int64_t> expected = {{"llama3-1b", 1235814400},
+                                                   {"llama3-3b", 3212749824},
+                                                   {"llama3-8b", 8030261248},
+                                                   {"llama3-70b", 70553706496},
+                                                   {"llama3-405b", 405853388800}};
+  for (const auto& [name, parameters] : expected) {
+    Llama model(LlamaConfig::preset(name));
+    EXPECT_EQ(count(model), parameters) << name;
+  }
+  EXPECT_THROW(LlamaConfig::preset("llama4"), ConfigError);
+}
+
+// The model that a run makes of a preset is the one that a program gets by its name.
+TEST(Presets, AreThePublishedSizes) {
+  EXPECT_EQ(presets().size(), GptConfig::published().size() + LlamaConfig::published().size());
+  const auto expect_same_model = [](const std::string& name, auto model) {
+    const auto made = make_language_model(presets().at(name), 0);
+    EXPECT_EQ(count(made->module()), count(model)) << name;
+  };
+  for (const auto& [name, config] : GptConfig::published()) expect_same_model(name, Gpt(config));
+  for (const auto& [name, config] : LlamaConfig::published()) expect_same_model(name, Llama(config));
 }
 
 TEST(Gpt, InitialWeights) {

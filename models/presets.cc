@@ -1,0 +1,39 @@
+#include "sheaf/models/presets.h"
+
+#include "sheaf/models/gpt.h"
+#include "sheaf/models/llama.h"
+
+namespace sheaf::models {
+namespace {
+
+ModelConfig options_of(const GptConfig& c) {
+  ModelConfig m;
+  m.type = "gpt2";
+  m.layers = c.layers, m.heads = c.heads, m.width = c.width, m.mlp_width = c.mlp_width;
+  m.context = c.context, m.vocab = c.vocab, m.bias = c.bias, m.tie_embeddings = c.tie_embeddings;
+  m.dropout = c.dropout, m.norm_eps = c.norm_eps;
+  return m;
+}
+
+ModelConfig options_of(const LlamaConfig& c) {
+  ModelConfig m;
+  m.type = "llama";
+  m.layers = c.layers, m.heads = c.heads, m.kv_heads = c.kv_heads, m.width = c.width, m.mlp_width = c.mlp_width;
+  m.context = c.context, m.vocab = c.vocab, m.tie_embeddings = c.tie_embeddings;
+  m.dropout = c.dropout, m.rope_theta = c.rope_theta, m.norm_eps = c.norm_eps;
+  return m;
+}
+
+}  // namespace
+
+const std::map<std::string, ModelConfig>& presets() {
+  static const std::map<std::string, ModelConfig> table = [] {
+    std::map<std::string, ModelConfig> t;
+    for (const auto& [name, config] : GptConfig::published()) t.emplace(name, options_of(config));
+    for (const auto& [name, config] : LlamaConfig::published()) t.emplace(name, options_of(config));
+    return t;
+  }();
+  return table;
+}
+
+}  // namespace sheaf::models
