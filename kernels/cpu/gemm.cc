@@ -236,28 +236,6 @@ void fill_without_product(const Problem& p) {
 
 }  // namespace
 
-View transposed(View v) {
-  const int n = v.rank();
-  std::swap(v.shape[n - 1], v.shape[n - 2]);
-  std::swap(v.strides[n - 1], v.strides[n - 2]);
-  return v;
-}
-
-View as_matrix(const View& v) {
-  int64_t rows = 1, stride = 0;
-  for (int i = v.rank() - 2; i >= 0; --i) {
-    if (v.shape[i] == 1) continue;
-    if (rows == 1) {
-      stride = v.strides[i];
-    } else if (v.strides[i] != rows * stride && v.numel() != 0) {
-      return {};
-    }
-    rows *= v.shape[i];
-  }
-  if (rows == 1) stride = v.shape.back();
-  return {v.data, v.dtype, Shape{rows, v.shape.back()}, Shape{stride, v.strides.back()}};
-}
-
 size_t gemm_workspace(const Gemm& g) {
   const Problem p(g);
   return p.empty() || p.depth == 0 ? 0 : Plan(p).bytes();

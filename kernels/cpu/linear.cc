@@ -8,26 +8,14 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-/// A rank-1 input is one row.
-View at_least_matrix(View v) {
-  if (v.rank() == 1) v.shape.insert(0, 1), v.strides.insert(0, v.shape.back());
-  return v;
-}
-
 Gemm forward(const View& x, const View& weight, const View& bias, const View& y) {
-  check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ",
-                    x.shape, ", weight ", weight.shape, ", output ", y.shape);
+  const Gemm product = linear_product(x, weight, bias, y);
   if (bias.rank() != 0)
     check<ShapeError>(bias.rank() == 1 && bias.shape[0] == weight.shape[0] &&
                           (bias.strides[0] == 1 || bias.shape[0] <= 1),
                       "[linear] bias ", bias.shape, " for weight ", weight.shape,
                       " must be a dense vector of its rows");
-  return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
-}
-
-/// dx = dy W.
-Gemm input_gradient(const View& dy, const View& weight, const View& dx) {
-  return {"gelu_linear_backward", at_least_matrix(dy), weight, at_least_matrix(dx), {}};
+  return product;
 }
 
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
@@ -89,11 +77,11 @@ void linear_gelu(const View& x, const View& weight, const View& bias, const View
 
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View&,
                                       const View& dbefore) {
-  return gemm_workspace(input_gradient(dy, weight, dbefore));
+  return gemm_workspace(gelu_linear_gradient_product(dy, weight, dbefore));
 }
 void gelu_linear_backward(const View& dy, const View& weight, const View& before,
                           const View& dbefore, Workspace workspace) {
-  gemm(input_gradient(dy, weight, dbefore), workspace);
+  gemm(gelu_linear_gradient_product(dy, weight, dbefore), workspace);
   gelu_backward(UnaryOp::gelu_tanh, before, dbefore, dbefore);
 }
 

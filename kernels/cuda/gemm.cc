@@ -267,11 +267,6 @@ class Plan {
 
 }  // namespace
 
-View at_least_matrix(View v) {
-  if (v.rank() == 1) v.shape.insert(0, 1), v.strides.insert(0, v.shape.back());
-  return v;
-}
-
 View dense_matrix(void* data, const View& v) {
   int64_t rows = 1;
   for (int i = 0; i + 1 < v.rank(); ++i) rows *= v.shape[i];

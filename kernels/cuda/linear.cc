@@ -10,17 +10,6 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-Gemm forward(const View& x, const View& weight, const View& bias, const View& y) {
-  check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ",
-                    x.shape, ", weight ", weight.shape, ", output ", y.shape);
-  return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
-}
-
-/// dx = dy W.
-Gemm input_gradient(const View& dy, const View& weight, const View& dx) {
-  return {"gelu_linear_backward", at_least_matrix(dy), weight, at_least_matrix(dx), {}};
-}
-
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
 struct WeightGradient {
   View dy_in, x_in, dy, x, dweight;
@@ -63,11 +52,11 @@ struct WeightGradient {
 }  // namespace
 
 size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y) {
-  return gemm_workspace(forward(x, weight, bias, y));
+  return gemm_workspace(linear_product(x, weight, bias, y));
 }
 void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
             const View& y, Workspace workspace) {
-  gemm(stream, forward(x, weight, bias, y), workspace);
+  gemm(stream, linear_product(x, weight, bias, y), workspace);
 }
 
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
@@ -76,18 +65,19 @@ size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias
 }
 void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
                  const View& before, const View& value, Workspace workspace) {
-  if (gemm_with(stream, forward(x, weight, bias, value), Fused::gelu, before, workspace)) return;
+  const Gemm product = linear_product(x, weight, bias, value);
+  if (gemm_with(stream, product, Fused::gelu, before, workspace)) return;
   linear(stream, x, weight, bias, before, workspace);
   unary(stream, UnaryOp::gelu_tanh, before, value);
 }
 
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View&,
                                       const View& dbefore) {
-  return gemm_workspace(input_gradient(dy, weight, dbefore));
+  return gemm_workspace(gelu_linear_gradient_product(dy, weight, dbefore));
 }
 void gelu_linear_backward(const Stream& stream, const View& dy, const View& weight,
                           const View& before, const View& dbefore, Workspace workspace) {
-  const Gemm product = input_gradient(dy, weight, dbefore);
+  const Gemm product = gelu_linear_gradient_product(dy, weight, dbefore);
   if (gemm_with(stream, product, Fused::gelu_gradient, before, workspace)) return;
   gemm(stream, product, workspace);
   gelu_backward(stream, UnaryOp::gelu_tanh, before, dbefore, dbefore);

@@ -24,7 +24,7 @@ bool supports(const ProductShape& s) {
   return s.alignment[0] == 16 && s.alignment[1] == 16 && s.alignment[2] == 16;
 }
 
-void multiply(const cpu::Gemm& gemm) {
+void multiply(const Gemm& gemm) {
   struct alignas(128) Line {
     char bytes[128];
   };
@@ -46,7 +46,7 @@ bool in_two_parts(const ProductShape& s, const ProductChoices::Choice& choice) {
   return odd && s.k > 1 && (s.out == kF32 || s.out == kF64);
 }
 
-void multiply(const cpu::Gemm& g, bool two_parts) {
+void multiply(const Gemm& g, bool two_parts) {
   if (!two_parts) return multiply(g);
   const int64_t k = g.b.shape[1], half = (k + 1) / 2;
   multiply({g.who, part_of(g.a, 2, 0, half), part_of(g.b, 1, 0, half), g.c, g.bias, g.accumulate});
@@ -103,7 +103,7 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
     multiply({who, b, a, gelu ? matrix : d, bias, s.accumulate}, in_two_parts(s, choice));
     if (gelu) cpu::unary(UnaryOp::gelu_tanh, matrix, d);
     if (s.epilogue == Epilogue::gelu_gradient) cpu::gelu_backward(UnaryOp::gelu_tanh, matrix, d, d);
-    if (s.epilogue == Epilogue::sums_of_a) sum_rows(cpu::transposed(a), sums, s.out);
+    if (s.epilogue == Epilogue::sums_of_a) sum_rows(transposed(a), sums, s.out);
     if (s.epilogue == Epilogue::sums_of_b) sum_rows(b, sums, s.out);
   });
   return true;
