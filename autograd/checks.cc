@@ -210,8 +210,9 @@ std::vector<Finding> check_gathers(const Tape& tape) {
       report(out, b.gathered, "%", static_cast<int64_t>(v), " of '", tape.path(tape.node(b.gathered)),
              "' is gathered and never discarded");
   }
+  // A forward gathers a unit because its module is entered; a backward because something is about to be read.
   for (const auto& [id, used] : gathers)
-    if (!used && !(tape.node(id).flags & Node::kPrefetched))
+    if (!used && tape.node(id).phase == Phase::backward && !(tape.node(id).flags & Node::kPrefetched))
       report(out, id, "'", tape.path(tape.node(id)), "' is gathered and never used");
   return out;
 }

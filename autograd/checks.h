@@ -25,8 +25,8 @@ std::vector<Finding> check_types(const Tape& tape);
 /// that lies in the memory of another (a contribution stored into or added to a slot) has that value's layout.
 std::vector<Finding> check_cotangents(const Tape& tape);
 
-/// G: what a unit's all_gather yields is used (but for a prefetch that turned out wrong), discarded exactly once, and not
-/// used after that; views on it count as it. Nothing at all is used after its discard or discarded twice.
+/// G: what a unit's all_gather yields is used (but for a prefetch that turned out wrong, and a module that was entered and
+/// did not need its parameters), discarded exactly once, and not used after that; views on it count as it. Nothing at all is used after its discard or discarded twice.
 std::vector<Finding> check_gathers(const Tape& tape);
 
 /// One collective as the tape foresees it.

@@ -50,6 +50,24 @@ TEST(Checks, RecordedStepsPass) {
     }
 }
 
+TEST(Checks, GathersTakesAModuleThatNeededNoneOfItsParameters) {
+  run_local(2, [](World& world) {
+    const auto schedule = std::make_shared<GatherSchedule>(0);
+    std::vector<std::shared_ptr<Unit>> units;
+    for (const char* name : {"used", "entered"}) {
+      units.push_back(std::make_shared<Unit>(name, std::vector<LeafSpec>{{"weight", {3}}}, world.mesh({{"data", 2}}).spec,
+                                             0, Strategy::full_shard, schedule));
+      units.back()->allocate(Device::cpu());
+    }
+    Recording recording;
+    for (const auto& unit : units) unit->enter();
+    const Tensor loss = redistribute(sum(square(units[0]->value(0))), "data", Placement::partial());
+    for (const auto& unit : units) unit->leave();
+    recording.backward(loss);
+    EXPECT_EQ(all(check_gathers(recording.take())), "");
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+}
+
 TEST(Checks, TypesFindsUseBeforeTheValueIsMade) {
   Tape t = step();
   const NodeId linear = find(t, "linear", "blocks.0");
