@@ -121,10 +121,11 @@ Tensors apply(const OpDef& op, const void* attrs, std::span<const Tensor> inputs
   bool add = false;
   for (size_t i = 0; i < into.size(); ++i) {
     if (!into[i].to) continue;
-    // Memory wider than an op can fill is left to the caller, who converts what the op gives.
-    const bool wide = is_wide_of(into[i].to.dtype(), specs[i].type.dtype);
-    if (wide && !(op.stores_wide >> i & 1)) continue;
-    if (wide) specs[i].type.dtype = into[i].to.dtype();
+    // Memory of a dtype that an op cannot fill is left to the caller, who converts what the op gives.
+    if (const DType to = into[i].to.dtype(), own = specs[i].type.dtype; to != own) {
+      if (!is_wide_of(to, own) || !(op.stores_wide >> i & 1)) continue;
+      specs[i].type.dtype = to;
+    }
     check_type(op, specs[i].type, into[i].to);
     if (into[i].add && !(op.can_add && i == 0))
       fail<LifetimeError>("[", op.name, "] cannot add output ", i, " into given memory");

@@ -273,6 +273,26 @@ TEST(Shard, GradientsEqualThoseOfOneRank) {
       }, {.threads_per_rank = 1});
 }
 
+// Gradients arrive in the masters' dtype, whatever was computed in.
+TEST(Shard, MastersOfAnyDtypeBesideCompute) {
+  const std::vector<std::pair<DType, DType>> pairs{{kF64, kF32}, {kF32, kF64}, {kF64, kBF16}};
+  for (const auto& [master, compute] : pairs) {
+    SCOPED_TRACE(str(master, " computed in ", compute));
+    std::vector<double> got[2];
+    for (const bool casts : {false, true}) {
+      nn::Linear layer(5, 3);
+      shard(layer, Mesh{}, {.compute_dtype = casts ? std::optional(compute) : std::nullopt});
+      materialize(layer, Device::cpu(), {.seed = 3, .dtype = master});
+      Recording r;
+      r.backward(sum(square(layer(layer.weight))));  // of two contributions, one stored and one added
+      r.take();
+      EXPECT_EQ(full_gradient(layer.weight).dtype(), master);
+      got[casts] = full_gradient(layer.weight).to_vector<double>();
+    }
+    for (size_t i = 0; i < got[0].size(); ++i) EXPECT_NEAR(got[1][i], got[0][i], compute == kBF16 ? 0.05 : 1e-5) << i;
+  }
+}
+
 TEST(StateDict, PiecesOfAllRanksCoverEveryTensorOnce) {
   for (Strategy s : {strategy::replicate, strategy::full_shard}) {
     std::map<std::string, std::vector<int>> covered;
