@@ -203,7 +203,9 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
 
 void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors,
                            std::span<const int> indices) {
-  auto it = std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group == group; });
+  // What is gathered after the backward under way has finished the group is for what will be computed next.
+  const auto it = std::find_if(groups_.begin(), groups_.end(),
+                               [&](const GroupState& g) { return g.group == group && !g.finished; });
   if (it == groups_.end()) {
     const auto n = static_cast<size_t>(group->num_leaves());
     if (std::find(all_groups_.begin(), all_groups_.end(), group) == all_groups_.end()) all_groups_.push_back(group);

@@ -207,6 +207,25 @@ TEST(Backward, WhatIsGatheredAheadOutlivesABackward) {
   }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
 }
 
+// The backward is done with b before it gathers a again, and b ahead of its next use.
+TEST(Backward, WhatIsGatheredAheadAfterItsOwnEndIsForTheNext) {
+  run_local(2, [](World& w) {
+    Adversaries m;
+    const Mesh mesh = data_mesh(w);
+    shard(m, mesh, {.units = nn::units_of<Layer>()});
+    materialize(m, Device::cpu(), {.seed = 4});
+    for (int step = 0; step < 3; ++step) {
+      zero_grad(m);
+      Recording r;
+      const auto scope = m.enter();
+      const Tensor x = rows_of(mesh), h = m.a(x);
+      m.b(h);
+      r.backward(sum(h));
+      r.backward(sum(m.b(x)));
+    }
+  }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+}
+
 /// Runs `body` with a net of every strategy, alone and on two ranks.
 void with_every_strategy(std::optional<DType> compute, const std::function<void(World&, const Mesh&, Net&)>& body) {
   for (const std::string& strategy : kStrategies)
