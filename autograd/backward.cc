@@ -76,6 +76,7 @@ void Recording::backward(const Tensor& loss) {
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
   if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
+  same_value_.clear();
   wanted_.assign(tape_.num_values(), false);
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
   reverse(loss, /*to_groups=*/true, /*keep=*/false);
@@ -85,19 +86,29 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
   expect_current("gradient");
   if (value_of(y) < 0) fail<LifetimeError>("[gradient] y is not a value of this recording");
   wanted_.assign(tape_.num_values(), false);
-  std::vector<std::vector<ValueId>> ids;  // of each x: a parameter has one for every gather of it
+  same_value_.clear();
+  std::vector<ValueId> ids;  // of each x
   for (const Tensor& x : xs) {
     const ValueId v = value_of(x);
     if (v < 0) fail<LifetimeError>("[gradient] ", x.type(), " is not a value of this recording");
     if (!state(v).needs_grad)
       fail<LifetimeError>("[gradient] ", x.type(), " is a constant here: call recording.watch(x) before its first use");
-    ids.push_back({v});
-    if (const auto [group, leaf] = std::pair(state(v).group, state(v).leaf_index); group)
-      for (ValueId other = 0; other < tape_.num_values(); ++other)
-        if (other != v && state(other).group == group && state(other).leaf_index == leaf) ids.back().push_back(other);
+    ids.push_back(v);
+    wanted_[v] = true;
+    // A parameter is a value for every gather of it. Their gradients add up in the first, in the order of the uses,
+    // however often it was gathered.
+    if (const auto [group, leaf] = std::pair(state(v).group, state(v).leaf_index); group) {
+      ids.back() = -1;
+      for (ValueId other = 0; other < tape_.num_values(); ++other) {
+        if (state(other).group != group || state(other).leaf_index != leaf) continue;
+        if (ids.back() < 0) ids.back() = other;
+        same_value_[other] = ids.back();
+        wanted_[other] = true;
+      }
+    }
+    // So do those of a value that was computed again and of its copies.
     for (ValueId other = v + 1; other < tape_.num_values(); ++other)
-      if (state(other).copy_of == v) ids.back().push_back(other);
-    for (ValueId same : ids.back()) wanted_[same] = true;
+      if (state(other).copy_of == v) same_value_[other] = v, wanted_[other] = true;
   }
   for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
     const Node& n = tape_.node(id);
@@ -107,15 +118,12 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
         if (state(tape_.output(n, o)).needs_grad) wanted_[tape_.output(n, o)] = true;
   }
   asked_.assign(tape_.num_values(), false);
-  for (const auto& same : ids)
-    for (ValueId v : same) asked_[v] = true;
+  for (ValueId v : ids) asked_[v] = true;
   reverse(y, /*to_groups=*/false, options.keep);
   std::vector<Tensor> out;
   for (size_t i = 0; i < ids.size(); ++i) {
-    Tensor sum;
-    for (ValueId v : ids[i])
-      if (const Tensor& g = gradients_[v]) sum = sum ? add(sum, g) : g;
-    out.push_back(sum ? sum : full_of(xs[i].type().dual(), 0.0));
+    const Tensor& g = gradients_[ids[i]];
+    out.push_back(g ? g : full_of(xs[i].type().dual(), 0.0));
   }
   gradients_.clear();
   return out;
@@ -230,7 +238,8 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
                           v, " ", primal, " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
                           "backward of this recording: its gradient would be lost. Add the losses and call backward once");
-    Tensor& sum = gradients_[v];
+    const auto same = same_value_.find(v);
+    Tensor& sum = gradients_[same == same_value_.end() ? v : same->second];
     sum = sum ? add(sum, g) : std::move(g);
     return;
   }

@@ -179,6 +179,7 @@ class Recording {
   Tensor random_state_;
   std::vector<bool> wanted_;  // of the differentiation under way: values whose gradients lead somewhere
   std::vector<bool> asked_;   // of gradient(): the xs
+  std::unordered_map<ValueId, ValueId> same_value_;  // of gradient(): gathers of one parameter, or copies, to the first
   bool to_groups_ = false;    // ... and whether leaves' gradients go to their groups
 };
 

@@ -256,6 +256,23 @@ TEST(Backward, GradientOfAParameterIsThatOfEveryUse) {
   });
 }
 
+// ... and adds up in the order of the uses, however often it was gathered: the strategies give the same bits.
+TEST(Backward, GradientOfAParameterDoesNotDependOnItsGathers) {
+  std::vector<float> expected;
+  with_every_strategy({}, [&](World& w, const Mesh& mesh, Net& net) {
+    Recording r;
+    const Tensor x = rows_of(mesh);
+    Tensor y = linear(tanh(linear(x, net.layers[0].weight)), net.layers[0].weight);
+    y = net.layers[1](y);
+    y = linear(y, net.layers[0].weight);
+    const Tensor g = r.gradient(sum(y), std::vector<Tensor>{net.layers[0].weight})[0];
+    const std::vector<float> whole = redistribute(g, Layout(mesh.spec, Placement::replicate())).to_vector<float>();
+    if (w.size() == 1 || w.rank() != 0) return;
+    if (expected.empty()) expected = whole;
+    EXPECT_EQ(whole, expected);
+  });
+}
+
 // Masters that nobody gathers are cast for compute: the cast is not kept beyond a change of the masters.
 TEST(Backward, EvaluationInBf16SeesNewParameters) {
   with_every_strategy(kBF16, [](World&, const Mesh& mesh, Net& net) {
