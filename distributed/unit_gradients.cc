@@ -87,8 +87,13 @@ void Unit::complete_reduction() {
     if (!b.trainable) continue;
     const Tensor& reduced = reduction_.reduced[k++];
     b.grad_scale = Tensor();  // it belonged to the gradient before
-    if (b.grad) add_into(b.grad, reduced);  // a micro-batch's gradient is finished, then added
-    else b.grad = reduced;
+    if (!b.grad) {
+      b.grad = reduced;
+      continue;
+    }
+    // What another recording left here is a leaf of this one, as it is before it changes.
+    if (Recording* r = Recording::current()) r->leaf(b.grad, "gradient of " + b.name);
+    add_into(b.grad, reduced);  // a micro-batch's gradient is finished, then added
   }
   reduction_.reduced.clear();
 }

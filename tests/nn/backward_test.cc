@@ -331,6 +331,25 @@ TEST(Backward, ReplaysWhatWasAddedInPlace) {
   EXPECT_EQ(replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted)[0].to_vector<float>(), grad.to_vector<float>());
 }
 
+// What another recording left in the gradient is there before this one adds to it.
+TEST(Backward, ReplaysWhatWasAddedToAnotherRecordingsGradient) {
+  Layer layer;
+  materialize(layer, Device::cpu(), {.seed = 8});
+  const Tensor x = rows_of({});
+  {
+    Recording before;
+    before.backward(sum(layer(x)));
+  }
+  Recording r({.capture_leaves = true});
+  r.backward(sum(layer(x)));
+  const Tensor grad = units(layer)[0]->buffers()[0].grad;
+  const std::vector<ValueId> wanted{r.value_of(grad)};
+  const auto leaves = r.captured();
+  const Tape tape = r.take();
+  replay(tape, [&](ValueId v) { return leaves.at(v); }, wanted);
+  EXPECT_EQ(leaves.at(wanted[0]).to_vector<float>(), grad.to_vector<float>());  // the copy was added to
+}
+
 // d/dW of sum(f(W) · stop(f(W))) is f'(W) f(W), half of what it is without the stop; and a stopped parameter is gathered
 // again where a backward needs its value.
 TEST(Backward, StopsAtStopGradient) {
