@@ -32,8 +32,8 @@ class GatherSchedule {
   int depth() const { return static_cast<int>(scopes_.size()); }
   /// Closes `unit` when the scope that is innermost now ends.
   void close_with_scope(Unit& unit);
-  /// Closes what is pending, in flight or, outside a recording, open without having been gathered: before parameters
-  /// change, and where passes and recordings end.
+  /// Closes what is pending, in flight or, outside a recording, open without having been gathered: where passes and
+  /// recordings end.
   void flush();
   /// The unit is about to be discarded, perhaps ahead of a use that its gather was issued for.
   void forget_in_flight(Unit& unit);

@@ -303,6 +303,12 @@ void Unit::gradient_passed() {
   if (opened_in_reverse_ && depth_ == 0 && state_ == State::open) state_ = State::pending;
 }
 
+void Unit::close_for_change() {
+  schedule_->flush();
+  if (gathers()) discard_gathered();
+  close_ungathered();
+}
+
 void Unit::backward_ended() {
   complete_reduction();
   close_ungathered();  // the next micro-batch opens the unit anew

@@ -115,6 +115,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void discard_gathered();
   /// Values that were never gathered (one rank, replicated masters) may be casts: of the masters as they were.
   void close_ungathered();
+  /// Before the masters change: what was gathered or cast from them closes, though its scope may still be open.
+  void close_for_change();
   void complete_reduction();
 
  private:

@@ -97,7 +97,7 @@ void refuse_recording(const char* who) {
   if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it first, by recording.take() or its scope");
 }
 
-const Unit& unit_of(const nn::Parameter& p, const char* who) {
+Unit& unit_of(const nn::Parameter& p, const char* who) {
   if (!p.unit()) fail<LifetimeError>("[", who, "] '", p.name(), "' ", p.dtype(), p.shape(), " has no memory: call materialize() first");
   return *p.unit();
 }
@@ -151,9 +151,9 @@ Tensor full_gradient(const nn::Parameter& p) {
 }
 
 void assign(const nn::Parameter& p, const Tensor& whole) {
-  const Unit& unit = unit_of(p, "assign");
+  Unit& unit = unit_of(p, "assign");
   check_whole("assign", p.name(), p.dtype(), p.shape(), whole);
-  unit.schedule()->flush();  // what is gathered holds the old values
+  unit.close_for_change();
   int64_t offset = 0;
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
   if (b.shard.device().is_meta()) return;

@@ -34,7 +34,7 @@ void append_pieces(const Unit& unit, const FlatBuffer& b, const Tensor& values, 
 std::vector<StatePiece> state_pieces(Module& module) {
   std::vector<StatePiece> out;
   for (const auto& unit : distinct_units(module.parameters())) {
-    unit->schedule()->flush();
+    unit->close_for_change();
     for (const FlatBuffer& b : unit->buffers()) append_pieces(*unit, b, b.shard, "", out);
   }
   const RankContext& context = RankContext::current();

@@ -50,7 +50,7 @@ void Optimizer::step(const StepOptions& options) {
   if (shards_.empty()) return;
   const PhaseScope phase(Phase::update);
   ++steps_;
-  for (const ShardState& shard : shards_) shard.unit->schedule()->flush();  // what is gathered would be old
+  for (const ShardState& shard : shards_) shard.unit->close_for_change();
   Tensor scalars = options.scalars;
   if (!scalars) {
     const std::vector<double> values = this->scalars(options, steps_);

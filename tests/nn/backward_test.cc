@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/optim/sgd.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
@@ -271,6 +272,33 @@ TEST(Backward, GradientOfAParameterDoesNotDependOnItsGathers) {
     if (expected.empty()) expected = whole;
     EXPECT_EQ(whole, expected);
   });
+}
+
+// What is gathered in an open scope is not kept beyond a change of the masters.
+TEST(Backward, AnOpenScopeSeesNewParameters) {
+  for (const bool recorded : {false, true})
+    with_every_strategy({}, [&](World&, const Mesh& mesh, Net& net) {
+      Layer& layer = net.layers[0];
+      const Tensor x = rows_of(mesh);
+      optim::SGD optimizer(net, {.lr = 1});
+      Recording before;
+      before.backward(sum(net(x)));
+      before.take();
+      const auto scope = layer.enter();
+      std::vector<std::vector<float>> seen;
+      const auto look = [&] { seen.push_back(linear(x, layer.weight).to_vector<float>()); };
+      {
+        std::optional<Recording> recording;
+        if (recorded) recording.emplace();
+        look();
+        optimizer.step();
+        look();
+      }
+      assign(layer.weight, full_like(full_parameter(layer.weight), 0.0));
+      look();
+      EXPECT_NE(seen[0], seen[1]);
+      EXPECT_EQ(seen[2], std::vector<float>(seen[2].size(), 0.0f));
+    });
 }
 
 // Masters that nobody gathers are cast for compute: the cast is not kept beyond a change of the masters.
