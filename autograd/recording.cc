@@ -215,6 +215,8 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<co
     state.contributed.resize(n);
     state.slots.resize(n);
     groups_.push_back(std::move(state));
+  } else if (it->first_use < 0) {
+    it->version = group->version();  // gathered ahead, discarded by a step before it was used, and gathered again
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     ValueState& s = state(value_of(tensors[i]));

@@ -215,15 +215,18 @@ TEST(Backward, WhatIsGatheredAheadAfterItsOwnEndIsForTheNext) {
     const Mesh mesh = data_mesh(w);
     shard(m, mesh, {.units = nn::units_of<Layer>()});
     materialize(m, Device::cpu(), {.seed = 4});
-    for (int step = 0; step < 3; ++step) {
-      zero_grad(m);
-      Recording r;
-      const auto scope = m.enter();
-      const Tensor x = rows_of(mesh), h = m.a(x);
-      m.b(h);
-      r.backward(sum(h));
-      r.backward(sum(m.b(x)));
-    }
+    optim::SGD optimizer(m, {.lr = 0.1});
+    for (const bool updates : {false, true})
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        Recording r;
+        const auto scope = m.enter();
+        const Tensor x = rows_of(mesh), h = m.a(x);
+        m.b(h);
+        r.backward(sum(h));
+        if (updates) optimizer.step();
+        r.backward(sum(m.b(x)));
+      }
   }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
 }
 
