@@ -58,9 +58,14 @@ OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denomina
 Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
   if (kind_ == Kind::flat) {
     const int64_t n = global.numel();
+    if (ranks * granule_ - offset_ < n)
+      fail<PlacementError>("[placement] Shard(flat) of ", global, " over ", ranks, " ranks: chunks of ", granule_,
+                           " do not hold all of it");
     return {std::clamp<int64_t>(rank * granule_ - offset_, 0, n),
             std::clamp<int64_t>((rank + 1) * granule_ - offset_, 0, n)};
   }
+  if (dim_ < 0 || dim_ >= global.rank())
+    fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": it has no such dimension");
   const int64_t size = global[dim_], rows = size / granule_;
   if (rows * granule_ != size)
     fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ", size, " is no multiple of ", granule_);

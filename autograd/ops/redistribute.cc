@@ -308,6 +308,10 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
   if (x.layout().mesh() && x.layout().mesh() != to.mesh())
     fail<PlacementError>("[redistribute] ", x.type(), " is on mesh ", x.layout().mesh()->to_string(), ", not ",
                          to.mesh()->to_string());
+  for (int axis = 0; axis < to.num_axes(); ++axis)  // of one rank, too, where nothing is cut
+    if (const int dim = to[axis].map().dim(); to[axis].is_shard() && !to[axis].map().is_flat() && (dim < 0 || dim >= x.rank()))
+      fail<PlacementError>("[redistribute] ", x.type(), " has no dimension ", dim, " to cut over mesh axis ",
+                           to.mesh()->name(axis), ", rank ", RankContext::current().rank);
   Tensor y = x;
   Layout have = x.layout().mesh() ? x.layout() : Layout(to.mesh());
   const auto step = [&](const Layout& next) {

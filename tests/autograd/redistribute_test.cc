@@ -207,13 +207,18 @@ TEST(Redistribute, CutsThatDoNotFitAreRefused) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
     for (const OwnershipMap& map : {OwnershipMap::even(0, 2), OwnershipMap::uneven(0, {3, 3}), OwnershipMap::uneven(0, {7}),
-                                    OwnershipMap::uneven(0, {4, 5}), OwnershipMap::uneven(0, {2, 2}, 2)}) {
+                                    OwnershipMap::uneven(0, {4, 5}), OwnershipMap::uneven(0, {2, 2}, 2),
+                                    OwnershipMap::even(2), OwnershipMap::even(-1), OwnershipMap::flat(6)}) {
       const Layout layout(mesh, Placement::shard(map));
       EXPECT_THROW(Tensor::empty({kF32, {7, 2}, layout}), PlacementError) << layout.to_string();
       const Tensor x = full_of({kF32, {7, 2}, Layout(mesh)}, 1.0);
       EXPECT_THROW(redistribute(x, layout), PlacementError) << layout.to_string();
     }
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+  run_local(1, [](World& world) {  // no such dimension: where nothing is cut, too
+    const Tensor x = full_of({kF32, {7, 2}, Layout(world.mesh({{"data", 1}}).spec)}, 1.0);
+    EXPECT_THROW(redistribute(x, "data", Placement::shard(2)), PlacementError);
+  });
 }
 
 }  // namespace
