@@ -22,7 +22,8 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {});
 
 /// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of
-/// ranks that wrote it, on `device`. `emit` gets the prompt, then the text as it comes. Throws CheckpointError, DataError.
+/// ranks that wrote it, on `device`. `emit` gets the prompt, then the text as it comes, in whole characters: tokens may end
+/// inside of one. Throws CheckpointError, DataError.
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit);
 

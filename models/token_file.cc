@@ -1,14 +1,14 @@
 #include "sheaf/models/token_file.h"
 
+#include <fcntl.h>
 #include <glob.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
 #include <utility>
-
-#include "sheaf/core/file.h"
 
 namespace sheaf::models {
 namespace {
@@ -196,33 +196,70 @@ Tokens Tokens::slice(int64_t begin, int64_t end) const {
   return part;
 }
 
-void write_token_file(const std::string& path, std::span<const int32_t> ids, int64_t vocab) {
-  const Tokens tokens = Tokens::from_ids(ids, vocab, str("'", path, "'"));
-  const bool narrow = vocab <= 65536;
-  int32_t header[256] = {narrow ? kMagic16 : kMagic32, narrow ? kVersion16 : kVersion32,
-                         static_cast<int32_t>(ids.size())};
-  FileWriter writer(path);
-  writer.write(header, sizeof header);
-  if (narrow) {
-    const std::vector<uint16_t> out(ids.begin(), ids.end());
-    writer.write(out.data(), static_cast<int64_t>(out.size() * sizeof(uint16_t)));
-  } else {
-    writer.write(ids.data(), static_cast<int64_t>(ids.size_bytes()));
+bool is_token_file(const std::string& path) {
+  const File file = File::open(path);
+  int32_t magic = 0;
+  if (file.size() < kHeaderBytes) return false;
+  file.read_at(0, &magic, sizeof magic);
+  return magic == kMagic16 || magic == kMagic32;
+}
+
+TokenFileWriter::TokenFileWriter(const std::string& path, int64_t vocab)
+    : path_(path),
+      pending_(path + ".tmp-" + std::to_string(getpid())),
+      vocab_((check_vocab(vocab), vocab)),
+      file_(pending_) {
+  const int32_t header[256] = {};
+  file_.write(header, sizeof header);
+}
+
+TokenFileWriter::~TokenFileWriter() {
+  if (!pending_.empty()) unlink(pending_.c_str());
+}
+
+void TokenFileWriter::write(std::span<const int32_t> ids) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= 0 && ids[i] < vocab_) continue;
+    fail<DataError>("[tokens] '", path_, "': token ", ids[i], " at position ", size_ + static_cast<int64_t>(i),
+                    " is outside the vocabulary of ", vocab_);
   }
+  if (vocab_ <= 65536) {
+    const std::vector<uint16_t> narrow(ids.begin(), ids.end());
+    file_.write(narrow.data(), static_cast<int64_t>(narrow.size() * sizeof(uint16_t)));
+  } else {
+    file_.write(ids.data(), static_cast<int64_t>(ids.size_bytes()));
+  }
+  size_ += static_cast<int64_t>(ids.size());
+}
+
+void TokenFileWriter::finish() {
+  file_.finish();
+  // Now that the count is known.
+  const bool narrow = vocab_ <= 65536;
+  const int32_t header[3] = {narrow ? kMagic16 : kMagic32, narrow ? kVersion16 : kVersion32, static_cast<int32_t>(size_)};
+  const int file = ::open(pending_.c_str(), O_WRONLY | O_CLOEXEC);
+  const bool written = file >= 0 && pwrite(file, header, sizeof header, 0) == sizeof header && fsync(file) == 0;
+  const int error = errno;
+  if (file >= 0) close(file);
+  if (!written) fail<IoError>("[tokens] cannot write '", pending_, "': ", std::generic_category().message(error));
+  rename_path(pending_, path_);
+  pending_.clear();
+  sync_folder(parent_of(path_));
+}
+
+void write_token_file(const std::string& path, std::span<const int32_t> ids, int64_t vocab) {
+  TokenFileWriter writer(path, vocab);
+  writer.write(ids);
   writer.finish();
 }
 
-Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction) {
+// Without a tokenizer: that of the text's characters.
+Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction) {
   const std::string origin = str("'", path, "'");
   const std::string text = File::open<DataError>(path).read_all();
   check<DataError>(!text.empty(), "[corpus] ", origin, " is empty");
   Corpus corpus;
-  if (tokenizer == "char") {
-    corpus.tokenizer = make_char_tokenizer(text, origin);
-  } else {
-    check<ConfigError>(tokenizer == "byte", "[corpus] unknown tokenizer '", tokenizer, "'; known are char and byte");
-    corpus.tokenizer = make_byte_tokenizer();
-  }
+  corpus.tokenizer = tokenizer ? std::move(tokenizer) : make_char_tokenizer(text, origin);
   corpus.vocab = corpus.tokenizer->vocab_size();
   const Tokens all = Tokens::from_ids(corpus.tokenizer->encode(text, origin), corpus.vocab, path);
   const auto cut = static_cast<int64_t>(static_cast<double>(all.size()) * (1.0 - val_fraction));
@@ -231,6 +268,11 @@ Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, d
   corpus.train = all.slice(0, cut);
   corpus.val = all.slice(cut, all.size());
   return corpus;
+}
+
+Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction,
+                        const std::string& tokenizer_folder) {
+  return load_text_corpus(path, tokenizer == "char" ? nullptr : open_tokenizer(tokenizer, tokenizer_folder), val_fraction);
 }
 
 }  // namespace sheaf::models

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "sheaf/core/dtype.h"
+#include "sheaf/core/file.h"
 #include "sheaf/models/tokenizer.h"
 
 namespace sheaf::models {
@@ -56,8 +57,31 @@ class Tokens {
   int64_t first_ = 0;  // where our token 0 is in the parts together
 };
 
-/// Writes a token file in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32. Throws DataError for an id
-/// outside the vocabulary, IoError.
+/// Whether a file begins as llm.c's do.
+bool is_token_file(const std::string& path);
+
+/// Writes a token file in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32, piece by piece. It appears at
+/// finish(), by a rename, or not at all. Everything here throws IoError.
+class TokenFileWriter {
+ public:
+  /// Throws DataError for a vocabulary that is none.
+  TokenFileWriter(const std::string& path, int64_t vocab);
+  ~TokenFileWriter();
+  TokenFileWriter(const TokenFileWriter&) = delete;
+  TokenFileWriter& operator=(const TokenFileWriter&) = delete;
+
+  /// Throws DataError for an id outside the vocabulary.
+  void write(std::span<const int32_t> ids);
+  void finish();
+  int64_t size() const { return size_; }
+
+ private:
+  std::string path_, pending_;  // pending_ is empty once the file is there
+  int64_t vocab_, size_ = 0;
+  FileWriter file_;
+};
+
+/// Writes such a file at once.
 void write_token_file(const std::string& path, std::span<const int32_t> ids, int64_t vocab);
 
 /// What a model trains on.
@@ -67,9 +91,12 @@ struct Corpus {
   int64_t vocab = 0;
 };
 
-/// Reads a UTF-8 text file and tokenizes it ("char": the vocabulary is that of the whole file; "byte"). The first
-/// ⌊n·(1 − val_fraction)⌋ tokens are for training, the tail for validation. Throws DataError if the file is missing,
-/// empty, not UTF-8, or too short to leave two tokens on both sides.
-Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction);
+/// Reads a text file and tokenizes it: "char" makes the vocabulary of the whole text, others are those of
+/// open_tokenizer(). The first ⌊n·(1 − val_fraction)⌋ tokens are for training, the tail for validation.
+/// Throws DataError if the file is missing, empty, too short to leave two tokens on both sides, or, for "char", not UTF-8.
+Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction,
+                        const std::string& tokenizer_folder = "");
+/// The same with a tokenizer at hand.
+Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction);
 
 }  // namespace sheaf::models

@@ -5,36 +5,11 @@
 #include <unordered_map>
 
 #include "sheaf/core/file.h"
+#include "sheaf/models/bpe_tokenizer.h"
+#include "sheaf/models/utf8.h"
 
 namespace sheaf::models {
 namespace {
-
-// The code point of the valid character of `length` bytes at text[at].
-uint32_t code_point(std::string_view text, size_t at, int length) {
-  constexpr uint32_t kLeadBits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
-  uint32_t point = static_cast<unsigned char>(text[at]) & kLeadBits[length];
-  for (int i = 1; i < length; ++i) point = point << 6 | (static_cast<unsigned char>(text[at + i]) & 0x3f);
-  return point;
-}
-
-void append_utf8(std::string& out, uint32_t point) {
-  const auto put = [&](uint32_t byte) { out += static_cast<char>(byte); };
-  if (point < 0x80) {
-    put(point);
-  } else if (point < 0x800) {
-    put(0xC0 | point >> 6);
-    put(0x80 | (point & 0x3f));
-  } else if (point < 0x10000) {
-    put(0xE0 | point >> 12);
-    put(0x80 | (point >> 6 & 0x3f));
-    put(0x80 | (point & 0x3f));
-  } else {
-    put(0xF0 | point >> 18);
-    put(0x80 | (point >> 12 & 0x3f));
-    put(0x80 | (point >> 6 & 0x3f));
-    put(0x80 | (point & 0x3f));
-  }
-}
 
 // Calls f(code point, offset) for every character; throws DataError at the first byte that is not UTF-8.
 template <class F>
@@ -124,6 +99,7 @@ class ByteTokenizer : public Tokenizer {
     }
     return text;
   }
+  size_t cut(std::string_view text, size_t at) const override { return std::min(at, text.size()); }
   Json to_json() const override { return Json::Object{{"kind", "byte"}}; }
 };
 
@@ -142,10 +118,23 @@ std::shared_ptr<const Tokenizer> make_char_tokenizer(std::string_view corpus, st
 
 std::shared_ptr<const Tokenizer> make_byte_tokenizer() { return std::make_shared<ByteTokenizer>(); }
 
+std::shared_ptr<const Tokenizer> open_tokenizer(const std::string& name, const std::string& folder) {
+  if (name == "byte") return make_byte_tokenizer();
+  if (name != "gpt2" && name != "llama3")
+    fail<ConfigError>("[tokenizer] unknown tokenizer '", name, "'; known are ",
+                      name == "char" ? "" : "char, which is made from a text, ", "byte, gpt2 and llama3");
+  if (folder.empty())
+    fail<ConfigError>("[tokenizer] ", name, " needs a folder with its published files: ",
+                      name == "gpt2" ? "encoder.json and vocab.bpe" : "tokenizer.model");
+  return name == "gpt2" ? load_gpt2_tokenizer(folder) : load_llama3_tokenizer(folder);
+}
+
 std::shared_ptr<const Tokenizer> tokenizer_from_json(const Json& json) {
   const std::string& kind = json.at("kind").as_string();
   if (kind == "byte") return make_byte_tokenizer();
-  check<DataError>(kind == "char", "[tokenizer] unknown kind ", json_string(kind), "; known are char and byte");
+  if (kind == "gpt2" || kind == "llama3") return bpe_from_json(json);
+  check<DataError>(kind == "char", "[tokenizer] unknown kind ", json_string(kind),
+                   "; known are char, byte, gpt2 and llama3");
   const std::string& characters = json.at("characters").as_string();
   std::vector<uint32_t> points;
   for_each_character(characters, "the vocabulary", [&](uint32_t point, size_t at) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace sheaf::models {
 
@@ -35,11 +36,15 @@ inline ModelConfig resolved(ModelConfig m) {
 /// [data] What to train on: a text, or token files.
 struct DataConfig {
   std::string corpus;              ///< UTF-8 text file
-  std::string tokenizer = "char";  ///< "char" or "byte", for a text
+  std::string tokenizer = "char";  ///< "char", "byte", "gpt2" or "llama3"; the last two also say what token files mean
+  std::string tokenizer_folder;    ///< with the published files of "gpt2" or "llama3"
   double val_fraction = 0.1;       ///< tail of the text held out for validation, in (0, 1)
   std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several
   std::string val_file;            ///< token file to validate on, or several
 };
+
+/// Whether a tokenizer comes from files that somebody published.
+inline bool is_published(std::string_view tokenizer) { return tokenizer == "gpt2" || tokenizer == "llama3"; }
 
 /// [train] How to train.
 struct OptimizationConfig {

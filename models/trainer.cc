@@ -64,18 +64,37 @@ class StepNews {
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val) {
   const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
                                 val.xxh3);
+  const std::string tokenizer = corpus.tokenizer ? digest_of_text(corpus.tokenizer->to_json().dump()).xxh3 : "none";
   require_agreement(world, "data", {{"the size of the vocabulary", str(corpus.vocab)},
-                                    {"the data", value, str("'", corpus.train.name(), "' (", value, ")")}});
+                                    {"the data", value, str("'", corpus.train.name(), "' (", value, ")")},
+                                    {"the tokenizer", tokenizer}});
+}
+
+// The published files may be gone when a run is continued: its checkpoints have what was in them.
+std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, const TrainOptions& options) {
+  const DataConfig& data = config.data;
+  if (!options.resume || !is_published(data.tokenizer) || path_exists(data.tokenizer_folder)) return nullptr;
+  const auto checkpoint = Checkpoint::open_newest(config.output.folder + "/checkpoints", [](const std::string&) {});
+  if (!checkpoint) return nullptr;
+  auto tokenizer = RunState::from_json(checkpoint->state()).tokenizer;
+  return tokenizer && tokenizer->kind() == data.tokenizer ? tokenizer : nullptr;
 }
 
 }  // namespace
 
-Corpus load_corpus(const DataConfig& data, int64_t vocab) {
+Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const Tokenizer> saved) {
   if (data.train_file.empty() && data.corpus.empty())
     fail<ConfigError>("[data] nothing to train on: give data.corpus, or data.train_file and data.val_file");
-  if (data.train_file.empty()) return load_text_corpus(data.corpus, data.tokenizer, data.val_fraction);
-  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab");
+  if (data.train_file.empty()) {
+    if (saved) return load_text_corpus(data.corpus, std::move(saved), data.val_fraction);
+    return load_text_corpus(data.corpus, data.tokenizer, data.val_fraction, data.tokenizer_folder);
+  }
   Corpus corpus;
+  if (is_published(data.tokenizer)) {
+    corpus.tokenizer = saved ? std::move(saved) : open_tokenizer(data.tokenizer, data.tokenizer_folder);
+    if (vocab == 0) vocab = corpus.tokenizer->vocab_size();
+  }
+  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2 or llama3");
   corpus.train = Tokens::open(data.train_file, vocab);
   corpus.val = Tokens::open(data.val_file, vocab);
   corpus.vocab = vocab;
@@ -84,14 +103,15 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab) {
 
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
-      corpus_(load_corpus(config.data, config.model.vocab)),
+      corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, options))),
       windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed)),
       validation_(corpus_.val, config.model.context, config.train.eval_tokens) {
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
-  if (corpus_.vocab > config_.model.vocab)
-    fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", corpus_.vocab);
+  const int64_t least = corpus_.tokenizer ? corpus_.tokenizer->vocab_size() : corpus_.vocab;
+  if (least > config_.model.vocab)
+    fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", least);
   check_memory(config_, config_.model.vocab, world_);
   lock_folder();
   require_same_data(world_, corpus_, train_data_, val_data_);  // here, for it also waits for rank 0 to have the folder
@@ -155,7 +175,7 @@ RunState Trainer::state(int64_t step) const {
   state.model = config_.model;
   state.train = config_.train;
   state.tokenizer = corpus_.tokenizer;
-  if (corpus_.tokenizer) state.val_fraction = config_.data.val_fraction;
+  if (config_.data.train_file.empty()) state.val_fraction = config_.data.val_fraction;
   state.train_data = train_data_;
   state.val_data = val_data_;
   return state;

@@ -72,7 +72,7 @@ class Trainer {
   int64_t first_step_ = 0;
 };
 
-/// Reads what config.data describes.
-Corpus load_corpus(const DataConfig& data, int64_t vocab);
+/// Reads what config.data describes. `saved`, if not null, is used in place of the tokenizer's files.
+Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const Tokenizer> saved = nullptr);
 
 }  // namespace sheaf::models

@@ -205,6 +205,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.rope_theta" && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   if (key.starts_with("train.decay_") && config.train.schedule == "constant")
     return "train.schedule constant has no decay";
+  if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
+    return "only data.tokenizer gpt2 and llama3 come from files";
   if (key == "sharding.min_parameters" && config.sharding.units != "count")
     return "only sharding.units count goes by parameters";
   return nullptr;
@@ -264,7 +266,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.norm_eps", &m.norm_eps, "added to the variance in norms", any, 0, 1},
 
       {"data.corpus", &d.corpus, "UTF-8 text file"},
-      {"data.tokenizer", &d.tokenizer, "how a text becomes tokens", {"char", "byte"}},
+      {"data.tokenizer", &d.tokenizer, "how a text becomes tokens, and tokens text", {"char", "byte", "gpt2", "llama3"}},
+      {"data.tokenizer_folder", &d.tokenizer_folder,
+       "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model"},
       {"data.val_fraction", &d.val_fraction, "tail of the text held out for validation", any, 0, 0.999},
       {"data.train_file", &d.train_file, "token file to train on, instead of a text; 'name_*.bin' takes several"},
       {"data.val_file", &d.val_file, "token file to validate on, or several"},
@@ -401,6 +405,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(d.corpus.empty() || (d.train_file.empty() && d.val_file.empty()),
           "data.corpus and data.train_file or data.val_file exclude each other");
   require(d.corpus.empty() || d.val_fraction > 0, "data.val_fraction is 0: nothing is left to validate on");
+  require(!models::is_published(d.tokenizer) || !d.tokenizer_folder.empty(), "data.tokenizer ", d.tokenizer,
+          " needs data.tokenizer_folder, the folder with its published files");
   require(d.train_file.empty() == d.val_file.empty(), "data.train_file and data.val_file go together");
   const auto& t = config.train;
   require(t.batch >= t.micro_batches, "train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);

@@ -13,6 +13,7 @@
 #include "sheaf/models/generate.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/trainer.h"
+#include "sheaf/models/utf8.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 #include "sheaf/tools/output.h"
@@ -72,7 +73,10 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
     const std::vector<int32_t> prompt = models::encode_prompt(*tokenizer, config.generate);
     const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, tokenizer->vocab_size(),
                                          config.generate);
-    if (first) lines.say("\nsample\n------\n" + tokenizer->decode(prompt) + tokenizer->decode(tokens) + "\n------");
+    models::Utf8Assembler text;
+    if (first)
+      lines.say("\nsample\n------\n" + text.add(tokenizer->decode(prompt) + tokenizer->decode(tokens)) + text.finish() +
+                "\n------");
   }
   if (!first) return;
   if (result.tape.num_nodes() > 0)
@@ -102,7 +106,9 @@ models::TrainReport train(models::Trainer& trainer) {
 void require_same_options(World& world, const TrainArguments& arguments, models::TrainConfig& config) {
   std::vector<Fact> facts = {{"--resume", str(arguments.resume)}, {"--quiet", str(arguments.quiet)}};
   for (const ConfigField& field : config_fields(config)) {
-    if (field.key == "data.corpus" || field.key == "data.train_file" || field.key == "data.val_file") continue;
+    if (field.key == "data.corpus" || field.key == "data.train_file" || field.key == "data.val_file" ||
+        field.key == "data.tokenizer_folder")
+      continue;
     facts.push_back({field.key, std::visit([](const auto* value) { return str(*value); }, field.target)});
   }
   require_agreement(world, "config", facts);
@@ -171,8 +177,10 @@ int tape_command(const TapeArguments& arguments) {
     fail<ConfigError>("[tape] --rank must be in [0, ", arguments.world, "), not ", arguments.rank);
   int64_t vocab = config.model.vocab;
   if (vocab == 0) {
-    if (config.data.corpus.empty()) fail<ConfigError>("[tape] the size of the vocabulary is not known: give --model.vocab N");
-    vocab = models::load_corpus(config.data, 0).vocab;
+    const models::DataConfig& data = config.data;
+    if (models::is_published(data.tokenizer)) vocab = models::open_tokenizer(data.tokenizer, data.tokenizer_folder)->vocab_size();
+    else if (data.corpus.empty()) fail<ConfigError>("[tape] the size of the vocabulary is not known: give --model.vocab N");
+    else vocab = models::load_corpus(data, 0).vocab;
   }
   const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
                                                      : threads_per_rank(arguments.world);

@@ -1,0 +1,148 @@
+#include "sheaf/models/bpe.h"
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+
+#include "sheaf/core/error.h"
+#include "sheaf/core/json.h"
+
+namespace sheaf::models {
+namespace {
+
+uint64_t key_of(int32_t left, int32_t right) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 | static_cast<uint32_t>(right);
+}
+uint64_t spread(uint64_t key) { return key * 0x9E3779B97F4A7C15; }
+
+}  // namespace
+
+Bpe::Bpe(std::vector<std::string> tokens) : tokens_(std::move(tokens)) {
+  check<DataError>(!tokens_.empty() && tokens_.size() <= INT32_MAX, "[tokenizer] a vocabulary of ", tokens_.size());
+  ids_.reserve(tokens_.size());
+  for (size_t id = 0; id < tokens_.size(); ++id) {
+    const std::string& token = tokens_[id];
+    check<DataError>(!token.empty() && token.size() <= kLongestToken, "[tokenizer] token ", id, " has ", token.size(),
+                     " bytes");
+    const auto [found, added] = ids_.emplace(token, static_cast<int32_t>(id));
+    check<DataError>(added, "[tokenizer] tokens ", found->second, " and ", id, " are the same, ", json_string(token));
+  }
+}
+
+void Bpe::take_bytes(int64_t ordinary) {
+  for (int byte = 0; byte < 256; ++byte) {
+    const char text = static_cast<char>(byte);
+    const int32_t id = id_of({&text, 1});
+    check<DataError>(id >= 0 && id < ordinary, "[tokenizer] the byte ", byte, " is not in the vocabulary");
+    bytes_[static_cast<size_t>(byte)] = id;
+  }
+}
+
+int32_t Bpe::id_of(std::string_view bytes) const {
+  const auto found = ids_.find(bytes);
+  return found == ids_.end() ? -1 : found->second;
+}
+
+void Bpe::reserve_joins(size_t count) {
+  joins_.assign(std::bit_ceil(2 * count + 2), {});
+  shift_ = 64 - std::countr_zero(joins_.size());
+}
+
+bool Bpe::add_join(BpePair pair, uint32_t rank, int32_t id) {
+  const uint64_t key = key_of(pair.first, pair.second);
+  size_t at = spread(key) >> shift_;
+  for (; joins_[at].id >= 0; at = (at + 1) & (joins_.size() - 1))
+    if (joins_[at].pair == key) return false;
+  joins_[at] = {key, rank, id};
+  return true;
+}
+
+const Bpe::Join& Bpe::find_join(int32_t left, int32_t right) const {
+  const uint64_t key = key_of(left, right);
+  size_t at = spread(key) >> shift_;
+  while (joins_[at].pair != key && joins_[at].id >= 0) at = (at + 1) & (joins_.size() - 1);
+  return joins_[at];
+}
+
+Bpe Bpe::of_merges(std::vector<std::string> tokens, const std::vector<BpePair>& merges) {
+  Bpe bpe(std::move(tokens));
+  const auto size = static_cast<int64_t>(bpe.tokens_.size());
+  bpe.take_bytes(size);
+  bpe.reserve_joins(merges.size());
+  for (size_t rank = 0; rank < merges.size(); ++rank) {
+    const auto [left, right] = merges[rank];
+    check<DataError>(left >= 0 && left < size && right >= 0 && right < size, "[tokenizer] merge ", rank, " of ", left,
+                     " and ", right, " in a vocabulary of ", size);
+    const std::string joined = bpe.tokens_[static_cast<size_t>(left)] + bpe.tokens_[static_cast<size_t>(right)];
+    const int32_t id = bpe.id_of(joined);
+    check<DataError>(id >= 0, "[tokenizer] merge ", rank, " makes ", json_string(joined), ", which is no token");
+    check<DataError>(bpe.add_join(merges[rank], static_cast<uint32_t>(rank), id), "[tokenizer] merge ", rank, " of ",
+                     json_string(joined), " stands there twice");
+  }
+  return bpe;
+}
+
+Bpe Bpe::of_ranks(std::vector<std::string> tokens, int64_t ordinary) {
+  Bpe bpe(std::move(tokens));
+  check<DataError>(ordinary >= 0 && ordinary <= static_cast<int64_t>(bpe.tokens_.size()), "[tokenizer] ", ordinary,
+                   " ordinary tokens");
+  bpe.take_bytes(ordinary);
+  bpe.whole_ = ordinary;
+  std::vector<std::pair<BpePair, int32_t>> found;
+  for (int32_t id = 0; id < ordinary; ++id) {
+    const std::string_view token = bpe.tokens_[static_cast<size_t>(id)];
+    for (size_t cut = 1; cut < token.size(); ++cut) {
+      const int32_t left = bpe.id_of(token.substr(0, cut)), right = left < 0 ? -1 : bpe.id_of(token.substr(cut));
+      if (right >= 0 && left < ordinary && right < ordinary) found.push_back({{left, right}, id});
+    }
+  }
+  bpe.reserve_joins(found.size());
+  for (const auto& [pair, id] : found) bpe.add_join(pair, static_cast<uint32_t>(id), id);
+  return bpe;
+}
+
+void Bpe::encode(std::string_view word, Scratch& s, std::vector<int32_t>& out) const {
+  if (whole_ > 0) {
+    const int32_t id = id_of(word);
+    if (id >= 0 && id < whole_) return out.push_back(id);
+  }
+  check<DataError>(word.size() < INT32_MAX, "[tokenizer] a word of ", word.size(), " bytes");
+  const auto size = static_cast<int32_t>(word.size());
+  s.parts.resize(word.size() + 1);
+  s.queue.clear();
+  Scratch::Part* parts = s.parts.data();
+  for (int32_t i = 0; i < size; ++i)
+    parts[i] = {bytes_[static_cast<unsigned char>(word[static_cast<size_t>(i)])], i + 1, i - 1, kNever};
+  const auto rank_at = [&](int32_t i) {
+    const int32_t next = parts[i].next;
+    return parts[i].rank = next < size ? find_join(parts[i].id, parts[next].id).rank : kNever;
+  };
+  const auto entry = [](uint32_t rank, int32_t i) { return static_cast<uint64_t>(rank) << 32 | static_cast<uint32_t>(i); };
+  for (int32_t i = 0; i < size; ++i)
+    if (const uint32_t rank = rank_at(i); rank != kNever) s.queue.push_back(entry(rank, i));
+  std::make_heap(s.queue.begin(), s.queue.end(), std::greater());
+  const auto push = [&](int32_t i) {
+    if (const uint32_t rank = rank_at(i); rank != kNever) {
+      s.queue.push_back(entry(rank, i));
+      std::push_heap(s.queue.begin(), s.queue.end(), std::greater());
+    }
+  };
+  while (!s.queue.empty()) {
+    const uint64_t best = s.queue.front();
+    std::pop_heap(s.queue.begin(), s.queue.end(), std::greater());
+    s.queue.pop_back();
+    const auto i = static_cast<int32_t>(best & UINT32_MAX);
+    Scratch::Part& part = parts[i];
+    if (part.rank != best >> 32) continue;  // joined in the meantime, with something else
+    Scratch::Part& next = parts[part.next];
+    part.id = find_join(part.id, next.id).id;
+    next.rank = kNever;
+    part.next = next.next;
+    if (part.next < size) parts[part.next].previous = i;
+    push(i);
+    if (part.previous >= 0) push(part.previous);
+  }
+  for (int32_t i = 0; i < size; i = parts[i].next) out.push_back(parts[i].id);
+}
+
+}  // namespace sheaf::models

@@ -1,0 +1,14 @@
+// The alphabet of GPT-2's files: a printable character for each byte. Where the byte is a printable character of Latin-1
+// itself, that one; the others are the characters from U+0100 on. So a token is a word without spaces.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace sheaf::models {
+
+std::string bytes_to_alphabet(std::string_view bytes);
+/// Throws DataError naming the character that is not of the alphabet.
+std::string alphabet_to_bytes(std::string_view text);
+
+}  // namespace sheaf::models
