@@ -28,6 +28,14 @@ struct ExportArguments {
 };
 int export_command(const ExportArguments& arguments);
 
+struct TokenizeArguments {
+  std::vector<std::string> files;      ///< texts, then the token file to write
+  std::string tokenizer;               ///< "gpt2", "llama3" or "byte"
+  std::string tokenizer_folder;        ///< with its published files
+  int threads = 0;                     ///< 0: all cores
+};
+int tokenize_command(const TokenizeArguments& arguments);
+
 struct TapeArguments {
   std::string config;
   std::vector<std::string> overrides;

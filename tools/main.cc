@@ -72,6 +72,16 @@ int run(int argc, char** argv) {
   export_app->add_option("--step", exported.step, "of that checkpoint; by default the newest whole one")
       ->check(CLI::NonNegativeNumber);
 
+  TokenizeArguments tokenize;
+  CLI::App* tokenize_app = app.add_subcommand(
+      "tokenize", "write texts as a token file of llm.c's form, for data.train_file and data.val_file");
+  tokenize_app->add_option("files", tokenize.files, "texts, a document each, and last the file to write")->required();
+  tokenize_app->add_option("--tokenizer", tokenize.tokenizer, "gpt2, llama3 or byte")->required();
+  tokenize_app->add_option("--tokenizer-folder", tokenize.tokenizer_folder,
+                           "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model");
+  tokenize_app->add_option("--threads", tokenize.threads, "all cores by default")->check(threads);
+  tokenize_app->footer("The token for the end of a text, where there is one, follows each document.");
+
   TapeArguments tape;
   CLI::App* tape_app = app.add_subcommand(
       "tape", "print one training step at any world size, without data or memory");
@@ -121,12 +131,12 @@ int run(int argc, char** argv) {
   CLI::App* bench_rank_app = app.add_subcommand("bench-rank", "")->group("");
   bench_rank_app->add_option("words", bench_rank);
 
-  constexpr std::string_view kCommands[] = {"train", "launch", "generate",  "export",
-                                            "tape",  "bench",  "bench-rank"};
+  constexpr std::string_view kCommands[] = {"train",    "launch", "generate", "export",
+                                            "tokenize", "tape",   "bench",    "bench-rank"};
   if (argc > 1 && argv[1][0] != '-' &&
       std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
-                                    "'; known: train, launch, generate, export, tape, bench");
+                                    "'; known: train, launch, generate, export, tokenize, tape, bench");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
@@ -152,6 +162,7 @@ int run(int argc, char** argv) {
     generate.overrides = generate_app->remaining();
     return generate_command(generate);
   }
+  if (*tokenize_app) return tokenize_command(tokenize);
   if (*export_app) return export_command(exported);
   if (*tape_app) {
     tape.overrides = tape_app->remaining();
