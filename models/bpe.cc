@@ -87,7 +87,6 @@ Bpe Bpe::of_ranks(std::vector<std::string> tokens, int64_t ordinary) {
   check<DataError>(ordinary >= 0 && ordinary <= static_cast<int64_t>(bpe.tokens_.size()), "[tokenizer] ", ordinary,
                    " ordinary tokens");
   bpe.take_bytes(ordinary);
-  bpe.whole_ = ordinary;
   std::vector<std::pair<BpePair, int32_t>> found;
   for (int32_t id = 0; id < ordinary; ++id) {
     const std::string_view token = bpe.tokens_[static_cast<size_t>(id)];
@@ -96,16 +95,36 @@ Bpe Bpe::of_ranks(std::vector<std::string> tokens, int64_t ordinary) {
       if (right >= 0 && left < ordinary && right < ordinary) found.push_back({{left, right}, id});
     }
   }
-  bpe.reserve_joins(found.size());
-  for (const auto& [pair, id] : found) bpe.add_join(pair, static_cast<uint32_t>(id), id);
+  const auto join_all = [&](const std::vector<std::pair<BpePair, int32_t>>& pairs) {
+    bpe.reserve_joins(pairs.size());
+    for (const auto& [pair, id] : pairs) bpe.add_join(pair, static_cast<uint32_t>(id), id);
+  };
+  join_all(found);
+  // Until a token is whole, what is joined within its bytes does not depend on what stands around them. So of the pairs
+  // that make it, only one ever comes up, and the others would make the table slow. If none does, it is made of words alone.
+  std::vector<std::pair<BpePair, int32_t>> last;
+  Scratch scratch;
+  std::vector<int32_t> parts;
+  for (int32_t id = 0; id < ordinary; ++id) {
+    const std::string_view token = bpe.tokens_[static_cast<size_t>(id)];
+    if (token.size() == 1) continue;
+    parts.clear();
+    const BpePair pair = bpe.join(token, scratch, parts);
+    if (parts.size() == 1 && parts[0] == id) last.push_back({pair, id});
+    else bpe.whole_.emplace(token, id);
+  }
+  join_all(last);
   return bpe;
 }
 
 void Bpe::encode(std::string_view word, Scratch& s, std::vector<int32_t>& out) const {
-  if (whole_ > 0) {
-    const int32_t id = id_of(word);
-    if (id >= 0 && id < whole_) return out.push_back(id);
+  if (!whole_.empty()) {
+    if (const auto found = whole_.find(word); found != whole_.end()) return out.push_back(found->second);
   }
+  join(word, s, out);
+}
+
+BpePair Bpe::join(std::string_view word, Scratch& s, std::vector<int32_t>& out) const {
   check<DataError>(word.size() < INT32_MAX, "[tokenizer] a word of ", word.size(), " bytes");
   const auto size = static_cast<int32_t>(word.size());
   s.parts.resize(word.size() + 1);
@@ -127,6 +146,7 @@ void Bpe::encode(std::string_view word, Scratch& s, std::vector<int32_t>& out) c
       std::push_heap(s.queue.begin(), s.queue.end(), std::greater());
     }
   };
+  BpePair last;
   while (!s.queue.empty()) {
     const uint64_t best = s.queue.front();
     std::pop_heap(s.queue.begin(), s.queue.end(), std::greater());
@@ -135,6 +155,7 @@ void Bpe::encode(std::string_view word, Scratch& s, std::vector<int32_t>& out) c
     Scratch::Part& part = parts[i];
     if (part.rank != best >> 32) continue;  // joined in the meantime, with something else
     Scratch::Part& next = parts[part.next];
+    last = {part.id, next.id};
     part.id = find_join(part.id, next.id).id;
     next.rank = kNever;
     part.next = next.next;
@@ -143,6 +164,7 @@ void Bpe::encode(std::string_view word, Scratch& s, std::vector<int32_t>& out) c
     if (part.previous >= 0) push(part.previous);
   }
   for (int32_t i = 0; i < size; i = parts[i].next) out.push_back(parts[i].id);
+  return last;
 }
 
 }  // namespace sheaf::models

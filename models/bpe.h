@@ -52,13 +52,15 @@ class Bpe {
   /// False if the pair has a rank already.
   bool add_join(BpePair pair, uint32_t rank, int32_t id);
   const Join& find_join(int32_t left, int32_t right) const;
+  /// Appends what joins make of `word`; returns the last pair that was joined.
+  BpePair join(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;
 
   std::vector<std::string> tokens_;
   std::unordered_map<std::string_view, int32_t> ids_;  // into tokens_
   std::array<int32_t, 256> bytes_{};
   std::vector<Join> joins_;  // open addressing; a power of two, at least half of it free
   int shift_ = 0;
-  int64_t whole_ = 0;  // words are looked up as a whole among the tokens below this
+  std::unordered_map<std::string_view, int32_t> whole_;  // words that are tokens, but not made by joins
 };
 
 struct Bpe::Scratch {

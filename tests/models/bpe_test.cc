@@ -102,6 +102,46 @@ TEST(Bpe, JoinsTheBestPairFirst) {
   }
 }
 
+// In tiktoken's form any two that are a token together may join; of a vocabulary that no merges made, too.
+TEST(Bpe, RanksDecide) {
+  std::mt19937 random(7);
+  for (int trial = 0; trial < 30; ++trial) {
+    std::map<std::string, int32_t> ids;
+    std::vector<std::string> tokens;
+    const auto add = [&](const std::string& token) {
+      if (ids.emplace(token, static_cast<int32_t>(tokens.size())).second) tokens.push_back(token);
+    };
+    for (int byte = 0; byte < 256; ++byte) add(std::string(1, static_cast<char>(byte)));
+    const auto word = [&](int length) {
+      std::string text;
+      for (int i = 0; i < length; ++i) text += static_cast<char>('a' + random() % 2);
+      return text;
+    };
+    for (int i = 0; i < 80; ++i) add(word(2 + static_cast<int>(random() % 7)));
+    const auto tokenizer = make_llama3_tokenizer(tokens);
+    for (int i = 0; i < 200; ++i) {
+      const std::string text = word(1 + i % 40);
+      std::vector<std::string> parts;
+      for (char c : text) parts.emplace_back(1, c);
+      if (ids.contains(text)) parts = {text};
+      for (;;) {
+        int32_t best = INT32_MAX;
+        size_t at = 0;
+        for (size_t k = 0; k + 1 < parts.size(); ++k) {
+          const auto id = ids.find(parts[k] + parts[k + 1]);
+          if (id != ids.end() && id->second < best) best = id->second, at = k;
+        }
+        if (best == INT32_MAX) break;
+        parts[at] += parts[at + 1];
+        parts.erase(parts.begin() + static_cast<int64_t>(at) + 1);
+      }
+      std::vector<int32_t> expected;
+      for (const std::string& part : parts) expected.push_back(ids.at(part));
+      ASSERT_EQ(tokenizer->encode(text), expected) << text;
+    }
+  }
+}
+
 TEST(Bpe, TextsMayBeCutAndThreadsDoNotMatter) {
   std::mt19937 random(3);
   for (const auto& tokenizer : both()) {

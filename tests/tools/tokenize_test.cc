@@ -1,0 +1,152 @@
+// `sheaf tokenize` writes what training reads, and runs on byte-pair tokens go on and generate from their folder alone.
+#include <filesystem>
+#include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/file.h"
+#include "sheaf/models/bpe_tokenizer.h"
+#include "sheaf/models/token_file.h"
+#include "sheaf/models/utf8.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/tools/sheaf_process.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::Outcome;
+using testing::run_sheaf;
+
+using Words = std::vector<std::string>;
+
+const std::string kBpe = "tests/models/bpe";
+
+Words operator+(Words a, const Words& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+struct Folder : ScratchFolder {
+  Folder() {
+    write("a.txt", testing::sample_text(20000));
+    write("b.txt", testing::sample_text(3000) + "é \xff.");
+    std::filesystem::create_directory(*this / "bpe");
+    for (const char* name : {"encoder.json", "vocab.bpe", "tokenizer.model"})
+      std::filesystem::copy_file(kBpe + "/" + name, *this / ("bpe/" + std::string(name)));
+  }
+  std::string write(const std::string& name, const std::string& text) const {
+    std::ofstream(*this / name, std::ios::binary) << text;
+    return *this / name;
+  }
+  Outcome tokenize(const Words& files, const std::string& tokenizer = "gpt2", const Words& more = {}) const {
+    Words words = {"tokenize"};
+    for (const std::string& file : files) words.push_back(*this / file);
+    return run_sheaf(words + Words{"--tokenizer", tokenizer, "--tokenizer-folder", *this / "bpe"} + more);
+  }
+  Words train(const Words& data) const {
+    const Words small = {"--model.layers", "1", "--model.heads", "2", "--model.width", "16", "--model.context", "16",
+                         "--train.batch", "4", "--train.warmup", "0", "--train.schedule", "constant", "--quiet"};
+    return Words{"train", "--output.folder", *this / "out"} + data + small;
+  }
+};
+
+std::vector<int32_t> read(const std::string& path, int64_t vocab) {
+  const models::Tokens tokens = models::Tokens::open(path, vocab);
+  std::vector<int32_t> ids(static_cast<size_t>(tokens.size()));
+  tokens.copy(0, tokens.size(), ids.data());
+  return ids;
+}
+
+void expect_refused(const Outcome& r, int code, const std::string& part) {
+  EXPECT_EQ(r.code, code) << r.err;
+  EXPECT_EQ(testing::lines_of(r.err).size(), 1u) << r.err;
+  EXPECT_THAT(r.err, HasSubstr(part));
+}
+
+TEST(Tokenize, WritesDocumentsWithTheirEnds) {
+  const Folder f;
+  const std::shared_ptr<const models::Tokenizer> tokenizers[] = {models::load_gpt2_tokenizer(kBpe),
+                                                                 models::load_llama3_tokenizer(kBpe)};
+  for (const auto& tokenizer : tokenizers) {
+    for (const char* threads : {"1", "3"}) {
+      const Outcome r = f.tokenize({"a.txt", "b.txt", "out.bin"}, std::string(tokenizer->kind()), {"--threads", threads});
+      ASSERT_EQ(r.code, 0) << r.err;
+      std::vector<int32_t> expected;
+      for (const char* name : {"a.txt", "b.txt"}) {
+        const auto ids = tokenizer->encode(File::open(f / name).read_all());
+        expected.insert(expected.end(), ids.begin(), ids.end());
+        expected.push_back(*tokenizer->end_of_text());
+      }
+      EXPECT_EQ(read(f / "out.bin", tokenizer->vocab_size()), expected);
+      EXPECT_THAT(r.out, HasSubstr(str("out.bin: ", expected.size(), " tokens (", tokenizer->kind(), ") of 2 documents")));
+      EXPECT_THAT(r.err, HasSubstr("b.txt' is not UTF-8 at byte 3003"));
+    }
+  }
+  ASSERT_EQ(f.tokenize({"a.txt", "out.bin"}, "byte").code, 0);
+  EXPECT_EQ(read(f / "out.bin", 256).size(), 20000u);
+  for (const auto& entry : std::filesystem::directory_iterator(f.path()))
+    EXPECT_THAT(entry.path().string(), ::testing::Not(HasSubstr(".tmp")));
+}
+
+TEST(Tokenize, SaysWhatIsWrong) {
+  const Folder f;
+  expect_refused(f.tokenize({"a.txt"}), 64, "name at least one text and, last, the file to write");
+  expect_refused(f.tokenize({"a.txt", "b.txt"}), 64, "b.txt' exists and is no token file");
+  expect_refused(f.tokenize({"a.txt", "out.bin"}, "char"), 64, "unknown tokenizer 'char'");
+  expect_refused(run_sheaf({"tokenize", f / "a.txt", f / "out.bin", "--tokenizer", "llama3"}), 64, "tokenizer.model");
+  expect_refused(f.tokenize({"none.txt", "out.bin"}), 65, "none.txt': No such file");
+  f.write("empty.txt", "");
+  expect_refused(f.tokenize({"a.txt", "empty.txt", "out.bin"}), 65, "empty.txt' is empty");
+  expect_refused(f.tokenize({"a.txt", "no/out.bin"}), 74, "no/out.bin");
+  expect_refused(f.tokenize({"a.txt", "out.bin"}, "gpt2", {"--threads", "0"}), 64, "--threads");
+  f.write("bpe/vocab.bpe", "q q\n");
+  expect_refused(f.tokenize({"a.txt", "out.bin"}), 65, "merge 0 makes \"qq\", which is no token");
+  f.write("bpe/encoder.json", "{");
+  expect_refused(f.tokenize({"a.txt", "out.bin"}), 65, "encoder.json': not valid JSON");
+  EXPECT_FALSE(std::filesystem::exists(f / "out.bin"));
+}
+
+TEST(Tokenize, RunsGoOnAndGenerateWithoutTheFiles) {
+  for (const bool token_files : {false, true}) {
+    const Folder f;
+    Words data = {"--data.tokenizer", "gpt2", "--data.tokenizer_folder", f / "bpe"};
+    if (token_files) {
+      ASSERT_EQ(f.tokenize({"a.txt", "train.bin"}).code, 0);
+      ASSERT_EQ(f.tokenize({"b.txt", "val.bin"}).code, 0);
+      data = data + Words{"--data.train_file", f / "train.bin", "--data.val_file", f / "val.bin"};
+    } else {
+      data = data + Words{"--data.corpus", f / "a.txt"};
+    }
+    const Outcome trained = run_sheaf(f.train(data + Words{"--train.steps", "2"}));
+    ASSERT_EQ(trained.code, 0) << trained.err;
+    std::filesystem::remove_all(f / "bpe");
+    const Outcome on = run_sheaf({"train", "--resume", "--output.folder", f / "out", "--train.steps", "3", "--generate.tokens", "60"});
+    EXPECT_EQ(on.code, 0) << on.err;
+    EXPECT_EQ(models::valid_utf8_prefix(on.out), on.out.size());
+    // Barely trained, it draws from all tokens: also those of single bytes.
+    const Outcome sample = run_sheaf({"generate", f / "out", "--generate.tokens", "200", "--generate.prompt", "é"});
+    EXPECT_EQ(sample.code, 0) << sample.err;
+    EXPECT_THAT(sample.out, AllOf(::testing::StartsWith("é"), HasSubstr("\ufffd")));
+    EXPECT_EQ(models::valid_utf8_prefix(sample.out), sample.out.size());
+  }
+}
+
+TEST(Tokenize, OptionsOfTraining) {
+  const Folder f;
+  expect_refused(run_sheaf(f.train({"--data.corpus", f / "a.txt", "--data.tokenizer", "gpt2"})), 64,
+                 "data.tokenizer gpt2 needs data.tokenizer_folder");
+  expect_refused(run_sheaf(f.train({"--data.corpus", f / "a.txt", "--data.tokenizer_folder", f / "bpe"})), 64,
+                 "'data.tokenizer_folder' would change nothing");
+  const Words gpt2 = {"--data.corpus", f / "a.txt", "--data.tokenizer", "gpt2", "--data.tokenizer_folder", f / "bpe"};
+  expect_refused(run_sheaf(f.train(gpt2 + Words{"--model.vocab", "956"})), 64, "vocab 956 is smaller than the tokenizer's 957");
+  const Outcome tape = run_sheaf({"tape", "--data.tokenizer", "llama3", "--data.tokenizer_folder", f / "bpe"});
+  EXPECT_THAT(tape.out, HasSubstr("f32[1212,128]"));
+  std::filesystem::remove(f / "bpe/encoder.json");
+  expect_refused(run_sheaf(f.train(gpt2)), 65, "encoder.json': No such file");
+}
+
+}  // namespace
+}  // namespace sheaf
