@@ -11,7 +11,7 @@
 namespace sheaf::models {
 namespace {
 
-// Unicode's White_Space, spelled out: PCRE2's \s also has U+180E, which is none, and lacks it in no version.
+// Unicode's White_Space, spelled out: PCRE2's \s also has U+180E, which is none.
 #define SPACE R"(\t-\r\x{85}\p{Z})"
 // Of what is neither letter nor number nor space.
 #define OTHER "[^" SPACE R"(\p{L}\p{N}])"

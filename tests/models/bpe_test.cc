@@ -156,7 +156,7 @@ TEST(Bpe, TextsMayBeCutAndThreadsDoNotMatter) {
         ASSERT_EQ(parts, whole) << json_string(text) << " at " << at;
       }
     }
-    const std::string large = random_text(random, 2'000'000, true);
+    const std::string large = random_text(random, 1'000'000, true);
     RankContext context;
     const RankScope scope(context);
     context.threads = 1;
