@@ -136,7 +136,7 @@ int run(int argc, char** argv) {
   if (argc > 1 && argv[1][0] != '-' &&
       std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
-                                    "'; known: train, launch, generate, export, tokenize, tape, bench");
+                                    "'; known: train, launch, generate, export, tape, tokenize, bench");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
