@@ -23,6 +23,7 @@
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
 #include "sheaf/models/model_checkpoint.h"
+#include "sheaf/models/published_weights.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/token_stream.h"
 #include "sheaf/models/tokenizer.h"

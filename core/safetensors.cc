@@ -302,10 +302,11 @@ FileDigest write_safetensors(const std::string& path, std::vector<SafetensorsInp
     };
     if (!usable_name(tensor.name) || tensor.name == "__metadata__") refuse("unusable name");
     if (!names.insert(tensor.name).second) refuse("appears twice");
-    int64_t bytes = 0;
-    for (const auto& piece : tensor.pieces) bytes += static_cast<int64_t>(piece.size());
-    if (byte_size(tensor.dtype, tensor.shape) != bytes) {
-      refuse(str("its pieces hold ", bytes, " bytes, not those of ", name(tensor.dtype), tensor.shape));
+    const int64_t bytes = byte_size(tensor.dtype, tensor.shape).value_or(-1);
+    int64_t held = 0;
+    for (const auto& piece : tensor.pieces) held += static_cast<int64_t>(piece.size());
+    if (bytes < 0 || (held != bytes && !tensor.make)) {
+      refuse(str("its pieces hold ", held, " bytes, not those of ", name(tensor.dtype), tensor.shape));
     }
     if (header.size() > 1) header += ",";
     header += json_string(tensor.name) + ":{\"dtype\":\"" + std::string(file_name_of(tensor.dtype)) + "\",\"shape\":" +
@@ -324,6 +325,12 @@ FileDigest write_safetensors(const std::string& path, std::vector<SafetensorsInp
   writer.write(header);
   for (const auto& tensor : tensors) {
     for (const auto& piece : tensor.pieces) writer.write(piece.data(), static_cast<int64_t>(piece.size()));
+    if (!tensor.make) continue;
+    const std::vector<std::byte> made = tensor.make();
+    check<CheckpointError>(tensor.pieces.empty() && byte_size(tensor.dtype, tensor.shape) == std::ssize(made),
+                           "[safetensors] '", path, "': tensor ", tensor.name, ": made ", made.size(), " bytes for ",
+                           tensor.dtype, tensor.shape);
+    writer.write(made.data(), std::ssize(made));
   }
   return writer.finish();
 }

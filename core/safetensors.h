@@ -6,6 +6,7 @@
 // whose tensors cover the data exactly, without gap or overlap.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -62,12 +63,14 @@ class SafetensorsFile {
   Mapping map_;
 };
 
-/// A tensor to write: `pieces`, laid end to end, are its elements in row-major order. Nothing is copied.
+/// A tensor to write: `pieces`, laid end to end, are its elements in row-major order. Nothing is copied. Where there is
+/// `make`, it makes them instead, when they are written: what is not laid out like this is in memory one at a time.
 struct SafetensorsInput {
   std::string name;
   DType dtype = DType::f32;
   Shape shape;
   std::vector<std::span<const std::byte>> pieces;
+  std::function<std::vector<std::byte>()> make = {};
 };
 
 /// Writes and syncs a file. Wider element types come first, so that all data is aligned; names sort within a width.

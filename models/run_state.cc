@@ -67,6 +67,7 @@ Json RunState::to_json() const {
     json.set("data", Json::Object{{"val_fraction", val_fraction},
                                   {"train", models::to_json(*train_data)},
                                   {"val", models::to_json(*val_data)}});
+  if (weights) json.set("weights", Json::Object{{"path", weights->path}, {"xxh3", weights->xxh3}});
   if (!product_choices.empty()) json.set("product_choices", product_choices);
   return json;
 }
@@ -89,6 +90,8 @@ RunState RunState::from_json(const Json& json) {
       s.train_data = split_of(data->at("train"));
       s.val_data = split_of(data->at("val"));
     }
+    if (const Json* weights = json.find("weights"))
+      s.weights = {weights->at("path").as_string(), weights->at("xxh3").as_string()};
     if (const Json* choices = json.find("product_choices")) s.product_choices = choices->as_string();
   } catch (const DataError& e) {
     fail<CheckpointError>("[checkpoint] its state cannot be read: ", e.what());
@@ -124,6 +127,7 @@ void check_tokenizer(const Tokenizer* saved, const Tokenizer* now) {
   differs("the tokenizer", was, is);
 }
 
+std::string described(const WeightsState& s) { return str("'", s.path, "' with XXH3 ", s.xxh3); }
 std::string described(const SplitState& s) { return str(s.tokens, " tokens with XXH3 ", s.xxh3); }
 
 }  // namespace
@@ -144,6 +148,9 @@ void check_resumable(const RunState& saved, const RunState& now) {
   };
   for_each_model_option(resolved(saved.model), compare);
   for_each_train_option(resolved(saved.train), compare);
+  if (now.weights && !saved.weights) differs("model.weights", "empty: the run started from random weights", now.weights->path);
+  if (now.weights && saved.weights->xxh3 != now.weights->xxh3)
+    differs("model.weights", described(*saved.weights), described(*now.weights));
   if (!saved.train_data || !saved.val_data || !now.train_data || !now.val_data) return;
   if (saved.val_fraction != now.val_fraction)
     differs("data.val_fraction", json_number(saved.val_fraction), json_number(now.val_fraction));

@@ -17,6 +17,12 @@ struct SplitState {
   bool operator==(const SplitState&) const = default;
 };
 
+/// The published weights that a run started from.
+struct WeightsState {
+  std::string path;  ///< as it was given
+  std::string xxh3;  ///< PublishedFiles::digest()
+};
+
 struct RunState {
   int64_t step = 0;                            ///< optimizer steps done
   int64_t vocab = 0;
@@ -25,6 +31,7 @@ struct RunState {
   double val_fraction = 0;                     ///< of a text; 0 for token files
   std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
   std::optional<SplitState> train_data, val_data;  ///< none in checkpoints from before they were written
+  std::optional<WeightsState> weights;         ///< none in a run that started from random ones
   std::string product_choices;                 ///< of a run on GPUs (product_choices.h); else empty, and not written
 
   Json to_json() const;
@@ -34,7 +41,7 @@ struct RunState {
 
 /// Throws an Error with exit code kResumeMismatch that names the first thing in which a run that is to be continued
 /// differs from the checkpoint: what decides the values of later steps (the model, the batch, the seed, the schedule,
-/// the data and what their tokens mean). What an older checkpoint does not say is not compared. The number of steps may
+/// the data and what their tokens mean, and the published weights that it started from). What an older checkpoint does not say is not compared. The number of steps may
 /// change where the learning rate does not follow it: under a constant schedule, or where decay_end stays. Evaluation,
 /// logging and saving may change freely, and so may the names of files.
 void check_resumable(const RunState& saved, const RunState& now);

@@ -12,6 +12,7 @@ namespace sheaf::models {
 struct ModelConfig {
   std::string type = "gpt2";    ///< "gpt2" or "llama"
   std::string preset;           ///< a published size, such as "gpt2-124m" or "llama3-8b"; fields given beside it win
+  std::string weights;          ///< published weights to start from, a folder or a file; "": random ones
   int64_t layers = 4;           ///< transformer blocks
   int64_t heads = 4;            ///< query heads
   int64_t kv_heads = 0;         ///< key and value heads (grouped-query attention); 0: as many as heads

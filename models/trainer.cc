@@ -13,6 +13,7 @@
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
+#include "sheaf/models/published_weights.h"
 
 namespace sheaf::models {
 namespace {
@@ -61,13 +62,16 @@ class StepNews {
 };
 
 // Where a host keeps its copy of the data is its own affair; what stands there is not.
-void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val) {
+void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val,
+                       const std::optional<WeightsState>& weights) {
   const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
                                 val.xxh3);
   const std::string tokenizer = corpus.tokenizer ? digest_of_text(corpus.tokenizer->to_json().dump()).xxh3 : "none";
+  const std::string start = weights ? str("XXH3 ", weights->xxh3) : "none";
   require_agreement(world, "data", {{"the size of the vocabulary", str(corpus.vocab)},
                                     {"the data", value, str("'", corpus.train.name(), "' (", value, ")")},
-                                    {"the tokenizer", tokenizer}});
+                                    {"the tokenizer", tokenizer},
+                                    {"model.weights", start, weights ? str("'", weights->path, "' (", start, ")") : start}});
 }
 
 // The published files may be gone when a run is continued: its checkpoints have what was in them.
@@ -113,10 +117,12 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   if (least > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", least);
   check_memory(config_, config_.model.vocab, world_);
+  find_weights();
   lock_folder();
-  require_same_data(world_, corpus_, train_data_, val_data_);  // here, for it also waits for rank 0 to have the folder
+  require_same_data(world_, corpus_, train_data_, val_data_, weights_);  // here, for it also waits for rank 0 to have the folder
   step_ = std::make_unique<TrainingStep>(config_, config_.model.vocab, world_, device_);
   restore();
+  files_.reset();
   // What would be found out only at the first save.
   if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
 }
@@ -134,23 +140,40 @@ void Trainer::lock_folder() {
     options_.warn(str("the file system of '", folder, "' has no locks: no other run must write there"));
 }
 
+// A run that has a checkpoint needs them no more: they may be gone.
+void Trainer::find_weights() {
+  const std::string& path = config_.model.weights;
+  if (path.empty()) return;
+  if (options_.resume && !path_exists(path) && !list_steps(config_.output.folder + "/checkpoints").empty()) return;
+  files_ = PublishedFiles::open(path);
+  check_weights(*files_, config_.model);
+  weights_ = {path, files_->digest()};
+}
+
+void Trainer::start() {
+  if (!files_) return;
+  load_weights(step_->model().module(), *files_);
+  if (world_.rank() == 0) options_.print(str("starts from the weights in ", files_->path()));
+}
+
 void Trainer::restore() {
   const std::string folder = config_.output.folder + "/checkpoints";
   if (!options_.resume) {
     if (!list_steps(folder).empty())
       fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
                         "another output.folder");
-    return;
+    return start();
   }
   auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model().module(), world_));
   if (!checkpoint) {
     if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));
-    return;
+    return start();
   }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
   load_state(*checkpoint, step_->model().module(), {&step_->optimizer()});
   first_step_ = state.step;
+  weights_ = state.weights;
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
   take_choices(state, checkpoint->path());
 }
@@ -177,6 +200,7 @@ RunState Trainer::state(int64_t step) const {
   state.tokenizer = corpus_.tokenizer;
   if (config_.data.train_file.empty()) state.val_fraction = config_.data.val_fraction;
   state.train_data = train_data_;
+  state.weights = weights_;
   state.val_data = val_data_;
   return state;
 }

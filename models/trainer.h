@@ -8,6 +8,7 @@
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/file_lock.h"
 #include "sheaf/models/metrics.h"
+#include "sheaf/models/published_files.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/train_config.h"
@@ -37,7 +38,7 @@ struct TrainReport {
 
 class Trainer {
  public:
-  /// Reads the corpus, builds the model and finds out whether checkpoints can be written; collective. Rank 0 locks the
+  /// Reads the corpus, builds the model, fills it from published weights or a checkpoint, and finds out whether checkpoints can be written; collective. Rank 0 locks the
   /// output folder for as long as this lives. Throws ConfigError, also where another run has the folder, DataError,
   /// IoError, OutOfMemory where a step cannot fit.
   Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options = {});
@@ -54,6 +55,8 @@ class Trainer {
 
  private:
   void lock_folder();
+  void find_weights();
+  void start();
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
@@ -65,6 +68,8 @@ class Trainer {
   TrainOptions options_;
   Corpus corpus_;
   SplitState train_data_, val_data_;
+  std::optional<PublishedFiles> files_;  ///< that config.model.weights names, until they are read
+  std::optional<WeightsState> weights_;  ///< that the run started from
   RandomWindows windows_;
   SequentialWindows validation_;
   std::unique_ptr<FileLock> lock_;  ///< on rank 0

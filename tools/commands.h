@@ -23,7 +23,8 @@ int generate_command(const GenerateArguments& arguments);
 
 struct ExportArguments {
   std::string folder;  ///< output folder of a run
-  std::string file;    ///< to write
+  std::string file;    ///< to write; a folder, for huggingface
+  std::string format = "sheaf";  ///< whose names: "sheaf", "huggingface"
   int64_t step = -1;   ///< which checkpoint; -1: the newest whole one
 };
 int export_command(const ExportArguments& arguments);

@@ -7,10 +7,12 @@
 
 #include <toml++/toml.h>
 
+#include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
 #include "sheaf/models/presets.h"
+#include "sheaf/models/published_config.h"
 
 namespace sheaf::tools {
 namespace {
@@ -238,6 +240,29 @@ void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const s
   }
 }
 
+// The shape of published weights is that of the model.
+void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const std::set<std::string>& given, bool resume) {
+  const std::string& weights = config.model.weights;
+  if (weights.empty()) return;
+  if (!path_exists(weights)) {
+    if (resume && !list_steps(config.output.folder + "/checkpoints").empty()) return;
+    fail<ConfigError>("[config] model.weights: there is no '", weights, "'");
+  }
+  const std::string file = models::published_config_file(weights);
+  if (file.empty()) return;
+  TrainConfig published = config;
+  published.model = models::read_published_config(file);
+  const auto source = config_fields(published);
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const std::string& key = fields[i].key;
+    const bool open = key == "model.vocab" && config.model.vocab == 0;
+    if (!key.starts_with("model.") || key == "model.weights" || key == "model.dropout" || key == "model.preset") continue;
+    if (!open && (given.contains(key) || !config.model.preset.empty())) continue;
+    std::visit([&](const auto* value) { set(file, fields[i], *value); }, source[i].target);
+  }
+  models::check_published_shape(config.model, published.model, file);
+}
+
 }  // namespace
 
 std::vector<ConfigField> config_fields(TrainConfig& c) {
@@ -252,6 +277,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
   return {
       {"model.type", &m.type, "architecture", {"gpt2", "llama"}},
       {"model.preset", &m.preset, "a published size; fields given beside it win", sizes},
+      {"model.weights", &m.weights, "to start from: a folder or file of Hugging Face's; its config.json is the model's shape"},
       {"model.layers", &m.layers, "transformer blocks", any, 1, 10000},
       {"model.heads", &m.heads, "query heads", any, 1, 10000},
       {"model.kv_heads", &m.kv_heads, "key and value heads; 0: as many as heads", any, 0, 10000},
@@ -316,7 +342,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
   };
 }
 
-TrainConfig load_config(const std::string& path, std::span<const std::string> overrides) {
+TrainConfig load_config(const std::string& path, std::span<const std::string> overrides, bool resume) {
   TrainConfig config;
   auto fields = config_fields(config);
   std::set<std::string> given, flags;
@@ -324,6 +350,7 @@ TrainConfig load_config(const std::string& path, std::span<const std::string> ov
   read_overrides(overrides, fields, flags);
   given.insert(flags.begin(), flags.end());
   apply_preset(config, fields, given);
+  apply_weights(config, fields, given, resume);
   refuse_unused(config, fields, flags);
   validate(config, [&](const char* key) {
     return config.model.preset.empty() || given.contains(key) ? "" : str(" (of the preset ", config.model.preset, ")");

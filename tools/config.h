@@ -29,10 +29,12 @@ struct ConfigField {
 std::vector<ConfigField> config_fields(models::TrainConfig& config);
 
 /// Reads `path` ("" for none: defaults only) and applies `overrides`: "--section.key", "value" or "--section.key=value".
-/// Later ones win; then model.preset fills the fields of [model] that neither gave. Throws ConfigError with file and
+/// Later ones win; then model.preset fills the fields of [model] that neither gave, and then the config.json of
+/// model.weights, if it has one, which the others must not contradict. With `resume`, weights may be gone where the
+/// output folder has a checkpoint. Throws CheckpointError for that config.json, and ConfigError with file and
 /// line for a missing or malformed file, an unknown key (naming the nearest one), a value of the wrong type or out of
 /// range, for options that do not fit together, and for those that others leave without effect.
-models::TrainConfig load_config(const std::string& path, std::span<const std::string> overrides = {});
+models::TrainConfig load_config(const std::string& path, std::span<const std::string> overrides = {}, bool resume = false);
 
 /// Where a run with these overrides keeps its configuration: "<output.folder>/config.toml".
 std::string config_of_run(std::span<const std::string> overrides);

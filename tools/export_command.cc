@@ -1,11 +1,19 @@
+#include <algorithm>
+#include <cstring>
+
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
+#include "sheaf/models/published_config.h"
+#include "sheaf/models/published_names.h"
+#include "sheaf/models/run_state.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/output.h"
 
 namespace sheaf::tools {
 namespace {
+
+using Spans = std::vector<std::span<const std::byte>>;
 
 models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   const std::string folder = arguments.folder + "/checkpoints";
@@ -15,25 +23,90 @@ models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   return std::move(*newest);
 }
 
+// Bytes [begin, end) of what lies end to end.
+Spans part_of(const Spans& whole, int64_t begin, int64_t end) {
+  Spans out;
+  int64_t at = 0;
+  for (const auto& span : whole) {
+    const auto size = static_cast<int64_t>(span.size());
+    const int64_t from = std::clamp(begin - at, int64_t{0}, size), to = std::clamp(end - at, int64_t{0}, size);
+    if (from < to) out.push_back(span.subspan(static_cast<size_t>(from), static_cast<size_t>(to - from)));
+    at += size;
+  }
+  return out;
+}
+
+// [rows, columns] of elements of `width` bytes, as [columns, rows].
+std::vector<std::byte> transposed(const Spans& pieces, int64_t rows, int64_t columns, size_t width) {
+  std::vector<std::byte> whole, out(static_cast<size_t>(rows * columns) * width);
+  for (const auto& piece : pieces) whole.insert(whole.end(), piece.begin(), piece.end());
+  for (int64_t from = 0; from < columns; from += 16)
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t column = from; column < std::min(from + 16, columns); ++column)
+        std::memcpy(&out[static_cast<size_t>(column * rows + row) * width],
+                    &whole[static_cast<size_t>(row * columns + column) * width], width);
+  return out;
+}
+
+std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
+  std::vector<SafetensorsInput> tensors;
+  for (const auto& [name, info] : checkpoint.tensors())
+    if (!name.starts_with("optimizer.")) tensors.push_back({name, info.dtype, info.shape, checkpoint.data(name)});
+  return tensors;
+}
+
+std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model) {
+  // GPT-2 has biases as published: where ours has none, they are zeros.
+  const bool zeros = model.type == "gpt2" && !model.bias;
+  model.bias = model.type == "gpt2";
+  std::vector<SafetensorsInput> tensors;
+  for (const models::PublishedTensor& t : models::published_tensors(model)) {
+    tensors.push_back({t.name, kF32, t.shape, {}});
+    SafetensorsInput& tensor = tensors.back();
+    if (zeros && t.name.ends_with(".bias")) {
+      tensor.make = [n = t.shape.numel()] { return std::vector<std::byte>(static_cast<size_t>(n) * size_of(kF32)); };
+      continue;
+    }
+    tensor.dtype = checkpoint.at(t.own).dtype;
+    const size_t width = size_of(tensor.dtype);
+    const int64_t row = t.row_size() * static_cast<int64_t>(width);
+    const Spans rows = part_of(checkpoint.data(t.own), t.first_row * row, (t.first_row + t.rows()) * row);
+    if (!t.transposed) tensor.pieces = rows;
+    else tensor.make = [=] { return transposed(rows, t.rows(), t.row_size(), width); };
+  }
+  return tensors;
+}
+
 }  // namespace
 
-// Nothing is put together in memory: the parts go from maps of the shards to the file.
+// The model is not put together in memory: its parts go from maps of the shards to the file.
 int export_command(const ExportArguments& arguments) {
+  const bool huggingface = arguments.format == "huggingface";
+  if (!huggingface && arguments.format != "sheaf")
+    fail<ConfigError>("[export] unknown format '", arguments.format, "'; known: sheaf, huggingface");
   models::Checkpoint checkpoint = open_checkpoint(arguments);
+  std::string file = arguments.file;
+  std::map<std::string, std::string> metadata = {{"format", "pt"}, {"step", str(checkpoint.step())}};
   std::vector<SafetensorsInput> tensors;
-  int64_t elements = 0;
-  for (const auto& [name, info] : checkpoint.tensors()) {
-    if (name.starts_with("optimizer.")) continue;
-    tensors.push_back({name, info.dtype, info.shape, checkpoint.data(name)});
-    elements += info.shape.numel();
+  if (huggingface) {
+    const models::RunState state = models::RunState::from_json(checkpoint.state());
+    models::ModelConfig model = state.model;
+    model.vocab = state.vocab;
+    make_folders(arguments.file);
+    file += "/model.safetensors";
+    tensors = published_tensors(checkpoint, model);
+    replace_file(arguments.file + "/config.json", models::published_config(model).dump() + "\n");
+  } else {
+    tensors = own_tensors(checkpoint);
+    metadata["sheaf"] = checkpoint.state().dump();
   }
   const size_t count = tensors.size();
-  const std::string pending = arguments.file + ".tmp";
-  const FileDigest digest = write_safetensors(pending, std::move(tensors), {{"format", "pt"},
-                                                                            {"step", str(checkpoint.step())},
-                                                                            {"sheaf", checkpoint.state().dump()}});
-  rename_path(pending, arguments.file);
-  say(str(arguments.file, ": ", count, " tensors, ", elements, " elements, ", digest.bytes, " bytes, of ", checkpoint.path()));
+  int64_t elements = 0;
+  for (const SafetensorsInput& tensor : tensors) elements += tensor.shape.numel();
+  const std::string pending = file + ".tmp";
+  const FileDigest digest = write_safetensors(pending, std::move(tensors), metadata);
+  rename_path(pending, file);
+  say(str(file, ": ", count, " tensors, ", elements, " elements, ", digest.bytes, " bytes, of ", checkpoint.path()));
   return 0;
 }
 

@@ -91,7 +91,7 @@ models::TrainConfig read_config(const TrainArguments& arguments) {
   std::string file = arguments.config;
   if (arguments.resume && file.empty())
     if (const std::string own = config_of_run(arguments.overrides); path_exists(own)) file = own;
-  return load_config(file, arguments.overrides);
+  return load_config(file, arguments.overrides, arguments.resume);
 }
 
 // A signal lets the step under way come to its end. Before and after there is nothing to save.
@@ -107,7 +107,7 @@ void require_same_options(World& world, const TrainArguments& arguments, models:
   std::vector<Fact> facts = {{"--resume", str(arguments.resume)}, {"--quiet", str(arguments.quiet)}};
   for (const ConfigField& field : config_fields(config)) {
     if (field.key == "data.corpus" || field.key == "data.train_file" || field.key == "data.val_file" ||
-        field.key == "data.tokenizer_folder")
+        field.key == "data.tokenizer_folder" || field.key == "model.weights")
       continue;
     facts.push_back({field.key, std::visit([](const auto* value) { return str(*value); }, field.target)});
   }

@@ -1,0 +1,28 @@
+// config.json: what Hugging Face's files say of a model beside its weights. Read, it is the shape of ours; whatever it
+// asks for that Sheaf's models do not compute is refused by name, since they would train on, and wrongly.
+#pragma once
+
+#include <string>
+
+#include "sheaf/core/json.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+/// The config.json that goes with published weights: in the folder, or beside the file, `path`. "" if there is none.
+std::string published_config_file(const std::string& path);
+
+/// The model that a config.json describes, resolved: type, layers, heads, kv_heads, width, mlp_width, context, vocab,
+/// bias, tie_embeddings, rope_theta and norm_eps. Dropout stays 0: it is a choice of training. Throws CheckpointError
+/// naming the file and the key: missing, of the wrong type, or of a model that Sheaf does not have (another
+/// architecture, scaled rotary positions, biases in Llama's attention, sliding windows, other activations, ...).
+ModelConfig read_published_config(const std::string& file);
+
+/// Throws ConfigError with both values if `model` has another shape than `published`, read from `file`. A shorter context
+/// is none: of learned positions, the first are used.
+void check_published_shape(const ModelConfig& model, const ModelConfig& published, const std::string& file);
+
+/// The other way: a config.json from which `transformers` builds `model`.
+Json published_config(const ModelConfig& model);
+
+}  // namespace sheaf::models

@@ -1,0 +1,87 @@
+#include "sheaf/models/published_names.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "sheaf/core/error.h"
+
+namespace sheaf::models {
+namespace {
+
+constexpr std::string_view kGpt2 = "transformer.", kLlama = "model.";
+
+// GPT-2's linear layers are published as [in, out] (its "Conv1D"). Queries, keys and values are packed as ours are.
+std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
+  std::vector<PublishedTensor> out;
+  const int64_t c = m.width;
+  const std::string prefix(kGpt2);
+  const auto norm = [&](const std::string& name, const std::string& own) {
+    out.push_back({name + ".weight", {c}, own + ".weight"});
+    if (m.bias) out.push_back({name + ".bias", {c}, own + ".bias"});
+  };
+  const auto linear = [&](const std::string& name, const std::string& own, int64_t from, int64_t to) {
+    out.push_back({.name = name + ".weight", .shape = {from, to}, .own = own + ".weight", .transposed = true});
+    if (m.bias) out.push_back({name + ".bias", {to}, own + ".bias"});
+  };
+  out.push_back({prefix + "wte.weight", {m.vocab, c}, "wte.weight"});
+  out.push_back({.name = prefix + "wpe.weight", .shape = {m.context, c}, .own = "wpe.weight", .more_rows = true});
+  for (int64_t i = 0; i < m.layers; ++i) {
+    const std::string name = str(prefix, "h.", i), own = str("blocks.", i);
+    norm(name + ".ln_1", own + ".ln1");
+    linear(name + ".attn.c_attn", own + ".attention.qkv", c, 3 * c);
+    linear(name + ".attn.c_proj", own + ".attention.projection", c, c);
+    norm(name + ".ln_2", own + ".ln2");
+    linear(name + ".mlp.c_fc", own + ".mlp.up", c, m.mlp_width);
+    linear(name + ".mlp.c_proj", own + ".mlp.down", m.mlp_width, c);
+  }
+  norm(prefix + "ln_f", "ln_f");
+  return out;
+}
+
+// Llama's are [out, in]; queries, keys and values are three tensors, and one of ours. Both rotate halves of heads.
+std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
+  std::vector<PublishedTensor> out;
+  const int64_t c = m.width, kv = m.kv_heads * (c / m.heads);
+  const std::string prefix(kLlama);
+  out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
+  for (int64_t i = 0; i < m.layers; ++i) {
+    const std::string name = str(prefix, "layers.", i), own = str("blocks.", i), qkv = own + ".attention.qkv.weight";
+    out.push_back({name + ".input_layernorm.weight", {c}, own + ".attention_norm.weight"});
+    out.push_back({name + ".self_attn.q_proj.weight", {c, c}, qkv});
+    out.push_back({name + ".self_attn.k_proj.weight", {kv, c}, qkv, c});
+    out.push_back({name + ".self_attn.v_proj.weight", {kv, c}, qkv, c + kv});
+    out.push_back({name + ".self_attn.o_proj.weight", {c, c}, own + ".attention.projection.weight"});
+    out.push_back({name + ".post_attention_layernorm.weight", {c}, own + ".mlp_norm.weight"});
+    out.push_back({name + ".mlp.gate_proj.weight", {m.mlp_width, c}, own + ".mlp.gate.weight"});
+    out.push_back({name + ".mlp.up_proj.weight", {m.mlp_width, c}, own + ".mlp.up.weight"});
+    out.push_back({name + ".mlp.down_proj.weight", {c, m.mlp_width}, own + ".mlp.down.weight"});
+  }
+  out.push_back({prefix + "norm.weight", {c}, "norm.weight"});
+  return out;
+}
+
+// "<prefix><digits><suffix>"
+bool is_of_a_layer(std::string_view name, std::string_view prefix, std::string_view suffix) {
+  if (!name.starts_with(prefix) || !name.ends_with(suffix) || name.size() <= prefix.size() + suffix.size()) return false;
+  const std::string_view layer = name.substr(prefix.size(), name.size() - prefix.size() - suffix.size());
+  return std::all_of(layer.begin(), layer.end(), [](unsigned char x) { return std::isdigit(x); });
+}
+
+}  // namespace
+
+std::vector<PublishedTensor> published_tensors(const ModelConfig& model) {
+  const ModelConfig m = resolved(model);
+  std::vector<PublishedTensor> out = m.type == "llama" ? llama_tensors(m) : gpt2_tensors(m);
+  if (!m.tie_embeddings) out.push_back({"lm_head.weight", {m.vocab, m.width}, "head.weight"});
+  return out;
+}
+
+std::string_view published_prefix(const ModelConfig& model) { return model.type == "llama" ? kLlama : kGpt2; }
+
+bool is_redundant(const ModelConfig& model, std::string_view name) {
+  if (name == "lm_head.weight") return model.tie_embeddings;
+  if (model.type == "llama") return is_of_a_layer(name, "model.layers.", ".self_attn.rotary_emb.inv_freq");
+  return is_of_a_layer(name, "transformer.h.", ".attn.bias") || is_of_a_layer(name, "transformer.h.", ".attn.masked_bias");
+}
+
+}  // namespace sheaf::models

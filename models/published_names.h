@@ -1,0 +1,37 @@
+// The names that published weights have, and those of ours: one table, for reading and for writing.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sheaf/core/shape.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+/// A published tensor: some rows of one of ours, or all of them.
+struct PublishedTensor {
+  std::string name;         ///< "transformer.h.0.attn.c_attn.weight"
+  Shape shape;              ///< as published
+  std::string own;          ///< "blocks.0.attention.qkv.weight"
+  int64_t first_row = 0;    ///< of ours
+  bool transposed = false;  ///< [in, out]: ours is [out, in]
+  bool more_rows = false;   ///< it may have more rows than we use: positions
+
+  int64_t rows() const { return shape[transposed ? 1 : 0]; }                           ///< of ours
+  int64_t row_size() const { return shape.rank() == 2 ? shape[transposed ? 0 : 1] : 1; }  ///< elements
+};
+
+/// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM, by model.type; vocab must be known. Without
+/// model.bias, GPT-2's biases are not among them.
+std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
+
+/// What names begin with: "transformer." or "model."; files of the model without its head lack it.
+std::string_view published_prefix(const ModelConfig& model);
+
+/// Whether a tensor of this name (with prefix) says nothing that the table's do not: masks, frequencies, a head that is
+/// tied and written all the same.
+bool is_redundant(const ModelConfig& model, std::string_view name);
+
+}  // namespace sheaf::models

@@ -1,0 +1,30 @@
+// Starting from published weights: GPT-2's and Llama's as Hugging Face has them, read into a model that may be cut over
+// ranks. Each rank reads the bytes of its own part and nothing else.
+//
+//   models::Gpt model(models::GptConfig::gpt2_124m());
+//   shard(model, mesh, ...);
+//   materialize(model, world.device());
+//   models::load_weights(model, "gpt2");  // a folder with model.safetensors and config.json
+#pragma once
+
+#include "sheaf/models/published_files.h"
+#include "sheaf/models/train_config.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf::models {
+
+/// Fills the parameters of a materialized Gpt or Llama, f32 or f64, from weights in f32, f16 or bf16 (or f64, into f64),
+/// whose every value they hold exactly. Without communication, and outside of any recording; optimizers are not told.
+/// Of learned positions, the first `context` are taken. Returns the bytes of weights that this rank has read.
+/// Everything is checked before anything is written: ConfigError where the model is another one than config.json, if
+/// there is one, describes; CheckpointError naming file, tensor, what was expected and what was found.
+int64_t load_weights(nn::Module& model, const PublishedFiles& files);
+int64_t load_weights(nn::Module& model, const std::string& path);
+
+/// What load_weights() checks of names, shapes and dtypes, before there is a model; vocab must be known.
+void check_weights(const PublishedFiles& files, const ModelConfig& model);
+
+/// The shape of a Gpt or Llama; ConfigError for other modules.
+ModelConfig model_config(nn::Module& model);
+
+}  // namespace sheaf::models

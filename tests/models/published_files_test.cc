@@ -1,0 +1,234 @@
+// Published files that are wrong, and models that Sheaf does not have: refused, and the message says which file, which
+// tensor or key, what it is and what was expected.
+#include <filesystem>
+#include <fstream>
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/json.h"
+#include "sheaf/models/language_model.h"
+#include "sheaf/models/published_config.h"
+#include "sheaf/models/published_weights.h"
+#include "sheaf/nn/shard.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "tests/models/published/llama_bf16_shards",
+                  kBase = "tests/models/published/gpt2_f16_base";
+
+std::string text_of(const std::string& path) { return File::open(path).read_all(); }
+void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+/// A copy of published files that a test breaks.
+struct Copy : ScratchFolder {
+  explicit Copy(const std::string& folder) {
+    for (const auto& entry : std::filesystem::directory_iterator(folder))
+      if (entry.path().filename() != "logits.safetensors")
+        write_text(*this / entry.path().filename(), text_of(entry.path()));
+  }
+  /// Replaces the first `from` in a file.
+  void replace(const std::string& file, const std::string& from, const std::string& to) const {
+    std::string text = text_of(*this / file);
+    const size_t at = text.find(from);
+    ASSERT_NE(at, std::string::npos) << from;
+    write_text(*this / file, text.replace(at, from.size(), to));
+  }
+  void remove(const std::string& file) const { std::filesystem::remove(*this / file); }
+  /// Puts all tensors, as `edit` leaves them, into one model.safetensors.
+  struct Stored {
+    DType dtype;
+    Shape shape;
+    std::vector<std::byte> bytes;
+  };
+  void rewrite(const std::function<void(std::map<std::string, Stored>&)>& edit) const {
+    std::map<std::string, Stored> all;
+    {
+      const auto files = models::PublishedFiles::open(path());
+      for (const auto& [name, file] : files.tensors()) {
+        const SafetensorsEntry& entry = file->at(name);
+        all[name] = {entry.dtype, entry.shape, std::vector<std::byte>(static_cast<size_t>(entry.bytes()))};
+        file->read(name, 0, entry.shape.numel(), all[name].bytes.data());
+      }
+    }
+    edit(all);
+    std::vector<SafetensorsInput> inputs;
+    for (const auto& [name, t] : all) inputs.push_back({name, t.dtype, t.shape, {t.bytes}});
+    write_safetensors(*this / "model.safetensors", inputs);
+  }
+
+  int64_t load() const {
+    const auto model = models::make_language_model(models::read_published_config(*this / "config.json"), 0);
+    materialize(model->module());
+    return models::load_weights(model->module(), path());
+  }
+  std::string refused() const {
+    return message_of<CheckpointError>(ExitCode::kData, [&] { load(); });
+  }
+};
+
+using Tensors = std::map<std::string, Copy::Stored>;
+
+TEST(PublishedFiles, TakeOneFileTooAndAnyPathToIt) {
+  const Copy copy(kGpt2);
+  const int64_t bytes = copy.load();
+  const std::string digest = models::PublishedFiles::open(copy / "model.safetensors.index.json").digest();
+  EXPECT_EQ(models::PublishedFiles::open(copy.path()).digest(), digest);
+  copy.rewrite([](Tensors&) {});
+  EXPECT_EQ(copy.load(), bytes);
+  // How the tensors are cut into files is no matter; what they hold is.
+  EXPECT_EQ(models::PublishedFiles::open(copy.path()).digest(), digest);
+  EXPECT_EQ(models::PublishedFiles::open(copy / "model.safetensors").digest(), digest);
+  copy.rewrite([](Tensors& t) { t.at("transformer.ln_f.bias").bytes[5] ^= std::byte{1}; });
+  EXPECT_NE(models::PublishedFiles::open(copy.path()).digest(), digest);
+}
+
+TEST(PublishedFiles, NothingThere) {
+  const auto message = [](const std::string& path) {
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { models::PublishedFiles::open(path); });
+  };
+  const ScratchFolder folder;
+  EXPECT_THAT(message(folder / "none"), HasSubstr("there is no '" + (folder / "none") + "'"));
+  EXPECT_THAT(message(folder.path()), HasSubstr("has neither model.safetensors nor model.safetensors.index.json"));
+  write_text(folder / "pytorch_model.bin", "");
+  EXPECT_THAT(message(folder.path()), HasSubstr("save it as safetensors"));
+}
+
+TEST(PublishedFiles, TensorsThatDoNotFit) {
+  const Copy copy(kGpt2);
+  const auto refused = [&](const std::function<void(Tensors&)>& edit) {
+    const Copy broken(kGpt2);
+    broken.rewrite(edit);
+    return broken.refused();
+  };
+  EXPECT_THAT(refused([](Tensors& t) { t.erase("transformer.h.1.ln_2.bias"); }),
+              HasSubstr("has no \"transformer.h.1.ln_2.bias\" [12], of which the model's blocks.1.ln2.bias is made"));
+  EXPECT_THAT(refused([](Tensors& t) { t["transformer.h.2.ln_2.bias"] = t.at("transformer.h.1.ln_2.bias"); }),
+              AllOf(HasSubstr("model.safetensors': \"transformer.h.2.ln_2.bias\" f32[12] is nothing that this gpt2 of 2 layers has")));
+  EXPECT_THAT(refused([](Tensors& t) { t.at("transformer.h.0.attn.c_attn.weight").shape = {36, 12}; }),
+              AllOf(HasSubstr("model.safetensors': \"transformer.h.0.attn.c_attn.weight\" is f32[36,12]"),
+                    HasSubstr("the model's blocks.0.attention.qkv.weight asks for [12,36]")));
+  EXPECT_THAT(refused([](Tensors& t) { t.at("transformer.wte.weight").shape = {12, 29}; }), HasSubstr("asks for [29,12]"));
+  EXPECT_THAT(refused([](Tensors& t) { t.at("transformer.ln_f.bias").dtype = kI32; }),
+              HasSubstr("\"transformer.ln_f.bias\" is i32[12]; weights are f32, f16 or bf16"));
+  EXPECT_THAT(refused([](Tensors& t) {
+                t.at("transformer.ln_f.bias").dtype = kF64;
+                t.at("transformer.ln_f.bias").bytes.resize(96);
+              }), HasSubstr("\"transformer.ln_f.bias\" is f64, which ln_f.bias, f32, does not hold"));
+  // A head beside a tied embedding says nothing new; without the tie it is a weight like others.
+  const Copy tied(kGpt2);
+  tied.rewrite([](Tensors& t) { t["lm_head.weight"] = t.at("transformer.wte.weight"); });
+  EXPECT_GT(tied.load(), 0);
+  tied.rewrite([](Tensors& t) { t.erase("lm_head.weight"); });
+  tied.replace("config.json", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false");
+  EXPECT_THAT(tied.refused(), HasSubstr("has no \"lm_head.weight\" [29,12], of which the model's head.weight is made"));
+}
+
+TEST(PublishedFiles, HeadersThatLie) {
+  const Copy f8(kBase);
+  f8.replace("model.safetensors", "\"F16\"", "\"F8_E4M3\"");  // one tensor's; the header's length is no longer right
+  EXPECT_THAT(f8.refused(), HasSubstr("model.safetensors'"));
+  const Copy same_length(kBase);
+  same_length.replace("model.safetensors", "\"F16\"", "\"F8X\"");
+  EXPECT_THAT(same_length.refused(), HasSubstr("unknown dtype \"F8X\""));
+  const Copy offsets(kBase);
+  const std::string header = R"({"wte.weight":{"dtype":"F16","shape":[2],"data_offsets":[0,4]},)"
+                             R"("wpe.weight":{"dtype":"F16","shape":[2],"data_offsets":[2,6]}})";
+  write_text(offsets / "model.safetensors", std::string(1, static_cast<char>(header.size())) + std::string(7, '\0') + header +
+                                                std::string(6, 'x'));
+  EXPECT_THAT(offsets.refused(), HasSubstr("tensor \"wpe.weight\": overlaps the tensor before it: starts at byte 2"));
+  const Copy cut(kBase);
+  const std::string text = text_of(cut / "model.safetensors");
+  write_text(cut / "model.safetensors", text.substr(0, text.size() - 1));
+  EXPECT_THAT(cut.refused(), HasSubstr("model.safetensors'"));
+}
+
+TEST(PublishedFiles, IndicesThatLie) {
+  const auto refused = [](const std::string& from, const std::string& to) {
+    const Copy broken(kGpt2);
+    broken.replace("model.safetensors.index.json", from, to);
+    return broken.refused();
+  };
+  const std::string first = "model-00001-of-00004.safetensors";
+  const Copy missing(kGpt2);
+  missing.remove("model-00002-of-00004.safetensors");
+  EXPECT_THAT(missing.refused(), HasSubstr("index.json': names \"model-00002-of-00004.safetensors\", which is missing"));
+  EXPECT_THAT(refused(first, "../" + first), HasSubstr("\"../" + first + "\" is not the name of a safetensors file beside it"));
+  EXPECT_THAT(refused(first, "/etc/passwd"), HasSubstr("is not the name of a safetensors file"));
+  EXPECT_THAT(refused("\"weight_map\"", "\"weights\""), HasSubstr("lacks the field 'weight_map'"));
+  EXPECT_THAT(refused("\"weight_map\": {", "\"weight_map\": {,"), HasSubstr("not valid JSON"));
+  EXPECT_THAT(refused("\"weight_map\": {", "\"weight_map\": {\"x\": 3,"), HasSubstr("not an index of weights"));
+  EXPECT_THAT(refused("\"weight_map\": {", "\"weight_map\": {\"x\": \"" + first + "\","),
+              HasSubstr("says that \"x\" is in \"" + first + "\", which has no such tensor"));
+  const Copy unnamed(kGpt2);
+  const Json index = Json::parse(text_of(unnamed / "model.safetensors.index.json"), "index");
+  Json::Object map = index.at("weight_map").as_object();
+  const std::string dropped = map.back().first;
+  map.pop_back();
+  write_text(unnamed / "model.safetensors.index.json", Json(Json::Object{{"weight_map", map}}).dump());
+  EXPECT_THAT(unnamed.refused(), HasSubstr("index.json': does not name \"" + dropped + "\""));
+}
+
+TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
+  const auto refused = [](const std::string& folder, const std::string& key, const Json& value) {
+    const Copy copy(folder);
+    Json json = Json::parse(text_of(copy / "config.json"), "config.json");
+    json.set(key, value);
+    write_text(copy / "config.json", json.dump());
+    return message_of<CheckpointError>(ExitCode::kData, [&] { models::read_published_config(copy / "config.json"); });
+  };
+  const Json llama3 = Json::Object{{"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0},
+                                   {"original_max_position_embeddings", 8192}, {"rope_type", "llama3"}};
+  EXPECT_THAT(refused(kLlama, "rope_scaling", llama3),
+              AllOf(HasSubstr("config.json: rope_scaling is {\"factor\":8.0,"), HasSubstr("rotary positions are not scaled")));
+  EXPECT_THAT(refused(kLlama, "rope_scaling", Json::Object{{"type", "linear"}, {"factor", 2.0}}), HasSubstr("not scaled"));
+  EXPECT_THAT(refused(kLlama, "rope_parameters", llama3), HasSubstr("rope_parameters is"));
+  EXPECT_THAT(refused(kLlama, "rope_parameters", Json::Object{{"rope_theta", "1e4"}}), HasSubstr("rope_theta is not a number"));
+  EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases"));
+  EXPECT_THAT(refused(kLlama, "mlp_bias", true), HasSubstr("mlp_bias is true"));
+  EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
+  EXPECT_THAT(refused(kLlama, "layer_types", Json::Array{"full_attention", "sliding_attention"}), HasSubstr("layer_types is"));
+  EXPECT_THAT(refused(kLlama, "hidden_act", "gelu"), HasSubstr("hidden_act is \"gelu\": Sheaf's llama has silu"));
+  EXPECT_THAT(refused(kLlama, "head_dim", 8), HasSubstr("head_dim is 8: Sheaf's heads are width / heads = 16 / 4 wide"));
+  EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
+  EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
+  EXPECT_THAT(refused(kLlama, "model_type", "mistral"), HasSubstr("model_type is \"mistral\": Sheaf has gpt2 and llama"));
+  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2 and llama"));
+  EXPECT_THAT(refused(kLlama, "hidden_size", 0), HasSubstr("hidden_size is 0: expected a positive integer"));
+  EXPECT_THAT(refused(kLlama, "hidden_size", Json()), HasSubstr("hidden_size is null: expected a positive integer"));
+  EXPECT_THAT(refused(kLlama, "num_hidden_layers", "2"), HasSubstr("num_hidden_layers: [json] expected an integer, found \"2\""));
+  EXPECT_THAT(refused(kGpt2, "activation_function", "relu"), HasSubstr("activation_function is \"relu\""));
+  EXPECT_THAT(refused(kGpt2, "activation_function", "gelu"), HasSubstr("Sheaf's gpt2 has gelu_new"));
+  EXPECT_THAT(refused(kGpt2, "scale_attn_weights", false), HasSubstr("scale_attn_weights is false"));
+  EXPECT_THAT(refused(kGpt2, "scale_attn_by_inverse_layer_idx", true), HasSubstr("does not depend on the layer"));
+  EXPECT_THAT(refused(kGpt2, "add_cross_attention", true), HasSubstr("no cross-attention"));
+  EXPECT_EQ(refused(kGpt2, "some_new_key", true), "no exception");
+  EXPECT_EQ(refused(kGpt2, "activation_function", "gelu_pytorch_tanh"), "no exception");
+  EXPECT_EQ(refused(kLlama, "rope_scaling", Json::Object{{"rope_type", "default"}}), "no exception");
+
+  const Copy copy(kLlama);
+  write_text(copy / "config.json", "[1]");
+  EXPECT_THAT(copy.refused(), HasSubstr("config.json is not a JSON object"));
+  write_text(copy / "config.json", "{\"model_type\": \"llama\"");
+  EXPECT_THAT(copy.refused(), HasSubstr("not valid JSON"));
+}
+
+TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
+  for (const std::string& folder : {kGpt2, kLlama}) {
+    const models::ModelConfig before = models::read_published_config(folder + "/config.json");
+    const ScratchFolder scratch;
+    write_text(scratch / "config.json", models::published_config(before).dump());
+    const models::ModelConfig after = models::read_published_config(scratch / "config.json");
+    models::check_published_shape(after, before, folder);
+    EXPECT_EQ(after.context, before.context);
+  }
+}
+
+}  // namespace
+}  // namespace sheaf

@@ -1,0 +1,175 @@
+// Weights as `transformers` writes them: our models compute its logits from them, and every rank holds its own part of the
+// same parameters, having read nothing else. The folders are made by tests/models/published/make.
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/models/gpt.h"
+#include "sheaf/models/llama.h"
+#include "sheaf/models/published_config.h"
+#include "sheaf/models/published_weights.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::Values;
+using testing::Whole;
+
+const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied"};
+
+std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
+
+models::ModelConfig config_of(const std::string& name) {
+  return models::read_published_config(folder_of(name) + "/config.json");
+}
+
+Tensor logits(nn::Module& model, const Tensor& tokens_BT) {
+  if (auto* gpt = dynamic_cast<models::Gpt*>(&model)) return gpt->logits(tokens_BT);
+  return dynamic_cast<models::Llama&>(model).logits(tokens_BT);
+}
+
+/// What transformers made of these weights, in f64, and the tokens that it made it of.
+struct Expected {
+  Tensor tokens_BT;
+  std::vector<double> logits;
+  explicit Expected(const std::string& name) {
+    const auto file = SafetensorsFile::open(folder_of(name) + "/logits.safetensors");
+    const Shape shape = file.at("tokens").shape;
+    std::vector<int32_t> tokens(static_cast<size_t>(shape.numel()));
+    file.read("tokens", 0, shape.numel(), tokens.data());
+    tokens_BT = Tensor::from(tokens, shape);
+    logits.resize(static_cast<size_t>(file.at("logits").shape.numel()));
+    file.read("logits", 0, file.at("logits").shape.numel(), logits.data());
+  }
+};
+
+/// Largest difference, in units of the largest logit.
+double relative_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double worst = 0, most = 0;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    worst = std::isfinite(a[i]) ? std::max(worst, std::abs(a[i] - b[i])) : INFINITY;
+    most = std::max(most, std::abs(b[i]));
+  }
+  EXPECT_GT(most, 1.0);
+  return worst / most;
+}
+
+TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
+  for (const std::string name : kFolders)
+    for (DType dtype : {kF64, kF32}) {
+      SCOPED_TRACE(str(name, " in ", dtype));
+      const auto model = models::make_language_model(config_of(name), 0);
+      materialize(model->module(), Device::cpu(), {.dtype = dtype});
+      models::load_weights(model->module(), folder_of(name));
+      const Expected expected(name);
+      const double error = relative_difference(logits(model->module(), expected.tokens_BT).to_vector<double>(), expected.logits);
+      std::printf("%s in %s: relative error %.2e\n", name.c_str(), std::string(sheaf::name(dtype)).c_str(), error);
+      // Llama's rotary angles are f32 in transformers, whatever the model's type.
+      EXPECT_LE(error, dtype == kF32 ? 1e-5 : name.starts_with("llama") ? 1e-6 : 1e-13);
+    }
+}
+
+struct Loaded {
+  Values values;
+  std::vector<int64_t> bytes;  // that each rank read
+};
+
+Loaded load_on(int world, const std::string& name, const std::string& strategy, bool units) {
+  Loaded out;
+  out.bytes.resize(static_cast<size_t>(world));
+  Whole whole;
+  run_local(world, [&](World& w) {
+    const auto model = models::make_language_model(config_of(name), 0);
+    ShardOptions options;
+    options.strategy = strategy;
+    if (units) options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
+    shard(model->module(), w.mesh({{"data", w.size()}}), options);
+    materialize(model->module(), Device::cpu());
+    Allocator& memory = *RankContext::current().memory(Device::cpu());
+    memory.reset_peak();
+    const int64_t before = memory.stats().peak;
+    out.bytes[static_cast<size_t>(w.rank())] = models::load_weights(model->module(), folder_of(name));
+    EXPECT_EQ(memory.stats().peak, before);
+    whole.collect(model->module(), false);
+  }, {.threads_per_rank = 1});
+  out.values = whole.values();
+  return out;
+}
+
+TEST(PublishedWeights, AreTheSameBitsOnAnyNumberOfRanks) {
+  for (const std::string name : kFolders) {
+    const Loaded one = load_on(1, name, "full_shard", true);
+    for (int world : {1, 2, 3, 4})
+      for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+        for (bool units : {true, false}) {
+          SCOPED_TRACE(str(name, ", ", world, " ranks, ", strategy, units ? ", blocks" : ", one unit"));
+          const Loaded many = load_on(world, name, strategy, units);
+          EXPECT_EQ(testing::max_difference(one.values, many.values), 0.0);
+          // Where parameters are cut, ranks read each byte of the weights once between them, in like shares.
+          int64_t sum = 0, most = 0;
+          for (int64_t bytes : many.bytes) sum += bytes, most = std::max(most, bytes);
+          const bool whole = std::string(strategy) == "replicate";
+          EXPECT_EQ(sum, one.bytes[0] * (whole ? world : 1));
+          if (!whole) {
+            EXPECT_LE(most, one.bytes[0] / world + one.bytes[0] / 10);
+          }
+        }
+  }
+}
+
+TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
+  for (const std::string name : kFolders) {
+    SCOPED_TRACE(name);
+    models::ModelConfig config = config_of(name);
+    config.context = 5;
+    const auto model = models::make_language_model(config, 0);
+    materialize(model->module(), Device::cpu(), {.dtype = kF64});
+    models::load_weights(model->module(), folder_of(name));
+    const Expected expected(name);
+    const int64_t context = expected.tokens_BT.size(1), vocab = config.vocab;
+    const std::vector<double> actual = logits(model->module(), slice(expected.tokens_BT, 1, 0, 5)).to_vector<double>();
+    std::vector<double> first;
+    for (int64_t row = 0; row < 2; ++row)
+      first.insert(first.end(), expected.logits.begin() + row * context * vocab,
+                   expected.logits.begin() + (row * context + 5) * vocab);
+    EXPECT_LE(relative_difference(actual, first), 1e-6);
+  }
+}
+
+TEST(PublishedWeights, MustBeThoseOfTheModel) {
+  const auto message = [](const std::string& name, auto&& change) {
+    models::ModelConfig config = config_of(name);
+    change(config);
+    const auto model = models::make_language_model(config, 0);
+    materialize(model->module());
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(model->module(), folder_of(name)); });
+  };
+  const auto gpt2 = [&](auto&& change) { return message("gpt2_f32_shards", change); };
+  using Config = models::ModelConfig;
+  EXPECT_THAT(gpt2([](Config& c) { c.heads = 4, c.kv_heads = 4; }), HasSubstr("model.heads is 4, but 3 in tests/models"));
+  EXPECT_THAT(gpt2([](Config& c) { c.layers = 3; }), HasSubstr("model.layers is 3, but 2 in"));
+  EXPECT_THAT(gpt2([](Config& c) { c.vocab = 64; }), HasSubstr("model.vocab is 64, but 29 in"));
+  EXPECT_THAT(gpt2([](Config& c) { c.norm_eps = 1e-6; }), HasSubstr("model.norm_eps is 1e-06, but 1e-05 in"));
+  EXPECT_THAT(gpt2([](Config& c) { c.context = 12; }), HasSubstr("model.context is 12, more than the 11 of"));
+  EXPECT_THAT(message("llama_f32_tied", [](Config& c) { c.rope_theta = 5e5; }), HasSubstr("model.rope_theta is 500000, but 10000 in"));
+  EXPECT_THAT(message("llama_f32_tied", [](Config& c) { c.kv_heads = 4; }), HasSubstr("model.kv_heads is 4, but 2 in"));
+
+  nn::Linear other(3, 3);
+  materialize(other);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(other, folder_of("llama_f32_tied")); }),
+              HasSubstr("for Gpt and Llama, not for"));
+  const auto model = models::make_language_model(config_of("gpt2_f32_shards"), 0);
+  materialize(model->module(), Device::cpu(), {.dtype = kBF16});
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(model->module(), folder_of("gpt2_f32_shards")); }),
+              HasSubstr("is bf16; weights go to parameters in f32 or f64"));
+}
+
+}  // namespace
+}  // namespace sheaf

@@ -1,0 +1,227 @@
+// A run that starts from published weights, as a user runs it: what it takes from config.json, what it refuses, how it is
+// resumed, and what it exports.
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/file.h"
+#include "sheaf/core/safetensors.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/tools/sheaf_process.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::Outcome;
+using testing::run_sheaf;
+using Words = std::vector<std::string>;
+
+Words operator+(Words a, const Words& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tests/models/published/gpt2_f16_base",
+                  kLlama = "tests/models/published/llama_bf16_shards";
+
+/// Tokens that every model here knows, 16 bits each.
+struct Folder : ScratchFolder {
+  Folder() {
+    std::ofstream out(*this / "tokens.bin", std::ios::binary);
+    for (int i = 0; i < 600; ++i) {
+      const auto token = static_cast<uint16_t>((i * i + i / 7) % 29);
+      out.write(reinterpret_cast<const char*>(&token), 2);
+    }
+  }
+  Words train(const std::string& weights, const std::string& run) const {
+    return {"train", "--model.weights", weights, "--data.train_file", *this / "tokens.bin", "--data.val_file",
+            *this / "tokens.bin", "--output.folder", *this / run, "--train.batch", "4", "--train.warmup", "0",
+            "--train.schedule", "constant", "--train.eval_every", "3"};
+  }
+  std::string copy(const std::string& weights, const std::string& name) const {
+    std::filesystem::create_directory(*this / name);
+    for (const auto& entry : std::filesystem::directory_iterator(weights)) {
+      const std::string to = *this / name + "/" + entry.path().filename().string();
+      std::ofstream(to, std::ios::binary) << std::ifstream(entry.path(), std::ios::binary).rdbuf();
+    }
+    return *this / name;
+  }
+};
+
+/// Names and bytes of all tensors of a file.
+std::map<std::string, std::vector<std::byte>> tensors(const std::string& path) {
+  std::map<std::string, std::vector<std::byte>> out;
+  const auto file = SafetensorsFile::open(path);
+  for (const auto& [name, entry] : file.tensors()) {
+    out[name].resize(static_cast<size_t>(entry.bytes()));
+    file.read(name, 0, entry.shape.numel(), out[name].data());
+  }
+  return out;
+}
+
+double last_loss(const std::string& out) { return std::stod(out.substr(out.rfind("validation loss") + 15)); }
+
+/// Changes a byte of the values in a file.
+void damage(const std::string& path) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-7, std::ios::end);
+  file.put('\x3c');
+}
+
+void expect_ok(const Outcome& r) { ASSERT_EQ(r.code, 0) << r.err; }
+
+TEST(Weights, TheModelsShapeIsTheirs) {
+  const Folder folder;
+  const Outcome r = run_sheaf(folder.train(kLlama, "run") + Words{"--print-config"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  for (const char* line : {"type = \"llama\"", "layers = 2", "heads = 4", "kv_heads = 2", "width = 16", "mlp_width = 24",
+                           "context = 13", "vocab = 31", "rope_theta = 500.0", "norm_eps = 0.001", "tie_embeddings = false"})
+    EXPECT_THAT(r.out, HasSubstr(std::string(line) + "\n"));
+  // The plan of a step is that of such a model.
+  const Outcome tape = run_sheaf({"tape", "--model.weights", kLlama, "--world", "4"});
+  ASSERT_EQ(tape.code, 0) << tape.err;
+  EXPECT_THAT(tape.out, HasSubstr("parameters "));
+}
+
+TEST(Weights, ContradictionsAreRefused) {
+  const Folder folder;
+  const auto refused = [&](const Words& more, int code, const std::string& part) {
+    const Outcome r = run_sheaf(folder.train(kGpt2, "run") + more);
+    EXPECT_EQ(r.code, code) << r.err;
+    EXPECT_THAT(r.err, HasSubstr(part));
+    EXPECT_FALSE(std::filesystem::exists(folder / "run"));
+  };
+  const std::string from = " in " + kGpt2 + "/config.json";
+  refused({"--model.layers", "4"}, 64, "model.layers is 4, but 2" + from);
+  refused({"--model.heads", "4"}, 64, "model.heads is 4, but 3" + from);
+  refused({"--model.vocab", "64"}, 64, "model.vocab is 64, but 29" + from);
+  refused({"--model.type", "llama"}, 64, "model.type is llama, but gpt2" + from);
+  refused({"--model.bias", "false"}, 64, "model.bias is false, but true" + from);
+  refused({"--model.tie_embeddings", "false"}, 64, "model.tie_embeddings is false, but true" + from);
+  refused({"--model.context", "12"}, 64, "model.context is 12, more than the 11 of " + kGpt2);
+  refused({"--model.preset", "gpt2-124m"}, 64, "model.layers is 12, but 2" + from);
+  refused({"--model.weights", folder / "none"}, 64, "there is no '" + (folder / "none") + "'");
+  refused({"--model.weights", folder.path(), "--model.vocab", "29"}, 64, "has neither model.safetensors");
+  // Without a config.json, the tensors themselves tell.
+  const std::string copy = folder.copy(kGpt2, "copy");
+  std::filesystem::remove(copy + "/config.json");
+  const Words shape = {"--model.weights", copy, "--model.layers", "2", "--model.heads", "3", "--model.width", "12",
+                       "--model.mlp_width", "20", "--model.bias", "true", "--model.context", "11"};
+  refused(shape + Words{"--model.vocab", "30"}, 65, "\"transformer.wte.weight\" is f32[29,12]; the model's wte.weight asks for [30,12]");
+  expect_ok(run_sheaf(folder.train(kGpt2, "works") + shape + Words{"--model.vocab", "29", "--train.steps", "0"}));
+}
+
+TEST(Weights, GiveTheSameLossOnAnyNumberOfRanks) {
+  const Folder folder;
+  double expected = 0;
+  for (const std::string& weights : {kGpt2, kBase, kLlama})
+    for (int world : {1, 2, 3}) {
+      SCOPED_TRACE(str(weights, " on ", world));
+      const std::string run = str("run", world, weights.substr(weights.rfind('/') + 1));
+      const Outcome r = run_sheaf(testing::on_ranks(world, folder.train(weights, run) + Words{"--train.steps", "0"}));
+      ASSERT_EQ(r.code, 0) << r.err;
+      EXPECT_THAT(r.out, HasSubstr("starts from the weights in " + weights));
+      const double loss = last_loss(r.out);
+      if (world == 1) expected = loss;
+      EXPECT_NEAR(loss, expected, 1e-6);
+    }
+}
+
+TEST(Weights, AResumedRunNeedsThemNoMore) {
+  const Folder folder;
+  const std::string copy = folder.copy(kGpt2, "copy");
+  expect_ok(run_sheaf(folder.train(kGpt2, "whole") + Words{"--train.steps", "6"}));
+  expect_ok(run_sheaf(folder.train(copy, "parts") + Words{"--train.steps", "3"}));
+  // Other weights would not have come here; none are no matter.
+  damage(copy + "/model-00001-of-00004.safetensors");
+  const Outcome other = run_sheaf(folder.train(copy, "parts") + Words{"--train.steps", "6", "--resume"});
+  EXPECT_EQ(other.code, 76) << other.err;
+  EXPECT_THAT(other.err, HasSubstr("model.weights was '" + copy + "' with XXH3 "));
+  std::filesystem::remove_all(copy);
+  expect_ok(run_sheaf(testing::on_ranks(1, {"train", "--resume", "--output.folder", folder / "parts", "--train.steps", "6"})));
+  testing::expect_same_curve(testing::read_metrics(folder / "parts/metrics.jsonl"),
+                             testing::read_metrics(folder / "whole/metrics.jsonl"), "resumed");
+  // A run that began from random weights did not begin from these.
+  const Words random = {"train", "--data.train_file", folder / "tokens.bin", "--data.val_file", folder / "tokens.bin",
+                        "--output.folder", folder / "random", "--model.layers", "2", "--model.heads", "3",
+                        "--model.width", "12", "--model.mlp_width", "20", "--model.bias", "true", "--model.context", "11",
+                        "--model.vocab", "29", "--train.batch", "4", "--train.steps", "1"};
+  expect_ok(run_sheaf(random));
+  const Outcome late = run_sheaf(random + Words{"--model.weights", kGpt2, "--resume"});
+  EXPECT_EQ(late.code, 76) << late.err;
+  EXPECT_THAT(late.err, HasSubstr("model.weights was empty: the run started from random weights"));
+}
+
+TEST(Weights, RanksMustHaveTheSame) {
+  const Folder folder;
+  const std::string copy = folder.copy(kGpt2, "copy0");
+  folder.copy(kGpt2, "copy1");
+  const std::string program = std::getenv("SHEAF_BINARY") ? std::getenv("SHEAF_BINARY") : "tools/sheaf";
+  const auto launch = [&](const std::string& run) {
+    std::string command = "exec " + std::filesystem::absolute(program).string();
+    for (const std::string& word : folder.train(folder / "copy$RANK", run)) command += " \"" + word + "\"";
+    return run_sheaf({"launch", "--nproc-per-node", "2", "--threads-per-rank", "1", "--", "sh", "-c", command + " --train.steps 1"});
+  };
+  expect_ok(launch("same"));  // at two places
+  damage(folder / "copy1/model-00002-of-00004.safetensors");
+  const Outcome r = launch("other");
+  EXPECT_EQ(r.code, 64) << r.err;
+  EXPECT_THAT(r.err, HasSubstr("ranks disagree: model.weights is '" + (folder / "copy0")));
+}
+
+TEST(Weights, ExportAndImportAreInverse) {
+  const Folder folder;
+  for (const std::string& weights : {kGpt2, kBase, kLlama})
+    for (int world : {1, 3}) {
+      SCOPED_TRACE(str(weights, " on ", world));
+      const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
+      const auto at = [&](const std::string& what) { return folder / (what + name); };
+      expect_ok(run_sheaf(testing::on_ranks(world, folder.train(weights, "run" + name) + Words{"--train.steps", "2"})));
+      expect_ok(run_sheaf({"export", at("run"), at("published"), "--format", "huggingface"}));
+      // A step at a learning rate of 0 changes nothing.
+      expect_ok(run_sheaf(testing::on_ranks(4 - world, folder.train(at("published"), "again" + name) +
+          Words{"--train.steps", "1", "--train.lr", "0", "--train.min_lr", "0", "--train.weight_decay", "0"})));
+      expect_ok(run_sheaf({"export", at("run"), at("one") + ".safetensors"}));
+      expect_ok(run_sheaf({"export", at("again"), at("two") + ".safetensors"}));
+      EXPECT_TRUE(tensors(at("one") + ".safetensors") == tensors(at("two") + ".safetensors"));
+      // What was read has the names that are written.
+      const auto written = tensors(at("published") + "/model.safetensors");
+      if (weights == kBase) continue;  // names without prefix, and masks
+      size_t read = 0;
+      for (const auto& entry : std::filesystem::directory_iterator(weights))
+        if (entry.path().filename().string().starts_with("model-"))
+          for (const auto& [tensor, bytes] : tensors(entry.path())) {
+            EXPECT_TRUE(written.contains(tensor)) << tensor;
+            ++read;
+          }
+      EXPECT_EQ(read, written.size());
+    }
+}
+
+// Models of our own can be published: biases that GPT-2 has and ours lacks are zeros.
+TEST(Weights, ATrainedModelIsExported) {
+  const Folder folder;
+  const Words own = {"train", "--data.train_file", folder / "tokens.bin", "--data.val_file", folder / "tokens.bin",
+                     "--output.folder", folder / "run", "--model.layers", "1", "--model.heads", "2", "--model.width", "8",
+                     "--model.vocab", "29", "--model.context", "6", "--train.batch", "4", "--train.steps", "2"};
+  const Outcome trained = run_sheaf(own);
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  expect_ok(run_sheaf({"export", folder / "run", folder / "published", "--format", "huggingface"}));
+  const Outcome r = run_sheaf(folder.train(folder / "published", "again") + Words{"--train.steps", "0"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_NEAR(last_loss(r.out), last_loss(trained.out), 1e-6);
+  const Outcome unknown = run_sheaf({"export", folder / "run", folder / "x", "--format", "onnx"});
+  EXPECT_EQ(unknown.code, 64);
+  EXPECT_THAT(unknown.err, HasSubstr("unknown format 'onnx'; known: sheaf, huggingface"));
+  // Token files have no tokenizer, whatever the weights came from.
+  const Outcome text = run_sheaf({"generate", folder / "run"});
+  EXPECT_EQ(text.code, 64);
+  EXPECT_THAT(text.err, HasSubstr("it has no tokenizer"));
+}
+
+}  // namespace
+}  // namespace sheaf
