@@ -7,6 +7,8 @@
 namespace sheaf::models {
 namespace {
 
+constexpr int64_t kLargest = 1'000'000'000;  // of any size; products of two fit 64 bits
+
 // A config.json, where null means the same as nothing.
 class Reader {
  public:
@@ -32,7 +34,7 @@ class Reader {
 
   int64_t positive(const char* key) const {
     const int64_t value = get(key, int64_t{0}, &Json::as_int);
-    if (value <= 0) refuse(key, "expected a positive integer");
+    if (value <= 0 || value > kLargest) refuse(key, "expected a positive integer, at most 10^9");
     return value;
   }
   int64_t positive(const char* key, int64_t otherwise) const { return find(key) ? positive(key) : otherwise; }
@@ -126,7 +128,7 @@ ModelConfig read_llama(const Reader& r) {
   m.rope_theta = read_rope_theta(r);
   m.tie_embeddings = r.flag("tie_word_embeddings", false);
   m.bias = false;
-  if (r.positive("head_dim", m.width / m.heads) * m.heads != m.width)
+  if (r.find("head_dim") && r.positive("head_dim") != m.width / m.heads)
     r.refuse("head_dim", str("Sheaf's heads are width / heads = ", m.width, " / ", m.heads, " wide"));
   return m;
 }

@@ -8,6 +8,9 @@
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
 #include "sheaf/models/plan.h"
+#include "sheaf/models/published_names.h"
+#include "sheaf/models/published_weights.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/needs_gpu.h"
 
@@ -25,6 +28,34 @@ TEST(GpuTraining, WeightsStartWithTheBitsOfTheCpu) {
   SHEAF_NEEDS_GPU();
   for (int world : {1, 3})
     expect_same_bits(on_gpu(tiny_config(), world, 0), train_tiny(tiny_config(), 1, 0));
+}
+
+TEST(GpuTraining, PublishedWeightsArriveWithTheBitsOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  const models::ModelConfig config = tiny_config().model;
+  const ScratchFolder folder;
+  std::vector<std::vector<float>> values;
+  std::vector<SafetensorsInput> tensors;
+  for (const models::PublishedTensor& t : models::published_tensors(config)) {
+    std::vector<float>& v = values.emplace_back(static_cast<size_t>(t.shape.numel()));
+    for (size_t i = 0; i < v.size(); ++i) v[i] = static_cast<float>(i % 97) / 64 - static_cast<float>(values.size());
+    tensors.push_back({t.name, kF32, t.shape, {std::as_bytes(std::span(v))}});
+  }
+  write_safetensors(folder / "model.safetensors", tensors);
+  const auto load = [&](int world, Device device) {
+    Whole whole;
+    run_local(world, [&](World& w) {
+      const auto model = models::make_language_model(config, 0);
+      shard(model->module(), w.mesh({{"data", w.size()}}));
+      materialize(model->module(), device);
+      models::load_weights(model->module(), folder.path());
+      whole.collect(model->module(), false);
+    }, {.threads_per_rank = 1, .device = device});
+    return whole.values();
+  };
+  const Values expected = load(1, Device::cpu());
+  EXPECT_GT(max_magnitude(expected), 1);
+  for (int world : {1, 3}) EXPECT_EQ(max_difference(load(world, kGpu), expected), 0.0);
 }
 
 TEST(GpuTraining, GradientsInF64AtEveryWorld) {

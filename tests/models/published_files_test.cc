@@ -202,6 +202,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2 and llama"));
   EXPECT_THAT(refused(kLlama, "hidden_size", 0), HasSubstr("hidden_size is 0: expected a positive integer"));
   EXPECT_THAT(refused(kLlama, "hidden_size", Json()), HasSubstr("hidden_size is null: expected a positive integer"));
+  EXPECT_THAT(refused(kGpt2, "n_embd", int64_t{1} << 62), HasSubstr("expected a positive integer, at most 10^9"));
   EXPECT_THAT(refused(kLlama, "num_hidden_layers", "2"), HasSubstr("num_hidden_layers: [json] expected an integer, found \"2\""));
   EXPECT_THAT(refused(kGpt2, "activation_function", "relu"), HasSubstr("activation_function is \"relu\""));
   EXPECT_THAT(refused(kGpt2, "activation_function", "gelu"), HasSubstr("Sheaf's gpt2 has gelu_new"));

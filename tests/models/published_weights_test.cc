@@ -10,6 +10,7 @@
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
 #include "sheaf/models/published_config.h"
+#include "sheaf/models/published_names.h"
 #include "sheaf/models/published_weights.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -71,7 +72,7 @@ TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
       const Expected expected(name);
       const double error = relative_difference(logits(model->module(), expected.tokens_BT).to_vector<double>(), expected.logits);
       std::printf("%s in %s: relative error %.2e\n", name.c_str(), std::string(sheaf::name(dtype)).c_str(), error);
-      // Llama's rotary angles are f32 in transformers, whatever the model's type.
+      // Llama's norms and rotary angles are f32 in transformers, whatever the model's type.
       EXPECT_LE(error, dtype == kF32 ? 1e-5 : name.starts_with("llama") ? 1e-6 : 1e-13);
     }
 }
@@ -122,6 +123,30 @@ TEST(PublishedWeights, AreTheSameBitsOnAnyNumberOfRanks) {
           }
         }
   }
+}
+
+// Half precision is held exactly, transposed or not, wherever it lands.
+TEST(PublishedWeights, AreWidenedExactly) {
+  const auto expect_widened = [](const std::string& name, auto half) {
+    using Half = decltype(half);
+    const models::ModelConfig config = config_of(name);
+    const Values values = load_on(3, name, "full_shard", true).values;
+    const auto files = models::PublishedFiles::open(folder_of(name));
+    for (const models::PublishedTensor& t : models::published_tensors(config)) {
+      const auto prefix = models::published_prefix(config);
+      const bool bare = !files.tensors().contains(t.name) && t.name.starts_with(prefix);
+      const std::string there = bare ? t.name.substr(prefix.size()) : t.name;
+      const int64_t rows = t.rows(), columns = t.row_size();
+      std::vector<Half> read(static_cast<size_t>(rows * columns));
+      files.tensors().at(there)->read(there, 0, rows * columns, read.data());
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < columns; ++c)
+          ASSERT_EQ(values.at(t.own)[(t.first_row + r) * columns + c],
+                    static_cast<float>(read[t.transposed ? c * rows + r : r * columns + c])) << t.name << " " << r << " " << c;
+    }
+  };
+  expect_widened("gpt2_f16_base", f16());
+  expect_widened("llama_bf16_shards", bf16());
 }
 
 TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {

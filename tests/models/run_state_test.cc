@@ -57,6 +57,22 @@ TEST(RunState, NamesWhatDiffers) {
   EXPECT_THAT(with([](RunState& s) { s.val_data->tokens = 11; }), HasSubstr("the validation data was 10 tokens"));
 }
 
+TEST(RunState, RemembersTheWeightsItStartedFrom) {
+  RunState saved = a_run(), now = a_run();
+  saved.weights = now.weights = {"gpt2", "00dd"};
+  const RunState again = RunState::from_json(Json::parse(saved.to_json().dump(), "state"));
+  EXPECT_EQ(again.to_json(), saved.to_json());
+  now.weights->path = "elsewhere/gpt2";
+  check_resumable(again, now);
+  now.weights->xxh3 = "00ee";
+  EXPECT_THAT(mismatch(again, now), HasSubstr("model.weights was 'gpt2' with XXH3 00dd in the checkpoint and is "
+                                              "'elsewhere/gpt2' with XXH3 00ee now"));
+  now.weights = std::nullopt;  // they are not there any more, or not asked for again
+  check_resumable(again, now);
+  now.weights = saved.weights;
+  EXPECT_THAT(mismatch(a_run(), now), HasSubstr("model.weights was empty: the run started from random weights"));
+}
+
 TEST(RunState, TokenizersAreToldApartInALine) {
   const RunState saved = a_run();
   RunState now = a_run();
