@@ -36,6 +36,8 @@ PublishedFiles PublishedFiles::open(const std::string& path) {
 void PublishedFiles::add(const std::string& file) {
   files_.push_back(std::make_unique<SafetensorsFile>(SafetensorsFile::open(file)));
   const SafetensorsFile& opened = *files_.back();
+  if (opened.metadata().contains("sheaf"))
+    fail<CheckpointError>("[weights] '", file, "' has the names of our own models: export it with --format huggingface");
   for (const auto& [name, entry] : opened.tensors())
     if (const auto [at, first] = tensors_.emplace(name, &opened); !first)
       fail<CheckpointError>("[weights] ", json_string(name), " is in '", at->second->path(), "' and in '", file, "'");

@@ -214,6 +214,11 @@ TEST(Weights, ATrainedModelIsExported) {
   const Outcome r = run_sheaf(folder.train(folder / "published", "again") + Words{"--train.steps", "0"});
   ASSERT_EQ(r.code, 0) << r.err;
   EXPECT_NEAR(last_loss(r.out), last_loss(trained.out), 1e-6);
+  // The other format has other names.
+  expect_ok(run_sheaf({"export", folder / "run", folder / "own.safetensors"}));
+  const Outcome own_names = run_sheaf(folder.train(folder / "own.safetensors", "other") + Words{"--model.vocab", "29"});
+  EXPECT_EQ(own_names.code, 65);
+  EXPECT_THAT(own_names.err, HasSubstr("export it with --format huggingface"));
   const Outcome unknown = run_sheaf({"export", folder / "run", folder / "x", "--format", "onnx"});
   EXPECT_EQ(unknown.code, 64);
   EXPECT_THAT(unknown.err, HasSubstr("unknown format 'onnx'; known: sheaf, huggingface"));
