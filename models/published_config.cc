@@ -111,6 +111,7 @@ ModelConfig read_llama(const Reader& r) {
   if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   r.only("attention_bias", false, "Sheaf's llama has no biases");
   r.only("mlp_bias", false, "Sheaf's llama has no biases");
+  r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
   for (const char* key : {"sliding_window", "use_sliding_window"})
     r.only(key, false, "Sheaf's attention sees all tokens before");
   if (const Json* types = r.find("layer_types"); types && types->dump().find("sliding") != std::string::npos)

@@ -197,6 +197,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "hidden_act", "gelu"), HasSubstr("hidden_act is \"gelu\": Sheaf's llama has silu"));
   EXPECT_THAT(refused(kLlama, "head_dim", 8), HasSubstr("head_dim is 8: Sheaf's heads are width / heads = 16 / 4 wide"));
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
+  EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
   EXPECT_THAT(refused(kLlama, "model_type", "mistral"), HasSubstr("model_type is \"mistral\": Sheaf has gpt2 and llama"));
   EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2 and llama"));
