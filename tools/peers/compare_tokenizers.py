@@ -1,0 +1,80 @@
+"""`sheaf tokenize` beside tiktoken and tokenizers, GPT-2's vocabulary, one thread each. Started by
+tools/bench_tokenizers."""
+
+import array
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+import tiktoken
+import tiktoken.load
+import tokenizers
+
+ROUNDS = 5
+# As GPT-2 published it.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+HEADER_BYTES = 1024  # of a token file
+
+
+class Sheaf:
+    name = "sheaf"
+
+    def __init__(self, program, folder):
+        self.command = [program, "tokenize", "--tokenizer", "gpt2", "--tokenizer-folder", folder, "--threads", "1"]
+
+    def run(self, path, _):
+        """Seconds, as it says them (reading the text and writing the file included), and ids."""
+        with tempfile.TemporaryDirectory(prefix="bench_tokenizers_") as folder:
+            out = os.path.join(folder, "out.bin")
+            done = subprocess.run([*self.command, path, out], stdout=subprocess.PIPE, text=True, check=True)
+            ids = array.array("H")
+            with open(out, "rb") as file:
+                ids.frombytes(file.read()[HEADER_BYTES:])
+        return float(re.search(r"MB in ([0-9.]+) s", done.stdout)[1]), list(ids[:-1])  # without the end of text
+
+
+class Peer:
+    def __init__(self, name, encode):
+        self.name, self.encode = name, encode
+
+    def run(self, _, text):
+        start = time.perf_counter()
+        ids = self.encode(text)
+        return time.perf_counter() - start, ids
+
+
+def peers(folder):
+    vocabulary, merges = os.path.join(folder, "encoder.json"), os.path.join(folder, "vocab.bpe")
+    ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(vocab_bpe_file=merges, encoder_json_file=vocabulary)
+    tik = tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    hugging = tokenizers.ByteLevelBPETokenizer(vocabulary, merges)
+    return [Peer(f"tiktoken {tiktoken.__version__}", tik.encode_ordinary),
+            Peer(f"tokenizers {tokenizers.__version__}", lambda text: hugging.encode(text).ids)]
+
+
+def main():
+    program, folder, *paths = sys.argv[1:]
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    sides = [Sheaf(program, folder), *peers(folder)]
+    print("| text | ids | " + " | ".join(f"{side.name} MB/s" for side in sides) + " | ratio |")
+    print("|---|---|" + "---|" * (len(sides) + 1))
+    for path in paths:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+        megabytes = len(text.encode()) / 1e6
+        seconds, ids = {side.name: [] for side in sides}, {}
+        for _ in range(ROUNDS):
+            for side in sides:
+                took, ids[side.name] = side.run(path, text)
+                seconds[side.name].append(took)
+        rates = [megabytes / sorted(seconds[side.name])[ROUNDS // 2] for side in sides]
+        same = all(ids[side.name] == ids["sheaf"] for side in sides)
+        print(f"| {os.path.basename(path)}, {megabytes:.1f} MB | {'the same' if same else 'DIFFERENT'} | "
+              + " | ".join(f"{rate:.1f}" for rate in rates) + f" | {rates[0] / max(rates[1:]):.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
