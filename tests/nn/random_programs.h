@@ -57,6 +57,9 @@ inline Tensor moved(const Tensor& x, const Placement& to) {
   return y.id() == x.id() ? x * 1.0 : y;
 }
 
+/// Of the last dimension; a scalar has none, and the op says so.
+inline int64_t last(const Tensor& x) { return x.rank() > 0 ? x.size(-1) : 0; }
+
 inline const std::vector<Op>& ops() {
   static const auto* table = new std::vector<Op>{
       {1, [](Args a) { return tanh(a[0]); }}, {1, [](Args a) { return gelu(a[0]); }},
@@ -66,8 +69,8 @@ inline const std::vector<Op>& ops() {
       {1, [](Args a) { return sum(a[0], 0); }}, {1, [](Args a) { return mean(a[0], -1, true); }},
       {1, [](Args a) { return logsumexp(a[0], -1); }}, {1, [](Args a) { return cumsum(a[0], -1); }},
       {1, [](Args a) { return reshape(a[0], {a[0].numel()}); }}, {1, [](Args a) { return transpose(a[0], 0, -1); }},
-      {1, [](Args a) { return slice(a[0], -1, 0, (a[0].size(-1) + 1) / 2); }},
-      {1, [](Args a) { return split(a[0], {1, a[0].size(-1) - 1}, -1)[1]; }},
+      {1, [](Args a) { return slice(a[0], -1, 0, (last(a[0]) + 1) / 2); }},
+      {1, [](Args a) { return split(a[0], {1, last(a[0]) - 1}, -1)[1]; }},
       {1, [](Args a) { return pad(a[0], 0, 1, 0, 0.5); }}, {1, [](Args a) { return dropout(a[0], 0.25); }},
       {1, [](Args a) { return expand(reshape(a[0], {1, a[0].numel()}), {2, a[0].numel()}); }},
       {1, [](Args a) { return rotary(reshape(a[0], {a[0].size(0), a[0].size(1), 1, a[0].size(2)})); }},
