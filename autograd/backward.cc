@@ -1,27 +1,11 @@
 // The reverse pass of a recording: what it does with each node, and what a vjp sees of it.
 #include <algorithm>
-#include <cstring>
 
+#include "sheaf/autograd/apply_again.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
-namespace {
-
-/// A node's attributes where they stay while the tape grows.
-class AttrsCopy {
- public:
-  AttrsCopy(const Tape& tape, const Node& n) : words_((n.op->attrs_size + 7) / 8) {
-    if (n.op->attrs_size) std::memcpy(words_.data(), tape.attrs(n), n.op->attrs_size);
-  }
-  const void* data() const { return words_.data(); }
-
- private:
-  SmallVector<uint64_t, 16> words_;  // attributes need no stricter alignment
-};
-
-}  // namespace
-
 Tensor Recording::resolve(ValueId v) {
   const ValueState& s = state(v);
   if (s.group) {
@@ -34,10 +18,7 @@ Tensor Recording::resolve(ValueId v) {
     const Node n = tape_.node(tape_.value(v).producer);
     std::vector<Tensor> inputs;
     for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
-    std::vector<OutputSpec> outputs(n.num_outputs);
-    for (int o = 0; o < n.num_outputs; ++o) outputs[o].type = tape_.type(tape_.output(n, o));
-    const AttrsCopy attrs(tape_, n);
-    return apply_typed(*n.op, attrs.data(), inputs, outputs)[v - static_cast<ValueId>(n.outputs)];
+    return apply_again(tape_, n, inputs)[v - static_cast<ValueId>(n.outputs)];
   }
   if (!s.saved)
     for (Region& region : regions_)

@@ -5,9 +5,9 @@
 // back through the region. Gathered parameters and their views are no part of this: they are resolved as always, so the
 // unit is gathered again by the mirror of its discard, once, for both the repetition and the derivatives.
 #include <algorithm>
-#include <cstring>
 #include <unordered_set>
 
+#include "sheaf/autograd/apply_again.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
@@ -78,18 +78,14 @@ void Recording::recompute(Region& region) {
   for (NodeId id : nodes) {
     const Node n = tape_.node(id);  // copies: the tape grows
     const PathScope path(tape_.path(n));
-    std::vector<uint64_t> attrs((n.op->attrs_size + 7) / 8);
-    if (n.op->attrs_size) std::memcpy(attrs.data(), tape_.attrs(n), n.op->attrs_size);
     const std::vector<ValueId> ids(tape_.inputs(n).begin(), tape_.inputs(n).end());
     std::vector<Tensor> inputs;
     for (ValueId v : ids) {
       const auto here = values.find(v);
       inputs.push_back(here != values.end() ? here->second : resolve(v));
     }
-    std::vector<OutputSpec> specs(n.num_outputs);
-    for (int o = 0; o < n.num_outputs; ++o) specs[o].type = tape_.type(tape_.output(n, o));
     flag_next(Node::kRecomputed);
-    const Tensors outputs = apply_typed(*n.op, attrs.data(), inputs, specs);
+    const Tensors outputs = apply_again(tape_, n, inputs);
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape_.output(n, o);
       state(value_of(outputs[o])).copy_of = v;

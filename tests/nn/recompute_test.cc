@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kWidth = 16, kHidden = 64;
 
-/// Wide inside: what it computes is eight times as large as its input. Its second weight is tied to the model's.
+/// Wide inside: what it computes is eight times as large as its input.
 struct Layer : nn::Module {
   nn::LayerNorm norm{kWidth};
   nn::Linear up{kWidth, kHidden}, down{kHidden, kWidth};
@@ -86,7 +86,6 @@ Outcome train(int world, const std::string& strategy, bool recompute, std::optio
       if (w.rank() == 0) out.peak = memory.stats().peak;
       if (step < 2) continue;
       const auto leaves = recording.captured();
-      std::vector<Tensor> now;
       std::vector<ValueId> updated;
       const Tape tape = recording.take();
       for (NodeId i = 0; i < tape.num_nodes(); ++i)

@@ -1,0 +1,32 @@
+// A node of a tape, applied once more.
+#pragma once
+
+#include <cstring>
+#include <span>
+
+#include "sheaf/autograd/tape.h"
+
+namespace sheaf {
+
+/// A node's attributes where they stay while the tape grows.
+class AttrsCopy {
+ public:
+  AttrsCopy(const Tape& tape, const Node& n) : words_((n.op->attrs_size + 7) / 8) {
+    if (n.op->attrs_size) std::memcpy(words_.data(), tape.attrs(n), n.op->attrs_size);
+  }
+  const void* data() const { return words_.data(); }
+
+ private:
+  SmallVector<uint64_t, 16> words_;  // attributes need no stricter alignment
+};
+
+/// The op of `n`, which must not lie in the tape (it may grow), on these inputs, with outputs of the types that the node's
+/// have, in memory of their own.
+inline Tensors apply_again(const Tape& tape, const Node& n, std::span<const Tensor> inputs) {
+  std::vector<OutputSpec> specs(n.num_outputs);
+  for (int o = 0; o < n.num_outputs; ++o) specs[o].type = tape.type(tape.output(n, o));
+  const AttrsCopy attrs(tape, n);
+  return apply_typed(*n.op, attrs.data(), inputs, specs);
+}
+
+}  // namespace sheaf
