@@ -4,7 +4,6 @@
 #include "sheaf/models/llama.h"
 
 namespace sheaf::models {
-namespace {
 
 ModelConfig options_of(const GptConfig& c) {
   ModelConfig m;
@@ -23,8 +22,6 @@ ModelConfig options_of(const LlamaConfig& c) {
   m.dropout = c.dropout, m.rope_theta = c.rope_theta, m.norm_eps = c.norm_eps;
   return m;
 }
-
-}  // namespace
 
 const std::map<std::string, ModelConfig>& presets() {
   static const std::map<std::string, ModelConfig> table = [] {

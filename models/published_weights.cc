@@ -8,6 +8,7 @@
 #include "sheaf/core/transfer.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/presets.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/nn/state_dict.h"
@@ -140,31 +141,9 @@ class Loader {
 }  // namespace
 
 ModelConfig model_config(nn::Module& model) {
-  ModelConfig m;
-  const auto common = [&](const auto& c) {
-    m.layers = c.layers;
-    m.heads = c.heads;
-    m.width = c.width;
-    m.mlp_width = c.mlp_width;
-    m.context = c.context;
-    m.vocab = c.vocab;
-    m.tie_embeddings = c.tie_embeddings;
-    m.dropout = c.dropout;
-    m.norm_eps = c.norm_eps;
-  };
-  if (const auto* gpt = dynamic_cast<const Gpt*>(&model)) {
-    m.type = "gpt2";
-    m.bias = gpt->config.bias;
-    common(gpt->config);
-  } else if (const auto* llama = dynamic_cast<const Llama*>(&model)) {
-    m.type = "llama";
-    m.kv_heads = llama->config.kv_heads;
-    m.rope_theta = llama->config.rope_theta;
-    common(llama->config);
-  } else {
-    fail<ConfigError>("[weights] published weights are for Gpt and Llama, not for ", model.type_name());
-  }
-  return resolved(m);
+  if (const auto* gpt = dynamic_cast<const Gpt*>(&model)) return resolved(options_of(gpt->config));
+  if (const auto* llama = dynamic_cast<const Llama*>(&model)) return resolved(options_of(llama->config));
+  fail<ConfigError>("[weights] published weights are for Gpt and Llama, not for ", model.type_name());
 }
 
 void check_weights(const PublishedFiles& files, const ModelConfig& model) {
