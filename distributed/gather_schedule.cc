@@ -109,8 +109,8 @@ void GatherSchedule::forget_in_flight(Unit& unit) {
   mispredicted_ += static_cast<int64_t>(std::erase(in_flight_, &unit));
 }
 
-void GatherSchedule::complete_reductions() {
-  for (Unit* u : units_) u->complete_reduction();
+void GatherSchedule::advance_reductions() {
+  for (Unit* u : units_) u->advance_reduction();
 }
 
 int64_t GatherSchedule::gathered_bytes() const {

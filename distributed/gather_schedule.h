@@ -37,7 +37,7 @@ class GatherSchedule {
   void flush();
   /// The unit is about to be discarded, perhaps ahead of a use that its gather was issued for.
   void forget_in_flight(Unit& unit);
-  void complete_reductions();
+  void advance_reductions();
 
   int64_t budget() const;
   void set_budget(int64_t bytes) { budget_ = bytes; }

@@ -16,7 +16,10 @@ std::string_view name(Strategy s) {
 Strategy strategy_from(std::string_view text) {
   for (Strategy s : {Strategy::replicate, Strategy::shard_grad_op, Strategy::full_shard})
     if (text == name(s)) return s;
-  for (std::string_view later : {"zero1", "hybrid", "secondary_shard", "tensor_parallel"})
+  if (text == "hybrid")
+    fail<ConfigError>("[shard] strategy 'hybrid' is full_shard (or shard_grad_op) on one axis of a mesh and replicas on ",
+                      "another: ShardOptions::replica_axis, --sharding.replicas");
+  for (std::string_view later : {"zero1", "secondary_shard", "tensor_parallel"})
     if (text == later) fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op and replicate are");
   fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, replicate");
 }
@@ -68,24 +71,20 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
 
 Unit::~Unit() { schedule_->remove(this); }
 
-Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Placement& p) const {
-  return {dtype, {b.layout.total}, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
+Layout Unit::resting(const Placement& p) const {
+  return mesh_ ? Layout(mesh_, Placement::invariant()).with(axis_, p) : Layout();
 }
 
-Type Unit::leaf_in(int leaf, DType dtype, const Placement& p) const {
-  return {dtype, leaves_[leaf].shape, mesh_ ? Layout(mesh_).with(axis_, p) : Layout()};
-}
-
-// In the masters' dtype, of the dual placement of what is gathered, on every axis of the mesh.
-Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, Placement::replicate()).dual(); }
-Type Unit::slot_type(int leaf) const { return leaf_in(leaf, leaves_[leaf].dtype, Placement::replicate()).dual(); }
+// In the masters' dtype, of the dual placement of what is gathered.
+Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole()).dual(); }
+Type Unit::slot_type(int leaf) const { return leaf_in(leaf, leaves_[leaf].dtype, whole()).dual(); }
 
 Type Unit::leaf_type(int leaf) const {
   const DType dtype = leaves_[leaf].dtype;
-  if (strategy_ < Strategy::shard_grad_op) return leaf_in(leaf, dtype, Placement::invariant());
+  if (strategy_ < Strategy::shard_grad_op) return leaf_in(leaf, dtype, resting(Placement::invariant()));
   const auto [b, position] = where_[leaf];
   const FlatLayout& l = buffers_[b].layout;
-  return leaf_in(leaf, dtype, Placement::shard(OwnershipMap::flat(l.chunk, l.offsets[position])));
+  return leaf_in(leaf, dtype, resting(Placement::shard(OwnershipMap::flat(l.chunk, l.offsets[position]))));
 }
 
 void Unit::allocate(Device device) {
@@ -93,7 +92,7 @@ void Unit::allocate(Device device) {
   for (FlatBuffer& b : buffers_) {
     const Placement rest = strategy_ >= Strategy::shard_grad_op
                                ? Placement::shard(OwnershipMap::flat(b.layout.chunk)) : Placement::invariant();
-    const OutputSpec spec{buffer_type(b, b.dtype, rest), {}, -1, 0};
+    const OutputSpec spec{buffer_type(b, b.dtype, resting(rest)), {}, -1, 0};
     b.shard = gathers() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
                         : full_of(spec.type, 0.0);
   }
@@ -192,23 +191,32 @@ std::vector<Tensor> Unit::to_gather() const {
   Recording* r = Recording::current();
   for (const FlatBuffer& b : buffers_) {
     if (r) r->leaf(b.shard, b.name);
-    OutputSpec spec{b.shard.type(), {}, -1, 0};
-    spec.type.dtype = b.compute;
-    out.push_back(b.compute == b.dtype
-                      ? b.shard
-                      : apply_typed(UnitOps::cast_shard(), nullptr, std::span(&b.shard, 1), std::span(&spec, 1))[0]);
+    out.push_back(b.shard);
+  }
+  if (gathers() && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
+    std::vector<OutputSpec> specs;
+    for (const FlatBuffer& b : buffers_)
+      specs.push_back({buffer_type(b, b.dtype, whole().with(axis_, b.shard.layout()[axis_])), b.shard, -1, 0});
+    const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
+    const Tensors opened = apply_typed(UnitOps::open(), &attrs, out, specs);
+    out.assign(opened.begin(), opened.end());
+  }
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (buffers_[i].compute == buffers_[i].dtype) continue;
+    OutputSpec spec{out[i].type(), {}, -1, 0};
+    spec.type.dtype = buffers_[i].compute;
+    out[i] = apply_typed(UnitOps::cast_shard(), nullptr, std::span(&out[i], 1), std::span(&spec, 1))[0];
   }
   return out;
 }
 
 std::vector<OutputSpec> Unit::gathered_specs() const {
   std::vector<OutputSpec> specs;
-  const Placement whole = Placement::replicate();
-  for (const FlatBuffer& b : buffers_) specs.push_back({buffer_type(b, b.compute, whole), {}, -1, 0});
+  for (const FlatBuffer& b : buffers_) specs.push_back({buffer_type(b, b.compute, whole()), {}, -1, 0});
   for (int i = 0; i < num_leaves(); ++i) {
     const auto [b, position] = where_[i];
     const DType dtype = buffers_[b].compute;
-    specs.push_back({leaf_in(i, dtype, whole), {}, b,
+    specs.push_back({leaf_in(i, dtype, whole()), {}, b,
                      buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(dtype))});
   }
   return specs;
@@ -324,8 +332,8 @@ void Unit::recording_ended() {
   mirror_next_ = false;
   slot_buffers_.clear();
   std::fill(slots_.begin(), slots_.end(), Tensor());
-  reduction_.reduced.clear();  // waits for its lane: only then may the slots go
-  reduction_.slots.clear();
+  reduction_.values.clear();  // waits for its lane: only then may the slots go
+  reduction_.lent.clear();
 }
 
 }  // namespace sheaf

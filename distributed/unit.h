@@ -6,6 +6,9 @@
 //              reduce_scatter one per unit and backward, after every use, from the slots that the kernels wrote into
 //              discard
 //
+// On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the slice that
+// the reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
+//
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
 // into the reduce-scatter's input. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
 #pragma once
@@ -27,7 +30,7 @@ enum class Strategy : uint8_t {
   full_shard,     ///< ZeRO-3: Shard at rest, discarded after forward and gathered again
 };
 std::string_view name(Strategy s);
-/// By the name that name() gives it; throws ConfigError that lists the known ones, or says that this one is not there yet.
+/// By the name that name() gives it; throws ConfigError that lists the known ones, or says what to write instead.
 Strategy strategy_from(std::string_view name);
 
 struct LeafSpec {
@@ -55,7 +58,7 @@ struct FlatBuffer {
   bool trainable = true;
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
-  Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh
+  Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant
   Tensor grad;              ///< of the same type; undefined until a backward has ended
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
 };
@@ -70,8 +73,9 @@ struct LocalPiece {
 /// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
 class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
  public:
-  /// `mesh` may be null (Strategy::none). `schedule` is shared by the units of one model. `compute`, if given, is what
-  /// the masters are cast to before they are gathered; gradients and their reduction stay in the masters' dtype.
+  /// `mesh` may be null (Strategy::none). `strategy` is about `axis`; along the others the masters are replicated.
+  /// `schedule` is shared by the units of one model. `compute`, if given, is what the masters are cast to before they are
+  /// gathered; gradients and their reduction stay in the masters' dtype.
   Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
        std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute = std::nullopt);
   ~Unit() override;
@@ -117,6 +121,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void close_ungathered();
   /// Before the masters change: what was gathered or cast from them closes, though its scope may still be open.
   void close_for_change();
+  /// Waits for the collective under way, if any, and issues the one that follows it; after the last, the gradient rests.
+  void advance_reduction();
   void complete_reduction();
 
  private:
@@ -129,10 +135,13 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   friend class GatherSchedule;
 
   bool opened_outside_recordings() const { return recording_ == 0; }
-  bool communicates() const { return mesh_ && mesh_->size(axis_) > 1; }
-  bool gathers() const { return communicates() && strategy_ >= Strategy::shard_grad_op; }
-  Type buffer_type(const FlatBuffer& b, DType dtype, const Placement& p) const;
-  Type leaf_in(int leaf, DType dtype, const Placement& p) const;
+  bool gathers() const { return mesh_ && mesh_->size(axis_) > 1 && strategy_ >= Strategy::shard_grad_op; }
+  /// Of masters: `p` on the unit's axis, Invariant on others.
+  Layout resting(const Placement& p) const;
+  /// Of what enters compute: Replicate on every axis.
+  Layout whole() const { return mesh_ ? Layout(mesh_) : Layout(); }
+  Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const { return {dtype, {b.layout.total}, layout}; }
+  Type leaf_in(int leaf, DType dtype, const Layout& layout) const { return {dtype, leaves_[leaf].shape, layout}; }
   Type slots_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
   /// The masters as they are gathered, and the types of the buffers and of the values in them.
@@ -142,6 +151,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void bind();
   void views_of_masters();
   void zero_missing(const std::vector<bool>& contributed);
+  void reduce_along(int axis);
+  void keep_gradient();
 
   std::string name_;
   std::vector<LeafSpec> leaves_;
@@ -162,8 +173,12 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
-  struct Reduction { std::vector<Tensor> slots; Tensors reduced; };  // reduced goes first and waits for its lane
-  Reduction reduction_;            // issued, its buffers not back yet
+  struct Reduction {               // `values` goes first and waits for its lane
+    std::vector<Tensor> lent;      // the slots, while the unit's own axis is reduced
+    Tensors values;                // one per trainable buffer; empty: nothing is under way
+    int along = -1;                // the axis whose collective is under way
+  };
+  Reduction reduction_;
 };
 
 }  // namespace sheaf

@@ -1,5 +1,6 @@
 // The gradients of a unit: the slots that kernels write them into, their reduction, and what a backward leaves at rest.
 #include <algorithm>
+#include <utility>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit.h"
@@ -53,49 +54,75 @@ void Unit::finish(const std::vector<bool>& contributed) {
     discard_gathered();
   }
   if (slot_buffers_.empty()) return;  // all frozen
-  schedule_->complete_reductions();   // at most one reduction's input is in flight
+  schedule_->advance_reductions();    // at most one unit's slots are in flight
+  reduction_.lent = std::move(slot_buffers_);
+  slot_buffers_.clear();
+  std::fill(slots_.begin(), slots_.end(), Tensor());
+  reduce_along(axis_);
+}
+
+// [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
+// along each other axis of the mesh, in place. Each is issued where the next unit's reduction begins, so that nobody
+// waits for it; by then the one before has had a unit's backward to end in.
+void Unit::reduce_along(int axis) {
+  const PathScope path(name_);
+  const bool own = axis == axis_;
+  const bool alone = !mesh_ || mesh_->size(axis) == 1;
+  std::vector<Tensor> from(reduction_.values.begin(), reduction_.values.end());
+  if (own) from = reduction_.lent;
   std::vector<OutputSpec> specs;
   size_t k = 0;
   for (const FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
-    const Tensor& slots = slot_buffers_[k++];
-    if (gathers()) specs.push_back({b.shard.type(), {}, -1, 0});
-    else specs.push_back({b.shard.type(), slots, -1, 0});  // reduced in place
+    const Tensor& t = from[k++];
+    Type type = t.type();
+    if (mesh_) type.layout[axis] = b.shard.layout()[axis];
+    specs.push_back({type, own && gathers() ? Tensor() : t, -1, 0});
   }
-  reduction_.slots = std::move(slot_buffers_);
-  slot_buffers_.clear();
-  std::fill(slots_.begin(), slots_.end(), Tensor());
-  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(specs.size())};
-  const OpDef& op = gathers() ? UnitOps::reduce_scatter() : communicates() ? UnitOps::all_reduce() : UnitOps::open();
-  reduction_.reduced = apply_typed(op, &attrs, reduction_.slots, specs);
-  if (!communicates()) complete_reduction();
+  const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+  const OpDef& op = alone ? UnitOps::open() : own && gathers() ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
+  reduction_.values = apply_typed(op, &attrs, from, specs);
+  reduction_.along = axis;
+  if (alone) advance_reduction();
+}
+
+void Unit::advance_reduction() {
+  if (reduction_.values.empty()) return;
+  const int along = reduction_.along;
+  if (mesh_ && mesh_->size(along) > 1) {
+    const PathScope path(name_);
+    std::vector<Tensor> lent(reduction_.values.begin(), reduction_.values.end());
+    lent.insert(lent.end(), reduction_.lent.begin(), reduction_.lent.end());
+    const UnitOps::Attrs attrs{along, static_cast<int32_t>(reduction_.values.size())};
+    apply_typed(UnitOps::complete(), &attrs, lent, {});
+  }
+  for (Tensor& t : reduction_.values) t.storage()->settle();
+  reduction_.lent.clear();
+  int next = along == axis_ ? 0 : along + 1;
+  if (next == axis_) ++next;
+  if (mesh_ && next < mesh_->num_axes()) reduce_along(next);
+  else keep_gradient();
 }
 
 void Unit::complete_reduction() {
-  if (reduction_.reduced.empty()) return;
+  while (!reduction_.values.empty()) advance_reduction();
+}
+
+void Unit::keep_gradient() {
   const PathScope path(name_);
-  if (communicates()) {
-    std::vector<Tensor> lent(reduction_.reduced.begin(), reduction_.reduced.end());
-    lent.insert(lent.end(), reduction_.slots.begin(), reduction_.slots.end());
-    const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(reduction_.reduced.size())};
-    apply_typed(UnitOps::complete(), &attrs, lent, {});
-  }
-  for (Tensor& t : reduction_.reduced) t.storage()->settle();
-  reduction_.slots.clear();
+  const Tensors reduced = std::exchange(reduction_.values, {});
   size_t k = 0;
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
-    const Tensor& reduced = reduction_.reduced[k++];
     b.grad_scale = Tensor();  // it belonged to the gradient before
     if (!b.grad) {
-      b.grad = reduced;
+      b.grad = reduced[k++];
       continue;
     }
     // What another recording left here is a leaf of this one, as it is before it changes.
     if (Recording* r = Recording::current()) r->leaf(b.grad, "gradient of " + b.name);
-    add_into(b.grad, reduced);  // a micro-batch's gradient is finished, then added
+    add_into(b.grad, reduced[k++]);  // a micro-batch's gradient is finished, then added
   }
-  reduction_.reduced.clear();
 }
 
 }  // namespace sheaf

@@ -142,7 +142,7 @@ struct AllReduce {
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
     on_lane(runtime_of(c.input_type(0)).reduce_lane(a.axis), a, c, [&](Communicator& lane, int b) {
-      return lane.all_reduce(c.input(b).data, c.input_type(b).shape.numel(), c.input_type(b).dtype, Reduction::sum,
+      return lane.all_reduce(c.input(b).data, c.input_type(b).local_shape().numel(), c.input_type(b).dtype, Reduction::sum,
                              PathScope::current());
     });
   }

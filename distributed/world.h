@@ -38,6 +38,9 @@ class World {
   /// the same axes again give the same mesh. ConfigError unless the sizes multiply to size().
   Mesh mesh(std::vector<MeshSpec::Axis> axes);
 
+  /// Of all ranks, for what is on no tape: the gather lane of the mesh (data=size()).
+  Communicator& communicator() { return mesh({{"data", size()}}).runtime->gather_lane(0); }
+
   /// Writes one line to standard output, on rank 0 only.
   template <class... Parts>
   void print(const Parts&... parts) const {

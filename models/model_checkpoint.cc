@@ -1,5 +1,6 @@
 #include "sheaf/models/model_checkpoint.h"
 
+#include <algorithm>
 #include <set>
 
 #include "sheaf/autograd/recording.h"
@@ -35,13 +36,11 @@ CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
   group.rank = world.rank();
   group.world = world.size();
   if (world.size() == 1) return group;
-  Communicator* lane = nullptr;
-  for (const auto& unit : units(module))
-    if (!lane && unit->mesh() && unit->mesh()->size(unit->axis()) == world.size())
-      lane = &RankContext::current().runtime(unit->mesh())->gather_lane(unit->axis());
-  if (!lane)
+  const auto all = units(module);
+  if (std::ranges::none_of(all, [&](const auto& u) { return u->mesh() && u->mesh()->num_ranks() == world.size(); }))
     fail<ConfigError>("[checkpoint] the world has ", world.size(), " ranks, but this ", module.type_name(), " is not "
                       "shared among them: call shard(model, mesh) before materialize()");
+  Communicator* lane = &world.communicator();
   group.barrier = [lane] { lane->barrier("checkpoint").sync(); };
   group.all_true = [lane](bool mine) {
     int32_t value = mine;

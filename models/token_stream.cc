@@ -10,9 +10,16 @@ namespace sheaf::models {
 TokenStream::TokenStream(Tokens tokens, const TokenStreamOptions& options, const Mesh& mesh)
     : options_(options), windows_(std::move(tokens), options.context, options.seed) {
   check<ConfigError>(options.batch_per_rank > 0, "[token_stream] batch_per_rank is ", options.batch_per_rank);
-  const int axis = mesh.spec->axis(options.axis);
-  type_ = {kI32, {options.batch_per_rank * mesh.spec->size(axis), options.context},
-           Layout(mesh.spec).with(axis, Placement::shard(0))};
+  int64_t batch = options.batch_per_rank;
+  Layout layout(mesh.spec);
+  for (const std::string& name : {options.axis, options.replica_axis}) {
+    if (name.empty()) continue;
+    const int axis = mesh.spec->axis(name);
+    check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", name, "' is named twice");
+    batch *= mesh.spec->size(axis);
+    layout[axis] = Placement::shard(0);
+  }
+  type_ = {kI32, {batch, options.context}, layout};
 }
 
 TokenBatch TokenStream::batch(int64_t step) const {

@@ -1,4 +1,4 @@
-// TokenStream: batches of a token sequence as tensors, cut over the ranks of a mesh axis.
+// TokenStream: batches of a token sequence as tensors, cut over the ranks of a mesh axis, or of two.
 #pragma once
 
 #include <string>
@@ -14,6 +14,7 @@ struct TokenStreamOptions {
   int64_t context = 1024;       ///< tokens per sequence
   uint64_t seed = 0;            ///< of the order of samples
   std::string axis = "data";    ///< of the mesh, that cuts the batch
+  std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
 };
 
 struct TokenBatch {

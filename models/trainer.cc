@@ -22,8 +22,6 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Communicator& lane_of(TrainingStep& step) { return step.mesh().runtime->gather_lane(0); }
-
 // What ranks tell each other after a step: how much memory it took, and whether somebody wants the run to end. It
 // travels while they go on, so that nobody waits for it in a step that is not logged.
 class StepNews {
@@ -223,7 +221,7 @@ TrainReport Trainer::run(const std::function<int()>& signal) {
     metrics = std::make_unique<MetricsWriter>(config_.output.folder + "/metrics.jsonl", first_step_ - (first_step_ == 0));
   }
   Allocator& memory = *RankContext::current().memory(device_);
-  StepNews news(world_.size() > 1 ? &lane_of(*step_) : nullptr, world_.rank(), world_.size());
+  StepNews news(world_.size() > 1 ? &world_.communicator() : nullptr, world_.rank(), world_.size());
   TrainReport report;
   RecordedStep recorded;
   report.steps = t.steps;

@@ -19,6 +19,7 @@ namespace {
 ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model) {
   ShardOptions options;
   options.axis = "data";
+  if (config.sharding.replicas > 1) options.replica_axis = "replica";
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
   if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
@@ -30,20 +31,35 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   return options;
 }
 
+// Ranks of one group are neighbours: what moves most moves between GPUs of one host.
+Mesh mesh_for(const ShardingConfig& sharding, World& world) {
+  const int ranks = world.size();
+  if (sharding.replicas == 1) return world.mesh({{"data", ranks}});
+  if (sharding.strategy == "replicate")
+    fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
+  if (sharding.replicas < 1 || ranks % sharding.replicas != 0)
+    fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": ", ranks, ranks == 1 ? " rank cannot" : " ranks cannot",
+                      " be divided into as many equal groups");
+  const auto replicas = static_cast<int>(sharding.replicas);
+  return world.mesh({{"replica", replicas}, {"data", ranks / replicas}});
+}
+
 void check_graph(Device device, const Mesh& mesh) {
   if (device.is_cpu()) fail<ConfigError>("[train] train.cuda_graph: this run computes on CPUs, which have no graphs");
-  if (device.is_meta() || mesh.spec->size(0) == 1) return;
-  for (const Communicator* lane : {&mesh.runtime->gather_lane(0), &mesh.runtime->reduce_lane(0)})
-    if (!lane->can_be_captured())
-      fail<ConfigError>("[train] train.cuda_graph: ranks talk over '", lane->kind(), "', which a graph cannot hold; "
+  if (device.is_meta()) return;
+  for (int axis = 0; axis < mesh.spec->num_axes(); ++axis)
+    for (const Communicator* lane : {&mesh.runtime->gather_lane(axis), &mesh.runtime->reduce_lane(axis)})
+      if (mesh.spec->size(axis) > 1 && !lane->can_be_captured())
+        fail<ConfigError>("[train] train.cuda_graph: ranks talk over '", lane->kind(), "', which a graph cannot hold; "
                         "with a GPU for each rank they talk over NCCL");
 }
 
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device)
-    : config_(config), world_(world), device_(device), mesh_(world.mesh({{"data", world.size()}})),
+    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)),
       model_(make_language_model(config.model, vocab)) {
+  world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, *model_));
@@ -139,7 +155,7 @@ TrainingStep::Result TrainingStep::record_first(int64_t step, double lr, Recorde
   if (config_.train.tune_products && device_.is_cuda()) tune.emplace();
   const Result result = record(step, lr, recorded);
   if (device_.is_cuda() && world_.size() > 1)
-    share_product_choices(mesh_.runtime->gather_lane(0), product_choices(device_),
+    share_product_choices(world_.communicator(), product_choices(device_),
                           [this](std::string_view choices) { take_product_choices(device_, choices); });
   return result;
 }

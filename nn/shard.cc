@@ -85,10 +85,13 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
     fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
                       mesh.spec->size(mark.axis));
+  const int replicas = mesh.spec && !options.replica_axis.empty() ? mesh.spec->axis(options.replica_axis) : -1;
+  if (mesh.spec && replicas == mark.axis)
+    fail<ConfigError>("[shard] axis '", options.axis, "' cannot be the replica axis as well");
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
-    if (a != mark.axis && mesh.spec->size(a) > 1)
-      fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis,
-                        "' while another axis has several ranks (hybrid sharding) is not there yet");
+    if (a != mark.axis && a != replicas && mesh.spec->size(a) > 1)
+      fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
+                        mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis");
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);

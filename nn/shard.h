@@ -71,6 +71,9 @@ struct StrategyChoice {
 
 struct ShardOptions {
   std::string axis = "data";            ///< of the mesh, that cuts parameters and the batch
+  /// Of the mesh, that cuts the batch too, but along which the model is replicated (hybrid sharding, HSDP): the strategy
+  /// holds within a group of ranks along `axis`, and gradients are summed over the groups besides. "": no such axis.
+  std::string replica_axis = "";
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root
@@ -81,7 +84,7 @@ struct ShardOptions {
 
 /// Marks `module` and those below it that options.units choose as units over an axis of `mesh`. `Mesh{}` keeps the same
 /// units on one rank without a mesh. Before materialize(); throws ConfigError for a module already marked, an unknown
-/// axis or path.
+/// axis or path, or an axis of several ranks that the options do not name.
 void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options = {});
 
 struct MaterializeOptions {

@@ -326,7 +326,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 
       {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}, {}, {},
-       {"zero1", "hybrid", "secondary_shard", "tensor_parallel"}},
+       {"zero1", "secondary_shard", "tensor_parallel"}},
+      {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
+       1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
       {"sharding.prefetch_bytes", &s.prefetch_bytes, "gathered ahead of use; -1: the largest unit; 0: none", any, -1},

@@ -100,13 +100,15 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
   EXPECT_EQ(max_difference(a.parameters, b.parameters), 0.0);
 }
 
-Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device) {
+Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device, int replicas) {
   const models::TrainConfig config = tiny_config();
   Whole whole;
   run_local(world, [&](World& w) {
     const auto model = models::make_language_model(config.model, config.model.vocab);
-    const Mesh mesh = world > 0 ? w.mesh({{"data", w.size()}}) : Mesh{};
     ShardOptions options;
+    if (replicas > 0) options.replica_axis = "replica";
+    const Mesh mesh = replicas > 0 ? w.mesh({{"replica", replicas}, {"data", w.size() / replicas}})
+                                   : w.mesh({{"data", w.size()}});
     options.strategy = strategy;
     options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
     shard(model->module(), mesh, options);

@@ -1,6 +1,7 @@
 // Helpers to compare models that were trained in different ways: whole parameters and gradients from the ranks' pieces.
 #pragma once
 
+#include <cmath>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -18,7 +19,8 @@ namespace sheaf::testing {
 /// Whole tensors by name, put together by all ranks of a job.
 class Whole {
  public:
-  /// Adds this rank's part of every parameter, or of its gradient. Elements that several ranks hold must agree.
+  /// Adds this rank's part of every parameter, or of its gradient. Elements that several ranks hold must agree: what
+  /// differs becomes NaN.
   void collect(nn::Module& module, bool gradients) {
     for (const auto& unit : units(module)) {
       for (FlatBuffer& buffer : unit->buffers()) {
@@ -28,9 +30,15 @@ class Whole {
         for (const LocalPiece& piece : unit->pieces(buffer)) {
           const LeafSpec& leaf = unit->leaves()[piece.leaf];
           std::vector<double>& whole = values_[leaf.name];
+          std::vector<bool>& known = known_[leaf.name];
           whole.resize(leaf.shape.numel());
-          for (int64_t i = 0; i < piece.interval.size(); ++i)
-            whole[piece.interval.begin + i] = local[piece.shard_offset + i];
+          known.resize(whole.size());
+          for (int64_t i = 0; i < piece.interval.size(); ++i) {
+            const int64_t at = piece.interval.begin + i;
+            const double value = local[piece.shard_offset + i];
+            whole[at] = known[at] && whole[at] != value ? NAN : value;
+            known[at] = true;
+          }
         }
       }
     }
@@ -40,6 +48,7 @@ class Whole {
  private:
   std::mutex mutex_;
   std::map<std::string, std::vector<double>> values_;
+  std::map<std::string, std::vector<bool>> known_;
 };
 
 using Values = std::map<std::string, std::vector<double>>;
@@ -69,7 +78,7 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
                       const std::function<void(models::TrainingStep&)>& inspect = {}, Device device = {});
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
-/// The gradients of a batch of `rows` rows in f64.
-Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device = {});
+/// The gradients of a batch of `rows` rows in f64. With `replicas`, on a mesh (replica, data).
+Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device = {}, int replicas = 0);
 
 }  // namespace sheaf::testing

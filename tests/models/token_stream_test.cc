@@ -17,11 +17,11 @@ Tokens numbers(int64_t n) {
 }
 
 TEST(TokenStream, ManyRanksSeeTheBatchOfOne) {
-  const auto batches = [](int ranks) {  // tokens of steps 0 to 2, rank after rank
+  const auto batches = [](int ranks, int replicas = 1) {  // tokens of steps 0 to 2, rank after rank
     std::vector<std::vector<int32_t>> seen(static_cast<size_t>(3 * ranks));
     run_local(ranks, [&](World& world) {
-      const TokenStream data(numbers(50), {.batch_per_rank = 6 / ranks, .context = 5, .seed = 3},
-                             world.mesh({{"data", ranks}}));
+      const TokenStream data(numbers(50), {.batch_per_rank = 6 / ranks, .context = 5, .seed = 3, .replica_axis = "replica"},
+                             world.mesh({{"replica", replicas}, {"data", ranks / replicas}}));
       for (int64_t step : {2, 0, 1}) {  // any order: there is no position
         const TokenBatch batch = data.batch(step);
         EXPECT_EQ(batch.tokens.shape(), (Shape{6, 5}));
@@ -42,6 +42,7 @@ TEST(TokenStream, ManyRanksSeeTheBatchOfOne) {
   EXPECT_EQ(one.size(), 90u);
   EXPECT_EQ(batches(2), one);
   EXPECT_EQ(batches(3), one);
+  for (int replicas : {2, 3, 6}) EXPECT_EQ(batches(6, replicas), one) << replicas << " replicas";
 }
 
 TEST(TokenStream, RefusesWhatCannotBe) {
@@ -50,6 +51,7 @@ TEST(TokenStream, RefusesWhatCannotBe) {
     EXPECT_THROW(TokenStream(numbers(5), {.batch_per_rank = 1, .context = 5}, mesh), DataError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 0, .context = 5}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .axis = "no"}, mesh), ConfigError);
+    EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .replica_axis = "data"}, mesh), ConfigError);
   });
 }
 

@@ -51,9 +51,19 @@ struct Op {
   std::function<Tensor(Args)> f;
 };
 
+/// `to` on every axis. Of two axes that cut one dimension the later one is the inner cut: it goes first and comes last.
+inline Tensor everywhere(Tensor x, const Placement& to) {
+  const MeshSpec* mesh = x.layout().mesh();
+  if (!mesh) return x;
+  for (int axis = mesh->num_axes() - 1; axis >= 0 && mesh->num_axes() > 1; --axis)
+    if (x.layout()[axis].is_shard() && !(x.layout()[axis] == to)) x = redistribute(x, mesh->name(axis), Placement::replicate());
+  for (int axis = 0; axis < mesh->num_axes(); ++axis) x = redistribute(x, mesh->name(axis), to);
+  return x;
+}
+
 /// Without a mesh a copy, so that values are as many with one as without.
 inline Tensor moved(const Tensor& x, const Placement& to) {
-  const Tensor y = x.layout().mesh() ? redistribute(x, "data", to) : x;
+  const Tensor y = everywhere(x, to);
   return y.id() == x.id() ? x * 1.0 : y;
 }
 
@@ -107,7 +117,7 @@ inline Tensor loss_of(Args values) {
   Tensor loss;
   for (size_t i = 0; i < values.size(); ++i) {
     Tensor term = sum(values[i]) * (0.5 + 0.3 * static_cast<double>(i));
-    if (term.layout().mesh() && !term.layout()[0].is_partial()) term = redistribute(term, "data", Placement::partial());
+    term = everywhere(term, Placement::partial());
     loss = loss ? loss + term : term;
   }
   return loss;
@@ -163,13 +173,14 @@ struct Tree : nn::Module {
 };
 
 struct Config {
-  int world = 0;  // 0: no mesh
+  int world = 0;     // 0: no mesh
+  int replicas = 0;  // 0: a mesh of one axis
   DType dtype = kF64;
   const char* strategy = "full_shard";
   int64_t prefetch = 0;
   uint64_t units = 0;  // bit i: module i
   std::string to_string() const {
-    return str(world, " ranks ", dtype, " ", strategy, " prefetch ", prefetch, " units ", units);
+    return str(world, " ranks ", replicas ? str("in ", replicas, " replicas ") : "", dtype, " ", strategy, " prefetch ", prefetch, " units ", units);
   }
 };
 
@@ -190,8 +201,8 @@ inline std::vector<Tensor> drawn_inputs(const MeshSpec* mesh, Device device, DTy
           make({kRows}, kI32, kVocab), make({kWidth}, dtype, 0, false)};
 }
 
-inline Config drawn_config(int world, DType dtype, Draw& draw) {
-  return {world, dtype, draw.of<const char*>({"full_shard", "full_shard", "shard_grad_op", "replicate"}),
+inline Config drawn_config(int world, int replicas, DType dtype, Draw& draw) {
+  return {world, replicas, dtype, draw.of<const char*>({"full_shard", "full_shard", "shard_grad_op", "replicate"}),
           draw.of<int64_t>({0, -1, 500, 1 << 30}), draw.one_in(4) ? 0 : draw.bits()};
 }
 

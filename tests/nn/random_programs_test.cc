@@ -25,7 +25,9 @@ class Run {
  public:
   Run(const Program& program, const Config& config, World* world, Device device)
       : program_(program), config_(config), device_(device), on_meta_(device) {
-    if (world) mesh_ = world->mesh({{"data", world->size()}});
+    if (world && config.replicas == 0) mesh_ = world->mesh({{"data", world->size()}});
+    if (world && config.replicas > 0)
+      mesh_ = world->mesh({{"replica", config.replicas}, {"data", world->size() / config.replicas}});
     for (const Node& node : program.tree) {
       Tree& module = node.parent < 0 ? root_ : *modules_[static_cast<size_t>(node.parent)]->children.emplace_back(
                                                    std::make_unique<Tree>());
@@ -41,8 +43,8 @@ class Run {
       return config.units >> (std::find(modules_.begin(), modules_.end(), &m) - modules_.begin()) & 1;
     };
     if (world)
-      shard(root_, mesh_, {.units = nn::units_where(chosen), .strategy = config.strategy,
-                           .prefetch_bytes = config.prefetch});
+      shard(root_, mesh_, {.replica_axis = config.replicas ? "replica" : "", .units = nn::units_where(chosen),
+                           .strategy = config.strategy, .prefetch_bytes = config.prefetch});
     materialize(root_, device, {.seed = program.seed, .dtype = config.dtype});
   }
 
@@ -98,7 +100,7 @@ class Run {
       sums_.clear();
       if (!device_.is_meta()) {
         for (Tensor t : seen_) {
-          if (t.layout().mesh()) t = redistribute(t, "data", Placement::invariant());
+          t = everywhere(t, Placement::invariant());
           out.push_back(t.to_vector<double>());
         }
         for (const nn::Parameter& p : parameters_) {
@@ -269,14 +271,18 @@ TEST_P(RandomPrograms, GiveTheSameEverywhere) {
     SCOPED_TRACE(str("program ", seed));
     const Program p = drawn(static_cast<uint64_t>(seed));
     Draw draw(~static_cast<uint64_t>(seed));
-    const int world = 2 + seed % 4;
-    const auto want = numbers_of(p, {}), got = numbers_of(p, drawn_config(world, kF64, draw));
+    const int world = 2 + seed % 5;
+    std::vector<int> replicas{0, 0};  // those that divide the world, and none
+    for (int r = 1; r <= world; ++r)
+      if (world % r == 0) replicas.push_back(r);
+    const auto want = numbers_of(p, {}), got = numbers_of(p, drawn_config(world, draw.of(replicas), kF64, draw));
     ASSERT_EQ(got.size(), want.size());
     for (size_t i = 0; i < want.size(); ++i)
       for (size_t j = 0; j < want[i].size(); ++j)
         ASSERT_NEAR(got[i][j], want[i][j], 1e-9 * std::max(1.0, std::fabs(want[i][j]))) << "list " << i << " element " << j;
-    const Config one = drawn_config(1, kF32, draw), some = drawn_config(world, kF32, draw),
-                 others = drawn_config(world, kF32, draw);
+    const int groups = draw.of(replicas);
+    const Config one = drawn_config(1, draw.below(2), kF32, draw), some = drawn_config(world, groups, kF32, draw),
+                 others = drawn_config(world, groups, kF32, draw);
     EXPECT_EQ(numbers_of(p, one), numbers_of(p, {.dtype = kF32}));
     EXPECT_EQ(numbers_of(p, some), numbers_of(p, others)) << some.to_string() << " and " << others.to_string();
   }

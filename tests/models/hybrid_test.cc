@@ -1,0 +1,235 @@
+// Hybrid sharding (HSDP): the model is cut within groups of ranks and replicated over them. Gradients in f64; in f32 the
+// bits of every strategy on the same mesh; what travels along which axis; the bytes it takes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/models/model_checkpoint.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 8;
+
+models::TrainConfig hybrid(int64_t replicas, const char* strategy = "full_shard") {
+  models::TrainConfig c = tiny_config();
+  c.sharding.strategy = strategy;
+  c.sharding.replicas = replicas;
+  return c;
+}
+
+struct Groups {
+  int replicas, ranks;  // groups, and ranks in each
+  friend void PrintTo(const Groups& g, std::ostream* out) { *out << g.replicas << " x " << g.ranks; }
+};
+class HybridGradients : public ::testing::TestWithParam<std::tuple<std::string, Groups, int>> {};
+
+TEST_P(HybridGradients, EqualUnshardedInF64) {
+  const auto [strategy, groups, rows] = GetParam();
+  const Values expected = gradients_f64(1, "replicate", rows);
+  const Values actual = gradients_f64(groups.replicas * groups.ranks, strategy, rows, {}, groups.replicas);
+  EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
+}
+
+// With 7 rows no group and no rank has as many as the next; with 3, some have none.
+INSTANTIATE_TEST_SUITE_P(Meshes, HybridGradients,
+                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "replicate"),
+                                            ::testing::Values(Groups{1, 1}, Groups{1, 3}, Groups{3, 1}, Groups{2, 2},
+                                                              Groups{2, 3}, Groups{3, 2}, Groups{5, 1}),
+                                            ::testing::Values(7, 3)));
+
+TEST(Hybrid, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
+  const TrainedRun expected = train_tiny(hybrid(2), 4, kSteps);
+  EXPECT_LT(expected.losses.back(), expected.losses.front());
+  expect_same_bits(expected, train_tiny(hybrid(2, "shard_grad_op"), 4, kSteps));
+  models::TrainConfig c = hybrid(2);
+  c.sharding.prefetch_bytes = 0;
+  expect_same_bits(expected, train_tiny(c, 4, kSteps));
+  c.sharding.units = "none";
+  expect_same_bits(expected, train_tiny(c, 4, kSteps));
+  c = hybrid(2);
+  c.train.recompute = "block";
+  expect_same_bits(expected, train_tiny(c, 4, kSteps));
+}
+
+// One rank in a group holds everything: DDP. (One group is full_shard: the same mesh.)
+TEST(Hybrid, GroupsOfOneRankAreReplicate) {
+  models::TrainConfig c = tiny_config();
+  c.sharding.strategy = "replicate";
+  for (int world : {2, 3}) expect_same_bits(train_tiny(c, world, kSteps), train_tiny(hybrid(world), world, kSteps));
+}
+
+TEST(Hybrid, AccumulationIsCloseToOneRank) {
+  models::TrainConfig c = tiny_config();
+  c.train.micro_batches = 2;
+  const TrainedRun expected = train_tiny(c, 1, kSteps);
+  c.sharding.replicas = 2;
+  const TrainedRun actual = train_tiny(c, 4, kSteps);
+  EXPECT_LE(max_difference(expected.parameters, actual.parameters), 2e-5);
+  EXPECT_GT(max_difference(expected.parameters, actual.parameters), 0.0);  // other sums
+}
+
+struct Traffic { int64_t count = 0, bytes = 0; };
+std::map<std::string, Traffic> traffic(const Tape& tape) {  // "all_gather data"
+  std::map<std::string, Traffic> out;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    if (n.phase == Phase::update || !n.op || n.op->kind != OpKind::redistribute) continue;
+    for (const Transfer& t : transfers(tape, n)) {
+      Traffic& row = out[t.name + " " + tape.type(t.to).layout.mesh()->name(t.axis)];
+      ++row.count;
+    }
+    if (const auto all = transfers(tape, n); !all.empty())
+      out[all[0].name + " " + tape.type(all[0].to).layout.mesh()->name(all[0].axis)].bytes += tape.wire_bytes(n);
+  }
+  return out;
+}
+
+// What is gathered stays in the group; between the groups a rank's own slice is summed, which is 1/ranks of the model.
+TEST(Hybrid, OnlySlicesOfGradientsTravelBetweenGroups) {
+  const models::Plan whole = models::plan_step(hybrid(1), 13, 0, 4, 1, "local");
+  const models::Plan groups = models::plan_step(hybrid(2), 13, 0, 8, 1, "local");
+  const auto one = traffic(whole.tape);
+  auto two = traffic(groups.tape);
+  ASSERT_EQ(two.size(), 3u);
+  for (const char* name : {"all_gather data", "reduce_scatter data"}) {
+    EXPECT_EQ(two[name].count, one.at(name).count) << name;
+    EXPECT_EQ(two[name].bytes, one.at(name).bytes) << name;
+  }
+  EXPECT_EQ(two["all_reduce replica"].count, two["reduce_scatter data"].count);
+  // Of two ranks each receives half of its slice and then the other half; small ones come whole, which is as much.
+  EXPECT_EQ(3 * two["all_reduce replica"].bytes, two["reduce_scatter data"].bytes);
+}
+
+TEST(Hybrid, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
+  for (const char* strategy : {"full_shard", "shard_grad_op"}) {
+    constexpr int kWorld = 4;
+    std::vector<Tape> tapes(kWorld);
+    std::vector<int64_t> peaks(kWorld);
+    run_local(kWorld, [&](World& w) {
+      models::TrainConfig c = hybrid(2, strategy);
+      c.train.micro_batches = 2;
+      models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
+      Allocator& memory = *RankContext::current().memory(Device::cpu());
+      models::RecordedStep recorded;
+      for (int s = 0; s < 3; ++s) {
+        memory.reset_peak();
+        step.run(s, fill_tiny, s == 2 ? &recorded : nullptr);
+      }
+      peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+      tapes[static_cast<size_t>(w.rank())] = recorded.tape;
+    }, {.threads_per_rank = 1});
+    models::TrainConfig c = hybrid(2, strategy);
+    c.train.micro_batches = 2;
+    EXPECT_EQ(peaks, models::plan_peaks(c, c.model.vocab, kWorld, 1, "local"));
+    std::vector<const Tape*> ranks;
+    for (const Tape& t : tapes) {
+      ranks.push_back(&t);
+      for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
+        for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    }
+    for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
+  }
+}
+
+// The slice of one unit is summed over the groups while the next unit computes and reduces.
+TEST(Hybrid, TheSumOverGroupsIsOneUnitBehind) {
+  const Tape tape = models::plan_step(hybrid(2), 13, 0, 4, 1, "local").tape;
+  std::vector<std::string> order;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    if (n.phase != Phase::backward || n.op == nullptr) continue;
+    const std::string name(tape.op_name(n));
+    if (name == "reduce_scatter" || name == "all_reduce") order.push_back(str(name, " ", path_label(tape.path(n))));
+  }
+  EXPECT_THAT(order, ::testing::ElementsAre("reduce_scatter blocks.2", "all_reduce blocks.2", "reduce_scatter blocks.1",
+                                            "all_reduce blocks.1", "reduce_scatter blocks.0", "all_reduce blocks.0",
+                                            "reduce_scatter root", "all_reduce root"));
+}
+
+// A loop of one's own, saved by two groups of two and continued by others: the step after it is the same in f64.
+TEST(Hybrid, CheckpointsMoveBetweenMeshes) {
+  const ScratchFolder scratch;
+  const models::TrainConfig config = tiny_config();
+  const auto run = [&](int replicas, int ranks, bool save, Values& out) {
+    Whole whole;
+    run_local(replicas * ranks, [&](World& w) {
+      const auto model = models::make_language_model(config.model, config.model.vocab);
+      const Mesh mesh = w.mesh({{"replica", replicas}, {"data", ranks}});
+      shard(model->module(), mesh, {.replica_axis = "replica", .units = nn::units_where([&](nn::Module& m, const std::string&) {
+              return model->is_block(m);
+            })});
+      materialize(model->module(), Device::cpu(), {.seed = save ? 3u : 4u, .dtype = kF64});
+      optim::AdamW optimizer(model->module().parameters(), {});
+      const Type type{kI32, {7, config.model.context}, Layout(mesh.spec, Placement::shard(0))};
+      const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
+      fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
+                targets.view().as<int32_t>());
+      const auto step = [&] {
+        Recording recording;
+        recording.backward(model->loss(tokens, targets, 63.0));
+        optimizer.step({.lr = 0.01});
+        optimizer.zero_grad();
+      };
+      if (save) {
+        step();
+        models::save_checkpoint(scratch.path(), 1, model->module(), {&optimizer}, w);
+      } else {
+        ASSERT_TRUE(models::load_checkpoint(scratch.path(), model->module(), {&optimizer}, w));
+      }
+      step();
+      whole.collect(model->module(), false);
+    }, {.threads_per_rank = 1});
+    out = whole.values();
+  };
+  Values expected;
+  run(2, 2, true, expected);
+  for (const Groups g : {Groups{2, 2}, Groups{1, 3}, Groups{3, 1}, Groups{1, 1}, Groups{2, 1}}) {
+    SCOPED_TRACE(str(g.replicas, "x", g.ranks));
+    Values actual;
+    run(g.replicas, g.ranks, false, actual);
+    EXPECT_LE(max_difference(expected, actual), 1e-12);
+  }
+}
+
+TEST(Hybrid, WhatCannotBeIsRefused) {
+  const auto message = [](int world, models::TrainConfig c) {
+    try {
+      models::plan_step(c, 13, 0, world, 1, "local");
+    } catch (const ConfigError& e) {
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  EXPECT_THAT(message(4, hybrid(3)), HasSubstr("sharding.replicas 3: 4 ranks cannot be divided"));
+  EXPECT_THAT(message(1, hybrid(2)), HasSubstr("1 rank cannot"));
+  EXPECT_THAT(message(4, hybrid(2, "replicate")), HasSubstr("one on each rank already"));
+  run_local(4, [](World& w) {
+    const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});
+    const auto model = models::make_language_model(tiny_config().model, 13);
+    try {
+      shard(model->module(), mesh);
+      ADD_FAILURE() << "no error";
+    } catch (const ConfigError& e) {
+      EXPECT_THAT(e.what(), HasSubstr("leaves out axis 'replica'"));
+    }
+    EXPECT_THROW(shard(model->module(), mesh, {.replica_axis = "data"}), ConfigError);
+    EXPECT_THROW(shard(model->module(), mesh, {.replica_axis = "model"}), ConfigError);
+    EXPECT_THROW(StrategyChoice("hybrid"), ConfigError);
+  }, {.threads_per_rank = 1});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
