@@ -145,7 +145,8 @@ int train_command(const TrainArguments& arguments) {
       replace_file(config.output.folder + "/config.toml", print_config(config));
       const models::Tokens& data = trainer.corpus().train;
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
-              threads == 1 ? " thread, " : " threads, ", config.sharding.strategy, ", ", trainer.num_parameters(),
+              threads == 1 ? " thread, " : " threads, ", config.sharding.strategy,
+              config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, " replicas") : "", ", ", trainer.num_parameters(),
               " parameters, ", data.size(), " training tokens",
               data.num_files() > 1 ? str(" in ", data.num_files(), " files") : ""));
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());

@@ -14,14 +14,22 @@ struct OneRank {
   std::vector<float> losses, norms, weights;
 };
 
+struct Ranks {
+  int number;
+  const char* strategy;
+  int replicas = 1;
+};
+
 TEST(GraphTraining, LanesOfSeveralRanks) {
   SHEAF_NEEDS_GPU();
-  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
-    SCOPED_TRACE(strategy);
+  for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "replicate"},
+                             Ranks{4, "full_shard", 2}}) {
+    SCOPED_TRACE(str(ranks.strategy, " at ", ranks.number));
     std::vector<OneRank> runs[2];
     for (bool graph : {false, true}) {
-      runs[graph].resize(2);
-      models::TrainConfig c = tiny_rank_config(strategy);
+      runs[graph].resize(static_cast<size_t>(ranks.number));
+      models::TrainConfig c = tiny_rank_config(ranks.strategy);
+      c.sharding.replicas = ranks.replicas;
       c.train.cuda_graph = graph;
       EchoNccl nccl;
       nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
@@ -38,9 +46,9 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
           run.norms.push_back(result.grad_norm.item());
         }
         run.weights = shards(step.model().module());
-      }, {}));
+      }, {.ranks = ranks.number}));
     }
-    for (int r : {0, 1}) {
+    for (int r = 0; r < ranks.number; ++r) {
       EXPECT_EQ(runs[1][r].losses, runs[0][r].losses);
       EXPECT_EQ(runs[1][r].norms, runs[0][r].norms);
       EXPECT_EQ(runs[1][r].weights, runs[0][r].weights);

@@ -294,6 +294,19 @@ TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
       EXPECT_NEAR(is, was, s <= 57 ? 0 : 1e-4 * was) << s;
     }
   }
+  rewind(folder, "run");
+  Words groups = testing::on_ranks(4, folder.train("run", true));
+  groups.insert(groups.end(), {"--sharding.replicas", "2"});
+  EXPECT_EQ(run_sheaf(groups).code, 0);
+  const Outcome three = run_sheaf(testing::on_ranks(3, {"train", "--resume", "--output.folder", folder / "run"}));
+  EXPECT_EQ(three.code, 64);
+  EXPECT_THAT(three.err, HasSubstr("3 ranks cannot be divided"));
+  rewind(folder, "run");
+  EXPECT_EQ(run_sheaf(testing::on_ranks(2, folder.train("run", true))).code, 0);
+  for (int64_t s = 1; s <= kSteps; ++s) {
+    const double was = std::stod(expected.at(s).at("loss"));
+    EXPECT_NEAR(std::stod(folder.metrics("run").at(s).at("loss")), was, s <= 57 ? 0 : 1e-4 * was) << s;
+  }
 }
 
 }  // namespace

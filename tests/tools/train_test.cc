@@ -156,6 +156,26 @@ TEST(PeakMemory, OverGloo) {
   for (int world : {2, 3}) expect_forecast(folder, kTiny, world, 1, {"SHEAF_COMM=gloo"});
 }
 
+TEST(PeakMemory, OfGroupsOfRanks) {
+  Folder folder;
+  const Words groups = kTiny + Words{"--sharding.replicas", "2"};
+  expect_forecast(folder, groups, 4, 1);
+  expect_forecast(folder, groups + Words{"--train.dtype", "bf16", "--train.micro_batches", "2"}, 4, 1,
+                  {"SHEAF_COMM=gloo"});
+  expect_forecast(folder, groups + Words{"--sharding.strategy", "shard_grad_op"}, 2, 1);
+}
+
+TEST(Replicas, HaveTheSameBitsOverEveryTransport) {
+  Folder folder;
+  const Words command = Words{"train"} + kTiny + Words{"--sharding.replicas", "2"};
+  for (const char* comm : {"shm", "gloo"}) {
+    const Outcome r = run_sheaf(testing::on_ranks(4, command + folder.data(comm)), {std::string("SHEAF_COMM=") + comm});
+    ASSERT_EQ(r.code, 0) << r.err;
+    EXPECT_THAT(r.out, HasSubstr(std::string("4 ranks (") + comm + ") x 1 thread, full_shard in 2 replicas, "));
+  }
+  expect_same_curve(folder.metrics("gloo"), folder.metrics("shm"), "over Gloo");
+}
+
 // The first step prefetches nothing; a run that is complete takes none.
 TEST(PeakMemory, IsComparedWithTheSameKindOfStep) {
   Folder folder;
