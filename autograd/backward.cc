@@ -49,7 +49,7 @@ Tensor Recording::seed_for(const Tensor& y) const {
   return full_of(y.type().dual(), 1.0);
 }
 
-void Recording::backward(const Tensor& loss) {
+void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   expect_current("backward");
   const ValueId v = value_of(loss);
   if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
@@ -60,6 +60,7 @@ void Recording::backward(const Tensor& loss) {
   same_value_.clear();
   wanted_.assign(tape_.num_values(), false);
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
+  last_micro_batch_ = options.last_micro_batch;
   reverse(loss, /*to_groups=*/true, /*keep=*/false);
 }
 

@@ -17,6 +17,12 @@ struct RecordingOptions {
   bool capture_leaves = false;  ///< keep a copy of every leaf as it was when first met (for replay)
 };
 
+struct BackwardOptions {
+  /// This is the step's last: gradients that wait for the step (strategy zero1) are reduced while it runs. Without it they
+  /// are reduced when the first one asks for them.
+  bool last_micro_batch = false;
+};
+
 struct GradientOptions {
   bool keep = false;  ///< keep what a second differentiation needs
 };
@@ -60,7 +66,7 @@ class Recording {
   /// their units, where they add up until the optimizer's zero_grad(). The loss must be Partial or Invariant on every mesh
   /// axis, of one rank too, or have no mesh. It frees what the forward saved: a second backward is for what was computed
   /// since (the next micro-batch); losses of one forward are added.
-  void backward(const Tensor& loss);
+  void backward(const Tensor& loss, const BackwardOptions& options = {});
   /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
   /// does not depend on it); of a parameter, through every gather of it. With keep, the result can be differentiated
   /// again.
@@ -98,6 +104,7 @@ class Recording {
   Phase phase() const { return phase_; }
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
   bool in_backward() const { return phase_ == Phase::backward; }
+  bool last_micro_batch() const { return last_micro_batch_; }  ///< of the backward under way
 
  private:
   friend class Vjp;
@@ -181,6 +188,7 @@ class Recording {
   std::vector<bool> asked_;   // of gradient(): the xs
   std::unordered_map<ValueId, ValueId> same_value_;  // of gradient(): gathers of one parameter, or copies, to the first
   bool to_groups_ = false;    // ... and whether leaves' gradients go to their groups
+  bool last_micro_batch_ = false;
 };
 
 /// Sets the phase of what is recorded while it lives.

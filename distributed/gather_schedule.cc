@@ -60,7 +60,7 @@ void GatherSchedule::use(Unit& unit) {
   if (unit.state_ == State::open) return;
   if (unit.state_ == State::in_flight && !in_flight_.empty() && in_flight_.front() == &unit) {
     in_flight_.pop_front();
-  } else if (!in_flight_.empty()) {
+  } else if (!in_flight_.empty() && !unit.kept()) {
     for (Unit* wrong : in_flight_) {
       ++mispredicted_;
       wrong->discard_gathered();
@@ -69,6 +69,7 @@ void GatherSchedule::use(Unit& unit) {
     following_ = false;
   }
   discard_pending(&unit);
+  if (unit.kept()) unit.reopen();
   if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
   unit.take_back_lent();
   unit.state_ = State::open;
@@ -84,11 +85,18 @@ void GatherSchedule::prefetch() {
   const std::vector<Unit*>& order = order_[recording_pass_];
   int64_t ahead = 0;
   for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
-  for (size_t i = current_.size() + in_flight_.size(); i < order.size(); ++i) {
+  size_t under_way = 0;  // they come next, in their order, but for what needs no gather
+  for (size_t i = current_.size(); i < order.size(); ++i) {
     Unit* next = order[i];
+    if (under_way < in_flight_.size() && in_flight_[under_way] == next) {
+      ++under_way;
+      continue;
+    }
+    if (next->kept()) continue;
     if (next->state_ != Unit::State::closed || ahead + next->gathered_bytes() > budget()) return;
     next->issue_gather(/*prefetched=*/true);
     in_flight_.push_back(next);
+    ++under_way;
     ahead += next->gathered_bytes();
     note_gathered();
   }

@@ -9,19 +9,19 @@
 namespace sheaf {
 
 std::string_view name(Strategy s) {
-  constexpr std::string_view kNames[] = {"none", "replicate", "shard_grad_op", "full_shard"};
+  constexpr std::string_view kNames[] = {"none", "replicate", "zero1", "shard_grad_op", "full_shard"};
   return kNames[static_cast<int>(s)];
 }
 
 Strategy strategy_from(std::string_view text) {
-  for (Strategy s : {Strategy::replicate, Strategy::shard_grad_op, Strategy::full_shard})
+  for (Strategy s : {Strategy::replicate, Strategy::zero1, Strategy::shard_grad_op, Strategy::full_shard})
     if (text == name(s)) return s;
   if (text == "hybrid")
-    fail<ConfigError>("[shard] strategy 'hybrid' is full_shard (or shard_grad_op) on one axis of a mesh and replicas on ",
+    fail<ConfigError>("[shard] strategy 'hybrid' is full_shard (or another that shards) on one axis of a mesh and replicas on ",
                       "another: ShardOptions::replica_axis, --sharding.replicas");
-  for (std::string_view later : {"zero1", "secondary_shard", "tensor_parallel"})
-    if (text == later) fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op and replicate are");
-  fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, replicate");
+  for (std::string_view later : {"secondary_shard", "tensor_parallel"})
+    if (text == later) fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op, zero1 and replicate are");
+  fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, zero1, replicate");
 }
 
 FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
@@ -81,7 +81,7 @@ Type Unit::slot_type(int leaf) const { return leaf_in(leaf, leaves_[leaf].dtype,
 
 Type Unit::leaf_type(int leaf) const {
   const DType dtype = leaves_[leaf].dtype;
-  if (strategy_ < Strategy::shard_grad_op) return leaf_in(leaf, dtype, resting(Placement::invariant()));
+  if (!shards()) return leaf_in(leaf, dtype, resting(Placement::invariant()));
   const auto [b, position] = where_[leaf];
   const FlatLayout& l = buffers_[b].layout;
   return leaf_in(leaf, dtype, resting(Placement::shard(OwnershipMap::flat(l.chunk, l.offsets[position]))));
@@ -90,7 +90,7 @@ Type Unit::leaf_type(int leaf) const {
 void Unit::allocate(Device device) {
   const DeviceScope scope(device);
   for (FlatBuffer& b : buffers_) {
-    const Placement rest = strategy_ >= Strategy::shard_grad_op
+    const Placement rest = shards()
                                ? Placement::shard(OwnershipMap::flat(b.layout.chunk)) : Placement::invariant();
     const OutputSpec spec{buffer_type(b, b.dtype, resting(rest)), {}, -1, 0};
     b.shard = gathers() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
@@ -122,6 +122,7 @@ uint64_t Unit::version() const {
 
 void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = Tensor();
+  waiting_.clear();
 }
 
 int64_t Unit::gathered_bytes() const {
@@ -150,7 +151,7 @@ void Unit::leave() {
   --depth_;
   if (gathers() && depth_ == 0 && state_ == State::open) {
     const Recording* r = Recording::current();
-    const bool keep = strategy_ == Strategy::shard_grad_op && r && r->serial() == recording_;
+    const bool keep = strategy_ < Strategy::full_shard && r && r->serial() == recording_;
     if (!keep) state_ = State::pending;
   }
   schedule_->leave_scope();
@@ -161,7 +162,7 @@ void Unit::open() {
     fail<LifetimeError>("[unit] '", path_label(name_), "' has no memory yet: call materialize(model, device) first");
   Recording* r = Recording::current();
   const uint64_t serial = r ? r->serial() : 0;
-  if (state_ != State::closed && recording_ != serial) {
+  if ((state_ != State::closed || kept()) && recording_ != serial) {
     if (depth_ > 1)
       fail<LifetimeError>("[unit] '", path_label(name_), "' was gathered outside this recording: start a recording ",
                           "before entering the module");
@@ -178,7 +179,7 @@ Tensor Unit::value(int index) {
   if (!usable || !values_[index]) {
     open();
     // Used outside its scope: stays open until the scope around the use ends. A reverse pass closes units itself.
-    if (gathers() && depth_ == 0) {
+    if (gathers() && depth_ == 0 && !(keeps() && r)) {
       opened_in_reverse_ = r && r->in_backward();
       if (!opened_in_reverse_) schedule_->close_with_scope(*this);
     }
@@ -225,19 +226,26 @@ std::vector<OutputSpec> Unit::gathered_specs() const {
 // Without communication the masters are the values: I → R and S → R on one rank move nothing.
 void Unit::views_of_masters() {
   const PathScope path(name_);
-  Recording* r = Recording::current();
-  const std::vector<Tensor> shards = to_gather();
+  open_in(to_gather());
+  if (Recording* r = Recording::current()) r->use_group(this);
+}
+
+void Unit::reopen() {
+  const PathScope path(name_);
+  open_in(gathered_);
+}
+
+// The values lie in buffers that are there already.
+void Unit::open_in(std::span<const Tensor> buffers) {
   std::vector<OutputSpec> specs = gathered_specs();
-  for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = shards[b];
+  for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = buffers[b];
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  Tensors outputs = apply_typed(UnitOps::open(), &attrs, shards, specs);
+  Tensors outputs = apply_typed(UnitOps::open(), &attrs, buffers, specs);
   std::move(outputs.begin() + buffers_.size(), outputs.end(), values_.begin());
+  const Recording* r = Recording::current();
   recording_ = r ? r->serial() : 0;
   state_ = State::open;
-  if (r) {
-    bind();
-    r->use_group(this);
-  }
+  if (r) bind();
 }
 
 void Unit::bind() {
@@ -287,7 +295,7 @@ void Unit::discard_gathered() {
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
   Recording* r = Recording::current();
   if (r && r->serial() == recording_) {
-    mirror_next_ = !r->in_backward();
+    mirror_next_ = r->phase() == Phase::forward;
     apply_typed(UnitOps::discard(), &attrs, gathered_, {});
   } else {  // gathered where nothing was recorded: this recording does not know the buffers
     execute_node(UnitOps::discard(), &attrs, gathered_, {});

@@ -6,7 +6,8 @@
 //              reduce_scatter one per unit and backward, after every use, from the slots that the kernels wrote into
 //              discard
 //
-// On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the slice that
+// zero1 keeps what is gathered, and the slots, from one micro-batch to the next: one all_gather and one reduce_scatter a
+// step. On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the slice that
 // the reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
 //
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
@@ -26,6 +27,7 @@ namespace sheaf {
 enum class Strategy : uint8_t {
   none,           ///< no mesh: one rank holds everything
   replicate,      ///< DDP: Invariant at rest, gradients all-reduced
+  zero1,          ///< ZeRO-1: Shard at rest, gathered once a step, gradients Partial until the step reduces them
   shard_grad_op,  ///< ZeRO-2: Shard at rest, kept gathered until the unit's backward is done
   full_shard,     ///< ZeRO-3: Shard at rest, discarded after forward and gathered again
 };
@@ -59,7 +61,7 @@ struct FlatBuffer {
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
   Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant
-  Tensor grad;              ///< of the same type; undefined until a backward has ended
+  Tensor grad;              ///< of the same type; undefined until a backward has ended (zero1: until it was reduced)
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
 };
 
@@ -106,6 +108,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   /// The parameter's resting type: its placement as a cut of the unit's buffer.
   Type leaf_type(int index) const;
   void zero_grad();
+  /// Issues the reduction of gradients that wait for it (zero1); complete_reduction() ends it.
+  void reduce_waiting();
   const std::string& name() const { return name_; }
   Strategy strategy() const { return strategy_; }
   const MeshSpec* mesh() const { return mesh_; }
@@ -121,13 +125,16 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void close_ungathered();
   /// Before the masters change: what was gathered or cast from them closes, though its scope may still be open.
   void close_for_change();
+  /// Gathered for an earlier micro-batch, and no value of this one yet.
+  bool kept() const { return state_ == State::closed && !gathered_.empty(); }
+  void reopen();
   /// Waits for the collective under way, if any, and issues the one that follows it; after the last, the gradient rests.
   void advance_reduction();
   void complete_reduction();
 
  private:
   enum class State : uint8_t {
-    closed,    ///< at rest
+    closed,    ///< at rest, or kept: gathered for another micro-batch
     in_flight, ///< gather issued ahead of its use
     open,      ///< gathered and in use
     pending,   ///< its scope was left; discarded unless it is needed before the next gather
@@ -135,7 +142,9 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   friend class GatherSchedule;
 
   bool opened_outside_recordings() const { return recording_ == 0; }
-  bool gathers() const { return mesh_ && mesh_->size(axis_) > 1 && strategy_ >= Strategy::shard_grad_op; }
+  bool shards() const { return strategy_ >= Strategy::zero1; }
+  bool gathers() const { return shards() && mesh_->size(axis_) > 1; }
+  bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
   /// Of masters: `p` on the unit's axis, Invariant on others.
   Layout resting(const Placement& p) const;
   /// Of what enters compute: Replicate on every axis.
@@ -150,7 +159,10 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void open();
   void bind();
   void views_of_masters();
+  void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
+  void keep_waiting(std::vector<Tensor> slots);
+  void leaf_waiting();
   void reduce_along(int axis);
   void keep_gradient();
 
@@ -173,6 +185,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
+  std::vector<Tensor> waiting_;    // gradients of micro-batches, not reduced yet; one per trainable buffer
   struct Reduction {               // `values` goes first and waits for its lane
     std::vector<Tensor> lent;      // the slots, while the unit's own axis is reduced
     Tensors values;                // one per trainable buffer; empty: nothing is under way

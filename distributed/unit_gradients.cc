@@ -49,15 +49,47 @@ void Unit::finish(const std::vector<bool>& contributed) {
   const PathScope path(name_);
   zero_missing(contributed);
   mirror_next_ = false;
-  if (gathers()) {
+  if (keeps() && state_ != State::in_flight) {
+    std::fill(values_.begin(), values_.end(), Tensor());
+    state_ = State::closed;  // but kept, for the next micro-batch
+  } else if (gathers()) {
     schedule_->forget_in_flight(*this);
     discard_gathered();
   }
   if (slot_buffers_.empty()) return;  // all frozen
-  schedule_->advance_reductions();    // at most one unit's slots are in flight
-  reduction_.lent = std::move(slot_buffers_);
-  slot_buffers_.clear();
+  std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
   std::fill(slots_.begin(), slots_.end(), Tensor());
+  if (keeps()) {
+    keep_waiting(std::move(slots));
+    if (!Recording::current()->last_micro_batch()) return;
+    slots = std::exchange(waiting_, {});
+  }
+  schedule_->advance_reductions();    // at most one unit's slots are in flight
+  reduction_.lent = std::move(slots);
+  reduce_along(axis_);
+}
+
+void Unit::keep_waiting(std::vector<Tensor> slots) {
+  if (waiting_.empty()) {
+    waiting_ = std::move(slots);
+    return;
+  }
+  leaf_waiting();
+  for (size_t k = 0; k < slots.size(); ++k) add_into(waiting_[k], slots[k]);
+}
+
+// What another recording left is a leaf of this one.
+void Unit::leaf_waiting() {
+  Recording* r = Recording::current();
+  size_t k = 0;
+  for (const FlatBuffer& b : buffers_)
+    if (r && b.trainable) r->leaf(waiting_[k++], "waiting gradient of " + b.name);
+}
+
+void Unit::reduce_waiting() {
+  if (waiting_.empty()) return;
+  leaf_waiting();
+  reduction_.lent = std::exchange(waiting_, {});
   reduce_along(axis_);
 }
 

@@ -84,7 +84,7 @@ inline OptimizationConfig resolved(OptimizationConfig t) {
 
 /// [sharding] Who holds what.
 struct ShardingConfig {
-  std::string strategy = "full_shard";  ///< "full_shard", "shard_grad_op" or "replicate"
+  std::string strategy = "full_shard";  ///< "full_shard", "shard_grad_op", "zero1" or "replicate"
   int64_t replicas = 1;                 ///< groups of ranks that each hold the model, cut within (hybrid sharding, HSDP)
   std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit
   int64_t min_parameters = 1'000'000;   ///< parameters of a unit, for units = "count"

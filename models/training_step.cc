@@ -128,7 +128,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
       recording.next_micro_batch(first + t.batch * micro / t.micro_batches, batch.random_state);
       Tensor part = model_->loss(batch.tokens, batch.targets, targets);
-      recording.backward(part);
+      recording.backward(part, {.last_micro_batch = micro + 1 == t.micro_batches});
       loss = loss ? add(loss, part) : part;
     }
     if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);

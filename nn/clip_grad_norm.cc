@@ -55,6 +55,7 @@ struct Group {
 
 // Norm and scale of the gradients of `units`.
 Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm) {
+  nn::reduce_waiting(units);
   std::vector<Group> groups;
   for (const auto& unit : units) {
     const PathScope path(unit->name());

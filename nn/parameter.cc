@@ -144,7 +144,9 @@ Tensor full_parameter(const nn::Parameter& p) {
 
 Tensor full_gradient(const nn::Parameter& p) {
   refuse_recording("full_gradient");
-  const Unit& unit = unit_of(p, "full_gradient");
+  Unit& unit = unit_of(p, "full_gradient");
+  unit.reduce_waiting();
+  unit.complete_reduction();
   int64_t offset = 0;
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
   return b.grad ? whole_of(b.grad, unit, p.shape(), offset) : Tensor();

@@ -26,4 +26,9 @@ std::vector<std::shared_ptr<Unit>> trainable_units(std::string_view who, std::sp
   return out;
 }
 
+void reduce_waiting(std::span<const std::shared_ptr<Unit>> units) {
+  for (const auto& unit : units) unit->reduce_waiting();
+  for (const auto& unit : units) unit->complete_reduction();
+}
+
 }  // namespace sheaf::nn

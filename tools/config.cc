@@ -325,8 +325,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 
-      {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "replicate"}, {}, {},
-       {"zero1", "secondary_shard", "tensor_parallel"}},
+      {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "zero1", "replicate"}, {}, {},
+       {"secondary_shard", "tensor_parallel"}},
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},

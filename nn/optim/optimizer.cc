@@ -50,7 +50,10 @@ void Optimizer::step(const StepOptions& options) {
   if (shards_.empty()) return;
   const PhaseScope phase(Phase::update);
   ++steps_;
-  for (const ShardState& shard : shards_) shard.unit->close_for_change();
+  std::vector<std::shared_ptr<Unit>> units;
+  for (const ShardState& shard : shards_) units.push_back(shard.unit);
+  nn::reduce_waiting(units);
+  for (const auto& unit : units) unit->close_for_change();
   Tensor scalars = options.scalars;
   if (!scalars) {
     const std::vector<double> values = this->scalars(options, steps_);

@@ -45,7 +45,7 @@ TEST_P(HybridGradients, EqualUnshardedInF64) {
 
 // With 7 rows no group and no rank has as many as the next; with 3, some have none.
 INSTANTIATE_TEST_SUITE_P(Meshes, HybridGradients,
-                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "replicate"),
+                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
                                             ::testing::Values(Groups{1, 1}, Groups{1, 3}, Groups{3, 1}, Groups{2, 2},
                                                               Groups{2, 3}, Groups{3, 2}, Groups{5, 1}),
                                             ::testing::Values(7, 3)));
@@ -53,7 +53,8 @@ INSTANTIATE_TEST_SUITE_P(Meshes, HybridGradients,
 TEST(Hybrid, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
   const TrainedRun expected = train_tiny(hybrid(2), 4, kSteps);
   EXPECT_LT(expected.losses.back(), expected.losses.front());
-  expect_same_bits(expected, train_tiny(hybrid(2, "shard_grad_op"), 4, kSteps));
+  for (const char* strategy : {"shard_grad_op", "zero1"})
+    expect_same_bits(expected, train_tiny(hybrid(2, strategy), 4, kSteps));
   models::TrainConfig c = hybrid(2);
   c.sharding.prefetch_bytes = 0;
   expect_same_bits(expected, train_tiny(c, 4, kSteps));
@@ -114,7 +115,7 @@ TEST(Hybrid, OnlySlicesOfGradientsTravelBetweenGroups) {
 }
 
 TEST(Hybrid, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
-  for (const char* strategy : {"full_shard", "shard_grad_op"}) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"}) {
     constexpr int kWorld = 4;
     std::vector<Tape> tapes(kWorld);
     std::vector<int64_t> peaks(kWorld);

@@ -23,6 +23,7 @@ class Whole {
   /// differs becomes NaN.
   void collect(nn::Module& module, bool gradients) {
     for (const auto& unit : units(module)) {
+      if (gradients) unit->reduce_waiting(), unit->complete_reduction();
       for (FlatBuffer& buffer : unit->buffers()) {
         if (gradients && !buffer.trainable) continue;
         const std::vector<double> local = (gradients ? buffer.grad : buffer.shard).to_vector<double>();

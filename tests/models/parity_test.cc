@@ -29,13 +29,13 @@ TEST_P(GradientParity, EqualsUnshardedInF64) {
 
 // 7 rows divide by none of 2 to 5; with 3 rows, two of five ranks are empty.
 INSTANTIATE_TEST_SUITE_P(Worlds, GradientParity,
-                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "replicate"),
+                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
                                             ::testing::Values(1, 2, 3, 4, 5), ::testing::Values(7, 3)));
 
 TEST(Bitwise, AllStrategiesAgreeAtOneWorldSize) {
   for (int world : {2, 3}) {
     const TrainedRun expected = reference(world);
-    for (const char* strategy : {"shard_grad_op", "replicate"}) {
+    for (const char* strategy : {"shard_grad_op", "zero1", "replicate"}) {
       SCOPED_TRACE(str(strategy, " at ", world));
       models::TrainConfig c = tiny_config();
       c.sharding.strategy = strategy;
@@ -46,7 +46,7 @@ TEST(Bitwise, AllStrategiesAgreeAtOneWorldSize) {
 
 TEST(Bitwise, WorldOneEqualsEveryStrategyAndIssuesNoCollective) {
   const TrainedRun expected = reference(1);
-  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
     models::TrainConfig c = tiny_config();
     c.sharding.strategy = strategy;
     expect_same_bits(expected, train_tiny(c, 1, kSteps, [](models::TrainingStep& step) {
@@ -81,7 +81,7 @@ TEST(Bitwise, PrefetchAndUnitsChangeNothing) {
 }
 
 TEST(Lifetime, AStepBetweenForwardAndBackwardIsAnError) {
-  for (const char* strategy : {"full_shard", "replicate"})
+  for (const char* strategy : {"full_shard", "zero1", "replicate"})
     run_local(2, [&](World& w) {
       models::TrainConfig c = tiny_config();
       c.sharding.strategy = strategy;

@@ -202,7 +202,7 @@ inline std::vector<Tensor> drawn_inputs(const MeshSpec* mesh, Device device, DTy
 }
 
 inline Config drawn_config(int world, int replicas, DType dtype, Draw& draw) {
-  return {world, replicas, dtype, draw.of<const char*>({"full_shard", "full_shard", "shard_grad_op", "replicate"}),
+  return {world, replicas, dtype, draw.of<const char*>({"full_shard", "full_shard", "shard_grad_op", "zero1", "replicate"}),
           draw.of<int64_t>({0, -1, 500, 1 << 30}), draw.one_in(4) ? 0 : draw.bits()};
 }
 

@@ -281,8 +281,10 @@ TEST_P(RandomPrograms, GiveTheSameEverywhere) {
       for (size_t j = 0; j < want[i].size(); ++j)
         ASSERT_NEAR(got[i][j], want[i][j], 1e-9 * std::max(1.0, std::fabs(want[i][j]))) << "list " << i << " element " << j;
     const int groups = draw.of(replicas);
-    const Config one = drawn_config(1, draw.below(2), kF32, draw), some = drawn_config(world, groups, kF32, draw),
-                 others = drawn_config(world, groups, kF32, draw);
+    const Config one = drawn_config(1, draw.below(2), kF32, draw), some = drawn_config(world, groups, kF32, draw);
+    Config others = drawn_config(world, groups, kF32, draw);
+    const auto waits = [](const Config& c) { return c.strategy == std::string("zero1"); };
+    if (waits(some) != waits(others)) others.strategy = waits(some) ? "zero1" : "shard_grad_op";  // sums in another order
     EXPECT_EQ(numbers_of(p, one), numbers_of(p, {.dtype = kF32}));
     EXPECT_EQ(numbers_of(p, some), numbers_of(p, others)) << some.to_string() << " and " << others.to_string();
   }

@@ -79,8 +79,8 @@ TEST(BadInput, Configuration) {
   expect_refused(f.train({"--train.steps"}), 64, {"--train.steps lacks a value"});
   expect_refused(f.train({"--sharding.strategy", "fully"}), 64,
                  {"sharding.strategy", "full_shard", "\"fully\""});
-  expect_refused(f.train({"--sharding.strategy", "zero1"}), 64,
-                 {"'sharding.strategy' cannot be \"zero1\" yet"});
+  expect_refused(f.train({"--sharding.strategy", "tensor_parallel"}), 64,
+                 {"'sharding.strategy' cannot be \"tensor_parallel\" yet"});
   expect_refused(f.train({"--sharding.replicas", "3"}), 64,
                  {"sharding.replicas 3: ", " cannot be divided into as many equal groups"});
   expect_refused(f.train({"--train.dtype", "f16"}), 64, {"'train.dtype' cannot be \"f16\" yet", "loss is scaled"});

@@ -99,7 +99,7 @@ const Words kTiny = {"--model.layers",      "3",   "--model.heads",      "2",
 TEST(PeakMemory, IsWhatTheTapeSays) {
   Folder folder;
   int i = 0;
-  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
     for (int world : {1, 2, 3}) {
       for (const char* type : {"gpt2", "llama"}) {
         // Accumulation, dropout and threads come and go in another rhythm than the rest.
