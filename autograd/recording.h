@@ -18,8 +18,8 @@ struct RecordingOptions {
 };
 
 struct BackwardOptions {
-  /// This is the step's last: gradients that wait for the step (strategy zero1) are reduced while it runs. Without it they
-  /// are reduced when the first one asks for them.
+  /// This is the step's last: gradients that wait for the step (strategy zero1, replicas) are reduced while it runs. Without
+  /// it they are reduced when the first one asks for them.
   bool last_micro_batch = false;
 };
 

@@ -7,8 +7,8 @@
 //              discard
 //
 // zero1 keeps what is gathered, and the slots, from one micro-batch to the next: one all_gather and one reduce_scatter a
-// step. On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the slice that
-// the reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
+// step. On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the
+// slice that the step's last reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
 //
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
 // into the reduce-scatter's input. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
@@ -61,7 +61,7 @@ struct FlatBuffer {
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
   Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant
-  Tensor grad;              ///< of the same type; undefined until a backward has ended (zero1: until it was reduced)
+  Tensor grad;              ///< of the same type; undefined until it was reduced, see reduce_waiting()
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
 };
 
@@ -108,7 +108,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   /// The parameter's resting type: its placement as a cut of the unit's buffer.
   Type leaf_type(int index) const;
   void zero_grad();
-  /// Issues the reduction of gradients that wait for it (zero1); complete_reduction() ends it.
+  /// Issues the reduction of gradients that wait for it (zero1, replicas); complete_reduction() ends it.
   void reduce_waiting();
   const std::string& name() const { return name_; }
   Strategy strategy() const { return strategy_; }
@@ -161,8 +161,12 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void views_of_masters();
   void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
-  void keep_waiting(std::vector<Tensor> slots);
+  /// Whether the model is replicated along further axes.
+  bool replicated() const { return mesh_ && mesh_->num_ranks() > mesh_->size(axis_); }
+  int axis_after(int axis) const;
+  void add_to_waiting(std::vector<Tensor> gradients);
   void leaf_waiting();
+  void reduce_waiting_along(int axis);
   void reduce_along(int axis);
   void keep_gradient();
 
@@ -185,11 +189,12 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
-  std::vector<Tensor> waiting_;    // gradients of micro-batches, not reduced yet; one per trainable buffer
+  std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
   struct Reduction {               // `values` goes first and waits for its lane
     std::vector<Tensor> lent;      // the slots, while the unit's own axis is reduced
-    Tensors values;                // one per trainable buffer; empty: nothing is under way
+    std::vector<Tensor> values;    // one per trainable buffer; empty: nothing is under way
     int along = -1;                // the axis whose collective is under way
+    bool to_the_end = false;       // or replicas are left to a later micro-batch
   };
   Reduction reduction_;
 };

@@ -59,23 +59,25 @@ void Unit::finish(const std::vector<bool>& contributed) {
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
   std::fill(slots_.begin(), slots_.end(), Tensor());
+  const bool last = Recording::current()->last_micro_batch();
   if (keeps()) {
-    keep_waiting(std::move(slots));
-    if (!Recording::current()->last_micro_batch()) return;
+    add_to_waiting(std::move(slots));
+    if (!last) return;
     slots = std::exchange(waiting_, {});
   }
   schedule_->advance_reductions();    // at most one unit's slots are in flight
   reduction_.lent = std::move(slots);
+  reduction_.to_the_end = last;
   reduce_along(axis_);
 }
 
-void Unit::keep_waiting(std::vector<Tensor> slots) {
+void Unit::add_to_waiting(std::vector<Tensor> gradients) {
   if (waiting_.empty()) {
-    waiting_ = std::move(slots);
+    waiting_ = std::move(gradients);
     return;
   }
   leaf_waiting();
-  for (size_t k = 0; k < slots.size(); ++k) add_into(waiting_[k], slots[k]);
+  for (size_t k = 0; k < gradients.size(); ++k) add_into(waiting_[k], gradients[k]);
 }
 
 // What another recording left is a leaf of this one.
@@ -88,20 +90,25 @@ void Unit::leaf_waiting() {
 
 void Unit::reduce_waiting() {
   if (waiting_.empty()) return;
+  const PathScope path(name_);
   leaf_waiting();
-  reduction_.lent = std::exchange(waiting_, {});
-  reduce_along(axis_);
+  reduction_.to_the_end = true;
+  reduce_waiting_along(keeps() ? axis_ : axis_after(axis_));
+}
+
+void Unit::reduce_waiting_along(int axis) {
+  (axis == axis_ ? reduction_.lent : reduction_.values) = std::exchange(waiting_, {});
+  reduce_along(axis);
 }
 
 // [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
 // along each other axis of the mesh, in place. Each is issued where the next unit's reduction begins, so that nobody
-// waits for it; by then the one before has had a unit's backward to end in.
+// waits for it; by then the one before has had a unit's backward to end in. Of several micro-batches the slices are
+// added up, and only the last one's backward, or who asks first, takes them along the other axes: these cross hosts.
 void Unit::reduce_along(int axis) {
-  const PathScope path(name_);
   const bool own = axis == axis_;
   const bool alone = !mesh_ || mesh_->size(axis) == 1;
-  std::vector<Tensor> from(reduction_.values.begin(), reduction_.values.end());
-  if (own) from = reduction_.lent;
+  const std::vector<Tensor> from = own ? reduction_.lent : reduction_.values;
   std::vector<OutputSpec> specs;
   size_t k = 0;
   for (const FlatBuffer& b : buffers_) {
@@ -113,7 +120,8 @@ void Unit::reduce_along(int axis) {
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
   const OpDef& op = alone ? UnitOps::open() : own && gathers() ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
-  reduction_.values = apply_typed(op, &attrs, from, specs);
+  const Tensors reduced = apply_typed(op, &attrs, from, specs);
+  reduction_.values.assign(reduced.begin(), reduced.end());
   reduction_.along = axis;
   if (alone) advance_reduction();
 }
@@ -121,19 +129,30 @@ void Unit::reduce_along(int axis) {
 void Unit::advance_reduction() {
   if (reduction_.values.empty()) return;
   const int along = reduction_.along;
+  const PathScope path(name_);
   if (mesh_ && mesh_->size(along) > 1) {
-    const PathScope path(name_);
-    std::vector<Tensor> lent(reduction_.values.begin(), reduction_.values.end());
+    std::vector<Tensor> lent = reduction_.values;
     lent.insert(lent.end(), reduction_.lent.begin(), reduction_.lent.end());
     const UnitOps::Attrs attrs{along, static_cast<int32_t>(reduction_.values.size())};
     apply_typed(UnitOps::complete(), &attrs, lent, {});
   }
   for (Tensor& t : reduction_.values) t.storage()->settle();
   reduction_.lent.clear();
-  int next = along == axis_ ? 0 : along + 1;
+  const int next = axis_after(along);
+  if (next < 0) return keep_gradient();
+  if (along == axis_ && replicated()) {
+    add_to_waiting(std::exchange(reduction_.values, {}));
+    if (reduction_.to_the_end) reduce_waiting_along(next);
+  } else {
+    reduce_along(next);
+  }
+}
+
+// The axes in the order of reduction: the unit's own, then the others; -1 after the last.
+int Unit::axis_after(int axis) const {
+  int next = axis == axis_ ? 0 : axis + 1;
   if (next == axis_) ++next;
-  if (mesh_ && next < mesh_->num_axes()) reduce_along(next);
-  else keep_gradient();
+  return mesh_ && next < mesh_->num_axes() ? next : -1;
 }
 
 void Unit::complete_reduction() {
@@ -141,8 +160,7 @@ void Unit::complete_reduction() {
 }
 
 void Unit::keep_gradient() {
-  const PathScope path(name_);
-  const Tensors reduced = std::exchange(reduction_.values, {});
+  const std::vector<Tensor> reduced = std::exchange(reduction_.values, {});
   size_t k = 0;
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;

@@ -145,6 +145,20 @@ TEST(Hybrid, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   }
 }
 
+// ... once per step, however many micro-batches there are.
+TEST(Hybrid, MicroBatchesAreSummedInTheGroupFirst) {
+  models::TrainConfig c = hybrid(2);
+  c.train.micro_batches = 3;
+  auto all = traffic(models::plan_step(c, 13, 0, 4, 1, "local").tape);
+  constexpr int64_t kUnits = 4;
+  EXPECT_EQ(all["reduce_scatter data"].count, 3 * kUnits);
+  EXPECT_EQ(all["all_reduce replica"].count, kUnits);
+  c.sharding.strategy = "zero1";
+  all = traffic(models::plan_step(c, 13, 0, 4, 1, "local").tape);
+  EXPECT_EQ(all["reduce_scatter data"].count, kUnits);
+  EXPECT_EQ(all["all_reduce replica"].count, kUnits);
+}
+
 // The slice of one unit is summed over the groups while the next unit computes and reduces.
 TEST(Hybrid, TheSumOverGroupsIsOneUnitBehind) {
   const Tape tape = models::plan_step(hybrid(2), 13, 0, 4, 1, "local").tape;
