@@ -108,23 +108,29 @@ std::string format_bytes(int64_t bytes) {
 
 std::string collective_summary(const Tape& tape) {
   struct Row { std::string path, name; int64_t count = 0, bytes = 0; };
-  std::vector<Row> rows;
+  std::vector<Row> rows, totals;  // of several axes one for each, for their links differ
   std::map<std::pair<std::string, std::string>, size_t> known;
-  Row total{"total", "", 0, 0};
+  const auto total_of = [&totals](const std::string& axis) -> Row& {
+    const auto it = std::ranges::find(totals, axis, &Row::name);
+    return it != totals.end() ? *it : totals.emplace_back(Row{"total", axis});
+  };
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     for (const Transfer& t : transfers(tape, n)) {
       const std::string path(path_label(tape.path(n)));
-      const auto [at, fresh] = known.try_emplace({path, t.name}, rows.size());
-      if (fresh) rows.push_back({path, t.name});
+      const MeshSpec* mesh = tape.type(t.to).layout.mesh();
+      const std::string axis = mesh->num_axes() > 1 ? "@" + mesh->name(t.axis) : "";
+      const auto [at, fresh] = known.try_emplace({path, t.name + axis}, rows.size());
+      if (fresh) rows.push_back({path, t.name + axis});
       const int64_t bytes = received_bytes(tape, t);
-      for (Row* row : {&rows[at->second], &total}) ++row->count, row->bytes += bytes;
+      for (Row* row : {&rows[at->second], &total_of(axis)}) ++row->count, row->bytes += bytes;
     }
   }
   std::map<std::string, size_t> order;  // of the paths, by their first collective; a path's rows stand together
   for (const Row& r : rows) order.try_emplace(r.path, order.size());
   std::stable_sort(rows.begin(), rows.end(), [&](const Row& a, const Row& b) { return order[a.path] < order[b.path]; });
-  rows.push_back(total);
+  if (totals.empty()) total_of("");
+  rows.insert(rows.end(), totals.begin(), totals.end());
   size_t path_width = 0, name_width = 0;
   for (const Row& r : rows) path_width = std::max(path_width, r.path.size()), name_width = std::max(name_width, r.name.size());
   std::string out;

@@ -38,7 +38,7 @@ std::string cut_signature(const Placement& p);
 std::string format_bytes(int64_t bytes);
 
 /// The collectives of a tape: a line per module path and kind with count and bytes received by this rank, in the order
-/// of first use, and a total.
+/// of first use, and a total; on a mesh of several axes, for each of them.
 std::string collective_summary(const Tape& tape);
 
 }  // namespace sheaf

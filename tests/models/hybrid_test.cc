@@ -145,6 +145,15 @@ TEST(Hybrid, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   }
 }
 
+TEST(Hybrid, TheSummaryTellsTheAxesApart) {
+  const std::string summary = collective_summary(models::plan_step(hybrid(2), 13, 0, 4, 1, "local").tape);
+  SCOPED_TRACE(summary);
+  EXPECT_THAT(summary, ::testing::ContainsRegex("blocks.0 +all_gather@data +2 "));
+  EXPECT_THAT(summary, ::testing::ContainsRegex("blocks.0 +reduce_scatter@data +1 "));
+  EXPECT_THAT(summary, ::testing::ContainsRegex("blocks.0 +all_reduce@replica +1 "));
+  EXPECT_THAT(summary, ::testing::ContainsRegex("total +@data +[0-9]+ +[0-9.]+ KiB\ntotal +@replica +5 "));
+}
+
 // ... once per step, however many micro-batches there are.
 TEST(Hybrid, MicroBatchesAreSummedInTheGroupFirst) {
   models::TrainConfig c = hybrid(2);
