@@ -155,9 +155,16 @@ void LocalCommunicator::agree(const Collective& call) {
 }
 
 std::chrono::nanoseconds LocalCommunicator::link_time(const Collective& call) const {
-  if (options_.bytes_per_second <= 0) return {};
-  const auto bytes = static_cast<double>(received_bytes(call, rank(), size()));
-  return std::chrono::nanoseconds(std::llround(1e9 * bytes / options_.bytes_per_second));
+  const auto host_of = [&](int member) {
+    return options_.ranks_per_host > 0 ? group_.members[static_cast<size_t>(member)] / options_.ranks_per_host : 0;
+  };
+  int elsewhere = 0;  // peers; each sends as much
+  for (int member = 0; member < size(); ++member) elsewhere += host_of(member) != host_of(rank());
+  const double each = static_cast<double>(received_bytes(call, rank(), size())) / std::max(1, size() - 1);
+  const auto seconds = [&](int peers, double speed) { return speed > 0 ? each * peers / speed : 0; };
+  const double all = seconds(size() - 1 - elsewhere, options_.bytes_per_second) +
+                     seconds(elsewhere, options_.bytes_per_second_between_hosts);
+  return std::chrono::nanoseconds(std::llround(1e9 * all));
 }
 
 void LocalCommunicator::run(const Collective& call) {

@@ -18,6 +18,8 @@ namespace sheaf {
 struct LocalOptions {
   std::chrono::milliseconds delay{0};         ///< added to every collective, to study overlap
   double bytes_per_second = 0;                ///< at which a rank receives, as over a link; 0: no limit
+  int ranks_per_host = 0;                     ///< neighbours, as if on hosts of so many; 0: all on one
+  double bytes_per_second_between_hosts = 0;  ///< at which a rank receives from others' hosts; 0: no limit
   std::chrono::milliseconds timeout{300'000};  ///< of one collective, from the moment it starts on its lane
   int threads_per_rank = 0;                   ///< 0: default_threads(ranks)
   Device device = {};                         ///< a GPU: all ranks share it, each with a stream and an allocator of its own

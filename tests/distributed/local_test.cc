@@ -275,6 +275,24 @@ TEST(Local, ASlowLinkTakesItsTimeForWhatARankReceives) {
   }, {.bytes_per_second = 1e6});
 }
 
+TEST(Local, LinksBetweenHostsHaveASpeedOfTheirOwn) {
+  constexpr int64_t kEach = 10'000;
+  run_local(4, [&](World& world) {
+    const Mesh mesh = world.mesh({{"host", 2}, {"rank", 2}});
+    const std::vector<float> mine(kEach, static_cast<float>(world.rank()));
+    const auto gather = [&](Communicator& comm) {
+      std::vector<float> all(static_cast<size_t>(comm.size()) * kEach);
+      const auto start = Clock::now();
+      comm.all_gather(mine.data(), all.data(), std::vector<int64_t>(static_cast<size_t>(comm.size()), kEach), kF32, "links").sync();
+      return seconds_since(start);
+    };
+    gather(mesh.runtime->gather_lane(1));  // its thread starts
+    EXPECT_LT(gather(mesh.runtime->gather_lane(1)), 0.04) << "on one host";
+    EXPECT_GE(gather(mesh.runtime->gather_lane(0)), 0.04) << "from another";
+    EXPECT_GE(gather(lane(world)), 0.08) << "from two on another";
+  }, {.ranks_per_host = 2, .bytes_per_second_between_hosts = 1e6});
+}
+
 TEST(Local, ManyFailuresAtOnceNeverHang) {
   for (int trial = 0; trial < 30; ++trial) {
     // Out here, because a rank that throws leaves collectives behind that still use them.

@@ -103,6 +103,15 @@ TEST(Bench, Ranks) {
   EXPECT_EQ(lines.begin()->second.at("more").at("of plan").as_double(), 1);
 }
 
+TEST(Bench, Hosts) {
+  const auto lines = bench("hosts", "1.25GB/s");
+  ASSERT_EQ(lines.size(), 3u);
+  for (const auto& [name, line] : lines)
+    EXPECT_LT(2 * line.at("more").at("MB from the other host").as_double(),
+              line.at("more").at("MB under full_shard").as_double())
+        << name;
+}
+
 TEST(Bench, Init) {
   const auto lines = bench("init", "");
   ASSERT_EQ(lines.size(), 2u);

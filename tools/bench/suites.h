@@ -16,6 +16,7 @@ void tape_suite(Session& session);
 void allocator_suite(Session& session);
 void comm_suite(Session& session);
 void fsdp_suite(Session& session);
+void hosts_suite(Session& session);
 void memory_suite(Session& session);
 void init_suite(Session& session);
 void checkpoint_suite(Session& session);
@@ -34,6 +35,7 @@ inline constexpr Suite kSuites[] = {
     {"allocator", allocator_suite, true},
     {"comm", comm_suite, true},
     {"fsdp", fsdp_suite, true},
+    {"hosts", hosts_suite, false},
     {"memory", memory_suite, true},
     {"init", init_suite, false},
     {"checkpoint", checkpoint_suite, false},

@@ -1,0 +1,96 @@
+// hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
+// link between these, against full_shard over all four. Ranks are threads of this process that
+// receive from the other host no faster than over such a link; what they compute is the same, and
+// so are the cores that they share, whatever the strategy.
+#include <algorithm>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/bench/training.h"
+
+namespace sheaf::bench {
+namespace {
+
+constexpr int kRanks = 4, kRanksPerHost = 2;
+
+struct Choice {
+  std::string_view name;
+  std::vector<std::string> overrides;
+};
+const Choice kFullShard{"full_shard", {}};
+const Choice kChoices[] = {
+    {"zero1", {"--sharding.strategy=zero1"}},
+    {"hybrid", {"--sharding.replicas=2"}},
+    {"hybrid-zero1", {"--sharding.strategy=zero1", "--sharding.replicas=2"}},
+};
+
+struct Steps {
+  std::vector<double> seconds;  // by rank 0's clock
+  double megabytes = 0;         // that rank 0 received from the other host in each
+};
+
+// The axis that leads to the other host is the first; if it is the only one, a peer is on this one.
+double bytes_from_elsewhere(const Mesh& mesh) {
+  const int64_t bytes = mesh.runtime->gather_lane(0).bytes_received() + mesh.runtime->reduce_lane(0).bytes_received();
+  const double there = mesh.spec->num_axes() > 1 ? 1 : static_cast<double>(kRanks - kRanksPerHost) / (kRanks - 1);
+  return there * static_cast<double>(bytes);
+}
+
+Steps steps_of(const models::TrainConfig& config, double bytes_per_second, int count) {
+  Steps out;
+  const auto train = [&](World& world) {
+    models::TrainingStep step(config, config.model.vocab, world, world.device());
+    const models::FillBatch fill = random_tokens(config);
+    int64_t done = 0;
+    for (int warm = 0; warm < 2; ++warm) step.run(done++, fill).loss.item();
+    for (int i = 0; i < count; ++i) {
+      world.communicator().barrier("bench").sync();
+      const double before = bytes_from_elsewhere(step.mesh()), begin = now();
+      step.run(done++, fill).loss.item();
+      if (world.rank() != 0) continue;
+      out.seconds.push_back(now() - begin);
+      out.megabytes = (bytes_from_elsewhere(step.mesh()) - before) / 1e6;
+    }
+  };
+  run_local(kRanks, train,
+            {.ranks_per_host = kRanksPerHost,
+             .bytes_per_second_between_hosts = bytes_per_second,
+             .threads_per_rank = 1});
+  return out;
+}
+
+void measure(Session& session, const std::string& name, double bytes_per_second,
+             const Choice& choice, Line& line) {
+  const auto config = [&](const Choice& c) {
+    std::vector<std::string> more = c.overrides;
+    more.insert(more.end(), {"--train.batch=32", "--train.micro_batches=4"});
+    return training_config(name, more);
+  };
+  const int samples = session.samples(12), rounds = std::min(3, (samples + 3) / 4),
+            count = samples / rounds;
+  std::vector<double> peers;
+  double peers_megabytes = 0, megabytes = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const Steps own = steps_of(config(choice), bytes_per_second, count);
+    const Steps other = steps_of(config(kFullShard), bytes_per_second, count);
+    line.samples_s.insert(line.samples_s.end(), own.seconds.begin(), own.seconds.end());
+    peers.insert(peers.end(), other.seconds.begin(), other.seconds.end());
+    megabytes = own.megabytes, peers_megabytes = other.megabytes;
+  }
+  line.peer = kFullShard.name;
+  line.peer_value = quantile(peers, 0.5);
+  line.more = {{"MB from the other host", megabytes}, {"MB under full_shard", peers_megabytes}};
+}
+
+}  // namespace
+
+void hosts_suite(Session& session) {
+  for (const double gigabytes : {1.25, 0.125})  // 10 and 1 Gbit/s
+    for (const Choice& choice : kChoices) {
+      const std::string name = "nanogpt-f32-12x64";
+      session.line("hosts", str(name, "-", gigabytes, "GB/s-", choice.name), Unit::seconds,
+                   [&](Line& line) { measure(session, name, 1e9 * gigabytes, choice, line); });
+    }
+}
+
+}  // namespace sheaf::bench
