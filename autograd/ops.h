@@ -6,6 +6,7 @@
 
 #include "sheaf/autograd/op.h"
 #include "sheaf/core/random.h"
+#include "sheaf/kernels/rotary_scaling.h"
 
 namespace sheaf {
 
@@ -257,8 +258,9 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
 Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, const AttentionOptions& options = {});
 /// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: elements i and i + D/2 turn
 /// by (first_position + t) theta^(-2i/D), as in Llama's Hugging Face checkpoints. Of the first `heads` heads only, if given:
-/// the queries and keys of a packed projection.
-Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 0, int64_t heads = -1);
+/// the queries and keys of a packed projection. `scaling` lowers the frequencies (RotaryScaling says how, and from where).
+Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 0, int64_t heads = -1,
+              const RotaryScaling& scaling = {});
 
 struct CrossEntropyOptions {
   int64_t ignore_index = -1;  ///< rows with this target count nothing

@@ -16,11 +16,14 @@ struct Rotary {
   struct Attrs {
     double theta;
     int64_t first_position, heads, inverse;
+    RotaryScaling scaling;
   };
-  static void infer(const Attrs&, Infer& c) {
+  static void infer(const Attrs& a, Infer& c) {
     require_floating(kName, c.dtype(0));
     if (c.shape(0).rank() != 4 || c.shape(0)[3] % 2 != 0)
       fail<ShapeError>("[", kName, "] wants [B, T, H, D] with even D, got ", c.input(0));
+    if (const std::string problem = a.scaling.problem(); !problem.empty())
+      fail<ConfigError>("[", kName, "] of ", c.input(0), ": the scaling's ", problem);
     c.output(c.dtype(0), c.shape(0));
   }
   static void place(const Attrs& a, Place& p) {  // positions and pairs must be whole
@@ -33,15 +36,18 @@ struct Rotary {
     return SHEAF_WORKSPACE(c.device(), rotary, c.input(0));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), rotary, c.input(0), a.theta, a.first_position, a.heads, a.inverse != 0,
+    SHEAF_ON_DEVICE(c.stream(), rotary, c.input(0), a.theta, a.scaling, a.first_position, a.heads, a.inverse != 0,
                  c.output(0), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    c.set(0,
-          apply<Rotary>({a.theta, a.first_position, a.heads, !a.inverse}, dense_rows(c.grad())));
+    c.set(0, apply<Rotary>({a.theta, a.first_position, a.heads, !a.inverse, a.scaling}, dense_rows(c.grad())));
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str("theta ", a.theta, a.inverse ? " inverse" : "");
+    const RotaryScaling& s = a.scaling;
+    if (s.factor != 1.0) out += str(" scaled by ", s.factor);
+    if (s.factor != 1.0 && s.original_context != 0)
+      out += str(" (", s.low_freq_factor, " to ", s.high_freq_factor, " turns in ", s.original_context, ")");
     if (a.heads != kAllHeads) out += str(" heads 0 to ", a.heads);
     if (a.first_position) out += str(" from position ", a.first_position);
   }
@@ -49,8 +55,8 @@ struct Rotary {
 
 }  // namespace
 
-Tensor rotary(const Tensor& x, double theta, int64_t first_position, int64_t heads) {
-  return apply<Rotary>({theta, first_position, heads < 0 ? kAllHeads : heads, 0}, dense_rows(x));
+Tensor rotary(const Tensor& x, double theta, int64_t first_position, int64_t heads, const RotaryScaling& scaling) {
+  return apply<Rotary>({theta, first_position, heads < 0 ? kAllHeads : heads, 0, scaling}, dense_rows(x));
 }
 
 }  // namespace sheaf

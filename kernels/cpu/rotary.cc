@@ -26,10 +26,10 @@ struct Tables {
 };
 
 template <class C>
-void fill_tables(const Tables& t, double theta, int64_t first_position, double* fine, C* cosine,
-                 C* sine) {
+void fill_tables(const Tables& t, double theta, const RotaryScaling& scaling,
+                 int64_t first_position, double* fine, C* cosine, C* sine) {
   auto frequency = [&](int64_t i) {
-    return std::pow(theta, -static_cast<double>(i) / static_cast<double>(t.half));
+    return scaling.scaled(std::pow(theta, -static_cast<double>(i) / static_cast<double>(t.half)));
   };
   parallel_for(t.half, std::max<int64_t>(1, 2048 / kFine), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -62,8 +62,8 @@ void fill_tables(const Tables& t, double theta, int64_t first_position, double* 
 
 size_t rotary_workspace(const View& x) { return x.rank() == 4 ? Tables(x).bytes() : 0; }
 
-void rotary(const View& x, double theta, int64_t first_position, int64_t rotated, bool inverse,
-            const View& y, Workspace workspace) {
+void rotary(const View& x, double theta, const RotaryScaling& scaling, int64_t first_position,
+            int64_t rotated, bool inverse, const View& y, Workspace workspace) {
   check<ShapeError>(x.rank() == 4 && x.shape[3] % 2 == 0 && y.shape == x.shape,
                     "[rotary] wants [B, T, H, D] with even D, got ", x.shape, " into ", y.shape);
   check<DTypeError>(y.dtype == x.dtype, "[rotary] ", x.dtype, " into ", y.dtype);
@@ -77,7 +77,7 @@ void rotary(const View& x, double theta, int64_t first_position, int64_t rotated
     Carver carver("rotary", workspace);
     double* fine = carver.take<double>(2 * kFine * t.half);
     C *cosine = carver.take<C>(t.positions * t.half), *sine = carver.take<C>(t.positions * t.half);
-    fill_tables(t, theta, first_position, fine, cosine, sine);
+    fill_tables(t, theta, scaling, first_position, fine, cosine, sine);
     const Rows<const T> in("rotary", x);
     const Rows<T> out("rotary", y);
     const int64_t heads = x.shape[2];

@@ -16,6 +16,7 @@ struct Rotation {
   int tile;                        ///< positions of a block
   int64_t xb, xt, xh, yb, yt, yh;  ///< strides
   double theta;
+  RotaryScaling scaling;
   int64_t first_position;
   bool inverse;
 };
@@ -32,8 +33,8 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * r.tile;
   const int tile = static_cast<int>(std::min<int64_t>(r.tile, r.positions - first));
   for (int n = threadIdx.x; n < tile * r.half; n += kThreads) {
-    const double frequency =
-        ::pow(r.theta, -static_cast<double>(n % r.half) / static_cast<double>(r.half));
+    const double frequency = r.scaling.scaled(
+        ::pow(r.theta, -static_cast<double>(n % r.half) / static_cast<double>(r.half)));
     const double angle = static_cast<double>(r.first_position + first + n / r.half) * frequency;
     double s, c;
     ::sincos(angle, &s, &c);
@@ -68,8 +69,8 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
 
 size_t rotary_workspace(const View&) { return 0; }
 
-void rotary(const Stream& stream, const View& x, double theta, int64_t first_position,
-            int64_t heads, bool inverse, const View& y, Workspace) {
+void rotary(const Stream& stream, const View& x, double theta, const RotaryScaling& scaling,
+            int64_t first_position, int64_t heads, bool inverse, const View& y, Workspace) {
   const char* who = "rotary";
   check<ShapeError>(x.rank() == 4 && x.shape[3] % 2 == 0 && y.shape == x.shape,
                     "[rotary] wants [B, T, H, D] with even D, got ", x.shape, " into ", y.shape);
@@ -95,7 +96,7 @@ void rotary(const Stream& stream, const View& x, double theta, int64_t first_pos
                        x.shape[1], static_cast<int>(x.shape[2]),
                        static_cast<int>(std::clamp<int64_t>(heads, 0, x.shape[2])),
                        static_cast<int>(half), static_cast<int>(tile), x.strides[0], x.strides[1],
-                       x.strides[2], y.strides[0], y.strides[1], y.strides[2], theta,
+                       x.strides[2], y.strides[0], y.strides[1], y.strides[2], theta, scaling,
                        first_position, inverse});
   });
 }

@@ -22,6 +22,7 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       kv_heads(key_heads(c)),
       head_width(checked_head_width(c)),
       rope_theta(c.rope_theta),
+      rope_scaling(c.rope_scaling),
       qkv(c.width, (c.heads + 2 * key_heads(c)) * (c.width / c.heads), {.bias = c.bias, .init = c.init}),
       projection(c.width, c.width, {.bias = c.bias, .init = c.projection_init}),
       dropout(c.dropout) {}
@@ -32,7 +33,8 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
     const Shape packed = qkv_BTE.shape();
     const int64_t all_heads = heads + 2 * kv_heads;
     const Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], all_heads, head_width});
-    qkv_BTE = reshape(rotary(heads_BTHD, rope_theta, cache ? cache->length() : 0, heads + kv_heads), packed);
+    const int64_t first = cache ? cache->length() : 0;
+    qkv_BTE = reshape(rotary(heads_BTHD, rope_theta, first, heads + kv_heads, rope_scaling), packed);
   }
   return dropout(projection(cache ? attend_to_cache(qkv_BTE, *cache)
                                   : packed_attention(qkv_BTE, heads, kv_heads, {.causal = true})));

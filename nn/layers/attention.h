@@ -17,6 +17,7 @@ struct AttentionConfig {
   bool bias = true;         ///< in both linear layers
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
+  RotaryScaling rope_scaling = {};  ///< of their frequencies
   Init init = Init::normal(0.02);             ///< of the input projection
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
@@ -26,6 +27,7 @@ struct AttentionConfig {
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_width;
   double rope_theta;
+  RotaryScaling rope_scaling;
   Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
   Linear projection;
   Dropout dropout;

@@ -7,10 +7,21 @@ namespace {
 
 using namespace sheaf::testing;
 
-Array rotate(const View& x, int64_t first, bool inverse) {
+Array rotate(const View& x, int64_t first, bool inverse, const RotaryScaling& scaling = {}) {
   Array y(x.dtype, x.shape);
-  rotary(x, 10000, first, x.shape[2], inverse, y, Scratch(rotary_workspace(without_data(x))));
+  rotary(x, 10000, scaling, first, x.shape[2], inverse, y,
+         Scratch(rotary_workspace(without_data(x))));
   return y;
+}
+
+// As its source states it, in three cases by the wavelength; "linear" has one.
+double llama3_frequency(double f, const RotaryScaling& s) {
+  const double context = static_cast<double>(s.original_context), wavelength = 2 * M_PI / f;
+  if (wavelength < context / s.high_freq_factor) return f;
+  if (wavelength > context / s.low_freq_factor) return f / s.factor;
+  const double smooth =
+      (context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor);
+  return (1 - smooth) * f / s.factor + smooth * f;
 }
 
 TEST(Rotary, MatchesTheDefinition) {
@@ -38,6 +49,50 @@ TEST(Rotary, MatchesTheDefinition) {
       }
 }
 
+TEST(Rotary, ScaledFrequenciesMatchTheDefinition) {
+  const RotaryScaling llama31 = RotaryScaling::llama3(8), llama32 = RotaryScaling::llama3(32),
+                      other = RotaryScaling::llama3(3, 0.5, 20, 1000),
+                      linear = RotaryScaling::linear(4);
+  for (const RotaryScaling& s : {llama31, llama32, other, linear}) {
+    int kept = 0, divided = 0, blended = 0;
+    for (int64_t i = 0; i < 64; ++i) {
+      const double f = std::pow(500000.0, -static_cast<double>(i) / 64);
+      const double want = s == linear ? f / 4 : llama3_frequency(f, s);
+      EXPECT_NEAR(s.scaled(f) / want, 1.0, 1e-15) << i;
+      (want == f ? kept : want == f / s.factor ? divided : blended) += 1;
+    }
+    EXPECT_TRUE(s == linear || (kept > 5 && blended > 5)) << kept << ' ' << blended;
+    EXPECT_GT(divided, 5);
+  }
+  for (DType d : {kF32, kF64, kBF16})
+    for (const RotaryScaling& s : {RotaryScaling::llama3(8, 1, 4, 100), linear})
+      for (int64_t first : {0, 61, 100000}) {
+        const Shape shape{2, 70, 2, 16};
+        const Array x = Array::random(d, shape, 1);
+        std::vector<double> want(shape.numel());
+        for (int64_t row = 0; row < shape.numel() / 16; ++row)
+          for (int64_t i = 0; i < 8; ++i) {
+            const double f = std::pow(10000.0, -static_cast<double>(i) / 8);
+            const double angle = static_cast<double>(first + row / 2 % 70) *
+                                 (s == linear ? f / 4 : llama3_frequency(f, s));
+            const double a = x.at(row * 16 + i), b = x.at(row * 16 + 8 + i);
+            want[row * 16 + i] = a * std::cos(angle) - b * std::sin(angle);
+            want[row * 16 + 8 + i] = b * std::cos(angle) + a * std::sin(angle);
+          }
+        const Array y = rotate(x, first, false, s);
+        EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d)) << name(d) << first;
+        EXPECT_LT(scaled_error(rotate(y, first, true, s), values(x)),
+                  d == kF64 ? 1e-14 : 4 * epsilon(d))
+            << name(d) << first;
+      }
+}
+
+TEST(Rotary, AFactorOfOneChangesNoBit) {
+  const Array x = Array::random(kF64, {1, 90, 1, 64}, 1), want = rotate(x, 12345, false);
+  for (int64_t context : {0, 50, 64, 8192})
+    EXPECT_TRUE(same_bits(rotate(x, 12345, false, RotaryScaling::llama3(1, 1, 4, context)), want));
+}
+
 TEST(Rotary, OffsetsStridesAndThreadsChangeNothing) {
   const Shape s{2, 150, 4, 32};
   const Array x = Array::random(kF32, s, 1);
@@ -58,7 +113,7 @@ TEST(Rotary, OffsetsStridesAndThreadsChangeNothing) {
 TEST(Rotary, OtherHeadsAreCopied) {
   const Array x = Array::random(kF32, {1, 5, 3, 8}, 1), y(kF32, {1, 5, 3, 8}),
               all = rotate(x, 0, false);
-  rotary(x, 10000, 0, 2, false, y, Scratch(rotary_workspace(x)));
+  rotary(x, 10000, {}, 0, 2, false, y, Scratch(rotary_workspace(x)));
   for (int64_t i = 0; i < 120; ++i) EXPECT_EQ(y.at(i), i / 8 % 3 == 2 ? x.at(i) : all.at(i));
 }
 

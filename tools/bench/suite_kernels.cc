@@ -132,7 +132,8 @@ void Kernels::activations(DType dtype) {
       "rotary", dtype, 2,
       [rotated, heads = sizes_.width / 64,
        work = scratch(SHEAF_WORKSPACE(device_, rotary, unrotated))](Stream s, const Arrays& a) {
-        SHEAF_ON_DEVICE(s, rotary, rotated(*a[0]), 1e4, 0, heads, false, rotated(*a[1]), *work);
+        SHEAF_ON_DEVICE(s, rotary, rotated(*a[0]), 1e4, RotaryScaling(), 0, heads, false,
+                        rotated(*a[1]), *work);
       });
   // The rows' weights, means and deviations are too few to count.
   const auto vector = [this, dtype] { return array(dtype, {sizes_.width}); };

@@ -12,17 +12,19 @@ struct Call {
   double theta = 10000;
   int64_t first = 0, heads = 1 << 20;
   bool inverse = false, in_place = false;
+  RotaryScaling scaling = {};
 };
 
 Array on_gpu(const Array& x, const Call& c, Shape strides = {}) {
   const OnGpu gx(x), gy(Array(x.view().dtype, x.view().shape, strides));
-  cuda::rotary(OnGpu::stream(), gx, c.theta, c.first, c.heads, c.inverse, c.in_place ? gx : gy,
-               GpuScratch(cuda::rotary_workspace(without_data(gx))));
+  cuda::rotary(OnGpu::stream(), gx, c.theta, c.scaling, c.first, c.heads, c.inverse,
+               c.in_place ? gx : gy, GpuScratch(cuda::rotary_workspace(without_data(gx))));
   return (c.in_place ? gx : gy).back();
 }
 Array on_cpu_in_f64(const Array& x, const Call& c) {
   const Array wide = in_f64(x), y(kF64, x.view().shape);
-  cpu::rotary(wide, c.theta, c.first, c.heads, c.inverse, y, Scratch(cpu::rotary_workspace(wide)));
+  cpu::rotary(wide, c.theta, c.scaling, c.first, c.heads, c.inverse, y,
+              Scratch(cpu::rotary_workspace(wide)));
   return y;
 }
 
@@ -35,10 +37,12 @@ TEST(CudaRotary, MatchesTheCpu) {
       for (int64_t first : {int64_t{0}, int64_t{61}, int64_t{1000000}})
         for (bool inverse : {false, true}) {
           const Array x = Array::random(d, s, 1);
-          const Call call{.theta = first == 61 ? 500000.0 : 10000.0,
-                          .first = first,
-                          .inverse = inverse,
-                          .in_place = first == 61};
+          const Call call{
+              .theta = first == 61 ? 500000.0 : 10000.0,
+              .first = first,
+              .inverse = inverse,
+              .in_place = first == 61,
+              .scaling = inverse == (first == 0) ? RotaryScaling::llama3(8) : RotaryScaling()};
           // A million times the rounding error of a frequency.
           EXPECT_LT(scaled_error(on_gpu(x, call), values(on_cpu_in_f64(x, call))),
                     d == kF64 ? 1e-9 : 2 * epsilon(d))
