@@ -52,6 +52,7 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.context = m.context;
     c.vocab = words;
     c.rope_theta = m.rope_theta;
+    c.rope_scaling = rotary_scaling(m.rope_scaling);
     c.norm_eps = m.norm_eps;
     c.dropout = m.dropout;
     c.tie_embeddings = m.tie_embeddings;

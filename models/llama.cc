@@ -19,6 +19,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c) {
   a.bias = false;
   a.dropout = c.dropout;
   a.rope_theta = c.rope_theta;
+  a.rope_scaling = c.rope_scaling;
   a.init = nn::Init::normal(kInitStd);
   a.projection_init = residual_init(c);
   return a;
@@ -49,17 +50,32 @@ LlamaConfig llama3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_wid
   return c;
 }
 
+// Llama 3.1 was trained on for sequences 16 times as long.
+LlamaConfig at_long_context(LlamaConfig c, double factor) {
+  c.context = 131072;
+  c.rope_scaling = RotaryScaling::llama3(factor);
+  return c;
+}
+
 }  // namespace
 
 LlamaConfig LlamaConfig::llama3_8b() { return preset("llama3-8b"); }
 
-// Llama 3 and 3.2: the released models' configurations.
+// The released models' configurations; Llama 3.3 70B has that of 3.1.
 std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
-  return {{"llama3-1b", llama3(16, 32, 2048, 8192, true)},
-          {"llama3-3b", llama3(28, 24, 3072, 8192, true)},
-          {"llama3-8b", llama3(32, 32, 4096, 14336, false)},
-          {"llama3-70b", llama3(80, 64, 8192, 28672, false)},
-          {"llama3-405b", llama3(126, 128, 16384, 53248, false)}};
+  const LlamaConfig b1 = llama3(16, 32, 2048, 8192, true), b3 = llama3(28, 24, 3072, 8192, true),
+                    b8 = llama3(32, 32, 4096, 14336, false), b70 = llama3(80, 64, 8192, 28672, false),
+                    b405 = llama3(126, 128, 16384, 53248, false);
+  return {{"llama3-1b", b1},
+          {"llama3-3b", b3},
+          {"llama3-8b", b8},
+          {"llama3-70b", b70},
+          {"llama3-405b", b405},
+          {"llama3.1-8b", at_long_context(b8, 8)},
+          {"llama3.1-70b", at_long_context(b70, 8)},
+          {"llama3.1-405b", at_long_context(b405, 8)},
+          {"llama3.2-1b", at_long_context(b1, 32)},
+          {"llama3.2-3b", at_long_context(b3, 32)}};
 }
 
 LlamaConfig LlamaConfig::preset(const std::string& name) {

@@ -24,13 +24,15 @@ struct LlamaConfig {
   int64_t context = 64;           ///< longest sequence
   int64_t vocab = 256;
   double rope_theta = 10000.0;    ///< base of the rotary frequencies
+  RotaryScaling rope_scaling = {};  ///< of these frequencies, such as RotaryScaling::llama3(8)
   double norm_eps = 1e-5;
   double dropout = 0.0;           ///< of attention and MLP outputs
   bool tie_embeddings = false;    ///< the head is the token embedding
 
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();
-  /// The published sizes by name, "llama3-8b", smallest first.
+  /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
+  /// at theirs of 131,072, whose rotary positions are scaled.
   static std::vector<std::pair<std::string, LlamaConfig>> published();
   /// One of them, or "llama-tiny"; throws ConfigError that lists them.
   static LlamaConfig preset(const std::string& name);

@@ -4,6 +4,20 @@
 #include "sheaf/models/llama.h"
 
 namespace sheaf::models {
+namespace {
+
+RopeScalingConfig options_of(const RotaryScaling& s) {
+  RopeScalingConfig c;
+  if (s == RotaryScaling{}) return c;
+  c.rope_type = s.original_context == 0 ? "linear" : "llama3";
+  c.factor = s.factor;
+  if (s.original_context == 0) return c;
+  c.low_freq_factor = s.low_freq_factor, c.high_freq_factor = s.high_freq_factor;
+  c.original_max_position_embeddings = s.original_context;
+  return c;
+}
+
+}  // namespace
 
 ModelConfig options_of(const GptConfig& c) {
   ModelConfig m;
@@ -20,6 +34,7 @@ ModelConfig options_of(const LlamaConfig& c) {
   m.layers = c.layers, m.heads = c.heads, m.kv_heads = c.kv_heads, m.width = c.width, m.mlp_width = c.mlp_width;
   m.context = c.context, m.vocab = c.vocab, m.tie_embeddings = c.tie_embeddings;
   m.dropout = c.dropout, m.rope_theta = c.rope_theta, m.norm_eps = c.norm_eps;
+  m.rope_scaling = options_of(c.rope_scaling);
   return m;
 }
 

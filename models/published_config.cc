@@ -1,5 +1,6 @@
 #include "sheaf/models/published_config.h"
 
+#include <cmath>
 #include <filesystem>
 
 #include "sheaf/core/file.h"
@@ -84,27 +85,39 @@ ModelConfig read_gpt2(const Reader& r) {
   return m;
 }
 
-// "rope_theta" and "rope_scaling", or since version 5 of transformers both in "rope_parameters".
-double read_rope_theta(const Reader& r) {
-  const double theta = r.number("rope_theta", 10000.0);
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    const Json* rope = r.find(key);
-    if (!rope) continue;
-    if (!rope->is_object()) r.refuse(key, "expected an object");
-    for (const char* type : {"rope_type", "type"})
-      if (const Json* value = rope->find(type); value && !(*value == Json("default")))
-        r.refuse(key, "Sheaf's rotary positions are not scaled (rope_type default)");
-    if (const Json* factor = rope->find("partial_rotary_factor"); factor && !(*factor == Json(1.0) || *factor == Json(1)))
-      r.refuse(key, "Sheaf rotates whole heads");
+// How the object under `key` scales rotary positions. Their base goes to `theta`, if it is there too.
+RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
+  const Json* rope = r.find(key);
+  if (!rope->is_object()) r.refuse(key, "expected an object");
+  const auto number = [&](const char* name) {
+    try {
+      return rope->at(name).as_double();
+    } catch (const DataError&) {
+      r.refuse(key, str(name, rope->find(name) ? " is not a number" : " is missing"));
+    }
+  };
+  if (const Json* factor = rope->find("partial_rotary_factor"); factor && !(*factor == Json(1.0) || *factor == Json(1)))
+    r.refuse(key, "Sheaf rotates whole heads");
+  if (rope->find("rope_theta")) theta = number("rope_theta");
+
+  RopeScalingConfig s;
+  const Json* type = rope->find("rope_type") ? rope->find("rope_type") : rope->find("type");
+  if (!type || *type == Json("default")) return s;
+  if (!(*type == Json("linear") || *type == Json("llama3")))
+    r.refuse(key, str("Sheaf's rotary positions are of the rope_type default, linear or llama3, not ", type->dump()));
+  s.rope_type = type->as_string();
+  s.factor = number("factor");
+  if (s.rope_type == "llama3") {
+    s.low_freq_factor = number("low_freq_factor"), s.high_freq_factor = number("high_freq_factor");
+    const double tokens = number("original_max_position_embeddings");
+    if (!(tokens >= 1 && tokens <= kLargest) || tokens != std::floor(tokens))
+      r.refuse(key, "original_max_position_embeddings is no number of tokens");
+    s.original_max_position_embeddings = static_cast<int64_t>(tokens);
+    // transformers prefers this one.
+    r.only("original_max_position_embeddings", s.original_max_position_embeddings, str(key, " says otherwise").c_str());
   }
-  const Json* rope = r.find("rope_parameters");
-  const Json* own = rope ? rope->find("rope_theta") : nullptr;
-  if (!own) return theta;
-  try {
-    return own->as_double();
-  } catch (const DataError&) {
-    r.refuse("rope_parameters", "rope_theta is not a number");
-  }
+  if (const std::string problem = rotary_scaling(s).problem(); !problem.empty()) r.refuse(key, problem);
+  return s;
 }
 
 ModelConfig read_llama(const Reader& r) {
@@ -126,7 +139,13 @@ ModelConfig read_llama(const Reader& r) {
   m.mlp_width = r.positive("intermediate_size");
   m.context = r.positive("max_position_embeddings");
   m.norm_eps = r.number("rms_norm_eps", 1e-6);
-  m.rope_theta = read_rope_theta(r);
+  m.rope_theta = r.number("rope_theta", 10000.0);
+  if (r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", m.rope_theta);
+  if (r.find("rope_parameters")) {  // since version 5 of transformers, the base and the scaling
+    const RopeScalingConfig scaling = read_rope(r, "rope_parameters", m.rope_theta);
+    if (r.find("rope_scaling") && !(scaling == m.rope_scaling)) r.refuse("rope_parameters", "rope_scaling says otherwise");
+    m.rope_scaling = scaling;
+  }
   m.tie_embeddings = r.flag("tie_word_embeddings", false);
   m.bias = false;
   if (r.find("head_dim") && r.positive("head_dim") != m.width / m.heads)
@@ -170,10 +189,34 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
   same("norm_eps", m.norm_eps, published.norm_eps);
   if (m.type == "gpt2") same("bias", m.bias, published.bias);
-  if (m.type == "llama") same("rope_theta", m.rope_theta, published.rope_theta);
+  if (m.type == "llama") {
+    same("rope_theta", m.rope_theta, published.rope_theta);
+    const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
+    same("rope_scaling.rope_type", ours.rope_type, theirs.rope_type);
+    same("rope_scaling.factor", ours.factor, theirs.factor);
+    same("rope_scaling.low_freq_factor", ours.low_freq_factor, theirs.low_freq_factor);
+    same("rope_scaling.high_freq_factor", ours.high_freq_factor, theirs.high_freq_factor);
+    same("rope_scaling.original_max_position_embeddings", ours.original_max_position_embeddings,
+         theirs.original_max_position_embeddings);
+  }
   if (m.context > published.context)
     fail<ConfigError>("[weights] model.context is ", m.context, ", more than the ", published.context, " of ", file);
 }
+
+namespace {
+
+Json published_rope_scaling(const RopeScalingConfig& s) {
+  if (s.rope_type == "default") return {};
+  Json json;
+  json.set("rope_type", s.rope_type).set("factor", s.factor);
+  if (s.rope_type == "llama3")
+    json.set("low_freq_factor", s.low_freq_factor)
+        .set("high_freq_factor", s.high_freq_factor)
+        .set("original_max_position_embeddings", s.original_max_position_embeddings);
+  return json;
+}
+
+}  // namespace
 
 Json published_config(const ModelConfig& model) {
   const ModelConfig m = resolved(model);
@@ -207,7 +250,7 @@ Json published_config(const ModelConfig& model) {
         .set("hidden_act", "silu")
         .set("rms_norm_eps", m.norm_eps)
         .set("rope_theta", m.rope_theta)
-        .set("rope_scaling", Json())
+        .set("rope_scaling", published_rope_scaling(m.rope_scaling))
         .set("attention_bias", false)
         .set("mlp_bias", false);
   }

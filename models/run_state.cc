@@ -17,6 +17,11 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.tie_embeddings", m.tie_embeddings);
   f("model.dropout", m.dropout);
   f("model.rope_theta", m.rope_theta);
+  f("model.rope_scaling.rope_type", m.rope_scaling.rope_type);
+  f("model.rope_scaling.factor", m.rope_scaling.factor);
+  f("model.rope_scaling.low_freq_factor", m.rope_scaling.low_freq_factor);
+  f("model.rope_scaling.high_freq_factor", m.rope_scaling.high_freq_factor);
+  f("model.rope_scaling.original_max_position_embeddings", m.rope_scaling.original_max_position_embeddings);
   f("model.norm_eps", m.norm_eps);
 }
 
@@ -41,7 +46,8 @@ void for_each_train_option(Train&& t, F&& f) {
 
 // What older checkpoints do not have.
 bool came_later(std::string_view key) {
-  return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end";
+  return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
+         key.starts_with("model.rope_scaling.");
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }
@@ -78,12 +84,12 @@ RunState RunState::from_json(const Json& json) {
     s.step = json.at("step").as_int();
     s.vocab = json.at("vocab").as_int();
     const Json& options = json.at("options");
-    const auto take = [&](const char* key, auto& value) { get(options.at(key), value); };
+    const auto take = [&](const char* key, auto& value) {
+      if (!came_later(key) || options.find(key)) get(options.at(key), value);
+    };
     for_each_model_option(s.model, take);
     s.train.dtype.clear();
-    for_each_train_option(s.train, [&](const char* key, auto& value) {
-      if (!came_later(key) || options.find(key)) take(key, value);
-    });
+    for_each_train_option(s.train, take);
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
     if (const Json* data = json.find("data")) {
       s.val_fraction = data->at("val_fraction").as_double();

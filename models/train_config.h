@@ -6,7 +6,29 @@
 #include <string>
 #include <string_view>
 
+#include "sheaf/kernels/rotary_scaling.h"
+
 namespace sheaf::models {
+
+/// [model.rope_scaling] Rotary frequencies for longer contexts than that of the first training, by the names of Hugging
+/// Face's config.json; RotaryScaling has the formulas. The defaults are Llama 3.1's, but for the type.
+struct RopeScalingConfig {
+  std::string rope_type = "default";  ///< "default" (as they are), "linear" or "llama3"
+  double factor = 8.0;                ///< what slow frequencies (linear: all) are divided by
+  double low_freq_factor = 1.0;       ///< turns in the original context up to which one is slow (llama3)
+  double high_freq_factor = 4.0;      ///< turns from which on one stays as it is (llama3)
+  int64_t original_max_position_embeddings = 8192;  ///< the original context (llama3)
+  bool operator==(const RopeScalingConfig&) const = default;
+};
+
+/// What the options mean to the model; throws ConfigError for another type.
+inline RotaryScaling rotary_scaling(const RopeScalingConfig& c) {
+  if (c.rope_type == "default") return {};
+  if (c.rope_type == "linear") return RotaryScaling::linear(c.factor);
+  if (c.rope_type == "llama3")
+    return RotaryScaling::llama3(c.factor, c.low_freq_factor, c.high_freq_factor, c.original_max_position_embeddings);
+  fail<ConfigError>("[model] unknown rope_type '", c.rope_type, "'; known: default, linear, llama3");
+}
 
 /// [model] What to train.
 struct ModelConfig {
@@ -24,6 +46,7 @@ struct ModelConfig {
   bool tie_embeddings = true;   ///< the output head is the token embedding
   double dropout = 0.0;         ///< probability, in [0, 1)
   double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)
+  RopeScalingConfig rope_scaling;  ///< of these frequencies (llama)
   double norm_eps = 1e-5;       ///< added to the variance in norms
 };
 

@@ -48,8 +48,8 @@ std::string join(const std::vector<std::string>& items) {
   int distance = 4;  // beyond three edits, a guess is worse than none
   const std::string name = key.substr(key.find('.') + 1);
   for (const auto& field : fields) {
-    // A right name in a wrong section is as near as one slip of the finger.
-    const bool same_name = field.key.substr(field.key.find('.') + 1) == name;
+    // A right name in a wrong section, or a section's, is as near as one slip of the finger.
+    const bool same_name = field.key.substr(field.key.find('.') + 1) == name || field.key.starts_with(key + ".");
     const int d = same_name ? 1 : edit_distance(key, field.key);
     if (d < distance) {
       distance = d;
@@ -152,16 +152,19 @@ void read_file(const std::string& path, std::vector<ConfigField>& fields, std::s
   const auto line_of = [&](const toml::node& node) {
     return str(path, ":", static_cast<int64_t>(node.source().begin.line));
   };
-  for (const auto& [section, node] : document) {
-    const std::string prefix(section.str());
-    if (!only.empty() && prefix != only) continue;
-    const bool known = std::any_of(fields.begin(), fields.end(),
-                                   [&](const auto& field) { return field.key.starts_with(prefix + "."); });
-    if (!known) unknown_key(line_of(node), node.is_table() ? "[" + prefix + "]" : prefix, fields);
+  const auto is_section = [&](const std::string& prefix) {
+    return std::any_of(fields.begin(), fields.end(), [&](const auto& field) { return field.key.starts_with(prefix + "."); });
+  };
+  // [model] has a section of its own, [model.rope_scaling].
+  const auto read_section = [&](const auto& self, const std::string& prefix, const toml::node& node) -> void {
     const toml::table* table = node.as_table();
     if (!table) fail<ConfigError>("[config] ", line_of(node), ": [", prefix, "] is a section, not a value");
     for (const auto& [name, value] : *table) {
       const std::string where = line_of(value), key = prefix + "." + std::string(name.str());
+      if (is_section(key)) {
+        self(self, key, value);
+        continue;
+      }
       ConfigField& field = find_field(fields, where, key);
       if (auto* flag = value.as_boolean()) set(where, field, flag->get());
       else if (auto* integer = value.as_integer()) set(where, field, integer->get());
@@ -170,6 +173,12 @@ void read_file(const std::string& path, std::vector<ConfigField>& fields, std::s
       else wrong_type(where, field, value.is_array() ? "an array" : value.is_table() ? "a table" : "a date");
       given.insert(key);
     }
+  };
+  for (const auto& [section, node] : document) {
+    const std::string prefix(section.str());
+    if (!only.empty() && prefix != only) continue;
+    if (!is_section(prefix)) unknown_key(line_of(node), node.is_table() ? "[" + prefix + "]" : prefix, fields);
+    read_section(read_section, prefix, node);
   }
 }
 
@@ -204,7 +213,12 @@ std::string value_text(const ConfigField& field) {
 // What an option needs to change anything: null if it has that.
 const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
-  if (key == "model.rope_theta" && config.model.type != "llama") return "only model.type llama has rotary embeddings";
+  if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
+  const std::string& scaling = config.model.rope_scaling.rope_type;
+  if (key == "model.rope_scaling.factor" && scaling == "default")
+    return "only model.rope_scaling.rope_type linear and llama3 have it";
+  if (key.starts_with("model.rope_scaling.") && !key.ends_with("type") && !key.ends_with(".factor") && scaling != "llama3")
+    return "only model.rope_scaling.rope_type llama3 has it";
   if (key.starts_with("train.decay_") && config.train.schedule == "constant")
     return "train.schedule constant has no decay";
   if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
@@ -233,6 +247,7 @@ void apply_preset(TrainConfig& config, std::vector<ConfigField>& fields, const s
   preset.model = models::presets().at(name);
   preset.model.preset = name;
   if (given.contains("model.type")) preset.model.type = config.model.type;
+  if (given.contains("model.rope_scaling.rope_type")) preset.model.rope_scaling.rope_type = config.model.rope_scaling.rope_type;
   const auto source = config_fields(preset);
   for (size_t i = 0; i < fields.size(); ++i) {
     if (!fields[i].key.starts_with("model.") || given.contains(fields[i].key) || unused(fields[i].key, preset)) continue;
@@ -269,6 +284,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
   std::vector<std::string> sizes = {""};
   for (const auto& [name, model] : models::presets()) sizes.push_back(name);
   auto &m = c.model;
+  auto &rope = m.rope_scaling;
   auto &d = c.data;
   auto &t = c.train;
   auto &s = c.sharding;
@@ -289,6 +305,14 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.tie_embeddings", &m.tie_embeddings, "the output head is the token embedding"},
       {"model.dropout", &m.dropout, "probability", any, 0, 0.999},
       {"model.rope_theta", &m.rope_theta, "base of the rotary frequencies (llama)", any, 1},
+      {"model.rope_scaling.rope_type", &rope.rope_type, "how rotary frequencies are scaled (llama); default: not at all",
+       {"default", "linear", "llama3"}, {}, {}, {"dynamic", "longrope", "yarn"}},
+      {"model.rope_scaling.factor", &rope.factor, "what slow frequencies (linear: all) are divided by", any, 1, 1e6},
+      {"model.rope_scaling.low_freq_factor", &rope.low_freq_factor,
+       "turns in the original context up to which one is slow (llama3)", any, 0, 1e6},
+      {"model.rope_scaling.high_freq_factor", &rope.high_freq_factor, "turns from which on one stays as it is (llama3)", any, 0, 1e6},
+      {"model.rope_scaling.original_max_position_embeddings", &rope.original_max_position_embeddings,
+       "the original context, that of the first training (llama3)", any, 1, 1e9},
       {"model.norm_eps", &m.norm_eps, "added to the variance in norms", any, 0, 1},
 
       {"data.corpus", &d.corpus, "UTF-8 text file"},
@@ -430,6 +454,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
           ": gpt2 has as many key as query heads");
   require(m.type != "llama" || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
           "; rotary embedding needs an even size");
+  const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
+  require(scaling.empty(), "model.rope_scaling.", scaling);
   const auto& d = config.data;
   require(d.corpus.empty() || (d.train_file.empty() && d.val_file.empty()),
           "data.corpus and data.train_file or data.val_file exclude each other");

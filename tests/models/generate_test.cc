@@ -72,6 +72,9 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
          {one_by_one(1, kContext), one_by_one(70, kContext), {64, 64, 22}, {5, 1, 90, 1, 2, 51}, {kContext}}) {
       expect_rows_of_one_pass<Gpt>(gpt(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
+      LlamaConfig scaled = llama();
+      scaled.rope_scaling = RotaryScaling::llama3(8, 1, 4, 60);
+      expect_rows_of_one_pass<Llama>(scaled, dtype, pieces);
     }
 }
 

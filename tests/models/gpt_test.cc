@@ -77,12 +77,21 @@ TEST(Llama, PublishedSizes) {
                                                    {"llama3-3b", 3212749824},
                                                    {"llama3-8b", 8030261248},
                                                    {"llama3-70b", 70553706496},
-                                                   {"llama3-405b", 405853388800}};
+                                                   {"llama3-405b", 405853388800},
+                                                   {"llama3.1-8b", 8030261248},
+                                                   {"llama3.1-70b", 70553706496},
+                                                   {"llama3.1-405b", 405853388800},
+                                                   {"llama3.2-1b", 1235814400},
+                                                   {"llama3.2-3b", 3212749824}};
   for (const auto& [name, parameters] : expected) {
     Llama model(LlamaConfig::preset(name));
     EXPECT_EQ(count(model), parameters) << name;
   }
   EXPECT_THROW(LlamaConfig::preset("llama4"), ConfigError);
+  EXPECT_TRUE(LlamaConfig::preset("llama3-8b").rope_scaling == RotaryScaling());
+  EXPECT_TRUE(LlamaConfig::preset("llama3.1-8b").rope_scaling == RotaryScaling::llama3(8, 1, 4, 8192));
+  EXPECT_TRUE(LlamaConfig::preset("llama3.2-1b").rope_scaling == RotaryScaling::llama3(32, 1, 4, 8192));
+  EXPECT_EQ(LlamaConfig::preset("llama3.2-1b").context, 131072);
 }
 
 // The model that a run makes of a preset is the one that a program gets by its name.
@@ -93,7 +102,13 @@ TEST(Presets, AreThePublishedSizes) {
     EXPECT_EQ(count(made->module()), count(model)) << name;
   };
   for (const auto& [name, config] : GptConfig::published()) expect_same_model(name, Gpt(config));
-  for (const auto& [name, config] : LlamaConfig::published()) expect_same_model(name, Llama(config));
+  for (const auto& [name, config] : LlamaConfig::published()) {
+    expect_same_model(name, Llama(config));
+    EXPECT_TRUE(rotary_scaling(presets().at(name).rope_scaling) == config.rope_scaling) << name;
+  }
+  LlamaConfig linear;
+  linear.rope_scaling = RotaryScaling::linear(2);
+  EXPECT_TRUE(rotary_scaling(options_of(linear).rope_scaling) == linear.rope_scaling);
 }
 
 TEST(Gpt, InitialWeights) {

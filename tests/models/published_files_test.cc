@@ -21,7 +21,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "tests/models/published/llama_bf16_shards",
-                  kBase = "tests/models/published/gpt2_f16_base";
+                  kBase = "tests/models/published/gpt2_f16_base", kScaled = "tests/models/published/llama_f32_scaled";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -183,12 +183,11 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
     write_text(copy / "config.json", json.dump());
     return message_of<CheckpointError>(ExitCode::kData, [&] { models::read_published_config(copy / "config.json"); });
   };
-  const Json llama3 = Json::Object{{"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0},
-                                   {"original_max_position_embeddings", 8192}, {"rope_type", "llama3"}};
-  EXPECT_THAT(refused(kLlama, "rope_scaling", llama3),
-              AllOf(HasSubstr("config.json: rope_scaling is {\"factor\":8.0,"), HasSubstr("rotary positions are not scaled")));
-  EXPECT_THAT(refused(kLlama, "rope_scaling", Json::Object{{"type", "linear"}, {"factor", 2.0}}), HasSubstr("not scaled"));
-  EXPECT_THAT(refused(kLlama, "rope_parameters", llama3), HasSubstr("rope_parameters is"));
+  for (const char* type : {"dynamic", "yarn", "longrope"})
+    for (const char* key : {"rope_scaling", "rope_parameters"})
+      EXPECT_THAT(refused(kLlama, key, Json::Object{{"factor", 8.0}, {"rope_type", type}}),
+                  AllOf(HasSubstr(str("config.json: ", key, " is {\"factor\":8.0,")),
+                        HasSubstr(str("of the rope_type default, linear or llama3, not \"", type, "\""))));
   EXPECT_THAT(refused(kLlama, "rope_parameters", Json::Object{{"rope_theta", "1e4"}}), HasSubstr("rope_theta is not a number"));
   EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases"));
   EXPECT_THAT(refused(kLlama, "mlp_bias", true), HasSubstr("mlp_bias is true"));
@@ -221,8 +220,62 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(copy.refused(), HasSubstr("not valid JSON"));
 }
 
+/// How a config.json with this value of `key`, and without the other one, scales rotary positions.
+models::ModelConfig rope_of(const char* key, const Json& value) {
+  const Copy copy(kScaled);
+  Json json = Json::parse(text_of(copy / "config.json"), "config.json");
+  json.set("rope_scaling", Json()).set(key, value);
+  write_text(copy / "config.json", json.dump());
+  return models::read_published_config(copy / "config.json");
+}
+
+TEST(PublishedConfig, ScaledRotaryPositions) {
+  const Json::Object llama3 = {{"rope_type", "llama3"}, {"factor", 32}, {"low_freq_factor", 0.5}, {"high_freq_factor", 6.0},
+                               {"original_max_position_embeddings", 4096}};
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    const models::ModelConfig m = rope_of(key, llama3);
+    EXPECT_TRUE(models::rotary_scaling(m.rope_scaling) == RotaryScaling::llama3(32, 0.5, 6, 4096));
+    EXPECT_EQ(m.rope_theta, 100.0);
+    for (const char* type : {"type", "rope_type"})
+      EXPECT_TRUE(models::rotary_scaling(rope_of(key, Json::Object{{type, "linear"}, {"factor", 2.5}}).rope_scaling) ==
+                  RotaryScaling::linear(2.5));
+    EXPECT_TRUE(models::rotary_scaling(rope_of(key, Json::Object{{"rope_type", "default"}}).rope_scaling) == RotaryScaling());
+    const auto refused = [&](const char* name, const Json& value) {
+      Json json = llama3;
+      json.set(name, value);
+      return message_of<CheckpointError>(ExitCode::kData, [&] { rope_of(key, json); });
+    };
+    EXPECT_THAT(refused("factor", 0.5), HasSubstr("factor is 0.5: expected a number from 1 to"));
+    EXPECT_THAT(refused("factor", Json()), HasSubstr("factor is not a number"));
+    EXPECT_THAT(refused("low_freq_factor", 0), HasSubstr("low_freq_factor is 0: expected a positive number"));
+    EXPECT_THAT(refused("high_freq_factor", 0.5), HasSubstr("high_freq_factor is 0.5: expected a number above low_freq_factor"));
+    for (const Json& tokens : {Json(0), Json(-1), Json(1.5), Json(1e300)})
+      EXPECT_THAT(refused("original_max_position_embeddings", tokens), HasSubstr("is no number of tokens"));
+    for (size_t i = 1; i < llama3.size(); ++i) {
+      Json::Object without = llama3;
+      without.erase(without.begin() + static_cast<int64_t>(i));
+      EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { rope_of(key, without); }),
+                  HasSubstr(llama3[i].first + " is missing"));
+    }
+  }
+  EXPECT_EQ(rope_of("rope_parameters", Json::Object{{"rope_theta", 5e5}, {"rope_type", "default"}}).rope_theta, 5e5);
+  // Where two keys say it, they say the same.
+  const auto refused = [](const char* key, const Json& value) {
+    const Copy copy(kScaled);
+    Json json = Json::parse(text_of(copy / "config.json"), "config.json");
+    json.set(key, value);
+    write_text(copy / "config.json", json.dump());
+    return message_of<CheckpointError>(ExitCode::kData, [&] { models::read_published_config(copy / "config.json"); });
+  };
+  EXPECT_THAT(refused("rope_parameters", Json::Object{{"rope_theta", 1e4}, {"rope_type", "default"}}),
+              HasSubstr("rope_parameters is {\"rope_theta\":10000.0,\"rope_type\":\"default\"}: rope_scaling says otherwise"));
+  EXPECT_THAT(refused("original_max_position_embeddings", 64),
+              HasSubstr("original_max_position_embeddings is 64: rope_scaling says otherwise"));
+  EXPECT_EQ(refused("original_max_position_embeddings", 32), "no exception");
+}
+
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
-  for (const std::string& folder : {kGpt2, kLlama}) {
+  for (const std::string& folder : {kGpt2, kLlama, kScaled}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());
@@ -230,6 +283,9 @@ TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
     models::check_published_shape(after, before, folder);
     EXPECT_EQ(after.context, before.context);
   }
+  models::ModelConfig linear = models::read_published_config(kScaled + "/config.json");
+  linear.rope_scaling = {.rope_type = "linear", .factor = 3.0};
+  EXPECT_EQ(models::published_config(linear).at("rope_scaling").dump(), R"({"rope_type":"linear","factor":3.0})");
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ using ::testing::HasSubstr;
 using testing::Values;
 using testing::Whole;
 
-const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied"};
+const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
+                               "llama_f32_scaled"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -184,6 +185,19 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(gpt2([](Config& c) { c.norm_eps = 1e-6; }), HasSubstr("model.norm_eps is 1e-06, but 1e-05 in"));
   EXPECT_THAT(gpt2([](Config& c) { c.context = 12; }), HasSubstr("model.context is 12, more than the 11 of"));
   EXPECT_THAT(message("llama_f32_tied", [](Config& c) { c.rope_theta = 5e5; }), HasSubstr("model.rope_theta is 500000, but 10000 in"));
+  EXPECT_THAT(message("llama_f32_tied", [](Config& c) { c.rope_scaling.rope_type = "linear"; }),
+              HasSubstr("model.rope_scaling.rope_type is linear, but default in"));
+  EXPECT_THAT(message("llama_f32_scaled", [](Config& c) { c.rope_scaling.rope_type = "default"; }),
+              HasSubstr("model.rope_scaling.rope_type is default, but llama3 in"));
+  const auto scaled = [&](auto change) {
+    return message("llama_f32_scaled", [&](Config& c) { change(c.rope_scaling); });
+  };
+  using Scaling = models::RopeScalingConfig;
+  EXPECT_THAT(scaled([](Scaling& s) { s.factor = 4; }), HasSubstr("rope_scaling.factor is 4, but 8 in"));
+  EXPECT_THAT(scaled([](Scaling& s) { s.low_freq_factor = 2; }), HasSubstr("low_freq_factor is 2, but 1 in"));
+  EXPECT_THAT(scaled([](Scaling& s) { s.high_freq_factor = 8; }), HasSubstr("high_freq_factor is 8, but 4 in"));
+  EXPECT_THAT(scaled([](Scaling& s) { s.original_max_position_embeddings = 64; }),
+              HasSubstr("original_max_position_embeddings is 64, but 32 in"));
   EXPECT_THAT(message("llama_f32_tied", [](Config& c) { c.kv_heads = 4; }), HasSubstr("model.kv_heads is 4, but 2 in"));
 
   nn::Linear other(3, 3);

@@ -55,6 +55,13 @@ TEST(RunState, NamesWhatDiffers) {
   EXPECT_THAT(with([](RunState& s) { s.train_data->xxh3 = "00cc"; }),
               HasSubstr("the training data was 90 tokens with XXH3 00aa in the checkpoint and is 90 tokens with XXH3 00cc"));
   EXPECT_THAT(with([](RunState& s) { s.val_data->tokens = 11; }), HasSubstr("the validation data was 10 tokens"));
+  EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.rope_type = "llama3"; }),
+              HasSubstr("model.rope_scaling.rope_type was \"default\" in the checkpoint and is \"llama3\" now"));
+  EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.factor = 32; }), HasSubstr("model.rope_scaling.factor was 8"));
+  EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.low_freq_factor = 2; }), HasSubstr("low_freq_factor was 1"));
+  EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.high_freq_factor = 2; }), HasSubstr("high_freq_factor was 4"));
+  EXPECT_THAT(with([](RunState& s) { s.model.rope_scaling.original_max_position_embeddings = 2; }),
+              HasSubstr("original_max_position_embeddings was 8192"));
 }
 
 TEST(RunState, RemembersTheWeightsItStartedFrom) {
@@ -118,6 +125,8 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end"})
     json.set("options", without(json.at("options"), key));
+  for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+    json.set("options", without(json.at("options"), str("model.rope_scaling.", name)));
   const RunState saved = RunState::from_json(json);
   RunState now = a_run();
   now.train.dtype = "bf16";
@@ -127,6 +136,10 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   // It had no other decay than that of all its steps after the warm-up.
   now.train.decay_end = 1999;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.decay_end, by default train.steps, was 2000"));
+  // Its rotary positions were not scaled.
+  now = a_run();
+  now.model.rope_scaling.rope_type = "linear";
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.rope_scaling.rope_type was \"default\" in the checkpoint and is \"linear\""));
   // All other options stand in every checkpoint.
   json.set("options", without(json.at("options"), "train.lr"));
   EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr("train.lr"));

@@ -130,6 +130,46 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_EQ(print_config(load(print_config(c))), print_config(c));
 }
 
+TEST_F(Config, ScaledRotaryPositions) {
+  const std::vector<std::string> llama = {"--model.type=llama", "--model.rope_scaling.rope_type=llama3"};
+  EXPECT_TRUE(models::rotary_scaling(load("", llama).model.rope_scaling) == RotaryScaling::llama3(8, 1, 4, 8192));
+  // In a file by any of TOML's ways.
+  for (const char* toml : {"[model]\ntype = 'llama'\nrope_scaling.rope_type = 'llama3'\nrope_scaling.factor = 32\n",
+                           "[model]\ntype = 'llama'\n[model.rope_scaling]\nrope_type = 'llama3'\nfactor = 32.0\n",
+                           "[model]\ntype = 'llama'\nrope_scaling = {rope_type = 'llama3', factor = 32}\n"}) {
+    const TrainConfig c = load(toml, {"--model.rope_scaling.original_max_position_embeddings", "4096"});
+    EXPECT_TRUE(models::rotary_scaling(c.model.rope_scaling) == RotaryScaling::llama3(32, 1, 4, 4096));
+    EXPECT_EQ(print_config(load(print_config(c))), print_config(c));
+  }
+  const TrainConfig preset = load("", {"--model.preset", "llama3.2-1b"});
+  EXPECT_TRUE(models::rotary_scaling(preset.model.rope_scaling) == RotaryScaling::llama3(32));
+  EXPECT_EQ(print_config(load(print_config(preset))), print_config(preset));
+  const TrainConfig plain = load("", {"--model.preset", "llama3.2-1b", "--model.rope_scaling.rope_type", "default"});
+  EXPECT_TRUE(models::rotary_scaling(plain.model.rope_scaling) == RotaryScaling());
+  load("", {"--model.preset", "llama3.2-1b", "--model.type", "gpt2", "--model.kv_heads", "0"});
+
+  const auto refused = [&](const std::string& key, const std::string& value, const std::string& type = "llama3") {
+    return error("", {"--model.type=llama", "--model.rope_scaling.rope_type", type, "--model.rope_scaling." + key, value});
+  };
+  EXPECT_THAT(error("", {"--model.type=llama", "--model.rope_scaling.rope_type=yarn"}),
+              HasSubstr("'model.rope_scaling.rope_type' cannot be \"yarn\" yet; it is one of default, linear, llama3"));
+  EXPECT_THAT(error("", {"--model.rope_scaling.rope_type", "llama3"}), HasSubstr("only model.type llama has rotary embeddings"));
+  EXPECT_THAT(refused("factor", "0.5"), HasSubstr("'model.rope_scaling.factor' must be in [1, 1e+06], not 0.5"));
+  EXPECT_THAT(refused("factor", "nan"), HasSubstr("not nan"));
+  EXPECT_THAT(refused("factor", "8", "default"), HasSubstr("would change nothing: only model.rope_scaling.rope_type linear and"));
+  EXPECT_THAT(refused("low_freq_factor", "1", "linear"), HasSubstr("would change nothing: only model.rope_scaling.rope_type llama3"));
+  EXPECT_THAT(refused("low_freq_factor", "0"), HasSubstr("model.rope_scaling.low_freq_factor is 0: expected a positive number"));
+  EXPECT_THAT(refused("low_freq_factor", "4"),
+              HasSubstr("model.rope_scaling.high_freq_factor is 4: expected a number above low_freq_factor, 4"));
+  EXPECT_THAT(refused("original_max_position_embeddings", "0"), HasSubstr("must be in [1, 1e+09], not 0"));
+  EXPECT_THAT(error("", {"--model.rope_scaling", "llama3"}), HasSubstr("did you mean \"model.rope_scaling.rope_type\"?"));
+  EXPECT_THAT(error("[model]\nrope_scaling = 'llama3'\n"),
+              HasSubstr("c.toml:2: [model.rope_scaling] is a section, not a value"));
+  EXPECT_THAT(error("[model.rope_scaling]\nfactr = 2\n"),
+              HasSubstr("unknown key \"model.rope_scaling.factr\"; did you mean \"model.rope_scaling.factor\"?"));
+  EXPECT_THAT(error("[model]\nlayers = {n = 1}\n"), HasSubstr("'model.layers' takes an integer, not a table"));
+}
+
 TEST_F(Config, SamplingStartsFromItsSectionOnly) {
   write_file(folder / "run.toml", "[model]\nlayers = 'of another program'\n[generate]\ntokens = 7\nseed = 3\n");
   const auto sampling = [&](const std::vector<std::string>& overrides) {

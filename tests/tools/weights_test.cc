@@ -26,7 +26,7 @@ Words operator+(Words a, const Words& b) {
 }
 
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tests/models/published/gpt2_f16_base",
-                  kLlama = "tests/models/published/llama_bf16_shards";
+                  kLlama = "tests/models/published/llama_bf16_shards", kScaled = "tests/models/published/llama_f32_scaled";
 
 /// Tokens that every model here knows, 16 bits each.
 struct Folder : ScratchFolder {
@@ -81,6 +81,12 @@ TEST(Weights, TheModelsShapeIsTheirs) {
   for (const char* line : {"type = \"llama\"", "layers = 2", "heads = 4", "kv_heads = 2", "width = 16", "mlp_width = 24",
                            "context = 13", "vocab = 31", "rope_theta = 500.0", "norm_eps = 0.001", "tie_embeddings = false"})
     EXPECT_THAT(r.out, HasSubstr(std::string(line) + "\n"));
+  const Outcome scaled = run_sheaf(folder.train(kScaled, "run") + Words{"--print-config"});
+  ASSERT_EQ(scaled.code, 0) << scaled.err;
+  for (const char* line : {"rope_theta = 100.0", "rope_scaling.rope_type = \"llama3\"", "rope_scaling.factor = 8.0",
+                           "rope_scaling.low_freq_factor = 1.0", "rope_scaling.high_freq_factor = 4.0",
+                           "rope_scaling.original_max_position_embeddings = 32"})
+    EXPECT_THAT(scaled.out, HasSubstr(std::string(line) + "\n"));
   // The plan of a step is that of such a model.
   const Outcome tape = run_sheaf({"tape", "--model.weights", kLlama, "--world", "4"});
   ASSERT_EQ(tape.code, 0) << tape.err;
@@ -104,6 +110,10 @@ TEST(Weights, ContradictionsAreRefused) {
   refused({"--model.tie_embeddings", "false"}, 64, "model.tie_embeddings is false, but true" + from);
   refused({"--model.context", "12"}, 64, "model.context is 12, more than the 11 of " + kGpt2);
   refused({"--model.preset", "gpt2-124m"}, 64, "model.layers is 12, but 2" + from);
+  refused({"--model.weights", kScaled, "--model.rope_scaling.factor", "32"}, 64,
+          "model.rope_scaling.factor is 32, but 8 in " + kScaled + "/config.json");
+  refused({"--model.weights", kScaled, "--model.rope_scaling.rope_type", "default"}, 64,
+          "model.rope_scaling.rope_type is default, but llama3 in " + kScaled);
   refused({"--model.weights", folder / "none"}, 64, "there is no '" + (folder / "none") + "'");
   refused({"--model.weights", folder.path(), "--model.vocab", "29"}, 64, "has neither model.safetensors");
   // Without a config.json, the tensors themselves tell.
@@ -175,7 +185,7 @@ TEST(Weights, RanksMustHaveTheSame) {
 
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
-  for (const std::string& weights : {kGpt2, kBase, kLlama})
+  for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled})
     for (int world : {1, 3}) {
       SCOPED_TRACE(str(weights, " on ", world));
       const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
@@ -188,12 +198,17 @@ TEST(Weights, ExportAndImportAreInverse) {
       expect_ok(run_sheaf({"export", at("run"), at("one") + ".safetensors"}));
       expect_ok(run_sheaf({"export", at("again"), at("two") + ".safetensors"}));
       EXPECT_TRUE(tensors(at("one") + ".safetensors") == tensors(at("two") + ".safetensors"));
+      if (weights == kScaled) {
+        EXPECT_THAT(File::open(at("published") + "/config.json").read_all(),
+                    HasSubstr(R"("rope_scaling":{"rope_type":"llama3","factor":8.0,"low_freq_factor":1.0,)"
+                              R"("high_freq_factor":4.0,"original_max_position_embeddings":32})"));
+      }
       // What was read has the names that are written.
       const auto written = tensors(at("published") + "/model.safetensors");
       if (weights == kBase) continue;  // names without prefix, and masks
       size_t read = 0;
       for (const auto& entry : std::filesystem::directory_iterator(weights))
-        if (entry.path().filename().string().starts_with("model-"))
+        if (const std::string file = entry.path().filename().string(); file.starts_with("model") && file.ends_with(".safetensors"))
           for (const auto& [tensor, bytes] : tensors(entry.path())) {
             EXPECT_TRUE(written.contains(tensor)) << tensor;
             ++read;
