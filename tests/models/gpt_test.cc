@@ -10,6 +10,7 @@
 #include "sheaf/models/llama.h"
 #include "sheaf/models/presets.h"
 #include "sheaf/nn/shard.h"
+#include "sheaf/tests/core/scratch_folder.h"
 
 namespace sheaf {
 namespace {
@@ -166,6 +167,30 @@ TEST(Gpt, LossIsThatOfTheLogits) {
 TEST(Llama, LossIsThatOfTheLogits) {
   Llama model(small_llama());
   expect_loss_is_that_of_the_logits(model, 29);
+}
+
+TEST(Llama, ImpossibleScalingIsRefused) {
+  const auto message = [](const RotaryScaling& scaling) {
+    LlamaConfig config = small_llama();
+    config.rope_scaling = scaling;
+    Llama model(config);
+    materialize(model);
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { model.logits(tokens({}, 1, 3, 29, 0)); });
+  };
+  const std::map<std::string, RotaryScaling> impossible = {
+      {"factor is 0.5: expected a number from 1 to", RotaryScaling::linear(0.5)},
+      {"factor is nan: expected a number", RotaryScaling::linear(std::nan(""))},
+      {"low_freq_factor is 0: expected a positive number", RotaryScaling::llama3(8, 0, 4)},
+      {"high_freq_factor is 1: expected a number above low_freq_factor, 1", RotaryScaling::llama3(8, 1, 1)},
+      {"original_context is -1: expected a number of tokens", RotaryScaling::llama3(8, 1, 4, -1)}};
+  for (const auto& [expected, scaling] : impossible) {
+    const std::string text = message(scaling);
+    EXPECT_NE(text.find("[rotary] of "), std::string::npos) << text;
+    EXPECT_NE(text.find("the scaling's " + expected), std::string::npos) << text;
+  }
+  models::ModelConfig options;
+  options.type = "llama", options.vocab = 29, options.rope_scaling.rope_type = "yarn";
+  EXPECT_THROW(make_language_model(options, 0), ConfigError);
 }
 
 // Residuals are added by norms, and so are their gradients: two norms a block, the first one of all alone. What adds
