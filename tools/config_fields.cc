@@ -1,0 +1,135 @@
+// The table of all options, and which of them fit together.
+#include "sheaf/core/error.h"
+#include "sheaf/models/presets.h"
+#include "sheaf/tools/config.h"
+
+namespace sheaf::tools {
+
+using models::TrainConfig;
+
+std::vector<ConfigField> config_fields(TrainConfig& c) {
+  std::vector<std::string> sizes = {""};
+  for (const auto& [name, model] : models::presets()) sizes.push_back(name);
+  auto &m = c.model;
+  auto &rope = m.rope_scaling;
+  auto &d = c.data;
+  auto &t = c.train;
+  auto &s = c.sharding;
+  auto &g = c.generate;
+  const std::vector<std::string> any;
+  return {
+      {"model.type", &m.type, "architecture", {"gpt2", "llama"}},
+      {"model.preset", &m.preset, "a published size; fields given beside it win", sizes},
+      {"model.weights", &m.weights, "to start from: a folder or file of Hugging Face's; its config.json is the model's shape"},
+      {"model.layers", &m.layers, "transformer blocks", any, 1, 10000},
+      {"model.heads", &m.heads, "query heads", any, 1, 10000},
+      {"model.kv_heads", &m.kv_heads, "key and value heads; 0: as many as heads", any, 0, 10000},
+      {"model.width", &m.width, "size of the residual stream", any, 1, 1e6},
+      {"model.mlp_width", &m.mlp_width, "hidden size of the MLP; 0: chosen by the type", any, 0, 1e7},
+      {"model.context", &m.context, "tokens per sequence", any, 1, 1e8},
+      {"model.vocab", &m.vocab, "vocabulary size; 0: that of the tokenizer", any, 0, 1e8},
+      {"model.bias", &m.bias, "biases in linear layers and layer norms (gpt2)"},
+      {"model.tie_embeddings", &m.tie_embeddings, "the output head is the token embedding"},
+      {"model.dropout", &m.dropout, "probability", any, 0, 0.999},
+      {"model.rope_theta", &m.rope_theta, "base of the rotary frequencies (llama)", any, 1},
+      {"model.rope_scaling.rope_type", &rope.rope_type, "how rotary frequencies are scaled (llama); default: not at all",
+       {"default", "linear", "llama3"}, {}, {}, {"dynamic", "longrope", "yarn"}},
+      {"model.rope_scaling.factor", &rope.factor, "what slow frequencies (linear: all) are divided by", any, 1, 1e6},
+      {"model.rope_scaling.low_freq_factor", &rope.low_freq_factor,
+       "turns in the original context up to which one is slow (llama3)", any, 0, 1e6},
+      {"model.rope_scaling.high_freq_factor", &rope.high_freq_factor, "turns from which on one stays as it is (llama3)", any, 0, 1e6},
+      {"model.rope_scaling.original_max_position_embeddings", &rope.original_max_position_embeddings,
+       "the original context, that of the first training (llama3)", any, 1, 1e9},
+      {"model.norm_eps", &m.norm_eps, "added to the variance in norms", any, 0, 1},
+
+      {"data.corpus", &d.corpus, "UTF-8 text file"},
+      {"data.tokenizer", &d.tokenizer, "how a text becomes tokens, and tokens text", {"char", "byte", "gpt2", "llama3"}},
+      {"data.tokenizer_folder", &d.tokenizer_folder,
+       "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model"},
+      {"data.val_fraction", &d.val_fraction, "tail of the text held out for validation", any, 0, 0.999},
+      {"data.train_file", &d.train_file, "token file to train on, instead of a text; 'name_*.bin' takes several"},
+      {"data.val_file", &d.val_file, "token file to validate on, or several"},
+
+      {"train.steps", &t.steps, "optimizer steps", any, 0, 1e12},
+      {"train.batch", &t.batch, "sequences per step, over all ranks and micro-batches", any, 1, 1e9},
+      {"train.micro_batches", &t.micro_batches, "parts of the batch, accumulated one after the other", any, 1, 1e6},
+      {"train.seed", &t.seed, "of weights, dropout and the order of data", any, 0},
+      {"train.lr", &t.lr, "peak learning rate", any, 0, 1e6},
+      {"train.min_lr", &t.min_lr, "learning rate where the decay ends, and after it", any, 0, 1e6},
+      {"train.warmup", &t.warmup, "steps of linear warm-up", any, 0, 1e12},
+      {"train.schedule", &t.schedule, "of the learning rate after the warm-up", {"cosine", "linear", "constant"}},
+      {"train.decay_start", &t.decay_start, "step at which the learning rate starts to fall; 0: after the warm-up", any, 0,
+       1e12},
+      {"train.decay_end", &t.decay_end, "step at which it is min_lr; 0: train.steps", any, 0, 1e12},
+      {"train.weight_decay", &t.weight_decay, "AdamW, of parameters with two dimensions and more", any, 0, 1e6},
+      {"train.beta1", &t.beta1, "AdamW", any, 0, 0.999999999},
+      {"train.beta2", &t.beta2, "AdamW", any, 0, 0.999999999},
+      {"train.eps", &t.eps, "AdamW", any, 0, 1},
+      {"train.clip", &t.clip, "largest norm of the gradient; 0: no clipping", any, 0},
+      {"train.eval_every", &t.eval_every, "steps between evaluations; 0: only at the end", any, 0},
+      {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
+      {"train.log_every", &t.log_every, "steps between lines of metrics.jsonl", any, 1},
+      {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
+      {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}, {}, {},
+       {"f16"}, "gradients below f16's range vanish unless the loss is scaled, which steps cannot do"},
+      {"train.recompute", &t.recompute, "what the backward computes again, block by block, instead of keeping it", {"none", "block"}},
+      {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
+      {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
+
+      {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "zero1", "replicate"}, {}, {},
+       {"secondary_shard", "tensor_parallel"}},
+      {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
+       1e6},
+      {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
+      {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
+      {"sharding.prefetch_bytes", &s.prefetch_bytes, "gathered ahead of use; -1: the largest unit; 0: none", any, -1},
+
+      {"output.folder", &c.output.folder, "metrics.jsonl, checkpoints and the configuration"},
+      {"output.keep_checkpoints", &c.output.keep_checkpoints, "newest ones kept, at least 2; 0: all", any, 0},
+
+      {"generate.prompt", &g.prompt, "text to continue"},
+      {"generate.tokens", &g.tokens, "tokens to add", any, 0, 1e9},
+      {"generate.temperature", &g.temperature, "divides the logits; 0: always the likeliest token", any, 0, 1e6},
+      {"generate.top_k", &g.top_k, "choose among the k likeliest; 0: among all", any, 0},
+      {"generate.seed", &g.seed, "of the choices", any, 0},
+  };
+}
+
+void validate(const TrainConfig& config, const std::function<std::string(const char*)>& origin) {
+  const auto require = [](bool condition, const auto&... parts) {
+    if (!condition) fail<ConfigError>("[config] ", parts...);
+  };
+  const auto& m = config.model;
+  const std::string width = str("model.width ", m.width, origin("model.width")),
+                    heads = str("model.heads ", m.heads, origin("model.heads")),
+                    kv_heads = str("model.kv_heads ", m.kv_heads, origin("model.kv_heads"));
+  require(m.width % m.heads == 0, width, " is not a multiple of ", heads);
+  require(m.kv_heads == 0 || m.heads % m.kv_heads == 0, heads, " is not a multiple of ", kv_heads);
+  require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads, kv_heads,
+          ": gpt2 has as many key as query heads");
+  require(m.type != "llama" || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
+          "; rotary embedding needs an even size");
+  const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
+  require(scaling.empty(), "model.rope_scaling.", scaling);
+  const auto& d = config.data;
+  require(d.corpus.empty() || (d.train_file.empty() && d.val_file.empty()),
+          "data.corpus and data.train_file or data.val_file exclude each other");
+  require(d.corpus.empty() || d.val_fraction > 0, "data.val_fraction is 0: nothing is left to validate on");
+  require(!models::is_published(d.tokenizer) || !d.tokenizer_folder.empty(), "data.tokenizer ", d.tokenizer,
+          " needs data.tokenizer_folder, the folder with its published files");
+  require(d.train_file.empty() == d.val_file.empty(), "data.train_file and data.val_file go together");
+  const auto& t = config.train;
+  require(t.batch >= t.micro_batches, "train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);
+  require(t.min_lr <= t.lr || t.schedule == "constant", "train.min_lr ", t.min_lr, " is above train.lr ", t.lr);
+  require(t.decay_start == 0 || t.decay_start >= t.warmup, "train.decay_start ", t.decay_start,
+          " lies in the warm-up: train.warmup is ", t.warmup);
+  const auto r = models::resolved(t);
+  require((t.decay_start == 0 && t.decay_end == 0) || r.decay_start < r.decay_end, "the decay would start at step ",
+          r.decay_start, t.decay_start ? " (train.decay_start)" : " (train.warmup)", " and end at step ", r.decay_end,
+          t.decay_end ? " (train.decay_end)" : " (train.steps)");
+  require(config.output.keep_checkpoints != 1, "output.keep_checkpoints must be 0 or at least 2: if the newest ",
+          "checkpoint is damaged, the one before it is needed");
+  require(!config.output.folder.empty(), "output.folder is empty");
+}
+
+}  // namespace sheaf::tools
