@@ -36,6 +36,12 @@ Recording::Recording(const RecordingOptions& options)
   current_recording = this;
 }
 
+Recording* Recording::living(uint64_t serial) {
+  Recording* r = current_recording;
+  while (r && r->serial_ != serial) r = r->previous_;
+  return r;
+}
+
 Recording::~Recording() {
   end();
   lists_->clear();

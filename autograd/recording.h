@@ -61,6 +61,8 @@ class Recording {
   Recording& operator=(const Recording&) = delete;
   /// The recording of this thread, or null.
   static Recording* current();
+  /// The one of this serial() that is current, or lives around the current one; null if it is over.
+  static Recording* living(uint64_t serial);
 
   /// Differentiates a scalar loss with respect to every trainable parameter that was used; their gradients arrive in
   /// their units, where they add up until the optimizer's zero_grad(). The loss must be Partial or Invariant on every mesh

@@ -293,12 +293,10 @@ void Unit::discard_gathered() {
   if (gathered_.empty()) return;
   const PathScope path(name_);
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  Recording* r = Recording::current();
-  if (r && r->serial() == recording_) {
+  execute_node(UnitOps::discard(), &attrs, gathered_, {});
+  if (Recording* r = Recording::living(recording_)) {  // that knows the buffers; another one may have begun in it
     mirror_next_ = r->phase() == Phase::forward;
-    apply_typed(UnitOps::discard(), &attrs, gathered_, {});
-  } else {  // gathered where nothing was recorded: this recording does not know the buffers
-    execute_node(UnitOps::discard(), &attrs, gathered_, {});
+    r->record(UnitOps::discard(), &attrs, gathered_, {}, {});
   }
   gathered_.clear();
   lent_.clear();

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/autograd/checks.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -176,6 +177,38 @@ TEST(Backward, OnlyTheInnermostLivingRecording) {
   outer.reset();
   EXPECT_EQ(Recording::current(), nullptr);
   net(x);
+}
+
+// A step within a step, such as a line search or a teacher that is the model itself: the inner recording gathers for itself
+// what the outer one has open, and either tape has the discards of its own gathers.
+TEST(Backward, ARecordingInsideAnotherOverTheSameModel) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+    SCOPED_TRACE(strategy);
+    const auto gradient = [&](bool nested) {
+      std::vector<float> out;
+      run_local(2, [&](World& w) {
+        Net net;
+        const Mesh mesh = data_mesh(w);
+        shard(net, mesh, {.units = nn::units_of<Layer>(), .strategy = strategy});
+        materialize(net, Device::cpu(), {.seed = 3});
+        Recording outer;
+        const Tensor loss = sum(net(rows_of(mesh)));
+        if (nested) {
+          Recording inner;
+          const Tensor probe = sum(net(rows_of(mesh)));
+          const Tensor x = net.layers[0].weight.value();
+          EXPECT_EQ(inner.gradient(probe, std::vector{x}).size(), 1u);
+          for (const Finding& f : check_gathers(inner.take())) ADD_FAILURE() << "inner: " << f.to_string();
+        }
+        outer.backward(loss);
+        for (const Finding& f : check_gathers(outer.take())) ADD_FAILURE() << "outer: " << f.to_string();
+        const std::vector<float> g = full_gradient(net.layers[0].weight).to_vector<float>();
+        if (w.rank() == 0) out = g;
+      }, {.timeout = std::chrono::seconds(30), .threads_per_rank = 1});
+      return out;
+    };
+    EXPECT_EQ(gradient(true), gradient(false));
+  }
 }
 
 // Two models in one scope, each with a backward of its own: the second is gathered ahead while the first computes.
