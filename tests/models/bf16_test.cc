@@ -58,7 +58,7 @@ TEST(Bf16, GradientsAreNearThoseOfF32) {
 
 TEST(Bf16, GathersBf16AndReducesF32) {
   for (int world : {1, 3})
-    for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
       SCOPED_TRACE(str(strategy, " at ", world));
       models::TrainConfig c = in_bf16();
       c.sharding.strategy = strategy;
@@ -114,7 +114,7 @@ TEST(Bf16, StrategiesAndMicroBatchesAgreeBitwise) {
     EXPECT_EQ(run.norms, expected.norms);
     EXPECT_EQ(max_difference(run.parameters, expected.parameters), 0.0);
   };
-  for (const char* strategy : {"shard_grad_op", "replicate"}) {
+  for (const char* strategy : {"shard_grad_op", "zero1", "replicate"}) {
     SCOPED_TRACE(strategy);
     models::TrainConfig other = c;
     other.sharding.strategy = strategy;

@@ -61,7 +61,7 @@ TEST(GpuTraining, PublishedWeightsArriveWithTheBitsOfTheCpu) {
 TEST(GpuTraining, GradientsInF64AtEveryWorld) {
   SHEAF_NEEDS_GPU();
   const Values expected = gradients_f64(1, "replicate", 7);
-  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
     for (int world = 1; world <= 4; ++world)
       EXPECT_LE(max_difference(gradients_f64(world, strategy, 7, kGpu), expected), 1e-12 * max_magnitude(expected))
           << strategy << " at " << world;
@@ -73,7 +73,7 @@ TEST(GpuTraining, AllStrategiesAndPrefetchesHaveTheSameBits) {
   for (int world : {1, 2, 3}) {
     models::TrainConfig c = tiny_config();
     const TrainedRun expected = on_gpu(c, world);
-    for (const char* strategy : {"shard_grad_op", "replicate"}) {
+    for (const char* strategy : {"shard_grad_op", "zero1", "replicate"}) {
       SCOPED_TRACE(str(strategy, " at ", world));
       c.sharding.strategy = strategy;
       expect_same_bits(on_gpu(c, world), expected);
@@ -129,7 +129,7 @@ TEST(GpuTraining, MemorySettlesWithTheSecondStep) {
 TEST(GpuTraining, ThePlanIsThePeakToTheByte) {
   SHEAF_NEEDS_GPU();
   for (const char* dtype : {"f32", "bf16"})
-    for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
       for (int world : {1, 2, 3, 4}) {
         models::TrainConfig c = tiny_config();
         c.train.dtype = dtype;

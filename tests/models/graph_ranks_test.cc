@@ -22,7 +22,7 @@ struct Ranks {
 
 TEST(GraphTraining, LanesOfSeveralRanks) {
   SHEAF_NEEDS_GPU();
-  for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "replicate"},
+  for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "zero1"}, Ranks{2, "replicate"},
                              Ranks{4, "full_shard", 2}}) {
     SCOPED_TRACE(str(ranks.strategy, " at ", ranks.number));
     std::vector<OneRank> runs[2];

@@ -109,7 +109,7 @@ TEST(PublishedWeights, AreTheSameBitsOnAnyNumberOfRanks) {
   for (const std::string name : kFolders) {
     const Loaded one = load_on(1, name, "full_shard", true);
     for (int world : {1, 2, 3, 4})
-      for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+      for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
         for (bool units : {true, false}) {
           SCOPED_TRACE(str(name, ", ", world, " ranks, ", strategy, units ? ", blocks" : ", one unit"));
           const Loaded many = load_on(world, name, strategy, units);

@@ -67,7 +67,7 @@ void expect_units_in_place(const NcclRules& rules, const std::string& strategy) 
 
 TEST(RegisteredBuffers, EverythingThatUnitsSend) {
   SHEAF_NEEDS_GPU();
-  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"})
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
     for (const char* dtype : {"f32", "bf16"}) {
       SCOPED_TRACE(str(strategy, ' ', dtype));
       ThreadNccl nccl, plain;

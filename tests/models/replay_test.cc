@@ -15,8 +15,9 @@ struct Case {
   int micro_batches;
   const char* type;
   const char* dtype = "f32";
+  int replicas = 1;
 };
-void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world; }
+void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas; }
 
 class Replay : public ::testing::TestWithParam<Case> {};
 
@@ -24,6 +25,7 @@ TEST_P(Replay, IsBitwiseEqual) {
   const Case& c = GetParam();
   models::TrainConfig config = tiny_config();
   config.sharding.strategy = c.strategy;
+  config.sharding.replicas = c.replicas;
   config.train.micro_batches = c.micro_batches;
   config.model.type = c.type;
   config.train.dtype = c.dtype;
@@ -65,7 +67,10 @@ INSTANTIATE_TEST_SUITE_P(Steps, Replay,
                                            Case{3, "shard_grad_op", 2, "gpt2"}, Case{3, "replicate", 2, "gpt2"},
                                            Case{3, "full_shard", 2, "llama"}, Case{1, "replicate", 2, "llama"},
                                            Case{3, "full_shard", 2, "gpt2", "bf16"},
-                                           Case{1, "full_shard", 1, "llama", "bf16"}));
+                                           Case{1, "full_shard", 1, "llama", "bf16"},
+                                           Case{3, "zero1", 2, "gpt2", "bf16"},
+                                           Case{4, "full_shard", 2, "gpt2", "bf16", 2},
+                                           Case{4, "zero1", 2, "llama", "f32", 2}));
 
 }  // namespace
 }  // namespace sheaf::testing

@@ -88,7 +88,7 @@ void expect_near(const std::vector<std::vector<float>>& a, const std::vector<std
     for (size_t j = 0; j < a[i].size(); ++j) EXPECT_NEAR(a[i][j], b[i][j], 2e-6) << "layer " << i << " element " << j;
 }
 
-const std::vector<std::string> kStrategies{"full_shard", "shard_grad_op", "replicate"};
+const std::vector<std::string> kStrategies{"full_shard", "shard_grad_op", "zero1", "replicate"};
 
 TEST(Backward, FrozenWeightsBehindViewsAndAnotherAxisOfOne) {
   const auto once = [](Recording& r, Net& net, const Tensor& x) {

@@ -151,6 +151,7 @@ TEST(Training, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
     check(strategy::full_shard, {}, -1, "one unit");
     check(strategy::full_shard, nn::units_of_at_least(100), -1, "many units");
     check(strategy::shard_grad_op, nn::units_of<TinyBlock>(), -1, "shard_grad_op");
+    check(strategy::zero1, nn::units_of<TinyBlock>(), -1, "zero1");
     check(strategy::replicate, nn::units_of<TinyBlock>(), -1, "replicate");
     if (world == 1) check(strategy::none, nn::units_of<TinyBlock>(), -1, "unsharded");
   }

@@ -115,7 +115,7 @@ int count(const Tape& tape, std::string_view op, Phase phase, uint8_t flags) {
 }
 
 TEST(Recompute, HasTheSameBitsAtEveryWorldAndStrategy) {
-  for (const std::string strategy : {"full_shard", "shard_grad_op", "replicate"})
+  for (const std::string strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
     for (int world : {1, 2, 3}) {
       SCOPED_TRACE(str(strategy, " at ", world));
       const Outcome kept = train(world, strategy, false), again = train(world, strategy, true);
