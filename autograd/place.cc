@@ -1,5 +1,6 @@
 // Placement rules: matching what the inputs have against what an op accepts, and the ready-made rules.
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/rank_context.h"
 
@@ -21,12 +22,7 @@ bool becomes(const Place& p, int i, const Placement& want, int axis, Coercion al
   if (p.in(i) == want) return true;
   if (allowed == Coercion::none || !p.in(i).is_replicate()) return false;
   if (want.is_partial()) return allowed == Coercion::slice_or_keep;
-  if (!want.is_shard()) return false;
-  // Axes cut a dimension in their order: what a later axis has cut cannot be sliced by this one.
-  const Layout& l = p.type(i).layout;
-  for (int later = axis + 1; later < l.num_axes(); ++later)
-    if (l.mesh()->size(later) > 1 && l[later].is_shard(want.map().dim())) return false;
-  return true;
+  return want.is_shard() && can_slice(p.type(i).layout, axis, want);
 }
 
 bool matches(const Place& p, const Place::Rule& rule, int axis, Coercion allowed) {
@@ -44,21 +40,23 @@ std::string code_of(const Placement& p) {
 }
 
 // The line to write for an operand, with what it costs.
-std::string redistribution(const Place& p, int i, const Placement& to, const std::string& axis) {
-  const bool moves = p.in(i).is_partial() || (p.in(i).is_shard() && !to.is_partial());
-  return str("redistribute(x, \"", axis, "\", ", code_of(to), ") for x = input ", i, moves ? "" : " (moves no byte)");
+std::string redistribution(const Place& p, int i, const Placement& to, int axis, const MeshSpec* mesh) {
+  const Placement& have = p.in(i);
+  const bool moves = have.is_partial() || (have.is_shard() ? !to.is_partial() : !can_slice(p.type(i).layout, axis, to));
+  return str("redistribute(x, \"", mesh->name(axis), "\", ", code_of(to), ") for x = input ", i,
+             moves ? "" : " (moves no byte)");
 }
 
 // What to write so that `p` is accepted: of what leads to a rule, that which communicates least.
-std::string fix_for(const Place& p, const std::string& axis_name, int axis) {
+std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
   std::string best, other;
   int least = 0;
   for (int i = 0; i < p.num_inputs(); ++i) {
     // Invariant is no operand of rank-varying compute; with the others it has to become one first.
     if (p.in(i).is_invariant())
-      best += (best.empty() ? "" : " and ") + redistribution(p, i, kR, axis_name);
+      best += (best.empty() ? "" : " and ") + redistribution(p, i, kR, axis, mesh);
     else if (!p.in(i).is_replicate())
-      other += (other.empty() ? "" : " and ") + redistribution(p, i, kR, axis_name);
+      other += (other.empty() ? "" : " and ") + redistribution(p, i, kR, axis, mesh);
   }
   if (!best.empty()) return best;
   for (const Place::Rule& r : p.rules) {
@@ -69,7 +67,7 @@ std::string fix_for(const Place& p, const std::string& axis_name, int axis) {
       if (becomes(p, i, want, axis, Coercion::slice_or_keep)) continue;
       if (code_of(want).empty()) moves = -1;
       else if (p.in(i).is_partial() || !want.is_partial()) ++moves;
-      lines += (lines.empty() ? "" : " and ") + redistribution(p, i, want, axis_name);
+      lines += (lines.empty() ? "" : " and ") + redistribution(p, i, want, axis, mesh);
     }
     if (moves < 0 || (!best.empty() && moves >= least)) continue;
     best = lines;
@@ -91,7 +89,7 @@ std::string fix_for(const Place& p, const std::string& axis_name, int axis) {
   fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ",
                        "on mesh axis ", mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (",
                        types, "); accepted:", accepted, "; communication is never implied: write ",
-                       fix_for(p, mesh->name(axis), axis));
+                       fix_for(p, axis, mesh));
 }
 
 void rules_of(const OpDef& op, const void* attrs, Place& p, size_t outputs) {

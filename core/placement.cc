@@ -123,6 +123,39 @@ bool Layout::all_invariant() const {
 }
 
 namespace {
+[[noreturn]] void does_not_fit(const Layout& layout, const Shape& global, int axis, const std::string& why) {
+  fail<PlacementError>("[placement] ", global, " cannot be ", layout.to_string(), " on mesh ", layout.mesh()->to_string(),
+                       ": axis ", layout.mesh()->name(axis), " ", why);
+}
+
+// A cut of what an earlier axis has cut must fit every block that the earlier ones leave, not this rank's alone: else some
+// ranks would refuse what others accept, and those would wait for them.
+void check_further_cut(const Layout& layout, const Shape& global, int axis) {
+  const OwnershipMap& map = layout[axis].map();
+  if (map.kind() == OwnershipMap::Kind::dim && map.granule() == 1) return;
+  std::vector<Shape> blocks = {global};
+  for (int a = 0; a < axis; ++a) {
+    if (!layout[a].is_shard(map.dim())) continue;
+    std::vector<Shape> cut;
+    const int size = layout.mesh()->size(a);
+    for (const Shape& block : blocks)
+      for (int r = 0; r < size; ++r) {
+        Shape part = block;
+        part[map.dim()] = layout[a].map().owned(r, size, block).size();
+        if (std::find(cut.begin(), cut.end(), part) == cut.end()) cut.push_back(part);
+      }
+    blocks = std::move(cut);
+  }
+  for (const Shape& block : blocks) {
+    try {
+      map.owned(0, layout.mesh()->size(axis), block);
+    } catch (const PlacementError&) {
+      does_not_fit(layout, global, axis, str("does not fit a block of ", block[map.dim()], " that the axes before it ",
+                                             "leave of dimension ", map.dim()));
+    }
+  }
+}
+
 // Walks the axes in order; each shard cuts what the axes before it have left.
 template <class F>
 void for_each_cut(const Layout& layout, const Shape& global, const int* coordinates, F&& f) {
@@ -132,8 +165,17 @@ void for_each_cut(const Layout& layout, const Shape& global, const int* coordina
     if (!p.is_shard()) continue;
     const int size = layout.mesh()->size(axis);
     const int at = coordinates ? coordinates[axis] : RankContext::current().coordinate(layout.mesh(), axis);
+    const bool flat = p.map().is_flat();
+    bool cut_before = false;
+    for (int before = 0; before < axis; ++before) {
+      if (!layout[before].is_shard()) continue;
+      if (flat || layout[before].map().is_flat())
+        does_not_fit(layout, global, axis, "cuts it too, and a flat cut goes with no other");
+      cut_before = cut_before || layout[before].map().dim() == p.map().dim();
+    }
+    if (cut_before) check_further_cut(layout, global, axis);
     const Interval own = p.map().owned(at, size, shape);
-    if (p.map().is_flat()) shape = Shape{own.size()};
+    if (flat) shape = Shape{own.size()};
     else shape[p.map().dim()] = own.size();
     f(p.map(), own, shape);
   }

@@ -1,5 +1,6 @@
 // Elementwise ops of two operands, with NumPy broadcasting, and of an operand and a weak scalar.
 #include "sheaf/autograd/ops/common.h"
+#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/elementwise.h"
 
@@ -256,7 +257,7 @@ Tensor sliced_to_dual(const Tensor& gradient, const Type& value) {
   Layout to = have;
   const Layout dual = value.layout.dual();
   for (int i = 0; i < to.num_axes(); ++i)
-    if (dual[i].is_shard() && have[i].is_replicate()) to[i] = dual[i];
+    if (dual[i].is_shard() && have[i].is_replicate() && can_slice(have, i, dual[i])) to[i] = dual[i];
   return redistribute(gradient, to);
 }
 

@@ -20,6 +20,19 @@ int changed_axis(const Layout& from, const Layout& to) {
   return -1;
 }
 
+// [Note: axes in order] Axes that cut the same elements cut them in their order, and a step changes one axis. What a later
+// axis cuts is therefore put together before an earlier one changes its cut of the same dimension, and cut again behind.
+bool meet(const Placement& p, const Placement& q) {
+  return p.is_shard() && q.is_shard() && (p.map().is_flat() || q.map().is_flat() || p.map().dim() == q.map().dim());
+}
+
+// Whether mesh axis `later` cuts what an axis before it has, or will have, cut by `p`.
+bool is_inside(const Layout& l, int later, const Placement& p) {
+  if (!meet(l[later], p)) return false;
+  const OwnershipMap& map = l[later].map();
+  return l.mesh()->size(later) > 1 || p.map().is_flat() || !(map == OwnershipMap::even(map.dim()));
+}
+
 // The value as one rank would hold it if `axis` did not cut it: [outer, along, inner] around the cut dimension.
 struct Cut {
   int64_t outer = 1, inner = 1;
@@ -303,6 +316,12 @@ std::string redistribution_name(const Layout& from, const Layout& to) {
   return m.to == Kind::partial ? "zero_embed" : m.to == Kind::shard ? "all_to_all" : "all_gather";
 }
 
+bool can_slice(const Layout& l, int axis, const Placement& p) {
+  for (int a = 0; a < l.num_axes(); ++a)
+    if (a != axis && (a > axis ? is_inside(l, a, p) : meet(l[a], p) && (p.map().is_flat() || l[a].map().is_flat()))) return false;
+  return true;
+}
+
 Tensor redistribute(const Tensor& x, const Layout& to) {
   if (x.layout() == to || !to.mesh()) return x;
   if (x.layout().mesh() && x.layout().mesh() != to.mesh())
@@ -312,6 +331,7 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     if (const int dim = to[axis].map().dim(); to[axis].is_shard() && !to[axis].map().is_flat() && (dim < 0 || dim >= x.rank()))
       fail<PlacementError>("[redistribute] ", x.type(), " has no dimension ", dim, " to cut over mesh axis ",
                            to.mesh()->name(axis), ", rank ", RankContext::current().rank);
+  to.local_shape(x.shape());  // throws, before anything is sent, if a cut does not fit
   Tensor y = x;
   Layout have = x.layout().mesh() ? x.layout() : Layout(to.mesh());
   const auto step = [&](const Layout& next) {
@@ -322,19 +342,23 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     y = apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&y, 1), std::span(&spec, 1))[0];
     have = next;
   };
+  const auto change = [&](int axis, const Placement& p) {
+    const Placement& from = have[axis];
+    const bool flat_and_inner = from.is_shard() && p.is_shard() &&
+                                (from.map().is_flat() ? p.map().dim() > 0 : p.map().is_flat() && from.map().dim() > 0);
+    if (flat_and_inner) step(have.with(axis, Placement::replicate()));  // no rank slice is one run: by way of R
+    step(have.with(axis, p));
+  };
   if (have == to) step(to);
   for (int axis = 0; axis < to.num_axes(); ++axis) {
     if (have[axis] == to[axis]) continue;
-    for (int later = axis + 1; later < to.num_axes(); ++later)
-      for (const Placement& p : {have[axis], to[axis]})
-        if (p.is_shard() && have[later].is_shard(p.map().dim()) && to.mesh()->size(later) > 1)
-          fail<PlacementError>("[redistribute] axis ", to.mesh()->name(later), " cuts dimension ", p.map().dim(),
-                               " further: change it first");
-    const bool flat_and_inner = have[axis].is_shard() && to[axis].is_shard() &&
-                                (have[axis].map().is_flat() ? to[axis].map().dim() > 0
-                                                            : to[axis].map().is_flat() && have[axis].map().dim() > 0);
-    if (flat_and_inner) step(have.with(axis, Placement::replicate()));  // no rank slice is one run: by way of R
-    step(have.with(axis, to[axis]));
+    for (int later = to.num_axes() - 1; later > axis; --later) {
+      if (!is_inside(have, later, have[axis]) && !is_inside(have, later, to[axis])) continue;
+      bool at_once = !meet(to[later], to[axis]);  // else it is cut anew once the axes before it are in place
+      for (int other = 0; other < to.num_axes(); ++other) at_once &= other == later || !meet(to[later], have[other]);
+      change(later, at_once ? to[later] : Placement::replicate());
+    }
+    change(axis, to[axis]);
   }
   return y;
 }

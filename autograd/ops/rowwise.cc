@@ -1,6 +1,7 @@
 #include "sheaf/autograd/rowwise.h"
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
@@ -68,7 +69,7 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
       fail<PlacementError>("[rowwise] ", where(), "inputs on two meshes: ", cut->type(), " and ", x.type());
     for (int a = 0; a < mesh->num_axes(); ++a) {
       const Placement& p = cut->layout()[a];
-      if (cuts_rows(p) && want[a].is_replicate()) want[a] = p;
+      if (cuts_rows(p) && want[a].is_replicate() && can_slice(want, a, p)) want[a] = p;
       if (want[a] == p || (!cuts_rows(p) && !cuts_rows(want[a]))) continue;
       fail<PlacementError>("[rowwise] ", where(), "rows are ", p, " and ", want[a], " on mesh axis ", mesh->name(a), " (",
                            cut->type(), " and ", input.type(), "); redistribute one of them");

@@ -138,49 +138,6 @@ TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Range(1, 6));
 
-TEST(Redistribute, TwoAxesOneAfterTheOther) {
-  const Shape shape{7, 6};
-  const Values x = integers(42, "x"), w = integers(42, "w");
-  std::vector<std::vector<LocalPart>> y, g;
-  const std::vector<Placement> some = {Placement::replicate(), Placement::partial(), Placement::shard(0),
-                                       Placement::shard(1), Placement::invariant()};
-  const size_t n = some.size();
-  y.assign(n * n * n * n, std::vector<LocalPart>(4));
-  g = y;
-  std::vector<bool> refused(n * n * n * n, false);
-  run_local(4, [&](World& world) {
-    const MeshSpec* mesh = world.mesh({{"data", 2}, {"model", 2}}).spec;
-    const auto rank = static_cast<size_t>(world.rank());
-    for (size_t k = 0; k < y.size(); ++k) {
-      const Layout from(mesh, {some[k % n], some[k / n % n]}), to(mesh, {some[k / n / n % n], some[k / n / n / n]});
-      const Tensor source = make_local(x, {kF64, shape, from}, "addends");
-      Recording recording;
-      recording.watch(source);
-      try {
-        const Tensor result = redistribute(source, to);
-        y[k][rank] = local_part(result);
-        const Tensor weight = make_local(w, {kF64, shape, probe_weight_layout(to)}, "");
-        g[k][rank] = local_part(
-            recording.gradient(probe(std::span(&result, 1), std::span(&weight, 1)), std::span(&source, 1))[0]);
-      } catch (const PlacementError& e) {
-        if (rank == 0) refused[k] = true;  // two axes cut one dimension: the inner one has to change first
-        EXPECT_NE(std::string(e.what()).find("change it first"), std::string::npos) << e.what();
-      }
-    }
-  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
-  size_t moved = 0;
-  for (size_t k = 0; k < y.size(); ++k) {
-    if (refused[k]) continue;
-    ++moved;
-    std::string error;
-    const std::string what = str(y[k][0].type, " from ", g[k][0].type.dual());
-    EXPECT_EQ(assemble(y[k], error), x) << what;
-    EXPECT_EQ(assemble(g[k], error), w) << what;
-    EXPECT_EQ(error, "") << what;
-  }
-  EXPECT_GT(moved, y.size() * 3 / 4);
-}
-
 TEST(Redistribute, SaysWhatItDoes) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
