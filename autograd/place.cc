@@ -39,12 +39,17 @@ std::string code_of(const Placement& p) {
   return "";
 }
 
+// Whether an operand communicates on its way to `to`.
+bool moves(const Place& p, int i, const Placement& to, int axis) {
+  const Placement& have = p.in(i);
+  if (have.is_partial() || (have.is_shard() && !to.is_partial())) return true;
+  return !can_slice(p.type(i).layout, axis, have.is_shard() ? have : to);
+}
+
 // The line to write for an operand, with what it costs.
 std::string redistribution(const Place& p, int i, const Placement& to, int axis, const MeshSpec* mesh) {
-  const Placement& have = p.in(i);
-  const bool moves = have.is_partial() || (have.is_shard() ? !to.is_partial() : !can_slice(p.type(i).layout, axis, to));
   return str("redistribute(x, \"", mesh->name(axis), "\", ", code_of(to), ") for x = input ", i,
-             moves ? "" : " (moves no byte)");
+             moves(p, i, to, axis) ? "" : " (moves no byte)");
 }
 
 // What to write so that `p` is accepted: of what leads to a rule, that which communicates least.
@@ -61,17 +66,17 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
   if (!best.empty()) return best;
   for (const Place::Rule& r : p.rules) {
     std::string lines;
-    int moves = 0;
-    for (int i = 0; i < p.num_inputs() && moves >= 0; ++i) {
+    int moved = 0;
+    for (int i = 0; i < p.num_inputs() && moved >= 0; ++i) {
       const Placement& want = r.inputs[i];
       if (becomes(p, i, want, axis, Coercion::slice_or_keep)) continue;
-      if (code_of(want).empty()) moves = -1;
-      else if (p.in(i).is_partial() || !want.is_partial()) ++moves;
+      if (code_of(want).empty()) moved = -1;
+      else moved += moves(p, i, want, axis);
       lines += (lines.empty() ? "" : " and ") + redistribution(p, i, want, axis, mesh);
     }
-    if (moves < 0 || (!best.empty() && moves >= least)) continue;
+    if (moved < 0 || (!best.empty() && moved >= least)) continue;
     best = lines;
-    least = moves;
+    least = moved;
   }
   return best.empty() ? other : best;
 }

@@ -100,6 +100,26 @@ TEST(Coercion, RefusalsSayWhatToWrite) {
   }, kLocal);
 }
 
+// Axes cut a dimension in their order: what a later one has cut, an earlier one cannot slice without communication.
+TEST(Coercion, WhatALaterAxisCutsIsNotSliced) {
+  run_local(4, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}, {"model", 2}}).spec;
+    const Placement s0 = Placement::shard(0), s1 = Placement::shard(1);
+    const auto in = [&](const Placement& a, const Placement& b) {
+      return redistribute(reshape(rows(), {4, 4}), Layout(mesh, {a, b}));
+    };
+    const Tensor both = in(s0, s0), inner = in(kR, s0);
+    const std::string message = refusal([&] { both + inner; });
+    EXPECT_THAT(message, HasSubstr("on mesh axis data"));
+    EXPECT_THAT(message, HasSubstr("write redistribute(x, \"data\", Placement::shard(0)) for x = input 1"));
+    EXPECT_THAT(message, Not(HasSubstr("moves no byte")));
+    both + redistribute(inner, "data", s0);
+    both + in(s0, kR);
+    both + in(kR, kR);
+    in(s0, s1) + in(kR, s1);
+  }, kLocal);
+}
+
 // A program that works alone works on a cluster.
 TEST(Item, IsOneValueOfAllRanksOnOneRankToo) {
   EXPECT_EQ(Tensor::scalar(2.5).item(), 2.5f);
