@@ -207,6 +207,13 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
   const bool to_slot = state(v).group && to_groups_, wide = is_wide_of(g.dtype(), primal.dtype);
   if (wide && !to_slot) g = cast(g, primal.dtype);
+  // A value without a mesh is Replicate on every mesh, so its gradient is Partial: beside Invariant operands, too, where
+  // each rank has all of it.
+  if (Layout l = g.layout(); !primal.layout.mesh() && l.mesh()) {
+    for (int a = 0; a < l.num_axes(); ++a)
+      if (l[a].is_invariant()) l[a] = Placement::partial();
+    g = redistribute(g, l);
+  }
   const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
                     (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual());
   if (!dual)
