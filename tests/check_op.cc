@@ -289,7 +289,7 @@ std::string check_op(const OpSample& sample) {
                     check_zero_size(sample) + check_tape(sample) + check_slots(sample);
   if (sample.low_precision) out += check_precision(sample, kF32) + check_precision(sample, kBF16);
   for (int ranks = 1; ranks <= 5; ++ranks) out += check_placements(sample, ranks);
-  return out + check_two_axes(sample);
+  return out + check_axes(sample);
 }
 
 }  // namespace sheaf::testing

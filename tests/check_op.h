@@ -32,8 +32,9 @@ std::string check_slots(const OpSample& sample);
 /// Every assignment of placements to the inputs, on one mesh axis of `ranks` local ranks: either outputs and gradients
 /// are those of the unsharded run, or a PlacementError names op, axis and accepted rules. All cuts even, then uneven.
 std::string check_placements(const OpSample& sample, int ranks);
-/// The same for random pairs of accepted assignments on a mesh of 2 × 2.
-std::string check_two_axes(const OpSample& sample);
+/// The same on meshes of two and three axes, even and uneven: every rule on one axis beside every rule on the other, drawn
+/// pairs of what else one axis accepts, and operands without a mesh beside them.
+std::string check_axes(const OpSample& sample);
 
 /// All of the above, placements at worlds 1 to 5.
 std::string check_op(const OpSample& sample);

@@ -295,6 +295,7 @@ Values assemble(std::span<const LocalPart> parts, std::string& error) {
   for (const LocalPart& part : parts) {
     if (!(part.type == type)) error += str("ranks hold ", type, " and ", part.type, "; ");
     std::vector<int> others = part.coordinates;
+    if (!type.layout.mesh()) others = {static_cast<int>(&part - parts.data())};  // every rank has all of it
     for (int a = 0; a < type.layout.num_axes(); ++a)
       if (type.layout[a].is_partial()) others[static_cast<size_t>(a)] = 0;
     const std::vector<int64_t> at = positions(type, part.coordinates);

@@ -24,6 +24,9 @@ enum class Mistake : int32_t {
   not_dual,               // the gradient's placement is not the dual
   refuses_all,            // the demanded rule is missing
   nameless_refusal,       // the error does not name op, axis and rules
+  communicates,           // the backward gathers, which no rule needs
+  one_axis_only,          // a cut beside a cut on another axis gives other values
+  refuses_second_cut,     // a cut beside a cut on another axis is refused
   remembers,              // not a function of its inputs: cannot be replayed
 };
 
@@ -54,6 +57,12 @@ void put(const View& v, int64_t i, double x) {
 }
 
 int calls = 0;
+
+int cuts(const Type& type) {
+  int n = 0;
+  for (int a = 0; a < type.layout.num_axes(); ++a) n += type.layout[a].is_shard();
+  return n;
+}
 
 struct SquareGradient {  // 2 x g
   static constexpr const char* kName = "my_square_backward";
@@ -90,6 +99,7 @@ struct Square {
   static void place(const Attrs& a, Place& p) {
     if (a.mistake == Mistake::nameless_refusal && p.in(0).is_partial()) fail<PlacementError>("no");
     if (a.mistake == Mistake::refuses_all) return rules::replicate_only(p);
+    if (a.mistake == Mistake::refuses_second_cut && cuts(p.type(0)) > 1) return rules::replicate_only(p);
     rules::pointwise_nonlinear(p);
     if (a.mistake == Mistake::accepts_partial) p.rule({Placement::partial()}, {Placement::partial()});
   }
@@ -100,11 +110,15 @@ struct Square {
       if (a.mistake == Mistake::low_precision && c.input(0).dtype == kF32)
         x = static_cast<double>(static_cast<float>(bf16(static_cast<float>(x))));
       if (a.mistake == Mistake::remembers) x += ++calls;
+      if (a.mistake == Mistake::one_axis_only && cuts(c.input_type(0)) > 1) x += 1;
       put(c.output(0), i, x * x);
     }
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    c.set(0, apply<SquareGradient>({a.mistake}, {c.input(0), c.grad()}));
+    Tensor g = apply<SquareGradient>({a.mistake}, {c.input(0), c.grad()});
+    if (a.mistake == Mistake::communicates && g.layout().mesh() && g.layout()[0].is_shard())
+      g = redistribute(redistribute(g, g.layout().with(0, Placement::replicate())), g.layout());
+    c.set(0, g);
   }
 };
 
@@ -178,6 +192,15 @@ TEST(CheckOp, FindsWrongPlacementRules) {
   EXPECT_THAT(check_placements(square(Mistake::refuses_all), 2), HasSubstr("the rule S0 -> S0 is missing"));
   EXPECT_THAT(check_placements(square(Mistake::nameless_refusal), 2),
               HasSubstr("the refusal should name op, mesh axis and accepted rules: no"));
+  EXPECT_THAT(check_placements(square(Mistake::communicates), 2), HasSubstr("it communicates: all_gather"));
+}
+
+TEST(CheckOp, FindsRulesThatHoldOnOneAxisOnly) {
+  for (const Mistake mistake : {Mistake::one_axis_only, Mistake::refuses_second_cut})
+    EXPECT_EQ(check_placements(square(mistake), 3), "");
+  EXPECT_THAT(check_axes(square(Mistake::one_axis_only)), HasSubstr("(S0 S0) at 2 x 2 ranks: output 0 is off"));
+  EXPECT_THAT(check_axes(square(Mistake::refuses_second_cut)),
+              HasSubstr("refused, though each axis alone is accepted: [my_square] on mesh axis data"));
 }
 
 TEST(CheckOp, FindsTapesThatDoNotReplay) {

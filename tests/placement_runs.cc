@@ -1,0 +1,252 @@
+#include "sheaf/tests/placement_runs.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/sample_run.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr size_t kMaxAssignments = 1500;
+
+// Uneven cuts leave some ranks with much and some with nothing. `left` is what the axes before this one leave to each rank,
+// with -1 for dimensions where that differs from rank to rank.
+Placement placement_of(const std::string& token, const Shape& left, int ranks, bool uneven) {
+  switch (token[0]) {
+    case 'R': return Placement::replicate();
+    case 'P': return Placement::partial();
+    case 'I': return Placement::invariant();
+    case 'F': {
+      const int64_t offset = uneven ? 2 : 0;
+      return Placement::shard(OwnershipMap::flat((left.numel() + offset + ranks - 1) / ranks + (uneven ? 1 : 0), offset));
+    }
+    default: break;
+  }
+  const int dim = token[1] - '0';
+  if (!uneven || left[dim] < 0) return Placement::shard(dim);
+  constexpr int64_t kWeights[] = {3, 0, 2, 1, 4};
+  int64_t total = 0, seen = 0;
+  for (int r = 0; r < ranks; ++r) total += kWeights[r % 5];
+  std::vector<int64_t> sizes;
+  for (int r = 0; r < ranks; ++r) {
+    const int64_t before = left[dim] * seen / total;
+    seen += kWeights[r % 5];
+    sizes.push_back(left[dim] * seen / total - before);
+  }
+  return Placement::shard(OwnershipMap::uneven(dim, sizes));
+}
+
+Layout layout_of(const MeshSpec* mesh, const PlacementRun& run, const Tokens& tokens, const Shape& shape) {
+  if (tokens[0] == "-") return {};
+  Layout layout(mesh);
+  Shape left = shape;
+  for (int a = 0; a < mesh->num_axes(); ++a) {
+    const auto at = static_cast<size_t>(a);
+    layout[a] = placement_of(tokens[at], left, mesh->size(a), run.uneven[at]);
+    if (tokens[at][0] != 'S') continue;
+    const int dim = layout[a].map().dim();
+    const bool alike = left[dim] >= 0 && (mesh->size(a) == 1 || (!run.uneven[at] && left[dim] % mesh->size(a) == 0));
+    left[dim] = alike ? left[dim] / mesh->size(a) : -1;
+  }
+  return layout;
+}
+
+std::string describe(const PlacementRun& run, const std::vector<Tokens>& assignment) {
+  std::string out;
+  for (const Tokens& tokens : assignment) {
+    out += out.empty() ? "(" : ", ";
+    for (size_t a = 0; a < tokens.size(); ++a) out += (a ? " " : "") + tokens[a];
+  }
+  out += ") at ";
+  for (size_t a = 0; a < run.axes.size(); ++a) out += str(a ? " x " : "", run.axes[a].size);
+  out += " ranks";
+  for (size_t a = 0; a < run.axes.size(); ++a)
+    if (run.uneven[a]) out += run.axes.size() == 1 ? ", uneven cuts" : ", uneven cuts of " + run.axes[a].name;
+  return out;
+}
+
+// What one rank saw under one assignment.
+struct Seen {
+  bool accepted = false;
+  std::string refusal, failure;
+  std::vector<LocalPart> outputs, gradients;
+};
+
+// The gradient of a tensor without a mesh is an addend on every axis, as that of a Replicate one is.
+bool is_dual(const Type& gradient, const Type& value) {
+  if (!gradient.layout.mesh() || value.layout.mesh()) return gradient == value.dual() || !gradient.layout.mesh();
+  return gradient.layout == Layout(gradient.layout.mesh(), Placement::partial());
+}
+
+std::string check_tape_of(const Tape& tape) {
+  std::string out;
+  for (const Finding& f : check_types(tape)) out += str("T: ", f, "; ");
+  for (const Finding& f : check_cotangents(tape)) out += str("D: ", f, "; ");
+  for (const PlannedCollective& c : collectives(tape)) out += "it communicates: " + c.call + "; ";
+  return out;
+}
+
+Seen try_assignment(const OpSample& sample, const std::vector<Values>& values, const std::vector<Layout>& layouts) {
+  Seen seen;
+  std::vector<Tensor> inputs;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const In& in = sample.inputs[i];
+    inputs.push_back(make_local(values[i], {in.dtype, in.shape, layouts[i]}, str("addends/", static_cast<int64_t>(i))));
+  }
+  Recording recording;
+  OpSample forward = sample;
+  try {
+    // Refusals count only while f runs: a backward that cannot be placed is an error.
+    forward.f = [&](Args x) {
+      Outputs y = sample.f(x);
+      seen.accepted = true;
+      return y;
+    };
+    const Run run = run_sample(forward, recording, inputs);
+    for (const Tensor& t : run.outputs) seen.outputs.push_back(local_part(t));
+    for (const Tensor& t : run.gradients) {
+      const size_t i = run.differentiated[seen.gradients.size()];
+      seen.gradients.push_back(local_part(t));
+      if (!is_dual(t.type(), inputs[i].type()))
+        seen.failure += str("the gradient of input ", static_cast<int64_t>(i), ", ", inputs[i].type(), ", is ", t.type(), "; ");
+    }
+    seen.failure += check_tape_of(recording.tape());
+  } catch (const PlacementError& e) {
+    (seen.accepted ? seen.failure : seen.refusal) = e.what();
+  }
+  return seen;
+}
+
+std::set<std::string> op_names(const OpSample& sample, const std::vector<Values>& values) {
+  std::set<std::string> names;
+  Recording recording;
+  run_sample(sample, recording, make_inputs(sample, values, kF64));
+  for (NodeId i = 0; i < recording.tape().num_nodes(); ++i)
+    names.insert(recording.tape().op_name(recording.tape().node(i)));
+  return names;
+}
+
+// A refusal must say which op, on which mesh axis, and what would be accepted.
+bool says_enough(const std::string& refusal, const std::set<std::string>& ops, const std::vector<MeshSpec::Axis>& axes) {
+  const std::string name = refusal.substr(0, refusal.find(']')).substr(std::min<size_t>(1, refusal.size()));
+  const bool names_axis = std::any_of(axes.begin(), axes.end(), [&](const MeshSpec::Axis& axis) {
+    return refusal.find("mesh axis " + axis.name) != std::string::npos;
+  });
+  return ops.contains(name) && names_axis && refusal.find("accepted:") != std::string::npos;
+}
+
+}  // namespace
+
+std::vector<Tokens> enumerate(const OpSample& sample) {
+  std::vector<Tokens> options;
+  size_t count = 1;
+  for (const In& in : sample.inputs) {
+    Tokens t = {"R"};
+    if (in.dtype == kF64) t.push_back("P");
+    for (int d = 0; d < in.shape.rank(); ++d) t.push_back("S" + std::to_string(d));
+    if (in.shape.rank() > 0) t.push_back("F");
+    count *= t.size();
+    options.push_back(std::move(t));
+  }
+  std::vector<Tokens> out;
+  const auto nth = [&](size_t k) {
+    Tokens t;
+    for (const Tokens& o : options) t.push_back(o[k % o.size()]), k /= o.size();
+    return t;
+  };
+  if (count <= kMaxAssignments) {
+    for (size_t k = 0; k < count; ++k) out.push_back(nth(k));
+  } else {
+    std::set<size_t> chosen;
+    Generator draw("assignments of " + name_of(sample));
+    for (size_t k = 0; k < kMaxAssignments; ++k) chosen.insert(static_cast<size_t>(draw.below(static_cast<int64_t>(count))));
+    for (size_t k : chosen) out.push_back(nth(k));
+  }
+  for (const std::string& rule : sample.rules) {  // these are tried whatever was drawn
+    std::istringstream words(rule);
+    Tokens t;
+    for (std::string w; words >> w && w != "->";) t.push_back(w);
+    if (std::find(out.begin(), out.end(), t) == out.end()) out.push_back(t);
+  }
+  const size_t n = sample.inputs.size();
+  if (n == 0) return out;
+  out.push_back(Tokens(n, "I"));
+  if (n > 1) {
+    Tokens mixed(n, "R");
+    mixed[0] = "I";
+    out.push_back(mixed);
+  }
+  return out;
+}
+
+PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run) {
+  const auto& [axes, uneven, assignments] = run;
+  const std::vector<Values> values = draw_inputs(sample, "placements");
+  const Result reference = evaluate(sample, make_inputs(sample, values, kF64));
+  const std::set<std::string> ops = op_names(sample, values);
+  PlacementResult result;
+  result.outcomes.resize(assignments.size());
+  int ranks = 1;
+  for (const auto& axis : axes) ranks *= axis.size;
+  std::vector<std::vector<Seen>> seen(assignments.size(), std::vector<Seen>(static_cast<size_t>(ranks)));
+  std::vector<size_t> reached(static_cast<size_t>(ranks), 0);
+  try {
+    run_local(ranks, [&](World& world) {
+      const MeshSpec* mesh = world.mesh(axes).spec;
+      const auto rank = static_cast<size_t>(world.rank());
+      for (size_t k = 0; k < assignments.size(); ++k) {
+        reached[rank] = k;
+        std::vector<Layout> layouts;
+        for (size_t i = 0; i < sample.inputs.size(); ++i)
+          layouts.push_back(layout_of(mesh, run, assignments[k][i], sample.inputs[i].shape));
+        seen[k][rank] = try_assignment(sample, values, layouts);
+      }
+    }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+  } catch (const std::exception& e) {
+    result.finding = str(describe(run, assignments[*std::min_element(reached.begin(), reached.end())]),
+                         " or soon after: threw ", e.what());
+    return result;
+  }
+
+  const double bound = sample.exact ? 0 : 1e-12;
+  for (size_t k = 0; k < assignments.size(); ++k) {
+    const Seen& first = seen[k][0];
+    std::string bad;
+    for (const Seen& s : seen[k]) {
+      if (s.accepted != first.accepted) bad += "only some ranks accept; ";
+      bad += s.failure;
+    }
+    PlacementResult::Outcome& outcome = result.outcomes[k];
+    outcome.accepted = first.accepted && bad.empty();
+    outcome.refusal = first.refusal;
+    for (const LocalPart& part : first.outputs) outcome.outputs.push_back(part.type);
+    if (!first.accepted) {
+      if (!says_enough(first.refusal, ops, axes))
+        bad += str("the refusal should name op, mesh axis and accepted rules: ", first.refusal, "; ");
+    } else if (bad.empty()) {
+      Result got;
+      const auto whole = [&](auto member, size_t i) {
+        std::vector<LocalPart> parts;
+        for (const Seen& s : seen[k]) parts.push_back((s.*member)[i]);
+        return assemble(parts, bad);
+      };
+      for (size_t i = 0; i < first.outputs.size(); ++i) got.outputs.push_back(whole(&Seen::outputs, i));
+      for (size_t i = 0; i < first.gradients.size(); ++i) got.gradients.push_back(whole(&Seen::gradients, i));
+      if (bad.empty()) bad = compare(got, reference, bound);
+      if (!bad.empty() && !first.outputs.empty()) bad += str("(output 0 is ", first.outputs[0].type, ") ");
+    }
+    if (!bad.empty() && result.finding.size() < 3000)
+      result.finding += str("\n  ", describe(run, assignments[k]), ": ", bad);
+  }
+  return result;
+}
+
+std::string placement_finding(const OpSample& sample, const char* check, const std::string& text) {
+  return text.empty() ? "" : str('[', name_of(sample), "] ", check, ": ", text, '\n');
+}
+
+}  // namespace sheaf::testing

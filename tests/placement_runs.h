@@ -1,0 +1,46 @@
+// Assignments of placements to an op's inputs, run on local ranks and compared with the unsharded run: what the placement
+// checks share. Inputs are cut and results put together by hand, not by redistribute.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "sheaf/core/mesh.h"
+#include "sheaf/tests/op_samples.h"
+
+namespace sheaf::testing {
+
+/// A token per input: R, P, I, S<dim>, F (flat), or - for a tensor without a mesh.
+using Tokens = std::vector<std::string>;
+
+/// All combinations of R, P, S(d) and flat, and those that the sample demands; all Invariant; and one mixture with
+/// Invariant, which must be refused.
+std::vector<Tokens> enumerate(const OpSample& sample);
+
+struct PlacementRun {
+  std::vector<MeshSpec::Axis> axes;
+  /// Per axis: whether it cuts unevenly, which leaves some ranks with much and some with nothing. A further cut of blocks
+  /// of different sizes is an even one.
+  std::vector<bool> uneven;
+  /// Each with a token per input and axis.
+  std::vector<std::vector<Tokens>> assignments;
+};
+
+struct PlacementResult {
+  std::string finding;  ///< "", or what is wrong
+  struct Outcome {
+    bool accepted = false;
+    std::string refusal;
+    std::vector<Type> outputs;
+  };
+  std::vector<Outcome> outcomes;  ///< per assignment
+};
+
+/// Runs all assignments: each is either refused, by an error that names op, axis and accepted rules, or has the outputs
+/// and gradients of the unsharded run, without communication, on a tape that passes the checks T and D.
+PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run);
+
+/// What a check returns: its finding under the name of sample and check.
+std::string placement_finding(const OpSample& sample, const char* check, const std::string& text);
+
+}  // namespace sheaf::testing
