@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
+
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
@@ -64,7 +66,9 @@ const std::vector<Weight>& weights() {
 }
 
 struct Block {
-  bool on_mesh, sequence;  // sequence: the residual stream is cut along T between the products
+  bool on_mesh;
+  bool sequence = false;   ///< the residual stream is cut along T between the products
+  bool recompute = false;  ///< the block is computed again in the backward
 
   // What the products of a block put out is a sum over "model"; it becomes whole, or cut along the sequence.
   Tensor reduced(const Tensor& y) const {
@@ -76,12 +80,15 @@ struct Block {
   Tensor forward(const Tensor& tokens, const Tensor& targets, const std::vector<Tensor>& w) const {
     Tensor x = embedding(tokens, w[0]);
     if (on_mesh && sequence) x = redistribute(x, "model", kS1);
+    std::optional<RecomputeScope> scope;
+    if (recompute) scope.emplace();
     const Tensor h = whole(rms_norm(x, w[1]));
     const auto heads = [&](const Tensor& weight, int64_t n) { return reshape(linear(h, weight), {kB, kT, n, kD}); };
     const Tensor mixed = attention(rotary(heads(w[2], kHeads)), rotary(heads(w[3], kKeys)), heads(w[4], kKeys));
     x = x + reduced(linear(reshape(mixed, {kB, kT, kHeads * kD}), w[5], w[6]));
     const GeluOfLinear up = linear_gelu(whole(rms_norm(x, w[7])), w[8], w[9]);
     x = x + dropout(reduced(gelu_linear(up, w[10], w[11])), 0.25, Key{5});
+    scope.reset();
     const Tensor loss = linear_cross_entropy(whole(x), w[0], targets);
     return on_mesh ? redistribute(loss, "model", kP) : loss;  // counted once, not once per rank of the axis
   }
@@ -130,21 +137,22 @@ int count(const Tape& tape, const std::string& call) {
 }
 
 TEST(AxesBlock, IsTheUnshardedBlock) {
-  const Step want = run_block({false, false}, nullptr);
-  for (const bool sequence : {false, true}) {
+  const Step want = run_block({.on_mesh = false}, nullptr);
+  for (const auto& how : {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
+    const bool sequence = how.first, recompute = how.second;
     for (const auto& [data, model] : {std::pair{1, 1}, {2, 1}, {1, 2}, {2, 2}, {3, 2}, {2, 3}}) {
       const auto ranks = static_cast<size_t>(data * model);
       std::vector<Step> steps(ranks);
       run_local(data * model, [&](World& world) {
         const Mesh mesh = world.mesh({{"data", data}, {"model", model}});
         const PoisonScope poison;
-        Step& step = steps[static_cast<size_t>(world.rank())] = run_block({true, sequence}, mesh.spec);
+        Step& step = steps[static_cast<size_t>(world.rank())] = run_block({true, how.first, how.second}, mesh.spec);
         int64_t foreseen = 0;
         for (NodeId id = 0; id < step.tape.num_nodes(); ++id) foreseen += step.tape.wire_bytes(step.tape.node(id));
         EXPECT_EQ(2 * foreseen, mesh.runtime->gather_lane(1).bytes_received()) << "the step and its replay";
         EXPECT_EQ(mesh.runtime->gather_lane(0).bytes_received(), 0);
       }, kLocal);
-      SCOPED_TRACE(str(data, " x ", model, sequence ? ", sequence parallel\n" : "\n", to_text(steps[0].tape)));
+      SCOPED_TRACE(str(data, " x ", model, sequence ? ", sequence parallel" : "", recompute ? ", computed again\n" : "\n", to_text(steps[0].tape)));
       std::string error;
       std::vector<const Tape*> tapes;
       for (const Step& s : steps) {
@@ -154,7 +162,7 @@ TEST(AxesBlock, IsTheUnshardedBlock) {
       EXPECT_EQ(all(check_collectives(tapes)), "");
       // Per direction one collective before and one behind each half of the block, or one behind it; and in sequence
       // parallel one before the loss.
-      if (model > 1) {
+      if (model > 1 && !recompute) {
         EXPECT_EQ(count(steps[0].tape, "all_reduce"), sequence ? 0 : 4);
         EXPECT_EQ(count(steps[0].tape, "all_gather"), sequence ? 5 : 0);
         EXPECT_EQ(count(steps[0].tape, "reduce_scatter"), sequence ? 5 : 0);
