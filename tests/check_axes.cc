@@ -10,7 +10,7 @@
 namespace sheaf::testing {
 namespace {
 
-constexpr size_t kMaxRules = 16, kDrawn = 40;
+constexpr size_t kMaxRules = 16, kDrawn = 24;
 
 bool any_of(const Tokens& tokens, std::string_view kinds) {
   return std::any_of(tokens.begin(), tokens.end(), [&](const std::string& t) { return kinds.find(t[0]) != kinds.npos; });

@@ -73,7 +73,7 @@ std::string describe(const PlacementRun& run, const std::vector<Tokens>& assignm
 struct Seen {
   bool accepted = false;
   std::string refusal, failure;
-  std::vector<LocalPart> outputs, gradients;
+  std::vector<LocalPart> outputs, gradients, seconds;
 };
 
 // The gradient of a tensor without a mesh is an addend on every axis, as that of a Replicate one is.
@@ -106,14 +106,18 @@ Seen try_assignment(const OpSample& sample, const std::vector<Values>& values, c
       seen.accepted = true;
       return y;
     };
-    const Run run = run_sample(forward, recording, inputs);
+    const Run run = run_sample(forward, recording, inputs, {}, /*second=*/true);
     for (const Tensor& t : run.outputs) seen.outputs.push_back(local_part(t));
-    for (const Tensor& t : run.gradients) {
-      const size_t i = run.differentiated[seen.gradients.size()];
-      seen.gradients.push_back(local_part(t));
-      if (!is_dual(t.type(), inputs[i].type()))
-        seen.failure += str("the gradient of input ", static_cast<int64_t>(i), ", ", inputs[i].type(), ", is ", t.type(), "; ");
-    }
+    const auto keep = [&](const std::vector<Tensor>& gradients, std::vector<LocalPart>& parts, const char* which) {
+      for (const Tensor& t : gradients) {
+        const size_t i = run.differentiated[parts.size()];
+        parts.push_back(local_part(t));
+        if (!is_dual(t.type(), inputs[i].type()))
+          seen.failure += str("the ", which, " of input ", static_cast<int64_t>(i), ", ", inputs[i].type(), ", is ", t.type(), "; ");
+      }
+    };
+    keep(run.gradients, seen.gradients, "gradient");
+    keep(run.seconds, seen.seconds, "second gradient");
     seen.failure += check_tape_of(recording.tape());
   } catch (const PlacementError& e) {
     (seen.accepted ? seen.failure : seen.refusal) = e.what();
@@ -124,7 +128,7 @@ Seen try_assignment(const OpSample& sample, const std::vector<Values>& values, c
 std::set<std::string> op_names(const OpSample& sample, const std::vector<Values>& values) {
   std::set<std::string> names;
   Recording recording;
-  run_sample(sample, recording, make_inputs(sample, values, kF64));
+  run_sample(sample, recording, make_inputs(sample, values, kF64), {}, /*second=*/true);
   for (NodeId i = 0; i < recording.tape().num_nodes(); ++i)
     names.insert(recording.tape().op_name(recording.tape().node(i)));
   return names;
@@ -186,10 +190,17 @@ std::vector<Tokens> enumerate(const OpSample& sample) {
 PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run) {
   const auto& [axes, uneven, assignments] = run;
   const std::vector<Values> values = draw_inputs(sample, "placements");
-  const Result reference = evaluate(sample, make_inputs(sample, values, kF64));
-  const std::set<std::string> ops = op_names(sample, values);
   PlacementResult result;
   result.outcomes.resize(assignments.size());
+  Result reference;
+  std::set<std::string> ops;
+  try {
+    reference = evaluate(sample, make_inputs(sample, values, kF64), {}, /*second=*/true);
+    ops = op_names(sample, values);
+  } catch (const std::exception& e) {
+    result.finding = str("unsharded: threw ", e.what());
+    return result;
+  }
   int ranks = 1;
   for (const auto& axis : axes) ranks *= axis.size;
   std::vector<std::vector<Seen>> seen(assignments.size(), std::vector<Seen>(static_cast<size_t>(ranks)));
@@ -236,6 +247,7 @@ PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run)
       };
       for (size_t i = 0; i < first.outputs.size(); ++i) got.outputs.push_back(whole(&Seen::outputs, i));
       for (size_t i = 0; i < first.gradients.size(); ++i) got.gradients.push_back(whole(&Seen::gradients, i));
+      for (size_t i = 0; i < first.seconds.size(); ++i) got.seconds.push_back(whole(&Seen::seconds, i));
       if (bad.empty()) bad = compare(got, reference, bound);
       if (!bad.empty() && !first.outputs.empty()) bad += str("(output 0 is ", first.outputs[0].type, ") ");
     }

@@ -36,8 +36,8 @@ struct PlacementResult {
   std::vector<Outcome> outcomes;  ///< per assignment
 };
 
-/// Runs all assignments: each is either refused, by an error that names op, axis and accepted rules, or has the outputs
-/// and gradients of the unsharded run, without communication, on a tape that passes the checks T and D.
+/// Runs all assignments: each is either refused, by an error that names op, axis and accepted rules, or has the outputs,
+/// gradients and second derivatives of the unsharded run, without communication, on a tape that passes the checks T and D.
 PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run);
 
 /// What a check returns: its finding under the name of sample and check.

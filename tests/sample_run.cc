@@ -53,7 +53,7 @@ std::vector<Tensor> make_inputs(const OpSample& sample, const std::vector<Values
 }
 
 Run run_sample(const OpSample& sample, Recording& recording, const std::vector<Tensor>& inputs,
-               const ProbeOptions& options) {
+               const ProbeOptions& options, bool second) {
   Run run;
   std::vector<Tensor> wanted;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -63,28 +63,34 @@ Run run_sample(const OpSample& sample, Recording& recording, const std::vector<T
   }
   run.outputs = sample.f(inputs);
   std::vector<Tensor> floating, weights;
-  for (size_t o = 0; o < run.outputs.size(); ++o) {
-    const Tensor& y = run.outputs[o];
-    if (!is_floating(y.dtype())) continue;
-    floating.push_back(y);
+  const auto pair_with_weight = [&](const Tensor& y, size_t stream) {
     const Type type{y.dtype(), y.shape(), probe_weight_layout(y.layout())};
+    floating.push_back(y);
     weights.push_back(y.device().is_meta() ? Tensor::empty(type, y.device())
-                                           : make_local(draw_weights(sample, o, y.shape()), type, "weights").to(y.device()));
-  }
-  if (!wanted.empty() && !floating.empty())
-    run.gradients = recording.gradient(probe(floating, weights, options), wanted);
+                                           : make_local(draw_weights(sample, stream, y.shape()), type, "weights").to(y.device()));
+  };
+  for (size_t o = 0; o < run.outputs.size(); ++o)
+    if (is_floating(run.outputs[o].dtype())) pair_with_weight(run.outputs[o], o);
+  if (wanted.empty() || floating.empty()) return run;
+  second = second && sample.no_second.empty();
+  run.gradients = recording.gradient(probe(floating, weights, options), wanted, {.keep = second});
+  if (!second) return run;
+  floating.clear(), weights.clear();
+  for (size_t i = 0; i < run.gradients.size(); ++i) pair_with_weight(run.gradients[i], 100 + i);
+  run.seconds = recording.gradient(probe(floating, weights, options), wanted);
   return run;
 }
 
-Result evaluate(const OpSample& sample, const std::vector<Tensor>& inputs, const ProbeOptions& options) {
+Result evaluate(const OpSample& sample, const std::vector<Tensor>& inputs, const ProbeOptions& options, bool second) {
   Recording recording;
-  const Run run = run_sample(sample, recording, inputs, options);
+  const Run run = run_sample(sample, recording, inputs, options, second);
   Result result;
   for (const Tensor& t : run.outputs) {
     result.outputs.push_back(local_part(t).values);
     result.output_types.push_back(t.type());
   }
   for (const Tensor& t : run.gradients) result.gradients.push_back(local_part(t).values);
+  for (const Tensor& t : run.seconds) result.seconds.push_back(local_part(t).values);
   return result;
 }
 
@@ -101,6 +107,7 @@ std::string compare(const Result& got, const Result& want, double bound) {
   };
   one("output", got.outputs, want.outputs);
   one("gradient", got.gradients, want.gradients);
+  one("second gradient", got.seconds, want.seconds);
   return out;
 }
 

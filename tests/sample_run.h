@@ -24,17 +24,20 @@ struct Run {
   std::vector<Tensor> outputs;    ///< all of them
   std::vector<Tensor> gradients;  ///< of Σ <weight, floating output>, with respect to the differentiable inputs
   std::vector<size_t> differentiated;  ///< which inputs those are
+  std::vector<Tensor> seconds;    ///< if asked for: of Σ <weight, gradient>, likewise
 };
-/// Evaluates f and the gradients of its floating outputs inside `recording`, on the device of the inputs.
+/// Evaluates f and the gradients of its floating outputs inside `recording`, on the device of the inputs; and, if `second`
+/// and the sample has them, second derivatives.
 Run run_sample(const OpSample& sample, Recording& recording, const std::vector<Tensor>& inputs,
-               const ProbeOptions& options = {});
+               const ProbeOptions& options = {}, bool second = false);
 
 /// The values of a run, and its types.
 struct Result {
-  std::vector<Values> outputs, gradients;
+  std::vector<Values> outputs, gradients, seconds;
   std::vector<Type> output_types;
 };
-Result evaluate(const OpSample& sample, const std::vector<Tensor>& inputs, const ProbeOptions& options = {});
+Result evaluate(const OpSample& sample, const std::vector<Tensor>& inputs, const ProbeOptions& options = {},
+                bool second = false);
 
 /// Compares outputs and gradients; "" if all scaled errors are within `bound`.
 std::string compare(const Result& got, const Result& want, double bound);
