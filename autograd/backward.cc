@@ -202,6 +202,16 @@ void Recording::release_saves(NodeId node) {
   in = out = 0;
 }
 
+// A unit reduces gradients over its own mesh: one of no mesh would take a rank's addend for the whole.
+void Recording::expect_reducible(NodeId node, ValueId parameter, const Layout& gradient) {
+  const Type& type = tape_.type(parameter);
+  if (type.layout.mesh() || gradient.all_invariant()) return;
+  fail<PlacementError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": a parameter of '",
+                       state(parameter).group->group_name(), "', ", type, ", is on no mesh and meets values on ",
+                       gradient.mesh()->to_string(), ": its gradient would be a share of each rank. Give the module that ",
+                       "mesh: shard(model, mesh)");
+}
+
 void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const Type& primal = tape_.type(v);
   // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
@@ -209,7 +219,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   if (wide && !to_slot) g = cast(g, primal.dtype);
   // A value without a mesh is Replicate on every mesh, so its gradient is Partial: beside Invariant operands, too, where
   // each rank has all of it.
-  if (Layout l = g.layout(); !primal.layout.mesh() && l.mesh()) {
+  if (Layout l = g.layout(); !to_slot && !primal.layout.mesh() && l.mesh()) {
     for (int a = 0; a < l.num_axes(); ++a)
       if (l[a].is_invariant()) l[a] = Placement::partial();
     g = redistribute(g, l);
@@ -232,6 +242,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
     sum = sum ? add(sum, g) : std::move(g);
     return;
   }
+  expect_reducible(node, v, g.layout());
   GroupState& group = group_state(s.group);
   const int leaf = s.leaf_index;
   Tensor& slot = group.slots[leaf];
@@ -282,6 +293,7 @@ Into Vjp::into(int i, bool may_add) const {
     const auto& o = recording_.state(t.inputs(t.node(node_))[other]);
     if (other != i && o.group == s.group && o.leaf_index == s.leaf_index) return {};
   }
+  recording_.expect_reducible(node_, t.inputs(t.node(node_))[i], output_type(0).layout);
   const bool first = !group.contributed[s.leaf_index];
   if (!first && !may_add) return {};
   Tensor& slot = group.slots[s.leaf_index];

@@ -162,6 +162,7 @@ class Recording {
   void recompute(Region& region);
   void reverse(const Tensor& y, bool to_groups, bool keep);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
+  void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient);
   void finish_groups(NodeId node);
   void pass_groups(NodeId node);
   Tensor seed_for(const Tensor& y) const;

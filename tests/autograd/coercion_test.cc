@@ -175,6 +175,31 @@ TEST(Loss, WholeOnEveryRankIsRefusedOnOneRankToo) {
   }
 }
 
+// A unit reduces over its own mesh: parameters of none would take each rank's share for the whole gradient.
+TEST(Loss, OfParametersOnNoMeshIsRefusedOnOneRankToo) {
+  for (int ranks : {1, 2}) {
+    run_local(ranks, [&](World& world) {
+      const MeshSpec* mesh = world.mesh({{"data", ranks}}).spec;
+      nn::Linear model(4, 4);
+      materialize(model, Device::cpu(), {.seed = 3, .dtype = kF64});
+      const Tensor x = redistribute(reshape(rows(), {4, 4}), Layout(mesh, Placement::shard(0)));
+      const auto message = [&](auto&& loss) {
+        Recording recording;
+        return refusal([&] { recording.backward(loss()); });
+      };
+      for (const std::string& m : {message([&] { return sum(model(x)); }),
+                                   message([&] { return sum(mul(x, model.bias)); })})
+        EXPECT_THAT(m, HasSubstr("is on no mesh and meets values on (data="));
+      const Tensor whole = redistribute(x, "data", kI);
+      {
+        Recording recording;
+        recording.backward(sum(mul(whole, model.bias)));
+      }
+      EXPECT_EQ(full_gradient(model.bias).to_vector<double>(), sum(whole, 0).to_vector<double>());
+    }, kLocal);
+  }
+}
+
 TEST(Loss, WithoutAMeshIsTaken) {
   nn::Linear model(4, 3);
   materialize(model);
