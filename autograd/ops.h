@@ -24,7 +24,8 @@ class DeviceScope {
 
 // ---- placement ------------------------------------------------------------------------------------------------------
 /// The same value in another layout; see the table in core/placement.h. Backward: dual(to) → dual(from).
-/// Communicates where the table says so, on the gather lane, and waits for the result.
+/// Communicates where the table says so, on the gather lane, and waits for the result. Mesh axes change in their order, a
+/// node each; what a later axis cuts inside of an earlier one's cut is put together first and cut again behind.
 Tensor redistribute(const Tensor& x, const Layout& to);
 /// The same with the placement of one mesh axis changed.
 Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& to);

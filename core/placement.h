@@ -101,7 +101,8 @@ class Placement {
 };
 
 /// A mesh and a placement for each of its axes. A default layout has no mesh: the value is Replicate on every mesh
-/// (a constant such as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order.
+/// (a constant such as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order, each what
+/// those before it leave; a flat cut goes with no other.
 class Layout {
  public:
   Layout() = default;
