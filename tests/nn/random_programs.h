@@ -51,14 +51,10 @@ struct Op {
   std::function<Tensor(Args)> f;
 };
 
-/// `to` on every axis. Of two axes that cut one dimension the later one is the inner cut: it goes first and comes last.
-inline Tensor everywhere(Tensor x, const Placement& to) {
+/// `to` on every axis.
+inline Tensor everywhere(const Tensor& x, const Placement& to) {
   const MeshSpec* mesh = x.layout().mesh();
-  if (!mesh) return x;
-  for (int axis = mesh->num_axes() - 1; axis >= 0 && mesh->num_axes() > 1; --axis)
-    if (x.layout()[axis].is_shard() && !(x.layout()[axis] == to)) x = redistribute(x, mesh->name(axis), Placement::replicate());
-  for (int axis = 0; axis < mesh->num_axes(); ++axis) x = redistribute(x, mesh->name(axis), to);
-  return x;
+  return mesh ? redistribute(x, Layout(mesh, to)) : x;
 }
 
 /// Without a mesh a copy, so that values are as many with one as without.
