@@ -28,6 +28,8 @@ constexpr uint64_t kMagic = 0x6d6f6f7266616873ull;  // no stranger's greeting
 constexpr size_t kMaxClients = 65536;
 constexpr size_t kMaxStoredBytes = size_t{64} << 20;
 constexpr auto kGreetingTime = std::chrono::seconds(10);
+// Rank 0 ends when it hears that another has failed; those that hear of its end first wait for the reason as long.
+constexpr auto kExplanationTime = std::chrono::seconds(1);
 
 /// Without telling by the time it takes how much of a guess was right.
 bool equal_tokens(const std::string& a, const std::string& b) {
@@ -226,6 +228,8 @@ std::string StoreClient::ask(const std::string& request, const std::string& what
   if (send_frame(socket_, request, deadline) && answered(deadline)) reply = receive_frame(socket_, deadline);
   const std::string me = str("[rendezvous] rank ", rank_, " of ", world_, ": ");
   if (!reply) {
+    pollfd news{wake_.fd(), POLLIN, 0};
+    if (Clock::now() < deadline) poll(&news, 1, static_cast<int>(std::chrono::milliseconds(kExplanationTime).count()));
     std::lock_guard lock(mutex_);
     if (!interrupted_.empty()) throw CommError(me + interrupted_, ExitCode::kPeerLost);
     if (Clock::now() >= deadline) throw CommError(str(me, "time-out, waiting for ", what), ExitCode::kTimeout);
