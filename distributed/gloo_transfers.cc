@@ -119,9 +119,7 @@ std::vector<int> GlooCommunicator::Transfers::missing() {
     }
     absent.push_back(m.peer);
   }
-  // A rank may have waited a while before it stopped; after a short time-out nobody can tell.
-  const bool knows_elsewhere = comm_.job_->rendezvous.timeout > Monitor::kNoteLife + Monitor::kNotePeriod;
-  return comm_.notes_.missing(call_, absent, knows_elsewhere);
+  return comm_.notes_.missing(call_, absent, Monitor::knows_who_waits(comm_.job_->rendezvous.timeout));
 }
 
 }  // namespace sheaf

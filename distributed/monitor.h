@@ -35,6 +35,8 @@ class Monitor {
   static constexpr std::chrono::milliseconds kTick{100};
   /// Who is stuck says so again every kNotePeriod.
   static constexpr std::chrono::milliseconds kNotePeriod{500}, kNoteLife{3000};
+  /// A rank may have waited a while before it stopped: is_waiting() says something only after a wait of `time`.
+  static constexpr bool knows_who_waits(std::chrono::milliseconds time) { return time > kNoteLife + kNotePeriod; }
 
   Monitor(int rank, int world, std::shared_ptr<FailureBoard> board, const std::string& host, std::string token);
   /// Says farewell and closes.

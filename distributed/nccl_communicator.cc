@@ -308,7 +308,7 @@ void NcclCommunicator::check_progress(const Collective& call, Wait& wait) {
   if (waited >= timeout)
     raise_timeout(
         call, std::chrono::duration<double>(timeout).count(),
-        notes_.missing(call, others, timeout > Monitor::kNoteLife + Monitor::kNotePeriod));
+        notes_.missing(call, others, Monitor::knows_who_waits(timeout)));
 }
 
 // --- NcclTransport ---

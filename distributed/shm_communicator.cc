@@ -45,10 +45,11 @@ bool gives(const Collective& call, int index) {
 ShmCommunicator::ShmCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
                                  std::shared_ptr<const ShmSegments> segments)
     : CommunicatorBase(std::move(group), job->board), job_(std::move(job)), segments_(std::move(segments)),
-      allocator_(RankContext::current().cpu), staging_bytes_(shm_staging_bytes(size())) {
+      allocator_(RankContext::current().cpu), spans_hosts_(std::ranges::count(*segments_, nullptr) > 0),
+      staging_bytes_(shm_staging_bytes(size())), notes_(group_, *job_->monitor) {
   staging_ = static_cast<std::byte*>(allocator_->allocate(static_cast<size_t>(staging_bytes_), MemoryKind::wire));
   try {
-    meeting_ = connect(group_, *job_, *segments_, staging_);
+    meeting_ = connect(group_, *job_, *segments_, staging_, [this] { tell_other_hosts(); });
   } catch (...) {
     allocator_->free(staging_, static_cast<size_t>(staging_bytes_));
     throw;
@@ -64,7 +65,8 @@ ShmCommunicator::~ShmCommunicator() {
 }
 
 std::unique_ptr<ShmMeeting> ShmCommunicator::connect(const CommunicatorGroup& group, Job& job,
-                                                     const ShmSegments& segments, const void* staging) {
+                                                     const ShmSegments& segments, const void* staging,
+                                                     std::function<void()> on_nap) {
   const Deadline deadline = Clock::now() + job.rendezvous.init_timeout;
   ShmSegment& own = *segments[group.world_rank()];
   const int64_t staging_at = own.wire_offset(staging);
@@ -81,11 +83,14 @@ std::unique_ptr<ShmMeeting> ShmCommunicator::connect(const CommunicatorGroup& gr
     controls.push_back(reinterpret_cast<ShmControl*>(segment.control(offset)));
     ranks.push_back(reinterpret_cast<ShmRank*>(segment.control(0)));
   }
-  return std::make_unique<ShmMeeting>(std::move(controls), std::move(ranks), group.index);
+  return std::make_unique<ShmMeeting>(std::move(controls), std::move(ranks), group.index, std::move(on_nap));
 }
 
 void ShmCommunicator::run(const Collective& call) {
-  deadline_ = Clock::now() + job_->rendezvous.timeout;
+  running_ = &call;
+  const auto now = Clock::now();
+  deadline_ = now + job_->rendezvous.timeout;
+  next_note_ = now + Monitor::kTick;
   announced_ = false;
   windows_ = 0;
   exchange(call);
@@ -129,11 +134,21 @@ void ShmCommunicator::raise_left(const Collective& call, int culprit) {
   throw_failure(call, *board_->failure());
 }
 
-// Who waits in another group's collective is held up itself: it is named only if nobody else is left to blame.
+// Who waits for this rank, or for who waits for it, over the network cannot see that it waits here.
+void ShmCommunicator::tell_other_hosts() {
+  if (!spans_hosts_ || Clock::now() < next_note_) return;
+  notes_.post(*running_);
+  next_note_ = Clock::now() + Monitor::kNotePeriod;
+}
+
+// Who waits in another group's collective, on this host or across hosts, is held up itself: it is named only if nobody
+// else is left to blame.
 std::vector<int> ShmCommunicator::missing(const std::vector<int>& absent) const {
+  const bool knows_elsewhere = Monitor::knows_who_waits(job_->rendezvous.timeout);
   std::vector<int> silent;
   for (int m : absent)
-    if (!meeting_->is_waiting(m)) silent.push_back(m);
+    if (!meeting_->is_waiting(m) && !(knows_elsewhere && job_->monitor->is_waiting(group_.members[m])))
+      silent.push_back(m);
   return silent.empty() ? absent : silent;
 }
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -21,10 +22,11 @@
 #include "sheaf/distributed/job.h"
 #include "sheaf/distributed/shm_meeting.h"
 #include "sheaf/distributed/shm_segment.h"
+#include "sheaf/distributed/stuck_notes.h"
 
 namespace sheaf {
 
-/// The segments of all ranks of a job, by rank.
+/// The segments of the ranks of this host, by rank of the job; null for those elsewhere.
 using ShmSegments = std::vector<std::shared_ptr<ShmSegment>>;
 
 class ShmCommunicator final : public CommunicatorBase {
@@ -48,6 +50,7 @@ class ShmCommunicator final : public CommunicatorBase {
   void exchange(const Collective& call);
   void announce(const Collective& call);
   void meet(const Collective& call);
+  void tell_other_hosts();
   void check_agreement(const Collective& call) const;
   template <class PieceOf, class Read>
   void stream(const Collective& call, bool same_for_all, PieceOf&& piece, Read&& read);
@@ -59,18 +62,21 @@ class ShmCommunicator final : public CommunicatorBase {
 
   ShmSegment& segment(int member) const { return *(*segments_)[group_.members[member]]; }
   static std::unique_ptr<ShmMeeting> connect(const CommunicatorGroup& group, Job& job, const ShmSegments& segments,
-                                             const void* staging);
+                                             const void* staging, std::function<void()> on_nap);
 
   const std::shared_ptr<Job> job_;
   const std::shared_ptr<const ShmSegments> segments_;
   const std::shared_ptr<Allocator> allocator_;
+  const bool spans_hosts_;  // the job
   const int64_t staging_bytes_;
   std::byte* staging_;
+  StuckNotes notes_;
   std::unique_ptr<ShmMeeting> meeting_;
   int subscription_;
 
   // Of the call that runs.
-  std::chrono::steady_clock::time_point deadline_;
+  const Collective* running_ = nullptr;
+  std::chrono::steady_clock::time_point deadline_, next_note_;
   bool announced_ = false;
   int windows_ = 0;
 };

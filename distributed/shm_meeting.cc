@@ -62,6 +62,7 @@ ShmMeeting::Outcome ShmMeeting::meet(Clock::time_point deadline, const FailureBo
       return absent.empty() ? Outcome::all_here : Outcome::timed_out;
     }
     ranks_[index_]->waited_at = now_nanoseconds();
+    on_nap_();
     const timespec nap{0, static_cast<long>(std::min<nanoseconds>(left, kNap).count())};
     ++door.sleepers;
     futex(door.bell, FUTEX_WAIT, bell, &nap);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "sheaf/distributed/failure_board.h"
@@ -43,9 +44,10 @@ class ShmMeeting {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `ranks` and `controls` are those of the members, in the group's order.
-  ShmMeeting(std::vector<ShmControl*> controls, std::vector<ShmRank*> ranks, int index)
-      : controls_(std::move(controls)), ranks_(std::move(ranks)), index_(index) {}
+  /// `ranks` and `controls` are those of the members, in the group's order. meet() calls `on_nap` before each nap of its
+  /// sleep, which is a tenth of a second at most.
+  ShmMeeting(std::vector<ShmControl*> controls, std::vector<ShmRank*> ranks, int index, std::function<void()> on_nap)
+      : controls_(std::move(controls)), ranks_(std::move(ranks)), index_(index), on_nap_(std::move(on_nap)) {}
 
   enum class Outcome { all_here, failed, left, timed_out };
   /// Says that this member is here and sleeps until all are. What a member wrote before it came, all can read after.
@@ -68,6 +70,7 @@ class ShmMeeting {
   const std::vector<ShmControl*> controls_;
   const std::vector<ShmRank*> ranks_;
   const int index_;
+  const std::function<void()> on_nap_;
   uint64_t meeting_ = 0;
 };
 
