@@ -28,6 +28,7 @@ class RankContext {
   int world = 1;
   int local_rank = 0;   ///< on this host
   int local_world = 1;
+  std::vector<int> hosts = {};  ///< which ranks of the world share memory (distributed/hosts.h); empty: it was not asked
   int threads = 1;      ///< compute threads of this rank; parallel_for uses as many
 
   std::shared_ptr<Allocator> cpu;   ///< host memory of this rank

@@ -1,5 +1,6 @@
 #include "sheaf/distributed/simulated.h"
 
+#include "sheaf/distributed/hosts.h"
 #include "sheaf/distributed/staging.h"
 #include "sheaf/kernels/cuda/config.h"
 
@@ -8,7 +9,7 @@ namespace {
 
 class SimulatedCommunicator final : public CommunicatorBase {
  public:
-  SimulatedCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, const std::string& comm)
+  SimulatedCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, std::string_view comm)
       : CommunicatorBase(std::move(group), std::move(board)),
         meta_(RankContext::current().meta),
         staging_(staging_bytes_of(comm, size())) {
@@ -35,15 +36,16 @@ class SimulatedCommunicator final : public CommunicatorBase {
 
 class SimulatedTransport final : public Transport {
  public:
-  explicit SimulatedTransport(std::string comm) : comm_(std::move(comm)) {}
+  SimulatedTransport(std::string comm, Hosts hosts) : comm_(std::move(comm)), hosts_(std::move(hosts)) {}
   std::string_view kind() const override { return "simulated"; }
   std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override {
-    return std::make_unique<SimulatedCommunicator>(group, board_, comm_);
+    return std::make_unique<SimulatedCommunicator>(group, board_, kind_of_group(comm_, hosts_, group.members));
   }
   FailureBoard& board() override { return *board_; }
 
  private:
   const std::string comm_;
+  const Hosts hosts_;
   const std::shared_ptr<FailureBoard> board_ = std::make_shared<FailureBoard>();
 };
 
@@ -65,8 +67,11 @@ World simulated_world(int rank, int size, SimulationOptions options) {
   check<ConfigError>(options.threads >= 1, "[simulated_world] ", options.threads, " threads");
   check<ConfigError>(kernels::kHasCuda || !options.device.is_cuda(), "[simulated_world] ", options.device.to_string(),
                      ": this build has no CUDA");
+  check<ConfigError>(options.comm != "shm+gloo" || std::ssize(options.hosts) == size,
+                     "[simulated_world] it is not known which of ", size, " ranks share memory: hosts has ",
+                     options.hosts.size());
   auto own = std::make_shared<OwnContext>(options);
-  World world(std::make_shared<SimulatedTransport>(std::move(options.comm)), own->context, rank, size, rank, size,
+  World world(std::make_shared<SimulatedTransport>(std::move(options.comm), std::move(options.hosts)), own->context, rank, size, rank, size,
               Device::meta());
   world.keep(std::move(own));
   return world;

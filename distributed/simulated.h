@@ -10,8 +10,9 @@ namespace sheaf::distributed {
 
 struct SimulationOptions {
   int threads = 1;            ///< compute threads of the rank: kernels' workspaces depend on them
-  /// RankContext::meta is charged with what communicators of this kind would hold (Communicator::kind()).
+  /// RankContext::meta is charged with what communicators of this kind would hold (World::kind()).
   std::string comm = "shm";
+  std::vector<int> hosts = {};  ///< "shm+gloo" only: which ranks share memory (hosts.h)
   /// What meta stands for: workspaces are those of its kernels. ConfigError for a GPU in a build without CUDA; none need
   /// be here.
   Device device = {};

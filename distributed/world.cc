@@ -19,6 +19,7 @@ struct World::Binding {
     meshes.clear();
     context.rank = context.local_rank = 0;
     context.world = context.local_world = 1;
+    context.hosts.clear();
   }
 };
 

@@ -32,7 +32,7 @@ class World {
   int local_rank() const { return context_->local_rank; }
   int local_size() const { return context_->local_world; }
   Device device() const { return device_; }
-  std::string_view kind() const { return transport_->kind(); }  ///< of its communicators
+  std::string_view kind() const { return transport_->kind(); }  ///< of its communicators; "shm+gloo": see hosts.h
 
   /// The mesh with these axes, bound in this rank's RankContext. Every rank makes the same meshes in the same order;
   /// the same axes again give the same mesh. ConfigError unless the sizes multiply to size().

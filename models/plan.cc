@@ -11,7 +11,8 @@ namespace sheaf::models {
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device) {
   World simulated =
-      distributed::simulated_world(rank, world, {.threads = threads, .comm = comm, .device = device});
+      distributed::simulated_world(rank, world, {.threads = threads, .comm = comm,
+                                                 .hosts = RankContext::current().hosts, .device = device});
   Allocator& memory = *RankContext::current().meta;
   TrainingStep step(config, vocab, simulated, Device::meta());
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};

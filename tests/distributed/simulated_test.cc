@@ -67,6 +67,18 @@ TEST(Simulated, AThousandRanksAndTheirStaging) {
   EXPECT_THROW(simulated_world(3, 3), ConfigError);
 }
 
+// On hosts of four ranks: model's groups lie within them, data's do not.
+TEST(Simulated, EachGroupOfSeveralHostsHasStagingOfItsKind) {
+  std::vector<int> hosts;
+  for (int r = 0; r < 16; ++r) hosts.push_back(r / 4 * 4);
+  World world = simulated_world(6, 16, {.comm = "shm+gloo", .hosts = hosts});
+  const Mesh mesh = world.mesh({{"data", 4}, {"model", 4}});
+  EXPECT_EQ(mesh.runtime->gather_lane(0).staging_bytes(), gloo_staging_bytes(4));
+  EXPECT_EQ(mesh.runtime->gather_lane(1).staging_bytes(), shm_staging_bytes(4));
+  EXPECT_EQ(RankContext::current().meta->stats().live, 2 * (gloo_staging_bytes(4) + shm_staging_bytes(4)));
+  EXPECT_THROW(simulated_world(0, 4, {.comm = "shm+gloo"}), ConfigError);
+}
+
 TEST(Simulated, WorldsNest) {
   World a = simulated_world(0, 2);
   RankContext* outer = &RankContext::current();
