@@ -4,6 +4,7 @@
 
 #include "sheaf/distributed/device_choice.h"
 #include "sheaf/distributed/gloo_communicator.h"
+#include "sheaf/distributed/hosts_transport.h"
 #include "sheaf/distributed/local_communicator.h"
 #include "sheaf/distributed/nccl_communicator.h"
 #include "sheaf/distributed/rendezvous.h"
@@ -12,18 +13,18 @@
 namespace sheaf::distributed {
 namespace {
 
-// Between the memories of hosts.
-std::shared_ptr<Transport> connect_hosts(const Rendezvous& r, const std::shared_ptr<Job>& job) {
+// Between the memories of ranks on CPUs. `hosts` receives which of them are shared, where that was asked.
+std::shared_ptr<Transport> connect_hosts(const Rendezvous& r, const std::shared_ptr<Job>& job, Hosts& hosts) {
   const std::vector<std::string> wishes = job->agree("comm", r.comm);
   for (int rank = 1; rank < r.world; ++rank)
     if (wishes[rank] != wishes[0])
       fail<ConfigError>("[rendezvous] SHEAF_COMM is ", wishes[0], " on rank 0, but ", wishes[rank], " on rank ", rank);
-  if (r.comm != "gloo") {
-    const ShmOffer shm = offer_shm(job);
-    if (shm.transport) return shm.transport;
-    if (r.comm == "shm") fail<ConfigError>("[rendezvous] SHEAF_COMM=shm is impossible: ", shm.why_not);
-  }
-  return std::make_shared<GlooTransport>(job);
+  if (r.comm == "gloo") return std::make_shared<GlooTransport>(job);
+  const ShmOffer shm = offer_shm(job);
+  hosts = shm.hosts;
+  if (shm.why_not.empty()) return shm.transport;
+  if (r.comm == "shm") fail<ConfigError>("[rendezvous] SHEAF_COMM=shm is impossible: ", shm.why_not);
+  return std::make_shared<HostsTransport>(shm.hosts, shm.transport, std::make_shared<GlooTransport>(job));
 }
 
 // A job computes on GPUs alone or on CPUs alone.
@@ -60,7 +61,7 @@ World init_from_env() {
     const std::shared_ptr<Job> job = join_job(r);
     choice = agreed(choice, r, *job);
     use_device(choice.device, context);
-    transport = connect_hosts(r, job);
+    transport = connect_hosts(r, job, context.hosts);
     if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
   }
   context.threads = r.threads;

@@ -155,6 +155,7 @@ Rendezvous read_rendezvous(const Environment& environment) {
   const Reader read(environment);
   Rendezvous r;
   r.comm = read_comm(read);
+  r.host_id = read.text("SHEAF_HOST_ID").value_or("");
   r.init_timeout = read.seconds("SHEAF_INIT_TIMEOUT", r.init_timeout);
   r.timeout = read.seconds("SHEAF_TIMEOUT", r.timeout);
 

@@ -18,7 +18,8 @@ struct Rendezvous {
   std::string token;            ///< SHEAF_TOKEN and what the launcher calls the job, so that ranks of two jobs never meet
   int listen_fd = -1;           ///< SHEAF_LISTEN_FD: a socket that listens on `port`, inherited from the launcher
   int threads = 1;              ///< per rank: threads_per_rank(local_world)
-  std::string comm = "auto";    ///< SHEAF_COMM: "shm", "gloo", or "auto": shm if all ranks share a host, else gloo
+  std::string comm = "auto";    ///< SHEAF_COMM: "shm", "gloo", or "auto": shm within hosts, gloo between them
+  std::string host_id;          ///< SHEAF_HOST_ID: ranks with different ones share no memory, as if on different hosts
   std::chrono::milliseconds init_timeout{300'000};  ///< SHEAF_INIT_TIMEOUT, in seconds
   std::chrono::milliseconds timeout{300'000};       ///< SHEAF_TIMEOUT, in seconds: of one collective
 };

@@ -165,9 +165,12 @@ std::vector<std::shared_ptr<ShmSegment>> ShmExchange::swap(int rank, const std::
                                                            const std::shared_ptr<ShmSegment>& own,
                                                            const FailureBoard& board, Deadline deadline) {
   const int world = static_cast<int>(names.size());
+  const auto is_peer = [&](int r) { return r != rank && !names[r].empty(); };
+  int left = 0;
   std::vector<Socket> sources(world);
   for (int r = 0; r < world; ++r) {
-    if (r == rank) continue;
+    if (!is_peer(r)) continue;
+    ++left;
     sources[r] = Socket(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     socklen_t size;
     const sockaddr_un address = abstract_address(names[r], size);
@@ -177,13 +180,13 @@ std::vector<std::shared_ptr<ShmSegment>> ShmExchange::swap(int rank, const std::
     require(send(sources[r].fd(), &rank, sizeof rank, MSG_NOSIGNAL) == sizeof rank, "cannot greet a peer");
   }
   std::vector<bool> served(world, false);
-  for (int left = world - 1; left > 0;) {
+  while (left > 0) {
     wait_readable(listener_, board, deadline, str(left, " peers did not ask for memory"));
     const Socket peer(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
     if (!peer || !same_user(peer)) continue;  // strangers get nothing
     wait_readable(peer, board, deadline, "a peer does not say who it is");
     int who = -1;
-    if (recv(peer.fd(), &who, sizeof who, MSG_DONTWAIT) != sizeof who || who < 0 || who >= world || who == rank ||
+    if (recv(peer.fd(), &who, sizeof who, MSG_DONTWAIT) != sizeof who || who < 0 || who >= world || !is_peer(who) ||
         served[who])
       continue;
     send_descriptor(peer, own->memory().fd());
@@ -193,7 +196,7 @@ std::vector<std::shared_ptr<ShmSegment>> ShmExchange::swap(int rank, const std::
   std::vector<std::shared_ptr<ShmSegment>> segments(world);
   segments[rank] = own;
   for (int r = 0; r < world; ++r) {
-    if (r == rank) continue;
+    if (!is_peer(r)) continue;
     wait_readable(sources[r], board, deadline, str("rank ", r, " sent no memory"));
     segments[r] = ShmSegment::map(receive_descriptor(sources[r]));
   }

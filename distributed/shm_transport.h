@@ -1,14 +1,16 @@
-// ShmTransport: shared memory between all ranks of a job, where they share a host.
+// ShmTransport: shared memory between the ranks of one host.
 #pragma once
 
 #include <memory>
 #include <string>
 
+#include "sheaf/distributed/hosts.h"
 #include "sheaf/distributed/shm_communicator.h"
 #include "sheaf/distributed/transport.h"
 
 namespace sheaf {
 
+/// For groups of ranks that `segments` has.
 class ShmTransport final : public Transport {
  public:
   ShmTransport(std::shared_ptr<Job> job, ShmSegments segments)
@@ -23,11 +25,13 @@ class ShmTransport final : public Transport {
 };
 
 struct ShmOffer {
-  std::shared_ptr<Transport> transport;  ///< null if there is none
-  std::string why_not;                   ///< then: the first rank's reason, the same on all ranks
+  Hosts hosts;                           ///< the ranks that have mapped each other's memory
+  std::shared_ptr<Transport> transport;  ///< between those of this rank's host; null if it is alone there
+  std::string why_not;                   ///< why not all ranks share memory, the same on all of them; empty: they do
 };
 
-/// Collective over the job: shared memory for all ranks or for none. Gives the current rank's allocator its wire memory.
+/// Collective over the job: shared memory between ranks that can, which is tried, not guessed. Where one of a host cannot,
+/// none of that host do. Gives the current rank's allocator its wire memory.
 ShmOffer offer_shm(const std::shared_ptr<Job>& job);
 
 }  // namespace sheaf

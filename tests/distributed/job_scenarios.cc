@@ -18,6 +18,7 @@
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/launcher.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/distributed/simulated.h"
 #include "sheaf/distributed/staging.h"
 
 namespace sheaf::testing {
@@ -27,12 +28,40 @@ constexpr int64_t kLarge = 1'300'000;  // bytes: several chunks of staging
 
 Communicator& lane(World& world) { return world.mesh({{"data", world.size()}}).runtime->gather_lane(0); }
 
+std::string report_of(Communicator& comm, BufferMemory memory) {
+  Battery battery(comm, memory);
+  battery.run(kLarge);
+  return str("digest ", battery.digest(), ' ', comm.fingerprint(), ' ', comm.sequence(), " received ",
+             comm.bytes_received());
+}
+
 void run_battery(World& world, BufferMemory memory) {
   const int64_t before = RankContext::current().cpu->stats().live;
   const std::string report = battery_report(world, memory);
   const int64_t held = RankContext::current().cpu->stats().live - before;
   if (::testing::Test::HasFailure()) std::_Exit(1);
-  std::cout << report << (held == 2 * staging_bytes_of(world.kind(), world.size()) ? "" : " wrong staging") << std::endl;
+  const int64_t expected = 2 * staging_bytes_of(lane(world).kind(), world.size());
+  std::cout << report << (held == expected ? "" : " wrong staging") << std::endl;
+}
+
+void say_kinds(World& world) {
+  const Mesh mesh = grid(world);
+  const auto kind = [&](int axis) { return mesh.runtime->gather_lane(axis).kind(); };
+  std::cout << world.kind() << ": data " << kind(0) << ", model " << kind(1) << std::endl;
+}
+
+/// All collectives on both axes, and what a plan of this job says that its communicators hold.
+void run_grid_battery(World& world) {
+  const int64_t before = RankContext::current().cpu->stats().live;
+  const std::string report = grid_report(world, BufferMemory::mixed);
+  const int64_t held = RankContext::current().cpu->stats().live - before;
+  if (::testing::Test::HasFailure()) std::_Exit(1);
+  say_kinds(world);
+  const std::vector<int> hosts = RankContext::current().hosts;
+  World plan = distributed::simulated_world(world.rank(), world.size(), {.comm = std::string(world.kind()), .hosts = hosts});
+  grid(plan);
+  const int64_t planned = RankContext::current().meta->stats().live;
+  std::cout << report << (held == planned ? "" : str(" holds ", held, ", not ", planned)) << std::endl;
 }
 
 /// All-reduces without end; `event` happens on rank 1 (or `culprit`) at the sixth.
@@ -43,6 +72,19 @@ void train(World& world, const std::function<void()>& event, int culprit = 1) {
     if (step == 5 && world.rank() == culprit) event();
     Event a = mesh.runtime->gather_lane(0).all_reduce(x.data(), 100'000, kF32, Reduction::sum, "blocks.3");
     Event b = mesh.runtime->reduce_lane(0).all_reduce(y.data(), 100'000, kF32, Reduction::sum, "blocks.4");
+    a.sync();
+    b.sync();
+  }
+}
+
+/// The same on both axes of the grid.
+void train_on_grid(World& world, const std::function<void()>& event) {
+  const Mesh mesh = grid(world);
+  static std::vector<float> x(100'000), y(100'000);
+  for (int step = 0; step < 100'000; ++step) {
+    if (step == 5 && world.rank() == world.size() - 1) event();
+    Event a = mesh.runtime->gather_lane(1).all_reduce(x.data(), 100'000, kF32, Reduction::sum, "within");
+    Event b = mesh.runtime->reduce_lane(0).all_reduce(y.data(), 100'000, kF32, Reduction::sum, "across");
     a.sync();
     b.sync();
   }
@@ -75,6 +117,15 @@ void overwrite(World& world, MemoryKind where) {
 }
 
 void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+void hang_on_grid(World& world, int neighbour, int axis) {
+  const Mesh mesh = grid(world);
+  lane(world).barrier("once").sync();
+  if (world.rank() == 3) sleep_for(2.5);
+  if (world.rank() != neighbour) sleep_for(0.3);
+  mesh.runtime->gather_lane(world.rank() == neighbour ? axis : 1 - axis).barrier("hang").sync();
+  lane(world).barrier("end").sync();
+}
 
 const std::map<std::string, std::function<void(World&)>>& scenarios() {
   static const auto* all = new std::map<std::string, std::function<void(World&)>>{
@@ -165,6 +216,36 @@ const std::map<std::string, std::function<void(World&)>>& scenarios() {
        }},
       {"overwrite_wire", [](World& w) { overwrite(w, MemoryKind::wire); }},
       {"overwrite", [](World& w) { overwrite(w, MemoryKind::normal); }},
+      {"grid", run_grid_battery},
+      {"grid_kinds", [](World& w) {
+         say_kinds(w);
+         lane(w).barrier("once").sync();
+       }},
+      {"grid_kill", [](World& w) { train_on_grid(w, [] { raise(SIGKILL); }); }},
+      {"grid_throw", [](World& w) {
+         w.guard([&] { train_on_grid(w, [] { fail<DataError>("[data] token 70000 is out of vocabulary"); }); });
+       }},
+      // Rank 3 hangs. One neighbour waits for it, the others come to a call on the other axis somewhat later.
+      {"grid_hang_in_row", [](World& w) { hang_on_grid(w, 2, 1); }},
+      {"grid_hang_in_column", [](World& w) { hang_on_grid(w, 1, 0); }},
+      // Rank 3 stops. Rank 2 waits for it in their row, rank 0 for both of them.
+      {"grid_held_up_in_row", [](World& w) {
+         const Mesh mesh = grid(w);
+         lane(w).barrier("once").sync();
+         if (w.rank() == 3) raise(SIGSTOP);
+         if (w.rank() > 0) sleep_for(0.5);
+         if (w.rank() == 2) mesh.runtime->gather_lane(1).barrier("row").sync();
+         lane(w).barrier("all").sync();
+       }},
+      // Of six, ranks 2 and 4 stop. Rank 1 waits for 4 in their column, rank 0 for 1 and 2 in the row.
+      {"grid_held_up_in_column", [](World& w) {
+         const Mesh mesh = grid(w);
+         lane(w).barrier("once").sync();
+         if (w.rank() == 2 || w.rank() == 4) raise(SIGSTOP);
+         if (w.rank() > 0) sleep_for(0.5);
+         if (w.rank() == 1) mesh.runtime->gather_lane(0).barrier("column").sync();
+         mesh.runtime->gather_lane(1).barrier("row").sync();
+       }},
       {"held_up", [](World& w) {  // rank 3 stops; rank 2 waits for it, and so cannot come to rank 0
          Communicator& all = lane(w);
          Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
@@ -185,6 +266,11 @@ void handicap() {
     setrlimit(RLIMIT_FSIZE, &limit);
   }
   if (std::getenv("OTHER_WISH")) setenv("SHEAF_COMM", "gloo", 1);
+}
+
+void choose_host() {
+  const char *hosts = std::getenv("HOSTS"), *rank = std::getenv("RANK");
+  if (hosts && rank) setenv("SHEAF_HOST_ID", std::string(1, std::string(hosts).at(std::stoul(rank))).c_str(), 1);
 }
 
 std::multiset<std::string> open_files() {
@@ -243,6 +329,7 @@ int run_scenario(const std::string& scenario) {
   }
   try {
     if (std::getenv("RANK") == std::string("1")) handicap();
+    choose_host();
     if (scenario.ends_with("leftovers")) return leftovers();
     World world = distributed::init_from_env();
     scenarios().at(scenario)(world);
@@ -253,13 +340,14 @@ int run_scenario(const std::string& scenario) {
   }
 }
 
-std::string battery_report(World& world, BufferMemory memory) {
-  Communicator& comm = lane(world);
-  Battery battery(comm, memory);
-  battery.run(kLarge);
-  return str("digest ", battery.digest(), ' ', comm.fingerprint(), ' ', comm.sequence(), " received ",
-             comm.bytes_received());
+std::string battery_report(World& world, BufferMemory memory) { return report_of(lane(world), memory); }
+
+std::string grid_report(World& world, BufferMemory memory) {
+  const Mesh mesh = grid(world);
+  return str(report_of(mesh.runtime->gather_lane(0), memory), ", ", report_of(mesh.runtime->gather_lane(1), memory));
 }
+
+Mesh grid(World& world) { return world.mesh({{"data", 2}, {"model", world.size() / 2}}); }
 
 void expect_said(const ProcessResult& result, const std::string& part) {
   EXPECT_NE(result.output.find(part), std::string::npos) << part << " is not in: " << result.output;

@@ -18,9 +18,13 @@ inline constexpr int kLargestWorld = 5;
 
 /// All collectives on the gather lane; digest of their results and the communicator's counts.
 std::string battery_report(World& world, BufferMemory memory = BufferMemory::normal);
+/// The same on the gather lanes of grid(), one after the other.
+std::string grid_report(World& world, BufferMemory memory = BufferMemory::normal);
+/// All ranks in two rows, the axis "model"; a rank's peer in the other row is that of axis "data".
+Mesh grid(World& world);
 
 /// The main() of a rank: runs one scenario, prints its failure and returns its exit code. "launch/<ranks>/<scenario>"
-/// starts ranks itself.
+/// starts ranks itself. With HOSTS=aab in the environment rank 2 is on a host of its own.
 int run_scenario(const std::string& scenario);
 
 void expect_said(const ProcessResult& result, const std::string& part);

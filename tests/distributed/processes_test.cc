@@ -14,11 +14,19 @@ using testing::expect_fallout;
 using testing::expect_said;
 using testing::run_processes;
 
-/// The parameter is what SHEAF_COMM says to the ranks.
+/// The parameter is what ranks talk through: for "shm+gloo" rank 0 is on a host of its own, and groups of all ranks talk
+/// over Gloo.
 class Processes : public ::testing::TestWithParam<std::string> {
  protected:
-  void SetUp() override { setenv("SHEAF_COMM", GetParam().c_str(), 1); }
-  void TearDown() override { unsetenv("SHEAF_COMM"); }
+  void SetUp() override {
+    if (GetParam() == "shm+gloo") setenv("HOSTS", "abbbb", 1);
+    else setenv("SHEAF_COMM", GetParam().c_str(), 1);
+  }
+  void TearDown() override {
+    unsetenv("SHEAF_COMM");
+    unsetenv("HOSTS");
+  }
+  static bool over_gloo() { return GetParam() != "shm"; }
 };
 
 TEST_P(Processes, EveryCollectiveGivesTheBitsOfLocal) { expect_bits_of_local("battery"); }
@@ -51,7 +59,7 @@ TEST_P(Processes, AbortReachesEverybody) {
     EXPECT_EQ(r.code, 72) << r.output;
     expect_said(r, "had enough");
     // A barrier of Gloo's can be over on one rank, which then aborts, and not yet on another.
-    if (GetParam() != "gloo") expect_said(r, "(twice)");
+    if (!over_gloo()) expect_said(r, "(twice)");
     EXPECT_LT(r.seconds, 3.0);
   }
 }
@@ -99,7 +107,7 @@ TEST_P(Processes, DisagreementNamesBothSides) {
   for (const auto& r : run_processes({.scenario = "mismatch", .ranks = 3})) {
     EXPECT_EQ(r.code, 70) << r.output;
     // Over Gloo whoever finds it out names itself and its neighbour.
-    expect_said(r, str(GetParam() == "gloo" ? "" : "rank 0 ", "calls all_gather f32 [1000, 1000, 1000] (blocks.1)"));
+    expect_said(r, str(over_gloo() ? "" : "rank 0 ", "calls all_gather f32 [1000, 1000, 1000] (blocks.1)"));
     expect_said(r, "rank 1 calls reduce_scatter f32 [1000, 1000, 1000] (blocks.1)");
     EXPECT_LT(r.seconds, 3.0);
   }
@@ -107,7 +115,7 @@ TEST_P(Processes, DisagreementNamesBothSides) {
     EXPECT_EQ(r.code, 70) << r.output;
     expect_said(r, "rank 0 calls all_reduce f32 [1000] sum (blocks.4)");
     expect_said(r, "rank 1 calls all_reduce f32 [1000] sum (blocks.5)");
-    expect_said(r, GetParam() == "gloo" ? "call 5" : "at sequence 5");
+    expect_said(r, over_gloo() ? "call 5" : "at sequence 5");
   }
   for (const auto& r : run_processes({.scenario = "mismatch_all_to_all", .ranks = 2})) {
     EXPECT_EQ(r.code, 70) << r.output;
@@ -115,8 +123,8 @@ TEST_P(Processes, DisagreementNamesBothSides) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, Processes, ::testing::Values("gloo", "shm"),
-                         [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Over, Processes, ::testing::Values("gloo", "shm", "shm+gloo"),
+                         [](const auto& info) { return info.param == "shm+gloo" ? "both" : info.param; });
 
 }  // namespace
 }  // namespace sheaf
