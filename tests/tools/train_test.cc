@@ -174,6 +174,16 @@ TEST(Replicas, HaveTheSameBitsOverEveryTransport) {
     EXPECT_THAT(r.out, HasSubstr(std::string("4 ranks (") + comm + ") x 1 thread, full_shard in 2 replicas, "));
   }
   expect_same_curve(folder.metrics("gloo"), folder.metrics("shm"), "over Gloo");
+  // A replica on each of two hosts: shared memory within them.
+  Words hosts = testing::on_ranks(4, command + folder.data("hosts"));
+  hosts.insert(std::find(hosts.begin(), hosts.end(), "--") + 1,
+               {"sh", "-c", "SHEAF_HOST_ID=$((RANK / 2)) exec \"$0\" \"$@\""});
+  const Outcome r = run_sheaf(hosts);
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr("4 ranks (shm+gloo)"));
+  EXPECT_THAT(r.out, ::testing::Not(HasSubstr("DIFFERENT")));
+  EXPECT_THAT(r.out, HasSubstr("(equal)"));
+  expect_same_curve(folder.metrics("hosts"), folder.metrics("shm"), "on two hosts");
 }
 
 // The first step prefetches nothing; a run that is complete takes none.
