@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include <cuda_runtime.h>
 #include <nccl.h>
@@ -201,9 +202,14 @@ class LibraryComm final : public NcclComm {
     finalized_ = true;
   }
   void abort() override {
-    std::lock_guard lock(mutex_);
-    if (comm_) ncclCommAbort(comm_);
-    comm_ = nullptr;
+    ncclComm_t comm;
+    {
+      std::lock_guard lock(mutex_);
+      comm = std::exchange(comm_, nullptr);
+    }
+    // Ends the kernels first, then waits for graphs: not under the lock, which others need to hear
+    // of it.
+    if (comm) ncclCommAbort(comm);
   }
 
  private:

@@ -12,7 +12,7 @@
 namespace sheaf {
 
 /// Nothing here waits for a peer: what takes time goes on behind the call, and state() is busy
-/// until it is through. Then comes the next call. Functions throw CommError with NCCL's words.
+/// until it is through. Then comes the next call. abort() alone takes its time. Functions throw CommError with NCCL's words.
 /// abort() and state() are for any thread, the others for one at a time.
 class NcclComm {
  public:
@@ -47,8 +47,9 @@ class NcclComm {
   virtual State state(std::string& why) = 0;
   /// Flushes what is enqueued; nothing may follow but the destructor.
   virtual void finalize() = 0;
-  /// Ends kernels that wait for peers: what they were to write is undefined. May be called more
-  /// than once.
+  /// Ends kernels that wait for peers: what they were to write is undefined. From then on state() is
+  /// failed, and nothing else works. Comes back when the graphs that hold calls are gone; the first
+  /// call alone does anything.
   virtual void abort() = 0;
 };
 

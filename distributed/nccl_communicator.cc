@@ -15,6 +15,8 @@ constexpr auto kExplanationTime = std::chrono::seconds(1);
 // At the end this rank's calls are done, and what it sends is on its way: peers that come later
 // need nothing of it.
 constexpr auto kFarewell = std::chrono::seconds(1);
+// How long the end waits for an abort, whose graphs are gone by then unless the device has failed.
+constexpr auto kAbortTime = std::chrono::seconds(3);
 
 }  // namespace
 
@@ -130,7 +132,8 @@ void NcclCommunicator::close() {
     }
   } catch (const std::exception&) {
   }  // all calls are through: nobody is left to hear of it
-  comm_->abort();
+  begin_abort();
+  abort_over_.wait_for(kAbortTime);
 }
 
 // --- calls: on the lane's thread ---
@@ -225,7 +228,19 @@ void NcclCommunicator::settle(const Collective& call) {
 
 void NcclCommunicator::end(std::exception_ptr why) {
   fate_->settle(std::move(why));
-  comm_->abort();
+  begin_abort();
+}
+
+void NcclCommunicator::begin_abort() {
+  std::call_once(abort_once_, [&] {
+    std::promise<void> over;
+    abort_over_ = over.get_future();
+    std::thread([comm = comm_, over = std::move(over)]() mutable {
+      comm->abort();
+      comm = nullptr;  // the communicator's end is left to whoever waits for it
+      over.set_value();
+    }).detach();
+  });
 }
 
 void NcclCommunicator::watch() {

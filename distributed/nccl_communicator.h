@@ -28,6 +28,10 @@
 // NCCL's kernels are ended as above, and the next call or replay throws. What the graph left is
 // undefined.
 //
+// NCCL's abort comes back when the graphs that hold its calls are gone, and those go when whoever
+// replays them hears of the failure. So it runs on a thread of its own: nobody here waits for it,
+// but the communicator's end, and that not for ever.
+//
 // Kernels of two communicators of one GPU are enqueued in any order; both find room there, as NCCL
 // takes few multiprocessors and streams do not share a queue: leave CUDA_DEVICE_MAX_CONNECTIONS
 // unset.
@@ -40,6 +44,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -94,14 +99,17 @@ class NcclCommunicator final : public CommunicatorBase {
   bool finished(Pending& pending);
   void check_progress(const Collective& call, Wait& wait);
   void end(std::exception_ptr why);
+  void begin_abort();
   void close();
 
   const std::shared_ptr<Job> job_;
   const std::unique_ptr<Communicator> host_;
   const std::shared_ptr<Fate> fate_;
   StuckNotes notes_;
-  std::unique_ptr<NcclComm> comm_;
+  std::shared_ptr<NcclComm> comm_;  // its abort may outlive this
   std::optional<NcclRegistration> registration_;
+  std::once_flag abort_once_;
+  std::future<void> abort_over_;
 
   std::mutex mutex_;  // guards what follows; not held while the board is raised
   std::condition_variable condition_;

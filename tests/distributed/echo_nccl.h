@@ -3,8 +3,11 @@
 // Streams, events and memory are used as NCCL would use them.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/nccl.h"
@@ -12,12 +15,19 @@
 
 namespace sheaf::testing {
 
+/// What may hold calls up.
+struct EchoDelays {
+  std::atomic<bool> busy = false;  ///< as if a peer were missing
+  std::atomic<int> graphs = 0;     ///< that hold calls: an abort waits for them, as NCCL's does
+};
+
 class EchoComm final : public NcclComm {
  public:
-  EchoComm(int size, int rank, std::shared_ptr<NcclRules> rules)
+  EchoComm(int size, int rank, std::shared_ptr<NcclRules> rules, std::shared_ptr<EchoDelays> delays)
       : size_(size),
         rank_(rank),
         rules_(std::move(rules)),
+        delays_(std::move(delays)),
         gpu_(RankContext::current().gpu),
         stream_(gpu_->make_lane()) {}
   ~EchoComm() override {
@@ -52,9 +62,17 @@ class EchoComm final : public NcclComm {
     return rules_->add(this, base, bytes);
   }
   void deregister_memory(void* registration) override { rules_->remove(this, registration); }
-  State state(std::string&) override { return State::ready; }
+  State state(std::string& why) override {
+    if (!aborted_) return delays_->busy ? State::busy : State::ready;
+    why = "aborted";
+    return State::failed;
+  }
   void finalize() override { rules_->ended(this); }
-  void abort() override { rules_->forget(this); }
+  void abort() override {
+    aborted_ = true;
+    rules_->forget(this);
+    while (delays_->graphs > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 
  private:
   void copy(void* to, const void* from, int64_t bytes) {
@@ -64,8 +82,10 @@ class EchoComm final : public NcclComm {
 
   const int size_, rank_;
   const std::shared_ptr<NcclRules> rules_;
+  const std::shared_ptr<EchoDelays> delays_;
   const std::shared_ptr<Gpu> gpu_;
   const Stream stream_;
+  std::atomic<bool> aborted_ = false;
 };
 
 class EchoNccl final : public NcclLibrary {
@@ -73,11 +93,12 @@ class EchoNccl final : public NcclLibrary {
   std::string unique_id() override { return "echo"; }
   std::unique_ptr<NcclComm> join(const std::string&, int size, int rank,
                                  const std::string&) override {
-    return std::make_unique<EchoComm>(size, rank, rules);
+    return std::make_unique<EchoComm>(size, rank, rules, delays);
   }
   std::shared_ptr<PieceSource> memory() override { return rules->memory(); }
 
   const std::shared_ptr<NcclRules> rules = std::make_shared<NcclRules>();
+  const std::shared_ptr<EchoDelays> delays = std::make_shared<EchoDelays>();
 };
 
 }  // namespace sheaf::testing

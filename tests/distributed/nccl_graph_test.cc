@@ -102,6 +102,34 @@ TEST(NcclGraph, AReplayHearsOfAJobThatFailed) {
          {"rank 1 failed: [data] token 70000 is out of vocabulary"});
 }
 
+// Who holds the graph waits for a call, and would wait for ever if its lane waited for the graph.
+TEST(NcclGraph, AnAbortWaitsForGraphsAndNobodyForIt) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  const auto outcomes = run_job(
+      nccl,
+      [&](World& world) {
+        Step step(world);
+        struct Held {  // goes before the step does
+          explicit Held(std::atomic<int>& graphs) : graphs_(graphs) { ++graphs_; }
+          ~Held() { --graphs_; }
+          std::atomic<int>& graphs_;
+        } const held(nccl.delays->graphs);
+        if (world.rank() == 1) {
+          while (!nccl.delays->busy) std::this_thread::yield();
+          fail<DataError>("[data] token 70000 is out of vocabulary");
+        }
+        while (nccl.delays->graphs < world.size()) std::this_thread::yield();
+        nccl.delays->busy = true;
+        add(lane(world), step.x, "evaluation").sync();
+        ADD_FAILURE() << "it went through";
+      },
+      {});
+  expect(outcomes[1], ExitCode::kData, {"token 70000"});
+  expect(outcomes[0], ExitCode::kPeerLost,
+         {"rank 1 failed: [data] token 70000 is out of vocabulary"});
+}
+
 TEST(NcclGraph, MemoryOfTheHostIsNotPartOfOne) {
   SHEAF_NEEDS_GPU();
   EchoNccl nccl;
