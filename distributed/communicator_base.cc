@@ -100,7 +100,11 @@ Event CommunicatorBase::submit(Collective call) {
     flight_.push_back({shared->sequence, shared->fingerprint, shared->to_string(), FlightEntry::State::queued});
     if (flight_.size() > kFlightEntries) flight_.pop_front();
   }
-  return dispatch(std::move(shared));
+  Event event = dispatch(shared);
+  // [Note: one thread captures] CUDA's graphs may not be worked at by two threads at once, not even if each captures a
+  // stream of its own. While the lane records its call, and NCCL's thread behind it, this one does nothing.
+  if (shared->captured) event.point();
+  return event;
 }
 
 Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {

@@ -19,6 +19,8 @@ namespace sheaf::testing {
 struct EchoDelays {
   std::atomic<bool> busy = false;  ///< as if a peer were missing
   std::atomic<int> graphs = 0;     ///< that hold calls: an abort waits for them, as NCCL's does
+  std::atomic<int> enqueue_ms = 0;    ///< that a lane takes to enqueue a call
+  std::atomic<int> enqueued[4] = {};  ///< calls, by rank
 };
 
 class EchoComm final : public NcclComm {
@@ -39,7 +41,11 @@ class EchoComm final : public NcclComm {
 
   const Stream& stream() const override { return stream_; }
   Event record() override { return gpu_->record(stream_); }
-  void group(const std::function<void()>& calls) override { calls(); }
+  void group(const std::function<void()>& calls) override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(delays_->enqueue_ms));
+    calls();
+    ++delays_->enqueued[rank_];
+  }
   void all_gather(const void* in, void* out, int64_t bytes_each) override {
     rules_->note(this, "all_gather in", in, bytes_each);
     rules_->note(this, "all_gather out", out, bytes_each * size_);

@@ -55,6 +55,30 @@ TEST(NcclGraph, ReplaysCallsOfBothLanes) {
                       {}));
 }
 
+TEST(NcclGraph, IsWorkedAtByOneThreadAtATime) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  expect_well(run_job(nccl,
+                      [&](World& world) {
+                        Gpu& gpu = *RankContext::current().gpu;
+                        const Tensor x = ones(world), y = ones(world);
+                        add(lane(world), x, "before").sync();
+                        add(other_lane(world), y, "before").sync();
+                        nccl.delays->enqueue_ms = 20;
+                        const std::atomic<int>& enqueued = nccl.delays->enqueued[world.rank()];
+                        GpuCapture capture(gpu);
+                        for (int before : {2, 4}) {
+                          const Event a = add(lane(world), x, "a");
+                          EXPECT_EQ(enqueued, before + 1);
+                          const Event b = add(other_lane(world), y, "b");
+                          EXPECT_EQ(enqueued, before + 2);
+                          a.order(gpu.compute()), b.order(gpu.compute());
+                        }
+                        capture.finish()->replay();
+                      },
+                      {}));
+}
+
 TEST(NcclGraph, RegistersMemoryThatTheCaptureAskedFor) {
   SHEAF_NEEDS_GPU();
   const Registered scope;
