@@ -2,6 +2,7 @@
 
 #include "sheaf/distributed/nccl.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <utility>
@@ -241,6 +242,10 @@ class LibraryMemory final : public PieceSource {
 class Library final : public NcclLibrary {
  public:
   Library() {
+    // In a graph NCCL tries on its own to register the buffers of a call, which it cannot: only
+    // pieces of the pool have a handle for peers, and those it knows. But a rank whose buffer spans
+    // two mappings of its memory gives up before it meets the others, who wait for it.
+    setenv("NCCL_GRAPH_REGISTER", "0", /*overwrite=*/0);
     const std::string name = SHEAF_SONAME("libnccl.so.", NCCL_MAJOR);
     kernels::cuda::load_library(name, kNccl);
     if (kernels::cuda::load_newer_functions(name, kNcclMemory))
