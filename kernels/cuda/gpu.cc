@@ -52,9 +52,12 @@ class CudaGraph : public GpuGraph {
   ~CudaGraph() override {
     try {
       synchronize(gpu_->compute());
-      destroy_graph(handle_);
     } catch (const CudaError&) {
     }  // reported where it happened
+    try {
+      destroy_graph(handle_);  // whatever has happened: who aborts NCCL's communicator waits for it
+    } catch (const CudaError&) {
+    }
   }
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
