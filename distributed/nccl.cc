@@ -208,9 +208,14 @@ class LibraryComm final : public NcclComm {
       std::lock_guard lock(mutex_);
       comm = std::exchange(comm_, nullptr);
     }
+    if (!comm) return;
+    try {
+      use_device();  // NCCL would make a context on GPU 0 for a thread that never chose one
+    } catch (const CudaError&) {
+    }
     // Ends the kernels first, then waits for graphs: not under the lock, which others need to hear
     // of it.
-    if (comm) ncclCommAbort(comm);
+    ncclCommAbort(comm);
   }
 
  private:
