@@ -236,6 +236,19 @@ esac)");
   EXPECT_THAT(bundle.report(), Not(HasSubstr("## Tests")));
 }
 
+TEST(RunAll, ProgramsHearOfThePythonEnvironment) {
+  unsetenv("VIRTUAL_ENV");
+  Bundle bundle;
+  bundle.add("path/python3", "echo /opt/environment");
+  bundle.add("bin/a_test", "echo \"not run: in $VIRTUAL_ENV\"");
+  EXPECT_EQ(bundle.run("--tests"), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), HasSubstr("not run: in /opt/environment |"));
+  setenv("VIRTUAL_ENV", "/its/own", 1);
+  EXPECT_EQ(bundle.run("--tests"), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), HasSubstr("not run: in /its/own |"));
+  unsetenv("VIRTUAL_ENV");
+}
+
 TEST(RunAll, UnknownOptionsAreRefused) {
   Bundle bundle;
   bundle.add("bin/sheaf", kNoGpu);
