@@ -200,9 +200,10 @@ TEST(RunAll, TheSanitizerIsUsedWhereItIs) {
               HasSubstr("Not run: there is no compute-sanitizer in PATH nor in /nowhere/bin."));
   // One that finds a race.
   bundle.add("path/compute-sanitizer", R"(
-tool=$2
+tool=$2 words="$*"
 while [[ $1 != *_test ]]; do shift; done
 "$@"
+if [[ $tool == memcheck && $words != *'--report-api-errors no'* ]]; then exit 86; fi
 if [[ $tool == racecheck ]]; then
   echo '========= Error: Race reported between Write and Read'
   echo '========= ERROR SUMMARY: 1 error'
