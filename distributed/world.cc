@@ -1,8 +1,8 @@
 #include "sheaf/distributed/world.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
-#include <map>
 
 namespace sheaf {
 
@@ -10,13 +10,16 @@ struct World::Binding {
   RankContext& context;
   Transport& transport;
   int exceptions = std::uncaught_exceptions();
-  std::map<const MeshSpec*, std::shared_ptr<MeshRuntime>> meshes = {};
+  std::vector<std::pair<const MeshSpec*, std::shared_ptr<MeshRuntime>>> meshes = {};
 
   ~Binding() {
     if (std::uncaught_exceptions() > exceptions)
       transport.board().raise({context.rank, ExitCode::kPeerLost, "an exception ended it"});
-    for (auto& [spec, runtime] : meshes) context.unbind(spec);
-    meshes.clear();
+    // In the order that all ranks made them: the end of a communicator may wait for the others to end theirs.
+    for (auto& [spec, runtime] : meshes) {
+      context.unbind(spec);
+      runtime = nullptr;
+    }
     context.rank = context.local_rank = 0;
     context.world = context.local_world = 1;
     context.hosts.clear();
@@ -40,12 +43,12 @@ Mesh World::mesh(std::vector<MeshSpec::Axis> axes) {
   const MeshSpec* spec = MeshSpec::intern(std::move(axes));
   if (spec->num_ranks() != size())
     fail<ConfigError>("[mesh] ", spec->to_string(), " has ", spec->num_ranks(), " ranks, but the world has ", size());
-  std::shared_ptr<MeshRuntime>& runtime = binding_->meshes[spec];
-  if (!runtime) {
-    runtime = std::make_shared<DeviceMesh>(spec, rank(), *transport_);
-    context_->bind(spec, runtime);
-  }
-  return {spec, runtime};
+  auto& meshes = binding_->meshes;
+  const auto known = std::ranges::find(meshes, spec, [](const auto& entry) { return entry.first; });
+  if (known != meshes.end()) return {spec, known->second};
+  meshes.emplace_back(spec, std::make_shared<DeviceMesh>(spec, rank(), *transport_));
+  context_->bind(spec, meshes.back().second);
+  return {spec, meshes.back().second};
 }
 
 void World::abort(const std::string& reason, ExitCode code) { transport_->board().raise({rank(), code, reason}); }

@@ -117,6 +117,56 @@ TEST(Local, MeshOfTwoAxes) {
   });
 }
 
+/// Notes when it ends.
+class NotedCommunicator final : public CommunicatorBase {
+ public:
+  NotedCommunicator(CommunicatorGroup group, std::shared_ptr<FailureBoard> board, std::vector<std::string>& ended)
+      : CommunicatorBase(std::move(group), std::move(board)), ended_(ended) {}
+  ~NotedCommunicator() override { ended_.push_back(group_.name); }
+  std::string_view kind() const override { return "noted"; }
+  int64_t staging_bytes() const override { return 0; }
+
+ private:
+  void run(const Collective&) override {}
+  std::vector<std::string>& ended_;
+};
+
+class NotedTransport final : public Transport {
+ public:
+  explicit NotedTransport(std::vector<std::string>& ended) : ended_(ended) {}
+  std::string_view kind() const override { return "noted"; }
+  std::unique_ptr<Communicator> connect(const CommunicatorGroup& group) override {
+    return std::make_unique<NotedCommunicator>(group, board_, ended_);
+  }
+  FailureBoard& board() override { return *board_; }
+
+ private:
+  const std::shared_ptr<FailureBoard> board_ = std::make_shared<FailureBoard>();
+  std::vector<std::string>& ended_;
+};
+
+// Not by where their specs lie, which differs from rank to rank.
+TEST(Local, MeshesEndInTheOrderInWhichTheyWereMade) {
+  using Axes = std::vector<MeshSpec::Axis>;
+  const Axes meshes[] = {{{"last", 6}}, {{"first", 2}, {"second", 3}}, {{"middle", 6}}};
+  for (int first : {0, 1, 2}) {
+    std::vector<std::string> ended;
+    std::vector<std::string> expected;
+    {
+      RankContext context;
+      RankScope scope(context);
+      World world(std::make_shared<NotedTransport>(ended), context, 4, 6, 4, 6);
+      for (int i = 0; i < 3; ++i) expected.push_back(world.mesh(meshes[(first + i) % 3]).spec->to_string());
+    }
+    ASSERT_EQ(ended.size(), 8u);
+    std::vector<std::string> order;
+    for (const std::string& name : ended)
+      if (const std::string mesh = name.substr(0, name.find(")/") + 1); order.empty() || order.back() != mesh)
+        order.push_back(mesh);
+    EXPECT_EQ(order, expected);
+  }
+}
+
 TEST(Local, RankContextsAreFilledIn) {
   run_local(3, [](World& world) {
     RankContext& context = RankContext::current();
