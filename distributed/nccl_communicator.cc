@@ -18,6 +18,18 @@ constexpr auto kFarewell = std::chrono::seconds(1);
 // How long the end waits for an abort, whose graphs are gone by then unless the device has failed.
 constexpr auto kAbortTime = std::chrono::seconds(3);
 
+/// `f` on a thread of its own, which may outlive everybody.
+std::future<void> apart(std::function<void()> f) {
+  std::promise<void> over;
+  std::future<void> out = over.get_future();
+  std::thread([f = std::move(f), over = std::move(over)]() mutable {
+    f();
+    f = nullptr;
+    over.set_value();
+  }).detach();
+  return out;
+}
+
 }  // namespace
 
 /// Why a communicator was aborted, for all who hold its events. Settled before NCCL's kernels are
@@ -118,6 +130,15 @@ void NcclCommunicator::connect(NcclLibrary& library) {
 }
 
 void NcclCommunicator::close() {
+  if (!finalize()) {
+    begin_abort();
+    abort_over_.wait_for(kAbortTime);
+  }
+  // NCCL's end waits for the peers of this node to end theirs, and some may never.
+  apart([comm = std::exchange(comm_, nullptr)]() mutable { comm = nullptr; }).wait_for(kFarewell);
+}
+
+bool NcclCommunicator::finalize() {
   try {
     if (!board_->failed()) {
       registration_->end();
@@ -128,12 +149,11 @@ void NcclCommunicator::close() {
       while ((state = comm_->state(why)) == NcclComm::State::busy && !board_->failed() &&
              Clock::now() < until)
         std::this_thread::sleep_for(milliseconds(1));
-      if (state == NcclComm::State::ready) return;
+      return state == NcclComm::State::ready;
     }
   } catch (const std::exception&) {
   }  // all calls are through: nobody is left to hear of it
-  begin_abort();
-  abort_over_.wait_for(kAbortTime);
+  return false;
 }
 
 // --- calls: on the lane's thread ---
@@ -232,15 +252,7 @@ void NcclCommunicator::end(std::exception_ptr why) {
 }
 
 void NcclCommunicator::begin_abort() {
-  std::call_once(abort_once_, [&] {
-    std::promise<void> over;
-    abort_over_ = over.get_future();
-    std::thread([comm = comm_, over = std::move(over)]() mutable {
-      comm->abort();
-      comm = nullptr;  // the communicator's end is left to whoever waits for it
-      over.set_value();
-    }).detach();
-  });
+  std::call_once(abort_once_, [&] { abort_over_ = apart([comm = comm_] { comm->abort(); }); });
 }
 
 void NcclCommunicator::watch() {

@@ -29,8 +29,9 @@
 // undefined.
 //
 // NCCL's abort comes back when the graphs that hold its calls are gone, and those go when whoever
-// replays them hears of the failure. So it runs on a thread of its own: nobody here waits for it,
-// but the communicator's end, and that not for ever.
+// replays them hears of the failure; besides, it waits for the peers of the node to end theirs, as
+// NCCL's destroy does. So both run on threads of their own: nobody here waits for them, but the
+// communicator's end, and that not for ever.
 //
 // Kernels of two communicators of one GPU are enqueued in any order; both find room there, as NCCL
 // takes few multiprocessors and streams do not share a queue: leave CUDA_DEVICE_MAX_CONNECTIONS
@@ -101,12 +102,13 @@ class NcclCommunicator final : public CommunicatorBase {
   void end(std::exception_ptr why);
   void begin_abort();
   void close();
+  bool finalize();
 
   const std::shared_ptr<Job> job_;
   const std::unique_ptr<Communicator> host_;
   const std::shared_ptr<Fate> fate_;
   StuckNotes notes_;
-  std::shared_ptr<NcclComm> comm_;  // its abort may outlive this
+  std::shared_ptr<NcclComm> comm_;  // its end may outlive this
   std::optional<NcclRegistration> registration_;
   std::once_flag abort_once_;
   std::future<void> abort_over_;

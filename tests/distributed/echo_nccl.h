@@ -19,6 +19,8 @@ namespace sheaf::testing {
 struct EchoDelays {
   std::atomic<bool> busy = false;  ///< as if a peer were missing
   std::atomic<int> graphs = 0;     ///< that hold calls: an abort waits for them, as NCCL's does
+  std::atomic<int> peers = 0;      ///< that have not ended: a communicator's end waits for them
+  std::atomic<int> there = 0;      ///< communicators
   std::atomic<int> enqueue_ms = 0;    ///< that a lane takes to enqueue a call
   std::atomic<int> enqueued[4] = {};  ///< calls, by rank
 };
@@ -31,10 +33,14 @@ class EchoComm final : public NcclComm {
         rules_(std::move(rules)),
         delays_(std::move(delays)),
         gpu_(RankContext::current().gpu),
-        stream_(gpu_->make_lane()) {}
+        stream_(gpu_->make_lane()) {
+    ++delays_->there;
+  }
   ~EchoComm() override {
+    while (delays_->peers > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     rules_->forget(this);
     gpu_->destroy_lane(stream_);
+    --delays_->there;
   }
   EchoComm(const EchoComm&) = delete;
   EchoComm& operator=(const EchoComm&) = delete;

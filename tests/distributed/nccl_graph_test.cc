@@ -1,5 +1,5 @@
-// NcclCommunicator's calls in graphs, over EchoNccl: how they are recorded, joined and watched, not
-// what NCCL does in a graph.
+// NcclCommunicator's calls in graphs and its end, over EchoNccl: how calls are recorded, joined and
+// watched, not what NCCL does in a graph.
 #include "sheaf/tests/distributed/echo_nccl.h"
 #include "sheaf/tests/distributed/nccl_job.h"
 #include "sheaf/tests/needs_gpu.h"
@@ -152,6 +152,16 @@ TEST(NcclGraph, AnAbortWaitsForGraphsAndNobodyForIt) {
   expect(outcomes[1], ExitCode::kData, {"token 70000"});
   expect(outcomes[0], ExitCode::kPeerLost,
          {"rank 1 failed: [data] token 70000 is out of vocabulary"});
+}
+
+TEST(NcclCommunicatorsEnd, DoesNotWaitForEverForPeers) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  nccl.delays->peers = 1;
+  expect_well(run_job(nccl, [](World& world) { add(lane(world), ones(world), "x").sync(); }, {}));
+  EXPECT_EQ(nccl.delays->there, 2 * 2);
+  nccl.delays->peers = 0;
+  while (nccl.delays->there > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 TEST(NcclGraph, MemoryOfTheHostIsNotPartOfOne) {
