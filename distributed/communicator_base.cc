@@ -5,6 +5,7 @@
 
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/in_turn.h"
 
 namespace sheaf {
 namespace {
@@ -104,6 +105,7 @@ Event CommunicatorBase::submit(Collective call) {
   // [Note: one thread captures] CUDA's graphs may not be worked at by two threads at once, not even if each captures a
   // stream of its own. While the lane records its call, and NCCL's thread behind it, this one does nothing.
   if (shared->captured) event.point();
+  else if (shared->on_gpu && CollectivesInTurn::active()) event.sync();
   return event;
 }
 

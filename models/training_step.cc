@@ -7,6 +7,7 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/in_turn.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/nn/clip_grad_norm.h"
@@ -151,6 +152,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
 }
 
 TrainingStep::Result TrainingStep::record_first(int64_t step, double lr, RecordedStep* recorded) {
+  const CollectivesInTurn in_turn;
   std::optional<kernels::cuda::TuneProducts> tune;
   if (config_.train.tune_products && device_.is_cuda()) tune.emplace();
   const Result result = record(step, lr, recorded);

@@ -6,6 +6,8 @@
 // gathers and the libraries' choices have settled. What the host counts (steps, samples) goes on by itself; all that a
 // step reads besides lies in StepInputs. Whatever else runs between replays has memory of its own.
 //
+// On GPUs the first step's collectives run one after another, with nothing beside them (distributed/in_turn.h).
+//
 // [Note: products are timed once] With train.tune_products, on a GPU, the first step times the algorithms of its
 // products, and the ranks share the choices (product_choices.h). What a checkpoint brought counts as timed.
 #pragma once

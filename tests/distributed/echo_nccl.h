@@ -23,6 +23,8 @@ struct EchoDelays {
   std::atomic<int> there = 0;      ///< communicators
   std::atomic<int> enqueue_ms = 0;    ///< that a lane takes to enqueue a call
   std::atomic<int> enqueued[4] = {};  ///< calls, by rank
+  std::atomic<int> now[4] = {};       ///< being enqueued
+  std::atomic<int> most[4] = {};      ///< at once
 };
 
 class EchoComm final : public NcclComm {
@@ -48,8 +50,12 @@ class EchoComm final : public NcclComm {
   const Stream& stream() const override { return stream_; }
   Event record() override { return gpu_->record(stream_); }
   void group(const std::function<void()>& calls) override {
+    const int now = ++delays_->now[rank_];
+    for (int most = delays_->most[rank_]; now > most && !delays_->most[rank_].compare_exchange_weak(most, now);) {
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(delays_->enqueue_ms));
     calls();
+    --delays_->now[rank_];
     ++delays_->enqueued[rank_];
   }
   void all_gather(const void* in, void* out, int64_t bytes_each) override {

@@ -56,5 +56,21 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
   }
 }
 
+TEST(TrainingOnGpus, CollectivesOfTheFirstStepRunInTurn) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  nccl.delays->enqueue_ms = 5;
+  nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
+    const models::TrainConfig c = tiny_rank_config("full_shard");
+    models::TrainingStep step(c, c.model.vocab, w, w.device());
+    step.run(0, fill_tiny);
+    EXPECT_GT(nccl.delays->enqueued[w.rank()], 10);
+    EXPECT_EQ(nccl.delays->most[w.rank()], 1);
+    nccl.delays->enqueue_ms = 20;
+    step.run(1, fill_tiny);
+    EXPECT_EQ(nccl.delays->most[w.rank()], 2) << "gathers and reductions beside each other";
+  }, {.ranks = 2}));
+}
+
 }  // namespace
 }  // namespace sheaf::testing
