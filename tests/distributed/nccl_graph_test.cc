@@ -1,5 +1,5 @@
 // NcclCommunicator's calls in graphs and its end, over EchoNccl: how calls are recorded, joined and
-// watched, not what NCCL does in a graph.
+// watched, not what NCCL does in a graph. That is tried with one rank on one GPU.
 #include "sheaf/tests/distributed/echo_nccl.h"
 #include "sheaf/tests/distributed/nccl_job.h"
 #include "sheaf/tests/needs_gpu.h"
@@ -162,6 +162,66 @@ TEST(NcclCommunicatorsEnd, DoesNotWaitForEverForPeers) {
   EXPECT_EQ(nccl.delays->there, 2 * 2);
   nccl.delays->peers = 0;
   while (nccl.delays->there > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// A collective of one rank would be a copy; what it sends itself takes NCCL's kernel.
+TEST(NcclGraph, OfNcclItselfOneRankOnOneGpu) {
+  SHEAF_NEEDS_GPU();
+  SHEAF_NEEDS_NCCL();
+  if constexpr (kernels::kHasCuda) {
+    RankContext context;
+    RankScope scope(context);
+    context.gpu = kernels::cuda::make_gpu(0);
+    Gpu& gpu = *context.gpu;
+    NcclLibrary& nccl = nccl_library();
+    const std::shared_ptr<NcclComm> comm = nccl.join(nccl.unique_id(), 1, 0, "one");
+    std::string why;
+    const auto settle = [&] {
+      NcclComm::State state;
+      while ((state = comm->state(why)) == NcclComm::State::busy) std::this_thread::yield();
+      ASSERT_EQ(state, NcclComm::State::ready) << why;
+    };
+    settle();
+    const auto floats = [&](float value) {
+      return Tensor::from(std::vector<float>(1000, value), {1000}).to(gpu.device());
+    };
+    const Tensor in = floats(0), out = floats(0);
+    const auto set = [&](float value) {
+      gpu.copy(gpu.compute(), in.view().data, floats(value).view().data, 4000, Gpu::Copy::on_device);
+    };
+    const auto to_itself = [&] {
+      gpu.record(gpu.compute()).order(comm->stream());
+      comm->group([&] {
+        comm->send(in.view().data, 4000, 0);
+        comm->receive(out.view().data, 4000, 0);
+      });
+      settle();
+      comm->record().order(gpu.compute());
+    };
+    set(1), to_itself();  // connected
+    EXPECT_EQ(out.to_vector(), std::vector<float>(1000, 1));
+    std::unique_ptr<GpuGraph> graph;
+    {
+      GpuCapture capture(gpu);
+      to_itself();
+      graph = capture.finish();
+    }
+    for (float value : {2.0f, 3.0f}) {
+      set(value), graph->replay();
+      EXPECT_EQ(out.to_vector(), std::vector<float>(1000, value));
+      set(-value), to_itself();  // between replays
+      EXPECT_EQ(out.to_vector(), std::vector<float>(1000, -value));
+    }
+    std::promise<void> over;
+    std::future<void> aborted = over.get_future();
+    std::thread([comm, over = std::move(over)]() mutable {
+      comm->abort();
+      over.set_value();
+    }).detach();
+    while (comm->state(why) != NcclComm::State::failed) std::this_thread::yield();
+    graph.reset();
+    EXPECT_EQ(aborted.wait_for(std::chrono::seconds(30)), std::future_status::ready);
+  }
 }
 
 TEST(NcclGraph, MemoryOfTheHostIsNotPartOfOne) {

@@ -100,4 +100,18 @@ inline Event add(Communicator& comm, const Tensor& x, std::string_view path) {
   return comm.all_reduce(x.view().data, x.numel(), kF32, Reduction::sum, path);
 }
 
+/// Why NCCL cannot be called here; empty if it can.
+inline std::string why_no_nccl() {
+  try {
+    if constexpr (kernels::kHasCuda) return nccl_library(), "";
+    return "built without CUDA";
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+}
+
 }  // namespace sheaf::testing::nccl
+
+#define SHEAF_NEEDS_NCCL()                                                        \
+  if (const std::string why = sheaf::testing::nccl::why_no_nccl(); !why.empty()) \
+  GTEST_SKIP() << "not run: " << why

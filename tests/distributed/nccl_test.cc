@@ -239,19 +239,6 @@ TEST(NcclCommunicator, EndsWithCallsThatNobodyWaitedFor) {
                       {.ranks = 3}));
 }
 
-/// Why NCCL cannot be called here; empty if it can.
-std::string why_no_nccl() {
-  try {
-    if constexpr (kernels::kHasCuda) return nccl_library(), "";
-    return "built without CUDA";
-  } catch (const ConfigError& e) {
-    return e.what();
-  }
-}
-
-#define SHEAF_NEEDS_NCCL() \
-  if (const std::string why = why_no_nccl(); !why.empty()) GTEST_SKIP() << "not run: " << why
-
 TEST(Nccl, UniqueIds) {  // needs no GPU
   SHEAF_NEEDS_NCCL();
   if constexpr (kernels::kHasCuda) {
