@@ -4,6 +4,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/kernels/cuda/cudnn_attention.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/tests/models/parity.h"
@@ -55,6 +56,39 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
     expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
     c.train.recompute = "block";
     expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
+  }
+}
+
+// Sizes at which cuDNN computes attention, where there is one.
+TEST(GraphTraining, HoldsTheAttentionOfALibrary) {
+  SHEAF_NEEDS_GPU();
+  constexpr int64_t kContext = 64;
+  const auto fill = [](int64_t first, int64_t count, int32_t* in, int32_t* out) {
+    for (int64_t i = 0; i < count * kContext; ++i) {
+      const int64_t at = first * kContext + i;
+      in[i] = static_cast<int32_t>(at * at % 13), out[i] = static_cast<int32_t>((at + 1) * (at + 1) % 13);
+    }
+  };
+  for (const char* type : {"gpt2", "llama"}) {
+    std::vector<float> losses[2];
+    int64_t calls = 0;
+    if constexpr (kernels::kEmulatedCuda) calls = kernels::cuda::cudnn::attention_calls();
+    for (bool graph : {false, true})
+      on_gpu([&](World& w) {
+        models::TrainConfig c = graph_config(graph);
+        c.model.type = type;
+        c.model.layers = 1, c.model.width = 32, c.model.context = kContext, c.model.dropout = 0;
+        c.train.dtype = "bf16";
+        c.train.batch = 2;
+        models::TrainingStep step(c, c.model.vocab, w, kGpu);
+        for (int s = 0; s < kSteps; ++s) losses[graph].push_back(step.run(s, fill).loss.item());
+      });
+    EXPECT_EQ(losses[1], losses[0]) << type;
+    EXPECT_LT(losses[0].back(), losses[0].front()) << type;
+    // Forward and backward of all steps, of the captured ones once.
+    if constexpr (kernels::kEmulatedCuda) {
+      EXPECT_EQ(kernels::cuda::cudnn::attention_calls() - calls, 2 * (kSteps + 3)) << type;
+    }
   }
 }
 
