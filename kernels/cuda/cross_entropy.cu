@@ -1,41 +1,19 @@
-#include <limits>
-
 #include "sheaf/kernels/cross_entropy.h"
 #include "sheaf/kernels/cross_entropy_operands.h"
-#include "sheaf/kernels/cuda/rows.h"
+#include "sheaf/kernels/cuda/log_sum_exp.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
 
-constexpr int kBatch = 4;          // loads in flight for each thread
 constexpr int kMostThreads = 512;  // of a block
 
-/// exp of what is at most about 0. Narrow logits have too few digits for the exact one to matter.
+// A block takes a row and reads it once.
 template <class T>
-__device__ Compute<T> exponential(Compute<T> x) {
-  if constexpr (kIsNarrow<T>)
-    return __expf(x);
-  else if constexpr (std::is_same_v<T, float>)
-    return expf(x);
-  else
-    return ::exp(x);
-}
-
-/// What to subtract before exponentials: the largest value, and 0 if all are -inf.
-template <class C>
-__device__ C base_of(C most) {
-  return most == -std::numeric_limits<C>::infinity() ? C(0) : most;
-}
-
-// A block takes a row and reads it once: each thread keeps the largest of its logits and the sum of
-// their exponentials relative to it, and changes to a new largest one when it meets it.
-template <class T>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kLogSumExpThreads, 2)
     cross_entropy_forward(Rows<const T> logits, Indices targets, int64_t ignore_index,
                           Compute<T>* losses, Compute<T>* lse) {
   using C = Compute<T>;
   constexpr int kSize = Pack<T>::kSize;
-  constexpr C kInfinity = std::numeric_limits<C>::infinity();
   __shared__ C scratch[2][kWarp];
   const int64_t row = blockIdx.x, target = targets[row], n = logits.cols;
   if (target == ignore_index) {
@@ -43,37 +21,17 @@ __global__ void __launch_bounds__(kMostThreads, 2)
     return;
   }
   const T* x = logits[row];
-  C most = -kInfinity, sum = C(0);
-  const int64_t step = static_cast<int64_t>(blockDim.x) * kSize;
-  for (int64_t first = threadIdx.x * kSize; first < n; first += kBatch * step) {
-    Pack<T> packs[kBatch];
+  LogSumExp<T> seen;
+  const int step = static_cast<int>(blockDim.x) * kSize;
+  for (int64_t first = threadIdx.x * kSize; first < n; first += kLogSumExpBatch * step) {
+    Pack<T> packs[kLogSumExpBatch];
 #pragma unroll
-    for (int u = 0; u < kBatch; ++u)
+    for (int u = 0; u < kLogSumExpBatch; ++u)
       if (first + u * step < n) packs[u] = load_shifted_chunk(x, first + u * step, n);
-    C before = most;
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u)
-#pragma unroll
-      for (int k = 0; k < kSize; ++k) {
-        if (first + u * step + k >= n) continue;
-        const C v = convert_to<C>(packs[u].v[k]);
-        most = v > most ? v : most;
-      }
-    const C base = base_of(most);
-    sum *= exponential<T>(before - base);
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u)
-#pragma unroll
-      for (int k = 0; k < kSize; ++k)
-        if (first + u * step + k < n)
-          sum += exponential<T>(convert_to<C>(packs[u].v[k]) - base);  // NaN if the logit is
+    seen.add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
   }
-  const C own = most;
-  most = block_max(most, scratch[0]);
-  const C base = base_of(most);
-  sum = block_sum(sum * exponential<T>(own - base), scratch[1]);
+  const C total = seen.over_block(scratch);
   if (threadIdx.x != 0) return;
-  const C total = base + (std::is_same_v<C, float> ? C(logf(sum)) : C(::log(sum)));
   lse[row] = total;
   losses[row] = target >= 0 && target < n ? total - convert_to<C>(x[target])
                                           : std::numeric_limits<C>::quiet_NaN();
@@ -128,9 +86,7 @@ void cross_entropy(const Stream& stream, const View& logits, const View& targets
   visit_floating(who, logits.dtype, [&]<class T>() {
     using C = Compute<T>;
     const Rows<const T> rows = rows_of<const T>(who, logits);
-    launch(who, stream,
-           {.blocks = targets.numel(),
-            .threads = threads_for(blocks_for(rows.cols, Pack<T>::kSize * kBatch), kMostThreads)},
+    launch(who, stream, {.blocks = targets.numel(), .threads = log_sum_exp_threads<T>(rows.cols)},
            cross_entropy_forward<T>, rows, indices_of(who, targets), ignore_index, losses.as<C>(),
            lse.as<C>());
   });

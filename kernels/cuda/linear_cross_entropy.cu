@@ -5,14 +5,101 @@
 #include "sheaf/kernels/cross_entropy.h"
 #include "sheaf/kernels/cuda/elements.h"
 #include "sheaf/kernels/cuda/gemm.h"
+#include "sheaf/kernels/cuda/log_sum_exp.h"
 #include "sheaf/kernels/cuda/workspace.h"
 #include "sheaf/kernels/linear_cross_entropy.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
 
+constexpr int64_t kMostColumns = 1 << 30;  // of losses_and_gradients
 constexpr int kGradientThreads = 256, kLossThreads = 1024;
 constexpr int64_t kPadding = 8;  // elements: rows of logits begin at 16 bytes in any type
+
+// What of a row waits in shared memory for its log-sum-exp: two blocks share a multiprocessor where
+// that holds the better part of a row, else one has it alone.
+constexpr int64_t kShare = 108 << 10, kAlone = 2 * kShare;
+
+template <class C>
+__device__ C probability(C logit, C lse) {
+  const C x = logit - lse;
+  return std::is_same_v<C, float> ? C(expf(static_cast<float>(x))) : C(::exp(x));
+}
+
+/// cross_entropy and logit_gradients in one, bit for bit: a row to a block, from the last one,
+/// which the cache still has, to the first. The first `held_batches` rounds of the block are read
+/// once; what lies behind, and did not fit, is read again, from the cache if it has it. Rows are
+/// padded as there.
+template <class C, class G>
+__global__ void __launch_bounds__(kLogSumExpThreads, 2)
+    losses_and_gradients(const C* logits, int64_t pitch, int n, int held_batches,
+                         const int64_t* targets, int64_t ignore_index, C* losses, G* out) {
+  constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
+  __shared__ C scratch[2][kWarp];
+  const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, target = targets[row];
+  const C* const x = logits + row * pitch;
+  G* const to = out + row * pitch;
+  const int threads = static_cast<int>(blockDim.x), begin = static_cast<int>(threadIdx.x) * kSize,
+            step = threads * kSize;
+  if (target == ignore_index) {
+    for (int at = begin; at < n; at += step) *reinterpret_cast<Group<G, kSize>*>(to + at) = {};
+    if (threadIdx.x == 0) losses[row] = C(0);
+    return;
+  }
+  const bool inside = target >= 0 && target < n;
+  const int hit = inside ? static_cast<int>(target) : -kSize;
+  const auto load = [&](int first, Pack<C>(&packs)[kBatch]) {
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (first + u * step < n) packs[u] = load_pack(x + first + u * step);
+  };
+  LogSumExp<C> seen;
+  Pack<C>* held = dynamic_shared<Pack<C>>() + threadIdx.x;
+  for (int first = begin, batch = 0; first < n; first += kBatch * step, ++batch) {
+    Pack<C> packs[kBatch];
+    load(first, packs);
+    if (batch < held_batches) {
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) held[u * threads] = packs[u];
+      held += kBatch * threads;
+    }
+    seen.add(packs, step, n - first);
+  }
+  C lse = seen.over_block(scratch);
+  if (!inside) {
+    lse = std::numeric_limits<C>::quiet_NaN();
+    if (threadIdx.x == 0) losses[row] = lse;
+  }
+  // A thread takes what it has read itself: out may be the memory of logits.
+  held = dynamic_shared<Pack<C>>() + threadIdx.x;
+  for (int first = begin, batch = 0; first < n; first += kBatch * step, ++batch) {
+    Pack<C> packs[kBatch];
+    if (batch < held_batches) {
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) packs[u] = held[u * threads];
+      held += kBatch * threads;
+    } else {
+      load(first, packs);
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int at = first + u * step;
+      if (at >= n) break;
+      Group<G, kSize> gradient;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) gradient.v[k] = element<G>(probability(packs[u].v[k], lse));
+      if (const int place = hit - at; place >= 0 && place < kSize) {
+#pragma unroll
+        for (int k = 0; k < kSize; ++k)
+          if (k == place) {
+            losses[row] = lse - packs[u].v[k];
+            gradient.v[k] = element<G>(rounded_sum(probability(packs[u].v[k], lse), C(-1)));
+          }
+      }
+      *reinterpret_cast<Group<G, kSize>*>(to + at) = gradient;
+    }
+  }
+}
 
 /// out = (exp(logits - lse) - onehot(target)) * dloss in the products' type G: a row to a block,
 /// from the last one, which the cache still has, to the first. out may be the memory of logits.
@@ -37,9 +124,9 @@ __global__ void __launch_bounds__(kGradientThreads)
         in[p] = load_pack(logits + row * pitch + at + p * Pack<C>::kSize);
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        const C x = in[k / Pack<C>::kSize].v[k % Pack<C>::kSize] - log_sum;
-        const C p = std::is_same_v<C, float> ? C(expf(static_cast<float>(x))) : C(::exp(x));
-        pack.v[k] = element<G>((p - C(at + k == target)) * scale);
+        const C logit = in[k / Pack<C>::kSize].v[k % Pack<C>::kSize];
+        pack.v[k] =
+            element<G>(rounded_sum(probability(logit, log_sum), -C(at + k == target)) * scale);
       }
     }
     store_pack(out + row * pitch + at, pack);
@@ -134,12 +221,17 @@ class Head {
       gemm(stream, forward(first, count, cells), scratch);
       const View chunk_targets = rows_of(places, first, count),
                  chunk_sums = rows_of(sums, first, count);
-      if (compute_lse)
-        cross_entropy(stream, logits(cells, count, row_dtype_), chunk_targets, ignore_index,
-                      rows_of(losses, first, count), chunk_sums);
-      if (!backward()) continue;
-      differentiate(stream, count, cells, chunk_targets, ignore_index, chunk_sums,
-                    dloss ? dloss->data : nullptr, gradients);
+      if (compute_lse && backward() && vocabulary_ <= kMostColumns) {
+        lose_and_differentiate(stream, count, cells, chunk_targets, ignore_index,
+                               rows_of(losses, first, count), gradients);
+      } else {
+        if (compute_lse)
+          cross_entropy(stream, logits(cells, count, row_dtype_), chunk_targets, ignore_index,
+                        rows_of(losses, first, count), chunk_sums);
+        if (!backward()) continue;
+        differentiate(stream, count, cells, chunk_targets, ignore_index, chunk_sums,
+                      dloss ? dloss->data : nullptr, gradients);
+      }
       if (given(dx_)) gemm(stream, input_gradient(first, count, gradients), scratch);
       if (given(dweight_)) gemm(stream, weight_gradient(first, count, gradients, sum), scratch);
     }
@@ -192,6 +284,22 @@ class Head {
     return most;
   }
 
+  /// Of losses whose gradient is 1.
+  void lose_and_differentiate(const Stream& stream, int64_t count, void* cells, const View& targets,
+                              int64_t ignore_index, const View& losses, void* gradients) const {
+    visit_floating(who_, x_.dtype, [&]<class G>() {
+      using C = Compute<G>;
+      const int64_t bytes = pitch_ * static_cast<int64_t>(sizeof(C));
+      const int threads = log_sum_exp_threads<C>(vocabulary_);
+      const int64_t batch = int64_t{16} * kLogSumExpBatch * threads,  // bytes
+          held = std::min(blocks_for(bytes, batch), (bytes <= kAlone ? kShare : kAlone) / batch);
+      launch(
+          who_, stream,
+          {.blocks = count, .threads = threads, .shared_bytes = static_cast<size_t>(held * batch)},
+          losses_and_gradients<C, G>, static_cast<const C*>(cells), pitch_, vocabulary_, held,
+          targets.as<const int64_t>(), ignore_index, losses.as<C>(), static_cast<G*>(gradients));
+    });
+  }
   void differentiate(const Stream& stream, int64_t count, void* cells, const View& targets,
                      int64_t ignore_index, const View& lse, void* dloss, void* gradients) const {
     visit_floating(who_, x_.dtype, [&]<class G>() {

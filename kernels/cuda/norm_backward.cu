@@ -9,7 +9,8 @@ constexpr int kRowThreads = 256;  // of a block at most, for registers
 
 // y = xhat * weight (+ bias), xhat = (x - mean) * rstd, mean = 0 for rms_norm: dx = rstd * (g -
 // mean(g) - xhat * mean(g * xhat)) with g = dy * weight; rms_norm has no mean(g). Where dsum is
-// given, it is added to dx before that is rounded.
+// given, it is added to dx before that is rounded: to the rounded product, so that wide elements
+// have the bits of adding it afterwards.
 template <class T>
 struct Backward {
   Rows<const T> dy, x, dsum;
@@ -51,11 +52,6 @@ __device__ void row_sums(C& a, C& b, int row_threads, C (*scratch)[kRowThreads /
   a = scratch[0][0], b = scratch[1][0];
   for (int w = 1; w < warps; ++w) a += scratch[0][w], b += scratch[1][w];
 }
-
-/// a * b, rounded: not a part of the addition behind it, so that to add dsum on the way gives wide
-/// elements the bits of doing it afterwards.
-__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 /// Blocks whose registers a multiprocessor must hold: with more, variables would lie in memory.
 constexpr int blocks_at_once(int packs) { return packs == 1 ? 3 : packs == 2 ? 2 : 1; }

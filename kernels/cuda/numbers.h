@@ -88,6 +88,12 @@ __device__ inline T element(C x) {
   }
 }
 
+/// a * b and a + b, each rounded by itself: never one operation with what stands before or behind.
+__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+__device__ inline float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline double rounded_sum(double a, double b) { return __dadd_rn(a, b); }
+
 /// 16 bytes of elements.
 template <class T>
 struct Pack {

@@ -96,6 +96,25 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
     }
 }
 
+// Rows of which shared memory holds half, and too little even of a block's own multiprocessor.
+TEST(CudaLinearCrossEntropy, LongRows) {
+  SHEAF_NEEDS_GPU();
+  for (auto [d, vocabulary] :
+       {std::pair<DType, int64_t>{kBF16, 50261}, {kBF16, 70003}, {kF32, 30002}, {kF64, 40001}}) {
+    const Array x = Array::random(d, {3, 8}, 1), w = Array::random(d, {vocabulary, 8}, 2, 2.0),
+                targets = targets_of(kI32, {3}, vocabulary);
+    const Results want = expected(x, w, targets, 1), two = on_gpu(x, w, targets, 1, d),
+                  fused = fused_on_gpu(x, w, targets, d);
+    EXPECT_LT(scaled_error(fused.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << name(d);
+    // Products of shifted operands add all of the vocabulary one after the other.
+    const double most = (std::getenv("SHEAF_SHIFT_OPERANDS") ? 100 : 10) * epsilon(d);
+    EXPECT_LT(scaled_error(fused.dx, values(want.dx)), most) << name(d);
+    EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
+                same_bits(fused.dw, two.dw))
+        << name(d);
+  }
+}
+
 TEST(CudaLinearCrossEntropy, StridesAndIndexTypes) {
   SHEAF_NEEDS_GPU();
   const int64_t vocabulary = 45, width = 24;

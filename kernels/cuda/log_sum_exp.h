@@ -1,0 +1,85 @@
+// The log-sum-exp of a row in one reading, as every kernel that needs it takes it: in the same
+// order, operation for operation, so that the bits do not depend on which kernel it was.
+#pragma once
+
+#include <limits>
+
+#include "sheaf/kernels/cuda/rows.h"
+
+namespace sheaf::kernels::cuda {
+
+inline constexpr int kLogSumExpBatch = 4;      // pieces of 16 bytes that a thread takes at a time
+inline constexpr int kLogSumExpThreads = 512;  // of a block at most
+
+/// Threads of the block that takes a row of n elements of T.
+template <class T>
+int log_sum_exp_threads(int64_t n) {
+  return threads_for(blocks_for(n, Pack<T>::kSize * kLogSumExpBatch), kLogSumExpThreads);
+}
+
+/// exp of what is at most about 0. Narrow logits have too few digits for the exact one to matter.
+template <class T>
+__device__ Compute<T> exponential(Compute<T> x) {
+  if constexpr (kIsNarrow<T>)
+    return __expf(x);
+  else if constexpr (std::is_same_v<T, float>)
+    return expf(x);
+  else
+    return ::exp(x);
+}
+
+/// What to subtract before exponentials: the largest value, and 0 if all are -inf.
+template <class C>
+__device__ C base_of(C most) {
+  return most == -std::numeric_limits<C>::infinity() ? C(0) : most;
+}
+
+/// The elements of a row that a thread has met: the largest, and the sum of the exponentials
+/// relative to it, which changes to a new largest one.
+template <class T>
+class LogSumExp {
+ public:
+  using C = Compute<T>;
+  C most = -std::numeric_limits<C>::infinity(), sum = C(0);
+
+  /// Takes packs that are `step` columns apart; the row ends `left` columns behind the first one's
+  /// beginning, and what lies past that does not count.
+  __device__ void add(const Pack<T> (&packs)[kLogSumExpBatch], int step, int left) {
+    const bool whole = (kLogSumExpBatch - 1) * step + Pack<T>::kSize <= left;
+    if (whole)
+      take(packs, [](int, int) { return true; });
+    else
+      take(packs, [&](int u, int k) { return u * step + k < left; });
+  }
+  /// The row's, to all threads of the block. `scratch` as of block_sum.
+  __device__ C over_block(C (&scratch)[2][kWarp]) const {
+    const C base = base_of(block_max(most, scratch[0]));
+    const C total = block_sum(rounded_product(sum, exponential<T>(most - base)), scratch[1]);
+    return base + (std::is_same_v<C, float> ? C(logf(total)) : C(::log(total)));
+  }
+
+ private:
+  template <class Counts>
+  __device__ void take(const Pack<T> (&packs)[kLogSumExpBatch], Counts counts) {
+    constexpr int kSize = Pack<T>::kSize;
+    const C before = most;
+#pragma unroll
+    for (int u = 0; u < kLogSumExpBatch; ++u)
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        if (counts(u, k)) most = larger(convert_to<C>(packs[u].v[k]), most);
+    const C base = base_of(most);
+    sum = rounded_product(sum, exponential<T>(before - base));
+#pragma unroll
+    for (int u = 0; u < kLogSumExpBatch; ++u)
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        if (counts(u, k))
+          sum += exponential<T>(convert_to<C>(packs[u].v[k]) - base);  // NaN if the logit is
+  }
+  /// `b` if a is NaN.
+  __device__ static float larger(float a, float b) { return fmaxf(a, b); }
+  __device__ static double larger(double a, double b) { return a > b ? a : b; }
+};
+
+}  // namespace sheaf::kernels::cuda
