@@ -177,23 +177,30 @@ __global__ void __launch_bounds__(kRowThreads) norm_backward_wide(Backward<T> b)
 
 constexpr int kSumRows = 32;  // threads that share a column
 
-/// out[j] = the partial sums of column j: thread s of a column adds sets s, s + 32, ..., then these
-/// are added in order.
+/// Sums of one of the vectors, or nowhere.
+struct Sums {
+  void* data;
+  DType dtype;
+};
+/// The partial sums of each column of dweight (blockIdx.y = 0) and dbias: thread s of a column adds
+/// sets s, s + 32, ..., then these are added in order.
 template <class C>
 __global__ void __launch_bounds__(kSumRows* kWarp)
-    add_partials(const C* partials, int64_t sets, int64_t stride, int64_t width, void* out,
-                 DType dtype) {
+    add_partials(const C* partials, int64_t sets, int64_t width, Sums dweight, Sums dbias) {
   __shared__ C sums[kSumRows][kWarp];
+  const Sums out = blockIdx.y == 0 ? dweight : dbias;
+  if (!out.data) return;
+  if (blockIdx.y == 1) partials += width;
   const int lane = threadIdx.x % kWarp, first = threadIdx.x / kWarp;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
   C sum = C(0);
   if (column < width)
-    for (int64_t s = first; s < sets; s += kSumRows) sum += partials[s * stride + column];
+    for (int64_t s = first; s < sets; s += kSumRows) sum += partials[s * 2 * width + column];
   sums[first][lane] = sum;
   __syncthreads();
   if (first != 0 || column >= width) return;
   for (int s = 1; s < kSumRows; ++s) sum += sums[s][lane];
-  store_any<C>(dtype, out, column, sum);
+  store_any<C>(out.dtype, out.data, column, sum);
 }
 
 /// How a backward is spread over threads; follows from shape and dtype.
@@ -259,11 +266,13 @@ void backward(const char* who, const Stream& stream, bool has_mean, const View& 
         who, stream,
         {.blocks = blocks_for(plan.sets, plan.takers), .threads = plan.row_threads * plan.takers},
         given(dsum) ? kernel_for<T, true>(plan.packs) : kernel_for<T, false>(plan.packs), b);
-    for (const View* out : {&dweight, &dbias})
-      if (given(*out))
-        launch(who, stream, {.blocks = blocks_for(width, kWarp), .threads = kSumRows * kWarp},
-               add_partials<C>, partials + (out == &dbias ? width : 0), plan.sets, 2 * width, width,
-               out->data, out->dtype);
+    if (sums)
+      launch(who, stream,
+             {.blocks = blocks_for(width, kWarp),
+              .threads = kSumRows * kWarp,
+              .blocks_y = given(dbias) ? 2 : 1},
+             add_partials<C>, static_cast<const C*>(partials), plan.sets, width,
+             Sums{dweight.data, dweight.dtype}, Sums{dbias.data, dbias.dtype});
   });
 }
 
