@@ -140,7 +140,10 @@ struct Norm {
     if (kLayer) inputs.push_back(c.output(kMean));
     if (a.has_weight) inputs.push_back(c.input(kWeight));
     if (attrs.has_dsum) inputs.push_back(dense_rows(c.grad(0)));
-    const Tensors d = apply(op_def<NormBackward>(), &attrs, inputs);
+    std::vector<Into> into(attrs.dx ? 1 : 0);
+    if (attrs.dweight) into.push_back(c.into(kWeight));
+    if (attrs.dbias) into.push_back(c.into(bias));
+    const Tensors d = apply(op_def<NormBackward>(), &attrs, inputs, into);
     size_t o = 0;
     if (attrs.dx) set_dx(d[o++]);
     if (attrs.dweight) c.set(kWeight, d[o++]);
