@@ -1,7 +1,8 @@
 // Elementwise kernels over any strides and element types: map_elements(name, stream, f, outputs,
 // inputs) calls f(in, out) for each element, in the compute type of all operands together. Dense
 // operands of one floating dtype, in whatever order of dimensions they share, are read and written
-// 16 bytes at a time; everything else goes element by element, in the order of the first output.
+// 16 bytes at a time, and so are broadcast ones for functors that ask for it; everything else goes
+// element by element, in the order of the first output.
 #pragma once
 
 #include <array>
@@ -99,6 +100,44 @@ __global__ void map_packs(F f, Walk<M + N> w) {
   }
 }
 
+/// Counts in packs of T. Operands whose bit in `wide` is not set have one element for all of a
+/// pack, of any dtype.
+template <class T, int M, int N, class F>
+__global__ void map_broadcast(F f, Walk<M + N> w, unsigned wide) {
+  using C = Compute<T>;
+  constexpr int kSize = Pack<T>::kSize;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= w.numel) return;
+  int64_t at[M + N];
+  w.offsets(i, at);
+  C x[N][kSize];
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const void* const from = w.data[M + n];
+    if (wide >> (M + n) & 1) {
+      const Pack<T> pack = load_pack(static_cast<const T*>(from) + at[M + n] * kSize);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) x[n][k] = convert_to<C>(pack.v[k]);
+    } else {
+      const C one = load_any<C>(w.dtype[M + n], from, at[M + n]);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) x[n][k] = one;
+    }
+  }
+  Pack<T> out[M];
+  choose<C>(f, [&](const auto& one) {
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) {
+      C in[N], y[M];
+#pragma unroll
+      for (int n = 0; n < N; ++n) in[n] = x[n][k];
+      one(in, y);
+      for (int m = 0; m < M; ++m) out[m].v[k] = element<T>(y[m]);
+    }
+  });
+  for (int m = 0; m < M; ++m) store_pack(static_cast<T*>(w.data[m]) + at[m] * kSize, out[m]);
+}
+
 template <class C, int M, int N, class F>
 __global__ void map_strided(F f, Walk<M + N> w) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -113,11 +152,30 @@ __global__ void map_strided(F f, Walk<M + N> w) {
   }
 }
 
+/// True if map_broadcast could take the operands, and has: outputs of T, inputs of T or constant
+/// along the last dimension.
+template <class T, int M, int N, class F>
+bool map_by_broadcast(const char* name, const Stream& stream, const F& f, Walk<M + N> w,
+                      int threads) {
+  constexpr int kSize = Pack<T>::kSize;
+  unsigned wide = 0;
+  for (int n = 0; n < M + N; ++n)
+    if (w.strides[n][w.rank - 1] == 1) wide |= 1u << n;
+  if ((wide & ((1u << M) - 1)) != (1u << M) - 1 || !w.folds(kSize, wide)) return false;
+  for (int n = 0; n < M + N; ++n)
+    if ((wide >> n & 1) && (w.dtype[n] != w.dtype[0] || !aligned16(w.data[n]))) return false;
+  w.fold(kSize, wide);
+  launch(name, stream, {.blocks = blocks_for(w.numel, threads), .threads = threads},
+         map_broadcast<T, M, N, F>, f, w, wide);
+  return true;
+}
+
 }  // namespace detail
 
 /// f: a functor with `template <class C> __device__ void operator()(const C* in, C* out) const`, or
 /// with `template <class C, class G> __device__ void choose(G g) const`, which calls g(such a
-/// functor) once for all elements of a thread. Operands compute in `compute` (f64, f32 or i64). An
+/// functor) once for all elements of a thread; with `static constexpr bool kBroadcasts = true` if
+/// it often meets operands that are broadcast. Operands compute in `compute` (f64, f32 or i64). An
 /// output may be the same memory as an input, element for element.
 template <int M, int N, class F>
 void map_elements(const char* name, const Stream& stream, DType compute, F f,
@@ -137,6 +195,14 @@ void map_elements(const char* name, const Stream& stream, DType compute, F f,
              detail::map_packs<T, M, N, F>, f, w);
     });
     return;
+  }
+  if constexpr (requires { typename F::Broadcasts; }) {
+    bool done = false;
+    if (is_floating(w.dtype[0]) && compute == (w.dtype[0] == kF64 ? kF64 : kF32))
+      visit_floating(name, w.dtype[0], [&]<class T>() {
+        done = detail::map_by_broadcast<T, M, N>(name, stream, f, w, kThreads);
+      });
+    if (done) return;
   }
   const LaunchShape shape{.blocks = std::min<int64_t>(blocks_for(w.numel, kThreads), 1 << 20),
                           .threads = kThreads};

@@ -147,6 +147,7 @@ __device__ void choose_binary(BinaryOp op, Use use) {
 }
 
 struct Binary {
+  using Broadcasts = void;
   BinaryOp op;
   template <class C, class G>
   __device__ void choose(G g) const {

@@ -78,6 +78,29 @@ TEST(CudaElementwise, BinaryAndBroadcast) {
     }
 }
 
+// Operands that are constant along rows, along columns or altogether, of another dtype, and outputs
+// that are operands.
+TEST(CudaElementwise, BroadcastOfWholePieces) {
+  SHEAF_NEEDS_GPU();
+  const Shape shape{6, 5, 48};
+  for (DType d : {kF32, kBF16, kF16, kF64})
+    for (DType other : {d, kF32, kF64})
+      for (const Shape& strides : {Shape{0, 48, 1}, {0, 0, 1}, {5, 1, 0}, {0, 0, 0}, {0, 56, 1}})
+        for (const Shape& gaps : {Shape{}, {240, 48, 1}, {5 * 56, 56, 1}, {5 * 50, 50, 1}}) {
+          const Array a = Array::random(d, shape, 1, 1, gaps),
+                      b = Array::random(other, shape, 2, 1, strides), blank(d, shape, gaps),
+                      want(d, shape, gaps);
+          const OnGpu ga(a), gb(b), gc(blank);
+          cpu::binary(BinaryOp::mul, a, b, want);
+          cuda::binary(OnGpu::stream(), BinaryOp::mul, ga, gb, gc);
+          const Array c = gc.back();
+          EXPECT_EQ(values(c), values(want)) << name(d) << name(other) << strides.to_string();
+          EXPECT_TRUE(gaps_kept(blank, c));
+          cuda::binary(OnGpu::stream(), BinaryOp::mul, gb, ga, ga);
+          EXPECT_EQ(values(ga.back()), values(want)) << name(d) << name(other);
+        }
+}
+
 TEST(CudaElementwise, WhereClampAndMixedTypes) {
   SHEAF_NEEDS_GPU();
   const Shape shape{5, 41};
