@@ -123,6 +123,25 @@ std::string Product::to_string() const {
              s.accumulate ? ", added" : "", ", ", s.batches, " batches (", s.to_string(), ')');
 }
 
+int64_t bytes_of_epilogue(const ProductShape& s) {
+  const auto of = [](int64_t cells, DType dtype) {
+    return cells * static_cast<int64_t>(size_of(dtype));
+  };
+  switch (s.epilogue) {
+    case Epilogue::sums_of_a:
+      return of(s.m * s.k, s.in);
+    case Epilogue::sums_of_b:
+      return of(s.n * s.k, s.in);
+    case Epilogue::gelu:
+    case Epilogue::bias_gelu:  // reads one matrix, writes another
+      return 2 * of(s.m * s.n, s.out);
+    case Epilogue::gelu_gradient:  // reads two
+      return 3 * of(s.m * s.n, s.out);
+    default:
+      return 0;
+  }
+}
+
 void check_can_be_timed(const Stream& stream, const Product& product) {
   check<CudaError>(!capturing(stream), product,
                    ": TuneProducts while a graph is captured; time products in a step before");

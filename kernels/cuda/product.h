@@ -39,6 +39,10 @@ constexpr bool has_vector(Epilogue e) {
   return e == Epilogue::bias || e == Epilogue::bias_gelu || sums_rows(e);
 }
 constexpr bool has_matrix(Epilogue e) { return e >= Epilogue::gelu; }
+/// What is left for the product where kernels of ours do the rest.
+constexpr Epilogue without_kernels(Epilogue e) {
+  return e == Epilogue::bias_gelu ? Epilogue::bias : plain(e) ? e : Epilogue::none;
+}
 
 /// What an algorithm is chosen for: D[m, n] = op(A)[m, k] op(B)[k, n] (+ bias[m]) (+ D), once for
 /// each of `batches` (see Epilogue). Strides in elements.
@@ -79,15 +83,16 @@ struct Product {
 
 /// Scratch memory that run_product wants.
 size_t product_workspace();
-/// Enqueues the product. False if the library has no algorithm for it with this epilogue; then
-/// nothing has happened.
+/// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none
+/// that took less time than one without and a kernel for the rest; then D may hold anything.
 bool run_product(const Stream& stream, const Product& product, Workspace workspace);
 /// The same, for plain() epilogues, by a kernel of ours: any strides, alignment and depth, and
 /// slow. Terms are added in the order of k.
 void run_plain_product(const Stream& stream, const Product& product);
 
 /// While one lives, products of this thread whose algorithm was not yet chosen by timing are timed
-/// with the first few candidates when they run: a training step under it tunes its products. The
+/// with the first few candidates when they run: a training step under it tunes its products, and
+/// whether they take an epilogue or leave its work to a kernel behind them. The
 /// host waits for the GPU; not while a graph is captured. Products that add to their result
 /// allocate memory for the trials; where there is none left they keep cuBLASLt's first candidate.
 class TuneProducts {
@@ -102,13 +107,17 @@ class TuneProducts {
   static inline thread_local int depth_ = 0;
 };
 
+/// Bytes that a kernel reads and writes which does an epilogue's work behind the product.
+int64_t bytes_of_epilogue(const ProductShape& shape);
+
 /// Throws CudaError while `stream` is captured.
 void check_can_be_timed(const Stream& stream, const Product& product);
 
 /// The choices made so far for a device, as text, so that all ranks and a resumed run compute with
 /// the same algorithms. First line: "sheaf products 1 <library, its version, device>". Then a line
 /// a choice, sorted: the words of ProductShape::to_string, ":" and 128 hexadecimal digits,
-/// cuBLASLt's own description, or "plain" for a product that it has no algorithm for.
+/// cuBLASLt's own description, or "plain" for a product that it has no algorithm for, or a slow
+/// one.
 std::string export_product_choices(int device);
 /// Takes over choices, which count as timed. Returns how many: 0 for text of another library,
 /// version or kind of device, whose choices would mean something else. Throws DataError for text

@@ -273,11 +273,14 @@ class DeviceProducts {
     } else {
       const std::vector<cublasLtMatmulAlgo_t> candidates = made->candidates(handle_, p);
       made->timed = TuneProducts::active();
-      std::optional<cublasLtMatmulAlgo_t> best;
+      std::optional<Timed> best;
       if (!candidates.empty())
-        best = made->timed ? fastest(stream, p, *made, candidates, workspace) : candidates.front();
+        best = made->timed ? fastest(stream, p, *made, candidates, workspace)
+                           : Timed{candidates.front(), 0};
+      if (best && made->timed && faster_apart(stream, p, best->milliseconds, workspace))
+        best.reset();
       made->supported = best.has_value();
-      if (best) made->algorithm = *best;
+      if (best) made->algorithm = best->algorithm;
       ProductChoices::Choice chosen{.supported = made->supported, .timed = made->timed};
       std::memcpy(chosen.algorithm.data(), &made->algorithm, sizeof made->algorithm);
       choices_.set(p.shape, chosen);
@@ -285,11 +288,44 @@ class DeviceProducts {
     return known = made;
   }
 
+  struct Timed {
+    cublasLtMatmulAlgo_t algorithm;
+    float milliseconds;
+  };
+
+  /// True if a product without the epilogue and a kernel of ours would take less: an epilogue
+  /// leaves few algorithms, and those that take sums may not divide a sum over a long k among
+  /// blocks.
+  bool faster_apart(const Stream& stream, const Product& p, float milliseconds,
+                    Workspace workspace) {
+    if (plain(p.shape.epilogue)) return false;
+    Product apart = p;
+    apart.shape.epilogue = without_kernels(p.shape.epilogue);
+    if (!has_vector(apart.shape.epilogue)) apart.vector = nullptr, apart.shape.alignment[3] = 16;
+    Prepared prepared(apart);
+    const std::vector<cublasLtMatmulAlgo_t> candidates = prepared.candidates(handle_, apart);
+    if (candidates.empty()) return false;
+    const std::optional<Timed> best = fastest(stream, apart, prepared, candidates, workspace);
+    return best && best->milliseconds + kernel_milliseconds(stream, p) < milliseconds;
+  }
+  /// What a kernel of ours that does the epilogue's work takes, about: its launch, and its bytes at
+  /// two thirds of what the memory could give.
+  static float kernel_milliseconds(const Stream& stream, const Product& p) {
+    constexpr float kLaunch = 0.004f, kShare = 2.0f / 3;
+    int kilohertz = 0, bits = 0;
+    const int device = stream.device.index;
+    check_cuda(cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device), p);
+    check_cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device), p);
+    const float bytes_per_millisecond =  // two transfers a clock
+        2.0f * static_cast<float>(kilohertz) * static_cast<float>(bits) / 8 * kShare;
+    if (bytes_per_millisecond <= 0) return kLaunch;
+    return kLaunch + static_cast<float>(bytes_of_epilogue(p.shape)) / bytes_per_millisecond;
+  }
+
   /// None if all are refused when they run: what the estimate offers is not always taken.
-  std::optional<cublasLtMatmulAlgo_t> fastest(const Stream& stream, const Product& p,
-                                              Prepared& prepared,
-                                              const std::vector<cublasLtMatmulAlgo_t>& candidates,
-                                              Workspace workspace) {
+  std::optional<Timed> fastest(const Stream& stream, const Product& p, Prepared& prepared,
+                               const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                               Workspace workspace) {
     check_can_be_timed(stream, p);
     const ProductShape& s = p.shape;
     std::unique_ptr<void, void (*)(void*)> trial(nullptr, cuda::free);
@@ -299,15 +335,14 @@ class DeviceProducts {
       try {
         trial.reset(allocate(bytes));
       } catch (const OutOfMemory&) {  // no room to try: the estimate it is
-        return candidates.front();
+        return Timed{candidates.front(), 0};
       }
       fill_bytes(stream, trial.get(), 0, bytes);
     }
     void* const d = trial ? trial.get() : p.d;
     const auto handle = static_cast<cudaStream_t>(stream.handle);
     const Event begin(p), end(p);
-    std::optional<cublasLtMatmulAlgo_t> best;
-    float least = 0;
+    std::optional<Timed> best;
     for (const cublasLtMatmulAlgo_t& candidate : candidates) {
       // Loads its code.
       const cublasStatus_t status = prepared.try_run(handle_, stream, p, candidate, d, workspace);
@@ -323,7 +358,7 @@ class DeviceProducts {
         check_cuda(cudaEventElapsedTime(&milliseconds, begin.handle, end.handle), p);
         shortest = n == 0 ? milliseconds : std::min(shortest, milliseconds);
       }
-      if (!best || shortest < least) least = shortest, best = candidate;
+      if (!best || shortest < best->milliseconds) best = Timed{candidate, shortest};
     }
     return best;
   }

@@ -27,6 +27,25 @@ ProductShape some_shape(int64_t m) {
           .stride_d = 15};
 }
 
+TEST(Product, WhatAnEpilogueMovesByItself) {
+  if constexpr (kHasCuda) {
+    ProductShape s{.in = kBF16, .out = kF32, .m = 30, .n = 50, .k = 700};
+    const auto bytes = [&](Epilogue e) {
+      s.epilogue = e;
+      return bytes_of_epilogue(s);
+    };
+    EXPECT_EQ(bytes(Epilogue::sums_of_a), 30 * 700 * 2);
+    EXPECT_EQ(bytes(Epilogue::sums_of_b), 50 * 700 * 2);
+    EXPECT_EQ(bytes(Epilogue::bias_gelu), 2 * 30 * 50 * 4);
+    EXPECT_EQ(bytes(Epilogue::gelu_gradient), 3 * 30 * 50 * 4);
+    EXPECT_EQ(bytes(Epilogue::bias), 0);
+    for (Epilogue e : {Epilogue::sums_of_a, Epilogue::gelu, Epilogue::gelu_gradient})
+      EXPECT_EQ(without_kernels(e), Epilogue::none);
+    EXPECT_EQ(without_kernels(Epilogue::bias_gelu), Epilogue::bias);
+    EXPECT_EQ(without_kernels(Epilogue::bias), Epilogue::bias);
+  }
+}
+
 TEST(ProductChoices, TextAndBack) {
   if constexpr (kHasCuda) {
     EXPECT_EQ(ProductShape::parse(some_shape(5).to_string()), some_shape(5));
