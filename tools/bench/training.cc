@@ -104,11 +104,16 @@ Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes) {
 models::FillBatch random_tokens(const models::TrainConfig& config) {
   const auto context = config.model.context;
   const auto vocab = static_cast<uint64_t>(config.model.vocab);
+  // Scaled, not divided: the host does this while a GPU waits, and the clock runs.
+  const auto token = [vocab](uint64_t place) {
+    return static_cast<int32_t>(scramble(place) * vocab >> 32);
+  };
   return [=](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
-    for (int64_t i = 0; i < count * context; ++i) {
-      const auto place = static_cast<uint64_t>(first * context + i);
-      inputs[i] = static_cast<int32_t>(scramble(place) % vocab);
-      targets[i] = static_cast<int32_t>(scramble(place + 1) % vocab);
+    const auto begin = static_cast<uint64_t>(first * context);
+    const auto tokens = static_cast<uint64_t>(count * context);
+    for (uint64_t i = 0; i < tokens; ++i) {
+      inputs[i] = token(begin + i);
+      targets[i] = token(begin + i + 1);
     }
   };
 }
