@@ -226,8 +226,20 @@ std::vector<OutputSpec> Unit::gathered_specs() const {
 // Without communication the masters are the values: I → R and S → R on one rank move nothing.
 void Unit::views_of_masters() {
   const PathScope path(name_);
-  open_in(to_gather());
+  open_in(masters_or_casts());
   if (Recording* r = Recording::current()) r->use_group(this);
+}
+
+// Casts stay for the next micro-batch: its forward would hold all of them again before memory is at its peak.
+std::vector<Tensor> Unit::masters_or_casts() {
+  const Recording* r = Recording::current();
+  const bool casts = std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.compute != b.dtype; });
+  if (!r || !casts) return to_gather();
+  if (casts_.buffers.empty() || casts_.recording != r->serial() || casts_.version != version()) {
+    casts_ = {};
+    casts_ = {to_gather(), r->serial(), version()};
+  }
+  return casts_.buffers;
 }
 
 void Unit::reopen() {
@@ -318,6 +330,7 @@ void Unit::gradient_passed() {
 }
 
 void Unit::close_for_change() {
+  casts_ = {};
   schedule_->flush();
   if (gathers()) discard_gathered();
   close_ungathered();
@@ -326,9 +339,11 @@ void Unit::close_for_change() {
 void Unit::backward_ended() {
   complete_reduction();
   close_ungathered();  // the next micro-batch opens the unit anew
+  if (const Recording* r = Recording::current(); r && r->last_micro_batch()) casts_ = {};
 }
 
 void Unit::recording_ended() {
+  casts_ = {};
   if (gathers()) {
     schedule_->flush();
     discard_gathered();

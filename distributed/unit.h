@@ -159,6 +159,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void open();
   void bind();
   void views_of_masters();
+  std::vector<Tensor> masters_or_casts();
   void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
   /// Whether the model is replicated along further axes.
@@ -187,6 +188,11 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
   std::vector<Tensor> gathered_;   // one per buffer
   std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
+  struct Casts {                   // of the masters, where nothing is gathered, for the micro-batches of a recording
+    std::vector<Tensor> buffers;
+    uint64_t recording = 0, version = 0;
+  };
+  Casts casts_;
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
   std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet

@@ -6,6 +6,7 @@
 
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/nn/optim/sgd.h"
 #include "sheaf/tests/models/parity.h"
 
 namespace sheaf::testing {
@@ -54,6 +55,39 @@ TEST(Bf16, GradientsAreNearThoseOfF32) {
     EXPECT_LT(error, 0.02);
     EXPECT_GT(error, 1e-4) << "was anything computed in bf16?";
   }
+}
+
+// Where nothing is gathered; and not again after the masters have changed within a recording.
+TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
+  models::TrainConfig c = in_bf16();
+  c.train.batch = 6, c.train.micro_batches = 2;
+  run_local(1, [&](World& w) {
+    models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
+    const auto casts = [](const Tape& tape) {
+      int count = 0;
+      for (NodeId id = 0; id < tape.num_nodes(); ++id) count += tape.op_name(tape.node(id)) == "cast_shard";
+      return count;
+    };
+    for (int64_t i = 0; i < 2; ++i) {
+      models::RecordedStep recorded;
+      step.run(i, fill_tiny, &recorded);
+      EXPECT_EQ(casts(recorded.tape), c.model.layers + 1);  // units
+    }
+    // And again once the masters have changed, though it is the same recording.
+    const Type type{kI32, {c.train.batch, c.model.context}, Layout(step.mesh().spec, Placement::shard(0))};
+    const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
+    fill_tiny(0, c.train.batch, tokens.view().as<int32_t>(), targets.view().as<int32_t>());
+    const auto loss = [&] { return step.model().loss(tokens, targets, 1.0); };
+    const auto value = [](const Tensor& x) { return *x.view().as<float>(); };  // the only rank's share
+    Recording recording;
+    const Tensor first = loss();
+    const float before = value(first);
+    recording.backward(first);
+    EXPECT_EQ(value(loss()), before);
+    optim::SGD(step.model().module().parameters(), {}).step({.lr = 1e-3});
+    EXPECT_NE(value(loss()), before);
+    EXPECT_EQ(casts(recording.tape()), 2 * (c.model.layers + 1));
+  }, {.threads_per_rank = 1});
 }
 
 TEST(Bf16, GathersBf16AndReducesF32) {
