@@ -26,7 +26,8 @@ std::vector<Finding> check_types(const Tape& tape);
 std::vector<Finding> check_cotangents(const Tape& tape);
 
 /// G: what a unit's all_gather yields is used (but for a prefetch that turned out wrong, and a module that was entered and
-/// did not need its parameters), discarded exactly once, and not used after that; views on it count as it. Nothing at all is used after its discard or discarded twice.
+/// did not need its parameters), discarded exactly once, and not used after that; views on it count as it. Nothing at
+/// all is used after its discard or discarded twice.
 std::vector<Finding> check_gathers(const Tape& tape);
 
 /// One collective as the tape foresees it.

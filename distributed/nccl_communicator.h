@@ -23,10 +23,10 @@
 // ready and the calls before it are done.
 //
 // [Note: NCCL in graphs] A call that is captured becomes part of the graph and is not watched: it
-// runs when the graph does. Who makes it waits until it is enqueued ([Note: one thread captures]). At every replay the communicator watches the last call of the graph,
-// from the moment the graph begins until all of it is done; when that will not come to its end,
-// NCCL's kernels are ended as above, and the next call or replay throws. What the graph left is
-// undefined.
+// runs when the graph does. Who makes it waits until it is enqueued ([Note: one thread captures]). At every replay the
+// communicator watches the last call of the graph, from the moment the graph begins until all of it is done; when that
+// will not come to its end, NCCL's kernels are ended as above, and the next call or replay throws. What the graph left
+// is undefined.
 //
 // NCCL's abort comes back when the graphs that hold its calls are gone, and those go when whoever
 // replays them hears of the failure; besides, it waits for the peers of the node to end theirs, as

@@ -61,7 +61,8 @@ class ShmExchange {
   /// What peers connect to.
   const std::string& name() const { return name_; }
   /// Sends `own` to the other ranks of this host and receives theirs; `names` are their name(), by rank of the job, empty
-  /// for ranks elsewhere. Entry `rank` of the result is `own`, those of ranks elsewhere are null. IoError if a peer does not answer until `deadline`, is another user's, or the job fails meanwhile.
+  /// for ranks elsewhere. Entry `rank` of the result is `own`, those of ranks elsewhere are null. IoError if a peer
+  /// does not answer until `deadline`, is another user's, or the job fails meanwhile.
   std::vector<std::shared_ptr<ShmSegment>> swap(int rank, const std::vector<std::string>& names,
                                                 const std::shared_ptr<ShmSegment>& own, const FailureBoard& board,
                                                 Deadline deadline);

@@ -71,8 +71,8 @@ World simulated_world(int rank, int size, SimulationOptions options) {
                      "[simulated_world] it is not known which of ", size, " ranks share memory: hosts has ",
                      options.hosts.size());
   auto own = std::make_shared<OwnContext>(options);
-  World world(std::make_shared<SimulatedTransport>(std::move(options.comm), std::move(options.hosts)), own->context, rank, size, rank, size,
-              Device::meta());
+  World world(std::make_shared<SimulatedTransport>(std::move(options.comm), std::move(options.hosts)), own->context, rank,
+              size, rank, size, Device::meta());
   world.keep(std::move(own));
   return world;
 }

@@ -20,7 +20,8 @@ Strategy strategy_from(std::string_view text) {
     fail<ConfigError>("[shard] strategy 'hybrid' is full_shard (or another that shards) on one axis of a mesh and replicas on ",
                       "another: ShardOptions::replica_axis, --sharding.replicas");
   for (std::string_view later : {"secondary_shard", "tensor_parallel"})
-    if (text == later) fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op, zero1 and replicate are");
+    if (text == later)
+      fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op, zero1 and replicate are");
   fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, zero1, replicate");
 }
 

@@ -20,7 +20,8 @@ struct Plan {
 
 /// What rank `rank` of `world` does on `device`, which need not be here. `threads` is the number of compute threads per
 /// rank, on which a CPU's workspaces depend; `comm` the kind of its communicators ("shm", "gloo", "local", "nccl"; within a
-/// job "shm+gloo", too: on the hosts of this one), on which their staging does. Of a GPU's memory it counts what Sheaf asks for: the driver and NCCL take more.
+/// job "shm+gloo", too: on the hosts of this one), on which their staging does. Of a GPU's memory it counts what Sheaf
+/// asks for: the driver and NCCL take more.
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device = {});
 /// plan_step().peak_bytes of every rank.

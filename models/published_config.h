@@ -13,9 +13,10 @@ namespace sheaf::models {
 std::string published_config_file(const std::string& path);
 
 /// The model that a config.json describes, resolved: type, layers, heads, kv_heads, width, mlp_width, context, vocab,
-/// bias, tie_embeddings, rope_theta, rope_scaling and norm_eps. Dropout stays 0: it is a choice of training. Throws CheckpointError
-/// naming the file and the key: missing, of the wrong type, or of a model that Sheaf does not have (another
-/// architecture, rotary positions scaled otherwise, biases in Llama's attention, sliding windows, other activations, ...).
+/// bias, tie_embeddings, rope_theta, rope_scaling and norm_eps. Dropout stays 0: it is a choice of training. Throws
+/// CheckpointError naming the file and the key: missing, of the wrong type, or of a model that Sheaf does not have
+/// (another architecture, rotary positions scaled otherwise, biases in Llama's attention, sliding windows, other
+/// activations, ...).
 ModelConfig read_published_config(const std::string& file);
 
 /// Throws ConfigError with both values if `model` has another shape than `published`, read from `file`. A shorter context
