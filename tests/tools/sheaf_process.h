@@ -11,6 +11,13 @@
 
 namespace sheaf::testing {
 
+/// Of a command line; + puts one behind another.
+using Words = std::vector<std::string>;
+inline Words operator+(Words a, const Words& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
 struct Outcome {
   int code = -1;              ///< exit code, 128 + signal, or -1 where it hung and was killed
   std::string out, err;       ///< standard output and error

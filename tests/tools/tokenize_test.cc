@@ -20,14 +20,10 @@ using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_sheaf;
 
-using Words = std::vector<std::string>;
+using testing::operator+;
+using testing::Words;
 
 const std::string kBpe = "tests/models/bpe";
-
-Words operator+(Words a, const Words& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
 
 struct Folder : ScratchFolder {
   Folder() {

@@ -24,12 +24,8 @@ using testing::Outcome;
 using testing::run_sheaf;
 using testing::SheafProcess;
 
-using Words = std::vector<std::string>;
-
-Words operator+(Words a, const Words& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
+using testing::operator+;
+using testing::Words;
 
 struct Folder : ScratchFolder {
   Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }

@@ -18,12 +18,8 @@ namespace {
 using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::run_sheaf;
-using Words = std::vector<std::string>;
-
-Words operator+(Words a, const Words& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
+using testing::operator+;
+using testing::Words;
 
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tests/models/published/gpt2_f16_base",
                   kLlama = "tests/models/published/llama_bf16_shards", kScaled = "tests/models/published/llama_f32_scaled";
