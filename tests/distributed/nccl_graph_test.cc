@@ -176,12 +176,7 @@ TEST(NcclGraph, OfNcclItselfOneRankOnOneGpu) {
     NcclLibrary& nccl = nccl_library();
     const std::shared_ptr<NcclComm> comm = nccl.join(nccl.unique_id(), 1, 0, "one");
     std::string why;
-    const auto settle = [&] {
-      NcclComm::State state;
-      while ((state = comm->state(why)) == NcclComm::State::busy) std::this_thread::yield();
-      ASSERT_EQ(state, NcclComm::State::ready) << why;
-    };
-    settle();
+    settle(*comm);
     const auto floats = [&](float value) {
       return Tensor::from(std::vector<float>(1000, value), {1000}).to(gpu.device());
     };
@@ -195,7 +190,7 @@ TEST(NcclGraph, OfNcclItselfOneRankOnOneGpu) {
         comm->send(in.view().data, 4000, 0);
         comm->receive(out.view().data, 4000, 0);
       });
-      settle();
+      settle(*comm);
       comm->record().order(gpu.compute());
     };
     set(1), to_itself();  // connected

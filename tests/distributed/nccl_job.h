@@ -100,6 +100,14 @@ inline Event add(Communicator& comm, const Tensor& x, std::string_view path) {
   return comm.all_reduce(x.view().data, x.numel(), kF32, Reduction::sum, path);
 }
 
+/// Waits until `comm` has enqueued, or ended, what it was given.
+inline void settle(NcclComm& comm) {
+  std::string why;
+  NcclComm::State state;
+  while ((state = comm.state(why)) == NcclComm::State::busy) std::this_thread::yield();
+  ASSERT_EQ(state, NcclComm::State::ready) << why;
+}
+
 /// Why NCCL cannot be called here; empty if it can.
 inline std::string why_no_nccl() {
   try {

@@ -258,13 +258,7 @@ TEST(Nccl, OneRankOnOneGpu) {
     Gpu& gpu = *context.gpu;
     NcclLibrary& nccl = nccl_library();
     const std::unique_ptr<NcclComm> comm = nccl.join(nccl.unique_id(), 1, 0, "one");
-    const auto settle = [&] {
-      std::string why;
-      NcclComm::State state;
-      while ((state = comm->state(why)) == NcclComm::State::busy) std::this_thread::yield();
-      ASSERT_EQ(state, NcclComm::State::ready) << why;
-    };
-    settle();
+    settle(*comm);
     std::vector<float> values(1000);
     std::iota(values.begin(), values.end(), -500.0f);
     const auto check_copies = [&](const char* what,
@@ -273,7 +267,7 @@ TEST(Nccl, OneRankOnOneGpu) {
       const Tensor out = Tensor::from(std::vector<float>(1000), {1000}).to(gpu.device());
       gpu.record(gpu.compute()).order(comm->stream());
       comm->group([&] { work(in.view().data, out.view().data); });
-      settle();
+      settle(*comm);
       comm->record().order(gpu.compute());
       EXPECT_EQ(out.to_vector(), values) << what;
     };
@@ -311,14 +305,14 @@ TEST(Nccl, OneRankOnOneGpu) {
     gpu.copy(gpu.compute(), piece, in.view().data, 4000, Gpu::Copy::on_device);
     gpu.record(gpu.compute()).order(comm->stream());
     comm->group([&] { comm->all_gather(piece, piece + 4096, 4000); });
-    settle();
+    settle(*comm);
     comm->record().order(gpu.compute());
     gpu.copy(gpu.compute(), out.view().data, piece + 4096, 4000, Gpu::Copy::on_device);
     EXPECT_EQ(out.to_vector(), values);
     comm->deregister_memory(registration);
     memory->free(piece);
     comm->finalize();
-    settle();
+    settle(*comm);
   }
 }
 
