@@ -186,24 +186,16 @@ TEST(Hybrid, TheSumOverGroupsIsOneUnitBehind) {
 // A loop of one's own, saved by two groups of two and continued by others: the step after it is the same in f64.
 TEST(Hybrid, CheckpointsMoveBetweenMeshes) {
   const ScratchFolder scratch;
-  const models::TrainConfig config = tiny_config();
   const auto run = [&](int replicas, int ranks, bool save, Values& out) {
     Whole whole;
     run_local(replicas * ranks, [&](World& w) {
-      const auto model = models::make_language_model(config.model, config.model.vocab);
       const Mesh mesh = w.mesh({{"replica", replicas}, {"data", ranks}});
-      shard(model->module(), mesh, {.replica_axis = "replica", .units = nn::units_where([&](nn::Module& m, const std::string&) {
-              return model->is_block(m);
-            })});
-      materialize(model->module(), Device::cpu(), {.seed = save ? 3u : 4u, .dtype = kF64});
+      const auto model = tiny_model_f64(mesh, {}, Device::cpu(), save ? 3 : 4);
       optim::AdamW optimizer(model->module().parameters(), {});
-      const Type type{kI32, {7, config.model.context}, Layout(mesh.spec, Placement::shard(0))};
-      const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
-      fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
-                targets.view().as<int32_t>());
+      const TinyBatch batch = tiny_batch(mesh, 0, 7);
       const auto step = [&] {
         Recording recording;
-        recording.backward(model->loss(tokens, targets, 63.0));
+        recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
         optimizer.step({.lr = 0.01});
         optimizer.zero_grad();
       };

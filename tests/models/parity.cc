@@ -100,26 +100,34 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
   EXPECT_EQ(max_difference(a.parameters, b.parameters), 0.0);
 }
 
+std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed) {
+  const models::ModelConfig config = tiny_config().model;
+  std::unique_ptr<models::LanguageModel> model = models::make_language_model(config, config.vocab);
+  if (mesh.spec->num_axes() > 1) options.replica_axis = "replica";
+  options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
+  shard(model->module(), mesh, options);
+  materialize(model->module(), device, {.seed = seed, .dtype = kF64});
+  return model;
+}
+
+TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device) {
+  const Type type{kI32, {rows, tiny_config().model.context}, Layout(mesh.spec, Placement::shard(0))};
+  const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
+  fill_tiny(first + type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
+            targets.view().as<int32_t>());
+  return {tokens.to(device), targets.to(device)};
+}
+
 Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device, int replicas) {
-  const models::TrainConfig config = tiny_config();
   Whole whole;
   run_local(world, [&](World& w) {
-    const auto model = models::make_language_model(config.model, config.model.vocab);
-    ShardOptions options;
-    if (replicas > 0) options.replica_axis = "replica";
     const Mesh mesh = replicas > 0 ? w.mesh({{"replica", replicas}, {"data", w.size() / replicas}})
                                    : w.mesh({{"data", w.size()}});
-    options.strategy = strategy;
-    options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
-    shard(model->module(), mesh, options);
-    materialize(model->module(), device, {.seed = 5, .dtype = kF64});
-    const Type type{kI32, {rows, config.model.context}, Layout(mesh.spec, Placement::shard(0))};
-    const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
-    fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
-              targets.view().as<int32_t>());
+    const auto model = tiny_model_f64(mesh, {.strategy = strategy}, device);
+    const TinyBatch batch = tiny_batch(mesh, 0, rows, device);
     const DeviceScope scope(device);
     Recording recording;
-    recording.backward(model->loss(tokens.to(device), targets.to(device), static_cast<double>(rows * config.model.context)));
+    recording.backward(model->loss(batch.tokens, batch.targets, static_cast<double>(batch.tokens.numel())));
     whole.collect(model->module(), true);
   }, {.threads_per_rank = 1, .device = device});
   return whole.values();

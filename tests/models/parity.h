@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -79,6 +80,14 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
                       const std::function<void(models::TrainingStep&)>& inspect = {}, Device device = {});
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
+/// tiny_config()'s model in f64 on the CPU or a GPU, sharded over `mesh` (whose axis "replica", if it has one, replicates
+/// it) with a unit for each block.
+std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {},
+                                                      uint64_t seed = 5);
+/// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`.
+struct TinyBatch { Tensor tokens, targets; };
+TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});
+
 /// The gradients of a batch of `rows` rows in f64. With `replicas`, on a mesh (replica, data).
 Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device = {}, int replicas = 0);
 

@@ -35,18 +35,12 @@ struct Result {
 
 /// A tiny GPT in f64, `steps` of AdamW with clipping.
 Result train(int world, const Loop& loop) {
-  const models::TrainConfig config = tiny_config();
   Whole parameters, gradients;
   Result result;
   run_local(world, [&](World& w) {
-    const auto model = models::make_language_model(config.model, config.model.vocab);
     const Mesh mesh = w.mesh({{"replica", loop.replicas}, {"data", w.size() / loop.replicas}});
-    shard(model->module(), mesh,
-          {.replica_axis = "replica", .units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); }),
-           .strategy = loop.strategy, .prefetch_bytes = loop.prefetch});
-    materialize(model->module(), Device::cpu(), {.seed = 5, .dtype = kF64});
+    const auto model = tiny_model_f64(mesh, {.strategy = loop.strategy, .prefetch_bytes = loop.prefetch});
     optim::AdamW optimizer(model->module().parameters(), {});
-    const Type type{kI32, {kRows, config.model.context}, Layout(mesh.spec, Placement::shard(0))};
     for (int step = 0; step < loop.steps; ++step) {
       std::optional<Recording> recording;
       const auto end = [&] {
@@ -55,11 +49,10 @@ Result train(int world, const Loop& loop) {
       };
       for (int micro = 0; micro < kMicroBatches; ++micro) {
         if (!recording) recording.emplace(RecordingOptions{.step = step});
-        const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
-        fill_tiny(kRows * (step * kMicroBatches + micro) + type.layout.local_start(type.shape)[0], tokens.local_shape()[0],
-                  tokens.view().as<int32_t>(), targets.view().as<int32_t>());
+        const TinyBatch batch = tiny_batch(mesh, kRows * (step * kMicroBatches + micro), kRows);
         recording->next_micro_batch(kRows * micro);
-        const Tensor loss = model->loss(tokens, targets, static_cast<double>(kMicroBatches * type.shape.numel()));
+        const Tensor loss =
+            model->loss(batch.tokens, batch.targets, static_cast<double>(kMicroBatches * batch.tokens.numel()));
         recording->backward(loss, {.last_micro_batch = loop.says_last && micro + 1 == kMicroBatches});
         if (!loop.one_recording) end();
       }
