@@ -143,7 +143,9 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
 
   bool opened_outside_recordings() const { return recording_ == 0; }
   bool shards() const { return strategy_ >= Strategy::zero1; }
-  bool gathers() const { return shards() && mesh_->size(axis_) > 1; }
+  bool gathers() const { return shards() && !alone(axis_); }
+  /// Nobody to talk to along this axis.
+  bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
   /// Of masters: `p` on the unit's axis, Invariant on others.
   Layout resting(const Placement& p) const;

@@ -107,7 +107,6 @@ void Unit::reduce_waiting_along(int axis) {
 // added up, and only the last one's backward, or who asks first, takes them along the other axes: these cross hosts.
 void Unit::reduce_along(int axis) {
   const bool own = axis == axis_;
-  const bool alone = !mesh_ || mesh_->size(axis) == 1;
   const std::vector<Tensor> from = own ? reduction_.lent : reduction_.values;
   std::vector<OutputSpec> specs;
   size_t k = 0;
@@ -119,18 +118,18 @@ void Unit::reduce_along(int axis) {
     specs.push_back({type, own && gathers() ? Tensor() : t, -1, 0});
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
-  const OpDef& op = alone ? UnitOps::open() : own && gathers() ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
+  const OpDef& op = alone(axis) ? UnitOps::open() : own && gathers() ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
   const Tensors reduced = apply_typed(op, &attrs, from, specs);
   reduction_.values.assign(reduced.begin(), reduced.end());
   reduction_.along = axis;
-  if (alone) advance_reduction();
+  if (alone(axis)) advance_reduction();
 }
 
 void Unit::advance_reduction() {
   if (reduction_.values.empty()) return;
   const int along = reduction_.along;
   const PathScope path(name_);
-  if (mesh_ && mesh_->size(along) > 1) {
+  if (!alone(along)) {
     std::vector<Tensor> lent = reduction_.values;
     lent.insert(lent.end(), reduction_.lent.begin(), reduction_.lent.end());
     const UnitOps::Attrs attrs{along, static_cast<int32_t>(reduction_.values.size())};
