@@ -45,9 +45,30 @@ OwnershipMap OwnershipMap::flat(int64_t chunk, int64_t offset) {
   return m;
 }
 
+OwnershipMap OwnershipMap::parts(int dim, const std::vector<int64_t>& sizes, int64_t units) {
+  OwnershipMap m = even(dim, units);
+  m.kind_ = Kind::parts;
+  for (int64_t size : sizes)
+    if (units <= 0 || size % units != 0)
+      fail<PlacementError>("[placement] a part of ", size, " rows cannot be cut in ", units, " units");
+  m.sizes_ = intern_sizes(sizes);
+  return m;
+}
+
 OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denominator) const {
   OwnershipMap m = *this;
   m.dim_ = static_cast<int8_t>(dim);
+  if (is_parts()) {
+    if (numerator == denominator) return m;
+    std::vector<int64_t> sizes = *sizes_;
+    for (int64_t& size : sizes) {
+      if (size * numerator % denominator != 0)
+        fail<PlacementError>("[placement] Shard(", to_string(), "): a part of ", size, " rows cannot be seen in rows of ",
+                             denominator, "/", numerator);
+      size = size * numerator / denominator;
+    }
+    return parts(dim, sizes, granule_);
+  }
   if (granule_ * numerator % denominator != 0)
     fail<PlacementError>("[placement] Shard(", dim_, ") cut in units of ", granule_, " cannot be seen in units of 1/",
                          denominator);
@@ -55,33 +76,78 @@ OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denomina
   return m;
 }
 
-Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
+void OwnershipMap::check_fits(int ranks, const Shape& global) const {
   if (kind_ == Kind::flat) {
-    const int64_t n = global.numel();
-    if (ranks * granule_ - offset_ < n)
+    if (ranks * granule_ - offset_ < global.numel())
       fail<PlacementError>("[placement] Shard(flat) of ", global, " over ", ranks, " ranks: chunks of ", granule_,
                            " do not hold all of it");
-    return {std::clamp<int64_t>(rank * granule_ - offset_, 0, n),
-            std::clamp<int64_t>((rank + 1) * granule_ - offset_, 0, n)};
+    return;
   }
   if (dim_ < 0 || dim_ >= global.rank())
     fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": it has no such dimension");
-  const int64_t size = global[dim_], rows = size / granule_;
-  if (rows * granule_ != size)
+  const int64_t size = global[dim_];
+  if (kind_ == Kind::parts) {
+    const int64_t sum = std::reduce(sizes_->begin(), sizes_->end());
+    if (sum != size)
+      fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ", sizes_->size(), " parts with a sum of ", sum);
+    return;
+  }
+  if (size % granule_ != 0)
     fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ", size, " is no multiple of ", granule_);
   if (kind_ == Kind::uneven) {
-    if (static_cast<int>(sizes_->size()) != ranks || std::reduce(sizes_->begin(), sizes_->end()) != rows)
+    const int64_t sum = std::reduce(sizes_->begin(), sizes_->end());
+    if (static_cast<int>(sizes_->size()) != ranks || sum != size / granule_)
       fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, " over ", ranks, " ranks: ", sizes_->size(),
-                           " sizes with a sum of ", std::reduce(sizes_->begin(), sizes_->end()) * granule_);
-    const auto begin = std::accumulate(sizes_->begin(), sizes_->begin() + rank, int64_t{0}) * granule_;
-    return {begin, begin + (*sizes_)[rank] * granule_};
+                           " sizes with a sum of ", sum * granule_);
   }
-  return {rows * rank / ranks * granule_, rows * (rank + 1) / ranks * granule_};
+}
+
+Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
+  check_fits(ranks, global);
+  switch (kind_) {
+    case Kind::flat: {
+      const int64_t n = global.numel();
+      return {std::clamp<int64_t>(rank * granule_ - offset_, 0, n),
+              std::clamp<int64_t>((rank + 1) * granule_ - offset_, 0, n)};
+    }
+    case Kind::uneven: {
+      const auto begin = std::accumulate(sizes_->begin(), sizes_->begin() + rank, int64_t{0}) * granule_;
+      return {begin, begin + (*sizes_)[rank] * granule_};
+    }
+    case Kind::dim: {
+      const int64_t rows = global[dim_] / granule_;
+      return {rows * rank / ranks * granule_, rows * (rank + 1) / ranks * granule_};
+    }
+    case Kind::parts:
+      if (ranks == 1) return {0, global[dim_]};
+      break;
+  }
+  fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": a rank's share of ", sizes_->size(),
+                       " parts is not one interval");
+}
+
+std::vector<Interval> OwnershipMap::owned_intervals(int rank, int ranks, const Shape& global) const {
+  if (!is_parts()) return {owned(rank, ranks, global)};
+  check_fits(ranks, global);
+  std::vector<Interval> out;
+  int64_t part = 0;
+  for (const int64_t size : *sizes_) {
+    const int64_t rows = size / granule_;
+    out.push_back({part + granule_ * rank / ranks * rows, part + granule_ * (rank + 1) / ranks * rows});
+    part += size;
+  }
+  return out;
+}
+
+int64_t OwnershipMap::owned_size(int rank, int ranks, const Shape& global) const {
+  if (!is_parts()) return owned(rank, ranks, global).size();
+  check_fits(ranks, global);
+  return (granule_ * (rank + 1) / ranks - granule_ * rank / ranks) * (global[dim_] / granule_);
 }
 
 std::string OwnershipMap::to_string() const {
   if (kind_ == Kind::flat) return "flat";
-  return std::to_string(dim_) + (kind_ == Kind::uneven ? " uneven" : "");
+  return std::to_string(dim_) + (kind_ == Kind::uneven ? " uneven" : kind_ == Kind::parts ? " parts" : "");
 }
 
 std::string Placement::to_string() const {
@@ -141,14 +207,14 @@ void check_further_cut(const Layout& layout, const Shape& global, int axis) {
     for (const Shape& block : blocks)
       for (int r = 0; r < size; ++r) {
         Shape part = block;
-        part[map.dim()] = layout[a].map().owned(r, size, block).size();
+        part[map.dim()] = layout[a].map().owned_size(r, size, block);
         if (std::find(cut.begin(), cut.end(), part) == cut.end()) cut.push_back(part);
       }
     blocks = std::move(cut);
   }
   for (const Shape& block : blocks) {
     try {
-      map.owned(0, layout.mesh()->size(axis), block);
+      map.owned_size(0, layout.mesh()->size(axis), block);
     } catch (const PlacementError&) {
       does_not_fit(layout, global, axis, str("does not fit a block of ", block[map.dim()], " that the axes before it ",
                                              "leave of dimension ", map.dim()));
@@ -156,9 +222,9 @@ void check_further_cut(const Layout& layout, const Shape& global, int axis) {
   }
 }
 
-// Walks the axes in order; each shard cuts what the axes before it have left.
+// Walks the axes in order; each shard cuts what the axes before it have left. Returns what the last one leaves.
 template <class F>
-void for_each_cut(const Layout& layout, const Shape& global, const int* coordinates, F&& f) {
+Shape for_each_cut(const Layout& layout, const Shape& global, const int* coordinates, F&& f) {
   Shape shape = global;
   for (int axis = 0; axis < layout.num_axes(); ++axis) {
     const Placement& p = layout[axis];
@@ -174,23 +240,23 @@ void for_each_cut(const Layout& layout, const Shape& global, const int* coordina
       cut_before = cut_before || layout[before].map().dim() == p.map().dim();
     }
     if (cut_before) check_further_cut(layout, global, axis);
-    const Interval own = p.map().owned(at, size, shape);
-    if (flat) shape = Shape{own.size()};
-    else shape[p.map().dim()] = own.size();
-    f(p.map(), own, shape);
+    f(p.map(), at, size, shape);
+    const int64_t own = p.map().owned_size(at, size, shape);
+    if (flat) shape = Shape{own};
+    else shape[p.map().dim()] = own;
   }
+  return shape;
 }
 }  // namespace
 
 Shape Layout::local_shape(const Shape& global, const int* coordinates) const {
-  Shape out = global;
-  for_each_cut(*this, global, coordinates, [&](const OwnershipMap&, Interval, const Shape& shape) { out = shape; });
-  return out;
+  return for_each_cut(*this, global, coordinates, [](const OwnershipMap&, int, int, const Shape&) {});
 }
 
 Shape Layout::local_start(const Shape& global, const int* coordinates) const {
   Shape start = Shape::filled(global.rank(), 0);
-  for_each_cut(*this, global, coordinates, [&](const OwnershipMap& map, Interval own, const Shape&) {
+  for_each_cut(*this, global, coordinates, [&](const OwnershipMap& map, int at, int size, const Shape& shape) {
+    const Interval own = map.owned(at, size, shape);
     if (map.is_flat()) start = Shape{own.begin};
     else start[map.dim()] += own.begin;
   });

@@ -36,6 +36,7 @@ class OwnershipMap {
     dim,     ///< contiguous, balanced cut of one dimension in units of `granule` rows
     uneven,  ///< contiguous cut of one dimension with given sizes per rank, times `granule`
     flat,    ///< contiguous cut of the flat index: rank r owns [r·chunk − offset, (r+1)·chunk − offset)
+    parts,   ///< one dimension that is several parts side by side, each cut: rank r owns its share of each part
   };
   OwnershipMap() = default;
 
@@ -46,21 +47,32 @@ class OwnershipMap {
   /// A cut of the row-major flat index in equal chunks, seen from a tensor that starts `offset` elements into the
   /// buffer that is cut (a parameter inside its unit).
   static OwnershipMap flat(int64_t chunk, int64_t offset = 0);
+  /// Dimension `dim` is parts of these sizes, one after another (queries, keys and values of one projection), and each is
+  /// cut as one of `units` rows of sizes[i]/units elements would be: rank r of n owns units [units·r/n, units·(r+1)/n) of
+  /// each part. What it holds is those shares, one after another. Throws PlacementError for a size that is no multiple.
+  static OwnershipMap parts(int dim, const std::vector<int64_t>& sizes, int64_t units);
 
   Kind kind() const { return kind_; }
   bool is_flat() const { return kind_ == Kind::flat; }
+  bool is_parts() const { return kind_ == Kind::parts; }
   int dim() const { return dim_; }            ///< −1 for flat
-  int64_t granule() const { return granule_; }
+  int64_t granule() const { return granule_; }  ///< of parts: their units
+  const std::vector<int64_t>& sizes() const { return *sizes_; }  ///< of uneven and parts
   int64_t chunk() const { return granule_; }  ///< of flat
   int64_t offset() const { return offset_; }  ///< of flat
   /// The same cut seen on dimension `dim` whose rows are `factor` of the old ones (reshape, transpose).
   OwnershipMap moved_to(int dim, int64_t factor_numerator = 1, int64_t factor_denominator = 1) const;
 
-  /// Rows of `dim` (or, for flat, flat positions) that `rank` of `ranks` owns of a tensor of this global shape.
+  /// Rows of `dim` (or, for flat, flat positions) that `rank` of `ranks` owns of a tensor of this global shape. Throws
+  /// PlacementError for a cut of parts, which are not one interval.
   Interval owned(int rank, int ranks, const Shape& global) const;
+  /// The same of any map: one interval, or one for each part.
+  std::vector<Interval> owned_intervals(int rank, int ranks, const Shape& global) const;
+  /// How many they are.
+  int64_t owned_size(int rank, int ranks, const Shape& global) const;
 
   bool operator==(const OwnershipMap&) const = default;
-  std::string to_string() const;  ///< "0", "0 uneven", "flat"
+  std::string to_string() const;  ///< "0", "0 uneven", "flat", "0 parts"
 
  private:
   Kind kind_ = Kind::dim;
@@ -68,6 +80,7 @@ class OwnershipMap {
   int64_t granule_ = 1;                          // or chunk
   int64_t offset_ = 0;
   const std::vector<int64_t>* sizes_ = nullptr;  // interned: equal sizes, equal pointer
+  void check_fits(int ranks, const Shape& global) const;
 };
 
 class Placement {
@@ -121,7 +134,8 @@ class Layout {
 
   /// The sizes this rank holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape.
   Shape local_shape(const Shape& global) const;
-  /// Where the local block of a tensor cut along dimensions starts in the global tensor.
+  /// Where the local block of a tensor cut along dimensions starts in the global tensor; PlacementError for a cut of
+  /// parts, which is no block.
   Shape local_start(const Shape& global) const;
   /// The same for any rank, by its coordinates on the mesh.
   Shape local_shape(const Shape& global, const int* coordinates) const;

@@ -110,7 +110,7 @@ std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
   for (size_t i = 0; i < b.leaves.size(); ++i) {
     const int64_t offset = b.layout.offsets[i], n = leaves_[b.leaves[i]].shape.numel();
     const int64_t begin = std::max(offset, mine.begin), end = std::min(offset + n, mine.end);
-    if (begin < end) out.push_back({b.leaves[i], {begin - offset, end - offset}, begin - mine.begin});
+    if (begin < end) out.push_back({b.leaves[i], Runs::of({begin - offset, end - offset}), begin - mine.begin});
   }
   return out;
 }

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/runs.h"
 #include "sheaf/distributed/gather_schedule.h"
 
 namespace sheaf {
@@ -65,10 +66,10 @@ struct FlatBuffer {
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
 };
 
-/// The part of a parameter that this rank holds: elements [begin, end) of its row-major flat index.
+/// Elements of a parameter that this rank holds, side by side. Of a parameter it may hold several such pieces, or none.
 struct LocalPiece {
   int leaf;
-  Interval interval;
+  Runs runs;             ///< of the parameter's row-major flat index
   int64_t shard_offset;  ///< elements, inside the rank's slice of the buffer
 };
 

@@ -94,9 +94,9 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
     char* data = b.shard.view().as<char>();
     for (const LocalPiece& piece : unit->pieces(b)) {
       const Parameter& p = node.leaves[piece.leaf];
-      fill(device, p.init(), key_of(p.name(), seed), p.numel(), piece.interval.begin,
+      fill(device, p.init(), key_of(p.name(), seed), p.numel(), piece.runs.begin,
            View::dense(data + piece.shard_offset * static_cast<int64_t>(size_of(b.dtype)), b.dtype,
-                       {piece.interval.size()}));
+                       {piece.runs.numel()}));
     }
   }
 }

@@ -164,7 +164,7 @@ void assign(const nn::Parameter& p, const Tensor& whole) {
   for (const LocalPiece& piece : unit.pieces(b))
     if (piece.leaf == p.index())
       transfer(b.shard.device(), b.shard.view().as<char>() + piece.shard_offset * size, dense.device(),
-               dense.view().as<char>() + piece.interval.begin * size, static_cast<size_t>(piece.interval.size() * size));
+               dense.view().as<char>() + piece.runs.begin * size, static_cast<size_t>(piece.runs.numel() * size));
 }
 
 void assign(const nn::Buffer& b, const Tensor& whole) {

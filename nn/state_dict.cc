@@ -24,7 +24,7 @@ void append_pieces(const Unit& unit, const FlatBuffer& b, const Tensor& values, 
   for (const LocalPiece& piece : unit.pieces(b))
     for (size_t i = 0; i < b.leaves.size(); ++i) {
       if (b.leaves[i] != piece.leaf) continue;
-      out[first + i].interval = piece.interval;
+      out[first + i].interval = piece.runs[0];
       out[first + i].data = data + piece.shard_offset * static_cast<int64_t>(size_of(values.dtype()));
     }
 }

@@ -14,9 +14,9 @@ Tensor segments_of(const Unit& unit, const FlatBuffer& b, const std::vector<bool
   std::vector<LocalPiece> pieces = unit.pieces(b);
   std::ranges::sort(pieces, {}, &LocalPiece::shard_offset);  // kernels search them
   for (const LocalPiece& piece : pieces) {
-    if (piece.interval.size() == 0) continue;
+    if (piece.runs.numel() == 0) continue;
     values.push_back(piece.shard_offset);
-    values.push_back(piece.shard_offset + piece.interval.size());
+    values.push_back(piece.shard_offset + piece.runs.numel());
     values.push_back(decays[piece.leaf]);
   }
   const Shape shape{static_cast<int64_t>(values.size()) / 3, 3};

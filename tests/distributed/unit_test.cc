@@ -45,9 +45,9 @@ struct Chain {
     unit.allocate(Device::cpu());
     for (FlatBuffer& b : unit.buffers())
       for (const LocalPiece& p : unit.pieces(b))
-        for (int64_t i = 0; i < p.interval.size(); ++i)
+        for (int64_t i = 0; i < p.runs.numel(); ++i)
           b.shard.view().as<float>()[p.shard_offset + i] =
-              0.3f + 0.01f * static_cast<float>((p.interval.begin + i) * (p.leaf + 2) % 17);
+              0.3f + 0.01f * static_cast<float>(p.runs.at(i) * (p.leaf + 2) % 17);
   }
   Tensor forward(Tensor x) {
     root->enter();
@@ -89,8 +89,8 @@ Gradients gradients(int world, Strategy strategy, int depth) {
         for (const LocalPiece& p : u->pieces(b)) {
           auto& whole = all[u->leaves()[p.leaf].name];
           whole.resize(u->leaves()[p.leaf].shape.numel());
-          for (int64_t i = 0; i < p.interval.size(); ++i)
-            whole[p.interval.begin + i] = b.grad.view().as<float>()[p.shard_offset + i];
+          for (int64_t i = 0; i < p.runs.numel(); ++i)
+            whole[p.runs.at(i)] = b.grad.view().as<float>()[p.shard_offset + i];
         }
   }, {.threads_per_rank = 1});
   return all;

@@ -62,9 +62,9 @@ void set_gradients(Net& net, int64_t step) {
       if (!b.trainable) continue;
       b.grad = full_like(b.shard, 0.0);
       for (const LocalPiece& piece : unit->pieces(b))
-        for (int64_t i = 0; i < piece.interval.size(); ++i) {
+        for (int64_t i = 0; i < piece.runs.numel(); ++i) {
           const Key key = key_of(unit->leaves()[piece.leaf].name, static_cast<uint64_t>(step));
-          const auto h = static_cast<double>(random_u32(key, piece.interval.begin + i));
+          const auto h = static_cast<double>(random_u32(key, piece.runs.at(i)));
           b.grad.view().as<float>()[piece.shard_offset + i] = static_cast<float>(h / 4e9 - 0.5);
         }
     }

@@ -35,8 +35,8 @@ class Whole {
           std::vector<bool>& known = known_[leaf.name];
           whole.resize(leaf.shape.numel());
           known.resize(whole.size());
-          for (int64_t i = 0; i < piece.interval.size(); ++i) {
-            const int64_t at = piece.interval.begin + i;
+          for (int64_t i = 0; i < piece.runs.numel(); ++i) {
+            const int64_t at = piece.runs.at(i);
             const double value = local[piece.shard_offset + i];
             whole[at] = known[at] && whole[at] != value ? NAN : value;
             known[at] = true;

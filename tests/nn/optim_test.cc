@@ -163,9 +163,9 @@ void set_gradients(TinyModel& m) {
     for (FlatBuffer& b : unit->buffers()) {
       b.grad = full_like(b.shard, 0.0);
       for (const LocalPiece& piece : unit->pieces(b))
-        for (int64_t i = 0; i < piece.interval.size(); ++i) {
+        for (int64_t i = 0; i < piece.runs.numel(); ++i) {
           const auto h = static_cast<double>(
-              random_u32(key_of(unit->leaves()[piece.leaf].name, 1), piece.interval.begin + i));
+              random_u32(key_of(unit->leaves()[piece.leaf].name, 1), piece.runs.at(i)));
           b.grad.view().as<float>()[piece.shard_offset + i] = static_cast<float>(std::ldexp(h - 2e9, -30));
         }
     }
