@@ -19,9 +19,11 @@ Strategy strategy_from(std::string_view text) {
   if (text == "hybrid")
     fail<ConfigError>("[shard] strategy 'hybrid' is full_shard (or another that shards) on one axis of a mesh and replicas on ",
                       "another: ShardOptions::replica_axis, --sharding.replicas");
-  for (std::string_view later : {"secondary_shard", "tensor_parallel"})
-    if (text == later)
-      fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op, zero1 and replicate are");
+  if (text == "tensor_parallel")
+    fail<ConfigError>("[shard] strategy '", text, "' is a tensor axis of the mesh beside one of the strategies full_shard, "
+                      "shard_grad_op, zero1 and replicate: ShardOptions::tensor_axis, --sharding.tensor");
+  if (text == "secondary_shard")
+    fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op, zero1 and replicate are");
   fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, zero1, replicate");
 }
 
@@ -38,14 +40,14 @@ FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
 }
 
 Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
-           std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute)
-    : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(mesh), axis_(axis),
+           std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute, int tensor_axis)
+    : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(mesh), axis_(axis), tensor_axis_(mesh ? tensor_axis : -1),
       strategy_(mesh ? strategy : Strategy::none), schedule_(std::move(schedule)) {
   where_.resize(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) {
     const LeafSpec& leaf = leaves_[i];
     auto it = std::find_if(buffers_.begin(), buffers_.end(), [&](const FlatBuffer& b) {
-      return b.dtype == leaf.dtype && b.trainable == leaf.trainable;
+      return b.dtype == leaf.dtype && b.trainable == leaf.trainable && b.cut == is_cut(i);
     });
     if (it == buffers_.end()) {
       buffers_.push_back({});
@@ -53,15 +55,27 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
       it->dtype = leaf.dtype;
       it->compute = compute.value_or(leaf.dtype);
       it->trainable = leaf.trainable;
+      it->cut = is_cut(i);
     }
     where_[i] = {static_cast<int>(it - buffers_.begin()), static_cast<int>(it->leaves.size())};
     it->leaves.push_back(i);
   }
   for (FlatBuffer& b : buffers_) {
     std::vector<Shape> shapes;
-    for (int i : b.leaves) shapes.push_back(leaves_[i].shape);
+    for (int i : b.leaves) {
+      shapes.push_back(leaves_[i].shape);
+      for (int rank = 0; b.cut && rank < mesh_->size(tensor_axis_); ++rank) {
+        const Shape block = block_shape(i, rank);
+        if (rank == 0 || block.numel() > shapes.back().numel()) shapes.back() = block;
+        if (block.numel() == 0)
+          fail<ConfigError>("[shard] '", leaves_[i].name, "' ", leaves_[i].shape, ": cut as ", Placement::shard(*leaves_[i].cut),
+                            " over the ", mesh_->size(tensor_axis_), " ranks of tensor axis '", mesh_->name(tensor_axis_),
+                            "' it leaves rank ", rank, " nothing");
+      }
+    }
     b.layout = FlatLayout::of(shapes, mesh_ ? mesh_->size(axis_) : 1);
     b.name = path_label(name_);
+    if (b.cut) b.name += " cut";
     if (!b.trainable) b.name += " frozen";
     if (buffers_.size() > 1 && b.dtype != kF32) b.name += str(" ", b.dtype);
   }
@@ -72,28 +86,45 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
 
 Unit::~Unit() { schedule_->remove(this); }
 
-Layout Unit::resting(const Placement& p) const {
-  return mesh_ ? Layout(mesh_, Placement::invariant()).with(axis_, p) : Layout();
+Shape Unit::block_shape(int leaf, int rank) const {
+  Shape shape = leaves_[leaf].shape;
+  if (!is_cut(leaf)) return shape;
+  const OwnershipMap& map = *leaves_[leaf].cut;
+  shape[map.dim()] = map.owned_size(rank, mesh_->size(tensor_axis_), shape);
+  return shape;
+}
+
+Layout Unit::resting(const FlatBuffer& b) const {
+  if (!mesh_) return {};
+  Layout l(mesh_, Placement::invariant());
+  if (b.cut) l[tensor_axis_] = Placement::shard(0);
+  if (shards()) l[axis_] = b.cut ? Placement::shard(1) : Placement::shard(OwnershipMap::flat(b.layout.chunk));
+  return l;
+}
+
+Layout Unit::whole(const FlatBuffer& b) const {
+  if (!mesh_) return {};
+  return b.cut ? Layout(mesh_).with(tensor_axis_, Placement::shard(0)) : Layout(mesh_);
+}
+
+Layout Unit::value_layout(int leaf) const {
+  if (!mesh_) return {};
+  return is_cut(leaf) ? Layout(mesh_).with(tensor_axis_, Placement::shard(*leaves_[leaf].cut)) : Layout(mesh_);
+}
+
+Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const {
+  const int64_t n = b.layout.total;
+  return {dtype, b.cut ? Shape{mesh_->size(tensor_axis_), n} : Shape{n}, layout};
 }
 
 // In the masters' dtype, of the dual placement of what is gathered.
-Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole()).dual(); }
-Type Unit::slot_type(int leaf) const { return leaf_in(leaf, leaves_[leaf].dtype, whole()).dual(); }
-
-Type Unit::leaf_type(int leaf) const {
-  const DType dtype = leaves_[leaf].dtype;
-  if (!shards()) return leaf_in(leaf, dtype, resting(Placement::invariant()));
-  const auto [b, position] = where_[leaf];
-  const FlatLayout& l = buffers_[b].layout;
-  return leaf_in(leaf, dtype, resting(Placement::shard(OwnershipMap::flat(l.chunk, l.offsets[position]))));
-}
+Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
+Type Unit::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dtype).dual(); }
 
 void Unit::allocate(Device device) {
   const DeviceScope scope(device);
   for (FlatBuffer& b : buffers_) {
-    const Placement rest = shards()
-                               ? Placement::shard(OwnershipMap::flat(b.layout.chunk)) : Placement::invariant();
-    const OutputSpec spec{buffer_type(b, b.dtype, resting(rest)), {}, -1, 0};
+    const OutputSpec spec{buffer_type(b, b.dtype, resting(b)), {}, -1, 0};
     b.shard = gathers() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
                         : full_of(spec.type, 0.0);
   }
@@ -102,15 +133,26 @@ void Unit::allocate(Device device) {
 
 std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
   std::vector<LocalPiece> out;
-  const Interval mine = b.shard ? b.shard.layout().mesh() && b.shard.layout()[axis_].is_shard()
-                                      ? b.shard.layout()[axis_].map().owned(
-                                            RankContext::current().coordinate(mesh_, axis_), mesh_->size(axis_), b.shard.shape())
-                                      : Interval{0, b.layout.total}
-                                : Interval{};
+  if (!b.shard) return out;
+  const RankContext& context = RankContext::current();
+  Interval mine{0, b.layout.total};
+  if (shards() && mesh_)
+    mine = b.shard.layout()[axis_].map().owned(context.coordinate(mesh_, axis_), mesh_->size(axis_), b.shard.shape());
+  const int rank = b.cut ? context.coordinate(mesh_, tensor_axis_) : 0;
   for (size_t i = 0; i < b.leaves.size(); ++i) {
-    const int64_t offset = b.layout.offsets[i], n = leaves_[b.leaves[i]].shape.numel();
-    const int64_t begin = std::max(offset, mine.begin), end = std::min(offset + n, mine.end);
-    if (begin < end) out.push_back({b.leaves[i], Runs::of({begin - offset, end - offset}), begin - mine.begin});
+    const int leaf = b.leaves[i];
+    const int64_t offset = b.layout.offsets[i];
+    const Interval here{std::max(offset, mine.begin) - offset,  // of this rank's block of the leaf
+                        std::min(offset + block_shape(leaf, rank).numel(), mine.end) - offset};
+    const int64_t start = offset - mine.begin;
+    if (here.size() <= 0) continue;
+    if (!b.cut) {
+      out.push_back({leaf, Runs::of(here), start + here.begin});
+      continue;
+    }
+    const LeafSpec& spec = leaves_[leaf];
+    for (const auto& [runs, at] : runs_of(*spec.cut, rank, mesh_->size(tensor_axis_), spec.shape, here))
+      out.push_back({leaf, runs, start + at});
   }
   return out;
 }
@@ -198,7 +240,7 @@ std::vector<Tensor> Unit::to_gather() const {
   if (gathers() && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
     std::vector<OutputSpec> specs;
     for (const FlatBuffer& b : buffers_)
-      specs.push_back({buffer_type(b, b.dtype, whole().with(axis_, b.shard.layout()[axis_])), b.shard, -1, 0});
+      specs.push_back({buffer_type(b, b.dtype, whole(b).with(axis_, b.shard.layout()[axis_])), b.shard, -1, 0});
     const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
     const Tensors opened = apply_typed(UnitOps::open(), &attrs, out, specs);
     out.assign(opened.begin(), opened.end());
@@ -214,11 +256,11 @@ std::vector<Tensor> Unit::to_gather() const {
 
 std::vector<OutputSpec> Unit::gathered_specs() const {
   std::vector<OutputSpec> specs;
-  for (const FlatBuffer& b : buffers_) specs.push_back({buffer_type(b, b.compute, whole()), {}, -1, 0});
+  for (const FlatBuffer& b : buffers_) specs.push_back({buffer_type(b, b.compute, whole(b)), {}, -1, 0});
   for (int i = 0; i < num_leaves(); ++i) {
     const auto [b, position] = where_[i];
     const DType dtype = buffers_[b].compute;
-    specs.push_back({leaf_in(i, dtype, whole()), {}, b,
+    specs.push_back({value_type(i, dtype), {}, b,
                      buffers_[b].layout.offsets[position] * static_cast<int64_t>(size_of(dtype))});
   }
   return specs;

@@ -9,6 +9,9 @@
 // zero1 keeps what is gathered, and the slots, from one micro-batch to the next: one all_gather and one reduce_scatter a
 // step. On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the
 // slice that the step's last reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
+// Along a tensor axis that is so for parameters that it does not cut. Of the others a rank has its block, which is never
+// gathered along that axis nor reduced: [ranks of the axis, elements of a block], Shard(0) there and Shard(1) on the
+// unit's own axis.
 //
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
 // into the reduce-scatter's input. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
@@ -41,6 +44,7 @@ struct LeafSpec {
   Shape shape;
   DType dtype = kF32;
   bool trainable = true;
+  std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: it is whole there
 };
 
 /// Where each parameter lies in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can
@@ -53,15 +57,18 @@ struct FlatLayout {
   static FlatLayout of(const std::vector<Shape>& shapes, int ranks);
 };
 
-/// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen.
+/// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen, all cut along the tensor
+/// axis or none. Of cut ones `layout` has room for the largest block; a smaller one leaves padding.
 struct FlatBuffer {
   std::string name;
   DType dtype = kF32;       ///< of the master values, and of gradients and what is reduced
   DType compute = kF32;     ///< of the values that are gathered for compute
   bool trainable = true;
+  bool cut = false;         ///< its leaves are, along the unit's tensor axis
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
-  Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant
+  Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant.
+                            ///< Of cut leaves [ranks, total], Shard(0) on the tensor axis and Shard(1) or Invariant
   Tensor grad;              ///< of the same type; undefined until it was reduced, see reduce_waiting()
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
 };
@@ -76,11 +83,12 @@ struct LocalPiece {
 /// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
 class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
  public:
-  /// `mesh` may be null (Strategy::none). `strategy` is about `axis`; along the others the masters are replicated.
-  /// `schedule` is shared by the units of one model. `compute`, if given, is what the masters are cast to before they are
-  /// gathered; gradients and their reduction stay in the masters' dtype.
+  /// `mesh` may be null (Strategy::none). `strategy` is about `axis`; along the others the masters are replicated, but for
+  /// leaves that `tensor_axis` cuts (-1: there is none). `schedule` is shared by the units of one model. `compute`, if
+  /// given, is what the masters are cast to before they are gathered; gradients and their reduction stay in the masters'
+  /// dtype. Throws ConfigError for a cut that leaves a rank nothing.
   Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
-       std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute = std::nullopt);
+       std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute = std::nullopt, int tensor_axis = -1);
   ~Unit() override;
 
   // --- a module's scope ---
@@ -106,8 +114,6 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<FlatBuffer>& buffers() { return buffers_; }
   const std::vector<LeafSpec>& leaves() const { return leaves_; }
   std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const;
-  /// The parameter's resting type: its placement as a cut of the unit's buffer.
-  Type leaf_type(int index) const;
   void zero_grad();
   /// Issues the reduction of gradients that wait for it (zero1, replicas); complete_reduction() ends it.
   void reduce_waiting();
@@ -115,6 +121,10 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Strategy strategy() const { return strategy_; }
   const MeshSpec* mesh() const { return mesh_; }
   int axis() const { return axis_; }
+  /// The mesh axis that cuts this leaf, or -1.
+  int cut_axis(int index) const { return is_cut(index) ? tensor_axis_ : -1; }
+  /// The type of the leaf's value in compute: Replicate but where it is cut.
+  Type value_type(int index, DType dtype) const { return {dtype, leaves_[index].shape, value_layout(index)}; }
   const std::shared_ptr<GatherSchedule>& schedule() const { return schedule_; }
 
   // --- for the schedule ---
@@ -148,12 +158,15 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   /// Nobody to talk to along this axis.
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
-  /// Of masters: `p` on the unit's axis, Invariant on others.
-  Layout resting(const Placement& p) const;
-  /// Of what enters compute: Replicate on every axis.
-  Layout whole() const { return mesh_ ? Layout(mesh_) : Layout(); }
-  Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const { return {dtype, {b.layout.total}, layout}; }
-  Type leaf_in(int leaf, DType dtype, const Layout& layout) const { return {dtype, leaves_[leaf].shape, layout}; }
+  bool is_cut(int leaf) const { return tensor_axis_ >= 0 && leaves_[leaf].cut; }
+  /// How many elements of a leaf `rank` of the tensor axis has.
+  Shape block_shape(int leaf, int rank) const;
+  /// Of masters: cut as the strategy says on the unit's axis, Invariant on others.
+  Layout resting(const FlatBuffer& b) const;
+  /// Of what enters compute: Replicate on every axis, but where leaves are cut.
+  Layout whole(const FlatBuffer& b) const;
+  Layout value_layout(int leaf) const;
+  Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const;
   Type slots_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
   /// The masters as they are gathered, and the types of the buffers and of the values in them.
@@ -165,8 +178,10 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<Tensor> masters_or_casts();
   void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
-  /// Whether the model is replicated along further axes.
-  bool replicated() const { return mesh_ && mesh_->num_ranks() > mesh_->size(axis_); }
+  /// Whether gradients of these leaves are sums over ranks of this axis: not where each has its own block.
+  bool sums_along(const FlatBuffer& b, int axis) const { return !b.cut || axis != tensor_axis_; }
+  /// Whether gradients are summed over several ranks along further axes.
+  bool sums_further() const;
   int axis_after(int axis) const;
   void add_to_waiting(std::vector<Tensor> gradients);
   void leaf_waiting();
@@ -179,7 +194,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<std::pair<int, int>> where_;  // leaf → (buffer, position in it)
   std::vector<FlatBuffer> buffers_;
   const MeshSpec* mesh_;
-  int axis_;
+  int axis_, tensor_axis_;
   Strategy strategy_;
   std::shared_ptr<GatherSchedule> schedule_;
   bool allocated_ = false;

@@ -107,20 +107,25 @@ void Unit::reduce_waiting_along(int axis) {
 // added up, and only the last one's backward, or who asks first, takes them along the other axes: these cross hosts.
 void Unit::reduce_along(int axis) {
   const bool own = axis == axis_;
-  const std::vector<Tensor> from = own ? reduction_.lent : reduction_.values;
+  if (own) reduction_.values = reduction_.lent;
+  std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
+  std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
   size_t k = 0;
   for (const FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
-    const Tensor& t = from[k++];
+    const Tensor& t = reduction_.values[k++];
+    if (!sums_along(b, axis)) continue;
     Type type = t.type();
     if (mesh_) type.layout[axis] = b.shard.layout()[axis];
+    from.push_back(t);
     specs.push_back({type, own && gathers() ? Tensor() : t, -1, 0});
+    which.push_back(k - 1);
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
   const OpDef& op = alone(axis) ? UnitOps::open() : own && gathers() ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
   const Tensors reduced = apply_typed(op, &attrs, from, specs);
-  reduction_.values.assign(reduced.begin(), reduced.end());
+  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = reduced[i];
   reduction_.along = axis;
   if (alone(axis)) advance_reduction();
 }
@@ -139,7 +144,7 @@ void Unit::advance_reduction() {
   reduction_.lent.clear();
   const int next = axis_after(along);
   if (next < 0) return keep_gradient();
-  if (along == axis_ && replicated()) {
+  if (along == axis_ && sums_further()) {
     add_to_waiting(std::exchange(reduction_.values, {}));
     if (reduction_.to_the_end) reduce_waiting_along(next);
   } else {
@@ -147,11 +152,18 @@ void Unit::advance_reduction() {
   }
 }
 
-// The axes in the order of reduction: the unit's own, then the others; -1 after the last.
+// The axes in the order of reduction: the unit's own, then the others along which something is a sum; -1 after the last.
 int Unit::axis_after(int axis) const {
-  int next = axis == axis_ ? 0 : axis + 1;
-  if (next == axis_) ++next;
-  return mesh_ && next < mesh_->num_axes() ? next : -1;
+  for (int next = axis == axis_ ? 0 : axis + 1; mesh_ && next < mesh_->num_axes(); ++next)
+    if (next != axis_ && std::ranges::any_of(buffers_, [&](const FlatBuffer& b) { return b.trainable && sums_along(b, next); }))
+      return next;
+  return -1;
+}
+
+bool Unit::sums_further() const {
+  for (int a = axis_after(axis_); a >= 0; a = axis_after(a))
+    if (!alone(a)) return true;
+  return false;
 }
 
 void Unit::complete_reduction() {

@@ -9,9 +9,11 @@ namespace sheaf::models {
 StepInputs::StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars)
     : scalar_count_(scalars), seed_(config.train.seed) {
   const int64_t rows = config.train.batch, parts = config.train.micro_batches;
+  Layout layout(mesh.spec, Placement::shard(0));
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
   for (int64_t i = 0; i < parts; ++i)
-    samples_.push_back(Type{kI32, {rows * (i + 1) / parts - rows * i / parts, config.model.context},
-                            Layout(mesh.spec, Placement::shard(0))});
+    samples_.push_back(Type{kI32, {rows * (i + 1) / parts - rows * i / parts, config.model.context}, layout});
   there_ = make(device);
   here_ = device.is_cuda() ? make(Device::cpu()) : there_;
 }
@@ -44,11 +46,8 @@ StepInputs::Block StepInputs::make(Device device) const {
 
 void StepInputs::write_samples(int64_t first, const FillBatch& fill) {
   for (const MicroBatch& part : here_.micro_batches) {
-    const Type& type = part.tokens.type();
-    if (const int64_t mine = part.tokens.local_shape()[0]; mine > 0)
-      fill(first + type.layout.local_start(type.shape)[0], mine, part.tokens.view().as<int32_t>(),
-           part.targets.view().as<int32_t>());
-    first += type.shape[0];
+    fill_block(first, fill, part.tokens, part.targets);
+    first += part.tokens.size(0);
   }
 }
 

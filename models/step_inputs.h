@@ -3,26 +3,24 @@
 // captured finds the next one's.
 #pragma once
 
-#include <functional>
 #include <vector>
 
 #include "sheaf/core/tensor.h"
 #include "sheaf/distributed/device_mesh.h"
+#include "sheaf/models/sample_block.h"
 #include "sheaf/models/train_config.h"
 
 namespace sheaf::models {
 
-/// Writes samples [first, first + count) of the run: inputs and targets, each [count, context].
-using FillBatch = std::function<void(int64_t first, int64_t count, int32_t* inputs, int32_t* targets)>;
-
 class StepInputs {
  public:
   struct MicroBatch {
-    Tensor tokens, targets;  ///< i32 [rows, context], this rank's rows
+    Tensor tokens, targets;  ///< i32 [rows, context], this rank's block
     Tensor random_state;     ///< i64 [3]: see Recording::random_state
   };
 
-  /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers.
+  /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers. All axes of the mesh cut the rows,
+  /// but for "model", which cuts the sequences.
   StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars);
 
   /// Samples [first, first + batch) of the run, by micro-batch.

@@ -4,6 +4,7 @@
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/models/sample_block.h"
 
 namespace sheaf::models {
 
@@ -19,13 +20,20 @@ TokenStream::TokenStream(Tokens tokens, const TokenStreamOptions& options, const
     batch *= mesh.spec->size(axis);
     layout[axis] = Placement::shard(0);
   }
+  if (!options.sequence_axis.empty()) {
+    const int axis = mesh.spec->axis(options.sequence_axis);
+    check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", options.sequence_axis, "' cuts the batch already");
+    layout[axis] = Placement::shard(1);
+  }
   type_ = {kI32, {batch, options.context}, layout};
 }
 
 TokenBatch TokenStream::batch(int64_t step) const {
   TokenBatch batch{Tensor::empty(type_), Tensor::empty(type_), step * type_.shape[0]};
-  windows_.fill(batch.first_sample + type_.layout.local_start(type_.shape)[0], type_.local_shape()[0],
-                batch.tokens.view().as<int32_t>(), batch.targets.view().as<int32_t>());
+  const auto fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
+    windows_.fill(first, count, inputs, targets);
+  };
+  fill_block(batch.first_sample, fill, batch.tokens, batch.targets);
   const Device device = RankContext::current().device;
   return {batch.tokens.to(device), batch.targets.to(device), batch.first_sample};
 }

@@ -1,4 +1,4 @@
-// TokenStream: batches of a token sequence as tensors, cut over the ranks of a mesh axis, or of two.
+// TokenStream: batches of a token sequence as tensors, cut over the axes of a mesh.
 #pragma once
 
 #include <string>
@@ -15,10 +15,12 @@ struct TokenStreamOptions {
   uint64_t seed = 0;            ///< of the order of samples
   std::string axis = "data";    ///< of the mesh, that cuts the batch
   std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
+  std::string sequence_axis = "";  ///< that cuts each sequence: the tensor axis of ShardOptions; "": none
 };
 
 struct TokenBatch {
-  Tensor tokens, targets;    ///< i32[B, T], Shard(0), on the rank's device; targets are the tokens one further
+  Tensor tokens, targets;    ///< i32[B, T], Shard(0), on the sequence axis Shard(1), on the rank's device; targets are the
+                             ///< tokens one further
   int64_t first_sample = 0;  ///< global index of the batch's first sample: a recording keys dropout by it
 };
 

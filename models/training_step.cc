@@ -21,6 +21,7 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   ShardOptions options;
   options.axis = "data";
   if (config.sharding.replicas > 1) options.replica_axis = "replica";
+  if (config.sharding.tensor > 1) options.tensor_axis = "model";
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
   if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
@@ -32,17 +33,25 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   return options;
 }
 
-// Ranks of one group are neighbours: what moves most moves between GPUs of one host.
+// Ranks that share a layer are neighbours, then those that share the model: what moves most moves between GPUs of one host.
 Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int ranks = world.size();
-  if (sharding.replicas == 1) return world.mesh({{"data", ranks}});
-  if (sharding.strategy == "replicate")
+  if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
-  if (sharding.replicas < 1 || ranks % sharding.replicas != 0)
-    fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": ", ranks, ranks == 1 ? " rank cannot" : " ranks cannot",
-                      " be divided into as many equal groups");
-  const auto replicas = static_cast<int>(sharding.replicas);
-  return world.mesh({{"replica", replicas}, {"data", ranks / replicas}});
+  int rest = ranks;  // for "data"
+  const auto divide = [&](const char* key, int64_t by, const char* into) {
+    if (by < 1 || rest % by != 0)
+      fail<ConfigError>("[train] ", key, " ", by, ": ", rest, rest == 1 ? " rank cannot" : " ranks cannot", " be divided into ",
+                        into, rest == ranks ? "" : str("; all ", ranks, " are for sharding.replicas times sharding.tensor"));
+    rest /= static_cast<int>(by);
+    return static_cast<int>(by);
+  };
+  std::vector<MeshSpec::Axis> axes;
+  if (sharding.replicas != 1) axes.push_back({"replica", divide("sharding.replicas", sharding.replicas, "as many equal groups")});
+  const int tensor = divide("sharding.tensor", sharding.tensor, "groups of so many");
+  axes.push_back({"data", rest});
+  if (tensor != 1) axes.push_back({"model", tensor});
+  return world.mesh(axes);
 }
 
 void check_graph(Device device, const Mesh& mesh) {

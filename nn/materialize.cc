@@ -65,9 +65,13 @@ struct Survey : nn::Visitor {
   }
 };
 
-/// Values [begin, ...) of the flat index of a leaf, into `out`.
-void fill(Device device, const nn::Init& init, Key key, int64_t numel, int64_t begin, const View& out) {
-  const kernels::GlobalIndex where{{numel}, {begin}};
+/// The values of a leaf of `numel` elements at these runs of its flat index, into `data`.
+void fill(Device device, const nn::Init& init, Key key, int64_t numel, const Runs& runs, void* data, DType dtype) {
+  const bool rows = !runs.is_interval();
+  const kernels::GlobalIndex where =
+      rows ? kernels::GlobalIndex{{numel / runs.stride, runs.stride}, {runs.begin / runs.stride, runs.begin % runs.stride}}
+           : kernels::GlobalIndex{{numel}, {runs.begin}};
+  const View out = View::dense(data, dtype, rows ? Shape{runs.count, runs.size} : Shape{runs.size});
   const Stream stream = RankContext::current().stream(device);
   switch (init.kind) {
     case nn::Init::Kind::constant: SHEAF_ON_DEVICE(stream, fill, out, init.value); break;
@@ -79,10 +83,10 @@ void fill(Device device, const nn::Init& init, Key key, int64_t numel, int64_t b
 void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, Device device, uint64_t seed) {
   const auto mark = ModuleAccess::mark(*node.module);
   std::vector<LeafSpec> specs;
-  for (const Parameter& p : node.leaves) specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable()});
+  for (const Parameter& p : node.leaves) specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut()});
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), mark ? mark->mesh : nullptr, mark ? mark->axis : 0,
                                      mark ? mark->strategy : Strategy::none, schedule,
-                                     mark ? mark->compute_dtype : std::nullopt);
+                                     mark ? mark->compute_dtype : std::nullopt, mark ? mark->tensor_axis : -1);
   unit->allocate(device);
   for (size_t i = 0; i < node.leaves.size(); ++i) {
     node.leaves[i].state().unit = unit;
@@ -94,9 +98,8 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
     char* data = b.shard.view().as<char>();
     for (const LocalPiece& piece : unit->pieces(b)) {
       const Parameter& p = node.leaves[piece.leaf];
-      fill(device, p.init(), key_of(p.name(), seed), p.numel(), piece.runs.begin,
-           View::dense(data + piece.shard_offset * static_cast<int64_t>(size_of(b.dtype)), b.dtype,
-                       {piece.runs.numel()}));
+      fill(device, p.init(), key_of(p.name(), seed), p.numel(), piece.runs,
+           data + piece.shard_offset * static_cast<int64_t>(size_of(b.dtype)), b.dtype);
     }
   }
 }
@@ -127,8 +130,8 @@ void materialize(nn::Module& module, Device device, const MaterializeOptions& op
     if (options.dtype && is_floating(s.dtype)) s.dtype = *options.dtype;
     s.value = Tensor::empty({s.dtype, s.shape, {}}, device);
     if (!device.is_meta())
-      fill(device, s.init, key_of(s.name, options.seed), s.shape.numel(), 0,
-           View::dense(s.value.view().data, s.dtype, {s.shape.numel()}));
+      fill(device, s.init, key_of(s.name, options.seed), s.shape.numel(), Runs::of({0, s.shape.numel()}), s.value.view().data,
+           s.dtype);
   }
 }
 
@@ -170,6 +173,7 @@ void copy_model(Module& source, Module& target) {
     b.state().dtype = a.dtype();
     b.state().init = a.init();
     b.state().trainable = a.trainable();
+    b.state().cut = a.cut();
     if (!a.unit()) continue;
     materialized = true;
     device = a.unit()->buffers()[0].shard.device();

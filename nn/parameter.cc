@@ -58,9 +58,23 @@ void Parameter::set_init(Init init) {
   state().init = init;
 }
 
+void Parameter::set_cut(const OwnershipMap& map) {
+  if (unit()) fail<ConfigError>("[cut] '", name(), "' is materialized: its unit is laid out; cut before");
+  using Kind = OwnershipMap::Kind;
+  if (map.kind() != Kind::dim && map.kind() != Kind::parts)
+    fail<PlacementError>("[cut] ", dtype(), shape(), " by ", Placement::shard(map), ": any number of ranks must be able to "
+                         "share it, evenly along a dimension or parts of one");
+  map.owned_size(0, 1, shape());  // throws if it does not fit
+  state().cut = map;
+}
+
+int Parameter::cut_axis() const { return unit() ? unit()->cut_axis(index()) : -1; }
+
 void tie(Parameter& a, const Parameter& b) {
   if (!(a.shape() == b.shape()) || a.dtype() != b.dtype())
     fail<ShapeError>("[tie] ", a.dtype(), a.shape(), " and ", b.dtype(), b.shape(), " cannot be one parameter");
+  if (a.cut() != b.cut())
+    fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "' are cut differently along a tensor axis");
   if (a.unit() || b.unit()) fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "': tie before materialize()");
   a.state_ = b.state_;
 }
@@ -113,13 +127,21 @@ const FlatBuffer& buffer_of(const Unit& unit, int leaf, int64_t& offset) {
   fail<LifetimeError>("[unit] '", unit.name(), "' has no leaf ", leaf);
 }
 
-// Elements [offset, offset + shape) of a buffer, whole on every rank.
-Tensor whole_of(const Tensor& buffer, const Unit& unit, const Shape& shape, int64_t offset) {
-  Tensor all = buffer;
-  if (unit.mesh()) all = redistribute(buffer, buffer.layout().with(unit.axis(), Placement::invariant()));
-  all.storage()->settle();
-  return Tensor::view_into(all, {buffer.dtype(), shape, {}}, offset * static_cast<int64_t>(size_of(buffer.dtype())))
-      .clone();
+// A leaf, from its offset in a buffer of masters or gradients: whole on every rank.
+Tensor whole_of(const Tensor& buffer, const Unit& unit, int leaf, int64_t offset) {
+  const int64_t at = offset * static_cast<int64_t>(size_of(buffer.dtype()));
+  const auto view = [&](const Tensor& all, const Layout& layout) {
+    all.storage()->settle();
+    return Tensor::view_into(all, {buffer.dtype(), unit.leaves()[leaf].shape, layout}, at);
+  };
+  if (!unit.mesh()) return view(buffer, {}).clone();
+  const Layout invariant(unit.mesh(), Placement::invariant());
+  const Tensor all = redistribute(buffer, buffer.layout().with(unit.axis(), Placement::invariant()));
+  const int axis = unit.cut_axis(leaf);
+  if (axis < 0) return view(all, {}).clone();
+  const Tensor block = view(all, invariant.with(axis, Placement::shard(*unit.leaves()[leaf].cut)));
+  const Tensor whole = redistribute(block, invariant);
+  return Tensor::view_into(whole, {whole.dtype(), whole.shape(), {}}, whole.byte_offset()).clone();
 }
 
 void check_whole(const char* who, const std::string& name, DType dtype, const Shape& shape, const Tensor& whole) {
@@ -139,7 +161,7 @@ Tensor full_parameter(const nn::Parameter& p) {
   const Unit& unit = unit_of(p, "full_parameter");
   int64_t offset = 0;
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
-  return whole_of(b.shard, unit, p.shape(), offset);
+  return whole_of(b.shard, unit, p.index(), offset);
 }
 
 Tensor full_gradient(const nn::Parameter& p) {
@@ -149,7 +171,7 @@ Tensor full_gradient(const nn::Parameter& p) {
   unit.complete_reduction();
   int64_t offset = 0;
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
-  return b.grad ? whole_of(b.grad, unit, p.shape(), offset) : Tensor();
+  return b.grad ? whole_of(b.grad, unit, p.index(), offset) : Tensor();
 }
 
 void assign(const nn::Parameter& p, const Tensor& whole) {
@@ -162,9 +184,9 @@ void assign(const nn::Parameter& p, const Tensor& whole) {
   const Tensor dense = whole.is_contiguous() ? whole : whole.clone();
   const auto size = static_cast<int64_t>(size_of(p.dtype()));
   for (const LocalPiece& piece : unit.pieces(b))
-    if (piece.leaf == p.index())
-      transfer(b.shard.device(), b.shard.view().as<char>() + piece.shard_offset * size, dense.device(),
-               dense.view().as<char>() + piece.runs.begin * size, static_cast<size_t>(piece.runs.numel() * size));
+    for (int64_t k = 0; piece.leaf == p.index() && k < piece.runs.count; ++k)
+      transfer(b.shard.device(), b.shard.view().as<char>() + (piece.shard_offset + k * piece.runs.size) * size, dense.device(),
+               dense.view().as<char>() + piece.runs[k].begin * size, static_cast<size_t>(piece.runs.size * size));
 }
 
 void assign(const nn::Buffer& b, const Tensor& whole) {

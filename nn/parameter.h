@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -60,6 +61,14 @@ class Parameter : public TensorOperand {
   /// Another way to draw the first values. Before materialize().
   void set_init(Init init);
 
+  /// How the ranks of a tensor axis (ShardOptions::tensor_axis) share it: each computes with what `map` gives it and never
+  /// has the rest. Without such an axis it says nothing. Before materialize(); PlacementError for a flat or uneven map, or
+  /// one that does not fit the shape.
+  void set_cut(const OwnershipMap& map);
+  const std::optional<OwnershipMap>& cut() const { return state().cut; }
+  /// The mesh axis that cuts it: -1 if it is whole on every rank that computes with it, and before materialize().
+  int cut_axis() const;
+
   /// Its unit and its place there; null and -1 before materialize().
   const std::shared_ptr<Unit>& unit() const { return state().unit; }
   int index() const { return state().index; }
@@ -69,6 +78,7 @@ class Parameter : public TensorOperand {
     DType dtype = kF32;
     Init init;
     bool trainable = true;
+    std::optional<OwnershipMap> cut;
     std::string name;
     std::shared_ptr<Unit> unit;
     int index = -1;

@@ -88,10 +88,14 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const int replicas = mesh.spec && !options.replica_axis.empty() ? mesh.spec->axis(options.replica_axis) : -1;
   if (mesh.spec && replicas == mark.axis)
     fail<ConfigError>("[shard] axis '", options.axis, "' cannot be the replica axis as well");
+  mark.tensor_axis = mesh.spec && !options.tensor_axis.empty() ? mesh.spec->axis(options.tensor_axis) : -1;
+  if (mark.tensor_axis >= 0 && (mark.tensor_axis == mark.axis || mark.tensor_axis == replicas))
+    fail<ConfigError>("[shard] axis '", options.tensor_axis, "' cannot be the tensor axis as well");
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
-    if (a != mark.axis && a != replicas && mesh.spec->size(a) > 1)
+    if (a != mark.axis && a != replicas && a != mark.tensor_axis && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
-                        mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis");
+                        mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
+                        "layers are, as ShardOptions::tensor_axis");
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);

@@ -80,6 +80,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        {"secondary_shard", "tensor_parallel"}},
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
+      {"sharding.tensor", &s.tensor, "ranks, neighbours, that share each layer's heads and hidden units, and each sequence "
+       "(tensor parallelism)", any, 1, 1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
       {"sharding.prefetch_bytes", &s.prefetch_bytes, "gathered ahead of use; -1: the largest unit; 0: none", any, -1},

@@ -1,5 +1,7 @@
 #include "sheaf/nn/layers/attention.h"
 
+#include "sheaf/nn/layers/tensor_region.h"
+
 namespace sheaf::nn {
 namespace {
 
@@ -15,6 +17,15 @@ int64_t checked_head_width(const AttentionConfig& c) {
 
 int64_t key_heads(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c.heads; }
 
+// A tensor axis cuts the heads. Queries read the keys of their group: all are cut in as many units as there are key heads.
+LinearOptions reads(const AttentionConfig& c) {
+  const int64_t g = key_heads(c), d = c.width / c.heads;
+  return {c.bias, c.init, OwnershipMap::parts(0, {c.heads * d, g * d, g * d}, g)};
+}
+LinearOptions writes(const AttentionConfig& c) {
+  return {c.bias, c.projection_init, OwnershipMap::even(1, c.width / key_heads(c))};
+}
+
 }  // namespace
 
 CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
@@ -23,12 +34,13 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       head_width(checked_head_width(c)),
       rope_theta(c.rope_theta),
       rope_scaling(c.rope_scaling),
-      qkv(c.width, (c.heads + 2 * key_heads(c)) * (c.width / c.heads), {.bias = c.bias, .init = c.init}),
-      projection(c.width, c.width, {.bias = c.bias, .init = c.projection_init}),
+      qkv(c.width, (c.heads + 2 * key_heads(c)) * (c.width / c.heads), reads(c)),
+      projection(c.width, c.width, writes(c)),
       dropout(c.dropout) {}
 
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
-  Tensor qkv_BTE = qkv(x_BTC);  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
+  const TensorRegion region(x_BTC, qkv.weight);
+  Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   if (rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
     const int64_t all_heads = heads + 2 * kv_heads;
@@ -36,8 +48,9 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
     const int64_t first = cache ? cache->length() : 0;
     qkv_BTE = reshape(rotary(heads_BTHD, rope_theta, first, heads + kv_heads, rope_scaling), packed);
   }
-  return dropout(projection(cache ? attend_to_cache(qkv_BTE, *cache)
-                                  : packed_attention(qkv_BTE, heads, kv_heads, {.causal = true})));
+  const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, *cache)
+                                 : packed_attention(qkv_BTE, heads, kv_heads, {.causal = true});
+  return dropout(region.leave(projection(mixed_BTC)));
 }
 
 Tensor CausalSelfAttention::attend_to_cache(const Tensor& qkv_BTE, KeyValueCache& cache) const {

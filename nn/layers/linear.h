@@ -12,6 +12,9 @@ namespace sheaf::nn {
 struct LinearOptions {
   bool bias = true;
   std::optional<Init> init = std::nullopt;  ///< of the weight; the default is uniform in ±1/sqrt(in), as in PyTorch
+  /// How a tensor axis cuts the weight: along dimension 0, the outputs (the bias, too), or along dimension 1, the inputs.
+  /// For layers inside of a TensorRegion.
+  std::optional<OwnershipMap> cut = std::nullopt;
 };
 
 /// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0.
@@ -21,6 +24,9 @@ struct Linear : Module {
   Linear(int64_t in, int64_t out, const LinearOptions& options = {})
       : weight({out, in}, options.init.value_or(Init::uniform(1.0 / std::sqrt(static_cast<double>(in))))) {
     if (options.bias) bias = Parameter({out}, Init::zeros());
+    if (!options.cut) return;
+    weight.set_cut(*options.cut);
+    if (options.bias && options.cut->dim() == 0) bias.set_cut(*options.cut);
   }
   Tensor forward(const Tensor& x) { return linear(x, weight, bias); }
   /// gelu (tanh form) of y, for the next layer's of_gelu().

@@ -1,8 +1,11 @@
 // The position-wise parts of transformer blocks: [B, T, C] → [B, T, C].
 #pragma once
 
+#include <numeric>
+
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/layers/tensor_region.h"
 
 namespace sheaf::nn {
 
@@ -13,6 +16,11 @@ struct MlpConfig {
   double dropout = 0.0;  ///< of the output
   Init init = Init::normal(0.02);             ///< of the layers that read the residual stream
   Init projection_init = Init::normal(0.02);  ///< of the one that writes to it
+
+  int64_t hidden_width() const { return hidden ? hidden : 4 * width; }
+  /// A tensor axis cuts the hidden units, in eights where that goes: products of GPUs want multiples of 16 bytes.
+  LinearOptions reads() const { return {bias, init, OwnershipMap::even(0, std::gcd(hidden_width(), int64_t{8}))}; }
+  LinearOptions writes() const { return {bias, projection_init, OwnershipMap::even(1, std::gcd(hidden_width(), int64_t{8}))}; }
 };
 
 /// down(gelu(up(x))), with GPT-2's tanh approximation of gelu.
@@ -21,10 +29,11 @@ struct MLP : Module {
   Dropout dropout;
 
   explicit MLP(const MlpConfig& c)
-      : up(c.width, c.hidden ? c.hidden : 4 * c.width, {.bias = c.bias, .init = c.init}),
-        down(c.hidden ? c.hidden : 4 * c.width, c.width, {.bias = c.bias, .init = c.projection_init}),
-        dropout(c.dropout) {}
-  Tensor forward(const Tensor& x_BTC) { return dropout(down.of_gelu(up.gelu(x_BTC))); }
+      : up(c.width, c.hidden_width(), c.reads()), down(c.hidden_width(), c.width, c.writes()), dropout(c.dropout) {}
+  Tensor forward(const Tensor& x_BTC) {
+    const TensorRegion region(x_BTC, up.weight);
+    return dropout(region.leave(down.of_gelu(up.gelu(region.enter(x_BTC)))));
+  }
   SHEAF_FIELDS(up, down, dropout);
 };
 
@@ -34,11 +43,15 @@ struct SwiGluMLP : Module {
   Dropout dropout;
 
   explicit SwiGluMLP(const MlpConfig& c)
-      : gate(c.width, c.hidden ? c.hidden : 4 * c.width, {.bias = c.bias, .init = c.init}),
-        up(c.width, c.hidden ? c.hidden : 4 * c.width, {.bias = c.bias, .init = c.init}),
-        down(c.hidden ? c.hidden : 4 * c.width, c.width, {.bias = c.bias, .init = c.projection_init}),
+      : gate(c.width, c.hidden_width(), c.reads()),
+        up(c.width, c.hidden_width(), c.reads()),
+        down(c.hidden_width(), c.width, c.writes()),
         dropout(c.dropout) {}
-  Tensor forward(const Tensor& x_BTC) { return dropout(down(swiglu(gate(x_BTC), up(x_BTC)))); }
+  Tensor forward(const Tensor& x_BTC) {
+    const TensorRegion region(x_BTC, up.weight);
+    const Tensor whole_BTC = region.enter(x_BTC);
+    return dropout(region.leave(down(swiglu(gate(whole_BTC), up(whole_BTC)))));
+  }
   SHEAF_FIELDS(gate, up, down, dropout);
 };
 

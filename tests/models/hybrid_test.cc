@@ -39,7 +39,7 @@ class HybridGradients : public ::testing::TestWithParam<std::tuple<std::string, 
 TEST_P(HybridGradients, EqualUnshardedInF64) {
   const auto [strategy, groups, rows] = GetParam();
   const Values expected = gradients_f64(1, "replicate", rows);
-  const Values actual = gradients_f64(groups.replicas * groups.ranks, strategy, rows, {}, groups.replicas);
+  const Values actual = gradients_f64(Axes{{"replica", groups.replicas}, {"data", groups.ranks}}, strategy, rows);
   EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
 }
 
@@ -80,22 +80,6 @@ TEST(Hybrid, AccumulationIsCloseToOneRank) {
   const TrainedRun actual = train_tiny(c, 4, kSteps);
   EXPECT_LE(max_difference(expected.parameters, actual.parameters), 2e-5);
   EXPECT_GT(max_difference(expected.parameters, actual.parameters), 0.0);  // other sums
-}
-
-struct Traffic { int64_t count = 0, bytes = 0; };
-std::map<std::string, Traffic> traffic(const Tape& tape) {  // "all_gather data"
-  std::map<std::string, Traffic> out;
-  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
-    const Node& n = tape.node(id);
-    if (n.phase == Phase::update || !n.op || n.op->kind != OpKind::redistribute) continue;
-    for (const Transfer& t : transfers(tape, n)) {
-      Traffic& row = out[t.name + " " + tape.type(t.to).layout.mesh()->name(t.axis)];
-      ++row.count;
-    }
-    if (const auto all = transfers(tape, n); !all.empty())
-      out[all[0].name + " " + tape.type(all[0].to).layout.mesh()->name(all[0].axis)].bytes += tape.wire_bytes(n);
-  }
-  return out;
 }
 
 // What is gathered stays in the group; between the groups a rank's own slice is summed, which is 1/ranks of the model.
@@ -221,17 +205,9 @@ TEST(Hybrid, CheckpointsMoveBetweenMeshes) {
 }
 
 TEST(Hybrid, WhatCannotBeIsRefused) {
-  const auto message = [](int world, models::TrainConfig c) {
-    try {
-      models::plan_step(c, 13, 0, world, 1, "local");
-    } catch (const ConfigError& e) {
-      return std::string(e.what());
-    }
-    return std::string();
-  };
-  EXPECT_THAT(message(4, hybrid(3)), HasSubstr("sharding.replicas 3: 4 ranks cannot be divided"));
-  EXPECT_THAT(message(1, hybrid(2)), HasSubstr("1 rank cannot"));
-  EXPECT_THAT(message(4, hybrid(2, "replicate")), HasSubstr("one on each rank already"));
+  EXPECT_THAT(refusal(4, hybrid(3)), HasSubstr("sharding.replicas 3: 4 ranks cannot be divided"));
+  EXPECT_THAT(refusal(1, hybrid(2)), HasSubstr("1 rank cannot"));
+  EXPECT_THAT(refusal(4, hybrid(2, "replicate")), HasSubstr("one on each rank already"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});
     const auto model = models::make_language_model(tiny_config().model, 13);

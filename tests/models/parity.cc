@@ -6,6 +6,9 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/models/sample_block.h"
 
 namespace sheaf::testing {
 
@@ -100,10 +103,13 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
   EXPECT_EQ(max_difference(a.parameters, b.parameters), 0.0);
 }
 
-std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed) {
-  const models::ModelConfig config = tiny_config().model;
+std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed,
+                                                      const models::ModelConfig& config) {
   std::unique_ptr<models::LanguageModel> model = models::make_language_model(config, config.vocab);
-  if (mesh.spec->num_axes() > 1) options.replica_axis = "replica";
+  for (int a = 0; a < mesh.spec->num_axes(); ++a) {
+    if (mesh.spec->name(a) == "replica") options.replica_axis = "replica";
+    if (mesh.spec->name(a) == "model") options.tensor_axis = "model";
+  }
   options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
   shard(model->module(), mesh, options);
   materialize(model->module(), device, {.seed = seed, .dtype = kF64});
@@ -111,19 +117,27 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
 }
 
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device) {
-  const Type type{kI32, {rows, tiny_config().model.context}, Layout(mesh.spec, Placement::shard(0))};
+  Layout layout(mesh.spec, Placement::shard(0));
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
+  const Type type{kI32, {rows, tiny_config().model.context}, layout};
   const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
-  fill_tiny(first + type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
-            targets.view().as<int32_t>());
+  models::fill_block(first, fill_tiny, tokens, targets);
   return {tokens.to(device), targets.to(device)};
 }
 
-Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device, int replicas) {
+int num_ranks(const Axes& axes) {
+  int n = 1;
+  for (const auto& axis : axes) n *= axis.size;
+  return n;
+}
+
+Values gradients_f64(const Axes& axes, const std::string& strategy, int64_t rows, Device device,
+                     const models::ModelConfig& config) {
   Whole whole;
-  run_local(world, [&](World& w) {
-    const Mesh mesh = replicas > 0 ? w.mesh({{"replica", replicas}, {"data", w.size() / replicas}})
-                                   : w.mesh({{"data", w.size()}});
-    const auto model = tiny_model_f64(mesh, {.strategy = strategy}, device);
+  run_local(num_ranks(axes), [&](World& w) {
+    const Mesh mesh = w.mesh(axes);
+    const auto model = tiny_model_f64(mesh, {.strategy = strategy}, device, 5, config);
     const TinyBatch batch = tiny_batch(mesh, 0, rows, device);
     const DeviceScope scope(device);
     Recording recording;
@@ -131,6 +145,30 @@ Values gradients_f64(int world, const std::string& strategy, int64_t rows, Devic
     whole.collect(model->module(), true);
   }, {.threads_per_rank = 1, .device = device});
   return whole.values();
+}
+
+std::map<std::string, Traffic> traffic(const Tape& tape) {
+  std::map<std::string, Traffic> out;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    if (n.phase == Phase::update || !n.op || n.op->kind != OpKind::redistribute) continue;
+    const auto all = transfers(tape, n);
+    const auto row = [&](const Transfer& t) -> Traffic& {
+      return out[t.name + " " + tape.type(t.to).layout.mesh()->name(t.axis)];
+    };
+    for (const Transfer& t : all) ++row(t).count;
+    if (!all.empty()) row(all[0]).bytes += tape.wire_bytes(n);
+  }
+  return out;
+}
+
+std::string refusal(int world, const models::TrainConfig& config) {
+  try {
+    models::plan_step(config, config.model.vocab, 0, world, 1, "local");
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+  return "";
 }
 
 }  // namespace sheaf::testing

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/autograd/tape.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/distributed/unit.h"
@@ -80,15 +81,29 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
                       const std::function<void(models::TrainingStep&)>& inspect = {}, Device device = {});
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
-/// tiny_config()'s model in f64 on the CPU or a GPU, sharded over `mesh` (whose axis "replica", if it has one, replicates
-/// it) with a unit for each block.
+/// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose
+/// axis "replica", if it has one, replicates it, and whose axis "model" cuts layers) with a unit for each block.
 std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {},
-                                                      uint64_t seed = 5);
-/// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`.
+                                                      uint64_t seed = 5,
+                                                      const models::ModelConfig& config = tiny_config().model);
+/// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "model", rows over the others.
 struct TinyBatch { Tensor tokens, targets; };
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});
 
-/// The gradients of a batch of `rows` rows in f64. With `replicas`, on a mesh (replica, data).
-Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device = {}, int replicas = 0);
+/// The gradients of a batch of `rows` rows in f64.
+using Axes = std::vector<MeshSpec::Axis>;
+int num_ranks(const Axes& axes);
+Values gradients_f64(const Axes& axes, const std::string& strategy, int64_t rows, Device device = {},
+                     const models::ModelConfig& config = tiny_config().model);
+inline Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device = {}) {
+  return gradients_f64(Axes{{"data", world}}, strategy, rows, device);
+}
+
+/// What collectives of a step's tape, the update left out, move: by name and axis, "all_gather data".
+struct Traffic { int64_t count = 0, bytes = 0; };
+std::map<std::string, Traffic> traffic(const Tape& tape);
+
+/// The message of the ConfigError that planning a step of `config` for `world` ranks throws; "" if it throws none.
+std::string refusal(int world, const models::TrainConfig& config);
 
 }  // namespace sheaf::testing

@@ -1,0 +1,272 @@
+// Tensor and sequence parallelism beside sharding: a mesh (data, model) whose second axis cuts heads, hidden units and
+// sequences. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and the bytes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/models/model_checkpoint.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 8;
+
+// Six heads for GPT-2, and six that read three key heads for Llama; hidden widths that ranks share unevenly.
+models::ModelConfig model_of(const std::string& type) {
+  models::ModelConfig m = tiny_config().model;
+  m.type = type;
+  m.layers = 2;
+  m.heads = 6;
+  m.width = 24;
+  m.mlp_width = 40;
+  if (type == "llama") m.kv_heads = 3;
+  return m;
+}
+
+models::TrainConfig tensor(int64_t ranks, const char* strategy = "full_shard", const std::string& type = "gpt2") {
+  models::TrainConfig c = tiny_config();
+  c.model = model_of(type);
+  c.sharding.strategy = strategy;
+  c.sharding.tensor = ranks;
+  return c;
+}
+
+struct Sizes {
+  int replicas, data, model;
+  Axes axes() const {
+    Axes out;
+    if (replicas) out.push_back({"replica", replicas});
+    out.push_back({"data", data});
+    out.push_back({"model", model});
+    return out;
+  }
+  friend void PrintTo(const Sizes& s, std::ostream* out) { *out << s.replicas << " x " << s.data << " x " << s.model; }
+};
+
+class TensorGradients : public ::testing::TestWithParam<std::tuple<std::string, std::string, Sizes, int>> {};
+
+TEST_P(TensorGradients, EqualUnshardedInF64) {
+  const auto [type, strategy, sizes, rows] = GetParam();
+  const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", rows, {}, model_of(type));
+  const Values actual = gradients_f64(sizes.axes(), strategy, rows, {}, model_of(type));
+  EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
+}
+
+const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
+INSTANTIATE_TEST_SUITE_P(Meshes, TensorGradients,
+                         ::testing::Combine(::testing::Values("gpt2", "llama"), kStrategies,
+                                            ::testing::Values(Sizes{0, 1, 1}, Sizes{0, 1, 2}, Sizes{0, 1, 3}, Sizes{0, 2, 2},
+                                                              Sizes{0, 3, 2}, Sizes{0, 2, 3}),
+                                            ::testing::Values(7)));
+// Groups of which some have no row, more ranks than tokens divide among, and all three axes.
+INSTANTIATE_TEST_SUITE_P(Uneven, TensorGradients,
+                         ::testing::Combine(::testing::Values("gpt2"), ::testing::Values("full_shard", "zero1"),
+                                            ::testing::Values(Sizes{0, 1, 4}, Sizes{0, 1, 5}, Sizes{2, 1, 2}, Sizes{2, 2, 2}),
+                                            ::testing::Values(3, 1)));
+
+TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
+  for (const char* type : {"gpt2", "llama"}) {
+    const TrainedRun expected = train_tiny(tensor(2, "full_shard", type), 4, kSteps);
+    EXPECT_LT(expected.losses.back(), expected.losses.front());
+    for (const char* strategy : {"shard_grad_op", "zero1"})
+      expect_same_bits(expected, train_tiny(tensor(2, strategy, type), 4, kSteps));
+    models::TrainConfig c = tensor(2, "full_shard", type);
+    c.sharding.prefetch_bytes = 0;
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+    c.sharding.units = "none";
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+    c = tensor(2, "full_shard", type);
+    c.train.recompute = "block";
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+  }
+}
+
+// What is drawn does not depend on how layers are cut: neither first values nor what dropout drops.
+TEST(Tensor, TrainsAsOneRankDoes) {
+  for (const char* type : {"gpt2", "llama"}) {
+    models::TrainConfig c = tensor(1, "full_shard", type);
+    c.model.dropout = 0.2;
+    c.train.micro_batches = 2;
+    const TrainedRun expected = train_tiny(c, 1, kSteps);
+    for (const int ranks : {2, 3}) {
+      c.sharding.tensor = ranks;
+      const TrainedRun actual = train_tiny(c, 2 * ranks, kSteps);
+      EXPECT_LE(max_difference(expected.parameters, actual.parameters), 5e-5) << type << " " << ranks;
+      for (int s = 0; s < kSteps; ++s) {
+        EXPECT_NEAR(expected.losses[s], actual.losses[s], 2e-5);
+        EXPECT_NEAR(expected.norms[s], actual.norms[s], 2e-4 * expected.norms[s]);
+      }
+    }
+  }
+}
+
+TEST(Tensor, FirstValuesAreThoseOfOneRank) {
+  for (const char* type : {"gpt2", "llama"}) {
+    const auto values = [&](const Axes& axes) {
+      Whole whole;
+      run_local(num_ranks(axes), [&](World& w) {
+        whole.collect(tiny_model_f64(w.mesh(axes), {}, {}, 5, model_of(type))->module(), false);
+      }, {.threads_per_rank = 1});
+      return whole.values();
+    };
+    const Values expected = values({{"data", 1}});
+    for (const Sizes& s : {Sizes{0, 1, 2}, Sizes{0, 2, 3}, Sizes{0, 3, 2}, Sizes{2, 1, 2}})
+      EXPECT_EQ(max_difference(expected, values(s.axes())), 0.0);
+  }
+}
+
+// A cut parameter as a whole, its gradient, and values given to it.
+TEST(Tensor, WholeParametersInAndOut) {
+  run_local(6, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}, {"model", 3}});
+    const auto model = tiny_model_f64(mesh, {}, {}, 5, model_of("llama"));
+    const auto other = tiny_model_f64(mesh, {}, {}, 6, model_of("llama"));
+    const TinyBatch batch = tiny_batch(mesh, 0, 7);
+    {
+      Recording recording;
+      recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
+    }
+    const auto from = model->module().parameters(), to = other->module().parameters();
+    int cut = 0;
+    for (size_t i = 0; i < from.size(); ++i) {
+      cut += from[i].cut_axis() == 1;
+      const Tensor whole = full_parameter(from[i]);
+      EXPECT_FALSE(identical(whole, full_parameter(to[i])) && from[i].shape().rank() > 1) << from[i].name();
+      assign(to[i], whole);
+      EXPECT_TRUE(identical(whole, full_parameter(to[i]))) << from[i].name();
+      EXPECT_EQ(full_gradient(from[i]).shape(), from[i].shape());
+    }
+    EXPECT_EQ(cut, 2 * 5);
+    const double loss = redistribute(model->loss(batch.tokens, batch.targets, 63.0), Layout(mesh.spec, Placement::invariant())).item<double>();
+    EXPECT_EQ(loss, redistribute(other->loss(batch.tokens, batch.targets, 63.0), Layout(mesh.spec, Placement::invariant())).item<double>());
+  }, {.threads_per_rank = 1});
+}
+
+// In a block the tokens are put together twice and the addends summed twice; the backward does the reverse. Of the
+// parameters only those that no rank cuts are summed along the tensor axis, and blocks gather their share alone.
+TEST(Tensor, WhatTravelsAlongWhichAxis) {
+  const int64_t layers = tensor(1).model.layers;
+  auto whole = traffic(models::plan_step(tensor(1), 13, 0, 2, 1, "local").tape);
+  auto cut = traffic(models::plan_step(tensor(2), 13, 0, 4, 1, "local").tape);
+  EXPECT_EQ(cut["all_gather model"].count, 4 * layers);
+  EXPECT_EQ(cut["reduce_scatter model"].count, 4 * layers);
+  EXPECT_EQ(cut["all_reduce model"].count, layers + 1);  // norms and biases of a block; the root
+  EXPECT_EQ(cut["all_gather data"].count, 2 * whole["all_gather data"].count - 2) << "of a block what is cut, and what is not";
+  EXPECT_LT(cut["all_gather data"].bytes, whole["all_gather data"].bytes);
+  EXPECT_EQ(cut.size(), 5u);
+}
+
+TEST(Tensor, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+    constexpr int kWorld = 4;
+    std::vector<Tape> tapes(kWorld);
+    std::vector<int64_t> peaks(kWorld);
+    models::TrainConfig c = tensor(2, strategy);
+    c.train.micro_batches = 2;
+    run_local(kWorld, [&](World& w) {
+      models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
+      Allocator& memory = *RankContext::current().memory(Device::cpu());
+      models::RecordedStep recorded;
+      for (int s = 0; s < 3; ++s) {
+        memory.reset_peak();
+        step.run(s, fill_tiny, s == 2 ? &recorded : nullptr);
+      }
+      peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+      tapes[static_cast<size_t>(w.rank())] = recorded.tape;
+    }, {.threads_per_rank = 1});
+    EXPECT_EQ(peaks, models::plan_peaks(c, c.model.vocab, kWorld, 1, "local"));
+    std::vector<const Tape*> ranks;
+    for (const Tape& t : tapes) {
+      ranks.push_back(&t);
+      for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
+        for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    }
+    for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
+  }
+}
+
+// What a rank holds of a step shrinks with the axis: activations and weights of the blocks.
+TEST(Tensor, ARankHoldsItsShareOfABlock) {
+  models::TrainConfig c = tensor(1);
+  c.model.width = 96;
+  c.model.mlp_width = 384;
+  c.model.layers = 8;
+  c.sharding.strategy = "replicate";
+  const int64_t whole = models::plan_step(c, 13, 0, 1, 1, "local").peak_bytes;
+  c.sharding.tensor = 3;
+  EXPECT_LT(models::plan_step(c, 13, 0, 3, 1, "local").peak_bytes, whole / 2);
+}
+
+// Saved on one mesh and continued on others: the step after it is the same in f64.
+TEST(Tensor, CheckpointsMoveBetweenMeshes) {
+  const ScratchFolder scratch;
+  const auto run = [&](const Axes& axes, bool save, Values& out) {
+    Whole whole;
+    run_local(num_ranks(axes), [&](World& w) {
+      const Mesh mesh = w.mesh(axes);
+      const auto model = tiny_model_f64(mesh, {}, Device::cpu(), save ? 3 : 4, model_of("llama"));
+      optim::AdamW optimizer(model->module().parameters(), {});
+      const TinyBatch batch = tiny_batch(mesh, 0, 7);
+      const auto step = [&] {
+        Recording recording;
+        recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
+        optimizer.step({.lr = 0.01});
+        optimizer.zero_grad();
+      };
+      if (save) {
+        step();
+        models::save_checkpoint(scratch.path(), 1, model->module(), {&optimizer}, w);
+      } else {
+        ASSERT_TRUE(models::load_checkpoint(scratch.path(), model->module(), {&optimizer}, w));
+      }
+      step();
+      whole.collect(model->module(), false);
+    }, {.threads_per_rank = 1});
+    out = whole.values();
+  };
+  const std::vector<Axes> meshes = {Axes{{"data", 1}}, Axes{{"data", 3}}, Sizes{0, 2, 2}.axes(), Sizes{0, 1, 3}.axes(),
+                                    Sizes{0, 2, 3}.axes(), Sizes{2, 1, 2}.axes()};
+  for (const Axes& from : meshes) {
+    Values expected;
+    run(from, true, expected);
+    for (const Axes& to : meshes) {
+      SCOPED_TRACE(str(num_ranks(from), " ranks to ", num_ranks(to)));
+      Values actual;
+      run(to, false, actual);
+      EXPECT_LE(max_difference(expected, actual), 1e-12);
+    }
+  }
+}
+
+TEST(Tensor, WhatCannotBeIsRefused) {
+  EXPECT_THAT(refusal(4, tensor(3)), HasSubstr("sharding.tensor 3: 4 ranks cannot be divided"));
+  EXPECT_THAT(refusal(1, tensor(2)), HasSubstr("1 rank cannot"));
+  models::TrainConfig both = tensor(3);
+  both.sharding.replicas = 2;
+  EXPECT_THAT(refusal(4, both), HasSubstr("sharding.tensor 3: 2 ranks cannot"));
+  const std::string message = refusal(4, tensor(4, "full_shard", "llama"));
+  EXPECT_THAT(message, HasSubstr("'blocks.0.attention.qkv.weight' [48,24]"));
+  EXPECT_THAT(message, HasSubstr("over the 4 ranks of tensor axis 'model' it leaves rank 0 nothing"));
+  run_local(4, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
+    const auto model = models::make_language_model(tiny_config().model, 13);
+    EXPECT_THROW(shard(model->module(), mesh), ConfigError) << "leaves out axis 'model'";
+    EXPECT_THROW(shard(model->module(), mesh, {.tensor_axis = "data"}), ConfigError);
+    EXPECT_THROW(shard(model->module(), mesh, {.replica_axis = "model", .tensor_axis = "model"}), ConfigError);
+    EXPECT_THROW(shard(model->module(), mesh, {.tensor_axis = "tensor"}), ConfigError);
+    EXPECT_THROW(StrategyChoice("tensor_parallel"), ConfigError);
+  }, {.threads_per_rank = 1});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
