@@ -20,6 +20,15 @@ Tensor typed(const Type& type, const std::shared_ptr<Storage>& none) {
   return Tensor::over(none, 0, type, type.shape, type.shape.contiguous_strides());
 }
 
+// The same kind of placement on every axis. What is put into a buffer may be cut in another way than that: a rank's block
+// of a parameter is a part of its row of the buffer of all ranks' blocks.
+bool alike(const Layout& a, const Layout& b) {
+  if (a.mesh() != b.mesh()) return false;
+  for (int axis = 0; axis < a.num_axes(); ++axis)
+    if (a[axis].kind() != b[axis].kind()) return false;
+  return true;
+}
+
 // The placements of a node on one axis must be one of its op's rules, the free slices being nodes of their own.
 void check_rule(const Tape& tape, NodeId id, std::span<const Tensor> inputs, const MeshSpec* mesh, int axis,
                 std::vector<Finding>& out) {
@@ -155,7 +164,7 @@ std::vector<Finding> check_cotangents(const Tape& tape) {
     for (int o = 0; o < n.num_outputs; ++o) {
       const Value& value = tape.value(tape.output(n, o));
       const Type& inner = tape.type(tape.output(n, o));
-      if (value.base >= 0 && !(inner.layout == tape.type(value.base).layout))
+      if (value.base >= 0 && !alike(inner.layout, tape.type(value.base).layout))
         report(out, id, "%", tape.output(n, o), " ", inner, " is put into %", value.base, " ", tape.type(value.base));
     }
   }
