@@ -4,6 +4,7 @@
 // applied again, in order, and from then on the values are there as if they had been kept: freed as the reverse pass goes
 // back through the region. Gathered parameters and their views are no part of this: they are resolved as always, so the
 // unit is gathered again by the mirror of its discard, once, for both the repetition and the derivatives.
+// Where a region keeps no results either, all that entered it is kept, as what will be asked for is not known at its end.
 #include <algorithm>
 #include <unordered_set>
 
@@ -12,12 +13,12 @@
 
 namespace sheaf {
 
-RecomputeScope::RecomputeScope() {
+RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
   Recording* r = Recording::current();
   if (!r || r->in_region_ || r->in_backward()) return;
   recording_ = r->serial();
   r->in_region_ = true;
-  r->regions_.push_back({r->tape_.num_nodes(), -1, {}});
+  r->regions_.push_back({r->tape_.num_nodes(), -1, {}, options.results});
 }
 
 RecomputeScope::~RecomputeScope() {
@@ -40,6 +41,11 @@ void Recording::end_region() {
   in_region_ = false;
   Region& region = regions_.back();
   region.end = tape_.num_nodes();
+  if (region.results) {  // who will save them comes later
+    for (NodeId id = region.begin; id < region.end; ++id)
+      for (int o = 0; o < tape_.node(id).num_outputs; ++o) states_[tape_.output(tape_.node(id), o)].repeated = tape_.node(id).op;
+    return;
+  }
   std::unordered_set<ValueId> read;
   for (NodeId id : nodes_to_repeat(region))
     for (ValueId v : tape_.inputs(tape_.node(id))) read.insert(v);

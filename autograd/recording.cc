@@ -198,7 +198,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     ValueState& s = states_[v];
     ++s.saves;
     // A recipe is resolved again: the gathered bytes may be discarded.
-    if (!s.recipe && !(in_region_ && made_in_region(v))) s.saved = t;
+    if (!s.recipe && !s.repeated && !(in_region_ && made_in_region(v))) s.saved = t;
   };
   const auto edges = tape_.inputs(n);
   for (size_t i = 0; i < inputs.size(); ++i)

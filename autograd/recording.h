@@ -117,6 +117,7 @@ class Recording {
     int32_t saves = 0;          // nodes that still want it
     bool needs_grad = false;
     bool recipe = false;        // comes from a group's leaf through views and casts only
+    bool repeated = false;      // a result of a region that keeps none
     LeafGroup* group = nullptr; // it is this leaf of a group
     int32_t leaf_index = -1;
     ValueId copy_of = -1;       // computed again in the backward: this value of the forward
@@ -145,6 +146,7 @@ class Recording {
   struct Region {
     NodeId begin, end;
     std::unordered_map<ValueId, Tensor> entering;  // what the nodes that will be repeated read from outside
+    bool results = false;                          // see RecomputeOptions
   };
 
   static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
@@ -205,6 +207,12 @@ class PhaseScope {
   Phase previous_;
 };
 
+struct RecomputeOptions {
+  /// What is used outside of the scope is not kept either but computed again where the backward reads it: for results that
+  /// take more memory than what they come from, such as gathered activations.
+  bool results = false;
+};
+
 /// Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): of what the recording of this thread
 /// computes while the scope lives, the backward keeps only what came in from outside and what is used outside; the rest
 /// it computes again, when it comes to it, from the same values with the same bits. What is computed again is on the
@@ -212,7 +220,7 @@ class PhaseScope {
 /// into memory that was there before (LifetimeError).
 class RecomputeScope {
  public:
-  RecomputeScope();
+  explicit RecomputeScope(const RecomputeOptions& options = {});
   ~RecomputeScope();
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;

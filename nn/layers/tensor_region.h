@@ -1,7 +1,10 @@
 // TensorRegion: the way into layers whose weights a tensor axis cuts, and out of them.
 #pragma once
 
+#include <optional>
+
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/nn/parameter.h"
 
 namespace sheaf::nn {
@@ -16,8 +19,13 @@ class TensorRegion {
   TensorRegion(const Tensor& x, const Parameter& weight) : axis_(weight.cut_axis()) {
     if (axis_ >= 0 && x.layout().mesh()) outside_ = x.layout()[axis_];
   }
-  /// x on every rank: an all_gather where tokens are cut, which is a reduce_scatter in the backward.
-  Tensor enter(const Tensor& x) const { return to(x, Placement::replicate()); }
+  /// x on every rank: an all_gather where tokens are cut, which is a reduce_scatter in the backward. All tokens are not kept
+  /// for the weights' gradients but gathered again there: else a rank would hold as much of them as without the axis.
+  Tensor enter(const Tensor& x) const {
+    std::optional<RecomputeScope> again;
+    if (outside_.is_shard()) again.emplace(RecomputeOptions{.results = true});
+    return to(x, Placement::replicate());
+  }
   /// The sum of the ranks' addends, placed as x was: a reduce_scatter where tokens are cut, an all_gather in the backward.
   Tensor leave(const Tensor& y) const { return to(y, outside_); }
 

@@ -152,13 +152,13 @@ TEST(Tensor, WholeParametersInAndOut) {
   }, {.threads_per_rank = 1});
 }
 
-// In a block the tokens are put together twice and the addends summed twice; the backward does the reverse. Of the
-// parameters only those that no rank cuts are summed along the tensor axis, and blocks gather their share alone.
+// In a block the tokens are put together twice and the addends summed twice; the backward does the reverse, and puts the
+// tokens together again for the weights' gradients. Of the parameters only those that no rank cuts are summed along the tensor axis, and blocks gather their share alone.
 TEST(Tensor, WhatTravelsAlongWhichAxis) {
   const int64_t layers = tensor(1).model.layers;
   auto whole = traffic(models::plan_step(tensor(1), 13, 0, 2, 1, "local").tape);
   auto cut = traffic(models::plan_step(tensor(2), 13, 0, 4, 1, "local").tape);
-  EXPECT_EQ(cut["all_gather model"].count, 4 * layers);
+  EXPECT_EQ(cut["all_gather model"].count, 6 * layers);
   EXPECT_EQ(cut["reduce_scatter model"].count, 4 * layers);
   EXPECT_EQ(cut["all_reduce model"].count, layers + 1);  // norms and biases of a block; the root
   EXPECT_EQ(cut["all_gather data"].count, 2 * whole["all_gather data"].count - 1) << "of a block what is cut, and what is not; the root";
