@@ -35,6 +35,7 @@
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/layers/mlp.h"
 #include "sheaf/nn/layers/norm.h"
+#include "sheaf/nn/layers/tensor_region.h"
 #include "sheaf/nn/module.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/schedule.h"

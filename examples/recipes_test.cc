@@ -1,5 +1,5 @@
 // The loops of docs/own_models.md, compiled and tested: batches of one's own, gradient accumulation,
-// a running mean, a learning rate per part of a model, generation.
+// a running mean, a learning rate per part of a model, hidden units shared by ranks, generation.
 #include <cmath>
 #include <map>
 
@@ -86,6 +86,44 @@ TEST(GradientAccumulation, GivesTheGradientOfTheWholeBatch) {
       };
       run_local(ranks, body);
     }
+}
+
+// Its hidden units can be shared by the ranks of a tensor axis.
+struct SharedClassifier : nn::Module {
+  nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};   // by its outputs
+  nn::Linear down{12, kFeatures, {.cut = OwnershipMap::even(1)}};  // by its inputs
+  nn::Linear head{kFeatures, kClasses};
+  Tensor forward(const Tensor& x) {
+    const nn::TensorRegion region(x, up.weight);
+    const Tensor hidden = tanh(up(region.enter(x)));  // all rows, this rank's units
+    return head(x + region.leave(down(hidden)));      // this rank's rows
+  }
+  SHEAF_FIELDS(up, down, head);
+};
+
+TEST(TensorParallel, GivesTheGradientsOfOneRank) {
+  Gradients expected;
+  for (const auto& [data, model_ranks] : {std::pair{1, 1}, {2, 1}, {1, 2}, {2, 2}, {1, 5}, {2, 3}}) {
+    const auto body = [&, data = data, ranks = model_ranks](World& world) {
+      const Mesh mesh = world.mesh({{"data", data}, {"model", ranks}});
+      SharedClassifier model;
+      shard(model, mesh, {.tensor_axis = "model"});
+      materialize(model, world.device(), {.seed = 1});
+      const Batch batch = batch_of(world, mesh, 0, 13);  // rows are cut over both axes
+      {
+        Recording recording;
+        recording.backward(cross_entropy(model(batch.x), batch.label));
+      }
+      EXPECT_EQ(model.up.weight.cut_axis(), 1);
+      const Gradients got = gradients(model);
+      if (world.rank() != 0) return;
+      if (expected.empty()) expected = got;
+      for (const auto& [name, values] : expected)
+        for (size_t i = 0; i < values.size(); ++i)
+          EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << data << " x " << ranks;
+    };
+    run_local(data * model_ranks, body);
+  }
 }
 
 // Subtracts the running mean of what it has seen.

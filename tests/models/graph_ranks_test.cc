@@ -17,19 +17,20 @@ struct OneRank {
 struct Ranks {
   int number;
   const char* strategy;
-  int replicas = 1;
+  int replicas = 1, tensor = 1;
 };
 
 TEST(GraphTraining, LanesOfSeveralRanks) {
   SHEAF_NEEDS_GPU();
   for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "zero1"}, Ranks{2, "replicate"},
-                             Ranks{4, "full_shard", 2}}) {
+                             Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}}) {
     SCOPED_TRACE(str(ranks.strategy, " at ", ranks.number));
     std::vector<OneRank> runs[2];
     for (bool graph : {false, true}) {
       runs[graph].resize(static_cast<size_t>(ranks.number));
       models::TrainConfig c = tiny_rank_config(ranks.strategy);
       c.sharding.replicas = ranks.replicas;
+      c.sharding.tensor = ranks.tensor;
       c.train.cuda_graph = graph;
       EchoNccl nccl;
       nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
