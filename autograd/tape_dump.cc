@@ -26,21 +26,19 @@ int64_t shared_elements(const Type& from, const Type& to, int axis, const std::v
   const Placement &p = from.layout[axis], &q = to.layout[axis];
   const int n = to.layout.mesh()->size(axis), me = at[static_cast<size_t>(axis)];
   const Shape whole = from.layout.with(axis, Placement::replicate()).local_shape(from.shape, at.data());
-  const auto overlap = [](Interval a, Interval b) {
-    return std::max<int64_t>(0, std::min(a.end, b.end) - std::max(a.begin, b.begin));
-  };
-  Interval a = p.map().owned(me, n, whole), b = q.map().owned(me, n, whole);
-  if (!p.map().is_flat() && !q.map().is_flat()) {
-    const int d = p.map().dim(), e = q.map().dim();
-    if (whole.numel() == 0) return 0;
-    if (d == e) return overlap(a, b) * (whole.numel() / whole[d]);
-    return a.size() * b.size() * (whole.numel() / whole[d] / whole[e]);
-  }
-  int64_t row = 1;
-  for (int d = 1; d < whole.rank(); ++d) row *= whole[d];
-  if (!p.map().is_flat()) a = {a.begin * row, a.end * row};
-  if (!q.map().is_flat()) b = {b.begin * row, b.end * row};
-  return overlap(a, b);
+  if (whole.numel() == 0) return 0;
+  const int d = p.map().dim(), e = q.map().dim();
+  if (d >= 0 && e >= 0 && d != e)
+    return p.map().owned_size(me, n, whole) * q.map().owned_size(me, n, whole) * (whole.numel() / whole[d] / whole[e]);
+  // Intervals of one index: of the rows of dimension d, or of the flat one.
+  const int64_t row = d == e ? 1 : whole.numel() / whole[0];
+  int64_t shared = 0;
+  for (const Interval& a : p.map().owned_intervals(me, n, whole))
+    for (const Interval& b : q.map().owned_intervals(me, n, whole)) {
+      const int64_t a_row = d < 0 ? 1 : row, b_row = e < 0 ? 1 : row;
+      shared += std::max<int64_t>(0, std::min(a.end * a_row, b.end * b_row) - std::max(a.begin * a_row, b.begin * b_row));
+    }
+  return d == e && d >= 0 ? shared * (whole.numel() / whole[d]) : shared;
 }
 
 int64_t received_bytes(const Tape& tape, const Transfer& t) {
@@ -87,7 +85,11 @@ bool is_unit_gather(const Tape& tape, const Node& n) {
 std::string cut_signature(const Placement& p) {
   if (!p.is_shard()) return "";
   const OwnershipMap& m = p.map();
-  return m.is_flat() ? str("<", m.chunk(), "-", m.offset(), ">") : str("<", m.granule(), ">");
+  if (m.is_flat()) return str("<", m.chunk(), "-", m.offset(), ">");
+  std::string parts;
+  if (m.is_parts())
+    for (const int64_t size : m.sizes()) parts += str(size, ' ');
+  return str("<", parts, m.granule(), ">");
 }
 
 int64_t Tape::wire_bytes(const Node& n) const {

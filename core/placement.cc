@@ -55,23 +55,23 @@ OwnershipMap OwnershipMap::parts(int dim, const std::vector<int64_t>& sizes, int
   return m;
 }
 
+bool OwnershipMap::can_move(int64_t numerator, int64_t denominator) const {
+  if (!is_parts()) return granule_ * numerator % denominator == 0;
+  return std::ranges::all_of(*sizes_, [&](int64_t size) { return size / granule_ * numerator % denominator == 0; });
+}
+
 OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denominator) const {
   OwnershipMap m = *this;
   m.dim_ = static_cast<int8_t>(dim);
+  if (numerator == denominator) return m;
+  if (!can_move(numerator, denominator))
+    fail<PlacementError>("[placement] Shard(", to_string(), "): ", is_parts() ? "units of its parts" : str("units of ", granule_),
+                         " cannot be seen in rows of ", denominator, "/", numerator);
   if (is_parts()) {
-    if (numerator == denominator) return m;
     std::vector<int64_t> sizes = *sizes_;
-    for (int64_t& size : sizes) {
-      if (size * numerator % denominator != 0)
-        fail<PlacementError>("[placement] Shard(", to_string(), "): a part of ", size, " rows cannot be seen in rows of ",
-                             denominator, "/", numerator);
-      size = size * numerator / denominator;
-    }
+    for (int64_t& size : sizes) size = size * numerator / denominator;
     return parts(dim, sizes, granule_);
   }
-  if (granule_ * numerator % denominator != 0)
-    fail<PlacementError>("[placement] Shard(", dim_, ") cut in units of ", granule_, " cannot be seen in units of 1/",
-                         denominator);
   m.granule_ = granule_ * numerator / denominator;
   return m;
 }
@@ -261,6 +261,27 @@ Shape Layout::local_start(const Shape& global, const int* coordinates) const {
     else start[map.dim()] += own.begin;
   });
   return start;
+}
+
+std::vector<Interval> Layout::local_rows(const Shape& global, int dim, const int* coordinates) const {
+  std::vector<Interval> have = {{0, global[dim]}};
+  for_each_cut(*this, global, coordinates, [&](const OwnershipMap& map, int at, int size, const Shape& shape) {
+    if (map.dim() != dim) return;
+    std::vector<Interval> left;
+    for (const Interval& own : map.owned_intervals(at, size, shape)) {  // counted in what the axes before leave
+      int64_t before = 0;
+      for (const Interval& h : have) {
+        const int64_t shift = h.begin - before;
+        const Interval rows{std::max(own.begin, before) + shift, std::min(own.end, before + h.size()) + shift};
+        before += h.size();
+        if (rows.size() <= 0) continue;
+        if (!left.empty() && left.back().end == rows.begin) left.back().end = rows.end;
+        else left.push_back(rows);
+      }
+    }
+    have = std::move(left);
+  });
+  return have;
 }
 
 Shape Layout::local_shape(const Shape& global) const { return mesh_ ? local_shape(global, nullptr) : global; }

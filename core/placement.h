@@ -62,6 +62,8 @@ class OwnershipMap {
   int64_t offset() const { return offset_; }  ///< of flat
   /// The same cut seen on dimension `dim` whose rows are `factor` of the old ones (reshape, transpose).
   OwnershipMap moved_to(int dim, int64_t factor_numerator = 1, int64_t factor_denominator = 1) const;
+  /// Whether that exists: no rank's share begins or ends inside of one of the new rows.
+  bool can_move(int64_t factor_numerator, int64_t factor_denominator) const;
 
   /// Rows of `dim` (or, for flat, flat positions) that `rank` of `ranks` owns of a tensor of this global shape. Throws
   /// PlacementError for a cut of parts, which are not one interval.
@@ -140,6 +142,9 @@ class Layout {
   /// The same for any rank, by its coordinates on the mesh.
   Shape local_shape(const Shape& global, const int* coordinates) const;
   Shape local_start(const Shape& global, const int* coordinates) const;
+  /// Which rows of dimension `dim` of the global tensor are here (or at these coordinates), in order, as few intervals that
+  /// are not empty. No cut is flat.
+  std::vector<Interval> local_rows(const Shape& global, int dim, const int* coordinates = nullptr) const;
 
   bool operator==(const Layout& o) const;
   std::string to_string() const;  ///< "" without a mesh, else "Shard(0)@data"

@@ -1,9 +1,11 @@
 #include "sheaf/tests/probe.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
+#include <numeric>
 
 #include "sheaf/autograd/op.h"
 #include "sheaf/core/gpu.h"
@@ -219,27 +221,35 @@ Tensor make_tensor(const Values& values, const Shape& shape, DType dtype) {
   return t;
 }
 
+OwnershipMap parts_of(int dim, int64_t rows) {
+  if (rows > 4 && rows % 4 == 0) return OwnershipMap::parts(dim, {rows / 2, rows / 4, rows / 4}, rows / 4);
+  if (rows % 3 == 0 && rows > 3) return OwnershipMap::parts(dim, {rows / 3 * 2, rows / 3}, rows / 3);
+  if (rows % 2 == 0) return OwnershipMap::parts(dim, {rows / 2, rows / 2}, std::max<int64_t>(rows / 2, 1));
+  return OwnershipMap::parts(dim, {rows - 1, 1}, 1);
+}
+
 namespace {
 
 // Positions of a rank's elements in the row-major order of the whole.
 std::vector<int64_t> positions(const Type& type, const std::vector<int>& coordinates) {
   const Shape local = type.layout.mesh() ? type.layout.local_shape(type.shape, coordinates.data()) : type.shape;
-  const Shape start = type.layout.mesh() ? type.layout.local_start(type.shape, coordinates.data())
-                                         : Shape::filled(type.shape.rank(), 0);
   std::vector<int64_t> out(static_cast<size_t>(local.numel()));
-  const bool flat = start.rank() != type.shape.rank() || [&] {
-    for (int a = 0; a < type.layout.num_axes(); ++a)
-      if (type.layout[a].is_shard() && type.layout[a].map().is_flat()) return true;
-    return false;
-  }();
+  for (int a = 0; a < type.layout.num_axes(); ++a) {
+    if (!type.layout[a].is_shard() || !type.layout[a].map().is_flat()) continue;
+    std::iota(out.begin(), out.end(), type.layout.local_start(type.shape, coordinates.data())[0]);
+    return out;
+  }
   const Shape strides = type.shape.contiguous_strides();
+  std::vector<std::vector<int64_t>> rows(static_cast<size_t>(local.rank()));  // of the global tensor, per dimension
+  for (int d = 0; d < local.rank(); ++d)
+    for (const Interval& here : type.layout.local_rows(type.shape, d, coordinates.data()))
+      for (int64_t row = here.begin; row < here.end; ++row) rows[static_cast<size_t>(d)].push_back(row);
   for (int64_t i = 0; i < local.numel(); ++i) {
-    int64_t rest = i, at = flat ? start[0] + i : 0;
-    for (int d = local.rank() - 1; d >= 0 && !flat; --d) {
-      at += (start[d] + rest % local[d]) * strides[d];
+    int64_t rest = i;
+    for (int d = local.rank() - 1; d >= 0; --d) {
+      out[static_cast<size_t>(i)] += rows[static_cast<size_t>(d)][static_cast<size_t>(rest % local[d])] * strides[d];
       rest /= local[d];
     }
-    out[static_cast<size_t>(i)] = at;
   }
   return out;
 }

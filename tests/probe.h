@@ -38,6 +38,8 @@ class Generator {
 
 /// A tensor of `dtype` from values, rounded to nearest.
 Tensor make_tensor(const Values& values, const Shape& shape, DType dtype);
+/// A cut of a dimension of so many rows that is two or three parts, of several units if the number is no prime.
+OwnershipMap parts_of(int dim, int64_t rows);
 /// The part of a whole value that this rank holds under `layout`. For Partial axes: addends that sum to the value, drawn
 /// from `stream`, integers if the values are.
 Tensor make_local(const Values& whole, const Type& type, const std::string& stream);

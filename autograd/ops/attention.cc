@@ -25,7 +25,7 @@ struct HeadCut {
 };
 std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of_queries) {
   const int64_t group = p.shape(1)[2] > 0 ? p.shape(0)[2] / p.shape(1)[2] : 1;
-  if (of_queries && map.granule() % group != 0) return {};
+  if (of_queries && !map.can_move(1, group)) return {};
   const OwnershipMap q = of_queries ? map : map.moved_to(2, group),
                      k = of_queries ? map.moved_to(2, 1, group) : map;
   return HeadCut{Placement::shard(q), Placement::shard(k), Placement::shard(q.moved_to(1))};
@@ -113,6 +113,33 @@ struct PackedAttrs {
   int32_t causal, heads, key_heads, width;
 };
 
+/// The attributes of this rank's heads, input 0 being qkv: it holds the same fraction of all three.
+PackedAttrs local_heads(PackedAttrs a, const Execute& c) {
+  const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
+  if (local == whole) return a;
+  a.heads = static_cast<int32_t>(a.heads * local / whole);
+  a.key_heads = static_cast<int32_t>(a.key_heads * local / whole);
+  return a;
+}
+
+/// A cut of the packed heads in `units` of whole key heads, each with the query heads that read it.
+struct PackedCut {
+  Placement qkv, out, lse;
+};
+std::optional<PackedCut> packed_cut(const PackedAttrs& a, int64_t units) {
+  if (units <= 0 || a.key_heads % units != 0 || a.width == 0) return {};
+  const int64_t queries = int64_t{a.heads} * a.width, keys = int64_t{a.key_heads} * a.width;
+  return PackedCut{Placement::shard(OwnershipMap::parts(2, {queries, keys, keys}, units)),
+                   Placement::shard(OwnershipMap::even(2, queries / units)),
+                   Placement::shard(OwnershipMap::even(1, a.heads / units))};
+}
+/// The units in which `size` rows are cut evenly along `dim`; 0 if they are not.
+int64_t even_units(const Placement& p, int dim, int64_t size) {
+  const bool even = p.is_shard(dim) && p.map().kind() == OwnershipMap::Kind::dim;
+  return even && size % p.map().granule() == 0 ? size / p.map().granule() : 0;
+}
+int64_t packed_units(const Placement& p) { return p.is_shard(2) && p.map().is_parts() ? p.map().granule() : 0; }
+
 kernels::PackedHeads heads_of(const PackedAttrs& a, const View& qkv) {
   return {qkv, a.heads, a.key_heads, a.width};
 }
@@ -125,20 +152,30 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
   static constexpr const char* kName = "packed_attention_backward";
   using Attrs = PackedAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
-  static void place(const Attrs&, Place& p) {
-    for (int i = 0; i < 4; ++i)
-      if (p.in(i).is_shard(0)) return rule_all(p, p.in(i), p.in(i)), rule_all(p, kR, kR);
+  static void place(const Attrs& a, Place& p) {
+    for (int i = 0; i < 4; ++i) {
+      if (!p.in(i).is_shard()) continue;
+      if (p.in(i).is_shard(0)) rule_all(p, p.in(i), p.in(i));
+      const int64_t units = i == 0   ? packed_units(p.in(0))
+                            : i == 3 ? even_units(p.in(3), 1, a.heads)
+                                     : even_units(p.in(i), 2, int64_t{a.heads} * a.width);
+      if (const auto cut = packed_cut(a, units))
+        p.rule({cut->qkv, cut->out, cut->out, cut->lse}, {cut->qkv});
+      break;
+    }
     rule_all(p, kR, kR);
     p.rule({kR, kR, kP, kR}, {kP});
   }
-  static int64_t workspace(const Attrs& a, const Execute& c) {
+  static int64_t workspace(const Attrs& all, const Execute& c) {
+    const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
     return SHEAF_WORKSPACE(c.device(), attention_backward, in.q, in.k, in.v,
                  heads_of_queries(a, c.input(1)), c.input(3), heads_of_queries(a, c.input(2)),
                  a.causal != 0, d.q, d.k, d.v);
   }
-  static void execute(const Attrs& a, Execute& c) {
+  static void execute(const Attrs& all, Execute& c) {
     const Stream stream = c.stream();
+    const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
     SHEAF_ON_DEVICE(stream, attention_backward, in.q, in.k, in.v, heads_of_queries(a, c.input(1)),
                  c.input(3), heads_of_queries(a, c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v,
@@ -156,17 +193,20 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H,
     c.output(c.dtype(0), {x[0], x[1], int64_t{a.heads} * a.width});
     c.output(statistics_dtype(c.dtype(0)), {x[0], a.heads, x[1]});
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     if (p.in(0).is_shard(0)) rule_all(p, p.in(0), p.in(0), 2);
+    if (const auto cut = packed_cut(a, packed_units(p.in(0)))) p.rule({cut->qkv}, {cut->out, cut->lse});
     rule_all(p, kR, kR, 2);
   }
-  static int64_t workspace(const Attrs& a, const Execute& c) {
+  static int64_t workspace(const Attrs& all, const Execute& c) {
+    const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0));
     return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k, in.v, a.causal != 0,
                  heads_of_queries(a, c.output(0)), c.output(1));
   }
-  static void execute(const Attrs& a, Execute& c) {
+  static void execute(const Attrs& all, Execute& c) {
     const Stream stream = c.stream();
+    const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0));
     SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, a.causal != 0, a.scale,
                  heads_of_queries(a, c.output(0)), c.output(1), c.workspace);

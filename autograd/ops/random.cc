@@ -58,6 +58,37 @@ kernels::GlobalIndex global_index(const Type& type, int64_t first_row) {
   where.start[0] += first_row;
   return where;
 }
+
+/// Calls f(where, part) for the blocks that output 0's local part consists of: one, but for cuts of
+/// parts; part(view) is a block of a local view.
+template <class F>
+void for_each_block(const Type& type, int64_t first_row, F&& f) {
+  bool parts = false;
+  for (int i = 0; i < type.layout.num_axes(); ++i)
+    parts = parts || (type.layout[i].is_shard() && type.layout[i].map().is_parts());
+  if (!parts) return f(global_index(type, first_row), [](const View& v) { return v; });
+  std::vector<std::vector<Interval>> rows;
+  for (int d = 0; d < type.shape.rank(); ++d) rows.push_back(type.layout.local_rows(type.shape, d));
+  const auto along = [&](auto& self, int d, Shape start, Shape at, Shape size) -> void {
+    if (d == type.shape.rank()) {
+      start[0] += first_row;
+      return f(kernels::GlobalIndex{type.shape, start}, [&](View v) {
+        for (int e = 0; e < d; ++e)
+          v.data = v.as<char>() + at[e] * v.strides[e] * static_cast<int64_t>(size_of(v.dtype));
+        v.shape = size;
+        return v;
+      });
+    }
+    at[d] = 0;
+    for (const Interval& i : rows[static_cast<size_t>(d)]) {
+      start[d] = i.begin, size[d] = i.size();
+      self(self, d + 1, start, at, size);
+      at[d] += i.size();
+    }
+  };
+  const Shape zeros = Shape::filled(type.shape.rank(), 0);
+  along(along, 0, zeros, zeros, zeros);
+}
 /// A scalar as a vector of one element, for kernels that want an index.
 View at_least_1d(const View& v) { return v.rank() > 0 ? v : View::dense(v.data, v.dtype, {1}); }
 
@@ -72,12 +103,14 @@ struct Random {  // input, if derived from the recording: random_state
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
     const kernels::DrawKey key = key_for(a.source, c, 0);
-    const kernels::GlobalIndex where = global_index(c.output_type(0), a.source.first_row);
-    const View out = at_least_1d(c.output(0));
-    if (a.normal)
-      SHEAF_ON_DEVICE(stream, normal, out, key, where, a.a, a.b);
-    else
-      SHEAF_ON_DEVICE(stream, uniform, out, key, where, a.a, a.b);
+    const View whole = at_least_1d(c.output(0));
+    for_each_block(c.output_type(0), a.source.first_row, [&](const kernels::GlobalIndex& where, const auto& part) {
+      const View out = part(whole);
+      if (a.normal)
+        SHEAF_ON_DEVICE(stream, normal, out, key, where, a.a, a.b);
+      else
+        SHEAF_ON_DEVICE(stream, uniform, out, key, where, a.a, a.b);
+    });
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str(a.normal ? "normal " : "uniform ", a.a, " ", a.b);
@@ -119,8 +152,11 @@ struct Dropout {  // inputs x and, if derived from the recording, random_state
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    SHEAF_ON_DEVICE(stream, dropout, at_least_1d(c.input(0)), a.p, key_for(a.source, c, 1),
-                    global_index(c.output_type(0), a.source.first_row), at_least_1d(c.output(0)));
+    const kernels::DrawKey key = key_for(a.source, c, 1);
+    const View x = at_least_1d(c.input(0)), out = at_least_1d(c.output(0));
+    for_each_block(c.output_type(0), a.source.first_row, [&](const kernels::GlobalIndex& where, const auto& part) {
+      SHEAF_ON_DEVICE(stream, dropout, part(x), a.p, key, where, part(out));
+    });
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (!c.needs(0)) return;

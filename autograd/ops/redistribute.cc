@@ -33,12 +33,25 @@ bool is_inside(const Layout& l, int later, const Placement& p) {
   return l.mesh()->size(later) > 1 || p.map().is_flat() || !(map == OwnershipMap::even(map.dim()));
 }
 
-// The value as one rank would hold it if `axis` did not cut it: [outer, along, inner] around the cut dimension.
+// The value as one rank would hold it if `axis` did not cut it, and what each rank has of it: rows of the cut dimension, or
+// of the flat index, which is then the only dimension; several intervals where the dimension is several parts.
 struct Cut {
-  int64_t outer = 1, inner = 1;
-  std::vector<Interval> owned;  // rows of `along` per rank
-  bool contiguous() const { return outer == 1; }
-  int64_t elements(int rank) const { return owned[rank].size() * outer * inner; }
+  int dim = 0;
+  bool flat = false, contiguous = true;  // a rank's share is one run of the dense whole
+  int64_t row = 1;                       // elements of one
+  std::vector<std::vector<Interval>> owned;
+  int64_t rows(int rank) const { return total(owned[rank]); }
+  int64_t elements(int rank) const { return rows(rank) * row; }
+  std::vector<int64_t> counts() const {
+    std::vector<int64_t> out;
+    for (size_t r = 0; r < owned.size(); ++r) out.push_back(elements(static_cast<int>(r)));
+    return out;
+  }
+  static int64_t total(const std::vector<Interval>& rows) {
+    int64_t n = 0;
+    for (const Interval& i : rows) n += i.size();
+    return n;
+  }
 };
 
 Cut cut_of(const Type& type, int axis, const Placement& p) {
@@ -46,21 +59,45 @@ Cut cut_of(const Type& type, int axis, const Placement& p) {
   const Shape shape = whole.local_shape(type.shape);
   Cut cut;
   const int n = type.layout.mesh()->size(axis);
-  for (int r = 0; r < n; ++r) cut.owned.push_back(p.map().owned(r, n, shape));
-  if (p.map().is_flat()) return cut;
-  for (int d = 0; d < p.map().dim(); ++d) cut.outer *= shape[d];
-  for (int d = p.map().dim() + 1; d < shape.rank(); ++d) cut.inner *= shape[d];
+  for (int r = 0; r < n; ++r) cut.owned.push_back(p.map().owned_intervals(r, n, shape));
+  cut.flat = p.map().is_flat();
+  if (cut.flat) return cut;
+  cut.dim = p.map().dim();
+  cut.contiguous = !p.map().is_parts();
+  for (int d = 0; d < shape.rank(); ++d) {
+    if (d != cut.dim) cut.row *= shape[d];
+    if (d < cut.dim && shape[d] != 1) cut.contiguous = false;
+  }
   return cut;
 }
 
-// Part r of a dense [outer, along, inner] block, as a view.
-View part(const View& whole, const Cut& cut, int64_t along, int rank) {
-  View v;
-  v.dtype = whole.dtype;
-  v.data = whole.as<char>() + cut.owned[rank].begin * cut.inner * static_cast<int64_t>(size_of(v.dtype));
-  v.shape = {cut.outer, cut.owned[rank].size(), cut.inner};
-  v.strides = {along * cut.inner, cut.inner, 1};
+View flattened(const View& dense) { return View::dense(dense.data, dense.dtype, {dense.numel()}); }
+
+// A dense block like `v` but for the rows it has of `dim`.
+View block(const View& v, int dim, int64_t rows, void* data) {
+  Shape shape = v.shape;
+  shape[dim] = rows;
+  return View::dense(data, v.dtype, shape);
+}
+
+View rows_of(View v, int dim, Interval rows) {
+  v.data = v.as<char>() + rows.begin * v.strides[dim] * static_cast<int64_t>(size_of(v.dtype));
+  v.shape[dim] = rows.size();
   return v;
+}
+
+// `rows` of `from`, one interval after another, to the view `packed`; and back to the rows of `to`.
+template <class Copy>
+void pack(const Copy& copy, const View& from, int dim, const std::vector<Interval>& rows, const View& packed) {
+  int64_t at = 0;
+  for (const Interval& i : rows) {
+    if (i.size() > 0) copy(rows_of(from, dim, i), rows_of(packed, dim, {at, at + i.size()}));
+    at += i.size();
+  }
+}
+template <class Copy>
+void unpack(const Copy& copy, const View& packed, const View& to, int dim, const std::vector<Interval>& rows) {
+  pack([&](const View& x, const View& y) { copy(y, x); }, to, dim, rows, packed);
 }
 
 struct Move {
@@ -102,9 +139,8 @@ struct RedistributeOp {
     const auto bytes = [](const Shape& s, DType d) { return s.numel() * static_cast<int64_t>(size_of(d)); };
     const int64_t in = bytes(c.input(0).shape, from.dtype), out = bytes(c.output(0).shape, from.dtype);
     if (m.to == Kind::shard && m.from == Kind::shard) return in + out + (packs_flat(a, c) ? in : 0);
-    if (m.from == Kind::shard) return out + (c.input(0).contiguous() ? 0 : in);
-    if (m.to == Kind::shard) return in;
-    return 0;
+    if (m.from == Kind::shard) return m.to == Kind::partial ? 0 : out + (c.input(0).contiguous() ? 0 : in);
+    return m.to == Kind::shard && (m.from == Kind::partial || a.to[m.axis].map().is_flat()) ? in : 0;
   }
 
   static void execute(const Attrs& a, Execute& c) {
@@ -125,14 +161,15 @@ struct RedistributeOp {
     char* scratch = static_cast<char*>(c.workspace.data);
     const auto size = static_cast<int64_t>(size_of(from.dtype));
 
-    if (is_whole(m.from) && m.to == Kind::shard) {  // slice: alias() refused because the input is not dense
+    if (is_whole(m.from) && m.to == Kind::shard) {  // slice: alias() refused because no view shows it
       if (meta) return;
       const Cut cut = cut_of(to, m.axis, a.to[m.axis]);
-      const int64_t along = in.numel() / std::max<int64_t>(cut.outer * cut.inner, 1);
-      View dense = View::dense(scratch, in.dtype, in.shape);
-      copy(in, dense);
-      const View mine = part(dense, cut, along, me);
-      return copy(mine, View::dense(out.data, out.dtype, mine.shape));
+      if (cut.flat) {
+        const View dense = View::dense(scratch, in.dtype, in.shape);
+        copy(in, dense);
+        in = flattened(dense);
+      }
+      return pack(copy, in, cut.dim, cut.owned[me], out);
     }
     if (is_whole(m.from) && m.to == Kind::partial) {
       if (meta) return;
@@ -142,12 +179,7 @@ struct RedistributeOp {
       if (meta) return;
       const Cut cut = cut_of(from, m.axis, from.layout[m.axis]);
       fill(out, 0);
-      const View mine = part(out, cut, out.numel() / std::max<int64_t>(cut.outer * cut.inner, 1), me);
-      View src = View::dense(scratch, in.dtype, in.shape);
-      copy(in, src);
-      src.shape = mine.shape;
-      src.strides = mine.shape.contiguous_strides();
-      return copy(src, mine);
+      return unpack(copy, in, cut.flat ? flattened(out) : out, cut.dim, cut.owned[me]);
     }
     Communicator& lane = gather_lane(a.to, m.axis);
     const bool run = !meta || lane.kind() == "simulated";
@@ -158,39 +190,36 @@ struct RedistributeOp {
     }
     if (m.from == Kind::shard && is_whole(m.to)) {
       const Cut cut = cut_of(from, m.axis, from.layout[m.axis]);
-      std::vector<int64_t> counts;
-      for (int r = 0; r < m.size; ++r) counts.push_back(cut.elements(r));
-      char* gathered = cut.contiguous() ? static_cast<char*>(out.data) : scratch;
+      char* gathered = cut.contiguous ? static_cast<char*>(out.data) : scratch;
       View src = in;
       if (!in.contiguous()) {
         src = View::dense(scratch + out.numel() * size, in.dtype, in.shape);
         if (!meta) copy(in, src);
       }
-      if (run) c.join(lane.all_gather(src.data, gathered, counts, in.dtype, path));
-      if (meta || cut.contiguous()) return;
-      const int64_t along = out.numel() / std::max<int64_t>(cut.outer * cut.inner, 1);
+      if (run) c.join(lane.all_gather(src.data, gathered, cut.counts(), in.dtype, path));
+      if (meta || cut.contiguous) return;
       for (int r = 0; r < m.size; ++r) {
-        const View target = part(out, cut, along, r);
-        copy(View::dense(gathered, in.dtype, target.shape), target);
-        gathered += counts[r] * size;
+        unpack(copy, block(out, cut.dim, cut.rows(r), gathered), out, cut.dim, cut.owned[r]);
+        gathered += cut.elements(r) * size;
       }
       return;
     }
     if (m.from == Kind::partial && m.to == Kind::shard) {
       const Cut cut = cut_of(to, m.axis, a.to[m.axis]);
-      std::vector<int64_t> counts;
-      for (int r = 0; r < m.size; ++r) counts.push_back(cut.elements(r));
       void* send = in.data;
-      if (!cut.contiguous() || !in.contiguous()) {
+      if (!cut.contiguous || !in.contiguous()) {
         send = scratch;
-        if (!meta) pack(copy, in, a.to[m.axis].map(), cut, m.size, scratch);
+        if (!meta && cut.flat) copy(in, View::dense(scratch, in.dtype, in.shape));
+        for (int r = 0; r < m.size && !meta && !cut.flat; ++r) {
+          pack(copy, in, cut.dim, cut.owned[r], block(in, cut.dim, cut.rows(r), scratch));
+          scratch += cut.elements(r) * size;
+        }
       }
-      if (run) c.join(lane.reduce_scatter(send, out.data, counts, in.dtype, path));
+      if (run) c.join(lane.reduce_scatter(send, out.data, cut.counts(), in.dtype, path));
       return;
     }
-    // Shard to another Shard: what each pair of ranks shares is a block (two dimensions) or an interval (flat).
-    const Placement &p = from.layout[m.axis], &q = a.to[m.axis];
-    const Shape whole = from.layout.with(m.axis, Placement::replicate()).local_shape(from.shape);
+    // Shard to another Shard: what each pair of ranks shares are rows of what either has.
+    Cut p = cut_of(from, m.axis, from.layout[m.axis]), q = cut_of(to, m.axis, a.to[m.axis]);
     std::vector<int64_t> send_counts, recv_counts;
     char* send = scratch;
     char* recv = scratch + in.numel() * size;
@@ -199,21 +228,31 @@ struct RedistributeOp {
       if (!meta) copy(in, dense);
       in = dense;
     }
-    std::vector<View> targets;
+    const bool one_index = p.flat || q.flat || p.dim == q.dim;
+    if (p.flat || q.flat) {
+      in = flattened(in), out = flattened(out);
+      for (Cut* cut : {&p, &q}) count_elements(*cut);
+    }
+    const int dim_in = one_index ? p.dim : q.dim, dim_out = p.dim;
+    const auto part = [&](const View& of, int dim, const std::vector<Interval>& rows, void* data) {
+      return block(of, dim, Cut::total(rows), data);
+    };
+    std::vector<std::vector<Interval>> theirs;
     for (int r = 0; r < m.size; ++r) {
-      const View mine = overlap(in, whole, p, q, me, r, m.size, /*of_source=*/true);
-      const View theirs = overlap(out, whole, p, q, r, me, m.size, /*of_source=*/false);
-      send_counts.push_back(mine.numel());
-      recv_counts.push_back(theirs.numel());
-      targets.push_back(theirs);
-      if (!meta) copy(mine, View::dense(send, in.dtype, mine.shape));
-      send += mine.numel() * size;
+      const std::vector<Interval> mine = one_index ? shared(p.owned[me], q.owned[r]) : q.owned[r];
+      theirs.push_back(one_index ? shared(q.owned[me], p.owned[r]) : p.owned[r]);
+      const View packed = part(in, dim_in, mine, send);
+      send_counts.push_back(packed.numel());
+      recv_counts.push_back(part(out, dim_out, theirs.back(), recv).numel());
+      if (!meta) pack(copy, in, dim_in, mine, packed);
+      send += packed.bytes();
     }
     if (run) c.join(lane.all_to_all(scratch, send_counts, recv, recv_counts, in.dtype, path));
     if (meta) return;
-    for (const View& t : targets) {
-      copy(View::dense(recv, in.dtype, t.shape), t);
-      recv += t.numel() * size;
+    for (const auto& rows : theirs) {
+      const View packed = part(out, dim_out, rows, recv);
+      unpack(copy, packed, out, dim_out, rows);
+      recv += packed.bytes();
     }
   }
 
@@ -223,50 +262,25 @@ struct RedistributeOp {
     return (c.input_type(0).layout[axis].map().is_flat() || a.to[axis].map().is_flat()) && !c.input(0).contiguous();
   }
 
-  // The parts of all ranks one after another, dense.
-  template <class Copy>
-  static void pack(Copy& copy, const View& in, const OwnershipMap& map, const Cut& cut, int ranks, char* to) {
-    if (map.is_flat()) return copy(in, View::dense(to, in.dtype, in.shape));
-    for (int r = 0; r < ranks; ++r) {
-      View slice = in;
-      slice.data = in.as<char>() + cut.owned[r].begin * in.strides[map.dim()] * static_cast<int64_t>(size_of(in.dtype));
-      slice.shape[map.dim()] = cut.owned[r].size();
-      copy(slice, View::dense(to, in.dtype, slice.shape));
-      to += slice.bytes();
+  // Which rows of `own`, counted in it, are `others`, too. Both are in order.
+  static std::vector<Interval> shared(const std::vector<Interval>& own, const std::vector<Interval>& others) {
+    std::vector<Interval> out;
+    int64_t at = 0;
+    for (const Interval& a : own) {
+      for (const Interval& b : others) {
+        const Interval both{std::max(a.begin, b.begin), std::min(a.end, b.end)};
+        if (both.size() > 0) out.push_back({at + both.begin - a.begin, at + both.end - a.begin});
+      }
+      at += a.size();
     }
+    return out;
   }
 
-  // The elements that source rank s (placement p) and target rank t (placement q) share, inside the local block of one
-  // of them.
-  static View overlap(const View& local, const Shape& whole, const Placement& p, const Placement& q, int s, int t,
-                      int ranks, bool of_source) {
-    const auto size = static_cast<int64_t>(size_of(local.dtype));
-    const Interval a = p.map().owned(s, ranks, whole), b = q.map().owned(t, ranks, whole);
-    View v = local;
-    const bool by_flat_index = p.map().is_flat() || q.map().is_flat() || p.map().dim() == q.map().dim();
-    if (by_flat_index) {  // both are intervals of one index: the flat one, or the rows of one dimension
-      int64_t unit = 1;
-      Interval x = a, y = b;
-      int dim = 0;
-      if (p.map().is_flat() || q.map().is_flat()) {
-        for (int d = 1; d < whole.rank(); ++d) unit *= whole[d];
-        if (!p.map().is_flat()) x = {a.begin * unit, a.end * unit};
-        if (!q.map().is_flat()) y = {b.begin * unit, b.end * unit};
-        v = View::dense(local.data, local.dtype, {local.numel()});
-      } else {
-        dim = p.map().dim();
-      }
-      const Interval both{std::max(x.begin, y.begin), std::max(std::max(x.begin, y.begin), std::min(x.end, y.end))};
-      const int64_t start = of_source ? x.begin : y.begin;
-      v.data = v.as<char>() + (both.size() ? (both.begin - start) * v.strides[dim] * size : 0);
-      v.shape[dim] = both.size();
-      return v;
-    }
-    const int dim = of_source ? q.map().dim() : p.map().dim();
-    const Interval other = of_source ? b : a;
-    v.data = v.as<char>() + other.begin * v.strides[dim] * size;
-    v.shape[dim] = other.size();
-    return v;
+  // Rows of dimension 0 as elements of the flat index.
+  static void count_elements(Cut& cut) {
+    for (auto& intervals : cut.owned)
+      for (Interval& i : intervals) i = {i.begin * cut.row, i.end * cut.row};
+    cut.row = 1;
   }
 
   static void vjp(const Attrs&, Vjp& c) {  // Law A
@@ -293,6 +307,7 @@ struct Slice : RedistributeOp {
       out.strides = out.shape.contiguous_strides();
       return in.contiguous();
     }
+    if (p.map().is_parts()) return false;
     const Interval own = p.map().owned(me, n, in.shape);
     if (p.map().is_flat()) {
       if (!in.contiguous()) return false;

@@ -27,16 +27,30 @@ struct Rotary {
     c.output(c.dtype(0), c.shape(0));
   }
   static void place(const Attrs& a, Place& p) {  // positions and pairs must be whole
-    if (p.in(0).is_shard(0) || (p.in(0).is_shard(2) && a.heads >= p.shape(0)[2]))
-      p.rule({p.in(0)}, {p.in(0)});
+    const Placement& in = p.in(0);
+    if (in.is_shard(0) || (in.is_shard(2) && (a.heads >= p.shape(0)[2] || rotates_whole_parts(a, in.map(), p.shape(0)[2]))))
+      p.rule({in}, {in});
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
+  }
+  static bool rotates_whole_parts(const Attrs& a, const OwnershipMap& map, int64_t heads) {
+    if (!map.is_parts()) return false;
+    bool ends_one = false;
+    int64_t end = 0;
+    for (const int64_t size : map.sizes()) ends_one |= (end += size) == a.heads;
+    return ends_one && end == heads;
+  }
+  /// How many of this rank's heads are rotated: the same fraction of them as of all.
+  static int64_t local_heads(const Attrs& a, const Execute& c) {
+    const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
+    return local == whole || a.heads >= whole ? a.heads : a.heads * local / whole;
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), rotary, c.input(0));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), rotary, c.input(0), a.theta, a.scaling, a.first_position, a.heads, a.inverse != 0,
+    const Stream stream = c.stream();
+    SHEAF_ON_DEVICE(stream, rotary, c.input(0), a.theta, a.scaling, a.first_position, local_heads(a, c), a.inverse != 0,
                  c.output(0), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {

@@ -60,6 +60,10 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
   if (!cut) return f(inputs);
 
   const MeshSpec* mesh = cut->layout().mesh();
+  for (int a = 0; a < mesh->num_axes(); ++a)
+    if (cuts_rows(cut->layout()[a]) && cut->layout()[a].map().is_parts() && mesh->size(a) > 1)
+      fail<PlacementError>("[rowwise] ", where(), "a rank's rows must be one interval, but on mesh axis ", mesh->name(a), " ",
+                           cut->type(), " has several");
   const int64_t rows = cut->layout().local_shape(cut->shape())[0];
   std::vector<Tensor> local;
   for (const Tensor& input : inputs) {
@@ -84,7 +88,8 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
 
   std::vector<Tensor> out;
   {
-    const FirstRowScope scope(first_row + cut->layout().local_start(cut->shape())[0]);
+    const std::vector<Interval> here = cut->layout().local_rows(cut->shape(), 0);
+    const FirstRowScope scope(first_row + (here.empty() ? 0 : here[0].begin));
     out = f(local);
   }
   for (Tensor& y : out) {

@@ -92,7 +92,7 @@ struct Reshape {
       if (map.dim() >= i && map.dim() < i_end) {
         if (map.dim() != first) return false;
         const int64_t rows_in = a / in[first], rows_out = b / out[target];
-        if (map.granule() * rows_in % rows_out != 0) return false;
+        if (!map.can_move(rows_in, rows_out)) return false;
         return result = Placement::shard(map.moved_to(target, rows_in, rows_out)), true;
       }
       i = i_end, j = j_end;

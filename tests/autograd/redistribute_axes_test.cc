@@ -54,8 +54,8 @@ bool fits(const Layout& layout, const Shape& shape) {
   }
 }
 
-// Every layout of `shape` that exists on the mesh, of R, P, I, even and uneven cuts of every dimension (an uneven one of
-// what the axes before leave, where all blocks are alike) and flat cuts with and without an offset.
+// Every layout of `shape` that exists on the mesh, of R, P, I, even and uneven cuts of every dimension and cuts of its parts
+// (those of what the axes before leave, where all blocks are alike) and flat cuts with and without an offset.
 std::vector<Layout> layouts(const MeshSpec* mesh, const Shape& shape) {
   std::vector<Layout> out = {Layout(mesh)};
   for (int axis = 0; axis < mesh->num_axes(); ++axis) {
@@ -67,7 +67,9 @@ std::vector<Layout> layouts(const MeshSpec* mesh, const Shape& shape) {
       std::vector<Placement> options = {kR, kP, kI};
       for (int d = 0; d < shape.rank(); ++d) {
         options.push_back(Placement::shard(d));
-        if (left.rank() == shape.rank()) options.push_back(Placement::shard(uneven(d, left[d], ranks)));
+        if (left.rank() != shape.rank()) continue;
+        options.push_back(Placement::shard(uneven(d, left[d], ranks)));
+        options.push_back(Placement::shard(parts_of(d, left[d])));
       }
       const int64_t n = shape.numel();
       if (shape.rank() > 0) {

@@ -22,7 +22,8 @@ Values integers(size_t n, const std::string& stream) {
   return v;
 }
 
-// Even and uneven cuts of every dimension, flat cuts with and without an offset, and the three that do not cut.
+// Even and uneven cuts of every dimension, cuts of its parts, flat cuts with and without an offset, and the three that do
+// not cut.
 std::vector<Placement> placements(const Shape& shape, int ranks) {
   std::vector<Placement> out = {Placement::replicate(), Placement::partial(), Placement::invariant()};
   for (int d = 0; d < shape.rank(); ++d) {
@@ -32,6 +33,7 @@ std::vector<Placement> placements(const Shape& shape, int ranks) {
     for (int r = 0; r + 1 < ranks && left > 0; ++r) sizes[static_cast<size_t>(r)] = 1, --left;
     sizes.back() += left;
     out.push_back(Placement::shard(OwnershipMap::uneven(d, sizes)));
+    out.push_back(Placement::shard(parts_of(d, shape[d])));
   }
   if (shape.rank() > 0) {
     const int64_t n = shape.numel();
@@ -56,7 +58,7 @@ class Redistribute : public ::testing::TestWithParam<int> {};
 
 TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
   const int ranks = GetParam();
-  for (const Shape& shape : {Shape{7, 5}, Shape{4, 1, 6}, Shape{3}, Shape{0, 4}, Shape{}}) {
+  for (const Shape& shape : {Shape{7, 5}, Shape{4, 1, 6}, Shape{12, 2}, Shape{3}, Shape{0, 4}, Shape{}}) {
     const std::vector<Placement> all = placements(shape, ranks);
     const auto n = static_cast<size_t>(shape.numel());
     const Values x = integers(n, "x"), w = integers(n, "w");
