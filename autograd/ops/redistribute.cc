@@ -370,7 +370,8 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     for (int later = to.num_axes() - 1; later > axis; --later) {
       if (!is_inside(have, later, have[axis]) && !is_inside(have, later, to[axis])) continue;
       bool at_once = !meet(to[later], to[axis]);  // else it is cut anew once the axes before it are in place
-      for (int other = 0; other < to.num_axes(); ++other) at_once &= other == later || !meet(to[later], have[other]);
+      for (int other = 0; other < to.num_axes(); ++other)
+        at_once &= other == later || !(meet(to[later], have[other]) || (other < later && meet(to[later], to[other])));
       change(later, at_once ? to[later] : Placement::replicate());
     }
     change(axis, to[axis]);

@@ -258,6 +258,16 @@ TEST(RedistributeAxes, WhatIsInsideIsPutTogetherFirst) {
   }, kLocal);
 }
 
+// An axis between the two is not in place yet: the last one's cut fits only what that will leave.
+TEST(RedistributeAxes, WhatIsCutLastWaitsForTheAxesBeforeIt) {
+  run_local(8, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"host", 2}, {"data", 2}, {"model", 2}}).spec;
+    const Layout to(mesh, {kI, kS1, Placement::shard(OwnershipMap::uneven(1, {0, 2}))});
+    const Tensor x = make_local(integers(36, "x"), {kF64, {9, 4}, Layout(mesh, {kS0, kI, kS0})}, "");
+    EXPECT_TRUE(identical(redistribute(x, to), make_local(integers(36, "x"), {kF64, {9, 4}, to}, "")));
+  }, kLocal);
+}
+
 // On every rank, also on those whose own block would fit: else the others would be waited for.
 TEST(RedistributeAxes, CutsThatDoNotFitAreRefusedOnEveryRank) {
   run_local(4, [](World& world) {
