@@ -46,7 +46,8 @@ std::vector<Tokens> rules_of(const OpSample& sample, const std::vector<Tokens>& 
 
 using Assignment = std::vector<Tokens>;  // a token per input and axis
 
-// One assignment per axis becomes one with a token per axis; false if a flat cut would meet another cut.
+// One assignment per axis becomes one with a token per axis; false if a flat cut would meet another cut, or parts are no
+// longer whole because an axis before has cut them.
 bool together(const std::vector<const Tokens*>& per_axis, Assignment& out) {
   out.assign(per_axis[0]->size(), {});
   for (size_t i = 0; i < out.size(); ++i) {
@@ -54,6 +55,9 @@ bool together(const std::vector<const Tokens*>& per_axis, Assignment& out) {
     if (any_of(out[i], "F") && std::count_if(out[i].begin(), out[i].end(), [](const std::string& t) {
           return t[0] == 'F' || t[0] == 'S'; }) > 1)
       return false;
+    for (size_t axis = 1; axis < out[i].size(); ++axis)
+      for (size_t before = 0; before < axis && is_parts(out[i][axis]); ++before)
+        if (out[i][before].starts_with(out[i][axis].substr(0, 2))) return false;
   }
   return true;
 }
@@ -82,7 +86,7 @@ bool is_cut_behind(const Assignment& a) {
 
 struct MeshCase {
   std::vector<int> sizes;
-  std::vector<bool> uneven;
+  std::vector<Cuts> cuts;
 };
 
 std::string check_mesh(const OpSample& sample, const MeshCase& mesh, const std::vector<Tokens>& rules,
@@ -90,7 +94,7 @@ std::string check_mesh(const OpSample& sample, const MeshCase& mesh, const std::
   constexpr const char* kNames[] = {"data", "model", "third"};
   PlacementRun run;
   for (size_t a = 0; a < mesh.sizes.size(); ++a) run.axes.push_back({kNames[a], mesh.sizes[a]});
-  run.uneven = mesh.uneven;
+  run.cuts = mesh.cuts;
   Generator draw(str("axes of ", sample.op, sample.variant, mesh.sizes[0], mesh.sizes[1]));
   const auto any = [&](const std::vector<Tokens>& of) { return &of[static_cast<size_t>(draw.below(static_cast<int64_t>(of.size())))]; };
   Assignment next;
@@ -128,7 +132,7 @@ std::string check_mesh(const OpSample& sample, const MeshCase& mesh, const std::
 
 std::string check_axes(const OpSample& sample) {
   if (!sample.placements || sample.inputs.empty()) return "";
-  PlacementRun one{{{"data", 2}}, {false}, {}};
+  PlacementRun one{{{"data", 2}}, {Cuts::even}, {}};
   const std::vector<Tokens> list = enumerate(sample);
   for (const Tokens& tokens : list) {
     auto& assignment = one.assignments.emplace_back();
@@ -140,9 +144,10 @@ std::string check_axes(const OpSample& sample) {
   for (size_t k = 0; k < list.size(); ++k)
     if (alone.outcomes[k].accepted) accepted.push_back(list[k]);
   const std::vector<Tokens> rules = rules_of(sample, accepted);
-  const MeshCase meshes[] = {{{2, 2}, {false, false}},       {{2, 3}, {true, true}},        {{2, 3}, {false, true}},
-                             {{3, 2}, {true, false}},        {{1, 3}, {false, true}},       {{3, 1}, {false, false}},
-                             {{2, 1, 2}, {true, false, false}}, {{2, 2, 2}, {false, false, true}}};
+  using enum Cuts;
+  const MeshCase meshes[] = {{{2, 2}, {even, even}},     {{2, 3}, {uneven, uneven}},  {{2, 3}, {even, uneven}},
+                             {{3, 2}, {uneven, even}},   {{1, 3}, {even, uneven}},    {{3, 1}, {even, even}},
+                             {{2, 1, 2}, {uneven, even, even}}, {{2, 2, 2}, {even, even, uneven}}, {{2, 2}, {parts, even}}};
   for (const MeshCase& mesh : meshes)
     if (out.empty()) out += check_mesh(sample, mesh, rules, accepted);
   return placement_finding(sample, "axes", out);

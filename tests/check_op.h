@@ -31,7 +31,7 @@ std::string check_tape(const OpSample& sample);
 std::string check_slots(const OpSample& sample);
 /// Every assignment of placements to the inputs, on one mesh axis of `ranks` local ranks: either outputs, gradients and
 /// second derivatives are those of the unsharded run, and nothing communicates, or a PlacementError names op, axis and
-/// accepted rules. All cuts even, then uneven.
+/// accepted rules. All cuts even, then uneven, then of parts.
 std::string check_placements(const OpSample& sample, int ranks);
 /// The same on meshes of two and three axes, even and uneven: every rule on one axis beside every rule on the other, drawn
 /// pairs of what else one axis accepts, and operands without a mesh beside them.

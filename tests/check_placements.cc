@@ -9,12 +9,17 @@ namespace sheaf::testing {
 namespace {
 
 std::string token_of(const Placement& p) {
+  if (p.is_shard() && p.map().is_parts()) {
+    std::string sizes;
+    for (const int64_t size : p.map().sizes()) sizes += str(sizes.empty() ? "|" : ",", size);
+    return str("S", p.map().dim(), sizes, "/", p.map().granule());
+  }
   if (p.is_shard()) return p.map().is_flat() ? "F" : "S" + std::to_string(p.map().dim());
   return p.is_replicate() ? "R" : p.is_partial() ? "P" : "I";
 }
 
-PlacementRun on_one_axis(int ranks, bool uneven, const std::vector<Tokens>& list) {
-  PlacementRun run{{{"data", ranks}}, {uneven}, {}};
+PlacementRun on_one_axis(int ranks, Cuts cuts, const std::vector<Tokens>& list) {
+  PlacementRun run{{{"data", ranks}}, {cuts}, {}};
   for (const Tokens& tokens : list) {
     auto& assignment = run.assignments.emplace_back();
     for (const std::string& token : tokens) assignment.push_back({token});
@@ -53,10 +58,10 @@ bool any_of(const Tokens& tokens, std::string_view kinds) {
 std::string check_placements(const OpSample& sample, int ranks) {
   if (!sample.placements) return "";
   const std::vector<Tokens> list = enumerate(sample);
-  const PlacementResult result = run_assignments(sample, on_one_axis(ranks, false, list));
+  const PlacementResult result = run_assignments(sample, on_one_axis(ranks, Cuts::even, list));
   std::string out = result.finding;
   if (ranks > 1 && !result.outcomes.empty()) out += check_demanded(sample, list, result);
-  // Which assignments are accepted does not depend on how a dimension is cut: only those are run again.
+  // Which assignments are accepted does not depend on whether shares are even: only those are run again.
   std::vector<Tokens> cut;
   bool some = false;
   for (size_t k = 0; k < list.size(); ++k) {
@@ -66,7 +71,13 @@ std::string check_placements(const OpSample& sample, int ranks) {
   }
   if (out.empty() && !sample.inputs.empty() && some == sample.replicate_only)
     out += some ? "accepts more than the sample says" : "accepts nothing but Replicate; say .replicate_only if that is meant";
-  if (ranks > 1 && !cut.empty()) out += run_assignments(sample, on_one_axis(ranks, true, cut)).finding;
+  for (const Cuts cuts : {Cuts::uneven, Cuts::parts}) {
+    if (ranks == 1 || cut.empty()) break;
+    const PlacementResult again = run_assignments(sample, on_one_axis(ranks, cuts, cut));
+    out += again.finding;
+    for (const auto& outcome : again.outcomes)
+      if (!outcome.refusal.empty()) out += str("\n  refused, though even shares are accepted: ", outcome.refusal);
+  }
   return placement_finding(sample, "placements", out);
 }
 

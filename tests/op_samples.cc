@@ -136,6 +136,12 @@ const std::vector<OpSample>& op_samples() {
       {.op = "reshape", .variant = "split", .inputs = {{6, 5}},
        .f = [](Args x) { return reshape(x[0], {x[0].size(0) / 2, 2, 1, x[0].size(1)}); }, .exact = true,
        .rules = {"S1 -> S3", "P -> P", "F -> F"}},
+      {.op = "reshape", .variant = "heads", .inputs = {{2, 5, 24}},
+       .f = [](Args x) { return reshape(x[0], {x[0].size(0), x[0].size(1), 8, x[0].size(2) / 8}); }, .exact = true,
+       .rules = {"S2|12,6,6/2 -> S2|4,2,2/2"}},
+      {.op = "reshape", .variant = "of heads", .inputs = {{2, 5, 8, 3}},
+       .f = [](Args x) { return reshape(x[0], {x[0].size(0), x[0].size(1), 8 * x[0].size(3)}); }, .exact = true,
+       .rules = {"S2|4,2,2/2 -> S2|12,6,6/2"}},
       {.op = "reshape", .variant = "there and back", .inputs = {{4, 3, 5}},
        .f = [](Args x) { return reshape(reshape(x[0], {-1, x[0].size(2)}), x[0].shape()); }, .exact = true,
        .rules = {"S0 -> S0", "S2 -> S2"}, .zero_size = false},
@@ -214,6 +220,11 @@ const std::vector<OpSample>& op_samples() {
        .exact = true, .rules = {"S0 R -> S0", "R S0 -> S1", "S1 S1 -> P"}},
       {.op = "linear", .variant = "vector", .inputs = {{5}, {4, 5}, {4}}, .f = [](Args x) { return linear(x[0], x[1], x[2]); },
        .exact = true},
+      {.op = "linear", .variant = "parts", .inputs = {{2, 3, 5}, {8, 5}, {8}},
+       .f = [](Args x) { return linear(x[0], x[1], x[2]); }, .exact = true,
+       .rules = {"R S0|4,2,2/2 S0|4,2,2/2 -> S2|4,2,2/2", "R S0|4,2,2/2 R -> S2|4,2,2/2"}},
+      {.op = "linear", .variant = "of parts", .inputs = {{2, 3, 8}, {4, 8}}, .f = [](Args x) { return linear(x[0], x[1]); },
+       .exact = true, .rules = {"S2|4,2,2/2 S1|4,2,2/2 -> P", "S2|4,2,2/2 R -> P"}},
       {.op = "linear_gelu", .inputs = {{2, 3, 5}, {4, 5}, {4}},
        .f = [](Args x) {
          const GeluOfLinear y = linear_gelu(x[0], x[1], x[2]);
@@ -283,10 +294,32 @@ const std::vector<OpSample>& op_samples() {
       {.op = "rotary", .variant = "some heads", .inputs = {{2, 3, 4, 6}}, .f = [](Args x) { return rotary(x[0], 100.0, 0, 3); },
        .rules = {"S0 -> S0", "P -> P"}},
       {.op = "packed_attention", .inputs = {{2, 5, 18}}, .f = [](Args x) { return packed_attention(x[0], 2, 2); },
-       .no_second = "packed_attention_backward", .tolerance = 4, .rules = {"S0 -> S0"}},
+       .no_second = "packed_attention_backward", .tolerance = 4, .rules = {"S0 -> S0", "S2|6,6,6/2 -> S2"}},
       {.op = "packed_attention", .variant = "grouped", .inputs = {{2, 3, 16}},
        .f = [](Args x) { return packed_attention(x[0], 4, 2, {.causal = false, .scale = 0.7}); },
-       .no_second = "packed_attention_backward", .tolerance = 4, .rules = {"S0 -> S0"}},
+       .no_second = "packed_attention_backward", .tolerance = 4,
+       .rules = {"S0 -> S0", "S2|8,4,4/2 -> S2", "S2|8,4,4/1 -> S2"}},
+      {.op = "rotary", .variant = "packed heads", .inputs = {{2, 3, 8, 6}},
+       .f = [](Args x) { return rotary(x[0], 100.0, 0, 6); },
+       .rules = {"S2|4,2,2/2 -> S2|4,2,2/2", "S2|4,2,2/1 -> S2|4,2,2/1", "S0 -> S0"}},
+      {.op = "rotary", .variant = "packed heads of three", .inputs = {{1, 2, 12, 4}},
+       .f = [](Args x) { return rotary(x[0], 100.0, 0, 9); }, .rules = {"S2|6,3,3/3 -> S2|6,3,3/3"}},
+      {.op = "packed_attention", .variant = "several heads a unit", .inputs = {{2, 3, 24}},
+       .f = [](Args x) { return packed_attention(x[0], 4, 4); }, .no_second = "packed_attention_backward", .tolerance = 4,
+       .rules = {"S0 -> S0", "S2|8,8,8/2 -> S2", "S2|8,8,8/4 -> S2"}},
+      {.op = "packed_attention", .variant = "three key heads", .inputs = {{2, 3, 24}},
+       .f = [](Args x) { return packed_attention(x[0], 6, 3); }, .no_second = "packed_attention_backward", .tolerance = 4,
+       .rules = {"S0 -> S0", "S2|12,6,6/3 -> S2", "S2|12,6,6/1 -> S2"}},
+      // As a transformer's block makes it: H 4, G 2, D 2.
+      {.op = "packed_attention", .variant = "of a projection", .inputs = {{2, 3, 5}, {16, 5}, {16}},
+       .f = [](Args x) {
+         Tensor qkv = linear(x[0], x[1], x[2]);
+         const Shape packed = qkv.shape();
+         qkv = reshape(rotary(reshape(qkv, {packed[0], packed[1], 8, packed[2] / 8}), 100.0, 0, 6), packed);
+         return packed_attention(qkv, 4, 2);
+       },
+       .no_second = "packed_attention_backward", .tolerance = 4,
+       .rules = {"S0 R R -> S0", "R S0|8,4,4/2 S0|8,4,4/2 -> S2"}, .zero_size = false},
       {.op = "rotary", .variant = "offset", .inputs = {{1, 3, 2, 4}}, .f = [](Args x) { return rotary(x[0], 500.0, 70); }},
       {.op = "rotary", .variant = "scaled", .inputs = {{2, 3, 2, 6}},  // a frequency that stays, one between, one divided
        .f = [](Args x) { return rotary(x[0], 100.0, 70, -1, RotaryScaling::llama3(8, 1, 4, 40)); },

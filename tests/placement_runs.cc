@@ -13,9 +13,10 @@ namespace {
 
 constexpr size_t kMaxAssignments = 1500;
 
-// Uneven cuts leave some ranks with much and some with nothing. `left` is what the axes before this one leave to each rank,
+// `left` is what the axes before this one leave to each rank,
 // with -1 for dimensions where that differs from rank to rank.
-Placement placement_of(const std::string& token, const Shape& left, int ranks, bool uneven) {
+Placement placement_of(const std::string& token, const Shape& left, int ranks, Cuts cuts) {
+  const bool uneven = cuts == Cuts::uneven;
   switch (token[0]) {
     case 'R': return Placement::replicate();
     case 'P': return Placement::partial();
@@ -26,8 +27,10 @@ Placement placement_of(const std::string& token, const Shape& left, int ranks, b
     }
     default: break;
   }
+  if (is_parts(token)) return Placement::shard(parts_of(token));
   const int dim = token[1] - '0';
-  if (!uneven || left[dim] < 0) return Placement::shard(dim);
+  if (left[dim] < 0 || cuts == Cuts::even) return Placement::shard(dim);
+  if (cuts == Cuts::parts) return Placement::shard(parts_of(dim, left[dim]));
   constexpr int64_t kWeights[] = {3, 0, 2, 1, 4};
   int64_t total = 0, seen = 0;
   for (int r = 0; r < ranks; ++r) total += kWeights[r % 5];
@@ -46,10 +49,10 @@ Layout layout_of(const MeshSpec* mesh, const PlacementRun& run, const Tokens& to
   Shape left = shape;
   for (int a = 0; a < mesh->num_axes(); ++a) {
     const auto at = static_cast<size_t>(a);
-    layout[a] = placement_of(tokens[at], left, mesh->size(a), run.uneven[at]);
+    layout[a] = placement_of(tokens[at], left, mesh->size(a), run.cuts[at]);
     if (tokens[at][0] != 'S') continue;
     const int dim = layout[a].map().dim();
-    const bool alike = left[dim] >= 0 && (mesh->size(a) == 1 || (!run.uneven[at] && left[dim] % mesh->size(a) == 0));
+    const bool alike = left[dim] >= 0 && (mesh->size(a) == 1 || (layout[a] == Placement::shard(dim) && left[dim] % mesh->size(a) == 0));
     left[dim] = alike ? left[dim] / mesh->size(a) : -1;
   }
   return layout;
@@ -65,7 +68,8 @@ std::string describe(const PlacementRun& run, const std::vector<Tokens>& assignm
   for (size_t a = 0; a < run.axes.size(); ++a) out += str(a ? " x " : "", run.axes[a].size);
   out += " ranks";
   for (size_t a = 0; a < run.axes.size(); ++a)
-    if (run.uneven[a]) out += run.axes.size() == 1 ? ", uneven cuts" : ", uneven cuts of " + run.axes[a].name;
+    if (run.cuts[a] != Cuts::even)
+      out += str(run.cuts[a] == Cuts::uneven ? ", uneven cuts" : ", cuts of parts", run.axes.size() == 1 ? "" : " of " + run.axes[a].name);
   return out;
 }
 
@@ -143,7 +147,23 @@ bool says_enough(const std::string& refusal, const std::set<std::string>& ops, c
   return ops.contains(name) && names_axis && refusal.find("accepted:") != std::string::npos;
 }
 
+Tokens inputs_of(const std::string& rule) {
+  std::istringstream words(rule);
+  Tokens t;
+  for (std::string w; words >> w && w != "->";) t.push_back(w);
+  return t;
+}
+
 }  // namespace
+
+OwnershipMap parts_of(const std::string& token) {
+  std::istringstream text(token.substr(token.find('|')));
+  std::vector<int64_t> numbers;
+  for (char separator; text >> separator;) text >> numbers.emplace_back();
+  const int64_t units = numbers.back();
+  numbers.pop_back();
+  return OwnershipMap::parts(token[1] - '0', numbers, units);
+}
 
 std::vector<Tokens> enumerate(const OpSample& sample) {
   std::vector<Tokens> options;
@@ -153,6 +173,9 @@ std::vector<Tokens> enumerate(const OpSample& sample) {
     if (in.dtype == kF64) t.push_back("P");
     for (int d = 0; d < in.shape.rank(); ++d) t.push_back("S" + std::to_string(d));
     if (in.shape.rank() > 0) t.push_back("F");
+    for (const std::string& rule : sample.rules)
+      if (const std::string token = inputs_of(rule)[options.size()]; is_parts(token) && !std::ranges::count(t, token))
+        t.push_back(token);
     count *= t.size();
     options.push_back(std::move(t));
   }
@@ -171,9 +194,7 @@ std::vector<Tokens> enumerate(const OpSample& sample) {
     for (size_t k : chosen) out.push_back(nth(k));
   }
   for (const std::string& rule : sample.rules) {  // these are tried whatever was drawn
-    std::istringstream words(rule);
-    Tokens t;
-    for (std::string w; words >> w && w != "->";) t.push_back(w);
+    const Tokens t = inputs_of(rule);
     if (std::find(out.begin(), out.end(), t) == out.end()) out.push_back(t);
   }
   const size_t n = sample.inputs.size();
@@ -188,7 +209,7 @@ std::vector<Tokens> enumerate(const OpSample& sample) {
 }
 
 PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run) {
-  const auto& [axes, uneven, assignments] = run;
+  const auto& [axes, cuts, assignments] = run;
   const std::vector<Values> values = draw_inputs(sample, "placements");
   PlacementResult result;
   result.outcomes.resize(assignments.size());

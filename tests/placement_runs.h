@@ -10,18 +10,20 @@
 
 namespace sheaf::testing {
 
-/// A token per input: R, P, I, S<dim>, F (flat), or - for a tensor without a mesh.
+/// A token per input: R, P, I, S<dim>, S<dim>|<size>,<size>../<units> (parts), F (flat), or - for a tensor without a mesh.
 using Tokens = std::vector<std::string>;
 
-/// All combinations of R, P, S(d) and flat, and those that the sample demands; all Invariant; and one mixture with
-/// Invariant, which must be refused.
+/// All combinations of R, P, S(d), flat and the parts that the sample names, and those that it demands; all Invariant; and
+/// one mixture with Invariant, which must be refused.
 std::vector<Tokens> enumerate(const OpSample& sample);
+
+/// How S<dim> cuts: in even shares, so unevenly that some ranks have much and some nothing, or as several parts.
+enum class Cuts : uint8_t { even, uneven, parts };
 
 struct PlacementRun {
   std::vector<MeshSpec::Axis> axes;
-  /// Per axis: whether it cuts unevenly, which leaves some ranks with much and some with nothing. A further cut of blocks
-  /// of different sizes is an even one.
-  std::vector<bool> uneven;
+  /// Per axis. A further cut of blocks of different sizes is an even one.
+  std::vector<Cuts> cuts;
   /// Each with a token per input and axis.
   std::vector<std::vector<Tokens>> assignments;
 };
@@ -39,6 +41,10 @@ struct PlacementResult {
 /// Runs all assignments: each is either refused, by an error that names op, axis and accepted rules, or has the outputs,
 /// gradients and second derivatives of the unsharded run, without communication, on a tape that passes the checks T and D.
 PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run);
+
+/// The map of a token S<dim>|<size>,<size>../<units>, and whether one is that.
+OwnershipMap parts_of(const std::string& token);
+inline bool is_parts(const std::string& token) { return token.find('|') != token.npos; }
 
 /// What a check returns: its finding under the name of sample and check.
 std::string placement_finding(const OpSample& sample, const char* check, const std::string& text);
