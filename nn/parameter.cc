@@ -141,7 +141,8 @@ Tensor whole_of(const Tensor& buffer, const Unit& unit, int leaf, int64_t offset
   if (axis < 0) return view(all, {}).clone();
   const Tensor block = view(all, invariant.with(axis, Placement::shard(*unit.leaves()[leaf].cut)));
   const Tensor whole = redistribute(block, invariant);
-  return Tensor::view_into(whole, {whole.dtype(), whole.shape(), {}}, whole.byte_offset()).clone();
+  whole.storage()->settle();
+  return Tensor::view_into(whole, {whole.dtype(), whole.shape(), {}}, 0).clone();
 }
 
 void check_whole(const char* who, const std::string& name, DType dtype, const Shape& shape, const Tensor& whole) {
