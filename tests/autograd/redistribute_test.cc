@@ -167,7 +167,8 @@ TEST(Redistribute, CutsThatDoNotFitAreRefused) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
     for (const OwnershipMap& map : {OwnershipMap::even(0, 2), OwnershipMap::uneven(0, {3, 3}), OwnershipMap::uneven(0, {7}),
                                     OwnershipMap::uneven(0, {4, 5}), OwnershipMap::uneven(0, {2, 2}, 2),
-                                    OwnershipMap::even(2), OwnershipMap::even(-1), OwnershipMap::flat(6)}) {
+                                    OwnershipMap::even(2), OwnershipMap::even(-1), OwnershipMap::flat(6),
+                                    OwnershipMap::parts(0, {4, 4}, 2), OwnershipMap::parts(2, {4, 3}, 1)}) {
       const Layout layout(mesh, Placement::shard(map));
       EXPECT_THROW(Tensor::empty({kF32, {7, 2}, layout}), PlacementError) << layout.to_string();
       const Tensor x = full_of({kF32, {7, 2}, Layout(mesh)}, 1.0);

@@ -91,6 +91,33 @@ TEST(Parts, EveryElementOfEachPartHasOneOwner) {
   EXPECT_EQ(map.to_string(), "0 parts");
 }
 
+TEST(Parts, AreRowsOfDimensionsOnSeveralAxes) {
+  const MeshSpec* mesh = MeshSpec::intern({{"data", 2}, {"model", 2}});
+  const auto rows = [&](const Placement& p, const Placement& q, int dim, int data, int model) {
+    const int at[] = {data, model};
+    return Layout(mesh, {p, q}).local_rows({16, 12}, dim, at);
+  };
+  const Placement parts = Placement::shard(OwnershipMap::parts(0, {8, 4, 4}, 4)), whole = Placement::replicate();
+  using Rows = std::vector<Interval>;
+  EXPECT_EQ(rows(whole, parts, 0, 1, 1), (Rows{{4, 8}, {10, 12}, {14, 16}}));
+  EXPECT_EQ(rows(whole, parts, 1, 1, 1), (Rows{{0, 12}}));
+  EXPECT_EQ(rows(parts, Placement::shard(0), 0, 0, 0), (Rows{{0, 4}})) << "of [0,4) [8,10) [12,14) the first half";
+  EXPECT_EQ(rows(parts, Placement::shard(0), 0, 1, 1), (Rows{{10, 12}, {14, 16}}));
+  EXPECT_EQ(rows(parts, Placement::shard(OwnershipMap::parts(0, {4, 2, 2}, 2)), 0, 1, 0), (Rows{{4, 6}, {10, 11}, {14, 15}}));
+  EXPECT_EQ(rows(Placement::shard(0), Placement::shard(0), 0, 1, 0), (Rows{{8, 12}}));
+  EXPECT_EQ(rows(Placement::shard(OwnershipMap::uneven(1, {12, 0})), whole, 1, 1, 0), Rows{});
+}
+
+TEST(Parts, MoveWhereEveryShareIsWholeRows) {
+  const OwnershipMap map = OwnershipMap::parts(2, {12, 6, 6}, 2);
+  EXPECT_TRUE(map.can_move(1, 3));
+  EXPECT_EQ(map.moved_to(2, 1, 3), OwnershipMap::parts(2, {4, 2, 2}, 2));
+  EXPECT_FALSE(map.can_move(1, 2)) << "a share of three elements is no rows of two";
+  EXPECT_TRUE(map.can_move(4, 2));
+  EXPECT_TRUE(OwnershipMap::even(0, 6).can_move(1, 3));
+  EXPECT_FALSE(OwnershipMap::even(0, 4).can_move(1, 3));
+}
+
 TEST(Parts, RefuseWhatDoesNotFit) {
   EXPECT_THROW(OwnershipMap::parts(0, {6, 4}, 4), PlacementError);
   const OwnershipMap map = OwnershipMap::parts(0, {8, 4}, 4);

@@ -1,0 +1,92 @@
+// Cuts of parts on ranks that share a GPU: the middle of a transformer's block against one rank of the CPU, forward and
+// backward, and the redistributions of its packed projection.
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/needs_gpu.h"
+#include "sheaf/tests/probe.h"
+
+namespace sheaf::testing {
+namespace {
+
+struct Heads {
+  int64_t queries, keys;
+  int64_t all() const { return queries + 2 * keys; }
+};
+constexpr int64_t kWidth = 8, kTokens = 16, kChannels = 6;
+
+Values drawn(const Shape& shape, const std::string& stream) {
+  Generator draw(stream);
+  Values v(static_cast<size_t>(shape.numel()));
+  for (double& e : v) e = draw.uniform(-1, 1);
+  return v;
+}
+
+// Output and gradients of x, weight and bias, on this rank.
+std::vector<Tensor> middle(const Heads& h, DType dtype, const Mesh& mesh, Device device) {
+  const int64_t e = h.all() * kWidth;
+  Layout whole, rows;
+  if (mesh.spec) {
+    whole = Layout(mesh.spec);
+    const int64_t q = h.queries * kWidth, k = h.keys * kWidth;
+    rows = whole.with(0, Placement::shard(OwnershipMap::parts(0, {q, k, k}, h.keys)));
+  }
+  const auto value = [&](const Shape& shape, const Layout& layout, const std::string& name) {
+    return make_local(drawn(shape, name), {dtype, shape, layout}, "").to(device);
+  };
+  const std::vector<Tensor> in = {value({2, kTokens, kChannels}, whole, "x"), value({e, kChannels}, rows, "w"), value({e}, rows, "b")};
+  Recording recording;
+  for (const Tensor& t : in) recording.watch(t);
+  Tensor qkv = linear(in[0], in[1], in[2]);
+  const Shape packed = qkv.shape();
+  qkv = rotary(reshape(qkv, {2, kTokens, h.all(), kWidth}), 100.0, 0, h.queries + h.keys);
+  const Tensor y = dropout(packed_attention(reshape(qkv, packed), h.queries, h.keys), 0.25, Key{5});
+  const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
+  std::vector<Tensor> out = {y};
+  out.insert(out.end(), gradients.begin(), gradients.end());
+  return out;
+}
+
+TEST(PartsGpu, TheMiddleOfABlockIsThatOfOneRank) {
+  SHEAF_NEEDS_GPU();
+  for (const Heads& h : {Heads{4, 2}, Heads{6, 3}, Heads{3, 3}})
+    for (const auto& [dtype, bound] : {std::pair(kF64, 1e-12), std::pair(kBF16, 0.05)})
+      for (int ranks = 1; ranks <= 5; ++ranks) {
+        const std::vector<Tensor> reference = middle(h, kF64, {}, Device::cpu());
+        std::vector<std::vector<LocalPart>> got(4, std::vector<LocalPart>(static_cast<size_t>(ranks)));
+        run_local(ranks, [&](World& world) {
+          const std::vector<Tensor> mine = middle(h, dtype, world.mesh({{"model", ranks}}), world.device());
+          for (size_t i = 0; i < 4; ++i) got[i][static_cast<size_t>(world.rank())] = local_part(mine[i]);
+        }, {.threads_per_rank = 1, .device = Device::cuda()});
+        for (size_t i = 0; i < 4; ++i) {
+          std::string error;
+          EXPECT_LE(scaled_error(assemble(got[i], error), reference[i].to_vector<double>()), bound)
+              << h.queries << " heads in " << h.keys << ' ' << name(dtype) << ", " << ranks << " ranks, " << got[i][0].type;
+          EXPECT_EQ(error, "");
+        }
+      }
+}
+
+TEST(PartsGpu, RedistributionsMoveTheBitsOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  const Shape shape{3, 16, 5};
+  const Values x = drawn(shape, "x");
+  const Placement all[] = {Placement::replicate(), Placement::partial(), Placement::shard(0), Placement::shard(1),
+                           Placement::shard(OwnershipMap::parts(1, {8, 4, 4}, 4)), Placement::shard(OwnershipMap::parts(1, {10, 6}, 2)),
+                           Placement::shard(OwnershipMap::flat(130))};
+  for (int ranks : {2, 3, 4})
+    run_local(ranks, [&](World& world) {
+      const MeshSpec* mesh = world.mesh({{"model", ranks}}).spec;
+      for (const Placement& from : all)
+        for (const Placement& to : all) {
+          const Tensor here = make_local(x, {kF32, shape, Layout(mesh, from)}, "addends");
+          EXPECT_TRUE(identical(redistribute(here.to(world.device()), Layout(mesh, to)).to(Device::cpu()), redistribute(here, Layout(mesh, to))))
+              << str(from, " to ", to, " at ", ranks, " ranks");
+        }
+    }, {.threads_per_rank = 1, .device = Device::cuda()});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
