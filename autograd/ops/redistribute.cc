@@ -138,7 +138,8 @@ struct RedistributeOp {
     if (relabels(m)) return 0;
     const auto bytes = [](const Shape& s, DType d) { return s.numel() * static_cast<int64_t>(size_of(d)); };
     const int64_t in = bytes(c.input(0).shape, from.dtype), out = bytes(c.output(0).shape, from.dtype);
-    if (m.to == Kind::shard && m.from == Kind::shard) return in + out + (packs_flat(a, c) ? in : 0);
+    // A rank that gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
+    if (m.to == Kind::shard && m.from == Kind::shard) return in + std::max<int64_t>(out, 1) + (packs_flat(a, c) ? in : 0);
     if (m.from == Kind::shard) return m.to == Kind::partial ? 0 : out + (c.input(0).contiguous() ? 0 : in);
     return m.to == Kind::shard && (m.from == Kind::partial || a.to[m.axis].map().is_flat()) ? in : 0;
   }

@@ -63,7 +63,7 @@ TEST(PartsGpu, TheMiddleOfABlockIsThatOfOneRank) {
         for (size_t i = 0; i < 4; ++i) {
           std::string error;
           EXPECT_LE(scaled_error(assemble(got[i], error), reference[i].to_vector<double>()), bound)
-              << h.queries << " heads in " << h.keys << ' ' << name(dtype) << ", " << ranks << " ranks, " << got[i][0].type;
+              << str(h.queries, " heads in ", h.keys, ", ", ranks, " ranks, ", got[i][0].type);
           EXPECT_EQ(error, "");
         }
       }
