@@ -9,7 +9,8 @@
 // core/atomic_folder.h). Whatever order the process, its peers or the machine die in, every folder named step-N is a
 // complete checkpoint, and damage that the disk does later is found by the checksums before anything is used.
 //
-// Nothing here knows modules or placements: a piece is an interval of the row-major flat index of a tensor.
+// Nothing here knows modules or placements: a piece is an interval of the row-major flat index of a tensor, or, where
+// columns were cut, runs of it that are a row apart. What was written in one cut is read in any other.
 #pragma once
 
 #include <functional>
@@ -20,19 +21,19 @@
 #include <vector>
 
 #include "sheaf/core/json.h"
-#include "sheaf/core/placement.h"
+#include "sheaf/core/runs.h"
 #include "sheaf/core/safetensors.h"
 
 namespace sheaf::models {
 
-/// A part of a tensor that this rank writes. Over all ranks the intervals of a tensor must cover it exactly once: what
-/// several ranks hold whole, one of them passes on.
+/// A part of a tensor that this rank writes; of one tensor it may write several. Over all ranks they must cover it exactly
+/// once: what several ranks hold whole, one of them passes on.
 struct CheckpointPiece {
   std::string name;            ///< of the tensor, such as "blocks.0.mlp.up.weight"
   DType dtype = DType::f32;
   Shape shape;                 ///< global
-  Interval interval;           ///< of the row-major flat index; empty if this rank holds nothing of it
-  const void* data = nullptr;  ///< interval.size() elements, in memory of the host
+  Runs runs;                   ///< of the row-major flat index, one stride in a tensor; empty if this rank holds nothing of it
+  const void* data = nullptr;  ///< runs.numel() elements, in memory of the host
   std::shared_ptr<void> keep = nullptr;  ///< owns `data` where it is a copy of what a GPU has
 };
 
@@ -57,15 +58,19 @@ void warn_on_stderr(const std::string& warning);
 /// An open checkpoint. Moves; one thread at a time.
 class Checkpoint {
  public:
+  /// Elements of a tensor that lie side by side in one of the files.
   struct Part {
-    int file;
-    Interval interval;
+    int file = 0;
+    Runs runs;          ///< an interval, or elements a row apart
+    int64_t reach = 0;  ///< the largest end of this part and of those before it
   };
   struct TensorInfo {
     DType dtype = DType::f32;
     Shape shape;              ///< global
-    std::vector<Part> parts;  ///< in order, covering the tensor
+    int64_t row = 0;          ///< the stride of all parts that are no intervals; 0 if there are none
+    std::vector<Part> parts;  ///< by their first element; each element of the tensor is in one of them
   };
+  using Tensors = std::map<std::string, TensorInfo, std::less<>>;
 
   /// Opens a step folder, collectively: the ranks share the work of verifying the files. Throws CheckpointError naming
   /// the file and what is wrong on the rank that finds it.
@@ -82,13 +87,16 @@ class Checkpoint {
   int64_t step() const { return step_; }
   int world() const { return static_cast<int>(files_.size()); }  ///< ranks that wrote it
   const Json& state() const { return state_; }
-  const std::map<std::string, TensorInfo, std::less<>>& tensors() const { return tensors_; }
+  const Tensors& tensors() const { return tensors_; }
   /// Throws CheckpointError if there is no such tensor.
   const TensorInfo& at(std::string_view name) const;
-  /// Copies elements [begin, end) of the flat index of a tensor, from whichever files hold them. Reads only those
-  /// bytes. Throws CheckpointError, IoError.
-  void read(std::string_view name, int64_t begin, int64_t end, void* dst);
-  /// The bytes of a whole tensor, laid end to end, in maps of the files; valid while this object lives.
+  /// Copies elements of the flat index of a tensor, in their order, from whichever files hold them. Reads those bytes, and
+  /// short gaps between them. Throws CheckpointError, IoError.
+  void read(std::string_view name, const Runs& runs, void* dst);
+  /// The same of elements [begin, end).
+  void read(std::string_view name, int64_t begin, int64_t end, void* dst) { read(name, Runs::of({begin, end}), dst); }
+  /// The bytes of a whole tensor, laid end to end, in maps of the files; valid while this object lives. Where columns were
+  /// cut, that is a span for each part of each row.
   std::vector<std::span<const std::byte>> data(std::string_view name);
 
  private:
@@ -105,7 +113,7 @@ class Checkpoint {
   int64_t step_ = 0;
   Json state_;
   std::vector<ShardFile> files_;
-  std::map<std::string, TensorInfo, std::less<>> tensors_;
+  Tensors tensors_;
 };
 
 }  // namespace sheaf::models

@@ -53,9 +53,9 @@ CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
 std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers) {
   std::vector<CheckpointPiece> out;
   for (const nn::StatePiece& p : all_pieces(module, optimizers)) {
-    out.push_back({p.name, p.dtype, p.shape, p.owner ? p.interval : Interval{}, p.data, nullptr});
+    out.push_back({p.name, p.dtype, p.shape, p.owner ? Runs::of(p.interval) : Runs(), p.data, nullptr});
     CheckpointPiece& piece = out.back();
-    const size_t bytes = static_cast<size_t>(piece.interval.size()) * size_of(p.dtype);
+    const size_t bytes = static_cast<size_t>(piece.runs.numel()) * size_of(p.dtype);
     if (p.device.is_cpu() || bytes == 0) continue;
     std::shared_ptr<char[]> host(new char[bytes]);
     transfer(Device::cpu(), host.get(), p.device, p.data, bytes);
@@ -65,7 +65,7 @@ std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimiz
   const bool first = RankContext::current().rank == 0;
   for (size_t i = 0; i < optimizers.size(); ++i) {
     const auto steps = std::make_shared<int64_t>(optimizers[i]->steps());
-    out.push_back({steps_name(i), kI64, {}, first ? Interval{0, 1} : Interval{}, steps.get(), steps});
+    out.push_back({steps_name(i), kI64, {}, first ? Runs::of({0, 1}) : Runs(), steps.get(), steps});
   }
   return out;
 }

@@ -70,10 +70,10 @@ struct Model {
   std::vector<CheckpointPiece> pieces(int rank, int world) const {
     const auto cut = [&](int64_t n) { return Interval{n * rank / world, n * (rank + 1) / world}; };
     const Interval ia = cut(35), ib = cut(3);
-    std::vector<CheckpointPiece> out = {{"a", DType::f32, {5, 7}, ia, a.data() + ia.begin},
-                                        {"b", DType::u8, {3}, ib, b.data() + ib.begin},
-                                        {"none", DType::bf16, {0, 4}, {0, 0}, nullptr}};
-    if (rank == world - 1) out.push_back({"scalar", DType::f64, {}, {0, 1}, scalar.data()});
+    std::vector<CheckpointPiece> out = {{"a", DType::f32, {5, 7}, Runs::of(ia), a.data() + ia.begin},
+                                        {"b", DType::u8, {3}, Runs::of(ib), b.data() + ib.begin},
+                                        {"none", DType::bf16, {0, 4}, {}, nullptr}};
+    if (rank == world - 1) out.push_back({"scalar", DType::f64, {}, Runs::of({0, 1}), scalar.data()});
     return out;
   }
   // Reads every interval of every tensor.
@@ -156,14 +156,14 @@ TEST(CheckpointStore, PiecesMustCoverExactlyOnce) {
   const auto reason = [&](std::vector<CheckpointPiece> pieces) {
     return message_of<CheckpointError>(ExitCode::kData, [&] { save_checkpoint(folder.path(), 1, pieces, {}); });
   };
-  EXPECT_THAT(reason({{"a", DType::f32, {4}, {0, 3}, values}}), HasSubstr("\"a\": 3 elements of 4"));
-  EXPECT_THAT(reason({{"a", DType::f32, {4}, {0, 1}, values}, {"a", DType::f32, {4}, {2, 4}, values}}),
+  EXPECT_THAT(reason({{"a", DType::f32, {4}, Runs::of({0, 3}), values}}), HasSubstr("\"a\": 3 elements of 4"));
+  EXPECT_THAT(reason({{"a", DType::f32, {4}, Runs::of({0, 1}), values}, {"a", DType::f32, {4}, Runs::of({2, 4}), values}}),
               HasSubstr("element 1 is missing"));
-  EXPECT_THAT(reason({{"a", DType::f32, {4}, {0, 3}, values}, {"a", DType::f32, {4}, {2, 4}, values}}),
+  EXPECT_THAT(reason({{"a", DType::f32, {4}, Runs::of({0, 3}), values}, {"a", DType::f32, {4}, Runs::of({2, 4}), values}}),
               HasSubstr("element 2 is there twice"));
-  EXPECT_THAT(reason({{"a", DType::f32, {4}, {0, 3}, values}, {"a", DType::f32, {5}, {3, 5}, values}}),
+  EXPECT_THAT(reason({{"a", DType::f32, {4}, Runs::of({0, 3}), values}, {"a", DType::f32, {5}, Runs::of({3, 5}), values}}),
               HasSubstr("f32[4] on one rank and f32[5] on another"));
-  EXPECT_THAT(reason({{"a", DType::f32, {4}, {0, 4}, values}, {"a", DType::f32, {4}, {0, 4}, values}}),
+  EXPECT_THAT(reason({{"a", DType::f32, {4}, Runs::of({0, 4}), values}, {"a", DType::f32, {4}, Runs::of({0, 4}), values}}),
               HasSubstr("appears twice"));
   EXPECT_THAT(list_steps(folder.path()), IsEmpty());
 }
