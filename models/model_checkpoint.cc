@@ -53,7 +53,7 @@ CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
 std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers) {
   std::vector<CheckpointPiece> out;
   for (const nn::StatePiece& p : all_pieces(module, optimizers)) {
-    out.push_back({p.name, p.dtype, p.shape, p.owner ? Runs::of(p.interval) : Runs(), p.data, nullptr});
+    out.push_back({p.name, p.dtype, p.shape, p.owner ? p.runs : Runs(), p.data, nullptr});
     CheckpointPiece& piece = out.back();
     const size_t bytes = static_cast<size_t>(piece.runs.numel()) * size_of(p.dtype);
     if (p.device.is_cpu() || bytes == 0) continue;
@@ -87,9 +87,9 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": the model has no ", name);
   std::vector<char> host;
   for (const nn::StatePiece& p : pieces) {
-    if (p.interval.size() == 0) continue;
-    if (!p.device.is_cpu()) host.resize(static_cast<size_t>(p.interval.size()) * size_of(p.dtype));
-    checkpoint.read(p.name, p.interval.begin, p.interval.end, p.device.is_cpu() ? p.data : host.data());
+    if (p.runs.numel() == 0) continue;
+    if (!p.device.is_cpu()) host.resize(static_cast<size_t>(p.runs.numel()) * size_of(p.dtype));
+    checkpoint.read(p.name, p.runs, p.device.is_cpu() ? p.data : host.data());
     if (!p.device.is_cpu()) transfer(p.device, p.data, Device::cpu(), host.data(), host.size());
   }
   for (size_t i = 0; i < optimizers.size(); ++i) {

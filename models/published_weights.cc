@@ -8,10 +8,10 @@
 #include "sheaf/core/transfer.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/matrix_blocks.h"
 #include "sheaf/models/presets.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
-#include "sheaf/nn/state_dict.h"
 
 namespace sheaf::models {
 namespace {
@@ -42,27 +42,75 @@ struct Source {
   }
 };
 
-/// Elements [begin, end) of the flat index of `t` as ours is laid out, counted from its first row.
+/// A block of ours, its rows counted from those that a tensor of the table makes, and the memory that holds it.
 template <class T>
-void read_rows(const Source& source, const PublishedTensor& t, int64_t begin, int64_t end, T* out) {
-  if (!t.transposed) return source.read(begin, end, out);
-  // A column of ours is a row of the file, of which we want the rows of ours that lie in [begin, end).
-  const int64_t columns = t.row_size(), rows = t.rows();
-  const auto first_row_at = [&](int64_t flat, int64_t column) { return (flat - column + columns - 1) / columns; };
-  const int64_t most = end / columns - begin / columns + 1;
-  std::vector<T> panel(static_cast<size_t>(kPanel * most));
-  for (int64_t from = 0; from < columns; from += kPanel) {
-    const int64_t width = std::min(kPanel, columns - from);
-    int64_t low[kPanel], high[kPanel];
-    for (int64_t j = 0; j < width; ++j) {
-      low[j] = first_row_at(begin, from + j);
-      high[j] = first_row_at(end, from + j);
-      if (low[j] < high[j]) source.read((from + j) * rows + low[j], (from + j) * rows + high[j], &panel[j * most]);
+struct Wanted {
+  MatrixBlock block;
+  T* out;
+};
+
+/// Where a tensor lies as ours does: rows, or a part of each. Returns the elements read.
+template <class T>
+int64_t read_rows(const Source& source, int64_t row_size, const std::vector<Wanted<T>>& wanted) {
+  int64_t read = 0;
+  for (const auto& [block, out] : wanted) {
+    const bool whole = block.columns == row_size;
+    for (int64_t r = 0; r < (whole ? 1 : block.rows); ++r) {
+      const int64_t begin = (block.row + r) * row_size + block.column;
+      source.read(begin, begin + (whole ? block.rows : 1) * block.columns, out + block.at + r * block.columns);
     }
-    for (int64_t row = low[width - 1]; row < high[0]; ++row)  // the first column begins latest, and ends latest
-      for (int64_t j = 0; j < width; ++j)
-        if (low[j] <= row && row < high[j]) out[row * columns + from + j - begin] = panel[j * most + row - low[j]];
+    read += block.numel();
   }
+  return read;
+}
+
+/// Blocks without a row between them, of a tensor whose rows are columns of ours, `height` elements each: of such a row the
+/// elements from the first to the last of what is wanted are read at once. Returns the elements read.
+template <class T>
+int64_t read_transposed(const Source& source, int64_t height, std::span<const Wanted<T>> wanted) {
+  int64_t read = 0, top = height, bottom = 0, left = INT64_MAX, right = 0;
+  for (const auto& [block, out] : wanted) {
+    top = std::min(top, block.row), bottom = std::max(bottom, block.row + block.rows);
+    left = std::min(left, block.column), right = std::max(right, block.column + block.columns);
+  }
+  const int64_t most = bottom - top;
+  std::vector<T> panel(static_cast<size_t>(kPanel * most));
+  for (int64_t from = left; from < right; from += kPanel) {
+    const int64_t to = std::min(from + kPanel, right);
+    int64_t low[kPanel];
+    for (int64_t column = from; column < to; ++column) {
+      int64_t& first = low[column - from] = bottom;
+      int64_t end = top;
+      for (const auto& [block, out] : wanted)
+        if (block.column <= column && column < block.column + block.columns)
+          first = std::min(first, block.row), end = std::max(end, block.row + block.rows);
+      if (first >= end) continue;
+      source.read(column * height + first, column * height + end, &panel[(column - from) * most]);
+      read += end - first;
+    }
+    for (const auto& [block, out] : wanted) {
+      const int64_t begin = std::max(from, block.column), end = std::min(to, block.column + block.columns);
+      for (int64_t row = block.row; row < block.row + block.rows; ++row)
+        for (int64_t column = begin; column < end; ++column)
+          out[block.at_of(row, column)] = panel[(column - from) * most + row - low[column - from]];
+    }
+  }
+  return read;
+}
+
+template <class T>
+int64_t read_blocks(const Source& source, const PublishedTensor& t, std::vector<Wanted<T>> wanted) {
+  if (!t.transposed) return read_rows(source, t.row_size(), wanted);
+  std::ranges::sort(wanted, {}, [](const Wanted<T>& w) { return w.block.row; });
+  int64_t read = 0;
+  for (auto first = wanted.begin(); first != wanted.end();) {
+    int64_t bottom = first->block.row;
+    auto last = first;
+    for (; last != wanted.end() && last->block.row <= bottom; ++last) bottom = std::max(bottom, last->block.row + last->block.rows);
+    read += read_transposed<T>(source, t.rows(), {first, last});
+    first = last;
+  }
+  return read;
 }
 
 class Loader {
@@ -102,17 +150,30 @@ class Loader {
                               piece.name, ", f32, does not hold");
   }
 
-  /// The piece's own elements into `out`; returns the bytes read.
+  /// Fills the pieces of one parameter; returns the bytes read.
   template <class T>
-  int64_t fill(const nn::StatePiece& piece, T* out) const {
-    int64_t bytes = 0;
-    for (const auto& [t, source] : parts_.at(piece.name)) {
-      const int64_t start = t.first_row * t.row_size(), stop = start + t.rows() * t.row_size();
-      const int64_t begin = std::max(piece.interval.begin, start), end = std::min(piece.interval.end, stop);
-      if (begin >= end) continue;
-      read_rows(source, t, begin - start, end - start, out + (begin - piece.interval.begin));
-      bytes += (end - begin) * static_cast<int64_t>(size_of(source.dtype));
+  int64_t fill(std::span<const nn::StatePiece> pieces) const {
+    std::vector<std::vector<T>> staged(pieces.size());
+    std::vector<T*> outs(pieces.size());
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (!pieces[i].device.is_cpu()) staged[i].resize(static_cast<size_t>(pieces[i].runs.numel()));
+      outs[i] = pieces[i].device.is_cpu() ? static_cast<T*>(pieces[i].data) : staged[i].data();
     }
+    int64_t bytes = 0;
+    for (const auto& [t, source] : parts_.at(pieces[0].name)) {
+      const MatrixBlock rows{t.first_row, t.rows(), 0, t.row_size()};
+      std::vector<Wanted<T>> wanted;
+      for (size_t i = 0; i < pieces.size(); ++i)
+        for (const MatrixBlock& block : blocks_of(pieces[i].runs, t.row_size())) {
+          const MatrixBlock both = overlap(block, rows);
+          if (both.numel() == 0) continue;
+          wanted.push_back({{both.row - t.first_row, both.rows, both.column, both.columns, block.at_of(both.row, both.column)}, outs[i]});
+        }
+      bytes += read_blocks(source, t, std::move(wanted)) * static_cast<int64_t>(size_of(source.dtype));
+    }
+    for (size_t i = 0; i < pieces.size(); ++i)
+      if (!staged[i].empty())
+        transfer(pieces[i].device, pieces[i].data, Device::cpu(), staged[i].data(), staged[i].size() * sizeof(T));
     return bytes;
   }
 
@@ -152,23 +213,25 @@ void check_weights(const PublishedFiles& files, const ModelConfig& model) {
   const Loader loader(files, model);
 }
 
+int64_t fill_weights(std::span<const nn::StatePiece> pieces, const PublishedFiles& files, const ModelConfig& model) {
+  const Loader loader(files, model);
+  for (const nn::StatePiece& piece : pieces) loader.check(piece);
+  int64_t bytes = 0;
+  while (!pieces.empty()) {
+    const nn::StatePiece& first = pieces[0];
+    const auto other = std::ranges::find_if(pieces, [&](const nn::StatePiece& p) { return p.name != first.name; });
+    const auto own = pieces.first(static_cast<size_t>(other - pieces.begin()));
+    bytes += first.dtype == kF64 ? loader.fill<double>(own) : loader.fill<float>(own);
+    pieces = pieces.subspan(own.size());
+  }
+  return bytes;
+}
+
 int64_t load_weights(nn::Module& model, const PublishedFiles& files) {
   if (Recording::current()) fail<LifetimeError>("[load_weights] not inside a recording: end it by recording.take()");
   const ModelConfig config = model_config(model);
   check_weights(files, config);
-  const Loader loader(files, config);
-  const std::vector<nn::StatePiece> pieces = nn::state_pieces(model);
-  for (const nn::StatePiece& piece : pieces) loader.check(piece);
-  int64_t bytes = 0;
-  std::vector<char> host;
-  for (const nn::StatePiece& piece : pieces) {
-    if (piece.interval.size() == 0) continue;
-    if (!piece.device.is_cpu()) host.resize(static_cast<size_t>(piece.interval.size()) * size_of(piece.dtype));
-    void* out = piece.device.is_cpu() ? piece.data : host.data();
-    bytes += piece.dtype == kF64 ? loader.fill(piece, static_cast<double*>(out)) : loader.fill(piece, static_cast<float*>(out));
-    if (!piece.device.is_cpu()) transfer(piece.device, piece.data, Device::cpu(), host.data(), host.size());
-  }
-  return bytes;
+  return fill_weights(nn::state_pieces(model), files, config);
 }
 
 int64_t load_weights(nn::Module& model, const std::string& path) {

@@ -7,9 +7,11 @@
 //   models::load_weights(model, "gpt2");  // a folder with model.safetensors and config.json
 #pragma once
 
+#include <span>
+
 #include "sheaf/models/published_files.h"
 #include "sheaf/models/train_config.h"
-#include "sheaf/nn/module.h"
+#include "sheaf/nn/state_dict.h"
 
 namespace sheaf::models {
 
@@ -20,6 +22,10 @@ namespace sheaf::models {
 /// there is one, describes; CheckpointError naming file, tensor, what was expected and what was found.
 int64_t load_weights(nn::Module& model, const PublishedFiles& files);
 int64_t load_weights(nn::Module& model, const std::string& path);
+
+/// What load_weights() does with the parts of a model that this rank holds: those of one parameter follow each other. Of
+/// names, shapes and dtypes it checks all, of config.json nothing.
+int64_t fill_weights(std::span<const nn::StatePiece> pieces, const PublishedFiles& files, const ModelConfig& model);
 
 /// What load_weights() checks of names, shapes and dtypes, before there is a model; vocab must be known.
 void check_weights(const PublishedFiles& files, const ModelConfig& model);

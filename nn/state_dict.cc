@@ -17,16 +17,19 @@ bool owns(const Layout& layout) {
 void append_pieces(const Unit& unit, const FlatBuffer& b, const Tensor& values, const std::string& prefix,
                    std::vector<StatePiece>& out) {
   const bool owner = owns(values.layout());
-  const size_t first = out.size();
-  for (int leaf : b.leaves)
-    out.push_back({prefix + unit.leaves()[leaf].name, values.dtype(), unit.leaves()[leaf].shape, {}, values.device(), nullptr, owner});
+  const std::vector<LocalPiece> pieces = unit.pieces(b);
   char* data = values.view().as<char>();
-  for (const LocalPiece& piece : unit.pieces(b))
-    for (size_t i = 0; i < b.leaves.size(); ++i) {
-      if (b.leaves[i] != piece.leaf) continue;
-      out[first + i].interval = piece.runs[0];
-      out[first + i].data = data + piece.shard_offset * static_cast<int64_t>(size_of(values.dtype()));
+  for (int leaf : b.leaves) {
+    const StatePiece none{prefix + unit.leaves()[leaf].name, values.dtype(), unit.leaves()[leaf].shape, {}, values.device(), nullptr, owner};
+    const size_t before = out.size();
+    for (const LocalPiece& piece : pieces) {
+      if (piece.leaf != leaf) continue;
+      out.push_back(none);
+      out.back().runs = piece.runs;
+      out.back().data = data + piece.shard_offset * static_cast<int64_t>(size_of(values.dtype()));
     }
+    if (out.size() == before) out.push_back(none);
+  }
 }
 
 }  // namespace
@@ -40,7 +43,7 @@ std::vector<StatePiece> state_pieces(Module& module) {
   const RankContext& context = RankContext::current();
   for (const Buffer& b : module.buffers()) {
     const Tensor value = b.value();
-    out.push_back({b.name(), value.dtype(), value.shape(), {0, value.numel()}, value.device(), value.view().data,
+    out.push_back({b.name(), value.dtype(), value.shape(), Runs::of({0, value.numel()}), value.device(), value.view().data,
                    context.rank == 0});
   }
   return out;

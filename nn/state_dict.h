@@ -5,24 +5,25 @@
 #include <string>
 #include <vector>
 
-#include "sheaf/core/placement.h"
+#include "sheaf/core/runs.h"
 #include "sheaf/nn/module.h"
 #include "sheaf/nn/optim/optimizer.h"
 
 namespace sheaf::nn {
 
-/// The part of one tensor that this rank holds: elements [begin, end) of its row-major flat index.
+/// Elements of one tensor that this rank holds, side by side in memory. Of a tensor that is cut along a dimension it may
+/// hold several such pieces, one after another; of every tensor there is at least one, if need be without elements.
 struct StatePiece {
   std::string name;    ///< "blocks.3.mlp.up.weight"; of optimizer state "optimizer.m.blocks.3.mlp.up.weight"
   DType dtype = kF32;
   Shape shape;         ///< global
-  Interval interval;   ///< empty where the rank holds nothing
+  Runs runs;           ///< of the row-major flat index; empty where the rank holds nothing
   Device device = {};
   void* data = nullptr;  ///< on `device`
   bool owner = true;   ///< this rank saves it: of what several ranks hold whole, the first
 };
 
-/// Parameters and buffers, in visiting order, each once on every rank. Pointers stay valid while the model lives. What is
+/// Parameters and buffers, in visiting order, each on every rank. Pointers stay valid while the model lives. What is
 /// gathered is discarded first, so values written through the pointers are the ones that count. Not on meta.
 std::vector<StatePiece> state_pieces(Module& module);
 /// The optimizer's tensors. Its step count is Optimizer::steps().

@@ -295,8 +295,8 @@ TEST(Optimizer, StatePiecesResumeBitwise) {
       ASSERT_EQ(from.size(), to.size());
       for (size_t i = 0; i < from.size(); ++i) {
         EXPECT_EQ(from[i].name, to[i].name);
-        if (from[i].interval.size())
-          std::memcpy(to[i].data, from[i].data, from[i].interval.size() * size_of(from[i].dtype));
+        if (from[i].runs.numel())
+          std::memcpy(to[i].data, from[i].data, from[i].runs.numel() * size_of(from[i].dtype));
       }
     };
     copy(nn::state_pieces(a), nn::state_pieces(b));

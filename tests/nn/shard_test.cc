@@ -309,9 +309,9 @@ TEST(StateDict, PiecesOfAllRanksCoverEveryTensorOnce) {
       for (const nn::StatePiece& p : pieces) {
         auto& seen = covered[p.name];
         seen.resize(p.shape.numel());
-        for (int64_t i = p.interval.begin; i < p.interval.end; ++i) {
-          if (p.owner) ++seen[i];
-          EXPECT_EQ(static_cast<float*>(p.data)[i - p.interval.begin], whole.at(p.name)[i]);
+        for (int64_t i = 0; i < p.runs.numel(); ++i) {
+          if (p.owner) ++seen[p.runs.at(i)];
+          EXPECT_EQ(static_cast<float*>(p.data)[i], whole.at(p.name)[p.runs.at(i)]);
         }
       }
     });
