@@ -49,7 +49,9 @@ void check_covered(const std::string& name, const Checkpoint::TensorInfo& info) 
 
   std::map<int64_t, int64_t> filled;  // column → end, of blocks that are in this row
   int64_t columns = 0;                // their number
-  const auto at = [&](int64_t row, int64_t column) { return str("tensor ", json_string(name), ": element ", row * row_size + column); };
+  const auto at = [&](int64_t row, int64_t column) {
+    return str("tensor ", json_string(name), ": element ", row * row_size + column);
+  };
   auto event = events.begin();
   for (int64_t row = 0; row < elements / row_size;) {
     for (; event != events.end() && event->row == row; ++event) {
@@ -112,7 +114,7 @@ Checkpoint::Part part_of(const Json& json, const std::string& name, int64_t file
     return {static_cast<int>(file), Runs::of({begin, second})};
   }
   const Runs runs{begin, second, numbers[3].as_int(), numbers[4].as_int()};
-  check<CheckpointError>(runs.count > 1, "tensor ", json_string(name), ": ", shown(runs));
+  check<CheckpointError>(runs.count > 1, "tensor ", json_string(name), ": a part of ", runs.count, " runs");
   return {static_cast<int>(file), runs};
 }
 
@@ -142,7 +144,8 @@ DType dtype_of_name(const std::string& text) {
   fail<CheckpointError>("unknown dtype ", json_string(text));
 }
 
-void add_part(Checkpoint::Tensors& tensors, const std::string& name, DType dtype, const Shape& shape, const Checkpoint::Part& part) {
+void add_part(Checkpoint::Tensors& tensors, const std::string& name, DType dtype, const Shape& shape,
+              const Checkpoint::Part& part) {
   const Runs& runs = part.runs;
   auto [found, fresh] = tensors.try_emplace(name, Checkpoint::TensorInfo{dtype, shape, 0, {}});
   Checkpoint::TensorInfo& info = found->second;
@@ -185,7 +188,8 @@ Checkpoint::Tensors tensors_of(const Json& json, int64_t files) {
     const DType dtype = dtype_of_name(item.at("dtype").as_string());
     const Shape shape = shape_of(item.at("shape"));
     tensors[name] = {dtype, shape, 0, {}};
-    for (const Json& part : item.at("parts").as_array()) add_part(tensors, name, dtype, shape, part_of(part, name, files));
+    for (const Json& part : item.at("parts").as_array())
+      add_part(tensors, name, dtype, shape, part_of(part, name, files));
   }
   check_coverage(tensors);
   return tensors;

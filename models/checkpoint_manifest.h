@@ -31,7 +31,8 @@ DType dtype_of_name(const std::string& text);
 
 /// Adds a part to a tensor that may be known from other parts. One without elements makes the tensor known. Throws
 /// CheckpointError where they do not agree, or for elements that the tensor does not have.
-void add_part(Checkpoint::Tensors& tensors, const std::string& name, DType dtype, const Shape& shape, const Checkpoint::Part& part);
+void add_part(Checkpoint::Tensors& tensors, const std::string& name, DType dtype, const Shape& shape,
+              const Checkpoint::Part& part);
 /// Sorts the parts of each tensor, and throws CheckpointError naming an element that is in none of them or in two.
 void check_coverage(Checkpoint::Tensors& tensors);
 

@@ -25,7 +25,8 @@ void copy_rows(const SafetensorsFile& file, const std::string& key, const Rows& 
     return file.read(key, from.at, from.at + count * length, dst + to.at * element);
   const bool near = (from.stride - length) * element <= kGap;
   const int64_t together = near ? std::max<int64_t>(kBuffer / (from.stride * element), 1) : 1;
-  std::vector<std::byte> buffer(together > 1 ? static_cast<size_t>(std::min(together, count) * from.stride * element) : 0);
+  std::vector<std::byte> buffer;
+  if (together > 1) buffer.resize(static_cast<size_t>(std::min(together, count) * from.stride * element));
   for (int64_t row = 0; row < count; row += together) {
     const int64_t rows = std::min(together, count - row), begin = from.at + row * from.stride;
     std::byte* out = dst + (to.at + row * to.stride) * element;
@@ -33,7 +34,8 @@ void copy_rows(const SafetensorsFile& file, const std::string& key, const Rows& 
     file.read(key, begin, end, together == 1 ? out : buffer.data());
     if (together == 1) continue;
     for (int64_t r = 0; r < rows; ++r)
-      std::memcpy(out + r * to.stride * element, buffer.data() + r * from.stride * element, static_cast<size_t>(length * element));
+      std::memcpy(out + r * to.stride * element, buffer.data() + r * from.stride * element,
+                  static_cast<size_t>(length * element));
   }
 }
 

@@ -103,6 +103,8 @@ void save(const std::string& folder, int step, int world, int64_t keep = 2) {
   });
 }
 
+std::string read_text(const std::string& path) { return File::open(path).read_all(); }
+
 const auto no_warning = [](const std::string& text) { ADD_FAILURE() << text; };
 
 TEST(CheckpointStore, AnyWorldReadsWhatAnyWorldWrote) {
@@ -132,6 +134,20 @@ TEST(CheckpointStore, ShardsArePlainSafetensors) {
   EXPECT_EQ(SafetensorsFile::open(folder / "step-4/shard-00001-of-00002.safetensors").at("a[17:35]").shape, (Shape{18}));
   // Nothing but shards, manifest and checksum.
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "step-4"), {}), 4);
+}
+
+// Programs of before read what is cut flat, and their files are read: of these bytes none ever changes.
+TEST(CheckpointStore, OfFlatCutsTheBytesAreFixed) {
+  ScratchFolder folder;
+  save(folder.path(), 3, 2);
+  EXPECT_EQ(read_text(folder / "step-3/manifest.json"),
+            R"({"format":"sheaf-checkpoint","version":1,"step":3,"world":2,"files":[)"
+            R"({"name":"shard-00000-of-00002.safetensors","bytes":285,"xxh3":"eadc2a68eb209653f323aa83c87b2582"},)"
+            R"({"name":"shard-00001-of-00002.safetensors","bytes":354,"xxh3":"42debfb637cfe78fc0c49ffc0e481136"}],)"
+            R"("state":{"lr":0.1},"tensors":{"a":{"dtype":"f32","shape":[5,7],"parts":[[0,0,17],[1,17,35]]},)"
+            R"("b":{"dtype":"u8","shape":[3],"parts":[[0,0,1],[1,1,3]]},)"
+            R"("none":{"dtype":"bf16","shape":[0,4],"parts":[]},"scalar":{"dtype":"f64","shape":[],"parts":[[1,0,1]]}}})"
+            "\n");
 }
 
 TEST(CheckpointStore, KeepsTheNewest) {
@@ -167,8 +183,6 @@ TEST(CheckpointStore, PiecesMustCoverExactlyOnce) {
               HasSubstr("appears twice"));
   EXPECT_THAT(list_steps(folder.path()), IsEmpty());
 }
-
-std::string read_text(const std::string& path) { return File::open(path).read_all(); }
 
 // Damages every file of the newest checkpoint in every way: it is named, and the one before it is used.
 TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {

@@ -1,0 +1,311 @@
+// Tensors that are cut along a dimension and then flat, as weights of tensor parallelism are: what any cut has written,
+// any other reads.
+#include <algorithm>
+#include <barrier>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/atomic_folder.h"
+#include "sheaf/models/checkpoint_manifest.h"
+#include "sheaf/tests/core/scratch_folder.h"
+
+namespace sheaf::models {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+const Shape kShapes[] = {{7, 5}, {2, 9}, {11, 2}, {3, 4, 5}, {6}, {1, 4}, {}};
+
+// Dimension `dim`, if a tensor has it, is cut over `model` ranks, and what is left is cut flat over `data`, in unequal parts.
+struct Cut {
+  enum class Kind { even, uneven, parts };
+  int dim = -1, model = 1, data = 1;
+  Kind kind = Kind::even;
+
+  int world() const { return model * data; }
+  OwnershipMap map(const Shape& shape) const {
+    const int64_t size = shape[dim];
+    if (kind == Kind::even) return OwnershipMap::even(dim);
+    if (kind == Kind::parts && size % 3 == 0) return OwnershipMap::parts(dim, {size / 3 * 2, size / 3}, size / 3);
+    if (kind == Kind::parts) return OwnershipMap::parts(dim, {size - 1, 1}, 1);
+    std::vector<int64_t> sizes(static_cast<size_t>(model), 0);
+    sizes.back() = (size + 1) / 2, sizes[0] += size / 2;
+    return OwnershipMap::uneven(dim, sizes);
+  }
+  // What a rank holds of a tensor.
+  std::vector<Runs> runs(const Shape& shape, int rank) const {
+    const bool cut = dim >= 0 && dim < shape.rank();
+    const int m = rank % model, d = rank / model;
+    Shape local = shape;
+    if (cut) local[dim] = map(shape).owned_size(m, model, shape);
+    const int64_t n = local.numel();
+    const Interval flat{n * d * d / (data * data), n * (d + 1) * (d + 1) / (data * data)};
+    if (!cut) return {m == 0 ? Runs::of(flat) : Runs()};
+    std::vector<Runs> out;
+    for (const LocalRuns& l : runs_of(map(shape), m, model, shape, flat)) out.push_back(l.runs);
+    if (out.empty()) out.emplace_back();
+    return out;
+  }
+  std::string to_string() const { return str("dim ", dim, " kind ", static_cast<int>(kind), " over ", model, " x ", data); }
+};
+
+const std::vector<Cut>& cuts() {
+  static const auto* list = [] {
+    auto* out = new std::vector<Cut>;
+    for (int world = 1; world <= 5; ++world) out->push_back({-1, 1, world});
+    for (int dim : {0, 1, 2})
+      for (auto kind : {Cut::Kind::even, Cut::Kind::uneven, Cut::Kind::parts})
+        for (int model = 1; model <= 5; ++model)
+          for (int data = 1; model * data <= 5; ++data) {
+            if (dim == 2 && kind != Cut::Kind::even) continue;
+            out->push_back({dim, model, data, kind});
+          }
+    return out;
+  }();
+  return *list;
+}
+
+std::string name_of(const Shape& shape) { return "w" + shape.to_string(); }
+// An element of a tensor, as it is told from all others.
+float value_at(const Shape& shape, int64_t i) { return static_cast<float>(1000 * shape.numel() + i); }
+
+std::vector<float> values_of(const Shape& shape, const Runs& runs) {
+  std::vector<float> out;
+  for (int64_t i = 0; i < runs.numel(); ++i) out.push_back(value_at(shape, runs.at(i)));
+  return out;
+}
+
+void save(const std::string& folder, const Cut& cut) {
+  std::barrier barrier(cut.world());
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < cut.world(); ++rank)
+    ranks.emplace_back([&, rank] {
+      std::vector<CheckpointPiece> pieces;
+      for (const Shape& shape : kShapes)
+        for (const Runs& runs : cut.runs(shape, rank)) {
+          const auto values = std::make_shared<std::vector<float>>(values_of(shape, runs));
+          pieces.push_back({name_of(shape), DType::f32, shape, runs, values->data(), values});
+        }
+      save_checkpoint(folder, 1, pieces, {}, 0, {rank, cut.world(), [&] { barrier.arrive_and_wait(); }, {}});
+    });
+  for (auto& rank : ranks) rank.join();
+}
+
+void expect_read(Checkpoint& checkpoint, const Shape& shape, const Runs& runs) {
+  std::vector<float> got(static_cast<size_t>(runs.numel()) + 1, -1);
+  checkpoint.read(name_of(shape), runs, got.data());
+  ASSERT_EQ(got.back(), -1);
+  got.pop_back();
+  ASSERT_EQ(got, values_of(shape, runs)) << shape.to_string() << ": " << runs.begin << " " << runs.size << " " << runs.count << " " << runs.stride;
+}
+
+TEST(CheckpointCuts, AnyCutReadsWhatAnyCutWrote) {
+  for (const Cut& written : cuts()) {
+    SCOPED_TRACE("written as " + written.to_string());
+    ScratchFolder folder;
+    save(folder.path(), written);
+    Checkpoint checkpoint = Checkpoint::open(folder / "step-1");
+    for (const Shape& shape : kShapes) {
+      for (const Cut& read : cuts())
+        for (int rank = 0; rank < read.world(); ++rank)
+          for (const Runs& runs : read.runs(shape, rank)) ASSERT_NO_FATAL_FAILURE(expect_read(checkpoint, shape, runs)) << read.to_string();
+      const int64_t n = shape.numel();
+      for (int64_t begin = 0; begin <= n; ++begin)
+        for (int64_t end = begin; end <= n; ++end) ASSERT_NO_FATAL_FAILURE(expect_read(checkpoint, shape, Runs::of({begin, end})));
+      // Runs that no cut makes.
+      for (int64_t stride : {3, 4, 7})
+        for (int64_t begin = 0; begin < 6; ++begin)
+          for (int64_t size : {1, 2, 3})
+            for (int64_t count = 2; begin + (count - 1) * stride + size <= n; ++count)
+              ASSERT_NO_FATAL_FAILURE(expect_read(checkpoint, shape, {begin, size, count, stride}));
+      std::vector<float> whole;
+      for (const auto& span : checkpoint.data(name_of(shape))) {
+        const size_t before = whole.size();
+        whole.resize(before + span.size() / sizeof(float));
+        std::memcpy(whole.data() + before, span.data(), span.size());
+      }
+      ASSERT_EQ(whole, values_of(shape, Runs::of({0, n}))) << shape.to_string();
+    }
+  }
+}
+
+// Rows that are far apart in the file, near each other, and longer than what is read at a time.
+TEST(CheckpointCuts, RowsOfAnyLength) {
+  ScratchFolder folder;
+  for (const Shape& shape : {Shape{3, 200'000}, Shape{40, 5'000}, Shape{5'000, 24}}) {
+    const auto columns = [&](int rank, int ranks) {
+      const int64_t mine = OwnershipMap::even(1).owned_size(rank, ranks, shape);
+      return runs_of(OwnershipMap::even(1), rank, ranks, shape, {0, shape[0] * mine});
+    };
+    std::vector<int32_t> values(static_cast<size_t>(shape.numel()));
+    std::iota(values.begin(), values.end(), 0);
+    for (int parts : {1, 2, 3}) {
+      std::vector<CheckpointPiece> pieces;
+      for (int part = 0; part < parts; ++part)
+        for (const auto& [runs, at] : columns(part, parts)) {
+          const auto mine = std::make_shared<std::vector<int32_t>>();
+          for (int64_t i = 0; i < runs.numel(); ++i) mine->push_back(values[runs.at(i)]);
+          pieces.push_back({"w", DType::i32, shape, runs, mine->data(), mine});
+        }
+      save_checkpoint(folder.path(), 1, pieces, {});
+      Checkpoint checkpoint = Checkpoint::open(folder / "step-1");
+      for (int readers : {1, 2, 5})
+        for (int reader = 0; reader < readers; ++reader)
+          for (const auto& [runs, at] : columns(reader, readers)) {
+            std::vector<int32_t> got(static_cast<size_t>(runs.numel()));
+            checkpoint.read("w", runs, got.data());
+            for (int64_t i = 0; i < runs.numel(); ++i) ASSERT_EQ(got[i], runs.at(i));
+          }
+    }
+  }
+}
+
+TEST(CheckpointCuts, HowColumnsAreStored) {
+  ScratchFolder folder;
+  save(folder.path(), {1, 2, 1});
+  const auto file = SafetensorsFile::open(folder / "step-1/shard-00001-of-00002.safetensors");
+  EXPECT_EQ(file.at("w[7,5][2:3:7:5]").shape, (Shape{7, 3}));
+  EXPECT_EQ(file.at("w[1,4][2:4]").shape, (Shape{2}));
+  const std::string manifest = File::open(folder / "step-1/manifest.json").read_all();
+  EXPECT_THAT(manifest, HasSubstr(R"("w[7,5]":{"dtype":"f32","shape":[7,5],"parts":[[0,0,2,7,5],[1,2,3,7,5]]})"));
+  EXPECT_THAT(manifest, HasSubstr(R"("w[1,4]":{"dtype":"f32","shape":[1,4],"parts":[[0,0,2],[1,2,4]]})"));
+}
+
+TEST(CheckpointCuts, MustCoverExactlyOnce) {
+  ScratchFolder folder;
+  const float values[64] = {};
+  const auto reason = [&](const std::vector<Runs>& all) {
+    std::vector<CheckpointPiece> pieces;
+    for (const Runs& runs : all) pieces.push_back({"a", DType::f32, {6, 5}, runs, values});
+    return message_of<CheckpointError>(ExitCode::kData, [&] { save_checkpoint(folder.path(), 1, pieces, {}); });
+  };
+  EXPECT_THAT(reason({{0, 2, 6, 5}}), HasSubstr("\"a\": element 2 is missing"));
+  EXPECT_THAT(reason({{0, 2, 6, 5}, {2, 2, 6, 5}}), HasSubstr("element 4 is missing"));
+  EXPECT_THAT(reason({{0, 2, 6, 5}, {2, 3, 5, 5}}), HasSubstr("27 elements of 30"));
+  EXPECT_THAT(reason({{0, 2, 6, 5}, {2, 3, 2, 5}, {17, 3, 3, 5}}), HasSubstr("element 12 is missing"));
+  EXPECT_THAT(reason({{0, 3, 6, 5}, {2, 3, 6, 5}}), HasSubstr("element 2 is there twice"));
+  EXPECT_THAT(reason({{0, 2, 6, 5}, {2, 3, 4, 5}, {17, 3, 3, 5}}), HasSubstr("element 17 is there twice"));
+  EXPECT_THAT(reason({{0, 2, 6, 5}, {2, 3, 6, 5}, Runs::of({13, 16})}), HasSubstr("element 13 is there twice"));
+  EXPECT_THAT(reason({{0, 1, 6, 5}, {3, 2, 6, 5}, Runs::of({1, 3}), {6, 2, 4, 5}, Runs::of({25, 28})}), HasSubstr("element 25 is there twice"));
+  EXPECT_THAT(reason({{0, 1, 15, 2}, {1, 4, 6, 5}}), HasSubstr("cut in rows of 2 elements in one part and of 5 in another"));
+  EXPECT_THAT(reason({{0, 3, 7, 5}}), HasSubstr("7 runs of 3 elements, 5 apart, from element 0 of [6,5]"));
+  EXPECT_THAT(reason({{4, 3, 5, 5}}), HasSubstr("5 runs of 3 elements"));
+  EXPECT_THAT(reason({{0, 3, 4, 7}}), HasSubstr("4 runs of 3 elements, 7 apart"));
+  EXPECT_THAT(list_steps(folder.path()), IsEmpty());
+  // Blocks that meet in every way, and runs that are an interval.
+  EXPECT_EQ(reason({{0, 2, 3, 5}, {2, 3, 2, 5}, {12, 2, 4, 5}, Runs::of({14, 15}), {15, 1, 3, 5}, Runs::of({16, 17}), {19, 1, 2, 5}, Runs::of({21, 22}),
+                    {26, 1, 1, 9}, {29, 1, 1, 0}}), "no exception");
+  EXPECT_EQ(reason({{0, 10, 2, 10}, {20, 5, 2, 5}}), "no exception");
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+}
+
+// Random parts, most of them nearly a cover: what is accepted is what counting finds, and so is what is named.
+TEST(CheckpointCuts, CoverageIsWhatCountingFinds) {
+  const Shape shape{4, 3};
+  const int64_t n = shape.numel();
+  std::vector<Runs> all;
+  for (int64_t begin = 0; begin < n; ++begin) {
+    for (int64_t end = begin + 1; end <= n; ++end) all.push_back(Runs::of({begin, end}));
+    for (int64_t size = 1; size < 3 && begin % 3 + size <= 3; ++size)
+      for (int64_t count = 2; begin / 3 + count <= 4; ++count) all.push_back({begin, size, count, 3});
+  }
+  std::mt19937 random(3);
+  const auto any = [&] { return all[random() % all.size()]; };
+  int covers = 0, twice = 0, missing = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    std::vector<int> times(static_cast<size_t>(n));
+    std::vector<Runs> parts;
+    const auto add = [&](const Runs& runs, int sign) {
+      for (int64_t e = 0; e < runs.numel(); ++e) times[static_cast<size_t>(runs.at(e))] += sign;
+    };
+    const auto fits = [&](const Runs& runs) {
+      for (int64_t e = 0; e < runs.numel(); ++e)
+        if (times[static_cast<size_t>(runs.at(e))]) return false;
+      return true;
+    };
+    for (int tries = 0; tries < 500 && std::ranges::count(times, 0); ++tries)
+      if (const Runs runs = any(); fits(runs)) add(runs, 1), parts.push_back(runs);
+    if (random() % 2) add(parts.back(), -1), parts.pop_back();
+    if (random() % 4 == 0) add(parts.emplace_back(any()), 1);
+    Checkpoint::Tensors tensors;
+    const std::string message = message_of<CheckpointError>(ExitCode::kData, [&] {
+      add_part(tensors, "a", DType::f32, shape, {});
+      for (const Runs& runs : parts) add_part(tensors, "a", DType::f32, shape, {0, runs});
+      check_coverage(tensors);
+    });
+    const auto first = [&](auto&& is) { return std::ranges::find_if(times, is) - times.begin(); };
+    if (std::ranges::all_of(times, [](int t) { return t == 1; })) {
+      ASSERT_EQ(message, "no exception");
+      ++covers;
+    } else if (message.ends_with(" is there twice")) {
+      const size_t begin = message.find("element ") + 8;
+      ASSERT_GT(times.at(std::stoul(message.substr(begin))), 1) << message;
+      ++twice;
+    } else {
+      const int64_t gap = first([](int t) { return t == 0; });
+      const bool last = std::ranges::all_of(times.begin() + gap, times.end(), [](int t) { return t == 0; });
+      ASSERT_THAT(message, HasSubstr(last ? str(": ", gap, " elements of 12") : str("element ", gap, " is missing")));
+      ++missing;
+    }
+  }
+  EXPECT_GT(covers, 5000);
+  EXPECT_GT(twice, 1000);
+  EXPECT_GT(missing, 5000);
+}
+
+// Manifests with a right checksum and numbers that overflow, overlap, or would take forever.
+TEST(CheckpointCuts, HostileManifests) {
+  ScratchFolder folder;
+  save(folder.path(), {1, 2, 1});
+  const std::string path = folder / "step-1/manifest.json";
+  const std::string good = File::open(path).read_all();
+  const auto reason = [&](const std::string& from, const std::string& to) {
+    std::string text = good;
+    const size_t at = text.find(from);
+    if (at == std::string::npos) return "nothing to replace: " + good;
+    text.replace(at, from.size(), to);
+    write_file(path + ".xxh128", write_file(path, text).xxh3 + "  manifest.json\n");
+    return message_of<CheckpointError>(ExitCode::kData, [&] { Checkpoint::open(folder / "step-1"); });
+  };
+  const std::string part = "[1,2,3,7,5]";
+  EXPECT_EQ(reason(part, part), "no exception");
+  EXPECT_THAT(reason(part, "[2,2,3,7,5]"), HasSubstr("in file 2"));
+  EXPECT_THAT(reason(part, "[1,2,3,7]"), HasSubstr("not [file, begin, end] or [file, begin, size, count, stride]"));
+  EXPECT_THAT(reason(part, "[1,2,3,7,5.0]"), HasSubstr("expected an integer, found 5.0"));
+  EXPECT_THAT(reason(part, "[1,2,3,6,5]"), HasSubstr("32 elements of 35"));
+  EXPECT_THAT(reason(part, "[1,1,4,7,5]"), HasSubstr("element 1 is there twice"));
+  EXPECT_THAT(reason(part, "[1,2,3,7,5],[1,2,3,7,5]"), HasSubstr("element 2 is there twice"));
+  EXPECT_THAT(reason(part, "[1,2,35,1,5]"), HasSubstr("a part of 1 runs"));
+  EXPECT_THAT(reason(part, "[1,2,3,0,5]"), HasSubstr("a part of 0 runs"));
+  EXPECT_THAT(reason(part, "[1,2,3,-7,5]"), HasSubstr("a part of -7 runs"));
+  for (const char* numbers : {"-2,3,7,5", "2,-3,7,5", "2,0,7,5", "2,3,7,-5", "2,3,7,0", "2,3,7,1", "2,5,7,5", "2,4,7,5", "2,3,8,5", "2,3,7,35",
+                              "2,3,2,70", "2,3,9223372036854775807,5", "9223372036854775807,3,7,5", "2,9223372036854775807,7,5",
+                              "2,3,7,9223372036854775807", "2,3,3074457345618258603,3", "-9223372036854775808,3,7,5",
+                              "2,-9223372036854775808,7,5", "2,3,7,-9223372036854775808"})
+    EXPECT_THAT(reason(part, str("[1,", numbers, "]")), HasSubstr("tensor \"w[7,5]\":")) << numbers;
+  // A tensor of 2^56 elements, every second of which is in one part: without the others it is refused, and at once.
+  const std::string huge = R"("w[7,5]":{"dtype":"f32","shape":[36028797018963968,2],"parts":[[0,0,1,36028797018963968,2])";
+  const std::string old = R"("w[7,5]":{"dtype":"f32","shape":[7,5],"parts":[[0,0,2,7,5],[1,2,3,7,5])";
+  EXPECT_THAT(reason(old, huge), HasSubstr("element 1 is missing"));
+  EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963967,2]"), HasSubstr("72057594037927935 elements of 72057594037927936"));
+  EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963968,2],[1,36028797018963968,36028797018963969]"), HasSubstr("element 36028797018963968 is there twice"));
+  // Whole, as far as the manifest goes: but the file has no such tensor.
+  write_file(path, good);
+  std::string text = good;
+  text.replace(text.find(old), old.size(), huge + ",[1,1,1,36028797018963968,2]");
+  write_file(path + ".xxh128", write_file(path, text).xxh3 + "  manifest.json\n");
+  Checkpoint checkpoint = Checkpoint::open(folder / "step-1");
+  float value;
+  EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { checkpoint.read("w[7,5]", 0, 1, &value); }), HasSubstr("has no tensor"));
+  EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { checkpoint.data("w[7,5]"); }), HasSubstr("has no tensor"));
+}
+
+}  // namespace
+}  // namespace sheaf::models
