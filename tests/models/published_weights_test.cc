@@ -13,6 +13,7 @@
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/published_weights.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/cuts.h"
 #include "sheaf/tests/models/parity.h"
 
 namespace sheaf {
@@ -123,6 +124,45 @@ TEST(PublishedWeights, AreTheSameBitsOnAnyNumberOfRanks) {
             EXPECT_LE(most, one.bytes[0] / world + one.bytes[0] / 10);
           }
         }
+  }
+}
+
+// A rank of any cut along a dimension gets its elements, transposed or not, and reads no others.
+TEST(PublishedWeights, FillAnyCut) {
+  for (const std::string name : kFolders) {
+    const models::ModelConfig config = config_of(name);
+    const auto files = models::PublishedFiles::open(folder_of(name));
+    const auto model = models::make_language_model(config, 0);
+    materialize(model->module());
+    const int64_t bytes = models::load_weights(model->module(), files);
+    const std::vector<nn::StatePiece> whole = nn::state_pieces(model->module());
+    int64_t elements = 0;
+    for (const nn::StatePiece& p : whole) elements += p.runs.numel();
+    for (const testing::Cut& cut : testing::cuts()) {
+      SCOPED_TRACE(str(name, ", ", cut.to_string()));
+      int64_t read = 0;
+      for (int rank = 0; rank < cut.world(); ++rank) {
+        std::vector<nn::StatePiece> mine;
+        std::vector<std::vector<float>> memory;
+        int64_t held = 0;
+        for (const nn::StatePiece& p : whole)
+          for (const Runs& runs : cut.runs(p.shape, rank)) {
+            memory.emplace_back(static_cast<size_t>(runs.numel()), -7.0f);
+            mine.push_back({p.name, p.dtype, p.shape, runs, p.device, memory.back().data()});
+            held += runs.numel();
+          }
+        const int64_t own = models::fill_weights(mine, files, config);
+        read += own;
+        EXPECT_EQ(own * elements, bytes * held);  // all weights of a file have one type
+        size_t at = 0;
+        for (const nn::StatePiece& p : whole)
+          for (; at < mine.size() && mine[at].name == p.name; ++at)
+            for (int64_t i = 0; i < mine[at].runs.numel(); ++i)
+              ASSERT_EQ(memory[at][i], static_cast<float*>(p.data)[mine[at].runs.at(i)]) << p.name << " " << i;
+        ASSERT_EQ(at, mine.size());
+      }
+      EXPECT_EQ(read, bytes);
+    }
   }
 }
 
