@@ -7,6 +7,7 @@
 
 #include "sheaf/models/checkpoint_store.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/cuts.h"
 #include "sheaf/tests/tools/sheaf_process.h"
 
 namespace sheaf {
@@ -59,6 +60,36 @@ TEST(Export, HoldsEveryWeightWhole) {
       EXPECT_EQ(file.tensors().size(), weights);
       EXPECT_FALSE(std::filesystem::exists(run / "model.safetensors.tmp"));
     }
+}
+
+// However the ranks that wrote a checkpoint had cut its tensors, what is exported is the same, byte for byte.
+TEST(Export, DoesNotShowHowTensorsWereCut) {
+  const TrainedFolder run(1);
+  const std::string checkpoints = run / "run/checkpoints";
+  const auto files = [&] {
+    EXPECT_EQ(run.exported({"--format", "sheaf"}).code, 0);
+    const auto published = run_sheaf({"export", run / "run", run / "published", "--format", "huggingface"});
+    EXPECT_EQ(published.code, 0) << published.err;
+    return std::pair(digest_of_file(run / "model.safetensors"), digest_of_file(run / "published/model.safetensors"));
+  };
+  const auto expected = files();
+  for (const testing::Cut& cut : {testing::Cut{1, 2, 1}, testing::Cut{1, 3, 2}, testing::Cut{0, 2, 2},
+                                  testing::Cut{1, 2, 2, testing::Cut::Kind::uneven}}) {
+    auto before = models::Checkpoint::open(checkpoints + "/step-4");
+    std::vector<models::CheckpointPiece> pieces;
+    size_t strided = 0;
+    for (const auto& [name, info] : before.tensors())
+      for (int rank = 0; rank < cut.world(); ++rank)
+        for (const Runs& runs : cut.runs(info.shape, rank)) {
+          const auto bytes = std::make_shared<std::vector<char>>(static_cast<size_t>(runs.numel()) * size_of(info.dtype));
+          before.read(name, runs, bytes->data());
+          pieces.push_back({name, info.dtype, info.shape, runs, bytes->data(), bytes});
+          strided += !runs.is_interval();
+        }
+    EXPECT_EQ(strided > 0, cut.dim == 1);
+    models::save_checkpoint(checkpoints, 4, pieces, before.state());
+    EXPECT_EQ(files(), expected) << cut.to_string();
+  }
 }
 
 TEST(Export, SaysWhatIsMissing) {
