@@ -1,4 +1,6 @@
 // Cutting tensors apart and putting them together along a dimension. Slices are views.
+#include <optional>
+
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -17,29 +19,52 @@ void place_beside(Place& p, int dim, bool linear = true) {
   if (linear) rule_all(p, kP, kP);
 }
 
+/// What is left of a cut of parts when [begin, end) of its dimension is taken out: nothing unless
+/// these are whole parts. A rank has the same fraction of each, and so of what lies before them.
+std::optional<OwnershipMap> parts_between(const OwnershipMap& map, int64_t begin, int64_t end) {
+  std::vector<int64_t> sizes;
+  int64_t at = 0;
+  bool starts = false, ends = false;
+  for (const int64_t size : map.sizes()) {
+    starts |= at == begin;
+    if (at >= begin && at + size <= end) sizes.push_back(size);
+    ends |= (at += size) == end;
+  }
+  if (!starts || !ends || sizes.empty()) return {};
+  if (sizes.size() == 1) return OwnershipMap::even(map.dim(), sizes[0] / map.granule());
+  return OwnershipMap::parts(map.dim(), sizes, map.granule());
+}
+/// Where a rank with `local` of `global` rows has what begins at row `begin`.
+int64_t local_begin(int64_t begin, int64_t local, int64_t global) {
+  return local == global ? begin : begin * local / global;
+}
+
 struct SliceOp {
   static constexpr const char* kName = "slice";
   static constexpr bool kRecipe = true;
   struct Attrs {
     int64_t begin, end;
-    int64_t dim;
+    int64_t dim, size;  ///< size: of the dimension
   };
   static void infer(const Attrs& a, Infer& c) {
     Shape out = c.shape(0);
     out[static_cast<int>(a.dim)] = a.end - a.begin;
     c.output(c.dtype(0), out);
   }
-  static void place(const Attrs& a, Place& p) { place_beside(p, static_cast<int>(a.dim)); }
+  static void place(const Attrs& a, Place& p) {
+    place_beside(p, static_cast<int>(a.dim));
+    if (const OwnershipMap* map = p.sharded(); map && map->is_parts() && map->dim() == a.dim)
+      if (const auto left = parts_between(*map, a.begin, a.end))
+        p.rule({Placement::shard(*map)}, {Placement::shard(*left)});
+  }
   static bool alias(const Attrs& a, const View& in, View& out) {
+    const int dim = static_cast<int>(a.dim);
     out.strides = in.strides;
-    out.data = static_cast<char*>(in.data) + a.begin * in.strides[static_cast<int>(a.dim)] *
+    out.data = static_cast<char*>(in.data) + local_begin(a.begin, in.shape[dim], a.size) * in.strides[dim] *
                                                  static_cast<int64_t>(size_of(in.dtype));
     return true;
   }
-  static void vjp(const Attrs& a, Vjp& c) {
-    const int dim = static_cast<int>(a.dim);
-    c.set(0, pad(c.grad(), dim, a.begin, c.input_type(0).shape[dim] - a.end));
-  }
+  static void vjp(const Attrs& a, Vjp& c);
   static void describe(const Attrs& a, std::string& out) {
     out += str("dim ", a.dim, " [", a.begin, ",", a.end, ")");
   }
@@ -51,6 +76,8 @@ struct Pad {
     int64_t before, after;
     int64_t dim;
     double value;
+    const std::vector<int64_t>* parts = nullptr;  ///< of the result, of which these are whole ones, or null;
+    int64_t units = 0;                            ///< as in OwnershipMap::parts
   };
   static void infer(const Attrs& a, Infer& c) {
     check_scalar(kName, c.dtype(0), a.value);
@@ -59,12 +86,18 @@ struct Pad {
     c.output(c.dtype(0), out);
   }
   static void place(const Attrs& a, Place& p) {
-    place_beside(p, static_cast<int>(a.dim), a.value == 0);
+    const int dim = static_cast<int>(a.dim);
+    place_beside(p, dim, a.value == 0);
+    if (!a.parts || !p.in(0).is_shard(dim)) return;
+    const OwnershipMap out = OwnershipMap::parts(dim, *a.parts, a.units);
+    if (parts_between(out, a.before, a.before + p.shape(0)[dim]) == p.in(0).map())
+      p.rule({p.in(0)}, {Placement::shard(out)});
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
     Shape before = Shape::filled(c.input(0).rank(), 0);
-    before[static_cast<int>(a.dim)] = a.before;
+    const int dim = static_cast<int>(a.dim);
+    before[dim] = local_begin(a.before, c.output(0).shape[dim], c.output_type(0).shape[dim]);
     SHEAF_ON_DEVICE(stream, pad, c.input(0), before, a.value, c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
@@ -75,6 +108,16 @@ struct Pad {
     out += str("dim ", a.dim, " ", a.before, "+", a.after, " of ", a.value);
   }
 };
+
+void SliceOp::vjp(const Attrs& a, Vjp& c) {
+  const Type& in = c.input_type(0);
+  const int dim = static_cast<int>(a.dim);
+  Pad::Attrs back{a.begin, a.size - a.end, a.dim, 0.0};
+  for (int axis = 0; axis < in.layout.num_axes(); ++axis)
+    if (const Placement& p = in.layout[axis]; p.is_shard(dim) && p.map().is_parts())
+      back.parts = &p.map().sizes(), back.units = p.map().granule();
+  c.set(0, apply<Pad>(back, c.grad()));
+}
 
 struct Concat {
   static constexpr const char* kName = "concat";
@@ -130,14 +173,14 @@ Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
   if (begin < 0 || end < begin || end > size)
     fail<ShapeError>("[slice] [", begin, ",", end, ") is not within dimension ", d, " of ",
                      x.type());
-  return begin == 0 && end == size ? x : apply<SliceOp>({begin, end, d}, x);
+  return begin == 0 && end == size ? x : apply<SliceOp>({begin, end, d, size}, x);
 }
 
 Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value) {
   const int d = wrap_dim("pad", dim, x.rank());
   if (before < 0 || after < 0)
     fail<ShapeError>("[pad] ", x.type(), ": negative padding ", before, ", ", after);
-  return before + after == 0 ? x : apply<Pad>({before, after, d, value}, x);
+  return before + after == 0 ? x : apply<Pad>({before, after, d, value, nullptr, 0}, x);
 }
 
 Tensor concat(const std::vector<Tensor>& xs, int dim) {
