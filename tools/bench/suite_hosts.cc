@@ -1,5 +1,5 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these, against full_shard over all four. Ranks are threads of this process that
+// link between these and with layers that the ranks of a host share, against full_shard over all four. Ranks are threads of this process that
 // receive from the other host no faster than over such a link; what they compute is the same, and
 // so are the cores that they share, whatever the strategy.
 #include <algorithm>
@@ -22,6 +22,8 @@ const Choice kChoices[] = {
     {"zero1", {"--sharding.strategy=zero1"}},
     {"hybrid", {"--sharding.replicas=2"}},
     {"hybrid-zero1", {"--sharding.strategy=zero1", "--sharding.replicas=2"}},
+    {"tensor", {"--sharding.tensor=2"}},
+    {"tensor-zero1", {"--sharding.strategy=zero1", "--sharding.tensor=2"}},
 };
 
 struct Steps {
