@@ -106,7 +106,10 @@ TEST(Parts, WhatWouldTearThemApartIsRefused) {
     };
     const Placement packed = parts(2, {8, 4, 4}, 2), heads = parts(2, {4, 2, 2}, 2);
     const Shape qkv{2, 3, 16}, apart{2, 3, 8, 2};
-    EXPECT_THAT(refusal(qkv, packed, [](const Tensor& x) { slice(x, 2, 0, 6); }), HasSubstr("[slice] on mesh axis model"));
+    for (const auto& [begin, end] : {std::pair{0, 6}, {6, 12}, {8, 14}, {2, 8}, {9, 11}})  // no whole parts
+      EXPECT_THAT(refusal(qkv, packed, [b = begin, e = end](const Tensor& x) { slice(x, 2, b, e); }),
+                  HasSubstr("[slice] on mesh axis model")) << begin << " to " << end;
+    EXPECT_EQ(refusal(qkv, packed, [](const Tensor& x) { slice(x, 2, 8, 16); }), "nothing is refused");
     EXPECT_THAT(refusal(qkv, packed, [](const Tensor& x) { concat({x, x}, 2); }), HasSubstr("[concat] on mesh axis model"));
     EXPECT_THAT(refusal(qkv, packed, [](const Tensor& x) { softmax(x); }), HasSubstr("[softmax] on mesh axis model"));
     EXPECT_THAT(refusal(qkv, parts(2, {8, 4, 4}, 4), [](const Tensor& x) { reshape(x, {2, 3, 8, 2}); }),
