@@ -77,7 +77,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 
       {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "zero1", "replicate"}, {}, {},
-       {"secondary_shard", "tensor_parallel"}},
+       {"secondary_shard"}},
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share each layer's heads and hidden units, and each sequence "

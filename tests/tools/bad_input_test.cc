@@ -79,10 +79,11 @@ TEST(BadInput, Configuration) {
   expect_refused(f.train({"--train.steps"}), 64, {"--train.steps lacks a value"});
   expect_refused(f.train({"--sharding.strategy", "fully"}), 64,
                  {"sharding.strategy", "full_shard", "\"fully\""});
-  expect_refused(f.train({"--sharding.strategy", "tensor_parallel"}), 64,
-                 {"'sharding.strategy' cannot be \"tensor_parallel\" yet"});
+  expect_refused(f.train({"--sharding.strategy", "secondary_shard"}), 64,
+                 {"'sharding.strategy' cannot be \"secondary_shard\" yet"});
   expect_refused(f.train({"--sharding.replicas", "3"}), 64,
                  {"sharding.replicas 3: ", " cannot be divided into as many equal groups"});
+  expect_refused(f.train({"--sharding.tensor", "3"}), 64, {"sharding.tensor 3: ", " cannot be divided into groups of so many"});
   expect_refused(f.train({"--train.dtype", "f16"}), 64, {"'train.dtype' cannot be \"f16\" yet", "loss is scaled"});
   expect_refused(f.train({"--model.heads", "3"}), 64,
                  {"model.width 16 is not a multiple of model.heads 3"});

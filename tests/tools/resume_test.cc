@@ -294,10 +294,12 @@ TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
       EXPECT_NEAR(is, was, s <= 57 ? 0 : 1e-4 * was) << s;
     }
   }
-  rewind(folder, "run");
-  Words groups = testing::on_ranks(4, folder.train("run", true));
-  groups.insert(groups.end(), {"--sharding.replicas", "2"});
-  EXPECT_EQ(run_sheaf(groups).code, 0);
+  for (const char* option : {"--sharding.tensor", "--sharding.replicas"}) {
+    rewind(folder, "run");
+    Words groups = testing::on_ranks(4, folder.train("run", true));
+    groups.insert(groups.end(), {option, "2"});
+    EXPECT_EQ(run_sheaf(groups).code, 0);
+  }
   const Outcome three = run_sheaf(testing::on_ranks(3, {"train", "--resume", "--output.folder", folder / "run"}));
   EXPECT_EQ(three.code, 64);
   EXPECT_THAT(three.err, HasSubstr("3 ranks cannot be divided"));

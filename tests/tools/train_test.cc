@@ -159,27 +159,35 @@ TEST(PeakMemory, OfGroupsOfRanks) {
   expect_forecast(folder, groups + Words{"--train.dtype", "bf16", "--train.micro_batches", "2"}, 4, 1,
                   {"SHEAF_COMM=gloo"});
   expect_forecast(folder, groups + Words{"--sharding.strategy", "shard_grad_op"}, 2, 1);
+  const Words layers = kTiny + Words{"--sharding.tensor", "2"};
+  expect_forecast(folder, layers, 4, 1);
+  expect_forecast(folder, layers + Words{"--train.dtype", "bf16", "--train.micro_batches", "2"}, 2, 1,
+                  {"SHEAF_COMM=gloo"});
 }
 
-TEST(Replicas, HaveTheSameBitsOverEveryTransport) {
-  Folder folder;
-  const Words command = Words{"train"} + kTiny + Words{"--sharding.replicas", "2"};
-  for (const char* comm : {"shm", "gloo"}) {
-    const Outcome r = run_sheaf(testing::on_ranks(4, command + folder.data(comm)), {std::string("SHEAF_COMM=") + comm});
+// Replicas of the model, and groups of ranks that share layers.
+TEST(Groups, HaveTheSameBitsOverEveryTransport) {
+  for (const auto& [option, said] : {std::pair<std::string, std::string>{"--sharding.replicas", " in 2 replicas, "},
+                                     {"--sharding.tensor", " over groups of 2 that share layers, "}}) {
+    Folder folder;
+    const Words command = Words{"train"} + kTiny + Words{option, "2"};
+    for (const char* comm : {"shm", "gloo"}) {
+      const Outcome r = run_sheaf(testing::on_ranks(4, command + folder.data(comm)), {std::string("SHEAF_COMM=") + comm});
+      ASSERT_EQ(r.code, 0) << r.err;
+      EXPECT_THAT(r.out, HasSubstr(std::string("4 ranks (") + comm + ") x 1 thread, full_shard" + said));
+    }
+    expect_same_curve(folder.metrics("gloo"), folder.metrics("shm"), option + " over Gloo");
+    // A group on each of two hosts: shared memory within them.
+    Words hosts = testing::on_ranks(4, command + folder.data("hosts"));
+    hosts.insert(std::find(hosts.begin(), hosts.end(), "--") + 1,
+                 {"sh", "-c", "SHEAF_HOST_ID=$((RANK / 2)) exec \"$0\" \"$@\""});
+    const Outcome r = run_sheaf(hosts);
     ASSERT_EQ(r.code, 0) << r.err;
-    EXPECT_THAT(r.out, HasSubstr(std::string("4 ranks (") + comm + ") x 1 thread, full_shard in 2 replicas, "));
+    EXPECT_THAT(r.out, HasSubstr("4 ranks (shm+gloo)"));
+    EXPECT_THAT(r.out, ::testing::Not(HasSubstr("DIFFERENT")));
+    EXPECT_THAT(r.out, HasSubstr("(equal)"));
+    expect_same_curve(folder.metrics("hosts"), folder.metrics("shm"), option + " on two hosts");
   }
-  expect_same_curve(folder.metrics("gloo"), folder.metrics("shm"), "over Gloo");
-  // A replica on each of two hosts: shared memory within them.
-  Words hosts = testing::on_ranks(4, command + folder.data("hosts"));
-  hosts.insert(std::find(hosts.begin(), hosts.end(), "--") + 1,
-               {"sh", "-c", "SHEAF_HOST_ID=$((RANK / 2)) exec \"$0\" \"$@\""});
-  const Outcome r = run_sheaf(hosts);
-  ASSERT_EQ(r.code, 0) << r.err;
-  EXPECT_THAT(r.out, HasSubstr("4 ranks (shm+gloo)"));
-  EXPECT_THAT(r.out, ::testing::Not(HasSubstr("DIFFERENT")));
-  EXPECT_THAT(r.out, HasSubstr("(equal)"));
-  expect_same_curve(folder.metrics("hosts"), folder.metrics("shm"), "on two hosts");
 }
 
 // The first step prefetches nothing; a run that is complete takes none.
