@@ -63,7 +63,8 @@ void check_covered(const std::string& name, const Checkpoint::TensorInfo& info) 
       }
       const auto next = filled.lower_bound(begin);
       if (next != filled.end() && next->first < end) fail<CheckpointError>(at(row, next->first), " is there twice");
-      if (next != filled.begin() && std::prev(next)->second > begin) fail<CheckpointError>(at(row, begin), " is there twice");
+      if (next != filled.begin() && std::prev(next)->second > begin)
+        fail<CheckpointError>(at(row, begin), " is there twice");
       filled[begin] = end;
     }
     if (columns != row_size) {

@@ -27,12 +27,13 @@
 namespace sheaf::models {
 
 /// A part of a tensor that this rank writes; of one tensor it may write several. Over all ranks they must cover it exactly
-/// once: what several ranks hold whole, one of them passes on.
+/// once: what several ranks hold whole, one of them passes on. All that are no intervals lie in the same rows: they have one
+/// stride, and none of their runs goes over its end.
 struct CheckpointPiece {
   std::string name;            ///< of the tensor, such as "blocks.0.mlp.up.weight"
   DType dtype = DType::f32;
   Shape shape;                 ///< global
-  Runs runs;                   ///< of the row-major flat index, one stride in a tensor; empty if this rank holds nothing of it
+  Runs runs;                   ///< of the row-major flat index; empty if this rank holds nothing of it
   const void* data = nullptr;  ///< runs.numel() elements, in memory of the host
   std::shared_ptr<void> keep = nullptr;  ///< owns `data` where it is a copy of what a GPU has
 };

@@ -106,7 +106,8 @@ int64_t read_blocks(const Source& source, const PublishedTensor& t, std::vector<
   for (auto first = wanted.begin(); first != wanted.end();) {
     int64_t bottom = first->block.row;
     auto last = first;
-    for (; last != wanted.end() && last->block.row <= bottom; ++last) bottom = std::max(bottom, last->block.row + last->block.rows);
+    for (; last != wanted.end() && last->block.row <= bottom; ++last)
+      bottom = std::max(bottom, last->block.row + last->block.rows);
     read += read_transposed<T>(source, t.rows(), {first, last});
     first = last;
   }
@@ -167,7 +168,8 @@ class Loader {
         for (const MatrixBlock& block : blocks_of(pieces[i].runs, t.row_size())) {
           const MatrixBlock both = overlap(block, rows);
           if (both.numel() == 0) continue;
-          wanted.push_back({{both.row - t.first_row, both.rows, both.column, both.columns, block.at_of(both.row, both.column)}, outs[i]});
+          const int64_t at = block.at_of(both.row, both.column);
+          wanted.push_back({{both.row - t.first_row, both.rows, both.column, both.columns, at}, outs[i]});
         }
       bytes += read_blocks(source, t, std::move(wanted)) * static_cast<int64_t>(size_of(source.dtype));
     }

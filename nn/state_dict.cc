@@ -20,7 +20,8 @@ void append_pieces(const Unit& unit, const FlatBuffer& b, const Tensor& values, 
   const std::vector<LocalPiece> pieces = unit.pieces(b);
   char* data = values.view().as<char>();
   for (int leaf : b.leaves) {
-    const StatePiece none{prefix + unit.leaves()[leaf].name, values.dtype(), unit.leaves()[leaf].shape, {}, values.device(), nullptr, owner};
+    const LeafSpec& spec = unit.leaves()[leaf];
+    const StatePiece none{prefix + spec.name, values.dtype(), spec.shape, {}, values.device(), nullptr, owner};
     const size_t before = out.size();
     for (const LocalPiece& piece : pieces) {
       if (piece.leaf != leaf) continue;

@@ -57,7 +57,8 @@ void expect_read(Checkpoint& checkpoint, const Shape& shape, const Runs& runs) {
   checkpoint.read(name_of(shape), runs, got.data());
   ASSERT_EQ(got.back(), -1);
   got.pop_back();
-  ASSERT_EQ(got, values_of(shape, runs)) << shape.to_string() << ": " << runs.begin << " " << runs.size << " " << runs.count << " " << runs.stride;
+  ASSERT_EQ(got, values_of(shape, runs))
+      << str(shape, ": ", runs.begin, " ", runs.size, " ", runs.count, " ", runs.stride);
 }
 
 TEST(CheckpointCuts, AnyCutReadsWhatAnyCutWrote) {
@@ -69,10 +70,12 @@ TEST(CheckpointCuts, AnyCutReadsWhatAnyCutWrote) {
     for (const Shape& shape : kShapes) {
       for (const Cut& read : cuts())
         for (int rank = 0; rank < read.world(); ++rank)
-          for (const Runs& runs : read.runs(shape, rank)) ASSERT_NO_FATAL_FAILURE(expect_read(checkpoint, shape, runs)) << read.to_string();
+          for (const Runs& runs : read.runs(shape, rank))
+            ASSERT_NO_FATAL_FAILURE(expect_read(checkpoint, shape, runs)) << read.to_string();
       const int64_t n = shape.numel();
       for (int64_t begin = 0; begin <= n; ++begin)
-        for (int64_t end = begin; end <= n; ++end) ASSERT_NO_FATAL_FAILURE(expect_read(checkpoint, shape, Runs::of({begin, end})));
+        for (int64_t end = begin; end <= n; ++end)
+          ASSERT_NO_FATAL_FAILURE(expect_read(checkpoint, shape, Runs::of({begin, end})));
       // Runs that no cut makes.
       for (int64_t stride : {3, 4, 7})
         for (int64_t begin = 0; begin < 6; ++begin)
@@ -147,15 +150,18 @@ TEST(CheckpointCuts, MustCoverExactlyOnce) {
   EXPECT_THAT(reason({{0, 3, 6, 5}, {2, 3, 6, 5}}), HasSubstr("element 2 is there twice"));
   EXPECT_THAT(reason({{0, 2, 6, 5}, {2, 3, 4, 5}, {17, 3, 3, 5}}), HasSubstr("element 17 is there twice"));
   EXPECT_THAT(reason({{0, 2, 6, 5}, {2, 3, 6, 5}, Runs::of({13, 16})}), HasSubstr("element 13 is there twice"));
-  EXPECT_THAT(reason({{0, 1, 6, 5}, {3, 2, 6, 5}, Runs::of({1, 3}), {6, 2, 4, 5}, Runs::of({25, 28})}), HasSubstr("element 25 is there twice"));
-  EXPECT_THAT(reason({{0, 1, 15, 2}, {1, 4, 6, 5}}), HasSubstr("cut in rows of 2 elements in one part and of 5 in another"));
+  EXPECT_THAT(reason({{0, 1, 6, 5}, {3, 2, 6, 5}, Runs::of({1, 3}), {6, 2, 4, 5}, Runs::of({25, 28})}),
+              HasSubstr("element 25 is there twice"));
+  EXPECT_THAT(reason({{0, 1, 15, 2}, {1, 4, 6, 5}}),
+              HasSubstr("cut in rows of 2 elements in one part and of 5 in another"));
   EXPECT_THAT(reason({{0, 3, 7, 5}}), HasSubstr("7 runs of 3 elements, 5 apart, from element 0 of [6,5]"));
   EXPECT_THAT(reason({{4, 3, 5, 5}}), HasSubstr("5 runs of 3 elements"));
   EXPECT_THAT(reason({{0, 3, 4, 7}}), HasSubstr("4 runs of 3 elements, 7 apart"));
   EXPECT_THAT(list_steps(folder.path()), IsEmpty());
   // Blocks that meet in every way, and runs that are an interval.
-  EXPECT_EQ(reason({{0, 2, 3, 5}, {2, 3, 2, 5}, {12, 2, 4, 5}, Runs::of({14, 15}), {15, 1, 3, 5}, Runs::of({16, 17}), {19, 1, 2, 5}, Runs::of({21, 22}),
-                    {26, 1, 1, 9}, {29, 1, 1, 0}}), "no exception");
+  EXPECT_EQ(reason({{0, 2, 3, 5}, {2, 3, 2, 5}, {12, 2, 4, 5}, Runs::of({14, 15}), {15, 1, 3, 5}, Runs::of({16, 17}),
+                    {19, 1, 2, 5}, Runs::of({21, 22}), {26, 1, 1, 9}, {29, 1, 1, 0}}),
+            "no exception");
   EXPECT_EQ(reason({{0, 10, 2, 10}, {20, 5, 2, 5}}), "no exception");
   EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
 }
@@ -239,17 +245,20 @@ TEST(CheckpointCuts, HostileManifests) {
   EXPECT_THAT(reason(part, "[1,2,35,1,5]"), HasSubstr("a part of 1 runs"));
   EXPECT_THAT(reason(part, "[1,2,3,0,5]"), HasSubstr("a part of 0 runs"));
   EXPECT_THAT(reason(part, "[1,2,3,-7,5]"), HasSubstr("a part of -7 runs"));
-  for (const char* numbers : {"-2,3,7,5", "2,-3,7,5", "2,0,7,5", "2,3,7,-5", "2,3,7,0", "2,3,7,1", "2,5,7,5", "2,4,7,5", "2,3,8,5", "2,3,7,35",
-                              "2,3,2,70", "2,3,9223372036854775807,5", "9223372036854775807,3,7,5", "2,9223372036854775807,7,5",
-                              "2,3,7,9223372036854775807", "2,3,3074457345618258603,3", "-9223372036854775808,3,7,5",
-                              "2,-9223372036854775808,7,5", "2,3,7,-9223372036854775808"})
+  for (const char* numbers :
+       {"-2,3,7,5", "2,-3,7,5", "2,0,7,5", "2,3,7,-5", "2,3,7,0", "2,3,7,1", "2,5,7,5", "2,4,7,5", "2,3,8,5", "2,3,7,35",
+        "2,3,2,70", "2,3,9223372036854775807,5", "9223372036854775807,3,7,5", "2,9223372036854775807,7,5",
+        "2,3,7,9223372036854775807", "2,3,3074457345618258603,3", "-9223372036854775808,3,7,5",
+        "2,-9223372036854775808,7,5", "2,3,7,-9223372036854775808"})
     EXPECT_THAT(reason(part, str("[1,", numbers, "]")), HasSubstr("tensor \"w[7,5]\":")) << numbers;
   // A tensor of 2^56 elements, every second of which is in one part: without the others it is refused, and at once.
   const std::string huge = R"("w[7,5]":{"dtype":"f32","shape":[36028797018963968,2],"parts":[[0,0,1,36028797018963968,2])";
   const std::string old = R"("w[7,5]":{"dtype":"f32","shape":[7,5],"parts":[[0,0,2,7,5],[1,2,3,7,5])";
   EXPECT_THAT(reason(old, huge), HasSubstr("element 1 is missing"));
-  EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963967,2]"), HasSubstr("72057594037927935 elements of 72057594037927936"));
-  EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963968,2],[1,36028797018963968,36028797018963969]"), HasSubstr("element 36028797018963968 is there twice"));
+  EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963967,2]"),
+              HasSubstr("72057594037927935 elements of 72057594037927936"));
+  EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963968,2],[1,36028797018963968,36028797018963969]"),
+              HasSubstr("element 36028797018963968 is there twice"));
   // Whole, as far as the manifest goes: but the file has no such tensor.
   write_file(path, good);
   std::string text = good;
@@ -257,8 +266,11 @@ TEST(CheckpointCuts, HostileManifests) {
   write_file(path + ".xxh128", write_file(path, text).xxh3 + "  manifest.json\n");
   Checkpoint checkpoint = Checkpoint::open(folder / "step-1");
   float value;
-  EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { checkpoint.read("w[7,5]", 0, 1, &value); }), HasSubstr("has no tensor"));
-  EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { checkpoint.data("w[7,5]"); }), HasSubstr("has no tensor"));
+  const auto no_tensor = [&](auto&& f) {
+    EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, f), HasSubstr("has no tensor"));
+  };
+  no_tensor([&] { checkpoint.read("w[7,5]", 0, 1, &value); });
+  no_tensor([&] { checkpoint.data("w[7,5]"); });
 }
 
 }  // namespace

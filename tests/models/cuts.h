@@ -9,7 +9,8 @@
 
 namespace sheaf::testing {
 
-/// Dimension `dim`, if a tensor has it, is cut over `model` ranks, and what is left is cut flat over `data`, in unequal parts.
+/// Dimension `dim`, if a tensor has it, is cut over `model` ranks, and what is left is cut flat over `data`, in unequal
+/// parts.
 struct Cut {
   enum class Kind { even, uneven, parts };
   int dim = -1, model = 1, data = 1;
@@ -39,7 +40,10 @@ struct Cut {
     if (out.empty()) out.emplace_back();
     return out;
   }
-  std::string to_string() const { return str("dim ", dim, " kind ", static_cast<int>(kind), " over ", model, " x ", data); }
+  std::string to_string() const {
+    const char* const kinds[] = {"even", "uneven", "parts"};
+    return str("dim ", dim, " ", kinds[static_cast<int>(kind)], " over ", model, " x ", data);
+  }
 };
 
 /// Of worlds of 1 to 5 ranks.
