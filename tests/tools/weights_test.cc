@@ -125,10 +125,11 @@ TEST(Weights, GiveTheSameLossOnAnyNumberOfRanks) {
   const Folder folder;
   double expected = 0;
   for (const std::string& weights : {kGpt2, kBase, kLlama})
-    for (int world : {1, 2, 3}) {
-      SCOPED_TRACE(str(weights, " on ", world));
-      const std::string run = str("run", world, weights.substr(weights.rfind('/') + 1));
-      const Outcome r = run_sheaf(testing::on_ranks(world, folder.train(weights, run) + Words{"--train.steps", "0"}));
+    for (const auto& [world, tensor] : {std::pair{1, 1}, {2, 1}, {3, 1}, {2, 2}, {4, 2}}) {
+      SCOPED_TRACE(str(weights, " on ", world, " in groups of ", tensor));
+      const std::string run = str("run", world, "-", tensor, weights.substr(weights.rfind('/') + 1));
+      const Outcome r = run_sheaf(testing::on_ranks(world, folder.train(weights, run) + Words{"--train.steps", "0"} +
+                                                               Words{"--sharding.tensor", std::to_string(tensor)}));
       ASSERT_EQ(r.code, 0) << r.err;
       EXPECT_THAT(r.out, HasSubstr("starts from the weights in " + weights));
       const double loss = last_loss(r.out);
