@@ -117,6 +117,10 @@ TEST(Parts, WhatWouldTearThemApartIsRefused) {
     EXPECT_THAT(refusal(apart, heads, [](const Tensor& x) { rotary(x, 100.0, 0, 5); }), HasSubstr("[rotary] on mesh axis model"));
     EXPECT_THAT(refusal(apart, Placement::shard(2), [](const Tensor& x) { rotary(x, 100.0, 0, 6); }),
                 HasSubstr("[rotary] on mesh axis model"));
+    EXPECT_THAT(refusal(apart, parts(2, {4, 4}, 4), [](const Tensor& q) {
+                  const Tensor k = full_of({kF64, {2, 3, 4, 2}, Layout(q.layout().mesh())}, 1.0);
+                  attention(q, k, k);
+                }), HasSubstr("[attention] on mesh axis model")) << "two queries read a key";
     // Other units than key heads, other parts, and none.
     const auto attend = [](const Tensor& x) { packed_attention(x, 4, 2); };
     for (const Placement& p : {parts(2, {8, 4, 4}, 4), parts(2, {4, 8, 4}, 2), parts(2, {12, 4}, 2), Placement::shard(2)})
