@@ -255,11 +255,13 @@ struct AttentionOptions {
 /// h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
 /// The same for a packed projection [B, T, (H + 2 G) D] of queries, keys and values, to [B, T, H D]. Its gradient is one
-/// tensor, written where it belongs: three slices would each be padded and added.
+/// tensor, written where it belongs: three slices would each be padded and added. Heads are cut by
+/// OwnershipMap::parts(2, {H D, G D, G D}, units) where every unit has whole key heads: the result is Shard(2) in as many units.
 Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, const AttentionOptions& options = {});
 /// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: elements i and i + D/2 turn
 /// by (first_position + t) theta^(-2i/D), as in Llama's Hugging Face checkpoints. Of the first `heads` heads only, if given:
-/// the queries and keys of a packed projection. `scaling` lowers the frequencies (RotaryScaling says how, and from where).
+/// the queries and keys of a packed projection, which is cut in parts if these end with one. `scaling` lowers the frequencies
+/// (RotaryScaling says how, and from where).
 Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 0, int64_t heads = -1,
               const RotaryScaling& scaling = {});
 
