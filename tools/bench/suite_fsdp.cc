@@ -97,10 +97,11 @@ std::vector<double> steps_on_links(const Session& session, const models::TrainCo
   return seconds;
 }
 
-// GPT-2 124M, 8 sequences for each rank.
-void measure_links(Session& session, int ranks, double bytes_per_second, Line& line) {
+// GPT-2 124M, 8 sequences for each rank; `tensor` ranks share layers.
+void measure_links(Session& session, int ranks, int tensor, double bytes_per_second, Line& line) {
   std::vector<std::string> more = tiny_model();
   if (!session.options().quick) more = {str("--train.batch=", 8 * ranks)};
+  more.push_back(str("--sharding.tensor=", tensor));
   const auto config = [&](const char* prefetch_bytes) {
     std::vector<std::string> all = more;
     all.push_back(std::string("--sharding.prefetch_bytes=") + prefetch_bytes);
@@ -217,10 +218,13 @@ void fsdp_suite(Session& session) {
   if (session.on_gpu()) {
     for (int ranks : {2, 4})
       for (int gigabytes : {360, 50})  // NVLink's and a fast network's
-        session.line("fsdp",
-                     str("gpt2-124m-bf16-", 8 * ranks, "x1024-", ranks, "-", gigabytes, "GB/s"),
-                     Unit::seconds,
-                     [&](Line& line) { measure_links(session, ranks, 1e9 * gigabytes, line); });
+        for (int tensor : {1, 2})
+          session.line("fsdp",
+                       str("gpt2-124m-bf16-", 8 * ranks, "x1024-", ranks, "-", gigabytes, "GB/s",
+                           tensor > 1 ? "-tensor" : ""),
+                       Unit::seconds, [&](Line& line) {
+                         measure_links(session, ranks, tensor, 1e9 * gigabytes, line);
+                       });
     return;
   }
   for (const std::string& name : cases(session))
