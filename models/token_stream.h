@@ -10,7 +10,7 @@
 namespace sheaf::models {
 
 struct TokenStreamOptions {
-  int64_t batch_per_rank = 32;  ///< sequences
+  int64_t batch_per_rank = 32;  ///< sequences; of ranks that share sequences, all together
   int64_t context = 1024;       ///< tokens per sequence
   uint64_t seed = 0;            ///< of the order of samples
   std::string axis = "data";    ///< of the mesh, that cuts the batch

@@ -45,6 +45,31 @@ TEST(TokenStream, ManyRanksSeeTheBatchOfOne) {
   for (int replicas : {2, 3, 6}) EXPECT_EQ(batches(6, replicas), one) << replicas << " replicas";
 }
 
+TEST(TokenStream, RanksShareSequences) {
+  std::vector<int32_t> expected;
+  for (const auto& [data, model] : {std::pair{1, 1}, {2, 1}, {1, 2}, {2, 3}, {1, 5}}) {
+    std::vector<int32_t> tokens(4 * 7, -1), targets(4 * 7, -1);
+    run_local(data * model, [&, data = data, model = model](World& world) {
+      const Mesh mesh = world.mesh({{"data", data}, {"model", model}});
+      const TokenStream stream(numbers(90), {.batch_per_rank = 4 / data, .context = 7, .sequence_axis = "model"}, mesh);
+      const TokenBatch batch = stream.batch(3);
+      EXPECT_EQ(batch.tokens.shape(), (Shape{4, 7}));
+      EXPECT_TRUE(batch.tokens.layout()[1].is_shard(1));
+      const Shape at = batch.tokens.layout().local_start({4, 7}), block = batch.tokens.local_shape();
+      const std::vector<int32_t> x = batch.tokens.to_vector<int32_t>(), y = batch.targets.to_vector<int32_t>();
+      for (int64_t r = 0; r < block[0]; ++r)
+        for (int64_t t = 0; t < block[1]; ++t) {  // each rank its own elements
+          tokens[static_cast<size_t>((at[0] + r) * 7 + at[1] + t)] = x[static_cast<size_t>(r * block[1] + t)];
+          targets[static_cast<size_t>((at[0] + r) * 7 + at[1] + t)] = y[static_cast<size_t>(r * block[1] + t)];
+        }
+    });
+    if (expected.empty()) expected = tokens;
+    EXPECT_EQ(tokens, expected) << data << " x " << model;
+    for (int32_t& t : tokens) ++t;
+    EXPECT_EQ(targets, tokens);
+  }
+}
+
 TEST(TokenStream, RefusesWhatCannotBe) {
   run_local(1, [](World& world) {
     const Mesh mesh = world.mesh({{"data", 1}});
@@ -52,6 +77,7 @@ TEST(TokenStream, RefusesWhatCannotBe) {
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 0, .context = 5}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .axis = "no"}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .replica_axis = "data"}, mesh), ConfigError);
+    EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .sequence_axis = "data"}, mesh), ConfigError);
   });
 }
 
