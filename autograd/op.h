@@ -71,6 +71,7 @@ class Place {
  public:
   Place(std::span<const Tensor> inputs, int axis);
   int num_inputs() const { return static_cast<int>(inputs_.size()); }
+  int axis() const { return axis_; }
   const Type& type(int i) const { return inputs_[i].type(); }
   const Shape& shape(int i) const { return type(i).shape; }
   /// What input i has on this axis (Replicate if it has no mesh).
@@ -87,6 +88,7 @@ class Place {
 
  private:
   std::span<const Tensor> inputs_;
+  int axis_;
   std::vector<Placement> have_;
 };
 

@@ -225,7 +225,8 @@ GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bi
 /// linear(x.value, weight, bias) for what linear_gelu gave. All of its gradient goes to x.before, none to x.value: on a GPU
 /// the product that makes it applies gelu's derivative.
 Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {});
-/// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError.
+/// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError. Of a table whose rows are cut
+/// over ranks each looks up its own, for all tokens: Partial.
 Tensor embedding(const Tensor& tokens, const Tensor& table);
 
 /// Normalisation over the last dimension, with optional scale and shift of its size. Statistics in f32 (f64 for f64).

@@ -104,7 +104,7 @@ void rules_of(const OpDef& op, const void* attrs, Place& p, size_t outputs) {
 
 }  // namespace
 
-Place::Place(std::span<const Tensor> inputs, int axis) : inputs_(inputs) {
+Place::Place(std::span<const Tensor> inputs, int axis) : inputs_(inputs), axis_(axis) {
   for (const Tensor& t : inputs) have_.push_back(t.layout().mesh() ? t.layout()[axis] : kR);
 }
 

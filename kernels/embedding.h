@@ -5,20 +5,22 @@
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
+#include "sheaf/kernels/table_part.h"
 
 namespace sheaf::kernels {
 namespace cpu {
 
-/// out[.., C] = table[tokens[..], C]. Tokens of any index type; throws DataError naming position,
+/// out[.., C] = table[tokens[..], C], and zeros for tokens of rows that another part of the table
+/// has. Tokens of any index type; one outside of all parts is a DataError that names position,
 /// token and vocabulary.
-void embedding(const View& tokens, const View& table, const View& out);
+void embedding(const View& tokens, const View& table, TablePart part, const View& out);
 
-/// dtable[V, C] = the rows of dout[.., C] added up by token, in row order; stored, or with
-/// `accumulate` added one by one to what is there. bf16 and f16 are summed in f32 and rounded once.
-/// Tokens were checked by the forward pass.
+/// dtable[n, C] = the rows of dout[.., C] added up by token, in row order; stored, or with
+/// `accumulate` added one by one to what is there. Tokens of other parts count nothing. bf16 and
+/// f16 are summed in f32 and rounded once.
 size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable);
-void embedding_backward(const View& tokens, const View& dout, const View& dtable, bool accumulate,
-                        Workspace workspace);
+void embedding_backward(const View& tokens, const View& dout, TablePart part, const View& dtable,
+                        bool accumulate, Workspace workspace);
 
 /// Throws DataError unless every token is in [0, vocabulary) or is `ignore_index`; by default none
 /// is ignored.
@@ -31,12 +33,13 @@ void check_tokens(const char* who, const View& tokens, int64_t vocabulary,
 /// its row of dout is left out of the gradient.
 namespace cuda {
 
-void embedding(const Stream& stream, const View& tokens, const View& table, const View& out);
+void embedding(const Stream& stream, const View& tokens, const View& table, TablePart part,
+               const View& out);
 
 /// A token of at most 128 rows: the sum of the CPU. Rows of more frequent ones are summed 128 at a
 /// time, in row order, and then the sums of these, in order.
 size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable);
-void embedding_backward(const Stream& stream, const View& tokens, const View& dout,
+void embedding_backward(const Stream& stream, const View& tokens, const View& dout, TablePart part,
                         const View& dtable, bool accumulate, Workspace workspace);
 
 }  // namespace cuda

@@ -89,6 +89,13 @@ struct MeshCase {
   std::vector<Cuts> cuts;
 };
 
+// Ranks would have several runs of a table's rows, which no op takes.
+bool has_parts_of_table(const OpSample& sample, const MeshCase& mesh, const Assignment& a) {
+  for (size_t axis = 0; axis < mesh.cuts.size(); ++axis)
+    if (sample.table >= 0 && mesh.cuts[axis] == Cuts::parts && a[static_cast<size_t>(sample.table)][axis] == "S0") return true;
+  return false;
+}
+
 std::string check_mesh(const OpSample& sample, const MeshCase& mesh, const std::vector<Tokens>& rules,
                        const std::vector<Tokens>& accepted) {
   constexpr const char* kNames[] = {"data", "model", "third"};
@@ -121,7 +128,7 @@ std::string check_mesh(const OpSample& sample, const MeshCase& mesh, const std::
   const PlacementResult result = run_assignments(sample, run);
   std::string out = result.finding;
   for (size_t k = 0; k < run.assignments.size() && out.empty(); ++k) {
-    if (result.outcomes[k].accepted) continue;
+    if (result.outcomes[k].accepted || has_parts_of_table(sample, mesh, run.assignments[k])) continue;
     if (k < must_be_accepted || !is_cut_behind(run.assignments[k]))
       out += str("\n  refused, though each axis alone is accepted: ", result.outcomes[k].refusal);
   }

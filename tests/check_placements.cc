@@ -75,8 +75,12 @@ std::string check_placements(const OpSample& sample, int ranks) {
     if (ranks == 1 || cut.empty()) break;
     const PlacementResult again = run_assignments(sample, on_one_axis(ranks, cuts, cut));
     out += again.finding;
-    for (const auto& outcome : again.outcomes)
-      if (!outcome.refusal.empty()) out += str("\n  refused, though even shares are accepted: ", outcome.refusal);
+    for (size_t k = 0; k < again.outcomes.size(); ++k) {
+      const bool parts_of_table = cuts == Cuts::parts && sample.table >= 0 && cut[k][static_cast<size_t>(sample.table)] == "S0";
+      if (parts_of_table && again.outcomes[k].accepted) out += "\n  parts of a table are accepted";
+      if (!parts_of_table && !again.outcomes[k].refusal.empty())
+        out += str("\n  refused, though even shares are accepted: ", again.outcomes[k].refusal);
+    }
   }
   return placement_finding(sample, "placements", out);
 }

@@ -89,6 +89,10 @@ struct OpSample {
   /// Placement rules that must be accepted on one mesh axis, as "S0 R -> S0": R, P, S<dim>, F (flat) per input, then per
   /// output. Others that are accepted are tested as well.
   std::vector<std::string> rules = {};
+  /// The input whose rows f takes cut over ranks as one run each: S0, if that is no cut of parts.
+  int table = -1;
+  /// Where that input is cut so, f communicates, by redistributions of its own.
+  bool redistributes = false;
   /// False for functions that only make sense unsharded.
   bool placements = true;
   /// Accepts nothing but Replicate and Invariant.

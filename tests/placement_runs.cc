@@ -73,10 +73,17 @@ std::string describe(const PlacementRun& run, const std::vector<Tokens>& assignm
   return out;
 }
 
+std::set<std::string> op_names(const Tape& tape) {
+  std::set<std::string> names;
+  for (NodeId i = 0; i < tape.num_nodes(); ++i) names.insert(tape.op_name(tape.node(i)));
+  return names;
+}
+
 // What one rank saw under one assignment.
 struct Seen {
   bool accepted = false;
   std::string refusal, failure;
+  std::set<std::string> ops;
   std::vector<LocalPart> outputs, gradients, seconds;
 };
 
@@ -86,10 +93,11 @@ bool is_dual(const Type& gradient, const Type& value) {
   return gradient.layout == Layout(gradient.layout.mesh(), Placement::partial());
 }
 
-std::string check_tape_of(const Tape& tape) {
+std::string check_tape_of(const Tape& tape, bool may_communicate) {
   std::string out;
   for (const Finding& f : check_types(tape)) out += str("T: ", f, "; ");
   for (const Finding& f : check_cotangents(tape)) out += str("D: ", f, "; ");
+  if (may_communicate) return out;
   for (const PlannedCollective& c : collectives(tape)) out += "it communicates: " + c.call + "; ";
   return out;
 }
@@ -122,7 +130,11 @@ Seen try_assignment(const OpSample& sample, const std::vector<Values>& values, c
     };
     keep(run.gradients, seen.gradients, "gradient");
     keep(run.seconds, seen.seconds, "second gradient");
-    seen.failure += check_tape_of(recording.tape());
+    seen.ops = op_names(recording.tape());
+    bool may_communicate = false;
+    if (const Layout* table = sample.redistributes ? &layouts[static_cast<size_t>(sample.table)] : nullptr)
+      for (int a = 0; a < table->num_axes(); ++a) may_communicate = may_communicate || (*table)[a].is_shard(0);
+    seen.failure += check_tape_of(recording.tape(), may_communicate);
   } catch (const PlacementError& e) {
     (seen.accepted ? seen.failure : seen.refusal) = e.what();
   }
@@ -130,12 +142,9 @@ Seen try_assignment(const OpSample& sample, const std::vector<Values>& values, c
 }
 
 std::set<std::string> op_names(const OpSample& sample, const std::vector<Values>& values) {
-  std::set<std::string> names;
   Recording recording;
   run_sample(sample, recording, make_inputs(sample, values, kF64), {}, /*second=*/true);
-  for (NodeId i = 0; i < recording.tape().num_nodes(); ++i)
-    names.insert(recording.tape().op_name(recording.tape().node(i)));
-  return names;
+  return op_names(recording.tape());
 }
 
 // A refusal must say which op, on which mesh axis, and what would be accepted.
@@ -244,6 +253,7 @@ PlacementResult run_assignments(const OpSample& sample, const PlacementRun& run)
     return result;
   }
 
+  for (const std::vector<Seen>& ranks_seen : seen) ops.insert(ranks_seen[0].ops.begin(), ranks_seen[0].ops.end());
   const double bound = sample.exact ? 0 : 1e-12;
   for (size_t k = 0; k < assignments.size(); ++k) {
     const Seen& first = seen[k][0];

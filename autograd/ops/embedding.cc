@@ -13,6 +13,7 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
   static constexpr const char* kName = "embedding_backward";
   struct Attrs {
     int64_t vocabulary;
+    Layout table;
   };
   static constexpr bool kCanAdd = true;
   static constexpr uint64_t kStoresWide = 0b1, kSavedInputs = 0b01;
@@ -23,7 +24,10 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
       fail<ShapeError>("[", kName, "] rows ", c.input(1), " for tokens ", c.input(0));
     c.output(c.dtype(1), {a.vocabulary, c.shape(1).back()});
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
+    // Each rank adds up the rows of its tokens.
+    if (a.table.mesh() && cuts_table(a.table[p.axis()]))
+      return p.rule({kR, kR}, {a.table[p.axis()]});
     row_rules(p, 1, 0b11, 0, 1, 1);
     if (p.in(1).is_shard(p.shape(1).rank() - 1))
       p.rule({kR, p.in(1)}, {Placement::shard(p.in(1).map().moved_to(1))});
@@ -34,8 +38,8 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
     return SHEAF_WORKSPACE(c.device(), embedding_backward, c.input(0), c.input(1), c.output(0));
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), embedding_backward, c.input(0), c.input(1), c.output(0), c.add,
-                 c.workspace);
+    SHEAF_ON_DEVICE(c.stream(), embedding_backward, c.input(0), c.input(1),
+                 part_of(c.output_type(0)), c.output(0), c.add, c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) { c.set(1, embedding(c.input(0), c.grad())); }
   static void describe(const Attrs& a, std::string& out) {
@@ -59,6 +63,7 @@ struct Embedding {
     c.output(c.dtype(1), out);
   }
   static void place(const Attrs&, Place& p) {
+    if (cuts_table(p.in(1))) p.rule({kR, p.in(1)}, {kP});  // zeros for rows of other ranks
     if (p.in(0).is_shard() && !p.in(0).map().is_flat()) p.rule({p.in(0), kR}, {p.in(0)});
     if (p.in(1).is_shard(1))
       p.rule({kR, p.in(1)}, {Placement::shard(p.in(1).map().moved_to(p.shape(0).rank()))});
@@ -66,12 +71,14 @@ struct Embedding {
     p.rule({kR, kP}, {kP});
   }
   static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), embedding, c.input(0), c.input(1), c.output(0));
+    SHEAF_ON_DEVICE(c.stream(), embedding, c.input(0), c.input(1), part_of(c.input_type(1)),
+                 c.output(0));
   }
   static void vjp(const Attrs&, Vjp& c) {
-    c.set(1,
-          apply<EmbeddingBackward>({c.input_type(1).shape[0]}, {c.input(0), dense_rows(c.grad())},
-                                   c.into(1, /*may_add=*/true)));
+    const Type& table = c.input_type(1);
+    c.set(1, apply<EmbeddingBackward>({table.shape[0], table.layout},
+                                      {c.input(0), dense_rows(c.grad())},
+                                      c.into(1, /*may_add=*/true)));
   }
 };
 

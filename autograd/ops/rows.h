@@ -1,8 +1,9 @@
-// What the ops over rows share: an input's last dimension made dense, and rules for cuts of the
-// leading dimensions.
+// What the ops over rows share: an input's last dimension made dense, rules for cuts of the leading
+// dimensions, and tables whose rows are cut.
 #pragma once
 
 #include "sheaf/autograd/ops/common.h"
+#include "sheaf/kernels/table_part.h"
 
 namespace sheaf::ops {
 
@@ -26,6 +27,23 @@ inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int
     p.rule(in, out);
     return;
   }
+}
+
+/// Whether ranks have one run each of a table's rows.
+inline bool cuts_table(const Placement& p) { return p.is_shard(0) && !p.map().is_parts(); }
+
+/// The rows of a table that this rank has.
+inline kernels::TablePart part_of(const Type& table) {
+  const auto rows = table.layout.local_rows(table.shape, 0);
+  return {rows.empty() ? 0 : rows[0].begin, table.shape[0]};
+}
+
+/// In how many parts ranks cut it.
+inline int64_t table_parts(const Layout& table) {
+  int64_t parts = 1;
+  for (int a = 0; a < table.num_axes(); ++a)
+    if (cuts_table(table[a])) parts *= table.mesh()->size(a);
+  return parts;
 }
 
 /// The shape without its last dimension.

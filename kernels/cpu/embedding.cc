@@ -27,9 +27,11 @@ void check_dtypes(const View& rows, const View& table, bool wide) {
       "[embedding] rows of ", rows.dtype, " and a table of ", table.dtype);
 }
 
-/// Adds rows to the table one by one, in row order. Threads share columns, never rows.
+/// Adds rows to the table, whose first is `first_row`, one by one, in row order. Threads share
+/// columns, never rows.
 template <class From, class T>
-void scatter(const Indices& token, const Rows<From>& from, const Rows<T>& to, bool accumulate) {
+void scatter(const Indices& token, int64_t first_row, const Rows<From>& from, const Rows<T>& to,
+             bool accumulate) {
   const int64_t count = token.count(), width = to.cols(), steps = (width + kLanes - 1) / kLanes;
   if (!accumulate)
     parallel_for(to.count(), row_grain(width), [&](int64_t begin, int64_t end) {
@@ -38,7 +40,9 @@ void scatter(const Indices& token, const Rows<From>& from, const Rows<T>& to, bo
   parallel_for(steps, row_grain(count * kLanes), [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kLanes, last = std::min(end * kLanes, width);
     for (int64_t r = 0; r < count; ++r) {
-      T* row = to[token[r]] + first;
+      const int64_t v = token[r] - first_row;
+      if (v < 0 || v >= to.count()) continue;
+      T* row = to[v] + first;
       const From* g = from[r] + first;
       for_lanes(last - first, [&](int64_t i, auto n) {
         store_lanes(row + i, load_lanes(row + i, n) + load_lanes(g + i, n), n);
@@ -50,16 +54,18 @@ void scatter(const Indices& token, const Rows<From>& from, const Rows<T>& to, bo
 /// The same for types too narrow to add in: each token's rows, chained in row order, are summed in
 /// f32 and rounded once.
 template <class T>
-void scatter_chained(const Indices& token, const Rows<T>& from, const Rows<T>& to, bool accumulate,
-                     Workspace workspace) {
+void scatter_chained(const Indices& token, int64_t first_row, const Rows<T>& from,
+                     const Rows<T>& to, bool accumulate, Workspace workspace) {
   const int64_t vocabulary = to.count(), count = token.count(), width = to.cols();
   Carver carver("embedding_backward", workspace);
   int32_t* head = carver.take<int32_t>(vocabulary);
   int32_t* next = carver.take<int32_t>(count);
   std::fill_n(head, vocabulary, -1);
   for (int64_t r = count - 1; r >= 0; --r) {
-    next[r] = head[token[r]];
-    head[token[r]] = static_cast<int32_t>(r);
+    const int64_t v = token[r] - first_row;
+    if (v < 0 || v >= vocabulary) continue;
+    next[r] = head[v];
+    head[v] = static_cast<int32_t>(r);
   }
   parallel_for(vocabulary, row_grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t v = begin; v < end; ++v) {
@@ -84,17 +90,21 @@ void check_tokens(const char* who, const View& tokens, int64_t vocabulary, int64
   }
 }
 
-void embedding(const View& tokens, const View& table, const View& out) {
+void embedding(const View& tokens, const View& table, TablePart part, const View& out) {
   check_shapes(tokens, table, out), check_dtypes(out, table, false);
   const Indices token("embedding", tokens);
   visit_floating("embedding", table.dtype, [&]<class T>() {
     const Rows<T> from("embedding", table), to("embedding", out);
-    const int64_t vocabulary = table.shape[0], width = to.cols();
+    const int64_t rows = table.shape[0], width = to.cols();
     parallel_for(token.count(), row_grain(width), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const int64_t t = token[r];
-        if (t < 0 || t >= vocabulary) bad_token("embedding", tokens, r, t, vocabulary);
-        std::copy_n(from[t], width, to[r]);
+        const int64_t t = token[r] - part.first;
+        if (t >= 0 && t < rows) [[likely]]
+          std::copy_n(from[t], width, to[r]);
+        else if (token[r] < 0 || token[r] >= part.all)
+          bad_token("embedding", tokens, r, token[r], part.all);
+        else
+          std::fill_n(to[r], width, T(0.0f));
       }
     });
   });
@@ -107,19 +117,20 @@ size_t embedding_backward_workspace(const View& tokens, const View& dout, const 
          line_align(static_cast<size_t>(tokens.numel()) * 4);
 }
 
-void embedding_backward(const View& tokens, const View& dout, const View& dtable, bool accumulate,
-                        Workspace workspace) {
+void embedding_backward(const View& tokens, const View& dout, TablePart part, const View& dtable,
+                        bool accumulate, Workspace workspace) {
   const char* who = "embedding_backward";
   check_shapes(tokens, dtable, dout), check_dtypes(dout, dtable, true);
-  check_tokens(who, tokens, dtable.shape[0]);
+  check_tokens(who, tokens, part.all);
   if (dtable.numel() == 0) return;
   const Indices token(who, tokens);
   visit_floating(who, dout.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     const Rows<T> from(who, dout);
-    if (dtable.dtype == dtype_of<C>) return scatter(token, from, Rows<C>(who, dtable), accumulate);
+    if (dtable.dtype == dtype_of<C>)
+      return scatter(token, part.first, from, Rows<C>(who, dtable), accumulate);
     if constexpr (!std::is_same_v<T, C>)
-      scatter_chained<T>(token, from, Rows<T>(who, dtable), accumulate, workspace);
+      scatter_chained<T>(token, part.first, from, Rows<T>(who, dtable), accumulate, workspace);
   });
 }
 

@@ -206,12 +206,14 @@ void add_up(const char* name, const Stream& stream, const Operands& in, const He
 
 }  // namespace
 
-void embedding(const Stream& stream, const View& tokens, const View& table, const View& out) {
+void embedding(const Stream& stream, const View& tokens, const View& table, TablePart part,
+               const View& out) {
   check_views("embedding", tokens, table, out, false);
   View x{table.data, table.dtype, out.shape, Shape::filled(out.rank(), 0)}, index = tokens;
   x.strides[out.rank() - 1] = table.strides[1];
   index.shape.push_back(table.shape[1]), index.strides.push_back(0);
-  pick("embedding", stream, x, table.shape[0], table.strides[0], index, out);
+  pick("embedding", stream, x, {table.shape[0], table.strides[0], part.first, part.all}, index,
+       out);
 }
 
 size_t embedding_backward_workspace(const View& tokens, const View& dout, const View& dtable) {
@@ -226,7 +228,7 @@ size_t embedding_backward_workspace(const View& tokens, const View& dout, const 
          line_align(pieces * static_cast<size_t>(dout.shape.back()) * wide);
 }
 
-void embedding_backward(const Stream& stream, const View& tokens, const View& dout,
+void embedding_backward(const Stream& stream, const View& tokens, const View& dout, TablePart part,
                         const View& dtable, bool accumulate, Workspace workspace) {
   const char* name = "embedding_backward";
   check_views(name, tokens, dtable, dout, true);
@@ -243,7 +245,8 @@ void embedding_backward(const Stream& stream, const View& tokens, const View& do
   heavy.pieces = carver.take<Range>(pieces);
   void* partial = carver.take<char>(pieces * cols * (dout.dtype == kF64 ? 8 : 4));
 
-  const Sorted sorted = sort_positions(name, stream, tokens, vocabulary, {sort_memory, sort_bytes});
+  const Sorted sorted =
+      sort_positions(name, stream, tokens, part.first, vocabulary, {sort_memory, sort_bytes});
   launch(name, stream, {.blocks = blocks_for(vocabulary + 1, kThreads), .threads = kThreads},
          find_starts, sorted.keys, rows, vocabulary, starts, heavy);
   View heads = dout;

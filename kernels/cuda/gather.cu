@@ -9,7 +9,7 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // elements in flight of a thread
 
 struct Source {
-  int64_t size, step;  // of the indexed dimension
+  int64_t begin, end, all, step;  // of the indexed dimension: which indices it has, of how many
   const void* index;
   DType index_type;
   int missing;  // every byte of what stands for an index outside
@@ -33,10 +33,10 @@ __global__ void pick_units(const U* x, U* out, Layout<3> at, Source source) {
 #pragma unroll
   for (int k = 0; k < kUnroll; ++k) {
     if (first + k * kThreads >= at.numel) continue;
-    if (which[k] >= 0 && which[k] < source.size)
-      unit[k] = x[from[k] + which[k] * source.step];
+    if (which[k] >= source.begin && which[k] < source.end)
+      unit[k] = x[from[k] + (which[k] - source.begin) * source.step];
     else
-      memset(&unit[k], source.missing, sizeof(U));
+      memset(&unit[k], which[k] >= 0 && which[k] < source.all ? 0 : source.missing, sizeof(U));
   }
 #pragma unroll
   for (int k = 0; k < kUnroll; ++k)
@@ -50,7 +50,7 @@ void check_index_type(const char* name, const View& index) {
     fail<DTypeError>('[', name, "] an index cannot be ", index.dtype);
 }
 
-void pick(const char* name, const Stream& stream, const View& x, int64_t size, int64_t step,
+void pick(const char* name, const Stream& stream, const View& x, const Picked& dim,
           const View& index, const View& out) {
   check_index_type(name, index);
   if (out.numel() == 0) return;
@@ -58,9 +58,14 @@ void pick(const char* name, const Stream& stream, const View& x, int64_t size, i
   const auto bytes = static_cast<int64_t>(size_of(out.dtype));
   Layout<3> at(out.shape, {out.strides, x.strides, index.strides});
   int64_t width = at.unit(16 / bytes, kDense, bytes, {x.data, out.data});
-  while (step % width != 0) width /= 2;
+  while (dim.step % width != 0) width /= 2;
   at.fold(width, kDense);
-  const Source source{size, step / width, index.data, index.dtype,
+  const Source source{dim.first,
+                      dim.first + dim.size,
+                      dim.all,
+                      dim.step / width,
+                      index.data,
+                      index.dtype,
                       is_floating(out.dtype) ? 0xff : 0};
   visit_unit(width * bytes, [&]<class U>() {
     launch(name, stream, {.blocks = blocks_for(at.numel, kThreads * kUnroll), .threads = kThreads},

@@ -9,10 +9,16 @@ namespace sheaf::kernels::cuda {
 /// Throws DTypeError unless `index` has an index type.
 void check_index_type(const char* name, const View& index);
 
-/// out[p] = x[p], moved by index[p] * step, for all positions p of `out`; x and index have out's
-/// shape, with 0 strides where they do not change. x and out have one dtype. An index outside
-/// [0, size) gives NaN, or 0 where out is integral.
-void pick(const char* name, const Stream& stream, const View& x, int64_t size, int64_t step,
+/// The indexed dimension: its length, and how far its elements lie apart. It may be part of a
+/// longer one, of length `all`, and begin there at `first`.
+struct Picked {
+  int64_t size, step, first = 0, all = size;
+};
+
+/// out[p] = x[p], moved by (index[p] - first) * step, for all positions p of `out`; x and index
+/// have out's shape, with 0 strides where they do not change. x and out have one dtype. An index
+/// outside [0, all) gives NaN, or 0 where out is integral; one of another part gives 0.
+void pick(const char* name, const Stream& stream, const View& x, const Picked& dim,
           const View& index, const View& out);
 
 }  // namespace sheaf::kernels::cuda

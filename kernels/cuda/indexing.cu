@@ -181,7 +181,7 @@ void gather(const Stream& stream, const View& x, int dim, const View& index, con
   View lines = x;  // x seen along out's shape, but for the indexed dimension
   lines.shape = out.shape;
   lines.strides[dim] = 0;
-  pick("gather", stream, lines, x.shape[dim], x.strides[dim], index, out);
+  pick("gather", stream, lines, {.size = x.shape[dim], .step = x.strides[dim]}, index, out);
 }
 
 void take(const Stream& stream, const View& x, int dim, const View& index, const View& out) {

@@ -42,14 +42,14 @@ struct Input {
   Layout<1> at;
   const void* index;
   DType index_type;
-  int64_t count, size;
+  int64_t count, first, size;
 
   template <bool kFirst>
   __device__ uint32_t key(int64_t i) const {
     if (!kFirst) return keys[i];
     int64_t offset[1];
     at.offsets(i, offset);
-    const int64_t value = load_index(index_type, index, offset[0]);
+    const int64_t value = load_index(index_type, index, offset[0]) - first;
     return static_cast<uint32_t>(value >= 0 && value < size ? value : size);
   }
 };
@@ -164,8 +164,8 @@ size_t sort_workspace(int64_t count, int64_t size) {
          line_align(static_cast<size_t>(blocks_for(count, kTile) << passes.bits) * 4);
 }
 
-Sorted sort_positions(const char* name, const Stream& stream, const View& index, int64_t size,
-                      Workspace workspace) {
+Sorted sort_positions(const char* name, const Stream& stream, const View& index, int64_t first,
+                      int64_t size, Workspace workspace) {
   const int64_t count = index.numel();
   check<ShapeError>(count <= INT32_MAX && size < INT32_MAX, '[', name, "] ", count,
                     " indices into ", size, " are more than 2^31");
@@ -178,7 +178,7 @@ Sorted sort_positions(const char* name, const Stream& stream, const View& index,
   uint32_t* counts = carver.take<uint32_t>(tiles << passes.bits);
   Input in{nullptr,    nullptr,     Layout<1>(index.shape, {index.strides}, Order::row_major),
            index.data, index.dtype, count,
-           size};
+           first,      size};
   const LaunchShape shape{.blocks = tiles, .threads = kThreads};
   for (int p = 0; p < passes.count && count > 0; ++p) {
     const Digit digit{p * passes.bits, passes.bits};

@@ -212,13 +212,15 @@ void Kernels::parameters() {
   measure("embedding-f32", [&]() -> Call {
     auto of = tokens(sizes_.rows), table = array(kF32, {vocabulary, width}),
          out = array(kF32, {sizes_.rows, width});
-    return {[=] { SHEAF_ON_DEVICE(s, embedding, *of, *table, *out); }, 2 * out->bytes()};
+    const kernels::TablePart whole{0, vocabulary};
+    return {[=] { SHEAF_ON_DEVICE(s, embedding, *of, *table, whole, *out); }, 2 * out->bytes()};
   });
   measure("embedding-backward-f32", [&]() -> Call {  // reads the rows, writes the whole table
     auto of = tokens(sizes_.rows), table = array(kF32, {vocabulary, width}),
          out = array(kF32, {sizes_.rows, width});
     auto work = scratch(SHEAF_WORKSPACE(device_, embedding_backward, *of, *out, *table));
-    return {[=] { SHEAF_ON_DEVICE(s, embedding_backward, *of, *out, *table, false, *work); },
+    const kernels::TablePart whole{0, vocabulary};
+    return {[=] { SHEAF_ON_DEVICE(s, embedding_backward, *of, *out, whole, *table, false, *work); },
             out->bytes() + table->bytes()};
   });
   for (bool backward : {false, true})

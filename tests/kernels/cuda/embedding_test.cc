@@ -1,5 +1,7 @@
 #include "sheaf/kernels/embedding.h"
 
+#include <optional>
+
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 namespace sheaf::kernels {
@@ -20,10 +22,12 @@ Array tokens_of(DType d, const Shape& shape, int64_t vocabulary, double share = 
   return t;
 }
 
-void run_backward(const OnGpu& tokens, const OnGpu& dout, const OnGpu& dtable, bool accumulate) {
+void run_backward(const OnGpu& tokens, const OnGpu& dout, const OnGpu& dtable, bool accumulate,
+                  std::optional<TablePart> part = {}) {
   const GpuScratch scratch(cuda::embedding_backward_workspace(
       without_data(tokens), without_data(dout), without_data(dtable)));
-  cuda::embedding_backward(OnGpu::stream(), tokens, dout, dtable, accumulate, scratch);
+  cuda::embedding_backward(OnGpu::stream(), tokens, dout, part.value_or(whole_table(dtable)),
+                           dtable, accumulate, scratch);
   cuda::synchronize(OnGpu::stream());  // before the scratch goes
 }
 
@@ -35,8 +39,8 @@ TEST(CudaEmbedding, Forward) {
         const Array tokens = tokens_of(index, {3, 21}, 11), out(d, {3, 21, width}),
                     table = Array::random(d, {11, width}, 1), want(d, {3, 21, width});
         const OnGpu gtokens(tokens), gtable(table), gout(out);
-        cuda::embedding(OnGpu::stream(), gtokens, gtable, gout);
-        cpu::embedding(tokens, table, want);
+        cuda::embedding(OnGpu::stream(), gtokens, gtable, whole_table(gtable), gout);
+        cpu::embedding(tokens, table, whole_table(table), want);
         EXPECT_TRUE(same_bits(gout.back(), want)) << name(d) << name(index) << width;
       }
 }
@@ -49,8 +53,8 @@ TEST(CudaEmbedding, ForwardWithStrides) {
                   table = Array::random(d, {9, 40}, 1, 1, {table_pitch, 1}),
                   out(d, {4, 5, 40}, {pitch, 4 * pitch, 1}), want = out.clone();
       const OnGpu gtokens(tokens), gtable(table), gout(out);
-      cuda::embedding(OnGpu::stream(), gtokens, gtable, gout);
-      cpu::embedding(tokens, table, want);
+      cuda::embedding(OnGpu::stream(), gtokens, gtable, whole_table(gtable), gout);
+      cpu::embedding(tokens, table, whole_table(table), want);
       EXPECT_TRUE(same_bits(gout.back(), want)) << name(d) << pitch;
       EXPECT_TRUE(gaps_kept(out, gout.back())) << name(d) << pitch;
     }
@@ -64,7 +68,7 @@ TEST(CudaEmbedding, TokensOutsideGiveRowsOfNaN) {
       tokens.set(3, -1), tokens.set(17, 7), tokens.set(39, 1e15);
       const Array table = Array::random(d, {7, width}, 1), out(d, {40, width});
       const OnGpu gtokens(tokens), gtable(table), gout(out);
-      cuda::embedding(OnGpu::stream(), gtokens, gtable, gout);
+      cuda::embedding(OnGpu::stream(), gtokens, gtable, whole_table(gtable), gout);
       const Array y = gout.back();
       for (int64_t r = 0; r < 40; ++r)
         for (int64_t j = 0; j < width; ++j) {
@@ -75,6 +79,37 @@ TEST(CudaEmbedding, TokensOutsideGiveRowsOfNaN) {
             EXPECT_EQ(y.at(r * width + j), table.at(t * width + j));
         }
     }
+}
+
+TEST(CudaEmbedding, PartsOfATable) {
+  SHEAF_NEEDS_GPU();
+  const int64_t all = 40, rows = 9;
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (int64_t width : {5, 32})
+      for (int64_t first : {0, 17, 31}) {
+        const Array tokens = tokens_of(kI32, {3, 50}, all),
+                    table = Array::random(d, {rows, width}, 1), out(d, {3, 50, width}),
+                    dout = Array::random(d, {3, 50, width}, 2), want_out = out.clone(),
+                    want = table.clone();
+        const TablePart part{first, all};
+        const OnGpu gtokens(tokens), gtable(table), gout(out), gdout(dout);
+        cuda::embedding(OnGpu::stream(), gtokens, gtable, part, gout);
+        cpu::embedding(tokens, table, part, want_out);
+        EXPECT_TRUE(same_bits(gout.back(), want_out)) << name(d) << width << ' ' << first;
+        for (bool accumulate : {false, true}) {
+          run_backward(gtokens, gdout, gtable, accumulate, part);
+          cpu::embedding_backward(tokens, dout, part, want, accumulate,
+                                  Scratch(cpu::embedding_backward_workspace(tokens, dout, want)));
+          EXPECT_TRUE(same_bits(gtable.back(), want)) << name(d) << width << ' ' << first;
+        }
+      }
+  const Array tokens = Array::of(kI64, {4}, {-1, 40, 39, 18}), table(kF32, {9, 3}),
+              out(kF32, {4, 3});
+  const OnGpu gtokens(tokens), gtable(table), gout(out);
+  cuda::embedding(OnGpu::stream(), gtokens, gtable, {17, 40}, gout);
+  const Array y = gout.back();
+  EXPECT_TRUE(std::isnan(y.at(0)) && std::isnan(y.at(3)));
+  EXPECT_EQ(y.at(6), 0.0);
 }
 
 /// Gradients of tokens with few rows have the CPU's bits, others are close to its sums in f64:
@@ -90,9 +125,9 @@ void compare(DType d, DType into, const Array& tokens, int64_t vocabulary, int64
   const Array want = blank.clone();
   for (bool accumulate : {false, true}) {
     run_backward(gtokens, gdout, gdtable, accumulate);
-    cpu::embedding_backward(tokens, dout, want, accumulate,
+    cpu::embedding_backward(tokens, dout, whole_table(want), want, accumulate,
                             Scratch(cpu::embedding_backward_workspace(tokens, dout, want)));
-    cpu::embedding_backward(tokens, wide, sum, accumulate, Scratch(0));
+    cpu::embedding_backward(tokens, wide, whole_table(sum), sum, accumulate, Scratch(0));
     const std::string what = str(d, ' ', into, ' ', vocabulary, ' ', width, ' ', accumulate);
     if (few)
       EXPECT_TRUE(same_bits(gdtable.back(), want)) << what;
@@ -145,7 +180,7 @@ TEST(CudaEmbedding, BackwardWithStrides) {
                   dtable(d, {30, 64}, {pitch + 8, 1}), want = dtable.clone();
       const OnGpu gtokens(tokens), gdout(dout), gdtable(dtable);
       run_backward(gtokens, gdout, gdtable, false);
-      cpu::embedding_backward(tokens, dout, want, false,
+      cpu::embedding_backward(tokens, dout, whole_table(want), want, false,
                               Scratch(cpu::embedding_backward_workspace(tokens, dout, want)));
       EXPECT_TRUE(same_bits(gdtable.back(), want)) << name(d) << pitch;
       EXPECT_TRUE(gaps_kept(dtable, gdtable.back())) << name(d) << pitch;
@@ -163,7 +198,7 @@ TEST(CudaEmbedding, TokensOutsideAreLeftOutOfTheGradient) {
   const Array blank(kF32, {20, 24}), want(kF32, {20, 24});
   const OnGpu gtokens(some), gdout(dout), gdtable(blank);
   run_backward(gtokens, gdout, gdtable, false);
-  cpu::embedding_backward(all, less, want, false, Scratch(0));
+  cpu::embedding_backward(all, less, whole_table(want), want, false, Scratch(0));
   EXPECT_EQ(values(gdtable.back()), values(want));
 }
 
@@ -194,7 +229,7 @@ TEST(CudaEmbedding, NothingToDo) {
     EXPECT_EQ(values(gdtable.back()), std::vector<double>(20, 0.0));
     const Array out(d, {0, 5});
     const OnGpu gout(out);
-    cuda::embedding(OnGpu::stream(), gtokens, gdtable, gout);
+    cuda::embedding(OnGpu::stream(), gtokens, gdtable, whole_table(gdtable), gout);
   }
 }
 
@@ -202,10 +237,12 @@ TEST(CudaEmbedding, NamesWhatDoesNotFit) {
   SHEAF_NEEDS_GPU();
   const Array tokens(kI64, {3}), table(kF32, {7, 4}), out(kF32, {3, 5}), narrow(kBF16, {3, 4});
   const Stream& s = OnGpu::stream();
-  EXPECT_THROW(cuda::embedding(s, tokens, table, out), ShapeError);
-  EXPECT_THROW(cuda::embedding(s, tokens, table, narrow), DTypeError);
-  EXPECT_THROW(cuda::embedding(s, Array(kF32, {3}), table, Array(kF32, {3, 4})), DTypeError);
-  EXPECT_THROW(cuda::embedding_backward(s, tokens, Array(kF32, {3, 4}), table, false, {}),
+  EXPECT_THROW(cuda::embedding(s, tokens, table, whole_table(table), out), ShapeError);
+  EXPECT_THROW(cuda::embedding(s, tokens, table, whole_table(table), narrow), DTypeError);
+  EXPECT_THROW(cuda::embedding(s, Array(kF32, {3}), table, whole_table(table), Array(kF32, {3, 4})),
+               DTypeError);
+  EXPECT_THROW(cuda::embedding_backward(s, tokens, Array(kF32, {3, 4}), whole_table(table), table,
+                                        false, {}),
                ShapeError);
 }
 
