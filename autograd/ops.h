@@ -277,9 +277,18 @@ struct CrossEntropyOptions {
 /// Scalar loss in nats, f32 (f64 for f64): the sum over rows of log(sum(exp(logits))) - logits[target], divided. Integer
 /// targets[..] for logits[.., V]; one outside [0, V) throws DataError. Rows cut over ranks give a Partial loss.
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets, const CrossEntropyOptions& options = {});
-/// cross_entropy(linear(x, weight), targets) in chunks of rows, so that the logits never exist whole.
+/// cross_entropy(linear(x, weight), targets) in chunks of rows, so that the logits never exist whole. Where ranks have rows
+/// of the weight each, it is put together from linear_lse: x and targets are whole on that axis, the loss is Partial.
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options = {});
+/// What each part of a vocabulary knows of the loss (Shoeybi et al., https://arxiv.org/abs/1909.08053, section 3).
+struct LinearLse {
+  Tensor lse;            ///< [M, ..]: log(sum(exp(logits))) over each of the M parts in which ranks cut the weight's rows
+  Tensor target_logits;  ///< [..]: the logit of the target; Partial where ranks cut them
+};
+/// Of logits = linear(x[.., C], weight[V, C]), which never exist whole, and integer targets[..]; M is 1 where no rank cuts V.
+/// For a target of ignore_index logsumexp(lse, {0}) and the target's logit are both 0.
+LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index = -1);
 
 // ---- end ------------------------------------------------------------------------------------------------------------
 }  // namespace sheaf

@@ -4,6 +4,7 @@
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
+#include "sheaf/kernels/table_part.h"
 
 namespace sheaf::kernels {
 namespace cpu {
@@ -37,6 +38,24 @@ void linear_cross_entropy_fused(const View& x, const View& weight, const View& t
                                 int64_t ignore_index, const View& loss, const View& dx,
                                 const View& dweight, Workspace workspace);
 
+/// What a rank with part of the vocabulary, weight[n, C], knows of it: lse[..] = log(sum(exp(x ·
+/// weightᵀ))) and target_logits[..] = x · weight[targets], 0 for targets of other parts. A row
+/// whose target is ignore_index counts 0: its target logit is 0, and so is its lse in the part that
+/// begins the vocabulary, -inf in others. Other types as above; lse and target_logits dense.
+size_t linear_lse_workspace(const View& x, const View& weight);
+void linear_lse(const View& x, const View& weight, TablePart part, const View& targets,
+                int64_t ignore_index, const View& lse, const View& target_logits,
+                Workspace workspace);
+
+/// dx[.., C] and dweight[n, C] of gradients that a logit takes from its row's dlse, times
+/// exp(logit - lse), and from dtarget, if it is the target's; as in linear_cross_entropy_backward.
+size_t linear_lse_backward_workspace(const View& x, const View& weight, const View& dx,
+                                     const View& dweight);
+void linear_lse_backward(const View& x, const View& weight, TablePart part, const View& targets,
+                         int64_t ignore_index, const View& lse, const View& dlse,
+                         const View& dtarget, const View& dx, const View& dweight,
+                         Workspace workspace);
+
 }  // namespace cpu
 
 /// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's (see cuda::matmul); logits are
@@ -65,6 +84,19 @@ size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, c
 void linear_cross_entropy_fused(const Stream& stream, const View& x, const View& weight,
                                 const View& targets, int64_t ignore_index, const View& loss,
                                 const View& dx, const View& dweight, Workspace workspace);
+
+/// A target outside of all parts makes its row's target logit NaN.
+size_t linear_lse_workspace(const View& x, const View& weight);
+void linear_lse(const Stream& stream, const View& x, const View& weight, TablePart part,
+                const View& targets, int64_t ignore_index, const View& lse,
+                const View& target_logits, Workspace workspace);
+
+size_t linear_lse_backward_workspace(const View& x, const View& weight, const View& dx,
+                                     const View& dweight);
+void linear_lse_backward(const Stream& stream, const View& x, const View& weight, TablePart part,
+                         const View& targets, int64_t ignore_index, const View& lse,
+                         const View& dlse, const View& dtarget, const View& dx, const View& dweight,
+                         Workspace workspace);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

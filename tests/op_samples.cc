@@ -8,6 +8,14 @@ namespace {
 
 Outputs both(const NormedSum& s) { return std::vector<Tensor>{s.sum, s.normed}; }
 
+// The log-sum-exp over all parts, whose number depends on the cut, beside the target's logits.
+Outputs of_all_parts(const LinearLse& y) {
+  Layout whole = y.lse.layout();
+  for (int a = 0; a < whole.num_axes(); ++a)
+    if (whole[a].is_shard(0)) whole[a] = Placement::replicate();
+  return std::vector<Tensor>{logsumexp(redistribute(y.lse, whole), {0}), y.target_logits};
+}
+
 }  // namespace
 
 const std::vector<OpSample>& op_samples() {
@@ -338,13 +346,24 @@ const std::vector<OpSample>& op_samples() {
       // Classes that are alike would leave the input a gradient of nothing but rounding.
       {.op = "linear_cross_entropy", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2]); }, .no_second = "linear_cross_entropy_fused",
-       .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P"}},
+       .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P", "R S0 R -> P"}, .table = 1, .redistributes = true},
       {.op = "linear_cross_entropy", .variant = "ignored", .inputs = {{6, 4}, distinct({5, 4}), integers({6}, 5, kI32, -1)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.ignore_index = -1, .divide_by = 3.0}); },
-       .no_second = "linear_cross_entropy_fused", .tolerance = 4, .rules = {"S0 R S0 -> P"}},
+       .no_second = "linear_cross_entropy_fused", .tolerance = 4, .rules = {"S0 R S0 -> P", "R S0 R -> P"}, .table = 1,
+       .redistributes = true},
       {.op = "linear_cross_entropy", .variant = "recompute", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.recompute = true}); },
-       .no_second = "linear_cross_entropy_backward", .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P"}},
+       .no_second = "linear_cross_entropy_backward", .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P", "R S0 R -> P"},
+       .table = 1, .redistributes = true},
+      {.op = "linear_lse", .inputs = {{2, 3, 4}, distinct({13, 4}), integers({2, 3}, 13)},
+       .f = [](Args x) { return of_all_parts(linear_lse(x[0], x[1], x[2])); }, .no_second = "linear_lse_backward", .tolerance = 4,
+       .rules = {"S0 R S0 -> S0 S0", "S1 R S1 -> S1 S1", "R S0 R -> R P"}, .table = 1, .redistributes = true},
+      {.op = "linear_lse", .variant = "ignored", .inputs = {{6, 4}, distinct({5, 4}), integers({6}, 5, kI32, -1)},
+       .f = [](Args x) { return of_all_parts(linear_lse(x[0], x[1], x[2])); }, .no_second = "linear_lse_backward", .tolerance = 4,
+       .rules = {"S0 R S0 -> S0 S0", "R S0 R -> R P"}, .table = 1, .redistributes = true},
+      {.op = "linear_lse", .variant = "target logits alone", .inputs = {{6, 4}, distinct({5, 4}), integers({6}, 5)},
+       .f = [](Args x) { return linear_lse(x[0], x[1], x[2]).target_logits; }, .no_second = "linear_lse_backward",
+       .rules = {"S0 R S0 -> S0", "R S0 R -> P"}, .table = 1},
   };
   return *table;
 }

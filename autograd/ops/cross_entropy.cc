@@ -67,19 +67,33 @@ struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
   static constexpr auto describe = describe_ignored;
 };
 
-struct LinearCrossEntropyAttrs {
+struct HeadGradientsAttrs {
   int64_t ignore_index;
-  int32_t dweight, dx;  ///< wanted gradients, in the backward
+  int32_t dweight, dx;  ///< whether wanted
 };
 
-struct LinearCrossEntropyBackward {  // x, weight, targets, lse, dloss -> [dweight] [, dx]
-  static constexpr const char* kName = "linear_cross_entropy_backward";
+/// What the backwards of linear heads share: x, weight, targets, .. -> [dweight] [, dx]
+struct HeadGradients {
   static constexpr uint64_t kStoresWide = 0b1;  // output 0 is dweight, unless only dx is wanted
-  using Attrs = LinearCrossEntropyAttrs;
+  using Attrs = HeadGradientsAttrs;
   static void infer(const Attrs& a, Infer& c) {
     if (a.dweight) c.output(c.dtype(1), c.shape(1));
     if (a.dx) c.output(c.dtype(0), c.shape(0));
   }
+  static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(0) : View{}; }
+  static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(a.dweight) : View{}; }
+  /// Of the op on these inputs, set in the vjp of one whose first are x and weight.
+  template <class Op>
+  static void set(int64_t ignore_index, std::initializer_list<Tensor> inputs, Vjp& c) {
+    const Attrs attrs{ignore_index, c.needs(1), c.needs(0)};
+    const auto d = apply_all<Op>(attrs, inputs, {c.into(1)});
+    if (attrs.dweight) c.set(1, d[0]);
+    if (attrs.dx) c.set(0, d[static_cast<size_t>(attrs.dweight)]);
+  }
+};
+
+struct LinearCrossEntropyBackward : HeadGradients {  // x, weight, targets, lse, dloss
+  static constexpr const char* kName = "linear_cross_entropy_backward";
   static void place(const Attrs& a, Place& p) {
     const int n = a.dweight + a.dx;
     row_rules(p, 0, 0b01101, a.dx ? 1u << a.dweight : 0, n, 1);
@@ -87,8 +101,6 @@ struct LinearCrossEntropyBackward {  // x, weight, targets, lse, dloss -> [dweig
     const Placement in[] = {kR, kR, kR, kR, kP};  // linear in dloss
     p.rule(in, std::vector<Placement>(static_cast<size_t>(n), kP));
   }
-  static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(0) : View{}; }
-  static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(a.dweight) : View{}; }
   static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), linear_cross_entropy_backward, c.input(0), c.input(1), dx(a, c), dweight(a, c));
   }
@@ -128,11 +140,8 @@ struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], l
                  a.ignore_index, c.output(0), c.output(1), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const LinearCrossEntropyAttrs attrs{a.ignore_index, c.needs(1), c.needs(0)};
-    const auto d = apply_all<LinearCrossEntropyBackward>(
-        attrs, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, {c.into(1)});
-    if (attrs.dweight) c.set(1, d[0]);
-    if (attrs.dx) c.set(0, d[static_cast<size_t>(attrs.dweight)]);
+    HeadGradients::set<LinearCrossEntropyBackward>(
+        a.ignore_index, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c);
   }
   static constexpr auto describe = describe_ignored;
 };
@@ -197,6 +206,102 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   static constexpr auto describe = describe_ignored;
 };
 
+/// Whether `rows` cuts leading dimensions of x[.., C]. Targets[..] and their values then have it, too,
+/// and values [M, ..] a dimension further on.
+bool cuts_rows(const Place& p, const Placement& rows) {
+  return rows.is_shard() && !rows.map().is_flat() && rows.map().dim() < p.shape(0).rank() - 1;
+}
+Placement behind_parts(const Placement& rows) {
+  return Placement::shard(rows.map().moved_to(rows.map().dim() + 1));
+}
+
+struct LinearLseBackward : HeadGradients {  // x, weight, targets, lse, dlse, dtarget_logits
+  static constexpr const char* kName = "linear_lse_backward";
+  static void place(const Attrs& a, Place& p) {
+    const auto rule = [&](std::initializer_list<Placement> in, const Placement& dweight, const Placement& dx) {
+      std::vector<Placement> out;
+      if (a.dweight) out.push_back(dweight);
+      if (a.dx) out.push_back(dx);
+      p.rule(std::span(in.begin(), in.size()), out);
+    };
+    const Placement part = Placement::shard(0);
+    if (cuts_table(p.in(1))) rule({kR, p.in(1), kR, part, part, kR}, p.in(1), kP);
+    for (const int i : {0, 2, 5}) {
+      const Placement& rows = p.in(i);
+      if (!cuts_rows(p, rows)) continue;
+      rule({rows, kR, rows, behind_parts(rows), behind_parts(rows), rows}, kP, rows);
+      break;
+    }
+    rule({kR, kR, kR, kR, kR, kR}, kR, kR);
+    rule({kR, kR, kR, kR, kP, kP}, kP, kP);  // linear in both gradients
+  }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_lse_backward, c.input(0), c.input(1), dx(a, c), dweight(a, c));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_lse_backward, c.input(0), c.input(1), part_of(c.input_type(1)), c.input(2),
+                 a.ignore_index, c.input(3), c.input(4), c.input(5), dx(a, c), dweight(a, c), c.workspace);
+  }
+};
+
+struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], target_logits[..]
+  static constexpr const char* kName = "linear_lse";
+  struct Attrs {
+    int64_t ignore_index, parts;
+  };
+  static constexpr uint64_t kSavedInputs = 0b111, kSavedOutputs = 0b01;
+  static void infer(const Attrs& a, Infer& c) {
+    LinearCrossEntropy::check(kName, c);
+    if (a.parts != table_parts(c.input(1).layout))
+      fail<ShapeError>("[", kName, "] weight ", c.input(1), " is not cut in ", a.parts, " parts");
+    Shape per_part = leading(c.shape(0));
+    per_part.insert(0, a.parts);
+    c.output(statistics_dtype(c.dtype(0)), per_part);
+    c.output(statistics_dtype(c.dtype(0)), leading(c.shape(0)));
+  }
+  static void place(const Attrs&, Place& p) {
+    if (cuts_table(p.in(1))) p.rule({kR, p.in(1), kR}, {Placement::shard(0), kP});
+    for (const int i : {0, 2}) {
+      const Placement& rows = p.in(i);
+      if (!cuts_rows(p, rows)) continue;
+      p.rule({rows, kR, rows}, {behind_parts(rows), rows});
+      break;
+    }
+    rule_all(p, kR, kR, 2);
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_lse, c.input(0), c.input(1));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_lse, c.input(0), c.input(1), part_of(c.input_type(1)), c.input(2),
+                 a.ignore_index, c.output(0), c.output(1), c.workspace);
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const auto grad = [&](int o) {
+      return c.has_grad(o) ? c.grad(o) : zeros(c.output_type(o).shape, c.output_type(o).dtype);
+    };
+    HeadGradients::set<LinearLseBackward>(
+        a.ignore_index, {c.input(0), c.input(1), c.input(2), c.output(0), grad(0), grad(1)}, c);
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str("ignore ", a.ignore_index, " parts ", a.parts);
+  }
+};
+
+/// Whether ranks have parts of a weight's rows.
+bool is_cut(const Layout& weight) {
+  for (int a = 0; a < weight.num_axes(); ++a)
+    if (cuts_table(weight[a])) return true;
+  return false;
+}
+
+/// Of values [M, ..], all M on every rank.
+Layout of_all_parts(Layout parts) {
+  for (int a = 0; a < parts.num_axes(); ++a)
+    if (parts[a].is_shard(0)) parts[a] = kR;
+  return parts;
+}
+
 /// The sum of the losses over the number of targets, or what the options say.
 Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {
   if (o.divisor) return div(loss_sum, cast(o.divisor, loss_sum.dtype()));
@@ -214,8 +319,19 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets,
   return averaged(sum(losses), targets, options);
 }
 
+LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index) {
+  auto y = apply_all<LinearLseOp>({ignore_index, table_parts(weight.layout())}, {dense_rows(x), weight, targets});
+  return {std::move(y[0]), std::move(y[1])};
+}
+
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options) {
+  if (is_cut(weight.layout())) {
+    const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index);
+    // All ranks then have the log-sum-exps: the difference keeps their sum on one of them.
+    const Tensor lse = logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/true);
+    return averaged(sub(sum(lse), sum(parts.target_logits)), targets, options);
+  }
   const IgnoreAttrs attrs{options.ignore_index};
   const Tensor rows = dense_rows(x);
   const bool fused = Recording::current() && !options.recompute;

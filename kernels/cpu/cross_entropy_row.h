@@ -14,19 +14,30 @@ inline ComputeType<T> log_sum_exp(const T* x, int64_t n) {
   return most + std::log(sum_of_exp(x, n, most));
 }
 
+/// out = exp(x - lse) * scale, but at_target(exp(x - lse)) at `target`, if the row has it; out may
+/// be x.
+template <class T, class Out, class AtTarget, class C = ComputeType<T>>
+inline void logit_row_backward(const T* x, int64_t n, int64_t target, C lse, C scale,
+                               AtTarget&& at_target, Out* out) {
+  using L = Lanes<C>;
+  const bool here = target >= 0 && target < n;
+  // The target's element is computed apart, from x before it is overwritten.
+  const C shifted = here ? static_cast<C>(x[target]) - lse : C(0);
+  for_lanes(n, [&](int64_t i, auto m) {
+    store_lanes(out + i, exp(load_lanes(x + i, m) - L(lse)) * L(scale), m);
+  });
+  if (!here) return;
+  C one[kLanes];
+  exp(L(shifted)).store(one);
+  out[target] = Out(at_target(one[0]));
+}
+
 /// out = (exp(x - lse) - onehot(target)) * scale; out may be x.
 template <class T, class Out, class C = ComputeType<T>>
 inline void cross_entropy_row_backward(const T* x, int64_t n, int64_t target, C lse, C scale,
                                        Out* out) {
-  using L = Lanes<C>;
-  // The target's element is computed apart, from x before it is overwritten.
-  const C shifted = static_cast<C>(x[target]) - lse;
-  for_lanes(n, [&](int64_t i, auto m) {
-    store_lanes(out + i, exp(load_lanes(x + i, m) - L(lse)) * L(scale), m);
-  });
-  C one[kLanes];
-  exp(L(shifted)).store(one);
-  out[target] = Out((one[0] - C(1)) * scale);
+  logit_row_backward(
+      x, n, target, lse, scale, [&](C p) { return (p - C(1)) * scale; }, out);
 }
 
 }  // namespace sheaf::kernels::cpu

@@ -10,6 +10,16 @@ namespace {
 
 bool given(const View& v) { return v.rank() != 0; }
 
+/// What a row gives and takes; null: not wanted, or not there.
+struct RowValues {
+  const View *loss = nullptr, *target_logits = nullptr;  ///< of all rows added up; of each
+  const View* lse = nullptr;                             ///< each row's: made, or given
+  bool compute_lse = true;
+  const View* dloss = nullptr;                     ///< gradients of the loss; null: 1
+  const View *dlse = nullptr, *dtarget = nullptr;  ///< of each row's, where the weight is a part
+  TablePart part;
+};
+
 /// Operands and the walk over chunks. Which parts run depends on which views are given.
 struct Head {
   const char* who;
@@ -101,27 +111,23 @@ struct Head {
            product_bytes();
   }
 
-  /// `lse` holds the rows' log-sum-exps if !compute_lse, receives them if given. `loss` is summed
-  /// if given. Gradients are scaled by dloss.
-  void run(const View& targets, int64_t ignore_index, const View* loss, const View* lse,
-           bool compute_lse, const View* dloss, Workspace memory) const {
+  void run(const View& targets, int64_t ignore_index, const RowValues& v, Workspace memory) const {
     check<ShapeError>(targets.numel() == rows, "[", who, "] targets ", targets.shape, " for ", rows,
                       " rows");
-    check_tokens(who, targets, vocabulary, ignore_index);
-    if (row_dtype == kF64)
-      return chunks<double, double>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-    if (x.dtype == kF32)
-      return chunks<float, float>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-    if (x.dtype == kBF16)
-      return chunks<float, bf16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
-    if (x.dtype == kF16)
-      return chunks<float, f16>(targets, ignore_index, loss, lse, compute_lse, dloss, memory);
+    for (const View* row_values : {v.lse, v.target_logits, v.dlse, v.dtarget})
+      check<ShapeError>(!row_values || row_values->numel() == rows, "[", who, "] row values ",
+                        row_values ? row_values->shape : Shape{}, " for ", rows, " rows");
+    check_tokens(who, targets, v.part.all, ignore_index);
+    if (row_dtype == kF64) return chunks<double, double>(targets, ignore_index, v, memory);
+    if (x.dtype == kF32) return chunks<float, float>(targets, ignore_index, v, memory);
+    if (x.dtype == kBF16) return chunks<float, bf16>(targets, ignore_index, v, memory);
+    if (x.dtype == kF16) return chunks<float, f16>(targets, ignore_index, v, memory);
     fail<DTypeError>("[", who, "] input of ", x.dtype);
   }
 
   template <class C, class G>
-  void chunks(const View& targets, int64_t ignore_index, const View* loss, const View* lse,
-              bool compute_lse, const View* dloss, Workspace memory) const {
+  void chunks(const View& targets, int64_t ignore_index, const RowValues& v,
+              Workspace memory) const {
     Carver carver(who, memory);
     C* cells = carver.take<C>(chunk * vocabulary);
     G* gradients = narrow ? carver.take<G>(chunk * vocabulary) : reinterpret_cast<G*>(cells);
@@ -129,11 +135,16 @@ struct Head {
     C* losses = carver.take<C>(chunk);
     G* copy = given(uneven) ? carver.take<G>(chunk * width) : nullptr;
     const Indices target_of(who, targets);
-    const Elements<C> lse_of(who, lse && !compute_lse ? *lse : View{nullptr, row_dtype, {}, {}});
+    const View none{nullptr, row_dtype, {}, {}};
+    const Elements<C> lse_of(who, v.lse && !v.compute_lse ? *v.lse : none),
+        dlse_of(who, v.dlse ? *v.dlse : none), dtarget_of(who, v.dtarget ? *v.dtarget : none);
+    // Of an ignored row: over all parts of the vocabulary it comes to 0.
+    const C nothing =
+        v.part.first == 0 && vocabulary > 0 ? C(0) : -std::numeric_limits<C>::infinity();
     const size_t product = product_bytes();
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
     const bool backward = given(dx) || given(dweight);
-    const C scale = dloss ? *dloss->as<C>() : C(1);
+    const C scale = v.dloss ? *v.dloss->as<C>() : C(1);
     double total = 0;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t count = std::min(chunk, rows - first);
@@ -143,26 +154,34 @@ struct Head {
       parallel_for(count, row_grain(2 * vocabulary), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
           C* row = cells + r * vocabulary;
-          const int64_t target = target_of[first + r];
-          const bool ignored = target == ignore_index;
-          const C log_sum = ignored       ? C(0)
-                            : compute_lse ? log_sum_exp(row, vocabulary)
-                                          : lse_of[first + r];
-          if (compute_lse && lse) lse->as<C>()[first + r] = log_sum;
-          losses[r] = ignored ? C(0) : log_sum - row[target];
+          const int64_t token = target_of[first + r], target = token - v.part.first;
+          const bool ignored = token == ignore_index;
+          const bool counts = !ignored && target >= 0 && target < vocabulary;
+          const C log_sum = ignored         ? nothing
+                            : v.compute_lse ? log_sum_exp(row, vocabulary)
+                                            : lse_of[first + r];
+          if (v.compute_lse && v.lse) v.lse->as<C>()[first + r] = log_sum;
+          if (v.target_logits) v.target_logits->as<C>()[first + r] = counts ? row[target] : C(0);
+          losses[r] = counts ? log_sum - row[target] : C(0);
           if (!backward) continue;
           G* out = gradients + r * vocabulary;
-          if (ignored)
+          if (ignored) {
             std::fill_n(out, vocabulary, G(C(0)));
-          else
+          } else if (v.dlse) {
+            const C dlse = dlse_of[first + r], dtarget = dtarget_of[first + r];
+            logit_row_backward(
+                row, vocabulary, target, log_sum, dlse, [&](C p) { return p * dlse + dtarget; },
+                out);
+          } else {
             cross_entropy_row_backward(row, vocabulary, target, log_sum, scale, out);
+          }
         }
       });
       for (int64_t r = 0; r < count; ++r) total += static_cast<double>(losses[r]);
       if (given(dx)) gemm(input_gradient(first, count, gradients), scratch);
       if (given(dweight)) gemm(weight_gradient(chunk_x, first, count, gradients, sum), scratch);
     }
-    if (loss) *loss->as<C>() = static_cast<C>(total);
+    if (v.loss) *v.loss->as<C>() = static_cast<C>(total);
     if (given(dweight) && (rows == 0 || sum_apart)) finish_weight(sum);
   }
 
@@ -204,7 +223,8 @@ void linear_cross_entropy(const View& x, const View& weight, const View& targets
                           int64_t ignore_index, const View& loss, const View& lse,
                           Workspace workspace) {
   Head("linear_cross_entropy", x, weight, {}, {})
-      .run(targets, ignore_index, &loss, &lse, true, nullptr, workspace);
+      .run(targets, ignore_index, {.loss = &loss, .lse = &lse, .part = whole_table(weight)},
+           workspace);
 }
 
 size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
@@ -215,7 +235,9 @@ void linear_cross_entropy_backward(const View& x, const View& weight, const View
                                    int64_t ignore_index, const View& lse, const View& dloss,
                                    const View& dx, const View& dweight, Workspace workspace) {
   Head("linear_cross_entropy_backward", x, weight, dx, dweight)
-      .run(targets, ignore_index, nullptr, &lse, false, &dloss, workspace);
+      .run(targets, ignore_index,
+           {.lse = &lse, .compute_lse = false, .dloss = &dloss, .part = whole_table(weight)},
+           workspace);
 }
 
 size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
@@ -226,7 +248,32 @@ void linear_cross_entropy_fused(const View& x, const View& weight, const View& t
                                 int64_t ignore_index, const View& loss, const View& dx,
                                 const View& dweight, Workspace workspace) {
   Head("linear_cross_entropy_fused", x, weight, dx, dweight)
-      .run(targets, ignore_index, &loss, nullptr, true, nullptr, workspace);
+      .run(targets, ignore_index, {.loss = &loss, .part = whole_table(weight)}, workspace);
+}
+
+size_t linear_lse_workspace(const View& x, const View& weight) {
+  return Head("linear_lse", x, weight, {}, {}).workspace();
+}
+void linear_lse(const View& x, const View& weight, TablePart part, const View& targets,
+                int64_t ignore_index, const View& lse, const View& target_logits,
+                Workspace workspace) {
+  Head("linear_lse", x, weight, {}, {})
+      .run(targets, ignore_index, {.target_logits = &target_logits, .lse = &lse, .part = part},
+           workspace);
+}
+
+size_t linear_lse_backward_workspace(const View& x, const View& weight, const View& dx,
+                                     const View& dweight) {
+  return Head("linear_lse_backward", x, weight, dx, dweight).workspace();
+}
+void linear_lse_backward(const View& x, const View& weight, TablePart part, const View& targets,
+                         int64_t ignore_index, const View& lse, const View& dlse,
+                         const View& dtarget, const View& dx, const View& dweight,
+                         Workspace workspace) {
+  Head("linear_lse_backward", x, weight, dx, dweight)
+      .run(targets, ignore_index,
+           {.lse = &lse, .compute_lse = false, .dlse = &dlse, .dtarget = &dtarget, .part = part},
+           workspace);
 }
 
 }  // namespace sheaf::kernels::cpu

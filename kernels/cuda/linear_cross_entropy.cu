@@ -101,19 +101,84 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
   }
 }
 
-/// out = (exp(logits - lse) - onehot(target)) * dloss in the products' type G: a row to a block,
-/// from the last one, which the cache still has, to the first. out may be the memory of logits.
-/// Rows are padded to whole packs, which may be read and written beyond n.
-template <class C, class G>
+/// lse and the target's logit of a row of part of the vocabulary: a row to a block. Rows are padded
+/// as below.
+template <class C>
+__global__ void __launch_bounds__(kLogSumExpThreads, 2)
+    part_values(const C* logits, int64_t pitch, int64_t n, TablePart part, const int64_t* targets,
+                int64_t ignore_index, C* lse, C* target_logits) {
+  constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
+  __shared__ C scratch[2][kWarp];
+  const int64_t row = blockIdx.x, token = targets[row], target = token - part.first;
+  if (token == ignore_index) {
+    if (threadIdx.x != 0) return;
+    lse[row] = part.first == 0 && n > 0 ? C(0) : -std::numeric_limits<C>::infinity();
+    target_logits[row] = C(0);
+    return;
+  }
+  const C* const x = logits + row * pitch;
+  LogSumExp<C> seen;
+  const int step = static_cast<int>(blockDim.x) * kSize;
+  for (int64_t first = threadIdx.x * kSize; first < n; first += kBatch * step) {
+    Pack<C> packs[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (first + u * step < n) packs[u] = load_pack(x + first + u * step);
+    seen.add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
+  }
+  const C total = seen.over_block(scratch);
+  if (threadIdx.x != 0) return;
+  lse[row] = total;
+  target_logits[row] = target >= 0 && target < n        ? x[target]
+                       : token >= 0 && token < part.all ? C(0)
+                                                        : std::numeric_limits<C>::quiet_NaN();
+}
+
+/// What a logit's gradient takes from its row: of a loss, (p - onehot(target)) * dloss for a
+/// probability p.
+template <class C>
+struct OfLoss {
+  const C* dloss;
+  struct Row {
+    C scale;
+    __device__ C operator()(C p, bool is_target) const {
+      return rounded_sum(p, -C(is_target)) * scale;
+    }
+  };
+  __device__ Row row(int64_t, bool bad) const {
+    return {bad ? std::numeric_limits<C>::quiet_NaN() : dloss ? *dloss : C(1)};
+  }
+};
+/// Of values of part of the vocabulary: p * dlse + onehot(target) * dtarget.
+template <class C>
+struct OfPart {
+  Rows<const C> dlse, dtarget;
+  int64_t first_row;
+  struct Row {
+    C dlse, dtarget;
+    __device__ C operator()(C p, bool is_target) const {
+      return rounded_sum(rounded_product(p, dlse), is_target ? dtarget : C(0));
+    }
+  };
+  __device__ Row row(int64_t r, bool bad) const {
+    const C dlse_of_row = *dlse[first_row + r];
+    return {bad ? std::numeric_limits<C>::quiet_NaN() : dlse_of_row, *dtarget[first_row + r]};
+  }
+};
+
+/// Gradients of logits, as `From` says, in the products' type G: a row to a block, from the last
+/// one, which the cache still has, to the first. out may be the memory of logits. Rows are padded
+/// to whole packs, which may be read and written beyond n.
+template <class C, class G, class From>
 __global__ void __launch_bounds__(kGradientThreads)
-    logit_gradients(const C* logits, int64_t pitch, int64_t n, const int64_t* targets,
-                    int64_t ignore_index, const C* lse, const C* dloss, G* out) {
+    logit_gradients(const C* logits, int64_t pitch, int64_t n, TablePart part,
+                    const int64_t* targets, int64_t ignore_index, const C* lse, From from, G* out) {
   constexpr int kSize = Pack<G>::kSize, kParts = kSize / Pack<C>::kSize;
-  const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, target = targets[row];
-  const bool ignored = target == ignore_index;
+  const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, token = targets[row],
+                target = token - part.first;
+  const bool ignored = token == ignore_index;
   const C log_sum = lse[row];
-  C scale = dloss ? *dloss : C(1);
-  if (target < 0 || target >= n) scale = std::numeric_limits<C>::quiet_NaN();
+  const auto gradient = from.row(row, token < 0 || token >= part.all);
   for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize; at < n;
        at += static_cast<int64_t>(blockDim.x) * kSize) {
     Pack<C> in[kParts];
@@ -125,8 +190,7 @@ __global__ void __launch_bounds__(kGradientThreads)
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         const C logit = in[k / Pack<C>::kSize].v[k % Pack<C>::kSize];
-        pack.v[k] =
-            element<G>(rounded_sum(probability(logit, log_sum), -C(at + k == target)) * scale);
+        pack.v[k] = element<G>(gradient(probability(logit, log_sum), at + k == target));
       }
     }
     store_pack(out + row * pitch + at, pack);
@@ -148,6 +212,16 @@ __global__ void __launch_bounds__(kLossThreads) sum_losses(const C* losses, int6
 }
 
 bool given(const View& v) { return v.rank() != 0; }
+
+/// What a row gives and takes; null: not wanted, or not there.
+struct RowValues {
+  const View *loss = nullptr, *target_logits = nullptr;  ///< of all rows added up; of each
+  const View* lse = nullptr;                             ///< each row's: made, or given
+  bool compute_lse = true;
+  const View* dloss = nullptr;                     ///< gradients of the loss; null: 1
+  const View *dlse = nullptr, *dtarget = nullptr;  ///< of each row's, where the weight is a part
+  TablePart part;
+};
 
 /// Operands and the walk over chunks. Which parts run depends on which views are given.
 class Head {
@@ -188,14 +262,15 @@ class Head {
            (copy_x_ ? line_align(static_cast<size_t>(x_.bytes())) : 0);
   }
 
-  /// `loss` is summed if given. `lse` receives the rows' log-sum-exps if `compute_lse`, else it has
-  /// them. Gradients are scaled by dloss, if given.
-  void run(const Stream& stream, const View& targets, int64_t ignore_index, const View* loss,
-           const View* lse, bool compute_lse, const View* dloss, Workspace memory) {
-    check<ShapeError>(targets.numel() == rows_ && (!lse || lse->numel() == rows_), "[", who_,
-                      "] targets ", targets.shape, " for ", rows_, " rows");
-    for (const View* v : {loss, lse, dloss})
-      check<DTypeError>(!v || (v->dtype == row_dtype_ && v->contiguous()), "[", who_,
+  void run(const Stream& stream, const View& targets, int64_t ignore_index, const RowValues& v,
+           Workspace memory) {
+    check<ShapeError>(targets.numel() == rows_, "[", who_, "] targets ", targets.shape, " for ",
+                      rows_, " rows");
+    for (const View* values : {v.lse, v.target_logits, v.dlse, v.dtarget})
+      check<ShapeError>(!values || values->numel() == rows_, "[", who_, "] row values ",
+                        values ? values->shape : Shape{}, " for ", rows_, " rows");
+    for (const View* values : {v.loss, v.lse, v.target_logits, v.dloss})
+      check<DTypeError>(!values || (values->dtype == row_dtype_ && values->contiguous()), "[", who_,
                         "] loss and row values must be dense ", row_dtype_);
     (void)visit_index(who_, targets.dtype, [&]<class I>() { return sizeof(I); });  // else an error
     Carver carver(who_, memory);
@@ -208,7 +283,8 @@ class Head {
     void* const gradients = narrow_ ? take(chunk_ * pitch_, x_.dtype) : cells;
     void* const sum = sum_apart_ ? take(weight_.numel(), row_dtype_) : nullptr;
     const View losses = View::dense(take(rows_, row_dtype_), row_dtype_, {rows_});
-    const View sums = View::dense(lse ? lse->data : take(rows_, row_dtype_), row_dtype_, {rows_});
+    const View sums =
+        View::dense(v.lse ? v.lse->data : take(rows_, row_dtype_), row_dtype_, {rows_});
     View places = View::dense(take(rows_, kI64), kI64, targets.shape);
     copy(stream, targets, places);
     places = View::dense(places.data, kI64, {rows_});
@@ -221,21 +297,27 @@ class Head {
       gemm(stream, forward(first, count, cells), scratch);
       const View chunk_targets = rows_of(places, first, count),
                  chunk_sums = rows_of(sums, first, count);
-      if (compute_lse && backward() && vocabulary_ <= kMostColumns) {
+      if (v.target_logits) {
+        find_part_values(
+            stream, count, cells, v.part, chunk_targets, ignore_index, chunk_sums,
+            rows_of(View::dense(v.target_logits->data, row_dtype_, {rows_}), first, count));
+        continue;
+      }
+      if (v.compute_lse && backward() && vocabulary_ <= kMostColumns) {
         lose_and_differentiate(stream, count, cells, chunk_targets, ignore_index,
                                rows_of(losses, first, count), gradients);
       } else {
-        if (compute_lse)
+        if (v.compute_lse)
           cross_entropy(stream, logits(cells, count, row_dtype_), chunk_targets, ignore_index,
                         rows_of(losses, first, count), chunk_sums);
         if (!backward()) continue;
-        differentiate(stream, count, cells, chunk_targets, ignore_index, chunk_sums,
-                      dloss ? dloss->data : nullptr, gradients);
+        differentiate(stream, first, count, cells, v, chunk_targets, ignore_index, chunk_sums,
+                      gradients);
       }
       if (given(dx_)) gemm(stream, input_gradient(first, count, gradients), scratch);
       if (given(dweight_)) gemm(stream, weight_gradient(first, count, gradients, sum), scratch);
     }
-    if (loss) add_up(stream, losses, *loss);
+    if (v.loss) add_up(stream, losses, *v.loss);
     if (given(dweight_) && rows_ == 0) fill(stream, dweight_, 0);
     if (sum_apart_) copy(stream, weight_sum(sum), dweight_);
   }
@@ -300,18 +382,33 @@ class Head {
           targets.as<const int64_t>(), ignore_index, losses.as<C>(), static_cast<G*>(gradients));
     });
   }
-  void differentiate(const Stream& stream, int64_t count, void* cells, const View& targets,
-                     int64_t ignore_index, const View& lse, void* dloss, void* gradients) const {
+  void find_part_values(const Stream& stream, int64_t count, void* cells, TablePart part,
+                        const View& targets, int64_t ignore_index, const View& lse,
+                        const View& target_logits) const {
+    const auto of = [&]<class C>(C) {
+      launch(who_, stream, {.blocks = count, .threads = log_sum_exp_threads<C>(vocabulary_)},
+             part_values<C>, static_cast<const C*>(cells), pitch_, vocabulary_, part,
+             targets.as<const int64_t>(), ignore_index, lse.as<C>(), target_logits.as<C>());
+    };
+    row_dtype_ == kF64 ? of(double()) : of(float());
+  }
+  void differentiate(const Stream& stream, int64_t first, int64_t count, void* cells,
+                     const RowValues& v, const View& targets, int64_t ignore_index, const View& lse,
+                     void* gradients) const {
     visit_floating(who_, x_.dtype, [&]<class G>() {
       using C = Compute<G>;
       const int64_t packs = blocks_for(vocabulary_, Pack<G>::kSize);
-      launch(who_, stream,
-             {.blocks = count,
-              .threads = static_cast<int>(
-                  std::min<int64_t>(blocks_for(packs, kWarp) * kWarp, kGradientThreads))},
-             logit_gradients<C, G>, static_cast<const C*>(cells), pitch_, vocabulary_,
-             targets.as<const int64_t>(), ignore_index, lse.as<const C>(),
-             static_cast<const C*>(dloss), static_cast<G*>(gradients));
+      const auto from = [&]<class From>(const From& rows) {
+        launch(who_, stream, {.blocks = count, .threads = threads_for(packs, kGradientThreads)},
+               logit_gradients<C, G, From>, static_cast<const C*>(cells), pitch_, vocabulary_,
+               v.part, targets.as<const int64_t>(), ignore_index, lse.as<const C>(), rows,
+               static_cast<G*>(gradients));
+      };
+      if (v.dlse)
+        from(OfPart<C>{elements_of<const C>(who_, *v.dlse), elements_of<const C>(who_, *v.dtarget),
+                       first});
+      else
+        from(OfLoss<C>{v.dloss ? v.dloss->as<const C>() : nullptr});
     });
   }
   void add_up(const Stream& stream, const View& losses, const View& loss) const {
@@ -350,7 +447,8 @@ void linear_cross_entropy(const Stream& stream, const View& x, const View& weigh
                           const View& targets, int64_t ignore_index, const View& loss,
                           const View& lse, Workspace workspace) {
   Head("linear_cross_entropy", x, weight, {}, {})
-      .run(stream, targets, ignore_index, &loss, &lse, true, nullptr, workspace);
+      .run(stream, targets, ignore_index, {.loss = &loss, .lse = &lse, .part = whole_table(weight)},
+           workspace);
 }
 
 size_t linear_cross_entropy_backward_workspace(const View& x, const View& weight, const View& dx,
@@ -362,7 +460,9 @@ void linear_cross_entropy_backward(const Stream& stream, const View& x, const Vi
                                    const View& dloss, const View& dx, const View& dweight,
                                    Workspace workspace) {
   Head("linear_cross_entropy_backward", x, weight, dx, dweight)
-      .run(stream, targets, ignore_index, nullptr, &lse, false, &dloss, workspace);
+      .run(stream, targets, ignore_index,
+           {.lse = &lse, .compute_lse = false, .dloss = &dloss, .part = whole_table(weight)},
+           workspace);
 }
 
 size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
@@ -373,7 +473,32 @@ void linear_cross_entropy_fused(const Stream& stream, const View& x, const View&
                                 const View& targets, int64_t ignore_index, const View& loss,
                                 const View& dx, const View& dweight, Workspace workspace) {
   Head("linear_cross_entropy_fused", x, weight, dx, dweight)
-      .run(stream, targets, ignore_index, &loss, nullptr, true, nullptr, workspace);
+      .run(stream, targets, ignore_index, {.loss = &loss, .part = whole_table(weight)}, workspace);
+}
+
+size_t linear_lse_workspace(const View& x, const View& weight) {
+  return Head("linear_lse", x, weight, {}, {}).workspace();
+}
+void linear_lse(const Stream& stream, const View& x, const View& weight, TablePart part,
+                const View& targets, int64_t ignore_index, const View& lse,
+                const View& target_logits, Workspace workspace) {
+  Head("linear_lse", x, weight, {}, {})
+      .run(stream, targets, ignore_index,
+           {.target_logits = &target_logits, .lse = &lse, .part = part}, workspace);
+}
+
+size_t linear_lse_backward_workspace(const View& x, const View& weight, const View& dx,
+                                     const View& dweight) {
+  return Head("linear_lse_backward", x, weight, dx, dweight).workspace();
+}
+void linear_lse_backward(const Stream& stream, const View& x, const View& weight, TablePart part,
+                         const View& targets, int64_t ignore_index, const View& lse,
+                         const View& dlse, const View& dtarget, const View& dx, const View& dweight,
+                         Workspace workspace) {
+  Head("linear_lse_backward", x, weight, dx, dweight)
+      .run(stream, targets, ignore_index,
+           {.lse = &lse, .compute_lse = false, .dlse = &dlse, .dtarget = &dtarget, .part = part},
+           workspace);
 }
 
 }  // namespace sheaf::kernels::cuda

@@ -151,6 +151,79 @@ TEST(LinearCrossEntropy, OneGradientAlone) {
   EXPECT_TRUE(same_bits(dx, both.dx) && same_bits(dw, both.dw));
 }
 
+// Ranks with some rows of the weight each, one with none; 2,100 rows of x make two chunks, and so
+// do gradients of each row of its own.
+TEST(LinearLse, PartsOfAVocabulary) {
+  const int64_t vocabulary = 17, width = 9;
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const int64_t rows : {23, 2100}) {
+      const DType stat = d == kF64 ? kF64 : kF32;
+      const Array x = Array::random(d, {rows, width}, 1),
+                  w = Array::random(d, {vocabulary, width}, 2),
+                  targets = targets_of(kI32, rows, vocabulary, true),
+                  dlse = Array::random(stat, {rows}, 3), dtarget = Array::random(stat, {rows}, 4);
+      int64_t first = 0;
+      for (const int64_t n : {5, 0, 11, 1}) {
+        const TablePart part{first, vocabulary};
+        Array mine(d, {n, width});
+        mine.fill([&](int64_t i) { return w.at(first * width + i); });
+        std::vector<double> lse(rows), logits(rows), dx(rows * width), dw(n * width);
+        for (int64_t r = 0; r < rows; ++r) {
+          const auto target = static_cast<int64_t>(targets.at(r));
+          const bool ignored = target == kIgnore;
+          std::vector<double> z(n);
+          double sum = 0;
+          for (int64_t v = 0; v < n; ++v) {
+            for (int64_t i = 0; i < width; ++i)
+              z[v] += x.at(r * width + i) * mine.at(v * width + i);
+            sum += std::exp(z[v]);
+            if (first + v == target) logits[r] = z[v];
+          }
+          lse[r] = !ignored ? std::log(sum) : first == 0 ? 0 : -INFINITY;
+          for (int64_t v = 0; v < n && !ignored; ++v) {
+            const double g =
+                std::exp(z[v]) / sum * dlse.at(r) + (first + v == target) * dtarget.at(r);
+            for (int64_t i = 0; i < width; ++i) {
+              dx[r * width + i] += g * mine.at(v * width + i);
+              dw[v * width + i] += g * x.at(r * width + i);
+            }
+          }
+        }
+        const Array got_lse(stat, {rows}), got_logits(stat, {rows}), got_dx(d, {rows, width});
+        linear_lse(x, mine, part, targets, kIgnore, got_lse, got_logits,
+                   Scratch(linear_lse_workspace(without_data(x), without_data(mine))));
+        const double close = d == kF64 ? 1e-13 : 1e-5;
+        for (int64_t r = 0; r < rows; ++r) {
+          if (std::isinf(lse[r]))
+            EXPECT_EQ(got_lse.at(r), lse[r]);
+          else
+            EXPECT_NEAR(got_lse.at(r), lse[r], close);
+          EXPECT_NEAR(got_logits.at(r), logits[r], close);
+        }
+        for (DType dw_dtype : {d, stat}) {
+          const Array got_dw(dw_dtype, {n, width});
+          linear_lse_backward(x, mine, part, targets, kIgnore, got_lse, dlse, dtarget, got_dx,
+                              got_dw,
+                              Scratch(linear_lse_backward_workspace(
+                                  without_data(x), without_data(mine), got_dx, got_dw)));
+          const std::string where =
+              std::string(name(d)) + std::to_string(rows) + ' ' + std::to_string(n);
+          if (n == 0)
+            EXPECT_EQ(values(got_dx), dx) << where;
+          else
+            EXPECT_LT(scaled_error(got_dx, dx), 10 * epsilon(d)) << where;
+          EXPECT_TRUE(n == 0 || scaled_error(got_dw, dw) < 10 * epsilon(d)) << where;
+        }
+        first += n;
+      }
+    }
+  const Array x(kF32, {1, 4}), w(kF32, {3, 4}), lse(kF32, {1}), logits(kF32, {1});
+  for (const double target : {-1.0, 11.0})
+    EXPECT_THROW(linear_lse(x, w, {4, 11}, Array::of(kI64, {1}, {target}), kIgnore, lse, logits,
+                            Scratch(linear_lse_workspace(x, w))),
+                 DataError);
+}
+
 TEST(LinearCrossEntropy, NoRowsThreadsAndBadTargets) {
   const Array w = Array::random(kF32, {11, 8}, 2), none(kF32, {0, 8}), no_targets(kI64, {0});
   const HeadArrays empty = run(none, w, no_targets, 1, kF32);

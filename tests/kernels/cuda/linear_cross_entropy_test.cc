@@ -173,6 +173,64 @@ TEST(CudaLinearCrossEntropy, NoRowsAndTargetsOutOfRange) {
   }
 }
 
+// Part of a vocabulary, first, in the middle and empty; gradients of each row, strided; 8,300 rows
+// make two chunks.
+TEST(CudaLinearLse, PartsOfAVocabulary) {
+  SHEAF_NEEDS_GPU();
+  const int64_t all = 61, width = 16;
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (auto [first, n, rows] :
+         {std::array<int64_t, 3>{0, 20, 40}, {20, 37, 40}, {57, 4, 8300}, {57, 0, 40}}) {
+      const std::string where = str(d, ' ', first, ' ', rows);
+      const TablePart part{first, all};
+      const DType stat = statistics_of(d);
+      const Array x = Array::random(d, {rows, width}, 1), w = Array::random(d, {n, width}, 2),
+                  targets = targets_of(kI32, {rows}, all),
+                  dlse = Array::random(stat, {rows}, 3, 1, {2}),
+                  dtarget = Array::random(stat, {rows}, 4), wide_x = in_f64(x), wide_w = in_f64(w);
+      const Array want_lse(kF64, {rows}), want_logits(kF64, {rows}), want_dx(kF64, {rows, width}),
+          want_dw(kF64, {n, width});
+      cpu::linear_lse(wide_x, wide_w, part, targets, kIgnore, want_lse, want_logits,
+                      Scratch(cpu::linear_lse_workspace(wide_x, wide_w)));
+      cpu::linear_lse_backward(
+          wide_x, wide_w, part, targets, kIgnore, want_lse, in_f64(dlse), in_f64(dtarget), want_dx,
+          want_dw, Scratch(cpu::linear_lse_backward_workspace(wide_x, wide_w, want_dx, want_dw)));
+      const Stream& s = OnGpu::stream();
+      const OnGpu gx(x), gw(w), gt(targets), gdlse(dlse), gdtarget(dtarget),
+          lse(Array(stat, {rows})), logits(Array(stat, {rows})), dx(Array(d, {rows, width})),
+          dw(Array(stat, {n, width}));
+      cuda::linear_lse(s, gx, gw, part, gt, kIgnore, lse, logits,
+                       GpuScratch(cuda::linear_lse_workspace(without_data(x), without_data(w))));
+      cuda::linear_lse_backward(
+          s, gx, gw, part, gt, kIgnore, lse, gdlse, gdtarget, dx, dw,
+          GpuScratch(cuda::linear_lse_backward_workspace(
+              without_data(x), without_data(w), without_data(dx.view()), without_data(dw.view()))));
+      const double most = (std::getenv("SHEAF_SHIFT_OPERANDS") ? 15 : 10) * epsilon(d);
+      const Array got = lse.back();
+      for (int64_t r = 0; r < rows; ++r) {
+        if (std::isinf(want_lse.at(r)))
+          EXPECT_EQ(got.at(r), want_lse.at(r)) << where;
+        else
+          EXPECT_NEAR(got.at(r), want_lse.at(r), d == kF64 ? 1e-13 : 1e-5) << where;
+      }
+      if (n == 0) {
+        EXPECT_EQ(values(dx.back()), values(want_dx)) << where;
+        continue;
+      }
+      EXPECT_LT(scaled_error(logits.back(), values(want_logits)), d == kF64 ? 1e-13 : 1e-6)
+          << where;
+      EXPECT_LT(scaled_error(dx.back(), values(want_dx)), most) << where;
+      EXPECT_LT(scaled_error(dw.back(), values(want_dw)), most) << where;
+    }
+  const OnGpu x(Array(kF32, {3, 4})), w(Array(kF32, {3, 4})), t(Array::of(kI64, {3}, {-1, 11, 9})),
+      lse(Array(kF32, {3})), logits(Array(kF32, {3}));
+  cuda::linear_lse(OnGpu::stream(), x, w, {4, 11}, t, kIgnore, lse, logits,
+                   GpuScratch(cuda::linear_lse_workspace(x, w)));
+  const Array y = logits.back();
+  EXPECT_TRUE(std::isnan(y.at(0)) && std::isnan(y.at(1)));
+  EXPECT_EQ(y.at(2), 0.0);
+}
+
 TEST(CudaLinearCrossEntropy, ChunksAreBounded) {
   if constexpr (!kHasCuda) {
     GTEST_SKIP() << "not run: built without CUDA";
