@@ -7,6 +7,9 @@ namespace {
 
 constexpr double kInitStd = 0.02;
 
+// A tensor axis cuts the vocabulary, of the token embedding and of the head alike.
+OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
+
 // Of the layers that write to the residual stream: its variance then does not grow with depth.
 nn::Init residual_init(const GptConfig& c) {
   return nn::Init::normal(kInitStd / std::sqrt(2.0 * static_cast<double>(c.layers)));
@@ -80,7 +83,7 @@ nn::Residual Block::forward(nn::Residual stream, nn::KeyValueCache* cache) {
 
 Gpt::Gpt(const GptConfig& c)
     : config(c),
-      wte(c.vocab, c.width, nn::Init::normal(kInitStd)),
+      wte(c.vocab, c.width, nn::Init::normal(kInitStd), vocabulary_cut()),
       wpe(c.context, c.width, nn::Init::normal(kInitStd)),
       dropout(c.dropout),
       ln_f(c.width, {.bias = c.bias, .eps = c.norm_eps}) {
@@ -88,7 +91,8 @@ Gpt::Gpt(const GptConfig& c)
                      ", context ", c.context, ": all must be positive");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
-  if (!c.tie_embeddings) head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd)});
+  if (!c.tie_embeddings)
+    head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd), .cut = vocabulary_cut()});
 }
 
 Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
@@ -101,25 +105,30 @@ Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   return ln_f(std::move(stream)).normed;
 }
 
-Tensor Gpt::head_weight() const { return head ? head->weight.value() : wte.weight.value(); }
+const nn::Parameter& Gpt::head_weight() const { return head ? head->weight : wte.weight; }
+
+Tensor Gpt::logits_of(const Tensor& x_BTC) const {
+  const nn::TensorRegion region(x_BTC, head_weight());
+  return region.leave(linear(region.enter(x_BTC), head_weight()));
+}
 
 Tensor Gpt::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT);
-  return linear_cross_entropy(x_BTC, head_weight(), targets_BT, options);
+  const nn::TensorRegion region(x_BTC, head_weight());
+  return linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options);
 }
 
 Tensor Gpt::logits(const Tensor& tokens_BT) {
   const auto scope = enter();
-  const Tensor x_BTC = hidden(tokens_BT);
-  return linear(x_BTC, head_weight());
+  return logits_of(hidden(tokens_BT));
 }
 
 Tensor Gpt::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT, &cache);
   cache.advance(x_BTC.size(1));
-  return linear(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)), head_weight());
+  return logits_of(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)));
 }
 
 }  // namespace sheaf::models

@@ -61,9 +61,9 @@ struct Gpt : nn::Module {
 
   /// Cross-entropy of integer targets[B, T], a scalar in nats, without the logits ever existing whole. By default the mean
   /// over all targets of the logical batch, on all ranks; targets of -1 count nothing, but are counted in that mean: give
-  /// divide_by. Partial over the axis that cuts B.
+  /// divide_by. Partial over the axes that cut the batch or the model.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
-  /// [B, T, V].
+  /// [B, T, V], placed as the tokens.
   Tensor logits(const Tensor& tokens_BT);
   /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
   /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
@@ -73,7 +73,8 @@ struct Gpt : nn::Module {
 
  private:
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
-  Tensor head_weight() const;
+  const nn::Parameter& head_weight() const;
+  Tensor logits_of(const Tensor& x_BTC) const;
 };
 
 }  // namespace sheaf::models

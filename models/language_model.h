@@ -14,7 +14,7 @@ class LanguageModel {
   virtual ~LanguageModel() = default;
   virtual nn::Module& module() = 0;
   /// Sum of the cross-entropies of the targets, in nats, divided by `divide_by`. tokens, targets: i32[B, T], targets −1
-  /// are ignored. Partial over the axis that cuts B.
+  /// are ignored. Partial over the axes that cut them or the model.
   virtual Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) = 0;
   /// [B, 1, vocab]: logits of the token after these, which come after those that `cache` has read.
   virtual Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) = 0;

@@ -7,6 +7,9 @@ namespace {
 
 constexpr double kInitStd = 0.02;
 
+// A tensor axis cuts the vocabulary, of the token embedding and of the head alike.
+OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
+
 nn::Init residual_init(const LlamaConfig& c) {
   return nn::Init::normal(kInitStd / std::sqrt(2.0 * static_cast<double>(c.layers)));
 }
@@ -101,12 +104,13 @@ nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) 
 }
 
 Llama::Llama(const LlamaConfig& c)
-    : config(c), embedding(c.vocab, c.width, nn::Init::normal(kInitStd)), norm(c.width, c.norm_eps) {
+    : config(c), embedding(c.vocab, c.width, nn::Init::normal(kInitStd), vocabulary_cut()), norm(c.width, c.norm_eps) {
   check<ConfigError>(c.layers > 0 && c.vocab > 0 && c.context > 0, "[llama] layers ", c.layers, ", vocab ", c.vocab,
                      ", context ", c.context, ": all must be positive");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
-  if (!c.tie_embeddings) head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd)});
+  if (!c.tie_embeddings)
+    head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd), .cut = vocabulary_cut()});
 }
 
 Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
@@ -118,25 +122,30 @@ Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   return norm(std::move(stream)).normed;
 }
 
-Tensor Llama::head_weight() const { return head ? head->weight.value() : embedding.weight.value(); }
+const nn::Parameter& Llama::head_weight() const { return head ? head->weight : embedding.weight; }
+
+Tensor Llama::logits_of(const Tensor& x_BTC) const {
+  const nn::TensorRegion region(x_BTC, head_weight());
+  return region.leave(linear(region.enter(x_BTC), head_weight()));
+}
 
 Tensor Llama::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT);
-  return linear_cross_entropy(x_BTC, head_weight(), targets_BT, options);
+  const nn::TensorRegion region(x_BTC, head_weight());
+  return linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options);
 }
 
 Tensor Llama::logits(const Tensor& tokens_BT) {
   const auto scope = enter();
-  const Tensor x_BTC = hidden(tokens_BT);
-  return linear(x_BTC, head_weight());
+  return logits_of(hidden(tokens_BT));
 }
 
 Tensor Llama::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT, &cache);
   cache.advance(x_BTC.size(1));
-  return linear(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)), head_weight());
+  return logits_of(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)));
 }
 
 }  // namespace sheaf::models

@@ -71,7 +71,8 @@ struct Llama : nn::Module {
 
  private:
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
-  Tensor head_weight() const;
+  const nn::Parameter& head_weight() const;
+  Tensor logits_of(const Tensor& x_BTC) const;
 };
 
 }  // namespace sheaf::models

@@ -80,7 +80,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        {"secondary_shard"}},
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
-      {"sharding.tensor", &s.tensor, "ranks, neighbours, that share each layer's heads and hidden units, and each sequence "
+      {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},

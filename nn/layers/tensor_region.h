@@ -21,9 +21,10 @@ class TensorRegion {
   }
   /// x on every rank: an all_gather where tokens are cut, which is a reduce_scatter in the backward. All tokens are not kept
   /// for the weights' gradients but gathered again there: else a rank would hold as much of them as without the axis.
+  /// Integers, a few bytes a token, are kept.
   Tensor enter(const Tensor& x) const {
     std::optional<RecomputeScope> again;
-    if (outside_.is_shard()) again.emplace(RecomputeOptions{.results = true});
+    if (outside_.is_shard() && is_floating(x.dtype())) again.emplace(RecomputeOptions{.results = true});
     return to(x, Placement::replicate());
   }
   /// The sum of the ranks' addends, placed as x was: a reduce_scatter where tokens are cut, an all_gather in the backward.

@@ -1,5 +1,5 @@
-// Tensor and sequence parallelism beside sharding: a mesh (data, model) whose second axis cuts heads, hidden units and
-// sequences. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and the bytes.
+// Tensor and sequence parallelism beside sharding: a mesh (data, model) whose second axis cuts heads, hidden units, the
+// vocabulary and sequences. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and the bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +8,7 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/models/gpt.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/nn/optim/adamw.h"
@@ -21,15 +22,17 @@ using ::testing::HasSubstr;
 
 constexpr int kSteps = 8;
 
-// Six heads for GPT-2, and six that read three key heads for Llama; hidden widths that ranks share unevenly.
+// Six heads for GPT-2, and six that read three key heads for Llama; hidden widths and a vocabulary that ranks share unevenly.
+// "untied llama" has a head of its own.
 models::ModelConfig model_of(const std::string& type) {
   models::ModelConfig m = tiny_config().model;
-  m.type = type;
+  m.type = type == "gpt2" ? type : "llama";
+  m.tie_embeddings = type != "untied llama";
   m.layers = 2;
   m.heads = 6;
   m.width = 24;
   m.mlp_width = 40;
-  if (type == "llama") m.kv_heads = 3;
+  if (m.type == "llama") m.kv_heads = 3;
   return m;
 }
 
@@ -64,7 +67,7 @@ TEST_P(TensorGradients, EqualUnshardedInF64) {
 
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, TensorGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama"), kStrategies,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama"), kStrategies,
                                             ::testing::Values(Sizes{0, 1, 1}, Sizes{0, 1, 2}, Sizes{0, 1, 3}, Sizes{0, 2, 2},
                                                               Sizes{0, 3, 2}, Sizes{0, 2, 3}),
                                             ::testing::Values(7)));
@@ -75,7 +78,7 @@ INSTANTIATE_TEST_SUITE_P(Uneven, TensorGradients,
                                             ::testing::Values(3, 1)));
 
 TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
-  for (const char* type : {"gpt2", "llama"}) {
+  for (const char* type : {"gpt2", "untied llama"}) {
     const TrainedRun expected = train_tiny(tensor(2, "full_shard", type), 4, kSteps);
     EXPECT_LT(expected.losses.back(), expected.losses.front());
     for (const char* strategy : {"shard_grad_op", "zero1"})
@@ -93,7 +96,7 @@ TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
 
 // What is drawn does not depend on how layers are cut: neither first values nor what dropout drops.
 TEST(Tensor, TrainsAsOneRankDoes) {
-  for (const char* type : {"gpt2", "llama"}) {
+  for (const char* type : {"gpt2", "untied llama"}) {
     models::TrainConfig c = tensor(1, "full_shard", type);
     c.model.dropout = 0.2;
     c.train.micro_batches = 2;
@@ -111,7 +114,7 @@ TEST(Tensor, TrainsAsOneRankDoes) {
 }
 
 TEST(Tensor, FirstValuesAreThoseOfOneRank) {
-  for (const char* type : {"gpt2", "llama"}) {
+  for (const char* type : {"gpt2", "untied llama"}) {
     const auto values = [&](const Axes& axes) {
       Whole whole;
       run_local(num_ranks(axes), [&](World& w) {
@@ -129,8 +132,8 @@ TEST(Tensor, FirstValuesAreThoseOfOneRank) {
 TEST(Tensor, WholeParametersInAndOut) {
   run_local(6, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"model", 3}});
-    const auto model = tiny_model_f64(mesh, {}, {}, 5, model_of("llama"));
-    const auto other = tiny_model_f64(mesh, {}, {}, 6, model_of("llama"));
+    const auto model = tiny_model_f64(mesh, {}, {}, 5, model_of("untied llama"));
+    const auto other = tiny_model_f64(mesh, {}, {}, 6, model_of("untied llama"));
     const TinyBatch batch = tiny_batch(mesh, 0, 7);
     {
       Recording recording;
@@ -146,24 +149,123 @@ TEST(Tensor, WholeParametersInAndOut) {
       EXPECT_TRUE(identical(whole, full_parameter(to[i]))) << from[i].name();
       EXPECT_EQ(full_gradient(from[i]).shape(), from[i].shape());
     }
-    EXPECT_EQ(cut, 2 * 5);
+    EXPECT_EQ(cut, 2 * 5 + 2);
     const double loss = redistribute(model->loss(batch.tokens, batch.targets, 63.0), Layout(mesh.spec, Placement::invariant())).item<double>();
     EXPECT_EQ(loss, redistribute(other->loss(batch.tokens, batch.targets, 63.0), Layout(mesh.spec, Placement::invariant())).item<double>());
   }, {.threads_per_rank = 1});
 }
 
-// In a block the tokens are put together twice and the addends summed twice; the backward does the reverse, and puts the
-// tokens together again for the weights' gradients. Of the parameters only those that no rank cuts are summed along the tensor axis, and blocks gather their share alone.
+// Of rank 0, which has 3 rows of the batch, 4 of their 9 tokens and 6 of the 13 words.
+//
+// In a block the activations are put together twice and the addends summed twice; the backward does the reverse, and puts
+// the activations together again for the weights' gradients. The embedding sums addends once, the head puts together once.
+// Beside these travel a few bytes a token: tokens, targets, and the log-sum-exps of each part of the vocabulary. Of the
+// parameters only those that no rank cuts are summed along the tensor axis, and units gather their share alone.
 TEST(Tensor, WhatTravelsAlongWhichAxis) {
-  const int64_t layers = tensor(1).model.layers;
-  auto whole = traffic(models::plan_step(tensor(1), 13, 0, 2, 1, "local").tape);
-  auto cut = traffic(models::plan_step(tensor(2), 13, 0, 4, 1, "local").tape);
-  EXPECT_EQ(cut["all_gather model"].count, 6 * layers);
-  EXPECT_EQ(cut["reduce_scatter model"].count, 4 * layers);
-  EXPECT_EQ(cut["all_reduce model"].count, layers + 1);  // norms and biases of a block; the root
-  EXPECT_EQ(cut["all_gather data"].count, 2 * whole["all_gather data"].count - 1) << "of a block what is cut, and what is not; the root";
-  EXPECT_LT(cut["all_gather data"].bytes, whole["all_gather data"].bytes);
-  EXPECT_EQ(cut.size(), 5u);
+  const int64_t layers = tensor(1).model.layers, width = tensor(1).model.width;
+  constexpr int64_t kRows = 3, kMine = kRows * 4, kOthers = kRows * 5, kSize = 4;
+  for (const char* type : {"gpt2", "llama", "untied llama"}) {
+    SCOPED_TRACE(type);
+    auto whole = traffic(models::plan_step(tensor(1, "full_shard", type), 13, 0, 2, 1, "local").tape);
+    auto cut = traffic(models::plan_step(tensor(2, "full_shard", type), 13, 0, 4, 1, "local").tape);
+    const int64_t log_sum_exps = kMine + kOthers;
+    EXPECT_EQ(cut["all_gather model"].count, 6 * layers + 3 + 3);  // embedding and head; tokens, targets, log-sum-exps
+    EXPECT_EQ(cut["all_gather model"].bytes, kSize * ((6 * layers + 3) * kOthers * width + 2 * kOthers + log_sum_exps));
+    EXPECT_EQ(cut["reduce_scatter model"].count, 4 * layers + 2 + 1);
+    EXPECT_EQ(cut["reduce_scatter model"].bytes, kSize * ((4 * layers + 2) * kMine * width + log_sum_exps));
+    // Norms and biases of a block; positions and the last norm. Of these a rank's share, in lines of 32 values.
+    const bool gpt = std::string(type) == "gpt2";
+    EXPECT_EQ(cut["all_reduce model"].count, layers + 1);
+    EXPECT_EQ(cut["all_reduce model"].bytes, kSize * 32 * (layers * (gpt ? 3 : 1) + (gpt ? 5 : 1)));
+    EXPECT_EQ(cut["all_gather data"].count, 2 * whole["all_gather data"].count) << "of a unit what is cut, and what is not";
+    EXPECT_LT(cut["all_gather data"].bytes, whole["all_gather data"].bytes);
+    EXPECT_EQ(cut.size(), 5u);
+  }
+}
+
+// Logits are placed as tokens are, with all of the vocabulary.
+TEST(Tensor, LogitsHaveAllOfTheVocabulary) {
+  const auto logits = [](const Axes& axes, const Placement& along_model) {
+    std::vector<double> out;
+    run_local(num_ranks(axes), [&](World& w) {
+      const Mesh mesh = w.mesh(axes);
+      models::GptConfig c;
+      c.layers = 1, c.heads = 6, c.width = 24, c.context = 9, c.vocab = 13;
+      models::Gpt model(c);
+      shard(model, mesh, {.tensor_axis = axes.size() > 1 ? "model" : ""});
+      materialize(model, Device::cpu(), {.seed = 3, .dtype = kF64});
+      const TinyBatch batch = tiny_batch(mesh, 0, 7);
+      Layout layout = batch.tokens.layout();
+      if (axes.size() > 1) layout[1] = along_model;
+      const Tensor y = model.logits(redistribute(batch.tokens, layout));
+      EXPECT_EQ(y.type(), (Type{kF64, {7, 9, 13}, layout}));
+      const Tensor whole = redistribute(y, Layout(mesh.spec));
+      if (w.rank() == 0) out = whole.to_vector<double>();
+    }, {.threads_per_rank = 1});
+    return out;
+  };
+  const std::vector<double> expected = logits({{"data", 1}}, {});
+  for (const Sizes& s : {Sizes{0, 1, 2}, Sizes{0, 2, 3}})
+    for (const Placement& p : {Placement::replicate(), Placement::shard(1)}) {
+      const std::vector<double> actual = logits(s.axes(), p);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(actual[i], expected[i], 1e-14);
+    }
+}
+
+TEST(Tensor, ATokenOutsideOfAllPartsIsNamed) {
+  run_local(3, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 1}, {"model", 3}});
+    const auto model = tiny_model_f64(mesh, {}, {}, 5, model_of("untied llama"));
+    for (const int32_t bad : {-7, 13}) {
+      TinyBatch batch = tiny_batch(mesh, 0, 7);
+      for (Tensor* tensor : {&batch.tokens, &batch.targets}) {
+        int32_t& first = *tensor->view().as<int32_t>();
+        const int32_t before = std::exchange(first, bad);
+        EXPECT_THAT([&] { model->loss(batch.tokens, batch.targets, 63.0); },
+                    ::testing::ThrowsMessage<DataError>(HasSubstr(str("token ", bad, " at position [0,0] is outside the vocabulary of 13"))));
+        first = before;
+      }
+    }
+  }, {.threads_per_rank = 1});
+}
+
+TEST(Tensor, IgnoredTargetsCountNothing) {
+  const auto run = [](const Axes& axes, double& loss) {
+    Whole whole;
+    run_local(num_ranks(axes), [&](World& w) {
+      const Mesh mesh = w.mesh(axes);
+      const auto model = tiny_model_f64(mesh, {}, {}, 5, model_of("gpt2"));
+      const TinyBatch batch = tiny_batch(mesh, 0, 7);
+      const View targets = batch.targets.view();
+      for (int64_t i = 0; i < targets.numel(); ++i)
+        if (int32_t& t = targets.as<int32_t>()[i]; t % 3 == 1) t = -1;
+      Recording recording;
+      const Tensor sum = model->loss(batch.tokens, batch.targets, 63.0);
+      recording.backward(sum);
+      const Tensor everywhere = redistribute(sum, Layout(mesh.spec, Placement::invariant()));
+      if (w.rank() == 0) loss = everywhere.item<double>();
+      whole.collect(model->module(), true);
+    }, {.threads_per_rank = 1});
+    return whole.values();
+  };
+  double expected_loss = 0, loss = 0;
+  const Values expected = run({{"data", 1}}, expected_loss);
+  for (const Sizes& s : {Sizes{0, 1, 2}, Sizes{0, 2, 3}}) {
+    EXPECT_LE(max_difference(expected, run(s.axes(), loss)), 1e-12 * max_magnitude(expected));
+    EXPECT_NEAR(loss, expected_loss, 1e-13);
+  }
+}
+
+TEST(Tensor, TrainsInBf16) {
+  for (const char* type : {"gpt2", "untied llama"}) {
+    models::TrainConfig c = tensor(1, "full_shard", type);
+    c.train.dtype = "bf16";
+    const TrainedRun expected = train_tiny(c, 1, kSteps);
+    c.sharding.tensor = 3;
+    const TrainedRun actual = train_tiny(c, 6, kSteps);
+    for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 0.01);
+  }
 }
 
 TEST(Tensor, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
