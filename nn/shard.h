@@ -75,9 +75,10 @@ struct ShardOptions {
   /// Of the mesh, that cuts the batch too, but along which the model is replicated (hybrid sharding, HSDP): the strategy
   /// holds within a group of ranks along `axis`, and gradients are summed over the groups besides. "": no such axis.
   std::string replica_axis = "";
-  /// Of the mesh, that cuts parameters which say how (nn::Parameter::set_cut: heads of attention, hidden units of MLPs), the
-  /// tensors computed from them, and in between each sequence of the batch: tensor and sequence parallelism. What a rank
-  /// has of a cut parameter is sharded further over `axis`; gradients of the others are summed over both. "": none.
+  /// Of the mesh, that cuts parameters which say how (nn::Parameter::set_cut: heads of attention, hidden units of MLPs, the
+  /// vocabulary), the tensors computed from them, and in between each sequence of the batch: tensor and sequence
+  /// parallelism. What a rank has of a cut parameter is sharded further over `axis`; gradients of the others are summed
+  /// over both. "": none.
   std::string tensor_axis = "";
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
