@@ -20,9 +20,10 @@ Tensor Recording::resolve(ValueId v) {
     for (int i = 0; i < n.num_inputs; ++i) inputs.push_back(resolve(tape_.inputs(n)[i]));
     return apply_again(tape_, n, inputs)[v - static_cast<ValueId>(n.outputs)];
   }
-  if (!s.saved)
+  const NodeId producer = tape_.value(v).producer;
+  if (!s.saved && tape_.node(producer).op)
     for (Region& region : regions_)
-      if (const NodeId producer = tape_.value(v).producer; region.begin <= producer && producer < region.end) {
+      if (region.begin <= producer && producer < region.end) {
         recompute(region);
         break;
       }
@@ -154,7 +155,10 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     const PathScope path(tape_.path(n));
     if (to_groups) finish_groups(id);
     else pass_groups(id);
-    if (!n.op) continue;
+    if (!n.op) {
+      if (!keep) pass_regions(id);
+      continue;
+    }
     bool has = false;
     for (int o = 0; o < n.num_outputs; ++o) has = has || gradients_[tape_.output(n, o)].defined();
     if (has) {
@@ -174,7 +178,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     }
     if (!keep) {
       release_saves(id);
-      if (!regions_.empty() && regions_.back().begin == id) regions_.pop_back();
+      pass_regions(id);
     }
   }
   if (to_groups) {

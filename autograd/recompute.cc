@@ -41,16 +41,24 @@ void Recording::end_region() {
   in_region_ = false;
   Region& region = regions_.back();
   region.end = tape_.num_nodes();
-  if (region.results) {  // who will save them comes later
-    for (NodeId id = region.begin; id < region.end; ++id)
-      for (int o = 0; o < tape_.node(id).num_outputs; ++o) states_[tape_.output(tape_.node(id), o)].repeated = tape_.node(id).op;
-    return;
-  }
+  if (region.results) return set_repeated(region, true);  // who will save them comes later
   std::unordered_set<ValueId> read;
   for (NodeId id : nodes_to_repeat(region))
     for (ValueId v : tape_.inputs(tape_.node(id))) read.insert(v);
   if (read.empty()) return regions_.pop_back();
   std::erase_if(region.entering, [&](const auto& entry) { return !read.contains(entry.first); });
+}
+
+void Recording::set_repeated(const Region& region, bool repeated) {
+  for (NodeId id = region.begin; id < region.end; ++id)
+    for (int o = 0; o < tape_.node(id).num_outputs; ++o)
+      states_[tape_.output(tape_.node(id), o)].repeated = repeated && tape_.node(id).op;
+}
+
+// The reverse pass frees what it leaves behind; what is saved after that is kept.
+void Recording::pass_regions(NodeId node) {
+  for (; !regions_.empty() && regions_.back().begin >= node; regions_.pop_back())
+    if (regions_.back().results) set_repeated(regions_.back(), false);
 }
 
 // Those whose values are saved for the backward but not kept, and those that these read, in order.
@@ -81,6 +89,7 @@ void Recording::recompute(Region& region) {
     for (ValueId v : tape_.inputs(tape_.node(id))) last_read[v] = id;
   std::unordered_map<ValueId, Tensor> values = std::move(region.entering);
   region.entering.clear();
+  if (region.results) set_repeated(region, false);  // what entered it is gone: who saves its values from here on keeps them
   for (NodeId id : nodes) {
     const Node n = tape_.node(id);  // copies: the tape grows
     const PathScope path(tape_.path(n));

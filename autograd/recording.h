@@ -159,6 +159,8 @@ class Recording {
   void release_saves(NodeId node);
   void note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs);
   void end_region();
+  void set_repeated(const Region& region, bool repeated);
+  void pass_regions(NodeId node);
   bool made_in_region(ValueId v) const;
   std::vector<NodeId> nodes_to_repeat(const Region& region) const;
   void recompute(Region& region);

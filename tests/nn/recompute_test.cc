@@ -214,6 +214,50 @@ TEST(Recompute, ValuesUsedOutsideAreKept) {
   }
 }
 
+TEST(Recompute, ResultsMayNotBeKeptEither) {
+  constexpr int64_t kMany = 4096;
+  const Tensor x = full_of({kF64, {kMany}, {}}, 0.5);
+  const Allocator& memory = *RankContext::current().memory(Device::cpu());
+  Recording recording;
+  recording.watch(x);
+  const int64_t before = memory.stats().live;
+  Tensor y;
+  {
+    std::optional<RecomputeScope> scope(RecomputeOptions{.results = true});
+    const Tensor part = exp(x), whole = part * 3.0;
+    scope.reset();
+    y = sum(part * whole);
+  }
+  EXPECT_LT(memory.stats().live - before, kMany * 8);
+  const Tensor dx = recording.gradient(y, std::span(&x, 1))[0];
+  EXPECT_NEAR(dx.to_vector<double>()[7], 6 * std::exp(1.0), 1e-12);
+}
+
+// One region, before or behind what else it reads is met for the first time, and two passes over what comes from it.
+TEST(Recompute, ResultsAreKeptForLaterPassesOnceTheirRegionIsPassed) {
+  for (const bool met : {false, true})
+    for (const bool keep : {false, true}) {
+      SCOPED_TRACE(str("met ", met, " keep ", keep));
+      const Tensor data = Tensor::from<double>({0.3, -0.7}, {2});
+      Tensor w = Tensor::from<double>({2, 3}, {2});
+      Recording recording;
+      if (met) (void)neg(data);
+      recording.watch(w);
+      Tensor part, whole;
+      {
+        const RecomputeScope scope({.results = true});
+        part = data * 2.0;
+        whole = part * 3.0;
+      }
+      for (const double factor : {1.0, 2.0}) {
+        const Tensor dw = recording.gradient(sum(w * whole) * factor, std::span(&w, 1), {.keep = keep})[0];
+        EXPECT_NEAR(dw.to_vector<double>()[1], -0.7 * 6 * factor, 1e-12);
+      }
+      const Tensor dw = recording.gradient(sum(w * part), std::span(&w, 1), {.keep = keep})[0];  // saved by nobody before
+      EXPECT_NEAR(dw.to_vector<double>()[1], -0.7 * 2, 1e-12);
+    }
+}
+
 TEST(Recompute, WhatCannotBeSaysSo) {
   Case c;
   Recording recording;
