@@ -35,8 +35,10 @@ bool matches(const Place& p, const Place::Rule& rule, int axis, Coercion allowed
 std::string code_of(const Placement& p) {
   if (p.is_partial()) return "Placement::partial()";
   if (p.is_replicate()) return "Placement::replicate()";
-  if (p.is_shard() && p == Placement::shard(p.map().dim())) return str("Placement::shard(", p.map().dim(), ")");
-  return "";
+  const OwnershipMap& map = p.map();
+  if (!p.is_shard() || map.kind() != OwnershipMap::Kind::dim) return "";
+  return map.granule() == 1 ? str("Placement::shard(", map.dim(), ")")
+                            : str("Placement::shard(OwnershipMap::even(", map.dim(), ", ", map.granule(), "))");
 }
 
 // Whether an operand communicates on its way to `to`.

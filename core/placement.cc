@@ -147,6 +147,7 @@ int64_t OwnershipMap::owned_size(int rank, int ranks, const Shape& global) const
 
 std::string OwnershipMap::to_string() const {
   if (kind_ == Kind::flat) return "flat";
+  if (kind_ == Kind::dim && granule_ != 1) return str(dim_, " by ", granule_);
   return std::to_string(dim_) + (kind_ == Kind::uneven ? " uneven" : kind_ == Kind::parts ? " parts" : "");
 }
 

@@ -74,7 +74,7 @@ class OwnershipMap {
   int64_t owned_size(int rank, int ranks, const Shape& global) const;
 
   bool operator==(const OwnershipMap&) const = default;
-  std::string to_string() const;  ///< "0", "0 uneven", "flat", "0 parts"
+  std::string to_string() const;  ///< "0", "0 by 8" (rows that stay together), "0 uneven", "flat", "0 parts"
 
  private:
   Kind kind_ = Kind::dim;

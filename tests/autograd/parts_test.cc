@@ -147,6 +147,24 @@ TEST(Parts, ARefusalSaysWhatWorks) {
   }, kLocal);
 }
 
+// Cuts that differ in the rows they keep together look different, and so does the line that makes them one.
+TEST(Parts, ARefusalNamesTheRowsThatStayTogether) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"model", 2}}).spec;
+    const auto cut = [&](int dim, int64_t rows) { return Placement::shard(OwnershipMap::even(dim, rows)); };
+    const Tensor x = full_of({kF64, {3, 8}, Layout(mesh, cut(1, 2))}, 1.0), scale = full_of({kF64, {8}, Layout(mesh, cut(0, 1))}, 1.0);
+    try {
+      mul(x, scale);
+      ADD_FAILURE() << "not refused";
+    } catch (const PlacementError& e) {
+      EXPECT_THAT(e.what(), HasSubstr("has Shard(1 by 2) Shard(0) (f64[3,8] Shard(1 by 2)@model, f64[8] Shard(0)@model); accepted: "
+                                      "Shard(1 by 2) Shard(0 by 2) -> Shard(1 by 2), "));
+      EXPECT_THAT(e.what(), HasSubstr("write redistribute(x, \"model\", Placement::shard(OwnershipMap::even(0, 2))) for x = input 1"));
+    }
+    EXPECT_NO_THROW(mul(x, redistribute(scale, "model", cut(0, 2))));
+  }, kLocal);
+}
+
 // Samples lie along dimension 0: what is cut in parts beside it does not matter.
 TEST(Parts, RowsMayBeCutInThem) {
   run_local(6, [](World& world) {
