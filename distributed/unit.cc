@@ -39,6 +39,13 @@ FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
   return f;
 }
 
+namespace {
+/// What a cut hands out: as many ranks can have a share.
+int64_t units_of(const OwnershipMap& cut, const Shape& shape) {
+  return cut.is_parts() ? cut.granule() : shape[cut.dim()] / cut.granule();
+}
+}  // namespace
+
 Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
            std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute, int tensor_axis)
     : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(mesh), axis_(axis), tensor_axis_(mesh ? tensor_axis : -1),
@@ -70,7 +77,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
         if (block.numel() == 0)
           fail<ConfigError>("[shard] '", leaves_[i].name, "' ", leaves_[i].shape, ": cut as ", Placement::shard(*leaves_[i].cut),
                             " over the ", mesh_->size(tensor_axis_), " ranks of tensor axis '", mesh_->name(tensor_axis_),
-                            "' it leaves rank ", rank, " nothing");
+                            "' it leaves rank ", rank, " nothing; at most ", units_of(*leaves_[i].cut, leaves_[i].shape), " can share it");
       }
     }
     b.layout = FlatLayout::of(shapes, mesh_ ? mesh_->size(axis_) : 1);

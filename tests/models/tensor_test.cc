@@ -358,7 +358,7 @@ TEST(Tensor, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(4, both), HasSubstr("sharding.tensor 3: 2 ranks cannot"));
   const std::string message = refusal(4, tensor(4, "full_shard", "llama"));
   EXPECT_THAT(message, HasSubstr("'blocks.0.attention.qkv.weight' [48,24]"));
-  EXPECT_THAT(message, HasSubstr("over the 4 ranks of tensor axis 'model' it leaves rank 0 nothing"));
+  EXPECT_THAT(message, HasSubstr("over the 4 ranks of tensor axis 'model' it leaves rank 0 nothing; at most 3 can share it"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
     const auto model = models::make_language_model(tiny_config().model, 13);
