@@ -4,7 +4,8 @@
 // applied again, in order, and from then on the values are there as if they had been kept: freed as the reverse pass goes
 // back through the region. Gathered parameters and their views are no part of this: they are resolved as always, so the
 // unit is gathered again by the mirror of its discard, once, for both the repetition and the derivatives.
-// Where a region keeps no results either, all that entered it is kept, as what will be asked for is not known at its end.
+// Where a region keeps no results either, all that entered it is kept, as what will be asked for is not known at its end:
+// while somebody has a result or saved one. That is looked at when the next region begins.
 #include <algorithm>
 #include <unordered_set>
 
@@ -17,6 +18,7 @@ RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
   Recording* r = Recording::current();
   if (!r || r->in_region_ || r->in_backward()) return;
   recording_ = r->serial();
+  r->drop_unread_regions();
   r->in_region_ = true;
   r->regions_.push_back({r->tape_.num_nodes(), -1, {}, options.results});
 }
@@ -35,6 +37,23 @@ bool Recording::made_in_region(ValueId v) const {
 void Recording::note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs) {
   for (size_t i = 0; i < ids.size(); ++i)
     if (!states_[ids[i]].recipe && !made_in_region(ids[i])) regions_.back().entering.try_emplace(ids[i], inputs[i]);
+}
+
+void Recording::note_made(std::span<const Tensor> outputs) {
+  if (!regions_.back().results) return;
+  for (const Tensor& t : outputs) regions_.back().made.push_back(t.storage());
+}
+
+// Of layers without a gradient nobody saves what they read.
+void Recording::drop_unread_regions() {
+  const auto unread = [&](const Region& region) {
+    if (!region.results || !std::ranges::all_of(region.made, [](const auto& s) { return s.expired(); })) return false;
+    for (NodeId id = region.begin; id < region.end; ++id)
+      for (int o = 0; o < tape_.node(id).num_outputs; ++o)
+        if (states_[tape_.output(tape_.node(id), o)].saves > 0) return false;
+    return true;
+  };
+  while (!regions_.empty() && unread(regions_.back())) regions_.pop_back();
 }
 
 void Recording::end_region() {

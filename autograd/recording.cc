@@ -130,7 +130,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   ValueId ids[64];
   if (inputs.size() > 64) fail<ShapeError>("[", op.name, "] more than 64 inputs");
   for (size_t i = 0; i < inputs.size(); ++i) ids[i] = leaf(inputs[i], "input");
-  if (in_region_) note_entering(std::span(ids, inputs.size()), inputs);
+  if (in_region_) note_entering(std::span(ids, inputs.size()), inputs), note_made(outputs);
   const Type* few[8];
   std::vector<const Type*> many;
   std::span<const Type*> types(few, std::min<size_t>(outputs.size(), 8));

@@ -147,6 +147,7 @@ class Recording {
     NodeId begin, end;
     std::unordered_map<ValueId, Tensor> entering;  // what the nodes that will be repeated read from outside
     bool results = false;                          // see RecomputeOptions
+    std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
   };
 
   static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
@@ -158,6 +159,8 @@ class Recording {
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
   void release_saves(NodeId node);
   void note_entering(std::span<const ValueId> ids, std::span<const Tensor> inputs);
+  void note_made(std::span<const Tensor> outputs);
+  void drop_unread_regions();
   void end_region();
   void set_repeated(const Region& region, bool repeated);
   void pass_regions(NodeId node);

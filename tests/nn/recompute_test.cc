@@ -233,6 +233,22 @@ TEST(Recompute, ResultsMayNotBeKeptEither) {
   EXPECT_NEAR(dx.to_vector<double>()[7], 6 * std::exp(1.0), 1e-12);
 }
 
+// Layers without a gradient, a teacher's: what they read is gone when the next one begins.
+TEST(Recompute, WhatLeadsToResultsThatNobodySavesIsNotKept) {
+  constexpr int64_t kMany = 4096;
+  const Allocator& memory = *RankContext::current().memory(Device::cpu());
+  Recording recording;
+  Tensor x = full_of({kF64, {kMany}, {}}, 0.5);
+  const int64_t before = memory.stats().live;
+  for (int layer = 0; layer < 8; ++layer) {
+    std::optional<RecomputeScope> scope(RecomputeOptions{.results = true});
+    const Tensor inside = x * 3.0;
+    scope.reset();
+    x = inside * 0.25;
+  }
+  EXPECT_LT(memory.stats().live - before, 2 * kMany * 8) << "the last one's";
+}
+
 // One region, before or behind what else it reads is met for the first time, and two passes over what comes from it.
 TEST(Recompute, ResultsAreKeptForLaterPassesOnceTheirRegionIsPassed) {
   for (const bool met : {false, true})
