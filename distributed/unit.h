@@ -159,7 +159,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
   bool is_cut(int leaf) const { return tensor_axis_ >= 0 && leaves_[leaf].cut; }
-  /// How many elements of a leaf `rank` of the tensor axis has.
+  /// The shape of the block of a leaf that `rank` of the tensor axis has.
   Shape block_shape(int leaf, int rank) const;
   /// Of masters: cut as the strategy says on the unit's axis, Invariant on others.
   Layout resting(const FlatBuffer& b) const;
