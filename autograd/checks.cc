@@ -20,12 +20,15 @@ Tensor typed(const Type& type, const std::shared_ptr<Storage>& none) {
   return Tensor::over(none, 0, type, type.shape, type.shape.contiguous_strides());
 }
 
-// The same kind of placement on every axis. What is put into a buffer may be cut in another way than that: a rank's block
-// of a parameter is a part of its row of the buffer of all ranks' blocks.
-bool alike(const Layout& a, const Layout& b) {
+// Whether a value of layout `a` may lie in one of type `base`: placed alike, or, on an axis, as a rank's block of a cut
+// parameter in its row of the buffer of all ranks' blocks.
+bool lies_in(const Layout& a, const Type& base) {
+  const Layout& b = base.layout;
   if (a.mesh() != b.mesh()) return false;
-  for (int axis = 0; axis < a.num_axes(); ++axis)
-    if (a[axis].kind() != b[axis].kind()) return false;
+  for (int axis = 0; axis < a.num_axes(); ++axis) {
+    const bool row = base.shape.rank() == 2 && base.shape[0] == b.mesh()->size(axis) && b[axis] == Placement::shard(0);
+    if (!(a[axis] == b[axis]) && !(row && a[axis].is_shard())) return false;
+  }
   return true;
 }
 
@@ -164,7 +167,7 @@ std::vector<Finding> check_cotangents(const Tape& tape) {
     for (int o = 0; o < n.num_outputs; ++o) {
       const Value& value = tape.value(tape.output(n, o));
       const Type& inner = tape.type(tape.output(n, o));
-      if (value.base >= 0 && !alike(inner.layout, tape.type(value.base).layout))
+      if (value.base >= 0 && !lies_in(inner.layout, tape.type(value.base)))
         report(out, id, "%", tape.output(n, o), " ", inner, " is put into %", value.base, " ", tape.type(value.base));
     }
   }

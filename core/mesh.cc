@@ -1,5 +1,6 @@
 #include "sheaf/core/mesh.h"
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -24,6 +25,10 @@ int MeshSpec::axis(const std::string& name) const {
   for (int i = 0; i < num_axes(); ++i)
     if (axes_[i].name == name) return i;
   fail<ConfigError>("[mesh] no axis '", name, "' in ", to_string());
+}
+
+bool MeshSpec::has_axis(const std::string& name) const {
+  return std::ranges::any_of(axes_, [&](const Axis& a) { return a.name == name; });
 }
 
 int MeshSpec::num_ranks() const {

@@ -23,6 +23,7 @@ class MeshSpec {
   int size(int axis) const { return axes_[axis].size; }
   const std::string& name(int axis) const { return axes_[axis].name; }
   int axis(const std::string& name) const;  ///< throws ConfigError
+  bool has_axis(const std::string& name) const;
   int num_ranks() const;
   std::string to_string() const;  ///< "(data=4)"
 

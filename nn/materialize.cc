@@ -116,7 +116,7 @@ void materialize(nn::Module& module, Device device, const MaterializeOptions& op
   const auto root_mark = ModuleAccess::mark(module);
   const bool sharded = std::any_of(survey.nodes.begin(), survey.nodes.end(), [](const UnitNode& n) {
     const auto mark = ModuleAccess::mark(*n.module);
-    return mark && mark->mesh && mark->mesh->size(mark->axis) > 1;
+    return mark && mark->mesh && mark->mesh->num_ranks() > 1;
   });
   if (sharded && !root_mark && !survey.nodes[0].leaves.empty())
     fail<ConfigError>("[materialize] '", survey.nodes[0].leaves[0].name(),

@@ -75,6 +75,9 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
     fail<ConfigError>("[shard] this ", module.type_name(), " is sharded already");
   nn::Module::UnitMark mark;
   mark.mesh = mesh.spec;
+  if (mesh.spec && !options.tensor_axis.empty() && !mesh.spec->has_axis(options.axis))
+    fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), " has no axis '", options.axis, "' (ShardOptions::axis); where "
+                      "ranks share layers and nothing else, its size is 1");
   mark.axis = mesh.spec ? mesh.spec->axis(options.axis) : 0;
   mark.strategy = mesh.spec ? options.strategy.value : Strategy::none;
   mark.prefetch_bytes = options.prefetch_bytes;

@@ -367,6 +367,20 @@ TEST(Tensor, WhatCannotBeIsRefused) {
     EXPECT_THROW(shard(model->module(), mesh, {.replica_axis = "model", .tensor_axis = "model"}), ConfigError);
     EXPECT_THROW(shard(model->module(), mesh, {.tensor_axis = "tensor"}), ConfigError);
     EXPECT_THROW(StrategyChoice("tensor_parallel"), ConfigError);
+    const auto refused = [](auto&& f) -> std::string {
+      try {
+        f();
+      } catch (const ConfigError& e) {
+        return e.what();
+      }
+      return "nothing is refused";
+    };
+    const Mesh alone = w.mesh({{"model", 4}}), one = w.mesh({{"data", 1}, {"model", 4}});
+    EXPECT_THAT(refused([&] { shard(model->module(), alone, {.tensor_axis = "model"}); }),
+                HasSubstr("(model=4) has no axis 'data' (ShardOptions::axis); where ranks share layers and nothing else, its size is 1"));
+    for (auto& [path, module] : model->module().named_modules())
+      if (model->is_block(*module)) shard(*module, one, {.tensor_axis = "model"});
+    EXPECT_THAT(refused([&] { materialize(model->module()); }), HasSubstr("is in no unit, though parts of the model are sharded"));
   }, {.threads_per_rank = 1});
 }
 
