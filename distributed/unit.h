@@ -161,6 +161,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool is_cut(int leaf) const { return tensor_axis_ >= 0 && leaves_[leaf].cut; }
   /// The shape of the block of a leaf that `rank` of the tensor axis has.
   Shape block_shape(int leaf, int rank) const;
+  /// The largest of them; ConfigError if a rank has none.
+  Shape largest_block(int leaf) const;
   /// Of masters: cut as the strategy says on the unit's axis, Invariant on others.
   Layout resting(const FlatBuffer& b) const;
   /// Of what enters compute: Replicate on every axis, but where leaves are cut.

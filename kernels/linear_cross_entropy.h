@@ -7,6 +7,18 @@
 #include "sheaf/kernels/table_part.h"
 
 namespace sheaf::kernels {
+
+/// One walk over the rows serves all of the functions below: what a row gives it and takes from it.
+/// Null: not wanted, or not there.
+struct RowValues {
+  const View *loss = nullptr, *target_logits = nullptr;  ///< of all rows added up; of each
+  const View* lse = nullptr;                             ///< each row's: made, or given
+  bool compute_lse = true;
+  const View* dloss = nullptr;                     ///< gradients of the loss; null: 1
+  const View *dlse = nullptr, *dtarget = nullptr;  ///< of each row's, where the weight is a part
+  TablePart part;
+};
+
 namespace cpu {
 
 /// Rows whose logits exist at the same time: about 64 MB of them, 64 to 2,048 rows. A function of

@@ -10,16 +10,6 @@ namespace {
 
 bool given(const View& v) { return v.rank() != 0; }
 
-/// What a row gives and takes; null: not wanted, or not there.
-struct RowValues {
-  const View *loss = nullptr, *target_logits = nullptr;  ///< of all rows added up; of each
-  const View* lse = nullptr;                             ///< each row's: made, or given
-  bool compute_lse = true;
-  const View* dloss = nullptr;                     ///< gradients of the loss; null: 1
-  const View *dlse = nullptr, *dtarget = nullptr;  ///< of each row's, where the weight is a part
-  TablePart part;
-};
-
 /// Operands and the walk over chunks. Which parts run depends on which views are given.
 struct Head {
   const char* who;

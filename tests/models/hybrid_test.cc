@@ -5,14 +5,10 @@
 
 #include <map>
 
-#include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
-#include "sheaf/core/rank_context.h"
-#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
-#include "sheaf/nn/optim/adamw.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -100,32 +96,9 @@ TEST(Hybrid, OnlySlicesOfGradientsTravelBetweenGroups) {
 
 TEST(Hybrid, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"}) {
-    constexpr int kWorld = 4;
-    std::vector<Tape> tapes(kWorld);
-    std::vector<int64_t> peaks(kWorld);
-    run_local(kWorld, [&](World& w) {
-      models::TrainConfig c = hybrid(2, strategy);
-      c.train.micro_batches = 2;
-      models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
-      Allocator& memory = *RankContext::current().memory(Device::cpu());
-      models::RecordedStep recorded;
-      for (int s = 0; s < 3; ++s) {
-        memory.reset_peak();
-        step.run(s, fill_tiny, s == 2 ? &recorded : nullptr);
-      }
-      peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
-      tapes[static_cast<size_t>(w.rank())] = recorded.tape;
-    }, {.threads_per_rank = 1});
     models::TrainConfig c = hybrid(2, strategy);
     c.train.micro_batches = 2;
-    EXPECT_EQ(peaks, models::plan_peaks(c, c.model.vocab, kWorld, 1, "local"));
-    std::vector<const Tape*> ranks;
-    for (const Tape& t : tapes) {
-      ranks.push_back(&t);
-      for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
-        for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
-    }
-    for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
+    expect_planned_tapes(c, 4);
   }
 }
 
@@ -167,41 +140,12 @@ TEST(Hybrid, TheSumOverGroupsIsOneUnitBehind) {
                                             "reduce_scatter root", "all_reduce root"));
 }
 
-// A loop of one's own, saved by two groups of two and continued by others: the step after it is the same in f64.
 TEST(Hybrid, CheckpointsMoveBetweenMeshes) {
   const ScratchFolder scratch;
-  const auto run = [&](int replicas, int ranks, bool save, Values& out) {
-    Whole whole;
-    run_local(replicas * ranks, [&](World& w) {
-      const Mesh mesh = w.mesh({{"replica", replicas}, {"data", ranks}});
-      const auto model = tiny_model_f64(mesh, {}, Device::cpu(), save ? 3 : 4);
-      optim::AdamW optimizer(model->module().parameters(), {});
-      const TinyBatch batch = tiny_batch(mesh, 0, 7);
-      const auto step = [&] {
-        Recording recording;
-        recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
-        optimizer.step({.lr = 0.01});
-        optimizer.zero_grad();
-      };
-      if (save) {
-        step();
-        models::save_checkpoint(scratch.path(), 1, model->module(), {&optimizer}, w);
-      } else {
-        ASSERT_TRUE(models::load_checkpoint(scratch.path(), model->module(), {&optimizer}, w));
-      }
-      step();
-      whole.collect(model->module(), false);
-    }, {.threads_per_rank = 1});
-    out = whole.values();
-  };
-  Values expected;
-  run(2, 2, true, expected);
-  for (const Groups g : {Groups{2, 2}, Groups{1, 3}, Groups{3, 1}, Groups{1, 1}, Groups{2, 1}}) {
-    SCOPED_TRACE(str(g.replicas, "x", g.ranks));
-    Values actual;
-    run(g.replicas, g.ranks, false, actual);
-    EXPECT_LE(max_difference(expected, actual), 1e-12);
-  }
+  std::vector<Axes> to;
+  for (const Groups g : {Groups{2, 2}, Groups{1, 3}, Groups{3, 1}, Groups{1, 1}, Groups{2, 1}})
+    to.push_back({{"replica", g.replicas}, {"data", g.ranks}});
+  expect_checkpoint_moves(scratch.path(), to[0], to);
 }
 
 TEST(Hybrid, WhatCannotBeIsRefused) {

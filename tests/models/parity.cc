@@ -4,11 +4,14 @@
 
 #include <cmath>
 
+#include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/sample_block.h"
+#include "sheaf/nn/optim/adamw.h"
 
 namespace sheaf::testing {
 
@@ -160,6 +163,65 @@ std::map<std::string, Traffic> traffic(const Tape& tape) {
     if (!all.empty()) row(all[0]).bytes += tape.wire_bytes(n);
   }
   return out;
+}
+
+void expect_planned_tapes(const models::TrainConfig& config, int world) {
+  std::vector<Tape> tapes(static_cast<size_t>(world));
+  std::vector<int64_t> peaks(tapes.size());
+  run_local(world, [&](World& w) {
+    models::TrainingStep step(config, config.model.vocab, w, Device::cpu());
+    Allocator& memory = *RankContext::current().memory(Device::cpu());
+    models::RecordedStep recorded;
+    for (int s = 0; s < 3; ++s) {
+      memory.reset_peak();
+      step.run(s, fill_tiny, s == 2 ? &recorded : nullptr);
+    }
+    peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+    tapes[static_cast<size_t>(w.rank())] = recorded.tape;
+  }, {.threads_per_rank = 1});
+  EXPECT_EQ(peaks, models::plan_peaks(config, config.model.vocab, world, 1, "local"));
+  std::vector<const Tape*> ranks;
+  for (const Tape& t : tapes) {
+    ranks.push_back(&t);
+    for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
+      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+  }
+  for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
+}
+
+void expect_checkpoint_moves(const std::string& folder, const Axes& from, const std::vector<Axes>& to,
+                             const models::ModelConfig& config) {
+  const auto last_step = [&](const Axes& axes, bool save) {
+    Whole whole;
+    run_local(num_ranks(axes), [&](World& w) {
+      const Mesh mesh = w.mesh(axes);
+      const auto model = tiny_model_f64(mesh, {}, Device::cpu(), save ? 3 : 4, config);
+      optim::AdamW optimizer(model->module().parameters(), {});
+      const TinyBatch batch = tiny_batch(mesh, 0, 7);
+      const auto step = [&] {
+        Recording recording;
+        recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
+        optimizer.step({.lr = 0.01});
+        optimizer.zero_grad();
+      };
+      if (save) {
+        step();
+        models::save_checkpoint(folder, 1, model->module(), {&optimizer}, w);
+      } else {
+        ASSERT_TRUE(models::load_checkpoint(folder, model->module(), {&optimizer}, w));
+      }
+      step();
+      whole.collect(model->module(), false);
+    }, {.threads_per_rank = 1});
+    return whole.values();
+  };
+  const Values expected = last_step(from, true);
+  for (const Axes& axes : to) {
+    std::string trace;
+    for (const auto& axis : axes) trace += str(" ", axis.name, "=", axis.size);
+    SCOPED_TRACE(str(num_ranks(from), " ranks, then", trace));
+    EXPECT_LE(max_difference(expected, last_step(axes, false)), 1e-12);
+  }
 }
 
 std::string refusal(int world, const models::TrainConfig& config) {

@@ -1,17 +1,14 @@
 // Tensor and sequence parallelism beside sharding: a mesh (data, model) whose second axis cuts heads, hidden units, the
-// vocabulary and sequences. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and the bytes.
+// vocabulary and sequences. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and
+// the bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
-#include "sheaf/core/rank_context.h"
 #include "sheaf/models/gpt.h"
-#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
-#include "sheaf/nn/optim/adamw.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -270,30 +267,9 @@ TEST(Tensor, TrainsInBf16) {
 
 TEST(Tensor, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
-    constexpr int kWorld = 4;
-    std::vector<Tape> tapes(kWorld);
-    std::vector<int64_t> peaks(kWorld);
     models::TrainConfig c = tensor(2, strategy);
     c.train.micro_batches = 2;
-    run_local(kWorld, [&](World& w) {
-      models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
-      Allocator& memory = *RankContext::current().memory(Device::cpu());
-      models::RecordedStep recorded;
-      for (int s = 0; s < 3; ++s) {
-        memory.reset_peak();
-        step.run(s, fill_tiny, s == 2 ? &recorded : nullptr);
-      }
-      peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
-      tapes[static_cast<size_t>(w.rank())] = recorded.tape;
-    }, {.threads_per_rank = 1});
-    EXPECT_EQ(peaks, models::plan_peaks(c, c.model.vocab, kWorld, 1, "local"));
-    std::vector<const Tape*> ranks;
-    for (const Tape& t : tapes) {
-      ranks.push_back(&t);
-      for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
-        for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
-    }
-    for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
+    expect_planned_tapes(c, 4);
   }
 }
 
@@ -309,45 +285,11 @@ TEST(Tensor, ARankHoldsItsShareOfABlock) {
   EXPECT_LT(models::plan_step(c, 13, 0, 3, 1, "local").peak_bytes, whole / 2);
 }
 
-// Saved on one mesh and continued on others: the step after it is the same in f64.
 TEST(Tensor, CheckpointsMoveBetweenMeshes) {
   const ScratchFolder scratch;
-  const auto run = [&](const Axes& axes, bool save, Values& out) {
-    Whole whole;
-    run_local(num_ranks(axes), [&](World& w) {
-      const Mesh mesh = w.mesh(axes);
-      const auto model = tiny_model_f64(mesh, {}, Device::cpu(), save ? 3 : 4, model_of("llama"));
-      optim::AdamW optimizer(model->module().parameters(), {});
-      const TinyBatch batch = tiny_batch(mesh, 0, 7);
-      const auto step = [&] {
-        Recording recording;
-        recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
-        optimizer.step({.lr = 0.01});
-        optimizer.zero_grad();
-      };
-      if (save) {
-        step();
-        models::save_checkpoint(scratch.path(), 1, model->module(), {&optimizer}, w);
-      } else {
-        ASSERT_TRUE(models::load_checkpoint(scratch.path(), model->module(), {&optimizer}, w));
-      }
-      step();
-      whole.collect(model->module(), false);
-    }, {.threads_per_rank = 1});
-    out = whole.values();
-  };
   const std::vector<Axes> meshes = {Axes{{"data", 1}}, Axes{{"data", 3}}, Sizes{0, 2, 2}.axes(), Sizes{0, 1, 3}.axes(),
                                     Sizes{0, 2, 3}.axes(), Sizes{2, 1, 2}.axes()};
-  for (const Axes& from : meshes) {
-    Values expected;
-    run(from, true, expected);
-    for (const Axes& to : meshes) {
-      SCOPED_TRACE(str(num_ranks(from), " ranks to ", num_ranks(to)));
-      Values actual;
-      run(to, false, actual);
-      EXPECT_LE(max_difference(expected, actual), 1e-12);
-    }
-  }
+  for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, model_of("llama"));
 }
 
 TEST(Tensor, WhatCannotBeIsRefused) {

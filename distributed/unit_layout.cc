@@ -1,0 +1,166 @@
+// Where the parameters of a unit lie: flat buffers, a rank's blocks of what a tensor axis cuts, and the pieces it has of each.
+#include <algorithm>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/unit.h"
+#include "sheaf/distributed/unit_ops.h"
+
+namespace sheaf {
+
+FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
+  FlatLayout f;
+  for (const Shape& s : shapes) {
+    f.offsets.push_back(f.total);
+    f.total += (s.numel() + kAlign - 1) / kAlign * kAlign;
+  }
+  const int64_t step = kAlign * ranks;
+  f.total = (f.total + step - 1) / step * step;
+  f.chunk = f.total / ranks;
+  return f;
+}
+
+Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
+           std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute, int tensor_axis)
+    : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(mesh), axis_(axis), tensor_axis_(mesh ? tensor_axis : -1),
+      strategy_(mesh ? strategy : Strategy::none), schedule_(std::move(schedule)) {
+  where_.resize(leaves_.size());
+  for (int i = 0; i < num_leaves(); ++i) {
+    const LeafSpec& leaf = leaves_[i];
+    auto it = std::find_if(buffers_.begin(), buffers_.end(), [&](const FlatBuffer& b) {
+      return b.dtype == leaf.dtype && b.trainable == leaf.trainable && b.cut == is_cut(i);
+    });
+    if (it == buffers_.end()) {
+      buffers_.push_back({});
+      it = std::prev(buffers_.end());
+      it->dtype = leaf.dtype;
+      it->compute = compute.value_or(leaf.dtype);
+      it->trainable = leaf.trainable;
+      it->cut = is_cut(i);
+    }
+    where_[i] = {static_cast<int>(it - buffers_.begin()), static_cast<int>(it->leaves.size())};
+    it->leaves.push_back(i);
+  }
+  for (FlatBuffer& b : buffers_) {
+    std::vector<Shape> shapes;
+    for (int i : b.leaves) shapes.push_back(b.cut ? largest_block(i) : leaves_[i].shape);
+    b.layout = FlatLayout::of(shapes, mesh_ ? mesh_->size(axis_) : 1);
+    b.name = path_label(name_);
+    if (b.cut) b.name += " cut";
+    if (!b.trainable) b.name += " frozen";
+    if (buffers_.size() > 1 && b.dtype != kF32) b.name += str(" ", b.dtype);
+  }
+  values_.resize(leaves_.size());
+  slots_.resize(leaves_.size());
+  schedule_->add(this);
+}
+
+Unit::~Unit() { schedule_->remove(this); }
+
+Shape Unit::block_shape(int leaf, int rank) const {
+  Shape shape = leaves_[leaf].shape;
+  if (!is_cut(leaf)) return shape;
+  const OwnershipMap& map = *leaves_[leaf].cut;
+  shape[map.dim()] = map.owned_size(rank, mesh_->size(tensor_axis_), shape);
+  return shape;
+}
+
+Shape Unit::largest_block(int leaf) const {
+  const LeafSpec& l = leaves_[leaf];
+  const OwnershipMap& cut = *l.cut;
+  const int ranks = mesh_->size(tensor_axis_);
+  Shape largest = block_shape(leaf, 0);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const Shape block = block_shape(leaf, rank);
+    if (block.numel() > largest.numel()) largest = block;
+    if (block.numel() > 0) continue;
+    const int64_t units = cut.is_parts() ? cut.granule() : l.shape[cut.dim()] / cut.granule();
+    fail<ConfigError>("[shard] '", l.name, "' ", l.shape, ": cut as ", Placement::shard(cut), " over the ", ranks,
+                      " ranks of tensor axis '", mesh_->name(tensor_axis_), "' it leaves rank ", rank, " nothing; at most ", units,
+                      " can share it");
+  }
+  return largest;
+}
+
+Layout Unit::resting(const FlatBuffer& b) const {
+  if (!mesh_) return {};
+  Layout l(mesh_, Placement::invariant());
+  if (b.cut) l[tensor_axis_] = Placement::shard(0);
+  if (shards()) l[axis_] = b.cut ? Placement::shard(1) : Placement::shard(OwnershipMap::flat(b.layout.chunk));
+  return l;
+}
+
+Layout Unit::whole(const FlatBuffer& b) const {
+  if (!mesh_) return {};
+  return b.cut ? Layout(mesh_).with(tensor_axis_, Placement::shard(0)) : Layout(mesh_);
+}
+
+Layout Unit::value_layout(int leaf) const {
+  if (!mesh_) return {};
+  return is_cut(leaf) ? Layout(mesh_).with(tensor_axis_, Placement::shard(*leaves_[leaf].cut)) : Layout(mesh_);
+}
+
+Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const {
+  const int64_t n = b.layout.total;
+  return {dtype, b.cut ? Shape{mesh_->size(tensor_axis_), n} : Shape{n}, layout};
+}
+
+// In the masters' dtype, of the dual placement of what is gathered.
+Type Unit::slots_type(const FlatBuffer& b) const { return buffer_type(b, b.dtype, whole(b)).dual(); }
+Type Unit::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dtype).dual(); }
+
+void Unit::allocate(Device device) {
+  const DeviceScope scope(device);
+  for (FlatBuffer& b : buffers_) {
+    const OutputSpec spec{buffer_type(b, b.dtype, resting(b)), {}, -1, 0};
+    b.shard = gathers() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
+                        : full_of(spec.type, 0.0);
+  }
+  allocated_ = true;
+}
+
+std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
+  std::vector<LocalPiece> out;
+  if (!b.shard) return out;
+  const RankContext& context = RankContext::current();
+  Interval mine{0, b.layout.total};
+  if (shards() && mesh_)
+    mine = b.shard.layout()[axis_].map().owned(context.coordinate(mesh_, axis_), mesh_->size(axis_), b.shard.shape());
+  const int rank = b.cut ? context.coordinate(mesh_, tensor_axis_) : 0;
+  for (size_t i = 0; i < b.leaves.size(); ++i) {
+    const int leaf = b.leaves[i];
+    const int64_t offset = b.layout.offsets[i];
+    const Interval here{std::max(offset, mine.begin) - offset,  // of this rank's block of the leaf
+                        std::min(offset + block_shape(leaf, rank).numel(), mine.end) - offset};
+    const int64_t start = offset - mine.begin;
+    if (here.size() <= 0) continue;
+    if (!b.cut) {
+      out.push_back({leaf, Runs::of(here), start + here.begin});
+      continue;
+    }
+    const LeafSpec& spec = leaves_[leaf];
+    for (const auto& [runs, at] : runs_of(*spec.cut, rank, mesh_->size(tensor_axis_), spec.shape, here))
+      out.push_back({leaf, runs, start + at});
+  }
+  return out;
+}
+
+uint64_t Unit::version() const {
+  uint64_t version = 0;
+  for (const FlatBuffer& b : buffers_) version += b.shard.storage()->version();
+  return version;
+}
+
+void Unit::zero_grad() {
+  for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = Tensor();
+  waiting_.clear();
+}
+
+int64_t Unit::gathered_bytes() const {
+  int64_t bytes = 0;
+  if (gathers())
+    for (const FlatBuffer& b : buffers_) bytes += b.layout.total * static_cast<int64_t>(size_of(b.compute));
+  return bytes;
+}
+
+}  // namespace sheaf

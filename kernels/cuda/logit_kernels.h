@@ -1,0 +1,211 @@
+// Kernels over a chunk of a linear head's logits: losses, their gradients in place of the logits, sums.
+#pragma once
+
+#include <limits>
+
+#include "sheaf/kernels/cuda/elements.h"
+#include "sheaf/kernels/cuda/log_sum_exp.h"
+#include "sheaf/kernels/table_part.h"
+
+namespace sheaf::kernels::cuda::head {
+
+inline constexpr int64_t kMostColumns = 1 << 30;  // of losses_and_gradients
+inline constexpr int kGradientThreads = 256, kLossThreads = 1024;
+inline constexpr int64_t kPadding = 8;  // elements: rows of logits begin at 16 bytes in any type
+
+// What of a row waits in shared memory for its log-sum-exp: two blocks share a multiprocessor where
+// that holds the better part of a row, else one has it alone.
+inline constexpr int64_t kShare = 108 << 10, kAlone = 2 * kShare;
+
+template <class C>
+__device__ C probability(C logit, C lse) {
+  const C x = logit - lse;
+  return std::is_same_v<C, float> ? C(expf(static_cast<float>(x))) : C(::exp(x));
+}
+
+/// cross_entropy and logit_gradients in one, bit for bit: a row to a block, from the last one,
+/// which the cache still has, to the first. The first `held_batches` rounds of the block are read
+/// once; what lies behind, and did not fit, is read again, from the cache if it has it. Rows are
+/// padded as there.
+template <class C, class G>
+__global__ void __launch_bounds__(kLogSumExpThreads, 2)
+    losses_and_gradients(const C* logits, int64_t pitch, int n, int held_batches,
+                         const int64_t* targets, int64_t ignore_index, C* losses, G* out) {
+  constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
+  __shared__ C scratch[2][kWarp];
+  const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, target = targets[row];
+  const C* const x = logits + row * pitch;
+  G* const to = out + row * pitch;
+  const int threads = static_cast<int>(blockDim.x), begin = static_cast<int>(threadIdx.x) * kSize,
+            step = threads * kSize;
+  if (target == ignore_index) {
+    for (int at = begin; at < n; at += step) *reinterpret_cast<Group<G, kSize>*>(to + at) = {};
+    if (threadIdx.x == 0) losses[row] = C(0);
+    return;
+  }
+  const bool inside = target >= 0 && target < n;
+  const int hit = inside ? static_cast<int>(target) : -kSize;
+  const auto load = [&](int first, Pack<C>(&packs)[kBatch]) {
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (first + u * step < n) packs[u] = load_pack(x + first + u * step);
+  };
+  LogSumExp<C> seen;
+  Pack<C>* held = dynamic_shared<Pack<C>>() + threadIdx.x;
+  for (int first = begin, batch = 0; first < n; first += kBatch * step, ++batch) {
+    Pack<C> packs[kBatch];
+    load(first, packs);
+    if (batch < held_batches) {
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) held[u * threads] = packs[u];
+      held += kBatch * threads;
+    }
+    seen.add(packs, step, n - first);
+  }
+  C lse = seen.over_block(scratch);
+  if (!inside) {
+    lse = std::numeric_limits<C>::quiet_NaN();
+    if (threadIdx.x == 0) losses[row] = lse;
+  }
+  // A thread takes what it has read itself: out may be the memory of logits.
+  held = dynamic_shared<Pack<C>>() + threadIdx.x;
+  for (int first = begin, batch = 0; first < n; first += kBatch * step, ++batch) {
+    Pack<C> packs[kBatch];
+    if (batch < held_batches) {
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) packs[u] = held[u * threads];
+      held += kBatch * threads;
+    } else {
+      load(first, packs);
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int at = first + u * step;
+      if (at >= n) break;
+      Group<G, kSize> gradient;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) gradient.v[k] = element<G>(probability(packs[u].v[k], lse));
+      if (const int place = hit - at; place >= 0 && place < kSize) {
+#pragma unroll
+        for (int k = 0; k < kSize; ++k)
+          if (k == place) {
+            losses[row] = lse - packs[u].v[k];
+            gradient.v[k] = element<G>(rounded_sum(probability(packs[u].v[k], lse), C(-1)));
+          }
+      }
+      *reinterpret_cast<Group<G, kSize>*>(to + at) = gradient;
+    }
+  }
+}
+
+/// lse and the target's logit of a row of part of the vocabulary: a row to a block. Rows are padded
+/// as below.
+template <class C>
+__global__ void __launch_bounds__(kLogSumExpThreads, 2)
+    part_values(const C* logits, int64_t pitch, int64_t n, TablePart part, const int64_t* targets,
+                int64_t ignore_index, C* lse, C* target_logits) {
+  constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
+  __shared__ C scratch[2][kWarp];
+  const int64_t row = blockIdx.x, token = targets[row], target = token - part.first;
+  if (token == ignore_index) {
+    if (threadIdx.x != 0) return;
+    lse[row] = part.first == 0 && n > 0 ? C(0) : -std::numeric_limits<C>::infinity();
+    target_logits[row] = C(0);
+    return;
+  }
+  const C* const x = logits + row * pitch;
+  LogSumExp<C> seen;
+  const int step = static_cast<int>(blockDim.x) * kSize;
+  for (int64_t first = threadIdx.x * kSize; first < n; first += kBatch * step) {
+    Pack<C> packs[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (first + u * step < n) packs[u] = load_pack(x + first + u * step);
+    seen.add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
+  }
+  const C total = seen.over_block(scratch);
+  if (threadIdx.x != 0) return;
+  lse[row] = total;
+  target_logits[row] = target >= 0 && target < n        ? x[target]
+                       : token >= 0 && token < part.all ? C(0)
+                                                        : std::numeric_limits<C>::quiet_NaN();
+}
+
+/// What a logit's gradient takes from its row: of a loss, (p - onehot(target)) * dloss for a
+/// probability p.
+template <class C>
+struct OfLoss {
+  const C* dloss;
+  struct Row {
+    C scale;
+    __device__ C operator()(C p, bool is_target) const {
+      return rounded_sum(p, -C(is_target)) * scale;
+    }
+  };
+  __device__ Row row(int64_t, bool bad) const {
+    return {bad ? std::numeric_limits<C>::quiet_NaN() : dloss ? *dloss : C(1)};
+  }
+};
+/// Of values of part of the vocabulary: p * dlse + onehot(target) * dtarget.
+template <class C>
+struct OfPart {
+  Rows<const C> dlse, dtarget;
+  int64_t first_row;
+  struct Row {
+    C dlse, dtarget;
+    __device__ C operator()(C p, bool is_target) const {
+      return rounded_sum(rounded_product(p, dlse), is_target ? dtarget : C(0));
+    }
+  };
+  __device__ Row row(int64_t r, bool bad) const {
+    const C dlse_of_row = *dlse[first_row + r];
+    return {bad ? std::numeric_limits<C>::quiet_NaN() : dlse_of_row, *dtarget[first_row + r]};
+  }
+};
+
+/// Gradients of logits, as `From` says, in the products' type G: a row to a block, from the last
+/// one, which the cache still has, to the first. out may be the memory of logits. Rows are padded
+/// to whole packs, which may be read and written beyond n.
+template <class C, class G, class From>
+__global__ void __launch_bounds__(kGradientThreads)
+    logit_gradients(const C* logits, int64_t pitch, int64_t n, TablePart part,
+                    const int64_t* targets, int64_t ignore_index, const C* lse, From from, G* out) {
+  constexpr int kSize = Pack<G>::kSize, kParts = kSize / Pack<C>::kSize;
+  const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, token = targets[row],
+                target = token - part.first;
+  const bool ignored = token == ignore_index;
+  const C log_sum = lse[row];
+  const auto gradient = from.row(row, token < 0 || token >= part.all);
+  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize; at < n;
+       at += static_cast<int64_t>(blockDim.x) * kSize) {
+    Pack<C> in[kParts];
+    Pack<G> pack{};
+    if (!ignored) {
+#pragma unroll
+      for (int p = 0; p < kParts; ++p)
+        in[p] = load_pack(logits + row * pitch + at + p * Pack<C>::kSize);
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        const C logit = in[k / Pack<C>::kSize].v[k % Pack<C>::kSize];
+        pack.v[k] = element<G>(gradient(probability(logit, log_sum), at + k == target));
+      }
+    }
+    store_pack(out + row * pitch + at, pack);
+  }
+}
+
+/// The sum in f64: each thread's terms in order, then the threads' sums in pairs. One block.
+template <class C>
+__global__ void __launch_bounds__(kLossThreads) sum_losses(const C* losses, int64_t rows, C* loss) {
+  __shared__ double sums[kLossThreads];
+  double sum = 0;
+  for (int64_t r = threadIdx.x; r < rows; r += kLossThreads) sum += static_cast<double>(losses[r]);
+  sums[threadIdx.x] = sum;
+  for (int half = kLossThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) *loss = static_cast<C>(sums[0]);
+}
+
+}  // namespace sheaf::kernels::cuda::head
