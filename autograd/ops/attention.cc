@@ -116,9 +116,8 @@ struct PackedAttrs {
 /// The attributes of this rank's heads, input 0 being qkv: it holds the same fraction of all three.
 PackedAttrs local_heads(PackedAttrs a, const Execute& c) {
   const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
-  if (local == whole) return a;
-  a.heads = static_cast<int32_t>(a.heads * local / whole);
-  a.key_heads = static_cast<int32_t>(a.key_heads * local / whole);
+  a.heads = static_cast<int32_t>(local_share(a.heads, local, whole));
+  a.key_heads = static_cast<int32_t>(local_share(a.key_heads, local, whole));
   return a;
 }
 

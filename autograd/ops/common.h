@@ -57,6 +57,12 @@ Tensor sum_to(const Tensor& gradient, const Type& operand);
 /// moves no byte).
 Tensor sliced_to_dual(const Tensor& gradient, const Type& value);
 
+/// Of `rows` rows of a dimension, or of heads or the like, those that a rank has which has `local` of all `whole` of them. For
+/// cuts that give a rank the same fraction of each part.
+inline int64_t local_share(int64_t rows, int64_t local, int64_t whole) {
+  return local == whole ? rows : rows * local / whole;
+}
+
 /// Scalars are weak, but an integer tensor takes neither a fractional nor an unbounded one.
 inline void check_scalar(const char* op, DType d, double scalar) {
   if (is_integral(d) && !(scalar == std::trunc(scalar) && std::abs(scalar) < 0x1p63))

@@ -43,7 +43,7 @@ struct Rotary {
   /// How many of this rank's heads are rotated: the same fraction of them as of all.
   static int64_t local_heads(const Attrs& a, const Execute& c) {
     const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
-    return local == whole || a.heads >= whole ? a.heads : a.heads * local / whole;
+    return a.heads >= whole ? a.heads : local_share(a.heads, local, whole);
   }
   static int64_t workspace(const Attrs&, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), rotary, c.input(0));

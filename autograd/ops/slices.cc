@@ -34,10 +34,6 @@ std::optional<OwnershipMap> parts_between(const OwnershipMap& map, int64_t begin
   if (sizes.size() == 1) return OwnershipMap::even(map.dim(), sizes[0] / map.granule());
   return OwnershipMap::parts(map.dim(), sizes, map.granule());
 }
-/// Where a rank with `local` of `global` rows has what begins at row `begin`.
-int64_t local_begin(int64_t begin, int64_t local, int64_t global) {
-  return local == global ? begin : begin * local / global;
-}
 
 struct SliceOp {
   static constexpr const char* kName = "slice";
@@ -60,7 +56,7 @@ struct SliceOp {
   static bool alias(const Attrs& a, const View& in, View& out) {
     const int dim = static_cast<int>(a.dim);
     out.strides = in.strides;
-    out.data = static_cast<char*>(in.data) + local_begin(a.begin, in.shape[dim], a.size) * in.strides[dim] *
+    out.data = static_cast<char*>(in.data) + local_share(a.begin, in.shape[dim], a.size) * in.strides[dim] *
                                                  static_cast<int64_t>(size_of(in.dtype));
     return true;
   }
@@ -97,7 +93,7 @@ struct Pad {
     const Stream stream = c.stream();
     Shape before = Shape::filled(c.input(0).rank(), 0);
     const int dim = static_cast<int>(a.dim);
-    before[dim] = local_begin(a.before, c.output(0).shape[dim], c.output_type(0).shape[dim]);
+    before[dim] = local_share(a.before, c.output(0).shape[dim], c.output_type(0).shape[dim]);
     SHEAF_ON_DEVICE(stream, pad, c.input(0), before, a.value, c.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
