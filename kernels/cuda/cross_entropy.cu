@@ -13,7 +13,6 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     cross_entropy_forward(Rows<const T> logits, Indices targets, int64_t ignore_index,
                           Compute<T>* losses, Compute<T>* lse) {
   using C = Compute<T>;
-  constexpr int kSize = Pack<T>::kSize;
   __shared__ C scratch[2][kWarp];
   const int64_t row = blockIdx.x, target = targets[row], n = logits.cols;
   if (target == ignore_index) {
@@ -22,14 +21,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
   }
   const T* x = logits[row];
   LogSumExp<T> seen;
-  const int step = static_cast<int>(blockDim.x) * kSize;
-  for (int64_t first = threadIdx.x * kSize; first < n; first += kLogSumExpBatch * step) {
-    Pack<T> packs[kLogSumExpBatch];
-#pragma unroll
-    for (int u = 0; u < kLogSumExpBatch; ++u)
-      if (first + u * step < n) packs[u] = load_shifted_chunk(x, first + u * step, n);
-    seen.add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
-  }
+  seen.add_row(n, [&](int64_t at) { return load_shifted_chunk(x, at, n); });
   const C total = seen.over_block(scratch);
   if (threadIdx.x != 0) return;
   lse[row] = total;

@@ -51,6 +51,19 @@ class LogSumExp {
     else
       take(packs, [&](int u, int k) { return u * step + k < left; });
   }
+  /// Takes this thread's packs of a row of n elements; load(at) gives the one at column `at`.
+  template <class Load>
+  __device__ void add_row(int64_t n, Load load) {
+    constexpr int kSize = Pack<T>::kSize;
+    const int step = static_cast<int>(blockDim.x) * kSize;
+    for (int64_t first = threadIdx.x * kSize; first < n; first += kLogSumExpBatch * step) {
+      Pack<T> packs[kLogSumExpBatch];
+#pragma unroll
+      for (int u = 0; u < kLogSumExpBatch; ++u)
+        if (first + u * step < n) packs[u] = load(first + u * step);
+      add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
+    }
+  }
   /// The row's, to all threads of the block. `scratch` as of block_sum.
   __device__ C over_block(C (&scratch)[2][kWarp]) const {
     const C base = base_of(block_max(most, scratch[0]));

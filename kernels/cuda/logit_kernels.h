@@ -104,7 +104,6 @@ template <class C>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     part_values(const C* logits, int64_t pitch, int64_t n, TablePart part, const int64_t* targets,
                 int64_t ignore_index, C* lse, C* target_logits) {
-  constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
   __shared__ C scratch[2][kWarp];
   const int64_t row = blockIdx.x, token = targets[row], target = token - part.first;
   if (token == ignore_index) {
@@ -115,14 +114,7 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
   }
   const C* const x = logits + row * pitch;
   LogSumExp<C> seen;
-  const int step = static_cast<int>(blockDim.x) * kSize;
-  for (int64_t first = threadIdx.x * kSize; first < n; first += kBatch * step) {
-    Pack<C> packs[kBatch];
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u)
-      if (first + u * step < n) packs[u] = load_pack(x + first + u * step);
-    seen.add(packs, step, static_cast<int>(std::min<int64_t>(n - first, INT32_MAX)));
-  }
+  seen.add_row(n, [&](int64_t at) { return load_pack(x + at); });
   const C total = seen.over_block(scratch);
   if (threadIdx.x != 0) return;
   lse[row] = total;
