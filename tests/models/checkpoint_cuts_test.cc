@@ -13,6 +13,7 @@
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/models/checkpoint_manifest.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/broken_manifest.h"
 #include "sheaf/tests/models/cuts.h"
 
 namespace sheaf::models {
@@ -224,16 +225,8 @@ TEST(CheckpointCuts, CoverageIsWhatCountingFinds) {
 TEST(CheckpointCuts, HostileManifests) {
   ScratchFolder folder;
   save(folder.path(), {1, 2, 1});
-  const std::string path = folder / "step-1/manifest.json";
-  const std::string good = File::open(path).read_all();
-  const auto reason = [&](const std::string& from, const std::string& to) {
-    std::string text = good;
-    const size_t at = text.find(from);
-    if (at == std::string::npos) return "nothing to replace: " + good;
-    text.replace(at, from.size(), to);
-    write_file(path + ".xxh128", write_file(path, text).xxh3 + "  manifest.json\n");
-    return message_of<CheckpointError>(ExitCode::kData, [&] { Checkpoint::open(folder / "step-1"); });
-  };
+  const testing::BrokenManifest manifest(folder / "step-1");
+  const auto reason = [&](const std::string& from, const std::string& to) { return manifest.reason(from, to); };
   const std::string part = "[1,2,3,7,5]";
   EXPECT_EQ(reason(part, part), "no exception");
   EXPECT_THAT(reason(part, "[2,2,3,7,5]"), HasSubstr("in file 2"));
@@ -260,10 +253,7 @@ TEST(CheckpointCuts, HostileManifests) {
   EXPECT_THAT(reason(old, huge + ",[1,1,1,36028797018963968,2],[1,36028797018963968,36028797018963969]"),
               HasSubstr("element 36028797018963968 is there twice"));
   // Whole, as far as the manifest goes: but the file has no such tensor.
-  write_file(path, good);
-  std::string text = good;
-  text.replace(text.find(old), old.size(), huge + ",[1,1,1,36028797018963968,2]");
-  write_file(path + ".xxh128", write_file(path, text).xxh3 + "  manifest.json\n");
+  ASSERT_TRUE(manifest.replace(old, huge + ",[1,1,1,36028797018963968,2]"));
   Checkpoint checkpoint = Checkpoint::open(folder / "step-1");
   float value;
   const auto no_tensor = [&](auto&& f) {

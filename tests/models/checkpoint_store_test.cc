@@ -19,6 +19,7 @@
 
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/broken_manifest.h"
 
 namespace sheaf::models {
 namespace {
@@ -238,16 +239,8 @@ TEST(CheckpointStore, BrokenNewestIsNamedAndTheOneBeforeItUsed) {
 TEST(CheckpointStore, HostileManifests) {
   ScratchFolder folder;
   save(folder.path(), 2, 2);
-  const std::string path = folder / "step-2/manifest.json";
-  const std::string good = read_text(path);
-  const auto reason = [&](const std::string& from, const std::string& to) {
-    std::string text = good;
-    const size_t at = text.find(from);
-    if (at == std::string::npos) return "nothing to replace: " + good;
-    text.replace(at, from.size(), to);
-    write_file(path + ".xxh128", write_file(path, text).xxh3 + "  manifest.json\n");
-    return message_of<CheckpointError>(ExitCode::kData, [&] { Checkpoint::open(folder / "step-2"); });
-  };
+  const testing::BrokenManifest manifest(folder / "step-2");
+  const auto reason = [&](const std::string& from, const std::string& to) { return manifest.reason(from, to); };
   EXPECT_THAT(reason("shard-00000", "../00000"), HasSubstr("is not called shard-00000"));
   EXPECT_THAT(reason("\"version\":1", "\"version\":2"), HasSubstr("version 2, this program reads 1"));
   EXPECT_THAT(reason("\"step\":2", "\"step\":3"), HasSubstr("that of step 3"));
