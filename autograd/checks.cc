@@ -26,7 +26,7 @@ bool lies_in(const Layout& a, const Type& base) {
   const Layout& b = base.layout;
   if (a.mesh() != b.mesh()) return false;
   for (int axis = 0; axis < a.num_axes(); ++axis) {
-    const bool row = base.shape.rank() == 2 && base.shape[0] == b.mesh()->size(axis) && b[axis] == Placement::shard(0);
+    const bool row = base.shape.rank() >= 2 && base.shape[0] == b.mesh()->size(axis) && b[axis] == Placement::shard(0);
     if (!(a[axis] == b[axis]) && !(row && a[axis].is_shard())) return false;
   }
   return true;

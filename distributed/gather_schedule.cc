@@ -31,6 +31,7 @@ void GatherSchedule::begin_pass() {
   current_.clear();
   recording_pass_ = Recording::current() != nullptr;
   following_ = true;
+  for (Unit* u : units_) u->drop_stale_copies();
 }
 
 void GatherSchedule::enter_scope() {
@@ -77,11 +78,12 @@ void GatherSchedule::use(Unit& unit) {
   const std::vector<Unit*>& order = order_[recording_pass_];
   following_ = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
   current_.push_back(&unit);
+  if (!following_) return;
   prefetch();
+  prefetch_copies();
 }
 
 void GatherSchedule::prefetch() {
-  if (!following_) return;
   const std::vector<Unit*>& order = order_[recording_pass_];
   int64_t ahead = 0;
   for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
@@ -93,12 +95,27 @@ void GatherSchedule::prefetch() {
       continue;
     }
     if (next->kept()) continue;
+    if (next->copied_bytes() > 0 && !next->has_copies()) return;  // it would have to wait for them
     if (next->state_ != Unit::State::closed || ahead + next->gathered_bytes() > budget()) return;
     next->issue_gather(/*prefetched=*/true);
     in_flight_.push_back(next);
     ++under_way;
     ahead += next->gathered_bytes();
     note_gathered();
+  }
+}
+
+// They cross slower links, once a step: issued a use or more before the unit's own gather, which then need not wait long.
+void GatherSchedule::prefetch_copies() {
+  const std::vector<Unit*>& order = order_[recording_pass_];
+  int64_t ahead = 0;
+  for (size_t i = current_.size(); i < order.size(); ++i) {
+    Unit* next = order[i];
+    const int64_t bytes = next->copied_bytes();
+    const bool there = next->has_copies();
+    if (bytes == 0 || !next->gathered_.empty() || (there && !next->copies_under_way())) continue;
+    if ((ahead += bytes) > budget()) return;
+    if (!there) next->issue_copies(/*prefetched=*/true);
   }
 }
 
@@ -109,6 +126,11 @@ void GatherSchedule::flush() {
   }
   in_flight_.clear();
   discard_pending(nullptr);
+  for (Unit* u : units_)
+    if (u->copies_under_way()) {
+      ++mispredicted_;
+      u->drop_copies();
+    }
   for (Unit* u : units_)
     if (u->opened_outside_recordings()) u->close_ungathered();
 }

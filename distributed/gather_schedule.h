@@ -3,7 +3,8 @@
 // layer computes. The decision is a pure function of the order and the budget: all ranks make the same.
 //
 // [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
-// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is used.
+// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is used. Copies along a
+// secondary axis are held for a step and not counted; of those that nobody has taken yet there is one budget more.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +33,8 @@ class GatherSchedule {
   int depth() const { return static_cast<int>(scopes_.size()); }
   /// Closes `unit` when the scope that is innermost now ends.
   void close_with_scope(Unit& unit);
-  /// Closes what is pending, in flight or, outside a recording, open without having been gathered: where passes and
-  /// recordings end.
+  /// Closes what is pending, in flight or, outside a recording, open without having been gathered, and frees copies that
+  /// nobody took: where passes and recordings end.
   void flush();
   /// The unit is about to be discarded, perhaps ahead of a use that its gather was issued for.
   void forget_in_flight(Unit& unit);
@@ -52,6 +53,7 @@ class GatherSchedule {
   void begin_pass();
   void discard_pending(const Unit* except);
   void prefetch();
+  void prefetch_copies();
 
   std::vector<Unit*> units_;
   std::vector<std::vector<Unit*>> scopes_;

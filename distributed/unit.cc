@@ -22,7 +22,8 @@ Strategy strategy_from(std::string_view text) {
     fail<ConfigError>("[shard] strategy '", text, "' is a tensor axis of the mesh beside one of the strategies full_shard, "
                       "shard_grad_op, zero1 and replicate: ShardOptions::tensor_axis, --sharding.tensor");
   if (text == "secondary_shard")
-    fail<ConfigError>("[shard] strategy '", text, "' is not there yet; full_shard, shard_grad_op, zero1 and replicate are");
+    fail<ConfigError>("[shard] strategy '", text, "' is a replica axis along which masters are cut as well, beside one of the "
+                      "strategies full_shard, shard_grad_op and zero1: ShardOptions::secondary, --sharding.secondary");
   fail<ConfigError>("[shard] unknown strategy '", text, "'; known: full_shard, shard_grad_op, zero1, replicate");
 }
 
@@ -81,17 +82,28 @@ Tensor Unit::value(int index) {
   return values_[index];
 }
 
-std::vector<Tensor> Unit::to_gather() const {
+std::vector<Tensor> Unit::to_gather() {
+  if (copies()) return take_copies();
+  // Casts that are no gather's input stay for the next micro-batch: its forward would hold all of them again before memory
+  // is at its peak.
+  const bool casts = std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.compute != b.dtype; });
+  return casts && !gathers() && Recording::current() ? take_copies() : masters_for_compute();
+}
+
+std::vector<Tensor> Unit::masters_for_compute() const {
   std::vector<Tensor> out;
   Recording* r = Recording::current();
   for (const FlatBuffer& b : buffers_) {
     if (r) r->leaf(b.shard, b.name);
     out.push_back(b.shard);
   }
-  if (gathers() && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
+  if ((gathers() || copies()) && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
     std::vector<OutputSpec> specs;
-    for (const FlatBuffer& b : buffers_)
-      specs.push_back({buffer_type(b, b.dtype, whole(b).with(axis_, b.shard.layout()[axis_])), b.shard, -1, 0});
+    for (const FlatBuffer& b : buffers_) {
+      Layout layout = whole(b).with(axis_, b.shard.layout()[axis_]);
+      if (copies()) layout[secondary_axis_] = b.shard.layout()[secondary_axis_];
+      specs.push_back({buffer_type(b, b.dtype, layout), b.shard, -1, 0});
+    }
     const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
     const Tensors opened = apply_typed(UnitOps::open(), &attrs, out, specs);
     out.assign(opened.begin(), opened.end());
@@ -120,21 +132,65 @@ std::vector<OutputSpec> Unit::gathered_specs() const {
 // Without communication the masters are the values: I → R and S → R on one rank move nothing.
 void Unit::views_of_masters() {
   const PathScope path(name_);
-  open_in(masters_or_casts());
+  open_in(to_gather());
   if (Recording* r = Recording::current()) r->use_group(this);
 }
 
-// Casts stay for the next micro-batch: its forward would hold all of them again before memory is at its peak.
-std::vector<Tensor> Unit::masters_or_casts() {
+// --- copies of the masters ---
+
+bool Unit::has_copies() const {
   const Recording* r = Recording::current();
-  const bool casts = std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.compute != b.dtype; });
-  if (!r || !casts) return to_gather();
-  if (casts_.buffers.empty() || casts_.recording != r->serial() || casts_.version != version()) {
-    casts_ = {};
-    casts_ = {to_gather(), r->serial(), version()};
-  }
-  return casts_.buffers;
+  return !copies_.buffers.empty() && copies_.recording == (r ? r->serial() : 0) && copies_.version == version();
 }
+
+void Unit::issue_copies(bool prefetched) {
+  const PathScope path(name_);
+  drop_copies();
+  Recording* r = Recording::current();
+  const std::vector<Tensor> masters = masters_for_compute();
+  if (copies()) {
+    std::vector<OutputSpec> specs;
+    for (const FlatBuffer& b : buffers_) {
+      specs.push_back({buffer_type(b, b.compute, whole(b).with(axis_, b.shard.layout()[axis_])), {}, -1, 0});
+      if (b.compute != b.dtype) copies_.lent.push_back(masters[specs.size() - 1]);
+    }
+    if (r && prefetched) r->flag_next(Node::kPrefetched);
+    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(buffers_.size())};
+    const Tensors outputs = apply_typed(UnitOps::gather_copies(), &attrs, masters, specs);
+    copies_.buffers.assign(outputs.begin(), outputs.end());
+    copies_.under_way = true;
+  } else {
+    copies_.buffers = masters;
+  }
+  copies_.recording = r ? r->serial() : 0;
+  copies_.version = version();
+}
+
+std::vector<Tensor> Unit::take_copies() {
+  if (!has_copies()) issue_copies(/*prefetched=*/false);
+  if (copies_.under_way) {
+    const PathScope path(name_);
+    std::vector<Tensor> lent = copies_.buffers;
+    lent.insert(lent.end(), copies_.lent.begin(), copies_.lent.end());
+    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
+    apply_typed(UnitOps::complete(), &attrs, lent, {});
+    copies_.lent.clear();
+    copies_.under_way = false;
+  }
+  return copies_.buffers;
+}
+
+void Unit::drop_copies() {
+  if (copies() && !copies_.buffers.empty()) {
+    const PathScope path(name_);
+    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
+    execute_node(UnitOps::discard(), &attrs, copies_.buffers, {});
+    if (Recording* r = Recording::living(copies_.recording)) r->record(UnitOps::discard(), &attrs, copies_.buffers, {}, {});
+  }
+  copies_ = {};
+}
+
+// --- gathered ---
 
 void Unit::reopen() {
   const PathScope path(name_);
@@ -172,7 +228,7 @@ void Unit::issue_gather(bool prefetched) {
   Tensors outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, gathered_specs());
   const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
-  for (size_t b = 0; b < buffers_.size(); ++b)
+  for (size_t b = 0; b < buffers_.size() && !copies(); ++b)
     if (buffers_[b].compute != buffers_[b].dtype) lent_.push_back(shards[b]);
   std::move(split, outputs.end(), values_.begin());
   recording_ = r ? r->serial() : 0;
@@ -183,16 +239,19 @@ void Unit::issue_gather(bool prefetched) {
 
 // What was cast for the gather comes back where the unit is opened, by a node, and not when the lane happens to be done.
 void Unit::take_back_lent() {
-  if (lent_.empty()) return;
+  const bool last_use = keeps() && !copies_.buffers.empty();  // what is kept is not gathered again
+  if (lent_.empty() && !last_use) return;
   const PathScope path(name_);
   std::vector<Tensor> lent = gathered_;
   lent.insert(lent.end(), lent_.begin(), lent_.end());
+  if (last_use) lent.insert(lent.end(), copies_.buffers.begin(), copies_.buffers.end());
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(gathered_.size())};
   if (const Recording* r = Recording::current(); r && r->serial() == recording_)
     apply_typed(UnitOps::complete(), &attrs, lent, {});
   else
     execute_node(UnitOps::complete(), &attrs, lent, {});
   lent_.clear();
+  if (last_use) drop_copies();
 }
 
 void Unit::discard_gathered() {
@@ -224,25 +283,23 @@ void Unit::gradient_passed() {
 }
 
 void Unit::close_for_change() {
-  casts_ = {};
   schedule_->flush();
   if (gathers()) discard_gathered();
   close_ungathered();
+  drop_copies();
 }
 
 void Unit::backward_ended() {
   complete_reduction();
   close_ungathered();  // the next micro-batch opens the unit anew
-  if (const Recording* r = Recording::current(); r && r->last_micro_batch()) casts_ = {};
+  if (const Recording* r = Recording::current(); r && r->last_micro_batch()) drop_copies();
 }
 
 void Unit::recording_ended() {
-  casts_ = {};
-  if (gathers()) {
-    schedule_->flush();
-    discard_gathered();
-  }
+  if (gathers() || copies()) schedule_->flush();
+  if (gathers()) discard_gathered();
   close_ungathered();
+  drop_copies();
   recording_ = 0;
   mirror_next_ = false;
   slot_buffers_.clear();

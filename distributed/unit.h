@@ -9,9 +9,11 @@
 // zero1 keeps what is gathered, and the slots, from one micro-batch to the next: one all_gather and one reduce_scatter a
 // step. On a mesh with further axes (hybrid sharding) the model is replicated along those: at rest Invariant, and the
 // slice that the step's last reduce_scatter leaves is all_reduced along each of them, while the next unit's backward runs.
-// Along a tensor axis that is so for parameters that it does not cut. Of the others a rank has its block, which is never
-// gathered along that axis nor reduced: [ranks of the axis, elements of a block], Shard(0) there and Shard(1) on the
-// unit's own axis.
+// Along a secondary axis the masters are cut, too: a buffer is [ranks of the unit's axis, elements of a slice], Shard(0) on
+// that axis and Shard(1) on the secondary one. Its ranks gather their slices once a step, for all micro-batches (copies),
+// and the unit's own gathers start from there; the slice that is left of a gradient is reduce_scattered.
+// Along a tensor axis parameters that it does not cut are replicated. Of the others a rank has its block, which is never
+// gathered along that axis nor reduced: one more dimension before the others, Shard(0) there.
 //
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
 // into the reduce-scatter's input. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
@@ -68,7 +70,8 @@ struct FlatBuffer {
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
   Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant.
-                            ///< Of cut leaves [ranks, total], Shard(0) on the tensor axis and Shard(1) or Invariant
+                            ///< Of cut leaves [ranks, total], Shard(0) on the tensor axis and Shard(1) or Invariant. With
+                            ///< a secondary axis [.., ranks, slice], Shard of the last but one and the last dimension
   Tensor grad;              ///< of the same type; undefined until it was reduced, see reduce_waiting()
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
 };
@@ -80,15 +83,22 @@ struct LocalPiece {
   int64_t shard_offset;  ///< elements, inside the rank's slice of the buffer
 };
 
+/// How a unit lies on a mesh.
+struct UnitOptions {
+  const MeshSpec* mesh = nullptr;  ///< null: one rank holds everything
+  int axis = 0;                    ///< that `strategy` is about; along others masters are replicated, but for the next two
+  Strategy strategy = Strategy::none;
+  std::optional<DType> compute = std::nullopt;  ///< what masters are cast to before they are gathered; gradients and their
+                                                ///< reduction stay in the masters' dtype
+  int tensor_axis = -1;            ///< cuts leaves that say how; -1: none
+  int secondary_axis = -1;         ///< cuts the masters that `axis` has cut once more; -1: none. The strategy shards
+};
+
 /// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
 class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
  public:
-  /// `mesh` may be null (Strategy::none). `strategy` is about `axis`; along the others the masters are replicated, but for
-  /// leaves that `tensor_axis` cuts (-1: there is none). `schedule` is shared by the units of one model. `compute`, if
-  /// given, is what the masters are cast to before they are gathered; gradients and their reduction stay in the masters'
-  /// dtype. Throws ConfigError for a cut that leaves a rank nothing.
-  Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
-       std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute = std::nullopt, int tensor_axis = -1);
+  /// `schedule` is shared by the units of one model. Throws ConfigError for a cut that leaves a rank nothing.
+  Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& options, std::shared_ptr<GatherSchedule> schedule);
   ~Unit() override;
 
   // --- a module's scope ---
@@ -136,6 +146,14 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void close_ungathered();
   /// Before the masters change: what was gathered or cast from them closes, though its scope may still be open.
   void close_for_change();
+  /// Bytes of the copy that a group holds for a step, along a secondary axis; 0 without one.
+  int64_t copied_bytes() const;
+  void issue_copies(bool prefetched);
+  bool has_copies() const;
+  bool copies_under_way() const { return copies_.under_way; }
+  /// Frees copies that this recording, or none, cannot use: of another one, or of masters as they were.
+  void drop_stale_copies() { if (!copies_.buffers.empty() && !has_copies()) drop_copies(); }
+  void drop_copies();
   /// Gathered for an earlier micro-batch, and no value of this one yet.
   bool kept() const { return state_ == State::closed && !gathered_.empty(); }
   void reopen();
@@ -158,6 +176,9 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   /// Nobody to talk to along this axis.
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
+  bool copies() const { return secondary_axis_ >= 0 && !alone(secondary_axis_); }
+  /// Of a reduction along this axis every rank keeps a slice.
+  bool scatters(int axis) const { return !alone(axis) && (axis == axis_ ? shards() : axis == secondary_axis_); }
   bool is_cut(int leaf) const { return tensor_axis_ >= 0 && leaves_[leaf].cut; }
   /// The shape of the block of a leaf that `rank` of the tensor axis has.
   Shape block_shape(int leaf, int rank) const;
@@ -171,13 +192,15 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const;
   Type slots_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
-  /// The masters as they are gathered, and the types of the buffers and of the values in them.
-  std::vector<Tensor> to_gather() const;
+  /// What is gathered: masters in the dtype of compute, or the group's copies of them.
+  std::vector<Tensor> to_gather();
+  std::vector<Tensor> masters_for_compute() const;
+  std::vector<Tensor> take_copies();
+  /// The types of gathered buffers, and of the values in them.
   std::vector<OutputSpec> gathered_specs() const;
   void open();
   void bind();
   void views_of_masters();
-  std::vector<Tensor> masters_or_casts();
   void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
   /// Whether gradients of these leaves are sums over ranks of this axis: not where each has its own block.
@@ -196,7 +219,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<std::pair<int, int>> where_;  // leaf → (buffer, position in it)
   std::vector<FlatBuffer> buffers_;
   const MeshSpec* mesh_;
-  int axis_, tensor_axis_;
+  int axis_, tensor_axis_, secondary_axis_;
   Strategy strategy_;
   std::shared_ptr<GatherSchedule> schedule_;
   bool allocated_ = false;
@@ -208,11 +231,13 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
   std::vector<Tensor> gathered_;   // one per buffer
   std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
-  struct Casts {                   // of the masters, where nothing is gathered, for the micro-batches of a recording
-    std::vector<Tensor> buffers;
+  struct Copies {                  // of the masters, for all micro-batches of a recording: casts, where nothing is gathered,
+    std::vector<Tensor> buffers;   // or what is gathered along the secondary axis
+    std::vector<Tensor> lent;      // casts which that gather reads while it is under way
     uint64_t recording = 0, version = 0;
+    bool under_way = false;
   };
-  Casts casts_;
+  Copies copies_;
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
   std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet

@@ -56,10 +56,11 @@ void Unit::finish(const std::vector<bool>& contributed) {
     schedule_->forget_in_flight(*this);
     discard_gathered();
   }
+  const bool last = Recording::current()->last_micro_batch();
+  if (last && gathers()) drop_copies();
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
   std::fill(slots_.begin(), slots_.end(), Tensor());
-  const bool last = Recording::current()->last_micro_batch();
   if (keeps()) {
     add_to_waiting(std::move(slots));
     if (!last) return;
@@ -102,12 +103,12 @@ void Unit::reduce_waiting_along(int axis) {
 }
 
 // [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
-// along each other axis of the mesh, in place. Each is issued where the next unit's reduction begins, so that nobody
+// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where the next unit's reduction begins, so that nobody
 // waits for it; by then the one before has had a unit's backward to end in. Of several micro-batches the slices are
 // added up, and only the last one's backward, or who asks first, takes them along the other axes: these cross hosts.
 void Unit::reduce_along(int axis) {
-  const bool own = axis == axis_;
-  if (own) reduction_.values = reduction_.lent;
+  if (axis == axis_) reduction_.values = reduction_.lent;
+  else if (scatters(axis)) reduction_.lent = reduction_.values;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
   std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
@@ -119,11 +120,11 @@ void Unit::reduce_along(int axis) {
     Type type = t.type();
     if (mesh_) type.layout[axis] = b.shard.layout()[axis];
     from.push_back(t);
-    specs.push_back({type, own && gathers() ? Tensor() : t, -1, 0});
+    specs.push_back({type, scatters(axis) ? Tensor() : t, -1, 0});
     which.push_back(k - 1);
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
-  const OpDef& op = alone(axis) ? UnitOps::open() : own && gathers() ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
+  const OpDef& op = alone(axis) ? UnitOps::open() : scatters(axis) ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
   const Tensors reduced = apply_typed(op, &attrs, from, specs);
   for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = reduced[i];
   reduction_.along = axis;

@@ -20,10 +20,10 @@ FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
   return f;
 }
 
-Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh, int axis, Strategy strategy,
-           std::shared_ptr<GatherSchedule> schedule, std::optional<DType> compute, int tensor_axis)
-    : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(mesh), axis_(axis), tensor_axis_(mesh ? tensor_axis : -1),
-      strategy_(mesh ? strategy : Strategy::none), schedule_(std::move(schedule)) {
+Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o, std::shared_ptr<GatherSchedule> schedule)
+    : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(o.mesh), axis_(o.axis), tensor_axis_(mesh_ ? o.tensor_axis : -1),
+      secondary_axis_(mesh_ ? o.secondary_axis : -1), strategy_(mesh_ ? o.strategy : Strategy::none),
+      schedule_(std::move(schedule)) {
   where_.resize(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) {
     const LeafSpec& leaf = leaves_[i];
@@ -34,17 +34,19 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const MeshSpec* mesh,
       buffers_.push_back({});
       it = std::prev(buffers_.end());
       it->dtype = leaf.dtype;
-      it->compute = compute.value_or(leaf.dtype);
+      it->compute = o.compute.value_or(leaf.dtype);
       it->trainable = leaf.trainable;
       it->cut = is_cut(i);
     }
     where_[i] = {static_cast<int>(it - buffers_.begin()), static_cast<int>(it->leaves.size())};
     it->leaves.push_back(i);
   }
+  int slices = mesh_ ? mesh_->size(axis_) : 1;
+  if (secondary_axis_ >= 0) slices *= mesh_->size(secondary_axis_);
   for (FlatBuffer& b : buffers_) {
     std::vector<Shape> shapes;
     for (int i : b.leaves) shapes.push_back(b.cut ? largest_block(i) : leaves_[i].shape);
-    b.layout = FlatLayout::of(shapes, mesh_ ? mesh_->size(axis_) : 1);
+    b.layout = FlatLayout::of(shapes, slices);
     b.name = path_label(name_);
     if (b.cut) b.name += " cut";
     if (!b.trainable) b.name += " frozen";
@@ -86,7 +88,12 @@ Layout Unit::resting(const FlatBuffer& b) const {
   if (!mesh_) return {};
   Layout l(mesh_, Placement::invariant());
   if (b.cut) l[tensor_axis_] = Placement::shard(0);
-  if (shards()) l[axis_] = b.cut ? Placement::shard(1) : Placement::shard(OwnershipMap::flat(b.layout.chunk));
+  if (secondary_axis_ >= 0) {
+    l[axis_] = Placement::shard(b.cut ? 1 : 0);
+    l[secondary_axis_] = Placement::shard(b.cut ? 2 : 1);
+  } else if (shards()) {
+    l[axis_] = b.cut ? Placement::shard(1) : Placement::shard(OwnershipMap::flat(b.layout.chunk));
+  }
   return l;
 }
 
@@ -101,8 +108,10 @@ Layout Unit::value_layout(int leaf) const {
 }
 
 Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const {
-  const int64_t n = b.layout.total;
-  return {dtype, b.cut ? Shape{mesh_->size(tensor_axis_), n} : Shape{n}, layout};
+  const int64_t n = b.layout.total, slices = secondary_axis_ >= 0 ? mesh_->size(axis_) : 0, blocks = b.cut ? mesh_->size(tensor_axis_) : 0;
+  const Shape shape = slices > 0 ? (b.cut ? Shape{blocks, slices, n / slices} : Shape{slices, n / slices})
+                                 : (b.cut ? Shape{blocks, n} : Shape{n});
+  return {dtype, shape, layout};
 }
 
 // In the masters' dtype, of the dual placement of what is gathered.
@@ -124,8 +133,12 @@ std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
   if (!b.shard) return out;
   const RankContext& context = RankContext::current();
   Interval mine{0, b.layout.total};
-  if (shards() && mesh_)
-    mine = b.shard.layout()[axis_].map().owned(context.coordinate(mesh_, axis_), mesh_->size(axis_), b.shard.shape());
+  for (const int axis : {axis_, secondary_axis_}) {
+    if (axis < 0 || !shards()) continue;
+    const int64_t slice = mine.size() / mesh_->size(axis);
+    mine.begin += context.coordinate(mesh_, axis) * slice;
+    mine.end = mine.begin + slice;
+  }
   const int rank = b.cut ? context.coordinate(mesh_, tensor_axis_) : 0;
   for (size_t i = 0; i < b.leaves.size(); ++i) {
     const int leaf = b.leaves[i];
@@ -160,6 +173,13 @@ int64_t Unit::gathered_bytes() const {
   int64_t bytes = 0;
   if (gathers())
     for (const FlatBuffer& b : buffers_) bytes += b.layout.total * static_cast<int64_t>(size_of(b.compute));
+  return bytes;
+}
+
+int64_t Unit::copied_bytes() const {
+  int64_t bytes = 0;
+  if (copies())
+    for (const FlatBuffer& b : buffers_) bytes += b.layout.total / mesh_->size(axis_) * static_cast<int64_t>(size_of(b.compute));
   return bytes;
 }
 

@@ -18,10 +18,14 @@ MeshRuntime& runtime_of(const Type& t) {
   return *runtime;
 }
 
+// Elements of each rank's slice.
 std::vector<int64_t> chunks(const Type& sharded, int axis) {
+  const OwnershipMap& map = sharded.layout[axis].map();
+  const Shape whole = sharded.layout.with(axis, Placement::replicate()).local_shape(sharded.shape);
+  const int64_t row = map.is_flat() ? 1 : whole.numel() / whole[map.dim()];
   const int n = sharded.layout.mesh()->size(axis);
   std::vector<int64_t> counts;
-  for (int r = 0; r < n; ++r) counts.push_back(sharded.layout[axis].map().owned(r, n, sharded.shape).size());
+  for (int r = 0; r < n; ++r) counts.push_back(map.owned_size(r, n, whole) * row);
   return counts;
 }
 
@@ -57,10 +61,11 @@ struct CastShard {
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
 };
 
+template <MemoryKind kind>
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   static constexpr OpKind kKind = OpKind::redistribute;
-  static constexpr MemoryKind kMemory = MemoryKind::landing;
+  static constexpr MemoryKind kMemory = kind;
   static constexpr Lane kLane = Lane::gather;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
@@ -160,7 +165,8 @@ struct Complete {
 
 const OpDef& UnitOps::resting() { return op_def<Resting>(); }
 const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
-const OpDef& UnitOps::all_gather() { return op_def<AllGather>(); }
+const OpDef& UnitOps::all_gather() { return op_def<AllGather<MemoryKind::landing>>(); }
+const OpDef& UnitOps::gather_copies() { return op_def<AllGather<MemoryKind::wire>>(); }
 const OpDef& UnitOps::open() { return op_def<Open>(); }
 const OpDef& UnitOps::discard() { return op_def<Discard>(); }
 const OpDef& UnitOps::grad_slots() { return op_def<GradSlots<MemoryKind::wire>>(); }

@@ -13,6 +13,7 @@ struct UnitOps {
   static const OpDef& resting();         ///< → a shard at rest, in wire memory, filled with zeros
   static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
   static const OpDef& all_gather();      ///< shards → landing buffers, then the parameters inside them
+  static const OpDef& gather_copies();   ///< the same of shards alone, into wire memory: they are gathered again from there
   static const OpDef& open();            ///< the same without communication: the shards are the buffers
   static const OpDef& discard();         ///< buffers →
   static const OpDef& grad_slots();      ///< → buffers in wire memory, then the slots inside them; padding is zeroed

@@ -21,6 +21,7 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   ShardOptions options;
   options.axis = "data";
   if (config.sharding.replicas > 1) options.replica_axis = "replica";
+  options.secondary = config.sharding.secondary;
   if (config.sharding.tensor > 1) options.tensor_axis = "model";
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
@@ -38,6 +39,8 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int ranks = world.size();
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
+  if (sharding.secondary && sharding.replicas == 1)
+    fail<ConfigError>("[train] sharding.secondary: its groups are those of sharding.replicas, which is 1");
   int rest = ranks;  // for "data"
   const auto divide = [&](const char* key, int64_t by, const char* into) {
     if (by < 1 || rest % by != 0)

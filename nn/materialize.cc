@@ -84,9 +84,9 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
   const auto mark = ModuleAccess::mark(*node.module);
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut()});
-  auto unit = std::make_shared<Unit>(node.path, std::move(specs), mark ? mark->mesh : nullptr, mark ? mark->axis : 0,
-                                     mark ? mark->strategy : Strategy::none, schedule,
-                                     mark ? mark->compute_dtype : std::nullopt, mark ? mark->tensor_axis : -1);
+  UnitOptions options;
+  if (mark) options = *mark;
+  auto unit = std::make_shared<Unit>(node.path, std::move(specs), options, schedule);
   unit->allocate(device);
   for (size_t i = 0; i < node.leaves.size(); ++i) {
     node.leaves[i].state().unit = unit;

@@ -136,8 +136,10 @@ Tensor whole_of(const Tensor& buffer, const Unit& unit, int leaf, int64_t offset
   };
   if (!unit.mesh()) return view(buffer, {}).clone();
   const Layout invariant(unit.mesh(), Placement::invariant());
-  const Tensor all = redistribute(buffer, buffer.layout().with(unit.axis(), Placement::invariant()));
   const int axis = unit.cut_axis(leaf);
+  Layout blocks = invariant;
+  if (axis >= 0) blocks[axis] = buffer.layout()[axis];
+  const Tensor all = redistribute(buffer, blocks);
   if (axis < 0) return view(all, {}).clone();
   const Tensor block = view(all, invariant.with(axis, Placement::shard(*unit.leaves()[leaf].cut)));
   const Tensor whole = redistribute(block, invariant);

@@ -81,16 +81,21 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.axis = mesh.spec ? mesh.spec->axis(options.axis) : 0;
   mark.strategy = mesh.spec ? options.strategy.value : Strategy::none;
   mark.prefetch_bytes = options.prefetch_bytes;
-  mark.compute_dtype = options.compute_dtype;
-  if (mark.compute_dtype && *mark.compute_dtype != kBF16 && *mark.compute_dtype != kF32 && *mark.compute_dtype != kF64)
-    fail<ConfigError>("[shard] compute_dtype ", *mark.compute_dtype, ": it is bf16, f32 or f64",
-                      *mark.compute_dtype == kF16 ? "; f16 needs a scaled loss, which steps cannot do yet" : "");
+  mark.compute = options.compute_dtype;
+  if (mark.compute && *mark.compute != kBF16 && *mark.compute != kF32 && *mark.compute != kF64)
+    fail<ConfigError>("[shard] compute_dtype ", *mark.compute, ": it is bf16, f32 or f64",
+                      *mark.compute == kF16 ? "; f16 needs a scaled loss, which steps cannot do yet" : "");
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
     fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
                       mesh.spec->size(mark.axis));
   const int replicas = mesh.spec && !options.replica_axis.empty() ? mesh.spec->axis(options.replica_axis) : -1;
   if (mesh.spec && replicas == mark.axis)
     fail<ConfigError>("[shard] axis '", options.axis, "' cannot be the replica axis as well");
+  if (options.secondary && mesh.spec && replicas < 0)
+    fail<ConfigError>("[shard] secondary shards are those of replicas: ShardOptions::replica_axis names none");
+  if (options.secondary && mesh.spec && mark.strategy <= Strategy::replicate)
+    fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
+  mark.secondary_axis = options.secondary ? replicas : -1;
   mark.tensor_axis = mesh.spec && !options.tensor_axis.empty() ? mesh.spec->axis(options.tensor_axis) : -1;
   if (mark.tensor_axis >= 0 && (mark.tensor_axis == mark.axis || mark.tensor_axis == replicas))
     fail<ConfigError>("[shard] axis '", options.tensor_axis, "' cannot be the tensor axis as well");

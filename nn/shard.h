@@ -75,6 +75,9 @@ struct ShardOptions {
   /// Of the mesh, that cuts the batch too, but along which the model is replicated (hybrid sharding, HSDP): the strategy
   /// holds within a group of ranks along `axis`, and gradients are summed over the groups besides. "": no such axis.
   std::string replica_axis = "";
+  /// The groups' copies are secondary shards (hpZ; Megatron's HFSDP): masters, gradients and optimizer states are cut over
+  /// `replica_axis`, too, and each group gathers its copy, in the dtype of compute, once a step.
+  bool secondary = false;
   /// Of the mesh, that cuts parameters which say how (nn::Parameter::set_cut: heads of attention, hidden units of MLPs, the
   /// vocabulary), the tensors computed from them, and in between each sequence of the batch: tensor and sequence
   /// parallelism. What a rank has of a cut parameter is sharded further over `axis`; gradients of the others are summed

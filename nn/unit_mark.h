@@ -8,13 +8,8 @@
 
 namespace sheaf::nn {
 
-struct Module::UnitMark {
-  const MeshSpec* mesh = nullptr;
-  int axis = 0;
-  int tensor_axis = -1;
-  Strategy strategy = Strategy::none;
+struct Module::UnitMark : UnitOptions {
   int64_t prefetch_bytes = -1;
-  std::optional<DType> compute_dtype = std::nullopt;
 };
 
 struct ModuleAccess {

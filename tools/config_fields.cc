@@ -80,6 +80,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        {"secondary_shard"}},
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
+      {"sharding.secondary", &s.secondary, "masters and optimizer states are cut over the replicas, too (secondary shards, hpZ)"},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},

@@ -55,8 +55,8 @@ TEST(Checks, GathersTakesAModuleThatNeededNoneOfItsParameters) {
     const auto schedule = std::make_shared<GatherSchedule>(0);
     std::vector<std::shared_ptr<Unit>> units;
     for (const char* name : {"used", "entered"}) {
-      units.push_back(std::make_shared<Unit>(name, std::vector<LeafSpec>{{"weight", {3}}}, world.mesh({{"data", 2}}).spec,
-                                             0, Strategy::full_shard, schedule));
+      units.push_back(std::make_shared<Unit>(name, std::vector<LeafSpec>{{"weight", {3}}}, UnitOptions{
+          .mesh = world.mesh({{"data", 2}}).spec, .strategy = Strategy::full_shard}, schedule));
       units.back()->allocate(Device::cpu());
     }
     Recording recording;

@@ -36,8 +36,8 @@ double forward_seconds(int64_t budget) {
     auto schedule = std::make_shared<GatherSchedule>(budget);
     std::vector<std::shared_ptr<Unit>> layers;
     for (int i = 0; i < kLayers; ++i) {
-      layers.push_back(std::make_shared<Unit>(str("layers.", i), std::vector<LeafSpec>{{"w", {64}}}, mesh.spec, 0,
-                                              Strategy::full_shard, schedule));
+      layers.push_back(std::make_shared<Unit>(str("layers.", i), std::vector<LeafSpec>{{"w", {64}}},
+                                              UnitOptions{.mesh = mesh.spec, .strategy = Strategy::full_shard}, schedule));
       layers.back()->allocate(Device::cpu());
     }
     const Tensor x = full_of({kF32, {4, 64}, Layout(mesh.spec, Placement::shard(0))}, 1.0);

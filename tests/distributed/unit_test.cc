@@ -27,12 +27,13 @@ struct Chain {
   Chain(World& world, int depth, Strategy strategy, int64_t budget = -1) {
     const Mesh mesh = world.mesh({{"data", world.size()}});
     schedule = std::make_shared<GatherSchedule>(budget);
-    root = std::make_shared<Unit>("", std::vector<LeafSpec>{{"scale", {kWidth}}}, mesh.spec, 0, strategy, schedule);
+    const UnitOptions options{.mesh = mesh.spec, .strategy = strategy};
+    root = std::make_shared<Unit>("", std::vector<LeafSpec>{{"scale", {kWidth}}}, options, schedule);
     for (int i = 0; i < depth; ++i) {
       const std::string name = "layers." + std::to_string(i);
       layers.push_back(std::make_shared<Unit>(
           name, std::vector<LeafSpec>{{name + ".w", {kWidth}}, {name + ".b", {1, kWidth}}, {name + ".unused", {3}}},
-          mesh.spec, 0, strategy, schedule));
+          options, schedule));
     }
     for (Unit* u : units()) fill(*u);
   }

@@ -111,6 +111,7 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
   std::unique_ptr<models::LanguageModel> model = models::make_language_model(config, config.vocab);
   for (int a = 0; a < mesh.spec->num_axes(); ++a) {
     if (mesh.spec->name(a) == "replica") options.replica_axis = "replica";
+    if (mesh.spec->name(a) == "secondary") options.replica_axis = "secondary", options.secondary = true;
     if (mesh.spec->name(a) == "model") options.tensor_axis = "model";
   }
   options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });

@@ -1,0 +1,195 @@
+// Secondary shards: replicas of which each rank's masters, gradients and optimizer state are a slice of what its group's
+// would be. Gradients in f64; the bits of whole replicas; how often a group gathers its copy, and what it takes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 8;
+
+models::TrainConfig replicas(int64_t groups, const char* strategy = "full_shard", bool secondary = true) {
+  models::TrainConfig c = tiny_config();
+  c.sharding.strategy = strategy;
+  c.sharding.replicas = groups;
+  c.sharding.secondary = secondary;
+  return c;
+}
+
+class SecondaryGradients : public ::testing::TestWithParam<std::tuple<std::string, std::pair<int, int>, int>> {};
+
+TEST_P(SecondaryGradients, EqualUnshardedInF64) {
+  const auto [strategy, mesh, rows] = GetParam();
+  const Values expected = gradients_f64(1, "replicate", rows);
+  const Values actual = gradients_f64(Axes{{"secondary", mesh.first}, {"data", mesh.second}}, strategy, rows);
+  EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
+}
+
+// Groups, and ranks in each.
+INSTANTIATE_TEST_SUITE_P(Meshes, SecondaryGradients,
+                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "zero1"),
+                                            ::testing::Values(std::pair(1, 1), std::pair(1, 3), std::pair(3, 1), std::pair(2, 2),
+                                                              std::pair(2, 3), std::pair(3, 2), std::pair(5, 1)),
+                                            ::testing::Values(7, 3)));
+
+TEST(Secondary, BesideATensorAxisInF64) {
+  const Values expected = gradients_f64(1, "replicate", 7);
+  for (const char* strategy : {"full_shard", "zero1"})
+    for (const Axes& axes : {Axes{{"secondary", 2}, {"data", 2}, {"model", 2}}, Axes{{"secondary", 3}, {"data", 1}, {"model", 2}}}) {
+      const Values actual = gradients_f64(axes, strategy, 7);
+      EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected)) << strategy;
+    }
+}
+
+// Sums are of the same addends in the same order: cutting the masters changes no bit.
+TEST(Secondary, BitsAreThoseOfWholeReplicas) {
+  for (const int64_t groups : {2, 4}) {
+    const TrainedRun expected = train_tiny(replicas(groups, "full_shard", false), 4, kSteps);
+    EXPECT_LT(expected.losses.back(), expected.losses.front());
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"})
+      expect_same_bits(expected, train_tiny(replicas(groups, strategy), 4, kSteps));
+    models::TrainConfig c = replicas(groups);
+    c.sharding.prefetch_bytes = 0;
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+    c.sharding.units = "none";
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+    c = replicas(groups);
+    c.train.recompute = "block";
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+  }
+}
+
+TEST(Secondary, BitsOfBf16AndMicroBatchesAreThoseOfWholeReplicas) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"})
+    for (const int64_t groups : {2, 4}) {
+      models::TrainConfig c = replicas(groups, strategy, false);
+      c.train.micro_batches = 3;
+      c.train.dtype = "bf16";
+      const TrainedRun expected = train_tiny(c, 4, 4);
+      c.sharding.secondary = true;
+      expect_same_bits(expected, train_tiny(c, 4, 4));
+    }
+}
+
+constexpr int64_t kUnits = 4;
+
+// A group's copy is gathered once a step, however many micro-batches there are; between the groups travels what whole
+// replicas would sum, as a reduce_scatter, and that copy.
+TEST(Secondary, CopiesAreGatheredOnceAStep) {
+  for (const int64_t micro_batches : {1, 3}) {
+    models::TrainConfig c = replicas(2, "full_shard", false);
+    c.train.micro_batches = micro_batches;
+    auto whole = traffic(models::plan_step(c, 13, 0, 8, 1, "local").tape);
+    c.sharding.secondary = true;
+    auto cut = traffic(models::plan_step(c, 13, 0, 8, 1, "local").tape);
+    EXPECT_EQ(cut["all_gather secondary"].count, 0);
+    ASSERT_EQ(cut.size(), 4u + 1u);
+    EXPECT_EQ(cut["all_gather replica"].count, kUnits);
+    EXPECT_EQ(cut["reduce_scatter replica"].count, kUnits);
+    for (const char* name : {"all_gather data", "reduce_scatter data"}) EXPECT_EQ(cut[name].count, whole[name].count) << name;
+    EXPECT_EQ(cut["all_gather replica"].bytes, cut["reduce_scatter replica"].bytes);  // two groups: half a slice each
+  }
+}
+
+TEST(Secondary, CopiesArePrefetchedAndGoneAtTheEnd) {
+  const Tape tape = models::plan_step(replicas(2), 13, 0, 4, 1, "local").tape;
+  int copies = 0, ahead = 0;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id)
+    for (const Transfer& t : transfers(tape, tape.node(id)))
+      if (t.name == "all_gather" && tape.type(t.to).layout.mesh()->name(t.axis) == "replica") {
+        ++copies;
+        ahead += (tape.node(id).flags & Node::kPrefetched) != 0;
+      }
+  EXPECT_EQ(copies, kUnits);
+  EXPECT_EQ(ahead, kUnits - 1);  // the first has nothing before it
+}
+
+TEST(Secondary, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"})
+    for (const char* dtype : {"f32", "bf16"}) {
+      models::TrainConfig c = replicas(2, strategy);
+      c.train.micro_batches = 2;
+      c.train.dtype = dtype;
+      expect_planned_tapes(c, 4);
+      c.sharding.replicas = 4;  // of one rank
+      expect_planned_tapes(c, 4);
+      c.sharding.replicas = 2;
+      c.sharding.tensor = 2;
+      expect_planned_tapes(c, 4);
+    }
+}
+
+// What whole replicas hold of masters, state and gradients, 16 bytes a parameter, is cut in groups.
+TEST(Secondary, TakesLessMemory) {
+  models::TrainConfig c = replicas(8, "full_shard", false);
+  c.model.width = 128;
+  c.model.layers = 12;
+  const int64_t whole = models::plan_step(c, 13, 0, 8, 1, "local").peak_bytes;
+  c.sharding.secondary = true;
+  const models::Plan plan = models::plan_step(c, 13, 0, 8, 1, "local");
+  // Masters, two moments and the gradient are an eighth, and there is the copy.
+  EXPECT_NEAR(static_cast<double>(whole - plan.peak_bytes), static_cast<double>(plan.parameters) * 4 * (4 * 7.0 / 8 - 1),
+              0.1 * static_cast<double>(whole));
+}
+
+TEST(Secondary, CheckpointsMoveBetweenMeshes) {
+  const ScratchFolder scratch;
+  std::vector<Axes> to = {{{"secondary", 2}, {"data", 2}}, {{"replica", 2}, {"data", 2}}, {{"secondary", 3}, {"data", 1}},
+                          {{"data", 1}}, {{"secondary", 2}, {"data", 1}, {"model", 2}}};
+  expect_checkpoint_moves(scratch.path(), to[0], to);
+}
+
+// Evaluation gathers outside of recordings; a training step after it finds nothing of that left.
+TEST(Secondary, StepsAndPassesWithoutARecordingTakeTurns) {
+  std::vector<int32_t> ids(200);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i * i % 13);
+  const models::SequentialWindows windows(models::Tokens::from_ids(ids, 13, "squares"), tiny_config().model.context);
+  const auto run = [&](bool secondary, std::vector<double>& losses) {
+    run_local(4, [&](World& w) {
+      models::TrainingStep step(replicas(2, "full_shard", secondary), 13, w, {});
+      for (int s = 0; s < 3; ++s) {
+        step.run(s, fill_tiny);
+        const double loss = step.evaluate(windows);
+        if (w.rank() == 0) losses.push_back(loss);
+      }
+    }, {.threads_per_rank = 1});
+  };
+  std::vector<double> whole, cut;
+  run(false, whole);
+  run(true, cut);
+  EXPECT_EQ(whole, cut);
+}
+
+TEST(Secondary, WhatCannotBeIsRefused) {
+  EXPECT_THAT(refusal(4, replicas(1)), HasSubstr("sharding.secondary: its groups are those of sharding.replicas"));
+  EXPECT_THAT(refusal(4, replicas(2, "replicate")), HasSubstr("one on each rank already"));
+  run_local(4, [](World& w) {
+    const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});
+    const auto refuse = [&](const ShardOptions& options, const char* why) {
+      const auto model = models::make_language_model(tiny_config().model, 13);
+      try {
+        shard(model->module(), mesh, options);
+        ADD_FAILURE() << "no error";
+      } catch (const ConfigError& e) {
+        EXPECT_THAT(e.what(), HasSubstr(why));
+      }
+    };
+    refuse({.secondary = true}, "replica_axis names none");
+    refuse({.replica_axis = "replica", .secondary = true, .strategy = strategy::replicate}, "not 'replicate'");
+    EXPECT_THROW(StrategyChoice("secondary_shard"), ConfigError);
+  }, {.threads_per_rank = 1});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
