@@ -17,7 +17,8 @@ class UnitStep {
   UnitStep(World& world, Strategy strategy) : mesh_(world.mesh({{"data", world.size()}}).spec) {
     schedule_ = std::make_shared<GatherSchedule>(0);
     const auto unit = [&](const std::string& name, std::vector<LeafSpec> leaves) {
-      units_.push_back(std::make_shared<Unit>(name, std::move(leaves), mesh_, 0, strategy, schedule_));
+      units_.push_back(std::make_shared<Unit>(name, std::move(leaves), UnitOptions{.mesh = mesh_, .strategy = strategy},
+                                              schedule_));
       units_.back()->allocate(Device::cpu());
     };
     unit("", {{"table", {5, 3}}});

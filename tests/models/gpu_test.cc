@@ -65,7 +65,8 @@ TEST(GpuTraining, GradientsInF64AtEveryWorld) {
     for (int world = 1; world <= 4; ++world)
       EXPECT_LE(max_difference(gradients_f64(world, strategy, 7, kGpu), expected), 1e-12 * max_magnitude(expected))
           << strategy << " at " << world;
-  for (const Axes& axes : {Axes{{"replica", 2}, {"data", 2}}, Axes{{"data", 2}, {"model", 2}}, Axes{{"data", 1}, {"model", 2}}})
+  for (const Axes& axes : {Axes{{"replica", 2}, {"data", 2}}, Axes{{"data", 2}, {"model", 2}}, Axes{{"data", 1}, {"model", 2}},
+                           Axes{{"secondary", 2}, {"data", 2}}})
     EXPECT_LE(max_difference(gradients_f64(axes, "full_shard", 7, kGpu), expected), 1e-12 * max_magnitude(expected));
 }
 
@@ -131,13 +132,16 @@ TEST(GpuTraining, ThePlanIsThePeakToTheByte) {
   SHEAF_NEEDS_GPU();
   for (const char* dtype : {"f32", "bf16"})
     for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
-      for (int world : {1, 2, 3, 4}) {
+      for (int world : {1, 2, 3, 4, 6}) {
         models::TrainConfig c = tiny_config();
         c.train.dtype = dtype;
         c.train.micro_batches = 2;
         c.model.dropout = world == 2 ? 0.2 : 0;
         c.sharding.strategy = strategy;
-        if (world == 4 && c.sharding.strategy != "replicate") c.sharding.replicas = 2;
+        if (world >= 4 && c.sharding.strategy != "replicate") {
+          c.sharding.replicas = 2;
+          c.sharding.secondary = world == 6;
+        }
         std::vector<int64_t> peaks(static_cast<size_t>(world), 0);
         run_local(world, [&](World& w) {
           models::TrainingStep step(c, c.model.vocab, w, w.device());

@@ -18,6 +18,7 @@ struct Ranks {
   int number;
   const char* strategy;
   int replicas = 1, tensor = 1;
+  bool secondary = false;
 };
 
 // Echoes have nothing to say where ranks hold unequal shares: sequences that two ranks share equally.
@@ -32,7 +33,7 @@ void fill_even(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) 
 TEST(GraphTraining, LanesOfSeveralRanks) {
   SHEAF_NEEDS_GPU();
   for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "zero1"}, Ranks{2, "replicate"},
-                             Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}}) {
+                             Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}, Ranks{4, "full_shard", 2, 1, true}}) {
     SCOPED_TRACE(str(ranks.strategy, " at ", ranks.number));
     std::vector<OneRank> runs[2];
     for (bool graph : {false, true}) {
@@ -40,6 +41,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
       models::TrainConfig c = tiny_rank_config(ranks.strategy);
       c.sharding.replicas = ranks.replicas;
       c.sharding.tensor = ranks.tensor;
+      c.sharding.secondary = ranks.secondary;
       c.model.context = kContext;
       c.train.cuda_graph = graph;
       EchoNccl nccl;

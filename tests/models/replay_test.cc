@@ -16,8 +16,9 @@ struct Case {
   const char* type;
   const char* dtype = "f32";
   int replicas = 1;
+  bool secondary = false;
 };
-void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas; }
+void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas << (c.secondary ? " secondary" : ""); }
 
 class Replay : public ::testing::TestWithParam<Case> {};
 
@@ -26,6 +27,7 @@ TEST_P(Replay, IsBitwiseEqual) {
   models::TrainConfig config = tiny_config();
   config.sharding.strategy = c.strategy;
   config.sharding.replicas = c.replicas;
+  config.sharding.secondary = c.secondary;
   config.train.micro_batches = c.micro_batches;
   config.model.type = c.type;
   config.train.dtype = c.dtype;
@@ -70,7 +72,10 @@ INSTANTIATE_TEST_SUITE_P(Steps, Replay,
                                            Case{1, "full_shard", 1, "llama", "bf16"},
                                            Case{3, "zero1", 2, "gpt2", "bf16"},
                                            Case{4, "full_shard", 2, "gpt2", "bf16", 2},
-                                           Case{4, "zero1", 2, "llama", "f32", 2}));
+                                           Case{4, "zero1", 2, "llama", "f32", 2},
+                                           Case{4, "full_shard", 2, "gpt2", "bf16", 2, true},
+                                           Case{3, "full_shard", 2, "gpt2", "bf16", 3, true},
+                                           Case{4, "zero1", 2, "llama", "f32", 2, true}));
 
 }  // namespace
 }  // namespace sheaf::testing

@@ -175,8 +175,9 @@ struct Config {
   const char* strategy = "full_shard";
   int64_t prefetch = 0;
   uint64_t units = 0;  // bit i: module i
+  bool secondary = false;  // replicas' masters are cut, too, where the strategy cuts them
   std::string to_string() const {
-    return str(world, " ranks ", replicas ? str("in ", replicas, " replicas ") : "", dtype, " ", strategy, " prefetch ", prefetch, " units ", units);
+    return str(world, " ranks ", replicas ? str("in ", replicas, secondary ? " secondary copies " : " replicas ") : "", dtype, " ", strategy, " prefetch ", prefetch, " units ", units);
   }
 };
 
@@ -199,7 +200,7 @@ inline std::vector<Tensor> drawn_inputs(const MeshSpec* mesh, Device device, DTy
 
 inline Config drawn_config(int world, int replicas, DType dtype, Draw& draw) {
   return {world, replicas, dtype, draw.of<const char*>({"full_shard", "full_shard", "shard_grad_op", "zero1", "replicate"}),
-          draw.of<int64_t>({0, -1, 500, 1 << 30}), draw.one_in(4) ? 0 : draw.bits()};
+          draw.of<int64_t>({0, -1, 500, 1 << 30}), draw.one_in(4) ? 0 : draw.bits(), draw.one_in(2)};
 }
 
 }  // namespace sheaf::testing

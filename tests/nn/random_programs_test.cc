@@ -42,8 +42,9 @@ class Run {
     const auto chosen = [&](nn::Module& m, const std::string&) {
       return config.units >> (std::find(modules_.begin(), modules_.end(), &m) - modules_.begin()) & 1;
     };
+    const bool secondary = config.secondary && config.replicas > 0 && config.strategy != std::string("replicate");
     if (world)
-      shard(root_, mesh_, {.replica_axis = config.replicas ? "replica" : "", .units = nn::units_where(chosen),
+      shard(root_, mesh_, {.replica_axis = config.replicas ? "replica" : "", .secondary = secondary, .units = nn::units_where(chosen),
                            .strategy = config.strategy, .prefetch_bytes = config.prefetch});
     materialize(root_, device, {.seed = program.seed, .dtype = config.dtype});
   }

@@ -159,6 +159,7 @@ TEST(PeakMemory, OfGroupsOfRanks) {
   expect_forecast(folder, groups + Words{"--train.dtype", "bf16", "--train.micro_batches", "2"}, 4, 1,
                   {"SHEAF_COMM=gloo"});
   expect_forecast(folder, groups + Words{"--sharding.strategy", "shard_grad_op"}, 2, 1);
+  expect_forecast(folder, groups + Words{"--sharding.secondary", "true", "--train.dtype", "bf16", "--train.micro_batches", "2"}, 4, 1);
   const Words layers = kTiny + Words{"--sharding.tensor", "2"};
   expect_forecast(folder, layers, 4, 1);
   expect_forecast(folder, layers + Words{"--train.dtype", "bf16", "--train.micro_batches", "2"}, 2, 1,

@@ -1,7 +1,8 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these and with layers that the ranks of a host share, against full_shard over all four. Ranks are threads of this process that
-// receive from the other host no faster than over such a link; what they compute is the same, and
-// so are the cores that they share, whatever the strategy.
+// link between these and with layers that the ranks of a host share, against full_shard over all
+// four. Ranks are threads of this process that receive from the other host no faster than over such
+// a link; what they compute is the same, and so are the cores that they share, whatever the
+// strategy.
 #include <algorithm>
 
 #include "sheaf/distributed/run_local.h"
@@ -21,6 +22,7 @@ const Choice kFullShard{"full_shard", {}};
 const Choice kChoices[] = {
     {"zero1", {"--sharding.strategy=zero1"}},
     {"hybrid", {"--sharding.replicas=2"}},
+    {"secondary", {"--sharding.replicas=2", "--sharding.secondary=true"}},
     {"hybrid-zero1", {"--sharding.strategy=zero1", "--sharding.replicas=2"}},
     {"tensor", {"--sharding.tensor=2"}},
     {"tensor-zero1", {"--sharding.strategy=zero1", "--sharding.tensor=2"}},
