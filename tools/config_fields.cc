@@ -76,8 +76,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 
-      {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "zero1", "replicate"}, {}, {},
-       {"secondary_shard"}},
+      {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "zero1", "replicate"}},
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
       {"sharding.secondary", &s.secondary, "masters and optimizer states are cut over the replicas, too (secondary shards, hpZ)"},

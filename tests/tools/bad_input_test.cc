@@ -79,8 +79,8 @@ TEST(BadInput, Configuration) {
   expect_refused(f.train({"--train.steps"}), 64, {"--train.steps lacks a value"});
   expect_refused(f.train({"--sharding.strategy", "fully"}), 64,
                  {"sharding.strategy", "full_shard", "\"fully\""});
-  expect_refused(f.train({"--sharding.strategy", "secondary_shard"}), 64,
-                 {"'sharding.strategy' cannot be \"secondary_shard\" yet"});
+  expect_refused(f.train({"--sharding.secondary", "true"}), 64,
+                 {"sharding.secondary: its groups are those of sharding.replicas, which is 1"});
   expect_refused(f.train({"--sharding.replicas", "3"}), 64,
                  {"sharding.replicas 3: ", " cannot be divided into as many equal groups"});
   expect_refused(f.train({"--sharding.tensor", "3"}), 64, {"sharding.tensor 3: ", " cannot be divided into groups of so many"});
