@@ -31,7 +31,6 @@ void GatherSchedule::begin_pass() {
   current_.clear();
   recording_pass_ = Recording::current() != nullptr;
   following_ = true;
-  for (Unit* u : units_) u->drop_stale_copies();
 }
 
 void GatherSchedule::enter_scope() {

@@ -151,8 +151,6 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void issue_copies(bool prefetched);
   bool has_copies() const;
   bool copies_under_way() const { return copies_.under_way; }
-  /// Frees copies that this recording, or none, cannot use: of another one, or of masters as they were.
-  void drop_stale_copies() { if (!copies_.buffers.empty() && !has_copies()) drop_copies(); }
   void drop_copies();
   /// Gathered for an earlier micro-batch, and no value of this one yet.
   bool kept() const { return state_ == State::closed && !gathered_.empty(); }

@@ -158,8 +158,16 @@ TEST(Secondary, StepsAndPassesWithoutARecordingTakeTurns) {
   const auto run = [&](bool secondary, std::vector<double>& losses) {
     run_local(4, [&](World& w) {
       models::TrainingStep step(replicas(2, "full_shard", secondary), 13, w, {});
-      for (int s = 0; s < 3; ++s) {
-        step.run(s, fill_tiny);
+      Allocator& memory = *RankContext::current().memory(Device::cpu());
+      int64_t peak = 0;
+      for (int s = 0; s < 4; ++s) {
+        memory.reset_peak();
+        step.run(s, fill_tiny).loss.item();
+        if (s == 2) peak = memory.stats().peak;
+        if (s == 3) {
+          EXPECT_EQ(memory.stats().peak, peak);
+        }
+        if (s < 2) continue;
         const double loss = step.evaluate(windows);
         if (w.rank() == 0) losses.push_back(loss);
       }
