@@ -19,6 +19,7 @@
 #include "sheaf/distributed/simulated.h"
 #include "sheaf/distributed/unit.h"
 #include "sheaf/distributed/world.h"
+#include "sheaf/models/async_saver.h"
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"

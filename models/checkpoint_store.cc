@@ -36,8 +36,7 @@ Json shard_note(const std::vector<CheckpointPiece>& pieces, int rank, const std:
   return Json::Object{{"file", file_note(file, digest)}, {"tensors", tensors}};
 }
 
-FileDigest write_shard(const std::string& path, int64_t step, const std::vector<CheckpointPiece>& pieces,
-                       const CheckpointGroup& group) {
+FileDigest write_shard(const std::string& path, const std::vector<CheckpointPiece>& pieces, const PendingCheckpoint& p) {
   std::vector<SafetensorsInput> inputs;
   for (const auto& piece : pieces) {
     const Runs runs = simplified(piece.runs);
@@ -49,17 +48,17 @@ FileDigest write_shard(const std::string& path, int64_t step, const std::vector<
   }
   return write_safetensors(path, std::move(inputs),
                            {{"format", "pt"},
-                            {"sheaf.rank", std::to_string(group.rank)},
-                            {"sheaf.step", std::to_string(step)},
-                            {"sheaf.world", std::to_string(group.world)}});
+                            {"sheaf.rank", std::to_string(p.rank)},
+                            {"sheaf.step", std::to_string(p.step)},
+                            {"sheaf.world", std::to_string(p.world)}});
 }
 
 // Gathers the notes of all ranks into the manifest and removes them.
-void write_manifest(const std::string& pending, int64_t step, const Json& state, int world) {
+void write_manifest(const std::string& pending, const std::vector<std::string>& notes, int64_t step, const Json& state) {
+  const int world = static_cast<int>(notes.size());
   Json::Array files;
   Checkpoint::Tensors tensors;
-  for (int rank = 0; rank < world; ++rank) {
-    const std::string path = str(pending, "/", shard_name(rank, world), ".json");
+  for (const std::string& path : notes) {
     const Json note = Json::parse(File::open(path).read_all(), path);
     files.push_back(note.at("file"));
     for (const Json& item : note.at("tensors").as_array()) {
@@ -76,38 +75,66 @@ void write_manifest(const std::string& pending, int64_t step, const Json& state,
   write_file(pending + "/manifest.json.xxh128", digest.xxh3 + "  manifest.json\n");
 }
 
-}  // namespace
-
-void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
-                     const Json& state, int64_t keep, const CheckpointGroup& group) {
-  const std::string target = step_folder(folder, step);
+template <class F>
+auto saving(const std::string& target, F&& f) {
   try {
-    std::string pending;
-    if (group.rank == 0) pending = begin_folder(target);
-    group.barrier();  // The folder is there, and it is the only one of its kind.
-    if (group.rank != 0) pending = pending_folder(target);
-
-    const std::string file = shard_name(group.rank, group.world);
-    const FileDigest digest = write_shard(pending + "/" + file, step, pieces, group);
-    write_file(str(pending, "/", file, ".json"), shard_note(pieces, group.rank, file, digest).dump());
-    group.barrier();  // All shards are on disk.
-
-    if (group.rank == 0) {
-      write_manifest(pending, step, state, group.world);
-      commit_folder(pending, target);
-      // Later steps, if there are any, belong to a future that was given up because it was broken: they do not count.
-      std::vector<int64_t> steps = list_steps(folder);
-      std::erase_if(steps, [&](int64_t other) { return other > step; });
-      for (size_t i = static_cast<size_t>(keep); keep > 0 && i < steps.size(); ++i) {
-        remove_folder(step_folder(folder, steps[i]));
-      }
-    }
-    group.barrier();  // Committed: no rank goes on before.
+    return f();
   } catch (const CheckpointError& error) {
     fail<CheckpointError>("[checkpoint] cannot save '", target, "': ", error.what());
   } catch (const IoError& error) {
     fail<IoError>("[checkpoint] cannot save '", target, "': ", error.what());
   }
+}
+
+}  // namespace
+
+std::string PendingCheckpoint::target() const { return step_folder(folder, step); }
+std::string PendingCheckpoint::note(int rank) const { return str(pending, "/", shard_name(rank, world), ".json"); }
+
+PendingCheckpoint PendingCheckpoint::begin(const std::string& folder, int64_t step, const CheckpointGroup& group) {
+  PendingCheckpoint p{folder, step, group.rank, group.world, ""};
+  saving(p.target(), [&] {
+    if (p.rank == 0) p.pending = begin_folder(p.target());
+    group.barrier();  // The folder is there, and it is the only one of its kind.
+    if (p.rank != 0) p.pending = pending_folder(p.target());
+  });
+  return p;
+}
+
+void PendingCheckpoint::write(const std::vector<CheckpointPiece>& pieces) const {
+  saving(target(), [&] {
+    const std::string file = shard_name(rank, world);
+    const FileDigest digest = write_shard(pending + "/" + file, pieces, *this);
+    replace_file(note(rank), shard_note(pieces, rank, file, digest).dump());  // whoever sees it can read all of it
+  });
+}
+
+bool PendingCheckpoint::is_written() const {
+  for (int r = 0; r < world; ++r)
+    if (!path_exists(note(r))) return false;
+  return true;
+}
+
+void PendingCheckpoint::commit(const Json& state, int64_t keep) const {
+  saving(target(), [&] {
+    std::vector<std::string> notes;
+    for (int r = 0; r < world; ++r) notes.push_back(note(r));
+    write_manifest(pending, notes, step, state);
+    commit_folder(pending, target());
+    // Later steps, if there are any, belong to a future that was given up because it was broken: they do not count.
+    std::vector<int64_t> steps = list_steps(folder);
+    std::erase_if(steps, [&](int64_t other) { return other > step; });
+    for (size_t i = static_cast<size_t>(keep); keep > 0 && i < steps.size(); ++i) remove_folder(step_folder(folder, steps[i]));
+  });
+}
+
+void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
+                     const Json& state, int64_t keep, const CheckpointGroup& group) {
+  const PendingCheckpoint p = PendingCheckpoint::begin(folder, step, group);
+  p.write(pieces);
+  group.barrier();  // All shards are on disk.
+  if (p.rank == 0) p.commit(state, keep);
+  group.barrier();  // Committed: no rank goes on before.
 }
 
 void Checkpoint::parse(const Json& manifest) {

@@ -53,6 +53,28 @@ struct CheckpointGroup {
 void save_checkpoint(const std::string& folder, int64_t step, const std::vector<CheckpointPiece>& pieces,
                      const Json& state, int64_t keep = 2, const CheckpointGroup& group = {});
 
+/// A checkpoint that is being written, of which nothing is visible yet. save_checkpoint() in parts, for those who write
+/// while they do something else: only the beginning is collective, and nothing later says anything to another rank.
+struct PendingCheckpoint {
+  std::string folder;
+  int64_t step = 0;
+  int rank = 0, world = 1;
+  std::string pending;  ///< where it is built
+
+  /// Collective. One at a time may be begun in a folder.
+  static PendingCheckpoint begin(const std::string& folder, int64_t step, const CheckpointGroup& group);
+  /// Writes what this rank holds.
+  void write(const std::vector<CheckpointPiece>& pieces) const;
+  /// Whether the parts of all ranks are there.
+  bool is_written() const;
+  /// By rank 0, when they are: makes it visible, and removes those that are not to be kept.
+  void commit(const Json& state, int64_t keep) const;
+  std::string target() const;  ///< where it will be
+
+ private:
+  std::string note(int rank) const;  ///< appears when this rank's part is on disk
+};
+
 /// Writes "sheaf: warning: ..." to standard error: what programs do with warnings unless told otherwise.
 void warn_on_stderr(const std::string& warning);
 

@@ -1,10 +1,12 @@
 #include "sheaf/models/model_checkpoint.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
+#include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/transfer.h"
 #include "sheaf/nn/shard.h"
@@ -50,17 +52,46 @@ CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
   return group;
 }
 
-std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers) {
+char* HostCopy::reserve(size_t bytes) {
+  if (bytes > bytes_) {
+    data_.reset();  // before there are both
+    data_ = std::make_unique_for_overwrite<char[]>(bytes);
+    bytes_ = bytes;
+  }
+  return data_.get();
+}
+
+std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers, HostCopy* copy) {
   std::vector<CheckpointPiece> out;
-  for (const nn::StatePiece& p : all_pieces(module, optimizers)) {
+  const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
+  const auto bytes_of = [](const nn::StatePiece& p) {
+    return p.owner ? static_cast<size_t>(p.runs.numel()) * size_of(p.dtype) : 0;
+  };
+  constexpr size_t kAlign = 64;
+  const auto room = [](size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; };
+  size_t all = 0;
+  for (const nn::StatePiece& p : pieces) all += room(bytes_of(p));
+  char* into = copy ? copy->reserve(all) : nullptr;
+  for (const nn::StatePiece& p : pieces) {
     out.push_back({p.name, p.dtype, p.shape, p.owner ? p.runs : Runs(), p.data, nullptr});
     CheckpointPiece& piece = out.back();
-    const size_t bytes = static_cast<size_t>(piece.runs.numel()) * size_of(p.dtype);
-    if (p.device.is_cpu() || bytes == 0) continue;
-    std::shared_ptr<char[]> host(new char[bytes]);
-    transfer(Device::cpu(), host.get(), p.device, p.data, bytes);
-    piece.data = host.get();
-    piece.keep = std::move(host);
+    const size_t bytes = bytes_of(p);
+    if (bytes == 0 || (p.device.is_cpu() && !copy)) continue;
+    if (!copy) {
+      std::shared_ptr<char[]> host(new char[bytes]);
+      piece.data = host.get();
+      transfer(Device::cpu(), host.get(), p.device, p.data, bytes);
+      piece.keep = std::move(host);
+      continue;
+    }
+    piece.data = into;
+    if (p.device.is_cpu())
+      parallel_for(static_cast<int64_t>(bytes), 1 << 20, [&](int64_t begin, int64_t end) {
+        std::memcpy(into + begin, static_cast<const char*>(p.data) + begin, static_cast<size_t>(end - begin));
+      });
+    else
+      transfer(Device::cpu(), into, p.device, p.data, bytes);
+    into += room(bytes);
   }
   const bool first = RankContext::current().rank == 0;
   for (size_t i = 0; i < optimizers.size(); ++i) {

@@ -5,6 +5,8 @@
 //   ...
 //   models::save_checkpoint("out/run", step, model, {&optimizer}, world);
 //
+// async_saver.h saves while training goes on.
+//
 // What is saved are logical tensors by name, so that a run goes on bit for bit where it stopped, and its checkpoint fits
 // any number of ranks, any strategy and any choice of units: only the names, shapes and dtypes of the parameters and
 // buffers have to agree. The files are described in checkpoint_store.h.
@@ -54,8 +56,18 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
 /// The ranks that share `module`, as the store wants them. ConfigError if the world has several and nothing cuts the
 /// module over them.
 CheckpointGroup checkpoint_group(nn::Module& module, World& world);
-/// What this rank passes to save_checkpoint(): parameters, buffers and the optimizers' state.
-std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers);
+/// Memory of the host in which a copy of what is saved lies, time and again: it grows to what it is asked for.
+class HostCopy {
+ public:
+  char* reserve(size_t bytes);
+
+ private:
+  std::unique_ptr<char[]> data_;
+  size_t bytes_ = 0;
+};
+/// What this rank passes to save_checkpoint(): parameters, buffers and the optimizers' state; as they are, or, with `copy`,
+/// as they were, in its memory.
+std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers, HostCopy* copy = nullptr);
 /// Fills this rank's pieces from an open checkpoint; see load_checkpoint().
 void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers);
 

@@ -39,10 +39,14 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   if (!world.device().is_cpu()) return;  // a GPU's allocator says what is there
   // Ranks differ little, and the message is the same on all of them.
-  const int64_t peak = plan_step(config, vocab, 0, world.size(), num_threads(), std::string(world.kind())).peak_bytes;
+  const Plan plan = plan_step(config, vocab, 0, world.size(), num_threads(), std::string(world.kind()));
+  const ShardingConfig& s = config.sharding;
+  // Masters and two moments, of which the first group of replicas saves what is not cut over all.
+  const int64_t savers = s.strategy == "replicate" ? 1 : world.size() / (s.secondary ? 1 : s.replicas);
+  const int64_t peak = plan.peak_bytes + (config.train.save_async ? 12 * plan.parameters / savers : 0);
   const int64_t limit = host_memory_limit();
   if (peak <= limit / world.local_size()) return;
-  fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank, and ", world.local_size(), " run on this host, which ",
+  fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", config.train.save_async ? ", the copy that is saved included, and " : ", and ", world.local_size(), " run on this host, which ",
                     "may use ", limit, " bytes, swap included: take a smaller train.batch, more train.micro_batches, more ",
                     "hosts or a smaller model (`sheaf tape` prints the peak)");
 }

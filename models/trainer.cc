@@ -107,7 +107,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
     : config_(config), world_(world), device_(device), options_(options),
       corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, options))),
       windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed)),
-      validation_(corpus_.val, config.model.context, config.train.eval_tokens) {
+      validation_(corpus_.val, config.model.context, config.train.eval_tokens), saver_(world) {
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
@@ -206,8 +206,10 @@ RunState Trainer::state(int64_t step) const {
 void Trainer::save(int64_t step) {
   RunState state = this->state(step);
   state.product_choices = product_choices(device_);
-  save_checkpoint(config_.output.folder + "/checkpoints", step, step_->model().module(), {&step_->optimizer()}, world_,
-                  {.state = state.to_json(), .keep = config_.output.keep_checkpoints});
+  const std::string folder = config_.output.folder + "/checkpoints";
+  const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints};
+  if (config_.train.save_async) saver_.save(folder, step, step_->model().module(), {&step_->optimizer()}, options);
+  else save_checkpoint(folder, step, step_->model().module(), {&step_->optimizer()}, world_, options);
 }
 
 TrainReport Trainer::run(const std::function<int()>& signal) {
@@ -233,6 +235,7 @@ TrainReport Trainer::run(const std::function<int()>& signal) {
     memory.reset_peak();
     const bool last = s + 1 == t.steps;
     TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
+    saver_.check();
     ++steps_since;
     const int64_t done = s + 1;
     const bool logs = last || done % t.log_every == 0;
@@ -254,10 +257,12 @@ TrainReport Trainer::run(const std::function<int()>& signal) {
       report.train_loss = result.loss.item<double>();
       const double norm = result.grad_norm.item<double>();
       const auto unsigned_nan = [](double x) { return std::isnan(x) ? std::abs(x) : x; };
-      if (!std::isfinite(report.train_loss) || !std::isfinite(norm))
+      if (!std::isfinite(report.train_loss) || !std::isfinite(norm)) {
+        saver_.finish();  // of a step before, which was finite
         fail<NonFiniteError>("[train] step ", done, ": loss ", unsigned_nan(report.train_loss), ", gradient norm ", norm,
                              t.clip > 0 ? "; a smaller train.lr or train.clip may help"
                                         : "; a smaller train.lr or a train.clip above 0 may help");
+      }
     }
     if (logs) {
       const double norm = result.grad_norm.item<double>();
@@ -295,6 +300,7 @@ TrainReport Trainer::run(const std::function<int()>& signal) {
       since += now() - begin;
     }
   }
+  saver_.finish();
   if (complete()) {  // report the finished run
     if (first_rank) options_.print(str("the run is complete at step ", first_step_));
     report.val_loss = step_->evaluate(validation_);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "sheaf/models/async_saver.h"
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/file_lock.h"
 #include "sheaf/models/metrics.h"
@@ -75,6 +76,7 @@ class Trainer {
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;
+  AsyncSaver saver_;  ///< idle without train.save_async
 };
 
 /// Reads what config.data describes. `saved`, if not null, is used in place of the tokenizer's files.

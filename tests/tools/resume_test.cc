@@ -33,12 +33,14 @@ using std::chrono::microseconds;
 constexpr int64_t kSteps = 60;
 
 struct Folder : ScratchFolder {
+  bool async = false;  // saves go on beside the training
   Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }
 
   Words train(const std::string& out, bool resume = false) const {
     Words words = {"train",           "--data.corpus", *this / "corpus.txt",
                    "--output.folder", *this / out,     "--quiet"};
     if (resume) words.emplace_back("--resume");
+    if (async) words.insert(words.end(), {"--train.save_async", "true"});
     for (const char* w :
          {"--model.layers",        "2",   "--model.heads",      "2",   "--model.width",      "16",
           "--model.context",       "16",  "--model.dropout",    "0.1", "--train.batch",      "5",
@@ -144,8 +146,9 @@ int from_environment(const char* name, int otherwise) {
   return text ? std::atoi(text) : otherwise;
 }
 
-void kill_and_resume(int world, int kills) {
+void kill_and_resume(int world, int kills, bool async = false) {
   Folder folder;
+  folder.async = async;
   ASSERT_EQ(run_sheaf(testing::on_ranks(world, folder.train("whole"))).code, 0);
   const Metrics expected = folder.metrics("whole");
   ASSERT_EQ(expected.size(), static_cast<size_t>(kSteps));
@@ -184,6 +187,9 @@ void kill_and_resume(int world, int kills) {
 TEST(Resume, KilledAtAnyMomentOnOneRank) { kill_and_resume(1, from_environment("SHEAF_KILLS", 6)); }
 TEST(Resume, KilledAtAnyMomentOnTwoRanks) {
   kill_and_resume(2, from_environment("SHEAF_KILLS", 6));
+}
+TEST(Resume, KilledAtAnyMomentWhileSavingGoesOnBeside) {
+  for (int world : {1, 2}) kill_and_resume(world, from_environment("SHEAF_KILLS", 6), /*async=*/true);
 }
 
 // Makes the last steps to do again: the checkpoint of step 60 is removed, as if it had never been

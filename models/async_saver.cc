@@ -1,0 +1,76 @@
+#include "sheaf/models/async_saver.h"
+
+#include <chrono>
+#include <utility>
+
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf::models {
+
+AsyncSaver::~AsyncSaver() {
+  given_up_ = true;
+  if (thread_.joinable()) thread_.join();
+}
+
+void AsyncSaver::save(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
+                      const SaveOptions& options) {
+  finish();
+  group_ = checkpoint_group(module, world_);
+  pending_ = PendingCheckpoint::begin(folder, step, group_);
+  pieces_ = checkpoint_pieces(module, optimizers, &copy_);
+  progress_ = Progress::writing;
+  thread_ = std::thread([this, &context = RankContext::current(), state = options.state, keep = options.keep] {
+    const RankScope scope(context);
+    run(state, keep);
+  });
+}
+
+void AsyncSaver::run(const Json& state, int64_t keep) {
+  try {
+    pending_.write(pieces_);
+    advance(Progress::written);
+    if (pending_.rank == 0) {
+      while (!given_up_ && !pending_.is_written()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      if (!given_up_) pending_.commit(state, keep);
+    }
+    advance(Progress::over);
+  } catch (...) {
+    advance(Progress::over, std::current_exception());
+  }
+}
+
+void AsyncSaver::advance(Progress to, std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  progress_ = to;
+  error_ = std::move(error);
+  changed_.notify_all();
+}
+
+void AsyncSaver::check() {
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    error = error_;
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void AsyncSaver::finish() {
+  if (!thread_.joinable()) return;
+  bool mine;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return progress_ != Progress::writing; });
+    mine = !error_;
+  }
+  const bool all = group_.all_true(mine);
+  given_up_ = !all;  // rank 0 would wait for parts that do not come
+  thread_.join();
+  given_up_ = false;
+  const std::exception_ptr error = std::exchange(error_, nullptr);
+  const bool committed = group_.all_true(all && !error);
+  if (error) std::rethrow_exception(error);
+  if (!committed) fail<IoError>("[checkpoint] cannot save '", pending_.target(), "': another rank could not write its part");
+}
+
+}  // namespace sheaf::models

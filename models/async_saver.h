@@ -1,0 +1,59 @@
+// Saving while training goes on: a copy of the state is made, and written by a thread of its own.
+//
+//   models::AsyncSaver saver(world);
+//   ...
+//   saver.save("out/run", step, model, {&optimizer});  // returns when the copy is made
+//   saver.check();                                     // now and then: throws what went wrong with the writing
+//   ...
+//   saver.finish();                                    // committed
+//
+// The writing says nothing to other ranks: each rank's part lies in the pending folder when it is done, and rank 0 commits
+// when it sees all of them. So no collective of a step ever meets one of a save.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "sheaf/models/model_checkpoint.h"
+
+namespace sheaf::models {
+
+/// One save at a time. Holds a copy of what its rank saves, in memory of the host, from the first save on. Not
+/// thread-safe. Its end waits for this rank's part of a save under way, and gives the save up if others lack theirs.
+class AsyncSaver {
+ public:
+  explicit AsyncSaver(World& world) : world_(world) {}
+  ~AsyncSaver();
+  AsyncSaver(const AsyncSaver&) = delete;
+
+  /// As save_checkpoint(), but for when it returns. Waits for the save before it, if that is not over. Collective.
+  void save(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
+            const SaveOptions& options = {});
+  /// Throws the IoError or CheckpointError of this rank's part of a save under way, as soon as there is one.
+  void check();
+  /// Waits until the last save is committed; throws on all ranks if it cannot be. Collective.
+  void finish();
+
+ private:
+  enum class Progress : uint8_t { writing, written, over };  ///< this rank's part
+  void run(const Json& state, int64_t keep);
+  void advance(Progress to, std::exception_ptr error = nullptr);
+
+  World& world_;
+  CheckpointGroup group_;
+  PendingCheckpoint pending_;
+  std::vector<CheckpointPiece> pieces_;
+  HostCopy copy_;
+  std::thread thread_;
+  std::atomic<bool> given_up_ = false;
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  Progress progress_ = Progress::over;
+  std::exception_ptr error_;
+};
+
+}  // namespace sheaf::models

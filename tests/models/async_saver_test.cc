@@ -1,0 +1,217 @@
+// Saving while training goes on: what is saved is the state when save() was called, and a disk that fails is heard of.
+#include "sheaf/models/async_saver.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "sheaf/core/atomic_folder.h"
+#include "sheaf/core/file.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// A tiny run on one rank of several, and its saver.
+struct Job {
+  models::TrainingStep step;
+  models::AsyncSaver saver;
+  int64_t done = 0;
+  explicit Job(World& w, const char* strategy = "full_shard") : step(config(strategy), 13, w, w.device()), saver(w) {}
+  static models::TrainConfig config(const char* strategy) {
+    models::TrainConfig c = tiny_config();
+    c.sharding.strategy = strategy;
+    return c;
+  }
+  void train(int64_t steps) {
+    for (int64_t end = done + steps; done < end; ++done) step.run(done, fill_tiny).loss.item();
+  }
+  void save(const std::string& folder, int64_t keep = 2) {
+    saver.save(folder, done, step.model().module(), {&step.optimizer()}, {.keep = keep});
+  }
+};
+
+
+TEST(AsyncSaver, SavesWhatWasAndNotWhatIs) {
+  for (const char* strategy : {"full_shard", "replicate"})
+    for (int world : {1, 3}) {
+      const ScratchFolder folder;
+      run_local(world, [&](World& w) {
+        Job run(w, strategy);
+        run.train(2);
+        models::save_checkpoint(folder / "sync", 2, run.step.model().module(), {&run.step.optimizer()}, w);
+        run.save(folder / "async");
+        run.train(3);
+        run.saver.finish();
+        run.save(folder / "async");  // in the same memory
+        run.train(1);
+        run.saver.finish();
+        run.saver.finish();  // there is nothing to wait for
+      }, {.threads_per_rank = 1});
+      EXPECT_THAT(list_steps(folder / "async"), ElementsAre(5, 2));
+      const auto tensors = [&](const std::string& of, int64_t step) {
+        auto checkpoint = models::Checkpoint::open(step_folder(folder / of, step));
+        std::map<std::string, std::string> bytes;
+        for (const auto& [name, info] : checkpoint.tensors()) {
+          std::string& all = bytes[name];
+          all.resize(static_cast<size_t>(info.shape.numel()) * size_of(info.dtype));
+          checkpoint.read(name, 0, info.shape.numel(), all.data());
+        }
+        return bytes;
+      };
+      EXPECT_EQ(tensors("async", 2), tensors("sync", 2));
+      EXPECT_NE(tensors("async", 5), tensors("sync", 2));
+    }
+}
+
+std::atomic<bool> held = false, failing = false;
+int hold(const char*, const char* path) {
+  while (held && std::string_view(path).find("shard-") != std::string_view::npos)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return failing && std::string_view(path).find("shard-00001") != std::string_view::npos ? ENOSPC : 0;
+}
+// While it lives, files of shards are not written as long as `held` says so, and rank 1's cannot be if `failing` does.
+struct SlowDisk {
+  SlowDisk() { set_file_fault(hold); }
+  ~SlowDisk() {
+    held = failing = false;
+    set_file_fault(nullptr);
+  }
+};
+
+TEST(AsyncSaver, ReturnsBeforeAnythingIsWrittenAndWaitsForTheSaveBefore) {
+  const ScratchFolder folder;
+  const SlowDisk disk;
+  held = true;
+  run_local(2, [&](World& w) {
+    Job run(w);
+    run.train(1);
+    run.save(folder.path(), 1);
+    run.train(2);  // collectives of steps beside a save under way
+    run.saver.check();
+    EXPECT_THAT(list_steps(folder.path()), IsEmpty());
+    w.communicator().barrier("test").sync();
+    held = false;
+    run.save(folder.path(), 1);
+    EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+    run.saver.finish();
+    EXPECT_THAT(list_steps(folder.path()), ElementsAre(3));
+  }, {.threads_per_rank = 1});
+}
+
+std::atomic<int> countdown = 0;
+int fail_when_due(const char*, const char*) { return countdown-- == 0 ? ENOSPC : 0; }
+
+TEST(AsyncSaver, DiskFullAtEveryFileOperation) {
+  const ScratchFolder folder;
+  int failures = 0;
+  run_local(1, [&](World& w) {
+    Job run(w);
+    run.train(1);
+    run.save(folder.path());
+    run.saver.finish();
+    run.train(1);
+    for (int k = 0;; ++k) {
+      countdown = k;
+      set_file_fault(fail_when_due);
+      std::string reason;
+      try {
+        run.save(folder.path());
+        run.saver.finish();
+      } catch (const IoError& error) {
+        EXPECT_EQ(error.exit_code(), 74);
+        reason = error.what();
+      }
+      set_file_fault(nullptr);
+      EXPECT_EQ(models::Checkpoint::open(step_folder(folder.path(), 1)).step(), 1);
+      if (reason.empty()) break;
+      EXPECT_THAT(reason, HasSubstr("cannot save"));
+      EXPECT_THAT(reason, HasSubstr("No space left"));
+      std::filesystem::remove_all(step_folder(folder.path(), 2));
+      ++failures;
+    }
+  }, {.threads_per_rank = 1});
+  EXPECT_GE(failures, 15);
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(2, 1));
+}
+
+TEST(AsyncSaver, ADiskThatFailsOneRankFailsAllAndTheNextSaveSucceeds) {
+  const ScratchFolder folder;
+  const SlowDisk disk;
+  failing = true;
+  run_local(3, [&](World& w) {
+    Job run(w);
+    run.train(1);
+    run.save(folder.path());
+    try {
+      run.saver.finish();
+      ADD_FAILURE() << "no error on rank " << w.rank();
+    } catch (const IoError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(w.rank() == 1 ? "No space left" : "another rank could not write its part"));
+    }
+    w.communicator().barrier("test").sync();
+    failing = false;
+    w.communicator().barrier("test").sync();
+    EXPECT_THAT(list_steps(folder.path()), IsEmpty());
+    run.save(folder.path());
+    run.saver.finish();
+    EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+  }, {.threads_per_rank = 1});
+}
+
+// The rank hears of it in a step, without asking anybody.
+TEST(AsyncSaver, CheckTellsTheRankThatFailed) {
+  const ScratchFolder folder;
+  const SlowDisk disk;
+  failing = true;
+  run_local(2, [&](World& w) {
+    Job run(w);
+    run.save(folder.path());
+    if (w.rank() == 0) run.saver.check();
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    bool told = w.rank() == 0;
+    while (!told && std::chrono::steady_clock::now() < until) {
+      try {
+        run.saver.check();
+      } catch (const IoError&) {
+        told = true;
+      }
+    }
+    EXPECT_TRUE(told);
+  }, {.threads_per_rank = 1});  // rank 0 gives up, though it waits for rank 1's part
+  EXPECT_THAT(list_steps(folder.path()), IsEmpty());
+}
+
+// A copy is held beside what a step takes: whether that fits is known before the first.
+TEST(AsyncSaver, TheCopyCounts) {
+  models::TrainConfig c = tiny_config();
+  c.train.save_async = true;
+  run_local(1, [&](World& w) { models::check_memory(c, 13, w); });
+  c.model.layers = 12;
+  c.model.width = 8192;
+  c.model.heads = 64;
+  run_local(1, [&](World& w) {
+    try {
+      models::check_memory(c, 1 << 20, w);
+      GTEST_SKIP() << "this machine has the memory";
+    } catch (const OutOfMemory& error) {
+      EXPECT_THAT(error.what(), HasSubstr("the copy that is saved included"));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace sheaf::testing
