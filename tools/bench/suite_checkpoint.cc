@@ -1,5 +1,6 @@
 // checkpoint: saving and loading a model with its optimizer's state, committed and verified as in
-// training, against writing (and syncing) or reading as many bytes. Before anything is read the
+// training, against writing (and syncing) or reading as many bytes; and what a step waits for a save
+// that goes on beside it, against one that does not. Before anything is read the
 // kernel is asked to drop the files' pages. The files lie in the system's temporary folder: TMPDIR
 // chooses the disk.
 #include <filesystem>
@@ -8,6 +9,7 @@
 #include <unistd.h>
 
 #include "sheaf/core/atomic_folder.h"
+#include "sheaf/models/async_saver.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/tools/bench/array.h"
 #include "sheaf/tools/bench/rank_job.h"
@@ -76,8 +78,8 @@ double seconds_of(const std::function<void()>& call) {
 
 void checkpoint_suite(Session& session) {
   const std::string name = session.options().quick ? "nanogpt-f32-12x64" : "gpt2-124m-f32-4x64";
-  const std::string save = name + "-save", load = name + "-load";
-  if (!session.wants("checkpoint", save) && !session.wants("checkpoint", load)) return;
+  const std::string save = name + "-save", load = name + "-load", async = name + "-save-async";
+  if (!session.wants("checkpoint", save) && !session.wants("checkpoint", load) && !session.wants("checkpoint", async)) return;
   const models::TrainConfig config = training_config(name);
   World world = solo_world();
   models::TrainingStep step(config, config.model.vocab, world, Device::cpu());
@@ -116,6 +118,25 @@ void checkpoint_suite(Session& session) {
         line.more = {{"MiB", static_cast<double>(bytes) / (1 << 20)}};
       },
       static_cast<double>(bytes));
+  // How long a step has to wait for a save of either kind.
+  session.line("checkpoint", async, Unit::seconds, [&](Line& line) {
+    models::AsyncSaver saver(world);
+    const auto save_async = [&] {
+      const double seconds = seconds_of([&] { saver.save(checkpoints, 1, step.model().module(), {&step.optimizer()}, {.keep = 0}); });
+      saver.finish();
+      fs::remove_all(step_folder(checkpoints, 1));
+      return seconds;
+    };
+    const auto save_now = [&] {
+      const double seconds = seconds_of([&] { save_step(1); });
+      fs::remove_all(step_folder(checkpoints, 1));
+      return seconds;
+    };
+    auto [own, peers] = session.turns(save_async, save_now, 10);
+    line.samples_s = std::move(own);
+    line.peer = "save";
+    line.peer_value = quantile(peers, 0.5);
+  });
   session.line(
       "checkpoint", load, Unit::gigabytes_per_second,
       [&](Line& line) {
