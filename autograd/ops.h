@@ -163,6 +163,10 @@ Tensor stop_gradient(const Tensor& x);
 // Shape. Results share x's memory where strides can say what is meant; only reshape may have to copy.
 /// One size may be -1. A cut of dimension d stays a cut if d is the first of the dimensions that merge or split.
 Tensor reshape(const Tensor& x, const Shape& shape);
+/// With dimensions of size 1 at these places of the result; a cut keeps its dimension.
+Tensor unsqueeze(const Tensor& x, const Dims& dims);
+/// Without these dimensions, which have size 1; ShapeError if one has not.
+Tensor squeeze(const Tensor& x, const Dims& dims);
 Tensor transpose(const Tensor& x, int dim0, int dim1);
 /// Dimension i of the result is dimension order[i] of x.
 Tensor permute(const Tensor& x, const Dims& order);

@@ -23,6 +23,7 @@ const std::vector<int64_t>* intern_sizes(const std::vector<int64_t>& sizes) {
 }  // namespace
 
 OwnershipMap OwnershipMap::even(int dim, int64_t granule) {
+  check<PlacementError>(granule > 0, "[placement] Shard(", dim, " by ", granule, "): rows stay together in ones or more");
   OwnershipMap m;
   m.dim_ = static_cast<int8_t>(dim);
   m.granule_ = granule;

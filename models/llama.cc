@@ -69,11 +69,8 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
   const LlamaConfig b1 = llama3(16, 32, 2048, 8192, true), b3 = llama3(28, 24, 3072, 8192, true),
                     b8 = llama3(32, 32, 4096, 14336, false), b70 = llama3(80, 64, 8192, 28672, false),
                     b405 = llama3(126, 128, 16384, 53248, false);
-  return {{"llama3-1b", b1},
-          {"llama3-3b", b3},
-          {"llama3-8b", b8},
+  return {{"llama3-8b", b8},
           {"llama3-70b", b70},
-          {"llama3-405b", b405},
           {"llama3.1-8b", at_long_context(b8, 8)},
           {"llama3.1-70b", at_long_context(b70, 8)},
           {"llama3.1-405b", at_long_context(b405, 8)},

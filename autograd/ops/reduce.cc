@@ -75,12 +75,17 @@ void place_reduction(const ReduceAttrs& a, Place& p, bool sums) {
   if (sums) p.rule({kP}, {kP});
 }
 
-/// A value of the output's shape repeated along the reduced dimensions, as a gradient of the input.
+/// A value of the output's shape with size 1 where the input of `rank` dimensions is reduced.
+Tensor kept(const ReduceAttrs& a, const Tensor& y, int rank) {
+  Dims reduced;
+  for (int d = 0; d < rank; ++d)
+    if (a.reduces(d)) reduced.push_back(d);
+  return a.keepdim ? y : unsqueeze(y, reduced);
+}
+
+/// The same repeated along the reduced dimensions, as a gradient of the input.
 Tensor spread(const ReduceAttrs& a, const Tensor& g, const Type& x) {
-  Shape keep = x.shape;
-  for (int d = 0; d < keep.rank(); ++d)
-    if (a.reduces(d)) keep[d] = 1;
-  return sliced_to_dual(expand(reshape(g, keep), x.shape), x);
+  return sliced_to_dual(expand(kept(a, g, x.shape.rank()), x.shape), x);
 }
 
 template <class Op>
@@ -161,13 +166,10 @@ struct Extreme : Reduction<Op> {
   }
   static void vjp(const ReduceAttrs& a, Vjp& c) {
     const Tensor x = c.input(0);
-    Shape keep = x.shape();
-    for (int d = 0; d < keep.rank(); ++d)
-      if (a.reduces(d)) keep[d] = 1;
-    ReduceAttrs kept = a;
-    kept.keepdim = true;
-    const Tensor hit = cast(eq(x, reshape(c.output(0), keep)), x.dtype());
-    const Tensor share = div(reshape(c.grad(), keep), apply<Sum>(kept, hit));
+    ReduceAttrs keep = a;
+    keep.keepdim = true;
+    const Tensor hit = cast(eq(x, kept(a, c.output(0), x.rank())), x.dtype());
+    const Tensor share = div(kept(a, c.grad(), x.rank()), apply<Sum>(keep, hit));
     c.set(0, mul(hit, expand(share, x.shape())));
   }
 };
@@ -201,11 +203,8 @@ struct LogSumExp : Reduction<LogSumExp> {
   }
   static void vjp(const Attrs& a, Vjp& c) {  // softmax
     const Tensor x = c.input(0);
-    Shape keep = x.shape();
-    for (int d = 0; d < keep.rank(); ++d)
-      if (a.reduces(d)) keep[d] = 1;
-    const Tensor p = exp(sub(x, reshape(c.output(0), keep)));
-    c.set(0, mul(p, expand(reshape(c.grad(), keep), x.shape())));
+    const Tensor p = exp(sub(x, kept(a, c.output(0), x.rank())));
+    c.set(0, mul(p, expand(kept(a, c.grad(), x.rank()), x.shape())));
   }
 };
 

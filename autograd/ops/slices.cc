@@ -192,9 +192,7 @@ Tensor stack(const std::vector<Tensor>& xs, int dim) {
   for (const Tensor& x : xs) {
     if (!(x.shape() == xs[0].shape()))
       fail<ShapeError>("[stack] ", xs[0].type(), " and ", x.type(), " differ in shape");
-    Shape shape = x.shape();
-    shape.insert(d, 1);
-    rows.push_back(reshape(x, shape));
+    rows.push_back(unsqueeze(x, {d}));
   }
   return concat(rows, d);
 }

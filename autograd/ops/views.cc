@@ -56,6 +56,7 @@ struct Reshape {
   static constexpr bool kRecipe = true;
   struct Attrs {
     Shape shape;
+    uint32_t inserted = 0, removed = 0;  ///< bit d: dimension d of the result, or of the operand, has size 1 and no other's place
   };
   static void infer(const Attrs& a, Infer& c) { c.output(c.dtype(0), a.shape); }
   static void place(const Attrs& a, Place& p) {
@@ -64,11 +65,19 @@ struct Reshape {
       Placement out;
       if (map->is_flat())
         p.rule({in}, {in});
-      else if (moved(*map, p.shape(0), a.shape, out))
+      else if (a.inserted | a.removed ? shifted(*map, a, out) : moved(*map, p.shape(0), a.shape, out))
         p.rule({in}, {out});
     }
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
+  }
+  /// Where a cut of dimension d goes if the dimensions that come and go are known.
+  static bool shifted(const OwnershipMap& map, const Attrs& a, Placement& result) {
+    if (a.removed >> map.dim() & 1) return false;
+    const auto before = static_cast<uint32_t>((1u << map.dim()) - 1);
+    int to = map.dim() - std::popcount(a.removed & before);
+    for (int d = 0; d <= to; ++d) to += static_cast<int>(a.inserted >> d & 1);
+    return result = Placement::shard(map.moved_to(to)), true;
   }
   /// Where a cut of dimension d goes: dimensions are matched in groups of equal product, and a cut
   /// of a group's first dimension cuts the first dimension of the other group, in rows of another
@@ -108,9 +117,23 @@ struct Reshape {
     const View x = c.input(0);
     SHEAF_ON_DEVICE(stream, copy, x, View::dense(c.output(0).data, x.dtype, x.shape));
   }
-  static void vjp(const Attrs&, Vjp& c) { c.set(0, reshape(c.grad(), c.input_type(0).shape)); }
+  static void vjp(const Attrs& a, Vjp& c) {
+    const Shape& shape = c.input_type(0).shape;
+    c.set(0, shape == a.shape ? c.grad() : apply<Reshape>({shape, a.removed, a.inserted}, c.grad()));
+  }
   static void describe(const Attrs& a, std::string& out) { out += a.shape.to_string(); }
 };
+
+/// Bit d of each dimension of `dims`, which count in a tensor of `rank` dimensions.
+uint32_t mask_of(const char* op, const Dims& dims, int rank) {
+  uint32_t mask = 0;
+  for (const int dim : dims) {
+    const int d = wrap_dim(op, dim, rank);
+    check<ShapeError>((mask >> d & 1) == 0, "[", op, "] dimension ", dim, " is given twice");
+    mask |= 1u << d;
+  }
+  return mask;
+}
 
 struct Permute {
   static constexpr const char* kName = "permute";
@@ -195,6 +218,25 @@ Tensor reshape(const Tensor& x, const Shape& shape) {
   if (target.numel() != x.numel())
     fail<ShapeError>("[reshape] ", x.type(), " does not have the size of ", shape);
   return target == x.shape() ? x : apply<Reshape>({target}, x);
+}
+
+Tensor unsqueeze(const Tensor& x, const Dims& dims) {
+  const int rank = x.rank() + static_cast<int>(dims.size());
+  check<ShapeError>(rank <= kMaxDims, "[unsqueeze] ", x.type(), ": ", dims.size(), " more make more than ", kMaxDims, " dimensions");
+  const uint32_t inserted = mask_of("unsqueeze", dims, rank);
+  Shape shape;
+  for (int d = 0, from = 0; d < rank; ++d) shape.push_back(inserted >> d & 1 ? 1 : x.shape()[from++]);
+  return inserted == 0 ? x : apply<Reshape>({shape, inserted, 0}, x);
+}
+
+Tensor squeeze(const Tensor& x, const Dims& dims) {
+  const uint32_t removed = mask_of("squeeze", dims, x.rank());
+  Shape shape;
+  for (int d = 0; d < x.rank(); ++d) {
+    if (!(removed >> d & 1)) shape.push_back(x.shape()[d]);
+    else if (x.shape()[d] != 1) fail<ShapeError>("[squeeze] ", x.type(), ": dimension ", d, " has size ", x.shape()[d], ", not 1");
+  }
+  return removed == 0 ? x : apply<Reshape>({shape, 0, removed}, x);
 }
 
 Tensor permute(const Tensor& x, const Dims& order) {

@@ -120,6 +120,7 @@ TEST(Parts, MoveWhereEveryShareIsWholeRows) {
 
 TEST(Parts, RefuseWhatDoesNotFit) {
   EXPECT_THROW(OwnershipMap::parts(0, {6, 4}, 4), PlacementError);
+  EXPECT_THROW(OwnershipMap::even(0, 0), PlacementError);
   const OwnershipMap map = OwnershipMap::parts(0, {8, 4}, 4);
   EXPECT_THROW(map.owned_intervals(0, 2, {13}), PlacementError);
   EXPECT_THROW(map.owned_size(0, 2, {13}), PlacementError);

@@ -273,7 +273,16 @@ TEST(Module, CloneHasTheSameValuesInMemoryOfItsOwn) {
   shard(model, Mesh{}, {.units = nn::units_of<testing::TinyBlock>()});
   materialize(model, Device::cpu(), {.seed = 3});
   model.eval();
+  model.blocks[0].recompute();
   testing::TinyModel copy = nn::clone(model, 2);
+  const auto nodes = [](testing::TinyModel& m) {
+    Recording recording;
+    recording.backward(sum(m(Tensor::from<int32_t>({1, 2}, {1, 2}))));
+    return recording.take().num_nodes();
+  };
+  EXPECT_EQ(nodes(copy), nodes(model));
+  copy.blocks[0].recompute(false);
+  EXPECT_LT(nodes(copy), nodes(model));
   EXPECT_EQ(units(copy).size(), 3u);
   EXPECT_FALSE(copy.training());
   EXPECT_FALSE(copy.blocks[1].up.weight.trainable());
