@@ -83,7 +83,7 @@ Tensor Unit::value(int index) {
 }
 
 std::vector<Tensor> Unit::to_gather() {
-  if (copies()) return take_copies();
+  if (secondary()) return take_copies();
   // Casts that are no gather's input stay for the next micro-batch: its forward would hold all of them again before memory
   // is at its peak.
   const bool casts = std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.compute != b.dtype; });
@@ -97,11 +97,11 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     if (r) r->leaf(b.shard, b.name);
     out.push_back(b.shard);
   }
-  if ((gathers() || copies()) && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
+  if ((gathers() || secondary()) && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
     std::vector<OutputSpec> specs;
     for (const FlatBuffer& b : buffers_) {
       Layout layout = whole(b).with(axis_, b.shard.layout()[axis_]);
-      if (copies()) layout[secondary_axis_] = b.shard.layout()[secondary_axis_];
+      if (secondary()) layout[secondary_axis_] = b.shard.layout()[secondary_axis_];
       specs.push_back({buffer_type(b, b.dtype, layout), b.shard, -1, 0});
     }
     const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
@@ -135,62 +135,6 @@ void Unit::views_of_masters() {
   open_in(to_gather());
   if (Recording* r = Recording::current()) r->use_group(this);
 }
-
-// --- copies of the masters ---
-
-bool Unit::has_copies() const {
-  const Recording* r = Recording::current();
-  return !copies_.buffers.empty() && copies_.recording == (r ? r->serial() : 0) && copies_.version == version();
-}
-
-void Unit::issue_copies(bool prefetched) {
-  const PathScope path(name_);
-  drop_copies();
-  Recording* r = Recording::current();
-  const std::vector<Tensor> masters = masters_for_compute();
-  if (copies()) {
-    std::vector<OutputSpec> specs;
-    for (const FlatBuffer& b : buffers_) {
-      specs.push_back({buffer_type(b, b.compute, whole(b).with(axis_, b.shard.layout()[axis_])), {}, -1, 0});
-      if (b.compute != b.dtype) copies_.lent.push_back(masters[specs.size() - 1]);
-    }
-    if (r && prefetched) r->flag_next(Node::kPrefetched);
-    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(buffers_.size())};
-    const Tensors outputs = apply_typed(UnitOps::gather_copies(), &attrs, masters, specs);
-    copies_.buffers.assign(outputs.begin(), outputs.end());
-    copies_.under_way = true;
-  } else {
-    copies_.buffers = masters;
-  }
-  copies_.recording = r ? r->serial() : 0;
-  copies_.version = version();
-}
-
-std::vector<Tensor> Unit::take_copies() {
-  if (!has_copies()) issue_copies(/*prefetched=*/false);
-  if (copies_.under_way) {
-    const PathScope path(name_);
-    std::vector<Tensor> lent = copies_.buffers;
-    lent.insert(lent.end(), copies_.lent.begin(), copies_.lent.end());
-    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
-    apply_typed(UnitOps::complete(), &attrs, lent, {});
-    copies_.lent.clear();
-    copies_.under_way = false;
-  }
-  return copies_.buffers;
-}
-
-void Unit::drop_copies() {
-  if (copies() && !copies_.buffers.empty()) {
-    const PathScope path(name_);
-    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
-    execute_node(UnitOps::discard(), &attrs, copies_.buffers, {});
-    if (Recording* r = Recording::living(copies_.recording)) r->record(UnitOps::discard(), &attrs, copies_.buffers, {}, {});
-  }
-  copies_ = {};
-}
-
-// --- gathered ---
 
 void Unit::reopen() {
   const PathScope path(name_);
@@ -228,7 +172,7 @@ void Unit::issue_gather(bool prefetched) {
   Tensors outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, gathered_specs());
   const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
-  for (size_t b = 0; b < buffers_.size() && !copies(); ++b)
+  for (size_t b = 0; b < buffers_.size() && !secondary(); ++b)
     if (buffers_[b].compute != buffers_[b].dtype) lent_.push_back(shards[b]);
   std::move(split, outputs.end(), values_.begin());
   recording_ = r ? r->serial() : 0;
@@ -296,7 +240,7 @@ void Unit::backward_ended() {
 }
 
 void Unit::recording_ended() {
-  if (gathers() || copies()) schedule_->flush();
+  if (gathers() || secondary()) schedule_->flush();
   if (gathers()) discard_gathered();
   close_ungathered();
   drop_copies();

@@ -174,7 +174,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   /// Nobody to talk to along this axis.
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
-  bool copies() const { return secondary_axis_ >= 0 && !alone(secondary_axis_); }
+  /// A group's copy of the masters has to be gathered from the other groups.
+  bool secondary() const { return secondary_axis_ >= 0 && !alone(secondary_axis_); }
   /// Of a reduction along this axis every rank keeps a slice.
   bool scatters(int axis) const { return !alone(axis) && (axis == axis_ ? shards() : axis == secondary_axis_); }
   bool is_cut(int leaf) const { return tensor_axis_ >= 0 && leaves_[leaf].cut; }

@@ -178,7 +178,7 @@ int64_t Unit::gathered_bytes() const {
 
 int64_t Unit::copied_bytes() const {
   int64_t bytes = 0;
-  if (copies())
+  if (secondary())
     for (const FlatBuffer& b : buffers_) bytes += b.layout.total / mesh_->size(axis_) * static_cast<int64_t>(size_of(b.compute));
   return bytes;
 }

@@ -1,0 +1,60 @@
+// Copies of the masters that last for a recording's micro-batches: casts, where nothing is gathered, or what a group gathers
+// along a secondary axis, which the unit's own gathers then start from.
+#include "sheaf/distributed/unit.h"
+#include "sheaf/distributed/unit_ops.h"
+
+namespace sheaf {
+
+bool Unit::has_copies() const {
+  const Recording* r = Recording::current();
+  return !copies_.buffers.empty() && copies_.recording == (r ? r->serial() : 0) && copies_.version == version();
+}
+
+void Unit::issue_copies(bool prefetched) {
+  const PathScope path(name_);
+  drop_copies();
+  Recording* r = Recording::current();
+  const std::vector<Tensor> masters = masters_for_compute();
+  if (secondary()) {
+    std::vector<OutputSpec> specs;
+    for (const FlatBuffer& b : buffers_) {
+      specs.push_back({buffer_type(b, b.compute, whole(b).with(axis_, b.shard.layout()[axis_])), {}, -1, 0});
+      if (b.compute != b.dtype) copies_.lent.push_back(masters[specs.size() - 1]);
+    }
+    if (r && prefetched) r->flag_next(Node::kPrefetched);
+    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(buffers_.size())};
+    const Tensors outputs = apply_typed(UnitOps::gather_copies(), &attrs, masters, specs);
+    copies_.buffers.assign(outputs.begin(), outputs.end());
+    copies_.under_way = true;
+  } else {
+    copies_.buffers = masters;
+  }
+  copies_.recording = r ? r->serial() : 0;
+  copies_.version = version();
+}
+
+std::vector<Tensor> Unit::take_copies() {
+  if (!has_copies()) issue_copies(/*prefetched=*/false);
+  if (copies_.under_way) {
+    const PathScope path(name_);
+    std::vector<Tensor> lent = copies_.buffers;
+    lent.insert(lent.end(), copies_.lent.begin(), copies_.lent.end());
+    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
+    apply_typed(UnitOps::complete(), &attrs, lent, {});
+    copies_.lent.clear();
+    copies_.under_way = false;
+  }
+  return copies_.buffers;
+}
+
+void Unit::drop_copies() {
+  if (secondary() && !copies_.buffers.empty()) {
+    const PathScope path(name_);
+    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
+    execute_node(UnitOps::discard(), &attrs, copies_.buffers, {});
+    if (Recording* r = Recording::living(copies_.recording)) r->record(UnitOps::discard(), &attrs, copies_.buffers, {}, {});
+  }
+  copies_ = {};
+}
+
+}  // namespace sheaf
