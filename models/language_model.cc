@@ -51,6 +51,7 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.mlp_width = m.mlp_width;
     c.context = m.context;
     c.vocab = words;
+    c.qkv_bias = m.qkv_bias;
     c.rope_theta = m.rope_theta;
     c.rope_scaling = rotary_scaling(m.rope_scaling);
     c.norm_eps = m.norm_eps;

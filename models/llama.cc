@@ -20,6 +20,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c) {
   a.heads = c.heads;
   a.kv_heads = c.kv_heads;
   a.bias = false;
+  a.qkv_bias = c.qkv_bias;
   a.dropout = c.dropout;
   a.rope_theta = c.rope_theta;
   a.rope_scaling = c.rope_scaling;

@@ -28,6 +28,7 @@ struct LlamaConfig {
   double norm_eps = 1e-5;
   double dropout = 0.0;           ///< of attention and MLP outputs
   bool tie_embeddings = false;    ///< the head is the token embedding
+  bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
 
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();

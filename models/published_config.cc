@@ -27,6 +27,7 @@ class Reader {
     const Json* value = json_.find(key);
     return value && !value->is_null() ? value : nullptr;
   }
+  bool has(const char* key) const { return json_.find(key) != nullptr; }
   [[noreturn]] void refuse(const char* key, const std::string& reason) const {
     std::string value = json_.find(key) ? json_.find(key)->dump() : "missing";
     if (value.size() > 80) value = value.substr(0, 80) + "...";
@@ -120,13 +121,17 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
   return s;
 }
 
-ModelConfig read_llama(const Reader& r) {
+// Those of one shape: Llama's, Mistral's, and Qwen2's, whose queries, keys and values have biases.
+ModelConfig read_llama(const Reader& r, const std::string& type) {
+  const bool llama = type == "llama", qwen = type == "qwen2";
   if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
-  r.only("attention_bias", false, "Sheaf's llama has no biases");
-  r.only("mlp_bias", false, "Sheaf's llama has no biases");
+  r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
+  r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
   r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
-  for (const char* key : {"sliding_window", "use_sliding_window"})
-    r.only(key, false, "Sheaf's attention sees all tokens before");
+  r.only("use_sliding_window", false, "Sheaf's attention sees all tokens before");
+  // Qwen2 does not use the one that it names; transformers gives Mistral one unless the file says null.
+  if (!qwen) r.only("sliding_window", false, "Sheaf's attention sees all tokens before");
+  if (type == "mistral" && !r.has("sliding_window")) r.refuse("sliding_window", "that means 4096 tokens; Sheaf's attention sees all before");
   if (const Json* types = r.find("layer_types"); types && types->dump().find("sliding") != std::string::npos)
     r.refuse("layer_types", "Sheaf's attention sees all tokens before");
   if (r.number("partial_rotary_factor", 1.0) != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads");
@@ -134,7 +139,7 @@ ModelConfig read_llama(const Reader& r) {
   m.type = "llama";
   m.layers = r.positive("num_hidden_layers");
   m.heads = r.positive("num_attention_heads");
-  m.kv_heads = r.positive("num_key_value_heads", m.heads);
+  m.kv_heads = llama ? r.positive("num_key_value_heads", m.heads) : r.positive("num_key_value_heads");
   m.width = r.positive("hidden_size");
   m.mlp_width = r.positive("intermediate_size");
   m.context = r.positive("max_position_embeddings");
@@ -148,6 +153,7 @@ ModelConfig read_llama(const Reader& r) {
   }
   m.tie_embeddings = r.flag("tie_word_embeddings", false);
   m.bias = false;
+  m.qkv_bias = qwen;
   if (r.find("head_dim") && r.positive("head_dim") != m.width / m.heads)
     r.refuse("head_dim", str("Sheaf's heads are width / heads = ", m.width, " / ", m.heads, " wide"));
   return m;
@@ -168,8 +174,8 @@ ModelConfig read_published_config(const std::string& file) {
   const std::string type = r.text("model_type", "");
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
-  else if (type == "llama") m = read_llama(r);
-  else r.refuse("model_type", "Sheaf has gpt2 and llama");
+  else if (type == "llama" || type == "mistral" || type == "qwen2") m = read_llama(r, type);
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral and qwen2");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }
@@ -190,6 +196,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("norm_eps", m.norm_eps, published.norm_eps);
   if (m.type == "gpt2") same("bias", m.bias, published.bias);
   if (m.type == "llama") {
+    same("qkv_bias", m.qkv_bias, published.qkv_bias);
     same("rope_theta", m.rope_theta, published.rope_theta);
     const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
     same("rope_scaling.rope_type", ours.rope_type, theirs.rope_type);
@@ -220,10 +227,10 @@ Json published_rope_scaling(const RopeScalingConfig& s) {
 
 Json published_config(const ModelConfig& model) {
   const ModelConfig m = resolved(model);
-  const bool gpt2 = m.type == "gpt2";
+  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias;
   Json json;
-  json.set("model_type", m.type)
-      .set("architectures", Json::Array{gpt2 ? "GPT2LMHeadModel" : "LlamaForCausalLM"})
+  json.set("model_type", qwen ? "qwen2" : m.type)
+      .set("architectures", Json::Array{gpt2 ? "GPT2LMHeadModel" : qwen ? "Qwen2ForCausalLM" : "LlamaForCausalLM"})
       .set("torch_dtype", "float32")
       .set("vocab_size", m.vocab)
       .set("tie_word_embeddings", m.tie_embeddings)
@@ -250,9 +257,9 @@ Json published_config(const ModelConfig& model) {
         .set("hidden_act", "silu")
         .set("rms_norm_eps", m.norm_eps)
         .set("rope_theta", m.rope_theta)
-        .set("rope_scaling", published_rope_scaling(m.rope_scaling))
-        .set("attention_bias", false)
-        .set("mlp_bias", false);
+        .set("rope_scaling", published_rope_scaling(m.rope_scaling));
+    if (qwen) json.set("use_sliding_window", false);
+    else json.set("attention_bias", false).set("mlp_bias", false);
   }
   return json;
 }

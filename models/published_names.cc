@@ -50,6 +50,12 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
     out.push_back({name + ".self_attn.q_proj.weight", {c, c}, qkv});
     out.push_back({name + ".self_attn.k_proj.weight", {kv, c}, qkv, c});
     out.push_back({name + ".self_attn.v_proj.weight", {kv, c}, qkv, c + kv});
+    if (m.qkv_bias) {
+      const std::string bias = own + ".attention.qkv.bias";
+      out.push_back({name + ".self_attn.q_proj.bias", {c}, bias});
+      out.push_back({name + ".self_attn.k_proj.bias", {kv}, bias, c});
+      out.push_back({name + ".self_attn.v_proj.bias", {kv}, bias, c + kv});
+    }
     out.push_back({name + ".self_attn.o_proj.weight", {c, c}, own + ".attention.projection.weight"});
     out.push_back({name + ".post_attention_layernorm.weight", {c}, own + ".mlp_norm.weight"});
     out.push_back({name + ".mlp.gate_proj.weight", {m.mlp_width, c}, own + ".mlp.gate.weight"});

@@ -14,6 +14,7 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.mlp_width", m.mlp_width);
   f("model.context", m.context);
   f("model.bias", m.bias);
+  f("model.qkv_bias", m.qkv_bias);
   f("model.tie_embeddings", m.tie_embeddings);
   f("model.dropout", m.dropout);
   f("model.rope_theta", m.rope_theta);
@@ -47,7 +48,7 @@ void for_each_train_option(Train&& t, F&& f) {
 // What older checkpoints do not have.
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
-         key.starts_with("model.rope_scaling.");
+         key == "model.qkv_bias" || key.starts_with("model.rope_scaling.");
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

@@ -43,6 +43,7 @@ struct ModelConfig {
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
+  bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
   bool tie_embeddings = true;   ///< the output head is the token embedding
   double dropout = 0.0;         ///< probability, in [0, 1)
   double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)

@@ -213,6 +213,7 @@ std::string value_text(const ConfigField& field) {
 // What an option needs to change anything: null if it has that.
 const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
+  if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   const std::string& scaling = config.model.rope_scaling.rope_type;
   if (key == "model.rope_scaling.factor" && scaling == "default")

@@ -29,6 +29,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.context", &m.context, "tokens per sequence", any, 1, 1e8},
       {"model.vocab", &m.vocab, "vocabulary size; 0: that of the tokenizer", any, 0, 1e8},
       {"model.bias", &m.bias, "biases in linear layers and layer norms (gpt2)"},
+      {"model.qkv_bias", &m.qkv_bias, "queries, keys and values have biases, as Qwen2's (llama)"},
       {"model.tie_embeddings", &m.tie_embeddings, "the output head is the token embedding"},
       {"model.dropout", &m.dropout, "probability", any, 0, 0.999},
       {"model.rope_theta", &m.rope_theta, "base of the rotary frequencies (llama)", any, 1},

@@ -20,7 +20,7 @@ int64_t key_heads(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c
 // A tensor axis cuts the heads. Queries read the keys of their group: all are cut in as many units as there are key heads.
 LinearOptions reads(const AttentionConfig& c) {
   const int64_t g = key_heads(c), d = c.width / c.heads;
-  return {c.bias, c.init, OwnershipMap::parts(0, {c.heads * d, g * d, g * d}, g)};
+  return {c.bias || c.qkv_bias, c.init, OwnershipMap::parts(0, {c.heads * d, g * d, g * d}, g)};
 }
 LinearOptions writes(const AttentionConfig& c) {
   return {c.bias, c.projection_init, OwnershipMap::even(1, c.width / key_heads(c))};

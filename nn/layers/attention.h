@@ -15,6 +15,7 @@ struct AttentionConfig {
   int64_t kv_heads = 0;     ///< key and value heads, a divisor of heads (grouped queries, https://arxiv.org/abs/2305.13245);
                             ///< 0: as many as heads
   bool bias = true;         ///< in both linear layers
+  bool qkv_bias = false;    ///< in the first of them, if not in both
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
   RotaryScaling rope_scaling = {};  ///< of their frequencies

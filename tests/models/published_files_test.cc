@@ -21,7 +21,8 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "tests/models/published/llama_bf16_shards",
-                  kBase = "tests/models/published/gpt2_f16_base", kScaled = "tests/models/published/llama_f32_scaled";
+                  kBase = "tests/models/published/gpt2_f16_base", kScaled = "tests/models/published/llama_f32_scaled",
+                  kMistral = "tests/models/published/mistral_f32", kQwen2 = "tests/models/published/qwen2_bf16_tied";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -189,7 +190,7 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
                   AllOf(HasSubstr(str("config.json: ", key, " is {\"factor\":8.0,")),
                         HasSubstr(str("of the rope_type default, linear or llama3, not \"", type, "\""))));
   EXPECT_THAT(refused(kLlama, "rope_parameters", Json::Object{{"rope_theta", "1e4"}}), HasSubstr("rope_theta is not a number"));
-  EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases"));
+  EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases in both"));
   EXPECT_THAT(refused(kLlama, "mlp_bias", true), HasSubstr("mlp_bias is true"));
   EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
   EXPECT_THAT(refused(kLlama, "layer_types", Json::Array{"full_attention", "sliding_attention"}), HasSubstr("layer_types is"));
@@ -198,8 +199,13 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  EXPECT_THAT(refused(kLlama, "model_type", "mistral"), HasSubstr("model_type is \"mistral\": Sheaf has gpt2 and llama"));
-  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2 and llama"));
+  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral and qwen2"));
+  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral and qwen2"));
+  EXPECT_THAT(refused(kLlama, "model_type", "mistral"), HasSubstr("sliding_window is missing: that means 4096 tokens"));
+  EXPECT_THAT(refused(kMistral, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
+  EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
+  EXPECT_THAT(refused(kQwen2, "use_sliding_window", true), HasSubstr("use_sliding_window is true: Sheaf's attention sees all"));
+  EXPECT_EQ(refused(kQwen2, "sliding_window", 32768), "no exception");
   EXPECT_THAT(refused(kLlama, "hidden_size", 0), HasSubstr("hidden_size is 0: expected a positive integer"));
   EXPECT_THAT(refused(kLlama, "hidden_size", Json()), HasSubstr("hidden_size is null: expected a positive integer"));
   EXPECT_THAT(refused(kGpt2, "n_embd", int64_t{1} << 62), HasSubstr("expected a positive integer, at most 10^9"));
@@ -275,7 +281,7 @@ TEST(PublishedConfig, ScaledRotaryPositions) {
 }
 
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
-  for (const std::string& folder : {kGpt2, kLlama, kScaled}) {
+  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());
