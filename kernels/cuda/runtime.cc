@@ -14,12 +14,20 @@ void check_call(cudaError_t error, const char* call) {
   if (error != cudaSuccess) fail<CudaError>('[', call, "] ", cudaGetErrorString(error));
 }
 
+// Of what gives something back. That happens while an error is on its way, too, and after a fault
+// of the device every call fails with it: whoever waited for the work tells of it.
+void check_given_back(cudaError_t error, const char* call) {
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle)
+    check_call(error, call);
+}
+
 cudaStream_t handle_of(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle); }
 cudaEvent_t event_of(EventHandle event) { return static_cast<cudaEvent_t>(event); }
 
 }  // namespace
 
 #define SHEAF_CUDA_CALL(function, ...) check_call(function(__VA_ARGS__), #function)
+#define SHEAF_CUDA_GIVE_BACK(function, thing) check_given_back(function(thing), #function)
 
 int device_count() {
   int count = 0;
@@ -147,7 +155,7 @@ DeviceMemoryInfo memory_info() {
   return info;
 }
 
-void free(void* memory) { SHEAF_CUDA_CALL(cudaFree, memory); }
+void free(void* memory) { SHEAF_CUDA_GIVE_BACK(cudaFree, memory); }
 
 void* allocate_pinned(size_t bytes) {
   void* memory = nullptr;
@@ -155,7 +163,7 @@ void* allocate_pinned(size_t bytes) {
   return memory;
 }
 
-void free_pinned(void* memory) { SHEAF_CUDA_CALL(cudaFreeHost, memory); }
+void free_pinned(void* memory) { SHEAF_CUDA_GIVE_BACK(cudaFreeHost, memory); }
 
 Stream make_stream(int device, Priority priority) {
   use_device(device);
@@ -190,7 +198,7 @@ EventHandle make_event(unsigned flags) {
 EventHandle make_event() { return make_event(cudaEventDisableTiming); }
 EventHandle make_timed_event() { return make_event(cudaEventDefault); }
 
-void destroy_event(EventHandle event) { SHEAF_CUDA_CALL(cudaEventDestroy, event_of(event)); }
+void destroy_event(EventHandle event) { SHEAF_CUDA_GIVE_BACK(cudaEventDestroy, event_of(event)); }
 void record(EventHandle event, const Stream& stream) {
   SHEAF_CUDA_CALL(cudaEventRecord, event_of(event), handle_of(stream));
 }

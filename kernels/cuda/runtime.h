@@ -2,8 +2,9 @@
 // runtime.cc over the CUDA runtime, and by emulation.cc, which runs the very same kernel sources on
 // a CPU (see emulation.h).
 //
-// All functions throw CudaError naming the call, or OutOfMemory. None is called from a build
-// without either (config.h, kHasCuda).
+// All functions throw CudaError naming the call, or OutOfMemory; those that free memory or destroy
+// an event only for what is none, not for what work before them has done, so that they may stand in
+// destructors. None is called from a build without either (config.h, kHasCuda).
 #pragma once
 
 #include <cstddef>
