@@ -133,8 +133,7 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
     line.missing = e.what();
     line.samples_s.clear();
   }
-  const PeakReading after = probe_->read();
-  line.worst = {std::min(before.gflops, after.gflops), std::min(before.copy_gbs, after.copy_gbs)};
+  // Said before the probe, which ends the run if a GPU has failed.
   std::string text = line.suite + "/" + line.name + ": ";
   if (!line.missing.empty()) {
     text += "not available: " + line.missing;
@@ -143,6 +142,8 @@ void Session::line(std::string_view suite, std::string_view line_name, Unit unit
     if (!line.peer.empty()) text += " (" + line.peer + " " + short_number(line.peer_value) + ")";
   }
   say(text);
+  const PeakReading after = probe_->read();
+  line.worst = {std::min(before.gflops, after.gflops), std::min(before.copy_gbs, after.copy_gbs)};
   lines_.push_back(std::move(line));
 }
 
