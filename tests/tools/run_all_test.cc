@@ -140,6 +140,42 @@ exit 1)");
   EXPECT_TRUE(fs::exists(bundle / "logs/machine.log"));
 }
 
+TEST(RunAll, WhereTheGpuFaultedTheLaunchIsNamed) {
+  Bundle bundle;
+  // The second test meets a fault, whose launch is known only where the host waits for each.
+  bundle.add("bin/faults_test", R"(
+echo "$@" >>words
+echo '[ RUN      ] A.Wrong'
+echo '[  FAILED  ] A.Wrong (1 ms)'
+echo '[ RUN      ] A.Faults'
+where=cudaStreamSynchronize
+if [[ -n $CUDA_LAUNCH_BLOCKING ]]; then where=softmax; fi
+echo "what(): [$where] an illegal memory access was encountered"
+kill -ABRT $$)");
+  bundle.add("bin/fails_test", kFails);
+  bundle.add("bin/sheaf", R"(
+if [[ $* == *'--filter gemm/b'* ]]; then echo "[$CUDA_LAUNCH_BLOCKING] misaligned address"; exit 1; fi
+echo 'gemm/a: 1 GB/s'
+echo 'gemm/b: not available: [cudaEventSynchronize] misaligned address'
+exit 1)");
+  EXPECT_EQ(bundle.run("--tests --benchmarks --suites gemm"), 1);
+  const std::string traced = "Launch by launch:\n\n```\n";
+  EXPECT_THAT(bundle.report(), HasSubstr(traced + "what(): [softmax] an illegal memory access"));
+  EXPECT_THAT(bundle.report(), HasSubstr(traced + "[1] misaligned address\n```"));
+  const size_t first = bundle.report().find(traced),
+               second = bundle.report().find(traced, first + 1);
+  EXPECT_EQ(bundle.report().find(traced, second + 1), std::string::npos);
+  std::stringstream words;
+  words << std::ifstream(bundle / "data/words").rdbuf();
+  EXPECT_EQ(words.str(), "--gtest_color=no\n--gtest_color=no --gtest_filter=A.Faults\n");
+  // A sanitizer knows the place.
+  bundle.add("path/compute-sanitizer", R"(
+echo '========= Invalid __global__ read of size 16 bytes'
+echo '=========     at forward(Walk<2>)+0x40 in softmax.cu:150')");
+  EXPECT_EQ(bundle.run("--tests --only faults"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("in softmax.cu:150\n```"));
+}
+
 TEST(RunAll, TestsAreChosenAndWhatTellsMostComesFirst) {
   Bundle bundle;
   for (const char* name : {"a", "kernels_cuda_copy", "kernels_cuda_gpu", "models_gpu"})
