@@ -1,5 +1,8 @@
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/cuda/gpu.h"
@@ -57,6 +60,37 @@ TEST(CudnnAttention, ForwardAndBackward) {
         run(backward);
         EXPECT_TRUE(same_bits(g.dqkv.back(), got));
       }
+    }
+}
+
+// Rows whose scores are all far below zero. In cuDNN's kernel for Hopper what lies beyond the last
+// key counts as a score of 0 where no mask hides it, and exp(0 - lse) is infinite from lse = -89
+// on: a tile has 128 keys, so 64 and 192 tokens leave half of one. The causal mask must hide it.
+TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
+  SHEAF_NEEDS_GPU();
+  constexpr AttentionCase kTiles[] = {{1, 64, 2, 2, 64}, {2, 192, 4, 2, 128}, {1, 256, 2, 1, 64}};
+  for (const AttentionCase& c : kTiles)
+    for (bool deterministic : {true, false}) {
+      AttentionData data(c, kBF16);
+      const Array noise = Array::random(kBF16, c.packed(), 1, 0.1);
+      data.qkv.fill([&](int64_t i) {  // a score of -120 by the first elements
+        const int64_t head = i / c.width % (c.heads + 2 * c.groups);
+        if (i % c.width != 0 || head >= c.heads + c.groups) return noise.at(i);
+        return head < c.heads ? 1.0 : -120 / data.scale;
+      });
+      const ExpectedAttention want(data);
+      const AttentionOnGpu g(data);
+      Attention a = backward_of(g, data.scale);
+      a.deterministic = deterministic;
+      if (const std::string why = cuda::cudnn::refusal(a); !why.empty())
+        GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+      run(forward_of(g, data.scale));
+      EXPECT_LT(scaled_error(g.lse.back(), values(want.lse)), 1e-3) << c.tokens;
+      EXPECT_LT(scaled_error(g.out.back(), values(want.out)), 8 * epsilon(kBF16)) << c.tokens;
+      run(a);
+      const std::vector<double> got = values(g.dqkv.back());
+      EXPECT_TRUE(std::ranges::all_of(got, [](double x) { return std::isfinite(x); }))
+          << c.tokens << (deterministic ? "" : ", adding");
     }
 }
 
