@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -37,6 +38,7 @@ namespace {
 
 constexpr size_t kWorkspace = size_t{32} << 20;
 constexpr int kCandidates = 8, kTimedRuns = 3;
+constexpr size_t kMatrixAlignment = 16;  // of an epilogue's
 
 void check_status(cublasStatus_t status, const Product& product, const char* call) {
   if (status != CUBLAS_STATUS_SUCCESS)
@@ -107,13 +109,17 @@ Operation make_operation(const Product& p) {
   set(out, CUBLASLT_MATMUL_DESC_TRANSB, s.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, p);
   if (s.epilogue != Epilogue::none)
     set(out, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(s.epilogue), p);
+  // Who chooses an algorithm reads the alignment of the epilogue's memory off its address, and is
+  // given what holds for the shape, not where the first call's memory happens to lie: that is
+  // try_run()'s to set.
+  const auto at = [](size_t alignment) { return reinterpret_cast<void*>(alignment); };
   if (has_vector(s.epilogue)) {
     set(out, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(s.out)), p);
-    set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.vector, p);
+    set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, at(s.alignment[3]), p);
   }
   if (has_matrix(s.epilogue)) {
     set(out, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, s.ld_d, p);
-    set(out, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.matrix, p);
+    set(out, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, at(kMatrixAlignment), p);
   }
   return out;
 }
@@ -318,7 +324,8 @@ class DeviceProducts {
     check_cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device), p);
     const float bytes_per_millisecond =  // two transfers a clock
         2.0f * static_cast<float>(kilohertz) * static_cast<float>(bits) / 8 * kShare;
-    if (bytes_per_millisecond <= 0) return kLaunch;
+    // Where that is not known the product does the work: it moves less.
+    if (bytes_per_millisecond <= 0) return std::numeric_limits<float>::infinity();
     return kLaunch + static_cast<float>(bytes_of_epilogue(p.shape)) / bytes_per_millisecond;
   }
 
