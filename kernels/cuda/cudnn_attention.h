@@ -19,13 +19,15 @@ struct Attention {
   View dout = {}, dq = {}, dk = {}, dv = {};  ///< backward only
   bool causal = true;
   double scale = 1;
-  /// Backward: dq has the same bits at every run. cuDNN then wants workspace for a dq in f32 for
-  /// every 128 keys, or 256 where heads are wider than 64: 4 B T H D (T / 128) bytes, which grow
-  /// with T². Without it, it adds to one such dq in the order in which blocks finish; ops never ask
-  /// for that.
+  /// Backward: dq has the same bits at every run. cuDNN then wants workspace for the gradients of
+  /// all scores, in the operands' type: 2 B H T T bytes, whatever the heads' width, one T rounded
+  /// up to 128; and little more, but 4 B H T D bytes for dk and dv of every query head where heads
+  /// share keys. Without it, it adds to one dq in f32 in the order in which blocks finish; ops
+  /// never ask for that.
   bool deterministic = true;
-  /// For those dq, in bytes. What wants more is computed in parts, one after the other. GPT-2 of 12
-  /// heads wants 25 MiB a sequence at T = 1024; Llama's 32 heads of 128 want 4 GiB at T = 8192.
+  /// For the gradients of scores, in bytes. What wants more is computed in parts, one after the
+  /// other. GPT-2 of 12 heads wants 24 MiB a sequence at T = 1024; Llama's 32 heads want 4 GiB at
+  /// T = 8192.
   int64_t most_workspace = int64_t{1} << 30;
 };
 

@@ -40,10 +40,10 @@ void cut(const Attention& a, int dim, int64_t parts, std::vector<Attention>& out
 
 std::vector<Attention> parts_of(const Attention& a) {
   if (a.dout.rank() == 0 || !a.deterministic) return {a};
-  const int64_t batch = a.q.shape[0], groups = a.k.shape[2],
-                block_keys = a.q.shape[3] > 64 ? 256 : 128,
-                blocks = (a.k.shape[1] + block_keys - 1) / block_keys,
-                sequence = a.q.numel() / batch * blocks * static_cast<int64_t>(sizeof(float));
+  constexpr int64_t kTile = 128;  // keys
+  const int64_t batch = a.q.shape[0], tokens = a.q.shape[1], heads = a.q.shape[2],
+                groups = a.k.shape[2], keys = (a.k.shape[1] + kTile - 1) / kTile * kTile,
+                sequence = heads * tokens * keys * static_cast<int64_t>(size_of(a.q.dtype));
   const auto fewest = [&](int64_t size, int64_t bytes) {  // equal parts of `size`, `bytes` in all
     int64_t parts = 1;
     while (parts < size && (size % parts != 0 || bytes / parts > a.most_workspace)) ++parts;

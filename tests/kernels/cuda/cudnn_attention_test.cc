@@ -96,7 +96,7 @@ TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
 
 TEST(CudnnAttention, PartsKeepToAWorkspace) {
   SHEAF_NEEDS_GPU();
-  // A sequence's dq in f32 takes 16 KiB a head, once for every 128 keys: 128 KiB.
+  // The gradients of a head's scores take 128 KiB, a sequence's 512.
   const AttentionData data({3, 256, 4, 2, 16}, kBF16);
   const ExpectedAttention want(data);
   const AttentionOnGpu g(data);
@@ -107,7 +107,7 @@ TEST(CudnnAttention, PartsKeepToAWorkspace) {
   const struct {
     int64_t kib;
     size_t parts;
-  } kCuts[] = {{384, 1}, {383, 3}, {128, 3}, {127, 6}, {1, 6}};
+  } kCuts[] = {{1536, 1}, {1535, 3}, {512, 3}, {511, 6}, {1, 6}};
   for (const auto& [kib, parts] : kCuts) {
     a.most_workspace = kib << 10;
     EXPECT_EQ(cuda::cudnn::parts_of(a).size(), parts) << kib;
