@@ -30,20 +30,25 @@ struct Groups {
   int replicas, ranks;  // groups, and ranks in each
   friend void PrintTo(const Groups& g, std::ostream* out) { *out << g.replicas << " x " << g.ranks; }
 };
-class HybridGradients : public ::testing::TestWithParam<std::tuple<std::string, Groups, int>> {};
+class HybridGradients : public ::testing::TestWithParam<std::tuple<const char*, std::string, Groups, int>> {};
 
 TEST_P(HybridGradients, EqualUnshardedInF64) {
-  const auto [strategy, groups, rows] = GetParam();
+  const auto [axis, strategy, groups, rows] = GetParam();
   const Values expected = gradients_f64(1, "replicate", rows);
-  const Values actual = gradients_f64(Axes{{"replica", groups.replicas}, {"data", groups.ranks}}, strategy, rows);
+  const Values actual = gradients_f64(Axes{{axis, groups.replicas}, {"data", groups.ranks}}, strategy, rows);
   EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
 }
 
 // With 7 rows no group and no rank has as many as the next; with 3, some have none.
+const auto kMeshes = ::testing::Values(Groups{1, 1}, Groups{1, 3}, Groups{3, 1}, Groups{2, 2}, Groups{2, 3}, Groups{3, 2},
+                                       Groups{5, 1});
 INSTANTIATE_TEST_SUITE_P(Meshes, HybridGradients,
-                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
-                                            ::testing::Values(Groups{1, 1}, Groups{1, 3}, Groups{3, 1}, Groups{2, 2},
-                                                              Groups{2, 3}, Groups{3, 2}, Groups{5, 1}),
+                         ::testing::Combine(::testing::Values("replica"),
+                                            ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"), kMeshes,
+                                            ::testing::Values(7, 3)));
+INSTANTIATE_TEST_SUITE_P(SecondaryShards, HybridGradients,
+                         ::testing::Combine(::testing::Values("secondary"),
+                                            ::testing::Values("full_shard", "shard_grad_op", "zero1"), kMeshes,
                                             ::testing::Values(7, 3)));
 
 TEST(Hybrid, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {

@@ -1,5 +1,6 @@
 // Secondary shards: replicas of which each rank's masters, gradients and optimizer state are a slice of what its group's
-// would be. Gradients in f64; the bits of whole replicas; how often a group gathers its copy, and what it takes.
+// would be. The bits of whole replicas; how often a group gathers its copy, and what it takes. Gradients in f64 are in
+// hybrid_test.cc, but for those beside a tensor axis.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -26,22 +27,6 @@ models::TrainConfig replicas(int64_t groups, const char* strategy = "full_shard"
   c.sharding.secondary = secondary;
   return c;
 }
-
-class SecondaryGradients : public ::testing::TestWithParam<std::tuple<std::string, std::pair<int, int>, int>> {};
-
-TEST_P(SecondaryGradients, EqualUnshardedInF64) {
-  const auto [strategy, mesh, rows] = GetParam();
-  const Values expected = gradients_f64(1, "replicate", rows);
-  const Values actual = gradients_f64(Axes{{"secondary", mesh.first}, {"data", mesh.second}}, strategy, rows);
-  EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
-}
-
-// Groups, and ranks in each.
-INSTANTIATE_TEST_SUITE_P(Meshes, SecondaryGradients,
-                         ::testing::Combine(::testing::Values("full_shard", "shard_grad_op", "zero1"),
-                                            ::testing::Values(std::pair(1, 1), std::pair(1, 3), std::pair(3, 1), std::pair(2, 2),
-                                                              std::pair(2, 3), std::pair(3, 2), std::pair(5, 1)),
-                                            ::testing::Values(7, 3)));
 
 TEST(Secondary, BesideATensorAxisInF64) {
   const Values expected = gradients_f64(1, "replicate", 7);
