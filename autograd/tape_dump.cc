@@ -89,7 +89,7 @@ std::string cut_signature(const Placement& p) {
   std::string parts;
   if (m.is_parts())
     for (const int64_t size : m.sizes()) parts += str(size, ' ');
-  return str("<", parts, m.granule(), ">");
+  return str("<", parts, m.granule(), m.is_inner() ? " inner>" : ">");
 }
 
 int64_t Tape::wire_bytes(const Node& n) const {

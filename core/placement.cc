@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <span>
 
 #include "sheaf/core/rank_context.h"
 
@@ -56,6 +57,13 @@ OwnershipMap OwnershipMap::parts(int dim, const std::vector<int64_t>& sizes, int
   return m;
 }
 
+OwnershipMap OwnershipMap::inner() const {
+  if (is_flat()) fail<PlacementError>("[placement] Shard(flat) goes with no other cut: it cannot be an inner one");
+  OwnershipMap m = *this;
+  m.inner_ = true;
+  return m;
+}
+
 bool OwnershipMap::can_move(int64_t numerator, int64_t denominator) const {
   if (!is_parts()) return granule_ * numerator % denominator == 0;
   return std::ranges::all_of(*sizes_, [&](int64_t size) { return size / granule_ * numerator % denominator == 0; });
@@ -71,7 +79,8 @@ OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denomina
   if (is_parts()) {
     std::vector<int64_t> sizes = *sizes_;
     for (int64_t& size : sizes) size = size * numerator / denominator;
-    return parts(dim, sizes, granule_);
+    m.sizes_ = intern_sizes(sizes);
+    return m;
   }
   m.granule_ = granule_ * numerator / denominator;
   return m;
@@ -89,7 +98,8 @@ void OwnershipMap::check_fits(int ranks, const Shape& global) const {
   const int64_t size = global[dim_];
   if (kind_ == Kind::parts) {
     const int64_t sum = std::reduce(sizes_->begin(), sizes_->end());
-    if (sum != size)
+    const bool whole_units = inner_ && size < sum && size % (sum / granule_) == 0;
+    if (sum != size && !whole_units)
       fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ", sizes_->size(), " parts with a sum of ", sum);
     return;
   }
@@ -101,6 +111,11 @@ void OwnershipMap::check_fits(int ranks, const Shape& global) const {
       fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, " over ", ranks, " ranks: ", sizes_->size(),
                            " sizes with a sum of ", sum * granule_);
   }
+}
+
+int64_t OwnershipMap::units_of(const Shape& global) const {
+  const int64_t sum = std::reduce(sizes_->begin(), sizes_->end());
+  return sum == global[dim_] ? granule_ : global[dim_] / (sum / granule_);
 }
 
 Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
@@ -131,11 +146,12 @@ std::vector<Interval> OwnershipMap::owned_intervals(int rank, int ranks, const S
   if (!is_parts()) return {owned(rank, ranks, global)};
   check_fits(ranks, global);
   std::vector<Interval> out;
+  const int64_t units = units_of(global);
   int64_t part = 0;
   for (const int64_t size : *sizes_) {
     const int64_t rows = size / granule_;
-    out.push_back({part + granule_ * rank / ranks * rows, part + granule_ * (rank + 1) / ranks * rows});
-    part += size;
+    out.push_back({part + units * rank / ranks * rows, part + units * (rank + 1) / ranks * rows});
+    part += units * rows;
   }
   return out;
 }
@@ -143,13 +159,14 @@ std::vector<Interval> OwnershipMap::owned_intervals(int rank, int ranks, const S
 int64_t OwnershipMap::owned_size(int rank, int ranks, const Shape& global) const {
   if (!is_parts()) return owned(rank, ranks, global).size();
   check_fits(ranks, global);
-  return (granule_ * (rank + 1) / ranks - granule_ * rank / ranks) * (global[dim_] / granule_);
+  const int64_t units = units_of(global);
+  return (units * (rank + 1) / ranks - units * rank / ranks) * (std::reduce(sizes_->begin(), sizes_->end()) / granule_);
 }
 
 std::string OwnershipMap::to_string() const {
   if (kind_ == Kind::flat) return "flat";
-  if (kind_ == Kind::dim && granule_ != 1) return str(dim_, " by ", granule_);
-  return std::to_string(dim_) + (kind_ == Kind::uneven ? " uneven" : kind_ == Kind::parts ? " parts" : "");
+  const std::string by = kind_ == Kind::dim && granule_ != 1 ? str(" by ", granule_) : "";
+  return str(dim_, by, kind_ == Kind::uneven ? " uneven" : kind_ == Kind::parts ? " parts" : "", inner_ ? " inner" : "");
 }
 
 std::string Placement::to_string() const {
@@ -196,13 +213,24 @@ namespace {
                        ": axis ", layout.mesh()->name(axis), " ", why);
 }
 
+// The axes that cut something, in the order in which they do.
+struct CuttingAxes {
+  int axes[kMaxAxes], count = 0;
+  explicit CuttingAxes(const Layout& layout) {
+    for (const bool inner : {false, true})
+      for (int axis = 0; axis < layout.num_axes(); ++axis)
+        if (layout[axis].is_shard() && layout[axis].map().is_inner() == inner) axes[count++] = axis;
+  }
+  std::span<const int> before(int i) const { return {axes, static_cast<size_t>(i)}; }
+};
+
 // A cut of what an earlier axis has cut must fit every block that the earlier ones leave, not this rank's alone: else some
 // ranks would refuse what others accept, and those would wait for them.
-void check_further_cut(const Layout& layout, const Shape& global, int axis) {
+void check_further_cut(const Layout& layout, const Shape& global, int axis, std::span<const int> before) {
   const OwnershipMap& map = layout[axis].map();
   if (map.kind() == OwnershipMap::Kind::dim && map.granule() == 1) return;
   std::vector<Shape> blocks = {global};
-  for (int a = 0; a < axis; ++a) {
+  for (const int a : before) {
     if (!layout[a].is_shard(map.dim())) continue;
     std::vector<Shape> cut;
     const int size = layout.mesh()->size(a);
@@ -228,20 +256,20 @@ void check_further_cut(const Layout& layout, const Shape& global, int axis) {
 template <class F>
 Shape for_each_cut(const Layout& layout, const Shape& global, const int* coordinates, F&& f) {
   Shape shape = global;
-  for (int axis = 0; axis < layout.num_axes(); ++axis) {
+  const CuttingAxes cutting(layout);
+  for (int i = 0; i < cutting.count; ++i) {
+    const int axis = cutting.axes[i];
     const Placement& p = layout[axis];
-    if (!p.is_shard()) continue;
     const int size = layout.mesh()->size(axis);
     const int at = coordinates ? coordinates[axis] : RankContext::current().coordinate(layout.mesh(), axis);
     const bool flat = p.map().is_flat();
     bool cut_before = false;
-    for (int before = 0; before < axis; ++before) {
-      if (!layout[before].is_shard()) continue;
+    for (const int before : cutting.before(i)) {
       if (flat || layout[before].map().is_flat())
         does_not_fit(layout, global, axis, "cuts it too, and a flat cut goes with no other");
       cut_before = cut_before || layout[before].map().dim() == p.map().dim();
     }
-    if (cut_before) check_further_cut(layout, global, axis);
+    if (cut_before) check_further_cut(layout, global, axis, cutting.before(i));
     f(p.map(), at, size, shape);
     const int64_t own = p.map().owned_size(at, size, shape);
     if (flat) shape = Shape{own};

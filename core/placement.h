@@ -51,10 +51,14 @@ class OwnershipMap {
   /// cut as one of `units` rows of sizes[i]/units elements would be: rank r of n owns units [units·r/n, units·(r+1)/n) of
   /// each part. What it holds is those shares, one after another. Throws PlacementError for a size that is no multiple.
   static OwnershipMap parts(int dim, const std::vector<int64_t>& sizes, int64_t units);
+  /// The same cut, made last: of the block that the other axes leave of its dimension, wherever in the mesh its axis stands.
+  /// Of parts, the block may have fewer units than the whole, as many of each part.
+  OwnershipMap inner() const;
 
   Kind kind() const { return kind_; }
   bool is_flat() const { return kind_ == Kind::flat; }
   bool is_parts() const { return kind_ == Kind::parts; }
+  bool is_inner() const { return inner_; }
   int dim() const { return dim_; }            ///< −1 for flat
   int64_t granule() const { return granule_; }  ///< of parts: their units
   const std::vector<int64_t>& sizes() const { return *sizes_; }  ///< of uneven and parts
@@ -74,15 +78,17 @@ class OwnershipMap {
   int64_t owned_size(int rank, int ranks, const Shape& global) const;
 
   bool operator==(const OwnershipMap&) const = default;
-  std::string to_string() const;  ///< "0", "0 by 8" (rows that stay together), "0 uneven", "flat", "0 parts"
+  std::string to_string() const;  ///< "0", "0 by 8" (rows that stay together), "0 uneven", "flat", "0 parts", "0 parts inner"
 
  private:
   Kind kind_ = Kind::dim;
   int8_t dim_ = 0;
+  bool inner_ = false;
   int64_t granule_ = 1;                          // or chunk
   int64_t offset_ = 0;
   const std::vector<int64_t>* sizes_ = nullptr;  // interned: equal sizes, equal pointer
   void check_fits(int ranks, const Shape& global) const;
+  int64_t units_of(const Shape& global) const;   // of parts: how many of them a block has
 };
 
 class Placement {
@@ -115,9 +121,16 @@ class Placement {
   OwnershipMap map_;
 };
 
+/// Whether axis a, placed as p, cuts what axis b, placed as q, leaves, if both cut the same dimension: axes cut in their order
+/// in the mesh, but inner cuts come last.
+inline bool cuts_after(const Placement& p, int a, const Placement& q, int b) {
+  const bool p_inner = p.is_shard() && p.map().is_inner(), q_inner = q.is_shard() && q.map().is_inner();
+  return p_inner != q_inner ? p_inner : a > b;
+}
+
 /// A mesh and a placement for each of its axes. A default layout has no mesh: the value is Replicate on every mesh
-/// (a constant such as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order, each what
-/// those before it leave; a flat cut goes with no other.
+/// (a constant such as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order, inner cuts
+/// last, each what those before it leave; a flat cut goes with no other.
 class Layout {
  public:
   Layout() = default;

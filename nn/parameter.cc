@@ -61,9 +61,9 @@ void Parameter::set_init(Init init) {
 void Parameter::set_cut(const OwnershipMap& map) {
   if (unit()) fail<ConfigError>("[cut] '", name(), "' is materialized: its unit is laid out; cut before");
   using Kind = OwnershipMap::Kind;
-  if (map.kind() != Kind::dim && map.kind() != Kind::parts)
+  if ((map.kind() != Kind::dim && map.kind() != Kind::parts) || map.is_inner())
     fail<PlacementError>("[cut] ", dtype(), shape(), " by ", Placement::shard(map), ": any number of ranks must be able to "
-                         "share it, evenly along a dimension or parts of one");
+                         "share it, evenly along a dimension or parts of one", map.is_inner() ? ", and no other axis cuts it" : "");
   map.owned_size(0, 1, shape());  // throws if it does not fit
   state().cut = map;
 }

@@ -125,12 +125,14 @@ PackedAttrs local_heads(PackedAttrs a, const Execute& c) {
 struct PackedCut {
   Placement qkv, out, lse;
 };
-std::optional<PackedCut> packed_cut(const PackedAttrs& a, int64_t units) {
+std::optional<PackedCut> packed_cut(const PackedAttrs& a, int64_t units, const Placement& like) {
   if (units <= 0 || a.key_heads % units != 0 || a.width == 0) return {};
+  const auto cut = [&](const OwnershipMap& map) {
+    return Placement::shard(like.map().is_inner() ? map.inner() : map);
+  };
   const int64_t queries = int64_t{a.heads} * a.width, keys = int64_t{a.key_heads} * a.width;
-  return PackedCut{Placement::shard(OwnershipMap::parts(2, {queries, keys, keys}, units)),
-                   Placement::shard(OwnershipMap::even(2, queries / units)),
-                   Placement::shard(OwnershipMap::even(1, a.heads / units))};
+  return PackedCut{cut(OwnershipMap::parts(2, {queries, keys, keys}, units)),
+                   cut(OwnershipMap::even(2, queries / units)), cut(OwnershipMap::even(1, a.heads / units))};
 }
 /// The units in which `size` rows are cut evenly along `dim`; 0 if they are not.
 int64_t even_units(const Placement& p, int dim, int64_t size) {
@@ -158,7 +160,7 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
       const int64_t units = i == 0   ? packed_units(p.in(0))
                             : i == 3 ? even_units(p.in(3), 1, a.heads)
                                      : even_units(p.in(i), 2, int64_t{a.heads} * a.width);
-      if (const auto cut = packed_cut(a, units))
+      if (const auto cut = packed_cut(a, units, p.in(i)))
         p.rule({cut->qkv, cut->out, cut->out, cut->lse}, {cut->qkv});
       break;
     }
@@ -194,7 +196,7 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H,
   }
   static void place(const Attrs& a, Place& p) {
     if (p.in(0).is_shard(0)) rule_all(p, p.in(0), p.in(0), 2);
-    if (const auto cut = packed_cut(a, packed_units(p.in(0)))) p.rule({cut->qkv}, {cut->out, cut->lse});
+    if (const auto cut = packed_cut(a, packed_units(p.in(0)), p.in(0))) p.rule({cut->qkv}, {cut->out, cut->lse});
     rule_all(p, kR, kR, 2);
   }
   static int64_t workspace(const Attrs& all, const Execute& c) {

@@ -6,6 +6,7 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/core/small_vector.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -20,17 +21,46 @@ int changed_axis(const Layout& from, const Layout& to) {
   return -1;
 }
 
-// [Note: axes in order] Axes that cut the same elements cut them in their order, and a step changes one axis. What a later
-// axis cuts is therefore put together before an earlier one changes its cut of the same dimension, and cut again behind.
+// [Note: axes in order] Axes that cut the same elements cut them in their order (cuts_after), and a step changes one axis.
+// What a later axis cuts is therefore put together before an earlier one changes its cut of the same dimension, and cut again
+// behind.
 bool meet(const Placement& p, const Placement& q) {
   return p.is_shard() && q.is_shard() && (p.map().is_flat() || q.map().is_flat() || p.map().dim() == q.map().dim());
 }
 
-// Whether mesh axis `later` cuts what an axis before it has, or will have, cut by `p`.
-bool is_inside(const Layout& l, int later, const Placement& p) {
-  if (!meet(l[later], p)) return false;
-  const OwnershipMap& map = l[later].map();
-  return l.mesh()->size(later) > 1 || p.map().is_flat() || !(map == OwnershipMap::even(map.dim()));
+// Whether mesh axis `other` cuts what `axis` has, or will have, cut by `p`.
+bool is_inside(const Layout& l, int other, int axis, const Placement& p) {
+  if (other == axis || !meet(l[other], p) || !cuts_after(l[other], other, p, axis)) return false;
+  const OwnershipMap& map = l[other].map();
+  return l.mesh()->size(other) > 1 || p.map().is_flat() || !(map == OwnershipMap::even(map.dim()));
+}
+
+// All axes, against the order in which they would cut the same dimension.
+SmallVector<int, kMaxAxes> last_cut_first(const Layout& l) {
+  SmallVector<int, kMaxAxes> out;
+  for (const bool inner : {true, false})
+    for (int axis = l.num_axes() - 1; axis >= 0; --axis)
+      if ((l[axis].is_shard() && l[axis].map().is_inner()) == inner) out.emplace_back(axis);
+  return out;
+}
+
+// Whether an axis is to cut before another that it cuts after, or what another has yet to give up: where cuts become inner
+// ones, or no longer are. Then all are put together before they are cut anew.
+bool reorders(const Layout& from, const Layout& to) {
+  const auto gives_up = [&](int a, int b) {  // b, what a is to cut behind it; but a has its turn before
+    return !(from[a] == to[a]) && !(from[b] == to[b]) && meet(from[b], to[a]) && cuts_after(to[a], a, from[b], b) &&
+           cuts_after(to[b], b, to[a], a);
+  };
+  for (int a = 0; a < to.num_axes(); ++a)
+    for (int b = 0; b < a; ++b) {
+      if (from[a] == to[a] && from[b] == to[b]) continue;
+      bool after = false, before = false;
+      for (const Placement& p : {from[a], to[a]})
+        for (const Placement& q : {from[b], to[b]})
+          if (meet(p, q)) (cuts_after(p, a, q, b) ? after : before) = true;
+      if ((after && before) || gives_up(a, b) || gives_up(b, a)) return true;
+    }
+  return false;
 }
 
 // The value as one rank would hold it if `axis` did not cut it, and what each rank has of it: rows of the cut dimension, or
@@ -334,7 +364,7 @@ std::string redistribution_name(const Layout& from, const Layout& to) {
 
 bool can_slice(const Layout& l, int axis, const Placement& p) {
   for (int a = 0; a < l.num_axes(); ++a)
-    if (a != axis && (a > axis ? is_inside(l, a, p) : meet(l[a], p) && (p.map().is_flat() || l[a].map().is_flat()))) return false;
+    if (a != axis && (is_inside(l, a, axis, p) || (meet(l[a], p) && (p.map().is_flat() || l[a].map().is_flat())))) return false;
   return true;
 }
 
@@ -365,17 +395,25 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     if (flat_and_inner) step(have.with(axis, Placement::replicate()));  // no rank slice is one run: by way of R
     step(have.with(axis, p));
   };
-  if (have == to) step(to);
-  for (int axis = 0; axis < to.num_axes(); ++axis) {
-    if (have[axis] == to[axis]) continue;
-    for (int later = to.num_axes() - 1; later > axis; --later) {
-      if (!is_inside(have, later, have[axis]) && !is_inside(have, later, to[axis])) continue;
+  const auto arrange = [&](int axis) {
+    if (have[axis] == to[axis]) return;
+    for (const int later : last_cut_first(have)) {
+      if (!is_inside(have, later, axis, have[axis]) && !is_inside(have, later, axis, to[axis])) continue;
       bool at_once = !meet(to[later], to[axis]);  // else it is cut anew once the axes before it are in place
       for (int other = 0; other < to.num_axes(); ++other)
-        at_once &= other == later || !(meet(to[later], have[other]) || (other < later && meet(to[later], to[other])));
+        at_once &= other == later || !(meet(to[later], have[other]) ||
+                                       (cuts_after(to[later], later, to[other], other) && meet(to[later], to[other])));
       change(later, at_once ? to[later] : Placement::replicate());
     }
     change(axis, to[axis]);
+  };
+  if (have == to) step(to);
+  if (reorders(have, to))
+    for (const int axis : last_cut_first(have))
+      if (have[axis].is_shard()) change(axis, Placement::replicate());
+  while (!(have == to)) {  // twice at most: an outer cut that moves leaves inner ones to be made again
+    const SmallVector<int, kMaxAxes> axes = last_cut_first(to);
+    for (size_t i = axes.size(); i-- > 0;) arrange(axes[i]);
   }
   return y;
 }

@@ -31,8 +31,9 @@ std::optional<OwnershipMap> parts_between(const OwnershipMap& map, int64_t begin
     ends |= (at += size) == end;
   }
   if (!starts || !ends || sizes.empty()) return {};
-  if (sizes.size() == 1) return OwnershipMap::even(map.dim(), sizes[0] / map.granule());
-  return OwnershipMap::parts(map.dim(), sizes, map.granule());
+  const OwnershipMap left = sizes.size() == 1 ? OwnershipMap::even(map.dim(), sizes[0] / map.granule())
+                                              : OwnershipMap::parts(map.dim(), sizes, map.granule());
+  return map.is_inner() ? left.inner() : left;
 }
 
 struct SliceOp {
@@ -85,7 +86,8 @@ struct Pad {
     const int dim = static_cast<int>(a.dim);
     place_beside(p, dim, a.value == 0);
     if (!a.parts || !p.in(0).is_shard(dim)) return;
-    const OwnershipMap out = OwnershipMap::parts(dim, *a.parts, a.units);
+    OwnershipMap out = OwnershipMap::parts(dim, *a.parts, a.units);
+    if (p.in(0).map().is_inner()) out = out.inner();
     if (parts_between(out, a.before, a.before + p.shape(0)[dim]) == p.in(0).map())
       p.rule({p.in(0)}, {Placement::shard(out)});
   }

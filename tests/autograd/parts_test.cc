@@ -165,6 +165,50 @@ TEST(Parts, ARefusalNamesTheRowsThatStayTogether) {
   }, kLocal);
 }
 
+// Two axes share the heads, the first of the mesh what the second leaves: whole sequences from tokens, and back.
+TEST(Parts, AnInnerCutSharesWhatAnotherAxisHas) {
+  constexpr int64_t kQueries = 10, kKeys = 5, kWidth = 4, kQ = kQueries * kWidth, kK = kKeys * kWidth;
+  const Shape shape{2, 3, kQ + 2 * kK}, out_shape{2, 3, kQ};
+  const Values x = drawn(shape, "x"), weight = drawn(out_shape, "weight");
+  const auto attend = [&](const Tensor& qkv, bool apart) {
+    const Tensor heads = rotary(reshape(qkv, {2, 3, kQueries + 2 * kKeys, kWidth}), 100.0, 0, kQueries + kKeys);
+    const Tensor turned = reshape(heads, shape);
+    if (!apart) return packed_attention(turned, kQueries, kKeys, {.causal = true});
+    const auto part = [&](int64_t begin, int64_t end) {
+      return reshape(slice(turned, 2, begin * kWidth, end * kWidth), {2, 3, end - begin, kWidth});
+    };
+    return reshape(attention(part(0, kQueries), part(kQueries, kQueries + kKeys), part(kQueries + kKeys, kQueries + 2 * kKeys),
+                             {.causal = true}), out_shape);
+  };
+  const auto run = [&](const Tensor& leaf, const Layout& inside, const Layout& back, bool apart) {
+    Recording recording;
+    recording.watch(leaf);
+    const Tensor y = redistribute(attend(redistribute(leaf, inside), apart), back);
+    const Tensor w = make_local(weight, {kF64, out_shape, back}, "");
+    return std::pair{y, recording.gradient(sum(y * w), std::span(&leaf, 1))[0]};
+  };
+  const auto [y, dx] = run(make_tensor(x, shape, kF64), {}, {}, false);
+  for (const bool apart : {false, true})
+    for (const Shape& ranks : {Shape{2, 1}, Shape{2, 2}, Shape{5, 1}}) {
+      const int n = static_cast<int>(ranks.numel());
+      std::vector<LocalPart> got_y(static_cast<size_t>(n)), got_dx(static_cast<size_t>(n));
+      run_local(n, [&](World& world) {
+        const MeshSpec* mesh = world.mesh({{"context", static_cast<int>(ranks[0])}, {"model", static_cast<int>(ranks[1])}}).spec;
+        const Placement tokens = Placement::shard(1), packed = parts(2, {kQ, kK, kK}, kKeys),
+                        inner = Placement::shard(packed.map().inner()),
+                        heads = Placement::shard(OwnershipMap::even(2, kQ / kKeys));
+        const auto [mine, gradient] = run(make_local(x, {kF64, shape, Layout(mesh, {tokens, packed})}, ""),
+                                          Layout(mesh, {inner, packed}), Layout(mesh, {tokens, heads}), apart);
+        got_y[static_cast<size_t>(world.rank())] = local_part(mine);
+        got_dx[static_cast<size_t>(world.rank())] = local_part(gradient);
+      }, kLocal);
+      std::string error;
+      EXPECT_LE(scaled_error(assemble(got_y, error), y.to_vector<double>()), 1e-13) << ranks.to_string() << apart;
+      EXPECT_LE(scaled_error(assemble(got_dx, error), dx.to_vector<double>()), 1e-13) << ranks.to_string() << apart;
+      EXPECT_EQ(error, "");
+    }
+}
+
 // Samples lie along dimension 0: what is cut in parts beside it does not matter.
 TEST(Parts, RowsMayBeCutInThem) {
   run_local(6, [](World& world) {

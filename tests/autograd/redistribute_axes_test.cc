@@ -142,10 +142,11 @@ int64_t try_pair(const Values& x, const Values& w, const Shape& shape, const Lay
 }
 
 // All pairs of layouts, or `some` of them, drawn.
-void try_pairs(const Axes& axes, const Shape& shape, size_t some = 0) {
+void try_pairs(const Axes& axes, const Shape& shape, size_t some = 0,
+               std::vector<Layout> (*layouts_of)(const MeshSpec*, const Shape&) = layouts) {
   int ranks = 1;
   for (const auto& axis : axes) ranks *= axis.size;
-  const std::vector<Layout> all = layouts(MeshSpec::intern(axes), shape);
+  const std::vector<Layout> all = layouts_of(MeshSpec::intern(axes), shape);
   std::vector<std::pair<size_t, size_t>> pairs;
   for (size_t from = 0; from < all.size(); ++from)
     for (size_t to = 0; to < all.size(); ++to) pairs.emplace_back(from, to);
@@ -196,6 +197,30 @@ TEST(RedistributeAxes, EveryPairWithAnAxisOfOneRank) {
   try_pairs({{"data", 3}, {"model", 1}}, {7, 2});
   try_pairs({{"data", 1}, {"model", 1}}, {3, 2});
 }
+// Cuts that are made last, wherever their axes stand: rows, rows that stay together and parts of which a block has fewer units.
+// On an axis that has such a cut, all that an even cut, a sum and a whole value can become.
+std::vector<Layout> inner_layouts(const MeshSpec* mesh, const Shape& shape) {
+  const OwnershipMap packed = OwnershipMap::parts(1, {shape[1] / 2, shape[1] / 4, shape[1] / 4}, shape[1] / 4);
+  const Placement options[] = {kR, kP, kS0, kS1, Placement::shard(packed), Placement::shard(OwnershipMap::even(0).inner()),
+                               Placement::shard(OwnershipMap::even(1, 4).inner()), Placement::shard(packed.inner())};
+  std::vector<Layout> out = {Layout(mesh)};
+  for (int axis = 0; axis < mesh->num_axes(); ++axis) {
+    std::vector<Layout> longer;
+    for (const Layout& before : out)
+      for (const Placement& p : options) longer.push_back(before.with(axis, p));
+    out = std::move(longer);
+  }
+  std::erase_if(out, [&](const Layout& l) { return !fits(l, shape); });
+  return out;
+}
+
+TEST(RedistributeAxes, InnerCutsComeLast) {
+  const Shape shape{5, 12};
+  for (const Axes& axes : {Axes{{"context", 2}, {"model", 2}}, Axes{{"context", 3}, {"model", 2}}, Axes{{"context", 2}, {"model", 1}}})
+    try_pairs(axes, shape, 0, inner_layouts);
+  try_pairs({{"data", 2}, {"context", 2}, {"model", 2}}, shape, 2000, inner_layouts);
+}
+
 TEST(RedistributeAxes, DrawnPairsOnThreeAxes) {
   try_pairs({{"host", 2}, {"data", 1}, {"model", 2}}, {6, 5}, 1500);
   try_pairs({{"host", 2}, {"data", 2}, {"model", 2}}, {9, 4}, 1500);
@@ -252,6 +277,13 @@ TEST(RedistributeAxes, WhatIsInsideIsPutTogetherFirst) {
                             "reduce_scatter data", "reduce_scatter model"));
     EXPECT_THAT(steps(tape_of(kR, kS0, kS0, kS1)), ElementsAre("all_to_all model", "slice data", "zero_embed data",
                                                                "all_to_all model"));
+    // An inner cut comes last, though its axis does not: what the other has cut stays as it is.
+    const Placement inner = Placement::shard(OwnershipMap::even(1).inner());
+    EXPECT_THAT(steps(tape_of(kS0, kS1, inner, kS1)), ElementsAre("all_to_all data", "all_to_all data"));
+    EXPECT_THAT(steps(tape_of(inner, kS1, kR, kS1)), ElementsAre("all_gather data", "reduce_scatter data"));
+    EXPECT_THAT(steps(tape_of(inner, kS1, inner, kR)),
+                ElementsAre("all_gather data", "all_gather model", "slice data", "zero_embed data", "reduce_scatter model",
+                            "reduce_scatter data"));
     // Other dimensions are let alone.
     EXPECT_THAT(steps(tape_of(kS0, kS1, kR, kS1)), ElementsAre("all_gather data", "reduce_scatter data"));
     EXPECT_THAT(to_text(tape_of(kS0, kS0, kR, kR)), HasSubstr("Shard(0)→Replicate@model"));
