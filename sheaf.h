@@ -30,6 +30,7 @@
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/embedding.h"
 #include "sheaf/nn/layers/key_value_cache.h"

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/unit_mark.h"
 
 namespace sheaf {
@@ -99,11 +101,18 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.tensor_axis = mesh.spec && !options.tensor_axis.empty() ? mesh.spec->axis(options.tensor_axis) : -1;
   if (mark.tensor_axis >= 0 && (mark.tensor_axis == mark.axis || mark.tensor_axis == replicas))
     fail<ConfigError>("[shard] axis '", options.tensor_axis, "' cannot be the tensor axis as well");
+  const int context = mesh.spec && !options.context_axis.empty() ? mesh.spec->axis(options.context_axis) : -1;
+  if (context >= 0 && (context == replicas || context == mark.tensor_axis))
+    fail<ConfigError>("[shard] axis '", options.context_axis, "' cannot be the context axis as well");
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
-    if (a != mark.axis && a != replicas && a != mark.tensor_axis && mesh.spec->size(a) > 1)
+    if (a != mark.axis && a != replicas && a != context && a != mark.tensor_axis && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
                         mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
-                        "layers are, as ShardOptions::tensor_axis");
+                        "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis");
+  if (context >= 0)
+    for (const auto& [path, layer] : module.named_modules())
+      if (const auto* attention = dynamic_cast<const nn::CausalSelfAttention*>(layer))
+        nn::ContextRegion::check_shares(path, attention->kv_heads, *mesh.spec, context, mark.tensor_axis);
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);

@@ -83,6 +83,10 @@ struct ShardOptions {
   /// parallelism. What a rank has of a cut parameter is sharded further over `axis`; gradients of the others are summed
   /// over both. "": none.
   std::string tensor_axis = "";
+  /// Of the mesh, that cuts each sequence of the batch, and heads instead where attention reads all of it (context
+  /// parallelism). The model is replicated along it as along replica_axis, unless it is `axis` itself. It stands before the
+  /// tensor axis, which cuts a rank's tokens further. "": none.
+  std::string context_axis = "";
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root

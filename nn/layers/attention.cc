@@ -1,5 +1,6 @@
 #include "sheaf/nn/layers/attention.h"
 
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/tensor_region.h"
 
 namespace sheaf::nn {
@@ -17,10 +18,13 @@ int64_t checked_head_width(const AttentionConfig& c) {
 
 int64_t key_heads(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c.heads; }
 
-// A tensor axis cuts the heads. Queries read the keys of their group: all are cut in as many units as there are key heads.
+// A tensor axis cuts the heads, and so does a context axis. Queries read the keys of their group: all are cut in as many units
+// as there are key heads. `dim` is that of the packed projections.
+OwnershipMap head_cut(int dim, int64_t heads, int64_t key_heads, int64_t width) {
+  return OwnershipMap::parts(dim, {heads * width, key_heads * width, key_heads * width}, key_heads);
+}
 LinearOptions reads(const AttentionConfig& c) {
-  const int64_t g = key_heads(c), d = c.width / c.heads;
-  return {c.bias || c.qkv_bias, c.init, OwnershipMap::parts(0, {c.heads * d, g * d, g * d}, g)};
+  return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), c.width / c.heads)};
 }
 LinearOptions writes(const AttentionConfig& c) {
   return {c.bias, c.projection_init, OwnershipMap::even(1, c.width / key_heads(c))};
@@ -41,6 +45,8 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
   const TensorRegion region(x_BTC, qkv.weight);
   Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
+  const ContextRegion context(qkv_BTE, head_cut(2, heads, kv_heads, head_width));
+  qkv_BTE = context.enter(qkv_BTE);
   if (rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
     const int64_t all_heads = heads + 2 * kv_heads;
@@ -50,7 +56,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
   }
   const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, *cache)
                                  : packed_attention(qkv_BTE, heads, kv_heads, {.causal = true});
-  return dropout(region.leave(projection(mixed_BTC)));
+  return dropout(region.leave(projection(context.leave(mixed_BTC))));
 }
 
 Tensor CausalSelfAttention::attend_to_cache(const Tensor& qkv_BTE, KeyValueCache& cache) const {
