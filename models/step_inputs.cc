@@ -11,7 +11,7 @@ StepInputs::StepInputs(const TrainConfig& config, const Mesh& mesh, Device devic
   const int64_t rows = config.train.batch, parts = config.train.micro_batches;
   Layout layout(mesh.spec, Placement::shard(0));
   for (int a = 0; a < layout.num_axes(); ++a)
-    if (mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
+    if (mesh.spec->name(a) == "context" || mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
   for (int64_t i = 0; i < parts; ++i)
     samples_.push_back(Type{kI32, {rows * (i + 1) / parts - rows * i / parts, config.model.context}, layout});
   there_ = make(device);

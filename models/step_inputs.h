@@ -20,7 +20,7 @@ class StepInputs {
   };
 
   /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers. All axes of the mesh cut the rows,
-  /// but for "model", which cuts the sequences.
+  /// but for "context" and "model", which cut the sequences.
   StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars);
 
   /// Samples [first, first + batch) of the run, by micro-batch.

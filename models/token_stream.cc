@@ -20,9 +20,10 @@ TokenStream::TokenStream(Tokens tokens, const TokenStreamOptions& options, const
     batch *= mesh.spec->size(axis);
     layout[axis] = Placement::shard(0);
   }
-  if (!options.sequence_axis.empty()) {
-    const int axis = mesh.spec->axis(options.sequence_axis);
-    check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", options.sequence_axis, "' cuts the batch already");
+  for (const std::string& name : {options.context_axis, options.sequence_axis}) {
+    if (name.empty()) continue;
+    const int axis = mesh.spec->axis(name);
+    check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", name, "' cuts the batch already");
     layout[axis] = Placement::shard(1);
   }
   type_ = {kI32, {batch, options.context}, layout};

@@ -13,13 +13,14 @@ struct TokenStreamOptions {
   int64_t batch_per_rank = 32;  ///< sequences; of ranks that share sequences, all together
   int64_t context = 1024;       ///< tokens per sequence
   uint64_t seed = 0;            ///< of the order of samples
-  std::string axis = "data";    ///< of the mesh, that cuts the batch
+  std::string axis = "data";    ///< of the mesh, that cuts the batch; "": none
   std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
-  std::string sequence_axis = "";  ///< that cuts each sequence: the tensor axis of ShardOptions; "": none
+  std::string context_axis = "";   ///< that cuts each sequence: the context axis of ShardOptions; "": none
+  std::string sequence_axis = "";  ///< that cuts each sequence, too: the tensor axis of ShardOptions; "": none
 };
 
 struct TokenBatch {
-  Tensor tokens, targets;    ///< i32[B, T], Shard(0), on the sequence axis Shard(1), on the rank's device; targets are the
+  Tensor tokens, targets;    ///< i32[B, T], Shard(0), on axes of the sequence Shard(1), on the rank's device; targets are the
                              ///< tokens one further
   int64_t first_sample = 0;  ///< global index of the batch's first sample: a recording keys dropout by it
 };

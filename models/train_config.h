@@ -112,6 +112,7 @@ struct ShardingConfig {
   std::string strategy = "full_shard";  ///< "full_shard", "shard_grad_op", "zero1" or "replicate"
   int64_t replicas = 1;                 ///< groups of ranks that each hold the model, cut within (hybrid sharding, HSDP)
   bool secondary = false;               ///< groups gather their copy once a step; masters and states are cut over them, too
+  int64_t context = 1;                  ///< ranks that share each sequence and attention's heads (context parallelism)
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
   std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit
   int64_t min_parameters = 1'000'000;   ///< parameters of a unit, for units = "count"

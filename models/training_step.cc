@@ -17,12 +17,14 @@
 namespace sheaf::models {
 namespace {
 
-ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model) {
+ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const LanguageModel& model) {
+  const auto axis_if_any = [&](const char* name) { return mesh.spec->has_axis(name) ? name : ""; };
   ShardOptions options;
-  options.axis = "data";
-  if (config.sharding.replicas > 1) options.replica_axis = "replica";
+  options.axis = mesh.spec->has_axis("data") ? "data" : "context";
+  options.replica_axis = axis_if_any("replica");
   options.secondary = config.sharding.secondary;
-  if (config.sharding.tensor > 1) options.tensor_axis = "model";
+  options.context_axis = axis_if_any("context");
+  options.tensor_axis = axis_if_any("model");
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
   if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
@@ -34,7 +36,9 @@ ShardOptions shard_options(const TrainConfig& config, const LanguageModel& model
   return options;
 }
 
-// Ranks that share a layer are neighbours, then those that share the model: what moves most moves between GPUs of one host.
+// Ranks that share a layer are neighbours, then those that share a sequence, then those that share the model: what moves most,
+// and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over "data" or, where those are
+// more ranks, over "context"; along the other the model is replicated.
 Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int ranks = world.size();
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
@@ -45,14 +49,20 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const auto divide = [&](const char* key, int64_t by, const char* into) {
     if (by < 1 || rest % by != 0)
       fail<ConfigError>("[train] ", key, " ", by, ": ", rest, rest == 1 ? " rank cannot" : " ranks cannot", " be divided into ",
-                        into, rest == ranks ? "" : str("; all ", ranks, " are for sharding.replicas times sharding.tensor"));
+                        into, rest == ranks ? "" : str("; all ", ranks, " are for sharding.replicas times sharding.context times "
+                                               "sharding.tensor"));
     rest /= static_cast<int>(by);
     return static_cast<int>(by);
   };
-  std::vector<MeshSpec::Axis> axes;
-  if (sharding.replicas != 1) axes.push_back({"replica", divide("sharding.replicas", sharding.replicas, "as many equal groups")});
+  int replicas = divide("sharding.replicas", sharding.replicas, "as many equal groups");
   const int tensor = divide("sharding.tensor", sharding.tensor, "groups of so many");
-  axes.push_back({"data", rest});
+  const int context = divide("sharding.context", sharding.context, "groups of so many");
+  const bool over_context = context > rest;
+  if (over_context) replicas *= rest;
+  std::vector<MeshSpec::Axis> axes;
+  if (replicas != 1) axes.push_back({"replica", replicas});
+  if (!over_context) axes.push_back({"data", rest});
+  if (context != 1) axes.push_back({"context", context});
   if (tensor != 1) axes.push_back({"model", tensor});
   return world.mesh(axes);
 }
@@ -75,7 +85,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
   const DeviceScope scope(device_);
-  shard(model_->module(), mesh_, shard_options(config_, *model_));
+  shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
   if (config_.train.recompute == "block") {
     for (auto& [path, module] : model_->module().named_modules())

@@ -82,6 +82,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
       {"sharding.secondary", &s.secondary, "masters and optimizer states are cut over the replicas, too (secondary shards, hpZ)"},
+      {"sharding.context", &s.context, "ranks that share each sequence and, in attention, its heads (context parallelism)", any, 1,
+       1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},

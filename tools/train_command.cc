@@ -147,6 +147,7 @@ int train_command(const TrainArguments& arguments) {
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy,
               config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, config.sharding.secondary ? " secondary copies" : " replicas") : "",
+              config.sharding.context > 1 ? str(" over groups of ", config.sharding.context, " that share sequences") : "",
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "", ", ", trainer.num_parameters(),
               " parameters, ", data.size(), " training tokens",
               data.num_files() > 1 ? str(" in ", data.num_files(), " files") : ""));

@@ -109,9 +109,11 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
 std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed,
                                                       const models::ModelConfig& config) {
   std::unique_ptr<models::LanguageModel> model = models::make_language_model(config, config.vocab);
+  if (!mesh.spec->has_axis("data")) options.axis = "context";
   for (int a = 0; a < mesh.spec->num_axes(); ++a) {
     if (mesh.spec->name(a) == "replica") options.replica_axis = "replica";
     if (mesh.spec->name(a) == "secondary") options.replica_axis = "secondary", options.secondary = true;
+    if (mesh.spec->name(a) == "context") options.context_axis = "context";
     if (mesh.spec->name(a) == "model") options.tensor_axis = "model";
   }
   options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
@@ -123,7 +125,7 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device) {
   Layout layout(mesh.spec, Placement::shard(0));
   for (int a = 0; a < layout.num_axes(); ++a)
-    if (mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
+    if (mesh.spec->name(a) == "context" || mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
   const Type type{kI32, {rows, tiny_config().model.context}, layout};
   const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
   models::fill_block(first, fill_tiny, tokens, targets);

@@ -82,12 +82,13 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
 /// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose
-/// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, and whose axis "model" cuts layers)
-/// with a unit for each block.
+/// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, whose axis "context" cuts sequences, and
+/// parameters if there is no axis "data", and whose axis "model" cuts layers) with a unit for each block.
 std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {},
                                                       uint64_t seed = 5,
                                                       const models::ModelConfig& config = tiny_config().model);
-/// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "model", rows over the others.
+/// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "context" and "model", rows over
+/// the others.
 struct TinyBatch { Tensor tokens, targets; };
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});
 

@@ -47,14 +47,16 @@ TEST(TokenStream, ManyRanksSeeTheBatchOfOne) {
 
 TEST(TokenStream, RanksShareSequences) {
   std::vector<int32_t> expected;
-  for (const auto& [data, model] : {std::pair{1, 1}, {2, 1}, {1, 2}, {2, 3}, {1, 5}}) {
+  for (const auto& [data, context, model] : {std::tuple{1, 1, 1}, {2, 1, 1}, {1, 1, 2}, {2, 1, 3}, {1, 1, 5}, {1, 3, 1}, {1, 2, 3},
+                                             {2, 3, 2}}) {
     std::vector<int32_t> tokens(4 * 7, -1), targets(4 * 7, -1);
-    run_local(data * model, [&, data = data, model = model](World& world) {
-      const Mesh mesh = world.mesh({{"data", data}, {"model", model}});
-      const TokenStream stream(numbers(90), {.batch_per_rank = 4 / data, .context = 7, .sequence_axis = "model"}, mesh);
+    run_local(data * context * model, [&, data = data, context = context, model = model](World& world) {
+      const Mesh mesh = world.mesh({{"data", data}, {"context", context}, {"model", model}});
+      const TokenStream stream(numbers(90), {.batch_per_rank = 4 / data, .context = 7, .context_axis = "context",
+                                             .sequence_axis = "model"}, mesh);
       const TokenBatch batch = stream.batch(3);
       EXPECT_EQ(batch.tokens.shape(), (Shape{4, 7}));
-      EXPECT_TRUE(batch.tokens.layout()[1].is_shard(1));
+      for (const int axis : {1, 2}) EXPECT_TRUE(batch.tokens.layout()[axis].is_shard(1));
       const Shape at = batch.tokens.layout().local_start({4, 7}), block = batch.tokens.local_shape();
       const std::vector<int32_t> x = batch.tokens.to_vector<int32_t>(), y = batch.targets.to_vector<int32_t>();
       for (int64_t r = 0; r < block[0]; ++r)
@@ -64,7 +66,7 @@ TEST(TokenStream, RanksShareSequences) {
         }
     });
     if (expected.empty()) expected = tokens;
-    EXPECT_EQ(tokens, expected) << data << " x " << model;
+    EXPECT_EQ(tokens, expected) << data << " x " << context << " x " << model;
     for (int32_t& t : tokens) ++t;
     EXPECT_EQ(targets, tokens);
   }
@@ -78,6 +80,7 @@ TEST(TokenStream, RefusesWhatCannotBe) {
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .axis = "no"}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .replica_axis = "data"}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .sequence_axis = "data"}, mesh), ConfigError);
+    EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .context_axis = "data"}, mesh), ConfigError);
   });
 }
 

@@ -83,6 +83,7 @@ TEST(BadInput, Configuration) {
                  {"sharding.secondary: its groups are those of sharding.replicas, which is 1"});
   expect_refused(f.train({"--sharding.replicas", "3"}), 64,
                  {"sharding.replicas 3: ", " cannot be divided into as many equal groups"});
+  expect_refused(f.train({"--sharding.context", "3"}), 64, {"sharding.context 3: ", " cannot be divided into groups of so many"});
   expect_refused(f.train({"--sharding.tensor", "3"}), 64, {"sharding.tensor 3: ", " cannot be divided into groups of so many"});
   expect_refused(f.train({"--train.dtype", "f16"}), 64, {"'train.dtype' cannot be \"f16\" yet", "loss is scaled"});
   expect_refused(f.train({"--model.heads", "3"}), 64,

@@ -306,7 +306,8 @@ TEST(Resume, AtAnotherWorldAndGeneratesOnOneProcess) {
       EXPECT_NEAR(std::stod(folder.metrics("run").at(s).at("loss")), was, s <= 57 ? 0 : 1e-4 * was) << s;
     }
   };
-  for (const Words& options : {Words{"--sharding.tensor", "2"}, Words{"--sharding.replicas", "2", "--sharding.tensor", "1"}}) {
+  for (const Words& options : {Words{"--sharding.tensor", "2"}, Words{"--sharding.context", "2", "--sharding.tensor", "1"},
+                               Words{"--sharding.replicas", "2", "--sharding.context", "1"}}) {
     rewind(folder, "run");
     Words groups = testing::on_ranks(4, folder.train("run", true));
     groups.insert(groups.end(), options.begin(), options.end());

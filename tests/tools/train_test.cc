@@ -164,11 +164,16 @@ TEST(PeakMemory, OfGroupsOfRanks) {
   expect_forecast(folder, layers, 4, 1);
   expect_forecast(folder, layers + Words{"--train.dtype", "bf16", "--train.micro_batches", "2"}, 2, 1,
                   {"SHEAF_COMM=gloo"});
+  const Words sequences = kTiny + Words{"--sharding.context", "2"};
+  expect_forecast(folder, sequences, 4, 1);
+  expect_forecast(folder, sequences + Words{"--train.dtype", "bf16", "--train.micro_batches", "2"}, 2, 1);
+  expect_forecast(folder, sequences + Words{"--model.heads", "4", "--sharding.tensor", "2", "--train.recompute", "block"}, 4, 1, {"SHEAF_COMM=gloo"});
 }
 
-// Replicas of the model, and groups of ranks that share layers.
+// Replicas of the model, and groups of ranks that share sequences or layers.
 TEST(Groups, HaveTheSameBitsOverEveryTransport) {
   for (const auto& [option, said] : {std::pair<std::string, std::string>{"--sharding.replicas", " in 2 replicas, "},
+                                     {"--sharding.context", " over groups of 2 that share sequences, "},
                                      {"--sharding.tensor", " over groups of 2 that share layers, "}}) {
     Folder folder;
     const Words command = Words{"train"} + kTiny + Words{option, "2"};

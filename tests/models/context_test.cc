@@ -1,0 +1,268 @@
+// Context parallelism: a mesh axis that cuts sequences, and attention's heads in their stead, beside replicas, sharding and a
+// tensor axis. Gradients in f64; the bits of every strategy on the same mesh; what travels along which axis, and the bytes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/generate.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/nn/layers/attention.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 8;
+
+// Ten heads for GPT-2, and ten that read five key heads for Llama, so that ranks of every axis share heads unevenly, as they
+// do the 9 tokens of a sequence. "untied llama" has a head of its own.
+models::ModelConfig model_of(const std::string& type) {
+  models::ModelConfig m = tiny_config().model;
+  m.type = type == "gpt2" ? type : "llama";
+  m.tie_embeddings = type != "untied llama";
+  m.layers = 2;
+  m.heads = 10;
+  m.width = 40;
+  m.mlp_width = 40;
+  if (m.type == "llama") m.kv_heads = 5;
+  return m;
+}
+
+models::TrainConfig context(int64_t ranks, const char* strategy = "full_shard", const std::string& type = "gpt2", int64_t tensor = 1) {
+  models::TrainConfig c = tiny_config();
+  c.model = model_of(type);
+  c.sharding.strategy = strategy;
+  c.sharding.context = ranks;
+  c.sharding.tensor = tensor;
+  return c;
+}
+
+struct Sizes {
+  int replicas, data, context, model;  // 0: no such axis
+  Axes axes() const {
+    Axes out;
+    for (const auto& [name, size] : {std::pair{"replica", replicas}, {"data", data}, {"context", context}, {"model", model}})
+      if (size) out.push_back({name, size});
+    return out;
+  }
+  friend void PrintTo(const Sizes& s, std::ostream* out) {
+    *out << s.replicas << " x " << s.data << " x " << s.context << " x " << s.model;
+  }
+};
+
+class ContextGradients : public ::testing::TestWithParam<std::tuple<std::string, std::string, Sizes, int>> {};
+
+TEST_P(ContextGradients, EqualUnshardedInF64) {
+  const auto [type, strategy, sizes, rows] = GetParam();
+  const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", rows, {}, model_of(type));
+  const Values actual = gradients_f64(sizes.axes(), strategy, rows, {}, model_of(type));
+  EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
+}
+
+const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
+INSTANTIATE_TEST_SUITE_P(Meshes, ContextGradients,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama"), kStrategies,
+                                            ::testing::Values(Sizes{0, 1, 1, 0}, Sizes{0, 1, 2, 0}, Sizes{0, 1, 3, 0},
+                                                              Sizes{0, 2, 2, 0}, Sizes{0, 1, 2, 2}),
+                                            ::testing::Values(7)));
+// Every rank a head and one or two tokens; parameters sharded over the axis itself; groups of which some have no row; further
+// cut by a tensor axis, of which two ranks share five key heads, on all four axes.
+INSTANTIATE_TEST_SUITE_P(Uneven, ContextGradients,
+                         ::testing::Combine(::testing::Values("gpt2", "llama"), ::testing::Values("full_shard", "zero1"),
+                                            ::testing::Values(Sizes{0, 1, 5, 0}, Sizes{0, 0, 3, 0}, Sizes{2, 0, 2, 0},
+                                                              Sizes{0, 0, 2, 2}, Sizes{2, 1, 2, 2}, Sizes{0, 2, 2, 2}),
+                                            ::testing::Values(3, 1)));
+// More ranks than tokens.
+INSTANTIATE_TEST_SUITE_P(Many, ContextGradients,
+                         ::testing::Combine(::testing::Values("gpt2"), ::testing::Values("full_shard"),
+                                            ::testing::Values(Sizes{0, 0, 10, 0}, Sizes{0, 0, 5, 2}), ::testing::Values(2)));
+
+TEST(Context, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
+  for (const char* type : {"gpt2", "untied llama"})
+    for (const int tensor : {1, 2}) {
+      const TrainedRun expected = train_tiny(context(2, "full_shard", type, tensor), 4 * tensor, kSteps);
+      EXPECT_LT(expected.losses.back(), expected.losses.front());
+      for (const char* strategy : {"shard_grad_op", "zero1", "replicate"})
+        expect_same_bits(expected, train_tiny(context(2, strategy, type, tensor), 4 * tensor, kSteps));
+      models::TrainConfig c = context(2, "full_shard", type, tensor);
+      c.sharding.prefetch_bytes = 0;
+      expect_same_bits(expected, train_tiny(c, 4 * tensor, kSteps));
+      c.sharding.units = "none";
+      expect_same_bits(expected, train_tiny(c, 4 * tensor, kSteps));
+      c = context(2, "full_shard", type, tensor);
+      c.train.recompute = "block";
+      expect_same_bits(expected, train_tiny(c, 4 * tensor, kSteps));
+    }
+}
+
+// What is drawn does not depend on how sequences are cut: neither first values nor what dropout drops.
+TEST(Context, TrainsAsOneRankDoes) {
+  for (const char* type : {"gpt2", "untied llama"}) {
+    models::TrainConfig c = context(1, "full_shard", type);
+    c.model.dropout = 0.2;
+    c.train.micro_batches = 2;
+    const TrainedRun expected = train_tiny(c, 1, kSteps);
+    for (const auto& [ranks, tensor, world] : {std::tuple{2, 1, 4}, {5, 1, 5}, {2, 2, 4}}) {
+      c.sharding.context = ranks;
+      c.sharding.tensor = tensor;
+      const TrainedRun actual = train_tiny(c, world, kSteps);
+      EXPECT_LE(max_difference(expected.parameters, actual.parameters), 5e-5) << type << " " << ranks << " " << tensor;
+      for (int s = 0; s < kSteps; ++s) {
+        EXPECT_NEAR(expected.losses[s], actual.losses[s], 2e-5);
+        EXPECT_NEAR(expected.norms[s], actual.norms[s], 2e-4 * expected.norms[s]);
+      }
+    }
+  }
+}
+
+TEST(Context, TrainsInBf16) {
+  for (const char* type : {"gpt2", "untied llama"}) {
+    models::TrainConfig c = context(1, "full_shard", type);
+    c.train.dtype = "bf16";
+    const TrainedRun expected = train_tiny(c, 1, kSteps);
+    c.sharding.context = 3;
+    const TrainedRun actual = train_tiny(c, 6, kSteps);
+    for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 0.01);
+  }
+}
+
+TEST(Context, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
+    for (const int tensor : {1, 2}) {
+      models::TrainConfig c = context(2, strategy, "llama", tensor);
+      c.train.micro_batches = 2;
+      expect_planned_tapes(c, 4);
+    }
+}
+
+TEST(Context, CheckpointsMoveBetweenMeshes) {
+  const ScratchFolder scratch;
+  const std::vector<Axes> meshes = {Axes{{"data", 3}}, Sizes{0, 2, 2, 0}.axes(), Sizes{0, 0, 3, 0}.axes(),
+                                    Sizes{0, 0, 2, 2}.axes(), Sizes{2, 1, 2, 0}.axes()};
+  for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, model_of("llama"));
+}
+
+// Of rank 0, which has 3 rows of the batch and 4 of their 9 tokens, and of a block's projections what two of five groups of
+// heads read and write.
+//
+// Attention's operands go to whole sequences and its result comes back, as do their gradients; nothing else in a block moves.
+// Parameters travel as they do without the axis, and what a rank has of their gradients is summed along it.
+TEST(Context, WhatTravelsAlongWhichAxis) {
+  const int64_t layers = context(1).model.layers, width = context(1).model.width, head = width / 10;
+  constexpr int64_t kRows = 3, kMine = 4, kOthers = 5, kSize = 4;
+  for (const char* type : {"gpt2", "llama", "untied llama"}) {
+    SCOPED_TRACE(type);
+    const bool gpt = std::string(type) == "gpt2";
+    auto whole = traffic(models::plan_step(context(1, "full_shard", type), 13, 0, 2, 1, "local").tape);
+    auto cut = traffic(models::plan_step(context(2, "full_shard", type), 13, 0, 4, 1, "local").tape);
+    const int64_t queries = gpt ? 5 : 4, keys = gpt ? 5 : 2, all_keys = gpt ? 10 : 5;
+    const int64_t in = (queries + 2 * keys) * head, other_in = (10 + 2 * all_keys) * head - in, out = queries * head,
+                  other_out = width - out;
+    EXPECT_EQ(cut["all_to_all context"].count, 4 * layers);
+    EXPECT_EQ(cut["all_to_all context"].bytes,
+              kSize * kRows * layers * (kOthers * in + kMine * other_out + kOthers * out + kMine * other_in));
+    EXPECT_EQ(cut["all_reduce context"].count, layers + 1);
+    EXPECT_EQ(cut["all_reduce context"].bytes, cut["reduce_scatter data"].bytes);
+    for (const char* name : {"all_gather data", "reduce_scatter data"}) {
+      EXPECT_EQ(cut[name].count, whole[name].count) << name;
+      EXPECT_EQ(cut[name].bytes, whole[name].bytes) << name;
+    }
+    EXPECT_EQ(cut.size(), 4u);
+  }
+}
+
+// Where the ranks of a sequence are more than those that have others, the parameters are cut over them.
+TEST(Context, ParametersAreCutOverTheLargerAxis) {
+  const auto axes = [](int64_t ranks, int world, int64_t replicas = 1, int64_t tensor = 1) {
+    models::TrainConfig c = context(ranks, "full_shard", "gpt2", tensor);
+    c.sharding.replicas = replicas;
+    std::string mesh;
+    run_local(world, [&](World& w) {
+      models::TrainingStep step(c, 13, w, Device::meta());
+      const auto unit = units(step.model().module()).at(0);
+      if (w.rank() == 0) mesh = str(step.mesh().spec->to_string(), " by ", step.mesh().spec->name(unit->axis()));
+    });
+    return mesh;
+  };
+  EXPECT_EQ(axes(1, 4), "(data=4) by data");
+  EXPECT_EQ(axes(2, 4), "(data=2, context=2) by data");
+  EXPECT_EQ(axes(4, 4), "(context=4) by context");
+  EXPECT_EQ(axes(3, 6), "(replica=2, context=3) by context");
+  EXPECT_EQ(axes(2, 8, 2, 2), "(replica=2, context=2, model=2) by context");
+  EXPECT_EQ(axes(2, 16, 2, 2), "(replica=2, data=2, context=2, model=2) by data");
+}
+
+// What a rank holds of a step shrinks with the axis: activations everywhere.
+TEST(Context, ARankHoldsItsTokens) {
+  models::TrainConfig c = context(1);
+  c.model.layers = 8;
+  c.model.context = 900;
+  c.sharding.strategy = "replicate";
+  const int64_t whole = models::plan_step(c, 13, 0, 1, 1, "local").peak_bytes;
+  c.sharding.context = 3;
+  EXPECT_LT(models::plan_step(c, 13, 0, 3, 1, "local").peak_bytes, whole / 2);
+}
+
+TEST(Context, EvaluatesAndGeneratesAsOneRankDoes) {
+  for (const char* type : {"gpt2", "untied llama"}) {
+    const auto run = [&](int64_t ranks, int64_t tensor, int world) {
+      std::vector<int32_t> corpus;
+      for (int32_t i = 0; i < 100; ++i) corpus.push_back(i * i % 13);
+      const models::SequentialWindows windows(models::Tokens::from_ids(corpus, 13, "corpus"), 9, 0);
+      std::pair<double, std::vector<int32_t>> out;
+      models::TrainConfig c = context(ranks, "full_shard", type, tensor);
+      train_tiny(c, world, 4, [&](models::TrainingStep& step) {
+        const double loss = step.evaluate(windows);
+        const auto text = models::generate(step.model(), {1, 2, 3}, 9, 13, {.tokens = 12, .temperature = 0});
+        if (step.world().rank() == 0) out = {loss, text};
+      });
+      return out;
+    };
+    const auto [loss, text] = run(1, 1, 1);
+    for (const auto& [ranks, tensor, world] : {std::tuple{2, 1, 4}, {3, 1, 3}, {2, 2, 4}}) {
+      const auto [other_loss, other_text] = run(ranks, tensor, world);
+      EXPECT_NEAR(other_loss, loss, 2e-5);
+      EXPECT_EQ(other_text, text);
+    }
+  }
+}
+
+TEST(Context, WhatCannotBeIsRefused) {
+  EXPECT_THAT(refusal(4, context(3)), HasSubstr("sharding.context 3: 4 ranks cannot be divided into groups of so many"));
+  EXPECT_THAT(refusal(4, context(4, "full_shard", "gpt2", 2)),
+              HasSubstr("sharding.context 4: 2 ranks cannot be divided into groups of so many; all 4 are for sharding.replicas times "
+                        "sharding.context times sharding.tensor"));
+  EXPECT_THAT(refusal(6, context(6, "full_shard", "llama")),
+              HasSubstr("'blocks.0.attention': the 6 ranks of context axis 'context' cannot share 5 key heads; at most 5 can"));
+  EXPECT_THAT(refusal(6, context(3, "full_shard", "llama", 2)),
+              HasSubstr("the 3 ranks of context axis 'context' cannot share 5 key heads, of which a rank of tensor axis 'model' "
+                        "has as few as 2; at most 2 can"));
+  run_local(4, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}, {"context", 2}});
+    const auto model = models::make_language_model(model_of("llama"), 13);
+    nn::Module& m = model->module();
+    EXPECT_THROW(shard(m, mesh), ConfigError) << "leaves out axis 'context'";
+    EXPECT_THROW(shard(m, mesh, {.context_axis = "sequence"}), ConfigError);
+    EXPECT_THROW(shard(m, mesh, {.replica_axis = "context", .context_axis = "context"}), ConfigError);
+    EXPECT_THROW(shard(m, mesh, {.tensor_axis = "context", .context_axis = "context"}), ConfigError);
+  }, {.threads_per_rank = 1});
+  // An axis that shard() took for one of replicas cuts the sequence: said where attention meets it, before anything is sent.
+  run_local(6, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 1}, {"more", 6}});
+    const auto model = models::make_language_model(model_of("llama"), 13);
+    shard(model->module(), mesh, {.replica_axis = "more"});
+    materialize(model->module(), Device::cpu());
+    const Tensor tokens = full_of({kI32, {2, 9}, Layout(mesh.spec, {Placement::shard(0), Placement::shard(1)})}, 1.0);
+    EXPECT_THAT([&] { model->loss(tokens, tokens, 18.0); },
+                ::testing::ThrowsMessage<ConfigError>(HasSubstr("'blocks.0.attention': the 6 ranks of context axis 'more' cannot "
+                                                                "share 5 key heads")));
+  }, {.threads_per_rank = 1});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
