@@ -109,10 +109,11 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
                         mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
                         "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis");
+  const std::vector<int> cutting = mark.tensor_axis < 0 ? std::vector<int>{} : std::vector<int>{mark.tensor_axis};
   if (context >= 0)
     for (const auto& [path, layer] : module.named_modules())
       if (const auto* attention = dynamic_cast<const nn::CausalSelfAttention*>(layer))
-        nn::ContextRegion::check_shares(path, attention->kv_heads, *mesh.spec, context, mark.tensor_axis);
+        nn::ContextRegion::check_shares(path, attention->kv_heads, *mesh.spec, context, cutting);
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);

@@ -1,6 +1,9 @@
 // ContextRegion: the way into attention where ranks have parts of each sequence, and out of it.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/placement.h"
 #include "sheaf/core/tensor.h"
@@ -19,8 +22,9 @@ class ContextRegion {
   /// y [B, T, F], of which each rank has the features of its heads.
   Tensor leave(const Tensor& y) const;
 
-  /// ConfigError if `units` that stay together are too few for a context axis, beside a tensor axis (-1: there is none).
-  static void check_shares(const std::string& path, int64_t units, const MeshSpec& mesh, int context_axis, int tensor_axis);
+  /// ConfigError if key heads, or what else stays together, are too few for the ranks of an axis, cut over the axes `before`.
+  static void check_shares(const std::string& path, int64_t units, const MeshSpec& mesh, int axis,
+                           const std::vector<int>& before);
 
  private:
   Layout outside_, inside_;  // without a mesh: there is nothing to do

@@ -8,7 +8,7 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/models/generate.h"
 #include "sheaf/models/plan.h"
-#include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -240,7 +240,7 @@ TEST(Context, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(6, context(6, "full_shard", "llama")),
               HasSubstr("'blocks.0.attention': the 6 ranks of context axis 'context' cannot share 5 key heads; at most 5 can"));
   EXPECT_THAT(refusal(6, context(3, "full_shard", "llama", 2)),
-              HasSubstr("the 3 ranks of context axis 'context' cannot share 5 key heads, of which a rank of tensor axis 'model' "
+              HasSubstr("the 3 ranks of context axis 'context' cannot share 5 key heads, of which a rank of axis 'model' "
                         "has as few as 2; at most 2 can"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"context", 2}});
@@ -250,6 +250,15 @@ TEST(Context, WhatCannotBeIsRefused) {
     EXPECT_THROW(shard(m, mesh, {.context_axis = "sequence"}), ConfigError);
     EXPECT_THROW(shard(m, mesh, {.replica_axis = "context", .context_axis = "context"}), ConfigError);
     EXPECT_THROW(shard(m, mesh, {.tensor_axis = "context", .context_axis = "context"}), ConfigError);
+  }, {.threads_per_rank = 1});
+  // Two axes that cut sequences share heads one after the other.
+  run_local(6, [](World& w) {
+    const Mesh mesh = w.mesh({{"a", 2}, {"b", 3}});
+    const Tensor qkv = full_of({kF32, {2, 9, 12}, Layout(mesh.spec, Placement::shard(1))}, 1.0);
+    nn::ContextRegion(qkv, OwnershipMap::even(2, 2));
+    EXPECT_THAT([&] { nn::ContextRegion(qkv, OwnershipMap::even(2, 3)); },
+                ::testing::ThrowsMessage<ConfigError>(HasSubstr("the 3 ranks of context axis 'b' cannot share 4 key heads, of which "
+                                                                "a rank of axis 'a' has as few as 2; at most 2 can")));
   }, {.threads_per_rank = 1});
   // An axis that shard() took for one of replicas cuts the sequence: said where attention meets it, before anything is sent.
   run_local(6, [](World& w) {
