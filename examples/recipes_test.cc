@@ -1,5 +1,6 @@
 // The loops of docs/own_models.md, compiled and tested: batches of one's own, gradient accumulation,
-// a running mean, a learning rate per part of a model, hidden units shared by ranks, generation.
+// a running mean, a learning rate per part of a model, hidden units and sequences shared by ranks,
+// generation.
 #include <cmath>
 #include <map>
 
@@ -123,6 +124,47 @@ TEST(TensorParallel, GivesTheGradientsOfOneRank) {
           EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << data << " x " << ranks;
     };
     run_local(data * model_ranks, body);
+  }
+}
+
+// Every token attends to every other. Its sequences can be shared by the ranks of a context axis.
+struct SharedAttention : nn::Module {
+  static constexpr int64_t kHeads = 5, kWidth = 10;
+  nn::Linear read{kWidth, 3 * kWidth}, write{kWidth, kWidth};
+  Tensor forward(const Tensor& x_BTC) {
+    const Tensor qkv = read(x_BTC);  // of this rank's tokens, all heads
+    const nn::ContextRegion region(qkv, OwnershipMap::parts(2, {kWidth, kWidth, kWidth}, kHeads));
+    const Tensor mixed = packed_attention(region.enter(qkv), kHeads, kHeads);  // all tokens, this rank's heads
+    return x_BTC + write(region.leave(mixed));
+  }
+  SHEAF_FIELDS(read, write);
+};
+
+TEST(ContextParallel, GivesTheGradientsOfOneRank) {
+  Gradients expected;
+  for (const auto& [data, context] : {std::pair{1, 1}, {2, 1}, {1, 2}, {2, 2}, {1, 5}, {2, 3}}) {
+    const auto body = [&, data = data, context = context](World& world) {
+      const Mesh mesh = world.mesh({{"data", data}, {"context", context}});
+      SharedAttention model;
+      shard(model, mesh, {.context_axis = "context"});
+      materialize(model, world.device(), {.seed = 1});
+      const Layout tokens(mesh.spec, {Placement::shard(0), Placement::shard(1)});
+      const Shape shape{3, 7, SharedAttention::kWidth};
+      std::vector<float> values;
+      for (int64_t i = 0; i < shape.numel(); ++i) values.push_back(static_cast<float>(std::sin(i * i)));
+      const Tensor x = redistribute(Tensor::from(values, shape).to(world.device()), tokens);
+      {
+        Recording recording;
+        recording.backward(mean(square(model(x))));
+      }
+      const Gradients got = gradients(model);
+      if (world.rank() != 0) return;
+      if (expected.empty()) expected = got;
+      for (const auto& [name, values] : expected)
+        for (size_t i = 0; i < values.size(); ++i)
+          EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << data << " x " << context;
+    };
+    run_local(data * context, body);
   }
 }
 
