@@ -1,8 +1,9 @@
 // EchoNccl: a stand-in for NCCL whose ranks do not meet, so that its calls can be part of graphs. A
-// gather gives everybody its own part as often as there are ranks; a sum is what one rank gave.
-// Streams, events and memory are used as NCCL would use them.
+// gather gives everybody its own part as often as there are ranks; a sum is what one rank gave; what
+// is received is what was sent last. Streams, events and memory are used as NCCL would use them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -74,8 +75,10 @@ class EchoComm final : public NcclComm {
     rules_->note(this, "reduce_scatter in", in, bytes * size_);
     copy(out, static_cast<const char*>(in) + rank_ * bytes, bytes);
   }
-  void send(const void*, int64_t, int) override {}
-  void receive(void*, int64_t, int) override {}
+  void send(const void* in, int64_t bytes, int) override { sent_ = in, sent_bytes_ = bytes; }
+  void receive(void* out, int64_t bytes, int) override {
+    copy(out, sent_, std::min(bytes, sent_bytes_));
+  }
   void* register_memory(void* base, int64_t bytes) override {
     return rules_->add(this, base, bytes);
   }
@@ -104,6 +107,8 @@ class EchoComm final : public NcclComm {
   const std::shared_ptr<Gpu> gpu_;
   const Stream stream_;
   std::atomic<bool> aborted_ = false;
+  const void* sent_ = nullptr;
+  int64_t sent_bytes_ = 0;
 };
 
 class EchoNccl final : public NcclLibrary {

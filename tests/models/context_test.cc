@@ -176,6 +176,26 @@ TEST(Context, WhatTravelsAlongWhichAxis) {
   }
 }
 
+// Of queries, keys and values the backward reads what attention read, not what was sent for it.
+TEST(Context, OneFormOfQueriesKeysAndValuesIsKept) {
+  for (const char* type : {"gpt2", "llama"}) {
+    const models::Plan plan = models::plan_step(context(2, "full_shard", type), 13, 0, 2, 1, "local");
+    const Tape& tape = plan.tape;
+    std::vector<ValueId> sent;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+      const Node& n = tape.node(id);
+      const auto all = transfers(tape, n);
+      if (n.phase == Phase::forward && !all.empty() && all[0].name == "all_to_all" &&
+          tape.type(all[0].to).layout[0].map().is_parts())
+        sent.push_back(tape.inputs(n)[0]);
+    }
+    EXPECT_EQ(sent.size(), 2u);
+    for (NodeId id = 0; id < tape.num_nodes(); ++id)
+      for (const ValueId v : tape.inputs(tape.node(id)))
+        EXPECT_FALSE(tape.node(id).phase == Phase::backward && std::ranges::count(sent, v)) << tape.op_name(tape.node(id));
+  }
+}
+
 // Where the ranks of a sequence are more than those that have others, the parameters are cut over them.
 TEST(Context, ParametersAreCutOverTheLargerAxis) {
   const auto axes = [](int64_t ranks, int world, int64_t replicas = 1, int64_t tensor = 1) {

@@ -66,7 +66,7 @@ TEST(GpuTraining, GradientsInF64AtEveryWorld) {
       EXPECT_LE(max_difference(gradients_f64(world, strategy, 7, kGpu), expected), 1e-12 * max_magnitude(expected))
           << strategy << " at " << world;
   for (const Axes& axes : {Axes{{"replica", 2}, {"data", 2}}, Axes{{"data", 2}, {"model", 2}}, Axes{{"data", 1}, {"model", 2}},
-                           Axes{{"secondary", 2}, {"data", 2}}})
+                           Axes{{"secondary", 2}, {"data", 2}}, Axes{{"data", 2}, {"context", 2}}, Axes{{"context", 2}}})
     EXPECT_LE(max_difference(gradients_f64(axes, "full_shard", 7, kGpu), expected), 1e-12 * max_magnitude(expected));
 }
 

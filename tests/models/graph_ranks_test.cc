@@ -17,7 +17,7 @@ struct OneRank {
 struct Ranks {
   int number;
   const char* strategy;
-  int replicas = 1, tensor = 1;
+  int replicas = 1, tensor = 1, context = 1;
   bool secondary = false;
 };
 
@@ -33,7 +33,8 @@ void fill_even(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) 
 TEST(GraphTraining, LanesOfSeveralRanks) {
   SHEAF_NEEDS_GPU();
   for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "zero1"}, Ranks{2, "replicate"},
-                             Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}, Ranks{4, "full_shard", 2, 1, true}}) {
+                             Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}, Ranks{4, "full_shard", 1, 1, 2},
+                             Ranks{4, "full_shard", 2, 1, 1, true}}) {
     SCOPED_TRACE(str(ranks.strategy, " at ", ranks.number));
     std::vector<OneRank> runs[2];
     for (bool graph : {false, true}) {
@@ -42,6 +43,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
       c.sharding.replicas = ranks.replicas;
       c.sharding.tensor = ranks.tensor;
       c.sharding.secondary = ranks.secondary;
+      c.sharding.context = ranks.context;
       c.model.context = kContext;
       c.train.cuda_graph = graph;
       EchoNccl nccl;

@@ -15,10 +15,13 @@ struct Case {
   int micro_batches;
   const char* type;
   const char* dtype = "f32";
-  int replicas = 1;
+  int replicas = 1, context = 1;
   bool secondary = false;
 };
-void PrintTo(const Case& c, std::ostream* out) { *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas << (c.secondary ? " secondary" : ""); }
+void PrintTo(const Case& c, std::ostream* out) {
+  *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas << " by " << c.context
+       << (c.secondary ? " secondary" : "");
+}
 
 class Replay : public ::testing::TestWithParam<Case> {};
 
@@ -28,6 +31,7 @@ TEST_P(Replay, IsBitwiseEqual) {
   config.sharding.strategy = c.strategy;
   config.sharding.replicas = c.replicas;
   config.sharding.secondary = c.secondary;
+  config.sharding.context = c.context;
   config.train.micro_batches = c.micro_batches;
   config.model.type = c.type;
   config.train.dtype = c.dtype;
@@ -73,9 +77,10 @@ INSTANTIATE_TEST_SUITE_P(Steps, Replay,
                                            Case{3, "zero1", 2, "gpt2", "bf16"},
                                            Case{4, "full_shard", 2, "gpt2", "bf16", 2},
                                            Case{4, "zero1", 2, "llama", "f32", 2},
-                                           Case{4, "full_shard", 2, "gpt2", "bf16", 2, true},
-                                           Case{3, "full_shard", 2, "gpt2", "bf16", 3, true},
-                                           Case{4, "zero1", 2, "llama", "f32", 2, true}));
+                                           Case{4, "full_shard", 2, "llama", "bf16", 1, 2},
+                                           Case{4, "full_shard", 2, "gpt2", "bf16", 2, 1, true},
+                                           Case{3, "full_shard", 2, "gpt2", "bf16", 3, 1, true},
+                                           Case{4, "zero1", 2, "llama", "f32", 2, 1, true}));
 
 }  // namespace
 }  // namespace sheaf::testing

@@ -72,6 +72,16 @@ TEST(TokenStream, RanksShareSequences) {
   }
 }
 
+// Where parameters are sharded over the axis that cuts sequences there need not be another.
+TEST(TokenStream, NoAxisNeedCutTheBatch) {
+  run_local(3, [](World& world) {
+    const TokenStream stream(numbers(90), {.batch_per_rank = 4, .context = 7, .axis = "", .context_axis = "context"},
+                             world.mesh({{"context", 3}}));
+    EXPECT_EQ(stream.batch(0).tokens.shape(), (Shape{4, 7}));
+    EXPECT_EQ(stream.batch(0).tokens.local_shape(), (Shape{4, world.rank() == 2 ? 3 : 2}));
+  });
+}
+
 TEST(TokenStream, RefusesWhatCannotBe) {
   run_local(1, [](World& world) {
     const Mesh mesh = world.mesh({{"data", 1}});
