@@ -37,8 +37,9 @@ std::string code_of(const Placement& p) {
   if (p.is_replicate()) return "Placement::replicate()";
   const OwnershipMap& map = p.map();
   if (!p.is_shard() || map.kind() != OwnershipMap::Kind::dim) return "";
-  return map.granule() == 1 ? str("Placement::shard(", map.dim(), ")")
-                            : str("Placement::shard(OwnershipMap::even(", map.dim(), ", ", map.granule(), "))");
+  if (map.granule() == 1 && !map.is_inner()) return str("Placement::shard(", map.dim(), ")");
+  const std::string rows = map.granule() == 1 ? "" : str(", ", map.granule());
+  return str("Placement::shard(OwnershipMap::even(", map.dim(), rows, map.is_inner() ? ").inner())" : "))");
 }
 
 // Whether an operand communicates on its way to `to`.

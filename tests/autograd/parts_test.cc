@@ -162,6 +162,13 @@ TEST(Parts, ARefusalNamesTheRowsThatStayTogether) {
       EXPECT_THAT(e.what(), HasSubstr("write redistribute(x, \"model\", Placement::shard(OwnershipMap::even(0, 2))) for x = input 1"));
     }
     EXPECT_NO_THROW(mul(x, redistribute(scale, "model", cut(0, 2))));
+    try {
+      mul(redistribute(x, "model", Placement::shard(OwnershipMap::even(1).inner())), scale);
+      ADD_FAILURE() << "not refused";
+    } catch (const PlacementError& e) {
+      EXPECT_THAT(e.what(), HasSubstr("accepted: Shard(1 inner) Shard(0 inner) -> Shard(1 inner), "));
+      EXPECT_THAT(e.what(), HasSubstr("write redistribute(x, \"model\", Placement::shard(OwnershipMap::even(0).inner())) for x = input 1"));
+    }
   }, kLocal);
 }
 
