@@ -176,6 +176,18 @@ TEST(Context, WhatTravelsAlongWhichAxis) {
   }
 }
 
+// Each axis moves what it does without the other: tokens that a tensor region puts together, heads that ranks of it share.
+TEST(Context, AndATensorAxisKeepOutOfEachOthersWay) {
+  const int64_t layers = context(1).model.layers;
+  auto all = traffic(models::plan_step(context(2, "full_shard", "untied llama", 2), 13, 0, 8, 1, "local").tape);
+  EXPECT_EQ(all["all_to_all context"].count, 4 * layers);
+  EXPECT_EQ(all["all_gather model"].count, 6 * layers + 3 + 3);
+  EXPECT_EQ(all["reduce_scatter model"].count, 4 * layers + 2 + 1);
+  EXPECT_EQ(all["all_reduce model"].count, layers + 1);
+  EXPECT_EQ(all["all_reduce context"].count, 2 * (layers + 1)) << "of a unit what the tensor axis cuts, and what it does not";
+  EXPECT_EQ(all.size(), 7u);
+}
+
 // Of queries, keys and values the backward reads what attention read, not what was sent for it.
 TEST(Context, OneFormOfQueriesKeysAndValuesIsKept) {
   for (const char* type : {"gpt2", "llama"}) {
