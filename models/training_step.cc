@@ -43,8 +43,6 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int ranks = world.size();
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
-  if (sharding.secondary && sharding.replicas == 1)
-    fail<ConfigError>("[train] sharding.secondary: its groups are those of sharding.replicas, which is 1");
   int rest = ranks;  // for "data"
   const auto divide = [&](const char* key, int64_t by, const char* into) {
     if (by < 1 || rest % by != 0)
@@ -59,6 +57,8 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int context = divide("sharding.context", sharding.context, "groups of so many");
   const bool over_context = context > rest;
   if (over_context) replicas *= rest;
+  if (sharding.secondary && replicas == 1 && (context == 1 || over_context))
+    fail<ConfigError>("[train] sharding.secondary: its groups are those of sharding.replicas, or of sharding.context, and here is one");
   std::vector<MeshSpec::Axis> axes;
   if (replicas != 1) axes.push_back({"replica", replicas});
   if (!over_context) axes.push_back({"data", rest});

@@ -93,17 +93,19 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const int replicas = mesh.spec && !options.replica_axis.empty() ? mesh.spec->axis(options.replica_axis) : -1;
   if (mesh.spec && replicas == mark.axis)
     fail<ConfigError>("[shard] axis '", options.axis, "' cannot be the replica axis as well");
-  if (options.secondary && mesh.spec && replicas < 0)
-    fail<ConfigError>("[shard] secondary shards are those of replicas: ShardOptions::replica_axis names none");
-  if (options.secondary && mesh.spec && mark.strategy <= Strategy::replicate)
-    fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
-  mark.secondary_axis = options.secondary ? replicas : -1;
   mark.tensor_axis = mesh.spec && !options.tensor_axis.empty() ? mesh.spec->axis(options.tensor_axis) : -1;
   if (mark.tensor_axis >= 0 && (mark.tensor_axis == mark.axis || mark.tensor_axis == replicas))
     fail<ConfigError>("[shard] axis '", options.tensor_axis, "' cannot be the tensor axis as well");
   const int context = mesh.spec && !options.context_axis.empty() ? mesh.spec->axis(options.context_axis) : -1;
   if (context >= 0 && (context == replicas || context == mark.tensor_axis))
     fail<ConfigError>("[shard] axis '", options.context_axis, "' cannot be the context axis as well");
+  const int copies = replicas >= 0 || context == mark.axis ? replicas : context;  // along it the model is replicated
+  if (options.secondary && mesh.spec && copies < 0)
+    fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, beside axis '",
+                      options.axis, "', ShardOptions::context_axis names any");
+  if (options.secondary && mesh.spec && mark.strategy <= Strategy::replicate)
+    fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
+  mark.secondary_axis = options.secondary ? copies : -1;
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
     if (a != mark.axis && a != replicas && a != context && a != mark.tensor_axis && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",

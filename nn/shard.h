@@ -76,7 +76,8 @@ struct ShardOptions {
   /// holds within a group of ranks along `axis`, and gradients are summed over the groups besides. "": no such axis.
   std::string replica_axis = "";
   /// The groups' copies are secondary shards (hpZ; Megatron's HFSDP): masters, gradients and optimizer states are cut over
-  /// `replica_axis`, too, and each group gathers its copy, in the dtype of compute, once a step.
+  /// `replica_axis`, too (without one, over `context_axis`), and each group gathers its copy, in the dtype of compute, once a
+  /// step.
   bool secondary = false;
   /// Of the mesh, that cuts parameters which say how (nn::Parameter::set_cut: heads of attention, hidden units of MLPs, the
   /// vocabulary), the tensors computed from them, and in between each sequence of the batch: tensor and sequence

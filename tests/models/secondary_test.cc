@@ -19,6 +19,7 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr int kSteps = 8;
+constexpr int64_t kUnits = 4;
 
 models::TrainConfig replicas(int64_t groups, const char* strategy = "full_shard", bool secondary = true) {
   models::TrainConfig c = tiny_config();
@@ -67,7 +68,18 @@ TEST(Secondary, BitsOfBf16AndMicroBatchesAreThoseOfWholeReplicas) {
     }
 }
 
-constexpr int64_t kUnits = 4;
+// Ranks that share sequences hold what each group of the others holds.
+TEST(Secondary, CopiesOfRanksThatShareSequences) {
+  models::TrainConfig c = replicas(1, "full_shard", false);
+  c.sharding.context = 2;
+  const TrainedRun expected = train_tiny(c, 4, kSteps);
+  c.sharding.secondary = true;
+  expect_same_bits(expected, train_tiny(c, 4, kSteps));
+  expect_planned_tapes(c, 4);
+  auto cut = traffic(models::plan_step(c, 13, 0, 4, 1, "local").tape);
+  EXPECT_EQ(cut["reduce_scatter context"].count, kUnits);
+}
+
 
 // A group's copy is gathered once a step, however many micro-batches there are; between the groups travels what whole
 // replicas would sum, as a reduce_scatter, and that copy.
@@ -166,6 +178,9 @@ TEST(Secondary, StepsAndPassesWithoutARecordingTakeTurns) {
 
 TEST(Secondary, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(4, replicas(1)), HasSubstr("sharding.secondary: its groups are those of sharding.replicas"));
+  models::TrainConfig c = replicas(1);
+  c.sharding.context = 2;
+  EXPECT_THAT(refusal(2, c), HasSubstr("and here is one"));  // which cuts the parameters already
   EXPECT_THAT(refusal(4, replicas(2, "replicate")), HasSubstr("one on each rank already"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});
@@ -178,7 +193,7 @@ TEST(Secondary, WhatCannotBeIsRefused) {
         EXPECT_THAT(e.what(), HasSubstr(why));
       }
     };
-    refuse({.secondary = true}, "replica_axis names none");
+    refuse({.secondary = true}, "neither ShardOptions::replica_axis nor");
     refuse({.replica_axis = "replica", .secondary = true, .strategy = strategy::replicate}, "not 'replicate'");
     EXPECT_THROW(StrategyChoice("secondary_shard"), ConfigError);
   }, {.threads_per_rank = 1});
