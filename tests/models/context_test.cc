@@ -82,6 +82,16 @@ INSTANTIATE_TEST_SUITE_P(Many, ContextGradients,
                          ::testing::Combine(::testing::Values("gpt2"), ::testing::Values("full_shard"),
                                             ::testing::Values(Sizes{0, 0, 10, 0}, Sizes{0, 0, 5, 2}), ::testing::Values(2)));
 
+// Behind the tensor axis it is in the way of tensor regions, and right.
+TEST(Context, StandsInAnyOrder) {
+  for (const char* type : {"gpt2", "llama"}) {
+    const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", 3, {}, model_of(type));
+    for (const Axes& axes : {Axes{{"data", 1}, {"model", 2}, {"context", 2}}, Axes{{"model", 2}, {"context", 2}, {"data", 2}},
+                             Axes{{"context", 3}, {"data", 2}}})
+      EXPECT_LE(max_difference(expected, gradients_f64(axes, "full_shard", 3, {}, model_of(type))), 1e-12 * max_magnitude(expected));
+  }
+}
+
 TEST(Context, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
   for (const char* type : {"gpt2", "untied llama"})
     for (const int tensor : {1, 2}) {
