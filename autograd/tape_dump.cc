@@ -86,10 +86,10 @@ std::string cut_signature(const Placement& p) {
   if (!p.is_shard()) return "";
   const OwnershipMap& m = p.map();
   if (m.is_flat()) return str("<", m.chunk(), "-", m.offset(), ">");
-  std::string parts;
-  if (m.is_parts())
-    for (const int64_t size : m.sizes()) parts += str(size, ' ');
-  return str("<", parts, m.granule(), m.is_inner() ? " inner>" : ">");
+  std::string table;
+  if (m.table())
+    for (const int64_t entry : *m.table()) table += str(entry, ' ');
+  return str("<", table, m.granule(), m.is_inner() ? " inner>" : ">");
 }
 
 int64_t Tape::wire_bytes(const Node& n) const {

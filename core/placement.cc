@@ -1,28 +1,13 @@
 #include "sheaf/core/placement.h"
 
 #include <algorithm>
-#include <memory>
-#include <mutex>
 #include <numeric>
 #include <span>
 
+#include "sheaf/core/interned.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
-namespace {
-
-const std::vector<int64_t>* intern_sizes(const std::vector<int64_t>& sizes) {
-  static std::mutex mutex;
-  static auto* known = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
-  std::lock_guard lock(mutex);
-  for (const auto& s : *known)
-    if (*s == sizes) return s.get();
-  known->push_back(std::make_unique<std::vector<int64_t>>(sizes));
-  return known->back().get();
-}
-
-}  // namespace
-
 OwnershipMap OwnershipMap::even(int dim, int64_t granule) {
   check<PlacementError>(granule > 0, "[placement] Shard(", dim, " by ", granule, "): rows stay together in ones or more");
   OwnershipMap m;
@@ -34,7 +19,7 @@ OwnershipMap OwnershipMap::even(int dim, int64_t granule) {
 OwnershipMap OwnershipMap::uneven(int dim, const std::vector<int64_t>& sizes, int64_t granule) {
   OwnershipMap m = even(dim, granule);
   m.kind_ = Kind::uneven;
-  m.sizes_ = intern_sizes(sizes);
+  m.sizes_ = interned(sizes);
   return m;
 }
 
@@ -53,7 +38,7 @@ OwnershipMap OwnershipMap::parts(int dim, const std::vector<int64_t>& sizes, int
   for (int64_t size : sizes)
     if (units <= 0 || size % units != 0)
       fail<PlacementError>("[placement] a part of ", size, " rows cannot be cut in ", units, " units");
-  m.sizes_ = intern_sizes(sizes);
+  m.sizes_ = interned(sizes);
   return m;
 }
 
@@ -64,7 +49,39 @@ OwnershipMap OwnershipMap::inner() const {
   return m;
 }
 
+OwnershipMap OwnershipMap::by_owner(int dim, const std::vector<int64_t>& sizes, const std::vector<int>& owners) {
+  if (sizes.size() != owners.size() || std::ranges::any_of(sizes, [](int64_t size) { return size < 0; }))
+    fail<PlacementError>("[placement] ", sizes.size(), " sizes, none negative, and ", owners.size(), " owners do not match");
+  std::vector<int64_t> table;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) continue;
+    if (!table.empty() && table.back() == owners[i]) table[table.size() - 2] += sizes[i];
+    else table.insert(table.end(), {sizes[i], owners[i]});
+  }
+  OwnershipMap m = even(dim);
+  m.kind_ = Kind::owned;
+  m.sizes_ = interned(table);
+  return m;
+}
+
+namespace {
+// The intervals of a table of sizes and owners: f(interval, owner).
+template <class F>
+void for_each_owned(const std::vector<int64_t>& table, F&& f) {
+  int64_t at = 0;
+  for (size_t i = 0; i < table.size(); i += 2) {
+    f(Interval{at, at + table[i]}, table[i + 1]);
+    at += table[i];
+  }
+}
+}  // namespace
+
 bool OwnershipMap::can_move(int64_t numerator, int64_t denominator) const {
+  if (kind_ == Kind::owned) {
+    bool fits = true;
+    for_each_owned(*sizes_, [&](Interval i, int64_t) { fits = fits && i.size() * numerator % denominator == 0; });
+    return fits;
+  }
   if (!is_parts()) return granule_ * numerator % denominator == 0;
   return std::ranges::all_of(*sizes_, [&](int64_t size) { return size / granule_ * numerator % denominator == 0; });
 }
@@ -74,12 +91,18 @@ OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denomina
   m.dim_ = static_cast<int8_t>(dim);
   if (numerator == denominator) return m;
   if (!can_move(numerator, denominator))
-    fail<PlacementError>("[placement] Shard(", to_string(), "): ", is_parts() ? "units of its parts" : str("units of ", granule_),
+    fail<PlacementError>("[placement] Shard(", to_string(), "): ", is_scattered() ? "its parts" : str("units of ", granule_),
                          " cannot be seen in rows of ", denominator, "/", numerator);
   if (is_parts()) {
     std::vector<int64_t> sizes = *sizes_;
     for (int64_t& size : sizes) size = size * numerator / denominator;
     m.sizes_ = intern_sizes(sizes);
+    return m;
+  }
+  if (kind_ == Kind::owned) {
+    std::vector<int64_t> table = *sizes_;
+    for (size_t i = 0; i < table.size(); i += 2) table[i] = table[i] * numerator / denominator;
+    m.sizes_ = interned(table);
     return m;
   }
   m.granule_ = granule_ * numerator / denominator;
@@ -101,6 +124,18 @@ void OwnershipMap::check_fits(int ranks, const Shape& global) const {
     const bool whole_units = inner_ && size < sum && size % (sum / granule_) == 0;
     if (sum != size && !whole_units)
       fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ", sizes_->size(), " parts with a sum of ", sum);
+    return;
+  }
+  if (kind_ == Kind::owned) {
+    int64_t sum = 0;
+    for_each_owned(*sizes_, [&](Interval i, int64_t owner) {
+      sum += i.size();
+      if (owner < 0 || owner >= ranks)
+        fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, " over ", ranks, " ranks: rank ", owner, " owns [",
+                             i.begin, ",", i.end, ")");
+    });
+    if (sum != size)
+      fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ranks own ", sum, " of ", size);
     return;
   }
   if (size % granule_ != 0)
@@ -135,17 +170,23 @@ Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
       return {rows * rank / ranks * granule_, rows * (rank + 1) / ranks * granule_};
     }
     case Kind::parts:
+    case Kind::owned:
       if (ranks == 1) return {0, global[dim_]};
       break;
   }
-  fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": a rank's share of ", sizes_->size(),
-                       " parts is not one interval");
+  fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": a rank's share is not one interval");
 }
 
 std::vector<Interval> OwnershipMap::owned_intervals(int rank, int ranks, const Shape& global) const {
-  if (!is_parts()) return {owned(rank, ranks, global)};
+  if (!is_scattered()) return {owned(rank, ranks, global)};
   check_fits(ranks, global);
   std::vector<Interval> out;
+  if (kind_ == Kind::owned) {
+    for_each_owned(*sizes_, [&](Interval i, int64_t owner) {
+      if (owner == rank) out.push_back(i);
+    });
+    return out;
+  }
   const int64_t units = units_of(global);
   int64_t part = 0;
   for (const int64_t size : *sizes_) {
@@ -157,8 +198,13 @@ std::vector<Interval> OwnershipMap::owned_intervals(int rank, int ranks, const S
 }
 
 int64_t OwnershipMap::owned_size(int rank, int ranks, const Shape& global) const {
-  if (!is_parts()) return owned(rank, ranks, global).size();
+  if (!is_scattered()) return owned(rank, ranks, global).size();
   check_fits(ranks, global);
+  if (kind_ == Kind::owned) {
+    int64_t own = 0;
+    for_each_owned(*sizes_, [&](Interval i, int64_t owner) { own += owner == rank ? i.size() : 0; });
+    return own;
+  }
   const int64_t units = units_of(global);
   return (units * (rank + 1) / ranks - units * rank / ranks) * (std::reduce(sizes_->begin(), sizes_->end()) / granule_);
 }
@@ -166,7 +212,8 @@ int64_t OwnershipMap::owned_size(int rank, int ranks, const Shape& global) const
 std::string OwnershipMap::to_string() const {
   if (kind_ == Kind::flat) return "flat";
   const std::string by = kind_ == Kind::dim && granule_ != 1 ? str(" by ", granule_) : "";
-  return str(dim_, by, kind_ == Kind::uneven ? " uneven" : kind_ == Kind::parts ? " parts" : "", inner_ ? " inner" : "");
+  constexpr const char* kSuffix[] = {"", " uneven", "", " parts", " owned"};
+  return str(dim_, by, kSuffix[static_cast<int>(kind_)], inner_ ? " inner" : "");
 }
 
 std::string Placement::to_string() const {

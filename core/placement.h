@@ -37,6 +37,7 @@ class OwnershipMap {
     uneven,  ///< contiguous cut of one dimension with given sizes per rank, times `granule`
     flat,    ///< contiguous cut of the flat index: rank r owns [r·chunk − offset, (r+1)·chunk − offset)
     parts,   ///< one dimension that is several parts side by side, each cut: rank r owns its share of each part
+    owned,   ///< one dimension in intervals, each whole on one rank, in any order
   };
   OwnershipMap() = default;
 
@@ -54,13 +55,21 @@ class OwnershipMap {
   /// The same cut, made last: of the block that the other axes leave of its dimension, wherever in the mesh its axis stands.
   /// Of parts, the block may have fewer units than the whole, as many of each part.
   OwnershipMap inner() const;
+  /// Dimension `dim` is intervals of these sizes, one after another, and interval i lies whole on rank owners[i]: what must
+  /// not be torn apart, such as the matrices of a flat buffer. A rank holds its intervals one after another; it may have
+  /// none. Equal ownership is equal maps, however it is written. Throws PlacementError for lists that do not match.
+  static OwnershipMap by_owner(int dim, const std::vector<int64_t>& sizes, const std::vector<int>& owners);
 
   Kind kind() const { return kind_; }
   bool is_flat() const { return kind_ == Kind::flat; }
   bool is_parts() const { return kind_ == Kind::parts; }
   bool is_inner() const { return inner_; }
+  /// A rank's share may be several intervals.
+  bool is_scattered() const { return kind_ == Kind::parts || kind_ == Kind::owned; }
   int dim() const { return dim_; }            ///< −1 for flat
   int64_t granule() const { return granule_; }  ///< of parts: their units
+  /// Of uneven and parts; of owned: sizes and owners in turn. Null of the others.
+  const std::vector<int64_t>* table() const { return sizes_; }
   const std::vector<int64_t>& sizes() const { return *sizes_; }  ///< of uneven and parts
   int64_t chunk() const { return granule_; }  ///< of flat
   int64_t offset() const { return offset_; }  ///< of flat
@@ -70,15 +79,16 @@ class OwnershipMap {
   bool can_move(int64_t factor_numerator, int64_t factor_denominator) const;
 
   /// Rows of `dim` (or, for flat, flat positions) that `rank` of `ranks` owns of a tensor of this global shape. Throws
-  /// PlacementError for a cut of parts, which are not one interval.
+  /// PlacementError for a share that is not one interval.
   Interval owned(int rank, int ranks, const Shape& global) const;
-  /// The same of any map: one interval, or one for each part.
+  /// The same of any map: one interval, or one for each part, or as many as it owns.
   std::vector<Interval> owned_intervals(int rank, int ranks, const Shape& global) const;
   /// How many they are.
   int64_t owned_size(int rank, int ranks, const Shape& global) const;
 
   bool operator==(const OwnershipMap&) const = default;
-  std::string to_string() const;  ///< "0", "0 by 8" (rows that stay together), "0 uneven", "flat", "0 parts", "0 parts inner"
+  /// "0", "0 by 8" (rows that stay together), "0 uneven", "flat", "0 parts", "0 owned", "0 parts inner".
+  std::string to_string() const;
 
  private:
   Kind kind_ = Kind::dim;
@@ -86,7 +96,7 @@ class OwnershipMap {
   bool inner_ = false;
   int64_t granule_ = 1;                          // or chunk
   int64_t offset_ = 0;
-  const std::vector<int64_t>* sizes_ = nullptr;  // interned: equal sizes, equal pointer
+  const std::vector<int64_t>* sizes_ = nullptr;  // interned: equal tables, equal pointer
   void check_fits(int ranks, const Shape& global) const;
   int64_t units_of(const Shape& global) const;   // of parts: how many of them a block has
 };
@@ -149,8 +159,8 @@ class Layout {
 
   /// The sizes this rank holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape.
   Shape local_shape(const Shape& global) const;
-  /// Where the local block of a tensor cut along dimensions starts in the global tensor; PlacementError for a cut of
-  /// parts, which is no block.
+  /// Where the local block of a tensor cut along dimensions starts in the global tensor; PlacementError for a scattered
+  /// cut, which leaves no block.
   Shape local_start(const Shape& global) const;
   /// The same for any rank, by its coordinates on the mesh.
   Shape local_shape(const Shape& global, const int* coordinates) const;

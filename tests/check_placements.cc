@@ -71,12 +71,12 @@ std::string check_placements(const OpSample& sample, int ranks) {
   }
   if (out.empty() && !sample.inputs.empty() && some == sample.replicate_only)
     out += some ? "accepts more than the sample says" : "accepts nothing but Replicate; say .replicate_only if that is meant";
-  for (const Cuts cuts : {Cuts::uneven, Cuts::parts}) {
+  for (const Cuts cuts : {Cuts::uneven, Cuts::parts, Cuts::owned}) {
     if (ranks == 1 || cut.empty()) break;
     const PlacementResult again = run_assignments(sample, on_one_axis(ranks, cuts, cut));
     out += again.finding;
     for (size_t k = 0; k < again.outcomes.size(); ++k) {
-      const bool parts_of_table = cuts == Cuts::parts && sample.table >= 0 && cut[k][static_cast<size_t>(sample.table)] == "S0";
+      const bool parts_of_table = (cuts == Cuts::parts || cuts == Cuts::owned) && sample.table >= 0 && cut[k][static_cast<size_t>(sample.table)] == "S0";
       if (parts_of_table && again.outcomes[k].accepted) out += "\n  parts of a table are accepted";
       if (!parts_of_table && !again.outcomes[k].refusal.empty())
         out += str("\n  refused, though even shares are accepted: ", again.outcomes[k].refusal);

@@ -31,6 +31,7 @@ Placement placement_of(const std::string& token, const Shape& left, int ranks, C
   const int dim = token[1] - '0';
   if (left[dim] < 0 || cuts == Cuts::even) return Placement::shard(dim);
   if (cuts == Cuts::parts) return Placement::shard(parts_of(dim, left[dim]));
+  if (cuts == Cuts::owned) return Placement::shard(owned_of(dim, left[dim], ranks));
   constexpr int64_t kWeights[] = {3, 0, 2, 1, 4};
   int64_t total = 0, seen = 0;
   for (int r = 0; r < ranks; ++r) total += kWeights[r % 5];

@@ -17,8 +17,9 @@ using Tokens = std::vector<std::string>;
 /// one mixture with Invariant, which must be refused.
 std::vector<Tokens> enumerate(const OpSample& sample);
 
-/// How S<dim> cuts: in even shares, so unevenly that some ranks have much and some nothing, or as several parts.
-enum class Cuts : uint8_t { even, uneven, parts };
+/// How S<dim> cuts: in even shares, so unevenly that some ranks have much and some nothing, as several parts,
+/// or in intervals with an owner each.
+enum class Cuts : uint8_t { even, uneven, parts, owned };
 
 struct PlacementRun {
   std::vector<MeshSpec::Axis> axes;

@@ -228,6 +228,19 @@ OwnershipMap parts_of(int dim, int64_t rows) {
   return OwnershipMap::parts(dim, {rows - 1, 1}, 1);
 }
 
+OwnershipMap owned_of(int dim, int64_t rows, int ranks) {
+  std::vector<int64_t> sizes;
+  std::vector<int> owners;
+  for (int i = 0; rows > 0; ++i) {  // 1, 2, 1, 2, .. rows from the last rank to the first, and round again
+    const int owner = ranks - 1 - i % ranks;
+    if (owner == 1 && ranks > 2) continue;
+    sizes.push_back(std::min<int64_t>(1 + i % 2, rows));
+    owners.push_back(owner);
+    rows -= sizes.back();
+  }
+  return OwnershipMap::by_owner(dim, sizes, owners);
+}
+
 namespace {
 
 // Positions of a rank's elements in the row-major order of the whole.

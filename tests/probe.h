@@ -40,6 +40,9 @@ class Generator {
 Tensor make_tensor(const Values& values, const Shape& shape, DType dtype);
 /// A cut of a dimension of so many rows that is two or three parts, of several units if the number is no prime.
 OwnershipMap parts_of(int dim, int64_t rows);
+/// A cut of a dimension of so many rows in intervals whose owners come in another order than ranks do; rank 1 of three and
+/// more owns none.
+OwnershipMap owned_of(int dim, int64_t rows, int ranks);
 /// The part of a whole value that this rank holds under `layout`. For Partial axes: addends that sum to the value, drawn
 /// from `stream`, integers if the values are.
 Tensor make_local(const Values& whole, const Type& type, const std::string& stream);

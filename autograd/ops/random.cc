@@ -59,14 +59,14 @@ kernels::GlobalIndex global_index(const Type& type, int64_t first_row) {
   return where;
 }
 
-/// Calls f(where, part) for the blocks that output 0's local part consists of: one, but for cuts of
-/// parts; part(view) is a block of a local view.
+/// Calls f(where, part) for the blocks that output 0's local part consists of: one, but for
+/// scattered cuts; part(view) is a block of a local view.
 template <class F>
 void for_each_block(const Type& type, int64_t first_row, F&& f) {
-  bool parts = false;
+  bool scattered = false;
   for (int i = 0; i < type.layout.num_axes(); ++i)
-    parts = parts || (type.layout[i].is_shard() && type.layout[i].map().is_parts());
-  if (!parts) return f(global_index(type, first_row), [](const View& v) { return v; });
+    scattered = scattered || (type.layout[i].is_shard() && type.layout[i].map().is_scattered());
+  if (!scattered) return f(global_index(type, first_row), [](const View& v) { return v; });
   std::vector<std::vector<Interval>> rows;
   for (int d = 0; d < type.shape.rank(); ++d) rows.push_back(type.layout.local_rows(type.shape, d));
   const auto along = [&](auto& self, int d, Shape start, Shape at, Shape size) -> void {

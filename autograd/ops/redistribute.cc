@@ -64,7 +64,8 @@ bool reorders(const Layout& from, const Layout& to) {
 }
 
 // The value as one rank would hold it if `axis` did not cut it, and what each rank has of it: rows of the cut dimension, or
-// of the flat index, which is then the only dimension; several intervals where the dimension is several parts.
+// of the flat index, which is then the only dimension; several intervals where the dimension is several parts or
+// whole intervals have owners.
 struct Cut {
   int dim = 0;
   bool flat = false, contiguous = true;  // a rank's share is one run of the dense whole
@@ -93,7 +94,7 @@ Cut cut_of(const Type& type, int axis, const Placement& p) {
   cut.flat = p.map().is_flat();
   if (cut.flat) return cut;
   cut.dim = p.map().dim();
-  cut.contiguous = !p.map().is_parts();
+  cut.contiguous = !p.map().is_scattered();
   for (int d = 0; d < shape.rank(); ++d) {
     if (d != cut.dim) cut.row *= shape[d];
     if (d < cut.dim && shape[d] != 1) cut.contiguous = false;
@@ -338,7 +339,7 @@ struct Slice : RedistributeOp {
       out.strides = out.shape.contiguous_strides();
       return in.contiguous();
     }
-    if (p.map().is_parts()) return false;
+    if (p.map().is_scattered()) return false;
     const Interval own = p.map().owned(me, n, in.shape);
     if (p.map().is_flat()) {
       if (!in.contiguous()) return false;

@@ -30,7 +30,7 @@ inline void row_rules(Place& p, int rows, uint64_t inputs, uint64_t outputs, int
 }
 
 /// Whether ranks have one run each of a table's rows, in the order of the mesh.
-inline bool cuts_table(const Placement& p) { return p.is_shard(0) && !p.map().is_parts() && !p.map().is_inner(); }
+inline bool cuts_table(const Placement& p) { return p.is_shard(0) && !p.map().is_scattered() && !p.map().is_inner(); }
 
 /// The rows of a table that this rank has.
 inline kernels::TablePart part_of(const Type& table) {

@@ -61,7 +61,7 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
 
   const MeshSpec* mesh = cut->layout().mesh();
   for (int a = 0; a < mesh->num_axes(); ++a)
-    if (cuts_rows(cut->layout()[a]) && cut->layout()[a].map().is_parts() && mesh->size(a) > 1)
+    if (cuts_rows(cut->layout()[a]) && cut->layout()[a].map().is_scattered() && mesh->size(a) > 1)
       fail<PlacementError>("[rowwise] ", where(), "a rank's rows must be one interval, but on mesh axis ", mesh->name(a), " ",
                            cut->type(), " has several");
   const int64_t rows = cut->layout().local_shape(cut->shape())[0];

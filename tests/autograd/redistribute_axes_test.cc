@@ -70,6 +70,7 @@ std::vector<Layout> layouts(const MeshSpec* mesh, const Shape& shape) {
         if (left.rank() != shape.rank()) continue;
         options.push_back(Placement::shard(uneven(d, left[d], ranks)));
         options.push_back(Placement::shard(parts_of(d, left[d])));
+        if (left[d] > 0) options.push_back(Placement::shard(owned_of(d, left[d], ranks)));
       }
       const int64_t n = shape.numel();
       if (shape.rank() > 0) {

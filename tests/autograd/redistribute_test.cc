@@ -22,7 +22,7 @@ Values integers(size_t n, const std::string& stream) {
   return v;
 }
 
-// Even and uneven cuts of every dimension, cuts of its parts, flat cuts with and without an offset, and the three that do
+// Even and uneven cuts of every dimension, cuts of its parts, intervals with owners, flat cuts with and without an offset, and the three that do
 // not cut.
 std::vector<Placement> placements(const Shape& shape, int ranks) {
   std::vector<Placement> out = {Placement::replicate(), Placement::partial(), Placement::invariant()};
@@ -34,6 +34,7 @@ std::vector<Placement> placements(const Shape& shape, int ranks) {
     sizes.back() += left;
     out.push_back(Placement::shard(OwnershipMap::uneven(d, sizes)));
     out.push_back(Placement::shard(parts_of(d, shape[d])));
+    out.push_back(Placement::shard(owned_of(d, shape[d], ranks)));
   }
   if (shape.rank() > 0) {
     const int64_t n = shape.numel();
@@ -140,6 +141,24 @@ TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Range(1, 6));
 
+// What has an owner is one kind of cut, however it is written.
+TEST(Ownership, IntervalsGoToTheirOwners) {
+  const OwnershipMap map = OwnershipMap::by_owner(0, {2, 1, 0, 3, 1}, {2, 2, 1, 0, 2});
+  EXPECT_EQ(map, OwnershipMap::by_owner(0, {3, 3, 1}, {2, 0, 2}));
+  EXPECT_NE(map, OwnershipMap::by_owner(0, {3, 3, 1}, {2, 1, 2}));
+  EXPECT_EQ(str(Placement::shard(map)), "Shard(0 owned)");
+  const Shape shape{7, 2};
+  EXPECT_EQ(map.owned_intervals(0, 3, shape), (std::vector<Interval>{{3, 6}}));
+  EXPECT_EQ(map.owned_intervals(1, 3, shape), std::vector<Interval>{});
+  EXPECT_EQ(map.owned_intervals(2, 3, shape), (std::vector<Interval>{{0, 3}, {6, 7}}));
+  EXPECT_EQ(map.owned_size(2, 3, shape), 4);
+  EXPECT_THROW(map.owned(2, 3, shape), PlacementError);
+  EXPECT_EQ(map.moved_to(1, 2, 1), OwnershipMap::by_owner(1, {6, 6, 2}, {2, 0, 2}));
+  EXPECT_FALSE(map.can_move(1, 2));
+  EXPECT_THROW(OwnershipMap::by_owner(0, {1, 2}, {0}), PlacementError);
+  EXPECT_THROW(OwnershipMap::by_owner(0, {-1}, {0}), PlacementError);
+}
+
 TEST(Redistribute, SaysWhatItDoes) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
@@ -168,7 +187,9 @@ TEST(Redistribute, CutsThatDoNotFitAreRefused) {
     for (const OwnershipMap& map : {OwnershipMap::even(0, 2), OwnershipMap::uneven(0, {3, 3}), OwnershipMap::uneven(0, {7}),
                                     OwnershipMap::uneven(0, {4, 5}), OwnershipMap::uneven(0, {2, 2}, 2),
                                     OwnershipMap::even(2), OwnershipMap::even(-1), OwnershipMap::flat(6),
-                                    OwnershipMap::parts(0, {4, 4}, 2), OwnershipMap::parts(2, {4, 3}, 1)}) {
+                                    OwnershipMap::parts(0, {4, 4}, 2), OwnershipMap::parts(2, {4, 3}, 1),
+                                    OwnershipMap::by_owner(0, {4, 2}, {0, 1}), OwnershipMap::by_owner(0, {4, 3}, {0, 2}),
+                                    OwnershipMap::by_owner(0, {4, 3}, {-1, 0}), OwnershipMap::by_owner(2, {2}, {0})}) {
       const Layout layout(mesh, Placement::shard(map));
       EXPECT_THROW(Tensor::empty({kF32, {7, 2}, layout}), PlacementError) << layout.to_string();
       const Tensor x = full_of({kF32, {7, 2}, Layout(mesh)}, 1.0);

@@ -1,0 +1,13 @@
+// Lists that small values point to: equal ones have one address, for the life of the process. Ownership maps and the
+// attributes of nodes hold it, so that they stay a few bytes, and comparing them compares addresses.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sheaf {
+
+/// Thread-safe.
+const std::vector<int64_t>* interned(const std::vector<int64_t>& list);
+
+}  // namespace sheaf
