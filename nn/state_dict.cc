@@ -13,21 +13,20 @@ bool owns(const Layout& layout) {
   return true;
 }
 
-// The pieces of the parameters of one flat buffer in `values`, which is cut as the buffer is.
-void append_pieces(const Unit& unit, const FlatBuffer& b, const Tensor& values, const std::string& prefix,
-                   std::vector<StatePiece>& out) {
+// What this rank has of each of the leaves of a unit in `values`.
+void append_pieces(const Unit& unit, const std::vector<int>& leaves, const std::vector<optim::StatePart>& parts,
+                   const Tensor& values, const std::string& prefix, std::vector<StatePiece>& out) {
   const bool owner = owns(values.layout());
-  const std::vector<LocalPiece> pieces = unit.pieces(b);
   char* data = values.view().as<char>();
-  for (int leaf : b.leaves) {
+  for (int leaf : leaves) {
     const LeafSpec& spec = unit.leaves()[leaf];
     const StatePiece none{prefix + spec.name, values.dtype(), spec.shape, {}, values.device(), nullptr, owner};
     const size_t before = out.size();
-    for (const LocalPiece& piece : pieces) {
+    for (const auto& [piece, at] : parts) {
       if (piece.leaf != leaf) continue;
       out.push_back(none);
       out.back().runs = piece.runs;
-      out.back().data = data + piece.shard_offset * static_cast<int64_t>(size_of(values.dtype()));
+      out.back().data = data + at * static_cast<int64_t>(size_of(values.dtype()));
     }
     if (out.size() == before) out.push_back(none);
   }
@@ -39,7 +38,11 @@ std::vector<StatePiece> state_pieces(Module& module) {
   std::vector<StatePiece> out;
   for (const auto& unit : distinct_units(module.parameters())) {
     unit->close_for_change();
-    for (const FlatBuffer& b : unit->buffers()) append_pieces(*unit, b, b.shard, "", out);
+    for (const FlatBuffer& b : unit->buffers()) {
+      std::vector<optim::StatePart> parts;
+      for (const LocalPiece& piece : unit->pieces(b)) parts.push_back({piece, piece.shard_offset});
+      append_pieces(*unit, b.leaves, parts, b.shard, "", out);
+    }
   }
   const RankContext& context = RankContext::current();
   for (const Buffer& b : module.buffers()) {
@@ -52,10 +55,9 @@ std::vector<StatePiece> state_pieces(Module& module) {
 
 std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer) {
   std::vector<StatePiece> out;
-  const std::vector<std::string> names = optimizer.state_names();
   for (const optim::ShardState& shard : optimizer.shards())
-    for (size_t i = 0; i < names.size(); ++i)
-      append_pieces(*shard.unit, shard.flat(), shard.state[i], "optimizer." + names[i] + ".", out);
+    for (size_t i = 0; i < shard.names.size(); ++i)
+      append_pieces(*shard.unit, shard.leaves, shard.parts, shard.state[i], "optimizer." + shard.names[i] + ".", out);
   return out;
 }
 

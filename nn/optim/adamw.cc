@@ -32,18 +32,22 @@ struct AdamWStep {
 }  // namespace
 
 AdamW::AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options)
-    : Optimizer("adamw", parameters, options.decays, 2), options_(options) {}
+    : Optimizer("adamw", parameters, options.decays, {"m", "v"}), options_(options) {}
+
+std::vector<double> detail::adamw_scalars(const AdamWOptions& options, double lr, int64_t step) {
+  std::vector<double> s(kAdamWScalars, 1.0);
+  s[kLearningRate] = lr;
+  s[kBeta1] = options.beta1;
+  s[kBeta2] = options.beta2;
+  s[kEpsilon] = options.eps;
+  s[kWeightDecay] = options.weight_decay;
+  s[kBiasCorrection1] = 1.0 - power(options.beta1, step);
+  s[kBiasCorrection2] = 1.0 - power(options.beta2, step);
+  return s;
+}
 
 std::vector<double> AdamW::scalars(const StepOptions& step_options, int64_t step) const {
-  std::vector<double> s(kAdamWScalars, 1.0);
-  s[kLearningRate] = step_options.lr.value_or(options_.lr);
-  s[kBeta1] = options_.beta1;
-  s[kBeta2] = options_.beta2;
-  s[kEpsilon] = options_.eps;
-  s[kWeightDecay] = options_.weight_decay;
-  s[kBiasCorrection1] = 1.0 - power(options_.beta1, step);
-  s[kBiasCorrection2] = 1.0 - power(options_.beta2, step);
-  return s;
+  return detail::adamw_scalars(options_, step_options.lr.value_or(options_.lr), step);
 }
 
 void AdamW::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) {

@@ -22,12 +22,16 @@ class AdamW final : public Optimizer {
   explicit AdamW(const std::vector<nn::Parameter>& parameters, const AdamWOptions& options = {})
       : AdamW(std::span(parameters), options) {}
   explicit AdamW(nn::Module& module, const AdamWOptions& options = {}) : AdamW(module.parameters(), options) {}
-  std::vector<std::string> state_names() const override { return {"m", "v"}; }
 
  private:
   std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
   void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
   AdamWOptions options_;
 };
+
+namespace detail {
+/// The scalars of kernels::cpu::adamw in its order, without clipping.
+std::vector<double> adamw_scalars(const AdamWOptions& options, double lr, int64_t step);
+}  // namespace detail
 
 }  // namespace sheaf::optim

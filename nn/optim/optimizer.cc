@@ -6,43 +6,20 @@
 #include "sheaf/nn/trainable_units.h"
 
 namespace sheaf::optim {
-namespace {
-
-// Where this rank's pieces of the buffer's parameters lie in its shard, and which of them decay.
-Tensor segments_of(const Unit& unit, const FlatBuffer& b, const std::vector<bool>& decays) {
-  std::vector<int64_t> values;
-  std::vector<LocalPiece> pieces = unit.pieces(b);
-  std::ranges::sort(pieces, {}, &LocalPiece::shard_offset);  // kernels search them
-  for (const LocalPiece& piece : pieces) {
-    if (piece.runs.numel() == 0) continue;
-    values.push_back(piece.shard_offset);
-    values.push_back(piece.shard_offset + piece.runs.numel());
-    values.push_back(decays[piece.leaf]);
-  }
-  const Shape shape{static_cast<int64_t>(values.size()) / 3, 3};
-  if (b.shard.device().is_meta()) return Tensor::empty({kI64, shape, {}}, Device::meta());
-  return Tensor::from(values, shape).to(b.shard.device());
-}
-
-}  // namespace
 
 bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2; }
 
-Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays, int states)
-    : name_(std::move(name)) {
-  for (const auto& unit : nn::trainable_units(name_, parameters)) {
-    std::vector<bool> decayed(unit->leaves().size(), false);
-    for (const nn::Parameter& p : parameters)
-      if (p.unit() == unit) decayed[p.index()] = decays(p);
-    for (size_t b = 0; b < unit->buffers().size(); ++b) {
-      const FlatBuffer& flat = unit->buffers()[b];
-      if (!flat.trainable) continue;
-      if (flat.dtype != kF32 && flat.dtype != kF64)
-        fail<DTypeError>("[", name_, "] unit '", path_label(unit->name()), "' has ", flat.dtype, " parameters; masters are f32 or f64");
-      ShardState shard{unit, b, segments_of(*unit, flat, decayed), {}};
-      for (int s = 0; s < states; ++s) shard.state.push_back(full_like(flat.shard, 0.0));
-      shards_.push_back(std::move(shard));
-    }
+Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
+                     const std::vector<std::string>& states)
+    : name_(std::move(name)), shards_(detail::flat_shards(name_, parameters)) {
+  for (ShardState& shard : shards_) {
+    const std::vector<bool> decayed = detail::chosen(*shard.unit, parameters, decays);
+    std::vector<int64_t> segments;
+    for (const auto& [piece, at] : shard.parts) segments.insert(segments.end(), {at, at + piece.runs.numel(), decayed[piece.leaf]});
+    const Tensor& values = shard.flat().shard;
+    shard.segments = detail::segment_table(segments, values.device());
+    shard.names = states;
+    for (size_t s = 0; s < states.size(); ++s) shard.state.push_back(full_like(values, 0.0));
   }
 }
 
@@ -61,21 +38,29 @@ void Optimizer::step(const StepOptions& options) {
     const Device device = shards_[0].flat().shard.device();
     scalars = device.is_meta() ? Tensor::empty({kF64, shape, {}}, device) : Tensor::from(values, shape).to(device);
   }
-  Recording* r = Recording::current();
-  if (r) r->leaf(scalars, name_ + ".scalars");
-  const std::vector<std::string> names = state_names();
-  for (ShardState& shard : shards_) {
-    FlatBuffer& b = shard.flat();
-    if (!b.grad) continue;
-    const PathScope path(shard.unit->name());
-    if (r) {  // names for the tape, of what this recording has not met
-      r->leaf(b.shard, b.name);
-      r->leaf(b.grad, "gradient of " + b.name);
-      for (size_t i = 0; i < shard.state.size(); ++i) r->leaf(shard.state[i], str(name_, ".", names[i], " of ", b.name));
-      r->leaf(shard.segments, name_ + ".segments of " + b.name);
-    }
-    update(shard, scalars, b.grad_scale);
+  if (Recording* r = Recording::current()) r->leaf(scalars, name_ + ".scalars");
+  std::vector<ShardState*> shards;
+  for (ShardState& shard : shards_)
+    if (shard.flat().grad) shards.push_back(&shard);
+  update_all(shards, scalars);
+}
+
+void Optimizer::update_all(std::span<ShardState* const> shards, const Tensor& scalars) {
+  for (ShardState* shard : shards) {
+    const PathScope path(shard->unit->name());
+    name_leaves(*shard);
+    update(*shard, scalars, shard->flat().grad_scale);
   }
+}
+
+void Optimizer::name_leaves(const ShardState& shard) const {
+  Recording* r = Recording::current();
+  if (!r) return;
+  const FlatBuffer& b = shard.flat();
+  r->leaf(b.shard, b.name);
+  r->leaf(b.grad, "gradient of " + b.name);
+  for (size_t i = 0; i < shard.state.size(); ++i) r->leaf(shard.state[i], str(name_, ".", shard.names[i], " of ", b.name));
+  r->leaf(shard.segments, name_ + ".segments of " + b.name);
 }
 
 void Optimizer::zero_grad() {
@@ -83,6 +68,38 @@ void Optimizer::zero_grad() {
 }
 
 namespace detail {
+
+std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters) {
+  std::vector<ShardState> shards;
+  for (const auto& unit : nn::trainable_units(who, parameters)) {
+    for (size_t b = 0; b < unit->buffers().size(); ++b) {
+      const FlatBuffer& flat = unit->buffers()[b];
+      if (!flat.trainable) continue;
+      if (flat.dtype != kF32 && flat.dtype != kF64)
+        fail<DTypeError>("[", who, "] unit '", path_label(unit->name()), "' has ", flat.dtype, " parameters; masters are f32 or f64");
+      ShardState shard{unit, b, flat.leaves, {}, {}, {}, {}};
+      for (const LocalPiece& piece : unit->pieces(flat))
+        if (piece.runs.numel() > 0) shard.parts.push_back({piece, piece.shard_offset});
+      std::ranges::sort(shard.parts, {}, &StatePart::at);  // kernels search them
+      shards.push_back(std::move(shard));
+    }
+  }
+  return shards;
+}
+
+Tensor segment_table(const std::vector<int64_t>& values, Device device) {
+  const Shape shape{static_cast<int64_t>(values.size()) / 3, 3};
+  if (device.is_meta()) return Tensor::empty({kI64, shape, {}}, device);
+  return Tensor::from(values, shape).to(device);
+}
+
+std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
+                         const std::function<bool(const nn::Parameter&)>& rule) {
+  std::vector<bool> out(unit.leaves().size(), false);
+  for (const nn::Parameter& p : parameters)
+    if (p.unit().get() == &unit) out[p.index()] = rule(p);
+  return out;
+}
 
 View optional_input(const Execute& c, int index) { return c.num_inputs() > index ? c.input(index) : View{}; }
 

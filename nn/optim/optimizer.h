@@ -33,12 +33,21 @@ using DecayRule = std::function<bool(const nn::Parameter&)>;
 /// The default: those of two dimensions and more, so neither biases nor norms.
 bool decays_matrices(const nn::Parameter& p);
 
-/// A piece of an optimizer's work: one flat buffer of a unit, with its state.
+/// Elements of a parameter that this rank holds: in its shard they start at piece.shard_offset, in the state at `at`.
+struct StatePart {
+  LocalPiece piece;
+  int64_t at;
+};
+
+/// A piece of an optimizer's work: parameters of one flat buffer of a unit, with their state.
 struct ShardState {
   std::shared_ptr<Unit> unit;
-  size_t buffer;              ///< index into unit->buffers()
-  Tensor segments;            ///< i64 [k, 3]: begin, end within this rank's shard, 1 if decayed
-  std::vector<Tensor> state;  ///< of the shard's type, one per name in state_names()
+  size_t buffer;                   ///< index into unit->buffers()
+  std::vector<int> leaves;         ///< the parameters, indices into unit->leaves()
+  std::vector<StatePart> parts;    ///< what this rank has of them, in the order of the shard
+  Tensor segments;                 ///< i64 [k, 3], one for each part: begin, end, 1 if decayed
+  std::vector<std::string> names;  ///< of the state tensors: "m", "v"
+  std::vector<Tensor> state;       ///< one per name: of the shard's type, or of these parameters alone
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
 
@@ -60,17 +69,22 @@ class Optimizer {
   int64_t steps() const { return steps_; }
   void set_steps(int64_t steps) { steps_ = steps; }
 
-  /// Names of the state tensors: "m", "v".
-  virtual std::vector<std::string> state_names() const = 0;
   std::vector<ShardState>& shards() { return shards_; }
 
  protected:
-  /// Allocates `states` zeroed tensors per flat shard. `name` is for the tape and messages.
-  Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays, int states);
+  /// Works on whole flat shards, with a zeroed tensor for each of `states` beside them. `name` is for the tape and messages.
+  Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
+            const std::vector<std::string>& states);
+  /// Whoever derives fills shards().
+  explicit Optimizer(std::string name) : name_(std::move(name)) {}
   /// Values that change from step to step, as one f64 vector; `step` counts from 1.
   virtual std::vector<double> scalars(const StepOptions& options, int64_t step) const = 0;
   /// Updates one shard; scalars and clip scale (undefined: 1) are tensors.
   virtual void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) = 0;
+  /// Updates all that have a gradient, by default one after another.
+  virtual void update_all(std::span<ShardState* const> shards, const Tensor& scalars);
+  /// Names for the tape, of what this recording has not met.
+  void name_leaves(const ShardState& shard) const;
 
  private:
   std::string name_;
@@ -79,6 +93,14 @@ class Optimizer {
 };
 
 namespace detail {
+/// The flat buffers of these parameters that are trained, without state: whole, their parts in place. ConfigError as
+/// nn::trainable_units; DTypeError for masters that are neither f32 nor f64.
+std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters);
+/// A table of segments on the device of the shard.
+Tensor segment_table(const std::vector<int64_t>& values, Device device);
+/// By index: which of the unit's leaves the rule chooses among these parameters.
+std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
+                         const std::function<bool(const nn::Parameter&)>& rule);
 /// Runs a step op whose inputs are (parameters, gradient, state..., segments, scalars [, clip scale]) and whose outputs
 /// lie in the memory of the parameters and the state.
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);

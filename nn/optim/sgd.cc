@@ -26,13 +26,10 @@ struct SgdStep {
 }  // namespace
 
 SGD::SGD(std::span<const nn::Parameter> parameters, const SgdOptions& options)
-    : Optimizer("sgd", parameters, options.decays, options.momentum != 0.0), options_(options) {
+    : Optimizer("sgd", parameters, options.decays,
+                options.momentum != 0.0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{}),
+      options_(options) {
   if (options.nesterov && options.momentum == 0.0) fail<ConfigError>("[sgd] nesterov needs momentum");
-}
-
-std::vector<std::string> SGD::state_names() const {
-  if (options_.momentum == 0.0) return {};
-  return {"momentum"};
 }
 
 std::vector<double> SGD::scalars(const StepOptions& step_options, int64_t) const {

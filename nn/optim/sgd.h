@@ -21,7 +21,6 @@ class SGD final : public Optimizer {
   explicit SGD(const std::vector<nn::Parameter>& parameters, const SgdOptions& options = {})
       : SGD(std::span(parameters), options) {}
   explicit SGD(nn::Module& module, const SgdOptions& options = {}) : SGD(module.parameters(), options) {}
-  std::vector<std::string> state_names() const override;
 
  private:
   std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
