@@ -107,8 +107,9 @@ Llama::Llama(const LlamaConfig& c)
                      ", context ", c.context, ": all must be positive");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
-  if (!c.tie_embeddings)
-    head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd), .cut = vocabulary_cut()});
+  if (c.tie_embeddings) return;
+  head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd), .cut = vocabulary_cut()});
+  head->weight.set_table();
 }
 
 Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {

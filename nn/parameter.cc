@@ -76,6 +76,7 @@ void tie(Parameter& a, const Parameter& b) {
   if (a.cut() != b.cut())
     fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "' are cut differently along a tensor axis");
   if (a.unit() || b.unit()) fail<ConfigError>("[tie] '", a.name(), "' and '", b.name(), "': tie before materialize()");
+  b.state().table = a.table() || b.table();
   a.state_ = b.state_;
 }
 

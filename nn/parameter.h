@@ -61,6 +61,11 @@ class Parameter : public TensorOperand {
   /// Another way to draw the first values. Before materialize().
   void set_init(Init init);
 
+  /// Its rows are looked up or scored one by one: an embedding, the head over a vocabulary. Optimizers that take a matrix for
+  /// a map between hidden spaces (optim::Muon) leave it out.
+  void set_table() { state().table = true; }
+  bool table() const { return state().table; }
+
   /// How the ranks of a tensor axis (ShardOptions::tensor_axis) share it: each computes with what `map` gives it and never
   /// has the rest. Without such an axis it says nothing. Before materialize(); PlacementError for a flat or uneven map, or
   /// one that does not fit the shape.
@@ -77,7 +82,7 @@ class Parameter : public TensorOperand {
     Shape shape;
     DType dtype = kF32;
     Init init;
-    bool trainable = true;
+    bool trainable = true, table = false;
     std::optional<OwnershipMap> cut;
     std::string name;
     std::shared_ptr<Unit> unit;

@@ -16,6 +16,7 @@ struct Embedding : Module {
 
   Embedding(int64_t rows, int64_t width, Init init = Init::normal(1.0), const std::optional<OwnershipMap>& cut = std::nullopt)
       : weight({rows, width}, init) {
+    weight.set_table();
     if (cut) weight.set_cut(*cut);
   }
   Tensor forward(const Tensor& tokens) {
