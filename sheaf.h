@@ -40,6 +40,8 @@
 #include "sheaf/nn/layers/tensor_region.h"
 #include "sheaf/nn/module.h"
 #include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/muon.h"
+#include "sheaf/nn/optim/orthogonalize.h"
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/nn/shard.h"

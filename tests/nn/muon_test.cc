@@ -1,0 +1,419 @@
+// Muon against golden values, at worlds 1 to 5, whole and cut in every way.
+#include "sheaf/nn/optim/muon.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/state_dict.h"
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::TinyBlock;
+using testing::TinyModel;
+using Values = std::map<std::string, std::vector<double>>;
+
+const LocalOptions kLocal{.threads_per_rank = 1};
+
+/// The matrices of muon/make_golden, two of them in an inner module, and what is none.
+struct Inner : nn::Module {
+  nn::Parameter packed{{16, 6}, nn::Init::zeros()}, beside{{5, 12}, nn::Init::zeros()};
+  Inner() {
+    packed.set_cut(OwnershipMap::parts(0, {8, 4, 4}, 4));
+    beside.set_cut(OwnershipMap::parts(1, {6, 3, 3}, 3));
+  }
+  SHEAF_FIELDS(packed, beside);
+};
+struct Zoo : nn::Module {
+  nn::Parameter wide{{4, 7}, nn::Init::zeros()}, bias{{5}, nn::Init::zeros()}, tall{{9, 5}, nn::Init::zeros()};
+  nn::Embedding table{6, 3};
+  nn::Parameter square{{6, 6}, nn::Init::zeros()};
+  Inner inner;
+  nn::Parameter row{{1, 8}, nn::Init::zeros()};
+  SHEAF_FIELDS(wide, bias, tall, table, square, inner, row);
+};
+
+double initial(int64_t i) { return static_cast<double>((29 * i + 7) % 43 - 21) / 64; }
+double gradient(int64_t i, int64_t step) { return static_cast<double>((37 * i + i * i / 5 + 101 * step + 17) % 61 - 30) / 16; }
+
+std::string last_of(const std::string& path) { return path.substr(path.find_last_of('.') + 1); }
+
+// Calls f(flat index) for this rank's elements of `values`, which are those of the buffer.
+template <class F>
+void fill(const Unit& unit, const FlatBuffer& b, const Tensor& values, F&& f) {
+  for (const LocalPiece& piece : unit.pieces(b))
+    for (int64_t i = 0; i < piece.runs.numel(); ++i) {
+      const double v = f(piece.runs.at(i));
+      if (b.dtype == kF64) values.view().as<double>()[piece.shard_offset + i] = v;
+      else values.view().as<float>()[piece.shard_offset + i] = static_cast<float>(v);
+    }
+}
+
+void set_gradients(nn::Module& m, int64_t step) {
+  for (const auto& unit : units(m))
+    for (FlatBuffer& b : unit->buffers()) {
+      if (!b.trainable) continue;
+      b.grad = full_like(b.shard, 0.0);
+      fill(*unit, b, b.grad, [&](int64_t i) { return gradient(i, step); });
+    }
+}
+
+void start(nn::Module& m, const Mesh& mesh, const ShardOptions& options, DType dtype = kF64) {
+  shard(m, mesh, options);
+  materialize(m, Device::cpu(), {.dtype = dtype});
+  for (const auto& unit : units(m))
+    for (FlatBuffer& b : unit->buffers()) fill(*unit, b, b.shard, initial);
+}
+
+Values values(nn::Module& m) {
+  Values out;
+  for (const nn::Parameter& p : m.parameters()) out[last_of(p.name())] = full_parameter(p).to_vector<double>();
+  return out;
+}
+
+optim::MuonOptions golden_options(bool match_rms, bool nesterov) {
+  optim::MuonOptions o;
+  o.lr = o.adamw.lr = 0.05;
+  o.momentum = 0.9;
+  o.weight_decay = 0.3;
+  o.nesterov = nesterov;
+  o.scale = match_rms ? optim::MuonScale::match_rms : optim::MuonScale::original;
+  return o;
+}
+
+void expect_near(const std::vector<double>& actual, const Json& expected, double tolerance, const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.as_array().size()) << what;
+  for (size_t i = 0; i < actual.size(); ++i)
+    EXPECT_NEAR(actual[i], expected.as_array()[i].as_double(), tolerance) << what << " " << i;
+}
+
+struct Way {
+  std::vector<MeshSpec::Axis> axes;
+  Strategy strategy;
+  bool one_unit = false;
+};
+std::vector<Way> ways() {
+  std::vector<Way> out;
+  for (int world = 1; world <= 5; ++world)
+    for (Strategy s : {strategy::replicate, strategy::zero1, strategy::shard_grad_op, strategy::full_shard})
+      for (const bool one_unit : {false, true}) out.push_back({{{"data", world}}, s, one_unit});
+  out.push_back({{{"data", 11}}, strategy::full_shard});  // more ranks than matrices
+  out.push_back({{{"data", 11}}, strategy::replicate});
+  out.push_back({{{"replica", 2}, {"data", 2}}, strategy::full_shard});
+  out.push_back({{{"replica", 3}, {"data", 2}}, strategy::zero1});
+  return out;
+}
+
+void on(const Way& way, const std::function<void(World&, const Mesh&, const ShardOptions&)>& f) {
+  int ranks = 1;
+  std::string trace(name(way.strategy));
+  for (const auto& axis : way.axes) ranks *= axis.size, trace += str(" ", axis.name, "=", axis.size);
+  SCOPED_TRACE(trace);
+  run_local(ranks, [&](World& w) {
+    ShardOptions options{.strategy = way.strategy};
+    if (way.axes.size() > 1) options.replica_axis = "replica";
+    if (!way.one_unit) options.units = nn::units_of<Inner>();
+    f(w, w.mesh(way.axes), options);
+  }, kLocal);
+}
+
+TEST(Muon, AgreesWithTheGoldenValuesHoweverItIsCut) {
+  const Json golden = Json::parse(File::open("tests/nn/muon/golden.json").read_all(), "golden.json");
+  for (const bool match_rms : {true, false})
+    for (const Way& way : ways())
+      on(way, [&](World& w, const Mesh& mesh, const ShardOptions& options) {
+        Zoo zoo;
+        start(zoo, mesh, options);
+        optim::Muon muon(zoo, golden_options(match_rms, match_rms));
+        for (int64_t step = 0; step < 4; ++step) {
+          set_gradients(zoo, step);
+          muon.step();
+        }
+        const Values actual = values(zoo);
+        if (w.rank() != 0) return;
+        int compared = 0;
+        for (const Json& entry : golden.as_array()) {
+          if ((entry.at("scale").as_string() == "match_rms") != match_rms) continue;
+          const std::string name = entry.at("name").as_string();
+          expect_near(actual.at(name), entry.at("values"), 1e-12, name);
+          expect_near(actual.at(name), entry.at("torch"), 4e-3, name + " of torch.optim.Muon, which computes in bf16");
+          ++compared;
+        }
+        EXPECT_EQ(compared, 6);
+      });
+}
+
+TEST(Muon, TheRestIsAdamW) {
+  for (const Way& way : ways())
+    on(way, [&](World&, const Mesh& mesh, const ShardOptions& options) {
+      Zoo zoo, other;
+      start(zoo, mesh, options), start(other, mesh, options);
+      const optim::AdamWOptions adamw{.lr = 0.002, .beta2 = 0.9, .weight_decay = 0.2};
+      optim::Muon muon(zoo, {.lr = 0.001, .adamw = adamw});
+      optim::AdamW expected(other, adamw);
+      for (int64_t step = 0; step < 3; ++step) {
+        set_gradients(zoo, step), set_gradients(other, step);
+        clip_grad_norm(zoo, 0.5), clip_grad_norm(other, 0.5);
+        muon.step({.lr = 0.003});
+        expected.step({.lr = 0.006});
+      }
+      const Values a = values(zoo), b = values(other);
+      EXPECT_EQ(a.at("bias"), b.at("bias"));
+      EXPECT_EQ(a.at("weight"), b.at("weight"));
+      EXPECT_NE(a.at("tall"), b.at("tall"));
+    });
+}
+
+// A matrix does not see its norm, but the momentum remembers the clipped gradients.
+TEST(Muon, TakesTheScaleOfClipping) {
+  Values plain, clipped, scaled;
+  for (Values* out : {&plain, &clipped, &scaled}) {
+    Zoo zoo;
+    start(zoo, {}, {});
+    optim::Muon muon(zoo, golden_options(true, true));
+    for (int64_t step = 0; step < 2; ++step) {
+      set_gradients(zoo, step);
+      if (out == &clipped && step == 0) clip_grad_norm(zoo, 0.5);
+      if (out == &scaled && step == 0)
+        for (const auto& unit : units(zoo))
+          for (FlatBuffer& b : unit->buffers()) b.grad_scale = Tensor::scalar(1e-3, kF64);
+      muon.step();
+    }
+    *out = values(zoo);
+  }
+  EXPECT_NE(plain.at("tall"), clipped.at("tall"));
+  EXPECT_NE(plain.at("tall"), scaled.at("tall"));
+}
+
+void backward(TinyModel& m, const Mesh& mesh) {
+  Recording recording;
+  recording.backward(m.loss(testing::token_rows(mesh, 6, 4, 11), testing::token_rows(mesh, 6, 4, 11, 1)));
+}
+
+std::map<std::string, std::vector<float>> train(World& w, Strategy s, const nn::UnitPolicy& policy, int64_t layers, bool bf16,
+                                                int64_t prefetch = -1) {
+  TinyModel m(layers);
+  m.blocks[0].up.weight.freeze();
+  if (layers > 2) nn::tie(m.blocks[2].down.weight, m.blocks[1].down.weight);
+  const Mesh mesh = s == Strategy::none ? Mesh{} : w.mesh({{"data", w.size()}});
+  shard(m, mesh, {.units = policy, .strategy = s, .prefetch_bytes = prefetch});
+  materialize(m, Device::cpu(), {.seed = 21});
+  optim::MuonOptions options;
+  if (bf16) options.compute_dtype = kBF16;
+  optim::Muon muon(m, options);
+  for (int step = 0; step < 6; ++step) {
+    backward(m, mesh);
+    clip_grad_norm(m, 0.1);
+    muon.step({.lr = 0.01});
+    muon.zero_grad();
+  }
+  std::map<std::string, std::vector<float>> out;
+  for (const nn::Parameter& p : m.parameters()) out[p.name()] = full_parameter(p).to_vector<float>();
+  return out;
+}
+
+TEST(Muon, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
+  for (const bool bf16 : {false, true})
+    for (const auto& [world, layers] : {std::pair{1, 3}, {2, 3}, {3, 3}, {5, 1}}) {
+      std::map<std::string, std::vector<float>> expected;
+      const auto check = [&](Strategy s, const nn::UnitPolicy& policy, int64_t prefetch, const char* what) {
+        run_local(world, [&](World& w) {
+          const auto run = train(w, s, policy, layers, bf16, prefetch);
+          if (w.rank() != 0) return;
+          if (expected.empty()) expected = run;
+          EXPECT_TRUE(run == expected) << what << " at world " << world << (bf16 ? " in bf16" : "");
+        }, kLocal);
+      };
+      check(strategy::full_shard, nn::units_of<TinyBlock>(), -1, "full_shard");
+      check(strategy::full_shard, nn::units_of<TinyBlock>(), 0, "full_shard without prefetch");
+      check(strategy::full_shard, {}, -1, "one unit");
+      check(strategy::full_shard, nn::units_of_at_least(100), -1, "many units");
+      check(strategy::shard_grad_op, nn::units_of<TinyBlock>(), -1, "shard_grad_op");
+      check(strategy::zero1, nn::units_of<TinyBlock>(), -1, "zero1");
+      check(strategy::replicate, nn::units_of<TinyBlock>(), -1, "replicate");
+      if (world == 1) check(strategy::none, nn::units_of<TinyBlock>(), -1, "unsharded");
+    }
+}
+
+// The gradients are the same at all worlds, and so is all that is made of them.
+TEST(Muon, BitsOfAStepDoNotDependOnTheWorld) {
+  Values expected;
+  for (const Way& way : ways())
+    on(way, [&](World& w, const Mesh& mesh, const ShardOptions& options) {
+      Zoo zoo;
+      start(zoo, mesh, options, kF32);
+      optim::Muon muon(zoo, {});
+      for (int64_t step = 0; step < 3; ++step) {
+        set_gradients(zoo, step);
+        muon.step({.lr = 0.05});
+      }
+      const Values actual = values(zoo);
+      if (w.rank() != 0) return;
+      if (expected.empty()) expected = actual;
+      EXPECT_EQ(actual, expected);
+    });
+}
+
+struct Four : nn::Module {
+  nn::Parameter a{{8, 8}, nn::Init::zeros()}, b{{8, 8}, nn::Init::zeros()}, c{{16, 16}, nn::Init::zeros()}, d{{8, 8}, nn::Init::zeros()};
+  SHEAF_FIELDS(a, b, c, d);
+};
+
+TEST(Muon, WorkIsSharedByCost) {
+  run_local(3, [&](World& w) {
+    TinyModel m(4);
+    shard(m, w.mesh({{"data", 3}}), {.units = nn::units_of<TinyBlock>()});
+    materialize(m);
+    optim::Muon muon(m, {});
+    std::vector<int> owned(3, 0);
+    for (const optim::Muon::Bundle& bundle : muon.bundles())
+      for (const optim::Muon::Matrix& matrix : bundle.matrices) ++owned[static_cast<size_t>(matrix.owner)];
+    EXPECT_THAT(owned, ::testing::ElementsAre(3, 3, 2));  // eight of equal cost
+  }, kLocal);
+  run_local(2, [&](World& w) {  // the dearest alone, against three of its third
+    Four four;
+    shard(four, w.mesh({{"data", 2}}));
+    materialize(four);
+    optim::Muon muon(four, {});
+    std::vector<int> owners;
+    for (const optim::Muon::Matrix& matrix : muon.bundles()[0].matrices) owners.push_back(matrix.owner);
+    EXPECT_THAT(owners, ::testing::ElementsAre(1, 1, 0, 1));
+    EXPECT_EQ(str(muon.bundles()[0].owned), "Shard(0 owned)@data");
+  }, kLocal);
+}
+
+TEST(Muon, MatricesHaveOneStateAndTheRestTwo) {
+  run_local(2, [](World& w) {
+    Zoo zoo;
+    start(zoo, w.mesh({{"data", 2}}), {.units = nn::units_of<Inner>()});
+    optim::Muon muon(zoo, {});
+    int64_t elements = 0;
+    std::map<std::string, int> names;
+    for (const optim::ShardState& s : muon.shards()) {
+      for (const Tensor& t : s.state) elements += t.numel();
+      for (const std::string& n : s.names) ++names[n];
+    }
+    EXPECT_EQ(elements, 28 + 45 + 36 + 96 + 60 + 8 + 2 * (5 + 18));
+    EXPECT_THAT(names, ::testing::ElementsAre(std::pair("m", 1), std::pair("momentum", 2), std::pair("v", 1)));
+    std::vector<std::string> pieces;
+    for (const nn::StatePiece& p : nn::state_pieces(muon)) pieces.push_back(p.name);
+    EXPECT_THAT(pieces, ::testing::IsSupersetOf({"optimizer.momentum.inner.packed", "optimizer.m.bias", "optimizer.v.table.weight"}));
+    EXPECT_THAT(pieces, ::testing::Not(::testing::Contains("optimizer.v.tall")));
+  }, kLocal);
+}
+
+TEST(Muon, StepIsRecordedAndReplays) {
+  for (Strategy s : {strategy::full_shard, strategy::replicate})
+    run_local(3, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", 3}});
+      TinyModel m;
+      shard(m, mesh, {.units = nn::units_of<TinyBlock>(), .strategy = s});
+      materialize(m, Device::cpu(), {.seed = 1});
+      optim::Muon muon(m);
+      std::unordered_map<ValueId, Tensor> before;
+      Tape tape;
+      {
+        Recording recording({.capture_leaves = true});
+        recording.backward(m.loss(testing::token_rows(mesh, 6, 4, 11), testing::token_rows(mesh, 6, 4, 11, 1)));
+        clip_grad_norm(m, 0.1);
+        muon.step({.lr = 0.01});
+        before = recording.captured();
+        tape = recording.take();
+      }
+      for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
+        for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+      std::map<std::string, ValueId> updated;  // the last step of each unit has the parameters first
+      std::map<std::string, int> calls;
+      for (NodeId i = 0; i < tape.num_nodes(); ++i) {
+        const Node& n = tape.node(i);
+        if (!n.op || n.phase != Phase::update) continue;
+        const std::string op(tape.op_name(n));
+        if (op == "muon" || op == "adamw") updated[std::string(tape.path(n))] = tape.output(n);
+        if (tape.kind(n) == OpKind::redistribute)
+          ++calls[redistribution_name(tape.type(tape.inputs(n)[0]).layout, tape.type(tape.output(n)).layout)];
+      }
+      const bool cut = s == Strategy::full_shard;
+      EXPECT_EQ(calls[cut ? "all_to_all" : "slice"], cut ? 4 : 2) << "one for each unit with matrices, and one back";
+      EXPECT_EQ(calls["all_gather"], cut ? 0 : 2);
+      std::vector<ValueId> wanted;
+      for (const auto& unit : units(m)) wanted.push_back(updated.at(unit->name()));
+      const auto again = replay(tape, [&](ValueId v) { return before.at(v).clone(); }, wanted);
+      const auto all = units(m);
+      for (size_t u = 0; u < all.size(); ++u)
+        EXPECT_EQ(again[u].to_vector<float>(), all[u]->buffers()[0].shard.to_vector<float>()) << all[u]->name();
+    }, kLocal);
+}
+
+TEST(Muon, ManyMatricesOfAUnitAreSentInBundles) {
+  for (int world : {1, 3})
+    run_local(world, [&](World& w) {
+      TinyModel m(30), other(30);
+      for (TinyModel* model : {&m, &other}) {
+        shard(*model, w.mesh({{"data", world}}), {.units = model == &m ? nn::UnitPolicy() : nn::units_of<TinyBlock>()});
+        materialize(*model, Device::cpu(), {.seed = 1});
+        set_gradients(*model, 1);
+        optim::Muon muon(*model);
+        EXPECT_EQ(muon.bundles().size(), model == &m ? 3u : 61u);
+        Recording recording;
+        muon.step({.lr = 0.1});
+      }
+      EXPECT_EQ(values(m), values(other));
+    }, kLocal);
+}
+
+std::string refusal(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+  return "";
+}
+
+TEST(Muon, WhatItCannotDoIsRefused) {
+  Zoo zoo;
+  materialize(zoo);
+  EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.momentum = 1.0}); }), HasSubstr("momentum is 1"));
+  EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.lr = 0}); }), HasSubstr("lr is 0"));
+  EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.orthogonalize = {.steps = 0}}); }), HasSubstr("at least one"));
+  EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.matrices = [](const nn::Parameter&) { return true; }}); }),
+              HasSubstr("'bias' [5]: what is orthogonalised has two dimensions"));
+  EXPECT_THROW(optim::Muon(std::vector<nn::Parameter>{zoo.wide}), ConfigError);  // part of a unit
+  run_local(2, [](World& w) {
+    Zoo cut;
+    shard(cut, w.mesh({{"data", 1}, {"model", 2}}), {.tensor_axis = "model"});
+    materialize(cut);
+    EXPECT_THAT(refusal([&] { optim::Muon{cut}; }), HasSubstr("[muon] 'inner.packed' [16,6] is cut over tensor axis 'model'"));
+  }, kLocal);
+}
+
+TEST(Orthogonalize, BringsSingularValuesNearOne) {
+  const Tensor x = uniform({kF64, {2, 5, 3}, {}}, key_of("x", 1), -1, 1);
+  const Tensor o = optim::orthogonalize(x);
+  EXPECT_EQ(o.shape(), x.shape());
+  const std::vector<double> gram = matmul(transpose(o, 1, 2), o).to_vector<double>();
+  for (int b = 0; b < 2; ++b) {
+    double trace = 0;
+    for (int i = 0; i < 3; ++i) trace += gram[static_cast<size_t>(9 * b + 4 * i)];
+    EXPECT_GT(trace, 3 * 0.68 * 0.68);
+    EXPECT_LT(trace, 3 * 1.21 * 1.21);
+  }
+  // Of a diagonal matrix it is the polynomial.
+  const Tensor d = optim::orthogonalize(Tensor::from<double>({3, 0, 0, 4}, {2, 2}), {.steps = 1, .eps = 0});
+  const auto p = [](double s) { return 3.4445 * s - 4.7750 * s * s * s + 2.0315 * s * s * s * s * s; };
+  EXPECT_THAT(d.to_vector<double>(), ::testing::Pointwise(::testing::DoubleNear(1e-14), {p(0.6), 0.0, 0.0, p(0.8)}));
+  EXPECT_THROW(optim::orthogonalize(ones({3})), ShapeError);
+}
+
+}  // namespace
+}  // namespace sheaf
