@@ -96,7 +96,7 @@ OwnershipMap OwnershipMap::moved_to(int dim, int64_t numerator, int64_t denomina
   if (is_parts()) {
     std::vector<int64_t> sizes = *sizes_;
     for (int64_t& size : sizes) size = size * numerator / denominator;
-    m.sizes_ = intern_sizes(sizes);
+    m.sizes_ = interned(sizes);
     return m;
   }
   if (kind_ == Kind::owned) {

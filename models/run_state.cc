@@ -37,6 +37,8 @@ void for_each_train_option(Train&& t, F&& f) {
   f("train.schedule", t.schedule);
   f("train.decay_start", t.decay_start);
   f("train.decay_end", t.decay_end);
+  f("train.optimizer", t.optimizer);
+  f("train.momentum", t.momentum);
   f("train.weight_decay", t.weight_decay);
   f("train.beta1", t.beta1);
   f("train.beta2", t.beta2);
@@ -48,7 +50,7 @@ void for_each_train_option(Train&& t, F&& f) {
 // What older checkpoints do not have.
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
-         key == "model.qkv_bias" || key.starts_with("model.rope_scaling.");
+         key == "train.optimizer" || key == "train.momentum" || key == "model.qkv_bias" || key.starts_with("model.rope_scaling.");
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

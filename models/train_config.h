@@ -83,7 +83,9 @@ struct OptimizationConfig {
   std::string schedule = "cosine";  ///< "cosine", "linear" or "constant" after the warm-up
   int64_t decay_start = 0;          ///< step at which the learning rate starts to fall; 0: after the warm-up
   int64_t decay_end = 0;            ///< step at which it is min_lr (nanoGPT's lr_decay_iters); 0: the number of steps
-  double weight_decay = 0.1;        ///< AdamW, of parameters with two dimensions and more
+  std::string optimizer = "adamw";  ///< "adamw", or "muon" for the matrices in blocks, beside AdamW for the rest
+  double momentum = 0.95;           ///< Muon
+  double weight_decay = 0.1;        ///< of parameters with two dimensions and more
   double beta1 = 0.9;               ///< AdamW
   double beta2 = 0.99;              ///< AdamW
   double eps = 1e-8;                ///< AdamW

@@ -11,6 +11,7 @@
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/shard.h"
 
@@ -67,6 +68,20 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   return world.mesh(axes);
 }
 
+// Whose steps are told the learning rate.
+std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn::Module& module) {
+  optim::AdamWOptions adamw;
+  adamw.beta1 = t.beta1;
+  adamw.beta2 = t.beta2;
+  adamw.eps = t.eps;
+  adamw.weight_decay = t.weight_decay;
+  if (t.optimizer == "adamw") return std::make_unique<optim::AdamW>(module, adamw);
+  check<ConfigError>(t.optimizer == "muon", "[train] train.optimizer is ", t.optimizer, ", not adamw or muon");
+  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .adamw = adamw};
+  if (t.dtype == "bf16") muon.compute_dtype = kBF16;
+  return std::make_unique<optim::Muon>(module, muon);
+}
+
 void check_graph(Device device, const Mesh& mesh) {
   if (device.is_cpu()) fail<ConfigError>("[train] train.cuda_graph: this run computes on CPUs, which have no graphs");
   if (device.is_meta()) return;
@@ -94,12 +109,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
                        ", not none or block");
   }
-  optim::AdamWOptions options;
-  options.beta1 = config_.train.beta1;
-  options.beta2 = config_.train.beta2;
-  options.eps = config_.train.eps;
-  options.weight_decay = config_.train.weight_decay;
-  optimizer_ = std::make_unique<optim::AdamW>(model_->module().parameters(), options);
+  optimizer_ = make_optimizer(config_.train, model_->module());
   inputs_ = std::make_unique<StepInputs>(config_, mesh_, device_,
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
 }

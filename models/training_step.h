@@ -22,7 +22,7 @@
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/step_inputs.h"
-#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/optimizer.h"
 
 namespace sheaf::models {
 
@@ -45,7 +45,7 @@ class TrainingStep {
     Tensor grad_norm;  ///< before clipping
     double lr = 0;
   };
-  /// One optimizer step: forward and backward of every micro-batch, clipping, AdamW. If `recorded` is given, the
+  /// One optimizer step: forward and backward of every micro-batch, clipping, update. If `recorded` is given, the
   /// step is left there; with leaves to capture it does not run as a graph. A graph's next run overwrites the tensors
   /// of the result.
   Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
@@ -53,7 +53,7 @@ class TrainingStep {
   double evaluate(const SequentialWindows& windows);
 
   LanguageModel& model() { return *model_; }
-  optim::AdamW& optimizer() { return *optimizer_; }
+  optim::Optimizer& optimizer() { return *optimizer_; }
   World& world() { return world_; }
   const Mesh& mesh() const { return mesh_; }
   int64_t num_parameters();  ///< elements of the whole model
@@ -72,7 +72,7 @@ class TrainingStep {
   Device device_;
   Mesh mesh_;
   std::unique_ptr<LanguageModel> model_;
-  std::unique_ptr<optim::AdamW> optimizer_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
   Result captured_;  // what every replay fills

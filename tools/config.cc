@@ -222,6 +222,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "only model.rope_scaling.rope_type llama3 has it";
   if (key.starts_with("train.decay_") && config.train.schedule == "constant")
     return "train.schedule constant has no decay";
+  if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";
   if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
     return "only data.tokenizer gpt2 and llama3 come from files";
   if (key == "sharding.min_parameters" && config.sharding.units != "count")

@@ -12,6 +12,7 @@
 #include "sheaf/models/plan.h"
 #include "sheaf/models/sample_block.h"
 #include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/muon.h"
 
 namespace sheaf::testing {
 
@@ -193,25 +194,27 @@ void expect_planned_tapes(const models::TrainConfig& config, int world) {
 }
 
 void expect_checkpoint_moves(const std::string& folder, const Axes& from, const std::vector<Axes>& to,
-                             const models::ModelConfig& config) {
+                             const models::ModelConfig& config, bool muon) {
   const auto last_step = [&](const Axes& axes, bool save) {
     Whole whole;
     run_local(num_ranks(axes), [&](World& w) {
       const Mesh mesh = w.mesh(axes);
       const auto model = tiny_model_f64(mesh, {}, Device::cpu(), save ? 3 : 4, config);
-      optim::AdamW optimizer(model->module().parameters(), {});
+      std::unique_ptr<optim::Optimizer> optimizer;
+      if (muon) optimizer = std::make_unique<optim::Muon>(model->module());
+      else optimizer = std::make_unique<optim::AdamW>(model->module());
       const TinyBatch batch = tiny_batch(mesh, 0, 7);
       const auto step = [&] {
         Recording recording;
         recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
-        optimizer.step({.lr = 0.01});
-        optimizer.zero_grad();
+        optimizer->step({.lr = 0.01});
+        optimizer->zero_grad();
       };
       if (save) {
         step();
-        models::save_checkpoint(folder, 1, model->module(), {&optimizer}, w);
+        models::save_checkpoint(folder, 1, model->module(), {optimizer.get()}, w);
       } else {
-        ASSERT_TRUE(models::load_checkpoint(folder, model->module(), {&optimizer}, w));
+        ASSERT_TRUE(models::load_checkpoint(folder, model->module(), {optimizer.get()}, w));
       }
       step();
       whole.collect(model->module(), false);

@@ -109,10 +109,10 @@ std::map<std::string, Traffic> traffic(const Tape& tape);
 /// pass all checks.
 void expect_planned_tapes(const models::TrainConfig& config, int world);
 
-/// EXPECTs that a model and its AdamW, saved in `folder` by ranks on axes `from` after a step, go on alike, to 1e-12 in f64,
+/// EXPECTs that a model and its AdamW (or Muon), saved in `folder` by ranks on axes `from` after a step, go on alike, to 1e-12 in f64,
 /// on each of the meshes `to`.
 void expect_checkpoint_moves(const std::string& folder, const Axes& from, const std::vector<Axes>& to,
-                             const models::ModelConfig& config = tiny_config().model);
+                             const models::ModelConfig& config = tiny_config().model, bool muon = false);
 
 /// The message of the ConfigError that planning a step of `config` for `world` ranks throws; "" if it throws none.
 std::string refusal(int world, const models::TrainConfig& config);

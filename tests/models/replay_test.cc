@@ -17,10 +17,11 @@ struct Case {
   const char* dtype = "f32";
   int replicas = 1, context = 1;
   bool secondary = false;
+  const char* optimizer = "adamw";
 };
 void PrintTo(const Case& c, std::ostream* out) {
   *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas << " by " << c.context
-       << (c.secondary ? " secondary" : "");
+       << (c.secondary ? " secondary " : " ") << c.optimizer;
 }
 
 class Replay : public ::testing::TestWithParam<Case> {};
@@ -35,6 +36,7 @@ TEST_P(Replay, IsBitwiseEqual) {
   config.train.micro_batches = c.micro_batches;
   config.model.type = c.type;
   config.train.dtype = c.dtype;
+  config.train.optimizer = c.optimizer;
   config.model.dropout = 0.1;
   run_local(c.world, [&](World& world) {
     models::RecordedStep recorded;
@@ -80,7 +82,10 @@ INSTANTIATE_TEST_SUITE_P(Steps, Replay,
                                            Case{4, "full_shard", 2, "llama", "bf16", 1, 2},
                                            Case{4, "full_shard", 2, "gpt2", "bf16", 2, 1, true},
                                            Case{3, "full_shard", 2, "gpt2", "bf16", 3, 1, true},
-                                           Case{4, "zero1", 2, "llama", "f32", 2, 1, true}));
+                                           Case{4, "zero1", 2, "llama", "f32", 2, 1, true},
+                                           Case{3, "full_shard", 2, "gpt2", "f32", 1, 1, false, "muon"},
+                                           Case{3, "replicate", 1, "llama", "f32", 1, 1, false, "muon"},
+                                           Case{4, "zero1", 2, "gpt2", "bf16", 2, 1, false, "muon"}));
 
 }  // namespace
 }  // namespace sheaf::testing

@@ -123,7 +123,7 @@ TEST(RunState, StepsCountThroughTheDecay) {
 
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
-  for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end"})
+  for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
     json.set("options", without(json.at("options"), str("model.rope_scaling.", name)));
@@ -136,6 +136,10 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   // It had no other decay than that of all its steps after the warm-up.
   now.train.decay_end = 1999;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.decay_end, by default train.steps, was 2000"));
+  // Its optimizer was AdamW.
+  now = a_run();
+  now.train.optimizer = "muon";
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.optimizer was \"adamw\" in the checkpoint and is \"muon\""));
   // Its rotary positions were not scaled.
   now = a_run();
   now.model.rope_scaling.rope_type = "linear";

@@ -120,6 +120,8 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
   EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);
+  EXPECT_THAT(error("", {"--train.momentum", "0.95"}), HasSubstr("only train.optimizer muon has momentum"));
+  EXPECT_EQ(load("", {"--train.momentum", "0.9", "--train.optimizer", "muon"}).train.momentum, 0.9);
   for (const char* key : {"--train.decay_start", "--train.decay_end"})
     EXPECT_THAT(error("", {"--train.schedule", "constant", key, "500"}),
                 HasSubstr("would change nothing: train.schedule constant has no decay"));

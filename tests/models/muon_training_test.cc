@@ -1,0 +1,140 @@
+// The promises of distributed training, with Muon: they are those of parity_test.cc and hybrid_test.cc.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 10;
+
+models::TrainConfig muon(const char* strategy = "full_shard", int64_t replicas = 1) {
+  models::TrainConfig c = tiny_config();
+  c.train.optimizer = "muon";
+  c.train.lr = 0.02;
+  c.sharding.strategy = strategy;
+  c.sharding.replicas = replicas;
+  return c;
+}
+
+TEST(MuonTraining, LearnsAndIsNotAdamW) {
+  const TrainedRun run = train_tiny(muon(), 2, kSteps);
+  EXPECT_LT(run.losses.back(), run.losses.front() - 0.1f);
+  models::TrainConfig c = muon();
+  c.train.momentum = 0.9;
+  EXPECT_NE(train_tiny(c, 2, kSteps).losses, run.losses);
+  c.train.optimizer = "adamw";
+  EXPECT_NE(train_tiny(c, 2, kSteps).losses, run.losses);
+}
+
+TEST(MuonTraining, AllStrategiesAgreeAtOneWorldSize) {
+  for (int world : {1, 2, 3}) {
+    const TrainedRun expected = train_tiny(muon(), world, kSteps);
+    for (const char* strategy : {"shard_grad_op", "zero1", "replicate"}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      expect_same_bits(expected, train_tiny(muon(strategy), world, kSteps));
+    }
+    models::TrainConfig c = muon();
+    c.sharding.prefetch_bytes = 0;
+    c.sharding.units = "none";
+    c.train.recompute = "block";
+    expect_same_bits(expected, train_tiny(c, world, kSteps));
+  }
+}
+
+TEST(MuonTraining, RanksEqualMicroBatchesInRankOrder) {
+  for (const char* type : {"gpt2", "llama"})
+    for (int world : {2, 3, 6}) {
+      SCOPED_TRACE(str(type, " at ", world));
+      models::TrainConfig c = muon();
+      c.model.type = type;
+      c.train.batch = 6;
+      const TrainedRun ranks = train_tiny(c, world, kSteps);
+      c.train.micro_batches = world;
+      expect_same_bits(ranks, train_tiny(c, 1, kSteps));
+    }
+}
+
+TEST(MuonTraining, ReplicasAgreeInAllStrategies) {
+  const TrainedRun expected = train_tiny(muon("full_shard", 2), 4, kSteps);
+  for (const char* strategy : {"shard_grad_op", "zero1"}) expect_same_bits(expected, train_tiny(muon(strategy, 2), 4, kSteps));
+  expect_same_bits(train_tiny(muon("replicate"), 2, kSteps), train_tiny(muon("full_shard", 2), 2, kSteps));
+}
+
+TEST(MuonTraining, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+    models::TrainConfig c = muon(strategy);
+    c.train.micro_batches = 2;
+    for (int world : {1, 3}) expect_planned_tapes(c, world);
+    c.train.dtype = "bf16";
+    expect_planned_tapes(c, 3);
+    c.sharding.replicas = 2;
+    if (strategy != std::string("replicate")) expect_planned_tapes(c, 4);
+  }
+}
+
+// Every matrix goes to its owner and comes back: a rank receives no more than twice what it has of the model, nearly.
+TEST(MuonTraining, MatricesTravelOnceEachWay) {
+  const models::TrainConfig c = muon();
+  constexpr int kWorld = 4;
+  int64_t bytes = 0, calls = 0, parameters = 0;
+  for (int rank = 0; rank < kWorld; ++rank) {
+    const models::Plan plan = models::plan_step(c, 13, rank, kWorld, 1, "local");
+    parameters = plan.parameters;
+    for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
+      const Node& n = plan.tape.node(id);
+      for (const Transfer& t : transfers(plan.tape, n)) {
+        if (t.name != "all_to_all") continue;
+        ++calls;
+        bytes += plan.tape.wire_bytes(n);
+      }
+    }
+  }
+  EXPECT_EQ(calls, kWorld * 2 * c.model.layers);
+  EXPECT_LT(bytes, 2 * 4 * parameters);
+  EXPECT_GT(bytes, 2 * 4 * parameters / 2);
+}
+
+TEST(MuonTraining, HalfOfTheStateOfMatricesIsGone) {
+  const auto peak = [](const char* optimizer) {
+    models::TrainConfig c = muon();
+    c.train.optimizer = optimizer;
+    int64_t state = 0;
+    run_local(2, [&](World& w) {
+      models::TrainingStep step(c, c.model.vocab, w, Device::meta());
+      for (const optim::ShardState& s : step.optimizer().shards())
+        for (const Tensor& t : s.state)
+          if (w.rank() == 0) state += t.numel();
+    }, {.threads_per_rank = 1});
+    return state;
+  };
+  EXPECT_LT(peak("muon"), peak("adamw") * 6 / 10);
+}
+
+TEST(MuonTraining, CheckpointsMoveBetweenMeshes) {
+  for (const char* type : {"gpt2", "llama"}) {
+    const ScratchFolder scratch;
+    models::ModelConfig model = tiny_config().model;
+    model.type = type;
+    expect_checkpoint_moves(scratch.path(), {{"replica", 2}, {"data", 2}},
+                            {{{"data", 1}}, {{"data", 3}}, {{"data", 5}}, {{"replica", 3}, {"data", 1}}}, model, true);
+  }
+}
+
+TEST(MuonTraining, WhatCannotBeIsRefused) {
+  models::TrainConfig c = muon();
+  c.sharding.tensor = 2;
+  EXPECT_THAT(refusal(2, c), HasSubstr("'wte.weight' [13,20] is cut over tensor axis 'model'"));
+  c = muon();
+  c.train.optimizer = "lion";
+  EXPECT_THAT(refusal(1, c), HasSubstr("train.optimizer is lion, not adamw or muon"));
+}
+
+}  // namespace
+}  // namespace sheaf::testing
