@@ -109,6 +109,34 @@ TEST(GpuTraining, FollowsTheCpu) {
   }
 }
 
+TEST(GpuTraining, MuonHasItsBitsInAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
+  SHEAF_NEEDS_GPU();
+  models::TrainConfig c = tiny_config();
+  c.train.optimizer = "muon";
+  c.train.lr = 0.02;
+  for (int world : {1, 3}) {
+    const TrainedRun expected = on_gpu(c, world);
+    for (const char* strategy : {"zero1", "replicate"}) {
+      models::TrainConfig other = c;
+      other.sharding.strategy = strategy;
+      expect_same_bits(on_gpu(other, world), expected);
+    }
+    const TrainedRun cpu = train_tiny(c, world, kSteps);
+    for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(expected.losses[s], cpu.losses[s], 1e-4 * cpu.losses[s]) << s;
+    EXPECT_LE(max_difference(expected.parameters, cpu.parameters), 1e-3);
+    std::vector<int64_t> peaks(static_cast<size_t>(world), 0);
+    run_local(world, [&](World& w) {
+      models::TrainingStep step(c, c.model.vocab, w, w.device());
+      Allocator& memory = *RankContext::current().memory(w.device());
+      step.run(0, fill_tiny).loss.item();
+      memory.reset_peak();
+      step.run(1, fill_tiny).loss.item();
+      peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+    }, {.threads_per_rank = 1, .device = kGpu});
+    EXPECT_EQ(peaks, models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
+  }
+}
+
 TEST(GpuTraining, MemorySettlesWithTheSecondStep) {
   SHEAF_NEEDS_GPU();
   run_local(2, [](World& w) {

@@ -38,12 +38,15 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
     double dropout, clip;
     int micro_batches;
     const char* strategy = "full_shard";
+    const char* optimizer = "adamw";
   };
   for (const Case& k : {Case{"gpt2", "f32", 0.2, 0.5, 1}, Case{"gpt2", "f32", 0.2, 0.5, 3},
                         Case{"gpt2", "f32", 0, 0, 2}, Case{"llama", "f32", 0.1, 0.5, 1},
-                        Case{"gpt2", "bf16", 0.2, 0.5, 2, "replicate"}}) {
+                        Case{"gpt2", "bf16", 0.2, 0.5, 2, "replicate"},
+                        Case{"gpt2", "f32", 0.2, 0.5, 1, "full_shard", "muon"},
+                        Case{"llama", "bf16", 0, 0.5, 1, "replicate", "muon"}}) {
     SCOPED_TRACE(str(k.type, " ", k.dtype, ", dropout ", k.dropout, ", clip ", k.clip, ", micro-batches ",
-                     k.micro_batches));
+                     k.micro_batches, ", ", k.optimizer));
     models::TrainConfig c = graph_config(false);
     c.model.type = k.type;
     c.train.dtype = k.dtype;
@@ -51,6 +54,7 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
     c.train.clip = k.clip;
     c.train.micro_batches = k.micro_batches;
     c.sharding.strategy = k.strategy;
+    c.train.optimizer = k.optimizer;
     const TrainedRun expected = train_tiny(c, 1, kSteps, {}, kGpu);
     c.train.cuda_graph = true;
     expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
