@@ -113,15 +113,17 @@ struct Flatten {
 
 // The axis that cuts the masters of a buffer, or that it is replicated along; -1 without a mesh.
 int axis_of(const Unit& unit, const FlatBuffer& b) {
-  if (b.cut)
-    fail<ConfigError>("[muon] '", unit.leaves()[b.leaves[0]].name, "' ", unit.leaves()[b.leaves[0]].shape, " is cut over tensor axis '",
-                      unit.mesh()->name(unit.cut_axis(b.leaves[0])), "': Muon takes parameters that are whole there; sharding over '",
-                      unit.mesh()->name(unit.axis()), "' and replicas go with it, or use AdamW");
+  const LeafSpec& leaf = unit.leaves()[b.leaves[0]];
+  const int tensor_axis = unit.cut_axis(b.leaves[0]);
+  if (tensor_axis >= 0 && unit.mesh()->size(tensor_axis) > 1)
+    fail<ConfigError>("[muon] '", leaf.name, "' ", leaf.shape, " is cut over tensor axis '", unit.mesh()->name(tensor_axis),
+                      "': Muon takes parameters that are whole there; sharding over '", unit.mesh()->name(unit.axis()),
+                      "' and replicas go with it, or use AdamW");
   const Layout& layout = b.shard.layout();
   int axis = -1;
   for (int a = 0; a < layout.num_axes(); ++a) {
-    if (!layout[a].is_shard()) continue;
-    if (axis >= 0 || !layout[a].map().is_flat())
+    if (a == tensor_axis || !layout[a].is_shard()) continue;
+    if (axis >= 0 || !(layout[a].map().is_flat() || b.cut))
       fail<ConfigError>("[muon] unit '", path_label(unit.name()), "' is ", b.shard.type(), ": Muon takes masters that one axis of the ",
                         "mesh cuts, flat");
     axis = a;
@@ -129,9 +131,10 @@ int axis_of(const Unit& unit, const FlatBuffer& b) {
   return axis >= 0 || !unit.mesh() ? axis : unit.axis();
 }
 
-// How the masters' cut cuts these parameters side by side.
-Layout layout_at_rest(const FlatBuffer& b, int axis, const std::vector<std::pair<int64_t, int64_t>>& begin_and_size) {
+// How the masters' cut cuts these parameters side by side. A tensor axis of one rank cuts nothing.
+Layout layout_at_rest(const Unit& unit, const FlatBuffer& b, int axis, const std::vector<std::pair<int64_t, int64_t>>& begin_and_size) {
   Layout layout = b.shard.layout();
+  if (b.cut) layout[unit.cut_axis(b.leaves[0])] = Placement::invariant();
   if (axis < 0 || !layout[axis].is_shard()) return layout;
   const int ranks = layout.mesh()->size(axis);
   std::vector<int64_t> sizes;
@@ -199,6 +202,8 @@ Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options
       }
       std::vector<Matrix> of_this;
       append_matrices(p, of_this);
+      if (of_this.size() > kMatricesOfBundle)
+        fail<ConfigError>("[muon] '", p.name(), "' ", p.shape(), " has ", of_this.size(), " parts; at most ", kMatricesOfBundle);
       if (!leaves.empty() && matrices.size() + of_this.size() > kMatricesOfBundle)
         add_shard(all, std::exchange(matrices, {}), std::exchange(leaves, {}), decays);
       leaves.push_back(leaf);
@@ -222,7 +227,7 @@ void Muon::add_shard(const ShardState& all, std::vector<Matrix> matrices, std::v
     begin_and_size.emplace_back(b.layout.offsets[i], all.unit->leaves()[b.leaves[i]].shape.numel());
     total += begin_and_size.back().second;
   }
-  bundle.at_rest = layout_at_rest(b, bundle.axis, begin_and_size);
+  bundle.at_rest = layout_at_rest(*all.unit, b, bundle.axis, begin_and_size);
   ShardState shard{all.unit, all.buffer, std::move(leaves), {}, {}, {}, {}};
   std::vector<int64_t> parts, segments;
   int64_t at = 0;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -124,6 +125,22 @@ TEST(MuonTraining, CheckpointsMoveBetweenMeshes) {
     model.type = type;
     expect_checkpoint_moves(scratch.path(), {{"replica", 2}, {"data", 2}},
                             {{{"data", 1}}, {{"data", 3}}, {{"data", 5}}, {{"replica", 3}, {"data", 1}}}, model, true);
+  }
+}
+
+TEST(MuonTraining, ASavedRunGoesOnBitForBit) {
+  for (const char* dtype : {"f32", "bf16"}) {
+    const ScratchFolder scratch;
+    models::TrainConfig c = muon();
+    c.train.dtype = dtype;
+    run_local(3, [&](World& w) {
+      models::TrainingStep run(c, c.model.vocab, w, Device::cpu()), resumed(c, c.model.vocab, w, Device::cpu());
+      for (int s = 0; s < 3; ++s) run.run(s, fill_tiny);
+      models::save_checkpoint(scratch.path(), 3, run.model().module(), {&run.optimizer()}, w);
+      ASSERT_TRUE(models::load_checkpoint(scratch.path(), resumed.model().module(), {&resumed.optimizer()}, w));
+      for (int s = 3; s < 6; ++s) EXPECT_EQ(run.run(s, fill_tiny).loss.item(), resumed.run(s, fill_tiny).loss.item());
+      EXPECT_EQ(shards(run.model().module()), shards(resumed.model().module()));
+    }, {.threads_per_rank = 1});
   }
 }
 

@@ -109,6 +109,8 @@ std::vector<Way> ways() {
       for (const bool one_unit : {false, true}) out.push_back({{{"data", world}}, s, one_unit});
   out.push_back({{{"data", 11}}, strategy::full_shard});  // more ranks than matrices
   out.push_back({{{"data", 11}}, strategy::replicate});
+  out.push_back({{{"data", 2}, {"model", 1}}, strategy::full_shard});  // a tensor axis that cuts nothing
+  out.push_back({{{"data", 3}, {"model", 1}}, strategy::replicate});
   out.push_back({{{"replica", 2}, {"data", 2}}, strategy::full_shard});
   out.push_back({{{"replica", 3}, {"data", 2}}, strategy::zero1});
   return out;
@@ -121,7 +123,8 @@ void on(const Way& way, const std::function<void(World&, const Mesh&, const Shar
   SCOPED_TRACE(trace);
   run_local(ranks, [&](World& w) {
     ShardOptions options{.strategy = way.strategy};
-    if (way.axes.size() > 1) options.replica_axis = "replica";
+    if (way.axes[0].name == "replica") options.replica_axis = "replica";
+    if (way.axes.back().name == "model") options.tensor_axis = "model";
     if (!way.one_unit) options.units = nn::units_of<Inner>();
     f(w, w.mesh(way.axes), options);
   }, kLocal);
