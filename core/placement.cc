@@ -131,8 +131,8 @@ void OwnershipMap::check_fits(int ranks, const Shape& global) const {
     for_each_owned(*sizes_, [&](Interval i, int64_t owner) {
       sum += i.size();
       if (owner < 0 || owner >= ranks)
-        fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, " over ", ranks, " ranks: rank ", owner, " owns [",
-                             i.begin, ",", i.end, ")");
+        fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, " over ", ranks, " ranks: rank ", owner,
+                             " owns [", i.begin, ",", i.end, ")");
     });
     if (sum != size)
       fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": ranks own ", sum, " of ", size);

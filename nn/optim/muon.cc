@@ -54,8 +54,8 @@ struct MomentumStep {
     const View scalars = part_of(c.input(3), kOfMomentum, kSgdScalars), clip = detail::optional_input(c, 4);
     SHEAF_ON_DEVICE(stream, fill, c.output(0), 0.0);
     for_each_part(a, c.input(2), [&](int64_t from, int64_t at, int64_t n, const View& segment) {
-      SHEAF_ON_DEVICE(stream, sgd, part_of(c.output(0), at, n), part_of(c.input(0), from, n), part_of(c.output(1), at, n), segment,
-                      scalars, a.nesterov != 0, clip);
+      SHEAF_ON_DEVICE(stream, sgd, part_of(c.output(0), at, n), part_of(c.input(0), from, n), part_of(c.output(1), at, n),
+                      segment, scalars, a.nesterov != 0, clip);
     });
   }
   static void describe(const Attrs& a, std::string& out) { out += a.nesterov ? "nesterov" : ""; }
@@ -70,7 +70,8 @@ struct MuonStep {
     const Stream stream = c.stream();
     const View scalars = part_of(c.input(3), kOfStep, kSgdScalars);
     for_each_part(a, c.input(2), [&](int64_t to, int64_t at, int64_t n, const View& segment) {
-      SHEAF_ON_DEVICE(stream, sgd, part_of(c.output(0), to, n), part_of(c.input(1), at, n), View{}, segment, scalars, false, View{});
+      SHEAF_ON_DEVICE(stream, sgd, part_of(c.output(0), to, n), part_of(c.input(1), at, n), View{}, segment, scalars, false,
+                      View{});
     });
   }
 };
@@ -105,7 +106,8 @@ struct Flatten {
     int64_t at = 0;
     for (int i = 0; i < c.num_inputs(); ++i) {
       const View x = c.input(i);
-      if (x.numel() > 0) SHEAF_ON_DEVICE(stream, copy, x, View::dense(part_of(c.output(0), at, x.numel()).data, x.dtype, x.shape));
+      const View to = part_of(c.output(0), at, x.numel());
+      if (x.numel() > 0) SHEAF_ON_DEVICE(stream, copy, x, View::dense(to.data, x.dtype, x.shape));
       at += x.numel();
     }
   }
@@ -124,15 +126,16 @@ int axis_of(const Unit& unit, const FlatBuffer& b) {
   for (int a = 0; a < layout.num_axes(); ++a) {
     if (a == tensor_axis || !layout[a].is_shard()) continue;
     if (axis >= 0 || !(layout[a].map().is_flat() || b.cut))
-      fail<ConfigError>("[muon] unit '", path_label(unit.name()), "' is ", b.shard.type(), ": Muon takes masters that one axis of the ",
-                        "mesh cuts, flat");
+      fail<ConfigError>("[muon] unit '", path_label(unit.name()), "' is ", b.shard.type(), ": Muon takes masters that one axis ",
+                        "of the mesh cuts, flat");
     axis = a;
   }
   return axis >= 0 || !unit.mesh() ? axis : unit.axis();
 }
 
 // How the masters' cut cuts these parameters side by side. A tensor axis of one rank cuts nothing.
-Layout layout_at_rest(const Unit& unit, const FlatBuffer& b, int axis, const std::vector<std::pair<int64_t, int64_t>>& begin_and_size) {
+Layout layout_at_rest(const Unit& unit, const FlatBuffer& b, int axis,
+                      const std::vector<std::pair<int64_t, int64_t>>& begin_and_size) {
   Layout layout = b.shard.layout();
   if (b.cut) layout[unit.cut_axis(b.leaves[0])] = Placement::invariant();
   if (axis < 0 || !layout[axis].is_shard()) return layout;
@@ -162,7 +165,8 @@ int64_t cost(const Muon::Matrix& m) {
 // The matrices of a parameter, in its order of memory: parts of its rows are one after another, parts of its columns not.
 void append_matrices(const nn::Parameter& p, std::vector<Muon::Matrix>& out) {
   if (p.shape().rank() != 2)
-    fail<ConfigError>("[muon] '", p.name(), "' ", p.shape(), ": what is orthogonalised has two dimensions (MuonOptions::matrices)");
+    fail<ConfigError>("[muon] '", p.name(), "' ", p.shape(), ": what is orthogonalised has two dimensions ",
+                      "(MuonOptions::matrices)");
   const int64_t rows = p.shape()[0], cols = p.shape()[1];
   const bool parts = p.cut() && p.cut()->is_parts();
   const std::vector<int64_t> sizes = parts ? p.cut()->sizes() : std::vector<int64_t>{rows};
@@ -182,8 +186,10 @@ bool hidden_matrices(const nn::Parameter& p) { return p.shape().rank() == 2 && !
 
 Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options) : Optimizer("muon"), options_(options) {
   check<ConfigError>(options.momentum >= 0 && options.momentum < 1, "[muon] momentum is ", options.momentum, ", not in [0, 1)");
-  check<ConfigError>(options.lr > 0, "[muon] lr is ", options.lr, ": AdamW's follows it in the ratio of the two, so it is positive");
-  check<ConfigError>(options.orthogonalize.steps > 0, "[muon] ", options.orthogonalize.steps, " Newton-Schulz steps: at least one");
+  check<ConfigError>(options.lr > 0, "[muon] lr is ", options.lr, ": AdamW's follows it in the ratio of the two, so it is ",
+                     "positive");
+  check<ConfigError>(options.orthogonalize.steps > 0, "[muon] ", options.orthogonalize.steps,
+                     " Newton-Schulz steps: at least one");
   for (const ShardState& all : detail::flat_shards("muon", parameters)) {
     const FlatBuffer& b = all.flat();
     axis_of(*all.unit, b);
@@ -215,7 +221,8 @@ Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options
   choose_owners();
 }
 
-void Muon::add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves, const std::vector<bool>& decays) {
+void Muon::add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves,
+                     const std::vector<bool>& decays) {
   const FlatBuffer& b = all.flat();
   Bundle bundle;
   bundle.matrices = std::move(matrices);

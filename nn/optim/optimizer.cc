@@ -15,7 +15,8 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
   for (ShardState& shard : shards_) {
     const std::vector<bool> decayed = detail::chosen(*shard.unit, parameters, decays);
     std::vector<int64_t> segments;
-    for (const auto& [piece, at] : shard.parts) segments.insert(segments.end(), {at, at + piece.runs.numel(), decayed[piece.leaf]});
+    for (const auto& [piece, at] : shard.parts)
+      segments.insert(segments.end(), {at, at + piece.runs.numel(), decayed[piece.leaf]});
     const Tensor& values = shard.flat().shard;
     shard.segments = detail::segment_table(segments, values.device());
     shard.names = states;
@@ -76,7 +77,8 @@ std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::
       const FlatBuffer& flat = unit->buffers()[b];
       if (!flat.trainable) continue;
       if (flat.dtype != kF32 && flat.dtype != kF64)
-        fail<DTypeError>("[", who, "] unit '", path_label(unit->name()), "' has ", flat.dtype, " parameters; masters are f32 or f64");
+        fail<DTypeError>("[", who, "] unit '", path_label(unit->name()), "' has ", flat.dtype, " parameters; masters are f32 or ",
+                         "f64");
       ShardState shard{unit, b, flat.leaves, {}, {}, {}, {}};
       for (const LocalPiece& piece : unit->pieces(flat))
         if (piece.runs.numel() > 0) shard.parts.push_back({piece, piece.shard_offset});

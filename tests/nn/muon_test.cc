@@ -268,7 +268,8 @@ TEST(Muon, BitsOfAStepDoNotDependOnTheWorld) {
 }
 
 struct Four : nn::Module {
-  nn::Parameter a{{8, 8}, nn::Init::zeros()}, b{{8, 8}, nn::Init::zeros()}, c{{16, 16}, nn::Init::zeros()}, d{{8, 8}, nn::Init::zeros()};
+  nn::Parameter a{{8, 8}, nn::Init::zeros()}, b{{8, 8}, nn::Init::zeros()}, c{{16, 16}, nn::Init::zeros()},
+      d{{8, 8}, nn::Init::zeros()};
   SHEAF_FIELDS(a, b, c, d);
 };
 
@@ -310,7 +311,8 @@ TEST(Muon, MatricesHaveOneStateAndTheRestTwo) {
     EXPECT_THAT(names, ::testing::ElementsAre(std::pair("m", 1), std::pair("momentum", 2), std::pair("v", 1)));
     std::vector<std::string> pieces;
     for (const nn::StatePiece& p : nn::state_pieces(muon)) pieces.push_back(p.name);
-    EXPECT_THAT(pieces, ::testing::IsSupersetOf({"optimizer.momentum.inner.packed", "optimizer.m.bias", "optimizer.v.table.weight"}));
+    EXPECT_THAT(pieces, ::testing::IsSupersetOf({"optimizer.momentum.inner.packed", "optimizer.m.bias",
+                                                 "optimizer.v.table.weight"}));
     EXPECT_THAT(pieces, ::testing::Not(::testing::Contains("optimizer.v.tall")));
   }, kLocal);
 }
