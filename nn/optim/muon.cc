@@ -127,7 +127,7 @@ int axis_of(const Unit& unit, const FlatBuffer& b) {
     if (a == tensor_axis || !layout[a].is_shard()) continue;
     if (axis >= 0 || !(layout[a].map().is_flat() || b.cut))
       fail<ConfigError>("[muon] unit '", path_label(unit.name()), "' is ", b.shard.type(), ": Muon takes masters that one axis ",
-                        "of the mesh cuts, flat");
+                        "of the mesh cuts, flat: no secondary shards");
     axis = a;
   }
   return axis >= 0 || !unit.mesh() ? axis : unit.axis();

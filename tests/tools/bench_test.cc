@@ -105,7 +105,7 @@ TEST(Bench, Ranks) {
 
 TEST(Bench, Hosts) {
   const auto lines = bench("hosts", "1.25GB/s");
-  ASSERT_EQ(lines.size(), 5u);
+  ASSERT_EQ(lines.size(), 6u);
   for (const auto& [name, line] : lines)  // full_shard's layers, if each is cut on a host: half of what it moved
     EXPECT_LT((name.ends_with("-tensor") ? 1.9 : 2) * line.at("more").at("MB from the other host").as_double(),
               line.at("more").at("MB under full_shard").as_double())
@@ -118,7 +118,7 @@ TEST(Bench, Init) {
   for (const auto& [name, line] : lines) EXPECT_LT(line.at("value").as_double(), 200) << name;
 }
 
-TEST(Bench, Checkpoint) { EXPECT_EQ(bench("checkpoint", "").size(), 2u); }
+TEST(Bench, Checkpoint) { EXPECT_EQ(bench("checkpoint", "").size(), 3u); }
 
 TEST(Bench, BadInput) {
   const auto refused = [](const Words& words, int code, const std::string& part) {
