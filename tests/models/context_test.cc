@@ -20,18 +20,8 @@ using ::testing::HasSubstr;
 constexpr int kSteps = 8;
 
 // Ten heads for GPT-2, and ten that read five key heads for Llama, so that ranks of every axis share heads unevenly, as they
-// do the 9 tokens of a sequence. "untied llama" has a head of its own.
-models::ModelConfig model_of(const std::string& type) {
-  models::ModelConfig m = tiny_config().model;
-  m.type = type == "gpt2" ? type : "llama";
-  m.tie_embeddings = type != "untied llama";
-  m.layers = 2;
-  m.heads = 10;
-  m.width = 40;
-  m.mlp_width = 40;
-  if (m.type == "llama") m.kv_heads = 5;
-  return m;
-}
+// do the 9 tokens of a sequence.
+models::ModelConfig model_of(const std::string& type) { return tiny_model(type, 10, 5); }
 
 models::TrainConfig context(int64_t ranks, const char* strategy = "full_shard", const std::string& type = "gpt2", int64_t tensor = 1) {
   models::TrainConfig c = tiny_config();
@@ -42,18 +32,7 @@ models::TrainConfig context(int64_t ranks, const char* strategy = "full_shard", 
   return c;
 }
 
-struct Sizes {
-  int replicas, data, context, model;  // 0: no such axis
-  Axes axes() const {
-    Axes out;
-    for (const auto& [name, size] : {std::pair{"replica", replicas}, {"data", data}, {"context", context}, {"model", model}})
-      if (size) out.push_back({name, size});
-    return out;
-  }
-  friend void PrintTo(const Sizes& s, std::ostream* out) {
-    *out << s.replicas << " x " << s.data << " x " << s.context << " x " << s.model;
-  }
-};
+using Sizes = MeshSizes;
 
 class ContextGradients : public ::testing::TestWithParam<std::tuple<std::string, std::string, Sizes, int>> {};
 

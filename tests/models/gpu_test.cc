@@ -24,6 +24,20 @@ TrainedRun on_gpu(const models::TrainConfig& config, int world, int steps = kSte
   return train_tiny(config, world, steps, {}, kGpu);
 }
 
+/// Of each rank, in the second step.
+std::vector<int64_t> measured_peaks(const models::TrainConfig& config, int world) {
+  std::vector<int64_t> peaks(static_cast<size_t>(world), 0);
+  run_local(world, [&](World& w) {
+    models::TrainingStep step(config, config.model.vocab, w, w.device());
+    Allocator& memory = *RankContext::current().memory(w.device());
+    step.run(0, fill_tiny).loss.item();
+    memory.reset_peak();
+    step.run(1, fill_tiny).loss.item();
+    peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+  }, {.threads_per_rank = 1, .device = kGpu});
+  return peaks;
+}
+
 TEST(GpuTraining, WeightsStartWithTheBitsOfTheCpu) {
   SHEAF_NEEDS_GPU();
   for (int world : {1, 3})
@@ -124,16 +138,7 @@ TEST(GpuTraining, MuonHasItsBitsInAllStrategiesThePeakOfThePlanAndTheCpusNumbers
     const TrainedRun cpu = train_tiny(c, world, kSteps);
     for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(expected.losses[s], cpu.losses[s], 1e-4 * cpu.losses[s]) << s;
     EXPECT_LE(max_difference(expected.parameters, cpu.parameters), 1e-3);
-    std::vector<int64_t> peaks(static_cast<size_t>(world), 0);
-    run_local(world, [&](World& w) {
-      models::TrainingStep step(c, c.model.vocab, w, w.device());
-      Allocator& memory = *RankContext::current().memory(w.device());
-      step.run(0, fill_tiny).loss.item();
-      memory.reset_peak();
-      step.run(1, fill_tiny).loss.item();
-      peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
-    }, {.threads_per_rank = 1, .device = kGpu});
-    EXPECT_EQ(peaks, models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
+    EXPECT_EQ(measured_peaks(c, world), models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
   }
 }
 
@@ -170,15 +175,7 @@ TEST(GpuTraining, ThePlanIsThePeakToTheByte) {
           c.sharding.replicas = 2;
           c.sharding.secondary = world == 6;
         }
-        std::vector<int64_t> peaks(static_cast<size_t>(world), 0);
-        run_local(world, [&](World& w) {
-          models::TrainingStep step(c, c.model.vocab, w, w.device());
-          Allocator& memory = *RankContext::current().memory(w.device());
-          step.run(0, fill_tiny).loss.item();
-          memory.reset_peak();
-          step.run(1, fill_tiny).loss.item();
-          peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
-        }, {.threads_per_rank = 1, .device = kGpu});
+        const std::vector<int64_t> peaks = measured_peaks(c, world);
         const auto plan = [&](Device device) {
           return models::plan_peaks(c, c.model.vocab, world, 1, "local", device);
         };

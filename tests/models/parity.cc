@@ -133,6 +133,25 @@ TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device devic
   return {tokens.to(device), targets.to(device)};
 }
 
+models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t key_heads) {
+  models::ModelConfig m = tiny_config().model;
+  m.type = type == "gpt2" ? type : "llama";
+  m.tie_embeddings = type != "untied llama";
+  m.layers = 2;
+  m.heads = heads;
+  m.width = 4 * heads;
+  m.mlp_width = 40;
+  if (m.type == "llama") m.kv_heads = key_heads;
+  return m;
+}
+
+Axes MeshSizes::axes() const {
+  Axes out;
+  for (const auto& [name, size] : {std::pair{"replica", replicas}, {"data", data}, {"context", context}, {"model", model}})
+    if (size) out.push_back({name, size});
+  return out;
+}
+
 int num_ranks(const Axes& axes) {
   int n = 1;
   for (const auto& axis : axes) n *= axis.size;

@@ -92,9 +92,22 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
 struct TinyBatch { Tensor tokens, targets; };
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});
 
-/// The gradients of a batch of `rows` rows in f64.
+/// Its model as a "gpt2", "llama" or "untied llama" (which has a head of its own) of two blocks, with heads of width 4 and
+/// hidden widths that ranks share unevenly. Key heads are Llama's.
+models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t key_heads);
+
 using Axes = std::vector<MeshSpec::Axis>;
 int num_ranks(const Axes& axes);
+/// A mesh by the sizes of its axes; 0: it has no such axis.
+struct MeshSizes {
+  int replicas, data, context, model;
+  Axes axes() const;
+  friend void PrintTo(const MeshSizes& s, std::ostream* out) {
+    *out << s.replicas << " x " << s.data << " x " << s.context << " x " << s.model;
+  }
+};
+
+/// The gradients of a batch of `rows` rows in f64.
 Values gradients_f64(const Axes& axes, const std::string& strategy, int64_t rows, Device device = {},
                      const models::ModelConfig& config = tiny_config().model);
 inline Values gradients_f64(int world, const std::string& strategy, int64_t rows, Device device = {}) {

@@ -19,19 +19,8 @@ using ::testing::HasSubstr;
 
 constexpr int kSteps = 8;
 
-// Six heads for GPT-2, and six that read three key heads for Llama; hidden widths and a vocabulary that ranks share unevenly.
-// "untied llama" has a head of its own.
-models::ModelConfig model_of(const std::string& type) {
-  models::ModelConfig m = tiny_config().model;
-  m.type = type == "gpt2" ? type : "llama";
-  m.tie_embeddings = type != "untied llama";
-  m.layers = 2;
-  m.heads = 6;
-  m.width = 24;
-  m.mlp_width = 40;
-  if (m.type == "llama") m.kv_heads = 3;
-  return m;
-}
+// Six heads for GPT-2, and six that read three key heads for Llama.
+models::ModelConfig model_of(const std::string& type) { return tiny_model(type, 6, 3); }
 
 models::TrainConfig tensor(int64_t ranks, const char* strategy = "full_shard", const std::string& type = "gpt2") {
   models::TrainConfig c = tiny_config();
@@ -41,19 +30,9 @@ models::TrainConfig tensor(int64_t ranks, const char* strategy = "full_shard", c
   return c;
 }
 
-struct Sizes {
-  int replicas, data, model;
-  Axes axes() const {
-    Axes out;
-    if (replicas) out.push_back({"replica", replicas});
-    out.push_back({"data", data});
-    out.push_back({"model", model});
-    return out;
-  }
-  friend void PrintTo(const Sizes& s, std::ostream* out) { *out << s.replicas << " x " << s.data << " x " << s.model; }
-};
+MeshSizes mesh(int replicas, int data, int model) { return {replicas, data, 0, model}; }
 
-class TensorGradients : public ::testing::TestWithParam<std::tuple<std::string, std::string, Sizes, int>> {};
+class TensorGradients : public ::testing::TestWithParam<std::tuple<std::string, std::string, MeshSizes, int>> {};
 
 TEST_P(TensorGradients, EqualUnshardedInF64) {
   const auto [type, strategy, sizes, rows] = GetParam();
@@ -65,13 +44,13 @@ TEST_P(TensorGradients, EqualUnshardedInF64) {
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, TensorGradients,
                          ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama"), kStrategies,
-                                            ::testing::Values(Sizes{0, 1, 1}, Sizes{0, 1, 2}, Sizes{0, 1, 3}, Sizes{0, 2, 2},
-                                                              Sizes{0, 3, 2}, Sizes{0, 2, 3}),
+                                            ::testing::Values(mesh(0, 1, 1), mesh(0, 1, 2), mesh(0, 1, 3), mesh(0, 2, 2),
+                                                              mesh(0, 3, 2), mesh(0, 2, 3)),
                                             ::testing::Values(7)));
 // Groups of which some have no row, more ranks than tokens divide among, and all three axes.
 INSTANTIATE_TEST_SUITE_P(Uneven, TensorGradients,
                          ::testing::Combine(::testing::Values("gpt2"), ::testing::Values("full_shard", "zero1"),
-                                            ::testing::Values(Sizes{0, 1, 4}, Sizes{0, 1, 5}, Sizes{2, 1, 2}, Sizes{2, 2, 2}),
+                                            ::testing::Values(mesh(0, 1, 4), mesh(0, 1, 5), mesh(2, 1, 2), mesh(2, 2, 2)),
                                             ::testing::Values(3, 1)));
 
 TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
@@ -120,7 +99,7 @@ TEST(Tensor, FirstValuesAreThoseOfOneRank) {
       return whole.values();
     };
     const Values expected = values({{"data", 1}});
-    for (const Sizes& s : {Sizes{0, 1, 2}, Sizes{0, 2, 3}, Sizes{0, 3, 2}, Sizes{2, 1, 2}})
+    for (const MeshSizes& s : {mesh(0, 1, 2), mesh(0, 2, 3), mesh(0, 3, 2), mesh(2, 1, 2)})
       EXPECT_EQ(max_difference(expected, values(s.axes())), 0.0);
   }
 }
@@ -202,7 +181,7 @@ TEST(Tensor, LogitsHaveAllOfTheVocabulary) {
     return out;
   };
   const std::vector<double> expected = logits({{"data", 1}}, {});
-  for (const Sizes& s : {Sizes{0, 1, 2}, Sizes{0, 2, 3}})
+  for (const MeshSizes& s : {mesh(0, 1, 2), mesh(0, 2, 3)})
     for (const Placement& p : {Placement::replicate(), Placement::shard(1)}) {
       const std::vector<double> actual = logits(s.axes(), p);
       ASSERT_EQ(actual.size(), expected.size());
@@ -248,7 +227,7 @@ TEST(Tensor, IgnoredTargetsCountNothing) {
   };
   double expected_loss = 0, loss = 0;
   const Values expected = run({{"data", 1}}, expected_loss);
-  for (const Sizes& s : {Sizes{0, 1, 2}, Sizes{0, 2, 3}}) {
+  for (const MeshSizes& s : {mesh(0, 1, 2), mesh(0, 2, 3)}) {
     EXPECT_LE(max_difference(expected, run(s.axes(), loss)), 1e-12 * max_magnitude(expected));
     EXPECT_NEAR(loss, expected_loss, 1e-13);
   }
@@ -287,8 +266,8 @@ TEST(Tensor, ARankHoldsItsShareOfABlock) {
 
 TEST(Tensor, CheckpointsMoveBetweenMeshes) {
   const ScratchFolder scratch;
-  const std::vector<Axes> meshes = {Axes{{"data", 1}}, Axes{{"data", 3}}, Sizes{0, 2, 2}.axes(), Sizes{0, 1, 3}.axes(),
-                                    Sizes{0, 2, 3}.axes(), Sizes{2, 1, 2}.axes()};
+  const std::vector<Axes> meshes = {Axes{{"data", 1}}, Axes{{"data", 3}}, mesh(0, 2, 2).axes(), mesh(0, 1, 3).axes(),
+                                    mesh(0, 2, 3).axes(), mesh(2, 1, 2).axes()};
   for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, model_of("llama"));
 }
 
