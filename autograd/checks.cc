@@ -180,6 +180,7 @@ std::vector<Finding> check_gathers(const Tape& tape) {
     NodeId gathered = -1;   // by this node, if it is a unit's
     NodeId discarded = -1;  // by this node, the first time
     bool used = false;
+    std::vector<ValueId> gathered_into = {};  // what unit gathers that read it write
   };
   std::vector<Buffer> buffers(static_cast<size_t>(tape.num_values()));
   std::vector<ValueId> root(static_cast<size_t>(tape.num_values()));
@@ -198,6 +199,9 @@ std::vector<Finding> check_gathers(const Tape& tape) {
                " discarded");
       else if (discards) b.discarded = id;
       else b.used = true;
+      for (const ValueId to : discards ? b.gathered_into : std::vector<ValueId>())
+        if (const Buffer& g = buffers[static_cast<size_t>(to)]; !g.used && g.discarded < 0)
+          report(out, id, "discards ", named(v), " of '", tape.path(n), "', from which node ", g.gathered, " is still gathering");
     }
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape.output(n, o);
@@ -209,7 +213,11 @@ std::vector<Finding> check_gathers(const Tape& tape) {
         report(out, id, "writes into ", named(v), ", which node ", b.discarded, " discarded");
     }
     if (is_unit_gather(tape, n))
-      for (int i = 0; i < n.num_inputs; ++i) buffers[static_cast<size_t>(tape.output(n, i))].gathered = id;
+      for (int i = 0; i < n.num_inputs; ++i) {
+        const ValueId from = root[static_cast<size_t>(tape.inputs(n)[static_cast<size_t>(i)])];
+        buffers[static_cast<size_t>(from)].gathered_into.push_back(tape.output(n, i));
+        buffers[static_cast<size_t>(tape.output(n, i))].gathered = id;
+      }
   }
   // A node that gathers several buffers is used if one of them is.
   std::vector<std::pair<NodeId, bool>> gathers;

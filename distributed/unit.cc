@@ -183,7 +183,7 @@ void Unit::issue_gather(bool prefetched) {
 
 // What was cast for the gather comes back where the unit is opened, by a node, and not when the lane happens to be done.
 void Unit::take_back_lent() {
-  const bool last_use = keeps() && !copies_.buffers.empty();  // what is kept is not gathered again
+  const bool last_use = keeps() && recording_ != 0 && !copies_.buffers.empty();  // what is kept is not gathered again
   if (lent_.empty() && !last_use) return;
   const PathScope path(name_);
   std::vector<Tensor> lent = gathered_;
@@ -236,7 +236,8 @@ void Unit::close_for_change() {
 void Unit::backward_ended() {
   complete_reduction();
   close_ungathered();  // the next micro-batch opens the unit anew
-  if (const Recording* r = Recording::current(); r && r->last_micro_batch()) drop_copies();
+  // Those that a gather starts from went where the unit's backward ended; another gather may be under way by now.
+  if (const Recording* r = Recording::current(); !gathers() && r && r->last_micro_batch()) drop_copies();
 }
 
 void Unit::recording_ended() {

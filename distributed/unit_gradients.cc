@@ -103,8 +103,8 @@ void Unit::reduce_waiting_along(int axis) {
 }
 
 // [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
-// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where the next unit's reduction begins, so that nobody
-// waits for it; by then the one before has had a unit's backward to end in. Of several micro-batches the slices are
+// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where the
+// next unit's reduction begins, so that nobody waits for it; by then the one before has had a unit's backward to end in. Of several micro-batches the slices are
 // added up, and only the last one's backward, or who asks first, takes them along the other axes: these cross hosts.
 void Unit::reduce_along(int axis) {
   if (axis == axis_) reduction_.values = reduction_.lent;

@@ -108,9 +108,11 @@ Layout Unit::value_layout(int leaf) const {
 }
 
 Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const {
-  const int64_t n = b.layout.total, slices = secondary_axis_ >= 0 ? mesh_->size(axis_) : 0, blocks = b.cut ? mesh_->size(tensor_axis_) : 0;
-  const Shape shape = slices > 0 ? (b.cut ? Shape{blocks, slices, n / slices} : Shape{slices, n / slices})
-                                 : (b.cut ? Shape{blocks, n} : Shape{n});
+  Shape shape;
+  if (b.cut) shape.push_back(mesh_->size(tensor_axis_));
+  const int64_t slices = secondary_axis_ >= 0 ? mesh_->size(axis_) : 1;
+  if (secondary_axis_ >= 0) shape.push_back(slices);
+  shape.push_back(b.layout.total / slices);
   return {dtype, shape, layout};
 }
 
@@ -122,7 +124,7 @@ void Unit::allocate(Device device) {
   const DeviceScope scope(device);
   for (FlatBuffer& b : buffers_) {
     const OutputSpec spec{buffer_type(b, b.dtype, resting(b)), {}, -1, 0};
-    b.shard = gathers() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
+    b.shard = gathers() || secondary() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
                         : full_of(spec.type, 0.0);
   }
   allocated_ = true;

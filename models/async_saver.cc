@@ -1,5 +1,6 @@
 #include "sheaf/models/async_saver.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -14,10 +15,12 @@ AsyncSaver::~AsyncSaver() {
 
 void AsyncSaver::save(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                       const SaveOptions& options) {
+  check_outside("AsyncSaver::save");
   finish();
   group_ = checkpoint_group(module, world_);
-  pending_ = PendingCheckpoint::begin(folder, step, group_);
   pieces_ = checkpoint_pieces(module, optimizers, &copy_);
+  pending_ = PendingCheckpoint::begin(folder, step, group_);
+  given_up_ = all_written_ = false;
   progress_ = Progress::writing;
   thread_ = std::thread([this, &context = RankContext::current(), state = options.state, keep = options.keep] {
     const RankScope scope(context);
@@ -30,8 +33,13 @@ void AsyncSaver::run(const Json& state, int64_t keep) {
     pending_.write(pieces_);
     advance(Progress::written);
     if (pending_.rank == 0) {
-      while (!given_up_ && !pending_.is_written()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      if (!given_up_) pending_.commit(state, keep);
+      int next = 0;
+      for (auto wait = std::chrono::milliseconds(1); (next = pending_.first_missing(next)) < pending_.world;) {
+        if (given_up_ || all_written_) break;
+        std::this_thread::sleep_for(wait);
+        wait = std::min(2 * wait, std::chrono::milliseconds(100));
+      }
+      if (next == pending_.world || all_written_) pending_.commit(state, keep);
     }
     advance(Progress::over);
   } catch (...) {
@@ -64,13 +72,14 @@ void AsyncSaver::finish() {
     mine = !error_;
   }
   const bool all = group_.all_true(mine);
-  given_up_ = !all;  // rank 0 would wait for parts that do not come
+  (all ? all_written_ : given_up_) = true;
   thread_.join();
-  given_up_ = false;
   const std::exception_ptr error = std::exchange(error_, nullptr);
   const bool committed = group_.all_true(all && !error);
   if (error) std::rethrow_exception(error);
-  if (!committed) fail<IoError>("[checkpoint] cannot save '", pending_.target(), "': another rank could not write its part");
+  if (!committed)
+    fail<IoError>("[checkpoint] cannot save '", pending_.target(), "': ",
+                  all ? "rank 0 could not commit it" : "another rank could not write its part");
 }
 
 }  // namespace sheaf::models

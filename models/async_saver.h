@@ -23,7 +23,8 @@
 namespace sheaf::models {
 
 /// One save at a time. Holds a copy of what its rank saves, in memory of the host, from the first save on. Not
-/// thread-safe. Its end waits for this rank's part of a save under way, and gives the save up if others lack theirs.
+/// thread-safe. Its end waits for this rank's part of a save under way, and gives the save up if others lack theirs then: a
+/// program that goes on to its end calls finish() before.
 class AsyncSaver {
  public:
   explicit AsyncSaver(World& world) : world_(world) {}
@@ -49,7 +50,7 @@ class AsyncSaver {
   std::vector<CheckpointPiece> pieces_;
   HostCopy copy_;
   std::thread thread_;
-  std::atomic<bool> given_up_ = false;
+  std::atomic<bool> given_up_ = false, all_written_ = false;  // what rank 0, which waits for the others' parts, is told
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   Progress progress_ = Progress::over;

@@ -105,14 +105,16 @@ void PendingCheckpoint::write(const std::vector<CheckpointPiece>& pieces) const 
   saving(target(), [&] {
     const std::string file = shard_name(rank, world);
     const FileDigest digest = write_shard(pending + "/" + file, pieces, *this);
-    replace_file(note(rank), shard_note(pieces, rank, file, digest).dump());  // whoever sees it can read all of it
+    // Whoever sees the note can read all of it, and may commit the folder, which is another one then: nothing comes after it.
+    const std::string part = note(rank) + ".part";
+    write_file(part, shard_note(pieces, rank, file, digest).dump());
+    rename_path(part, note(rank));
   });
 }
 
-bool PendingCheckpoint::is_written() const {
-  for (int r = 0; r < world; ++r)
-    if (!path_exists(note(r))) return false;
-  return true;
+int PendingCheckpoint::first_missing(int from) const {
+  while (from < world && path_exists(note(from))) ++from;
+  return from;
 }
 
 void PendingCheckpoint::commit(const Json& state, int64_t keep) const {

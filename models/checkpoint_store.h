@@ -65,8 +65,8 @@ struct PendingCheckpoint {
   static PendingCheckpoint begin(const std::string& folder, int64_t step, const CheckpointGroup& group);
   /// Writes what this rank holds.
   void write(const std::vector<CheckpointPiece>& pieces) const;
-  /// Whether the parts of all ranks are there.
-  bool is_written() const;
+  /// The first rank, from this one on, whose part is not there yet; `world` if all are.
+  int first_missing(int from) const;
   /// By rank 0, when they are: makes it visible, and removes those that are not to be kept.
   void commit(const Json& state, int64_t keep) const;
   std::string target() const;  ///< where it will be

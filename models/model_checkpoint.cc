@@ -27,11 +27,11 @@ std::string steps_name(size_t optimizer) {
   return optimizer == 0 ? "optimizer.steps" : str("optimizer.", optimizer, ".steps");
 }
 
+}  // namespace
+
 void check_outside(const char* who) {
   if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it by recording.take()");
 }
-
-}  // namespace
 
 CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
   CheckpointGroup group;
@@ -55,6 +55,7 @@ CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
 char* HostCopy::reserve(size_t bytes) {
   if (bytes > bytes_) {
     data_.reset();  // before there are both
+    bytes_ = 0;
     data_ = std::make_unique_for_overwrite<char[]>(bytes);
     bytes_ = bytes;
   }

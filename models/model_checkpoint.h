@@ -53,6 +53,9 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
 
 // --- the parts, for a program that reads or writes checkpoints in another order ---
 
+/// Throws LifetimeError, in the name of `who`, inside a recording, whose values a save would discard.
+void check_outside(const char* who);
+
 /// The ranks that share `module`, as the store wants them. ConfigError if the world has several and nothing cuts the
 /// module over them.
 CheckpointGroup checkpoint_group(nn::Module& module, World& world);

@@ -5,6 +5,7 @@
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/simulated.h"
 #include "sheaf/models/training_step.h"
+#include "sheaf/nn/shard.h"
 
 namespace sheaf::models {
 
@@ -25,6 +26,10 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   plan.tape = std::move(recorded.tape);
   plan.peak_bytes = memory.stats().peak;
   plan.parameters = step.num_parameters();
+  for (const auto& unit : units(step.model().module()))
+    for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();
+  for (const optim::ShardState& shard : step.optimizer().shards())
+    for (const Tensor& state : shard.state) plan.state_bytes += state.local_bytes();
   return plan;
 }
 
@@ -40,14 +45,12 @@ void check_memory(const TrainConfig& config, int64_t vocab, const World& world) 
   if (!world.device().is_cpu()) return;  // a GPU's allocator says what is there
   // Ranks differ little, and the message is the same on all of them.
   const Plan plan = plan_step(config, vocab, 0, world.size(), num_threads(), std::string(world.kind()));
-  const ShardingConfig& s = config.sharding;
-  // Masters and two moments, of which the first group of replicas saves what is not cut over all.
-  const int64_t savers = s.strategy == "replicate" ? 1 : world.size() / (s.secondary ? 1 : s.replicas);
-  const int64_t peak = plan.peak_bytes + (config.train.save_async ? 12 * plan.parameters / savers : 0);
+  const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it
+  const int64_t peak = plan.peak_bytes + (copies ? plan.state_bytes : 0);
   const int64_t limit = host_memory_limit();
   if (peak <= limit / world.local_size()) return;
-  fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", config.train.save_async ? ", the copy that is saved included, and " : ", and ", world.local_size(), " run on this host, which ",
-                    "may use ", limit, " bytes, swap included: take a smaller train.batch, more train.micro_batches, more ",
+  fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", copies ? ", the copy that is saved included" : "",
+                    ", and ", world.local_size(), " run on this host, which may use ", limit, " bytes, swap included: take a smaller train.batch, more train.micro_batches, more ",
                     "hosts or a smaller model (`sheaf tape` prints the peak)");
 }
 

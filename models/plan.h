@@ -16,6 +16,7 @@ struct Plan {
   Tape tape;               ///< of a step in which prefetch knows the order (the second and later)
   int64_t peak_bytes = 0;  ///< requested from the allocator at the peak of such a step, on this rank
   int64_t parameters = 0;  ///< elements of the whole model
+  int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
 };
 
 /// What rank `rank` of `world` does on `device`, which need not be here. `threads` is the number of compute threads per

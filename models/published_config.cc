@@ -131,7 +131,8 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   r.only("use_sliding_window", false, "Sheaf's attention sees all tokens before");
   // Qwen2 does not use the one that it names; transformers gives Mistral one unless the file says null.
   if (!qwen) r.only("sliding_window", false, "Sheaf's attention sees all tokens before");
-  if (type == "mistral" && !r.has("sliding_window")) r.refuse("sliding_window", "that means 4096 tokens; Sheaf's attention sees all before");
+  if (type == "mistral" && !r.has("sliding_window"))
+    r.refuse("sliding_window", "that means 4096 tokens; Sheaf's attention sees all before");
   if (const Json* types = r.find("layer_types"); types && types->dump().find("sliding") != std::string::npos)
     r.refuse("layer_types", "Sheaf's attention sees all tokens before");
   if (r.number("partial_rotary_factor", 1.0) != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads");

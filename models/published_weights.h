@@ -1,5 +1,5 @@
-// Starting from published weights: GPT-2's, and Llama's and what has its shape, as Hugging Face has them, read into a model that may be cut over
-// ranks. Each rank reads the bytes of its own part and nothing else.
+// Starting from published weights: GPT-2's, and Llama's and what has its shape, as Hugging Face has them, read into a model
+// that may be cut over ranks. Each rank reads the bytes of its own part and nothing else.
 //
 //   models::Gpt model(models::GptConfig::gpt2_124m());
 //   shard(model, mesh, ...);

@@ -213,6 +213,15 @@ void Trainer::save(int64_t step) {
 }
 
 TrainReport Trainer::run(const std::function<int()>& signal) {
+  try {
+    return run_steps(signal);
+  } catch (const std::exception& e) {
+    world_.abort(e.what());  // others hear of it now, not when what saver_ is writing has ended
+    throw;
+  }
+}
+
+TrainReport Trainer::run_steps(const std::function<int()>& signal) {
   const OptimizationConfig& t = config_.train;
   const FillBatch fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
     windows_.fill(first, count, inputs, targets);

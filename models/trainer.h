@@ -55,6 +55,7 @@ class Trainer {
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 
  private:
+  TrainReport run_steps(const std::function<int()>& signal);
   void lock_folder();
   void find_weights();
   void start();

@@ -59,7 +59,8 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const bool over_context = context > rest;
   if (over_context) replicas *= rest;
   if (sharding.secondary && replicas == 1 && (context == 1 || over_context))
-    fail<ConfigError>("[train] sharding.secondary: its groups are those of sharding.replicas, or of sharding.context, and here is one");
+    fail<ConfigError>("[train] sharding.secondary needs several groups of ranks: sharding.replicas, or a sharding.context that is "
+                      "not what the parameters are cut over");
   std::vector<MeshSpec::Axis> axes;
   if (replicas != 1) axes.push_back({"replica", replicas});
   if (!over_context) axes.push_back({"data", rest});
@@ -201,6 +202,7 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
     graph_ = capture.finish();
   } else {
     optimizer_->set_steps(optimizer_->steps() + 1);
+    for (const auto& unit : units(model_->module())) unit->close_for_change();  // copies that an evaluation made
   }
   graph_->replay();
   if (recorded) *recorded = captured_step_;

@@ -99,13 +99,13 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const int context = mesh.spec && !options.context_axis.empty() ? mesh.spec->axis(options.context_axis) : -1;
   if (context >= 0 && (context == replicas || context == mark.tensor_axis))
     fail<ConfigError>("[shard] axis '", options.context_axis, "' cannot be the context axis as well");
-  const int copies = replicas >= 0 || context == mark.axis ? replicas : context;  // along it the model is replicated
-  if (options.secondary && mesh.spec && copies < 0)
+  const int replicating = replicas >= 0 || context == mark.axis ? replicas : context;
+  if (options.secondary && mesh.spec && replicating < 0)
     fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, beside axis '",
                       options.axis, "', ShardOptions::context_axis names any");
   if (options.secondary && mesh.spec && mark.strategy <= Strategy::replicate)
     fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
-  mark.secondary_axis = options.secondary ? copies : -1;
+  mark.secondary_axis = options.secondary ? replicating : -1;
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
     if (a != mark.axis && a != replicas && a != context && a != mark.tensor_axis && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",

@@ -83,7 +83,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"sharding.strategy", &s.strategy, "who holds what", {"full_shard", "shard_grad_op", "zero1", "replicate"}},
       {"sharding.replicas", &s.replicas, "groups of ranks, neighbours, that each hold the model (hybrid sharding, HSDP)", any, 1,
        1e6},
-      {"sharding.secondary", &s.secondary, "masters and optimizer states are cut over the replicas, or ranks that share sequences, too (secondary shards, hpZ)"},
+      {"sharding.secondary", &s.secondary, "masters and optimizer states are cut over the replicas, or ranks that share "
+       "sequences, too (secondary shards, hpZ)"},
       {"sharding.context", &s.context, "ranks that share each sequence and, in attention, its heads (context parallelism)", any, 1,
        1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "

@@ -146,9 +146,10 @@ int train_command(const TrainArguments& arguments) {
       const models::Tokens& data = trainer.corpus().train;
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy,
-              config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, config.sharding.secondary ? " secondary copies" : " replicas") : "",
+              config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, " replicas") : "",
               config.sharding.context > 1 ? str(" over groups of ", config.sharding.context, " that share sequences") : "",
-              config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "", ", ", trainer.num_parameters(),
+              config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
+              config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(),
               " parameters, ", data.size(), " training tokens",
               data.num_files() > 1 ? str(" in ", data.num_files(), " files") : ""));
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());

@@ -248,7 +248,9 @@ Tensor sum_to(const Tensor& gradient, const Type& operand) {
     inner = inner || i >= extra;
   }
   if (!inner) return sum(gradient, dims);
-  return reshape(sum(gradient, dims, true), want);
+  Dims leading;
+  for (int i = 0; i < extra; ++i) leading.push_back(i);
+  return squeeze(sum(gradient, dims, true), leading);
 }
 
 Tensor sliced_to_dual(const Tensor& gradient, const Type& value) {

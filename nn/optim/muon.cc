@@ -192,7 +192,7 @@ Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options
                      " Newton-Schulz steps: at least one");
   for (const ShardState& all : detail::flat_shards("muon", parameters)) {
     const FlatBuffer& b = all.flat();
-    axis_of(*all.unit, b);
+    axis_of(*all.unit, b);  // refuses before anything is made
     std::vector<const nn::Parameter*> of_leaf(all.unit->leaves().size());
     for (const nn::Parameter& p : parameters)
       if (p.unit() == all.unit) of_leaf[p.index()] = &p;
@@ -208,8 +208,9 @@ Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options
       }
       std::vector<Matrix> of_this;
       append_matrices(p, of_this);
-      if (of_this.size() > kMatricesOfBundle)
-        fail<ConfigError>("[muon] '", p.name(), "' ", p.shape(), " has ", of_this.size(), " parts; at most ", kMatricesOfBundle);
+      if (const size_t parts = std::max(of_this.size(), p.cut() && p.cut()->is_parts() ? p.cut()->sizes().size() : 0);
+          parts > kMatricesOfBundle)
+        fail<ConfigError>("[muon] '", p.name(), "' ", p.shape(), " has ", parts, " parts; at most ", kMatricesOfBundle);
       if (!leaves.empty() && matrices.size() + of_this.size() > kMatricesOfBundle)
         add_shard(all, std::exchange(matrices, {}), std::exchange(leaves, {}), decays);
       leaves.push_back(leaf);

@@ -30,14 +30,15 @@ enum class MuonScale : uint8_t {
 
 /// Chooses the matrices that are orthogonalised.
 using MatrixRule = std::function<bool(const nn::Parameter&)>;
-/// The default: parameters of two dimensions that are no tables (nn::Parameter::set_table): no embedding, no head.
+/// The default: parameters of two dimensions that are no tables: nn::Embedding's are, and heads that say so
+/// (nn::Parameter::set_table), as those of Gpt and Llama do.
 bool hidden_matrices(const nn::Parameter& p);
 
 struct MuonOptions {
   double lr = 1e-3;            ///< learning rate of the matrices, unless step() is told another
   double momentum = 0.95;      ///< in [0, 1)
   bool nesterov = true;
-  double weight_decay = 0.1;   ///< of the matrices: decoupled, times the learning rate
+  double weight_decay = 0.1;   ///< of the matrices: decoupled, times the learning rate. Of the others: adamw.weight_decay
   MuonScale scale = MuonScale::match_rms;
   OrthogonalizeOptions orthogonalize = {};
   /// What is sent and orthogonalised in: bf16 halves the bytes and is the original's choice. Absent: the masters' dtype.
@@ -58,7 +59,7 @@ struct MuonOptions {
 /// out, no mathematics. Of the state, matrices have one tensor and the others two; none of it depends on how ranks cut it.
 ///
 /// Masters may be whole or cut over one axis of the mesh. ConfigError for a parameter that a tensor axis cuts
-/// (ShardOptions::tensor_axis), for one that `matrices` chooses and that has not two dimensions, and for options out of range.
+/// (ShardOptions::tensor_axis), for secondary shards, for one that `matrices` chooses and that has not two dimensions, and for options out of range.
 class Muon final : public Optimizer {
  public:
   explicit Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options = {});

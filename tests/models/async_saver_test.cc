@@ -44,7 +44,6 @@ struct Job {
   }
 };
 
-
 TEST(AsyncSaver, SavesWhatWasAndNotWhatIs) {
   for (const char* strategy : {"full_shard", "replicate"})
     for (int world : {1, 3}) {
@@ -170,6 +169,52 @@ TEST(AsyncSaver, ADiskThatFailsOneRankFailsAllAndTheNextSaveSucceeds) {
     run.saver.finish();
     EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
   }, {.threads_per_rank = 1});
+}
+
+// A note is seen when all of it is there, and may be committed before its rank looks again.
+int slow_sync(const char* operation, const char* path) {
+  if (std::string_view(operation) == "sync" && std::string_view(path).find(".tmp-") != std::string_view::npos)
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  return 0;
+}
+
+TEST(AsyncSaver, ACommitMayComeBeforeAnotherRanksLastLook) {
+  const ScratchFolder folder;
+  set_file_fault(slow_sync);
+  run_local(3, [&](World& w) {
+    Job run(w);
+    run.train(1);
+    run.save(folder.path());
+    run.saver.finish();
+  }, {.threads_per_rank = 1});
+  set_file_fault(nullptr);
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre(1));
+}
+
+TEST(AsyncSaver, IsRefusedInARecording) {
+  run_local(1, [](World& w) {
+    Job run(w);
+    Recording recording;
+    EXPECT_THROW(run.save("nowhere"), LifetimeError);
+  });
+}
+
+// What rank 0 saves is what the plan says that it has.
+TEST(AsyncSaver, ThePlanKnowsTheCopy) {
+  for (const auto& [strategy, context] : {std::pair{"full_shard", 1}, {"full_shard", 2}, {"replicate", 1}}) {
+    models::TrainConfig c = Job::config(strategy);
+    c.sharding.context = context;
+    run_local(4, [&](World& w) {
+      models::TrainingStep step(c, 13, w, w.device());
+      if (w.rank() != 0) return;
+      int64_t bytes = 0;
+      for (const models::CheckpointPiece& p : models::checkpoint_pieces(step.model().module(), {&step.optimizer()}))
+        bytes += p.runs.numel() * static_cast<int64_t>(size_of(p.dtype));
+      const int64_t planned = models::plan_step(c, 13, 0, 4, 1, "local").state_bytes;
+      EXPECT_LE(bytes, planned);
+      EXPECT_GE(static_cast<double>(bytes), 0.9 * static_cast<double>(planned));  // but for padding
+    }, {.threads_per_rank = 1});
+  }
 }
 
 // The rank hears of it in a step, without asking anybody.

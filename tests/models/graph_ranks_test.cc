@@ -12,6 +12,7 @@ namespace {
 
 struct OneRank {
   std::vector<float> losses, norms, weights;
+  std::vector<double> evaluations;
 };
 
 struct Ranks {
@@ -32,6 +33,9 @@ void fill_even(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) 
 
 TEST(GraphTraining, LanesOfSeveralRanks) {
   SHEAF_NEEDS_GPU();
+  std::vector<int32_t> ids(300);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i * i % 13);
+  const models::SequentialWindows windows(models::Tokens::from_ids(ids, 13, "squares"), kContext);
   for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "zero1"}, Ranks{2, "replicate"},
                              Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}, Ranks{4, "full_shard", 1, 1, 2},
                              Ranks{4, "full_shard", 2, 1, 1, true}}) {
@@ -59,6 +63,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
           }
           run.losses.push_back(result.loss.item());
           run.norms.push_back(result.grad_norm.item());
+          if (s % 2 == 0) run.evaluations.push_back(step.evaluate(windows));
         }
         run.weights = shards(step.model().module());
       }, {.ranks = ranks.number}));
@@ -66,6 +71,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
     for (int r = 0; r < ranks.number; ++r) {
       EXPECT_EQ(runs[1][r].losses, runs[0][r].losses);
       EXPECT_EQ(runs[1][r].norms, runs[0][r].norms);
+      EXPECT_EQ(runs[1][r].evaluations, runs[0][r].evaluations);
       EXPECT_EQ(runs[1][r].weights, runs[0][r].weights);
     }
   }

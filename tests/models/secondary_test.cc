@@ -4,8 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <map>
+#include <algorithm>
 
+#include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
@@ -79,7 +80,6 @@ TEST(Secondary, CopiesOfRanksThatShareSequences) {
   auto cut = traffic(models::plan_step(c, 13, 0, 4, 1, "local").tape);
   EXPECT_EQ(cut["reduce_scatter context"].count, kUnits);
 }
-
 
 // A group's copy is gathered once a step, however many micro-batches there are; between the groups travels what whole
 // replicas would sum, as a reduce_scatter, and that copy.
@@ -176,11 +176,29 @@ TEST(Secondary, StepsAndPassesWithoutARecordingTakeTurns) {
   EXPECT_EQ(whole, cut);
 }
 
+// What a late block's parameter is prefetched for may come after the last backward, in its recording.
+TEST(Secondary, AValueMayBeReadAfterTheLastBackward) {
+  run_local(4, [](World& w) {
+    const Mesh mesh = w.mesh({{"secondary", 2}, {"data", 2}});
+    const auto model = tiny_model_f64(mesh, {});
+    const auto parameters = model->module().parameters();
+    const auto late = std::ranges::find_if(parameters, [](const nn::Parameter& p) { return p.name() == "blocks.2.mlp.up.weight"; });
+    const TinyBatch batch = tiny_batch(mesh, 0, 4);
+    for (int step = 0; step < 3; ++step) {
+      Recording recording({.step = step});
+      recording.backward(model->loss(batch.tokens, batch.targets, 32.0), {.last_micro_batch = true});
+      const std::vector<double> seen = late->value().to_vector<double>();
+      for (const Finding& f : check_gathers(recording.take())) ADD_FAILURE() << f.message;
+      EXPECT_EQ(seen, full_parameter(*late).to_vector<double>());
+    }
+  }, {.threads_per_rank = 1});
+}
+
 TEST(Secondary, WhatCannotBeIsRefused) {
-  EXPECT_THAT(refusal(4, replicas(1)), HasSubstr("sharding.secondary: its groups are those of sharding.replicas"));
+  EXPECT_THAT(refusal(4, replicas(1)), HasSubstr("sharding.secondary needs several groups of ranks"));
   models::TrainConfig c = replicas(1);
   c.sharding.context = 2;
-  EXPECT_THAT(refusal(2, c), HasSubstr("and here is one"));  // which cuts the parameters already
+  EXPECT_THAT(refusal(2, c), HasSubstr("a sharding.context that is not what the parameters are cut over"));  // which cuts the parameters already
   c = replicas(2);
   c.train.optimizer = "muon";
   EXPECT_THAT(refusal(4, c), HasSubstr("no secondary shards"));
