@@ -172,15 +172,16 @@ TEST(AsyncSaver, ADiskThatFailsOneRankFailsAllAndTheNextSaveSucceeds) {
 }
 
 // A note is seen when all of it is there, and may be committed before its rank looks again.
-int slow_sync(const char* operation, const char* path) {
-  if (std::string_view(operation) == "sync" && std::string_view(path).find(".tmp-") != std::string_view::npos)
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+int slow_folder_of_rank_1(const char* operation, const char* path) {
+  if (std::string_view(operation) == "sync" && std::string_view(path).find("shard-") == std::string_view::npos &&
+      RankContext::current().rank == 1)
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
   return 0;
 }
 
 TEST(AsyncSaver, ACommitMayComeBeforeAnotherRanksLastLook) {
   const ScratchFolder folder;
-  set_file_fault(slow_sync);
+  set_file_fault(slow_folder_of_rank_1);
   run_local(3, [&](World& w) {
     Job run(w);
     run.train(1);
