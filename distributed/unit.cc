@@ -201,12 +201,9 @@ void Unit::take_back_lent() {
 void Unit::discard_gathered() {
   if (gathered_.empty()) return;
   const PathScope path(name_);
-  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  execute_node(UnitOps::discard(), &attrs, gathered_, {});
-  if (Recording* r = Recording::living(recording_)) {  // that knows the buffers; another one may have begun in it
-    mirror_next_ = r->phase() == Phase::forward;
-    r->record(UnitOps::discard(), &attrs, gathered_, {}, {});
-  }
+  // The recording that knows the buffers; another one may have begun in it.
+  if (const Recording* r = Recording::living(recording_)) mirror_next_ = r->phase() == Phase::forward;
+  UnitOps::discard_buffers(axis_, gathered_, recording_);
   gathered_.clear();
   lent_.clear();
   std::fill(values_.begin(), values_.end(), Tensor());

@@ -37,10 +37,7 @@ std::vector<Tensor> Unit::take_copies() {
   if (!has_copies()) issue_copies(/*prefetched=*/false);
   if (copies_.under_way) {
     const PathScope path(name_);
-    std::vector<Tensor> lent = copies_.buffers;
-    lent.insert(lent.end(), copies_.lent.begin(), copies_.lent.end());
-    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
-    apply_typed(UnitOps::complete(), &attrs, lent, {});
+    UnitOps::complete_results(secondary_axis_, copies_.buffers, copies_.lent);
     copies_.lent.clear();
     copies_.under_way = false;
   }
@@ -50,9 +47,7 @@ std::vector<Tensor> Unit::take_copies() {
 void Unit::drop_copies() {
   if (secondary() && !copies_.buffers.empty()) {
     const PathScope path(name_);
-    const UnitOps::Attrs attrs{secondary_axis_, static_cast<int32_t>(copies_.buffers.size())};
-    execute_node(UnitOps::discard(), &attrs, copies_.buffers, {});
-    if (Recording* r = Recording::living(copies_.recording)) r->record(UnitOps::discard(), &attrs, copies_.buffers, {}, {});
+    UnitOps::discard_buffers(secondary_axis_, copies_.buffers, copies_.recording);
   }
   copies_ = {};
 }

@@ -103,9 +103,10 @@ void Unit::reduce_waiting_along(int axis) {
 }
 
 // [Note: reduction] First along the unit's own axis, from the slots, then what is left (a slice, if the unit is sharded)
-// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where the
-// next unit's reduction begins, so that nobody waits for it; by then the one before has had a unit's backward to end in. Of several micro-batches the slices are
-// added up, and only the last one's backward, or who asks first, takes them along the other axes: these cross hosts.
+// along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where
+// the next unit's reduction begins, so that nobody waits for it; by then the one before has had a unit's backward to end
+// in. Of several micro-batches the slices are added up, and only the last one's backward, or who asks first, takes them
+// along the other axes: these cross hosts.
 void Unit::reduce_along(int axis) {
   if (axis == axis_) reduction_.values = reduction_.lent;
   else if (scatters(axis)) reduction_.lent = reduction_.values;
@@ -136,10 +137,7 @@ void Unit::advance_reduction() {
   const int along = reduction_.along;
   const PathScope path(name_);
   if (!alone(along)) {
-    std::vector<Tensor> lent = reduction_.values;
-    lent.insert(lent.end(), reduction_.lent.begin(), reduction_.lent.end());
-    const UnitOps::Attrs attrs{along, static_cast<int32_t>(reduction_.values.size())};
-    apply_typed(UnitOps::complete(), &attrs, lent, {});
+    UnitOps::complete_results(along, reduction_.values, reduction_.lent);
   }
   for (Tensor& t : reduction_.values) t.storage()->settle();
   reduction_.lent.clear();

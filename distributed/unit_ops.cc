@@ -176,4 +176,17 @@ const OpDef& UnitOps::reduce_scatter() { return op_def<ReduceScatter>(); }
 const OpDef& UnitOps::all_reduce() { return op_def<AllReduce>(); }
 const OpDef& UnitOps::complete() { return op_def<Complete>(); }
 
+void UnitOps::discard_buffers(int axis, std::span<const Tensor> buffers, uint64_t recording) {
+  const Attrs attrs{axis, static_cast<int32_t>(buffers.size())};
+  execute_node(discard(), &attrs, buffers, {});
+  if (Recording* r = Recording::living(recording)) r->record(discard(), &attrs, buffers, {}, {});
+}
+
+void UnitOps::complete_results(int axis, std::span<const Tensor> results, std::span<const Tensor> lent) {
+  std::vector<Tensor> all(results.begin(), results.end());
+  all.insert(all.end(), lent.begin(), lent.end());
+  const Attrs attrs{axis, static_cast<int32_t>(results.size())};
+  apply_typed(complete(), &attrs, all, {});
+}
+
 }  // namespace sheaf

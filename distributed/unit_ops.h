@@ -22,6 +22,11 @@ struct UnitOps {
   static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
   static const OpDef& all_reduce();      ///< slot buffers, in place
   static const OpDef& complete();        ///< results, what a collective was lent → : it is back
+
+  /// Discards buffers, on the tape of `recording`, which knows them, if it lives.
+  static void discard_buffers(int axis, std::span<const Tensor> buffers, uint64_t recording);
+  /// Waits for results of a collective along `axis`: what it was `lent` is back.
+  static void complete_results(int axis, std::span<const Tensor> results, std::span<const Tensor> lent);
 };
 
 }  // namespace sheaf

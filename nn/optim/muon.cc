@@ -38,8 +38,7 @@ template <class F>
 void for_each_part(const PartsAttrs& a, const View& segments, F&& f) {
   const std::vector<int64_t>& table = *a.parts;
   for (size_t i = 0; i < table.size(); i += 3) {
-    View segment = part_of(segments, static_cast<int64_t>(i), 3);
-    segment = View::dense(segment.data, kI64, {1, 3});
+    const View segment = View::dense(part_of(segments, static_cast<int64_t>(i), 3).data, kI64, {1, 3});
     f(table[i], table[i + 1], table[i + 2], segment);
   }
 }

@@ -59,7 +59,8 @@ struct MuonOptions {
 /// out, no mathematics. Of the state, matrices have one tensor and the others two; none of it depends on how ranks cut it.
 ///
 /// Masters may be whole or cut over one axis of the mesh. ConfigError for a parameter that a tensor axis cuts
-/// (ShardOptions::tensor_axis), for secondary shards, for one that `matrices` chooses and that has not two dimensions, and for options out of range.
+/// (ShardOptions::tensor_axis), for secondary shards, for one that `matrices` chooses and that has not two dimensions, and
+/// for options out of range.
 class Muon final : public Optimizer {
  public:
   explicit Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options = {});
