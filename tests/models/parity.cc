@@ -173,6 +173,12 @@ Values gradients_f64(const Axes& axes, const std::string& strategy, int64_t rows
   return whole.values();
 }
 
+void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy, int64_t rows, const models::ModelConfig& config) {
+  const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", rows, {}, config);
+  const Values actual = gradients_f64(axes, strategy, rows, {}, config);
+  EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
+}
+
 std::map<std::string, Traffic> traffic(const Tape& tape) {
   std::map<std::string, Traffic> out;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {

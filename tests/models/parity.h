@@ -114,6 +114,10 @@ inline Values gradients_f64(int world, const std::string& strategy, int64_t rows
   return gradients_f64(Axes{{"data", world}}, strategy, rows, device);
 }
 
+/// EXPECTs that on `axes` they are those of one rank, to 1e-12 of the largest.
+void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy, int64_t rows,
+                                  const models::ModelConfig& config = tiny_config().model);
+
 /// What collectives of a step's tape, the update left out, move: by name and axis, "all_gather data".
 struct Traffic { int64_t count = 0, bytes = 0; };
 std::map<std::string, Traffic> traffic(const Tape& tape);

@@ -19,6 +19,7 @@ namespace sheaf {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::for_each_sharding;
 using testing::TinyBlock;
 using testing::TinyModel;
 using Values = std::map<std::string, std::vector<double>>;
@@ -237,14 +238,7 @@ TEST(Muon, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
           EXPECT_TRUE(run == expected) << what << " at world " << world << (bf16 ? " in bf16" : "");
         }, kLocal);
       };
-      check(strategy::full_shard, nn::units_of<TinyBlock>(), -1, "full_shard");
-      check(strategy::full_shard, nn::units_of<TinyBlock>(), 0, "full_shard without prefetch");
-      check(strategy::full_shard, {}, -1, "one unit");
-      check(strategy::full_shard, nn::units_of_at_least(100), -1, "many units");
-      check(strategy::shard_grad_op, nn::units_of<TinyBlock>(), -1, "shard_grad_op");
-      check(strategy::zero1, nn::units_of<TinyBlock>(), -1, "zero1");
-      check(strategy::replicate, nn::units_of<TinyBlock>(), -1, "replicate");
-      if (world == 1) check(strategy::none, nn::units_of<TinyBlock>(), -1, "unsharded");
+      for_each_sharding(world, check);
     }
 }
 

@@ -15,6 +15,7 @@
 namespace sheaf {
 namespace {
 
+using testing::for_each_sharding;
 using testing::TinyBlock;
 using testing::TinyModel;
 
@@ -146,14 +147,7 @@ TEST(Training, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
         EXPECT_TRUE(run == expected) << what << " at world " << world;
       }, {.threads_per_rank = 1});
     };
-    check(strategy::full_shard, nn::units_of<TinyBlock>(), -1, "full_shard");
-    check(strategy::full_shard, nn::units_of<TinyBlock>(), 0, "full_shard without prefetch");
-    check(strategy::full_shard, {}, -1, "one unit");
-    check(strategy::full_shard, nn::units_of_at_least(100), -1, "many units");
-    check(strategy::shard_grad_op, nn::units_of<TinyBlock>(), -1, "shard_grad_op");
-    check(strategy::zero1, nn::units_of<TinyBlock>(), -1, "zero1");
-    check(strategy::replicate, nn::units_of<TinyBlock>(), -1, "replicate");
-    if (world == 1) check(strategy::none, nn::units_of<TinyBlock>(), -1, "unsharded");
+    for_each_sharding(world, check);
   }
 }
 
