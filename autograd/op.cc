@@ -1,5 +1,6 @@
 #include "sheaf/autograd/op.h"
 
+#include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/rank_context.h"
@@ -29,17 +30,12 @@ void check_type(const OpDef& op, const Type& want, const Tensor& have) {
     fail<PlacementError>("[", op.name, "] output ", want, " cannot be stored into ", have.type());
 }
 
-Tensor allocate_output(const OutputSpec& spec, std::span<const Tensor> earlier, Device device, MemoryKind where) {
-  if (spec.within >= 0) return Tensor::view_into(earlier[spec.within], spec.type, spec.byte_offset);
-  if (spec.into) return spec.into.type() == spec.type ? spec.into.alias() : Tensor::view_into(spec.into, spec.type, 0);
-  return Tensor::empty(spec.type, device, where);
-}
-
 // Of the innermost DeviceScope.
 thread_local std::optional<Device> default_device_;
 
-// An op's device is that of its inputs; constants on cpu go with meta inputs.
-Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> outputs) {
+}  // namespace
+
+Device detail::device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> outputs) {
   std::optional<Device> found;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const Device have = inputs[i].device();
@@ -53,31 +49,17 @@ Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<cons
   return !outputs.empty() && outputs[0].into ? outputs[0].into.device() : default_device();
 }
 
-}  // namespace
-
 DeviceScope::DeviceScope(Device device) : previous_(default_device_) { default_device_ = device; }
 DeviceScope::~DeviceScope() { default_device_ = previous_; }
 Device default_device() { return default_device_.value_or(RankContext::current().device); }
 
 Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                      std::span<const OutputSpec> specs, bool add) {
-  const Device device = device_of(op, inputs, specs);
-  Tensors outputs;
-  outputs.reserve(specs.size());
-  if (op.alias) {
-    const OutputSpec& spec = specs[0];
-    char* const base = reinterpret_cast<char*>(size_t{1} << 20);  // only differences of addresses are used
-    View in = inputs[0].view_unsynced(), out;
-    in.data = base;
-    out.dtype = spec.type.dtype;
-    out.shape = spec.type.local_shape();
-    if (op.alias(attrs, in, out)) {
-      outputs.push_back(Tensor::over(inputs[0].storage(), inputs[0].byte_offset() + (static_cast<char*>(out.data) - base),
-                                     spec.type, out.shape, out.strides));
-      return outputs;
-    }
-  }
-  for (const OutputSpec& spec : specs) outputs.push_back(allocate_output(spec, outputs, device, op.memory));
+  const Device device = detail::device_of(op, inputs, specs);
+  bool views = false;
+  Tensors outputs = detail::place_outputs(op, attrs, inputs, specs, device, views,
+                                          [](const Type& type, Device on, MemoryKind where) { return Tensor::empty(type, on, where); });
+  if (views) return outputs;
   Execute run(inputs, outputs);
   run.add = add;
   std::shared_ptr<Storage> workspace;

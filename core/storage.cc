@@ -17,10 +17,10 @@ Storage::Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr
 }
 
 void Storage::release() {
-  if (!allocator_) return;
   if (pending_) {  // the lane still writes: the block may not be reused before it is done
     try { settle(); } catch (const std::exception&) {}  // the failure reaches whoever waits for the lane itself
   }
+  if (!allocator_) return;
   allocator_->free(data_, bytes_);
   allocator_ = nullptr;
   data_ = nullptr;

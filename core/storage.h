@@ -16,6 +16,8 @@ class Storage {
   /// Takes `bytes` bytes from the current rank's allocator for `device`.
   static std::shared_ptr<Storage> allocate(Device device, int64_t bytes, MemoryKind where = MemoryKind::normal);
   Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr<Allocator> allocator);
+  /// Memory that somebody else owns: place() says where, before the first use and whenever it has moved.
+  Storage(Device device, int64_t bytes) : device_(device), bytes_(bytes) {}
   ~Storage() { release(); }
   Storage(const Storage&) = delete;
   Storage& operator=(const Storage&) = delete;
@@ -36,6 +38,8 @@ class Storage {
 
   /// Frees the memory now, whoever still holds a tensor on it; `why` completes "use of a value that was discarded".
   void discard(std::string why);
+  /// Of memory that somebody else owns, while no lane fills it.
+  void place(char* data) { data_ = data; }
   /// A lane fills this storage; data() waits for `event`.
   void filled_by(Event event) { ready_ = std::move(event); pending_ = true; }
   /// Waits for the lane that fills it, if any.
@@ -54,7 +58,7 @@ class Storage {
   int64_t bytes_;
   uint64_t version_ = 0;
   char* data_ = nullptr;
-  std::shared_ptr<Allocator> allocator_;  // null once released
+  std::shared_ptr<Allocator> allocator_;  // null once released, or if the memory is somebody else's
   Event ready_;
   std::string why_discarded_;
 };

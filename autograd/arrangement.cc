@@ -1,0 +1,63 @@
+#include "sheaf/autograd/arrangement.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace sheaf {
+namespace {
+
+int64_t rounded(int64_t bytes) {
+  constexpr int64_t kAlign = Arrangement::kAlign;
+  return std::max(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
+}
+
+Arrangement place_in_order(std::span<const Lifetime> lifetimes, std::span<const int32_t> order) {
+  Arrangement out;
+  out.offsets.assign(lifetimes.size(), 0);
+  std::vector<int32_t> placed;  // by offset
+  placed.reserve(order.size());
+  for (const int32_t i : order) {
+    const Lifetime& own = lifetimes[i];
+    const int64_t bytes = rounded(own.bytes);
+    int64_t at = -1, tightest = INT64_MAX, free_from = 0;
+    for (const int32_t j : placed) {
+      const Lifetime& other = lifetimes[j];
+      if (other.last < own.first || own.last < other.first) continue;
+      const int64_t gap = out.offsets[j] - free_from;
+      if (gap >= bytes && gap < tightest) at = free_from, tightest = gap;
+      free_from = std::max(free_from, out.offsets[j] + rounded(other.bytes));
+    }
+    if (at < 0) at = free_from;
+    out.offsets[i] = at;
+    out.total = std::max(out.total, at + bytes);
+    placed.insert(std::ranges::upper_bound(placed, at, {}, [&](int32_t j) { return out.offsets[j]; }), i);
+  }
+  return out;
+}
+
+}  // namespace
+
+Arrangement arrange(std::span<const Lifetime> lifetimes) {
+  std::vector<int32_t> order(lifetimes.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto by = [&](auto key) { std::ranges::stable_sort(order, {}, [&](int32_t i) { return key(lifetimes[i]); }); };
+  by([](const Lifetime& l) { return l.first; });
+  Arrangement in_time = place_in_order(lifetimes, order);
+  by([](const Lifetime& l) { return -rounded(l.bytes); });
+  Arrangement by_size = place_in_order(lifetimes, order);
+  return by_size.total <= in_time.total ? by_size : in_time;
+}
+
+int64_t most_alive(std::span<const Lifetime> lifetimes) {
+  std::vector<std::pair<int32_t, int64_t>> changes;  // at this moment by so many bytes
+  for (const Lifetime& l : lifetimes) {
+    changes.emplace_back(l.first, rounded(l.bytes));
+    changes.emplace_back(l.last + 1, -rounded(l.bytes));
+  }
+  std::ranges::sort(changes);  // what ends comes before what begins
+  int64_t alive = 0, most = 0;
+  for (const auto& [moment, bytes] : changes) most = std::max(most, alive += bytes);
+  return most;
+}
+
+}  // namespace sheaf

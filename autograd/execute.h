@@ -1,0 +1,44 @@
+// What runs a node, whether it is recorded at once, replayed, or made ready to run many times: the device it runs on and
+// the places of its outputs.
+#pragma once
+
+#include "sheaf/autograd/op.h"
+
+namespace sheaf::detail {
+
+/// That of the inputs, where constants on the CPU go with meta ones; without inputs, of the memory given for output 0, else
+/// the default. ConfigError for inputs on several.
+Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> specs);
+
+/// The outputs of a node, each in its place: a view of the input (then `views` is set, and there is nothing to execute),
+/// memory that its spec names, or what fresh(type, device, MemoryKind) gives.
+template <class Fresh>
+Tensors place_outputs(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs,
+                      Device device, bool& views, Fresh&& fresh) {
+  Tensors outputs;
+  outputs.reserve(specs.size());
+  views = false;
+  if (op.alias) {
+    const OutputSpec& spec = specs[0];
+    char* const base = reinterpret_cast<char*>(size_t{1} << 20);  // only differences of addresses are used
+    View in = inputs[0].view_unsynced(), out;
+    in.data = base;
+    out.dtype = spec.type.dtype;
+    out.shape = spec.type.local_shape();
+    if (op.alias(attrs, in, out)) {
+      outputs.push_back(Tensor::over(inputs[0].storage(), inputs[0].byte_offset() + (static_cast<char*>(out.data) - base),
+                                     spec.type, out.shape, out.strides));
+      views = true;
+      return outputs;
+    }
+  }
+  for (const OutputSpec& spec : specs) {
+    if (spec.within >= 0) outputs.push_back(Tensor::view_into(outputs[spec.within], spec.type, spec.byte_offset));
+    else if (!spec.into) outputs.push_back(fresh(spec.type, device, op.memory));
+    else if (spec.into.type() == spec.type) outputs.push_back(spec.into.alias());
+    else outputs.push_back(Tensor::view_into(spec.into, spec.type, 0));
+  }
+  return outputs;
+}
+
+}  // namespace sheaf::detail

@@ -1,0 +1,196 @@
+#include "sheaf/autograd/program.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "sheaf/autograd/arrangement.h"
+#include "sheaf/autograd/execute.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+
+struct Program::Arena {
+  bool wire;
+  Device device;
+  int64_t bytes = 0;
+  std::shared_ptr<Storage> memory = nullptr;  // null while nobody runs
+};
+
+// Memory of a value and of all that lies in it, or of a node's workspace.
+struct Program::Block {
+  std::shared_ptr<Storage> storage;
+  Lifetime life;
+  int arena;
+  int64_t offset = 0;
+};
+
+struct Program::Instruction {
+  const OpDef* op;
+  const void* attrs;
+  const std::string* path;
+  std::vector<Tensor> inputs;
+  Tensors outputs;
+  bool add;
+  bool updates;                   // outputs lie in memory that outlives the step
+  Storage* workspace = nullptr;
+  std::vector<Storage*> ended = {};  // filled by a lane; from here on the memory is another's
+};
+
+Program::~Program() = default;
+Program::Program(Program&&) noexcept = default;
+Program& Program::operator=(Program&&) noexcept = default;
+
+Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted)
+    : tape_(std::move(tape)) {
+  std::vector<Tensor> values(tape_.num_values());
+  std::unordered_map<const Storage*, size_t> block_of;
+  std::vector<size_t> filled_by_lanes;
+  const auto arena_for = [&](bool wire, Device device) {
+    const auto same = [&](const Arena& a) { return a.wire == wire && a.device == device; };
+    const auto index = std::ranges::find_if(arenas_, same) - arenas_.begin();
+    if (static_cast<size_t>(index) == arenas_.size()) arenas_.push_back({wire, device});
+    return static_cast<int>(index);
+  };
+  std::vector<NodeId> executed;  // by instruction
+  for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
+    const Node& n = tape_.node(id);
+    if (!n.op) {
+      const auto v = static_cast<ValueId>(n.outputs);
+      values[v] = leaf(v);
+      if (!values[v]) fail<LifetimeError>("[program] no value for leaf %", v, " (", tape_.leaf_name(v), ")");
+      if (!(values[v].type() == tape_.type(v)))
+        fail<PlacementError>("[program] leaf %", v, " is ", values[v].type(), ", recorded as ", tape_.type(v));
+      leaves_.emplace_back(v, values[v]);
+      continue;
+    }
+    const PathScope path(tape_.path(n));
+    Instruction run{n.op, tape_.attrs(n), &tape_.path(n), {}, {}, (n.flags & Node::kAdds) != 0, n.op->kind == OpKind::step};
+    for (ValueId v : tape_.inputs(n)) run.inputs.push_back(values[v]);
+    std::vector<OutputSpec> specs(n.num_outputs);
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId v = tape_.output(n, o);
+      const Value& value = tape_.value(v);
+      specs[o].type = tape_.type(v);
+      if (value.base < 0) continue;
+      if (value.base >= static_cast<ValueId>(n.outputs) && value.base < v) {
+        specs[o].within = value.base - static_cast<ValueId>(n.outputs);
+        specs[o].byte_offset = value.byte_offset;
+      } else {
+        specs[o].into = Tensor::view_into(values[value.base], specs[o].type, value.byte_offset);
+      }
+    }
+    const Device device = detail::device_of(*n.op, run.inputs, specs);
+    const auto new_block = [&](int64_t bytes, MemoryKind where) {
+      const Device meant = device.is_meta() ? RankContext::current().meta_is : device;
+      auto storage = std::make_shared<Storage>(device, bytes);
+      block_of.emplace(storage.get(), blocks_.size());
+      blocks_.push_back({storage, {id, id, bytes}, arena_for(is_wire(where, meant.is_cuda()), device)});
+      return storage;
+    };
+    bool views = false;
+    const auto fresh = [&](const Type& type, Device, MemoryKind where) {
+      const Shape local = type.local_shape();
+      const auto bytes = local.numel() * static_cast<int64_t>(size_of(type.dtype));
+      if (n.op->lane != Lane::compute) filled_by_lanes.push_back(blocks_.size());
+      return Tensor::over(new_block(bytes, where), 0, type, local, local.contiguous_strides());
+    };
+    run.outputs = detail::place_outputs(*n.op, run.attrs, run.inputs, specs, device, views, fresh);
+    for (int o = 0; o < n.num_outputs; ++o) values[tape_.output(n, o)] = run.outputs[o];
+    const auto touch = [&](const Tensor& t) {
+      if (const auto it = block_of.find(t.storage().get()); it != block_of.end()) blocks_[it->second].life.last = id;
+    };
+    for (const Tensor& t : run.inputs) touch(t);
+    for (const Tensor& t : run.outputs) touch(t);
+    if (views) continue;
+    if (n.op->workspace)
+      if (const int64_t bytes = n.op->workspace(run.attrs, Execute(run.inputs, run.outputs)); bytes > 0)
+        run.workspace = new_block(bytes, MemoryKind::normal).get();
+    executed.push_back(id);
+    instructions_.push_back(std::move(run));
+  }
+  for (ValueId v : wanted) {
+    wanted_.push_back(values[v]);
+    if (const auto it = block_of.find(values[v].storage().get()); it != block_of.end())
+      blocks_[it->second].life.last = tape_.num_nodes();
+  }
+  for (const size_t b : filled_by_lanes) {
+    const auto last = std::ranges::upper_bound(executed, blocks_[b].life.last);
+    instructions_[last - executed.begin() - 1].ended.push_back(blocks_[b].storage.get());
+  }
+  std::ranges::sort(leaves_, {}, [](const auto& l) { return l.first; });
+  arrange_blocks();
+}
+
+void Program::arrange_blocks() {
+  for (size_t a = 0; a < arenas_.size(); ++a) {
+    std::vector<Lifetime> lives;
+    std::vector<Block*> blocks;
+    for (Block& b : blocks_) {
+      if (b.arena != static_cast<int>(a)) continue;
+      lives.push_back(b.life);
+      blocks.push_back(&b);
+    }
+    const Arrangement arrangement = arrange(lives);
+    for (size_t i = 0; i < blocks.size(); ++i) blocks[i]->offset = arrangement.offsets[i];
+    arenas_[a].bytes = arrangement.total;
+    least_bytes_ += most_alive(lives);
+  }
+}
+
+void Program::place_blocks() {
+  bool moved = false;
+  for (Arena& a : arenas_) {
+    if (a.memory) continue;
+    a.memory = Storage::allocate(a.device, a.bytes, a.wire ? MemoryKind::wire : MemoryKind::normal);
+    moved = true;
+  }
+  if (!moved) return;
+  for (const Block& b : blocks_)
+    if (char* base = arenas_[b.arena].memory->data()) b.storage->place(base + b.offset);
+}
+
+std::vector<Tensor> Program::run() {
+  place_blocks();
+  for (const Instruction& i : instructions_) {
+    const PathScope path(*i.path);
+    Execute run(i.inputs, i.outputs);
+    run.add = i.add;
+    if (i.workspace) run.workspace = {i.workspace->data(), static_cast<size_t>(i.workspace->bytes())};
+    const bool meta = run.device().is_meta();
+    if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute)) {
+      run.will_execute(i.op->name);
+      i.op->execute(i.attrs, run);
+    }
+    if (i.updates)
+      for (const Tensor& t : i.outputs) t.storage()->changed();
+    for (Storage* s : i.ended) s->settle();
+  }
+  std::vector<Tensor> out;
+  for (const Tensor& t : wanted_) out.push_back(t.device().is_meta() ? t : t.clone());
+  return out;
+}
+
+const Tensor& Program::leaf(ValueId v) const {
+  const auto it = std::ranges::lower_bound(leaves_, v, {}, [](const auto& l) { return l.first; });
+  if (it == leaves_.end() || it->first != v) fail<LifetimeError>("[program] %", v, " is no leaf");
+  return it->second;
+}
+
+int64_t Program::arena_bytes() const {
+  int64_t bytes = 0;
+  for (const Arena& a : arenas_) bytes += a.bytes;
+  return bytes;
+}
+
+void Program::release() {
+  for (const Block& b : blocks_) b.storage->settle();  // after a run that failed
+  for (Arena& a : arenas_) a.memory = nullptr;
+}
+
+std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)>& leaf,
+                           std::span<const ValueId> wanted) {
+  return Program(tape, leaf, wanted).run();
+}
+
+}  // namespace sheaf

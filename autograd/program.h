@@ -1,0 +1,62 @@
+// Program: a tape made ready to run again and again, backward and optimizer included. What an eager step finds out anew
+// each time is settled once: which op reads and writes which bytes. Every value has its place in one arena (two, where
+// other ranks read some of it), so that a run allocates nothing, and what it takes is known before it runs.
+//
+//   Program program(tape, [&](ValueId v) { return memory of leaf v; }, wanted);
+//   for (...) { write the inputs' memory; const auto values = program.run(); }
+//
+// compile() (compile.h) makes one from a step's code.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sheaf/autograd/tape.h"
+#include "sheaf/core/tensor.h"
+
+namespace sheaf {
+
+/// Belongs to the thread of its rank. All ranks of a mesh run it together: its collectives are those of the tape.
+class Program {
+ public:
+  /// `leaf(v)` gives the memory that leaf v has in every run, of the leaf's type: runs read it, and write what the step
+  /// updates. `wanted`: values that run() returns. Throws LifetimeError for a leaf without memory, PlacementError for one of
+  /// another type.
+  Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted);
+  ~Program();
+  Program(Program&&) noexcept;
+  Program& operator=(Program&&) noexcept;
+
+  /// One step. Returns copies of the wanted values. Bitwise equal to the recording, on every rank when all ranks run.
+  std::vector<Tensor> run();
+
+  const Tape& tape() const { return tape_; }
+  /// Memory of the leaf, as it was given.
+  const Tensor& leaf(ValueId v) const;
+  /// Bytes of the arenas: what a run takes beside the leaves.
+  int64_t arena_bytes() const;
+  /// The least that any arrangement of the same values would take: most bytes alive at once.
+  int64_t least_bytes() const { return least_bytes_; }
+  /// Gives the arenas' memory back until the next run.
+  void release();
+
+ private:
+  struct Instruction;
+  struct Block;
+  struct Arena;
+
+  void arrange_blocks();
+  void place_blocks();
+
+  Tape tape_;
+  std::vector<Arena> arenas_;  // before what lies in them: lanes end before the memory goes
+  std::vector<Block> blocks_;
+  std::vector<Instruction> instructions_;
+  std::vector<std::pair<ValueId, Tensor>> leaves_;
+  std::vector<Tensor> wanted_;
+  int64_t least_bytes_ = 0;
+};
+
+}  // namespace sheaf
