@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 namespace sheaf {
 namespace {
@@ -40,12 +41,16 @@ Arrangement place_in_order(std::span<const Lifetime> lifetimes, std::span<const 
 Arrangement arrange(std::span<const Lifetime> lifetimes) {
   std::vector<int32_t> order(lifetimes.size());
   std::iota(order.begin(), order.end(), 0);
-  const auto by = [&](auto key) { std::ranges::stable_sort(order, {}, [&](int32_t i) { return key(lifetimes[i]); }); };
-  by([](const Lifetime& l) { return l.first; });
-  Arrangement in_time = place_in_order(lifetimes, order);
-  by([](const Lifetime& l) { return -rounded(l.bytes); });
-  Arrangement by_size = place_in_order(lifetimes, order);
-  return by_size.total <= in_time.total ? by_size : in_time;
+  std::optional<Arrangement> best;
+  const auto place_by = [&](auto key) {
+    std::ranges::stable_sort(order, {}, [&](int32_t i) { return key(lifetimes[i]); });
+    Arrangement placed = place_in_order(lifetimes, order);
+    if (!best || placed.total < best->total) best = std::move(placed);
+  };
+  place_by([](const Lifetime& l) { return static_cast<int64_t>(l.first); });
+  place_by([](const Lifetime& l) { return -rounded(l.bytes); });
+  place_by([](const Lifetime& l) { return -static_cast<double>(rounded(l.bytes)) * (l.last - l.first + 1); });
+  return *best;
 }
 
 int64_t most_alive(std::span<const Lifetime> lifetimes) {

@@ -19,10 +19,11 @@ struct Arrangement {
   static constexpr int64_t kAlign = 128;
 };
 
-/// An arrangement with a small total; the least there is would be an NP-hard problem (dynamic storage allocation). The
-/// largest blocks are placed first, each into the tightest gap that is free all its life (Pisarchyk and Lee 2020,
-/// https://arxiv.org/abs/2001.03288, "greedy by size"); if what comes out is worse, in the order in which they begin, as an
-/// allocator would place them that cannot look ahead. The same for the same lifetimes, on every machine.
+/// An arrangement with a small total; the least there is would be an NP-hard problem (dynamic storage allocation). Each
+/// lifetime takes the tightest gap that is free all along: the largest first (Pisarchyk and Lee 2020,
+/// https://arxiv.org/abs/2001.03288, "greedy by size"), or those with the most bytes times moments, or in the order in which
+/// they begin, as an allocator has to that cannot look ahead; whichever gives the least. The same for the same lifetimes, on
+/// every machine.
 Arrangement arrange(std::span<const Lifetime> lifetimes);
 
 /// Most bytes, in multiples of Arrangement::kAlign, that live at one moment: no arrangement has a smaller total.

@@ -6,22 +6,13 @@
 #include "sheaf/autograd/arrangement.h"
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/recording.h"
-#include "sheaf/core/rank_context.h"
 
 namespace sheaf {
-
-struct Program::Arena {
-  bool wire;
-  Device device;
-  int64_t bytes = 0;
-  std::shared_ptr<Storage> memory = nullptr;  // null while nobody runs
-};
 
 // Memory of a value and of all that lies in it, or of a node's workspace.
 struct Program::Block {
   std::shared_ptr<Storage> storage;
   Lifetime life;
-  int arena;
   int64_t offset = 0;
 };
 
@@ -46,12 +37,6 @@ Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::spa
   std::vector<Tensor> values(tape_.num_values());
   std::unordered_map<const Storage*, size_t> block_of;
   std::vector<size_t> filled_by_lanes;
-  const auto arena_for = [&](bool wire, Device device) {
-    const auto same = [&](const Arena& a) { return a.wire == wire && a.device == device; };
-    const auto index = std::ranges::find_if(arenas_, same) - arenas_.begin();
-    if (static_cast<size_t>(index) == arenas_.size()) arenas_.push_back({wire, device});
-    return static_cast<int>(index);
-  };
   std::vector<NodeId> executed;  // by instruction
   for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
     const Node& n = tape_.node(id);
@@ -82,10 +67,10 @@ Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::spa
     }
     const Device device = detail::device_of(*n.op, run.inputs, specs);
     const auto new_block = [&](int64_t bytes, MemoryKind where) {
-      const Device meant = device.is_meta() ? RankContext::current().meta_is : device;
       auto storage = std::make_shared<Storage>(device, bytes);
       block_of.emplace(storage.get(), blocks_.size());
-      blocks_.push_back({storage, {id, id, bytes}, arena_for(is_wire(where, meant.is_cuda()), device)});
+      blocks_.push_back({storage, {id, id, bytes}});
+      wire_ = wire_ || where != MemoryKind::normal;
       return storage;
     };
     bool views = false;
@@ -123,35 +108,24 @@ Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::spa
 }
 
 void Program::arrange_blocks() {
-  for (size_t a = 0; a < arenas_.size(); ++a) {
-    std::vector<Lifetime> lives;
-    std::vector<Block*> blocks;
-    for (Block& b : blocks_) {
-      if (b.arena != static_cast<int>(a)) continue;
-      lives.push_back(b.life);
-      blocks.push_back(&b);
-    }
-    const Arrangement arrangement = arrange(lives);
-    for (size_t i = 0; i < blocks.size(); ++i) blocks[i]->offset = arrangement.offsets[i];
-    arenas_[a].bytes = arrangement.total;
-    least_bytes_ += most_alive(lives);
-  }
+  std::vector<Lifetime> lives;
+  for (const Block& b : blocks_) lives.push_back(b.life);
+  const Arrangement arrangement = arrange(lives);
+  for (size_t b = 0; b < blocks_.size(); ++b) blocks_[b].offset = arrangement.offsets[b];
+  arena_bytes_ = arrangement.total;
+  least_bytes_ = most_alive(lives);
 }
 
-void Program::place_blocks() {
-  bool moved = false;
-  for (Arena& a : arenas_) {
-    if (a.memory) continue;
-    a.memory = Storage::allocate(a.device, a.bytes, a.wire ? MemoryKind::wire : MemoryKind::normal);
-    moved = true;
-  }
-  if (!moved) return;
-  for (const Block& b : blocks_)
-    if (char* base = arenas_[b.arena].memory->data()) b.storage->place(base + b.offset);
+void Program::reserve() {
+  if (arena_ || blocks_.empty()) return;
+  const Device device = blocks_[0].storage->device();
+  arena_ = Storage::allocate(device, arena_bytes_, wire_ ? MemoryKind::wire : MemoryKind::normal);
+  if (device.is_meta()) return;
+  for (const Block& b : blocks_) b.storage->place(arena_->data() + b.offset);
 }
 
 std::vector<Tensor> Program::run() {
-  place_blocks();
+  reserve();
   for (const Instruction& i : instructions_) {
     const PathScope path(*i.path);
     Execute run(i.inputs, i.outputs);
@@ -167,7 +141,7 @@ std::vector<Tensor> Program::run() {
     for (Storage* s : i.ended) s->settle();
   }
   std::vector<Tensor> out;
-  for (const Tensor& t : wanted_) out.push_back(t.device().is_meta() ? t : t.clone());
+  for (const Tensor& t : wanted_) out.push_back(t.device().is_meta() ? Tensor::empty(t.type(), t.device()) : t.clone());
   return out;
 }
 
@@ -177,15 +151,9 @@ const Tensor& Program::leaf(ValueId v) const {
   return it->second;
 }
 
-int64_t Program::arena_bytes() const {
-  int64_t bytes = 0;
-  for (const Arena& a : arenas_) bytes += a.bytes;
-  return bytes;
-}
-
 void Program::release() {
   for (const Block& b : blocks_) b.storage->settle();  // after a run that failed
-  for (Arena& a : arenas_) a.memory = nullptr;
+  arena_ = nullptr;
 }
 
 std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)>& leaf,

@@ -1,6 +1,6 @@
 // Program: a tape made ready to run again and again, backward and optimizer included. What an eager step finds out anew
-// each time is settled once: which op reads and writes which bytes. Every value has its place in one arena (two, where
-// other ranks read some of it), so that a run allocates nothing, and what it takes is known before it runs.
+// each time is settled once: which op reads and writes which bytes. Every value has its place in one arena, so that a run
+// allocates nothing, and what it takes is known before it runs.
 //
 //   Program program(tape, [&](ValueId v) { return memory of leaf v; }, wanted);
 //   for (...) { write the inputs' memory; const auto values = program.run(); }
@@ -35,28 +35,29 @@ class Program {
   const Tape& tape() const { return tape_; }
   /// Memory of the leaf, as it was given.
   const Tensor& leaf(ValueId v) const;
-  /// Bytes of the arenas: what a run takes beside the leaves.
-  int64_t arena_bytes() const;
+  /// Bytes of the arena: what a run takes beside the leaves.
+  int64_t arena_bytes() const { return arena_bytes_; }
   /// The least that any arrangement of the same values would take: most bytes alive at once.
   int64_t least_bytes() const { return least_bytes_; }
-  /// Gives the arenas' memory back until the next run.
+  /// Gives the arena's memory back until the next run,
   void release();
+  /// and takes it again.
+  void reserve();
 
  private:
   struct Instruction;
   struct Block;
-  struct Arena;
 
   void arrange_blocks();
-  void place_blocks();
 
   Tape tape_;
-  std::vector<Arena> arenas_;  // before what lies in them: lanes end before the memory goes
+  std::shared_ptr<Storage> arena_;  // before what lies in it: lanes end before the memory goes. Null while it is given back
   std::vector<Block> blocks_;
   std::vector<Instruction> instructions_;
   std::vector<std::pair<ValueId, Tensor>> leaves_;
   std::vector<Tensor> wanted_;
-  int64_t least_bytes_ = 0;
+  int64_t arena_bytes_ = 0, least_bytes_ = 0;
+  bool wire_ = false;  // other ranks read some of it, and so may read all of it
 };
 
 }  // namespace sheaf

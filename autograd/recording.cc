@@ -105,6 +105,12 @@ ValueId Recording::value_of(const Tensor& t) const {
   return it == leaves_.end() ? -1 : it->second.second;
 }
 
+std::unordered_map<ValueId, Tensor> Recording::leaves() const {
+  std::unordered_map<ValueId, Tensor> out;
+  for (const auto& [id, leaf] : leaves_) out.emplace(leaf.second, leaf.first);
+  return out;
+}
+
 Recording::ValueState& Recording::state(ValueId v) {
   if (static_cast<size_t>(v) >= states_.size()) states_.resize(tape_.num_values());
   return states_[v];

@@ -92,6 +92,8 @@ class Recording {
   /// Copies of the leaves as first met; needs capture_leaves.
   const std::unordered_map<ValueId, Tensor>& captured() const { return captured_; }
   ValueId value_of(const Tensor& t) const;  ///< −1 if unknown here
+  /// The leaves themselves: what a program of this tape is to read and update.
+  std::unordered_map<ValueId, Tensor> leaves() const;
   uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
 
   // --- for apply(), units and optimizers ---

@@ -57,7 +57,8 @@ class CpuAllocator : public Allocator {
   void* allocate(size_t bytes, MemoryKind where) override {
     const size_t size = rounded(bytes);
     std::lock_guard lock(mutex_);
-    void* block = is_wire(where, /*on_gpu=*/false) && !wires_.empty() ? wires_.back()->allocate(size) : nullptr;
+    const bool wire = where == MemoryKind::wire || where == MemoryKind::host_wire;
+    void* block = wire && !wires_.empty() ? wires_.back()->allocate(size) : nullptr;
     if (!block) block = normal_.allocate(size);
     if (!block)
       fail<OutOfMemory>("[allocator] cannot allocate ", bytes, " bytes beside the ", counter_.stats_.live,

@@ -25,11 +25,6 @@ enum class MemoryKind : uint8_t {
   host_wire,  ///< other ranks read it, and it stays: wire on a CPU, normal on a GPU
 };
 
-/// Whether blocks of this kind are wire memory, on a GPU or on a CPU.
-constexpr bool is_wire(MemoryKind where, bool on_gpu) {
-  return where == MemoryKind::wire || where == (on_gpu ? MemoryKind::landing : MemoryKind::host_wire);
-}
-
 /// Memory that other processes map, too.
 struct SharedRange {
   char* base = nullptr;  ///< where this process sees it, on a page's border

@@ -19,10 +19,11 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
   Plan plan;
   // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
-  step.run(0, nothing);
+  const int64_t settled = config.train.compile ? 3 : 1;
+  for (int64_t s = 0; s < settled; ++s) step.run(s, nothing);
   memory.reset_peak();
   RecordedStep recorded;
-  step.run(1, nothing, &recorded);
+  step.run(settled, nothing, &recorded);
   plan.tape = std::move(recorded.tape);
   plan.peak_bytes = memory.stats().peak;
   plan.parameters = step.num_parameters();

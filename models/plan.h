@@ -13,7 +13,8 @@
 namespace sheaf::models {
 
 struct Plan {
-  Tape tape;               ///< of a step in which prefetch knows the order (the second and later)
+  Tape tape;               ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
+                           ///< program
   int64_t peak_bytes = 0;  ///< requested from the allocator at the peak of such a step, on this rank
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank

@@ -97,6 +97,7 @@ struct OptimizationConfig {
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" with f32 masters, gradients, statistics
   std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", or "block" by block
   bool save_async = false;          ///< checkpoints are written while training goes on, from a copy in memory
+  bool compile = false;             ///< from the fourth step on, run the third one's tape again as a program
   bool cuda_graph = false;          ///< on a GPU: capture the third step and replay it from then on
   bool tune_products = true;        ///< on a GPU: choose the algorithms of products by timing, in the first step
 };

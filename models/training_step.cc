@@ -83,6 +83,9 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn
   return std::make_unique<optim::Muon>(module, muon);
 }
 
+// Steps that run as usual before one is compiled or captured.
+constexpr int64_t kSettling = 2;
+
 void check_graph(Device device, const Mesh& mesh) {
   if (device.is_cpu()) fail<ConfigError>("[train] train.cuda_graph: this run computes on CPUs, which have no graphs");
   if (device.is_meta()) return;
@@ -131,9 +134,9 @@ double TrainingStep::learning_rate(int64_t step) const {
 }
 
 bool TrainingStep::runs_as_graph(const RecordedStep* recorded) const {
-  constexpr int64_t kUncaptured = 2;
   const bool copies_leaves = recorded && recorded->capture_leaves;
-  return config_.train.cuda_graph && device_.is_cuda() && runs_ >= kUncaptured && !copies_leaves;
+  const bool settled = runs_ >= kSettling && (!config_.train.compile || program_);
+  return config_.train.cuda_graph && device_.is_cuda() && settled && !copies_leaves;
 }
 
 TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, RecordedStep* recorded) {
@@ -141,7 +144,10 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
   const double lr = learning_rate(step);
   model_->module().train();
   inputs_->set_step(step, step * config_.train.batch, fill, optimizer_->next_scalars({.lr = lr}));
+  const bool compiles = config_.train.compile && runs_ == kSettling;
   const Result result = runs_as_graph(recorded) ? replay(step, lr, recorded)
+                        : program_              ? run_program(lr, recorded)
+                        : compiles              ? compile(step, lr, recorded)
                         : runs_ == 0            ? record_first(step, lr, recorded)
                                                 : record(step, lr, recorded);
   ++runs_;
@@ -176,6 +182,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       recorded->loss = recording.value_of(loss);
       recorded->grad_norm = recording.value_of(result.grad_norm);
       recorded->leaves = recording.captured();
+      recorded->memory = recording.leaves();
       recorded->tape = recording.take();
     }
   }
@@ -195,14 +202,47 @@ TrainingStep::Result TrainingStep::record_first(int64_t step, double lr, Recorde
   return result;
 }
 
+TrainingStep::Result TrainingStep::compile(int64_t step, double lr, RecordedStep* recorded) {
+  compiled_.capture_leaves = recorded && recorded->capture_leaves;
+  const Result result = record(step, lr, &compiled_);
+  if (recorded) *recorded = compiled_;
+  const ValueId wanted[] = {compiled_.loss, compiled_.grad_norm};
+  program_ = std::make_unique<Program>(std::exchange(compiled_.tape, {}), [this](ValueId v) { return compiled_.memory.at(v); },
+                                       wanted);
+  compiled_.memory.clear();
+  compiled_.leaves.clear();
+  return result;
+}
+
+// What an eager step does beside what is on its tape.
+void TrainingStep::begin_rerun() {
+  optimizer_->set_steps(optimizer_->steps() + 1);
+  for (const auto& unit : units(model_->module())) unit->close_for_change();  // copies that an evaluation made
+}
+
+TrainingStep::Result TrainingStep::run_program(double lr, RecordedStep* recorded) {
+  begin_rerun();
+  if (recorded) {
+    recorded->tape = program_->tape();
+    recorded->loss = compiled_.loss, recorded->grad_norm = compiled_.grad_norm;
+    for (const ValueId v : program_->tape().leaves()) {
+      recorded->memory[v] = program_->leaf(v);
+      if (recorded->capture_leaves) recorded->leaves[v] = program_->leaf(v).clone();
+    }
+  }
+  const std::vector<Tensor> values = program_->run();
+  return {values[0], values[1], lr};
+}
+
 TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep* recorded) {
   if (!graph_) {
+    if (program_) program_->reserve();
     GpuCapture capture(RankContext::current().gpu_of(device_));
-    captured_ = record(step, lr, &captured_step_);
+    captured_ = program_ ? run_program(lr, &captured_step_) : record(step, lr, &captured_step_);
+    captured_step_.memory.clear();
     graph_ = capture.finish();
   } else {
-    optimizer_->set_steps(optimizer_->steps() + 1);
-    for (const auto& unit : units(model_->module())) unit->close_for_change();  // copies that an evaluation made
+    begin_rerun();
   }
   graph_->replay();
   if (recorded) *recorded = captured_step_;
@@ -212,6 +252,7 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
 
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
+  if (program_ && !graph_) program_->release();  // a graph keeps using its memory
   model_->module().eval();
   // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
   // micro-batches.

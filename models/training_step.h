@@ -6,6 +6,9 @@
 // gathers and the libraries' choices have settled. What the host counts (steps, samples) goes on by itself; all that a
 // step reads besides lies in StepInputs. Whatever else runs between replays has memory of its own.
 //
+// [Note: a step as a program] With train.compile the third step's tape is made ready to run again (autograd/program.h), and
+// from then on runs from one arena: no op is called, placed or recorded anew. A graph captures such a run.
+//
 // On GPUs the first step's collectives run one after another, with nothing beside them (distributed/in_turn.h).
 //
 // [Note: products are timed once] With train.tune_products, on a GPU, the first step times the algorithms of its
@@ -16,7 +19,7 @@
 #include <memory>
 #include <unordered_map>
 
-#include "sheaf/autograd/tape.h"
+#include "sheaf/autograd/program.h"
 #include "sheaf/core/gpu.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/batch_sampler.h"
@@ -31,6 +34,7 @@ struct RecordedStep {
   bool capture_leaves = false;                   ///< set by the caller
   Tape tape;
   std::unordered_map<ValueId, Tensor> leaves;    ///< copies, as they were before the step
+  std::unordered_map<ValueId, Tensor> memory;    ///< the leaves themselves, as long as this lives
   ValueId loss = -1, grad_norm = -1;
 };
 
@@ -64,7 +68,10 @@ class TrainingStep {
  private:
   Result record(int64_t step, double lr, RecordedStep* recorded);
   Result record_first(int64_t step, double lr, RecordedStep* recorded);
+  Result compile(int64_t step, double lr, RecordedStep* recorded);
+  Result run_program(double lr, RecordedStep* recorded);
   Result replay(int64_t step, double lr, RecordedStep* recorded);
+  void begin_rerun();
   bool runs_as_graph(const RecordedStep* recorded) const;
 
   TrainConfig config_;
@@ -75,6 +82,8 @@ class TrainingStep {
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
+  std::unique_ptr<Program> program_;
+  RecordedStep compiled_;  // of which program_ is: what is wanted of it
   Result captured_;  // what every replay fills
   RecordedStep captured_step_;
   std::unique_ptr<GpuGraph> graph_;

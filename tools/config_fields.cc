@@ -77,6 +77,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16"}, {}, {},
        {"f16"}, "gradients below f16's range vanish unless the loss is scaled, which steps cannot do"},
       {"train.recompute", &t.recompute, "what the backward computes again, block by block, instead of keeping it", {"none", "block"}},
+      {"train.compile", &t.compile, "run a recorded step again as a program: nothing is placed or allocated anew"},
       {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 

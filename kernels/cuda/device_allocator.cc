@@ -62,7 +62,8 @@ class GrowingAllocator : public DeviceAllocator,
   void* allocate(size_t bytes, MemoryKind kind) override {
     const size_t size = rounded(bytes);
     std::lock_guard lock(mutex_);
-    const bool wire = is_wire(kind, /*on_gpu=*/true) && pool_.there();
+    const bool wire =
+        (kind == MemoryKind::wire || kind == MemoryKind::landing) && pool_.there();
     const size_t offset = open_ ? take_for_graph(bytes, size, wire) : take(bytes, size, wire);
     if (open_) {
       open_->live += static_cast<int64_t>(bytes);
