@@ -1,6 +1,7 @@
 #include "sheaf/autograd/program.h"
 
 #include <algorithm>
+#include <numeric>
 #include <unordered_map>
 
 #include "sheaf/autograd/arrangement.h"
@@ -149,6 +150,17 @@ const Tensor& Program::leaf(ValueId v) const {
   const auto it = std::ranges::lower_bound(leaves_, v, {}, [](const auto& l) { return l.first; });
   if (it == leaves_.end() || it->first != v) fail<LifetimeError>("[program] %", v, " is no leaf");
   return it->second;
+}
+
+std::vector<int64_t> Program::alive_bytes() const {
+  std::vector<int64_t> alive(tape_.num_nodes() + 2);
+  for (const Block& b : blocks_) {
+    alive[b.life.first] += b.life.bytes;
+    alive[b.life.last + 1] -= b.life.bytes;
+  }
+  std::partial_sum(alive.begin(), alive.end(), alive.begin());
+  alive.resize(tape_.num_nodes());
+  return alive;
 }
 
 void Program::release() {

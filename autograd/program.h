@@ -39,6 +39,8 @@ class Program {
   int64_t arena_bytes() const { return arena_bytes_; }
   /// The least that any arrangement of the same values would take: most bytes alive at once.
   int64_t least_bytes() const { return least_bytes_; }
+  /// Bytes alive at each node of the tape.
+  std::vector<int64_t> alive_bytes() const;
   /// Gives the arena's memory back until the next run,
   void release();
   /// and takes it again.

@@ -91,6 +91,25 @@ void Tape::clear() {
 
 void Tape::erase_node(NodeId i) { nodes_.erase(nodes_.begin() + i); }
 
+void Tape::replace_uses(std::span<const ValueId> to) {
+  for (ValueId& v : edges_) v = to[v];
+  for (Value& value : values_) {
+    if (value.base >= 0) value.base = to[value.base];
+    if (value.view_of >= 0) value.view_of = to[value.view_of];
+  }
+  for (auto& [gradient, primal] : cotangents_) gradient = to[gradient], primal = to[primal];
+}
+
+void Tape::erase_nodes(const std::vector<bool>& gone) {
+  NodeId kept = 0;
+  for (NodeId id = 0; id < num_nodes(); ++id) {
+    const Node n = nodes_[id];
+    for (int o = 0; o < n.num_outputs; ++o) values_[output(n, o)].producer = gone[id] ? -1 : kept;
+    if (!gone[id]) nodes_[kept++] = n;
+  }
+  nodes_.resize(kept);
+}
+
 std::vector<ValueId> Tape::leaves() const {
   std::vector<ValueId> out;
   for (const Node& n : nodes_)

@@ -77,6 +77,10 @@ class Tape {
   void swap_nodes(NodeId a, NodeId b) { std::swap(nodes_[a], nodes_[b]); }
   void clear();  ///< keeps the memory
   void retype(ValueId v, const Type& type) { values_[v].type = intern_type(type); }
+  /// What uses or lies in value v from now on uses, or lies in, to[v].
+  void replace_uses(std::span<const ValueId> to);
+  /// Takes these nodes out, whose outputs nothing uses. Values keep their ids.
+  void erase_nodes(const std::vector<bool>& gone);
 
  private:
   uint32_t intern_type(const Type& type);

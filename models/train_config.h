@@ -119,6 +119,7 @@ struct ShardingConfig {
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
   std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit
   int64_t min_parameters = 1'000'000;   ///< parameters of a unit, for units = "count"
+  int64_t memory_budget = 0;            ///< bytes of a rank within which units are kept, not gathered again (train.compile)
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, at most; -1: the largest unit; 0: no prefetch
 };
 

@@ -10,6 +10,7 @@
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/models/product_choices.h"
+#include "sheaf/models/step_program.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/schedule.h"
@@ -103,6 +104,9 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
       model_(make_language_model(config.model, vocab)) {
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
+  if (config_.sharding.memory_budget != 0 && !config_.train.compile)
+    fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, ": only a program (train.compile) knows "
+                      "how much memory a step takes");
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
@@ -206,9 +210,8 @@ TrainingStep::Result TrainingStep::compile(int64_t step, double lr, RecordedStep
   compiled_.capture_leaves = recorded && recorded->capture_leaves;
   const Result result = record(step, lr, &compiled_);
   if (recorded) *recorded = compiled_;
-  const ValueId wanted[] = {compiled_.loss, compiled_.grad_norm};
-  program_ = std::make_unique<Program>(std::exchange(compiled_.tape, {}), [this](ValueId v) { return compiled_.memory.at(v); },
-                                       wanted);
+  program_ = std::make_unique<Program>(step_program(compiled_, config_.sharding.memory_budget, world_, device_));
+  compiled_.tape = {};
   compiled_.memory.clear();
   compiled_.leaves.clear();
   return result;

@@ -7,7 +7,8 @@
 // step reads besides lies in StepInputs. Whatever else runs between replays has memory of its own.
 //
 // [Note: a step as a program] With train.compile the third step's tape is made ready to run again (autograd/program.h), and
-// from then on runs from one arena: no op is called, placed or recorded anew. A graph captures such a run.
+// from then on runs from one arena: no op is called, placed or recorded anew. Within sharding.memory_budget units stay gathered
+// there. A graph captures such a run.
 //
 // On GPUs the first step's collectives run one after another, with nothing beside them (distributed/in_turn.h).
 //
@@ -83,7 +84,7 @@ class TrainingStep {
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
   std::unique_ptr<Program> program_;
-  RecordedStep compiled_;  // of which program_ is: what is wanted of it
+  RecordedStep compiled_;  // of which program_ is: what is wanted of it, for the rest lies there
   Result captured_;  // what every replay fills
   RecordedStep captured_step_;
   std::unique_ptr<GpuGraph> graph_;

@@ -92,6 +92,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "(tensor parallelism)", any, 1, 1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
+      {"sharding.memory_budget", &s.memory_budget,
+       "with train.compile: bytes of a rank within which units stay gathered, not gathered again; 0: none", any, 0},
       {"sharding.prefetch_bytes", &s.prefetch_bytes, "gathered ahead of use; -1: the largest unit; 0: none", any, -1},
 
       {"output.folder", &c.output.folder, "metrics.jsonl, checkpoints and the configuration"},

@@ -1,0 +1,113 @@
+#include "sheaf/autograd/passes/keep_gathered.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "sheaf/autograd/tape_dump.h"
+
+namespace sheaf {
+namespace {
+
+// The memory that a value was made from, one buffer from one, by what only renames or casts it.
+ValueId origin(const Tape& tape, ValueId v) {
+  for (;;) {
+    const Node& n = tape.node(tape.value(v).producer);
+    if (!n.op || is_unit_gather(tape, n) || n.num_inputs == 0 || n.num_inputs != n.num_outputs) return v;
+    v = tape.inputs(n)[v - tape.output(n)];
+  }
+}
+
+// Whether both gather the same masters into buffers of the same types.
+bool gather_alike(const Tape& tape, const Node& a, const Node& b) {
+  if (a.op != b.op || a.num_inputs != b.num_inputs || a.num_outputs != b.num_outputs) return false;
+  for (int i = 0; i < a.num_inputs; ++i)
+    if (origin(tape, tape.inputs(a)[i]) != origin(tape, tape.inputs(b)[i])) return false;
+  for (int o = 0; o < a.num_outputs; ++o)
+    if (!(tape.type(tape.output(a, o)) == tape.type(tape.output(b, o)))) return false;
+  return true;
+}
+
+int64_t buffer_bytes(const Tape& tape, const Node& gather) {
+  int64_t bytes = 0;
+  for (int o = 0; o < gather.num_inputs; ++o) {  // the values lie in the buffers
+    const Type& type = tape.type(tape.output(gather, o));
+    bytes += type.local_shape().numel() * static_cast<int64_t>(size_of(type.dtype));
+  }
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<Regather> regathers(const Tape& tape) {
+  std::vector<Regather> out;
+  struct Gathered {
+    NodeId gather, discard = -1;
+  };
+  std::map<std::string, Gathered> last;  // by the unit's path
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    if (tape.kind(n) == OpKind::step) last.clear();
+    if (tape.kind(n) == OpKind::discard) {
+      const NodeId made = tape.value(tape.inputs(n)[0]).producer;
+      if (const auto it = last.find(tape.path(n)); it != last.end() && it->second.gather == made) it->second.discard = id;
+    }
+    if (!is_unit_gather(tape, n)) continue;
+    const auto it = last.find(tape.path(n));
+    if (it != last.end() && it->second.discard >= 0 && gather_alike(tape, tape.node(it->second.gather), n))
+      out.push_back({it->second.discard, id, buffer_bytes(tape, n)});
+    last[tape.path(n)] = {id};
+  }
+  return out;
+}
+
+std::vector<Regather> choose_kept(std::span<const Regather> all, std::vector<int64_t> alive, int64_t limit) {
+  std::vector<Regather> soonest(all.begin(), all.end()), out;
+  std::ranges::stable_sort(soonest, {}, [](const Regather& r) { return r.gather - r.discard; });
+  for (const Regather& r : soonest) {
+    const std::span gap(alive.begin() + r.discard + 1, alive.begin() + r.gather);
+    if (std::ranges::any_of(gap, [&](int64_t bytes) { return bytes + r.bytes > limit; })) continue;
+    for (int64_t& bytes : gap) bytes += r.bytes;
+    out.push_back(r);
+  }
+  std::ranges::sort(out, {}, &Regather::gather);
+  return out;
+}
+
+void keep_gathered(Tape& tape, std::span<const Regather> which) {
+  std::vector<bool> gone(tape.num_nodes());
+  std::vector<ValueId> now(tape.num_values());
+  std::iota(now.begin(), now.end(), 0);
+  std::vector<bool> regathered(tape.num_values());
+  for (const Regather& r : which) {  // in order: what was kept once is kept on
+    const Node& gather = tape.node(r.gather);
+    const ValueId kept = now[tape.inputs(tape.node(r.discard))[0]];
+    for (int o = 0; o < gather.num_outputs; ++o) {
+      now[tape.output(gather, o)] = kept + o;
+      regathered[tape.output(gather, o)] = true;
+    }
+    gone[r.discard] = gone[r.gather] = true;
+  }
+  // A gather's completion goes with it, and then what was made for it alone.
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    if (n.op && n.num_outputs == 0 && tape.kind(n) == OpKind::op && n.num_inputs > 0 && regathered[tape.inputs(n)[0]])
+      gone[id] = true;
+  }
+  std::vector<int> uses(tape.num_values());
+  for (NodeId id = 0; id < tape.num_nodes(); ++id)
+    if (!gone[id])
+      for (ValueId v : tape.inputs(tape.node(id))) ++uses[v];
+  for (const Regather& r : which)
+    for (ValueId v : tape.inputs(tape.node(r.gather)))
+      for (NodeId id = tape.value(v).producer; uses[v] == 0; id = tape.value(v).producer) {
+        const Node& n = tape.node(id);
+        if (!n.op || n.num_inputs != 1 || n.num_outputs != 1 || gone[id]) break;
+        gone[id] = true;
+        --uses[v = tape.inputs(n)[0]];
+      }
+  tape.replace_uses(now);
+  tape.erase_nodes(gone);
+}
+
+}  // namespace sheaf
