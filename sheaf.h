@@ -3,11 +3,14 @@
 #pragma once
 
 #include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/op.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/passes/keep_gathered.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/rowwise.h"
 #include "sheaf/autograd/tape.h"
+#include "sheaf/autograd/tape_diff.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/error.h"
 #include "sheaf/core/parallel.h"
@@ -15,6 +18,7 @@
 #include "sheaf/core/tensor.h"
 #include "sheaf/core/version.h"
 #include "sheaf/distributed/init.h"
+#include "sheaf/distributed/keep_within.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/distributed/simulated.h"
 #include "sheaf/distributed/unit.h"

@@ -205,6 +205,7 @@ struct OpDef {
   /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*describe)(const void*, std::string&);
+  void (*clear_padding)(void*);  ///< of attributes: what is left can be compared as bytes
 };
 
 namespace detail {
@@ -257,6 +258,13 @@ constexpr OpDef make_op_def() {
     };
   if constexpr (requires(const Attrs& a, std::string& s) { Op::describe(a, s); })
     d.describe = [](const void* a, std::string& s) { Op::describe(attrs_of<Attrs>(a), s); };
+  d.clear_padding = [](void* a) {
+#if __has_builtin(__builtin_clear_padding)
+    if constexpr (!std::is_empty_v<Attrs>) __builtin_clear_padding(static_cast<Attrs*>(a));
+#else
+    static_cast<void>(a);
+#endif
+  };
   return d;
 }
 template <class Op>

@@ -34,7 +34,7 @@ Program::Program(Program&&) noexcept = default;
 Program& Program::operator=(Program&&) noexcept = default;
 
 Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted)
-    : tape_(std::move(tape)) {
+    : tape_(std::move(tape)), wanted_ids_(wanted.begin(), wanted.end()) {
   std::vector<Tensor> values(tape_.num_values());
   std::unordered_map<const Storage*, size_t> block_of;
   std::vector<size_t> filled_by_lanes;
@@ -144,6 +144,10 @@ std::vector<Tensor> Program::run() {
   std::vector<Tensor> out;
   for (const Tensor& t : wanted_) out.push_back(t.device().is_meta() ? Tensor::empty(t.type(), t.device()) : t.clone());
   return out;
+}
+
+Program Program::with_tape(Tape tape) const {
+  return Program(std::move(tape), [this](ValueId v) { return leaf(v); }, wanted_ids_);
 }
 
 const Tensor& Program::leaf(ValueId v) const {

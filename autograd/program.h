@@ -33,6 +33,8 @@ class Program {
   std::vector<Tensor> run();
 
   const Tape& tape() const { return tape_; }
+  /// One of another tape, with the same leaves and wanted values: of this one's after a pass.
+  Program with_tape(Tape tape) const;
   /// Memory of the leaf, as it was given.
   const Tensor& leaf(ValueId v) const;
   /// Bytes of the arena: what a run takes beside the leaves.
@@ -57,6 +59,7 @@ class Program {
   std::vector<Block> blocks_;
   std::vector<Instruction> instructions_;
   std::vector<std::pair<ValueId, Tensor>> leaves_;
+  std::vector<ValueId> wanted_ids_;
   std::vector<Tensor> wanted_;
   int64_t arena_bytes_ = 0, least_bytes_ = 0;
   bool wire_ = false;  // other ranks read some of it, and so may read all of it

@@ -105,6 +105,12 @@ ValueId Recording::value_of(const Tensor& t) const {
   return it == leaves_.end() ? -1 : it->second.second;
 }
 
+std::optional<std::string> Recording::group_with_gradients() const {
+  for (const auto& group : all_groups_)
+    if (group->holds_gradients()) return group->group_name();
+  return std::nullopt;
+}
+
 std::unordered_map<ValueId, Tensor> Recording::leaves() const {
   std::unordered_map<ValueId, Tensor> out;
   for (const auto& [id, leaf] : leaves_) out.emplace(leaf.second, leaf.first);
@@ -220,7 +226,10 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<co
                                [&](const GroupState& g) { return g.group == group && !g.finished; });
   if (it == groups_.end()) {
     const auto n = static_cast<size_t>(group->num_leaves());
-    if (std::find(all_groups_.begin(), all_groups_.end(), group) == all_groups_.end()) all_groups_.push_back(group);
+    if (std::find(all_groups_.begin(), all_groups_.end(), group) == all_groups_.end()) {
+      all_groups_.push_back(group);
+      on_rerun([group] { group->close_for_change(); });
+    }
     GroupState state;
     state.group = group;
     state.version = group->version();

@@ -51,6 +51,10 @@ class LeafGroup {
   virtual void backward_ended() = 0;
   /// The recording is over: what was still open closes.
   virtual void recording_ended() = 0;
+  /// The leaves' values are about to change: what was made of them closes.
+  virtual void close_for_change() = 0;
+  /// A backward has left gradients here, for a step that has not come yet.
+  virtual bool holds_gradients() const = 0;
 };
 
 class Recording {
@@ -95,6 +99,12 @@ class Recording {
   /// The leaves themselves: what a program of this tape is to read and update.
   std::unordered_map<ValueId, Tensor> leaves() const;
   uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
+  /// What this step does on the host beside what is on the tape, such as counting it. When the tape runs again (compile()),
+  /// so does `effect`, before it.
+  void on_rerun(std::function<void()> effect) { reruns_.push_back(std::move(effect)); }
+  const std::vector<std::function<void()>>& reruns() const { return reruns_; }
+  /// Of the groups used: the name of one that holds_gradients(), if any does.
+  std::optional<std::string> group_with_gradients() const;
 
   // --- for apply(), units and optimizers ---
   ValueId leaf(const Tensor& t, std::string_view name);
@@ -190,6 +200,7 @@ class Recording {
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
   std::vector<GroupState> groups_;                       // used since the last backward
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
+  std::vector<std::function<void()>> reruns_;
   NodeId floor_ = 0;                                     // nodes before it belong to backwards that are done
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;

@@ -116,6 +116,9 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void gradient_passed() override;
   void backward_ended() override;
   void recording_ended() override;
+  /// What was gathered or cast from the masters closes, though its scope may still be open.
+  void close_for_change() override;
+  bool holds_gradients() const override;
 
   // --- at rest ---
   /// Gives memory: zeros. The values are then written through pieces().
@@ -144,8 +147,6 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void discard_gathered();
   /// Values that were never gathered (one rank, replicated masters) may be casts: of the masters as they were.
   void close_ungathered();
-  /// Before the masters change: what was gathered or cast from them closes, though its scope may still be open.
-  void close_for_change();
   /// Bytes of the copy that a group holds for a step, along a secondary axis; 0 without one.
   int64_t copied_bytes() const;
   void issue_copies(bool prefetched);

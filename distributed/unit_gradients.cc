@@ -165,6 +165,10 @@ bool Unit::sums_further() const {
   return false;
 }
 
+bool Unit::holds_gradients() const {
+  return !waiting_.empty() || std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
+}
+
 void Unit::complete_reduction() {
   while (!reduction_.values.empty()) advance_reduction();
 }

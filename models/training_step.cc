@@ -8,9 +8,9 @@
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/in_turn.h"
+#include "sheaf/distributed/keep_within.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/models/product_choices.h"
-#include "sheaf/models/step_program.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/schedule.h"
@@ -187,6 +187,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       recorded->grad_norm = recording.value_of(result.grad_norm);
       recorded->leaves = recording.captured();
       recorded->memory = recording.leaves();
+      recorded->reruns = recording.reruns();
       recorded->tape = recording.take();
     }
   }
@@ -210,21 +211,18 @@ TrainingStep::Result TrainingStep::compile(int64_t step, double lr, RecordedStep
   compiled_.capture_leaves = recorded && recorded->capture_leaves;
   const Result result = record(step, lr, &compiled_);
   if (recorded) *recorded = compiled_;
-  program_ = std::make_unique<Program>(step_program(compiled_, config_.sharding.memory_budget, world_, device_));
-  compiled_.tape = {};
+  const ValueId wanted[] = {compiled_.loss, compiled_.grad_norm};
+  program_ = std::make_unique<Program>(std::exchange(compiled_.tape, {}), [this](ValueId v) { return compiled_.memory.at(v); },
+                                       wanted);
+  if (const int64_t budget = config_.sharding.memory_budget; budget > 0)
+    program_ = std::make_unique<Program>(keep_within(budget, world_, device_)(*program_));
   compiled_.memory.clear();
   compiled_.leaves.clear();
   return result;
 }
 
-// What an eager step does beside what is on its tape.
-void TrainingStep::begin_rerun() {
-  optimizer_->set_steps(optimizer_->steps() + 1);
-  for (const auto& unit : units(model_->module())) unit->close_for_change();  // copies that an evaluation made
-}
-
 TrainingStep::Result TrainingStep::run_program(double lr, RecordedStep* recorded) {
-  begin_rerun();
+  for (const auto& effect : compiled_.reruns) effect();
   if (recorded) {
     recorded->tape = program_->tape();
     recorded->loss = compiled_.loss, recorded->grad_norm = compiled_.grad_norm;
@@ -245,7 +243,7 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
     captured_step_.memory.clear();
     graph_ = capture.finish();
   } else {
-    begin_rerun();
+    for (const auto& effect : (program_ ? compiled_ : captured_step_).reruns) effect();
   }
   graph_->replay();
   if (recorded) *recorded = captured_step_;

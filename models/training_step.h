@@ -37,6 +37,7 @@ struct RecordedStep {
   std::unordered_map<ValueId, Tensor> leaves;    ///< copies, as they were before the step
   std::unordered_map<ValueId, Tensor> memory;    ///< the leaves themselves, as long as this lives
   ValueId loss = -1, grad_norm = -1;
+  std::vector<std::function<void()>> reruns;     ///< see Recording::on_rerun()
 };
 
 class TrainingStep {
@@ -72,7 +73,6 @@ class TrainingStep {
   Result compile(int64_t step, double lr, RecordedStep* recorded);
   Result run_program(double lr, RecordedStep* recorded);
   Result replay(int64_t step, double lr, RecordedStep* recorded);
-  void begin_rerun();
   bool runs_as_graph(const RecordedStep* recorded) const;
 
   TrainConfig config_;

@@ -29,6 +29,8 @@ class Slots final : public LeafGroup {
   const std::string& group_name() const override { return name_; }
   void backward_ended() override {}
   void recording_ended() override {}
+  void close_for_change() override {}
+  bool holds_gradients() const override { return false; }
 
   Values gradient(int i) {
     if (contributed_[static_cast<size_t>(i)]) return local_part(slot(i)).values;

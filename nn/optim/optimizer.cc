@@ -28,6 +28,7 @@ void Optimizer::step(const StepOptions& options) {
   if (shards_.empty()) return;
   const PhaseScope phase(Phase::update);
   ++steps_;
+  if (Recording* r = Recording::current()) r->on_rerun([this] { ++steps_; });
   std::vector<std::shared_ptr<Unit>> units;
   for (const ShardState& shard : shards_) units.push_back(shard.unit);
   nn::reduce_waiting(units);

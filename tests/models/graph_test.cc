@@ -60,6 +60,10 @@ TEST(GraphTraining, HasTheBitsOfStepsThatAreEnqueuedOneByOne) {
     expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
     c.train.recompute = "block";
     expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
+    c.train.compile = true;  // the graph is of a program's run
+    expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
+    c.train.cuda_graph = false;
+    expect_same_bits(train_tiny(c, 1, kSteps, {}, kGpu), expected);
   }
 }
 

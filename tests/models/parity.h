@@ -122,7 +122,7 @@ void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy,
 struct Traffic { int64_t count = 0, bytes = 0; };
 std::map<std::string, Traffic> traffic(const Tape& tape);
 
-/// EXPECTs that the third step of `config` takes the bytes of its plan on each of `world` local ranks, and that their tapes
+/// EXPECTs that the third step of `config` (with train.compile the fourth) takes the bytes of its plan on each of `world` local ranks, and that their tapes
 /// pass all checks.
 void expect_planned_tapes(const models::TrainConfig& config, int world);
 

@@ -1,0 +1,77 @@
+#include "sheaf/autograd/compile.h"
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/tape_diff.h"
+
+namespace sheaf {
+namespace {
+
+// Memory of a constant's own may differ from step to step, if its bits do not.
+bool stays(const Tensor& before, const Tensor& now) {
+  if (before.storage() == now.storage() && before.byte_offset() == now.byte_offset()) return true;
+  return before.device().is_meta() || identical(before, now);
+}
+
+}  // namespace
+
+std::vector<Tensor> CompiledStep::run(const RecordingOptions& options, std::span<const Tensor> inputs, const Code& code) {
+  take_inputs(options, inputs);
+  ++calls_;
+  if (!program_) return record(options, code);
+  for (const auto& effect : reruns_) effect();
+  return program_->run();
+}
+
+void CompiledStep::take_inputs(const RecordingOptions& options, std::span<const Tensor> inputs) {
+  if (calls_ == 0)
+    for (const Tensor& t : inputs) inputs_.push_back(Tensor::empty(t.type(), t.device()));
+  if (inputs.size() != inputs_.size())
+    fail<ShapeError>("[compile] ", inputs.size(), " inputs, compiled for ", inputs_.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!(inputs[i].type() == inputs_[i].type()) || !(inputs[i].device() == inputs_[i].device()))
+      fail<ShapeError>("[compile] input ", i, " is ", inputs[i].type(), " on ", inputs[i].device().to_string(), ", compiled for ",
+                       inputs_[i].type(), " on ", inputs_[i].device().to_string());
+    if (!inputs[i].device().is_meta()) store_into(inputs_[i], inputs[i]);
+  }
+  const Device device = default_device();
+  if (!random_state_) random_state_ = Tensor::empty({kI64, {3}, {}}, device);
+  if (device.is_meta()) return;
+  const Tensor state = Tensor::from<int64_t>({static_cast<int64_t>(options.seed), options.step, options.first_sample}, {3});
+  store_into(random_state_, state.to(random_state_.device()));
+}
+
+std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const Code& code) {
+  constexpr int64_t kCompiled = 3;  // the order of gathers is known in the second call, and settled in the third
+  Recording recording(options);
+  recording.next_micro_batch(options.first_sample, random_state_);
+  const std::vector<Tensor> results = code(inputs_);
+  Recorded now;
+  for (const Tensor& t : results) {
+    now.results.push_back(recording.value_of(t));
+    if (now.results.back() < 0) fail<ConfigError>("[compile] result ", now.results.size() - 1, " is no value of this step");
+  }
+  if (const auto group = recording.group_with_gradients(); group && calls_ >= kCompiled)
+    fail<ConfigError>("[compile] the step leaves gradients of unit '", path_label(*group), "' behind, which a program does not: ",
+                      "put optimizer.step() and optimizer.zero_grad() at its end");
+  now.leaves = recording.leaves();
+  reruns_ = recording.reruns();
+  now.tape = recording.take();
+  if (calls_ < kCompiled) last_ = std::move(now);
+  else make_program(std::move(now));
+  return results;
+}
+
+void CompiledStep::make_program(Recorded step) {
+  if (const auto difference = first_difference(last_->tape, step.tape))
+    fail<ConfigError>("[compile] two steps differ at ", difference->to_string(), "; what depends on the step has to be an input");
+  for (const ValueId v : step.tape.leaves())
+    if (!stays(last_->leaves.at(v), step.leaves.at(v)))
+      fail<ConfigError>("[compile] leaf '", step.tape.leaf_name(v), "', ", step.tape.type(v), ", used in '",
+                        step.tape.path(step.tape.node(step.tape.value(v).producer)), "', is not what it was in the step before, ",
+                        "and would stay as it is: it has to be an input");
+  last_.reset();
+  program_ = std::make_unique<Program>(std::move(step.tape), [&](ValueId v) { return step.leaves.at(v); }, step.results);
+  if (options_.rewrite) program_ = std::make_unique<Program>(options_.rewrite(*program_));
+}
+
+}  // namespace sheaf

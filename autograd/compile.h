@@ -1,0 +1,107 @@
+// compile(): a training step's code as a program. What stays the same from step to step (which ops run on which memory, what
+// is gathered when) is found out once; then its tape runs again and again, with nothing placed, inferred or allocated anew.
+//
+//   auto train = compile([&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
+//     const Tensor loss = model.loss(tokens, targets);
+//     Recording::current()->backward(loss);
+//     clip_grad_norm(model, 1.0);
+//     optimizer.step({.scalars = scalars});
+//     optimizer.zero_grad();
+//     return redistribute(loss, Layout(mesh, Placement::invariant()));
+//   });
+//   for (int64_t step = 0; step < steps; ++step) {
+//     const auto [tokens, targets, first_sample] = data.batch(step);
+//     const Tensor loss = train({.step = step, .first_sample = first_sample}, tokens, targets, scalars for this step);
+//   }
+//
+// [Note: what a program knows] The first calls run the code, inside a recording. Two of their tapes are compared: they must
+// agree node by node, and their leaves in memory or, if they were made anew, in bits. What differs would silently keep the
+// value it had, so it is an error that names it: it has to come in as an input. What the code does besides (printing, counting)
+// happens in these calls alone, except for what Recording::on_rerun() was told, such as the optimizer's count of steps.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "sheaf/autograd/program.h"
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+
+struct CompileOptions {
+  /// What is run instead of the program as it was recorded: plain.with_tape(what a pass made of its tape). On all ranks
+  /// collectives must stay alike. See keep_within() (distributed/keep_within.h).
+  std::function<Program(const Program& plain)> rewrite = {};
+};
+
+/// What compile() gives, without types. Belongs to its rank's thread; what the code refers to must stay where it is.
+class CompiledStep {
+ public:
+  using Code = std::function<std::vector<Tensor>(std::span<const Tensor> inputs)>;
+  explicit CompiledStep(CompileOptions options) : options_(std::move(options)) {}
+
+  /// Runs one step: its code in the first calls, which is the same in all of them. Inputs have the types of the first call's
+  /// (ShapeError), and are copied; results are the caller's. Collective as the code is. The third call throws ConfigError if
+  /// the steps differ, or leave gradients behind.
+  std::vector<Tensor> run(const RecordingOptions& options, std::span<const Tensor> inputs, const Code& code);
+
+  /// Null in the calls that run the code.
+  Program* program() { return program_.get(); }
+
+ private:
+  struct Recorded {
+    Tape tape;
+    std::unordered_map<ValueId, Tensor> leaves;
+    std::vector<ValueId> results;
+  };
+  void take_inputs(const RecordingOptions& options, std::span<const Tensor> inputs);
+  std::vector<Tensor> record(const RecordingOptions& options, const Code& code);
+  void make_program(Recorded step);
+
+  CompileOptions options_;
+  std::vector<Tensor> inputs_;
+  Tensor random_state_;
+  int64_t calls_ = 0;
+  std::optional<Recorded> last_;
+  std::vector<std::function<void()>> reruns_;
+  std::unique_ptr<Program> program_;
+};
+
+/// A step whose code takes so many Tensors, and returns a Tensor or a vector of them.
+template <class F>
+class Compiled {
+ public:
+  Compiled(F code, CompileOptions options) : code_(std::move(code)), step_(std::move(options)) {}
+
+  template <class... Inputs>
+  auto operator()(const RecordingOptions& options, const Inputs&... inputs) {
+    const std::array<Tensor, sizeof...(inputs)> list{inputs...};
+    constexpr bool kOne = std::is_same_v<std::invoke_result_t<F&, const Inputs&...>, Tensor>;
+    std::vector<Tensor> results = step_.run(options, list, [&](std::span<const Tensor> in) {
+      return [&]<size_t... i>(std::index_sequence<i...>) {
+        if constexpr (kOne) return std::vector<Tensor>{code_(in[i]...)};
+        else return code_(in[i]...);
+      }(std::index_sequence_for<Inputs...>());
+    });
+    if constexpr (kOne) return std::move(results[0]);
+    else return results;
+  }
+  Program* program() { return step_.program(); }
+
+ private:
+  F code_;
+  CompiledStep step_;
+};
+
+template <class F>
+Compiled<F> compile(F code, CompileOptions options = {}) {
+  return {std::move(code), std::move(options)};
+}
+
+}  // namespace sheaf

@@ -1,0 +1,16 @@
+// How much of a step's program stays gathered: as much as every rank has memory for.
+#pragma once
+
+#include <functional>
+
+#include "sheaf/autograd/program.h"
+#include "sheaf/distributed/world.h"
+
+namespace sheaf {
+
+/// For CompileOptions::rewrite. Collective over `world`. Units stay gathered instead of being gathered again
+/// (autograd/passes/keep_gathered.h), as many as each rank has room for within `bytes` bytes of its `device`, what is in use
+/// when the program is made included. Programs that take more than that anyway stay as they are.
+std::function<Program(const Program& plain)> keep_within(int64_t bytes, World& world, Device device);
+
+}  // namespace sheaf

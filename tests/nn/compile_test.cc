@@ -1,0 +1,210 @@
+// Steps that are compiled against the same steps run one by one: the same bits under every way to shard; and what a program
+// would get wrong is refused by name.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/compile.h"
+#include "sheaf/autograd/passes/keep_gathered.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/keep_within.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kVocab = 11;
+
+struct DropoutModel : nn::Module {
+  TinyModel net;
+  nn::Dropout dropout{0.3};
+  Tensor forward(const Tensor& tokens) { return dropout(net(tokens)); }
+  SHEAF_FIELDS(net, dropout);
+};
+
+Tensor scalars_of(const optim::Optimizer& optimizer, double lr) {
+  const std::vector<double> values = optimizer.next_scalars({.lr = lr});
+  return Tensor::from(values, {static_cast<int64_t>(values.size())});
+}
+
+struct Outcome {
+  std::vector<float> losses, evaluations;
+  std::vector<std::vector<float>> parameters;
+  friend bool operator==(const Outcome&, const Outcome&) = default;
+};
+
+// Six steps, of which the last three are a program's if they are compiled; between them a forward reads the parameters.
+Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64_t prefetch, bool compiled,
+              CompileOptions options = {}) {
+  const Mesh mesh = w.mesh({{"data", w.size()}});
+  DropoutModel model;
+  shard(model, mesh, {.units = units_by, .strategy = strategy, .prefetch_bytes = prefetch});
+  materialize(model, Device::cpu(), {.seed = 5});
+  optim::AdamW optimizer(model, {.weight_decay = 0.1});
+  const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
+    Tensor total;
+    for (int micro = 0; micro < 2; ++micro) {
+      const Tensor loss = cross_entropy(model(tokens), targets, {.divide_by = 70.0});
+      Recording::current()->backward(loss, {.last_micro_batch = micro == 1});
+      total = total ? total + loss : loss;
+    }
+    clip_grad_norm(model, 0.5);
+    optimizer.step({.scalars = scalars});
+    optimizer.zero_grad();
+    return redistribute(total, Layout(mesh.spec, Placement::invariant()));
+  };
+  auto step = compile(code, std::move(options));
+  Outcome out;
+  for (int64_t s = 0; s < 6; ++s) {
+    const Tensor tokens = token_rows(mesh, 5, 7, kVocab, s), targets = token_rows(mesh, 5, 7, kVocab, s + 1);
+    const Tensor scalars = scalars_of(optimizer, 0.02 / static_cast<double>(s + 1));
+    const RecordingOptions options{.step = s, .first_sample = 5 * s, .seed = 9};
+    EXPECT_EQ(step.program() != nullptr, compiled && s >= 3);
+    model.train();
+    if (compiled) {
+      out.losses.push_back(step(options, tokens, targets, scalars).item());
+    } else {
+      Recording recording(options);
+      out.losses.push_back(code(tokens, targets, scalars).item());
+    }
+    EXPECT_EQ(optimizer.steps(), s + 1);
+    model.eval();
+    for (float x : redistribute(sum(model(tokens)), Layout(mesh.spec, Placement::invariant())).to_vector()) out.evaluations.push_back(x);
+  }
+  for (const auto& unit : units(model))
+    for (const FlatBuffer& b : unit->buffers()) out.parameters.push_back(b.shard.to_vector<float>());
+  return out;
+}
+
+TEST(Compile, HasTheBitsOfStepsRunOneByOne) {
+  for (int world = 1; world <= 5; ++world)
+    for_each_sharding(world, [&](Strategy strategy, const nn::UnitPolicy& units_by, int64_t prefetch, const char* name) {
+      SCOPED_TRACE(str(name, " at ", world));
+      run_local(world, [&](World& w) {
+        const Outcome expected = train(w, strategy, units_by, prefetch, false);
+        EXPECT_EQ(train(w, strategy, units_by, prefetch, true), expected);
+        for (size_t s = 1; s < 6; ++s) EXPECT_NE(expected.losses[s], expected.losses[s - 1]);
+      }, {.threads_per_rank = 1});
+    });
+}
+
+// Whatever stays gathered: nothing, some, or all of it.
+TEST(Compile, UnitsThatStayGatheredChangeNoBit) {
+  for (const int world : {2, 3}) {
+    std::set<size_t> counts;
+    for (const double share : {0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0}) {
+      SCOPED_TRACE(str("within ", share, " of the peak at ", world));
+      run_local(world, [&](World& w) {
+        size_t all = 0, kept = 0;
+        const auto rewrite = [&](const Program& plain) {
+          const int64_t live = RankContext::current().cpu->stats().live;
+          Program program = keep_within(live + static_cast<int64_t>(share * static_cast<double>(plain.arena_bytes())), w,
+                                        Device::cpu())(plain);
+          all = regathers(plain.tape()).size(), kept = all - regathers(program.tape()).size();
+          for (const auto& findings : {check_types(program.tape()), check_cotangents(program.tape()),
+                                       check_gathers(program.tape())})
+            for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+          EXPECT_LE(program.arena_bytes(), plain.arena_bytes());
+          return program;
+        };
+        const auto by_block = nn::units_of<TinyBlock>();
+        const Outcome expected = train(w, strategy::full_shard, by_block, -1, false);
+        EXPECT_EQ(train(w, strategy::full_shard, by_block, -1, true, {.rewrite = rewrite}), expected);
+        EXPECT_EQ(all, 5u);  // blocks.0 in each backward, all three for the second micro-batch
+        EXPECT_TRUE(share > 0 || kept < all);
+        EXPECT_TRUE(share < 1 || kept == all);
+        if (w.rank() == 0) counts.insert(kept);
+      }, {.threads_per_rank = 1});
+    }
+    EXPECT_GE(counts.size(), 3u);
+  }
+}
+
+// --- what is refused ---
+
+struct Net : nn::Module {
+  nn::Linear layer{3, 2};
+  SHEAF_FIELDS(layer);
+};
+
+template <class Code>
+std::string refused(Code code) {
+  Net net;
+  shard(net, {});
+  materialize(net, Device::cpu(), {.seed = 1});
+  optim::AdamW optimizer(net);
+  auto step = compile([&](const Tensor& x, const Tensor& scalars) { return code(net, optimizer, x, scalars); });
+  const Tensor x = Tensor::from<float>({1, 2, 3}, {1, 3});
+  try {
+    for (int64_t s = 0; s < 5; ++s) step({.step = s}, x, scalars_of(optimizer, 0.1));
+  } catch (const ConfigError& e) {
+    return e.what();
+  }
+  return "";
+}
+
+Tensor update(optim::AdamW& optimizer, const Tensor& loss, const optim::StepOptions& options) {
+  Recording::current()->backward(loss);
+  optimizer.step(options);
+  optimizer.zero_grad();
+  return loss;
+}
+
+TEST(Compile, RefusesWhatChangesFromStepToStep) {
+  const auto good = [](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
+    return update(o, sum(net.layer(x) * Tensor::scalar(0.5)), {.scalars = scalars});
+  };
+  EXPECT_EQ(refused(good), "");
+  int64_t calls = 0;
+  EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
+                return update(o, sum(net.layer(x) * Tensor::scalar(1.0 / static_cast<double>(++calls))), {.scalars = scalars});
+              }),
+              HasSubstr("leaf 'input', f32[], used in '', is not what it was in the step before"));
+  EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor&) {
+                return update(o, sum(net.layer(x)), {.lr = 0.1});
+              }),
+              HasSubstr("leaf 'adamw.scalars'"));
+  EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
+                return update(o, sum(net.layer(x) * static_cast<double>(++calls)), {.scalars = scalars});
+              }),
+              HasSubstr("attributes differ; what depends on the step has to be an input"));
+  EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
+                const Tensor y = net.layer(x);
+                return update(o, ++calls % 2 ? sum(y) : sum(square(y)), {.scalars = scalars});
+              }),
+              HasSubstr("two steps differ at node"));
+}
+
+TEST(Compile, RefusesGradientsThatStayAndResultsThatAreNone) {
+  EXPECT_THAT(refused([](Net& net, optim::AdamW&, const Tensor& x, const Tensor&) {
+                const Tensor loss = sum(net.layer(x));
+                Recording::current()->backward(loss);
+                return loss;
+              }),
+              HasSubstr("leaves gradients of unit 'root' behind"));
+  EXPECT_THAT(refused([](Net&, optim::AdamW&, const Tensor&, const Tensor&) { return Tensor::scalar(1); }),
+              HasSubstr("result 0 is no value of this step"));
+}
+
+TEST(Compile, InputsKeepTheirTypes) {
+  auto twice = compile([](const Tensor& x) { return std::vector<Tensor>{x + x, x * x}; });
+  std::vector<Tensor> first;
+  for (int64_t s = 0; s < 6; ++s) {
+    const std::vector<Tensor> out = twice({.step = s}, Tensor::from<float>({static_cast<float>(s), 1}, {2}));
+    EXPECT_EQ(out[0].to_vector(), (std::vector<float>{2 * static_cast<float>(s), 2}));
+    EXPECT_EQ(out[1].to_vector(), (std::vector<float>{static_cast<float>(s * s), 1}));
+    if (s == 3) first = out;  // of a program: the caller's
+  }
+  EXPECT_EQ(first[0].to_vector(), (std::vector<float>{6, 2}));
+  EXPECT_THROW(twice({}, Tensor::from<float>({1, 2, 3}, {3})), ShapeError);
+}
+
+}  // namespace
+}  // namespace sheaf::testing
