@@ -1,6 +1,7 @@
 // step: whole steps of training, forward, backward, clipping and AdamW. Other programs run the same
 // cases by these names. On a GPU the roofline stands beside them, at the rates that this run
-// measures, and a step so small that launches count, as a graph and without.
+// measures. Steps that run as a program, and on a GPU one so small that launches count, as a graph,
+// stand beside the same steps without.
 #include "sheaf/core/gpu.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -164,44 +165,49 @@ void measure_what_fits(Session& session, std::string_view name, Line& line) {
     }
 }
 
-// Steps of a few sequences, replayed and enqueued op by op in turns.
-void measure_graph(Session& session, Line& line) {
-  std::vector<std::string> more{"--train.batch=4"};
-  if (session.options().quick) more = tiny_model();
-  const auto config = [&](const char* graph) {
-    std::vector<std::string> all = more;
-    all.push_back(std::string("--train.cuda_graph=") + graph);
-    return training_config("gpt2-124m-bf16-512x1024", all);
+// A step with an option of [train] and without it, in turns.
+void measure_option(Session& session, std::string_view name, std::vector<std::string> overrides,
+                    const std::string& option, const std::string& peer, Line& line) {
+  if (session.options().quick) overrides = tiny_model();
+  const auto config = [&](const char* value) {
+    std::vector<std::string> all = overrides;
+    all.push_back("--train." + option + "=" + value);
+    return training_config(name, all);
   };
-  run_local(1,
-            [&](World& world) {
-              struct Steps {
-                Steps(const models::TrainConfig& c, World& world)
-                    : step(c, c.model.vocab, world, world.device()), fill(random_tokens(c)) {}
-                double one() {
-                  return gpu_seconds([&] {
-                    const double begin = now();
-                    step.run(done++, fill);
-                    host.push_back(now() - begin);
-                  });
-                }
-                models::TrainingStep step;
-                models::FillBatch fill;
-                int64_t done = 0;
-                std::vector<double> host;
-              } graph(config("true"), world), plain(config("false"), world);
-              for (int warm = 5; warm > 0; --warm) graph.one(), plain.one();
-              graph.host.clear(), plain.host.clear();
-              auto [replayed, enqueued] =
-                  session.turns([&] { return graph.one(); }, [&] { return plain.one(); });
-              const double tokens = static_cast<double>(graph.step.tokens_per_step());
-              line.samples_s = std::move(replayed);
-              line.peer = "the step without a graph";
-              line.peer_value = quantile(enqueued, 0.5);
-              line.more = {{"tokens/s", tokens / quantile(line.samples_s, 0.5)},
-                           {"host ms", 1e3 * quantile(graph.host, 0.5)},
-                           {"without a graph", 1e3 * quantile(plain.host, 0.5)}};
-            },
+  struct Steps {
+    Steps(const models::TrainConfig& c, World& world)
+        : step(c, c.model.vocab, world, world.device()), fill(random_tokens(c)) {}
+    double one() {
+      const auto enqueue = [&] {
+        const double begin = now();
+        result = step.run(done++, fill);
+        host.push_back(now() - begin);
+      };
+      if (step.world().device().is_cuda()) return gpu_seconds(enqueue);
+      enqueue();
+      return host.back();
+    }
+    models::TrainingStep step;
+    models::FillBatch fill;
+    models::TrainingStep::Result result;
+    int64_t done = 0;
+    std::vector<double> host;
+  };
+  const auto measure = [&](World& world) {
+    Steps with(config("true"), world), without(config("false"), world);
+    for (int warm = 6; warm > 0; --warm) with.one(), without.one();
+    with.host.clear(), without.host.clear();
+    auto [own, peers] = session.turns([&] { return with.one(); }, [&] { return without.one(); });
+    const double tokens = static_cast<double>(with.step.tokens_per_step());
+    line.samples_s = std::move(own);
+    line.peer = peer;
+    line.peer_value = quantile(peers, 0.5);
+    line.more = {{"tokens/s", tokens / quantile(line.samples_s, 0.5)}};
+    if (session.on_gpu())
+      line.more.insert(line.more.end(), {{"host ms", 1e3 * quantile(with.host, 0.5)},
+                                         {"host ms without", 1e3 * quantile(without.host, 0.5)}});
+  };
+  run_local(1, measure,
             {.threads_per_rank = session.machine().threads, .device = session.device()});
 }
 
@@ -212,9 +218,23 @@ void step_suite(Session& session) {
     session.line("step", c.name, Unit::seconds, [&](Line& line) {
       (session.on_gpu() ? measure_what_fits : measure_on_cpu)(session, c.name, line);
     });
-  if (session.on_gpu())
-    session.line("step", "gpt2-124m-bf16-4x1024-graph", Unit::seconds,
-                 [&](Line& line) { measure_graph(session, line); });
+  const auto option = [&](const char* line_name, const char* name, const char* overrides,
+                          const char* what, const char* peer) {
+    session.line("step", line_name, Unit::seconds, [&](Line& line) {
+      measure_option(session, name, {overrides}, what, peer, line);
+    });
+  };
+  if (session.on_gpu()) {
+    option("gpt2-124m-bf16-4x1024-graph", "gpt2-124m-bf16-512x1024", "--train.batch=4", "cuda_graph",
+           "the step without a graph");
+    option("gpt2-124m-bf16-4x1024-program", "gpt2-124m-bf16-512x1024", "--train.batch=4", "compile",
+           "the eager step");
+  } else {
+    option("nanogpt-f32-12x64-program", "nanogpt-f32-12x64", "--train.batch=12", "compile",
+           "the eager step");
+    option("gpt2-124m-f32-1x1024-program", "gpt2-124m-f32-1x1024", "--train.batch=1", "compile",
+           "the eager step");
+  }
 }
 
 }  // namespace sheaf::bench

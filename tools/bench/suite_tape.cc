@@ -8,10 +8,13 @@
 //             node, saving for backward; on the CPU also the kernel. The recording's making and
 //             dropping are in it. The peer is the same chain without a recording: what is left is
 //             the tape's.
+//   run       A program's run of the chain's tape on the CPU, per op. The peer is the same chain
+//             without a recording: what is left out is inference, placement and memory.
 //   backward  A reverse pass over the same chain, per node that it records, with everything in it:
 //             the vjp, the ops it calls, gradients kept and let go. The peer is as many
 //             multiplications without a recording.
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/program.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/tools/bench/suites.h"
 
@@ -43,6 +46,21 @@ void record_line(Session& session, const std::string& name, Link link, Device de
     Recording recording;
     chain(link, recording.watch(x));
   };
+  c.peer = "no recording";
+  c.peer_run = [&] { chain(link, x); };
+  session.compare("tape", c);
+}
+
+void run_line(Session& session, const std::string& name, Link link) {
+  if (!session.wants("tape", name)) return;
+  const Tensor x = start(Device::cpu());
+  Recording recording;
+  const Tensor y = chain(link, x);
+  const ValueId wanted[] = {recording.value_of(y)};
+  Program program(recording.take(), [&](ValueId) { return x; }, wanted);
+  Comparison c{.name = name, .unit = Unit::nanoseconds};
+  c.amount = c.peer_amount = kChain;
+  c.run = [&] { program.run(); };
   c.peer = "no recording";
   c.peer_run = [&] { chain(link, x); };
   session.compare("tape", c);
@@ -90,6 +108,7 @@ void tape_suite(Session& session) {
           std::string(link == Link::mul ? "mul" : "tanh") + (device.is_meta() ? "-meta" : "-cpu");
       record_line(session, "record-" + what, link, device);
       backward_line(session, "backward-" + what, link, device);
+      if (device.is_cpu()) run_line(session, "run-" + what, link);
     }
 }
 
