@@ -2,6 +2,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/tape_diff.h"
+#include "sheaf/core/transfer.h"
 
 namespace sheaf {
 namespace {
@@ -15,14 +16,16 @@ bool stays(const Tensor& before, const Tensor& now) {
 }  // namespace
 
 std::vector<Tensor> CompiledStep::run(const RecordingOptions& options, std::span<const Tensor> inputs, const Code& code) {
-  take_inputs(options, inputs);
+  now_ = options;
+  take_inputs(inputs);
+  for (const auto& [after, state] : random_states_) set_random_state(after, state);
   ++calls_;
   if (!program_) return record(options, code);
   for (const auto& effect : reruns_) effect();
   return program_->run();
 }
 
-void CompiledStep::take_inputs(const RecordingOptions& options, std::span<const Tensor> inputs) {
+void CompiledStep::take_inputs(std::span<const Tensor> inputs) {
   if (calls_ == 0)
     for (const Tensor& t : inputs) inputs_.push_back(Tensor::empty(t.type(), t.device()));
   if (inputs.size() != inputs_.size())
@@ -33,17 +36,29 @@ void CompiledStep::take_inputs(const RecordingOptions& options, std::span<const 
                        inputs_[i].type(), " on ", inputs_[i].device().to_string());
     if (!inputs[i].device().is_meta()) store_into(inputs_[i], inputs[i]);
   }
-  const Device device = default_device();
-  if (!random_state_) random_state_ = Tensor::empty({kI64, {3}, {}}, device);
-  if (device.is_meta()) return;
-  const Tensor state = Tensor::from<int64_t>({static_cast<int64_t>(options.seed), options.step, options.first_sample}, {3});
-  store_into(random_state_, state.to(random_state_.device()));
+}
+
+Tensor CompiledStep::random_state(int64_t after) {
+  Tensor& state = random_states_[after];
+  if (!state) {
+    state = Tensor::empty({kI64, {3}, {}}, default_device());
+    set_random_state(after, state);
+  }
+  return state;
+}
+
+void CompiledStep::set_random_state(int64_t after, const Tensor& state) const {
+  if (state.device().is_meta()) return;
+  const std::vector<int64_t> values{static_cast<int64_t>(now_.seed), now_.step, now_.first_sample + after};
+  const Tensor here = Tensor::from(values, {3});
+  transfer(state.device(), state.view().data, Device::cpu(), here.view().data, static_cast<size_t>(here.local_bytes()));
 }
 
 std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const Code& code) {
   constexpr int64_t kCompiled = 3;  // the order of gathers is known in the second call, and settled in the third
-  Recording recording(options);
-  recording.next_micro_batch(options.first_sample, random_state_);
+  RecordingOptions own = options;
+  own.random_states = [this](int64_t after) { return random_state(after); };
+  Recording recording(own);
   const std::vector<Tensor> results = code(inputs_);
   Recorded now;
   for (const Tensor& t : results) {

@@ -22,6 +22,7 @@
 
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -60,13 +61,16 @@ class CompiledStep {
     std::unordered_map<ValueId, Tensor> leaves;
     std::vector<ValueId> results;
   };
-  void take_inputs(const RecordingOptions& options, std::span<const Tensor> inputs);
+  void take_inputs(std::span<const Tensor> inputs);
+  Tensor random_state(int64_t after);
+  void set_random_state(int64_t after, const Tensor& state) const;
   std::vector<Tensor> record(const RecordingOptions& options, const Code& code);
   void make_program(Recorded step);
 
   CompileOptions options_;
   std::vector<Tensor> inputs_;
-  Tensor random_state_;
+  RecordingOptions now_;                    // of the step under way
+  std::map<int64_t, Tensor> random_states_;  // by where in a step's samples they begin
   int64_t calls_ = 0;
   std::optional<Recorded> last_;
   std::vector<std::function<void()>> reruns_;

@@ -30,7 +30,7 @@ PhaseScope::~PhaseScope() {
 }
 
 Recording::Recording(const RecordingOptions& options)
-    : options_(options), previous_(current_recording), serial_(next_serial++),
+    : options_(options), first_sample_(options.first_sample), previous_(current_recording), serial_(next_serial++),
       lists_(spare_lists() ? std::move(spare_lists()) : std::make_unique<Lists>()), tape_(lists_->tape),
       states_(lists_->states), gradients_(lists_->gradients), node_saves_(lists_->node_saves) {
   current_recording = this;
@@ -84,6 +84,7 @@ std::unique_ptr<Recording::Lists>& Recording::spare_lists() {
 Recording* Recording::current() { return current_recording; }
 
 Tensor Recording::random_state(Device device) {
+  if (!random_state_ && options_.random_states) random_state_ = options_.random_states(options_.first_sample - first_sample_);
   if (!random_state_ || !(random_state_.device() == device))
     random_state_ = device.is_meta()
                         ? Tensor::empty({kI64, {3}, {}}, device)

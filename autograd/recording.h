@@ -15,6 +15,9 @@ struct RecordingOptions {
   int64_t first_sample = 0;   ///< global index of the first sample of this batch; keys dropout
   uint64_t seed = 0;
   bool capture_leaves = false;  ///< keep a copy of every leaf as it was when first met (for replay)
+  /// Gives random_state() of the samples that begin so many after first_sample; absent: it is made anew. For a step that runs
+  /// again, before which whoever gives them sets them.
+  std::function<Tensor(int64_t after)> random_states = {};
 };
 
 struct BackwardOptions {
@@ -187,6 +190,7 @@ class Recording {
   Tensor seed_for(const Tensor& y) const;
 
   RecordingOptions options_;
+  int64_t first_sample_;  // of the step
   Recording* previous_;
   uint64_t serial_;
   std::unique_ptr<Lists> lists_;

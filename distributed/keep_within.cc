@@ -25,8 +25,8 @@ std::vector<Regather> choose(const Program& plain, const std::vector<Regather>& 
     if (over <= 0) return chosen;
     limit -= over;
     std::vector<Regather> fewer = choose_kept(all, alive, limit);
-    if (fewer.size() == chosen.size()) return {};  // they take no room at all, and yet there is none
-    chosen = std::move(fewer);
+    if (fewer.size() < chosen.size()) chosen = std::move(fewer);
+    else chosen.erase(std::ranges::max_element(chosen, {}, [](const Regather& r) { return r.gather - r.discard; }));
   }
 }
 

@@ -1,6 +1,6 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these and with layers that the ranks of a host share, against full_shard over all
-// four. Ranks are threads of this process that receive from the other host no faster than over such
+// link between these, with units that a program keeps gathered, and with layers that the ranks of a
+// host share, against full_shard over all four. Ranks are threads of this process that receive from the other host no faster than over such
 // a link; what they compute is the same, and so are the cores that they share, whatever the
 // strategy.
 #include <algorithm>
@@ -21,6 +21,7 @@ struct Choice {
 const Choice kFullShard{"full_shard", {}};
 const Choice kChoices[] = {
     {"zero1", {"--sharding.strategy=zero1"}},
+    {"kept", {"--train.compile=true", "--sharding.memory_budget=1000000000000"}},
     {"hybrid", {"--sharding.replicas=2"}},
     {"secondary", {"--sharding.replicas=2", "--sharding.secondary=true"}},
     {"hybrid-zero1", {"--sharding.strategy=zero1", "--sharding.replicas=2"}},
@@ -46,7 +47,7 @@ Steps steps_of(const models::TrainConfig& config, double bytes_per_second, int c
     models::TrainingStep step(config, config.model.vocab, world, world.device());
     const models::FillBatch fill = random_tokens(config);
     int64_t done = 0;
-    for (int warm = 0; warm < 2; ++warm) step.run(done++, fill).loss.item();
+    for (int warm = 0; warm < 4; ++warm) step.run(done++, fill).loss.item();
     for (int i = 0; i < count; ++i) {
       world.communicator().barrier("bench").sync();
       const double before = bytes_from_elsewhere(step.mesh()), begin = now();
