@@ -89,6 +89,42 @@ TEST(GradientAccumulation, GivesTheGradientOfTheWholeBatch) {
     }
 }
 
+// Steps one by one, and as a program whose units stay gathered.
+TEST(Programs, HaveTheBitsOfSteps) {
+  run_local(2, [](World& world) {
+    const Mesh mesh = world.mesh({{"data", world.size()}});
+    std::vector<float> losses[2];
+    for (const bool compiled : {false, true}) {
+      Classifier model;
+      shard(model, mesh, {.units = nn::units_of<nn::Linear>()});
+      materialize(model, world.device(), {.seed = 1});
+      optim::AdamW optimizer(model);
+      const auto code = [&](const Tensor& x, const Tensor& label, const Tensor& scalars) {
+        const Tensor loss = cross_entropy(model(x), label);
+        Recording::current()->backward(loss);
+        clip_grad_norm(model, 1.0);
+        optimizer.step({.scalars = scalars});
+        optimizer.zero_grad();
+        return redistribute(loss, Layout(mesh.spec, Placement::invariant()));
+      };
+      auto train = compile(code, {.rewrite = keep_within(1 << 30, world, world.device())});
+      for (int64_t step = 0; step < 8; ++step) {
+        const Batch batch = batch_of(world, mesh, 24 * step, 24);
+        const std::vector<double> numbers = optimizer.next_scalars({.lr = 0.1 / static_cast<double>(step + 1)});
+        const Tensor scalars = Tensor::from(numbers, {std::ssize(numbers)}).to(world.device());
+        const RecordingOptions options{.step = step, .first_sample = 24 * step};
+        std::optional<Recording> recording;
+        if (!compiled) recording.emplace(options);
+        const Tensor loss = compiled ? train(options, batch.x, batch.label, scalars)
+                                     : code(batch.x, batch.label, scalars);
+        losses[compiled].push_back(loss.item());
+      }
+    }
+    EXPECT_EQ(losses[1], losses[0]);
+    EXPECT_LT(losses[1].back(), losses[1].front());
+  });
+}
+
 // Its hidden units can be shared by the ranks of a tensor axis.
 struct SharedClassifier : nn::Module {
   nn::Linear up{kFeatures, 12, {.cut = OwnershipMap::even(0)}};   // by its outputs

@@ -134,6 +134,12 @@ TEST(ProgramTraining, KeepsWhatTheBudgetAllows) {
   }
   EXPECT_TRUE(some);
   EXPECT_EQ(last, 3);
+  models::TrainConfig casting = config_of({3, "full_shard", "llama", "bf16"}, true);
+  casting.sharding.memory_budget = int64_t{1} << 40;
+  const Tape tape = models::plan_step(casting, 13, 0, 3, 1, "local").tape;
+  int64_t casts = 0;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) casts += tape.op_name(tape.node(id)) == "cast_shard";
+  EXPECT_EQ(casts, 3) << "what was cast for a gather goes with it";
   models::TrainConfig eager = config_of(c, false);
   eager.sharding.memory_budget = 1;
   EXPECT_EQ(refusal(3, eager), "[train] sharding.memory_budget 1: only a program (train.compile) knows how much memory a step takes");

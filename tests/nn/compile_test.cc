@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <set>
 
 #include "sheaf/autograd/checks.h"
@@ -129,12 +130,95 @@ TEST(Compile, UnitsThatStayGatheredChangeNoBit) {
   }
 }
 
-// --- what is refused ---
-
 struct Net : nn::Module {
   nn::Linear layer{3, 2};
   SHEAF_FIELDS(layer);
 };
+
+Tensor update(optim::AdamW& optimizer, const Tensor& loss, const optim::StepOptions& options) {
+  Recording::current()->backward(loss);
+  optimizer.step(options);
+  optimizer.zero_grad();
+  return loss;
+}
+
+// Between two updates a unit's bytes change: what was gathered before the first is no use after it.
+TEST(Compile, WhatAStepChangedIsGatheredAgain) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", w.size()}});
+    std::vector<float> losses[2];
+    for (const bool compiled : {false, true}) {
+      TinyModel model(3);
+      shard(model, mesh, {.units = nn::units_of<TinyBlock>()});
+      materialize(model, Device::cpu(), {.seed = 5});
+      optim::AdamW optimizer(model);
+      const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
+        Tensor total;
+        for (int update = 0; update < 2; ++update) {
+          const Tensor loss = model.loss(tokens, targets);
+          Recording::current()->backward(loss);
+          optimizer.step({.scalars = scalars});
+          optimizer.zero_grad();
+          total = total ? total + loss : loss;
+        }
+        return redistribute(total, Layout(mesh.spec, Placement::invariant()));
+      };
+      auto step = compile(code, {.rewrite = keep_within(1 << 30, w, Device::cpu())});
+      const Tensor tokens = token_rows(mesh, 5, 7, kVocab), targets = token_rows(mesh, 5, 7, kVocab, 1);
+      const Tensor scalars = scalars_of(optimizer, 0.01);
+      for (int64_t s = 0; s < 6; ++s) {
+        std::optional<Recording> recording;
+        if (!compiled) recording.emplace(RecordingOptions{.step = s});
+        losses[compiled].push_back((compiled ? step({.step = s}, tokens, targets, scalars) : code(tokens, targets, scalars)).item());
+      }
+      EXPECT_EQ(optimizer.steps(), 12);
+    }
+    EXPECT_EQ(losses[1], losses[0]);
+  }, {.threads_per_rank = 1});
+}
+
+struct Unread : nn::Module {
+  nn::Linear layer{64, 64};
+  Tensor forward(const Tensor& x) { return x * 2.0; }
+  SHEAF_FIELDS(layer);
+};
+
+// A gather that nobody reads is slow; its memory is another's as soon as it is discarded.
+TEST(Compile, MemoryThatALaneFillsIsNoneElses) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", w.size()}});
+    Unread model;
+    shard(model, mesh);
+    materialize(model, Device::cpu(), {.seed = 1});
+    const std::vector<float> ones(64 * 65, 1.0f);
+    auto step = compile([&](const Tensor& x) {
+      model(x);  // gathered, discarded at the end
+      Tensor y = x;
+      for (int i = 0; i < 20; ++i) y = y + x;
+      return y;
+    });
+    for (int64_t s = 0; s < 6; ++s)
+      EXPECT_EQ(step({.step = s}, Tensor::from(ones, {64 * 65})).to_vector(), std::vector<float>(64 * 65, 21.0f)) << s;
+  }, {.ranks_per_host = 1, .bytes_per_second_between_hosts = 1e6, .threads_per_rank = 1});
+}
+
+TEST(Compile, ABackwardOverWhatAProgramHasChangedIsRefused) {
+  Net net;
+  shard(net, {});
+  materialize(net, Device::cpu(), {.seed = 1});
+  optim::AdamW optimizer(net);
+  auto step = compile([&](const Tensor& x, const Tensor& scalars) {
+    return update(optimizer, sum(net.layer(x)), {.scalars = scalars});
+  });
+  const Tensor x = Tensor::from<float>({1, 2, 3}, {1, 3});
+  for (int64_t s = 0; s < 4; ++s) step({.step = s}, x, scalars_of(optimizer, 0.1));
+  Recording recording;
+  const Tensor loss = sum(square(net.layer(recording.watch(x))));  // whose gradient needs the weights
+  step({.step = 4}, x, scalars_of(optimizer, 0.1));
+  EXPECT_THROW(recording.backward(loss), LifetimeError);
+}
+
+// --- what is refused ---
 
 template <class Code>
 std::string refused(Code code) {
@@ -150,13 +234,6 @@ std::string refused(Code code) {
     return e.what();
   }
   return "";
-}
-
-Tensor update(optim::AdamW& optimizer, const Tensor& loss, const optim::StepOptions& options) {
-  Recording::current()->backward(loss);
-  optimizer.step(options);
-  optimizer.zero_grad();
-  return loss;
 }
 
 TEST(Compile, RefusesWhatChangesFromStepToStep) {
