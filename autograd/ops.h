@@ -215,8 +215,13 @@ Tensor dropout(const Tensor& x, double p);
 Tensor dropout(const Tensor& x, double p, Key key);
 
 // ---- group B: products, normalisation, attention, losses, optimizers --------------------------------------------------
+struct MatmulOptions {
+  /// Of dense [B, M, K] and [B, K, N], or their transposes, each product is made as if it were the only one: then its bits do
+  /// not depend on B on GPUs either, nor on where it lies in the batch.
+  bool each_alone = false;
+};
 /// [.., M, K] times [.., K, N]; leading dimensions broadcast. Any strides: transposed operands cost nothing.
-Tensor matmul(const Tensor& a, const Tensor& b);
+Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options = {});
 /// x[.., I] weight[O, I]ᵀ + bias[O]. Where the result is Partial, so is the bias; a Replicate one is kept on
 /// one rank.
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});

@@ -234,6 +234,8 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0 R -> S0", "R S1 -> S1", "S1 S0 -> P", "P R -> P", "R P -> P"}},
       {.op = "matmul", .variant = "batched", .inputs = {{2, 3, 5}, {2, 5, 4}}, .f = [](Args x) { return matmul(x[0], x[1]); },
        .exact = true, .rules = {"S0 S0 -> S0", "S1 R -> S1", "R S2 -> S2", "S2 S1 -> P"}},
+      {.op = "matmul", .variant = "each alone", .inputs = {{2, 3, 5}, {1, 5, 4}},
+       .f = [](Args x) { return matmul(x[0], x[1], {.each_alone = true}); }, .exact = true, .rules = {"S0 R -> S0", "S2 S1 -> P"}},
       {.op = "matmul", .variant = "shared", .inputs = {{2, 3, 5}, {5, 4}}, .f = [](Args x) { return matmul(x[0], x[1]); },
        .exact = true, .rules = {"S0 R -> S0", "S1 R -> S1", "R S1 -> S2", "S2 S0 -> P"}},
       {.op = "matmul", .variant = "broadcast", .inputs = {{3, 1, 2, 5}, {4, 5, 2}},

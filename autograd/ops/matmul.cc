@@ -120,7 +120,7 @@ struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
 
 struct Matmul {
   static constexpr const char* kName = "matmul";
-  using Attrs = NoAttrs;
+  struct Attrs { bool each_alone; };
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs&, Infer& c) {
     const DType d = common_dtype(kName, c);
@@ -171,17 +171,33 @@ struct Matmul {
   static int64_t workspace(const Attrs&, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), matmul, c.input(0), c.input(1), c.output(0));
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), matmul, c.input(0), c.input(1), c.output(0), c.workspace);
+  static void execute(const Attrs& a, Execute& c) {
+    const Stream stream = c.stream();
+    const View x = c.input(0), y = c.input(1), out = c.output(0);
+    const int64_t n = out.rank() == 3 && a.each_alone && stream.device.is_cuda() ? out.shape[0] : 0;
+    if (n == 0) SHEAF_ON_DEVICE(stream, matmul, x, y, out, c.workspace);
+    for (int64_t i = 0; i < n; ++i)
+      SHEAF_ON_DEVICE(stream, matmul, nth(x, i), nth(y, i), nth(out, i), c.workspace);
   }
-  static void vjp(const Attrs&, Vjp& c) {
-    if (c.needs(0)) c.set(0, sum_to(matmul(c.grad(), swap_last(c.input(1))), c.input_type(0)));
+  // Matrix i of a batch that may be broadcast.
+  static View nth(const View& batch, int64_t i) {
+    View v = batch;
+    if (batch.rank() < 3) return v;
+    if (batch.shape[0] > 1) v.data = batch.as<char>() + i * batch.strides[0] * static_cast<int64_t>(size_of(batch.dtype));
+    v.shape.erase(0), v.strides.erase(0);
+    return v;
+  }
+  static void describe(const Attrs& a, std::string& out) { out += a.each_alone ? "each alone" : ""; }
+  static void vjp(const Attrs& a, Vjp& c) {
+    if (c.needs(0))
+      c.set(0, sum_to(matmul(c.grad(), swap_last(c.input(1)), {a.each_alone}), c.input_type(0)));
     if (!c.needs(1)) return;
     // A matrix that every batch shares gets one product over all rows instead of a sum of products.
     if (c.input_type(1).shape.rank() == 2)
       c.set(1, apply<LinearWeightGradient>({}, {c.input(0), c.grad()}, c.into(1)));
     else
-      c.set(1, sum_to(matmul(swap_last(c.input(0)), c.grad()), c.input_type(1)));
+      c.set(1,
+            sum_to(matmul(swap_last(c.input(0)), c.grad(), {a.each_alone}), c.input_type(1)));
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
@@ -272,7 +288,9 @@ void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight) {
   }
 }
 
-Tensor matmul(const Tensor& a, const Tensor& b) { return apply<Matmul>({}, {a, b}); }
+Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options) {
+  return apply<Matmul>({options.each_alone}, {a, b});
+}
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   std::vector<Tensor> inputs{x, weight};
