@@ -1,22 +1,25 @@
 // Muon: momentum, orthogonalised, for the matrices inside of a model; AdamW for the rest.
 //
-// [Note: matrices on one rank] Units cut their parameters anywhere, and an orthogonal factor takes a whole matrix. What is
-// needed in between is two redistributions, nodes of the tape like any other; a step is
+// Units cut their parameters anywhere, and an orthogonal factor takes a whole matrix; see [Note: matrices on one rank] in
+// matrix_batches.h. A step is
 //
-//   momentum     gradient, momentum -> direction [n]   Shard(0 uneven)   as the unit's shard has its matrices: elementwise
-//   all_to_all   direction                             Shard(0 owned)    every matrix whole on one rank
-//   orthogonalize x [1, M, N] of each matrix           Shard(0 uneven)   a row of the cut is a matrix: the owner has it all,
-//                                                                        the others have none; public ops, nothing is sent
-//   all_to_all   direction                             Shard(0 uneven)
-//   step         parameters                            Shard(flat)       elementwise
+//   momentum     gradient, momentum -> direction [n]   of each unit, elementwise, as its shard has them
+//   all_to_all   direction                             every matrix whole on one rank
+//   stack        directions -> [k, M, N]               those of equal shape, of all units: each rank's own; a rank has no
+//                                                      part in what others own
+//   orthogonalize [k, M, N]                            public ops, in which nothing is sent
+//   unstack
+//   all_to_all   direction
+//   step         parameters                            elementwise
 //
-// On one rank both are nothing; of parameters that each rank holds (strategy replicate) the first is a slice and the
-// second an all_gather, so that ranks share the work. Owners follow from shapes alone: each matrix, the costliest first,
-// goes to the rank with the least to do so far, over all units. All units are sent before the first matrix is computed, and
-// back after the last, so that what counts is a rank's sum. Replicas (ShardOptions::replica_axis) compute the same.
+// On one rank both redistributions are nothing; of parameters that each rank holds (strategy replicate) the first is a slice
+// and the second an all_gather, so that ranks share the work. All units are sent before the first matrix is computed, and
+// back after the last, so that what counts is a rank's sum. Replicas (ShardOptions::replica_axis) share a batch out further
+// and all_gather what comes of it, ranks of a tensor axis put the blocks of a matrix together on one of them.
 #pragma once
 
 #include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/matrix_batches.h"
 #include "sheaf/nn/optim/orthogonalize.h"
 
 namespace sheaf::optim {
@@ -58,9 +61,8 @@ struct MuonOptions {
 /// part by part, as the separate projections that it stands for would be: that they are one parameter is how it is laid
 /// out, no mathematics. Of the state, matrices have one tensor and the others two; none of it depends on how ranks cut it.
 ///
-/// Masters may be whole or cut over one axis of the mesh. ConfigError for a parameter that a tensor axis cuts
-/// (ShardOptions::tensor_axis), for secondary shards, for one that `matrices` chooses and that has not two dimensions, and
-/// for options out of range.
+/// What it computes depends, up to rounding, neither on how masters are cut nor over which axes. ConfigError for a parameter
+/// that `matrices` chooses and that has not two dimensions, and for options out of range.
 class Muon final : public Optimizer {
  public:
   explicit Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options = {});
@@ -68,19 +70,6 @@ class Muon final : public Optimizer {
       : Muon(std::span(parameters), options) {}
   explicit Muon(nn::Module& module, const MuonOptions& options = {}) : Muon(module.parameters(), options) {}
 
-  struct Matrix {
-    int leaf;                      ///< of its unit
-    int64_t rows, cols;
-    std::vector<int64_t> columns;  ///< of the parts that it has side by side
-    int owner = 0;                 ///< the rank, of the axis that shares the work
-  };
-  /// Matrices that are sent together, one after another; of a unit's other parameters there are none.
-  struct Bundle {
-    std::vector<Matrix> matrices;
-    int axis = -1;                                ///< of the mesh, that shares the work
-    Layout at_rest, owned;                        ///< of all elements, [n], as the shard has them and as owners do
-    const std::vector<int64_t>* parts = nullptr;  ///< this rank's; see muon.cc
-  };
   /// One for each of shards().
   const std::vector<Bundle>& bundles() const { return bundles_; }
 
@@ -89,12 +78,15 @@ class Muon final : public Optimizer {
   void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
   void update_all(std::span<ShardState* const> shards, const Tensor& scalars) override;
   void add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves, const std::vector<bool>& decays);
-  void choose_owners();
+  const Bundle& bundle_of(const ShardState& shard) const;
   Tensor direction(ShardState& shard, const Bundle& bundle, const Tensor& scalars) const;
-  Tensor orthogonal(const ShardState& shard, const Bundle& bundle, const Tensor& directions) const;
+  void move(ShardState& shard, const Bundle& bundle, Tensor direction, const Tensor& scalars) const;
+  void orthogonalize_batch(const Batch& batch, std::vector<Tensor>& held) const;
 
   MuonOptions options_;
   std::vector<Bundle> bundles_;
+  std::vector<int> batched_;    // the bundles of batches_, those that had a gradient in the last step
+  std::vector<Batch> batches_;
 };
 
 }  // namespace sheaf::optim

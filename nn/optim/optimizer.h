@@ -70,6 +70,7 @@ class Optimizer {
   void set_steps(int64_t steps) { steps_ = steps; }
 
   std::vector<ShardState>& shards() { return shards_; }
+  const std::vector<ShardState>& shards() const { return shards_; }
 
  protected:
   /// Works on whole flat shards, with a zeroed tensor for each of `states` beside them. `name` is for the tape and messages.

@@ -13,7 +13,8 @@ struct OrthogonalizeOptions {
 /// Of matrices x[.., M, N] with singular value decompositions U S Vᵀ roughly U Vᵀ: Newton-Schulz iterations of the quintic
 /// polynomial 3.4445 s - 4.7750 s³ + 2.0315 s⁵, which brings every singular value that is not tiny into about [0.7, 1.2]
 /// (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). The products are over the longer side. In x's dtype;
-/// bf16 is enough. Matrices are independent of each other: a cut of leading dimensions stays, and nothing is sent.
+/// bf16 is enough. Matrices are independent of each other: a cut of leading dimensions stays, and nothing is sent; the bits
+/// of each of dense x[k, M, N] depend neither on k nor on the others.
 Tensor orthogonalize(const Tensor& x, const OrthogonalizeOptions& options = {});
 
 }  // namespace sheaf::optim

@@ -10,77 +10,15 @@
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
-#include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/state_dict.h"
 #include "sheaf/tests/nn/nets.h"
+#include "sheaf/tests/nn/zoo.h"
 
-namespace sheaf {
+namespace sheaf::testing {
 namespace {
 
 using ::testing::HasSubstr;
-using testing::for_each_sharding;
-using testing::TinyBlock;
-using testing::TinyModel;
-using Values = std::map<std::string, std::vector<double>>;
-
-const LocalOptions kLocal{.threads_per_rank = 1};
-
-/// The matrices of muon/make_golden, two of them in an inner module, and what is none.
-struct Inner : nn::Module {
-  nn::Parameter packed{{16, 6}, nn::Init::zeros()}, beside{{5, 12}, nn::Init::zeros()};
-  Inner() {
-    packed.set_cut(OwnershipMap::parts(0, {8, 4, 4}, 4));
-    beside.set_cut(OwnershipMap::parts(1, {6, 3, 3}, 3));
-  }
-  SHEAF_FIELDS(packed, beside);
-};
-struct Zoo : nn::Module {
-  nn::Parameter wide{{4, 7}, nn::Init::zeros()}, bias{{5}, nn::Init::zeros()}, tall{{9, 5}, nn::Init::zeros()};
-  nn::Embedding table{6, 3};
-  nn::Parameter square{{6, 6}, nn::Init::zeros()};
-  Inner inner;
-  nn::Parameter row{{1, 8}, nn::Init::zeros()};
-  SHEAF_FIELDS(wide, bias, tall, table, square, inner, row);
-};
-
-double initial(int64_t i) { return static_cast<double>((29 * i + 7) % 43 - 21) / 64; }
-double gradient(int64_t i, int64_t step) { return static_cast<double>((37 * i + i * i / 5 + 101 * step + 17) % 61 - 30) / 16; }
-
-std::string last_of(const std::string& path) { return path.substr(path.find_last_of('.') + 1); }
-
-// Calls f(flat index) for this rank's elements of `values`, which are those of the buffer.
-template <class F>
-void fill(const Unit& unit, const FlatBuffer& b, const Tensor& values, F&& f) {
-  for (const LocalPiece& piece : unit.pieces(b))
-    for (int64_t i = 0; i < piece.runs.numel(); ++i) {
-      const double v = f(piece.runs.at(i));
-      if (b.dtype == kF64) values.view().as<double>()[piece.shard_offset + i] = v;
-      else values.view().as<float>()[piece.shard_offset + i] = static_cast<float>(v);
-    }
-}
-
-void set_gradients(nn::Module& m, int64_t step) {
-  for (const auto& unit : units(m))
-    for (FlatBuffer& b : unit->buffers()) {
-      if (!b.trainable) continue;
-      b.grad = full_like(b.shard, 0.0);
-      fill(*unit, b, b.grad, [&](int64_t i) { return gradient(i, step); });
-    }
-}
-
-void start(nn::Module& m, const Mesh& mesh, const ShardOptions& options, DType dtype = kF64) {
-  shard(m, mesh, options);
-  materialize(m, Device::cpu(), {.dtype = dtype});
-  for (const auto& unit : units(m))
-    for (FlatBuffer& b : unit->buffers()) fill(*unit, b, b.shard, initial);
-}
-
-Values values(nn::Module& m) {
-  Values out;
-  for (const nn::Parameter& p : m.parameters()) out[last_of(p.name())] = full_parameter(p).to_vector<double>();
-  return out;
-}
 
 optim::MuonOptions golden_options(bool match_rms, bool nesterov) {
   optim::MuonOptions o;
@@ -96,39 +34,6 @@ void expect_near(const std::vector<double>& actual, const Json& expected, double
   ASSERT_EQ(actual.size(), expected.as_array().size()) << what;
   for (size_t i = 0; i < actual.size(); ++i)
     EXPECT_NEAR(actual[i], expected.as_array()[i].as_double(), tolerance) << what << " " << i;
-}
-
-struct Way {
-  std::vector<MeshSpec::Axis> axes;
-  Strategy strategy;
-  bool one_unit = false;
-};
-std::vector<Way> ways() {
-  std::vector<Way> out;
-  for (int world = 1; world <= 5; ++world)
-    for (Strategy s : {strategy::replicate, strategy::zero1, strategy::shard_grad_op, strategy::full_shard})
-      for (const bool one_unit : {false, true}) out.push_back({{{"data", world}}, s, one_unit});
-  out.push_back({{{"data", 11}}, strategy::full_shard});  // more ranks than matrices
-  out.push_back({{{"data", 11}}, strategy::replicate});
-  out.push_back({{{"data", 2}, {"model", 1}}, strategy::full_shard});  // a tensor axis that cuts nothing
-  out.push_back({{{"data", 3}, {"model", 1}}, strategy::replicate});
-  out.push_back({{{"replica", 2}, {"data", 2}}, strategy::full_shard});
-  out.push_back({{{"replica", 3}, {"data", 2}}, strategy::zero1});
-  return out;
-}
-
-void on(const Way& way, const std::function<void(World&, const Mesh&, const ShardOptions&)>& f) {
-  int ranks = 1;
-  std::string trace(name(way.strategy));
-  for (const auto& axis : way.axes) ranks *= axis.size, trace += str(" ", axis.name, "=", axis.size);
-  SCOPED_TRACE(trace);
-  run_local(ranks, [&](World& w) {
-    ShardOptions options{.strategy = way.strategy};
-    if (way.axes[0].name == "replica") options.replica_axis = "replica";
-    if (way.axes.back().name == "model") options.tensor_axis = "model";
-    if (!way.one_unit) options.units = nn::units_of<Inner>();
-    f(w, w.mesh(way.axes), options);
-  }, kLocal);
 }
 
 TEST(Muon, AgreesWithTheGoldenValuesHoweverItIsCut) {
@@ -201,7 +106,7 @@ TEST(Muon, TakesTheScaleOfClipping) {
 
 void backward(TinyModel& m, const Mesh& mesh) {
   Recording recording;
-  recording.backward(m.loss(testing::token_rows(mesh, 6, 4, 11), testing::token_rows(mesh, 6, 4, 11, 1)));
+  recording.backward(m.loss(token_rows(mesh, 6, 4, 11), token_rows(mesh, 6, 4, 11, 1)));
 }
 
 std::map<std::string, std::vector<float>> train(World& w, Strategy s, const nn::UnitPolicy& policy, int64_t layers, bool bf16,
@@ -274,8 +179,8 @@ TEST(Muon, WorkIsSharedByCost) {
     materialize(m);
     optim::Muon muon(m, {});
     std::vector<int> owned(3, 0);
-    for (const optim::Muon::Bundle& bundle : muon.bundles())
-      for (const optim::Muon::Matrix& matrix : bundle.matrices) ++owned[static_cast<size_t>(matrix.owner)];
+    for (const optim::Bundle& bundle : muon.bundles())
+      for (const optim::Matrix& matrix : bundle.matrices) ++owned[static_cast<size_t>(matrix.owner)];
     EXPECT_THAT(owned, ::testing::ElementsAre(3, 3, 2));  // eight of equal cost
   }, kLocal);
   run_local(2, [&](World& w) {  // the dearest alone, against three of its third
@@ -284,10 +189,62 @@ TEST(Muon, WorkIsSharedByCost) {
     materialize(four);
     optim::Muon muon(four, {});
     std::vector<int> owners;
-    for (const optim::Muon::Matrix& matrix : muon.bundles()[0].matrices) owners.push_back(matrix.owner);
+    for (const optim::Matrix& matrix : muon.bundles()[0].matrices) owners.push_back(matrix.owner);
     EXPECT_THAT(owners, ::testing::ElementsAre(1, 1, 0, 1));
-    EXPECT_EQ(str(muon.bundles()[0].owned), "Shard(0 owned)@data");
+    EXPECT_EQ(str(muon.bundles()[0].owned.layout), "Shard(0 owned)@data");
   }, kLocal);
+}
+
+// The lengths of what a step orthogonalises at once: [k, M, N] of the whole mesh.
+std::vector<int64_t> batches(const optim::Muon& muon) {
+  std::vector<int> bundles;
+  for (size_t i = 0; i < muon.bundles().size(); ++i)
+    if (!muon.bundles()[i].matrices.empty()) bundles.push_back(static_cast<int>(i));
+  std::vector<int64_t> out;
+  for (const optim::Batch& b : optim::batches_of(muon.bundles(), bundles)) out.push_back(b.matrices.shape[0]);
+  return out;
+}
+
+struct Pile : nn::Module {
+  std::vector<nn::Linear> layers;
+  explicit Pile(int count) {
+    for (int i = 0; i < count; ++i) layers.emplace_back(2048, 3072);
+  }
+  SHEAF_FIELDS(layers);
+};
+
+TEST(Muon, MatricesOfEqualShapeAreOneBatch) {
+  for (const int world : {1, 2, 3})
+    run_local(world, [&](World& w) {
+      TinyModel m(4);
+      shard(m, w.mesh({{"data", world}}), {.units = nn::units_of<TinyBlock>()});
+      materialize(m);
+      set_gradients(m, 0);
+      optim::Muon muon(m, {});
+      EXPECT_THAT(batches(muon), ::testing::ElementsAre(4, 4));
+      Recording recording;
+      muon.step();
+      const Tape tape = recording.take();
+      int products = 0;
+      for (NodeId i = 0; i < tape.num_nodes(); ++i) products += tape.op_name(tape.node(i)) == "matmul";
+      EXPECT_EQ(products, 2 * 5 * 3);
+    }, kLocal);
+}
+
+// Two of 6 million elements at once, on each rank.
+TEST(Muon, WhatARankComputesAtOnceIsBounded) {
+  const auto expect = [](std::vector<MeshSpec::Axis> axes, const std::vector<int64_t>& expected) {
+    on({std::move(axes), strategy::full_shard}, [&](World&, const Mesh& mesh, const ShardOptions& options) {
+      Pile pile(9);
+      shard(pile, mesh, options);
+      materialize(pile, Device::meta());
+      EXPECT_EQ(batches(optim::Muon(pile)), expected);
+    });
+  };
+  expect({{"data", 1}}, {2, 2, 2, 2, 1});
+  expect({{"data", 2}}, {4, 4, 1});
+  expect({{"data", 3}}, {6, 3});
+  expect({{"replica", 2}, {"data", 2}}, {8, 1});
 }
 
 TEST(Muon, MatricesHaveOneStateAndTheRestTwo) {
@@ -323,7 +280,7 @@ TEST(Muon, StepIsRecordedAndReplays) {
       Tape tape;
       {
         Recording recording({.capture_leaves = true});
-        recording.backward(m.loss(testing::token_rows(mesh, 6, 4, 11), testing::token_rows(mesh, 6, 4, 11, 1)));
+        recording.backward(m.loss(token_rows(mesh, 6, 4, 11), token_rows(mesh, 6, 4, 11, 1)));
         clip_grad_norm(m, 0.1);
         muon.step({.lr = 0.01});
         before = recording.captured();
@@ -353,16 +310,40 @@ TEST(Muon, StepIsRecordedAndReplays) {
     }, kLocal);
 }
 
-TEST(Muon, ManyMatricesOfAUnitAreSentInBundles) {
+// A unit without a gradient stays as it is, and takes part again when it has one.
+TEST(Muon, UnitsTakePartWhenTheyHaveAGradient) {
   for (int world : {1, 3})
     run_local(world, [&](World& w) {
-      TinyModel m(30), other(30);
+      const auto make = [&](TinyModel& m) {
+        shard(m, w.mesh({{"data", world}}), {.units = nn::units_of<TinyBlock>()});
+        materialize(m, Device::cpu(), {.seed = 1});
+      };
+      TinyModel m(2), other(2);
+      make(m), make(other);
+      optim::Muon muon(m, {.momentum = 0}), expected(other, {.momentum = 0});
+      const std::vector<float> before = full_parameter(m.blocks[1].up.weight).to_vector<float>();
+      for (const bool both : {true, false, true}) {
+        set_gradients(m, 1), set_gradients(other, 1);
+        if (!both) m.blocks[1].up.weight.unit()->zero_grad();
+        muon.step({.lr = 0.1});
+        if (both) expected.step({.lr = 0.1});
+      }
+      EXPECT_NE(full_parameter(m.blocks[1].up.weight).to_vector<float>(), before);
+      EXPECT_EQ(full_parameter(m.blocks[1].up.weight).to_vector<float>(), full_parameter(other.blocks[1].up.weight).to_vector<float>());
+      EXPECT_NE(full_parameter(m.blocks[0].up.weight).to_vector<float>(), full_parameter(other.blocks[0].up.weight).to_vector<float>());
+    }, kLocal);
+}
+
+TEST(Muon, AUnitMayHaveManyMatricesAndAModelManyUnits) {
+  for (int world : {1, 3})
+    run_local(world, [&](World& w) {
+      TinyModel m(70), other(70);
       for (TinyModel* model : {&m, &other}) {
         shard(*model, w.mesh({{"data", world}}), {.units = model == &m ? nn::UnitPolicy() : nn::units_of<TinyBlock>()});
         materialize(*model, Device::cpu(), {.seed = 1});
         set_gradients(*model, 1);
         optim::Muon muon(*model);
-        EXPECT_EQ(muon.bundles().size(), model == &m ? 3u : 61u);
+        EXPECT_EQ(muon.bundles().size(), model == &m ? 2u : 141u);
         Recording recording;
         muon.step({.lr = 0.1});
       }
@@ -388,44 +369,7 @@ TEST(Muon, WhatItCannotDoIsRefused) {
   EXPECT_THAT(refusal([&] { optim::Muon(zoo, {.matrices = [](const nn::Parameter&) { return true; }}); }),
               HasSubstr("'bias' [5]: what is orthogonalised has two dimensions"));
   EXPECT_THROW(optim::Muon(std::vector<nn::Parameter>{zoo.wide}), ConfigError);  // part of a unit
-  run_local(2, [](World& w) {
-    Zoo cut;
-    shard(cut, w.mesh({{"data", 1}, {"model", 2}}), {.tensor_axis = "model"});
-    materialize(cut);
-    EXPECT_THAT(refusal([&] { optim::Muon{cut}; }), HasSubstr("[muon] 'inner.packed' [16,6] is cut over tensor axis 'model'"));
-  }, kLocal);
-}
-
-TEST(Orthogonalize, BringsSingularValuesNearOne) {
-  const Tensor x = uniform({kF64, {2, 5, 3}, {}}, key_of("x", 1), -1, 1);
-  const Tensor o = optim::orthogonalize(x);
-  EXPECT_EQ(o.shape(), x.shape());
-  const std::vector<double> gram = matmul(transpose(o, 1, 2), o).to_vector<double>();
-  for (int b = 0; b < 2; ++b) {
-    double trace = 0;
-    for (int i = 0; i < 3; ++i) trace += gram[static_cast<size_t>(9 * b + 4 * i)];
-    EXPECT_GT(trace, 3 * 0.68 * 0.68);
-    EXPECT_LT(trace, 3 * 1.21 * 1.21);
-  }
-  // Of a diagonal matrix it is the polynomial.
-  const Tensor d = optim::orthogonalize(Tensor::from<double>({3, 0, 0, 4}, {2, 2}), {.steps = 1, .eps = 0});
-  const auto p = [](double s) { return 3.4445 * s - 4.7750 * s * s * s + 2.0315 * s * s * s * s * s; };
-  EXPECT_THAT(d.to_vector<double>(), ::testing::Pointwise(::testing::DoubleNear(1e-14), {p(0.6), 0.0, 0.0, p(0.8)}));
-  EXPECT_EQ(optim::orthogonalize(zeros({2, 3})).to_vector(), std::vector<float>(6, 0.0f));
-  EXPECT_THROW(optim::orthogonalize(ones({3})), ShapeError);
-}
-
-TEST(Orthogonalize, MultipliesOverTheLongerSide) {
-  for (const Shape& shape : {Shape{9, 2}, Shape{2, 9}}) {
-    Recording recording;
-    optim::orthogonalize(ones(shape), {.steps = 1});
-    std::vector<int64_t> sizes;
-    for (NodeId i = 0; i < recording.tape().num_nodes(); ++i)
-      if (const Node& n = recording.tape().node(i); n.op && recording.tape().op_name(n) == "matmul")
-        sizes.push_back(recording.tape().type(recording.tape().output(n)).shape.numel());
-    EXPECT_THAT(sizes, ::testing::ElementsAre(4, 4, 18)) << str(shape);
-  }
 }
 
 }  // namespace
-}  // namespace sheaf
+}  // namespace sheaf::testing

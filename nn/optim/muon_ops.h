@@ -1,0 +1,36 @@
+// The ops of Muon on a tape: steps on the elements of chosen parameters, and copies between what owners hold and batches.
+#pragma once
+
+#include "sheaf/autograd/op.h"
+#include "sheaf/nn/optim/matrix_batches.h"
+
+namespace sheaf::optim {
+
+struct MuonOps {
+  // [Note: parts] Parameters of one kind are chosen from a flat shard: the state has them alone, side by side. A table says
+  // for each piece where it starts in the shard and in the state, and its elements. The scalars are those of AdamW, of the
+  // momentum and of the step, one after another.
+  struct Parts {
+    Table parts;
+    int64_t nesterov = 0;
+    int64_t before = 0;  ///< of Muon's step: elements in front of those that the state has
+  };
+  static const OpDef& momentum();  ///< gradient, momentum, segments, scalars [, clip scale] → direction, momentum in place
+  static const OpDef& step();      ///< parameters, direction, segments, scalars → parameters in place
+  static const OpDef& adamw();     ///< parameters, gradient, m, v, segments, scalars [, clip scale] → the first, m, v in place
+
+  /// Slices of a group along a secondary axis, each as long as the largest → the same without gaps.
+  struct Slices { Table sizes; };
+  static const OpDef& join();
+
+  /// See Batch::own.
+  struct Own { Table own; };
+  static const OpDef& stack();     ///< what owners hold, of each of a batch's bundles → their matrices, or blocks of them
+  static const OpDef& unstack();   ///< matrices or blocks, and the inputs of stack → these, in place
+
+  struct Blocks { OwnershipMap cut; };
+  static const OpDef& assemble();  ///< [ranks, k, room], blocks of each rank → [k, M, N]
+  static const OpDef& take_apart();  ///< the reverse
+};
+
+}  // namespace sheaf::optim
