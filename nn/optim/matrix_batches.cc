@@ -116,12 +116,6 @@ Bundle make_bundle(const ShardState& all, std::vector<Matrix> matrices, ShardSta
   const bool sharded = mesh && masters[out.axis].is_shard();
   const int secondary = secondary_axis(unit, masters, out.tensor_axis), tensor_ranks = size_of_axis(mesh, out.tensor_axis);
   const int ranks = sharded ? mesh->size(out.axis) : 1, groups = size_of_axis(mesh, secondary);
-  if (tensor_ranks > 1)
-    fail<ConfigError>("[muon] '", unit.leaves()[b.leaves[0]].name, "' ", unit.leaves()[b.leaves[0]].shape,
-                      " is cut over tensor axis '", mesh->name(out.tensor_axis), "': Muon takes parameters that are whole ",
-                      "there, or use AdamW");
-  if (secondary >= 0)
-    fail<ConfigError>("[muon] unit '", path_label(unit.name()), "' is ", b.shard.type(), ": Muon takes no secondary shards");
   const Chosen chosen(unit, b, shard.leaves, ranks * groups, tensor_ranks);
   const int first = (sharded ? coordinate(mesh, out.axis) : 0) * groups, mine = first + coordinate(mesh, secondary);
 

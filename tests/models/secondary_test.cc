@@ -198,9 +198,6 @@ TEST(Secondary, WhatCannotBeIsRefused) {
   models::TrainConfig c = replicas(1);
   c.sharding.context = 2;
   EXPECT_THAT(refusal(2, c), HasSubstr("a sharding.context that is not what the parameters are cut over"));  // which cuts the parameters already
-  c = replicas(2);
-  c.train.optimizer = "muon";
-  EXPECT_THAT(refusal(4, c), HasSubstr("no secondary shards"));
   EXPECT_THAT(refusal(4, replicas(2, "replicate")), HasSubstr("one on each rank already"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});

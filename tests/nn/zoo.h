@@ -102,6 +102,17 @@ inline std::vector<Way> ways() {
   out.push_back({{{"data", 3}, {"model", 1}}, strategy::replicate});
   out.push_back({{{"replica", 2}, {"data", 2}}, strategy::full_shard});
   out.push_back({{{"replica", 3}, {"data", 2}}, strategy::zero1});
+  for (Strategy s : {strategy::replicate, strategy::zero1, strategy::full_shard})
+    for (const bool one_unit : {false, true})
+      for (const auto& [replicas, data, model] : {std::tuple{1, 1, 2}, {1, 1, 3}, {1, 2, 2}, {1, 2, 3}, {1, 3, 2}, {2, 1, 3}})
+        out.push_back({{{"replica", replicas}, {"data", data}, {"model", model}}, s, one_unit});
+  for (Strategy s : {strategy::zero1, strategy::full_shard})
+    for (const bool one_unit : {false, true}) {
+      for (const auto& [groups, data] : {std::pair{2, 1}, {2, 2}, {3, 1}, {2, 3}, {3, 2}, {1, 2}})
+        out.push_back({{{"secondary", groups}, {"data", data}}, s, one_unit});
+      for (const auto& [groups, data, model] : {std::tuple{2, 1, 2}, {3, 1, 2}, {2, 1, 3}})
+        out.push_back({{{"secondary", groups}, {"data", data}, {"model", model}}, s, one_unit});
+    }
   return out;
 }
 
