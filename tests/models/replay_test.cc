@@ -18,10 +18,11 @@ struct Case {
   int replicas = 1, context = 1;
   bool secondary = false;
   const char* optimizer = "adamw";
+  int tensor = 1;
 };
 void PrintTo(const Case& c, std::ostream* out) {
   *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas << " by " << c.context
-       << (c.secondary ? " secondary " : " ") << c.optimizer;
+       << (c.secondary ? " secondary " : " ") << c.optimizer << " beside " << c.tensor;
 }
 
 class Replay : public ::testing::TestWithParam<Case> {};
@@ -33,6 +34,7 @@ TEST_P(Replay, IsBitwiseEqual) {
   config.sharding.replicas = c.replicas;
   config.sharding.secondary = c.secondary;
   config.sharding.context = c.context;
+  config.sharding.tensor = c.tensor;
   config.train.micro_batches = c.micro_batches;
   config.model.type = c.type;
   config.train.dtype = c.dtype;
@@ -85,7 +87,10 @@ INSTANTIATE_TEST_SUITE_P(Steps, Replay,
                                            Case{4, "zero1", 2, "llama", "f32", 2, 1, true},
                                            Case{3, "full_shard", 2, "gpt2", "f32", 1, 1, false, "muon"},
                                            Case{3, "replicate", 1, "llama", "f32", 1, 1, false, "muon"},
-                                           Case{4, "zero1", 2, "gpt2", "bf16", 2, 1, false, "muon"}));
+                                           Case{4, "zero1", 2, "gpt2", "bf16", 2, 1, false, "muon"},
+                                           Case{4, "full_shard", 2, "gpt2", "bf16", 2, 1, true, "muon"},
+                                           Case{4, "full_shard", 1, "llama", "f32", 1, 1, false, "muon", 2},
+                                           Case{4, "zero1", 2, "gpt2", "bf16", 1, 1, false, "muon", 2}));
 
 }  // namespace
 }  // namespace sheaf::testing
