@@ -174,7 +174,8 @@ struct Matmul {
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
     const View x = c.input(0), y = c.input(1), out = c.output(0);
-    const int64_t n = out.rank() == 3 && a.each_alone && stream.device.is_cuda() ? out.shape[0] : 0;
+    const bool one_by_one = a.each_alone && out.rank() == 3 && stream.device.is_cuda();
+    const int64_t n = one_by_one ? out.shape[0] : 0;
     if (n == 0) SHEAF_ON_DEVICE(stream, matmul, x, y, out, c.workspace);
     for (int64_t i = 0; i < n; ++i)
       SHEAF_ON_DEVICE(stream, matmul, nth(x, i), nth(y, i), nth(out, i), c.workspace);
@@ -183,7 +184,8 @@ struct Matmul {
   static View nth(const View& batch, int64_t i) {
     View v = batch;
     if (batch.rank() < 3) return v;
-    if (batch.shape[0] > 1) v.data = batch.as<char>() + i * batch.strides[0] * static_cast<int64_t>(size_of(batch.dtype));
+    const int64_t step = batch.shape[0] > 1 ? batch.strides[0] : 0;
+    v.data = batch.as<char>() + i * step * static_cast<int64_t>(size_of(batch.dtype));
     v.shape.erase(0), v.strides.erase(0);
     return v;
   }
