@@ -1,4 +1,4 @@
-// Muon against golden values, at worlds 1 to 5, whole and cut in every way.
+// Muon against golden values, on meshes of 1 to 11 ranks, whole and cut in every way.
 #include "sheaf/nn/optim/muon.h"
 
 #include <gmock/gmock.h>
