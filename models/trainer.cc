@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/file.h"
@@ -243,7 +244,11 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
   for (int64_t s = first_step_; s < t.steps && report.stopped_by == 0; ++s) {
     memory.reset_peak();
     const bool last = s + 1 == t.steps;
+    const bool compiled = step_->program();
     TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
+    if (first_rank && step_->program() && !compiled)
+      options_.print(str("steps from here on are a program of ", step_->program()->tape().num_nodes(), " nodes in an arena of ",
+                         format_bytes(step_->program()->arena_bytes())));
     saver_.check();
     ++steps_since;
     const int64_t done = s + 1;

@@ -58,6 +58,9 @@ class TrainingStep {
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
 
+  /// What runs the steps, once there is one (train.compile).
+  const Program* program() const { return program_.get(); }
+
   LanguageModel& model() { return *model_; }
   optim::Optimizer& optimizer() { return *optimizer_; }
   World& world() { return world_; }
