@@ -31,79 +31,106 @@ struct Program::Instruction {
 
 Program::~Program() = default;
 Program::Program(Program&&) noexcept = default;
-Program& Program::operator=(Program&&) noexcept = default;
 
-Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted)
-    : tape_(std::move(tape)), wanted_ids_(wanted.begin(), wanted.end()) {
-  std::vector<Tensor> values(tape_.num_values());
-  std::unordered_map<const Storage*, size_t> block_of;
-  std::vector<size_t> filled_by_lanes;
-  std::vector<NodeId> executed;  // by instruction
-  for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
-    const Node& n = tape_.node(id);
-    if (!n.op) {
-      const auto v = static_cast<ValueId>(n.outputs);
-      values[v] = leaf(v);
-      if (!values[v]) fail<LifetimeError>("[program] no value for leaf %", v, " (", tape_.leaf_name(v), ")");
-      if (!(values[v].type() == tape_.type(v)))
-        fail<PlacementError>("[program] leaf %", v, " is ", values[v].type(), ", recorded as ", tape_.type(v));
-      leaves_.emplace_back(v, values[v]);
-      continue;
-    }
-    const PathScope path(tape_.path(n));
-    Instruction run{n.op, tape_.attrs(n), &tape_.path(n), {}, {}, (n.flags & Node::kAdds) != 0, n.op->kind == OpKind::step};
-    for (ValueId v : tape_.inputs(n)) run.inputs.push_back(values[v]);
+// Goes through the tape once.
+struct Program::Builder {
+  Program& program;
+  const Tape& tape;
+  std::vector<Tensor> values;
+  std::unordered_map<const Storage*, size_t> block_of = {};
+  std::vector<size_t> filled_by_lanes = {};  // blocks
+  std::vector<NodeId> executed = {};         // by instruction
+
+  void take_leaf(ValueId v, const Tensor& memory) {
+    if (!memory) fail<LifetimeError>("[program] no value for leaf %", v, " (", tape.leaf_name(v), ")");
+    if (!(memory.type() == tape.type(v)))
+      fail<PlacementError>("[program] leaf %", v, " is ", memory.type(), ", recorded as ", tape.type(v));
+    values[v] = memory;
+    program.leaves_.emplace_back(v, memory);
+  }
+
+  void add_node(NodeId id) {
+    const Node& n = tape.node(id);
+    const PathScope path(tape.path(n));
+    Instruction run{n.op, tape.attrs(n), &tape.path(n), {}, {}, (n.flags & Node::kAdds) != 0, n.op->kind == OpKind::step};
+    for (ValueId v : tape.inputs(n)) run.inputs.push_back(values[v]);
+    const std::vector<OutputSpec> specs = specs_of(n);
+    const Device device = detail::device_of(*n.op, run.inputs, specs);
+    const auto fresh = [&](const Type& type, Device, MemoryKind where) {
+      const Shape local = type.local_shape();
+      const auto bytes = local.numel() * static_cast<int64_t>(size_of(type.dtype));
+      if (n.op->lane != Lane::compute) filled_by_lanes.push_back(program.blocks_.size());
+      return Tensor::over(add_block(id, device, bytes, where), 0, type, local, local.contiguous_strides());
+    };
+    bool views = false;
+    run.outputs = detail::place_outputs(*n.op, run.attrs, run.inputs, specs, device, views, fresh);
+    for (int o = 0; o < n.num_outputs; ++o) values[tape.output(n, o)] = run.outputs[o];
+    for (const Tensor& t : run.inputs) live_until(t, id);
+    for (const Tensor& t : run.outputs) live_until(t, id);
+    if (views) return;
+    if (n.op->workspace)
+      if (const int64_t bytes = n.op->workspace(run.attrs, Execute(run.inputs, run.outputs)); bytes > 0)
+        run.workspace = add_block(id, device, bytes, MemoryKind::normal).get();
+    executed.push_back(id);
+    program.instructions_.push_back(std::move(run));
+  }
+
+  // Where the tape says that outputs lie: in fresh memory, in that of an earlier output, or of an earlier value.
+  std::vector<OutputSpec> specs_of(const Node& n) const {
     std::vector<OutputSpec> specs(n.num_outputs);
     for (int o = 0; o < n.num_outputs; ++o) {
-      const ValueId v = tape_.output(n, o);
-      const Value& value = tape_.value(v);
-      specs[o].type = tape_.type(v);
+      const ValueId v = tape.output(n, o), first = tape.output(n);
+      const Value& value = tape.value(v);
+      specs[o].type = tape.type(v);
       if (value.base < 0) continue;
-      if (value.base >= static_cast<ValueId>(n.outputs) && value.base < v) {
-        specs[o].within = value.base - static_cast<ValueId>(n.outputs);
+      if (value.base >= first && value.base < v) {
+        specs[o].within = value.base - first;
         specs[o].byte_offset = value.byte_offset;
       } else {
         specs[o].into = Tensor::view_into(values[value.base], specs[o].type, value.byte_offset);
       }
     }
-    const Device device = detail::device_of(*n.op, run.inputs, specs);
-    const auto new_block = [&](int64_t bytes, MemoryKind where) {
-      auto storage = std::make_shared<Storage>(device, bytes);
-      block_of.emplace(storage.get(), blocks_.size());
-      blocks_.push_back({storage, {id, id, bytes}});
-      wire_ = wire_ || where != MemoryKind::normal;
-      return storage;
-    };
-    bool views = false;
-    const auto fresh = [&](const Type& type, Device, MemoryKind where) {
-      const Shape local = type.local_shape();
-      const auto bytes = local.numel() * static_cast<int64_t>(size_of(type.dtype));
-      if (n.op->lane != Lane::compute) filled_by_lanes.push_back(blocks_.size());
-      return Tensor::over(new_block(bytes, where), 0, type, local, local.contiguous_strides());
-    };
-    run.outputs = detail::place_outputs(*n.op, run.attrs, run.inputs, specs, device, views, fresh);
-    for (int o = 0; o < n.num_outputs; ++o) values[tape_.output(n, o)] = run.outputs[o];
-    const auto touch = [&](const Tensor& t) {
-      if (const auto it = block_of.find(t.storage().get()); it != block_of.end()) blocks_[it->second].life.last = id;
-    };
-    for (const Tensor& t : run.inputs) touch(t);
-    for (const Tensor& t : run.outputs) touch(t);
-    if (views) continue;
-    if (n.op->workspace)
-      if (const int64_t bytes = n.op->workspace(run.attrs, Execute(run.inputs, run.outputs)); bytes > 0)
-        run.workspace = new_block(bytes, MemoryKind::normal).get();
-    executed.push_back(id);
-    instructions_.push_back(std::move(run));
+    return specs;
+  }
+
+  std::shared_ptr<Storage> add_block(NodeId id, Device device, int64_t bytes, MemoryKind where) {
+    std::vector<Block>& blocks = program.blocks_;
+    if (!blocks.empty() && !(blocks[0].storage->device() == device))
+      fail<ConfigError>("[program] [", tape.op_name(tape.node(id)), "] ", path_label(PathScope::current()), " computes on ",
+                        device.to_string(), ", what comes before it on ", blocks[0].storage->device().to_string());
+    auto storage = std::make_shared<Storage>(device, bytes);
+    block_of.emplace(storage.get(), blocks.size());
+    blocks.push_back({storage, {id, id, bytes}});
+    program.wire_ = program.wire_ || where != MemoryKind::normal;
+    return storage;
+  }
+
+  void live_until(const Tensor& t, NodeId id) {
+    if (const auto it = block_of.find(t.storage().get()); it != block_of.end()) program.blocks_[it->second].life.last = id;
+  }
+
+  void end_lanes() {
+    for (const size_t b : filled_by_lanes) {
+      const Block& block = program.blocks_[b];
+      const auto next = std::ranges::upper_bound(executed, block.life.last);
+      program.instructions_[next - executed.begin() - 1].ended.push_back(block.storage.get());
+    }
+  }
+};
+
+Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted)
+    : tape_(std::move(tape)), wanted_ids_(wanted.begin(), wanted.end()) {
+  Builder builder{*this, tape_, std::vector<Tensor>(tape_.num_values())};
+  for (NodeId id = 0; id < tape_.num_nodes(); ++id) {
+    const Node& n = tape_.node(id);
+    if (n.op) builder.add_node(id);
+    else builder.take_leaf(tape_.output(n), leaf(tape_.output(n)));
   }
   for (ValueId v : wanted) {
-    wanted_.push_back(values[v]);
-    if (const auto it = block_of.find(values[v].storage().get()); it != block_of.end())
-      blocks_[it->second].life.last = tape_.num_nodes();
+    wanted_.push_back(builder.values[v]);
+    builder.live_until(wanted_.back(), tape_.num_nodes());
   }
-  for (const size_t b : filled_by_lanes) {
-    const auto last = std::ranges::upper_bound(executed, blocks_[b].life.last);
-    instructions_[last - executed.begin() - 1].ended.push_back(blocks_[b].storage.get());
-  }
+  builder.end_lanes();
   std::ranges::sort(leaves_, {}, [](const auto& l) { return l.first; });
   arrange_blocks();
 }

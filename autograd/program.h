@@ -27,7 +27,6 @@ class Program {
   Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted);
   ~Program();
   Program(Program&&) noexcept;
-  Program& operator=(Program&&) noexcept;
 
   /// One step. Returns copies of the wanted values. Bitwise equal to the recording, on every rank when all ranks run.
   std::vector<Tensor> run();
@@ -51,6 +50,7 @@ class Program {
  private:
   struct Instruction;
   struct Block;
+  struct Builder;
 
   void arrange_blocks();
 
