@@ -9,8 +9,35 @@
 
 namespace sheaf::models {
 
+TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, int threads, const std::string& comm,
+                          Device device) {
+  if (config.train.recompute != "fit") return config;
+  const int64_t budget = config.sharding.memory_budget;
+  check<ConfigError>(budget > 0, "[train] train.recompute fit: what to fit into is said by sharding.memory_budget");
+  TrainConfig fitted = config;
+  fitted.train.recompute = "block";
+  fitted.sharding.memory_budget = 0;
+  const auto peak = [&](int64_t blocks) {
+    fitted.train.recompute_blocks = blocks;
+    return plan_step(fitted, vocab, 0, world, threads, comm, device).peak_bytes;
+  };
+  int64_t fits = config.model.layers, too_few = -1;
+  if (const int64_t least = peak(fits); least > budget)
+    fail<OutOfMemory>("[train] train.recompute fit: with all ", fits, " blocks computed again a step takes ", least, " bytes a rank, ",
+                      "and sharding.memory_budget is ", budget);
+  while (fits - too_few > 1) {
+    const int64_t middle = (fits + too_few) / 2;
+    (peak(middle) <= budget ? fits : too_few) = middle;
+  }
+  fitted.train.recompute_blocks = fits;
+  if (config.train.compile) fitted.sharding.memory_budget = budget;
+  return fitted;
+}
+
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device) {
+  if (config.train.recompute == "fit")
+    return plan_step(fit_recompute(config, vocab, world, threads, comm, device), vocab, rank, world, threads, comm, device);
   World simulated =
       distributed::simulated_world(rank, world, {.threads = threads, .comm = comm,
                                                  .hosts = RankContext::current().hosts, .device = device});

@@ -95,7 +95,9 @@ struct OptimizationConfig {
   int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" with f32 masters, gradients, statistics
-  std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", or "block" by block
+  std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", "block" by block, or
+                                    ///< "fit": as few blocks as sharding.memory_budget asks for
+  int64_t recompute_blocks = -1;    ///< with "block": the first so many; -1: all
   bool save_async = false;          ///< checkpoints are written while training goes on, from a copy in memory
   bool compile = false;             ///< from the fourth step on, run the third one's tape again as a program
   bool cuda_graph = false;          ///< on a GPU: capture the third step and replay it from then on
@@ -119,7 +121,8 @@ struct ShardingConfig {
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
   std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit
   int64_t min_parameters = 1'000'000;   ///< parameters of a unit, for units = "count"
-  int64_t memory_budget = 0;            ///< bytes of a rank within which units are kept, not gathered again (train.compile)
+  int64_t memory_budget = 0;            ///< bytes of a rank: for train.recompute fit, and within which a program
+                                        ///< (train.compile) keeps units instead of gathering them again
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, at most; -1: the largest unit; 0: no prefetch
 };
 

@@ -9,6 +9,7 @@
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/file.h"
+#include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/models/model_checkpoint.h"
@@ -119,7 +120,11 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   find_weights();
   lock_folder();
   require_same_data(world_, corpus_, train_data_, val_data_, weights_);  // here, for it also waits for rank 0 to have the folder
-  step_ = std::make_unique<TrainingStep>(config_, config_.model.vocab, world_, device_);
+  const TrainConfig fitted =
+      fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
+  if (config_.train.recompute == "fit" && world_.rank() == 0)
+    options_.print(str("train.recompute fit: ", fitted.train.recompute_blocks, " of ", config_.model.layers, " blocks"));
+  step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_);
   restore();
   files_.reset();
   // What would be found out only at the first save.

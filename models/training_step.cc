@@ -105,17 +105,20 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)
-    fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, ": only a program (train.compile) knows "
-                      "how much memory a step takes");
+    fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
+                      "train.compile");
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
   if (config_.train.recompute == "block") {
+    // The first ones: when the reverse pass comes to them, what later ones had kept is gone.
+    const int64_t blocks = config_.train.recompute_blocks;
+    int64_t left = blocks < 0 ? config_.model.layers : blocks;
     for (auto& [path, module] : model_->module().named_modules())
-      if (model_->is_block(*module)) module->recompute();
+      if (model_->is_block(*module) && left-- > 0) module->recompute();
   } else {
     check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
-                       ", not none or block");
+                       ", not none or block (fit is a number of blocks once it is planned)");
   }
   optimizer_ = make_optimizer(config_.train, model_->module());
   inputs_ = std::make_unique<StepInputs>(config_, mesh_, device_,

@@ -50,18 +50,18 @@ constexpr const char* kOfAGpu =
     "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
     "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
 
-// The plan is that of a step in which prefetch knows the order of gathers: the first one of a process differs.
+// The plan is that of a step in which prefetch knows the order of gathers, or of a program: the first ones of a process differ.
 void report_peaks(const models::TrainConfig& config, World& world, models::Trainer& trainer,
                   const models::TrainReport& result, int threads, RunLines& lines) {
   const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
   const std::vector<int64_t> planned =
       models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()), world.device());
-  const bool first = result.steps_here == 1;
-  lines.say(first ? "peak memory of the first step" : "peak memory of a step");
+  const bool early = result.steps_here < (config.train.compile ? 4 : 2);
+  lines.say(result.steps_here == 1 ? "peak memory of the first step" : "peak memory of a step");
   for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
     lines.say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]),
-                  "  predicted by the tape ", first ? "for later steps " : "", planned[r], " B",
-                  first ? "" : result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
+                  "  predicted by the tape ", early ? "for later steps " : "", planned[r], " B",
+                  early ? "" : result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
   }
 }
 

@@ -1,9 +1,8 @@
 // Training steps that run as programs (train.compile): the bits of eager steps, in the memory that was planned, with nothing
-// allocated on the way; and units that stay gathered within a budget.
+// allocated on the way.
 #include <gtest/gtest.h>
 
 #include "sheaf/models/batch_sampler.h"
-#include "sheaf/models/plan.h"
 #include "sheaf/tests/models/parity.h"
 
 namespace sheaf::testing {
@@ -108,41 +107,6 @@ TEST(ProgramTraining, MayBeInterrupted) {
       }, {.threads_per_rank = 1});
     EXPECT_EQ(seen[1], seen[0]) << c.world;
   }
-}
-
-TEST(ProgramTraining, KeepsWhatTheBudgetAllows) {
-  const Case c{3, "full_shard", "llama"};
-  const auto plan = [&](int64_t budget) {
-    models::TrainConfig config = config_of(c, true);
-    config.sharding.memory_budget = budget;
-    return models::plan_step(config, 13, 0, 3, 1, "local");
-  };
-  const models::Plan none = plan(0), all = plan(int64_t{1} << 40);
-  const int64_t gathers = traffic(none.tape)["all_gather data"].count;
-  EXPECT_EQ(traffic(all.tape)["all_gather data"].count, 3) << "each unit once for both micro-batches";
-  EXPECT_EQ(traffic(all.tape)["reduce_scatter data"].count, traffic(none.tape)["reduce_scatter data"].count);
-  int64_t last = gathers;
-  bool some = false;
-  for (int part = 0; part <= 8; ++part) {
-    const int64_t budget = none.peak_bytes + (all.peak_bytes - none.peak_bytes) * part / 8;
-    const models::Plan kept = plan(budget);
-    const int64_t count = traffic(kept.tape)["all_gather data"].count;
-    EXPECT_LE(kept.peak_bytes, budget + 64);  // what a step returns
-    EXPECT_LE(count, last);
-    some = some || (count < gathers && count > 3);
-    last = count;
-  }
-  EXPECT_TRUE(some);
-  EXPECT_EQ(last, 3);
-  models::TrainConfig casting = config_of({3, "full_shard", "llama", "bf16"}, true);
-  casting.sharding.memory_budget = int64_t{1} << 40;
-  const Tape tape = models::plan_step(casting, 13, 0, 3, 1, "local").tape;
-  int64_t casts = 0;
-  for (NodeId id = 0; id < tape.num_nodes(); ++id) casts += tape.op_name(tape.node(id)) == "cast_shard";
-  EXPECT_EQ(casts, 3) << "what was cast for a gather goes with it";
-  models::TrainConfig eager = config_of(c, false);
-  eager.sharding.memory_budget = 1;
-  EXPECT_EQ(refusal(3, eager), "[train] sharding.memory_budget 1: only a program (train.compile) knows how much memory a step takes");
 }
 
 }  // namespace
