@@ -268,6 +268,10 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
 /// tensor, written where it belongs: three slices would each be padded and added. Heads are cut by
 /// OwnershipMap::parts(2, {H D, G D, G D}, units) where every unit has whole key heads: the result is Shard(2) in as many units.
 Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, const AttentionOptions& options = {});
+/// rms_norm over D of each query and key of a packed x[B, T, H + 2 G, D], by weights [D] that all queries, and all keys,
+/// share; values stay (Qwen3, https://arxiv.org/abs/2505.09388). Heads are cut by OwnershipMap::parts(2, {H, G, G}, units).
+Tensor packed_rms_norm(const Tensor& x, int64_t heads, const Tensor& query_weight, const Tensor& key_weight,
+                       double eps = 1e-5);
 /// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: elements i and i + D/2 turn
 /// by (first_position + t) theta^(-2i/D), as in Llama's Hugging Face checkpoints. Of the first `heads` heads only, if given:
 /// the queries and keys of a packed projection, which is cut in parts if these end with one. `scaling` lowers the frequencies

@@ -51,7 +51,9 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.mlp_width = m.mlp_width;
     c.context = m.context;
     c.vocab = words;
+    c.head_dim = m.head_dim;
     c.qkv_bias = m.qkv_bias;
+    c.qk_norm = m.qk_norm;
     c.rope_theta = m.rope_theta;
     c.rope_scaling = rotary_scaling(m.rope_scaling);
     c.norm_eps = m.norm_eps;

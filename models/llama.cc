@@ -19,8 +19,11 @@ nn::AttentionConfig attention_config(const LlamaConfig& c) {
   a.width = c.width;
   a.heads = c.heads;
   a.kv_heads = c.kv_heads;
+  a.head_width = c.head_dim;
   a.bias = false;
   a.qkv_bias = c.qkv_bias;
+  a.qk_norm = c.qk_norm;
+  a.norm_eps = c.norm_eps;
   a.dropout = c.dropout;
   a.rope_theta = c.rope_theta;
   a.rope_scaling = c.rope_scaling;
@@ -61,6 +64,23 @@ LlamaConfig at_long_context(LlamaConfig c, double factor) {
   return c;
 }
 
+LlamaConfig qwen3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, bool tie_embeddings) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = 8;
+  c.width = width;
+  c.head_dim = 128;
+  c.mlp_width = mlp_width;
+  c.context = 40960;
+  c.vocab = 151936;
+  c.rope_theta = 1e6;
+  c.norm_eps = 1e-6;
+  c.tie_embeddings = tie_embeddings;
+  c.qk_norm = true;
+  return c;
+}
+
 }  // namespace
 
 LlamaConfig LlamaConfig::llama3_8b() { return preset("llama3-8b"); }
@@ -76,7 +96,13 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"llama3.1-70b", at_long_context(b70, 8)},
           {"llama3.1-405b", at_long_context(b405, 8)},
           {"llama3.2-1b", at_long_context(b1, 32)},
-          {"llama3.2-3b", at_long_context(b3, 32)}};
+          {"llama3.2-3b", at_long_context(b3, 32)},
+          {"qwen3-0.6b", qwen3(28, 16, 1024, 3072, true)},
+          {"qwen3-1.7b", qwen3(28, 16, 2048, 6144, true)},
+          {"qwen3-4b", qwen3(36, 32, 2560, 9728, true)},
+          {"qwen3-8b", qwen3(36, 32, 4096, 12288, false)},
+          {"qwen3-14b", qwen3(40, 40, 5120, 17408, false)},
+          {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)}};
 }
 
 LlamaConfig LlamaConfig::preset(const std::string& name) {

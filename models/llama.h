@@ -20,6 +20,7 @@ struct LlamaConfig {
   int64_t heads = 4;              ///< query heads
   int64_t kv_heads = 2;           ///< key and value heads; 0: as many as heads
   int64_t width = 64;             ///< of the residual stream
+  int64_t head_dim = 0;           ///< width of a head; 0: width / heads
   int64_t mlp_width = 0;          ///< 0: 8/3 · width, up to a multiple of 64
   int64_t context = 64;           ///< longest sequence
   int64_t vocab = 256;
@@ -29,11 +30,12 @@ struct LlamaConfig {
   double dropout = 0.0;           ///< of attention and MLP outputs
   bool tie_embeddings = false;    ///< the head is the token embedding
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
+  bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
 
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
-  /// at theirs of 131,072, whose rotary positions are scaled.
+  /// at theirs of 131,072, whose rotary positions are scaled; and the dense ones of Qwen3.
   static std::vector<std::pair<std::string, LlamaConfig>> published();
   /// One of them, or "llama-tiny"; throws ConfigError that lists them.
   static LlamaConfig preset(const std::string& name);

@@ -33,6 +33,7 @@ ModelConfig options_of(const LlamaConfig& c) {
   m.type = "llama";
   m.layers = c.layers, m.heads = c.heads, m.kv_heads = c.kv_heads, m.width = c.width, m.mlp_width = c.mlp_width;
   m.context = c.context, m.vocab = c.vocab, m.tie_embeddings = c.tie_embeddings;
+  m.head_dim = c.head_dim, m.qk_norm = c.qk_norm;
   m.qkv_bias = c.qkv_bias, m.dropout = c.dropout, m.rope_theta = c.rope_theta, m.norm_eps = c.norm_eps;
   m.rope_scaling = options_of(c.rope_scaling);
   return m;

@@ -121,15 +121,16 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
   return s;
 }
 
-// Those of one shape: Llama's, Mistral's, and Qwen2's, whose queries, keys and values have biases.
+// Those of one shape: Llama's, Mistral's, Qwen2's, whose queries, keys and values have biases, and Qwen3's, whose queries and
+// keys have norms instead.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
-  const bool llama = type == "llama", qwen = type == "qwen2";
+  const bool llama = type == "llama", qwen = type == "qwen2" || type == "qwen3";
   if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
   r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
   r.only("use_sliding_window", false, "Sheaf's attention sees all tokens before");
-  // Qwen2 does not use the one that it names; transformers gives Mistral one unless the file says null.
+  // Qwen does not use the one that it names; transformers gives Mistral one unless the file says null.
   if (!qwen) r.only("sliding_window", false, "Sheaf's attention sees all tokens before");
   if (type == "mistral" && !r.has("sliding_window"))
     r.refuse("sliding_window", "that means 4096 tokens; Sheaf's attention sees all before");
@@ -154,9 +155,10 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   }
   m.tie_embeddings = r.flag("tie_word_embeddings", false);
   m.bias = false;
-  m.qkv_bias = qwen;
-  if (r.find("head_dim") && r.positive("head_dim") != m.width / m.heads)
-    r.refuse("head_dim", str("Sheaf's heads are width / heads = ", m.width, " / ", m.heads, " wide"));
+  m.qkv_bias = type == "qwen2";
+  m.qk_norm = type == "qwen3";
+  m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
+  if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
   return m;
 }
 
@@ -175,8 +177,8 @@ ModelConfig read_published_config(const std::string& file) {
   const std::string type = r.text("model_type", "");
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
-  else if (type == "llama" || type == "mistral" || type == "qwen2") m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral and qwen2");
+  else if (type == "llama" || type == "mistral" || type == "qwen2" || type == "qwen3") m = read_llama(r, type);
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, qwen2 and qwen3");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }
@@ -191,6 +193,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("heads", m.heads, published.heads);
   same("kv_heads", m.kv_heads, published.kv_heads);
   same("width", m.width, published.width);
+  same("head_dim", m.head_dim, published.head_dim);
   same("mlp_width", m.mlp_width, published.mlp_width);
   same("vocab", m.vocab, published.vocab);
   same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
@@ -198,6 +201,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   if (m.type == "gpt2") same("bias", m.bias, published.bias);
   if (m.type == "llama") {
     same("qkv_bias", m.qkv_bias, published.qkv_bias);
+    same("qk_norm", m.qk_norm, published.qk_norm);
     same("rope_theta", m.rope_theta, published.rope_theta);
     const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
     same("rope_scaling.rope_type", ours.rope_type, theirs.rope_type);
@@ -228,10 +232,13 @@ Json published_rope_scaling(const RopeScalingConfig& s) {
 
 Json published_config(const ModelConfig& model) {
   const ModelConfig m = resolved(model);
-  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias;
+  if (m.qk_norm && m.qkv_bias)
+    fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
+  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias || m.qk_norm;
+  const char* const qwens[2][2] = {{"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
   Json json;
-  json.set("model_type", qwen ? "qwen2" : m.type)
-      .set("architectures", Json::Array{gpt2 ? "GPT2LMHeadModel" : qwen ? "Qwen2ForCausalLM" : "LlamaForCausalLM"})
+  json.set("model_type", qwen ? qwens[m.qk_norm][0] : m.type)
+      .set("architectures", Json::Array{gpt2 ? "GPT2LMHeadModel" : qwen ? qwens[m.qk_norm][1] : "LlamaForCausalLM"})
       .set("torch_dtype", "float32")
       .set("vocab_size", m.vocab)
       .set("tie_word_embeddings", m.tie_embeddings)
@@ -253,6 +260,7 @@ Json published_config(const ModelConfig& model) {
         .set("num_attention_heads", m.heads)
         .set("num_key_value_heads", m.kv_heads)
         .set("hidden_size", m.width)
+        .set("head_dim", m.head_dim)
         .set("intermediate_size", m.mlp_width)
         .set("max_position_embeddings", m.context)
         .set("hidden_act", "silu")

@@ -12,7 +12,7 @@ namespace sheaf::models {
 /// The config.json that goes with published weights: in the folder, or beside the file, `path`. "" if there is none.
 std::string published_config_file(const std::string& path);
 
-/// The model that a config.json describes, resolved: type, layers, heads, kv_heads, width, mlp_width, context, vocab,
+/// The model that a config.json describes, resolved: type, layers, heads, kv_heads, width, head_dim, mlp_width, context, vocab,
 /// bias, tie_embeddings, rope_theta, rope_scaling and norm_eps. Dropout stays 0: it is a choice of training. Throws
 /// CheckpointError naming the file and the key: missing, of the wrong type, or of a model that Sheaf does not have
 /// (another architecture, rotary positions scaled otherwise, biases in Llama's attention, sliding windows, other

@@ -41,22 +41,26 @@ std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
 // Llama's are [out, in]; queries, keys and values are three tensors, and one of ours. Both rotate halves of heads.
 std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
   std::vector<PublishedTensor> out;
-  const int64_t c = m.width, kv = m.kv_heads * (c / m.heads);
+  const int64_t c = m.width, q = m.heads * m.head_dim, kv = m.kv_heads * m.head_dim;
   const std::string prefix(kLlama);
   out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
   for (int64_t i = 0; i < m.layers; ++i) {
     const std::string name = str(prefix, "layers.", i), own = str("blocks.", i), qkv = own + ".attention.qkv.weight";
     out.push_back({name + ".input_layernorm.weight", {c}, own + ".attention_norm.weight"});
-    out.push_back({name + ".self_attn.q_proj.weight", {c, c}, qkv});
-    out.push_back({name + ".self_attn.k_proj.weight", {kv, c}, qkv, c});
-    out.push_back({name + ".self_attn.v_proj.weight", {kv, c}, qkv, c + kv});
+    out.push_back({name + ".self_attn.q_proj.weight", {q, c}, qkv});
+    out.push_back({name + ".self_attn.k_proj.weight", {kv, c}, qkv, q});
+    out.push_back({name + ".self_attn.v_proj.weight", {kv, c}, qkv, q + kv});
     if (m.qkv_bias) {
       const std::string bias = own + ".attention.qkv.bias";
-      out.push_back({name + ".self_attn.q_proj.bias", {c}, bias});
-      out.push_back({name + ".self_attn.k_proj.bias", {kv}, bias, c});
-      out.push_back({name + ".self_attn.v_proj.bias", {kv}, bias, c + kv});
+      out.push_back({name + ".self_attn.q_proj.bias", {q}, bias});
+      out.push_back({name + ".self_attn.k_proj.bias", {kv}, bias, q});
+      out.push_back({name + ".self_attn.v_proj.bias", {kv}, bias, q + kv});
     }
-    out.push_back({name + ".self_attn.o_proj.weight", {c, c}, own + ".attention.projection.weight"});
+    if (m.qk_norm) {
+      out.push_back({name + ".self_attn.q_norm.weight", {m.head_dim}, own + ".attention.query_norm.weight"});
+      out.push_back({name + ".self_attn.k_norm.weight", {m.head_dim}, own + ".attention.key_norm.weight"});
+    }
+    out.push_back({name + ".self_attn.o_proj.weight", {c, q}, own + ".attention.projection.weight"});
     out.push_back({name + ".post_attention_layernorm.weight", {c}, own + ".mlp_norm.weight"});
     out.push_back({name + ".mlp.gate_proj.weight", {m.mlp_width, c}, own + ".mlp.gate.weight"});
     out.push_back({name + ".mlp.up_proj.weight", {m.mlp_width, c}, own + ".mlp.up.weight"});

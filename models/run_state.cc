@@ -11,10 +11,12 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.heads", m.heads);
   f("model.kv_heads", m.kv_heads);
   f("model.width", m.width);
+  f("model.head_dim", m.head_dim);
   f("model.mlp_width", m.mlp_width);
   f("model.context", m.context);
   f("model.bias", m.bias);
   f("model.qkv_bias", m.qkv_bias);
+  f("model.qk_norm", m.qk_norm);
   f("model.tie_embeddings", m.tie_embeddings);
   f("model.dropout", m.dropout);
   f("model.rope_theta", m.rope_theta);
@@ -50,7 +52,8 @@ void for_each_train_option(Train&& t, F&& f) {
 // What older checkpoints do not have.
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
-         key == "train.optimizer" || key == "train.momentum" || key == "model.qkv_bias" || key.starts_with("model.rope_scaling.");
+         key == "train.optimizer" || key == "train.momentum" || key == "model.qkv_bias" ||
+         key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.");
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

@@ -39,11 +39,13 @@ struct ModelConfig {
   int64_t heads = 4;            ///< query heads
   int64_t kv_heads = 0;         ///< key and value heads (grouped-query attention); 0: as many as heads
   int64_t width = 128;          ///< size of the residual stream
+  int64_t head_dim = 0;         ///< width of a head; 0: width / heads, as always in gpt2
   int64_t mlp_width = 0;        ///< hidden size of the MLP; 0: 4·width for gpt2, 8/3·width up to a multiple of 64 for llama
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
+  bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)
   bool tie_embeddings = true;   ///< the output head is the token embedding
   double dropout = 0.0;         ///< probability, in [0, 1)
   double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)
@@ -51,9 +53,10 @@ struct ModelConfig {
   double norm_eps = 1e-5;       ///< added to the variance in norms
 };
 
-/// `m` with what 0 leaves to its type filled in: key and value heads, the MLP's hidden size.
+/// `m` with what 0 leaves to its type filled in: key and value heads, their width, the MLP's hidden size.
 inline ModelConfig resolved(ModelConfig m) {
   if (m.kv_heads == 0) m.kv_heads = m.heads;
+  if (m.head_dim == 0 && m.heads > 0) m.head_dim = m.width / m.heads;
   if (m.mlp_width == 0) m.mlp_width = m.type == "llama" ? (8 * m.width / 3 + 63) / 64 * 64 : 4 * m.width;
   return m;
 }

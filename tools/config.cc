@@ -214,6 +214,9 @@ std::string value_text(const ConfigField& field) {
 const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
+  if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
+  if (key == "model.head_dim" && config.model.type != "llama" && config.model.head_dim * config.model.heads != config.model.width)
+    return "only model.type llama has heads of another width than model.width / model.heads";
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   const std::string& scaling = config.model.rope_scaling.rope_type;
   if (key == "model.rope_scaling.factor" && scaling == "default")

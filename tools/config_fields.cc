@@ -25,11 +25,13 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.heads", &m.heads, "query heads", any, 1, 10000},
       {"model.kv_heads", &m.kv_heads, "key and value heads; 0: as many as heads", any, 0, 10000},
       {"model.width", &m.width, "size of the residual stream", any, 1, 1e6},
+      {"model.head_dim", &m.head_dim, "width of a head; 0: model.width / model.heads (llama)", any, 0, 1e6},
       {"model.mlp_width", &m.mlp_width, "hidden size of the MLP; 0: chosen by the type", any, 0, 1e7},
       {"model.context", &m.context, "tokens per sequence", any, 1, 1e8},
       {"model.vocab", &m.vocab, "vocabulary size; 0: that of the tokenizer", any, 0, 1e8},
       {"model.bias", &m.bias, "biases in linear layers and layer norms (gpt2)"},
       {"model.qkv_bias", &m.qkv_bias, "queries, keys and values have biases, as Qwen2's (llama)"},
+      {"model.qk_norm", &m.qk_norm, "each query and key is normalised before it is rotated, as Qwen3's (llama)"},
       {"model.tie_embeddings", &m.tie_embeddings, "the output head is the token embedding"},
       {"model.dropout", &m.dropout, "probability", any, 0, 0.999},
       {"model.rope_theta", &m.rope_theta, "base of the rotary frequencies (llama)", any, 1},
@@ -118,12 +120,14 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   const std::string width = str("model.width ", m.width, origin("model.width")),
                     heads = str("model.heads ", m.heads, origin("model.heads")),
                     kv_heads = str("model.kv_heads ", m.kv_heads, origin("model.kv_heads"));
-  require(m.width % m.heads == 0, width, " is not a multiple of ", heads);
+  require(m.head_dim > 0 || m.width % m.heads == 0, width, " is not a multiple of ", heads);
   require(m.kv_heads == 0 || m.heads % m.kv_heads == 0, heads, " is not a multiple of ", kv_heads);
   require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads, kv_heads,
           ": gpt2 has as many key as query heads");
-  require(m.type != "llama" || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
+  require(m.type != "llama" || m.head_dim > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
           "; rotary embedding needs an even size");
+  require(m.head_dim % 2 == 0 || m.type != "llama", "model.head_dim ", m.head_dim, origin("model.head_dim"),
+          ": rotary embedding needs an even size");
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
   require(scaling.empty(), "model.rope_scaling.", scaling);
   const auto& d = config.data;

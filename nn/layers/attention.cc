@@ -6,12 +6,14 @@
 namespace sheaf::nn {
 namespace {
 
+int64_t head_width_of(const AttentionConfig& c) { return c.head_width ? c.head_width : c.width / c.heads; }
+
 int64_t checked_head_width(const AttentionConfig& c) {
-  check<ConfigError>(c.heads > 0 && c.width > 0 && c.width % c.heads == 0, "[attention] width ", c.width,
-                     " is not a multiple of ", c.heads, " heads");
+  check<ConfigError>(c.heads > 0 && c.width > 0 && (c.head_width > 0 || (c.head_width == 0 && c.width % c.heads == 0)),
+                     "[attention] width ", c.width, " is not a multiple of ", c.heads, " heads");
   check<ConfigError>(c.kv_heads == 0 || (c.kv_heads > 0 && c.heads % c.kv_heads == 0), "[attention] ", c.heads,
                      " heads are not a multiple of ", c.kv_heads, " key and value heads");
-  const int64_t d = c.width / c.heads;
+  const int64_t d = head_width_of(c);
   check<ConfigError>(c.rope_theta == 0.0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
   return d;
 }
@@ -24,10 +26,10 @@ OwnershipMap head_cut(int dim, int64_t heads, int64_t key_heads, int64_t width) 
   return OwnershipMap::parts(dim, {heads * width, key_heads * width, key_heads * width}, key_heads);
 }
 LinearOptions reads(const AttentionConfig& c) {
-  return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), c.width / c.heads)};
+  return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), head_width_of(c))};
 }
 LinearOptions writes(const AttentionConfig& c) {
-  return {c.bias, c.projection_init, OwnershipMap::even(1, c.width / key_heads(c))};
+  return {c.bias, c.projection_init, OwnershipMap::even(1, c.heads / key_heads(c) * head_width_of(c))};
 }
 
 }  // namespace
@@ -38,21 +40,26 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
       head_width(checked_head_width(c)),
       rope_theta(c.rope_theta),
       rope_scaling(c.rope_scaling),
-      qkv(c.width, (c.heads + 2 * key_heads(c)) * (c.width / c.heads), reads(c)),
-      projection(c.width, c.width, writes(c)),
-      dropout(c.dropout) {}
+      qkv(c.width, (c.heads + 2 * key_heads(c)) * head_width, reads(c)),
+      projection(c.heads * head_width, c.width, writes(c)),
+      dropout(c.dropout) {
+  if (!c.qk_norm) return;
+  query_norm.emplace(head_width, c.norm_eps);
+  key_norm.emplace(head_width, c.norm_eps);
+}
 
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
   const TensorRegion region(x_BTC, qkv.weight);
   Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   const ContextRegion context(qkv_BTE, head_cut(2, heads, kv_heads, head_width));
   qkv_BTE = context.enter(qkv_BTE);
-  if (rope_theta != 0.0) {
+  if (query_norm || rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
-    const int64_t all_heads = heads + 2 * kv_heads;
-    const Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], all_heads, head_width});
+    Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * kv_heads, head_width});
+    if (query_norm) heads_BTHD = packed_rms_norm(heads_BTHD, heads, query_norm->weight, key_norm->weight, query_norm->eps);
     const int64_t first = cache ? cache->length() : 0;
-    qkv_BTE = reshape(rotary(heads_BTHD, rope_theta, first, heads + kv_heads, rope_scaling), packed);
+    if (rope_theta != 0.0) heads_BTHD = rotary(heads_BTHD, rope_theta, first, heads + kv_heads, rope_scaling);
+    qkv_BTE = reshape(heads_BTHD, packed);
   }
   const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, *cache)
                                  : packed_attention(qkv_BTE, heads, kv_heads, {.causal = true});

@@ -1,11 +1,12 @@
 // Causal self-attention with one projection for queries, keys and values.
 //
-//   B batch   T tokens   C width   H query heads   G key and value heads   D = C / H
+//   B batch   T tokens   C width   H query heads   G key and value heads   D width of a head
 #pragma once
 
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/layers/norm.h"
 
 namespace sheaf::nn {
 
@@ -14,8 +15,11 @@ struct AttentionConfig {
   int64_t heads = 0;
   int64_t kv_heads = 0;     ///< key and value heads, a divisor of heads (grouped queries, https://arxiv.org/abs/2305.13245);
                             ///< 0: as many as heads
+  int64_t head_width = 0;   ///< 0: width / heads
   bool bias = true;         ///< in both linear layers
   bool qkv_bias = false;    ///< in the first of them, if not in both
+  bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
+  double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
   RotaryScaling rope_scaling = {};  ///< of their frequencies
@@ -30,12 +34,13 @@ struct CausalSelfAttention : Module {
   double rope_theta;
   RotaryScaling rope_scaling;
   Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values
-  Linear projection;
+  Linear projection;  ///< from H·D
+  std::optional<RMSNorm> query_norm, key_norm;  ///< of heads
   Dropout dropout;
 
   explicit CausalSelfAttention(const AttentionConfig& config);
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr);
-  SHEAF_FIELDS(qkv, projection, dropout);
+  SHEAF_FIELDS(qkv, projection, query_norm, key_norm, dropout);
 
  private:
   Tensor attend_to_cache(const Tensor& qkv_BTE, KeyValueCache& cache) const;

@@ -43,14 +43,14 @@ TEST_P(ContextGradients, EqualUnshardedInF64) {
 
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, ContextGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama"), kStrategies,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3"), kStrategies,
                                             ::testing::Values(Sizes{0, 1, 1, 0}, Sizes{0, 1, 2, 0}, Sizes{0, 1, 3, 0},
                                                               Sizes{0, 2, 2, 0}, Sizes{0, 1, 2, 2}),
                                             ::testing::Values(7)));
 // Every rank a head and one or two tokens; parameters sharded over the axis itself; groups of which some have no row; further
 // cut by a tensor axis, of which two ranks share five key heads, on all four axes.
 INSTANTIATE_TEST_SUITE_P(Uneven, ContextGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama"), ::testing::Values("full_shard", "zero1"),
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "qwen3"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(Sizes{0, 1, 5, 0}, Sizes{0, 0, 3, 0}, Sizes{2, 0, 2, 0},
                                                               Sizes{0, 0, 2, 2}, Sizes{2, 1, 2, 2}, Sizes{0, 2, 2, 2}),
                                             ::testing::Values(3, 1)));
@@ -89,7 +89,7 @@ TEST(Context, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
 
 // What is drawn does not depend on how sequences are cut: neither first values nor what dropout drops.
 TEST(Context, TrainsAsOneRankDoes) {
-  for (const char* type : {"gpt2", "untied llama"}) {
+  for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     models::TrainConfig c = context(1, "full_shard", type);
     c.model.dropout = 0.2;
     c.train.micro_batches = 2;
@@ -108,7 +108,7 @@ TEST(Context, TrainsAsOneRankDoes) {
 }
 
 TEST(Context, TrainsInBf16) {
-  for (const char* type : {"gpt2", "untied llama"}) {
+  for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     models::TrainConfig c = context(1, "full_shard", type);
     c.train.dtype = "bf16";
     const TrainedRun expected = train_tiny(c, 1, kSteps);
@@ -228,7 +228,7 @@ TEST(Context, ARankHoldsItsTokens) {
 }
 
 TEST(Context, EvaluatesAndGeneratesAsOneRankDoes) {
-  for (const char* type : {"gpt2", "untied llama"}) {
+  for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     const auto run = [&](int64_t ranks, int64_t tensor, int world) {
       std::vector<int32_t> corpus;
       for (int32_t i = 0; i < 100; ++i) corpus.push_back(i * i % 13);

@@ -35,6 +35,12 @@ LlamaConfig llama(int64_t kv_heads = 2) {
   return c;
 }
 
+LlamaConfig qwen3() {
+  LlamaConfig c = llama();
+  c.head_dim = 40, c.qk_norm = true;
+  return c;
+}
+
 std::vector<int32_t> text(int64_t count) {
   std::vector<int32_t> out;
   for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>((i * i + 5 * i + i / 3) % kVocab));
@@ -72,6 +78,7 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
          {one_by_one(1, kContext), one_by_one(70, kContext), {64, 64, 22}, {5, 1, 90, 1, 2, 51}, {kContext}}) {
       expect_rows_of_one_pass<Gpt>(gpt(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
+      expect_rows_of_one_pass<Llama>(qwen3(), dtype, pieces);
       LlamaConfig scaled = llama();
       scaled.rope_scaling = RotaryScaling::llama3(8, 1, 4, 60);
       expect_rows_of_one_pass<Llama>(scaled, dtype, pieces);
@@ -177,6 +184,7 @@ TEST(Generate, GivesTheTextOfWholeWindows) {
            {1, 20}, {140, 10}, {140, 11}, {145, 20}, {kContext, 5}, {kContext + 30, 5}, {3, 0}}) {
     expect_the_text_of_whole_windows<Gpt>(gpt(), prompt, tokens);
     expect_the_text_of_whole_windows<Llama>(llama(), prompt, tokens);
+    expect_the_text_of_whole_windows<Llama>(qwen3(), prompt, tokens);
   }
 }
 

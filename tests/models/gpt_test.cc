@@ -50,6 +50,12 @@ LlamaConfig small_llama() {
   return c;
 }
 
+LlamaConfig small_qwen3() {
+  LlamaConfig c = small_llama();
+  c.head_dim = 10, c.qk_norm = true;
+  return c;
+}
+
 Mesh data_mesh(World& w) { return w.mesh({{"data", w.size()}}); }
 
 Tensor tokens(const Mesh& mesh, int64_t rows, int64_t length, int64_t vocab, int64_t shift) {
@@ -80,7 +86,13 @@ TEST(Llama, PublishedSizes) {
                                                    {"llama3.1-70b", 70553706496},
                                                    {"llama3.1-405b", 405853388800},
                                                    {"llama3.2-1b", 1235814400},
-                                                   {"llama3.2-3b", 3212749824}};
+                                                   {"llama3.2-3b", 3212749824},
+                                                   {"qwen3-0.6b", 596049920},
+                                                   {"qwen3-1.7b", 1720574976},
+                                                   {"qwen3-4b", 4022468096},
+                                                   {"qwen3-8b", 8190735360},
+                                                   {"qwen3-14b", 14768307200},
+                                                   {"qwen3-32b", 32762123264}};
   for (const auto& [name, parameters] : expected) {
     Llama model(LlamaConfig::preset(name));
     EXPECT_EQ(count(model), parameters) << name;
@@ -163,8 +175,10 @@ TEST(Gpt, LossIsThatOfTheLogits) {
 }
 
 TEST(Llama, LossIsThatOfTheLogits) {
-  Llama model(small_llama());
-  expect_loss_is_that_of_the_logits(model, 29);
+  for (const LlamaConfig& config : {small_llama(), small_qwen3()}) {
+    Llama model(config);
+    expect_loss_is_that_of_the_logits(model, 29);
+  }
 }
 
 TEST(Llama, ImpossibleScalingIsRefused) {
@@ -263,6 +277,7 @@ void expect_gradients_of_one_rank(const Config& config) {
 
 TEST(Gpt, GradientsAtWorldsOneToFive) { expect_gradients_of_one_rank<Gpt, Block>(small_gpt()); }
 TEST(Llama, GradientsAtWorldsOneToFive) { expect_gradients_of_one_rank<Llama, LlamaBlock>(small_llama()); }
+TEST(Qwen3, GradientsAtWorldsOneToFive) { expect_gradients_of_one_rank<Llama, LlamaBlock>(small_qwen3()); }
 
 TEST(Gpt, DropoutActsInTrainingOnlyAndDoesNotDependOnTheCut) {
   GptConfig c = small_gpt();

@@ -211,6 +211,9 @@ TEST(GpuGeneration, CachedKeysAndValuesGiveTheLogitsOfOnePass) {
     for (const auto& [dtype, bound] : {std::pair(kF32, 1e-5), std::pair(kBF16, 3e-2)}) {
       expect_cached_logits<models::Gpt>(models::GptConfig(), dtype, bound);
       expect_cached_logits<models::Llama>(models::LlamaConfig(), dtype, bound);  // two query heads a key head
+      models::LlamaConfig qwen3;
+      qwen3.head_dim = 24, qwen3.qk_norm = true;
+      expect_cached_logits<models::Llama>(qwen3, dtype, bound);
     }
   }, {.device = kGpu});
 }

@@ -142,6 +142,7 @@ models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t k
   m.width = 4 * heads;
   m.mlp_width = 40;
   if (m.type == "llama") m.kv_heads = key_heads;
+  if (type == "qwen3") m.head_dim = 6, m.qk_norm = true;
   return m;
 }
 

@@ -22,7 +22,8 @@ using ::testing::HasSubstr;
 
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "tests/models/published/llama_bf16_shards",
                   kBase = "tests/models/published/gpt2_f16_base", kScaled = "tests/models/published/llama_f32_scaled",
-                  kMistral = "tests/models/published/mistral_f32", kQwen2 = "tests/models/published/qwen2_bf16_tied";
+                  kMistral = "tests/models/published/mistral_f32", kQwen2 = "tests/models/published/qwen2_bf16_tied",
+                  kHeads = "tests/models/published/mistral_f32_heads", kQwen3 = "tests/models/published/qwen3_bf16_tied";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -195,12 +196,16 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
   EXPECT_THAT(refused(kLlama, "layer_types", Json::Array{"full_attention", "sliding_attention"}), HasSubstr("layer_types is"));
   EXPECT_THAT(refused(kLlama, "hidden_act", "gelu"), HasSubstr("hidden_act is \"gelu\": Sheaf's llama has silu"));
-  EXPECT_THAT(refused(kLlama, "head_dim", 8), HasSubstr("head_dim is 8: Sheaf's heads are width / heads = 16 / 4 wide"));
+  EXPECT_THAT(refused(kLlama, "head_dim", 5), HasSubstr("head_dim is 5: rotary positions turn pairs"));
+  EXPECT_THAT(refused(kQwen3, "head_dim", 0), HasSubstr("head_dim is 0: expected a positive integer"));
+  EXPECT_THAT(refused(kQwen3, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases in both"));
+  EXPECT_THAT(refused(kQwen3, "use_sliding_window", true), HasSubstr("use_sliding_window is true: Sheaf's attention sees all"));
+  EXPECT_THAT(refused(kQwen3, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral and qwen2"));
-  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral and qwen2"));
+  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, qwen2 and qwen3"));
+  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, qwen2 and qwen3"));
   EXPECT_THAT(refused(kLlama, "model_type", "mistral"), HasSubstr("sliding_window is missing: that means 4096 tokens"));
   EXPECT_THAT(refused(kMistral, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
   EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
@@ -280,8 +285,19 @@ TEST(PublishedConfig, ScaledRotaryPositions) {
   EXPECT_EQ(refused("original_max_position_embeddings", 32), "no exception");
 }
 
+// Where config.json says nothing, transformers' heads are width / heads wide, and Qwen3's 128.
+TEST(PublishedConfig, HeadsOfNoGivenWidth) {
+  for (const auto& [folder, width] : {std::pair{kHeads, 4}, {kQwen2, 4}, {kQwen3, 128}}) {
+    const Copy copy(folder);
+    Json json = Json::parse(text_of(copy / "config.json"), "config.json");
+    json.set("head_dim", Json());
+    write_text(copy / "config.json", json.dump());
+    EXPECT_EQ(models::read_published_config(copy / "config.json").head_dim, width) << folder;
+  }
+}
+
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
-  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2}) {
+  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());
@@ -289,6 +305,10 @@ TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
     models::check_published_shape(after, before, folder);
     EXPECT_EQ(after.context, before.context);
   }
+  models::ModelConfig both = models::read_published_config(kQwen3 + "/config.json");
+  both.qkv_bias = true;
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::published_config(both); }),
+              HasSubstr("model.qk_norm with model.qkv_bias: no published architecture has both"));
   models::ModelConfig linear = models::read_published_config(kScaled + "/config.json");
   linear.rope_scaling = {.rope_type = "linear", .factor = 3.0};
   EXPECT_EQ(models::published_config(linear).at("rope_scaling").dump(), R"({"rope_type":"linear","factor":3.0})");

@@ -24,7 +24,7 @@ using testing::Values;
 using testing::Whole;
 
 const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
-                               "llama_f32_scaled", "mistral_f32", "qwen2_bf16_tied"};
+                               "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -239,6 +239,8 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(scaled([](Scaling& s) { s.original_max_position_embeddings = 64; }),
               HasSubstr("original_max_position_embeddings is 64, but 32 in"));
   EXPECT_THAT(message("qwen2_bf16_tied", [](Config& c) { c.qkv_bias = false; }), HasSubstr("model.qkv_bias is false, but true in"));
+  EXPECT_THAT(message("qwen3_bf16_tied", [](Config& c) { c.qk_norm = false; }), HasSubstr("model.qk_norm is false, but true in"));
+  EXPECT_THAT(message("mistral_f32_heads", [](Config& c) { c.head_dim = 4; }), HasSubstr("model.head_dim is 4, but 6 in"));
   EXPECT_THAT(message("llama_f32_tied", [](Config& c) { c.kv_heads = 4; }), HasSubstr("model.kv_heads is 4, but 2 in"));
 
   nn::Linear other(3, 3);

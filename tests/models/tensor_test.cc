@@ -41,7 +41,7 @@ TEST_P(TensorGradients, EqualUnshardedInF64) {
 
 const auto kStrategies = ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate");
 INSTANTIATE_TEST_SUITE_P(Meshes, TensorGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama"), kStrategies,
+                         ::testing::Combine(::testing::Values("gpt2", "llama", "untied llama", "qwen3"), kStrategies,
                                             ::testing::Values(mesh(0, 1, 1), mesh(0, 1, 2), mesh(0, 1, 3), mesh(0, 2, 2),
                                                               mesh(0, 3, 2), mesh(0, 2, 3)),
                                             ::testing::Values(7)));
@@ -51,8 +51,12 @@ INSTANTIATE_TEST_SUITE_P(Uneven, TensorGradients,
                                             ::testing::Values(mesh(0, 1, 4), mesh(0, 1, 5), mesh(2, 1, 2), mesh(2, 2, 2)),
                                             ::testing::Values(3, 1)));
 
+INSTANTIATE_TEST_SUITE_P(NormedHeads, TensorGradients,
+                         ::testing::Combine(::testing::Values("qwen3"), ::testing::Values("full_shard", "zero1"),
+                                            ::testing::Values(mesh(2, 1, 2), mesh(2, 2, 2)), ::testing::Values(3, 1)));
+
 TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
-  for (const char* type : {"gpt2", "untied llama"}) {
+  for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     const TrainedRun expected = train_tiny(tensor(2, "full_shard", type), 4, kSteps);
     EXPECT_LT(expected.losses.back(), expected.losses.front());
     for (const char* strategy : {"shard_grad_op", "zero1"})
@@ -70,7 +74,7 @@ TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
 
 // What is drawn does not depend on how layers are cut: neither first values nor what dropout drops.
 TEST(Tensor, TrainsAsOneRankDoes) {
-  for (const char* type : {"gpt2", "untied llama"}) {
+  for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     models::TrainConfig c = tensor(1, "full_shard", type);
     c.model.dropout = 0.2;
     c.train.micro_batches = 2;
@@ -232,7 +236,7 @@ TEST(Tensor, IgnoredTargetsCountNothing) {
 }
 
 TEST(Tensor, TrainsInBf16) {
-  for (const char* type : {"gpt2", "untied llama"}) {
+  for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
     models::TrainConfig c = tensor(1, "full_shard", type);
     c.train.dtype = "bf16";
     const TrainedRun expected = train_tiny(c, 1, kSteps);
@@ -243,11 +247,12 @@ TEST(Tensor, TrainsInBf16) {
 }
 
 TEST(Tensor, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
-  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
-    models::TrainConfig c = tensor(2, strategy);
-    c.train.micro_batches = 2;
-    expect_planned_tapes(c, 4);
-  }
+  for (const char* type : {"gpt2", "qwen3"})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+      models::TrainConfig c = tensor(2, strategy, type);
+      c.train.micro_batches = 2;
+      expect_planned_tapes(c, 4);
+    }
 }
 
 // What a rank holds of a step shrinks with the axis: activations and weights of the blocks.

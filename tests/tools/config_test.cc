@@ -116,6 +116,8 @@ TEST_F(Config, WhatFollowsFromAPresetsSizesFollowsFromThoseGiven) {
 TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.bias", "false"}),
               HasSubstr("'model.bias' would change nothing: only model.type gpt2 has biases"));
+  EXPECT_THAT(error("", {"--model.head_dim", "64"}), HasSubstr("only model.type llama has heads of another width"));
+  EXPECT_THAT(error("", {"--model.qk_norm", "true"}), HasSubstr("only model.type llama has such norms"));
   EXPECT_THAT(error("", {"--model.rope_theta", "10000"}), HasSubstr("only model.type llama has rotary embeddings"));
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
@@ -128,6 +130,7 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   load("[model]\ntype = 'llama'\nbias = false\n");
   // A preset of another type gives what this one has.
   EXPECT_FALSE(load("", {"--model.preset", "gpt2-124m", "--model.type", "llama"}).model.bias);
+  EXPECT_FALSE(load("", {"--model.preset", "qwen3-0.6b", "--model.type", "gpt2", "--model.kv_heads", "0"}).model.qk_norm);
   const TrainConfig c = load("", {"--model.preset", "llama3-8b", "--model.type", "gpt2", "--model.kv_heads", "0"});
   EXPECT_EQ(print_config(load(print_config(c))), print_config(c));
 }
@@ -205,6 +208,9 @@ TEST_F(Config, PrintedTextGivesTheSameConfiguration) {
 TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_THAT(error("", {"--model.heads", "3"}), HasSubstr("model.width 128 is not a multiple of model.heads 3"));
   EXPECT_THAT(error("", {"--model.kv_heads", "2"}), HasSubstr("gpt2"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.head_dim", "7"}),
+              HasSubstr("model.head_dim 7: rotary embedding needs an even size"));
+  EXPECT_EQ(load("", {"--model.type", "llama", "--model.heads", "3", "--model.head_dim", "8"}).model.head_dim, 8);
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.kv_heads", "3"}), HasSubstr("model.kv_heads 3"));
   EXPECT_THAT(error("", {"--train.micro_batches", "13"}), HasSubstr("less than train.micro_batches"));
   EXPECT_THAT(error("", {"--train.lr", "1e-5"}), HasSubstr("min_lr"));

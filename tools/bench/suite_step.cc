@@ -87,7 +87,7 @@ int64_t free_memory() {
 Rates attention_rates(Session& session, const models::TrainConfig& config) {
   const models::ModelConfig m = models::resolved(config.model);
   const AttentionSize size{std::min<int64_t>(config.train.batch / config.train.micro_batches, 16),
-                           m.context, m.heads, m.kv_heads, m.width / m.heads};
+                           m.context, m.heads, m.kv_heads, m.head_dim};
   const DType dtype = config.train.dtype == "bf16" ? kBF16 : kF32;
   Rates rates;
   run_local(1,

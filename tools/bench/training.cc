@@ -123,14 +123,14 @@ double flops_per_step(const models::TrainConfig& config, CountAttention attentio
   const auto of = [](int64_t n) { return static_cast<double>(n); };
   const bool llama = m.type == "llama";
   const double width = of(m.width), layers = of(m.layers), context = of(m.context);
-  const double keys = width * of(m.kv_heads) / of(m.heads);
+  const double queries = of(m.heads * m.head_dim), keys = of(m.kv_heads * m.head_dim);
   const double hidden = of(m.mlp_width);
   // Queries, keys and values, the output; up and down, and Llama's gate.
   const double block =
-      width * (width + 2 * keys) + width * width + (llama ? 3 : 2) * width * hidden;
+      width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden;
   const double in_products = layers * block + of(m.vocab) * width;
   const double each = attention == CountAttention::full ? 12 : 6;
-  return context * of(config.train.batch) * (6 * in_products + each * layers * context * width);
+  return context * of(config.train.batch) * (6 * in_products + each * layers * context * queries);
 }
 
 World solo_world() {
