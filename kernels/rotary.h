@@ -10,8 +10,9 @@ namespace cpu {
 
 /// Rotary embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D], D even, in the
 /// half-split form of Llama's Hugging Face checkpoints: elements i and i + D/2 are rotated by the
-/// angle position * scaling.scaled(theta^(-2i/D)), position = first_position + t. Heads from
-/// `heads` on are copied. `inverse` rotates back, which is the gradient. y has x's shape and dtype,
+/// angle position * RotaryFrequencies(theta, D / 2, scaling)(i), position = first_position + t, and
+/// multiplied by the scaling's amplitude. Heads from `heads` on are copied. `inverse` rotates back,
+/// multiplying once more, which is the gradient. y has x's shape and dtype,
 /// and may be the same memory; their last dimensions are dense.
 size_t rotary_workspace(const View& x);
 void rotary(const View& x, double theta, const RotaryScaling& scaling, int64_t first_position,

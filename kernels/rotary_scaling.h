@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "sheaf/core/error.h"
@@ -19,16 +20,38 @@ namespace sheaf {
 /// https://github.com/meta-llama/llama-models; "llama3" in transformers' modeling_rope_utils.py).
 /// Without an original context s is 0 and every frequency is divided: positions are interpolated
 /// (Chen et al., https://arxiv.org/abs/2306.15595; "linear" there). A factor of 1 changes no bit.
+///
+/// YaRN (Peng et al., https://arxiv.org/abs/2309.00071; "yarn" there) has the same bounds by other names, beta_slow and
+/// beta_fast, but s falls linearly with the index of the frequency, between those at the bounds; RotaryFrequencies knows
+/// them. What is rotated grows by `amplitude`, too.
 struct RotaryScaling {
+  enum class Blend : int8_t {
+    by_turns,
+    by_index,        ///< YaRN
+    by_whole_index,  ///< of which the bounds are rounded outwards
+  };
   double factor = 1.0;            ///< what slow frequencies are divided by, at least 1
   double low_freq_factor = 1.0;   ///< turns, above 0
   double high_freq_factor = 4.0;  ///< turns, above low_freq_factor
   int64_t original_context = 0;   ///< tokens; 0: all frequencies are divided
+  Blend blend = Blend::by_turns;
+  double amplitude = 1.0;  ///< what rotated elements are multiplied by, above 0
+
+  bool is_yarn() const { return blend != Blend::by_turns; }
 
   static RotaryScaling linear(double factor) { return {.factor = factor}; }
   static RotaryScaling llama3(double factor, double low = 1.0, double high = 4.0,
                               int64_t original_context = 8192) {
     return {factor, low, high, original_context};
+  }
+  static RotaryScaling yarn(double factor, int64_t original_context, double beta_slow = 1.0, double beta_fast = 32.0,
+                            bool truncate = true) {
+    return {factor, beta_slow, beta_fast, original_context, truncate ? Blend::by_whole_index : Blend::by_index,
+            yarn_amplitude(factor)};
+  }
+  /// YaRN's, which it recommends; of a factor up to 1 it is 1.
+  static double yarn_amplitude(double factor, double scale = 1.0) {
+    return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
   }
   bool operator==(const RotaryScaling&) const = default;
 
@@ -36,27 +59,63 @@ struct RotaryScaling {
   SHEAF_HOST_DEVICE double scaled(double frequency) const {
     constexpr double kTwoPi = 6.283185307179586;
     const double turns = frequency * static_cast<double>(original_context) / kTwoPi;
-    const double blend = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-    const double s = std::min(std::max(blend, 0.0), 1.0);
-    return frequency * (s + (1.0 - s) / factor);
+    const double part = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+    return blended(frequency, std::min(std::max(part, 0.0), 1.0));
   }
+  SHEAF_HOST_DEVICE double blended(double frequency, double s) const { return frequency * (s + (1.0 - s) / factor); }
 
   /// What cannot be, by the field's name; "" if all can.
   std::string problem() const {
     if (!(factor >= 1.0 && factor <= kLargest))
       return str("factor is ", factor, ": expected a number from 1 to ", kLargest);
+    const char *low = is_yarn() ? "beta_slow" : "low_freq_factor", *high = is_yarn() ? "beta_fast" : "high_freq_factor";
     if (!(low_freq_factor > 0.0))
-      return str("low_freq_factor is ", low_freq_factor, ": expected a positive number");
+      return str(low, " is ", low_freq_factor, ": expected a positive number");
     if (!(high_freq_factor > low_freq_factor && high_freq_factor <= kLargest))
-      return str("high_freq_factor is ", high_freq_factor, ": expected a number above ",
-                 "low_freq_factor, ", low_freq_factor, ", up to ", kLargest);
-    if (original_context < 0)
+      return str(high, " is ", high_freq_factor, ": expected a number above ", low, ", ",
+                 low_freq_factor, ", up to ", kLargest);
+    if (original_context < (is_yarn() ? 1 : 0))
       return str("original_context is ", original_context, ": expected a number of tokens");
+    if (!(amplitude > 0.0 && amplitude <= kLargest))
+      return str("attention_factor is ", amplitude, ": expected a positive number up to ", kLargest);
     return "";
   }
 
  private:
   static constexpr double kLargest = 1e6;
+};
+
+/// The frequencies of a head of 2 `half` elements, radians per position.
+class RotaryFrequencies {
+ public:
+  RotaryFrequencies(double theta, int64_t half, const RotaryScaling& scaling) : theta_(theta), half_(half), scaling_(scaling) {
+    if (!scaling.is_yarn()) return;
+    check<ConfigError>(theta > 1, "[rotary] theta ", theta, ": yarn needs a number above 1");
+    const double width = 2 * static_cast<double>(half);
+    // The index of the frequency that makes so many turns in the original context, as a real number.
+    const auto index = [&](double turns) {
+      constexpr double kTwoPi = 6.283185307179586;
+      return width * std::log(static_cast<double>(scaling.original_context) / (turns * kTwoPi)) / (2 * std::log(theta));
+    };
+    const bool whole = scaling.blend == RotaryScaling::Blend::by_whole_index;
+    first_ = index(scaling.high_freq_factor), last_ = index(scaling.low_freq_factor);
+    if (whole) first_ = std::floor(first_), last_ = std::ceil(last_);
+    first_ = std::max(first_, 0.0), last_ = std::min(last_, width - 1);
+    if (first_ == last_) last_ += 0.001;  // as transformers does
+  }
+  SHEAF_HOST_DEVICE double operator()(int64_t i) const {
+    const double frequency = ::pow(theta_, -static_cast<double>(i) / static_cast<double>(half_));
+    if (scaling_.blend == RotaryScaling::Blend::by_turns) return scaling_.scaled(frequency);
+    const double ramp = (static_cast<double>(i) - first_) / (last_ - first_);
+    return scaling_.blended(frequency, 1.0 - std::min(std::max(ramp, 0.0), 1.0));
+  }
+  SHEAF_HOST_DEVICE double amplitude() const { return scaling_.amplitude; }
+
+ private:
+  double theta_;
+  int64_t half_;
+  RotaryScaling scaling_;
+  double first_ = 0, last_ = 0;
 };
 
 }  // namespace sheaf

@@ -9,8 +9,15 @@ namespace {
 RopeScalingConfig options_of(const RotaryScaling& s) {
   RopeScalingConfig c;
   if (s == RotaryScaling{}) return c;
-  c.rope_type = s.original_context == 0 ? "linear" : "llama3";
+  c.rope_type = s.is_yarn() ? "yarn" : s.original_context == 0 ? "linear" : "llama3";
   c.factor = s.factor;
+  if (s.is_yarn()) {
+    c.original_max_position_embeddings = s.original_context;
+    c.beta_slow = s.low_freq_factor, c.beta_fast = s.high_freq_factor;
+    c.truncate = s.blend == RotaryScaling::Blend::by_whole_index;
+    c.attention_factor = s.amplitude;
+    return c;
+  }
   if (s.original_context == 0) return c;
   c.low_freq_factor = s.low_freq_factor, c.high_freq_factor = s.high_freq_factor;
   c.original_max_position_embeddings = s.original_context;

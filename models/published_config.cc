@@ -104,12 +104,31 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
   RopeScalingConfig s;
   const Json* type = rope->find("rope_type") ? rope->find("rope_type") : rope->find("type");
   if (!type || *type == Json("default")) return s;
-  if (!(*type == Json("linear") || *type == Json("llama3")))
-    r.refuse(key, str("Sheaf's rotary positions are of the rope_type default, linear or llama3, not ", type->dump()));
+  if (!(*type == Json("linear") || *type == Json("llama3") || *type == Json("yarn")))
+    r.refuse(key, str("Sheaf's rotary positions are of the rope_type default, linear, llama3 or yarn, not ", type->dump()));
   s.rope_type = type->as_string();
   s.factor = number("factor");
   if (s.rope_type == "llama3") {
     s.low_freq_factor = number("low_freq_factor"), s.high_freq_factor = number("high_freq_factor");
+  } else if (s.rope_type == "yarn") {
+    // Where transformers takes null or 0 for nothing.
+    const auto optional = [&](const char* name, double& value, bool zero_is_none = true) {
+      const Json* given = rope->find(name);
+      if (!given || given->is_null()) return;
+      const double x = number(name);
+      if (x == 0 && zero_is_none) return;
+      if (!(x > 0)) r.refuse(key, str(name, " is ", x, ": expected a positive number"));
+      value = x;
+    };
+    optional("beta_slow", s.beta_slow), optional("beta_fast", s.beta_fast);
+    optional("mscale", s.mscale), optional("mscale_all_dim", s.mscale_all_dim);
+    optional("attention_factor", s.attention_factor, false);
+    if (const Json* truncate = rope->find("truncate")) {
+      if (!(*truncate == Json(true) || *truncate == Json(false))) r.refuse(key, "truncate is neither true nor false");
+      s.truncate = *truncate == Json(true);
+    }
+  }
+  if (s.rope_type != "linear") {
     const double tokens = number("original_max_position_embeddings");
     if (!(tokens >= 1 && tokens <= kLargest) || tokens != std::floor(tokens))
       r.refuse(key, "original_max_position_embeddings is no number of tokens");
@@ -210,6 +229,10 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
     same("rope_scaling.high_freq_factor", ours.high_freq_factor, theirs.high_freq_factor);
     same("rope_scaling.original_max_position_embeddings", ours.original_max_position_embeddings,
          theirs.original_max_position_embeddings);
+    same("rope_scaling.beta_slow", ours.beta_slow, theirs.beta_slow);
+    same("rope_scaling.beta_fast", ours.beta_fast, theirs.beta_fast);
+    same("rope_scaling.truncate", ours.truncate, theirs.truncate);
+    same("rope_scaling.attention_factor", rotary_scaling(ours).amplitude, rotary_scaling(theirs).amplitude);
   }
   if (m.context > published.context)
     fail<ConfigError>("[weights] model.context is ", m.context, ", more than the ", published.context, " of ", file);
@@ -225,6 +248,14 @@ Json published_rope_scaling(const RopeScalingConfig& s) {
     json.set("low_freq_factor", s.low_freq_factor)
         .set("high_freq_factor", s.high_freq_factor)
         .set("original_max_position_embeddings", s.original_max_position_embeddings);
+  if (s.rope_type != "yarn") return json;
+  json.set("original_max_position_embeddings", s.original_max_position_embeddings)
+      .set("beta_slow", s.beta_slow)
+      .set("beta_fast", s.beta_fast)
+      .set("truncate", s.truncate);
+  if (s.attention_factor != 0) json.set("attention_factor", s.attention_factor);
+  if (s.mscale != 0) json.set("mscale", s.mscale);
+  if (s.mscale_all_dim != 0) json.set("mscale_all_dim", s.mscale_all_dim);
   return json;
 }
 

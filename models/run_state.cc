@@ -25,6 +25,12 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.rope_scaling.low_freq_factor", m.rope_scaling.low_freq_factor);
   f("model.rope_scaling.high_freq_factor", m.rope_scaling.high_freq_factor);
   f("model.rope_scaling.original_max_position_embeddings", m.rope_scaling.original_max_position_embeddings);
+  f("model.rope_scaling.beta_slow", m.rope_scaling.beta_slow);
+  f("model.rope_scaling.beta_fast", m.rope_scaling.beta_fast);
+  f("model.rope_scaling.truncate", m.rope_scaling.truncate);
+  f("model.rope_scaling.attention_factor", m.rope_scaling.attention_factor);
+  f("model.rope_scaling.mscale", m.rope_scaling.mscale);
+  f("model.rope_scaling.mscale_all_dim", m.rope_scaling.mscale_all_dim);
   f("model.norm_eps", m.norm_eps);
 }
 

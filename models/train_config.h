@@ -13,11 +13,17 @@ namespace sheaf::models {
 /// [model.rope_scaling] Rotary frequencies for longer contexts than that of the first training, by the names of Hugging
 /// Face's config.json; RotaryScaling has the formulas. The defaults are Llama 3.1's, but for the type.
 struct RopeScalingConfig {
-  std::string rope_type = "default";  ///< "default" (as they are), "linear" or "llama3"
+  std::string rope_type = "default";  ///< "default" (as they are), "linear", "llama3" or "yarn"
   double factor = 8.0;                ///< what slow frequencies (linear: all) are divided by
   double low_freq_factor = 1.0;       ///< turns in the original context up to which one is slow (llama3)
   double high_freq_factor = 4.0;      ///< turns from which on one stays as it is (llama3)
-  int64_t original_max_position_embeddings = 8192;  ///< the original context (llama3)
+  int64_t original_max_position_embeddings = 8192;  ///< the original context (llama3, yarn)
+  double beta_slow = 1.0;             ///< as low_freq_factor (yarn)
+  double beta_fast = 32.0;            ///< as high_freq_factor (yarn)
+  bool truncate = true;               ///< the blend is between whole indices of frequencies (yarn)
+  double attention_factor = 0.0;      ///< of queries and keys; 0: follows from the factor and the two below (yarn)
+  double mscale = 0.0;                ///< of the factor's logarithm, if both are not 0 (yarn)
+  double mscale_all_dim = 0.0;        ///< of the logarithm that it is divided by (yarn)
   bool operator==(const RopeScalingConfig&) const = default;
 };
 
@@ -27,7 +33,14 @@ inline RotaryScaling rotary_scaling(const RopeScalingConfig& c) {
   if (c.rope_type == "linear") return RotaryScaling::linear(c.factor);
   if (c.rope_type == "llama3")
     return RotaryScaling::llama3(c.factor, c.low_freq_factor, c.high_freq_factor, c.original_max_position_embeddings);
-  fail<ConfigError>("[model] unknown rope_type '", c.rope_type, "'; known: default, linear, llama3");
+  if (c.rope_type == "yarn") {
+    RotaryScaling s = RotaryScaling::yarn(c.factor, c.original_max_position_embeddings, c.beta_slow, c.beta_fast, c.truncate);
+    if (c.attention_factor != 0) s.amplitude = c.attention_factor;
+    else if (c.mscale != 0 && c.mscale_all_dim != 0)
+      s.amplitude = RotaryScaling::yarn_amplitude(c.factor, c.mscale) / RotaryScaling::yarn_amplitude(c.factor, c.mscale_all_dim);
+    return s;
+  }
+  fail<ConfigError>("[model] unknown rope_type '", c.rope_type, "'; known: default, linear, llama3, yarn");
 }
 
 /// [model] What to train.

@@ -361,6 +361,9 @@ const std::vector<OpSample>& op_samples() {
       {.op = "rotary", .variant = "scaled", .inputs = {{2, 3, 2, 6}},  // a frequency that stays, one between, one divided
        .f = [](Args x) { return rotary(x[0], 100.0, 70, -1, RotaryScaling::llama3(8, 1, 4, 40)); },
        .rules = {"S0 -> S0", "S2 -> S2", "P -> P"}},
+      {.op = "rotary", .variant = "yarn", .inputs = {{2, 3, 2, 6}},
+       .f = [](Args x) { return rotary(x[0], 100.0, 70, -1, RotaryScaling::yarn(8, 40, 1, 4)); },
+       .rules = {"S0 -> S0", "S2 -> S2", "P -> P"}},
       {.op = "cross_entropy", .inputs = {{2, 3, 7}, integers({2, 3}, 7)},
        .f = [](Args x) { return cross_entropy(x[0], x[1]); }, .no_second = "cross_entropy_backward", .tolerance = 2,
        .rules = {"S0 S0 -> P", "S1 S1 -> P"}},

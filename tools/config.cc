@@ -220,9 +220,13 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   const std::string& scaling = config.model.rope_scaling.rope_type;
   if (key == "model.rope_scaling.factor" && scaling == "default")
-    return "only model.rope_scaling.rope_type linear and llama3 have it";
-  if (key.starts_with("model.rope_scaling.") && !key.ends_with("type") && !key.ends_with(".factor") && scaling != "llama3")
+    return "only model.rope_scaling.rope_type linear and llama3 and yarn have it";
+  if (key == "model.rope_scaling.original_max_position_embeddings" && scaling != "llama3" && scaling != "yarn")
+    return "only model.rope_scaling.rope_type llama3 and yarn have it";
+  if (key.starts_with("model.rope_scaling.") && key.ends_with("_freq_factor") && scaling != "llama3")
     return "only model.rope_scaling.rope_type llama3 has it";
+  for (const char* name : {"beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
+    if (key == str("model.rope_scaling.", name) && scaling != "yarn") return "only model.rope_scaling.rope_type yarn has it";
   if (key.starts_with("train.decay_") && config.train.schedule == "constant")
     return "train.schedule constant has no decay";
   if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";

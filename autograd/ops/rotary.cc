@@ -59,9 +59,10 @@ struct Rotary {
   static void describe(const Attrs& a, std::string& out) {
     out += str("theta ", a.theta, a.inverse ? " inverse" : "");
     const RotaryScaling& s = a.scaling;
-    if (s.factor != 1.0) out += str(" scaled by ", s.factor);
+    if (s.factor != 1.0) out += str(s.is_yarn() ? " yarn" : "", " scaled by ", s.factor);
     if (s.factor != 1.0 && s.original_context != 0)
       out += str(" (", s.low_freq_factor, " to ", s.high_freq_factor, " turns in ", s.original_context, ")");
+    if (s.amplitude != 1.0) out += str(" times ", s.amplitude);
     if (a.heads != kAllHeads) out += str(" heads 0 to ", a.heads);
     if (a.first_position) out += str(" from position ", a.first_position);
   }

@@ -26,11 +26,8 @@ struct Tables {
 };
 
 template <class C>
-void fill_tables(const Tables& t, double theta, const RotaryScaling& scaling,
-                 int64_t first_position, double* fine, C* cosine, C* sine) {
-  auto frequency = [&](int64_t i) {
-    return scaling.scaled(std::pow(theta, -static_cast<double>(i) / static_cast<double>(t.half)));
-  };
+void fill_tables(const Tables& t, const RotaryFrequencies& frequency, int64_t first_position,
+                 double* fine, C* cosine, C* sine) {
   parallel_for(t.half, std::max<int64_t>(1, 2048 / kFine), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const double f = frequency(i);
@@ -46,7 +43,8 @@ void fill_tables(const Tables& t, double theta, const RotaryScaling& scaling,
     for (int64_t q = first_coarse + begin; q < first_coarse + end; ++q)
       for (int64_t i = 0; i < t.half; ++i) {
         const double angle = static_cast<double>(q * kFine) * frequency(i);
-        const double c = std::cos(angle), s = std::sin(angle);
+        const double c = frequency.amplitude() * std::cos(angle),
+                     s = frequency.amplitude() * std::sin(angle);
         for (int64_t r = 0; r < kFine; ++r) {
           const int64_t row = q * kFine + r - first_position;
           if (row < 0 || row >= t.positions) continue;
@@ -77,7 +75,7 @@ void rotary(const View& x, double theta, const RotaryScaling& scaling, int64_t f
     Carver carver("rotary", workspace);
     double* fine = carver.take<double>(2 * kFine * t.half);
     C *cosine = carver.take<C>(t.positions * t.half), *sine = carver.take<C>(t.positions * t.half);
-    fill_tables(t, theta, scaling, first_position, fine, cosine, sine);
+    fill_tables(t, RotaryFrequencies(theta, t.half, scaling), first_position, fine, cosine, sine);
     const Rows<const T> in("rotary", x);
     const Rows<T> out("rotary", y);
     const int64_t heads = x.shape[2];

@@ -15,8 +15,7 @@ struct Rotation {
   int half;                        ///< D / 2
   int tile;                        ///< positions of a block
   int64_t xb, xt, xh, yb, yt, yh;  ///< strides
-  double theta;
-  RotaryScaling scaling;
+  RotaryFrequencies frequency;
   int64_t first_position;
   bool inverse;
 };
@@ -33,11 +32,11 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * r.tile;
   const int tile = static_cast<int>(std::min<int64_t>(r.tile, r.positions - first));
   for (int n = threadIdx.x; n < tile * r.half; n += kThreads) {
-    const double frequency = r.scaling.scaled(
-        ::pow(r.theta, -static_cast<double>(n % r.half) / static_cast<double>(r.half)));
-    const double angle = static_cast<double>(r.first_position + first + n / r.half) * frequency;
+    const double angle =
+        static_cast<double>(r.first_position + first + n / r.half) * r.frequency(n % r.half);
     double s, c;
     ::sincos(angle, &s, &c);
+    s *= r.frequency.amplitude(), c *= r.frequency.amplitude();
     cosine[n] = static_cast<C>(c), sine[n] = static_cast<C>(r.inverse ? -s : s);
   }
   __syncthreads();
@@ -96,8 +95,8 @@ void rotary(const Stream& stream, const View& x, double theta, const RotaryScali
                        x.shape[1], static_cast<int>(x.shape[2]),
                        static_cast<int>(std::clamp<int64_t>(heads, 0, x.shape[2])),
                        static_cast<int>(half), static_cast<int>(tile), x.strides[0], x.strides[1],
-                       x.strides[2], y.strides[0], y.strides[1], y.strides[2], theta, scaling,
-                       first_position, inverse});
+                       x.strides[2], y.strides[0], y.strides[1], y.strides[2],
+                       RotaryFrequencies(theta, half, scaling), first_position, inverse});
   });
 }
 

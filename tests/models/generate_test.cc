@@ -80,8 +80,10 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
       expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(qwen3(), dtype, pieces);
       LlamaConfig scaled = llama();
-      scaled.rope_scaling = RotaryScaling::llama3(8, 1, 4, 60);
-      expect_rows_of_one_pass<Llama>(scaled, dtype, pieces);
+      for (const RotaryScaling& scaling : {RotaryScaling::llama3(8, 1, 4, 60), RotaryScaling::yarn(8, 60)}) {
+        scaled.rope_scaling = scaling;
+        expect_rows_of_one_pass<Llama>(scaled, dtype, pieces);
+      }
     }
 }
 

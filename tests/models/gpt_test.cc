@@ -120,6 +120,9 @@ TEST(Presets, AreThePublishedSizes) {
   LlamaConfig linear;
   linear.rope_scaling = RotaryScaling::linear(2);
   EXPECT_TRUE(rotary_scaling(options_of(linear).rope_scaling) == linear.rope_scaling);
+  LlamaConfig yarn;
+  yarn.rope_scaling = RotaryScaling::yarn(4, 32768, 2, 20, false);
+  EXPECT_TRUE(rotary_scaling(options_of(yarn).rope_scaling) == yarn.rope_scaling);
 }
 
 TEST(Gpt, InitialWeights) {
@@ -194,14 +197,17 @@ TEST(Llama, ImpossibleScalingIsRefused) {
       {"factor is nan: expected a number", RotaryScaling::linear(std::nan(""))},
       {"low_freq_factor is 0: expected a positive number", RotaryScaling::llama3(8, 0, 4)},
       {"high_freq_factor is 1: expected a number above low_freq_factor, 1", RotaryScaling::llama3(8, 1, 1)},
-      {"original_context is -1: expected a number of tokens", RotaryScaling::llama3(8, 1, 4, -1)}};
+      {"original_context is -1: expected a number of tokens", RotaryScaling::llama3(8, 1, 4, -1)},
+      {"original_context is 0: expected a number of tokens", RotaryScaling::yarn(8, 0)},
+      {"beta_slow is 0: expected a positive number", RotaryScaling::yarn(8, 64, 0)},
+      {"beta_fast is 1: expected a number above beta_slow, 1", RotaryScaling::yarn(8, 64, 1, 1)}};
   for (const auto& [expected, scaling] : impossible) {
     const std::string text = message(scaling);
     EXPECT_NE(text.find("[rotary] of "), std::string::npos) << text;
     EXPECT_NE(text.find("the scaling's " + expected), std::string::npos) << text;
   }
   models::ModelConfig options;
-  options.type = "llama", options.vocab = 29, options.rope_scaling.rope_type = "yarn";
+  options.type = "llama", options.vocab = 29, options.rope_scaling.rope_type = "longrope";
   EXPECT_THROW(make_language_model(options, 0), ConfigError);
 }
 

@@ -23,7 +23,8 @@ using ::testing::HasSubstr;
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "tests/models/published/llama_bf16_shards",
                   kBase = "tests/models/published/gpt2_f16_base", kScaled = "tests/models/published/llama_f32_scaled",
                   kMistral = "tests/models/published/mistral_f32", kQwen2 = "tests/models/published/qwen2_bf16_tied",
-                  kHeads = "tests/models/published/mistral_f32_heads", kQwen3 = "tests/models/published/qwen3_bf16_tied";
+                  kHeads = "tests/models/published/mistral_f32_heads", kQwen3 = "tests/models/published/qwen3_bf16_tied",
+                  kYarn = "tests/models/published/qwen3_f32_yarn";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -185,11 +186,11 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
     write_text(copy / "config.json", json.dump());
     return message_of<CheckpointError>(ExitCode::kData, [&] { models::read_published_config(copy / "config.json"); });
   };
-  for (const char* type : {"dynamic", "yarn", "longrope"})
+  for (const char* type : {"dynamic", "longrope"})
     for (const char* key : {"rope_scaling", "rope_parameters"})
       EXPECT_THAT(refused(kLlama, key, Json::Object{{"factor", 8.0}, {"rope_type", type}}),
                   AllOf(HasSubstr(str("config.json: ", key, " is {\"factor\":8.0,")),
-                        HasSubstr(str("of the rope_type default, linear or llama3, not \"", type, "\""))));
+                        HasSubstr(str("of the rope_type default, linear, llama3 or yarn, not \"", type, "\""))));
   EXPECT_THAT(refused(kLlama, "rope_parameters", Json::Object{{"rope_theta", "1e4"}}), HasSubstr("rope_theta is not a number"));
   EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases in both"));
   EXPECT_THAT(refused(kLlama, "mlp_bias", true), HasSubstr("mlp_bias is true"));
@@ -285,6 +286,40 @@ TEST(PublishedConfig, ScaledRotaryPositions) {
   EXPECT_EQ(refused("original_max_position_embeddings", 32), "no exception");
 }
 
+TEST(PublishedConfig, YarnIsAsTransformersHasIt) {
+  const Json cases = Json::parse(text_of("tests/models/published/yarn.json"), "yarn.json");
+  EXPECT_EQ(cases.as_array().size(), 9u);
+  for (const Json& c : cases.as_array()) {
+    SCOPED_TRACE(c.at("rope_parameters").dump());
+    const models::ModelConfig m = rope_of("rope_parameters", c.at("rope_parameters"));
+    const RotaryScaling scaling = models::rotary_scaling(m.rope_scaling);
+    EXPECT_NEAR(scaling.amplitude, c.at("attention_factor").as_double(), 1e-15);
+    const int64_t half = c.at("head_dim").as_int() / 2;
+    const RotaryFrequencies frequencies(m.rope_theta, half, scaling);
+    for (int64_t i = 0; i < half; ++i)
+      EXPECT_NEAR(frequencies(i) / c.at("frequencies").as_array()[static_cast<size_t>(i)].as_double(), 1.0, 1e-6) << i;
+    // Written and read again it is the same.
+    const Json written = models::published_config(m).at("rope_scaling");
+    EXPECT_TRUE(rope_of("rope_scaling", written).rope_scaling == m.rope_scaling) << written.dump();
+  }
+  const auto refused = [&](const char* name, const Json& value) {
+    Json json = cases.as_array()[3].at("rope_parameters");
+    json.set(name, value);
+    return message_of<CheckpointError>(ExitCode::kData, [&] { rope_of("rope_parameters", json); });
+  };
+  EXPECT_THAT(refused("factor", 0.5), HasSubstr("factor is 0.5: expected a number from 1 to"));
+  EXPECT_THAT(refused("beta_fast", 1.5), HasSubstr("beta_fast is 1.5: expected a number above beta_slow, 2"));
+  EXPECT_THAT(refused("beta_slow", -1), HasSubstr("beta_slow is -1: expected a positive number"));
+  EXPECT_THAT(refused("beta_slow", "1"), HasSubstr("beta_slow is not a number"));
+  EXPECT_THAT(refused("attention_factor", 0.0), HasSubstr("attention_factor is 0: expected a positive number"));
+  EXPECT_THAT(refused("attention_factor", 1e9), HasSubstr("attention_factor is 1e+09: expected a positive number up to"));
+  EXPECT_THAT(refused("mscale", -0.5), HasSubstr("mscale is -0.5: expected a positive number"));
+  EXPECT_THAT(refused("truncate", 1), HasSubstr("truncate is neither true nor false"));
+  EXPECT_THAT(refused("original_max_position_embeddings", Json()), HasSubstr("original_max_position_embeddings is not a number"));
+  EXPECT_EQ(refused("mscale", Json()), "no exception");
+  EXPECT_EQ(refused("beta_fast", 0), "no exception");
+}
+
 // Where config.json says nothing, transformers' heads are width / heads wide, and Qwen3's 128.
 TEST(PublishedConfig, HeadsOfNoGivenWidth) {
   for (const auto& [folder, width] : {std::pair{kHeads, 4}, {kQwen2, 4}, {kQwen3, 128}}) {
@@ -297,7 +332,7 @@ TEST(PublishedConfig, HeadsOfNoGivenWidth) {
 }
 
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
-  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3}) {
+  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3, kYarn}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());

@@ -24,7 +24,7 @@ using testing::Values;
 using testing::Whole;
 
 const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
-                               "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied"};
+                               "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -238,6 +238,12 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(scaled([](Scaling& s) { s.high_freq_factor = 8; }), HasSubstr("high_freq_factor is 8, but 4 in"));
   EXPECT_THAT(scaled([](Scaling& s) { s.original_max_position_embeddings = 64; }),
               HasSubstr("original_max_position_embeddings is 64, but 32 in"));
+  const auto yarn = [&](auto change) { return message("qwen3_f32_yarn", [&](Config& c) { change(c.rope_scaling); }); };
+  EXPECT_THAT(yarn([](Scaling& s) { s.beta_fast = 32; }), HasSubstr("rope_scaling.beta_fast is 32, but 4 in"));
+  EXPECT_THAT(yarn([](Scaling& s) { s.beta_slow = 2; }), HasSubstr("rope_scaling.beta_slow is 2, but 1 in"));
+  EXPECT_THAT(yarn([](Scaling& s) { s.truncate = false; }), HasSubstr("rope_scaling.truncate is false, but true in"));
+  EXPECT_THAT(yarn([](Scaling& s) { s.attention_factor = 2; }), HasSubstr("rope_scaling.attention_factor is 2, but 1.06931472 in"));
+  EXPECT_THAT(yarn([](Scaling& s) { s.mscale = 2, s.mscale_all_dim = 1; }), HasSubstr("attention_factor is 1.06482163, but 1.0693"));
   EXPECT_THAT(message("qwen2_bf16_tied", [](Config& c) { c.qkv_bias = false; }), HasSubstr("model.qkv_bias is false, but true in"));
   EXPECT_THAT(message("qwen3_bf16_tied", [](Config& c) { c.qk_norm = false; }), HasSubstr("model.qk_norm is false, but true in"));
   EXPECT_THAT(message("mistral_f32_heads", [](Config& c) { c.head_dim = 4; }), HasSubstr("model.head_dim is 4, but 6 in"));

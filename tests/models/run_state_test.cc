@@ -125,7 +125,8 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum"})
     json.set("options", without(json.at("options"), key));
-  for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+  for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+                           "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
     json.set("options", without(json.at("options"), str("model.rope_scaling.", name)));
   const RunState saved = RunState::from_json(json);
   RunState now = a_run();

@@ -156,8 +156,16 @@ TEST_F(Config, ScaledRotaryPositions) {
   const auto refused = [&](const std::string& key, const std::string& value, const std::string& type = "llama3") {
     return error("", {"--model.type=llama", "--model.rope_scaling.rope_type", type, "--model.rope_scaling." + key, value});
   };
-  EXPECT_THAT(error("", {"--model.type=llama", "--model.rope_scaling.rope_type=yarn"}),
-              HasSubstr("'model.rope_scaling.rope_type' cannot be \"yarn\" yet; it is one of default, linear, llama3"));
+  EXPECT_THAT(error("", {"--model.type=llama", "--model.rope_scaling.rope_type=longrope"}),
+              HasSubstr("'model.rope_scaling.rope_type' cannot be \"longrope\" yet; it is one of default, linear, llama3, yarn"));
+  const TrainConfig yarn = load("", {"--model.type=llama", "--model.rope_scaling.rope_type=yarn", "--model.rope_scaling.factor=4",
+                                     "--model.rope_scaling.original_max_position_embeddings=32768"});
+  EXPECT_TRUE(models::rotary_scaling(yarn.model.rope_scaling) == RotaryScaling::yarn(4, 32768));
+  EXPECT_EQ(print_config(load(print_config(yarn))), print_config(yarn));
+  EXPECT_THAT(refused("beta_fast", "1", "yarn"), HasSubstr("model.rope_scaling.beta_fast is 1: expected a number above beta_slow, 1"));
+  EXPECT_THAT(refused("low_freq_factor", "2", "yarn"), HasSubstr("would change nothing: only model.rope_scaling.rope_type llama3"));
+  for (const char* key : {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"})
+    EXPECT_THAT(refused(key, "3"), HasSubstr("would change nothing: only model.rope_scaling.rope_type yarn has it"));
   EXPECT_THAT(error("", {"--model.rope_scaling.rope_type", "llama3"}), HasSubstr("only model.type llama has rotary embeddings"));
   EXPECT_THAT(refused("factor", "0.5"), HasSubstr("'model.rope_scaling.factor' must be in [1, 1e+06], not 0.5"));
   EXPECT_THAT(refused("factor", "nan"), HasSubstr("not nan"));
@@ -234,14 +242,19 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   std::set<const void*> targets;
   std::set<std::string> keys;
   const std::map<std::string, size_t> sizes = {
-      {"model", sizeof c.model},       {"data", sizeof c.data},     {"train", sizeof c.train},
-      {"sharding", sizeof c.sharding}, {"output", sizeof c.output}, {"generate", sizeof c.generate}};
+      {"model", sizeof c.model - sizeof c.model.rope_scaling},
+      {"model.rope_scaling", sizeof c.model.rope_scaling},
+      {"data", sizeof c.data},
+      {"train", sizeof c.train},
+      {"sharding", sizeof c.sharding},
+      {"output", sizeof c.output},
+      {"generate", sizeof c.generate}};
   std::map<std::string, size_t> missing = sizes;
   for (const auto& field : config_fields(c)) {
     std::visit(
         [&](auto* target) {
           EXPECT_TRUE(targets.insert(target).second) << field.key;
-          missing.at(field.key.substr(0, field.key.find('.'))) -= sizeof *target;
+          missing.at(field.key.substr(0, field.key.rfind('.'))) -= sizeof *target;
         },
         field.target);
     EXPECT_TRUE(keys.insert(field.key).second) << field.key;

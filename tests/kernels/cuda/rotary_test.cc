@@ -42,7 +42,9 @@ TEST(CudaRotary, MatchesTheCpu) {
               .first = first,
               .inverse = inverse,
               .in_place = first == 61,
-              .scaling = inverse == (first == 0) ? RotaryScaling::llama3(8) : RotaryScaling()};
+              .scaling = inverse == (first == 0) ? RotaryScaling::llama3(8)
+                         : first == 61          ? RotaryScaling::yarn(8, 100)
+                                                : RotaryScaling()};
           // A million times the rounding error of a frequency.
           EXPECT_LT(scaled_error(on_gpu(x, call), values(on_cpu_in_f64(x, call))),
                     d == kF64 ? 1e-9 : 2 * epsilon(d))
