@@ -17,11 +17,12 @@ uint64_t spread(uint64_t key) { return key * 0x9E3779B97F4A7C15; }
 
 }  // namespace
 
-Bpe::Bpe(std::vector<std::string> tokens) : tokens_(std::move(tokens)) {
+Bpe::Bpe(std::vector<std::string> tokens, bool may_lack) : tokens_(std::move(tokens)) {
   check<DataError>(!tokens_.empty() && tokens_.size() <= INT32_MAX, "[tokenizer] a vocabulary of ", tokens_.size());
   ids_.reserve(tokens_.size());
   for (size_t id = 0; id < tokens_.size(); ++id) {
     const std::string& token = tokens_[id];
+    if (may_lack && token.empty()) continue;
     check<DataError>(!token.empty() && token.size() <= kLongestToken, "[tokenizer] token ", id, " has ", token.size(),
                      " bytes");
     const auto [found, added] = ids_.emplace(token, static_cast<int32_t>(id));
@@ -66,20 +67,51 @@ const Bpe::Join& Bpe::find_join(int32_t left, int32_t right) const {
 
 Bpe Bpe::of_merges(std::vector<std::string> tokens, const std::vector<BpePair>& merges) {
   Bpe bpe(std::move(tokens));
-  const auto size = static_cast<int64_t>(bpe.tokens_.size());
-  bpe.take_bytes(size);
-  bpe.reserve_joins(merges.size());
+  bpe.take_bytes(static_cast<int64_t>(bpe.tokens_.size()));
+  bpe.add_merges(merges);
+  return bpe;
+}
+
+Bpe Bpe::of_bytes(std::vector<std::string> tokens, const std::vector<BpePair>& merges, bool whole_words) {
+  Bpe bpe(std::move(tokens), true);
+  bpe.take_bytes(static_cast<int64_t>(bpe.tokens_.size()));
+  bpe.add_merges(merges);
+  if (!whole_words) return bpe;
+  Scratch scratch;
+  std::vector<int32_t> parts;
+  for (const auto& [token, id] : bpe.ids_) {
+    parts.clear();
+    bpe.join(token, scratch, parts);
+    if (parts.size() != 1) bpe.whole_.emplace(token, id);
+  }
+  return bpe;
+}
+
+Bpe Bpe::of_characters(std::vector<std::string> tokens, const std::vector<BpePair>& merges,
+                       const std::array<int32_t, 256>& bytes) {
+  Bpe bpe(std::move(tokens), true);
+  bpe.bytes_ = bytes;
+  bpe.characters_ = true;
+  bpe.add_merges(merges);
+  return bpe;
+}
+
+void Bpe::add_merges(const std::vector<BpePair>& merges) {
+  const auto size = static_cast<int64_t>(tokens_.size());
+  reserve_joins(merges.size());
   for (size_t rank = 0; rank < merges.size(); ++rank) {
     const auto [left, right] = merges[rank];
     check<DataError>(left >= 0 && left < size && right >= 0 && right < size, "[tokenizer] merge ", rank, " of ", left,
                      " and ", right, " in a vocabulary of ", size);
-    const std::string joined = bpe.tokens_[static_cast<size_t>(left)] + bpe.tokens_[static_cast<size_t>(right)];
-    const int32_t id = bpe.id_of(joined);
+    const std::string &before = tokens_[static_cast<size_t>(left)], &after = tokens_[static_cast<size_t>(right)];
+    check<DataError>(!before.empty() && !after.empty(), "[tokenizer] merge ", rank, " of ", left, " and ", right,
+                     ", of which one is no token of words");
+    const std::string joined = before + after;
+    const int32_t id = id_of(joined);
     check<DataError>(id >= 0, "[tokenizer] merge ", rank, " makes ", json_string(joined), ", which is no token");
-    check<DataError>(bpe.add_join(merges[rank], static_cast<uint32_t>(rank), id), "[tokenizer] merge ", rank, " of ",
+    check<DataError>(add_join(merges[rank], static_cast<uint32_t>(rank), id), "[tokenizer] merge ", rank, " of ",
                      json_string(joined), " stands there twice");
   }
-  return bpe;
 }
 
 Bpe Bpe::of_ranks(std::vector<std::string> tokens, int64_t ordinary) {
@@ -124,14 +156,26 @@ void Bpe::encode(std::string_view word, Scratch& s, std::vector<int32_t>& out) c
   join(word, s, out);
 }
 
-BpePair Bpe::join(std::string_view word, Scratch& s, std::vector<int32_t>& out) const {
+int32_t Bpe::take_apart(std::string_view word, Scratch& s) const {
   check<DataError>(word.size() < INT32_MAX, "[tokenizer] a word of ", word.size(), " bytes");
-  const auto size = static_cast<int32_t>(word.size());
   s.parts.resize(word.size() + 1);
+  Scratch::Part* parts = s.parts.data();
+  int32_t count = 0;
+  const auto put = [&](int32_t id) { parts[count] = {id, count + 1, count - 1, kNever}, ++count; };
+  for (size_t at = 0; at < word.size();) {
+    const int length = characters_ ? std::max(utf8_length(word, at), 1) : 1;
+    const int32_t id = characters_ ? id_of(word.substr(at, static_cast<size_t>(length))) : -1;
+    if (id >= 0) put(id);
+    else for (int i = 0; i < length; ++i) put(bytes_[static_cast<unsigned char>(word[at + static_cast<size_t>(i)])]);
+    at += static_cast<size_t>(length);
+  }
+  return count;
+}
+
+BpePair Bpe::join(std::string_view word, Scratch& s, std::vector<int32_t>& out) const {
+  const int32_t size = take_apart(word, s);
   s.queue.clear();
   Scratch::Part* parts = s.parts.data();
-  for (int32_t i = 0; i < size; ++i)
-    parts[i] = {bytes_[static_cast<unsigned char>(word[static_cast<size_t>(i)])], i + 1, i - 1, kNever};
   const auto rank_at = [&](int32_t i) {
     const int32_t next = parts[i].next;
     return parts[i].rank = next < size ? find_join(parts[i].id, parts[next].id).rank : kNever;

@@ -13,7 +13,7 @@
 
 namespace sheaf::models {
 
-/// Immutable, so that threads may share one. A word begins as its bytes; of all neighbours that may join, the pair of the
+/// Immutable, so that threads may share one. A word begins as its bytes, or as its characters; of all neighbours that may join, the pair of the
 /// best rank does, the leftmost one of several, until none may.
 class Bpe {
  public:
@@ -23,6 +23,14 @@ class Bpe {
   /// tiktoken's form: any two tokens may join that together are a token, whose id is its rank, and a word that is a token
   /// is that token. The tokens from `ordinary` on are special. Throws DataError.
   static Bpe of_ranks(std::vector<std::string> tokens, int64_t ordinary);
+
+  /// Hugging Face's form of GPT-2's: some ids may be no token of the vocabulary, "" here, and with `whole_words` a word that
+  /// is a token is that token, whatever merges say.
+  static Bpe of_bytes(std::vector<std::string> tokens, const std::vector<BpePair>& merges, bool whole_words);
+  /// SentencePiece's: words begin as characters, and what is none of the vocabulary, or no character, as the tokens of its
+  /// bytes, whose ids are `bytes`.
+  static Bpe of_characters(std::vector<std::string> tokens, const std::vector<BpePair>& merges,
+                           const std::array<int32_t, 256>& bytes);
 
   Bpe(Bpe&&) = default;
 
@@ -46,18 +54,22 @@ class Bpe {
     int32_t id = -1;
   };
 
-  explicit Bpe(std::vector<std::string> tokens);
+  explicit Bpe(std::vector<std::string> tokens, bool may_lack = false);
+  void add_merges(const std::vector<BpePair>& merges);
   void take_bytes(int64_t ordinary);
   void reserve_joins(size_t count);
   /// False if the pair has a rank already.
   bool add_join(BpePair pair, uint32_t rank, int32_t id);
   const Join& find_join(int32_t left, int32_t right) const;
+  /// Makes the first parts of `word`; returns how many they are.
+  int32_t take_apart(std::string_view word, Scratch& scratch) const;
   /// Appends what joins make of `word`; returns the last pair that was joined.
   BpePair join(std::string_view word, Scratch& scratch, std::vector<int32_t>& out) const;
 
   std::vector<std::string> tokens_;
   std::unordered_map<std::string_view, int32_t> ids_;  // into tokens_
   std::array<int32_t, 256> bytes_{};
+  bool characters_ = false;
   std::vector<Join> joins_;  // open addressing; a power of two, at least half of it free
   int shift_ = 0;
   std::unordered_map<std::string_view, int32_t> whole_;  // words that are tokens, but not made by joins

@@ -1,62 +1,16 @@
 #include "sheaf/models/bpe_tokenizer.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
 #include <unordered_map>
 
-#include "sheaf/core/parallel.h"
 #include "sheaf/models/bpe.h"
 #include "sheaf/models/byte_alphabet.h"
+#include "sheaf/models/encode_parts.h"
 #include "sheaf/models/utf8.h"
 #include "sheaf/models/word_pattern.h"
 
 namespace sheaf::models {
 namespace {
-
-// Threads take parts of a text of about this size.
-constexpr size_t kPart = size_t{1} << 20;
-
-// The tokens of short words that have come lately: most words of a text. A word has one line where it can stand.
-class WordCache {
- public:
-  explicit WordCache(size_t text_bytes) : lines_(std::bit_ceil(std::clamp<size_t>(text_bytes / 16, 16, 1 << 14))) {}
-
-  /// Appends the tokens of `word`, from here or else from encode(word, out).
-  template <class F>
-  void append(std::string_view word, std::vector<int32_t>& out, F&& encode) {
-    if (word.size() > sizeof(Line::word)) return encode(word, out);
-    Line key;
-    std::memcpy(key.word, word.data(), word.size());
-    key.bytes = static_cast<uint8_t>(word.size());
-    Line& line = lines_[place(key) & (lines_.size() - 1)];
-    if (std::memcmp(line.word, key.word, sizeof key.word) != 0 || line.bytes != key.bytes) {
-      const size_t before = out.size();
-      encode(word, out);
-      const size_t count = out.size() - before;
-      if (count > std::size(key.ids)) return;
-      key.count = static_cast<uint8_t>(count);
-      std::copy(out.end() - static_cast<int64_t>(count), out.end(), key.ids);
-      line = key;
-      return;
-    }
-    out.insert(out.end(), line.ids, line.ids + line.count);
-  }
-
- private:
-  struct alignas(64) Line {
-    char word[16] = {};
-    int32_t ids[11] = {};
-    uint8_t bytes = 0, count = 0;
-  };
-  static size_t place(const Line& key) {
-    uint64_t halves[2];
-    std::memcpy(halves, key.word, sizeof halves);
-    const uint64_t mixed = (halves[0] ^ (halves[1] * 0xC2B2AE3D27D4EB4F)) * 0x9E3779B97F4A7C15;
-    return static_cast<size_t>(mixed >> 32);
-  }
-  std::vector<Line> lines_;
-};
 
 class BpeTokenizer : public Tokenizer {
  public:
@@ -77,27 +31,11 @@ class BpeTokenizer : public Tokenizer {
   size_t cut(std::string_view text, size_t at) const override { return safe_cut(text, at); }
 
   std::vector<int32_t> encode(std::string_view text, std::string_view) const override {
-    std::vector<size_t> ends;
-    for (size_t at = 0; at < text.size();) ends.push_back(at = safe_cut(text, std::min(at + kPart, text.size())));
-    std::vector<std::vector<int32_t>> parts(ends.size());
-    parallel_for(static_cast<int64_t>(ends.size()), 1, [&](int64_t first, int64_t last) {
-      WordCache cache(text.size());
-      Bpe::Scratch scratch;
-      for (auto i = static_cast<size_t>(first); i < static_cast<size_t>(last); ++i) {
-        const size_t begin = i ? ends[i - 1] : 0;
-        encode_part(text.substr(begin, ends[i] - begin), cache, scratch, parts[i]);
-      }
-    });
-    if (parts.size() == 1) return std::move(parts[0]);
-    std::vector<int32_t> tokens;
-    size_t count = 0;
-    for (const auto& part : parts) count += part.size();
-    tokens.reserve(count);
-    for (auto& part : parts) {
-      tokens.insert(tokens.end(), part.begin(), part.end());
-      part = {};
-    }
-    return tokens;
+    return encode_in_parts(
+        text, [](std::string_view whole, size_t at) { return safe_cut(whole, at); },
+        [&](std::string_view part, bool, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) {
+          encode_part(part, cache, scratch, out);
+        });
   }
 
   std::string decode(std::span<const int32_t> tokens) const override {

@@ -75,7 +75,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr);
   if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints");
   const RunState state = RunState::from_json(checkpoint->state());
-  if (!state.tokenizer) fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2 or llama3: it has no tokenizer");
+  if (!state.tokenizer) fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3 or huggingface: it has no tokenizer");
   const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
   const auto model = make_language_model(state.model, state.vocab);
   materialize(model->module(), device);
@@ -83,7 +83,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   Utf8Assembler text;
   emit(text.add(state.tokenizer->decode(prompt)));
   generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,
-           [&](int32_t token) { emit(text.add(state.tokenizer->decode(std::span(&token, 1)))); });
+           [&](int32_t token) { emit(text.add(state.tokenizer->decode_more(std::span(&token, 1)))); });
   emit(text.finish());
 }
 

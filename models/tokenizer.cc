@@ -6,6 +6,7 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/bpe_tokenizer.h"
+#include "sheaf/models/huggingface_tokenizer.h"
 #include "sheaf/models/utf8.h"
 
 namespace sheaf::models {
@@ -120,12 +121,13 @@ std::shared_ptr<const Tokenizer> make_byte_tokenizer() { return std::make_shared
 
 std::shared_ptr<const Tokenizer> open_tokenizer(const std::string& name, const std::string& folder) {
   if (name == "byte") return make_byte_tokenizer();
-  if (name != "gpt2" && name != "llama3")
+  if (name != "gpt2" && name != "llama3" && name != "huggingface")
     fail<ConfigError>("[tokenizer] unknown tokenizer '", name, "'; known are ",
-                      name == "char" ? "" : "char, which is made from a text, ", "byte, gpt2 and llama3");
+                      name == "char" ? "" : "char, which is made from a text, ", "byte, gpt2, llama3 and huggingface");
   if (folder.empty())
     fail<ConfigError>("[tokenizer] ", name, " needs a folder with its published files: ",
-                      name == "gpt2" ? "encoder.json and vocab.bpe" : "tokenizer.model");
+                      name == "gpt2" ? "encoder.json and vocab.bpe" : name == "llama3" ? "tokenizer.model" : "tokenizer.json");
+  if (name == "huggingface") return load_huggingface_tokenizer(folder);
   return name == "gpt2" ? load_gpt2_tokenizer(folder) : load_llama3_tokenizer(folder);
 }
 
@@ -133,8 +135,9 @@ std::shared_ptr<const Tokenizer> tokenizer_from_json(const Json& json) {
   const std::string& kind = json.at("kind").as_string();
   if (kind == "byte") return make_byte_tokenizer();
   if (kind == "gpt2" || kind == "llama3") return bpe_from_json(json);
+  if (kind == "huggingface") return make_huggingface_tokenizer(json.at("file"), "the tokenizer's file");
   check<DataError>(kind == "char", "[tokenizer] unknown kind ", json_string(kind),
-                   "; known are char, byte, gpt2 and llama3");
+                   "; known are char, byte, gpt2, llama3 and huggingface");
   const std::string& characters = json.at("characters").as_string();
   std::vector<uint32_t> points;
   for_each_character(characters, "the vocabulary", [&](uint32_t point, size_t at) {

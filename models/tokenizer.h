@@ -1,4 +1,4 @@
-// Tokenizers: text to token ids and back, exactly: decode(encode(text)) == text.
+// Tokenizers: text to token ids and back, exactly: decode(encode(text)) == text, but for what a tokenizer.json normalizes.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,22 @@ namespace sheaf::models {
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
-  virtual std::string_view kind() const = 0;  ///< "char", "byte", "gpt2", "llama3"
+  virtual std::string_view kind() const = 0;  ///< "char", "byte", "gpt2", "llama3", "huggingface"
   virtual int64_t vocab_size() const = 0;
   /// Throws DataError naming what cannot be encoded and its byte offset; `origin` names the text in it.
   virtual std::vector<int32_t> encode(std::string_view text, std::string_view origin = "text") const = 0;
+  /// The same of a text that goes on where another one was cut.
+  virtual std::vector<int32_t> encode_more(std::string_view text, std::string_view origin = "text") const {
+    return encode(text, origin);
+  }
   /// Throws DataError for an id outside the vocabulary.
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
+  /// The same of tokens that follow others.
+  virtual std::string decode_more(std::span<const int32_t> tokens) const { return decode(tokens); }
   /// The token that stands between documents, which no text contains.
   virtual std::optional<int32_t> end_of_text() const { return std::nullopt; }
-  /// The first place from `at` on where a text may be cut: its tokens are those of the two parts. By default its end.
+  /// The first place from `at` on where a text may be cut: its tokens are those of encode() of the first part and
+  /// encode_more() of the second. By default its end.
   virtual size_t cut(std::string_view text, size_t /*at*/) const { return text.size(); }
   /// What tokenizer_from_json() makes an equal tokenizer of.
   virtual Json to_json() const = 0;
@@ -37,11 +44,11 @@ std::shared_ptr<const Tokenizer> make_char_tokenizer(std::string_view corpus, st
 /// One token per byte, 256 in all: encodes anything.
 std::shared_ptr<const Tokenizer> make_byte_tokenizer();
 
-/// One that needs no text to be made from: "byte", or "gpt2" or "llama3" from the published files in `folder`
-/// (bpe_tokenizer.h). Throws ConfigError for another name or without a folder, DataError for what is wrong in the files.
+/// One that needs no text to be made from: "byte", or "gpt2", "llama3" (bpe_tokenizer.h) or "huggingface"
+/// (huggingface_tokenizer.h) from the published files in `folder`. Throws ConfigError for another name or without a folder, DataError for what is wrong in the files.
 std::shared_ptr<const Tokenizer> open_tokenizer(const std::string& name, const std::string& folder = "");
 
-/// {"kind": "char", "characters": "..."}, {"kind": "byte"}, or those of bpe_tokenizer.h. Throws DataError; an unknown
+/// {"kind": "char", "characters": "..."}, {"kind": "byte"}, or those of bpe_tokenizer.h and huggingface_tokenizer.h. Throws DataError; an unknown
 /// kind is named.
 std::shared_ptr<const Tokenizer> tokenizer_from_json(const Json& json);
 /// Reads such a file; throws DataError.

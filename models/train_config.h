@@ -77,15 +77,17 @@ inline ModelConfig resolved(ModelConfig m) {
 /// [data] What to train on: a text, or token files.
 struct DataConfig {
   std::string corpus;              ///< UTF-8 text file
-  std::string tokenizer = "char";  ///< "char", "byte", "gpt2" or "llama3"; the last two also say what token files mean
-  std::string tokenizer_folder;    ///< with the published files of "gpt2" or "llama3"
+  std::string tokenizer = "char";  ///< "char", "byte", "gpt2", "llama3" or "huggingface"; the last three also say what token files mean
+  std::string tokenizer_folder;    ///< with the published files of the last three
   double val_fraction = 0.1;       ///< tail of the text held out for validation, in (0, 1)
   std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several
   std::string val_file;            ///< token file to validate on, or several
 };
 
 /// Whether a tokenizer comes from files that somebody published.
-inline bool is_published(std::string_view tokenizer) { return tokenizer == "gpt2" || tokenizer == "llama3"; }
+inline bool is_published(std::string_view tokenizer) {
+  return tokenizer == "gpt2" || tokenizer == "llama3" || tokenizer == "huggingface";
+}
 
 /// [train] How to train.
 struct OptimizationConfig {

@@ -98,7 +98,7 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const 
     corpus.tokenizer = saved ? std::move(saved) : open_tokenizer(data.tokenizer, data.tokenizer_folder);
     if (vocab == 0) vocab = corpus.tokenizer->vocab_size();
   }
-  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2 or llama3");
+  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2, llama3 or huggingface");
   corpus.train = Tokens::open(data.train_file, vocab);
   corpus.val = Tokens::open(data.val_file, vocab);
   corpus.vocab = vocab;

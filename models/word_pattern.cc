@@ -18,9 +18,33 @@ namespace {
 // The last of several spaces belongs to the word behind it.
 #define SPACES "[" SPACE "]+(?![^" SPACE "])|[" SPACE "]+"
 
+// The words of contractions, letters, numbers and others that the newer ones have; `more` may follow upon punctuation.
+#define CONTRACTION "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+#define OTHERS(more) "| ?" OTHER "+[\r\n" more "]*|[" SPACE "]*[\r\n]+|" SPACES
+#define BEFORE R"([^\r\n\p{L}\p{N}]?)"
+#define UPPER R"([\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
+#define LOWER R"([\p{Ll}\p{Lm}\p{Lo}\p{M}])"
+#define CASED(end) BEFORE UPPER "*" LOWER "+" end "|" BEFORE UPPER "+" LOWER "*" end
+
 constexpr const char* kGpt2 = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?)" OTHER "+|" SPACES;
-constexpr const char* kLlama3 = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?)" OTHER
-                                R"(+[\r\n]*|[)" SPACE R"(]*[\r\n]+|)" SPACES;
+constexpr const char* kLlama3 = CONTRACTION "|" BEFORE R"(\p{L}+|\p{N}{1,3})" OTHERS("");
+constexpr const char* kQwen2 = CONTRACTION "|" BEFORE R"(\p{L}+|\p{N})" OTHERS("");
+constexpr const char* kTekken = CASED("") R"(|\p{N})" OTHERS("/");
+constexpr const char* kO200k = CASED(CONTRACTION "?") R"(|\p{N}{1,3})" OTHERS("/");
+
+// As they are published.
+constexpr const char* kPublishedGpt2 = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+constexpr const char* kPublishedLlama3 =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+constexpr const char* kPublishedQwen2 =
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+constexpr const char* kPublishedTekken =
+    R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?)"
+    R"([\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+constexpr const char* kPublishedO200k =
+    R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|)"
+    R"([^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|)"
+    R"( ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
 
 std::string reason(int error) {
   PCRE2_UCHAR text[256] = {};
@@ -57,6 +81,27 @@ const WordPattern& WordPattern::llama3() {
   return pattern;
 }
 
+const WordPattern& WordPattern::qwen2() {
+  static const WordPattern pattern(kQwen2);
+  return pattern;
+}
+const WordPattern& WordPattern::tekken() {
+  static const WordPattern pattern(kTekken);
+  return pattern;
+}
+const WordPattern& WordPattern::o200k() {
+  static const WordPattern pattern(kO200k);
+  return pattern;
+}
+
+const WordPattern* WordPattern::of_expression(std::string_view expression) {
+  if (expression == kPublishedGpt2) return &gpt2();
+  if (expression == kPublishedLlama3) return &llama3();
+  if (expression == kPublishedQwen2) return &qwen2();
+  if (expression == kPublishedTekken) return &tekken();
+  return expression == kPublishedO200k ? &o200k() : nullptr;
+}
+
 WordPattern::WordPattern(const std::string& expression) {
   int error = 0;
   size_t offset = 0;
@@ -91,11 +136,11 @@ size_t WordPattern::Match::end(std::string_view text, size_t at) const {
 }
 
 // A space can only be a word's first character, or stand among spaces. A single line break ends a word, its own or that
-// of what stands before it.
+// of what stands before it, which in two patterns may go on with slashes.
 size_t safe_cut(std::string_view text, size_t at) {
   for (size_t i = at < 2 ? 2 : at; i < text.size(); ++i) {
     if (text[i] == ' ' && solid_until(text, i)) return i;
-    if (text[i - 1] == '\n' && solid_from(text, i) && solid_until(text, i - 1)) return i;
+    if (text[i - 1] == '\n' && text[i] != '/' && solid_from(text, i) && solid_until(text, i - 1)) return i;
   }
   return text.size();
 }

@@ -11,6 +11,11 @@ class WordPattern {
  public:
   static const WordPattern& gpt2();
   static const WordPattern& llama3();
+  static const WordPattern& qwen2();
+  static const WordPattern& tekken();  ///< Mistral Nemo's
+  static const WordPattern& o200k();   ///< GPT-4o's
+  /// The one whose expression this is, as a tokenizer.json has it; null if none is.
+  static const WordPattern* of_expression(std::string_view expression);
 
   WordPattern(const WordPattern&) = delete;
   WordPattern& operator=(const WordPattern&) = delete;
@@ -48,7 +53,7 @@ class WordPattern {
   bool jit_ = false;
 };
 
-/// The first place from `at` on where a word of both patterns ends whatever follows: the words of a text are those of
+/// The first place from `at` on where a word of all patterns ends whatever follows: the words of a text are those of
 /// its two parts. text.size() if there is none. It lies between a character and a space, or after a line break.
 size_t safe_cut(std::string_view text, size_t at);
 

@@ -31,7 +31,7 @@ int export_command(const ExportArguments& arguments);
 
 struct TokenizeArguments {
   std::vector<std::string> files;      ///< texts, then the token file to write
-  std::string tokenizer;               ///< "gpt2", "llama3" or "byte"
+  std::string tokenizer;               ///< "gpt2", "llama3", "huggingface" or "byte"
   std::string tokenizer_folder;        ///< with its published files
   int threads = 0;                     ///< 0: all cores
 };

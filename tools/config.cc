@@ -231,7 +231,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "train.schedule constant has no decay";
   if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";
   if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
-    return "only data.tokenizer gpt2 and llama3 come from files";
+    return "only data.tokenizer gpt2, llama3 and huggingface come from files";
   if (key == "sharding.min_parameters" && config.sharding.units != "count")
     return "only sharding.units count goes by parameters";
   return nullptr;

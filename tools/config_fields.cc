@@ -52,9 +52,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.norm_eps", &m.norm_eps, "added to the variance in norms", any, 0, 1},
 
       {"data.corpus", &d.corpus, "UTF-8 text file"},
-      {"data.tokenizer", &d.tokenizer, "how a text becomes tokens, and tokens text", {"char", "byte", "gpt2", "llama3"}},
+      {"data.tokenizer", &d.tokenizer, "how a text becomes tokens, and tokens text", {"char", "byte", "gpt2", "llama3", "huggingface"}},
       {"data.tokenizer_folder", &d.tokenizer_folder,
-       "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model"},
+       "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model; of huggingface: tokenizer.json"},
       {"data.val_fraction", &d.val_fraction, "tail of the text held out for validation", any, 0, 0.999},
       {"data.train_file", &d.train_file, "token file to train on, instead of a text; 'name_*.bin' takes several"},
       {"data.val_file", &d.val_file, "token file to validate on, or several"},

@@ -79,9 +79,9 @@ int run(int argc, char** argv) {
   CLI::App* tokenize_app = app.add_subcommand(
       "tokenize", "write texts as a token file of llm.c's form, for data.train_file and data.val_file");
   tokenize_app->add_option("files", tokenize.files, "texts, a document each, and last the file to write")->required();
-  tokenize_app->add_option("--tokenizer", tokenize.tokenizer, "gpt2, llama3 or byte")->required();
+  tokenize_app->add_option("--tokenizer", tokenize.tokenizer, "gpt2, llama3, huggingface or byte")->required();
   tokenize_app->add_option("--tokenizer-folder", tokenize.tokenizer_folder,
-                           "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model");
+                           "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model; of huggingface: tokenizer.json");
   tokenize_app->add_option("--threads", tokenize.threads, "all cores by default")->check(threads);
   tokenize_app->footer("The token for the end of a text, where there is one, follows each document.");
 

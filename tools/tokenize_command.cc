@@ -36,7 +36,7 @@ class Tokenizing {
       const size_t end = tokenizer_.cut(text, std::min(at + static_cast<size_t>(block_), text.size()));
       const std::string_view block = text.substr(at, end - at);
       note_invalid(path, block, at);
-      out_.write(tokenizer_.encode(block, path));
+      out_.write(at ? tokenizer_.encode_more(block, path) : tokenizer_.encode(block, path));
       map.release(static_cast<int64_t>(at), static_cast<int64_t>(end));
       at = end;
     }

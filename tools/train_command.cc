@@ -75,7 +75,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
                                          config.generate);
     models::Utf8Assembler text;
     if (first)
-      lines.say("\nsample\n------\n" + text.add(tokenizer->decode(prompt) + tokenizer->decode(tokens)) + text.finish() +
+      lines.say("\nsample\n------\n" + text.add(tokenizer->decode(prompt) + tokenizer->decode_more(tokens)) + text.finish() +
                 "\n------");
   }
   if (!first) return;

@@ -7,6 +7,7 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/bpe_tokenizer.h"
+#include "sheaf/models/huggingface_tokenizer.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/utf8.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -32,6 +33,7 @@ struct Folder : ScratchFolder {
     std::filesystem::create_directory(*this / "bpe");
     for (const char* name : {"encoder.json", "vocab.bpe", "tokenizer.model"})
       std::filesystem::copy_file(kBpe + "/" + name, *this / ("bpe/" + std::string(name)));
+    std::filesystem::copy_file("tests/models/huggingface/mistral.json", *this / "bpe/tokenizer.json");
   }
   std::string write(const std::string& name, const std::string& text) const {
     std::ofstream(*this / name, std::ios::binary) << text;
@@ -65,7 +67,8 @@ void expect_refused(const Outcome& r, int code, const std::string& part) {
 TEST(Tokenize, WritesDocumentsWithTheirEnds) {
   const Folder f;
   const std::shared_ptr<const models::Tokenizer> tokenizers[] = {models::load_gpt2_tokenizer(kBpe),
-                                                                 models::load_llama3_tokenizer(kBpe)};
+                                                                 models::load_llama3_tokenizer(kBpe),
+                                                                 models::load_huggingface_tokenizer(f / "bpe")};
   for (const auto& tokenizer : tokenizers) {
     for (const char* threads : {"1", "3"}) {
       const Outcome r = f.tokenize({"a.txt", "b.txt", "out.bin"}, std::string(tokenizer->kind()), {"--threads", threads});
@@ -98,6 +101,8 @@ TEST(Tokenize, SaysWhatIsWrong) {
   expect_refused(f.tokenize({"a.txt", "empty.txt", "out.bin"}), 65, "empty.txt' is empty");
   expect_refused(f.tokenize({"a.txt", "no/out.bin"}), 74, "no/out.bin");
   expect_refused(f.tokenize({"a.txt", "out.bin"}, "gpt2", {"--threads", "0"}), 64, "--threads");
+  f.write("bpe/tokenizer.json", R"({"model":{"type":"WordPiece"}})");
+  expect_refused(f.tokenize({"a.txt", "out.bin"}, "huggingface"), 65, "tokenizer.json': model.type is \"WordPiece\": Sheaf knows BPE");
   f.write("bpe/vocab.bpe", "q q\n");
   expect_refused(f.tokenize({"a.txt", "out.bin"}), 65, "merge 0 makes \"qq\", which is no token");
   f.write("bpe/encoder.json", "{");
@@ -128,6 +133,33 @@ TEST(Tokenize, RunsGoOnAndGenerateWithoutTheFiles) {
     EXPECT_THAT(sample.out, AllOf(::testing::StartsWith("é"), HasSubstr("\ufffd")));
     EXPECT_EQ(models::valid_utf8_prefix(sample.out), sample.out.size());
   }
+}
+
+// A text that is read in several parts begins once.
+TEST(Tokenize, PartsOfALongTextGoOn) {
+  const Folder f;
+  std::string text;
+  while (text.size() < 9'000'000) text += " In the  beginning God\ncreated";
+  f.write("long.txt", text);
+  const Outcome r = f.tokenize({"long.txt", "out.bin"}, "huggingface", {"--threads", "1"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto tokenizer = models::load_huggingface_tokenizer(f / "bpe");
+  std::vector<int32_t> expected = tokenizer->encode(text);
+  expected.push_back(*tokenizer->end_of_text());
+  EXPECT_TRUE(read(f / "out.bin", tokenizer->vocab_size()) == expected);
+}
+
+// What is shown of a run's sample begins as the prompt does, and its first word is not torn off.
+TEST(Tokenize, SamplesOfTokensWithASpaceBeforeATextBeginWithThePrompt) {
+  const Folder f;
+  const Outcome trained = run_sheaf(f.train({"--data.corpus", f / "a.txt", "--data.tokenizer", "huggingface", "--data.tokenizer_folder",
+                                             f / "bpe", "--train.steps", "2"}));
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  std::filesystem::remove_all(f / "bpe");
+  const Outcome sample = run_sheaf({"generate", f / "out", "--generate.tokens", "200", "--generate.prompt", "In the beginning"});
+  EXPECT_EQ(sample.code, 0) << sample.err;
+  EXPECT_THAT(sample.out, AllOf(::testing::StartsWith("In the beginning"), HasSubstr(" ")));
+  EXPECT_EQ(run_sheaf({"train", "--resume", "--output.folder", f / "out", "--train.steps", "3"}).code, 0);
 }
 
 TEST(Tokenize, OptionsOfTraining) {

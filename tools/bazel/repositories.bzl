@@ -18,6 +18,7 @@ _THIRD_PARTY = {
     "pcre2": "/usr/share/doc/libpcre2-dev",
     "rapidcheck": "/usr/include/rapidcheck",
     "tomlplusplus": "/usr/include/toml++",
+    "utf8proc": "/usr/share/doc/libutf8proc-dev",
     "xxhash": "/usr/share/doc/libxxhash-dev",
 }
 

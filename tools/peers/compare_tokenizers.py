@@ -1,5 +1,5 @@
-"""`sheaf tokenize` beside tiktoken and tokenizers, GPT-2's vocabulary, one thread each. Started by
-tools/bench_tokenizers."""
+"""`sheaf tokenize` beside tiktoken and tokenizers, GPT-2's vocabulary, or tokenizers alone with a tokenizer.json, one thread
+each. Started by tools/bench_tokenizers."""
 
 import array
 import os
@@ -22,18 +22,19 @@ HEADER_BYTES = 1024  # of a token file
 class Sheaf:
     name = "sheaf"
 
-    def __init__(self, program, folder):
-        self.command = [program, "tokenize", "--tokenizer", "gpt2", "--tokenizer-folder", folder, "--threads", "1"]
+    def __init__(self, program, folder, tokenizer, bits):
+        self.command = [program, "tokenize", "--tokenizer", tokenizer, "--tokenizer-folder", folder, "--threads", "1"]
+        self.bits = bits
 
     def run(self, path, _):
         """Seconds, as it says them (reading the text and writing the file included), and ids."""
         with tempfile.TemporaryDirectory(prefix="bench_tokenizers_") as folder:
             out = os.path.join(folder, "out.bin")
             done = subprocess.run([*self.command, path, out], stdout=subprocess.PIPE, text=True, check=True)
-            ids = array.array("H")
+            ids = array.array("H" if self.bits == 16 else "I")
             with open(out, "rb") as file:
                 ids.frombytes(file.read()[HEADER_BYTES:])
-        return float(re.search(r"MB in ([0-9.]+) s", done.stdout)[1]), list(ids[:-1])  # without the end of text
+        return float(re.search(r"MB in ([0-9.]+) s", done.stdout)[1]), list(ids)
 
 
 class Peer:
@@ -55,10 +56,26 @@ def peers(folder):
             Peer(f"tokenizers {tokenizers.__version__}", lambda text: hugging.encode(text).ids)]
 
 
+def without_end(ids, other):
+    """Without the token of the end of a text, which peers do not put there."""
+    return ids[:-1] if len(ids) == len(other) + 1 else ids
+
+
+def all_sides(program, folder):
+    file = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(file):
+        return [Sheaf(program, folder, "gpt2", 16), *peers(folder)]
+    hugging = tokenizers.Tokenizer.from_file(file)
+    hugging.encode_special_tokens = True
+    bits = 16 if hugging.get_vocab_size() <= 65536 else 32
+    peer = Peer(f"tokenizers {tokenizers.__version__}", lambda text: hugging.encode(text, add_special_tokens=False).ids)
+    return [Sheaf(program, folder, "huggingface", bits), peer]
+
+
 def main():
     program, folder, *paths = sys.argv[1:]
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
-    sides = [Sheaf(program, folder), *peers(folder)]
+    sides = all_sides(program, folder)
     print("| text | ids | " + " | ".join(f"{side.name} MB/s" for side in sides) + " | ratio |")
     print("|---|---|" + "---|" * (len(sides) + 1))
     for path in paths:
@@ -71,7 +88,7 @@ def main():
                 took, ids[side.name] = side.run(path, text)
                 seconds[side.name].append(took)
         rates = [megabytes / sorted(seconds[side.name])[ROUNDS // 2] for side in sides]
-        same = all(ids[side.name] == ids["sheaf"] for side in sides)
+        same = all(ids[side.name] == without_end(ids["sheaf"], ids[side.name]) for side in sides[1:])
         print(f"| {os.path.basename(path)}, {megabytes:.1f} MB | {'the same' if same else 'DIFFERENT'} | "
               + " | ".join(f"{rate:.1f}" for rate in rates) + f" | {rates[0] / max(rates[1:]):.1f} |", flush=True)
 

@@ -1,0 +1,174 @@
+#include "sheaf/models/huggingface_tokenizer.h"
+
+#include "sheaf/core/file.h"
+#include "sheaf/models/added_tokens.h"
+#include "sheaf/models/encode_parts.h"
+#include "sheaf/models/huggingface_file.h"
+#include "sheaf/models/nfc.h"
+#include "sheaf/models/utf8.h"
+
+namespace sheaf::models {
+namespace {
+
+Bpe bpe_of(const HuggingFaceFile& file) {
+  return file.pattern ? Bpe::of_bytes(file.tokens, file.merges, file.whole_words)
+                      : Bpe::of_characters(file.tokens, file.merges, file.bytes);
+}
+
+// Whether joins may reach over a space that follows something else, so that words do not end there.
+bool joins_over_spaces(const HuggingFaceFile& file) {
+  for (const std::string& token : file.tokens)
+    for (size_t i = 1; i < token.size(); ++i)
+      if (token[i] == ' ' && token[i - 1] != ' ') return true;
+  return false;
+}
+
+class HuggingFaceTokenizer : public Tokenizer {
+ public:
+  HuggingFaceTokenizer(HuggingFaceFile file, Json json)
+      : json_(std::move(json)),
+        file_(std::move(file)),
+        bpe_(bpe_of(file_)),
+        whole_(!file_.pattern && joins_over_spaces(file_) && !file_.each_space) {
+    for (const auto& token : file_.added) {
+      const std::string content = token.normalized && file_.nfc ? nfc_of(token.content) : token.content;
+      (token.normalized ? normalized_ : raw_).add(content, token.id, token.special);
+      file_.shown[static_cast<size_t>(token.id)] = content;
+    }
+    cuttable_ = !whole_ && !raw_.contain_any(" \n") && !normalized_.contain_any(" \n");
+    for (const char* name : {"</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last one that is there
+      for (const auto& token : file_.added)
+        if (token.special && token.content == name) end_of_text_ = token.id;
+    file_.tokens = {}, file_.merges = {};
+  }
+
+  std::string_view kind() const override { return "huggingface"; }
+  int64_t vocab_size() const override { return static_cast<int64_t>(file_.shown.size()); }
+  std::optional<int32_t> end_of_text() const override { return end_of_text_; }
+  Json to_json() const override { return Json::Object{{"kind", "huggingface"}, {"file", json_}}; }
+
+  size_t cut(std::string_view text, size_t at) const override {
+    if (!cuttable_) return text.size();
+    if (file_.pattern) return safe_cut(text, at);
+    for (size_t i = std::max<size_t>(at, 1); i < text.size(); ++i)
+      if (text[i] == ' ' && text[i - 1] != ' ' && !text.substr(0, i).ends_with(kSpaceMark) && !raw_.may_end_at(text, i) &&
+          !normalized_.may_end_at(text, i))
+        return i;
+    return text.size();
+  }
+
+  std::vector<int32_t> encode(std::string_view text, std::string_view) const override { return encode(text, true); }
+  std::vector<int32_t> encode_more(std::string_view text, std::string_view) const override { return encode(text, false); }
+
+  std::string decode(std::span<const int32_t> tokens) const override {
+    std::string text = decode_more(tokens);
+    if (file_.strips_prefix && text.starts_with(' ')) text.erase(0, 1);
+    return text;
+  }
+  std::string decode_more(std::span<const int32_t> tokens) const override {
+    std::string text;
+    for (const int32_t token : tokens) {
+      check<DataError>(token >= 0 && token < vocab_size(), "[tokenizer] token ", token, " is outside the vocabulary of ",
+                       vocab_size());
+      text += file_.shown[static_cast<size_t>(token)];
+    }
+    return text;
+  }
+
+ private:
+  // What a thread works with.
+  struct Work {
+    WordCache& cache;
+    Bpe::Scratch& scratch;
+    std::vector<int32_t>& out;
+  };
+  // Where a piece of text stands.
+  enum class Place { first, behind_token, within };
+
+  static std::string nfc_of(const std::string& content) {
+    return valid_utf8_prefix(content) == content.size() ? nfc(content) : content;
+  }
+
+  std::vector<int32_t> encode(std::string_view text, bool from_start) const {
+    return encode_in_parts(
+        text, [this](std::string_view whole, size_t at) { return cut(whole, at); },
+        [&](std::string_view part, bool is_first, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) {
+          out.reserve(part.size() / 3);
+          encode_part(part, is_first && from_start ? Place::first : Place::within, {cache, scratch, out});
+        });
+  }
+
+  void encode_part(std::string_view text, Place place, const Work& work) const {
+    while (!text.empty()) {
+      const size_t valid = valid_utf8_prefix(text);
+      raw_.for_each(
+          text.substr(0, valid),
+          [&](std::string_view piece) { normalize(piece, std::exchange(place, Place::within), work); },
+          [&](int32_t id) { work.out.push_back(id), place = Place::behind_token; });
+      if (valid < text.size()) bpe_.encode(text.substr(valid, 1), work.scratch, work.out), place = Place::within;
+      text.remove_prefix(std::min(valid + 1, text.size()));
+    }
+  }
+
+  void normalize(std::string_view text, Place place, const Work& work) const {
+    std::string normal;
+    if (file_.nfc && may_change_in_nfc(text)) text = normal = nfc(text);
+    normalized_.for_each(
+        text, [&](std::string_view piece) { encode_piece(piece, std::exchange(place, Place::within), work); },
+        [&](int32_t id) { work.out.push_back(id), place = Place::behind_token; });
+  }
+
+  void encode_piece(std::string_view text, Place place, const Work& work) const {
+    const auto word = [&](std::string_view word) {
+      work.cache.append(word, work.out, [&](std::string_view w, std::vector<int32_t>& out) { bpe_.encode(w, work.scratch, out); });
+    };
+    if (file_.pattern) return file_.pattern->for_each_word(text, word);
+    std::string spaced;
+    if (takes_prefix(text, place)) text = spaced = ' ' + std::string(text);
+    if (text.find(kSpaceMark) != std::string_view::npos) text = spaced = with_spaces(text);
+    for (size_t begin = 0; begin < text.size();) {
+      size_t end = begin + 1;
+      while (end < text.size() && (whole_ || text[end] != ' ' || (text[end - 1] == ' ' && !file_.each_space))) ++end;
+      word(text.substr(begin, end - begin));
+      begin = end;
+    }
+  }
+
+  bool takes_prefix(std::string_view text, Place place) const {
+    using Prefix = HuggingFaceFile::Prefix;
+    const bool spaced = text.starts_with(' ') || text.starts_with(kSpaceMark);
+    switch (file_.prefix) {
+      case Prefix::none: return false;
+      case Prefix::text: return place == Place::first && !spaced;
+      case Prefix::piece: return place != Place::within && !spaced;
+      case Prefix::piece_always: return place != Place::within;
+    }
+    return false;
+  }
+
+  Json json_;
+  HuggingFaceFile file_;
+  Bpe bpe_;
+  bool whole_;       // a piece is one word
+  bool cuttable_;
+  AddedTokens raw_, normalized_;  // found before and after the text is normalized
+  std::optional<int32_t> end_of_text_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Tokenizer> make_huggingface_tokenizer(const Json& json, const std::string& where) {
+  HuggingFaceFile file = HuggingFaceFile::parse(json, where);
+  try {
+    return std::make_shared<HuggingFaceTokenizer>(std::move(file), reduced_huggingface_file(json));
+  } catch (const DataError& e) {
+    fail<DataError>("[tokenizer] ", where, ": model: ", e.what());
+  }
+}
+
+std::shared_ptr<const Tokenizer> load_huggingface_tokenizer(const std::string& folder) {
+  const std::string path = folder + "/tokenizer.json", where = str("'", path, "'");
+  return make_huggingface_tokenizer(Json::parse(File::open<DataError>(path).read_all(), where), where);
+}
+
+}  // namespace sheaf::models
