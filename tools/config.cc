@@ -190,7 +190,11 @@ void read_overrides(std::span<const std::string> overrides, std::vector<ConfigFi
     const size_t equals = argument.find('=');
     const std::string key = argument.substr(std::min<size_t>(2, argument.size()), equals - 2);
     if (!argument.starts_with("--") || key.empty()) {
-      fail<ConfigError>("[config] ", where, ": expected --section.key, found ", json_string(argument));
+      const std::string before = i >= 2 ? overrides[i - 2] : "";
+      fail<ConfigError>("[config] ", where, ": expected --section.key, found ", json_string(argument),
+                        before == "--data.train_file" || before == "--data.val_file"
+                            ? str("; a pattern of several files needs quotes to keep the shell from it: ", before, " 'name_*.bin'")
+                            : "");
     }
     ConfigField& field = find_field(fields, where, key);
     if (equals != std::string::npos) {

@@ -75,6 +75,11 @@ TEST_F(Config, TypesAndRanges) {
   EXPECT_THAT(error("", {"--model.bias", "1"}), HasSubstr("takes true or false"));
   EXPECT_THAT(error("", {"--train.lr"}), HasSubstr("--train.lr lacks a value"));
   EXPECT_THAT(error("", {"train.lr", "1"}), HasSubstr("expected --section.key, found \"train.lr\""));
+  // As the shell makes of a pattern without quotes.
+  for (const char* key : {"--data.train_file", "--data.val_file"})
+    EXPECT_THAT(error("", {"--train.lr", "1", key, "a_1.bin", "a_2.bin"}),
+                HasSubstr(str("found \"a_2.bin\"; a pattern of several files needs quotes to keep the shell from it: ", key)));
+  EXPECT_THAT(error("", {"--train.lr", "1", "2"}), ::testing::EndsWith("found \"2\""));
 }
 
 TEST_F(Config, BadFiles) {
