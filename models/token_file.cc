@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <system_error>
 #include <utility>
 
@@ -204,10 +205,36 @@ bool is_token_file(const std::string& path) {
   return magic == kMagic16 || magic == kMagic32;
 }
 
+namespace {
+
+constexpr std::string_view kPending = ".tmp-";  // and the process
+
+// Removes what processes that wrote `path` have left: those that live have a lock on it.
+void remove_leftovers(const std::string& path) {
+  const std::filesystem::path target(path);
+  const std::string prefix = target.filename().string() + std::string(kPending);
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(parent_of(path), error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(prefix) || name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) continue;
+    if (access(entry.path().c_str(), W_OK) != 0) continue;
+    const FileLock lock(entry.path().string());
+    if (lock.state() == FileLock::State::taken) unlink(entry.path().c_str());
+  }
+}
+
+std::unique_ptr<FileLock> lock_pending(const std::string& path, const std::string& pending) {
+  remove_leftovers(path);
+  return std::make_unique<FileLock>(pending);
+}
+
+}  // namespace
+
 TokenFileWriter::TokenFileWriter(const std::string& path, int64_t vocab)
     : path_(path),
-      pending_(path + ".tmp-" + std::to_string(getpid())),
-      vocab_((check_vocab(vocab), vocab)),
+      pending_(str(path, kPending, getpid())),
+      lock_((check_vocab(vocab), lock_pending(path, pending_))),
+      vocab_(vocab),
       file_(pending_) {
   const int32_t header[256] = {};
   file_.write(header, sizeof header);

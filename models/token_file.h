@@ -9,6 +9,7 @@
 
 #include "sheaf/core/dtype.h"
 #include "sheaf/core/file.h"
+#include "sheaf/models/file_lock.h"
 #include "sheaf/models/tokenizer.h"
 
 namespace sheaf::models {
@@ -61,7 +62,7 @@ class Tokens {
 bool is_token_file(const std::string& path);
 
 /// Writes a token file in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32, piece by piece. It appears at
-/// finish(), by a rename, or not at all. Everything here throws IoError.
+/// finish(), by a rename, or not at all; what a process that was killed has left of it goes. Everything here throws IoError.
 class TokenFileWriter {
  public:
   /// Throws DataError for a vocabulary that is none.
@@ -77,6 +78,7 @@ class TokenFileWriter {
 
  private:
   std::string path_, pending_;  // pending_ is empty once the file is there
+  std::unique_ptr<FileLock> lock_;  // of pending_, by which others know that somebody writes it
   int64_t vocab_, size_ = 0;
   FileWriter file_;
 };

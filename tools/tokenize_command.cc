@@ -9,6 +9,7 @@
 #include "sheaf/models/utf8.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/output.h"
+#include "sheaf/tools/stop_signals.h"
 
 namespace sheaf::tools {
 namespace {
@@ -27,7 +28,8 @@ class Tokenizing {
   Tokenizing(const models::Tokenizer& tokenizer, const std::string& path, int threads)
       : tokenizer_(tokenizer), out_(path, tokenizer.vocab_size()), block_(kBlockPerThread * threads) {}
 
-  void add_document(const std::string& path) {
+  /// False if a signal asks to stop: then the document is not whole.
+  bool add_document(const std::string& path) {
     const File file = File::open<DataError>(path);
     check<DataError>(file.size() > 0, "[tokenize] '", path, "' is empty");
     const Mapping map = file.map();
@@ -39,11 +41,14 @@ class Tokenizing {
       out_.write(at ? tokenizer_.encode_more(block, path) : tokenizer_.encode(block, path));
       map.release(static_cast<int64_t>(at), static_cast<int64_t>(end));
       at = end;
+      if (signals_.asked()) return false;
     }
     if (const auto end = tokenizer_.end_of_text()) out_.write({&*end, 1});
     bytes_ += file.size();
     ++documents_;
+    return true;
   }
+  int signal() const { return signals_.asked(); }
 
   void finish() { out_.finish(); }
 
@@ -66,6 +71,7 @@ class Tokenizing {
       note_ = str("'", path, "' is not UTF-8 at byte ", at + valid, "; such bytes became tokens one by one");
   }
 
+  StopSignals signals_;
   const models::Tokenizer& tokenizer_;
   models::TokenFileWriter out_;
   int64_t block_, bytes_ = 0, documents_ = 0;
@@ -86,7 +92,11 @@ int tokenize_command(const TokenizeArguments& arguments) {
   const RankScope scope(RankContext::current());
   const auto start = std::chrono::steady_clock::now();
   Tokenizing tokenizing(*tokenizer, out, threads);
-  for (const std::string& text : texts) tokenizing.add_document(text);
+  for (const std::string& text : texts)
+    if (!tokenizing.add_document(text)) {
+      models::warn_on_stderr(str("'", out, "' is not written: signal ", tokenizing.signal(), " asked to stop"));
+      return 128 + tokenizing.signal();
+    }
   tokenizing.finish();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   if (!tokenizing.note().empty()) models::warn_on_stderr(tokenizing.note());
