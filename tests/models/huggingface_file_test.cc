@@ -58,7 +58,7 @@ TEST(HuggingFaceFile, NamesFileAndKey) {
   EXPECT_THAT(error(R"({"model":{"type":"Unigram"}})"), HasSubstr("model.type is \"Unigram\": Sheaf knows BPE"));
   EXPECT_THAT(error(R"({"model":{"type":"BPE"}})"), HasSubstr("model.vocab is missing"));
   write_file(folder / "tokenizer.json", file_of("qwen3").dump());
-  EXPECT_EQ(load_huggingface_tokenizer(folder.path())->vocab_size(), 427);
+  EXPECT_EQ(load_huggingface_tokenizer(folder.path())->vocab_size(), 429);
 }
 
 TEST(HuggingFaceFile, WhatSheafDoesNotKnowIsRefused) {
@@ -90,7 +90,7 @@ TEST(HuggingFaceFile, WhatSheafDoesNotKnowIsRefused) {
   EXPECT_THAT(refused("qwen3", "pre_tokenizer.pretokenizers.1.use_regex", true), HasSubstr("pre_tokenizer.pretokenizers[1] is {"));
   EXPECT_THAT(refused("qwen3", "pre_tokenizer.pretokenizers.0", type("Digits")), HasSubstr("Sheaf knows Split here"));
   EXPECT_THAT(refused("qwen3", "normalizer", type("NFKC")), HasSubstr("before bytes Sheaf knows the normalizer NFC"));
-  EXPECT_THAT(refused("qwen3", "added_tokens.3.lstrip", true), HasSubstr("added_tokens[3].lstrip is true: Sheaf finds tokens wherever"));
+  EXPECT_THAT(refused("qwen3", "added_tokens.4.lstrip", true), HasSubstr("added_tokens[4].lstrip is true: Sheaf finds tokens wherever"));
   EXPECT_EQ(refused("qwen3", "added_tokens.0.lstrip", true), "no exception") << "a special one is never found";
   EXPECT_THAT(refused("llama2", "model.byte_fallback", false), HasSubstr("without byte_fallback would lose those that are no token"));
   EXPECT_THAT(refused("llama2", "model.ignore_merges", true), HasSubstr("model.ignore_merges is true"));
@@ -129,7 +129,7 @@ TEST(HuggingFaceFile, VocabulariesThatLie) {
     EXPECT_THAT(refused(name, "added_tokens.0.id", 9999), HasSubstr("added_tokens[0].id is 9999"));
     EXPECT_THAT(refused(name, "added_tokens.0.trailing", 1), HasSubstr("added_tokens[0].trailing is 1: Sheaf does not know this key"));
   }
-  EXPECT_THAT(refused("qwen3", "added_tokens.0.content", "<think>"), HasSubstr("added_tokens[3] is {"));
+  EXPECT_THAT(refused("qwen3", "added_tokens.0.content", "<think>"), HasSubstr("added_tokens[4] is {"));
   EXPECT_THAT(refused("llama2", "added_tokens.0.id", 2), HasSubstr("added_tokens[0].id is 2: in model.vocab it is 0"));
   EXPECT_THAT(refused("llama2", "model.merges.0", "<0x41> e"), HasSubstr("of which one is no token of words"));
   Json::Object vocab;
