@@ -21,9 +21,9 @@ namespace sheaf {
 /// Without an original context s is 0 and every frequency is divided: positions are interpolated
 /// (Chen et al., https://arxiv.org/abs/2306.15595; "linear" there). A factor of 1 changes no bit.
 ///
-/// YaRN (Peng et al., https://arxiv.org/abs/2309.00071; "yarn" there) has the same bounds by other names, beta_slow and
-/// beta_fast, but s falls linearly with the index of the frequency, between those at the bounds; RotaryFrequencies knows
-/// them. What is rotated grows by `amplitude`, too.
+/// YaRN (Peng et al., https://arxiv.org/abs/2309.00071; "yarn" there) has the same bounds by other
+/// names, beta_slow and beta_fast, but s falls linearly with the index of the frequency, between
+/// those at the bounds; RotaryFrequencies knows them. What is rotated grows by `amplitude`, too.
 struct RotaryScaling {
   enum class Blend : int8_t {
     by_turns,
@@ -44,10 +44,10 @@ struct RotaryScaling {
                               int64_t original_context = 8192) {
     return {factor, low, high, original_context};
   }
-  static RotaryScaling yarn(double factor, int64_t original_context, double beta_slow = 1.0, double beta_fast = 32.0,
-                            bool truncate = true) {
-    return {factor, beta_slow, beta_fast, original_context, truncate ? Blend::by_whole_index : Blend::by_index,
-            yarn_amplitude(factor)};
+  static RotaryScaling yarn(double factor, int64_t original_context, double beta_slow = 1.0,
+                            double beta_fast = 32.0, bool truncate = true) {
+    const Blend blend = truncate ? Blend::by_whole_index : Blend::by_index;
+    return {factor, beta_slow, beta_fast, original_context, blend, yarn_amplitude(factor)};
   }
   /// YaRN's, which it recommends; of a factor up to 1 it is 1.
   static double yarn_amplitude(double factor, double scale = 1.0) {
@@ -62,13 +62,16 @@ struct RotaryScaling {
     const double part = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
     return blended(frequency, std::min(std::max(part, 0.0), 1.0));
   }
-  SHEAF_HOST_DEVICE double blended(double frequency, double s) const { return frequency * (s + (1.0 - s) / factor); }
+  SHEAF_HOST_DEVICE double blended(double frequency, double s) const {
+    return frequency * (s + (1.0 - s) / factor);
+  }
 
   /// What cannot be, by the field's name; "" if all can.
   std::string problem() const {
     if (!(factor >= 1.0 && factor <= kLargest))
       return str("factor is ", factor, ": expected a number from 1 to ", kLargest);
-    const char *low = is_yarn() ? "beta_slow" : "low_freq_factor", *high = is_yarn() ? "beta_fast" : "high_freq_factor";
+    const char* low = is_yarn() ? "beta_slow" : "low_freq_factor";
+    const char* high = is_yarn() ? "beta_fast" : "high_freq_factor";
     if (!(low_freq_factor > 0.0))
       return str(low, " is ", low_freq_factor, ": expected a positive number");
     if (!(high_freq_factor > low_freq_factor && high_freq_factor <= kLargest))
@@ -77,7 +80,8 @@ struct RotaryScaling {
     if (original_context < (is_yarn() ? 1 : 0))
       return str("original_context is ", original_context, ": expected a number of tokens");
     if (!(amplitude > 0.0 && amplitude <= kLargest))
-      return str("attention_factor is ", amplitude, ": expected a positive number up to ", kLargest);
+      return str("attention_factor is ", amplitude, ": expected a positive number up to ",
+                 kLargest);
     return "";
   }
 
@@ -88,14 +92,16 @@ struct RotaryScaling {
 /// The frequencies of a head of 2 `half` elements, radians per position.
 class RotaryFrequencies {
  public:
-  RotaryFrequencies(double theta, int64_t half, const RotaryScaling& scaling) : theta_(theta), half_(half), scaling_(scaling) {
+  RotaryFrequencies(double theta, int64_t half, const RotaryScaling& scaling)
+      : theta_(theta), half_(half), scaling_(scaling) {
     if (!scaling.is_yarn()) return;
     check<ConfigError>(theta > 1, "[rotary] theta ", theta, ": yarn needs a number above 1");
     const double width = 2 * static_cast<double>(half);
-    // The index of the frequency that makes so many turns in the original context, as a real number.
+    // The index of the frequency that makes so many turns in the original context: a real number.
     const auto index = [&](double turns) {
       constexpr double kTwoPi = 6.283185307179586;
-      return width * std::log(static_cast<double>(scaling.original_context) / (turns * kTwoPi)) / (2 * std::log(theta));
+      const double context = static_cast<double>(scaling.original_context);
+      return width * std::log(context / (turns * kTwoPi)) / (2 * std::log(theta));
     };
     const bool whole = scaling.blend == RotaryScaling::Blend::by_whole_index;
     first_ = index(scaling.high_freq_factor), last_ = index(scaling.low_freq_factor);

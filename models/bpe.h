@@ -13,8 +13,8 @@
 
 namespace sheaf::models {
 
-/// Immutable, so that threads may share one. A word begins as its bytes, or as its characters; of all neighbours that may join, the pair of the
-/// best rank does, the leftmost one of several, until none may.
+/// Immutable, so that threads may share one. A word begins as its bytes, or as its characters; of all neighbours that may
+/// join, the pair of the best rank does, the leftmost one of several, until none may.
 class Bpe {
  public:
   /// GPT-2's form: `merges` are the pairs that may join, the best first; their bytes together are a token, too. What no

@@ -75,7 +75,9 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr);
   if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints");
   const RunState state = RunState::from_json(checkpoint->state());
-  if (!state.tokenizer) fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3 or huggingface: it has no tokenizer");
+  if (!state.tokenizer)
+    fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3 or huggingface: ",
+                      "it has no tokenizer");
   const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
   const auto model = make_language_model(state.model, state.vocab);
   materialize(model->module(), device);

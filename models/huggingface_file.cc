@@ -14,7 +14,8 @@ namespace {
 // A value of the file and where it stands; null is the same as nothing.
 class Node {
  public:
-  Node(const Json& json, std::string where, std::string key = "") : json_(&json), where_(std::move(where)), key_(std::move(key)) {}
+  Node(const Json& json, std::string where, std::string key = "")
+      : json_(&json), where_(std::move(where)), key_(std::move(key)) {}
 
   const Json& json() const { return *json_; }
   [[noreturn]] void refuse(std::string_view reason) const {
@@ -212,7 +213,8 @@ class Reader {
       file_.nfc = true;
     }
     const auto decoder = steps_of(root_.find("decoder"), "decoders");
-    if (decoder.size() != 1 || decoder[0].type() != "ByteLevel") root_.at("decoder").refuse("the tokens are bytes: expected ByteLevel");
+    if (decoder.size() != 1 || decoder[0].type() != "ByteLevel")
+      root_.at("decoder").refuse("the tokens are bytes: expected ByteLevel");
     decoder[0].only({"type", "add_prefix_space", "trim_offsets", "use_regex"});
     if (byte_fallback_) root_.at("model").at("byte_fallback").refuse("the tokens are bytes");
 
@@ -265,13 +267,15 @@ class Reader {
       root_.at(steps.empty() ? "model" : "pre_tokenizer")
           .refuse("Sheaf knows tokens of characters with the pre_tokenizer Metaspace alone or the normalizer Replace alone");
     if (!replaces) read_metaspace(steps[0]);
-    if (!byte_fallback_) root_.at("model").refuse("tokens of characters without byte_fallback would lose those that are no token");
+    if (!byte_fallback_)
+      root_.at("model").refuse("tokens of characters without byte_fallback would lose those that are no token");
     if (file_.whole_words) root_.at("model").at("ignore_merges").refuse("with tokens of characters Sheaf joins by merges");
     read_decoder();
     for (const auto& added : file_.added)
       if (!added.special && added.normalized && replaces)
-        root_.at("added_tokens").refuse(str(json_string(added.content), " is normalized, but not special: Sheaf finds such tokens "
-                                            "in texts that no normalizer changes"));
+        root_.at("added_tokens")
+            .refuse(str(json_string(added.content), " is normalized, but not special: Sheaf finds such tokens in texts ",
+                        "that no normalizer changes"));
 
     file_.bytes.fill(-1);
     file_.shown.resize(names_.size());
@@ -283,7 +287,8 @@ class Reader {
       file_.shown[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : is_added(id) ? names_[id] : token;
     }
     for (size_t byte = 0; byte < 256; ++byte)
-      if (file_.bytes[byte] < 0) root_.at("model").at("byte_fallback").refuse(str("model.vocab has no token of the byte ", byte));
+      if (file_.bytes[byte] < 0)
+        root_.at("model").at("byte_fallback").refuse(str("model.vocab has no token of the byte ", byte));
   }
 
   void require_replace(const Node& step, std::string_view from, std::string_view to) {
@@ -309,7 +314,8 @@ class Reader {
     const Node decoder = root_.at("decoder");
     const auto steps = steps_of(decoder, "decoders");
     const std::vector<std::string> known = {"Replace", "ByteFallback", "Fuse", "Strip"};
-    if (steps.size() < 3 || steps.size() > 4) decoder.refuse("Sheaf knows Replace, ByteFallback, Fuse and Strip, in this order");
+    if (steps.size() < 3 || steps.size() > 4)
+      decoder.refuse("Sheaf knows Replace, ByteFallback, Fuse and Strip, in this order");
     for (size_t i = 0; i < steps.size(); ++i)
       if (steps[i].type() != known[i]) steps[i].refuse(str("Sheaf knows ", known[i], " here"));
     require_replace(steps[0], kSpaceMark, " ");

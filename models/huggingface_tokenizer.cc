@@ -119,9 +119,8 @@ class HuggingFaceTokenizer : public Tokenizer {
   }
 
   void encode_piece(std::string_view text, Place place, const Work& work) const {
-    const auto word = [&](std::string_view word) {
-      work.cache.append(word, work.out, [&](std::string_view w, std::vector<int32_t>& out) { bpe_.encode(w, work.scratch, out); });
-    };
+    const auto encode = [&](std::string_view word, std::vector<int32_t>& out) { bpe_.encode(word, work.scratch, out); };
+    const auto word = [&](std::string_view word) { work.cache.append(word, work.out, encode); };
     if (file_.pattern) return file_.pattern->for_each_word(text, word);
     std::string spaced;
     if (takes_prefix(text, place)) text = spaced = ' ' + std::string(text);

@@ -45,11 +45,12 @@ std::shared_ptr<const Tokenizer> make_char_tokenizer(std::string_view corpus, st
 std::shared_ptr<const Tokenizer> make_byte_tokenizer();
 
 /// One that needs no text to be made from: "byte", or "gpt2", "llama3" (bpe_tokenizer.h) or "huggingface"
-/// (huggingface_tokenizer.h) from the published files in `folder`. Throws ConfigError for another name or without a folder, DataError for what is wrong in the files.
+/// (huggingface_tokenizer.h) from the published files in `folder`. Throws ConfigError for another name or without a
+/// folder, DataError for what is wrong in the files.
 std::shared_ptr<const Tokenizer> open_tokenizer(const std::string& name, const std::string& folder = "");
 
-/// {"kind": "char", "characters": "..."}, {"kind": "byte"}, or those of bpe_tokenizer.h and huggingface_tokenizer.h. Throws DataError; an unknown
-/// kind is named.
+/// {"kind": "char", "characters": "..."}, {"kind": "byte"}, or those of bpe_tokenizer.h and huggingface_tokenizer.h. Throws
+/// DataError; an unknown kind is named.
 std::shared_ptr<const Tokenizer> tokenizer_from_json(const Json& json);
 /// Reads such a file; throws DataError.
 std::shared_ptr<const Tokenizer> load_tokenizer(const std::string& path);

@@ -37,7 +37,8 @@ inline RotaryScaling rotary_scaling(const RopeScalingConfig& c) {
     RotaryScaling s = RotaryScaling::yarn(c.factor, c.original_max_position_embeddings, c.beta_slow, c.beta_fast, c.truncate);
     if (c.attention_factor != 0) s.amplitude = c.attention_factor;
     else if (c.mscale != 0 && c.mscale_all_dim != 0)
-      s.amplitude = RotaryScaling::yarn_amplitude(c.factor, c.mscale) / RotaryScaling::yarn_amplitude(c.factor, c.mscale_all_dim);
+      s.amplitude = RotaryScaling::yarn_amplitude(c.factor, c.mscale) /
+                    RotaryScaling::yarn_amplitude(c.factor, c.mscale_all_dim);
     return s;
   }
   fail<ConfigError>("[model] unknown rope_type '", c.rope_type, "'; known: default, linear, llama3, yarn");
@@ -77,7 +78,7 @@ inline ModelConfig resolved(ModelConfig m) {
 /// [data] What to train on: a text, or token files.
 struct DataConfig {
   std::string corpus;              ///< UTF-8 text file
-  std::string tokenizer = "char";  ///< "char", "byte", "gpt2", "llama3" or "huggingface"; the last three also say what token files mean
+  std::string tokenizer = "char";  ///< or "byte", "gpt2", "llama3", "huggingface": these three say what token files mean, too
   std::string tokenizer_folder;    ///< with the published files of the last three
   double val_fraction = 0.1;       ///< tail of the text held out for validation, in (0, 1)
   std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several

@@ -89,7 +89,8 @@ TEST(Rotary, ScaledFrequenciesMatchTheDefinition) {
 
 // As transformers states it: two ramps, cut off, between dimensions.
 TEST(Rotary, YarnMatchesTheDefinition) {
-  const auto definition = [](double theta, int64_t width, int64_t i, const RotaryScaling& s, bool truncate) {
+  const auto definition = [](double theta, int64_t width, int64_t i, const RotaryScaling& s,
+                             bool truncate) {
     const auto dimension = [&](double turns) {
       return width * std::log(s.original_context / (turns * 2 * M_PI)) / (2 * std::log(theta));
     };
@@ -106,7 +107,8 @@ TEST(Rotary, YarnMatchesTheDefinition) {
     EXPECT_NEAR(scaling.amplitude, 0.1 * std::log(4.0) + 1, 1e-15);
     int blended = 0;
     for (int64_t i = 0; i < 64; ++i) {
-      const double f = RotaryFrequencies(1e6, 64, scaling)(i), want = definition(1e6, 128, i, scaling, truncate);
+      const double f = RotaryFrequencies(1e6, 64, scaling)(i),
+                   want = definition(1e6, 128, i, scaling, truncate);
       EXPECT_NEAR(f / want, 1.0, 1e-14) << i;
       const double whole = std::pow(1e6, -i / 64.0);
       blended += f < 0.999 * whole && f > 1.001 * whole / 4;
@@ -119,7 +121,8 @@ TEST(Rotary, YarnMatchesTheDefinition) {
         std::vector<double> want(shape.numel()), twice(shape.numel());
         for (int64_t row = 0; row < shape.numel() / 16; ++row)
           for (int64_t i = 0; i < 8; ++i) {
-            const double angle = static_cast<double>(first + row / 2 % 70) * definition(10000, 16, i, scaling, truncate);
+            const double angle = static_cast<double>(first + row / 2 % 70) *
+                                 definition(10000, 16, i, scaling, truncate);
             const double a = x.at(row * 16 + i), b = x.at(row * 16 + 8 + i), c = scaling.amplitude;
             want[row * 16 + i] = c * (a * std::cos(angle) - b * std::sin(angle));
             want[row * 16 + 8 + i] = c * (b * std::cos(angle) + a * std::sin(angle));
@@ -127,7 +130,8 @@ TEST(Rotary, YarnMatchesTheDefinition) {
           }
         const Array y = rotate(x, first, false, scaling);
         EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d)) << name(d) << first;
-        EXPECT_LT(scaled_error(rotate(y, first, true, scaling), twice), d == kF64 ? 1e-14 : 4 * epsilon(d))
+        EXPECT_LT(scaled_error(rotate(y, first, true, scaling), twice),
+                  d == kF64 ? 1e-14 : 4 * epsilon(d))
             << name(d) << first;
       }
   }
