@@ -224,7 +224,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   const std::string& scaling = config.model.rope_scaling.rope_type;
   if (key == "model.rope_scaling.factor" && scaling == "default")
-    return "only model.rope_scaling.rope_type linear and llama3 and yarn have it";
+    return "only model.rope_scaling.rope_type linear, llama3 and yarn have it";
   if (key == "model.rope_scaling.original_max_position_embeddings" && scaling != "llama3" && scaling != "yarn")
     return "only model.rope_scaling.rope_type llama3 and yarn have it";
   if (key.starts_with("model.rope_scaling.") && key.ends_with("_freq_factor") && scaling != "llama3")

@@ -174,7 +174,7 @@ TEST_F(Config, ScaledRotaryPositions) {
   EXPECT_THAT(error("", {"--model.rope_scaling.rope_type", "llama3"}), HasSubstr("only model.type llama has rotary embeddings"));
   EXPECT_THAT(refused("factor", "0.5"), HasSubstr("'model.rope_scaling.factor' must be in [1, 1e+06], not 0.5"));
   EXPECT_THAT(refused("factor", "nan"), HasSubstr("not nan"));
-  EXPECT_THAT(refused("factor", "8", "default"), HasSubstr("would change nothing: only model.rope_scaling.rope_type linear and"));
+  EXPECT_THAT(refused("factor", "8", "default"), HasSubstr("would change nothing: only model.rope_scaling.rope_type linear, llama3 and yarn have it"));
   EXPECT_THAT(refused("low_freq_factor", "1", "linear"), HasSubstr("would change nothing: only model.rope_scaling.rope_type llama3"));
   EXPECT_THAT(refused("low_freq_factor", "0"), HasSubstr("model.rope_scaling.low_freq_factor is 0: expected a positive number"));
   EXPECT_THAT(refused("low_freq_factor", "4"),
