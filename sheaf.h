@@ -7,6 +7,7 @@
 #include "sheaf/autograd/op.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/passes/keep_gathered.h"
+#include "sheaf/autograd/passes/without_sharding.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/rowwise.h"
 #include "sheaf/autograd/tape.h"

@@ -189,6 +189,7 @@ struct OpDef {
   const char* name;
   OpKind kind;
   Lane lane;
+  bool of_units;        ///< deals with buffers of units, which are no values of the model
   bool stops_gradient;  ///< outputs are constants, whatever the inputs are
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
@@ -205,6 +206,7 @@ struct OpDef {
   /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*describe)(const void*, std::string&);
+  void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they have no layouts
   void (*clear_padding)(void*);  ///< of attributes: what is left can be compared as bytes
 };
 
@@ -230,6 +232,7 @@ constexpr OpDef make_op_def() {
   d.kind = OpKind::op;
   if constexpr (requires { Op::kKind; }) d.kind = Op::kKind;
   if constexpr (requires { Op::kLane; }) d.lane = Op::kLane;
+  if constexpr (requires { Op::kOfUnits; }) d.of_units = Op::kOfUnits;
   if constexpr (requires { Op::kStopsGradient; }) d.stops_gradient = Op::kStopsGradient;
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
@@ -258,6 +261,8 @@ constexpr OpDef make_op_def() {
     };
   if constexpr (requires(const Attrs& a, std::string& s) { Op::describe(a, s); })
     d.describe = [](const void* a, std::string& s) { Op::describe(attrs_of<Attrs>(a), s); };
+  if constexpr (requires(Attrs& a) { Op::drop_layouts(a); })
+    d.drop_layouts = [](void* a) { Op::drop_layouts(*static_cast<Attrs*>(a)); };
   d.clear_padding = [](void* a) {
 #if __has_builtin(__builtin_clear_padding)
     if constexpr (!std::is_empty_v<Attrs>) __builtin_clear_padding(static_cast<Attrs*>(a));

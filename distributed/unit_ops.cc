@@ -49,6 +49,7 @@ void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& cal
 
 struct Resting {
   static constexpr const char* kName = "resting";
+  static constexpr bool kOfUnits = true;
   static constexpr MemoryKind kMemory = MemoryKind::wire;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
@@ -56,6 +57,7 @@ struct Resting {
 
 struct CastShard {
   static constexpr const char* kName = "cast_shard";
+  static constexpr bool kOfUnits = true;
   static constexpr MemoryKind kMemory = MemoryKind::wire;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
@@ -97,6 +99,7 @@ struct Discard {
 template <MemoryKind kind>
 struct GradSlots {
   static constexpr const char* kName = "grad_slots";
+  static constexpr bool kOfUnits = true;
   static constexpr MemoryKind kMemory = kind;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {  // padding between and after the slots is sent too: zero it
@@ -123,6 +126,7 @@ struct GradSlots {
 
 struct Zero {
   static constexpr const char* kName = "zero";
+  static constexpr bool kOfUnits = true;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
 };
@@ -155,6 +159,7 @@ struct AllReduce {
 
 struct Complete {
   static constexpr const char* kName = "complete";
+  static constexpr bool kOfUnits = true;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs&, Execute& c) {
     for (int i = 0; i < c.num_inputs(); ++i) c.input_tensor(i).storage()->settle();

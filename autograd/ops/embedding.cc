@@ -42,6 +42,7 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
                  part_of(c.output_type(0)), c.output(0), c.add, c.workspace);
   }
   static void vjp(const Attrs&, Vjp& c) { c.set(1, embedding(c.input(0), c.grad())); }
+  static void drop_layouts(Attrs& a) { a.table = {}; }
   static void describe(const Attrs& a, std::string& out) {
     out += str("vocabulary ", a.vocabulary);
   }

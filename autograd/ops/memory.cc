@@ -39,6 +39,7 @@ struct StoreInto {
 
 struct AddInto {  // inputs: the addend, the memory; the output lies in the memory
   static constexpr const char* kName = "add_into";
+  static constexpr bool kOfUnits = true;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), add_into, c.output(0), c.input(0)); }
 };
