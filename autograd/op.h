@@ -19,6 +19,7 @@
 // values are on meta. (5) if a recording lives on this thread, the node is recorded.
 #pragma once
 
+#include <concepts>
 #include <cstring>
 #include <span>
 #include <string>
@@ -207,7 +208,7 @@ struct OpDef {
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*describe)(const void*, std::string&);
   void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they have no layouts
-  void (*clear_padding)(void*);  ///< of attributes: what is left can be compared as bytes
+  bool (*same_attrs)(const void*, const void*);
 };
 
 namespace detail {
@@ -219,6 +220,23 @@ const Attrs& attrs_of(const void* attrs) {
     return kNone;
   } else {
     return *static_cast<const Attrs*>(attrs);
+  }
+}
+
+/// By ==, where attributes have it: those with a Shape or a Layout need it, as not all of their bytes mean something. Else
+/// byte by byte, without padding.
+template <class Attrs>
+bool same_attrs(Attrs a, Attrs b) {
+  if constexpr (std::is_empty_v<Attrs>) {
+    return true;
+  } else if constexpr (std::equality_comparable<Attrs>) {
+    return a == b;
+  } else {
+#if __has_builtin(__builtin_clear_padding)
+    __builtin_clear_padding(&a);
+    __builtin_clear_padding(&b);
+#endif
+    return std::memcmp(&a, &b, sizeof a) == 0;
   }
 }
 
@@ -263,13 +281,7 @@ constexpr OpDef make_op_def() {
     d.describe = [](const void* a, std::string& s) { Op::describe(attrs_of<Attrs>(a), s); };
   if constexpr (requires(Attrs& a) { Op::drop_layouts(a); })
     d.drop_layouts = [](void* a) { Op::drop_layouts(*static_cast<Attrs*>(a)); };
-  d.clear_padding = [](void* a) {
-#if __has_builtin(__builtin_clear_padding)
-    if constexpr (!std::is_empty_v<Attrs>) __builtin_clear_padding(static_cast<Attrs*>(a));
-#else
-    static_cast<void>(a);
-#endif
-  };
+  d.same_attrs = [](const void* a, const void* b) { return same_attrs(attrs_of<Attrs>(a), attrs_of<Attrs>(b)); };
   return d;
 }
 template <class Op>

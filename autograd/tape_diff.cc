@@ -1,21 +1,9 @@
 #include "sheaf/autograd/tape_diff.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace sheaf {
 namespace {
-
-bool same_attributes(const Tape& a, const Node& n, const Tape& b, const Node& m) {
-  const size_t bytes = n.op->attrs_size;
-  if (bytes == 0) return true;
-  std::vector<char> left(bytes), right(bytes);
-  std::memcpy(left.data(), a.attrs(n), bytes);
-  std::memcpy(right.data(), b.attrs(m), bytes);
-  n.op->clear_padding(left.data());
-  n.op->clear_padding(right.data());
-  return left == right;
-}
 
 std::string what_differs(const Tape& a, const Node& n, const Tape& b, const Node& m) {
   if (n.op != m.op) return str("one has ", a.op_name(n), ", the other ", b.op_name(m));
@@ -25,7 +13,7 @@ std::string what_differs(const Tape& a, const Node& n, const Tape& b, const Node
   if (n.outputs != m.outputs || n.num_outputs != m.num_outputs) return "the numbers of outputs differ";
   if (!n.op && a.leaf_name(a.output(n)) != b.leaf_name(b.output(m)))
     return str("one is leaf '", a.leaf_name(a.output(n)), "', the other '", b.leaf_name(b.output(m)), "'");
-  if (n.op && !same_attributes(a, n, b, m)) return "attributes differ";
+  if (n.op && !n.op->same_attrs(a.attrs(n), b.attrs(m))) return "attributes differ";
   for (int o = 0; o < n.num_outputs; ++o) {
     const ValueId v = a.output(n, o);
     const Value &x = a.value(v), &y = b.value(v);

@@ -14,6 +14,7 @@ struct EmbeddingBackward {  // tokens[..], dout[.., C] -> [vocabulary, C]
   struct Attrs {
     int64_t vocabulary;
     Layout table;
+    bool operator==(const Attrs&) const = default;
   };
   static constexpr bool kCanAdd = true;
   static constexpr uint64_t kStoresWide = 0b1, kSavedInputs = 0b01;

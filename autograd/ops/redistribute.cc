@@ -156,7 +156,11 @@ struct RedistributeOp {
   static constexpr const char* kName = "redistribute";
   static constexpr OpKind kKind = OpKind::redistribute;
   static constexpr Lane kLane = Lane::gather;
-  struct Attrs { Layout to; int32_t axis; };  // the one axis that changes; -1: only the mesh is named
+  struct Attrs {
+    Layout to;
+    int32_t axis;  // the one that changes; -1: only the mesh is named
+    bool operator==(const Attrs&) const = default;
+  };
 
   static bool relabels(const Move& m) {
     if (m.axis < 0 || m.size == 1) return true;

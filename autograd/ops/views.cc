@@ -57,6 +57,7 @@ struct Reshape {
   struct Attrs {
     Shape shape;
     uint32_t inserted = 0, removed = 0;  ///< bit d: dimension d of the result, or of the operand, has size 1 and no other's place
+    bool operator==(const Attrs&) const = default;
   };
   static void infer(const Attrs& a, Infer& c) { c.output(c.dtype(0), a.shape); }
   static void place(const Attrs& a, Place& p) {
@@ -139,8 +140,9 @@ struct Permute {
   static constexpr const char* kName = "permute";
   static constexpr bool kRecipe = true;
   struct Attrs {
-    Shape order;
-  };  ///< dimension i of the result is dimension order[i] of the operand
+    Shape order;  ///< dimension i of the result is dimension order[i] of the operand
+    bool operator==(const Attrs&) const = default;
+  };
   static void infer(const Attrs& a, Infer& c) {
     Shape out = c.shape(0);
     for (int i = 0; i < out.rank(); ++i) out[i] = c.shape(0)[static_cast<int>(a.order[i])];
@@ -173,6 +175,7 @@ struct Expand {
   static constexpr bool kRecipe = true;
   struct Attrs {
     Shape shape;
+    bool operator==(const Attrs&) const = default;
   };
   static void infer(const Attrs& a, Infer& c) {
     if (!(broadcast_shapes(kName, c.shape(0), a.shape) == a.shape))
