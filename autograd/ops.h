@@ -155,6 +155,9 @@ Tensor min(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 Tensor logsumexp(const Tensor& x, const Dims& dims = {}, bool keepdim = false);
 /// i64 position of the first largest element.
 Tensor argmax(const Tensor& x, int dim = -1, bool keepdim = false);
+/// i64 positions of the k largest elements of the last dimension, the largest first, of equal ones the first first: [.., k].
+/// NaN is larger than all.
+Tensor top_k(const Tensor& x, int64_t k);
 
 /// x as a constant: no gradient flows back through it. A view, of any placement; a teacher's output, a target that is
 /// computed from parameters, a metric inside a step.
@@ -256,6 +259,27 @@ NormedSum add_layer_norm(const Tensor& x, const Tensor& r, const Tensor& weight 
 NormedSum add_rms_norm(const Tensor& x, const Tensor& r, const Tensor& weight = {}, double eps = 1e-5);
 Tensor softmax(const Tensor& x, int dim = -1);
 Tensor log_softmax(const Tensor& x, int dim = -1);
+
+/// Which rows of which experts the tokens of sequences go to. E experts; K choices of each of T tokens; N groups of a sequence's
+/// tokens, group n those from T n / N on; P places that an expert has for a group.
+struct ExpertRoutes {
+  Tensor slots;    ///< i32 [.., T, K]: the expert of a choice times P, plus its place; -1: there was none left
+  Tensor sources;  ///< i32 [E, .., N, P]: the choice in a place, counted from the first of its group; -1: it is empty
+  Tensor counts;   ///< i32 [E, .., N]: the places taken, which are the first
+};
+/// Places for choices[.., T, K], i64 in [0, experts) (DataError), in the order of tokens, then of a token's choices: what a
+/// token gets depends on no later one. Sequences may be cut anyhow, and tokens if each rank has whole groups, all of one size
+/// or one for each rank.
+ExpertRoutes expert_routes(const Tensor& choices, int64_t experts, int64_t places, int64_t groups = 1);
+/// Rows of x[.., T, C] for each expert, zeros in empty places: [E, .., N, P, C]. Times the choices' weights[.., T, K], if
+/// given: f32 (f64 for f64).
+Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& weights = {});
+/// The sum over each token's choices of their rows[E, .., N, P, C], times weights[.., T, K] if given: [.., T, C].
+Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights = {});
+/// x[E, .., P, I] weight[E, O, I]ᵀ, each expert's rows with its own matrix: [E, .., P, O]. Of P rows the first counts[E, ..]
+/// are in use; the others must be zero, in x and in the result's gradient, as they are if they come from to_experts. CPUs
+/// skip them; a GPU multiplies all.
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts);
 
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T

@@ -16,6 +16,15 @@ Outputs of_all_parts(const LinearLse& y) {
   return std::vector<Tensor>{logsumexp(redistribute(y.lse, whole), {0}), y.target_logits};
 }
 
+// A choice's weights, of the type in which rows are computed.
+Tensor weights_of(const Tensor& w) { return cast(w, w.dtype() == kF64 ? kF64 : kF32); }
+
+// Rows behind those in use are zero.
+Tensor in_use(const Tensor& rows, const Tensor& counts) {
+  const Tensor used = lt(arange(rows.size(-2), kI32), unsqueeze(counts, {counts.rank()}));
+  return where(unsqueeze(used, {used.rank()}), rows, 0.0);
+}
+
 }  // namespace
 
 const std::vector<OpSample>& op_samples() {
@@ -306,6 +315,46 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0 -> S0", "S1 -> S1"}},
       {.op = "log_softmax", .variant = "dim 0", .inputs = {{5, 3}}, .f = [](Args x) { return log_softmax(x[0], 0); },
        .tolerance = 2, .rules = {"S1 -> S1"}},
+      {.op = "top_k", .inputs = {distinct({3, 2, 7})}, .f = [](Args x) { return top_k(x[0], 4); }, .rules = {"S0 -> S0", "S1 -> S1"},
+       .zero_size = false},
+      {.op = "expert_routes", .inputs = {integers({3, 5, 2}, 4)},
+       .f = [](Args x) {
+         const ExpertRoutes r = expert_routes(x[0], 4, 3);
+         return Outputs(std::vector<Tensor>{r.slots, r.sources, r.counts});
+       },
+       .rules = {"S0 -> S0 S1 S1"}},
+      {.op = "expert_routes", .variant = "groups", .inputs = {integers({3, 8, 2}, 5)},
+       .f = [](Args x) {
+         const ExpertRoutes r = expert_routes(x[0], 5, 2, 7);
+         return Outputs(std::vector<Tensor>{r.slots, r.sources, r.counts});
+       },
+       .rules = {"S0 -> S0 S1 S1"}},
+      // Three places: some choices are dropped.
+      {.op = "to_experts", .inputs = {{3, 5, 7}, integers({3, 5, 2}, 4)},
+       .f = [](Args x) { return to_experts(x[0], expert_routes(x[1], 4, 3)); }, .exact = true,
+       .rules = {"S0 S0 -> S1", "S2 R -> S4", "P R -> P"}},
+      {.op = "to_experts", .variant = "weighted", .inputs = {{3, 5, 19}, integers({3, 5, 2}, 4), {3, 5, 2}},
+       .f = [](Args x) { return to_experts(x[0], expert_routes(x[1], 4, 3, 7), weights_of(x[2])); }, .exact = true,
+       .rules = {"S0 S0 S0 -> S1", "S2 R R -> S4", "P R R -> P", "R R P -> P"}},
+      {.op = "from_experts", .inputs = {{4, 5, 1, 3, 7}, integers({5, 6, 2}, 4)},
+       .f = [](Args x) { return from_experts(x[0], expert_routes(x[1], x[0].size(0), x[0].size(3))); }, .exact = true,
+       .rules = {"S1 S0 -> S0", "S4 R -> S2", "P R -> P"}, .zero_size = false},
+      {.op = "from_experts", .variant = "weighted", .inputs = {{4, 5, 7, 1, 3}, integers({5, 9, 2}, 4), {5, 9, 2}},
+       .f = [](Args x) { return from_experts(x[0], expert_routes(x[1], 4, 1, 7), weights_of(x[2])); }, .exact = true,
+       .rules = {"S1 S0 S0 -> S0", "S4 R R -> S2", "P R R -> P", "R R P -> P"}, .zero_size = false},
+      {.op = "from_experts", .variant = "without batch", .inputs = {{4, 1, 3, 19}, integers({6, 2}, 4), {6, 2}},
+       .f = [](Args x) { return from_experts(x[0], expert_routes(x[1], 4, 3), weights_of(x[2])); }, .exact = true,
+       .rules = {"S3 R R -> S1", "P R R -> P"}, .zero_size = false},
+      {.op = "expert_linear", .inputs = {{4, 2, 1, 3, 5}, {4, 6, 5}, integers({4, 2, 1}, 4, kI32)},
+       .f = [](Args x) { return expert_linear(in_use(x[0], x[2]), x[1], x[2]); }, .exact = true,
+       .rules = {"S0 S0 S0 -> S0", "S1 R S1 -> S1", "S4 S2 R -> P", "R S1 R -> S4", "P R R -> P", "R P R -> P"}},
+      {.op = "expert_linear", .variant = "mixture", .inputs = {{3, 5, 4}, integers({3, 5, 2}, 6), {6, 7, 4}, {6, 4, 7}, {3, 5, 2}},
+       .f = [](Args x) {
+         const ExpertRoutes r = expert_routes(x[1], 6, 2);
+         const Tensor hidden = square(expert_linear(to_experts(x[0], r), x[2], r.counts));
+         return from_experts(expert_linear(hidden, x[3], r.counts), r, weights_of(x[4]));
+       },
+       .tolerance = 4, .rules = {"S0 S0 R R S0 -> S0", "R R S1 S2 R -> P", "R R R P R -> P"}, .zero_size = false},
       {.op = "attention", .inputs = {{2, 5, 3, 4}, {2, 5, 3, 4}, {2, 5, 3, 4}},
        .f = [](Args x) { return attention(x[0], x[1], x[2]); }, .no_second = "attention_backward", .tolerance = 4,
        .rules = {"S0 S0 S0 -> S0", "S2 S2 S2 -> S2", "R R P -> P"}},

@@ -1,0 +1,84 @@
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/gemm.h"
+#include "sheaf/kernels/cuda/workspace.h"
+#include "sheaf/kernels/experts.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
+
+/// weight[E, O, I] beside rows[E, .., P, I]: the groups of an expert share its matrix.
+Gemm product(const View& x, const View& weight, const View& y) {
+  View shared = weight;
+  for (int d = 3; d < x.rank(); ++d) shared.shape.insert(1, 1), shared.strides.insert(1, 0);
+  return {kLinear, x, transposed(shared), y, {}};
+}
+
+/// dyᵀ x over all rows of an expert. Rows that are not evenly spaced are made so first, in the
+/// workspace.
+class Gradient {
+ public:
+  Gradient(const View& dy, const View& x, const View& dweight)
+      : given_{dy, x}, even_{by_expert(dy), by_expert(x)}, dweight_(dweight) {
+    for (int i = 0; i < 2; ++i) {
+      copies_[i] = even_[i].rank() == 0;
+      if (copies_[i]) even_[i] = by_expert(View::dense(nullptr, given_[i].dtype, given_[i].shape));
+    }
+  }
+  size_t workspace() const {
+    size_t bytes = line_align(gemm_workspace(gemm()));
+    for (int i = 0; i < 2; ++i)
+      if (copies_[i]) bytes += line_align(static_cast<size_t>(given_[i].bytes()));
+    return bytes;
+  }
+  void run(const Stream& stream, Workspace workspace) {
+    Carver carver(kGradient, workspace);
+    const size_t bytes = gemm_workspace(gemm());
+    const Workspace scratch{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
+    for (int i = 0; i < 2; ++i) {
+      if (!copies_[i]) continue;
+      even_[i].data = carver.take<char>(given_[i].bytes());
+      copy(stream, given_[i], View::dense(even_[i].data, given_[i].dtype, given_[i].shape));
+    }
+    cuda::gemm(stream, gemm(), scratch);
+  }
+
+ private:
+  Gemm gemm() const { return {kGradient, transposed(even_[0]), even_[1], dweight_, {}}; }
+  /// Rows[E, .., C] as [E, R, C], or rank 0 where no stride says that.
+  static View by_expert(const View& v) {
+    View out{v.data, v.dtype, {v.shape[0], 1, v.shape.back()}, {v.strides[0], 0, v.strides.back()}};
+    for (int d = v.rank() - 2; d > 0; --d) {
+      if (v.shape[d] == 1) continue;
+      if (out.shape[1] == 1) out.strides[1] = v.strides[d];
+      else if (v.strides[d] != out.shape[1] * out.strides[1]) return {};
+      out.shape[1] *= v.shape[d];
+    }
+    return out;
+  }
+
+  View given_[2], even_[2], dweight_;
+  bool copies_[2];
+};
+
+}  // namespace
+
+size_t expert_linear_workspace(const View& x, const View& weight, const View&, const View& y) {
+  return gemm_workspace(product(x, weight, y));
+}
+void expert_linear(const Stream& stream, const View& x, const View& weight, const View&,
+                   const View& y, Workspace workspace) {
+  gemm(stream, product(x, weight, y), workspace);
+}
+
+size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View&,
+                                        const View& dweight) {
+  return Gradient(dy, x, dweight).workspace();
+}
+void expert_weight_gradient(const Stream& stream, const View& dy, const View& x, const View&,
+                            const View& dweight, Workspace workspace) {
+  Gradient(dy, x, dweight).run(stream, workspace);
+}
+
+}  // namespace sheaf::kernels::cuda

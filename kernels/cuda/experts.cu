@@ -1,0 +1,224 @@
+#include "sheaf/kernels/cuda/rows.h"
+#include "sheaf/kernels/experts.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+
+/// A warp takes an item.
+LaunchShape warps_for(int64_t items) {
+  return {.blocks = blocks_for(items, kWarps), .threads = kThreads};
+}
+__device__ int64_t item_of_warp() {
+  return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+}
+__device__ int lane_of_thread() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+/// A value and its place among others; -1: none.
+template <class C>
+struct Candidate {
+  C value;
+  int64_t at;
+  /// NaN before numbers, larger ones before smaller ones, of equals the first.
+  __device__ bool before(const Candidate& o) const {
+    if (at < 0 || o.at < 0) return at >= 0;
+    const bool nan = value != value, other_nan = o.value != o.value;
+    if (nan != other_nan) return nan;
+    return nan || value == o.value ? at < o.at : value > o.value;
+  }
+};
+
+template <class T>
+__global__ void top_k_rows(const T* x, int64_t rows, int64_t n, int64_t k, int64_t* out) {
+  using C = Compute<T>;
+  const int64_t row = item_of_warp();
+  if (row >= rows) return;
+  const int lane = lane_of_thread();
+  Candidate<C> last{C(0), -1};
+  for (int64_t c = 0; c < k; ++c) {
+    Candidate<C> best{C(0), -1};
+    for (int64_t i = lane; i < n; i += kWarp) {
+      const Candidate<C> here{convert_to<C>(x[row * n + i]), i};
+      if ((c == 0 || last.before(here)) && here.before(best)) best = here;
+    }
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      const Candidate<C> other{__shfl_xor_sync(kFullWarp, best.value, step),
+                               __shfl_xor_sync(kFullWarp, best.at, step)};
+      if (other.before(best)) best = other;
+    }
+    last = best;
+    if (lane == 0) out[row * k + c] = best.at;
+  }
+}
+
+/// A warp looks for the choices of one expert among those of a group, 32 at a time.
+__global__ void route_groups(Routing r, const int64_t* choices, int32_t* slots, int32_t* sources,
+                             int32_t* counts) {
+  const int64_t item = item_of_warp();
+  if (item >= r.experts * r.sequences * r.groups) return;
+  const int lane = lane_of_thread();
+  const int64_t group = item % r.groups, sequence = item / r.groups % r.sequences,
+                expert = item / r.groups / r.sequences;
+  const int64_t first = (sequence * r.tokens + r.first_of(group)) * r.choices,
+                last = (sequence * r.tokens + r.first_of(group + 1)) * r.choices;
+  int64_t taken = 0;
+  for (int64_t base = first; base < last; base += kWarp) {
+    const int64_t at = base + lane;
+    const int64_t choice = at < last ? choices[at] : expert + 1;
+    const bool mine = choice == expert;
+    const unsigned all = __ballot_sync(kFullWarp, mine);
+    const int64_t place = taken + __popc(all & ((1u << lane) - 1u));
+    if (mine) slots[at] = place < r.places ? static_cast<int32_t>(expert * r.places + place) : -1;
+    if (mine && place < r.places)
+      sources[r.row(expert, sequence, group, place)] = static_cast<int32_t>(at - first);
+    if (expert == 0 && at < last && (choice < 0 || choice >= r.experts)) slots[at] = -1;
+    taken += __popc(all);
+  }
+  if (taken > r.places) taken = r.places;
+  for (int64_t place = taken + lane; place < r.places; place += kWarp)
+    sources[r.row(expert, sequence, group, place)] = -1;
+  if (lane == 0) counts[item] = static_cast<int32_t>(taken);
+}
+
+/// An integer or a weight for each of many.
+template <class T>
+using Each = Rows<const T>;
+template <class T>
+Each<T> each_of(const char* who, const View& v) {
+  return elements_of<const T>(who, v);
+}
+
+template <class T>
+__global__ void send_rows(Routing r, Rows<const T> x, bool weighted, Each<Compute<T>> weights,
+                          Each<int32_t> sources, Rows<T> rows) {
+  using C = Compute<T>;
+  const int64_t row = item_of_warp(), cols = x.cols;
+  if (row >= r.rows()) return;
+  const int64_t source = *sources[row];
+  const int64_t choice = source < 0 ? 0 : r.choice_at(row, source);
+  const T* from = source < 0 ? nullptr : x[choice / r.choices];
+  const C weight = weighted && source >= 0 ? *weights[choice] : C(1);
+  for (int64_t at = lane_of_thread() * Pack<T>::kSize; at < cols; at += kWarp * Pack<T>::kSize) {
+    Pack<T> pack;
+    if (source >= 0) pack = load_chunk(from, at, cols);
+#pragma unroll
+    for (int i = 0; i < Pack<T>::kSize; ++i)
+      if (source < 0) pack.v[i] = element<T>(C(0));
+      else if (weighted) pack.v[i] = element<T>(weight * convert_to<C>(pack.v[i]));
+    store_chunk(rows[row], at, cols, pack);
+  }
+}
+
+template <class T>
+__global__ void return_rows(Routing r, Rows<const T> rows, bool weighted, Each<Compute<T>> weights,
+                            Each<int32_t> slots, Rows<T> y) {
+  using C = Compute<T>;
+  const int64_t token = item_of_warp(), cols = y.cols;
+  if (token >= r.sequences * r.tokens) return;
+  for (int64_t at = lane_of_thread() * Pack<T>::kSize; at < cols; at += kWarp * Pack<T>::kSize) {
+    C total[Pack<T>::kSize] = {};
+    for (int64_t c = token * r.choices; c < (token + 1) * r.choices; ++c) {
+      const int64_t slot = *slots[c];
+      if (slot < 0) continue;
+      const C weight = weighted ? *weights[c] : C(1);
+      const Pack<T> pack = load_chunk(rows[r.row_at(c, slot)], at, cols);
+#pragma unroll
+      for (int i = 0; i < Pack<T>::kSize; ++i) total[i] += weight * convert_to<C>(pack.v[i]);
+    }
+    Pack<T> out;
+#pragma unroll
+    for (int i = 0; i < Pack<T>::kSize; ++i) out.v[i] = element<T>(total[i]);
+    store_chunk(y[token], at, cols, out);
+  }
+}
+
+template <class T>
+__global__ void dot_choices(Routing r, Rows<const T> rows, Rows<const T> y, Each<int32_t> slots,
+                            Compute<T>* out) {
+  using C = Compute<T>;
+  const int64_t choice = item_of_warp(), cols = y.cols;
+  if (choice >= r.sequences * r.tokens * r.choices) return;
+  const int64_t slot = *slots[choice];
+  C total = 0;
+  if (slot >= 0) {
+    const T *a = rows[r.row_at(choice, slot)], *b = y[choice / r.choices];
+    for (int64_t at = lane_of_thread() * Pack<T>::kSize; at < cols; at += kWarp * Pack<T>::kSize) {
+      const Pack<T> p = load_chunk(a, at, cols), q = load_chunk(b, at, cols);
+#pragma unroll
+      for (int i = 0; i < Pack<T>::kSize; ++i)
+        total += convert_to<C>(p.v[i]) * convert_to<C>(q.v[i]);
+    }
+  }
+  total = warp_sum(total);
+  if (lane_of_thread() == 0) out[choice] = total;
+}
+
+/// f(storage type): of rows and y; weights are of its compute type.
+template <class F>
+void visit_rows(const char* who, const View& rows, const View& y, const View& weights, F&& f) {
+  check<DTypeError>(rows.dtype == y.dtype, '[', who, "] dtypes ", rows.dtype, " and ", y.dtype);
+  visit_floating(who, rows.dtype, [&]<class T>() {
+    check<DTypeError>(weights.rank() == 0 || weights.dtype == dtype_of<Compute<T>>, '[', who,
+                      "] weights of ", weights.dtype, " for rows of ", rows.dtype);
+    f.template operator()<T>();
+  });
+}
+
+}  // namespace
+
+void top_k(const Stream& stream, const View& x, const View& out) {
+  const int64_t k = out.shape.back(), n = x.shape.back();
+  check<ShapeError>(k <= n && x.contiguous() && out.contiguous() && out.dtype == kI64,
+                    "[top_k] the ", k, " largest of ", x.shape);
+  if (out.numel() == 0) return;
+  visit_floating("top_k", x.dtype, [&]<class T>() {
+    launch("top_k", stream, warps_for(out.numel() / k), top_k_rows<T>,
+           static_cast<const T*>(x.as<T>()), out.numel() / k, n, k, out.as<int64_t>());
+  });
+}
+
+void route(const Stream& stream, const View& choices, const View& slots, const View& sources,
+           const View& counts) {
+  const Routing r = Routing::of(slots, sources, 0);
+  launch("route", stream, warps_for(r.experts * r.sequences * r.groups), route_groups, r,
+         static_cast<const int64_t*>(choices.as<int64_t>()), slots.as<int32_t>(),
+         sources.as<int32_t>(), counts.as<int32_t>());
+}
+
+void to_experts(const Stream& stream, const View& x, const View& weights, const View& slots,
+                const View& sources, const View& rows) {
+  constexpr const char* kName = "to_experts";
+  const Routing r = Routing::of(slots, rows, 1);
+  if (rows.numel() == 0) return;
+  visit_rows(kName, rows, x, weights, [&]<class T>() {
+    launch(kName, stream, warps_for(r.rows()), send_rows<T>, r, rows_of<const T>(kName, x),
+           weights.rank() != 0, each_of<Compute<T>>(kName, weights), each_of<int32_t>(kName, sources),
+           rows_of<T>(kName, rows));
+  });
+}
+
+void from_experts(const Stream& stream, const View& rows, const View& weights, const View& slots,
+                  const View& y) {
+  constexpr const char* kName = "from_experts";
+  const Routing r = Routing::of(slots, rows, 1);
+  if (y.numel() == 0) return;
+  visit_rows(kName, rows, y, weights, [&]<class T>() {
+    launch(kName, stream, warps_for(r.sequences * r.tokens), return_rows<T>, r,
+           rows_of<const T>(kName, rows), weights.rank() != 0,
+           each_of<Compute<T>>(kName, weights), each_of<int32_t>(kName, slots), rows_of<T>(kName, y));
+  });
+}
+
+void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots,
+                 const View& out) {
+  constexpr const char* kName = "choice_dots";
+  const Routing r = Routing::of(slots, rows, 1);
+  if (out.numel() == 0) return;
+  visit_rows(kName, rows, y, out, [&]<class T>() {
+    launch(kName, stream, warps_for(out.numel()), dot_choices<T>, r, rows_of<const T>(kName, rows),
+           rows_of<const T>(kName, y), each_of<int32_t>(kName, slots), out.as<Compute<T>>());
+  });
+}
+
+}  // namespace sheaf::kernels::cuda
