@@ -5,6 +5,7 @@
 
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/context_region.h"
+#include "sheaf/nn/layers/experts.h"
 #include "sheaf/nn/unit_mark.h"
 
 namespace sheaf {
@@ -71,6 +72,33 @@ struct UnitMarker : Visitor {
 
 }  // namespace nn
 
+namespace {
+
+/// What experts are sharded over where the rest of the model is over their own axis.
+int axis_of_experts(const MeshSpec& mesh, int experts, int context, const std::vector<int>& taken) {
+  if (context >= 0) return context;
+  for (int a = 0; a < mesh.num_axes(); ++a)
+    if (a != experts && !std::ranges::count(taken, a)) return a;
+  fail<ConfigError>("[shard] mesh ", mesh.to_string(), " has no axis over which what a rank of '", mesh.name(experts),
+                    "' has of the experts is sharded; where it is whole, the size of that axis is 1");
+}
+
+/// Experts are units of their own: no other parameters are cut as they are.
+void mark_experts(nn::Module& module, const nn::Module::UnitMark& mark) {
+  const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
+  for (const auto& [path, m] : module.named_modules()) {
+    const auto* experts = dynamic_cast<nn::Experts*>(m);
+    if (!experts || nn::ModuleAccess::mark(*m)) continue;
+    const int64_t count = experts->gate.shape()[0], ranks = mark.mesh->size(mark.tensor_axis);
+    if (count < ranks)
+      fail<ConfigError>("[experts] '", path, "': the ", ranks, " ranks of expert axis '", mark.mesh->name(mark.tensor_axis),
+                        "' cannot share ", count, " experts; at most ", count, " can");
+    nn::ModuleAccess::mark(*m) = shared;
+  }
+}
+
+}  // namespace
+
 void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   using nn::ModuleAccess;
   if (ModuleAccess::mark(module))
@@ -99,23 +127,40 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const int context = mesh.spec && !options.context_axis.empty() ? mesh.spec->axis(options.context_axis) : -1;
   if (context >= 0 && (context == replicas || context == mark.tensor_axis))
     fail<ConfigError>("[shard] axis '", options.context_axis, "' cannot be the context axis as well");
-  const int replicating = replicas >= 0 || context == mark.axis ? replicas : context;
+  const int experts = mesh.spec && !options.expert_axis.empty() ? mesh.spec->axis(options.expert_axis) : -1;
+  if (experts >= 0 && (experts == replicas || experts == mark.tensor_axis || experts == context))
+    fail<ConfigError>("[shard] axis '", options.expert_axis, "' cannot be the expert axis as well");
+  // The first of these axes along which what is sharded over `axis` is replicated.
+  const auto replicating_beside = [&](int axis, std::initializer_list<int> axes) {
+    for (const int a : axes)
+      if (a >= 0 && (a != axis || a == replicas)) return a;
+    return -1;
+  };
+  const int replicating = replicating_beside(mark.axis, {replicas, context, experts});
   if (options.secondary && mesh.spec && replicating < 0)
     fail<ConfigError>("[shard] secondary shards are those of replicas: neither ShardOptions::replica_axis nor, beside axis '",
-                      options.axis, "', ShardOptions::context_axis names any");
+                      options.axis, "', ShardOptions::context_axis or expert_axis names any");
   if (options.secondary && mesh.spec && mark.strategy <= Strategy::replicate)
     fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
   mark.secondary_axis = options.secondary ? replicating : -1;
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
-    if (a != mark.axis && a != replicas && a != context && a != mark.tensor_axis && mesh.spec->size(a) > 1)
+    if (a != mark.axis && a != replicas && a != context && a != experts && a != mark.tensor_axis && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
                         mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
-                        "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis");
+                        "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
+                        "ShardOptions::expert_axis");
   const std::vector<int> cutting = mark.tensor_axis < 0 ? std::vector<int>{} : std::vector<int>{mark.tensor_axis};
   if (context >= 0)
     for (const auto& [path, layer] : module.named_modules())
       if (const auto* attention = dynamic_cast<const nn::CausalSelfAttention*>(layer))
         nn::ContextRegion::check_shares(path, attention->kv_heads, *mesh.spec, context, cutting);
+  if (experts >= 0) {
+    nn::Module::UnitMark of_experts = mark;
+    of_experts.tensor_axis = experts;
+    if (mark.axis == experts) of_experts.axis = axis_of_experts(*mesh.spec, experts, context, {replicas, mark.tensor_axis});
+    if (options.secondary) of_experts.secondary_axis = replicating_beside(of_experts.axis, {replicas, context});
+    mark_experts(module, of_experts);
+  }
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);

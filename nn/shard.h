@@ -76,7 +76,7 @@ struct ShardOptions {
   /// holds within a group of ranks along `axis`, and gradients are summed over the groups besides. "": no such axis.
   std::string replica_axis = "";
   /// The groups' copies are secondary shards (hpZ; Megatron's HFSDP): masters, gradients and optimizer states are cut over
-  /// `replica_axis`, too (without one, over `context_axis`), and each group gathers its copy, in the dtype of compute, once a
+  /// `replica_axis`, too (without one, over `context_axis`, or `expert_axis`), and each group gathers its copy, in the dtype of compute, once a
   /// step.
   bool secondary = false;
   /// Of the mesh, that cuts parameters which say how (nn::Parameter::set_cut: heads of attention, hidden units of MLPs, the
@@ -88,6 +88,11 @@ struct ShardOptions {
   /// parallelism). The model is replicated along it as along replica_axis, unless it is `axis` itself. It stands before the
   /// tensor axis, which cuts a rank's tokens further. "": none.
   std::string context_axis = "";
+  /// Of the mesh, that cuts the batch and the experts of mixtures (nn::Experts; expert parallelism). An expert lies on one of
+  /// its ranks, sharded further over `axis`; along it the rest of the model is replicated as along replica_axis, unless it is
+  /// `axis` itself. Experts are then sharded over another axis, along which gradients are sums: the context axis, or one that
+  /// is not named otherwise, of size 1 if need be. "": none.
+  std::string expert_axis = "";
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root

@@ -1,0 +1,65 @@
+// A mixture of experts: of several MLPs, each token goes through a few that a router chooses for it (Shazeer et al.,
+// https://arxiv.org/abs/1701.06538; Fedus et al., https://arxiv.org/abs/2101.03961).
+//
+//   B batch   T tokens   C width   E experts   K choices of a token   H hidden width of an expert
+//   N groups of a sequence's tokens   P places that an expert has for a group
+#pragma once
+
+#include "sheaf/nn/layers/dropout.h"
+#include "sheaf/nn/layers/linear.h"
+
+namespace sheaf::nn {
+
+struct MixtureConfig {
+  int64_t width = 0;
+  int64_t hidden = 0;      ///< of an expert
+  int64_t experts = 8;
+  int64_t choices = 2;     ///< experts of a token
+  bool normalize = true;   ///< a token's weights add up to 1 (Mixtral, Qwen3), or are those among all experts (Switch)
+  /// Places of an expert for a group of G tokens are ceil(capacity_factor · choices · G / experts), at most G; later choices
+  /// find none, and what they would have added is dropped. 0: G places, so that nothing is.
+  double capacity_factor = 0.0;
+  int64_t groups = 1;      ///< parts of a sequence whose places are counted apart; all the same where nothing is dropped
+  bool balances = false;   ///< training measures how uneven the load is
+  double dropout = 0.0;    ///< of the output
+  Init init = Init::normal(0.02);             ///< of router, gate and up
+  Init projection_init = Init::normal(0.02);  ///< of down
+};
+
+/// down(silu(gate(x)) * up(x)) with matrices for each expert, on rows that expert_routes() sends. An axis that cuts the
+/// experts (ShardOptions::expert_axis, or a tensor axis where that is not named) has each on one of its ranks, to which the
+/// rows go: one all_to_all there and one back, and two in the backward. The matrices never travel along it.
+struct Experts : Module {
+  Parameter gate, up;  ///< [E, H, C]
+  Parameter down;      ///< [E, C, H]
+
+  explicit Experts(const MixtureConfig& config);
+  /// Rows [E, B, N, P, C] and how many of P are in use, [E, B, N].
+  Tensor forward(const Tensor& rows_EBNPC, const Tensor& counts_EBN);
+  SHEAF_FIELDS(gate, up, down);
+};
+
+/// The sum over a token's choices, the K largest of softmax(router(x)) in f32, of their weights times what the experts make
+/// of it: [B, T, C] → [B, T, C]. Every choice is of the tokens up to it, in order: what is computed for one depends on no
+/// later one, dropped or not.
+struct MixtureOfExperts : Module {
+  MixtureConfig config;
+  Linear router;
+  Experts experts;
+  Dropout dropout;
+  /// In training, if it balances, after forward: how uneven the load is, E Σ_e f_e p_e for the share f_e of choices and the mean probability
+  /// p_e of expert e over all tokens of the batch on all ranks; 1 where either is even (Fedus et al., section 2.2). A
+  /// scalar, Partial where tokens are cut.
+  Tensor imbalance;
+
+  explicit MixtureOfExperts(const MixtureConfig& config);
+  /// ConfigError for ranks that share sequences and cannot have whole groups. `drops`: or every choice finds a place.
+  Tensor forward(const Tensor& x_BTC, bool drops = true);
+  SHEAF_FIELDS(router, experts, dropout);
+
+ private:
+  int64_t groups_of(const Tensor& x_BTC, bool drops) const;
+  Tensor imbalance_of(const Tensor& probabilities_BTE, const Tensor& choices_BTK) const;
+};
+
+}  // namespace sheaf::nn
