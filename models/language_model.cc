@@ -29,6 +29,7 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
   const int64_t words = m.vocab ? m.vocab : vocab;
   if (words <= 0) fail<ConfigError>("[model] the size of the vocabulary is not known: give model.vocab");
   if (m.type == "gpt2") {
+    check<ConfigError>(m.experts == 0, "[model] model.experts ", m.experts, ": only model.type llama has mixtures of experts");
     GptConfig c;
     c.layers = m.layers;
     c.heads = m.heads;
@@ -59,6 +60,13 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.norm_eps = m.norm_eps;
     c.dropout = m.dropout;
     c.tie_embeddings = m.tie_embeddings;
+    c.experts = m.experts;
+    c.experts_per_token = m.experts_per_token;
+    c.expert_hidden = m.expert_hidden;
+    c.capacity_factor = m.capacity_factor;
+    c.expert_groups = m.expert_groups;
+    c.normalize_experts = m.normalize_experts;
+    c.aux_loss = m.aux_loss;
     return std::make_unique<Adapter<Llama, LlamaBlock>>(c);
   }
   fail<ConfigError>("[model] unknown type '", m.type, "'; known: gpt2, llama");

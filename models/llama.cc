@@ -43,6 +43,23 @@ nn::MlpConfig mlp_config(const LlamaConfig& c) {
   return m;
 }
 
+nn::MixtureConfig mixture_config(const LlamaConfig& c) {
+  const nn::MlpConfig m = mlp_config(c);
+  nn::MixtureConfig e;
+  e.width = c.width;
+  e.hidden = c.expert_hidden ? c.expert_hidden : m.hidden;
+  e.experts = c.experts;
+  e.choices = c.experts_per_token;
+  e.normalize = c.normalize_experts;
+  e.capacity_factor = c.capacity_factor;
+  e.groups = c.expert_groups;
+  e.balances = c.aux_loss != 0;
+  e.dropout = c.dropout;
+  e.init = m.init;
+  e.projection_init = m.projection_init;
+  return e;
+}
+
 LlamaConfig llama3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, bool tie_embeddings) {
   LlamaConfig c;
   c.layers = layers;
@@ -81,6 +98,22 @@ LlamaConfig qwen3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_widt
   return c;
 }
 
+// Mixtral 8x7B (Jiang et al., https://arxiv.org/abs/2401.04088).
+LlamaConfig mixtral() {
+  LlamaConfig c;
+  c.layers = 32;
+  c.heads = 32;
+  c.kv_heads = 8;
+  c.width = 4096;
+  c.mlp_width = 14336;
+  c.context = 32768;
+  c.vocab = 32000;
+  c.rope_theta = 1e6;
+  c.experts = 8;
+  c.aux_loss = 0.02;
+  return c;
+}
+
 }  // namespace
 
 LlamaConfig LlamaConfig::llama3_8b() { return preset("llama3-8b"); }
@@ -102,7 +135,8 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"qwen3-4b", qwen3(36, 32, 2560, 9728, true)},
           {"qwen3-8b", qwen3(36, 32, 4096, 12288, false)},
           {"qwen3-14b", qwen3(40, 40, 5120, 17408, false)},
-          {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)}};
+          {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)},
+          {"mixtral-8x7b", mixtral()}};
 }
 
 LlamaConfig LlamaConfig::preset(const std::string& name) {
@@ -118,13 +152,16 @@ LlamaConfig LlamaConfig::preset(const std::string& name) {
 LlamaBlock::LlamaBlock(const LlamaConfig& c)
     : attention_norm(c.width, c.norm_eps),
       attention(attention_config(c)),
-      mlp_norm(c.width, c.norm_eps),
-      mlp(mlp_config(c)) {}
+      mlp_norm(c.width, c.norm_eps) {
+  if (c.experts) moe.emplace(mixture_config(c));
+  else mlp.emplace(mlp_config(c));
+}
 
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   NormedSum x_BTC = attention_norm(std::move(stream));
   x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache)});
-  return {x_BTC.sum, mlp(x_BTC.normed)};
+  if (moe) return {x_BTC.sum, (*moe)(x_BTC.normed, /*drops=*/cache == nullptr)};
+  return {x_BTC.sum, (*mlp)(x_BTC.normed)};
 }
 
 Llama::Llama(const LlamaConfig& c)
@@ -154,11 +191,26 @@ Tensor Llama::logits_of(const Tensor& x_BTC) const {
   return region.leave(linear(region.enter(x_BTC), head_weight()));
 }
 
+Tensor Llama::take_imbalance() {
+  Tensor all;
+  for (LlamaBlock& block : blocks) {
+    if (!block.moe || !block.moe->imbalance) continue;
+    const Tensor one = std::exchange(block.moe->imbalance, {});
+    all = all ? all + one : one;
+  }
+  return all;
+}
+
 Tensor Llama::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT);
   const nn::TensorRegion region(x_BTC, head_weight());
-  return linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options);
+  const Tensor loss = linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options);
+  const Tensor imbalance = take_imbalance();
+  if (!imbalance) return loss;
+  const auto targets = static_cast<double>(targets_BT.numel());
+  if (options.divisor) return loss + imbalance * (config.aux_loss * targets) / options.divisor;
+  return loss + imbalance * (config.aux_loss * (options.divide_by > 0 ? targets / options.divide_by : 1.0));
 }
 
 Tensor Llama::logits(const Tensor& tokens_BT) {

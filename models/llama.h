@@ -10,6 +10,7 @@
 
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/embedding.h"
+#include "sheaf/nn/layers/experts.h"
 #include "sheaf/nn/layers/mlp.h"
 #include "sheaf/nn/layers/norm.h"
 
@@ -32,6 +33,14 @@ struct LlamaConfig {
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
 
+  int64_t experts = 0;            ///< of a mixture in place of each MLP; 0: there is none
+  int64_t experts_per_token = 2;
+  int64_t expert_hidden = 0;      ///< hidden width of an expert; 0: that of the MLP
+  double capacity_factor = 0.0;   ///< as in nn::MixtureConfig
+  int64_t expert_groups = 1;      ///< its groups
+  bool normalize_experts = true;  ///< its weights
+  double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
+
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
@@ -41,16 +50,17 @@ struct LlamaConfig {
   static LlamaConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm.
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm; the MLP may be a mixture.
 struct LlamaBlock : nn::Module {
   nn::RMSNorm attention_norm;
   nn::CausalSelfAttention attention;
   nn::RMSNorm mlp_norm;
-  nn::SwiGluMLP mlp;
+  std::optional<nn::SwiGluMLP> mlp;
+  std::optional<nn::MixtureOfExperts> moe;
 
   explicit LlamaBlock(const LlamaConfig& config);
   nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr);
-  SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp);
+  SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp, moe);
 };
 
 /// Weights are drawn as in Gpt: 0.02, and 0.02 / sqrt(2 layers) where they write to the residual stream.
@@ -63,7 +73,8 @@ struct Llama : nn::Module {
 
   explicit Llama(const LlamaConfig& config);
 
-  /// As Gpt::loss.
+  /// As Gpt::loss. In training, aux_loss times the sum of all imbalances is added: each micro-batch has its own, which counts
+  /// by its share of what the loss is divided by.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
   /// [B, T, V].
   Tensor logits(const Tensor& tokens_BT);
@@ -76,6 +87,7 @@ struct Llama : nn::Module {
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
   const nn::Parameter& head_weight() const;
   Tensor logits_of(const Tensor& x_BTC) const;
+  Tensor take_imbalance();
 };
 
 }  // namespace sheaf::models

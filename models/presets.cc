@@ -43,6 +43,9 @@ ModelConfig options_of(const LlamaConfig& c) {
   m.head_dim = c.head_dim, m.qk_norm = c.qk_norm;
   m.qkv_bias = c.qkv_bias, m.dropout = c.dropout, m.rope_theta = c.rope_theta, m.norm_eps = c.norm_eps;
   m.rope_scaling = options_of(c.rope_scaling);
+  m.experts = c.experts, m.experts_per_token = c.experts_per_token, m.expert_hidden = c.expert_hidden;
+  m.capacity_factor = c.capacity_factor, m.expert_groups = c.expert_groups, m.normalize_experts = c.normalize_experts;
+  m.aux_loss = c.aux_loss;
   return m;
 }
 

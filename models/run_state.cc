@@ -17,6 +17,13 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.bias", m.bias);
   f("model.qkv_bias", m.qkv_bias);
   f("model.qk_norm", m.qk_norm);
+  f("model.experts", m.experts);
+  f("model.experts_per_token", m.experts_per_token);
+  f("model.expert_hidden", m.expert_hidden);
+  f("model.capacity_factor", m.capacity_factor);
+  f("model.expert_groups", m.expert_groups);
+  f("model.normalize_experts", m.normalize_experts);
+  f("model.aux_loss", m.aux_loss);
   f("model.tie_embeddings", m.tie_embeddings);
   f("model.dropout", m.dropout);
   f("model.rope_theta", m.rope_theta);
@@ -59,7 +66,8 @@ void for_each_train_option(Train&& t, F&& f) {
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
          key == "train.optimizer" || key == "train.momentum" || key == "model.qkv_bias" ||
-         key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.");
+         key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.") ||
+         key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

@@ -13,7 +13,7 @@ TokenStream::TokenStream(Tokens tokens, const TokenStreamOptions& options, const
   check<ConfigError>(options.batch_per_rank > 0, "[token_stream] batch_per_rank is ", options.batch_per_rank);
   int64_t batch = options.batch_per_rank;
   Layout layout(mesh.spec);
-  for (const std::string& name : {options.axis, options.replica_axis}) {
+  for (const std::string& name : {options.axis, options.replica_axis, options.expert_axis}) {
     if (name.empty()) continue;
     const int axis = mesh.spec->axis(name);
     check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", name, "' is named twice");

@@ -15,6 +15,7 @@ struct TokenStreamOptions {
   uint64_t seed = 0;            ///< of the order of samples
   std::string axis = "data";    ///< of the mesh, that cuts the batch; "": none
   std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
+  std::string expert_axis = "";    ///< that cuts it too: the expert axis of ShardOptions; "": none
   std::string context_axis = "";   ///< that cuts each sequence: the context axis of ShardOptions; "": none
   std::string sequence_axis = "";  ///< that cuts each sequence, too: the tensor axis of ShardOptions; "": none
 };

@@ -57,9 +57,16 @@ struct ModelConfig {
   int64_t mlp_width = 0;        ///< hidden size of the MLP; 0: 4·width for gpt2, 8/3·width up to a multiple of 64 for llama
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
+  int64_t experts = 0;          ///< MLPs of which each token goes through some (mixture of experts); 0: one MLP (llama)
+  int64_t experts_per_token = 2;  ///< how many
+  int64_t expert_hidden = 0;    ///< hidden size of each; 0: mlp_width
+  double capacity_factor = 0.0;  ///< places of an expert, as a multiple of an even share of choices; 0: nothing is dropped
+  int64_t expert_groups = 1;    ///< parts of a sequence for which these places are counted apart
+  double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
   bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)
+  bool normalize_experts = true;  ///< the weights of a token's experts add up to 1 (Mixtral), or those of all do (Switch)
   bool tie_embeddings = true;   ///< the output head is the token embedding
   double dropout = 0.0;         ///< probability, in [0, 1)
   double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)
@@ -136,6 +143,7 @@ struct ShardingConfig {
   std::string strategy = "full_shard";  ///< "full_shard", "shard_grad_op", "zero1" or "replicate"
   int64_t replicas = 1;                 ///< groups of ranks that each hold the model, cut within (hybrid sharding, HSDP)
   bool secondary = false;               ///< groups gather their copy once a step; masters and states are cut over them, too
+  int64_t experts = 1;                  ///< ranks, neighbours, that share the experts of mixtures (expert parallelism)
   int64_t context = 1;                  ///< ranks that share each sequence and attention's heads (context parallelism)
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
   std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit

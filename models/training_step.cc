@@ -19,12 +19,20 @@
 namespace sheaf::models {
 namespace {
 
+/// Whether what is not cut by experts is sharded over their axis.
+bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
+
 ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const LanguageModel& model) {
   const auto axis_if_any = [&](const char* name) { return mesh.spec->has_axis(name) ? name : ""; };
+  if (config.sharding.experts > 1 && config.model.experts == 0)
+    fail<ConfigError>("[train] sharding.experts ", config.sharding.experts, ": the model has no mixtures of experts (model.experts)");
   ShardOptions options;
+  const auto ranks = [&](const char* name) { return mesh.spec->has_axis(name) ? mesh.spec->size(mesh.spec->axis(name)) : 1; };
   options.axis = mesh.spec->has_axis("data") ? "data" : "context";
+  if (is_over_experts(ranks("data"), ranks("expert"), ranks("context"))) options.axis = "expert";
   options.replica_axis = axis_if_any("replica");
   options.secondary = config.sharding.secondary;
+  options.expert_axis = axis_if_any("expert");
   options.context_axis = axis_if_any("context");
   options.tensor_axis = axis_if_any("model");
   options.strategy = config.sharding.strategy;
@@ -38,9 +46,10 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
   return options;
 }
 
-// Ranks that share a layer are neighbours, then those that share a sequence, then those that share the model: what moves most,
-// and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over "data" or, where those are
-// more ranks, over "context"; along the other the model is replicated.
+// Ranks that share a layer are neighbours, then those that share a sequence, then those that share experts, then those that
+// share the model: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
+// "data" or, where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the
+// others the model is replicated.
 Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int ranks = world.size();
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
@@ -50,21 +59,23 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
     if (by < 1 || rest % by != 0)
       fail<ConfigError>("[train] ", key, " ", by, ": ", rest, rest == 1 ? " rank cannot" : " ranks cannot", " be divided into ",
                         into, rest == ranks ? "" : str("; all ", ranks, " are for sharding.replicas times sharding.context times "
-                                               "sharding.tensor"));
+                                               "sharding.tensor times sharding.experts"));
     rest /= static_cast<int>(by);
     return static_cast<int>(by);
   };
   int replicas = divide("sharding.replicas", sharding.replicas, "as many equal groups");
   const int tensor = divide("sharding.tensor", sharding.tensor, "groups of so many");
   const int context = divide("sharding.context", sharding.context, "groups of so many");
-  const bool over_context = context > rest;
+  const int experts = divide("sharding.experts", sharding.experts, "groups of so many");
+  const bool over_experts = is_over_experts(rest, experts, context), over_context = context > rest;
   if (over_context) replicas *= rest;
-  if (sharding.secondary && replicas == 1 && (context == 1 || over_context))
-    fail<ConfigError>("[train] sharding.secondary needs several groups of ranks: sharding.replicas, or a sharding.context that is "
-                      "not what the parameters are cut over");
+  if (sharding.secondary && replicas == 1 && (context == 1 || (over_context && !over_experts)) && (experts == 1 || over_experts))
+    fail<ConfigError>("[train] sharding.secondary needs several groups of ranks: sharding.replicas, or sharding.experts or a "
+                      "sharding.context that is not what the parameters are cut over");
   std::vector<MeshSpec::Axis> axes;
   if (replicas != 1) axes.push_back({"replica", replicas});
   if (!over_context) axes.push_back({"data", rest});
+  if (experts != 1) axes.push_back({"expert", experts});
   if (context != 1) axes.push_back({"context", context});
   if (tensor != 1) axes.push_back({"model", tensor});
   return world.mesh(axes);

@@ -221,6 +221,11 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
   if (key == "model.head_dim" && config.model.type != "llama" && config.model.head_dim * config.model.heads != config.model.width)
     return "only model.type llama has heads of another width than model.width / model.heads";
+  if (key.starts_with("model.expert") && config.model.type != "llama") return "only model.type llama has mixtures of experts";
+  const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||
+                          key == "model.aux_loss";
+  if (of_experts && key != "model.experts" && config.model.experts == 0) return "only mixtures of experts (model.experts) have it";
+  if (key == "model.expert_groups" && config.model.capacity_factor == 0) return "without model.capacity_factor nothing is counted";
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   const std::string& scaling = config.model.rope_scaling.rope_type;
   if (key == "model.rope_scaling.factor" && scaling == "default")

@@ -148,6 +148,7 @@ int train_command(const TrainArguments& arguments) {
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy,
               config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, " replicas") : "",
               config.sharding.context > 1 ? str(" over groups of ", config.sharding.context, " that share sequences") : "",
+              config.sharding.experts > 1 ? str(" over groups of ", config.sharding.experts, " that share experts") : "",
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(),
               " parameters, ", data.size(), " training tokens",

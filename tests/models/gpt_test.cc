@@ -92,7 +92,8 @@ TEST(Llama, PublishedSizes) {
                                                    {"qwen3-4b", 4022468096},
                                                    {"qwen3-8b", 8190735360},
                                                    {"qwen3-14b", 14768307200},
-                                                   {"qwen3-32b", 32762123264}};
+                                                   {"qwen3-32b", 32762123264},
+                                                   {"mixtral-8x7b", 46702792704}};
   for (const auto& [name, parameters] : expected) {
     Llama model(LlamaConfig::preset(name));
     EXPECT_EQ(count(model), parameters) << name;

@@ -111,9 +111,11 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
                                                       const models::ModelConfig& config) {
   std::unique_ptr<models::LanguageModel> model = models::make_language_model(config, config.vocab);
   if (!mesh.spec->has_axis("data")) options.axis = "context";
+  else if (mesh.spec->has_axis("expert") && mesh.spec->size(mesh.spec->axis("data")) == 1) options.axis = "expert";
   for (int a = 0; a < mesh.spec->num_axes(); ++a) {
     if (mesh.spec->name(a) == "replica") options.replica_axis = "replica";
     if (mesh.spec->name(a) == "secondary") options.replica_axis = "secondary", options.secondary = true;
+    if (mesh.spec->name(a) == "expert") options.expert_axis = "expert";
     if (mesh.spec->name(a) == "context") options.context_axis = "context";
     if (mesh.spec->name(a) == "model") options.tensor_axis = "model";
   }

@@ -83,7 +83,8 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
 /// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose
 /// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, whose axis "context" cuts sequences, and
-/// parameters if there is no axis "data", and whose axis "model" cuts layers) with a unit for each block.
+/// parameters if there is no axis "data", whose axis "expert" cuts experts, and the other parameters if "data" is one rank, and
+/// whose axis "model" cuts layers) with a unit for each block.
 std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {},
                                                       uint64_t seed = 5,
                                                       const models::ModelConfig& config = tiny_config().model);

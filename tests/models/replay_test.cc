@@ -19,10 +19,11 @@ struct Case {
   bool secondary = false;
   const char* optimizer = "adamw";
   int tensor = 1;
+  int experts = 0;
 };
 void PrintTo(const Case& c, std::ostream* out) {
   *out << c.type << " " << c.dtype << " " << c.strategy << " at " << c.world << " in " << c.replicas << " by " << c.context
-       << (c.secondary ? " secondary " : " ") << c.optimizer << " beside " << c.tensor;
+       << (c.secondary ? " secondary " : " ") << c.optimizer << " beside " << c.tensor << (c.experts ? " experts" : "");
 }
 
 class Replay : public ::testing::TestWithParam<Case> {};
@@ -40,6 +41,8 @@ TEST_P(Replay, IsBitwiseEqual) {
   config.train.dtype = c.dtype;
   config.train.optimizer = c.optimizer;
   config.model.dropout = 0.1;
+  if (c.experts) config.model.experts = 4, config.model.capacity_factor = 1.1, config.model.aux_loss = 0.1;
+  if (c.experts) config.sharding.experts = c.experts;
   run_local(c.world, [&](World& world) {
     models::RecordedStep recorded;
     recorded.capture_leaves = true;
@@ -90,7 +93,10 @@ INSTANTIATE_TEST_SUITE_P(Steps, Replay,
                                            Case{4, "zero1", 2, "gpt2", "bf16", 2, 1, false, "muon"},
                                            Case{4, "full_shard", 2, "gpt2", "bf16", 2, 1, true, "muon"},
                                            Case{4, "full_shard", 1, "llama", "f32", 1, 1, false, "muon", 2},
-                                           Case{4, "zero1", 2, "gpt2", "bf16", 1, 1, false, "muon", 2}));
+                                           Case{4, "zero1", 2, "gpt2", "bf16", 1, 1, false, "muon", 2},
+                                           Case{4, "full_shard", 2, "llama", "f32", 1, 1, false, "adamw", 1, 2},
+                                           Case{4, "full_shard", 2, "llama", "bf16", 1, 1, true, "adamw", 1, 2},
+                                           Case{3, "zero1", 1, "llama", "f32", 1, 1, false, "adamw", 1, 3}));
 
 }  // namespace
 }  // namespace sheaf::testing

@@ -124,6 +124,11 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.head_dim", "64"}), HasSubstr("only model.type llama has heads of another width"));
   EXPECT_THAT(error("", {"--model.qk_norm", "true"}), HasSubstr("only model.type llama has such norms"));
   EXPECT_THAT(error("", {"--model.rope_theta", "10000"}), HasSubstr("only model.type llama has rotary embeddings"));
+  EXPECT_THAT(error("", {"--model.experts", "8"}), HasSubstr("only model.type llama has mixtures of experts"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.aux_loss", "0.1"}), HasSubstr("only mixtures of experts (model.experts)"));
+  EXPECT_THAT(error("", {"--model.preset", "mixtral-8x7b", "--model.expert_groups", "4"}),
+              HasSubstr("without model.capacity_factor nothing is counted"));
+  EXPECT_EQ(load("", {"--model.preset", "mixtral-8x7b", "--model.capacity_factor", "1.25"}).model.experts, 8);
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
   EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);

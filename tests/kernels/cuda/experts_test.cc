@@ -1,0 +1,115 @@
+#include "sheaf/kernels/experts.h"
+
+#include "sheaf/tests/kernels/cuda/on_gpu.h"
+
+namespace sheaf::kernels {
+namespace {
+
+using namespace sheaf::testing;
+
+TEST(CudaExperts, TopK) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (int64_t experts : {1, 8, 33, 128}) {
+      const int64_t k = std::min<int64_t>(experts, 8);
+      Array x = Array::random(d, {7, 5, experts}, 1);
+      for (int64_t i = 0; i < x.view().numel(); i += 3) x.set(i, i % 2 ? NAN : 0.5);  // ties
+      const Array want(kI64, {7, 5, k}), out(kI64, {7, 5, k});
+      const OnGpu gx(x), gout(out);
+      cuda::top_k(OnGpu::stream(), gx, gout);
+      cpu::top_k(x, want);
+      EXPECT_TRUE(same_bits(gout.back(), want)) << name(d) << experts;
+    }
+}
+
+TEST(CudaExperts, RoutesAndRows) {
+  SHEAF_NEEDS_GPU();
+  for (const auto& [tokens, groups, places] : {std::tuple{67, 1, 9}, {67, 1, 67}, {67, 4, 5}, {3, 5, 2}}) {
+    const int64_t sequences = 3, k = 3, experts = 6;
+    Array choices(kI64, {sequences, tokens, k});
+    choices.fill([&](int64_t i) { return static_cast<double>((i * i / 3 + i) % 11 % experts); });
+    const Array slots(kI32, {sequences, tokens, k}), sources(kI32, {experts, sequences, groups, places}),
+        counts(kI32, {experts, sequences, groups});
+    const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
+    cuda::route(OnGpu::stream(), gchoices, gslots, gsources, gcounts);
+    cpu::route(choices, slots, sources, counts);
+    EXPECT_TRUE(same_bits(gslots.back(), slots));
+    EXPECT_TRUE(same_bits(gsources.back(), sources));
+    EXPECT_TRUE(same_bits(gcounts.back(), counts));
+    for (DType d : {kF32, kF64, kBF16, kF16})
+      for (int64_t width : {1, 16, 37, 264}) {
+        const DType wide = d == kF64 ? kF64 : kF32;
+        // Rows of one matrix inside of a wider one.
+        const Shape pitch{tokens * (width + 3), width + 3, 1};
+        const Array x = Array::random(d, {sequences, tokens, width}, 1, 1, pitch), w = Array::random(wide, {sequences, tokens, k}, 2),
+                    rows(d, {experts, sequences, groups, places, width}), y(d, {sequences, tokens, width}, pitch),
+                    dots(wide, {sequences, tokens, k});
+        const OnGpu gx(x), gw(w), grows(rows), gy(y), gdots(dots);
+        for (const bool weighted : {false, true}) {
+          cuda::to_experts(OnGpu::stream(), gx, weighted ? gw.view() : View{}, gslots, gsources, grows);
+          cpu::to_experts(x, weighted ? w.view() : View{}, slots, sources, rows);
+          EXPECT_TRUE(same_bits(grows.back(), rows)) << name(d) << width;
+          cuda::from_experts(OnGpu::stream(), grows, weighted ? gw.view() : View{}, gslots, gy);
+          cpu::from_experts(rows, weighted ? w.view() : View{}, slots, y);
+          EXPECT_LT(scaled_error(gy.back(), values(y)), 4 * epsilon(d)) << name(d) << width;
+          EXPECT_TRUE(gaps_kept(y, gy.back()));
+        }
+        cuda::choice_dots(OnGpu::stream(), grows, gx, gslots, gdots);
+        cpu::choice_dots(rows, x, slots, dots);
+        EXPECT_LT(scaled_error(gdots.back(), values(dots)), 40 * epsilon(wide)) << name(d) << width;
+      }
+  }
+}
+
+// A choice that is no expert cannot be reported: it is dropped.
+TEST(CudaExperts, ChoicesThatAreNoExpert) {
+  SHEAF_NEEDS_GPU();
+  const Array choices = Array::of(kI64, {1, 4, 1}, {0, 5, -1, 1}), slots(kI32, {1, 4, 1}), sources(kI32, {2, 1, 1, 4}),
+              counts(kI32, {2, 1, 1});
+  const OnGpu gchoices(choices), gslots(slots), gsources(sources), gcounts(counts);
+  cuda::route(OnGpu::stream(), gchoices, gslots, gsources, gcounts);
+  EXPECT_EQ(values(gslots.back()), (std::vector<double>{0, -1, -1, 4}));
+  EXPECT_EQ(values(gcounts.back()), (std::vector<double>{1, 1}));
+}
+
+TEST(CudaExperts, Products) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const bool cut : {false, true}) {  // groups of a rank, which do not lie behind one another
+      const int64_t experts = 3, groups = 2, places = 21, in = 24, out = 40;
+      const auto strides = [&](int64_t cols) {
+        const int64_t step = places * cols;
+        return Shape{(cut ? groups + 2 : groups) * step, step, cols, 1};
+      };
+      const Array counts(kI32, {experts, groups});
+      const_cast<Array&>(counts).fill([&](int64_t i) { return static_cast<double>(i * 5 % (places + 1)); });
+      Array x = Array::random(d, {experts, groups, places, in}, 1, 1, strides(in)),
+            dy = Array::random(d, {experts, groups, places, out}, 2, 1, strides(out));
+      for (Array* rows : {&x, &dy}) {
+        const int64_t cols = rows->view().shape.back();
+        for (int64_t i = 0; i < rows->view().numel(); ++i)
+          if (i / cols % places >= static_cast<int64_t>(counts.at(i / cols / places))) rows->set(i, 0);
+      }
+      const Array weight = Array::random(d, {experts, out, in}, 3), y(d, {experts, groups, places, out}),
+                  dweight(d == kF64 ? kF64 : kF32, {experts, out, in});
+      const OnGpu gx(x), gdy(dy), gweight(weight), gcounts(counts), gy(y), gdweight(dweight);
+      {
+        const GpuScratch scratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gcounts), gy));
+        cuda::expert_linear(OnGpu::stream(), gx, gweight, gcounts, gy, scratch);
+        cuda::synchronize(OnGpu::stream());
+      }
+      {
+        const GpuScratch scratch(
+            cuda::expert_weight_gradient_workspace(without_data(gdy), without_data(gx), without_data(gcounts), gdweight));
+        cuda::expert_weight_gradient(OnGpu::stream(), gdy, gx, gcounts, gdweight, scratch);
+        cuda::synchronize(OnGpu::stream());
+      }
+      cpu::expert_linear(x, weight, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, counts, y)));
+      cpu::expert_weight_gradient(dy, x, counts, dweight, Scratch(cpu::expert_weight_gradient_workspace(dy, x, counts, dweight)));
+      EXPECT_LT(scaled_error(gy.back(), values(y)), 20 * epsilon(d)) << name(d) << cut;
+      EXPECT_LT(scaled_error(gdweight.back(), values(dweight)), 40 * epsilon(kF32)) << name(d) << cut;
+    }
+}
+
+}  // namespace
+}  // namespace sheaf::kernels

@@ -1,0 +1,146 @@
+#include "sheaf/kernels/experts.h"
+
+#include <gmock/gmock.h>
+
+#include <limits>
+
+#include "sheaf/tests/kernels/array.h"
+
+namespace sheaf::kernels::cpu {
+namespace {
+
+using namespace sheaf::testing;
+using ::testing::ElementsAre;
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+TEST(TopK, TheFirstOfEqualsComesFirst) {
+  const Array x = Array::of(kF32, {3, 5}, {1, 3, 3, -2, 3, kNan, 7, kNan, 8, 7, -0.0, 0, 1, 0, -1}), out(kI64, {3, 4});
+  top_k(x, out);
+  EXPECT_THAT(values(out), ElementsAre(1, 2, 4, 0, 0, 2, 3, 1, 2, 0, 1, 3));
+}
+
+TEST(TopK, OfAllTypesAsSorting) {
+  for (DType d : {kF32, kF64, kBF16, kF16}) {
+    const Array x = Array::random(d, {40, 19}, 1), out(kI64, {40, 19});
+    top_k(x, out);
+    for (int64_t row = 0; row < 40; ++row)
+      for (int64_t i = 1; i < 19; ++i) {
+        const auto at = [&](int64_t k) { return static_cast<int64_t>(out.at(row * 19 + k)); };
+        const double a = x.at(row * 19 + at(i - 1)), b = x.at(row * 19 + at(i));
+        EXPECT_TRUE(a > b || (a == b && at(i - 1) < at(i)));
+      }
+  }
+}
+
+// Two groups of 2 and 3 tokens, two places for each of three experts: the third choice of one in a group is dropped.
+TEST(Route, FillsPlacesInTheOrderOfTokens) {
+  const Array choices = Array::of(kI64, {1, 5, 2}, {2, 0, 0, 2, 0, 1, 1, 0, 0, 1}), slots(kI32, {1, 5, 2}),
+              sources(kI32, {3, 1, 2, 2}), counts(kI32, {3, 1, 2});
+  route(choices, slots, sources, counts);
+  EXPECT_THAT(values(slots), ElementsAre(4, 0, 1, 5, 0, 2, 3, 1, -1, -1));
+  EXPECT_THAT(values(sources), ElementsAre(1, 2, 0, 3, -1, -1, 1, 2, 0, 3, -1, -1));
+  EXPECT_THAT(values(counts), ElementsAre(2, 2, 0, 2, 2, 0));
+}
+
+TEST(Route, NamesAChoiceThatIsNoExpert) {
+  for (const double wrong : {-1.0, 3.0}) {
+    const Array choices = Array::of(kI64, {1, 2, 1}, {0, wrong}), slots(kI32, {1, 2, 1}), sources(kI32, {3, 1, 1, 2}),
+                counts(kI32, {3, 1, 1});
+    EXPECT_THROW(route(choices, slots, sources, counts), DataError);
+  }
+}
+
+struct Sent {
+  Array slots, sources, counts;
+};
+// Of choices that prefer some experts.
+Sent sent(int64_t sequences, int64_t tokens, int64_t choices, int64_t experts, int64_t groups, int64_t places) {
+  Array chosen(kI64, {sequences, tokens, choices});
+  chosen.fill([&](int64_t i) { return static_cast<double>((i * i / 3 + i) % 7 % experts); });
+  Sent out{Array(kI32, {sequences, tokens, choices}), Array(kI32, {experts, sequences, groups, places}),
+           Array(kI32, {experts, sequences, groups})};
+  route(chosen, out.slots, out.sources, out.counts);
+  return out;
+}
+
+// A row comes back to the token it was of, a token to the choices it had; what is dropped is left out.
+TEST(ToExperts, AndBack) {
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const int64_t width : {1, 16, 37, 600})
+      for (const int64_t groups : {1, 3}) {
+        const Sent s = sent(2, 11, 3, 5, groups, 4);
+        const DType wide = d == kF64 ? kF64 : kF32;
+        const Array x = Array::random(d, {2, 11, width}, 1), weights = Array::random(wide, {2, 11, 3}, 2),
+                    rows(d, {5, 2, groups, 4, width}), plain(d, {5, 2, groups, 4, width});
+        to_experts(x, weights, s.slots, s.sources, rows);
+        to_experts(x, View{}, s.slots, s.sources, plain);
+        std::vector<double> want(static_cast<size_t>(rows.view().numel()), 0.0), unweighted = want;
+        std::vector<int64_t> row_of(66, -1);
+        for (int64_t c = 0; c < 66; ++c) {
+          const auto slot = static_cast<int64_t>(s.slots.at(c));
+          if (slot < 0) continue;
+          const int64_t token = c / 3 % 11, sequence = c / 33;
+          int64_t group = 0;
+          while (11 * (group + 1) / groups <= token) ++group;
+          row_of[c] = ((slot / 4 * 2 + sequence) * groups + group) * 4 + slot % 4;
+          for (int64_t i = 0; i < width; ++i) {
+            want[row_of[c] * width + i] = x.at(c / 3 * width + i) * weights.at(c);
+            unweighted[row_of[c] * width + i] = x.at(c / 3 * width + i);
+          }
+        }
+        EXPECT_EQ(values(plain), unweighted);
+        EXPECT_LT(scaled_error(rows, want), 4 * epsilon(d));
+
+        const Array there = Array::random(d, {5, 2, groups, 4, width}, 3), y(d, {2, 11, width}), dots(wide, {2, 11, 3});
+        from_experts(there, weights, s.slots, y);
+        choice_dots(there, x, s.slots, dots);
+        std::vector<double> sums(static_cast<size_t>(22 * width), 0.0), products(66, 0.0);
+        for (int64_t c = 0; c < 66; ++c)
+          for (int64_t i = 0; row_of[c] >= 0 && i < width; ++i) {
+            sums[c / 3 * width + i] += there.at(row_of[c] * width + i) * weights.at(c);
+            products[c] += there.at(row_of[c] * width + i) * x.at(c / 3 * width + i);
+          }
+        EXPECT_LT(scaled_error(y, sums), 4 * epsilon(d));
+        EXPECT_LT(scaled_error(dots, products), 20 * epsilon(wide));
+      }
+}
+
+// Places beyond a piece, counts inside and at the ends of units, none at all; rows that are not in use are not read.
+TEST(ExpertLinear, OfRowsInUse) {
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const int64_t places : {1, 31, 100, 600}) {
+      const int64_t experts = 3, groups = 2, in = 20, out = 35;
+      const Array counts(kI32, {experts, groups});
+      const std::vector<int64_t> used = {0, places, 1, std::min<int64_t>(places, 32), std::min<int64_t>(places, 513), places / 2};
+      const_cast<Array&>(counts).fill([&](int64_t i) { return static_cast<double>(used[static_cast<size_t>(i)]); });
+      Array x = Array::random(d, {experts, groups, places, in}, 1), dy = Array::random(d, {experts, groups, places, out}, 2);
+      for (Array* rows : {&x, &dy}) {
+        const int64_t cols = rows->view().shape.back();
+        for (int64_t i = 0; i < rows->view().numel(); ++i)
+          if (i / cols % places >= used[static_cast<size_t>(i / cols / places)]) rows->set(i, 0);
+      }
+      const Array weight = Array::random(d, {experts, out, in}, 3), y(d, {experts, groups, places, out});
+      std::vector<double> want(static_cast<size_t>(y.view().numel())), gradient(static_cast<size_t>(experts * out * in));
+      for (int64_t r = 0; r < experts * groups * places; ++r)
+        for (int64_t o = 0; o < out; ++o)
+          for (int64_t i = 0; i < in; ++i) {
+            const int64_t w = (r / groups / places * out + o) * in + i;
+            want[r * out + o] += x.at(r * in + i) * weight.at(w);
+            gradient[w] += x.at(r * in + i) * dy.at(r * out + o);
+          }
+      expert_linear(x, weight, counts, y,
+                    Scratch(expert_linear_workspace(without_data(x), without_data(weight), without_data(counts), y)));
+      EXPECT_LT(scaled_error(y, want), 20 * epsilon(d)) << name(d) << places;
+      for (const DType sums : {d, d == kF64 ? kF64 : kF32}) {
+        const Array dweight(sums, {experts, out, in});
+        expert_weight_gradient(dy, x, counts, dweight,
+                               Scratch(expert_weight_gradient_workspace(without_data(dy), without_data(x), without_data(counts),
+                                                                        dweight)));
+        EXPECT_LT(scaled_error(dweight, gradient), 40 * epsilon(d)) << name(d) << places;
+      }
+    }
+}
+
+}  // namespace
+}  // namespace sheaf::kernels::cpu
