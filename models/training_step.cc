@@ -78,6 +78,8 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   if (experts != 1) axes.push_back({"expert", experts});
   if (context != 1) axes.push_back({"context", context});
   if (tensor != 1) axes.push_back({"model", tensor});
+  if (axes.size() > kMaxAxes)
+    fail<ConfigError>("[train] a mesh has at most ", kMaxAxes, " axes: replicas, data, experts, context and tensor are ", axes.size());
   return world.mesh(axes);
 }
 

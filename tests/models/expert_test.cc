@@ -235,6 +235,44 @@ TEST(Experts, GeneratesAsOneRankDoes) {
   for (const auto& [ranks, tensor, world] : {std::tuple{2, 1, 4}, {1, 2, 2}, {2, 2, 4}}) EXPECT_EQ(text(0, ranks, tensor, world), expected);
 }
 
+models::LlamaConfig llama(double capacity, double aux_loss) {
+  models::LlamaConfig c;
+  c.experts = 5;
+  c.experts_per_token = 3;
+  c.capacity_factor = capacity;
+  c.aux_loss = aux_loss;
+  c.vocab = 13;
+  return c;
+}
+
+TEST(Experts, WithACacheNothingIsDropped) {
+  models::Llama whole(llama(0, 0)), tight(llama(0.1, 0));
+  for (models::Llama* m : {&whole, &tight}) materialize(*m, Device::cpu(), {.seed = 3, .dtype = kF64});
+  const Tensor tokens = Tensor::from(std::vector<int32_t>{1, 5, 3, 7, 0, 2, 2, 9}, {2, 4});
+  const auto next = [&](models::Llama& m) {
+    nn::KeyValueCache cache(8);
+    return m.next_logits(tokens, cache).to_vector<double>();
+  };
+  EXPECT_EQ(next(tight), next(whole));
+  EXPECT_NE(tight.logits(tokens).to_vector<double>(), whole.logits(tokens).to_vector<double>());
+}
+
+// Whatever it is divided by, the load-balancing loss has its share: of a micro-batch that of its targets.
+TEST(Experts, TheLoadBalancingLossIsDividedAsTheLossIs) {
+  models::Llama m(llama(0, 1.0)), without(llama(0, 0));
+  for (models::Llama* model : {&m, &without}) materialize(*model, Device::cpu(), {.seed = 3, .dtype = kF64});
+  const Tensor tokens = Tensor::from(std::vector<int32_t>{1, 5, 3, 7, 0, 2, 2, 9}, {2, 4});
+  const auto loss = [&](models::Llama& model, const CrossEntropyOptions& options) {
+    return model.loss(tokens, tokens, options).item<double>();
+  };
+  const double once = loss(m, {}) - loss(without, {});
+  EXPECT_GT(once, 1.5);  // two mixtures, each about even
+  EXPECT_NEAR(loss(m, {.divide_by = 8}) - loss(without, {.divide_by = 8}), once, 1e-12);
+  EXPECT_NEAR(loss(m, {.divide_by = 32}) - loss(without, {.divide_by = 32}), once / 4, 1e-12);
+  const Tensor divisor = full({}, 32, kF64);
+  EXPECT_NEAR(loss(m, {.divisor = divisor}) - loss(without, {.divisor = divisor}), once / 4, 1e-12);
+}
+
 // The load-balancing loss takes tokens to experts that had few.
 TEST(Experts, TheLoadEvensOut) {
   const auto imbalance = [](double factor) {
@@ -282,7 +320,7 @@ TEST(Experts, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(2, c), HasSubstr("sharding.secondary needs several groups of ranks"));
   c = experts(2, "full_shard", 0, 2, 2);
   c.sharding.replicas = 2;
-  EXPECT_NE(refusal(32, c), "");
+  EXPECT_THAT(refusal(32, c), HasSubstr("at most 4 axes: replicas, data, experts, context and tensor are 5"));
 }
 
 }  // namespace

@@ -191,6 +191,9 @@ TEST(BenchFigures, OperationsOfAStep) {
 TEST(BenchFigures, OperationsOfALlamaStep) {
   const double tokens = 4 * 8192.0,
                in_products = 8030261248.0 - 128256 * 4096.0 - (2 * 32 + 1) * 4096.0;
+  EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("mixture-f32-8x256")),
+                   bench::flops_per_step(bench::training_config("llama-f32-8x256")) + 6.0 * 8 * 256 * 4 * 384 * 8)
+      << "of the routers";
   EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("llama3-8b-bf16-4x8192")),
                    tokens * (6 * in_products + 6.0 * 32 * 8192 * 4096));
 }

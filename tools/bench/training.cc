@@ -19,6 +19,15 @@ const std::vector<std::string> kNano = {"--model.layers=4", "--model.width=128",
 const std::vector<std::string> kChar = {"--model.layers=6", "--model.width=384", "--model.heads=6",
                                         "--model.vocab=65", "--model.bias=false"};
 
+// A Llama, and one whose MLPs are mixtures of as much work for each token: two of eight experts.
+std::vector<std::string> small_llama(std::vector<std::string> mlp) {
+  mlp.insert(mlp.end(), {"--model.type=llama", "--model.layers=4", "--model.width=384",
+                         "--model.heads=6", "--model.vocab=65"});
+  return mlp;
+}
+const std::vector<std::string> kMixture = {"--model.experts=8", "--model.expert_hidden=512",
+                                           "--model.aux_loss=0.01"};
+
 TrainingCase make(std::string_view name, std::vector<std::string> model, const char* dtype,
                   int batch, int context) {
   model.push_back(std::string("--train.dtype=") + dtype);
@@ -53,6 +62,8 @@ std::vector<TrainingCase> training_cases(Device device) {
       make("nanogpt-f32-12x64", kNano, "f32", 12, 64),
       make("char-f32-16x256", kChar, "f32", 16, 256),
       make("char-bf16-16x256", kChar, "bf16", 16, 256),
+      make("llama-f32-8x256", small_llama({"--model.mlp_width=1024"}), "f32", 8, 256),
+      make("mixture-f32-8x256", small_llama(kMixture), "f32", 8, 256),
   };
 }
 
@@ -124,10 +135,14 @@ double flops_per_step(const models::TrainConfig& config, CountAttention attentio
   const bool llama = m.type == "llama";
   const double width = of(m.width), layers = of(m.layers), context = of(m.context);
   const double queries = of(m.heads * m.head_dim), keys = of(m.kv_heads * m.head_dim);
-  const double hidden = of(m.mlp_width);
+  // Of a mixture, the experts that a token goes through, and their router.
+  const double hidden = m.experts == 0 ? of(m.mlp_width)
+                                       : of(m.experts_per_token) *
+                                             of(m.expert_hidden ? m.expert_hidden : m.mlp_width);
   // Queries, keys and values, the output; up and down, and Llama's gate.
   const double block =
-      width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden;
+      width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden +
+      width * of(m.experts);
   const double in_products = layers * block + of(m.vocab) * width;
   const double each = attention == CountAttention::full ? 12 : 6;
   return context * of(config.train.batch) * (6 * in_products + each * layers * context * queries);

@@ -46,7 +46,8 @@ models::FillBatch random_tokens(const models::TrainConfig& config);
 /// tokens of a sequence, H heads of D.
 enum class CountAttention { causal, full };
 /// Floating-point operations of one step: 6 for each parameter in a product (2 forward, 4 backward;
-/// the head counts, the lookup of the embedding does not) and token, and attention.
+/// the head counts, the lookup of the embedding does not, nor do experts that a token does not go
+/// through) and token, and attention.
 double flops_per_step(const models::TrainConfig& config,
                       CountAttention attention = CountAttention::causal);
 
