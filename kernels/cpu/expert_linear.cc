@@ -1,4 +1,5 @@
-// Products with the matrix of each expert, of the rows that are in use.
+// Products with the matrix of each expert, of the rows that are in use: they are brought together, so that an expert with few
+// rows of each of many groups has products of many.
 #include <algorithm>
 #include <cstring>
 
@@ -9,53 +10,112 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-// Rows in use are multiplied in pieces of whole units: a piece has one of a few sizes, so that the
-// workspace for the largest is found without the counts. What a unit has besides are zeros.
+// Rows are multiplied in pieces of whole units: a piece has one of a few sizes, so that the
+// workspace for the largest is found without the counts. What a unit has besides is zero.
 constexpr int64_t kPiece = 512, kUnit = 32;
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
 
-/// Rows[E, .., P, C] by group, of which counts[E, ..] are in use. Any strides.
+constexpr int64_t in_units(int64_t rows) { return (rows + kUnit - 1) / kUnit * kUnit; }
+
+/// So many rows in use, from row `first` of a group on.
+struct Piece {
+  int64_t group, first, rows;
+};
+
+/// The groups of rows[E, .., P, C] that counts[E, ..] says of.
 class Groups {
  public:
-  Groups(const char* who, const View& rows, const View& counts)
-      : rows_(rows), counts_(counts), places_(rows.shape.dim(-2)), used_(who, counts) {
-    Shape all = counts.shape;
-    all.push_back(places_), all.push_back(rows.shape.back());
-    check<ShapeError>(rows.shape == all, "[", who, "] rows ", rows.shape, " for counts ",
-                      counts.shape);
-  }
+  Groups(const char* who, const View& counts, const View& rows)
+      : used_(who, counts), experts_(counts.shape[0]), places_(rows.shape.dim(-2)) {}
+  int64_t experts() const { return experts_; }
   int64_t count() const { return used_.count(); }
   int64_t places() const { return places_; }
-  int64_t expert_of(int64_t group) const { return group * counts_.shape[0] / count(); }
-  int64_t used(int64_t group) const { return used_[group]; }
-  /// Rows [first, first + rows) of a group.
-  View rows(int64_t group, int64_t first, int64_t rows) const {
-    int64_t offset = first * rows_.strides.dim(-2);
-    for (int d = counts_.rank() - 1; d >= 0; --d)
-      offset += group % counts_.shape[d] * rows_.strides[d], group /= counts_.shape[d];
-    const auto bytes = offset * static_cast<int64_t>(size_of(rows_.dtype));
-    return {rows_.data ? rows_.as<char>() + bytes : nullptr, rows_.dtype,
-            {rows, rows_.shape.back()}, {rows_.strides.dim(-2), rows_.strides.back()}};
-  }
+  int64_t used(int64_t group) const { return std::clamp<int64_t>(used_[group], 0, places_); }
+
   /// f(rows) for all sizes of pieces.
   template <class F>
   void sizes(F&& f) const {
-    for (int64_t rows = kUnit; rows < std::min(kPiece, places_) + kUnit; rows += kUnit)
-      f(std::min({rows, kPiece, places_}));
-    if (places_ % kPiece != 0) f(places_ % kPiece);
+    const int64_t most = experts_ == 0 ? 0 : count() / experts_ * places_;
+    for (int64_t rows = kUnit; rows <= std::min(kPiece, in_units(most)); rows += kUnit) f(rows);
   }
-  /// f(first row of the piece, rows) for a group's rows in use.
+  int64_t largest_piece() const {
+    int64_t largest = 0;
+    sizes([&](int64_t rows) { largest = rows; });
+    return largest;
+  }
+  /// f(Piece) for the rows in use of an expert's groups, in order.
   template <class F>
-  void pieces(int64_t group, F&& f) const {
-    const int64_t all = used(group);
-    for (int64_t at = 0; at < all; at += kPiece)
-      f(at, std::min({(all - at + kUnit - 1) / kUnit * kUnit, kPiece, places_ - at}));
+  void pieces(int64_t expert, F&& f) const {
+    const int64_t each = count() / experts_, end = (expert + 1) * each;
+    for (int64_t group = expert * each, first = 0; group < end;) {
+      Piece piece{group, first, 0};
+      while (piece.rows < kPiece && group < end) {
+        const int64_t rows = std::min(used(group) - first, kPiece - piece.rows);
+        piece.rows += rows, first += rows;
+        if (first == used(group)) ++group, first = 0;
+      }
+      if (piece.rows > 0) f(piece);
+    }
+  }
+  /// f(group, first row, rows, where they are in the piece).
+  template <class F>
+  void parts(const Piece& piece, F&& f) const {
+    int64_t at = 0, first = piece.first;
+    for (int64_t group = piece.group; at < piece.rows; ++group, first = 0) {
+      const int64_t rows = std::min(used(group) - first, piece.rows - at);
+      f(group, first, rows, at);
+      at += rows;
+    }
   }
 
  private:
-  View rows_, counts_;
-  int64_t places_;
   Elements<int32_t> used_;
+  int64_t experts_, places_;
+};
+
+/// Rows[E, .., P, C] by group, dense along C.
+class Source {
+ public:
+  Source(const char* who, const View& rows, const View& counts) : rows_(rows) {
+    Shape all = counts.shape;
+    all.push_back(rows.shape.dim(-2)), all.push_back(rows.shape.back());
+    check<ShapeError>(rows.shape == all && (rows.strides.back() == 1 || rows.shape.back() <= 1), "[",
+                      who, "] rows ", rows.shape, " of strides ", rows.strides, " for counts ",
+                      counts.shape);
+  }
+  int64_t cols() const { return rows_.shape.back(); }
+  size_t row_bytes() const { return static_cast<size_t>(cols()) * size_of(rows_.dtype); }
+  char* at(int64_t group, int64_t row) const {
+    int64_t offset = row * rows_.strides.dim(-2);
+    for (int d = rows_.rank() - 3; d >= 0; --d)
+      offset += group % rows_.shape[d] * rows_.strides[d], group /= rows_.shape[d];
+    return rows_.as<char>() + offset * static_cast<int64_t>(size_of(rows_.dtype));
+  }
+  /// Bytes of a piece of `rows`, and the piece as a matrix.
+  size_t piece_bytes(int64_t rows) const { return line_align(static_cast<size_t>(rows) * row_bytes()); }
+  View matrix(void* piece, int64_t rows) const { return View::dense(piece, rows_.dtype, {rows, cols()}); }
+  /// Brings rows together in `memory`, zeros behind them.
+  void gather(const Groups& groups, const Piece& piece, char* memory) const {
+    copy(groups, piece, memory, true);
+    std::memset(memory + static_cast<size_t>(piece.rows) * row_bytes(), 0,
+                static_cast<size_t>(in_units(piece.rows) - piece.rows) * row_bytes());
+  }
+  void scatter(const Groups& groups, const Piece& piece, char* memory) const {
+    copy(groups, piece, memory, false);
+  }
+
+ private:
+  void copy(const Groups& groups, const Piece& piece, char* memory, bool there) const {
+    groups.parts(piece, [&](int64_t group, int64_t first, int64_t rows, int64_t place) {
+      parallel_for(rows, row_grain(cols()), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          char *row = at(group, first + r), *copy = memory + static_cast<size_t>(place + r) * row_bytes();
+          there ? std::memcpy(copy, row, row_bytes()) : std::memcpy(row, copy, row_bytes());
+        }
+      });
+    });
+  }
+  View rows_;
 };
 
 /// The matrix of one expert.
@@ -94,77 +154,90 @@ void store(const Gradient& g) {
   });
 }
 
+void clear(const View& v) {
+  visit_floating(kGradient, v.dtype, [&]<class T>() {
+    for_elements(v, [&](int64_t at, int64_t) { v.as<T>()[at] = T(0.0f); });
+  });
+}
+
 }  // namespace
 
 size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
                                const View& y) {
   if (y.numel() == 0) return 0;
-  const Groups from(kLinear, x, counts), to(kLinear, y, counts);
+  const Groups groups(kLinear, counts, x);
+  const Source from(kLinear, x, counts), to(kLinear, y, counts);
   size_t most = 0;
-  from.sizes([&](int64_t rows) {
-    most = std::max(most, gemm_workspace({kLinear, from.rows(0, 0, rows), transposed(weight_of(weight, 0)),
-                                          to.rows(0, 0, rows), {}}));
+  groups.sizes([&](int64_t rows) {
+    most = std::max(most, gemm_workspace({kLinear, from.matrix(nullptr, rows), transposed(weight_of(weight, 0)),
+                                          to.matrix(nullptr, rows), {}}));
   });
-  return most;
+  return most + from.piece_bytes(groups.largest_piece()) + to.piece_bytes(groups.largest_piece());
 }
 
 void expert_linear(const View& x, const View& weight, const View& counts, const View& y,
                    Workspace workspace) {
   if (y.numel() == 0) return;
-  check<ShapeError>(y.contiguous(), "[", kLinear, "] the result must be dense");
-  const Groups from(kLinear, x, counts), to(kLinear, y, counts);
-  const auto row_bytes = static_cast<size_t>(y.shape.back()) * size_of(y.dtype);
-  for (int64_t group = 0; group < from.count(); ++group) {
-    int64_t done = 0;
-    from.pieces(group, [&](int64_t at, int64_t rows) {
-      gemm({kLinear, from.rows(group, at, rows), transposed(weight_of(weight, from.expert_of(group))),
-            to.rows(group, at, rows), {}},
-           workspace);
-      done = at + rows;
+  const Groups groups(kLinear, counts, x);
+  const Source from(kLinear, x, counts), to(kLinear, y, counts);
+  const size_t bytes[] = {from.piece_bytes(groups.largest_piece()), to.piece_bytes(groups.largest_piece())};
+  const size_t taken = bytes[0] + bytes[1];
+  check<ShapeError>(workspace.bytes >= taken, "[", kLinear, "] workspace too small");
+  char *const in = static_cast<char*>(workspace.data), *const out = in + bytes[0];
+  const Workspace rest{in + taken, workspace.bytes - taken};
+  for (int64_t expert = 0; expert < groups.experts(); ++expert)
+    groups.pieces(expert, [&](const Piece& piece) {
+      const int64_t rows = in_units(piece.rows);
+      from.gather(groups, piece, in);
+      gemm({kLinear, from.matrix(in, rows), transposed(weight_of(weight, expert)), to.matrix(out, rows), {}}, rest);
+      to.scatter(groups, piece, out);
     });
-    std::memset(to.rows(group, done, 0).data, 0,
-                static_cast<size_t>(from.places() - done) * row_bytes);
-  }
+  parallel_for(groups.count(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g)
+      for (int64_t row = groups.used(g); row < groups.places(); ++row) std::memset(to.at(g, row), 0, to.row_bytes());
+  });
 }
 
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
                                         const View& dweight) {
   if (dweight.numel() == 0) return 0;
   const Gradient gradient(dweight, computed_in(x.dtype), 0, nullptr);
+  const Groups groups(kGradient, counts, x);
+  const Source rows_of_dy(kGradient, dy, counts), rows_of_x(kGradient, x, counts);
   size_t most = 0;
-  if (x.numel() > 0) {
-    const Groups rows_of_dy(kGradient, dy, counts), rows_of_x(kGradient, x, counts);
-    rows_of_x.sizes([&](int64_t rows) {
-      for (const bool accumulate : {false, true})
-        most = std::max(most, gemm_workspace({kGradient, transposed(rows_of_dy.rows(0, 0, rows)),
-                                              rows_of_x.rows(0, 0, rows), gradient.sum, {}, accumulate}));
-    });
-  }
-  return gradient.bytes() + most;
+  groups.sizes([&](int64_t rows) {
+    for (const bool accumulate : {false, true})
+      most = std::max(most, gemm_workspace({kGradient, transposed(rows_of_dy.matrix(nullptr, rows)),
+                                            rows_of_x.matrix(nullptr, rows), gradient.sum, {}, accumulate}));
+  });
+  return gradient.bytes() + rows_of_dy.piece_bytes(groups.largest_piece()) +
+         rows_of_x.piece_bytes(groups.largest_piece()) + most;
 }
 
 void expert_weight_gradient(const View& dy, const View& x, const View& counts, const View& dweight,
                             Workspace workspace) {
   if (dweight.numel() == 0) return;
-  const Groups rows_of_dy(kGradient, dy, counts), rows_of_x(kGradient, x, counts);
-  const int64_t experts = dweight.shape[0], groups = rows_of_x.count() / experts;
-  for (int64_t expert = 0; expert < experts; ++expert) {
-    const Gradient gradient(dweight, computed_in(x.dtype), expert, workspace.data);
-    const size_t bytes = gradient.bytes();
-    check<ShapeError>(workspace.bytes >= bytes, "[", kGradient, "] workspace too small");
-    const Workspace rest{static_cast<char*>(workspace.data) + bytes, workspace.bytes - bytes};
+  const Groups groups(kGradient, counts, x);
+  const Source rows_of_dy(kGradient, dy, counts), rows_of_x(kGradient, x, counts);
+  const size_t sums = Gradient(dweight, computed_in(x.dtype), 0, nullptr).bytes(),
+               bytes[] = {rows_of_dy.piece_bytes(groups.largest_piece()), rows_of_x.piece_bytes(groups.largest_piece())};
+  const size_t taken = sums + bytes[0] + bytes[1];
+  check<ShapeError>(workspace.bytes >= taken, "[", kGradient, "] workspace too small");
+  char* const start = static_cast<char*>(workspace.data);
+  char *const dy_piece = start + sums, *const x_piece = dy_piece + bytes[0];
+  const Workspace rest{start + taken, workspace.bytes - taken};
+  for (int64_t expert = 0; expert < groups.experts(); ++expert) {
+    const Gradient gradient(dweight, computed_in(x.dtype), expert, start);
     bool begun = false;
-    for (int64_t group = expert * groups; group < (expert + 1) * groups; ++group)
-      rows_of_x.pieces(group, [&](int64_t at, int64_t rows) {
-        gemm({kGradient, transposed(rows_of_dy.rows(group, at, rows)), rows_of_x.rows(group, at, rows),
-              gradient.sum, {}, begun},
-             rest);
-        begun = true;
-      });
-    if (!begun)
-      visit_floating(kGradient, gradient.sum.dtype, [&]<class T>() {
-        for_elements(gradient.sum, [&](int64_t at, int64_t) { gradient.sum.as<T>()[at] = T(0.0f); });
-      });
+    groups.pieces(expert, [&](const Piece& piece) {
+      const int64_t rows = in_units(piece.rows);
+      rows_of_dy.gather(groups, piece, dy_piece);
+      rows_of_x.gather(groups, piece, x_piece);
+      gemm({kGradient, transposed(rows_of_dy.matrix(dy_piece, rows)), rows_of_x.matrix(x_piece, rows), gradient.sum, {}, begun},
+           rest);
+      begun = true;
+    });
+    if (!begun) clear(gradient.sum);
     if (gradient.copies) store(gradient);
   }
 }
