@@ -140,10 +140,10 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
   return s;
 }
 
-// Those of one shape: Llama's, Mistral's, Qwen2's, whose queries, keys and values have biases, and Qwen3's, whose queries and
-// keys have norms instead.
+// Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, and Qwen3's, whose
+// queries and keys have norms instead.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
-  const bool llama = type == "llama", qwen = type == "qwen2" || type == "qwen3";
+  const bool llama = type == "llama", qwen = type == "qwen2" || type == "qwen3", mixtral = type == "mixtral";
   if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
@@ -165,7 +165,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.mlp_width = r.positive("intermediate_size");
   m.context = r.positive("max_position_embeddings");
   m.norm_eps = r.number("rms_norm_eps", 1e-6);
-  m.rope_theta = r.number("rope_theta", 10000.0);
+  m.rope_theta = r.number("rope_theta", mixtral ? 1e6 : 10000.0);
   if (r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", m.rope_theta);
   if (r.find("rope_parameters")) {  // since version 5 of transformers, the base and the scaling
     const RopeScalingConfig scaling = read_rope(r, "rope_parameters", m.rope_theta);
@@ -178,6 +178,11 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.qk_norm = type == "qwen3";
   m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
+  if (mixtral) {
+    m.experts = r.positive("num_local_experts");
+    m.experts_per_token = r.positive("num_experts_per_tok");
+    if (r.number("router_jitter_noise", 0.0) != 0.0) r.refuse("router_jitter_noise", "Sheaf's routers have no noise");
+  }
   return m;
 }
 
@@ -196,8 +201,9 @@ ModelConfig read_published_config(const std::string& file) {
   const std::string type = r.text("model_type", "");
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
-  else if (type == "llama" || type == "mistral" || type == "qwen2" || type == "qwen3") m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, qwen2 and qwen3");
+  else if (type == "llama" || type == "mistral" || type == "mixtral" || type == "qwen2" || type == "qwen3")
+    m = read_llama(r, type);
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2 and qwen3");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }
@@ -213,7 +219,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("kv_heads", m.kv_heads, published.kv_heads);
   same("width", m.width, published.width);
   same("head_dim", m.head_dim, published.head_dim);
-  same("mlp_width", m.mlp_width, published.mlp_width);
+  if (!m.experts) same("mlp_width", m.mlp_width, published.mlp_width);
   same("vocab", m.vocab, published.vocab);
   same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
   same("norm_eps", m.norm_eps, published.norm_eps);
@@ -221,6 +227,12 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   if (m.type == "llama") {
     same("qkv_bias", m.qkv_bias, published.qkv_bias);
     same("qk_norm", m.qk_norm, published.qk_norm);
+    same("experts", m.experts, published.experts);
+    if (m.experts) {
+      same("experts_per_token", m.experts_per_token, published.experts_per_token);
+      same("expert_hidden", m.expert_hidden, published.expert_hidden);
+      same("normalize_experts", m.normalize_experts, published.normalize_experts);
+    }
     same("rope_theta", m.rope_theta, published.rope_theta);
     const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
     same("rope_scaling.rope_type", ours.rope_type, theirs.rope_type);
@@ -265,11 +277,17 @@ Json published_config(const ModelConfig& model) {
   const ModelConfig m = resolved(model);
   if (m.qk_norm && m.qkv_bias)
     fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
-  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias || m.qk_norm;
+  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias || m.qk_norm, mixtral = m.experts != 0;
+  if (mixtral && (qwen || !m.normalize_experts))
+    fail<ConfigError>("[weights] Hugging Face's Mixtral has model.normalize_experts, and neither model.qkv_bias nor model.qk_norm: "
+                      "this model cannot be written as one");
   const char* const qwens[2][2] = {{"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
   Json json;
-  json.set("model_type", qwen ? qwens[m.qk_norm][0] : m.type)
-      .set("architectures", Json::Array{gpt2 ? "GPT2LMHeadModel" : qwen ? qwens[m.qk_norm][1] : "LlamaForCausalLM"})
+  json.set("model_type", qwen ? qwens[m.qk_norm][0] : mixtral ? "mixtral" : m.type)
+      .set("architectures", Json::Array{gpt2      ? "GPT2LMHeadModel"
+                                        : qwen    ? qwens[m.qk_norm][1]
+                                        : mixtral ? "MixtralForCausalLM"
+                                                  : "LlamaForCausalLM"})
       .set("torch_dtype", "float32")
       .set("vocab_size", m.vocab)
       .set("tie_word_embeddings", m.tie_embeddings)
@@ -292,13 +310,18 @@ Json published_config(const ModelConfig& model) {
         .set("num_key_value_heads", m.kv_heads)
         .set("hidden_size", m.width)
         .set("head_dim", m.head_dim)
-        .set("intermediate_size", m.mlp_width)
+        .set("intermediate_size", mixtral ? m.expert_hidden : m.mlp_width)
         .set("max_position_embeddings", m.context)
         .set("hidden_act", "silu")
         .set("rms_norm_eps", m.norm_eps)
         .set("rope_theta", m.rope_theta)
         .set("rope_scaling", published_rope_scaling(m.rope_scaling));
     if (qwen) json.set("use_sliding_window", false);
+    else if (mixtral)
+      json.set("sliding_window", Json())
+          .set("num_local_experts", m.experts)
+          .set("num_experts_per_tok", m.experts_per_token)
+          .set("router_aux_loss_coef", m.aux_loss);
     else json.set("attention_bias", false).set("mlp_bias", false);
   }
   return json;

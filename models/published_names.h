@@ -24,8 +24,8 @@ struct PublishedTensor {
 };
 
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM, by model.type, or, with model.qkv_bias,
-/// Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not
-/// among them.
+/// Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM; vocab must be known. Without
+/// model.bias, GPT-2's biases are not among them.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
 
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.

@@ -74,11 +74,12 @@ struct ModelConfig {
   double norm_eps = 1e-5;       ///< added to the variance in norms
 };
 
-/// `m` with what 0 leaves to its type filled in: key and value heads, their width, the MLP's hidden size.
+/// `m` with what 0 leaves to its type filled in: key and value heads, their width, the hidden size of the MLP and of experts.
 inline ModelConfig resolved(ModelConfig m) {
   if (m.kv_heads == 0) m.kv_heads = m.heads;
   if (m.head_dim == 0 && m.heads > 0) m.head_dim = m.width / m.heads;
   if (m.mlp_width == 0) m.mlp_width = m.type == "llama" ? (8 * m.width / 3 + 63) / 64 * 64 : 4 * m.width;
+  if (m.experts && m.expert_hidden == 0) m.expert_hidden = m.mlp_width;
   return m;
 }
 

@@ -24,7 +24,8 @@ using testing::Values;
 using testing::Whole;
 
 const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
-                               "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn"};
+                               "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn",
+                               "mixtral_bf16_shards"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -84,7 +85,7 @@ struct Loaded {
   std::vector<int64_t> bytes;  // that each rank read
 };
 
-Loaded load_on(int world, const std::string& name, const std::string& strategy, bool units) {
+Loaded load_on(int world, const std::string& name, const std::string& strategy, bool units, int experts = 0) {
   Loaded out;
   out.bytes.resize(static_cast<size_t>(world));
   Whole whole;
@@ -93,7 +94,8 @@ Loaded load_on(int world, const std::string& name, const std::string& strategy, 
     ShardOptions options;
     options.strategy = strategy;
     if (units) options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
-    shard(model->module(), w.mesh({{"data", w.size()}}), options);
+    if (experts) options.expert_axis = "expert";
+    shard(model->module(), experts ? w.mesh({{"data", w.size() / experts}, {"expert", experts}}) : w.mesh({{"data", w.size()}}), options);
     materialize(model->module(), Device::cpu());
     Allocator& memory = *RankContext::current().memory(Device::cpu());
     memory.reset_peak();
@@ -166,6 +168,13 @@ TEST(PublishedWeights, FillAnyCut) {
   }
 }
 
+TEST(PublishedWeights, AreTheSameBitsWhereRanksShareExperts) {
+  const Loaded one = load_on(1, "mixtral_bf16_shards", "full_shard", true);
+  for (const auto& [world, experts] : {std::pair{2, 2}, {4, 2}, {5, 5}})
+    for (const char* strategy : {"full_shard", "replicate"})
+      EXPECT_EQ(testing::max_difference(one.values, load_on(world, "mixtral_bf16_shards", strategy, true, experts).values), 0.0);
+}
+
 // Half precision is held exactly, transposed or not, wherever it lands.
 TEST(PublishedWeights, AreWidenedExactly) {
   const auto expect_widened = [](const std::string& name, auto half) {
@@ -188,6 +197,7 @@ TEST(PublishedWeights, AreWidenedExactly) {
   };
   expect_widened("gpt2_f16_base", f16());
   expect_widened("llama_bf16_shards", bf16());
+  expect_widened("mixtral_bf16_shards", bf16());
 }
 
 TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
@@ -247,6 +257,11 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(message("qwen2_bf16_tied", [](Config& c) { c.qkv_bias = false; }), HasSubstr("model.qkv_bias is false, but true in"));
   EXPECT_THAT(message("qwen3_bf16_tied", [](Config& c) { c.qk_norm = false; }), HasSubstr("model.qk_norm is false, but true in"));
   EXPECT_THAT(message("mistral_f32_heads", [](Config& c) { c.head_dim = 4; }), HasSubstr("model.head_dim is 4, but 6 in"));
+  const auto mixtral = [&](auto change) { return message("mixtral_bf16_shards", change); };
+  EXPECT_THAT(mixtral([](Config& c) { c.experts = 4; }), HasSubstr("model.experts is 4, but 5 in"));
+  EXPECT_THAT(mixtral([](Config& c) { c.experts_per_token = 2; }), HasSubstr("model.experts_per_token is 2, but 3 in"));
+  EXPECT_THAT(mixtral([](Config& c) { c.expert_hidden = 8; }), HasSubstr("model.expert_hidden is 8, but 24 in"));
+  EXPECT_THAT(mixtral([](Config& c) { c.normalize_experts = false; }), HasSubstr("model.normalize_experts is false, but true in"));
   EXPECT_THAT(message("llama_f32_tied", [](Config& c) { c.kv_heads = 4; }), HasSubstr("model.kv_heads is 4, but 2 in"));
 
   nn::Linear other(3, 3);

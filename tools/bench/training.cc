@@ -137,8 +137,7 @@ double flops_per_step(const models::TrainConfig& config, CountAttention attentio
   const double queries = of(m.heads * m.head_dim), keys = of(m.kv_heads * m.head_dim);
   // Of a mixture, the experts that a token goes through, and their router.
   const double hidden = m.experts == 0 ? of(m.mlp_width)
-                                       : of(m.experts_per_token) *
-                                             of(m.expert_hidden ? m.expert_hidden : m.mlp_width);
+                                       : of(m.experts_per_token) * of(m.expert_hidden);
   // Queries, keys and values, the output; up and down, and Llama's gate.
   const double block =
       width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden +
