@@ -38,6 +38,7 @@
 #include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/embedding.h"
+#include "sheaf/nn/layers/experts.h"
 #include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/layers/mlp.h"

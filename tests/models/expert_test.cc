@@ -19,21 +19,10 @@ using ::testing::HasSubstr;
 
 constexpr int kSteps = 8;
 
-// Five experts, three of them for each token: ranks share them unevenly.
-models::ModelConfig model_of(double capacity_factor = 0, double aux_loss = 0.1) {
-  models::ModelConfig m = tiny_model("untied llama", 5, 5);
-  m.experts = 5;
-  m.experts_per_token = 3;
-  m.expert_hidden = 12;
-  m.capacity_factor = capacity_factor;
-  m.aux_loss = aux_loss;
-  return m;
-}
-
 models::TrainConfig experts(int64_t ranks, const char* strategy = "full_shard", double capacity_factor = 0, int64_t tensor = 1,
                             int64_t context = 1) {
   models::TrainConfig c = tiny_config();
-  c.model = model_of(capacity_factor);
+  c.model = tiny_mixture(capacity_factor);
   c.model.expert_groups = tensor * context == 1 ? 1 : 3;
   c.sharding.strategy = strategy;
   c.sharding.experts = ranks;
@@ -46,7 +35,7 @@ class ExpertGradients : public ::testing::TestWithParam<std::tuple<Axes, std::st
 
 TEST_P(ExpertGradients, EqualUnshardedInF64) {
   const auto& [axes, strategy, capacity, rows] = GetParam();
-  expect_gradients_of_one_rank(axes, strategy, rows, model_of(capacity));
+  expect_gradients_of_one_rank(axes, strategy, rows, tiny_mixture(capacity));
 }
 
 std::string mesh_name(const ::testing::TestParamInfo<ExpertGradients::ParamType>& info) {
@@ -94,6 +83,11 @@ TEST(Experts, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
     c = config("full_shard");
     c.train.recompute = "block";
     expect_same_bits(expected, train_tiny(c, world, kSteps));
+    c = config("full_shard");
+    c.train.compile = true;
+    expect_same_bits(expected, train_tiny(c, world, kSteps));
+    c.sharding.memory_budget = int64_t{1} << 40;
+    expect_same_bits(expected, train_tiny(c, world, kSteps));
   }
 }
 
@@ -139,19 +133,21 @@ TEST(Experts, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
   c.train.recompute = "block";
   c.train.dtype = "bf16";
   expect_planned_tapes(c, 4);
+  c.train.compile = true;
+  expect_planned_tapes(c, 4);
 }
 
 TEST(Experts, CheckpointsMoveBetweenMeshes) {
   const ScratchFolder scratch;
   const std::vector<Axes> meshes = {{{"data", 3}}, {{"data", 1}, {"expert", 2}}, {{"data", 2}, {"expert", 2}},
                                     {{"data", 1}, {"expert", 5}}, {{"data", 1}, {"expert", 2}, {"context", 2}}, {{"data", 1}, {"model", 2}}};
-  for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, model_of());
+  for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, tiny_mixture());
 }
 
 // Rows go to the ranks of their experts and back, as do their gradients, with a few bytes that say how many are in use. Experts
 // never travel along their axis, nor are their gradients summed there.
 TEST(Experts, WhatTravelsAlongWhichAxis) {
-  const models::ModelConfig m = model_of();
+  const models::ModelConfig m = tiny_mixture();
   auto moved = traffic(models::plan_step(experts(2), 13, 0, 4, 1, "local").tape);
   EXPECT_EQ(moved["all_to_all expert"].count, 5 * m.layers);
   // What rank 0 receives, which has 1 of its pair's 3 sequences and 2 of 5 experts, each with 9 places.

@@ -143,6 +143,32 @@ TEST(GpuTraining, MuonHasItsBitsInAllStrategiesThePeakOfThePlanAndTheCpusNumbers
   }
 }
 
+TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
+  SHEAF_NEEDS_GPU();
+  for (const double capacity : {0.0, 1.1}) {
+    models::TrainConfig c = tiny_config();
+    c.model = tiny_mixture(capacity);
+    const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", 7, {}, c.model);
+    for (const Axes& axes : {Axes{{"data", 1}}, Axes{{"data", 1}, {"expert", 2}}, Axes{{"data", 2}, {"expert", 2}}})
+      EXPECT_LE(max_difference(gradients_f64(axes, "full_shard", 7, kGpu, c.model), expected), 1e-12 * max_magnitude(expected));
+    for (const int ranks : {1, 2}) {
+      c.sharding.experts = ranks;
+      const TrainedRun gpu = on_gpu(c, 2 * ranks), cpu = train_tiny(c, 2 * ranks, kSteps);
+      for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 1e-4 * cpu.losses[s]) << s;
+      for (const char* strategy : {"zero1", "replicate"}) {
+        models::TrainConfig other = c;
+        other.sharding.strategy = strategy;
+        expect_same_bits(on_gpu(other, 2 * ranks), gpu);
+      }
+      for (const char* dtype : {"f32", "bf16"}) {
+        c.train.dtype = dtype;
+        EXPECT_EQ(measured_peaks(c, 2 * ranks), models::plan_peaks(c, c.model.vocab, 2 * ranks, 1, "local", kGpu));
+      }
+      c.train.dtype = "f32";
+    }
+  }
+}
+
 TEST(GpuTraining, MemorySettlesWithTheSecondStep) {
   SHEAF_NEEDS_GPU();
   run_local(2, [](World& w) {

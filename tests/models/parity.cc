@@ -148,6 +148,16 @@ models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t k
   return m;
 }
 
+models::ModelConfig tiny_mixture(double capacity_factor, double aux_loss) {
+  models::ModelConfig m = tiny_model("untied llama", 5, 5);
+  m.experts = 5;
+  m.experts_per_token = 3;
+  m.expert_hidden = 12;
+  m.capacity_factor = capacity_factor;
+  m.aux_loss = aux_loss;
+  return m;
+}
+
 Axes MeshSizes::axes() const {
   Axes out;
   for (const auto& [name, size] : {std::pair{"replica", replicas}, {"data", data}, {"context", context}, {"model", model}})

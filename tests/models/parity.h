@@ -97,6 +97,9 @@ TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device devic
 /// hidden widths that ranks share unevenly. Key heads are Llama's.
 models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t key_heads);
 
+/// The last of them with mixtures of five experts, of which three are for each token: ranks share them unevenly.
+models::ModelConfig tiny_mixture(double capacity_factor = 0, double aux_loss = 0.1);
+
 using Axes = std::vector<MeshSpec::Axis>;
 int num_ranks(const Axes& axes);
 /// A mesh by the sizes of its axes; 0: it has no such axis.
