@@ -67,8 +67,8 @@ struct Routes {  // choices[.., T, K] -> slots[.., T, K], sources[E, .., N, P], 
   struct Attrs { int64_t experts, places, groups; };
   static void infer(const Attrs& a, Infer& c) {
     const Shape& choices = c.shape(0);
-    if (c.dtype(0) != kI64 || choices.rank() < 2)
-      fail<ShapeError>("[", kName, "] choices must be i64[.., T, K], not ", c.input(0));
+    if (c.dtype(0) != kI64) fail<DTypeError>("[", kName, "] choices must be i64, not ", c.input(0));
+    if (choices.rank() < 2) fail<ShapeError>("[", kName, "] choices must be [.., T, K], not ", c.input(0));
     if (a.experts < 0 || a.places < 0 || a.groups < 1 || a.experts * a.places > INT32_MAX)
       fail<ShapeError>("[", kName, "] ", a.experts, " experts with ", a.places, " places in each of ", a.groups, " groups");
     Shape counts = leading(leading(choices));

@@ -72,8 +72,8 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
   const int64_t tokens = x_BTC.size(1);
   if (ranks > 1 && (config.groups % ranks != 0 || tokens % config.groups != 0))
     fail<ConfigError>("[experts] '", path(), "': places for the tokens of a sequence are counted in ", config.groups,
-                      config.groups == 1 ? " group" : " groups", ", and axis ", axes, " cuts its ", tokens, " tokens over ", ranks,
-                      " ranks: with a capacity, groups must be a multiple of these ranks and divide the tokens");
+                      config.groups == 1 ? " group" : " groups", ", and axis ", axes, " cuts its ", tokens, " tokens over ",
+                      ranks, " ranks: with a capacity, groups must be a multiple of these ranks and divide the tokens");
   return config.groups;
 }
 
@@ -100,9 +100,10 @@ Tensor MixtureOfExperts::forward(const Tensor& x_BTC, bool drops) {
 
   const int64_t groups = groups_of(x_BTC, drops), tokens = (x_BTC.size(1) + groups - 1) / groups;
   int64_t places = tokens;
-  if (drops && config.capacity_factor > 0)
-    places = std::min(tokens, static_cast<int64_t>(std::ceil(config.capacity_factor * static_cast<double>(config.choices * tokens) /
-                                                             static_cast<double>(config.experts))));
+  if (drops && config.capacity_factor > 0) {
+    const double share = static_cast<double>(config.choices * tokens) / static_cast<double>(config.experts);
+    places = std::min(tokens, static_cast<int64_t>(std::ceil(config.capacity_factor * share)));
+  }
   const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups);
   const Tensor rows = experts(to_experts(x_BTC, routes), routes.counts);
   return dropout(from_experts(rows, routes, weights));

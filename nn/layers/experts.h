@@ -47,9 +47,9 @@ struct MixtureOfExperts : Module {
   Linear router;
   Experts experts;
   Dropout dropout;
-  /// In training, if it balances, after forward: how uneven the load is, E Σ_e f_e p_e for the share f_e of choices and the mean probability
-  /// p_e of expert e over all tokens of the batch on all ranks; 1 where either is even (Fedus et al., section 2.2). A
-  /// scalar, Partial where tokens are cut.
+  /// In training, if it balances, after forward: how uneven the load is, E Σ_e f_e p_e for the share f_e of choices and the
+  /// mean probability p_e of expert e over all tokens of the batch on all ranks; 1 where either is even (Fedus et al.,
+  /// section 2.2). A scalar, Partial where tokens are cut.
   Tensor imbalance;
 
   explicit MixtureOfExperts(const MixtureConfig& config);
