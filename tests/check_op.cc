@@ -4,6 +4,7 @@
 
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/tape_diff.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/tests/gradcheck.h"
 #include "sheaf/tests/poison.h"
@@ -274,6 +275,17 @@ std::string check_tape(const OpSample& sample) {
       }
       leaves = recording.captured();
       tape = recording.take();
+    }
+    {  // the same again: attributes are what they mean, not what lies in their bytes
+      const auto litter = [](auto&& self, int depth) -> int {
+        volatile char on_the_stack[4096];
+        for (volatile char& c : on_the_stack) c = static_cast<char>(0x5a + depth);
+        return depth > 0 ? self(self, depth - 1) : on_the_stack[17];
+      };
+      litter(litter, 8);
+      Recording recording;
+      run_sample(sample, recording, inputs);
+      if (const auto difference = first_difference(tape, recording.take())) out += str("another tape: ", *difference, "; ");
     }
     for (const Finding& f : check_types(tape)) out += str("T: ", f, "; ");
     for (const Finding& f : check_cotangents(tape)) out += str("D: ", f, "; ");

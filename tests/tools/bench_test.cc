@@ -36,7 +36,8 @@ std::map<std::string, Json> bench(const std::string& suite, const std::string& f
 
 TEST(Bench, Step) {
   const auto lines = bench("step", "nanogpt", {"--samples", "5", "--threads", "1"});
-  ASSERT_EQ(lines.size(), 1u);
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_EQ(lines.at("nanogpt-f32-12x64-program").at("peer").as_string(), "the eager step");
   const Json& line = lines.at("nanogpt-f32-12x64");
   EXPECT_EQ(line.at("samples_s").as_array().size(), 5u);
   const double seconds = line.at("value").as_double();
@@ -105,7 +106,7 @@ TEST(Bench, Ranks) {
 
 TEST(Bench, Hosts) {
   const auto lines = bench("hosts", "1.25GB/s");
-  ASSERT_EQ(lines.size(), 6u);
+  ASSERT_EQ(lines.size(), 7u);
   for (const auto& [name, line] : lines)  // full_shard's layers, if each is cut on a host: half of what it moved
     EXPECT_LT((name.ends_with("-tensor") ? 1.9 : 2) * line.at("more").at("MB from the other host").as_double(),
               line.at("more").at("MB under full_shard").as_double())
