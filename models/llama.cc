@@ -98,6 +98,17 @@ LlamaConfig qwen3(int64_t layers, int64_t heads, int64_t width, int64_t mlp_widt
   return c;
 }
 
+// Qwen3 30B-A3B, of which a token goes through 3B parameters (https://arxiv.org/abs/2505.09388).
+LlamaConfig qwen3_30b_a3b() {
+  LlamaConfig c = qwen3(48, 32, 2048, 6144, false);
+  c.kv_heads = 4;
+  c.experts = 128;
+  c.experts_per_token = 8;
+  c.expert_hidden = 768;
+  c.aux_loss = 0.001;
+  return c;
+}
+
 // Mixtral 8x7B (Jiang et al., https://arxiv.org/abs/2401.04088).
 LlamaConfig mixtral() {
   LlamaConfig c;
@@ -136,6 +147,7 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"qwen3-8b", qwen3(36, 32, 4096, 12288, false)},
           {"qwen3-14b", qwen3(40, 40, 5120, 17408, false)},
           {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)},
+          {"qwen3-30b-a3b", qwen3_30b_a3b()},
           {"mixtral-8x7b", mixtral()}};
 }
 

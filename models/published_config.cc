@@ -141,9 +141,10 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
 }
 
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, and Qwen3's, whose
-// queries and keys have norms instead.
+// queries and keys have norms instead, with mixtures of experts, too.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
-  const bool llama = type == "llama", qwen = type == "qwen2" || type == "qwen3", mixtral = type == "mixtral";
+  const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
+  const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe;
   if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
@@ -175,13 +176,22 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.tie_embeddings = r.flag("tie_word_embeddings", false);
   m.bias = false;
   m.qkv_bias = type == "qwen2";
-  m.qk_norm = type == "qwen3";
+  m.qk_norm = type == "qwen3" || qwen3_moe;
   m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
   if (mixtral) {
     m.experts = r.positive("num_local_experts");
     m.experts_per_token = r.positive("num_experts_per_tok");
     if (r.number("router_jitter_noise", 0.0) != 0.0) r.refuse("router_jitter_noise", "Sheaf's routers have no noise");
+  }
+  if (qwen3_moe) {
+    m.experts = r.positive(r.has("num_experts") ? "num_experts" : "num_local_experts");  // since version 5 of transformers
+    m.experts_per_token = r.positive("num_experts_per_tok");
+    m.expert_hidden = r.positive("moe_intermediate_size");
+    m.normalize_experts = r.flag("norm_topk_prob", false);
+    if (r.positive("decoder_sparse_step", 1) != 1) r.refuse("decoder_sparse_step", "Sheaf's layers all have experts, or none");
+    if (const Json* dense = r.find("mlp_only_layers"); dense && !dense->as_array().empty())
+      r.refuse("mlp_only_layers", "Sheaf's layers all have experts, or none");
   }
   return m;
 }
@@ -201,9 +211,9 @@ ModelConfig read_published_config(const std::string& file) {
   const std::string type = r.text("model_type", "");
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
-  else if (type == "llama" || type == "mistral" || type == "mixtral" || type == "qwen2" || type == "qwen3")
+  else if (type == "llama" || type == "mistral" || type == "mixtral" || type == "qwen2" || type == "qwen3" || type == "qwen3_moe")
     m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2 and qwen3");
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }
@@ -277,17 +287,20 @@ Json published_config(const ModelConfig& model) {
   const ModelConfig m = resolved(model);
   if (m.qk_norm && m.qkv_bias)
     fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
-  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias || m.qk_norm, mixtral = m.experts != 0;
+  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias || m.qk_norm, qwen3_moe = m.experts != 0 && m.qk_norm;
+  const bool mixtral = m.experts != 0 && !m.qk_norm;
   if (mixtral && (qwen || !m.normalize_experts))
     fail<ConfigError>("[weights] Hugging Face's Mixtral has model.normalize_experts, and neither model.qkv_bias nor model.qk_norm: "
                       "this model cannot be written as one");
-  const char* const qwens[2][2] = {{"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
+  const auto [type, architecture] = gpt2         ? std::pair("gpt2", "GPT2LMHeadModel")
+                                    : qwen3_moe  ? std::pair("qwen3_moe", "Qwen3MoeForCausalLM")
+                                    : m.qk_norm  ? std::pair("qwen3", "Qwen3ForCausalLM")
+                                    : m.qkv_bias ? std::pair("qwen2", "Qwen2ForCausalLM")
+                                    : mixtral    ? std::pair("mixtral", "MixtralForCausalLM")
+                                                 : std::pair("llama", "LlamaForCausalLM");
   Json json;
-  json.set("model_type", qwen ? qwens[m.qk_norm][0] : mixtral ? "mixtral" : m.type)
-      .set("architectures", Json::Array{gpt2      ? "GPT2LMHeadModel"
-                                        : qwen    ? qwens[m.qk_norm][1]
-                                        : mixtral ? "MixtralForCausalLM"
-                                                  : "LlamaForCausalLM"})
+  json.set("model_type", type)
+      .set("architectures", Json::Array{architecture})
       .set("torch_dtype", "float32")
       .set("vocab_size", m.vocab)
       .set("tie_word_embeddings", m.tie_embeddings)
@@ -316,6 +329,14 @@ Json published_config(const ModelConfig& model) {
         .set("rms_norm_eps", m.norm_eps)
         .set("rope_theta", m.rope_theta)
         .set("rope_scaling", published_rope_scaling(m.rope_scaling));
+    if (qwen3_moe)
+      json.set("moe_intermediate_size", m.expert_hidden)
+          .set("num_experts", m.experts)
+          .set("num_experts_per_tok", m.experts_per_token)
+          .set("norm_topk_prob", m.normalize_experts)
+          .set("decoder_sparse_step", 1)
+          .set("mlp_only_layers", Json::Array{})
+          .set("router_aux_loss_coef", m.aux_loss);
     if (qwen) json.set("use_sliding_window", false);
     else if (mixtral)
       json.set("sliding_window", Json())

@@ -38,15 +38,17 @@ std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
   return out;
 }
 
-// Mixtral's. The matrices of all experts are one of ours, of which each is some rows.
-void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+// Mixtral's, or those of Qwen3's, where queries and keys have norms. The matrices of all experts are one of ours, of which each
+// is some rows.
+void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own) {
   const int64_t c = m.width, hidden = m.expert_hidden;
+  const std::string name = layer + (m.qk_norm ? ".mlp." : ".block_sparse_moe.");
   out.push_back({name + "gate.weight", {m.experts, c}, own + "router.weight"});
   for (int64_t e = 0; e < m.experts; ++e) {
-    const std::string expert = str(name, "experts.", e, ".w");
-    out.push_back({expert + "1.weight", {hidden, c}, own + "experts.gate", e * hidden});
-    out.push_back({expert + "2.weight", {c, hidden}, own + "experts.down", e * c});
-    out.push_back({expert + "3.weight", {hidden, c}, own + "experts.up", e * hidden});
+    const std::string expert = str(name, "experts.", e, '.');
+    out.push_back({expert + (m.qk_norm ? "gate_proj" : "w1") + ".weight", {hidden, c}, own + "experts.gate", e * hidden});
+    out.push_back({expert + (m.qk_norm ? "down_proj" : "w2") + ".weight", {c, hidden}, own + "experts.down", e * c});
+    out.push_back({expert + (m.qk_norm ? "up_proj" : "w3") + ".weight", {hidden, c}, own + "experts.up", e * hidden});
   }
 }
 
@@ -75,7 +77,7 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
     out.push_back({name + ".self_attn.o_proj.weight", {c, q}, own + ".attention.projection.weight"});
     out.push_back({name + ".post_attention_layernorm.weight", {c}, own + ".mlp_norm.weight"});
     if (m.experts) {
-      push_mixture(out, m, name + ".block_sparse_moe.", own + ".moe.");
+      push_mixture(out, m, name, own + ".moe.");
       continue;
     }
     out.push_back({name + ".mlp.gate_proj.weight", {m.mlp_width, c}, own + ".mlp.gate.weight"});

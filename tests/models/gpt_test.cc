@@ -93,6 +93,7 @@ TEST(Llama, PublishedSizes) {
                                                    {"qwen3-8b", 8190735360},
                                                    {"qwen3-14b", 14768307200},
                                                    {"qwen3-32b", 32762123264},
+                                                   {"qwen3-30b-a3b", 30532122624},
                                                    {"mixtral-8x7b", 46702792704}};
   for (const auto& [name, parameters] : expected) {
     Llama model(LlamaConfig::preset(name));

@@ -24,7 +24,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "te
                   kBase = "tests/models/published/gpt2_f16_base", kScaled = "tests/models/published/llama_f32_scaled",
                   kMistral = "tests/models/published/mistral_f32", kQwen2 = "tests/models/published/qwen2_bf16_tied",
                   kHeads = "tests/models/published/mistral_f32_heads", kQwen3 = "tests/models/published/qwen3_bf16_tied",
-                  kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards";
+                  kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards",
+                  kQwen3Moe = "tests/models/published/qwen3_moe_bf16";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -205,8 +206,8 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, mixtral, qwen2 and qwen3"));
-  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2 and qwen3"));
+  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe"));
+  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe"));
   EXPECT_THAT(refused(kLlama, "model_type", "mistral"), HasSubstr("sliding_window is missing: that means 4096 tokens"));
   EXPECT_THAT(refused(kMistral, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
   EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
@@ -216,6 +217,9 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kMixtral, "num_local_experts", Json()), HasSubstr("num_local_experts is null"));
   EXPECT_THAT(refused(kMixtral, "num_experts_per_tok", 0), HasSubstr("num_experts_per_tok is 0: expected a positive integer"));
   EXPECT_THAT(refused(kMixtral, "router_jitter_noise", 0.1), HasSubstr("router_jitter_noise is 0.1: Sheaf's routers have no noise"));
+  EXPECT_THAT(refused(kQwen3Moe, "decoder_sparse_step", 2), HasSubstr("decoder_sparse_step is 2: Sheaf's layers all have experts, or none"));
+  EXPECT_THAT(refused(kQwen3Moe, "mlp_only_layers", Json::Array{1}), HasSubstr("mlp_only_layers is [1]: Sheaf's layers all have"));
+  EXPECT_THAT(refused(kQwen3Moe, "moe_intermediate_size", Json()), HasSubstr("moe_intermediate_size is null"));
   EXPECT_THAT(refused(kLlama, "hidden_size", 0), HasSubstr("hidden_size is 0: expected a positive integer"));
   EXPECT_THAT(refused(kLlama, "hidden_size", Json()), HasSubstr("hidden_size is null: expected a positive integer"));
   EXPECT_THAT(refused(kGpt2, "n_embd", int64_t{1} << 62), HasSubstr("expected a positive integer, at most 10^9"));
@@ -336,7 +340,7 @@ TEST(PublishedConfig, HeadsOfNoGivenWidth) {
 }
 
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
-  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3, kYarn}) {
+  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3, kYarn, kMixtral, kQwen3Moe}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());

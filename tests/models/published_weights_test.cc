@@ -25,7 +25,7 @@ using testing::Whole;
 
 const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
                                "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn",
-                               "mixtral_bf16_shards"};
+                               "mixtral_bf16_shards", "qwen3_moe_bf16"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -255,6 +255,8 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(yarn([](Scaling& s) { s.attention_factor = 2; }), HasSubstr("rope_scaling.attention_factor is 2, but 1.06931472 in"));
   EXPECT_THAT(yarn([](Scaling& s) { s.mscale = 2, s.mscale_all_dim = 1; }), HasSubstr("attention_factor is 1.06482163, but 1.0693"));
   EXPECT_THAT(message("qwen2_bf16_tied", [](Config& c) { c.qkv_bias = false; }), HasSubstr("model.qkv_bias is false, but true in"));
+  EXPECT_THAT(message("qwen3_moe_bf16", [](Config& c) { c.normalize_experts = true; }),
+              HasSubstr("model.normalize_experts is true, but false in"));
   EXPECT_THAT(message("qwen3_bf16_tied", [](Config& c) { c.qk_norm = false; }), HasSubstr("model.qk_norm is false, but true in"));
   EXPECT_THAT(message("mistral_f32_heads", [](Config& c) { c.head_dim = 4; }), HasSubstr("model.head_dim is 4, but 6 in"));
   const auto mixtral = [&](auto change) { return message("mixtral_bf16_shards", change); };

@@ -24,7 +24,8 @@ using testing::Words;
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tests/models/published/gpt2_f16_base",
                   kLlama = "tests/models/published/llama_bf16_shards", kScaled = "tests/models/published/llama_f32_scaled",
                   kQwen2 = "tests/models/published/qwen2_bf16_tied", kQwen3 = "tests/models/published/qwen3_bf16_tied",
-                  kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards";
+                  kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards",
+                  kQwen3Moe = "tests/models/published/qwen3_moe_bf16";
 
 /// Tokens that every model here knows, 16 bits each.
 struct Folder : ScratchFolder {
@@ -184,7 +185,7 @@ TEST(Weights, RanksMustHaveTheSame) {
 
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
-  for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral})
+  for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe})
     for (int world : {1, 3}) {
       SCOPED_TRACE(str(weights, " on ", world));
       const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
