@@ -12,26 +12,56 @@ int64_t rounded(int64_t bytes) {
   return std::max(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
 }
 
+// Lifetimes that may meet one, without a look at all others: by stretches of moments.
+class Stretches {
+ public:
+  explicit Stretches(std::span<const Lifetime> lifetimes) : lifetimes_(lifetimes), seen_(lifetimes.size(), -1) {
+    int32_t last = 0;
+    for (const Lifetime& l : lifetimes) last = std::max(last, l.last);
+    within_.resize(last / kMoments + 1);
+  }
+  void add(int32_t i) {
+    for (int32_t s = lifetimes_[i].first / kMoments; s <= lifetimes_[i].last / kMoments; ++s) within_[s].push_back(i);
+  }
+  /// Those added that meet lifetime `i`, each once.
+  void meeting(int32_t i, std::vector<int32_t>& out) {
+    out.clear();
+    const Lifetime& own = lifetimes_[i];
+    for (int32_t s = own.first / kMoments; s <= own.last / kMoments; ++s)
+      for (const int32_t j : within_[s]) {
+        const Lifetime& other = lifetimes_[j];
+        if (seen_[j] == i || other.last < own.first || own.last < other.first) continue;
+        seen_[j] = i;
+        out.push_back(j);
+      }
+  }
+
+ private:
+  static constexpr int32_t kMoments = 32;
+  std::span<const Lifetime> lifetimes_;
+  std::vector<int32_t> seen_;  // by whom, last
+  std::vector<std::vector<int32_t>> within_;
+};
+
 Arrangement place_in_order(std::span<const Lifetime> lifetimes, std::span<const int32_t> order) {
   Arrangement out;
   out.offsets.assign(lifetimes.size(), 0);
-  std::vector<int32_t> placed;  // by offset
-  placed.reserve(order.size());
+  Stretches placed(lifetimes);
+  std::vector<int32_t> beside;
   for (const int32_t i : order) {
-    const Lifetime& own = lifetimes[i];
-    const int64_t bytes = rounded(own.bytes);
+    const int64_t bytes = rounded(lifetimes[i].bytes);
+    placed.meeting(i, beside);
+    std::ranges::sort(beside, {}, [&](int32_t j) { return out.offsets[j]; });
     int64_t at = -1, tightest = INT64_MAX, free_from = 0;
-    for (const int32_t j : placed) {
-      const Lifetime& other = lifetimes[j];
-      if (other.last < own.first || own.last < other.first) continue;
+    for (const int32_t j : beside) {
       const int64_t gap = out.offsets[j] - free_from;
       if (gap >= bytes && gap < tightest) at = free_from, tightest = gap;
-      free_from = std::max(free_from, out.offsets[j] + rounded(other.bytes));
+      free_from = std::max(free_from, out.offsets[j] + rounded(lifetimes[j].bytes));
     }
     if (at < 0) at = free_from;
     out.offsets[i] = at;
     out.total = std::max(out.total, at + bytes);
-    placed.insert(std::ranges::upper_bound(placed, at, {}, [&](int32_t j) { return out.offsets[j]; }), i);
+    placed.add(i);
   }
   return out;
 }

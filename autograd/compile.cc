@@ -19,14 +19,13 @@ std::vector<Tensor> CompiledStep::run(const RecordingOptions& options, std::span
   now_ = options;
   take_inputs(inputs);
   for (const auto& [after, state] : random_states_) set_random_state(after, state);
-  ++calls_;
   if (!program_) return record(options, code);
   for (const auto& effect : reruns_) effect();
   return program_->run();
 }
 
 void CompiledStep::take_inputs(std::span<const Tensor> inputs) {
-  if (calls_ == 0)
+  if (inputs_.empty())
     for (const Tensor& t : inputs) inputs_.push_back(Tensor::empty(t.type(), t.device()));
   if (inputs.size() != inputs_.size())
     fail<ShapeError>("[compile] ", inputs.size(), " inputs, compiled for ", inputs_.size());
@@ -55,38 +54,56 @@ void CompiledStep::set_random_state(int64_t after, const Tensor& state) const {
 }
 
 std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const Code& code) {
-  constexpr int64_t kCompiled = 3;  // the order of gathers is known in the second call, and settled in the third
+  constexpr int64_t kUnsettled = 1;  // steps in which the order of gathers is not known
   RecordingOptions own = options;
   own.random_states = [this](int64_t after) { return random_state(after); };
   Recording recording(own);
-  const std::vector<Tensor> results = code(inputs_);
+  std::vector<Tensor> results = code(inputs_);
   Recorded now;
-  for (const Tensor& t : results) {
+  for (Tensor& t : results) {
     now.results.push_back(recording.value_of(t));
     if (now.results.back() < 0) fail<ConfigError>("[compile] result ", now.results.size() - 1, " is no value of this step");
   }
-  if (const auto group = recording.group_with_gradients(); group && calls_ >= kCompiled)
+  const auto group = recording.group_with_gradients();
+  now.leaves = recording.leaves();
+  const std::vector<std::function<void()>> reruns = recording.reruns();
+  now.tape = recording.take();
+  for (Tensor& t : results)  // inputs and leaves change in the next step
+    for (const auto& [v, leaf] : now.leaves)
+      if (t.storage() == leaf.storage() && !t.device().is_meta()) t = t.clone();
+  if (recorded_++ < kUnsettled) return results;
+  if (!last_) {
+    last_ = std::move(now);
+    return results;
+  }
+  if (group)
     fail<ConfigError>("[compile] the step leaves gradients of unit '", path_label(*group), "' behind, which a program does not: ",
                       "put optimizer.step() and optimizer.zero_grad() at its end");
-  now.leaves = recording.leaves();
-  reruns_ = recording.reruns();
-  now.tape = recording.take();
-  if (calls_ < kCompiled) last_ = std::move(now);
-  else make_program(std::move(now));
+  const Recorded before = std::exchange(*last_, std::move(now));
+  expect_same(before, *last_);
+  make_program();
+  reruns_ = reruns;
   return results;
 }
 
-void CompiledStep::make_program(Recorded step) {
-  if (const auto difference = first_difference(last_->tape, step.tape))
+void CompiledStep::expect_same(const Recorded& before, const Recorded& now) {
+  if (now.tape.num_nodes() == 0)
+    fail<ConfigError>("[compile] the step computes nothing in its recording, which compile() makes: it must not make one of its ",
+                      "own");
+  if (const auto difference = first_difference(before.tape, now.tape))
     fail<ConfigError>("[compile] two steps differ at ", difference->to_string(), "; what depends on the step has to be an input");
-  for (const ValueId v : step.tape.leaves())
-    if (!stays(last_->leaves.at(v), step.leaves.at(v)))
-      fail<ConfigError>("[compile] leaf '", step.tape.leaf_name(v), "', ", step.tape.type(v), ", used in '",
-                        step.tape.path(step.tape.node(step.tape.value(v).producer)), "', is not what it was in the step before, ",
-                        "and would stay as it is: it has to be an input");
+  for (const ValueId v : now.tape.leaves())
+    if (!stays(before.leaves.at(v), now.leaves.at(v)))
+      fail<ConfigError>("[compile] leaf '", now.tape.leaf_name(v), "', ", now.tape.type(v), ", used in ",
+                        path_label(now.tape.path(now.tape.node(now.tape.value(v).producer))), ", is not what it was in the step ",
+                        "before, and would stay as it is: it has to be an input");
+}
+
+void CompiledStep::make_program() {
+  const Recorded step = std::move(*last_);
   last_.reset();
-  program_ = std::make_unique<Program>(std::move(step.tape), [&](ValueId v) { return step.leaves.at(v); }, step.results);
-  if (options_.rewrite) program_ = std::make_unique<Program>(options_.rewrite(*program_));
+  Program plain(step.tape, [&](ValueId v) { return step.leaves.at(v); }, step.results);
+  program_ = std::make_unique<Program>(options_.rewrite ? options_.rewrite(plain) : std::move(plain));
 }
 
 }  // namespace sheaf

@@ -14,10 +14,11 @@
 //     const Tensor loss = train({.step = step, .first_sample = first_sample}, tokens, targets, scalars for this step);
 //   }
 //
-// [Note: what a program knows] The first calls run the code, inside a recording. Two of their tapes are compared: they must
-// agree node by node, and their leaves in memory or, if they were made anew, in bits. What differs would silently keep the
-// value it had, so it is an error that names it: it has to come in as an input. What the code does besides (printing, counting)
-// happens in these calls alone, except for what Recording::on_rerun() was told, such as the optimizer's count of steps.
+// [Note: what a program knows] The first calls run the code, inside a recording. The tapes of the second and the third are
+// compared: they must agree node by node, and their leaves in memory or, if they were made anew, in bits. What differs would
+// silently keep the value it had, so it is an error that names it: it has to come in as an input. What changes only later is
+// not found out. What the code does besides (printing, counting, looking at values and deciding, train() or eval()) happens in
+// these calls alone, except for what Recording::on_rerun() was told, such as the optimizer's count of steps.
 #pragma once
 
 #include <array>
@@ -48,8 +49,8 @@ class CompiledStep {
   explicit CompiledStep(CompileOptions options) : options_(std::move(options)) {}
 
   /// Runs one step: its code in the first calls, which is the same in all of them. Inputs have the types of the first call's
-  /// (ShapeError), and are copied; results are the caller's. Collective as the code is. The third call throws ConfigError if
-  /// the steps differ, or leave gradients behind.
+  /// (ShapeError), and are copied; results are the caller's. Collective as the code is. Throws ConfigError once two steps can
+  /// be compared, if they differ, or leave gradients behind.
   std::vector<Tensor> run(const RecordingOptions& options, std::span<const Tensor> inputs, const Code& code);
 
   /// Null in the calls that run the code.
@@ -65,13 +66,14 @@ class CompiledStep {
   Tensor random_state(int64_t after);
   void set_random_state(int64_t after, const Tensor& state) const;
   std::vector<Tensor> record(const RecordingOptions& options, const Code& code);
-  void make_program(Recorded step);
+  static void expect_same(const Recorded& before, const Recorded& now);
+  void make_program();
 
   CompileOptions options_;
   std::vector<Tensor> inputs_;
   RecordingOptions now_;                    // of the step under way
   std::map<int64_t, Tensor> random_states_;  // by where in a step's samples they begin
-  int64_t calls_ = 0;
+  int64_t recorded_ = 0;
   std::optional<Recorded> last_;
   std::vector<std::function<void()>> reruns_;
   std::unique_ptr<Program> program_;

@@ -57,8 +57,8 @@ Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor>
                      std::span<const OutputSpec> specs, bool add) {
   const Device device = detail::device_of(op, inputs, specs);
   bool views = false;
-  Tensors outputs = detail::place_outputs(op, attrs, inputs, specs, device, views,
-                                          [](const Type& type, Device on, MemoryKind where) { return Tensor::empty(type, on, where); });
+  const auto fresh = [](const Type& type, Device on, MemoryKind where) { return Tensor::empty(type, on, where); };
+  Tensors outputs = detail::place_outputs(op, attrs, inputs, specs, device, views, fresh);
   if (views) return outputs;
   Execute run(inputs, outputs);
   run.add = add;

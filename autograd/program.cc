@@ -7,6 +7,7 @@
 #include "sheaf/autograd/arrangement.h"
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/rank_context.h"
 
 namespace sheaf {
 
@@ -87,7 +88,8 @@ struct Program::Builder {
         specs[o].within = value.base - first;
         specs[o].byte_offset = value.byte_offset;
       } else {
-        specs[o].into = Tensor::view_into(values[value.base], specs[o].type, value.byte_offset);
+        const bool whole = value.byte_offset == 0 && tape.type(value.base) == specs[o].type;  // then it may be a strided view
+        specs[o].into = whole ? values[value.base] : Tensor::view_into(values[value.base], specs[o].type, value.byte_offset);
       }
     }
     return specs;
@@ -147,6 +149,7 @@ void Program::arrange_blocks() {
 void Program::reserve() {
   if (arena_ || blocks_.empty()) return;
   const Device device = blocks_[0].storage->device();
+  RankContext::current().memory(device)->give_back();  // what eager ops held may be memory of another kind
   arena_ = Storage::allocate(device, arena_bytes_, wire_ ? MemoryKind::wire : MemoryKind::normal);
   if (device.is_meta()) return;
   for (const Block& b : blocks_) b.storage->place(arena_->data() + b.offset);
@@ -196,7 +199,10 @@ std::vector<int64_t> Program::alive_bytes() const {
 
 void Program::release() {
   for (const Block& b : blocks_) b.storage->settle();  // after a run that failed
+  if (!arena_) return;
+  const Device device = arena_->device();
   arena_ = nullptr;
+  RankContext::current().memory(device)->give_back();
 }
 
 std::vector<Tensor> replay(const Tape& tape, const std::function<Tensor(ValueId)>& leaf,

@@ -87,6 +87,8 @@ class Recording {
   /// Closes what is still open and moves the tape out; the recording is over.
   Tape take();
   const RecordingOptions& options() const { return options_; }
+  /// Its tape is to run again, with other inputs: what depends on the step must not be made on the host.
+  bool will_run_again() const { return options_.random_states != nullptr; }
   /// i64[3] = {seed, step, first_sample} on `device`: an input of random ops, so that a step's program never changes.
   Tensor random_state(Device device);
   /// Begins the next micro-batch of this step, whose first sample has global index `first_sample`: dropout is keyed as

@@ -46,6 +46,7 @@ class NormalMemory {
  public:
   void* allocate(size_t size) { return std::aligned_alloc(Arena::kAlign, size); }
   void free(void* block, size_t) { std::free(block); }
+  void give_back() {}
   size_t resident() const { return 0; }
 };
 #else
@@ -82,6 +83,12 @@ class CpuAllocator : public Allocator {
     return s;
   }
   void reset_peak() override { std::lock_guard lock(mutex_); counter_.stats_.peak = counter_.stats_.live; }
+
+  void give_back() override {
+    std::lock_guard lock(mutex_);
+    normal_.give_back();
+    for (auto& wire : wires_) wire->give_back();
+  }
 
   void add_wire(SharedRange range) override {
     std::lock_guard lock(mutex_);

@@ -43,6 +43,8 @@ class Allocator {
   virtual void reset_peak() = 0;
   /// From now on wire blocks come from `range`.
   virtual void add_wire(SharedRange range) = 0;
+  /// Pages of free blocks go back to the system, where they can: what was needed once will be needed no more, or elsewhere.
+  virtual void give_back() {}
 };
 
 /// A caching allocator over virtual ranges: best fit, blocks split and merged, pages given back when free resident

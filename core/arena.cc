@@ -68,7 +68,7 @@ void* Arena::allocate(size_t size) {
   }
   used_ += size;
   most_used_ = std::max(most_used_, used_);
-  trim();
+  trim(most_used_ / 16 + (size_t{8} << 20));
   return base_ + offset;
 }
 
@@ -111,8 +111,8 @@ void Arena::take(size_t offset, size_t size) {
   if (rest.size > 0) insert(offset + size, rest);
 }
 
-void Arena::trim() {
-  const size_t bound = most_used_ + most_used_ / 16 + (size_t{8} << 20);
+void Arena::trim(size_t spare) {
+  const size_t bound = most_used_ + spare;
   while (resident() > bound) {
     const auto largest = std::max_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
       return a.second.resident < b.second.resident;

@@ -30,6 +30,8 @@ class Arena {
   /// Null if the range has no room for it.
   void* allocate(size_t size);
   void free(void* block, size_t size);
+  /// No page of a free block stays, but for some at its borders.
+  void give_back() { most_used_ = used_, trim(0); }
   bool holds(const void* block) const { return block >= base_ && block < base_ + range_; }
 
   size_t resident() const { return used_ + resident_free_; }  ///< upper bound of the bytes that hold pages
@@ -46,7 +48,7 @@ class Arena {
   Free remove(Map::iterator it);
   static Free joined(const Free& a, const Free& b);
   void take(size_t offset, size_t size);
-  void trim();
+  void trim(size_t spare);
 
   SharedRange shared_;
   char* base_ = nullptr;

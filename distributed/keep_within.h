@@ -10,7 +10,7 @@ namespace sheaf {
 
 /// For CompileOptions::rewrite. Collective over `world`. Units stay gathered instead of being gathered again
 /// (autograd/passes/keep_gathered.h), as many as each rank has room for within `bytes` bytes of its `device`, what is in use
-/// when the program is made included. Programs that take more than that anyway stay as they are.
+/// when the program is made included. A program that takes more than that anyway keeps what makes it no larger.
 std::function<Program(const Program& plain)> keep_within(int64_t bytes, World& world, Device device);
 
 }  // namespace sheaf

@@ -17,9 +17,18 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
   TrainConfig fitted = config;
   fitted.train.recompute = "block";
   fitted.sharding.memory_budget = 0;
+  // Of even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. A program's
+  // steps come behind eager ones.
   const auto peak = [&](int64_t blocks) {
-    fitted.train.recompute_blocks = blocks;
-    return plan_step(fitted, vocab, 0, world, threads, comm, device).peak_bytes;
+    TrainConfig eager = fitted;
+    eager.train.recompute_blocks = blocks;
+    TrainConfig program = eager;
+    eager.train.compile = false;
+    int64_t most = 0;
+    for (const TrainConfig& c : {eager, program})
+      for (const int rank : {0, world - 1})
+        most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak_bytes);
+    return most;
   };
   int64_t fits = config.model.layers, too_few = -1;
   if (const int64_t least = peak(fits); least > budget)
@@ -71,15 +80,19 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   if (!world.device().is_cpu()) return;  // a GPU's allocator says what is there
-  // Ranks differ little, and the message is the same on all of them.
-  const Plan plan = plan_step(config, vocab, 0, world.size(), num_threads(), std::string(world.kind()));
+  // Of uneven parts the last rank has the largest; the message is the same on all of them.
+  int64_t peak = 0;
   const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it
-  const int64_t peak = plan.peak_bytes + (copies ? plan.state_bytes : 0);
+  for (const int rank : {0, world.size() - 1}) {
+    const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), std::string(world.kind()));
+    peak = std::max(peak, plan.peak_bytes + (copies ? plan.state_bytes : 0));
+  }
   const int64_t limit = host_memory_limit();
   if (peak <= limit / world.local_size()) return;
   fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", copies ? ", the copy that is saved included" : "",
-                    ", and ", world.local_size(), " run on this host, which may use ", limit, " bytes, swap included: take a smaller train.batch, more train.micro_batches, more ",
-                    "hosts or a smaller model (`sheaf tape` prints the peak)");
+                    ", and ", world.local_size(), " run on this host, which may use ", limit, " bytes, swap included: take a smaller ",
+                    "train.batch, more train.micro_batches, train.recompute block, more hosts or a smaller model (`sheaf tape` prints ",
+                    "the peak)");
 }
 
 }  // namespace sheaf::models

@@ -26,8 +26,8 @@ struct Plan {
 /// asks for: the driver and NCCL take more.
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device = {});
-/// With train.recompute "fit" the configuration that it comes to, else `config`: "block", and as many as keep the peak of rank 0
-/// within sharding.memory_budget. Arguments as above, the same on all ranks. ConfigError without a budget, OutOfMemory if all
+/// With train.recompute "fit" the configuration that it comes to, else `config`: "block", and as many as keep the peaks of the
+/// first and the last rank within sharding.memory_budget. Arguments as above. ConfigError without a budget, OutOfMemory if all
 /// blocks are too few.
 TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, int threads, const std::string& comm,
                           Device device = {});

@@ -120,10 +120,13 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   find_weights();
   lock_folder();
   require_same_data(world_, corpus_, train_data_, val_data_, weights_);  // here, for it also waits for rank 0 to have the folder
-  const TrainConfig fitted =
+  TrainConfig fitted =
       fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
-  if (config_.train.recompute == "fit" && world_.rank() == 0)
-    options_.print(str("train.recompute fit: ", fitted.train.recompute_blocks, " of ", config_.model.layers, " blocks"));
+  if (config_.train.recompute == "fit") {
+    int64_t& blocks = fitted.train.recompute_blocks;  // plans depend on the threads of a rank
+    world_.communicator().all_reduce(&blocks, 1, kI64, Reduction::max, "recompute_blocks").sync();
+    if (world_.rank() == 0) options_.print(str("train.recompute fit: ", blocks, " of ", config_.model.layers, " blocks"));
+  }
   step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_);
   restore();
   files_.reset();
@@ -218,6 +221,14 @@ void Trainer::save(int64_t step) {
   else save_checkpoint(folder, step, step_->model().module(), {&step_->optimizer()}, world_, options);
 }
 
+void Trainer::report_program(const Program& program) const {
+  const int64_t takes = RankContext::current().memory(device_)->stats().live + program.arena_bytes();
+  const int64_t budget = config_.sharding.memory_budget;
+  options_.print(str("steps from here on are a program of ", program.tape().num_nodes(), " nodes in an arena of ",
+                     format_bytes(program.arena_bytes()),
+                     budget > 0 && takes > budget ? str("; a step takes ", takes, " bytes, more than sharding.memory_budget") : ""));
+}
+
 TrainReport Trainer::run(const std::function<int()>& signal) {
   try {
     return run_steps(signal);
@@ -252,8 +263,7 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
     const bool compiled = step_->program();
     TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
     if (first_rank && step_->program() && !compiled)
-      options_.print(str("steps from here on are a program of ", step_->program()->tape().num_nodes(), " nodes in an arena of ",
-                         format_bytes(step_->program()->arena_bytes())));
+      report_program(*step_->program());
     saver_.check();
     ++steps_since;
     const int64_t done = s + 1;

@@ -62,6 +62,7 @@ class Trainer {
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
+  void report_program(const Program& program) const;
   void save(int64_t step);
 
   TrainConfig config_;

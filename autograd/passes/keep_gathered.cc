@@ -42,21 +42,26 @@ int64_t buffer_bytes(const Tape& tape, const Node& gather) {
 std::vector<Regather> regathers(const Tape& tape) {
   std::vector<Regather> out;
   struct Gathered {
-    NodeId gather, discard = -1;
+    NodeId gather = -1, discard = -1;
+    bool used = false;  // one that was not, a prefetch that turned out wrong, may lack its completion
   };
   std::map<std::string, Gathered> last;  // by the unit's path
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     if (tape.kind(n) == OpKind::step) last.clear();
-    if (tape.kind(n) == OpKind::discard) {
-      const NodeId made = tape.value(tape.inputs(n)[0]).producer;
-      if (const auto it = last.find(tape.path(n)); it != last.end() && it->second.gather == made) it->second.discard = id;
+    for (ValueId v : tape.inputs(n)) {
+      const NodeId made = tape.value(v).producer;
+      if (!is_unit_gather(tape, tape.node(made))) continue;
+      Gathered& gathered = last[tape.path(tape.node(made))];
+      if (gathered.gather != made) continue;
+      if (tape.kind(n) == OpKind::discard) gathered.discard = id;
+      else gathered.used = true;
     }
     if (!is_unit_gather(tape, n)) continue;
     const auto it = last.find(tape.path(n));
-    if (it != last.end() && it->second.discard >= 0 && gather_alike(tape, tape.node(it->second.gather), n))
+    if (it != last.end() && it->second.discard >= 0 && it->second.used && gather_alike(tape, tape.node(it->second.gather), n))
       out.push_back({it->second.discard, id, buffer_bytes(tape, n)});
-    last[tape.path(n)] = {id};
+    last[tape.path(n)] = Gathered{id};
   }
   return out;
 }

@@ -9,7 +9,8 @@ namespace sheaf {
 /// Forward and backward of the tape without redistributions, discards and what else deals with units' buffers (casts of
 /// masters, slots, sums of a parameter's gradients), in order. Values that a unit was opened to are leaves, the same at every
 /// opening; types have no layouts, and nothing says where values lie. first_difference() compares two of them. Nodes of the
-/// update work on shards, and are left out; a head whose vocabulary is cut has ops of its own, which stay. PlacementError for an op that reads a unit's buffer.
+/// update work on shards, and are left out; a head whose vocabulary is cut has ops of its own, which stay. PlacementError for
+/// an op that reads a unit's buffer.
 Tape without_sharding(const Tape& tape);
 
 }  // namespace sheaf

@@ -35,6 +35,9 @@ void Optimizer::step(const StepOptions& options) {
   for (const auto& unit : units) unit->close_for_change();
   Tensor scalars = options.scalars;
   if (!scalars) {
+    if (const Recording* r = Recording::current(); r && r->will_run_again())
+      fail<ConfigError>("[", name_, "] in a step that is compiled the learning rate and what else changes from step to step have to ",
+                        "come in: give next_scalars() to step() as StepOptions::scalars");
     const std::vector<double> values = this->scalars(options, steps_);
     const Shape shape{static_cast<int64_t>(values.size())};
     const Device device = shards_[0].flat().shard.device();

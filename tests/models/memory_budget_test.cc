@@ -103,6 +103,21 @@ TEST(MemoryBudget, AsFewBlocksAsItTakesAreComputedAgain) {
   EXPECT_EQ(refusal(2, config), "[train] train.recompute fit: what to fit into is said by sharding.memory_budget");
 }
 
+// Rows that ranks share unevenly: the budget is for those with more.
+TEST(MemoryBudget, FitsTheRankWithTheMost) {
+  models::TrainConfig config = deep_config();
+  config.train.batch = 10;
+  const auto peaks = [&](const models::TrainConfig& c) { return models::plan_peaks(c, 13, 3, 1, "local"); };
+  const std::vector<int64_t> none = peaks(config);
+  const int64_t most = *std::ranges::max_element(none), budget = most * 9 / 10;
+  EXPECT_LT(*std::ranges::min_element(none), budget);
+  config.train.recompute = "fit";
+  config.sharding.memory_budget = budget;
+  const models::TrainConfig fits = models::fit_recompute(config, 13, 3, 1, "local");
+  EXPECT_GT(fits.train.recompute_blocks, 0);
+  for (const int64_t peak : peaks(fits)) EXPECT_LE(peak, budget);
+}
+
 TEST(MemoryBudget, BlocksThatAreComputedAgainChangeNoBit) {
   const int64_t none = peak_of_blocks(0), all = peak_of_blocks(-1);
   models::TrainConfig config = deep_config();

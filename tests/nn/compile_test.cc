@@ -212,6 +212,91 @@ TEST(Compile, MemoryThatALaneFillsIsNoneElses) {
   }, {.ranks_per_host = 1, .bytes_per_second_between_hosts = 1e6, .threads_per_rank = 1});
 }
 
+struct TwoHeads : nn::Module {
+  nn::Linear trunk{64, 64}, a{64, 64}, b{64, 64};
+  SHEAF_FIELDS(trunk, a, b);
+};
+
+// Heads in turns: what is gathered ahead of the second micro-batch is wrong, and nothing waits for it before it is discarded.
+TEST(Compile, AGatherThatNobodyUsedIsNotKept) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", w.size()}});
+    std::vector<float> losses[2];
+    for (const bool compiled : {false, true}) {
+      TwoHeads model;
+      shard(model, mesh, {.units = nn::units_of<nn::Linear>(), .compute_dtype = kBF16});
+      materialize(model, Device::cpu(), {.seed = 1});
+      optim::AdamW optimizer(model);
+      const auto code = [&](const Tensor& x, const Tensor& scalars) {
+        Tensor total;
+        for (int micro = 0; micro < 2; ++micro) {
+          const auto scope = model.enter();
+          Tensor h = x;
+          for (int i = 0; i < 3; ++i) h = model.trunk(h) + x;
+          h = micro ? model.b(h) : model.a(h);
+          const Tensor loss = sum(square(cast(h, kF32)));
+          Recording::current()->backward(loss, {.last_micro_batch = micro == 1});
+          total = total ? total + loss : loss;
+        }
+        optimizer.step({.scalars = scalars});
+        optimizer.zero_grad();
+        return redistribute(total, Layout(mesh.spec, Placement::invariant()));
+      };
+      auto step = compile(code, {.rewrite = keep_within(1 << 30, w, Device::cpu())});
+      const Tensor x = cast(full_of({kF32, {64, 64}, Layout(mesh.spec, Placement::shard(0))}, 0.5), kBF16);
+      for (int64_t s = 0; s < 7; ++s) {
+        const Tensor scalars = scalars_of(optimizer, 0.01);
+        std::optional<Recording> recording;
+        if (!compiled) recording.emplace(RecordingOptions{.step = s});
+        losses[compiled].push_back((compiled ? step({.step = s}, x, scalars) : code(x, scalars)).item());
+      }
+    }
+    EXPECT_EQ(losses[1], losses[0]);
+  }, {.ranks_per_host = 1, .bytes_per_second_between_hosts = 1e6, .threads_per_rank = 1});
+}
+
+TEST(Compile, StoresIntoViewsKeepTheirStrides) {
+  for (const bool transposed : {false, true}) {
+    const Tensor memory = Tensor::from(std::vector<float>(6, 0.0f), {2, 3});
+    auto step = compile([&](const Tensor& x) {
+      store_into(transposed ? transpose(memory, 0, 1) : slice(memory, 1, 0, 2), transposed ? x * 1.0 : slice(x, 0, 0, 2) * 1.0);
+      return memory * 1.0;
+    });
+    for (int s = 0; s < 6; ++s)
+      EXPECT_EQ(step({.step = s}, Tensor::from<float>({1, 2, 3, 4, 5, 6}, {3, 2})).to_vector(),
+                transposed ? (std::vector<float>{1, 3, 5, 2, 4, 6}) : (std::vector<float>{1, 2, 0, 3, 4, 0}))
+          << s;
+  }
+}
+
+TEST(Compile, GoesOnAfterStepsThatFailed) {
+  int64_t calls = 0;
+  auto step = compile([&](const Tensor& x) {
+    if (++calls <= 2) fail<DataError>("not yet");
+    return calls == 5 ? x * 2.0 + x : x * 3.0;  // two steps that differ, then those that do not
+  });
+  const Tensor x = Tensor::from<float>({1, 2}, {2});
+  int failed = 0, differed = 0;
+  for (int64_t s = 0; s < 12; ++s) try {
+      EXPECT_EQ(step({.step = s}, x).to_vector(), (std::vector<float>{3, 6}));
+    } catch (const DataError&) {
+      ++failed;
+    } catch (const ConfigError&) {
+      ++differed;
+    }
+  EXPECT_EQ(failed, 2);
+  EXPECT_EQ(differed, 2);  // the step that is another, and the one after it
+  EXPECT_NE(step.program(), nullptr);
+  EXPECT_EQ(calls, 7);
+}
+
+TEST(Compile, ResultsAreTheCallers) {
+  auto step = compile([](const Tensor& x) { return std::vector<Tensor>{x, slice(x + x, 0, 0, 1)}; });
+  std::vector<Tensor> seen;
+  for (int64_t s = 0; s < 6; ++s) seen.push_back(step({.step = s}, Tensor::from<float>({static_cast<float>(s), 1}, {2}))[0]);
+  for (size_t s = 0; s < 6; ++s) EXPECT_EQ(seen[s].to_vector()[0], static_cast<float>(s));
+}
+
 // What was gathered for a scope that is still open is closed by a program's run, as by an optimizer's step.
 TEST(Compile, AnOpenScopeSeesNewParameters) {
   run_local(2, [](World& w) {
@@ -277,11 +362,11 @@ TEST(Compile, RefusesWhatChangesFromStepToStep) {
   EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
                 return update(o, sum(net.layer(x) * Tensor::scalar(1.0 / static_cast<double>(++calls))), {.scalars = scalars});
               }),
-              HasSubstr("leaf 'input', f32[], used in '', is not what it was in the step before"));
+              HasSubstr("leaf 'input', f32[], used in root, is not what it was in the step before"));
   EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor&) {
                 return update(o, sum(net.layer(x)), {.lr = 0.1});
               }),
-              HasSubstr("leaf 'adamw.scalars'"));
+              HasSubstr("[adamw] in a step that is compiled the learning rate"));
   EXPECT_THAT(refused([&](Net& net, optim::AdamW& o, const Tensor& x, const Tensor& scalars) {
                 return update(o, sum(net.layer(x) * static_cast<double>(++calls)), {.scalars = scalars});
               }),
@@ -291,6 +376,16 @@ TEST(Compile, RefusesWhatChangesFromStepToStep) {
                 return update(o, ++calls % 2 ? sum(y) : sum(square(y)), {.scalars = scalars});
               }),
               HasSubstr("two steps differ at node"));
+}
+
+TEST(Compile, RefusesARecordingOfTheCodesOwn) {
+  auto step = compile([](const Tensor& x) {
+    Recording own;
+    static_cast<void>(x + x);
+    return std::vector<Tensor>();
+  });
+  const Tensor x = Tensor::from<float>({1, 2}, {2});
+  EXPECT_THROW(for (int64_t s = 0; s < 4; ++s) step({.step = s}, x), ConfigError);
 }
 
 TEST(Compile, RefusesGradientsThatStayAndResultsThatAreNone) {
