@@ -80,7 +80,8 @@ TEST(BadInput, Configuration) {
   expect_refused(f.train({"--sharding.strategy", "fully"}), 64,
                  {"sharding.strategy", "full_shard", "\"fully\""});
   expect_refused(f.train({"--sharding.secondary", "true"}), 64,
-                 {"sharding.secondary needs several groups of ranks: sharding.replicas, or a sharding.context"});
+                 {"sharding.secondary needs several groups of ranks: sharding.replicas, or sharding.experts or a "
+                  "sharding.context"});
   expect_refused(f.train({"--sharding.replicas", "3"}), 64,
                  {"sharding.replicas 3: ", " cannot be divided into as many equal groups"});
   expect_refused(f.train({"--sharding.context", "3"}), 64, {"sharding.context 3: ", " cannot be divided into groups of so many"});

@@ -63,12 +63,15 @@ TEST(BenchOnGpu, Attention) {
 TEST(BenchOnGpu, Step) {
   SHEAF_NEEDS_GPU();
   BenchRun run = on_gpu("step", "");
-  ASSERT_EQ(run.lines.size(), 6u);
-  const Json graph = run.lines.at("gpt2-124m-bf16-4x1024-graph");
-  run.lines.erase("gpt2-124m-bf16-4x1024-graph");
-  ASSERT_FALSE(graph.find("missing")) << graph.at("missing").as_string();
-  EXPECT_EQ(graph.at("peer").as_string(), "the step without a graph");
-  EXPECT_GT(graph.at("more").at("host ms").as_double(), 0);
+  ASSERT_EQ(run.lines.size(), 7u);
+  for (const auto& [name, peer] : {std::pair{"gpt2-124m-bf16-4x1024-graph", "the step without a graph"},
+                                   {"gpt2-124m-bf16-4x1024-program", "the eager step"}}) {
+    const Json line = run.lines.at(name);
+    run.lines.erase(name);
+    ASSERT_FALSE(line.find("missing")) << line.at("missing").as_string();
+    EXPECT_EQ(line.at("peer").as_string(), peer);
+    EXPECT_GT(line.at("more").at("host ms").as_double(), 0);
+  }
   for (const auto& [name, line] : run.lines) {
     SCOPED_TRACE(name);
     ASSERT_FALSE(line.find("missing")) << line.at("missing").as_string();
