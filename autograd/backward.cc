@@ -54,7 +54,8 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   expect_current("backward");
   const ValueId v = value_of(loss);
   if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
-  if (tape_.value(v).producer < floor_)
+  const NodeId made = tape_.value(v).producer;
+  if (made < floor_ && std::ranges::none_of(waiting_, [&](const Segment& s) { return s.begin <= made && made < s.end; }))
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
   if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
@@ -62,7 +63,56 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   wanted_.assign(tape_.num_values(), false);
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
   last_micro_batch_ = options.last_micro_batch;
-  reverse(loss, /*to_groups=*/true, /*keep=*/false);
+  if (!waiting_.empty() && tape_.num_nodes() > floor_) end_segment();
+  if (waiting_.empty()) {
+    ranges_.push_back({floor_, tape_.num_nodes(), {}});
+    reverse(loss, /*to_groups=*/true, /*keep=*/false);
+  } else {
+    ranges_ = take_segments_of(v);
+    std::vector<GroupState> ahead = std::exchange(groups_, {});
+    for (Segment& s : ranges_) take_groups(s.groups);
+    for (GroupState& g : ahead)
+      if (std::ranges::none_of(groups_, [&](const GroupState& own) { return own.group == g.group; })) groups_.push_back(std::move(g));
+    reverse(loss, /*to_groups=*/true, /*keep=*/false);
+  }
+  ranges_.clear();
+}
+
+// One state for each group, whose uses begin with the first.
+void Recording::take_groups(std::vector<GroupState>& groups) {
+  for (GroupState& g : groups) {
+    const auto own = std::ranges::find(groups_, g.group, &GroupState::group);
+    if (own == groups_.end()) groups_.push_back(std::move(g));
+    else own->first_use = std::min(own->first_use, g.first_use);
+  }
+}
+
+// Those that lead to the loss wait no longer.
+std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
+  std::vector<bool> leads(static_cast<size_t>(tape_.num_values()));
+  leads[static_cast<size_t>(loss)] = true;
+  std::vector<Segment> taken;
+  for (size_t s = waiting_.size(); s-- > 0;) {
+    bool used = false;
+    for (NodeId id = waiting_[s].end - 1; id >= waiting_[s].begin; --id) {
+      const Node& n = tape_.node(id);
+      bool leading = false;
+      for (int o = 0; o < n.num_outputs; ++o)
+        leading = leading || (leads[static_cast<size_t>(tape_.output(n, o))] && !state(tape_.output(n, o)).group);
+      if (!leading || !n.op) continue;
+      used = true;
+      for (const ValueId v : tape_.inputs(n))
+        if (state(v).needs_grad) leads[static_cast<size_t>(v)] = true;
+    }
+    if (!used) continue;
+    taken.insert(taken.begin(), std::move(waiting_[s]));
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
+  }
+  return taken;
+}
+
+bool Recording::differentiates(NodeId node) const {
+  return std::ranges::any_of(ranges_, [&](const Segment& s) { return s.begin <= node && node < s.end; });
 }
 
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
@@ -150,13 +200,30 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     const Tensor seed = gradients_[value_of(y)] = seed_for(y);
     tape_.note_cotangent(value_of(seed), value_of(y));
   }
-  for (NodeId id = last; id >= (to_groups ? floor_ : 0); --id) {
+  if (to_groups)
+    for (size_t r = ranges_.size(); r-- > 0;) reverse_through(ranges_[r].begin, ranges_[r].end, to_groups, keep);
+  else
+    reverse_through(0, last + 1, to_groups, keep);
+  if (to_groups) {
+    finish_groups(ranges_.front().begin - 1);
+    gradients_.clear();
+    for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
+    if (last_micro_batch_) take_back_all();
+    std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
+    floor_ = tape_.num_nodes();
+  } else {
+    pass_groups(-1);
+  }
+}
+
+void Recording::reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep) {
+  for (NodeId id = end - 1; id >= begin; --id) {
     const Node n = tape_.node(id);  // a copy: the tape grows below
     const PathScope path(tape_.path(n));
     if (to_groups) finish_groups(id);
     else pass_groups(id);
     if (!n.op) {
-      if (!keep) pass_regions(id);
+      if (!keep) pass_regions(id, end);
       continue;
     }
     bool has = false;
@@ -178,17 +245,8 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     }
     if (!keep) {
       release_saves(id);
-      pass_regions(id);
+      pass_regions(id, end);
     }
-  }
-  if (to_groups) {
-    finish_groups(floor_ - 1);
-    gradients_.clear();
-    for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
-    std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
-    floor_ = tape_.num_nodes();
-  } else {
-    pass_groups(-1);
   }
 }
 
@@ -216,6 +274,13 @@ void Recording::expect_reducible(NodeId node, ValueId parameter, const Layout& g
                        "mesh: shard(model, mesh)");
 }
 
+// Whether a gradient of layout `g` can be added where `want` is asked for: into a slot also what one rank has of a sum.
+static bool is_addend(const Layout& g, const Layout& want, bool to_slot) {
+  for (int a = 0; a < g.num_axes(); ++a)
+    if (!(g[a] == want[a]) && !(to_slot && want[a].is_partial() && g[a].is_single())) return false;
+  return g.mesh() == want.mesh();
+}
+
 void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const Type& primal = tape_.type(v);
   // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
@@ -229,7 +294,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
     g = redistribute(g, l);
   }
   const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
-                    (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual());
+                    (!primal.layout.mesh() || !g.layout().mesh() || is_addend(g.layout(), primal.layout.dual(), to_slot));
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", PathScope::current(), ": gradient ", g.type(),
                          " is not the dual of its value ", primal);
@@ -237,7 +302,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   ValueState& s = state(v);
   if (!to_slot) {
     const NodeId producer = tape_.value(v).producer;
-    if (to_groups_ && producer < floor_ && tape_.node(producer).op)
+    if (to_groups_ && !differentiates(producer) && tape_.node(producer).op)
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
                           v, " ", primal, " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
                           "backward of this recording: its gradient would be lost. Add the losses and call backward once");

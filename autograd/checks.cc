@@ -48,6 +48,13 @@ void check_rule(const Tape& tape, NodeId id, std::span<const Tensor> inputs, con
     for (int o = 0; o < n.num_outputs; ++o) text += " " + output(o).to_string();
     return text;
   };
+  if (const Placement* owner = p.single()) {
+    bool together = true;
+    for (int i = 0; i < p.num_inputs(); ++i) together = together && p.in(i) == *owner;
+    for (int o = 0; o < n.num_outputs; ++o) together = together && output(o) == *owner;
+    if (!together) report(out, id, "on mesh axis ", mesh->name(axis), ": what is on one rank goes with nothing else, not ", describe());
+    return;
+  }
   bool any_invariant = false, others = false;
   for (int i = 0; i < p.num_inputs(); ++i) {
     if (p.in(i).is_invariant()) any_invariant = true;
@@ -246,7 +253,11 @@ std::vector<PlannedCollective> collectives(const Tape& tape) {
       const Type& to = tape.type(m.to);
       const MeshSpec* mesh = to.layout.mesh();
       const Lane lane = n.op->lane == Lane::reduce ? Lane::reduce : Lane::gather;
-      out.push_back({id, str(mesh->to_string(), ' ', mesh->name(m.axis), ' ', lane),
+      std::string communicator = str(mesh->to_string(), ' ', mesh->name(m.axis), ' ', lane);
+      if (m.name == "send")
+        communicator = str(mesh->to_string(), ' ', mesh->name(m.axis), ' ', from.layout[m.axis].map().owner(), " to ",
+                           to.layout[m.axis].map().owner());
+      out.push_back({id, std::move(communicator),
                      str(m.name, ' ', from.dtype, from.shape, ' ', from.layout[m.axis], "→", to.layout[m.axis], ' ',
                          cut_signature(from.layout[m.axis]), cut_signature(to.layout[m.axis]), ' ', tape.path(n))});
     }

@@ -10,6 +10,18 @@ namespace sheaf::detail {
 /// the default. ConfigError for inputs on several.
 Device device_of(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> specs);
 
+/// Whether this rank has a part in a node: not in what is computed on other ranks of an axis, nor in what these exchange.
+inline bool runs_here(const OpDef& op, std::span<const Tensor> inputs, std::span<const OutputSpec> specs) {
+  const auto here = [](const Type& type) { return !type.layout.is_elsewhere(); };
+  if (specs.empty()) return true;
+  for (const OutputSpec& spec : specs)
+    if (here(spec.type)) return true;
+  if (op.lane == Lane::compute) return false;
+  for (const Tensor& t : inputs)
+    if (here(t.type())) return true;
+  return false;
+}
+
 /// The outputs of a node, each in its place: a view of the input (then `views` is set, and there is nothing to execute),
 /// memory that its spec names, or what fresh(type, device, MemoryKind) gives.
 template <class Fresh>
@@ -18,7 +30,7 @@ Tensors place_outputs(const OpDef& op, const void* attrs, std::span<const Tensor
   Tensors outputs;
   outputs.reserve(specs.size());
   views = false;
-  if (op.alias) {
+  if (op.alias && !specs[0].type.layout.is_elsewhere()) {
     const OutputSpec& spec = specs[0];
     char* const base = reinterpret_cast<char*>(size_t{1} << 20);  // only differences of addresses are used
     View in = inputs[0].view_unsynced(), out;

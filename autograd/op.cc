@@ -59,7 +59,7 @@ Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor>
   bool views = false;
   const auto fresh = [](const Type& type, Device on, MemoryKind where) { return Tensor::empty(type, on, where); };
   Tensors outputs = detail::place_outputs(op, attrs, inputs, specs, device, views, fresh);
-  if (views) return outputs;
+  if (views || !detail::runs_here(op, inputs, specs)) return outputs;
   Execute run(inputs, outputs);
   run.add = add;
   std::shared_ptr<Storage> workspace;

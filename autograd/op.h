@@ -67,7 +67,8 @@ class Infer {
 ///   for (int d = 0; d < rank; ++d) if (d != dim) p.rule({Placement::shard(d)}, {Placement::shard(d)});
 ///   p.rule({R}, {R});
 ///
-/// Invariant goes with Invariant only, for every op, and needs no rule.
+/// Invariant goes with Invariant only, for every op, and needs no rule. Nor does what is on one rank of the axis: with all
+/// operands there, or Replicate, that rank alone executes any op, as if there were no axis, and has what comes of it.
 class Place {
  public:
   Place(std::span<const Tensor> inputs, int axis);
@@ -79,6 +80,8 @@ class Place {
   const Placement& in(int i) const { return have_[i]; }
   /// The ownership map of the first input that is sharded on this axis, or null.
   const OwnershipMap* sharded() const;
+  /// The placement of the first input that is on one rank of this axis, or null.
+  const Placement* single() const;
   void rule(std::span<const Placement> inputs, std::span<const Placement> outputs);
   void rule(std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
     rule(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()));

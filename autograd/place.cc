@@ -100,6 +100,25 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
                        fix_for(p, axis, mesh));
 }
 
+// Operands of different ranks, or what ranks have parts of, beside what one rank has.
+[[noreturn]] void not_on_one(const OpDef& op, const Place& p, const MeshSpec* mesh, int axis, std::span<const Tensor> inputs) {
+  std::string have, types;
+  const Placement* last = nullptr;
+  for (int i = 0; i < p.num_inputs(); ++i) {
+    have += (i ? " " : "") + p.in(i).to_string();
+    types += (i ? ", " : "") + inputs[i].type().to_string();
+    if (p.in(i).is_single() && (!last || p.in(i).map().owner() > last->map().owner())) last = &p.in(i);
+  }
+  std::string fix;
+  for (int i = 0; i < p.num_inputs(); ++i)
+    if (!(p.in(i) == *last) && !p.in(i).is_replicate())
+      fix += str(fix.empty() ? "" : " and ", "redistribute(x, \"", mesh->name(axis), "\", Placement::on(", last->map().owner(),
+                 ")) for x = input ", i);
+  fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ", "on mesh axis ",
+                       mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (", types,
+                       "); what is computed together is on one rank of the axis; communication is never implied: write ", fix);
+}
+
 void rules_of(const OpDef& op, const void* attrs, Place& p, size_t outputs) {
   if (op.place) op.place(attrs, p);
   else rules::replicate_only(p, static_cast<int>(outputs));
@@ -109,6 +128,12 @@ void rules_of(const OpDef& op, const void* attrs, Place& p, size_t outputs) {
 
 Place::Place(std::span<const Tensor> inputs, int axis) : inputs_(inputs), axis_(axis) {
   for (const Tensor& t : inputs) have_.push_back(t.layout().mesh() ? t.layout()[axis] : kR);
+}
+
+const Placement* Place::single() const {
+  for (const Placement& p : have_)
+    if (p.is_single()) return &p;
+  return nullptr;
 }
 
 const OwnershipMap* Place::sharded() const {
@@ -139,6 +164,16 @@ void place(const OpDef& op, const void* attrs, std::span<const Tensor>& inputs, 
   bool coerces = false;
   for (int axis = 0; axis < mesh->num_axes(); ++axis) {
     Place p(inputs, axis);
+    if (const Placement* owner = p.single()) {  // what one rank has of all operands, it computes alone: the rule of every op
+      for (int i = 0; i < p.num_inputs(); ++i) {
+        if (p.in(i) == *owner) continue;
+        if (!p.in(i).is_replicate()) not_on_one(op, p, mesh, axis, inputs);
+        want[i][axis] = *owner;
+        coerces = true;
+      }
+      for (OutputSpec& o : outputs) o.type.layout[axis] = *owner;
+      continue;
+    }
     bool any_invariant = false, all_invariant = true;
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (p.in(i).is_invariant()) any_invariant = true;

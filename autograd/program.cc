@@ -68,7 +68,7 @@ struct Program::Builder {
     for (int o = 0; o < n.num_outputs; ++o) values[tape.output(n, o)] = run.outputs[o];
     for (const Tensor& t : run.inputs) live_until(t, id);
     for (const Tensor& t : run.outputs) live_until(t, id);
-    if (views) return;
+    if (views || !detail::runs_here(*n.op, run.inputs, specs)) return;
     if (n.op->workspace)
       if (const int64_t bytes = n.op->workspace(run.attrs, Execute(run.inputs, run.outputs)); bytes > 0)
         run.workspace = add_block(id, device, bytes, MemoryKind::normal).get();

@@ -74,10 +74,14 @@ void Recording::set_repeated(const Region& region, bool repeated) {
       states_[tape_.output(tape_.node(id), o)].repeated = repeated && tape_.node(id).op;
 }
 
-// The reverse pass frees what it leaves behind; what is saved after that is kept.
-void Recording::pass_regions(NodeId node) {
-  for (; !regions_.empty() && regions_.back().begin >= node; regions_.pop_back())
-    if (regions_.back().results) set_repeated(regions_.back(), false);
+// The reverse pass frees what it leaves behind, of the nodes up to `end`; what is saved after that is kept.
+void Recording::pass_regions(NodeId node, NodeId end) {
+  auto after = regions_.end();
+  while (after != regions_.begin() && std::prev(after)->begin >= end) --after;
+  auto first = after;
+  for (; first != regions_.begin() && std::prev(first)->begin >= node; --first)
+    if (std::prev(first)->results) set_repeated(*std::prev(first), false);
+  regions_.erase(first, after);
 }
 
 // Those whose values are saved for the backward but not kept, and those that these read, in order.

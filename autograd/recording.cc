@@ -65,6 +65,7 @@ void Recording::expect_current(const char* who) const {
 }
 
 Tape Recording::take() {
+  if (current_recording == this) take_back_all();
   end();
   return std::exchange(tape_, Tape());
 }
@@ -95,6 +96,7 @@ Tensor Recording::random_state(Device device) {
 }
 
 void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
+  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
   options_.first_sample = first_sample;
   random_state_ = random_state;
   calls_.clear();
@@ -226,17 +228,11 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<co
   const auto it = std::find_if(groups_.begin(), groups_.end(),
                                [&](const GroupState& g) { return g.group == group && !g.finished; });
   if (it == groups_.end()) {
-    const auto n = static_cast<size_t>(group->num_leaves());
     if (std::find(all_groups_.begin(), all_groups_.end(), group) == all_groups_.end()) {
       all_groups_.push_back(group);
       on_rerun([group] { group->close_for_change(); });
     }
-    GroupState state;
-    state.group = group;
-    state.version = group->version();
-    state.contributed.resize(n);
-    state.slots.resize(n);
-    groups_.push_back(std::move(state));
+    new_group_state(group);
   } else if (it->first_use < 0) {
     it->version = group->version();  // gathered ahead, discarded by a step before it was used, and gathered again
   }
@@ -250,8 +246,35 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<co
 }
 
 void Recording::use_group(const LeafGroup* group) {
-  for (GroupState& g : groups_)
-    if (g.group.get() == group && g.first_use < 0) g.first_use = tape_.num_nodes();
+  bool known = false;
+  for (GroupState& g : groups_) {
+    if (g.group.get() != group) continue;
+    known = true;
+    if (g.first_use < 0) g.first_use = tape_.num_nodes();
+  }
+  if (known || in_backward()) return;
+  // Open since a micro-batch before this one.
+  for (const auto& g : all_groups_)
+    if (g.get() == group) new_group_state(g).first_use = tape_.num_nodes();
+}
+
+Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGroup>& group) {
+  const auto n = static_cast<size_t>(group->num_leaves());
+  GroupState& state = groups_.emplace_back();
+  state.group = group;
+  state.version = group->version();
+  state.contributed.resize(n);
+  state.slots.resize(n);
+  return state;
+}
+
+// What was gathered ahead, and not used, is for what comes next.
+void Recording::end_segment() {
+  const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
+  std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
+  groups_.erase(ahead, groups_.end());
+  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next))});
+  floor_ = tape_.num_nodes();
 }
 
 Recording::GroupState& Recording::group_state(LeafGroup* group) {

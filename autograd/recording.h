@@ -74,7 +74,8 @@ class Recording {
   /// Differentiates a scalar loss with respect to every trainable parameter that was used; their gradients arrive in
   /// their units, where they add up until the optimizer's zero_grad(). The loss must be Partial or Invariant on every mesh
   /// axis, of one rank too, or have no mesh. It frees what the forward saved: a second backward is for what was computed
-  /// since (the next micro-batch); losses of one forward are added.
+  /// since (the next micro-batch); losses of one forward are added. Of several micro-batches that were recorded, it
+  /// differentiates those that lead to the loss, and leaves the others for backwards of their own.
   void backward(const Tensor& loss, const BackwardOptions& options = {});
   /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
   /// does not depend on it); of a parameter, through every gather of it. With keep, the result can be differentiated
@@ -104,6 +105,14 @@ class Recording {
   /// The leaves themselves: what a program of this tape is to read and update.
   std::unordered_map<ValueId, Tensor> leaves() const;
   uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
+  /// From one rank of a mesh axis to another.
+  struct Way {
+    const MeshSpec* mesh;
+    int axis, from, to;
+    bool operator==(const Way&) const = default;
+  };
+  /// `lent` is being sent; see [Note: sends].
+  void lend(const Way& way, const Tensor& sent, const Tensor& lent);
   /// What this step does on the host beside what is on the tape, such as counting it. When the tape runs again (compile()),
   /// so does `effect`, before it.
   void on_rerun(std::function<void()> effect) { reruns_.push_back(std::move(effect)); }
@@ -167,11 +176,19 @@ class Recording {
     std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
   };
 
+  struct Lent {
+    Way way;
+    Tensor lent, sent;  // `sent` goes first and waits for its lane
+  };
+
   static constexpr uint64_t bit(int i) { return uint64_t{1} << i; }
   void end();
+  void take_back(const Lent& l);
+  void take_back_all();
   void expect_current(const char* who) const;
   ValueState& state(ValueId v);
   GroupState& group_state(LeafGroup* group);
+  GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
   Tensor resolve(ValueId v);
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
   void release_saves(NodeId node);
@@ -180,11 +197,21 @@ class Recording {
   void drop_unread_regions();
   void end_region();
   void set_repeated(const Region& region, bool repeated);
-  void pass_regions(NodeId node);
+  void pass_regions(NodeId node, NodeId end);
   bool made_in_region(ValueId v) const;
   std::vector<NodeId> nodes_to_repeat(const Region& region) const;
   void recompute(Region& region);
+  /// Nodes [begin, end) of a micro-batch that no backward has come to, and the groups it used.
+  struct Segment {
+    NodeId begin, end;
+    std::vector<GroupState> groups;
+  };
+  void end_segment();
+  void take_groups(std::vector<GroupState>& groups);
+  std::vector<Segment> take_segments_of(ValueId loss);
+  bool differentiates(NodeId node) const;
   void reverse(const Tensor& y, bool to_groups, bool keep);
+  void reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
   void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient);
   void finish_groups(NodeId node);
@@ -204,10 +231,13 @@ class Recording {
   uint8_t next_flags_ = 0;
   bool saving_ = true;
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
-  std::vector<GroupState> groups_;                       // used since the last backward
+  std::vector<GroupState> groups_;                       // used since the last segment
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   std::vector<std::function<void()>> reruns_;
-  NodeId floor_ = 0;                                     // nodes before it belong to backwards that are done
+  std::vector<Lent> lent_;
+  NodeId floor_ = 0;                                     // where the last segment begins, whose groups are groups_
+  std::vector<Segment> waiting_;                         // segments before it
+  std::vector<Segment> ranges_;                          // of the backward under way
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;
   std::unordered_map<ValueId, Tensor> captured_;

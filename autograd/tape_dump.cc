@@ -41,13 +41,19 @@ int64_t shared_elements(const Type& from, const Type& to, int axis, const std::v
   return d == e && d >= 0 ? shared * (whole.numel() / whole[d]) : shared;
 }
 
+// Whether this rank takes part: not in what others along an axis exchange. Who has not joined the mesh looks as its rank 0.
+bool is_here(const Layout& from, const Layout& to) {
+  const std::vector<int> at = coordinates_on(to.mesh());
+  return !from.is_elsewhere(at.data()) || !to.is_elsewhere(at.data());
+}
+
 int64_t received_bytes(const Tape& tape, const Transfer& t) {
   const Type &from = tape.type(t.from), &to = tape.type(t.to);
   const MeshSpec* mesh = to.layout.mesh();
   const std::vector<int> at = coordinates_on(mesh);
   const int64_t n = mesh->size(t.axis), size = static_cast<int64_t>(size_of(to.dtype));
   const int64_t had = local_elements(from, at), has = local_elements(to, at);
-  if (t.name == "all_gather") return (has - had) * size;
+  if (t.name == "all_gather" || t.name == "send") return (has - had) * size;
   if (t.name == "reduce_scatter") return has * (n - 1) * size;
   if (t.name == "all_to_all") return (has - shared_elements(from, to, t.axis, at)) * size;
   // all_reduce: small ones go whole to every rank, others as a reduce_scatter and an all_gather of even slices.
@@ -70,7 +76,8 @@ std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
     for (int a = 0; a < to.num_axes(); ++a) {
       if (from[a] == to[a]) continue;
       const std::string name = redistribution_name(from, to);
-      if (name == "all_gather" || name == "reduce_scatter" || name == "all_reduce" || name == "all_to_all")
+      if (!is_here(from, to)) break;
+      if (name == "all_gather" || name == "reduce_scatter" || name == "all_reduce" || name == "all_to_all" || name == "send")
         out.push_back({inputs[static_cast<size_t>(i)], tape.output(n, i), a, name});
       break;
     }

@@ -24,10 +24,10 @@ std::string to_dot(const Tape& tape);
 struct Transfer {
   ValueId from, to;
   int axis;          ///< of the mesh
-  std::string name;  ///< "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+  std::string name;  ///< "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"
 };
 /// What node `n` communicates: one for a redistribution, one per buffer for a unit's op; none for anything local,
-/// axes of size 1 included.
+/// axes of size 1 included, nor for what is between other ranks.
 std::vector<Transfer> transfers(const Tape& tape, const Node& n);
 /// An all_gather of a unit's buffers, as opposed to one of an activation.
 bool is_unit_gather(const Tape& tape, const Node& n);

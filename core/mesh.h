@@ -14,6 +14,7 @@ class MeshSpec {
   struct Axis {
     std::string name;
     int size;
+    bool chain = false;  ///< neighbours have communicators of their own, one each way: stages of a pipeline
     bool operator==(const Axis&) const = default;
   };
   /// The one spec with these axes; the pointer is its identity. At most kMaxAxes axes.
@@ -22,6 +23,7 @@ class MeshSpec {
   int num_axes() const { return static_cast<int>(axes_.size()); }
   int size(int axis) const { return axes_[axis].size; }
   const std::string& name(int axis) const { return axes_[axis].name; }
+  bool is_chain(int axis) const { return axes_[axis].chain; }
   int axis(const std::string& name) const;  ///< throws ConfigError
   bool has_axis(const std::string& name) const;
   int num_ranks() const;
@@ -43,6 +45,9 @@ class MeshRuntime {
   /// other, so that neither waits for the other.
   virtual Communicator& gather_lane(int axis) = 0;
   virtual Communicator& reduce_lane(int axis) = 0;
+  /// Of a chain: from this rank to a neighbour along the axis, or from it. Coordinates; the two ranks count as 0 and 1 there,
+  /// in their order along the axis.
+  virtual Communicator& link(int axis, int from, int to) = 0;
 };
 
 }  // namespace sheaf

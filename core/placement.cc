@@ -43,7 +43,8 @@ OwnershipMap OwnershipMap::parts(int dim, const std::vector<int64_t>& sizes, int
 }
 
 OwnershipMap OwnershipMap::inner() const {
-  if (is_flat()) fail<PlacementError>("[placement] Shard(flat) goes with no other cut: it cannot be an inner one");
+  if (is_flat() || is_single())
+    fail<PlacementError>("[placement] Shard(", to_string(), ") goes with no other cut: it cannot be an inner one");
   OwnershipMap m = *this;
   m.inner_ = true;
   return m;
@@ -61,6 +62,15 @@ OwnershipMap OwnershipMap::by_owner(int dim, const std::vector<int64_t>& sizes, 
   OwnershipMap m = even(dim);
   m.kind_ = Kind::owned;
   m.sizes_ = interned(table);
+  return m;
+}
+
+OwnershipMap OwnershipMap::on(int rank) {
+  check<PlacementError>(rank >= 0, "[placement] Shard(on ", rank, "): ranks count from 0");
+  OwnershipMap m;
+  m.kind_ = Kind::single;
+  m.dim_ = -1;
+  m.granule_ = rank;
   return m;
 }
 
@@ -116,6 +126,11 @@ void OwnershipMap::check_fits(int ranks, const Shape& global) const {
                            " do not hold all of it");
     return;
   }
+  if (kind_ == Kind::single) {
+    if (owner() >= ranks)
+      fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, " over ", ranks, " ranks: there is no rank ", owner());
+    return;
+  }
   if (dim_ < 0 || dim_ >= global.rank())
     fail<PlacementError>("[placement] Shard(", to_string(), ") of ", global, ": it has no such dimension");
   const int64_t size = global[dim_];
@@ -169,6 +184,7 @@ Interval OwnershipMap::owned(int rank, int ranks, const Shape& global) const {
       const int64_t rows = global[dim_] / granule_;
       return {rows * rank / ranks * granule_, rows * (rank + 1) / ranks * granule_};
     }
+    case Kind::single: return {0, rank == owner() ? global.numel() : 0};
     case Kind::parts:
     case Kind::owned:
       if (ranks == 1) return {0, global[dim_]};
@@ -211,6 +227,7 @@ int64_t OwnershipMap::owned_size(int rank, int ranks, const Shape& global) const
 
 std::string OwnershipMap::to_string() const {
   if (kind_ == Kind::flat) return "flat";
+  if (kind_ == Kind::single) return str("on ", owner());
   const std::string by = kind_ == Kind::dim && granule_ != 1 ? str(" by ", granule_) : "";
   constexpr const char* kSuffix[] = {"", " uneven", "", " parts", " owned"};
   return str(dim_, by, kSuffix[static_cast<int>(kind_)], inner_ ? " inner" : "");
@@ -248,6 +265,14 @@ bool Layout::has_shard() const {
   return false;
 }
 
+bool Layout::is_elsewhere(const int* coordinates) const {
+  for (int axis = 0; axis < num_axes(); ++axis)
+    if (placements_[axis].is_single() &&
+        placements_[axis].map().owner() != (coordinates ? coordinates[axis] : RankContext::current().coordinate(mesh_, axis)))
+      return true;
+  return false;
+}
+
 bool Layout::all_invariant() const {
   for (int i = 0; i < num_axes(); ++i)
     if (!placements_[i].is_invariant()) return false;
@@ -266,7 +291,7 @@ struct CuttingAxes {
   explicit CuttingAxes(const Layout& layout) {
     for (const bool inner : {false, true})
       for (int axis = 0; axis < layout.num_axes(); ++axis)
-        if (layout[axis].is_shard() && layout[axis].map().is_inner() == inner) axes[count++] = axis;
+        if (layout[axis].is_shard() && !layout[axis].is_single() && layout[axis].map().is_inner() == inner) axes[count++] = axis;
   }
   std::span<const int> before(int i) const { return {axes, static_cast<size_t>(i)}; }
 };
@@ -299,6 +324,12 @@ void check_further_cut(const Layout& layout, const Shape& global, int axis, std:
   }
 }
 
+void check_owners(const Layout& layout, const Shape& global) {
+  for (int axis = 0; axis < layout.num_axes(); ++axis)
+    if (layout[axis].is_single() && layout[axis].map().owner() >= layout.mesh()->size(axis))
+      does_not_fit(layout, global, axis, str("has no rank ", layout[axis].map().owner()));
+}
+
 // Walks the axes in order; each shard cuts what the axes before it have left. Returns what the last one leaves.
 template <class F>
 Shape for_each_cut(const Layout& layout, const Shape& global, const int* coordinates, F&& f) {
@@ -327,7 +358,9 @@ Shape for_each_cut(const Layout& layout, const Shape& global, const int* coordin
 }  // namespace
 
 Shape Layout::local_shape(const Shape& global, const int* coordinates) const {
-  return for_each_cut(*this, global, coordinates, [](const OwnershipMap&, int, int, const Shape&) {});
+  check_owners(*this, global);
+  const Shape here = for_each_cut(*this, global, coordinates, [](const OwnershipMap&, int, int, const Shape&) {});
+  return is_elsewhere(coordinates) ? Shape{0} : here;
 }
 
 Shape Layout::local_start(const Shape& global, const int* coordinates) const {
@@ -341,6 +374,7 @@ Shape Layout::local_start(const Shape& global, const int* coordinates) const {
 }
 
 std::vector<Interval> Layout::local_rows(const Shape& global, int dim, const int* coordinates) const {
+  if (is_elsewhere(coordinates)) return {};
   std::vector<Interval> have = {{0, global[dim]}};
   for_each_cut(*this, global, coordinates, [&](const OwnershipMap& map, int at, int size, const Shape& shape) {
     if (map.dim() != dim) return;

@@ -38,6 +38,7 @@ class OwnershipMap {
     flat,    ///< contiguous cut of the flat index: rank r owns [r·chunk − offset, (r+1)·chunk − offset)
     parts,   ///< one dimension that is several parts side by side, each cut: rank r owns its share of each part
     owned,   ///< one dimension in intervals, each whole on one rank, in any order
+    single,  ///< all of it on one rank: a stage of a pipeline
   };
   OwnershipMap() = default;
 
@@ -59,14 +60,18 @@ class OwnershipMap {
   /// not be torn apart, such as the matrices of a flat buffer. A rank holds its intervals one after another; it may have
   /// none. Equal ownership is equal maps, however it is written. Throws PlacementError for lists that do not match.
   static OwnershipMap by_owner(int dim, const std::vector<int64_t>& sizes, const std::vector<int>& owners);
+  /// All of the value is on `rank`, whatever its shape, and on no other: there nothing is computed with it.
+  static OwnershipMap on(int rank);
 
   Kind kind() const { return kind_; }
   bool is_flat() const { return kind_ == Kind::flat; }
   bool is_parts() const { return kind_ == Kind::parts; }
+  bool is_single() const { return kind_ == Kind::single; }
+  int owner() const { return static_cast<int>(granule_); }  ///< of single
   bool is_inner() const { return inner_; }
   /// A rank's share may be several intervals.
   bool is_scattered() const { return kind_ == Kind::parts || kind_ == Kind::owned; }
-  int dim() const { return dim_; }            ///< −1 for flat
+  int dim() const { return dim_; }            ///< −1 for flat and single
   int64_t granule() const { return granule_; }  ///< of parts: their units
   /// Of uneven and parts; of owned: sizes and owners in turn. Null of the others.
   const std::vector<int64_t>* table() const { return sizes_; }
@@ -78,7 +83,7 @@ class OwnershipMap {
   /// Whether that exists: no rank's share begins or ends inside of one of the new rows.
   bool can_move(int64_t factor_numerator, int64_t factor_denominator) const;
 
-  /// Rows of `dim` (or, for flat, flat positions) that `rank` of `ranks` owns of a tensor of this global shape. Throws
+  /// Rows of `dim` (or, for flat and single, flat positions) that `rank` of `ranks` owns of a tensor of this global shape. Throws
   /// PlacementError for a share that is not one interval.
   Interval owned(int rank, int ranks, const Shape& global) const;
   /// The same of any map: one interval, or one for each part, or as many as it owns.
@@ -87,14 +92,14 @@ class OwnershipMap {
   int64_t owned_size(int rank, int ranks, const Shape& global) const;
 
   bool operator==(const OwnershipMap&) const = default;
-  /// "0", "0 by 8" (rows that stay together), "0 uneven", "flat", "0 parts", "0 owned", "0 parts inner".
+  /// "0", "0 by 8" (rows that stay together), "0 uneven", "flat", "0 parts", "0 owned", "0 parts inner", "on 2".
   std::string to_string() const;
 
  private:
   Kind kind_ = Kind::dim;
   int8_t dim_ = 0;
   bool inner_ = false;
-  int64_t granule_ = 1;                          // or chunk
+  int64_t granule_ = 1;                          // or chunk, or owner
   int64_t offset_ = 0;
   const std::vector<int64_t>* sizes_ = nullptr;  // interned: equal tables, equal pointer
   void check_fits(int ranks, const Shape& global) const;
@@ -110,12 +115,15 @@ class Placement {
   static Placement invariant() { return Placement(Kind::invariant); }
   static Placement shard(OwnershipMap map) { Placement p(Kind::shard); p.map_ = map; return p; }
   static Placement shard(int dim) { return shard(OwnershipMap::even(dim)); }
+  /// Whole on one rank of the axis: its gradient is on the same.
+  static Placement on(int rank) { return shard(OwnershipMap::on(rank)); }
 
   Kind kind() const { return kind_; }
   bool is_replicate() const { return kind_ == Kind::replicate; }
   bool is_partial() const { return kind_ == Kind::partial; }
   bool is_shard() const { return kind_ == Kind::shard; }
   bool is_shard(int dim) const { return is_shard() && map_.dim() == dim; }
+  bool is_single() const { return is_shard() && map_.is_single(); }
   bool is_invariant() const { return kind_ == Kind::invariant; }
   const OwnershipMap& map() const { return map_; }
   /// The placement of this value's gradient; see [Note: dual].
@@ -140,7 +148,8 @@ inline bool cuts_after(const Placement& p, int a, const Placement& q, int b) {
 
 /// A mesh and a placement for each of its axes. A default layout has no mesh: the value is Replicate on every mesh
 /// (a constant such as a mask), or there is only one rank. Axes that cut the same dimension cut it in axis order, inner cuts
-/// last, each what those before it leave; a flat cut goes with no other.
+/// last, each what those before it leave; a flat cut goes with no other. Of what is on one rank of an axis (single) others
+/// have nothing, whatever the other axes do.
 class Layout {
  public:
   Layout() = default;
@@ -156,8 +165,11 @@ class Layout {
   Layout dual() const;
   bool has_shard() const;
   bool all_invariant() const;
+  /// On another rank of some axis: nothing of it is here (or at these coordinates).
+  bool is_elsewhere(const int* coordinates = nullptr) const;
 
-  /// The sizes this rank holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape.
+  /// The sizes this rank holds of a tensor of global shape `global`. A flat cut gives a rank-1 shape; so does what is
+  /// elsewhere: [0].
   Shape local_shape(const Shape& global) const;
   /// Where the local block of a tensor cut along dimensions starts in the global tensor; PlacementError for a scattered
   /// cut, which leaves no block.

@@ -68,6 +68,7 @@ Tensor Tensor::empty(const Type& type, Device device, MemoryKind where) {
 
 Tensor Tensor::view_into(const Tensor& base, const Type& type, int64_t byte_offset) {
   const Shape local = type.local_shape();
+  if (local.numel() == 0) byte_offset = 0;  // of what is elsewhere, the base is, too
   const int64_t end = base.byte_offset() + byte_offset + local.numel() * static_cast<int64_t>(size_of(type.dtype));
   if (byte_offset < 0 || end > base.storage()->bytes())
     fail<ShapeError>("[view] ", type, " at byte ", byte_offset, " does not fit into ", base.type());

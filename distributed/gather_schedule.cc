@@ -57,7 +57,10 @@ void GatherSchedule::discard_pending(const Unit* except) {
 void GatherSchedule::use(Unit& unit) {
   using State = Unit::State;
   if (unit.state_ == State::pending) unit.state_ = State::open;  // the pair of discard and gather vanishes
-  if (unit.state_ == State::open) return;
+  if (unit.state_ == State::open) {  // for another micro-batch, it may be
+    if (Recording* r = Recording::current(); r && r->serial() == unit.recording_) r->use_group(&unit);
+    return;
+  }
   if (unit.state_ == State::in_flight && !in_flight_.empty() && in_flight_.front() == &unit) {
     in_flight_.pop_front();
   } else if (!in_flight_.empty() && !unit.kept()) {

@@ -66,6 +66,7 @@ void Unit::open() {
   }
   if (gathers()) schedule_->use(*this);
   else if (recording_ != serial || !values_[0]) views_of_masters();
+  else if (r) r->use_group(this);  // of a micro-batch that no backward has come to, it is open still
 }
 
 Tensor Unit::value(int index) {

@@ -12,6 +12,8 @@
 // Along a secondary axis the masters are cut, too: a buffer is [ranks of the unit's axis, elements of a slice], Shard(0) on
 // that axis and Shard(1) on the secondary one. Its ranks gather their slices once a step, for all micro-batches (copies),
 // and the unit's own gathers start from there; the slice that is left of a gradient is reduce_scattered.
+// Along a stage axis a unit is on one rank, the stage that computes with it; to others it is nothing. What is in no stage is
+// replicated along that axis like along others.
 // Along a tensor axis parameters that it does not cut are replicated. Of the others a rank has its block, which is never
 // gathered along that axis nor reduced: one more dimension before the others, Shard(0) there.
 //
@@ -25,6 +27,7 @@
 #include <vector>
 
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/rank_context.h"
 #include "sheaf/core/runs.h"
 #include "sheaf/distributed/gather_schedule.h"
 
@@ -92,6 +95,8 @@ struct UnitOptions {
                                                 ///< reduction stay in the masters' dtype
   int tensor_axis = -1;            ///< cuts leaves that say how; -1: none
   int secondary_axis = -1;         ///< cuts the masters that `axis` has cut once more; -1: none. The strategy shards
+  int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all
+  int stage = 0;                   ///< which
 };
 
 /// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
@@ -136,6 +141,11 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   int axis() const { return axis_; }
   /// The mesh axis that cuts this leaf, or -1.
   int cut_axis(int index) const { return is_cut(index) ? tensor_axis_ : -1; }
+  /// The mesh axis of which the unit is on one rank, or -1, and that rank's coordinate.
+  int stage_axis() const { return stage_axis_; }
+  int stage() const { return stage_; }
+  /// This rank has a part in it.
+  bool is_here() const { return stage_axis_ < 0 || RankContext::current().coordinate(mesh_, stage_axis_) == stage_; }
   /// The type of the leaf's value in compute: Replicate but where it is cut.
   Type value_type(int index, DType dtype) const { return {dtype, leaves_[index].shape, value_layout(index)}; }
   const std::shared_ptr<GatherSchedule>& schedule() const { return schedule_; }
@@ -184,6 +194,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Shape block_shape(int leaf, int rank) const;
   /// The largest of them; ConfigError if a rank has none.
   Shape largest_block(int leaf) const;
+  /// On every axis as given, but for the stage axis.
+  Layout placed(Placement everywhere) const;
   /// Of masters: cut as the strategy says on the unit's axis, Invariant on others.
   Layout resting(const FlatBuffer& b) const;
   /// Of what enters compute: Replicate on every axis, but where leaves are cut.
@@ -204,7 +216,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
   /// Whether gradients of these leaves are sums over ranks of this axis: not where each has its own block.
-  bool sums_along(const FlatBuffer& b, int axis) const { return !b.cut || axis != tensor_axis_; }
+  bool sums_along(const FlatBuffer& b, int axis) const { return axis != stage_axis_ && (!b.cut || axis != tensor_axis_); }
   /// Whether gradients are summed over several ranks along further axes.
   bool sums_further() const;
   int axis_after(int axis) const;
@@ -219,7 +231,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   std::vector<std::pair<int, int>> where_;  // leaf → (buffer, position in it)
   std::vector<FlatBuffer> buffers_;
   const MeshSpec* mesh_;
-  int axis_, tensor_axis_, secondary_axis_;
+  int axis_, tensor_axis_, secondary_axis_, stage_axis_, stage_;
   Strategy strategy_;
   std::shared_ptr<GatherSchedule> schedule_;
   bool allocated_ = false;

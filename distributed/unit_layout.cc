@@ -22,7 +22,8 @@ FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
 
 Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o, std::shared_ptr<GatherSchedule> schedule)
     : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(o.mesh), axis_(o.axis), tensor_axis_(mesh_ ? o.tensor_axis : -1),
-      secondary_axis_(mesh_ ? o.secondary_axis : -1), strategy_(mesh_ ? o.strategy : Strategy::none),
+      secondary_axis_(mesh_ ? o.secondary_axis : -1),
+      stage_axis_(mesh_ ? o.stage_axis : -1), stage_(o.stage), strategy_(mesh_ ? o.strategy : Strategy::none),
       schedule_(std::move(schedule)) {
   where_.resize(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) {
@@ -84,9 +85,15 @@ Shape Unit::largest_block(int leaf) const {
   return largest;
 }
 
+Layout Unit::placed(Placement everywhere) const {
+  Layout l(mesh_, everywhere);
+  if (stage_axis_ >= 0) l[stage_axis_] = Placement::on(stage_);
+  return l;
+}
+
 Layout Unit::resting(const FlatBuffer& b) const {
   if (!mesh_) return {};
-  Layout l(mesh_, Placement::invariant());
+  Layout l = placed(Placement::invariant());
   if (b.cut) l[tensor_axis_] = Placement::shard(0);
   if (secondary_axis_ >= 0) {
     l[axis_] = Placement::shard(b.cut ? 1 : 0);
@@ -99,12 +106,14 @@ Layout Unit::resting(const FlatBuffer& b) const {
 
 Layout Unit::whole(const FlatBuffer& b) const {
   if (!mesh_) return {};
-  return b.cut ? Layout(mesh_).with(tensor_axis_, Placement::shard(0)) : Layout(mesh_);
+  const Layout l = placed(Placement::replicate());
+  return b.cut ? l.with(tensor_axis_, Placement::shard(0)) : l;
 }
 
 Layout Unit::value_layout(int leaf) const {
   if (!mesh_) return {};
-  return is_cut(leaf) ? Layout(mesh_).with(tensor_axis_, Placement::shard(*leaves_[leaf].cut)) : Layout(mesh_);
+  const Layout l = placed(Placement::replicate());
+  return is_cut(leaf) ? l.with(tensor_axis_, Placement::shard(*leaves_[leaf].cut)) : l;
 }
 
 Type Unit::buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const {
@@ -132,7 +141,7 @@ void Unit::allocate(Device device) {
 
 std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
   std::vector<LocalPiece> out;
-  if (!b.shard) return out;
+  if (!b.shard || !is_here()) return out;
   const RankContext& context = RankContext::current();
   Interval mine{0, b.layout.total};
   for (const int axis : {axis_, secondary_axis_}) {
@@ -173,14 +182,14 @@ void Unit::zero_grad() {
 
 int64_t Unit::gathered_bytes() const {
   int64_t bytes = 0;
-  if (gathers())
+  if (gathers() && is_here())
     for (const FlatBuffer& b : buffers_) bytes += b.layout.total * static_cast<int64_t>(size_of(b.compute));
   return bytes;
 }
 
 int64_t Unit::copied_bytes() const {
   int64_t bytes = 0;
-  if (secondary())
+  if (secondary() && is_here())
     for (const FlatBuffer& b : buffers_) bytes += b.layout.total / mesh_->size(axis_) * static_cast<int64_t>(size_of(b.compute));
   return bytes;
 }

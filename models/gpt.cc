@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "sheaf/nn/layers/stages.h"
+
 namespace sheaf::models {
 namespace {
 
@@ -96,6 +98,13 @@ Gpt::Gpt(const GptConfig& c)
   head->weight.set_table();
 }
 
+int Gpt::stage_of(const nn::Module& module, int stages) const {
+  for (size_t i = 0; i < blocks.size(); ++i)
+    if (&module == &blocks[i]) return static_cast<int>(i * static_cast<size_t>(stages) / blocks.size());
+  if (head && &module == &wte) return 0;
+  return head && &module == &*head ? stages - 1 : -1;
+}
+
 Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   check<ShapeError>(tokens_BT.rank() == 2, "[gpt2] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t begin = cache ? cache->length() : 0, end = begin + tokens_BT.size(1);
@@ -110,14 +119,15 @@ const nn::Parameter& Gpt::head_weight() const { return head ? head->weight : wte
 
 Tensor Gpt::logits_of(const Tensor& x_BTC) const {
   const nn::TensorRegion region(x_BTC, head_weight());
-  return region.leave(linear(region.enter(x_BTC), head_weight()));
+  return nn::to_all_stages(region.leave(linear(region.enter(x_BTC), head_weight())));
 }
 
 Tensor Gpt::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT);
   const nn::TensorRegion region(x_BTC, head_weight());
-  return linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options);
+  return nn::sum_over_stages(
+      linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));
 }
 
 Tensor Gpt::logits(const Tensor& tokens_BT) {

@@ -17,6 +17,7 @@ class Adapter final : public LanguageModel {
   }
   Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override { return model_.next_logits(tokens, cache); }
   bool is_block(const nn::Module& module) const override { return dynamic_cast<const Block*>(&module) != nullptr; }
+  int stage_of(const nn::Module& module, int stages) const override { return model_.stage_of(module, stages); }
 
  private:
   Model model_;

@@ -20,6 +20,9 @@ class LanguageModel {
   virtual Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) = 0;
   /// Picks the modules that become units of their own: the transformer blocks.
   virtual bool is_block(const nn::Module& module) const = 0;
+  /// Of a pipeline of so many stages, the one that `module` is in, or -1: blocks in their order, a token table that is no head
+  /// in the first, such a head in the last.
+  virtual int stage_of(const nn::Module& /*module*/, int /*stages*/) const { return -1; }
 };
 
 /// Builds the model that `config` describes, without memory. `vocab` replaces config.vocab where that is 0.

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "sheaf/nn/layers/stages.h"
+
 namespace sheaf::models {
 namespace {
 
@@ -187,6 +189,13 @@ Llama::Llama(const LlamaConfig& c)
   head->weight.set_table();
 }
 
+int Llama::stage_of(const nn::Module& module, int stages) const {
+  for (size_t i = 0; i < blocks.size(); ++i)
+    if (&module == &blocks[i]) return static_cast<int>(i * static_cast<size_t>(stages) / blocks.size());
+  if (head && &module == &embedding) return 0;
+  return head && &module == &*head ? stages - 1 : -1;
+}
+
 Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
   check<ShapeError>(tokens_BT.rank() == 2, "[llama] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t end = (cache ? cache->length() : 0) + tokens_BT.size(1);
@@ -200,14 +209,14 @@ const nn::Parameter& Llama::head_weight() const { return head ? head->weight : e
 
 Tensor Llama::logits_of(const Tensor& x_BTC) const {
   const nn::TensorRegion region(x_BTC, head_weight());
-  return region.leave(linear(region.enter(x_BTC), head_weight()));
+  return nn::to_all_stages(region.leave(linear(region.enter(x_BTC), head_weight())));
 }
 
 Tensor Llama::take_imbalance() {
   Tensor all;
   for (LlamaBlock& block : blocks) {
     if (!block.moe || !block.moe->imbalance) continue;
-    const Tensor one = std::exchange(block.moe->imbalance, {});
+    const Tensor one = nn::sum_over_stages(std::exchange(block.moe->imbalance, {}));
     all = all ? all + one : one;
   }
   return all;
@@ -217,7 +226,8 @@ Tensor Llama::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const Cros
   const auto scope = enter();
   const Tensor x_BTC = hidden(tokens_BT);
   const nn::TensorRegion region(x_BTC, head_weight());
-  const Tensor loss = linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options);
+  const Tensor loss = nn::sum_over_stages(
+      linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));
   const Tensor imbalance = take_imbalance();
   if (!imbalance) return loss;
   const auto targets = static_cast<double>(targets_BT.numel());

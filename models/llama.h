@@ -80,6 +80,9 @@ struct Llama : nn::Module {
   Tensor logits(const Tensor& tokens_BT);
   /// As Gpt::next_logits.
   Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
+  /// Where `module` is in a pipeline of so many stages (ShardOptions::stage_of): blocks in their order, as many in each; tables
+  /// that are not tied in the first and the last. -1: what all stages have, such as the last norm and a tied table.
+  int stage_of(const nn::Module& module, int stages) const;
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(embedding, blocks, norm, head);
 

@@ -9,11 +9,18 @@ namespace sheaf::models {
 StepInputs::StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars)
     : scalar_count_(scalars), seed_(config.train.seed) {
   const int64_t rows = config.train.batch, parts = config.train.micro_batches;
-  Layout layout(mesh.spec, Placement::shard(0));
-  for (int a = 0; a < layout.num_axes(); ++a)
-    if (mesh.spec->name(a) == "context" || mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
-  for (int64_t i = 0; i < parts; ++i)
-    samples_.push_back(Type{kI32, {rows * (i + 1) / parts - rows * i / parts, config.model.context}, layout});
+  Layout tokens(mesh.spec, Placement::shard(0));
+  for (int a = 0; a < tokens.num_axes(); ++a)
+    if (mesh.spec->name(a) == "context" || mesh.spec->name(a) == "model") tokens[a] = Placement::shard(1);
+  Layout targets = tokens;
+  if (mesh.spec->has_axis("stage")) {
+    const int axis = mesh.spec->axis("stage");
+    tokens[axis] = Placement::on(0), targets[axis] = Placement::on(mesh.spec->size(axis) - 1);
+  }
+  for (int64_t i = 0; i < parts; ++i) {
+    const Shape shape{rows * (i + 1) / parts - rows * i / parts, config.model.context};
+    samples_.push_back({{kI32, shape, tokens}, {kI32, shape, targets}});
+  }
   there_ = make(device);
   here_ = device.is_cuda() ? make(Device::cpu()) : there_;
 }
@@ -25,8 +32,8 @@ StepInputs::Block StepInputs::make(Device device) const {
   block.micro_batches.resize(samples_.size());
   for (size_t i = 0; i < samples_.size(); ++i) {
     MicroBatch& part = block.micro_batches[i];
-    parts.emplace_back(&part.tokens, samples_[i]);
-    parts.emplace_back(&part.targets, samples_[i]);
+    parts.emplace_back(&part.tokens, samples_[i].tokens);
+    parts.emplace_back(&part.targets, samples_[i].targets);
     parts.emplace_back(&part.random_state, Type{kI64, {3}, {}});
   }
   parts.emplace_back(&block.scalars, Type{kF64, {scalar_count_}, {}});

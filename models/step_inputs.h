@@ -20,7 +20,7 @@ class StepInputs {
   };
 
   /// Memory on `device` for a step of `config`, whose optimizer reads `scalars` numbers. All axes of the mesh cut the rows,
-  /// but for "context" and "model", which cut the sequences.
+  /// but for "context" and "model", which cut the sequences, and "stage": tokens are on its first rank, targets on its last.
   StepInputs(const TrainConfig& config, const Mesh& mesh, Device device, int64_t scalars);
 
   /// Samples [first, first + batch) of the run, by micro-batch.
@@ -41,7 +41,10 @@ class StepInputs {
   void write_samples(int64_t first, const FillBatch& fill);
   void send();
 
-  std::vector<Type> samples_;  // of the micro-batches
+  struct Samples {
+    Type tokens, targets;
+  };
+  std::vector<Samples> samples_;  // of the micro-batches
   int64_t scalar_count_, seed_;
   Block there_;
   Block here_;  // the host's, where that is another one

@@ -26,11 +26,16 @@ TokenStream::TokenStream(Tokens tokens, const TokenStreamOptions& options, const
     check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", name, "' cuts the batch already");
     layout[axis] = Placement::shard(1);
   }
-  type_ = {kI32, {batch, options.context}, layout};
+  tokens_ = targets_ = {kI32, {batch, options.context}, layout};
+  if (options.stage_axis.empty()) return;
+  const int axis = mesh.spec->axis(options.stage_axis);
+  check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", options.stage_axis, "' cuts the batch already");
+  tokens_.layout[axis] = Placement::on(0);
+  targets_.layout[axis] = Placement::on(mesh.spec->size(axis) - 1);
 }
 
 TokenBatch TokenStream::batch(int64_t step) const {
-  TokenBatch batch{Tensor::empty(type_), Tensor::empty(type_), step * type_.shape[0]};
+  TokenBatch batch{Tensor::empty(tokens_), Tensor::empty(targets_), step * tokens_.shape[0]};
   const auto fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
     windows_.fill(first, count, inputs, targets);
   };

@@ -17,6 +17,7 @@ struct TokenStreamOptions {
   std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
   std::string expert_axis = "";    ///< that cuts it too: the expert axis of ShardOptions; "": none
   std::string context_axis = "";   ///< that cuts each sequence: the context axis of ShardOptions; "": none
+  std::string stage_axis = "";     ///< whose first rank has the tokens and whose last the targets: that of ShardOptions; "": none
   std::string sequence_axis = "";  ///< that cuts each sequence, too: the tensor axis of ShardOptions; "": none
 };
 
@@ -37,7 +38,7 @@ class TokenStream {
  private:
   TokenStreamOptions options_;
   RandomWindows windows_;
-  Type type_;
+  Type tokens_, targets_;
 };
 
 }  // namespace sheaf::models

@@ -35,10 +35,23 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
   options.expert_axis = axis_if_any("expert");
   options.context_axis = axis_if_any("context");
   options.tensor_axis = axis_if_any("model");
+  options.stage_axis = axis_if_any("stage");
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
   if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
   else check<ConfigError>(config.train.dtype == "f32", "[train] train.dtype is ", config.train.dtype, ", not f32 or bf16");
+  if (const int stages = ranks("stage"); stages > 1) {
+    if (config.sharding.units != "block")
+      fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
+    if (config.train.optimizer == "muon")
+      fail<ConfigError>("[train] train.optimizer muon: its matrices go round all ranks, which the stages of sharding.pipeline ", stages,
+                        " do not wait for");
+    if (config.model.layers < stages)
+      fail<ConfigError>("[train] sharding.pipeline ", stages, ": the model has ", config.model.layers, " blocks");
+    options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model.stage_of(m, stages); };
+    options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model.stage_of(m, stages) >= 0; });
+    return options;
+  }
   if (config.sharding.units == "block")
     options.units = nn::units_where([&model](nn::Module& m, const std::string&) { return model.is_block(m); });
   else if (config.sharding.units == "count")
@@ -47,7 +60,7 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
 }
 
 // Ranks that share a layer are neighbours, then those that share a sequence, then those that share experts, then those that
-// share the model: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
+// share the model, then its stages: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
 // "data" or, where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the
 // others the model is replicated.
 Mesh mesh_for(const ShardingConfig& sharding, World& world) {
@@ -59,13 +72,14 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
     if (by < 1 || rest % by != 0)
       fail<ConfigError>("[train] ", key, " ", by, ": ", rest, rest == 1 ? " rank cannot" : " ranks cannot", " be divided into ",
                         into, rest == ranks ? "" : str("; all ", ranks, " are for sharding.replicas times sharding.context times "
-                                               "sharding.tensor times sharding.experts"));
+                                               "sharding.tensor times sharding.experts times sharding.pipeline"));
     rest /= static_cast<int>(by);
     return static_cast<int>(by);
   };
   int replicas = divide("sharding.replicas", sharding.replicas, "as many equal groups");
   const int tensor = divide("sharding.tensor", sharding.tensor, "groups of so many");
   const int context = divide("sharding.context", sharding.context, "groups of so many");
+  const int stages = divide("sharding.pipeline", sharding.pipeline, "groups of so many");
   const int experts = divide("sharding.experts", sharding.experts, "groups of so many");
   const bool over_experts = is_over_experts(rest, experts, context), over_context = context > rest;
   if (over_context) replicas *= rest;
@@ -73,13 +87,14 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
     fail<ConfigError>("[train] sharding.secondary needs several groups of ranks: sharding.replicas, or sharding.experts or a "
                       "sharding.context that is not what the parameters are cut over");
   std::vector<MeshSpec::Axis> axes;
+  if (stages != 1) axes.push_back({"stage", stages, /*chain=*/true});
   if (replicas != 1) axes.push_back({"replica", replicas});
   if (!over_context) axes.push_back({"data", rest});
   if (experts != 1) axes.push_back({"expert", experts});
   if (context != 1) axes.push_back({"context", context});
   if (tensor != 1) axes.push_back({"model", tensor});
   if (axes.size() > kMaxAxes)
-    fail<ConfigError>("[train] a mesh has at most ", kMaxAxes, " axes: replicas, data, experts, context and tensor are ", axes.size());
+    fail<ConfigError>("[train] a mesh has at most ", kMaxAxes, " axes: stages, replicas, data, experts, context and tensor are ", axes.size());
   return world.mesh(axes);
 }
 
@@ -120,6 +135,8 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)
     fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
                       "train.compile");
+  const int stages = mesh_.spec->has_axis("stage") ? mesh_.size("stage") : 1;
+  turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches);
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
@@ -178,18 +195,24 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   const OptimizationConfig& t = config_.train;
   const auto targets = static_cast<double>(tokens_per_step());
   Tensor loss;  // of the micro-batches so far, in order
+  std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches));
   Result result;
   result.lr = lr;
   {
     const int64_t first = step * t.batch;
     Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
                          .capture_leaves = recorded && recorded->capture_leaves});
-    for (int64_t micro = 0; micro < t.micro_batches; ++micro) {
+    for (const auto [backward, micro] : turns_) {
+      Tensor& part = parts[static_cast<size_t>(micro)];
+      if (backward) {
+        recording.backward(part, {.last_micro_batch = micro + 1 == t.micro_batches});
+        loss = loss ? add(loss, part) : part;
+        part = Tensor();
+        continue;
+      }
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
       recording.next_micro_batch(first + t.batch * micro / t.micro_batches, batch.random_state);
-      Tensor part = model_->loss(batch.tokens, batch.targets, targets);
-      recording.backward(part, {.last_micro_batch = micro + 1 == t.micro_batches});
-      loss = loss ? add(loss, part) : part;
+      part = model_->loss(batch.tokens, batch.targets, targets);
     }
     if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);
     else result.grad_norm = grad_norm(model_->module());

@@ -22,6 +22,7 @@
 
 #include "sheaf/autograd/program.h"
 #include "sheaf/core/gpu.h"
+#include "sheaf/distributed/pipeline.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/language_model.h"
@@ -82,6 +83,7 @@ class TrainingStep {
   World& world_;
   Device device_;
   Mesh mesh_;
+  std::vector<Turn> turns_;  // of a step
   std::unique_ptr<LanguageModel> model_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<StepInputs> inputs_;

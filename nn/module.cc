@@ -6,6 +6,7 @@
 #include <typeinfo>
 #include <unordered_set>
 
+#include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit.h"
 #include "sheaf/nn/unit_mark.h"
 
@@ -25,10 +26,23 @@ ModuleScope::ModuleScope(Module& module) : path_(module.path_), module_(&module)
   if (previous_ && previous_->listed_ && !module.listed_)
     fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->type_name(), " '", previous_->path(),
                         "' is not listed in its SHEAF_FIELDS (or was added after materialize())");
+  in_stage_ = module.unit_ && module.unit_->stage_axis() >= 0;
   if (module.unit_) module.unit_->enter();
   else if (module.schedule_) module.schedule_->enter_scope();
   current_module = &module;
   if (module.recompute_) recompute_.emplace();
+}
+
+bool ModuleScope::is_on_another_stage(const Tensor& t) const {
+  if (!t.layout().mesh()) return false;
+  const Placement& p = t.layout()[module_->unit_->stage_axis()];
+  return p.is_single() && p.map().owner() != module_->unit_->stage();
+}
+
+void ModuleScope::move_to_stage(Tensor& t) const {
+  const int axis = module_->unit_->stage_axis();
+  if (is_on_another_stage(t))
+    t = redistribute(t, t.layout().with(axis, Placement::on(module_->unit_->stage())));
 }
 
 ModuleScope::~ModuleScope() {

@@ -26,6 +26,7 @@
 #pragma once
 
 #include <array>
+#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -75,7 +76,41 @@ class ModuleScope {
   /// The innermost module whose scope is open on this thread, or null.
   static Module* current();
 
+  /// An argument of the module's call, where the module is: a Tensor, or a struct that shows its own (for_each_tensor), that
+  /// is on another stage of a pipeline is moved to the module's (ShardOptions::stage_axis); as one, if the struct can join() them.
+  /// Others pass.
+  template <class T>
+  decltype(auto) arrive(T&& argument) {
+    constexpr bool has_tensors = requires(std::remove_cvref_t<T>& v) { v.for_each_tensor([](Tensor&) {}); };
+    if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor> && std::is_lvalue_reference_v<T>) {
+      return arrive(std::as_const(argument));
+    } else if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor>) {
+      if (in_stage_) move_to_stage(argument);
+      return std::forward<T>(argument);
+    } else if constexpr (has_tensors) {
+      std::remove_cvref_t<T> moved = std::forward<T>(argument);
+      bool comes = false;
+      if (in_stage_) moved.for_each_tensor([&](Tensor& t) { comes = comes || is_on_another_stage(t); });
+      if (comes) {
+        if constexpr (requires { moved.join(); }) moved.join();
+        moved.for_each_tensor([this](Tensor& t) { move_to_stage(t); });
+      }
+      return moved;
+    } else {
+      return std::forward<T>(argument);
+    }
+  }
+  const Tensor& arrive(const Tensor& argument) {
+    if (!in_stage_) return argument;
+    move_to_stage(arrived_.emplace_back(argument));
+    return arrived_.back();
+  }
+
  private:
+  bool is_on_another_stage(const Tensor& t) const;
+  void move_to_stage(Tensor& t) const;
+  bool in_stage_ = false;
+  std::list<Tensor> arrived_;
   PathScope path_;
   Module* module_;
   Module* previous_;
@@ -209,10 +244,10 @@ M clone(M& source, Args&&... args) {
   }                                                                                     \
   template <class... SheafArgs>                                                         \
   decltype(auto) operator()(SheafArgs&&... sheaf_args) {                                \
-    const ::sheaf::nn::ModuleScope sheaf_scope(*this);                                  \
+    ::sheaf::nn::ModuleScope sheaf_scope(*this);                                        \
     /* `forward` is looked up when this is called: the module may have none. */         \
     return [&](auto& sheaf_self) -> decltype(auto) {                                    \
-      return sheaf_self.forward(std::forward<SheafArgs>(sheaf_args)...);                \
+      return sheaf_self.forward(sheaf_scope.arrive(std::forward<SheafArgs>(sheaf_args))...); \
     }(*this);                                                                           \
   }                                                                                     \
   static_assert(true)

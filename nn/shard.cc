@@ -99,6 +99,49 @@ void mark_experts(nn::Module& module, const nn::Module::UnitMark& mark) {
 
 }  // namespace
 
+namespace {
+
+/// Modules marked with `mark`, or with experts' marks below them, get one that says where they are.
+void mark_stages(nn::Module& module, const ShardOptions& options, const std::shared_ptr<const nn::Module::UnitMark>& mark,
+                 int axis) {
+  const int stages = mark->mesh->size(axis);
+  const auto modules = module.named_modules();
+  const auto is_unit = [&](nn::Module* m) { return nn::ModuleAccess::mark(*m) == mark && m != &module; };
+  const auto count = std::ranges::count_if(modules, [&](const auto& m) { return is_unit(m.second); });
+  if (count < stages)
+    fail<ConfigError>("[shard] ", count, " units cannot be the ", stages, " stages of axis '", mark->mesh->name(axis), "'");
+  std::vector<int> used(static_cast<size_t>(stages), 0);
+  int64_t index = 0;
+  std::vector<std::pair<std::string, int>> placed;  // paths of units and their stages
+  for (const auto& [path, m] : modules) {
+    const auto own = nn::ModuleAccess::mark(*m);
+    if (!own || m == &module) continue;
+    int stage = -1;
+    if (own == mark) {
+      stage = options.stage_of ? options.stage_of(*m, path) : static_cast<int>(index++ * stages / count);
+      if (stage < -1 || stage >= stages)
+        fail<ConfigError>("[shard] '", path, "' is in stage ", stage, " of ", stages, " along axis '", mark->mesh->name(axis), "'");
+    }
+    for (const auto& [outer, of_outer] : placed) {
+      if (!path.starts_with(outer + ".")) continue;
+      if (own == mark && stage != of_outer)
+        fail<ConfigError>("[shard] '", path, "' is in stage ", stage, ", '", outer, "' around it in stage ", of_outer);
+      stage = of_outer;
+    }
+    placed.emplace_back(path, stage);
+    if (stage < 0) continue;
+    ++used[static_cast<size_t>(stage)];
+    nn::Module::UnitMark there = *own;
+    there.stage_axis = axis;
+    there.stage = stage;
+    nn::ModuleAccess::mark(*m) = std::make_shared<const nn::Module::UnitMark>(there);
+  }
+  if (const auto empty = std::ranges::find(used, 0); empty != used.end())
+    fail<ConfigError>("[shard] no unit is in stage ", empty - used.begin(), " of axis '", mark->mesh->name(axis), "'");
+}
+
+}  // namespace
+
 void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   using nn::ModuleAccess;
   if (ModuleAccess::mark(module))
@@ -130,6 +173,12 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const int experts = mesh.spec && !options.expert_axis.empty() ? mesh.spec->axis(options.expert_axis) : -1;
   if (experts >= 0 && (experts == replicas || experts == mark.tensor_axis || experts == context))
     fail<ConfigError>("[shard] axis '", options.expert_axis, "' cannot be the expert axis as well");
+  const int stages = mesh.spec && !options.stage_axis.empty() ? mesh.spec->axis(options.stage_axis) : -1;
+  if (stages >= 0 && (stages == mark.axis || stages == replicas || stages == mark.tensor_axis || stages == context || stages == experts))
+    fail<ConfigError>("[shard] axis '", options.stage_axis, "' cannot be the stage axis as well");
+  if (stages >= 0 && !mesh.spec->is_chain(stages))
+    fail<ConfigError>("[shard] axis '", options.stage_axis, "' of mesh ", mesh.spec->to_string(), " is no chain: its neighbours have "
+                      "no links (MeshSpec::Axis::chain)");
   // The first of these axes along which what is sharded over `axis` is replicated.
   const auto replicating_beside = [&](int axis, std::initializer_list<int> axes) {
     for (const int a : axes)
@@ -144,11 +193,12 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
     fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
   mark.secondary_axis = options.secondary ? replicating : -1;
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
-    if (a != mark.axis && a != replicas && a != context && a != experts && a != mark.tensor_axis && mesh.spec->size(a) > 1)
+    if (a != mark.axis && a != replicas && a != context && a != experts && a != mark.tensor_axis && a != stages &&
+        mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
                         mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
                         "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
-                        "ShardOptions::expert_axis");
+                        "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
   const std::vector<int> cutting = mark.tensor_axis < 0 ? std::vector<int>{} : std::vector<int>{mark.tensor_axis};
   if (context >= 0)
     for (const auto& [path, layer] : module.named_modules())
@@ -165,6 +215,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);
   marker.finish();
+  if (stages >= 0) mark_stages(module, options, shared, stages);
   ModuleAccess::mark(module) = shared;
 }
 

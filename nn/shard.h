@@ -93,6 +93,11 @@ struct ShardOptions {
   /// `axis` itself. Experts are then sharded over another axis, along which gradients are sums: the context axis, or one that
   /// is not named otherwise, of size 1 if need be. "": none.
   std::string expert_axis = "";
+  /// A chain of the mesh (MeshSpec::Axis::chain) along which units lie one after another, as stages of a pipeline; what is in no
+  /// stage is replicated there. A unit's module moves what it is called with to its stage. "": none.
+  std::string stage_axis = "";
+  /// The stage of a unit's module, or -1 for none. Absent: the units in their order, as many for each stage.
+  std::function<int(const nn::Module& module, const std::string& path)> stage_of = {};
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root

@@ -108,6 +108,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"sharding.experts", &s.experts, "ranks that share the experts of mixtures (expert parallelism)", any, 1, 1e6},
       {"sharding.context", &s.context, "ranks that share each sequence and, in attention, its heads (context parallelism)", any, 1,
        1e6},
+      {"sharding.pipeline", &s.pipeline, "stages of consecutive blocks through which micro-batches go (pipeline parallelism)", any, 1,
+       1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},

@@ -34,14 +34,20 @@ struct Contiguous {
 struct StoreInto {
   static constexpr const char* kName = "store";
   using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
+  static void execute(const Attrs&, Execute& c) {
+    if (c.input_type(0).layout.is_elsewhere()) SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0);
+    else SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0));
+  }
 };
 
 struct AddInto {  // inputs: the addend, the memory; the output lies in the memory
   static constexpr const char* kName = "add_into";
   static constexpr bool kOfUnits = true;
   using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), add_into, c.output(0), c.input(0)); }
+  static void execute(const Attrs&, Execute& c) {
+    const Stream stream = c.stream();
+    if (!c.input_type(0).layout.is_elsewhere()) SHEAF_ON_DEVICE(stream, add_into, c.output(0), c.input(0));
+  }
 };
 
 }  // namespace

@@ -25,6 +25,7 @@ int changed_axis(const Layout& from, const Layout& to) {
 // What a later axis cuts is therefore put together before an earlier one changes its cut of the same dimension, and cut again
 // behind.
 bool meet(const Placement& p, const Placement& q) {
+  if (p.is_single() || q.is_single()) return false;
   return p.is_shard() && q.is_shard() && (p.map().is_flat() || q.map().is_flat() || p.map().dim() == q.map().dim());
 }
 
@@ -91,7 +92,7 @@ Cut cut_of(const Type& type, int axis, const Placement& p) {
   Cut cut;
   const int n = type.layout.mesh()->size(axis);
   for (int r = 0; r < n; ++r) cut.owned.push_back(p.map().owned_intervals(r, n, shape));
-  cut.flat = p.map().is_flat();
+  cut.flat = p.map().is_flat() || p.map().is_single();
   if (cut.flat) return cut;
   cut.dim = p.map().dim();
   cut.contiguous = !p.map().is_scattered();
@@ -214,6 +215,7 @@ struct RedistributeOp {
     if (m.from == Kind::shard && m.to == Kind::partial) {
       if (meta) return;
       const Cut cut = cut_of(from, m.axis, from.layout[m.axis]);
+      if (from.layout[m.axis].is_single()) return cut.elements(me) > 0 ? copy(in, out) : fill(out, 0);
       fill(out, 0);
       return unpack(copy, in, cut.flat ? flattened(out) : out, cut.dim, cut.owned[me]);
     }
@@ -319,13 +321,7 @@ struct RedistributeOp {
     cut.row = 1;
   }
 
-  static void vjp(const Attrs&, Vjp& c) {  // Law A
-    const Type& from = c.input_type(0);
-    if (!from.layout.mesh()) {  // a constant of no mesh is Replicate: its gradient is Partial
-      return c.set(0, redistribute(c.grad(), Layout(c.output_type(0).layout.mesh(), Placement::partial())));
-    }
-    c.set(0, redistribute(c.grad(), from.layout.dual()));
-  }
+  static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
@@ -357,13 +353,29 @@ struct Slice : RedistributeOp {
 
 }  // namespace
 
-bool is_redistribute(const OpDef* op) { return op == &op_def<RedistributeOp>() || op == &op_def<Slice>(); }
+bool is_redistribute(const OpDef* op) {
+  return op == &op_def<RedistributeOp>() || op == &op_def<Slice>() || op == &send_op();
+}
+
+void detail::adjoint_of_redistribution(Vjp& c) {
+  const Type& from = c.input_type(0);
+  if (!from.layout.mesh()) {  // a constant of no mesh is Replicate: its gradient is Partial
+    return c.set(0, redistribute(c.grad(), Layout(c.output_type(0).layout.mesh(), Placement::partial())));
+  }
+  // What one rank adds to a parameter's gradient goes to its place there at once (store_into).
+  const MeshSpec& mesh = *from.layout.mesh();
+  bool of_one = true;
+  for (int a = 0; a < mesh.num_axes(); ++a)
+    of_one = of_one && (c.grad().layout()[a] == from.layout[a].dual() || (from.layout[a].is_replicate() && c.grad().layout()[a].is_single()));
+  c.set(0, of_one && c.into(0, /*may_add=*/true).to ? c.grad() : redistribute(c.grad(), from.layout.dual()));
+}
 
 std::string redistribution_name(const Layout& from, const Layout& to) {
   const Move m = move_of(from, to);
   if (RedistributeOp::relabels(m)) return "nothing";
   if (is_whole(m.from)) return m.to == Kind::shard ? "slice" : "keep_on_one";
   if (m.from == Kind::partial) return m.to == Kind::shard ? "reduce_scatter" : "all_reduce";
+  if (is_send(*to.mesh(), m.axis, from[m.axis], to[m.axis])) return "send";
   return m.to == Kind::partial ? "zero_embed" : m.to == Kind::shard ? "all_to_all" : "all_gather";
 }
 
@@ -379,7 +391,7 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     fail<PlacementError>("[redistribute] ", x.type(), " is on mesh ", x.layout().mesh()->to_string(), ", not ",
                          to.mesh()->to_string());
   for (int axis = 0; axis < to.num_axes(); ++axis)  // of one rank, too, where nothing is cut
-    if (const int dim = to[axis].map().dim(); to[axis].is_shard() && !to[axis].map().is_flat() && (dim < 0 || dim >= x.rank()))
+    if (const int dim = to[axis].map().dim(); to[axis].is_shard() && !to[axis].map().is_flat() && !to[axis].is_single() && (dim < 0 || dim >= x.rank()))
       fail<PlacementError>("[redistribute] ", x.type(), " has no dimension ", dim, " to cut over mesh axis ",
                            to.mesh()->name(axis), ", rank ", RankContext::current().rank);
   to.local_shape(x.shape());  // throws, before anything is sent, if a cut does not fit
@@ -390,6 +402,14 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     const RedistributeOp::Attrs attrs{next, m.axis};
     const bool views = RedistributeOp::relabels(m) || (is_whole(m.from) && m.to == Kind::shard);
     const OutputSpec spec{{y.dtype(), y.shape(), next}, {}, -1, 0};
+    if (!views && is_send(*next.mesh(), m.axis, have[m.axis], next[m.axis])) {
+      const SendAttrs way{next, m.axis};
+      const Tensor x = contiguous(y);
+      y = apply_typed(send_op(), &way, std::span(&x, 1), std::span(&spec, 1))[0];
+      if (next.is_elsewhere() && !have.is_elsewhere()) lend_until_sent(x, y, m.axis);
+      have = next;
+      return;
+    }
     y = apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&y, 1), std::span(&spec, 1))[0];
     have = next;
   };
@@ -397,7 +417,9 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     const Placement& from = have[axis];
     const bool flat_and_inner = from.is_shard() && p.is_shard() &&
                                 (from.map().is_flat() ? p.map().dim() > 0 : p.map().is_flat() && from.map().dim() > 0);
-    if (flat_and_inner) step(have.with(axis, Placement::replicate()));  // no rank slice is one run: by way of R
+    const bool to_or_from_one = from.is_shard() && p.is_shard() && !(from == p) && (from.is_single() || p.is_single()) &&
+                                !is_send(*to.mesh(), axis, from, p);
+    if (flat_and_inner || to_or_from_one) step(have.with(axis, Placement::replicate()));  // no rank slice is one run: by way of R
     step(have.with(axis, p));
   };
   const auto arrange = [&](int axis) {

@@ -8,11 +8,29 @@
 namespace sheaf {
 
 bool is_redistribute(const OpDef* op);
-/// What a redistribution does: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "zero_embed",
+/// What a redistribution does: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "slice", "zero_embed",
 /// "keep_on_one", "nothing".
 std::string redistribution_name(const Layout& from, const Layout& to);
 /// Whether a value that is whole on mesh axis `axis` can be cut there by `p` without communication: not if a later axis
 /// cuts the same dimension already, for axes cut a dimension in their order.
 bool can_slice(const Layout& l, int axis, const Placement& p);
+
+/// From one rank of a chain to its neighbour; see send.cc.
+const OpDef& send_op();
+struct SendAttrs {
+  Layout to;
+  int32_t axis;
+  bool operator==(const SendAttrs&) const = default;
+};
+/// Whether a value moves from one placement to the other between neighbours alone.
+bool is_send(const MeshSpec& mesh, int axis, const Placement& from, const Placement& to);
+/// On the rank that sends: `sent` is what send_op() made of `x`, which the lane reads until the next send of the same way, or
+/// until the recording's last backward is done. Outside of a recording it is waited for.
+void lend_until_sent(const Tensor& x, const Tensor& sent, int axis);
+
+namespace detail {
+/// Law A.
+void adjoint_of_redistribution(Vjp& c);
+}  // namespace detail
 
 }  // namespace sheaf

@@ -11,6 +11,16 @@ namespace sheaf::nn {
 struct Residual {
   Tensor x;
   Tensor branch = {};  ///< undefined at the start of the stream
+  template <class F>
+  void for_each_tensor(F&& f) {
+    f(x);
+    if (branch) f(branch);
+  }
+  /// On its way to another stage the stream is one tensor.
+  void join() {
+    if (branch) x = add(x, branch);
+    branch = {};
+  }
 };
 
 struct LayerNormOptions {

@@ -1,0 +1,22 @@
+// Out of a pipeline: what its last stage has computed, where other stages can have it.
+#pragma once
+
+#include "sheaf/autograd/ops.h"
+
+namespace sheaf::nn {
+
+/// x on every axis of whose ranks it is on one, placed as `p` instead: Partial, an addend of 0 elsewhere, moves no byte; whole
+/// is sent to all.
+inline Tensor off_stages(const Tensor& x, const Placement& p) {
+  Layout to = x.layout();
+  for (int a = 0; a < to.num_axes(); ++a)
+    if (to[a].is_single()) to[a] = p;
+  return redistribute(x, to);
+}
+
+/// A loss of one stage as that of all: the sum over the stages. Others can be added that other stages have.
+inline Tensor sum_over_stages(const Tensor& x) { return off_stages(x, Placement::partial()); }
+/// Logits of one stage on all of them.
+inline Tensor to_all_stages(const Tensor& x) { return off_stages(x, Placement::replicate()); }
+
+}  // namespace sheaf::nn
