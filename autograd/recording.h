@@ -132,6 +132,7 @@ class Recording {
   Phase phase() const { return phase_; }
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
   bool in_backward() const { return phase_ == Phase::backward; }
+  bool in_recompute_scope() const { return in_region_; }
   bool last_micro_batch() const { return last_micro_batch_; }  ///< of the backward under way
 
  private:

@@ -70,7 +70,7 @@ void Unit::open() {
 }
 
 Tensor Unit::value(int index) {
-  const Recording* r = Recording::current();
+  Recording* r = Recording::current();
   const bool usable = state_ == State::open && recording_ == (r ? r->serial() : 0);
   if (!usable || !values_[index]) {
     open();
@@ -79,6 +79,8 @@ Tensor Unit::value(int index) {
       opened_in_reverse_ = r && r->in_backward();
       if (!opened_in_reverse_) schedule_->close_with_scope(*this);
     }
+  } else if (depth_ == 0 && r) {
+    r->use_group(this);  // no scope told it: another micro-batch may have opened the unit
   }
   return values_[index];
 }

@@ -39,10 +39,12 @@ bool ModuleScope::is_on_another_stage(const Tensor& t) const {
   return p.is_single() && p.map().owner() != module_->unit_->stage();
 }
 
-void ModuleScope::move_to_stage(Tensor& t) const {
-  const int axis = module_->unit_->stage_axis();
-  if (is_on_another_stage(t))
-    t = redistribute(t, t.layout().with(axis, Placement::on(module_->unit_->stage())));
+void ModuleScope::move_to_stage(Tensor& t) {
+  if (!is_on_another_stage(t)) return;
+  const bool recomputes = recompute_.has_value();
+  recompute_.reset();  // it has come to nothing yet: what is sent is not sent again in the backward
+  t = redistribute(t, t.layout().with(module_->unit_->stage_axis(), Placement::on(module_->unit_->stage())));
+  if (recomputes) recompute_.emplace();
 }
 
 ModuleScope::~ModuleScope() {

@@ -108,7 +108,7 @@ class ModuleScope {
 
  private:
   bool is_on_another_stage(const Tensor& t) const;
-  void move_to_stage(Tensor& t) const;
+  void move_to_stage(Tensor& t);
   bool in_stage_ = false;
   std::list<Tensor> arrived_;
   PathScope path_;

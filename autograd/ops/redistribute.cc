@@ -403,6 +403,10 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     const bool views = RedistributeOp::relabels(m) || (is_whole(m.from) && m.to == Kind::shard);
     const OutputSpec spec{{y.dtype(), y.shape(), next}, {}, -1, 0};
     if (!views && is_send(*next.mesh(), m.axis, have[m.axis], next[m.axis])) {
+      if (const Recording* r = Recording::current(); r && r->in_recompute_scope())
+        fail<PlacementError>("[send] ", path_label(PathScope::current()), ": ", y.type(), " goes to ", next.to_string(),
+                             " inside of a RecomputeScope: the backward would send it again, when the other stage is elsewhere. ",
+                             "Recompute the modules of a stage, not what holds several");
       const SendAttrs way{next, m.axis};
       const Tensor x = contiguous(y);
       y = apply_typed(send_op(), &way, std::span(&x, 1), std::span(&spec, 1))[0];
