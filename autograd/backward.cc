@@ -3,6 +3,7 @@
 
 #include "sheaf/autograd/apply_again.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
@@ -274,13 +275,6 @@ void Recording::expect_reducible(NodeId node, ValueId parameter, const Layout& g
                        "mesh: shard(model, mesh)");
 }
 
-// Whether a gradient of layout `g` can be added where `want` is asked for: into a slot also what one rank has of a sum.
-static bool is_addend(const Layout& g, const Layout& want, bool to_slot) {
-  for (int a = 0; a < g.num_axes(); ++a)
-    if (!(g[a] == want[a]) && !(to_slot && want[a].is_partial() && g[a].is_single())) return false;
-  return g.mesh() == want.mesh();
-}
-
 void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const Type& primal = tape_.type(v);
   // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
@@ -294,7 +288,8 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
     g = redistribute(g, l);
   }
   const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
-                    (!primal.layout.mesh() || !g.layout().mesh() || is_addend(g.layout(), primal.layout.dual(), to_slot));
+                    (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual() ||
+                     (to_slot && adds_up_to(g.layout(), primal.layout.dual())));
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", PathScope::current(), ": gradient ", g.type(),
                          " is not the dual of its value ", primal);

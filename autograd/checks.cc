@@ -162,9 +162,9 @@ std::vector<Finding> check_cotangents(const Tape& tape) {
     const Type& g = tape.type(gradient);
     const Type& p = tape.type(primal);
     const bool both = p.layout.mesh() && g.layout.mesh();  // a constant of no mesh fits every layout
-    // A gradient of a narrow leaf may be f32: then its slot is, too.
+    // A gradient of a narrow leaf may be f32: then its slot is, too. What one rank has of it is added to the slot as it is.
     const bool wide = is_wide_of(g.dtype, p.dtype);
-    if ((g.dtype != p.dtype && !wide) || !(g.shape == p.shape) || (both && !(g.layout == p.layout.dual())))
+    if ((g.dtype != p.dtype && !wide) || !(g.shape == p.shape) || (both && !adds_up_to(g.layout, p.layout.dual())))
       report(out, tape.value(gradient).producer, "%", gradient, " ", g, " is a gradient of %", primal, " ", p,
              " but not of its dual type ", p.dual());
   }

@@ -116,7 +116,7 @@ std::string fix_for(const Place& p, int axis, const MeshSpec* mesh) {
                  ")) for x = input ", i);
   fail<PlacementError>("[", op.name, "] ", PathScope::current().empty() ? "" : PathScope::current() + ": ", "on mesh axis ",
                        mesh->name(axis), " rank ", RankContext::current().rank, " has ", have, " (", types,
-                       "); what is computed together is on one rank of the axis; communication is never implied: write ", fix);
+                       "); accepted: Shard(on k) with the same, or with Replicate; communication is never implied: write ", fix);
 }
 
 void rules_of(const OpDef& op, const void* attrs, Place& p, size_t outputs) {

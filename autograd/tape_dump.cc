@@ -53,7 +53,8 @@ int64_t received_bytes(const Tape& tape, const Transfer& t) {
   const std::vector<int> at = coordinates_on(mesh);
   const int64_t n = mesh->size(t.axis), size = static_cast<int64_t>(size_of(to.dtype));
   const int64_t had = local_elements(from, at), has = local_elements(to, at);
-  if (t.name == "all_gather" || t.name == "send") return (has - had) * size;
+  if (t.name == "send") return std::max<int64_t>(0, has - had) * size;
+  if (t.name == "all_gather") return (has - had) * size;
   if (t.name == "reduce_scatter") return has * (n - 1) * size;
   if (t.name == "all_to_all") return (has - shared_elements(from, to, t.axis, at)) * size;
   // all_reduce: small ones go whole to every rank, others as a reduce_scatter and an all_gather of even slices.

@@ -1,8 +1,10 @@
 #include "sheaf/distributed/keep_within.h"
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
+#include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/passes/keep_gathered.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
@@ -30,6 +32,22 @@ std::vector<Regather> choose(const Program& plain, const std::vector<Regather>& 
   }
 }
 
+// Collectives have to stay alike: what all chose of those ranks that issue the same ones, as the ranks of one stage do.
+std::vector<uint8_t> agree(std::vector<uint8_t> mine, uint64_t collectives, Communicator& all) {
+  const auto ranks = static_cast<size_t>(all.size());
+  const int64_t header[] = {static_cast<int64_t>(collectives), std::ssize(mine)};
+  std::vector<int64_t> headers(2 * ranks), sizes;
+  all.all_gather(header, headers.data(), std::vector<int64_t>(ranks, 2), kI64, "keep_within").sync();
+  for (size_t r = 0; r < ranks; ++r) sizes.push_back(headers[2 * r + 1]);
+  std::vector<uint8_t> chosen(static_cast<size_t>(std::reduce(sizes.begin(), sizes.end())));
+  all.all_gather(mine.data(), chosen.data(), sizes, kU8, "keep_within").sync();
+  const uint8_t* at = chosen.data();
+  for (size_t r = 0; r < ranks; at += sizes[r++])
+    if (headers[2 * r] == header[0] && sizes[r] == header[1])
+      for (size_t i = 0; i < mine.size(); ++i) mine[i] = mine[i] && at[i];
+  return mine;
+}
+
 }  // namespace
 
 std::function<Program(const Program&)> keep_within(int64_t bytes, World& world, Device device) {
@@ -37,11 +55,9 @@ std::function<Program(const Program&)> keep_within(int64_t bytes, World& world, 
     const std::vector<Regather> all = regathers(plain.tape());
     const int64_t room = bytes - RankContext::current().memory(device)->stats().live;
     const std::vector<Regather> mine = choose(plain, all, room);
-    // Collectives have to stay alike: what all ranks chose.
     std::vector<uint8_t> chosen;
     for (const Regather& r : all) chosen.push_back(std::ranges::find(mine, r) != mine.end());
-    if (world.size() > 1 && !all.empty())
-      world.communicator().all_reduce(chosen.data(), std::ssize(chosen), kU8, Reduction::min, "keep_within").sync();
+    if (world.size() > 1) chosen = agree(chosen, collective_hash(plain.tape()), world.communicator());
     std::vector<Regather> kept;
     for (size_t i = 0; i < all.size(); ++i)
       if (chosen[i]) kept.push_back(all[i]);

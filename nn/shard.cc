@@ -207,7 +207,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   if (experts >= 0) {
     nn::Module::UnitMark of_experts = mark;
     of_experts.tensor_axis = experts;
-    if (mark.axis == experts) of_experts.axis = axis_of_experts(*mesh.spec, experts, context, {replicas, mark.tensor_axis});
+    if (mark.axis == experts) of_experts.axis = axis_of_experts(*mesh.spec, experts, context, {replicas, mark.tensor_axis, stages});
     if (options.secondary) of_experts.secondary_axis = replicating_beside(of_experts.axis, {replicas, context});
     mark_experts(module, of_experts);
   }

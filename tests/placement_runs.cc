@@ -21,6 +21,7 @@ Placement placement_of(const std::string& token, const Shape& left, int ranks, C
     case 'R': return Placement::replicate();
     case 'P': return Placement::partial();
     case 'I': return Placement::invariant();
+    case 'O': return Placement::on(token == "O0" ? 0 : ranks - 1);
     case 'F': {
       const int64_t offset = uneven ? 2 : 0;
       return Placement::shard(OwnershipMap::flat((left.numel() + offset + ranks - 1) / ranks + (uneven ? 1 : 0), offset));
@@ -210,9 +211,16 @@ std::vector<Tokens> enumerate(const OpSample& sample) {
   const size_t n = sample.inputs.size();
   if (n == 0) return out;
   out.push_back(Tokens(n, "I"));
+  out.push_back(Tokens(n, "O"));
   if (n > 1) {
     Tokens mixed(n, "R");
     mixed[0] = "I";
+    out.push_back(mixed);
+    mixed[0] = "O";  // and what is on one rank goes with what all have, in either order, but not with what another has
+    out.push_back(mixed);
+    std::swap(mixed[0], mixed.back());
+    out.push_back(mixed);
+    mixed[0] = "O0";
     out.push_back(mixed);
   }
   return out;

@@ -362,12 +362,15 @@ void detail::adjoint_of_redistribution(Vjp& c) {
   if (!from.layout.mesh()) {  // a constant of no mesh is Replicate: its gradient is Partial
     return c.set(0, redistribute(c.grad(), Layout(c.output_type(0).layout.mesh(), Placement::partial())));
   }
-  // What one rank adds to a parameter's gradient goes to its place there at once (store_into).
-  const MeshSpec& mesh = *from.layout.mesh();
-  bool of_one = true;
-  for (int a = 0; a < mesh.num_axes(); ++a)
-    of_one = of_one && (c.grad().layout()[a] == from.layout[a].dual() || (from.layout[a].is_replicate() && c.grad().layout()[a].is_single()));
-  c.set(0, of_one && c.into(0, /*may_add=*/true).to ? c.grad() : redistribute(c.grad(), from.layout.dual()));
+  // What one rank adds to a parameter's gradient goes to its slot at once (store_into).
+  const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.into(0, /*may_add=*/true).to;
+  c.set(0, to_slot ? c.grad() : redistribute(c.grad(), from.layout.dual()));
+}
+
+bool adds_up_to(const Layout& g, const Layout& want) {
+  for (int a = 0; a < g.num_axes(); ++a)
+    if (!(g[a] == want[a]) && !(want[a].is_partial() && g[a].is_single())) return false;
+  return g.mesh() == want.mesh();
 }
 
 std::string redistribution_name(const Layout& from, const Layout& to) {

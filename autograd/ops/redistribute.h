@@ -28,6 +28,9 @@ bool is_send(const MeshSpec& mesh, int axis, const Placement& from, const Placem
 /// until the recording's last backward is done. Outside of a recording it is waited for.
 void lend_until_sent(const Tensor& x, const Tensor& sent, int axis);
 
+/// Whether gradients placed as `g` are addends of one placed as `want`: placed alike, or on one rank where `want` is Partial.
+bool adds_up_to(const Layout& g, const Layout& want);
+
 namespace detail {
 /// Law A.
 void adjoint_of_redistribution(Vjp& c);

@@ -22,8 +22,8 @@ Values integers(size_t n, const std::string& stream) {
   return v;
 }
 
-// Even and uneven cuts of every dimension, cuts of its parts, intervals with owners, flat cuts with and without an offset, and the three that do
-// not cut.
+// Even and uneven cuts of every dimension, cuts of its parts, intervals with owners, flat cuts with and without an offset, all on
+// one rank, and the three that do not cut.
 std::vector<Placement> placements(const Shape& shape, int ranks) {
   std::vector<Placement> out = {Placement::replicate(), Placement::partial(), Placement::invariant()};
   for (int d = 0; d < shape.rank(); ++d) {
@@ -41,6 +41,7 @@ std::vector<Placement> placements(const Shape& shape, int ranks) {
     out.push_back(Placement::shard(OwnershipMap::flat((n + ranks - 1) / ranks)));
     out.push_back(Placement::shard(OwnershipMap::flat(n / ranks + 3, 2)));
   }
+  for (int r = 0; r < ranks; ++r) out.push_back(Placement::on(r));
   return out;
 }
 
@@ -55,10 +56,20 @@ double pairing(const std::vector<LocalPart>& a, const std::vector<LocalPart>& b)
   return sum;
 }
 
-class Redistribute : public ::testing::TestWithParam<int> {};
+int64_t received(MeshRuntime& mesh, int ranks, bool chain) {
+  int64_t bytes = mesh.gather_lane(0).bytes_received();
+  const int me = mesh.coordinate(0);
+  for (const int other : {me - 1, me + 1})
+    if (chain && other >= 0 && other < ranks)
+      bytes += mesh.link(0, me, other).bytes_received() + mesh.link(0, other, me).bytes_received();
+  return bytes;
+}
+
+// Ranks, and whether they are a chain.
+class Redistribute : public ::testing::TestWithParam<std::tuple<int, bool>> {};
 
 TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
-  const int ranks = GetParam();
+  const auto [ranks, chain] = GetParam();
   for (const Shape& shape : {Shape{7, 5}, Shape{4, 1, 6}, Shape{12, 2}, Shape{3}, Shape{0, 4}, Shape{}}) {
     const std::vector<Placement> all = placements(shape, ranks);
     const auto n = static_cast<size_t>(shape.numel());
@@ -67,8 +78,9 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
     std::vector<Parts> pairs(all.size() * all.size());
     for (Parts& p : pairs)
       for (auto* v : {&p.x, &p.y, &p.w, &p.g}) v->resize(static_cast<size_t>(ranks));
-    run_local(ranks, [&](World& world) {
-      const MeshSpec* mesh = world.mesh({{"data", ranks}}).spec;
+    run_local(ranks, [&, ranks = ranks, chain = chain](World& world) {
+      const Mesh joined = world.mesh({{"data", ranks, chain}});
+      const MeshSpec* mesh = joined.spec;
       const auto rank = static_cast<size_t>(world.rank());
       const PoisonScope poison;
       int64_t foreseen = 0;
@@ -103,8 +115,7 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
           }
         }
       }
-      EXPECT_EQ(foreseen, world.mesh({{"data", ranks}}).runtime->gather_lane(0).bytes_received())
-          << "what tapes say is received, and what was";
+      EXPECT_EQ(foreseen, received(*joined.runtime, ranks, chain)) << "what tapes say is received, and what was";
     }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
     for (size_t from = 0; from < all.size(); ++from) {
       for (size_t to = 0; to < all.size(); ++to) {
@@ -122,12 +133,12 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
 
 // A transposed view lies in memory in another order than its elements count.
 TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
-  const int ranks = GetParam();
+  const auto [ranks, chain] = GetParam();
   const Shape shape{7, 5}, turned{5, 7};
   const std::vector<Placement> from = placements(turned, ranks), to = placements(shape, ranks);
   const Values x = integers(35, "x");
-  run_local(ranks, [&](World& world) {
-    const MeshSpec* mesh = world.mesh({{"data", ranks}}).spec;
+  run_local(ranks, [&, ranks = ranks, chain = chain](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", ranks, chain}}).spec;
     const PoisonScope poison;
     for (const Placement& p : from) {
       if (p.is_shard() && p.map().is_flat()) continue;  // has no dimensions to exchange
@@ -139,7 +150,7 @@ TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Range(1, 6));
+INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Combine(::testing::Range(1, 6), ::testing::Bool()));
 
 // What has an owner is one kind of cut, however it is written.
 TEST(Ownership, IntervalsGoToTheirOwners) {
@@ -175,6 +186,13 @@ TEST(Redistribute, SaysWhatItDoes) {
     EXPECT_EQ(name(s, p), "zero_embed");
     EXPECT_EQ(name(r, p), "keep_on_one");
     EXPECT_EQ(name(i, r), "nothing");
+    const Placement first = Placement::on(0), second = Placement::on(1);
+    EXPECT_EQ(name(r, first), "slice");
+    EXPECT_EQ(name(first, r), "all_gather");
+    EXPECT_EQ(name(first, p), "zero_embed");
+    EXPECT_EQ(name(p, second), "reduce_scatter");
+    const MeshSpec* chain = world.mesh({{"stage", 2, true}}).spec;
+    EXPECT_EQ(redistribution_name(Layout(chain, first), Layout(chain, second)), "send");
     const MeshSpec* one = world.mesh({{"data", 2}, {"model", 1}}).spec;
     EXPECT_EQ(redistribution_name(Layout(one, {r, s}), Layout(one, {r, r})), "nothing");
   });
@@ -189,7 +207,7 @@ TEST(Redistribute, CutsThatDoNotFitAreRefused) {
                                     OwnershipMap::even(2), OwnershipMap::even(-1), OwnershipMap::flat(6),
                                     OwnershipMap::parts(0, {4, 4}, 2), OwnershipMap::parts(2, {4, 3}, 1),
                                     OwnershipMap::by_owner(0, {4, 2}, {0, 1}), OwnershipMap::by_owner(0, {4, 3}, {0, 2}),
-                                    OwnershipMap::by_owner(0, {4, 3}, {-1, 0}), OwnershipMap::by_owner(2, {2}, {0})}) {
+                                    OwnershipMap::by_owner(0, {4, 3}, {-1, 0}), OwnershipMap::by_owner(2, {2}, {0}), OwnershipMap::on(2)}) {
       const Layout layout(mesh, Placement::shard(map));
       EXPECT_THROW(Tensor::empty({kF32, {7, 2}, layout}), PlacementError) << layout.to_string();
       const Tensor x = full_of({kF32, {7, 2}, Layout(mesh)}, 1.0);

@@ -316,7 +316,7 @@ TEST(Experts, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(2, c), HasSubstr("sharding.secondary needs several groups of ranks"));
   c = experts(2, "full_shard", 0, 2, 2);
   c.sharding.replicas = 2;
-  EXPECT_THAT(refusal(32, c), HasSubstr("at most 4 axes: replicas, data, experts, context and tensor are 5"));
+  EXPECT_THAT(refusal(32, c), HasSubstr("at most 4 axes: stages, replicas, data, experts, context and tensor are 5"));
 }
 
 }  // namespace

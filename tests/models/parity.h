@@ -84,12 +84,12 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
 /// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose
 /// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, whose axis "context" cuts sequences, and
 /// parameters if there is no axis "data", whose axis "expert" cuts experts, and the other parameters if "data" is one rank, and
-/// whose axis "model" cuts layers) with a unit for each block.
+/// whose axis "model" cuts layers, and whose chain "stage" has blocks one after another) with a unit for each block.
 std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {},
                                                       uint64_t seed = 5,
                                                       const models::ModelConfig& config = tiny_config().model);
 /// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "context" and "model", rows over
-/// the others.
+/// the others; of stages, tokens on the first and targets on the last.
 struct TinyBatch { Tensor tokens, targets; };
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});
 
@@ -127,8 +127,9 @@ struct Traffic { int64_t count = 0, bytes = 0; };
 std::map<std::string, Traffic> traffic(const Tape& tape);
 
 /// EXPECTs that the third step of `config` (with train.compile the fourth) takes the bytes of its plan on each of `world` local ranks, and that their tapes
-/// pass all checks.
-void expect_planned_tapes(const models::TrainConfig& config, int world);
+/// pass all checks (of a pipeline all but the collectives'). On every rank `inspect`, if given, gets its tape.
+void expect_planned_tapes(const models::TrainConfig& config, int world,
+                          const std::function<void(World&, const Tape&)>& inspect = {});
 
 /// EXPECTs that a model and its AdamW (or Muon), saved in `folder` by ranks on axes `from` after a step, go on alike, to 1e-12 in f64,
 /// on each of the meshes `to`.

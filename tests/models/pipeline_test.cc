@@ -1,0 +1,271 @@
+// Pipeline parallelism: a mesh axis whose ranks have blocks one after another. Gradients in f64; the bits of one rank, whatever the
+// stages and their schedule; what travels between neighbours, and the bytes of each stage.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/communicator.h"
+#include "sheaf/models/generate.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 6;
+
+// Five blocks, which two, three and four stages share unevenly.
+models::TrainConfig stages(int64_t count, const char* type = "untied llama", const char* strategy = "full_shard") {
+  models::TrainConfig c = tiny_config();
+  c.model = tiny_model(type, 2, 2);
+  c.model.layers = 5;
+  c.model.dropout = 0.2;
+  c.train.micro_batches = 4;
+  c.sharding.strategy = strategy;
+  c.sharding.pipeline = count;
+  return c;
+}
+
+constexpr bool kChain = true;
+
+class PipelineGradients : public ::testing::TestWithParam<std::tuple<Axes, std::string, std::string, int>> {};
+
+TEST_P(PipelineGradients, EqualUnshardedInF64) {
+  const auto& [axes, strategy, type, rows] = GetParam();
+  models::ModelConfig m = type == "mixture" ? tiny_mixture() : tiny_model(type, 4, 4);
+  m.layers = 5;
+  expect_gradients_of_one_rank(axes, strategy, rows, m);
+}
+
+std::string mesh_name(const ::testing::TestParamInfo<PipelineGradients::ParamType>& info) {
+  const auto& [axes, strategy, type, rows] = info.param;
+  std::string out = strategy + "_" + type;
+  std::ranges::replace(out, ' ', '_');
+  for (const auto& axis : axes) out += str("_", axis.name, axis.size);
+  return out + "_" + std::to_string(rows);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Meshes, PipelineGradients,
+    ::testing::Combine(::testing::Values(Axes{{"stage", 1, kChain}, {"data", 2}}, Axes{{"stage", 2, kChain}, {"data", 1}},
+                                         Axes{{"stage", 3, kChain}, {"data", 1}}, Axes{{"stage", 4, kChain}, {"data", 1}},
+                                         Axes{{"stage", 5, kChain}, {"data", 1}}, Axes{{"stage", 2, kChain}, {"data", 2}},
+                                         Axes{{"stage", 2, kChain}, {"data", 3}}, Axes{{"data", 2}, {"stage", 2, kChain}}),
+                       ::testing::Values("full_shard", "shard_grad_op", "zero1", "replicate"),
+                       ::testing::Values("gpt2", "llama", "untied llama"), ::testing::Values(7)),
+    mesh_name);
+INSTANTIATE_TEST_SUITE_P(
+    BesideOtherAxes, PipelineGradients,
+    ::testing::Combine(::testing::Values(Axes{{"stage", 2, kChain}, {"replica", 2}, {"data", 2}},
+                                         Axes{{"stage", 2, kChain}, {"secondary", 2}, {"data", 2}},
+                                         Axes{{"stage", 3, kChain}, {"data", 1}, {"model", 2}},
+                                         Axes{{"stage", 2, kChain}, {"data", 2}, {"context", 2}},
+                                         Axes{{"stage", 2, kChain}, {"data", 1}, {"context", 2}, {"model", 2}}),
+                       ::testing::Values("full_shard", "zero1"), ::testing::Values("gpt2", "untied llama"), ::testing::Values(3)),
+    mesh_name);
+INSTANTIATE_TEST_SUITE_P(
+    Mixtures, PipelineGradients,
+    ::testing::Combine(::testing::Values(Axes{{"stage", 3, kChain}, {"data", 1}}, Axes{{"stage", 2, kChain}, {"data", 2}},
+                                         Axes{{"stage", 2, kChain}, {"data", 1}, {"expert", 2}}),
+                       ::testing::Values("full_shard", "zero1"), ::testing::Values("mixture"), ::testing::Values(7)),
+    mesh_name);
+
+// Every parameter of an untied model is in one stage, but for the last norm, to which one stage alone contributes.
+TEST(Pipeline, HasTheBitsOfOneRank) {
+  for (const char* strategy : {"full_shard", "zero1"}) {
+    const TrainedRun expected = train_tiny(stages(1, "untied llama", strategy), 1, kSteps);
+    EXPECT_LT(expected.losses.back(), expected.losses.front());
+    for (int count : {2, 3, 4, 5}) {
+      SCOPED_TRACE(str(strategy, " ", count));
+      expect_same_bits(expected, train_tiny(stages(count, "untied llama", strategy), count, kSteps));
+    }
+  }
+}
+
+// A tied table has gradients of two stages, which are added in another order.
+TEST(Pipeline, TrainsATiedModelAsOneRankDoes) {
+  for (const char* type : {"gpt2", "llama"}) {
+    const TrainedRun expected = train_tiny(stages(1, type), 1, kSteps);
+    for (int count : {2, 5}) {
+      const TrainedRun actual = train_tiny(stages(count, type), count, kSteps);
+      EXPECT_LE(max_difference(expected.parameters, actual.parameters), 5e-5) << type << count;
+      for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 2e-5);
+    }
+  }
+}
+
+TEST(Pipeline, HasTheBitsOfItsDataParallelRanks) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+    const TrainedRun expected = train_tiny(stages(1, "untied llama", strategy), 2, kSteps);
+    expect_same_bits(expected, train_tiny(stages(2, "untied llama", strategy), 4, kSteps));
+    expect_same_bits(expected, train_tiny(stages(3, "untied llama", strategy), 6, kSteps));
+  }
+}
+
+TEST(Pipeline, PrefetchRecomputeAndProgramsChangeNoBit) {
+  const TrainedRun expected = train_tiny(stages(2), 4, kSteps);
+  const auto same_with = [&](auto&& change) {
+    models::TrainConfig c = stages(2);
+    change(c);
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+  };
+  same_with([](auto& c) { c.sharding.prefetch_bytes = 0; });
+  same_with([](auto& c) { c.sharding.prefetch_bytes = int64_t{1} << 30; });
+  same_with([](auto& c) { c.train.recompute = "block"; });
+  same_with([](auto& c) { c.train.recompute = "block", c.train.recompute_blocks = 3; });
+  same_with([](auto& c) { c.train.compile = true; });
+  same_with([](auto& c) { c.train.compile = true, c.train.recompute = "block"; });
+  same_with([](auto& c) { c.train.compile = true, c.sharding.memory_budget = int64_t{1} << 40; });
+}
+
+// Fewer micro-batches than stages, and many more.
+TEST(Pipeline, AnyNumberOfMicroBatchesWillDo) {
+  for (int64_t micro_batches : {1, 2, 7}) {
+    const auto config = [&](int64_t count) {
+      models::TrainConfig c = stages(count);
+      c.train.micro_batches = micro_batches;
+      return c;
+    };
+    expect_same_bits(train_tiny(config(1), 1, kSteps), train_tiny(config(3), 3, kSteps));
+  }
+}
+
+TEST(Pipeline, TrainsInBf16) {
+  models::TrainConfig c = stages(1);
+  c.train.dtype = "bf16";
+  const TrainedRun expected = train_tiny(c, 1, kSteps);
+  c.sharding.pipeline = 3;
+  const TrainedRun actual = train_tiny(c, 3, kSteps);
+  for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 1e-3) << "the stream between stages is bf16";
+}
+
+// What each rank issues on a communicator, by a name that ranks of other communicators do not use.
+class Calls {
+ public:
+  void add(World& world, const Tape& tape, const Axes& axes) {
+    const Mesh mesh = world.mesh(axes);
+    std::map<std::string, std::vector<std::string>> mine;
+    for (const PlannedCollective& c : collectives(tape)) {
+      std::string at;
+      for (const auto& axis : axes)
+        if (c.communicator.find(" " + axis.name + " ") == std::string::npos) at += str(" ", axis.name, "=", mesh.coordinate(axis.name));
+      mine[c.communicator + at].push_back(c.call);
+    }
+    std::lock_guard lock(mutex_);
+    for (const auto& [name, calls] : mine) {
+      const auto [it, first] = calls_.emplace(name, calls);
+      EXPECT_EQ(it->second, calls) << name;
+      ++ranks_[name];
+    }
+  }
+  std::map<std::string, int> ranks_;
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::vector<std::string>> calls_;
+};
+
+TEST(Pipeline, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
+    for (const auto& [count, world] : {std::pair{2, 2}, {3, 3}, {2, 4}, {5, 5}})
+      for (const char* type : {"gpt2", "untied llama"}) {
+        SCOPED_TRACE(str(strategy, " ", count, " ", world, " ", type));
+        Calls calls;
+        expect_planned_tapes(stages(count, type, strategy), world, [&, count = count, world = world](World& w, const Tape& tape) {
+          calls.add(w, tape, {{"stage", count, kChain}, {"data", world / count}});
+        });
+        for (const auto& [name, ranks] : calls.ranks_)
+          EXPECT_EQ(ranks, name.find(" to ") != std::string::npos ? 2 : name.find(" stage ") != std::string::npos ? count : world / count)
+              << name;
+      }
+  models::TrainConfig c = stages(2);
+  c.train.recompute = "block";
+  expect_planned_tapes(c, 4);
+  c.train.compile = true;
+  expect_planned_tapes(c, 4);
+  c = stages(2);
+  c.train.dtype = "bf16";
+  c.sharding.tensor = 2;
+  expect_planned_tapes(c, 4);
+}
+
+TEST(Pipeline, CheckpointsMoveBetweenMeshes) {
+  const ScratchFolder scratch;
+  const std::vector<Axes> meshes = {{{"data", 3}}, {{"stage", 2, kChain}, {"data", 1}}, {{"stage", 3, kChain}, {"data", 2}},
+                                    {{"stage", 5, kChain}, {"data", 1}}, {{"data", 1}, {"model", 2}}};
+  models::ModelConfig m = tiny_model("untied llama", 4, 2);
+  m.layers = 5;
+  for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, m);
+}
+
+TEST(Pipeline, GeneratesAndEvaluatesAsOneRankDoes) {
+  std::vector<int32_t> corpus;
+  for (int32_t i = 0; i < 200; ++i) corpus.push_back(i * i % 13);
+  const models::SequentialWindows windows(models::Tokens::from_ids(corpus, 13, "corpus"), 9, 0);
+  const auto outcome = [&](int count, int world) {
+    std::pair<std::vector<int32_t>, double> out;
+    train_tiny(stages(count), world, 0, [&](models::TrainingStep& step) {
+      const auto mine = models::generate(step.model(), {1, 2, 3}, 9, 13, {.tokens = 12, .temperature = 0});
+      const double loss = step.evaluate(windows);
+      if (step.world().rank() == world - 1) out = {mine, loss};
+    });
+    return out;
+  };
+  const auto expected = outcome(1, 1);
+  for (int count : {2, 3, 5}) EXPECT_EQ(outcome(count, count), expected) << count;
+}
+
+// Between neighbours a micro-batch is one tensor forward and its gradient back; nothing else goes along the axis but the last
+// norm's gradient, the norm of all gradients and the loss.
+TEST(Pipeline, WhatTravels) {
+  models::TrainConfig c = stages(3);
+  c.train.batch = 8;
+  const int64_t bytes = 2 * c.model.context * c.model.width * 4;  // of a micro-batch of two rows
+  for (int rank : {0, 1, 2}) {
+    auto moved = std::map<std::string, Traffic>();
+    const auto plan = models::plan_step(c, 13, rank, 3, 1, "local");
+    run_local(3, [&](World& w) {
+      w.mesh({{"stage", 3, kChain}, {"data", 1}});
+      if (w.rank() == rank) moved = traffic(plan.tape);
+    });
+    const int64_t neighbours = rank == 1 ? 2 : 1;
+    EXPECT_EQ(moved["send stage"].count, 2 * 4 * neighbours) << rank;
+    EXPECT_EQ(moved["send stage"].bytes, 4 * neighbours * bytes) << rank;
+    EXPECT_EQ(moved["all_reduce stage"].count, 1) << rank;
+    EXPECT_EQ(moved.size(), 2u) << rank;
+  }
+}
+
+// A stage holds its blocks' parameters and activations of as many micro-batches as there are stages from it on.
+TEST(Pipeline, AStageHoldsItsBlocks) {
+  models::TrainConfig c = stages(1, "untied llama", "replicate");
+  c.model.layers = 4;
+  c.model.width = 64, c.model.head_dim = 32;
+  c.train.batch = 64, c.train.micro_batches = 16;
+  const int64_t whole = models::plan_peaks(c, 13, 1, 1, "local")[0];
+  c.sharding.pipeline = 4;
+  const std::vector<int64_t> peaks = models::plan_peaks(c, 13, 4, 1, "local");
+  for (const int64_t peak : peaks) EXPECT_LT(peak, whole / 2);
+  EXPECT_GT(peaks[1], peaks[2]) << "activations of three micro-batches, and of two";
+}
+
+TEST(Pipeline, WhatCannotBeIsRefused) {
+  EXPECT_THAT(refusal(4, stages(3)), HasSubstr("sharding.pipeline 3: 4 ranks cannot be divided into groups of so many"));
+  EXPECT_THAT(refusal(6, stages(6)), HasSubstr("sharding.pipeline 6: the model has 5 blocks"));
+  models::TrainConfig c = stages(2);
+  c.sharding.units = "none";
+  EXPECT_THAT(refusal(2, c), HasSubstr("sharding.units none: the stages of sharding.pipeline 2 are of blocks"));
+  c = stages(2);
+  c.train.optimizer = "muon";
+  EXPECT_THAT(refusal(2, c), HasSubstr("train.optimizer muon"));
+}
+
+}  // namespace
+}  // namespace sheaf::testing
