@@ -10,7 +10,8 @@ namespace sheaf {
 void GatherSchedule::remove(Unit* unit) {
   std::erase(units_, unit);
   std::erase(in_flight_, unit);
-  for (auto& order : order_) order.clear();
+  alone_.clear();
+  orders_.clear();
   current_.clear();
   following_ = false;
 }
@@ -27,10 +28,25 @@ int64_t GatherSchedule::budget() const {
 void GatherSchedule::begin_pass() {
   if (Recording* r = Recording::current(); r && r->in_backward()) return;
   flush();
-  if (!current_.empty()) order_[recording_pass_] = std::move(current_);
+  if (!current_.empty() && recording_ == 0) {
+    alone_ = std::move(current_);
+  } else if (!current_.empty()) {
+    if (orders_.size() <= pass_) orders_.resize(pass_ + 1);
+    orders_[last_ = pass_] = std::move(current_);
+  }
   current_.clear();
-  recording_pass_ = Recording::current() != nullptr;
+  const Recording* r = Recording::current();
+  const uint64_t recording = r ? r->serial() : 0;
+  pass_ = recording == recording_ ? pass_ + 1 : 0;
+  recording_ = recording;
   following_ = true;
+}
+
+const std::vector<Unit*>& GatherSchedule::foreseen() const {
+  static const std::vector<Unit*> kNone;
+  if (recording_ == 0) return alone_;
+  if (pass_ < orders_.size() && !orders_[pass_].empty()) return orders_[pass_];
+  return orders_.empty() ? kNone : orders_[last_];
 }
 
 void GatherSchedule::enter_scope() {
@@ -77,7 +93,7 @@ void GatherSchedule::use(Unit& unit) {
   unit.take_back_lent();
   unit.state_ = State::open;
   if (Recording* r = Recording::current()) r->use_group(&unit);
-  const std::vector<Unit*>& order = order_[recording_pass_];
+  const std::vector<Unit*>& order = foreseen();
   following_ = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
   current_.push_back(&unit);
   if (!following_) return;
@@ -86,7 +102,7 @@ void GatherSchedule::use(Unit& unit) {
 }
 
 void GatherSchedule::prefetch() {
-  const std::vector<Unit*>& order = order_[recording_pass_];
+  const std::vector<Unit*>& order = foreseen();
   int64_t ahead = 0;
   for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
   size_t under_way = 0;  // they come next, in their order, but for what needs no gather
@@ -109,7 +125,7 @@ void GatherSchedule::prefetch() {
 
 // They cross slower links, once a step: issued a use or more before the unit's own gather, which then need not wait long.
 void GatherSchedule::prefetch_copies() {
-  const std::vector<Unit*>& order = order_[recording_pass_];
+  const std::vector<Unit*>& order = foreseen();
   int64_t ahead = 0;
   for (size_t i = current_.size(); i < order.size(); ++i) {
     Unit* next = order[i];

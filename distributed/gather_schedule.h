@@ -1,5 +1,5 @@
-// GatherSchedule: which unit is gathered when. Gathers follow the order that the previous pass recorded: when one is
-// used, the next ones of that order are issued as far as a byte budget allows, so that they travel while this one's
+// GatherSchedule: which unit is gathered when. Gathers follow the order of the same pass of the previous recording, or of the
+// pass before: when one is used, the next ones of that order are issued as far as a byte budget allows, so that they travel while this one's
 // layer computes. The decision is a pure function of the order and the budget: all ranks make the same.
 //
 // [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
@@ -51,16 +51,19 @@ class GatherSchedule {
 
  private:
   void begin_pass();
+  const std::vector<Unit*>& foreseen() const;
   void discard_pending(const Unit* except);
   void prefetch();
   void prefetch_copies();
 
   std::vector<Unit*> units_;
   std::vector<std::vector<Unit*>> scopes_;
-  std::vector<Unit*> order_[2];       // of the last whole pass, without and with a recording
+  std::vector<Unit*> alone_;                 // order of the last whole pass outside recordings
+  std::vector<std::vector<Unit*>> orders_;   // of the last recordings' passes, by their place: a stage of a pipeline does not do
+  size_t last_ = 0, pass_ = 0;               // the same in each. The last whole one, and the one under way
+  uint64_t recording_ = 0;                   // it is of; 0: of none
   std::vector<Unit*> current_;
-  bool recording_pass_ = false;
-  bool following_ = false;            // current_ agrees with order_ so far
+  bool following_ = false;                   // current_ agrees with foreseen() so far
   std::deque<Unit*> in_flight_;
   int64_t budget_;
   int64_t mispredicted_ = 0, peak_gathered_ = 0, peak_excess_ = 0;

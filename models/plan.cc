@@ -8,6 +8,21 @@
 #include "sheaf/nn/shard.h"
 
 namespace sheaf::models {
+namespace {
+
+// Of even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. Stages of a
+// pipeline hold different things, and are the first axis.
+std::vector<int> that_hold_most(const TrainConfig& config, int world) {
+  std::vector<int> ranks;
+  const int stages = static_cast<int>(config.sharding.pipeline);
+  for (int s = 0; s < stages; ++s) {
+    ranks.push_back(world / stages * s);
+    if (world > stages) ranks.push_back(world / stages * (s + 1) - 1);
+  }
+  return ranks;
+}
+
+}  // namespace
 
 TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, int threads, const std::string& comm,
                           Device device) {
@@ -17,8 +32,7 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
   TrainConfig fitted = config;
   fitted.train.recompute = "block";
   fitted.sharding.memory_budget = 0;
-  // Of even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. A program's
-  // steps come behind eager ones.
+  // A program's steps come behind eager ones.
   const auto peak = [&](int64_t blocks) {
     TrainConfig eager = fitted;
     eager.train.recompute_blocks = blocks;
@@ -26,7 +40,7 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
     eager.train.compile = false;
     int64_t most = 0;
     for (const TrainConfig& c : {eager, program})
-      for (const int rank : {0, world - 1})
+      for (const int rank : that_hold_most(c, world))
         most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak_bytes);
     return most;
   };
@@ -80,10 +94,9 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   if (!world.device().is_cpu()) return;  // a GPU's allocator says what is there
-  // Of uneven parts the last rank has the largest; the message is the same on all of them.
-  int64_t peak = 0;
+  int64_t peak = 0;  // of all ranks: the message is the same on all of them
   const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it
-  for (const int rank : {0, world.size() - 1}) {
+  for (const int rank : that_hold_most(config, world.size())) {
     const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), std::string(world.kind()));
     peak = std::max(peak, plan.peak_bytes + (copies ? plan.state_bytes : 0));
   }

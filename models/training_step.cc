@@ -141,11 +141,12 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
   if (config_.train.recompute == "block") {
-    // The first ones: when the reverse pass comes to them, what later ones had kept is gone.
+    // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
     const int64_t blocks = config_.train.recompute_blocks;
-    int64_t left = blocks < 0 ? config_.model.layers : blocks;
+    std::vector<int64_t> left(static_cast<size_t>(stages), blocks < 0 ? config_.model.layers : blocks);
     for (auto& [path, module] : model_->module().named_modules())
-      if (model_->is_block(*module) && left-- > 0) module->recompute();
+      if (model_->is_block(*module) && left[static_cast<size_t>(std::max(0, model_->stage_of(*module, stages)))]-- > 0)
+        module->recompute();
   } else {
     check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
                        ", not none or block (fit is a number of blocks once it is planned)");
@@ -202,7 +203,9 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
     const int64_t first = step * t.batch;
     Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
                          .capture_leaves = recorded && recorded->capture_leaves});
-    for (const auto [backward, micro] : turns_) {
+    // Collectives that are through before their call returns leave no room for several micro-batches under way.
+    const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();
+    for (const auto [backward, micro] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
       Tensor& part = parts[static_cast<size_t>(micro)];
       if (backward) {
         recording.backward(part, {.last_micro_batch = micro + 1 == t.micro_batches});

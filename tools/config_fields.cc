@@ -95,7 +95,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.recompute", &t.recompute,
        "what the backward computes again instead of keeping it: block by block; fit: as few as sharding.memory_budget asks for",
        {"none", "block", "fit"}},
-      {"train.recompute_blocks", &t.recompute_blocks, "with train.recompute block: the first so many; -1: all", any, -1},
+      {"train.recompute_blocks", &t.recompute_blocks, "with train.recompute block: the first so many, of each stage; -1: all", any, -1},
       {"train.compile", &t.compile, "run a recorded step again as a program: nothing is placed or allocated anew"},
       {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},

@@ -1,6 +1,6 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these, with units that a program keeps gathered, and with layers that the ranks of a
-// host share, against full_shard over all four. Ranks are threads of this process that receive from the other host no faster than over such
+// link between these, with units that a program keeps gathered, with a stage of the model on each host, and with layers that
+// the ranks of a host share, against full_shard over all four. Ranks are threads of this process that receive from the other host no faster than over such
 // a link; what they compute is the same, and so are the cores that they share, whatever the
 // strategy.
 #include <algorithm>
@@ -25,6 +25,8 @@ const Choice kChoices[] = {
     {"hybrid", {"--sharding.replicas=2"}},
     {"secondary", {"--sharding.replicas=2", "--sharding.secondary=true"}},
     {"hybrid-zero1", {"--sharding.strategy=zero1", "--sharding.replicas=2"}},
+    {"pipeline", {"--sharding.pipeline=2"}},
+    {"pipeline-zero1", {"--sharding.strategy=zero1", "--sharding.pipeline=2"}},
     {"tensor", {"--sharding.tensor=2"}},
     {"tensor-zero1", {"--sharding.strategy=zero1", "--sharding.tensor=2"}},
 };
@@ -36,7 +38,8 @@ struct Steps {
 
 // The axis that leads to the other host is the first; if it is the only one, a peer is on this one.
 double bytes_from_elsewhere(const Mesh& mesh) {
-  const int64_t bytes = mesh.runtime->gather_lane(0).bytes_received() + mesh.runtime->reduce_lane(0).bytes_received();
+  int64_t bytes = mesh.runtime->gather_lane(0).bytes_received() + mesh.runtime->reduce_lane(0).bytes_received();
+  if (mesh.spec->is_chain(0)) bytes += mesh.runtime->link(0, 0, 1).bytes_received() + mesh.runtime->link(0, 1, 0).bytes_received();
   const double there = mesh.spec->num_axes() > 1 ? 1 : static_cast<double>(kRanks - kRanksPerHost) / (kRanks - 1);
   return there * static_cast<double>(bytes);
 }
