@@ -19,7 +19,6 @@ struct Send {
   static constexpr const char* kName = "send";
   static constexpr OpKind kKind = OpKind::redistribute;
   static constexpr Lane kLane = Lane::gather;
-  static constexpr MemoryKind kMemory = MemoryKind::landing;
   using Attrs = SendAttrs;
 
   static void execute(const Attrs& a, Execute& c) {
@@ -28,11 +27,11 @@ struct Send {
     const int from = c.input_type(0).layout[a.axis].map().owner(), to = a.to[a.axis].map().owner();
     Communicator& link = runtime->link(a.axis, from, to);
     if (c.device().is_meta() && link.kind() != "simulated") return;
+    c.stream();  // the lane's calls go behind it
     const bool sends = RankContext::current().coordinate(a.to.mesh(), a.axis) == from;
     const int64_t elements = (sends ? c.input(0) : c.output(0)).numel();
     int64_t send_counts[] = {0, 0}, recv_counts[] = {0, 0};
     (sends ? send_counts : recv_counts)[sends ? to > from : to < from] = elements;
-    c.stream();
     // Who gets nothing has an address, too: it tells the lane whose memory the ranks exchange.
     void* const here = sends ? c.input(0).data : c.output(0).data;
     c.completes_with(link.all_to_all(here, send_counts, here, recv_counts, c.output_type(0).dtype, PathScope::current()));

@@ -60,7 +60,7 @@ int calls = 0;
 
 int cuts(const Type& type) {
   int n = 0;
-  for (int a = 0; a < type.layout.num_axes(); ++a) n += type.layout[a].is_shard();
+  for (int a = 0; a < type.layout.num_axes(); ++a) n += type.layout[a].is_shard() && !type.layout[a].is_single();
   return n;
 }
 

@@ -169,6 +169,32 @@ TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
   }
 }
 
+// Ranks that share a GPU go on as stages of a pipeline do on GPUs of their own.
+TEST(GpuTraining, PipelinesHaveTheBitsOfOneRankAndThePeakOfThePlan) {
+  SHEAF_NEEDS_GPU();
+  models::TrainConfig c = tiny_rank_config("full_shard");
+  c.model = tiny_model("untied llama", 2, 2);
+  c.model.layers = 3;
+  c.train.micro_batches = 4;
+  for (const Axes& axes : {Axes{{"stage", 3, true}, {"data", 1}}, Axes{{"stage", 2, true}, {"data", 2}}})
+    EXPECT_LE(max_difference(gradients_f64(axes, "full_shard", 7, kGpu, c.model), gradients_f64(Axes{{"data", 1}}, "replicate", 7, {}, c.model)),
+              1e-12);
+  const TrainedRun one = on_gpu(c, 1), two = on_gpu(c, 2), cpu = train_tiny(c, 1, kSteps);
+  for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(one.losses[s], cpu.losses[s], 1e-4 * cpu.losses[s]) << s;
+  for (const char* strategy : {"full_shard", "zero1"}) {
+    c.sharding.strategy = strategy;
+    for (const int count : {2, 3}) {
+      SCOPED_TRACE(str(strategy, " in ", count));
+      c.sharding.pipeline = count;
+      expect_same_bits(on_gpu(c, count), one);
+      if (c.sharding.strategy == "full_shard") expect_same_bits(on_gpu(c, 2 * count), two);
+      EXPECT_EQ(measured_peaks(c, count), models::plan_peaks(c, c.model.vocab, count, 1, "local", kGpu));
+    }
+  }
+  c.train.compile = true;
+  expect_same_bits(on_gpu(c, 3), one);
+}
+
 TEST(GpuTraining, MemorySettlesWithTheSecondStep) {
   SHEAF_NEEDS_GPU();
   run_local(2, [](World& w) {
