@@ -4,6 +4,7 @@
 
 #include "sheaf/tests/distributed/echo_nccl.h"
 #include "sheaf/tests/distributed/nccl_job.h"
+#include "sheaf/tests/distributed/thread_nccl.h"
 #include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/needs_gpu.h"
 
@@ -91,6 +92,34 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstStepRunInTurn) {
     step.run(1, fill_tiny);
     EXPECT_EQ(nccl.delays->most[w.rank()], 2) << "gathers and reductions beside each other";
   }, {.ranks = 2}));
+}
+
+// Neighbours alone talk to each other, on links beside the lanes of the axis.
+TEST(TrainingOnGpus, StagesPassMicroBatchesOnOverNccl) {
+  SHEAF_NEEDS_GPU();
+  models::TrainConfig c = tiny_rank_config("full_shard");
+  c.model = tiny_model("untied llama", 2, 2);
+  c.model.layers = 3;
+  c.train.micro_batches = 4;
+  for (const int stages : {3, 2}) {
+    c.sharding.pipeline = 1;
+    const TrainedRun expected = train_tiny(c, 1, 4, {}, Device::cuda());
+    c.sharding.pipeline = stages;
+    ThreadNccl nccl;
+    std::mutex mutex;
+    nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
+      models::TrainingStep step(c, c.model.vocab, w, w.device());
+      std::vector<float> losses, norms;
+      for (int s = 0; s < 4; ++s) {
+        const auto result = step.run(s, fill_tiny);
+        losses.push_back(result.loss.item());
+        norms.push_back(result.grad_norm.item());
+      }
+      std::lock_guard lock(mutex);
+      EXPECT_EQ(losses, expected.losses) << w.rank();
+      EXPECT_EQ(norms, expected.norms) << w.rank();
+    }, {.ranks = stages}));
+  }
 }
 
 }  // namespace
