@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <set>
+
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
@@ -254,6 +257,56 @@ TEST(Pipeline, AStageHoldsItsBlocks) {
   const std::vector<int64_t> peaks = models::plan_peaks(c, 13, 4, 1, "local");
   for (const int64_t peak : peaks) EXPECT_LT(peak, whole / 2);
   EXPECT_GT(peaks[1], peaks[2]) << "activations of three micro-batches, and of two";
+}
+
+// A pass of a stage's step is not like the one before, but like that of the step before.
+TEST(Pipeline, GathersAreForeseen) {
+  models::TrainConfig c = stages(2);
+  c.model.layers = 8;
+  for (const int64_t micro_batches : {1, 4}) {
+    c.train.micro_batches = micro_batches;
+    train_tiny(c, 4, 4, [](models::TrainingStep& step) {
+      GatherSchedule& schedule = gather_schedule(step.model().module());
+      const int64_t before = schedule.mispredicted();
+      step.run(4, fill_tiny);
+      EXPECT_EQ(schedule.mispredicted(), before) << step.world().rank();
+      EXPECT_GT(schedule.peak_excess(), 0) << "some are gathered ahead";
+    });
+  }
+}
+
+TEST(Pipeline, EachStageRecomputesItsFirstBlocks) {
+  models::TrainConfig c = stages(2);
+  c.train.recompute = "block";
+  c.train.recompute_blocks = 1;
+  std::set<std::string> repeated;
+  const models::Plan plan = models::plan_step(c, 13, 0, 2, 1, "local");
+  for (NodeId id = 0; id < plan.tape.num_nodes(); ++id)
+    if (const Node& n = plan.tape.node(id); n.flags & Node::kRecomputed) {
+      const std::string& path = plan.tape.path(n);
+      repeated.insert(path.substr(0, path.find('.', 7)));
+    }
+  EXPECT_THAT(repeated, ElementsAre("blocks.0", "blocks.3"));
+}
+
+// Of three stages, the one between the first and the last too.
+TEST(Pipeline, EveryStageFitsIntoABudget) {
+  models::TrainConfig c = stages(3);
+  c.model.layers = 9;
+  c.model.width = 32, c.model.head_dim = 16, c.model.mlp_width = 400;
+  c.train.batch = 24, c.train.micro_batches = 6;
+  c.train.recompute = "block";
+  const auto most = [](const std::vector<int64_t>& peaks) { return std::ranges::max(peaks); };
+  c.train.recompute_blocks = 3;
+  const int64_t least = most(models::plan_peaks(c, 13, 3, 1, "local"));
+  c.train.recompute_blocks = 0;
+  const int64_t whole = most(models::plan_peaks(c, 13, 3, 1, "local"));
+  ASSERT_LT(least, whole);
+  c.train.recompute = "fit";
+  for (int64_t budget = least; budget < whole; budget += (whole - least) / 5) {
+    c.sharding.memory_budget = budget;
+    EXPECT_LE(most(models::plan_peaks(c, 13, 3, 1, "local")), budget);
+  }
 }
 
 TEST(Pipeline, WhatCannotBeIsRefused) {
