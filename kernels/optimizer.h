@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sheaf/core/device.h"
+#include "sheaf/core/random.h"
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels {
@@ -36,9 +37,22 @@ enum AdamWScalar {
 /// values.
 ///
 /// `clip_scale`, if given, is a floating scalar that takes the place of kClipScale: clipping leaves
-/// it where it was computed.
+/// it where it was computed. `found_inf`, if given, is an i32 scalar: where it is not 0 nothing is
+/// done.
 void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
-           const View& scalars, const View& clip_scale = {});
+           const View& scalars, const View& clip_scale = {}, const View& found_inf = {});
+
+/// For steps that may be skipped, whose count the host does not know: `applied`, i64 [], counts
+/// one more unless `found_inf` (View{}: 0) is set; out: `scalars`, f64 [n] with those of AdamW
+/// first, but the bias corrections are those of this count.
+void count_adamw(const View& scalars, const View& found_inf, const View& applied, const View& out);
+/// x^n by squaring: IEEE products only, so that every machine has the same bits.
+SHEAF_HOST_DEVICE inline double power(double x, int64_t n) {
+  double out = 1.0;
+  for (; n > 0; n >>= 1, x *= x)
+    if (n & 1) out *= x;
+  return out;
+}
 
 enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale, kSgdScalars };
 
@@ -48,23 +62,28 @@ enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale,
 ///   b = momentum * b + g;   g = nesterov ? g + momentum * b : b      (only with a buffer)
 ///   p = p - learning_rate * g
 ///
-/// `momentum_buffer` is View{} for plain SGD; `clip_scale` as above.
+/// `momentum_buffer` is View{} for plain SGD; `clip_scale` and `found_inf` as above.
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
-         const View& scalars, bool nesterov, const View& clip_scale = {});
+         const View& scalars, bool nesterov, const View& clip_scale = {},
+         const View& found_inf = {});
 
 }  // namespace cpu
 
 /// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where
-/// the CPU flushes subnormal numbers, up to those). `segments`, `scalars` and `clip_scale` lie in
-/// device memory, so that a recorded step can be replayed and a gradient norm never visits the
-/// host. Segments must be sorted and not overlap: of a table in another order some part is applied.
-/// What lies beyond the shard is cut off.
+/// the CPU flushes subnormal numbers, up to those). `segments`, `scalars`, `clip_scale` and
+/// `found_inf` lie in device memory, so that a recorded step can be replayed and a gradient norm
+/// never visits the host. Segments must be sorted and not overlap: of a table in another order some
+/// part is applied. What lies beyond the shard is cut off.
 namespace cuda {
 
 void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,
-           const View& segments, const View& scalars, const View& clip_scale = {});
+           const View& segments, const View& scalars, const View& clip_scale = {},
+           const View& found_inf = {});
+void count_adamw(const Stream& stream, const View& scalars, const View& found_inf,
+                 const View& applied, const View& out);
 void sgd(const Stream& stream, const View& param, const View& grad, const View& momentum_buffer,
-         const View& segments, const View& scalars, bool nesterov, const View& clip_scale = {});
+         const View& segments, const View& scalars, bool nesterov, const View& clip_scale = {},
+         const View& found_inf = {});
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -26,7 +26,11 @@ void sum_of_squares(const View& x, const View& limbs, Workspace workspace);
 void sum_of_squares_finish(const View& limbs, const View& out);
 /// What gradient clipping makes of it: norm is the value's square root, scale is
 /// min(max_norm / (norm + 1e-6), 1), or NaN if the norm is; both f64 [].
-void clip_scale(const View& limbs, double max_norm, const View& norm, const View& scale);
+///
+/// Of gradients of a loss that was multiplied with `loss_scale`, f32 [], it is the norm divided by
+/// that, and so is the scale. `found_inf`, i32 [], is 1 where the norm is not finite, else 0.
+void clip_scale(const View& limbs, double max_norm, const View& norm, const View& scale,
+                const View& loss_scale = {}, const View& found_inf = {});
 
 }  // namespace cpu
 
@@ -38,7 +42,7 @@ size_t sum_of_squares_workspace(const View& x);
 void sum_of_squares(const Stream& stream, const View& x, const View& limbs, Workspace workspace);
 void sum_of_squares_finish(const Stream& stream, const View& limbs, const View& out);
 void clip_scale(const Stream& stream, const View& limbs, double max_norm, const View& norm,
-                const View& scale);
+                const View& scale, const View& loss_scale = {}, const View& found_inf = {});
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -31,6 +31,14 @@ void read_scalars(const char* who, const View& scalars, C* out, int count, const
   if (clip_scale.data) read_scalars(who, clip_scale, out + clip, 1);
 }
 
+/// Of an i32 scalar, or View{}.
+bool is_set(const char* who, const View& found_inf) {
+  if (!found_inf.data) return false;
+  check<ShapeError>(found_inf.numel() == 1 && found_inf.dtype == kI32, "[", who,
+                    "] found_inf is i32[], not ", found_inf.dtype, found_inf.shape);
+  return *found_inf.as<int32_t>() != 0;
+}
+
 /// Calls update(i, n, decay) for all lanes of all segments, on all threads.
 template <class F>
 void for_segments(const char* who, int64_t numel, const View& segments, F&& update) {
@@ -78,9 +86,10 @@ SHEAF_INLINE Lanes<C> load_gradient(const G* grad, int64_t i, N n) {
 }  // namespace
 
 void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
-           const View& scalars, const View& clip_scale) {
+           const View& scalars, const View& clip_scale, const View& found_inf) {
   check_flat("adamw", param, param, true), check_flat("adamw", param, grad, false);
   check_flat("adamw", param, m, true), check_flat("adamw", param, v, true);
+  if (is_set("adamw", found_inf)) return;
   visit_param("adamw", param.dtype, [&]<class C>() {
     visit_floating("adamw", grad.dtype, [&]<class G>() {
       using L = Lanes<C>;
@@ -104,11 +113,28 @@ void adamw(const View& param, const View& grad, const View& m, const View& v, co
   });
 }
 
+void count_adamw(const View& scalars, const View& found_inf, const View& applied, const View& out) {
+  check<ShapeError>(scalars.contiguous() && out.contiguous() && scalars.dtype == kF64 &&
+                        out.dtype == kF64 && scalars.numel() >= kAdamWScalars &&
+                        out.numel() == scalars.numel() && applied.numel() == 1 &&
+                        applied.dtype == kI64,
+                    "[count_adamw] wants scalars f64 [n] twice and i64 [], got ", scalars.dtype,
+                    scalars.shape, ", ", out.dtype, out.shape, " and ", applied.dtype,
+                    applied.shape);
+  int64_t& count = *applied.as<int64_t>();
+  if (!is_set("count_adamw", found_inf)) ++count;
+  double* s = out.as<double>();
+  std::copy_n(scalars.as<double>(), scalars.numel(), s);
+  s[kBiasCorrection1] = 1.0 - power(s[kBeta1], count);
+  s[kBiasCorrection2] = 1.0 - power(s[kBeta2], count);
+}
+
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
-         const View& scalars, bool nesterov, const View& clip_scale) {
+         const View& scalars, bool nesterov, const View& clip_scale, const View& found_inf) {
   const bool has_buffer = momentum_buffer.rank() != 0;
   check_flat("sgd", param, param, true), check_flat("sgd", param, grad, false);
   if (has_buffer) check_flat("sgd", param, momentum_buffer, true);
+  if (is_set("sgd", found_inf)) return;
   visit_param("sgd", param.dtype, [&]<class C>() {
     visit_floating("sgd", grad.dtype, [&]<class G>() {
       using L = Lanes<C>;

@@ -74,6 +74,14 @@ void add_blocks(const T* x, int64_t n, int64_t* limbs) {
 
 int64_t slots_of(const View& x) { return slot_count((x.numel() + kBlock - 1) / kBlock, 1024); }
 
+void check_loss_scale(const View& loss_scale, const View& found_inf) {
+  check<ShapeError>(!loss_scale.data || (loss_scale.numel() == 1 && loss_scale.dtype == kF32),
+                    "[clip_scale] the loss scale is f32[], not ", loss_scale.dtype,
+                    loss_scale.shape);
+  check<ShapeError>(!found_inf.data || (found_inf.numel() == 1 && found_inf.dtype == kI32),
+                    "[clip_scale] found_inf is i32[], not ", found_inf.dtype, found_inf.shape);
+}
+
 }  // namespace
 
 size_t sum_of_squares_workspace(const View& x) {
@@ -147,14 +155,18 @@ void sum_of_squares_finish(const View& limbs, const View& out) {
   result = std::ldexp(static_cast<double>(mantissa), drop + 32 * (top - 2) + kLowestBit);
 }
 
-void clip_scale(const View& limbs, double max_norm, const View& norm, const View& scale) {
+void clip_scale(const View& limbs, double max_norm, const View& norm, const View& scale,
+                const View& loss_scale, const View& found_inf) {
   check<ShapeError>(scale.numel() == 1 && scale.dtype == kF64, "[clip_scale] scale is f64[], not ",
                     scale.dtype, scale.shape);
+  check_loss_scale(loss_scale, found_inf);
+  const double loss = loss_scale.data ? *loss_scale.as<float>() : 1.0;
   sum_of_squares_finish(limbs, norm);
   double& root = *norm.as<double>();
-  root = std::sqrt(root);
+  root = std::sqrt(root) / loss;
   const double ratio = max_norm / (root + 1e-6);
-  *scale.as<double>() = ratio >= 1.0 ? 1.0 : ratio;
+  *scale.as<double>() = (ratio >= 1.0 ? 1.0 : ratio) / loss;
+  if (found_inf.data) *found_inf.as<int32_t>() = !std::isfinite(root);
 }
 
 }  // namespace sheaf::kernels::cpu

@@ -31,6 +31,7 @@ struct Shard {
   int64_t count;
   Scalars scalars;
   Scalars clip_scale;  // takes the place of one of them; null: none does
+  const int32_t* found_inf;  // set: no step; null: it is not
   bool vectors;        // all arrays are aligned for whole vectors
 };
 
@@ -113,6 +114,7 @@ template <class C, class G, class Rule>
 __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates> shard) {
   constexpr int kSize = 16 / sizeof(C), kStates = Rule::kStates;
   constexpr int64_t kBlock = int64_t{kThreads} * kSize * kVectors;
+  if (shard.found_inf && *shard.found_inf != 0) return;
   const int64_t begin = blockIdx.x * kBlock, last = std::min(begin + kBlock, shard.numel) - 1;
   C* const param = static_cast<C*>(shard.param);
   const G* const grad = static_cast<const G*>(shard.grad);
@@ -172,6 +174,23 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
   }
 }
 
+__global__ void count(const double* scalars, int64_t n, const int32_t* found_inf, int64_t* applied,
+                      double* out) {
+  if (threadIdx.x != 0) return;
+  const int64_t steps = *applied + (found_inf && *found_inf != 0 ? 0 : 1);
+  *applied = steps;
+  for (int64_t i = 0; i < n; ++i) out[i] = scalars[i];
+  out[cpu::kBiasCorrection1] = 1.0 - cpu::power(scalars[cpu::kBeta1], steps);
+  out[cpu::kBiasCorrection2] = 1.0 - cpu::power(scalars[cpu::kBeta2], steps);
+}
+
+const int32_t* flag(const char* who, const View& found_inf) {
+  if (!found_inf.data) return nullptr;
+  check<ShapeError>(found_inf.numel() == 1 && found_inf.dtype == kI32, "[", who,
+                    "] found_inf is i32[], not ", found_inf.dtype, found_inf.shape);
+  return found_inf.as<int32_t>();
+}
+
 void check_flat(const char* who, const View& param, const View& v, bool same_dtype) {
   check<ShapeError>(v.contiguous() && v.numel() == param.numel(), "[", who, "] state of shape ",
                     v.shape, " for ", param.numel(), " parameters; all must be dense");
@@ -182,7 +201,7 @@ void check_flat(const char* who, const View& param, const View& v, bool same_dty
 template <class Rule>
 void run(const char* who, const Stream& stream, const Rule& rule, const View& param,
          const View& grad, const std::array<View, Rule::kStates>& states, const View& segments,
-         const View& scalars, const View& clip_scale) {
+         const View& scalars, const View& clip_scale, const View& found_inf) {
   check_flat(who, param, param, true), check_flat(who, param, grad, false);
   for (const View& state : states) check_flat(who, param, state, true);
   check<DTypeError>(param.dtype == kF32 || param.dtype == kF64, "[", who,
@@ -202,6 +221,7 @@ void run(const char* who, const Stream& stream, const Rule& rule, const View& pa
   shard.segments = segments.as<int64_t>(), shard.count = segments.shape[0];
   shard.scalars = read(scalars, Rule::kScalars);
   if (clip_scale.data) shard.clip_scale = read(clip_scale, 1);
+  shard.found_inf = flag(who, found_inf);
   shard.vectors = aligned16(param.data) && aligned16(grad.data);
   for (int k = 0; k < Rule::kStates; ++k) {
     shard.state[k] = states[static_cast<size_t>(k)].data;
@@ -223,17 +243,34 @@ void run(const char* who, const Stream& stream, const Rule& rule, const View& pa
 }  // namespace
 
 void adamw(const Stream& stream, const View& param, const View& grad, const View& m, const View& v,
-           const View& segments, const View& scalars, const View& clip_scale) {
-  run("adamw", stream, AdamW{}, param, grad, {m, v}, segments, scalars, clip_scale);
+           const View& segments, const View& scalars, const View& clip_scale,
+           const View& found_inf) {
+  run("adamw", stream, AdamW{}, param, grad, {m, v}, segments, scalars, clip_scale, found_inf);
+}
+
+void count_adamw(const Stream& stream, const View& scalars, const View& found_inf,
+                 const View& applied, const View& out) {
+  check<ShapeError>(scalars.contiguous() && out.contiguous() && scalars.dtype == kF64 &&
+                        out.dtype == kF64 && scalars.numel() >= cpu::kAdamWScalars &&
+                        out.numel() == scalars.numel() && applied.numel() == 1 &&
+                        applied.dtype == kI64,
+                    "[count_adamw] wants scalars f64 [n] twice and i64 [], got ", scalars.dtype,
+                    scalars.shape, ", ", out.dtype, out.shape, " and ", applied.dtype,
+                    applied.shape);
+  launch("count_adamw", stream, {.blocks = 1, .threads = kWarp}, count, scalars.as<double>(),
+         scalars.numel(), flag("count_adamw", found_inf), applied.as<int64_t>(),
+         out.as<double>());
 }
 
 void sgd(const Stream& stream, const View& param, const View& grad, const View& momentum_buffer,
-         const View& segments, const View& scalars, bool nesterov, const View& clip_scale) {
+         const View& segments, const View& scalars, bool nesterov, const View& clip_scale,
+         const View& found_inf) {
   if (momentum_buffer.rank() == 0)
-    run("sgd", stream, Sgd<false>{nesterov}, param, grad, {}, segments, scalars, clip_scale);
+    run("sgd", stream, Sgd<false>{nesterov}, param, grad, {}, segments, scalars, clip_scale,
+        found_inf);
   else
     run("sgd", stream, Sgd<true>{nesterov}, param, grad, {momentum_buffer}, segments, scalars,
-        clip_scale);
+        clip_scale, found_inf);
 }
 
 }  // namespace sheaf::kernels::cuda

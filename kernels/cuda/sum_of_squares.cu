@@ -188,10 +188,13 @@ __device__ double value_of(const Limb* given) {
 __global__ void finish(const Limb* limbs, double* out) {
   if (threadIdx.x == 0) *out = value_of(limbs);
 }
-__global__ void finish_clip(const Limb* limbs, double max_norm, double* norm, double* scale) {
+__global__ void finish_clip(const Limb* limbs, double max_norm, double* norm, double* scale,
+                            const float* loss_scale, int32_t* found_inf) {
   if (threadIdx.x != 0) return;
-  const double root = ::sqrt(value_of(limbs)), ratio = max_norm / (root + 1e-6);
-  *norm = root, *scale = ratio >= 1.0 ? 1.0 : ratio;
+  const double loss = loss_scale ? *loss_scale : 1.0;
+  const double root = ::sqrt(value_of(limbs)) / loss, ratio = max_norm / (root + 1e-6);
+  *norm = root, *scale = (ratio >= 1.0 ? 1.0 : ratio) / loss;
+  if (found_inf) *found_inf = root - root != 0.0;  // infinity or NaN
 }
 
 void check_finish(const char* who, const View& limbs, const View& out) {
@@ -229,10 +232,16 @@ void sum_of_squares_finish(const Stream& stream, const View& limbs, const View& 
 }
 
 void clip_scale(const Stream& stream, const View& limbs, double max_norm, const View& norm,
-                const View& scale) {
+                const View& scale, const View& loss_scale, const View& found_inf) {
   check_finish("clip_scale", limbs, norm), check_finish("clip_scale", limbs, scale);
+  check<ShapeError>(!loss_scale.data || (loss_scale.numel() == 1 && loss_scale.dtype == kF32),
+                    "[clip_scale] the loss scale is f32[], not ", loss_scale.dtype,
+                    loss_scale.shape);
+  check<ShapeError>(!found_inf.data || (found_inf.numel() == 1 && found_inf.dtype == kI32),
+                    "[clip_scale] found_inf is i32[], not ", found_inf.dtype, found_inf.shape);
   launch("clip_scale", stream, {.blocks = 1, .threads = kWarp}, finish_clip, limbs.as<Limb>(),
-         max_norm, norm.as<double>(), scale.as<double>());
+         max_norm, norm.as<double>(), scale.as<double>(), loss_scale.as<float>(),
+         found_inf.as<int32_t>());
 }
 
 }  // namespace sheaf::kernels::cuda

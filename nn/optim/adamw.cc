@@ -10,22 +10,14 @@ namespace {
 
 using namespace kernels::cpu;  // the order of the scalars
 
-// x^n by squaring: IEEE products only, so that every machine has the same bits.
-double power(double x, int64_t n) {
-  double out = 1.0;
-  for (; n > 0; n >>= 1, x *= x)
-    if (n & 1) out *= x;
-  return out;
-}
-
-// param, grad, m, v, segments, scalars [, clip scale] -> param, m, v, in place.
+// param, grad, m, v, segments, scalars [, clip scale [, found_inf]] -> param, m, v, in place.
 struct AdamWStep {
   static constexpr const char* kName = "adamw";
   static constexpr OpKind kKind = OpKind::step;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), adamw, c.output(0), c.input(1), c.output(1), c.output(2), c.input(4),
-                    c.input(5), detail::optional_input(c, 6));
+                    c.input(5), detail::optional_input(c, 6), detail::optional_input(c, 7));
   }
 };
 

@@ -36,6 +36,44 @@ TEST(AdamW, MatchesTheDefinition) {
     }
 }
 
+TEST(AdamW, NothingIsDoneWhereInfinityWasFound) {
+  for (int found : {0, 1}) {
+    Array p = Array::random(kF32, {kSize}, 1), m = Array::random(kF32, {kSize}, 3), v = m.clone();
+    v.fill([&](int64_t i) { return std::fabs(v.at(i)); });
+    const Array before[] = {p.clone(), m.clone(), v.clone()};
+    const Array g = Array::random(kF32, {kSize}, 2), nan = Array::of(kF64, {}, {NAN}),
+                flag = Array::of(kI32, {}, {double(found)});
+    adamw(p, g, m, v, segments(),
+          Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 1}),
+          found ? nan.view() : View{}, flag);
+    EXPECT_EQ(same_bits(p, before[0]), found == 1);
+    EXPECT_EQ(same_bits(m, before[1]), found == 1);
+    EXPECT_EQ(same_bits(v, before[2]), found == 1);
+    const Array b = m.clone();
+    sgd(p, p, m, segments(), Array::of(kF64, {kSgdScalars}, {0.1, 0.9, 0.1, 1}), true, {}, flag);
+    EXPECT_EQ(same_bits(p, before[0]), found == 1);
+    EXPECT_EQ(same_bits(m, b), found == 1);
+  }
+}
+
+TEST(AdamW, CountsWhatIsApplied) {
+  const Array scalars = Array::of(kF64, {kAdamWScalars + 1},
+                                  {0.01, 0.5, 0.75, 1e-8, 0.1, -1, -1, 0.7, 42}),
+              applied = Array::of(kI64, {}, {1}), out(kF64, {kAdamWScalars + 1});
+  const auto step = [&](const View& found) {
+    count_adamw(scalars, found, applied, out);
+    return applied.at(0);
+  };
+  EXPECT_EQ(step(Array::of(kI32, {}, {0})), 2);
+  EXPECT_EQ(values(out),
+            (std::vector<double>{0.01, 0.5, 0.75, 1e-8, 0.1, 1 - 0.25, 1 - 0.5625, 0.7, 42}));
+  EXPECT_EQ(step(Array::of(kI32, {}, {1})), 2);
+  EXPECT_EQ(out.at(kBiasCorrection1), 1 - 0.25);
+  EXPECT_EQ(step(View{}), 3);
+  EXPECT_EQ(out.at(kBiasCorrection1), 1 - 0.125);
+  EXPECT_THROW(count_adamw(Array(kF64, {3}), View{}, applied, out), ShapeError);
+}
+
 // A shard's elements must not depend on where the shard is cut: the update of a part is the part of
 // the update.
 TEST(AdamW, CutsAndThreadsChangeNothing) {

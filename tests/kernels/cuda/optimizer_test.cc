@@ -111,6 +111,48 @@ TEST(CudaOptimizer, AClipScaleTakesThePlaceOfItsElement) {
     });
 }
 
+TEST(CudaOptimizer, NothingIsDoneWhereInfinityWasFound) {
+  SHEAF_NEEDS_GPU();
+  const int64_t n = 5000;
+  for (int found : {0, 1})
+    with_threads(1, [&] {
+      const Array p = Array::random(kF32, {n}, 1), g = Array::random(kF32, {n}, 2),
+                  b = Array::random(kF32, {n}, 3), m = Array::random(kF32, {n}, 4),
+                  v = positive(Array::random(kF32, {n}, 5)), segments = segments_of(n),
+                  clip = Array::of(kF64, {}, {0.3}), flag = Array::of(kI32, {}, {double(found)}),
+                  adamw = scalars_of(kF64, kAdamW, cpu::kAdamWScalars),
+                  sgd = scalars_of(kF64, kSgd, cpu::kSgdScalars);
+      const OnGpu gp(p), gg(g), gb(b), gm(m), gv(v), gsegments(segments), gadamw(adamw), gsgd(sgd),
+          gclip(clip), gflag(flag);
+      const Stream& s = OnGpu::stream();
+      cuda::adamw(s, gp, gg, gm, gv, gsegments, gadamw, gclip, gflag);
+      cuda::sgd(s, gp, gg, gb, gsegments, gsgd, false, gclip, gflag);
+      if (!found) {
+        cpu::adamw(p, g, m, v, segments, adamw, clip);
+        cpu::sgd(p, g, b, segments, sgd, false, clip);
+      }
+      for (const auto& [gpu, cpu] : {std::pair{&gp, &p}, {&gb, &b}, {&gm, &m}, {&gv, &v}})
+        EXPECT_TRUE(same_bits(gpu->back(), *cpu)) << found;
+    });
+}
+
+TEST(CudaOptimizer, StepsAreCountedAsOnTheCpu) {
+  SHEAF_NEEDS_GPU();
+  const Array scalars = Array::random(kF64, {cpu::kAdamWScalars + 5}, 1),
+              applied = Array::of(kI64, {}, {12});
+  scalars.view().as<double>()[cpu::kBeta1] = 0.9, scalars.view().as<double>()[cpu::kBeta2] = 0.99;
+  const Array out(kF64, {cpu::kAdamWScalars + 5});
+  const OnGpu gscalars(scalars), gapplied(applied), gout(out);
+  for (int step = 0; step < 40; ++step) {
+    const Array flag = Array::of(kI32, {}, {step % 3 == 1 ? 1.0 : 0.0});
+    const bool absent = step % 7 == 0;
+    cpu::count_adamw(scalars, absent ? View{} : flag.view(), applied, out);
+    const OnGpu gflag(flag);
+    cuda::count_adamw(OnGpu::stream(), gscalars, absent ? View{} : gflag.view(), gapplied, gout);
+    ASSERT_TRUE(same_bits(gapplied.back(), applied) && same_bits(gout.back(), out)) << step;
+  }
+}
+
 TEST(CudaOptimizer, AShardThatIsNotAligned) {
   SHEAF_NEEDS_GPU();
   const int64_t n = 5000;

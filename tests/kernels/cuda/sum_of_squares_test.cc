@@ -48,6 +48,18 @@ void expect_same_finish(const Array& limbs) {
     EXPECT_EQ(norm.at(0), std::sqrt(want.at(0)));
     EXPECT_EQ(scale.at(0), std::min(most / (norm.at(0) + 1e-6), 1.0));
   }
+  for (double loss : {1.0, 0x1p16, 3.7}) {
+    const Array loss_scale = Array::of(kF32, {}, {loss}), norm(kF64, Shape{}), scale(kF64, Shape{}),
+                found(kI32, Shape{});
+    const OnGpu gloss(loss_scale), gnorm(norm), gscale(scale), gfound(found);
+    cuda::clip_scale(OnGpu::stream(), glimbs, 0.5, gnorm, gscale, gloss, gfound);
+    cpu::clip_scale(limbs, 0.5, norm, scale, loss_scale, found);
+    EXPECT_TRUE(same_bits(gfound.back(), found));
+    EXPECT_EQ(found.at(0), std::isfinite(want.at(0)) ? 0 : 1);
+    if (std::isfinite(want.at(0))) {
+      EXPECT_TRUE(same_bits(gnorm.back(), norm) && same_bits(gscale.back(), scale)) << loss;
+    }
+  }
 }
 
 TEST(CudaSumOfSquares, EveryLimbIsThatOfTheCpu) {
