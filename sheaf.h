@@ -48,6 +48,7 @@
 #include "sheaf/nn/layers/tensor_region.h"
 #include "sheaf/nn/module.h"
 #include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/orthogonalize.h"
 #include "sheaf/nn/optim/schedule.h"

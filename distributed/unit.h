@@ -77,6 +77,7 @@ struct FlatBuffer {
                             ///< a secondary axis [.., ranks, slice], Shard of the last but one and the last dimension
   Tensor grad;              ///< of the same type; undefined until it was reduced, see reduce_waiting()
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
+  Tensor found_inf;         ///< i32 scalar: not 0 if the optimizer's step is to be skipped (loss scaling); undefined: 0
 };
 
 /// Elements of a parameter that this rank holds, side by side. Of a parameter it may hold several such pieces, or none.

@@ -178,7 +178,7 @@ void Unit::keep_gradient() {
   size_t k = 0;
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
-    b.grad_scale = Tensor();  // it belonged to the gradient before
+    b.grad_scale = b.found_inf = Tensor();  // they belonged to the gradient before
     if (!b.grad) {
       b.grad = reduced[k++];
       continue;

@@ -29,20 +29,24 @@ struct SumOfSquares {
   }
 };
 
-// Inputs: limbs, whole here, of each group of units; outputs: norm f64 [], scale f64 [].
+// Inputs: limbs, whole here, of each group of units [, factor of the loss f32 []]; outputs: norm f64 [], scale f64 [] [, i32 []:
+// 1 where the norm is not finite].
 struct ClipScale {
   static constexpr const char* kName = "clip_scale";
   struct Attrs { double max_norm; };
-  static int64_t workspace(const Attrs&, const Execute& c) { return c.num_inputs() > 1 ? c.input(0).bytes() : 0; }
+  static bool unscales(const Execute& c) { return c.num_outputs() == 3; }
+  static int groups(const Execute& c) { return c.num_inputs() - unscales(c); }
+  static int64_t workspace(const Attrs&, const Execute& c) { return groups(c) > 1 ? c.input(0).bytes() : 0; }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
     View total = c.input(0);
-    if (c.num_inputs() > 1) {
+    if (groups(c) > 1) {
       total = View::dense(c.workspace.data, kI64, {kSquareLimbs});
       SHEAF_ON_DEVICE(stream, copy, c.input(0), total);
-      for (int i = 1; i < c.num_inputs(); ++i) SHEAF_ON_DEVICE(stream, add_into, total, c.input(i));
+      for (int i = 1; i < groups(c); ++i) SHEAF_ON_DEVICE(stream, add_into, total, c.input(i));
     }
-    SHEAF_ON_DEVICE(stream, clip_scale, total, a.max_norm, c.output(0), c.output(1));
+    SHEAF_ON_DEVICE(stream, clip_scale, total, a.max_norm, c.output(0), c.output(1),
+                    unscales(c) ? c.input(groups(c)) : View{}, unscales(c) ? c.output(2) : View{});
   }
   static void describe(const Attrs& a, std::string& out) { out += str("max_norm ", a.max_norm); }
 };
@@ -53,8 +57,9 @@ struct Group {
   Tensor limbs;
 };
 
-// Norm and scale of the gradients of `units`.
-Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm) {
+// Norm and scale of the gradients of `units`; with the factor that they have in them, also whether infinity was found.
+Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> units, double max_norm,
+                       const Tensor& loss_factor = {}) {
   nn::reduce_waiting(units);
   std::vector<Group> groups;
   for (const auto& unit : units) {
@@ -82,21 +87,34 @@ Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> u
     limbs.push_back(redistribute(g.limbs, whole));
   }
   const Layout& layout = limbs[0].layout();
-  const OutputSpec specs[] = {{{kF64, {}, layout}, {}, -1, 0}, {{kF64, {}, layout}, {}, -1, 0}};
+  const OutputSpec specs[] = {{{kF64, {}, layout}, {}, -1, 0}, {{kF64, {}, layout}, {}, -1, 0}, {{kI32, {}, layout}, {}, -1, 0}};
   const ClipScale::Attrs attrs{max_norm};
-  return apply_typed(op_def<ClipScale>(), &attrs, limbs, specs);
+  if (loss_factor) limbs.push_back(loss_factor);
+  return apply_typed(op_def<ClipScale>(), &attrs, limbs, std::span(specs, loss_factor ? 3 : 2));
+}
+
+Tensors clip(std::span<const nn::Parameter> parameters, double max_norm, const Tensor& loss_factor) {
+  check<ConfigError>(max_norm > 0, "[clip_grad_norm] max_norm is ", max_norm, "; it must be positive");
+  const PhaseScope phase(Phase::update);
+  const auto units = nn::trainable_units("clip_grad_norm", parameters);
+  Tensors out = norm_and_scale("clip_grad_norm", units, max_norm, loss_factor);
+  for (const auto& unit : units)
+    for (FlatBuffer& b : unit->buffers()) {
+      if (!b.trainable || !b.grad) continue;
+      b.grad_scale = out[1];
+      b.found_inf = loss_factor ? out[2] : Tensor();
+    }
+  return out;
 }
 
 }  // namespace
 
-Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm) {
-  check<ConfigError>(max_norm > 0, "[clip_grad_norm] max_norm is ", max_norm, "; it must be positive");
+Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm) { return clip(parameters, max_norm, {})[0]; }
+
+Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm, optim::LossScaler& scaler) {
+  const Tensors out = clip(parameters, max_norm, scaler.factor());
   const PhaseScope phase(Phase::update);
-  const auto units = nn::trainable_units("clip_grad_norm", parameters);
-  const Tensors out = norm_and_scale("clip_grad_norm", units, max_norm);
-  for (const auto& unit : units)
-    for (FlatBuffer& b : unit->buffers())
-      if (b.trainable && b.grad) b.grad_scale = out[1];
+  scaler.found(out[2]);
   return out[0];
 }
 

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "sheaf/nn/module.h"
+#include "sheaf/nn/optim/loss_scaler.h"
 
 namespace sheaf {
 
@@ -16,6 +17,10 @@ namespace sheaf {
 /// are sharded; recorded as part of the update if a recording lives. Pascanu, Mikolov and Bengio 2013,
 /// https://arxiv.org/abs/1211.5063.
 Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm);
+/// The same where the gradients are those of scaler.scale(loss): norm and scale are divided by the scaler's factor, so that
+/// they are those of the loss, and where the norm is not finite the optimizer's step is skipped, and the scaler told. With an
+/// infinite `max_norm` that is all.
+Tensor clip_grad_norm(std::span<const nn::Parameter> parameters, double max_norm, optim::LossScaler& scaler);
 /// The norm alone; nothing is clipped.
 Tensor grad_norm(std::span<const nn::Parameter> parameters);
 
@@ -24,6 +29,12 @@ inline Tensor clip_grad_norm(const std::vector<nn::Parameter>& parameters, doubl
 }
 inline Tensor clip_grad_norm(nn::Module& module, double max_norm) {
   return clip_grad_norm(module.parameters(), max_norm);
+}
+inline Tensor clip_grad_norm(const std::vector<nn::Parameter>& parameters, double max_norm, optim::LossScaler& scaler) {
+  return clip_grad_norm(std::span(parameters), max_norm, scaler);
+}
+inline Tensor clip_grad_norm(nn::Module& module, double max_norm, optim::LossScaler& scaler) {
+  return clip_grad_norm(module.parameters(), max_norm, scaler);
 }
 inline Tensor grad_norm(nn::Module& module) { return grad_norm(module.parameters()); }
 

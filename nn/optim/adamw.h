@@ -25,6 +25,7 @@ class AdamW final : public Optimizer {
 
  private:
   std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
+  bool corrects_bias() const override { return true; }
   void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
   AdamWOptions options_;
 };

@@ -127,6 +127,7 @@ Tensor Muon::direction(ShardState& shard, const Bundle& bundle, const Tensor& sc
   const Tensor& momentum = shard.state[0];
   std::vector<Tensor> inputs{b.grad, momentum, shard.segments, scalars};
   if (b.grad_scale) inputs.push_back(b.grad_scale);
+  if (b.found_inf) inputs.push_back(b.found_inf);
   const OutputSpec specs[] = {{momentum.type(), {}, -1, 0}, {momentum.type(), momentum, -1, 0}};
   const MuonOps::Parts attrs{bundle.parts, options_.nesterov};
   Tensor d = apply_typed(MuonOps::momentum(), &attrs, inputs, specs)[0];
@@ -141,7 +142,8 @@ void Muon::move(ShardState& shard, const Bundle& bundle, Tensor d, const Tensor&
   const PathScope path(shard.unit->name());
   d = redistribute(d, bundle.joined.layout);
   const Tensor& param = shard.flat().shard;
-  const Tensor inputs[] = {param, d, shard.segments, scalars};
+  std::vector<Tensor> inputs{param, d, shard.segments, scalars};
+  if (const Tensor& found_inf = shard.flat().found_inf) inputs.push_back(found_inf);
   const OutputSpec spec{param.type(), param, -1, 0};
   const MuonOps::Parts attrs{bundle.parts, 0, bundle.before};
   apply_typed(MuonOps::step(), &attrs, inputs, std::span(&spec, 1));

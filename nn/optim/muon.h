@@ -75,6 +75,7 @@ class Muon final : public Optimizer {
 
  private:
   std::vector<double> scalars(const StepOptions& options, int64_t step) const override;
+  bool corrects_bias() const override { return true; }
   void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) override;
   void update_all(std::span<ShardState* const> shards, const Tensor& scalars) override;
   void add_shard(const ShardState& all, std::vector<Matrix> matrices, std::vector<int> leaves, const std::vector<bool>& decays);

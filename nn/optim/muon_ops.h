@@ -15,11 +15,12 @@ struct MuonOps {
     int64_t nesterov = 0;
     int64_t before = 0;  ///< of Muon's step: elements in front of those that the state has
   };
-  /// gradient, momentum, segments, scalars [, clip scale] → direction, and momentum in place
+  /// gradient, momentum, segments, scalars [, clip scale [, found_inf]] → direction (0 where infinity was found), and momentum
+  /// in place
   static const OpDef& momentum();
-  /// parameters, direction, segments, scalars → parameters, in place
+  /// parameters, direction, segments, scalars [, found_inf] → parameters, in place
   static const OpDef& step();
-  /// parameters, gradient, m, v, segments, scalars [, clip scale] → parameters, m, v, in place
+  /// parameters, gradient, m, v, segments, scalars [, clip scale [, found_inf]] → parameters, m, v, in place
   static const OpDef& adamw();
 
   /// Slices of a group along a secondary axis, each as long as the largest → the same without gaps.

@@ -3,9 +3,26 @@
 #include <algorithm>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/core/transfer.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/trainable_units.h"
 
 namespace sheaf::optim {
+
+namespace {
+
+// count, scalars [, found_inf] -> scalars, and the count in place.
+struct CountAdamW {
+  static constexpr const char* kName = "count_step";
+  static constexpr OpKind kKind = OpKind::step;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), count_adamw, c.input(1), detail::optional_input(c, 2), c.output(1), c.output(0));
+  }
+};
+
+}  // namespace
 
 bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2; }
 
@@ -27,7 +44,7 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
 void Optimizer::step(const StepOptions& options) {
   if (shards_.empty()) return;
   const PhaseScope phase(Phase::update);
-  ++steps_;
+  const int64_t before = steps_++;
   if (Recording* r = Recording::current()) r->on_rerun([this] { ++steps_; });
   std::vector<std::shared_ptr<Unit>> units;
   for (const ShardState& shard : shards_) units.push_back(shard.unit);
@@ -47,7 +64,50 @@ void Optimizer::step(const StepOptions& options) {
   std::vector<ShardState*> shards;
   for (ShardState& shard : shards_)
     if (shard.flat().grad) shards.push_back(&shard);
+  const Tensor found_inf = this->found_inf();
+  if (found_inf && !applied_ && corrects_bias()) set_applied_steps(before);
+  if (applied_) scalars = count_applied(scalars, found_inf);
   update_all(shards, scalars);
+}
+
+// One for all: it is one step.
+Tensor Optimizer::found_inf() const {
+  const ShardState* first = nullptr;
+  for (const ShardState& shard : shards_) {
+    if (!shard.flat().grad) continue;
+    if (!first) first = &shard;
+    const Tensor &a = first->flat().found_inf, &b = shard.flat().found_inf;
+    if (a.defined() != b.defined() || (a && a.id() != b.id()))
+      fail<ConfigError>("[", name_, "] units '", path_label(first->unit->name()), "' and '", path_label(shard.unit->name()),
+                        "' were not clipped together: with a loss scaler, give all that an optimizer steps to one "
+                        "clip_grad_norm()");
+  }
+  return first ? first->flat().found_inf : Tensor();
+}
+
+// The corrections that the host has made are those of a run that skips nothing.
+Tensor Optimizer::count_applied(const Tensor& scalars, const Tensor& found_inf) {
+  if (Recording* r = Recording::current()) r->leaf(applied_, name_ + ".applied_steps");
+  const Tensor inputs[] = {applied_, scalars, found_inf};
+  const OutputSpec outputs[] = {{scalars.type(), {}, -1, 0}, {applied_.type(), applied_, -1, 0}};
+  return apply_typed(op_def<CountAdamW>(), nullptr, std::span(inputs, found_inf ? 3 : 2), outputs)[0];
+}
+
+void Optimizer::set_steps(int64_t steps) {
+  steps_ = steps;
+  if (applied_) set_applied_steps(steps);
+}
+
+std::optional<int64_t> Optimizer::applied_steps() const {
+  if (!applied_) return std::nullopt;
+  return applied_.device().is_meta() ? steps_ : applied_.item<int64_t>();
+}
+
+void Optimizer::set_applied_steps(int64_t steps) {
+  if (shards_.empty()) return;
+  const Device device = shards_[0].flat().shard.device();
+  if (!applied_) applied_ = Tensor::empty({kI64, {}, {}}, device);
+  if (!device.is_meta()) transfer(device, applied_.view().data, Device::cpu(), &steps, sizeof steps);
 }
 
 void Optimizer::update_all(std::span<ShardState* const> shards, const Tensor& scalars) {
@@ -120,6 +180,7 @@ void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Ten
   inputs.push_back(shard.segments);
   inputs.push_back(scalars);
   if (clip_scale) inputs.push_back(clip_scale);
+  if (b.found_inf) inputs.push_back(b.found_inf);
   apply_typed(op, attrs, inputs, outputs);
 }
 

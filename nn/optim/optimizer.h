@@ -58,16 +58,22 @@ class Optimizer {
   Optimizer& operator=(Optimizer&&) noexcept = default;
 
   /// Updates the parameters from their gradients, times the scale that clip_grad_norm left, and the state. Units that
-  /// have no gradient stay as they are. Recorded as part of the update if a recording lives.
+  /// have no gradient stay as they are. Recorded as part of the update if a recording lives. Where clip_grad_norm has found
+  /// infinity for a LossScaler nothing changes, and no step is applied.
   void step(const StepOptions& options = {});
   /// What the next step reads: the values that change from step to step, for a caller who brings them to the device
   /// with other things, or again and again for a step that is a graph.
   std::vector<double> next_scalars(const StepOptions& options = {}) const { return scalars(options, steps_ + 1); }
   /// Frees the gradients.
   void zero_grad();
-  /// Steps taken so far: with state() all that resuming needs.
+  /// Steps taken so far, skipped ones included: with state() and, beside a LossScaler, applied_steps() all that resuming
+  /// needs.
   int64_t steps() const { return steps_; }
-  void set_steps(int64_t steps) { steps_ = steps; }
+  void set_steps(int64_t steps);
+  /// Those that were not skipped, which the device counts; nothing if the optimizer has met no LossScaler, or has no use for
+  /// it. Waits for the device.
+  std::optional<int64_t> applied_steps() const;
+  void set_applied_steps(int64_t steps);  ///< after set_steps()
 
   std::vector<ShardState>& shards() { return shards_; }
   const std::vector<ShardState>& shards() const { return shards_; }
@@ -80,7 +86,9 @@ class Optimizer {
   explicit Optimizer(std::string name) : name_(std::move(name)) {}
   /// Values that change from step to step, as one f64 vector; `step` counts from 1.
   virtual std::vector<double> scalars(const StepOptions& options, int64_t step) const = 0;
-  /// Updates one shard; scalars and clip scale (undefined: 1) are tensors.
+  /// Whether the first of them are those of AdamW, with bias corrections.
+  virtual bool corrects_bias() const { return false; }
+  /// Updates one shard, unless its flat().found_inf is set; scalars and clip scale (undefined: 1) are tensors.
   virtual void update(ShardState& shard, const Tensor& scalars, const Tensor& clip_scale) = 0;
   /// Updates all that have a gradient, by default one after another.
   virtual void update_all(std::span<ShardState* const> shards, const Tensor& scalars);
@@ -88,9 +96,12 @@ class Optimizer {
   void name_leaves(const ShardState& shard) const;
 
  private:
+  Tensor found_inf() const;
+  Tensor count_applied(const Tensor& scalars, const Tensor& found_inf);
   std::string name_;
   std::vector<ShardState> shards_;
   int64_t steps_ = 0;
+  Tensor applied_;  // i64 []; undefined: all of them
 };
 
 namespace detail {
@@ -102,8 +113,8 @@ Tensor segment_table(const std::vector<int64_t>& values, Device device);
 /// By index: which of the unit's leaves the rule chooses among these parameters.
 std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
                          const std::function<bool(const nn::Parameter&)>& rule);
-/// Runs a step op whose inputs are (parameters, gradient, state..., segments, scalars [, clip scale]) and whose outputs
-/// lie in the memory of the parameters and the state.
+/// Runs a step op whose inputs are (parameters, gradient, state..., segments, scalars [, clip scale [, found_inf]]) and whose
+/// outputs lie in the memory of the parameters and the state.
 void apply_step(const OpDef& op, const void* attrs, ShardState& shard, const Tensor& scalars, const Tensor& clip_scale);
 /// Input `index`, or View{} where the step has none.
 View optional_input(const Execute& c, int index);

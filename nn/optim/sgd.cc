@@ -10,7 +10,7 @@ namespace {
 
 using namespace kernels::cpu;  // the order of the scalars
 
-// param, grad [, momentum], segments, scalars [, clip scale] -> param [, momentum], in place.
+// param, grad [, momentum], segments, scalars [, clip scale [, found_inf]] -> param [, momentum], in place.
 struct SgdStep {
   static constexpr const char* kName = "sgd";
   static constexpr OpKind kKind = OpKind::step;
@@ -18,7 +18,8 @@ struct SgdStep {
   static void execute(const Attrs& a, Execute& c) {
     const int segments = 2 + a.momentum;
     SHEAF_ON_DEVICE(c.stream(), sgd, c.output(0), c.input(1), a.momentum ? c.output(1) : View{}, c.input(segments),
-                    c.input(segments + 1), a.nesterov != 0, detail::optional_input(c, segments + 2));
+                    c.input(segments + 1), a.nesterov != 0, detail::optional_input(c, segments + 2),
+                    detail::optional_input(c, segments + 3));
   }
   static void describe(const Attrs& a, std::string& out) { out += a.nesterov ? "nesterov" : ""; }
 };
