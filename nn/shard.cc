@@ -155,9 +155,8 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.strategy = mesh.spec ? options.strategy.value : Strategy::none;
   mark.prefetch_bytes = options.prefetch_bytes;
   mark.compute = options.compute_dtype;
-  if (mark.compute && *mark.compute != kBF16 && *mark.compute != kF32 && *mark.compute != kF64)
-    fail<ConfigError>("[shard] compute_dtype ", *mark.compute, ": it is bf16, f32 or f64",
-                      *mark.compute == kF16 ? "; f16 needs a scaled loss, which steps cannot do yet" : "");
+  if (mark.compute && !is_floating(*mark.compute))
+    fail<ConfigError>("[shard] compute_dtype ", *mark.compute, ": it is bf16, f16, f32 or f64");
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
     fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
                       mesh.spec->size(mark.axis));
