@@ -22,9 +22,31 @@ std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& opt
   return pieces;
 }
 
-// The tensor that holds the step count of one of the optimizers.
-std::string steps_name(size_t optimizer) {
-  return optimizer == 0 ? "optimizer.steps" : str("optimizer.", optimizer, ".steps");
+// The tensor that holds a step count of one of the optimizers.
+std::string count_name(size_t optimizer, std::string_view count) {
+  return optimizer == 0 ? str("optimizer.", count) : str("optimizer.", optimizer, ".", count);
+}
+std::string steps_name(size_t optimizer) { return count_name(optimizer, "steps"); }
+std::string applied_name(size_t optimizer) { return count_name(optimizer, "applied_steps"); }
+
+// Of a loss scaler: f32 [] and i64 [3].
+constexpr const char* kFactor = "optimizer.loss_scaler.factor";
+constexpr const char* kCounts = "optimizer.loss_scaler.counts";
+
+// A few numbers, which rank 0 saves.
+template <class T>
+CheckpointPiece small_piece(std::string name, DType dtype, const Shape& shape, std::vector<T> values) {
+  const auto kept = std::make_shared<std::vector<T>>(std::move(values));
+  const bool first = RankContext::current().rank == 0;
+  return {std::move(name), dtype, shape, first ? Runs::of({0, shape.numel()}) : Runs(), kept->data(), kept};
+}
+
+void load_scaler(Checkpoint& checkpoint, optim::LossScaler& scaler) {
+  float factor = 0;
+  int64_t counts[3] = {};
+  checkpoint.read(kFactor, 0, 1, &factor);
+  checkpoint.read(kCounts, 0, 3, counts);
+  scaler.set_state({factor, counts[0], counts[1], counts[2]});
 }
 
 }  // namespace
@@ -62,7 +84,8 @@ char* HostCopy::reserve(size_t bytes) {
   return data_.get();
 }
 
-std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers, HostCopy* copy) {
+std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers,
+                                               const optim::LossScaler* scaler, HostCopy* copy) {
   std::vector<CheckpointPiece> out;
   const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
   const auto bytes_of = [](const nn::StatePiece& p) {
@@ -94,15 +117,20 @@ std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimiz
       transfer(Device::cpu(), into, p.device, p.data, bytes);
     into += room(bytes);
   }
-  const bool first = RankContext::current().rank == 0;
   for (size_t i = 0; i < optimizers.size(); ++i) {
-    const auto steps = std::make_shared<int64_t>(optimizers[i]->steps());
-    out.push_back({steps_name(i), kI64, {}, first ? Runs::of({0, 1}) : Runs(), steps.get(), steps});
+    out.push_back(small_piece<int64_t>(steps_name(i), kI64, {}, {optimizers[i]->steps()}));
+    if (const auto applied = optimizers[i]->applied_steps())
+      out.push_back(small_piece<int64_t>(applied_name(i), kI64, {}, {*applied}));
+  }
+  if (scaler) {
+    const optim::LossScaler::State s = scaler->state();
+    out.push_back(small_piece<float>(kFactor, kF32, {}, {static_cast<float>(s.factor)}));
+    out.push_back(small_piece<int64_t>(kCounts, kI64, {3}, {s.good_steps, s.lost_steps, s.skipped_steps}));
   }
   return out;
 }
 
-void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers) {
+void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, optim::LossScaler* scaler) {
   std::set<std::string> wanted;
   const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
   const auto check_saved = [&](const std::string& name, DType dtype, const Shape& shape) {
@@ -113,7 +141,18 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
                             ", the model has ", dtype, shape);
   };
   for (const nn::StatePiece& p : pieces) check_saved(p.name, p.dtype, p.shape);
-  for (size_t i = 0; i < optimizers.size(); ++i) check_saved(steps_name(i), kI64, {});
+  const auto has = [&](const std::string& name) { return checkpoint.tensors().contains(name); };
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    check_saved(steps_name(i), kI64, {});
+    if (has(applied_name(i))) check_saved(applied_name(i), kI64, {});
+  }
+  if (scaler && !has(kFactor))
+    fail<CheckpointError>("[checkpoint] ", checkpoint.path(), " was saved without a loss scaler: load it without one, and the "
+                          "scaler starts anew");
+  if (!scaler && !optimizers.empty() && has(kFactor))
+    fail<CheckpointError>("[checkpoint] ", checkpoint.path(), " was saved with a loss scaler: load it with one "
+                          "(LoadOptions::scaler)");
+  if (scaler) check_saved(kFactor, kF32, {}), check_saved(kCounts, kI64, {3});
   for (const auto& [name, info] : checkpoint.tensors())
     if (!wanted.contains(name) && (!optimizers.empty() || !name.starts_with("optimizer.")))
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": the model has no ", name);
@@ -128,14 +167,18 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
     int64_t steps = 0;
     checkpoint.read(steps_name(i), 0, 1, &steps);
     optimizers[i]->set_steps(steps);
+    if (!has(applied_name(i))) continue;
+    checkpoint.read(applied_name(i), 0, 1, &steps);
+    optimizers[i]->set_applied_steps(steps);
   }
+  if (scaler) load_scaler(checkpoint, *scaler);
 }
 
 void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                      World& world, const SaveOptions& options) {
   check_outside("save_checkpoint");
   const CheckpointGroup group = checkpoint_group(module, world);
-  save_checkpoint(folder, step, checkpoint_pieces(module, optimizers), options.state, options.keep, group);
+  save_checkpoint(folder, step, checkpoint_pieces(module, optimizers, options.scaler), options.state, options.keep, group);
 }
 
 std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
@@ -145,7 +188,7 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
   std::optional<Checkpoint> checkpoint = Checkpoint::open_newest(folder, options.warn ? options.warn : warn_on_stderr,
                                                                 checkpoint_group(module, world));
   if (!checkpoint) return std::nullopt;
-  load_state(*checkpoint, module, optimizers);
+  load_state(*checkpoint, module, optimizers, options.scaler);
   return LoadedCheckpoint{checkpoint->path(), checkpoint->step(), checkpoint->state()};
 }
 

@@ -14,6 +14,7 @@
 
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/checkpoint_store.h"
+#include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/optimizer.h"
 
 namespace sheaf::models {
@@ -24,9 +25,10 @@ using Optimizers = std::vector<optim::Optimizer*>;
 struct SaveOptions {
   Json state = {};   ///< rank 0's: whatever else a program needs to go on, such as its options; it comes back on loading
   int64_t keep = 2;  ///< newest checkpoints that stay in the folder; 0 keeps all
+  const optim::LossScaler* scaler = nullptr;  ///< saved, too
 };
 
-/// Saves parameters, buffers, the optimizers' state and their step counts as checkpoint `step` of `folder`, collectively
+/// Saves parameters, buffers, the optimizers' state and their step counts, and that of a loss scaler, as checkpoint `step` of `folder`, collectively
 /// and outside of any recording; all ranks must see the same file system. When it returns, the checkpoint is committed; an
 /// older one of the same step is replaced. Throws IoError where the disk fails; then what was there before is untouched.
 void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
@@ -35,6 +37,7 @@ void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module
 struct LoadOptions {
   /// Called with one line for every newer checkpoint that is broken and was passed over; the default writes it to stderr.
   std::function<void(const std::string&)> warn = {};
+  optim::LossScaler* scaler = nullptr;  ///< filled, too: what was saved with one is loaded with one
 };
 
 struct LoadedCheckpoint {
@@ -70,8 +73,9 @@ class HostCopy {
 };
 /// What this rank passes to save_checkpoint(): parameters, buffers and the optimizers' state; as they are, or, with `copy`,
 /// as they were, in its memory.
-std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers, HostCopy* copy = nullptr);
+std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers,
+                                               const optim::LossScaler* scaler = nullptr, HostCopy* copy = nullptr);
 /// Fills this rank's pieces from an open checkpoint; see load_checkpoint().
-void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers);
+void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, optim::LossScaler* scaler = nullptr);
 
 }  // namespace sheaf::models
