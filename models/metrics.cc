@@ -82,7 +82,7 @@ MetricsWriter::~MetricsWriter() {
   if (fd_ >= 0) close(fd_);
 }
 
-void MetricsWriter::write(int64_t step, std::initializer_list<Metric> metrics) {
+void MetricsWriter::write(int64_t step, std::span<const Metric> metrics) {
   std::string line = str("{\"step\":", step);
   for (const Metric& metric : metrics) {
     line += "," + json_string(metric.name) + ":";
@@ -119,6 +119,10 @@ std::string progress_line(const Progress& p) {
                 p.grad_norm, grouped(p.tokens_per_second).c_str());
   std::string line = text;
   if (p.seconds_left >= 0) line += "  left " + duration(p.seconds_left);
+  if (p.skipped > 0) {
+    std::snprintf(text, sizeof text, " skipped, loss scale %.15g", p.loss_scale);
+    line += (p.steps_since > 1 ? str("  ", p.skipped, " of ", p.steps_since) : " ") + text;
+  }
   return line;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -32,7 +33,8 @@ class MetricsWriter {
   MetricsWriter& operator=(const MetricsWriter&) = delete;
 
   /// Writes one line by one system call, so that a kill leaves whole lines. Throws IoError.
-  void write(int64_t step, std::initializer_list<Metric> metrics);
+  void write(int64_t step, std::span<const Metric> metrics);
+  void write(int64_t step, std::initializer_list<Metric> metrics) { write(step, std::span(metrics.begin(), metrics.size())); }
   /// Makes all lines so far durable. Called before a checkpoint commits: its steps must never be lost after that.
   void sync();
 
@@ -47,10 +49,14 @@ struct Progress {
   double loss = 0, lr = 0, grad_norm = 0;
   double tokens_per_second = 0;  ///< of all ranks
   double seconds_left = -1;      ///< negative: not known yet
+  double loss_scale = 0;         ///< of the next step; 0: the loss is not scaled
+  int64_t skipped = 0;           ///< of the `steps_since` the line before, those that were skipped
+  int64_t steps_since = 1;
 };
 
 /// "step  120/2000  loss 2.1234  lr 1.00e-03  norm 0.87  12,345 tok/s  left 3m12s": no colour, no cursor movement, so
-/// it reads the same in a terminal and in a log.
+/// it reads the same in a terminal and in a log. Where a step was skipped it goes on with "  skipped, loss scale 32768", of
+/// several with "  2 of 10 skipped, loss scale 16384".
 std::string progress_line(const Progress& progress);
 
 }  // namespace sheaf::models

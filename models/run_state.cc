@@ -60,6 +60,7 @@ void for_each_train_option(Train&& t, F&& f) {
   f("train.eps", t.eps);
   f("train.clip", t.clip);
   f("train.dtype", t.dtype);
+  if (t.dtype == "f16") f("train.loss_scale_interval", t.loss_scale_interval);
 }
 
 // What older checkpoints do not have.

@@ -121,7 +121,9 @@ struct OptimizationConfig {
   int64_t eval_tokens = 0;          ///< targets per evaluation; 0: the whole validation split
   int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
-  std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" with f32 masters, gradients, statistics
+  std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" or "f16" with f32 masters, gradients, statistics
+  double loss_scale = 65536;        ///< f16: factor of the loss in the first step
+  int64_t loss_scale_interval = 2000;  ///< f16: steps without overflow after which it doubles
   std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", "block" by block, or
                                     ///< "fit": as few blocks as sharding.memory_budget asks for
   int64_t recompute_blocks = -1;    ///< with "block": the first so many, of each stage; -1: all

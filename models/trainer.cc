@@ -178,7 +178,7 @@ void Trainer::restore() {
   }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
-  load_state(*checkpoint, step_->model().module(), {&step_->optimizer()});
+  load_state(*checkpoint, step_->model().module(), {&step_->optimizer()}, step_->scaler());
   first_step_ = state.step;
   weights_ = state.weights;
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
@@ -216,7 +216,7 @@ void Trainer::save(int64_t step) {
   RunState state = this->state(step);
   state.product_choices = product_choices(device_);
   const std::string folder = config_.output.folder + "/checkpoints";
-  const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints};
+  const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .scaler = step_->scaler()};
   if (config_.train.save_async) saver_.save(folder, step, step_->model().module(), {&step_->optimizer()}, options);
   else save_checkpoint(folder, step, step_->model().module(), {&step_->optimizer()}, world_, options);
 }
@@ -227,6 +227,17 @@ void Trainer::report_program(const Program& program) const {
   options_.print(str("steps from here on are a program of ", program.tape().num_nodes(), " nodes in an arena of ",
                      format_bytes(program.arena_bytes()),
                      budget > 0 && takes > budget ? str("; a step takes ", takes, " bytes, more than sharding.memory_budget") : ""));
+}
+
+// In f16 the gradient may be infinite, which costs a step, unless it is so at any scale.
+void Trainer::check_lost_steps(int64_t done) {
+  constexpr int64_t kMost = 20;
+  const optim::LossScaler::State state = step_->scaler()->state();
+  if (state.lost_steps < kMost) return;
+  saver_.finish();
+  fail<NonFiniteError>("[train] step ", done, ": the gradient was not finite in ", state.lost_steps, " steps in a row, though ",
+                       "the loss scale is at its minimum, ", state.factor, "; a smaller train.lr, or train.dtype bf16 or f32, ",
+                       "may help");
 }
 
 TrainReport Trainer::run(const std::function<int()>& signal) {
@@ -252,6 +263,8 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
   StepNews news(world_.size() > 1 ? &world_.communicator() : nullptr, world_.rank(), world_.size());
   TrainReport report;
   RecordedStep recorded;
+  optim::LossScaler* const scaler = step_->scaler();
+  int64_t skipped = scaler ? scaler->state().skipped_steps : 0;  // up to the last line
   report.steps = t.steps;
   const double start = now();
   double since = start, evaluating = 0;  // saving included
@@ -286,7 +299,9 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
       report.train_loss = result.loss.item<double>();
       const double norm = result.grad_norm.item<double>();
       const auto unsigned_nan = [](double x) { return std::isnan(x) ? std::abs(x) : x; };
-      if (!std::isfinite(report.train_loss) || !std::isfinite(norm)) {
+      if (scaler && !std::isfinite(norm)) {
+        check_lost_steps(done);
+      } else if (!std::isfinite(report.train_loss) || !std::isfinite(norm)) {
         saver_.finish();  // of a step before, which was finite
         fail<NonFiniteError>("[train] step ", done, ": loss ", unsigned_nan(report.train_loss), ", gradient norm ", norm,
                              t.clip > 0 ? "; a smaller train.lr or train.clip may help"
@@ -300,13 +315,22 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
       if (first_rank) {
         int64_t peak = 0;
         for (int64_t p : report.peaks) peak = std::max(peak, p);
-        metrics->write(done, {{"loss", report.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
-                              {"tokens", step_->tokens_per_step() * done}, {"seconds", now() - start},
-                              {"tokens_per_second", tokens_per_second}, {"peak_bytes", peak}});
+        std::vector<Metric> values{{"loss", report.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
+                                   {"tokens", step_->tokens_per_step() * done}, {"seconds", now() - start},
+                                   {"tokens_per_second", tokens_per_second}, {"peak_bytes", peak}};
         const double each = (now() - start - evaluating) / static_cast<double>(done - first_step_);
-        options_.print(progress_line({.step = done, .steps = t.steps, .loss = report.train_loss, .lr = result.lr,
-                                      .grad_norm = norm, .tokens_per_second = tokens_per_second,
-                                      .seconds_left = each * static_cast<double>(t.steps - done)}));
+        Progress progress{.step = done, .steps = t.steps, .loss = report.train_loss, .lr = result.lr,
+                          .grad_norm = norm, .tokens_per_second = tokens_per_second,
+                          .seconds_left = each * static_cast<double>(t.steps - done)};
+        if (scaler) {
+          const optim::LossScaler::State state = scaler->state();
+          values.push_back({"loss_scale", state.factor}), values.push_back({"skipped_steps", state.skipped_steps});
+          progress.loss_scale = state.factor;
+          progress.skipped = state.skipped_steps - std::exchange(skipped, state.skipped_steps);
+          progress.steps_since = steps_since;
+        }
+        metrics->write(done, values);
+        options_.print(progress_line(progress));
       }
       since = now();
       steps_since = 0;

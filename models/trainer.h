@@ -46,7 +46,8 @@ class Trainer {
 
   /// Trains to the end, or until `signal`, asked after every step, gives on some rank the number of a signal that wants the
   /// run to end: then all ranks stop after the same step and save it. Collective. Throws NonFiniteError when the loss or the
-  /// gradient is not finite in a step that is logged or saved: no checkpoint ever holds the result of such a step.
+  /// gradient is not finite in a step that is logged or saved: no checkpoint ever holds the result of such a step. In f16 such
+  /// a step is skipped, and only many of them, one after another at the smallest loss scale, are an error.
   TrainReport run(const std::function<int()>& signal = [] { return 0; });
 
   TrainingStep& step() { return *step_; }
@@ -62,6 +63,7 @@ class Trainer {
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
+  void check_lost_steps(int64_t done);
   void report_program(const Program& program) const;
   void save(int64_t step);
 

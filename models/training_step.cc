@@ -1,7 +1,7 @@
 #include "sheaf/models/training_step.h"
 
 #include <algorithm>
-#include <optional>
+#include <limits>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
@@ -39,7 +39,8 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
   if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
-  else check<ConfigError>(config.train.dtype == "f32", "[train] train.dtype is ", config.train.dtype, ", not f32 or bf16");
+  else if (config.train.dtype == "f16") options.compute_dtype = kF16;
+  else check<ConfigError>(config.train.dtype == "f32", "[train] train.dtype is ", config.train.dtype, ", not f32, bf16 or f16");
   if (const int stages = ranks("stage"); stages > 1) {
     if (config.sharding.units != "block")
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
@@ -112,6 +113,8 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn
   return std::make_unique<optim::Muon>(module, muon);
 }
 
+constexpr double kNoClipping = std::numeric_limits<double>::infinity();
+
 // Steps that run as usual before one is compiled or captured.
 constexpr int64_t kSettling = 2;
 
@@ -152,6 +155,9 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
                        ", not none or block (fit is a number of blocks once it is planned)");
   }
   optimizer_ = make_optimizer(config_.train, model_->module());
+  if (config_.train.dtype == "f16")
+    scaler_.emplace(device_, optim::LossScalerOptions{.initial = config_.train.loss_scale,
+                                                      .growth_interval = config_.train.loss_scale_interval});
   inputs_ = std::make_unique<StepInputs>(config_, mesh_, device_,
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
 }
@@ -196,7 +202,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   const OptimizationConfig& t = config_.train;
   const auto targets = static_cast<double>(tokens_per_step());
   Tensor loss;  // of the micro-batches so far, in order
-  std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches));
+  std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches)), scaled = parts;
   Result result;
   result.lr = lr;
   {
@@ -208,7 +214,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
     for (const auto [backward, micro] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
       Tensor& part = parts[static_cast<size_t>(micro)];
       if (backward) {
-        recording.backward(part, {.last_micro_batch = micro + 1 == t.micro_batches});
+        recording.backward(std::exchange(scaled[static_cast<size_t>(micro)], {}), {.last_micro_batch = micro + 1 == t.micro_batches});
         loss = loss ? add(loss, part) : part;
         part = Tensor();
         continue;
@@ -216,10 +222,13 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
       recording.next_micro_batch(first + t.batch * micro / t.micro_batches, batch.random_state);
       part = model_->loss(batch.tokens, batch.targets, targets);
+      scaled[static_cast<size_t>(micro)] = scaler_ ? scaler_->scale(part) : part;
     }
-    if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);
+    if (scaler_) result.grad_norm = clip_grad_norm(model_->module(), t.clip > 0 ? t.clip : kNoClipping, *scaler_);
+    else if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);
     else result.grad_norm = grad_norm(model_->module());
     optimizer_->step({.lr = lr, .scalars = inputs_->scalars()});
+    if (scaler_) scaler_->update();
     {
       const PhaseScope update(Phase::update);
       loss = redistribute(loss, Layout(mesh_.spec, Placement::invariant()));

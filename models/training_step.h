@@ -18,6 +18,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
 #include "sheaf/autograd/program.h"
@@ -27,6 +28,7 @@
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/step_inputs.h"
+#include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/optimizer.h"
 
 namespace sheaf::models {
@@ -49,7 +51,7 @@ class TrainingStep {
 
   struct Result {
     Tensor loss;       ///< mean over the step's targets, f32, whole on every rank
-    Tensor grad_norm;  ///< before clipping
+    Tensor grad_norm;  ///< before clipping; in f16 not finite where the step was skipped
     double lr = 0;
   };
   /// One optimizer step: forward and backward of every micro-batch, clipping, update. If `recorded` is given, the
@@ -64,6 +66,8 @@ class TrainingStep {
 
   LanguageModel& model() { return *model_; }
   optim::Optimizer& optimizer() { return *optimizer_; }
+  /// Of a run in f16; else null.
+  optim::LossScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
   World& world() { return world_; }
   const Mesh& mesh() const { return mesh_; }
   int64_t num_parameters();  ///< elements of the whole model
@@ -86,6 +90,7 @@ class TrainingStep {
   std::vector<Turn> turns_;  // of a step
   std::unique_ptr<LanguageModel> model_;
   std::unique_ptr<optim::Optimizer> optimizer_;
+  std::optional<optim::LossScaler> scaler_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
   std::unique_ptr<Program> program_;

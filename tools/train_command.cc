@@ -157,6 +157,8 @@ int train_command(const TrainArguments& arguments) {
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
         lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");
+      if (config.train.dtype == "f16" && world.device().is_cpu())
+        lines.say("note: f16 is for GPUs; on CPUs it is computed in f32, and f32 is faster");
     }
     const models::TrainReport result = train(trainer);
     stopped_by = result.stopped_by;

@@ -90,11 +90,13 @@ TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
   }, {.threads_per_rank = 1});
 }
 
+// f16, too.
 TEST(Bf16, GathersBf16AndReducesF32) {
-  for (int world : {1, 3})
+  for (const auto& [world, dtype] : {std::pair{1, kBF16}, {3, kBF16}, {1, kF16}, {3, kF16}})
     for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
-      SCOPED_TRACE(str(strategy, " at ", world));
+      SCOPED_TRACE(str(strategy, " ", dtype, " at ", world));
       models::TrainConfig c = in_bf16();
+      c.train.dtype = name(dtype);
       c.sharding.strategy = strategy;
       run_local(world, [&](World& w) {
         models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
@@ -108,7 +110,7 @@ TEST(Bf16, GathersBf16AndReducesF32) {
           const std::string name = tape.op_name(n);
           if (name == "all_gather") {
             ++gathers;
-            EXPECT_EQ(tape.type(tape.inputs(n)[0]).dtype, kBF16);
+            EXPECT_EQ(tape.type(tape.inputs(n)[0]).dtype, dtype);
           }
           if (name == "reduce_scatter" || (name == "all_reduce" && n.phase == Phase::backward)) {
             ++reductions;
@@ -129,7 +131,7 @@ TEST(Bf16, GathersBf16AndReducesF32) {
 
 // A program's own configuration, which no command line has checked.
 TEST(Bf16, OtherDTypesAreRefused) {
-  for (const char* dtype : {"f16", "f64", "half"}) {
+  for (const char* dtype : {"fp16", "f64", "half"}) {
     models::TrainConfig c = tiny_config();
     c.train.dtype = dtype;
     EXPECT_THROW(train_tiny(c, 1, 1), ConfigError) << dtype;

@@ -80,6 +80,10 @@ TEST_F(Metrics, OneLineForPeople) {
             "step  120/2000  loss 2.1235  lr 1.00e-03  norm 0.87  12,345 tok/s  left 3m12s");
   EXPECT_EQ(progress_line({1, 20, 2, 0, 0, 999, -1}), "step  1/20  loss 2.0000  lr 0.00e+00  norm 0.00  999 tok/s");
   EXPECT_THAT(progress_line({1, 20, 2, 0, 0, 1234567, 7260}), ::testing::HasSubstr("1,234,567 tok/s  left 2h01m"));
+  EXPECT_THAT(progress_line({.loss_scale = 32768, .skipped = 1}), ::testing::EndsWith(" tok/s  skipped, loss scale 32768"));
+  EXPECT_THAT(progress_line({.loss_scale = 0x1p40, .skipped = 2, .steps_since = 10}),
+              ::testing::EndsWith("  2 of 10 skipped, loss scale 1099511627776"));
+  EXPECT_THAT(progress_line({.loss_scale = 32768}), ::testing::EndsWith(" tok/s"));
 }
 
 }  // namespace

@@ -51,6 +51,19 @@ TEST(RunState, NamesWhatDiffers) {
   };
   EXPECT_THAT(with([](RunState& s) { s.train.dtype = "bf16"; }),
               HasSubstr("train.dtype was \"f32\" in the checkpoint and is \"bf16\" now"));
+  // Only f16 scales its loss.
+  EXPECT_FALSE(a_run().to_json().at("options").find("train.loss_scale_interval"));
+  check_resumable(saved, [] { RunState s = a_run(); s.train.loss_scale_interval = 5; return s; }());
+  RunState half = a_run();
+  half.train.dtype = "f16", half.train.loss_scale_interval = 7;
+  const RunState again = RunState::from_json(half.to_json());
+  check_resumable(again, half);
+  half.train.loss_scale = 8;  // a checkpoint has the scale
+  check_resumable(again, half);
+  half.train.loss_scale_interval = 5;
+  EXPECT_THAT(mismatch(again, half), HasSubstr("train.loss_scale_interval was 7 in the checkpoint and is 5 now"));
+  EXPECT_THAT(mismatch(again, saved), HasSubstr("train.dtype was \"f16\" in the checkpoint and is \"f32\" now"));
+  EXPECT_THAT(mismatch(saved, again), HasSubstr("train.dtype was \"f32\" in the checkpoint and is \"f16\" now"));
   EXPECT_THAT(with([](RunState& s) { s.val_fraction = 0.5; }), HasSubstr("data.val_fraction was 0.1"));
   EXPECT_THAT(with([](RunState& s) { s.train_data->xxh3 = "00cc"; }),
               HasSubstr("the training data was 90 tokens with XXH3 00aa in the checkpoint and is 90 tokens with XXH3 00cc"));

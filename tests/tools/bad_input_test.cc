@@ -86,7 +86,8 @@ TEST(BadInput, Configuration) {
                  {"sharding.replicas 3: ", " cannot be divided into as many equal groups"});
   expect_refused(f.train({"--sharding.context", "3"}), 64, {"sharding.context 3: ", " cannot be divided into groups of so many"});
   expect_refused(f.train({"--sharding.tensor", "3"}), 64, {"sharding.tensor 3: ", " cannot be divided into groups of so many"});
-  expect_refused(f.train({"--train.dtype", "f16"}), 64, {"'train.dtype' cannot be \"f16\" yet", "loss is scaled"});
+  expect_refused(f.train({"--train.dtype", "fp16"}), 64, {"train.dtype", "f16", "\"fp16\""});
+  expect_refused(f.train({"--train.loss_scale", "0.5"}), 64, {"'train.loss_scale' must be in [1, "});
   expect_refused(f.train({"--model.heads", "3"}), 64,
                  {"model.width 16 is not a multiple of model.heads 3"});
   expect_refused(f.train({"--data.corpus", ""}), 64, {"nothing to train on"});
@@ -211,6 +212,9 @@ TEST(BadInput, OutputAndNumbers) {
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100",
                           "--train.clip", "0"}),
                  75, {"a smaller train.lr or a train.clip above 0 may help"});
+  // In f16 steps are skipped, at smaller and smaller scales, but not for ever.
+  expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.dtype", "f16", "--train.log_every", "100"}),
+                 75, {"[train] step 50: the gradient was not finite in ", " steps in a row, though the loss scale is at its minimum, 1;"});
   EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
 }
 
@@ -257,6 +261,8 @@ TEST(BadInput, Resume) {
   expect_refused(resume({"--data.corpus", f.write("other.txt", other)}), 76, {"tokenizer"});
   expect_refused(resume({"--train.dtype", "bf16"}), 76,
                  {"train.dtype was \"f32\" in the checkpoint and is \"bf16\" now"});
+  expect_refused(resume({"--train.dtype", "f16"}), 76,
+                 {"train.dtype was \"f32\" in the checkpoint and is \"f16\" now"});
   expect_refused(resume({"--data.val_fraction", "0.2"}), 76,
                  {"data.val_fraction was 0.1 in the checkpoint and is 0.2 now"});
   other = testing::sample_text(3000);

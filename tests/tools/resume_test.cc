@@ -34,6 +34,7 @@ constexpr int64_t kSteps = 60;
 
 struct Folder : ScratchFolder {
   bool async = false;  // saves go on beside the training
+  bool f16 = false;    // near the largest scale of the loss, so that steps are skipped now and then
   Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }
 
   Words train(const std::string& out, bool resume = false) const {
@@ -41,6 +42,7 @@ struct Folder : ScratchFolder {
                    "--output.folder", *this / out,     "--quiet"};
     if (resume) words.emplace_back("--resume");
     if (async) words.insert(words.end(), {"--train.save_async", "true"});
+    if (f16) words.insert(words.end(), {"--train.dtype", "f16", "--train.loss_scale_interval", "4", "--train.loss_scale", "1e6"});
     for (const char* w :
          {"--model.layers",        "2",   "--model.heads",      "2",   "--model.width",      "16",
           "--model.context",       "16",  "--model.dropout",    "0.1", "--train.batch",      "5",
@@ -146,12 +148,16 @@ int from_environment(const char* name, int otherwise) {
   return text ? std::atoi(text) : otherwise;
 }
 
-void kill_and_resume(int world, int kills, bool async = false) {
+void kill_and_resume(int world, int kills, bool async = false, bool f16 = false) {
   Folder folder;
   folder.async = async;
+  folder.f16 = f16;
   ASSERT_EQ(run_sheaf(testing::on_ranks(world, folder.train("whole"))).code, 0);
   const Metrics expected = folder.metrics("whole");
   ASSERT_EQ(expected.size(), static_cast<size_t>(kSteps));
+  if (f16) {
+    EXPECT_GE(std::stoi(expected.at(kSteps).at("skipped_steps")), 4);
+  }
   const int in_save = (kills + 3) / 4;
   int done = 0, done_in_save = 0, runs = 0, starts = 0;
   Killer killer(folder, world,
@@ -190,6 +196,11 @@ TEST(Resume, KilledAtAnyMomentOnTwoRanks) {
 }
 TEST(Resume, KilledAtAnyMomentWhileSavingGoesOnBeside) {
   for (int world : {1, 2}) kill_and_resume(world, from_environment("SHEAF_KILLS", 6), /*async=*/true);
+}
+
+TEST(Resume, KilledAtAnyMomentInF16) {
+  kill_and_resume(1, from_environment("SHEAF_KILLS", 6), false, /*f16=*/true);
+  kill_and_resume(2, from_environment("SHEAF_KILLS", 6), /*async=*/true, /*f16=*/true);
 }
 
 // Makes the last steps to do again: the checkpoint of step 60 is removed, as if it had never been

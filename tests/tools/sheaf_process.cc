@@ -204,7 +204,7 @@ void expect_same_curve(const Metrics& actual, const Metrics& expected, const std
   for (const auto& [step, fields] : expected) {
     ASSERT_TRUE(actual.contains(step)) << what << ": no step " << step;
     const auto& found = actual.at(step);
-    for (const char* name : {"loss", "lr", "grad_norm", "val_loss"}) {
+    for (const char* name : {"loss", "lr", "grad_norm", "val_loss", "loss_scale", "skipped_steps"}) {
       ASSERT_EQ(found.contains(name), fields.contains(name))
           << what << ": " << name << " of step " << step;
       if (fields.contains(name)) {

@@ -104,7 +104,7 @@ TEST(PeakMemory, IsWhatTheTapeSays) {
                                     "--model.type",          type,
                                     "--train.micro_batches", i % 3 == 0 ? "2" : "1",
                                     "--model.dropout",       i % 5 < 2 ? "0.1" : "0",
-                                    "--train.dtype",         i % 7 < 2 ? "bf16" : "f32"};
+                                    "--train.dtype",         i % 7 < 2 ? "bf16" : i % 7 == 2 ? "f16" : "f32"};
         if (type == std::string("gpt2"))
           model = model + Words{"--model.bias", i % 4 == 1 ? "true" : "false"};
         SCOPED_TRACE(::testing::PrintToString(model) + " on " + std::to_string(world));
@@ -291,6 +291,28 @@ TEST(Train, TwoRanksAreOneRankWithTwoMicroBatches) {
       }
     }
   }
+}
+
+TEST(Train, SkippedStepsAreSaid) {
+  Folder folder;
+  const Words f16 = Words{"train"} + kTiny + Words{"--train.dtype", "f16", "--train.loss_scale", "1099511627776", "--train.steps", "6"};
+  Outcome r = run_sheaf(f16 + folder.data("each"));
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr("note: f16 is for GPUs"));
+  EXPECT_THAT(r.out, ::testing::ContainsRegex("step 1/6 .* skipped, loss scale 549755813888\n"));
+  EXPECT_THAT(r.out, ::testing::ContainsRegex("step 6/6 .* skipped, loss scale 17179869184\n"));
+  const Metrics metrics = folder.metrics("each");
+  EXPECT_EQ(metrics.at(3).at("skipped_steps"), "3");
+  EXPECT_EQ(metrics.at(3).at("grad_norm"), "null");
+  EXPECT_EQ(std::stod(metrics.at(3).at("loss_scale")), 0x1p37);
+  EXPECT_EQ(metrics.at(6).at("val_loss"), metrics.at(2).at("val_loss"));  // of the first weights
+  r = run_sheaf(f16 + Words{"--train.log_every", "4"} + folder.data("some"));
+  EXPECT_THAT(r.out, ::testing::ContainsRegex("step 4/6 .* 4 of 4 skipped, loss scale 68719476736\n"));
+  EXPECT_THAT(r.out, ::testing::ContainsRegex("step 6/6 .* 2 of 2 skipped, loss scale 17179869184\n"));
+  // Nothing of it where there is no scale.
+  r = run_sheaf(Words{"train"} + kTiny + folder.data("f32"));
+  EXPECT_THAT(r.out, ::testing::Not(HasSubstr("scale")));
+  EXPECT_FALSE(folder.metrics("f32").at(3).contains("loss_scale"));
 }
 
 TEST(Train, OmpNumThreadsIsAnUpperBound) {
