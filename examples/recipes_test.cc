@@ -1,5 +1,5 @@
 // The loops of docs/own_models.md, compiled and tested: batches of one's own, gradient accumulation,
-// a running mean, a learning rate per part of a model, hidden units and sequences shared by ranks,
+// half precision, a running mean, a learning rate per part of a model, hidden units and sequences shared by ranks,
 // generation.
 #include <cmath>
 #include <map>
@@ -87,6 +87,36 @@ TEST(GradientAccumulation, GivesTheGradientOfTheWholeBatch) {
       };
       run_local(ranks, body);
     }
+}
+
+// A factor that is far too large at first: steps are skipped until it fits.
+TEST(HalfPrecision, FindsTheFactorOfTheLoss) {
+  run_local(2, [](World& world) {
+    const Mesh mesh = world.mesh({{"data", world.size()}});
+    Classifier model;
+    shard(model, mesh, {.compute_dtype = kF16});
+    materialize(model, world.device(), {.seed = 1});
+    optim::AdamW optimizer(model, {.lr = 0.02});
+    optim::LossScaler scaler(world.device(), {.initial = 0x1p24});
+    std::vector<float> losses;
+    for (int64_t step = 0; step < 40; ++step) {
+      const Batch batch = batch_of(world, mesh, 0, 24);
+      Recording recording({.step = step});
+      const Tensor x = cast(batch.x, kF16);
+      const Tensor loss = cross_entropy(model(x), batch.label);
+      recording.backward(scaler.scale(loss));
+      clip_grad_norm(model, 1.0, scaler);
+      optimizer.step();
+      scaler.update();
+      optimizer.zero_grad();
+      losses.push_back(redistribute(loss, "data", Placement::invariant()).item());
+    }
+    const int64_t skipped = scaler.state().skipped_steps;
+    EXPECT_GE(skipped, 1);
+    EXPECT_LE(skipped, 20);
+    EXPECT_EQ(optimizer.applied_steps(), 40 - skipped);
+    EXPECT_LT(losses.back(), losses.front() - 0.05f);
+  });
 }
 
 // Steps one by one, and as a program whose units stay gathered.
