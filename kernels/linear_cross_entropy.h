@@ -14,7 +14,8 @@ struct RowValues {
   const View *loss = nullptr, *target_logits = nullptr;  ///< of all rows added up; of each
   const View* lse = nullptr;                             ///< each row's: made, or given
   bool compute_lse = true;
-  const View* dloss = nullptr;                     ///< gradients of the loss; null: 1
+  const View* dloss = nullptr;                     ///< gradients of the loss; null: `constant`
+  double constant = 1;
   const View *dlse = nullptr, *dtarget = nullptr;  ///< of each row's, where the weight is a part
   TablePart part;
 };
@@ -42,13 +43,13 @@ void linear_cross_entropy_backward(const View& x, const View& weight, const View
                                    int64_t ignore_index, const View& lse, const View& dloss,
                                    const View& dx, const View& dweight, Workspace workspace);
 
-/// Loss and gradients for dloss = 1 in one pass: three products instead of four. The bits of the
-/// two calls above.
+/// Loss and gradients for a constant dloss in one pass: three products instead of four. The bits of
+/// the two calls above.
 size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, const View& dx,
                                             const View& dweight);
 void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets,
                                 int64_t ignore_index, const View& loss, const View& dx,
-                                const View& dweight, Workspace workspace);
+                                const View& dweight, Workspace workspace, double dloss = 1);
 
 /// What a rank with part of the vocabulary, weight[n, C], knows of it: lse[..] = log(sum(exp(x ·
 /// weightᵀ))) and target_logits[..] = x · weight[targets], 0 for targets of other parts. A row
@@ -95,7 +96,8 @@ size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, c
                                             const View& dweight);
 void linear_cross_entropy_fused(const Stream& stream, const View& x, const View& weight,
                                 const View& targets, int64_t ignore_index, const View& loss,
-                                const View& dx, const View& dweight, Workspace workspace);
+                                const View& dx, const View& dweight, Workspace workspace,
+                                double dloss = 1);
 
 /// A target outside of all parts makes its row's target logit NaN.
 size_t linear_lse_workspace(const View& x, const View& weight);

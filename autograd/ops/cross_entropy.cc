@@ -172,6 +172,11 @@ struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
 
 /// The loss and, in the same pass, its gradients: the logits are computed once instead of twice,
 /// and the backward only scales. Costs the memory of dweight between forward and backward.
+///
+/// They are rounded before anybody knows what the loss is multiplied with. In f16 a scaled loss
+/// would come too late for those that vanish, such as what rare tokens get from confident logits:
+/// there they are made larger by a constant. Of dx, at most twice that times a weight, enough of
+/// the range is left above.
 struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss[], dweight, dx
   static constexpr const char* kName = "linear_cross_entropy_fused";
   using Attrs = IgnoreAttrs;
@@ -191,14 +196,18 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_fused, c.input(0), c.input(1), c.input(2),
-                 a.ignore_index, c.output(0), c.output(2), c.output(1), c.workspace);
+                 a.ignore_index, c.output(0), c.output(2), c.output(1), c.workspace,
+                 enlarged(c.input_type(0).dtype));
   }
+  static double enlarged(DType d) { return d == kF16 ? 256 : 1; }
   static void vjp(const Attrs&, Vjp& c) {
     if (c.has_grad(1) || c.has_grad(2))
       fail<LifetimeError>("[", kName, "] ", path_label(PathScope::current()),
                           ": it has no derivative of its gradients");
-    if (c.needs(1)) c.set(1, apply<ScaleBy>({}, {c.output(1), c.grad()}, c.into(1)));
-    if (c.needs(0)) c.set(0, apply<ScaleBy>({}, {c.output(2), c.grad()}));
+    const double by = enlarged(c.input_type(0).dtype);
+    const Tensor g = by == 1 ? c.grad() : mul(c.grad(), 1 / by);
+    if (c.needs(1)) c.set(1, apply<ScaleBy>({}, {c.output(1), g}, c.into(1)));
+    if (c.needs(0)) c.set(0, apply<ScaleBy>({}, {c.output(2), g}));
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t&, uint64_t& out) {
     out = ((needs & 2) ? 0b010 : 0) | ((needs & 1) ? 0b100 : 0);

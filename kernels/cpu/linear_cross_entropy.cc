@@ -134,7 +134,7 @@ struct Head {
     const size_t product = product_bytes();
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(product)), product};
     const bool backward = given(dx) || given(dweight);
-    const C scale = v.dloss ? *v.dloss->as<C>() : C(1);
+    const C scale = v.dloss ? *v.dloss->as<C>() : static_cast<C>(v.constant);
     double total = 0;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t count = std::min(chunk, rows - first);
@@ -236,9 +236,10 @@ size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, c
 }
 void linear_cross_entropy_fused(const View& x, const View& weight, const View& targets,
                                 int64_t ignore_index, const View& loss, const View& dx,
-                                const View& dweight, Workspace workspace) {
+                                const View& dweight, Workspace workspace, double dloss) {
   Head("linear_cross_entropy_fused", x, weight, dx, dweight)
-      .run(targets, ignore_index, {.loss = &loss, .part = whole_table(weight)}, workspace);
+      .run(targets, ignore_index, {.loss = &loss, .constant = dloss, .part = whole_table(weight)},
+           workspace);
 }
 
 size_t linear_lse_workspace(const View& x, const View& weight) {

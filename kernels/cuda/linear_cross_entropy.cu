@@ -95,8 +95,9 @@ class Head {
             rows_of(View::dense(v.target_logits->data, row_dtype_, {rows_}), first, count));
         continue;
       }
-      if (v.compute_lse && backward() && vocabulary_ <= kMostColumns) {
-        lose_and_differentiate(stream, count, cells, chunk_targets, ignore_index,
+      if (v.compute_lse && backward() && vocabulary_ <= kMostColumns &&
+          (v.constant == 1 || x_.dtype == kF16)) {
+        lose_and_differentiate(stream, count, cells, chunk_targets, ignore_index, v.constant,
                                rows_of(losses, first, count), gradients);
       } else {
         if (v.compute_lse)
@@ -158,9 +159,10 @@ class Head {
     return most;
   }
 
-  /// Of losses whose gradient is 1.
+  /// Of losses whose gradient is dloss, which is 1 but for f16.
   void lose_and_differentiate(const Stream& stream, int64_t count, void* cells, const View& targets,
-                              int64_t ignore_index, const View& losses, void* gradients) const {
+                              int64_t ignore_index, double dloss, const View& losses,
+                              void* gradients) const {
     visit_floating(who_, x_.dtype, [&]<class G>() {
       using C = Compute<G>;
       const int64_t bytes = pitch_ * static_cast<int64_t>(sizeof(C));
@@ -171,7 +173,8 @@ class Head {
           who_, stream,
           {.blocks = count, .threads = threads, .shared_bytes = static_cast<size_t>(held * batch)},
           losses_and_gradients<C, G>, static_cast<const C*>(cells), pitch_, vocabulary_, held,
-          targets.as<const int64_t>(), ignore_index, losses.as<C>(), static_cast<G*>(gradients));
+          targets.as<const int64_t>(), ignore_index, static_cast<C>(dloss), losses.as<C>(),
+          static_cast<G*>(gradients));
     });
   }
   void find_part_values(const Stream& stream, int64_t count, void* cells, TablePart part,
@@ -200,7 +203,7 @@ class Head {
         from(OfPart<C>{elements_of<const C>(who_, *v.dlse), elements_of<const C>(who_, *v.dtarget),
                        first});
       else
-        from(OfLoss<C>{v.dloss ? v.dloss->as<const C>() : nullptr});
+        from(OfLoss<C>{v.dloss ? v.dloss->as<const C>() : nullptr, static_cast<C>(v.constant)});
     });
   }
   void add_up(const Stream& stream, const View& losses, const View& loss) const {
@@ -263,9 +266,11 @@ size_t linear_cross_entropy_fused_workspace(const View& x, const View& weight, c
 }
 void linear_cross_entropy_fused(const Stream& stream, const View& x, const View& weight,
                                 const View& targets, int64_t ignore_index, const View& loss,
-                                const View& dx, const View& dweight, Workspace workspace) {
+                                const View& dx, const View& dweight, Workspace workspace,
+                                double dloss) {
   Head("linear_cross_entropy_fused", x, weight, dx, dweight)
-      .run(stream, targets, ignore_index, {.loss = &loss, .part = whole_table(weight)}, workspace);
+      .run(stream, targets, ignore_index,
+           {.loss = &loss, .constant = dloss, .part = whole_table(weight)}, workspace);
 }
 
 size_t linear_lse_workspace(const View& x, const View& weight) {

@@ -17,6 +17,10 @@ inline constexpr int64_t kPadding = 8;  // elements: rows of logits begin at 16 
 // that holds the better part of a row, else one has it alone.
 inline constexpr int64_t kShare = 108 << 10, kAlone = 2 * kShare;
 
+/// Of losses_and_gradients.
+template <class G>
+inline constexpr bool takes_dloss = std::is_same_v<G, f16>;
+
 template <class C>
 __device__ C probability(C logit, C lse) {
   const C x = logit - lse;
@@ -26,11 +30,11 @@ __device__ C probability(C logit, C lse) {
 /// cross_entropy and logit_gradients in one, bit for bit: a row to a block, from the last one,
 /// which the cache still has, to the first. The first `held_batches` rounds of the block are read
 /// once; what lies behind, and did not fit, is read again, from the cache if it has it. Rows are
-/// padded as there.
+/// padded as there. Gradients are those of `dloss` times the loss; but for f16 that is 1.
 template <class C, class G>
 __global__ void __launch_bounds__(kLogSumExpThreads, 2)
     losses_and_gradients(const C* logits, int64_t pitch, int n, int held_batches,
-                         const int64_t* targets, int64_t ignore_index, C* losses, G* out) {
+                         const int64_t* targets, int64_t ignore_index, C dloss, C* losses, G* out) {
   constexpr int kSize = Pack<C>::kSize, kBatch = kLogSumExpBatch;
   __shared__ C scratch[2][kWarp];
   const int64_t row = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x, target = targets[row];
@@ -49,6 +53,10 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
 #pragma unroll
     for (int u = 0; u < kBatch; ++u)
       if (first + u * step < n) packs[u] = load_pack(x + first + u * step);
+  };
+  const auto gradient_of = [&](C g) {
+    if constexpr (takes_dloss<G>) g = g * dloss;
+    return element<G>(g);
   };
   LogSumExp<C> seen;
   Pack<C>* held = dynamic_shared<Pack<C>>() + threadIdx.x;
@@ -84,13 +92,13 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
       if (at >= n) break;
       Group<G, kSize> gradient;
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) gradient.v[k] = element<G>(probability(packs[u].v[k], lse));
+      for (int k = 0; k < kSize; ++k) gradient.v[k] = gradient_of(probability(packs[u].v[k], lse));
       if (const int place = hit - at; place >= 0 && place < kSize) {
 #pragma unroll
         for (int k = 0; k < kSize; ++k)
           if (k == place) {
             losses[row] = lse - packs[u].v[k];
-            gradient.v[k] = element<G>(rounded_sum(probability(packs[u].v[k], lse), C(-1)));
+            gradient.v[k] = gradient_of(rounded_sum(probability(packs[u].v[k], lse), C(-1)));
           }
       }
       *reinterpret_cast<Group<G, kSize>*>(to + at) = gradient;
@@ -127,7 +135,8 @@ __global__ void __launch_bounds__(kLogSumExpThreads, 2)
 /// probability p.
 template <class C>
 struct OfLoss {
-  const C* dloss;
+  const C* dloss;  ///< null: `constant`
+  C constant;
   struct Row {
     C scale;
     __device__ C operator()(C p, bool is_target) const {
@@ -135,7 +144,7 @@ struct OfLoss {
     }
   };
   __device__ Row row(int64_t, bool bad) const {
-    return {bad ? std::numeric_limits<C>::quiet_NaN() : dloss ? *dloss : C(1)};
+    return {bad ? std::numeric_limits<C>::quiet_NaN() : dloss ? *dloss : constant};
   }
 };
 /// Of values of part of the vocabulary: p * dlse + onehot(target) * dtarget.

@@ -43,6 +43,25 @@ TEST(GeluLinear, HasTheBitsOfItsParts) {
   }
 }
 
+// Gradients that are made with the loss, before it is scaled, keep what the scale is to save.
+TEST(LinearCrossEntropy, TheScaleOfALossReachesRareTokensInF16) {
+  const auto x = cast(Tensor::from<float>({1, 0, 1, 0.5, 1, 0}, {3, 2}), kF16),
+             w = cast(Tensor::from<float>({0, 0, -18, 0, -17, 0}, {3, 2}), kF16);
+  const auto targets = Tensor::from<int32_t>({0, 0, 0}, {3});
+  for (const bool recompute : {false, true}) {
+    Recording recording;
+    for (const Tensor& t : {x, w}) recording.watch(t);
+    const Tensor loss = linear_cross_entropy(x, w, targets, {.recompute = recompute});
+    const auto g = recording.gradient(loss * 65536.0, std::vector{x, w});
+    const double all = 1 + std::exp(-18.0) + std::exp(-17.0);
+    const double want[] = {65536 * std::exp(-18.0) / all, 65536 * std::exp(-17.0) / all};
+    const auto dw = g[1].to_vector<double>();
+    for (const int token : {1, 2}) EXPECT_NEAR(dw[2 * token], want[token - 1], 0.01 * want[token - 1]) << recompute;
+    const double dx = (-18 * want[0] - 17 * want[1]) / 3;
+    EXPECT_NEAR(g[0].to_vector<double>()[0], dx, -0.01 * dx) << recompute;
+  }
+}
+
 TEST_P(Op, Gradient) { EXPECT_EQ(check_gradient(GetParam()), ""); }
 TEST_P(Op, SecondGradient) { EXPECT_EQ(check_second_gradient(GetParam()), ""); }
 

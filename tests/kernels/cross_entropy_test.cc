@@ -127,15 +127,17 @@ TEST(LinearCrossEntropy, ForwardAndBackward) {
         EXPECT_LT(scaled_error(got.dw, dw), 10 * epsilon(d)) << where;
       }
       // The pass that does both gives the same bits.
-      const HeadArrays two = run(x, w, targets, 1.0, d);
-      const Array fused_loss(two.loss.view().dtype, Shape{}), fused_dx(d, x.view().shape),
-          fused_dw(d, w.view().shape);
-      linear_cross_entropy_fused(
-          x, w, targets, kIgnore, fused_loss, fused_dx, fused_dw,
-          Scratch(linear_cross_entropy_fused_workspace(x, w, fused_dx, fused_dw)));
-      EXPECT_TRUE(same_bits(fused_loss, two.loss) && same_bits(fused_dx, two.dx) &&
-                  same_bits(fused_dw, two.dw))
-          << name(d);
+      for (const double dloss : {1.0, 256.0}) {
+        const HeadArrays two = run(x, w, targets, dloss, d);
+        const Array fused_loss(two.loss.view().dtype, Shape{}), fused_dx(d, x.view().shape),
+            fused_dw(d, w.view().shape);
+        linear_cross_entropy_fused(
+            x, w, targets, kIgnore, fused_loss, fused_dx, fused_dw,
+            Scratch(linear_cross_entropy_fused_workspace(x, w, fused_dx, fused_dw)), dloss);
+        EXPECT_TRUE(same_bits(fused_loss, two.loss) && same_bits(fused_dx, two.dx) &&
+                    same_bits(fused_dw, two.dw))
+            << name(d) << dloss;
+      }
     }
 }
 

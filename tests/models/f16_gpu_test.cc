@@ -36,7 +36,10 @@ TEST(F16OnGpu, FollowsTheCpu) {
   SHEAF_NEEDS_GPU();
   const models::TrainConfig c = in_f16();
   const TrainedRun gpu = train_tiny(c, 2, 12, {}, kGpu), cpu = train_tiny(c, 2, 12);
-  for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 5e-3 * cpu.losses[s]) << s;
+  for (size_t s = 0; s < cpu.losses.size(); ++s) {
+    EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 5e-3 * cpu.losses[s]) << s;
+    EXPECT_NEAR(gpu.norms[s], cpu.norms[s], 5e-2 * cpu.norms[s]) << s;
+  }
 }
 
 TEST(F16OnGpu, ThePlanIsThePeakToTheByte) {

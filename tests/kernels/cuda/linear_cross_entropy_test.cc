@@ -54,14 +54,16 @@ Results on_gpu(const Array& x, const Array& w, const Array& targets, double upst
   return {loss.back(), lse.back(), dx.back(), dw.back()};
 }
 
-Results fused_on_gpu(const Array& x, const Array& w, const Array& targets, DType dw_dtype) {
+Results fused_on_gpu(const Array& x, const Array& w, const Array& targets, DType dw_dtype,
+                     double dloss = 1) {
   const DType stat = statistics_of(x.view().dtype);
   const OnGpu gx(x), gw(w), gt(targets), loss(Array(stat, Shape{})),
       dx(Array(x.view().dtype, x.view().shape)), dw(Array(dw_dtype, w.view().shape));
   cuda::linear_cross_entropy_fused(
       OnGpu::stream(), gx, gw, gt, kIgnore, loss, dx, dw,
       GpuScratch(cuda::linear_cross_entropy_fused_workspace(
-          without_data(x), without_data(w), without_data(dx.view()), without_data(dw.view()))));
+          without_data(x), without_data(w), without_data(dx.view()), without_data(dw.view()))),
+      dloss);
   return {loss.back(), Array(), dx.back(), dw.back()};
 }
 
@@ -92,6 +94,9 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
         EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
                     same_bits(fused.dw, two.dw))
             << where;
+        const Results large = fused_on_gpu(x, w, targets, dw_dtype, 256),
+                      apart = on_gpu(x, w, targets, 256, dw_dtype);
+        EXPECT_TRUE(same_bits(large.dx, apart.dx) && same_bits(large.dw, apart.dw)) << where;
       }
     }
 }
