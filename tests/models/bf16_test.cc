@@ -35,16 +35,6 @@ Values first_gradient(const models::TrainConfig& config, int world) {
   return whole.values();
 }
 
-double relative_difference(const Values& a, const Values& b) {
-  double difference = 0, size = 0;
-  for (const auto& [name, x] : a)
-    for (size_t i = 0; i < x.size(); ++i) {
-      difference += (x[i] - b.at(name)[i]) * (x[i] - b.at(name)[i]);
-      size += x[i] * x[i];
-    }
-  return std::sqrt(difference / size);
-}
-
 TEST(Bf16, GradientsAreNearThoseOfF32) {
   for (const char* type : {"gpt2", "llama"}) {
     SCOPED_TRACE(type);

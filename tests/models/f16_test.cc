@@ -37,16 +37,6 @@ Values gradient(const models::TrainConfig& config, double scale, double divide_b
   return out;
 }
 
-double relative_difference(const Values& a, const Values& b) {
-  double difference = 0, size = 0;
-  for (const auto& [name, x] : a)
-    for (size_t i = 0; i < x.size(); ++i) {
-      difference += (x[i] - b.at(name)[i]) * (x[i] - b.at(name)[i]);
-      size += x[i] * x[i];
-    }
-  return std::sqrt(difference / size);
-}
-
 // Of a mean over a million tokens, say. What the scale is for: without it most of that gradient is gone.
 TEST(F16, AScaledLossHasTheGradientsOfF32) {
   for (const char* type : {"gpt2", "llama"}) {

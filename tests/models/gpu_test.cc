@@ -172,10 +172,7 @@ TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
 // Ranks that share a GPU go on as stages of a pipeline do on GPUs of their own.
 TEST(GpuTraining, PipelinesHaveTheBitsOfOneRankAndThePeakOfThePlan) {
   SHEAF_NEEDS_GPU();
-  models::TrainConfig c = tiny_rank_config("full_shard");
-  c.model = tiny_model("untied llama", 2, 2);
-  c.model.layers = 3;
-  c.train.micro_batches = 4;
+  models::TrainConfig c = tiny_pipeline(1);
   for (const Axes& axes : {Axes{{"stage", 3, true}, {"data", 1}}, Axes{{"stage", 2, true}, {"data", 2}}})
     EXPECT_LE(max_difference(gradients_f64(axes, "full_shard", 7, kGpu, c.model), gradients_f64(Axes{{"data", 1}}, "replicate", 7, {}, c.model)),
               1e-12);

@@ -97,14 +97,9 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstStepRunInTurn) {
 // Neighbours alone talk to each other, on links beside the lanes of the axis.
 TEST(TrainingOnGpus, StagesPassMicroBatchesOnOverNccl) {
   SHEAF_NEEDS_GPU();
-  models::TrainConfig c = tiny_rank_config("full_shard");
-  c.model = tiny_model("untied llama", 2, 2);
-  c.model.layers = 3;
-  c.train.micro_batches = 4;
+  const TrainedRun expected = train_tiny(tiny_pipeline(1), 1, 4, {}, Device::cuda());
   for (const int stages : {3, 2}) {
-    c.sharding.pipeline = 1;
-    const TrainedRun expected = train_tiny(c, 1, 4, {}, Device::cuda());
-    c.sharding.pipeline = stages;
+    const models::TrainConfig c = tiny_pipeline(stages);
     ThreadNccl nccl;
     std::mutex mutex;
     nccl::expect_well(nccl::run_job(nccl, [&](World& w) {

@@ -37,6 +37,16 @@ double max_magnitude(const Values& a) {
   return most;
 }
 
+double relative_difference(const Values& a, const Values& b) {
+  double difference = 0, size = 0;
+  for (const auto& [name, x] : a)
+    for (size_t i = 0; i < x.size(); ++i) {
+      difference += (x[i] - b.at(name)[i]) * (x[i] - b.at(name)[i]);
+      size += x[i] * x[i];
+    }
+  return std::sqrt(difference / size);
+}
+
 std::vector<float> shards(nn::Module& module) {
   std::vector<float> all;
   for (const auto& unit : units(module))
@@ -167,6 +177,17 @@ models::ModelConfig tiny_mixture(double capacity_factor, double aux_loss) {
   m.capacity_factor = capacity_factor;
   m.aux_loss = aux_loss;
   return m;
+}
+
+models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type, const std::string& strategy) {
+  models::TrainConfig c = tiny_config();
+  c.model = tiny_model(type, 2, 2);
+  c.model.layers = 5;
+  c.model.dropout = 0.2;
+  c.train.micro_batches = 4;
+  c.sharding.strategy = strategy;
+  c.sharding.pipeline = stages;
+  return c;
 }
 
 Axes MeshSizes::axes() const {

@@ -59,6 +59,8 @@ using Values = std::map<std::string, std::vector<double>>;
 /// Largest |a − b| over all tensors; throws if names or sizes differ.
 double max_difference(const Values& a, const Values& b);
 double max_magnitude(const Values& a);
+/// |a − b| / |a|, of all elements together.
+double relative_difference(const Values& a, const Values& b);
 
 /// The parts of all parameters that this rank holds, one after the other.
 std::vector<float> shards(nn::Module& module);
@@ -99,6 +101,9 @@ models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t k
 
 /// The last of them with mixtures of five experts, of which three are for each token: ranks share them unevenly.
 models::ModelConfig tiny_mixture(double capacity_factor = 0, double aux_loss = 0.1);
+
+/// Five blocks with dropout in four micro-batches, on a pipeline of so many stages, which share them unevenly.
+models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type = "untied llama", const std::string& strategy = "full_shard");
 
 using Axes = std::vector<MeshSpec::Axis>;
 int num_ranks(const Axes& axes);

@@ -24,18 +24,6 @@ using ::testing::HasSubstr;
 
 constexpr int kSteps = 6;
 
-// Five blocks, which two, three and four stages share unevenly.
-models::TrainConfig stages(int64_t count, const char* type = "untied llama", const char* strategy = "full_shard") {
-  models::TrainConfig c = tiny_config();
-  c.model = tiny_model(type, 2, 2);
-  c.model.layers = 5;
-  c.model.dropout = 0.2;
-  c.train.micro_batches = 4;
-  c.sharding.strategy = strategy;
-  c.sharding.pipeline = count;
-  return c;
-}
-
 constexpr bool kChain = true;
 
 class PipelineGradients : public ::testing::TestWithParam<std::tuple<Axes, std::string, std::string, int>> {};
@@ -83,11 +71,11 @@ INSTANTIATE_TEST_SUITE_P(
 // Every parameter of an untied model is in one stage, but for the last norm, to which one stage alone contributes.
 TEST(Pipeline, HasTheBitsOfOneRank) {
   for (const char* strategy : {"full_shard", "zero1"}) {
-    const TrainedRun expected = train_tiny(stages(1, "untied llama", strategy), 1, kSteps);
+    const TrainedRun expected = train_tiny(tiny_pipeline(1, "untied llama", strategy), 1, kSteps);
     EXPECT_LT(expected.losses.back(), expected.losses.front());
     for (int count : {2, 3, 4, 5}) {
       SCOPED_TRACE(str(strategy, " ", count));
-      expect_same_bits(expected, train_tiny(stages(count, "untied llama", strategy), count, kSteps));
+      expect_same_bits(expected, train_tiny(tiny_pipeline(count, "untied llama", strategy), count, kSteps));
     }
   }
 }
@@ -95,9 +83,9 @@ TEST(Pipeline, HasTheBitsOfOneRank) {
 // A tied table has gradients of two stages, which are added in another order.
 TEST(Pipeline, TrainsATiedModelAsOneRankDoes) {
   for (const char* type : {"gpt2", "llama"}) {
-    const TrainedRun expected = train_tiny(stages(1, type), 1, kSteps);
+    const TrainedRun expected = train_tiny(tiny_pipeline(1, type), 1, kSteps);
     for (int count : {2, 5}) {
-      const TrainedRun actual = train_tiny(stages(count, type), count, kSteps);
+      const TrainedRun actual = train_tiny(tiny_pipeline(count, type), count, kSteps);
       EXPECT_LE(max_difference(expected.parameters, actual.parameters), 5e-5) << type << count;
       for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 2e-5);
     }
@@ -106,16 +94,16 @@ TEST(Pipeline, TrainsATiedModelAsOneRankDoes) {
 
 TEST(Pipeline, HasTheBitsOfItsDataParallelRanks) {
   for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
-    const TrainedRun expected = train_tiny(stages(1, "untied llama", strategy), 2, kSteps);
-    expect_same_bits(expected, train_tiny(stages(2, "untied llama", strategy), 4, kSteps));
-    expect_same_bits(expected, train_tiny(stages(3, "untied llama", strategy), 6, kSteps));
+    const TrainedRun expected = train_tiny(tiny_pipeline(1, "untied llama", strategy), 2, kSteps);
+    expect_same_bits(expected, train_tiny(tiny_pipeline(2, "untied llama", strategy), 4, kSteps));
+    expect_same_bits(expected, train_tiny(tiny_pipeline(3, "untied llama", strategy), 6, kSteps));
   }
 }
 
 TEST(Pipeline, PrefetchRecomputeAndProgramsChangeNoBit) {
-  const TrainedRun expected = train_tiny(stages(2), 4, kSteps);
+  const TrainedRun expected = train_tiny(tiny_pipeline(2), 4, kSteps);
   const auto same_with = [&](auto&& change) {
-    models::TrainConfig c = stages(2);
+    models::TrainConfig c = tiny_pipeline(2);
     change(c);
     expect_same_bits(expected, train_tiny(c, 4, kSteps));
   };
@@ -132,7 +120,7 @@ TEST(Pipeline, PrefetchRecomputeAndProgramsChangeNoBit) {
 TEST(Pipeline, AnyNumberOfMicroBatchesWillDo) {
   for (int64_t micro_batches : {1, 2, 7}) {
     const auto config = [&](int64_t count) {
-      models::TrainConfig c = stages(count);
+      models::TrainConfig c = tiny_pipeline(count);
       c.train.micro_batches = micro_batches;
       return c;
     };
@@ -141,7 +129,7 @@ TEST(Pipeline, AnyNumberOfMicroBatchesWillDo) {
 }
 
 TEST(Pipeline, TrainsInBf16) {
-  models::TrainConfig c = stages(1);
+  models::TrainConfig c = tiny_pipeline(1);
   c.train.dtype = "bf16";
   const TrainedRun expected = train_tiny(c, 1, kSteps);
   c.sharding.pipeline = 3;
@@ -181,19 +169,19 @@ TEST(Pipeline, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
       for (const char* type : {"gpt2", "untied llama"}) {
         SCOPED_TRACE(str(strategy, " ", count, " ", world, " ", type));
         Calls calls;
-        expect_planned_tapes(stages(count, type, strategy), world, [&, count = count, world = world](World& w, const Tape& tape) {
+        expect_planned_tapes(tiny_pipeline(count, type, strategy), world, [&, count = count, world = world](World& w, const Tape& tape) {
           calls.add(w, tape, {{"stage", count, kChain}, {"data", world / count}});
         });
         for (const auto& [name, ranks] : calls.ranks_)
           EXPECT_EQ(ranks, name.find(" to ") != std::string::npos ? 2 : name.find(" stage ") != std::string::npos ? count : world / count)
               << name;
       }
-  models::TrainConfig c = stages(2);
+  models::TrainConfig c = tiny_pipeline(2);
   c.train.recompute = "block";
   expect_planned_tapes(c, 4);
   c.train.compile = true;
   expect_planned_tapes(c, 4);
-  c = stages(2);
+  c = tiny_pipeline(2);
   c.train.dtype = "bf16";
   c.sharding.tensor = 2;
   expect_planned_tapes(c, 4);
@@ -214,7 +202,7 @@ TEST(Pipeline, GeneratesAndEvaluatesAsOneRankDoes) {
   const models::SequentialWindows windows(models::Tokens::from_ids(corpus, 13, "corpus"), 9, 0);
   const auto outcome = [&](int count, int world) {
     std::pair<std::vector<int32_t>, double> out;
-    train_tiny(stages(count), world, 0, [&](models::TrainingStep& step) {
+    train_tiny(tiny_pipeline(count), world, 0, [&](models::TrainingStep& step) {
       const auto mine = models::generate(step.model(), {1, 2, 3}, 9, 13, {.tokens = 12, .temperature = 0});
       const double loss = step.evaluate(windows);
       if (step.world().rank() == world - 1) out = {mine, loss};
@@ -228,7 +216,7 @@ TEST(Pipeline, GeneratesAndEvaluatesAsOneRankDoes) {
 // Between neighbours a micro-batch is one tensor forward and its gradient back; nothing else goes along the axis but the last
 // norm's gradient, the norm of all gradients and the loss.
 TEST(Pipeline, WhatTravels) {
-  models::TrainConfig c = stages(3);
+  models::TrainConfig c = tiny_pipeline(3);
   c.train.batch = 8;
   const int64_t bytes = 2 * c.model.context * c.model.width * 4;  // of a micro-batch of two rows
   for (int rank : {0, 1, 2}) {
@@ -248,7 +236,7 @@ TEST(Pipeline, WhatTravels) {
 
 // A stage holds its blocks' parameters and activations of as many micro-batches as there are stages from it on.
 TEST(Pipeline, AStageHoldsItsBlocks) {
-  models::TrainConfig c = stages(1, "untied llama", "replicate");
+  models::TrainConfig c = tiny_pipeline(1, "untied llama", "replicate");
   c.model.layers = 4;
   c.model.width = 64, c.model.head_dim = 32;
   c.train.batch = 64, c.train.micro_batches = 16;
@@ -261,7 +249,7 @@ TEST(Pipeline, AStageHoldsItsBlocks) {
 
 // A pass of a stage's step is not like the one before, but like that of the step before.
 TEST(Pipeline, GathersAreForeseen) {
-  models::TrainConfig c = stages(2);
+  models::TrainConfig c = tiny_pipeline(2);
   c.model.layers = 8;
   for (const int64_t micro_batches : {1, 4}) {
     c.train.micro_batches = micro_batches;
@@ -276,7 +264,7 @@ TEST(Pipeline, GathersAreForeseen) {
 }
 
 TEST(Pipeline, EachStageRecomputesItsFirstBlocks) {
-  models::TrainConfig c = stages(2);
+  models::TrainConfig c = tiny_pipeline(2);
   c.train.recompute = "block";
   c.train.recompute_blocks = 1;
   std::set<std::string> repeated;
@@ -291,7 +279,7 @@ TEST(Pipeline, EachStageRecomputesItsFirstBlocks) {
 
 // Of three stages, the one between the first and the last too.
 TEST(Pipeline, EveryStageFitsIntoABudget) {
-  models::TrainConfig c = stages(3);
+  models::TrainConfig c = tiny_pipeline(3);
   c.model.layers = 9;
   c.model.width = 32, c.model.head_dim = 16, c.model.mlp_width = 400;
   c.train.batch = 24, c.train.micro_batches = 6;
@@ -310,12 +298,12 @@ TEST(Pipeline, EveryStageFitsIntoABudget) {
 }
 
 TEST(Pipeline, WhatCannotBeIsRefused) {
-  EXPECT_THAT(refusal(4, stages(3)), HasSubstr("sharding.pipeline 3: 4 ranks cannot be divided into groups of so many"));
-  EXPECT_THAT(refusal(6, stages(6)), HasSubstr("sharding.pipeline 6: the model has 5 blocks"));
-  models::TrainConfig c = stages(2);
+  EXPECT_THAT(refusal(4, tiny_pipeline(3)), HasSubstr("sharding.pipeline 3: 4 ranks cannot be divided into groups of so many"));
+  EXPECT_THAT(refusal(6, tiny_pipeline(6)), HasSubstr("sharding.pipeline 6: the model has 5 blocks"));
+  models::TrainConfig c = tiny_pipeline(2);
   c.sharding.units = "none";
   EXPECT_THAT(refusal(2, c), HasSubstr("sharding.units none: the stages of sharding.pipeline 2 are of blocks"));
-  c = stages(2);
+  c = tiny_pipeline(2);
   c.train.optimizer = "muon";
   EXPECT_THAT(refusal(2, c), HasSubstr("train.optimizer muon"));
 }
