@@ -107,7 +107,11 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
   const int stages = mark->mesh->size(axis);
   const auto modules = module.named_modules();
   const auto is_unit = [&](nn::Module* m) { return nn::ModuleAccess::mark(*m) == mark && m != &module; };
-  const auto count = std::ranges::count_if(modules, [&](const auto& m) { return is_unit(m.second); });
+  const auto is_below = [](const std::string& path, const std::string& outer) { return path.starts_with(outer + "."); };
+  std::vector<std::string> outermost;  // paths of units; those below them are where they are
+  for (const auto& [path, m] : modules)
+    if (is_unit(m) && (outermost.empty() || !is_below(path, outermost.back()))) outermost.push_back(path);
+  const int64_t count = std::ssize(outermost);
   if (count < stages)
     fail<ConfigError>("[shard] ", count, " units cannot be the ", stages, " stages of axis '", mark->mesh->name(axis), "'");
   std::vector<int> used(static_cast<size_t>(stages), 0);
@@ -116,17 +120,16 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
   for (const auto& [path, m] : modules) {
     const auto own = nn::ModuleAccess::mark(*m);
     if (!own || m == &module) continue;
-    int stage = -1;
-    if (own == mark) {
-      stage = options.stage_of ? options.stage_of(*m, path) : static_cast<int>(index++ * stages / count);
+    const auto around = std::ranges::find_if(placed, [&, &path = path](const auto& unit) { return is_below(path, unit.first); });
+    int stage = around == placed.end() ? -1 : around->second;
+    if (own == mark && options.stage_of) {
+      stage = options.stage_of(*m, path);
       if (stage < -1 || stage >= stages)
         fail<ConfigError>("[shard] '", path, "' is in stage ", stage, " of ", stages, " along axis '", mark->mesh->name(axis), "'");
-    }
-    for (const auto& [outer, of_outer] : placed) {
-      if (!path.starts_with(outer + ".")) continue;
-      if (own == mark && stage != of_outer)
-        fail<ConfigError>("[shard] '", path, "' is in stage ", stage, ", '", outer, "' around it in stage ", of_outer);
-      stage = of_outer;
+      if (around != placed.end() && stage != around->second)
+        fail<ConfigError>("[shard] '", path, "' is in stage ", stage, ", '", around->first, "' around it in stage ", around->second);
+    } else if (own == mark && around == placed.end()) {
+      stage = static_cast<int>(index++ * stages / count);
     }
     placed.emplace_back(path, stage);
     if (stage < 0) continue;
