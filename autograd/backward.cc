@@ -33,7 +33,7 @@ Tensor Recording::resolve(ValueId v) {
                       "differentiated before (ask for it with {.keep = true})");
 }
 
-Tensor Recording::seed_for(const Tensor& y) const {
+void Recording::expect_scalar(const Tensor& y) {
   if (y.numel() != 1) fail<ShapeError>("[backward] needs a scalar, not ", y.type());
   const Layout& l = y.layout();
   // An axis of one rank is like any other: what one rank accepted, several would refuse.
@@ -48,7 +48,6 @@ Tensor Recording::seed_for(const Tensor& y) const {
                          "\", Placement::shard(0)), and it is Partial; or, to count once what all ranks compute ",
                          "alike, write ", once);
   }
-  return full_of(y.type().dual(), 1.0);
 }
 
 void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
@@ -60,10 +59,12 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
   if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
+  expect_scalar(loss);  // while nothing is taken yet: another loss may be given
   same_value_.clear();
   wanted_.assign(tape_.num_values(), false);
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
   last_micro_batch_ = options.last_micro_batch;
+  ranges_.clear();  // of one that failed
   if (!waiting_.empty() && tape_.num_nodes() > floor_) end_segment();
   if (waiting_.empty()) {
     ranges_.push_back({floor_, tape_.num_nodes(), {}});
@@ -88,27 +89,34 @@ void Recording::take_groups(std::vector<GroupState>& groups) {
   }
 }
 
-// Those that lead to the loss wait no longer.
+// Those whose parameters lead to the loss wait no longer. Of others, where a loss of an earlier micro-batch was scaled or added
+// to another, only that is taken.
 std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
   std::vector<bool> leads(static_cast<size_t>(tape_.num_values()));
   leads[static_cast<size_t>(loss)] = true;
-  std::vector<Segment> taken;
+  std::vector<Segment> taken;  // the last first
   for (size_t s = waiting_.size(); s-- > 0;) {
-    bool used = false;
+    const size_t before = taken.size();
+    bool used = false;  // parameters of this segment
     for (NodeId id = waiting_[s].end - 1; id >= waiting_[s].begin; --id) {
       const Node& n = tape_.node(id);
       bool leading = false;
       for (int o = 0; o < n.num_outputs; ++o)
         leading = leading || (leads[static_cast<size_t>(tape_.output(n, o))] && !state(tape_.output(n, o)).group);
       if (!leading || !n.op) continue;
-      used = true;
-      for (const ValueId v : tape_.inputs(n))
+      if (taken.size() > before && taken.back().begin == id + 1) taken.back().begin = id;
+      else taken.push_back({id, id + 1, {}});
+      for (const ValueId v : tape_.inputs(n)) {
+        used = used || state(v).recipe;
         if (state(v).needs_grad) leads[static_cast<size_t>(v)] = true;
+      }
     }
     if (!used) continue;
-    taken.insert(taken.begin(), std::move(waiting_[s]));
+    taken.resize(before);
+    taken.push_back(std::move(waiting_[s]));
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
   }
+  std::ranges::reverse(taken);
   return taken;
 }
 
@@ -181,8 +189,12 @@ void Recording::finish_groups(NodeId node) {
 
 // The same for gradient(): its groups may be used again, in this recording's backward.
 void Recording::pass_groups(NodeId node) {
-  for (const GroupState& g : groups_)
-    if (g.first_use > node) g.group->gradient_passed();
+  const auto pass = [node](const std::vector<GroupState>& groups) {
+    for (const GroupState& g : groups)
+      if (g.first_use > node) g.group->gradient_passed();
+  };
+  pass(groups_);
+  for (const Segment& s : waiting_) pass(s.groups);
 }
 
 void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
@@ -198,7 +210,8 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   const NodeId last = tape_.num_nodes() - 1;
   gradients_.assign(tape_.num_values(), Tensor());
   if (wanted_[value_of(y)]) {
-    const Tensor seed = gradients_[value_of(y)] = seed_for(y);
+    expect_scalar(y);
+    const Tensor seed = gradients_[value_of(y)] = full_of(y.type().dual(), 1.0);
     tape_.note_cotangent(value_of(seed), value_of(y));
   }
   if (to_groups)
@@ -206,7 +219,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   else
     reverse_through(0, last + 1, to_groups, keep);
   if (to_groups) {
-    finish_groups(ranges_.front().begin - 1);
+    if (!ranges_.empty()) finish_groups(ranges_.front().begin - 1);
     gradients_.clear();
     for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
     if (last_micro_batch_) take_back_all();

@@ -278,11 +278,13 @@ void Recording::end_segment() {
 }
 
 Recording::GroupState& Recording::group_state(LeafGroup* group) {
-  const auto it = std::find_if(groups_.begin(), groups_.end(), [&](const GroupState& g) { return g.group.get() == group; });
-  if (it == groups_.end())
-    fail<LifetimeError>("[backward] this part of the recording was differentiated before: its parameters of unit '",
-                        group->group_name(), "' are closed");
-  return *it;
+  const auto is_it = [&](const GroupState& g) { return g.group.get() == group; };
+  if (const auto it = std::ranges::find_if(groups_, is_it); it != groups_.end()) return *it;
+  if (!to_groups_)  // gradient() goes through all micro-batches
+    for (Segment& s : waiting_)
+      if (const auto it = std::ranges::find_if(s.groups, is_it); it != s.groups.end()) return *it;
+  fail<LifetimeError>("[backward] this part of the recording was differentiated before: its parameters of unit '",
+                      group->group_name(), "' are closed");
 }
 
 }  // namespace sheaf

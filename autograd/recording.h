@@ -217,7 +217,7 @@ class Recording {
   void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient);
   void finish_groups(NodeId node);
   void pass_groups(NodeId node);
-  Tensor seed_for(const Tensor& y) const;
+  static void expect_scalar(const Tensor& y);
 
   RecordingOptions options_;
   int64_t first_sample_;  // of the step
