@@ -65,6 +65,7 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
   last_micro_batch_ = options.last_micro_batch;
   ranges_.clear();  // of one that failed
+  ++turn_;
   if (!waiting_.empty() && tape_.num_nodes() > floor_) end_segment();
   if (waiting_.empty()) {
     ranges_.push_back({floor_, tape_.num_nodes(), {}});

@@ -97,6 +97,7 @@ Tensor Recording::random_state(Device device) {
 
 void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
+  ++turn_;
   options_.first_sample = first_sample;
   random_state_ = random_state;
   calls_.clear();

@@ -179,6 +179,7 @@ class Recording {
 
   struct Lent {
     Way way;
+    uint64_t turn;
     Tensor lent, sent;  // `sent` goes first and waits for its lane
   };
 
@@ -236,6 +237,7 @@ class Recording {
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   std::vector<std::function<void()>> reruns_;
   std::vector<Lent> lent_;
+  uint64_t turn_ = 0;                                    // micro-batches and backwards begun
   NodeId floor_ = 0;                                     // where the last segment begins, whose groups are groups_
   std::vector<Segment> waiting_;                         // segments before it
   std::vector<Segment> ranges_;                          // of the backward under way

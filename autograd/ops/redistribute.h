@@ -24,8 +24,8 @@ struct SendAttrs {
 };
 /// Whether a value moves from one placement to the other between neighbours alone.
 bool is_send(const MeshSpec& mesh, int axis, const Placement& from, const Placement& to);
-/// On the rank that sends: `sent` is what send_op() made of `x`, which the lane reads until the next send of the same way, or
-/// until the recording's last backward is done. Outside of a recording it is waited for.
+/// On the rank that sends: `sent` is what send_op() made of `x`, which the lane reads until a later micro-batch or backward
+/// sends the same way, or until the recording's last backward is done. Outside of a recording it is waited for.
 void lend_until_sent(const Tensor& x, const Tensor& sent, int axis);
 
 /// Whether gradients placed as `g` are addends of one placed as `want`: placed alike, or on one rank where `want` is Partial.

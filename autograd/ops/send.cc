@@ -2,7 +2,8 @@
 // ranks alone take part, over a link of their own, so stages of a pipeline wait for nobody else.
 //
 // [Note: sends] Neither rank stops: what reads the value waits for it, and the sender goes on. What it sent is lent to the
-// lane and comes back at a node of the tape (sent), where the same way is needed again or the backward ends.
+// lane and comes back at a node of the tape (sent), where a later micro-batch or backward needs the same way or the last
+// backward ends. Not where the same one sends a second value: the neighbour may be sending two back, and each would wait.
 #include <algorithm>
 #include <cstdlib>
 
@@ -66,10 +67,11 @@ void lend_until_sent(const Tensor& x, const Tensor& sent, int axis) {
 }
 
 void Recording::lend(const Way& way, const Tensor& sent, const Tensor& lent) {
-  const auto before = std::ranges::find(lent_, way, &Lent::way);
-  if (before != lent_.end()) take_back(*before);
-  if (before != lent_.end()) lent_.erase(before);
-  lent_.push_back({way, lent, sent});
+  const auto is_before = [&](const Lent& l) { return l.way == way && l.turn != turn_; };
+  for (const Lent& l : lent_)
+    if (is_before(l)) take_back(l);
+  std::erase_if(lent_, is_before);
+  lent_.push_back({way, turn_, lent, sent});
 }
 
 void Recording::take_back(const Lent& l) {
