@@ -13,10 +13,11 @@ struct Turn {
   bool operator==(const Turn&) const = default;
 };
 
-/// One forward, one backward (1F1B; Narayanan et al., https://arxiv.org/abs/1806.03377 and https://arxiv.org/abs/2104.04473): of
-/// `stages`, stage `stage` begins with as many forwards as there are stages from it on, then each backward is followed by the
+/// One forward, one backward (1F1B; Harlap et al., https://arxiv.org/abs/1806.03377, and Narayanan et al.,
+/// https://arxiv.org/abs/2104.04473): of `stages`, stage `stage` begins with as many forwards as there are stages from it on, then each backward is followed by the
 /// forward that it makes room for. A stage holds the activations of that many micro-batches, of a single stage one; of
-/// its time it waits (stages - 1) / (micro_batches + stages - 1). Throws ConfigError for a stage that is none.
+/// its time it waits (stages - 1) / (micro_batches + stages - 1). Stages take turns of different micro-batches: forwards may
+/// only send values on, to later stages, and not to all of them at once. Throws ConfigError for a stage that is none.
 std::vector<Turn> one_forward_one_backward(int stage, int stages, int64_t micro_batches);
 
 }  // namespace sheaf

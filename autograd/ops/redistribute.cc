@@ -421,11 +421,16 @@ Tensor redistribute(const Tensor& x, const Layout& to) {
     have = next;
   };
   const auto change = [&](int axis, const Placement& p) {
-    const Placement& from = have[axis];
+    const Placement from = have[axis];
+    if (from.is_single() && p.is_single() && to.mesh()->is_chain(axis)) {
+      // From neighbour to neighbour: ranks that have no part in it need not come, as they would have to by way of R.
+      for (int at = from.map().owner(), end = p.map().owner(); at != end;)
+        step(have.with(axis, Placement::on(at += at < end ? 1 : -1)));
+      return;
+    }
     const bool flat_and_inner = from.is_shard() && p.is_shard() &&
                                 (from.map().is_flat() ? p.map().dim() > 0 : p.map().is_flat() && from.map().dim() > 0);
-    const bool to_or_from_one = from.is_shard() && p.is_shard() && !(from == p) && (from.is_single() || p.is_single()) &&
-                                !is_send(*to.mesh(), axis, from, p);
+    const bool to_or_from_one = from.is_shard() && p.is_shard() && !(from == p) && (from.is_single() || p.is_single());
     if (flat_and_inner || to_or_from_one) step(have.with(axis, Placement::replicate()));  // no rank slice is one run: by way of R
     step(have.with(axis, p));
   };

@@ -5,6 +5,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/pipeline.h"
 #include "sheaf/nn/layers/linear.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/shard.h"
@@ -116,6 +117,21 @@ struct Three : nn::Module {
   SHEAF_FIELDS(first, second, third);
 };
 
+struct Joined : nn::Module {
+  nn::Linear a{4, 4};
+  Tensor forward(const Tensor& x, const Tensor& skipped) { return a(add(x, skipped)); }
+  SHEAF_FIELDS(a);
+};
+struct Skipping : nn::Module {
+  Two first, second;
+  Joined third;
+  Tensor forward(const Tensor& x) {
+    const Tensor y = first(x);
+    return third(second(y), y);
+  }
+  SHEAF_FIELDS(first, second, third);
+};
+
 nn::UnitPolicy down_to(int64_t depth) {
   return nn::units_where([depth](nn::Module&, const std::string& path) {
     return !path.empty() && std::ranges::count(path, '.') < depth;
@@ -132,6 +148,40 @@ void on_two_stages(ShardOptions options, const F& f) {
     materialize(model, {}, {.seed = 1, .dtype = kF64});
     f(mesh, model);
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+}
+
+// From the first stage to the third by way of the second, whatever micro-batch others are at.
+TEST(PipelineSchedules, StagesMayBeSkipped) {
+  const auto gradients = [](int stages) {
+    std::vector<double> out;
+    run_local(stages, [&](World& w) {
+      const Mesh mesh = w.mesh({{"stage", stages, true}, {"data", 1}});
+      Skipping model;
+      shard(model, mesh, {.stage_axis = "stage", .units = down_to(1)});
+      materialize(model, {}, {.seed = 1, .dtype = kF64});
+      std::vector<Tensor> losses(kParts);
+      Recording recording;
+      for (const auto [backward, i] : one_forward_one_backward(mesh.coordinate("stage"), stages, kParts)) {
+        Tensor& loss = losses[static_cast<size_t>(i)];
+        if (backward) {
+          recording.backward(loss, {.last_micro_batch = i + 1 == kParts});
+          continue;
+        }
+        recording.next_micro_batch(2 * i);
+        const Tensor y = sum(model(full_of({kF64, {2, 4}, Layout(mesh.spec).with(0, Placement::on(0))}, 1.0 + i)));
+        loss = redistribute(redistribute(y, "stage", Placement::partial()), "data", Placement::partial());
+      }
+      recording.take();
+      for (const nn::Parameter& p : model.parameters()) {
+        const Tensor g = full_gradient(p);
+        if (w.rank() == 0) out.insert(out.end(), g.view().as<double>(), g.view().as<double>() + g.numel());
+      }
+    }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+    return out;
+  };
+  const std::vector<double> expected = gradients(1);
+  EXPECT_EQ(gradients(2), expected);
+  EXPECT_EQ(gradients(3), expected);
 }
 
 TEST(PipelineSchedules, GradientGoesThroughAllMicroBatches) {
