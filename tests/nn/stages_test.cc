@@ -140,6 +140,26 @@ TEST(MicroBatches, EachIsDifferentiatedOnceAndThenFreed) {
   EXPECT_GT(live(true).second, live(true).first);
 }
 
+// What refuses a loss leaves the recording as it was.
+TEST(MicroBatches, ALossThatIsNoneChangesNothing) {
+  const auto gradients = [](bool mistaken) {
+    TinyModel model;
+    materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
+    Recording recording;
+    std::vector<Tensor> logits;
+    for (int m = 0; m < 2; ++m) {
+      recording.next_micro_batch(kRows * m);
+      logits.push_back(model(token_rows({}, kRows, kLength, kVocab, m)));
+      if (mistaken) {
+        EXPECT_THROW(recording.backward(logits.back()), ShapeError);
+      }
+    }
+    for (const Tensor& y : logits) recording.backward(sum(y));
+    return gradients_of(model);
+  };
+  EXPECT_EQ(gradients(true), gradients(false));
+}
+
 Mesh stage_mesh(World& w) { return w.mesh({{"stage", w.size(), true}, {"data", 1}}); }
 
 ShardOptions in_stages() { return {.stage_axis = "stage", .units = nn::units_of<TinyBlock>()}; }
