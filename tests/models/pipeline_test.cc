@@ -230,6 +230,10 @@ TEST(Pipeline, WhatTravels) {
     EXPECT_EQ(moved["send stage"].count, 2 * 4 * neighbours) << rank;
     EXPECT_EQ(moved["send stage"].bytes, 4 * neighbours * bytes) << rank;
     EXPECT_EQ(moved["all_reduce stage"].count, 1) << rank;
+    int64_t given_back = 0;  // before the update: it should not hold activations as well
+    for (NodeId id = 0; id < plan.tape.num_nodes() && plan.tape.node(id).phase != Phase::update; ++id)
+      given_back += plan.tape.op_name(plan.tape.node(id)) == "sent";
+    EXPECT_EQ(given_back, 4 * neighbours) << rank;
     EXPECT_EQ(moved.size(), 2u) << rank;
   }
 }
