@@ -134,7 +134,7 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
   if (!options.stage_axis.empty()) {
     const int stages = mesh.size("stage");
     options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model->stage_of(m, stages); };
-    options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->stage_of(m, stages) >= 0; });
+    options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model->stage_of(m, stages) >= 0; });
   }
   shard(model->module(), mesh, options);
   materialize(model->module(), device, {.seed = seed, .dtype = kF64});
