@@ -23,6 +23,7 @@ enum class MemoryKind : uint8_t {
   wire,       ///< other ranks read it
   landing,    ///< what comes from other ranks lands here: normal on a CPU, wire on a GPU
   host_wire,  ///< other ranks read it, and it stays: wire on a CPU, normal on a GPU
+  host,       ///< the host's, page-locked, for a GPU that reads and writes it over the bus; normal on a CPU
 };
 
 /// Memory that other processes map, too.
@@ -32,7 +33,8 @@ struct SharedRange {
   std::shared_ptr<void> mapping = {};  ///< keeps it there
 };
 
-/// Thread-safe. Blocks are aligned to 128 bytes. All counts are over all kinds of memory.
+/// Thread-safe. Blocks are aligned to 128 bytes. All counts are over all kinds of memory that it has: what a GPU uses of the
+/// host's has an allocator of its own.
 class Allocator {
  public:
   virtual ~Allocator() = default;

@@ -45,6 +45,9 @@ class Gpu {
   /// out again at once, since whoever writes it comes later in that order. Work on other streams is put into that order
   /// by events, before its memory is freed.
   virtual const std::shared_ptr<Allocator>& memory() const = 0;
+  /// Page-locked memory of the host (MemoryKind::host), which kernels read and write where it is, in the same order. Its
+  /// blocks are few and lasting: one that was freed serves the next of its size, and goes back to the system with the Gpu.
+  virtual const std::shared_ptr<Allocator>& host_memory() const = 0;
   /// True for an address in memory().
   virtual bool holds(const void* address) const = 0;
   /// From now on wire and landing blocks (MemoryKind) lie in pieces of `source`, each block inside one. The first piece

@@ -24,7 +24,7 @@ RankContext& process_context() {
 
 }  // namespace
 
-RankContext::RankContext() : cpu(make_cpu_allocator()), meta(make_meta_allocator()) {}
+RankContext::RankContext() : cpu(make_cpu_allocator()), meta(make_meta_allocator()), meta_host(make_meta_allocator()) {}
 RankContext::~RankContext() = default;
 
 Gpu& RankContext::gpu_of(const Device& device) const {
@@ -34,8 +34,11 @@ Gpu& RankContext::gpu_of(const Device& device) const {
   return *gpu;
 }
 
-const std::shared_ptr<Allocator>& RankContext::memory(const Device& device) const {
-  return device.is_meta() ? meta : device.is_cuda() ? gpu_of(device).memory() : cpu;
+const std::shared_ptr<Allocator>& RankContext::memory(const Device& device, MemoryKind where) const {
+  const bool host = where == MemoryKind::host;
+  if (device.is_meta()) return host && meta_is.is_cuda() ? meta_host : meta;
+  if (device.is_cuda()) return host ? gpu_of(device).host_memory() : gpu_of(device).memory();
+  return cpu;
 }
 
 Stream RankContext::stream(const Device& device) const {

@@ -32,15 +32,16 @@ class RankContext {
   int threads = 1;      ///< compute threads of this rank; parallel_for uses as many
 
   std::shared_ptr<Allocator> cpu;   ///< host memory of this rank
-  std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu` would hold
+  std::shared_ptr<Allocator> meta;  ///< counts only: what `cpu`, or a GPU, would hold
+  std::shared_ptr<Allocator> meta_host;  ///< counts only: what a GPU would use of the host's memory
   std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
   Device device = {};               ///< where this rank computes unless it is told otherwise
   Device meta_is = {};              ///< what meta stands for: workspaces there are those of this device's kernels
 
   /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
   Gpu& gpu_of(const Device& device) const;
-  /// What values on `device` are allocated from.
-  const std::shared_ptr<Allocator>& memory(const Device& device) const;
+  /// What values on `device` are allocated from; those of a GPU that lie in the host's memory from another than the rest.
+  const std::shared_ptr<Allocator>& memory(const Device& device, MemoryKind where = MemoryKind::normal) const;
   /// Where ops on `device` run: the stream of its GPU, or the calling thread.
   Stream stream(const Device& device) const;
 

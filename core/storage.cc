@@ -8,11 +8,11 @@
 namespace sheaf {
 
 std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, MemoryKind where) {
-  return std::allocate_shared<Storage>(Recycled<Storage>(), device, bytes, where, RankContext::current().memory(device));
+  return std::allocate_shared<Storage>(Recycled<Storage>(), device, bytes, where, RankContext::current().memory(device, where));
 }
 
 Storage::Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr<Allocator> allocator)
-    : device_(device), bytes_(bytes), allocator_(std::move(allocator)) {
+    : device_(device), where_(where), bytes_(bytes), allocator_(std::move(allocator)) {
   data_ = static_cast<char*>(allocator_->allocate(bytes, where));
 }
 

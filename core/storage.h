@@ -23,6 +23,7 @@ class Storage {
   Storage& operator=(const Storage&) = delete;
 
   Device device() const { return device_; }
+  MemoryKind where() const { return where_; }
   int64_t bytes() const { return bytes_; }
   bool discarded() const { return !why_discarded_.empty(); }
 
@@ -54,6 +55,7 @@ class Storage {
   [[noreturn]] void throw_discarded() const;
 
   Device device_;
+  MemoryKind where_ = MemoryKind::normal;
   bool pending_ = false;
   int64_t bytes_;
   uint64_t version_ = 0;

@@ -13,7 +13,8 @@ namespace sheaf::kernels {
 [[noreturn]] inline void no_kernel(const char* kernel, const Device& device) {
   fail<ConfigError>("[", kernel, "] has no kernel for ", device.to_string());
 }
-inline bool gpu_workspaces(const Device& device) {
+/// Of meta: what it stands for is a GPU.
+inline bool is_for_gpu(const Device& device) {
   return device.is_cuda() || (device.is_meta() && RankContext::current().meta_is.is_cuda());
 }
 }  // namespace sheaf::kernels
@@ -43,7 +44,7 @@ inline bool gpu_workspaces(const Device& device) {
 #define SHEAF_BYTES_BY_DEVICE(where, on_cpu, on_gpu)                                                   \
   [&]() -> int64_t {                                                                                   \
     if constexpr (::sheaf::kernels::kHasCuda)                                                          \
-      if (::sheaf::kernels::gpu_workspaces(where)) return static_cast<int64_t>(on_gpu);                \
+      if (::sheaf::kernels::is_for_gpu(where)) return static_cast<int64_t>(on_gpu);                \
     return static_cast<int64_t>(on_cpu);                                                               \
   }()
 

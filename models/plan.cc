@@ -76,6 +76,7 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   step.run(settled, nothing, &recorded);
   plan.tape = std::move(recorded.tape);
   plan.peak_bytes = memory.stats().peak;
+  plan.host_bytes = RankContext::current().meta_host->stats().live;
   plan.parameters = step.num_parameters();
   for (const auto& unit : units(step.model().module()))
     for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();
@@ -93,14 +94,22 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 }
 
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
-  if (!world.device().is_cpu()) return;  // a GPU's allocator says what is there
+  const int64_t limit = host_memory_limit();
+  if (!world.device().is_cpu()) {  // a GPU's allocator says what is there
+    if (!config.train.offload_optimizer) return;
+    int64_t most = 0;
+    for (const int rank : that_hold_most(config, world.size()))
+      most = std::max(most, plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device()).host_bytes);
+    if (most <= limit / world.local_size()) return;
+    fail<OutOfMemory>("[train] train.offload_optimizer: the optimizer's state is ", most, " bytes a rank, and ", world.local_size(),
+                      " run on this host, which may use ", limit, " bytes: take more hosts");
+  }
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
   const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it
   for (const int rank : that_hold_most(config, world.size())) {
     const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), std::string(world.kind()));
     peak = std::max(peak, plan.peak_bytes + (copies ? plan.state_bytes : 0));
   }
-  const int64_t limit = host_memory_limit();
   if (peak <= limit / world.local_size()) return;
   fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", copies ? ", the copy that is saved included" : "",
                     ", and ", world.local_size(), " run on this host, which may use ", limit, " bytes, swap included: take a smaller ",

@@ -16,6 +16,7 @@ struct Plan {
   Tape tape;               ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
                            ///< program
   int64_t peak_bytes = 0;  ///< requested from the allocator at the peak of such a step, on this rank
+  int64_t host_bytes = 0;  ///< of the host's memory that a GPU uses beside its own (train.offload_optimizer)
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
 };
@@ -35,8 +36,9 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
                                 const std::string& comm, Device device = {});
 
-/// Throws OutOfMemory if a step on CPUs cannot fit: its peaks, of all ranks of this host together, are more than the
-/// host, or this process's control group, has. Before anything is allocated, for afterwards the system kills.
+/// Throws OutOfMemory if what a step takes of the host's memory cannot fit: on CPUs its peaks, of all ranks of this host
+/// together, are more than the host, or this process's control group, has; on GPUs what they offload is. Before anything is
+/// allocated, for afterwards the system kills.
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world);
 
 }  // namespace sheaf::models

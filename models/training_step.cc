@@ -106,9 +106,10 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn
   adamw.beta2 = t.beta2;
   adamw.eps = t.eps;
   adamw.weight_decay = t.weight_decay;
+  adamw.offload = t.offload_optimizer;
   if (t.optimizer == "adamw") return std::make_unique<optim::AdamW>(module, adamw);
   check<ConfigError>(t.optimizer == "muon", "[train] train.optimizer is ", t.optimizer, ", not adamw or muon");
-  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .adamw = adamw};
+  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .offload = t.offload_optimizer, .adamw = adamw};
   if (t.dtype == "bf16") muon.compute_dtype = kBF16;
   return std::make_unique<optim::Muon>(module, muon);
 }

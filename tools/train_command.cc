@@ -205,7 +205,9 @@ int tape_command(const TapeArguments& arguments) {
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
         str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank,
             gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak_bytes, " bytes (",
-            mebibytes(plan.peak_bytes), ")", gpu ? kOfAGpu : ""));
+            mebibytes(plan.peak_bytes), ")",
+            plan.host_bytes ? str(", and of the host's memory ", plan.host_bytes, " bytes (", mebibytes(plan.host_bytes), ")") : "",
+            gpu ? kOfAGpu : ""));
   else
     fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
   return 0;

@@ -91,7 +91,8 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   explicit CudaGpu(int index)
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
-        blocks_(make_device_allocator(index)) {}
+        blocks_(make_device_allocator(index)),
+        host_memory_(make_pinned_allocator(index)) {}
   ~CudaGpu() override {
     try {
       synchronize(compute_);  // kernels may still use what is given back now
@@ -106,6 +107,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   Device device() const override { return device_; }
   std::string name() const override { return device_name(device_.index); }
   const std::shared_ptr<Allocator>& memory() const override { return memory_; }
+  const std::shared_ptr<Allocator>& host_memory() const override { return host_memory_; }
   bool holds(const void* address) const override { return blocks_->holds(address); }
   void set_wire(std::shared_ptr<PieceSource> source) override {
     blocks_->set_wire(std::move(source));
@@ -198,6 +200,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   const Stream compute_;
   const std::shared_ptr<DeviceAllocator> blocks_;
   const std::shared_ptr<Allocator> memory_ = blocks_;
+  const std::shared_ptr<Allocator> host_memory_;
   std::atomic<bool> capturing_ = false;
   std::mutex mutex_;         // guards what follows
   char* staging_ = nullptr;  // slots, used in turn

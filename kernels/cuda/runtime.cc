@@ -159,7 +159,12 @@ void free(void* memory) { SHEAF_CUDA_GIVE_BACK(cudaFree, memory); }
 
 void* allocate_pinned(size_t bytes) {
   void* memory = nullptr;
-  SHEAF_CUDA_CALL(cudaMallocHost, &memory, bytes);
+  const cudaError_t error = cudaMallocHost(&memory, bytes);
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // who asks for less may go on
+    fail<OutOfMemory>("[cudaMallocHost] ", bytes, " bytes of page-locked memory asked: the host has not so many free, or may not lock them");
+  }
+  check_call(error, "cudaMallocHost");
   return memory;
 }
 
@@ -249,12 +254,9 @@ void destroy_graph(GraphHandle graph) {
   SHEAF_CUDA_CALL(cudaGraphExecDestroy, static_cast<cudaGraphExec_t>(graph));
 }
 
-void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) {
-  constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost,
-                                       cudaMemcpyDeviceToDevice};
-  if (bytes)
-    SHEAF_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, kKinds[static_cast<int>(kind)],
-                    handle_of(stream));
+void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy) {
+  // By the addresses: what is a GPU's for us may lie in the host's memory (MemoryKind::host).
+  if (bytes) SHEAF_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle_of(stream));
 }
 
 void fill_bytes(const Stream& stream, void* to, int byte, size_t bytes) {

@@ -24,7 +24,7 @@ struct AdamWStep {
 }  // namespace
 
 AdamW::AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options)
-    : Optimizer("adamw", parameters, options.decays, {"m", "v"}), options_(options) {}
+    : Optimizer("adamw", parameters, options.decays, {"m", "v"}, options.offload), options_(options) {}
 
 std::vector<double> detail::adamw_scalars(const AdamWOptions& options, double lr, int64_t step) {
   std::vector<double> s(kAdamWScalars, 1.0);

@@ -75,8 +75,8 @@ void Muon::add_shard(const ShardState& all, std::vector<Matrix> matrices, std::v
   const Device where = all.flat().shard.device();
   shard.segments = detail::segment_table(segments, where);
   shard.names = bundle.matrices.empty() ? std::vector<std::string>{"m", "v"} : std::vector<std::string>{"momentum"};
-  const DeviceScope device(where);
-  for (size_t s = 0; s < shard.names.size(); ++s) shard.state.push_back(full_of(bundle.at_rest, 0.0));
+  const bool offload = bundle.matrices.empty() ? options_.adamw.offload : options_.offload;
+  for (size_t s = 0; s < shard.names.size(); ++s) shard.state.push_back(detail::zero_state(bundle.at_rest, where, offload));
   shards().push_back(std::move(shard));
 }
 

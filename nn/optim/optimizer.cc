@@ -4,6 +4,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/transfer.h"
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/trainable_units.h"
@@ -27,7 +28,7 @@ struct CountAdamW {
 bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2; }
 
 Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
-                     const std::vector<std::string>& states)
+                     const std::vector<std::string>& states, bool offload)
     : name_(std::move(name)), shards_(detail::flat_shards(name_, parameters)) {
   for (ShardState& shard : shards_) {
     const std::vector<bool> decayed = detail::chosen(*shard.unit, parameters, decays);
@@ -37,7 +38,7 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
     const Tensor& values = shard.flat().shard;
     shard.segments = detail::segment_table(segments, values.device());
     shard.names = states;
-    for (size_t s = 0; s < states.size(); ++s) shard.state.push_back(full_like(values, 0.0));
+    for (size_t s = 0; s < states.size(); ++s) shard.state.push_back(detail::zero_state(values.type(), values.device(), offload));
   }
 }
 
@@ -124,7 +125,11 @@ void Optimizer::name_leaves(const ShardState& shard) const {
   const FlatBuffer& b = shard.flat();
   r->leaf(b.shard, b.name);
   r->leaf(b.grad, "gradient of " + b.name);
-  for (size_t i = 0; i < shard.state.size(); ++i) r->leaf(shard.state[i], str(name_, ".", shard.names[i], " of ", b.name));
+  for (size_t i = 0; i < shard.state.size(); ++i) {
+    const Tensor& state = shard.state[i];
+    const bool offloaded = state.storage()->where() == MemoryKind::host && kernels::is_for_gpu(state.device());
+    r->leaf(state, str(name_, ".", shard.names[i], " of ", b.name, offloaded ? " in the host's memory" : ""));
+  }
   r->leaf(shard.segments, name_ + ".segments of " + b.name);
 }
 
@@ -157,6 +162,13 @@ Tensor segment_table(const std::vector<int64_t>& values, Device device) {
   const Shape shape{static_cast<int64_t>(values.size()) / 3, 3};
   if (device.is_meta()) return Tensor::empty({kI64, shape, {}}, device);
   return Tensor::from(values, shape).to(device);
+}
+
+Tensor zero_state(const Type& type, Device device, bool offload) {
+  const Tensor state = Tensor::empty(type, device, offload ? MemoryKind::host : MemoryKind::normal);
+  if (device.is_meta()) return state;
+  SHEAF_ON_DEVICE(RankContext::current().stream(device), fill, state.view(), 0.0);
+  return state;
 }
 
 std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,

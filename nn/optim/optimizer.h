@@ -79,9 +79,9 @@ class Optimizer {
   const std::vector<ShardState>& shards() const { return shards_; }
 
  protected:
-  /// Works on whole flat shards, with a zeroed tensor for each of `states` beside them. `name` is for the tape and messages.
+  /// Works on whole flat shards, with zero_state() for each of `states` beside them. `name` is for the tape and messages.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
-            const std::vector<std::string>& states);
+            const std::vector<std::string>& states, bool offload);
   /// Whoever derives fills shards().
   explicit Optimizer(std::string name) : name_(std::move(name)) {}
   /// Values that change from step to step, as one f64 vector; `step` counts from 1.
@@ -110,6 +110,9 @@ namespace detail {
 std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters);
 /// A table of segments on the device of the shard.
 Tensor segment_table(const std::vector<int64_t>& values, Device device);
+/// Zeros of this type, for an optimizer's state. `offload`: where the device is a GPU they lie in the host's memory; the step's
+/// kernel reads and writes them there, each byte once, in both directions of the bus at the same time.
+Tensor zero_state(const Type& type, Device device, bool offload);
 /// By index: which of the unit's leaves the rule chooses among these parameters.
 std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
                          const std::function<bool(const nn::Parameter&)>& rule);

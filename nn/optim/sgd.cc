@@ -28,7 +28,8 @@ struct SgdStep {
 
 SGD::SGD(std::span<const nn::Parameter> parameters, const SgdOptions& options)
     : Optimizer("sgd", parameters, options.decays,
-                options.momentum != 0.0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{}),
+                options.momentum != 0.0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{},
+                options.offload),
       options_(options) {
   if (options.nesterov && options.momentum == 0.0) fail<ConfigError>("[sgd] nesterov needs momentum");
 }

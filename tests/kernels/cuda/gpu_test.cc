@@ -8,6 +8,8 @@
 
 #include "sheaf/core/storage.h"
 #include "sheaf/core/tensor.h"
+#include "sheaf/core/transfer.h"
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cuda/idle.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
@@ -98,6 +100,41 @@ TEST(Gpu, TensorsGoThereAndComeBack) {
     const Tensor columns = Tensor::over(there.storage(), 4, {kF32, {2, 3}, {}}, {2, 3}, {1, 5});
     EXPECT_EQ(columns.to_vector(), (std::vector<float>{1, 6, 11, 2, 7, 12}));
     EXPECT_EQ(gpu.memory()->stats().live, static_cast<int64_t>(values.size() * 4));
+  });
+}
+
+TEST(Gpu, KernelsAndCopiesReachTheHostsMemory) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    constexpr int64_t kCount = 300'001;
+    const int64_t bytes = 4 * kCount, live = gpu.memory()->stats().live;
+    const Type type{kF32, {kCount}, {}};
+    const void* first = nullptr;
+    for (const float value : {2.5f, -1.0f}) {  // the second lies where the first has lain
+      const Tensor x = Tensor::empty(type, gpu.device(), MemoryKind::host);
+      EXPECT_EQ(x.device(), gpu.device());
+      kernels::cuda::fill(gpu.compute(), x.view(), value);
+      EXPECT_EQ(x.to_vector(), std::vector<float>(kCount, value));
+      EXPECT_EQ(gpu.memory()->stats().live, live);
+      EXPECT_EQ(gpu.host_memory()->stats().live, bytes);
+      EXPECT_FALSE(gpu.holds(x.view().data));
+      EXPECT_TRUE(!first || x.view().data == first);
+      first = x.view().data;
+      // A kernel of values there and on the device.
+      const Tensor y = x.clone();
+      EXPECT_EQ(gpu.memory()->stats().live, live + bytes);
+      kernels::cuda::add_into(gpu.compute(), x.view(), y.view());
+      EXPECT_EQ(x.to_vector(), std::vector<float>(kCount, 2 * value));
+      // From the host, and back on the device.
+      const std::vector<float> values(kCount, 7);
+      transfer(gpu.device(), x.view().data, Device::cpu(), values.data(), values.size() * 4);
+      gpu.copy(gpu.compute(), y.view().data, x.view().data, values.size() * 4, Gpu::Copy::on_device);
+      EXPECT_EQ(y.to_vector(), values);
+    }
+    EXPECT_EQ(gpu.host_memory()->stats().live, 0);
+    EXPECT_EQ(gpu.host_memory()->stats().peak, bytes);
+    EXPECT_GE(gpu.host_memory()->stats().reserved, bytes);
+    EXPECT_LT(gpu.host_memory()->stats().reserved, bytes + 256);
   });
 }
 
