@@ -381,3 +381,11 @@ Into Vjp::into(int i, bool may_add) const {
 void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
 
 }  // namespace sheaf
+Tensor Vjp::take_sum(int i, const Layout& like) {
+  const Tape& t = recording_.tape_;
+  const ValueId v = t.inputs(t.node(node_))[i];
+  if (!needs(i) || (recording_.state(v).group && recording_.to_groups_)) return {};
+  const auto same = recording_.same_value_.find(v);
+  Tensor& sum = recording_.gradients_[same == recording_.same_value_.end() ? v : same->second];
+  return sum && sum.layout() == like ? std::exchange(sum, Tensor()) : Tensor();
+}

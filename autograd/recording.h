@@ -293,6 +293,8 @@ class PathScope {
   ~PathScope();
   static const std::string& current();
 
+  /// Whether it does something.
+  bool active() const { return recording_ != 0; }
  private:
   const std::string* previous_;
 };

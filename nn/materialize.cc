@@ -164,7 +164,7 @@ void copy_model(Module& source, Module& target) {
     if (from[i].first != to[i].first) refuse("'" + to[i].first + "'");
     ModuleAccess::mark(*to[i].second) = ModuleAccess::mark(*from[i].second);
     ModuleAccess::set_training(*to[i].second, from[i].second->training());
-    to[i].second->recompute(ModuleAccess::recomputes(*from[i].second));
+    ModuleAccess::recompute(*to[i].second) = ModuleAccess::recompute(*from[i].second);
   }
   Device device;
   bool materialized = false;

@@ -30,7 +30,11 @@ ModuleScope::ModuleScope(Module& module) : path_(module.path_), module_(&module)
   if (module.unit_) module.unit_->enter();
   else if (module.schedule_) module.schedule_->enter_scope();
   current_module = &module;
-  if (module.recompute_) recompute_.emplace();
+  open_region();
+}
+
+void ModuleScope::open_region() {
+  if (module_->recompute_) recompute_.emplace(*module_->recompute_);
 }
 
 bool ModuleScope::is_on_another_stage(const Tensor& t) const {
@@ -41,10 +45,8 @@ bool ModuleScope::is_on_another_stage(const Tensor& t) const {
 
 void ModuleScope::move_to_stage(Tensor& t) {
   if (!is_on_another_stage(t)) return;
-  const bool recomputes = recompute_.has_value();
-  recompute_.reset();  // it has come to nothing yet: what is sent is not sent again in the backward
-  t = redistribute(t, t.layout().with(module_->unit_->stage_axis(), Placement::on(module_->unit_->stage())));
-  if (recomputes) recompute_.emplace();
+  // What is sent is not sent again in the backward.
+  before_region([&] { t = redistribute(t, t.layout().with(module_->unit_->stage_axis(), Placement::on(module_->unit_->stage()))); });
 }
 
 ModuleScope::~ModuleScope() {

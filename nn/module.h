@@ -77,8 +77,9 @@ class ModuleScope {
   static Module* current();
 
   /// An argument of the module's call, where the module is: a Tensor, or a struct that shows its own (for_each_tensor), that
-  /// is on another stage of a pipeline is moved to the module's (ShardOptions::stage_axis); as one, if the struct can join() them.
-  /// Others pass.
+  /// is on another stage of a pipeline is moved to the module's (ShardOptions::stage_axis). A struct that can join() its tensors
+  /// does so on its way to another stage, and where what the module computes is computed again: one is sent, or kept. Others
+  /// pass.
   template <class T>
   decltype(auto) arrive(T&& argument) {
     constexpr bool has_tensors = requires(std::remove_cvref_t<T>& v) { v.for_each_tensor([](Tensor&) {}); };
@@ -91,10 +92,9 @@ class ModuleScope {
       std::remove_cvref_t<T> moved = std::forward<T>(argument);
       bool comes = false;
       if (in_stage_) moved.for_each_tensor([&](Tensor& t) { comes = comes || is_on_another_stage(t); });
-      if (comes) {
-        if constexpr (requires { moved.join(); }) moved.join();
-        moved.for_each_tensor([this](Tensor& t) { move_to_stage(t); });
-      }
+      if constexpr (requires { moved.join(); })
+        if (comes || is_recomputed()) before_region([&] { moved.join(); });
+      if (comes) moved.for_each_tensor([this](Tensor& t) { move_to_stage(t); });
       return moved;
     } else {
       return std::forward<T>(argument);
@@ -109,6 +109,15 @@ class ModuleScope {
  private:
   bool is_on_another_stage(const Tensor& t) const;
   void move_to_stage(Tensor& t);
+  void open_region();
+  bool is_recomputed() const { return recompute_ && recompute_->active(); }
+  /// What is not computed again with the module; called before anything is.
+  template <class F>
+  void before_region(F&& f) {
+    recompute_.reset();
+    f();
+    open_region();
+  }
   bool in_stage_ = false;
   std::list<Tensor> arrived_;
   PathScope path_;
@@ -140,7 +149,8 @@ class Module {
 
   /// What this module computes is not kept for the backward but computed again there: activation checkpointing, for a
   /// module whose inputs are small beside what it computes from them. See RecomputeScope.
-  void recompute(bool on = true) { recompute_ = on; }
+  void recompute(bool on = true) { on ? recompute(RecomputeOptions{}) : recompute_.reset(); }
+  void recompute(const RecomputeOptions& options) { recompute_ = options; }
 
   /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.
   [[nodiscard]] ModuleScope enter() { return ModuleScope(*this); }
@@ -161,7 +171,7 @@ class Module {
   std::string path_;
   bool listed_ = false;    // some SHEAF_FIELDS led here
   bool training_ = true;
-  bool recompute_ = false;
+  std::optional<RecomputeOptions> recompute_;
   std::shared_ptr<const UnitMark> mark_;
   std::shared_ptr<Unit> unit_;
   std::shared_ptr<GatherSchedule> schedule_;  // of a root without a unit: it begins the passes

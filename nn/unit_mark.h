@@ -22,7 +22,7 @@ struct ModuleAccess {
     m.listed_ = true;
   }
   static void set_training(Module& m, bool on) { m.training_ = on; }
-  static bool recomputes(const Module& m) { return m.recompute_; }
+  static std::optional<RecomputeOptions>& recompute(Module& m) { return m.recompute_; }
 };
 
 }  // namespace sheaf::nn

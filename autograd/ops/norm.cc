@@ -125,21 +125,25 @@ struct Norm {
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const int bias = kWeight + a.has_weight;
-    const bool has_dsum = kAdds && c.has_grad(0), dx = c.needs(0) || (kAdds && c.needs(1));
+    const bool dx = c.needs(0) || (kAdds && c.needs(1));
     const auto set_dx = [&](const Tensor& d) {
       c.set(0, d);
       if (kAdds) c.set(1, d);
     };
     if (!c.has_grad(kY)) {
-      if (has_dsum) set_dx(c.grad(0));
+      if (kAdds && c.has_grad(0)) set_dx(c.grad(0));
       return;
     }
-    const NormBackwardAttrs attrs{kLayer, a.has_weight != 0, has_dsum && dx, dx, a.has_weight && c.needs(kWeight),
+    // A residual stream: x is used beside its norm, too.
+    Tensor dsum;
+    if (!kAdds) dsum = c.take_sum(0, c.grad(kY).layout());
+    else if (dx && c.has_grad(0)) dsum = c.grad(0);
+    const NormBackwardAttrs attrs{kLayer, a.has_weight != 0, dsum.defined(), dx, a.has_weight && c.needs(kWeight),
                                   a.has_bias && c.needs(bias)};
     std::vector<Tensor> inputs{dense_rows(c.grad(kY)), kAdds ? c.output(0) : c.input(0), c.output(kRstd)};
     if (kLayer) inputs.push_back(c.output(kMean));
     if (a.has_weight) inputs.push_back(c.input(kWeight));
-    if (attrs.has_dsum) inputs.push_back(dense_rows(c.grad(0)));
+    if (dsum) inputs.push_back(dense_rows(dsum));
     std::vector<Into> into(attrs.dx ? 1 : 0);
     if (attrs.dweight) into.push_back(c.into(kWeight));
     if (attrs.dbias) into.push_back(c.into(bias));

@@ -16,7 +16,7 @@ struct Residual {
     f(x);
     if (branch) f(branch);
   }
-  /// On its way to another stage the stream is one tensor.
+  /// The stream as one tensor.
   void join() {
     if (branch) x = add(x, branch);
     branch = {};
