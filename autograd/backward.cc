@@ -22,7 +22,10 @@ Tensor Recording::resolve(ValueId v) {
     return apply_again(tape_, n, inputs)[v - static_cast<ValueId>(n.outputs)];
   }
   const NodeId producer = tape_.value(v).producer;
-  if (!s.saved && tape_.node(producer).op)
+  if (s.on_host)
+    for (Region& region : regions_)
+      if (std::ranges::find(region.on_host, v) != region.on_host.end()) onload(region);
+  if (!state(v).saved && tape_.node(producer).op)
     for (Region& region : regions_)
       if (region.begin <= producer && producer < region.end) {
         recompute(region);
@@ -208,6 +211,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     ~Before() { r.phase_ = phase, r.saving_ = saving; }
   } const before{*this, std::exchange(phase_, Phase::backward), std::exchange(saving_, keep)};
   to_groups_ = to_groups;
+  take_back_offloaded();
   const NodeId last = tape_.num_nodes() - 1;
   gradients_.assign(tape_.num_values(), Tensor());
   if (wanted_[value_of(y)]) {
@@ -378,9 +382,6 @@ Into Vjp::into(int i, bool may_add) const {
   if (!slot) slot = s.group->slot(s.leaf_index);
   return {slot, !first};
 }
-void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
-
-}  // namespace sheaf
 Tensor Vjp::take_sum(int i, const Layout& like) {
   const Tape& t = recording_.tape_;
   const ValueId v = t.inputs(t.node(node_))[i];
@@ -389,3 +390,6 @@ Tensor Vjp::take_sum(int i, const Layout& like) {
   Tensor& sum = recording_.gradients_[same == recording_.same_value_.end() ? v : same->second];
   return sum && sum.layout() == like ? std::exchange(sum, Tensor()) : Tensor();
 }
+void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
+
+}  // namespace sheaf

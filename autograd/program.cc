@@ -15,6 +15,7 @@ namespace sheaf {
 struct Program::Block {
   std::shared_ptr<Storage> storage;
   Lifetime life;
+  bool host = false;  // it lies in the host's memory, which a GPU uses
   int64_t offset = 0;
 };
 
@@ -102,8 +103,9 @@ struct Program::Builder {
                         device.to_string(), ", what comes before it on ", blocks[0].storage->device().to_string());
     auto storage = std::make_shared<Storage>(device, bytes);
     block_of.emplace(storage.get(), blocks.size());
-    blocks.push_back({storage, {id, id, bytes}});
-    program.wire_ = program.wire_ || where != MemoryKind::normal;
+    const bool host = where == MemoryKind::host;
+    blocks.push_back({storage, {id, id, bytes}, host});
+    program.wire_ = program.wire_ || (where != MemoryKind::normal && !host);
     return storage;
   }
 
@@ -138,12 +140,17 @@ Program::Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::spa
 }
 
 void Program::arrange_blocks() {
-  std::vector<Lifetime> lives;
-  for (const Block& b : blocks_) lives.push_back(b.life);
-  const Arrangement arrangement = arrange(lives);
-  for (size_t b = 0; b < blocks_.size(); ++b) blocks_[b].offset = arrangement.offsets[b];
-  arena_bytes_ = arrangement.total;
-  least_bytes_ = most_alive(lives);
+  for (const bool host : {true, false}) {
+    std::vector<Lifetime> lives;
+    for (const Block& b : blocks_)
+      if (b.host == host) lives.push_back(b.life);
+    const Arrangement arrangement = arrange(lives);
+    auto offset = arrangement.offsets.begin();
+    for (Block& b : blocks_)
+      if (b.host == host) b.offset = *offset++;
+    (host ? host_bytes_ : arena_bytes_) = arrangement.total;
+    if (!host) least_bytes_ = most_alive(lives);
+  }
 }
 
 void Program::reserve() {
@@ -151,8 +158,9 @@ void Program::reserve() {
   const Device device = blocks_[0].storage->device();
   RankContext::current().memory(device)->give_back();  // what eager ops held may be memory of another kind
   arena_ = Storage::allocate(device, arena_bytes_, wire_ ? MemoryKind::wire : MemoryKind::normal);
+  if (host_bytes_) host_arena_ = Storage::allocate(device, host_bytes_, MemoryKind::host);
   if (device.is_meta()) return;
-  for (const Block& b : blocks_) b.storage->place(arena_->data() + b.offset);
+  for (const Block& b : blocks_) b.storage->place((b.host ? host_arena_ : arena_)->data() + b.offset);
 }
 
 std::vector<Tensor> Program::run() {
@@ -189,6 +197,7 @@ const Tensor& Program::leaf(ValueId v) const {
 std::vector<int64_t> Program::alive_bytes() const {
   std::vector<int64_t> alive(tape_.num_nodes() + 2);
   for (const Block& b : blocks_) {
+    if (b.host) continue;
     alive[b.life.first] += b.life.bytes;
     alive[b.life.last + 1] -= b.life.bytes;
   }
@@ -201,7 +210,7 @@ void Program::release() {
   for (const Block& b : blocks_) b.storage->settle();  // after a run that failed
   if (!arena_) return;
   const Device device = arena_->device();
-  arena_ = nullptr;
+  arena_ = host_arena_ = nullptr;
   RankContext::current().memory(device)->give_back();
 }
 

@@ -36,11 +36,11 @@ class Program {
   Program with_tape(Tape tape) const;
   /// Memory of the leaf, as it was given.
   const Tensor& leaf(ValueId v) const;
-  /// Bytes of the arena: what a run takes beside the leaves.
+  /// Bytes of the arena: what a run takes beside the leaves; of a GPU's own memory, what it offloads lies elsewhere.
   int64_t arena_bytes() const { return arena_bytes_; }
   /// The least that any arrangement of the same values would take: most bytes alive at once.
   int64_t least_bytes() const { return least_bytes_; }
-  /// Bytes alive at each node of the tape.
+  /// Bytes of the arena alive at each node of the tape.
   std::vector<int64_t> alive_bytes() const;
   /// Gives the arena's memory back until the next run,
   void release();
@@ -55,13 +55,14 @@ class Program {
   void arrange_blocks();
 
   Tape tape_;
+  std::shared_ptr<Storage> host_arena_;  // of what a GPU has offloaded; else null
   std::shared_ptr<Storage> arena_;  // before what lies in it: lanes end before the memory goes. Null while it is given back
   std::vector<Block> blocks_;
   std::vector<Instruction> instructions_;
   std::vector<std::pair<ValueId, Tensor>> leaves_;
   std::vector<ValueId> wanted_ids_;
   std::vector<Tensor> wanted_;
-  int64_t arena_bytes_ = 0, least_bytes_ = 0;
+  int64_t arena_bytes_ = 0, host_bytes_ = 0, least_bytes_ = 0;
   bool wire_ = false;  // other ranks read some of it, and so may read all of it
 };
 

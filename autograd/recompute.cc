@@ -19,8 +19,10 @@ RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
   if (!r || r->in_region_ || r->in_backward()) return;
   recording_ = r->serial();
   r->drop_unread_regions();
+  r->offload_last_region();
   r->in_region_ = true;
   r->regions_.push_back({r->tape_.num_nodes(), -1, {}, options.results});
+  r->regions_.back().offloads = options.offload && !options.results;
 }
 
 RecomputeScope::~RecomputeScope() {
@@ -106,6 +108,8 @@ std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
 }
 
 void Recording::recompute(Region& region) {
+  onload(region);
+  if (region.offloads) onload_last_before(region.begin);
   const std::vector<NodeId> nodes = nodes_to_repeat(region);
   std::unordered_map<ValueId, NodeId> last_read;
   for (NodeId id : nodes)
@@ -133,6 +137,8 @@ void Recording::recompute(Region& region) {
     for (ValueId v : ids)
       if (last_read.at(v) == id) values.erase(v);
   }
+  values.clear();
+  region.from_host.clear();  // behind those that waited for the copies
 }
 
 }  // namespace sheaf

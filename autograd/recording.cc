@@ -65,7 +65,7 @@ void Recording::expect_current(const char* who) const {
 }
 
 Tape Recording::take() {
-  if (current_recording == this) take_back_all();
+  if (current_recording == this) take_back_all(), take_back_offloaded();
   end();
   return std::exchange(tape_, Tape());
 }

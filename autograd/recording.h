@@ -145,6 +145,7 @@ class Recording {
     bool needs_grad = false;
     bool recipe = false;        // comes from a group's leaf through views and casts only
     bool repeated = false;      // a result of a region that keeps none
+    bool on_host = false;       // of what entered a region: see [Note: offload]
     LeafGroup* group = nullptr; // it is this leaf of a group
     int32_t leaf_index = -1;
     ValueId copy_of = -1;       // computed again in the backward: this value of the forward
@@ -175,6 +176,9 @@ class Recording {
     std::unordered_map<ValueId, Tensor> entering;  // what the nodes that will be repeated read from outside
     bool results = false;                          // see RecomputeOptions
     std::vector<std::weak_ptr<Storage>> made = {};  // by such a region
+    bool offloads = false, offloaded = false;      // see [Note: offload]
+    std::vector<ValueId> on_host = {};             // of what entered: what lies there
+    std::vector<Tensor> from_host = {};            // what is being copied back
   };
 
   struct Lent {
@@ -203,6 +207,10 @@ class Recording {
   bool made_in_region(ValueId v) const;
   std::vector<NodeId> nodes_to_repeat(const Region& region) const;
   void recompute(Region& region);
+  void offload_last_region();
+  void take_back_offloaded();
+  void onload(Region& region);
+  void onload_last_before(NodeId end);
   /// Nodes [begin, end) of a micro-batch that no backward has come to, and the groups it used.
   struct Segment {
     NodeId begin, end;
@@ -241,6 +249,7 @@ class Recording {
   NodeId floor_ = 0;                                     // where the last segment begins, whose groups are groups_
   std::vector<Segment> waiting_;                         // segments before it
   std::vector<Segment> ranges_;                          // of the backward under way
+  std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;
   std::unordered_map<ValueId, Tensor> captured_;
@@ -268,6 +277,9 @@ struct RecomputeOptions {
   /// What is used outside of the scope is not kept either but computed again where the backward reads it: for results that
   /// take more memory than what they come from, such as gathered activations.
   bool results = false;
+  /// On a GPU, what came in from outside and has a gradient waits in the host's memory until the backward comes near. Not
+  /// beside `results`.
+  bool offload = false;
 };
 
 /// Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): of what the recording of this thread
@@ -281,6 +293,8 @@ class RecomputeScope {
   ~RecomputeScope();
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;
+  /// Whether it does something.
+  bool active() const { return recording_ != 0; }
 
  private:
   uint64_t recording_ = 0;  // whose region it opened
@@ -293,8 +307,6 @@ class PathScope {
   ~PathScope();
   static const std::string& current();
 
-  /// Whether it does something.
-  bool active() const { return recording_ != 0; }
  private:
   const std::string* previous_;
 };

@@ -95,6 +95,7 @@ std::string to_text(const Tape& tape) {
     if (!transfers(tape, n).empty())
       row.rest = str("  ", format_bytes(tape.wire_bytes(n)), "  ", n.op->lane == Lane::reduce ? "reduce" : "gather",
                      " lane", row.rest);
+    else if (n.op->lane == Lane::copy) row.rest = str("  copy lane", row.rest);
     rows.push_back(std::move(row));
   }
   rows.insert(rows.begin(), std::make_move_iterator(leaves.begin()), std::make_move_iterator(leaves.end()));

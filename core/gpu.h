@@ -58,6 +58,8 @@ class Gpu {
   virtual std::vector<MemoryPiece> wire_pieces(size_t known = 0) const = 0;
   /// The stream of this rank's ops.
   virtual const Stream& compute() const = 0;
+  /// One for copies from and to the host's memory, beside compute().
+  virtual const Stream& copies() const = 0;
   /// Another stream of the same device, ahead of compute() where both have work: for communication.
   virtual Stream make_lane() = 0;
   virtual void destroy_lane(const Stream& lane) = 0;

@@ -64,19 +64,19 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   World simulated =
       distributed::simulated_world(rank, world, {.threads = threads, .comm = comm,
                                                  .hosts = RankContext::current().hosts, .device = device});
-  Allocator& memory = *RankContext::current().meta;
+  Allocator &memory = *RankContext::current().meta, &host = *RankContext::current().meta_host;
   TrainingStep step(config, vocab, simulated, Device::meta());
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
   Plan plan;
   // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
   const int64_t settled = config.train.compile ? 3 : 1;
   for (int64_t s = 0; s < settled; ++s) step.run(s, nothing);
-  memory.reset_peak();
+  memory.reset_peak(), host.reset_peak();
   RecordedStep recorded;
   step.run(settled, nothing, &recorded);
   plan.tape = std::move(recorded.tape);
   plan.peak_bytes = memory.stats().peak;
-  plan.host_bytes = RankContext::current().meta_host->stats().live;
+  plan.host_bytes = host.stats().peak;
   plan.parameters = step.num_parameters();
   for (const auto& unit : units(step.model().module()))
     for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();
@@ -96,13 +96,13 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   const int64_t limit = host_memory_limit();
   if (!world.device().is_cpu()) {  // a GPU's allocator says what is there
-    if (!config.train.offload_optimizer) return;
+    if (!config.train.offload_optimizer && !config.train.offload_activations) return;
     int64_t most = 0;
     for (const int rank : that_hold_most(config, world.size()))
       most = std::max(most, plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device()).host_bytes);
     if (most <= limit / world.local_size()) return;
-    fail<OutOfMemory>("[train] train.offload_optimizer: the optimizer's state is ", most, " bytes a rank, and ", world.local_size(),
-                      " run on this host, which may use ", limit, " bytes: take more hosts");
+    fail<OutOfMemory>("[train] what is offloaded is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which may use ",
+                      limit, " bytes: take more hosts, or less of train.offload_optimizer and train.offload_activations");
   }
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
   const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it

@@ -16,7 +16,7 @@ struct Plan {
   Tape tape;               ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
                            ///< program
   int64_t peak_bytes = 0;  ///< requested from the allocator at the peak of such a step, on this rank
-  int64_t host_bytes = 0;  ///< of the host's memory that a GPU uses beside its own (train.offload_optimizer)
+  int64_t host_bytes = 0;  ///< of the host's memory that a GPU uses beside its own at the peak (train.offload_...)
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
 };

@@ -127,6 +127,7 @@ struct OptimizationConfig {
   std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", "block" by block, or
                                     ///< "fit": as few blocks as sharding.memory_budget asks for
   int64_t recompute_blocks = -1;    ///< with "block": the first so many, of each stage; -1: all
+  bool offload_activations = false; ///< on a GPU: what blocks are computed again from waits in the host's memory
   bool offload_optimizer = false;   ///< on a GPU: the optimizer's state lies in the host's memory
   bool save_async = false;          ///< checkpoints are written while training goes on, from a copy in memory
   bool compile = false;             ///< from the fourth step on, run the third one's tape again as a program

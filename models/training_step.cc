@@ -150,10 +150,12 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     std::vector<int64_t> left(static_cast<size_t>(stages), blocks < 0 ? config_.model.layers : blocks);
     for (auto& [path, module] : model_->module().named_modules())
       if (model_->is_block(*module) && left[static_cast<size_t>(std::max(0, model_->stage_of(*module, stages)))]-- > 0)
-        module->recompute();
+        module->recompute({.offload = config_.train.offload_activations});
   } else {
     check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
                        ", not none or block (fit is a number of blocks once it is planned)");
+    check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block or fit: "
+                       "offloaded is what blocks are computed again from");
   }
   optimizer_ = make_optimizer(config_.train, model_->module());
   if (config_.train.dtype == "f16")

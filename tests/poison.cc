@@ -37,14 +37,18 @@ class PoisonAllocator final : public Allocator {
 class PoisonGpu final : public Gpu {
  public:
   PoisonGpu(std::shared_ptr<Gpu> inner, int byte)
-      : inner_(std::move(inner)), memory_(std::make_shared<PoisonAllocator>(inner_->memory(), byte, inner_.get())) {}
+      : inner_(std::move(inner)),
+        memory_(std::make_shared<PoisonAllocator>(inner_->memory(), byte, inner_.get())),
+        host_memory_(std::make_shared<PoisonAllocator>(inner_->host_memory(), byte, inner_.get())) {}
   Device device() const override { return inner_->device(); }
   std::string name() const override { return inner_->name(); }
   const std::shared_ptr<Allocator>& memory() const override { return memory_; }
+  const std::shared_ptr<Allocator>& host_memory() const override { return host_memory_; }
   bool holds(const void* address) const override { return inner_->holds(address); }
   void set_wire(std::shared_ptr<PieceSource> source) override { inner_->set_wire(std::move(source)); }
   std::vector<MemoryPiece> wire_pieces(size_t known) const override { return inner_->wire_pieces(known); }
   const Stream& compute() const override { return inner_->compute(); }
+  const Stream& copies() const override { return inner_->copies(); }
   Stream make_lane() override { return inner_->make_lane(); }
   void destroy_lane(const Stream& lane) override { inner_->destroy_lane(lane); }
   void copy(const Stream& stream, void* to, const void* from, size_t bytes, Copy kind) override {
@@ -60,7 +64,7 @@ class PoisonGpu final : public Gpu {
 
  private:
   std::shared_ptr<Gpu> inner_;
-  std::shared_ptr<Allocator> memory_;
+  std::shared_ptr<Allocator> memory_, host_memory_;
 };
 
 }  // namespace

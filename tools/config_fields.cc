@@ -89,6 +89,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
       {"train.log_every", &t.log_every, "steps between lines of metrics.jsonl", any, 1},
       {"train.save_every", &t.save_every, "steps between checkpoints; 0: only at the end", any, 0},
+      {"train.offload_activations", &t.offload_activations,
+       "on a GPU: what train.recompute computes blocks again from waits in the host's memory"},
       {"train.offload_optimizer", &t.offload_optimizer, "on a GPU: the optimizer's state lies in the host's memory"},
       {"train.save_async", &t.save_async, "write checkpoints while training goes on, from a copy in memory"},
       {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16", "f16"}},

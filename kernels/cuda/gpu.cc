@@ -91,13 +91,16 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   explicit CudaGpu(int index)
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
+        copies_(make_stream(index)),
         blocks_(make_device_allocator(index)),
         host_memory_(make_pinned_allocator(index)) {}
   ~CudaGpu() override {
     try {
       synchronize(compute_);  // kernels may still use what is given back now
+      synchronize(copies_);
       if (staging_) free_pinned(staging_);
       destroy_stream(compute_);
+      destroy_stream(copies_);
     } catch (const CudaError&) {
     }  // reported where it happened
   }
@@ -116,6 +119,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
     return blocks_->wire_pieces(known);
   }
   const Stream& compute() const override { return compute_; }
+  const Stream& copies() const override { return copies_; }
   Stream make_lane() override { return make_stream(device_.index, Priority::high); }
   void destroy_lane(const Stream& lane) override { destroy_stream(lane); }
 
@@ -197,7 +201,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
 
   const Device device_;
-  const Stream compute_;
+  const Stream compute_, copies_;
   const std::shared_ptr<DeviceAllocator> blocks_;
   const std::shared_ptr<Allocator> memory_ = blocks_;
   const std::shared_ptr<Allocator> host_memory_;

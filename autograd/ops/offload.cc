@@ -1,0 +1,104 @@
+// offload and onload: what a region is computed again from goes to the host's memory and comes back, beside what the GPU
+// computes. Both are the identity, of any placement.
+//
+// [Note: offload] What entered a region that offloads (RecomputeOptions::offload), and has a gradient, is copied to the host when
+// the next region begins: the last one's stays, as the reverse pass begins with it. Nobody waits: what is copied is lent to the
+// lane of copies, and comes back at a node of the tape (offloaded), where one more region begins or the reverse pass does. That
+// one, when it computes a region again, first brings back what entered the region before. So of what blocks are computed again
+// from, a GPU holds two blocks' at a time, however many there are.
+#include <algorithm>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/core/gpu.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf {
+namespace {
+
+template <MemoryKind kind>
+struct Move {
+  static constexpr const char* kName = kind == MemoryKind::host ? "offload" : "onload";
+  static constexpr Lane kLane = Lane::copy;
+  static constexpr MemoryKind kMemory = kind;
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { p.rule({p.in(0)}, {p.in(0)}); }
+  static void execute(const Attrs&, Execute& c) {
+    Gpu& gpu = RankContext::current().gpu_of(c.device());
+    c.stream();
+    const View from = c.input(0), to = c.output(0);
+    gpu.record(gpu.compute()).order(gpu.copies());  // behind what makes the value, and what used the memory before
+    gpu.copy(gpu.copies(), to.data, from.data, static_cast<size_t>(c.input_tensor(0).local_bytes()), Gpu::Copy::on_device);
+    c.completes_with(gpu.record(gpu.copies()));
+  }
+  static void vjp(const Attrs&, Vjp& c) { c.set(0, c.grad()); }
+};
+using Offload = Move<MemoryKind::host>;
+using Onload = Move<MemoryKind::normal>;
+
+/// Inputs: a value on the host, and the one that was lent.
+struct Offloaded {
+  static constexpr const char* kName = "offloaded";
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) {
+    c.stream();
+    c.input_tensor(0).storage()->settle();
+  }
+};
+
+}  // namespace
+
+void Recording::offload_last_region() {
+  if (regions_.empty() || !regions_.back().offloads || regions_.back().offloaded) return;
+  Region& region = regions_.back();
+  region.offloaded = true;
+  const PathScope path(tape_.path(tape_.node(region.begin)));
+  take_back_offloaded();
+  std::unordered_map<ValueId, int32_t> saves;  // by nodes of the region
+  for (NodeId id = region.begin; id < region.end; ++id)
+    for (int i = 0; i < tape_.node(id).num_inputs; ++i)
+      if (i < 64 && node_saves_[id].first & bit(i)) ++saves[tape_.inputs(tape_.node(id))[i]];
+  for (const auto& [v, t] : region.entering) {
+    const ValueState& s = states_[v];
+    if (s.needs_grad && s.saves == saves[v] && kernels::is_for_gpu(t.device()) && t.is_contiguous() && t.local_bytes() > 0)
+      region.on_host.push_back(v);
+  }
+  std::ranges::sort(region.on_host);
+  for (const ValueId v : region.on_host) {
+    Tensor& here = region.entering.at(v);
+    const Tensor there = apply<Offload>({}, here);
+    offloading_.emplace_back(there, std::exchange(here, there));
+    state(v).saved = Tensor();
+    state(v).on_host = true;
+  }
+}
+
+void Recording::take_back_offloaded() {
+  for (const auto& [there, here] : std::exchange(offloading_, {})) {
+    const Tensor inputs[] = {there, here};
+    apply_typed(op_def<Offloaded>(), nullptr, inputs, {});
+  }
+}
+
+void Recording::onload(Region& region) {
+  if (region.on_host.empty()) return;
+  const PathScope path(tape_.path(tape_.node(region.begin)));
+  for (const ValueId v : std::exchange(region.on_host, {})) {
+    Tensor& value = region.entering.at(v);
+    region.from_host.push_back(value);
+    value = apply<Onload>({}, value);
+    state(value_of(value)).copy_of = v;
+    ValueState& s = state(v);
+    if (s.saves > 0) s.saved = value;
+    s.on_host = false;
+  }
+}
+
+void Recording::onload_last_before(NodeId end) {
+  const auto next = std::find_if(regions_.rbegin(), regions_.rend(), [&](const Region& r) { return r.offloads && r.begin < end; });
+  if (next != regions_.rend() && (!to_groups_ || differentiates(next->begin))) onload(*next);
+}
+
+}  // namespace sheaf
