@@ -16,7 +16,7 @@ struct Lifetime {
 struct Arrangement {
   std::vector<int64_t> offsets;  ///< bytes, multiples of kAlign; lifetimes that meet do not overlap
   int64_t total = 0;             ///< bytes of the whole block
-  static constexpr int64_t kAlign = 128;
+  static constexpr int64_t kAlign = 256;  ///< as of a GPU's allocator: NVIDIA's libraries want workspaces there
 };
 
 /// An arrangement with a small total; the least there is would be an NP-hard problem (dynamic storage allocation). Each

@@ -67,6 +67,8 @@ void attention(const Stream& stream, const Attention& a, Workspace workspace) {
   plan(a);
   check<ShapeError>(workspace.bytes >= kWorkspace,
                     "[attention] workspace too small: ", workspace.bytes, " bytes");
+  check<ShapeError>(reinterpret_cast<uintptr_t>(workspace.data) % 256 == 0,  // as on a GPU
+                    "[attention] the workspace is not at a multiple of 256 bytes");
   ++calls;
   for (const Attention& part : parts_of(a))
     emulation::enqueue(stream, [part, workspace] { run(part, workspace); });

@@ -142,6 +142,14 @@ int64_t bytes_of_epilogue(const ProductShape& s) {
   }
 }
 
+void check_workspace(const Product& product, Workspace workspace) {
+  check<ShapeError>(workspace.bytes >= product_workspace(), product,
+                    ": workspace too small: ", workspace.bytes, " bytes");
+  check<ShapeError>(reinterpret_cast<uintptr_t>(workspace.data) % kProductWorkspaceAlignment == 0,
+                    product, ": its workspace is not at a multiple of ", kProductWorkspaceAlignment,
+                    " bytes");
+}
+
 void check_can_be_timed(const Stream& stream, const Product& product) {
   check<CudaError>(!capturing(stream), product,
                    ": TuneProducts while a graph is captured; time products in a step before");

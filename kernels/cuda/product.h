@@ -81,8 +81,9 @@ struct Product {
   std::string to_string() const;
 };
 
-/// Scratch memory that run_product wants.
+/// Scratch memory that run_product wants, and where it has to begin: at a multiple of so many bytes.
 size_t product_workspace();
+constexpr size_t kProductWorkspaceAlignment = 256;
 /// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none
 /// that took less time than one without and a kernel for the rest; then D may hold anything.
 bool run_product(const Stream& stream, const Product& product, Workspace workspace);
@@ -106,6 +107,9 @@ class TuneProducts {
  private:
   static inline thread_local int depth_ = 0;
 };
+
+/// Throws ShapeError unless it is what run_product wants: cuBLASLt does not look where it begins.
+void check_workspace(const Product& product, Workspace workspace);
 
 /// Bytes that a kernel reads and writes which does an epilogue's work behind the product.
 int64_t bytes_of_epilogue(const ProductShape& shape);

@@ -248,8 +248,7 @@ class DeviceProducts {
   }
 
   bool run(const Stream& stream, const Product& p, Workspace workspace) {
-    check<ShapeError>(workspace.bytes >= kWorkspace, p, ": workspace too small: ", workspace.bytes,
-                      " bytes");
+    check_workspace(p, workspace);
     const std::shared_ptr<Prepared> prepared = prepare(stream, p, workspace);
     if (!prepared->supported) return false;
     prepared->run(handle_, stream, p, prepared->algorithm, p.d, workspace);

@@ -77,8 +77,7 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
   }
   choices().set(s, choice);
   if (!choice.supported) return false;
-  check<ShapeError>(workspace.bytes >= product_workspace(), product,
-                    ": workspace too small: ", workspace.bytes, " bytes");
+  check_workspace(product, workspace);
   check<ShapeError>(!has_vector(s.epilogue) || s.alignment[3] == 16, product,
                     ": its vector is not at 16 bytes");  // cuBLASLt would not say so
   // Column-major D = op(A) op(B) is row-major Dᵀ = op(B)ᵀ op(A)ᵀ.

@@ -98,6 +98,24 @@ TEST(ProductChoices, TextAndBack) {
   }
 }
 
+TEST(Product, TheLibrarysWorkspaceBeginsWhereItMust) {
+  SHEAF_NEEDS_GPU();
+  const Array a = Array::random(kF32, {16, 16}, 1), b = Array::random(kF32, {16, 16}, 2),
+              c(kF32, {16, 16});
+  const OnGpu ga(a), gb(b), gc(c);
+  const Gemm g{"test", ga, gb, gc, {}};
+  const size_t bytes = gemm_workspace(g);
+  const GpuScratch scratch(bytes + kProductWorkspaceAlignment);
+  for (const size_t at : {0, 16, 128, 256}) {
+    const Workspace from{static_cast<char*>(Workspace(scratch).data) + at, bytes};
+    if (at % kProductWorkspaceAlignment == 0)
+      EXPECT_NO_THROW(gemm(OnGpu::stream(), g, from)) << at;
+    else
+      EXPECT_THROW(gemm(OnGpu::stream(), g, from), ShapeError) << at;
+  }
+  synchronize(OnGpu::stream());
+}
+
 TEST(Product, PlainKernelMultipliesWhatTheLibraryRefuses) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kBF16, kF64})
