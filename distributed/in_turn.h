@@ -9,7 +9,8 @@ namespace sheaf {
 /// run all that it was given, and launches of other threads wait for that. A collective's kernel spins for its peers
 /// meanwhile. If one rank has begun a gather and another one a reduction, while both load code, then each waits for a
 /// kernel that the other cannot launch. So in a job's first step, which launches most kernels for the first time and
-/// times products besides, nothing is under way while a rank goes on.
+/// times products besides, nothing is under way while a rank goes on; nor in its first evaluation, which has kernels of its
+/// own.
 class CollectivesInTurn {
  public:
   CollectivesInTurn() : before_(active_) { active_ = true; }

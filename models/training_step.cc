@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
+#include <utility>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
@@ -308,6 +310,8 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
   if (program_ && !graph_) program_->release();  // a graph keeps using its memory
+  std::optional<CollectivesInTurn> in_turn;
+  if (!std::exchange(evaluated_, true)) in_turn.emplace();
   model_->module().eval();
   // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
   // micro-batches.

@@ -10,7 +10,8 @@
 // from then on runs from one arena: no op is called, placed or recorded anew. Within sharding.memory_budget units stay gathered
 // there. A graph captures such a run.
 //
-// On GPUs the first step's collectives run one after another, with nothing beside them (distributed/in_turn.h).
+// On GPUs the collectives of the first step, and of the first evaluation, run one after another, with nothing beside them
+// (distributed/in_turn.h).
 //
 // [Note: products are timed once] With train.tune_products, on a GPU, the first step times the algorithms of its
 // products, and the ranks share the choices (product_choices.h). What a checkpoint brought counts as timed.
@@ -93,6 +94,7 @@ class TrainingStep {
   std::optional<optim::LossScaler> scaler_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
+  bool evaluated_ = false;
   std::unique_ptr<Program> program_;
   RecordedStep compiled_;  // of which program_ is: what is wanted of it, for the rest lies there
   Result captured_;  // what every replay fills

@@ -23,7 +23,7 @@ struct EchoDelays {
   std::atomic<int> peers = 0;      ///< that have not ended: a communicator's end waits for them
   std::atomic<int> there = 0;      ///< communicators
   std::atomic<int> enqueue_ms = 0;    ///< that a lane takes to enqueue a call
-  std::atomic<int> enqueued[4] = {};  ///< calls, by rank
+  std::atomic<int> enqueued[4] = {};  ///< calls, by rank of the world
   std::atomic<int> now[4] = {};       ///< being enqueued
   std::atomic<int> most[4] = {};      ///< at once
 };
@@ -33,6 +33,7 @@ class EchoComm final : public NcclComm {
   EchoComm(int size, int rank, std::shared_ptr<NcclRules> rules, std::shared_ptr<EchoDelays> delays)
       : size_(size),
         rank_(rank),
+        world_rank_(RankContext::current().rank),
         rules_(std::move(rules)),
         delays_(std::move(delays)),
         gpu_(RankContext::current().gpu),
@@ -51,13 +52,13 @@ class EchoComm final : public NcclComm {
   const Stream& stream() const override { return stream_; }
   Event record() override { return gpu_->record(stream_); }
   void group(const std::function<void()>& calls) override {
-    const int now = ++delays_->now[rank_];
-    for (int most = delays_->most[rank_]; now > most && !delays_->most[rank_].compare_exchange_weak(most, now);) {
+    const int now = ++delays_->now[world_rank_];
+    for (int most = delays_->most[world_rank_]; now > most && !delays_->most[world_rank_].compare_exchange_weak(most, now);) {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(delays_->enqueue_ms));
     calls();
-    --delays_->now[rank_];
-    ++delays_->enqueued[rank_];
+    --delays_->now[world_rank_];
+    ++delays_->enqueued[world_rank_];
   }
   void all_gather(const void* in, void* out, int64_t bytes_each) override {
     rules_->note(this, "all_gather in", in, bytes_each);
@@ -101,7 +102,7 @@ class EchoComm final : public NcclComm {
       gpu_->copy(stream_, to, from, static_cast<size_t>(bytes), Gpu::Copy::on_device);
   }
 
-  const int size_, rank_;
+  const int size_, rank_, world_rank_;
   const std::shared_ptr<NcclRules> rules_;
   const std::shared_ptr<EchoDelays> delays_;
   const std::shared_ptr<Gpu> gpu_;

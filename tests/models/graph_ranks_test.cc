@@ -94,6 +94,28 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstStepRunInTurn) {
   }, {.ranks = 2}));
 }
 
+// It launches kernels that no step has.
+TEST(TrainingOnGpus, CollectivesOfTheFirstEvaluationRunInTurn) {
+  SHEAF_NEEDS_GPU();
+  EchoNccl nccl;
+  nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
+    models::TrainConfig c = tiny_rank_config("full_shard");
+    c.sharding.tensor = 2;
+    c.model.context = kContext;
+    models::TrainingStep step(c, c.model.vocab, w, w.device());
+    for (int s = 0; s < 2; ++s) step.run(s, fill_even);
+    const models::SequentialWindows windows(models::Tokens::from_ids(std::vector<int32_t>(c.train.batch * kContext + 1, 3), 13, "threes"),
+                                            kContext);
+    w.communicator().barrier("evaluation").sync();
+    nccl.delays->enqueue_ms = 20;
+    for (const bool first : {true, false}) {
+      nccl.delays->most[w.rank()] = 0;
+      step.evaluate(windows);
+      EXPECT_EQ(nccl.delays->most[w.rank()], first ? 1 : 2) << "a layer's parts are put together beside the next unit's gather";
+    }
+  }, {.ranks = 4}));
+}
+
 // Neighbours alone talk to each other, on links beside the lanes of the axis.
 TEST(TrainingOnGpus, StagesPassMicroBatchesOnOverNccl) {
   SHEAF_NEEDS_GPU();
