@@ -41,25 +41,26 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
                              Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}, Ranks{4, "full_shard", 1, 1, 2},
                              Ranks{4, "full_shard", 2, 1, 1, true}}) {
     SCOPED_TRACE(str(ranks.strategy, " at ", ranks.number));
-    std::vector<OneRank> runs[2];
-    for (bool graph : {false, true}) {
-      runs[graph].resize(static_cast<size_t>(ranks.number));
+    std::vector<OneRank> runs[3];
+    for (const int way : {0, 1, 2}) {
+      const bool graph = way > 0, compile = way == 2;
+      runs[way].resize(static_cast<size_t>(ranks.number));
       models::TrainConfig c = tiny_rank_config(ranks.strategy);
       c.sharding.replicas = ranks.replicas;
       c.sharding.tensor = ranks.tensor;
       c.sharding.secondary = ranks.secondary;
       c.sharding.context = ranks.context;
       c.model.context = kContext;
-      c.train.cuda_graph = graph;
+      c.train.cuda_graph = graph, c.train.compile = compile;
       EchoNccl nccl;
       nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
         models::TrainingStep step(c, c.model.vocab, w, w.device());
-        OneRank& run = runs[graph][w.rank()];
+        OneRank& run = runs[way][w.rank()];
         Allocator& memory = *RankContext::current().memory(w.device());
         for (int s = 0; s < 7; ++s) {
           const int64_t allocations = memory.stats().allocations;
           const auto result = step.run(s, fill_even);
-          if (graph && s > 2) {
+          if (graph && s > (compile ? 3 : 2)) {
             EXPECT_EQ(memory.stats().allocations, allocations);
           }
           run.losses.push_back(result.loss.item());
@@ -69,13 +70,31 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
         run.weights = shards(step.model().module());
       }, {.ranks = ranks.number}));
     }
-    for (int r = 0; r < ranks.number; ++r) {
-      EXPECT_EQ(runs[1][r].losses, runs[0][r].losses);
-      EXPECT_EQ(runs[1][r].norms, runs[0][r].norms);
-      EXPECT_EQ(runs[1][r].evaluations, runs[0][r].evaluations);
-      EXPECT_EQ(runs[1][r].weights, runs[0][r].weights);
-    }
+    for (int r = 0; r < ranks.number; ++r)
+      for (const int way : {1, 2}) {
+        SCOPED_TRACE(way == 1 ? "graph" : "graph of a program");
+        EXPECT_EQ(runs[way][r].losses, runs[0][r].losses);
+        EXPECT_EQ(runs[way][r].norms, runs[0][r].norms);
+        EXPECT_EQ(runs[way][r].evaluations, runs[0][r].evaluations);
+        EXPECT_EQ(runs[way][r].weights, runs[0][r].weights);
+      }
   }
+}
+
+// What links receive an echo does not know: that they are captured, and joined in the end, is all it can tell.
+TEST(GraphTraining, LinksBetweenStages) {
+  SHEAF_NEEDS_GPU();
+  for (const int stages : {2, 3})
+    for (const bool compile : {false, true}) {
+      SCOPED_TRACE(str(stages, compile ? " of a program" : ""));
+      models::TrainConfig c = tiny_pipeline(stages);
+      c.train.cuda_graph = true, c.train.compile = compile;
+      EchoNccl nccl;
+      nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
+        models::TrainingStep step(c, c.model.vocab, w, w.device());
+        for (int s = 0; s < 6; ++s) step.run(s, fill_tiny).loss.item();
+      }, {.ranks = stages}));
+    }
 }
 
 TEST(TrainingOnGpus, CollectivesOfTheFirstStepRunInTurn) {
