@@ -51,6 +51,8 @@ Device init_device() {
 
 World init_from_env() {
   const Rendezvous r = read_rendezvous();
+  // Before CUDA begins: so that no stream waits for another one's kernel (nccl_communicator.h).
+  if (r.world > 1) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   RankContext& context = RankContext::current();
   DeviceChoice choice = choose_device(r, variable);
   std::shared_ptr<Transport> transport;

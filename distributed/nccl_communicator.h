@@ -33,9 +33,12 @@
 // NCCL's destroy does. So both run on threads of their own: nobody here waits for them, but the
 // communicator's end, and that not for ever.
 //
-// Kernels of two communicators of one GPU are enqueued in any order; both find room there, as NCCL
-// takes few multiprocessors and streams do not share a queue: leave CUDA_DEVICE_MAX_CONNECTIONS
-// unset.
+// Kernels of several communicators of one GPU are enqueued in any order, and one may have to end
+// before another can: all must find room there at once. NCCL takes few multiprocessors; and streams
+// that share one of the device's queues wait for each other. CUDA takes 8 of these unless
+// CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a rank of a pipeline has a dozen streams:
+// init_from_env() asks for 32, the most there are, where nothing is set. CUDA promises nothing of
+// all that.
 //
 // Unproven: nothing of this has run over NCCL itself, which takes a GPU per rank. Tests run it over
 // a stand-in whose ranks are threads.
