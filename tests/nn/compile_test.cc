@@ -14,6 +14,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/adamw.h"
+#include "sheaf/tests/needs_gpu.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf::testing {
@@ -47,7 +48,7 @@ Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64
   const Mesh mesh = w.mesh({{"data", w.size()}});
   DropoutModel model;
   shard(model, mesh, {.units = units_by, .strategy = strategy, .prefetch_bytes = prefetch});
-  materialize(model, Device::cpu(), {.seed = 5});
+  materialize(model, w.device(), {.seed = 5});
   optim::AdamW optimizer(model, {.weight_decay = 0.1});
   const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
     Tensor total;
@@ -66,8 +67,9 @@ Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64
   auto step = compile(code, std::move(options));
   Outcome out;
   for (int64_t s = 0; s < 6; ++s) {
-    const Tensor tokens = token_rows(mesh, 5, 7, kVocab, s), targets = token_rows(mesh, 5, 7, kVocab, s + 1);
-    const Tensor scalars = scalars_of(optimizer, 0.02 / static_cast<double>(s + 1));
+    const Tensor tokens = token_rows(mesh, 5, 7, kVocab, s).to(w.device()),
+                 targets = token_rows(mesh, 5, 7, kVocab, s + 1).to(w.device());
+    const Tensor scalars = scalars_of(optimizer, 0.02 / static_cast<double>(s + 1)).to(w.device());
     const RecordingOptions options{.step = s, .first_sample = 10 * s, .seed = 9};
     EXPECT_EQ(step.program() != nullptr, compiled && s >= 3);
     model.train();
@@ -95,6 +97,17 @@ TEST(Compile, HasTheBitsOfStepsRunOneByOne) {
         EXPECT_EQ(train(w, strategy, units_by, prefetch, true), expected);
         for (size_t s = 1; s < 6; ++s) EXPECT_NE(expected.losses[s], expected.losses[s - 1]);
       }, {.threads_per_rank = 1});
+    });
+}
+
+TEST(Compile, HasThemOnAGpu) {
+  SHEAF_NEEDS_GPU();
+  for (int world = 1; world <= 3; ++world)
+    for_each_sharding(world, [&](Strategy strategy, const nn::UnitPolicy& units_by, int64_t prefetch, const char* name) {
+      SCOPED_TRACE(str(name, " at ", world));
+      run_local(world, [&](World& w) {
+        EXPECT_EQ(train(w, strategy, units_by, prefetch, true), train(w, strategy, units_by, prefetch, false));
+      }, {.threads_per_rank = 1, .device = Device::cuda()});
     });
 }
 
