@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <optional>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/random.h"
+#include "sheaf/distributed/in_turn.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/models/utf8.h"
@@ -58,6 +60,8 @@ std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& 
     // When the window slides, every token in it has another position, and other keys and values: all is computed again.
     if (have > context) cache.clear();
     const int64_t unread = length - cache.length();
+    std::optional<CollectivesInTurn> in_turn;
+    if (i < 2) in_turn.emplace();  // kernels of many tokens, then of one
     const std::vector<int32_t> next_tokens(tokens.end() - unread, tokens.end());
     const Tensor logits = model.next_logits(Tensor::from(next_tokens, {1, unread}).to(device), cache);
     std::vector<double> last = logits.to_vector<double>();
