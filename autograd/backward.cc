@@ -25,6 +25,7 @@ Tensor Recording::resolve(ValueId v) {
   if (s.on_host)
     for (Region& region : regions_)
       if (std::ranges::find(region.on_host, v) != region.on_host.end()) onload(region);
+  if (const ValueState& now = state(v); now.made_again && !now.saved && now.saves > 0) make_again(v);
   if (!state(v).saved && tape_.node(producer).op)
     for (Region& region : regions_)
       if (region.begin <= producer && producer < region.end) {

@@ -10,6 +10,8 @@
 //     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute
 //     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
+//     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
+//     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
 //   };
 //
 // [Note: what happens in apply] (1) place: the inputs' placements choose the rule, per mesh axis; a Replicate operand
@@ -211,6 +213,9 @@ struct OpDef {
   bool (*alias)(const void*, const View&, View&);
   void (*execute)(const void*, Execute&);
   void (*vjp)(const void*, Vjp&);
+  int cheap;                     ///< the output that `again` computes; -1: none
+  uint64_t read_again;           ///< inputs that only this reads
+  Tensor (*again)(const void*, Vjp&);
   /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*describe)(const void*, std::string&);
@@ -280,6 +285,12 @@ constexpr OpDef make_op_def() {
     d.execute = [](const void* a, Execute& c) { Op::execute(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })
     d.vjp = [](const void* a, Vjp& c) { Op::vjp(attrs_of<Attrs>(a), c); };
+  d.cheap = -1;
+  if constexpr (requires(const Attrs& a, Vjp& c) { Op::again(a, c); }) {
+    d.cheap = Op::kCheap;
+    d.again = [](const void* a, Vjp& c) -> Tensor { return Op::again(attrs_of<Attrs>(a), c); };
+    if constexpr (requires { Op::kReadAgain; }) d.read_again = Op::kReadAgain;
+  }
   if constexpr (requires(const Attrs& a, uint64_t n, uint64_t& i, uint64_t& o) { Op::saves(a, n, i, o); })
     d.saves = [](const void* a, uint64_t n, uint64_t& i, uint64_t& o) {
       Op::saves(attrs_of<Attrs>(a), n, i, o);

@@ -17,6 +17,12 @@ namespace sheaf {
 RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
   Recording* r = Recording::current();
   if (!r || r->in_region_ || r->in_backward()) return;
+  if (options.selective) {
+    if (r->selective_) return;
+    recording_ = r->serial();
+    selective_ = r->selective_ = true;
+    return;
+  }
   recording_ = r->serial();
   r->drop_unread_regions();
   r->offload_last_region();
@@ -27,7 +33,9 @@ RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
 
 RecomputeScope::~RecomputeScope() {
   Recording* r = Recording::current();
-  if (r && recording_ == r->serial()) r->end_region();
+  if (!r || recording_ != r->serial()) return;
+  if (selective_) r->selective_ = false;
+  else r->end_region();
 }
 
 // Made by an op of the region: leaves, and values of a group's leaves, are there anyway.
@@ -96,7 +104,7 @@ std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape_.output(n, o);
       const ValueState& s = states_[v];
-      repeat = repeat || needed.contains(v) || (s.saves > 0 && !s.saved && !s.recipe);
+      repeat = repeat || needed.contains(v) || (s.saves > 0 && !s.saved && !s.recipe && !s.made_again);
     }
     if (!n.op || !repeat) continue;
     nodes.push_back(id);
@@ -105,6 +113,19 @@ std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
   }
   std::reverse(nodes.begin(), nodes.end());
   return nodes;
+}
+
+// Its op's derivative has not come yet, so what that reads is there.
+void Recording::make_again(ValueId v) {
+  const Node n = tape_.node(tape_.value(v).producer);
+  const PathScope path(tape_.path(n));
+  const AttrsCopy attrs(tape_, n);
+  Vjp saved(*this, tape_.value(v).producer, 0);
+  const Tensor again = n.op->again(attrs.data(), saved);
+  const ValueId id = value_of(again);
+  tape_.mutable_node(tape_.value(id).producer).flags |= Node::kRecomputed;
+  state(id).copy_of = v;
+  state(v).saved = again;
 }
 
 void Recording::recompute(Region& region) {

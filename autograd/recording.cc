@@ -193,6 +193,7 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
   if (needs && op.vjp) {
     for (size_t o = 0; o < outputs.size(); ++o)
       if (is_floating(types[o]->dtype)) states_[first + o].needs_grad = true;
+    if (op.cheap >= 0 && selective_ && !in_region_) states_[first + op.cheap].made_again = true;
     if (saving_) save_for_backward(id, inputs, outputs, needs);
   } else if (needs && op.kind == OpKind::op && std::any_of(types.begin(), types.end(), [](const Type* t) {
                return is_floating(t->dtype); })) {
@@ -207,6 +208,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
   const Node& n = tape_.node(node);
   uint64_t in = n.op->saved_inputs, out = n.op->saved_outputs;
   if (n.op->saves) n.op->saves(tape_.attrs(n), needs, in, out);
+  if (n.op->cheap >= 0 && states_[tape_.output(n, n.op->cheap)].made_again) in |= n.op->read_again;
   if (inputs.size() < 64) in &= bit(static_cast<int>(inputs.size())) - 1;
   out &= bit(static_cast<int>(outputs.size())) - 1;
   node_saves_[node] = {in, out};
@@ -214,7 +216,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     ValueState& s = states_[v];
     ++s.saves;
     // A recipe is resolved again: the gathered bytes may be discarded.
-    if (!s.recipe && !s.repeated && !(in_region_ && made_in_region(v))) s.saved = t;
+    if (!s.recipe && !s.repeated && !s.made_again && !(in_region_ && made_in_region(v))) s.saved = t;
   };
   const auto edges = tape_.inputs(n);
   for (size_t i = 0; i < inputs.size(); ++i)

@@ -145,6 +145,7 @@ class Recording {
     bool needs_grad = false;
     bool recipe = false;        // comes from a group's leaf through views and casts only
     bool repeated = false;      // a result of a region that keeps none
+    bool made_again = false;    // cheap to compute again from what its op saves: see OpDef::again
     bool on_host = false;       // of what entered a region: see [Note: offload]
     LeafGroup* group = nullptr; // it is this leaf of a group
     int32_t leaf_index = -1;
@@ -207,6 +208,7 @@ class Recording {
   bool made_in_region(ValueId v) const;
   std::vector<NodeId> nodes_to_repeat(const Region& region) const;
   void recompute(Region& region);
+  void make_again(ValueId v);
   void offload_last_region();
   void take_back_offloaded();
   void onload(Region& region);
@@ -252,6 +254,7 @@ class Recording {
   std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;
+  bool selective_ = false;  // see RecomputeOptions
   std::unordered_map<ValueId, Tensor> captured_;
   std::unordered_map<std::string, int64_t> calls_;
   Tensor random_state_;
@@ -274,6 +277,9 @@ class PhaseScope {
 };
 
 struct RecomputeOptions {
+  /// Only what ops can cheaply compute again from what their derivatives read anyway: normalised values, activation functions
+  /// (OpDef::again). The rest is kept, and the other options have no part. Not inside of another scope.
+  bool selective = false;
   /// What is used outside of the scope is not kept either but computed again where the backward reads it: for results that
   /// take more memory than what they come from, such as gathered activations.
   bool results = false;
@@ -293,11 +299,12 @@ class RecomputeScope {
   ~RecomputeScope();
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;
-  /// Whether it does something.
-  bool active() const { return recording_ != 0; }
+  /// Whether all that is computed in it will be computed again.
+  bool is_region() const { return recording_ != 0 && !selective_; }
 
  private:
   uint64_t recording_ = 0;  // whose region it opened
+  bool selective_ = false;  // or which it made selective
 };
 
 /// The module path of what this thread executes, for tapes and error messages. nn::Module opens these scopes.

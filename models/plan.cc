@@ -24,18 +24,23 @@ std::vector<int> that_hold_most(const TrainConfig& config, int world) {
 
 }  // namespace
 
+void set_fitted(TrainConfig& config, int64_t blocks) {
+  config.train.recompute = blocks == kNoRecompute ? "none" : "selective";
+  config.train.recompute_blocks = blocks;
+  if (blocks == kNoRecompute) config.train.offload_activations = false;
+}
+
 TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, int threads, const std::string& comm,
                           Device device) {
   if (config.train.recompute != "fit") return config;
   const int64_t budget = config.sharding.memory_budget;
   check<ConfigError>(budget > 0, "[train] train.recompute fit: what to fit into is said by sharding.memory_budget");
   TrainConfig fitted = config;
-  fitted.train.recompute = "block";
   fitted.sharding.memory_budget = 0;
   // A program's steps come behind eager ones.
   const auto peak = [&](int64_t blocks) {
     TrainConfig eager = fitted;
-    eager.train.recompute_blocks = blocks;
+    set_fitted(eager, blocks);
     TrainConfig program = eager;
     eager.train.compile = false;
     int64_t most = 0;
@@ -44,15 +49,15 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
         most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak_bytes);
     return most;
   };
-  int64_t fits = config.model.layers, too_few = -1;
+  int64_t fits = config.model.layers, too_few = kNoRecompute - 1;
   if (const int64_t least = peak(fits); least > budget)
     fail<OutOfMemory>("[train] train.recompute fit: with all ", fits, " blocks computed again a step takes ", least, " bytes a rank, ",
                       "and sharding.memory_budget is ", budget);
   while (fits - too_few > 1) {
-    const int64_t middle = (fits + too_few) / 2;
+    const int64_t middle = too_few + (fits - too_few) / 2;
     (peak(middle) <= budget ? fits : too_few) = middle;
   }
-  fitted.train.recompute_blocks = fits;
+  set_fitted(fitted, fits);
   if (config.train.compile) fitted.sharding.memory_budget = budget;
   return fitted;
 }

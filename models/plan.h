@@ -27,9 +27,12 @@ struct Plan {
 /// asks for: the driver and NCCL take more.
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device = {});
-/// With train.recompute "fit" the configuration that it comes to, else `config`: "block", and as many as keep the peaks of the
-/// first and the last rank within sharding.memory_budget. Arguments as above. ConfigError without a budget, OutOfMemory if all
-/// blocks are too few.
+constexpr int64_t kNoRecompute = -1;
+/// What "fit" comes to with so many whole blocks, or kNoRecompute.
+void set_fitted(TrainConfig& config, int64_t blocks);
+/// With train.recompute "fit" the configuration that it comes to, else `config`: "none", or "selective" with the fewest whole
+/// blocks, that keeps the peaks of the first and the last rank within sharding.memory_budget. Arguments as above. ConfigError
+/// without a budget, OutOfMemory if all blocks are too few.
 TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, int threads, const std::string& comm,
                           Device device = {});
 /// plan_step().peak_bytes of every rank.

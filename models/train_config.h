@@ -124,9 +124,9 @@ struct OptimizationConfig {
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" or "f16" with f32 masters, gradients, statistics
   double loss_scale = 65536;        ///< f16: factor of the loss in the first step
   int64_t loss_scale_interval = 2000;  ///< f16: steps without overflow after which it doubles
-  std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", "block" by block, or
-                                    ///< "fit": as few blocks as sharding.memory_budget asks for
-  int64_t recompute_blocks = -1;    ///< with "block": the first so many, of each stage; -1: all
+  std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", "selective" (of blocks, what
+                                    ///< is cheap), "block" by block, or "fit": as little as sharding.memory_budget asks for
+  int64_t recompute_blocks = -1;    ///< "block", "selective": the first so many of each stage whole; -1: all, none
   bool offload_activations = false; ///< on a GPU: what blocks are computed again from waits in the host's memory
   bool offload_optimizer = false;   ///< on a GPU: the optimizer's state lies in the host's memory
   bool save_async = false;          ///< checkpoints are written while training goes on, from a copy in memory

@@ -123,9 +123,12 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   TrainConfig fitted =
       fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
   if (config_.train.recompute == "fit") {
-    int64_t& blocks = fitted.train.recompute_blocks;  // plans depend on the threads of a rank
+    int64_t blocks = fitted.train.recompute_blocks;  // plans depend on the threads of a rank
     world_.communicator().all_reduce(&blocks, 1, kI64, Reduction::max, "recompute_blocks").sync();
-    if (world_.rank() == 0) options_.print(str("train.recompute fit: ", blocks, " of ", config_.model.layers, " blocks"));
+    set_fitted(fitted, blocks);
+    if (world_.rank() == 0)
+      options_.print(blocks == kNoRecompute ? std::string("train.recompute fit: nothing")
+                                            : str("train.recompute fit: ", blocks, " of ", config_.model.layers, " blocks, the others selectively"));
   }
   step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_);
   restore();

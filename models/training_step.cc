@@ -146,17 +146,20 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
-  if (config_.train.recompute == "block") {
+  if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
     // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
     const int64_t blocks = config_.train.recompute_blocks;
-    std::vector<int64_t> left(static_cast<size_t>(stages), blocks < 0 ? config_.model.layers : blocks);
-    for (auto& [path, module] : model_->module().named_modules())
-      if (model_->is_block(*module) && left[static_cast<size_t>(std::max(0, model_->stage_of(*module, stages)))]-- > 0)
-        module->recompute({.offload = config_.train.offload_activations});
+    std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : config_.model.layers);
+    for (auto& [path, module] : model_->module().named_modules()) {
+      if (!model_->is_block(*module)) continue;
+      const bool whole = left[static_cast<size_t>(std::max(0, model_->stage_of(*module, stages)))]-- > 0;
+      if (whole) module->recompute({.offload = config_.train.offload_activations});
+      else if (selective) module->recompute({.selective = true});
+    }
   } else {
     check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
-                       ", not none or block (fit is a number of blocks once it is planned)");
-    check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block or fit: "
+                       ", not none, selective or block (fit is one of them once it is planned)");
+    check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block, selective or fit: "
                        "offloaded is what blocks are computed again from");
   }
   optimizer_ = make_optimizer(config_.train, model_->module());

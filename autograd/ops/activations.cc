@@ -111,6 +111,8 @@ struct SiluBackward : Backward<SiluBackward> {
 struct Silu : Activation<Silu, UnaryOp::silu> {
   static constexpr const char* kName = "silu";
   static constexpr uint64_t kSavedInputs = 0b1;
+  static constexpr int kCheap = 0;
+  static Tensor again(const Attrs&, Vjp& c) { return apply<Silu>({}, c.input(0)); }
   static void vjp(const Attrs&, Vjp& c) {
     c.set(0, apply<SiluBackward>({}, {c.input(0), c.grad()}));
   }
@@ -148,6 +150,8 @@ struct Gelu {
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), unary, kernel_of(a), c.input(0), c.output(0));
   }
+  static constexpr int kCheap = 0;
+  static Tensor again(const Attrs& a, Vjp& c) { return apply<Gelu>(a, c.input(0)); }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, apply<GeluBackward>(a, {c.input(0), c.grad()}));
   }
@@ -221,6 +225,8 @@ struct Swiglu {
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), swiglu, c.input(0), c.input(1), c.output(0));
   }
+  static constexpr int kCheap = 0;
+  static Tensor again(const Attrs&, Vjp& c) { return apply<Swiglu>({}, {c.input(0), c.input(1)}); }
   static void vjp(const Attrs&, Vjp& c) {
     const auto d = apply_all<SwigluBackward>({}, {c.input(0), c.input(1), c.grad()});
     c.set(0, d[0]);

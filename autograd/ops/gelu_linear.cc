@@ -45,6 +45,8 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0), c.workspace);
   }
+  static constexpr int kCheap = 0;
+  static Tensor again(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of what was rounded
   static void vjp(const Attrs&, Vjp& c) {
     Tensor dy = c.has_grad(1) ? c.grad(1) : Tensor();
     if (c.has_grad(0)) {

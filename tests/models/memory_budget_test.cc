@@ -69,21 +69,30 @@ int64_t peak_of(const models::TrainConfig& config, int rank = 0) {
   return models::plan_step(config, 13, rank, 2, 1, "local").peak_bytes;
 }
 
+/// Whole blocks, the others selectively.
 int64_t peak_of_blocks(int64_t blocks) {
   models::TrainConfig config = deep_config();
+  models::set_fitted(config, blocks);
+  return peak_of(config);
+}
+
+int64_t peak_of_all_blocks() {
+  models::TrainConfig config = deep_config();
   config.train.recompute = "block";
-  config.train.recompute_blocks = blocks;
   return peak_of(config);
 }
 
 TEST(MemoryBudget, AsFewBlocksAsItTakesAreComputedAgain) {
-  const int64_t none = peak_of_blocks(0), all = peak_of_blocks(-1);
+  const int64_t none = peak_of_blocks(models::kNoRecompute), selective = peak_of_blocks(0), all = peak_of_all_blocks();
   EXPECT_EQ(none, peak_of(deep_config()));
   EXPECT_EQ(all, peak_of_blocks(7));
-  EXPECT_EQ(fitted(deep_config(), none).train.recompute_blocks, 0);
+  EXPECT_LT(selective, none);
+  EXPECT_EQ(fitted(deep_config(), none).train.recompute, "none");
+  EXPECT_EQ(fitted(deep_config(), none - 1).train.recompute, "selective");
+  EXPECT_EQ(fitted(deep_config(), none - 1).train.recompute_blocks, 0);
   EXPECT_EQ(fitted(deep_config(), all).train.recompute_blocks, 6) << "when the last one's turn comes, all is still kept";
   for (int part = 1; part < 8; ++part) {
-    const int64_t budget = all + (none - all) * part / 8;
+    const int64_t budget = all + (selective - all) * part / 8;
     const int64_t blocks = fitted(deep_config(), budget).train.recompute_blocks;
     EXPECT_LE(peak_of_blocks(blocks), budget);
     EXPECT_GT(peak_of_blocks(blocks - 1), budget);
@@ -114,15 +123,14 @@ TEST(MemoryBudget, FitsTheRankWithTheMost) {
   config.train.recompute = "fit";
   config.sharding.memory_budget = budget;
   const models::TrainConfig fits = models::fit_recompute(config, 13, 3, 1, "local");
-  EXPECT_GT(fits.train.recompute_blocks, 0);
+  EXPECT_EQ(fits.train.recompute, "selective");
   for (const int64_t peak : peaks(fits)) EXPECT_LE(peak, budget);
 }
 
 TEST(MemoryBudget, BlocksThatAreComputedAgainChangeNoBit) {
-  const int64_t none = peak_of_blocks(0), all = peak_of_blocks(-1);
   models::TrainConfig config = deep_config();
   const TrainedRun expected = train_tiny(config, 2, 5);
-  const models::TrainConfig some = fitted(config, (none + all) / 2);
+  const models::TrainConfig some = fitted(config, (peak_of_blocks(0) + peak_of_all_blocks()) / 2);
   EXPECT_GT(some.train.recompute_blocks, 0);
   EXPECT_LT(some.train.recompute_blocks, 7);
   expect_same_bits(train_tiny(some, 2, 5), expected);
@@ -136,7 +144,7 @@ TEST(MemoryBudget, ServesBoth) {
   const int64_t none = peak_of(config);
   const int64_t budget = none * 9 / 10;
   const models::TrainConfig both = fitted(config, budget);
-  EXPECT_GT(both.train.recompute_blocks, 0);
+  EXPECT_EQ(both.train.recompute, "selective");
   models::TrainConfig plain = both;
   plain.sharding.memory_budget = 0;
   const models::Plan kept = models::plan_step(both, 13, 0, 2, 1, "local"), gathered = models::plan_step(plain, 13, 0, 2, 1, "local");
