@@ -1,6 +1,5 @@
 #include "sheaf/models/byte_alphabet.h"
 
-#include <array>
 #include <cstdint>
 
 #include "sheaf/models/utf8.h"
@@ -30,7 +29,18 @@ constexpr auto kPoints = [] {
   return points;
 }();
 
+constexpr auto kInOrder = [] {
+  std::array<unsigned char, 256> bytes{};
+  size_t count = 0;
+  for (uint32_t byte = 0; byte < 256; ++byte)
+    if (stands_for_itself(byte)) bytes[count++] = static_cast<unsigned char>(byte);
+  for (const unsigned char other : kOthers) bytes[count++] = other;
+  return bytes;
+}();
+
 }  // namespace
+
+const std::array<unsigned char, 256>& bytes_in_alphabet() { return kInOrder; }
 
 std::string bytes_to_alphabet(std::string_view bytes) {
   std::string text;

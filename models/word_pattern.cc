@@ -94,12 +94,34 @@ const WordPattern& WordPattern::o200k() {
   return pattern;
 }
 
+namespace {
+
+struct Known {
+  std::string_view name, published;
+  const WordPattern& (*pattern)();
+};
+constexpr Known kKnown[] = {{"gpt2", kPublishedGpt2, WordPattern::gpt2},
+                            {"llama3", kPublishedLlama3, WordPattern::llama3},
+                            {"qwen2", kPublishedQwen2, WordPattern::qwen2},
+                            {"tekken", kPublishedTekken, WordPattern::tekken},
+                            {"o200k", kPublishedO200k, WordPattern::o200k}};
+
+}  // namespace
+
 const WordPattern* WordPattern::of_expression(std::string_view expression) {
-  if (expression == kPublishedGpt2) return &gpt2();
-  if (expression == kPublishedLlama3) return &llama3();
-  if (expression == kPublishedQwen2) return &qwen2();
-  if (expression == kPublishedTekken) return &tekken();
-  return expression == kPublishedO200k ? &o200k() : nullptr;
+  for (const Known& known : kKnown)
+    if (known.published == expression) return &known.pattern();
+  return nullptr;
+}
+const WordPattern* WordPattern::of_name(std::string_view name) {
+  for (const Known& known : kKnown)
+    if (known.name == name) return &known.pattern();
+  return nullptr;
+}
+std::string_view WordPattern::published() const {
+  for (const Known& known : kKnown)
+    if (&known.pattern() == this) return known.published;
+  return {};
 }
 
 WordPattern::WordPattern(const std::string& expression) {

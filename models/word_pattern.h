@@ -16,6 +16,10 @@ class WordPattern {
   static const WordPattern& o200k();   ///< GPT-4o's
   /// The one whose expression this is, as a tokenizer.json has it; null if none is.
   static const WordPattern* of_expression(std::string_view expression);
+  /// "gpt2", "llama3", "qwen2", "tekken" or "o200k"; null for another name.
+  static const WordPattern* of_name(std::string_view name);
+  /// The expression as it is published.
+  std::string_view published() const;
 
   WordPattern(const WordPattern&) = delete;
   WordPattern& operator=(const WordPattern&) = delete;

@@ -1,0 +1,36 @@
+// Which bytes to join, learned from the words of a text: the training of a byte-pair vocabulary.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "sheaf/models/bpe_tokenizer.h"
+#include "sheaf/models/word_counts.h"
+
+namespace sheaf::models {
+
+struct MergeOptions {
+  int64_t tokens = 0;         ///< to stop at, the 256 bytes included
+  int64_t min_frequency = 1;  ///< of a pair that joins
+  /// Whether such a token may be; what would make another one never joins.
+  std::function<bool(const std::string& bytes)> may_be = [](const std::string&) { return true; };
+  /// Asked before each merge; true ends the work.
+  std::function<bool()> stop = [] { return false; };
+};
+
+struct LearnedMerges {
+  std::vector<std::string> tokens;  ///< bytes, by id; the single ones first, in the order of GPT-2's alphabet
+  std::vector<BpePair> merges;      ///< the best first; each makes a token: those behind the bytes, in this order
+};
+
+/// All words are cut into bytes; then, again and again, the two neighbours that stand side by side most often become one
+/// token wherever they do, from the left. Of several pairs as frequent, the one of the smaller left id goes first, then that
+/// of the smaller right one. In "aaa" the pair "aa" stands twice.
+///
+/// Deterministic, whatever order the words come in. Time goes with the places that are joined, memory with the bytes of
+/// the distinct words: some 24 for each. Throws DataError for 4 GiB of them.
+LearnedMerges learn_merges(const WordCounts& words, const MergeOptions& options);
+
+}  // namespace sheaf::models
