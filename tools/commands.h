@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/models/bpe_trainer.h"
+
 namespace sheaf::tools {
 
 struct TrainArguments {
@@ -36,6 +38,14 @@ struct TokenizeArguments {
   int threads = 0;                     ///< 0: all cores
 };
 int tokenize_command(const TokenizeArguments& arguments);
+
+struct TrainTokenizerArguments {
+  std::vector<std::string> files;      ///< texts, then the tokenizer.json to write
+  models::BpeTrainerOptions options;
+  std::vector<std::string> special;    ///< in place of the default ones, if there are any
+  int threads = 0;                     ///< 0: all cores
+};
+int train_tokenizer_command(const TrainTokenizerArguments& arguments);
 
 struct TapeArguments {
   std::string config;

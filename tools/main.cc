@@ -85,6 +85,21 @@ int run(int argc, char** argv) {
   tokenize_app->add_option("--threads", tokenize.threads, "all cores by default")->check(threads);
   tokenize_app->footer("The token for the end of a text, where there is one, follows each document.");
 
+  TrainTokenizerArguments learned;
+  CLI::App* learned_app = app.add_subcommand(
+      "train-tokenizer", "learn a byte-pair vocabulary of texts, for --tokenizer and data.tokenizer huggingface");
+  learned_app->add_option("files", learned.files, "texts, and last the file to write, FOLDER/tokenizer.json")->required();
+  learned_app->add_option("--vocab", learned.options.vocab, "tokens, the 256 bytes and the special ones included (32768)");
+  learned_app->add_option("--pattern", learned.options.pattern,
+                          "by which texts are cut into words, whose ends no token crosses: llama3 (default), gpt2, qwen2, "
+                          "tekken (Mistral Nemo's) or o200k (GPT-4o's)");
+  learned_app->add_option("--special", learned.special,
+                          "a token that no text makes, the first ids, in this order; may be repeated (<|endoftext|>)")
+      ->allow_extra_args(false);
+  learned_app->add_option("--min-frequency", learned.options.min_frequency, "of two neighbours that join (2)");
+  learned_app->add_option("--threads", learned.threads, "all cores by default")->check(threads);
+  learned_app->footer("The token between documents, for `sheaf tokenize`, is <|endoftext|>, <|end_of_text|> or </s>.");
+
   TapeArguments tape;
   CLI::App* tape_app = app.add_subcommand(
       "tape", "print one training step at any world size, without data or memory");
@@ -134,12 +149,12 @@ int run(int argc, char** argv) {
   CLI::App* bench_rank_app = app.add_subcommand("bench-rank", "")->group("");
   bench_rank_app->add_option("words", bench_rank);
 
-  constexpr std::string_view kCommands[] = {"train",    "launch", "generate", "export",
-                                            "tokenize", "tape",   "bench",    "bench-rank"};
+  constexpr std::string_view kCommands[] = {"train",           "launch", "generate", "export",    "tokenize",
+                                            "train-tokenizer", "tape",   "bench",    "bench-rank"};
   if (argc > 1 && argv[1][0] != '-' &&
       std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
-                                    "'; known: train, launch, generate, export, tape, tokenize, bench");
+                                    "'; known: train, launch, generate, export, tape, tokenize, train-tokenizer, bench");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
@@ -166,6 +181,7 @@ int run(int argc, char** argv) {
     return generate_command(generate);
   }
   if (*tokenize_app) return tokenize_command(tokenize);
+  if (*learned_app) return train_tokenizer_command(learned);
   if (*export_app) return export_command(exported);
   if (*tape_app) {
     tape.overrides = tape_app->remaining();

@@ -1,0 +1,155 @@
+// `sheaf train-tokenizer` learns a vocabulary that texts are tokenized with, models train on and samples are shown in.
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/file.h"
+#include "sheaf/models/huggingface_tokenizer.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/tools/sheaf_process.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::Outcome;
+using testing::run_sheaf;
+using testing::operator+;
+using testing::Words;
+
+struct Folder : ScratchFolder {
+  Folder() {
+    std::filesystem::copy_file("tests/models/bpe_trainer/text.txt", *this / "a.txt");
+    write("b.txt", testing::sample_text(3000) + "é \xff.");
+  }
+  std::string write(const std::string& name, const std::string& text) const {
+    std::ofstream(*this / name, std::ios::binary) << text;
+    return *this / name;
+  }
+  Outcome learn(const Words& files, const Words& more = {}) const {
+    Words words = {"train-tokenizer"};
+    for (const std::string& file : files) words.push_back(*this / file);
+    return run_sheaf(words + more);
+  }
+  std::string read(const std::string& name) const { return File::open(*this / name).read_all(); }
+  std::vector<std::string> names_in(const std::string& folder) const {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(*this / folder)) names.push_back(entry.path().filename());
+    return names;
+  }
+};
+
+void expect_refused(const Outcome& r, int code, const std::string& part) {
+  EXPECT_EQ(r.code, code) << r.err;
+  EXPECT_EQ(testing::lines_of(r.err).size(), 1u) << r.err;
+  EXPECT_THAT(r.err, HasSubstr(part));
+}
+
+TEST(TrainTokenizer, WritesTheFileOfItsPeer) {
+  const Folder f;
+  const std::string golden = "tests/models/bpe_trainer/";
+  ASSERT_EQ(f.learn({"a.txt", "own/tokenizer.json"}, {"--vocab", "700"}).code, 0);
+  const auto same = [&](const char* name) {
+    return Json::parse(f.read("own/tokenizer.json"), "ours") == Json::parse(File::open(golden + name).read_all(), name);
+  };
+  EXPECT_TRUE(same("llama3.json"));
+  const Outcome r = f.learn({"a.txt", "own/tokenizer.json"},
+                            {"--vocab", "1000", "--pattern", "gpt2", "--min-frequency", "1", "--special", "<s>", "--special",
+                             "</s>", "--special", "<|im start|>", "--special", "<é>"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_TRUE(same("gpt2.json"));
+  EXPECT_THAT(r.out, HasSubstr("own/tokenizer.json: 1000 tokens of 1 text, "));
+  EXPECT_EQ(r.err, "");
+  EXPECT_THAT(f.names_in("own"), ::testing::ElementsAre("tokenizer.json"));
+}
+
+TEST(TrainTokenizer, OrderAndThreadsDoNotMatter) {
+  const Folder f;
+  const Outcome one = f.learn({"a.txt", "b.txt", "one/tokenizer.json"}, {"--vocab", "500", "--threads", "1"});
+  ASSERT_EQ(one.code, 0) << one.err;
+  EXPECT_THAT(one.err, HasSubstr("b.txt' is not UTF-8 at byte 3003; such bytes join nothing"));
+  ASSERT_EQ(f.learn({"b.txt", "a.txt", "two/tokenizer.json"}, {"--vocab", "500", "--threads", "3"}).code, 0);
+  EXPECT_TRUE(f.read("one/tokenizer.json") == f.read("two/tokenizer.json"));
+}
+
+TEST(TrainTokenizer, FromATextToAModel) {
+  const Folder f;
+  ASSERT_EQ(f.learn({"a.txt", "own/tokenizer.json"}, {"--vocab", "400"}).code, 0);
+  const Words tokenizer = {"--data.tokenizer", "huggingface", "--data.tokenizer_folder", f / "own"};
+  for (const char* name : {"train.bin", "val.bin"}) {
+    const Outcome r = run_sheaf({"tokenize", f / "a.txt", f / name, "--tokenizer", "huggingface", "--tokenizer-folder",
+                                 f / "own"});
+    ASSERT_EQ(r.code, 0) << r.err;
+  }
+  const Words small = {"train", "--output.folder", f / "out", "--model.layers", "1", "--model.heads", "2",
+                       "--model.width", "16", "--model.context", "16", "--train.batch", "4", "--train.warmup", "0",
+                       "--train.schedule", "constant", "--train.steps", "2", "--quiet"};
+  const Words text = {"--data.corpus", f / "a.txt"};
+  const Words files = {"--data.train_file", f / "train.bin", "--data.val_file", f / "val.bin"};
+  for (const Words& data : {text, files}) {
+    const Outcome trained = run_sheaf(small + data + tokenizer);
+    ASSERT_EQ(trained.code, 0) << trained.err;
+    const Outcome sample = run_sheaf({"generate", f / "out", "--generate.tokens", "20", "--generate.prompt",
+                                      "In the beginning"});
+    ASSERT_EQ(sample.code, 0) << sample.err;
+    EXPECT_THAT(sample.out, ::testing::StartsWith("In the beginning"));
+    std::filesystem::remove_all(f / "out");
+  }
+}
+
+TEST(TrainTokenizer, SaysWhatIsWrong) {
+  const Folder f;
+  const std::string out = "own/tokenizer.json";
+  expect_refused(f.learn({"a.txt"}), 64, "name at least one text and, last, the file to write");
+  expect_refused(f.learn({"a.txt", "b.txt"}), 64, "name the file to write last, FOLDER/tokenizer.json, not '");
+  expect_refused(f.learn({"a.txt", out}, {"--vocab", "256"}), 64, "256 bytes and 1 special token are 257 already");
+  expect_refused(f.learn({"a.txt", out}, {"--vocab", "many"}), 64, "--vocab");
+  expect_refused(f.learn({"a.txt", out}, {"--pattern", "bert"}), 64, "unknown pattern 'bert'");
+  expect_refused(f.learn({"a.txt", out}, {"--min-frequency", "0"}), 64, "a minimal frequency of 0");
+  expect_refused(f.learn({"a.txt", out}, {"--special", "a"}), 64, "or is what a byte is called");
+  expect_refused(f.learn({"a.txt", out}, {"--threads", "0"}), 64, "--threads");
+  EXPECT_FALSE(std::filesystem::exists(f / "own")) << "options are looked at first";
+  f.write("tokenizer.json", "what was there");
+  expect_refused(f.learn({"none.txt", "tokenizer.json"}), 65, "none.txt': No such file");
+  f.write("empty.txt", "");
+  expect_refused(f.learn({"a.txt", "empty.txt", "tokenizer.json"}), 65, "empty.txt' is empty");
+  expect_refused(f.learn({"b.txt", "tokenizer.json"}), 65, "make a vocabulary of 291 tokens, not of 32768");
+  EXPECT_EQ(f.read("tokenizer.json"), "what was there");
+  expect_refused(f.learn({"a.txt", "b.txt/tokenizer.json"}, {"--vocab", "300"}), 74, "b.txt");
+  std::filesystem::create_directories(f / out);
+  expect_refused(f.learn({"a.txt", out}, {"--vocab", "300"}), 74, "own/tokenizer.json' is a folder");
+}
+
+// Whether a process has a handler for a signal.
+bool handles(pid_t pid, int signal) {
+  std::ifstream status(str("/proc/", pid, "/status"));
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("SigCgt:")) return std::stoull(line.substr(7), nullptr, 16) >> (signal - 1) & 1;
+  return false;
+}
+
+// A signal that asks leaves what was there.
+TEST(TrainTokenizer, ASignalStopsIt) {
+  const Folder f;
+  std::string text = testing::sample_text(1 << 20);
+  for (int i = 0; i < 7; ++i) text += text;
+  f.write("long.txt", text);
+  f.write("tokenizer.json", "what was there");
+  for (const int signal : {SIGTERM, SIGINT}) {
+    testing::SheafProcess process({"train-tokenizer", f / "long.txt", f / "tokenizer.json", "--threads", "1"});
+    while (process.running() && !handles(process.pid(), signal)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    kill(process.pid(), signal);
+    const Outcome r = process.wait();
+    EXPECT_EQ(r.code, 128 + signal) << r.err;
+    EXPECT_THAT(r.err, HasSubstr(str("tokenizer.json' is not written: signal ", signal, " asked to stop")));
+    EXPECT_EQ(f.read("tokenizer.json"), "what was there");
+  }
+}
+
+}  // namespace
+}  // namespace sheaf

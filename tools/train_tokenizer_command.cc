@@ -1,0 +1,129 @@
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include <unistd.h>
+
+#include "sheaf/core/file.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/rendezvous.h"
+#include "sheaf/models/checkpoint_store.h"
+#include "sheaf/models/huggingface_tokenizer.h"
+#include "sheaf/models/utf8.h"
+#include "sheaf/models/word_pattern.h"
+#include "sheaf/tools/commands.h"
+#include "sheaf/tools/output.h"
+#include "sheaf/tools/stop_signals.h"
+
+namespace sheaf::tools {
+namespace {
+
+// Text that is counted at a time and thread: texts may be larger than memory.
+constexpr size_t kBlockPerThread = size_t{8} << 20;
+
+// Readers look for that name in a folder; a forgotten OUT would cost the last text its content.
+void require_tokenizer_file(const std::string& path) {
+  if (path.substr(path.rfind('/') + 1) != "tokenizer.json")
+    fail<ConfigError>("[train-tokenizer] name the file to write last, FOLDER/tokenizer.json, not '", path, "'");
+}
+
+// What would fail when all is done.
+void require_writable(const std::string& path) {
+  const std::string folder = parent_of(path);
+  make_folders(folder);
+  if (std::filesystem::is_directory(path)) fail<IoError>("[train-tokenizer] '", path, "' is a folder");
+  if (access(folder.c_str(), W_OK) != 0)
+    fail<IoError>("[train-tokenizer] cannot write in '", folder, "': ", std::generic_category().message(errno));
+}
+
+class Counting {
+ public:
+  Counting(models::BpeTrainer& trainer, size_t block) : trainer_(trainer), block_(block) {}
+
+  /// Reads on until all is counted or `stop` says so.
+  void add(const std::string& path, const StopSignals& stop) {
+    const File file = File::open<DataError>(path);
+    check<DataError>(file.size() > 0, "[train-tokenizer] '", path, "' is empty");
+    const Mapping map = file.map();
+    const std::string_view text = map.text();
+    for (size_t at = 0; at < text.size() && !stop.asked();) {
+      const size_t end = models::safe_cut(text, std::min(at + block_, text.size()));
+      const std::string_view block = text.substr(at, end - at);
+      note_invalid(path, block, at);
+      trainer_.add(block);
+      map.release(static_cast<int64_t>(at), static_cast<int64_t>(end));
+      at = end;
+    }
+    bytes_ += file.size();
+  }
+  double megabytes() const { return static_cast<double>(bytes_) / 1e6; }
+  const std::string& note() const { return note_; }
+
+ private:
+  void note_invalid(const std::string& path, std::string_view block, size_t at) {
+    if (!note_.empty()) return;
+    const size_t valid = models::valid_utf8_prefix(block);
+    if (valid < block.size()) note_ = str("'", path, "' is not UTF-8 at byte ", at + valid, "; such bytes join nothing");
+  }
+
+  models::BpeTrainer& trainer_;
+  size_t block_;
+  int64_t bytes_ = 0;
+  std::string note_;
+};
+
+class Clock {
+ public:
+  /// Seconds since the last call.
+  double lap() {
+    const auto before = std::exchange(start_, std::chrono::steady_clock::now());
+    return std::chrono::duration<double>(start_ - before).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+int train_tokenizer_command(const TrainTokenizerArguments& arguments) {
+  std::vector<std::string> texts = arguments.files;
+  if (texts.size() < 2) fail<ConfigError>("[train-tokenizer] name at least one text and, last, the file to write");
+  const std::string out = texts.back();
+  texts.pop_back();
+  require_tokenizer_file(out);
+  models::BpeTrainerOptions options = arguments.options;
+  if (!arguments.special.empty()) options.special = arguments.special;
+  models::BpeTrainer trainer(options);
+  require_writable(out);
+  const int threads = arguments.threads > 0 ? arguments.threads : threads_per_rank(1);
+  RankContext::current().threads = threads;
+  const RankScope scope(RankContext::current());
+
+  const StopSignals signals;
+  Clock clock;
+  Counting counting(trainer, kBlockPerThread * static_cast<size_t>(threads));
+  for (const std::string& text : texts) counting.add(text, signals);
+  const double counted = clock.lap();
+  const Json file = signals.asked() ? Json() : trainer.train([&] { return signals.asked() != 0; });
+  if (file.is_null()) {
+    models::warn_on_stderr(str("'", out, "' is not written: signal ", signals.asked(), " asked to stop"));
+    return 128 + signals.asked();
+  }
+  models::make_huggingface_tokenizer(file, "what was learned");
+  const double learned = clock.lap();
+  replace_file(out, file.dump() + "\n");
+  if (!counting.note().empty()) models::warn_on_stderr(counting.note());
+  char speed[160];
+  std::snprintf(speed, sizeof speed, "%.1f MB counted in %.2f s = %.1f MB/s with %d %s, merges learned in %.2f s",
+                counting.megabytes(), counted, counting.megabytes() / counted, threads, threads == 1 ? "thread" : "threads",
+                learned);
+  say(str(out, ": ", options.vocab, " tokens of ", texts.size(), texts.size() == 1 ? " text, " : " texts, ", trainer.words(),
+          " distinct words; ", speed));
+  return 0;
+}
+
+}  // namespace sheaf::tools
