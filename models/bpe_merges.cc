@@ -203,9 +203,7 @@ class Learner {
       const int32_t before = words_.ending_before(begin), after = words_.beginning_at(end);
       words_.join(begin, middle, end, token);
       if (begin == last_end) {  // behind one that was made just now: what that one had on its right is gone again
-        Neighbours::Found& gone = right_.of(left);
-        gone.won -= count;
-        gone.places.pop_back();
+        right_.of(left).won -= count;
         Neighbours::Found& found = left_.of(token);
         found.won += count;
         found.places.push_back(begin - to_end);

@@ -97,7 +97,7 @@ Json BpeTrainer::train(const std::function<bool()>& stop) const {
   const auto reached = static_cast<int64_t>(learned.tokens.size()) + others;
   if (reached < options_.vocab)
     fail<DataError>("[bpe] these texts make a vocabulary of ", reached, " tokens, not of ", options_.vocab, ": in their ",
-                    words(), " distinct words no two neighbours are left that stand there ", options_.min_frequency,
+                    words(), " distinct words no pair is left that stands there at least ", options_.min_frequency,
                     options_.min_frequency == 1 ? " time" : " times");
   return file_of(pattern_, options_.special, learned);
 }

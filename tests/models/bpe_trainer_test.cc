@@ -178,6 +178,15 @@ TEST(BpeTrainer, ThreadsAndOrderDoNotMatter) {
   }
 }
 
+TEST(WordTable, TellsWordsOfOneHashApart) {
+  WordTable table;
+  for (int i = 0; i < 3; ++i)
+    for (const char* word : {"ab", "cd", "abc"}) ++table.at(word, 7).count;
+  std::map<std::string_view, int64_t> found;
+  table.for_each([&](const WordTable::Entry& entry) { found[entry.word] = entry.count; });
+  EXPECT_EQ(found, (std::map<std::string_view, int64_t>{{"ab", 3}, {"abc", 3}, {"cd", 3}}));
+}
+
 TEST(WordCounts, AreThoseOfAMap) {
   std::mt19937 random(4);
   RankContext context;
@@ -211,7 +220,7 @@ TEST(WordCounts, AreThoseOfAMap) {
 
 TEST(BpeTrainer, ItsTokenizerEncodes) {
   for (auto options : kGolden) {
-    options.special = {"<|endoftext|>", "<|im_start|>", "the"};
+    options.special = {"<|endoftext|>", "<|im_start|>", "he"};
     BpeTrainer trainer(options);
     trainer.add(golden_text());
     const auto tokenizer = make_huggingface_tokenizer(trainer.train(), "trained");
@@ -275,8 +284,8 @@ TEST(BpeTrainer, SaysWhatIsWrong) {
   BpeTrainer small({.vocab = 300});
   small.add("the the");
   EXPECT_THAT(error<DataError>([&] { small.train(); }),
-              HasSubstr("make a vocabulary of 259 tokens, not of 300: in their 2 distinct words no two neighbours are left "
-                        "that stand there 2 times"));
+              HasSubstr("make a vocabulary of 259 tokens, not of 300: in their 2 distinct words no pair is left that "
+                        "stands there at least 2 times"));
   BpeTrainer bytes({.vocab = 256, .special = {}});
   EXPECT_EQ(make_huggingface_tokenizer(bytes.train(), "bytes")->vocab_size(), 256) << "of no text at all";
 }
