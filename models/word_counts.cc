@@ -1,7 +1,6 @@
 #include "sheaf/models/word_counts.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "sheaf/core/parallel.h"
