@@ -106,8 +106,8 @@ void check_memory(const TrainConfig& config, int64_t vocab, const World& world) 
     for (const int rank : that_hold_most(config, world.size()))
       most = std::max(most, plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device()).host_bytes);
     if (most <= limit / world.local_size()) return;
-    fail<OutOfMemory>("[train] what is offloaded is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which may use ",
-                      limit, " bytes: take more hosts, or less of train.offload_optimizer and train.offload_activations");
+    fail<OutOfMemory>("[train] what is offloaded is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which ",
+                      "may use ", limit, " bytes: take more hosts, or less of train.offload_optimizer and train.offload_activations");
   }
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
   const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it

@@ -128,7 +128,8 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
     set_fitted(fitted, blocks);
     if (world_.rank() == 0)
       options_.print(blocks == kNoRecompute ? std::string("train.recompute fit: nothing")
-                                            : str("train.recompute fit: ", blocks, " of ", config_.model.layers, " blocks, the others selectively"));
+                                            : str("train.recompute fit: ", blocks, " of ", config_.model.layers,
+                                                  " blocks, the others selectively"));
   }
   step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_);
   restore();

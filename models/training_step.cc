@@ -111,7 +111,8 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn
   adamw.offload = t.offload_optimizer;
   if (t.optimizer == "adamw") return std::make_unique<optim::AdamW>(module, adamw);
   check<ConfigError>(t.optimizer == "muon", "[train] train.optimizer is ", t.optimizer, ", not adamw or muon");
-  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .offload = t.offload_optimizer, .adamw = adamw};
+  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .adamw = adamw};
+  muon.offload = t.offload_optimizer;
   if (t.dtype == "bf16") muon.compute_dtype = kBF16;
   return std::make_unique<optim::Muon>(module, muon);
 }
@@ -159,8 +160,8 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   } else {
     check<ConfigError>(config_.train.recompute == "none", "[train] train.recompute is ", config_.train.recompute,
                        ", not none, selective or block (fit is one of them once it is planned)");
-    check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block, selective or fit: "
-                       "offloaded is what blocks are computed again from");
+    check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block, "
+                       "selective or fit: offloaded is what blocks are computed again from");
   }
   optimizer_ = make_optimizer(config_.train, model_->module());
   if (config_.train.dtype == "f16")

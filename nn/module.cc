@@ -46,7 +46,8 @@ bool ModuleScope::is_on_another_stage(const Tensor& t) const {
 void ModuleScope::move_to_stage(Tensor& t) {
   if (!is_on_another_stage(t)) return;
   // What is sent is not sent again in the backward.
-  before_region([&] { t = redistribute(t, t.layout().with(module_->unit_->stage_axis(), Placement::on(module_->unit_->stage()))); });
+  const Unit& unit = *module_->unit_;
+  before_region([&] { t = redistribute(t, t.layout().with(unit.stage_axis(), Placement::on(unit.stage()))); });
 }
 
 ModuleScope::~ModuleScope() {

@@ -97,7 +97,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.loss_scale", &t.loss_scale, "f16: factor of the loss in the first step", any, 1, 0x1p64},
       {"train.loss_scale_interval", &t.loss_scale_interval, "f16: steps without overflow after which it doubles", any, 1},
       {"train.recompute", &t.recompute,
-       "what the backward computes again instead of keeping it: what is cheap; block by block; as little as sharding.memory_budget asks for",
+       "what the backward computes again instead of keeping it: what is cheap; block by block; as little as sharding.memory_budget "
+       "asks for",
        {"none", "selective", "block", "fit"}},
       {"train.recompute_blocks", &t.recompute_blocks,
        "with train.recompute block or selective: the first so many of each stage whole; -1: all, none", any, -1},

@@ -77,6 +77,17 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
   return tensors;
 }
 
+// What `transformers` reads beside the weights, if the run's tokenizer has that form. Others were published elsewhere.
+std::string export_tokenizer(const models::Tokenizer* tokenizer, const std::string& folder) {
+  if (!tokenizer || tokenizer->kind() != "huggingface") return "";
+  Json config = Json::Object{{"tokenizer_class", "PreTrainedTokenizerFast"}};
+  if (const auto end = tokenizer->end_of_text())
+    config.set("eos_token", Json(tokenizer->decode({&*end, 1})));
+  replace_file(folder + "/tokenizer.json", tokenizer->to_json().at("file").dump() + "\n");
+  replace_file(folder + "/tokenizer_config.json", config.dump() + "\n");
+  return ", and its tokenizer.json";
+}
+
 }  // namespace
 
 // The model is not put together in memory: its parts go from maps of the shards to the file.
@@ -88,6 +99,7 @@ int export_command(const ExportArguments& arguments) {
   std::string file = arguments.file;
   std::map<std::string, std::string> metadata = {{"format", "pt"}, {"step", str(checkpoint.step())}};
   std::vector<SafetensorsInput> tensors;
+  std::string beside;
   if (huggingface) {
     const models::RunState state = models::RunState::from_json(checkpoint.state());
     models::ModelConfig model = state.model;
@@ -96,6 +108,7 @@ int export_command(const ExportArguments& arguments) {
     file += "/model.safetensors";
     tensors = published_tensors(checkpoint, model);
     replace_file(arguments.file + "/config.json", models::published_config(model).dump() + "\n");
+    beside = export_tokenizer(state.tokenizer.get(), arguments.file);
   } else {
     tensors = own_tensors(checkpoint);
     metadata["sheaf"] = checkpoint.state().dump();
@@ -106,7 +119,7 @@ int export_command(const ExportArguments& arguments) {
   const std::string pending = file + ".tmp";
   const FileDigest digest = write_safetensors(pending, std::move(tensors), metadata);
   rename_path(pending, file);
-  say(str(file, ": ", count, " tensors, ", elements, " elements, ", digest.bytes, " bytes, of ", checkpoint.path()));
+  say(str(file, ": ", count, " tensors, ", elements, " elements, ", digest.bytes, " bytes", beside, ", of ", checkpoint.path()));
   return 0;
 }
 

@@ -156,7 +156,8 @@ struct Norm {
   static constexpr int kCheap = kY;
   static constexpr uint64_t kReadAgain = 0b11 << kWeight;  // the bias
   static Tensor again(const Attrs& a, Vjp& c) {
-    const Tensor weight = a.has_weight ? c.input(kWeight) : Tensor(), bias = a.has_bias ? c.input(kWeight + a.has_weight) : Tensor();
+    const Tensor weight = a.has_weight ? c.input(kWeight) : Tensor();
+    const Tensor bias = a.has_bias ? c.input(kWeight + a.has_weight) : Tensor();
     return Norm<kLayer, false>::of({kAdds ? c.output(0) : c.input(0)}, weight, bias, a.eps)[0];
   }
   static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t&) {

@@ -29,8 +29,8 @@ class DeviceAllocator : public Allocator {
 };
 std::shared_ptr<DeviceAllocator> make_device_allocator(int device);
 
-/// Page-locked memory of the host, for blocks that are used in the order of one stream: see Gpu::host_memory(). OutOfMemory
-/// names what was asked and what is in use.
+/// Page-locked memory of the host, for blocks that are used in the order of one stream: see
+/// Gpu::host_memory(). OutOfMemory names what was asked and what is in use.
 std::shared_ptr<Allocator> make_pinned_allocator(int device);
 
 }  // namespace sheaf::kernels::cuda

@@ -8,8 +8,8 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-// Locking pages takes the driver a third of a second per GB: what was locked is kept. Blocks are the
-// driver's own and are not split: a model asks for the same few sizes again.
+// Locking pages is slow: what was locked is kept. Blocks are the driver's own and are not split: a
+// model asks for the same few sizes again.
 class PinnedAllocator : public Allocator {
  public:
   explicit PinnedAllocator(int device) : device_(device) {}

@@ -162,7 +162,8 @@ void* allocate_pinned(size_t bytes) {
   const cudaError_t error = cudaMallocHost(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // who asks for less may go on
-    fail<OutOfMemory>("[cudaMallocHost] ", bytes, " bytes of page-locked memory asked: the host has not so many free, or may not lock them");
+    fail<OutOfMemory>("[cudaMallocHost] ", bytes, " bytes of page-locked memory asked: the host has ",
+                      "not so many free, or may not lock them");
   }
   check_call(error, "cudaMallocHost");
   return memory;
@@ -256,7 +257,8 @@ void destroy_graph(GraphHandle graph) {
 
 void copy_bytes(const Stream& stream, void* to, const void* from, size_t bytes, Copy) {
   // By the addresses: what is a GPU's for us may lie in the host's memory (MemoryKind::host).
-  if (bytes) SHEAF_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle_of(stream));
+  if (bytes)
+    SHEAF_CUDA_CALL(cudaMemcpyAsync, to, from, bytes, cudaMemcpyDefault, handle_of(stream));
 }
 
 void fill_bytes(const Stream& stream, void* to, int byte, size_t bytes) {

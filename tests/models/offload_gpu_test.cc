@@ -137,16 +137,18 @@ TEST(OffloadedOptimizer, OfSgdToo) {
 
 TEST(OffloadedOptimizer, TheTapeSaysSo) {
   SHEAF_NEEDS_GPU();
-  const std::string text = to_text(models::plan_step(with_offload(tiny_config()), tiny_config().model.vocab, 0, 2, 1, "nccl", kGpu).tape);
+  const models::TrainConfig c = with_offload(tiny_config());
+  const std::string text = to_text(models::plan_step(c, c.model.vocab, 0, 2, 1, "nccl", kGpu).tape);
   EXPECT_NE(text.find("adamw.m of blocks.0 in the host's memory"), std::string::npos) << text;
-  EXPECT_EQ(to_text(models::plan_step(with_offload(tiny_config()), tiny_config().model.vocab, 0, 2, 1, "shm").tape).find("host's"), std::string::npos);
+  EXPECT_EQ(to_text(models::plan_step(c, c.model.vocab, 0, 2, 1, "shm").tape).find("host's"), std::string::npos);
 }
 
 // On a CPU all memory is the host's.
 TEST(OffloadedOptimizer, IsNothingOnACpu) {
   models::TrainConfig c = tiny_config();
   expect_same_bits(train_tiny(with_offload(c), 2, kSteps), train_tiny(c, 2, kSteps));
-  EXPECT_EQ(models::plan_step(with_offload(c), tiny_config().model.vocab, 0, 2, 1, "shm").peak_bytes, models::plan_step(c, tiny_config().model.vocab, 0, 2, 1, "shm").peak_bytes);
+  const auto peak = [](const models::TrainConfig& of) { return models::plan_step(of, of.model.vocab, 0, 2, 1, "shm").peak_bytes; };
+  EXPECT_EQ(peak(with_offload(c)), peak(c));
 }
 
 models::TrainConfig recomputing(bool offload, int64_t layers = 6) {

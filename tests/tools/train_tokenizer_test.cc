@@ -98,6 +98,14 @@ TEST(TrainTokenizer, FromATextToAModel) {
                                       "In the beginning"});
     ASSERT_EQ(sample.code, 0) << sample.err;
     EXPECT_THAT(sample.out, ::testing::StartsWith("In the beginning"));
+    const Outcome exported = run_sheaf({"export", f / "out", f / "published", "--format", "huggingface"});
+    ASSERT_EQ(exported.code, 0) << exported.err;
+    EXPECT_THAT(exported.out, HasSubstr("and its tokenizer.json"));
+    EXPECT_TRUE(models::load_huggingface_tokenizer(f / "published")->to_json() ==
+                models::load_huggingface_tokenizer(f / "own")->to_json());
+    EXPECT_EQ(f.read("published/tokenizer_config.json"),
+              "{\"tokenizer_class\":\"PreTrainedTokenizerFast\",\"eos_token\":\"<|endoftext|>\"}\n");
+    std::filesystem::remove_all(f / "published");
     std::filesystem::remove_all(f / "out");
   }
 }
