@@ -383,13 +383,13 @@ Into Vjp::into(int i, bool may_add) const {
   if (!slot) slot = s.group->slot(s.leaf_index);
   return {slot, !first};
 }
-Tensor Vjp::take_sum(int i, const Layout& like) {
+Tensor Vjp::take_sum(int i) {
   const Tape& t = recording_.tape_;
   const ValueId v = t.inputs(t.node(node_))[i];
   if (!needs(i) || (recording_.state(v).group && recording_.to_groups_)) return {};
   const auto same = recording_.same_value_.find(v);
   Tensor& sum = recording_.gradients_[same == recording_.same_value_.end() ? v : same->second];
-  return sum && sum.layout() == like ? std::exchange(sum, Tensor()) : Tensor();
+  return std::exchange(sum, Tensor());
 }
 void Vjp::set(int i, Tensor gradient) { gradients.emplace_back(i, std::move(gradient)); }
 

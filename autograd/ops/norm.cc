@@ -136,7 +136,7 @@ struct Norm {
     }
     // A residual stream: x is used beside its norm, too.
     Tensor dsum;
-    if (!kAdds) dsum = c.take_sum(0, c.grad(kY).layout());
+    if (!kAdds) dsum = c.take_sum(0);
     else if (dx && c.has_grad(0)) dsum = c.grad(0);
     const NormBackwardAttrs attrs{kLayer, a.has_weight != 0, dsum.defined(), dx, a.has_weight && c.needs(kWeight),
                                   a.has_bias && c.needs(bias)};

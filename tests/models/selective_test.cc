@@ -1,6 +1,7 @@
 // train.recompute selective: what ops can cheaply compute again from what their derivatives read is not kept, and no bit changes.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 
 #include "sheaf/autograd/ops.h"
@@ -88,6 +89,25 @@ TEST(Selective, KeepsAThirdLessThanItWould) {
   EXPECT_EQ(growth(c) - growth(selective(c)), six);
 }
 
+// What blocks that are computed again add to the peak, for twice as many rows: one residual stream each.
+TEST(WholeBlocks, KeepOneResidualStream) {
+  for (const char* type : {"gpt2", "llama"}) {
+    models::TrainConfig c = tiny_config();
+    c.model = tiny_model(type, 4, 2);
+    c.model.width = 64, c.model.context = 64;
+    c.train.recompute = "block";
+    const auto growth = [&](int64_t batch) {
+      c.train.batch = batch;
+      const auto peak = [&](int64_t layers) {
+        c.model.layers = layers;
+        return models::plan_step(c, 13, 0, 1, 1, "shm").peak_bytes;
+      };
+      return peak(12) - peak(6);
+    };
+    EXPECT_EQ(growth(16) - growth(8), 6 * int64_t{8} * 64 * 64 * 4) << type;
+  }
+}
+
 struct Derivatives {
   std::vector<double> first, second;
   int64_t again = 0;
@@ -129,6 +149,23 @@ TEST(Selective, DerivativesGoThroughBothCopies) {
     for (size_t i = 0; i < expected.second.size(); ++i)
       EXPECT_NEAR(actual.second[i], expected.second[i], 1e-12 * std::max(1.0, std::abs(expected.second[i]))) << i;
   }
+}
+
+// Of a value that was computed again, and is asked for: what its copy leads to is part of it.
+TEST(Selective, GradientsOfWhatIsComputedAgainCountItsCopies) {
+  const auto gradient = [](bool is_selective) {
+    const Tensor x = Tensor::from<double>({0.5, -1, 2}, {1, 3}), w = Tensor::from<double>({1, 2, -1}, {1, 3});
+    Recording recording;
+    for (const Tensor& t : {x, w}) recording.watch(t);
+    std::optional<RecomputeScope> scope;
+    if (is_selective) scope.emplace(RecomputeOptions{.selective = true});
+    const Tensor y = gelu(x * 2.0), z = linear(y, w);
+    const Tensor dw = recording.gradient(sum(z * z), std::span(&w, 1), {.keep = true})[0];
+    return recording.gradient(sum(dw * dw), std::span(&y, 1))[0].to_vector<double>();
+  };
+  const std::vector<double> expected = gradient(false);
+  EXPECT_GT(std::abs(expected[0]), 0.1);
+  EXPECT_EQ(gradient(true), expected);
 }
 
 // What nobody reads in the backward is not computed again.
