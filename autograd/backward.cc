@@ -282,6 +282,8 @@ void Recording::release_saves(NodeId node) {
   for (int o = 0; o < n.num_outputs && out; ++o)
     if (out & bit(o)) drop(tape_.output(n, o));
   in = out = 0;
+  // What it would be computed from again is gone: who saves it from here on keeps it.
+  if (n.op->cheap >= 0) states_[tape_.output(n, n.op->cheap)].made_again = false;
 }
 
 // A unit reduces gradients over its own mesh: one of no mesh would take a rank's addend for the whole.

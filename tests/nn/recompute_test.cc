@@ -274,6 +274,25 @@ TEST(Recompute, ResultsAreKeptForLaterPassesOnceTheirRegionIsPassed) {
     }
 }
 
+// Selective: the same, of what is cheap. What its op had saved is gone with the first pass.
+TEST(Recompute, WhatIsCheapIsKeptForLaterPassesOnceItsOpIsPassed) {
+  for (const bool keep : {false, true}) {
+    SCOPED_TRACE(str("keep ", keep));
+    const Tensor x = Tensor::from<double>({0.3, -0.7}, {2}), w = Tensor::from<double>({2, 3}, {2});
+    Recording recording;
+    recording.watch(x), recording.watch(w);
+    Tensor y;
+    {
+      const RecomputeScope scope({.selective = true});
+      y = silu(x);
+    }
+    for (const double factor : {1.0, 2.0}) {
+      const Tensor dw = recording.gradient(sum(w * y) * factor, std::span(&w, 1), {.keep = keep})[0];
+      EXPECT_NEAR(dw.to_vector<double>()[1], -0.7 / (1 + std::exp(0.7)) * factor, 1e-12);
+    }
+  }
+}
+
 TEST(Recompute, WhatCannotBeSaysSo) {
   Case c;
   Recording recording;
