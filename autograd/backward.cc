@@ -208,9 +208,9 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   struct Before {
     Recording& r;
     const Phase phase;
-    const bool saving;
-    ~Before() { r.phase_ = phase, r.saving_ = saving; }
-  } const before{*this, std::exchange(phase_, Phase::backward), std::exchange(saving_, keep)};
+    const bool saving, selective;
+    ~Before() { r.phase_ = phase, r.saving_ = saving, r.selective_ = selective; }
+  } const before{*this, std::exchange(phase_, Phase::backward), std::exchange(saving_, keep), std::exchange(selective_, false)};
   to_groups_ = to_groups;
   take_back_offloaded();
   const NodeId last = tape_.num_nodes() - 1;

@@ -293,6 +293,24 @@ TEST(Recompute, WhatIsCheapIsKeptForLaterPassesOnceItsOpIsPassed) {
   }
 }
 
+// A scope that lasts is none for what its derivatives compute: there would be copies of copies.
+TEST(Recompute, ThirdDerivativesInsideOfASelectiveScope) {
+  const Tensor x = Tensor::from<double>({0.3, -0.7}, {2});
+  Recording recording;
+  recording.watch(x);
+  const RecomputeScope scope({.selective = true});
+  const Tensor y = silu(x);
+  const Tensor first = recording.gradient(sum(y * y * y), std::span(&y, 1), {.keep = true})[0];
+  const Tensor second = recording.gradient(sum(first), std::span(&y, 1), {.keep = true})[0];
+  const Tensor third = recording.gradient(sum(second), std::span(&y, 1))[0];
+  for (int i = 0; i < 2; ++i) {
+    const double at = y.to_vector<double>()[static_cast<size_t>(i)];
+    EXPECT_NEAR(first.to_vector<double>()[static_cast<size_t>(i)], 3 * at * at, 1e-12);
+    EXPECT_NEAR(second.to_vector<double>()[static_cast<size_t>(i)], 6 * at, 1e-12);
+    EXPECT_NEAR(third.to_vector<double>()[static_cast<size_t>(i)], 6, 1e-12);
+  }
+}
+
 TEST(Recompute, WhatCannotBeSaysSo) {
   Case c;
   Recording recording;
