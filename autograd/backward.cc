@@ -388,7 +388,7 @@ Into Vjp::into(int i, bool may_add) const {
 Tensor Vjp::take_sum(int i) {
   const Tape& t = recording_.tape_;
   const ValueId v = t.inputs(t.node(node_))[i];
-  if (!needs(i) || (recording_.state(v).group && recording_.to_groups_)) return {};
+  if (!needs(i) || recording_.saving_ || (recording_.state(v).group && recording_.to_groups_)) return {};
   const auto same = recording_.same_value_.find(v);
   Tensor& sum = recording_.gradients_[same == recording_.same_value_.end() ? v : same->second];
   return std::exchange(sum, Tensor());

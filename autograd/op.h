@@ -178,7 +178,8 @@ class Vjp {
   /// its unit's buffer): pass it to apply() to store there without a copy. With `may_add`, later contributions too.
   Into into(int i, bool may_add = false) const;
   /// What others have contributed to the gradient of input i so far, for an op that adds its own in the same pass: the caller
-  /// has it from here on, and gives the sum to set(). Undefined if there is none, or where it lies in a place of its own.
+  /// has it from here on, and gives the sum to set(). Undefined if there is none, where it lies in a place of its own, or where
+  /// sums are differentiated again.
   Tensor take_sum(int i);
   /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).

@@ -311,6 +311,18 @@ TEST(Recompute, ThirdDerivativesInsideOfASelectiveScope) {
   }
 }
 
+// The gradient of a norm has no derivative; that of what stands beside it has.
+TEST(Norm, WhatIsAddedToItsGradientIsDifferentiatedAgain) {
+  const Tensor x = Tensor::from<double>({0.5, -1, 2}, {1, 3}), w = Tensor::from<double>({1, 2, -1}, {1, 3});
+  Recording recording;
+  recording.watch(x), recording.watch(w);
+  const Tensor normed = sum(tanh(layer_norm(x)));
+  const Tensor dx = recording.gradient(normed + sum(x * x * w), std::span(&x, 1), {.keep = true})[0];
+  const Tensor dw = recording.gradient(sum(dx), std::span(&w, 1))[0];
+  for (int i = 0; i < 3; ++i)
+    EXPECT_NEAR(dw.to_vector<double>()[static_cast<size_t>(i)], 2 * x.to_vector<double>()[static_cast<size_t>(i)], 1e-12);
+}
+
 TEST(Recompute, WhatCannotBeSaysSo) {
   Case c;
   Recording recording;
