@@ -125,6 +125,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   if (config_.train.recompute == "fit") {
     int64_t blocks = fitted.train.recompute_blocks;  // plans depend on the threads of a rank
     world_.communicator().all_reduce(&blocks, 1, kI64, Reduction::max, "recompute_blocks").sync();
+    fitted.train.offload_activations = config_.train.offload_activations;  // which a plan of nothing had dropped
     set_fitted(fitted, blocks);
     if (world_.rank() == 0)
       options_.print(blocks == kNoRecompute ? std::string("train.recompute fit: nothing")
