@@ -291,8 +291,8 @@ struct RecomputeOptions {
 /// Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): of what the recording of this thread
 /// computes while the scope lives, the backward keeps only what came in from outside and what is used outside; the rest
 /// it computes again, when it comes to it, from the same values with the same bits. What is computed again is on the
-/// tape. An inner scope does nothing, nor does one outside of a recording or in its backward. Values must not be stored
-/// into memory that was there before (LifetimeError).
+/// tape. An inner scope does nothing, but inside of a selective one; nor does one outside of a recording or in its
+/// backward. Values must not be stored into memory that was there before (LifetimeError).
 class RecomputeScope {
  public:
   explicit RecomputeScope(const RecomputeOptions& options = {});
