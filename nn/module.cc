@@ -30,7 +30,12 @@ ModuleScope::ModuleScope(Module& module) : path_(module.path_), module_(&module)
   if (module.unit_) module.unit_->enter();
   else if (module.schedule_) module.schedule_->enter_scope();
   current_module = &module;
-  open_region();
+  try {
+    open_region();
+  } catch (...) {  // the scope was never entered
+    leave();
+    throw;
+  }
 }
 
 void ModuleScope::open_region() {
@@ -52,6 +57,10 @@ void ModuleScope::move_to_stage(Tensor& t) {
 
 ModuleScope::~ModuleScope() {
   recompute_.reset();
+  leave();
+}
+
+void ModuleScope::leave() {
   current_module = previous_;
   if (module_->unit_) module_->unit_->leave();
   else if (module_->schedule_) module_->schedule_->leave_scope();

@@ -110,6 +110,7 @@ class ModuleScope {
   bool is_on_another_stage(const Tensor& t) const;
   void move_to_stage(Tensor& t);
   void open_region();
+  void leave();
   bool is_recomputed() const { return recompute_ && recompute_->is_region(); }
   /// What is not computed again with the module; called before anything is.
   template <class F>

@@ -323,6 +323,31 @@ TEST(Norm, WhatIsAddedToItsGradientIsDifferentiatedAgain) {
     EXPECT_NEAR(dw.to_vector<double>()[static_cast<size_t>(i)], 2 * x.to_vector<double>()[static_cast<size_t>(i)], 1e-12);
 }
 
+struct NoMemory : Allocator {
+  void* allocate(size_t, MemoryKind) override { fail<OutOfMemory>("no memory of the host's"); }
+  void free(void*, size_t) override {}
+  MemoryStats stats() const override { return {}; }
+  void reset_peak() override {}
+  void add_wire(SharedRange) override {}
+};
+
+// What the last module computed is offloaded when the next one begins.
+TEST(Recompute, AModuleIsNotOpenIfItsRegionCannotBegin) {
+  run_local(1, [](World& w) {
+    RankContext& context = RankContext::current();
+    context.meta_is = Device::cuda();
+    context.meta_host = std::make_shared<NoMemory>();
+    Net net(2);
+    for (Layer& layer : net.layers) layer.recompute({.offload = true});
+    shard(net, w.mesh({{"data", 1}}), {.units = nn::units_of<Layer>()});
+    materialize(net, Device::meta());
+    Recording recording;
+    const Tensor y = net.layers[0](recording.watch(Tensor::empty({kF32, {4, kWidth}, {}}, Device::meta())));
+    EXPECT_THROW(net.layers[1](y), OutOfMemory);
+    EXPECT_EQ(nn::ModuleScope::current(), nullptr);
+  }, {.threads_per_rank = 1});
+}
+
 TEST(Recompute, WhatCannotBeSaysSo) {
   Case c;
   Recording recording;
