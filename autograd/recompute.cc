@@ -104,7 +104,7 @@ std::vector<NodeId> Recording::nodes_to_repeat(const Region& region) const {
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape_.output(n, o);
       const ValueState& s = states_[v];
-      repeat = repeat || needed.contains(v) || (s.saves > 0 && !s.saved && !s.recipe && !s.made_again);
+      repeat = repeat || needed.contains(v) || (s.saves > 0 && !s.saved && !s.recipe);
     }
     if (!n.op || !repeat) continue;
     nodes.push_back(id);
