@@ -42,12 +42,9 @@ struct Folder : ScratchFolder {
   }
 };
 
-/// One line on standard error, with `code` and all `parts`.
 void expect_line(const Outcome& r, int code, const Words& parts, const std::string& what) {
   SCOPED_TRACE(what);
-  EXPECT_EQ(r.code, code) << r.err;
-  EXPECT_EQ(testing::lines_of(r.err).size(), 1u) << r.err;
-  for (const std::string& part : parts) EXPECT_THAT(r.err, HasSubstr(part));
+  testing::expect_refused(r, code, parts);
 }
 
 /// The same on one rank and on two, where the line is the launcher's.

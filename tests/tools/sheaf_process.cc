@@ -11,6 +11,7 @@
 #include <thread>
 
 #include <fcntl.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -178,6 +179,12 @@ std::vector<std::string> lines_of(const std::string& text) {
   std::istringstream in(text);
   for (std::string line; std::getline(in, line);) out.push_back(line);
   return out;
+}
+
+void expect_refused(const Outcome& outcome, int code, const Words& parts) {
+  EXPECT_EQ(outcome.code, code) << outcome.err;
+  EXPECT_EQ(lines_of(outcome.err).size(), 1u) << outcome.err;
+  for (const std::string& part : parts) EXPECT_THAT(outcome.err, ::testing::HasSubstr(part));
 }
 
 Metrics read_metrics(const std::string& path) {

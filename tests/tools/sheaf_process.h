@@ -65,6 +65,11 @@ std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arg
 /// `bytes` characters of words and lines, the same every time.
 std::string sample_text(int64_t bytes);
 std::vector<std::string> lines_of(const std::string& text);
+/// EXPECTs exit code `code` and one line on standard error, with all `parts`.
+void expect_refused(const Outcome& outcome, int code, const Words& parts);
+inline void expect_refused(const Outcome& outcome, int code, const std::string& part) {
+  expect_refused(outcome, code, Words{part});
+}
 
 /// metrics.jsonl as text: for every step, the fields of its lines with their values word for word.
 /// A step that stands twice is a failure of the test.

@@ -61,12 +61,6 @@ std::vector<int32_t> read(const std::string& path, int64_t vocab) {
   return ids;
 }
 
-void expect_refused(const Outcome& r, int code, const std::string& part) {
-  EXPECT_EQ(r.code, code) << r.err;
-  EXPECT_EQ(testing::lines_of(r.err).size(), 1u) << r.err;
-  EXPECT_THAT(r.err, HasSubstr(part));
-}
-
 TEST(Tokenize, WritesDocumentsWithTheirEnds) {
   const Folder f;
   const std::shared_ptr<const models::Tokenizer> tokenizers[] = {models::load_gpt2_tokenizer(kBpe),

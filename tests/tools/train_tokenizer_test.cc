@@ -25,11 +25,7 @@ using testing::Words;
 struct Folder : ScratchFolder {
   Folder() {
     std::filesystem::copy_file("tests/models/bpe_trainer/text.txt", *this / "a.txt");
-    write("b.txt", testing::sample_text(3000) + "é \xff.");
-  }
-  std::string write(const std::string& name, const std::string& text) const {
-    std::ofstream(*this / name, std::ios::binary) << text;
-    return *this / name;
+    write_file(*this / "b.txt", testing::sample_text(3000) + "é \xff.");
   }
   Outcome learn(const Words& files, const Words& more = {}) const {
     Words words = {"train-tokenizer"};
@@ -43,12 +39,6 @@ struct Folder : ScratchFolder {
     return names;
   }
 };
-
-void expect_refused(const Outcome& r, int code, const std::string& part) {
-  EXPECT_EQ(r.code, code) << r.err;
-  EXPECT_EQ(testing::lines_of(r.err).size(), 1u) << r.err;
-  EXPECT_THAT(r.err, HasSubstr(part));
-}
 
 TEST(TrainTokenizer, WritesTheFileOfItsPeer) {
   const Folder f;
@@ -122,9 +112,9 @@ TEST(TrainTokenizer, SaysWhatIsWrong) {
   expect_refused(f.learn({"a.txt", out}, {"--special", "a"}), 64, "or is what a byte is called");
   expect_refused(f.learn({"a.txt", out}, {"--threads", "0"}), 64, "--threads");
   EXPECT_FALSE(std::filesystem::exists(f / "own")) << "options are looked at first";
-  f.write("tokenizer.json", "what was there");
+  write_file(f / "tokenizer.json", "what was there");
   expect_refused(f.learn({"none.txt", "tokenizer.json"}), 65, "none.txt': No such file");
-  f.write("empty.txt", "");
+  write_file(f / "empty.txt", "");
   expect_refused(f.learn({"a.txt", "empty.txt", "tokenizer.json"}), 65, "empty.txt' is empty");
   expect_refused(f.learn({"b.txt", "tokenizer.json"}), 65, "make a vocabulary of 291 tokens, not of 32768");
   EXPECT_EQ(f.read("tokenizer.json"), "what was there");
@@ -146,8 +136,8 @@ TEST(TrainTokenizer, ASignalStopsIt) {
   const Folder f;
   std::string text = testing::sample_text(1 << 20);
   for (int i = 0; i < 7; ++i) text += text;
-  f.write("long.txt", text);
-  f.write("tokenizer.json", "what was there");
+  write_file(f / "long.txt", text);
+  write_file(f / "tokenizer.json", "what was there");
   for (const int signal : {SIGTERM, SIGINT}) {
     testing::SheafProcess process({"train-tokenizer", f / "long.txt", f / "tokenizer.json", "--threads", "1"});
     while (process.running() && !handles(process.pid(), signal)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
