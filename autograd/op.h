@@ -10,6 +10,7 @@
 //     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute
 //     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
+//     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
 //     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
 //   };
@@ -161,6 +162,7 @@ struct Into {
 };
 
 class Recording;
+class WorkOf;
 
 /// The backward of one node: reads saved values and the outputs' gradients, sets the inputs' gradients. Everything it
 /// calls is a public op and lands on the tape.
@@ -218,6 +220,7 @@ struct OpDef {
   Tensor (*again)(const void*, Vjp&);
   /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
+  void (*work)(const void*, WorkOf&);
   void (*describe)(const void*, std::string&);
   void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they have no layouts
   bool (*same_attrs)(const void*, const void*);
@@ -295,6 +298,8 @@ constexpr OpDef make_op_def() {
     d.saves = [](const void* a, uint64_t n, uint64_t& i, uint64_t& o) {
       Op::saves(attrs_of<Attrs>(a), n, i, o);
     };
+  if constexpr (requires(const Attrs& a, WorkOf& w) { Op::work(a, w); })
+    d.work = [](const void* a, WorkOf& w) { Op::work(attrs_of<Attrs>(a), w); };
   if constexpr (requires(const Attrs& a, std::string& s) { Op::describe(a, s); })
     d.describe = [](const void* a, std::string& s) { Op::describe(attrs_of<Attrs>(a), s); };
   if constexpr (requires(Attrs& a) { Op::drop_layouts(a); })

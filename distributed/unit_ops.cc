@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/copy.h"
@@ -122,6 +123,7 @@ struct GradSlots {
       zero(at, c.output_tensor(b).local_bytes());
     }
   }
+  static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }  // but for the padding
 };
 
 struct Zero {

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -17,6 +18,13 @@ struct AttentionAttrs {
   double scale;
   int64_t causal;
 };
+
+/// Operations of one product of all queries, [B, T, ..], with the keys that they see: of as many keys as queries half, if causal.
+double product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal) {
+  w.work.keys = static_cast<double>(keys), w.work.head = static_cast<double>(head);
+  const double all = 2 * static_cast<double>(queries.numel()) * static_cast<double>(keys);
+  return causal && keys == queries[1] ? all / 2 : all;
+}
 
 /// The cut of heads that queries share with keys: a key head goes with the query heads that read
 /// it. `of_queries` tells whose cut `map` is.
@@ -60,6 +68,9 @@ struct AttentionBackward {  // q, k, v, out, dout, lse -> dq, dk, dv
                  c.input(5), c.input(4), a.causal != 0, a.scale, c.output(0), c.output(1),
                  c.output(2), c.workspace);
   }
+  static void work(const Attrs& a, WorkOf& w) {
+    w.work.attention_backward = 5 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal);
+  }
 };
 
 struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
@@ -97,6 +108,9 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), a.causal != 0, a.scale,
                  c.output(0), c.output(1), c.workspace);
+  }
+  static void work(const Attrs& a, WorkOf& w) {
+    w.work.attention_forward = 2 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     const auto d = apply_all<AttentionBackward>(
@@ -182,6 +196,9 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
                  c.input(3), heads_of_queries(a, c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v,
                  c.workspace);
   }
+  static void work(const Attrs& a, WorkOf& w) {
+    w.work.attention_backward = 5 * product(w, w.input(1), w.input(1)[1], a.width, a.causal);
+  }
 };
 
 struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H, T]
@@ -211,6 +228,9 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H,
     const kernels::PackedHeads in = heads_of(a, c.input(0));
     SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, a.causal != 0, a.scale,
                  heads_of_queries(a, c.output(0)), c.output(1), c.workspace);
+  }
+  static void work(const Attrs& a, WorkOf& w) {
+    w.work.attention_forward = 2 * product(w, w.output(0), w.output(0)[1], a.width, a.causal);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, apply<PackedAttentionBackward>(

@@ -2,6 +2,7 @@
 #include "sheaf/kernels/cross_entropy.h"
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/elementwise.h"
@@ -67,6 +68,15 @@ struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
   static constexpr auto describe = describe_ignored;
 };
 
+/// Of x[.., C] and weight[V, C], in so many products of all rows; and a pass over the logits between them, which reads
+/// statistics' dtype and writes gradients, if there are any.
+void head(WorkOf& w, int products) {
+  for (int i = 0; i < products; ++i) w.multiplies(w.input(0), w.input(1)[0]);
+  const double logits = static_cast<double>(leading(w.input(0)).numel()) * static_cast<double>(w.input(1)[0]);
+  const DType d = w.work.dtype;
+  w.work.passes = logits * static_cast<double>(size_of(statistics_dtype(d)) + (products > 1 ? size_of(d) : 0));
+}
+
 struct HeadGradientsAttrs {
   int64_t ignore_index;
   int32_t dweight, dx;  ///< whether wanted
@@ -108,6 +118,7 @@ struct LinearCrossEntropyBackward : HeadGradients {  // x, weight, targets, lse,
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_backward, c.input(0), c.input(1), c.input(2),
                  a.ignore_index, c.input(3), c.input(4), dx(a, c), dweight(a, c), c.workspace);
   }
+  static void work(const Attrs& a, WorkOf& w) { head(w, 1 + a.dweight + a.dx); }
 };
 
 struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], lse[..]
@@ -139,6 +150,7 @@ struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], l
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy, c.input(0), c.input(1), c.input(2),
                  a.ignore_index, c.output(0), c.output(1), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { head(w, 1); }
   static void vjp(const Attrs& a, Vjp& c) {
     HeadGradients::set<LinearCrossEntropyBackward>(
         a.ignore_index, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c);
@@ -199,6 +211,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
                  a.ignore_index, c.output(0), c.output(2), c.output(1), c.workspace,
                  enlarged(c.input_type(0).dtype));
   }
+  static void work(const Attrs&, WorkOf& w) { head(w, 3); }
   static double enlarged(DType d) { return d == kF16 ? 256 : 1; }
   static void vjp(const Attrs&, Vjp& c) {
     if (c.has_grad(1) || c.has_grad(2))
@@ -251,6 +264,7 @@ struct LinearLseBackward : HeadGradients {  // x, weight, targets, lse, dlse, dt
     SHEAF_ON_DEVICE(c.stream(), linear_lse_backward, c.input(0), c.input(1), part_of(c.input_type(1)), c.input(2),
                  a.ignore_index, c.input(3), c.input(4), c.input(5), dx(a, c), dweight(a, c), c.workspace);
   }
+  static void work(const Attrs& a, WorkOf& w) { head(w, 1 + a.dweight + a.dx); }
 };
 
 struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], target_logits[..]
@@ -285,6 +299,7 @@ struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], targ
     SHEAF_ON_DEVICE(c.stream(), linear_lse, c.input(0), c.input(1), part_of(c.input_type(1)), c.input(2),
                  a.ignore_index, c.output(0), c.output(1), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { head(w, 1); }
   static void vjp(const Attrs& a, Vjp& c) {
     const auto grad = [&](int o) {
       return c.has_grad(o) ? c.grad(o) : zeros(c.output_type(o).shape, c.output_type(o).dtype);

@@ -2,6 +2,7 @@
 #include "sheaf/kernels/embedding.h"
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -75,6 +76,9 @@ struct Embedding {
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), embedding, c.input(0), c.input(1), part_of(c.input_type(1)),
                  c.output(0));
+  }
+  static void work(const Attrs&, WorkOf& w) {  // reads the rows that it writes, not the table
+    w.work.bytes = static_cast<double>(w.output(0).numel()) * 2 * static_cast<double>(size_of(w.work.dtype));
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Type& table = c.input_type(1);

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -270,6 +271,10 @@ struct ExpertWeightGradient {  // dy[E, .., P, O], x[E, .., P, I], counts -> dyá
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), expert_weight_gradient, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) {
+    const Shape& dy = w.input(0);
+    w.multiplies(dy[0] * dy.back(), dy.numel() / std::max<int64_t>(1, dy[0] * dy.back()), w.input(1).back(), dy[0]);
+  }
   static void vjp(const Attrs&, Vjp& c) {  // g[E, O, I]: dy gets x gáµ€, x gets dy g
     if (c.needs(0)) c.set(0, expert_linear(c.input(1), c.grad(), c.input(2)));
     if (c.needs(1)) c.set(1, expert_linear(c.input(0), transpose(c.grad(), -1, -2), c.input(2)));
@@ -314,6 +319,10 @@ struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, 
   }
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), expert_linear, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace);
+  }
+  static void work(const Attrs&, WorkOf& w) {
+    const Shape& x = w.input(0);
+    w.multiplies(x.numel() / std::max<int64_t>(1, x.back()), x.back(), w.input(1)[1], x[0]);
   }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor dy = contiguous(c.grad());

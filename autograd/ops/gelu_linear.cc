@@ -2,6 +2,7 @@
 // it: linear_gelu, gelu_linear.
 #include "sheaf/autograd/ops/gelu.h"
 #include "sheaf/autograd/ops/linear.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
 
@@ -45,6 +46,7 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1)[0]); }
   static constexpr int kCheap = 0;
   static Tensor again(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of what was rounded
   static void vjp(const Attrs&, Vjp& c) {
@@ -87,6 +89,7 @@ struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1)[1]); }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor &g = c.grad(), before = c.input(2);
     if (c.needs(0) || c.needs(1)) {
@@ -130,6 +133,7 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(2), bias(c), c.output(0), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(2)[0]); }
   static void vjp(const Attrs&, Vjp& c) {  // what `value` depends on gets its gradient through `before`
     const Tensor dy = dense_rows(c.grad());
     if (c.needs(1)) c.set(1, apply<GeluLinearBackward>({}, {dy, c.input(2), c.input(1)}));

@@ -2,6 +2,7 @@
 #include "sheaf/kernels/matmul.h"
 
 #include "sheaf/autograd/ops/linear.h"
+#include "sheaf/autograd/work.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
 
@@ -43,6 +44,7 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
     SHEAF_ON_DEVICE(c.stream(), linear_weight_gradient, c.input(0), c.input(1), c.output(0),
                     c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1).back()); }
   static void vjp(const Attrs&, Vjp& c) {  // g[O, I]: dy gets x gᵀ, x gets dy g
     if (c.needs(0)) c.set(0, linear(c.input(1), c.grad()));
     if (c.needs(1)) c.set(1, times(c.input(0), c.grad()));
@@ -104,6 +106,7 @@ struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
     SHEAF_ON_DEVICE(c.stream(), linear_gradients, c.input(0), c.input(1), c.output(0), c.output(1),
                     c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1).back()); }
   static void vjp(const Attrs&, Vjp& c) {  // g[O, I], h[O]: dy gets x gᵀ + h, x gets dy g
     if (c.needs(0)) {
       if (!c.has_grad(0))
@@ -180,6 +183,12 @@ struct Matmul {
     for (int64_t i = 0; i < n; ++i)
       SHEAF_ON_DEVICE(stream, matmul, nth(x, i), nth(y, i), nth(out, i), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) {
+    const Shape& out = w.output(0);
+    const int64_t matrix = out.dim(-2) * out.back(), matrices = matrix ? out.numel() / matrix : 0;
+    const bool shared = w.input(1).rank() == 2;  // by all of a batch: rows of one product
+    w.multiplies(matrices * out.dim(-2), w.input(0).back(), out.back(), shared ? 1 : matrices);
+  }
   // Matrix i of a batch that may be broadcast.
   static View nth(const View& batch, int64_t i) {
     View v = batch;
@@ -241,6 +250,7 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace);
   }
+  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1)[0]); }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());
     if (c.needs(0)) c.set(0, times(dy, c.input(1)));

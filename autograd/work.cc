@@ -1,0 +1,55 @@
+#include "sheaf/autograd/work.h"
+
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+namespace {
+
+bool is_elsewhere(const Layout& layout) {
+  if (!layout.mesh() || RankContext::current().runtime(layout.mesh())) return layout.is_elsewhere();
+  const std::vector<int> first(static_cast<size_t>(layout.num_axes()), 0);
+  return layout.is_elsewhere(first.data());
+}
+
+Shape local_shape(const Type& t) {
+  if (!t.layout.mesh() || RankContext::current().runtime(t.layout.mesh())) return t.local_shape();
+  const std::vector<int> first(static_cast<size_t>(t.layout.num_axes()), 0);
+  return t.layout.local_shape(t.shape, first.data());
+}
+
+}  // namespace
+
+Work work_of(const Tape& tape, const Node& n) {
+  if (!n.op || n.num_outputs == 0 || tape.value(tape.output(n)).view_of >= 0) return {};
+  if (tape.kind(n) == OpKind::redistribute && (!is_redistribute(n.op) || n.op == &send_op())) return {};  // of units, and sends: in their place
+  SmallVector<Shape, 6> inputs, outputs;
+  double bytes = 0;
+  const auto takes = [&](ValueId v) {
+    const Type& t = tape.type(v);
+    Shape local = is_elsewhere(t.layout) ? Shape{0} : local_shape(t);
+    bytes += static_cast<double>(local.numel()) * static_cast<double>(size_of(t.dtype));
+    return local;
+  };
+  bool here = false;
+  for (int o = 0; o < n.num_outputs; ++o) {
+    here = here || !is_elsewhere(tape.type(tape.output(n, o)).layout);
+    outputs.push_back(takes(tape.output(n, o)));
+  }
+  if (!here) return {};
+  for (const ValueId v : tape.inputs(n)) inputs.push_back(takes(v));
+  if (n.flags & Node::kAdds) bytes += static_cast<double>(outputs[0].numel()) * static_cast<double>(size_of(tape.type(tape.output(n)).dtype));
+  WorkOf w(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()));
+  w.work.bytes = bytes;
+  // What products are of: of the operands, tokens and targets aside.
+  w.work.dtype = tape.type(tape.output(n)).dtype;
+  for (const ValueId v : tape.inputs(n))
+    if (is_floating(tape.type(v).dtype)) {
+      w.work.dtype = tape.type(v).dtype;
+      break;
+    }
+  if (n.op->work) n.op->work(tape.attrs(n), w);
+  return w.work;
+}
+
+}  // namespace sheaf
