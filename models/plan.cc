@@ -8,11 +8,10 @@
 #include "sheaf/nn/shard.h"
 
 namespace sheaf::models {
-namespace {
 
 // Of even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. Stages of a
 // pipeline hold different things, and are the first axis.
-std::vector<int> that_hold_most(const TrainConfig& config, int world) {
+std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world) {
   std::vector<int> ranks;
   const int stages = static_cast<int>(config.sharding.pipeline);
   for (int s = 0; s < stages; ++s) {
@@ -21,8 +20,6 @@ std::vector<int> that_hold_most(const TrainConfig& config, int world) {
   }
   return ranks;
 }
-
-}  // namespace
 
 void set_fitted(TrainConfig& config, int64_t blocks) {
   config.train.recompute = blocks == kNoRecompute ? "none" : "selective";
@@ -45,7 +42,7 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
     eager.train.compile = false;
     int64_t most = 0;
     for (const TrainConfig& c : {eager, program})
-      for (const int rank : that_hold_most(c, world))
+      for (const int rank : ranks_that_hold_most(c, world))
         most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak_bytes);
     return most;
   };
@@ -63,9 +60,10 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
 }
 
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
-               Device device) {
+               Device device, const Machine* machine) {
   if (config.train.recompute == "fit")
-    return plan_step(fit_recompute(config, vocab, world, threads, comm, device), vocab, rank, world, threads, comm, device);
+    return plan_step(fit_recompute(config, vocab, world, threads, comm, device), vocab, rank, world, threads, comm, device,
+                     machine);
   World simulated =
       distributed::simulated_world(rank, world, {.threads = threads, .comm = comm,
                                                  .hosts = RankContext::current().hosts, .device = device});
@@ -87,6 +85,7 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
     for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();
   for (const optim::ShardState& shard : step.optimizer().shards())
     for (const Tensor& state : shard.state) plan.state_bytes += state.local_bytes();
+  if (machine) plan.times = times_on(*machine, plan.tape, rank, config.train.offload_optimizer);
   return plan;
 }
 
@@ -103,7 +102,7 @@ void check_memory(const TrainConfig& config, int64_t vocab, const World& world) 
   if (!world.device().is_cpu()) {  // a GPU's allocator says what is there
     if (!config.train.offload_optimizer && !config.train.offload_activations) return;
     int64_t most = 0;
-    for (const int rank : that_hold_most(config, world.size()))
+    for (const int rank : ranks_that_hold_most(config, world.size()))
       most = std::max(most, plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device()).host_bytes);
     if (most <= limit / world.local_size()) return;
     fail<OutOfMemory>("[train] what is offloaded is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which ",
@@ -111,7 +110,7 @@ void check_memory(const TrainConfig& config, int64_t vocab, const World& world) 
   }
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
   const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it
-  for (const int rank : that_hold_most(config, world.size())) {
+  for (const int rank : ranks_that_hold_most(config, world.size())) {
     const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), std::string(world.kind()));
     peak = std::max(peak, plan.peak_bytes + (copies ? plan.state_bytes : 0));
   }

@@ -7,6 +7,7 @@
 
 #include "sheaf/autograd/tape.h"
 #include "sheaf/core/device.h"
+#include "sheaf/distributed/machine.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/train_config.h"
 
@@ -19,6 +20,7 @@ struct Plan {
   int64_t host_bytes = 0;  ///< of the host's memory that a GPU uses beside its own at the peak (train.offload_...)
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
+  RankTimes times;         ///< how long its nodes take, if a machine was given; times.tape is not set
 };
 
 /// What rank `rank` of `world` does on `device`, which need not be here. `threads` is the number of compute threads per
@@ -26,7 +28,9 @@ struct Plan {
 /// job "shm+gloo", too: on the hosts of this one), on which their staging does. Of a GPU's memory it counts what Sheaf
 /// asks for: the driver and NCCL take more.
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
-               Device device = {});
+               Device device = {}, const Machine* machine = nullptr);
+/// Ranks whose peaks are the largest: of each stage of a pipeline the first, and the last where it is another.
+std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world);
 constexpr int64_t kNoRecompute = -1;
 /// What "fit" comes to with so many whole blocks, or kNoRecompute.
 void set_fitted(TrainConfig& config, int64_t blocks);

@@ -80,8 +80,8 @@ TEST(BenchOnGpu, Step) {
     EXPECT_NEAR(more.at("tokens/s").as_double(), 8 * 16 / seconds, 1e-6 / seconds);
     EXPECT_EQ(line.at("note").as_string(), "1 x 8 x 16 tokens");
     const models::TrainConfig config = bench::training_config(name, bench::tiny_model());
-    const double causal = bench::flops_per_step(config),
-                 full = bench::flops_per_step(config, bench::CountAttention::full);
+    const double causal = models::flops_per_step(config),
+                 full = models::flops_per_step(config, models::CountAttention::full);
     EXPECT_NEAR(more.at("TFLOP/s").as_double() * 1e12 * seconds, causal, 1);
     EXPECT_NEAR(more.at("MFU % with full attention").as_double() / more.at("MFU %").as_double(),
                 full / causal, 1e-9);

@@ -182,8 +182,8 @@ TEST(BenchFigures, OperationsOfAStep) {
   const double expected =
       1024 * (6.0 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6.0 * 12 * 1024 * 768);
   const models::TrainConfig gpt2 = bench::training_config("gpt2-124m-f32-1x1024");
-  EXPECT_DOUBLE_EQ(bench::flops_per_step(gpt2), expected);
-  EXPECT_DOUBLE_EQ(bench::flops_per_step(gpt2, bench::CountAttention::full),
+  EXPECT_DOUBLE_EQ(models::flops_per_step(gpt2), expected);
+  EXPECT_DOUBLE_EQ(models::flops_per_step(gpt2, models::CountAttention::full),
                    expected + 1024 * 6.0 * 12 * 1024 * 768);
 }
 
@@ -192,10 +192,10 @@ TEST(BenchFigures, OperationsOfAStep) {
 TEST(BenchFigures, OperationsOfALlamaStep) {
   const double tokens = 4 * 8192.0,
                in_products = 8030261248.0 - 128256 * 4096.0 - (2 * 32 + 1) * 4096.0;
-  EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("mixture-f32-8x256")),
-                   bench::flops_per_step(bench::training_config("llama-f32-8x256")) + 6.0 * 8 * 256 * 4 * 384 * 8)
+  EXPECT_DOUBLE_EQ(models::flops_per_step(bench::training_config("mixture-f32-8x256")),
+                   models::flops_per_step(bench::training_config("llama-f32-8x256")) + 6.0 * 8 * 256 * 4 * 384 * 8)
       << "of the routers";
-  EXPECT_DOUBLE_EQ(bench::flops_per_step(bench::training_config("llama3-8b-bf16-4x8192")),
+  EXPECT_DOUBLE_EQ(models::flops_per_step(bench::training_config("llama3-8b-bf16-4x8192")),
                    tokens * (6 * in_products + 6.0 * 32 * 8192 * 4096));
 }
 

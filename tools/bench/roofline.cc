@@ -28,8 +28,8 @@ double elements_per_token(const models::ModelConfig& m) {
 
 double roofline_seconds(const models::TrainConfig& config, int64_t parameters, const Rates& rates) {
   constexpr double kBytesPerParameter = 32;  // weight, two moments, gradient; compute copy; norm
-  const double causal = flops_per_step(config),
-               attention = flops_per_step(config, CountAttention::full) - causal;  // 6 L T C
+  const double causal = models::flops_per_step(config),
+               attention = models::flops_per_step(config, models::CountAttention::full) - causal;  // 6 L T C
   const auto tokens = static_cast<double>(config.train.batch * config.model.context);
   const double bytes_per_element = config.train.dtype == "bf16" ? 2 : 4;
   const double bytes =

@@ -22,7 +22,7 @@ void measure_turns(Session& session, const models::TrainConfig& config, const Se
   auto [steps, peaks] = session.turns(step, peak);
   Probe& probe = session.probe();
   const DType dtype = config.train.dtype == "bf16" ? kBF16 : kF32;
-  const double flops = flops_per_step(config), seconds = quantile(steps, 0.5);
+  const double flops = models::flops_per_step(config), seconds = quantile(steps, 0.5);
   const double piece_rate = probe.flops_per_piece(dtype) / quantile(peaks, 0.5);
   line.samples_s = std::move(steps);
   line.peer = probe.arithmetic();
@@ -35,7 +35,7 @@ void measure_turns(Session& session, const models::TrainConfig& config, const Se
     line.more.insert(line.more.end(), {{"GFLOP/s", line.gflops}, {"GFLOP/step", flops / 1e9}});
     return;
   }
-  const double full = flops_per_step(config, CountAttention::full) / seconds,
+  const double full = models::flops_per_step(config, models::CountAttention::full) / seconds,
                sheet = 1e9 * datasheet_gflops(RankContext::current().gpu->name());
   const auto percent = [&](const char* what, double flops_per_second, double of) {
     if (of > 0) line.more.emplace_back(what, 100 * flops_per_second / of);

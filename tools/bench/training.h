@@ -1,5 +1,4 @@
-// Training runs that several suites measure: their configurations by name, tokens at random, and
-// how many operations a step takes.
+// Training runs that several suites measure: their configurations by name, and tokens at random.
 #pragma once
 
 #include <string>
@@ -7,6 +6,7 @@
 #include <vector>
 
 #include "sheaf/distributed/world.h"
+#include "sheaf/models/flops.h"
 #include "sheaf/models/training_step.h"
 
 namespace sheaf::bench {
@@ -40,16 +40,6 @@ Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes);
 
 /// Inputs and targets drawn evenly from the vocabulary, the same at every run.
 models::FillBatch random_tokens(const models::TrainConfig& config);
-
-/// Two conventions of counting attention: what a causal mask leaves, 6 L T H D a token (llm.c,
-/// Megatron), or all of it, 12 L T H D (PaLM: Chowdhery et al. 2022, appendix B); L layers, T
-/// tokens of a sequence, H heads of D.
-enum class CountAttention { causal, full };
-/// Floating-point operations of one step: 6 for each parameter in a product (2 forward, 4 backward;
-/// the head counts, the lookup of the embedding does not, nor do experts that a token does not go
-/// through) and token, and attention.
-double flops_per_step(const models::TrainConfig& config,
-                      CountAttention attention = CountAttention::causal);
 
 /// A world of this process alone, with `threads` of the calling thread's RankContext.
 World solo_world();

@@ -1,0 +1,179 @@
+#include "sheaf/distributed/machine.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <map>
+
+#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/autograd/work.h"
+#include "sheaf/core/rank_context.h"
+
+namespace sheaf {
+namespace {
+
+constexpr uint32_t kWithin = 1, kBetween = 2;
+
+// The ranks that one collective joins.
+struct Group {
+  int first = 0, ranks = 1;  // its lowest rank of the job, and how many
+  int hosts = 1, on_host = 1;  // how many, and how many of its ranks on that with most
+};
+
+Group group_along(const MeshSpec& mesh, int axis, int rank, int ranks_per_host) {
+  int stride = 1;
+  for (int a = mesh.num_axes() - 1; a > axis; --a) stride *= mesh.size(a);
+  Group g;
+  g.ranks = mesh.size(axis);
+  g.first = rank - rank / stride % g.ranks * stride;
+  std::map<int, int> on;
+  for (int i = 0; i < g.ranks; ++i) ++on[(g.first + i * stride) / ranks_per_host];
+  g.hosts = static_cast<int>(on.size());
+  for (const auto& [host, ranks] : on) g.on_host = std::max(g.on_host, ranks);
+  return g;
+}
+
+double steps(int ranks) { return std::bit_width(static_cast<unsigned>(ranks - 1)); }
+
+// A collective that gives this rank `bytes`. Across hosts all ranks of a host bring in together what its others have, each
+// through its own link, and pass it on (as NCCL's rings with a rail per GPU); of an all_to_all each brings in its own.
+double seconds_of(const Machine& m, const std::string& name, const Group& g, double bytes) {
+  const double n = g.ranks, h = g.hosts, own = g.on_host;
+  const double outside = name == "all_to_all" ? bytes * (n - own) / (n - 1) : bytes * n / (n - 1) * (h - 1) / h / own;
+  double seconds = 0;
+  if (g.on_host > 1) seconds = std::max(seconds, bytes / m.within.bytes_per_second);
+  if (g.hosts > 1) seconds = std::max(seconds, outside / m.between.bytes_per_second);
+  if (g.on_host > 1) seconds += steps(g.on_host) * m.within.seconds;
+  if (g.hosts > 1) seconds += steps(g.hosts) * m.between.seconds;
+  return seconds;
+}
+
+double seconds_of(const Machine& m, const Work& w) {
+  const double slower = w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
+  // Smaller heads leave less to each byte that is moved between a processor's parts.
+  const double narrow = w.head > 0 ? std::max(1.0, std::sqrt(128 / w.head)) : 1;
+  const double operations = w.products / m.products.at(w.smallest) +
+                            narrow * (w.attention_forward / m.attention_forward.at(w.keys) +
+                                      w.attention_backward / m.attention_backward.at(w.keys));
+  const double seconds = std::max(slower * operations, w.bytes / m.bytes_per_second) + w.passes / m.bytes_per_second;
+  return seconds > 0 ? std::max(seconds, m.least_seconds) : 0;
+}
+
+// Bytes of what a step updates beside its parameters, each read and written.
+double state_bytes(const Tape& tape, const Node& n) {
+  double bytes = 0;
+  for (int o = 1; o < n.num_outputs; ++o) {
+    const Type& t = tape.type(tape.output(n, o));
+    bytes += static_cast<double>(t.local_shape().numel()) * static_cast<double>(size_of(t.dtype));
+  }
+  return bytes;
+}
+
+bool is_here(const Tape& tape, const Node& n) {
+  if (n.num_outputs == 0) return true;
+  for (int o = 0; o < n.num_outputs; ++o)
+    if (!tape.type(tape.output(n, o)).layout.is_elsewhere()) return true;
+  return n.op && n.op->lane != Lane::compute && !transfers(tape, n).empty();
+}
+
+// Lanes of a rank by their names, which are those of its communicators.
+class Lanes {
+ public:
+  int32_t operator()(const std::string& name) {
+    const auto [found, fresh] = known_.try_emplace(name, static_cast<int32_t>(names.size()));
+    if (fresh) names.push_back(name);
+    return found->second;
+  }
+  std::vector<std::string> names;
+
+ private:
+  std::map<std::string, int32_t> known_;
+};
+
+}  // namespace
+
+Machine machine_named(std::string_view name) {
+  // Peaks and memory as in NVIDIA's data sheets. Attention: cuDNN 9.19 on an H200, 484, 591, 644, 673 TFLOP/s forward and 370,
+  // 474, 541, 579 backward at 2,048 to 16,384 keys (benchmarks of cudnn-frontend); heads of 64 reach 0.7 of that (FlashAttention-3's
+  // paper). Products: some 790 TFLOP/s of large ones, 650 to 730 where the smallest dimension is 768 to 1,600. Memory: RMSNorm's
+  // backward there, 3.8 TB/s. NCCL within a host: 360 GB/s of NVLink's 450 (nccl-tests#326); between hosts nine tenths of one
+  // 400 (A100: 200) Gbit/s adapter for each GPU. The H100 and the A100: the same fractions of their peaks.
+  Machine m;
+  m.name = name;
+  m.least_seconds = 2e-6, m.issue_seconds = 5e-6;
+  m.ranks_per_host = 8;
+  m.f32 = 15, m.f64 = 15;
+  if (name == "h200" || name == "h100") {
+    const double slower = name == "h200" ? 1 : 1.07;  // less memory bandwidth, and power
+    m.peak = 989e12;
+    m.products = {790e12 / slower, 150};
+    m.attention_forward = {700e12 / slower, 800}, m.attention_backward = {620e12 / slower, 1300};
+    m.bytes_per_second = name == "h200" ? 3.8e12 : 2.65e12;
+    m.memory = name == "h200" ? 140'000'000'000 : 78'000'000'000;
+    m.host_bytes_per_second = 50e9;
+    m.within = {360e9, 5e-6}, m.between = {45e9, 10e-6};
+    return m;
+  }
+  if (name == "a100") {
+    m.peak = 312e12;
+    m.products = {270e12, 100};
+    m.attention_forward = {215e12, 800}, m.attention_backward = {190e12, 1300};
+    m.bytes_per_second = 1.6e12;
+    m.memory = 78'000'000'000;
+    m.host_bytes_per_second = 24e9;
+    m.within = {230e9, 5e-6}, m.between = {22e9, 10e-6};
+    return m;
+  }
+  fail<ConfigError>("[machine] unknown machine '", name, "'; known: h200, h100, a100");
+}
+
+RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offloads_state) {
+  RankTimes times;
+  times.tape = &tape;
+  times.issue_seconds = machine.issue_seconds;
+  times.nodes.resize(static_cast<size_t>(tape.num_nodes()));
+  Lanes lanes;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    NodeTime& time = times.nodes[static_cast<size_t>(id)];
+    if (!n.op || !(time.runs = is_here(tape, n))) continue;
+    const Work work = work_of(tape, n);
+    if (n.op->lane == Lane::copy) {
+      time.lane = lanes(str("rank ", rank, " copies"));
+      time.travels = work.bytes / 2 / machine.host_bytes_per_second;  // read on one side, written on the other
+      continue;
+    }
+    time.computes = seconds_of(machine, work);
+    if (offloads_state && tape.kind(n) == OpKind::step)
+      time.computes = std::max(time.computes, state_bytes(tape, n) / machine.host_bytes_per_second);
+    const auto travels = transfers(tape, n);
+    if (travels.empty()) continue;
+    const Transfer& t = travels[0];  // a node's are all along one axis
+    const Layout& to = tape.type(t.to).layout;
+    const MeshSpec& mesh = *to.mesh();
+    const auto bytes = static_cast<double>(tape.wire_bytes(n));
+    times.received += tape.wire_bytes(n);
+    const Group g = group_along(mesh, t.axis, rank, machine.ranks_per_host);
+    if (t.name == "send") {
+      int stride = 1;
+      for (int a = mesh.num_axes() - 1; a > t.axis; --a) stride *= mesh.size(a);
+      const Type& sent = tape.type(t.from);
+      const int from = sent.layout[t.axis].map().owner(), there = to[t.axis].map().owner();
+      const int a = g.first + from * stride, b = g.first + there * stride;
+      const Link& link = a / machine.ranks_per_host == b / machine.ranks_per_host ? machine.within : machine.between;
+      const Type& got = rank == a ? sent : tape.type(t.to);
+      const double size = static_cast<double>(got.local_shape().numel()) * static_cast<double>(size_of(got.dtype));
+      time.travels = size / link.bytes_per_second + link.seconds;
+      time.lane = lanes(str("rank ", a, " to ", b));
+      continue;
+    }
+    time.travels = seconds_of(machine, t.name, g, bytes);
+    time.links = (g.on_host > 1 ? kWithin : 0) | (g.hosts > 1 ? kBetween : 0);
+    time.lane = lanes(str(mesh.name(t.axis), n.op->lane == Lane::reduce ? " reduce, ranks from " : " gather, ranks from ", g.first));
+  }
+  times.lanes = std::move(lanes.names);
+  return times;
+}
+
+}  // namespace sheaf

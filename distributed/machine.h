@@ -1,0 +1,47 @@
+// Machine: how fast the ranks of a job compute and how fast they talk, in a dozen numbers, and with them how long the nodes of
+// a tape take (autograd/clock.h). Nothing here is measured on a step; the numbers are rates that large operations reach.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "sheaf/autograd/clock.h"
+
+namespace sheaf {
+
+/// Operations per second of something large; of something small fewer: half of them where its size is `half`.
+struct Rate {
+  double limit = 0, half = 0;
+  double at(double size) const { return size > 0 ? limit * size / (size + half) : limit; }
+};
+
+/// What a rank receives through, in each direction at once.
+struct Link {
+  double bytes_per_second = 0;
+  double seconds = 0;  ///< of each step of a collective, which takes log2 of its ranks
+};
+
+struct Machine {
+  std::string name;
+  Rate products;                     ///< of matrices in bf16 and f16, by the smallest of their three dimensions
+  double f32 = 1, f64 = 1;           ///< how many times slower products and attention are in these
+  Rate attention_forward, attention_backward;  ///< in bf16, causal, with heads of 128, by the number of keys
+  double bytes_per_second = 0;       ///< of memory, read and written together
+  double least_seconds = 0;          ///< of whatever computes, however little
+  double issue_seconds = 0;          ///< of the host, for each node
+  double host_bytes_per_second = 0;  ///< between a GPU and its host's memory, in each direction
+  int64_t memory = 0;                ///< bytes that a rank may take
+  double peak = 0;                   ///< FLOP/s in bf16 by the maker's data sheet: what MFU refers to
+  int ranks_per_host = 1;
+  Link within, between;              ///< hosts
+};
+
+/// "h200", "h100" or "a100", eight to a host. ConfigError for others.
+Machine machine_named(std::string_view name);
+
+/// How long each node of this rank's tape takes on such machines; the rank must have joined the tape's meshes, whose ranks
+/// are hosts' one after another. An update whose state rests in the host's memory (`offloads_state`) reads and writes it there.
+RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offloads_state = false);
+
+}  // namespace sheaf

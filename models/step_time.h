@@ -1,0 +1,32 @@
+// What a training step is estimated to take on machines that need not be there: each rank's tape, planned on the meta device,
+// and the clock (autograd/clock.h) with a machine's rates (distributed/machine.h).
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sheaf/autograd/clock.h"
+#include "sheaf/distributed/machine.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+/// Seconds are of the slowest of the planned ranks: one of each stage of a pipeline, the last of its ranks, which has the largest
+/// parts. All other ranks are taken to be where these are.
+struct StepTime {
+  double seconds = 0;
+  double computing = 0;      ///< of these the compute lane is at work
+  int64_t peak_bytes = 0;    ///< of the planned ranks
+  int64_t host_bytes = 0;    ///< of the host's memory, of a rank
+  int64_t received = 0;      ///< bytes, of the rank that receives most
+  /// What the compute lane of that rank waits for, by name ("all_gather", "send", ...), the longest first.
+  std::vector<std::pair<std::string, double>> waits;
+};
+
+/// Of a GPU step. Throws what plan_step() throws.
+StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine);
+/// The same as a trace (to_trace) of the planned ranks.
+std::string trace_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine);
+
+}  // namespace sheaf::models

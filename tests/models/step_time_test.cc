@@ -1,0 +1,239 @@
+// What a step is estimated to take: from operations that are the model's, by times that can be told otherwise.
+#include "sheaf/models/step_time.h"
+
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/autograd/work.h"
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/models/flops.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+class StepTimes : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!kernels::kHasCuda) GTEST_SKIP() << "estimates are of GPUs, for which this build has no kernels";
+  }
+};
+
+models::TrainConfig config_of(const std::string& type) {
+  models::TrainConfig c = tiny_config();
+  c.model = type == "mixture" ? tiny_mixture(1.1) : tiny_model(type, 4, 4);
+  c.model.layers = 4;
+  c.model.dropout = 0;
+  c.train.batch = 24;
+  return c;
+}
+
+struct Operations {
+  double products = 0, attention = 0;
+};
+// Of rank 0.
+Operations operations_of(const models::TrainConfig& c, int world) {
+  const models::Plan plan = models::plan_step(c, c.model.vocab, 0, world, 1, "nccl", Device::cuda());
+  Operations out;
+  for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
+    const Work w = work_of(plan.tape, plan.tape.node(id));
+    out.products += w.products;
+    // The field counts four products of attention's backward, not that of the scores, which is there a second time.
+    out.attention += w.attention_forward + w.attention_backward * 4 / 5;
+  }
+  return out;
+}
+
+TEST_F(StepTimes, OperationsOnTheTapeAreThoseOfTheModel) {
+  for (const char* type : {"gpt2", "llama"})
+    for (const char* strategy : {"full_shard", "zero1", "replicate"})
+      for (const int world : {1, 2, 4}) {
+        models::TrainConfig c = config_of(type);
+        c.model.vocab = 48;
+        c.train.micro_batches = 3;
+        c.sharding.strategy = strategy;
+        const Operations counted = operations_of(c, world);
+        EXPECT_DOUBLE_EQ(world * (counted.products + counted.attention), models::flops_per_step(c)) << type << ' ' << world;
+        c.train.recompute = "selective";
+        EXPECT_EQ(operations_of(c, world).products, counted.products);
+      }
+}
+
+TEST_F(StepTimes, RanksThatShareLayersShareTheirOperations) {
+  for (const char* type : {"gpt2", "llama"}) {
+    models::TrainConfig c = config_of(type);
+    c.model.vocab = 48;
+    c.model.context = 8, c.model.mlp_width = 64;  // four even parts
+    const Operations alone = operations_of(c, 1);
+    c.sharding.context = 4;
+    EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).attention, alone.attention);
+    EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).products, alone.products);
+    c.sharding.context = 1, c.sharding.tensor = 4;
+    EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).attention, alone.attention);
+    // A head whose vocabulary is cut computes its logits a second time.
+    const double logits = 2 * static_cast<double>(c.train.batch * c.model.context * c.model.width * c.model.vocab);
+    EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).products, alone.products + logits);
+  }
+}
+
+TEST_F(StepTimes, StagesHaveTheOperationsOfTheirBlocks) {
+  models::TrainConfig c = config_of("llama");
+  c.model.vocab = 48;
+  c.model.tie_embeddings = false;
+  const Operations alone = operations_of(c, 1);
+  c.sharding.pipeline = 4;
+  c.train.micro_batches = 4;
+  const double head = 6 * static_cast<double>(c.train.batch * c.model.context * c.model.width * c.model.vocab);
+  EXPECT_DOUBLE_EQ(4 * operations_of(c, 4).products, alone.products - head);
+}
+
+// By default operands are read and results written once; what is added to is read, too.
+TEST_F(StepTimes, BytesAreThoseOfOperandsAndResults) {
+  for (const bool tied : {false, true}) {
+    models::TrainConfig c = config_of("llama");
+    c.model.tie_embeddings = tied;
+    const models::Plan plan = models::plan_step(c, 48, 0, 1, 1, "nccl", Device::cuda());
+    const auto bytes = [&](ValueId v) {
+      return static_cast<double>(plan.tape.type(v).shape.numel()) * static_cast<double>(size_of(plan.tape.type(v).dtype));
+    };
+    int seen = 0;
+    for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
+      const Node& n = plan.tape.node(id);
+      const Work work = work_of(plan.tape, n);
+      if (n.num_outputs && plan.tape.value(plan.tape.output(n)).view_of >= 0) {
+        EXPECT_EQ(work.bytes, 0) << plan.tape.op_name(n);
+      }
+      if (plan.tape.op_name(n) != "embedding_backward") continue;
+      ++seen;
+      EXPECT_EQ((n.flags & Node::kAdds) != 0, tied);
+      const auto in = plan.tape.inputs(n);
+      EXPECT_EQ(work.bytes, bytes(in[0]) + bytes(in[1]) + (tied ? 2 : 1) * bytes(plan.tape.output(n)));
+    }
+    EXPECT_EQ(seen, 1);
+  }
+}
+
+// But for a block's last product, whose result nobody needs again.
+TEST_F(StepTimes, RecomputingIsWorkToo) {
+  models::TrainConfig c = config_of("llama");
+  c.model.vocab = 48;
+  const double once = operations_of(c, 1).products;
+  c.train.recompute = "block";
+  const models::ModelConfig m = models::resolved(c.model);
+  const double tokens = static_cast<double>(c.train.batch * m.context), queries = static_cast<double>(m.heads * m.head_dim);
+  const double forward = 2 * static_cast<double>(m.layers) *
+                         (static_cast<double>(m.width) * (2 * queries + 2 * static_cast<double>(m.kv_heads * m.head_dim)) +
+                          2 * static_cast<double>(m.width * m.mlp_width));
+  EXPECT_DOUBLE_EQ(operations_of(c, 1).products - once, tokens * forward);
+}
+
+// 1F1B: of M micro-batches through N stages the last one ends after (M + N - 1) turns of a forward and a backward.
+TEST_F(StepTimes, APipelineTakesAsManyTurnsAsMicroBatchesAndStagesAskFor) {
+  for (const int stages : {1, 2, 4})
+    for (const int64_t micro_batches : {4, 8, 12}) {
+      models::TrainConfig c = config_of("llama");
+      c.sharding.pipeline = stages;
+      c.train.micro_batches = micro_batches;
+      const Machine machine = machine_named("h200");
+      std::vector<models::Plan> plans;
+      for (int rank = 0; rank < stages; ++rank)
+        plans.push_back(models::plan_step(c, 48, rank, stages, 1, "nccl", Device::cuda(), &machine));
+      std::vector<RankTimes> times;
+      for (models::Plan& plan : plans) {
+        plan.times.tape = &plan.tape;
+        plan.times.issue_seconds = 0;
+        for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
+          NodeTime& time = plan.times.nodes[static_cast<size_t>(id)];
+          const std::string name = plan.tape.op_name(plan.tape.node(id));
+          time.travels = 0;
+          time.computes = !time.runs ? 0 : name == "packed_attention" ? 1 : name == "packed_attention_backward" ? 3 : 0;
+        }
+        times.push_back(plan.times);
+      }
+      const double turn = 4.0 * static_cast<double>(c.model.layers) / stages;
+      for (const Timeline& line : clock(times)) {
+        EXPECT_EQ(line.computing, turn * static_cast<double>(micro_batches));
+        EXPECT_EQ(line.seconds, turn * static_cast<double>(micro_batches + stages - 1)) << stages << ' ' << micro_batches;
+      }
+    }
+}
+
+Machine slow_links(int ranks_per_host) {
+  Machine m = machine_named("h200");
+  m.ranks_per_host = ranks_per_host;
+  m.within = {1e3, 0};
+  m.between = {10, 0};
+  return m;
+}
+
+// Seconds and bytes of the first transfer of this name.
+std::pair<double, double> first_transfer(models::TrainConfig c, int world, const Machine& machine, const std::string& name) {
+  const models::Plan plan = models::plan_step(c, 48, 0, world, 1, "nccl", Device::cuda(), &machine);
+  for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
+    const auto found = transfers(plan.tape, plan.tape.node(id));
+    if (found.empty() || found[0].name != name) continue;
+    return {plan.times.nodes[static_cast<size_t>(id)].travels, static_cast<double>(plan.tape.wire_bytes(plan.tape.node(id)))};
+  }
+  ADD_FAILURE() << "no " << name;
+  return {};
+}
+
+TEST_F(StepTimes, TransfersTakeTheLinksBetweenTheirRanks) {
+  const models::TrainConfig c = config_of("llama");
+  const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 2e-3 * b); };  // slices are padded, bytes those of rank 0
+  for (const char* name : {"all_gather", "reduce_scatter"}) {
+    const auto [inside, bytes] = first_transfer(c, 4, slow_links(4), name);
+    near(inside, bytes / 1e3);
+    // Two hosts of two: half of everything comes in through two links.
+    near(first_transfer(c, 4, slow_links(2), name).first, bytes / 3 * 4 / 2 / 2 / 10);
+    // Every rank alone.
+    near(first_transfer(c, 4, slow_links(1), name).first, bytes / 10);
+  }
+  models::TrainConfig sharing = c;
+  sharing.sharding.context = 4;
+  const auto [inside, bytes] = first_transfer(sharing, 4, slow_links(4), "all_to_all");
+  EXPECT_DOUBLE_EQ(inside, bytes / 1e3);
+  EXPECT_DOUBLE_EQ(first_transfer(sharing, 4, slow_links(2), "all_to_all").first, bytes * 2 / 3 / 10);
+  models::TrainConfig stages = c;
+  stages.sharding.pipeline = 4, stages.train.micro_batches = 4;
+  const double activations = 6 * static_cast<double>(c.model.context * c.model.width) * 4;
+  EXPECT_DOUBLE_EQ(first_transfer(stages, 4, slow_links(4), "send").first, activations / 1e3);
+  EXPECT_DOUBLE_EQ(first_transfer(stages, 4, slow_links(1), "send").first, activations / 10);
+}
+
+TEST_F(StepTimes, WaitsAreWhatIsNotComputed) {
+  models::TrainConfig c = config_of("gpt2");
+  Machine machine = machine_named("h200");
+  machine.issue_seconds = 0;
+  for (const double rate : {1e4, 1e12}) {
+    machine.within.bytes_per_second = rate;
+    for (const char* strategy : {"full_shard", "zero1", "replicate"}) {
+      c.sharding.strategy = strategy;
+      const models::StepTime time = models::time_step(c, 48, 4, machine);
+      double waits = 0;
+      for (const auto& [name, seconds] : time.waits) waits += seconds;
+      EXPECT_NEAR(time.computing + waits, time.seconds, 1e-9 * time.seconds) << strategy;
+      EXPECT_GT(time.received, 0);
+    }
+  }
+  // Where the host is slower than the GPU, it is what takes the time; a graph is one launch.
+  machine.issue_seconds = 1;
+  EXPECT_GT(models::time_step(c, 48, 1, machine).seconds, 50);
+  c.train.cuda_graph = true;
+  EXPECT_LT(models::time_step(c, 48, 1, machine).seconds, 1);
+}
+
+TEST_F(StepTimes, StateInTheHostsMemoryTakesTheBus) {
+  models::TrainConfig c = config_of("gpt2");
+  Machine machine = machine_named("h200");
+  machine.host_bytes_per_second = 1e3;
+  const double without = models::time_step(c, 48, 1, machine).seconds;
+  c.train.offload_optimizer = true;
+  const models::Plan plan = models::plan_step(c, 48, 0, 1, 1, "nccl", Device::cuda());
+  EXPECT_NEAR(models::time_step(c, 48, 1, machine).seconds - without, static_cast<double>(plan.host_bytes) / 1e3,
+              0.02 * static_cast<double>(plan.host_bytes) / 1e3);
+}
+
+}  // namespace
+}  // namespace sheaf::testing
