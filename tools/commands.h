@@ -58,4 +58,17 @@ struct TapeArguments {
 };
 int tape_command(const TapeArguments& arguments);
 
+struct PlanArguments {
+  std::string config;
+  std::vector<std::string> overrides;  ///< what these give stays as it is; the rest is looked for
+  int world = 1;
+  std::string machine = "h200";        ///< of each rank: see machine_named()
+  int ranks_per_host = 0;              ///< 0: as the machine has
+  int64_t memory = 0;                  ///< bytes that a rank may take; 0: as the machine has
+  double network = 0;                  ///< bytes per second that a rank receives from other hosts; 0: as the machine has
+  bool all = false;                    ///< lines for all that fit, not only for those that no other beats in time and memory
+  std::string trace;                   ///< file for the time line of the first; "": none
+};
+int plan_command(const PlanArguments& arguments);
+
 }  // namespace sheaf::tools

@@ -113,6 +113,25 @@ int run(int argc, char** argv) {
                        "cpu or cuda: whose kernels count their workspaces; it need not be here");
   tape_app->allow_extras();
 
+  PlanArguments plan;
+  CLI::App* plan_app = app.add_subcommand(
+      "plan", "estimate how long a step takes on GPUs that need not be here, under the ways to share it out that fit");
+  plan_app->add_option("--config", plan.config, "TOML file");
+  plan_app->add_option("--world", plan.world, "ranks");
+  plan_app->add_option("--machine", plan.machine, "h200 (default), h100 or a100");
+  plan_app->add_option("--ranks-per-host", plan.ranks_per_host, "8 by default")->check(threads);
+  plan_app->add_option("--memory", plan.memory, "bytes that a rank may take; by default those of the machine")
+      ->check(CLI::PositiveNumber);
+  plan_app->add_option("--network", plan.network, "bytes per second that each rank receives from other hosts")
+      ->check(CLI::PositiveNumber);
+  plan_app->add_flag("--all", plan.all, "all ways that fit, not only those that no other beats in both time and memory");
+  plan_app->add_option("--trace", plan.trace, "file for the time line of the first one, for https://ui.perfetto.dev");
+  plan_app->allow_extras();
+  plan_app->footer(
+      "Options of the configuration, --section.key value, stay as they are given here; otherwise the search chooses\n"
+      "sharding.strategy, .replicas, .secondary, .tensor, .context, .experts, .pipeline, train.micro_batches and\n"
+      "train.recompute. Rates are those that large operations reach; nothing is measured.");
+
   sheaf::distributed::LaunchOptions launch;
   CLI::App* launch_app =
       app.add_subcommand("launch", "run a command as several ranks on this machine");
@@ -150,11 +169,11 @@ int run(int argc, char** argv) {
   bench_rank_app->add_option("words", bench_rank);
 
   constexpr std::string_view kCommands[] = {"train",           "launch", "generate", "export",    "tokenize",
-                                            "train-tokenizer", "tape",   "bench",    "bench-rank"};
+                                            "train-tokenizer", "tape",   "plan",     "bench",     "bench-rank"};
   if (argc > 1 && argv[1][0] != '-' &&
       std::find(std::begin(kCommands), std::end(kCommands), argv[1]) == std::end(kCommands))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", argv[1],
-                                    "'; known: train, launch, generate, export, tape, tokenize, train-tokenizer, bench");
+                                    "'; known: train, launch, generate, export, tape, plan, tokenize, train-tokenizer, bench");
   // What stands behind "--" is the command to launch, word for word: not for the parser.
   int own = argc;
   if (argc > 1 && std::string_view(argv[1]) == "launch") {
@@ -186,6 +205,10 @@ int run(int argc, char** argv) {
   if (*tape_app) {
     tape.overrides = tape_app->remaining();
     return tape_command(tape);
+  }
+  if (*plan_app) {
+    plan.overrides = plan_app->remaining();
+    return plan_command(plan);
   }
   if (*bench_app) return sheaf::bench::bench_command(bench);
   if (*bench_rank_app) return sheaf::bench::bench_rank_command(bench_rank);

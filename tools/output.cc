@@ -15,4 +15,10 @@ void put(std::string_view text) {
   fail<IoError>("[output] cannot write to standard output: ", std::generic_category().message(errno ? errno : EIO));
 }
 
+std::string mebibytes(int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
 }  // namespace sheaf::tools

@@ -1,6 +1,7 @@
 // Standard output, checked: what did not arrive, on a full disk for instance, is an error and not a success.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -10,5 +11,8 @@ namespace sheaf::tools {
 void put(std::string_view text);
 /// A line.
 inline void say(const std::string& line) { put(line + "\n"); }
+
+/// "77.48 MiB".
+std::string mebibytes(int64_t bytes);
 
 }  // namespace sheaf::tools

@@ -39,17 +39,6 @@ class RunLines {
   bool broken_ = false;
 };
 
-std::string mebibytes(int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
-  return text;
-}
-
-// What the plan of a GPU's memory leaves out.
-constexpr const char* kOfAGpu =
-    "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
-    "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
-
 // The plan is that of a step in which prefetch knows the order of gathers, or of a program: the first ones of a process differ.
 void report_peaks(const models::TrainConfig& config, World& world, models::Trainer& trainer,
                   const models::TrainReport& result, int threads, RunLines& lines) {
@@ -175,41 +164,6 @@ int generate_command(const GenerateArguments& arguments) {
   models::generate_from_folder(arguments.folder, config, distributed::init_device(),
                                [](const std::string& text) { put(text); });
   put("\n");
-  return 0;
-}
-
-int tape_command(const TapeArguments& arguments) {
-  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
-  if (arguments.world < 1) fail<ConfigError>("[tape] --world must be at least 1, not ", arguments.world);
-  if (arguments.rank < 0 || arguments.rank >= arguments.world)
-    fail<ConfigError>("[tape] --rank must be in [0, ", arguments.world, "), not ", arguments.rank);
-  int64_t vocab = config.model.vocab;
-  if (vocab == 0) {
-    const models::DataConfig& data = config.data;
-    if (models::is_published(data.tokenizer)) vocab = models::open_tokenizer(data.tokenizer, data.tokenizer_folder)->vocab_size();
-    else if (data.corpus.empty()) fail<ConfigError>("[tape] the size of the vocabulary is not known: give --model.vocab N");
-    else vocab = models::load_corpus(data, 0).vocab;
-  }
-  const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
-                                                     : threads_per_rank(arguments.world);
-  if (arguments.device != "cpu" && arguments.device != "cuda")
-    fail<ConfigError>("[tape] unknown device '", arguments.device, "'; known: cpu, cuda");
-  const bool gpu = arguments.device == "cuda";
-  // The ranks of a job on one host, unless SHEAF_COMM says that they will talk over Gloo; GPUs talk over NCCL.
-  const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
-  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm,
-                                              gpu ? Device::cuda() : Device::cpu());
-  if (arguments.format == "json") say(to_json(plan.tape));
-  else if (arguments.format == "dot") say(to_dot(plan.tape));
-  else if (arguments.format == "text")
-    say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
-        str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank,
-            gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak_bytes, " bytes (",
-            mebibytes(plan.peak_bytes), ")",
-            plan.host_bytes ? str(", and of the host's memory ", plan.host_bytes, " bytes (", mebibytes(plan.host_bytes), ")") : "",
-            gpu ? kOfAGpu : ""));
-  else
-    fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
   return 0;
 }
 

@@ -1,0 +1,41 @@
+// Ways to train: which of the many ways to share a model out over so many ranks fit their memory, and how long a step is
+// estimated to take under each (step_time.h).
+#pragma once
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "sheaf/models/step_time.h"
+
+namespace sheaf::models {
+
+struct Way {
+  TrainConfig config;
+  StepTime time;
+  /// What makes it of the configuration that was given, as options: "--sharding.tensor 2 --train.recompute selective".
+  std::string options;
+};
+
+struct WaysOptions {
+  std::set<std::string> keep;  ///< keys of options ("sharding.tensor") that stay as the configuration has them
+  int refine = 6;              ///< how many of the best choices are looked at more closely
+  int threads = 1;             ///< that plan, one way each
+};
+
+struct Ways {
+  std::vector<Way> fitting;  ///< all that fit, the fastest first
+  /// Of these the fastest, and behind it each that takes less memory than all before it. Their peaks are those of the ranks that
+  /// hold most (plan.h).
+  std::vector<Way> front;
+  int planned = 0;           ///< in all
+  int64_t least_bytes = 0;   ///< the smallest peak among those that do not fit
+};
+
+/// Varies sharding.pipeline, .tensor, .context, .experts, .replicas, .secondary, .strategy, train.micro_batches and
+/// train.recompute. It does not try everything: for each choice of axes the least recomputing that fits with few micro-batches
+/// and the strategy that suits; for the best of these then the other strategies and neighbouring micro-batches. ConfigError if no
+/// choice of axes suits the model, the batch and the number of ranks: with the reason that the last one was refused for.
+Ways find_ways(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const WaysOptions& options = {});
+
+}  // namespace sheaf::models

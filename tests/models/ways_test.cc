@@ -1,0 +1,164 @@
+// The search for ways to train finds what trying everything finds.
+#include "sheaf/models/ways.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/kernels/cuda/config.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+class Ways : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!kernels::kHasCuda) GTEST_SKIP() << "estimates are of GPUs, for which this build has no kernels";
+  }
+};
+
+constexpr int64_t kVocab = 48;
+
+models::TrainConfig small() {
+  models::TrainConfig c = tiny_config();
+  c.model = tiny_model("llama", 4, 4);
+  c.model.layers = 4;
+  c.model.dropout = 0;
+  c.train.batch = 8;
+  return c;
+}
+
+// Slow enough that it matters what is done.
+Machine machine_with(int64_t memory, int ranks_per_host = 2) {
+  Machine m = machine_named("h200");
+  m.products = {2e9, 8};
+  m.attention_forward = m.attention_backward = {1e9, 8};
+  m.f32 = 1;
+  m.bytes_per_second = 2e9;
+  m.within.bytes_per_second = 3e8, m.between.bytes_per_second = 2e7;
+  m.issue_seconds = m.least_seconds = 1e-7;
+  m.ranks_per_host = ranks_per_host;
+  m.memory = memory;
+  return m;
+}
+
+// The fastest that fits, of everything that can be asked for.
+double fastest_of_all(const models::TrainConfig& config, int world, const Machine& machine) {
+  double best = 1e300;
+  for (const int64_t pipeline : {1, 2, 4})
+    for (const int64_t tensor : {1, 2, 4})
+      for (const int64_t context : {1, 2, 4})
+        for (const int64_t replicas : {1, 2})
+          for (const bool secondary : {false, true})
+            for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"})
+              for (const char* recompute : {"none", "selective", "block"})
+                for (const int64_t micro_batches : {1, 2, 4, 8}) {
+                  if (pipeline * tensor * context * replicas > world) continue;
+                  models::TrainConfig c = config;
+                  auto& s = c.sharding;
+                  s.pipeline = pipeline, s.tensor = tensor, s.context = context, s.replicas = replicas;
+                  s.secondary = secondary, s.strategy = strategy;
+                  c.train.recompute = recompute, c.train.micro_batches = micro_batches;
+                  try {
+                    const models::StepTime time = models::time_step(c, kVocab, world, machine);
+                    if (time.peak_bytes <= machine.memory) best = std::min(best, time.seconds);
+                  } catch (const ConfigError&) {
+                  }
+                }
+  return best;
+}
+
+TEST_F(Ways, TheFastestIsNearlyThatOfAll) {
+  const models::TrainConfig config = small();
+  const auto front = models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40)).front;
+  ASSERT_GT(front.size(), 2u);
+  for (const models::Way* way : {&front.front(), &front[front.size() / 2], &front.back()}) {
+    const int64_t memory = way->time.peak_bytes;
+    const Machine machine = machine_with(memory);
+    const models::Ways ways = models::find_ways(config, kVocab, 4, machine);
+    const double best = fastest_of_all(config, 4, machine);
+    ASSERT_FALSE(ways.front.empty()) << memory;
+    EXPECT_GE(ways.front[0].time.seconds, best) << memory;
+    EXPECT_LE(ways.front[0].time.seconds, 1.05 * best) << memory << ' ' << ways.front[0].options;
+  }
+}
+
+TEST_F(Ways, AreSortedFitAndAreWhatTheirOptionsSay) {
+  const models::TrainConfig config = small();
+  const Machine machine = machine_with(models::time_step(config, kVocab, 8, machine_with(1)).peak_bytes, 4);
+  models::WaysOptions options;
+  options.threads = 2;
+  const models::Ways ways = models::find_ways(config, kVocab, 8, machine, options);
+  ASSERT_GT(ways.fitting.size(), 10u);
+  ASSERT_GT(ways.front.size(), 1u);
+  EXPECT_LT(ways.fitting.size(), static_cast<size_t>(ways.planned));
+  for (size_t i = 1; i < ways.fitting.size(); ++i) EXPECT_GE(ways.fitting[i].time.seconds, ways.fitting[i - 1].time.seconds);
+  for (const models::Way& way : ways.fitting) EXPECT_LE(way.time.peak_bytes, machine.memory);
+  for (size_t i = 0; i < ways.front.size(); ++i) {
+    const models::Way& way = ways.front[i];
+    if (i > 0) {
+      EXPECT_LT(way.time.peak_bytes, ways.front[i - 1].time.peak_bytes);
+    }
+    EXPECT_EQ(models::time_step(way.config, kVocab, 8, machine).seconds, way.time.seconds) << way.options;
+    int64_t peak = 0;
+    for (const int rank : models::ranks_that_hold_most(way.config, 8))
+      peak = std::max(peak, models::plan_step(way.config, kVocab, rank, 8, 1, "nccl", Device::cuda()).peak_bytes);
+    EXPECT_EQ(way.time.peak_bytes, peak) << way.options;
+  }
+  // By one thread it is the same search.
+  const models::Ways again = models::find_ways(config, kVocab, 8, machine);
+  ASSERT_EQ(again.fitting.size(), ways.fitting.size());
+  for (size_t i = 0; i < ways.front.size(); ++i) EXPECT_EQ(again.front[i].options, ways.front[i].options);
+}
+
+TEST_F(Ways, KeepWhatIsKept) {
+  models::TrainConfig config = small();
+  config.sharding.tensor = 2;
+  config.train.recompute = "block";
+  models::WaysOptions options;
+  options.keep = {"sharding.tensor", "train.recompute", "sharding.strategy"};
+  for (const models::Way& way : models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40), options).fitting) {
+    EXPECT_EQ(way.config.sharding.tensor, 2);
+    EXPECT_EQ(way.config.train.recompute, "block");
+    EXPECT_EQ(way.config.sharding.strategy, config.sharding.strategy);
+    EXPECT_THAT(way.options, HasSubstr("--sharding.tensor 2"));
+  }
+}
+
+TEST_F(Ways, SayWhyThereIsNone) {
+  models::TrainConfig config = small();
+  config.sharding.pipeline = 2;
+  config.train.optimizer = "muon";
+  models::WaysOptions options;
+  options.keep = {"sharding.pipeline"};
+  const auto reason = [&](int world) -> std::string {
+    try {
+      models::find_ways(config, kVocab, world, machine_with(int64_t{1} << 40), options);
+    } catch (const ConfigError& e) {
+      return e.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(reason(4), HasSubstr("muon"));
+  EXPECT_THAT(reason(3), HasSubstr("3 ranks"));
+  const models::Ways none = models::find_ways(small(), kVocab, 4, machine_with(1000));
+  EXPECT_TRUE(none.fitting.empty());
+  EXPECT_GT(none.least_bytes, 1000);
+}
+
+TEST_F(Ways, ShareExpertsOut) {
+  models::TrainConfig config = small();
+  config.model = tiny_mixture(1.1);
+  config.model.dropout = 0;
+  config.train.batch = 10;
+  bool shared = false;
+  for (const models::Way& way : models::find_ways(config, kVocab, 10, machine_with(int64_t{1} << 40, 10)).fitting)
+    shared = shared || way.config.sharding.experts > 1;
+  EXPECT_TRUE(shared);
+}
+
+}  // namespace
+}  // namespace sheaf::testing

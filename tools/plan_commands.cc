@@ -1,0 +1,121 @@
+// What a step would take, without taking it: `sheaf tape`, `sheaf plan`.
+#include <algorithm>
+#include <cstdio>
+
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/cores.h"
+#include "sheaf/core/file.h"
+#include "sheaf/distributed/init.h"
+#include "sheaf/distributed/rendezvous.h"
+#include "sheaf/models/flops.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/models/tokenizer.h"
+#include "sheaf/models/trainer.h"
+#include "sheaf/models/ways.h"
+#include "sheaf/tools/commands.h"
+#include "sheaf/tools/config.h"
+#include "sheaf/tools/output.h"
+
+namespace sheaf::tools {
+namespace {
+
+// What the plan of a GPU's memory leaves out.
+constexpr const char* kOfAGpu =
+    "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
+    "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
+
+int64_t vocabulary_of(const char* command, const models::TrainConfig& config) {
+  if (config.model.vocab > 0) return config.model.vocab;
+  const models::DataConfig& data = config.data;
+  if (models::is_published(data.tokenizer)) return models::open_tokenizer(data.tokenizer, data.tokenizer_folder)->vocab_size();
+  if (data.corpus.empty()) fail<ConfigError>("[", command, "] the size of the vocabulary is not known: give --model.vocab N");
+  return models::load_corpus(data, 0).vocab;
+}
+
+template <class... Args>
+std::string formatted(const char* format, Args... args) {
+  char text[256];
+  std::snprintf(text, sizeof text, format, args...);
+  return text;
+}
+
+std::string row(const models::Way& way, const Machine& machine, int world) {
+  const models::StepTime& t = way.time;
+  const double ranks_seconds = t.seconds * world;
+  return formatted("%12.3f  %10.0f  %5.1f  %7.1f  %8.1f  %7.1f  ", t.seconds,
+                   static_cast<double>(way.config.train.batch * way.config.model.context) / ranks_seconds,
+                   100 * models::flops_per_step(way.config) / (ranks_seconds * machine.peak),
+                   static_cast<double>(t.peak_bytes) * 1e-9,
+                   static_cast<double>(t.received) / (1 << 30), 100 * (1 - t.computing / t.seconds)) +
+         way.options;
+}
+
+}  // namespace
+
+int tape_command(const TapeArguments& arguments) {
+  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
+  if (arguments.world < 1) fail<ConfigError>("[tape] --world must be at least 1, not ", arguments.world);
+  if (arguments.rank < 0 || arguments.rank >= arguments.world)
+    fail<ConfigError>("[tape] --rank must be in [0, ", arguments.world, "), not ", arguments.rank);
+  const int64_t vocab = vocabulary_of("tape", config);
+  const int threads = arguments.threads_per_rank > 0 ? arguments.threads_per_rank
+                                                     : threads_per_rank(arguments.world);
+  if (arguments.device != "cpu" && arguments.device != "cuda")
+    fail<ConfigError>("[tape] unknown device '", arguments.device, "'; known: cpu, cuda");
+  const bool gpu = arguments.device == "cuda";
+  // The ranks of a job on one host, unless SHEAF_COMM says that they will talk over Gloo; GPUs talk over NCCL.
+  const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
+  const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm,
+                                              gpu ? Device::cuda() : Device::cpu());
+  if (arguments.format == "json") say(to_json(plan.tape));
+  else if (arguments.format == "dot") say(to_dot(plan.tape));
+  else if (arguments.format == "text")
+    say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
+        str("\nparameters ", plan.parameters, ", ranks ", arguments.world, ", rank ", arguments.rank,
+            gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak_bytes, " bytes (",
+            mebibytes(plan.peak_bytes), ")",
+            plan.host_bytes ? str(", and of the host's memory ", plan.host_bytes, " bytes (", mebibytes(plan.host_bytes), ")") : "",
+            gpu ? kOfAGpu : ""));
+  else
+    fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
+  return 0;
+}
+
+int plan_command(const PlanArguments& arguments) {
+  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
+  if (arguments.world < 1) fail<ConfigError>("[plan] --world must be at least 1, not ", arguments.world);
+  if (config.train.recompute == "fit")
+    fail<ConfigError>("[plan] train.recompute fit: it looks for what fits by itself; --memory says what to fit into");
+  const int64_t vocab = config.model.vocab = vocabulary_of("plan", config);
+  Machine machine = machine_named(arguments.machine);
+  if (arguments.ranks_per_host > 0) machine.ranks_per_host = arguments.ranks_per_host;
+  if (arguments.memory > 0) machine.memory = arguments.memory;
+  if (arguments.network > 0) machine.between.bytes_per_second = arguments.network;
+  if (!arguments.trace.empty()) write_file(arguments.trace, "");  // whether it can be, before all the work
+  models::WaysOptions options;
+  options.threads = available_cores();
+  for (const std::string& word : arguments.overrides)
+    if (word.starts_with("--")) options.keep.insert(word.substr(2, word.find('=') - 2));
+  const models::Ways ways = models::find_ways(config, vocab, arguments.world, machine, options);
+  if (ways.fitting.empty())
+    fail<OutOfMemory>("[plan] none of ", ways.planned, " ways fits ", machine.memory, " bytes a rank: the least takes ", ways.least_bytes);
+  say(str(config.train.batch, " sequences of ", config.model.context, " tokens, ", arguments.world, " ranks on ", machine.name, ", ",
+          machine.ranks_per_host, " to a host: ", ways.planned, " ways planned, ", ways.fitting.size(), " of them within ",
+          formatted("%.1f GB", static_cast<double>(machine.memory) * 1e-9)));
+  say(" estimated s  tok/s/rank  MFU %  peak GB  recv GiB  waits %  options");
+  for (const models::Way& way : arguments.all ? ways.fitting : ways.front) say(row(way, machine, arguments.world));
+  const models::Way& best = ways.fitting[0];
+  if (!best.time.waits.empty()) {
+    std::string waits;
+    for (const auto& [name, seconds] : best.time.waits)
+      waits += str(waits.empty() ? "" : ", ", name, formatted(" %.4f s", seconds));
+    say("the first one waits for " + waits);
+  }
+  if (!arguments.trace.empty()) {
+    write_file(arguments.trace, models::trace_step(best.config, vocab, arguments.world, machine));
+    say("its time line is in " + arguments.trace);
+  }
+  return 0;
+}
+
+}  // namespace sheaf::tools
