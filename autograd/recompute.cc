@@ -32,8 +32,8 @@ RecomputeScope::RecomputeScope(const RecomputeOptions& options) {
 }
 
 RecomputeScope::~RecomputeScope() {
-  Recording* r = Recording::current();
-  if (!r || recording_ != r->serial()) return;
+  Recording* r = recording_ ? Recording::living(recording_) : nullptr;  // another may have begun inside, and live on
+  if (!r) return;
   if (selective_) r->selective_ = false;
   else r->end_region();
 }

@@ -348,6 +348,20 @@ TEST(Recompute, AModuleIsNotOpenIfItsRegionCannotBegin) {
   }, {.threads_per_rank = 1});
 }
 
+TEST(Recompute, AScopeEndsWhereAnotherRecordingBeganInIt) {
+  for (const bool selective : {false, true}) {
+    Recording outer;
+    auto scope = std::make_unique<RecomputeScope>(RecomputeOptions{.selective = selective});
+    const Tensor x = outer.watch(full({3}, 2.0)), y = sum(mul(tanh(x), tanh(x)));
+    auto inner = std::make_unique<Recording>();
+    scope.reset();
+    inner.reset();
+    EXPECT_TRUE(RecomputeScope().is_region()) << "the first one is over";
+    const Tensor xs[] = {x};
+    EXPECT_GT(outer.gradient(y, xs)[0].to_vector<float>()[0], 0);
+  }
+}
+
 TEST(Recompute, WhatCannotBeSaysSo) {
   Case c;
   Recording recording;
