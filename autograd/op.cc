@@ -3,6 +3,7 @@
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/profile.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -53,6 +54,12 @@ DeviceScope::DeviceScope(Device device) : previous_(default_device_) { default_d
 DeviceScope::~DeviceScope() { default_device_ = previous_; }
 Device default_device() { return default_device_.value_or(RankContext::current().device); }
 
+// Apart, so that it costs those nothing who have no profile.
+[[gnu::noinline]] static void execute_noted(const OpDef& op, const void* attrs, Execute& run) {
+  const ProfileSpan span(Profile::kCompute, op.name, PathScope::current());
+  op.execute(attrs, run);
+}
+
 Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
                      std::span<const OutputSpec> specs, bool add) {
   const Device device = detail::device_of(op, inputs, specs);
@@ -71,7 +78,8 @@ Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor>
   }
   if (op.execute && (!device.is_meta() || op.kind == OpKind::redistribute || op.kind == OpKind::discard)) {
     run.will_execute(op.name);
-    op.execute(attrs, run);
+    if (RankContext::current().profile) [[unlikely]] execute_noted(op, attrs, run);
+    else op.execute(attrs, run);
   }
   if (op.kind == OpKind::step)
     for (size_t i = 0; i < specs.size(); ++i)

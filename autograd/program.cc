@@ -7,6 +7,7 @@
 #include "sheaf/autograd/arrangement.h"
 #include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/profile.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -173,6 +174,7 @@ std::vector<Tensor> Program::run() {
     const bool meta = run.device().is_meta();
     if (i.op->kind != OpKind::discard && i.op->execute && (!meta || i.op->kind == OpKind::redistribute)) {
       run.will_execute(i.op->name);
+      const ProfileSpan span(Profile::kCompute, i.op->name, *i.path);
       i.op->execute(i.attrs, run);
     }
     if (i.updates)

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "sheaf/core/device.h"
+#include "sheaf/core/profile.h"
 
 namespace sheaf {
 
@@ -70,7 +71,10 @@ class Event {
   };
   void settle() const {
     std::unique_lock lock(state_->mutex);
-    state_->condition.wait(lock, [&] { return state_->done; });
+    if (!state_->done) {
+      const ProfileSpan waits(Profile::kCompute, "waits", {});
+      state_->condition.wait(lock, [&] { return state_->done; });
+    }
     if (state_->failure) std::rethrow_exception(state_->failure);
   }
   std::shared_ptr<State> state_;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "sheaf/core/gpu.h"
+#include "sheaf/core/profile.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/in_turn.h"
 
@@ -123,6 +124,7 @@ std::shared_ptr<const DevicePoint> CommunicatorBase::execute(const Collective& c
   set_state(call.sequence, FlightEntry::State::running);
   try {
     throw_if_failed(call);
+    const ProfileSpan span(group_.name, name(call.op), call.path);
     std::shared_ptr<const DevicePoint> point;
     if (call.on_gpu) point = run_on_gpu(call);
     else run(call);
