@@ -16,6 +16,7 @@
 #include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/models/published_weights.h"
+#include "sheaf/models/step_profile.h"
 
 namespace sheaf::models {
 namespace {
@@ -116,6 +117,8 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   const int64_t least = corpus_.tokenizer ? corpus_.tokenizer->vocab_size() : corpus_.vocab;
   if (least > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", least);
+  if (config_.output.trace_step > 0 && device_.is_cuda())
+    fail<ConfigError>("[train] output.trace_step: a GPU runs behind its host, whose time line would mean nothing; NVIDIA's nsys has its own");
   check_memory(config_, config_.model.vocab, world_);
   find_weights();
   lock_folder();
@@ -279,7 +282,18 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
     memory.reset_peak();
     const bool last = s + 1 == t.steps;
     const bool compiled = step_->program();
+    std::optional<StepProfile> profile;
+    if (s + 1 == config_.output.trace_step) profile.emplace(world_);
     TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
+    if (profile) {
+      const std::string file = config_.output.folder + "/trace.json";
+      try {
+        const std::string shares = profile->write(file);
+        if (first_rank) options_.print(str("step ", s + 1, " took rank 0 ", shares, "; its time line is in ", file));
+      } catch (const IoError& error) {
+        options_.warn(str(error.what(), "; training goes on without it"));
+      }
+    }
     if (first_rank && step_->program() && !compiled)
       report_program(*step_->program());
     saver_.check();

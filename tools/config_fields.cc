@@ -126,6 +126,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
 
       {"output.folder", &c.output.folder, "metrics.jsonl, checkpoints and the configuration"},
       {"output.keep_checkpoints", &c.output.keep_checkpoints, "newest ones kept, at least 2; 0: all", any, 0},
+      {"output.trace_step", &c.output.trace_step, "on CPUs: the step whose time line is measured, for trace.json; 0: none", any, 0,
+       1e12},
 
       {"generate.prompt", &g.prompt, "text to continue"},
       {"generate.tokens", &g.tokens, "tokens to add", any, 0, 1e9},

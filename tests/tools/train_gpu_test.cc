@@ -145,6 +145,16 @@ TEST(TrainOnGpu, GraphsNeedOne) {
   EXPECT_THAT(r.err, HasSubstr("[train] train.cuda_graph: this run computes on CPUs"));
 }
 
+TEST(TrainOnGpu, ItsTimeLineIsNotTheHosts) {
+  SHEAF_NEEDS_GPU();
+  Folder folder;
+  Words words = folder.train("none");
+  words.insert(words.end(), {"--output.trace_step", "2"});
+  const Outcome r = run_sheaf(words, kOnGpu);
+  EXPECT_EQ(r.code, 64);
+  EXPECT_THAT(r.err, HasSubstr("[train] output.trace_step"));
+}
+
 TEST(TrainOnGpu, WhatIsMissingIsSaid) {
   Folder folder;
   const Outcome wrong = run_sheaf(folder.train("none"), {"SHEAF_DEVICE=gpu"});

@@ -1,0 +1,77 @@
+#include "sheaf/models/step_profile.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+
+#include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
+#include "sheaf/core/trace_events.h"
+#include "sheaf/distributed/gather_texts.h"
+
+namespace sheaf::models {
+namespace {
+
+// By name, what the rank's thread did itself: an op without what it waited for. Spans come in the order in which they ended, so
+// those inside another stand before it.
+std::map<std::string, double> own_seconds(const std::vector<Profile::Span>& spans) {
+  std::map<std::string, double> own;
+  std::vector<const Profile::Span*> inner;
+  for (const Profile::Span& span : spans) {
+    if (span.row != Profile::kCompute) continue;
+    double seconds = span.end - span.begin;
+    for (; !inner.empty() && inner.back()->begin >= span.begin; inner.pop_back()) seconds -= inner.back()->end - inner.back()->begin;
+    inner.push_back(&span);
+    own[span.name] += seconds;
+  }
+  return own;
+}
+
+std::string shares(const std::vector<Profile::Span>& spans, double seconds) {
+  constexpr size_t kShown = 6;
+  double noted = 0;
+  std::vector<std::pair<double, std::string>> parts;
+  for (const auto& [name, own] : own_seconds(spans)) parts.emplace_back(own, name), noted += own;
+  parts.emplace_back(seconds - noted, "between ops");
+  std::ranges::sort(parts, std::greater<>());
+  parts.resize(std::min(parts.size(), kShown));
+  std::string out;
+  for (const auto& [own, name] : parts) {
+    char percent[32];
+    std::snprintf(percent, sizeof percent, " %.1f%%", 100 * own / seconds);
+    out += (out.empty() ? "" : ", ") + name + percent;
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string StepProfile::write(const std::string& path) {
+  const double end = Profile::now();
+  const std::vector<Profile::Span> spans = profile_.spans();
+  // All begin where the first one did.
+  double first = begin_;
+  const bool alone = world_.size() == 1;
+  if (!alone)
+    for (const std::string& began : gather_texts(world_.communicator(), json_number(begin_), "profile"))
+      first = std::min(first, Json::parse(began, "profile").as_double());
+  TraceEvents events;
+  events.name_process(world_.rank(), str("rank ", world_.rank()));
+  std::vector<std::string> rows = {std::string(Profile::kCompute)};
+  for (const Profile::Span& span : spans) {
+    auto row = std::ranges::find(rows, span.row);
+    if (row == rows.end()) row = rows.insert(rows.end(), span.row);
+    events.add(world_.rank(), static_cast<int>(row - rows.begin()), span.name, span.module, span.begin - first, span.end - span.begin);
+  }
+  for (size_t r = 0; r < rows.size(); ++r) events.name_row(world_.rank(), static_cast<int>(r), rows[r]);
+  std::string lines;
+  if (alone) lines = events.lines();
+  else
+    for (const std::string& one : gather_texts(world_.communicator(), events.lines(), "profile")) lines += (lines.empty() ? "" : ",\n") + one;
+  if (world_.rank() == 0) write_file(path, TraceEvents::document(lines));
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%.4f s: ", end - begin_);
+  return seconds + shares(spans, end - begin_);
+}
+
+}  // namespace sheaf::models

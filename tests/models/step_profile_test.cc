@@ -1,0 +1,145 @@
+// A step's measured time line has what the step's tape has.
+#include "sheaf/models/step_profile.h"
+
+#include <chrono>
+#include <map>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+using Counts = std::map<std::string, int>;
+
+// What runs, by name, on the thread that computes and on lanes.
+struct Ran {
+  Counts ops, collectives;
+};
+Ran on_tape(const Tape& tape) {
+  Ran ran;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    const Node& n = tape.node(id);
+    if (!n.op || !n.op->execute || n.op->kind == OpKind::discard) continue;
+    if (n.num_outputs && tape.value(tape.output(n)).view_of >= 0) continue;
+    ++ran.ops[n.op->name];
+    for (const Transfer& t : transfers(tape, n)) ++ran.collectives[t.name];
+  }
+  return ran;
+}
+
+struct Span {
+  std::string name;
+  double begin, end;
+};
+
+TEST(StepProfile, HasTheNodesOfTheTapeAndTheirCollectives) {
+  for (const bool compiled : {false, true})
+    for (const int world : {1, 2}) {
+      SCOPED_TRACE(str(world, compiled ? " ranks, compiled" : " ranks"));
+      const ScratchFolder folder;
+      const std::string file = folder / "trace.json";
+      std::vector<Tape> tapes(static_cast<size_t>(world));
+      std::string line;
+      run_local(world, [&](World& w) {
+        models::TrainConfig config = tiny_config();
+        config.train.compile = compiled;
+        models::TrainingStep step(config, config.model.vocab, w, w.device());
+        for (int64_t s = 0; s < 4; ++s) step.run(s, fill_tiny);
+        models::StepProfile profile(w);
+        models::RecordedStep recorded;
+        step.run(4, fill_tiny, &recorded);
+        const std::string shares = profile.write(file);
+        if (w.rank() == 0) line = shares;
+        tapes[static_cast<size_t>(w.rank())] = std::move(recorded.tape);
+      });
+      EXPECT_THAT(line, HasSubstr(" s: "));
+      EXPECT_THAT(line, HasSubstr("%"));
+      const Json trace = Json::parse(File::open<DataError>(file).read_all(), "trace");
+      std::map<int64_t, std::string> rows;
+      for (const Json& e : trace.at("traceEvents").as_array())
+        if (e.at("name").as_string() == "thread_name" && e.at("pid").as_int() == 0)
+          rows[e.at("tid").as_int()] = e.at("args").at("name").as_string();
+      EXPECT_EQ(rows.at(0), "compute");
+      EXPECT_EQ(rows.size() > 1, world > 1);
+      for (int rank = 0; rank < world; ++rank) {
+        const Ran expected = on_tape(tapes[static_cast<size_t>(rank)]);
+        Ran seen;
+        std::vector<Span> open;  // of the compute row, one inside the other
+        std::vector<Span> spans;
+        for (const Json& e : trace.at("traceEvents").as_array()) {
+          if (e.at("ph").as_string() != "X" || e.at("pid").as_int() != rank) continue;
+          const std::string& name = e.at("name").as_string();
+          const double begin = e.at("ts").as_double();
+          EXPECT_GE(begin, 0);
+          EXPECT_GE(e.at("dur").as_double(), 0);
+          if (e.at("tid").as_int() > 0) {
+            ++seen.collectives[name];
+            continue;
+          }
+          if (name != "waits") ++seen.ops[name];
+          spans.push_back({name, begin, begin + e.at("dur").as_double()});
+        }
+        for (const auto& [name, count] : expected.ops) EXPECT_EQ(seen.ops[name], count) << name;
+        if (!compiled) continue;  // an eager step does more than it records
+        EXPECT_EQ(seen.ops.size(), expected.ops.size());
+        for (const auto& [name, count] : expected.collectives) {
+          if (world > 1) {
+            EXPECT_GE(seen.collectives[name], count) << name;
+          }
+        }
+        for (size_t i = 1; i < spans.size(); ++i) EXPECT_GE(spans[i].end, spans[i - 1].end - 1e-3);
+      }
+    }
+}
+
+TEST(StepProfile, WhatAnOpWaitedForIsNotItsOwn) {
+  const ScratchFolder folder;
+  run_local(1, [&](World& w) {
+    models::StepProfile profile(w);
+    const auto rest = [](int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); };
+    {
+      const ProfileSpan op(Profile::kCompute, "op", "m");
+      rest(5);
+      const ProfileSpan waits(Profile::kCompute, "waits", {});
+      rest(50);
+    }
+    const std::string line = profile.write(folder / "trace.json");
+    const size_t waits = line.find(": waits "), op = line.find(", op ");
+    ASSERT_NE(waits, std::string::npos) << line;  // first, so the largest share
+    ASSERT_NE(op, std::string::npos) << line;
+    EXPECT_LT(std::stod(line.substr(op + 5)), 50) << line;
+  });
+}
+
+TEST(StepProfile, OneAtATimeForEachRank) {
+  const Profile profile;
+  EXPECT_THROW(Profile(), ConfigError);
+}
+
+TEST(Profile, TellsTheComputingThreadFromOthers) {
+  Profile profile;
+  { const ProfileSpan span(Profile::kCompute, "op", "m"); }
+  std::thread([&context = RankContext::current()] {
+    const RankScope scope(context);
+    const ProfileSpan compute(Profile::kCompute, "not there", "m"), lane("lane", "gather", "n");
+  }).join();
+  const auto spans = profile.spans();
+  ASSERT_EQ(spans.size(), 2u);
+  EXPECT_EQ(spans[0].name, "op");
+  EXPECT_EQ(spans[1].row + spans[1].name + spans[1].module, "lanegathern");
+  EXPECT_GE(spans[1].begin, spans[0].end);
+}
+
+}  // namespace
+}  // namespace sheaf::testing
