@@ -166,22 +166,29 @@ class Search {
     return std::max<int64_t>(1, config_.train.batch / std::max<int64_t>(1, groups));
   }
 
-  // For one choice of axes: the least that is computed again, with the fewest micro-batches for it.
+  // For one choice of axes: the fewest micro-batches with which a step fits, then more as long as less is computed again.
   void settle_memory(Choice x) {
     const std::vector<std::string> recompute =
         keeps("train.recompute") ? std::vector<std::string>{x.recompute} : std::vector<std::string>{"none", "selective", "block"};
-    const int64_t most = most_micro_batches(x);
-    for (int64_t tried = 0, m = x.micro_batches; tried < 4 && m <= std::max(most, x.micro_batches); ++tried, m *= 2) {
-      x.micro_batches = m;
+    const int64_t most = keeps("train.micro_batches") ? x.micro_batches : most_micro_batches(x);
+    std::map<std::string, int64_t> before;  // peaks with half the micro-batches
+    for (;; x.micro_batches = std::min(2 * x.micro_batches, most)) {
+      bool may_fit = false;
       for (const std::string& again : recompute) {
         x.recompute = again;
         const auto time = plan(x);
-        if (!time) break;
-        if (time->peak_bytes > machine_.memory) continue;
-        if (again == recompute.front()) return;
-        break;
+        if (!time) continue;
+        const int64_t peak = time->peak_bytes;
+        if (peak <= machine_.memory) {
+          if (!may_fit) return;
+          break;
+        }
+        // What does not shrink with a micro-batch is left when all that does is gone. The first two differ in more.
+        const auto had = before.find(again);
+        may_fit = may_fit || had == before.end() || x.micro_batches <= 2 || 2 * peak - had->second <= machine_.memory;
+        before[again] = peak;
       }
-      if (keeps("train.micro_batches")) return;
+      if (!may_fit || x.micro_batches >= most) return;
     }
   }
 
@@ -201,8 +208,9 @@ class Search {
     vary("sharding.strategy", &Choice::strategy, std::vector<std::string>{"full_shard", "shard_grad_op", "zero1"});
     vary("train.recompute", &Choice::recompute, std::vector<std::string>{"none", "selective", "block"});
     std::vector<int64_t> micro_batches;
-    for (const int64_t m : {x.micro_batches / 2, x.micro_batches * 2})
-      if (m >= 1 && m <= most_micro_batches(x)) micro_batches.push_back(m);
+    const int64_t most = most_micro_batches(x);
+    for (const int64_t m : {x.micro_batches / 2, std::min(2 * x.micro_batches, most)})
+      if (m >= 1 && m <= most) micro_batches.push_back(m);
     vary("train.micro_batches", &Choice::micro_batches, micro_batches);
     if (x.replicas > 1) vary("sharding.secondary", &Choice::secondary, std::vector<bool>{true});
     return out;

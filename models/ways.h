@@ -33,9 +33,10 @@ struct Ways {
 };
 
 /// Varies sharding.pipeline, .tensor, .context, .experts, .replicas, .secondary, .strategy, train.micro_batches and
-/// train.recompute. It does not try everything: for each choice of axes the least recomputing that fits with few micro-batches
-/// and the strategy that suits; for the best of these then the other strategies and neighbouring micro-batches. ConfigError if no
-/// choice of axes suits the model, the batch and the number of ranks: with the reason that the last one was refused for.
+/// train.recompute. It does not try everything: for each choice of axes the fewest micro-batches that fit, and more as long
+/// as less is computed again with them, under the strategy that suits; for the best of these then the other strategies and
+/// neighbouring micro-batches. ConfigError if no choice of axes suits the model, the batch and the number of ranks: with the
+/// reason that the last one was refused for.
 Ways find_ways(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const WaysOptions& options = {});
 
 }  // namespace sheaf::models

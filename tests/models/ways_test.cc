@@ -114,6 +114,30 @@ TEST_F(Ways, AreSortedFitAndAreWhatTheirOptionsSay) {
   for (size_t i = 0; i < ways.front.size(); ++i) EXPECT_EQ(again.front[i].options, ways.front[i].options);
 }
 
+// One rank, and so little memory that only single sequences fit, or only if all is computed again.
+TEST_F(Ways, TakeAsManyMicroBatchesAsItTakes) {
+  models::TrainConfig config = small();
+  config.train.batch = 64;
+  for (const char* fits : {"none", "selective", "block"})
+    for (const int64_t batch : {64, 48}) {
+      models::TrainConfig c = config;
+      c.train.batch = batch, c.train.micro_batches = batch, c.train.recompute = fits;
+      const Machine machine = machine_with(models::time_step(c, kVocab, 1, machine_with(1)).peak_bytes);
+      double best = 1e300;
+      for (const char* recompute : {"none", "selective", "block"})
+        for (const int64_t micro_batches : {8, 16, 32, 48, 64}) {
+          if (micro_batches > batch) continue;
+          c.train.micro_batches = micro_batches, c.train.recompute = recompute;
+          const models::StepTime time = models::time_step(c, kVocab, 1, machine);
+          if (time.peak_bytes <= machine.memory) best = std::min(best, time.seconds);
+        }
+      config.train.batch = batch;
+      const models::Ways ways = models::find_ways(config, kVocab, 1, machine);
+      ASSERT_FALSE(ways.fitting.empty()) << fits << ' ' << batch;
+      EXPECT_LE(ways.fitting[0].time.seconds, best) << fits << ' ' << batch;
+    }
+}
+
 TEST_F(Ways, KeepWhatIsKept) {
   models::TrainConfig config = small();
   config.sharding.tensor = 2;
