@@ -44,6 +44,9 @@ double seconds_of(const Machine& m, const std::string& name, const Group& g, dou
   double seconds = 0;
   if (g.on_host > 1) seconds = std::max(seconds, bytes / m.within.bytes_per_second);
   if (g.hosts > 1) seconds = std::max(seconds, outside / m.between.bytes_per_second);
+  // NCCL gathers and scatters round a ring, which is as long as there are ranks, but of one rank of each host (PAT).
+  if (g.on_host > 1 && (name == "all_gather" || name == "reduce_scatter"))
+    return seconds + (n - h) * m.within.hop_seconds + (h - 1) * m.between.hop_seconds;
   if (g.on_host > 1) seconds += steps(g.on_host) * m.within.seconds;
   if (g.hosts > 1) seconds += steps(g.hosts) * m.between.seconds;
   return seconds;
@@ -98,7 +101,8 @@ Machine machine_named(std::string_view name) {
   // 474, 541, 579 backward at 2,048 to 16,384 keys (benchmarks of cudnn-frontend); heads of 64 reach 0.7 of that (FlashAttention-3's
   // paper). Products: some 790 TFLOP/s of large ones, 650 to 730 where the smallest dimension is 768 to 1,600. Memory: RMSNorm's
   // backward there, 3.8 TB/s. NCCL within a host: 360 GB/s of NVLink's 450 (nccl-tests#326); between hosts nine tenths of one
-  // 400 (A100: 200) Gbit/s adapter for each GPU. The H100 and the A100: the same fractions of their peaks.
+  // 400 (A100: 200) Gbit/s adapter for each GPU; a ring's hops as in NCCL's model of itself (src/graph/tuning.cc, LL128). The H100 and
+  // the A100: the same fractions of their peaks.
   Machine m;
   m.name = name;
   m.least_seconds = 2e-6, m.issue_seconds = 5e-6;
@@ -112,7 +116,7 @@ Machine machine_named(std::string_view name) {
     m.bytes_per_second = name == "h200" ? 3.8e12 : 2.65e12;
     m.memory = name == "h200" ? 140'000'000'000 : 78'000'000'000;
     m.host_bytes_per_second = 50e9;
-    m.within = {360e9, 5e-6}, m.between = {45e9, 10e-6};
+    m.within = {360e9, 5e-6, 2e-6}, m.between = {45e9, 10e-6, 4e-6};
     return m;
   }
   if (name == "a100") {
@@ -122,7 +126,7 @@ Machine machine_named(std::string_view name) {
     m.bytes_per_second = 1.6e12;
     m.memory = 78'000'000'000;
     m.host_bytes_per_second = 24e9;
-    m.within = {230e9, 5e-6}, m.between = {22e9, 10e-6};
+    m.within = {230e9, 5e-6, 2e-6}, m.between = {22e9, 10e-6, 4e-6};
     return m;
   }
   fail<ConfigError>("[machine] unknown machine '", name, "'; known: h200, h100, a100");

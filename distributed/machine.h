@@ -19,7 +19,8 @@ struct Rate {
 /// What a rank receives through, in each direction at once.
 struct Link {
   double bytes_per_second = 0;
-  double seconds = 0;  ///< of each step of a collective, which takes log2 of its ranks
+  double seconds = 0;      ///< of each step of a collective, which takes log2 of its ranks
+  double hop_seconds = 0;  ///< of all_gather and reduce_scatter, which go round a ring of all ranks
 };
 
 struct Machine {

@@ -202,6 +202,24 @@ TEST_F(StepTimes, TransfersTakeTheLinksBetweenTheirRanks) {
   EXPECT_DOUBLE_EQ(first_transfer(stages, 4, slow_links(1), "send").first, activations / 10);
 }
 
+// Rings are as long as there are ranks; of one rank of each host NCCL takes trees, as it does where all add up.
+TEST_F(StepTimes, RingsTakeAHopForEachRank) {
+  const models::TrainConfig c = config_of("llama");
+  const auto hops = [&](int ranks_per_host, const char* name) {
+    Machine m = machine_named("h200");
+    m.ranks_per_host = ranks_per_host;
+    m.within = {1e30, 1e-3, 1}, m.between = {1e30, 1e-6, 100};
+    return first_transfer(c, 8, m, name).first;
+  };
+  for (const char* name : {"all_gather", "reduce_scatter"}) {
+    EXPECT_NEAR(hops(8, name), 7, 1e-9);
+    EXPECT_NEAR(hops(4, name), 6 + 100, 1e-9);
+    EXPECT_NEAR(hops(1, name), 3e-6, 1e-9);
+  }
+  EXPECT_NEAR(hops(8, "all_reduce"), 3e-3, 1e-9);
+  EXPECT_NEAR(hops(4, "all_reduce"), 2e-3 + 1e-6, 1e-9);
+}
+
 TEST_F(StepTimes, WaitsAreWhatIsNotComputed) {
   models::TrainConfig c = config_of("gpt2");
   Machine machine = machine_named("h200");
