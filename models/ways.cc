@@ -131,18 +131,21 @@ class Search {
     const int64_t key_heads = model.kv_heads, host = machine_.ranks_per_host;
     std::vector<Choice> out;
     for (const int64_t p : sizes("sharding.pipeline", config_.sharding.pipeline, world_, model.layers)) {
-      if (model.layers % p != 0) continue;
+      // Stages of unlike numbers of blocks wait for the largest: if it has many more than others, too long.
+      const int64_t largest = (model.layers + p - 1) / p;
+      if (!keeps("sharding.pipeline") && 8 * largest * p > 9 * model.layers) continue;
       for (const int64_t t : sizes("sharding.tensor", config_.sharding.tensor, world_ / p, std::min(key_heads, host))) {
-        if (key_heads % t != 0) continue;
-        for (const int64_t c : sizes("sharding.context", config_.sharding.context, world_ / p / t, key_heads / t)) {
-          if (key_heads / t % c != 0) continue;
+        if (!keeps("sharding.tensor") && key_heads % t != 0) continue;
+        for (const int64_t c : sizes("sharding.context", config_.sharding.context, world_ / p / t, std::max<int64_t>(1, key_heads / t))) {
+          if (!keeps("sharding.context") && key_heads / t % c != 0) continue;
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes("sharding.experts", config_.sharding.experts, world_ / p / t / c, experts)) {
-            if (experts % e != 0) continue;
+            if (!keeps("sharding.experts") && experts % e != 0) continue;
             const int64_t data = world_ / p / t / c / e, in_group = t * c * e;
             std::vector<int64_t> replicas = {1};
             if (keeps("sharding.replicas")) replicas = {config_.sharding.replicas};
-            else if (in_group < host && data * in_group > host && data * in_group % host == 0) replicas.push_back(data * in_group / host);
+            else if (in_group < host && host % in_group == 0 && data * in_group > host && data * in_group % host == 0)
+              replicas.push_back(data * in_group / host);
             for (const int64_t r : replicas) {
               Choice x = choice_of(config_);
               x.pipeline = p, x.tensor = t, x.context = c, x.experts = e, x.replicas = r;

@@ -152,6 +152,29 @@ TEST_F(Ways, KeepWhatIsKept) {
   }
 }
 
+// Of 9 blocks the largest of four stages has 3, a third more than its share; 15 are 4, 4, 4 and 3.
+TEST_F(Ways, TakeStagesThatAreNearlyEven) {
+  models::TrainConfig config = small();
+  const auto most_stages = [&](int64_t layers, models::WaysOptions options) {
+    config.model.layers = layers;
+    int64_t most = 0;
+    for (const models::Way& way : models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40), options).fitting)
+      most = std::max(most, way.config.sharding.pipeline);
+    return most;
+  };
+  EXPECT_EQ(most_stages(15, {}), 4);
+  EXPECT_EQ(most_stages(9, {}), 2);
+  config.sharding.pipeline = 4;
+  EXPECT_EQ(most_stages(9, {.keep = {"sharding.pipeline"}}), 4) << "who asks for it gets it";
+}
+
+TEST_F(Ways, AreAskedForWithCutsThatAreNotEven) {
+  models::TrainConfig config = small();
+  config.sharding.tensor = 3;
+  const models::WaysOptions options{.keep = {"sharding.tensor"}};
+  EXPECT_FALSE(models::find_ways(config, kVocab, 3, machine_with(int64_t{1} << 40), options).fitting.empty());
+}
+
 TEST_F(Ways, SayWhyThereIsNone) {
   models::TrainConfig config = small();
   config.sharding.pipeline = 2;
