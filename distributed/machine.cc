@@ -63,10 +63,11 @@ double seconds_of(const Machine& m, const Work& w) {
   return seconds > 0 ? std::max(seconds, m.least_seconds) : 0;
 }
 
-// Bytes of what a step updates beside its parameters, each read and written.
+// Bytes of what a step updates in place beside its parameters, each read and written.
 double state_bytes(const Tape& tape, const Node& n) {
   double bytes = 0;
   for (int o = 1; o < n.num_outputs; ++o) {
+    if (tape.value(tape.output(n, o)).base < 0) continue;
     const Type& t = tape.type(tape.output(n, o));
     bytes += static_cast<double>(t.local_shape().numel()) * static_cast<double>(size_of(t.dtype));
   }

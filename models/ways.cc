@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -62,7 +63,8 @@ class Search {
       : config_(config), vocab_(vocab), world_(world), machine_(machine), options_(options) {}
 
   Ways run() {
-    const std::vector<Choice> axes = choices_of_axes();
+    std::vector<Choice> axes = choices_of_axes();
+    std::erase_if(axes, [&](const Choice& x) { return takes_long(x); });
     in_parallel(axes.size(), [&](size_t i) { plan(axes[i]); });
     // Whatever makes it fit takes more time. Stages gain some by more micro-batches.
     double fastest = std::numeric_limits<double>::max();
@@ -78,13 +80,15 @@ class Search {
     best.resize(std::min(best.size(), static_cast<size_t>(options_.refine)));
     std::set<Choice> around;
     for (const Choice& c : best)
-      for (const Choice& other : neighbours(c)) around.insert(other);
+      for (const Choice& other : neighbours(c))
+        if (!takes_long(other)) around.insert(other);
     const std::vector<Choice> more(around.begin(), around.end());
     in_parallel(more.size(), [&](size_t i) { plan(more[i]); });
 
-    if (done_.empty() || std::ranges::none_of(done_, [](const auto& d) { return d.second.has_value(); }))
-      fail<ConfigError>("[plan] no way to share ", world_, " ranks suits: ", refused_.empty() ? "there is none" : refused_);
+    if (std::ranges::none_of(done_, [](const auto& d) { return d.second.has_value(); }))
+      fail<ConfigError>("[plan] no way to share ", world_, " ranks suits: ", refused_.empty() ? "there is none" : refused_.begin()->second);
     Ways out;
+    out.passed_over = passed_over_;
     out.least_bytes = std::numeric_limits<int64_t>::max();
     for (const auto& [choice, time] : done_) {
       if (!time) continue;
@@ -123,6 +127,16 @@ class Search {
     for (int64_t n = 1; n <= std::min(ranks, most); ++n)
       if (ranks % n == 0) out.push_back(n);
     return out;
+  }
+
+  // All stages are planned, each with all micro-batches: many stages of a deep model would take longer than all the rest. Whoever
+  // wants them asks for them.
+  bool takes_long(const Choice& x) {
+    constexpr int64_t kBlocks = 12'288;
+    if (x.pipeline == 1 || keeps("sharding.pipeline") || x.pipeline * x.micro_batches * config_.model.layers <= kBlocks) return false;
+    const std::lock_guard lock(mutex_);
+    passed_over_.insert(x.pipeline);
+    return true;
   }
 
   // Axes, and which groups of ranks hold the model; strategy, micro-batches and recomputing to begin with.
@@ -176,6 +190,7 @@ class Search {
     const int64_t most = keeps("train.micro_batches") ? x.micro_batches : most_micro_batches(x);
     std::map<std::string, int64_t> before;  // peaks with half the micro-batches
     for (;; x.micro_batches = std::min(2 * x.micro_batches, most)) {
+      if (takes_long(x)) return;
       bool may_fit = false;
       for (const std::string& again : recompute) {
         x.recompute = again;
@@ -239,23 +254,33 @@ class Search {
     std::string refused;
     try {
       time = time_step(with(config_, x), vocab_, world_, machine_);
-    } catch (const Error& e) {
+    } catch (const ConfigError& e) {
       refused = e.what();
     }
     const std::lock_guard lock(mutex_);
-    if (!refused.empty()) refused_ = refused;
+    if (!refused.empty()) refused_[x] = refused;
     return done_[x] = time;
   }
 
   template <class F>
   void in_parallel(size_t n, F&& f) {
     std::atomic<size_t> next = 0;
+    std::exception_ptr failure;
     const auto work = [&] {
-      for (size_t i; (i = next++) < n;) f(i);
+      try {
+        for (size_t i; (i = next++) < n;) f(i);
+      } catch (...) {
+        next = n;
+        const std::lock_guard lock(mutex_);
+        failure = std::current_exception();
+      }
     };
-    std::vector<std::jthread> others;
-    for (int t = 1; t < options_.threads; ++t) others.emplace_back(work);
-    work();
+    {
+      std::vector<std::jthread> others;
+      for (int t = 1; t < options_.threads; ++t) others.emplace_back(work);
+      work();
+    }
+    if (failure) std::rethrow_exception(failure);
   }
 
   const TrainConfig& config_;
@@ -265,7 +290,8 @@ class Search {
   const WaysOptions& options_;
   std::mutex mutex_;
   std::map<Choice, std::optional<StepTime>> done_;
-  std::string refused_;
+  std::map<Choice, std::string> refused_;
+  std::set<int64_t> passed_over_;
 };
 
 }  // namespace

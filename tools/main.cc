@@ -121,7 +121,7 @@ int run(int argc, char** argv) {
   plan_app->add_option("--machine", plan.machine, "h200 (default), h100 or a100");
   plan_app->add_option("--ranks-per-host", plan.ranks_per_host, "8 by default")->check(threads);
   plan_app->add_option("--memory", plan.memory, "bytes that a rank may take; by default those of the machine")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(int64_t{1}, int64_t{1'000'000'000'000'000}));
   plan_app->add_option("--network", plan.network, "bytes per second that each rank receives from other hosts")
       ->check(CLI::PositiveNumber);
   plan_app->add_flag("--all", plan.all, "all ways that fit, not only those that no other beats in both time and memory");

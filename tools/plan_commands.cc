@@ -104,6 +104,12 @@ int plan_command(const PlanArguments& arguments) {
           formatted("%.1f GB", static_cast<double>(machine.memory) * 1e-9)));
   say(" estimated s  tok/s/rank  MFU %  peak GB  recv GiB  waits %  options");
   for (const models::Way& way : arguments.all ? ways.fitting : ways.front) say(row(way, machine, arguments.world));
+  if (!ways.passed_over.empty()) {
+    std::string stages;
+    for (const int64_t n : ways.passed_over) stages += str(stages.empty() ? "" : ", ", n);
+    say("not planned, or not with all numbers of micro-batches, as that takes long: " + stages +
+        " stages (--sharding.pipeline asks for a number)");
+  }
   const models::Way& best = ways.fitting[0];
   if (!best.time.waits.empty()) {
     std::string waits;
