@@ -15,31 +15,45 @@
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels {
+
+/// Which keys a query sees. With `causal`, query t sees keys s <= t + S - T: the last query sees all
+/// of them; else each sees all. With `begins`, i32[B, T], the last dimension dense, sequences are
+/// documents one behind another: query t sees keys begins[b, t] <= s <= t, where begins[b, t] is the
+/// place of its document's first token; causal only, and as many keys as queries. Blocks of queries
+/// and keys then begin where documents do, so a document, packed among others, has the bits that it
+/// has alone, and the work is that of its length.
+struct AttentionMask {
+  bool causal;
+  View begins;  ///< without a shape: there is one document
+  AttentionMask(bool is_causal, const View& of_documents = {})  // NOLINT: implicit by design
+      : causal(is_causal), begins(of_documents) {}
+  bool has_documents() const { return begins.rank() > 0; }
+};
+
 namespace cpu {
 
-/// out = softmax(scale * q kᵀ + mask) v. With `causal`, query t sees keys s <= t + S - T: the last
-/// query sees all of them. A query that sees no key gives zeros (and lse = -inf). A row of the
-/// result depends on its query and the keys it sees alone, neither on T, B nor on the number of
-/// threads.
-size_t attention_workspace(const View& q, const View& k, const View& v, bool causal,
+/// out = softmax(scale * q kᵀ, of what `mask` shows) v. A query that sees no key gives zeros (and
+/// lse = -inf). A row of the result depends on its query and the keys it sees alone, neither on T, B
+/// nor on the number of threads. Throws DataError for begins that are none.
+size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse);
-void attention(const View& q, const View& k, const View& v, bool causal, double scale,
+void attention(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
                const View& out, const View& lse, Workspace workspace);
 
 /// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are computed again
 /// from lse. Sums run over queries in order, for each key head over its query heads in order;
 /// threads share (batch, key head) pairs.
 size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
-                                    const View& lse, const View& dout, bool causal, const View& dq,
+                                    const View& lse, const View& dout, const AttentionMask& mask, const View& dq,
                                     const View& dk, const View& dv);
 void attention_backward(const View& q, const View& k, const View& v, const View& out,
-                        const View& lse, const View& dout, bool causal, double scale,
+                        const View& lse, const View& dout, const AttentionMask& mask, double scale,
                         const View& dq, const View& dk, const View& dv, Workspace workspace);
 
 }  // namespace cpu
 
 /// The same on a GPU, enqueued on `stream`, for D up to 256: by cuDNN where it takes the operands
-/// (cudnn_attention.h: causal, bf16 or f16, as many keys as queries), else by our own kernels
+/// (cudnn_attention.h: causal, without documents, bf16 or f16, as many keys as queries), else by our own kernels
 /// (attention_blocked.h), which also run where the workspace is less than cuDNN wants. Both give
 /// the same bits at every run. Ours keep the promise above that a row depends on nothing but what
 /// it sees; with cuDNN the same call gives the same bits, but another B or T may mean another
@@ -47,15 +61,15 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 /// it must not be in a stream capture.
 namespace cuda {
 
-size_t attention_workspace(const View& q, const View& k, const View& v, bool causal,
+size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse);
-void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
+void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,
                double scale, const View& out, const View& lse, Workspace workspace);
 size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
-                                    const View& lse, const View& dout, bool causal, const View& dq,
+                                    const View& lse, const View& dout, const AttentionMask& mask, const View& dq,
                                     const View& dk, const View& dv);
 void attention_backward(const Stream& stream, const View& q, const View& k, const View& v,
-                        const View& out, const View& lse, const View& dout, bool causal,
+                        const View& out, const View& lse, const View& dout, const AttentionMask& mask,
                         double scale, const View& dq, const View& dk, const View& dv,
                         Workspace workspace);
 

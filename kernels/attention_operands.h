@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sheaf/core/view.h"
+#include "sheaf/kernels/attention.h"
 
 namespace sheaf::kernels {
 
@@ -44,16 +45,28 @@ inline void check_attention_operands(const char* who, const View& q, const View&
                       "] the last dimension must be dense");
 }
 
-inline void check_attention(const char* who, const View& q, const View& k, const View& v,
+inline void check_attention_mask(const char* who, const AttentionMask& mask, const View& q, const View& k) {
+  if (!mask.has_documents()) return;
+  check<ShapeError>(mask.causal && k.shape[1] == q.shape[1] && mask.begins.shape == Shape{q.shape[0], q.shape[1]}, "[", who,
+                    "] begins of documents ", mask.begins.shape, " for queries ", q.shape, " and keys ", k.shape,
+                    mask.causal ? "" : ", not causal", "; wants [B,T], causal, as many keys as queries");
+  check<DTypeError>(mask.begins.dtype == kI32, "[", who, "] begins of documents must be i32, not ", mask.begins.dtype);
+  check<ShapeError>(mask.begins.strides.back() == 1 || mask.begins.shape.back() <= 1, "[", who,
+                    "] begins of documents must be dense in the last dimension");
+}
+
+inline void check_attention(const char* who, const View& q, const View& k, const View& v, const AttentionMask& mask,
                             const View& out, const View& lse) {
   check_attention_operands(who, q, k, v, out, lse);
+  check_attention_mask(who, mask, q, k);
   check<ShapeError>(lse.contiguous(), "[", who, "] lse must be dense");
 }
 
 inline void check_attention_backward(const char* who, const View& q, const View& k, const View& v,
-                                     const View& out, const View& lse, const View& dout,
+                                     const View& out, const View& lse, const View& dout, const AttentionMask& mask,
                                      const View& dq, const View& dk, const View& dv) {
   check_attention_operands(who, q, k, v, out, lse);
+  check_attention_mask(who, mask, q, k);
   check_attention_operands(who, dq, dk, dv, dout, lse);
   check<ShapeError>(dq.shape == q.shape && dk.shape == k.shape && dq.dtype == q.dtype, "[", who,
                     "] gradients ", dq.shape, " and ", dk.shape);

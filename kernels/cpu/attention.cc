@@ -24,9 +24,21 @@ size_t bytes(const View& q, int64_t slots, int64_t cells) {
          line_align(static_cast<size_t>(cells) * (q.dtype == kF64 ? 8 : 4));
 }
 
+// Blocks lie where these say.
+void check_documents(const char* who, const AttentionMask& mask) {
+  if (!mask.has_documents()) return;
+  for (int64_t b = 0; b < mask.begins.shape[0]; ++b) {
+    const int32_t* row = mask.begins.as<int32_t>() + b * mask.begins.strides[0];
+    for (int64_t t = 0; t < mask.begins.shape[1]; ++t)
+      if (row[t] != t && (t == 0 || row[t] != row[t - 1]))
+        fail<DataError>("[", who, "] begins[", b, ",", t, "] is ", row[t], ": the document of a token begins where that of the one ",
+                        "before it does, or with it");
+  }
+}
+
 }  // namespace
 
-size_t attention_workspace(const View& q, const View& k, const View&, bool, const View&,
+size_t attention_workspace(const View& q, const View& k, const View&, const AttentionMask&, const View&,
                            const View&) {
   if (by_bf16(q, k))
     return (amx::available() ? amx::attention_workspace : dot::attention_workspace)(q, k);
@@ -34,20 +46,21 @@ size_t attention_workspace(const View& q, const View& k, const View&, bool, cons
   return bytes(q, s.forward_slots(), s.forward_cells());
 }
 
-void attention(const View& q, const View& k, const View& v, bool causal, double scale,
+void attention(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
                const View& out, const View& lse, Workspace workspace) {
-  check_attention("attention", q, k, v, out, lse);
-  check<ShapeError>(workspace.bytes >= attention_workspace(q, k, v, causal, out, lse),
+  check_attention("attention", q, k, v, mask, out, lse);
+  check<ShapeError>(workspace.bytes >= attention_workspace(q, k, v, mask, out, lse),
                     "[attention] workspace too small: ", workspace.bytes);
   if (out.numel() == 0) return;
+  check_documents("attention", mask);
   if (by_bf16(q, k))
-    return (amx::available() ? amx::attention : dot::attention)(q, k, v, causal, scale, out, lse,
+    return (amx::available() ? amx::attention : dot::attention)(q, k, v, mask, scale, out, lse,
                                                                 workspace);
-  (has_v4() ? v4::attention : v3::attention)(q, k, v, causal, scale, out, lse, workspace);
+  (has_v4() ? v4::attention : v3::attention)(q, k, v, mask, scale, out, lse, workspace);
 }
 
 size_t attention_backward_workspace(const View& q, const View& k, const View&, const View&,
-                                    const View&, const View&, bool, const View&, const View&,
+                                    const View&, const View&, const AttentionMask&, const View&, const View&,
                                     const View&) {
   if (by_bf16(q, k))
     return (amx::available() ? amx::attention_backward_workspace
@@ -57,18 +70,19 @@ size_t attention_backward_workspace(const View& q, const View& k, const View&, c
 }
 
 void attention_backward(const View& q, const View& k, const View& v, const View& out,
-                        const View& lse, const View& dout, bool causal, double scale,
+                        const View& lse, const View& dout, const AttentionMask& mask, double scale,
                         const View& dq, const View& dk, const View& dv, Workspace workspace) {
   const char* who = "attention_backward";
-  check_attention_backward(who, q, k, v, out, lse, dout, dq, dk, dv);
-  check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k, v, out, lse, dout, causal,
+  check_attention_backward(who, q, k, v, out, lse, dout, mask, dq, dk, dv);
+  check<ShapeError>(workspace.bytes >= attention_backward_workspace(q, k, v, out, lse, dout, mask,
                                                                     dq, dk, dv),
                     "[", who, "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] == 0) return;
+  check_documents(who, mask);
   if (by_bf16(q, k))
     return (amx::available() ? amx::attention_backward : dot::attention_backward)(
-        q, k, v, out, lse, dout, causal, scale, dq, dk, dv, workspace);
-  (has_v4() ? v4::attention_backward : v3::attention_backward)(q, k, v, out, lse, dout, causal,
+        q, k, v, out, lse, dout, mask, scale, dq, dk, dv, workspace);
+  (has_v4() ? v4::attention_backward : v3::attention_backward)(q, k, v, out, lse, dout, mask,
                                                                scale, dq, dk, dv, workspace);
 }
 

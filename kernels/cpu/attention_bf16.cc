@@ -24,12 +24,13 @@ namespace {
 constexpr int64_t kB = 64;  // queries, and keys, of a block
 using L = Lanes<float>;
 
-/// One head of a [B, T, H, D] view.
+/// `rows` rows from `begin` on of one head of a [B, T, H, D] view.
 struct Head {
   bf16* data;
   int64_t stride, rows, width;
-  Head(const View& v, int64_t b, int64_t h)
-      : data(v.as<bf16>() + b * v.strides[0] + h * v.strides[2]), stride(v.strides[1]), rows(v.shape[1]), width(v.shape[3]) {}
+  Head(const View& v, int64_t b, int64_t h, int64_t begin, int64_t count)
+      : data(v.as<bf16>() + b * v.strides[0] + begin * v.strides[1] + h * v.strides[2]), stride(v.strides[1]), rows(count),
+        width(v.shape[3]) {}
   bf16* operator[](int64_t t) const { return data + t * stride; }
 };
 
@@ -41,7 +42,14 @@ void copy_block(const Head& from, int64_t first, bf16* to) {
 }
 
 struct Sizes : AttentionShape {
+  int64_t begin = 0;  ///< of the document whose queries and keys these are
   using AttentionShape::AttentionShape;
+  void take(const Document& d) { begin = d.begin, queries = d.queries, keys = d.keys; }
+  Head of_queries(const View& v, int64_t b, int64_t h) const { return {v, b, h, begin, queries}; }
+  Head of_keys(const View& v, int64_t b, int64_t g) const { return {v, b, g, begin, keys}; }
+  float* lse_row(const View& lse, int64_t b, int64_t h, int64_t first) const {
+    return lse.as<float>() + b * lse.strides[0] + h * lse.strides[1] + begin + first;
+  }
   int64_t query_blocks() const { return (queries + kB - 1) / kB; }
   int64_t key_blocks() const { return (keys + kB - 1) / kB; }
   int64_t block() const { return kB * width; }  ///< elements of a block of rows
@@ -61,7 +69,7 @@ size_t elements(int64_t n, size_t size) { return line_align(static_cast<size_t>(
 // ---- forward ----
 
 struct Forward {
-  const Sizes s;
+  Sizes s;
   const View &q, &k, &v, &out, &lse;
   const bool causal;
   const float scale;
@@ -74,16 +82,18 @@ struct Forward {
   }
 
   Forward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
-          bool causal_in, double scale_in, Workspace w)
-      : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), causal(causal_in), scale(static_cast<float>(scale_in)) {
+          const AttentionMask& mask, double scale_in, Workspace w)
+      : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), causal(mask.causal), scale(static_cast<float>(scale_in)) {
     Carver carver("attention", w);
     keys = carver.take<bf16>(s.key_blocks() * s.block()), values = carver.take<bf16>(s.key_blocks() * s.block());
     queries = carver.take<bf16>(s.block()), staging = carver.take<bf16>(s.block());
     p = carver.take<bf16>(kB * kB), scores = carver.take<float>(kB * kB), result = carver.take<float>(s.block());
   }
 
-  void load_keys(int64_t b, int64_t g) {
-    const Head kh(k, b, g), vh(v, b, g);
+  /// Those of a document, whose queries run() takes from here on.
+  void load_keys(int64_t b, int64_t g, const Document& document) {
+    s.take(document);
+    const Head kh = s.of_keys(k, b, g), vh = s.of_keys(v, b, g);
     for (int64_t j = 0; j < s.key_blocks(); ++j) {
       copy_block(kh, j * kB, staging);
       transpose_words(staging, kB, s.width / 2, keys + j * s.block());
@@ -116,7 +126,7 @@ struct Forward {
 
   void run(int64_t b, int64_t h, int64_t i) {
     const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width;
-    copy_block(Head(q, b, h), first, queries);
+    copy_block(s.of_queries(q, b, h), first, queries);
     float most[kB], total[kB];
     std::fill_n(most, kB, -std::numeric_limits<float>::infinity()), std::fill_n(total, kB, 0.0f);
     const int64_t blocks = s.seen_blocks(i, causal);
@@ -133,8 +143,8 @@ struct Forward {
       else
         product<true>(kB, d, kB, p, kB * 2, values + j * s.block(), d * 4, result, d * 4);
     }
-    const Head to(out, b, h);
-    float* lse_row = lse.as<float>() + (b * s.heads + h) * s.queries + first;
+    const Head to = s.of_queries(out, b, h);
+    float* lse_row = s.lse_row(lse, b, h, first);
     for (int64_t r = 0; r < here; ++r) {
       const L inverse(total[r] > 0 ? 1.0f / total[r] : 0.0f);
       for (int64_t c = 0; c < d; c += kLanes)
@@ -149,7 +159,7 @@ struct Forward {
 /// Works on transposed scores, [key][query]: then the probabilities are the A of dv = Pᵀ dout and dk = dSᵀ q as they
 /// are computed, and a row of them has its queries' lse and delta side by side.
 struct Backward {
-  const Sizes s;
+  Sizes s;
   const View &q, &k, &v, &out, &lse, &dout, &dq, &dk, &dv;
   const bool causal;
   const float scale;
@@ -163,10 +173,10 @@ struct Backward {
   }
 
   Backward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
-           const View& dout_in, const View& dq_in, const View& dk_in, const View& dv_in, bool causal_in, double scale_in,
-           Workspace w)
+           const View& dout_in, const View& dq_in, const View& dk_in, const View& dv_in, const AttentionMask& mask,
+           double scale_in, Workspace w)
       : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), dout(dout_in), dq(dq_in), dk(dk_in), dv(dv_in),
-        causal(causal_in), scale(static_cast<float>(scale_in)) {
+        causal(mask.causal), scale(static_cast<float>(scale_in)) {
     Carver carver("attention_backward", w);
     const int64_t all = s.key_blocks() * s.block();
     k_rows = carver.take<bf16>(all), v_rows = carver.take<bf16>(all), k_columns = carver.take<bf16>(all);
@@ -178,8 +188,9 @@ struct Backward {
     lse_of = carver.take<float>(kB), delta = carver.take<float>(kB);
   }
 
-  void run(int64_t b, int64_t g) {
-    const Head kh(k, b, g), vh(v, b, g);
+  void run(int64_t b, int64_t g, const Document& document) {
+    s.take(document);
+    const Head kh = s.of_keys(k, b, g), vh = s.of_keys(v, b, g);
     for (int64_t j = 0; j < s.key_blocks(); ++j) {
       bf16* at = k_rows + j * s.block();
       copy_block(kh, j * kB, at);
@@ -190,7 +201,7 @@ struct Backward {
     std::fill_n(dk_sum, s.key_blocks() * s.block(), 0.0f), std::fill_n(dv_sum, s.key_blocks() * s.block(), 0.0f);
     for (int64_t h = g * s.group(); h < (g + 1) * s.group(); ++h)
       for (int64_t i = 0; i < s.query_blocks(); ++i) query_block(b, h, i);
-    store(dk_sum, scale, Head(dk, b, g)), store(dv_sum, 1.0f, Head(dv, b, g));
+    store(dk_sum, scale, s.of_keys(dk, b, g)), store(dv_sum, 1.0f, s.of_keys(dv, b, g));
   }
 
   void store(const float* from, float factor, const Head& to) const {
@@ -201,12 +212,12 @@ struct Backward {
 
   void query_block(int64_t b, int64_t h, int64_t i) {
     const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width;
-    const Head oh(out, b, h), gh(dout, b, h), to(dq, b, h);
-    copy_block(Head(q, b, h), first, rows);
+    const Head oh = s.of_queries(out, b, h), gh = s.of_queries(dout, b, h), to = s.of_queries(dq, b, h);
+    copy_block(s.of_queries(q, b, h), first, rows);
     transpose_words(rows, kB, d / 2, q_words), pair_rows(rows, kB, d, q_pairs);
     copy_block(gh, first, rows);
     transpose_words(rows, kB, d / 2, g_words), pair_rows(rows, kB, d, g_pairs);
-    const float* lse_row = lse.as<float>() + (b * s.heads + h) * s.queries + first;
+    const float* lse_row = s.lse_row(lse, b, h, first);
     for (int64_t r = 0; r < kB; ++r) {
       // Rows that are not there, and queries that see nothing, have probability 0 everywhere.
       const bool sees = r < here && lse_row[r] > -std::numeric_limits<float>::infinity();
@@ -279,19 +290,22 @@ size_t attention_workspace(const View& q, const View& k) {
   return Forward::bytes(s) * static_cast<size_t>(s.forward_slots());
 }
 
-void attention(const View& q, const View& k, const View& v, bool causal, double scale, const View& out, const View& lse,
-               Workspace workspace) {
+void attention(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale, const View& out,
+               const View& lse, Workspace workspace) {
   const Sizes s(q, k);
+  const Documents documents(mask, s);
   const size_t each = Forward::bytes(s);
   const int64_t per_key_head = s.group() * s.query_blocks();
   parallel_slots(s.forward_items(), s.forward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
     [[maybe_unused]] const Scope scope;
-    Forward head(s, q, k, v, out, lse, causal, scale,
+    Forward head(s, q, k, v, out, lse, mask, scale,
                  {static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * each, each});
-    for (int64_t item = begin, loaded = -1; item < end; ++item) {
+    for (int64_t item = begin, loaded = -1, loaded_from = 0; item < end; ++item) {
       const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads, rest = item % per_key_head;
-      if (pair != loaded) head.load_keys(b, g), loaded = pair;
-      head.run(b, g * s.group() + rest / s.query_blocks(), rest % s.query_blocks());
+      documents.for_each_block(b, rest % s.query_blocks(), [&](const Document& d, int64_t block) {
+        if (pair != loaded || d.begin != loaded_from) head.load_keys(b, g, d), loaded = pair, loaded_from = d.begin;
+        head.run(b, g * s.group() + rest / s.query_blocks(), block);
+      });
     }
   });
 }
@@ -302,14 +316,17 @@ size_t attention_backward_workspace(const View& q, const View& k) {
 }
 
 void attention_backward(const View& q, const View& k, const View& v, const View& out, const View& lse, const View& dout,
-                        bool causal, double scale, const View& dq, const View& dk, const View& dv, Workspace workspace) {
+                        const AttentionMask& mask, double scale, const View& dq, const View& dk, const View& dv,
+                        Workspace workspace) {
   const Sizes s(q, k);
+  const Documents documents(mask, s);
   const size_t each = Backward::bytes(s);
   parallel_slots(s.backward_items(), s.backward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
     [[maybe_unused]] const Scope scope;
-    Backward head(s, q, k, v, out, lse, dout, dq, dk, dv, causal, scale,
+    Backward head(s, q, k, v, out, lse, dout, dq, dk, dv, mask, scale,
                   {static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * each, each});
-    for (int64_t item = begin; item < end; ++item) head.run(item / s.key_heads, item % s.key_heads);
+    for (int64_t item = begin; item < end; ++item)
+      documents.for_each(item / s.key_heads, [&](const Document& d) { head.run(item / s.key_heads, item % s.key_heads, d); });
   });
 }
 

@@ -1,7 +1,9 @@
-// Sizes of attention's blocks and of the scratch memory that one slot needs, shared by dispatcher
-// and kernels.
+// Sizes of attention's blocks and of the scratch memory that one slot needs, and which rows are a
+// document; shared by dispatcher and kernels.
 #pragma once
 
+#include "sheaf/kernels/attention.h"
+#include "sheaf/kernels/cpu/inline.h"
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
 
@@ -46,6 +48,55 @@ struct AttentionShape {
     return 5 * padded_keys() * padded_width() +
            kQueryBlock * (3 * padded_width() + 2 * kKeyBlock + 1);
   }
+};
+
+/// Rows that attend to each other: of a sequence all, or from `begin` on those of a document.
+struct Document {
+  int64_t begin, queries, keys;
+};
+
+/// The documents of each sequence: one, or those that a mask says.
+class Documents {
+ public:
+  Documents(const AttentionMask& mask, const AttentionShape& s)
+      : begins_(mask.has_documents() ? &mask.begins : nullptr), whole_{0, s.queries, s.keys} {}
+
+  /// Calls f(document) for all of sequence b, in order.
+  template <class F>
+  void for_each(int64_t b, F&& f) const {
+    if (!begins_) return f(whole_);
+    for (int64_t t = 0; t < whole_.queries;) {
+      const Document d = at(b, t);
+      f(d);
+      t = d.begin + d.queries;
+    }
+  }
+
+  /// Calls f(document, n) for the blocks of kQueryBlock queries that begin in block i of sequence b, n being the block's number
+  /// in its document: together, all blocks of all documents.
+  template <class F>
+  void for_each_block(int64_t b, int64_t i, F&& f) const {
+    if (!begins_) return f(whole_, i);
+    const int64_t end = std::min((i + 1) * kQueryBlock, whole_.queries);
+    for (int64_t t = i * kQueryBlock; t < end;) {
+      const Document d = at(b, t);
+      const int64_t behind = d.begin + d.queries;
+      for (int64_t n = (t - d.begin + kQueryBlock - 1) / kQueryBlock; d.begin + n * kQueryBlock < std::min(end, behind); ++n) f(d, n);
+      t = behind;
+    }
+  }
+
+ private:
+  /// Of token t.
+  SHEAF_INLINE Document at(int64_t b, int64_t t) const {
+    const int32_t* row = begins_->as<int32_t>() + b * begins_->strides[0];
+    const int32_t begin = row[t];
+    while (t < whole_.queries && row[t] == begin) ++t;
+    return {begin, t - begin, t - begin};
+  }
+
+  const View* begins_;
+  Document whole_;
 };
 
 }  // namespace sheaf::kernels::cpu

@@ -14,13 +14,13 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// One head of a [B, T, H, D] view: rows with one stride.
+/// One head of a [B, T, H, D] view, from row `begin` on: rows with one stride.
 template <class T>
 struct HeadRows {
   T* data;
   int64_t stride;
-  HeadRows(const View& v, int64_t b, int64_t h)
-      : data(v.as<T>() + b * v.strides[0] + h * v.strides[2]), stride(v.strides[1]) {}
+  HeadRows(const View& v, int64_t b, int64_t begin, int64_t h)
+      : data(v.as<T>() + b * v.strides[0] + begin * v.strides[1] + h * v.strides[2]), stride(v.strides[1]) {}
   T* operator[](int64_t t) const { return data + t * stride; }
 };
 
@@ -71,14 +71,14 @@ SHEAF_INLINE C exponentials(C* scores, int64_t visible, C most) {
 template <class T, class C = ComputeType<T>>
 class Forward {
  public:
-  Forward(const View& q, const View& k, const View& v, bool causal, double scale, const View& out,
+  Forward(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale, const View& out,
           const View& lse, C* scratch)
       : q_(q),
         k_(k),
         v_(v),
         out_(out),
-        lse_(lse.as<C>()),
-        causal_(causal),
+        lse_(lse),
+        causal_(mask.causal),
         scale_(static_cast<C>(scale)),
         s_(q, k),
         padded_(s_.padded_width()) {
@@ -91,8 +91,10 @@ class Forward {
     total_ = most_ + kQueryBlock;
   }
 
-  void load_keys(int64_t b, int64_t g) {
-    const HeadRows<const T> k(k_, b, g), v(v_, b, g);
+  /// Those of a document, whose queries run() takes from here on.
+  void load_keys(int64_t b, int64_t g, const Document& document) {
+    begin_ = document.begin, s_.queries = document.queries, s_.keys = document.keys;
+    const HeadRows<const T> k(k_, b, begin_, g), v(v_, b, begin_, g);
     for (int64_t block = 0; block < s_.key_blocks(); ++block) {
       const int64_t first = block * kKeyBlock, offset = first * padded_;
       // The block's place in values_ serves as a buffer before the values come.
@@ -105,7 +107,7 @@ class Forward {
   void run(int64_t b, int64_t h, int64_t query_block) {
     const int64_t first = query_block * kQueryBlock,
                   rows = std::min(kQueryBlock, s_.queries - first);
-    pack<T, C>(HeadRows<const T>(q_, b, h), first, rows, rows, s_.width, padded_, scale_, query_);
+    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, s_.width, padded_, scale_, query_);
     std::fill_n(result_, rows * padded_, C(0));
     std::fill_n(most_, rows, -std::numeric_limits<C>::infinity());
     std::fill_n(total_, rows, C(0));
@@ -138,8 +140,8 @@ class Forward {
       tile_gemm<C>(rows, padded_, kKeyBlock, scores_, kKeyBlock, 1, values_ + key * padded_,
                    padded_, result_, padded_, true);
     }
-    const HeadRows<T> out(out_, b, h);
-    C* lse = lse_ + (b * s_.heads + h) * s_.queries + first;
+    const HeadRows<T> out(out_, b, begin_, h);
+    C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + begin_ + first;
     for (int64_t r = 0; r < rows; ++r) {
       const bool any = s_.visible(first + r, causal_) > 0;
       const Lanes<C> factor(any ? C(1) / total_[r] : C(0)), zero(C(0));
@@ -155,12 +157,11 @@ class Forward {
   }
 
  private:
-  const View &q_, &k_, &v_, &out_;
-  C* lse_;
+  const View &q_, &k_, &v_, &out_, &lse_;
   bool causal_;
   C scale_;
   AttentionShape s_;
-  int64_t padded_;
+  int64_t padded_, begin_ = 0;
   C *keys_, *values_, *query_, *result_, *scores_, *most_, *total_;
 };
 
@@ -168,7 +169,7 @@ template <class T, class C = ComputeType<T>>
 class Backward {
  public:
   Backward(const View& q, const View& k, const View& v, const View& out, const View& lse,
-           const View& dout, bool causal, double scale, const View& dq, const View& dk,
+           const View& dout, const AttentionMask& mask, double scale, const View& dq, const View& dk,
            const View& dv, C* scratch)
       : q_(q),
         k_(k),
@@ -179,7 +180,7 @@ class Backward {
         dk_(dk),
         dv_(dv),
         lse_(lse),
-        causal_(causal),
+        causal_(mask.causal),
         scale_(static_cast<C>(scale)),
         s_(q, k),
         padded_(s_.padded_width()) {
@@ -194,30 +195,31 @@ class Backward {
     dots_ = dscores_ + kQueryBlock * kKeyBlock;
   }
 
-  void run(int64_t b, int64_t g) {
+  void run(int64_t b, int64_t g, const Document& document) {
+    begin_ = document.begin, s_.queries = document.queries, s_.keys = document.keys;
     const int64_t whole = s_.padded_keys() * padded_;
     for (int64_t first = 0; first < s_.keys; first += kKeyBlock) {
-      pack<T, C>(HeadRows<const T>(v_, b, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
+      pack<T, C>(HeadRows<const T>(v_, b, begin_, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
                  C(1), keys_ + first * padded_);
       transpose_block(keys_ + first * padded_, padded_, values_t_ + first * padded_);
-      pack<T, C>(HeadRows<const T>(k_, b, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
+      pack<T, C>(HeadRows<const T>(k_, b, begin_, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
                  C(1), keys_ + first * padded_);
       transpose_block(keys_ + first * padded_, padded_, keys_t_ + first * padded_);
     }
     std::fill_n(dkeys_, whole, C(0)), std::fill_n(dvalues_, whole, C(0));
     for (int64_t h = g * s_.group(); h < (g + 1) * s_.group(); ++h)
       for (int64_t first = 0; first < s_.queries; first += kQueryBlock) query_block(b, h, first);
-    unpack(HeadRows<T>(dk_, b, g), dkeys_, 0, s_.keys, C(1)),
-        unpack(HeadRows<T>(dv_, b, g), dvalues_, 0, s_.keys, C(1));
+    unpack(HeadRows<T>(dk_, b, begin_, g), dkeys_, 0, s_.keys, C(1)),
+        unpack(HeadRows<T>(dv_, b, begin_, g), dvalues_, 0, s_.keys, C(1));
   }
 
  private:
   void query_block(int64_t b, int64_t h, int64_t first) {
     const int64_t rows = std::min(kQueryBlock, s_.queries - first);
-    const HeadRows<const T> out(out_, b, h);
+    const HeadRows<const T> out(out_, b, begin_, h);
     // Scaled queries give the forward pass's scores, and dk its factor.
-    pack<T, C>(HeadRows<const T>(q_, b, h), first, rows, rows, s_.width, padded_, scale_, query_);
-    pack<T, C>(HeadRows<const T>(dout_, b, h), first, rows, rows, s_.width, padded_, C(1),
+    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, s_.width, padded_, scale_, query_);
+    pack<T, C>(HeadRows<const T>(dout_, b, begin_, h), first, rows, rows, s_.width, padded_, C(1),
                dout_block_);
     std::fill_n(dquery_, rows * padded_, C(0));
     for (int64_t r = 0; r < rows; ++r) {
@@ -226,7 +228,7 @@ class Backward {
       dots_[r] = row_sum<C>(
           s_.width, [&](int64_t i, auto n) { return load_lanes(o + i, n) * load_lanes(d + i, n); });
     }
-    const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + first;
+    const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + begin_ + first;
     const int64_t seen = s_.visible(first + rows - 1, causal_);
     for (int64_t key = 0; key < seen; key += kKeyBlock) {
       const int64_t at = key * padded_;
@@ -251,7 +253,7 @@ class Backward {
       tile_gemm<C>(rows, padded_, kKeyBlock, dscores_, kKeyBlock, 1, keys_ + at, padded_, dquery_,
                    padded_, true);
     }
-    unpack(HeadRows<T>(dq_, b, h), dquery_, first, rows, scale_);
+    unpack(HeadRows<T>(dq_, b, begin_, h), dquery_, first, rows, scale_);
   }
 
   void unpack(HeadRows<T> to, const C* from, int64_t first, int64_t count, C factor) const {
@@ -266,50 +268,56 @@ class Backward {
   bool causal_;
   C scale_;
   AttentionShape s_;
-  int64_t padded_;
+  int64_t padded_, begin_ = 0;
   C *keys_, *keys_t_, *values_t_, *dkeys_, *dvalues_, *query_, *dout_block_, *dquery_, *scores_,
       *dscores_, *dots_;
 };
 
 }  // namespace
 
-void attention(const View& q, const View& k, const View& v, bool causal, double scale,
+void attention(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
                const View& out, const View& lse, Workspace workspace) {
   visit_floating("attention", q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     const AttentionShape s(q, k);
+    const Documents documents(mask, s);
     const int64_t slots = s.forward_slots(), per_key_head = s.group() * s.query_blocks();
     const int64_t cells = static_cast<int64_t>(
         line_align(static_cast<size_t>(s.forward_cells()) * sizeof(C)) / sizeof(C));
     // Items run batch by batch, key head by key head, so that a slot loads the keys of few heads.
     parallel_slots(s.forward_items(), slots, [&](int64_t slot, int64_t begin, int64_t end) {
-      Forward<T> head(q, k, v, causal, scale, out, lse,
+      Forward<T> head(q, k, v, mask, scale, out, lse,
                       static_cast<C*>(workspace.data) + slot * cells);
-      int64_t loaded = -1;
+      int64_t loaded = -1, loaded_from = 0;
       for (int64_t item = begin; item < end; ++item) {
         const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads,
                       rest = item % per_key_head;
-        if (pair != loaded) head.load_keys(b, g), loaded = pair;
-        head.run(b, g * s.group() + rest / s.query_blocks(), rest % s.query_blocks());
+        documents.for_each_block(b, rest % s.query_blocks(), [&](const Document& d, int64_t block) {
+          if (pair != loaded || d.begin != loaded_from) head.load_keys(b, g, d), loaded = pair, loaded_from = d.begin;
+          head.run(b, g * s.group() + rest / s.query_blocks(), block);
+        });
       }
     });
   });
 }
 
 void attention_backward(const View& q, const View& k, const View& v, const View& out,
-                        const View& lse, const View& dout, bool causal, double scale,
+                        const View& lse, const View& dout, const AttentionMask& mask, double scale,
                         const View& dq, const View& dk, const View& dv, Workspace workspace) {
   visit_floating("attention_backward", q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     const AttentionShape s(q, k);
+    const Documents documents(mask, s);
     const int64_t cells = static_cast<int64_t>(
         line_align(static_cast<size_t>(s.backward_cells()) * sizeof(C)) / sizeof(C));
     parallel_slots(s.backward_items(), s.backward_slots(),
                    [&](int64_t slot, int64_t begin, int64_t end) {
-                     Backward<T> head(q, k, v, out, lse, dout, causal, scale, dq, dk, dv,
+                     Backward<T> head(q, k, v, out, lse, dout, mask, scale, dq, dk, dv,
                                       static_cast<C*>(workspace.data) + slot * cells);
                      for (int64_t item = begin; item < end; ++item)
-                       head.run(item / s.key_heads, item % s.key_heads);
+                       documents.for_each(item / s.key_heads, [&](const Document& d) {
+                         head.run(item / s.key_heads, item % s.key_heads, d);
+                       });
                    });
   });
 }

@@ -35,9 +35,21 @@ bool run_cudnn(const Stream& stream, const Attention& a, Workspace workspace) {
   return true;
 }
 
+Attention forward(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale,
+                  const View& out, const View& lse) {
+  return {.q = q,
+          .k = k,
+          .v = v,
+          .out = out,
+          .lse = lse,
+          .causal = mask.causal,
+          .documents = mask.has_documents(),
+          .scale = scale};
+}
+
 Attention backward(const View& q, const View& k, const View& v, const View& out, const View& lse,
-                   const View& dout, bool causal, double scale, const View& dq, const View& dk,
-                   const View& dv) {
+                   const View& dout, const AttentionMask& mask, double scale, const View& dq,
+                   const View& dk, const View& dv) {
   return {.q = q,
           .k = k,
           .v = v,
@@ -47,41 +59,41 @@ Attention backward(const View& q, const View& k, const View& v, const View& out,
           .dq = dq,
           .dk = dk,
           .dv = dv,
-          .causal = causal,
+          .causal = mask.causal,
+          .documents = mask.has_documents(),
           .scale = scale};
 }
 
 }  // namespace
 
-size_t attention_workspace(const View& q, const View& k, const View& v, bool causal,
+size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse) {
-  return workspace_of({.q = q, .k = k, .v = v, .out = out, .lse = lse, .causal = causal}, 0);
+  return workspace_of(forward(q, k, v, mask, 1, out, lse), 0);
 }
 
-void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
+void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,
                double scale, const View& out, const View& lse, Workspace workspace) {
-  check_attention("attention", q, k, v, out, lse);
-  const Attention a{
-      .q = q, .k = k, .v = v, .out = out, .lse = lse, .causal = causal, .scale = scale};
+  check_attention("attention", q, k, v, mask, out, lse);
+  const Attention a = forward(q, k, v, mask, scale, out, lse);
   if (!run_cudnn(stream, a, workspace))
-    blocked::attention(stream, q, k, v, causal, scale, out, lse);
+    blocked::attention(stream, q, k, v, mask, scale, out, lse);
 }
 
 size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
-                                    const View& lse, const View& dout, bool causal, const View& dq,
+                                    const View& lse, const View& dout, const AttentionMask& mask, const View& dq,
                                     const View& dk, const View& dv) {
-  return workspace_of(backward(q, k, v, out, lse, dout, causal, 1, dq, dk, dv),
+  return workspace_of(backward(q, k, v, out, lse, dout, mask, 1, dq, dk, dv),
                       blocked::attention_backward_workspace(q));
 }
 
 void attention_backward(const Stream& stream, const View& q, const View& k, const View& v,
-                        const View& out, const View& lse, const View& dout, bool causal,
+                        const View& out, const View& lse, const View& dout, const AttentionMask& mask,
                         double scale, const View& dq, const View& dk, const View& dv,
                         Workspace workspace) {
-  check_attention_backward("attention_backward", q, k, v, out, lse, dout, dq, dk, dv);
-  const Attention a = backward(q, k, v, out, lse, dout, causal, scale, dq, dk, dv);
+  check_attention_backward("attention_backward", q, k, v, out, lse, dout, mask, dq, dk, dv);
+  const Attention a = backward(q, k, v, out, lse, dout, mask, scale, dq, dk, dv);
   if (!run_cudnn(stream, a, workspace))
-    blocked::attention_backward(stream, q, k, v, out, lse, dout, causal, scale, dq, dk, dv,
+    blocked::attention_backward(stream, q, k, v, out, lse, dout, mask, scale, dq, dk, dv,
                                 workspace);
 }
 

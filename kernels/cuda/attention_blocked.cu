@@ -11,92 +11,95 @@ namespace {
 
 // A block takes kTile queries of a head and goes over the keys that the last of them sees, a tile
 // at a time (FlashAttention-2's loop order). Keys past what a query sees have probability zero, so
-// that its result does not depend on the other queries of the block.
-template <class S>
+// that its result does not depend on the other queries of the block. With kApart it takes the tiles
+// of documents that begin where its kTile queries lie, one after the other.
+template <class S, bool kApart>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out, typename S::C* lse,
-                      int64_t query_blocks) {
+                      int64_t query_blocks, Begins begins) {
   using C = typename S::C;
   constexpr C kInfinity = std::numeric_limits<C>::infinity();
   C* q_tile = dynamic_shared<C>();
   C* tile = q_tile + S::kBytes / sizeof(C);  // of keys, then of values
   C* weights = tile + S::kBytes / sizeof(C);
 
-  const auto [pair, b, h, g, first, keys] = query_block<S>(p, query_blocks);
-
-  typename S::Results sums = {};
-  C most[S::kPer], total[S::kPer];
-  int64_t seen[S::kPer];
-#pragma unroll
-  for (int i = 0; i < S::kPer; ++i) {
-    const int64_t t = first + ty() + kSide * i;
-    most[i] = -kInfinity, total[i] = C(0), seen[i] = t < p.queries ? p.visible(t) : 0;
-  }
-  load_tile<S>(p, q, b, h, first, p.queries, q_tile);
-  for (int64_t key = 0; key < keys; key += S::kTile) {
-    __syncthreads();
-    load_tile<S>(p, k, b, g, key, p.keys, tile);
-    __syncthreads();
-    typename S::Scores s;
-    multiply_rows<S>(q_tile, tile, p.width, s);
+  const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
+  for_each_tile<S, kApart>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
+    const int64_t keys = keys_seen<S>(p, d, first);
+    typename S::Results sums = {};
+    C most[S::kPer], total[S::kPer];
+    int64_t seen[S::kPer];
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
-      C largest = most[i];
-#pragma unroll
-      for (int j = 0; j < S::kPer; ++j) {
-        s[i][j] = key + tx() + kSide * j < seen[i] ? s[i][j] * static_cast<C>(p.scale) : -kInfinity;
-        largest = s[i][j] > largest ? s[i][j] : largest;
-      }
-      for (int step = kSide / 2; step > 0; step /= 2) {  // over the threads of the row
-        const C other = __shfl_xor_sync(kFullWarp, largest, step);
-        largest = other > largest ? other : largest;
-      }
-      const C base = largest == -kInfinity ? C(0) : largest, shrink = exponential(most[i] - base);
-      most[i] = largest, total[i] *= shrink;
-#pragma unroll
-      for (int j = 0; j < S::kPer; ++j) {
-        s[i][j] = exponential(s[i][j] - base);
-        total[i] += s[i][j];
-      }
-#pragma unroll
-      for (int c = 0; c < S::kChunks; ++c)
-#pragma unroll
-        for (int e = 0; e < S::kVec; ++e) sums[i][c][e] *= shrink;
+      const int64_t t = first + ty() + kSide * i;
+      most[i] = -kInfinity, total[i] = C(0), seen[i] = t < d.queries ? p.visible(t) : 0;
     }
-    store_scores<S>(s, weights);
-    __syncthreads();
-    load_tile<S>(p, v, b, g, key, p.keys, tile);
-    __syncthreads();
-    accumulate_rows<S>(weights, tile, p.width, sums);
-  }
+    load_tile<S>(p, q, b, h, first, d.queries, q_tile);
+    for (int64_t key = d.begin; key < keys; key += S::kTile) {
+      __syncthreads();
+      load_tile<S>(p, k, b, g, key, d.keys, tile);
+      __syncthreads();
+      typename S::Scores s;
+      multiply_rows<S>(q_tile, tile, p.width, s);
 #pragma unroll
-  for (int i = 0; i < S::kPer; ++i) {
-    for (int step = kSide / 2; step > 0; step /= 2)
-      total[i] += __shfl_xor_sync(kFullWarp, total[i], step);
-    const int64_t t = first + ty() + kSide * i;
-    if (t >= p.queries) continue;
-    const bool sees = !(total[i] == C(0));  // true for NaN
-    store_row<S>(p, sums, i, sees ? C(1) / total[i] : C(0), out, b, t, h);
-    if (tx() != 0) continue;
-    const C log_total = std::is_same_v<C, float> ? C(logf(total[i])) : C(::log(total[i]));
-    lse[(b * p.heads + h) * p.queries + t] = sees ? most[i] + log_total : -kInfinity;
-  }
+      for (int i = 0; i < S::kPer; ++i) {
+        C largest = most[i];
+#pragma unroll
+        for (int j = 0; j < S::kPer; ++j) {
+          s[i][j] = key + tx() + kSide * j < seen[i] ? s[i][j] * static_cast<C>(p.scale) : -kInfinity;
+          largest = s[i][j] > largest ? s[i][j] : largest;
+        }
+        for (int step = kSide / 2; step > 0; step /= 2) {  // over the threads of the row
+          const C other = __shfl_xor_sync(kFullWarp, largest, step);
+          largest = other > largest ? other : largest;
+        }
+        const C base = largest == -kInfinity ? C(0) : largest, shrink = exponential(most[i] - base);
+        most[i] = largest, total[i] *= shrink;
+#pragma unroll
+        for (int j = 0; j < S::kPer; ++j) {
+          s[i][j] = exponential(s[i][j] - base);
+          total[i] += s[i][j];
+        }
+#pragma unroll
+        for (int c = 0; c < S::kChunks; ++c)
+#pragma unroll
+          for (int e = 0; e < S::kVec; ++e) sums[i][c][e] *= shrink;
+      }
+      store_scores<S>(s, weights);
+      __syncthreads();
+      load_tile<S>(p, v, b, g, key, d.keys, tile);
+      __syncthreads();
+      accumulate_rows<S>(weights, tile, p.width, sums);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kPer; ++i) {
+      for (int step = kSide / 2; step > 0; step /= 2)
+        total[i] += __shfl_xor_sync(kFullWarp, total[i], step);
+      const int64_t t = first + ty() + kSide * i;
+      if (t >= d.queries) continue;
+      const bool sees = !(total[i] == C(0));  // true for NaN
+      store_row<S>(p, sums, i, sees ? C(1) / total[i] : C(0), out, b, t, h);
+      if (tx() != 0) continue;
+      const C log_total = std::is_same_v<C, float> ? C(logf(total[i])) : C(::log(total[i]));
+      lse[(b * p.heads + h) * p.queries + t] = sees ? most[i] + log_total : -kInfinity;
+    }
+  });
 }
 
 }  // namespace
 
-void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
+void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,
                double scale, const View& out, const View& lse) {
   if (out.numel() == 0) return;
   visit_tiles("attention", q.dtype, q.shape[3], [&]<class S>() {
-    const Problem p = problem_of(q, k, causal, scale);
+    const Problem p = problem_of(q, k, mask.causal, scale);
     const int64_t query_blocks = blocks_for(p.queries, S::kTile);
     launch("attention", stream,
            {.blocks = p.batch * p.heads * query_blocks,
             .threads = kThreads,
             .shared_bytes = 2 * S::kBytes + S::kScoreBytes},
-           attention_forward<S>, p, Heads(q), Heads(k), Heads(v), Heads(out),
-           lse.as<typename S::C>(), query_blocks);
+           mask.has_documents() ? attention_forward<S, true> : attention_forward<S, false>, p, Heads(q),
+           Heads(k), Heads(v), Heads(out), lse.as<typename S::C>(), query_blocks, Begins(mask));
   });
 }
 

@@ -1,5 +1,5 @@
 // Attention by our own blocked kernels, for what cuDNN does not take: any floating type, strides
-// and numbers of tokens, with or without a causal mask, heads up to 256 wide. No tensor cores:
+// and numbers of tokens, with or without a causal mask or documents, heads up to 256 wide. No tensor cores:
 // products are of f32 (f64 for f64). Blocks of keys are added in order; dk and dv sum over a key
 // head's query heads in order, and for each over blocks of queries in order. Operands as
 // kernels/attention.h has them, checked by the caller.
@@ -7,16 +7,17 @@
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/view.h"
+#include "sheaf/kernels/attention.h"
 
 namespace sheaf::kernels::cuda::blocked {
 
-void attention(const Stream& stream, const View& q, const View& k, const View& v, bool causal,
+void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,
                double scale, const View& out, const View& lse);
 
 /// For dout·out of each query.
 size_t attention_backward_workspace(const View& q);
 void attention_backward(const Stream& stream, const View& q, const View& k, const View& v,
-                        const View& out, const View& lse, const View& dout, bool causal,
+                        const View& out, const View& lse, const View& dout, const AttentionMask& mask,
                         double scale, const View& dq, const View& dk, const View& dv,
                         Workspace workspace);
 

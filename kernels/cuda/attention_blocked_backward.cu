@@ -41,58 +41,61 @@ __global__ void __launch_bounds__(kRowsABlock* kWarp)
   if (threadIdx.x % kWarp == 0) dots[row] = sum;
 }
 
-// A block takes kTile queries of a head and goes over the keys that the last of them sees.
-template <class S>
+// A block takes kTile queries of a head and goes over the keys that the last of them sees. With
+// kApart, here and below: see attention_forward.
+template <class S, bool kApart>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_dq(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dq,
-                 Statistics<typename S::C> rows, int64_t query_blocks) {
+                 Statistics<typename S::C> rows, int64_t query_blocks, Begins begins) {
   using C = typename S::C;
   C* q_tile = dynamic_shared<C>();
   C* dout_tile = q_tile + S::kBytes / sizeof(C);
   C* tile = dout_tile + S::kBytes / sizeof(C);  // of values, then of keys
   C* weights = tile + S::kBytes / sizeof(C);
 
-  const auto [pair, b, h, g, first, keys] = query_block<S>(p, query_blocks);
-
-  typename S::Results sums = {};
-  C lse[S::kPer], dot[S::kPer];
-  int64_t seen[S::kPer];
+  const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
+  for_each_tile<S, kApart>(p, begins, b, at, [&, pair = pair, b = b, h = h, g = g](const Document& d, int64_t first) {
+    const int64_t keys = keys_seen<S>(p, d, first);
+    typename S::Results sums = {};
+    C lse[S::kPer], dot[S::kPer];
+    int64_t seen[S::kPer];
 #pragma unroll
-  for (int i = 0; i < S::kPer; ++i) {
-    const int64_t t = first + ty() + kSide * i;
-    seen[i] = t < p.queries ? p.visible(t) : 0;
-    lse[i] = seen[i] ? rows.lse[b * rows.batch + h * rows.head + t * rows.time] : C(0);
-    dot[i] = seen[i] ? rows.dot[pair * p.queries + t] : C(0);
-  }
-  load_tile<S>(p, q, b, h, first, p.queries, q_tile);
-  load_tile<S>(p, dout, b, h, first, p.queries, dout_tile);
-  for (int64_t key = 0; key < keys; key += S::kTile) {
-    __syncthreads();
-    load_tile<S>(p, v, b, g, key, p.keys, tile);
-    __syncthreads();
-    typename S::Scores ds, s;
-    multiply_rows<S>(dout_tile, tile, p.width, ds);
-    __syncthreads();
-    load_tile<S>(p, k, b, g, key, p.keys, tile);
-    __syncthreads();
-    multiply_rows<S>(q_tile, tile, p.width, s);
-    const C scale = static_cast<C>(p.scale);
+    for (int i = 0; i < S::kPer; ++i) {
+      const int64_t t = first + ty() + kSide * i;
+      seen[i] = t < d.queries ? p.visible(t) : 0;
+      lse[i] = seen[i] ? rows.lse[b * rows.batch + h * rows.head + t * rows.time] : C(0);
+      dot[i] = seen[i] ? rows.dot[pair * p.queries + t] : C(0);
+    }
+    load_tile<S>(p, q, b, h, first, d.queries, q_tile);
+    load_tile<S>(p, dout, b, h, first, d.queries, dout_tile);
+    for (int64_t key = d.begin; key < keys; key += S::kTile) {
+      __syncthreads();
+      load_tile<S>(p, v, b, g, key, d.keys, tile);
+      __syncthreads();
+      typename S::Scores ds, s;
+      multiply_rows<S>(dout_tile, tile, p.width, ds);
+      __syncthreads();
+      load_tile<S>(p, k, b, g, key, d.keys, tile);
+      __syncthreads();
+      multiply_rows<S>(q_tile, tile, p.width, s);
+      const C scale = static_cast<C>(p.scale);
 #pragma unroll
-    for (int i = 0; i < S::kPer; ++i)
+      for (int i = 0; i < S::kPer; ++i)
 #pragma unroll
-      for (int j = 0; j < S::kPer; ++j)
-        ds[i][j] = key + tx() + kSide * j < seen[i]
-                       ? exponential(s[i][j] * scale - lse[i]) * (ds[i][j] - dot[i]) * scale
-                       : C(0);
-    store_scores<S>(ds, weights);
-    __syncthreads();
-    accumulate_rows<S>(weights, tile, p.width, sums);
-  }
+        for (int j = 0; j < S::kPer; ++j)
+          ds[i][j] = key + tx() + kSide * j < seen[i]
+                         ? exponential(s[i][j] * scale - lse[i]) * (ds[i][j] - dot[i]) * scale
+                         : C(0);
+      store_scores<S>(ds, weights);
+      __syncthreads();
+      accumulate_rows<S>(weights, tile, p.width, sums);
+    }
 #pragma unroll
-  for (int i = 0; i < S::kPer; ++i) {
-    const int64_t t = first + ty() + kSide * i;
-    if (t < p.queries) store_row<S>(p, sums, i, C(1), dq, b, t, h);
-  }
+    for (int i = 0; i < S::kPer; ++i) {
+      const int64_t t = first + ty() + kSide * i;
+      if (t < d.queries) store_row<S>(p, sums, i, C(1), dq, b, t, h);
+    }
+  });
 }
 
 /// Queries and the output's gradient lie beside each other where shared memory allows it; else they
@@ -102,10 +105,10 @@ constexpr bool kTakeTurns = 4 * S::kBytes + S::kScoreBytes > kMostSharedBytes;
 
 // A block takes kTile keys of a key head and goes over the queries that see the first of them, for
 // each query head of the group. Scores are transposed: a row is a key's.
-template <class S>
+template <class S, bool kApart>
 __global__ void __launch_bounds__(kThreads)
     attention_dkv(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dk, Heads dv,
-                  Statistics<typename S::C> rows) {
+                  Statistics<typename S::C> rows, Begins begins) {
   using C = typename S::C;
   C* k_tile = dynamic_shared<C>();
   C* v_tile = k_tile + S::kBytes / sizeof(C);
@@ -115,57 +118,60 @@ __global__ void __launch_bounds__(kThreads)
 
   const int64_t pair = blockIdx.x % (p.batch * p.key_heads), b = pair / p.key_heads,
                 g = pair % p.key_heads, group = p.heads / p.key_heads;
-  const int64_t key = blockIdx.x / (p.batch * p.key_heads) * S::kTile;
-  int64_t first = 0;  // query that sees one of the keys
-  if (p.causal && key > p.keys - p.queries) first = key - (p.keys - p.queries);
+  const int64_t at = blockIdx.x / (p.batch * p.key_heads) * S::kTile;
+  for_each_tile<S, kApart>(p, begins, b, at, [&](const Document& d, int64_t key) {
+    int64_t first = 0;  // query that sees one of the keys
+    if (p.causal && key > p.keys - p.queries) first = key - (p.keys - p.queries);
+    if (!kApart) first = first / S::kTile * S::kTile;
 
-  typename S::Results dk_sums = {}, dv_sums = {};
-  load_tile<S>(p, k, b, g, key, p.keys, k_tile);
-  load_tile<S>(p, v, b, g, key, p.keys, v_tile);
-  for (int64_t h = g * group; h < (g + 1) * group; ++h)
-    for (int64_t t = first / S::kTile * S::kTile; t < p.queries; t += S::kTile) {
-      __syncthreads();
-      load_tile<S>(p, q, b, h, t, p.queries, q_tile);
-      if (!kTakeTurns<S>) load_tile<S>(p, dout, b, h, t, p.queries, dout_tile);
-      __syncthreads();
-      typename S::Scores s, ds;
-      multiply_rows<S>(k_tile, q_tile, p.width, s);
-      if (kTakeTurns<S>) {
+    typename S::Results dk_sums = {}, dv_sums = {};
+    load_tile<S>(p, k, b, g, key, d.keys, k_tile);
+    load_tile<S>(p, v, b, g, key, d.keys, v_tile);
+    for (int64_t h = g * group; h < (g + 1) * group; ++h)
+      for (int64_t t = first; t < d.queries; t += S::kTile) {
         __syncthreads();
-        load_tile<S>(p, dout, b, h, t, p.queries, dout_tile);
+        load_tile<S>(p, q, b, h, t, d.queries, q_tile);
+        if (!kTakeTurns<S>) load_tile<S>(p, dout, b, h, t, d.queries, dout_tile);
         __syncthreads();
-      }
-      multiply_rows<S>(v_tile, dout_tile, p.width, ds);
-      const C scale = static_cast<C>(p.scale);
-#pragma unroll
-      for (int j = 0; j < S::kPer; ++j) {
-        const int64_t query = t + tx() + kSide * j;
-        const int64_t seen = query < p.queries ? p.visible(query) : 0;
-        const C lse = seen ? rows.lse[b * rows.batch + h * rows.head + query * rows.time] : C(0),
-                dot = seen ? rows.dot[(b * p.heads + h) * p.queries + query] : C(0);
-#pragma unroll
-        for (int i = 0; i < S::kPer; ++i) {
-          const bool sees = key + ty() + kSide * i < seen;
-          s[i][j] = sees ? exponential(s[i][j] * scale - lse) : C(0);
-          ds[i][j] = sees ? s[i][j] * (ds[i][j] - dot) * scale : C(0);
+        typename S::Scores s, ds;
+        multiply_rows<S>(k_tile, q_tile, p.width, s);
+        if (kTakeTurns<S>) {
+          __syncthreads();
+          load_tile<S>(p, dout, b, h, t, d.queries, dout_tile);
+          __syncthreads();
         }
-      }
-      store_scores<S>(s, weights);
-      __syncthreads();
-      accumulate_rows<S>(weights, dout_tile, p.width, dv_sums);
-      __syncthreads();
-      store_scores<S>(ds, weights);
-      if (kTakeTurns<S>) load_tile<S>(p, q, b, h, t, p.queries, q_tile);
-      __syncthreads();
-      accumulate_rows<S>(weights, q_tile, p.width, dk_sums);
-    }
+        multiply_rows<S>(v_tile, dout_tile, p.width, ds);
+        const C scale = static_cast<C>(p.scale);
 #pragma unroll
-  for (int i = 0; i < S::kPer; ++i) {
-    const int64_t s = key + ty() + kSide * i;
-    if (s >= p.keys) continue;
-    store_row<S>(p, dk_sums, i, C(1), dk, b, s, g);
-    store_row<S>(p, dv_sums, i, C(1), dv, b, s, g);
-  }
+        for (int j = 0; j < S::kPer; ++j) {
+          const int64_t query = t + tx() + kSide * j;
+          const int64_t seen = query < d.queries ? p.visible(query) : 0;
+          const C lse = seen ? rows.lse[b * rows.batch + h * rows.head + query * rows.time] : C(0),
+                  dot = seen ? rows.dot[(b * p.heads + h) * p.queries + query] : C(0);
+#pragma unroll
+          for (int i = 0; i < S::kPer; ++i) {
+            const bool sees = key + ty() + kSide * i < seen;
+            s[i][j] = sees ? exponential(s[i][j] * scale - lse) : C(0);
+            ds[i][j] = sees ? s[i][j] * (ds[i][j] - dot) * scale : C(0);
+          }
+        }
+        store_scores<S>(s, weights);
+        __syncthreads();
+        accumulate_rows<S>(weights, dout_tile, p.width, dv_sums);
+        __syncthreads();
+        store_scores<S>(ds, weights);
+        if (kTakeTurns<S>) load_tile<S>(p, q, b, h, t, d.queries, q_tile);
+        __syncthreads();
+        accumulate_rows<S>(weights, q_tile, p.width, dk_sums);
+      }
+#pragma unroll
+    for (int i = 0; i < S::kPer; ++i) {
+      const int64_t s = key + ty() + kSide * i;
+      if (s >= d.keys) continue;
+      store_row<S>(p, dk_sums, i, C(1), dk, b, s, g);
+      store_row<S>(p, dv_sums, i, C(1), dv, b, s, g);
+    }
+  });
 }
 
 }  // namespace
@@ -175,7 +181,7 @@ size_t attention_backward_workspace(const View& q) {
 }
 
 void attention_backward(const Stream& stream, const View& q, const View& k, const View& v,
-                        const View& out, const View& lse, const View& dout, bool causal,
+                        const View& out, const View& lse, const View& dout, const AttentionMask& mask,
                         double scale, const View& dq, const View& dk, const View& dv,
                         Workspace workspace) {
   const char* who = "attention_backward";
@@ -184,7 +190,7 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
   if (q.shape[0] * k.shape[2] * q.shape[3] == 0) return;
   visit_tiles(who, q.dtype, q.shape[3], [&]<class S>() {
     using C = typename S::C;
-    const Problem p = problem_of(q, k, causal, scale);
+    const Problem p = problem_of(q, k, mask.causal, scale);
     C* dots = static_cast<C*>(workspace.data);
     visit_floating(who, q.dtype, [&]<class T>() {
       if constexpr (std::is_same_v<Compute<T>, C>)
@@ -199,14 +205,14 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
            {.blocks = p.batch * p.heads * query_blocks,
             .threads = kThreads,
             .shared_bytes = 3 * S::kBytes + S::kScoreBytes},
-           attention_dq<S>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dq), rows,
-           query_blocks);
+           mask.has_documents() ? attention_dq<S, true> : attention_dq<S, false>, p, Heads(q), Heads(k),
+           Heads(v), Heads(dout), Heads(dq), rows, query_blocks, Begins(mask));
     launch(who, stream,
            {.blocks = p.batch * p.key_heads * blocks_for(p.keys, S::kTile),
             .threads = kThreads,
             .shared_bytes = (kTakeTurns<S> ? 3 : 4) * S::kBytes + S::kScoreBytes},
-           attention_dkv<S>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dk), Heads(dv),
-           rows);
+           mask.has_documents() ? attention_dkv<S, true> : attention_dkv<S, false>, p, Heads(q), Heads(k),
+           Heads(v), Heads(dout), Heads(dk), Heads(dv), rows, Begins(mask));
   });
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sheaf/core/view.h"
+#include "sheaf/kernels/attention.h"
 #include "sheaf/kernels/cuda/rows.h"
 
 namespace sheaf::kernels::cuda::attention_tiles {
@@ -41,9 +42,36 @@ struct Heads {
 };
 
 /// The queries of a block, a tile of one head's: from `first` on, of head h, key head g, of
-/// sequence b; pair = b H + h. They see the first `keys` keys, or fewer.
+/// sequence b; pair = b H + h.
 struct QueryBlock {
-  int64_t pair, b, h, g, first, keys;
+  int64_t pair, b, h, g, first;
+};
+
+/// Rows that attend to each other, a sequence's or a document's: queries [begin, queries) and keys
+/// [begin, keys).
+struct Document {
+  int64_t begin, queries, keys;
+};
+
+/// Where the document of each token begins, i32[B, T] dense in T; null where sequences are one.
+struct Begins {
+  const int32_t* data = nullptr;
+  int64_t batch = 0;  ///< stride
+  explicit Begins(const AttentionMask& mask) {
+    if (mask.has_documents()) data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
+  }
+  /// The document of token t. Whatever lies there, t is in it.
+  __device__ Document at(int64_t b, int64_t t, int64_t tokens) const {
+    const int32_t* row = data + b * batch;
+    const int64_t begin = row[t];
+    int64_t low = t + 1, high = tokens;  // the first behind it is in [low, high]
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (row[middle] > begin) high = middle;
+      else low = middle + 1;
+    }
+    return {begin < 0 ? 0 : begin < t ? begin : t, low, low};
+  }
 };
 
 template <class C_, int kWidth_, int kTile_>
@@ -72,8 +100,30 @@ __device__ inline QueryBlock query_block(const Problem& p, int64_t blocks) {
   q.pair = blockIdx.x % (p.batch * p.heads), q.b = q.pair / p.heads, q.h = q.pair % p.heads;
   q.g = q.h / (p.heads / p.key_heads);
   q.first = (blocks - 1 - blockIdx.x / (p.batch * p.heads)) * S::kTile;
-  q.keys = p.visible((q.first + S::kTile < p.queries ? q.first + S::kTile : p.queries) - 1);
   return q;
+}
+
+/// Calls f(document, n) for the tile of rows from n on of the sequence; with kApart, for the tiles of documents of sequence b
+/// that begin in it, which together are all tiles of all documents.
+template <class S, bool kApart, class F>
+__device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, F&& f) {
+  if constexpr (!kApart) {
+    f(Document{0, p.queries, p.keys}, first);
+  } else {
+    const int64_t end = first + S::kTile < p.queries ? first + S::kTile : p.queries;
+    for (int64_t t = first; t < end;) {
+      const Document d = begins.at(b, t, p.queries);
+      int64_t n = d.begin + (t - d.begin + S::kTile - 1) / S::kTile * S::kTile;
+      for (; n < end && n < d.queries; n += S::kTile) f(d, n);
+      t = d.queries;
+    }
+  }
+}
+
+/// Keys that some query of the tile from `first` on sees are those up to here.
+template <class S>
+__device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t first) {
+  return p.visible((first + S::kTile < d.queries ? first + S::kTile : d.queries) - 1);
 }
 
 template <class C>

@@ -1,5 +1,7 @@
 #include "sheaf/kernels/attention.h"
 
+#include <gmock/gmock.h>
+
 #include "sheaf/kernels/cpu/attention_bf16.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/tests/kernels/array.h"
@@ -8,6 +10,7 @@ namespace sheaf::kernels::cpu {
 namespace {
 
 using namespace sheaf::testing;
+using ::testing::HasSubstr;
 
 struct Sizes {
   int64_t batch, queries, keys, heads, key_heads, width;
@@ -106,13 +109,13 @@ std::vector<Kernels> kernels(DType d, const Sizes& s) {
 }
 
 Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
-           bool causal, double scale, const Kernels& by = kChosen) {
+           const AttentionMask& mask, double scale, const Kernels& by = kChosen) {
   const DType d = q.dtype, stat = d == kF64 ? kF64 : kF32;
   Arrays a{Array(d, s.q()), Array(stat, s.lse()), Array(d, s.q()), Array(d, s.k()),
            Array(d, s.k())};
-  by.forward(q, k, v, causal, scale, a.out, a.lse,
+  by.forward(q, k, v, mask, scale, a.out, a.lse,
              Scratch(by.workspace(without_data(q), without_data(k))));
-  by.backward(q, k, v, a.out, a.lse, dout, causal, scale, a.dq, a.dk, a.dv,
+  by.backward(q, k, v, a.out, a.lse, dout, mask, scale, a.dq, a.dk, a.dv,
               Scratch(by.backward_workspace(without_data(q), without_data(k))));
   return a;
 }
@@ -223,6 +226,84 @@ TEST(Attention, BatchTimeAndThreadsChangeNothing) {
   };
   const Arrays step = run({3, 1, 150, 4, 2, 48}, last(q), k, v, last(dout), true, 0.3);
   EXPECT_TRUE(same_bits(step.out, last(one.out)));
+}
+
+// Of one token, of whole blocks, ending and beginning anywhere in one; the second sequence is one document.
+constexpr int64_t kLengths[] = {1, 64, 2, 63, 130, 7, 33};
+
+/// Where documents of these lengths begin, in the first of `batch` sequences.
+Array begins_of(int64_t batch) {
+  int64_t tokens = 0;
+  for (const int64_t n : kLengths) tokens += n;
+  Array begins(kI32, {batch, tokens});
+  begins.fill([](int64_t) { return 0; });
+  int64_t begin = 0;
+  for (const int64_t n : kLengths) {
+    for (int64_t t = begin; t < begin + n; ++t) begins.set(t, static_cast<double>(begin));
+    begin += n;
+  }
+  return begins;
+}
+
+/// Of sequence b, `count` positions from `begin` on along dimension `dim`.
+View part(View v, int64_t b, int dim, int64_t begin, int64_t count) {
+  const int64_t offset = b * v.strides[0] + begin * v.strides[dim];
+  v.data = v.as<char>() + offset * static_cast<int64_t>(size_of(v.dtype));
+  v.shape[0] = 1, v.shape[dim] = count;
+  return v;
+}
+
+TEST(Attention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
+  const Array begins = begins_of(2);
+  const int64_t tokens = begins.view().shape[1];
+  for (const DType d : {kF32, kF64, kBF16, kF16})
+    for (const auto& [heads, key_heads, width] : {std::tuple{4, 2, 64}, {2, 2, 20}}) {
+      const Sizes s{2, tokens, tokens, heads, key_heads, width};
+      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
+                  dout = Array::random(d, s.q(), 4);
+      for (const Kernels& by : kernels(d, s)) {
+        Arrays got, again;
+        with_threads(1, [&] { got = run(s, q, k, v, dout, {true, begins}, 0.4, by); });
+        with_threads(3, [&] { again = run(s, q, k, v, dout, {true, begins}, 0.4, by); });
+        EXPECT_TRUE(same_bits(got.out, again.out) && same_bits(got.dq, again.dq) && same_bits(got.dk, again.dk) &&
+                    same_bits(got.dv, again.dv)) << by.name << ' ' << name(d) << " threads";
+        const auto compare = [&](int64_t b, int64_t begin, int64_t n) {
+          const auto rows = [&](const View& x) { return part(x, b, 1, begin, n); };
+          const Arrays alone = run({1, n, n, s.heads, s.key_heads, s.width}, rows(q), rows(k), rows(v), rows(dout), true, 0.4, by);
+          const std::string where = str(by.name, ' ', d, s.q(), " document from ", begin, " of ", b);
+          EXPECT_TRUE(same_bits(alone.out, rows(got.out))) << where;
+          EXPECT_TRUE(same_bits(alone.lse, part(got.lse, b, 2, begin, n))) << where;
+          EXPECT_TRUE(same_bits(alone.dq, rows(got.dq))) << where;
+          EXPECT_TRUE(same_bits(alone.dk, rows(got.dk))) << where;
+          EXPECT_TRUE(same_bits(alone.dv, rows(got.dv))) << where;
+        };
+        int64_t begin = 0;
+        for (const int64_t n : kLengths) compare(0, begin, n), begin += n;
+        compare(1, 0, tokens);
+      }
+    }
+}
+
+TEST(Attention, RefusesWhatIsNoBeginOfADocument) {
+  const Array q = Array::random(kF32, {1, 4, 2, 8}, 1);
+  const Array lse(kF32, {1, 2, 4}), out(kF32, {1, 4, 2, 8});
+  const auto refusal = [&](const View& begins, bool causal = true) -> std::string {
+    try {
+      attention(q, q, q, {causal, begins}, 1, out, lse, Scratch(1 << 20));
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "";
+  };
+  const auto begins = [](std::vector<double> values, DType d = kI32) { return Array::of(d, {1, 4}, values); };
+  EXPECT_EQ(refusal(begins({0, 0, 2, 2})), "");
+  EXPECT_THAT(refusal(begins({0, 0, 1, 2})), HasSubstr("[attention] begins[0,2] is 1"));
+  EXPECT_THAT(refusal(begins({0, 1, 0, 0})), HasSubstr("begins[0,2] is 0"));
+  EXPECT_THAT(refusal(begins({-1, 0, 0, 0})), HasSubstr("begins[0,0] is -1"));
+  EXPECT_THAT(refusal(begins({0, 0, 9, 9})), HasSubstr("begins[0,2] is 9"));
+  EXPECT_THAT(refusal(begins({0, 0, 2, 2}), false), HasSubstr("not causal"));
+  EXPECT_THAT(refusal(begins({0, 0, 2, 2}, kI64)), HasSubstr("must be i32, not i64"));
+  EXPECT_THAT(refusal(Array::of(kI32, {2, 2}, {0, 0, 0, 0})), HasSubstr("wants [B,T]"));
 }
 
 TEST(Attention, LargeScoresStayFinite) {

@@ -17,28 +17,28 @@ struct Results {
 };
 
 /// Forward and backward; workspace is asked for without memory and `less` than that is given.
-Results run(const AttentionData& data, bool causal = true, size_t less = 0) {
+Results run(const AttentionData& data, const AttentionMask& mask = true, size_t less = 0) {
   const AttentionOnGpu g(data);
   const auto blank = [](const View& x) { return without_data(x); };
   const auto scratch = [&](size_t bytes) { return GpuScratch(bytes > less ? bytes - less : 0); };
   const int64_t before = cuda::cudnn::attention_calls();
-  cuda::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, causal, data.scale, g.out, g.lse,
+  cuda::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, mask, data.scale, g.out, g.lse,
                   scratch(cuda::attention_workspace(blank(g.x.q), blank(g.x.k), blank(g.x.v),
-                                                    causal, blank(g.out), blank(g.lse))));
-  cuda::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout, causal,
+                                                    mask, blank(g.out), blank(g.lse))));
+  cuda::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout, mask,
                            data.scale, g.d.q, g.d.k, g.d.v,
                            scratch(cuda::attention_backward_workspace(
                                blank(g.x.q), blank(g.x.k), blank(g.x.v), blank(g.out), blank(g.lse),
-                               blank(g.dout), causal, blank(g.d.q), blank(g.d.k), blank(g.d.v))));
+                               blank(g.dout), mask, blank(g.d.q), blank(g.d.k), blank(g.d.v))));
   return {g.out.back(), g.lse.back(), g.dqkv.back(), cuda::cudnn::attention_calls() - before};
 }
 
 /// By our own kernels.
-Results run_blocked(const AttentionData& data, bool causal = true) {
+Results run_blocked(const AttentionData& data, const AttentionMask& mask = true) {
   const AttentionOnGpu g(data);
-  cuda::blocked::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, causal, data.scale, g.out, g.lse);
+  cuda::blocked::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, mask, data.scale, g.out, g.lse);
   cuda::blocked::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout,
-                                    causal, data.scale, g.d.q, g.d.k, g.d.v,
+                                    mask, data.scale, g.d.q, g.d.k, g.d.v,
                                     GpuScratch(cuda::blocked::attention_backward_workspace(g.x.q)));
   return {g.out.back(), g.lse.back(), g.dqkv.back(), 0};
 }
@@ -70,14 +70,18 @@ TEST(AttentionChoice, CudnnComputesWhatItTakes) {
 
 TEST(AttentionChoice, OurOwnKernelsComputeTheRest) {
   SHEAF_NEEDS_GPU();
-  const auto is_ours = [](const AttentionData& data, bool causal, const char* what) {
-    const Results got = run(data, causal);
+  const auto is_ours = [](const AttentionData& data, const AttentionMask& mask, const char* what) {
+    const Results got = run(data, mask);
     EXPECT_EQ(got.by_cudnn, 0) << what;
-    EXPECT_TRUE(same(got, run_blocked(data, causal))) << what;
+    EXPECT_TRUE(same(got, run_blocked(data, mask))) << what;
   };
   is_ours({kGpt, kF32}, true, "f32");
   is_ours({kGpt, kF64}, true, "f64");
   is_ours({kGpt, kBF16}, false, "without a mask");
+  Array begins(kI32, {kGpt.batch, kGpt.tokens});
+  begins.fill([](int64_t i) { return i % kGpt.tokens < 50 ? 0.0 : 50.0; });
+  const OnGpu documents(begins);
+  is_ours({kGpt, kBF16}, {true, documents}, "documents");
   is_ours({{2, 100, 3, 3, 64}, kBF16}, true, "100 tokens");
   is_ours({{1, 64, 2, 1, 160}, kBF16}, true, "wide heads");
   is_ours({{1, 64, 3, 3, 20}, kBF16}, true, "rows not at 16 bytes");

@@ -34,16 +34,16 @@ struct Results {
   Array out, lse, dq, dk, dv;
 };
 
-Results on_gpu(const Sizes& s, const Inputs& in, bool causal, double scale) {
+Results on_gpu(const Sizes& s, const Inputs& in, const AttentionMask& mask, double scale) {
   const DType d = in.q.view().dtype, stat = d == kF64 ? kF64 : kF32;
   const Shape &q_strides = in.q.view().strides, &k_strides = in.k.view().strides;
   const Stream& stream = OnGpu::stream();
   const OnGpu q(in.q), k(in.k), v(in.v), dout(in.dout), out(Array(d, s.q(), q_strides)),
       lse(Array(stat, s.lse())), dq(Array(d, s.q(), q_strides)), dk(Array(d, s.k(), k_strides)),
       dv(Array(d, s.k(), k_strides));
-  cuda::blocked::attention(stream, q, k, v, causal, scale, out, lse);
+  cuda::blocked::attention(stream, q, k, v, mask, scale, out, lse);
   const GpuScratch scratch(cuda::blocked::attention_backward_workspace(without_data(q)));
-  cuda::blocked::attention_backward(stream, q, k, v, out, lse, dout, causal, scale, dq, dk, dv,
+  cuda::blocked::attention_backward(stream, q, k, v, out, lse, dout, mask, scale, dq, dk, dv,
                                     scratch);
   return {out.back(), lse.back(), dq.back(), dk.back(), dv.back()};
 }
@@ -163,6 +163,62 @@ TEST(CudaAttention, BatchAndTimeChangeNothing) {
   EXPECT_TRUE(same_bits(past.dq, part(all.dq, 1, 0, 37)));
   EXPECT_TRUE(same_bits(last.out, part(all.out, 1, 149, 1)));
   EXPECT_TRUE(same_bits(last.dq, part(all.dq, 1, 149, 1)));
+}
+
+// Of one token, of whole tiles, ending and beginning anywhere in one; the second sequence is one document.
+TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
+  SHEAF_NEEDS_GPU();
+  constexpr int64_t kLengths[] = {1, 64, 2, 63, 97, 7}, kTokens = 234;
+  Array begins(kI32, {2, kTokens});
+  begins.fill([](int64_t) { return 0; });
+  int64_t begin = 0;
+  for (const int64_t n : kLengths) {
+    for (int64_t t = begin; t < begin + n; ++t) begins.set(t, static_cast<double>(begin));
+    begin += n;
+  }
+  const OnGpu on(begins);
+  // Tiles of all widths, and of f64.
+  for (const auto& [d, width] : {std::pair{kF32, 24}, {kBF16, 64}, {kF32, 80}, {kF16, 136}, {kF64, 20}}) {
+    const Sizes s{2, kTokens, kTokens, 2, 1, width};
+    const Inputs in = inputs_of(d, s);
+    const Results got = on_gpu(s, in, {true, on}, 0.4);
+    // `count` positions of sequence b, along dimension 1, or of lse 2.
+    const auto part = [](const Array& x, int64_t b, int dim, int64_t first, int64_t count) {
+      View v = x.view();
+      v.data = v.as<char>() + (b * v.strides[0] + first * v.strides[dim]) * static_cast<int64_t>(size_of(v.dtype));
+      v.shape[0] = 1, v.shape[dim] = count;
+      return v;
+    };
+    const auto compare = [&](int64_t b, int64_t first, int64_t count) {
+      const auto copy = [&](const Array& x) {
+        const View v = part(x, b, 1, first, count);
+        return Array::of(v.dtype, v.shape, values(v));
+      };
+      const Results alone = on_gpu({1, count, count, s.heads, s.key_heads, s.width}, {copy(in.q), copy(in.k), copy(in.v), copy(in.dout)},
+                                   true, 0.4);
+      const std::string where = str(d, s.to_string(), " document from ", first, " of ", b);
+      EXPECT_TRUE(same_bits(alone.out, part(got.out, b, 1, first, count))) << where;
+      EXPECT_TRUE(same_bits(alone.lse, part(got.lse, b, 2, first, count))) << where;
+      EXPECT_TRUE(same_bits(alone.dq, part(got.dq, b, 1, first, count))) << where;
+      EXPECT_TRUE(same_bits(alone.dk, part(got.dk, b, 1, first, count))) << where;
+      EXPECT_TRUE(same_bits(alone.dv, part(got.dv, b, 1, first, count))) << where;
+    };
+    begin = 0;
+    for (const int64_t n : kLengths) compare(0, begin, n), begin += n;
+    compare(1, 0, kTokens);
+  }
+}
+
+// They cannot be reported from there; nothing outside of the operands is touched.
+TEST(CudaAttention, WhatIsNoBeginOfADocumentDoesNoHarm) {
+  SHEAF_NEEDS_GPU();
+  const Sizes s{1, 130, 130, 1, 1, 8};
+  for (const int which : {0, 1, 2}) {
+    Array begins(kI32, {1, 130});
+    begins.fill([&](int64_t t) { return which == 0 ? -5.0 : which == 1 ? 1e6 : static_cast<double>((t * 37) % 130); });
+    const OnGpu on(begins);
+    on_gpu(s, inputs_of(kF32, s), {true, on}, 1.0);
+  }
 }
 
 TEST(CudaAttention, LargeScoresStayFinite) {
