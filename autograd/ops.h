@@ -284,6 +284,10 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T
   double scale = 0;    ///< of the scores; 0: 1 / sqrt(D)
+  /// Where the document of each token begins, i32[B, T] (document_begins): a token then sees those of its own document alone,
+  /// up to itself, and gets, bit for bit on CPUs and from our own kernels on GPUs, what it would get if there were no others.
+  /// Causal only, with as many keys as queries. Cut with the batch.
+  Tensor begins = {};
 };
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k and v[B, S, G, D]; H is a multiple of G, and head h reads key head
 /// h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.
@@ -292,6 +296,9 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
 /// tensor, written where it belongs: three slices would each be padded and added. Heads are cut by
 /// OwnershipMap::parts(2, {H D, G D, G D}, units) where every unit has whole key heads: the result is Shard(2) in as many units.
 Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, const AttentionOptions& options = {});
+/// Of documents one behind another in tokens[.., T], integers, each but the last ended by the token `end_of_text`: where that of
+/// each token begins, i32[.., T]. The token that ends a document belongs to it. Sequences must be whole on every rank.
+Tensor document_begins(const Tensor& tokens, int64_t end_of_text);
 /// rms_norm over D of each query and key of a packed x[B, T, H + 2 G, D], by weights [D] that all queries, and all keys,
 /// share; values stay (Qwen3, https://arxiv.org/abs/2505.09388). Heads are cut by OwnershipMap::parts(2, {H, G, G}, units).
 Tensor packed_rms_norm(const Tensor& x, int64_t heads, const Tensor& query_weight, const Tensor& key_weight,

@@ -1,4 +1,4 @@
-// Gathers, scatters, running sums and padding. Any strides; values of any dtype unless said
+// Gathers, scatters, running sums, padding and where documents begin. Any strides; values of any dtype unless said
 // otherwise; indices i64, i32, u32, u16 or u8. An index outside the dimension throws DataError,
 // before anything is written.
 #pragma once
@@ -25,6 +25,10 @@ void take_add(const View& out, int dim, const View& index, const View& src);
 void cumsum(const View& x, int dim, bool reverse, const View& out);
 /// out = x surrounded by `value`: before[i] elements in front of dimension i, the rest behind.
 void pad(const View& x, const Shape& before, double value, const View& out);
+/// out[.., t] = the place behind the last `end_of_text` among tokens[.., 0] to tokens[.., t - 1], 0
+/// if there is none: where the document of token t begins. Tokens are indices; out is i32 of their
+/// shape, the last dimension dense.
+void document_begins(const View& tokens, int64_t end_of_text, const View& out);
 
 }  // namespace cpu
 
@@ -41,6 +45,7 @@ void take_add(const Stream& stream, const View& out, int dim, const View& index,
 /// Every 32 elements are scanned (Hillis and Steele 1986) and added to the sum of all before them.
 void cumsum(const Stream& stream, const View& x, int dim, bool reverse, const View& out);
 void pad(const Stream& stream, const View& x, const Shape& before, double value, const View& out);
+void document_begins(const Stream& stream, const View& tokens, int64_t end_of_text, const View& out);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -29,4 +29,11 @@ inline View broadcast_index(const char* name, const View& index, int dim, const 
   return wide;
 }
 
+inline void check_document_begins(const View& tokens, const View& out) {
+  const char* who = "[document_begins] ";
+  check<ShapeError>(tokens.shape == out.shape && out.rank() > 0, who, "tokens ", tokens.shape, ", begins ", out.shape);
+  check<DTypeError>(out.dtype == kI32, who, "begins are i32, not ", out.dtype);
+  check<ShapeError>(out.strides.back() == 1 || out.shape.back() <= 1, who, "begins must be dense in the last dimension");
+}
+
 }  // namespace sheaf::kernels

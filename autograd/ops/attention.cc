@@ -39,33 +39,52 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
   return HeadCut{Placement::shard(q), Placement::shard(k), Placement::shard(q.moved_to(1))};
 }
 
-struct AttentionBackward {  // q, k, v, out, dout, lse -> dq, dk, dv
+/// Where documents begin is the last of an op's inputs, if it has more than `others`.
+kernels::AttentionMask mask_of(int64_t causal, const Execute& c, int others) {
+  return {causal != 0, c.num_inputs() > others ? c.input(others) : View()};
+}
+
+void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool as_many_keys) {
+  if (begins.dtype != kI32) fail<DTypeError>("[", op, "] where documents begin is i32, not ", begins);
+  if (!(begins.shape == rows_BT) || !causal || !as_many_keys)
+    fail<ShapeError>("[", op, "] documents want a causal mask, as many keys as queries and their begins as [B,T] ", rows_BT,
+                     "; got ", begins, causal ? "" : ", not causal", as_many_keys ? "" : ", other keys");
+}
+
+/// A rule for what an op has without documents; where they begin is cut with the batch, else whole.
+void rule_of(Place& p, std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
+  std::vector<Placement> in(inputs);
+  if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(kR);
+  p.rule(in, outputs);
+}
+
+struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are documents -> dq, dk, dv
   static constexpr const char* kName = "attention_backward";
   using Attrs = AttentionAttrs;
   static void infer(const Attrs&, Infer& c) {
     for (int i = 0; i < 3; ++i) c.output(c.dtype(i), c.shape(i));
   }
   static void place(const Attrs&, Place& p) {
-    for (int i = 0; i < 6; ++i) {
+    for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       if (p.in(i).map().dim() == 0) rule_all(p, p.in(i), p.in(i), 3);
-      if (i == 5 || p.in(i).map().dim() != 2) break;
+      if (i >= 5 || p.in(i).map().dim() != 2) break;
       if (const auto cut = head_cut(p, p.in(i).map(), i == 0 || i > 2))
-        p.rule({cut->queries, cut->keys, cut->keys, cut->queries, cut->queries, cut->lse},
-               {cut->queries, cut->keys, cut->keys});
+        rule_of(p, {cut->queries, cut->keys, cut->keys, cut->queries, cut->queries, cut->lse},
+                {cut->queries, cut->keys, cut->keys});
       break;
     }
     rule_all(p, kR, kR, 3);
-    p.rule({kR, kR, kR, kR, kP, kR}, {kP, kP, kP});  // linear in dout
-    p.rule({kR, kR, kP, kP, kR, kR}, {kP, kP, kR});  // and in v and out together
+    rule_of(p, {kR, kR, kR, kR, kP, kR}, {kP, kP, kP});  // linear in dout
+    rule_of(p, {kR, kR, kP, kP, kR, kR}, {kP, kP, kR});  // and in v and out together
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
-                 c.input(5), c.input(4), a.causal != 0, c.output(0), c.output(1), c.output(2));
+                 c.input(5), c.input(4), mask_of(a.causal, c, 6), c.output(0), c.output(1), c.output(2));
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
-                 c.input(5), c.input(4), a.causal != 0, a.scale, c.output(0), c.output(1),
+                 c.input(5), c.input(4), mask_of(a.causal, c, 6), a.scale, c.output(0), c.output(1),
                  c.output(2), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
@@ -73,12 +92,12 @@ struct AttentionBackward {  // q, k, v, out, dout, lse -> dq, dk, dv
   }
 };
 
-struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
+struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there are documents -> out, lse[B, H, T]
   static constexpr const char* kName = "attention";
   using Attrs = AttentionAttrs;
-  static constexpr uint64_t kSavedInputs = 0b111, kSavedOutputs = 0b11;
-  static void infer(const Attrs&, Infer& c) {
-    const DType d = common_dtype(kName, c);
+  static constexpr uint64_t kSavedInputs = 0b1111, kSavedOutputs = 0b11;
+  static void infer(const Attrs& a, Infer& c) {
+    const DType d = common_dtype(kName, c, 0, 3);
     require_floating(kName, d);
     const Shape &q = c.shape(0), &k = c.shape(1);
     if (q.rank() != 4 || k.rank() != 4 || !(k == c.shape(2)) || q[0] != k[0] || q[3] != k[3] ||
@@ -86,35 +105,37 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v -> out, lse[B, H, T]
       fail<ShapeError>("[", kName,
                        "] wants q [B,T,H,D], k and v [B,S,G,D] with H a multiple of G; got ",
                        c.input(0), ", ", c.input(1), " and ", c.input(2));
+    if (c.num_inputs() > 3) check_begins(kName, c.input(3), {q[0], q[1]}, a.causal, k[1] == q[1]);
     c.output(d, q);
     c.output(statistics_dtype(d), {q[0], q[2], q[1]});
   }
   static void place(const Attrs&, Place& p) {
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       if (p.in(i).map().dim() == 0) rule_all(p, p.in(i), p.in(i), 2);
       if (p.in(i).map().dim() == 2)
         if (const auto cut = head_cut(p, p.in(i).map(), i == 0))
-          p.rule({cut->queries, cut->keys, cut->keys}, {cut->queries, cut->lse});
+          rule_of(p, {cut->queries, cut->keys, cut->keys}, {cut->queries, cut->lse});
       break;
     }
     rule_all(p, kR, kR, 2);
-    p.rule({kR, kR, kP}, {kP, kR});  // linear in v
+    rule_of(p, {kR, kR, kP}, {kP, kR});  // linear in v
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1), c.input(2), a.causal != 0,
+    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1), c.input(2), mask_of(a.causal, c, 3),
                  c.output(0), c.output(1));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), a.causal != 0, a.scale,
+    SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), mask_of(a.causal, c, 3), a.scale,
                  c.output(0), c.output(1), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_forward = 2 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const auto d = apply_all<AttentionBackward>(
-        a, {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)});
+    std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
+    if (c.num_inputs() > 3) in.push_back(c.input(3));
+    const Tensors d = apply(op_def<AttentionBackward>(), &a, in);
     for (int i = 0; i < 3; ++i) c.set(i, d[static_cast<size_t>(i)]);
   }
   static void describe(const Attrs& a, std::string& out) {
@@ -163,37 +184,37 @@ View heads_of_queries(const PackedAttrs& a, const View& x) {
   return kernels::heads_of(x, 0, a.heads, a.width);
 }
 
-struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
+struct PackedAttentionBackward {  // qkv, out, dout, lse, begins if there are documents -> dqkv
   static constexpr const char* kName = "packed_attention_backward";
   using Attrs = PackedAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs& a, Place& p) {
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard()) continue;
       if (p.in(i).is_shard(0)) rule_all(p, p.in(i), p.in(i));
       const int64_t units = i == 0   ? packed_units(p.in(0))
                             : i == 3 ? even_units(p.in(3), 1, a.heads)
                                      : even_units(p.in(i), 2, int64_t{a.heads} * a.width);
       if (const auto cut = packed_cut(a, units, p.in(i)))
-        p.rule({cut->qkv, cut->out, cut->out, cut->lse}, {cut->qkv});
+        rule_of(p, {cut->qkv, cut->out, cut->out, cut->lse}, {cut->qkv});
       break;
     }
     rule_all(p, kR, kR);
-    p.rule({kR, kR, kP, kR}, {kP});
+    rule_of(p, {kR, kR, kP, kR}, {kP});
   }
   static int64_t workspace(const Attrs& all, const Execute& c) {
     const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
     return SHEAF_WORKSPACE(c.device(), attention_backward, in.q, in.k, in.v,
                  heads_of_queries(a, c.input(1)), c.input(3), heads_of_queries(a, c.input(2)),
-                 a.causal != 0, d.q, d.k, d.v);
+                 mask_of(a.causal, c, 4), d.q, d.k, d.v);
   }
   static void execute(const Attrs& all, Execute& c) {
     const Stream stream = c.stream();
     const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
     SHEAF_ON_DEVICE(stream, attention_backward, in.q, in.k, in.v, heads_of_queries(a, c.input(1)),
-                 c.input(3), heads_of_queries(a, c.input(2)), a.causal != 0, a.scale, d.q, d.k, d.v,
+                 c.input(3), heads_of_queries(a, c.input(2)), mask_of(a.causal, c, 4), a.scale, d.q, d.k, d.v,
                  c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
@@ -201,40 +222,43 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse -> dqkv
   }
 };
 
-struct PackedAttention {  // qkv[B, T, (H + 2 G) D] -> out[B, T, H D], lse[B, H, T]
+struct PackedAttention {  // qkv[B, T, (H + 2 G) D], begins[B, T] if there are documents -> out[B, T, H D], lse[B, H, T]
   static constexpr const char* kName = "packed_attention";
   using Attrs = PackedAttrs;
-  static constexpr uint64_t kSavedInputs = 0b1, kSavedOutputs = 0b11;
+  static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {
     require_floating(kName, c.dtype(0));
     const Shape& x = c.shape(0);
+    if (c.num_inputs() > 1) check_begins(kName, c.input(1), {x[0], x[1]}, a.causal, true);
     c.output(c.dtype(0), {x[0], x[1], int64_t{a.heads} * a.width});
     c.output(statistics_dtype(c.dtype(0)), {x[0], a.heads, x[1]});
   }
   static void place(const Attrs& a, Place& p) {
-    if (p.in(0).is_shard(0)) rule_all(p, p.in(0), p.in(0), 2);
-    if (const auto cut = packed_cut(a, packed_units(p.in(0)), p.in(0))) p.rule({cut->qkv}, {cut->out, cut->lse});
+    for (int i = 0; i < p.num_inputs(); ++i)
+      if (p.in(i).is_shard(0)) rule_all(p, p.in(i), p.in(i), 2);
+    if (const auto cut = packed_cut(a, packed_units(p.in(0)), p.in(0))) rule_of(p, {cut->qkv}, {cut->out, cut->lse});
     rule_all(p, kR, kR, 2);
   }
   static int64_t workspace(const Attrs& all, const Execute& c) {
     const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0));
-    return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k, in.v, a.causal != 0,
+    return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k, in.v, mask_of(a.causal, c, 1),
                  heads_of_queries(a, c.output(0)), c.output(1));
   }
   static void execute(const Attrs& all, Execute& c) {
     const Stream stream = c.stream();
     const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0));
-    SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, a.causal != 0, a.scale,
+    SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, mask_of(a.causal, c, 1), a.scale,
                  heads_of_queries(a, c.output(0)), c.output(1), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_forward = 2 * product(w, w.output(0), w.output(0)[1], a.width, a.causal);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    c.set(0, apply<PackedAttentionBackward>(
-                 a, {c.input(0), c.output(0), dense_rows(c.grad()), c.output(1)}));
+    std::vector<Tensor> in = {c.input(0), c.output(0), dense_rows(c.grad()), c.output(1)};
+    if (c.num_inputs() > 1) in.push_back(c.input(1));
+    c.set(0, apply(op_def<PackedAttentionBackward>(), &a, in)[0]);
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str(a.causal ? "causal " : "", "heads ", a.heads, "/", a.key_heads, " scale ", a.scale);
@@ -258,14 +282,18 @@ Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads,
   const int64_t width = qkv.size(2) / parts;
   const PackedAttrs attrs{scale_of(options, width), options.causal, static_cast<int32_t>(heads),
                           static_cast<int32_t>(key_heads), static_cast<int32_t>(width)};
-  return apply_all<PackedAttention>(attrs, {dense_rows(qkv)})[0];
+  std::vector<Tensor> in = {dense_rows(qkv)};
+  if (options.begins) in.push_back(dense_rows(options.begins));
+  return apply(op_def<PackedAttention>(), &attrs, in)[0];
 }
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v,
                  const AttentionOptions& options) {
   if (q.rank() != 4) fail<ShapeError>("[attention] wants q [B,T,H,D], got ", q.type());
-  return apply_all<Attention>({scale_of(options, q.size(3)), options.causal},
-                              {dense_rows(q), dense_rows(k), dense_rows(v)})[0];
+  const AttentionAttrs attrs{scale_of(options, q.size(3)), options.causal};
+  std::vector<Tensor> in = {dense_rows(q), dense_rows(k), dense_rows(v)};
+  if (options.begins) in.push_back(dense_rows(options.begins));
+  return apply(op_def<Attention>(), &attrs, in)[0];
 }
 
 }  // namespace sheaf

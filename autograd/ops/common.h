@@ -15,9 +15,9 @@ inline void require_floating(const char* op, DType d) {
     fail<DTypeError>("[", op, "] needs a floating type, not ", d, ": cast first");
 }
 
-/// All inputs from `first` on have one dtype, which it returns.
-inline DType common_dtype(const char* op, const Infer& c, int first = 0) {
-  for (int i = first + 1; i < c.num_inputs(); ++i)
+/// All inputs from `first` on, or those before `end`, have one dtype, which it returns.
+inline DType common_dtype(const char* op, const Infer& c, int first = 0, int end = -1) {
+  for (int i = first + 1; i < (end < 0 ? c.num_inputs() : end); ++i)
     if (c.dtype(i) != c.dtype(first))
       fail<DTypeError>("[", op, "] operands are ", c.input(first), " and ", c.input(i),
                        ": cast one of them");

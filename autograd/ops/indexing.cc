@@ -1,5 +1,5 @@
-// Selecting and accumulating elements by index, and running sums. All are linear in their floating
-// operands.
+// Selecting and accumulating elements by index, and running sums: all linear in their floating
+// operands. And where documents begin.
 #include "sheaf/kernels/indexing.h"
 
 #include "sheaf/autograd/ops/common.h"
@@ -180,6 +180,27 @@ struct Cumsum {
   }
 };
 
+struct DocumentBegins {
+  static constexpr const char* kName = "document_begins";
+  struct Attrs {
+    int64_t end_of_text;
+  };
+  static void infer(const Attrs&, Infer& c) {
+    require_index(kName, c.input(0));
+    if (c.shape(0).rank() == 0) fail<ShapeError>("[", kName, "] wants tokens [.., T], not ", c.input(0));
+    c.output(kI32, c.shape(0));
+  }
+  static void place(const Attrs&, Place& p) {
+    if (const OwnershipMap* map = cut_beside(p, p.shape(0).rank() - 1))
+      rule_all(p, Placement::shard(*map), Placement::shard(*map));
+    rule_all(p, kR, kR);
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), document_begins, c.input(0), a.end_of_text, c.output(0));
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str("end of text ", a.end_of_text); }
+};
+
 }  // namespace
 
 Tensor gather(const Tensor& x, int dim, const Tensor& index) {
@@ -202,5 +223,6 @@ Tensor index_add(const Tensor& x, int dim, const Tensor& index, const Tensor& sr
 Tensor cumsum(const Tensor& x, int dim, bool reverse) {
   return apply<Cumsum>({wrap_dim("cumsum", dim, x.rank()), reverse}, x);
 }
+Tensor document_begins(const Tensor& tokens, int64_t end_of_text) { return apply<DocumentBegins>({end_of_text}, tokens); }
 
 }  // namespace sheaf

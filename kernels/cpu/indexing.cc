@@ -4,6 +4,7 @@
 
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/blocks.h"
+#include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/indexing_operands.h"
 
 namespace sheaf::kernels::cpu {
@@ -218,6 +219,21 @@ void pad(const View& x, const Shape& before, double value, const View& out) {
   inside.shape = x.shape;
   fill(out, value);
   copy(x, inside);
+}
+
+void document_begins(const View& tokens, int64_t end_of_text, const View& out) {
+  check_document_begins(tokens, out);
+  const Indices ids("document_begins", tokens);
+  const Rows<int32_t> rows("document_begins", out);
+  parallel_for(rows.count(), row_grain(rows.cols()), [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      int32_t begin = 0, *const to = rows[r];
+      for (int64_t t = 0; t < rows.cols(); ++t) {
+        to[t] = begin;
+        if (ids[r * rows.cols() + t] == end_of_text) begin = static_cast<int32_t>(t + 1);
+      }
+    }
+  });
 }
 
 }  // namespace sheaf::kernels::cpu

@@ -170,6 +170,30 @@ __global__ void cumsum_lines(Layout<2> lines, DType out_type, void* out, int64_t
   }
 }
 
+// --- documents ---
+
+/// A warp a sequence, 32 tokens after the other: the largest place so far that is behind an end of text.
+__global__ void find_begins(Layout<2> lines, int32_t* out, DType type, const void* tokens, int64_t step, int64_t count,
+                            int64_t end_of_text) {
+  const int64_t line = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (line >= lines.numel) return;
+  int64_t offset[2];
+  lines.offsets(line, offset);
+  int last = 0;
+  for (int64_t start = 0; start < count; start += kWarp) {
+    const int64_t t = start + lane;
+    const bool begins = t > 0 && t < count && load_index(type, tokens, offset[1] + (t - 1) * step) == end_of_text;
+    int begin = begins ? static_cast<int>(t) : last;
+    for (int by = 1; by < kWarp; by *= 2) {
+      const int other = __shfl_up_sync(kFullWarp, begin, by);
+      if (lane >= by && other > begin) begin = other;
+    }
+    last = __shfl_sync(kFullWarp, begin, kWarp - 1);
+    if (t < count) out[offset[0] + t] = begin;
+  }
+}
+
 }  // namespace
 
 void gather(const Stream& stream, const View& x, int dim, const View& index, const View& out) {
@@ -243,6 +267,16 @@ void pad(const Stream& stream, const View& x, const Shape& before, double value,
     inside = part(d, before[d], x.shape[d]);
   }
   copy(stream, x, inside);
+}
+
+void document_begins(const Stream& stream, const View& tokens, int64_t end_of_text, const View& out) {
+  check_document_begins(tokens, out);
+  if (tokens.numel() == 0) return;
+  const int dim = tokens.rank() - 1;
+  const View from = without(tokens, dim), to = without(out, dim);
+  const Layout<2> lines(to.shape, {to.strides, from.strides});
+  launch("document_begins", stream, {.blocks = blocks_for(lines.numel, kWarps), .threads = kThreads}, find_begins, lines,
+         out.as<int32_t>(), tokens.dtype, tokens.data, tokens.strides[dim], tokens.shape[dim], end_of_text);
 }
 
 }  // namespace sheaf::kernels::cuda

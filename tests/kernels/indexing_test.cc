@@ -167,5 +167,28 @@ TEST(Indexing, ZeroSizes) {
   EXPECT_EQ(rows.values(), std::vector<double>(12, 1.0));
 }
 
+TEST(DocumentBegins, BehindEachEndOfText) {
+  const int tokens[] = {4, 7, 1, 7, 7, 2, /**/ 7, 1, 2, 3, 4, 7}, want[] = {0, 0, 2, 2, 4, 5, /**/ 0, 1, 1, 1, 1, 1};
+  for (const DType d : {kI64, kI32, kU32, kU16, kU8})
+    for (const auto& order : {std::vector<int>{0, 1}, std::vector<int>{1, 0}}) {
+      Buffer x(d, {2, 6}, order, 2), begins(kI32, {2, 6});
+      x.fill([&](int64_t i) { return tokens[i]; });
+      cpu::document_begins(x.view(), 7, begins.view());
+      for (int64_t i = 0; i < 12; ++i) EXPECT_EQ(begins.get(i), want[i]) << name(d) << ' ' << i;
+      cpu::document_begins(x.view(), 70000, begins.view());  // no token is that
+      for (int64_t i = 0; i < 12; ++i) EXPECT_EQ(begins.get(i), 0) << name(d) << ' ' << i;
+    }
+  const Buffer none(kI32, {2, 0});
+  cpu::document_begins(none.view(), 0, none.view());
+}
+
+TEST(DocumentBegins, RefusesOtherTypesAndShapes) {
+  const Buffer tokens(kI32, {1, 3}), longer(kI32, {1, 4}), wide(kI64, {1, 3}), apart(kI32, {1, 3}, {}, 1), real(kF32, {1, 3});
+  EXPECT_THROW(cpu::document_begins(tokens.view(), 0, longer.view()), ShapeError);
+  EXPECT_THROW(cpu::document_begins(tokens.view(), 0, apart.view()), ShapeError);
+  EXPECT_THROW(cpu::document_begins(tokens.view(), 0, wide.view()), DTypeError);
+  EXPECT_THROW(cpu::document_begins(real.view(), 0, tokens.view()), DTypeError);
+}
+
 }  // namespace
 }  // namespace sheaf

@@ -256,5 +256,25 @@ TEST(CudaIndexing, NamesWhatDoesNotFit) {
   EXPECT_THROW(cuda::pad(s, x, {1, 0}, 0, x), ShapeError);
 }
 
+TEST(CudaIndexing, DocumentsBeginWhereTheCpuSays) {
+  SHEAF_NEEDS_GPU();
+  for (const DType d : {kI64, kI32, kU16, kU8})
+    for (const int64_t tokens : {1, 31, 32, 33, 200})
+      for (const int ends : {1, 3, 40})  // one token in so many ends a document
+        for (const bool strided : {false, true}) {
+          Array x(d, {9, tokens}, strided ? Shape{2, 20} : Shape{tokens, 1});
+          std::mt19937 engine(static_cast<unsigned>(tokens));
+          x.fill([&](int64_t) { return static_cast<double>(engine() % static_cast<unsigned>(ends)); });
+          const Array want(kI32, {9, tokens}), blank(kI32, {9, tokens}, {tokens + 3, 1});
+          cpu::document_begins(x, 0, want);
+          const OnGpu gx(x), out(blank);
+          cuda::document_begins(OnGpu::stream(), gx, 0, out);
+          EXPECT_TRUE(same_bits(out.back(), want)) << name(d) << tokens << ' ' << ends << strided;
+          EXPECT_TRUE(gaps_kept(blank, out.back()));
+        }
+  const Array none(kI32, {2, 0});
+  cuda::document_begins(OnGpu::stream(), none, 0, none);
+}
+
 }  // namespace
 }  // namespace sheaf::kernels
