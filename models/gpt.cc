@@ -78,9 +78,10 @@ Block::Block(const GptConfig& c)
       mlp(mlp_config(c)) {}
 
 nn::Residual Block::forward(nn::Residual stream, nn::KeyValueCache* cache) {
+  const Tensor begins_BT = stream.begins;
   NormedSum x_BTC = ln1(std::move(stream));
-  x_BTC = ln2(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache)});
-  return {x_BTC.sum, mlp(x_BTC.normed)};
+  x_BTC = ln2(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache, begins_BT)});
+  return {x_BTC.sum, mlp(x_BTC.normed), begins_BT};
 }
 
 Gpt::Gpt(const GptConfig& c)
@@ -105,12 +106,12 @@ int Gpt::stage_of(const nn::Module& module, int stages) const {
   return head && &module == &*head ? stages - 1 : -1;
 }
 
-Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
+Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[gpt2] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t begin = cache ? cache->length() : 0, end = begin + tokens_BT.size(1);
   check<ShapeError>(end <= config.context, "[gpt2] ", end, " tokens are more than the context of ", config.context);
   const Tensor positions_TC = slice(wpe.weight, 0, begin, end);
-  nn::Residual stream{.x = dropout(wte(tokens_BT) + positions_TC)};
+  nn::Residual stream{.x = dropout(wte(tokens_BT) + positions_TC), .begins = begins_BT};
   for (Block& block : blocks) stream = block(std::move(stream), cache);
   return ln_f(std::move(stream)).normed;
 }
@@ -124,7 +125,8 @@ Tensor Gpt::logits_of(const Tensor& x_BTC) const {
 
 Tensor Gpt::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const auto scope = enter();
-  const Tensor x_BTC = hidden(tokens_BT);
+  const Tensor begins_BT = config.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, config.end_of_text);
+  const Tensor x_BTC = hidden(tokens_BT, nullptr, begins_BT);
   const nn::TensorRegion region(x_BTC, head_weight());
   return nn::sum_over_stages(
       linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));

@@ -25,6 +25,8 @@ struct GptConfig {
   double dropout = 0.0;         ///< of embeddings, attention outputs and MLP outputs
   bool tie_embeddings = true;   ///< the head is the token embedding
   double norm_eps = 1e-5;
+  int64_t end_of_text = -1;     ///< token that ends a document: in loss() tokens attend to their own document's alone; -1: to
+                                ///< all before them
 
   static GptConfig gpt2_124m();
   static GptConfig gpt2_355m();
@@ -61,7 +63,8 @@ struct Gpt : nn::Module {
 
   /// Cross-entropy of integer targets[B, T], a scalar in nats, without the logits ever existing whole. By default the mean
   /// over all targets of the logical batch, on all ranks; targets of -1 count nothing, but are counted in that mean: give
-  /// divide_by. Partial over the axes that cut the batch or the model.
+  /// divide_by. Partial over the axes that cut the batch or the model. With end_of_text, a document's tokens are predicted from
+  /// those of no other; logits() and next_logits() take all tokens for one document.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
   /// [B, T, V], placed as the tokens.
   Tensor logits(const Tensor& tokens_BT);
@@ -75,7 +78,7 @@ struct Gpt : nn::Module {
   SHEAF_FIELDS(wte, wpe, dropout, blocks, ln_f, head);
 
  private:
-  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
+  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
   const nn::Parameter& head_weight() const;
   Tensor logits_of(const Tensor& x_BTC) const;
 };

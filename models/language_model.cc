@@ -42,6 +42,7 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.dropout = m.dropout;
     c.tie_embeddings = m.tie_embeddings;
     c.norm_eps = m.norm_eps;
+    c.end_of_text = m.end_of_text;
     return std::make_unique<Adapter<Gpt, Block>>(c);
   }
   if (m.type == "llama") {
@@ -68,6 +69,7 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.expert_groups = m.expert_groups;
     c.normalize_experts = m.normalize_experts;
     c.aux_loss = m.aux_loss;
+    c.end_of_text = m.end_of_text;
     return std::make_unique<Adapter<Llama, LlamaBlock>>(c);
   }
   fail<ConfigError>("[model] unknown type '", m.type, "'; known: gpt2, llama");

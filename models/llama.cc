@@ -172,10 +172,11 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c)
 }
 
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
+  const Tensor begins_BT = stream.begins;
   NormedSum x_BTC = attention_norm(std::move(stream));
-  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache)});
-  if (moe) return {x_BTC.sum, (*moe)(x_BTC.normed, /*drops=*/cache == nullptr)};
-  return {x_BTC.sum, (*mlp)(x_BTC.normed)};
+  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache, begins_BT)});
+  if (moe) return {x_BTC.sum, (*moe)(x_BTC.normed, /*drops=*/cache == nullptr), begins_BT};
+  return {x_BTC.sum, (*mlp)(x_BTC.normed), begins_BT};
 }
 
 Llama::Llama(const LlamaConfig& c)
@@ -196,11 +197,11 @@ int Llama::stage_of(const nn::Module& module, int stages) const {
   return head && &module == &*head ? stages - 1 : -1;
 }
 
-Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
+Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[llama] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t end = (cache ? cache->length() : 0) + tokens_BT.size(1);
   check<ShapeError>(end <= config.context, "[llama] ", end, " tokens are more than the context of ", config.context);
-  nn::Residual stream{.x = embedding(tokens_BT)};
+  nn::Residual stream{.x = embedding(tokens_BT), .begins = begins_BT};
   for (LlamaBlock& block : blocks) stream = block(std::move(stream), cache);
   return norm(std::move(stream)).normed;
 }
@@ -224,7 +225,8 @@ Tensor Llama::take_imbalance() {
 
 Tensor Llama::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
   const auto scope = enter();
-  const Tensor x_BTC = hidden(tokens_BT);
+  const Tensor begins_BT = config.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, config.end_of_text);
+  const Tensor x_BTC = hidden(tokens_BT, nullptr, begins_BT);
   const nn::TensorRegion region(x_BTC, head_weight());
   const Tensor loss = nn::sum_over_stages(
       linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));

@@ -41,6 +41,8 @@ struct LlamaConfig {
   bool normalize_experts = true;  ///< its weights
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
+  int64_t end_of_text = -1;       ///< as in GptConfig
+
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
@@ -87,7 +89,7 @@ struct Llama : nn::Module {
   SHEAF_FIELDS(embedding, blocks, norm, head);
 
  private:
-  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
+  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
   const nn::Parameter& head_weight() const;
   Tensor logits_of(const Tensor& x_BTC) const;
   Tensor take_imbalance();

@@ -39,6 +39,7 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.rope_scaling.mscale", m.rope_scaling.mscale);
   f("model.rope_scaling.mscale_all_dim", m.rope_scaling.mscale_all_dim);
   f("model.norm_eps", m.norm_eps);
+  f("model.end_of_text", m.end_of_text);
 }
 
 template <class Train, class F>
@@ -68,7 +69,8 @@ bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
          key == "train.optimizer" || key == "train.momentum" || key == "model.qkv_bias" ||
          key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.") ||
-         key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss";
+         key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
+         key == "model.end_of_text";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }
@@ -170,8 +172,10 @@ void check_resumable(const RunState& saved, const RunState& now) {
     if (key == "train.steps") return;  // decides where the decay ends, if anything
     if (key == "train.dtype" && saved.train.dtype.empty()) return;
     if (Json(value) == options.at(key)) return;
-    differs(key == "train.decay_end" ? "train.decay_end, by default train.steps," : key, Json(value).dump(),
-            options.at(key).dump());
+    differs(key == "train.decay_end"     ? "train.decay_end, by default train.steps,"
+            : key == "model.end_of_text" ? "the token that keeps documents apart (data.separate_documents; -1: they are not)"
+                                         : key,
+            Json(value).dump(), options.at(key).dump());
   };
   for_each_model_option(resolved(saved.model), compare);
   for_each_train_option(resolved(saved.train), compare);

@@ -72,6 +72,7 @@ struct ModelConfig {
   double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)
   RopeScalingConfig rope_scaling;  ///< of these frequencies (llama)
   double norm_eps = 1e-5;       ///< added to the variance in norms
+  int64_t end_of_text = -1;     ///< no option of its own: follows from [data] (model_of), -1 where documents are not separated
 };
 
 /// `m` with what 0 leaves to its type filled in: key and value heads, their width, the hidden size of the MLP and of experts.
@@ -91,6 +92,8 @@ struct DataConfig {
   double val_fraction = 0.1;       ///< tail of the text held out for validation, in (0, 1)
   std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several
   std::string val_file;            ///< token file to validate on, or several
+  bool separate_documents = false;  ///< tokens attend to those of their own document alone
+  int64_t end_of_text = -1;        ///< the token that ends a document; -1: the tokenizer's
 };
 
 /// Whether a tokenizer comes from files that somebody published.
@@ -183,5 +186,13 @@ struct TrainConfig {
   OutputConfig output;
   GenerateConfig generate;
 };
+
+/// The model, told which token ends a document if these are kept apart. Which one, changes neither a tape nor its memory: it may
+/// not be known yet.
+inline ModelConfig model_of(const TrainConfig& config) {
+  ModelConfig m = config.model;
+  if (config.data.separate_documents) m.end_of_text = config.data.end_of_text < 0 ? 0 : config.data.end_of_text;
+  return m;
+}
 
 }  // namespace sheaf::models

@@ -75,6 +75,20 @@ void require_same_data(World& world, const Corpus& corpus, const SplitState& tra
                                     {"model.weights", start, weights ? str("'", weights->path, "' (", start, ")") : start}});
 }
 
+// The token that ends a document.
+int64_t end_of_text_of(const TrainConfig& config, const Tokenizer* tokenizer) {
+  const DataConfig& data = config.data;
+  int64_t id = data.end_of_text;
+  if (id < 0 && tokenizer) id = tokenizer->end_of_text().value_or(-1);
+  if (id < 0)
+    fail<ConfigError>("[data] data.separate_documents: which token ends a document is not known: ",
+                      tokenizer ? str("data.tokenizer ", tokenizer->kind(), " has none") : "the token files do not say it",
+                      "; give its id, data.end_of_text");
+  if (id >= config.model.vocab)
+    fail<ConfigError>("[data] data.end_of_text ", id, " is no token of a vocabulary of ", config.model.vocab);
+  return id;
+}
+
 // The published files may be gone when a run is continued: its checkpoints have what was in them.
 std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, const TrainOptions& options) {
   const DataConfig& data = config.data;
@@ -119,6 +133,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", least);
   if (config_.output.trace_step > 0 && device_.is_cuda())
     fail<ConfigError>("[train] output.trace_step: a GPU runs behind its host, whose time line would mean nothing; NVIDIA's nsys has its own");
+  if (config_.data.separate_documents) config_.data.end_of_text = end_of_text_of(config_, corpus_.tokenizer.get());
   check_memory(config_, config_.model.vocab, world_);
   find_weights();
   lock_folder();
@@ -210,7 +225,7 @@ RunState Trainer::state(int64_t step) const {
   RunState state;
   state.step = step;
   state.vocab = config_.model.vocab;
-  state.model = config_.model;
+  state.model = model_of(config_);
   state.train = config_.train;
   state.tokenizer = corpus_.tokenizer;
   if (config_.data.train_file.empty()) state.val_fraction = config_.data.val_fraction;

@@ -136,7 +136,7 @@ void check_graph(Device device, const Mesh& mesh) {
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device)
     : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)),
-      model_(make_language_model(config.model, vocab)) {
+      model_(make_language_model(model_of(config), vocab)) {
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)

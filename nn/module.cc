@@ -43,7 +43,7 @@ void ModuleScope::open_region() {
 }
 
 bool ModuleScope::is_on_another_stage(const Tensor& t) const {
-  if (!t.layout().mesh()) return false;
+  if (!t || !t.layout().mesh()) return false;
   const Placement& p = t.layout()[module_->unit_->stage_axis()];
   return p.is_single() && p.map().owner() != module_->unit_->stage();
 }

@@ -241,6 +241,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";
   if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
     return "only data.tokenizer gpt2, llama3 and huggingface come from files";
+  if (key == "data.end_of_text" && !config.data.separate_documents)
+    return "only data.separate_documents asks where documents end";
   if (key == "sharding.min_parameters" && config.sharding.units != "count")
     return "only sharding.units count goes by parameters";
   return nullptr;

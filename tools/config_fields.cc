@@ -66,6 +66,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"data.val_fraction", &d.val_fraction, "tail of the text held out for validation", any, 0, 0.999},
       {"data.train_file", &d.train_file, "token file to train on, instead of a text; 'name_*.bin' takes several"},
       {"data.val_file", &d.val_file, "token file to validate on, or several"},
+      {"data.separate_documents", &d.separate_documents, "tokens attend to those of their own document alone"},
+      {"data.end_of_text", &d.end_of_text, "the token that ends a document; -1: the tokenizer's", any, -1, 1e8},
 
       {"train.steps", &t.steps, "optimizer steps", any, 0, 1e12},
       {"train.batch", &t.batch, "sequences per step, over all ranks and micro-batches", any, 1, 1e9},

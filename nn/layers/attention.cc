@@ -48,7 +48,15 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
   key_norm.emplace(head_width, c.norm_eps);
 }
 
-Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
+Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text) {
+  Layout whole = tokens_BT.layout();
+  for (int a = 0; a < whole.num_axes(); ++a)
+    if (whole[a].is_shard(1)) whole[a] = Placement::replicate();
+  return sheaf::document_begins(redistribute(tokens_BT, whole), end_of_text);
+}
+
+Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
+  check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   const TensorRegion region(x_BTC, qkv.weight);
   Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   const ContextRegion context(qkv_BTE, head_cut(2, heads, kv_heads, head_width));
@@ -62,7 +70,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache) {
     qkv_BTE = reshape(heads_BTHD, packed);
   }
   const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, *cache)
-                                 : packed_attention(qkv_BTE, heads, kv_heads, {.causal = true});
+                                 : packed_attention(qkv_BTE, heads, kv_heads, {.begins = begins_BT});
   return dropout(region.leave(projection(context.leave(mixed_BTC))));
 }
 

@@ -27,8 +27,13 @@ struct AttentionConfig {
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
+/// sheaf::document_begins for CausalSelfAttention: as tokens[B, T], but whole on every rank of axes that cut sequences, as
+/// attention has these there. Four bytes a token are gathered.
+Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
+
 /// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762):
-/// [B, T, C] → [B, T, C]. With a cache, the T tokens come after those that it has read, and are appended to it.
+/// [B, T, C] → [B, T, C]. With a cache, the T tokens come after those that it has read, and are appended to it. With `begins`
+/// (document_begins), a token attends to those of its own document alone; not with a cache, whose tokens are one.
 struct CausalSelfAttention : Module {
   int64_t heads, kv_heads, head_width;
   double rope_theta;
@@ -39,7 +44,7 @@ struct CausalSelfAttention : Module {
   Dropout dropout;
 
   explicit CausalSelfAttention(const AttentionConfig& config);
-  Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr);
+  Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
   SHEAF_FIELDS(qkv, projection, query_norm, key_norm, dropout);
 
  private:

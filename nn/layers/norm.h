@@ -11,10 +11,12 @@ namespace sheaf::nn {
 struct Residual {
   Tensor x;
   Tensor branch = {};  ///< undefined at the start of the stream
+  Tensor begins = {};  ///< i32 [B, T], where the document of each token begins; undefined where sequences are one
   template <class F>
   void for_each_tensor(F&& f) {
     f(x);
     if (branch) f(branch);
+    if (begins) f(begins);
   }
   /// The stream as one tensor.
   void join() {

@@ -136,7 +136,8 @@ TEST(RunState, StepsCountThroughTheDecay) {
 
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
-  for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum"})
+  for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum",
+                          "model.end_of_text"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                            "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
@@ -158,6 +159,11 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   now = a_run();
   now.model.rope_scaling.rope_type = "linear";
   EXPECT_THAT(mismatch(saved, now), HasSubstr("model.rope_scaling.rope_type was \"default\" in the checkpoint and is \"linear\""));
+  // Its documents were not separated.
+  now = a_run();
+  now.model.end_of_text = 7;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("keeps documents apart (data.separate_documents; -1: they are not) was -1 in the "
+                                              "checkpoint and is 7 now"));
   // All other options stand in every checkpoint.
   json.set("options", without(json.at("options"), "train.lr"));
   EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr("train.lr"));

@@ -182,6 +182,14 @@ TEST(BadInput, Data) {
   expect_refused(f.train(small), 65, {"one.bin", "1 tokens leave nothing to predict"});
   EXPECT_FALSE(std::filesystem::exists(f / "out"));  // found before anything is written
   expect_refused(f.train(files), 64, {"token files need model.vocab"});
+  // Which token ends a document.
+  expect_refused(f.train({"--data.separate_documents", "true"}), 64,
+                 {"which token ends a document is not known: data.tokenizer char has none; give its id, data.end_of_text"});
+  Words unknown = files;
+  unknown.insert(unknown.end(), {"--model.vocab", "78", "--data.separate_documents", "true"});
+  expect_refused(f.train(unknown), 64, {"which token ends a document is not known: the token files do not say it"});
+  unknown.insert(unknown.end(), {"--data.end_of_text", "78"});
+  expect_refused(f.train(unknown), 64, {"data.end_of_text 78 is no token of a vocabulary of 78"});
   expect_refused(f.train({"--generate.prompt", "the Sea"}), 65,
                  {"generate.prompt", "\"S\" (U+0053) at offset 4"});
 }
@@ -260,6 +268,8 @@ TEST(BadInput, Resume) {
                  {"train.dtype was \"f32\" in the checkpoint and is \"bf16\" now"});
   expect_refused(resume({"--train.dtype", "f16"}), 76,
                  {"train.dtype was \"f32\" in the checkpoint and is \"f16\" now"});
+  expect_refused(resume({"--data.separate_documents", "true", "--data.end_of_text", "3"}), 76,
+                 {"(data.separate_documents; -1: they are not) was -1 in the checkpoint and is 3 now"});
   expect_refused(resume({"--data.val_fraction", "0.2"}), 76,
                  {"data.val_fraction was 0.1 in the checkpoint and is 0.2 now"});
   other = testing::sample_text(3000);

@@ -132,6 +132,8 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
   EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);
+  EXPECT_THAT(error("", {"--data.end_of_text", "5"}), HasSubstr("only data.separate_documents asks where documents end"));
+  EXPECT_EQ(load("", {"--data.end_of_text", "5", "--data.separate_documents", "true"}).data.end_of_text, 5);
   EXPECT_THAT(error("", {"--train.momentum", "0.95"}), HasSubstr("only train.optimizer muon has momentum"));
   EXPECT_EQ(load("", {"--train.momentum", "0.9", "--train.optimizer", "muon"}).train.momentum, 0.9);
   for (const char* key : {"--train.decay_start", "--train.decay_end"})
@@ -252,7 +254,7 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   std::set<const void*> targets;
   std::set<std::string> keys;
   const std::map<std::string, size_t> sizes = {
-      {"model", sizeof c.model - sizeof c.model.rope_scaling},
+      {"model", sizeof c.model - sizeof c.model.rope_scaling - sizeof c.model.end_of_text},  // which follows from [data]
       {"model.rope_scaling", sizeof c.model.rope_scaling},
       {"data", sizeof c.data},
       {"train", sizeof c.train},
@@ -274,7 +276,7 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   size_t whole = 0;
   for (const auto& [section, bytes] : missing) EXPECT_LT(bytes, 8u) << section;
   for (const auto& [section, size] : sizes) whole += size;
-  EXPECT_EQ(whole, sizeof c);  // no section is forgotten
+  EXPECT_EQ(whole + sizeof c.model.end_of_text, sizeof c);  // no section is forgotten
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -130,6 +131,40 @@ TEST(Tokenize, RunsGoOnAndGenerateWithoutTheFiles) {
     EXPECT_THAT(sample.out, AllOf(::testing::StartsWith("é"), HasSubstr("\ufffd")));
     EXPECT_EQ(models::valid_utf8_prefix(sample.out), sample.out.size());
   }
+}
+
+// The tokenizer says which token ends a document; where none does, nothing is separated.
+TEST(Tokenize, DocumentsAreSeparated) {
+  const Folder f;
+  f.write("c.txt", "A short one.");
+  ASSERT_EQ(f.tokenize({"c.txt", "c.txt", "c.txt", "c.txt", "c.txt", "c.txt", "train.bin"}).code, 0);
+  ASSERT_EQ(f.tokenize({"c.txt", "c.txt", "c.txt", "c.txt", "val.bin"}).code, 0);
+  const Words data = {"--data.tokenizer", "gpt2", "--data.tokenizer_folder", f / "bpe", "--data.train_file", f / "train.bin",
+                      "--data.val_file", f / "val.bin", "--train.steps", "3"};
+  const auto losses = [&](const std::string& out, const Words& more) {
+    const Outcome r = run_sheaf(f.train(data + more + Words{"--output.folder", f / out}));
+    EXPECT_EQ(r.code, 0) << r.err;
+    return testing::read_metrics(f / out + "/metrics.jsonl").at(3);
+  };
+  std::set<int32_t> known;
+  for (const char* file : {"train.bin", "val.bin"})
+    for (const int32_t id : read(f / file, 957)) known.insert(id);
+  int32_t unknown = 0;
+  while (known.contains(unknown)) ++unknown;
+  const auto packed = losses("packed", {}), apart = losses("apart", {"--data.separate_documents", "true"}),
+             by_hand = losses("by_hand", {"--data.separate_documents", "true", "--data.end_of_text", "956"}),
+             other = losses("other", {"--data.separate_documents", "true", "--data.end_of_text", std::to_string(unknown)});
+  for (const char* field : {"loss", "val_loss"}) {
+    EXPECT_NE(packed.at(field), apart.at(field)) << field;
+    EXPECT_EQ(by_hand.at(field), apart.at(field)) << field;
+    EXPECT_EQ(other.at(field), packed.at(field)) << field << ": no token is that";
+  }
+  std::filesystem::remove_all(f / "bpe");
+  const Outcome on = run_sheaf({"train", "--resume", "--output.folder", f / "apart"});
+  EXPECT_EQ(on.code, 0) << on.err;
+  const Outcome tape = run_sheaf({"tape", "--model.vocab", "957", "--data.separate_documents", "true"});
+  EXPECT_EQ(tape.code, 0) << tape.err;
+  EXPECT_THAT(tape.out, HasSubstr("document_begins"));
 }
 
 // A text that is read in several parts begins once.

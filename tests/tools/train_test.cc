@@ -122,6 +122,7 @@ TEST(PeakMemory, WithOtherUnitsAndBudgets) {
         Words{"--sharding.prefetch_bytes", "0"}, Words{"--sharding.prefetch_bytes", "1000000"},
         Words{"--model.tie_embeddings", "false", "--model.vocab", "100"},
         Words{"--train.batch", "1"}, Words{"--train.recompute", "block"},
+        Words{"--data.separate_documents", "true", "--data.end_of_text", "1", "--train.recompute", "selective"},
         Words{"--train.recompute", "block", "--train.micro_batches", "2", "--model.dropout", "0.1",
               "--model.type", "llama", "--sharding.strategy", "shard_grad_op"}}) {
     SCOPED_TRACE(::testing::PrintToString(more));
