@@ -64,7 +64,12 @@ TEST(Bench, Kernels) {
   EXPECT_EQ(bench("kernels", "adamw").size(), 1u);
 }
 
-TEST(Bench, Attention) { EXPECT_EQ(bench("attention", "f32-B4").size(), 2u); }
+TEST(Bench, Attention) {
+  EXPECT_EQ(bench("attention", "f32-B4").size(), 2u);
+  const auto lines = bench("attention", "f32-B1-T1024-H12-D64-of-100");
+  ASSERT_EQ(lines.size(), 2u);
+  for (const auto& [name, line] : lines) EXPECT_EQ(line.at("peer").as_string(), "one document") << name;
+}
 
 TEST(Bench, Tape) {
   const auto lines = bench("tape", "mul-meta");

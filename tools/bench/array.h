@@ -46,6 +46,12 @@ class Array {
           static_cast<int32_t>(scramble(static_cast<uint64_t>(i)) % static_cast<uint64_t>(below));
     return a;
   }
+  /// Where documents of `length` tokens begin, in sequences [B, T] of them; the last one may be shorter.
+  static Array begins(const Shape& shape, int64_t length) {
+    Array a(kI32, shape);
+    for (int64_t i = 0; i < shape.numel(); ++i) a.as<int32_t>()[i] = static_cast<int32_t>(i % shape[1] / length * length);
+    return a;
+  }
   /// These values.
   template <class T>
   static Array of(const Shape& shape, std::initializer_list<T> values) {

@@ -16,12 +16,15 @@ struct AttentionSize {
 
 class AttentionCall {
  public:
-  AttentionCall(DType dtype, const AttentionSize& s, Device device)
+  /// With `document` tokens in each document, of which the sequences consist; 0: each sequence is one.
+  AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0)
       : qkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         dqkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         out_(Array(dtype, {s.b, s.t, s.h, s.d}).on(device)),
         dout_(Array(dtype, {s.b, s.t, s.h, s.d}).on(device)),
         lse_(Array(kF32, {s.b, s.h, s.t}).on(device)),
+        begins_(Array::begins({s.b, s.t}, document ? document : s.t).on(device)),
+        mask_(true, document ? begins_.view() : View()),
         q_(heads(qkv_, 0, s.h)),
         k_(heads(qkv_, s.h, s.g)),
         v_(heads(qkv_, s.h + s.g, s.g)),
@@ -30,19 +33,19 @@ class AttentionCall {
         dv_(heads(dqkv_, s.h + s.g, s.g)),
         scale_(1 / std::sqrt(static_cast<double>(s.d))),
         scratch_(
-            static_cast<size_t>(SHEAF_WORKSPACE(device, attention, q_, k_, v_, true, out_, lse_)),
+            static_cast<size_t>(SHEAF_WORKSPACE(device, attention, q_, k_, v_, mask_, out_, lse_)),
             device),
         backward_scratch_(
             static_cast<size_t>(SHEAF_WORKSPACE(device, attention_backward, q_, k_, v_, out_, lse_,
-                                                dout_, true, dq_, dk_, dv_)),
+                                                dout_, mask_, dq_, dk_, dv_)),
             device) {}
 
   void forward(const Stream& stream) const {
-    SHEAF_ON_DEVICE(stream, attention, q_, k_, v_, true, scale_, out_, lse_, scratch_);
+    SHEAF_ON_DEVICE(stream, attention, q_, k_, v_, mask_, scale_, out_, lse_, scratch_);
   }
   /// Reads what forward() has written.
   void backward(const Stream& stream) const {
-    SHEAF_ON_DEVICE(stream, attention_backward, q_, k_, v_, out_, lse_, dout_, true, scale_, dq_,
+    SHEAF_ON_DEVICE(stream, attention_backward, q_, k_, v_, out_, lse_, dout_, mask_, scale_, dq_,
                     dk_, dv_, backward_scratch_);
   }
 
@@ -62,7 +65,8 @@ class AttentionCall {
     return v;
   }
 
-  const Array qkv_, dqkv_, out_, dout_, lse_;
+  const Array qkv_, dqkv_, out_, dout_, lse_, begins_;
+  const kernels::AttentionMask mask_;
   const View q_, k_, v_, dq_, dk_, dv_;
   const double scale_;
   const Scratch scratch_, backward_scratch_;

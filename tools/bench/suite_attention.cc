@@ -1,5 +1,6 @@
 // attention: causal, on queries, keys and values packed as the projection leaves them, against the
-// machine's arithmetic: a CPU's f32 multiply-adds, a GPU's square product of the same dtype.
+// machine's arithmetic: a CPU's f32 multiply-adds, a GPU's square product of the same dtype. Then sequences
+// of documents, against as many tokens that are one document.
 #include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/suites.h"
 
@@ -30,10 +31,36 @@ void measure(Session& session, DType dtype, const AttentionSize& full) {
   }
 }
 
+// No document begins where a block of the kernels would.
+void measure_documents(Session& session, DType dtype, const AttentionSize& full, int64_t document) {
+  for (bool backward : {false, true}) {
+    const std::string name = str("documents-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
+                                 "-D", full.d, "-of-", document);
+    if (!session.wants("attention", name)) continue;
+    AttentionSize s = full;
+    if (session.options().quick) s.t = 2 * document, s.h = s.g = 2;
+    if (session.options().quick && session.on_gpu()) s.t = 32, document = 13;
+    const Stream stream = session.stream();
+    std::unique_ptr<const AttentionCall> apart, together;
+    Comparison c{.name = name, .unit = Unit::seconds};
+    c.peer = "one document";
+    c.prepare = [&] {
+      apart = std::make_unique<const AttentionCall>(dtype, s, session.device(), document);
+      together = std::make_unique<const AttentionCall>(dtype, s, session.device());
+      for (const auto* call : {&apart, &together}) (*call)->forward(stream);
+    };
+    c.run = [&] { backward ? apart->backward(stream) : apart->forward(stream); };
+    c.peer_run = [&] { backward ? together->backward(stream) : together->forward(stream); };
+    session.compare("attention", c);
+  }
+}
+
 }  // namespace
 
 void attention_suite(Session& session) {
   if (!session.on_gpu()) {
+    for (DType dtype : {kF32, kBF16})
+      for (const int64_t document : {500, 100}) measure_documents(session, dtype, {1, 1024, 12, 12, 64}, document);
     for (DType dtype : {kF32, kBF16})
       for (const AttentionSize& s :
            {AttentionSize{4, 64, 12, 12, 64}, {1, 1024, 12, 12, 64}, {16, 256, 6, 6, 64}})
@@ -48,6 +75,7 @@ void attention_suite(Session& session) {
                                    {1, 8192, 32, 8, 128}})
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
+  for (const int64_t document : {1000, 250}) measure_documents(session, kBF16, {2, 4096, 12, 12, 64}, document);
 }
 
 }  // namespace sheaf::bench
