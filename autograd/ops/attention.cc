@@ -20,6 +20,7 @@ struct AttentionAttrs {
 };
 
 /// Operations of one product of all queries, [B, T, ..], with the keys that they see: of as many keys as queries half, if causal.
+/// Documents are taken for one: where they begin is not in types.
 double product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal) {
   w.work.keys = static_cast<double>(keys), w.work.head = static_cast<double>(head);
   const double all = 2 * static_cast<double>(queries.numel()) * static_cast<double>(keys);

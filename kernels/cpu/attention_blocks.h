@@ -60,6 +60,7 @@ class Documents {
  public:
   Documents(const AttentionMask& mask, const AttentionShape& s)
       : begins_(mask.has_documents() ? &mask.begins : nullptr), whole_{0, s.queries, s.keys} {}
+  Documents(AttentionMask&&, const AttentionShape&) = delete;  // it keeps where the mask's begins are
 
   /// Calls f(document) for all of sequence b, in order.
   template <class F>
