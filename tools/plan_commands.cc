@@ -24,6 +24,13 @@ constexpr const char* kOfAGpu =
     "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
     "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
 
+// Which token ends a document changes nothing of a plan.
+models::TrainConfig config_to_plan(const std::string& file, const std::vector<std::string>& overrides) {
+  models::TrainConfig config = load_config(file, overrides);
+  if (config.data.separate_documents && config.data.end_of_text < 0) config.data.end_of_text = 0;
+  return config;
+}
+
 int64_t vocabulary_of(const char* command, const models::TrainConfig& config) {
   if (config.model.vocab > 0) return config.model.vocab;
   const models::DataConfig& data = config.data;
@@ -53,7 +60,7 @@ std::string row(const models::Way& way, const Machine& machine, int world) {
 }  // namespace
 
 int tape_command(const TapeArguments& arguments) {
-  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
+  models::TrainConfig config = config_to_plan(arguments.config, arguments.overrides);
   if (arguments.world < 1) fail<ConfigError>("[tape] --world must be at least 1, not ", arguments.world);
   if (arguments.rank < 0 || arguments.rank >= arguments.world)
     fail<ConfigError>("[tape] --rank must be in [0, ", arguments.world, "), not ", arguments.rank);
@@ -82,7 +89,7 @@ int tape_command(const TapeArguments& arguments) {
 }
 
 int plan_command(const PlanArguments& arguments) {
-  models::TrainConfig config = load_config(arguments.config, arguments.overrides);
+  models::TrainConfig config = config_to_plan(arguments.config, arguments.overrides);
   if (arguments.world < 1) fail<ConfigError>("[plan] --world must be at least 1, not ", arguments.world);
   if (config.train.recompute == "fit")
     fail<ConfigError>("[plan] train.recompute fit: it looks for what fits by itself; --memory says what to fit into");

@@ -46,6 +46,10 @@ std::map<std::pair<std::string, std::string>, Count> counts(const Json& tape) {
   return out;
 }
 
+TEST(Tape, HasDocumentsWhoeverEndsThem) {
+  EXPECT_THAT(tape({"--data.separate_documents", "true"}).out, HasSubstr("document_begins"));
+}
+
 TEST(Tape, JsonHasTheCollectivesOfFullSharding) {
   const Json json = Json::parse(tape({"--format", "json"}).out, "tape");
   auto found = counts(json);
