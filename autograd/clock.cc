@@ -20,7 +20,7 @@ struct Call {
     double ready;  // when it could start but for its lane and its links
   };
   std::vector<Part> parts;
-  double start = kUnknown, end = kUnknown;
+  double end = kUnknown;
 };
 
 struct SharedLane {
@@ -93,11 +93,10 @@ class Clock {
       seconds = std::max(seconds, time.travels);
       if (alone) for_links(time, [&](int link) { start = std::max(start, at_[part.rank].link[link]); });
     }
-    call.start = start;
     call.end = start + seconds;
     for (const Call::Part& part : call.parts) {
       if (alone) for_links(ranks_[part.rank].nodes[part.node], [&](int link) { at_[part.rank].link[link] = call.end; });
-      lines_[part.rank].start[part.node] = call.start;
+      lines_[part.rank].start[part.node] = start;
       lines_[part.rank].end[part.node] = call.end;
     }
     return true;

@@ -18,17 +18,17 @@ constexpr uint32_t kWithin = 1, kBetween = 2;
 // The ranks that one collective joins.
 struct Group {
   int first = 0, ranks = 1;  // its lowest rank of the job, and how many
+  int stride = 1;              // between neighbours
   int hosts = 1, on_host = 1;  // how many, and how many of its ranks on that with most
 };
 
 Group group_along(const MeshSpec& mesh, int axis, int rank, int ranks_per_host) {
-  int stride = 1;
-  for (int a = mesh.num_axes() - 1; a > axis; --a) stride *= mesh.size(a);
   Group g;
+  for (int a = mesh.num_axes() - 1; a > axis; --a) g.stride *= mesh.size(a);
   g.ranks = mesh.size(axis);
-  g.first = rank - rank / stride % g.ranks * stride;
+  g.first = rank - rank / g.stride % g.ranks * g.stride;
   std::map<int, int> on;
-  for (int i = 0; i < g.ranks; ++i) ++on[(g.first + i * stride) / ranks_per_host];
+  for (int i = 0; i < g.ranks; ++i) ++on[(g.first + i * g.stride) / ranks_per_host];
   g.hosts = static_cast<int>(on.size());
   for (const auto& [host, ranks] : on) g.on_host = std::max(g.on_host, ranks);
   return g;
@@ -157,15 +157,13 @@ RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offl
     const Transfer& t = travels[0];  // a node's are all along one axis
     const Layout& to = tape.type(t.to).layout;
     const MeshSpec& mesh = *to.mesh();
-    const auto bytes = static_cast<double>(tape.wire_bytes(n));
-    times.received += tape.wire_bytes(n);
+    const int64_t received = tape.wire_bytes(n);
+    times.received += received;
     const Group g = group_along(mesh, t.axis, rank, machine.ranks_per_host);
     if (t.name == "send") {
-      int stride = 1;
-      for (int a = mesh.num_axes() - 1; a > t.axis; --a) stride *= mesh.size(a);
       const Type& sent = tape.type(t.from);
       const int from = sent.layout[t.axis].map().owner(), there = to[t.axis].map().owner();
-      const int a = g.first + from * stride, b = g.first + there * stride;
+      const int a = g.first + from * g.stride, b = g.first + there * g.stride;
       const Link& link = a / machine.ranks_per_host == b / machine.ranks_per_host ? machine.within : machine.between;
       const Type& got = rank == a ? sent : tape.type(t.to);
       const double size = static_cast<double>(got.local_shape().numel()) * static_cast<double>(size_of(got.dtype));
@@ -173,7 +171,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offl
       time.lane = lanes(str("rank ", a, " to ", b));
       continue;
     }
-    time.travels = seconds_of(machine, t.name, g, bytes);
+    time.travels = seconds_of(machine, t.name, g, static_cast<double>(received));
     time.links = (g.on_host > 1 ? kWithin : 0) | (g.hosts > 1 ? kBetween : 0);
     time.lane = lanes(str(mesh.name(t.axis), n.op->lane == Lane::reduce ? " reduce, ranks from " : " gather, ranks from ", g.first));
   }
