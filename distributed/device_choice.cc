@@ -36,9 +36,9 @@ DeviceChoice choose_device(const Rendezvous& r, const Environment& environment) 
     return {Device::cuda(r.local_rank), true};
   }
   // The emulated GPU is for tests: it is taken where it is asked for.
-  if (why.empty() && !kernels::kEmulatedCuda) return {Device::cuda(r.local_rank)};
+  if (why.empty() && !kernels::emulated_cuda()) return {Device::cuda(r.local_rank)};
   bool there = false;
-  if constexpr (kernels::kHasCuda) there = !kernels::kEmulatedCuda && kernels::cuda::device_count() > 0;
+  if constexpr (kernels::kHasCuda) there = !kernels::emulated_cuda() && kernels::cuda::device_count() > 0;
   return {Device::cpu(), false, there ? why : ""};
 }
 

@@ -36,9 +36,9 @@ int run(int argc, char** argv) {
   using namespace sheaf::tools;
   CLI::App app("Sheaf: a deep-learning framework in which sharding is a tensor's type.", "sheaf");
   app.set_version_flag("--version", sheaf::str("sheaf ", sheaf::kVersion, " (CPU",
-                                               !sheaf::kernels::kHasCuda       ? ")"
-                                               : sheaf::kernels::kEmulatedCuda ? ", CUDA emulated)"
-                                                                               : ", CUDA)"));
+                                               !sheaf::kernels::kHasCuda         ? ")"
+                                               : sheaf::kernels::emulated_cuda() ? ", CUDA emulated)"
+                                                                                 : ", CUDA)"));
   app.require_subcommand(1);
   const CLI::Range threads(1, 65536);
 

@@ -33,8 +33,9 @@ def sheaf_library(name, srcs = [], hdrs = [], deps = [], copts = [], **kwargs):
         name = name,
         srcs = srcs,
         hdrs = hdrs,
-        # Without a strip prefix, Bazel takes headers relative to their package, so name it again.
-        include_prefix = "sheaf/" + package if package else "sheaf",
+        # Without a strip prefix, Bazel takes headers relative to their package, so name it again. Where there are none, none:
+        # a folder of includes would be one more on the command line of all that depend on it.
+        include_prefix = ("sheaf/" + package if package else "sheaf") if hdrs else None,
         deps = deps,
         copts = _copts(copts),
         linkstatic = True,

@@ -11,6 +11,10 @@
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/config.h"
 
+#ifndef SHEAF_CUDA_EMULATED
+#error "this target needs local_defines = EMULATED_DEFINES (tools/bazel/cuda/defs.bzl)"
+#endif
+
 #if SHEAF_CUDA_EMULATED
 #include "sheaf/kernels/cuda/emulation.h"
 #else

@@ -75,7 +75,7 @@ TEST(ProductChoicesOfRanks, BecomeThoseOfTheFirstRankThatMadeThem) {
 
 TEST(ProductChoicesOfAStep, AreTimedInTheFirstOneAlone) {
   SHEAF_NEEDS_GPU();
-  if (!kernels::kEmulatedCuda) GTEST_SKIP() << "what was timed shows in the emulation's choices alone";
+  if (!kernels::emulated_cuda()) GTEST_SKIP() << "what was timed shows in the emulation's choices alone";
   for (bool tune : {false, true}) {
     models::TrainConfig c = tiny_config();
     c.model.width = tune ? 28 : 36;  // products that nothing else here has
@@ -155,7 +155,7 @@ TEST(ProductChoicesOfARun, AreInItsCheckpointsAndTakenFromThem) {
   EXPECT_GT(lines_of(kept).size(), 5u);
   // As a process that knows others.
   EXPECT_GT(models::take_product_choices(kGpu, estimated.kept_choices()), 0);
-  if (kernels::kEmulatedCuda) {
+  if (kernels::emulated_cuda()) {
     EXPECT_NE(minus(lines_of(kept), choices_now()), Lines{});
   }
   EXPECT_THAT(timed.train(3, true, kGpu, true), ::testing::Not(HasSubstr("made again")));

@@ -51,7 +51,7 @@ const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 192, 4, 2, 128};
 
 #define SHEAF_NEEDS_CUDNN()                                            \
   SHEAF_NEEDS_GPU();                                                   \
-  if (!kEmulatedCuda && run({{1, 64, 1, 1, 64}, kBF16}).by_cudnn == 0) \
+  if (!emulated_cuda() && run({{1, 64, 1, 1, 64}, kBF16}).by_cudnn == 0) \
   GTEST_SKIP() << "not run: cuDNN takes nothing here"
 
 TEST(AttentionChoice, CudnnComputesWhatItTakes) {

@@ -42,16 +42,18 @@ Attention attention_of(const Case& c, DType dtype, bool backward) {
   return a;
 }
 
+constexpr bool kRealCuda = kHasCuda && !SHEAF_CUDA_EMULATED;
+
 class CudnnPlans : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!kHasCuda || kEmulatedCuda) GTEST_SKIP() << "not run: built without CUDA";
+    if (!kRealCuda) GTEST_SKIP() << "not run: built without CUDA";
     // Whoever asks for the driver from now on gets this one.
     ASSERT_TRUE(dlopen((std::string(kFolder) + "libcuda.so.1").c_str(), RTLD_NOW | RTLD_GLOBAL))
         << dlerror();
     ASSERT_FALSE(h200().empty());
     int64_t workspace = 0;
-    if constexpr (kHasCuda && !kEmulatedCuda)
+    if constexpr (kRealCuda)
       if (refusal_on("", attention_of({1, 64, 1, 1, 64}, kBF16, false), &workspace) ==
           "built without cuDNN")
         GTEST_SKIP() << "not run: built without cuDNN";
@@ -60,14 +62,14 @@ class CudnnPlans : public ::testing::Test {
 
 /// A step is planned on machines without a GPU, too. First: then no driver was asked for yet.
 TEST(CudnnHere, WithoutAGpuIsARefusal) {
-  if constexpr (kHasCuda && !kEmulatedCuda) {
+  if constexpr (kRealCuda) {
     if (device_count() > 0) GTEST_SKIP() << "not run: there is a GPU";
     EXPECT_NE(refusal(attention_of({1, 64, 1, 1, 64}, kBF16, false)), "");
   }
 }
 
 TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
-  if constexpr (kHasCuda && !kEmulatedCuda)
+  if constexpr (kRealCuda)
     for (const Case& c : {Case{8, 1024, 12, 12, 64}, Case{4, 1024, 25, 25, 64},
                           Case{1, 2048, 32, 8, 128}, Case{2, 256, 6, 6, 64}})
       for (DType dtype : {kBF16, kF16})
@@ -90,7 +92,7 @@ TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
 }
 
 TEST_F(CudnnPlans, ManyTokensKeepToTheWorkspace) {
-  if constexpr (kHasCuda && !kEmulatedCuda)
+  if constexpr (kRealCuda)
     for (const Case& c : {Case{1, 8192, 32, 8, 128}, Case{64, 1024, 12, 12, 64},
                           Case{16, 2048, 16, 16, 32}, Case{16, 2048, 16, 16, 96}}) {
       const Attention a = attention_of(c, kBF16, true);
@@ -104,7 +106,7 @@ TEST_F(CudnnPlans, ManyTokensKeepToTheWorkspace) {
 }
 
 TEST_F(CudnnPlans, ARefusalHasWords) {
-  if constexpr (kHasCuda && !kEmulatedCuda) {
+  if constexpr (kRealCuda) {
     int64_t workspace = -1;
     const Attention a = attention_of({2, 128, 4, 4, 64}, kBF16, false);
     EXPECT_NE(refusal_on("{}", a, &workspace), "");

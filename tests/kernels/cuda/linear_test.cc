@@ -156,7 +156,7 @@ TEST(CudaLinear, GradientsTogether) {
                 << where;
             EXPECT_LT(scaled_error(db, values(want)), 2 * epsilon(bias)) << where;
             EXPECT_TRUE(gaps_kept(blank_bias, db)) << where;
-            if (weight != bias || step != 1 || rows == 0 || (kEmulatedCuda && in == 50)) {
+            if (weight != bias || step != 1 || rows == 0 || (emulated_cuda() && in == 50)) {
               EXPECT_TRUE(same_bits(db, want)) << where;
             }
           }

@@ -230,7 +230,7 @@ TEST(Product, SumsRowsOnItsWay) {
         const Gemm g{"test", ga, gb, gc, {}};
         const GpuScratch scratch(gemm_workspace(g));
         if (!gemm_with(OnGpu::stream(), g, Fused::row_sums, gsums, scratch)) {
-          EXPECT_FALSE(kEmulatedCuda) << name(d);
+          EXPECT_FALSE(emulated_cuda()) << name(d);
           continue;  // cuBLASLt's word
         }
         std::vector<double> want, want_sums;
@@ -270,7 +270,7 @@ TEST(Product, AppliesGeluAndItsDerivativeOnItsWay) {
       const Gemm g{"test", ga, gb, gc, with_bias ? gbias.view() : View{}};
       const GpuScratch scratch(gemm_workspace(g));
       if (!gemm_with(OnGpu::stream(), g, Fused::gelu, gother, scratch)) {
-        EXPECT_FALSE(kEmulatedCuda) << name(d);
+        EXPECT_FALSE(emulated_cuda()) << name(d);
         continue;  // cuBLASLt's word
       }
       std::vector<double> before, after, gradient;
@@ -287,7 +287,7 @@ TEST(Product, AppliesGeluAndItsDerivativeOnItsWay) {
       EXPECT_LT(scaled_error(gc.back(), after), bound) << name(d) << with_bias;
       if (with_bias) continue;
       if (!gemm_with(OnGpu::stream(), g, Fused::gelu_gradient, ggiven, scratch)) {
-        EXPECT_FALSE(kEmulatedCuda) << name(d);
+        EXPECT_FALSE(emulated_cuda()) << name(d);
         continue;
       }
       EXPECT_LT(scaled_error(gc.back(), gradient), bound) << name(d);
@@ -333,7 +333,7 @@ TEST(Product, DoesNothingOnItsWayWhereThatIsNotWanted) {
   setenv("SHEAF_FUSED_PRODUCTS", "0", 1);
   EXPECT_FALSE(both());
   unsetenv("SHEAF_FUSED_PRODUCTS");
-  if (kEmulatedCuda) {
+  if (emulated_cuda()) {
     EXPECT_TRUE(both());
   }
 }
@@ -354,7 +354,7 @@ TEST(Product, SumsOnlyWhatOneKernelCan) {
   const Gemm added{"test", ga, gb, OnGpu(Array(kF32, {16, 24})), {}, true};
   EXPECT_THROW(gemm_with(OnGpu::stream(), added, Fused::row_sums, OnGpu(wide), scratch),
                ShapeError);
-  if (kEmulatedCuda) {  // it refuses rows that are not at 16 bytes
+  if (emulated_cuda()) {  // it refuses rows that are not at 16 bytes
     EXPECT_FALSE(gemm_with(OnGpu::stream(), {"test", godd, gb, gc, {}}, Fused::row_sums,
                            OnGpu(sums), scratch));
     EXPECT_TRUE(same_bits(gc.back(), c));
@@ -385,7 +385,7 @@ TEST(Product, ChoicesAreTimedOnceExportedAndTakenOver) {
   const Array tuned = gc.back();
   EXPECT_LT(scaled_error(tuned, values(by_estimate)), 1e-6);
   const std::string chosen = line(), all = export_product_choices(0);
-  if (kEmulatedCuda) {
+  if (emulated_cuda()) {
     EXPECT_NE(chosen, estimated);
   }
   EXPECT_EQ(import_product_choices(0, all.substr(0, all.find('\n') + 1) + estimated + '\n'), 1);

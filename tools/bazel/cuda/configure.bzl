@@ -12,6 +12,12 @@ cc_library(
     defines = ["SHEAF_HAS_CUDA={found}"],
 )
 
+# Of the emulated GPU, which is always there.
+cc_library(
+    name = "emulated_config",
+    defines = ["SHEAF_HAS_CUDA=1"],
+)
+
 cc_library(
     name = "headers",
     hdrs = glob(["include/**"]),

@@ -11,16 +11,27 @@ _EMULATED = str(Label("//tools/bazel:emulated"))
 
 _NVCC_FLAGS = [
     "-std=c++20",
-    "-O3",
-    "-lineinfo",
-    # Machine code for Hopper with its own features (wgmma, TMA), and PTX without them for what comes
-    # after: PTX of sm_90a does not carry forward.
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-gencode=arch=compute_90,code=compute_90",
+    # Machine code for Hopper and PTX for what comes after, from one pass of the compiler. A kernel that used what only
+    # sm_90a has (wgmma) would need a pass of its own, arch=compute_90a: such PTX does not carry forward.
+    "-gencode=arch=compute_90,code=[sm_90a,compute_90]",
     "--expt-relaxed-constexpr",
     "--Werror=all-warnings",
     "-Xcompiler=-fPIC,-Wall,-Wno-restrict,-ffp-contract=off",
 ]
+
+_NVCC_OPTIMISE = select({
+    str(Label("//tools/bazel:debug")): ["-G"],
+    "//conditions:default": [
+        "-O3",
+        "-lineinfo",
+    ],
+})
+
+# For targets whose code differs under --config=emulated: local, so that all others are the same in both, and compiled once.
+EMULATED_DEFINES = select({
+    _EMULATED: ["SHEAF_CUDA_EMULATED=1"],
+    "//conditions:default": ["SHEAF_CUDA_EMULATED=0"],
+})
 
 _ALIGNMENT = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
 
@@ -45,6 +56,7 @@ def _cuda_objects_impl(ctx):
         args.add("-c", src)
         args.add("-o", output)
         args.add("-ccbin", toolchain.compiler_executable)
+        args.add("-DSHEAF_CUDA_EMULATED=0")
         args.add_all(_NVCC_FLAGS + ctx.attr.copts)
         args.add_all(context.defines, before_each = "-D")
         args.add_all(context.includes, before_each = "-I")
@@ -109,9 +121,10 @@ def cuda_host_library(name, srcs, emulated_srcs, deps = [], **kwargs):
             "//conditions:default": srcs if HAS_CUDA else [],
         }),
         deps = deps + select({
-            _EMULATED: [],
+            _EMULATED: ["@cuda//:headers"],
             "//conditions:default": ["@cuda//:runtime"],
         }),
+        local_defines = EMULATED_DEFINES,
         **kwargs
     )
 
@@ -134,7 +147,7 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
     _cuda_objects(
         name = name + "_nvcc",
         srcs = srcs,
-        copts = copts,
+        copts = _NVCC_OPTIMISE + copts,
         deps = [":" + headers, "@cuda//:runtime"],
         **kwargs
     )
@@ -152,7 +165,8 @@ def cuda_library(name, srcs, hdrs = [], deps = [], copts = [], **kwargs):
         # As nvcc, which makes one operation of a product and the sum that it goes into, unless it is told not to.
         copts = ["-Wno-unknown-pragmas"] + EMULATED_COPTS +
                 (["-ffp-contract=off"] if "-fmad=false" in copts else ["-ffp-contract=fast"]),
-        deps = [":" + headers],
+        deps = [":" + headers, "@cuda//:headers"],
+        local_defines = EMULATED_DEFINES,
         tags = ["manual"],
         **kwargs
     )
