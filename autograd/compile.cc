@@ -15,7 +15,7 @@ bool stays(const Tensor& before, const Tensor& now) {
 
 }  // namespace
 
-std::vector<Tensor> CompiledStep::run(const RecordingOptions& options, std::span<const Tensor> inputs, const Code& code) {
+std::vector<Tensor> CompiledStep::run(const RecordingOptions& options, std::span<const Tensor> inputs, const TensorFunction& code) {
   now_ = options;
   take_inputs(inputs);
   for (const auto& [after, state] : random_states_) set_random_state(after, state);
@@ -53,7 +53,7 @@ void CompiledStep::set_random_state(int64_t after, const Tensor& state) const {
   transfer(state.device(), state.view().data, Device::cpu(), here.view().data, static_cast<size_t>(here.local_bytes()));
 }
 
-std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const Code& code) {
+std::vector<Tensor> CompiledStep::record(const RecordingOptions& options, const TensorFunction& code) {
   constexpr int64_t kUnsettled = 1;  // steps in which the order of gathers is not known
   RecordingOptions own = options;
   own.random_states = [this](int64_t after) { return random_state(after); };

@@ -21,18 +21,17 @@
 // these calls alone, except for what Recording::on_rerun() was told, such as the optimizer's count of steps.
 #pragma once
 
-#include <array>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <span>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "sheaf/autograd/program.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/autograd/tensor_function.h"
 
 namespace sheaf {
 
@@ -45,13 +44,12 @@ struct CompileOptions {
 /// What compile() gives, without types. Belongs to its rank's thread; what the code refers to must stay where it is.
 class CompiledStep {
  public:
-  using Code = std::function<std::vector<Tensor>(std::span<const Tensor> inputs)>;
   explicit CompiledStep(CompileOptions options) : options_(std::move(options)) {}
 
   /// Runs one step: its code in the first calls, which is the same in all of them. Inputs have the types of the first call's
   /// (ShapeError), and are copied; results are the caller's. Collective as the code is. Throws ConfigError once two steps can
   /// be compared, if they differ, or leave gradients behind.
-  std::vector<Tensor> run(const RecordingOptions& options, std::span<const Tensor> inputs, const Code& code);
+  std::vector<Tensor> run(const RecordingOptions& options, std::span<const Tensor> inputs, const TensorFunction& code);
 
   /// Null in the calls that run the code.
   Program* program() { return program_.get(); }
@@ -65,7 +63,7 @@ class CompiledStep {
   void take_inputs(std::span<const Tensor> inputs);
   Tensor random_state(int64_t after);
   void set_random_state(int64_t after, const Tensor& state) const;
-  std::vector<Tensor> record(const RecordingOptions& options, const Code& code);
+  std::vector<Tensor> record(const RecordingOptions& options, const TensorFunction& code);
   static void expect_same(const Recorded& before, const Recorded& now);
   void make_program();
 
@@ -87,16 +85,8 @@ class Compiled {
 
   template <class... Inputs>
   auto operator()(const RecordingOptions& options, const Inputs&... inputs) {
-    const std::array<Tensor, sizeof...(inputs)> list{inputs...};
-    constexpr bool kOne = std::is_same_v<std::invoke_result_t<F&, const Inputs&...>, Tensor>;
-    std::vector<Tensor> results = step_.run(options, list, [&](std::span<const Tensor> in) {
-      return [&]<size_t... i>(std::index_sequence<i...>) {
-        if constexpr (kOne) return std::vector<Tensor>{code_(in[i]...)};
-        else return code_(in[i]...);
-      }(std::index_sequence_for<Inputs...>());
-    });
-    if constexpr (kOne) return std::move(results[0]);
-    else return results;
+    return detail::run_on_list(
+        code_, [&](const TensorFunction& code, std::span<const Tensor> all) { return step_.run(options, all, code); }, inputs...);
   }
   Program* program() { return step_.program(); }
 

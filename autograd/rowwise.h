@@ -10,17 +10,12 @@
 // that move no byte, each the adjoint of the other: a row's cotangent, one rank's addend inside, is Shard(0) outside.
 #pragma once
 
-#include <functional>
-#include <span>
-#include <type_traits>
-#include <vector>
-
-#include "sheaf/core/tensor.h"
+#include "sheaf/autograd/tensor_function.h"
 
 namespace sheaf {
 
 /// A function of rows: k tensors with one row per sample in, any number of such tensors out.
-using RowFunction = std::function<std::vector<Tensor>(std::span<const Tensor>)>;
+using RowFunction = TensorFunction;
 
 /// f on the rows (dimension 0) that this rank holds. The inputs have equally many rows; those that are Replicate where
 /// another is cut are sliced. Every output must have a row for every input row and comes back with the inputs' cut. What
@@ -34,19 +29,9 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
 
 /// The same for an f that takes tensors and returns one, or a vector of them.
 template <class F, class... Inputs>
-  requires(sizeof...(Inputs) > 0 && (std::is_convertible_v<const Inputs&, Tensor> && ...))
+  requires detail::AllTensors<Inputs...>
 auto rowwise(F&& f, const Inputs&... inputs) {
-  const Tensor all[] = {inputs...};
-  constexpr bool kOne = std::is_convertible_v<std::invoke_result_t<F&, const Inputs&...>, Tensor>;
-  const auto call = [&]<size_t... I>(std::span<const Tensor> rows, std::index_sequence<I...>) {
-    if constexpr (kOne) return std::vector<Tensor>{f(rows[I]...)};
-    else return std::vector<Tensor>(f(rows[I]...));
-  };
-  std::vector<Tensor> out = rowwise(
-      RowFunction([&](std::span<const Tensor> rows) { return call(rows, std::index_sequence_for<Inputs...>()); }),
-      std::span<const Tensor>(all));
-  if constexpr (kOne) return std::move(out[0]);
-  else return out;
+  return detail::run_on_list(f, [](const RowFunction& g, std::span<const Tensor> all) { return rowwise(g, all); }, inputs...);
 }
 
 /// Inside of rowwise: the global number of this rank's first row. 0 outside. Random ops add it to their index.
