@@ -34,7 +34,7 @@ Tensor Recording::resolve(ValueId v) {
       }
   if (const Tensor& saved = state(v).saved) return saved;  // the states may have moved
   fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
-                      "differentiated before (ask for it with {.keep = true})");
+                      "differentiated before (ask for it with {.keep = true}), or its derivative reads what it does not save");
 }
 
 void Recording::expect_scalar(const Tensor& y) {
@@ -312,7 +312,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
                     (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual() ||
                      (to_slot && adds_up_to(g.layout(), primal.layout.dual())));
   if (!dual)
-    fail<PlacementError>("[", tape_.node(node).op->name, "] ", PathScope::current(), ": gradient ", g.type(),
+    fail<PlacementError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": gradient ", g.type(),
                          " is not the dual of its value ", primal);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
   ValueState& s = state(v);

@@ -2,6 +2,8 @@
 // the places of its outputs.
 #pragma once
 
+#include <algorithm>
+
 #include "sheaf/autograd/op.h"
 
 namespace sheaf::detail {
@@ -22,7 +24,10 @@ inline bool runs_here(const OpDef& op, std::span<const Tensor> inputs, std::span
   return false;
 }
 
-/// The outputs of a node, each in its place: a view of the input (then `views` is set, and there is nothing to execute),
+/// Of an op with alias(): the input that output o views. With several outputs these are its last inputs.
+inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs - outputs + o; }
+
+/// The outputs of a node, each in its place: a view of an input (then `views` is set, and there is nothing to execute),
 /// memory that its spec names, or what fresh(type, device, MemoryKind) gives.
 template <class Fresh>
 Tensors place_outputs(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs,
@@ -30,19 +35,22 @@ Tensors place_outputs(const OpDef& op, const void* attrs, std::span<const Tensor
   Tensors outputs;
   outputs.reserve(specs.size());
   views = false;
-  if (op.alias && !specs[0].type.layout.is_elsewhere()) {
-    const OutputSpec& spec = specs[0];
-    char* const base = reinterpret_cast<char*>(size_t{1} << 20);  // only differences of addresses are used
-    View in = inputs[0].view_unsynced(), out;
-    in.data = base;
-    out.dtype = spec.type.dtype;
-    out.shape = spec.type.local_shape();
-    if (op.alias(attrs, in, out)) {
-      outputs.push_back(Tensor::over(inputs[0].storage(), inputs[0].byte_offset() + (static_cast<char*>(out.data) - base),
-                                     spec.type, out.shape, out.strides));
-      views = true;
-      return outputs;
+  if (op.alias && std::ranges::any_of(specs, [](const OutputSpec& s) { return !s.type.layout.is_elsewhere(); })) {
+    for (size_t o = 0; o < specs.size(); ++o) {
+      const OutputSpec& spec = specs[o];
+      const Tensor& input = inputs[viewed_input(inputs.size(), specs.size(), o)];
+      char* const base = reinterpret_cast<char*>(size_t{1} << 20);  // only differences of addresses are used
+      View in = input.view_unsynced(), out;
+      in.data = base;
+      out.dtype = spec.type.dtype;
+      out.shape = spec.type.local_shape();
+      if (!op.alias(attrs, in, out)) break;
+      outputs.push_back(Tensor::over(input.storage(), input.byte_offset() + (static_cast<char*>(out.data) - base), spec.type,
+                                     out.shape, out.strides));
     }
+    views = outputs.size() == specs.size();
+    if (views) return outputs;
+    outputs.clear();
   }
   for (const OutputSpec& spec : specs) {
     if (spec.within >= 0) outputs.push_back(Tensor::view_into(outputs[spec.within], spec.type, spec.byte_offset));

@@ -7,7 +7,7 @@
 //     static void infer(const Attrs&, Infer&);             // dtypes and global shapes; throws ShapeError, DTypeError
 //     static void place(const Attrs&, Place&);             // the forward placement rule; the backward's follows
 //     static int64_t workspace(const Attrs&, const Execute&);   // bytes, an upper bound from types; optional
-//     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute
+//     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute; of the last inputs
 //     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "sheaf/autograd/execute.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/rank_context.h"
 
@@ -109,6 +110,11 @@ ValueId Recording::value_of(const Tensor& t) const {
   return it == leaves_.end() ? -1 : it->second.second;
 }
 
+bool Recording::has_gradient(const Tensor& t) const {
+  const ValueId v = value_of(t);
+  return v >= 0 && static_cast<size_t>(v) < states_.size() && states_[static_cast<size_t>(v)].needs_grad;
+}
+
 std::optional<std::string> Recording::group_with_gradients() const {
   for (const auto& group : all_groups_)
     if (group->holds_gradients()) return group->group_name();
@@ -179,7 +185,10 @@ NodeId Recording::record(const OpDef& op, const void* attrs, std::span<const Ten
       tape_.mutable_value(v).base = base;
     }
   }
-  if (op.alias && outputs[0].storage() == inputs[0].storage()) tape_.mutable_value(first).view_of = ids[0];
+  if (op.alias)
+    for (size_t o = 0; o < outputs.size(); ++o)
+      if (const size_t i = detail::viewed_input(inputs.size(), outputs.size(), o); outputs[o].storage() == inputs[i].storage())
+        tape_.mutable_value(first + static_cast<ValueId>(o)).view_of = ids[i];
   uint64_t needs = 0;
   bool recipe = op.recipe && !inputs.empty();
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -2,6 +2,7 @@
 // no_grad and no global reset. Tape is the value that it yields.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -127,6 +128,14 @@ class Recording {
                 std::span<const OutputSpec> specs, bool add = false);
   /// The tensors are the values of `group`'s leaves `indices`. A gather ahead of use binds before it is used.
   void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
+  /// Whether a gradient of it may be asked for: it comes from a trainable parameter, or from what is watched.
+  bool has_gradient(const Tensor& t) const;
+  /// Derivatives of composites, by number; see [Note: custom_vjp].
+  int64_t add_derivative(std::function<void(Vjp&)> vjp) {
+    derivatives_.push_back(std::move(vjp));
+    return static_cast<int64_t>(derivatives_.size()) - 1;
+  }
+  const std::function<void(Vjp&)>& derivative(int64_t i) const { return derivatives_[static_cast<size_t>(i)]; }
   /// From here on the group's values are used: the reverse pass finishes the group when it has come back to this point.
   void use_group(const LeafGroup* group);
   Phase phase() const { return phase_; }
@@ -246,6 +255,7 @@ class Recording {
   std::vector<GroupState> groups_;                       // used since the last segment
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   std::vector<std::function<void()>> reruns_;
+  std::deque<std::function<void(Vjp&)>> derivatives_;
   std::vector<Lent> lent_;
   uint64_t turn_ = 0;                                    // micro-batches and backwards begun
   NodeId floor_ = 0;                                     // where the last segment begins, whose groups are groups_

@@ -44,6 +44,17 @@ struct Classifier : nn::Module {
   SHEAF_FIELDS(body, head, dropout);
 };
 
+// Weights that are used as their signs.
+struct Binary : nn::Module {
+  nn::Parameter weight{{kClasses, kFeatures}, nn::Init::uniform(0.5)};
+  Tensor forward(const Tensor& x) {
+    const Tensor binary = custom_vjp([](const Tensor& w) { return sign(w); }, [](Vjp& c) { c.set(0, c.grad()); },
+                                     {.saved_inputs = 0, .saved_outputs = 0}, weight);
+    return linear(x, binary);
+  }
+  SHEAF_FIELDS(weight);
+};
+
 using Gradients = std::map<std::string, std::vector<float>>;
 
 Gradients gradients(nn::Module& model) {
@@ -66,6 +77,29 @@ void step_of(World& world, const Mesh& mesh, Classifier& model, int64_t step, in
     recording.backward(cross_entropy(model(batch.x), batch.label,
                                      {.divide_by = static_cast<double>(rows)}));
   }
+}
+
+TEST(OwnDerivatives, TrainWeightsOfTwoLevels) {
+  for (int ranks : {1, 2, 3})
+    run_local(ranks, [](World& world) {
+      const Mesh mesh = world.mesh({{"data", world.size()}});
+      Binary model;
+      shard(model, mesh);
+      materialize(model, world.device(), {.seed = 1});
+      optim::AdamW optimizer(model, {.lr = 0.05});
+      const Batch batch = batch_of(world, mesh, 0, 24);
+      float first = 0, last = 0;
+      for (int64_t step = 0; step < 30; ++step) {
+        Recording recording;
+        const Tensor loss = cross_entropy(model(batch.x), batch.label);
+        recording.backward(loss);
+        optimizer.step();
+        optimizer.zero_grad();
+        last = redistribute(loss, "data", Placement::invariant()).item();
+        if (step == 0) first = last;
+      }
+      EXPECT_LT(last, first - 0.1f);
+    });
 }
 
 TEST(GradientAccumulation, GivesTheGradientOfTheWholeBatch) {

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/autograd/custom_vjp.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/rowwise.h"
 #include "sheaf/nn/module.h"
@@ -80,6 +81,12 @@ inline const std::vector<Op>& ops() {
       {1, [](Args a) { return pad(a[0], 0, 1, 0, 0.5); }}, {1, [](Args a) { return dropout(a[0], 0.25); }},
       {1, [](Args a) { return expand(reshape(a[0], {1, a[0].numel()}), {2, a[0].numel()}); }},
       {1, [](Args a) { return rotary(reshape(a[0], {a[0].size(0), a[0].size(1), 1, a[0].size(2)})); }},
+      {1, [](Args a) { return custom_vjp([](const Tensor& x) { return sin(x); }, [](Vjp& c) { c.set(0, c.grad() * cos(c.input(0))); }, a[0]); }},
+      {1, [](Args a) {
+         return custom_vjp([](const Tensor& x) { return exp(tanh(x)); },
+                           [](Vjp& c) { c.set(0, c.grad() * (c.output(0) * (1.0 - square(log(c.output(0)))))); },
+                           {.saved_inputs = 0}, a[0]);
+       }},
       {2, [](Args a) { return a[0] + a[1]; }}, {2, [](Args a) { return a[0] - a[1]; }},
       {2, [](Args a) { return a[0] * a[1]; }}, {2, [](Args a) { return a[0] / (square(a[1]) + 1.0); }},
       {2, [](Args a) { return swiglu(a[0], a[1]); }}, {2, [](Args a) { return concat({a[0], a[1]}, -1); }},
