@@ -5,6 +5,7 @@
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/custom_vjp.h"
+#include "sheaf/autograd/local_map.h"
 #include "sheaf/autograd/op.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/passes/keep_gathered.h"

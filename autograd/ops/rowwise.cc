@@ -2,6 +2,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/relabel.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
@@ -18,30 +19,7 @@ class FirstRowScope {
   int64_t previous_;
 };
 
-// The same local elements under another type. Types come from the caller: the local shape is this rank's own.
-struct Relabel {
-  using Attrs = NoAttrs;
-  static bool alias(const Attrs&, const View& in, View& out) {
-    out.strides = in.strides;
-    out.data = in.data;
-    return true;
-  }
-  static void vjp(const Attrs&, Vjp& c);  // see [Note: rows]
-};
-struct EnterRows : Relabel { static constexpr const char* kName = "enter_rows"; };
-struct LeaveRows : Relabel { static constexpr const char* kName = "leave_rows"; };
-
 bool cuts_rows(const Placement& p) { return p.is_shard(0); }
-
-Tensor relabel(const Tensor& x, const Type& type) {
-  bool leaves = false;
-  for (int a = 0; a < type.layout.num_axes(); ++a)
-    leaves = leaves || (cuts_rows(type.layout[a]) && !cuts_rows(x.layout()[a]));
-  const OutputSpec spec{type, {}, -1, 0};
-  return apply_typed(leaves ? op_def<LeaveRows>() : op_def<EnterRows>(), nullptr, std::span(&x, 1), std::span(&spec, 1))[0];
-}
-
-void Relabel::vjp(const Attrs&, Vjp& c) { c.set(0, relabel(c.grad(), c.input_type(0).dual())); }
 
 }  // namespace
 
@@ -83,7 +61,7 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
       if (cuts_rows(cut->layout()[a])) want[a] = Placement::replicate();
     Shape shape = x.shape();
     shape[0] = rows;
-    local.push_back(relabel(x, {x.dtype(), shape, want}));
+    local.push_back(relabel(x, {x.dtype(), shape, want}, /*enters=*/true));
   }
 
   std::vector<Tensor> out;
@@ -106,7 +84,7 @@ std::vector<Tensor> rowwise(const RowFunction& f, std::span<const Tensor> inputs
     }
     Shape shape = y.shape();
     shape[0] = cut->size(0);
-    y = relabel(y, {y.dtype(), shape, layout});
+    y = relabel(y, {y.dtype(), shape, layout}, /*enters=*/false);
   }
   return out;
 }
