@@ -142,6 +142,23 @@ TEST(LocalMapLayouts, TwoAxesSeveralOutputsAndConstants) {
   EXPECT_TRUE(identical(local_map([](const Tensor& v) { return square(v); }, Type{kF64, {3}, {}}, alone), square(alone)));
 }
 
+TEST(LocalMapLayouts, EntersAndLeavesOnTheTape) {
+  run_local(2, [](World& world) {
+    const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
+    const Tensor x = make_local(draw({4, 3}, "x"), {kF64, {4, 3}, Layout(mesh, kS1)}, "");
+    Recording recording;
+    recording.watch(x);
+    const Tensor y = local_map([](const Tensor& mine) { return sum(exp(mine), 1); }, Type{kF64, {4}, Layout(mesh, kP)}, x);
+    recording.gradient(sum(y), std::span(&x, 1));
+    const Tape tape = recording.take();
+    std::vector<std::string> names;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id)
+      if (const std::string name(tape.op_name(tape.node(id))); name.ends_with("_local")) names.push_back(name);
+    // The adjoint of leaving is entering.
+    EXPECT_THAT(names, ::testing::ElementsAre("enter_local", "leave_local", "enter_local", "leave_local"));
+  }, kLocal);
+}
+
 TEST(LocalMapErrors, NameWhatIsWrong) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;
