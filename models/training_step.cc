@@ -134,7 +134,7 @@ void check_graph(Device device, const Mesh& mesh) {
 
 }  // namespace
 
-TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device)
+TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, DType masters)
     : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)),
       model_(make_language_model(model_of(config), vocab)) {
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
@@ -146,7 +146,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches);
   const DeviceScope scope(device_);
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
-  materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed)});
+  materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = masters});
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
     // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
     const int64_t blocks = config_.train.recompute_blocks;

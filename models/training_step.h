@@ -47,8 +47,9 @@ struct RecordedStep {
 class TrainingStep {
  public:
   /// Builds, shards and materializes the model on `device`; collective over `world`. ConfigError for train.cuda_graph
-  /// where there is no GPU, or where ranks talk over something that graphs cannot hold.
-  TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device);
+  /// where there is no GPU, or where ranks talk over something that graphs cannot hold. `masters`: f64 to compare ways of
+  /// training (train.dtype f32 then computes in it, too).
+  TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, DType masters = kF32);
 
   struct Result {
     Tensor loss;       ///< mean over the step's targets, f32, whole on every rank
