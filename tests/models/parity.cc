@@ -118,7 +118,8 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
 }
 
 std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed,
-                                                      const models::ModelConfig& config) {
+                                                      const models::ModelConfig& config,
+                                                      const std::function<void(models::LanguageModel&, const ShardOptions&)>& prepare) {
   std::unique_ptr<models::LanguageModel> model = models::make_language_model(config, config.vocab);
   if (!mesh.spec->has_axis("data")) options.axis = "context";
   else if (mesh.spec->has_axis("expert") && mesh.spec->size(mesh.spec->axis("data")) == 1) options.axis = "expert";
@@ -136,6 +137,7 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
     options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model->stage_of(m, stages); };
     options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model->stage_of(m, stages) >= 0; });
   }
+  if (prepare) prepare(*model, options);
   shard(model->module(), mesh, options);
   materialize(model->module(), device, {.seed = seed, .dtype = kF64});
   return model;

@@ -1,0 +1,187 @@
+// Random loops of one's own: what `sheaf train` never does, on meshes that random_training.h draws. Parameters that do not
+// train, SGD, micro-batches in recordings of their own or not told which is the last, backwards in another order: in f64 all
+// have the numbers of one rank that does all at once, also where they go on from another mesh's checkpoint.
+//
+// A case is a seed, and random_seeds() says which: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
+#include <gtest/gtest.h>
+
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/models/model_checkpoint.h"
+#include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/muon.h"
+#include "sheaf/nn/optim/sgd.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/models/random_training.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr int kLoopSteps = 4, kSaveAfter = 2;
+
+struct Task {
+  models::TrainConfig config;
+  uint64_t frozen = 0;    // parameters, by the bits of their places
+  std::string optimizer = "adamw";  // or "sgd"
+  double momentum = 0;
+};
+
+struct Loop {
+  Way way;
+  bool one_recording = true, says_last = true, reversed = false;
+  std::vector<std::string> inner = {};  // blocks' own strategies, as long as there are any; "": the model's
+};
+
+std::string to_string(const Task& task, const Loop& loop) {
+  std::string inner;
+  for (const std::string& strategy : loop.inner) inner += str(", ", strategy.empty() ? "-" : strategy);
+  return str(to_string(loop.way), ", frozen ", task.frozen, ", ", task.optimizer, " ", task.momentum, loop.one_recording ? "" : ", recordings",
+             loop.says_last ? "" : ", not told the last", loop.reversed ? ", backwards reversed" : "",
+             inner);
+}
+
+Axes axes_of(const Way& way) {
+  const models::ShardingConfig& s = way.config.sharding;
+  Axes axes;
+  int rest = way.world;
+  const auto add = [&](const char* name, int64_t size, bool chain = false) {
+    rest /= static_cast<int>(size);
+    if (size > 1) axes.push_back({name, static_cast<int>(size), chain});
+  };
+  add("stage", s.pipeline, true);
+  add(s.secondary ? "secondary" : "replica", s.replicas);
+  const size_t data = axes.size();
+  add("expert", s.experts);
+  add("context", s.context);
+  add("model", s.tensor);
+  axes.insert(axes.begin() + static_cast<std::ptrdiff_t>(data), {"data", rest});
+  return axes;
+}
+
+std::unique_ptr<optim::Optimizer> optimizer_of(const Task& task, nn::Module& module) {
+  if (task.optimizer == "sgd")
+    return std::make_unique<optim::SGD>(module, optim::SgdOptions{.momentum = task.momentum, .nesterov = task.momentum > 0.5, .weight_decay = 0.1});
+  if (task.optimizer == "muon") return std::make_unique<optim::Muon>(module);
+  return std::make_unique<optim::AdamW>(module);
+}
+
+struct Trained {
+  std::vector<double> numbers;  // losses and norms
+  Values parameters;
+};
+
+Trained train(const Task& task, const Loop& loop, bool resume, const std::string& folder) {
+  const models::TrainConfig& c = loop.way.config;
+  Trained out;
+  Whole whole;
+  run_local(loop.way.world, [&](World& w) {
+    const Mesh mesh = w.mesh(axes_of(loop.way));
+    const auto model = tiny_model_f64(mesh, {.strategy = c.sharding.strategy, .prefetch_bytes = c.sharding.prefetch_bytes}, {}, 5,
+                                      models::model_of(c), [&](models::LanguageModel& m, const ShardOptions& options) {
+      std::vector<nn::Parameter> parameters = m.module().parameters();
+      for (size_t i = 0; i < parameters.size(); ++i)
+        if (task.frozen >> (i % 64) & 1) parameters[i].freeze();
+      size_t block = 0;
+      for (auto& [path, module] : m.module().named_modules()) {
+        if (!m.is_block(*module)) continue;
+        if (c.train.recompute != "none") module->recompute({.selective = c.train.recompute == "selective"});
+        if (block++ >= loop.inner.size() || loop.inner[block - 1].empty()) continue;
+        ShardOptions own = options;
+        own.units = {}, own.strategy = loop.inner[block - 1], own.prefetch_bytes = 0;
+        own.secondary = own.secondary && own.strategy.value != Strategy::replicate;
+        shard(*module, mesh, own);
+      }
+    });
+    const auto optimizer = optimizer_of(task, model->module());
+    if (resume) {
+      ASSERT_TRUE(models::load_checkpoint(folder, model->module(), {optimizer.get()}, w));
+    }
+    const int64_t parts = c.train.micro_batches, rows = c.train.batch;
+    for (int s = resume ? kSaveAfter : 0; s < kLoopSteps; ++s) {
+      std::optional<Recording> recording;
+      std::vector<Tensor> losses(static_cast<size_t>(parts));
+      Tensor sum;
+      const auto differentiate = [&](int64_t i, bool last) {
+        const Tensor loss = std::exchange(losses[static_cast<size_t>(i)], {});
+        recording->backward(loss, {.last_micro_batch = last && loop.says_last});
+        sum = sum ? add(sum, loss) : loss;
+      };
+      for (int64_t i = 0; i < parts; ++i) {
+        const int64_t first = s * rows + rows * i / parts, end = s * rows + rows * (i + 1) / parts;
+        if (!recording) recording.emplace(RecordingOptions{.step = s, .first_sample = first, .seed = 3});
+        recording->next_micro_batch(first);
+        const TinyBatch batch = tiny_batch(mesh, first, end - first);
+        losses[static_cast<size_t>(i)] = model->loss(batch.tokens, batch.targets, static_cast<double>(rows * c.model.context));
+        if (loop.reversed) continue;
+        differentiate(i, i + 1 == parts);
+        if (!loop.one_recording && i + 1 < parts) recording.reset();
+      }
+      if (loop.reversed)
+        for (int64_t i = parts; i-- > 0;) differentiate(i, i == 0);
+      const Tensor norm = clip_grad_norm(model->module(), c.train.clip > 0 ? c.train.clip : 1e9);
+      optimizer->step({.lr = 0.01});
+      sum = redistribute(sum, Layout(mesh.spec, Placement::invariant()));
+      recording.reset();
+      optimizer->zero_grad();
+      if (w.rank() == 0) out.numbers.push_back(sum.item<double>()), out.numbers.push_back(norm.item<double>());
+      if (!resume && s + 1 == kSaveAfter && !folder.empty())
+        models::save_checkpoint(folder, s + 1, model->module(), {optimizer.get()}, w);
+    }
+    whole.collect(model->module(), false);
+  }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
+  out.parameters = whole.values();
+  return out;
+}
+
+void expect_near(const Trained& got, const Trained& want) {
+  const std::vector<double>&a = got.numbers, &b = want.numbers;
+  for (size_t i = 1; i <= a.size(); ++i)  // from the end: one that is resumed has fewer
+    EXPECT_NEAR(a[a.size() - i], b[b.size() - i], 1e-10 * std::max(1.0, std::abs(b[b.size() - i]))) << "the last but " << i - 1;
+  for (const auto& [name, values] : want.parameters)
+    EXPECT_LE(max_difference({{name, got.parameters.at(name)}}, {{name, values}}), 1e-9) << name;
+}
+
+class RandomLoops : public ::testing::TestWithParam<int> {};
+
+TEST_P(RandomLoops, HaveTheNumbersOfOneRank) {
+  Draw draw(static_cast<uint64_t>(GetParam()));
+  Task task{.config = drawn_task(draw)};
+  task.config.model.context = 9, task.config.model.vocab = 13;  // tiny_batch()'s
+  if (task.config.data.separate_documents) task.config.data.end_of_text = 5;
+  task.frozen = draw.one_in(4) ? 0 : draw.bits() & draw.bits();
+  task.optimizer = draw.one_in(2) ? task.config.train.optimizer : "sgd";
+  task.momentum = draw.of<double>({0, 0.5, 0.9});
+  const auto drawn_loop = [&] {
+    Loop loop{.way = drawn_way(task.config, draw)};
+    loop.one_recording = draw.one_in(2), loop.says_last = draw.one_in(2);
+    loop.reversed = loop.one_recording && draw.one_in(3);
+    if (loop.way.config.sharding.pipeline == 1 && draw.one_in(3))
+      for (int i = 0; i < 3; ++i) loop.inner.push_back(draw.of<std::string>({"", "full_shard", "shard_grad_op", "zero1", "replicate"}));
+    return loop;
+  };
+  const Loop loop = drawn_loop(), other = drawn_loop();
+  SCOPED_TRACE(to_string(task, loop));
+  const ScratchFolder folder;
+  const Trained want = train(task, {.way = {.config = task.config}}, false, "");
+  try {
+    expect_near(train(task, loop, false, folder.path()), want);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
+    std::cout << error.what() << '\n';
+    return;
+  }
+  SCOPED_TRACE(str("goes on on ", to_string(task, other)));
+  try {
+    expect_near(train(task, other, true, folder.path()), want);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomLoops, ::testing::ValuesIn(random_seeds(60)), [](const auto& seed) { return str(seed.param); });
+
+}  // namespace
+}  // namespace sheaf::testing

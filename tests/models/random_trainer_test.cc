@@ -1,0 +1,90 @@
+// Random runs of the trainer, of tasks and ways that random_training.h draws: one that a signal stops on some rank, and that
+// goes on in another way on the same mesh, ends with the bits of one that nobody stopped, whose peaks are those of its plan;
+// and near what one rank makes of the same data.
+//
+// A case is a seed, and random_seeds() says which: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/models/token_file.h"
+#include "sheaf/models/trainer.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/random_training.h"
+
+namespace sheaf::testing {
+namespace {
+
+/// Rank 0's report. `stop_after`: a signal reaches rank `stopped` after so many steps.
+models::TrainReport run(const Way& way, const std::string& folder, bool resume = false, int stop_after = -1, int stopped = 0) {
+  models::TrainConfig config = way.config;
+  config.output.folder = folder;
+  models::TrainReport out;
+  run_local(way.world, [&](World& w) {
+    int64_t asked = 0;
+    models::Trainer trainer(config, w, Device::cpu(), {.resume = resume, .warn = [](const std::string& line) { ADD_FAILURE() << line; }});
+    models::TrainReport report = trainer.run([&] { return ++asked == stop_after && w.rank() == stopped ? 15 : 0; });
+    if (w.rank() == 0) out = std::move(report);
+  }, {.timeout = std::chrono::seconds(60), .threads_per_rank = way.threads});
+  return out;
+}
+
+class RandomTrainer : public ::testing::TestWithParam<int> {};
+
+TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
+  Draw draw(static_cast<uint64_t>(GetParam()));
+  const ScratchFolder folder;
+  models::TrainConfig task = drawn_task(draw);
+  std::vector<int32_t> ids(77);
+  for (int32_t& id : ids) id = draw.below(static_cast<size_t>(task.model.vocab));
+  task.data.train_file = task.data.val_file = folder / "tokens.bin";
+  models::write_token_file(task.data.train_file, ids, task.model.vocab);
+  task.train.log_every = draw.of<int64_t>({1, 2});
+  task.train.save_every = draw.of<int64_t>({0, 1, 2});
+  task.train.eval_tokens = draw.of<int64_t>({0, 20});
+  Way way = drawn_way(task, draw);
+  way.config.train.dtype = draw.of<std::string>({"f32", "f32", "bf16", "f16"});
+  way.config.train.loss_scale = 1024;
+  const Way twin = drawn_twin(way, draw);
+  SCOPED_TRACE(to_string(way));
+  models::TrainReport whole;
+  try {
+    whole = run(way, folder / "whole");
+  } catch (const Error& error) {
+    EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
+    std::cout << error.what() << '\n';
+    return;
+  }
+  EXPECT_EQ(whole.done, kRandomSteps);
+  if (way.config.sharding.memory_budget == 0) {
+    EXPECT_EQ(whole.peaks, models::plan_peaks(way.config, task.model.vocab, way.world, way.threads, "local"));
+  }
+  const models::TrainReport one = run({.config = task}, folder / "one");
+  const double tolerance = way.config.train.dtype == "f32" ? 1e-3 : 0.1;
+  EXPECT_NEAR(whole.train_loss, one.train_loss, tolerance);
+  EXPECT_NEAR(whole.val_loss, one.val_loss, tolerance);
+
+  const int stop_after = 1 + draw.below(kRandomSteps - 1), stopped = draw.below(static_cast<size_t>(way.world));
+  const models::TrainReport part = run(way, folder / "stopped", false, stop_after, stopped);
+  EXPECT_EQ(part.stopped_by, 15);
+  EXPECT_LE(part.done - stop_after, way.world > 1 && task.train.log_every > 1 ? 1 : 0);
+  SCOPED_TRACE(str("stopped after step ", part.done, "; goes on on ", to_string(twin)));
+  try {
+    const models::TrainReport rest = run(twin, folder / "stopped", true);
+    EXPECT_EQ(rest.steps_here, kRandomSteps - part.done);
+    if (rest.steps_here > 0) {
+      EXPECT_EQ(rest.train_loss, whole.train_loss);
+    }
+    EXPECT_EQ(rest.val_loss, whole.val_loss);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
+    std::cout << error.what() << '\n';
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomTrainer, ::testing::ValuesIn(random_seeds(12)), [](const auto& seed) { return str(seed.param); });
+
+}  // namespace
+}  // namespace sheaf::testing

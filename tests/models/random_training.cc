@@ -1,0 +1,174 @@
+#include "sheaf/tests/models/random_training.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+#include "sheaf/core/error.h"
+#include "sheaf/tools/config.h"
+
+namespace sheaf::testing {
+namespace {
+
+void draw_experts(models::ModelConfig& m, Draw& draw) {
+  m.experts = 2 + draw.below(5);
+  m.experts_per_token = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(m.experts, 3)));
+  m.expert_hidden = draw.one_in(2) ? 0 : 3 + draw.below(10);
+  m.capacity_factor = draw.of<double>({0, 0, 0.6, 1.0, 1.25, 2.0});
+  if (m.capacity_factor > 0) m.expert_groups = draw.of<int64_t>({1, 1, 2, 3});
+  m.aux_loss = draw.of<double>({0, 0.1});
+  m.normalize_experts = draw.one_in(2);
+}
+
+void draw_model(models::ModelConfig& m, Draw& draw) {
+  m.type = draw.one_in(3) ? "gpt2" : "llama";
+  m.layers = 1 + draw.below(4);
+  m.vocab = 5 + draw.below(19);
+  m.context = draw.one_in(12) ? 1 : 2 + draw.below(10);
+  m.mlp_width = draw.one_in(6) ? 1 + draw.below(3) : 4 + draw.below(20);
+  m.tie_embeddings = draw.one_in(2);
+  m.dropout = draw.of<double>({0, 0, 0.2});
+  m.norm_eps = draw.of<double>({1e-5, 1e-3});
+  if (m.type == "gpt2") {
+    m.heads = 1 + draw.below(6);
+    m.width = m.heads * (2 + draw.below(4));
+    m.bias = draw.one_in(2);
+    return;
+  }
+  m.kv_heads = 1 + draw.below(6);
+  m.heads = m.kv_heads * (1 + draw.below(m.kv_heads > 3 ? 2 : 3));
+  m.head_dim = 2 * (1 + draw.below(3));
+  m.width = draw.one_in(2) ? m.heads * m.head_dim : 3 + draw.below(20);
+  m.qkv_bias = draw.one_in(3);
+  m.qk_norm = draw.one_in(3);
+  m.rope_theta = draw.of<double>({10000, 100});
+  m.rope_scaling.rope_type = draw.of<std::string>({"default", "default", "linear", "llama3", "yarn"});
+  m.rope_scaling.original_max_position_embeddings = 8;
+  m.rope_scaling.high_freq_factor = 4;
+  if (draw.one_in(3)) draw_experts(m, draw);
+}
+
+void draw_optimization(models::OptimizationConfig& t, Draw& draw) {
+  t.steps = kRandomSteps;
+  t.batch = 1 + draw.below(9);
+  t.seed = draw.below(1000);
+  t.lr = 1e-2;
+  t.min_lr = 1e-3;
+  t.warmup = draw.below(3);
+  t.schedule = draw.of<std::string>({"cosine", "linear", "constant"});
+  t.eval_every = draw.of<int64_t>({0, 0, 1, 2});
+  t.momentum = draw.of<double>({0.95, 0.5});
+  t.weight_decay = draw.of<double>({0, 0.1, 1});
+  t.beta1 = draw.of<double>({0.9, 0.5});
+  t.beta2 = draw.of<double>({0.99, 0.9});
+  t.eps = draw.of<double>({1e-8, 1e-5});
+  t.clip = draw.of<double>({0, 0.1, 1, 100});
+}
+
+/// What shares the ranks and changes no bit.
+void draw_holding(Way& way, Draw& draw) {
+  models::TrainConfig& c = way.config;
+  models::ShardingConfig& s = c.sharding;
+  if (s.pipeline == 1 || draw.one_in(30)) s.units = draw.of<std::string>({"block", "block", "count", "none"});
+  else s.units = "block";
+  s.min_parameters = draw.of<int64_t>({1, 100, 1000});
+  s.prefetch_bytes = draw.of<int64_t>({-1, -1, 0, 1, 777, 1 << 30});
+  c.train.recompute = draw.of<std::string>({"none", "none", "selective", "block"});
+  c.train.recompute_blocks = c.train.recompute == "none" ? -1 : draw.below(static_cast<size_t>(c.model.layers) + 2) - 1;
+  c.train.offload_activations = c.train.recompute != "none" && draw.one_in(4);
+  c.train.offload_optimizer = draw.one_in(4);
+  c.train.compile = draw.one_in(3);
+  s.memory_budget = c.train.compile ? draw.of<int64_t>({0, 20'000, 60'000, 1LL << 40}) : 0;
+  s.secondary = s.strategy != "replicate" && (s.replicas > 1 || s.context > 1 || s.experts > 1) && draw.one_in(3);
+}
+
+}  // namespace
+
+models::TrainConfig drawn_task(Draw& draw) {
+  models::TrainConfig c;
+  draw_model(c.model, draw);
+  draw_optimization(c.train, draw);
+  // One token attends to itself alone: gradients of queries and keys would be roundings, which Muon makes as large as others.
+  if (c.model.context > 1 && draw.one_in(3)) c.train.optimizer = "muon";
+  if (draw.one_in(3)) c.data.separate_documents = true, c.data.end_of_text = draw.below(static_cast<size_t>(c.model.vocab));
+  c.sharding.strategy = "replicate";
+  if (c.model.aux_loss != 0) c.train.micro_batches = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(c.train.batch, 4)));
+  return c;
+}
+
+Way drawn_way(const models::TrainConfig& task, Draw& draw) {
+  Way way{.config = task};
+  models::ShardingConfig& s = way.config.sharding;
+  models::OptimizationConfig& t = way.config.train;
+  const models::ModelConfig m = models::resolved(task.model);
+  const auto axis = [&](int64_t most) {  // 1 is as likely as all the others
+    const int64_t n = draw.one_in(2) ? 1 : draw.of<int64_t>({2, 2, 3, 4});
+    return n > most && !draw.one_in(40) ? int64_t{1} : n;
+  };
+  int64_t world;
+  do {
+    s.pipeline = t.optimizer == "muon" ? axis(1) : axis(m.layers);
+    s.replicas = axis(4);
+    s.context = axis(m.kv_heads);
+    s.tensor = axis(m.kv_heads / s.context);
+    s.experts = m.experts ? axis(m.experts) : axis(1);
+    world = s.pipeline * s.replicas * s.context * s.tensor * s.experts * axis(4);
+  } while (world > 8);
+  way.world = static_cast<int>(world);
+  way.threads = draw.one_in(6) ? 2 : 1;
+  s.strategy = draw.of<std::string>({"full_shard", "full_shard", "shard_grad_op", "zero1", "zero1", "replicate"});
+  if (s.replicas > 1 && s.strategy == "replicate" && !draw.one_in(20)) s.replicas = 1;
+  if (task.model.aux_loss == 0) t.micro_batches = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(t.batch, 4)));
+  if (draw.one_in(8)) way.config.output.trace_step = 1 + draw.below(kRandomSteps);
+  t.save_async = draw.one_in(2);
+  draw_holding(way, draw);
+  return way;
+}
+
+Way drawn_twin(const Way& way, Draw& draw) {
+  Way twin = way;
+  std::string& strategy = twin.config.sharding.strategy;
+  std::vector<std::string> alike{"full_shard", "shard_grad_op"};
+  if (way.config.train.micro_batches == 1) alike.push_back("zero1");
+  if (std::ranges::count(alike, strategy)) strategy = draw.of(alike);
+  draw_holding(twin, draw);
+  return twin;
+}
+
+std::string to_string(const Way& way) {
+  models::TrainConfig config = way.config, standard;
+  const auto of = tools::config_fields(config), usual = tools::config_fields(standard);
+  std::string out = str(way.world, " ranks of ", way.threads);
+  for (size_t i = 0; i < of.size(); ++i)
+    std::visit([&](const auto* value) {
+      if (*value != *std::get<std::remove_const_t<std::remove_pointer_t<decltype(value)>>*>(usual[i].target))
+        out += str(" --", of[i].key, "=", *value);
+    }, of[i].target);
+  return out;
+}
+
+std::vector<int> random_seeds(int usual) {
+  const auto number = [](const char* name, int otherwise) {
+    const char* text = std::getenv(name);
+    return text ? std::atoi(text) : otherwise;
+  };
+  std::vector<int> seeds(static_cast<size_t>(number("SHEAF_SEEDS", usual)));
+  std::iota(seeds.begin(), seeds.end(), number("SHEAF_SEED", 0));
+  return seeds;
+}
+
+void fill_random(const models::TrainConfig& config, int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
+  const int64_t context = config.model.context;
+  for (int64_t s = 0; s < count; ++s) {
+    Draw draw(static_cast<uint64_t>(config.train.seed * 1'000'003 + first + s));
+    int32_t last = 0;
+    for (int64_t t = 0; t <= context; ++t) {
+      const bool ends = config.data.separate_documents && draw.one_in(4);
+      const auto token = static_cast<int32_t>(ends ? config.data.end_of_text : draw.below(static_cast<size_t>(config.model.vocab)));
+      if (t > 0) inputs[s * context + t - 1] = last, targets[s * context + t - 1] = token;
+      last = token;
+    }
+  }
+}
+
+}  // namespace sheaf::testing

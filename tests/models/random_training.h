@@ -1,0 +1,37 @@
+// Random training (random_training_test.cc): a run of `sheaf train` of a tiny model, drawn in two parts.
+//
+//   task = model, batch, optimizer, schedule: what decides the numbers
+//   way  = ranks, what each holds, and all else that must not change them
+#pragma once
+
+#include <string>
+
+#include "sheaf/models/train_config.h"
+#include "sheaf/tests/core/draw.h"
+
+namespace sheaf::testing {
+
+constexpr int kRandomSteps = 5;
+
+/// On one rank, as it is described: micro-batches are a part of it only where the loss depends on them.
+models::TrainConfig drawn_task(Draw& draw);
+
+struct Way {
+  int world = 1, threads = 1;  // of each rank
+  models::TrainConfig config;
+};
+/// Another way to do the same; one in a few is refused. It keeps to micro-batches on which the loss depends.
+Way drawn_way(const models::TrainConfig& task, Draw& draw);
+/// Another one on the same mesh, with the same sums: the bits of f32 are the same.
+Way drawn_twin(const Way& way, Draw& draw);
+
+/// The flags with which `sheaf train` does it, without its data.
+std::string to_string(const Way& way);
+
+/// The cases of a test: SHEAF_SEEDS of them, or so many as usual, from SHEAF_SEED on, or 0.
+std::vector<int> random_seeds(int usual);
+
+/// Tokens of sample `first` and so many more, in which documents end now and then.
+void fill_random(const models::TrainConfig& config, int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
+
+}  // namespace sheaf::testing

@@ -1,0 +1,269 @@
+// Random training: what strategies, meshes, units, recomputing, programs and checkpoints promise each by itself, in
+// combinations that nobody chose (random_training.h draws them). In f64 every way of training gives the numbers of one rank
+// that does all at once, also where it goes on from another way's checkpoint; in f32, bf16 and f16 the bits depend on nothing
+// but the mesh and the order of sums. Steps take the bytes of their plans, which come back, tapes pass all checks, and what
+// cannot be is refused, by a plan in the same words, before the first step has ended.
+//
+// A case is a seed, and random_seeds() says which: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <optional>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/passes/without_sharding.h"
+#include "sheaf/autograd/tape_diff.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/models/async_saver.h"
+#include "sheaf/models/batch_sampler.h"
+#include "sheaf/models/model_checkpoint.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/models/step_profile.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/models/random_training.h"
+
+namespace sheaf::testing {
+namespace {
+
+struct Trained {
+  std::vector<std::vector<double>> numbers;  // of each rank: losses, norms, evaluations
+  Values parameters = {};
+  std::vector<int64_t> peaks = {};  // of the last step
+  std::vector<Tape> tapes = {};     // of it
+};
+
+struct Part {
+  DType masters = kF64;
+  int from = 0;         // steps, from those in the folder
+  int save_after = -1;  // so many steps, to the folder
+  std::string folder = {};
+};
+
+models::SequentialWindows validation(const models::TrainConfig& config) {
+  std::vector<int32_t> ids;
+  Draw draw(7);
+  for (int i = 0; i < 31; ++i) ids.push_back(draw.below(static_cast<size_t>(config.model.vocab)));
+  return {models::Tokens::from_ids(ids, config.model.vocab, "random"), config.model.context};
+}
+
+/// What a rank does. As the trainer: evaluations, saves and a measured step in between.
+class Run {
+ public:
+  Run(const Way& way, const Part& part, World& world)
+      : config_(way.config), part_(part), world_(world), saver_(world),
+        step_(config_, config_.model.vocab, world, Device::cpu(), part.masters) {}
+
+  void start() {
+    if (part_.from == 0) return;
+    const auto loaded = models::load_checkpoint(part_.folder, step_.model().module(), {&step_.optimizer()}, world_,
+                                                 {.scaler = step_.scaler()});
+    ASSERT_TRUE(loaded);
+    ASSERT_EQ(loaded->step, part_.from);
+  }
+
+  void step(int s, std::vector<double>& numbers) {
+    const auto fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
+      fill_random(config_, first, count, inputs, targets);
+    };
+    const bool last = s + 1 == kRandomSteps;
+    recorded_.capture_leaves = part_.masters == kF64;  // which takes memory that no plan has
+    std::optional<models::StepProfile> profile;
+    if (s + 1 == config_.output.trace_step && !part_.folder.empty()) profile.emplace(world_);
+    const auto result = step_.run(s, fill, last ? &recorded_ : nullptr);
+    if (profile) profile->write(part_.folder + "/trace.json");
+    numbers.push_back(result.loss.item<double>());
+    const double norm = result.grad_norm.item<double>();  // in f16 not finite where the step is skipped
+    numbers.push_back(std::isfinite(norm) ? norm : -1);
+    if (last && recorded_.capture_leaves) replay_last(result);
+  }
+
+  void after(int s, std::vector<double>& numbers) {
+    const int64_t every = config_.train.eval_every;
+    if (s + 1 == kRandomSteps || (every > 0 && (s + 1) % every == 0)) numbers.push_back(step_.evaluate(validation(config_)));
+    if (s + 1 != part_.save_after) return;
+    const models::SaveOptions options{.scaler = step_.scaler()};
+    if (config_.train.save_async) saver_.save(part_.folder, s + 1, step_.model().module(), {&step_.optimizer()}, options);
+    else models::save_checkpoint(part_.folder, s + 1, step_.model().module(), {&step_.optimizer()}, world_, options);
+  }
+
+  void finish(Whole& whole, Tape& tape) {
+    saver_.finish();
+    whole.collect(step_.model().module(), false);
+    tape = std::move(recorded_.tape);
+  }
+
+ private:
+  void replay_last(const models::TrainingStep::Result& result) {
+    const ValueId wanted[] = {recorded_.loss, recorded_.grad_norm};
+    const auto again = replay(recorded_.tape, [&](ValueId v) { return recorded_.leaves.at(v); }, wanted);
+    EXPECT_TRUE(identical(again[0], result.loss));
+    EXPECT_TRUE(identical(again[1], result.grad_norm));
+    recorded_.leaves.clear(), recorded_.memory.clear();
+  }
+
+  const models::TrainConfig& config_;
+  const Part& part_;
+  World& world_;
+  models::AsyncSaver saver_;
+  models::TrainingStep step_;
+  models::RecordedStep recorded_;
+};
+
+Trained train(const Way& way, const Part& part) {
+  const auto ranks = static_cast<size_t>(way.world);
+  Trained out{.numbers = std::vector<std::vector<double>>(ranks), .peaks = std::vector<int64_t>(ranks), .tapes = std::vector<Tape>(ranks)};
+  Whole whole;
+  std::atomic<int> steps = 0;
+  try {
+    run_local(way.world, [&](World& w) {
+      Allocator& memory = *RankContext::current().memory(Device::cpu());
+      const int64_t before = memory.stats().live;
+      const auto rank = static_cast<size_t>(w.rank());
+      {
+        Run run(way, part, w);
+        run.start();
+        int64_t live = 0;
+        for (int s = part.from; s < kRandomSteps; ++s) {
+          memory.reset_peak();
+          run.step(s, out.numbers[rank]);
+          out.peaks[rank] = memory.stats().peak;
+          ++steps;
+          if (s == part.from || way.config.train.compile) live = memory.stats().live;
+          EXPECT_EQ(memory.stats().live, live) << "bytes after step " << s;
+          run.after(s, out.numbers[rank]);
+        }
+        run.finish(whole, out.tapes[rank]);
+      }
+      EXPECT_EQ(memory.stats().live, before) << "bytes that stay";
+    }, {.timeout = std::chrono::seconds(60), .threads_per_rank = way.threads});
+  } catch (...) {
+    EXPECT_EQ(steps, 0) << "steps before the error";
+    throw;
+  }
+  for (const std::vector<double>& numbers : out.numbers) EXPECT_EQ(numbers, out.numbers[0]);
+  out.parameters = whole.values();
+  return out;
+}
+
+void expect_near(const Trained& got, const Trained& want, double tolerance) {
+  const std::vector<double>&a = got.numbers[0], &b = want.numbers[0];
+  for (size_t i = 1; i <= a.size(); ++i)  // from the end: one that is resumed has fewer
+    EXPECT_NEAR(a[a.size() - i], b[b.size() - i], tolerance * std::max(1.0, std::abs(b[b.size() - i])))
+        << "the last but " << i - 1 << " of " << b.size() << " numbers";
+  for (const auto& [name, values] : want.parameters)
+    EXPECT_LE(max_difference({{name, got.parameters.at(name)}}, {{name, values}}), tolerance) << name;
+}
+
+/// The message with which its plan is refused; "" where there is one.
+std::string refusal_of(const Way& way) {
+  try {
+    models::plan_step(way.config, way.config.model.vocab, 0, way.world, way.threads, "local");
+  } catch (const Error& error) {
+    EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
+    return error.what();
+  }
+  return "";
+}
+
+void expect_refused(const Way& way, const std::string& message) {
+  try {
+    train(way, {});
+    ADD_FAILURE() << "trains, but its plan is refused: " << message;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.what(), message);
+  }
+}
+
+/// Without sharding, what is left of its tape is the step of one rank.
+void expect_one_device(const Way& way, const Trained& trained) {
+  const models::ShardingConfig& s = way.config.sharding;
+  if (s.pipeline > 1 || s.tensor > 1 || s.experts > 1) return;  // ops of their own
+  if (s.context > 1 && way.config.model.experts > 0) return;    // places are counted by the ranks' parts of a sequence
+  models::TrainConfig one = way.config;
+  one.sharding = {};
+  const Tape expected = without_sharding(models::plan_step(one, one.model.vocab, 0, 1, way.threads, "local").tape);
+  for (const Tape& tape : trained.tapes) {
+    const auto difference = first_difference(expected, without_sharding(tape));
+    EXPECT_FALSE(difference) << difference->to_string();
+  }
+}
+
+void expect_planned(const Way& way, const Trained& trained) {
+  const std::vector<int64_t> planned = models::plan_peaks(way.config, way.config.model.vocab, way.world, way.threads, "local");
+  if (way.config.sharding.memory_budget == 0) EXPECT_EQ(trained.peaks, planned);
+  else  // ranks keep what all of them have room for, and a plan knows of one
+    EXPECT_LE(*std::ranges::max_element(trained.peaks), *std::ranges::max_element(planned));
+  std::vector<const Tape*> ranks;
+  for (const Tape& t : trained.tapes) {
+    ranks.push_back(&t);
+    for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
+      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+  }
+  expect_one_device(way, trained);
+  if (way.config.sharding.pipeline > 1) return;  // stages issue collectives of their own, in orders of their own
+  for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
+}
+
+/// What train.recompute fit makes of it, in a budget between what it takes at most and at least.
+void fit(Way& way, Draw& draw) {
+  models::TrainConfig& c = way.config;
+  c.train.recompute_blocks = -1, c.train.offload_activations = false, c.sharding.memory_budget = 0;
+  int64_t peaks[2];
+  for (const bool block : {false, true}) {
+    c.train.recompute = block ? "block" : "none";
+    peaks[block] = models::plan_step(c, c.model.vocab, way.world - 1, way.world, way.threads, "local").peak_bytes;
+  }
+  c.train.recompute = "fit";
+  c.sharding.memory_budget = peaks[1] + (peaks[0] - peaks[1]) * draw.below(5) / 4;
+  try {
+    c = models::fit_recompute(c, c.model.vocab, way.world, way.threads, "local");
+  } catch (const OutOfMemory&) {  // other ranks take more
+    c.train.recompute = "block", c.sharding.memory_budget = 0;
+  }
+}
+
+class RandomTraining : public ::testing::TestWithParam<int> {};
+
+TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
+  Draw draw(static_cast<uint64_t>(GetParam()));
+  const models::TrainConfig task = drawn_task(draw);
+  const Way way = drawn_way(task, draw), other = drawn_way(task, draw);
+  const auto save_after = 1 + draw.below(kRandomSteps - 1);
+  SCOPED_TRACE(to_string(way));
+  if (const std::string message = refusal_of(way); !message.empty()) {
+    std::cout << message << '\n';
+    return expect_refused(way, message);
+  }
+  const ScratchFolder folder;
+  const Trained want = train({.config = task}, {});
+  expect_near(train(way, {.save_after = save_after, .folder = folder.path()}), want, 1e-9);
+  if (refusal_of(other).empty()) {
+    SCOPED_TRACE(str("goes on after step ", save_after, " on ", to_string(other)));
+    expect_near(train(other, {.from = save_after, .folder = folder.path()}), want, 1e-9);
+  }
+  Way rounded = way;
+  rounded.config.train.dtype = draw.of<std::string>({"f32", "f32", "f32", "bf16", "bf16", "f16"});
+  rounded.config.train.loss_scale = draw.of<double>({1024, 1024, 0x1p30});
+  const ScratchFolder rounded_folder;
+  const Trained bits = train(rounded, {.masters = kF32, .save_after = save_after, .folder = rounded_folder.path()});
+  expect_planned(rounded, bits);
+  if (rounded.config.train.dtype == "f32") expect_near({.numbers = bits.numbers}, {.numbers = want.numbers}, 1e-3);
+  Way twin = drawn_twin(rounded, draw);
+  if (!refusal_of(twin).empty()) return;
+  if (draw.one_in(4)) fit(twin, draw);
+  const int from = draw.one_in(3) ? save_after : 0;
+  SCOPED_TRACE(str("the same bits from step ", from, " on ", to_string(twin)));
+  const Trained same = train(twin, {.masters = kF32, .from = from, .folder = rounded_folder.path()});
+  const std::vector<double>&tail = same.numbers[0], &all = bits.numbers[0];
+  EXPECT_EQ(tail, std::vector(all.end() - std::ssize(tail), all.end()));
+  EXPECT_EQ(max_difference(same.parameters, bits.parameters), 0);
+  if (from == 0) expect_planned(twin, same);  // else prefetch may not know the order yet, nor a program be made
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomTraining, ::testing::ValuesIn(random_seeds(40)), [](const auto& seed) { return str(seed.param); });
+
+}  // namespace
+}  // namespace sheaf::testing
