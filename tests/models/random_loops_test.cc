@@ -1,13 +1,16 @@
 // Random loops of one's own: what `sheaf train` never does, on meshes that random_training.h draws. Parameters that do not
-// train, SGD, micro-batches in recordings of their own or not told which is the last, backwards in another order: in f64 all
-// have the numbers of one rank that does all at once, also where they go on from another mesh's checkpoint.
+// train, SGD, micro-batches in recordings of their own, in a program of compile() or not told which is the last, backwards in
+// another order, blocks with strategies of their own: in f64 all have the numbers of one rank that does all at once, also where
+// they go on from another mesh's checkpoint.
 //
 // A case is a seed, and random_seeds() says which: bazel test --test_env=SHEAF_SEED=1037 --test_env=SHEAF_SEEDS=1 ...
 #include <gtest/gtest.h>
 
 
+#include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/keep_within.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/adamw.h"
@@ -20,7 +23,7 @@
 namespace sheaf::testing {
 namespace {
 
-constexpr int kLoopSteps = 4, kSaveAfter = 2;
+constexpr int kLoopSteps = 5, kSaveAfter = 1;
 
 struct Task {
   models::TrainConfig config;
@@ -31,14 +34,16 @@ struct Task {
 
 struct Loop {
   Way way;
-  bool one_recording = true, says_last = true, reversed = false;
+  enum { one, each, program } recordings = one;  // of a step: one, one for each micro-batch, or compile()
+  int64_t keeps = 0;                             // bytes, within which a program keeps units
+  bool says_last = true, reversed = false;       // the last micro-batch, the order of backwards
   std::vector<std::string> inner = {};  // blocks' own strategies, as long as there are any; "": the model's
 };
 
 std::string to_string(const Task& task, const Loop& loop) {
   std::string inner;
   for (const std::string& strategy : loop.inner) inner += str(", ", strategy.empty() ? "-" : strategy);
-  return str(to_string(loop.way), ", frozen ", task.frozen, ", ", task.optimizer, " ", task.momentum, loop.one_recording ? "" : ", recordings",
+  return str(to_string(loop.way), ", frozen ", task.frozen, ", ", task.optimizer, " ", task.momentum, loop.recordings == Loop::each ? ", recordings" : loop.recordings == Loop::program ? str(", program within ", loop.keeps) : "",
              loop.says_last ? "" : ", not told the last", loop.reversed ? ", backwards reversed" : "",
              inner);
 }
@@ -68,10 +73,45 @@ std::unique_ptr<optim::Optimizer> optimizer_of(const Task& task, nn::Module& mod
   return std::make_unique<optim::AdamW>(module);
 }
 
+std::unique_ptr<models::LanguageModel> model_of(const Task& task, const Loop& loop, const Mesh& mesh) {
+  const models::TrainConfig& c = loop.way.config;
+  const auto prepare = [&](models::LanguageModel& model, const ShardOptions& options) {
+    std::vector<nn::Parameter> parameters = model.module().parameters();
+    for (size_t i = 0; i < parameters.size(); ++i)
+      if (task.frozen >> (i % 64) & 1) parameters[i].freeze();
+    size_t block = 0;
+    for (auto& [path, module] : model.module().named_modules()) {
+      if (!model.is_block(*module)) continue;
+      if (c.train.recompute != "none") module->recompute({.selective = c.train.recompute == "selective"});
+      if (block++ >= loop.inner.size() || loop.inner[block - 1].empty()) continue;
+      ShardOptions own = options;
+      own.units = {}, own.strategy = loop.inner[block - 1], own.prefetch_bytes = 0;
+      own.secondary = own.secondary && own.strategy.value != Strategy::replicate;
+      shard(*module, mesh, own);
+    }
+  };
+  return tiny_model_f64(mesh, {.strategy = c.sharding.strategy, .prefetch_bytes = c.sharding.prefetch_bytes}, {}, 5, models::model_of(c),
+                        prepare);
+}
+
 struct Trained {
   std::vector<double> numbers;  // losses and norms
   Values parameters;
 };
+
+/// Micro-batches of step s: tokens and targets, one after another, and the optimizer's numbers.
+std::vector<Tensor> inputs_of(const Mesh& mesh, const models::TrainConfig& c, int s, const optim::Optimizer& optimizer) {
+  std::vector<Tensor> out;
+  const int64_t rows = c.train.batch, parts = c.train.micro_batches;
+  for (int64_t i = 0; i < parts; ++i) {
+    const int64_t first = s * rows + rows * i / parts, end = s * rows + rows * (i + 1) / parts;
+    const TinyBatch batch = tiny_batch(mesh, first, end - first);
+    out.push_back(batch.tokens), out.push_back(batch.targets);
+  }
+  const std::vector<double> scalars = optimizer.next_scalars({.lr = 0.01});
+  out.push_back(Tensor::from(scalars, {std::ssize(scalars)}));
+  return out;
+}
 
 Trained train(const Task& task, const Loop& loop, bool resume, const std::string& folder) {
   const models::TrainConfig& c = loop.way.config;
@@ -79,54 +119,51 @@ Trained train(const Task& task, const Loop& loop, bool resume, const std::string
   Whole whole;
   run_local(loop.way.world, [&](World& w) {
     const Mesh mesh = w.mesh(axes_of(loop.way));
-    const auto model = tiny_model_f64(mesh, {.strategy = c.sharding.strategy, .prefetch_bytes = c.sharding.prefetch_bytes}, {}, 5,
-                                      models::model_of(c), [&](models::LanguageModel& m, const ShardOptions& options) {
-      std::vector<nn::Parameter> parameters = m.module().parameters();
-      for (size_t i = 0; i < parameters.size(); ++i)
-        if (task.frozen >> (i % 64) & 1) parameters[i].freeze();
-      size_t block = 0;
-      for (auto& [path, module] : m.module().named_modules()) {
-        if (!m.is_block(*module)) continue;
-        if (c.train.recompute != "none") module->recompute({.selective = c.train.recompute == "selective"});
-        if (block++ >= loop.inner.size() || loop.inner[block - 1].empty()) continue;
-        ShardOptions own = options;
-        own.units = {}, own.strategy = loop.inner[block - 1], own.prefetch_bytes = 0;
-        own.secondary = own.secondary && own.strategy.value != Strategy::replicate;
-        shard(*module, mesh, own);
-      }
-    });
+    const auto model = model_of(task, loop, mesh);
     const auto optimizer = optimizer_of(task, model->module());
     if (resume) {
       ASSERT_TRUE(models::load_checkpoint(folder, model->module(), {optimizer.get()}, w));
     }
     const int64_t parts = c.train.micro_batches, rows = c.train.batch;
-    for (int s = resume ? kSaveAfter : 0; s < kLoopSteps; ++s) {
-      std::optional<Recording> recording;
+    std::optional<Recording> own;  // where each micro-batch has one
+    const auto code = [&](std::span<const Tensor> inputs) -> std::vector<Tensor> {
       std::vector<Tensor> losses(static_cast<size_t>(parts));
       Tensor sum;
+      const RecordingOptions options = Recording::current()->options();
       const auto differentiate = [&](int64_t i, bool last) {
         const Tensor loss = std::exchange(losses[static_cast<size_t>(i)], {});
-        recording->backward(loss, {.last_micro_batch = last && loop.says_last});
+        Recording::current()->backward(loss, {.last_micro_batch = last && loop.says_last});
         sum = sum ? add(sum, loss) : loss;
       };
       for (int64_t i = 0; i < parts; ++i) {
-        const int64_t first = s * rows + rows * i / parts, end = s * rows + rows * (i + 1) / parts;
-        if (!recording) recording.emplace(RecordingOptions{.step = s, .first_sample = first, .seed = 3});
-        recording->next_micro_batch(first);
-        const TinyBatch batch = tiny_batch(mesh, first, end - first);
-        losses[static_cast<size_t>(i)] = model->loss(batch.tokens, batch.targets, static_cast<double>(rows * c.model.context));
+        Recording::current()->next_micro_batch(options.first_sample + rows * i / parts);
+        losses[static_cast<size_t>(i)] = model->loss(inputs[2 * static_cast<size_t>(i)], inputs[2 * static_cast<size_t>(i) + 1],
+                                                     static_cast<double>(rows * c.model.context));
         if (loop.reversed) continue;
         differentiate(i, i + 1 == parts);
-        if (!loop.one_recording && i + 1 < parts) recording.reset();
+        if (loop.recordings == Loop::each && i + 1 < parts) own.reset(), own.emplace(options);
       }
       if (loop.reversed)
         for (int64_t i = parts; i-- > 0;) differentiate(i, i == 0);
       const Tensor norm = clip_grad_norm(model->module(), c.train.clip > 0 ? c.train.clip : 1e9);
-      optimizer->step({.lr = 0.01});
-      sum = redistribute(sum, Layout(mesh.spec, Placement::invariant()));
-      recording.reset();
+      optimizer->step({.scalars = inputs.back()});
       optimizer->zero_grad();
-      if (w.rank() == 0) out.numbers.push_back(sum.item<double>()), out.numbers.push_back(norm.item<double>());
+      return {redistribute(sum, Layout(mesh.spec, Placement::invariant())), norm};
+    };
+    CompiledStep compiled({.rewrite = loop.keeps > 0 ? keep_within(loop.keeps, w, Device::cpu()) : nullptr});
+    for (int s = resume ? kSaveAfter : 0; s < kLoopSteps; ++s) {
+      const std::vector<Tensor> inputs = inputs_of(mesh, c, s, *optimizer);
+      const RecordingOptions options{.step = s, .first_sample = s * rows, .seed = 3};
+      std::vector<Tensor> results;
+      if (loop.recordings == Loop::program) {
+        results = compiled.run(options, inputs, code);
+      } else {
+        own.emplace(options);
+        results = code(inputs);
+        own.reset();
+      }
+      if (w.rank() == 0)
+        for (const Tensor& x : results) out.numbers.push_back(x.item<double>());
       if (!resume && s + 1 == kSaveAfter && !folder.empty())
         models::save_checkpoint(folder, s + 1, model->module(), {optimizer.get()}, w);
     }
@@ -156,8 +193,10 @@ TEST_P(RandomLoops, HaveTheNumbersOfOneRank) {
   task.momentum = draw.of<double>({0, 0.5, 0.9});
   const auto drawn_loop = [&] {
     Loop loop{.way = drawn_way(task.config, draw)};
-    loop.one_recording = draw.one_in(2), loop.says_last = draw.one_in(2);
-    loop.reversed = loop.one_recording && draw.one_in(3);
+    loop.recordings = draw.of<decltype(loop.recordings)>({Loop::one, Loop::each, Loop::program});
+    loop.keeps = draw.of<int64_t>({0, 60'000, 1LL << 40});
+    loop.says_last = draw.one_in(2);
+    loop.reversed = loop.recordings != Loop::each && draw.one_in(3);
     if (loop.way.config.sharding.pipeline == 1 && draw.one_in(3))
       for (int i = 0; i < 3; ++i) loop.inner.push_back(draw.of<std::string>({"", "full_shard", "shard_grad_op", "zero1", "replicate"}));
     return loop;

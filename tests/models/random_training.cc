@@ -113,7 +113,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
     s.tensor = axis(m.kv_heads / s.context);
     s.experts = m.experts ? axis(m.experts) : axis(1);
     world = s.pipeline * s.replicas * s.context * s.tensor * s.experts * axis(4);
-  } while (world > 8);
+  } while (world > (draw.one_in(20) ? 16 : 8));
   way.world = static_cast<int>(world);
   way.threads = draw.one_in(6) ? 2 : 1;
   s.strategy = draw.of<std::string>({"full_shard", "full_shard", "shard_grad_op", "zero1", "zero1", "replicate"});
