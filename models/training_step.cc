@@ -50,7 +50,8 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
       fail<ConfigError>("[train] train.optimizer muon: its matrices go round all ranks, which the stages of sharding.pipeline ", stages,
                         " do not wait for");
     if (config.model.layers < stages)
-      fail<ConfigError>("[train] sharding.pipeline ", stages, ": the model has ", config.model.layers, " blocks");
+      fail<ConfigError>("[train] sharding.pipeline ", stages, ": the model has ", config.model.layers,
+                        config.model.layers == 1 ? " block" : " blocks");
     options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model.stage_of(m, stages); };
     options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model.stage_of(m, stages) >= 0; });
     return options;

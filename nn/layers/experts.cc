@@ -72,8 +72,8 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
   const int64_t tokens = x_BTC.size(1);
   if (ranks > 1 && (config.groups % ranks != 0 || tokens % config.groups != 0))
     fail<ConfigError>("[experts] '", path(), "': places for the tokens of a sequence are counted in ", config.groups,
-                      config.groups == 1 ? " group" : " groups", ", and axis ", axes, " cuts its ", tokens, " tokens over ",
-                      ranks, " ranks: with a capacity, groups must be a multiple of these ranks and divide the tokens");
+                      config.groups == 1 ? " group" : " groups", ", and the ", ranks, " ranks of ", axes, " share its ",
+                      tokens, ": with a capacity, groups must be a multiple of these ranks and divide the tokens");
   return config.groups;
 }
 

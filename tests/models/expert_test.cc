@@ -309,8 +309,10 @@ TEST(Experts, WhatCannotBeIsRefused) {
   c.model.type = "gpt2";
   EXPECT_THAT(refusal(4, c), HasSubstr("only model.type llama has mixtures of experts"));
   c = experts(1, "full_shard", 1.1, 1, 2);
-  EXPECT_THAT(refusal(2, c), HasSubstr("'blocks.0.moe': places for the tokens of a sequence are counted in 3 groups, and axis 'context' "
-                                       "cuts its 9 tokens over 2 ranks"));
+  EXPECT_THAT(refusal(2, c), HasSubstr("'blocks.0.moe': places for the tokens of a sequence are counted in 3 groups, and the 2 ranks "
+                                       "of 'context' share its 9: with a capacity"));
+  c = experts(1, "full_shard", 1.1, 2, 2);
+  EXPECT_THAT(refusal(4, c), HasSubstr("the 4 ranks of 'context' and 'model' share its 9"));
   c = experts(2);
   c.sharding.secondary = true;
   EXPECT_THAT(refusal(2, c), HasSubstr("sharding.secondary needs several groups of ranks"));
