@@ -7,8 +7,10 @@
 
 #include <atomic>
 
+#include "sheaf/core/safetensors.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/plan.h"
+#include "sheaf/models/published_names.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/trainer.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -31,6 +33,26 @@ models::TrainReport run(const Way& way, const std::string& folder, bool resume =
   return out;
 }
 
+/// Weights to start from, as they are published, where models of its shape are.
+void draw_weights(models::TrainConfig& task, const ScratchFolder& folder, Draw& draw) {
+  std::vector<models::PublishedTensor> tensors;
+  try {
+    tensors = models::published_tensors(models::resolved(task.model));
+  } catch (const Error& error) {
+    EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
+    return;
+  }
+  std::vector<std::vector<float>> values;
+  std::vector<SafetensorsInput> inputs;
+  for (const models::PublishedTensor& t : tensors) {
+    std::vector<float>& v = values.emplace_back(static_cast<size_t>(t.shape.numel()));
+    for (float& x : v) x = static_cast<float>(draw.below(200) - 100) / 1000 + (t.shape.rank() == 1 ? 1 : 0);
+    inputs.push_back({t.name, kF32, t.shape, {std::as_bytes(std::span(v))}});
+  }
+  task.model.weights = folder / "model.safetensors";
+  write_safetensors(task.model.weights, inputs);
+}
+
 class RandomTrainer : public ::testing::TestWithParam<int> {};
 
 TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
@@ -44,6 +66,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   task.train.log_every = draw.of<int64_t>({1, 2});
   task.train.save_every = draw.of<int64_t>({0, 1, 2});
   task.train.eval_tokens = draw.of<int64_t>({0, 20});
+  if (draw.one_in(2)) draw_weights(task, folder, draw);
   Way way = drawn_way(task, draw);
   way.config.train.dtype = draw.of<std::string>({"f32", "f32", "bf16", "f16"});
   way.config.train.loss_scale = 1024;
