@@ -196,15 +196,16 @@ void expect_planned(const Way& way, const Trained& trained) {
   if (way.config.sharding.memory_budget == 0) EXPECT_EQ(trained.peaks, planned);
   else  // ranks keep what all of them have room for, and a plan knows of one
     EXPECT_LE(*std::ranges::max_element(trained.peaks), *std::ranges::max_element(planned));
-  std::vector<const Tape*> ranks;
-  for (const Tape& t : trained.tapes) {
-    ranks.push_back(&t);
+  for (const Tape& t : trained.tapes)
     for (const auto& findings : {check_types(t), check_cotangents(t), check_gathers(t)})
       for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
-  }
   expect_one_device(way, trained);
-  if (way.config.sharding.pipeline > 1) return;  // stages issue collectives of their own, in orders of their own
-  for (const Finding& f : check_collectives(ranks)) ADD_FAILURE() << f.to_string();
+  const int stages = static_cast<int>(way.config.sharding.pipeline), ranks = way.world / stages;
+  for (int stage = 0; stage < stages; ++stage) {  // each has collectives of its own, in an order of its own
+    std::vector<const Tape*> tapes;
+    for (int rank = 0; rank < ranks; ++rank) tapes.push_back(&trained.tapes[static_cast<size_t>(stage * ranks + rank)]);
+    for (const Finding& f : check_collectives(tapes)) ADD_FAILURE() << f.to_string();
+  }
 }
 
 /// What train.recompute fit makes of it, in a budget between what it takes at most and at least.
