@@ -96,7 +96,7 @@ class Recording {
   /// Begins the next micro-batch of this step, whose first sample has global index `first_sample`: dropout is keyed as
   /// if the samples had come in one batch. Gradients add up, they are not averaged: each micro-batch's loss is divided by
   /// the number of targets of the whole step (CrossEntropyOptions::divide_by; docs/own_models.md has the loop).
-  /// `random_state`, if given, holds what random_state() would.
+  /// `random_state`, if given, holds what random_state() would. options().first_sample is the micro-batch's from then on.
   void next_micro_batch(int64_t first_sample, const Tensor& random_state = {});
   /// Counts the calls of one module path within a micro-batch, to key dropout.
   int64_t next_call(const std::string& path) { return calls_[path]++; }
