@@ -28,9 +28,13 @@ struct SharedLane {
   std::vector<Call> calls;
 };
 
+// What computes waits until such a call is through.
+bool joins_its_call(const Node& n) { return is_redistribute(n.op) && n.op != &send_op(); }
+
 class Clock {
  public:
   explicit Clock(std::span<const RankTimes> ranks) : ranks_(ranks), at_(ranks.size()), lines_(ranks.size()) {
+    waits_.reserve(ranks.size());
     std::map<std::string, int> known;
     for (size_t r = 0; r < ranks.size(); ++r) {
       const RankTimes& times = ranks[r];
@@ -42,9 +46,11 @@ class Clock {
         p.lanes.push_back(found->second);
       }
       p.calls.resize(times.lanes.size());
-      p.value_call.resize(times.tape->num_values(), {-1, 0});
-      p.ready.resize(times.tape->num_values());
-      p.maker.resize(times.tape->num_values(), -1);
+      p.order = times.order;
+      if (p.order.empty()) p.order.push_back({0, times.tape->num_nodes()});
+      p.next = p.order[0].begin;
+      p.leave_empty();
+      waits_.emplace_back(times);
       lines_[r].start.resize(times.nodes.size());
       lines_[r].end.resize(times.nodes.size());
     }
@@ -57,25 +63,30 @@ class Clock {
         while (step(r)) moved = true;
     }
     for (int r = 0; r < std::ssize(ranks_); ++r)
-      if (at_[r].next < ranks_[r].tape->num_nodes()) fail_stuck();
+      if (!at_[r].done()) fail_stuck();
     for (int r = 0; r < std::ssize(ranks_); ++r) {
-      lines_[r].seconds = at_[r].compute;
-      for (const double end : lines_[r].end) lines_[r].seconds = std::max(lines_[r].seconds, end);
+      lines_[r].seconds = std::max(lines_[r].seconds, at_[r].compute);
     }
     return std::move(lines_);
   }
 
  private:
   struct Position {
+    std::vector<Stretch> order;
+    size_t stretch = 0;
     NodeId next = 0;
+    bool done() const { return stretch == order.size(); }
+    void leave_empty() {
+      while (stretch < order.size() && next >= order[stretch].end)
+        if (++stretch < order.size()) next = order[stretch].begin;
+    }
+    bool move_on() { return ++next, leave_empty(), true; }
+
     int joining = -1, joining_call = 0;  // of next, issued: the call that what computes waits for
     double host = 0, compute = 0;
     std::vector<int> lanes;  // of RankTimes::lanes, among all
     std::vector<int> calls;  // made so far, by lane
     double link[32] = {};    // busy until
-    std::vector<double> ready;
-    std::vector<std::pair<int, int>> value_call;  // lane, call that fills a value; -1: none, or it is known when
-    std::vector<NodeId> maker;                    // of what is waited for
   };
 
   // Whether what a call is behind of is known; then it starts.
@@ -98,24 +109,13 @@ class Clock {
       if (alone) for_links(ranks_[part.rank].nodes[part.node], [&](int link) { at_[part.rank].link[link] = call.end; });
       lines_[part.rank].start[part.node] = start;
       lines_[part.rank].end[part.node] = call.end;
+      lines_[part.rank].seconds = std::max(lines_[part.rank].seconds, call.end);
     }
     return true;
   }
   template <class F>
   static void for_links(const NodeTime& time, F&& f) {
     for (uint32_t bits = time.links; bits; bits &= bits - 1) f(std::countr_zero(bits));
-  }
-
-  // When a value is there; kUnknown if that hangs on a rank that has not come so far.
-  double ready(int rank, ValueId v) {
-    Position& p = at_[rank];
-    const auto [lane, call] = p.value_call[v];
-    if (lane >= 0) {
-      if (!settle(lane, static_cast<size_t>(call))) return kUnknown;
-      p.ready[v] = lanes_[lane].calls[call].end;
-      p.value_call[v].first = -1;
-    }
-    return p.ready[v];
   }
 
   void wait_until(int rank, double moment, NodeId of) {
@@ -129,53 +129,38 @@ class Clock {
   // One node, if what it needs is known.
   bool step(int rank) {
     Position& p = at_[rank];
+    if (p.done()) return false;
     const RankTimes& times = ranks_[rank];
-    const Tape& tape = *times.tape;
-    if (p.next >= tape.num_nodes()) return false;
     const NodeId id = p.next;
-    const Node& n = tape.node(id);
     const NodeTime& time = times.nodes[id];
-    const auto inputs = tape.inputs(n);
     Timeline& line = lines_[rank];
-    if (n.num_outputs && tape.value(tape.output(n)).view_of >= 0) {  // there when what it views is
-      const ValueId of = tape.value(tape.output(n)).view_of, v = tape.output(n);
-      p.ready[v] = p.ready[of], p.value_call[v] = p.value_call[of], p.maker[v] = p.maker[of];
+    if (!waits_[rank].takes_time(id)) {
       line.start[id] = line.end[id] = p.compute;
-      return ++p.next, true;
+      return p.move_on();
     }
-    if (!time.runs || !n.op || tape.kind(n) == OpKind::discard) {
-      line.start[id] = line.end[id] = p.compute;
-      return ++p.next, true;
-    }
-    const bool joins = is_redistribute(n.op) && n.op != &send_op();
     if (p.joining < 0) {
       double last = 0;
       NodeId of = -1;
-      for (const ValueId v : inputs) {
-        const double moment = ready(rank, v);
-        if (moment == kUnknown) return false;
-        if (moment > last) last = moment, of = p.maker[v];
+      for (const auto [lane, back] : waits_[rank].of(id)) {
+        const int among_all = p.lanes[lane], call = p.calls[lane] - back;
+        if (call < 0) continue;  // of a stretch that is not among those here
+        if (!settle(among_all, static_cast<size_t>(call))) return false;
+        const Call& waited = lanes_[among_all].calls[call];
+        if (waited.end > last) last = waited.end, of = std::ranges::find(waited.parts, rank, &Call::Part::rank)->node;
       }
       wait_until(rank, last, of);
       if (time.computes > 0 || time.lane >= 0) p.host += times.issue_seconds;
       line.start[id] = std::max(p.compute, time.computes > 0 ? p.host : 0);
       p.compute = line.end[id] = line.start[id] + time.computes;
       line.computing += time.computes;
-      int lane = -1, call = 0;
+      line.received += time.receives;
       if (time.lane >= 0) {
-        lane = p.lanes[time.lane];
-        call = p.calls[time.lane]++;
+        const int lane = p.lanes[time.lane], call = p.calls[time.lane]++;
         auto& calls = lanes_[lane].calls;
         if (std::ssize(calls) <= call) calls.resize(static_cast<size_t>(call) + 1);
         calls[call].parts.push_back({rank, id, std::max(p.compute, p.host)});
         settle(lane, static_cast<size_t>(call));  // links serve those first that are issued first
-        if (joins) p.joining = lane, p.joining_call = call;
-      }
-      for (int o = 0; o < n.num_outputs; ++o) {
-        const ValueId v = tape.output(n, o);
-        p.ready[v] = p.compute;
-        p.value_call[v] = {lane, call};
-        p.maker[v] = id;
+        if (joins_its_call(times.tape->node(id))) p.joining = lane, p.joining_call = call;
       }
     }
     if (p.joining >= 0) {  // what computes waits at once
@@ -183,14 +168,14 @@ class Clock {
       wait_until(rank, lanes_[p.joining].calls[p.joining_call].end, id);
       p.joining = -1;
     }
-    return ++p.next, true;
+    return p.move_on();
   }
 
   [[noreturn]] void fail_stuck() const {
     std::string message;
     for (size_t r = 0; r < ranks_.size(); ++r) {
       const Tape& tape = *ranks_[r].tape;
-      if (at_[r].next >= tape.num_nodes()) continue;
+      if (at_[r].done()) continue;
       const Node& n = tape.node(at_[r].next);
       message += str(message.empty() ? "" : "; ", "rank ", r, " in ", tape.op_name(n), " (", path_label(tape.path(n)), ", node ",
                      at_[r].next, ')');
@@ -201,10 +186,38 @@ class Clock {
   std::span<const RankTimes> ranks_;
   std::vector<SharedLane> lanes_;
   std::vector<Position> at_;
+  std::vector<LaneWaits> waits_;
   std::vector<Timeline> lines_;
 };
 
 }  // namespace
+
+LaneWaits::LaneWaits(const RankTimes& rank) {
+  const Tape& tape = *rank.tape;
+  std::vector<std::pair<int32_t, int32_t>> filled(static_cast<size_t>(tape.num_values()), {-1, 0});  // by which call of which lane
+  std::vector<int32_t> calls(rank.lanes.size()), waited(rank.lanes.size(), -1);                      // made so far; the last one
+  first_.reserve(static_cast<size_t>(tape.num_nodes()) + 1);
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    first_.push_back(waits_.size());
+    const Node& n = tape.node(id);
+    const NodeTime& time = rank.nodes[static_cast<size_t>(id)];
+    const ValueId of = n.num_outputs ? tape.value(tape.output(n)).view_of : -1;
+    if (of >= 0) filled[static_cast<size_t>(tape.output(n))] = filled[static_cast<size_t>(of)];  // there when what it views is
+    takes_time_.push_back(of < 0 && time.runs && n.op && tape.kind(n) != OpKind::discard);
+    if (!takes_time_.back()) continue;
+    for (const ValueId v : tape.inputs(n)) {
+      const auto [lane, call] = filled[static_cast<size_t>(v)];
+      if (lane < 0 || call <= waited[static_cast<size_t>(lane)]) continue;
+      waited[static_cast<size_t>(lane)] = call;
+      waits_.push_back({lane, calls[static_cast<size_t>(lane)] - call});
+    }
+    if (time.lane < 0) continue;
+    const int32_t call = calls[static_cast<size_t>(time.lane)]++;
+    if (joins_its_call(n)) waited[static_cast<size_t>(time.lane)] = call;
+    for (int o = 0; o < n.num_outputs; ++o) filled[static_cast<size_t>(tape.output(n, o))] = {time.lane, call};
+  }
+  first_.push_back(waits_.size());
+}
 
 std::vector<Timeline> clock(std::span<const RankTimes> ranks) { return Clock(ranks).run(); }
 

@@ -57,14 +57,16 @@ int64_t received_bytes(const Tape& tape, const Transfer& t) {
   if (t.name == "all_gather") return (has - had) * size;
   if (t.name == "reduce_scatter") return has * (n - 1) * size;
   if (t.name == "all_to_all") return (has - shared_elements(from, to, t.axis, at)) * size;
-  // all_reduce: small ones go whole to every rank, others as a reduce_scatter and an all_gather of even slices.
-  constexpr int64_t kSmall = 4096;
-  const int64_t me = at[static_cast<size_t>(t.axis)];
-  const int64_t own = has * (me + 1) / n - has * me / n;
-  return (has * size <= kSmall ? has * (n - 1) : own * (n - 1) + has - own) * size;
+  return all_reduce_bytes(has, size, at[static_cast<size_t>(t.axis)], n);
 }
 
 }  // namespace
+
+int64_t all_reduce_bytes(int64_t elements, int64_t size, int64_t rank, int64_t ranks) {
+  constexpr int64_t kSmall = 4096;
+  const int64_t own = elements * (rank + 1) / ranks - elements * rank / ranks;
+  return (elements * size <= kSmall ? elements * (ranks - 1) : own * (ranks - 1) + elements - own) * size;
+}
 
 std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
   std::vector<Transfer> out;

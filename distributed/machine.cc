@@ -22,15 +22,19 @@ struct Group {
   int hosts = 1, on_host = 1;  // how many, and how many of its ranks on that with most
 };
 
-Group group_along(const MeshSpec& mesh, int axis, int rank, int ranks_per_host) {
+// `size` ranks along an axis.
+Group group_along(const MeshSpec& mesh, int axis, int size, int rank, int ranks_per_host) {
   Group g;
   for (int a = mesh.num_axes() - 1; a > axis; --a) g.stride *= mesh.size(a);
-  g.ranks = mesh.size(axis);
+  g.ranks = size;
   g.first = rank - rank / g.stride % g.ranks * g.stride;
-  std::map<int, int> on;
-  for (int i = 0; i < g.ranks; ++i) ++on[(g.first + i * g.stride) / ranks_per_host];
-  g.hosts = static_cast<int>(on.size());
-  for (const auto& [host, ranks] : on) g.on_host = std::max(g.on_host, ranks);
+  for (int i = 0, host = -1, here = 0; i < g.ranks; ++i) {
+    const int next = (g.first + i * g.stride) / ranks_per_host;
+    here = next == host ? here + 1 : 1;
+    g.hosts += next != host && i > 0;
+    g.on_host = std::max(g.on_host, here);
+    host = next;
+  }
   return g;
 }
 
@@ -133,15 +137,21 @@ Machine machine_named(std::string_view name) {
   fail<ConfigError>("[machine] unknown machine '", name, "'; known: h200, h100, a100");
 }
 
-RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offloads_state) {
+RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
+  const int rank = of.rank;
   RankTimes times;
   times.tape = &tape;
   times.issue_seconds = machine.issue_seconds;
   times.nodes.resize(static_cast<size_t>(tape.num_nodes()));
   Lanes lanes;
+  std::map<std::pair<const MeshSpec*, int>, Group> groups;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
     NodeTime& time = times.nodes[static_cast<size_t>(id)];
+    if (of.like && of.like->nodes[static_cast<size_t>(id)].lane < 0) {
+      time = of.like->nodes[static_cast<size_t>(id)];
+      continue;
+    }
     if (!n.op || !(time.runs = is_here(tape, n))) continue;
     const Work work = work_of(tape, n);
     if (n.op->lane == Lane::copy) {
@@ -150,20 +160,23 @@ RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offl
       continue;
     }
     time.computes = seconds_of(machine, work);
-    if (offloads_state && tape.kind(n) == OpKind::step)
+    if (of.offloads_state && tape.kind(n) == OpKind::step)
       time.computes = std::max(time.computes, state_bytes(tape, n) / machine.host_bytes_per_second);
     const auto travels = transfers(tape, n);
     if (travels.empty()) continue;
     const Transfer& t = travels[0];  // a node's are all along one axis
     const Layout& to = tape.type(t.to).layout;
     const MeshSpec& mesh = *to.mesh();
-    const int64_t received = tape.wire_bytes(n);
-    times.received += received;
-    const Group g = group_along(mesh, t.axis, rank, machine.ranks_per_host);
+    const bool longer = mesh.is_chain(t.axis) && of.stages > 0;
+    const int size = longer ? of.stages : mesh.size(t.axis);
+    const auto [known, fresh] = groups.try_emplace({&mesh, t.axis});
+    if (fresh) known->second = group_along(mesh, t.axis, size, rank, machine.ranks_per_host);
+    const Group& g = known->second;
+    time.receives = tape.wire_bytes(n);
     if (t.name == "send") {
       const Type& sent = tape.type(t.from);
       const int from = sent.layout[t.axis].map().owner(), there = to[t.axis].map().owner();
-      const int a = g.first + from * g.stride, b = g.first + there * g.stride;
+      const int a = g.first + (from + of.stages_before) * g.stride, b = g.first + (there + of.stages_before) * g.stride;
       const Link& link = a / machine.ranks_per_host == b / machine.ranks_per_host ? machine.within : machine.between;
       const Type& got = rank == a ? sent : tape.type(t.to);
       const double size = static_cast<double>(got.local_shape().numel()) * static_cast<double>(size_of(got.dtype));
@@ -171,7 +184,15 @@ RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offl
       time.lane = lanes(str("rank ", a, " to ", b));
       continue;
     }
-    time.travels = seconds_of(machine, t.name, g, static_cast<double>(received));
+    if (longer && t.name == "all_reduce") {
+      time.receives = 0;
+      for (const Transfer& each : travels) {
+        const Type& type = tape.type(each.to);
+        time.receives += all_reduce_bytes(type.local_shape().numel(), static_cast<int64_t>(size_of(type.dtype)),
+                                          (rank - g.first) / g.stride, g.ranks);
+      }
+    }
+    time.travels = seconds_of(machine, t.name, g, static_cast<double>(time.receives));
     time.links = (g.on_host > 1 ? kWithin : 0) | (g.hosts > 1 ? kBetween : 0);
     time.lane = lanes(str(mesh.name(t.axis), n.op->lane == Lane::reduce ? " reduce, ranks from " : " gather, ranks from ", g.first));
   }

@@ -41,8 +41,17 @@ struct Machine {
 /// "h200", "h100" or "a100", eight to a host. ConfigError for others.
 Machine machine_named(std::string_view name);
 
-/// How long each node of this rank's tape takes on such machines; the rank must have joined the tape's meshes, whose ranks
-/// are hosts' one after another. An update whose state rests in the host's memory (`offloads_state`) reads and writes it there.
-RankTimes times_on(const Machine& machine, const Tape& tape, int rank, bool offloads_state = false);
+/// Whose tape it is.
+struct TapeOf {
+  int rank = 0;
+  bool offloads_state = false;  ///< an update reads and writes its state in the host's memory
+  /// If it was recorded in a shorter pipeline: the stages of the one that `rank` is in, and how many more there are before it.
+  int stages = 0, stages_before = 0;
+  const RankTimes* like = nullptr;  ///< of the same tape, for another rank: what computes takes as long as there
+};
+
+/// How long each node of a rank's tape takes on such machines; this rank must have joined the tape's meshes. Ranks are hosts'
+/// one after another.
+RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of);
 
 }  // namespace sheaf

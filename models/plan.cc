@@ -59,16 +59,20 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
   return fitted;
 }
 
-Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
-               Device device, const Machine* machine) {
-  if (config.train.recompute == "fit")
-    return plan_step(fit_recompute(config, vocab, world, threads, comm, device), vocab, rank, world, threads, comm, device,
-                     machine);
-  World simulated =
-      distributed::simulated_world(rank, world, {.threads = threads, .comm = comm,
-                                                 .hosts = RankContext::current().hosts, .device = device});
+namespace {
+
+struct Who {
+  int rank, world, threads;
+  const std::string& comm;
+  Device device;
+};
+
+Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const StandIn& stand_in,
+             const std::function<void(Plan&)>& look) {
+  World simulated = distributed::simulated_world(who.rank, who.world, {.threads = who.threads, .comm = who.comm,
+                                                                       .hosts = RankContext::current().hosts, .device = who.device});
   Allocator &memory = *RankContext::current().meta, &host = *RankContext::current().meta_host;
-  TrainingStep step(config, vocab, simulated, Device::meta());
+  TrainingStep step(config, vocab, simulated, Device::meta(), {.stand_in = stand_in});
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
   Plan plan;
   // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
@@ -78,15 +82,32 @@ Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, in
   RecordedStep recorded;
   step.run(settled, nothing, &recorded);
   plan.tape = std::move(recorded.tape);
+  plan.turns = std::move(recorded.turns);
   plan.peak_bytes = memory.stats().peak;
   plan.host_bytes = host.stats().peak;
   plan.parameters = step.num_parameters();
+  plan.micro_batch_bytes = step.inputs().bytes_of_micro_batch(0);
   for (const auto& unit : units(step.model().module()))
     for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();
   for (const optim::ShardState& shard : step.optimizer().shards())
     for (const Tensor& state : shard.state) plan.state_bytes += state.local_bytes();
-  if (machine) plan.times = times_on(*machine, plan.tape, rank, config.train.offload_optimizer);
+  look(plan);
   return plan;
+}
+
+}  // namespace
+
+Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
+               Device device, const Machine* machine) {
+  const TrainConfig fitted = fit_recompute(config, vocab, world, threads, comm, device);
+  return plan_as(fitted, vocab, {rank, world, threads, comm, device}, {}, [&](Plan& plan) {
+    if (machine) plan.times = times_on(*machine, plan.tape, {.rank = rank, .offloads_state = config.train.offload_optimizer});
+  });
+}
+
+Plan plan_stand_in(const TrainConfig& config, int64_t vocab, int rank, int world, const StandIn& stand_in,
+                   const std::function<void(const Plan&)>& look) {
+  return plan_as(config, vocab, {rank, world, 1, "nccl", Device::cuda()}, stand_in, look);
 }
 
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,

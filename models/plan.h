@@ -2,6 +2,7 @@
 // it will take. The same code runs as in training; only kernels and communication are left out.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "sheaf/distributed/machine.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/train_config.h"
+#include "sheaf/models/training_step.h"
 
 namespace sheaf::models {
 
@@ -21,6 +23,8 @@ struct Plan {
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
   RankTimes times;         ///< how long its nodes take, if a machine was given; times.tape is not set
+  std::vector<NodeId> turns;  ///< the first node of each turn of the rank's stage, and of what is behind the last
+  int64_t micro_batch_bytes = 0;  ///< what the tokens of each micro-batch take
 };
 
 /// What rank `rank` of `world` does on `device`, which need not be here. `threads` is the number of compute threads per
@@ -29,6 +33,9 @@ struct Plan {
 /// asks for: the driver and NCCL take more.
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device = {}, const Machine* machine = nullptr);
+/// The same on a GPU, of a stand-in; `look` at it while the rank is joined to its meshes.
+Plan plan_stand_in(const TrainConfig& config, int64_t vocab, int rank, int world, const StandIn& stand_in,
+                   const std::function<void(const Plan&)>& look);
 /// Ranks whose peaks are the largest: of each stage of a pipeline the first, and the last where it is another.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world);
 constexpr int64_t kNoRecompute = -1;

@@ -25,8 +25,22 @@ StepInputs::StepInputs(const TrainConfig& config, const Mesh& mesh, Device devic
   here_ = device.is_cuda() ? make(Device::cpu()) : there_;
 }
 
-StepInputs::Block StepInputs::make(Device device) const {
+namespace {
+
+int64_t aligned_bytes(const Type& type) {
   constexpr int64_t kAlign = 256;
+  const int64_t size = type.local_shape().numel() * static_cast<int64_t>(size_of(type.dtype));
+  return (size + kAlign - 1) / kAlign * kAlign;
+}
+
+}  // namespace
+
+int64_t StepInputs::bytes_of_micro_batch(int64_t i) const {
+  const MicroBatch& part = there_.micro_batches[static_cast<size_t>(i)];
+  return aligned_bytes(part.tokens.type()) + aligned_bytes(part.targets.type()) + aligned_bytes(part.random_state.type());
+}
+
+StepInputs::Block StepInputs::make(Device device) const {
   std::vector<std::pair<Tensor*, Type>> parts;
   Block block;
   block.micro_batches.resize(samples_.size());
@@ -42,8 +56,7 @@ StepInputs::Block StepInputs::make(Device device) const {
   std::vector<int64_t> offsets;
   for (const auto& [tensor, type] : parts) {
     offsets.push_back(bytes);
-    const int64_t size = type.local_shape().numel() * static_cast<int64_t>(size_of(type.dtype));
-    bytes += (size + kAlign - 1) / kAlign * kAlign;
+    bytes += aligned_bytes(type);
   }
   block.bytes = Tensor::empty({kU8, {bytes}, {}}, device);
   for (size_t i = 0; i < parts.size(); ++i)

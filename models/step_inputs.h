@@ -29,6 +29,8 @@ class StepInputs {
   void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars);
 
   const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
+  /// What one micro-batch takes of the memory that all of them lie in.
+  int64_t bytes_of_micro_batch(int64_t i) const;
   const Tensor& scalars() const { return there_.scalars; }
 
  private:

@@ -1,64 +1,269 @@
 #include "sheaf/models/step_time.h"
 
 #include <algorithm>
+#include <deque>
 #include <map>
+#include <string_view>
 
 #include "sheaf/models/plan.h"
 
 namespace sheaf::models {
 namespace {
 
-struct Planned {
-  std::vector<int> ranks;
-  std::vector<Plan> plans;
-  std::vector<RankTimes> times;
-  std::vector<Timeline> lines;
+// What a turn is on a tape depends on those beside it: what one has gathered the next may still have, and prefetch looks ahead.
+struct Kind {
+  bool backward, first, last;  // of its direction
+  int before, behind;          // directions of its neighbours; -1: none
+  auto operator<=>(const Kind&) const = default;
 };
 
-Planned plan_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine) {
-  Planned all;
-  const int stages = static_cast<int>(config.sharding.pipeline);
-  for (int s = 0; s < stages; ++s) all.ranks.push_back(world / stages * (s + 1) - 1);
-  for (const int rank : all.ranks)
-    all.plans.push_back(plan_step(config, vocab, rank, world, 1, "nccl", Device::cuda(), &machine));
-  for (Plan& plan : all.plans) {
-    plan.times.tape = &plan.tape;
-    // A captured step is one launch.
-    if (config.train.cuda_graph) plan.times.issue_seconds = 0;
-    all.times.push_back(plan.times);
+std::vector<Kind> kinds_of(const std::vector<Turn>& turns) {
+  const auto micro_batches = static_cast<int64_t>(turns.size() / 2);
+  std::vector<Kind> out;
+  for (size_t i = 0; i < turns.size(); ++i)
+    out.push_back({turns[i].backward, turns[i].micro_batch == 0, turns[i].micro_batch + 1 == micro_batches,
+                   i > 0 ? turns[i - 1].backward : -1, i + 1 < turns.size() ? turns[i + 1].backward : -1});
+  return out;
+}
+
+// Whether two stretches of a tape take the same time, and wait for the same.
+bool alike(const RankTimes& times, const LaneWaits& waits, Stretch a, Stretch b) {
+  const auto skip = [&](Stretch& s) {
+    while (s.begin < s.end && !waits.takes_time(s.begin)) ++s.begin;
+    return s.begin < s.end;
+  };
+  for (;; ++a.begin, ++b.begin) {
+    const bool more = skip(a);
+    if (skip(b) != more) return false;
+    if (!more) return true;
+    const auto i = static_cast<size_t>(a.begin), j = static_cast<size_t>(b.begin);
+    if (!(times.nodes[i] == times.nodes[j]) || !std::ranges::equal(waits.of(a.begin), waits.of(b.begin))) return false;
   }
-  all.lines = clock(all.times);
+}
+
+// The turns of a planned rank, to be put together anew.
+class Turns {
+ public:
+  Turns(const Plan& plan, const RankTimes& times, const std::vector<Turn>& turns)
+      : turns_(turns), nodes_(plan.tape.num_nodes()) {
+    repeat_ = !plan.turns.empty();
+    if (!repeat_) return;  // a program
+    begin_ = plan.turns.front(), end_ = plan.turns.back();
+    const LaneWaits waits(times);
+    const std::vector<Kind> kinds = kinds_of(turns);
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      const Stretch here{plan.turns[i], plan.turns[i + 1]};
+      const auto [found, fresh] = known_.try_emplace(kinds[i], here);
+      repeat_ = repeat_ && (fresh || alike(times, waits, found->second, here));
+    }
+    other_block_ = {end_, end_};
+    std::string_view last;
+    for (NodeId id = end_; id < nodes_; ++id) {  // the last one: what is added up begins with the first
+      const Node& n = plan.tape.node(id);
+      const auto inputs = plan.tape.inputs(n);
+      const std::string_view block = block_in(plan.tape.path(n));
+      if (block.empty() || inputs.empty() || !plan.tape.type(inputs[0]).layout.is_elsewhere() || !waits.takes_time(id)) continue;
+      other_block_ = {block == last ? other_block_.begin : id, id + 1};
+      last = block;
+    }
+  }
+
+  // The stretches of the tape that make up one with the turns wanted, and with so many more blocks in other stages. Empty if it
+  // lacks one, or if turns that ought to be alike are not.
+  std::vector<Stretch> as(const std::vector<Turn>& wanted, int64_t more_blocks) const {
+    if (wanted == turns_ && more_blocks == 0) return {{0, nodes_}};
+    std::vector<Stretch> order = {{0, begin_}};
+    if (wanted == turns_) {
+      order.push_back({begin_, end_});
+    } else if (!repeat_) {
+      return {};
+    } else {
+      for (const Kind& kind : kinds_of(wanted)) {
+        const auto found = known_.find(kind);
+        if (found == known_.end()) return {};
+        order.push_back(found->second);
+      }
+    }
+    order.push_back({end_, other_block_.begin});
+    for (int64_t i = 0; i < more_blocks; ++i) order.push_back(other_block_);
+    order.push_back({other_block_.begin, nodes_});
+    return order;
+  }
+
+ private:
+  // "blocks.3" of "blocks.3.moe.experts"; "" of what is in no block.
+  static std::string_view block_in(std::string_view path) {
+    const size_t number = path.find_first_of("0123456789");
+    return number == path.npos ? "" : path.substr(0, path.find('.', number));
+  }
+
+  std::vector<Turn> turns_;
+  NodeId begin_ = 0, end_ = 0, nodes_;
+  std::map<Kind, Stretch> known_;
+  bool repeat_;
+  Stretch other_block_{0, 0};  // where the update goes through what other stages have: norms are of all gradients
+};
+
+// What is planned in place of a stage of a step: as many turns as it takes for all kinds of them, with as many micro-batches at
+// once as the stage holds, and of the other stages no more than it sees. On its tape are what it receives and sends, and of what is
+// before and behind it one block, whose turns are next to its own, and one that makes its own be gathered.
+struct Shorter {
+  TrainConfig config;
+  int world, stage;  // of its own
+  StandIn stand_in;
+  int64_t blocks_left_out = 0;
+};
+
+class Stages {
+ public:
+  Stages(const TrainConfig& config, int world, Planning planning)
+      : config_(config), world_(world), stages_(std::max(1, static_cast<int>(config.sharding.pipeline))), ranks_(world / stages_),
+        // A program takes its memory from one arena, whose blocks lie where there is room. What cannot be is refused as it is.
+        shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 && config.model.layers >= stages_) {}
+
+  int count() const { return stages_; }
+  // Of each stage, neighbours.
+  int ranks() const { return ranks_; }
+  std::vector<Turn> turns(int stage) const { return turns(stage, config_.train.micro_batches); }
+  // Whether two stages have the same tape, but for their turns.
+  bool same(int a, int b) const { return a == b || (leaves_blocks_out() && role(a) == role(b)); }
+
+  // With all turns, or with fewer.
+  Shorter in_place_of(int stage, bool all_turns) const {
+    Shorter s{.config = config_, .world = world_, .stage = stage, .stand_in = {}};
+    auto& train = s.config.train;
+    const int64_t at_once = std::min<int64_t>(stages_ - stage, train.micro_batches);
+    if (!all_turns && has_fewer_turns()) {
+      const int64_t rows = train.batch / train.micro_batches;
+      train.micro_batches = std::min(train.micro_batches, at_once + 2);
+      train.batch = rows * train.micro_batches;
+    }
+    s.stand_in.turns = turns(stage, train.micro_batches);
+    if (!leaves_blocks_out()) return s;
+    const Role r = role(stage);
+    s.stage = r.before > 0;
+    for (const int64_t blocks : {r.before, r.blocks, r.behind})
+      if (blocks > 0) s.stand_in.blocks.push_back(blocks);
+    const auto count = static_cast<int>(s.stand_in.blocks.size());
+    s.world = ranks_ * count;
+    s.config.sharding.pipeline = count;
+    s.config.model.layers = r.before + r.blocks + r.behind;
+    s.blocks_left_out = config_.model.layers - s.config.model.layers;
+    return s;
+  }
+  // Micro-batches of the same size, as far as their number divides the batch.
+  bool has_fewer_turns() const {
+    return shorter_ && config_.train.micro_batches > 0 && config_.train.batch % config_.train.micro_batches == 0;
+  }
+
+ private:
+  // A mixture's loss for balance goes from each block to the last stage.
+  bool leaves_blocks_out() const { return shorter_ && stages_ > 1 && (config_.model.experts == 0 || config_.model.aux_loss == 0); }
+  struct Role {
+    int64_t before, blocks, behind;
+    bool operator==(const Role&) const = default;
+  };
+  Role role(int stage) const {
+    constexpr int64_t kSeen = 2;
+    const int64_t layers = config_.model.layers;
+    const auto first = [&](int64_t s) { return (s * layers + stages_ - 1) / stages_; };  // block of a stage, as models cut them
+    const int64_t begin = first(stage), end = first(stage + 1);
+    return {std::min(kSeen, begin), end - begin, std::min(kSeen, layers - end)};
+  }
+  std::vector<Turn> turns(int stage, int64_t micro_batches) const { return one_forward_one_backward(stage, stages_, micro_batches); }
+
+  const TrainConfig& config_;
+  const int world_, stages_, ranks_;
+  const bool shorter_;
+};
+
+struct Planned {
+  std::deque<Plan> plans;        // times refer to their tapes
+  std::vector<int> ranks;        // one of each stage
+  std::vector<RankTimes> times;  // of these
+  int64_t peak_bytes = 0, host_bytes = 0;
+};
+
+// The ranks at this place of each stage.
+Planned plan_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, Planning planning, bool first) {
+  const Stages stages(config, world, planning);
+  const auto n = static_cast<size_t>(stages.count());
+  const int place = first ? 0 : stages.ranks() - 1;
+  Planned all;
+  for (int s = 0; s < stages.count(); ++s) all.ranks.push_back(stages.ranks() * s + place);
+  all.times.resize(n);
+  std::vector<bool> done(n);
+  for (int s = 0; s < stages.count(); ++s) {
+    for (const bool all_turns : {false, true}) {
+      if (done[static_cast<size_t>(s)]) break;
+      const Shorter in_place = stages.in_place_of(s, all_turns);
+      std::vector<size_t> fresh;
+      const auto look = [&](const Plan& plan) {
+        const auto times_of = [&](int stage, const RankTimes* like) {
+          return times_on(machine, plan.tape, {.rank = all.ranks[static_cast<size_t>(stage)],
+                                               .offloads_state = config.train.offload_optimizer, .stages = stages.count(),
+                                               .stages_before = stage - in_place.stage, .like = like});
+        };
+        const RankTimes times = times_of(s, nullptr);
+        const Turns turns(plan, times, in_place.stand_in.turns);
+        for (int stage = s; stage < stages.count(); ++stage) {
+          const auto i = static_cast<size_t>(stage);
+          if (done[i] || !stages.same(s, stage)) continue;
+          const std::vector<Turn> wanted = stages.turns(stage);
+          if (wanted != in_place.stand_in.turns && !stages.has_fewer_turns()) continue;
+          std::vector<Stretch> order = turns.as(wanted, in_place.blocks_left_out);
+          if (order.empty()) continue;
+          all.times[i] = stage == s ? times : times_of(stage, &times);
+          all.times[i].order = std::move(order);
+          done[i] = true, fresh.push_back(i);
+        }
+      };
+      const Plan& plan = all.plans.emplace_back(plan_stand_in(in_place.config, vocab, stages.ranks() * in_place.stage + place,
+                                                              in_place.world, in_place.stand_in, look));
+      for (const size_t i : fresh) {
+        all.times[i].tape = &plan.tape;
+        if (config.train.cuda_graph) all.times[i].issue_seconds = 0;  // a captured step is one launch
+      }
+      // Later stages hold fewer micro-batches.
+      all.peak_bytes = std::max(all.peak_bytes, plan.peak_bytes + plan.micro_batch_bytes * (config.train.micro_batches -
+                                                                                            in_place.config.train.micro_batches));
+      all.host_bytes = std::max(all.host_bytes, plan.host_bytes);
+    }
+  }
   return all;
 }
 
 }  // namespace
 
-StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine) {
-  const Planned all = plan_ranks(config, vocab, world, machine);
+StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, Planning planning) {
+  const Planned all = plan_ranks(config, vocab, world, machine, planning, false);
+  const std::vector<Timeline> lines = clock(all.times);
   StepTime out;
+  out.peak_bytes = all.peak_bytes, out.host_bytes = all.host_bytes;
   size_t slowest = 0;
-  for (size_t r = 0; r < all.plans.size(); ++r) {
-    const Plan& plan = all.plans[r];
-    out.peak_bytes = std::max(out.peak_bytes, plan.peak_bytes);
-    out.host_bytes = std::max(out.host_bytes, plan.host_bytes);
-    out.received = std::max(out.received, plan.times.received);
-    if (all.lines[r].seconds > all.lines[slowest].seconds) slowest = r;
+  for (size_t r = 0; r < lines.size(); ++r) {
+    out.received = std::max(out.received, lines[r].received);
+    if (lines[r].seconds > lines[slowest].seconds * (1 + 1e-12)) slowest = r;  // the first of those that end together
   }
-  out.seconds = all.lines[slowest].seconds;
-  out.computing = all.lines[slowest].computing;
+  out.seconds = lines[slowest].seconds;
+  out.computing = lines[slowest].computing;
   std::map<std::string, double> waits;
-  const Tape& tape = all.plans[slowest].tape;
-  for (const Timeline::Wait& wait : all.lines[slowest].waits) waits[tape.op_name(tape.node(wait.of))] += wait.seconds;
+  const Tape& tape = *all.times[slowest].tape;
+  for (const Timeline::Wait& wait : lines[slowest].waits) waits[tape.op_name(tape.node(wait.of))] += wait.seconds;
   out.waits.assign(waits.begin(), waits.end());
   std::ranges::stable_sort(out.waits, std::greater<>(), [](const auto& w) { return w.second; });
   return out;
 }
 
+int64_t peak_of_first_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, Planning planning) {
+  return plan_ranks(config, vocab, world, machine, planning, true).peak_bytes;
+}
+
 std::string trace_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine) {
-  const Planned all = plan_ranks(config, vocab, world, machine);
+  const Planned all = plan_ranks(config, vocab, world, machine, Planning::whole, false);
   std::vector<std::string> names;
   for (const int rank : all.ranks) names.push_back(str("rank ", rank));
-  return to_trace(all.times, all.lines, names);
+  return to_trace(all.times, clock(all.times), names);
 }
 
 }  // namespace sheaf::models

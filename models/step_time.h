@@ -24,9 +24,20 @@ struct StepTime {
   std::vector<std::pair<std::string, double>> waits;
 };
 
-/// Of a GPU step. Throws what plan_step() throws.
-StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine);
-/// The same as a trace (to_trace) of the planned ranks.
+enum class Planning {
+  /// Of equal micro-batches each kind of turn once (the first, one between two others, the last, ...) and of equal stages one; the
+  /// rest repeats. What repeats is compared as far as it was planned; where it is not the same, all turns are planned.
+  shorter,
+  whole,  ///< every turn of every stage
+};
+
+/// Of a GPU step. Throws what plan_step() throws. Both plannings give the same.
+StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine,
+                   Planning planning = Planning::shorter);
+/// As peak_bytes, but of the first rank of each stage: it may hold what is on one rank alone.
+int64_t peak_of_first_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine,
+                            Planning planning = Planning::shorter);
+/// The same as a trace (to_trace) of the planned ranks, planned whole.
 std::string trace_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine);
 
 }  // namespace sheaf::models

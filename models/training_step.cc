@@ -1,7 +1,9 @@
 #include "sheaf/models/training_step.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -24,7 +26,25 @@ namespace {
 /// Whether what is not cut by experts is sharded over their axis.
 bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
 
-ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const LanguageModel& model) {
+using StageOf = std::function<int(const nn::Module&)>;
+
+StageOf stages_of(LanguageModel& model, int stages, const std::vector<int64_t>& blocks) {
+  std::map<const nn::Module*, int> known;
+  size_t stage = 0;
+  int64_t here = 0;
+  if (!blocks.empty())
+    for (const auto& [path, module] : model.module().named_modules()) {
+      if (!model.is_block(*module)) continue;
+      if (here == blocks.at(stage)) ++stage, here = 0;
+      known[module] = static_cast<int>(stage), ++here;
+    }
+  return [&model, stages, known = std::move(known)](const nn::Module& m) {
+    const auto found = known.find(&m);
+    return found == known.end() ? model.stage_of(m, stages) : found->second;
+  };
+}
+
+ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const LanguageModel& model, const StageOf& stage_of) {
   const auto axis_if_any = [&](const char* name) { return mesh.spec->has_axis(name) ? name : ""; };
   if (config.sharding.experts > 1 && config.model.experts == 0)
     fail<ConfigError>("[train] sharding.experts ", config.sharding.experts, ": the model has no mixtures of experts (model.experts)");
@@ -52,8 +72,8 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
     if (config.model.layers < stages)
       fail<ConfigError>("[train] sharding.pipeline ", stages, ": the model has ", config.model.layers,
                         config.model.layers == 1 ? " block" : " blocks");
-    options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model.stage_of(m, stages); };
-    options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model.stage_of(m, stages) >= 0; });
+    options.stage_of = [stage_of](const nn::Module& m, const std::string&) { return stage_of(m); };
+    options.units = nn::units_where([stage_of](nn::Module& m, const std::string&) { return stage_of(m) >= 0; });
     return options;
   }
   if (config.sharding.units == "block")
@@ -135,8 +155,8 @@ void check_graph(Device device, const Mesh& mesh) {
 
 }  // namespace
 
-TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, DType masters)
-    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)),
+TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
+    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)), turns_(options.stand_in.turns),
       model_(make_language_model(model_of(config), vocab)) {
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
@@ -144,17 +164,19 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
                       "train.compile");
   const int stages = mesh_.spec->has_axis("stage") ? mesh_.size("stage") : 1;
-  turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches);
+  if (turns_.empty())
+    turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches);
   const DeviceScope scope(device_);
-  shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_));
-  materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = masters});
+  const StageOf stage_of = stages_of(*model_, stages, options.stand_in.blocks);
+  shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_, stage_of));
+  materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
     // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
     const int64_t blocks = config_.train.recompute_blocks;
     std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : config_.model.layers);
     for (auto& [path, module] : model_->module().named_modules()) {
       if (!model_->is_block(*module)) continue;
-      const bool whole = left[static_cast<size_t>(std::max(0, model_->stage_of(*module, stages)))]-- > 0;
+      const bool whole = left[static_cast<size_t>(std::max(0, stage_of(*module)))]-- > 0;
       if (whole) module->recompute({.offload = config_.train.offload_activations});
       else if (selective) module->recompute({.selective = true});
     }
@@ -221,7 +243,12 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
                          .capture_leaves = recorded && recorded->capture_leaves});
     // Collectives that are through before their call returns leave no room for several micro-batches under way.
     const bool in_turn = CollectivesInTurn::active() && device_.is_cuda();
+    const auto note_turn = [&] {
+      if (recorded) recorded->turns.push_back(recording.tape().num_nodes());
+    };
+    if (recorded) recorded->turns.clear();
     for (const auto [backward, micro] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
+      note_turn();
       Tensor& part = parts[static_cast<size_t>(micro)];
       if (backward) {
         recording.backward(std::exchange(scaled[static_cast<size_t>(micro)], {}), {.last_micro_batch = micro + 1 == t.micro_batches});
@@ -234,6 +261,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       part = model_->loss(batch.tokens, batch.targets, targets);
       scaled[static_cast<size_t>(micro)] = scaler_ ? scaler_->scale(part) : part;
     }
+    note_turn();
     if (scaler_) result.grad_norm = clip_grad_norm(model_->module(), t.clip > 0 ? t.clip : kNoClipping, *scaler_);
     else if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);
     else result.grad_norm = grad_norm(model_->module());

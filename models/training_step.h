@@ -42,14 +42,25 @@ struct RecordedStep {
   std::unordered_map<ValueId, Tensor> memory;    ///< the leaves themselves, as long as this lives
   ValueId loss = -1, grad_norm = -1;
   std::vector<std::function<void()>> reruns;     ///< see Recording::on_rerun()
+  std::vector<NodeId> turns;                     ///< the first node of each turn, and of what is behind the last
+};
+
+/// A shorter step that a plan records in place of a rank's: an estimate repeats its parts (step_time.h).
+struct StandIn {
+  std::vector<Turn> turns;      ///< empty: those of the rank's stage
+  std::vector<int64_t> blocks;  ///< of each stage; empty: as the model cuts them
+};
+
+struct TrainingStepOptions {
+  DType masters = kF32;  ///< f64 to compare ways of training: train.dtype f32 then computes in it, too
+  StandIn stand_in;
 };
 
 class TrainingStep {
  public:
   /// Builds, shards and materializes the model on `device`; collective over `world`. ConfigError for train.cuda_graph
-  /// where there is no GPU, or where ranks talk over something that graphs cannot hold. `masters`: f64 to compare ways of
-  /// training (train.dtype f32 then computes in it, too).
-  TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, DType masters = kF32);
+  /// where there is no GPU, or where ranks talk over something that graphs cannot hold.
+  TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options = {});
 
   struct Result {
     Tensor loss;       ///< mean over the step's targets, f32, whole on every rank
@@ -72,6 +83,7 @@ class TrainingStep {
   optim::LossScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
   World& world() { return world_; }
   const Mesh& mesh() const { return mesh_; }
+  const StepInputs& inputs() const { return *inputs_; }
   int64_t num_parameters();  ///< elements of the whole model
   int64_t tokens_per_step() const { return config_.train.batch * config_.model.context; }
   /// Learning rate of step `step` (0 is the first).

@@ -168,6 +168,32 @@ TEST(Clock, WhatIsElsewhereWaitsForNothing) {
   EXPECT_TRUE(line.waits.empty());
 }
 
+// A prefetch: each turn reads what the one before it asked for.
+TEST(Clock, StretchesRunAsOftenAsTheyAreListed) {
+  const auto of_turns = [](Steps& s, int turns) {
+    ValueId ahead = s.travels(3, {s.computes(1)}, "gathers");
+    for (int i = 0; i < turns; ++i) {
+      const ValueId next = s.travels(4, {}, "gathers");
+      const ValueId sum = s.computes(1, {ahead});
+      s.travels(2, {sum}, "reduces");
+      ahead = next;
+    }
+    s.computes(5, {ahead});
+  };
+  Steps five, three;
+  of_turns(five, 5), of_turns(three, 3);
+  const RankTimes all[] = {five.times()};
+  RankTimes times = three.times();
+  times.order = {{0, 5}, {5, 8}, {5, 8}, {5, 8}, {8, 12}};  // the turn in the middle three times
+  const RankTimes repeated[] = {times};
+  const Timeline whole = clock(all)[0], line = clock(repeated)[0];
+  EXPECT_EQ(whole.seconds, 29);  // 1, 3, five times 4, and what reads
+  EXPECT_EQ(line.seconds, whole.seconds);
+  EXPECT_EQ(line.computing, whole.computing);
+  ASSERT_EQ(line.waits.size(), whole.waits.size());
+  for (size_t i = 0; i < line.waits.size(); ++i) EXPECT_EQ(line.waits[i].seconds, whole.waits[i].seconds);
+}
+
 TEST(Clock, RanksThatWaitForEachOtherAreNamed) {
   Steps first, second;
   first.computes(1, {first.travels(1, {}, "a")});
