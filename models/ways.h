@@ -30,9 +30,6 @@ struct Ways {
   std::vector<Way> front;
   int planned = 0;           ///< in all
   int64_t least_bytes = 0;   ///< the smallest peak among those that do not fit
-  /// Numbers of stages that were not asked for, and not planned, or not with as many micro-batches as there could be: that
-  /// would have taken too long.
-  std::set<int64_t> passed_over;
 };
 
 /// Varies sharding.pipeline, .tensor, .context, .experts, .replicas, .secondary, .strategy, train.micro_batches and

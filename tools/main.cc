@@ -123,7 +123,10 @@ int run(int argc, char** argv) {
   plan_app->add_option("--memory", plan.memory, "bytes that a rank may take; by default those of the machine")
       ->check(CLI::Range(int64_t{1}, int64_t{1'000'000'000'000'000}));
   plan_app->add_option("--network", plan.network, "bytes per second that each rank receives from other hosts")
-      ->check(CLI::PositiveNumber);
+      ->check([](const std::string& word) -> std::string {  // CLI::Range takes NaN
+        const double rate = std::strtod(word.c_str(), nullptr);
+        return rate >= 1 && rate <= 1e18 ? "" : "must be at least 1 and at most 1e18, not " + word;
+      });
   plan_app->add_flag("--all", plan.all, "all ways that fit, not only those that no other beats in both time and memory");
   plan_app->add_option("--trace", plan.trace, "file for the time line of the first one, for https://ui.perfetto.dev");
   plan_app->allow_extras();

@@ -90,7 +90,9 @@ int tape_command(const TapeArguments& arguments) {
 
 int plan_command(const PlanArguments& arguments) {
   models::TrainConfig config = config_to_plan(arguments.config, arguments.overrides);
-  if (arguments.world < 1) fail<ConfigError>("[plan] --world must be at least 1, not ", arguments.world);
+  constexpr int kMostRanks = 1 << 20;
+  if (arguments.world < 1 || arguments.world > kMostRanks)
+    fail<ConfigError>("[plan] --world must be at least 1 and at most ", kMostRanks, ", not ", arguments.world);
   if (config.train.recompute == "fit")
     fail<ConfigError>("[plan] train.recompute fit: it looks for what fits by itself; --memory says what to fit into");
   const int64_t vocab = config.model.vocab = vocabulary_of("plan", config);
@@ -111,12 +113,6 @@ int plan_command(const PlanArguments& arguments) {
           formatted("%.1f GB", static_cast<double>(machine.memory) * 1e-9)));
   say(" estimated s  tok/s/rank  MFU %  peak GB  recv GiB  waits %  options");
   for (const models::Way& way : arguments.all ? ways.fitting : ways.front) say(row(way, machine, arguments.world));
-  if (!ways.passed_over.empty()) {
-    std::string stages;
-    for (const int64_t n : ways.passed_over) stages += str(stages.empty() ? "" : ", ", n);
-    say("not planned, or not with all numbers of micro-batches, as that takes long: " + stages +
-        " stages (--sharding.pipeline asks for a number)");
-  }
   const models::Way& best = ways.fitting[0];
   if (!best.time.waits.empty()) {
     std::string waits;

@@ -86,6 +86,13 @@ TEST_F(Plan, WhatTheCommandLineGivesStays) {
   EXPECT_TRUE(other_tensor);
 }
 
+// A prime number of them, and far more of them than sequences.
+TEST_F(Plan, TakesManyRanks) {
+  const Outcome prime = run_sheaf(Words{"plan", "--world", "100003"} + kModel);
+  ASSERT_EQ(prime.code, 0) << prime.err;
+  EXPECT_FALSE(rows_of(prime.out).empty());
+}
+
 TEST_F(Plan, WritesATimeLine) {
   ScratchFolder folder;
   const Outcome r = run_sheaf(Words{"plan", "--world", "2", "--trace", folder / "trace.json", "--sharding.pipeline", "2"} + kModel);
@@ -105,10 +112,12 @@ TEST_F(Plan, SaysWhatIsWrong) {
     expect_refused(run_sheaf(Words{"plan"} + kModel + words), code, what);
   };
   refused({"--machine", "h300"}, 64, "h200, h100, a100");
-  refused({"--world", "0"}, 64, "--world");
+  for (const char* world : {"0", "-1", "1048577", "2147483647", "1000000000000"}) refused({"--world", world}, 64, "--world");
   refused({"--memory", "1000"}, 73, "1000 bytes");
-  refused({"--memory", "-1"}, 64, "--memory");
-  refused({"--network", "0"}, 64, "--network");
+  for (const char* what : {"-1", "0", "nan", "inf"}) {
+    refused({"--memory", what}, 64, "--memory");
+    refused({"--network", what}, 64, "--network");
+  }
   refused({"--ranks-per-host", "0"}, 64, "--ranks-per-host");
   refused({"--train.recompute", "fit", "--sharding.memory_budget", "1000000000"}, 64, "--memory");
   refused({"--world", "3", "--sharding.pipeline", "2"}, 64, "3 ranks");
