@@ -204,46 +204,50 @@ class Search {
     return std::min(at_least, most);
   }
 
+  // How much memory a step takes that computes so much again, as its last two numbers of micro-batches tell: what belongs to a
+  // micro-batch shrinks with it, the rest does not.
+  struct Level {
+    std::string recompute;
+    std::vector<std::pair<double, double>> too_large = {};  // micro-batches, bytes
+
+    bool may_fit(double micro_batches, double memory) const {
+      const size_t n = too_large.size();
+      if (n < 2 || too_large[n - 2].first < 2) return true;  // one micro-batch has no sums of gradients beside its own
+      const auto [few, bytes_of_few] = too_large[n - 2];
+      const auto [more, bytes_of_more] = too_large[n - 1];
+      const double shrinks = (bytes_of_few - bytes_of_more) / (1 / few - 1 / more);
+      return bytes_of_more - shrinks * (1 / more - 1 / micro_batches) <= memory;
+    }
+  };
+
   // For one choice of axes: the fewest micro-batches with which a step fits, then more as long as less is computed again.
   void settle_memory(Choice x) {
-    struct Level {
-      std::string recompute;
-      std::vector<std::pair<double, double>> peaks = {};  // by micro-batches
-      // A part shrinks with a micro-batch, the rest is left; as the last two have them. One micro-batch differs in more.
-      bool fits(double micro_batches, double memory) const {
-        if (peaks.size() < 2 || peaks[peaks.size() - 2].first < 2) return true;
-        const auto [m, at_m] = peaks[peaks.size() - 2];
-        const auto [n, at_n] = peaks.back();
-        const double shrinks = (at_m - at_n) / (1 / m - 1 / n);
-        return at_n - shrinks * (1 / n - 1 / micro_batches) <= memory;
-      }
-    };
     std::vector<Level> levels;
     for (const char* level : {"none", "selective", "block"})
       if (!keeps(&Choice::recompute)) levels.push_back({level});
     if (levels.empty()) levels.push_back({x.recompute});
     const auto memory = static_cast<double>(machine_.memory);
     const int64_t most = keeps(&Choice::micro_batches) ? x.micro_batches : most_micro_batches(x);
-    const auto may_fit = [&](int64_t micro_batches) {
+    const auto least_fits = [&](int64_t micro_batches) {
       Choice least = x;
       least.recompute = levels.back().recompute, least.micro_batches = micro_batches;
       const auto time = plan(least);
       return !time || time->peak_bytes <= machine_.memory;
     };
-    // One micro-batch has no sums of gradients beside its own.
-    if (!may_fit(most) && (x.micro_batches > 1 || !may_fit(1))) return;
+    if (!least_fits(most) && (x.micro_batches > 1 || !least_fits(1))) return;
     for (;; x.micro_batches = micro_batches(2 * x.micro_batches, x)) {
       const auto m = static_cast<double>(x.micro_batches);
-      std::erase_if(levels, [&](const Level& level) { return !level.fits(1e18, memory); });
+      std::erase_if(levels, [&](const Level& level) { return !level.may_fit(std::numeric_limits<double>::infinity(), memory); });
       for (size_t i = 0; i < levels.size(); ++i) {
-        if (x.micro_batches < most && !levels[i].fits(m, 1.02 * memory)) continue;
+        constexpr double kNearly = 1.02;  // lines are not quite straight
+        if (x.micro_batches < most && !levels[i].may_fit(m, kNearly * memory)) continue;
         x.recompute = levels[i].recompute;
         const auto time = plan(x);
         if (time && time->peak_bytes <= machine_.memory) {
           if (i == 0) return;
-          levels.resize(i + 1);
+          levels.resize(i + 1);  // what computes more again is slower
         } else if (time) {
-          levels[i].peaks.emplace_back(m, time->peak_bytes);
+          levels[i].too_large.emplace_back(m, time->peak_bytes);
         }
       }
       if (levels.empty() || x.micro_batches >= most) return;
