@@ -47,13 +47,13 @@ struct RecordedStep {
 
 /// A shorter step that a plan records in place of a rank's: an estimate repeats its parts (step_time.h).
 struct StandIn {
-  std::vector<Turn> turns;      ///< empty: those of the rank's stage
-  std::vector<int64_t> blocks;  ///< of each stage; empty: as the model cuts them
+  std::vector<Turn> turns = {};      ///< empty: those of the rank's stage
+  std::vector<int64_t> blocks = {};  ///< of each stage; empty: as the model cuts them
 };
 
 struct TrainingStepOptions {
   DType masters = kF32;  ///< f64 to compare ways of training: train.dtype f32 then computes in it, too
-  StandIn stand_in;
+  StandIn stand_in = {};
 };
 
 class TrainingStep {
