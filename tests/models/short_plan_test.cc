@@ -143,14 +143,17 @@ TEST_F(ShortPlans, AreShort) {
   models::TrainConfig c = config_of("llama");
   c.sharding.pipeline = 6;
   c.model.layers = 13;
-  c.train.micro_batches = c.train.batch = 100;
-  const auto seconds = [&](models::Planning planning) {
-    const std::clock_t begin = std::clock();
-    models::time_step(c, 48, 6, machine_named("h200"), planning);
-    return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
-  };
-  const double quick = seconds(models::Planning::shorter);
-  EXPECT_LT(quick, 0.2 * seconds(models::Planning::whole));
+  c.train.micro_batches = 100, c.train.batch = 200;
+  for (const char* strategy : {"full_shard", "zero1"}) {  // gathered for each turn; for all turns
+    c.sharding.strategy = strategy;
+    const auto seconds = [&](models::Planning planning) {
+      const std::clock_t begin = std::clock();
+      models::time_step(c, 48, 12, machine_named("h200"), planning);
+      return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+    };
+    const double quick = seconds(models::Planning::shorter);
+    EXPECT_LT(quick, 0.2 * seconds(models::Planning::whole)) << strategy;
+  }
 }
 
 }  // namespace
