@@ -1,6 +1,6 @@
 // Placement rules: matching what the inputs have against what an op accepts, and the ready-made rules.
 #include "sheaf/autograd/ops.h"
-#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/rank_context.h"
 

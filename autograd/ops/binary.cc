@@ -1,6 +1,6 @@
 // Elementwise ops of two operands, with NumPy broadcasting, and of an operand and a weak scalar.
 #include "sheaf/autograd/ops/common.h"
-#include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/ops/route.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/elementwise.h"
 

@@ -11,9 +11,6 @@ bool is_redistribute(const OpDef* op);
 /// What a redistribution does: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "slice", "zero_embed",
 /// "keep_on_one", "nothing".
 std::string redistribution_name(const Layout& from, const Layout& to);
-/// Whether a value that is whole on mesh axis `axis` can be cut there by `p` without communication: not if a later axis
-/// cuts the same dimension already, for axes cut a dimension in their order.
-bool can_slice(const Layout& l, int axis, const Placement& p);
 
 /// From one rank of a chain to its neighbour; see send.cc.
 const OpDef& send_op();

@@ -1,8 +1,8 @@
 #include "sheaf/autograd/rowwise.h"
 
 #include "sheaf/autograd/ops.h"
-#include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/ops/relabel.h"
+#include "sheaf/autograd/ops/route.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
