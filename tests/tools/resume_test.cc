@@ -13,8 +13,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "sheaf/tests/core/scratch_folder.h"
-#include "sheaf/tests/tools/sheaf_process.h"
+#include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf {
 namespace {
@@ -32,11 +31,9 @@ using std::chrono::microseconds;
 
 constexpr int64_t kSteps = 60;
 
-struct Folder : ScratchFolder {
+struct Folder : testing::CorpusFolder {
   bool async = false;  // saves go on beside the training
   bool f16 = false;    // near the largest scale of the loss, so that steps are skipped now and then
-  Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }
-
   Words train(const std::string& out, bool resume = false) const {
     Words words = {"train",           "--data.corpus", *this / "corpus.txt",
                    "--output.folder", *this / out,     "--quiet"};
@@ -51,9 +48,6 @@ struct Folder : ScratchFolder {
       words.emplace_back(w);
     words.insert(words.end(), {"--train.steps", std::to_string(kSteps)});
     return words;
-  }
-  Metrics metrics(const std::string& out) const {
-    return read_metrics(*this / out + "/metrics.jsonl");
   }
   std::string checkpoints(const std::string& out) const { return *this / out + "/checkpoints"; }
   std::string shard(const std::string& out, int64_t step, int rank, int world) const {

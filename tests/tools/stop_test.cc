@@ -9,8 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "sheaf/tests/core/scratch_folder.h"
-#include "sheaf/tests/tools/sheaf_process.h"
+#include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf {
 namespace {
@@ -33,9 +32,7 @@ std::string read_text(const std::string& path) {
   return text.str();
 }
 
-struct Folder : ScratchFolder {
-  Folder() { std::ofstream(*this / "corpus.txt") << testing::sample_text(3000); }
-
+struct Folder : testing::CorpusFolder {
   Words train(const std::string& out, const Words& more = {}) const {
     Words words = {"train", "--data.corpus", *this / "corpus.txt", "--output.folder", *this / out};
     for (const char* w : {"--model.layers",      "2",   "--model.heads",   "2",   "--model.width",

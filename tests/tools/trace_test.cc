@@ -7,8 +7,7 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
-#include "sheaf/tests/core/scratch_folder.h"
-#include "sheaf/tests/tools/sheaf_process.h"
+#include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf::testing {
 namespace {
@@ -17,8 +16,7 @@ using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-struct Folder : ScratchFolder {
-  Folder() { write_file(*this / "corpus.txt", sample_text(3000)); }
+struct Folder : CorpusFolder {
   Words train(int ranks, const std::string& out, const Words& more = {}) const {
     return on_ranks(ranks, Words{"train", "--data.corpus", *this / "corpus.txt", "--output.folder", *this / out, "--train.steps", "4",
                                  "--generate.tokens", "2"} + more);
