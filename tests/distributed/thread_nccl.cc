@@ -132,10 +132,12 @@ struct ThreadNccl::Clique {
         case Kind::all_gather:
           for (const Op& o : all) copy(gpu, stream, o.out + begin, all[r].in, size);
           break;
-        case Kind::reduce_scatter:
-          copy(gpu, stream, all[r].out, reduced(begin)->data(), size);
+        case Kind::reduce_scatter: {
+          const auto sum = reduced(begin);
+          copy(gpu, stream, all[r].out, sum->data(), size);
           gpu.sync(stream);  // before the storage goes
           break;
+        }
         default:
           break;
       }
