@@ -132,8 +132,9 @@ TEST(GraphTraining, AReplayIsOneLaunchThatAllocatesNothing) {
         after.push_back(gpu_memory().stats());
         peaks[graph].push_back(after.back().peak);
       }
-      for (int s = 2; s < kSteps; ++s)
-        EXPECT_EQ(after[s].reserved, after[1].reserved) << "graph " << graph << ", step " << s;
+      const int settled = graph ? 2 : 1;  // what is freed in a capture serves nobody else, so that it may ask for more
+      for (int s = settled; s < kSteps; ++s)
+        EXPECT_EQ(after[s].reserved, after[settled].reserved) << "graph " << graph << ", step " << s;
       for (int s = 3; s < kSteps; ++s)
         EXPECT_EQ(after[s].allocations == after[2].allocations, graph) << "graph " << graph << ", step " << s;
     });
