@@ -120,9 +120,9 @@ Graph backward_graph(const Attention& a) {
 
   const Handle products = g.matmul(q, k, scores());
   const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, scale, scores());
-  const Handle masked = mask(g, s, scaled);
-  const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, masked, lse, scores());
-  const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, shifted, nullptr, scores());
+  const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, scaled, lse, scores());
+  const Handle masked = mask(g, s, shifted);  // in the place where NVIDIA's own graphs have it
+  const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, masked, nullptr, scores());
 
   // A product with the transposed scores, summed over the query heads that share a key head.
   const auto into_keys = [&](Handle from, Handle with, Handle to) {
