@@ -151,9 +151,8 @@ Graph backward_graph(const Attention& a) {
   if (a.deterministic) {
     g.matmul(dscores, keys, dq);
   } else {
-    const Handle sum = g.matmul(dscores, keys,
-                                g.tensor(kSumOfDQ, kFloat, s.rows(), dense_strides(s.rows()),
-                                         CUDNN_TENSOR_REORDERING_F16x16));
+    const Handle sum =
+        g.matmul(dscores, keys, g.tensor(kSumOfDQ, kFloat, s.rows(), dense_strides(s.rows())));
     g.pointwise(CUDNN_POINTWISE_IDENTITY, sum, nullptr, dq);
   }
   return g;

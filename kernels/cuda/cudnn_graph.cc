@@ -92,23 +92,21 @@ Dims dense_strides(const Dims& dims) {
 }
 
 Handle Graph::make_tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides,
-                          bool between, bool by_value, cudnnBackendTensorReordering_t order) {
+                          bool between, bool by_value) {
   return add(CUDNN_BACKEND_TENSOR_DESCRIPTOR)
       .set(CUDNN_ATTR_TENSOR_UNIQUE_ID, id)
       .set(CUDNN_ATTR_TENSOR_DATA_TYPE, type)
       .set(CUDNN_ATTR_TENSOR_DIMENSIONS, CUDNN_TYPE_INT64, 4, dims.data())
       .set(CUDNN_ATTR_TENSOR_STRIDES, CUDNN_TYPE_INT64, 4, strides.data())
       .set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, int64_t{16})
-      .set(CUDNN_ATTR_TENSOR_REORDERING_MODE, CUDNN_TYPE_TENSOR_REORDERING_MODE, 1, &order)
       .set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, between)
       .set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, by_value)
       .finalize("tensor")
       .handle();
 }
 
-Handle Graph::tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides,
-                     cudnnBackendTensorReordering_t order) {
-  return make_tensor(id, type, dims, strides, false, false, order);
+Handle Graph::tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides) {
+  return make_tensor(id, type, dims, strides, false, false);
 }
 Handle Graph::scalar(int64_t id) {
   return make_tensor(id, CUDNN_DATA_FLOAT, {1, 1, 1, 1}, {1, 1, 1, 1}, false, true);

@@ -70,8 +70,7 @@ struct Target {
 class Graph {
  public:
   /// A tensor in memory, known by `id` when the plan runs; 16-byte aligned.
-  Handle tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides,
-                cudnnBackendTensorReordering_t order = CUDNN_TENSOR_REORDERING_NONE);
+  Handle tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides);
   /// One f32 that is given by value when the plan runs.
   Handle scalar(int64_t id);
   /// A tensor that only operations see, dense or with strides.
@@ -103,8 +102,7 @@ class Graph {
   };
   Handle pointwise(const Pointwise& p);
   Handle make_tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides,
-                     bool between, bool by_value,
-                     cudnnBackendTensorReordering_t order = CUDNN_TENSOR_REORDERING_NONE);
+                     bool between, bool by_value);
   Descriptor& add(cudnnBackendDescriptorType_t type) { return parts_.emplace_back(type); }
   Handle operation(Descriptor& d, Handle to);
 
