@@ -51,7 +51,8 @@ void check(DType d, const Shape& shape, Shape strides = {}) {
     const Array want(kF64, shape), want_dx(kF64, shape);
     const Array y = forward(kind, x, strides);
     kind.forward_on_cpu(in_f64(x), want);
-    EXPECT_LT(scaled_error(y, values(want)), 2 * epsilon(d))
+    // A GPU's exponential may be off by two units in the last place, and so may all of a sum.
+    EXPECT_LT(scaled_error(y, values(want)), 4 * epsilon(d))
         << kind.name << name(d) << shape.to_string();
     // From the output as it was rounded: that is what the backward reads.
     kind.backward_on_cpu(in_f64(y), in_f64(dy), want_dx);
@@ -149,7 +150,7 @@ TEST(CudaSoftmax, InfinitiesAndNanAsOnTheCpu) {
           wrong += std::isnan(b) ? !std::isnan(a)
                    : std::isinf(b)
                        ? a != b
-                       : !(std::fabs(a - b) <= 2 * epsilon(d) * std::max(1.0, std::fabs(b)));
+                       : !(std::fabs(a - b) <= 4 * epsilon(d) * std::max(1.0, std::fabs(b)));
         }
         EXPECT_EQ(wrong, 0) << kind.name << name(d) << width;
       }
