@@ -81,8 +81,7 @@ TEST(CudaLinearCrossEntropy, ForwardAndBackward) {
       for (DType dw_dtype : {d, kF32}) {
         if (d == kF64 && dw_dtype != d) continue;
         const std::string where = str(d, ' ', dw_dtype, ' ', rows);
-        // Shifted operands are summed in another order.
-        const double most = (std::getenv("SHEAF_SHIFT_OPERANDS") ? 15 : 10) * epsilon(d);
+        const double most = 15 * epsilon(d);  // a product may add a chunk's rows one after the other
         const Results got = on_gpu(x, w, targets, 0.5, dw_dtype);
         EXPECT_LT(scaled_error(got.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << where;
         EXPECT_LT(scaled_error(got.lse, values(want.lse)), d == kF64 ? 1e-13 : 1e-6) << where;
@@ -111,8 +110,8 @@ TEST(CudaLinearCrossEntropy, LongRows) {
     const Results want = expected(x, w, targets, 1), two = on_gpu(x, w, targets, 1, d),
                   fused = fused_on_gpu(x, w, targets, d);
     EXPECT_LT(scaled_error(fused.loss, values(want.loss)), d == kF64 ? 1e-13 : 1e-6) << name(d);
-    // Products of shifted operands add all of the vocabulary one after the other.
-    const double most = (std::getenv("SHEAF_SHIFT_OPERANDS") ? 100 : 10) * epsilon(d);
+    // A product may add all of the vocabulary one after the other.
+    const double most = (statistics_of(d) == d ? 100 : 10) * epsilon(d);
     EXPECT_LT(scaled_error(fused.dx, values(want.dx)), most) << name(d);
     EXPECT_TRUE(same_bits(fused.loss, two.loss) && same_bits(fused.dx, two.dx) &&
                 same_bits(fused.dw, two.dw))
@@ -210,7 +209,7 @@ TEST(CudaLinearLse, PartsOfAVocabulary) {
           s, gx, gw, part, gt, kIgnore, lse, gdlse, gdtarget, dx, dw,
           GpuScratch(cuda::linear_lse_backward_workspace(
               without_data(x), without_data(w), without_data(dx.view()), without_data(dw.view()))));
-      const double most = (std::getenv("SHEAF_SHIFT_OPERANDS") ? 15 : 10) * epsilon(d);
+      const double most = 15 * epsilon(d);  // as above
       const Array got = lse.back();
       for (int64_t r = 0; r < rows; ++r) {
         if (std::isinf(want_lse.at(r)))
