@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cuda/emulation.h"
 #include "sheaf/kernels/cuda/product.h"
@@ -43,11 +44,23 @@ View part_of(View v, int dim, int64_t begin, int64_t count) {
 /// this, by adding up some products in two parts, so that nobody relies on anything else.
 bool in_two_parts(const ProductShape& s, const ProductChoices::Choice& choice) {
   const bool odd = (ProductShapeHash()(s) >> 20 ^ choice.algorithm[0]) & 1;
-  return odd && s.k > 1 && (s.out == kF32 || s.out == kF64);
+  return odd && s.k > 1;
 }
 
 void multiply(const Gemm& g, bool two_parts) {
   if (!two_parts) return multiply(g);
+  if (g.c.dtype == kBF16 || g.c.dtype == kF16) {  // whose sums are f32, rounded once
+    std::vector<float> sums(static_cast<size_t>(g.c.numel())),
+        bias(static_cast<size_t>(g.bias.numel()));
+    Gemm wide = g;
+    wide.c = View::dense(sums.data(), kF32, g.c.shape);
+    if (g.bias.rank() != 0) {
+      wide.bias = View::dense(bias.data(), kF32, g.bias.shape);
+      cpu::copy(g.bias, wide.bias);
+    }
+    multiply(wide, true);
+    return cpu::copy(wide.c, g.c);
+  }
   const int64_t k = g.b.shape[1], half = (k + 1) / 2;
   multiply({g.who, part_of(g.a, 2, 0, half), part_of(g.b, 1, 0, half), g.c, g.bias, g.accumulate});
   multiply(
