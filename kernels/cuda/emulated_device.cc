@@ -173,7 +173,7 @@ void free(void* memory) {
   Streams::get().synchronize_all();
   device_memory().free(memory);
 }
-size_t map_granularity(int) { return 1 << 20; }
+size_t map_granularity(int) { return 2 << 20; }  // an H200's
 DeviceRange reserve(int, size_t bytes) { return device_memory().reserve(bytes); }
 bool map(int, DeviceRange& range, size_t bytes) { return device_memory().map(range, bytes); }
 void release(DeviceRange& range) {

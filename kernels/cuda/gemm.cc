@@ -98,7 +98,7 @@ class Plan {
   bool empty() const { return c_.rows == 0 || c_.cols == 0 || batch_.numel() == 0; }
   size_t bytes() const {
     if (empty()) return 0;
-    size_t total = a_.cols > 0 ? product_workspace() : 0;
+    size_t total = a_.cols > 0 ? kProductWorkspace : 0;
     for (const Side* s : {&a_, &b_, &c_})
       if (!fits(*s)) total += s->packed(batch_).packed_bytes(batch_);
     return total + (has_bias_ ? line_align(static_cast<size_t>(g_.bias.bytes())) : 0);
@@ -136,7 +136,7 @@ class Plan {
            void* matrix) const {
     // The library's own comes first, where the workspace's alignment is.
     Carver carver(g_.who, workspace);
-    const size_t bytes = a_.cols > 0 ? product_workspace() : 0;
+    const size_t bytes = a_.cols > 0 ? kProductWorkspace : 0;
     const Workspace scratch{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
     const Side a = input(stream, a_, carver), b = input(stream, b_, carver);
     Side c = c_;

@@ -143,7 +143,7 @@ int64_t bytes_of_epilogue(const ProductShape& s) {
 }
 
 void check_workspace(const Product& product, Workspace workspace) {
-  check<ShapeError>(workspace.bytes >= product_workspace(), product,
+  check<ShapeError>(workspace.bytes >= kProductWorkspace, product,
                     ": workspace too small: ", workspace.bytes, " bytes");
   check<ShapeError>(reinterpret_cast<uintptr_t>(workspace.data) % kProductWorkspaceAlignment == 0,
                     product, ": its workspace is not at a multiple of ", kProductWorkspaceAlignment,

@@ -81,8 +81,9 @@ struct Product {
   std::string to_string() const;
 };
 
-/// Scratch memory that run_product wants, and where it has to begin: at a multiple of so many bytes.
-size_t product_workspace();
+/// Bytes of scratch memory that run_product wants: NVIDIA's advice for Hopper.
+constexpr size_t kProductWorkspace = size_t{32} << 20;
+/// And where it has to begin: at a multiple of so many bytes.
 constexpr size_t kProductWorkspaceAlignment = 256;
 /// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none
 /// that took less time than one without and a kernel for the rest; then D may hold anything.

@@ -36,7 +36,6 @@ SHEAF_FORWARD_FUNCTIONS(kCublasLt, SHEAF_CUBLASLT)
 namespace sheaf::kernels::cuda {
 namespace {
 
-constexpr size_t kWorkspace = size_t{32} << 20;
 constexpr int kCandidates = 8, kTimedRuns = 3;
 constexpr size_t kMatrixAlignment = 16;  // of an epilogue's
 
@@ -164,7 +163,7 @@ class Prepared {
       check_status(cublasLtMatmulPreferenceSetAttribute(raw, what, &value, sizeof value), p,
                    "cublasLtMatmulPreferenceSetAttribute");
     };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kWorkspace});
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kProductWorkspace});
     // Parts of a sum over k are kept apart and added in a second step: in a fixed order, in f32.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
@@ -184,7 +183,7 @@ class Prepared {
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<cublasLtMatmulAlgo_t> out;
     for (int i = 0; i < count; ++i)
-      if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= kWorkspace)
+      if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= kProductWorkspace)
         out.push_back(found[i].algo);
     return out;
   }
@@ -196,7 +195,7 @@ class Prepared {
     check_status(cublasLtMatmulAlgoCheck(handle, operation_.get(), a_.get(), b_.get(), d_.get(),
                                          d_.get(), &algorithm, &result),
                  p, "cublasLtMatmulAlgoCheck of an imported choice");
-    check<CudaError>(result.workspaceSize <= kWorkspace, p,
+    check<CudaError>(result.workspaceSize <= kProductWorkspace, p,
                      ": an imported choice needs more than 32 MiB of workspace");
   }
 
@@ -217,7 +216,7 @@ class Prepared {
     if (has_matrix(p.shape.epilogue))
       set(operation_, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.matrix, p);
     return cublasLtMatmul(handle, operation_.get(), alpha_at, p.a, a_.get(), p.b, b_.get(), beta_at,
-                          d, d_.get(), d, d_.get(), &algorithm, workspace.data, kWorkspace,
+                          d, d_.get(), d, d_.get(), &algorithm, workspace.data, kProductWorkspace,
                           static_cast<cudaStream_t>(stream.handle));
   }
 
@@ -388,7 +387,6 @@ DeviceProducts& products_of(int device) {
 
 }  // namespace
 
-size_t product_workspace() { return kWorkspace; }
 bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
   return products_of(stream.device.index).run(stream, product, workspace);
 }
