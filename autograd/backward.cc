@@ -59,7 +59,7 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   const ValueId v = value_of(loss);
   if (v < 0) fail<LifetimeError>("[backward] the loss is not a value of this recording");
   const NodeId made = tape_.value(v).producer;
-  if (made < floor_ && std::ranges::none_of(waiting_, [&](const Segment& s) { return s.begin <= made && made < s.end; }))
+  if (made < floor_ && !is_in(waiting_, made) && !rests_.contains(v))
     fail<LifetimeError>("[backward] the loss ", loss.type(), " was computed before the last backward of this recording, ",
                         "which freed what its gradient needs: add the losses and call backward once");
   if (!state(v).needs_grad) fail<LifetimeError>("[backward] no trainable parameter leads to the loss ", loss.type());
@@ -69,18 +69,32 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
   last_micro_batch_ = options.last_micro_batch;
   ranges_.clear();  // of one that failed
+  rest_ = nullptr;
   ++turn_;
-  if (!waiting_.empty() && tape_.num_nodes() > floor_) end_segment();
-  if (waiting_.empty()) {
+  const auto begun = rests_.find(v);
+  const bool waits = begun != rests_.end() || !waiting_.empty();
+  if (waits && tape_.num_nodes() > floor_) end_segment();
+  if (!waits) {
     ranges_.push_back({floor_, tape_.num_nodes(), {}});
     reverse(loss, /*to_groups=*/true, /*keep=*/false);
   } else {
-    ranges_ = take_segments_of(v);
+    std::vector<Segment> parts = begun == rests_.end() ? take_segments_of(v) : std::move(begun->second.parts);
+    size_t first = options.one_part ? parts.size() : 0;
+    while (first > 0 && std::ranges::all_of(parts.begin() + first, parts.end(), [](const Segment& s) { return s.groups.empty(); }))
+      --first;  // what was computed of a loss alone is no part
+    ranges_.assign(std::make_move_iterator(parts.begin() + first), std::make_move_iterator(parts.end()));
+    parts.resize(first);
+    if (first > 0 || begun != rests_.end()) {
+      rest_ = &rests_[v];
+      rest_->parts = std::move(parts);
+    }
     std::vector<GroupState> ahead = std::exchange(groups_, {});
     for (Segment& s : ranges_) take_groups(s.groups);
     for (GroupState& g : ahead)
       if (std::ranges::none_of(groups_, [&](const GroupState& own) { return own.group == g.group; })) groups_.push_back(std::move(g));
     reverse(loss, /*to_groups=*/true, /*keep=*/false);
+    if (rest_ && rest_->parts.empty()) rests_.erase(v);
+    rest_ = nullptr;
   }
   ranges_.clear();
 }
@@ -125,8 +139,14 @@ std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
   return taken;
 }
 
-bool Recording::differentiates(NodeId node) const {
-  return std::ranges::any_of(ranges_, [&](const Segment& s) { return s.begin <= node && node < s.end; });
+bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
+  return std::ranges::any_of(segments, [&](const Segment& s) { return s.begin <= node && node < s.end; });
+}
+
+bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
+  return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
+           return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
+         }));
 }
 
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
@@ -215,7 +235,9 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   take_back_offloaded();
   const NodeId last = tape_.num_nodes() - 1;
   gradients_.assign(tape_.num_values(), Tensor());
-  if (wanted_[value_of(y)]) {
+  if (to_groups && rest_ && rest_->begun) {
+    for (auto& [v, gradient] : rest_->gradients) gradients_[v] = std::move(gradient);
+  } else if (wanted_[value_of(y)]) {
     expect_scalar(y);
     const Tensor seed = gradients_[value_of(y)] = full_of(y.type().dual(), 1.0);
     tape_.note_cotangent(value_of(seed), value_of(y));
@@ -226,14 +248,25 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     reverse_through(0, last + 1, to_groups, keep);
   if (to_groups) {
     if (!ranges_.empty()) finish_groups(ranges_.front().begin - 1);
+    if (rest_) keep_gradients_of_rest();
     gradients_.clear();
     for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
-    if (last_micro_batch_) take_back_all();
+    if (last_micro_batch_ && !(rest_ && !rest_->parts.empty())) take_back_all();
     std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
     floor_ = tape_.num_nodes();
   } else {
     pass_groups(-1);
   }
+}
+
+// What reaches the parts before waits for their backward.
+void Recording::keep_gradients_of_rest() {
+  rest_->begun = true;
+  rest_->gradients.clear();
+  for (const Segment& s : rest_->parts)
+    for (NodeId id = s.begin; id < s.end; ++id)
+      for (int o = 0; o < tape_.node(id).num_outputs; ++o)
+        if (const ValueId v = tape_.output(tape_.node(id), o); gradients_[v]) rest_->gradients.emplace_back(v, std::move(gradients_[v]));
 }
 
 void Recording::reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep) {
@@ -318,7 +351,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   ValueState& s = state(v);
   if (!to_slot) {
     const NodeId producer = tape_.value(v).producer;
-    if (to_groups_ && !differentiates(producer) && tape_.node(producer).op)
+    if (to_groups_ && !is_in(ranges_, producer) && !(rest_ && is_in(rest_->parts, producer)) && tape_.node(producer).op)
       fail<LifetimeError>("[backward] ", path_label(PathScope::current()), ": ", tape_.node(node).op->name, " uses value %",
                           v, " ", primal, " (of ", tape_.node(producer).op->name, "), which was computed before the last ",
                           "backward of this recording: its gradient would be lost. Add the losses and call backward once");

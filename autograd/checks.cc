@@ -256,7 +256,7 @@ std::vector<PlannedCollective> collectives(const Tape& tape) {
       std::string communicator = str(mesh->to_string(), ' ', mesh->name(m.axis), ' ', lane);
       if (m.name == "send")
         communicator = str(mesh->to_string(), ' ', mesh->name(m.axis), ' ', from.layout[m.axis].map().owner(), " to ",
-                           to.layout[m.axis].map().owner());
+                           to.layout[m.axis].map().owner(), sends_back(tape, n) ? " back" : "");
       out.push_back({id, std::move(communicator),
                      str(m.name, ' ', from.dtype, from.shape, ' ', from.layout[m.axis], "→", to.layout[m.axis], ' ',
                          cut_signature(from.layout[m.axis]), cut_signature(to.layout[m.axis]), ' ', tape.path(n))});

@@ -97,11 +97,17 @@ Tensor Recording::random_state(Device device) {
 }
 
 void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
+  begin_turn(first_sample, random_state);
+  calls_[first_sample].clear();
+}
+
+void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_state) { begin_turn(first_sample, random_state); }
+
+void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
   ++turn_;
   options_.first_sample = first_sample;
   random_state_ = random_state;
-  calls_.clear();
 }
 
 ValueId Recording::value_of(const Tensor& t) const {

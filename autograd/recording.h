@@ -25,6 +25,9 @@ struct BackwardOptions {
   /// This is the step's last: gradients that wait for the step (strategy zero1, replicas) are reduced while it runs. Without
   /// it they are reduced when the first one asks for them.
   bool last_micro_batch = false;
+  /// Of a micro-batch that was recorded in parts (resume_micro_batch): only the last one that no backward has come to. The next
+  /// backward of the same loss goes on with the part before.
+  bool one_part = false;
 };
 
 struct GradientOptions {
@@ -98,18 +101,22 @@ class Recording {
   /// the number of targets of the whole step (CrossEntropyOptions::divide_by; docs/own_models.md has the loop).
   /// `random_state`, if given, holds what random_state() would. options().first_sample is the micro-batch's from then on.
   void next_micro_batch(int64_t first_sample, const Tensor& random_state = {});
+  /// Goes on with one that was begun: others have been recorded, or differentiated, in between. What is recorded from here on
+  /// is a part of its own (BackwardOptions::one_part).
+  void resume_micro_batch(int64_t first_sample, const Tensor& random_state = {});
   /// Counts the calls of one module path within a micro-batch, to key dropout.
-  int64_t next_call(const std::string& path) { return calls_[path]++; }
+  int64_t next_call(const std::string& path) { return calls_[options_.first_sample][path]++; }
   /// Copies of the leaves as first met; needs capture_leaves.
   const std::unordered_map<ValueId, Tensor>& captured() const { return captured_; }
   ValueId value_of(const Tensor& t) const;  ///< −1 if unknown here
   /// The leaves themselves: what a program of this tape is to read and update.
   std::unordered_map<ValueId, Tensor> leaves() const;
   uint64_t serial() const { return serial_; }  ///< unique in the process, never 0
-  /// From one rank of a mesh axis to another.
+  /// From one rank of a chain to the next, or back to the one before.
   struct Way {
     const MeshSpec* mesh;
-    int axis, from, to;
+    int axis, from;
+    bool back;
     bool operator==(const Way&) const = default;
   };
   /// `lent` is being sent; see [Note: sends].
@@ -142,7 +149,8 @@ class Recording {
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
   bool in_backward() const { return phase_ == Phase::backward; }
   bool in_recompute_scope() const { return in_region_; }
-  bool last_micro_batch() const { return last_micro_batch_; }  ///< of the backward under way
+  /// Of the backward under way, of which no part before this one uses `group`.
+  bool is_last_micro_batch_of(const LeafGroup* group) const;
 
  private:
   friend class Vjp;
@@ -228,9 +236,11 @@ class Recording {
     std::vector<GroupState> groups;
   };
   void end_segment();
+  void begin_turn(int64_t first_sample, const Tensor& random_state);
   void take_groups(std::vector<GroupState>& groups);
   std::vector<Segment> take_segments_of(ValueId loss);
-  bool differentiates(NodeId node) const;
+  static bool is_in(const std::vector<Segment>& segments, NodeId node);
+  void keep_gradients_of_rest();
   void reverse(const Tensor& y, bool to_groups, bool keep);
   void reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
@@ -261,12 +271,20 @@ class Recording {
   NodeId floor_ = 0;                                     // where the last segment begins, whose groups are groups_
   std::vector<Segment> waiting_;                         // segments before it
   std::vector<Segment> ranges_;                          // of the backward under way
+  /// Of a loss whose last parts are differentiated: those before, in order, and the gradients that they begin with.
+  struct Rest {
+    std::vector<Segment> parts;
+    std::vector<std::pair<ValueId, Tensor>> gradients;
+    bool begun = false;
+  };
+  std::unordered_map<ValueId, Rest> rests_;              // by loss
+  Rest* rest_ = nullptr;                                 // of the backward under way, if it has one
   std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;
   bool selective_ = false;  // see RecomputeOptions
   std::unordered_map<ValueId, Tensor> captured_;
-  std::unordered_map<std::string, int64_t> calls_;
+  std::unordered_map<int64_t, std::unordered_map<std::string, int64_t>> calls_;  // by first sample
   Tensor random_state_;
   std::vector<bool> wanted_;  // of the differentiation under way: values whose gradients lead somewhere
   std::vector<bool> asked_;   // of gradient(): the xs

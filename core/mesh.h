@@ -15,6 +15,7 @@ class MeshSpec {
     std::string name;
     int size;
     bool chain = false;  ///< neighbours have communicators of their own, one each way: stages of a pipeline
+    bool ring = false;   ///< a chain whose last rank and first are neighbours, too: stages that values go round several times
     bool operator==(const Axis&) const = default;
   };
   /// The one spec with these axes; the pointer is its identity. At most kMaxAxes axes.
@@ -23,7 +24,8 @@ class MeshSpec {
   int num_axes() const { return static_cast<int>(axes_.size()); }
   int size(int axis) const { return axes_[axis].size; }
   const std::string& name(int axis) const { return axes_[axis].name; }
-  bool is_chain(int axis) const { return axes_[axis].chain; }
+  bool is_chain(int axis) const { return axes_[axis].chain || axes_[axis].ring; }
+  bool is_ring(int axis) const { return axes_[axis].ring; }
   int axis(const std::string& name) const;  ///< throws ConfigError
   bool has_axis(const std::string& name) const;
   int num_ranks() const;
@@ -45,9 +47,10 @@ class MeshRuntime {
   /// other, so that neither waits for the other.
   virtual Communicator& gather_lane(int axis) = 0;
   virtual Communicator& reduce_lane(int axis) = 0;
-  /// Of a chain: from this rank to a neighbour along the axis, or from it. Coordinates; the two ranks count as 0 and 1 there,
-  /// in their order along the axis.
-  virtual Communicator& link(int axis, int from, int to) = 0;
+  /// Of a chain: from the rank of this coordinate to the next one, or back to the one before, of which this rank is one. The
+  /// two count as 0 and 1 there, in their order along the axis. In a ring of two each is before the other and behind it, by
+  /// different links.
+  virtual Communicator& link(int axis, int from, bool back) = 0;
 };
 
 }  // namespace sheaf

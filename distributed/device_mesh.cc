@@ -1,8 +1,10 @@
 #include "sheaf/distributed/device_mesh.h"
 
+#include <algorithm>
+
 namespace sheaf {
 
-DeviceMesh::DeviceMesh(const MeshSpec* spec, int rank, Transport& transport) : coordinates_(spec->num_axes()) {
+DeviceMesh::DeviceMesh(const MeshSpec* spec, int rank, Transport& transport) : spec_(spec), coordinates_(spec->num_axes()) {
   const int axes = spec->num_axes();
   std::vector<int> stride(axes, 1);  // in ranks
   for (int a = axes - 2; a >= 0; --a) stride[a] = stride[a + 1] * spec->size(a + 1);
@@ -20,25 +22,26 @@ DeviceMesh::DeviceMesh(const MeshSpec* spec, int rank, Transport& transport) : c
     reduce_.push_back(transport.connect(group));
     if (!spec->is_chain(a)) continue;
     const std::vector<int> chain = group.members;
-    for (int i = 0; i + 1 < spec->size(a); ++i) {
-      if (coordinates_[a] != i && coordinates_[a] != i + 1) continue;
-      group.members = {chain[i], chain[i + 1]};
-      group.index = coordinates_[a] - i;
+    const int size = spec->size(a), me = coordinates_[a];
+    for (int i = 0; i < size - (spec->is_ring(a) && size > 1 ? 0 : 1); ++i) {
+      const int next = (i + 1) % size;
+      if (me != i && me != next) continue;
+      group.members = {chain[std::min(i, next)], chain[std::max(i, next)]};
+      group.index = me == std::max(i, next);
       Links& links = links_[a];
       group.name = str(name, "/forward/", i);
-      (group.index == 0 ? links.to_next : links.from_before) = transport.connect(group);
+      (me == i ? links.to_next : links.from_before) = transport.connect(group);
       group.name = str(name, "/back/", i);
-      (group.index == 0 ? links.from_next : links.to_before) = transport.connect(group);
+      (me == i ? links.from_next : links.to_before) = transport.connect(group);
     }
   }
 }
 
-Communicator& DeviceMesh::link(int axis, int from, int to) {
+Communicator& DeviceMesh::link(int axis, int from, bool back) {
   const Links& links = links_[axis];
-  const int me = coordinates_[axis];
-  const auto& link = from == me ? (to == me + 1 ? links.to_next : links.to_before)
-                                : (from == me - 1 ? links.from_before : links.from_next);
-  if (!link || (from != me && to != me) || std::abs(from - to) != 1)
+  const int me = coordinates_[axis], size = spec_->size(axis), to = (from + (back ? size - 1 : 1)) % size;
+  const auto& link = from == me ? (back ? links.to_before : links.to_next) : (back ? links.from_next : links.from_before);
+  if (!link || (from != me && to != me))
     fail<PlacementError>("[mesh] rank ", me, " along axis ", axis, " has no link from rank ", from, " to rank ", to);
   return *link;
 }

@@ -20,7 +20,8 @@ struct Mesh {
 };
 
 /// Ranks lie in row-major order over the axes: on (data=2, model=3), rank 4 has coordinates data=1, model=1. Per axis
-/// there are two communicators over the ranks that share all other coordinates, and along a chain two between neighbours.
+/// there are two communicators over the ranks that share all other coordinates, and along a chain two between neighbours, of which
+/// the last rank of a ring has the first.
 /// Collective over the whole mesh.
 class DeviceMesh final : public MeshRuntime {
  public:
@@ -29,13 +30,14 @@ class DeviceMesh final : public MeshRuntime {
   int coordinate(int axis) const override { return coordinates_[axis]; }
   Communicator& gather_lane(int axis) override { return *gather_[axis]; }
   Communicator& reduce_lane(int axis) override { return *reduce_[axis]; }
-  Communicator& link(int axis, int from, int to) override;
+  Communicator& link(int axis, int from, bool back) override;
 
  private:
   /// Of this rank and its neighbours along a chain: what comes from the one before, and so on.
   struct Links {
     std::unique_ptr<Communicator> from_before, to_before, to_next, from_next;
   };
+  const MeshSpec* spec_;
   std::vector<int> coordinates_;
   std::vector<std::unique_ptr<Communicator>> gather_, reduce_;
   std::vector<Links> links_;  // by axis

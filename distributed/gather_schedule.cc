@@ -153,10 +153,6 @@ void GatherSchedule::flush() {
     if (u->opened_outside_recordings()) u->close_ungathered();
 }
 
-void GatherSchedule::forget_in_flight(Unit& unit) {
-  mispredicted_ += static_cast<int64_t>(std::erase(in_flight_, &unit));
-}
-
 void GatherSchedule::advance_reductions() {
   for (Unit* u : units_) u->advance_reduction();
 }

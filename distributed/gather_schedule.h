@@ -36,8 +36,6 @@ class GatherSchedule {
   /// Closes what is pending, in flight or, outside a recording, open without having been gathered, and frees copies that
   /// nobody took: where passes and recordings end.
   void flush();
-  /// The unit is about to be discarded, perhaps ahead of a use that its gather was issued for.
-  void forget_in_flight(Unit& unit);
   void advance_reductions();
 
   int64_t budget() const;

@@ -181,7 +181,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
       const Type& got = rank == a ? sent : tape.type(t.to);
       const double size = static_cast<double>(got.local_shape().numel()) * static_cast<double>(size_of(got.dtype));
       time.travels = size / link.bytes_per_second + link.seconds;
-      time.lane = lanes(str("rank ", a, " to ", b));
+      time.lane = lanes(str("rank ", a, sends_back(tape, n) ? " back to " : " to ", b));
       continue;
     }
     if (longer && t.name == "all_reduce") {

@@ -237,7 +237,7 @@ void Unit::backward_ended() {
   complete_reduction();
   close_ungathered();  // the next micro-batch opens the unit anew
   // Those that a gather starts from went where the unit's backward ended; another gather may be under way by now.
-  if (const Recording* r = Recording::current(); !gathers() && r && r->last_micro_batch()) drop_copies();
+  if (const Recording* r = Recording::current(); !gathers() && r && r->is_last_micro_batch_of(this)) drop_copies();
 }
 
 void Unit::recording_ended() {

@@ -49,14 +49,15 @@ void Unit::finish(const std::vector<bool>& contributed) {
   const PathScope path(name_);
   zero_missing(contributed);
   mirror_next_ = false;
-  if (keeps() && state_ != State::in_flight) {
+  if (state_ == State::in_flight) {
+    // Gathered ahead for a backward behind this one, which opened it for its scope alone.
+  } else if (keeps()) {
     std::fill(values_.begin(), values_.end(), Tensor());
     state_ = State::closed;  // but kept, for the next micro-batch
   } else if (gathers()) {
-    schedule_->forget_in_flight(*this);
     discard_gathered();
   }
-  const bool last = Recording::current()->last_micro_batch();
+  const bool last = Recording::current()->is_last_micro_batch_of(this);
   if (last && gathers()) drop_copies();
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "sheaf/distributed/pipeline.h"
 #include "sheaf/nn/layers/stages.h"
 
 namespace sheaf::models {
@@ -99,19 +100,23 @@ Gpt::Gpt(const GptConfig& c)
   head->weight.set_table();
 }
 
-int Gpt::stage_of(const nn::Module& module, int stages) const {
+int Gpt::stage_of(const nn::Module& module, int stages, int64_t runs) const {
   for (size_t i = 0; i < blocks.size(); ++i)
-    if (&module == &blocks[i]) return static_cast<int>(i * static_cast<size_t>(stages) / blocks.size());
+    if (&module == &blocks[i]) return stage_of_block(static_cast<int64_t>(i), std::ssize(blocks), stages, runs);
   if (head && &module == &wte) return 0;
   return head && &module == &*head ? stages - 1 : -1;
 }
 
-Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
+nn::Residual Gpt::embedded(const Tensor& tokens_BT, const nn::KeyValueCache* cache) {
   check<ShapeError>(tokens_BT.rank() == 2, "[gpt2] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t begin = cache ? cache->length() : 0, end = begin + tokens_BT.size(1);
   check<ShapeError>(end <= config.context, "[gpt2] ", end, " tokens are more than the context of ", config.context);
   const Tensor positions_TC = slice(wpe.weight, 0, begin, end);
-  nn::Residual stream{.x = dropout(wte(tokens_BT) + positions_TC), .begins = begins_BT};
+  return {.x = dropout(wte(tokens_BT) + positions_TC)};
+}
+
+Tensor Gpt::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
+  nn::Residual stream = embedded(tokens_BT, cache);
   for (Block& block : blocks) stream = block(std::move(stream), cache);
   return ln_f(std::move(stream)).normed;
 }
@@ -124,9 +129,22 @@ Tensor Gpt::logits_of(const Tensor& x_BTC) const {
 }
 
 Tensor Gpt::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
-  const auto scope = enter();
-  const Tensor begins_BT = config.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, config.end_of_text);
-  const Tensor x_BTC = hidden(tokens_BT, nullptr, begins_BT);
+  ForwardProgress whole;
+  return loss_until(config.layers, whole, tokens_BT, targets_BT, options);
+}
+
+Tensor Gpt::loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
+                       const CrossEntropyOptions& options) {
+  const bool begins = !at.stream.x, ends = until == config.layers;
+  const auto scope = begins || ends ? enter() : enter_without_unit();
+  if (begins) {
+    const Tensor begins_BT = config.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, config.end_of_text);
+    at.stream = embedded(tokens_BT);
+    at.stream.begins = begins_BT;
+  }
+  for (; at.block < until; ++at.block) at.stream = blocks[static_cast<size_t>(at.block)](std::move(at.stream), nullptr);
+  if (!ends) return {};
+  const Tensor x_BTC = ln_f(std::move(at.stream)).normed;
   const nn::TensorRegion region(x_BTC, head_weight());
   return nn::sum_over_stages(
       linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "sheaf/models/forward_progress.h"
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/embedding.h"
 #include "sheaf/nn/layers/mlp.h"
@@ -66,19 +67,24 @@ struct Gpt : nn::Module {
   /// divide_by. Partial over the axes that cut the batch or the model. With end_of_text, a document's tokens are predicted from
   /// those of no other; logits() and next_logits() take all tokens for one document.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
+  /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `at` to before block
+  /// `until`, and from the last block to the loss, which is undefined before.
+  Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
+                    const CrossEntropyOptions& options = {});
   /// [B, T, V], placed as the tokens.
   Tensor logits(const Tensor& tokens_BT);
   /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
   /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
   Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
-  /// Where `module` is in a pipeline of so many stages (ShardOptions::stage_of): blocks in their order, as many in each; tables
-  /// that are not tied in the first and the last. -1: what all stages have, such as the last norm and a tied table.
-  int stage_of(const nn::Module& module, int stages) const;
+  /// Where `module` is in a pipeline of so many stages with so many runs of blocks in each (ShardOptions::stage_of): blocks in
+  /// their order, as many in each; tables that are not tied in the first and the last. -1: what all stages have, such as the last norm and a tied table.
+  int stage_of(const nn::Module& module, int stages, int64_t runs = 1) const;
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(wte, wpe, dropout, blocks, ln_f, head);
 
  private:
-  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
+  nn::Residual embedded(const Tensor& tokens_BT, const nn::KeyValueCache* cache = nullptr);
+  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
   const nn::Parameter& head_weight() const;
   Tensor logits_of(const Tensor& x_BTC) const;
 };

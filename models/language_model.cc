@@ -15,9 +15,12 @@ class Adapter final : public LanguageModel {
   Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) override {
     return model_.loss(tokens, targets, {.divide_by = divide_by});
   }
+  Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens, const Tensor& targets, double divide_by) override {
+    return model_.loss_until(until, at, tokens, targets, {.divide_by = divide_by});
+  }
   Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override { return model_.next_logits(tokens, cache); }
   bool is_block(const nn::Module& module) const override { return dynamic_cast<const Block*>(&module) != nullptr; }
-  int stage_of(const nn::Module& module, int stages) const override { return model_.stage_of(module, stages); }
+  int stage_of(const nn::Module& module, int stages, int64_t runs) const override { return model_.stage_of(module, stages, runs); }
 
  private:
   Model model_;

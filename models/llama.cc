@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "sheaf/distributed/pipeline.h"
 #include "sheaf/nn/layers/stages.h"
 
 namespace sheaf::models {
@@ -190,18 +191,22 @@ Llama::Llama(const LlamaConfig& c)
   head->weight.set_table();
 }
 
-int Llama::stage_of(const nn::Module& module, int stages) const {
+int Llama::stage_of(const nn::Module& module, int stages, int64_t runs) const {
   for (size_t i = 0; i < blocks.size(); ++i)
-    if (&module == &blocks[i]) return static_cast<int>(i * static_cast<size_t>(stages) / blocks.size());
+    if (&module == &blocks[i]) return stage_of_block(static_cast<int64_t>(i), std::ssize(blocks), stages, runs);
   if (head && &module == &embedding) return 0;
   return head && &module == &*head ? stages - 1 : -1;
 }
 
-Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache, const Tensor& begins_BT) {
+nn::Residual Llama::embedded(const Tensor& tokens_BT, const nn::KeyValueCache* cache) {
   check<ShapeError>(tokens_BT.rank() == 2, "[llama] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t end = (cache ? cache->length() : 0) + tokens_BT.size(1);
   check<ShapeError>(end <= config.context, "[llama] ", end, " tokens are more than the context of ", config.context);
-  nn::Residual stream{.x = embedding(tokens_BT), .begins = begins_BT};
+  return {.x = embedding(tokens_BT)};
+}
+
+Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
+  nn::Residual stream = embedded(tokens_BT, cache);
   for (LlamaBlock& block : blocks) stream = block(std::move(stream), cache);
   return norm(std::move(stream)).normed;
 }
@@ -213,24 +218,41 @@ Tensor Llama::logits_of(const Tensor& x_BTC) const {
   return nn::to_all_stages(region.leave(linear(region.enter(x_BTC), head_weight())));
 }
 
-Tensor Llama::take_imbalance() {
-  Tensor all;
-  for (LlamaBlock& block : blocks) {
+void Llama::take_imbalance(int64_t begin, int64_t end, Tensor& all) {
+  for (int64_t i = begin; i < end; ++i) {
+    LlamaBlock& block = blocks[static_cast<size_t>(i)];
     if (!block.moe || !block.moe->imbalance) continue;
     const Tensor one = nn::sum_over_stages(std::exchange(block.moe->imbalance, {}));
     all = all ? all + one : one;
   }
-  return all;
 }
 
 Tensor Llama::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
-  const auto scope = enter();
-  const Tensor begins_BT = config.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, config.end_of_text);
-  const Tensor x_BTC = hidden(tokens_BT, nullptr, begins_BT);
+  ForwardProgress whole;
+  return loss_until(config.layers, whole, tokens_BT, targets_BT, options);
+}
+
+Tensor Llama::loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
+                         const CrossEntropyOptions& options) {
+  const bool begins = !at.stream.x, ends = until == config.layers;
+  const auto scope = begins || ends ? enter() : enter_without_unit();
+  if (begins) {
+    const Tensor begins_BT = config.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, config.end_of_text);
+    at.stream = embedded(tokens_BT);
+    at.stream.begins = begins_BT;
+  }
+  const int64_t first = at.block;
+  for (; at.block < until; ++at.block) at.stream = blocks[static_cast<size_t>(at.block)](std::move(at.stream), nullptr);
+  if (!ends) {
+    take_imbalance(first, until, at.imbalance);
+    return {};
+  }
+  const Tensor x_BTC = norm(std::move(at.stream)).normed;
   const nn::TensorRegion region(x_BTC, head_weight());
   const Tensor loss = nn::sum_over_stages(
       linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));
-  const Tensor imbalance = take_imbalance();
+  take_imbalance(first, until, at.imbalance);
+  const Tensor imbalance = std::exchange(at.imbalance, {});
   if (!imbalance) return loss;
   const auto targets = static_cast<double>(targets_BT.numel());
   if (options.divisor) return loss + imbalance * (config.aux_loss * targets) / options.divisor;

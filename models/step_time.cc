@@ -119,7 +119,7 @@ class Stages {
   Stages(const TrainConfig& config, int world, Planning planning)
       : config_(config), world_(world), stages_(std::max(1, static_cast<int>(config.sharding.pipeline))), ranks_(world / stages_),
         // A program takes its memory from one arena, whose blocks lie where there is room. What cannot be is refused as it is.
-        shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 && config.model.layers >= stages_) {}
+        shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 && config.model.layers >= stages_ && config.sharding.pipeline_runs == 1) {}
 
   int count() const { return stages_; }
   // Of each stage, neighbours.
@@ -170,7 +170,9 @@ class Stages {
     const int64_t begin = first(stage), end = first(stage + 1);
     return {std::min(kSeen, begin), end - begin, std::min(kSeen, layers - end)};
   }
-  std::vector<Turn> turns(int stage, int64_t micro_batches) const { return one_forward_one_backward(stage, stages_, micro_batches); }
+  std::vector<Turn> turns(int stage, int64_t micro_batches) const {
+    return one_forward_one_backward(stage, stages_, micro_batches, config_.sharding.pipeline_runs);
+  }
 
   const TrainConfig& config_;
   const int world_, stages_, ranks_;

@@ -28,7 +28,7 @@ bool is_over_experts(int data, int experts, int context) { return data == 1 && e
 
 using StageOf = std::function<int(const nn::Module&)>;
 
-StageOf stages_of(LanguageModel& model, int stages, const std::vector<int64_t>& blocks) {
+StageOf stages_of(LanguageModel& model, int stages, int64_t runs, const std::vector<int64_t>& blocks) {
   std::map<const nn::Module*, int> known;
   size_t stage = 0;
   int64_t here = 0;
@@ -38,9 +38,9 @@ StageOf stages_of(LanguageModel& model, int stages, const std::vector<int64_t>& 
       if (here == blocks.at(stage)) ++stage, here = 0;
       known[module] = static_cast<int>(stage), ++here;
     }
-  return [&model, stages, known = std::move(known)](const nn::Module& m) {
+  return [&model, stages, runs, known = std::move(known)](const nn::Module& m) {
     const auto found = known.find(&m);
-    return found == known.end() ? model.stage_of(m, stages) : found->second;
+    return found == known.end() ? model.stage_of(m, stages, runs) : found->second;
   };
 }
 
@@ -69,9 +69,10 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
     if (config.train.optimizer == "muon")
       fail<ConfigError>("[train] train.optimizer muon: its matrices go round all ranks, which the stages of sharding.pipeline ", stages,
                         " do not wait for");
-    if (config.model.layers < stages)
-      fail<ConfigError>("[train] sharding.pipeline ", stages, ": the model has ", config.model.layers,
-                        config.model.layers == 1 ? " block" : " blocks");
+    const int64_t runs = config.sharding.pipeline_runs;
+    if (config.model.layers < stages * runs)
+      fail<ConfigError>("[train] sharding.pipeline ", stages, runs > 1 ? str(" with sharding.pipeline_runs ", runs) : "", ": the model has ",
+                        config.model.layers, config.model.layers == 1 ? " block" : " blocks");
     options.stage_of = [stage_of](const nn::Module& m, const std::string&) { return stage_of(m); };
     options.units = nn::units_where([stage_of](nn::Module& m, const std::string&) { return stage_of(m) >= 0; });
     return options;
@@ -87,7 +88,8 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
 // share the model, then its stages: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
 // "data" or, where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the
 // others the model is replicated.
-Mesh mesh_for(const ShardingConfig& sharding, World& world) {
+Mesh mesh_for(const TrainConfig& config, World& world) {
+  const ShardingConfig& sharding = config.sharding;
   const int ranks = world.size();
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
@@ -105,13 +107,20 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int context = divide("sharding.context", sharding.context, "groups of so many");
   const int stages = divide("sharding.pipeline", sharding.pipeline, "groups of so many");
   const int experts = divide("sharding.experts", sharding.experts, "groups of so many");
+  const bool goes_round = sharding.pipeline_runs != 1;
+  if (goes_round && (sharding.pipeline_runs < 1 || stages == 1))
+    fail<ConfigError>("[train] sharding.pipeline_runs ", sharding.pipeline_runs, ": runs of blocks are those of several stages "
+                      "(sharding.pipeline), which is ", stages);
+  if (goes_round && config.train.micro_batches % stages != 0)
+    fail<ConfigError>("[train] train.micro_batches ", config.train.micro_batches, ": with sharding.pipeline_runs ", sharding.pipeline_runs,
+                      " it is a multiple of sharding.pipeline, ", stages);
   const bool over_experts = is_over_experts(rest, experts, context), over_context = context > rest;
   if (over_context) replicas *= rest;
   if (sharding.secondary && replicas == 1 && (context == 1 || (over_context && !over_experts)) && (experts == 1 || over_experts))
     fail<ConfigError>("[train] sharding.secondary needs several groups of ranks: sharding.replicas, or sharding.experts or a "
                       "sharding.context that is not what the parameters are cut over");
   std::vector<MeshSpec::Axis> axes;
-  if (stages != 1) axes.push_back({"stage", stages, /*chain=*/true});
+  if (stages != 1) axes.push_back({"stage", stages, /*chain=*/true, /*ring=*/goes_round});
   if (replicas != 1) axes.push_back({"replica", replicas});
   if (!over_context) axes.push_back({"data", rest});
   if (experts != 1) axes.push_back({"expert", experts});
@@ -156,7 +165,7 @@ void check_graph(Device device, const Mesh& mesh) {
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)), turns_(options.stand_in.turns),
+    : config_(config), world_(world), device_(device), mesh_(mesh_for(config, world)), turns_(options.stand_in.turns),
       model_(make_language_model(model_of(config), vocab)) {
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
@@ -164,10 +173,11 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
                       "train.compile");
   const int stages = mesh_.spec->has_axis("stage") ? mesh_.size("stage") : 1;
+  const int64_t runs = config_.sharding.pipeline_runs;
   if (turns_.empty())
-    turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches);
+    turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches, runs);
   const DeviceScope scope(device_);
-  const StageOf stage_of = stages_of(*model_, stages, options.stand_in.blocks);
+  const StageOf stage_of = stages_of(*model_, stages, runs, options.stand_in.blocks);
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_, stage_of));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
@@ -230,11 +240,17 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
   return result;
 }
 
+int64_t TrainingStep::end_of_run(int64_t run, int64_t runs) const {
+  const bool in_stages = runs > 1;
+  return sheaf::end_of_run(run, in_stages ? mesh_.coordinate("stage") : 0, config_.model.layers, in_stages ? mesh_.size("stage") : 1, runs);
+}
+
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
   const OptimizationConfig& t = config_.train;
   const auto targets = static_cast<double>(tokens_per_step());
   Tensor loss;  // of the micro-batches so far, in order
   std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches)), scaled = parts;
+  std::vector<ForwardProgress> forwards(parts.size());
   Result result;
   result.lr = lr;
   {
@@ -247,19 +263,23 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       if (recorded) recorded->turns.push_back(recording.tape().num_nodes());
     };
     if (recorded) recorded->turns.clear();
-    for (const auto [backward, micro] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
+    const int64_t runs = in_turn ? 1 : config_.sharding.pipeline_runs;
+    for (const auto [backward, micro, run] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
       note_turn();
-      Tensor& part = parts[static_cast<size_t>(micro)];
+      const auto m = static_cast<size_t>(micro);
       if (backward) {
-        recording.backward(std::exchange(scaled[static_cast<size_t>(micro)], {}), {.last_micro_batch = micro + 1 == t.micro_batches});
-        loss = loss ? add(loss, part) : part;
-        part = Tensor();
+        const Tensor of = run == 0 ? std::exchange(scaled[m], {}) : scaled[m];
+        recording.backward(of, {.last_micro_batch = micro + 1 == t.micro_batches, .one_part = runs > 1});
+        if (run > 0) continue;
+        loss = loss ? add(loss, parts[m]) : parts[m];
+        parts[m] = Tensor();
         continue;
       }
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
-      recording.next_micro_batch(first + t.batch * micro / t.micro_batches, batch.random_state);
-      part = model_->loss(batch.tokens, batch.targets, targets);
-      scaled[static_cast<size_t>(micro)] = scaler_ ? scaler_->scale(part) : part;
+      const int64_t sample = first + t.batch * micro / t.micro_batches;
+      run == 0 ? recording.next_micro_batch(sample, batch.random_state) : recording.resume_micro_batch(sample, batch.random_state);
+      parts[m] = model_->loss_until(end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, targets);
+      if (run + 1 == runs) scaled[m] = scaler_ ? scaler_->scale(parts[m]) : parts[m];
     }
     note_turn();
     if (scaler_) result.grad_norm = clip_grad_norm(model_->module(), t.clip > 0 ? t.clip : kNoClipping, *scaler_);
@@ -348,7 +368,9 @@ double TrainingStep::evaluate(const SequentialWindows& windows) {
   model_->module().eval();
   // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
   // micro-batches.
-  const int64_t rows = config_.train.batch, micro_batches = config_.train.micro_batches;
+  const int64_t rows = config_.train.batch, micro_batches = config_.train.micro_batches, pipeline_runs = config_.sharding.pipeline_runs;
+  // Outside of a recording who sends waits until it is received, so one stage of a ring is free.
+  const int64_t at_once = pipeline_runs > 1 ? mesh_.size("stage") - 1 : 1;
   const auto fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
     windows.fill(first, count, inputs, targets);
   };
@@ -356,10 +378,16 @@ double TrainingStep::evaluate(const SequentialWindows& windows) {
   for (int64_t first = 0; first < windows.num_windows(); first += rows) {
     inputs_->set_samples(first, fill);
     Tensor total;
-    for (int64_t micro = 0; micro < micro_batches; ++micro) {
-      const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
-      const Tensor part = model_->loss(batch.tokens, batch.targets, 1.0);
-      total = total ? add(total, part) : part;
+    for (int64_t begin = 0; begin < micro_batches; begin += at_once) {
+      const int64_t end = std::min(begin + at_once, micro_batches);
+      std::vector<ForwardProgress> forwards(static_cast<size_t>(at_once));
+      for (int64_t run = 0; run < pipeline_runs; ++run)
+        for (int64_t micro = begin; micro < end; ++micro) {
+          const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
+          const Tensor part = model_->loss_until(end_of_run(run, pipeline_runs), forwards[static_cast<size_t>(micro - begin)],
+                                                 batch.tokens, batch.targets, 1.0);
+          if (part) total = total ? add(total, part) : part;
+        }
     }
     sum += redistribute(total, Layout(mesh_.spec, Placement::invariant())).item<double>();
   }

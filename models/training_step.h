@@ -91,6 +91,7 @@ class TrainingStep {
 
  private:
   Result record(int64_t step, double lr, RecordedStep* recorded);
+  int64_t end_of_run(int64_t run, int64_t runs) const;
   Result record_first(int64_t step, double lr, RecordedStep* recorded);
   Result compile(int64_t step, double lr, RecordedStep* recorded);
   Result run_program(double lr, RecordedStep* recorded);

@@ -22,12 +22,14 @@ void Visitor::module(Module& m) { m.visit(*this); }
 
 Module* ModuleScope::current() { return current_module; }
 
-ModuleScope::ModuleScope(Module& module) : path_(module.path_), module_(&module), previous_(current_module) {
+ModuleScope::ModuleScope(Module& module, bool opens_unit)
+    : opens_unit_(opens_unit), path_(module.path_), module_(&module), previous_(current_module) {
   if (previous_ && previous_->listed_ && !module.listed_)
     fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->type_name(), " '", previous_->path(),
                         "' is not listed in its SHEAF_FIELDS (or was added after materialize())");
   in_stage_ = module.unit_ && module.unit_->stage_axis() >= 0;
-  if (module.unit_) module.unit_->enter();
+  if (module.unit_ && opens_unit_) module.unit_->enter();
+  else if (module.unit_) module.unit_->schedule()->enter_scope();
   else if (module.schedule_) module.schedule_->enter_scope();
   current_module = &module;
   try {
@@ -62,7 +64,8 @@ ModuleScope::~ModuleScope() {
 
 void ModuleScope::leave() {
   current_module = previous_;
-  if (module_->unit_) module_->unit_->leave();
+  if (module_->unit_ && opens_unit_) module_->unit_->leave();
+  else if (module_->unit_) module_->unit_->schedule()->leave_scope();
   else if (module_->schedule_) module_->schedule_->leave_scope();
 }
 

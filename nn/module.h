@@ -68,7 +68,7 @@ class Visitor {
 /// The scope of a module's method: its path on the tape and in errors, and its unit, gathered while it lasts.
 class ModuleScope {
  public:
-  explicit ModuleScope(Module& module);
+  explicit ModuleScope(Module& module, bool opens_unit = true);
   ~ModuleScope();
   ModuleScope(const ModuleScope&) = delete;
   ModuleScope& operator=(const ModuleScope&) = delete;
@@ -119,7 +119,7 @@ class ModuleScope {
     f();
     open_region();
   }
-  bool in_stage_ = false;
+  bool in_stage_ = false, opens_unit_;
   std::list<Tensor> arrived_;
   PathScope path_;
   Module* module_;
@@ -155,6 +155,8 @@ class Module {
 
   /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.
   [[nodiscard]] ModuleScope enter() { return ModuleScope(*this); }
+  /// The same for what uses modules below, and no parameter of this one's own unit: that is not gathered.
+  [[nodiscard]] ModuleScope enter_without_unit() { return ModuleScope(*this, /*opens_unit=*/false); }
 
   /// Where it stands in the model that was sharded or materialized.
   const std::string& path() const { return path_; }

@@ -118,6 +118,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        1e6},
       {"sharding.pipeline", &s.pipeline, "stages of consecutive blocks through which micro-batches go (pipeline parallelism)", any, 1,
        1e6},
+      {"sharding.pipeline_runs", &s.pipeline_runs, "runs of blocks in each stage, which micro-batches go round (interleaved pipeline)",
+       any, 1, 1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},

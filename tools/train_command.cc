@@ -139,6 +139,7 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.context > 1 ? str(" over groups of ", config.sharding.context, " that share sequences") : "",
               config.sharding.experts > 1 ? str(" over groups of ", config.sharding.experts, " that share experts") : "",
               config.sharding.pipeline > 1 ? str(" in ", config.sharding.pipeline, " stages") : "",
+              config.sharding.pipeline_runs > 1 ? str(" of ", config.sharding.pipeline_runs, " runs") : "",
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(),
               " parameters, ", data.size(), " training tokens",

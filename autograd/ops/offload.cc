@@ -98,7 +98,7 @@ void Recording::onload(Region& region) {
 
 void Recording::onload_last_before(NodeId end) {
   const auto next = std::find_if(regions_.rbegin(), regions_.rend(), [&](const Region& r) { return r.offloads && r.begin < end; });
-  if (next != regions_.rend() && (!to_groups_ || differentiates(next->begin))) onload(*next);
+  if (next != regions_.rend() && (!to_groups_ || is_in(ranges_, next->begin))) onload(*next);
 }
 
 }  // namespace sheaf

@@ -297,15 +297,7 @@ Tensor step_to(const Tensor& x, const Layout& to) {
     const RedistributeOp::Attrs attrs{to, m.axis};
     return apply_typed(views ? op_def<Slice>() : op_def<RedistributeOp>(), &attrs, std::span(&x, 1), std::span(&spec, 1))[0];
   }
-  if (const Recording* r = Recording::current(); r && r->in_recompute_scope())
-    fail<PlacementError>("[send] ", path_label(PathScope::current()), ": ", x.type(), " goes to ", to.to_string(),
-                         " inside of a RecomputeScope: the backward would send it again, when the other stage is elsewhere. ",
-                         "Recompute the modules of a stage, not what holds several");
-  const SendAttrs attrs{to, m.axis};
-  const Tensor dense = contiguous(x);
-  const Tensor sent = apply_typed(send_op(), &attrs, std::span(&dense, 1), std::span(&spec, 1))[0];
-  if (to.is_elsewhere() && !have.is_elsewhere()) lend_until_sent(dense, sent, m.axis);
-  return sent;
+  return send(x, to, m.axis);
 }
 
 }  // namespace

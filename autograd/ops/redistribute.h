@@ -4,6 +4,7 @@
 #include <string>
 
 #include "sheaf/autograd/op.h"
+#include "sheaf/autograd/tape.h"
 
 namespace sheaf {
 
@@ -14,16 +15,13 @@ std::string redistribution_name(const Layout& from, const Layout& to);
 
 /// From one rank of a chain to its neighbour; see send.cc.
 const OpDef& send_op();
-struct SendAttrs {
-  Layout to;
-  int32_t axis;
-  bool operator==(const SendAttrs&) const = default;
-};
 /// Whether a value moves from one placement to the other between neighbours alone.
 bool is_send(const MeshSpec& mesh, int axis, const Placement& from, const Placement& to);
-/// On the rank that sends: `sent` is what send_op() made of `x`, which the lane reads until a later micro-batch or backward
-/// sends the same way, or until the recording's last backward is done. Outside of a recording it is waited for.
-void lend_until_sent(const Tensor& x, const Tensor& sent, int axis);
+/// x, which is on one rank of `axis`, on a neighbour of it, as `to` says. Adjoints go back where the ranks of a ring of two
+/// would be next to each other both ways.
+Tensor send(const Tensor& x, const Layout& to, int axis);
+/// Whether a node sends to the rank before, not to the next.
+bool sends_back(const Tape& tape, const Node& n);
 
 /// Whether gradients placed as `g` are addends of one placed as `want`: placed alike, or on one rank where `want` is Partial.
 bool adds_up_to(const Layout& g, const Layout& want);

@@ -84,8 +84,13 @@ class Route {
   void change(int axis, const Placement& p) {
     const Placement from = have_[axis];
     if (from.is_single() && p.is_single() && to_.mesh()->is_chain(axis)) {
-      // From neighbour to neighbour: ranks that have no part in it need not come, as they would have to by way of R.
-      for (int at = from.map().owner(), end = p.map().owner(); at != end;) step(axis, Placement::on(at += at < end ? 1 : -1));
+      // From neighbour to neighbour: ranks that have no part in it need not come, as they would have to by way of R. Round a
+      // ring there is one way on.
+      const int end = p.map().owner(), ranks = to_.mesh()->size(axis);
+      for (int at = from.map().owner(); at != end;) {
+        at = to_.mesh()->is_ring(axis) ? (at + 1) % ranks : at < end ? at + 1 : at - 1;
+        step(axis, Placement::on(at));
+      }
       return;
     }
     if (from.is_shard() && p.is_shard() && !(from == p)) {

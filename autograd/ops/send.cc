@@ -16,6 +16,15 @@
 namespace sheaf {
 namespace {
 
+struct SendAttrs {
+  Layout to;
+  int32_t axis;
+  int32_t back;  // to the rank before, not to the next
+  bool operator==(const SendAttrs&) const = default;
+};
+
+Tensor send_along(const Tensor& x, const Layout& to, int axis, bool back);
+
 struct Send {
   static constexpr const char* kName = "send";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -26,7 +35,7 @@ struct Send {
     MeshRuntime* runtime = RankContext::current().runtime(a.to.mesh());
     if (!runtime) fail<PlacementError>("[send] this rank has not joined mesh ", a.to.mesh()->to_string());
     const int from = c.input_type(0).layout[a.axis].map().owner(), to = a.to[a.axis].map().owner();
-    Communicator& link = runtime->link(a.axis, from, to);
+    Communicator& link = runtime->link(a.axis, from, a.back != 0);
     if (c.device().is_meta() && link.kind() != "simulated") return;
     c.stream();  // the lane's calls go behind it
     const bool sends = RankContext::current().coordinate(a.to.mesh(), a.axis) == from;
@@ -37,7 +46,10 @@ struct Send {
     void* const here = sends ? c.input(0).data : c.output(0).data;
     c.completes_with(link.all_to_all(here, send_counts, here, recv_counts, c.output_type(0).dtype, PathScope::current()));
   }
-  static void vjp(const Attrs&, Vjp& c) { detail::adjoint_of_redistribution(c); }
+  static void vjp(const Attrs& a, Vjp& c) { 
+    const Tensor there = redistribute(c.grad(), c.output_type(0).layout.dual());
+    c.set(0, send_along(there, c.input_type(0).layout.dual(), a.axis, !a.back));
+  }
   static void describe(const Attrs& a, std::string& out) { out += a.to.to_string(); }
 };
 
@@ -52,18 +64,48 @@ struct Sent {
   }
 };
 
+// On the rank that sends: `sent` is what is left of `x`, which the lane reads until a later micro-batch or backward sends the
+// same way, or until the recording's last backward is done. Outside of a recording it is waited for.
+void lend_until_sent(const Tensor& x, const Tensor& sent, int axis, bool back) {
+  Recording* r = Recording::current();
+  if (!r) return sent.storage()->settle();
+  r->lend({sent.layout().mesh(), axis, x.layout()[axis].map().owner(), back}, sent, x);
+}
+
+Tensor send_along(const Tensor& x, const Layout& to, int axis, bool back) {
+  if (const Recording* r = Recording::current(); r && r->in_recompute_scope())
+    fail<PlacementError>("[send] ", path_label(PathScope::current()), ": ", x.type(), " goes to ", to.to_string(),
+                         " inside of a RecomputeScope: the backward would send it again, when the other stage is elsewhere. ",
+                         "Recompute the modules of a stage, not what holds several");
+  const SendAttrs attrs{to, axis, back};
+  const OutputSpec spec{{x.dtype(), x.shape(), to}, {}, -1, 0};
+  const Tensor dense = contiguous(x);
+  const Tensor sent = apply_typed(op_def<Send>(), &attrs, std::span(&dense, 1), std::span(&spec, 1))[0];
+  if (to.is_elsewhere() && !x.layout().is_elsewhere()) lend_until_sent(dense, sent, axis, back);
+  return sent;
+}
+
+bool are_next(const MeshSpec& mesh, int axis, int rank, int next) {
+  return next == rank + 1 || (mesh.is_ring(axis) && next == 0 && rank + 1 == mesh.size(axis));
+}
+
 }  // namespace
 
 const OpDef& send_op() { return op_def<Send>(); }
 
 bool is_send(const MeshSpec& mesh, int axis, const Placement& from, const Placement& to) {
-  return mesh.is_chain(axis) && from.is_single() && to.is_single() && std::abs(from.map().owner() - to.map().owner()) == 1;
+  if (!mesh.is_chain(axis) || !from.is_single() || !to.is_single()) return false;
+  const int a = from.map().owner(), b = to.map().owner();
+  return a != b && (are_next(mesh, axis, a, b) || are_next(mesh, axis, b, a));
 }
 
-void lend_until_sent(const Tensor& x, const Tensor& sent, int axis) {
-  Recording* r = Recording::current();
-  if (!r) return sent.storage()->settle();
-  r->lend({sent.layout().mesh(), axis, x.layout()[axis].map().owner(), sent.layout()[axis].map().owner()}, sent, x);
+Tensor send(const Tensor& x, const Layout& to, int axis) {
+  const int from = x.layout()[axis].map().owner(), there = to[axis].map().owner();
+  return send_along(x, to, axis, !are_next(*to.mesh(), axis, from, there));
+}
+
+bool sends_back(const Tape& tape, const Node& n) {
+  return n.op == &send_op() && static_cast<const SendAttrs*>(tape.attrs(n))->back;
 }
 
 void Recording::lend(const Way& way, const Tensor& sent, const Tensor& lent) {

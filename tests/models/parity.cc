@@ -134,8 +134,8 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
   options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
   if (!options.stage_axis.empty()) {
     const int stages = mesh.size("stage");
-    options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model->stage_of(m, stages); };
-    options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model->stage_of(m, stages) >= 0; });
+    options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model->stage_of(m, stages, 1); };
+    options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model->stage_of(m, stages, 1) >= 0; });
   }
   if (prepare) prepare(*model, options);
   shard(model->module(), mesh, options);

@@ -161,7 +161,7 @@ TEST(PipelineSchedules, StagesMayBeSkipped) {
       materialize(model, {}, {.seed = 1, .dtype = kF64});
       std::vector<Tensor> losses(kParts);
       Recording recording;
-      for (const auto [backward, i] : one_forward_one_backward(mesh.coordinate("stage"), stages, kParts)) {
+      for (const auto [backward, i, run] : one_forward_one_backward(mesh.coordinate("stage"), stages, kParts)) {
         Tensor& loss = losses[static_cast<size_t>(i)];
         if (backward) {
           recording.backward(loss, {.last_micro_batch = i + 1 == kParts});

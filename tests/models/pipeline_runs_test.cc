@@ -1,0 +1,207 @@
+// Pipelines whose stages have several runs of blocks, which micro-batches go round (interleaved 1F1B): the bits of one rank, the
+// bytes of the plan, what travels, and how long a step waits.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/distributed/pipeline.h"
+#include "sheaf/models/generate.h"
+#include "sheaf/models/plan.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 5;
+
+// Nine blocks with dropout in twelve micro-batches.
+models::TrainConfig going_round(int64_t stages, int64_t runs, const std::string& type = "untied llama",
+                                const std::string& strategy = "full_shard") {
+  models::TrainConfig c = tiny_pipeline(stages, type, strategy);
+  c.model.layers = 9;
+  c.train.batch = 24, c.train.micro_batches = 12;
+  c.sharding.pipeline_runs = runs;
+  return c;
+}
+
+struct Shape2 {
+  int stages, runs;
+};
+constexpr Shape2 kShapes[] = {{2, 2}, {2, 3}, {2, 4}, {3, 2}, {3, 3}, {4, 2}};
+
+TEST(PipelineRuns, HaveTheBitsOfOneRank) {
+  for (const char* strategy : {"full_shard", "zero1"}) {
+    const TrainedRun expected = train_tiny(going_round(1, 1, "untied llama", strategy), 1, kSteps);
+    EXPECT_LT(expected.losses.back(), expected.losses.front());
+    for (const auto& [stages, runs] : kShapes) {
+      SCOPED_TRACE(str(strategy, " ", stages, " stages of ", runs, " runs"));
+      expect_same_bits(expected, train_tiny(going_round(stages, runs, "untied llama", strategy), stages, kSteps));
+    }
+  }
+}
+
+TEST(PipelineRuns, HaveTheBitsOfTheirDataParallelRanks) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "replicate"}) {
+    const TrainedRun expected = train_tiny(going_round(1, 1, "untied llama", strategy), 2, kSteps);
+    expect_same_bits(expected, train_tiny(going_round(2, 2, "untied llama", strategy), 4, kSteps));
+    expect_same_bits(expected, train_tiny(going_round(3, 2, "untied llama", strategy), 6, kSteps));
+  }
+}
+
+// A tied table has gradients of the first run and of the last.
+TEST(PipelineRuns, TrainATiedModelAsOneRankDoes) {
+  for (const char* type : {"gpt2", "llama"})
+    for (const char* strategy : {"full_shard", "zero1"}) {
+      const TrainedRun expected = train_tiny(going_round(1, 1, type, strategy), 1, kSteps);
+      for (const auto& [stages, runs] : {Shape2{2, 2}, {3, 3}}) {
+        const TrainedRun actual = train_tiny(going_round(stages, runs, type, strategy), stages, kSteps);
+        EXPECT_LE(max_difference(expected.parameters, actual.parameters), 5e-5) << type << stages;
+        for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 2e-5);
+      }
+    }
+}
+
+TEST(PipelineRuns, PrefetchRecomputeAndProgramsChangeNoBit) {
+  const TrainedRun expected = train_tiny(going_round(2, 2), 4, kSteps);
+  const auto same_with = [&](auto&& change) {
+    models::TrainConfig c = going_round(2, 2);
+    change(c);
+    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+  };
+  same_with([](auto& c) { c.sharding.prefetch_bytes = 0; });
+  same_with([](auto& c) { c.sharding.prefetch_bytes = int64_t{1} << 30; });
+  same_with([](auto& c) { c.train.recompute = "block"; });
+  same_with([](auto& c) { c.train.recompute = "selective", c.train.recompute_blocks = 2; });
+  same_with([](auto& c) { c.train.compile = true; });
+  same_with([](auto& c) { c.train.compile = true, c.sharding.memory_budget = int64_t{1} << 40; });
+}
+
+// In f64, beside other axes: replicas, secondary shards, layers, sequences and experts that ranks share.
+TEST(PipelineRuns, GoWithAllOtherAxes) {
+  const auto config = [](int64_t stages, int64_t runs, bool mixture) {
+    models::TrainConfig c = going_round(stages, runs);
+    c.train.batch = c.train.micro_batches = 4;
+    if (mixture) c.model = tiny_mixture();
+    else c.model = tiny_model("untied llama", 4, 4);
+    c.model.layers = 5;
+    return c;
+  };
+  const auto train = [](const models::TrainConfig& c, int world) {
+    Values out;
+    Whole whole;
+    run_local(world, [&](World& w) {
+      models::TrainingStep step(c, 13, w, Device::cpu(), {.masters = kF64});
+      for (int s = 0; s < 2; ++s) step.run(s, fill_tiny);
+      whole.collect(step.model().module(), false);
+    }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
+    return whole.values();
+  };
+  const Values one = train(config(1, 1, false), 1), mixture = train(config(1, 1, true), 1);
+  const auto expect_same = [&](int world, auto&& change, bool experts = false) {
+    models::TrainConfig c = config(2, 2, experts);
+    change(c.sharding);
+    EXPECT_LE(max_difference(experts ? mixture : one, train(c, world)), 1e-9) << world;
+  };
+  expect_same(4, [](auto& s) { s.replicas = 2; });
+  expect_same(8, [](auto& s) { s.replicas = 2; });
+  expect_same(8, [](auto& s) { s.replicas = 2, s.secondary = true; });
+  expect_same(4, [](auto& s) { s.tensor = 2; });
+  expect_same(8, [](auto& s) { s.context = 2, s.tensor = 2, s.strategy = "zero1"; });
+  expect_same(4, [](auto& s) { s.experts = 2; }, true);
+  expect_same(2, [](auto& s) { s.strategy = "zero1"; }, true);
+}
+
+// Every rank's tape is congruent with the others', and takes the bytes that a plan of it says.
+TEST(PipelineRuns, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
+    for (const auto& [stages, runs] : kShapes) {
+      const models::TrainConfig c = going_round(stages, runs, strategy == std::string("zero1") ? "gpt2" : "untied llama", strategy);
+      SCOPED_TRACE(str(strategy, " ", stages, " ", runs));
+      std::mutex mutex;
+      std::map<std::string, std::vector<std::vector<std::string>>> calls;  // by communicator, of each of its two ranks
+      expect_planned_tapes(c, stages, [&](World&, const Tape& tape) {
+        std::map<std::string, std::vector<std::string>> mine;
+        for (const PlannedCollective& call : collectives(tape))
+          if (call.communicator.find(" to ") != std::string::npos) mine[call.communicator].push_back(call.call);
+        std::lock_guard lock(mutex);
+        for (auto& [name, list] : mine) calls[name].push_back(std::move(list));
+      });
+      EXPECT_EQ(calls.size(), 2u * static_cast<size_t>(stages)) << "a link each way between neighbours of the ring";
+      for (const auto& [name, lists] : calls) {
+        ASSERT_EQ(lists.size(), 2u) << name;
+        EXPECT_EQ(lists[0], lists[1]) << name;
+      }
+    }
+  models::TrainConfig c = going_round(2, 2);
+  c.train.recompute = "block";
+  expect_planned_tapes(c, 4);
+  c.train.compile = true;
+  expect_planned_tapes(c, 4);
+  c = going_round(2, 2);
+  c.train.dtype = "bf16";
+  c.sharding.tensor = 2;
+  expect_planned_tapes(c, 4);
+}
+
+TEST(PipelineRuns, GathersAreForeseen) {
+  train_tiny(going_round(2, 2), 4, 4, [](models::TrainingStep& step) {
+    GatherSchedule& schedule = gather_schedule(step.model().module());
+    const int64_t before = schedule.mispredicted();
+    step.run(4, fill_tiny);
+    EXPECT_EQ(schedule.mispredicted(), before) << step.world().rank();
+    EXPECT_GT(schedule.peak_excess(), 0) << "some are gathered ahead";
+  });
+}
+
+// What a unit is reduced along "data" for a micro-batch it is once, whatever the runs; what is in no stage has two parts.
+TEST(PipelineRuns, AUnitIsReducedOnceForEachMicroBatch) {
+  const models::TrainConfig c = going_round(2, 2);
+  for (const int rank : {0, 3}) {
+    const models::Plan plan = models::plan_step(c, 13, rank, 4, 1, "local");
+    std::map<std::string, int> reduced;
+    for (NodeId id = 0; id < plan.tape.num_nodes(); ++id)
+      if (const Node& n = plan.tape.node(id); n.phase == Phase::backward && plan.tape.op_name(n) == "reduce_scatter")
+        ++reduced[plan.tape.path(n)];
+    EXPECT_EQ(reduced.at("blocks.0"), 12);
+    EXPECT_EQ(reduced.at("blocks.8"), 12);
+    EXPECT_EQ(reduced.at(""), 24) << "its scope is that of the first part and of the last";
+  }
+}
+
+TEST(PipelineRuns, GenerateAndEvaluateAsOneRankDoes) {
+  std::vector<int32_t> corpus;
+  for (int32_t i = 0; i < 400; ++i) corpus.push_back(i * i % 13);
+  const models::SequentialWindows windows(models::Tokens::from_ids(corpus, 13, "corpus"), 9, 0);
+  const auto outcome = [&](int stages, int runs) {
+    std::pair<std::vector<int32_t>, double> out;
+    train_tiny(going_round(stages, runs), stages, 0, [&](models::TrainingStep& step) {
+      const auto mine = models::generate(step.model(), {1, 2, 3}, 9, 13, {.tokens = 12, .temperature = 0});
+      const double loss = step.evaluate(windows);
+      if (step.world().rank() == stages - 1) out = {mine, loss};
+    });
+    return out;
+  };
+  const auto expected = outcome(1, 1);
+  for (const auto& [stages, runs] : kShapes) EXPECT_EQ(outcome(stages, runs), expected) << stages << runs;
+}
+
+// A run of blocks for a run of stages: parameters and checkpoints are those of any mesh.
+TEST(PipelineRuns, CheckpointsGoToOtherRuns) {
+  const TrainedRun expected = train_tiny(going_round(1, 1), 1, 3);
+  const auto config = [](int64_t stages, int64_t runs) { return going_round(stages, runs); };
+  EXPECT_EQ(train_tiny(config(3, 2), 3, 3).parameters, expected.parameters);
+}
+
+TEST(PipelineRuns, WhatCannotBeIsRefused) {
+  EXPECT_THAT(refusal(2, going_round(2, 5)), HasSubstr("sharding.pipeline 2 with sharding.pipeline_runs 5: the model has 9 blocks"));
+  EXPECT_THAT(refusal(2, going_round(1, 2)), HasSubstr("sharding.pipeline_runs 2: runs of blocks are those of several stages"));
+  models::TrainConfig c = going_round(2, 2);
+  c.train.micro_batches = 5;
+  EXPECT_THAT(refusal(2, c), HasSubstr("train.micro_batches 5: with sharding.pipeline_runs 2 it is a multiple of sharding.pipeline, 2"));
+}
+
+}  // namespace
+}  // namespace sheaf::testing
