@@ -22,7 +22,7 @@ void draw_experts(models::ModelConfig& m, Draw& draw) {
 
 void draw_model(models::ModelConfig& m, Draw& draw) {
   m.type = draw.one_in(3) ? "gpt2" : "llama";
-  m.layers = 1 + draw.below(4);
+  m.layers = 1 + draw.below(draw.one_in(4) ? 7 : 4);
   m.vocab = 5 + draw.below(19);
   m.context = draw.one_in(12) ? 1 : 2 + draw.below(10);
   m.mlp_width = draw.one_in(6) ? 1 + draw.below(3) : 4 + draw.below(20);
@@ -119,6 +119,11 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
   s.strategy = draw.of<std::string>({"full_shard", "full_shard", "shard_grad_op", "zero1", "zero1", "replicate"});
   if (s.replicas > 1 && s.strategy == "replicate" && !draw.one_in(20)) s.replicas = 1;
   if (task.model.aux_loss == 0) t.micro_batches = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(t.batch, 4)));
+  if (s.pipeline > 1 && draw.one_in(2)) {
+    if (task.model.aux_loss == 0 && s.pipeline <= t.batch) t.micro_batches = s.pipeline * (1 + draw.below(static_cast<size_t>(t.batch / s.pipeline)));
+    const bool can = t.micro_batches % s.pipeline == 0 && m.layers >= 2 * s.pipeline;
+    if (can || draw.one_in(20)) s.pipeline_runs = can && m.layers >= 3 * s.pipeline && draw.one_in(2) ? 3 : 2;
+  }
   if (draw.one_in(8)) way.config.output.trace_step = 1 + draw.below(kRandomSteps);
   t.save_async = draw.one_in(2);
   draw_holding(way, draw);

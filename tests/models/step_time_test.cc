@@ -128,6 +128,28 @@ TEST_F(StepTimes, RecomputingIsWorkToo) {
   EXPECT_DOUBLE_EQ(operations_of(c, 1).products - once, tokens * forward);
 }
 
+// Each stage's time line where nothing takes any but attention: 1 forward, 3 backward.
+std::vector<Timeline> seconds_of_attention(const models::TrainConfig& c) {
+  const Machine machine = machine_named("h200");
+  const auto stages = static_cast<int>(c.sharding.pipeline);
+  std::vector<models::Plan> plans;
+  for (int rank = 0; rank < stages; ++rank)
+    plans.push_back(models::plan_step(c, 48, rank, stages, 1, "nccl", Device::cuda(), &machine));
+  std::vector<RankTimes> times;
+  for (models::Plan& plan : plans) {
+    plan.times.tape = &plan.tape;
+    plan.times.issue_seconds = 0;
+    for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
+      NodeTime& time = plan.times.nodes[static_cast<size_t>(id)];
+      const std::string name = plan.tape.op_name(plan.tape.node(id));
+      time.travels = 0;
+      time.computes = !time.runs ? 0 : name == "packed_attention" ? 1 : name == "packed_attention_backward" ? 3 : 0;
+    }
+    times.push_back(plan.times);
+  }
+  return clock(times);
+}
+
 // 1F1B: of M micro-batches through N stages the last one ends after (M + N - 1) turns of a forward and a backward.
 TEST_F(StepTimes, APipelineTakesAsManyTurnsAsMicroBatchesAndStagesAskFor) {
   for (const int stages : {1, 2, 4})
@@ -135,26 +157,26 @@ TEST_F(StepTimes, APipelineTakesAsManyTurnsAsMicroBatchesAndStagesAskFor) {
       models::TrainConfig c = config_of("llama");
       c.sharding.pipeline = stages;
       c.train.micro_batches = micro_batches;
-      const Machine machine = machine_named("h200");
-      std::vector<models::Plan> plans;
-      for (int rank = 0; rank < stages; ++rank)
-        plans.push_back(models::plan_step(c, 48, rank, stages, 1, "nccl", Device::cuda(), &machine));
-      std::vector<RankTimes> times;
-      for (models::Plan& plan : plans) {
-        plan.times.tape = &plan.tape;
-        plan.times.issue_seconds = 0;
-        for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
-          NodeTime& time = plan.times.nodes[static_cast<size_t>(id)];
-          const std::string name = plan.tape.op_name(plan.tape.node(id));
-          time.travels = 0;
-          time.computes = !time.runs ? 0 : name == "packed_attention" ? 1 : name == "packed_attention_backward" ? 3 : 0;
-        }
-        times.push_back(plan.times);
-      }
       const double turn = 4.0 * static_cast<double>(c.model.layers) / stages;
-      for (const Timeline& line : clock(times)) {
+      for (const Timeline& line : seconds_of_attention(c)) {
         EXPECT_EQ(line.computing, turn * static_cast<double>(micro_batches));
         EXPECT_EQ(line.seconds, turn * static_cast<double>(micro_batches + stages - 1)) << stages << ' ' << micro_batches;
+      }
+    }
+}
+
+// Of V runs of blocks a turn is a V-th of that: (M V + N - 1) of them.
+TEST_F(StepTimes, RunsOfBlocksMakeTurnsShorter) {
+  for (const auto& [stages, runs] : {std::pair{2, 2}, {2, 4}, {4, 2}, {3, 3}})
+    for (const int64_t rounds : {1, 2, 3}) {
+      models::TrainConfig c = config_of("llama");
+      c.model.layers = 2 * stages * runs;
+      c.sharding.pipeline = stages, c.sharding.pipeline_runs = runs;
+      c.train.micro_batches = rounds * stages;
+      const double turn = 4.0 * 2;
+      for (const Timeline& line : seconds_of_attention(c)) {
+        EXPECT_EQ(line.computing, turn * static_cast<double>(c.train.micro_batches * runs));
+        EXPECT_EQ(line.seconds, turn * static_cast<double>(c.train.micro_batches * runs + stages - 1)) << stages << ' ' << runs << ' ' << rounds;
       }
     }
 }
