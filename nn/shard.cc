@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "sheaf/distributed/pipeline.h"
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/experts.h"
@@ -112,8 +113,9 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
   for (const auto& [path, m] : modules)
     if (is_unit(m) && (outermost.empty() || !is_below(path, outermost.back()))) outermost.push_back(path);
   const int64_t count = std::ssize(outermost);
-  if (count < stages)
-    fail<ConfigError>("[shard] ", count, " units cannot be the ", stages, " stages of axis '", mark->mesh->name(axis), "'");
+  if (count < stages * options.stage_runs)
+    fail<ConfigError>("[shard] ", count, " units cannot be the ", options.stage_runs > 1 ? str(options.stage_runs, " runs of the ") : "",
+                      stages, " stages of axis '", mark->mesh->name(axis), "'");
   std::vector<int> used(static_cast<size_t>(stages), 0);
   int64_t index = 0;
   std::vector<std::pair<std::string, int>> placed;  // paths of units and their stages
@@ -129,7 +131,7 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
       if (around != placed.end() && stage != around->second)
         fail<ConfigError>("[shard] '", path, "' is in stage ", stage, ", '", around->first, "' around it in stage ", around->second);
     } else if (own == mark && around == placed.end()) {
-      stage = static_cast<int>(index++ * stages / count);
+      stage = stage_of_block(index++, count, stages, options.stage_runs);
     }
     placed.emplace_back(path, stage);
     if (stage < 0) continue;
@@ -181,6 +183,9 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   if (stages >= 0 && !mesh.spec->is_chain(stages))
     fail<ConfigError>("[shard] axis '", options.stage_axis, "' of mesh ", mesh.spec->to_string(), " is no chain: its neighbours have "
                       "no links (MeshSpec::Axis::chain)");
+  if (options.stage_runs < 1 || (options.stage_runs > 1 && (stages < 0 || !mesh.spec->is_ring(stages))))
+    fail<ConfigError>("[shard] stage_runs ", options.stage_runs, ": runs of units are those of a stage axis that is a ring "
+                      "(MeshSpec::Axis::ring)");
   // The first of these axes along which what is sharded over `axis` is replicated.
   const auto replicating_beside = [&](int axis, std::initializer_list<int> axes) {
     for (const int a : axes)

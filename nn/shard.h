@@ -98,6 +98,9 @@ struct ShardOptions {
   std::string stage_axis = "";
   /// The stage of a unit's module, or -1 for none. Absent: the units in their order, as many for each stage.
   std::function<int(const nn::Module& module, const std::string& path)> stage_of = {};
+  /// Runs of units in each stage (interleaved pipelines): in their order, as many in each, they go round the stages so often. The
+  /// axis is a ring (MeshSpec::Axis::ring). Not beside stage_of, which says itself what goes round.
+  int64_t stage_runs = 1;
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root

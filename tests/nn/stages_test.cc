@@ -279,6 +279,68 @@ TEST(Stages, AModelOfOnesOwnTrainsInThem) {
   }
 }
 
+// The same in parts, which go round the stages.
+struct InParts : TinyModel {
+  using TinyModel::TinyModel;
+  /// Blocks [begin, end) of x, which is tokens at first, and logits at last.
+  Tensor part(Tensor x, int64_t begin, int64_t end) {
+    const auto scope = enter();
+    if (begin == 0) x = table(x);
+    for (int64_t i = begin; i < end; ++i) x = blocks[static_cast<size_t>(i)](x);
+    return end == std::ssize(blocks) ? linear(norm(x), table.weight) : x;
+  }
+};
+
+constexpr int64_t kBlocks = 7;
+
+Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::string& strategy) {
+  Gradients out;
+  run_local(stages * data, [&](World& w) {
+    const Mesh mesh = w.mesh({{"stage", stages, true, /*ring=*/true}, {"data", data}});
+    InParts model(kBlocks);
+    shard(model, mesh, {.stage_axis = "stage", .stage_runs = runs, .units = nn::units_of<TinyBlock>(), .strategy = strategy});
+    materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
+    const int stage = mesh.coordinate("stage");
+    constexpr int64_t kParts = 6;
+    std::vector<Tensor> x(kParts), losses(kParts);
+    Recording recording;
+    for (const auto [backward, micro, run] : one_forward_one_backward(stage, stages, kParts, runs)) {
+      const auto m = static_cast<size_t>(micro);
+      if (backward) {
+        recording.backward(losses[m], {.last_micro_batch = micro + 1 == kParts, .one_part = true});
+        continue;
+      }
+      run == 0 ? recording.next_micro_batch(kRows * micro) : recording.resume_micro_batch(kRows * micro);
+      const Layout on_first = Layout(mesh.spec).with(0, Placement::on(0)).with(1, Placement::shard(0));
+      const Layout cut = Layout(mesh.spec).with(1, Placement::shard(0));
+      if (run == 0) x[m] = redistribute(token_rows({}, kRows, kLength, kVocab, micro), on_first);
+      const int64_t begin = run == 0 ? 0 : end_of_run(run - 1, stage, kBlocks, stages, runs);
+      x[m] = model.part(std::exchange(x[m], {}), begin, end_of_run(run, stage, kBlocks, stages, runs));
+      if (run + 1 < runs) continue;
+      const Tensor targets = redistribute(token_rows({}, kRows, kLength, kVocab, micro + 1), cut);
+      losses[m] = nn::sum_over_stages(cross_entropy(std::exchange(x[m], {}), targets));
+    }
+    recording.take();
+    for (const nn::Parameter& p : model.parameters()) {
+      const Tensor g = full_gradient(p);
+      if (w.rank() == 0) out.push_back(g.to_vector<double>());
+    }
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+  return out;
+}
+
+TEST(Stages, MicroBatchesGoRoundThem) {
+  const Gradients expected = gradients_of_runs(1, 1, 1, "replicate");
+  for (const auto& [stages, runs, data] : {std::tuple{2, 2, 1}, {2, 3, 1}, {3, 2, 1}, {1, 3, 1}, {1, 2, 2}, {2, 2, 2}})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+      const Gradients actual = gradients_of_runs(stages, runs, data, strategy);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (size_t p = 0; p < expected.size(); ++p)
+        for (size_t i = 0; i < expected[p].size(); ++i)
+          ASSERT_NEAR(actual[p][i], expected[p][i], 1e-12) << stages << ' ' << runs << ' ' << data << ' ' << strategy;
+    }
+}
+
 // The caller's tensor stays where it is.
 TEST(Stages, AModuleMovesWhatItIsCalledWith) {
   run_local(2, [](World& w) {
@@ -337,6 +399,11 @@ TEST(Stages, WhatCannotBeIsRefused) {
     EXPECT_THAT(refusal(mesh, options), HasSubstr("no unit is in stage 0 of axis 'stage'"));
     options = {.units = nn::units_of<TinyBlock>()};
     EXPECT_THAT(refusal(mesh, options), HasSubstr("as ShardOptions::stage_axis"));
+    options = in_stages();
+    options.stage_runs = 2;
+    EXPECT_THAT(refusal(mesh, options), HasSubstr("stage_runs 2: runs of units are those of a stage axis that is a ring"));
+    EXPECT_THAT(refusal(w.mesh({{"stage", 2, true, true}, {"data", 1}}), options),
+                HasSubstr("3 units cannot be the 2 runs of the 2 stages of axis 'stage'"));
     EXPECT_THAT(message_of<PlacementError>(ExitCode::kConfig, [] { Placement::on(-1); }), HasSubstr("ranks count from 0"));
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
