@@ -176,11 +176,16 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
     if (t.name == "send") {
       const Type& sent = tape.type(t.from);
       const int from = sent.layout[t.axis].map().owner(), there = to[t.axis].map().owner();
-      const int a = g.first + (from + of.stages_before) * g.stride, b = g.first + (there + of.stages_before) * g.stride;
+      const int me = (rank - g.first) / g.stride;
+      const auto rank_of = [&](int stage) {  // round a ring the last is next to the first
+        const int on = stage + of.stages_before - me, step = mesh.is_ring(t.axis) && std::abs(on) > 1 ? (on > 0 ? -1 : 1) : on;
+        return g.first + (me + step + size) % size * g.stride;
+      };
+      const int a = rank_of(from), b = rank_of(there);
       const Link& link = a / machine.ranks_per_host == b / machine.ranks_per_host ? machine.within : machine.between;
       const Type& got = rank == a ? sent : tape.type(t.to);
-      const double size = static_cast<double>(got.local_shape().numel()) * static_cast<double>(size_of(got.dtype));
-      time.travels = size / link.bytes_per_second + link.seconds;
+      const double bytes = static_cast<double>(got.local_shape().numel()) * static_cast<double>(size_of(got.dtype));
+      time.travels = bytes / link.bytes_per_second + link.seconds;
       time.lane = lanes(str("rank ", a, sends_back(tape, n) ? " back to " : " to ", b));
       continue;
     }

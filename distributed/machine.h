@@ -46,6 +46,7 @@ struct TapeOf {
   int rank = 0;
   bool offloads_state = false;  ///< an update reads and writes its state in the host's memory
   /// If it was recorded in a shorter pipeline: the stages of the one that `rank` is in, and how many more there are before it.
+  /// Neighbours are neighbours there.
   int stages = 0, stages_before = 0;
   const RankTimes* like = nullptr;  ///< of the same tape, for another rank: what computes takes as long as there
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <string_view>
 
 #include "sheaf/models/plan.h"
@@ -12,17 +13,23 @@ namespace {
 
 // What a turn is on a tape depends on those beside it: what one has gathered the next may still have, and prefetch looks ahead.
 struct Kind {
-  bool backward, first, last;  // of its direction
-  int before, behind;          // directions of its neighbours; -1: none
+  bool backward, first, last;  // of its direction and run
+  int64_t run;
+  int before, behind;          // directions of its neighbours, and whether they are of another run; -1: none
   auto operator<=>(const Kind&) const = default;
 };
 
 std::vector<Kind> kinds_of(const std::vector<Turn>& turns) {
-  const auto micro_batches = static_cast<int64_t>(turns.size() / 2);
+  int64_t micro_batches = 0;
+  for (const Turn& turn : turns) micro_batches = std::max(micro_batches, turn.micro_batch + 1);
   std::vector<Kind> out;
-  for (size_t i = 0; i < turns.size(); ++i)
-    out.push_back({turns[i].backward, turns[i].micro_batch == 0, turns[i].micro_batch + 1 == micro_batches,
-                   i > 0 ? turns[i - 1].backward : -1, i + 1 < turns.size() ? turns[i + 1].backward : -1});
+  for (size_t i = 0; i < turns.size(); ++i) {
+    const Turn& turn = turns[i];
+    const auto beside = [&](size_t other) {
+      return other < turns.size() ? turns[other].backward + 2 * (turns[other].run != turn.run) : -1;
+    };
+    out.push_back({turn.backward, turn.micro_batch == 0, turn.micro_batch + 1 == micro_batches, turn.run, beside(i - 1), beside(i + 1)});
+  }
   return out;
 }
 
@@ -118,8 +125,10 @@ class Stages {
  public:
   Stages(const TrainConfig& config, int world, Planning planning)
       : config_(config), world_(world), stages_(std::max(1, static_cast<int>(config.sharding.pipeline))), ranks_(world / stages_),
+        runs_(std::max<int64_t>(1, config.sharding.pipeline_runs)),
         // A program takes its memory from one arena, whose blocks lie where there is room. What cannot be is refused as it is.
-        shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 && config.model.layers >= stages_ && config.sharding.pipeline_runs == 1) {}
+        shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 &&
+                 config.model.layers >= stages_ * runs_ && (runs_ == 1 || config.train.micro_batches % stages_ == 0)) {}
 
   int count() const { return stages_; }
   // Of each stage, neighbours.
@@ -132,22 +141,20 @@ class Stages {
   Shorter in_place_of(int stage, bool all_turns) const {
     Shorter s{.config = config_, .world = world_, .stage = stage, .stand_in = {}};
     auto& train = s.config.train;
-    const int64_t at_once = std::min<int64_t>(stages_ - stage, train.micro_batches);
     if (!all_turns && has_fewer_turns()) {
       const int64_t rows = train.batch / train.micro_batches;
-      train.micro_batches = std::min(train.micro_batches, at_once + 2);
+      train.micro_batches = std::min(train.micro_batches, enough_micro_batches(stage));
       train.batch = rows * train.micro_batches;
     }
     s.stand_in.turns = turns(stage, train.micro_batches);
     if (!leaves_blocks_out()) return s;
     const Role r = role(stage);
-    s.stage = r.before > 0;
-    for (const int64_t blocks : {r.before, r.blocks, r.behind})
-      if (blocks > 0) s.stand_in.blocks.push_back(blocks);
-    const auto count = static_cast<int>(s.stand_in.blocks.size());
+    s.stage = r.stage;
+    s.stand_in.blocks = r.blocks;
+    const auto count = static_cast<int>(std::ssize(r.blocks) / runs_);
     s.world = ranks_ * count;
     s.config.sharding.pipeline = count;
-    s.config.model.layers = r.before + r.blocks + r.behind;
+    s.config.model.layers = std::accumulate(r.blocks.begin(), r.blocks.end(), int64_t{0});
     s.blocks_left_out = config_.model.layers - s.config.model.layers;
     return s;
   }
@@ -158,24 +165,47 @@ class Stages {
 
  private:
   // A mixture's loss for balance goes from each block to the last stage.
-  bool leaves_blocks_out() const { return shorter_ && stages_ > 1 && (config_.model.experts == 0 || config_.model.aux_loss == 0); }
+  bool leaves_blocks_out() const {
+    if (!shorter_ || stages_ == 1 || (config_.model.experts > 0 && config_.model.aux_loss != 0)) return false;
+    return runs_ == 1 || runs_ * (config_.model.layers / (stages_ * runs_) + 1 + 2 * kSeen) < config_.model.layers;
+  }
+  // In a shorter pipeline: which stage it is, and the blocks in each run of each stage.
   struct Role {
-    int64_t before, blocks, behind;
+    int stage;
+    std::vector<int64_t> blocks;
     bool operator==(const Role&) const = default;
   };
+  static constexpr int64_t kSeen = 2;    // blocks on either side
+  static constexpr int kNeighbours = 3;  // of a ring: the stage before, its own, and the next
   Role role(int stage) const {
-    constexpr int64_t kSeen = 2;
     const int64_t layers = config_.model.layers;
-    const auto first = [&](int64_t s) { return (s * layers + stages_ - 1) / stages_; };  // block of a stage, as models cut them
-    const int64_t begin = first(stage), end = first(stage + 1);
-    return {std::min(kSeen, begin), end - begin, std::min(kSeen, layers - end)};
+    const auto first = [&](int64_t part) { return (part * layers + stages_ * runs_ - 1) / (stages_ * runs_); };  // as models cut them
+    if (runs_ == 1) {
+      const int64_t begin = first(stage), end = first(stage + 1);
+      Role r{.stage = begin > 0, .blocks = {}};
+      for (const int64_t blocks : {std::min(kSeen, begin), end - begin, std::min(kSeen, layers - end)})
+        if (blocks > 0) r.blocks.push_back(blocks);
+      return r;
+    }
+    const int ring = std::min(stages_, kNeighbours);
+    Role r{.stage = stage == 0 ? 0 : stage + 1 == stages_ ? ring - 1 : 1, .blocks = {}};
+    for (int64_t run = 0; run < runs_; ++run)
+      for (int s = 0; s < ring; ++s)
+        r.blocks.push_back(s == r.stage ? first(run * stages_ + stage + 1) - first(run * stages_ + stage) : kSeen);
+    return r;
+  }
+  // So many that there are turns of every kind. Of one run each is between the same two but in the beginning and in the end; with
+  // several, as many micro-batches as there are stages go round together, and what is around a turn comes again with the next so many.
+  int64_t enough_micro_batches(int stage) const {
+    return runs_ == 1 ? std::min<int64_t>(stages_ - stage, config_.train.micro_batches) + 2 : 5 * stages_;
   }
   std::vector<Turn> turns(int stage, int64_t micro_batches) const {
-    return one_forward_one_backward(stage, stages_, micro_batches, config_.sharding.pipeline_runs);
+    return one_forward_one_backward(stage, stages_, micro_batches, runs_);
   }
 
   const TrainConfig& config_;
   const int world_, stages_, ranks_;
+  const int64_t runs_;
   const bool shorter_;
 };
 

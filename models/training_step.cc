@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -30,13 +31,13 @@ using StageOf = std::function<int(const nn::Module&)>;
 
 StageOf stages_of(LanguageModel& model, int stages, int64_t runs, const std::vector<int64_t>& blocks) {
   std::map<const nn::Module*, int> known;
-  size_t stage = 0;
+  size_t run = 0;  // of all stages, one after another
   int64_t here = 0;
   if (!blocks.empty())
     for (const auto& [path, module] : model.module().named_modules()) {
       if (!model.is_block(*module)) continue;
-      if (here == blocks.at(stage)) ++stage, here = 0;
-      known[module] = static_cast<int>(stage), ++here;
+      if (here == blocks.at(run)) ++run, here = 0;
+      known[module] = static_cast<int>(run) % stages, ++here;
     }
   return [&model, stages, runs, known = std::move(known)](const nn::Module& m) {
     const auto found = known.find(&m);
@@ -88,8 +89,7 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
 // share the model, then its stages: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
 // "data" or, where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the
 // others the model is replicated.
-Mesh mesh_for(const TrainConfig& config, World& world) {
-  const ShardingConfig& sharding = config.sharding;
+Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   const int ranks = world.size();
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
@@ -111,9 +111,6 @@ Mesh mesh_for(const TrainConfig& config, World& world) {
   if (goes_round && (sharding.pipeline_runs < 1 || stages == 1))
     fail<ConfigError>("[train] sharding.pipeline_runs ", sharding.pipeline_runs, ": runs of blocks are those of several stages "
                       "(sharding.pipeline), which is ", stages);
-  if (goes_round && config.train.micro_batches % stages != 0)
-    fail<ConfigError>("[train] train.micro_batches ", config.train.micro_batches, ": with sharding.pipeline_runs ", sharding.pipeline_runs,
-                      " it is a multiple of sharding.pipeline, ", stages);
   const bool over_experts = is_over_experts(rest, experts, context), over_context = context > rest;
   if (over_context) replicas *= rest;
   if (sharding.secondary && replicas == 1 && (context == 1 || (over_context && !over_experts)) && (experts == 1 || over_experts))
@@ -165,7 +162,7 @@ void check_graph(Device device, const Mesh& mesh) {
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(config), world_(world), device_(device), mesh_(mesh_for(config, world)), turns_(options.stand_in.turns),
+    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)), stand_in_(options.stand_in), turns_(stand_in_.turns),
       model_(make_language_model(model_of(config), vocab)) {
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
@@ -174,10 +171,13 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
                       "train.compile");
   const int stages = mesh_.spec->has_axis("stage") ? mesh_.size("stage") : 1;
   const int64_t runs = config_.sharding.pipeline_runs;
+  if (runs > 1 && turns_.empty() && config_.train.micro_batches % stages != 0)
+    fail<ConfigError>("[train] train.micro_batches ", config_.train.micro_batches, ": with sharding.pipeline_runs ", runs, " it is a multiple of ",
+                      "sharding.pipeline, ", stages);
   if (turns_.empty())
     turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches, runs);
   const DeviceScope scope(device_);
-  const StageOf stage_of = stages_of(*model_, stages, runs, options.stand_in.blocks);
+  const StageOf stage_of = stages_of(*model_, stages, runs, stand_in_.blocks);
   shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_, stage_of));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
@@ -241,8 +241,10 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
 }
 
 int64_t TrainingStep::end_of_run(int64_t run, int64_t runs) const {
-  const bool in_stages = runs > 1;
-  return sheaf::end_of_run(run, in_stages ? mesh_.coordinate("stage") : 0, config_.model.layers, in_stages ? mesh_.size("stage") : 1, runs);
+  if (run + 1 == runs) return config_.model.layers;
+  const int stage = mesh_.coordinate("stage"), stages = mesh_.size("stage");
+  if (stand_in_.blocks.empty()) return sheaf::end_of_run(run, stage, config_.model.layers, stages, runs);
+  return std::accumulate(stand_in_.blocks.begin(), stand_in_.blocks.begin() + (run + 1) * stages + stage, int64_t{0});
 }
 
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {

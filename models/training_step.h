@@ -48,7 +48,7 @@ struct RecordedStep {
 /// A shorter step that a plan records in place of a rank's: an estimate repeats its parts (step_time.h).
 struct StandIn {
   std::vector<Turn> turns = {};      ///< empty: those of the rank's stage
-  std::vector<int64_t> blocks = {};  ///< of each stage; empty: as the model cuts them
+  std::vector<int64_t> blocks = {};  ///< of each run of each stage; empty: as the model cuts them
 };
 
 struct TrainingStepOptions {
@@ -102,6 +102,7 @@ class TrainingStep {
   World& world_;
   Device device_;
   Mesh mesh_;
+  StandIn stand_in_;
   std::vector<Turn> turns_;  // of a step
   std::unique_ptr<LanguageModel> model_;
   std::unique_ptr<optim::Optimizer> optimizer_;

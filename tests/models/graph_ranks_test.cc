@@ -84,10 +84,11 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
 // What links receive an echo does not know: that they are captured, and joined in the end, is all it can tell.
 TEST(GraphTraining, LinksBetweenStages) {
   SHEAF_NEEDS_GPU();
-  for (const int stages : {2, 3})
+  for (const auto& [stages, runs] : {std::pair{2, 1}, {3, 1}, {2, 2}})
     for (const bool compile : {false, true}) {
-      SCOPED_TRACE(str(stages, compile ? " of a program" : ""));
+      SCOPED_TRACE(str(stages, " stages of ", runs, compile ? " of a program" : ""));
       models::TrainConfig c = tiny_pipeline(stages);
+      c.sharding.pipeline_runs = runs;
       c.train.cuda_graph = true, c.train.compile = compile;
       EchoNccl nccl;
       nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
@@ -139,8 +140,9 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstEvaluationRunInTurn) {
 TEST(TrainingOnGpus, StagesPassMicroBatchesOnOverNccl) {
   SHEAF_NEEDS_GPU();
   const TrainedRun expected = train_tiny(tiny_pipeline(1), 1, 4, {}, Device::cuda());
-  for (const int stages : {3, 2}) {
-    const models::TrainConfig c = tiny_pipeline(stages);
+  for (const auto& [stages, runs] : {std::pair{3, 1}, {2, 1}, {2, 2}}) {
+    models::TrainConfig c = tiny_pipeline(stages);
+    c.sharding.pipeline_runs = runs;
     ThreadNccl nccl;
     std::mutex mutex;
     nccl::expect_well(nccl::run_job(nccl, [&](World& w) {

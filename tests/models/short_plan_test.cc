@@ -84,6 +84,22 @@ TEST_F(ShortPlans, AreWholeOnesWithAnyNumberOfStages) {
       }
 }
 
+// Where micro-batches go round the stages: of many blocks and few, as many rounds as there are kinds of turns, and more.
+TEST_F(ShortPlans, AreWholeOnesWithSeveralRuns) {
+  for (const auto& [stages, runs, layers] : {std::tuple{2, 2, 21}, {2, 3, 40}, {3, 2, 31}, {4, 2, 37}, {5, 2, 31}, {4, 3, 48}, {4, 2, 9}})
+    for (const int64_t rounds : {1, 2, 7}) {
+      const auto pick = stages + layers + rounds;
+      models::TrainConfig c = config_of(pick % 2 ? "gpt2" : "llama");
+      c.model.layers = layers;
+      c.sharding.pipeline = stages, c.sharding.pipeline_runs = runs;
+      c.sharding.strategy = std::vector{"zero1", "full_shard", "shard_grad_op", "replicate"}[static_cast<size_t>(pick % 4)];
+      c.train.recompute = std::vector{"none", "selective", "block"}[static_cast<size_t>(pick % 3)];
+      c.train.micro_batches = rounds * stages, c.train.batch = 2 * c.train.micro_batches;
+      c.model.tie_embeddings = pick % 7 < 3;
+      expect_short_plans_are_whole(c, 2 * stages, pick % 2 ? 4 : 3, str(stages, " stages of ", runs, " runs, ", layers, " blocks ", rounds, " rounds"));
+    }
+}
+
 TEST_F(ShortPlans, AreWholeOnesOnAllAxes) {
   struct Axes {
     int64_t pipeline, tensor, context, experts, replicas;
