@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 #include <string_view>
+#include <utility>
 
 #include "sheaf/models/plan.h"
 
@@ -16,6 +17,7 @@ struct Kind {
   bool backward, first, last;  // of its direction and run
   int64_t run;
   int before, behind;          // directions of its neighbours, and whether they are of another run; -1: none
+  int before_of_run;           // direction of the last one of its run
   auto operator<=>(const Kind&) const = default;
 };
 
@@ -23,12 +25,15 @@ std::vector<Kind> kinds_of(const std::vector<Turn>& turns) {
   int64_t micro_batches = 0;
   for (const Turn& turn : turns) micro_batches = std::max(micro_batches, turn.micro_batch + 1);
   std::vector<Kind> out;
+  std::map<int64_t, int> last_of_run;
   for (size_t i = 0; i < turns.size(); ++i) {
     const Turn& turn = turns[i];
+    const int before_of_run = std::exchange(last_of_run.try_emplace(turn.run, -1).first->second, turn.backward);
     const auto beside = [&](size_t other) {
       return other < turns.size() ? turns[other].backward + 2 * (turns[other].run != turn.run) : -1;
     };
-    out.push_back({turn.backward, turn.micro_batch == 0, turn.micro_batch + 1 == micro_batches, turn.run, beside(i - 1), beside(i + 1)});
+    out.push_back({turn.backward, turn.micro_batch == 0, turn.micro_batch + 1 == micro_batches, turn.run, beside(i - 1), beside(i + 1),
+                   before_of_run});
   }
   return out;
 }
@@ -197,7 +202,7 @@ class Stages {
   // So many that there are turns of every kind. Of one run each is between the same two but in the beginning and in the end; with
   // several, as many micro-batches as there are stages go round together, and what is around a turn comes again with the next so many.
   int64_t enough_micro_batches(int stage) const {
-    return runs_ == 1 ? std::min<int64_t>(stages_ - stage, config_.train.micro_batches) + 2 : 5 * stages_;
+    return runs_ == 1 ? std::min<int64_t>(stages_ - stage, config_.train.micro_batches) + 2 : 3 * stages_;
   }
   std::vector<Turn> turns(int stage, int64_t micro_batches) const {
     return one_forward_one_backward(stage, stages_, micro_batches, runs_);

@@ -15,7 +15,7 @@ namespace sheaf::models {
 namespace {
 
 struct Choice {
-  int64_t pipeline, context, experts, tensor, replicas;
+  int64_t pipeline, pipeline_runs, context, experts, tensor, replicas;
   bool secondary;
   std::string strategy;
   int64_t micro_batches;
@@ -34,6 +34,7 @@ struct Option {
 using Config = TrainConfig;
 const std::tuple kOptions{
     Option<int64_t>{"sharding.pipeline", &Choice::pipeline, [](Config& c) -> auto& { return c.sharding.pipeline; }, 1},
+    Option<int64_t>{"sharding.pipeline_runs", &Choice::pipeline_runs, [](Config& c) -> auto& { return c.sharding.pipeline_runs; }, 1},
     Option<int64_t>{"sharding.context", &Choice::context, [](Config& c) -> auto& { return c.sharding.context; }, 1},
     Option<int64_t>{"sharding.experts", &Choice::experts, [](Config& c) -> auto& { return c.sharding.experts; }, 1},
     Option<int64_t>{"sharding.tensor", &Choice::tensor, [](Config& c) -> auto& { return c.sharding.tensor; }, 1},
@@ -107,6 +108,10 @@ class Search {
     std::set<Choice> around;
     for (const Choice& x : best) around.merge(neighbours(x));
     for_all(std::vector(around.begin(), around.end()), [&](const Choice& x) { plan(x); });
+    best = fitting();
+    const auto pipeline = std::ranges::find_if(best, [](const Choice& x) { return x.pipeline > 1; });
+    if (pipeline != best.end() && done_.at(*pipeline)->seconds <= 1.5 * done_.at(best.front())->seconds)
+      for_all(with_runs(*pipeline), [&](const Choice& x) { plan(x); });
     return found();
   }
 
@@ -177,6 +182,7 @@ class Search {
             for (const int64_t r : replicas) {
               Choice x = choice_of(config_);
               x.pipeline = p, x.tensor = t, x.context = c, x.experts = e, x.replicas = r;
+              if (!keeps(&Choice::pipeline_runs)) x.pipeline_runs = 1;
               if (!keeps(&Choice::secondary)) x.secondary = false;
               // Stages would gather once for each micro-batch.
               if (!keeps(&Choice::strategy)) x.strategy = p > 1 ? "zero1" : "full_shard";
@@ -200,7 +206,8 @@ class Search {
   }
   int64_t micro_batches(int64_t at_least, const Choice& x) const {
     const int64_t most = most_micro_batches(x);
-    while (at_least < most && config_.train.batch % at_least != 0) ++at_least;
+    const auto suits = [&](int64_t n) { return config_.train.batch % n == 0 && (x.pipeline_runs == 1 || n % x.pipeline == 0); };
+    while (at_least < most && !suits(at_least)) ++at_least;
     return std::min(at_least, most);
   }
 
@@ -271,6 +278,23 @@ class Search {
     while (config_.train.batch % fewer != 0) --fewer;
     vary(&Choice::micro_batches, std::vector<int64_t>{fewer, micro_batches(2 * x.micro_batches, x)});
     if (x.replicas > 1) vary(&Choice::secondary, std::vector<bool>{true});
+    return out;
+  }
+
+  // Stages that micro-batches go round wait less and hold more: as many runs as leave none with many blocks more than others.
+  std::vector<Choice> with_runs(Choice x) const {
+    std::vector<Choice> out;
+    if (keeps(&Choice::pipeline_runs) || x.micro_batches % x.pipeline != 0) return out;
+    for (const int64_t runs : {2, 4}) {
+      const int64_t parts = x.pipeline * runs, blocks = config_.model.layers, largest = (blocks + parts - 1) / parts;
+      if (parts > blocks || 8 * largest * parts > 9 * blocks) continue;
+      x.pipeline_runs = runs;
+      for (const char* level : {"none", "selective", "block"}) {
+        if (keeps(&Choice::recompute) && level != x.recompute) continue;
+        x.recompute = level;
+        out.push_back(x);
+      }
+    }
     return out;
   }
 

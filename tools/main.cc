@@ -132,7 +132,7 @@ int run(int argc, char** argv) {
   plan_app->allow_extras();
   plan_app->footer(
       "Options of the configuration, --section.key value, stay as they are given here; otherwise the search chooses\n"
-      "sharding.strategy, .replicas, .secondary, .tensor, .context, .experts, .pipeline, train.micro_batches and\n"
+      "sharding.strategy, .replicas, .secondary, .tensor, .context, .experts, .pipeline, .pipeline_runs, train.micro_batches and\n"
       "train.recompute. Rates are those that large operations reach; nothing is measured.");
 
   sheaf::distributed::LaunchOptions launch;

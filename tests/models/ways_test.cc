@@ -55,11 +55,11 @@ double fastest_of_all(const models::TrainConfig& config, int world, const Machin
           for (const bool secondary : {false, true})
             for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"})
               for (const char* recompute : {"none", "selective", "block"})
-                for (const int64_t micro_batches : {1, 2, 4, 8}) {
-                  if (pipeline * tensor * context * replicas > world) continue;
+                for (const auto& [micro_batches, runs] : {std::pair{1, 1}, {2, 1}, {2, 2}, {4, 1}, {4, 2}, {8, 1}, {8, 2}}) {
+                  if (pipeline * tensor * context * replicas > world || (runs > 1 && pipeline != 2)) continue;
                   models::TrainConfig c = config;
                   auto& s = c.sharding;
-                  s.pipeline = pipeline, s.tensor = tensor, s.context = context, s.replicas = replicas;
+                  s.pipeline = pipeline, s.pipeline_runs = runs, s.tensor = tensor, s.context = context, s.replicas = replicas;
                   s.secondary = secondary, s.strategy = strategy;
                   c.train.recompute = recompute, c.train.micro_batches = micro_batches;
                   try {
