@@ -21,7 +21,7 @@ struct Turn {
 /// its time it waits (stages - 1) / (micro_batches + stages - 1). Stages take turns of different micro-batches: forwards may
 /// only send values on, to later stages, and not to all of them at once.
 ///
-/// With several `runs` (interleaved 1F1B; section 2.2 of the second paper) each stage has as many runs of blocks, and
+/// With several `runs` (interleaved 1F1B; section 2.2.2 of the second paper) each stage has as many runs of blocks, and
 /// micro-batches, whose number is a multiple of the stages', go round the stages that often. A turn is shorter, so a stage
 /// waits (stages - 1) / (micro_batches runs + stages - 1) of its time; it holds what it computed in up to
 /// (runs + 1) stages - 2 stage - 1 turns, and sends `runs` times as much. Throws ConfigError for what cannot be.
