@@ -118,6 +118,12 @@ TEST(Bench, Hosts) {
         << name;
 }
 
+TEST(Bench, Pipeline) {
+  const auto lines = bench("pipeline", "2-stages-of-2-runs-2-");
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_DOUBLE_EQ(lines.begin()->second.at("more").at("ideal ratio").as_double(), 1.2);
+}
+
 TEST(Bench, Init) {
   const auto lines = bench("init", "");
   ASSERT_EQ(lines.size(), 2u);

@@ -17,6 +17,7 @@ void allocator_suite(Session& session);
 void comm_suite(Session& session);
 void fsdp_suite(Session& session);
 void hosts_suite(Session& session);
+void pipeline_suite(Session& session);
 void memory_suite(Session& session);
 void init_suite(Session& session);
 void checkpoint_suite(Session& session);
@@ -36,6 +37,7 @@ inline constexpr Suite kSuites[] = {
     {"comm", comm_suite, true},
     {"fsdp", fsdp_suite, true},
     {"hosts", hosts_suite, false},
+    {"pipeline", pipeline_suite, false},
     {"memory", memory_suite, true},
     {"init", init_suite, false},
     {"checkpoint", checkpoint_suite, false},

@@ -1,0 +1,73 @@
+// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run: how
+// much less they wait for each other. Ranks are threads of this process, one for each stage, with a thread each.
+#include <algorithm>
+
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/tools/bench/suites.h"
+#include "sheaf/tools/bench/training.h"
+
+namespace sheaf::bench {
+namespace {
+
+struct Pipeline {
+  int stages, micro_batches, runs;
+};
+
+models::TrainConfig config_of(const Session& session, const Pipeline& p) {
+  // Untied, so that no stage has more than its blocks and a small table.
+  std::vector<std::string> more = {"--model.layers=8", "--train.batch=8", "--model.tie_embeddings=false", "--sharding.strategy=zero1",
+                                   str("--train.micro_batches=", p.micro_batches), str("--sharding.pipeline=", p.stages),
+                                   str("--sharding.pipeline_runs=", p.runs)};
+  return training_config(session.options().quick ? "nanogpt-f32-12x64" : "char-f32-16x256", more);
+}
+
+// Seconds of steps by rank 0's clock.
+std::vector<double> steps_of(const models::TrainConfig& config, int stages, int count) {
+  std::vector<double> seconds;
+  const auto train = [&](World& world) {
+    models::TrainingStep step(config, config.model.vocab, world, world.device());
+    const models::FillBatch fill = random_tokens(config);
+    int64_t done = 0;
+    for (int warm = 0; warm < 3; ++warm) step.run(done++, fill).loss.item();
+    for (int i = 0; i < count; ++i) {
+      world.communicator().barrier("bench").sync();
+      const double begin = now();
+      step.run(done++, fill).loss.item();
+      if (world.rank() == 0) seconds.push_back(now() - begin);
+    }
+  };
+  run_local(stages, train, {.threads_per_rank = 1});
+  return seconds;
+}
+
+void measure(Session& session, const Pipeline& p, Line& line) {
+  const int samples = session.samples(12), rounds = std::min(3, (samples + 3) / 4), count = samples / rounds;
+  std::vector<double> peers;
+  const auto add = [&](std::vector<double>& all, int runs) {
+    const std::vector<double> some = steps_of(config_of(session, {p.stages, p.micro_batches, runs}), p.stages, count);
+    all.insert(all.end(), some.begin(), some.end());
+  };
+  for (int round = 0; round < rounds; ++round) add(line.samples_s, p.runs), add(peers, 1);
+  line.peer = "one run of blocks in each stage";
+  line.peer_value = quantile(peers, 0.5);
+  // Of turns of a forward and a backward of all of a stage's blocks; the embedding, the head and the update are not in it.
+  const auto turns = [&](int runs) { return p.micro_batches + (p.stages - 1.0) / runs; };
+  line.more = {{"ideal ratio", turns(1) / turns(p.runs)}};
+}
+
+}  // namespace
+
+void pipeline_suite(Session& session) {
+  for (const int stages : {2, 4}) {
+    if (stages > std::max(2, session.machine().threads)) break;
+    for (const int rounds : {1, 2})
+      for (const int runs : {2, 4}) {
+        if (stages * runs > 8) continue;
+        const Pipeline p{stages, rounds * stages, runs};
+        session.line("pipeline", str(stages, "-stages-of-", runs, "-runs-", p.micro_batches, "-micro-batches"), Unit::seconds,
+                     [&](Line& line) { measure(session, p, line); });
+      }
+  }
+}
+
+}  // namespace sheaf::bench
