@@ -67,9 +67,6 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
   if (const int stages = ranks("stage"); stages > 1) {
     if (config.sharding.units != "block")
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
-    if (config.train.optimizer == "muon")
-      fail<ConfigError>("[train] train.optimizer muon: its matrices go round all ranks, which the stages of sharding.pipeline ", stages,
-                        " do not wait for");
     const int64_t runs = config.sharding.pipeline_runs;
     if (config.model.layers < stages * runs)
       fail<ConfigError>("[train] sharding.pipeline ", stages, runs > 1 ? str(" with sharding.pipeline_runs ", runs) : "", ": the model has ",

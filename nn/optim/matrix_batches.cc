@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <tuple>
 
 #include "sheaf/core/interned.h"
 #include "sheaf/core/rank_context.h"
@@ -36,8 +37,15 @@ int64_t largest_block(const Shape& shape, const OwnershipMap& cut, int ranks) {
 // The axis that cuts masters which another has cut already.
 int secondary_axis(const Unit& unit, const Layout& masters, int tensor_axis) {
   for (int a = 0; a < masters.num_axes(); ++a)
-    if (a != unit.axis() && a != tensor_axis && masters[a].is_shard() && masters.mesh()->size(a) > 1) return a;
+    if (a != unit.axis() && a != tensor_axis && a != unit.stage_axis() && masters[a].is_shard() && masters.mesh()->size(a) > 1) return a;
   return -1;
+}
+
+// Whole on every rank; of what is in a stage, on its ranks.
+Layout whole_in(const MeshSpec* mesh, const Stage& stage) {
+  Layout layout(mesh, Placement::invariant());
+  if (stage.axis >= 0) layout[stage.axis] = Placement::on(stage.index);
+  return layout;
 }
 
 // Some leaves of a flat buffer: where they lie in it, and what its equal slices have of them.
@@ -112,6 +120,7 @@ Bundle make_bundle(const ShardState& all, std::vector<Matrix> matrices, ShardSta
   out.matrices = std::move(matrices);
   out.axis = mesh ? unit.axis() : -1;
   out.tensor_axis = b.cut ? unit.cut_axis(b.leaves[0]) : -1;
+  if (size_of_axis(mesh, unit.stage_axis()) > 1) out.stage = {unit.stage_axis(), unit.stage()};
   const Layout& masters = b.shard.layout();
   const bool sharded = mesh && masters[out.axis].is_shard();
   const int secondary = secondary_axis(unit, masters, out.tensor_axis), tensor_ranks = size_of_axis(mesh, out.tensor_axis);
@@ -131,7 +140,7 @@ Bundle make_bundle(const ShardState& all, std::vector<Matrix> matrices, ShardSta
   for (auto slice = slices.begin(); slice != slices.end(); slice += groups)
     sizes.push_back(std::accumulate(slice, slice + groups, int64_t{0}));
 
-  Layout layout(mesh, Placement::invariant());
+  Layout layout = whole_in(mesh, out.stage);
   const Shape blocks = b.cut ? Shape{tensor_ranks} : Shape{};
   const int dim = blocks.rank();
   if (b.cut) layout[out.tensor_axis] = Placement::shard(0);
@@ -155,11 +164,11 @@ void choose_owners(std::span<Bundle> bundles) {
   for (Bundle& bundle : bundles)
     for (Matrix& m : bundle.matrices) all.emplace_back(&m, &bundle);
   std::ranges::stable_sort(all, std::greater<>(), [](const auto& entry) { return entry.first->cost(); });
-  std::map<std::pair<const MeshSpec*, int>, std::vector<int64_t>> loads;
+  std::map<std::tuple<const MeshSpec*, int, int>, std::vector<int64_t>> loads;
   for (const auto& [m, bundle] : all) {
     const MeshSpec* mesh = bundle->joined.layout.mesh();
     if (!mesh) continue;
-    std::vector<int64_t>& load = loads[{mesh, bundle->axis}];
+    std::vector<int64_t>& load = loads[{mesh, bundle->axis, bundle->stage.index}];
     load.resize(static_cast<size_t>(mesh->size(bundle->axis)));
     const auto least = std::ranges::min_element(load);
     *least += m->cost();
@@ -188,6 +197,7 @@ struct Member {
 struct Kind {
   const MeshSpec* mesh;
   int axis, tensor_axis;
+  Stage stage;
   DType dtype;
   int64_t rows, cols;
   OwnershipMap cut;
@@ -211,7 +221,7 @@ Batch make_batch(const Kind& kind, const std::vector<Member>& members) {
   }
   out.own = interned(own);
 
-  out.matrices = {kind.dtype, {k, kind.rows, kind.cols}, Layout(kind.mesh, Placement::invariant())};
+  out.matrices = {kind.dtype, {k, kind.rows, kind.cols}, whole_in(kind.mesh, kind.stage)};
   out.stacked = out.matrices;
   if (kind.tensor_axis >= 0) {
     out.cut = kind.cut;
@@ -225,7 +235,7 @@ Batch make_batch(const Kind& kind, const std::vector<Member>& members) {
   }
   out.shared = out.stacked;
   for (int a = 0; a < out.stacked.layout.num_axes(); ++a) {
-    if (a == kind.axis || kind.mesh->size(a) == 1) continue;
+    if (a == kind.axis || a == kind.stage.axis || kind.mesh->size(a) == 1) continue;
     out.shared.layout[a] = Placement::shard(OwnershipMap::even(dim).inner());
     out.matrices.layout[a] = Placement::shard(OwnershipMap::even(0).inner());
   }
@@ -243,7 +253,7 @@ std::vector<Batch> batches_of(std::span<const Bundle> all, const std::vector<int
     for (const Matrix& m : b.matrices) {
       int64_t& begin = at[static_cast<size_t>(m.owner)];
       for (const MatrixPart& p : m.parts) {
-        const Kind kind{mesh, b.axis, b.tensor_axis, b.joined.dtype, p.rows, p.cols,
+        const Kind kind{mesh, b.axis, b.tensor_axis, b.stage, b.joined.dtype, p.rows, p.cols,
                         b.tensor_axis >= 0 ? p.cut : OwnershipMap::even(0), i / kBundlesOfBatch};
         auto it = std::ranges::find(kinds, kind, [](const auto& entry) { return entry.first; });
         if (it == kinds.end()) it = kinds.insert(it, {kind, {}});
@@ -256,7 +266,7 @@ std::vector<Batch> batches_of(std::span<const Bundle> all, const std::vector<int
   for (const auto& [kind, members] : kinds) {
     int64_t at_once = std::max<int64_t>(kBatch / (kind.rows * kind.cols), 1);
     for (int a = 0; kind.mesh && a < kind.mesh->num_axes(); ++a)
-      if (a != kind.axis) at_once *= kind.mesh->size(a);
+      if (a != kind.axis && a != kind.stage.axis) at_once *= kind.mesh->size(a);
     std::vector<std::vector<Member>> rounds;
     std::map<int, int64_t> of_owner;
     for (const Member& m : members) {

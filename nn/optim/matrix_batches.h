@@ -14,7 +14,8 @@
 // With a secondary axis a rank has a part of what its group would have: [ranks, n], Shard(0)@axis Shard(1)@secondary, of
 // which n is the largest part; it is gathered along that axis first and joined, [n]. Of matrices that a tensor axis cuts a
 // rank has blocks, [ranks, n] with Shard(0)@tensor throughout, and stacks [ranks, k, room]: what shares out k then puts the
-// blocks of a matrix on one rank (an all_to_all, from Shard(0) to Shard(1 inner)), where they are put together.
+// blocks of a matrix on one rank (an all_to_all, from Shard(0) to Shard(1 inner)), where they are put together. Of a pipeline each
+// stage does all that with its own: everywhere, Shard(on it)@stages.
 #pragma once
 
 #include <optional>
@@ -45,11 +46,19 @@ struct Matrix {
   int64_t cost() const;
 };
 
+/// Of a pipeline: its ranks alone have these matrices, and orthogonalise them.
+struct Stage {
+  int axis = -1;  ///< of the mesh; -1: they are in none
+  int index = 0;
+  bool operator==(const Stage&) const = default;
+};
+
 /// Some parameters of a flat buffer, one after another: all that are matrices, or all others.
 struct Bundle {
   std::vector<Matrix> matrices;     ///< empty of others
   int axis = -1;                    ///< of the mesh, that shares the work; -1 without a mesh
   int tensor_axis = -1;             ///< that cuts these
+  Stage stage = {};
   Type at_rest, joined, owned;      ///< of all elements, in the masters' dtype
   Table parts = nullptr;            ///< pieces: where in the shard, where in what is at rest, elements
   Table slices = nullptr;           ///< of the ranks of a secondary axis: elements; null without one

@@ -39,9 +39,6 @@ Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options
   check<ConfigError>(options.orthogonalize.steps > 0, "[muon] ", options.orthogonalize.steps,
                      " Newton-Schulz steps: at least one");
   for (const ShardState& all : detail::flat_shards("muon", parameters)) {
-    if (const int axis = all.unit->stage_axis(); axis >= 0 && all.unit->mesh()->size(axis) > 1)
-      fail<ConfigError>("[muon] unit '", all.unit->name(), "' is in stage ", all.unit->stage(), " along axis '",
-                        all.unit->mesh()->name(axis), "': matrices go round all ranks, which stages do not wait for");
     std::vector<const nn::Parameter*> of_leaf(all.unit->leaves().size());
     for (const nn::Parameter& p : parameters)
       if (p.unit() == all.unit) of_leaf[p.index()] = &p;

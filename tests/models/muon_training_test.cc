@@ -113,6 +113,9 @@ TEST(MuonTraining, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
     c.sharding.replicas = 1, c.sharding.secondary = false;
     c.sharding.tensor = 2;
     expect_planned_tapes(c, 4);
+    c.sharding.tensor = 1, c.sharding.pipeline = 2;
+    expect_planned_tapes(c, 2);
+    expect_planned_tapes(c, 4);
   }
 }
 
@@ -154,13 +157,70 @@ TEST(MuonTraining, HalfOfTheStateOfMatricesIsGone) {
   EXPECT_LT(peak("muon"), peak("adamw") * 6 / 10);
 }
 
+// Each stage orthogonalises its own, whatever else shares them out. In f32 batches of other sizes add up in another order.
+TEST(MuonTraining, StagesHaveTheNumbersOfOneRank) {
+  const auto config = [](int64_t stages, int64_t runs, const char* strategy) {
+    models::TrainConfig c = tiny_pipeline(stages, "untied llama", strategy);
+    c.train.optimizer = "muon", c.train.lr = 0.02;
+    c.model = tiny_model("untied llama", 4, 4), c.model.layers = 5;
+    c.sharding.pipeline_runs = runs;
+    return c;
+  };
+  const auto train = [](const models::TrainConfig& c, int world) {
+    Whole whole;
+    run_local(world, [&](World& w) {
+      models::TrainingStep step(c, 13, w, Device::cpu(), {.masters = kF64});
+      for (int s = 0; s < 3; ++s) step.run(s, fill_tiny);
+      whole.collect(step.model().module(), false);
+    }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
+    return whole.values();
+  };
+  const Values expected = train(config(1, 1, "replicate"), 1);
+  const auto expect_same = [&](int world, int64_t stages, int64_t runs, const char* strategy, auto&& change) {
+    models::TrainConfig c = config(stages, runs, strategy);
+    change(c.sharding);
+    EXPECT_LE(max_difference(expected, train(c, world)), 1e-9) << world << ' ' << stages << ' ' << strategy;
+  };
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+    for (const int stages : {2, 3, 5}) expect_same(stages, stages, 1, strategy, [](auto&) {});
+    expect_same(4, 2, 1, strategy, [](auto&) {});
+    expect_same(6, 2, 2, strategy, [](auto&) {});
+  }
+  expect_same(8, 2, 1, "full_shard", [](auto& s) { s.replicas = 2; });
+  expect_same(8, 2, 1, "zero1", [](auto& s) { s.replicas = 2, s.secondary = true; });
+  expect_same(4, 2, 1, "full_shard", [](auto& s) { s.tensor = 2; });
+  expect_same(6, 3, 1, "full_shard", [](auto& s) { s.tensor = 2; });
+  expect_same(8, 2, 2, "zero1", [](auto& s) { s.context = 2, s.tensor = 2; });
+}
+
+// What a stage sends for its matrices stays within it, and a rank orthogonalises none of another stage.
+TEST(MuonTraining, StagesKeepTheirMatrices) {
+  models::TrainConfig c = tiny_pipeline(2);
+  c.train.optimizer = "muon";
+  for (const int rank : {0, 3}) {
+    const models::Plan plan = models::plan_step(c, 13, rank, 4, 1, "local");
+    int own = 0, others = 0;
+    run_local(4, [&](World& w) {
+      w.mesh({{"stage", 2, true}, {"data", 2}});
+      if (w.rank() != rank) return;
+      for (NodeId id = 0; id < plan.tape.num_nodes(); ++id) {
+        const Node& n = plan.tape.node(id);
+        for (const Transfer& t : transfers(plan.tape, n)) own += n.phase == Phase::update && t.name == "all_to_all" && t.axis == 1;
+        if (plan.tape.op_name(n) == "stack") others += plan.tape.type(plan.tape.output(n)).layout.is_elsewhere();
+      }
+    });
+    EXPECT_EQ(own, 2 * (rank == 0 ? 3 : 2)) << "there and back, of each block";
+    EXPECT_GT(others, 0);
+  }
+}
+
 // A step in f64 is that of one rank, and one more after it.
 TEST(MuonTraining, CheckpointsMoveBetweenMeshes) {
   const std::vector<Axes> meshes = {
       {{"data", 1}}, {{"data", 3}}, {{"data", 5}}, {{"replica", 3}, {"data", 1}}, {{"data", 2}, {"model", 2}},
       {{"data", 1}, {"model", 3}}, {{"data", 2}, {"model", 3}}, {{"replica", 2}, {"data", 1}, {"model", 2}},
       {{"secondary", 2}, {"data", 2}}, {{"secondary", 3}, {"data", 1}}, {{"secondary", 2}, {"data", 1}, {"model", 3}},
-      {{"data", 2}, {"context", 2}}};
+      {{"data", 2}, {"context", 2}}, {{"stage", 2, true}, {"data", 2}}};
   for (const char* type : {"gpt2", "llama"})
     for (const Axes& from : {Axes{{"replica", 2}, {"data", 2}}, Axes{{"secondary", 2}, {"data", 1}, {"model", 2}}}) {
       const ScratchFolder scratch;

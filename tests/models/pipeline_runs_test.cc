@@ -171,6 +171,20 @@ TEST(PipelineRuns, AUnitIsReducedOnceForEachMicroBatch) {
   }
 }
 
+// What is lent comes back where the next one is sent, and the rest at the end of all parts: nobody stops for a send in between.
+TEST(PipelineRuns, SendsComeBackWhereTheNextOnesGo) {
+  const models::TrainConfig c = going_round(3, 2);
+  const models::Plan plan = models::plan_step(c, 13, 1, 3, 1, "local");
+  const std::vector<Turn> turns = one_forward_one_backward(1, 3, 12, 2);
+  ASSERT_EQ(plan.turns.size(), turns.size() + 1);
+  for (size_t t = 8; t < turns.size(); ++t) {  // from the first backward on
+    int sent = 0;
+    for (NodeId id = plan.turns[t]; id < plan.turns[t + 1]; ++id) sent += plan.tape.op_name(plan.tape.node(id)) == "sent";
+    const bool first = turns[t].backward && turns[t].micro_batch == 0 && turns[t].run == 1;
+    EXPECT_EQ(sent, t + 1 == turns.size() ? 3 : !first) << t;
+  }
+}
+
 TEST(PipelineRuns, GenerateAndEvaluateAsOneRankDoes) {
   std::vector<int32_t> corpus;
   for (int32_t i = 0; i < 400; ++i) corpus.push_back(i * i % 13);

@@ -315,9 +315,6 @@ TEST(Pipeline, WhatCannotBeIsRefused) {
   models::TrainConfig c = tiny_pipeline(2);
   c.sharding.units = "none";
   EXPECT_THAT(refusal(2, c), HasSubstr("sharding.units none: the stages of sharding.pipeline 2 are of blocks"));
-  c = tiny_pipeline(2);
-  c.train.optimizer = "muon";
-  EXPECT_THAT(refusal(2, c), HasSubstr("train.optimizer muon"));
 }
 
 }  // namespace

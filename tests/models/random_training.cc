@@ -107,7 +107,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
   };
   int64_t world;
   do {
-    s.pipeline = t.optimizer == "muon" ? axis(1) : axis(m.layers);
+    s.pipeline = axis(m.layers);
     s.replicas = axis(4);
     s.context = axis(m.kv_heads);
     s.tensor = axis(m.kv_heads / s.context);
