@@ -68,85 +68,12 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   wanted_.assign(tape_.num_values(), false);
   for (int i = 0; i < tape_.num_values(); ++i) wanted_[i] = state(i).needs_grad;
   last_micro_batch_ = options.last_micro_batch;
-  ranges_.clear();  // of one that failed
-  rest_ = nullptr;
   ++turn_;
-  const auto begun = rests_.find(v);
-  const bool waits = begun != rests_.end() || !waiting_.empty();
-  if (waits && tape_.num_nodes() > floor_) end_segment();
-  if (!waits) {
-    ranges_.push_back({floor_, tape_.num_nodes(), {}});
-    reverse(loss, /*to_groups=*/true, /*keep=*/false);
-  } else {
-    std::vector<Segment> parts = begun == rests_.end() ? take_segments_of(v) : std::move(begun->second.parts);
-    size_t first = options.one_part ? parts.size() : 0;
-    while (first > 0 && std::ranges::all_of(parts.begin() + first, parts.end(), [](const Segment& s) { return s.groups.empty(); }))
-      --first;  // what was computed of a loss alone is no part
-    ranges_.assign(std::make_move_iterator(parts.begin() + first), std::make_move_iterator(parts.end()));
-    parts.resize(first);
-    if (first > 0 || begun != rests_.end()) {
-      rest_ = &rests_[v];
-      rest_->parts = std::move(parts);
-    }
-    std::vector<GroupState> ahead = std::exchange(groups_, {});
-    for (Segment& s : ranges_) take_groups(s.groups);
-    for (GroupState& g : ahead)
-      if (std::ranges::none_of(groups_, [&](const GroupState& own) { return own.group == g.group; })) groups_.push_back(std::move(g));
-    reverse(loss, /*to_groups=*/true, /*keep=*/false);
-    if (rest_ && rest_->parts.empty()) rests_.erase(v);
-    rest_ = nullptr;
-  }
+  choose_ranges(v, options.one_part);
+  reverse(loss, /*to_groups=*/true, /*keep=*/false);
   ranges_.clear();
-}
-
-// One state for each group, whose uses begin with the first.
-void Recording::take_groups(std::vector<GroupState>& groups) {
-  for (GroupState& g : groups) {
-    const auto own = std::ranges::find(groups_, g.group, &GroupState::group);
-    if (own == groups_.end()) groups_.push_back(std::move(g));
-    else own->first_use = std::min(own->first_use, g.first_use);
-  }
-}
-
-// Those whose parameters lead to the loss wait no longer. Of others, where a loss of an earlier micro-batch was scaled or added
-// to another, only that is taken.
-std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
-  std::vector<bool> leads(static_cast<size_t>(tape_.num_values()));
-  leads[static_cast<size_t>(loss)] = true;
-  std::vector<Segment> taken;  // the last first
-  for (size_t s = waiting_.size(); s-- > 0;) {
-    const size_t before = taken.size();
-    bool used = false;  // parameters of this segment
-    for (NodeId id = waiting_[s].end - 1; id >= waiting_[s].begin; --id) {
-      const Node& n = tape_.node(id);
-      bool leading = false;
-      for (int o = 0; o < n.num_outputs; ++o)
-        leading = leading || (leads[static_cast<size_t>(tape_.output(n, o))] && !state(tape_.output(n, o)).group);
-      if (!leading || !n.op) continue;
-      if (taken.size() > before && taken.back().begin == id + 1) taken.back().begin = id;
-      else taken.push_back({id, id + 1, {}});
-      for (const ValueId v : tape_.inputs(n)) {
-        used = used || state(v).recipe;
-        if (state(v).needs_grad) leads[static_cast<size_t>(v)] = true;
-      }
-    }
-    if (!used) continue;
-    taken.resize(before);
-    taken.push_back(std::move(waiting_[s]));
-    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
-  }
-  std::ranges::reverse(taken);
-  return taken;
-}
-
-bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
-  return std::ranges::any_of(segments, [&](const Segment& s) { return s.begin <= node && node < s.end; });
-}
-
-bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
-  return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
-           return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
-         }));
+  if (rest_ && rest_->parts.empty()) rests_.erase(v);
+  rest_ = nullptr;
 }
 
 std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options) {
@@ -257,16 +184,6 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
   } else {
     pass_groups(-1);
   }
-}
-
-// What reaches the parts before waits for their backward.
-void Recording::keep_gradients_of_rest() {
-  rest_->begun = true;
-  rest_->gradients.clear();
-  for (const Segment& s : rest_->parts)
-    for (NodeId id = s.begin; id < s.end; ++id)
-      for (int o = 0; o < tape_.node(id).num_outputs; ++o)
-        if (const ValueId v = tape_.output(tape_.node(id), o); gradients_[v]) rest_->gradients.emplace_back(v, std::move(gradients_[v]));
 }
 
 void Recording::reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep) {

@@ -96,20 +96,6 @@ Tensor Recording::random_state(Device device) {
   return random_state_;
 }
 
-void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
-  begin_turn(first_sample, random_state);
-  calls_[first_sample].clear();
-}
-
-void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_state) { begin_turn(first_sample, random_state); }
-
-void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
-  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
-  ++turn_;
-  options_.first_sample = first_sample;
-  random_state_ = random_state;
-}
-
 ValueId Recording::value_of(const Tensor& t) const {
   if (t.impl().recording == serial_) return t.impl().value;
   const auto it = leaves_.find(t.id());
@@ -284,15 +270,6 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
   state.contributed.resize(n);
   state.slots.resize(n);
   return state;
-}
-
-// What was gathered ahead, and not used, is for what comes next.
-void Recording::end_segment() {
-  const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
-  std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
-  groups_.erase(ahead, groups_.end());
-  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next))});
-  floor_ = tape_.num_nodes();
 }
 
 Recording::GroupState& Recording::group_state(LeafGroup* group) {

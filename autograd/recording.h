@@ -230,7 +230,7 @@ class Recording {
   void take_back_offloaded();
   void onload(Region& region);
   void onload_last_before(NodeId end);
-  /// Nodes [begin, end) of a micro-batch that no backward has come to, and the groups it used.
+  /// Nodes [begin, end) that no backward has come to, and the groups they use: see [Note: micro-batches].
   struct Segment {
     NodeId begin, end;
     std::vector<GroupState> groups;
@@ -238,6 +238,7 @@ class Recording {
   void end_segment();
   void begin_turn(int64_t first_sample, const Tensor& random_state);
   void take_groups(std::vector<GroupState>& groups);
+  void choose_ranges(ValueId loss, bool one_part);
   std::vector<Segment> take_segments_of(ValueId loss);
   static bool is_in(const std::vector<Segment>& segments, NodeId node);
   void keep_gradients_of_rest();

@@ -2,6 +2,7 @@
 // hold it after the job's communicators are gone; MeshRuntime is the abstract object behind which communication sits.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,9 @@ class MeshSpec {
 
 class Communicator;
 
+/// Along a chain.
+enum class Toward : uint8_t { next, before };
+
 /// What one rank needs of a mesh at run time. Implemented by distributed/.
 class MeshRuntime {
  public:
@@ -47,10 +51,9 @@ class MeshRuntime {
   /// other, so that neither waits for the other.
   virtual Communicator& gather_lane(int axis) = 0;
   virtual Communicator& reduce_lane(int axis) = 0;
-  /// Of a chain: from the rank of this coordinate to the next one, or back to the one before, of which this rank is one. The
-  /// two count as 0 and 1 there, in their order along the axis. In a ring of two each is before the other and behind it, by
-  /// different links.
-  virtual Communicator& link(int axis, int from, bool back) = 0;
+  /// Of a chain: from the rank of this coordinate to a neighbour; this rank is one of them. The two count as 0 and 1 there, in
+  /// their order along the axis. In a ring of two each is before the other and behind it, by links of their own.
+  virtual Communicator& link(int axis, int from, Toward to) = 0;
 };
 
 }  // namespace sheaf

@@ -37,12 +37,13 @@ DeviceMesh::DeviceMesh(const MeshSpec* spec, int rank, Transport& transport) : s
   }
 }
 
-Communicator& DeviceMesh::link(int axis, int from, bool back) {
+Communicator& DeviceMesh::link(int axis, int from, Toward to) {
   const Links& links = links_[axis];
-  const int me = coordinates_[axis], size = spec_->size(axis), to = (from + (back ? size - 1 : 1)) % size;
-  const auto& link = from == me ? (back ? links.to_before : links.to_next) : (back ? links.from_next : links.from_before);
-  if (!link || (from != me && to != me))
-    fail<PlacementError>("[mesh] rank ", me, " along axis ", axis, " has no link from rank ", from, " to rank ", to);
+  const bool on = to == Toward::next;
+  const int me = coordinates_[axis], size = spec_->size(axis), there = (from + (on ? 1 : size - 1)) % size;
+  const auto& link = from == me ? (on ? links.to_next : links.to_before) : (on ? links.from_before : links.from_next);
+  if (!link || (from != me && there != me))
+    fail<PlacementError>("[mesh] rank ", me, " along axis ", axis, " has no link from rank ", from, " to rank ", there);
   return *link;
 }
 

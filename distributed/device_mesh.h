@@ -30,7 +30,7 @@ class DeviceMesh final : public MeshRuntime {
   int coordinate(int axis) const override { return coordinates_[axis]; }
   Communicator& gather_lane(int axis) override { return *gather_[axis]; }
   Communicator& reduce_lane(int axis) override { return *reduce_[axis]; }
-  Communicator& link(int axis, int from, bool back) override;
+  Communicator& link(int axis, int from, Toward to) override;
 
  private:
   /// Of this rank and its neighbours along a chain: what comes from the one before, and so on.

@@ -35,7 +35,7 @@ struct Send {
     MeshRuntime* runtime = RankContext::current().runtime(a.to.mesh());
     if (!runtime) fail<PlacementError>("[send] this rank has not joined mesh ", a.to.mesh()->to_string());
     const int from = c.input_type(0).layout[a.axis].map().owner(), to = a.to[a.axis].map().owner();
-    Communicator& link = runtime->link(a.axis, from, a.back != 0);
+    Communicator& link = runtime->link(a.axis, from, a.back ? Toward::before : Toward::next);
     if (c.device().is_meta() && link.kind() != "simulated") return;
     c.stream();  // the lane's calls go behind it
     const bool sends = RankContext::current().coordinate(a.to.mesh(), a.axis) == from;

@@ -56,20 +56,27 @@ double pairing(const std::vector<LocalPart>& a, const std::vector<LocalPart>& b)
   return sum;
 }
 
-int64_t received(MeshRuntime& mesh, int ranks, bool chain) {
+enum class Links { none, chain, ring };
+void PrintTo(Links links, std::ostream* out) { *out << (links == Links::none ? "none" : links == Links::chain ? "chain" : "ring"); }
+
+MeshSpec::Axis axis_of(int ranks, Links links) { return {"data", ranks, links == Links::chain, links == Links::ring}; }
+
+int64_t received(MeshRuntime& mesh, int ranks, Links links) {
   int64_t bytes = mesh.gather_lane(0).bytes_received();
-  const int me = mesh.coordinate(0);
-  for (const int other : {me - 1, me + 1})
-    if (chain && other >= 0 && other < ranks)
-      bytes += mesh.link(0, me, other).bytes_received() + mesh.link(0, other, me).bytes_received();
+  const int me = mesh.coordinate(0), before = (me + ranks - 1) % ranks, next = (me + 1) % ranks;
+  if (links == Links::none || ranks == 1) return bytes;
+  if (me > 0 || links == Links::ring)
+    bytes += mesh.link(0, me, Toward::before).bytes_received() + mesh.link(0, before, Toward::next).bytes_received();
+  if (me + 1 < ranks || links == Links::ring)
+    bytes += mesh.link(0, me, Toward::next).bytes_received() + mesh.link(0, next, Toward::before).bytes_received();
   return bytes;
 }
 
-// Ranks, and whether they are a chain.
-class Redistribute : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+// Ranks, and how they are linked.
+class Redistribute : public ::testing::TestWithParam<std::tuple<int, Links>> {};
 
 TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
-  const auto [ranks, chain] = GetParam();
+  const auto [ranks, links] = GetParam();
   for (const Shape& shape : {Shape{7, 5}, Shape{4, 1, 6}, Shape{12, 2}, Shape{3}, Shape{0, 4}, Shape{}}) {
     const std::vector<Placement> all = placements(shape, ranks);
     const auto n = static_cast<size_t>(shape.numel());
@@ -78,8 +85,8 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
     std::vector<Parts> pairs(all.size() * all.size());
     for (Parts& p : pairs)
       for (auto* v : {&p.x, &p.y, &p.w, &p.g}) v->resize(static_cast<size_t>(ranks));
-    run_local(ranks, [&, ranks = ranks, chain = chain](World& world) {
-      const Mesh joined = world.mesh({{"data", ranks, chain}});
+    run_local(ranks, [&, ranks = ranks, links = links](World& world) {
+      const Mesh joined = world.mesh({axis_of(ranks, links)});
       const MeshSpec* mesh = joined.spec;
       const auto rank = static_cast<size_t>(world.rank());
       const PoisonScope poison;
@@ -115,7 +122,7 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
           }
         }
       }
-      EXPECT_EQ(foreseen, received(*joined.runtime, ranks, chain)) << "what tapes say is received, and what was";
+      EXPECT_EQ(foreseen, received(*joined.runtime, ranks, links)) << "what tapes say is received, and what was";
     }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
     for (size_t from = 0; from < all.size(); ++from) {
       for (size_t to = 0; to < all.size(); ++to) {
@@ -133,12 +140,12 @@ TEST_P(Redistribute, EveryPairKeepsTheValueAndHasItsAdjoint) {
 
 // A transposed view lies in memory in another order than its elements count.
 TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
-  const auto [ranks, chain] = GetParam();
+  const auto [ranks, links] = GetParam();
   const Shape shape{7, 5}, turned{5, 7};
   const std::vector<Placement> from = placements(turned, ranks), to = placements(shape, ranks);
   const Values x = integers(35, "x");
-  run_local(ranks, [&, ranks = ranks, chain = chain](World& world) {
-    const MeshSpec* mesh = world.mesh({{"data", ranks, chain}}).spec;
+  run_local(ranks, [&, ranks = ranks, links = links](World& world) {
+    const MeshSpec* mesh = world.mesh({axis_of(ranks, links)}).spec;
     const PoisonScope poison;
     for (const Placement& p : from) {
       if (p.is_shard() && p.map().is_flat()) continue;  // has no dimensions to exchange
@@ -150,7 +157,7 @@ TEST_P(Redistribute, ViewsAreSentAsTheirCopies) {
   }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Combine(::testing::Range(1, 6), ::testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(Worlds, Redistribute, ::testing::Combine(::testing::Range(1, 6), ::testing::Values(Links::none, Links::chain, Links::ring)));
 
 // What has an owner is one kind of cut, however it is written.
 TEST(Ownership, IntervalsGoToTheirOwners) {

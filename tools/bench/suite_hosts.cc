@@ -39,7 +39,8 @@ struct Steps {
 // The axis that leads to the other host is the first; if it is the only one, a peer is on this one.
 double bytes_from_elsewhere(const Mesh& mesh) {
   int64_t bytes = mesh.runtime->gather_lane(0).bytes_received() + mesh.runtime->reduce_lane(0).bytes_received();
-  if (mesh.spec->is_chain(0)) bytes += mesh.runtime->link(0, 0, false).bytes_received() + mesh.runtime->link(0, 1, true).bytes_received();
+  if (mesh.spec->is_chain(0))
+    bytes += mesh.runtime->link(0, 0, Toward::next).bytes_received() + mesh.runtime->link(0, 1, Toward::before).bytes_received();
   const double there = mesh.spec->num_axes() > 1 ? 1 : static_cast<double>(kRanks - kRanksPerHost) / (kRanks - 1);
   return there * static_cast<double>(bytes);
 }

@@ -1,0 +1,123 @@
+// [Note: micro-batches] Several of them may be recorded before a backward differentiates one. The tape is then divided into
+// segments: where the next micro-batch begins, or one goes on that was begun before (a part of it). Each segment knows which
+// groups of leaves it used and how far back; a backward takes those that lead to its loss, and leaves the others for backwards of
+// their own. Of a loss whose parts are differentiated one by one, those before the last, and the gradients that have reached them,
+// wait as its rest.
+#include <algorithm>
+
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+
+void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
+  begin_turn(first_sample, random_state);
+  calls_[first_sample].clear();
+}
+
+void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_state) { begin_turn(first_sample, random_state); }
+
+void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
+  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
+  ++turn_;
+  options_.first_sample = first_sample;
+  random_state_ = random_state;
+}
+
+// What was gathered ahead, and not used, is for what comes next.
+void Recording::end_segment() {
+  const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
+  std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
+  groups_.erase(ahead, groups_.end());
+  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next))});
+  floor_ = tape_.num_nodes();
+}
+
+// What a backward of this loss differentiates: all that leads to it, or the last part of that.
+void Recording::choose_ranges(ValueId loss, bool one_part) {
+  ranges_.clear();  // of one that failed
+  rest_ = nullptr;
+  const auto begun = rests_.find(loss);
+  if (begun == rests_.end() && waiting_.empty()) {
+    ranges_.push_back({floor_, tape_.num_nodes(), {}});
+    return;
+  }
+  if (tape_.num_nodes() > floor_) end_segment();
+  std::vector<Segment> parts = begun == rests_.end() ? take_segments_of(loss) : std::move(begun->second.parts);
+  size_t first = one_part ? parts.size() : 0;
+  const auto uses_no_group = [](const Segment& s) { return s.groups.empty(); };
+  while (first > 0 && std::all_of(parts.begin() + static_cast<std::ptrdiff_t>(first), parts.end(), uses_no_group))
+    --first;  // what was computed of a loss alone is no part
+  const auto split = parts.begin() + static_cast<std::ptrdiff_t>(first);
+  ranges_.assign(std::make_move_iterator(split), std::make_move_iterator(parts.end()));
+  parts.erase(split, parts.end());
+  if (!parts.empty() || begun != rests_.end()) {
+    rest_ = &rests_[loss];
+    rest_->parts = std::move(parts);
+  }
+  std::vector<GroupState> ahead = std::exchange(groups_, {});
+  for (Segment& s : ranges_) take_groups(s.groups);
+  for (GroupState& g : ahead)
+    if (std::ranges::find(groups_, g.group, &GroupState::group) == groups_.end()) groups_.push_back(std::move(g));
+}
+
+// One state for each group, whose uses begin with the first.
+void Recording::take_groups(std::vector<GroupState>& groups) {
+  for (GroupState& g : groups) {
+    const auto own = std::ranges::find(groups_, g.group, &GroupState::group);
+    if (own == groups_.end()) groups_.push_back(std::move(g));
+    else own->first_use = std::min(own->first_use, g.first_use);
+  }
+}
+
+// Those whose parameters lead to the loss wait no longer. Of others, where a loss of an earlier micro-batch was scaled or added
+// to another, only that is taken.
+std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
+  std::vector<bool> leads(static_cast<size_t>(tape_.num_values()));
+  leads[static_cast<size_t>(loss)] = true;
+  std::vector<Segment> taken;  // the last first
+  for (size_t s = waiting_.size(); s-- > 0;) {
+    const size_t before = taken.size();
+    bool used = false;  // parameters of this segment
+    for (NodeId id = waiting_[s].end - 1; id >= waiting_[s].begin; --id) {
+      const Node& n = tape_.node(id);
+      bool leading = false;
+      for (int o = 0; o < n.num_outputs; ++o)
+        leading = leading || (leads[static_cast<size_t>(tape_.output(n, o))] && !state(tape_.output(n, o)).group);
+      if (!leading || !n.op) continue;
+      if (taken.size() > before && taken.back().begin == id + 1) taken.back().begin = id;
+      else taken.push_back({id, id + 1, {}});
+      for (const ValueId v : tape_.inputs(n)) {
+        used = used || state(v).recipe;
+        if (state(v).needs_grad) leads[static_cast<size_t>(v)] = true;
+      }
+    }
+    if (!used) continue;
+    taken.resize(before);
+    taken.push_back(std::move(waiting_[s]));
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
+  }
+  std::ranges::reverse(taken);
+  return taken;
+}
+
+bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
+  return std::ranges::any_of(segments, [&](const Segment& s) { return s.begin <= node && node < s.end; });
+}
+
+bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
+  return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
+           return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
+         }));
+}
+
+// What reaches the parts before waits for their backward.
+void Recording::keep_gradients_of_rest() {
+  rest_->begun = true;
+  rest_->gradients.clear();
+  for (const Segment& s : rest_->parts)
+    for (NodeId id = s.begin; id < s.end; ++id)
+      for (int o = 0; o < tape_.node(id).num_outputs; ++o)
+        if (const ValueId v = tape_.output(tape_.node(id), o); gradients_[v]) rest_->gradients.emplace_back(v, std::move(gradients_[v]));
+}
+
+}  // namespace sheaf

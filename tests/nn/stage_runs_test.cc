@@ -1,0 +1,168 @@
+// Stages of several runs of units, which micro-batches go round: the order of turns, where blocks are, and a model of one's own.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/distributed/pipeline.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/layers/stages.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kRows = 2, kLength = 3, kVocab = 11;
+
+std::string order_of(int stage, int stages, int64_t micro_batches, int64_t runs) {
+  std::string out;
+  for (const auto& [backward, micro, run] : one_forward_one_backward(stage, stages, micro_batches, runs))
+    out += str(out.empty() ? "" : " ", backward ? "B" : "F", micro, static_cast<char>('a' + run));
+  return out;
+}
+
+// As many micro-batches as stages go through a run before the next.
+TEST(TurnsOfRuns, GoesRoundTheStages) {
+  EXPECT_EQ(order_of(1, 2, 4, 2), "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a");
+  EXPECT_EQ(order_of(0, 2, 4, 2), "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a");
+  EXPECT_EQ(order_of(2, 3, 3, 2), "F0a F1a F2a F0b B0b F1b B1b F2b B2b B0a B1a B2a");
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [] { one_forward_one_backward(0, 3, 4, 2); }),
+              HasSubstr("4 micro-batches are not a multiple of the 3 stages that they go round 2 times"));
+}
+
+// A stage computes nothing whose inputs it has not sent for, and nobody waits for a message that comes behind one that nobody
+// takes: neighbours send and receive in the same order, and no send has to wait for one before it for ever.
+TEST(TurnsOfRuns, NoStageWaitsForEver) {
+  for (int stages = 2; stages <= 6; ++stages)
+    for (int64_t runs = 1; runs <= 4; ++runs)
+      for (int64_t micro_batches = stages; micro_batches <= 4 * stages; micro_batches += runs > 1 ? stages : 1) {
+        // Where a value is, by micro-batch: parts of forward and backward together, in order.
+        const int64_t parts = 2 * stages * runs;
+        std::vector<int64_t> at(static_cast<size_t>(micro_batches));
+        std::vector<std::vector<Turn>> turns;
+        for (int s = 0; s < stages; ++s) turns.push_back(one_forward_one_backward(s, stages, micro_batches, runs));
+        std::vector<size_t> next(static_cast<size_t>(stages));
+        for (bool moved = true; moved;) {
+          moved = false;
+          for (int s = 0; s < stages; ++s) {
+            auto& n = next[static_cast<size_t>(s)];
+            for (; n < turns[static_cast<size_t>(s)].size(); ++n, moved = true) {
+              const auto& [backward, micro, run] = turns[static_cast<size_t>(s)][n];
+              const int64_t part = run * stages + s;
+              if (at[static_cast<size_t>(micro)] != (backward ? parts - 1 - part : part)) break;
+              ++at[static_cast<size_t>(micro)];
+            }
+          }
+        }
+        EXPECT_THAT(at, ::testing::Each(parts)) << stages << ' ' << runs << ' ' << micro_batches;
+      }
+}
+
+TEST(Blocks, AreInRunsOfStages) {
+  std::string all;
+  for (int64_t i = 0; i < 9; ++i) all += std::to_string(stage_of_block(i, 9, 2, 2));
+  EXPECT_EQ(all, "000110011");
+  EXPECT_EQ(end_of_run(0, 0, 9, 2, 2), 5);  // where its second run begins
+  EXPECT_EQ(end_of_run(0, 1, 9, 2, 2), 7);
+  EXPECT_EQ(end_of_run(1, 0, 9, 2, 2), 9);
+  for (int stages = 1; stages <= 5; ++stages)
+    for (int64_t runs = 1; runs <= 3; ++runs)
+      for (int64_t blocks = stages * runs; blocks <= 3 * stages * runs; ++blocks)
+        for (int s = 0; s < stages; ++s) {
+          int64_t begin = 0, own = 0;
+          for (int64_t run = 0; run < runs; ++run) {
+            const int64_t end = end_of_run(run, s, blocks, stages, runs);
+            int entered = 0;  // runs of its own blocks: one
+            for (int64_t b = begin; b < end; ++b) {
+              const bool here = stage_of_block(b, blocks, stages, runs) == s;
+              own += here;
+              entered += here && (b == begin || stage_of_block(b - 1, blocks, stages, runs) != s);
+            }
+            EXPECT_EQ(entered, 1) << stages << ' ' << runs << ' ' << blocks;
+            begin = end;
+          }
+          EXPECT_EQ(begin, blocks);
+          EXPECT_GE(own, runs);
+        }
+}
+
+using Gradients = std::vector<std::vector<double>>;
+
+// A model whose forward comes in parts.
+struct InParts : TinyModel {
+  using TinyModel::TinyModel;
+  /// Blocks [begin, end) of x, which is tokens at first, and logits at last.
+  Tensor part(Tensor x, int64_t begin, int64_t end) {
+    const auto scope = enter();
+    if (begin == 0) x = table(x);
+    for (int64_t i = begin; i < end; ++i) x = blocks[static_cast<size_t>(i)](x);
+    return end == std::ssize(blocks) ? linear(norm(x), table.weight) : x;
+  }
+};
+
+constexpr int64_t kBlocks = 7;
+
+Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::string& strategy) {
+  Gradients out;
+  run_local(stages * data, [&](World& w) {
+    const Mesh mesh = w.mesh({{"stage", stages, true, /*ring=*/true}, {"data", data}});
+    InParts model(kBlocks);
+    shard(model, mesh, {.stage_axis = "stage", .stage_runs = runs, .units = nn::units_of<TinyBlock>(), .strategy = strategy});
+    materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
+    const int stage = mesh.coordinate("stage");
+    constexpr int64_t kParts = 6;
+    std::vector<Tensor> x(kParts), losses(kParts);
+    Recording recording;
+    for (const auto [backward, micro, run] : one_forward_one_backward(stage, stages, kParts, runs)) {
+      const auto m = static_cast<size_t>(micro);
+      if (backward) {
+        recording.backward(losses[m], {.last_micro_batch = micro + 1 == kParts, .one_part = true});
+        continue;
+      }
+      run == 0 ? recording.next_micro_batch(kRows * micro) : recording.resume_micro_batch(kRows * micro);
+      const Layout on_first = Layout(mesh.spec).with(0, Placement::on(0)).with(1, Placement::shard(0));
+      const Layout cut = Layout(mesh.spec).with(1, Placement::shard(0));
+      if (run == 0) x[m] = redistribute(token_rows({}, kRows, kLength, kVocab, micro), on_first);
+      const int64_t begin = run == 0 ? 0 : end_of_run(run - 1, stage, kBlocks, stages, runs);
+      x[m] = model.part(std::exchange(x[m], {}), begin, end_of_run(run, stage, kBlocks, stages, runs));
+      if (run + 1 < runs) continue;
+      const Tensor targets = redistribute(token_rows({}, kRows, kLength, kVocab, micro + 1), cut);
+      losses[m] = nn::sum_over_stages(cross_entropy(std::exchange(x[m], {}), targets));
+    }
+    recording.take();
+    for (const nn::Parameter& p : model.parameters()) {
+      const Tensor g = full_gradient(p);
+      if (w.rank() == 0) out.push_back(g.to_vector<double>());
+    }
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+  return out;
+}
+
+TEST(StageRuns, HaveTheGradientsOfOneRank) {
+  const Gradients expected = gradients_of_runs(1, 1, 1, "replicate");
+  for (const auto& [stages, runs, data] : {std::tuple{2, 2, 1}, {2, 3, 1}, {3, 2, 1}, {1, 3, 1}, {1, 2, 2}, {2, 2, 2}})
+    for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
+      const Gradients actual = gradients_of_runs(stages, runs, data, strategy);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (size_t p = 0; p < expected.size(); ++p)
+        for (size_t i = 0; i < expected[p].size(); ++i)
+          ASSERT_NEAR(actual[p][i], expected[p][i], 1e-12) << stages << ' ' << runs << ' ' << data << ' ' << strategy;
+    }
+}
+
+TEST(StageRuns, WhatCannotBeIsRefused) {
+  run_local(2, [](World& w) {
+    const auto refusal = [&](bool ring) {
+      TinyModel model(3);
+      const Mesh mesh = w.mesh({{"stage", 2, true, ring}, {"data", 1}});
+      const ShardOptions options{.stage_axis = "stage", .stage_runs = 2, .units = nn::units_of<TinyBlock>()};
+      return message_of<ConfigError>(ExitCode::kConfig, [&] { shard(model, mesh, options); });
+    };
+    EXPECT_THAT(refusal(false), HasSubstr("stage_runs 2: runs of units are those of a stage axis that is a ring"));
+    EXPECT_THAT(refusal(true), HasSubstr("3 units cannot be the 2 runs of the 2 stages of axis 'stage'"));
+  }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
