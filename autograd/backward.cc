@@ -70,7 +70,12 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   last_micro_batch_ = options.last_micro_batch;
   ++turn_;
   choose_ranges(v, options.one_part);
-  reverse(loss, /*to_groups=*/true, /*keep=*/false);
+  try {
+    reverse(loss, /*to_groups=*/true, /*keep=*/false);
+  } catch (...) {
+    rests_.erase(v);  // its gradients are lost
+    throw;
+  }
   ranges_.clear();
   if (rest_ && rest_->parts.empty()) rests_.erase(v);
   rest_ = nullptr;
@@ -147,6 +152,8 @@ void Recording::pass_groups(NodeId node) {
   };
   pass(groups_);
   for (const Segment& s : waiting_) pass(s.groups);
+  for (const auto& [loss, rest] : rests_)
+    for (const Segment& s : rest.parts) pass(s.groups);
 }
 
 void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {

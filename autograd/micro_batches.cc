@@ -12,9 +12,13 @@ namespace sheaf {
 void Recording::next_micro_batch(int64_t first_sample, const Tensor& random_state) {
   begin_turn(first_sample, random_state);
   calls_[first_sample].clear();
+  micro_batch_ = micro_batch_of_[first_sample] = ++micro_batches_;
 }
 
-void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_state) { begin_turn(first_sample, random_state); }
+void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_state) {
+  begin_turn(first_sample, random_state);
+  micro_batch_ = micro_batch_of_[first_sample];
+}
 
 void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
@@ -28,7 +32,7 @@ void Recording::end_segment() {
   const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
   std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
   groups_.erase(ahead, groups_.end());
-  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next))});
+  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_});
   floor_ = tape_.num_nodes();
 }
 
@@ -96,7 +100,15 @@ std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
     taken.push_back(std::move(waiting_[s]));
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
   }
-  std::ranges::reverse(taken);
+  // With a part of a micro-batch go those before it, though all that they use may be frozen.
+  for (size_t s = waiting_.size(); s-- > 0;) {
+    const auto is_part_of = [&](const Segment& t) { return !t.groups.empty() && t.micro_batch == waiting_[s].micro_batch && t.begin > waiting_[s].begin; };
+    if (waiting_[s].micro_batch == 0 || std::ranges::none_of(taken, is_part_of)) continue;
+    std::erase_if(taken, [&](const Segment& t) { return t.begin >= waiting_[s].begin && t.end <= waiting_[s].end; });
+    taken.push_back(std::move(waiting_[s]));
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
+  }
+  std::ranges::sort(taken, {}, &Segment::begin);
   return taken;
 }
 
@@ -104,7 +116,8 @@ bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
   return std::ranges::any_of(segments, [&](const Segment& s) { return s.begin <= node && node < s.end; });
 }
 
-bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
+bool Recording::is_last_micro_batch_of(const LeafGroup* group, bool of_all_parts) const {
+  if (of_all_parts && rest_ && !rest_->parts.empty()) return false;
   return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
            return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
          }));

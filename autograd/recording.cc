@@ -275,9 +275,16 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
 Recording::GroupState& Recording::group_state(LeafGroup* group) {
   const auto is_it = [&](const GroupState& g) { return g.group.get() == group; };
   if (const auto it = std::ranges::find_if(groups_, is_it); it != groups_.end()) return *it;
-  if (!to_groups_)  // gradient() goes through all micro-batches
-    for (Segment& s : waiting_)
-      if (const auto it = std::ranges::find_if(s.groups, is_it); it != s.groups.end()) return *it;
+  if (!to_groups_) {  // gradient() goes through all micro-batches
+    const auto in = [&](std::vector<Segment>& segments) -> GroupState* {
+      for (Segment& s : segments)
+        if (const auto it = std::ranges::find_if(s.groups, is_it); it != s.groups.end()) return &*it;
+      return nullptr;
+    };
+    if (GroupState* found = in(waiting_)) return *found;
+    for (auto& [loss, rest] : rests_)
+      if (GroupState* found = in(rest.parts)) return *found;
+  }
   fail<LifetimeError>("[backward] this part of the recording was differentiated before: its parameters of unit '",
                       group->group_name(), "' are closed");
 }

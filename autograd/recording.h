@@ -149,8 +149,9 @@ class Recording {
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
   bool in_backward() const { return phase_ == Phase::backward; }
   bool in_recompute_scope() const { return in_region_; }
-  /// Of the backward under way, of which no part before this one uses `group`.
-  bool is_last_micro_batch_of(const LeafGroup* group) const;
+  /// Of the backward under way, of which no part before this one uses `group`; or, where other parts of the step are still to come
+  /// on ranks that share the group, of which there is no part before this one.
+  bool is_last_micro_batch_of(const LeafGroup* group, bool of_all_parts = false) const;
 
  private:
   friend class Vjp;
@@ -234,6 +235,7 @@ class Recording {
   struct Segment {
     NodeId begin, end;
     std::vector<GroupState> groups;
+    int64_t micro_batch = 0;  // by number
   };
   void end_segment();
   void begin_turn(int64_t first_sample, const Tensor& random_state);
@@ -270,6 +272,8 @@ class Recording {
   std::vector<Lent> lent_;
   uint64_t turn_ = 0;                                    // micro-batches and backwards begun
   NodeId floor_ = 0;                                     // where the last segment begins, whose groups are groups_
+  int64_t micro_batch_ = 0, micro_batches_ = 0;          // which one it is of, of so many that were begun
+  std::unordered_map<int64_t, int64_t> micro_batch_of_;  // the last one with this first sample
   std::vector<Segment> waiting_;                         // segments before it
   std::vector<Segment> ranges_;                          // of the backward under way
   /// Of a loss whose last parts are differentiated: those before, in order, and the gradients that they begin with.

@@ -26,6 +26,7 @@ struct Mesh {
 class DeviceMesh final : public MeshRuntime {
  public:
   DeviceMesh(const MeshSpec* spec, int rank, Transport& transport);
+  ~DeviceMesh() override;
 
   int coordinate(int axis) const override { return coordinates_[axis]; }
   Communicator& gather_lane(int axis) override { return *gather_[axis]; }
@@ -35,12 +36,13 @@ class DeviceMesh final : public MeshRuntime {
  private:
   /// Of this rank and its neighbours along a chain: what comes from the one before, and so on.
   struct Links {
-    std::unique_ptr<Communicator> from_before, to_before, to_next, from_next;
+    Communicator *from_before = nullptr, *to_before = nullptr, *to_next = nullptr, *from_next = nullptr;
   };
   const MeshSpec* spec_;
   std::vector<int> coordinates_;
   std::vector<std::unique_ptr<Communicator>> gather_, reduce_;
   std::vector<Links> links_;  // by axis
+  std::vector<std::unique_ptr<Communicator>> all_links_;  // in the order of all ranks
 };
 
 }  // namespace sheaf

@@ -57,8 +57,9 @@ void Unit::finish(const std::vector<bool>& contributed) {
   } else if (gathers()) {
     discard_gathered();
   }
-  const bool last = Recording::current()->is_last_micro_batch_of(this);
-  if (last && gathers()) drop_copies();
+  // What all stages have is summed over them: while one still goes round, another would wait there for it.
+  const bool last = Recording::current()->is_last_micro_batch_of(this, /*of_all_parts=*/stage_axis_ < 0);
+  if (last && gathers() && state_ != State::in_flight) drop_copies();
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
   std::fill(slots_.begin(), slots_.end(), Tensor());

@@ -18,14 +18,17 @@ class LanguageModel {
   /// are ignored. Partial over the axes that cut them or the model.
   virtual Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) = 0;
   /// loss() in parts: on from `at` to before block `until`, and from the last block to the loss, which is undefined before.
-  virtual Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens, const Tensor& targets, double divide_by) = 0;
+  virtual Tensor loss_until(int64_t /*until*/, ForwardProgress& /*at*/, const Tensor& /*tokens*/, const Tensor& /*targets*/,
+                            double /*divide_by*/) {
+    fail<ConfigError>("[model] the forward of this model has no parts (LanguageModel::loss_until)");
+  }
   /// [B, 1, vocab]: logits of the token after these, which come after those that `cache` has read.
   virtual Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) = 0;
   /// Picks the modules that become units of their own: the transformer blocks.
   virtual bool is_block(const nn::Module& module) const = 0;
   /// Of a pipeline of so many stages with so many runs of blocks in each, the one that `module` is in, or -1: blocks in their
   /// order, a token table that is no head in the first, such a head in the last.
-  virtual int stage_of(const nn::Module& module, int stages, int64_t runs) const = 0;
+  virtual int stage_of(const nn::Module& /*module*/, int /*stages*/, int64_t /*runs*/) const { return -1; }
 };
 
 /// Builds the model that `config` describes, without memory. `vocab` replaces config.vocab where that is 0.

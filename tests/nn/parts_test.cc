@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/autograd/custom_vjp.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -39,9 +40,11 @@ struct Outcome {
   std::vector<int64_t> live;  // bytes after each turn
 };
 
-Outcome outcome_of(const Turns& turns) {
+Outcome outcome_of(const Turns& turns, bool first_is_frozen = false) {
   Outcome out;
   Skipping model;
+  if (first_is_frozen)
+    for (nn::Parameter& p : model.first.parameters()) p.freeze();
   shard(model, {}, {.units = nn::units_of<TinyBlock>()});
   materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
   Allocator& memory = *RankContext::current().memory(Device::cpu());
@@ -69,7 +72,8 @@ Outcome outcome_of(const Turns& turns) {
     }
     recording.take();
   }
-  for (const nn::Parameter& p : model.parameters()) out.gradients.push_back(full_gradient(p).to_vector<double>());
+  for (const nn::Parameter& p : model.parameters())
+    if (p.trainable()) out.gradients.push_back(full_gradient(p).to_vector<double>());
   return out;
 }
 
@@ -85,6 +89,40 @@ TEST(Parts, HaveTheGradientsOfTheWhole) {
                              Turns{{'a', 0}, {'a', 1}, {'b', 0}, {'c', 0}, {'A', 0}, {'b', 1}, {'B', 0}, {'a', 2}, {'C', 0}, {'c', 1}, {'W', 1},
                                    {'b', 2}, {'c', 2}, {'A', 2}, {'W', 2}}})
     EXPECT_EQ(outcome_of(turns).gradients, expected);
+}
+
+// No gradient comes to a part all of which is frozen, but its turn does.
+TEST(Parts, MayBeFrozen) {
+  const auto expected = outcome_of(kInOrder, true).gradients;
+  EXPECT_EQ(expected.size(), outcome_of(kInOrder).gradients.size() * 2 / 3);
+  EXPECT_EQ(outcome_of({{'a', 0}, {'a', 1}, {'b', 0}, {'b', 1}, {'c', 0}, {'A', 0}, {'c', 1}, {'A', 1}, {'B', 0}, {'B', 1}, {'a', 2}, {'C', 0},
+                        {'C', 1}, {'b', 2}, {'c', 2}, {'A', 2}, {'B', 2}, {'C', 2}}, true).gradients, expected);
+}
+
+// A part that fails takes the rest with it: what reached the parts before is lost.
+TEST(Parts, AreOverWhereOneFails) {
+  Skipping model;
+  shard(model, {}, {.units = nn::units_of<TinyBlock>()});
+  materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
+  bool fails = true;
+  Recording recording;
+  recording.next_micro_batch(0);
+  const Tensor x = model.first(full_of({kF64, {2, 7}, {}}, 0.5));
+  recording.resume_micro_batch(0);
+  const Tensor y = custom_vjp([](const Tensor& t) { return t * 2.0; },
+                              [&](Vjp& c) {
+                                if (fails) fail<DataError>("[test] fails");
+                                c.set(0, c.grad() * 2.0);
+                              }, model.second(x));
+  recording.resume_micro_batch(0);
+  const Tensor loss = sum(model.third(y));
+  recording.backward(loss, {.one_part = true});
+  const Tensor xs[] = {x};
+  fails = false;
+  EXPECT_EQ(recording.gradient(sum(y), xs)[0].shape(), x.shape()) << "of a part that waits";
+  fails = true;
+  EXPECT_THROW(recording.backward(loss, {.one_part = true}), DataError);
+  EXPECT_THROW(recording.backward(loss, {.one_part = true}), LifetimeError);
 }
 
 // Each part's backward gives back what that part kept.

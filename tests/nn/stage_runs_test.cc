@@ -101,17 +101,25 @@ struct InParts : TinyModel {
   }
 };
 
-constexpr int64_t kBlocks = 7;
+constexpr int64_t kBlocks = 8;
 
-Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::string& strategy) {
+Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::string& strategy, bool norm_is_a_unit = false) {
   Gradients out;
   run_local(stages * data, [&](World& w) {
     const Mesh mesh = w.mesh({{"stage", stages, true, /*ring=*/true}, {"data", data}});
     InParts model(kBlocks);
-    shard(model, mesh, {.stage_axis = "stage", .stage_runs = runs, .units = nn::units_of<TinyBlock>(), .strategy = strategy});
+    ShardOptions options{.stage_axis = "stage", .stage_runs = runs, .units = nn::units_of<TinyBlock>(), .strategy = strategy};
+    if (norm_is_a_unit) {
+      options.stage_runs = 1;
+      options.units = nn::units_where([](nn::Module& m, const std::string& path) { return path == "norm" || dynamic_cast<TinyBlock*>(&m); });
+      options.stage_of = [stages, runs](const nn::Module&, const std::string& path) {
+        return path == "norm" ? -1 : stage_of_block(std::stoll(path.substr(path.find('.') + 1)), kBlocks, stages, runs);
+      };
+    }
+    shard(model, mesh, options);
     materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
     const int stage = mesh.coordinate("stage");
-    constexpr int64_t kParts = 6;
+    constexpr int64_t kParts = 12;
     std::vector<Tensor> x(kParts), losses(kParts);
     Recording recording;
     for (const auto [backward, micro, run] : one_forward_one_backward(stage, stages, kParts, runs)) {
@@ -148,6 +156,18 @@ TEST(StageRuns, HaveTheGradientsOfOneRank) {
       for (size_t p = 0; p < expected.size(); ++p)
         for (size_t i = 0; i < expected[p].size(); ++i)
           ASSERT_NEAR(actual[p][i], expected[p][i], 1e-12) << stages << ' ' << runs << ' ' << data << ' ' << strategy;
+    }
+}
+
+// A unit that all stages have, and that the last run alone uses: while others still go round, no stage waits for its sum.
+TEST(StageRuns, MayHaveAUnitOfAllStagesAtTheirEnd) {
+  const Gradients expected = gradients_of_runs(1, 1, 1, "replicate");
+  for (const auto& [stages, runs] : {std::pair{2, 2}, {3, 2}, {4, 2}})
+    for (const char* strategy : {"full_shard", "zero1"}) {
+      const Gradients actual = gradients_of_runs(stages, runs, 1, strategy, /*norm_is_a_unit=*/true);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (size_t p = 0; p < expected.size(); ++p)
+        for (size_t i = 0; i < expected[p].size(); ++i) ASSERT_NEAR(actual[p][i], expected[p][i], 1e-12) << stages << ' ' << strategy;
     }
 }
 
