@@ -77,7 +77,8 @@ struct Gpt : nn::Module {
   /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
   Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
   /// Where `module` is in a pipeline of so many stages with so many runs of blocks in each (ShardOptions::stage_of): blocks in
-  /// their order, as many in each; tables that are not tied in the first and the last. -1: what all stages have, such as the last norm and a tied table.
+  /// their order, as many in each; tables that are not tied in the first and the last. -1: what all stages have, such as the
+  /// last norm and a tied table.
   int stage_of(const nn::Module& module, int stages, int64_t runs = 1) const;
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(wte, wpe, dropout, blocks, ln_f, head);

@@ -111,6 +111,16 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
   return run;
 }
 
+Values parameters_f64(const models::TrainConfig& config, int world, int steps) {
+  Whole whole;
+  run_local(world, [&](World& w) {
+    models::TrainingStep step(config, 13, w, Device::cpu(), {.masters = kF64});
+    for (int s = 0; s < steps; ++s) step.run(s, fill_tiny);
+    whole.collect(step.model().module(), false);
+  }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
+  return whole.values();
+}
+
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
   EXPECT_EQ(a.losses, b.losses);
   EXPECT_EQ(a.norms, b.norms);

@@ -81,6 +81,8 @@ struct TrainedRun {
 /// Trains `steps` steps on `world` local ranks of one thread each; on a GPU, they share it.
 TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
                       const std::function<void(models::TrainingStep&)>& inspect = {}, Device device = {});
+/// Parameters after `steps` steps in f64 on `world` local ranks.
+Values parameters_f64(const models::TrainConfig& config, int world, int steps);
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
 /// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose

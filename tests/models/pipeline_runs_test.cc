@@ -6,6 +6,7 @@
 #include "sheaf/autograd/checks.h"
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/models/generate.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -89,21 +90,11 @@ TEST(PipelineRuns, GoWithAllOtherAxes) {
     c.model.layers = 5;
     return c;
   };
-  const auto train = [](const models::TrainConfig& c, int world) {
-    Values out;
-    Whole whole;
-    run_local(world, [&](World& w) {
-      models::TrainingStep step(c, 13, w, Device::cpu(), {.masters = kF64});
-      for (int s = 0; s < 2; ++s) step.run(s, fill_tiny);
-      whole.collect(step.model().module(), false);
-    }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
-    return whole.values();
-  };
-  const Values one = train(config(1, 1, false), 1), mixture = train(config(1, 1, true), 1);
+  const Values one = parameters_f64(config(1, 1, false), 1, 2), mixture = parameters_f64(config(1, 1, true), 1, 2);
   const auto expect_same = [&](int world, auto&& change, bool experts = false) {
     models::TrainConfig c = config(2, 2, experts);
     change(c.sharding);
-    EXPECT_LE(max_difference(experts ? mixture : one, train(c, world)), 1e-9) << world;
+    EXPECT_LE(max_difference(experts ? mixture : one, parameters_f64(c, world, 2)), 1e-9) << world;
   };
   expect_same(4, [](auto& s) { s.replicas = 2; });
   expect_same(8, [](auto& s) { s.replicas = 2; });
@@ -202,11 +193,23 @@ TEST(PipelineRuns, GenerateAndEvaluateAsOneRankDoes) {
   for (const auto& [stages, runs] : kShapes) EXPECT_EQ(outcome(stages, runs), expected) << stages << runs;
 }
 
-// A run of blocks for a run of stages: parameters and checkpoints are those of any mesh.
+// Parameters are those of any mesh, and so are checkpoints: saved by stages of two runs, a run goes on in others bit for bit.
 TEST(PipelineRuns, CheckpointsGoToOtherRuns) {
   const TrainedRun expected = train_tiny(going_round(1, 1), 1, 3);
-  const auto config = [](int64_t stages, int64_t runs) { return going_round(stages, runs); };
-  EXPECT_EQ(train_tiny(config(3, 2), 3, 3).parameters, expected.parameters);
+  EXPECT_EQ(train_tiny(going_round(3, 2), 3, 3).parameters, expected.parameters);
+  const ScratchFolder folder;
+  train_tiny(going_round(2, 2), 2, 2, [&](models::TrainingStep& step) {
+    models::save_checkpoint(folder.path(), 2, step.model().module(), {&step.optimizer()}, step.world());
+  });
+  for (const auto& [stages, runs] : {Shape2{1, 1}, {2, 4}, {3, 2}}) {
+    Whole whole;
+    train_tiny(going_round(stages, runs), stages, 0, [&](models::TrainingStep& step) {
+      ASSERT_TRUE(models::load_checkpoint(folder.path(), step.model().module(), {&step.optimizer()}, step.world()));
+      step.run(2, fill_tiny);
+      whole.collect(step.model().module(), false);
+    });
+    EXPECT_EQ(whole.values(), expected.parameters) << stages << ' ' << runs;
+  }
 }
 
 TEST(PipelineRuns, WhatCannotBeIsRefused) {
