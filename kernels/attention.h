@@ -21,7 +21,7 @@ namespace sheaf::kernels {
 /// documents one behind another: query t sees keys begins[b, t] <= s <= t, where begins[b, t] is the
 /// place of its document's first token; causal only, and as many keys as queries. Blocks of queries
 /// and keys then begin where documents do, so a document, packed among others, has the bits that it
-/// has alone, and the work is that of its length.
+/// has alone, and the work is that of its length (but for cuDNN's).
 struct AttentionMask {
   bool causal;
   View begins;  ///< without a shape: there is one document
@@ -53,11 +53,12 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 }  // namespace cpu
 
 /// The same on a GPU, enqueued on `stream`, for D up to 256: by cuDNN where it takes the operands
-/// (cudnn_attention.h: causal, without documents, bf16 or f16, as many keys as queries), else by our own kernels
+/// (cudnn_attention.h: causal, bf16 or f16, as many keys as queries), else by our own kernels
 /// (attention_blocked.h), which also run where the workspace is less than cuDNN wants. Both give
-/// the same bits at every run. Ours keep the promise above that a row depends on nothing but what
-/// it sees; with cuDNN the same call gives the same bits, but another B or T may mean another
-/// kernel of its own. The first call of a shape asks cuDNN for a plan (half a second on the host):
+/// the same bits at every run. Ours keep the promises above that a row depends on nothing but what
+/// it sees, and that documents cost what their lengths do; with cuDNN the same call gives the same
+/// bits, but another B or T may mean another kernel of its own, and what lies before a document is
+/// computed and hidden. The first call of a shape asks cuDNN for a plan (half a second on the host):
 /// it must not be in a stream capture.
 namespace cuda {
 

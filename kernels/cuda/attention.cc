@@ -43,7 +43,7 @@ Attention forward(const View& q, const View& k, const View& v, const AttentionMa
           .out = out,
           .lse = lse,
           .causal = mask.causal,
-          .documents = mask.has_documents(),
+          .begins = mask.begins,
           .scale = scale};
 }
 
@@ -60,7 +60,7 @@ Attention backward(const View& q, const View& k, const View& v, const View& out,
           .dk = dk,
           .dv = dv,
           .causal = mask.causal,
-          .documents = mask.has_documents(),
+          .begins = mask.begins,
           .scale = scale};
 }
 

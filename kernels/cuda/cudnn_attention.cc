@@ -34,6 +34,7 @@ enum Id : int64_t {
   kScale,    // by value
   kMasked,
   kOne,
+  kBegins,
 };
 
 constexpr cudnnDataType_t kFloat = CUDNN_DATA_FLOAT;
@@ -69,12 +70,23 @@ struct Sizes {
   }
 };
 
-/// scores where the key does not come after the query, else kMasked.
-Handle mask(Graph& g, const Sizes& s, Handle scores) {
+bool has_documents(const Attention& a) { return a.begins.rank() > 0; }
+
+/// scores where the key does not come after the query, nor before its document, else kMasked.
+Handle mask(Graph& g, const Attention& a, Handle scores) {
+  const Sizes s(a);
   const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
   const Handle key = g.index(3, scores, g.between(CUDNN_DATA_INT32, s.scores()));
-  const Handle seen = g.at_least(query, key, g.between(CUDNN_DATA_BOOLEAN, s.scores()));
-  return g.select(seen, scores, g.scalar(kMasked), g.between(kFloat, s.scores()));
+  const auto keep = [&](Handle x, Handle at_least) {
+    const Handle seen = g.at_least(x, at_least, g.between(CUDNN_DATA_BOOLEAN, s.scores()));
+    scores = g.select(seen, scores, g.scalar(kMasked), g.between(kFloat, s.scores()));
+  };
+  if (has_documents(a)) {  // a choice of its own: of "both", cuDNN 9.19 makes no attention
+    const int64_t stride = a.begins.strides[0];
+    keep(key, g.tensor(kBegins, CUDNN_DATA_INT32, {s.batch, 1, s.tokens, 1}, {stride, stride, 1, 1}));
+  }
+  keep(query, key);
+  return scores;
 }
 
 Graph forward_graph(const Attention& a) {
@@ -85,7 +97,7 @@ Graph forward_graph(const Attention& a) {
   const Handle q = s.tensor(g, kQ, a.q), k = s.transposed(g, kK, a.k), v = s.tensor(g, kV, a.v);
   const Handle products = g.matmul(q, k, scores());
   const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, g.scalar(kScale), scores());
-  const Handle masked = mask(g, s, scaled);
+  const Handle masked = mask(g, a, scaled);
   const Handle largest = g.reduce(CUDNN_REDUCE_TENSOR_MAX, masked, statistic());
   const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, masked, largest, scores());
   const Handle weights = g.pointwise(CUDNN_POINTWISE_EXP, shifted, nullptr, scores());
@@ -121,7 +133,7 @@ Graph backward_graph(const Attention& a) {
   const Handle products = g.matmul(q, k, scores());
   const Handle scaled = g.pointwise(CUDNN_POINTWISE_MUL, products, scale, scores());
   const Handle shifted = g.pointwise(CUDNN_POINTWISE_SUB, scaled, lse, scores());
-  const Handle masked = mask(g, s, shifted);  // in the place where NVIDIA's own graphs have it
+  const Handle masked = mask(g, a, shifted);  // in the place where NVIDIA's own graphs have it
   const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, masked, nullptr, scores());
 
   // A product with the transposed scores, summed over the query heads that share a key head.
@@ -224,6 +236,7 @@ void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Att
   std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};
+  if (has_documents(a)) ids.push_back(kBegins), pointers.push_back(a.begins.data);
   if (is_backward(a)) {
     ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kOne});
     pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, &one});

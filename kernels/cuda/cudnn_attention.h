@@ -18,7 +18,7 @@ struct Attention {
   View q, k, v, out, lse;
   View dout = {}, dq = {}, dk = {}, dv = {};  ///< backward only
   bool causal = true;
-  bool documents = false;  ///< the mask keeps documents apart
+  View begins = {};  ///< i32[B, T], where documents begin (AttentionMask), if they are kept apart
   double scale = 1;
   /// Backward: dq has the same bits at every run. cuDNN then wants workspace for the gradients of
   /// all scores, in the operands' type: 2 B H T T bytes, whatever the heads' width, one T rounded

@@ -34,17 +34,18 @@ void plan(const Attention& a) {
 void run(const Attention& a, Workspace workspace) {
   std::memset(workspace.data, 0xff, kWorkspace);  // it is ours to use
   const bool backward = a.dout.rank() != 0;
+  const AttentionMask mask(a.causal, a.begins);
   const size_t bytes = backward
                            ? cpu::attention_backward_workspace(a.q, a.k, a.v, a.out, a.lse, a.dout,
-                                                               a.causal, a.dq, a.dk, a.dv)
-                           : cpu::attention_workspace(a.q, a.k, a.v, a.causal, a.out, a.lse);
+                                                               mask, a.dq, a.dk, a.dv)
+                           : cpu::attention_workspace(a.q, a.k, a.v, mask, a.out, a.lse);
   std::vector<Line> lines(bytes / sizeof(Line) + 1);
   const Workspace scratch{lines.data(), lines.size() * sizeof(Line)};
   if (backward)
-    cpu::attention_backward(a.q, a.k, a.v, a.out, a.lse, a.dout, a.causal, a.scale, a.dq, a.dk,
+    cpu::attention_backward(a.q, a.k, a.v, a.out, a.lse, a.dout, mask, a.scale, a.dq, a.dk,
                             a.dv, scratch);
   else
-    cpu::attention(a.q, a.k, a.v, a.causal, a.scale, a.out, a.lse, scratch);
+    cpu::attention(a.q, a.k, a.v, mask, a.scale, a.out, a.lse, scratch);
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ void cut(const Attention& a, int dim, int64_t parts, std::vector<Attention>& out
     for (View* v : {&part.q, &part.k, &part.v, &part.out, &part.dout, &part.dq, &part.dk, &part.dv})
       *v = part_of(*v, dim, parts, i);
     part.lse = part_of(a.lse, dim == 0 ? 0 : 1, parts, i);
+    if (dim == 0) part.begins = part_of(a.begins, 0, parts, i);
   }
 }
 
@@ -61,7 +62,6 @@ std::string layout_refusal(const Attention& a) {
   const bool backward = a.dout.rank() != 0;
   if (a.q.dtype != kBF16 && a.q.dtype != kF16) return str("for bf16 and f16, not ", a.q.dtype);
   if (!a.causal) return "causal attention only";
-  if (a.documents) return "one document a sequence only";
   std::vector<const View*> operands{&a.q, &a.k, &a.v, &a.out};
   if (backward) operands.insert(operands.end(), {&a.dout, &a.dq, &a.dk, &a.dv});
   for (const View* v : operands) {
@@ -84,6 +84,13 @@ std::string layout_refusal(const Attention& a) {
   if (q[3] % 8 != 0 || q[3] > 128) return str("heads of 8, 16, .., 128 elements, not of ", q[3]);
   if (a.lse.dtype != kF32 || !a.lse.contiguous() || a.lse.numel() != q[0] * q[1] * q[2])
     return str("lse must be dense f32: ", a.lse.shape, " of ", a.lse.dtype);
+  const View& begins = a.begins;
+  if (begins.rank() != 0 &&
+      (begins.dtype != kI32 || begins.shape != Shape{q[0], q[1]} || begins.strides[1] != 1 ||
+       begins.strides[0] <= 0 || begins.strides[0] % 4 != 0 ||
+       reinterpret_cast<uintptr_t>(begins.data) % 16 != 0))
+    return str("where documents begin must be i32[B, T], rows at multiples of 16 bytes: ",
+               begins.shape, " of ", begins.dtype, " with strides ", begins.strides);
   return "";
 }
 
@@ -91,7 +98,7 @@ std::vector<int64_t> plan_key(const Attention& a) {
   std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2], a.dout.rank() != 0,
                            a.deterministic};
   key.insert(key.end(), a.q.shape.begin(), a.q.shape.end());
-  for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv})
+  for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv, &a.begins})
     key.insert(key.end(), v->strides.begin(), v->strides.end());
   return key;
 }

@@ -17,25 +17,27 @@ struct Results {
 };
 
 /// Forward and backward; workspace is asked for without memory and `less` than that is given.
-Results run(const AttentionData& data, const AttentionMask& mask = true, size_t less = 0) {
+Results run(const AttentionData& data, bool causal = true, size_t less = 0) {
   const AttentionOnGpu g(data);
+  const AttentionMask mask(causal, g.mask.begins), asked(causal, data.apart ? without_data(g.begins) : View());
   const auto blank = [](const View& x) { return without_data(x); };
   const auto scratch = [&](size_t bytes) { return GpuScratch(bytes > less ? bytes - less : 0); };
   const int64_t before = cuda::cudnn::attention_calls();
   cuda::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, mask, data.scale, g.out, g.lse,
                   scratch(cuda::attention_workspace(blank(g.x.q), blank(g.x.k), blank(g.x.v),
-                                                    mask, blank(g.out), blank(g.lse))));
+                                                    asked, blank(g.out), blank(g.lse))));
   cuda::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout, mask,
                            data.scale, g.d.q, g.d.k, g.d.v,
                            scratch(cuda::attention_backward_workspace(
                                blank(g.x.q), blank(g.x.k), blank(g.x.v), blank(g.out), blank(g.lse),
-                               blank(g.dout), mask, blank(g.d.q), blank(g.d.k), blank(g.d.v))));
+                               blank(g.dout), asked, blank(g.d.q), blank(g.d.k), blank(g.d.v))));
   return {g.out.back(), g.lse.back(), g.dqkv.back(), cuda::cudnn::attention_calls() - before};
 }
 
 /// By our own kernels.
-Results run_blocked(const AttentionData& data, const AttentionMask& mask = true) {
+Results run_blocked(const AttentionData& data, bool causal = true) {
   const AttentionOnGpu g(data);
+  const AttentionMask mask(causal, g.mask.begins);
   cuda::blocked::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, mask, data.scale, g.out, g.lse);
   cuda::blocked::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout,
                                     mask, data.scale, g.d.q, g.d.k, g.d.v,
@@ -57,32 +59,31 @@ const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 192, 4, 2, 128};
 TEST(AttentionChoice, CudnnComputesWhatItTakes) {
   SHEAF_NEEDS_CUDNN();
   for (const AttentionCase& c : {kGpt, kGrouped})
-    for (DType d : {kBF16, kF16}) {
-      const AttentionData data(c, d);
-      const ExpectedAttention want(data);
-      const Results got = run(data);
-      EXPECT_EQ(got.by_cudnn, 2) << name(d) << c.heads;
-      EXPECT_LT(scaled_error(got.out, values(want.out)), 4 * epsilon(d)) << name(d) << c.heads;
-      EXPECT_LT(scaled_error(got.lse, values(want.lse)), 1e-5) << name(d) << c.heads;
-      EXPECT_LT(scaled_error(got.dqkv, values(want.dqkv)), 8 * epsilon(d)) << name(d) << c.heads;
-    }
+    for (DType d : {kBF16, kF16})
+      for (const std::vector<int64_t>& documents : {std::vector<int64_t>{}, {50}}) {
+        const AttentionData data(c, d, documents);
+        const ExpectedAttention want(data);
+        const Results got = run(data);
+        const std::string where = str(d, c.heads, documents.empty() ? "" : ", documents");
+        EXPECT_EQ(got.by_cudnn, 2) << where;
+        EXPECT_LT(scaled_error(got.out, values(want.out)), 4 * epsilon(d)) << where;
+        EXPECT_LT(scaled_error(got.lse, values(want.lse)), 1e-5) << where;
+        EXPECT_LT(scaled_error(got.dqkv, values(want.dqkv)), 8 * epsilon(d)) << where;
+      }
 }
 
 TEST(AttentionChoice, OurOwnKernelsComputeTheRest) {
   SHEAF_NEEDS_GPU();
-  const auto is_ours = [](const AttentionData& data, const AttentionMask& mask, const char* what) {
-    const Results got = run(data, mask);
+  const auto is_ours = [](const AttentionData& data, bool causal, const char* what) {
+    const Results got = run(data, causal);
     EXPECT_EQ(got.by_cudnn, 0) << what;
-    EXPECT_TRUE(same(got, run_blocked(data, mask))) << what;
+    EXPECT_TRUE(same(got, run_blocked(data, causal))) << what;
   };
   is_ours({kGpt, kF32}, true, "f32");
   is_ours({kGpt, kF64}, true, "f64");
   is_ours({kGpt, kBF16}, false, "without a mask");
-  Array begins(kI32, {kGpt.batch, kGpt.tokens});
-  begins.fill([](int64_t i) { return i % kGpt.tokens < 50 ? 0.0 : 50.0; });
-  const OnGpu documents(begins);
-  is_ours({kGpt, kBF16}, {true, documents}, "documents");
   is_ours({{2, 100, 3, 3, 64}, kBF16}, true, "100 tokens");
+  is_ours({{2, 100, 3, 3, 64}, kBF16, {50}}, true, "100 tokens of documents");
   is_ours({{1, 64, 2, 1, 160}, kBF16}, true, "wide heads");
   is_ours({{1, 64, 3, 3, 20}, kBF16}, true, "rows not at 16 bytes");
 }

@@ -15,20 +15,34 @@ struct AttentionCase {
   Shape statistics() const { return {batch, heads, tokens}; }
 };
 
-/// On the host: operands filled, results blank.
+/// On the host: operands filled, results blank. With `documents`, sequence b begins with documents of these lengths from the
+/// b-th on, and ends with one of what is left.
 struct AttentionData {
   AttentionCase sizes;
-  Array qkv, out, lse, dout, dqkv;
+  Array qkv, out, lse, dout, dqkv, begins;
+  bool apart;
   double scale;
 
-  AttentionData(const AttentionCase& c, DType dtype)
+  AttentionData(const AttentionCase& c, DType dtype, const std::vector<int64_t>& documents = {})
       : sizes(c),
         qkv(Array::random(dtype, c.packed(), 1)),
         out(dtype, c.queries()),
         lse(dtype == kF64 ? kF64 : kF32, c.statistics()),
         dout(Array::random(dtype, c.queries(), 4)),
         dqkv(dtype, c.packed()),
-        scale(1 / std::sqrt(static_cast<double>(c.width))) {}
+        begins(kI32, {c.batch, c.tokens}),
+        apart(!documents.empty()),
+        scale(1 / std::sqrt(static_cast<double>(c.width))) {
+    begins.fill([](int64_t) { return 0; });
+    for (int64_t b = 0; b < c.batch; ++b)
+      for (int64_t begin = 0, d = b; begin < c.tokens; ++d) {
+        const int64_t left = c.tokens - begin,
+                      n = d < std::ssize(documents) ? std::min(left, documents[static_cast<size_t>(d)]) : left;
+        for (int64_t t = begin; t < begin + n; ++t) begins.set(b * c.tokens + t, static_cast<double>(begin));
+        begin += n;
+      }
+  }
+  kernels::AttentionMask mask_with(const View& where) const { return {true, apart ? where : View()}; }
 };
 
 /// The results of AttentionData in f64.
@@ -42,18 +56,20 @@ struct ExpectedAttention {
     namespace cpu = kernels::cpu;
     const Array qkv = in_f64(data.qkv), dout = in_f64(data.dout);
     const kernels::PackedHeads x = data.sizes.heads_of(qkv), d = data.sizes.heads_of(dqkv);
-    cpu::attention(x.q, x.k, x.v, true, data.scale, out, lse,
-                   Scratch(cpu::attention_workspace(x.q, x.k, x.v, true, out, lse)));
-    cpu::attention_backward(x.q, x.k, x.v, out, lse, dout, true, data.scale, d.q, d.k, d.v,
+    const kernels::AttentionMask mask = data.mask_with(data.begins);
+    cpu::attention(x.q, x.k, x.v, mask, data.scale, out, lse,
+                   Scratch(cpu::attention_workspace(x.q, x.k, x.v, mask, out, lse)));
+    cpu::attention_backward(x.q, x.k, x.v, out, lse, dout, mask, data.scale, d.q, d.k, d.v,
                             Scratch(cpu::attention_backward_workspace(x.q, x.k, x.v, out, lse, dout,
-                                                                      true, d.q, d.k, d.v)));
+                                                                      mask, d.q, d.k, d.v)));
   }
 };
 
 /// The same on the GPU.
 struct AttentionOnGpu {
-  OnGpu qkv, out, lse, dout, dqkv;
+  OnGpu qkv, out, lse, dout, dqkv, begins;
   kernels::PackedHeads x, d;
+  kernels::AttentionMask mask;
 
   explicit AttentionOnGpu(const AttentionData& data)
       : qkv(data.qkv),
@@ -61,8 +77,10 @@ struct AttentionOnGpu {
         lse(data.lse),
         dout(data.dout),
         dqkv(data.dqkv),
+        begins(data.begins),
         x(data.sizes.heads_of(qkv)),
-        d(data.sizes.heads_of(dqkv)) {}
+        d(data.sizes.heads_of(dqkv)),
+        mask(data.mask_with(begins)) {}
 };
 
 }  // namespace sheaf::testing

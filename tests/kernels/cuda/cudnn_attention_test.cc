@@ -19,7 +19,7 @@ using cuda::cudnn::Attention;
 constexpr AttentionCase kCases[] = {{2, 128, 3, 3, 64}, {1, 192, 4, 2, 128}, {3, 64, 2, 1, 32}};
 
 Attention forward_of(const AttentionOnGpu& g, double scale) {
-  return {.q = g.x.q, .k = g.x.k, .v = g.x.v, .out = g.out, .lse = g.lse, .scale = scale};
+  return {.q = g.x.q, .k = g.x.k, .v = g.x.v, .out = g.out, .lse = g.lse, .begins = g.mask.begins, .scale = scale};
 }
 Attention backward_of(const AttentionOnGpu& g, double scale) {
   Attention a = forward_of(g, scale);
@@ -30,11 +30,10 @@ void run(const Attention& a) {
   cuda::cudnn::attention(OnGpu::stream(), a, GpuScratch(cuda::cudnn::attention_workspace(a)));
 }
 
-TEST(CudnnAttention, ForwardAndBackward) {
-  SHEAF_NEEDS_GPU();
+void check_forward_and_backward(const std::vector<int64_t>& documents) {
   for (DType dtype : {kBF16, kF16})
     for (const AttentionCase& c : kCases) {
-      const AttentionData data(c, dtype);
+      const AttentionData data(c, dtype, documents);
       const ExpectedAttention want(data);
       const AttentionOnGpu g(data);
       const Attention forward = forward_of(g, data.scale);
@@ -61,6 +60,18 @@ TEST(CudnnAttention, ForwardAndBackward) {
         EXPECT_TRUE(same_bits(g.dqkv.back(), got));
       }
     }
+}
+
+TEST(CudnnAttention, ForwardAndBackward) {
+  SHEAF_NEEDS_GPU();
+  check_forward_and_backward({});
+}
+
+// Of one token, within a tile of any size, beyond one; what lies before them is hidden.
+TEST(CudnnAttention, DocumentsAreKeptApart) {
+  SHEAF_NEEDS_GPU();
+  check_forward_and_backward({1, 37, 2, 24, 65});
+  check_forward_and_backward({64, 1, 31});
 }
 
 // Rows whose scores are all far below zero. In cuDNN's kernel for Hopper what lies beyond the last
@@ -96,8 +107,8 @@ TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
 
 TEST(CudnnAttention, PartsKeepToAWorkspace) {
   SHEAF_NEEDS_GPU();
-  // The gradients of a head's scores take 128 KiB, a sequence's 512.
-  const AttentionData data({3, 256, 4, 2, 16}, kBF16);
+  // The gradients of a head's scores take 128 KiB, a sequence's 512. Each has documents of its own.
+  const AttentionData data({3, 256, 4, 2, 16}, kBF16, {100, 20, 70});
   const ExpectedAttention want(data);
   const AttentionOnGpu g(data);
   Attention a = backward_of(g, data.scale);
@@ -186,6 +197,16 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
             [](Attention& a) { a.q.shape[1] = a.k.shape[1] = a.v.shape[1] = a.out.shape[1] = 96; });
     refuses("not of 60",
             [](Attention& a) { a.q.shape[3] = a.k.shape[3] = a.v.shape[3] = a.out.shape[3] = 60; });
+    Array begins(kI32, {2, 128}), wide(kI32, {2, 129});
+    const auto with = [&](View v) { return [v](Attention& a) { a.begins = v; }; };
+    Attention documents = good;
+    documents.begins = begins;
+    EXPECT_EQ(layout_refusal(documents), "");
+    refuses("i32[B, T]", with(Array(kF32, {2, 128})));
+    refuses("i32[B, T]", with(Array(kI32, {1, 128})));
+    View rows = wide.view();
+    rows.shape[1] = 128;
+    refuses("i32[B, T]", with(rows));
     refuses("lse", [](Attention& a) { a.lse.dtype = kF64; });
     refuses("lse", [](Attention& a) { a.lse.strides[2] = 2; });
     Attention backward = good;

@@ -91,6 +91,19 @@ TEST_F(CudnnPlans, GptAndGroupedQueryShapesAreTaken) {
           }
 }
 
+TEST_F(CudnnPlans, DocumentsAreTaken) {
+  if constexpr (kRealCuda)
+    for (const Case& c : {Case{8, 1024, 12, 12, 64}, Case{1, 2048, 32, 8, 128}})
+      for (bool backward : {false, true}) {
+        Attention a = attention_of(c, kBF16, backward);
+        int64_t of_one = -1, workspace = -1;
+        EXPECT_EQ(refusal_on(h200(), a, &of_one), "");
+        a.begins = View::dense(nullptr, kI32, {c.batch, c.tokens});
+        EXPECT_EQ(refusal_on(h200(), a, &workspace), "") << c.heads << ' ' << backward;
+        EXPECT_EQ(workspace, of_one);
+      }
+}
+
 TEST_F(CudnnPlans, ManyTokensKeepToTheWorkspace) {
   if constexpr (kRealCuda)
     for (const Case& c : {Case{1, 8192, 32, 8, 128}, Case{64, 1024, 12, 12, 64},
