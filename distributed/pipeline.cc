@@ -28,14 +28,47 @@ std::vector<Turn> one_forward_one_backward(int stage, int stages, int64_t micro_
   return turns;
 }
 
-int stage_of_block(int64_t block, int64_t blocks, int stages, int64_t runs) {
-  return static_cast<int>(block * stages * runs / blocks % stages);
+StageCut::StageCut(int64_t blocks, int stages, int64_t runs, double head) : stages_(stages) {
+  const int64_t count = stages * runs;
+  if (stages < 1 || runs < 1 || blocks < count || !(head >= 0))
+    fail<ConfigError>("[pipeline] ", blocks, " blocks, and ", head, " for the head, in ", stages, " stages of ", runs, " runs");
+  const int64_t others = count - 1;
+  const auto longest = [&](int64_t last) {  // with so many blocks before the head
+    const int64_t most = others == 0 ? 0 : (blocks - last + others - 1) / others;
+    return std::max(static_cast<double>(most), static_cast<double>(last) + head);
+  };
+  int64_t last = 1;
+  for (int64_t n = 2; n <= blocks - others; ++n)
+    if (longest(n) <= longest(last)) last = n;
+  if (others == 0) last = blocks;
+  for (int64_t i = 0; i < count; ++i) begins_.push_back(others == 0 ? 0 : i * (blocks - last) / others);
+  begins_.push_back(blocks);
 }
 
-int64_t end_of_run(int64_t run, int stage, int64_t blocks, int stages, int64_t runs) {
-  if (run + 1 == runs) return blocks;
-  const int64_t parts = stages * runs, next = (run + 1) * stages + stage;
-  return (next * blocks + parts - 1) / parts;
+StageCut::StageCut(const std::vector<int64_t>& blocks, int stages) : stages_(stages), begins_{0} {
+  for (const int64_t n : blocks) begins_.push_back(begins_.back() + n);
+}
+
+int StageCut::stage_of(int64_t block) const {
+  const auto next = std::upper_bound(begins_.begin(), begins_.end(), block);
+  return static_cast<int>((next - begins_.begin() - 1) % stages_);
+}
+
+int64_t StageCut::end_of_run(int64_t run, int stage) const {
+  return begin(std::min((run + 1) * stages_ + stage, num_runs()));
+}
+
+std::string StageCut::to_string() const {
+  std::string out;
+  for (int64_t i = 0; i < num_runs(); ++i) out += str(i == 0 ? "" : i + 1 == num_runs() ? " and " : ", ", begin(i + 1) - begin(i));
+  return out;
+}
+
+double StageCut::imbalance(double head) const {
+  double longest = 0;
+  for (int64_t i = 0; i < num_runs(); ++i)
+    longest = std::max(longest, static_cast<double>(begin(i + 1) - begin(i)) + (i + 1 == num_runs() ? head : 0));
+  return longest * static_cast<double>(num_runs()) / (static_cast<double>(num_blocks()) + head);
 }
 
 }  // namespace sheaf

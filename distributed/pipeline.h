@@ -1,7 +1,9 @@
-// In which order a stage of a pipeline takes micro-batches, and which blocks are where.
+// Which blocks a stage of a pipeline has, and in which order it takes micro-batches.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace sheaf {
@@ -27,10 +29,32 @@ struct Turn {
 /// (runs + 1) stages - 2 stage - 1 turns, and sends `runs` times as much. Throws ConfigError for what cannot be.
 std::vector<Turn> one_forward_one_backward(int stage, int stages, int64_t micro_batches, int64_t runs = 1);
 
-/// The stage of block `block` of so many: in their order, as many in each run of each stage.
-int stage_of_block(int64_t block, int64_t blocks, int stages, int64_t runs = 1);
-/// A stage's forward of run `run` ends before this block, where its next run begins, or after the last: between its own
-/// blocks it records what other stages compute.
-int64_t end_of_run(int64_t run, int stage, int64_t blocks, int stages, int64_t runs = 1);
+/// Where a model's blocks are: in their order they are cut into runs, as many for each stage, which go round the stages.
+class StageCut {
+ public:
+  /// Runs that take alike long where each block does, and what comes behind the last one, a head with its loss, as long as `head`
+  /// blocks. Where that leaves a choice, later stages have more: earlier ones hold more micro-batches. Throws ConfigError unless
+  /// there is a block for each run.
+  explicit StageCut(int64_t blocks, int stages = 1, int64_t runs = 1, double head = 0);
+  /// So many blocks in each run of each stage, one after another.
+  StageCut(const std::vector<int64_t>& blocks, int stages);
+
+  int64_t num_blocks() const { return begins_.back(); }
+  /// Of all stages' runs, one after another, the first block of the `index`-th; behind the last one, num_blocks().
+  int64_t begin(int64_t index) const { return begins_[static_cast<size_t>(index)]; }
+  int64_t num_runs() const { return static_cast<int64_t>(begins_.size()) - 1; }  ///< of all stages
+  int stage_of(int64_t block) const;
+  /// A stage's forward of run `run` ends before this block, where its next run begins, or after the last: between its own
+  /// blocks it records what other stages compute.
+  int64_t end_of_run(int64_t run, int stage) const;
+  /// How much longer than their mean the longest run takes: 1 where all are alike.
+  double imbalance(double head = 0) const;
+  /// "8, 9, 9 and 6": of the runs of all stages, one after another.
+  std::string to_string() const;
+
+ private:
+  int stages_;
+  std::vector<int64_t> begins_;
+};
 
 }  // namespace sheaf

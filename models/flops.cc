@@ -2,19 +2,23 @@
 
 namespace sheaf::models {
 
-double flops_per_step(const TrainConfig& config, CountAttention attention) {
+FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention) {
   const ModelConfig m = resolved(config.model);
   const auto of = [](int64_t n) { return static_cast<double>(n); };
   const bool llama = m.type == "llama";
-  const double width = of(m.width), layers = of(m.layers), context = of(m.context);
+  const double width = of(m.width), context = of(m.context), tokens = context * of(config.train.batch);
   const double queries = of(m.heads * m.head_dim), keys = of(m.kv_heads * m.head_dim);
   // Of a mixture, the experts that a token goes through, and their router.
   const double hidden = m.experts == 0 ? of(m.mlp_width) : of(m.experts_per_token) * of(m.expert_hidden);
   // Queries, keys and values, the output; up and down, and Llama's gate.
   const double block = width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden + width * of(m.experts);
-  const double in_products = layers * block + of(m.vocab) * width;
   const double each = attention == CountAttention::full ? 12 : 6;
-  return context * of(config.train.batch) * (6 * in_products + each * layers * context * queries);
+  return {tokens * (6 * block + each * context * queries), tokens * 6 * of(m.vocab) * width};
+}
+
+double flops_per_step(const TrainConfig& config, CountAttention attention) {
+  const auto [block, head] = flops_of_parts(config, attention);
+  return static_cast<double>(config.model.layers) * block + head;
 }
 
 }  // namespace sheaf::models

@@ -13,4 +13,10 @@ enum class CountAttention { causal, full };
 /// does not count. The vocabulary is model.vocab.
 double flops_per_step(const TrainConfig& config, CountAttention attention = CountAttention::causal);
 
+/// What of a step's operations one block takes, and the head.
+struct FlopsOfParts {
+  double block, head;
+};
+FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention = CountAttention::causal);
+
 }  // namespace sheaf::models

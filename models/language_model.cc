@@ -20,7 +20,7 @@ class Adapter final : public LanguageModel {
   }
   Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override { return model_.next_logits(tokens, cache); }
   bool is_block(const nn::Module& module) const override { return dynamic_cast<const Block*>(&module) != nullptr; }
-  int stage_of(const nn::Module& module, int stages, int64_t runs) const override { return model_.stage_of(module, stages, runs); }
+  int stage_of(const nn::Module& module, const StageCut& cut) const override { return model_.stage_of(module, cut); }
 
  private:
   Model model_;

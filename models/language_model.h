@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "sheaf/distributed/pipeline.h"
 #include "sheaf/models/forward_progress.h"
 #include "sheaf/models/train_config.h"
 #include "sheaf/nn/layers/key_value_cache.h"
@@ -26,9 +27,9 @@ class LanguageModel {
   virtual Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) = 0;
   /// Picks the modules that become units of their own: the transformer blocks.
   virtual bool is_block(const nn::Module& module) const = 0;
-  /// Of a pipeline of so many stages with so many runs of blocks in each, the one that `module` is in, or -1: blocks in their
-  /// order, a token table that is no head in the first, such a head in the last.
-  virtual int stage_of(const nn::Module& /*module*/, int /*stages*/, int64_t /*runs*/) const { return -1; }
+  /// The stage of a pipeline that `module` is in, or -1: blocks as `cut` says, a token table that is no head in the first, such a
+  /// head in the last.
+  virtual int stage_of(const nn::Module& /*module*/, const StageCut& /*cut*/) const { return -1; }
 };
 
 /// Builds the model that `config` describes, without memory. `vocab` replaces config.vocab where that is 0.

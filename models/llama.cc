@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include "sheaf/distributed/pipeline.h"
 #include "sheaf/nn/layers/stages.h"
 
 namespace sheaf::models {
@@ -191,11 +190,11 @@ Llama::Llama(const LlamaConfig& c)
   head->weight.set_table();
 }
 
-int Llama::stage_of(const nn::Module& module, int stages, int64_t runs) const {
+int Llama::stage_of(const nn::Module& module, const StageCut& cut) const {
   for (size_t i = 0; i < blocks.size(); ++i)
-    if (&module == &blocks[i]) return stage_of_block(static_cast<int64_t>(i), std::ssize(blocks), stages, runs);
+    if (&module == &blocks[i]) return cut.stage_of(static_cast<int64_t>(i));
   if (head && &module == &embedding) return 0;
-  return head && &module == &*head ? stages - 1 : -1;
+  return head && &module == &*head ? cut.stage_of(std::ssize(blocks) - 1) : -1;
 }
 
 nn::Residual Llama::embedded(const Tensor& tokens_BT, const nn::KeyValueCache* cache) {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "sheaf/distributed/pipeline.h"
 #include "sheaf/models/forward_progress.h"
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/embedding.h"
@@ -87,10 +88,9 @@ struct Llama : nn::Module {
   Tensor logits(const Tensor& tokens_BT);
   /// As Gpt::next_logits.
   Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
-  /// Where `module` is in a pipeline of so many stages with so many runs of blocks in each (ShardOptions::stage_of): blocks in
-  /// their order, as many in each; tables that are not tied in the first and the last. -1: what all stages have, such as the
-  /// last norm and a tied table.
-  int stage_of(const nn::Module& module, int stages, int64_t runs = 1) const;
+  /// The stage of a pipeline that `module` is in (ShardOptions::stage_of): blocks as `cut` says, tables that are not tied in the
+  /// first and the last. -1: what all stages have, such as the last norm and a tied table.
+  int stage_of(const nn::Module& module, const StageCut& cut) const;
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(embedding, blocks, norm, head);
 

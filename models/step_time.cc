@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "sheaf/models/plan.h"
+#include "sheaf/models/stage_cut.h"
 
 namespace sheaf::models {
 namespace {
@@ -128,12 +129,12 @@ struct Shorter {
 
 class Stages {
  public:
-  Stages(const TrainConfig& config, int world, Planning planning)
+  Stages(const TrainConfig& config, int world, const StageCut& cut, Planning planning)
       : config_(config), world_(world), stages_(std::max(1, static_cast<int>(config.sharding.pipeline))), ranks_(world / stages_),
-        runs_(std::max<int64_t>(1, config.sharding.pipeline_runs)),
+        runs_(std::max<int64_t>(1, config.sharding.pipeline_runs)), cut_(cut),
         // A program takes its memory from one arena, whose blocks lie where there is room. What cannot be is refused as it is.
         shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 &&
-                 config.model.layers >= stages_ * runs_ && (runs_ == 1 || config.train.micro_batches % stages_ == 0)) {}
+                 (runs_ == 1 || config.train.micro_batches % stages_ == 0)) {}
 
   int count() const { return stages_; }
   // Of each stage, neighbours.
@@ -172,7 +173,9 @@ class Stages {
   // A mixture's loss for balance goes from each block to the last stage.
   bool leaves_blocks_out() const {
     if (!shorter_ || stages_ == 1 || (config_.model.experts > 0 && config_.model.aux_loss != 0)) return false;
-    return runs_ == 1 || runs_ * (config_.model.layers / (stages_ * runs_) + 1 + 2 * kSeen) < config_.model.layers;
+    int64_t longest = 0;
+    for (int64_t i = 0; i < cut_.num_runs(); ++i) longest = std::max(longest, cut_.begin(i + 1) - cut_.begin(i));
+    return runs_ == 1 || runs_ * (longest + 2 * kSeen) < config_.model.layers;
   }
   // In a shorter pipeline: which stage it is, and the blocks in each run of each stage.
   struct Role {
@@ -184,9 +187,8 @@ class Stages {
   static constexpr int kNeighbours = 3;  // of a ring: the stage before, its own, and the next
   Role role(int stage) const {
     const int64_t layers = config_.model.layers;
-    const auto first = [&](int64_t part) { return (part * layers + stages_ * runs_ - 1) / (stages_ * runs_); };  // as models cut them
     if (runs_ == 1) {
-      const int64_t begin = first(stage), end = first(stage + 1);
+      const int64_t begin = cut_.begin(stage), end = cut_.begin(stage + 1);
       Role r{.stage = begin > 0, .blocks = {}};
       for (const int64_t blocks : {std::min(kSeen, begin), end - begin, std::min(kSeen, layers - end)})
         if (blocks > 0) r.blocks.push_back(blocks);
@@ -196,7 +198,7 @@ class Stages {
     Role r{.stage = stage == 0 ? 0 : stage + 1 == stages_ ? ring - 1 : 1, .blocks = {}};
     for (int64_t run = 0; run < runs_; ++run)
       for (int s = 0; s < ring; ++s)
-        r.blocks.push_back(s == r.stage ? first(run * stages_ + stage + 1) - first(run * stages_ + stage) : kSeen);
+        r.blocks.push_back(s == r.stage ? cut_.begin(run * stages_ + stage + 1) - cut_.begin(run * stages_ + stage) : kSeen);
     return r;
   }
   // So many that there are turns of every kind. Of one run each is between the same two but in the beginning and in the end; with
@@ -211,6 +213,7 @@ class Stages {
   const TrainConfig& config_;
   const int world_, stages_, ranks_;
   const int64_t runs_;
+  const StageCut cut_;
   const bool shorter_;
 };
 
@@ -223,7 +226,7 @@ struct Planned {
 
 // The ranks at this place of each stage.
 Planned plan_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, Planning planning, bool first) {
-  const Stages stages(config, world, planning);
+  const Stages stages(config, world, stage_cut(config, vocab), planning);
   const auto n = static_cast<size_t>(stages.count());
   const int place = first ? 0 : stages.ranks() - 1;
   Planned all;

@@ -155,6 +155,7 @@ struct ShardingConfig {
   int64_t context = 1;                  ///< ranks that share each sequence and attention's heads (context parallelism)
   int64_t pipeline = 1;                 ///< stages, of consecutive blocks, through which micro-batches go (pipeline parallelism)
   int64_t pipeline_runs = 1;            ///< runs of blocks in each stage, which micro-batches go round (interleaved 1F1B)
+  double pipeline_head = -1;            ///< as how many blocks the head and its loss count among stages; -1: as its operations do
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
   std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit
   int64_t min_parameters = 1'000'000;   ///< parameters of a unit, for units = "count"

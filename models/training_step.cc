@@ -1,10 +1,7 @@
 #include "sheaf/models/training_step.h"
 
 #include <algorithm>
-#include <functional>
 #include <limits>
-#include <map>
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -16,6 +13,7 @@
 #include "sheaf/distributed/keep_within.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/models/product_choices.h"
+#include "sheaf/models/stage_cut.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/schedule.h"
@@ -27,25 +25,7 @@ namespace {
 /// Whether what is not cut by experts is sharded over their axis.
 bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
 
-using StageOf = std::function<int(const nn::Module&)>;
-
-StageOf stages_of(LanguageModel& model, int stages, int64_t runs, const std::vector<int64_t>& blocks) {
-  std::map<const nn::Module*, int> known;
-  size_t run = 0;  // of all stages, one after another
-  int64_t here = 0;
-  if (!blocks.empty())
-    for (const auto& [path, module] : model.module().named_modules()) {
-      if (!model.is_block(*module)) continue;
-      if (here == blocks.at(run)) ++run, here = 0;
-      known[module] = static_cast<int>(run) % stages, ++here;
-    }
-  return [&model, stages, runs, known = std::move(known)](const nn::Module& m) {
-    const auto found = known.find(&m);
-    return found == known.end() ? model.stage_of(m, stages, runs) : found->second;
-  };
-}
-
-ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const LanguageModel& model, const StageOf& stage_of) {
+ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const LanguageModel& model, const StageCut& cut) {
   const auto axis_if_any = [&](const char* name) { return mesh.spec->has_axis(name) ? name : ""; };
   if (config.sharding.experts > 1 && config.model.experts == 0)
     fail<ConfigError>("[train] sharding.experts ", config.sharding.experts, ": the model has no mixtures of experts (model.experts)");
@@ -67,12 +47,8 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const La
   if (const int stages = ranks("stage"); stages > 1) {
     if (config.sharding.units != "block")
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
-    const int64_t runs = config.sharding.pipeline_runs;
-    if (config.model.layers < stages * runs)
-      fail<ConfigError>("[train] sharding.pipeline ", stages, runs > 1 ? str(" with sharding.pipeline_runs ", runs) : "", ": the model has ",
-                        config.model.layers, config.model.layers == 1 ? " block" : " blocks");
-    options.stage_of = [stage_of](const nn::Module& m, const std::string&) { return stage_of(m); };
-    options.units = nn::units_where([stage_of](nn::Module& m, const std::string&) { return stage_of(m) >= 0; });
+    options.stage_of = [&](const nn::Module& m, const std::string&) { return model.stage_of(m, cut); };
+    options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model.stage_of(m, cut) >= 0; });
     return options;
   }
   if (config.sharding.units == "block")
@@ -159,7 +135,9 @@ void check_graph(Device device, const Mesh& mesh) {
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)), stand_in_(options.stand_in), turns_(stand_in_.turns),
+    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)),
+      cut_(options.stand_in.blocks.empty() ? stage_cut(config, vocab) : StageCut(options.stand_in.blocks, static_cast<int>(config.sharding.pipeline))),
+      turns_(options.stand_in.turns),
       model_(make_language_model(model_of(config), vocab)) {
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
@@ -174,8 +152,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (turns_.empty())
     turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches, runs);
   const DeviceScope scope(device_);
-  const StageOf stage_of = stages_of(*model_, stages, runs, stand_in_.blocks);
-  shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_, stage_of));
+  shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_, cut_));
   materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
     // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
@@ -183,7 +160,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : config_.model.layers);
     for (auto& [path, module] : model_->module().named_modules()) {
       if (!model_->is_block(*module)) continue;
-      const bool whole = left[static_cast<size_t>(std::max(0, stage_of(*module)))]-- > 0;
+      const bool whole = left[static_cast<size_t>(std::max(0, model_->stage_of(*module, cut_)))]-- > 0;
       if (whole) module->recompute({.offload = config_.train.offload_activations});
       else if (selective) module->recompute({.selective = true});
     }
@@ -238,10 +215,7 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
 }
 
 int64_t TrainingStep::end_of_run(int64_t run, int64_t runs) const {
-  if (run + 1 == runs) return config_.model.layers;
-  const int stage = mesh_.coordinate("stage"), stages = mesh_.size("stage");
-  if (stand_in_.blocks.empty()) return sheaf::end_of_run(run, stage, config_.model.layers, stages, runs);
-  return std::accumulate(stand_in_.blocks.begin(), stand_in_.blocks.begin() + (run + 1) * stages + stage, int64_t{0});
+  return run + 1 == runs ? config_.model.layers : cut_.end_of_run(run, mesh_.coordinate("stage"));
 }
 
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {

@@ -84,6 +84,7 @@ class TrainingStep {
   World& world() { return world_; }
   const Mesh& mesh() const { return mesh_; }
   const StepInputs& inputs() const { return *inputs_; }
+  const StageCut& cut() const { return cut_; }
   int64_t num_parameters();  ///< elements of the whole model
   int64_t tokens_per_step() const { return config_.train.batch * config_.model.context; }
   /// Learning rate of step `step` (0 is the first).
@@ -102,7 +103,7 @@ class TrainingStep {
   World& world_;
   Device device_;
   Mesh mesh_;
-  StandIn stand_in_;
+  StageCut cut_;
   std::vector<Turn> turns_;  // of a step
   std::unique_ptr<LanguageModel> model_;
   std::unique_ptr<optim::Optimizer> optimizer_;

@@ -11,6 +11,8 @@
 #include <tuple>
 #include <type_traits>
 
+#include "sheaf/models/stage_cut.h"
+
 namespace sheaf::models {
 namespace {
 
@@ -158,15 +160,21 @@ class Search {
     return out;
   }
 
+  // Stages wait for the run of blocks that takes longest: if it is much longer than others, too long. One block and the head
+  // cannot be cut.
+  bool waits_for_one(int64_t stages, int64_t runs) const {
+    const double head = head_in_blocks(config_, vocab_), blocks = static_cast<double>(config_.model.layers) + head;
+    const StageCut cut(config_.model.layers, static_cast<int>(stages), runs, head);
+    return cut.imbalance(head) > 9.0 / 8 * std::max(1.0, (1 + head) * static_cast<double>(stages * runs) / blocks);
+  }
+
   // Axes, and which groups of ranks hold the model; strategy, micro-batches and recomputing to begin with.
   std::vector<Choice> choices_of_axes() const {
     const ModelConfig model = resolved(config_.model);
     const int64_t key_heads = model.kv_heads, host = machine_.ranks_per_host;
     std::vector<Choice> out;
     for (const int64_t p : sizes(&Choice::pipeline, world_, model.layers)) {
-      // Stages of unlike numbers of blocks wait for the largest: if it has many more than others, too long.
-      const int64_t largest = (model.layers + p - 1) / p;
-      if (!keeps(&Choice::pipeline) && 8 * largest * p > 9 * model.layers) continue;
+      if (!keeps(&Choice::pipeline) && waits_for_one(p, 1)) continue;
       for (const int64_t t : sizes(&Choice::tensor, world_ / p, std::min(key_heads, host))) {
         if (!keeps(&Choice::tensor) && key_heads % t != 0) continue;
         for (const int64_t c : sizes(&Choice::context, world_ / p / t, std::max<int64_t>(1, key_heads / t))) {
@@ -286,8 +294,7 @@ class Search {
     std::vector<Choice> out;
     if (keeps(&Choice::pipeline_runs) || x.micro_batches % x.pipeline != 0) return out;
     for (const int64_t runs : {2, 4}) {
-      const int64_t parts = x.pipeline * runs, blocks = config_.model.layers, largest = (blocks + parts - 1) / parts;
-      if (parts > blocks || 8 * largest * parts > 9 * blocks) continue;
+      if (x.pipeline * runs > config_.model.layers || waits_for_one(x.pipeline, runs)) continue;
       x.pipeline_runs = runs;
       for (const char* level : {"none", "selective", "block"}) {
         if (keeps(&Choice::recompute) && level != x.recompute) continue;

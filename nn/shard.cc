@@ -117,6 +117,7 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
     fail<ConfigError>("[shard] ", count, " units cannot be the ", options.stage_runs > 1 ? str(options.stage_runs, " runs of the ") : "",
                       stages, " stages of axis '", mark->mesh->name(axis), "'");
   std::vector<int> used(static_cast<size_t>(stages), 0);
+  const StageCut cut(count, stages, options.stage_runs);
   int64_t index = 0;
   std::vector<std::pair<std::string, int>> placed;  // paths of units and their stages
   for (const auto& [path, m] : modules) {
@@ -131,7 +132,7 @@ void mark_stages(nn::Module& module, const ShardOptions& options, const std::sha
       if (around != placed.end() && stage != around->second)
         fail<ConfigError>("[shard] '", path, "' is in stage ", stage, ", '", around->first, "' around it in stage ", around->second);
     } else if (own == mark && around == placed.end()) {
-      stage = stage_of_block(index++, count, stages, options.stage_runs);
+      stage = cut.stage_of(index++);
     }
     placed.emplace_back(path, stage);
     if (stage < 0) continue;

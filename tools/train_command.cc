@@ -140,6 +140,7 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.experts > 1 ? str(" over groups of ", config.sharding.experts, " that share experts") : "",
               config.sharding.pipeline > 1 ? str(" in ", config.sharding.pipeline, " stages") : "",
               config.sharding.pipeline_runs > 1 ? str(" of ", config.sharding.pipeline_runs, " runs") : "",
+              config.sharding.pipeline > 1 ? str(" (", trainer.step().cut().to_string(), " blocks)") : "",
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(),
               " parameters, ", data.size(), " training tokens",

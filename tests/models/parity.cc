@@ -143,9 +143,9 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
   }
   options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
   if (!options.stage_axis.empty()) {
-    const int stages = mesh.size("stage");
-    options.stage_of = [&model, stages](const nn::Module& m, const std::string&) { return model->stage_of(m, stages, 1); };
-    options.units = nn::units_where([&model, stages](nn::Module& m, const std::string&) { return model->stage_of(m, stages, 1) >= 0; });
+    const StageCut cut(config.layers, mesh.size("stage"));
+    options.stage_of = [&model, cut](const nn::Module& m, const std::string&) { return model->stage_of(m, cut); };
+    options.units = nn::units_where([&model, cut](nn::Module& m, const std::string&) { return model->stage_of(m, cut) >= 0; });
   }
   if (prepare) prepare(*model, options);
   shard(model->module(), mesh, options);

@@ -124,6 +124,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
     const bool can = t.micro_batches % s.pipeline == 0 && m.layers >= 2 * s.pipeline;
     if (can || draw.one_in(20)) s.pipeline_runs = can && m.layers >= 3 * s.pipeline && draw.one_in(2) ? 3 : 2;
   }
+  if (s.pipeline > 1) s.pipeline_head = draw.of<double>({-1, -1, 0, 0.5, 2});
   if (draw.one_in(8)) way.config.output.trace_step = 1 + draw.below(kRandomSteps);
   t.save_async = draw.one_in(2);
   draw_holding(way, draw);

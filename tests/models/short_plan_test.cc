@@ -79,6 +79,7 @@ TEST_F(ShortPlans, AreWholeOnesWithAnyNumberOfStages) {
         c.train.dtype = pick % 5 < 2 ? "bf16" : "f32";
         c.train.micro_batches = micro_batches, c.train.batch = 2 * micro_batches;
         c.model.tie_embeddings = pick % 7 < 3;
+        c.sharding.pipeline_head = static_cast<double>(pick % 4) - 1;
         expect_short_plans_are_whole(c, static_cast<int>(2 * stages), pick % 2 ? 4 : 3,
                                      str(stages, " stages ", layers, " blocks ", micro_batches, " micro-batches"));
       }
@@ -96,6 +97,7 @@ TEST_F(ShortPlans, AreWholeOnesWithSeveralRuns) {
       c.train.recompute = std::vector{"none", "selective", "block"}[static_cast<size_t>(pick % 3)];
       c.train.micro_batches = rounds * stages, c.train.batch = 2 * c.train.micro_batches;
       c.model.tie_embeddings = pick % 7 < 3;
+      c.sharding.pipeline_head = static_cast<double>(pick % 4) - 1;
       expect_short_plans_are_whole(c, 2 * stages, pick % 2 ? 4 : 3, str(stages, " stages of ", runs, " runs, ", layers, " blocks ", rounds, " rounds"));
     }
 }

@@ -1,4 +1,7 @@
 // Stages of several runs of units, which micro-batches go round: the order of turns, where blocks are, and a model of one's own.
+#include <cmath>
+#include <functional>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -59,32 +62,71 @@ TEST(TurnsOfRuns, NoStageWaitsForEver) {
       }
 }
 
-TEST(Blocks, AreInRunsOfStages) {
+std::string stages_of(const StageCut& cut) {
   std::string all;
-  for (int64_t i = 0; i < 9; ++i) all += std::to_string(stage_of_block(i, 9, 2, 2));
-  EXPECT_EQ(all, "000110011");
-  EXPECT_EQ(end_of_run(0, 0, 9, 2, 2), 5);  // where its second run begins
-  EXPECT_EQ(end_of_run(0, 1, 9, 2, 2), 7);
-  EXPECT_EQ(end_of_run(1, 0, 9, 2, 2), 9);
+  for (int64_t i = 0; i < cut.num_blocks(); ++i) all += std::to_string(cut.stage_of(i));
+  return all;
+}
+
+TEST(StageCut, HasRunsOfConsecutiveBlocks) {
+  const StageCut cut(9, 2, 2);
+  EXPECT_EQ(stages_of(cut), "001100111");
+  EXPECT_EQ(cut.end_of_run(0, 0), 4);  // where its second run begins
+  EXPECT_EQ(cut.end_of_run(0, 1), 6);
+  EXPECT_EQ(cut.end_of_run(1, 0), 9);
+  EXPECT_EQ(stages_of(StageCut({1, 2, 3, 1}, 2)), "0110001");
   for (int stages = 1; stages <= 5; ++stages)
     for (int64_t runs = 1; runs <= 3; ++runs)
       for (int64_t blocks = stages * runs; blocks <= 3 * stages * runs; ++blocks)
-        for (int s = 0; s < stages; ++s) {
-          int64_t begin = 0, own = 0;
-          for (int64_t run = 0; run < runs; ++run) {
-            const int64_t end = end_of_run(run, s, blocks, stages, runs);
-            int entered = 0;  // runs of its own blocks: one
-            for (int64_t b = begin; b < end; ++b) {
-              const bool here = stage_of_block(b, blocks, stages, runs) == s;
-              own += here;
-              entered += here && (b == begin || stage_of_block(b - 1, blocks, stages, runs) != s);
+        for (const double head : {0.0, 1.3}) {
+          const StageCut some(blocks, stages, runs, head);
+          for (int s = 0; s < stages; ++s) {
+            int64_t begin = 0, own = 0;
+            for (int64_t run = 0; run < runs; ++run) {
+              const int64_t end = some.end_of_run(run, s);
+              int entered = 0;  // runs of its own blocks: one
+              for (int64_t b = begin; b < end; ++b) {
+                const bool here = some.stage_of(b) == s;
+                own += here;
+                entered += here && (b == begin || some.stage_of(b - 1) != s);
+              }
+              EXPECT_EQ(entered, 1) << stages << ' ' << runs << ' ' << blocks;
+              begin = end;
             }
-            EXPECT_EQ(entered, 1) << stages << ' ' << runs << ' ' << blocks;
-            begin = end;
+            EXPECT_EQ(begin, blocks);
+            EXPECT_GE(own, runs);
           }
-          EXPECT_EQ(begin, blocks);
-          EXPECT_GE(own, runs);
         }
+}
+
+// Of all ways to cut them the longest run is as short as it can be, beside a head of any length.
+TEST(StageCut, WaitsForTheLastRunNoMoreThanItMust) {
+  const std::function<double(int64_t, int64_t, double)> shortest = [&](int64_t blocks, int64_t runs, double head) {
+    if (runs == 1) return static_cast<double>(blocks) + head;
+    double best = 1e9;
+    for (int64_t n = 1; n <= blocks - (runs - 1); ++n) best = std::min(best, std::max(static_cast<double>(n), shortest(blocks - n, runs - 1, head)));
+    return best;
+  };
+  for (int runs = 1; runs <= 5; ++runs)
+    for (int64_t blocks = runs; blocks <= 11; ++blocks)
+      for (const double head : {0.0, 0.3, 0.5, 1.0, 2.4, 7.0, 100.0}) {
+        const StageCut cut(blocks, runs, 1, head);
+        const double mean = (static_cast<double>(blocks) + head) / runs;
+        EXPECT_NEAR(cut.imbalance(head), shortest(blocks, runs, head) / mean, 1e-12) << blocks << ' ' << runs << ' ' << head;
+        EXPECT_EQ(stages_of(StageCut(blocks, 1, runs, head)), std::string(static_cast<size_t>(blocks), '0'));
+        for (int64_t i = 0; i + 2 < runs; ++i)  // but for the last they are alike
+          for (int64_t j = 0; j + 2 < runs; ++j) EXPECT_LE(cut.begin(i + 1) - cut.begin(i), cut.begin(j + 1) - cut.begin(j) + 1);
+      }
+  EXPECT_EQ(stages_of(StageCut(8, 2, 1, 2)), "00000111");
+  EXPECT_EQ(stages_of(StageCut(8, 2, 2, 2)), "00110001");
+  EXPECT_EQ(stages_of(StageCut(7, 3, 1, 50)), "0001112");
+}
+
+TEST(StageCut, RefusesWhatHasNoBlock) {
+  EXPECT_THROW(StageCut(3, 2, 2), ConfigError);
+  EXPECT_THROW(StageCut(3, 0), ConfigError);
+  EXPECT_THROW(StageCut(3, 2, 1, -1), ConfigError);
+  EXPECT_THROW(StageCut(3, 2, 1, NAN), ConfigError);
 }
 
 using Gradients = std::vector<std::vector<double>>;
@@ -113,12 +155,13 @@ Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::strin
       options.stage_runs = 1;
       options.units = nn::units_where([](nn::Module& m, const std::string& path) { return path == "norm" || dynamic_cast<TinyBlock*>(&m); });
       options.stage_of = [stages, runs](const nn::Module&, const std::string& path) {
-        return path == "norm" ? -1 : stage_of_block(std::stoll(path.substr(path.find('.') + 1)), kBlocks, stages, runs);
+        return path == "norm" ? -1 : StageCut(kBlocks, stages, runs).stage_of(std::stoll(path.substr(path.find('.') + 1)));
       };
     }
     shard(model, mesh, options);
     materialize(model, Device::cpu(), {.seed = 4, .dtype = kF64});
     const int stage = mesh.coordinate("stage");
+    const StageCut blocks(kBlocks, stages, runs);
     constexpr int64_t kParts = 12;
     std::vector<Tensor> x(kParts), losses(kParts);
     Recording recording;
@@ -132,8 +175,8 @@ Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::strin
       const Layout on_first = Layout(mesh.spec).with(0, Placement::on(0)).with(1, Placement::shard(0));
       const Layout cut = Layout(mesh.spec).with(1, Placement::shard(0));
       if (run == 0) x[m] = redistribute(token_rows({}, kRows, kLength, kVocab, micro), on_first);
-      const int64_t begin = run == 0 ? 0 : end_of_run(run - 1, stage, kBlocks, stages, runs);
-      x[m] = model.part(std::exchange(x[m], {}), begin, end_of_run(run, stage, kBlocks, stages, runs));
+      const int64_t begin = run == 0 ? 0 : blocks.end_of_run(run - 1, stage);
+      x[m] = model.part(std::exchange(x[m], {}), begin, blocks.end_of_run(run, stage));
       if (run + 1 < runs) continue;
       const Tensor targets = redistribute(token_rows({}, kRows, kLength, kVocab, micro + 1), cut);
       losses[m] = nn::sum_over_stages(cross_entropy(std::exchange(x[m], {}), targets));

@@ -1,8 +1,11 @@
-// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run: how
-// much less they wait for each other. Ranks are threads of this process, one for each stage, with a thread each.
+// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run, and
+// one whose head counts among the last stage's blocks, against stages of as many blocks: how much less they wait for each other.
+// Ranks are threads of this process, one for each stage, with a thread each.
 #include <algorithm>
+#include <cmath>
 
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/models/flops.h"
 #include "sheaf/tools/bench/suites.h"
 #include "sheaf/tools/bench/training.h"
 
@@ -11,14 +14,22 @@ namespace {
 
 struct Pipeline {
   int stages, micro_batches, runs;
+  bool head = false;  // as long as two blocks, not next to nothing
+  bool counts = true;
 };
 
 models::TrainConfig config_of(const Session& session, const Pipeline& p) {
-  // Untied, so that no stage has more than its blocks and a small table.
-  std::vector<std::string> more = {"--model.layers=8", "--train.batch=8", "--model.tie_embeddings=false", "--sharding.strategy=zero1",
-                                   str("--train.micro_batches=", p.micro_batches), str("--sharding.pipeline=", p.stages),
-                                   str("--sharding.pipeline_runs=", p.runs)};
-  return training_config(session.options().quick ? "nanogpt-f32-12x64" : "char-f32-16x256", more);
+  // Untied, so that no stage has more than its blocks and a table.
+  std::vector<std::string> more = {str("--model.layers=", p.head ? 6 : 8), "--train.batch=8", "--model.tie_embeddings=false",
+                                   "--sharding.strategy=zero1", str("--train.micro_batches=", p.micro_batches),
+                                   str("--sharding.pipeline=", p.stages), str("--sharding.pipeline_runs=", p.runs),
+                                   str("--sharding.pipeline_head=", p.counts ? -1 : 0)};
+  models::TrainConfig config = training_config(session.options().quick ? "nanogpt-f32-12x64" : "char-f32-16x256", more);
+  if (p.head) {
+    const models::FlopsOfParts parts = models::flops_of_parts(config);
+    config.model.vocab = std::llround(static_cast<double>(config.model.vocab) * 2 * parts.block / parts.head);
+  }
+  return config;
 }
 
 // Seconds of steps by rank 0's clock.
@@ -40,19 +51,23 @@ std::vector<double> steps_of(const models::TrainConfig& config, int stages, int 
   return seconds;
 }
 
-void measure(Session& session, const Pipeline& p, Line& line) {
+void measure(Session& session, const Pipeline& p, const Pipeline& peer, Line& line) {
   const int samples = session.samples(12), rounds = std::min(3, (samples + 3) / 4), count = samples / rounds;
   std::vector<double> peers;
-  const auto add = [&](std::vector<double>& all, int runs) {
-    const std::vector<double> some = steps_of(config_of(session, {p.stages, p.micro_batches, runs}), p.stages, count);
+  const auto add = [&](std::vector<double>& all, const Pipeline& of) {
+    const std::vector<double> some = steps_of(config_of(session, of), of.stages, count);
     all.insert(all.end(), some.begin(), some.end());
   };
-  for (int round = 0; round < rounds; ++round) add(line.samples_s, p.runs), add(peers, 1);
-  line.peer = "one run of blocks in each stage";
+  for (int round = 0; round < rounds; ++round) add(line.samples_s, p), add(peers, peer);
+  line.peer = p.head ? "as many blocks in each stage" : "one run of blocks in each stage";
   line.peer_value = quantile(peers, 0.5);
   // Of turns of a forward and a backward of all of a stage's blocks; the embedding, the head and the update are not in it.
-  const auto turns = [&](int runs) { return p.micro_batches + (p.stages - 1.0) / runs; };
-  line.more = {{"ideal ratio", turns(1) / turns(p.runs)}};
+  // In blocks, of the longest stage and of others, of which a step waits for each once.
+  const auto turns = [](const Pipeline& of) {
+    const bool waits = of.head && !of.counts;
+    return of.micro_batches * (waits ? 5.0 : 4.0) + (of.stages - 1) * (waits ? 3.0 : 4.0) / of.runs;
+  };
+  line.more = {{"ideal ratio", turns(peer) / turns(p)}};
 }
 
 }  // namespace
@@ -65,9 +80,12 @@ void pipeline_suite(Session& session) {
         if (stages * runs > 8) continue;
         const Pipeline p{stages, rounds * stages, runs};
         session.line("pipeline", str(stages, "-stages-of-", runs, "-runs-", p.micro_batches, "-micro-batches"), Unit::seconds,
-                     [&](Line& line) { measure(session, p, line); });
+                     [&](Line& line) { measure(session, p, {stages, p.micro_batches, 1}, line); });
       }
   }
+  const Pipeline counts{2, 4, 1, true, true}, even{2, 4, 1, true, false};
+  session.line("pipeline", "2-stages-and-a-head-of-2-blocks-4-micro-batches", Unit::seconds,
+               [&](Line& line) { measure(session, counts, even, line); });
 }
 
 }  // namespace sheaf::bench

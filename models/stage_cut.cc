@@ -1,0 +1,26 @@
+#include "sheaf/models/stage_cut.h"
+
+#include "sheaf/core/error.h"
+#include "sheaf/models/flops.h"
+
+namespace sheaf::models {
+
+double head_in_blocks(const TrainConfig& config, int64_t vocab) {
+  if (config.sharding.pipeline_head >= 0) return config.sharding.pipeline_head;
+  TrainConfig c = config;
+  if (c.model.vocab == 0) c.model.vocab = vocab;
+  const auto [block, head] = flops_of_parts(c);
+  // A block's forward once more: two products for each parameter beside six.
+  return head / (c.train.recompute == "block" && c.train.recompute_blocks < 0 ? block * 8 / 6 : block);
+}
+
+StageCut stage_cut(const TrainConfig& config, int64_t vocab) {
+  const int64_t stages = config.sharding.pipeline, runs = config.sharding.pipeline_runs, blocks = config.model.layers;
+  if (stages * runs == 1) return StageCut(std::vector{blocks}, 1);
+  if (blocks < stages * runs)
+    fail<ConfigError>("[train] sharding.pipeline ", stages, runs > 1 ? str(" with sharding.pipeline_runs ", runs) : "",
+                      ": the model has ", blocks, blocks == 1 ? " block" : " blocks");
+  return StageCut(blocks, static_cast<int>(stages), runs, head_in_blocks(config, vocab));
+}
+
+}  // namespace sheaf::models

@@ -1,0 +1,16 @@
+// How a configuration cuts a model's blocks into the stages of a pipeline.
+#pragma once
+
+#include "sheaf/distributed/pipeline.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+/// As how many blocks the head and its loss count where blocks are cut into stages: sharding.pipeline_head or, where that is
+/// negative, as many as take as many operations (flops.h), with what is computed again. `vocab` stands for a model.vocab of 0.
+double head_in_blocks(const TrainConfig& config, int64_t vocab);
+
+/// Of sharding.pipeline stages with sharding.pipeline_runs runs of blocks each. ConfigError if there are not so many blocks.
+StageCut stage_cut(const TrainConfig& config, int64_t vocab);
+
+}  // namespace sheaf::models
