@@ -64,6 +64,15 @@ Gradients gradients(nn::Module& model) {
   return out;
 }
 
+// The first rank's first ones are what others have to be.
+void expect_gradients(nn::Module& model, Gradients& expected, int rank, const std::string& where) {
+  const Gradients got = gradients(model);
+  if (rank != 0) return;
+  if (expected.empty()) expected = got;
+  for (const auto& [name, values] : expected)
+    for (size_t i = 0; i < values.size(); ++i) EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << where;
+}
+
 // A step over `rows` samples in `micro_batches` parts.
 void step_of(World& world, const Mesh& mesh, Classifier& model, int64_t step, int64_t rows,
              int64_t micro_batches) {
@@ -112,12 +121,7 @@ TEST(GradientAccumulation, GivesTheGradientOfTheWholeBatch) {
         shard(model, mesh);
         materialize(model, world.device(), {.seed = 1});
         step_of(world, mesh, model, 3, 24, micro_batches);
-        const Gradients got = gradients(model);
-        if (world.rank() != 0) return;
-        if (expected.empty()) expected = got;
-        for (const auto& [name, values] : expected)
-          for (size_t i = 0; i < values.size(); ++i)
-            EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << ranks << " ranks";
+        expect_gradients(model, expected, world.rank(), str(ranks, " ranks"));
       };
       run_local(ranks, body);
     }
@@ -202,6 +206,41 @@ struct SharedClassifier : nn::Module {
   SHEAF_FIELDS(up, down, head);
 };
 
+// The same, shared from outside.
+struct Hidden : nn::Module {
+  nn::Linear up{kFeatures, 12}, down{12, kFeatures};
+  Tensor forward(const Tensor& x) { return down(tanh(up(x))); }
+  SHEAF_FIELDS(up, down);
+};
+struct PlainClassifier : nn::Module {
+  Hidden hidden;
+  nn::Linear head{kFeatures, kClasses};
+  Tensor forward(const Tensor& x) { return head(x + hidden(x)); }
+  SHEAF_FIELDS(hidden, head);
+};
+
+TEST(TensorParallel, FromOutsideGivesTheGradientsOfOneRank) {
+  Gradients expected;
+  for (const auto& [data, model_ranks] : {std::pair{1, 1}, {1, 2}, {2, 3}}) {
+    const auto body = [&, data = data, ranks = model_ranks](World& world) {
+      const Mesh mesh = world.mesh({{"data", data}, {"model", ranks}});
+      PlainClassifier model;
+      for (nn::Parameter* p : {&model.hidden.up.weight, &model.hidden.up.bias}) p->set_cut(OwnershipMap::even(0));
+      model.hidden.down.weight.set_cut(OwnershipMap::even(1));
+      model.hidden.parallelize({.axis = "model", .inputs = Placement::replicate(), .outputs = Placement::shard(0)});
+      shard(model, mesh, {.tensor_axis = "model"});
+      materialize(model, world.device(), {.seed = 1});
+      const Batch batch = batch_of(world, mesh, 0, 13);  // rows are cut over both axes
+      {
+        Recording recording;
+        recording.backward(cross_entropy(model(batch.x), batch.label));
+      }
+      expect_gradients(model, expected, world.rank(), str(data, " x ", ranks));
+    };
+    run_local(data * model_ranks, body);
+  }
+}
+
 TEST(TensorParallel, GivesTheGradientsOfOneRank) {
   Gradients expected;
   for (const auto& [data, model_ranks] : {std::pair{1, 1}, {2, 1}, {1, 2}, {2, 2}, {1, 5}, {2, 3}}) {
@@ -216,12 +255,7 @@ TEST(TensorParallel, GivesTheGradientsOfOneRank) {
         recording.backward(cross_entropy(model(batch.x), batch.label));
       }
       EXPECT_EQ(model.up.weight.cut_axis(), 1);
-      const Gradients got = gradients(model);
-      if (world.rank() != 0) return;
-      if (expected.empty()) expected = got;
-      for (const auto& [name, values] : expected)
-        for (size_t i = 0; i < values.size(); ++i)
-          EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << data << " x " << ranks;
+      expect_gradients(model, expected, world.rank(), str(data, " x ", ranks));
     };
     run_local(data * model_ranks, body);
   }
@@ -257,12 +291,7 @@ TEST(ContextParallel, GivesTheGradientsOfOneRank) {
         Recording recording;
         recording.backward(mean(square(model(x))));
       }
-      const Gradients got = gradients(model);
-      if (world.rank() != 0) return;
-      if (expected.empty()) expected = got;
-      for (const auto& [name, values] : expected)
-        for (size_t i = 0; i < values.size(); ++i)
-          EXPECT_NEAR(got.at(name)[i], values[i], 1e-6) << name << " at " << data << " x " << context;
+      expect_gradients(model, expected, world.rank(), str(data, " x ", context));
     };
     run_local(data * context, body);
   }

@@ -165,6 +165,7 @@ void copy_model(Module& source, Module& target) {
     ModuleAccess::mark(*to[i].second) = ModuleAccess::mark(*from[i].second);
     ModuleAccess::set_training(*to[i].second, from[i].second->training());
     ModuleAccess::recompute(*to[i].second) = ModuleAccess::recompute(*from[i].second);
+    ModuleAccess::call_placements(*to[i].second) = ModuleAccess::call_placements(*from[i].second);
   }
   Device device;
   bool materialized = false;

@@ -2,12 +2,14 @@
 
 #include <cxxabi.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <typeinfo>
 #include <unordered_set>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/unit.h"
+#include "sheaf/nn/layers/tensor_region.h"
 #include "sheaf/nn/unit_mark.h"
 
 namespace sheaf::nn {
@@ -23,7 +25,9 @@ void Visitor::module(Module& m) { m.visit(*this); }
 Module* ModuleScope::current() { return current_module; }
 
 ModuleScope::ModuleScope(Module& module, bool opens_unit)
-    : opens_unit_(opens_unit), path_(module.path_), module_(&module), previous_(current_module) {
+    : places_inputs_(std::ranges::any_of(module.call_placements_, [](const CallPlacements& c) { return c.inputs.has_value(); })),
+      places_outputs_(std::ranges::any_of(module.call_placements_, [](const CallPlacements& c) { return c.outputs.has_value(); })),
+      opens_unit_(opens_unit), path_(module.path_), module_(&module), previous_(current_module) {
   if (previous_ && previous_->listed_ && !module.listed_)
     fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->type_name(), " '", previous_->path(),
                         "' is not listed in its SHEAF_FIELDS (or was added after materialize())");
@@ -55,6 +59,20 @@ void ModuleScope::move_to_stage(Tensor& t) {
   // What is sent is not sent again in the backward.
   const Unit& unit = *module_->unit_;
   before_region([&] { t = redistribute(t, t.layout().with(unit.stage_axis(), Placement::on(unit.stage()))); });
+}
+
+void ModuleScope::place(Tensor& t, std::optional<Placement> CallPlacements::* where) const {
+  if (!t || !t.layout().mesh()) return;
+  const MeshSpec& mesh = *t.layout().mesh();
+  for (const CallPlacements& call : module_->call_placements_)
+    if (const auto& placement = call.*where; placement && mesh.has_axis(call.axis))
+      t = gather_again(t, t.layout().with(mesh.axis(call.axis), *placement));
+}
+
+void ModuleScope::fail_without_outputs() const {
+  const auto call = std::ranges::find_if(module_->call_placements_, [](const CallPlacements& c) { return c.outputs.has_value(); });
+  fail<ConfigError>("[module] ", path_label(PathScope::current()), ": a ", module_->type_name(), " returns no Tensor, nor a struct of ",
+                    "them by value, that could be ", *call->outputs, " on mesh axis ", call->axis, " (CallPlacements::outputs)");
 }
 
 ModuleScope::~ModuleScope() {

@@ -65,6 +65,14 @@ class Visitor {
   std::string path_;
 };
 
+/// Where the tensors of a module's call are along an axis of the mesh, said from outside of it: Module::parallelize().
+struct CallPlacements {
+  std::string axis;  ///< on a mesh without it nothing happens
+  /// Of what the module is called with, and of what it returns: tensors on a mesh, and those of structs that show theirs
+  /// (for_each_tensor). Absent: they stay as they are.
+  std::optional<Placement> inputs = std::nullopt, outputs = std::nullopt;
+};
+
 /// The scope of a module's method: its path on the tape and in errors, and its unit, gathered while it lasts.
 class ModuleScope {
  public:
@@ -77,38 +85,64 @@ class ModuleScope {
   static Module* current();
 
   /// An argument of the module's call, where the module is: a Tensor, or a struct that shows its own (for_each_tensor), that
-  /// is on another stage of a pipeline is moved to the module's (ShardOptions::stage_axis). A struct that can join() its tensors
-  /// does so on its way to another stage, and where what the module computes is computed again: one is sent, or kept. Others
-  /// pass.
+  /// is on another stage of a pipeline is moved to the module's (ShardOptions::stage_axis), and placed as parallelize() says. A
+  /// struct that can join() its tensors does so on its way, and where what the module computes is computed again: one is sent, or
+  /// kept. Others pass.
   template <class T>
   decltype(auto) arrive(T&& argument) {
     constexpr bool has_tensors = requires(std::remove_cvref_t<T>& v) { v.for_each_tensor([](Tensor&) {}); };
     if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor> && std::is_lvalue_reference_v<T>) {
       return arrive(std::as_const(argument));
     } else if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor>) {
-      if (in_stage_) move_to_stage(argument);
+      bring(argument);
       return std::forward<T>(argument);
     } else if constexpr (has_tensors) {
       std::remove_cvref_t<T> moved = std::forward<T>(argument);
       bool comes = false;
       if (in_stage_) moved.for_each_tensor([&](Tensor& t) { comes = comes || is_on_another_stage(t); });
-      if constexpr (requires { moved.join(); })
+      if constexpr (requires { moved.join(); }) {
         if (comes || is_recomputed()) before_region([&] { moved.join(); });
-      if (comes) moved.for_each_tensor([this](Tensor& t) { move_to_stage(t); });
+        else if (places_inputs_) moved.join();
+      }
+      if (comes || places_inputs_) moved.for_each_tensor([this](Tensor& t) { bring(t); });
       return moved;
     } else {
       return std::forward<T>(argument);
     }
   }
   const Tensor& arrive(const Tensor& argument) {
-    if (!in_stage_) return argument;
-    move_to_stage(arrived_.emplace_back(argument));
+    if (!in_stage_ && !places_inputs_) return argument;
+    bring(arrived_.emplace_back(argument));
     return arrived_.back();
+  }
+  /// What the module's forward returns, placed as parallelize() says.
+  template <class F>
+  decltype(auto) leave_with(F&& forward) {
+    using Result = decltype(forward());
+    constexpr bool has_tensors = requires(Result& v) { v.for_each_tensor([](Tensor&) {}); };
+    if constexpr (std::is_same_v<Result, Tensor>) {
+      Tensor result = forward();
+      if (places_outputs_) place(result, &CallPlacements::outputs);
+      return result;
+    } else if constexpr (has_tensors && !std::is_reference_v<Result>) {
+      Result result = forward();
+      if (places_outputs_) result.for_each_tensor([this](Tensor& t) { place(t, &CallPlacements::outputs); });
+      return result;
+    } else {
+      if (places_outputs_) fail_without_outputs();
+      return forward();
+    }
   }
 
  private:
   bool is_on_another_stage(const Tensor& t) const;
   void move_to_stage(Tensor& t);
+  void place(Tensor& t, std::optional<Placement> CallPlacements::* where) const;
+  void bring(Tensor& t) {
+    if (in_stage_) move_to_stage(t);
+    if (places_inputs_) place(t, &CallPlacements::inputs);
+  }
+  [[noreturn]] void fail_without_outputs() const;
   void open_region();
   void leave();
   bool is_recomputed() const { return recompute_ && recompute_->is_region(); }
@@ -119,7 +153,7 @@ class ModuleScope {
     f();
     open_region();
   }
-  bool in_stage_ = false, opens_unit_;
+  bool in_stage_ = false, places_inputs_, places_outputs_, opens_unit_;
   std::list<Tensor> arrived_;
   PathScope path_;
   Module* module_;
@@ -153,6 +187,11 @@ class Module {
   void recompute(bool on = true) { on ? recompute(RecomputeOptions{}) : recompute_.reset(); }
   void recompute(const RecomputeOptions& options) { recompute_ = options; }
 
+  /// Shares it between ranks without a word in its code: at each call, its inputs and results are redistributed along an axis to
+  /// these placements, by nodes that the tape has under the module's path. Several axes one by one. What is gathered on the way in
+  /// is not kept for gradients but gathered again.
+  void parallelize(const CallPlacements& placements) { call_placements_.push_back(placements); }
+
   /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.
   [[nodiscard]] ModuleScope enter() { return ModuleScope(*this); }
   /// The same for what uses modules below, and no parameter of this one's own unit: that is not gathered.
@@ -175,6 +214,7 @@ class Module {
   bool listed_ = false;    // some SHEAF_FIELDS led here
   bool training_ = true;
   std::optional<RecomputeOptions> recompute_;
+  std::vector<CallPlacements> call_placements_;
   std::shared_ptr<const UnitMark> mark_;
   std::shared_ptr<Unit> unit_;
   std::shared_ptr<GatherSchedule> schedule_;  // of a root without a unit: it begins the passes
@@ -260,7 +300,9 @@ M clone(M& source, Args&&... args) {
     ::sheaf::nn::ModuleScope sheaf_scope(*this);                                        \
     /* `forward` is looked up when this is called: the module may have none. */         \
     return [&](auto& sheaf_self) -> decltype(auto) {                                    \
-      return sheaf_self.forward(sheaf_scope.arrive(std::forward<SheafArgs>(sheaf_args))...); \
+      return sheaf_scope.leave_with([&]() -> decltype(auto) {                           \
+        return sheaf_self.forward(sheaf_scope.arrive(std::forward<SheafArgs>(sheaf_args))...); \
+      });                                                                               \
     }(*this);                                                                           \
   }                                                                                     \
   static_assert(true)

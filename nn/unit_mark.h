@@ -23,6 +23,7 @@ struct ModuleAccess {
   }
   static void set_training(Module& m, bool on) { m.training_ = on; }
   static std::optional<RecomputeOptions>& recompute(Module& m) { return m.recompute_; }
+  static std::vector<CallPlacements>& call_placements(Module& m) { return m.call_placements_; }
 };
 
 }  // namespace sheaf::nn

@@ -9,6 +9,17 @@
 
 namespace sheaf::nn {
 
+/// redistribute(x, to). Where tokens are cut that is an all_gather, which is a reduce_scatter in the backward; all of them are not
+/// kept for the weights' gradients but gathered again there: else a rank would hold as much of them as without the axis. Integers,
+/// a few bytes a token, are kept.
+inline Tensor gather_again(const Tensor& x, const Layout& to) {
+  bool gathers = false;
+  for (int a = 0; a < to.num_axes(); ++a) gathers = gathers || (x.layout()[a].is_shard() && to[a].is_replicate());
+  std::optional<RecomputeScope> again;
+  if (gathers && is_floating(x.dtype())) again.emplace(RecomputeOptions{.results = true});
+  return redistribute(x, to);
+}
+
 /// Between enter() and leave() each rank of the tensor axis computes its own heads or hidden units, from all tokens; outside
 /// each has its own tokens (Shard along the sequence), or all have all of them. The first layer inside is cut along its
 /// outputs, the last along its inputs, so that it puts out addends (Shoeybi et al., https://arxiv.org/abs/1909.08053;
@@ -19,21 +30,15 @@ class TensorRegion {
   TensorRegion(const Tensor& x, const Parameter& weight) : axis_(weight.cut_axis()) {
     if (axis_ >= 0 && x.layout().mesh()) outside_ = x.layout()[axis_];
   }
-  /// x on every rank: an all_gather where tokens are cut, which is a reduce_scatter in the backward. All tokens are not kept
-  /// for the weights' gradients but gathered again there: else a rank would hold as much of them as without the axis.
-  /// Integers, a few bytes a token, are kept.
+  /// x on every rank, by gather_again().
   Tensor enter(const Tensor& x) const {
-    std::optional<RecomputeScope> again;
-    if (outside_.is_shard() && is_floating(x.dtype())) again.emplace(RecomputeOptions{.results = true});
-    return to(x, Placement::replicate());
+    return is_cut(x) ? gather_again(x, x.layout().with(axis_, Placement::replicate())) : x;
   }
   /// The sum of the ranks' addends, placed as x was: a reduce_scatter where tokens are cut, an all_gather in the backward.
-  Tensor leave(const Tensor& y) const { return to(y, outside_); }
+  Tensor leave(const Tensor& y) const { return is_cut(y) ? redistribute(y, y.layout().with(axis_, outside_)) : y; }
 
  private:
-  Tensor to(const Tensor& t, const Placement& p) const {
-    return axis_ >= 0 && t.layout().mesh() ? redistribute(t, t.layout().with(axis_, p)) : t;
-  }
+  bool is_cut(const Tensor& t) const { return axis_ >= 0 && t.layout().mesh(); }
   int axis_;
   Placement outside_;
 };
