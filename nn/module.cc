@@ -25,9 +25,7 @@ void Visitor::module(Module& m) { m.visit(*this); }
 Module* ModuleScope::current() { return current_module; }
 
 ModuleScope::ModuleScope(Module& module, bool opens_unit)
-    : places_inputs_(std::ranges::any_of(module.call_placements_, [](const CallPlacements& c) { return c.inputs.has_value(); })),
-      places_outputs_(std::ranges::any_of(module.call_placements_, [](const CallPlacements& c) { return c.outputs.has_value(); })),
-      opens_unit_(opens_unit), path_(module.path_), module_(&module), previous_(current_module) {
+    : parallelized_(!module.call_placements_.empty()), opens_unit_(opens_unit), path_(module.path_), module_(&module), previous_(current_module) {
   if (previous_ && previous_->listed_ && !module.listed_)
     fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->type_name(), " '", previous_->path(),
                         "' is not listed in its SHEAF_FIELDS (or was added after materialize())");
@@ -61,18 +59,29 @@ void ModuleScope::move_to_stage(Tensor& t) {
   before_region([&] { t = redistribute(t, t.layout().with(unit.stage_axis(), Placement::on(unit.stage()))); });
 }
 
-void ModuleScope::place(Tensor& t, std::optional<Placement> CallPlacements::* where) const {
-  if (!t || !t.layout().mesh()) return;
+bool ModuleScope::places(const Tensor& t, Where where) const {
+  if (!parallelized_ || !t || !t.layout().mesh()) return false;
   const MeshSpec& mesh = *t.layout().mesh();
-  for (const CallPlacements& call : module_->call_placements_)
-    if (const auto& placement = call.*where; placement && mesh.has_axis(call.axis))
-      t = gather_again(t, t.layout().with(mesh.axis(call.axis), *placement));
+  return std::ranges::any_of(module_->call_placements_, [&](const CallPlacements& call) {
+    return (call.*where).has_value() && mesh.has_axis(call.axis);
+  });
 }
 
-void ModuleScope::fail_without_outputs() const {
-  const auto call = std::ranges::find_if(module_->call_placements_, [](const CallPlacements& c) { return c.outputs.has_value(); });
-  fail<ConfigError>("[module] ", path_label(PathScope::current()), ": a ", module_->type_name(), " returns no Tensor, nor a struct of ",
-                    "them by value, that could be ", *call->outputs, " on mesh axis ", call->axis, " (CallPlacements::outputs)");
+void ModuleScope::place(Tensor& t, Where where) const {
+  if (!places(t, where)) return;
+  const MeshSpec& mesh = *t.layout().mesh();
+  for (const CallPlacements& call : module_->call_placements_)
+    if (const auto& placement = call.*where; placement && mesh.has_axis(call.axis)) {
+      const Layout to = t.layout().with(mesh.axis(call.axis), *placement);
+      t = where == &CallPlacements::inputs ? gather_again(t, to) : redistribute(t, to);
+    }
+}
+
+void ModuleScope::expect_no_outputs() const {
+  for (const CallPlacements& call : module_->call_placements_)
+    if (call.outputs)
+      fail<ConfigError>("[module] ", path_label(PathScope::current()), ": a ", module_->type_name(), " returns no Tensor, nor a struct of ",
+                        "them by value, that could be ", *call.outputs, " on mesh axis ", call.axis, " (CallPlacements::outputs)");
 }
 
 ModuleScope::~ModuleScope() {

@@ -67,9 +67,9 @@ class Visitor {
 
 /// Where the tensors of a module's call are along an axis of the mesh, said from outside of it: Module::parallelize().
 struct CallPlacements {
-  std::string axis;  ///< on a mesh without it nothing happens
-  /// Of what the module is called with, and of what it returns: tensors on a mesh, and those of structs that show theirs
-  /// (for_each_tensor). Absent: they stay as they are.
+  std::string axis;  ///< tensors on a mesh without it, or on none, stay as they are
+  /// Of what the module is called with, and of what it returns: tensors of any dtype, and those of structs that show theirs
+  /// (for_each_tensor), which join() first. Absent: they stay as they are.
   std::optional<Placement> inputs = std::nullopt, outputs = std::nullopt;
 };
 
@@ -94,7 +94,8 @@ class ModuleScope {
     if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor> && std::is_lvalue_reference_v<T>) {
       return arrive(std::as_const(argument));
     } else if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor>) {
-      bring(argument);
+      if (in_stage_) move_to_stage(argument);
+      place(argument, &CallPlacements::inputs);
       return std::forward<T>(argument);
     } else if constexpr (has_tensors) {
       std::remove_cvref_t<T> moved = std::forward<T>(argument);
@@ -102,34 +103,37 @@ class ModuleScope {
       if (in_stage_) moved.for_each_tensor([&](Tensor& t) { comes = comes || is_on_another_stage(t); });
       if constexpr (requires { moved.join(); }) {
         if (comes || is_recomputed()) before_region([&] { moved.join(); });
-        else if (places_inputs_) moved.join();
+        else if (is_placed(moved, &CallPlacements::inputs)) moved.join();
       }
-      if (comes || places_inputs_) moved.for_each_tensor([this](Tensor& t) { bring(t); });
+      if (comes) moved.for_each_tensor([this](Tensor& t) { move_to_stage(t); });
+      moved.for_each_tensor([this](Tensor& t) { place(t, &CallPlacements::inputs); });
       return moved;
     } else {
       return std::forward<T>(argument);
     }
   }
   const Tensor& arrive(const Tensor& argument) {
-    if (!in_stage_ && !places_inputs_) return argument;
-    bring(arrived_.emplace_back(argument));
-    return arrived_.back();
+    if (!in_stage_ && !places(argument, &CallPlacements::inputs)) return argument;
+    Tensor& arrived = arrived_.emplace_back(argument);
+    if (in_stage_) move_to_stage(arrived);
+    place(arrived, &CallPlacements::inputs);
+    return arrived;
   }
   /// What the module's forward returns, placed as parallelize() says.
   template <class F>
   decltype(auto) leave_with(F&& forward) {
-    using Result = decltype(forward());
+    using Result = std::remove_cv_t<decltype(forward())>;
     constexpr bool has_tensors = requires(Result& v) { v.for_each_tensor([](Tensor&) {}); };
     if constexpr (std::is_same_v<Result, Tensor>) {
       Tensor result = forward();
-      if (places_outputs_) place(result, &CallPlacements::outputs);
+      place(result, &CallPlacements::outputs);
       return result;
     } else if constexpr (has_tensors && !std::is_reference_v<Result>) {
       Result result = forward();
-      if (places_outputs_) result.for_each_tensor([this](Tensor& t) { place(t, &CallPlacements::outputs); });
+      result.for_each_tensor([this](Tensor& t) { place(t, &CallPlacements::outputs); });
       return result;
     } else {
-      if (places_outputs_) fail_without_outputs();
+      if (parallelized_) expect_no_outputs();
       return forward();
     }
   }
@@ -137,12 +141,16 @@ class ModuleScope {
  private:
   bool is_on_another_stage(const Tensor& t) const;
   void move_to_stage(Tensor& t);
-  void place(Tensor& t, std::optional<Placement> CallPlacements::* where) const;
-  void bring(Tensor& t) {
-    if (in_stage_) move_to_stage(t);
-    if (places_inputs_) place(t, &CallPlacements::inputs);
+  using Where = std::optional<Placement> CallPlacements::*;
+  bool places(const Tensor& t, Where where) const;
+  void place(Tensor& t, Where where) const;
+  template <class T>
+  bool is_placed(T& tensors, Where where) const {
+    bool is = false;
+    if (parallelized_) tensors.for_each_tensor([&](Tensor& t) { is = is || places(t, where); });
+    return is;
   }
-  [[noreturn]] void fail_without_outputs() const;
+  void expect_no_outputs() const;
   void open_region();
   void leave();
   bool is_recomputed() const { return recompute_ && recompute_->is_region(); }
@@ -153,7 +161,7 @@ class ModuleScope {
     f();
     open_region();
   }
-  bool in_stage_ = false, places_inputs_, places_outputs_, opens_unit_;
+  bool in_stage_ = false, parallelized_, opens_unit_;
   std::list<Tensor> arrived_;
   PathScope path_;
   Module* module_;
@@ -187,9 +195,9 @@ class Module {
   void recompute(bool on = true) { on ? recompute(RecomputeOptions{}) : recompute_.reset(); }
   void recompute(const RecomputeOptions& options) { recompute_ = options; }
 
-  /// Shares it between ranks without a word in its code: at each call, its inputs and results are redistributed along an axis to
-  /// these placements, by nodes that the tape has under the module's path. Several axes one by one. What is gathered on the way in
-  /// is not kept for gradients but gathered again.
+  /// Shares it between ranks without a word in its code: operator() redistributes its inputs and results along an axis to these
+  /// placements, by nodes that the tape has under the module's path. Once for each axis. What is gathered on the way in is not kept
+  /// for gradients but gathered again.
   void parallelize(const CallPlacements& placements) { call_placements_.push_back(placements); }
 
   /// Opens this module's scope: for methods other than forward, `auto scope = enter();`. operator() does it by itself.

@@ -165,6 +165,55 @@ TEST(Parallelize, TakesStructsOfTensors) {
   });
 }
 
+struct OfStream : nn::Module {
+  bool joined = false;
+  nn::Residual forward(nn::Residual stream) {
+    joined = !stream.branch;
+    return stream;
+  }
+  SHEAF_FIELDS();
+};
+
+// The stream goes as one tensor; where it goes nowhere the next norm adds.
+TEST(Parallelize, JoinsWhatItMoves) {
+  run_local(2, [](World& w) {
+    for (const char* axis : {"model", "other"}) {
+      const Mesh mesh = w.mesh({{axis, 2}});
+      OfStream module;
+      module.parallelize(kCall);
+      const nn::Residual y = module(nn::Residual{rows(mesh), rows(mesh)});
+      EXPECT_EQ(module.joined, axis == kCall.axis);
+      EXPECT_TRUE(y.x.layout()[0].is_shard());
+    }
+  });
+}
+
+struct Squares : nn::Module {
+  Tensor forward(const Tensor& x) { return x * x; }
+  SHEAF_FIELDS();
+};
+
+// What comes out whole is used, and kept, as any other value.
+TEST(Parallelize, GathersResultsOnce) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = w.mesh({{"model", 2}});
+    Squares module;
+    module.parallelize({.axis = "model", .outputs = Placement::replicate()});
+    Recording recording;
+    const Tensor x = rows(mesh);
+    recording.watch(x);
+    const Tensor y = module(x);
+    EXPECT_TRUE(y.layout()[0].is_replicate());
+    const Tensor xs[] = {x};
+    const Tensor g = recording.gradient(sum(redistribute(y * y, "model", Placement::shard(0))), xs)[0];
+    EXPECT_TRUE(g.layout()[0].is_shard());
+    const Tape tape = recording.take();
+    int gathers = 0;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) gathers += tape.op_name(tape.node(id)) == "all_gather";
+    EXPECT_EQ(gathers, 1);
+  });
+}
+
 TEST(Parallelize, RefusesWhatCannotBePlaced) {
   OfNone module;
   const Tensor x = full_of({kF32, {2}, {}}, 1.0);
