@@ -7,7 +7,8 @@
 namespace sheaf::models {
 
 /// As how many blocks the head and its loss count where blocks are cut into stages: sharding.pipeline_head or, where that is
-/// negative, as many as take as many operations (flops.h), with what is computed again. `vocab` stands for a model.vocab of 0.
+/// negative, as many as take as many operations (flops.h), with those that train.recompute block repeats in all of them. `vocab`
+/// stands for a model.vocab of 0.
 double head_in_blocks(const TrainConfig& config, int64_t vocab);
 
 /// Of sharding.pipeline stages with sharding.pipeline_runs runs of blocks each. ConfigError if there are not so many blocks.

@@ -130,8 +130,8 @@ struct Shorter {
 class Stages {
  public:
   Stages(const TrainConfig& config, int world, const StageCut& cut, Planning planning)
-      : config_(config), world_(world), stages_(std::max(1, static_cast<int>(config.sharding.pipeline))), ranks_(world / stages_),
-        runs_(std::max<int64_t>(1, config.sharding.pipeline_runs)), cut_(cut),
+      : config_(config), world_(world), stages_(static_cast<int>(config.sharding.pipeline)), ranks_(world / stages_),
+        runs_(config.sharding.pipeline_runs), cut_(cut),
         // A program takes its memory from one arena, whose blocks lie where there is room. What cannot be is refused as it is.
         shorter_(planning == Planning::shorter && !config.train.compile && world % stages_ == 0 &&
                  (runs_ == 1 || config.train.micro_batches % stages_ == 0)) {}

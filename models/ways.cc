@@ -11,7 +11,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "sheaf/models/stage_cut.h"
+#include "sheaf/distributed/pipeline.h"
 
 namespace sheaf::models {
 namespace {
@@ -160,12 +160,10 @@ class Search {
     return out;
   }
 
-  // Stages wait for the run of blocks that takes longest: if it is much longer than others, too long. One block and the head
-  // cannot be cut.
-  bool waits_for_one(int64_t stages, int64_t runs) const {
-    const double head = head_in_blocks(config_, vocab_), blocks = static_cast<double>(config_.model.layers) + head;
-    const StageCut cut(config_.model.layers, static_cast<int>(stages), runs, head);
-    return cut.imbalance(head) > 9.0 / 8 * std::max(1.0, (1 + head) * static_cast<double>(stages * runs) / blocks);
+  // Stages wait for the run of blocks that takes longest: if blocks cannot be divided into nearly equal ones, too long. What the
+  // head adds is an estimate's to tell.
+  bool divides_unevenly(int64_t stages, int64_t runs) const {
+    return StageCut(config_.model.layers, static_cast<int>(stages), runs).imbalance() > 9.0 / 8;
   }
 
   // Axes, and which groups of ranks hold the model; strategy, micro-batches and recomputing to begin with.
@@ -174,7 +172,7 @@ class Search {
     const int64_t key_heads = model.kv_heads, host = machine_.ranks_per_host;
     std::vector<Choice> out;
     for (const int64_t p : sizes(&Choice::pipeline, world_, model.layers)) {
-      if (!keeps(&Choice::pipeline) && waits_for_one(p, 1)) continue;
+      if (!keeps(&Choice::pipeline) && divides_unevenly(p, 1)) continue;
       for (const int64_t t : sizes(&Choice::tensor, world_ / p, std::min(key_heads, host))) {
         if (!keeps(&Choice::tensor) && key_heads % t != 0) continue;
         for (const int64_t c : sizes(&Choice::context, world_ / p / t, std::max<int64_t>(1, key_heads / t))) {
@@ -294,7 +292,7 @@ class Search {
     std::vector<Choice> out;
     if (keeps(&Choice::pipeline_runs) || x.micro_batches % x.pipeline != 0) return out;
     for (const int64_t runs : {2, 4}) {
-      if (x.pipeline * runs > config_.model.layers || waits_for_one(x.pipeline, runs)) continue;
+      if (x.pipeline * runs > config_.model.layers || divides_unevenly(x.pipeline, runs)) continue;
       x.pipeline_runs = runs;
       for (const char* level : {"none", "selective", "block"}) {
         if (keeps(&Choice::recompute) && level != x.recompute) continue;

@@ -1,10 +1,13 @@
 // The search for ways to train finds what trying everything finds.
 #include "sheaf/models/ways.h"
 
+#include <cmath>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "sheaf/kernels/cuda/config.h"
+#include "sheaf/models/flops.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -88,6 +91,26 @@ TEST_F(Ways, StagesOfSeveralRunsAreTried) {
   EXPECT_EQ(round.config.sharding.pipeline_runs, 2);
   EXPECT_THAT(round.options, HasSubstr("--sharding.pipeline_runs 2"));
   EXPECT_LT(round.time.seconds, 0.95 * once.time.seconds);
+}
+
+// A head as long as two blocks leaves stages unlike that blocks alone would make alike: they are tried.
+TEST_F(Ways, StagesBesideALongHeadAreTried) {
+  models::TrainConfig c = small();
+  c.model.layers = 32, c.model.tie_embeddings = false;
+  c.train.batch = c.train.micro_batches = 16;
+  const models::FlopsOfParts parts = models::flops_of_parts(c);
+  c.model.vocab = std::llround(2.1 * static_cast<double>(c.model.vocab) * parts.block / parts.head);
+  models::WaysOptions options;
+  options.keep = {"sharding.tensor", "sharding.context", "sharding.replicas", "sharding.strategy", "train.micro_batches", "train.recompute"};
+  const auto tried = [&](int64_t stages, int64_t runs) {
+    return std::ranges::any_of(models::find_ways(c, c.model.vocab, 8, machine_with(int64_t{1} << 40), options).fitting, [&](const models::Way& w) {
+      return w.config.sharding.pipeline == stages && w.config.sharding.pipeline_runs == runs;
+    });
+  };
+  EXPECT_TRUE(tried(8, 1));
+  c.sharding.pipeline = 4;
+  options.keep.insert("sharding.pipeline");
+  EXPECT_TRUE(tried(4, 2));
 }
 
 TEST_F(Ways, TheFastestIsNearlyThatOfAll) {

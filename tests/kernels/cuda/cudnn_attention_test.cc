@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
@@ -30,9 +31,9 @@ void run(const Attention& a) {
   cuda::cudnn::attention(OnGpu::stream(), a, GpuScratch(cuda::cudnn::attention_workspace(a)));
 }
 
-void check_forward_and_backward(const std::vector<int64_t>& documents) {
+void check_forward_and_backward(const std::vector<int64_t>& documents, std::span<const AttentionCase> cases = kCases) {
   for (DType dtype : {kBF16, kF16})
-    for (const AttentionCase& c : kCases) {
+    for (const AttentionCase& c : cases) {
       const AttentionData data(c, dtype, documents);
       const ExpectedAttention want(data);
       const AttentionOnGpu g(data);
@@ -72,6 +73,9 @@ TEST(CudnnAttention, DocumentsAreKeptApart) {
   SHEAF_NEEDS_GPU();
   check_forward_and_backward({1, 37, 2, 24, 65});
   check_forward_and_backward({64, 1, 31});
+  // Whole tiles of queries behind whole tiles of keys of which they see nothing: the largest score so far is then a hidden one.
+  constexpr AttentionCase kLong[] = {{1, 512, 2, 1, 64}};
+  check_forward_and_backward({256, 200}, kLong);
 }
 
 // Rows whose scores are all far below zero. In cuDNN's kernel for Hopper what lies beyond the last
