@@ -8,6 +8,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/random.h"
 #include "sheaf/distributed/in_turn.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/models/utf8.h"
@@ -45,11 +46,11 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
   }
 }
 
-std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
+std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
-  model.module().eval();
-  const Device device = units(model.module()).at(0)->buffers().at(0).shard.device();
+  model.eval();
+  const Device device = units(model).at(0)->buffers().at(0).shard.device();
   const DeviceScope scope(device);
   std::vector<int32_t> tokens = prompt, out;
   const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
@@ -84,8 +85,8 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
                       "it has no tokenizer");
   const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
   const auto model = make_language_model(state.model, state.vocab);
-  materialize(model->module(), device);
-  load_state(*checkpoint, model->module(), {});
+  materialize(*model, device);
+  load_state(*checkpoint, *model, {});
   Utf8Assembler text;
   emit(text.add(state.tokenizer->decode(prompt)));
   generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,

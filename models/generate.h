@@ -5,8 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "sheaf/models/language_model.h"
+#include "sheaf/models/decoder.h"
 #include "sheaf/models/tokenizer.h"
+#include "sheaf/models/train_config.h"
 
 namespace sheaf::models {
 
@@ -18,7 +19,7 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
 /// at most `context` of them in view at a time; returns the new ones. Collective where the model is sharded: every rank
 /// computes the same tokens. `emit` gets each token as it comes. Each token is read once, until there are more than
 /// `context`: then the window slides, all positions in it change, and each new token costs a pass over `context` tokens.
-std::vector<int32_t> generate(LanguageModel& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
+std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {});
 
 /// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of

@@ -7,12 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "sheaf/distributed/pipeline.h"
-#include "sheaf/models/forward_progress.h"
+#include "sheaf/models/decoder.h"
 #include "sheaf/nn/layers/attention.h"
-#include "sheaf/nn/layers/embedding.h"
 #include "sheaf/nn/layers/mlp.h"
-#include "sheaf/nn/layers/norm.h"
 
 namespace sheaf::models {
 
@@ -41,53 +38,32 @@ struct GptConfig {
 };
 
 /// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm.
-struct Block : nn::Module {
+struct Block : DecoderBlock {
   nn::LayerNorm ln1;
   nn::CausalSelfAttention attention;
   nn::LayerNorm ln2;
   nn::MLP mlp;
 
   explicit Block(const GptConfig& config);
-  nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr);
+  nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
   SHEAF_FIELDS(ln1, attention, ln2, mlp);
 };
 
-/// Weights are drawn with standard deviation 0.02, those that write to the residual stream with 0.02 / sqrt(2 layers).
-struct Gpt : nn::Module {
+struct Gpt : Decoder {
   GptConfig config;
   nn::Embedding wte, wpe;
   nn::Dropout dropout;
   std::vector<Block> blocks;
   nn::LayerNorm ln_f;
-  std::optional<nn::Linear> head;  ///< absent if tied
 
   explicit Gpt(const GptConfig& config);
-
-  /// Cross-entropy of integer targets[B, T], a scalar in nats, without the logits ever existing whole. By default the mean
-  /// over all targets of the logical batch, on all ranks; targets of -1 count nothing, but are counted in that mean: give
-  /// divide_by. Partial over the axes that cut the batch or the model. With end_of_text, a document's tokens are predicted from
-  /// those of no other; logits() and next_logits() take all tokens for one document.
-  Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
-  /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `at` to before block
-  /// `until`, and from the last block to the loss, which is undefined before.
-  Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
-                    const CrossEntropyOptions& options = {});
-  /// [B, T, V], placed as the tokens.
-  Tensor logits(const Tensor& tokens_BT);
-  /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
-  /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
-  Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
-  /// The stage of a pipeline that `module` is in (ShardOptions::stage_of): blocks as `cut` says, tables that are not tied in the
-  /// first and the last. -1: what all stages have, such as the last norm and a tied table.
-  int stage_of(const nn::Module& module, const StageCut& cut) const;
-  Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(wte, wpe, dropout, blocks, ln_f, head);
 
  private:
-  nn::Residual embedded(const Tensor& tokens_BT, const nn::KeyValueCache* cache = nullptr);
-  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
-  const nn::Parameter& head_weight() const;
-  Tensor logits_of(const Tensor& x_BTC) const;
+  nn::Embedding& table() override { return wte; }
+  Block& block(int64_t i) override { return blocks[static_cast<size_t>(i)]; }
+  nn::Residual embedded(const Tensor& tokens_BT, int64_t position) override;
+  Tensor normed(nn::Residual stream) override { return ln_f(std::move(stream)).normed; }
 };
 
 }  // namespace sheaf::models

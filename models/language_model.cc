@@ -4,31 +4,8 @@
 #include "sheaf/models/llama.h"
 
 namespace sheaf::models {
-namespace {
 
-template <class Model, class Block>
-class Adapter final : public LanguageModel {
- public:
-  template <class Config>
-  explicit Adapter(const Config& config) : model_(config) {}
-  nn::Module& module() override { return model_; }
-  Tensor loss(const Tensor& tokens, const Tensor& targets, double divide_by) override {
-    return model_.loss(tokens, targets, {.divide_by = divide_by});
-  }
-  Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens, const Tensor& targets, double divide_by) override {
-    return model_.loss_until(until, at, tokens, targets, {.divide_by = divide_by});
-  }
-  Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override { return model_.next_logits(tokens, cache); }
-  bool is_block(const nn::Module& module) const override { return dynamic_cast<const Block*>(&module) != nullptr; }
-  int stage_of(const nn::Module& module, const StageCut& cut) const override { return model_.stage_of(module, cut); }
-
- private:
-  Model model_;
-};
-
-}  // namespace
-
-std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, int64_t vocab) {
+std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t vocab) {
   const ModelConfig m = resolved(config);
   const int64_t words = m.vocab ? m.vocab : vocab;
   if (words <= 0) fail<ConfigError>("[model] the size of the vocabulary is not known: give model.vocab");
@@ -46,7 +23,7 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.tie_embeddings = m.tie_embeddings;
     c.norm_eps = m.norm_eps;
     c.end_of_text = m.end_of_text;
-    return std::make_unique<Adapter<Gpt, Block>>(c);
+    return std::make_unique<Gpt>(c);
   }
   if (m.type == "llama") {
     LlamaConfig c;
@@ -73,7 +50,7 @@ std::unique_ptr<LanguageModel> make_language_model(const ModelConfig& config, in
     c.normalize_experts = m.normalize_experts;
     c.aux_loss = m.aux_loss;
     c.end_of_text = m.end_of_text;
-    return std::make_unique<Adapter<Llama, LlamaBlock>>(c);
+    return std::make_unique<Llama>(c);
   }
   fail<ConfigError>("[model] unknown type '", m.type, "'; known: gpt2, llama");
 }

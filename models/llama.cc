@@ -1,20 +1,9 @@
 #include "sheaf/models/llama.h"
 
-#include <cmath>
-
 #include "sheaf/nn/layers/stages.h"
 
 namespace sheaf::models {
 namespace {
-
-constexpr double kInitStd = 0.02;
-
-// A tensor axis cuts the vocabulary, of the token embedding and of the head alike.
-OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
-
-nn::Init residual_init(const LlamaConfig& c) {
-  return nn::Init::normal(kInitStd / std::sqrt(2.0 * static_cast<double>(c.layers)));
-}
 
 nn::AttentionConfig attention_config(const LlamaConfig& c) {
   nn::AttentionConfig a;
@@ -29,8 +18,8 @@ nn::AttentionConfig attention_config(const LlamaConfig& c) {
   a.dropout = c.dropout;
   a.rope_theta = c.rope_theta;
   a.rope_scaling = c.rope_scaling;
-  a.init = nn::Init::normal(kInitStd);
-  a.projection_init = residual_init(c);
+  a.init = weight_init();
+  a.projection_init = residual_init(c.layers);
   return a;
 }
 
@@ -40,8 +29,8 @@ nn::MlpConfig mlp_config(const LlamaConfig& c) {
   m.hidden = c.mlp_width ? c.mlp_width : (8 * c.width / 3 + 63) / 64 * 64;
   m.bias = false;
   m.dropout = c.dropout;
-  m.init = nn::Init::normal(kInitStd);
-  m.projection_init = residual_init(c);
+  m.init = weight_init();
+  m.projection_init = residual_init(c.layers);
   return m;
 }
 
@@ -180,94 +169,28 @@ nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) 
 }
 
 Llama::Llama(const LlamaConfig& c)
-    : config(c), embedding(c.vocab, c.width, nn::Init::normal(kInitStd), vocabulary_cut()), norm(c.width, c.norm_eps) {
-  check<ConfigError>(c.layers > 0 && c.vocab > 0 && c.context > 0, "[llama] layers ", c.layers, ", vocab ", c.vocab,
-                     ", context ", c.context, ": all must be positive");
+    : Decoder({.type = "llama", .layers = c.layers, .width = c.width, .vocab = c.vocab, .context = c.context,
+                     .end_of_text = c.end_of_text, .tied = c.tie_embeddings}),
+      config(c),
+      embedding(token_table(c.vocab, c.width)),
+      norm(c.width, c.norm_eps) {
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
-  if (c.tie_embeddings) return;
-  head.emplace(c.width, c.vocab, nn::LinearOptions{.bias = false, .init = nn::Init::normal(kInitStd), .cut = vocabulary_cut()});
-  head->weight.set_table();
 }
 
-int Llama::stage_of(const nn::Module& module, const StageCut& cut) const {
-  for (size_t i = 0; i < blocks.size(); ++i)
-    if (&module == &blocks[i]) return cut.stage_of(static_cast<int64_t>(i));
-  if (head && &module == &embedding) return 0;
-  return head && &module == &*head ? cut.stage_of(std::ssize(blocks) - 1) : -1;
-}
-
-nn::Residual Llama::embedded(const Tensor& tokens_BT, const nn::KeyValueCache* cache) {
-  check<ShapeError>(tokens_BT.rank() == 2, "[llama] tokens must be [B, T], not ", tokens_BT.shape());
-  const int64_t end = (cache ? cache->length() : 0) + tokens_BT.size(1);
-  check<ShapeError>(end <= config.context, "[llama] ", end, " tokens are more than the context of ", config.context);
-  return {.x = embedding(tokens_BT)};
-}
-
-Tensor Llama::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
-  nn::Residual stream = embedded(tokens_BT, cache);
-  for (LlamaBlock& block : blocks) stream = block(std::move(stream), cache);
-  return norm(std::move(stream)).normed;
-}
-
-const nn::Parameter& Llama::head_weight() const { return head ? head->weight : embedding.weight; }
-
-Tensor Llama::logits_of(const Tensor& x_BTC) const {
-  const nn::TensorRegion region(x_BTC, head_weight());
-  return nn::to_all_stages(region.leave(linear(region.enter(x_BTC), head_weight())));
-}
-
-void Llama::take_imbalance(int64_t begin, int64_t end, Tensor& all) {
+void Llama::add_penalties(int64_t begin, int64_t end, Tensor& all) {
   for (int64_t i = begin; i < end; ++i) {
-    LlamaBlock& block = blocks[static_cast<size_t>(i)];
-    if (!block.moe || !block.moe->imbalance) continue;
-    const Tensor one = nn::sum_over_stages(std::exchange(block.moe->imbalance, {}));
-    all = all ? all + one : one;
+    LlamaBlock& one = block(i);
+    if (!one.moe || !one.moe->imbalance) continue;
+    const Tensor imbalance = nn::sum_over_stages(std::exchange(one.moe->imbalance, {}));
+    all = all ? all + imbalance : imbalance;
   }
 }
 
-Tensor Llama::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
-  ForwardProgress whole;
-  return loss_until(config.layers, whole, tokens_BT, targets_BT, options);
-}
-
-Tensor Llama::loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
-                         const CrossEntropyOptions& options) {
-  const bool begins = !at.stream.x, ends = until == config.layers;
-  const auto scope = begins || ends ? enter() : enter_without_unit();
-  if (begins) {
-    const Tensor begins_BT = config.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, config.end_of_text);
-    at.stream = embedded(tokens_BT);
-    at.stream.begins = begins_BT;
-  }
-  const int64_t first = at.block;
-  for (; at.block < until; ++at.block) at.stream = blocks[static_cast<size_t>(at.block)](std::move(at.stream), nullptr);
-  if (!ends) {
-    take_imbalance(first, until, at.imbalance);
-    return {};
-  }
-  const Tensor x_BTC = norm(std::move(at.stream)).normed;
-  const nn::TensorRegion region(x_BTC, head_weight());
-  const Tensor loss = nn::sum_over_stages(
-      linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));
-  take_imbalance(first, until, at.imbalance);
-  const Tensor imbalance = std::exchange(at.imbalance, {});
-  if (!imbalance) return loss;
-  const auto targets = static_cast<double>(targets_BT.numel());
-  if (options.divisor) return loss + imbalance * (config.aux_loss * targets) / options.divisor;
-  return loss + imbalance * (config.aux_loss * (options.divide_by > 0 ? targets / options.divide_by : 1.0));
-}
-
-Tensor Llama::logits(const Tensor& tokens_BT) {
-  const auto scope = enter();
-  return logits_of(hidden(tokens_BT));
-}
-
-Tensor Llama::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
-  const auto scope = enter();
-  const Tensor x_BTC = hidden(tokens_BT, &cache);
-  cache.advance(x_BTC.size(1));
-  return logits_of(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)));
+Tensor Llama::with_penalty(const Tensor& loss, const Tensor& penalty, int64_t targets, const CrossEntropyOptions& options) {
+  const auto count = static_cast<double>(targets);
+  if (options.divisor) return loss + penalty * (config.aux_loss * count) / options.divisor;
+  return loss + penalty * (config.aux_loss * (options.divide_by > 0 ? count / options.divide_by : 1.0));
 }
 
 }  // namespace sheaf::models

@@ -8,13 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "sheaf/distributed/pipeline.h"
-#include "sheaf/models/forward_progress.h"
+#include "sheaf/models/decoder.h"
 #include "sheaf/nn/layers/attention.h"
-#include "sheaf/nn/layers/embedding.h"
 #include "sheaf/nn/layers/experts.h"
 #include "sheaf/nn/layers/mlp.h"
-#include "sheaf/nn/layers/norm.h"
 
 namespace sheaf::models {
 
@@ -55,7 +52,7 @@ struct LlamaConfig {
 };
 
 /// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm; the MLP may be a mixture.
-struct LlamaBlock : nn::Module {
+struct LlamaBlock : DecoderBlock {
   nn::RMSNorm attention_norm;
   nn::CausalSelfAttention attention;
   nn::RMSNorm mlp_norm;
@@ -63,43 +60,28 @@ struct LlamaBlock : nn::Module {
   std::optional<nn::MixtureOfExperts> moe;
 
   explicit LlamaBlock(const LlamaConfig& config);
-  nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr);
+  nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
   SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp, moe);
 };
 
-/// Weights are drawn as in Gpt: 0.02, and 0.02 / sqrt(2 layers) where they write to the residual stream.
-struct Llama : nn::Module {
+/// In training, the loss has aux_loss times the sum of all mixtures' imbalances added: each micro-batch has its own, which counts by
+/// its share of what the loss is divided by.
+struct Llama : Decoder {
   LlamaConfig config;
   nn::Embedding embedding;
   std::vector<LlamaBlock> blocks;
   nn::RMSNorm norm;
-  std::optional<nn::Linear> head;  ///< absent if tied
 
   explicit Llama(const LlamaConfig& config);
-
-  /// As Gpt::loss. In training, aux_loss times the sum of all imbalances is added: each micro-batch has its own, which counts
-  /// by its share of what the loss is divided by.
-  Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
-  /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `at` to before block
-  /// `until`, and from the last block to the loss, which is undefined before.
-  Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
-                    const CrossEntropyOptions& options = {});
-  /// [B, T, V].
-  Tensor logits(const Tensor& tokens_BT);
-  /// As Gpt::next_logits.
-  Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
-  /// The stage of a pipeline that `module` is in (ShardOptions::stage_of): blocks as `cut` says, tables that are not tied in the
-  /// first and the last. -1: what all stages have, such as the last norm and a tied table.
-  int stage_of(const nn::Module& module, const StageCut& cut) const;
-  Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
   SHEAF_FIELDS(embedding, blocks, norm, head);
 
  private:
-  nn::Residual embedded(const Tensor& tokens_BT, const nn::KeyValueCache* cache = nullptr);
-  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache = nullptr);
-  const nn::Parameter& head_weight() const;
-  Tensor logits_of(const Tensor& x_BTC) const;
-  void take_imbalance(int64_t begin, int64_t end, Tensor& all);
+  nn::Embedding& table() override { return embedding; }
+  LlamaBlock& block(int64_t i) override { return blocks[static_cast<size_t>(i)]; }
+  nn::Residual embedded(const Tensor& tokens_BT, int64_t /*position*/) override { return {.x = embedding(tokens_BT)}; }
+  Tensor normed(nn::Residual stream) override { return norm(std::move(stream)).normed; }
+  void add_penalties(int64_t begin, int64_t end, Tensor& all) override;
+  Tensor with_penalty(const Tensor& loss, const Tensor& penalty, int64_t targets, const CrossEntropyOptions& options) override;
 };
 
 }  // namespace sheaf::models

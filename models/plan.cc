@@ -87,7 +87,7 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
   plan.host_bytes = host.stats().peak;
   plan.parameters = step.num_parameters();
   plan.micro_batch_bytes = step.inputs().bytes_of_micro_batch(0);
-  for (const auto& unit : units(step.model().module()))
+  for (const auto& unit : units(step.model()))
     for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();
   for (const optim::ShardState& shard : step.optimizer().shards())
     for (const Tensor& state : shard.state) plan.state_bytes += state.local_bytes();

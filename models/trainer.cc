@@ -182,7 +182,7 @@ void Trainer::find_weights() {
 
 void Trainer::start() {
   if (!files_) return;
-  load_weights(step_->model().module(), *files_);
+  load_weights(step_->model(), *files_);
   if (world_.rank() == 0) options_.print(str("starts from the weights in ", files_->path()));
 }
 
@@ -194,14 +194,14 @@ void Trainer::restore() {
                         "another output.folder");
     return start();
   }
-  auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model().module(), world_));
+  auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model(), world_));
   if (!checkpoint) {
     if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));
     return start();
   }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
-  load_state(*checkpoint, step_->model().module(), {&step_->optimizer()}, step_->scaler());
+  load_state(*checkpoint, step_->model(), {&step_->optimizer()}, step_->scaler());
   first_step_ = state.step;
   weights_ = state.weights;
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
@@ -240,8 +240,8 @@ void Trainer::save(int64_t step) {
   state.product_choices = product_choices(device_);
   const std::string folder = config_.output.folder + "/checkpoints";
   const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .scaler = step_->scaler()};
-  if (config_.train.save_async) saver_.save(folder, step, step_->model().module(), {&step_->optimizer()}, options);
-  else save_checkpoint(folder, step, step_->model().module(), {&step_->optimizer()}, world_, options);
+  if (config_.train.save_async) saver_.save(folder, step, step_->model(), {&step_->optimizer()}, options);
+  else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
 }
 
 void Trainer::report_program(const Program& program) const {

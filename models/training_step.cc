@@ -12,6 +12,7 @@
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/distributed/keep_within.h"
 #include "sheaf/kernels/cuda/product.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/models/stage_cut.h"
 #include "sheaf/nn/clip_grad_norm.h"
@@ -25,7 +26,7 @@ namespace {
 /// Whether what is not cut by experts is sharded over their axis.
 bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
 
-ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, const LanguageModel& model, const StageCut& cut) {
+ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder& model, const StageCut& cut) {
   const auto axis_if_any = [&](const char* name) { return mesh.spec->has_axis(name) ? name : ""; };
   if (config.sharding.experts > 1 && config.model.experts == 0)
     fail<ConfigError>("[train] sharding.experts ", config.sharding.experts, ": the model has no mixtures of experts (model.experts)");
@@ -152,13 +153,13 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (turns_.empty())
     turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches, runs);
   const DeviceScope scope(device_);
-  shard(model_->module(), mesh_, shard_options(config_, mesh_, *model_, cut_));
-  materialize(model_->module(), device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
+  shard(*model_, mesh_, shard_options(config_, mesh_, *model_, cut_));
+  materialize(*model_, device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
     // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
     const int64_t blocks = config_.train.recompute_blocks;
     std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : config_.model.layers);
-    for (auto& [path, module] : model_->module().named_modules()) {
+    for (auto& [path, module] : model_->named_modules()) {
       if (!model_->is_block(*module)) continue;
       const bool whole = left[static_cast<size_t>(std::max(0, model_->stage_of(*module, cut_)))]-- > 0;
       if (whole) module->recompute({.offload = config_.train.offload_activations});
@@ -170,7 +171,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block, "
                        "selective or fit: offloaded is what blocks are computed again from");
   }
-  optimizer_ = make_optimizer(config_.train, model_->module());
+  optimizer_ = make_optimizer(config_.train, *model_);
   if (config_.train.dtype == "f16")
     scaler_.emplace(device_, optim::LossScalerOptions{.initial = config_.train.loss_scale,
                                                       .growth_interval = config_.train.loss_scale_interval});
@@ -180,7 +181,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
 
 int64_t TrainingStep::num_parameters() {
   int64_t count = 0;
-  for (const nn::Parameter& p : model_->module().parameters()) count += p.shape().numel();
+  for (const nn::Parameter& p : model_->parameters()) count += p.shape().numel();
   return count;
 }
 
@@ -202,7 +203,7 @@ bool TrainingStep::runs_as_graph(const RecordedStep* recorded) const {
 TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, RecordedStep* recorded) {
   const DeviceScope scope(device_);
   const double lr = learning_rate(step);
-  model_->module().train();
+  model_->train();
   inputs_->set_step(step, step * config_.train.batch, fill, optimizer_->next_scalars({.lr = lr}));
   const bool compiles = config_.train.compile && runs_ == kSettling;
   const Result result = runs_as_graph(recorded) ? replay(step, lr, recorded)
@@ -251,13 +252,13 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
       const int64_t sample = first + t.batch * micro / t.micro_batches;
       run == 0 ? recording.next_micro_batch(sample, batch.random_state) : recording.resume_micro_batch(sample, batch.random_state);
-      parts[m] = model_->loss_until(end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, targets);
+      parts[m] = model_->loss_until(end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, {.divide_by = targets});
       if (run + 1 == runs) scaled[m] = scaler_ ? scaler_->scale(parts[m]) : parts[m];
     }
     note_turn();
-    if (scaler_) result.grad_norm = clip_grad_norm(model_->module(), t.clip > 0 ? t.clip : kNoClipping, *scaler_);
-    else if (t.clip > 0) result.grad_norm = clip_grad_norm(model_->module(), t.clip);
-    else result.grad_norm = grad_norm(model_->module());
+    if (scaler_) result.grad_norm = clip_grad_norm(*model_, t.clip > 0 ? t.clip : kNoClipping, *scaler_);
+    else if (t.clip > 0) result.grad_norm = clip_grad_norm(*model_, t.clip);
+    else result.grad_norm = grad_norm(*model_);
     optimizer_->step({.lr = lr, .scalars = inputs_->scalars()});
     if (scaler_) scaler_->update();
     {
@@ -338,7 +339,7 @@ double TrainingStep::evaluate(const SequentialWindows& windows) {
   if (program_ && !graph_) program_->release();  // a graph keeps using its memory
   std::optional<CollectivesInTurn> in_turn;
   if (!std::exchange(evaluated_, true)) in_turn.emplace();
-  model_->module().eval();
+  model_->eval();
   // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
   // micro-batches.
   const int64_t rows = config_.train.batch, micro_batches = config_.train.micro_batches, pipeline_runs = config_.sharding.pipeline_runs;
@@ -358,7 +359,7 @@ double TrainingStep::evaluate(const SequentialWindows& windows) {
         for (int64_t micro = begin; micro < end; ++micro) {
           const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
           const Tensor part = model_->loss_until(end_of_run(run, pipeline_runs), forwards[static_cast<size_t>(micro - begin)],
-                                                 batch.tokens, batch.targets, 1.0);
+                                                 batch.tokens, batch.targets, {.divide_by = 1});
           if (part) total = total ? add(total, part) : part;
         }
     }

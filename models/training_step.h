@@ -27,7 +27,7 @@
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/batch_sampler.h"
-#include "sheaf/models/language_model.h"
+#include "sheaf/models/decoder.h"
 #include "sheaf/models/step_inputs.h"
 #include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/optimizer.h"
@@ -77,7 +77,7 @@ class TrainingStep {
   /// What runs the steps, once there is one (train.compile).
   const Program* program() const { return program_.get(); }
 
-  LanguageModel& model() { return *model_; }
+  Decoder& model() { return *model_; }
   optim::Optimizer& optimizer() { return *optimizer_; }
   /// Of a run in f16; else null.
   optim::LossScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
@@ -105,7 +105,7 @@ class TrainingStep {
   Mesh mesh_;
   StageCut cut_;
   std::vector<Turn> turns_;  // of a step
-  std::unique_ptr<LanguageModel> model_;
+  std::unique_ptr<Decoder> model_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::optional<optim::LossScaler> scaler_;
   std::unique_ptr<StepInputs> inputs_;

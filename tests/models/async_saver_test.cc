@@ -40,7 +40,7 @@ struct Job {
     for (int64_t end = done + steps; done < end; ++done) step.run(done, fill_tiny).loss.item();
   }
   void save(const std::string& folder, int64_t keep = 2) {
-    saver.save(folder, done, step.model().module(), {&step.optimizer()}, {.keep = keep});
+    saver.save(folder, done, step.model(), {&step.optimizer()}, {.keep = keep});
   }
 };
 
@@ -51,7 +51,7 @@ TEST(AsyncSaver, SavesWhatWasAndNotWhatIs) {
       run_local(world, [&](World& w) {
         Job run(w, strategy);
         run.train(2);
-        models::save_checkpoint(folder / "sync", 2, run.step.model().module(), {&run.step.optimizer()}, w);
+        models::save_checkpoint(folder / "sync", 2, run.step.model(), {&run.step.optimizer()}, w);
         run.save(folder / "async");
         run.train(3);
         run.saver.finish();
@@ -209,7 +209,7 @@ TEST(AsyncSaver, ThePlanKnowsTheCopy) {
       models::TrainingStep step(c, 13, w, w.device());
       if (w.rank() != 0) return;
       int64_t bytes = 0;
-      for (const models::CheckpointPiece& p : models::checkpoint_pieces(step.model().module(), {&step.optimizer()}))
+      for (const models::CheckpointPiece& p : models::checkpoint_pieces(step.model(), {&step.optimizer()}))
         bytes += p.runs.numel() * static_cast<int64_t>(size_of(p.dtype));
       const int64_t planned = models::plan_step(c, 13, 0, 4, 1, "local").state_bytes;
       EXPECT_LE(bytes, planned);

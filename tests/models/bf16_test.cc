@@ -29,8 +29,8 @@ Values first_gradient(const models::TrainConfig& config, int world) {
     fill_tiny(type.layout.local_start(type.shape)[0], tokens.local_shape()[0], tokens.view().as<int32_t>(),
               targets.view().as<int32_t>());
     Recording recording;
-    recording.backward(step.model().loss(tokens, targets, static_cast<double>(tokens.numel())));
-    whole.collect(step.model().module(), true);
+    recording.backward(step.model().loss(tokens, targets, {.divide_by = static_cast<double>(tokens.numel())}));
+    whole.collect(step.model(), true);
   }, {.threads_per_rank = 1});
   return whole.values();
 }
@@ -67,14 +67,14 @@ TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
     const Type type{kI32, {c.train.batch, c.model.context}, Layout(step.mesh().spec, Placement::shard(0))};
     const Tensor tokens = Tensor::empty(type), targets = Tensor::empty(type);
     fill_tiny(0, c.train.batch, tokens.view().as<int32_t>(), targets.view().as<int32_t>());
-    const auto loss = [&] { return step.model().loss(tokens, targets, 1.0); };
+    const auto loss = [&] { return step.model().loss(tokens, targets, {.divide_by = 1}); };
     const auto value = [](const Tensor& x) { return *x.view().as<float>(); };  // the only rank's share
     Recording recording;
     const Tensor first = loss();
     const float before = value(first);
     recording.backward(first);
     EXPECT_EQ(value(loss()), before);
-    optim::SGD(step.model().module().parameters(), {}).step({.lr = 1e-3});
+    optim::SGD(step.model().parameters(), {}).step({.lr = 1e-3});
     EXPECT_NE(value(loss()), before);
     EXPECT_EQ(casts(recording.tape()), 2 * (c.model.layers + 1));
   }, {.threads_per_rank = 1});
@@ -111,7 +111,7 @@ TEST(Bf16, GathersBf16AndReducesF32) {
           EXPECT_GE(reductions, c.model.layers);
           EXPECT_GE(gathers, c.sharding.strategy == "replicate" ? 0 : c.model.layers);
         }
-        for (const auto& unit : units(step.model().module()))
+        for (const auto& unit : units(step.model()))
           for (const FlatBuffer& b : unit->buffers()) EXPECT_EQ(b.shard.dtype(), kF32);
         for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
           for (const Finding& f : findings) ADD_FAILURE() << f.message;

@@ -7,6 +7,7 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/models/generate.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/nn/layers/context_region.h"
 #include "sheaf/tests/core/scratch_folder.h"
@@ -203,7 +204,7 @@ TEST(Context, ParametersAreCutOverTheLargerAxis) {
     std::string mesh;
     run_local(world, [&](World& w) {
       models::TrainingStep step(c, 13, w, Device::meta());
-      const auto unit = units(step.model().module()).at(0);
+      const auto unit = units(step.model()).at(0);
       if (w.rank() == 0) mesh = str(step.mesh().spec->to_string(), " by ", step.mesh().spec->name(unit->axis()));
     });
     return mesh;
@@ -264,7 +265,7 @@ TEST(Context, WhatCannotBeIsRefused) {
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"context", 2}});
     const auto model = models::make_language_model(model_of("llama"), 13);
-    nn::Module& m = model->module();
+    nn::Module& m = *model;
     EXPECT_THROW(shard(m, mesh), ConfigError) << "leaves out axis 'context'";
     EXPECT_THROW(shard(m, mesh, {.context_axis = "sequence"}), ConfigError);
     EXPECT_THROW(shard(m, mesh, {.replica_axis = "context", .context_axis = "context"}), ConfigError);
@@ -283,10 +284,10 @@ TEST(Context, WhatCannotBeIsRefused) {
   run_local(6, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 1}, {"more", 6}});
     const auto model = models::make_language_model(model_of("llama"), 13);
-    shard(model->module(), mesh, {.replica_axis = "more"});
-    materialize(model->module(), Device::cpu());
+    shard(*model, mesh, {.replica_axis = "more"});
+    materialize(*model, Device::cpu());
     const Tensor tokens = full_of({kI32, {2, 9}, Layout(mesh.spec, {Placement::shard(0), Placement::shard(1)})}, 1.0);
-    EXPECT_THAT([&] { model->loss(tokens, tokens, 18.0); },
+    EXPECT_THAT([&] { model->loss(tokens, tokens, {.divide_by = 18.0}); },
                 ::testing::ThrowsMessage<ConfigError>(HasSubstr("'blocks.0.attention': the 6 ranks of context axis 'more' cannot "
                                                                 "share 5 key heads")));
   }, {.threads_per_rank = 1});

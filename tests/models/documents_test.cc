@@ -41,7 +41,7 @@ Values gradients_of(models::ModelConfig config, bool apart, int64_t rows) {
     Recording recording;
     Tensor loss;
     const auto add_loss = [&](const Tensor& x, const Tensor& y) {
-      const Tensor one = model->loss(x, y, divide_by);
+      const Tensor one = model->loss(x, y, {.divide_by = divide_by});
       loss = loss ? add(loss, one) : one;
     };
     if (!apart) add_loss(batch.tokens, batch.targets);
@@ -58,7 +58,7 @@ Values gradients_of(models::ModelConfig config, bool apart, int64_t rows) {
       }
     EXPECT_GT(documents, apart ? rows : -1);
     recording.backward(loss);
-    whole.collect(model->module(), true);
+    whole.collect(*model, true);
   });
   return whole.values();
 }

@@ -179,7 +179,7 @@ TEST(Experts, ParametersAreCutOverWhatIsThere) {
       models::TrainingStep step(c, 13, w, Device::meta());
       if (w.rank() != 0) return;
       mesh = step.mesh().spec->to_string();
-      for (const auto& unit : units(step.model().module()))
+      for (const auto& unit : units(step.model()))
         if (unit->name() == "blocks.0" || unit->name() == "blocks.0.moe.experts")
           mesh += " " + unit->buffers()[0].shard.layout().to_string();
     });
@@ -278,7 +278,7 @@ TEST(Experts, TheLoadEvensOut) {
     c.train.lr = 1e-2;
     double out = 0;
     train_tiny(c, 2, 60, [&](models::TrainingStep& step) {
-      auto& llama = dynamic_cast<models::Llama&>(step.model().module());
+      auto& llama = dynamic_cast<models::Llama&>(step.model());
       llama.train();
       for (models::LlamaBlock& block : llama.blocks) block.moe->config.balances = true;
       const TinyBatch batch = tiny_batch(step.mesh(), 0, 7);

@@ -28,8 +28,8 @@ Values gradient(const models::TrainConfig& config, double scale, double divide_b
     const TinyBatch batch = tiny_batch(step.mesh(), 0, config.train.batch);
     optim::LossScaler scaler(Device::cpu(), {.initial = scale});
     Recording recording;
-    recording.backward(scaler.scale(step.model().loss(batch.tokens, batch.targets, divide_by)));
-    whole.collect(step.model().module(), true);
+    recording.backward(scaler.scale(step.model().loss(batch.tokens, batch.targets, {.divide_by = divide_by})));
+    whole.collect(step.model(), true);
   }, {.threads_per_rank = 1});
   Values out = whole.values();
   for (auto& [name, values] : out)
@@ -129,12 +129,12 @@ TEST(F16, ReplaysASkippedStep) {
       c.train.optimizer = optimizer;
       models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
       for (int64_t s = 0; s < 2; ++s) step.run(s, fill_tiny);
-      const std::vector<float> before = shards(step.model().module());
+      const std::vector<float> before = shards(step.model());
       models::RecordedStep recorded;
       recorded.capture_leaves = true;
       step.run(2, fill_tiny, &recorded);
       EXPECT_EQ(step.scaler()->state(), (State{0x1p37, 0, 0, 3}));
-      EXPECT_EQ(shards(step.model().module()), before);
+      EXPECT_EQ(shards(step.model()), before);
       const ValueId wanted[] = {recorded.loss};
       replay(recorded.tape, [&](ValueId v) { return recorded.leaves.at(v); }, wanted);
       std::vector<std::string> states;
@@ -151,7 +151,7 @@ TEST(F16, ReplaysASkippedStep) {
 // --- checkpoints ---
 
 std::vector<float> bits_of(models::TrainingStep& step) {
-  std::vector<float> all = shards(step.model().module());
+  std::vector<float> all = shards(step.model());
   for (const optim::ShardState& shard : step.optimizer().shards())
     for (const Tensor& s : shard.state)
       for (const float x : s.to_vector()) all.push_back(x);
@@ -173,15 +173,15 @@ TEST(F16Checkpoint, ARunThatWasStoppedGoesOnBitForBit) {
           for (int64_t s = 0; s < kF16Steps; ++s) {
             if (s == 5) {
               const models::SaveOptions options{.scaler = whole.scaler()};
-              if (async) saver.save(folder.path(), s, whole.model().module(), {&whole.optimizer()}, options);
-              else models::save_checkpoint(folder.path(), s, whole.model().module(), {&whole.optimizer()}, w, options);
+              if (async) saver.save(folder.path(), s, whole.model(), {&whole.optimizer()}, options);
+              else models::save_checkpoint(folder.path(), s, whole.model(), {&whole.optimizer()}, w, options);
               EXPECT_GE(whole.scaler()->state().skipped_steps, 1);
             }
             whole.run(s, fill_tiny);
           }
           saver.finish();
           models::TrainingStep resumed(c, c.model.vocab, w, Device::cpu());
-          const auto saved = models::load_checkpoint(folder.path(), resumed.model().module(), {&resumed.optimizer()}, w,
+          const auto saved = models::load_checkpoint(folder.path(), resumed.model(), {&resumed.optimizer()}, w,
                                                      {.scaler = resumed.scaler()});
           ASSERT_TRUE(saved);
           for (int64_t s = saved->step; s < kF16Steps; ++s) resumed.run(s, fill_tiny);
@@ -202,7 +202,7 @@ TEST(F16Checkpoint, IsWhatItWasWithoutAScaler) {
       models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
       EXPECT_EQ(step.scaler(), nullptr);
       step.run(0, fill_tiny);
-      for (const auto& piece : models::checkpoint_pieces(step.model().module(), {&step.optimizer()}))
+      for (const auto& piece : models::checkpoint_pieces(step.model(), {&step.optimizer()}))
         EXPECT_THAT(piece.name, AllOf(Not(HasSubstr("loss_scale")), Not(HasSubstr("applied"))));
     }
   });
@@ -210,7 +210,7 @@ TEST(F16Checkpoint, IsWhatItWasWithoutAScaler) {
 
 std::string load_message(const std::string& folder, models::TrainingStep& step, bool scaler, World& w) {
   try {
-    models::load_checkpoint(folder, step.model().module(), {&step.optimizer()}, w, {.scaler = scaler ? step.scaler() : nullptr});
+    models::load_checkpoint(folder, step.model(), {&step.optimizer()}, w, {.scaler = scaler ? step.scaler() : nullptr});
   } catch (const CheckpointError& e) {
     return e.what();
   }
@@ -223,7 +223,7 @@ TEST(F16Checkpoint, ScalersOnOneSideOnlyAreNamed) {
     models::TrainConfig c = at_the_limit();
     models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
     const auto save = [&](const std::string& folder, const optim::LossScaler* scaler) {
-      models::save_checkpoint(folder, 1, step.model().module(), {&step.optimizer()}, w, {.scaler = scaler});
+      models::save_checkpoint(folder, 1, step.model(), {&step.optimizer()}, w, {.scaler = scaler});
     };
     save(without.path(), nullptr);
     for (int64_t s = 0; s < 4; ++s) step.run(s, fill_tiny);
@@ -232,7 +232,7 @@ TEST(F16Checkpoint, ScalersOnOneSideOnlyAreNamed) {
     EXPECT_THAT(load_message(with.path(), step, false, w),
                 HasSubstr("was saved with a loss scaler: load it with one (LoadOptions::scaler)"));
     // Weights alone need none.
-    EXPECT_TRUE(models::load_checkpoint(with.path(), step.model().module(), {}, w));
+    EXPECT_TRUE(models::load_checkpoint(with.path(), step.model(), {}, w));
     // What was counted before is forgotten.
     EXPECT_EQ(load_message(without.path(), step, false, w), "");
     EXPECT_EQ(step.optimizer().applied_steps(), 0);

@@ -9,6 +9,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/nn/shard.h"
 
 namespace sheaf {
@@ -130,30 +131,25 @@ TEST(KeyValueCache, SaysWhatItCannotDo) {
 
 // Notes every window and its logits; without the cache, it computes them from the window.
 template <class M>
-struct Watched : models::LanguageModel {
-  M model;
+struct Watched : M {
   bool cached = true;
   std::vector<int32_t> window;
   std::vector<std::vector<int32_t>> windows;
-  std::vector<std::vector<float>> logits;
+  std::vector<std::vector<float>> seen;
 
-  template <class Config>
-  explicit Watched(const Config& config) : model(config) {}
-  nn::Module& module() override { return model; }
-  Tensor loss(const Tensor& x, const Tensor& y, double) override { return model.loss(x, y); }
-  bool is_block(const nn::Module&) const override { return false; }
+  using M::M;
   Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override {
     if (cache.length() == 0) window.clear();
     for (int32_t token : tokens.to_vector<int32_t>()) window.push_back(token);
     const int64_t n = static_cast<int64_t>(window.size());
     Tensor out;
     if (cached) {
-      out = model.next_logits(tokens, cache);
+      out = M::next_logits(tokens, cache);
     } else {
       cache.advance(tokens.size(1));
-      out = slice(model.logits(Tensor::from(window, {1, n})), 1, n - 1, n);
+      out = slice(M::logits(Tensor::from(window, {1, n})), 1, n - 1, n);
     }
-    windows.push_back(window), logits.push_back(out.to_vector<float>());
+    windows.push_back(window), seen.push_back(out.to_vector<float>());
     return out;
   }
 };
@@ -167,11 +163,11 @@ void expect_the_text_of_whole_windows(const Config& config, int64_t prompt, int6
   without.cached = false;
   std::vector<int32_t> texts[2];
   for (Watched<M>* m : {&with, &without}) {
-    materialize(m->model, Device::cpu(), {.seed = 3});
+    materialize(*m, Device::cpu(), {.seed = 3});
     texts[m == &without] = generate(*m, text(prompt), kContext, kVocab, options);
   }
   EXPECT_EQ(texts[0], texts[1]);
-  EXPECT_EQ(with.logits, without.logits);
+  EXPECT_EQ(with.seen, without.seen);
   std::vector<int32_t> all = text(prompt);
   ASSERT_EQ(with.windows.size(), static_cast<size_t>(tokens));
   for (size_t i = 0; i < with.windows.size(); ++i) {
@@ -204,8 +200,8 @@ TEST(Generate, EveryWorldWritesTheSameText) {
       run_local(world, [&](World& w) {
         const auto model = models::make_language_model(config, 0);
         const auto is_block = [&](nn::Module& m, const std::string&) { return model->is_block(m); };
-        shard(model->module(), w.mesh({{"data", w.size()}}), {.units = nn::units_where(is_block), .strategy = strategy});
-        materialize(model->module(), Device::cpu(), {.seed = 3});
+        shard(*model, w.mesh({{"data", w.size()}}), {.units = nn::units_where(is_block), .strategy = strategy});
+        materialize(*model, Device::cpu(), {.seed = 3});
         const std::vector<int32_t> text = generate(*model, {1, 2, 3}, 20, kVocab, options);
         if (w.rank() != 0) return;
         if (expected.empty()) expected = text;

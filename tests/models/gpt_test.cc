@@ -112,7 +112,7 @@ TEST(Presets, AreThePublishedSizes) {
   EXPECT_EQ(presets().size(), GptConfig::published().size() + LlamaConfig::published().size());
   const auto expect_same_model = [](const std::string& name, auto model) {
     const auto made = make_language_model(presets().at(name), 0);
-    EXPECT_EQ(count(made->module()), count(model)) << name;
+    EXPECT_EQ(count(*made), count(model)) << name;
   };
   for (const auto& [name, config] : GptConfig::published()) expect_same_model(name, Gpt(config));
   for (const auto& [name, config] : LlamaConfig::published()) {

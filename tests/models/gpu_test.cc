@@ -7,6 +7,7 @@
 
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/published_weights.h"
@@ -61,10 +62,10 @@ TEST(GpuTraining, PublishedWeightsArriveWithTheBitsOfTheCpu) {
     Whole whole;
     run_local(world, [&](World& w) {
       const auto model = models::make_language_model(config, 0);
-      shard(model->module(), w.mesh({{"data", w.size()}}));
-      materialize(model->module(), device);
-      models::load_weights(model->module(), folder.path());
-      whole.collect(model->module(), false);
+      shard(*model, w.mesh({{"data", w.size()}}));
+      materialize(*model, device);
+      models::load_weights(*model, folder.path());
+      whole.collect(*model, false);
     }, {.threads_per_rank = 1, .device = device});
     return whole.values();
   };

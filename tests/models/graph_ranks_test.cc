@@ -67,7 +67,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
           run.norms.push_back(result.grad_norm.item());
           if (s % 2 == 0) run.evaluations.push_back(step.evaluate(windows));
         }
-        run.weights = shards(step.model().module());
+        run.weights = shards(step.model());
       }, {.ranks = ranks.number}));
     }
     for (int r = 0; r < ranks.number; ++r)

@@ -179,7 +179,7 @@ TEST(GraphTraining, OtherWorkAndReplaysDoNotTouchEachOther) {
       for (const auto& [tensor, values] : kept) ASSERT_EQ(tensor.to_vector(), values);
       EXPECT_EQ(step.optimizer().steps(), kSteps);
       Whole whole;
-      whole.collect(step.model().module(), false);
+      whole.collect(step.model(), false);
       run.parameters = whole.values();
     });
   EXPECT_EQ(runs[1].losses, runs[0].losses);

@@ -8,6 +8,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -159,13 +160,13 @@ TEST(Hybrid, WhatCannotBeIsRefused) {
     const Mesh mesh = w.mesh({{"replica", 2}, {"data", 2}});
     const auto model = models::make_language_model(tiny_config().model, 13);
     try {
-      shard(model->module(), mesh);
+      shard(*model, mesh);
       ADD_FAILURE() << "no error";
     } catch (const ConfigError& e) {
       EXPECT_THAT(e.what(), HasSubstr("leaves out axis 'replica'"));
     }
-    EXPECT_THROW(shard(model->module(), mesh, {.replica_axis = "data"}), ConfigError);
-    EXPECT_THROW(shard(model->module(), mesh, {.replica_axis = "model"}), ConfigError);
+    EXPECT_THROW(shard(*model, mesh, {.replica_axis = "data"}), ConfigError);
+    EXPECT_THROW(shard(*model, mesh, {.replica_axis = "model"}), ConfigError);
     EXPECT_THROW(StrategyChoice("hybrid"), ConfigError);
   }, {.threads_per_rank = 1});
 }

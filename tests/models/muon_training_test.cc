@@ -227,10 +227,10 @@ TEST(MuonTraining, ASavedRunGoesOnBitForBit) {
     run_local(3, [&](World& w) {
       models::TrainingStep run(c, c.model.vocab, w, Device::cpu()), resumed(c, c.model.vocab, w, Device::cpu());
       for (int s = 0; s < 3; ++s) run.run(s, fill_tiny);
-      models::save_checkpoint(scratch.path(), 3, run.model().module(), {&run.optimizer()}, w);
-      ASSERT_TRUE(models::load_checkpoint(scratch.path(), resumed.model().module(), {&resumed.optimizer()}, w));
+      models::save_checkpoint(scratch.path(), 3, run.model(), {&run.optimizer()}, w);
+      ASSERT_TRUE(models::load_checkpoint(scratch.path(), resumed.model(), {&resumed.optimizer()}, w));
       for (int s = 3; s < 6; ++s) EXPECT_EQ(run.run(s, fill_tiny).loss.item(), resumed.run(s, fill_tiny).loss.item());
-      EXPECT_EQ(shards(run.model().module()), shards(resumed.model().module()));
+      EXPECT_EQ(shards(run.model()), shards(resumed.model()));
     }, {.threads_per_rank = 1});
   }
 }

@@ -100,10 +100,10 @@ TEST(OffloadedOptimizer, ResumesFromEither) {
       run_local(1, [&](World& w) {
         models::TrainingStep step(with_offload(c, offload), c.model.vocab, w, kGpu);
         if (from > 0) {
-          EXPECT_EQ(models::load_checkpoint(folder.path(), step.model().module(), {&step.optimizer()}, w).value().step, from);
+          EXPECT_EQ(models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, w).value().step, from);
         }
         for (int s = from; s < to; ++s) losses.push_back(step.run(s, fill_tiny).loss.item());
-        models::save_checkpoint(folder.path(), to, step.model().module(), {&step.optimizer()}, w);
+        models::save_checkpoint(folder.path(), to, step.model(), {&step.optimizer()}, w);
       }, {.threads_per_rank = 1, .device = kGpu});
     };
     run(first, 0, 3);
@@ -119,7 +119,7 @@ TEST(OffloadedOptimizer, OfSgdToo) {
     run_local(2, [&](World& w) {
       const Mesh mesh = w.mesh({{"data", 2}});
       const auto model = tiny_model_f64(mesh, {}, kGpu, 5, tiny_config().model);
-      optim::SGD sgd(model->module(), {.lr = 0.1, .momentum = 0.9, .offload = offload});
+      optim::SGD sgd(*model, {.lr = 0.1, .momentum = 0.9, .offload = offload});
       EXPECT_EQ(RankContext::current().memory(kGpu, MemoryKind::host)->stats().live > 0, offload);
       for (int64_t s = 0; s < 3; ++s) {
         const TinyBatch batch = tiny_batch(mesh, 4 * s, 4, kGpu);
@@ -128,7 +128,7 @@ TEST(OffloadedOptimizer, OfSgdToo) {
         sgd.step();
         sgd.zero_grad();
       }
-      whole.collect(model->module(), false);
+      whole.collect(*model, false);
     }, {.threads_per_rank = 1, .device = kGpu});
     return whole.values();
   };
@@ -276,7 +276,7 @@ TEST(OffloadedActivations, OfAForwardThatNobodyDifferentiatesGoNowhere) {
     const int64_t before = RankContext::current().memory(kGpu)->stats().live;
     {
       Recording recording;
-      step.model().loss(batch.tokens, batch.targets, 1.0);
+      step.model().loss(batch.tokens, batch.targets, {.divide_by = 1});
     }
     EXPECT_EQ(RankContext::current().memory(kGpu, MemoryKind::host)->stats().live, 0);
     EXPECT_EQ(RankContext::current().memory(kGpu)->stats().live, before);

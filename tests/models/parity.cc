@@ -8,6 +8,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/sample_block.h"
@@ -104,7 +105,7 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
       run.losses.push_back(result.loss.item());
       run.norms.push_back(result.grad_norm.item());
     }
-    whole.collect(step.model().module(), false);
+    whole.collect(step.model(), false);
     if (inspect) inspect(step);
   }, {.threads_per_rank = 1, .device = device});
   run.parameters = whole.values();
@@ -116,7 +117,7 @@ Values parameters_f64(const models::TrainConfig& config, int world, int steps) {
   run_local(world, [&](World& w) {
     models::TrainingStep step(config, 13, w, Device::cpu(), {.masters = kF64});
     for (int s = 0; s < steps; ++s) step.run(s, fill_tiny);
-    whole.collect(step.model().module(), false);
+    whole.collect(step.model(), false);
   }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
   return whole.values();
 }
@@ -127,10 +128,10 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
   EXPECT_EQ(max_difference(a.parameters, b.parameters), 0.0);
 }
 
-std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed,
+std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed,
                                                       const models::ModelConfig& config,
-                                                      const std::function<void(models::LanguageModel&, const ShardOptions&)>& prepare) {
-  std::unique_ptr<models::LanguageModel> model = models::make_language_model(config, config.vocab);
+                                                      const std::function<void(models::Decoder&, const ShardOptions&)>& prepare) {
+  std::unique_ptr<models::Decoder> model = models::make_language_model(config, config.vocab);
   if (!mesh.spec->has_axis("data")) options.axis = "context";
   else if (mesh.spec->has_axis("expert") && mesh.spec->size(mesh.spec->axis("data")) == 1) options.axis = "expert";
   for (int a = 0; a < mesh.spec->num_axes(); ++a) {
@@ -148,8 +149,8 @@ std::unique_ptr<models::LanguageModel> tiny_model_f64(const Mesh& mesh, ShardOpt
     options.units = nn::units_where([&model, cut](nn::Module& m, const std::string&) { return model->stage_of(m, cut) >= 0; });
   }
   if (prepare) prepare(*model, options);
-  shard(model->module(), mesh, options);
-  materialize(model->module(), device, {.seed = seed, .dtype = kF64});
+  shard(*model, mesh, options);
+  materialize(*model, device, {.seed = seed, .dtype = kF64});
   return model;
 }
 
@@ -224,8 +225,8 @@ Values gradients_f64(const Axes& axes, const std::string& strategy, int64_t rows
     const TinyBatch batch = tiny_batch(mesh, 0, rows, device);
     const DeviceScope scope(device);
     Recording recording;
-    recording.backward(model->loss(batch.tokens, batch.targets, static_cast<double>(batch.tokens.numel())));
-    whole.collect(model->module(), true);
+    recording.backward(model->loss(batch.tokens, batch.targets, {.divide_by = static_cast<double>(batch.tokens.numel())}));
+    whole.collect(*model, true);
   }, {.threads_per_rank = 1, .device = device});
   return whole.values();
 }
@@ -286,23 +287,23 @@ void expect_checkpoint_moves(const std::string& folder, const Axes& from, const 
       const Mesh mesh = w.mesh(axes);
       const auto model = tiny_model_f64(mesh, {}, Device::cpu(), save ? 3 : 4, config);
       std::unique_ptr<optim::Optimizer> optimizer;
-      if (muon) optimizer = std::make_unique<optim::Muon>(model->module());
-      else optimizer = std::make_unique<optim::AdamW>(model->module());
+      if (muon) optimizer = std::make_unique<optim::Muon>(*model);
+      else optimizer = std::make_unique<optim::AdamW>(*model);
       const TinyBatch batch = tiny_batch(mesh, 0, 7);
       const auto step = [&] {
         Recording recording;
-        recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
+        recording.backward(model->loss(batch.tokens, batch.targets, {.divide_by = 63.0}));
         optimizer->step({.lr = 0.01});
         optimizer->zero_grad();
       };
       if (save) {
         step();
-        models::save_checkpoint(folder, 1, model->module(), {optimizer.get()}, w);
+        models::save_checkpoint(folder, 1, *model, {optimizer.get()}, w);
       } else {
-        ASSERT_TRUE(models::load_checkpoint(folder, model->module(), {optimizer.get()}, w));
+        ASSERT_TRUE(models::load_checkpoint(folder, *model, {optimizer.get()}, w));
       }
       step();
-      whole.collect(model->module(), false);
+      whole.collect(*model, false);
     }, {.threads_per_rank = 1});
     return whole.values();
   };

@@ -90,8 +90,8 @@ TEST(Lifetime, AStepBetweenForwardAndBackwardIsAnError) {
       const Type type{kI32, {c.train.batch, c.model.context}, Layout(step.mesh().spec, Placement::shard(0))};
       const Tensor tokens = full_of(type, 1);
       Recording recording;
-      recording.backward(step.model().loss(tokens, tokens, 1.0));
-      const Tensor loss = step.model().loss(tokens, tokens, 1.0);
+      recording.backward(step.model().loss(tokens, tokens, {.divide_by = 1}));
+      const Tensor loss = step.model().loss(tokens, tokens, {.divide_by = 1});
       step.optimizer().step({.lr = 0.1});
       try {
         recording.backward(loss);

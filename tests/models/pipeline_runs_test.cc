@@ -139,7 +139,7 @@ TEST(PipelineRuns, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
 
 TEST(PipelineRuns, GathersAreForeseen) {
   train_tiny(going_round(2, 2), 4, 4, [](models::TrainingStep& step) {
-    GatherSchedule& schedule = gather_schedule(step.model().module());
+    GatherSchedule& schedule = gather_schedule(step.model());
     const int64_t before = schedule.mispredicted();
     step.run(4, fill_tiny);
     EXPECT_EQ(schedule.mispredicted(), before) << step.world().rank();
@@ -199,14 +199,14 @@ TEST(PipelineRuns, CheckpointsGoToOtherRuns) {
   EXPECT_EQ(train_tiny(going_round(3, 2), 3, 3).parameters, expected.parameters);
   const ScratchFolder folder;
   train_tiny(going_round(2, 2), 2, 2, [&](models::TrainingStep& step) {
-    models::save_checkpoint(folder.path(), 2, step.model().module(), {&step.optimizer()}, step.world());
+    models::save_checkpoint(folder.path(), 2, step.model(), {&step.optimizer()}, step.world());
   });
   for (const auto& [stages, runs] : {Shape2{1, 1}, {2, 4}, {3, 2}}) {
     Whole whole;
     train_tiny(going_round(stages, runs), stages, 0, [&](models::TrainingStep& step) {
-      ASSERT_TRUE(models::load_checkpoint(folder.path(), step.model().module(), {&step.optimizer()}, step.world()));
+      ASSERT_TRUE(models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, step.world()));
       step.run(2, fill_tiny);
-      whole.collect(step.model().module(), false);
+      whole.collect(step.model(), false);
     });
     EXPECT_EQ(whole.values(), expected.parameters) << stages << ' ' << runs;
   }

@@ -38,12 +38,12 @@ std::vector<double> gradients_of(const Axes& axes, const std::string& strategy, 
               [&](int i) {
                 recording.next_micro_batch(2 * i);
                 const TinyBatch batch = tiny_batch(mesh, 2 * i, 2);
-                losses[static_cast<size_t>(i)] = model->loss(batch.tokens, batch.targets, 2.0 * kParts * config.context);
+                losses[static_cast<size_t>(i)] = model->loss(batch.tokens, batch.targets, {.divide_by = 2.0 * kParts * config.context});
               },
               [&](const Tensor& loss) { recording.backward(loss); }, losses};
     schedule(step);
     recording.take();
-    for (const nn::Parameter& p : model->module().parameters()) {
+    for (const nn::Parameter& p : model->parameters()) {
       const Tensor g = full_gradient(p);
       if (w.rank() == 0) out.insert(out.end(), g.view().as<double>(), g.view().as<double>() + g.numel());
     }

@@ -266,7 +266,7 @@ TEST(Pipeline, GathersAreForeseen) {
   for (const int64_t micro_batches : {1, 4}) {
     c.train.micro_batches = micro_batches;
     train_tiny(c, 4, 4, [](models::TrainingStep& step) {
-      GatherSchedule& schedule = gather_schedule(step.model().module());
+      GatherSchedule& schedule = gather_schedule(step.model());
       const int64_t before = schedule.mispredicted();
       step.run(4, fill_tiny);
       EXPECT_EQ(schedule.mispredicted(), before) << step.world().rank();

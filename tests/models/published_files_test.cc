@@ -69,8 +69,8 @@ struct Copy : ScratchFolder {
 
   int64_t load() const {
     const auto model = models::make_language_model(models::read_published_config(*this / "config.json"), 0);
-    materialize(model->module());
-    return models::load_weights(model->module(), path());
+    materialize(*model);
+    return models::load_weights(*model, path());
   }
   std::string refused() const {
     return message_of<CheckpointError>(ExitCode::kData, [&] { load(); });

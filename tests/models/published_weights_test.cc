@@ -9,6 +9,7 @@
 
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/published_weights.h"
@@ -70,10 +71,10 @@ TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
     for (DType dtype : {kF64, kF32}) {
       SCOPED_TRACE(str(name, " in ", dtype));
       const auto model = models::make_language_model(config_of(name), 0);
-      materialize(model->module(), Device::cpu(), {.dtype = dtype});
-      models::load_weights(model->module(), folder_of(name));
+      materialize(*model, Device::cpu(), {.dtype = dtype});
+      models::load_weights(*model, folder_of(name));
       const Expected expected(name);
-      const double error = relative_difference(logits(model->module(), expected.tokens_BT).to_vector<double>(), expected.logits);
+      const double error = relative_difference(logits(*model, expected.tokens_BT).to_vector<double>(), expected.logits);
       std::printf("%s in %s: relative error %.2e\n", name.c_str(), std::string(sheaf::name(dtype)).c_str(), error);
       // Llama's norms and rotary angles are f32 in transformers, whatever the model's type.
       EXPECT_LE(error, dtype == kF32 ? 1e-5 : name.starts_with("gpt2") ? 1e-13 : 1e-6);
@@ -95,14 +96,14 @@ Loaded load_on(int world, const std::string& name, const std::string& strategy, 
     options.strategy = strategy;
     if (units) options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model->is_block(m); });
     if (experts) options.expert_axis = "expert";
-    shard(model->module(), experts ? w.mesh({{"data", w.size() / experts}, {"expert", experts}}) : w.mesh({{"data", w.size()}}), options);
-    materialize(model->module(), Device::cpu());
+    shard(*model, experts ? w.mesh({{"data", w.size() / experts}, {"expert", experts}}) : w.mesh({{"data", w.size()}}), options);
+    materialize(*model, Device::cpu());
     Allocator& memory = *RankContext::current().memory(Device::cpu());
     memory.reset_peak();
     const int64_t before = memory.stats().peak;
-    out.bytes[static_cast<size_t>(w.rank())] = models::load_weights(model->module(), folder_of(name));
+    out.bytes[static_cast<size_t>(w.rank())] = models::load_weights(*model, folder_of(name));
     EXPECT_EQ(memory.stats().peak, before);
-    whole.collect(model->module(), false);
+    whole.collect(*model, false);
   }, {.threads_per_rank = 1});
   out.values = whole.values();
   return out;
@@ -135,9 +136,9 @@ TEST(PublishedWeights, FillAnyCut) {
     const models::ModelConfig config = config_of(name);
     const auto files = models::PublishedFiles::open(folder_of(name));
     const auto model = models::make_language_model(config, 0);
-    materialize(model->module());
-    const int64_t bytes = models::load_weights(model->module(), files);
-    const std::vector<nn::StatePiece> whole = nn::state_pieces(model->module());
+    materialize(*model);
+    const int64_t bytes = models::load_weights(*model, files);
+    const std::vector<nn::StatePiece> whole = nn::state_pieces(*model);
     int64_t elements = 0;
     for (const nn::StatePiece& p : whole) elements += p.runs.numel();
     for (const testing::Cut& cut : testing::cuts()) {
@@ -206,11 +207,11 @@ TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
     models::ModelConfig config = config_of(name);
     config.context = 5;
     const auto model = models::make_language_model(config, 0);
-    materialize(model->module(), Device::cpu(), {.dtype = kF64});
-    models::load_weights(model->module(), folder_of(name));
+    materialize(*model, Device::cpu(), {.dtype = kF64});
+    models::load_weights(*model, folder_of(name));
     const Expected expected(name);
     const int64_t context = expected.tokens_BT.size(1), vocab = config.vocab;
-    const std::vector<double> actual = logits(model->module(), slice(expected.tokens_BT, 1, 0, 5)).to_vector<double>();
+    const std::vector<double> actual = logits(*model, slice(expected.tokens_BT, 1, 0, 5)).to_vector<double>();
     std::vector<double> first;
     for (int64_t row = 0; row < 2; ++row)
       first.insert(first.end(), expected.logits.begin() + row * context * vocab,
@@ -224,8 +225,8 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
     models::ModelConfig config = config_of(name);
     change(config);
     const auto model = models::make_language_model(config, 0);
-    materialize(model->module());
-    return message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(model->module(), folder_of(name)); });
+    materialize(*model);
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(*model, folder_of(name)); });
   };
   const auto gpt2 = [&](auto&& change) { return message("gpt2_f32_shards", change); };
   using Config = models::ModelConfig;
@@ -271,8 +272,8 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(other, folder_of("llama_f32_tied")); }),
               HasSubstr("for Gpt and Llama, not for"));
   const auto model = models::make_language_model(config_of("gpt2_f32_shards"), 0);
-  materialize(model->module(), Device::cpu(), {.dtype = kBF16});
-  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(model->module(), folder_of("gpt2_f32_shards")); }),
+  materialize(*model, Device::cpu(), {.dtype = kBF16});
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(*model, folder_of("gpt2_f32_shards")); }),
               HasSubstr("is bf16; weights go to parameters in f32 or f64"));
 }
 

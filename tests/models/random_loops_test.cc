@@ -73,14 +73,14 @@ std::unique_ptr<optim::Optimizer> optimizer_of(const Task& task, nn::Module& mod
   return std::make_unique<optim::AdamW>(module);
 }
 
-std::unique_ptr<models::LanguageModel> model_of(const Task& task, const Loop& loop, const Mesh& mesh) {
+std::unique_ptr<models::Decoder> model_of(const Task& task, const Loop& loop, const Mesh& mesh) {
   const models::TrainConfig& c = loop.way.config;
-  const auto prepare = [&](models::LanguageModel& model, const ShardOptions& options) {
-    std::vector<nn::Parameter> parameters = model.module().parameters();
+  const auto prepare = [&](models::Decoder& model, const ShardOptions& options) {
+    std::vector<nn::Parameter> parameters = model.parameters();
     for (size_t i = 0; i < parameters.size(); ++i)
       if (task.frozen >> (i % 64) & 1) parameters[i].freeze();
     size_t block = 0;
-    for (auto& [path, module] : model.module().named_modules()) {
+    for (auto& [path, module] : model.named_modules()) {
       if (!model.is_block(*module)) continue;
       if (c.train.recompute != "none") module->recompute({.selective = c.train.recompute == "selective"});
       if (block++ >= loop.inner.size() || loop.inner[block - 1].empty()) continue;
@@ -120,9 +120,9 @@ Trained train(const Task& task, const Loop& loop, bool resume, const std::string
   run_local(loop.way.world, [&](World& w) {
     const Mesh mesh = w.mesh(axes_of(loop.way));
     const auto model = model_of(task, loop, mesh);
-    const auto optimizer = optimizer_of(task, model->module());
+    const auto optimizer = optimizer_of(task, *model);
     if (resume) {
-      ASSERT_TRUE(models::load_checkpoint(folder, model->module(), {optimizer.get()}, w));
+      ASSERT_TRUE(models::load_checkpoint(folder, *model, {optimizer.get()}, w));
     }
     const int64_t parts = c.train.micro_batches, rows = c.train.batch;
     std::optional<Recording> own;  // where each micro-batch has one
@@ -138,14 +138,14 @@ Trained train(const Task& task, const Loop& loop, bool resume, const std::string
       for (int64_t i = 0; i < parts; ++i) {
         Recording::current()->next_micro_batch(options.first_sample + rows * i / parts);
         losses[static_cast<size_t>(i)] = model->loss(inputs[2 * static_cast<size_t>(i)], inputs[2 * static_cast<size_t>(i) + 1],
-                                                     static_cast<double>(rows * c.model.context));
+                                                     {.divide_by = static_cast<double>(rows * c.model.context)});
         if (loop.reversed) continue;
         differentiate(i, i + 1 == parts);
         if (loop.recordings == Loop::each && i + 1 < parts) own.reset(), own.emplace(options);
       }
       if (loop.reversed)
         for (int64_t i = parts; i-- > 0;) differentiate(i, i == 0);
-      const Tensor norm = clip_grad_norm(model->module(), c.train.clip > 0 ? c.train.clip : 1e9);
+      const Tensor norm = clip_grad_norm(*model, c.train.clip > 0 ? c.train.clip : 1e9);
       optimizer->step({.scalars = inputs.back()});
       optimizer->zero_grad();
       return {redistribute(sum, Layout(mesh.spec, Placement::invariant())), norm};
@@ -165,9 +165,9 @@ Trained train(const Task& task, const Loop& loop, bool resume, const std::string
       if (w.rank() == 0)
         for (const Tensor& x : results) out.numbers.push_back(x.item<double>());
       if (!resume && s + 1 == kSaveAfter && !folder.empty())
-        models::save_checkpoint(folder, s + 1, model->module(), {optimizer.get()}, w);
+        models::save_checkpoint(folder, s + 1, *model, {optimizer.get()}, w);
     }
-    whole.collect(model->module(), false);
+    whole.collect(*model, false);
   }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
   out.parameters = whole.values();
   return out;

@@ -58,7 +58,7 @@ class Run {
 
   void start() {
     if (part_.from == 0) return;
-    const auto loaded = models::load_checkpoint(part_.folder, step_.model().module(), {&step_.optimizer()}, world_,
+    const auto loaded = models::load_checkpoint(part_.folder, step_.model(), {&step_.optimizer()}, world_,
                                                  {.scaler = step_.scaler()});
     ASSERT_TRUE(loaded);
     ASSERT_EQ(loaded->step, part_.from);
@@ -85,13 +85,13 @@ class Run {
     if (s + 1 == kRandomSteps || (every > 0 && (s + 1) % every == 0)) numbers.push_back(step_.evaluate(validation(config_)));
     if (s + 1 != part_.save_after) return;
     const models::SaveOptions options{.scaler = step_.scaler()};
-    if (config_.train.save_async) saver_.save(part_.folder, s + 1, step_.model().module(), {&step_.optimizer()}, options);
-    else models::save_checkpoint(part_.folder, s + 1, step_.model().module(), {&step_.optimizer()}, world_, options);
+    if (config_.train.save_async) saver_.save(part_.folder, s + 1, step_.model(), {&step_.optimizer()}, options);
+    else models::save_checkpoint(part_.folder, s + 1, step_.model(), {&step_.optimizer()}, world_, options);
   }
 
   void finish(Whole& whole, Tape& tape) {
     saver_.finish();
-    whole.collect(step_.model().module(), false);
+    whole.collect(step_.model(), false);
     tape = std::move(recorded_.tape);
   }
 

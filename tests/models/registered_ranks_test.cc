@@ -45,7 +45,7 @@ std::vector<Trained> train(NcclLibrary& library, const models::TrainConfig& c) {
       run.results.push_back(result.loss.item());
       run.results.push_back(result.grad_norm.item());
     }
-    const std::vector<float> weights = shards(step.model().module());
+    const std::vector<float> weights = shards(step.model());
     run.results.insert(run.results.end(), weights.begin(), weights.end());
   }, {.ranks = kRanks}));
   return ranks;

@@ -55,7 +55,7 @@ TEST_P(Replay, IsBitwiseEqual) {
       const auto result = step.run(2, fill_tiny, &recorded);
       loss = result.loss.to_vector();
       norm = result.grad_norm.to_vector();
-      for (const auto& unit : units(step.model().module()))
+      for (const auto& unit : units(step.model()))
         for (const FlatBuffer& b : unit->buffers()) after[b.name] = b.shard.to_vector();
     }
     const ValueId wanted[] = {recorded.loss, recorded.grad_norm};

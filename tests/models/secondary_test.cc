@@ -10,6 +10,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -180,12 +181,12 @@ TEST(Secondary, AValueMayBeReadAfterTheLastBackward) {
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"secondary", 2}, {"data", 2}});
     const auto model = tiny_model_f64(mesh, {});
-    const auto parameters = model->module().parameters();
+    const auto parameters = model->parameters();
     const auto late = std::ranges::find_if(parameters, [](const nn::Parameter& p) { return p.name() == "blocks.2.mlp.up.weight"; });
     const TinyBatch batch = tiny_batch(mesh, 0, 4);
     for (int step = 0; step < 3; ++step) {
       Recording recording({.step = step});
-      recording.backward(model->loss(batch.tokens, batch.targets, 32.0), {.last_micro_batch = true});
+      recording.backward(model->loss(batch.tokens, batch.targets, {.divide_by = 32}), {.last_micro_batch = true});
       const std::vector<double> seen = late->value().to_vector<double>();
       for (const Finding& f : check_gathers(recording.take())) ADD_FAILURE() << f.message;
       EXPECT_EQ(seen, full_parameter(*late).to_vector<double>());
@@ -204,7 +205,7 @@ TEST(Secondary, WhatCannotBeIsRefused) {
     const auto refuse = [&](const ShardOptions& options, const char* why) {
       const auto model = models::make_language_model(tiny_config().model, 13);
       try {
-        shard(model->module(), mesh, options);
+        shard(*model, mesh, options);
         ADD_FAILURE() << "no error";
       } catch (const ConfigError& e) {
         EXPECT_THAT(e.what(), HasSubstr(why));

@@ -69,7 +69,7 @@ TEST(StageCutOfAModel, IsTheOneThatTrains) {
     models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
     EXPECT_EQ(step.cut().to_string(), "5 and 2");
     int64_t own = 0;
-    for (const auto& [path, module] : step.model().module().named_modules())
+    for (const auto& [path, module] : step.model().named_modules())
       own += step.model().is_block(*module) && step.model().stage_of(*module, step.cut()) == w.rank();
     EXPECT_EQ(own, w.rank() == 0 ? 5 : 2);
   }, {.threads_per_rank = 1});

@@ -8,6 +8,7 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/models/gpt.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -96,7 +97,7 @@ TEST(Tensor, FirstValuesAreThoseOfOneRank) {
     const auto values = [&](const Axes& axes) {
       Whole whole;
       run_local(num_ranks(axes), [&](World& w) {
-        whole.collect(tiny_model_f64(w.mesh(axes), {}, {}, 5, model_of(type))->module(), false);
+        whole.collect(*tiny_model_f64(w.mesh(axes), {}, {}, 5, model_of(type)), false);
       }, {.threads_per_rank = 1});
       return whole.values();
     };
@@ -115,9 +116,9 @@ TEST(Tensor, WholeParametersInAndOut) {
     const TinyBatch batch = tiny_batch(mesh, 0, 7);
     {
       Recording recording;
-      recording.backward(model->loss(batch.tokens, batch.targets, 63.0));
+      recording.backward(model->loss(batch.tokens, batch.targets, {.divide_by = 63.0}));
     }
-    const auto from = model->module().parameters(), to = other->module().parameters();
+    const auto from = model->parameters(), to = other->parameters();
     int cut = 0;
     for (size_t i = 0; i < from.size(); ++i) {
       cut += from[i].cut_axis() == 1;
@@ -128,8 +129,8 @@ TEST(Tensor, WholeParametersInAndOut) {
       EXPECT_EQ(full_gradient(from[i]).shape(), from[i].shape());
     }
     EXPECT_EQ(cut, 2 * 5 + 2);
-    const double loss = redistribute(model->loss(batch.tokens, batch.targets, 63.0), Layout(mesh.spec, Placement::invariant())).item<double>();
-    EXPECT_EQ(loss, redistribute(other->loss(batch.tokens, batch.targets, 63.0), Layout(mesh.spec, Placement::invariant())).item<double>());
+    const double loss = redistribute(model->loss(batch.tokens, batch.targets, {.divide_by = 63.0}), Layout(mesh.spec, Placement::invariant())).item<double>();
+    EXPECT_EQ(loss, redistribute(other->loss(batch.tokens, batch.targets, {.divide_by = 63.0}), Layout(mesh.spec, Placement::invariant())).item<double>());
   }, {.threads_per_rank = 1});
 }
 
@@ -200,7 +201,7 @@ TEST(Tensor, ATokenOutsideOfAllPartsIsNamed) {
       for (Tensor* tensor : {&batch.tokens, &batch.targets}) {
         int32_t& first = *tensor->view().as<int32_t>();
         const int32_t before = std::exchange(first, bad);
-        EXPECT_THAT([&] { model->loss(batch.tokens, batch.targets, 63.0); },
+        EXPECT_THAT([&] { model->loss(batch.tokens, batch.targets, {.divide_by = 63.0}); },
                     ::testing::ThrowsMessage<DataError>(HasSubstr(str("token ", bad, " at position [0,0] is outside the vocabulary of 13"))));
         first = before;
       }
@@ -219,11 +220,11 @@ TEST(Tensor, IgnoredTargetsCountNothing) {
       for (int64_t i = 0; i < targets.numel(); ++i)
         if (int32_t& t = targets.as<int32_t>()[i]; t % 3 == 1) t = -1;
       Recording recording;
-      const Tensor sum = model->loss(batch.tokens, batch.targets, 63.0);
+      const Tensor sum = model->loss(batch.tokens, batch.targets, {.divide_by = 63.0});
       recording.backward(sum);
       const Tensor everywhere = redistribute(sum, Layout(mesh.spec, Placement::invariant()));
       if (w.rank() == 0) loss = everywhere.item<double>();
-      whole.collect(model->module(), true);
+      whole.collect(*model, true);
     }, {.threads_per_rank = 1});
     return whole.values();
   };
@@ -286,10 +287,10 @@ TEST(Tensor, WhatCannotBeIsRefused) {
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
     const auto model = models::make_language_model(tiny_config().model, 13);
-    EXPECT_THROW(shard(model->module(), mesh), ConfigError) << "leaves out axis 'model'";
-    EXPECT_THROW(shard(model->module(), mesh, {.tensor_axis = "data"}), ConfigError);
-    EXPECT_THROW(shard(model->module(), mesh, {.replica_axis = "model", .tensor_axis = "model"}), ConfigError);
-    EXPECT_THROW(shard(model->module(), mesh, {.tensor_axis = "tensor"}), ConfigError);
+    EXPECT_THROW(shard(*model, mesh), ConfigError) << "leaves out axis 'model'";
+    EXPECT_THROW(shard(*model, mesh, {.tensor_axis = "data"}), ConfigError);
+    EXPECT_THROW(shard(*model, mesh, {.replica_axis = "model", .tensor_axis = "model"}), ConfigError);
+    EXPECT_THROW(shard(*model, mesh, {.tensor_axis = "tensor"}), ConfigError);
     EXPECT_THROW(StrategyChoice("tensor_parallel"), ConfigError);
     const auto refused = [](auto&& f) -> std::string {
       try {
@@ -300,11 +301,11 @@ TEST(Tensor, WhatCannotBeIsRefused) {
       return "nothing is refused";
     };
     const Mesh alone = w.mesh({{"model", 4}}), one = w.mesh({{"data", 1}, {"model", 4}});
-    EXPECT_THAT(refused([&] { shard(model->module(), alone, {.tensor_axis = "model"}); }),
+    EXPECT_THAT(refused([&] { shard(*model, alone, {.tensor_axis = "model"}); }),
                 HasSubstr("(model=4) has no axis 'data' (ShardOptions::axis); where ranks share layers and nothing else, its size is 1"));
-    for (auto& [path, module] : model->module().named_modules())
+    for (auto& [path, module] : model->named_modules())
       if (model->is_block(*module)) shard(*module, one, {.tensor_axis = "model"});
-    EXPECT_THAT(refused([&] { materialize(model->module()); }), HasSubstr("is in no unit, though parts of the model are sharded"));
+    EXPECT_THAT(refused([&] { materialize(*model); }), HasSubstr("is in no unit, though parts of the model are sharded"));
   }, {.threads_per_rank = 1});
 }
 

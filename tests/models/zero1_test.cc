@@ -7,6 +7,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/adamw.h"
@@ -40,7 +41,7 @@ Result train(int world, const Loop& loop) {
   run_local(world, [&](World& w) {
     const Mesh mesh = w.mesh({{"replica", loop.replicas}, {"data", w.size() / loop.replicas}});
     const auto model = tiny_model_f64(mesh, {.strategy = loop.strategy, .prefetch_bytes = loop.prefetch});
-    optim::AdamW optimizer(model->module().parameters(), {});
+    optim::AdamW optimizer(model->parameters(), {});
     for (int step = 0; step < loop.steps; ++step) {
       std::optional<Recording> recording;
       const auto end = [&] {
@@ -52,18 +53,18 @@ Result train(int world, const Loop& loop) {
         const TinyBatch batch = tiny_batch(mesh, kRows * (step * kMicroBatches + micro), kRows);
         recording->next_micro_batch(kRows * micro);
         const Tensor loss =
-            model->loss(batch.tokens, batch.targets, static_cast<double>(kMicroBatches * batch.tokens.numel()));
+            model->loss(batch.tokens, batch.targets, {.divide_by = static_cast<double>(kMicroBatches * batch.tokens.numel())});
         recording->backward(loss, {.last_micro_batch = loop.says_last && micro + 1 == kMicroBatches});
         if (!loop.one_recording) end();
       }
-      if (step + 1 == loop.steps && !recording) gradients.collect(model->module(), true);
-      clip_grad_norm(model->module(), 0.5);
+      if (step + 1 == loop.steps && !recording) gradients.collect(*model, true);
+      clip_grad_norm(*model, 0.5);
       optimizer.step({.lr = 0.01});
       if (recording) end();
-      if (step + 1 == loop.steps && loop.one_recording) gradients.collect(model->module(), true);
+      if (step + 1 == loop.steps && loop.one_recording) gradients.collect(*model, true);
       optimizer.zero_grad();
     }
-    parameters.collect(model->module(), false);
+    parameters.collect(*model, false);
   }, {.threads_per_rank = 1});
   result.parameters = parameters.values();
   result.gradients = gradients.values();
@@ -133,25 +134,25 @@ TEST(Zero1, ZeroGradDropsWhatWaits) {
     const models::TrainConfig config = tiny_config();
     const auto model = models::make_language_model(config.model, config.model.vocab);
     const Mesh mesh = w.mesh({{"data", 2}});
-    shard(model->module(), mesh, {.strategy = strategy::zero1});
-    materialize(model->module());
-    optim::AdamW optimizer(model->module().parameters(), {});
+    shard(*model, mesh, {.strategy = strategy::zero1});
+    materialize(*model);
+    optim::AdamW optimizer(model->parameters(), {});
     const Tensor tokens = full_of(Type{kI32, {4, config.model.context}, Layout(mesh.spec, Placement::shard(0))}, 1);
     const auto backward = [&] {
       Recording recording;
-      recording.backward(model->loss(tokens, tokens, 10.0));
+      recording.backward(model->loss(tokens, tokens, {.divide_by = 10.0}));
     };
     backward();
-    const float norm = grad_norm(model->module()).item();
+    const float norm = grad_norm(*model).item();
     EXPECT_GT(norm, 0);
-    EXPECT_EQ(grad_norm(model->module()).item(), norm) << "asked again";
+    EXPECT_EQ(grad_norm(*model).item(), norm) << "asked again";
     backward();
-    EXPECT_FLOAT_EQ(grad_norm(model->module()).item(), 2 * norm) << "one that was reduced, and one that waited";
+    EXPECT_FLOAT_EQ(grad_norm(*model).item(), 2 * norm) << "one that was reduced, and one that waited";
     backward();
     optimizer.zero_grad();
-    EXPECT_THROW(grad_norm(model->module()), LifetimeError);
+    EXPECT_THROW(grad_norm(*model), LifetimeError);
     backward();
-    EXPECT_EQ(grad_norm(model->module()).item(), norm);
+    EXPECT_EQ(grad_norm(*model).item(), norm);
   }, {.threads_per_rank = 1});
 }
 

@@ -89,7 +89,7 @@ void checkpoint_suite(Session& session) {
   const Array piece(kF32, {static_cast<int64_t>(kPiece / 4)});
   const auto save_step = [&](int64_t number) {
     models::save_checkpoint(checkpoints, number,
-                            models::checkpoint_pieces(step.model().module(), {&step.optimizer()}),
+                            models::checkpoint_pieces(step.model(), {&step.optimizer()}),
                             Json(), 0);
   };
   save_step(0);
@@ -122,7 +122,7 @@ void checkpoint_suite(Session& session) {
   session.line("checkpoint", async, Unit::seconds, [&](Line& line) {
     models::AsyncSaver saver(world);
     const auto save_async = [&] {
-      const double seconds = seconds_of([&] { saver.save(checkpoints, 1, step.model().module(), {&step.optimizer()}, {.keep = 0}); });
+      const double seconds = seconds_of([&] { saver.save(checkpoints, 1, step.model(), {&step.optimizer()}, {.keep = 0}); });
       saver.finish();
       fs::remove_all(step_folder(checkpoints, 1));
       return seconds;
@@ -145,7 +145,7 @@ void checkpoint_suite(Session& session) {
               forget_pages(folder.path());
               return seconds_of([&] {
                 models::Checkpoint checkpoint = models::Checkpoint::open(first);
-                models::load_state(checkpoint, step.model().module(), {&step.optimizer()});
+                models::load_state(checkpoint, step.model(), {&step.optimizer()});
               });
             },
             [&] {

@@ -1,0 +1,97 @@
+#include "sheaf/models/decoder.h"
+
+#include <cmath>
+
+#include "sheaf/nn/layers/attention.h"
+#include "sheaf/nn/layers/stages.h"
+#include "sheaf/nn/layers/tensor_region.h"
+
+namespace sheaf::models {
+namespace {
+
+constexpr double kInitStd = 0.02;
+
+// Of the table and of the head alike.
+OwnershipMap vocabulary_cut() { return OwnershipMap::even(0); }
+
+}  // namespace
+
+nn::Init weight_init() { return nn::Init::normal(kInitStd); }
+nn::Init residual_init(int64_t layers) { return nn::Init::normal(kInitStd / std::sqrt(2.0 * static_cast<double>(layers))); }
+nn::Embedding token_table(int64_t vocab, int64_t width) { return {vocab, width, weight_init(), vocabulary_cut()}; }
+
+Decoder::Decoder(const Sizes& sizes) : sizes_(sizes) {
+  check<ConfigError>(sizes.layers > 0 && sizes.vocab > 0 && sizes.context > 0, "[", sizes.type, "] layers ", sizes.layers, ", vocab ",
+                     sizes.vocab, ", context ", sizes.context, ": all must be positive");
+  if (sizes.tied) return;
+  head.emplace(sizes.width, sizes.vocab, nn::LinearOptions{.bias = false, .init = weight_init(), .cut = vocabulary_cut()});
+  head->weight.set_table();
+}
+
+int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
+  for (int64_t i = 0; i < sizes_.layers; ++i)
+    if (&module == &block(i)) return cut.stage_of(i);
+  if (head && &module == &table()) return 0;
+  return head && &module == &*head ? cut.stage_of(sizes_.layers - 1) : -1;
+}
+
+nn::Residual Decoder::stream_of(const Tensor& tokens_BT, int64_t position) {
+  check<ShapeError>(tokens_BT.rank() == 2, "[", sizes_.type, "] tokens must be [B, T], not ", tokens_BT.shape());
+  const int64_t end = position + tokens_BT.size(1);
+  check<ShapeError>(end <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ", sizes_.context);
+  return embedded(tokens_BT, position);
+}
+
+Tensor Decoder::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
+  ForwardProgress whole;
+  return loss_until(sizes_.layers, whole, tokens_BT, targets_BT, options);
+}
+
+Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
+                                 const CrossEntropyOptions& options) {
+  const bool begins = !at.stream.x, ends = until == sizes_.layers;
+  const auto scope = begins || ends ? enter() : enter_without_unit();
+  if (begins) {
+    const Tensor begins_BT = sizes_.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, sizes_.end_of_text);
+    at.stream = stream_of(tokens_BT, 0);
+    at.stream.begins = begins_BT;
+  }
+  const int64_t first = at.block;
+  for (; at.block < until; ++at.block) at.stream = block(at.block)(std::move(at.stream), nullptr);
+  if (!ends) {
+    add_penalties(first, until, at.penalty);
+    return {};
+  }
+  const Tensor x_BTC = normed(std::move(at.stream));
+  const nn::TensorRegion region(x_BTC, head_weight());
+  const Tensor loss = nn::sum_over_stages(
+      linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));
+  add_penalties(first, until, at.penalty);
+  const Tensor penalty = std::exchange(at.penalty, {});
+  return penalty ? with_penalty(loss, penalty, targets_BT.numel(), options) : loss;
+}
+
+Tensor Decoder::hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache) {
+  nn::Residual stream = stream_of(tokens_BT, cache ? cache->length() : 0);
+  for (int64_t i = 0; i < sizes_.layers; ++i) stream = block(i)(std::move(stream), cache);
+  return normed(std::move(stream));
+}
+
+Tensor Decoder::logits_of(const Tensor& x_BTC) {
+  const nn::TensorRegion region(x_BTC, head_weight());
+  return nn::to_all_stages(region.leave(linear(region.enter(x_BTC), head_weight())));
+}
+
+Tensor Decoder::logits(const Tensor& tokens_BT) {
+  const auto scope = enter();
+  return logits_of(hidden(tokens_BT, nullptr));
+}
+
+Tensor Decoder::next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache) {
+  const auto scope = enter();
+  const Tensor x_BTC = hidden(tokens_BT, &cache);
+  cache.advance(x_BTC.size(1));
+  return logits_of(slice(x_BTC, 1, x_BTC.size(1) - 1, x_BTC.size(1)));
+}
+
+}  // namespace sheaf::models

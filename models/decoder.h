@@ -1,0 +1,92 @@
+// Decoder: what models that predict the next token have in common, from a table of tokens through blocks to logits and losses.
+// gpt.h and llama.h say what theirs are made of.
+//
+//   B batch   T tokens   C width   V vocabulary
+#pragma once
+
+#include <optional>
+
+#include "sheaf/distributed/pipeline.h"
+#include "sheaf/nn/layers/embedding.h"
+#include "sheaf/nn/layers/key_value_cache.h"
+#include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/layers/norm.h"
+
+namespace sheaf::models {
+
+/// How far a forward has come that is recorded in parts: what Decoder::loss_until() needs to go on.
+struct ForwardProgress {
+  nn::Residual stream = {};  ///< in front of `block`; undefined before the first part
+  int64_t block = 0;
+  Tensor penalty = {};       ///< of the blocks so far, if they have any
+};
+
+/// A part of the residual stream's way. With a cache it attends to what that has read, too.
+struct DecoderBlock : nn::Module {
+  virtual nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) = 0;
+  SHEAF_FIELDS();
+};
+
+/// Weights are drawn as GPT-2's: with standard deviation 0.02 or, where they write to the residual stream of so many blocks, 0.02 /
+/// sqrt(2 layers), so that its variance does not grow with depth.
+nn::Init weight_init();
+nn::Init residual_init(int64_t layers);
+/// A table of all tokens, whose vocabulary a tensor axis cuts.
+nn::Embedding token_table(int64_t vocab, int64_t width);
+
+struct Decoder : nn::Module {
+  std::optional<nn::Linear> head;  ///< absent if the table of tokens is the head
+
+  /// Cross-entropy of integer targets[B, T], a scalar in nats, without the logits ever existing whole. By default the mean
+  /// over all targets of the logical batch, on all ranks; targets of -1 count nothing, but are counted in that mean: give
+  /// divide_by. Partial over the axes that cut the batch or the model. Where a token ends documents, a document's tokens are
+  /// predicted from those of no other; logits() and next_logits() take all tokens for one document.
+  Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
+  /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `at` to before block
+  /// `until`, and from the last block to the loss, which is undefined before.
+  Tensor loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
+                    const CrossEntropyOptions& options = {});
+  /// [B, T, V], placed as the tokens.
+  Tensor logits(const Tensor& tokens_BT);
+  /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
+  /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
+  virtual Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
+  Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
+
+  bool is_block(const nn::Module& module) const { return dynamic_cast<const DecoderBlock*>(&module) != nullptr; }
+  /// The stage of a pipeline that `module` is in (ShardOptions::stage_of): blocks as `cut` says, tables that are not tied in the
+  /// first and the last. -1: what all stages have, such as the last norm and a tied table.
+  int stage_of(const nn::Module& module, const StageCut& cut);
+
+ protected:
+  struct Sizes {
+    const char* type;  ///< for messages
+    int64_t layers, width, vocab;
+    int64_t context;      ///< longest sequence
+    int64_t end_of_text;  ///< token that ends a document, or -1
+    bool tied;            ///< the head is the table of tokens
+  };
+  explicit Decoder(const Sizes& sizes);
+
+ private:
+  virtual nn::Embedding& table() = 0;
+  virtual DecoderBlock& block(int64_t i) = 0;
+  /// The residual stream of tokens, the first of which are at this position.
+  virtual nn::Residual embedded(const Tensor& tokens_BT, int64_t position) = 0;
+  virtual Tensor normed(nn::Residual stream) = 0;
+  /// What training adds to the loss: that of blocks [begin, end), which have just run, goes into `all`, which undefined is none.
+  virtual void add_penalties(int64_t /*begin*/, int64_t /*end*/, Tensor& /*all*/) {}
+  /// As the loss of so many targets counts it.
+  virtual Tensor with_penalty(const Tensor& loss, const Tensor& /*penalty*/, int64_t /*targets*/, const CrossEntropyOptions&) {
+    return loss;
+  }
+
+  nn::Residual stream_of(const Tensor& tokens_BT, int64_t position);
+  Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache);
+  const nn::Parameter& head_weight() { return head ? head->weight : table().weight; }
+  Tensor logits_of(const Tensor& x_BTC);
+
+  Sizes sizes_;
+};
+
+}  // namespace sheaf::models
