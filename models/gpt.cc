@@ -72,7 +72,7 @@ nn::Residual Block::forward(nn::Residual stream, nn::KeyValueCache* cache) {
 
 Gpt::Gpt(const GptConfig& c)
     : Decoder({.type = "gpt2", .layers = c.layers, .width = c.width, .vocab = c.vocab, .context = c.context,
-                     .end_of_text = c.end_of_text, .tied = c.tie_embeddings}),
+               .end_of_text = c.end_of_text, .tied = c.tie_embeddings}),
       config(c),
       wte(token_table(c.vocab, c.width)),
       wpe(c.context, c.width, weight_init()),

@@ -170,7 +170,7 @@ nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) 
 
 Llama::Llama(const LlamaConfig& c)
     : Decoder({.type = "llama", .layers = c.layers, .width = c.width, .vocab = c.vocab, .context = c.context,
-                     .end_of_text = c.end_of_text, .tied = c.tie_embeddings}),
+               .end_of_text = c.end_of_text, .tied = c.tie_embeddings}),
       config(c),
       embedding(token_table(c.vocab, c.width)),
       norm(c.width, c.norm_eps) {
