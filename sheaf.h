@@ -29,6 +29,7 @@
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/async_saver.h"
 #include "sheaf/models/batch_sampler.h"
+#include "sheaf/models/decoder.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
 #include "sheaf/models/model_checkpoint.h"

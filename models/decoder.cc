@@ -1,6 +1,7 @@
 #include "sheaf/models/decoder.h"
 
 #include <cmath>
+#include <utility>
 
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/stages.h"
@@ -21,8 +22,8 @@ nn::Init residual_init(int64_t layers) { return nn::Init::normal(kInitStd / std:
 nn::Embedding token_table(int64_t vocab, int64_t width) { return {vocab, width, weight_init(), vocabulary_cut()}; }
 
 Decoder::Decoder(const Sizes& sizes) : sizes_(sizes) {
-  check<ConfigError>(sizes.layers > 0 && sizes.vocab > 0 && sizes.context > 0, "[", sizes.type, "] layers ", sizes.layers, ", vocab ",
-                     sizes.vocab, ", context ", sizes.context, ": all must be positive");
+  check<ConfigError>(sizes.layers > 0 && sizes.vocab > 0 && sizes.context > 0, "[", sizes.type, "] layers ", sizes.layers,
+                     ", vocab ", sizes.vocab, ", context ", sizes.context, ": all must be positive");
   if (sizes.tied) return;
   head.emplace(sizes.width, sizes.vocab, nn::LinearOptions{.bias = false, .init = weight_init(), .cut = vocabulary_cut()});
   head->weight.set_table();
@@ -48,7 +49,7 @@ Tensor Decoder::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const Cr
 }
 
 Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tokens_BT, const Tensor& targets_BT,
-                                 const CrossEntropyOptions& options) {
+                           const CrossEntropyOptions& options) {
   const bool begins = !at.stream.x, ends = until == sizes_.layers;
   const auto scope = begins || ends ? enter() : enter_without_unit();
   if (begins) {

@@ -34,8 +34,9 @@ nn::Init residual_init(int64_t layers);
 /// A table of all tokens, whose vocabulary a tensor axis cuts.
 nn::Embedding token_table(int64_t vocab, int64_t width);
 
+/// A model of one's own derives from it and overrides what is private here (docs/own_models.md).
 struct Decoder : nn::Module {
-  std::optional<nn::Linear> head;  ///< absent if the table of tokens is the head
+  std::optional<nn::Linear> head;  ///< absent if the table of tokens is the head; models list it last in SHEAF_FIELDS
 
   /// Cross-entropy of integer targets[B, T], a scalar in nats, without the logits ever existing whole. By default the mean
   /// over all targets of the logical batch, on all ranks; targets of -1 count nothing, but are counted in that mean: give
@@ -50,35 +51,37 @@ struct Decoder : nn::Module {
   Tensor logits(const Tensor& tokens_BT);
   /// [B, 1, V]: logits of the token after these, which come after those that `cache` has read; it reads them, too. On
   /// CPUs they are, bit for bit, the last ones of logits() of all. Outside of any recording.
-  virtual Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);
+  virtual Tensor next_logits(const Tensor& tokens_BT, nn::KeyValueCache& cache);  // virtual for who watches generate()
   Tensor forward(const Tensor& tokens_BT) { return logits(tokens_BT); }
 
-  bool is_block(const nn::Module& module) const { return dynamic_cast<const DecoderBlock*>(&module) != nullptr; }
+  static bool is_block(const nn::Module& module) { return dynamic_cast<const DecoderBlock*>(&module) != nullptr; }
   /// The stage of a pipeline that `module` is in (ShardOptions::stage_of): blocks as `cut` says, tables that are not tied in the
   /// first and the last. -1: what all stages have, such as the last norm and a tied table.
   int stage_of(const nn::Module& module, const StageCut& cut);
 
  protected:
+  /// What it is made with; it stays so.
   struct Sizes {
-    const char* type;  ///< for messages
-    int64_t layers, width, vocab;
-    int64_t context;      ///< longest sequence
-    int64_t end_of_text;  ///< token that ends a document, or -1
-    bool tied;            ///< the head is the table of tokens
+    const char* type = "decoder";  ///< for messages
+    int64_t layers = 0;            ///< block(i) is there for all i below
+    int64_t width = 0, vocab = 0;
+    int64_t context = 0;           ///< longest sequence
+    int64_t end_of_text = -1;      ///< token that ends a document; -1: none does
+    bool tied = false;             ///< the head is the table of tokens
   };
   explicit Decoder(const Sizes& sizes);
 
  private:
   virtual nn::Embedding& table() = 0;
   virtual DecoderBlock& block(int64_t i) = 0;
-  /// The residual stream of tokens, the first of which are at this position.
+  /// The residual stream of tokens, the first of which are at this position: for tables of positions.
   virtual nn::Residual embedded(const Tensor& tokens_BT, int64_t position) = 0;
   virtual Tensor normed(nn::Residual stream) = 0;
   /// What training adds to the loss: that of blocks [begin, end), which have just run, goes into `all`, which undefined is none.
   virtual void add_penalties(int64_t /*begin*/, int64_t /*end*/, Tensor& /*all*/) {}
   /// As the loss of so many targets counts it.
-  virtual Tensor with_penalty(const Tensor& loss, const Tensor& /*penalty*/, int64_t /*targets*/, const CrossEntropyOptions&) {
-    return loss;
+  virtual Tensor with_penalty(const Tensor& loss, const Tensor& penalty, int64_t /*targets*/, const CrossEntropyOptions&) {
+    return loss + penalty;
   }
 
   nn::Residual stream_of(const Tensor& tokens_BT, int64_t position);

@@ -50,7 +50,7 @@ struct Block : DecoderBlock {
 };
 
 struct Gpt : Decoder {
-  GptConfig config;
+  GptConfig config;  ///< what it was made of
   nn::Embedding wte, wpe;
   nn::Dropout dropout;
   std::vector<Block> blocks;

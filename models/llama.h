@@ -67,7 +67,7 @@ struct LlamaBlock : DecoderBlock {
 /// In training, the loss has aux_loss times the sum of all mixtures' imbalances added: each micro-batch has its own, which counts by
 /// its share of what the loss is divided by.
 struct Llama : Decoder {
-  LlamaConfig config;
+  LlamaConfig config;  ///< what it was made of
   nn::Embedding embedding;
   std::vector<LlamaBlock> blocks;
   nn::RMSNorm norm;

@@ -16,7 +16,7 @@ double head_in_blocks(const TrainConfig& config, int64_t vocab) {
 
 StageCut stage_cut(const TrainConfig& config, int64_t vocab) {
   const int64_t stages = config.sharding.pipeline, runs = config.sharding.pipeline_runs, blocks = config.model.layers;
-  if (stages * runs == 1) return StageCut(std::vector{blocks}, 1);
+  if (stages == 1 && runs == 1) return StageCut(std::vector{blocks}, 1);
   if (blocks < stages * runs)
     fail<ConfigError>("[train] sharding.pipeline ", stages, runs > 1 ? str(" with sharding.pipeline_runs ", runs) : "",
                       ": the model has ", blocks, blocks == 1 ? " block" : " blocks");

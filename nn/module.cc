@@ -25,7 +25,11 @@ void Visitor::module(Module& m) { m.visit(*this); }
 Module* ModuleScope::current() { return current_module; }
 
 ModuleScope::ModuleScope(Module& module, bool opens_unit)
-    : parallelized_(!module.call_placements_.empty()), opens_unit_(opens_unit), path_(module.path_), module_(&module), previous_(current_module) {
+    : parallelized_(!module.call_placements_.empty()),
+      opens_unit_(opens_unit),
+      path_(module.path_),
+      module_(&module),
+      previous_(current_module) {
   if (previous_ && previous_->listed_ && !module.listed_)
     fail<LifetimeError>("[module] a ", module.type_name(), " used by ", previous_->type_name(), " '", previous_->path(),
                         "' is not listed in its SHEAF_FIELDS (or was added after materialize())");
@@ -80,8 +84,9 @@ void ModuleScope::place(Tensor& t, Where where) const {
 void ModuleScope::expect_no_outputs() const {
   for (const CallPlacements& call : module_->call_placements_)
     if (call.outputs)
-      fail<ConfigError>("[module] ", path_label(PathScope::current()), ": a ", module_->type_name(), " returns no Tensor, nor a struct of ",
-                        "them by value, that could be ", *call.outputs, " on mesh axis ", call.axis, " (CallPlacements::outputs)");
+      fail<ConfigError>("[module] ", path_label(PathScope::current()), ": a ", module_->type_name(), " returns no Tensor, nor a ",
+                        "struct of them by value, that could be ", *call.outputs, " on mesh axis ", call.axis,
+                        " (CallPlacements::outputs)");
 }
 
 ModuleScope::~ModuleScope() {

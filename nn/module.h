@@ -130,6 +130,8 @@ class ModuleScope {
       return result;
     } else if constexpr (has_tensors && !std::is_reference_v<Result>) {
       Result result = forward();
+      if constexpr (requires { result.join(); })
+        if (is_placed(result, &CallPlacements::outputs)) result.join();
       result.for_each_tensor([this](Tensor& t) { place(t, &CallPlacements::outputs); });
       return result;
     } else {

@@ -96,9 +96,9 @@ struct ShardOptions {
   /// A chain of the mesh (MeshSpec::Axis::chain) along which units lie one after another, as stages of a pipeline; what is in no
   /// stage is replicated there. A unit's module moves what it is called with to its stage. "": none.
   std::string stage_axis = "";
-  /// The stage of a unit's module, or -1 for none. Absent: the units in their order, as many for each stage.
+  /// The stage of a unit's module, or -1 for none. Absent: the units in their order, StageCut's.
   std::function<int(const nn::Module& module, const std::string& path)> stage_of = {};
-  /// Runs of units in each stage (interleaved pipelines): in their order, as many in each, they go round the stages so often. The
+  /// Runs of units in each stage (interleaved pipelines): in their order they go round the stages so often. The
   /// axis is a ring (MeshSpec::Axis::ring). Not beside stage_of, which says itself what goes round.
   int64_t stage_runs = 1;
   nn::UnitPolicy units = {};            ///< which modules below become units of their own

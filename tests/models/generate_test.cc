@@ -8,8 +8,8 @@
 
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/gpt.h"
-#include "sheaf/models/llama.h"
 #include "sheaf/models/language_model.h"
+#include "sheaf/models/llama.h"
 #include "sheaf/nn/shard.h"
 
 namespace sheaf {

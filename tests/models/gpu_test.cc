@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "sheaf/models/gpt.h"
-#include "sheaf/models/llama.h"
 #include "sheaf/models/language_model.h"
+#include "sheaf/models/llama.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/published_weights.h"

@@ -129,8 +129,8 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b) {
 }
 
 std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device, uint64_t seed,
-                                                      const models::ModelConfig& config,
-                                                      const std::function<void(models::Decoder&, const ShardOptions&)>& prepare) {
+                                                const models::ModelConfig& config,
+                                                const std::function<void(models::Decoder&, const ShardOptions&)>& prepare) {
   std::unique_ptr<models::Decoder> model = models::make_language_model(config, config.vocab);
   if (!mesh.spec->has_axis("data")) options.axis = "context";
   else if (mesh.spec->has_axis("expert") && mesh.spec->size(mesh.spec->axis("data")) == 1) options.axis = "expert";

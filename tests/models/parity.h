@@ -90,10 +90,9 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
 /// parameters if there is no axis "data", whose axis "expert" cuts experts, and the other parameters if "data" is one rank, and
 /// whose axis "model" cuts layers, and whose chain "stage" has blocks one after another) with a unit for each block. `prepare`
 /// gets it, and how it will be, before it is sharded.
-std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {},
-                                                      uint64_t seed = 5,
-                                                      const models::ModelConfig& config = tiny_config().model,
-                                                      const std::function<void(models::Decoder&, const ShardOptions&)>& prepare = {});
+std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {}, uint64_t seed = 5,
+                                                const models::ModelConfig& config = tiny_config().model,
+                                                const std::function<void(models::Decoder&, const ShardOptions&)>& prepare = {});
 /// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "context" and "model", rows over
 /// the others; of stages, tokens on the first and targets on the last.
 struct TinyBatch { Tensor tokens, targets; };

@@ -8,8 +8,8 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/models/gpt.h"
-#include "sheaf/models/llama.h"
 #include "sheaf/models/language_model.h"
+#include "sheaf/models/llama.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/published_weights.h"
@@ -32,11 +32,6 @@ std::string folder_of(const std::string& name) { return "tests/models/published/
 
 models::ModelConfig config_of(const std::string& name) {
   return models::read_published_config(folder_of(name) + "/config.json");
-}
-
-Tensor logits(nn::Module& model, const Tensor& tokens_BT) {
-  if (auto* gpt = dynamic_cast<models::Gpt*>(&model)) return gpt->logits(tokens_BT);
-  return dynamic_cast<models::Llama&>(model).logits(tokens_BT);
 }
 
 /// What transformers made of these weights, in f64, and the tokens that it made it of.
@@ -74,7 +69,7 @@ TEST(PublishedWeights, GiveTheLogitsOfTransformers) {
       materialize(*model, Device::cpu(), {.dtype = dtype});
       models::load_weights(*model, folder_of(name));
       const Expected expected(name);
-      const double error = relative_difference(logits(*model, expected.tokens_BT).to_vector<double>(), expected.logits);
+      const double error = relative_difference(model->logits(expected.tokens_BT).to_vector<double>(), expected.logits);
       std::printf("%s in %s: relative error %.2e\n", name.c_str(), std::string(sheaf::name(dtype)).c_str(), error);
       // Llama's norms and rotary angles are f32 in transformers, whatever the model's type.
       EXPECT_LE(error, dtype == kF32 ? 1e-5 : name.starts_with("gpt2") ? 1e-13 : 1e-6);
@@ -211,7 +206,7 @@ TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
     models::load_weights(*model, folder_of(name));
     const Expected expected(name);
     const int64_t context = expected.tokens_BT.size(1), vocab = config.vocab;
-    const std::vector<double> actual = logits(*model, slice(expected.tokens_BT, 1, 0, 5)).to_vector<double>();
+    const std::vector<double> actual = model->logits(slice(expected.tokens_BT, 1, 0, 5)).to_vector<double>();
     std::vector<double> first;
     for (int64_t row = 0; row < 2; ++row)
       first.insert(first.end(), expected.logits.begin() + row * context * vocab,

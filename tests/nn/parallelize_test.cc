@@ -177,13 +177,17 @@ struct OfStream : nn::Module {
 // The stream goes as one tensor; where it goes nowhere the next norm adds.
 TEST(Parallelize, JoinsWhatItMoves) {
   run_local(2, [](World& w) {
-    for (const char* axis : {"model", "other"}) {
+    for (const std::string axis : {"model", "other"}) {
       const Mesh mesh = w.mesh({{axis, 2}});
       OfStream module;
       module.parallelize(kCall);
       const nn::Residual y = module(nn::Residual{rows(mesh), rows(mesh)});
       EXPECT_EQ(module.joined, axis == kCall.axis);
       EXPECT_TRUE(y.x.layout()[0].is_shard());
+      OfStream results;
+      results.parallelize({.axis = "model", .outputs = Placement::replicate()});
+      EXPECT_EQ(results(nn::Residual{rows(mesh), rows(mesh)}).branch.defined(), axis != kCall.axis);
+      EXPECT_FALSE(results.joined);
     }
   });
 }
