@@ -1,5 +1,4 @@
-// Which tokens a training step sees. Both samplers are pure functions, so that a resumed run, another world size and
-// another accumulation read the same data: nothing has a position that could be lost.
+// Which tokens an evaluation sees, and which of them count.
 #pragma once
 
 #include <cstdint>
@@ -10,25 +9,6 @@ namespace sheaf::models {
 
 /// Target of a position that does not count.
 inline constexpr int32_t kIgnoreIndex = -1;
-
-/// Windows at random places, with replacement. Sample number i of a run (the global index: step · batch + place in the
-/// global batch) starts at a hash of (seed, i), uniform over all places where context + 1 tokens fit.
-class RandomWindows {
- public:
-  /// Throws DataError if `tokens` holds fewer than context + 1.
-  RandomWindows(Tokens tokens, int64_t context, uint64_t seed);
-
-  int64_t context() const { return context_; }
-  /// Where sample `index` starts in the tokens.
-  int64_t start(int64_t index) const;
-  /// Writes samples [first, first + count): inputs and targets, each [count, context], row-major.
-  void fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const;
-
- private:
-  Tokens tokens_;
-  int64_t context_;
-  uint64_t seed_;
-};
 
 /// Consecutive windows over the whole sequence, for evaluation: every token but the first is a target exactly once. The
 /// last window may be partial; its tail, and every window from num_windows() on, has input 0 and target kIgnoreIndex,

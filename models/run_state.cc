@@ -94,6 +94,7 @@ Json RunState::to_json() const {
   json.set("tokenizer", tokenizer ? tokenizer->to_json() : Json());
   if (train_data && val_data)
     json.set("data", Json::Object{{"val_fraction", val_fraction},
+                                  {"order", order},
                                   {"train", models::to_json(*train_data)},
                                   {"val", models::to_json(*val_data)}});
   if (weights) json.set("weights", Json::Object{{"path", weights->path}, {"xxh3", weights->xxh3}});
@@ -116,6 +117,7 @@ RunState RunState::from_json(const Json& json) {
     if (const Json& t = json.at("tokenizer"); !t.is_null()) s.tokenizer = tokenizer_from_json(t);
     if (const Json* data = json.find("data")) {
       s.val_fraction = data->at("val_fraction").as_double();
+      if (const Json* order = data->find("order")) s.order = order->as_string();
       s.train_data = split_of(data->at("train"));
       s.val_data = split_of(data->at("val"));
     }
@@ -185,6 +187,7 @@ void check_resumable(const RunState& saved, const RunState& now) {
   if (!saved.train_data || !saved.val_data || !now.train_data || !now.val_data) return;
   if (saved.val_fraction != now.val_fraction)
     differs("data.val_fraction", json_number(saved.val_fraction), json_number(now.val_fraction));
+  if (saved.order != now.order) differs("data.order", json_string(saved.order), json_string(now.order));
   if (*saved.train_data != *now.train_data)
     differs("the training data", described(*saved.train_data), described(*now.train_data));
   if (*saved.val_data != *now.val_data)

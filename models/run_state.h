@@ -29,6 +29,7 @@ struct RunState {
   ModelConfig model;
   OptimizationConfig train;                    ///< dtype is "" in checkpoints from before it was written
   double val_fraction = 0;                     ///< of a text; 0 for token files
+  std::string order = "random";                ///< of training windows (DataConfig); what it was before it was written
   std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
   std::optional<SplitState> train_data, val_data;  ///< none in checkpoints from before they were written
   std::optional<WeightsState> weights;         ///< none in a run that started from random ones

@@ -10,7 +10,6 @@
 #include "sheaf/core/dtype.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/file_lock.h"
-#include "sheaf/models/tokenizer.h"
 
 namespace sheaf::models {
 
@@ -85,20 +84,5 @@ class TokenFileWriter {
 
 /// Writes such a file at once.
 void write_token_file(const std::string& path, std::span<const int32_t> ids, int64_t vocab);
-
-/// What a model trains on.
-struct Corpus {
-  std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
-  Tokens train, val;
-  int64_t vocab = 0;
-};
-
-/// Reads a text file and tokenizes it: "char" makes the vocabulary of the whole text, others are those of
-/// open_tokenizer(). The first ⌊n·(1 − val_fraction)⌋ tokens are for training, the tail for validation.
-/// Throws DataError if the file is missing, empty, too short to leave two tokens on both sides, or, for "char", not UTF-8.
-Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction,
-                        const std::string& tokenizer_folder = "");
-/// The same with a tokenizer at hand.
-Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction);
 
 }  // namespace sheaf::models

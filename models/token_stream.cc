@@ -8,8 +8,8 @@
 
 namespace sheaf::models {
 
-TokenStream::TokenStream(Tokens tokens, const TokenStreamOptions& options, const Mesh& mesh)
-    : options_(options), windows_(std::move(tokens), options.context, options.seed) {
+TokenStream::TokenStream(TokenMixture tokens, const TokenStreamOptions& options, const Mesh& mesh)
+    : options_(options), windows_(std::move(tokens), options.context, options.seed, options.order) {
   check<ConfigError>(options.batch_per_rank > 0, "[token_stream] batch_per_rank is ", options.batch_per_rank);
   int64_t batch = options.batch_per_rank;
   Layout layout(mesh.spec);

@@ -5,7 +5,7 @@
 
 #include "sheaf/core/tensor.h"
 #include "sheaf/distributed/device_mesh.h"
-#include "sheaf/models/batch_sampler.h"
+#include "sheaf/models/training_windows.h"
 
 namespace sheaf::models {
 
@@ -13,6 +13,7 @@ struct TokenStreamOptions {
   int64_t batch_per_rank = 32;  ///< sequences; of ranks that share sequences, all together
   int64_t context = 1024;       ///< tokens per sequence
   uint64_t seed = 0;            ///< of the order of samples
+  WindowOrder order = WindowOrder::shuffled;  ///< in epochs, or at random places
   std::string axis = "data";    ///< of the mesh, that cuts the batch; "": none
   std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
   std::string expert_axis = "";    ///< that cuts it too: the expert axis of ShardOptions; "": none
@@ -27,17 +28,17 @@ struct TokenBatch {
   int64_t first_sample = 0;  ///< global index of the batch's first sample: a recording keys dropout by it
 };
 
-/// Windows at random places (see RandomWindows). batch() is a pure function of the step, so a resumed run sees what the
+/// The windows of TrainingWindows in batches. batch() is a pure function of the step, so a resumed run sees what the
 /// interrupted one would have seen, and k ranks see the global batch that one rank with k times the rows would.
 class TokenStream {
  public:
-  /// Throws DataError for fewer than context + 1 tokens, ConfigError for an unknown axis or an empty batch.
-  TokenStream(Tokens tokens, const TokenStreamOptions& options, const Mesh& mesh);
+  /// Throws DataError for fewer than context + 1 tokens of a source, ConfigError for an unknown axis or an empty batch.
+  TokenStream(TokenMixture tokens, const TokenStreamOptions& options, const Mesh& mesh);
   TokenBatch batch(int64_t step) const;
 
  private:
   TokenStreamOptions options_;
-  RandomWindows windows_;
+  TrainingWindows windows_;
   Type tokens_, targets_;
 };
 

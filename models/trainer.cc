@@ -114,7 +114,7 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const 
     if (vocab == 0) vocab = corpus.tokenizer->vocab_size();
   }
   if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2, llama3 or huggingface");
-  corpus.train = Tokens::open(data.train_file, vocab);
+  corpus.train = TokenMixture::open(data.train_file, vocab);
   corpus.val = Tokens::open(data.val_file, vocab);
   corpus.vocab = vocab;
   return corpus;
@@ -123,7 +123,8 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const 
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
       corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, options))),
-      windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed)),
+      windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed),
+               window_order(config.data.order)),
       validation_(corpus_.val, config.model.context, config.train.eval_tokens), saver_(world) {
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
@@ -227,6 +228,7 @@ RunState Trainer::state(int64_t step) const {
   state.vocab = config_.model.vocab;
   state.model = model_of(config_);
   state.train = config_.train;
+  state.order = config_.data.order;
   state.tokenizer = corpus_.tokenizer;
   if (config_.data.train_file.empty()) state.val_fraction = config_.data.val_fraction;
   state.train_data = train_data_;

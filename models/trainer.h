@@ -7,13 +7,14 @@
 
 #include "sheaf/models/async_saver.h"
 #include "sheaf/models/batch_sampler.h"
+#include "sheaf/models/corpus.h"
 #include "sheaf/models/file_lock.h"
 #include "sheaf/models/metrics.h"
 #include "sheaf/models/published_files.h"
 #include "sheaf/models/run_state.h"
-#include "sheaf/models/token_file.h"
 #include "sheaf/models/train_config.h"
 #include "sheaf/models/training_step.h"
+#include "sheaf/models/training_windows.h"
 
 namespace sheaf::models {
 
@@ -52,6 +53,7 @@ class Trainer {
 
   TrainingStep& step() { return *step_; }
   const Corpus& corpus() const { return corpus_; }
+  const TrainingWindows& windows() const { return windows_; }
   int64_t num_parameters();
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 
@@ -75,7 +77,7 @@ class Trainer {
   SplitState train_data_, val_data_;
   std::optional<PublishedFiles> files_;  ///< that config.model.weights names, until they are read
   std::optional<WeightsState> weights_;  ///< that the run started from
-  RandomWindows windows_;
+  TrainingWindows windows_;
   SequentialWindows validation_;
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;

@@ -15,6 +15,12 @@ void put(std::string_view text) {
   fail<IoError>("[output] cannot write to standard output: ", std::generic_category().message(errno ? errno : EIO));
 }
 
+std::string rounded(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.*f", value >= 10 ? 0 : value >= 1 ? 1 : value >= 0.1 ? 2 : 3, value);
+  return text;
+}
+
 std::string mebibytes(int64_t bytes) {
   char text[32];
   std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));

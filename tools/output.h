@@ -12,6 +12,9 @@ void put(std::string_view text);
 /// A line.
 inline void say(const std::string& line) { put(line + "\n"); }
 
+/// For people, to about two digits: "120", "2.1", "0.34", "0.034".
+std::string rounded(double value);
+
 /// "77.48 MiB".
 std::string mebibytes(int64_t bytes);
 

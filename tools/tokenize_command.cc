@@ -6,6 +6,7 @@
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/models/checkpoint_store.h"
 #include "sheaf/models/token_file.h"
+#include "sheaf/models/tokenizer.h"
 #include "sheaf/models/utf8.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/output.h"

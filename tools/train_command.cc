@@ -75,6 +75,16 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   lines.say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
 }
 
+// "3000 training tokens in 50 files".
+std::string tokens_line(const auto& data) {
+  return str(data.size(), " training tokens", data.num_files() > 1 ? str(" in ", data.num_files(), " files") : "");
+}
+
+// ", 2.1 epochs", which the whole run reads of a source.
+std::string epochs_line(const models::TrainConfig& config, const models::Trainer& trainer, int source) {
+  return str(", ", rounded(trainer.windows().epochs(source, config.train.steps * config.train.batch)), " epochs");
+}
+
 // A run that goes on need not be described again: its folder says what it was.
 models::TrainConfig read_config(const TrainArguments& arguments) {
   std::string file = arguments.config;
@@ -132,7 +142,8 @@ int train_command(const TrainArguments& arguments) {
       models::encode_prompt(*tokenizer, config.generate);
     if (first) {
       replace_file(config.output.folder + "/config.toml", print_config(config));
-      const models::Tokens& data = trainer.corpus().train;
+      const models::TokenMixture& data = trainer.corpus().train;
+      const bool mixed = data.sources().size() > 1;
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy,
               config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, " replicas") : "",
@@ -143,8 +154,13 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.pipeline > 1 ? str(" (", trainer.step().cut().to_string(), " blocks)") : "",
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(),
-              " parameters, ", data.size(), " training tokens",
-              data.num_files() > 1 ? str(" in ", data.num_files(), " files") : ""));
+              " parameters, ", tokens_line(data),
+              mixed ? str() : epochs_line(config, trainer, 0)));
+      for (int s = 0; mixed && s < static_cast<int>(data.sources().size()); ++s) {
+        const models::Tokens& tokens = data.sources()[static_cast<size_t>(s)].tokens;
+        lines.say(str("  ", rounded(100 * data.share(s)), " % of the samples from '", tokens.name(), "': ", tokens_line(tokens),
+                      epochs_line(config, trainer, s)));
+      }
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
         lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");

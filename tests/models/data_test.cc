@@ -15,7 +15,9 @@
 
 #include "sheaf/core/file.h"
 #include "sheaf/models/batch_sampler.h"
+#include "sheaf/models/corpus.h"
 #include "sheaf/models/token_file.h"
+#include "sheaf/models/training_windows.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
@@ -181,8 +183,8 @@ TEST_F(TokenFiles, ManyAreOneFileWithTheTokensOfAll) {
 
   std::vector<int32_t> a(32), b(32), targets_a(32), targets_b(32);
   for (int64_t first = 0; first < 100; first += 4) {
-    RandomWindows(one, 8, 3).fill(first, 4, a.data(), targets_a.data());
-    RandomWindows(many, 8, 3).fill(first, 4, b.data(), targets_b.data());
+    TrainingWindows(one, 8, 3).fill(first, 4, a.data(), targets_a.data());
+    TrainingWindows(many, 8, 3).fill(first, 4, b.data(), targets_b.data());
     EXPECT_EQ(a, b);
     EXPECT_EQ(targets_a, targets_b);
   }
@@ -266,7 +268,7 @@ TEST_F(TokenFiles, LargerThanFourGibibytes) {
   const Tokens tokens = Tokens::open(path, 100);
   EXPECT_EQ(tokens.size(), count);
   EXPECT_THAT(read(tokens, count - 2, 2), ElementsAre(0, 7));
-  const RandomWindows windows(tokens, 4, 1);
+  const TrainingWindows windows(tokens, 4, 1);
   int64_t highest = 0;
   for (int64_t i = 0; i < 200; ++i) highest = std::max(highest, windows.start(i));
   EXPECT_GT(highest, int64_t{2} << 30);
@@ -295,48 +297,6 @@ Tokens counting(int64_t n) {
   std::vector<int32_t> ids(static_cast<size_t>(n));
   std::iota(ids.begin(), ids.end(), 0);
   return Tokens::from_ids(ids, n, "counting");
-}
-
-TEST(RandomWindows, ABatchIsAFunctionOfSeedAndIndexAlone) {
-  const RandomWindows windows(counting(1000), 8, 1337);
-  std::vector<int32_t> inputs(12 * 8), targets(12 * 8), part(8), next(8);
-  windows.fill(36, 12, inputs.data(), targets.data());
-  for (size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(targets[i], inputs[i] + 1);
-  // The same samples one by one, as other ranks or micro-batches would read them, from another object.
-  const RandomWindows other(counting(1000), 8, 1337);
-  for (int64_t i = 11; i >= 0; --i) {
-    other.fill(36 + i, 1, part.data(), next.data());
-    EXPECT_EQ(std::memcmp(part.data(), inputs.data() + i * 8, 32), 0);
-    EXPECT_EQ(part[0], windows.start(36 + i));
-  }
-  // Golden starts: a change here breaks the resumption of every run.
-  EXPECT_THAT((std::vector<int64_t>{windows.start(0), windows.start(1), windows.start(1'000'000'007)}),
-              ElementsAre(44, 948, 663));
-}
-
-TEST(RandomWindows, StartsAreUniformAndReachBothEnds) {
-  const RandomWindows windows(counting(108), 8, 3);  // 100 starts
-  std::map<int64_t, int> counts;
-  for (int64_t i = 0; i < 100'000; ++i) ++counts[windows.start(i)];
-  EXPECT_EQ(counts.size(), 100u);
-  EXPECT_EQ(counts.begin()->first, 0);
-  EXPECT_EQ(counts.rbegin()->first, 99);
-  double chi2 = 0;
-  for (auto [start, n] : counts) chi2 += (n - 1000.0) * (n - 1000.0) / 1000.0;
-  EXPECT_LT(chi2, 149);  // 99 degrees of freedom, p = 0.001
-  EXPECT_GT(chi2, 56);
-  // Seeds one apart have no samples in common beyond chance, at any shift.
-  const RandomWindows next(counting(108), 8, 4);
-  for (int64_t shift = -3; shift <= 3; ++shift) {
-    int equal = 0;
-    for (int64_t i = 10; i < 1010; ++i) equal += windows.start(i) == next.start(i + shift);
-    EXPECT_LT(equal, 30) << shift;
-  }
-}
-
-TEST(RandomWindows, TooFewTokens) {
-  EXPECT_THAT(data_error([] { RandomWindows(counting(8), 8, 1); }), HasSubstr("8 tokens are too few for a context of 8"));
-  EXPECT_EQ(RandomWindows(counting(9), 8, 1).start(5), 0);
 }
 
 TEST(SequentialWindows, EveryTargetCountsOnce) {

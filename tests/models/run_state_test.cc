@@ -18,6 +18,7 @@ RunState a_run() {
   s.vocab = 3;
   s.tokenizer = make_char_tokenizer("abc");
   s.val_fraction = 0.1;
+  s.order = "shuffled";
   s.train_data = {90, "00aa"};
   s.val_data = {10, "00bb"};
   return s;
@@ -65,6 +66,7 @@ TEST(RunState, NamesWhatDiffers) {
   EXPECT_THAT(mismatch(again, saved), HasSubstr("train.dtype was \"f16\" in the checkpoint and is \"f32\" now"));
   EXPECT_THAT(mismatch(saved, again), HasSubstr("train.dtype was \"f32\" in the checkpoint and is \"f16\" now"));
   EXPECT_THAT(with([](RunState& s) { s.val_fraction = 0.5; }), HasSubstr("data.val_fraction was 0.1"));
+  EXPECT_THAT(with([](RunState& s) { s.order = "random"; }), HasSubstr("data.order was \"shuffled\" in the checkpoint"));
   EXPECT_THAT(with([](RunState& s) { s.train_data->xxh3 = "00cc"; }),
               HasSubstr("the training data was 90 tokens with XXH3 00aa in the checkpoint and is 90 tokens with XXH3 00cc"));
   EXPECT_THAT(with([](RunState& s) { s.val_data->tokens = 11; }), HasSubstr("the validation data was 10 tokens"));
@@ -155,6 +157,13 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   now = a_run();
   now.train.optimizer = "muon";
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.optimizer was \"adamw\" in the checkpoint and is \"muon\""));
+  // Its windows were at random places.
+  Json with_data = a_run().to_json();
+  with_data.set("data", without(with_data.at("data"), "order"));
+  now = a_run();
+  EXPECT_THAT(mismatch(RunState::from_json(with_data), now), HasSubstr("data.order was \"random\" in the checkpoint and is \"shuffled\""));
+  now.order = "random";
+  check_resumable(RunState::from_json(with_data), now);
   // Its rotary positions were not scaled.
   now = a_run();
   now.model.rope_scaling.rope_type = "linear";

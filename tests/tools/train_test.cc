@@ -188,7 +188,7 @@ TEST(Train, ManyTokenFilesAreOneOfAllTokens) {
     ASSERT_EQ(run_sheaf(on_ranks(world, train("all.bin", "one"))).code, 0);
     const Outcome r = run_sheaf(on_ranks(world, train("part_*.bin", "many")));
     ASSERT_EQ(r.code, 0) << r.err;
-    EXPECT_THAT(r.out, HasSubstr("parameters, 3000 training tokens in 50 files\n"));
+    EXPECT_THAT(r.out, HasSubstr("parameters, 3000 training tokens in 50 files, 0.13 epochs\n"));
     expect_same_curve(folder.metrics("many"), folder.metrics("one"), "ranks: " + std::to_string(world));
   }
   // Neither run minds going on with the other's files.
@@ -206,6 +206,36 @@ TEST(Train, ManyTokenFilesAreOneOfAllTokens) {
     EXPECT_EQ(r.code, 64) << r.err;
     EXPECT_THAT(r.err, HasSubstr(" on rank 0 and '" + (folder / "part_*.bin") + "' (3000 tokens to train on"));
   }
+}
+
+// By weights; the same samples whatever the ranks are.
+TEST(Train, MixesDataSets) {
+  CorpusFolder folder;
+  const std::string text = sample_text(3000);
+  write_tokens(folder / "all.bin", text);
+  write_tokens(folder / "a.bin", text.substr(0, 2000));
+  write_tokens(folder / "b.bin", text.substr(2000));
+  const auto train = [&](const std::string& weights, const std::string& out) {
+    return Words{"train"} + kTinyRun + Words{"--model.vocab", "128", "--data.train_file",
+                                             "3 " + (folder / "a.bin") + " " + weights + " " + (folder / "b.bin"), "--data.val_file",
+                                             folder / "all.bin", "--output.folder", folder / out};
+  };
+  const Words parts = {"--train.micro_batches", "2"};
+  const Outcome one = run_sheaf(on_ranks(1, train("1", "one") + parts)), two = run_sheaf(on_ranks(2, train("1", "two")));
+  ASSERT_EQ(one.code, 0) << one.err;
+  ASSERT_EQ(two.code, 0) << two.err;
+  for (const Outcome& r : {one, two})
+    EXPECT_THAT(r.out, HasSubstr("3000 training tokens in 2 files\n  75 % of the samples from '" + (folder / "a.bin") +
+                                 "': 2000 training tokens, 0.15 epochs\n  25 % of the samples from '" + (folder / "b.bin") +
+                                 "': 1000 training tokens, 0.10 epochs\n"));
+  expect_same_curve(folder.metrics("two"), folder.metrics("one"), "two ranks");
+  EXPECT_EQ(run_sheaf(train("1", "one") + Words{"--resume"}).code, 0);
+  const Outcome other = run_sheaf(train("2", "one") + Words{"--resume"});  // another weight
+  EXPECT_EQ(other.code, 76);
+  EXPECT_THAT(other.err, HasSubstr("the training data was 3000 tokens with XXH3 "));
+  const Outcome odd = run_sheaf(train("x", "new"));
+  EXPECT_EQ(odd.code, 64);
+  EXPECT_THAT(odd.err, HasSubstr("found 'x' where a weight should be"));
 }
 
 TEST(Train, ARankWithWrongOptionsEndsTheOthersWait) {

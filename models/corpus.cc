@@ -1,0 +1,30 @@
+#include "sheaf/models/corpus.h"
+
+#include "sheaf/core/error.h"
+#include "sheaf/core/file.h"
+
+namespace sheaf::models {
+
+// Without a tokenizer: that of the text's characters.
+Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction) {
+  const std::string origin = str("'", path, "'");
+  const std::string text = File::open<DataError>(path).read_all();
+  check<DataError>(!text.empty(), "[corpus] ", origin, " is empty");
+  Corpus corpus;
+  corpus.tokenizer = tokenizer ? std::move(tokenizer) : make_char_tokenizer(text, origin);
+  corpus.vocab = corpus.tokenizer->vocab_size();
+  const Tokens all = Tokens::from_ids(corpus.tokenizer->encode(text, origin), corpus.vocab, path);
+  const auto cut = static_cast<int64_t>(static_cast<double>(all.size()) * (1.0 - val_fraction));
+  check<DataError>(cut >= 2 && all.size() - cut >= 2, "[corpus] ", origin, ": ", all.size(),
+                   " tokens are too few to hold out a share of ", val_fraction);
+  corpus.train = all.slice(0, cut);
+  corpus.val = all.slice(cut, all.size());
+  return corpus;
+}
+
+Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction,
+                        const std::string& tokenizer_folder) {
+  return load_text_corpus(path, tokenizer == "char" ? nullptr : open_tokenizer(tokenizer, tokenizer_folder), val_fraction);
+}
+
+}  // namespace sheaf::models

@@ -1,0 +1,28 @@
+// Corpus: what a model trains on.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "sheaf/models/token_mixture.h"
+#include "sheaf/models/tokenizer.h"
+
+namespace sheaf::models {
+
+/// What a model trains on, and is validated on.
+struct Corpus {
+  std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
+  TokenMixture train;
+  Tokens val;
+  int64_t vocab = 0;
+};
+
+/// Reads a text file and tokenizes it: "char" makes the vocabulary of the whole text, others are those of
+/// open_tokenizer(). The first ⌊n·(1 − val_fraction)⌋ tokens are for training, the tail for validation.
+/// Throws DataError if the file is missing, empty, too short to leave two tokens on both sides, or, for "char", not UTF-8.
+Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, double val_fraction,
+                        const std::string& tokenizer_folder = "");
+/// The same with a tokenizer at hand.
+Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction);
+
+}  // namespace sheaf::models

@@ -1,0 +1,56 @@
+// TokenMixture: the sequences that a model trains on, each with its share of the samples.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "sheaf/models/token_file.h"
+
+namespace sheaf::models {
+
+/// One sequence of tokens, or several with weights. Which of them a sample comes from is a pure function of the sample's
+/// number: nothing has a position that could be lost. Any run of consecutive samples has of each source its share to
+/// within a few samples, so every batch is mixed alike.
+class TokenMixture {
+ public:
+  struct Source {
+    Tokens tokens;
+    double weight = 1;  ///< above 0; shares are weights over their sum
+  };
+  /// A sample: the `index`-th of those that come from sources()[source], both from 0.
+  struct Place {
+    int source;
+    int64_t index;
+  };
+
+  TokenMixture() = default;
+  TokenMixture(Tokens tokens);  // NOLINT: one sequence is a mixture, implicit by design
+  /// Throws ConfigError for no sources, or a weight that is not a finite number above 0.
+  explicit TokenMixture(std::vector<Source> sources);
+
+  /// What Tokens::open takes or, if that is no path of a file, weights and such patterns in turn, apart by blanks:
+  /// "0.7 web_*.bin 0.3 code_*.bin". Throws DataError as Tokens::open, ConfigError for weights without a pattern.
+  static TokenMixture open(const std::string& text, int64_t vocab);
+
+  const std::vector<Source>& sources() const { return sources_; }
+  /// Of source s, in (0, 1].
+  double share(int s) const;
+  /// Which source sample number `sample` of a run comes from.
+  Place place(int64_t sample) const;
+
+  /// Tokens of all sources.
+  int64_t size() const;
+  int64_t num_files() const;
+  /// As it was opened.
+  const std::string& name() const { return name_; }
+  /// Tokens::check_all of one sequence; of several, XXH3-128 over the weights and those.
+  std::string check_all() const;
+
+ private:
+  std::string name_;
+  std::vector<Source> sources_;
+  std::vector<uint64_t> splits_;  // of those samples that no earlier source takes, this one's share, in units of 2^-64
+};
+
+}  // namespace sheaf::models

@@ -1,0 +1,64 @@
+// Which tokens a training step sees: a pure function of the seed and of samples' numbers, so that a resumed run, another
+// world size and another accumulation read the same data, and nothing has a position that could be lost.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "sheaf/models/token_mixture.h"
+
+namespace sheaf::models {
+
+/// In which order windows of a sequence are read.
+enum class WindowOrder {
+  shuffled,  ///< in epochs: all windows, side by side, each once, in an order drawn anew for each epoch
+  random,    ///< with replacement, each at a random place (nanoGPT): one epoch's number of them leaves out a third of all tokens
+};
+
+/// By its name; throws ConfigError for another.
+WindowOrder window_order(std::string_view name);
+
+/// Where the windows of one sequence start.
+///
+/// Shuffled: an epoch has windows_per_epoch() windows of `context` tokens, side by side from a random offset below `context`
+/// on, which leaves out less than 2 context tokens at both ends; other epochs cut elsewhere. Their order is a permutation that
+/// needs no memory: a Feistel network on an even number of bits that hold all numbers, walked until one is below their number
+/// (Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+class WindowStarts {
+ public:
+  /// `tokens` is more than `context`.
+  WindowStarts(int64_t tokens, int64_t context, uint64_t seed, WindowOrder order);
+  /// Of the sequence's window number `index`, from 0: a window's inputs are the `context` tokens from there on, its targets
+  /// those one further.
+  int64_t operator()(int64_t index) const;
+  int64_t windows_per_epoch() const { return windows_; }
+
+ private:
+  int64_t tokens_, context_, windows_;
+  uint64_t seed_;
+  WindowOrder order_;
+};
+
+/// The windows of a mixture. Sample number i of a run (the global index: step · batch + place in the global batch) is
+/// window number place(i).index of its source.
+class TrainingWindows {
+ public:
+  /// Throws DataError if a source holds fewer than context + 1 tokens.
+  TrainingWindows(TokenMixture tokens, int64_t context, uint64_t seed, WindowOrder order = WindowOrder::shuffled);
+
+  const TokenMixture& tokens() const { return tokens_; }
+  /// How often `samples` samples read source s.
+  double epochs(int s, int64_t samples) const;
+  /// Where sample `index` starts in its source.
+  int64_t start(int64_t index) const;
+  /// Writes samples [first, first + count): inputs and targets, each [count, context], row-major.
+  void fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const;
+
+ private:
+  TokenMixture tokens_;
+  int64_t context_;
+  std::vector<WindowStarts> starts_;  // of each source
+};
+
+}  // namespace sheaf::models
