@@ -80,7 +80,60 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   Json root_;
 };
 
+// Looks for one member of the outermost object.
+class MemberFinder : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  MemberFinder(std::string_view key, std::string_view origin) : key_(key), origin_(origin) {}
+  [[noreturn]] void refuse(const std::string& reason) const { fail<DataError>("[json] ", origin_, ": ", reason); }
+  std::string take() {
+    if (!found_) refuse("no member " + json_string(key_));
+    return std::move(text_);
+  }
+
+  bool null() override { return other(); }
+  bool boolean(bool) override { return other(); }
+  bool number_integer(number_integer_t) override { return other(); }
+  bool number_unsigned(number_unsigned_t) override { return other(); }
+  bool number_float(number_float_t, const string_t&) override { return other(); }
+  bool binary(binary_t&) override { return other(); }
+  bool string(string_t& value) override {
+    if (!here_) return other();
+    text_ = std::move(value), found_ = true, here_ = false;
+    return true;
+  }
+  bool start_object(size_t) override { return other() && ++depth_ > 0; }
+  bool start_array(size_t) override { return other() && ++depth_ > 0; }
+  bool end_object() override { return --depth_ >= 0; }
+  bool end_array() override { return --depth_ >= 0; }
+  bool key(string_t& value) override {
+    here_ = depth_ == 1 && value == key_;
+    if (here_ && found_) refuse("duplicate key " + json_string(key_));
+    return true;
+  }
+  bool parse_error(size_t position, const std::string&, const nlohmann::json::exception&) override {
+    refuse("not valid JSON at byte " + std::to_string(position));
+  }
+
+ private:
+  bool other() {
+    if (here_) refuse("member " + json_string(key_) + " is not a string");
+    return true;
+  }
+
+  std::string_view key_, origin_;
+  std::string text_;
+  int depth_ = 0;
+  bool here_ = false, found_ = false;  // the next value is it
+};
+
 }  // namespace
+
+std::string json_text_member(std::string_view text, std::string_view key, std::string_view origin) {
+  MemberFinder finder(key, origin);
+  if (text.find('\0') != std::string_view::npos) finder.refuse("contains a zero byte");
+  nlohmann::json::sax_parse(text.begin(), text.end(), &finder);
+  return finder.take();
+}
 
 Json Json::parse(std::string_view text, std::string_view origin) {
   Builder builder(origin);

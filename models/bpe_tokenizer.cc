@@ -31,11 +31,10 @@ class BpeTokenizer : public Tokenizer {
   size_t cut(std::string_view text, size_t at) const override { return safe_cut(text, at); }
 
   std::vector<int32_t> encode(std::string_view text, std::string_view) const override {
-    return encode_in_parts(
-        text, [](std::string_view whole, size_t at) { return safe_cut(whole, at); },
-        [&](std::string_view part, bool, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) {
-          encode_part(part, cache, scratch, out);
-        });
+    return encode_all(std::span<const std::string_view>(&text, 1), std::nullopt);
+  }
+  std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view) const override {
+    return encode_all(texts, end_of_text());
   }
 
   std::string decode(std::span<const int32_t> tokens) const override {
@@ -65,10 +64,18 @@ class BpeTokenizer : public Tokenizer {
   }
 
  private:
+  template <class Text>
+  std::vector<int32_t> encode_all(std::span<const Text> texts, std::optional<int32_t> end) const {
+    return encode_in_parts(
+        texts, end, [](std::string_view whole, size_t at) { return safe_cut(whole, at); },
+        [&](std::string_view part, bool, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) {
+          encode_part(part, cache, scratch, out);
+        });
+  }
+
   // Bytes that are not UTF-8 are words of their own.
   void encode_part(std::string_view text, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) const {
     const auto encode = [&](std::string_view word, std::vector<int32_t>& to) { bpe_.encode(word, scratch, to); };
-    out.reserve(text.size() / 3);
     while (!text.empty()) {
       const size_t valid = valid_utf8_prefix(text);
       pattern_.for_each_word(text.substr(0, valid), [&](std::string_view word) { cache.append(word, out, encode); });

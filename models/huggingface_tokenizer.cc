@@ -57,8 +57,15 @@ class HuggingFaceTokenizer : public Tokenizer {
     return text.size();
   }
 
-  std::vector<int32_t> encode(std::string_view text, std::string_view) const override { return encode(text, true); }
-  std::vector<int32_t> encode_more(std::string_view text, std::string_view) const override { return encode(text, false); }
+  std::vector<int32_t> encode(std::string_view text, std::string_view) const override {
+    return encode_all(std::span<const std::string_view>(&text, 1), true, std::nullopt);
+  }
+  std::vector<int32_t> encode_more(std::string_view text, std::string_view) const override {
+    return encode_all(std::span<const std::string_view>(&text, 1), false, std::nullopt);
+  }
+  std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view) const override {
+    return encode_all(texts, true, end_of_text_);
+  }
 
   std::string decode(std::span<const int32_t> tokens) const override {
     std::string text = decode_more(tokens);
@@ -89,11 +96,11 @@ class HuggingFaceTokenizer : public Tokenizer {
     return valid_utf8_prefix(content) == content.size() ? nfc(content) : content;
   }
 
-  std::vector<int32_t> encode(std::string_view text, bool from_start) const {
+  template <class Text>
+  std::vector<int32_t> encode_all(std::span<const Text> texts, bool from_start, std::optional<int32_t> end) const {
     return encode_in_parts(
-        text, [this](std::string_view whole, size_t at) { return cut(whole, at); },
+        texts, end, [this](std::string_view whole, size_t at) { return cut(whole, at); },
         [&](std::string_view part, bool is_first, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) {
-          out.reserve(part.size() / 3);
           encode_part(part, is_first && from_start ? Place::first : Place::within, {cache, scratch, out});
         });
   }

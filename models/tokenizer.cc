@@ -106,6 +106,16 @@ class ByteTokenizer : public Tokenizer {
 
 }  // namespace
 
+std::vector<int32_t> Tokenizer::encode_documents(std::span<const std::string> texts, std::string_view origin) const {
+  std::vector<int32_t> tokens;
+  for (const std::string& text : texts) {
+    const std::vector<int32_t> ids = encode(text, origin);
+    tokens.insert(tokens.end(), ids.begin(), ids.end());
+    if (const auto end = end_of_text()) tokens.push_back(*end);
+  }
+  return tokens;
+}
+
 std::shared_ptr<const Tokenizer> make_char_tokenizer(std::string_view corpus, std::string_view origin) {
   check<DataError>(!corpus.empty(), "[tokenizer] ", origin, " is empty");
   std::vector<bool> seen(0x110000);

@@ -25,6 +25,8 @@ class Tokenizer {
   virtual std::vector<int32_t> encode_more(std::string_view text, std::string_view origin = "text") const {
     return encode(text, origin);
   }
+  /// The tokens of one text behind another, each followed by end_of_text() where there is one.
+  virtual std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view origin = "text") const;
   /// Throws DataError for an id outside the vocabulary.
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   /// The same of tokens that follow others.

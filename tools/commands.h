@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sheaf/models/bpe_trainer.h"
+#include "sheaf/models/text_reader.h"
 
 namespace sheaf::tools {
 
@@ -31,8 +32,16 @@ struct ExportArguments {
 };
 int export_command(const ExportArguments& arguments);
 
+/// What the texts of a command are.
+struct TextArguments {
+  bool json_lines = false;             ///< JSON lines, all of them; else those named .jsonl are, and others are documents
+  std::string field = "text";          ///< their member that is a document
+  bool in_json_lines(const std::string& path) const { return json_lines || models::is_json_lines(path); }
+};
+
 struct TokenizeArguments {
-  std::vector<std::string> files;      ///< texts, then the token file to write
+  std::vector<std::string> files;      ///< texts, "-" for standard input, then the token file to write
+  TextArguments texts;
   std::string tokenizer;               ///< "gpt2", "llama3", "huggingface" or "byte"
   std::string tokenizer_folder;        ///< with its published files
   int threads = 0;                     ///< 0: all cores
@@ -40,7 +49,8 @@ struct TokenizeArguments {
 int tokenize_command(const TokenizeArguments& arguments);
 
 struct TrainTokenizerArguments {
-  std::vector<std::string> files;      ///< texts, then the tokenizer.json to write
+  std::vector<std::string> files;      ///< texts, "-" for standard input, then the tokenizer.json to write
+  TextArguments texts;
   models::BpeTrainerOptions options;
   std::vector<std::string> special;    ///< in place of the default ones, if there are any
   int threads = 0;                     ///< 0: all cores

@@ -78,7 +78,14 @@ int run(int argc, char** argv) {
   TokenizeArguments tokenize;
   CLI::App* tokenize_app = app.add_subcommand(
       "tokenize", "write texts as a token file of llm.c's form, for data.train_file and data.val_file");
-  tokenize_app->add_option("files", tokenize.files, "texts, a document each, and last the file to write")->required();
+  const auto add_texts = [](CLI::App* command, TextArguments& texts) {
+    command->add_flag("--jsonl", texts.json_lines, "all texts are JSON lines, an object each, as those named .jsonl are");
+    command->add_option("--field", texts.field, "the member of these objects that is a document (text)");
+  };
+  tokenize_app->add_option("files", tokenize.files,
+                           "texts, a document each or JSON lines, - for standard input, and last the file to write")
+      ->required();
+  add_texts(tokenize_app, tokenize.texts);
   tokenize_app->add_option("--tokenizer", tokenize.tokenizer, "gpt2, llama3, huggingface or byte")->required();
   tokenize_app->add_option("--tokenizer-folder", tokenize.tokenizer_folder,
                            "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model; of huggingface: tokenizer.json");
@@ -88,7 +95,9 @@ int run(int argc, char** argv) {
   TrainTokenizerArguments learned;
   CLI::App* learned_app = app.add_subcommand(
       "train-tokenizer", "learn a byte-pair vocabulary of texts, for --tokenizer and data.tokenizer huggingface");
-  learned_app->add_option("files", learned.files, "texts, and last the file to write, FOLDER/tokenizer.json")->required();
+  learned_app->add_option("files", learned.files, "texts, - for standard input, and last the file to write, FOLDER/tokenizer.json")
+      ->required();
+  add_texts(learned_app, learned.texts);
   learned_app->add_option("--vocab", learned.options.vocab, "tokens, the 256 bytes and the special ones included (32768)");
   learned_app->add_option("--pattern", learned.options.pattern,
                           "by which texts are cut into words, whose ends no token crosses: llama3 (default), gpt2, qwen2, "

@@ -5,6 +5,7 @@
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/models/checkpoint_store.h"
+#include "sheaf/models/text_reader.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/utf8.h"
@@ -16,7 +17,7 @@ namespace sheaf::tools {
 namespace {
 
 // Text that is encoded at a time and thread: texts may be larger than memory.
-constexpr int64_t kBlockPerThread = int64_t{8} << 20;
+constexpr size_t kBlockPerThread = size_t{8} << 20;
 
 // A forgotten OUT would cost the last text its content.
 void require_no_text(const std::string& path) {
@@ -26,28 +27,17 @@ void require_no_text(const std::string& path) {
 
 class Tokenizing {
  public:
-  Tokenizing(const models::Tokenizer& tokenizer, const std::string& path, int threads)
-      : tokenizer_(tokenizer), out_(path, tokenizer.vocab_size()), block_(kBlockPerThread * threads) {}
+  Tokenizing(const models::Tokenizer& tokenizer, const std::string& path, const TextArguments& texts, int threads)
+      : tokenizer_(tokenizer), out_(path, tokenizer.vocab_size()), texts_(texts), block_(kBlockPerThread * static_cast<size_t>(threads)) {}
 
-  /// False if a signal asks to stop: then the document is not whole.
-  bool add_document(const std::string& path) {
-    const File file = File::open<DataError>(path);
-    check<DataError>(file.size() > 0, "[tokenize] '", path, "' is empty");
-    const Mapping map = file.map();
-    const std::string_view text = map.text();
-    for (size_t at = 0; at < text.size();) {
-      const size_t end = tokenizer_.cut(text, std::min(at + static_cast<size_t>(block_), text.size()));
-      const std::string_view block = text.substr(at, end - at);
-      note_invalid(path, block, at);
-      out_.write(at ? tokenizer_.encode_more(block, path) : tokenizer_.encode(block, path));
-      map.release(static_cast<int64_t>(at), static_cast<int64_t>(end));
-      at = end;
-      if (signals_.asked()) return false;
-    }
-    if (const auto end = tokenizer_.end_of_text()) out_.write({&*end, 1});
-    bytes_ += file.size();
-    ++documents_;
-    return true;
+  /// False if a signal asks to stop: then the text is not whole.
+  bool add(const std::string& path) {
+    models::TextReader reader(path, block_);
+    texts_.in_json_lines(path) ? add_documents(reader) : add_document(reader);
+    check<DataError>(reader.bytes() > 0 || signals_.asked(), "[tokenize] ", reader.name(), " is empty");
+    check<DataError>(documents_ > 0 || signals_.asked(), "[tokenize] ", reader.name(), " has no documents");
+    bytes_ += reader.bytes();
+    return !signals_.asked();
   }
   int signal() const { return signals_.asked(); }
 
@@ -64,18 +54,42 @@ class Tokenizing {
   const std::string& note() const { return note_; }
 
  private:
+  void add_document(models::TextReader& reader) {
+    const auto cut = [&](std::string_view text, size_t at) { return tokenizer_.cut(text, at); };
+    for (std::string_view block; !signals_.asked() && !(block = reader.next(cut)).empty();) {
+      note_invalid(reader, block);
+      out_.write(reader.offset() ? tokenizer_.encode_more(block, reader.name()) : tokenizer_.encode(block, reader.name()));
+    }
+    if (const auto end = tokenizer_.end_of_text()) out_.write({&*end, 1});
+    ++documents_;
+  }
+
+  void add_documents(models::TextReader& reader) {
+    models::JsonLines lines(texts_.field);
+    std::vector<std::string> documents;
+    for (std::string_view block; !signals_.asked() && !(block = reader.next(models::JsonLines::cut)).empty();) {
+      documents.clear();
+      lines.read(block, reader.name(), documents);
+      out_.write(tokenizer_.encode_documents(documents, reader.name()));
+      documents_ += static_cast<int64_t>(documents.size());
+    }
+  }
+
   // Every byte can be encoded, but a text in another encoding would train nothing sensible.
-  void note_invalid(const std::string& path, std::string_view block, size_t at) {
+  void note_invalid(const models::TextReader& reader, std::string_view block) {
     if (!note_.empty() || tokenizer_.kind() == "byte") return;
     const size_t valid = models::valid_utf8_prefix(block);
     if (valid < block.size())
-      note_ = str("'", path, "' is not UTF-8 at byte ", at + valid, "; such bytes became tokens one by one");
+      note_ = str(reader.name(), " is not UTF-8 at byte ", reader.offset() + static_cast<int64_t>(valid),
+                  "; such bytes became tokens one by one");
   }
 
   StopSignals signals_;
   const models::Tokenizer& tokenizer_;
   models::TokenFileWriter out_;
-  int64_t block_, bytes_ = 0, documents_ = 0;
+  const TextArguments& texts_;
+  size_t block_;
+  int64_t bytes_ = 0, documents_ = 0;
   std::string note_;
 };
 
@@ -92,9 +106,9 @@ int tokenize_command(const TokenizeArguments& arguments) {
   RankContext::current().threads = threads;
   const RankScope scope(RankContext::current());
   const auto start = std::chrono::steady_clock::now();
-  Tokenizing tokenizing(*tokenizer, out, threads);
+  Tokenizing tokenizing(*tokenizer, out, arguments.texts, threads);
   for (const std::string& text : texts)
-    if (!tokenizing.add_document(text)) {
+    if (!tokenizing.add(text)) {
       models::warn_on_stderr(str("'", out, "' is not written: signal ", tokenizing.signal(), " asked to stop"));
       return 128 + tokenizing.signal();
     }

@@ -12,6 +12,7 @@
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/models/checkpoint_store.h"
 #include "sheaf/models/huggingface_tokenizer.h"
+#include "sheaf/models/text_reader.h"
 #include "sheaf/models/utf8.h"
 #include "sheaf/models/word_pattern.h"
 #include "sheaf/tools/commands.h"
@@ -39,37 +40,50 @@ void require_writable(const std::string& path) {
     fail<IoError>("[train-tokenizer] cannot write in '", folder, "': ", std::generic_category().message(errno));
 }
 
+// As one text: between documents stands a byte that ends words and is none (WordCounts).
+std::string joined(const std::vector<std::string>& documents) {
+  std::string all;
+  for (const std::string& document : documents) (all += document) += '\xFF';
+  return all;
+}
+
 class Counting {
  public:
-  Counting(models::BpeTrainer& trainer, size_t block) : trainer_(trainer), block_(block) {}
+  Counting(models::BpeTrainer& trainer, const TextArguments& texts, size_t block) : trainer_(trainer), texts_(texts), block_(block) {}
 
   /// Reads on until all is counted or `stop` says so.
   void add(const std::string& path, const StopSignals& stop) {
-    const File file = File::open<DataError>(path);
-    check<DataError>(file.size() > 0, "[train-tokenizer] '", path, "' is empty");
-    const Mapping map = file.map();
-    const std::string_view text = map.text();
-    for (size_t at = 0; at < text.size() && !stop.asked();) {
-      const size_t end = models::safe_cut(text, std::min(at + block_, text.size()));
-      const std::string_view block = text.substr(at, end - at);
-      note_invalid(path, block, at);
-      trainer_.add(block);
-      map.release(static_cast<int64_t>(at), static_cast<int64_t>(end));
-      at = end;
+    models::TextReader reader(path, block_);
+    const bool in_lines = texts_.in_json_lines(path);
+    models::JsonLines lines(texts_.field);
+    std::vector<std::string> documents;
+    const models::TextReader::Cut cut = in_lines ? models::JsonLines::cut : models::safe_cut;
+    for (std::string_view block; !stop.asked() && !(block = reader.next(cut)).empty();) {
+      if (in_lines) {
+        documents.clear();
+        lines.read(block, reader.name(), documents);
+        trainer_.add(joined(documents));
+      } else {
+        note_invalid(reader, block);
+        trainer_.add(block);
+      }
     }
-    bytes_ += file.size();
+    check<DataError>(reader.bytes() > 0 || stop.asked(), "[train-tokenizer] ", reader.name(), " is empty");
+    bytes_ += reader.bytes();
   }
   double megabytes() const { return static_cast<double>(bytes_) / 1e6; }
   const std::string& note() const { return note_; }
 
  private:
-  void note_invalid(const std::string& path, std::string_view block, size_t at) {
+  void note_invalid(const models::TextReader& reader, std::string_view block) {
     if (!note_.empty()) return;
     const size_t valid = models::valid_utf8_prefix(block);
-    if (valid < block.size()) note_ = str("'", path, "' is not UTF-8 at byte ", at + valid, "; such bytes join nothing");
+    if (valid < block.size())
+      note_ = str(reader.name(), " is not UTF-8 at byte ", reader.offset() + static_cast<int64_t>(valid), "; such bytes join nothing");
   }
 
   models::BpeTrainer& trainer_;
+  const TextArguments& texts_;
   size_t block_;
   int64_t bytes_ = 0;
   std::string note_;
@@ -105,7 +119,7 @@ int train_tokenizer_command(const TrainTokenizerArguments& arguments) {
 
   const StopSignals signals;
   Clock clock;
-  Counting counting(trainer, kBlockPerThread * static_cast<size_t>(threads));
+  Counting counting(trainer, arguments.texts, kBlockPerThread * static_cast<size_t>(threads));
   for (const std::string& text : texts) counting.add(text, signals);
   const double counted = clock.lap();
   const Json file = signals.asked() ? Json() : trainer.train([&] { return signals.asked() != 0; });

@@ -88,6 +88,31 @@ TEST(Tokenize, WritesDocumentsWithTheirEnds) {
     EXPECT_THAT(entry.path().string(), ::testing::Not(HasSubstr(".tmp")));
 }
 
+// JSON lines are those documents.
+TEST(Tokenize, TakesJsonLines) {
+  const Folder f;
+  std::string all;
+  Words texts;
+  for (int i = 0; i < 200; ++i) {
+    const std::string text = testing::sample_text(20 + 7 * i);
+    all += Json(Json::Object{{"id", i}, {"content", text}}).dump() + "\n\n";
+    texts.push_back(std::to_string(i) + ".txt");
+    f.write(texts.back(), text);
+  }
+  f.write("all.jsonl", all), f.write("all.json", all);
+  ASSERT_EQ(f.tokenize(texts + Words{"texts.bin"}).code, 0);
+  const Outcome r = f.tokenize({"all.jsonl", "lines.bin"}, "gpt2", {"--field", "content", "--threads", "2"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr(" of 200 documents, "));
+  EXPECT_EQ(read(f / "lines.bin", 957), read(f / "texts.bin", 957));
+  ASSERT_EQ(f.tokenize({"all.json", "again.bin"}, "gpt2", {"--field", "content", "--jsonl"}).code, 0);
+  EXPECT_EQ(read(f / "again.bin", 957), read(f / "texts.bin", 957));
+  expect_refused(f.tokenize({"all.jsonl", "new.bin"}), 65, "line 1 of '" + (f / "all.jsonl") + "': no member \"text\"");
+  f.write("none.jsonl", "\n\n");
+  expect_refused(f.tokenize({"none.jsonl", "new.bin"}), 65, "none.jsonl' has no documents");
+  EXPECT_FALSE(std::filesystem::exists(f / "new.bin"));
+}
+
 TEST(Tokenize, SaysWhatIsWrong) {
   const Folder f;
   expect_refused(f.tokenize({"a.txt"}), 64, "name at least one text and, last, the file to write");

@@ -58,6 +58,24 @@ TEST(TrainTokenizer, WritesTheFileOfItsPeer) {
   EXPECT_THAT(f.names_in("own"), ::testing::ElementsAre("tokenizer.json"));
 }
 
+// No word reaches from one document into the next.
+TEST(TrainTokenizer, TakesJsonLines) {
+  const Folder f;
+  std::string lines;
+  Words texts;
+  for (int i = 0; i < 50; ++i) {
+    const std::string text = testing::sample_text(20 + 37 * i);
+    lines += Json(Json::Object{{"text", text}}).dump() + "\n";
+    texts.push_back(std::to_string(i) + ".txt");
+    write_file(f / texts.back(), text);
+  }
+  write_file(f / "all.jsonl", lines);
+  ASSERT_EQ(f.learn(texts + Words{"one/tokenizer.json"}, {"--vocab", "290", "--min-frequency", "1"}).code, 0);
+  const Outcome r = f.learn({"all.jsonl", "two/tokenizer.json"}, {"--vocab", "290", "--min-frequency", "1"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_EQ(f.read("two/tokenizer.json"), f.read("one/tokenizer.json"));
+}
+
 TEST(TrainTokenizer, OrderAndThreadsDoNotMatter) {
   const Folder f;
   const Outcome one = f.learn({"a.txt", "b.txt", "one/tokenizer.json"}, {"--vocab", "500", "--threads", "1"});

@@ -1,0 +1,90 @@
+#include "sheaf/models/text_reader.h"
+
+#include <cerrno>
+#include <system_error>
+
+#include <unistd.h>
+
+#include "sheaf/core/json.h"
+#include "sheaf/core/parallel.h"
+
+namespace sheaf::models {
+namespace {
+
+// What a cut may depend on behind its place: some characters, or a token.
+constexpr size_t kBehindCut = 64 << 10;
+
+}  // namespace
+
+TextReader::TextReader(const std::string& path, size_t block)
+    : name_(path == "-" ? "standard input" : str("'", path, "'")), is_input_(path == "-"), block_(block) {
+  if (!is_input_) file_ = File::open<DataError>(path);
+}
+
+// Until the buffer has so many bytes, or all that there are.
+void TextReader::fill(size_t bytes) {
+  size_t have = buffer_.size();
+  buffer_.resize(std::max(have, bytes));
+  while (!ended_ && have < bytes) {
+    size_t count = bytes - have;
+    if (is_input_) {
+      const ssize_t got = ::read(STDIN_FILENO, &buffer_[have], count);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) fail<IoError>("[text] cannot read ", name_, ": ", std::generic_category().message(errno));
+      count = static_cast<size_t>(got);
+      ended_ = count == 0;
+    } else {
+      const int64_t at = offset_ + static_cast<int64_t>(have);
+      count = std::min(count, static_cast<size_t>(file_.size() - at));
+      file_.read_at(at, &buffer_[have], static_cast<int64_t>(count));
+      ended_ = at + static_cast<int64_t>(count) == file_.size();
+    }
+    have += count;
+  }
+  buffer_.resize(have);
+}
+
+std::string_view TextReader::next(const Cut& cut) {
+  buffer_.erase(0, given_);
+  offset_ += static_cast<int64_t>(given_);
+  given_ = 0;
+  for (size_t want = block_ + kBehindCut;; want += block_) {
+    fill(want);
+    if (ended_ && buffer_.size() <= block_) break;
+    given_ = cut(buffer_, block_);
+    if (ended_ || given_ + kBehindCut / 2 <= buffer_.size()) return std::string_view(buffer_).substr(0, given_);
+  }
+  given_ = buffer_.size();
+  return buffer_;
+}
+
+size_t JsonLines::cut(std::string_view text, size_t at) {
+  const size_t end = text.find('\n', at == 0 ? 0 : at - 1);
+  return end == std::string_view::npos ? text.size() : end + 1;
+}
+
+void JsonLines::read(std::string_view block, const std::string& name, std::vector<std::string>& documents) {
+  struct Line {
+    std::string_view text;
+    int64_t number;
+  };
+  std::vector<Line> lines;
+  while (!block.empty()) {
+    const size_t end = std::min(block.find('\n'), block.size());
+    ++lines_;
+    const std::string_view line = block.substr(0, end);
+    if (line.find_first_not_of(" \t\r") != std::string_view::npos) lines.push_back({line, lines_});
+    block.remove_prefix(std::min(end + 1, block.size()));
+  }
+  const size_t first = documents.size();
+  documents.resize(first + lines.size());
+  parallel_for(static_cast<int64_t>(lines.size()), 16, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+      documents[first + i] = json_text_member(lines[i].text, field_, str("line ", lines[i].number, " of ", name));
+  });
+  std::erase_if(documents, [](const std::string& text) { return text.empty(); });
+}
+
+bool is_json_lines(std::string_view path) { return path.ends_with(".jsonl"); }
+
+}  // namespace sheaf::models

@@ -1,0 +1,65 @@
+// Texts that are read in blocks, from files or standard input, and the documents in JSON lines.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sheaf/core/file.h"
+
+namespace sheaf::models {
+
+/// A text that may be larger than memory.
+class TextReader {
+ public:
+  /// Where a text may be cut, from a place on; its end if nowhere (Tokenizer::cut).
+  using Cut = std::function<size_t(std::string_view text, size_t at)>;
+
+  /// `path` names a regular file, or is "-", standard input. Throws DataError if it cannot be opened.
+  TextReader(const std::string& path, size_t block);
+
+  /// The next part of the text, of about `block` bytes up to a place where it may be cut, more where it may be cut nowhere;
+  /// empty at its end. Valid until the next call. Throws IoError.
+  std::string_view next(const Cut& cut);
+  /// Bytes before what next() gave last.
+  int64_t offset() const { return offset_; }
+  /// Bytes that next() has given.
+  int64_t bytes() const { return offset_ + static_cast<int64_t>(given_); }
+  /// The path in quotes, or what stands for it.
+  const std::string& name() const { return name_; }
+
+ private:
+  void fill(size_t bytes);
+
+  std::string name_;
+  File file_;  // not of standard input
+  bool is_input_, ended_ = false;
+  size_t block_;
+  int64_t offset_ = 0;
+  std::string buffer_;  // from offset_ on
+  size_t given_ = 0;    // of it, by next()
+};
+
+/// Documents one behind another, each a JSON object in a line, of which one member is the text: what `datasets` writes and
+/// Megatron, Dolma and others read (https://jsonlines.org).
+class JsonLines {
+ public:
+  explicit JsonLines(std::string field) : field_(std::move(field)) {}
+
+  /// A text of lines may be cut behind each.
+  static size_t cut(std::string_view text, size_t at);
+  /// Appends the texts in the lines of `block`, which follow those of earlier calls; empty ones and empty lines are left out.
+  /// On the rank's threads. Throws DataError that names the line, of `name`, for what is no object or has no such string.
+  void read(std::string_view block, const std::string& name, std::vector<std::string>& documents);
+
+ private:
+  std::string field_;
+  int64_t lines_ = 0;  // read so far
+};
+
+/// Whether a path has the ending of JSON lines, .jsonl.
+bool is_json_lines(std::string_view path);
+
+}  // namespace sheaf::models
