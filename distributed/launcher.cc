@@ -37,6 +37,8 @@ constexpr auto kForwardedTime = seconds(30);
 // What comes sooner is the same request: `timeout` and batch systems signal a whole group, and each member.
 constexpr auto kSameRequest = seconds(1);
 
+constexpr int kMostRestarts = 1'000'000;
+
 constexpr const char* kErrorFd = "SHEAF_ERROR_FD";
 
 struct Child {
@@ -63,6 +65,21 @@ struct Failure {
   std::string reason = {};  // in its own words; may be empty
 
   int exit_code() const { return WIFSIGNALED(status) ? static_cast<int>(ExitCode::kPeerLost) : WEXITSTATUS(status); }
+  /// That killed it, or after which it ended by itself, as `sheaf train` does; 0 if none.
+  int signal() const {
+    if (WIFSIGNALED(status)) return WTERMSIG(status);
+    return exit_code() > 128 ? exit_code() - 128 : 0;
+  }
+  /// False where another try would end in the same way, or was not asked for.
+  bool may_be_cured() const {
+    for (int asked : {SIGHUP, SIGINT, SIGTERM})
+      if (signal() == asked) return false;
+    if (WIFSIGNALED(status)) return true;
+    for (ExitCode again : {ExitCode::kConfig, ExitCode::kData, ExitCode::kDesync, ExitCode::kOutOfMemory, ExitCode::kNonFinite,
+                           ExitCode::kResumeMismatch})
+      if (exit_code() == static_cast<int>(again)) return false;
+    return exit_code() != 126 && exit_code() != 127;  // a shell's, for a command that cannot be run
+  }
   /// False for a rank that left because another had gone.
   bool is_own() const { return WIFSIGNALED(status) || exit_code() != static_cast<int>(ExitCode::kPeerLost); }
   std::string to_string() const {
@@ -104,21 +121,56 @@ std::vector<char*> pointers(const std::vector<std::string>& strings) {
   return out;
 }
 
-class Job {
+/// What a launcher hears of its ranks and from outside: blocked while this lives, and taken when there is time for it.
+class Signals {
  public:
-  explicit Job(const LaunchOptions& options) : options_(options), children_(static_cast<size_t>(options.nproc)) {
-    sigemptyset(&signals_);
-    for (int s : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&signals_, s);
-    sigprocmask(SIG_BLOCK, &signals_, &previous_mask_);
+  Signals() {
+    sigemptyset(&set_);
+    for (int s : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&set_, s);
+    sigprocmask(SIG_BLOCK, &set_, &previous_mask_);
     std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, children leave no status behind
   }
+  ~Signals() { sigprocmask(SIG_SETMASK, &previous_mask_, nullptr); }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  /// Sleeps until the next one, or until the time has come: then `si_signo` is 0.
+  siginfo_t next(Clock::time_point until) const {
+    const auto ns = std::max<int64_t>(0, std::chrono::nanoseconds(until - Clock::now()).count());
+    const timespec time{.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
+    siginfo_t info{};
+    if (sigtimedwait(&set_, &info, &time) <= 0) info.si_signo = 0;
+    return info;
+  }
+  /// Sleeps so long; returns 0, or at once the signal that asks the launcher to end.
+  int pause(std::chrono::milliseconds time) const {
+    for (const auto until = Clock::now() + time; Clock::now() < until;)
+      if (const int signal = next(until).si_signo; signal != 0 && signal != SIGCHLD) return signal;
+    return 0;
+  }
+  const sigset_t& previous_mask() const { return previous_mask_; }
+
+ private:
+  sigset_t set_, previous_mask_;
+};
+
+int stopped_by(int signal) {
+  std::fprintf(stderr, "sheaf launch: stopped by signal %d\n", signal);
+  return 128 + signal;
+}
+
+/// One try.
+class Job {
+ public:
+  /// `restart`: how many were before.
+  Job(const LaunchOptions& options, const Signals& signals, int restart)
+      : options_(options), signals_(signals), restart_(restart), children_(static_cast<size_t>(options.nproc)) {}
   ~Job() {
     signal_all(SIGKILL);  // only if start() failed half-way
     for (Child& c : children_) {
       if (c.pid > 0 && c.running) waitpid(c.pid, nullptr, 0);
       if (c.reason_fd >= 0) close(c.reason_fd);
     }
-    sigprocmask(SIG_SETMASK, &previous_mask_, nullptr);
   }
 
   void start() {
@@ -142,6 +194,7 @@ class Job {
           {str("RANK=", r), str("WORLD_SIZE=", n), str("LOCAL_RANK=", r), str("LOCAL_WORLD_SIZE=", n),
            "MASTER_ADDR=127.0.0.1", str("MASTER_PORT=", local_port(listener)), "SHEAF_TOKEN=" + token,
            str("SHEAF_THREADS_PER_RANK=", threads), str("OMP_NUM_THREADS=", threads), str(kErrorFd, '=', ends[1]),
+           str("TORCHELASTIC_RESTART_COUNT=", restart_),
            r == 0 ? str("SHEAF_LISTEN_FD=", listener.fd()) : "SHEAF_LISTEN_FD", "SHEAF_PORT",
            "TORCHELASTIC_USE_AGENT_STORE"});
       children_[r].pid = spawn(environment, shares[r], r == 0 ? listener.fd() : -1, ends[1]);
@@ -149,7 +202,11 @@ class Job {
     }
   }
 
-  int wait() {
+  struct End {
+    int code = 0;
+    bool another_try = false;
+  };
+  End wait() {
     while (running()) {
       sleep_until_news();
       reap();
@@ -182,7 +239,7 @@ class Job {
     if (pid > 0) return pid;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(static_cast<int>(ExitCode::kPeerLost));  // it died before the line above
-    sigprocmask(SIG_SETMASK, &previous_mask_, nullptr);
+    sigprocmask(SIG_SETMASK, &signals_.previous_mask(), nullptr);
     if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);  // where it fails, the rank runs as well
     if (listen_fd >= 0) fcntl(listen_fd, F_SETFD, 0);
     fcntl(reason_fd, F_SETFD, 0);
@@ -204,11 +261,9 @@ class Job {
     auto until = Clock::now() + seconds(1);
     if (stop_at_) until = std::min(until, *stop_at_);
     if (kill_at_) until = std::min(until, *kill_at_);
-    const auto ns = std::max<int64_t>(0, std::chrono::nanoseconds(until - Clock::now()).count());
-    const timespec time{.tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
-    siginfo_t info;
-    const int signal = sigtimedwait(&signals_, &info, &time);
-    if (signal <= 0 || signal == SIGCHLD) return;
+    const siginfo_t info = signals_.next(until);
+    const int signal = info.si_signo;
+    if (signal == 0 || signal == SIGCHLD) return;
     const auto now = Clock::now();
     if (signal_ == 0) {
       signal_ = signal;
@@ -240,7 +295,7 @@ class Job {
     }
   }
 
-  int report() const {
+  End report() const {
     if (!failures_.empty()) {
       auto first = std::find_if(failures_.begin(), failures_.end(), [](const Failure& f) { return f.is_own(); });
       if (first == failures_.end()) first = failures_.begin();
@@ -248,24 +303,31 @@ class Job {
         const bool says_more = !f.reason.empty() && f.reason != first->reason && (f.is_own() || first->reason.empty());
         if (&f != &*first && says_more) std::fprintf(stderr, "sheaf launch: %s\n", f.to_string().c_str());
       }
-      std::fprintf(stderr, "sheaf launch: %s\n", first->to_string().c_str());
-      return first->exit_code();
+      const bool another_try = signal_ == 0 && first->may_be_cured() && restart_ < options_.max_restarts;
+      std::fprintf(stderr, "sheaf launch: %s%s\n", first->to_string().c_str(), what_next(*first, another_try).c_str());
+      return {first->exit_code(), another_try};
     }
-    if (signal_ != 0) {
-      std::fprintf(stderr, "sheaf launch: stopped by signal %d\n", signal_);
-      return 128 + signal_;
-    }
-    return 0;
+    return {signal_ == 0 ? 0 : stopped_by(signal_)};
+  }
+
+  /// Words behind the line of a failure, where somebody asked for more than one try.
+  std::string what_next(const Failure& failure, bool another_try) const {
+    const int tries = options_.max_restarts + 1;
+    if (another_try)
+      return str("; try ", restart_ + 2, " of ", tries, " in ", std::chrono::duration<double>(options_.pause).count(), " s");
+    if (tries == 1 || signal_ != 0) return "";
+    return failure.may_be_cured() ? str("; that was try ", tries, " of ", tries) : "; it is not tried again";
   }
 
   const LaunchOptions& options_;
+  const Signals& signals_;
+  const int restart_;
   std::vector<Child> children_;
   std::vector<Failure> failures_;  // in order of time
   std::optional<Clock::time_point> stop_at_, kill_at_;
   bool stopping_ = false;
   int signal_ = 0;  // that we were sent first
   Clock::time_point asked_at_;
-  sigset_t signals_, previous_mask_;
 };
 
 }  // namespace
@@ -286,9 +348,16 @@ int launch(const LaunchOptions& options) {
   check<ConfigError>(options.nproc >= 1 && options.nproc <= 4096, "[launch] cannot run ", options.nproc, " processes");
   check<ConfigError>(options.threads_per_rank >= 0, "[launch] ", options.threads_per_rank, " threads per rank");
   check<ConfigError>(!options.command.empty(), "[launch] no command to run");
-  Job job(options);
-  job.start();
-  return job.wait();
+  check<ConfigError>(options.max_restarts >= 0 && options.max_restarts <= kMostRestarts, "[launch] ", options.max_restarts,
+                     " restarts");
+  const Signals signals;
+  for (int restart = 0;; ++restart) {
+    Job job(options, signals, restart);
+    job.start();
+    const Job::End end = job.wait();
+    if (!end.another_try) return end.code;
+    if (const int signal = signals.pause(options.pause)) return stopped_by(signal);
+  }
 }
 
 }  // namespace sheaf::distributed

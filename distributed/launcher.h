@@ -11,6 +11,8 @@ struct LaunchOptions {
   int nproc = 1;                     ///< ranks
   int threads_per_rank = 0;          ///< 0: as threads_per_rank(nproc) of rendezvous.h says
   bool pin = true;                   ///< each rank to its share of the cores, if that has as many as the rank has threads
+  int max_restarts = 0;              ///< how often all ranks are started again, in all, after failures that another try may cure
+  std::chrono::milliseconds pause{1000};  ///< before another try
   std::vector<std::string> command;  ///< program and arguments; the program is looked up in PATH
 };
 
@@ -21,7 +23,15 @@ struct LaunchOptions {
 /// gave to tell_launcher(). What other ranks gave stands in lines before that one, unless it says the same or merely
 /// follows from it. SIGINT, SIGTERM and SIGHUP are passed on; what still runs 30
 /// seconds later is killed, and at once when another comes a second later or more. If the launcher itself is killed, the kernel kills the ranks.
-/// Returns 0, or that failure's exit code (72 for a killed rank), or 128 + signal if a signal stopped the job.
+///
+/// Another try, with another port and token, and its number in TORCHELASTIC_RESTART_COUNT, follows where max_restarts allows it
+/// and that failure was of another kind than these, which would come again or are no failures:
+///  - the exit codes 64, 65, 70, 73, 75 and 76 of core/error.h;
+///  - a command that cannot be run (64, or a shell's 126 and 127);
+///  - a rank that was asked to end: SIGHUP, SIGINT or SIGTERM killed it, or it ended with 128 + that.
+/// The failure's line says so: "...; try 2 of 4 in 1 s". After a signal to the launcher, in a pause too, there is none.
+///
+/// Returns 0, or the last try's failure's exit code (72 for a killed rank), or 128 + signal if a signal stopped the job.
 /// ConfigError for bad options. To be called from a process's main thread; waits for no other children.
 int launch(const LaunchOptions& options);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -180,6 +181,7 @@ Rendezvous read_rendezvous(const Environment& environment) {
     r.local_world = local_world.value_or(one_host ? r.world : 1);
     r.local_rank = local_rank.value_or(one_host ? r.rank : 0);
     same_host = r.local_world == r.world;
+    if (torchrun) r.restarts = read.number("TORCHELASTIC_RESTART_COUNT", 0, INT_MAX).value_or(0);
     break;
   }
   r.threads = threads_per_rank(r.local_world, environment);

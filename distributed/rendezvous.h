@@ -17,6 +17,7 @@ struct Rendezvous {
   int port = 29500;
   std::string token;            ///< SHEAF_TOKEN and what the launcher calls the job, so that ranks of two jobs never meet
   int listen_fd = -1;           ///< SHEAF_LISTEN_FD: a socket that listens on `port`, inherited from the launcher
+  int restarts = 0;             ///< TORCHELASTIC_RESTART_COUNT: how often torchrun or `sheaf launch` started this job again
   int threads = 1;              ///< per rank: threads_per_rank(local_world)
   std::string comm = "auto";    ///< SHEAF_COMM: "shm", "gloo", or "auto": shm within hosts, gloo between them
   std::string host_id;          ///< SHEAF_HOST_ID: ranks with different ones share no memory, as if on different hosts

@@ -153,6 +153,10 @@ int run(int argc, char** argv) {
       ->check(threads);
   launch_app->add_flag("--pin,!--no-pin", launch.pin,
                        "each rank to cores of its own, where there are enough (default)");
+  launch_app->add_option("--max-restarts", launch.max_restarts,
+                         "how often all ranks are started again, in all, when one fails (0): `sheaf train` then goes on from its "
+                         "newest checkpoint. Not after exit codes 64, 65, 70, 73, 75 and 76, which would come again, nor after "
+                         "signals by which somebody ends the job");
   launch_app->footer(
       "sheaf launch --nproc-per-node N -- COMMAND ...\n"
       "Environment: SHEAF_TIMEOUT, seconds after which a collective that hangs ends the job (300); "
@@ -228,7 +232,7 @@ int run(int argc, char** argv) {
   if (launch.command.empty() || !unknown.empty())
     sheaf::fail<sheaf::ConfigError>(
         "[launch] ", launch.command.empty() ? "no command to run" : "unknown " + unknown[0],
-        "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] [--no-pin] -- COMMAND ...");
+        "; usage: sheaf launch --nproc-per-node N [--threads-per-rank T] [--no-pin] [--max-restarts R] -- COMMAND ...");
   return sheaf::distributed::launch(launch);
 }
 

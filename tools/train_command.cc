@@ -113,6 +113,14 @@ void require_same_options(World& world, const TrainArguments& arguments, models:
   require_agreement(world, "config", facts);
 }
 
+// A job whose launcher started it again goes on, whether it was told to or not. Of torchrun's agents on several hosts only
+// the one that saw the failure counts it.
+bool started_again(World& world) {
+  int64_t restarts = read_rendezvous().restarts;
+  world.communicator().all_reduce(&restarts, 1, kI64, Reduction::max, "restarts").sync();
+  return restarts > 0;
+}
+
 }  // namespace
 
 int train_command(const TrainArguments& arguments) {
@@ -133,7 +141,7 @@ int train_command(const TrainArguments& arguments) {
     const int threads = RankContext::current().threads;
     const bool first = world.rank() == 0;
     models::TrainOptions options;
-    options.resume = arguments.resume;
+    options.resume = arguments.resume || started_again(world);
     options.warn = models::warn_on_stderr;
     if (first) options.print = [&](const std::string& line) { if (!arguments.quiet) lines.say(line); };
     models::Trainer trainer(config, world, world.device(), options);

@@ -63,6 +63,17 @@ TEST(Rendezvous, TorchrunsAgentHoldsItsPort) {
   EXPECT_EQ(read(v).port, 6000);
 }
 
+TEST(Rendezvous, HowOftenTheJobWasStartedAgain) {
+  Variables v = {{"RANK", "0"}, {"WORLD_SIZE", "1"}};
+  EXPECT_EQ(read(v).restarts, 0);
+  v["TORCHELASTIC_RESTART_COUNT"] = "2";
+  EXPECT_EQ(read(v).restarts, 2);
+  v["TORCHELASTIC_RESTART_COUNT"] = "often";
+  expect_refused(v, "TORCHELASTIC_RESTART_COUNT='often' is not a number");
+  v.erase("RANK"), v.erase("WORLD_SIZE");  // of somebody else's job
+  EXPECT_EQ(read(v).restarts, 0);
+}
+
 TEST(Rendezvous, OtherLaunchersInOrder) {
   Variables v = {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "1"}, {"SLURM_NTASKS_PER_NODE", "2"}};
   EXPECT_EQ(read(v).launcher, "Slurm");
