@@ -181,6 +181,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(config.output.keep_checkpoints != 1, "output.keep_checkpoints must be 0 or at least 2: if the newest ",
           "checkpoint is damaged, the one before it is needed");
   require(!config.output.folder.empty(), "output.folder is empty");
+  const double head = config.sharding.pipeline_head;
+  require(head == -1 || head >= 0, "sharding.pipeline_head ", head, " is no number of blocks; -1: as many as the head's operations are");
 }
 
 }  // namespace sheaf::tools

@@ -246,6 +246,9 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_THAT(error("", {"--data.train_file", "x"}), HasSubstr("go together"));
   EXPECT_THAT(error("", {"--data.train_file", "x", "--data.val_file", "y", "--data.corpus", "z"}), HasSubstr("exclude"));
   EXPECT_THAT(error("", {"--output.keep_checkpoints", "1"}), HasSubstr("at least 2"));
+  EXPECT_THAT(error("", {"--sharding.pipeline_head", "-0.5"}), HasSubstr("sharding.pipeline_head -0.5 is no number of blocks"));
+  load("", {"--sharding.pipeline_head", "-1"});
+  load("", {"--sharding.pipeline_head", "0.5"});
 }
 
 // A field that the table forgets would leave 8 bytes and more of its section untouched, unless it is a bool.
