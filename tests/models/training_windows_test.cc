@@ -188,6 +188,15 @@ TEST(TokenMixture, PlacesFollowTheWeights) {
   }
 }
 
+TEST(TokenMixture, GoldenPlaces) {  // a change here breaks the resumption of every run on a mixture
+  const TokenMixture mixture({{counting(10), 0.5}, {counting(10), 0.2}, {counting(10), 0.3}});
+  std::string sources;
+  for (int64_t i = 0; i < 20; ++i) sources += static_cast<char>('a' + mixture.place(i).source);
+  EXPECT_EQ(sources, "acabacabacacabacabac");
+  const TrainingWindows windows(TokenMixture({{counting(50), 1}, {counting(60, 100), 1}}), 4, 5);
+  EXPECT_THAT(starts(windows, 6), ElementsAre(39, 26, 27, 6, 7, 18));
+}
+
 TEST(TrainingWindows, OfAMixtureComeFromItsSources) {
   const TrainingWindows windows(TokenMixture({{counting(50), 3}, {counting(60, 100), 1}}), 4, 5);
   std::vector<int32_t> inputs(400 * 4), targets(400 * 4);
