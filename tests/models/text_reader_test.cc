@@ -138,10 +138,12 @@ TEST(Tokenizer, DocumentsAreThoseOfTheirTexts) {
   std::vector<std::string> texts = {"", "one", a_text(), "", "two words", a_text() + a_text()};
   for (int i = 0; i < 3'000; ++i) texts.push_back(str("document ", i, " of many, \xff café ", std::string(static_cast<size_t>(i % 700), 'y')));
   texts.push_back("last");
-  const std::shared_ptr<const Tokenizer> tokenizers[] = {make_byte_tokenizer(), load_gpt2_tokenizer("tests/models/bpe"),
-                                                         load_llama3_tokenizer("tests/models/bpe"),
-                                                         make_huggingface_tokenizer(Json::parse(
-                                                             File::open("tests/models/huggingface/mistral.json").read_all(), "m"), "m")};
+  std::vector<std::shared_ptr<const Tokenizer>> tokenizers = {make_byte_tokenizer(), load_gpt2_tokenizer("tests/models/bpe"),
+                                                              load_llama3_tokenizer("tests/models/bpe")};
+  for (const std::string name : {"always", "llama2", "mistral"}) {  // they begin texts with a space, each in its own way
+    const std::string file = "tests/models/huggingface/" + name + ".json";
+    tokenizers.push_back(make_huggingface_tokenizer(Json::parse(File::open(file).read_all(), file), file));
+  }
   for (const auto& tokenizer : tokenizers) {
     std::vector<int32_t> expected;
     for (const std::string& text : texts) {
