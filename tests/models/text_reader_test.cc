@@ -158,6 +158,13 @@ TEST(Tokenizer, DocumentsAreThoseOfTheirTexts) {
       EXPECT_TRUE(tokenizer->encode_documents(texts) == expected) << tokenizer->kind() << ' ' << threads;
     }
     EXPECT_TRUE(tokenizer->encode_documents({}).empty());
+    // What one call cuts into parts is one text: only its beginning is one.
+    const std::string_view large = texts[5];
+    const size_t at = tokenizer->cut(large, large.size() / 2);
+    std::vector<int32_t> both = tokenizer->encode(large.substr(0, at));
+    const std::vector<int32_t> rest = tokenizer->encode_more(large.substr(at));
+    both.insert(both.end(), rest.begin(), rest.end());
+    EXPECT_TRUE(tokenizer->encode(large) == both) << tokenizer->kind();
   }
 }
 
