@@ -22,11 +22,20 @@ namespace sheaf::kernels {
 /// place of its document's first token; causal only, and as many keys as queries. Blocks of queries
 /// and keys then begin where documents do, so a document, packed among others, has the bits that it
 /// has alone, and the work is that of its length (but for cuDNN's).
+///
+/// With a window of W keys (sliding-window attention: Child et al., https://arxiv.org/abs/1904.10509;
+/// Beltagy et al., https://arxiv.org/abs/2004.05150) the query at position p = t + S - T sees, of
+/// these keys, those with p - W < s: itself and the W - 1 before it; causal only. Blocks of keys that
+/// no query of a block sees are not touched, so the work is that of the window (but for cuDNN's).
+/// They begin where they do without one, at multiples of their size from the document's first key:
+/// what lies before a query's window changes none of its bits, and a window of S keys or more gives
+/// those of none.
 struct AttentionMask {
   bool causal;
   View begins;  ///< without a shape: there is one document
-  AttentionMask(bool is_causal, const View& of_documents = {})  // NOLINT: implicit by design
-      : causal(is_causal), begins(of_documents) {}
+  int64_t window;  ///< keys that a query sees; 0: none
+  AttentionMask(bool is_causal, const View& of_documents = {}, int64_t keys_seen = 0)  // NOLINT: implicit by design
+      : causal(is_causal), begins(of_documents), window(keys_seen) {}
   bool has_documents() const { return begins.rank() > 0; }
 };
 
@@ -56,9 +65,9 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 /// (cudnn_attention.h: causal, bf16 or f16, as many keys as queries), else by our own kernels
 /// (attention_blocked.h), which also run where the workspace is less than cuDNN wants. Both give
 /// the same bits at every run. Ours keep the promises above that a row depends on nothing but what
-/// it sees, and that documents cost what their lengths do; with cuDNN the same call gives the same
-/// bits, but another B or T may mean another kernel of its own, and what lies before a document is
-/// computed and hidden. The first call of a shape asks cuDNN for a plan (half a second on the host):
+/// it sees, and that documents and windows cost what they leave; with cuDNN the same call gives the
+/// same bits, but another B or T may mean another kernel of its own, and what lies before a document
+/// is computed and hidden. The first call of a shape asks cuDNN for a plan (half a second on the host):
 /// it must not be in a stream capture.
 namespace cuda {
 

@@ -58,11 +58,16 @@ struct Sizes : AttentionShape {
     const int64_t last = visible(std::min((i + 1) * kB, queries) - 1, causal);
     return (last + kB - 1) / kB;
   }
+  /// In front of them, those that none of its queries sees.
+  int64_t unseen_blocks(int64_t i, int64_t window) const { return first_visible(i * kB, window) / kB; }
   int64_t forward_items() const { return batch * heads * query_blocks(); }
   int64_t backward_items() const { return batch * key_heads; }
   int64_t forward_slots() const { return slot_count(forward_items(), 1); }
   int64_t backward_slots() const { return slot_count(backward_items(), 1); }
 };
+
+/// Of 64 bits, the first n.
+uint64_t first_bits(int64_t n) { return n <= 0 ? 0 : n >= kB ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
 size_t elements(int64_t n, size_t size) { return line_align(static_cast<size_t>(n) * size); }
 
@@ -72,6 +77,7 @@ struct Forward {
   Sizes s;
   const View &q, &k, &v, &out, &lse;
   const bool causal;
+  const int64_t window;
   const float scale;
   bf16 *keys, *values, *queries, *p, *staging;
   float *scores, *result;
@@ -83,7 +89,8 @@ struct Forward {
 
   Forward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
           const AttentionMask& mask, double scale_in, Workspace w)
-      : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), causal(mask.causal), scale(static_cast<float>(scale_in)) {
+      : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), causal(mask.causal), window(mask.window),
+        scale(static_cast<float>(scale_in)) {
     Carver carver("attention", w);
     keys = carver.take<bf16>(s.key_blocks() * s.block()), values = carver.take<bf16>(s.key_blocks() * s.block());
     queries = carver.take<bf16>(s.block()), staging = carver.take<bf16>(s.block());
@@ -94,7 +101,7 @@ struct Forward {
   void load_keys(int64_t b, int64_t g, const Document& document) {
     s.take(document);
     const Head kh = s.of_keys(k, b, g), vh = s.of_keys(v, b, g);
-    for (int64_t j = 0; j < s.key_blocks(); ++j) {
+    for (int64_t j = s.unseen_blocks(0, window); j < s.key_blocks(); ++j) {
       copy_block(kh, j * kB, staging);
       transpose_words(staging, kB, s.width / 2, keys + j * s.block());
       copy_block(vh, j * kB, staging);
@@ -102,15 +109,15 @@ struct Forward {
     }
   }
 
-  /// Softmax of one row of scores, of which `seen` count, into p, on top of what the earlier blocks left. Returns the
-  /// factor that those must be scaled by.
-  float softmax_row(const float* row, int64_t seen, bf16* to, float& most, float& total) const {
+  /// Softmax of one row of scores, of which those count whose bits are set, into p, on top of what the earlier blocks left. Returns
+  /// the factor that those must be scaled by.
+  float softmax_row(const float* row, uint64_t counts, bf16* to, float& most, float& total) const {
     const L low(-std::numeric_limits<float>::infinity());
     L x[kB / kLanes];
     L top = low;
     for (int c = 0; c < kB / kLanes; ++c) {
-      const auto n = static_cast<int>(std::clamp<int64_t>(seen - c * kLanes, 0, kLanes));
-      x[c].v = _mm512_mask_mul_ps(low.v, L::mask(n), _mm512_loadu_ps(row + c * kLanes), _mm512_set1_ps(scale));
+      const auto those = static_cast<__mmask16>(counts >> (c * kLanes));
+      x[c].v = _mm512_mask_mul_ps(low.v, those, _mm512_loadu_ps(row + c * kLanes), _mm512_set1_ps(scale));
       top = max(x[c], top);
     }
     const float now = std::max(most, max_lane(top));
@@ -129,17 +136,18 @@ struct Forward {
     copy_block(s.of_queries(q, b, h), first, queries);
     float most[kB], total[kB];
     std::fill_n(most, kB, -std::numeric_limits<float>::infinity()), std::fill_n(total, kB, 0.0f);
-    const int64_t blocks = s.seen_blocks(i, causal);
-    for (int64_t j = 0; j < blocks; ++j) {
+    const int64_t begin = s.unseen_blocks(i, window), blocks = s.seen_blocks(i, causal);
+    for (int64_t j = begin; j < blocks; ++j) {
       product<false>(kB, kB, d, queries, d * 2, keys + j * s.block(), kB * 4, scores, kB * 4);
       for (int64_t r = 0; r < kB; ++r) {
-        const int64_t seen = r < here ? std::clamp<int64_t>(s.visible(first + r, causal) - j * kB, 0, kB) : 0;
-        const float factor = softmax_row(scores + r * kB, seen, p + r * kB, most[r], total[r]);
-        if (j > 0 && factor != 1.0f)
+        const uint64_t seen = r < here ? first_bits(s.visible(first + r, causal) - j * kB) : 0,
+                       hidden = first_bits(s.first_visible(first + r, window) - j * kB);
+        const float factor = softmax_row(scores + r * kB, seen & ~hidden, p + r * kB, most[r], total[r]);
+        if (j > begin && factor != 1.0f)
           for (int64_t c = 0; c < d; c += kLanes) (L::load(result + r * d + c) * L(factor)).store(result + r * d + c);
       }
-      if (j == 0)
-        product<false>(kB, d, kB, p, kB * 2, values, d * 4, result, d * 4);
+      if (j == begin)
+        product<false>(kB, d, kB, p, kB * 2, values + j * s.block(), d * 4, result, d * 4);
       else
         product<true>(kB, d, kB, p, kB * 2, values + j * s.block(), d * 4, result, d * 4);
     }
@@ -148,7 +156,7 @@ struct Forward {
     for (int64_t r = 0; r < here; ++r) {
       const L inverse(total[r] > 0 ? 1.0f / total[r] : 0.0f);
       for (int64_t c = 0; c < d; c += kLanes)
-        store_lanes(to[first + r] + c, blocks == 0 ? L(0.0f) : L::load(result + r * d + c) * inverse);
+        store_lanes(to[first + r] + c, blocks == begin ? L(0.0f) : L::load(result + r * d + c) * inverse);
       lse_row[r] = total[r] > 0 ? most[r] + std::log(total[r]) : -std::numeric_limits<float>::infinity();
     }
   }
@@ -162,6 +170,7 @@ struct Backward {
   Sizes s;
   const View &q, &k, &v, &out, &lse, &dout, &dq, &dk, &dv;
   const bool causal;
+  const int64_t window;
   const float scale;
   bf16 *k_rows, *v_rows, *k_columns, *rows, *q_words, *q_pairs, *g_words, *g_pairs, *p, *ds, *ds_pairs;
   float *dk_sum, *dv_sum, *scores, *dp, *dq_columns, *lse_of, *delta;
@@ -176,7 +185,7 @@ struct Backward {
            const View& dout_in, const View& dq_in, const View& dk_in, const View& dv_in, const AttentionMask& mask,
            double scale_in, Workspace w)
       : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), dout(dout_in), dq(dq_in), dk(dk_in), dv(dv_in),
-        causal(mask.causal), scale(static_cast<float>(scale_in)) {
+        causal(mask.causal), window(std::min(mask.window, sizes.keys)), scale(static_cast<float>(scale_in)) {
     Carver carver("attention_backward", w);
     const int64_t all = s.key_blocks() * s.block();
     k_rows = carver.take<bf16>(all), v_rows = carver.take<bf16>(all), k_columns = carver.take<bf16>(all);
@@ -229,16 +238,16 @@ struct Backward {
         delta[r] = sum(dot);
       }
     }
-    const int64_t blocks = s.seen_blocks(i, causal);
-    if (blocks == 0) std::fill_n(dq_columns, s.block(), 0.0f);
-    for (int64_t j = 0; j < blocks; ++j) {
+    const int64_t begin = s.unseen_blocks(i, window), blocks = s.seen_blocks(i, causal);
+    if (blocks == begin) std::fill_n(dq_columns, s.block(), 0.0f);
+    for (int64_t j = begin; j < blocks; ++j) {
       product<false>(kB, kB, d, k_rows + j * s.block(), d * 2, q_words, kB * 4, scores, kB * 4);
       product<false>(kB, kB, d, v_rows + j * s.block(), d * 2, g_words, kB * 4, dp, kB * 4);
       probabilities(first, j * kB);
       product<true>(kB, d, kB, p, kB * 2, g_pairs, d * 4, dv_sum + j * s.block(), d * 4);
       product<true>(kB, d, kB, ds, kB * 2, q_pairs, d * 4, dk_sum + j * s.block(), d * 4);
-      if (j == 0)
-        product<false>(d, kB, kB, k_columns, kB * 2, ds_pairs, kB * 4, dq_columns, kB * 4);
+      if (j == begin)
+        product<false>(d, kB, kB, k_columns + j * s.block(), kB * 2, ds_pairs, kB * 4, dq_columns, kB * 4);
       else
         product<true>(d, kB, kB, k_columns + j * s.block(), kB * 2, ds_pairs, kB * 4, dq_columns, kB * 4);
     }
@@ -253,7 +262,8 @@ struct Backward {
 
   /// scores and dp, [key][query] -> p = exp(scale scores - lse), ds = p (dp - delta), and ds in pairs of keys.
   void probabilities(int64_t first_query, int64_t first_key) {
-    const bool whole = first_key + kB <= s.keys && first_key + kB <= s.visible(first_query, causal);
+    const bool whole = first_key + kB <= s.keys && first_key + kB <= s.visible(first_query, causal) &&
+                       first_key >= s.first_visible(first_query + kB - 1, window);
     const L factor(scale);
     for (int64_t r = 0; r < kB; r += 2)
       for (int64_t c = 0; c < kB; c += 32) {
@@ -278,8 +288,10 @@ struct Backward {
   __mmask16 seen(int64_t first_query, int64_t key) const {
     if (key >= s.keys) return 0;
     if (!causal) return 0xffff;
-    const int64_t unseen = std::clamp<int64_t>(key - (s.keys - s.queries) - first_query, 0, 16);
-    return static_cast<__mmask16>(0xffffu << unseen);
+    // The query at the key's position sees it first, the last of a window's as many behind it last.
+    const int64_t itself = key - (s.keys - s.queries) - first_query, unseen = std::clamp<int64_t>(itself, 0, 16);
+    const auto from = static_cast<__mmask16>(0xffffu << unseen);
+    return window ? static_cast<__mmask16>(from & first_bits(itself + window)) : from;
   }
 };
 

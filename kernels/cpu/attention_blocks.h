@@ -32,6 +32,10 @@ struct AttentionShape {
   int64_t visible(int64_t t, bool causal) const {
     return causal ? std::max<int64_t>(0, std::min(keys, t + 1 + keys - queries)) : keys;
   }
+  /// The first of them, if there are any, with a window of so many keys; 0: without one.
+  int64_t first_visible(int64_t t, int64_t window) const {
+    return window ? std::max<int64_t>(0, t + 1 + keys - queries - window) : 0;
+  }
 
   int64_t forward_items() const { return batch * heads * query_blocks(); }
   int64_t forward_slots() const { return slot_count(forward_items(), 1); }

@@ -47,6 +47,15 @@ void transpose_block(const C* from, int64_t padded, C* to) {
       transpose_16x16(from + j * padded + d, padded, to + d * kKeyBlock + j, kKeyBlock);
 }
 
+/// Of a row's scores those before a window become -inf, whose exponential is 0. Returns where those that count end: at `visible`,
+/// or at 0 if none does.
+template <class C>
+SHEAF_INLINE int64_t hide(C* scores, int64_t before, int64_t visible) {
+  if (before >= visible) return 0;
+  std::fill_n(scores, before, -std::numeric_limits<C>::infinity());
+  return visible;
+}
+
 /// Scores of one row become exp(score - most); those past `visible` become zero. Returns their sum.
 template <class C>
 SHEAF_INLINE C exponentials(C* scores, int64_t visible, C most) {
@@ -79,6 +88,7 @@ class Forward {
         out_(out),
         lse_(lse),
         causal_(mask.causal),
+        window_(mask.window),
         scale_(static_cast<C>(scale)),
         s_(q, k),
         padded_(s_.padded_width()) {
@@ -95,8 +105,8 @@ class Forward {
   void load_keys(int64_t b, int64_t g, const Document& document) {
     begin_ = document.begin, s_.queries = document.queries, s_.keys = document.keys;
     const HeadRows<const T> k(k_, b, begin_, g), v(v_, b, begin_, g);
-    for (int64_t block = 0; block < s_.key_blocks(); ++block) {
-      const int64_t first = block * kKeyBlock, offset = first * padded_;
+    for (int64_t first = first_block(0); first < s_.keys; first += kKeyBlock) {
+      const int64_t offset = first * padded_;
       // The block's place in values_ serves as a buffer before the values come.
       pack<T, C>(k, first, s_.keys - first, kKeyBlock, s_.width, padded_, C(1), values_ + offset);
       transpose_block(values_ + offset, padded_, keys_ + offset);
@@ -112,13 +122,14 @@ class Forward {
     std::fill_n(most_, rows, -std::numeric_limits<C>::infinity());
     std::fill_n(total_, rows, C(0));
     const int64_t seen = s_.visible(first + rows - 1, causal_);
-    for (int64_t key = 0; key < seen; key += kKeyBlock) {
+    for (int64_t key = first_block(first); key < seen; key += kKeyBlock) {
       tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_ + key * padded_, kKeyBlock,
                    scores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
-        const int64_t visible =
-            std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock);
         C* row = scores_ + r * kKeyBlock;
+        const int64_t visible =
+            hide(row, std::clamp<int64_t>(s_.first_visible(first + r, window_) - key, 0, kKeyBlock),
+                 std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock));
         if (visible == 0) {
           std::fill_n(row, kKeyBlock, C(0));
           continue;
@@ -157,8 +168,12 @@ class Forward {
   }
 
  private:
+  /// Where the key blocks begin that the queries from `first` on see.
+  int64_t first_block(int64_t first) const { return s_.first_visible(first, window_) / kKeyBlock * kKeyBlock; }
+
   const View &q_, &k_, &v_, &out_, &lse_;
   bool causal_;
+  int64_t window_;
   C scale_;
   AttentionShape s_;
   int64_t padded_, begin_ = 0;
@@ -181,6 +196,7 @@ class Backward {
         dv_(dv),
         lse_(lse),
         causal_(mask.causal),
+        window_(mask.window),
         scale_(static_cast<C>(scale)),
         s_(q, k),
         padded_(s_.padded_width()) {
@@ -230,16 +246,17 @@ class Backward {
     }
     const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + begin_ + first;
     const int64_t seen = s_.visible(first + rows - 1, causal_);
-    for (int64_t key = 0; key < seen; key += kKeyBlock) {
+    for (int64_t key = s_.first_visible(first, window_) / kKeyBlock * kKeyBlock; key < seen; key += kKeyBlock) {
       const int64_t at = key * padded_;
       tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_t_ + at, kKeyBlock, scores_,
                    kKeyBlock, false);
       tile_gemm<C>(rows, kKeyBlock, s_.width, dout_block_, padded_, 1, values_t_ + at, kKeyBlock,
                    dscores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
-        const int64_t visible =
-            std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock);
         C *p = scores_ + r * kKeyBlock, *dp = dscores_ + r * kKeyBlock;
+        const int64_t visible =
+            hide(p, std::clamp<int64_t>(s_.first_visible(first + r, window_) - key, 0, kKeyBlock),
+                 std::clamp<int64_t>(s_.visible(first + r, causal_) - key, 0, kKeyBlock));
         exponentials(p, visible, lse[r]);
         const Lanes<C> dot(dots_[r]);
         for (int64_t i = 0; i < kKeyBlock; i += kLanes)
@@ -266,6 +283,7 @@ class Backward {
 
   const View &q_, &k_, &v_, &out_, &dout_, &dq_, &dk_, &dv_, &lse_;
   bool causal_;
+  int64_t window_;
   C scale_;
   AttentionShape s_;
   int64_t padded_, begin_ = 0;

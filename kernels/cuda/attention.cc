@@ -44,6 +44,7 @@ Attention forward(const View& q, const View& k, const View& v, const AttentionMa
           .lse = lse,
           .causal = mask.causal,
           .begins = mask.begins,
+          .window = mask.window,
           .scale = scale};
 }
 
@@ -61,6 +62,7 @@ Attention backward(const View& q, const View& k, const View& v, const View& out,
           .dv = dv,
           .causal = mask.causal,
           .begins = mask.begins,
+          .window = mask.window,
           .scale = scale};
 }
 

@@ -11,9 +11,10 @@ namespace {
 
 // A block takes kTile queries of a head and goes over the keys that the last of them sees, a tile
 // at a time (FlashAttention-2's loop order). Keys past what a query sees have probability zero, so
-// that its result does not depend on the other queries of the block. With kApart it takes the tiles
-// of documents that begin where its kTile queries lie, one after the other.
-template <class S, bool kApart>
+// that its result does not depend on the other queries of the block; so do those before a window, and tiles
+// of such keys alone are left out. Where there are documents it takes their tiles that begin where its kTile
+// queries lie, one after the other.
+template <class S, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out, typename S::C* lse,
                       int64_t query_blocks, Begins begins) {
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
-  for_each_tile<S, kApart>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
+  for_each_tile<S, kHides>(p, begins, b, at, p.queries, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t keys = keys_seen<S>(p, d, first);
     typename S::Results sums = {};
     C most[S::kPer], total[S::kPer];
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       most[i] = -kInfinity, total[i] = C(0), seen[i] = t < d.queries ? p.visible(t) : 0;
     }
     load_tile<S>(p, q, b, h, first, d.queries, q_tile);
-    for (int64_t key = d.begin; key < keys; key += S::kTile) {
+    for (int64_t key = first_key_seen<S, kHides>(p, d, first); key < keys; key += S::kTile) {
       __syncthreads();
       load_tile<S>(p, k, b, g, key, d.keys, tile);
       __syncthreads();
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
         C largest = most[i];
 #pragma unroll
         for (int j = 0; j < S::kPer; ++j) {
-          s[i][j] = key + tx() + kSide * j < seen[i] ? s[i][j] * static_cast<C>(p.scale) : -kInfinity;
+          s[i][j] = sees_key<kHides>(p, key + tx() + kSide * j, seen[i]) ? s[i][j] * static_cast<C>(p.scale) : -kInfinity;
           largest = s[i][j] > largest ? s[i][j] : largest;
         }
         for (int step = kSide / 2; step > 0; step /= 2) {  // over the threads of the row
@@ -92,14 +93,16 @@ void attention(const Stream& stream, const View& q, const View& k, const View& v
                double scale, const View& out, const View& lse) {
   if (out.numel() == 0) return;
   visit_tiles("attention", q.dtype, q.shape[3], [&]<class S>() {
-    const Problem p = problem_of(q, k, mask.causal, scale);
+    const Problem p = problem_of(q, k, mask, scale);
     const int64_t query_blocks = blocks_for(p.queries, S::kTile);
-    launch("attention", stream,
-           {.blocks = p.batch * p.heads * query_blocks,
-            .threads = kThreads,
-            .shared_bytes = 2 * S::kBytes + S::kScoreBytes},
-           mask.has_documents() ? attention_forward<S, true> : attention_forward<S, false>, p, Heads(q),
-           Heads(k), Heads(v), Heads(out), lse.as<typename S::C>(), query_blocks, Begins(mask));
+    visit_hides(mask, [&]<Hides kHides>() {
+      launch("attention", stream,
+             {.blocks = p.batch * p.heads * query_blocks,
+              .threads = kThreads,
+              .shared_bytes = 2 * S::kBytes + S::kScoreBytes},
+             attention_forward<S, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(out), lse.as<typename S::C>(),
+             query_blocks, Begins(mask));
+    });
   });
 }
 

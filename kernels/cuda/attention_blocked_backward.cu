@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kRowsABlock* kWarp)
 }
 
 // A block takes kTile queries of a head and goes over the keys that the last of them sees. With
-// kApart, here and below: see attention_forward.
-template <class S, bool kApart>
+// documents or a window, here and below: see attention_forward.
+template <class S, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_dq(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dq,
                  Statistics<typename S::C> rows, int64_t query_blocks, Begins begins) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
-  for_each_tile<S, kApart>(p, begins, b, at, [&, pair = pair, b = b, h = h, g = g](const Document& d, int64_t first) {
+  for_each_tile<S, kHides>(p, begins, b, at, p.queries, [&, pair = pair, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t keys = keys_seen<S>(p, d, first);
     typename S::Results sums = {};
     C lse[S::kPer], dot[S::kPer];
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     }
     load_tile<S>(p, q, b, h, first, d.queries, q_tile);
     load_tile<S>(p, dout, b, h, first, d.queries, dout_tile);
-    for (int64_t key = d.begin; key < keys; key += S::kTile) {
+    for (int64_t key = first_key_seen<S, kHides>(p, d, first); key < keys; key += S::kTile) {
       __syncthreads();
       load_tile<S>(p, v, b, g, key, d.keys, tile);
       __syncthreads();
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       for (int i = 0; i < S::kPer; ++i)
 #pragma unroll
         for (int j = 0; j < S::kPer; ++j)
-          ds[i][j] = key + tx() + kSide * j < seen[i]
+          ds[i][j] = sees_key<kHides>(p, key + tx() + kSide * j, seen[i])
                          ? exponential(s[i][j] * scale - lse[i]) * (ds[i][j] - dot[i]) * scale
                          : C(0);
       store_scores<S>(ds, weights);
@@ -103,9 +103,9 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 template <class S>
 constexpr bool kTakeTurns = 4 * S::kBytes + S::kScoreBytes > kMostSharedBytes;
 
-// A block takes kTile keys of a key head and goes over the queries that see the first of them, for
+// A block takes kTile keys of a key head and goes over the queries that see some of them, for
 // each query head of the group. Scores are transposed: a row is a key's.
-template <class S, bool kApart>
+template <class S, Hides kHides>
 __global__ void __launch_bounds__(kThreads)
     attention_dkv(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dk, Heads dv,
                   Statistics<typename S::C> rows, Begins begins) {
@@ -119,16 +119,21 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t pair = blockIdx.x % (p.batch * p.key_heads), b = pair / p.key_heads,
                 g = pair % p.key_heads, group = p.heads / p.key_heads;
   const int64_t at = blockIdx.x / (p.batch * p.key_heads) * S::kTile;
-  for_each_tile<S, kApart>(p, begins, b, at, [&](const Document& d, int64_t key) {
+  for_each_tile<S, kHides>(p, begins, b, at, p.keys, [&](const Document& d, int64_t key) {
     int64_t first = 0;  // query that sees one of the keys
     if (p.causal && key > p.keys - p.queries) first = key - (p.keys - p.queries);
-    if (!kApart) first = first / S::kTile * S::kTile;
+    if (kHides == Hides::nothing) first = first / S::kTile * S::kTile;
+    int64_t behind = d.queries;
+    if (kHides == Hides::window) {  // the last that sees the last of the keys
+      const int64_t last = key + S::kTile - 1 + p.window - 1 - (p.keys - p.queries);
+      if (last + 1 < behind) behind = last + 1;
+    }
 
     typename S::Results dk_sums = {}, dv_sums = {};
     load_tile<S>(p, k, b, g, key, d.keys, k_tile);
     load_tile<S>(p, v, b, g, key, d.keys, v_tile);
     for (int64_t h = g * group; h < (g + 1) * group; ++h)
-      for (int64_t t = first; t < d.queries; t += S::kTile) {
+      for (int64_t t = first; t < behind; t += S::kTile) {
         __syncthreads();
         load_tile<S>(p, q, b, h, t, d.queries, q_tile);
         if (!kTakeTurns<S>) load_tile<S>(p, dout, b, h, t, d.queries, dout_tile);
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
                   dot = seen ? rows.dot[(b * p.heads + h) * p.queries + query] : C(0);
 #pragma unroll
           for (int i = 0; i < S::kPer; ++i) {
-            const bool sees = key + ty() + kSide * i < seen;
+            const bool sees = sees_key<kHides>(p, key + ty() + kSide * i, seen);
             s[i][j] = sees ? exponential(s[i][j] * scale - lse) : C(0);
             ds[i][j] = sees ? s[i][j] * (ds[i][j] - dot) * scale : C(0);
           }
@@ -190,7 +195,7 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
   if (q.shape[0] * k.shape[2] * q.shape[3] == 0) return;
   visit_tiles(who, q.dtype, q.shape[3], [&]<class S>() {
     using C = typename S::C;
-    const Problem p = problem_of(q, k, mask.causal, scale);
+    const Problem p = problem_of(q, k, mask, scale);
     C* dots = static_cast<C*>(workspace.data);
     visit_floating(who, q.dtype, [&]<class T>() {
       if constexpr (std::is_same_v<Compute<T>, C>)
@@ -201,18 +206,20 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
     });
     const Statistics<C> rows{lse.as<C>(), dots, lse.strides[0], lse.strides[1], lse.strides[2]};
     const int64_t query_blocks = blocks_for(p.queries, S::kTile);
-    launch(who, stream,
-           {.blocks = p.batch * p.heads * query_blocks,
-            .threads = kThreads,
-            .shared_bytes = 3 * S::kBytes + S::kScoreBytes},
-           mask.has_documents() ? attention_dq<S, true> : attention_dq<S, false>, p, Heads(q), Heads(k),
-           Heads(v), Heads(dout), Heads(dq), rows, query_blocks, Begins(mask));
-    launch(who, stream,
-           {.blocks = p.batch * p.key_heads * blocks_for(p.keys, S::kTile),
-            .threads = kThreads,
-            .shared_bytes = (kTakeTurns<S> ? 3 : 4) * S::kBytes + S::kScoreBytes},
-           mask.has_documents() ? attention_dkv<S, true> : attention_dkv<S, false>, p, Heads(q), Heads(k),
-           Heads(v), Heads(dout), Heads(dk), Heads(dv), rows, Begins(mask));
+    visit_hides(mask, [&]<Hides kHides>() {
+      launch(who, stream,
+             {.blocks = p.batch * p.heads * query_blocks,
+              .threads = kThreads,
+              .shared_bytes = 3 * S::kBytes + S::kScoreBytes},
+             attention_dq<S, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dq), rows, query_blocks,
+             Begins(mask));
+      launch(who, stream,
+             {.blocks = p.batch * p.key_heads * blocks_for(p.keys, S::kTile),
+              .threads = kThreads,
+              .shared_bytes = (kTakeTurns<S> ? 3 : 4) * S::kBytes + S::kScoreBytes},
+             attention_dkv<S, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dk), Heads(dv), rows,
+             Begins(mask));
+    });
   });
 }
 

@@ -19,6 +19,7 @@ struct Problem {
   int64_t batch, queries, keys, heads, key_heads;
   int width;
   bool causal;
+  int64_t window;  ///< at most as many as keys
   double scale;
   DType dtype;
 
@@ -40,6 +41,17 @@ struct Heads {
     return b * batch + t * time + h * head;
   }
 };
+
+/// What hides keys beside the causal mask: nothing, documents, or a window, in documents or not. Kernels are compiled for each.
+enum class Hides { nothing, documents, window };
+
+/// Calls f.operator()<hides>() with what `mask` asks for.
+template <class F>
+void visit_hides(const AttentionMask& mask, F&& f) {
+  if (mask.window) f.template operator()<Hides::window>();
+  else if (mask.has_documents()) f.template operator()<Hides::documents>();
+  else f.template operator()<Hides::nothing>();
+}
 
 /// The queries of a block, a tile of one head's: from `first` on, of head h, key head g, of
 /// sequence b; pair = b H + h.
@@ -103,19 +115,24 @@ __device__ inline QueryBlock query_block(const Problem& p, int64_t blocks) {
   return q;
 }
 
-/// Calls f(document, n) for the tile of rows from n on of the sequence; with kApart, for the tiles of documents of sequence b
-/// that begin in it, which together are all tiles of all documents.
-template <class S, bool kApart, class F>
-__device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, F&& f) {
-  if constexpr (!kApart) {
-    f(Document{0, p.queries, p.keys}, first);
+/// Calls f(document, n) for the tile of rows from n on of the sequence, which has `rows` of them; where there are documents, for the
+/// tiles of those of sequence b that begin in it, which together are all tiles of all documents.
+template <class S, Hides kHides, class F>
+__device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, int64_t rows, F&& f) {
+  const Document whole{0, p.queries, p.keys};
+  if constexpr (kHides == Hides::nothing) {
+    f(whole, first);
   } else {
-    const int64_t end = first + S::kTile < p.queries ? first + S::kTile : p.queries;
+    const int64_t end = first + S::kTile < rows ? first + S::kTile : rows;
     for (int64_t t = first; t < end;) {
-      const Document d = begins.at(b, t, p.queries);
-      int64_t n = d.begin + (t - d.begin + S::kTile - 1) / S::kTile * S::kTile;
-      for (; n < end && n < d.queries; n += S::kTile) f(d, n);
-      t = d.queries;
+      Document d = whole;
+      int64_t n = first, behind = end;
+      if (kHides == Hides::documents || begins.data) {
+        d = begins.at(b, t, rows);
+        n = d.begin + (t - d.begin + S::kTile - 1) / S::kTile * S::kTile, behind = d.queries;
+      }
+      for (; n < end && n < behind; n += S::kTile) f(d, n);
+      t = behind;
     }
   }
 }
@@ -124,6 +141,23 @@ __device__ inline void for_each_tile(const Problem& p, const Begins& begins, int
 template <class S>
 __device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t first) {
   return p.visible((first + S::kTile < d.queries ? first + S::kTile : d.queries) - 1);
+}
+
+/// Where the first tile of keys begins that some of them sees: they begin where they do without a window.
+template <class S, Hides kHides>
+__device__ inline int64_t first_key_seen(const Problem& p, const Document& d, int64_t first) {
+  if constexpr (kHides == Hides::window) {
+    const int64_t hidden = p.visible(first) - p.window - d.begin;
+    return hidden > 0 ? d.begin + hidden / S::kTile * S::kTile : d.begin;
+  } else {
+    return d.begin;
+  }
+}
+
+/// Whether the query to which the first `seen` keys are visible (Problem) sees key s.
+template <Hides kHides>
+__device__ inline bool sees_key(const Problem& p, int64_t s, int64_t seen) {
+  return s < seen && (kHides != Hides::window || s >= seen - p.window);
 }
 
 template <class C>
@@ -264,9 +298,9 @@ void visit_tiles(const char* who, DType dtype, int64_t width, F&& f) {
     f.template operator()<Tiles<float, 256, 64>>();
 }
 
-inline Problem problem_of(const View& q, const View& k, bool causal, double scale) {
-  return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], static_cast<int>(q.shape[3]),
-          causal,     scale,      q.dtype};
+inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
+  return {q.shape[0],  q.shape[1],  k.shape[1], q.shape[2], k.shape[2], static_cast<int>(q.shape[3]),
+          mask.causal, mask.window < k.shape[1] ? mask.window : k.shape[1], scale, q.dtype};
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles

@@ -19,6 +19,7 @@ struct Attention {
   View dout = {}, dq = {}, dk = {}, dv = {};  ///< backward only
   bool causal = true;
   View begins = {};  ///< i32[B, T], where documents begin (AttentionMask), if they are kept apart
+  int64_t window = 0;  ///< keys that a query sees; 0: all that the others leave
   double scale = 1;
   /// Backward: dq has the same bits at every run. cuDNN then wants workspace for the gradients of
   /// all scores, in the operands' type: 2 B H T T bytes, whatever the heads' width, one T rounded

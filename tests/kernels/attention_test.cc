@@ -29,7 +29,7 @@ struct Result {
 
 /// Softmax attention and its gradients from the definition, in f64.
 Result reference(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
-                 bool causal, double scale) {
+                 const AttentionMask& mask, double scale) {
   Result r;
   r.out.resize(q.numel()), r.dq.resize(q.numel()), r.dk.resize(k.numel()), r.dv.resize(k.numel()),
       r.lse.resize(s.lse().numel());
@@ -44,17 +44,18 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
     for (int64_t h = 0; h < s.heads; ++h)
       for (int64_t t = 0; t < s.queries; ++t) {
         const int64_t g = h / (s.heads / s.key_heads),
-                      seen = causal ? std::max<int64_t>(
-                                          0, std::min(s.keys, t + 1 + s.keys - s.queries))
-                                    : s.keys;
+                      position = t + s.keys - s.queries,
+                      seen = mask.causal ? std::max<int64_t>(0, std::min(s.keys, position + 1)) : s.keys;
+        int64_t from = mask.has_documents() ? mask.begins.as<int32_t>()[b * mask.begins.strides[0] + t] : 0;
+        if (mask.window) from = std::max(from, position - mask.window + 1);
         std::vector<double> p(static_cast<size_t>(seen));
         double most = -INFINITY, total = 0, dot = 0;
-        for (int64_t j = 0; j < seen; ++j) {
+        for (int64_t j = from; j < seen; ++j) {
           double sum = 0;
           for (int64_t d = 0; d < s.width; ++d) sum += Q[qi(b, t, h, d)] * K[ki(b, j, g, d)];
           p[j] = sum * scale, most = std::max(most, p[j]);
         }
-        for (double& x : p) x = std::exp(x - most), total += x;
+        for (int64_t j = from; j < seen; ++j) p[j] = std::exp(p[j] - most), total += p[j];
         for (double& x : p) x /= total;
         r.lse[(b * s.heads + h) * s.queries + t] = most + std::log(total);
         for (int64_t d = 0; d < s.width; ++d) {
@@ -120,28 +121,47 @@ Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const Vi
   return a;
 }
 
+double largest(const View& x) {
+  double out = 0;
+  for (const double value : values(x)) out = std::isnan(value) ? INFINITY : std::max(out, std::abs(value));
+  return out;
+}
+
+void expect_the_definition(DType d, const Sizes& s, const AttentionMask& mask) {
+  const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
+              dout = Array::random(d, s.q(), 4);
+  const Result want = reference(s, q, k, v, dout, mask, 0.4);
+  for (const Kernels& by : kernels(d, s)) {
+    const Arrays got = run(s, q, k, v, dout, mask, 0.4, by);
+    const double bound = 16 * epsilon(d);
+    const std::string where = str(by.name, ' ', d, s.q(), s.k(), mask.causal ? " causal" : "", " window ", mask.window,
+                                  mask.has_documents() ? " documents" : "");
+    EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
+    EXPECT_LT(scaled_error(got.dv, want.dv), bound) << where;
+    if (mask.window == 1) {  // each probability is 1, whatever the scores
+      for (const Array* gradient : {&got.dq, &got.dk}) EXPECT_LT(largest(*gradient), 8 * bound) << where;
+    } else {
+      EXPECT_LT(scaled_error(got.dq, want.dq), bound) << where;
+      EXPECT_LT(scaled_error(got.dk, want.dk), bound) << where;
+    }
+    if (!(mask.causal && s.queries > s.keys)) {
+      EXPECT_LT(scaled_error(got.lse, want.lse), d == kF64 ? 1e-14 : 1e-6) << where;
+    }
+  }
+}
+
 TEST(Attention, MatchesTheDefinition) {
   for (DType d : {kF32, kF64, kBF16, kF16})
     for (const Sizes& s : kSizes)
-      for (bool causal : {false, true}) {
-        const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2),
-                    v = Array::random(d, s.k(), 3);
-        const Array dout = Array::random(d, s.q(), 4);
-        const Result want = reference(s, q, k, v, dout, causal, 0.4);
-        for (const Kernels& by : kernels(d, s)) {
-          const Arrays got = run(s, q, k, v, dout, causal, 0.4, by);
-          const double bound = 16 * epsilon(d);
-          const std::string where =
-              str(by.name, ' ', d, s.q(), s.k(), causal ? " causal" : "");
-          EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
-          EXPECT_LT(scaled_error(got.dq, want.dq), bound) << where;
-          EXPECT_LT(scaled_error(got.dk, want.dk), bound) << where;
-          EXPECT_LT(scaled_error(got.dv, want.dv), bound) << where;
-          if (!(causal && s.queries > s.keys)) {
-            EXPECT_LT(scaled_error(got.lse, want.lse), d == kF64 ? 1e-14 : 1e-6) << where;
-          }
-        }
-      }
+      for (bool causal : {false, true}) expect_the_definition(d, s, causal);
+}
+
+// Of the query alone, within a block, up to one, over several, and wider than all there is; of as many queries as keys, of the
+// last queries of many keys, as with a cache, and of more queries than keys.
+TEST(Attention, WindowsMatchTheDefinition) {
+  for (DType d : {kF32, kF64, kBF16, kF16})
+    for (const Sizes& s : {Sizes{1, 200, 200, 4, 2, 32}, {1, 70, 300, 2, 1, 20}, {2, 1, 200, 4, 2, 64}, {1, 100, 40, 2, 2, 96}})
+      for (const int64_t window : {1, 2, 5, 64, 65, 66, 130, 1000}) expect_the_definition(d, s, {true, {}, window});
 }
 
 TEST(Attention, QueriesThatSeeNothingGiveZeros) {
@@ -281,6 +301,100 @@ TEST(Attention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
         for (const int64_t n : kLengths) compare(0, begin, n), begin += n;
         compare(1, 0, tokens);
       }
+    }
+}
+
+TEST(Attention, WindowsAndDocumentsTogether) {
+  const Array begins = begins_of(2);
+  const int64_t tokens = begins.view().shape[1];
+  for (const DType d : {kF32, kF64, kBF16, kF16})
+    for (const int64_t window : {1, 50, 64, 100})
+      expect_the_definition(d, {2, tokens, tokens, 4, 2, 32}, {true, begins, window});
+}
+
+bool same(const Arrays& a, const Arrays& b) {
+  return same_bits(a.out, b.out) && same_bits(a.lse, b.lse) && same_bits(a.dq, b.dq) && same_bits(a.dk, b.dk) &&
+         same_bits(a.dv, b.dv);
+}
+
+TEST(Attention, AWindowOfAllKeysIsNone) {
+  for (const DType d : {kF32, kF64, kBF16, kF16})
+    for (const Sizes& s : {Sizes{2, 150, 150, 2, 1, 64}, {1, 70, 193, 2, 2, 20}}) {
+      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
+                  dout = Array::random(d, s.q(), 4);
+      for (const Kernels& by : kernels(d, s)) {
+        const Arrays want = run(s, q, k, v, dout, true, 0.4, by);
+        for (const int64_t window : {s.keys, s.keys + 64, std::numeric_limits<int64_t>::max()})
+          EXPECT_TRUE(same(run(s, q, k, v, dout, {true, {}, window}, 0.4, by), want)) << by.name << name(d) << window;
+        EXPECT_FALSE(same(run(s, q, k, v, dout, {true, {}, s.keys - 1}, 0.4, by), want)) << by.name << name(d);
+      }
+    }
+}
+
+// The past and the last position alone, as with a cache, and with others' keys in front of the window.
+TEST(Attention, RowsUnderAWindowDependOnWhatTheySeeAlone) {
+  for (const DType d : {kF32, kBF16}) {
+    const Sizes s{2, 300, 300, 4, 2, 32};
+    const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
+                dout = Array::random(d, s.q(), 4);
+    for (const Kernels& by : kernels(d, s))
+      for (const int64_t window : {1, 64, 90}) {
+        const AttentionMask mask(true, {}, window);
+        const std::string where = str(by.name, ' ', d, " window ", window);
+        Arrays all, threads;
+        with_threads(1, [&] { all = run(s, q, k, v, dout, mask, 0.4, by); });
+        with_threads(3, [&] { threads = run(s, q, k, v, dout, mask, 0.4, by); });
+        EXPECT_TRUE(same(all, threads)) << where;
+        const auto rows = [&](const View& x, int64_t first, int64_t count) { return part(x, 1, 1, first, count); };
+        const Arrays past = run({1, 170, 170, 4, 2, 32}, rows(q, 0, 170), rows(k, 0, 170), rows(v, 0, 170), rows(dout, 0, 170),
+                                mask, 0.4, by);
+        EXPECT_TRUE(same_bits(past.out, rows(all.out, 0, 170)) && same_bits(past.dq, rows(all.dq, 0, 170))) << where;
+        const Arrays last = run({1, 7, 300, 4, 2, 32}, rows(q, 293, 7), rows(k, 0, 300), rows(v, 0, 300), rows(dout, 293, 7),
+                                mask, 0.4, by);
+        EXPECT_TRUE(same_bits(last.out, rows(all.out, 293, 7)) && same_bits(last.dq, rows(all.dq, 293, 7))) << where;
+        // What no query from 256 on sees is something else.
+        Array other_k = Array::of(d, s.k(), values(k)), other_v = Array::of(d, s.k(), values(v));
+        const int64_t hidden = 256 - window + 1, row = s.key_heads * s.width;
+        for (int64_t i = 0; i < hidden * row; ++i) {
+          other_k.set(300 * row + i, 3.0), other_v.set(300 * row + i, -2.0);
+        }
+        const Arrays other = run(s, q, other_k, other_v, dout, mask, 0.4, by);
+        EXPECT_TRUE(same_bits(rows(other.out, 256, 44), rows(all.out, 256, 44))) << where;
+        EXPECT_TRUE(same_bits(rows(other.dq, 256, 44), rows(all.dq, 256, 44))) << where;
+      }
+  }
+}
+
+// NaN among a block's keys would spread through its products, even where it counts nothing.
+TEST(Attention, BlocksOutsideOfAWindowAreNotTouched) {
+  for (const DType d : {kF32, kF64, kBF16, kF16}) {
+    const Sizes s{1, 256, 256, 2, 1, 32};
+    const Array q = Array::random(d, s.q(), 1), dout = Array::random(d, s.q(), 4);
+    Array k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3);
+    for (int64_t i = 0; i < 64 * s.width; ++i) k.set(i, NAN), v.set(i, NAN);
+    const auto clean = [](const View& x) {
+      for (const double value : values(x))
+        if (std::isnan(value)) return false;
+      return true;
+    };
+    for (const Kernels& by : kernels(d, s)) {
+      const Arrays got = run(s, q, k, v, dout, {true, {}, 64}, 0.4, by);
+      EXPECT_TRUE(clean(part(got.out, 0, 1, 128, 128))) << by.name << name(d);
+      EXPECT_TRUE(clean(part(got.dq, 0, 1, 128, 128))) << by.name << name(d);
+      EXPECT_TRUE(clean(part(got.dk, 0, 1, 128, 128))) << by.name << name(d);
+      EXPECT_TRUE(clean(part(got.dv, 0, 1, 128, 128))) << by.name << name(d);
+    }
+  }
+}
+
+TEST(Attention, RefusesWindowsThatAreNone) {
+  const Array q = Array::random(kF32, {1, 4, 2, 8}, 1), lse(kF32, {1, 2, 4}), out(kF32, {1, 4, 2, 8});
+  for (const AttentionMask& mask : {AttentionMask(true, {}, -1), AttentionMask(false, {}, 2)})
+    try {
+      attention(q, q, q, mask, 1, out, lse, Scratch(1 << 20));
+      ADD_FAILURE();
+    } catch (const ShapeError& e) {
+      EXPECT_THAT(e.what(), HasSubstr(mask.causal ? "[attention] a window of -1 keys" : "a window of 2 keys, not causal"));
     }
 }
 

@@ -48,15 +48,15 @@ Results on_gpu(const Sizes& s, const Inputs& in, const AttentionMask& mask, doub
   return {out.back(), lse.back(), dq.back(), dk.back(), dv.back()};
 }
 
-Results on_cpu_in_f64(const Sizes& s, const Inputs& in, bool causal, double scale) {
+Results on_cpu_in_f64(const Sizes& s, const Inputs& in, const AttentionMask& mask, double scale) {
   const Array q = in_f64(in.q), k = in_f64(in.k), v = in_f64(in.v), dout = in_f64(in.dout);
   const Results r{Array(kF64, s.q()), Array(kF64, s.lse()), Array(kF64, s.q()), Array(kF64, s.k()),
                   Array(kF64, s.k())};
-  cpu::attention(q, k, v, causal, scale, r.out, r.lse,
-                 Scratch(cpu::attention_workspace(q, k, v, causal, r.out, r.lse)));
-  cpu::attention_backward(q, k, v, r.out, r.lse, dout, causal, scale, r.dq, r.dk, r.dv,
+  cpu::attention(q, k, v, mask, scale, r.out, r.lse,
+                 Scratch(cpu::attention_workspace(q, k, v, mask, r.out, r.lse)));
+  cpu::attention_backward(q, k, v, r.out, r.lse, dout, mask, scale, r.dq, r.dk, r.dv,
                           Scratch(cpu::attention_backward_workspace(q, k, v, r.out, r.lse, dout,
-                                                                    causal, r.dq, r.dk, r.dv)));
+                                                                    mask, r.dq, r.dk, r.dv)));
   return r;
 }
 
@@ -65,28 +65,56 @@ bool same(const Results& a, const Results& b) {
          same_bits(a.dk, b.dk) && same_bits(a.dv, b.dv);
 }
 
+/// The masks' begins are those on the GPU and on the host.
+void expect_the_cpus(DType d, const Sizes& s, const AttentionMask& mask, const AttentionMask& on_host) {
+  const Inputs in = inputs_of(d, s);
+  const double scale = 1.5 / std::sqrt(static_cast<double>(s.width));
+  const Results got = on_gpu(s, in, mask, scale), want = on_cpu_in_f64(s, in, on_host, scale);
+  const double bound = (d == kF64 ? 32 : d == kF32 ? 20 : 4) * epsilon(d);
+  const std::string where = str(d, s.to_string(), mask.causal ? " causal" : "", " window ", mask.window);
+  EXPECT_LT(scaled_error(got.out, values(want.out)), bound) << where;
+  EXPECT_LT(scaled_error(got.dv, values(want.dv)), bound) << where;
+  if (mask.window == 1) {  // each probability is 1, whatever the scores
+    for (const Array* gradient : {&got.dq, &got.dk}) {
+      double largest = 0;
+      for (const double x : values(*gradient)) largest = std::isnan(x) ? INFINITY : std::max(largest, std::abs(x));
+      EXPECT_LT(largest, 8 * bound) << where;
+    }
+  } else {
+    EXPECT_LT(scaled_error(got.dq, values(want.dq)), bound) << where;
+    EXPECT_LT(scaled_error(got.dk, values(want.dk)), bound) << where;
+  }
+  for (int64_t i = 0; i < s.lse().numel(); ++i)
+    if (std::isinf(want.lse.at(i)))
+      EXPECT_EQ(got.lse.at(i), want.lse.at(i)) << where;
+    else
+      EXPECT_NEAR(got.lse.at(i), want.lse.at(i), d == kF64 ? 1e-13 : 4e-6) << where;
+}
+
 TEST(CudaAttention, MatchesTheCpu) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kBF16, kF16, kF64})
     for (const Sizes& s : kSizes)
-      for (bool causal : {false, true}) {
-        if (d == kF16 && s.width > 32) continue;
-        const Inputs in = inputs_of(d, s);
-        const double scale = 1.5 / std::sqrt(static_cast<double>(s.width));
-        const Results got = on_gpu(s, in, causal, scale),
-                      want = on_cpu_in_f64(s, in, causal, scale);
-        const double bound = (d == kF64 ? 32 : d == kF32 ? 20 : 4) * epsilon(d);
-        const std::string where = std::string(name(d)) + s.to_string() + (causal ? " causal" : "");
-        EXPECT_LT(scaled_error(got.out, values(want.out)), bound) << where;
-        EXPECT_LT(scaled_error(got.dq, values(want.dq)), bound) << where;
-        EXPECT_LT(scaled_error(got.dk, values(want.dk)), bound) << where;
-        EXPECT_LT(scaled_error(got.dv, values(want.dv)), bound) << where;
-        for (int64_t i = 0; i < s.lse().numel(); ++i)
-          if (std::isinf(want.lse.at(i)))
-            EXPECT_EQ(got.lse.at(i), want.lse.at(i)) << where;
-          else
-            EXPECT_NEAR(got.lse.at(i), want.lse.at(i), d == kF64 ? 1e-13 : 4e-6) << where;
-      }
+      for (bool causal : {false, true})
+        if (d != kF16 || s.width <= 32) expect_the_cpus(d, s, causal, causal);
+}
+
+// Of the query alone, within a tile, up to one, over several and wider than all there is. Of two keys, and of two and a tile, the last
+// query that sees a tile of keys is the first of its own tile.
+TEST(CudaAttention, WindowsMatchTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 150, 150, 4, 2, 24}}, {kBF16, {1, 70, 193, 2, 1, 64}}, {kF16, {2, 1, 200, 4, 2, 32}},
+                             {kF32, {1, 100, 40, 1, 1, 80}}, {kF64, {1, 90, 90, 2, 1, 20}}, {kF32, {1, 66, 130, 1, 1, 136}}})
+    for (const int64_t window : {1, 2, 5, 32, 64, 66, 100, 1000}) expect_the_cpus(d, s, {true, {}, window}, {true, {}, window});
+}
+
+TEST(CudaAttention, WindowsAndDocumentsTogether) {
+  SHEAF_NEEDS_GPU();
+  Array begins(kI32, {2, 150});
+  begins.fill([](int64_t t) { return t >= 150 || t < 20 ? 0 : t < 120 ? 20 : 120; });
+  const OnGpu on(begins);
+  for (const DType d : {kF32, kF64})
+    for (const int64_t window : {1, 30, 64}) expect_the_cpus(d, {2, 150, 150, 2, 1, 16}, {true, on, window}, {true, begins, window});
 }
 
 TEST(CudaAttention, QueriesThatSeeNothingGiveZeros) {
@@ -207,6 +235,41 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
     for (const int64_t n : kLengths) compare(0, begin, n), begin += n;
     compare(1, 0, kTokens);
   }
+}
+
+TEST(CudaAttention, AWindowOfAllKeysIsNone) {
+  SHEAF_NEEDS_GPU();
+  for (const Sizes& s : {Sizes{1, 130, 130, 2, 1, 24}, {1, 70, 193, 2, 2, 20}}) {
+    const Inputs in = inputs_of(kF32, s);
+    const Results want = on_gpu(s, in, true, 0.4);
+    for (const int64_t window : {s.keys, s.keys + 1, std::numeric_limits<int64_t>::max()})
+      EXPECT_TRUE(same(on_gpu(s, in, {true, {}, window}, 0.4), want)) << window;
+    EXPECT_FALSE(same(on_gpu(s, in, {true, {}, s.keys - 1}, 0.4), want));
+  }
+}
+
+// NaN among a tile's keys or queries would spread through its products, even where it counts nothing.
+TEST(CudaAttention, TilesOutsideOfAWindowAreNotTouched) {
+  SHEAF_NEEDS_GPU();
+  const Sizes s{1, 256, 256, 2, 1, 32};
+  const Inputs in = inputs_of(kF32, s);
+  Inputs early = inputs_of(kF32, s), late = inputs_of(kF32, s);
+  for (int64_t i = 0; i < 64 * 32; ++i) early.k.set(i, NAN), early.v.set(i, NAN);
+  for (int64_t i = 192 * 64; i < 256 * 64; ++i) late.q.set(i, NAN), late.dout.set(i, NAN);
+  const AttentionMask mask(true, {}, 64);
+  const Results want = on_gpu(s, in, mask, 0.4), without_first = on_gpu(s, early, mask, 0.4),
+                without_last = on_gpu(s, late, mask, 0.4);
+  const auto rows = [](const Array& x, int64_t first, int64_t count) {
+    View v = x.view();
+    v.data = v.as<char>() + first * v.strides[1] * static_cast<int64_t>(size_of(v.dtype)), v.shape[1] = count;
+    return v;
+  };
+  EXPECT_TRUE(same_bits(rows(without_first.out, 128, 128), rows(want.out, 128, 128)));
+  EXPECT_TRUE(same_bits(rows(without_first.dq, 128, 128), rows(want.dq, 128, 128)));
+  EXPECT_TRUE(same_bits(rows(without_first.dk, 128, 128), rows(want.dk, 128, 128)));
+  // Of the keys up to 128, no query of the last tile sees one.
+  EXPECT_TRUE(same_bits(rows(without_last.dk, 0, 128), rows(want.dk, 0, 128)));
+  EXPECT_TRUE(same_bits(rows(without_last.dv, 0, 128), rows(want.dv, 0, 128)));
 }
 
 // They cannot be reported from there; nothing outside of the operands is touched.
