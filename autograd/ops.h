@@ -288,6 +288,10 @@ struct AttentionOptions {
   /// up to itself, and gets, bit for bit on CPUs and from our own kernels on GPUs, what it would get if there were no others.
   /// Causal only, with as many keys as queries. Cut with the batch.
   Tensor begins = {};
+  /// Keys that a query sees, itself and those before it: query t those with t + S - T - window < s, of the ones above
+  /// (sliding-window attention; Beltagy et al., https://arxiv.org/abs/2004.05150). Causal only, and the work is that of the
+  /// window. 0: all.
+  int64_t window = 0;
 };
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k and v[B, S, G, D]; H is a multiple of G, and head h reads key head
 /// h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.

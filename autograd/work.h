@@ -16,7 +16,7 @@ struct Work {
   double smallest = 0;            ///< rows, columns or what is added up: of which a product has fewest
   double attention_forward = 0;   ///< of attention: two products of a query with each key that it sees
   double attention_backward = 0;  ///< five of them: the scores are computed again
-  double keys = 0, head = 0;      ///< of attention: keys of a sequence, elements of a head
+  double keys = 0, head = 0;      ///< of attention: keys of a sequence or of a window, elements of a head
   double bytes = 0;               ///< read and written while computing: by default operands once, results once
   double passes = 0;              ///< bytes read and written before or after that, one pass behind the other
   DType dtype = kF32;             ///< what the products are of

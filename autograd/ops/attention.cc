@@ -16,14 +16,23 @@ using namespace ops;
 
 struct AttentionAttrs {
   double scale;
-  int64_t causal;
+  int64_t causal, window;
 };
+
+/// Keys that the queries at the first n positions see together, each up to `window`: a diagonal counts half.
+double seen_by_first(int64_t n, int64_t window) {
+  const auto all = static_cast<double>(std::max<int64_t>(0, n)), most = std::min(all, static_cast<double>(window));
+  return most * (all - most / 2);
+}
 
 /// Operations of one product of all queries, [B, T, ..], with the keys that they see: of as many keys as queries half, if causal.
 /// Documents are taken for one: where they begin is not in types.
-double product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal) {
-  w.work.keys = static_cast<double>(keys), w.work.head = static_cast<double>(head);
-  const double all = 2 * static_cast<double>(queries.numel()) * static_cast<double>(keys);
+double product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal, int64_t window) {
+  w.work.keys = static_cast<double>(window ? std::min(window, keys) : keys), w.work.head = static_cast<double>(head);
+  const double of_a_key = 2 * static_cast<double>(queries.numel());
+  if (window && queries[1])
+    return of_a_key * (seen_by_first(keys, window) - seen_by_first(keys - queries[1], window)) / static_cast<double>(queries[1]);
+  const double all = of_a_key * static_cast<double>(keys);
   return causal && keys == queries[1] ? all / 2 : all;
 }
 
@@ -41,8 +50,13 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
 }
 
 /// Where documents begin is the last of an op's inputs, if it has more than `others`.
-kernels::AttentionMask mask_of(int64_t causal, const Execute& c, int others) {
-  return {causal != 0, c.num_inputs() > others ? c.input(others) : View()};
+template <class Attrs>
+kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {
+  return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window};
+}
+
+std::string describe_mask(bool causal, int64_t window) {
+  return str(causal ? "causal " : "", window ? str("window ", window, " ") : "");
 }
 
 void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool as_many_keys) {
@@ -81,15 +95,15 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
-                 c.input(5), c.input(4), mask_of(a.causal, c, 6), c.output(0), c.output(1), c.output(2));
+                 c.input(5), c.input(4), mask_of(a, c, 6), c.output(0), c.output(1), c.output(2));
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
-                 c.input(5), c.input(4), mask_of(a.causal, c, 6), a.scale, c.output(0), c.output(1),
+                 c.input(5), c.input(4), mask_of(a, c, 6), a.scale, c.output(0), c.output(1),
                  c.output(2), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_backward = 5 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal);
+    w.work.attention_backward = 5 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal, a.window);
   }
 };
 
@@ -123,15 +137,15 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there ar
     rule_of(p, {kR, kR, kP}, {kP, kR});  // linear in v
   }
   static int64_t workspace(const Attrs& a, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1), c.input(2), mask_of(a.causal, c, 3),
+    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1), c.input(2), mask_of(a, c, 3),
                  c.output(0), c.output(1));
   }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), mask_of(a.causal, c, 3), a.scale,
+    SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), mask_of(a, c, 3), a.scale,
                  c.output(0), c.output(1), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_forward = 2 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal);
+    w.work.attention_forward = 2 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal, a.window);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
@@ -140,13 +154,14 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there ar
     for (int i = 0; i < 3; ++i) c.set(i, d[static_cast<size_t>(i)]);
   }
   static void describe(const Attrs& a, std::string& out) {
-    out += str(a.causal ? "causal " : "", "scale ", a.scale);
+    out += str(describe_mask(a.causal, a.window), "scale ", a.scale);
   }
 };
 
 struct PackedAttrs {
   double scale;
   int32_t causal, heads, key_heads, width;
+  int64_t window;
 };
 
 /// The attributes of this rank's heads, input 0 being qkv: it holds the same fraction of all three.
@@ -208,18 +223,18 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse, begins if there are do
     const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
     return SHEAF_WORKSPACE(c.device(), attention_backward, in.q, in.k, in.v,
                  heads_of_queries(a, c.input(1)), c.input(3), heads_of_queries(a, c.input(2)),
-                 mask_of(a.causal, c, 4), d.q, d.k, d.v);
+                 mask_of(a, c, 4), d.q, d.k, d.v);
   }
   static void execute(const Attrs& all, Execute& c) {
     const Stream stream = c.stream();
     const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0)), d = heads_of(a, c.output(0));
     SHEAF_ON_DEVICE(stream, attention_backward, in.q, in.k, in.v, heads_of_queries(a, c.input(1)),
-                 c.input(3), heads_of_queries(a, c.input(2)), mask_of(a.causal, c, 4), a.scale, d.q, d.k, d.v,
+                 c.input(3), heads_of_queries(a, c.input(2)), mask_of(a, c, 4), a.scale, d.q, d.k, d.v,
                  c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_backward = 5 * product(w, w.input(1), w.input(1)[1], a.width, a.causal);
+    w.work.attention_backward = 5 * product(w, w.input(1), w.input(1)[1], a.width, a.causal, a.window);
   }
 };
 
@@ -243,18 +258,18 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D], begins[B, T] if there are d
   static int64_t workspace(const Attrs& all, const Execute& c) {
     const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0));
-    return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k, in.v, mask_of(a.causal, c, 1),
+    return SHEAF_WORKSPACE(c.device(), attention, in.q, in.k, in.v, mask_of(a, c, 1),
                  heads_of_queries(a, c.output(0)), c.output(1));
   }
   static void execute(const Attrs& all, Execute& c) {
     const Stream stream = c.stream();
     const Attrs a = local_heads(all, c);
     const kernels::PackedHeads in = heads_of(a, c.input(0));
-    SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, mask_of(a.causal, c, 1), a.scale,
+    SHEAF_ON_DEVICE(stream, attention, in.q, in.k, in.v, mask_of(a, c, 1), a.scale,
                  heads_of_queries(a, c.output(0)), c.output(1), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_forward = 2 * product(w, w.output(0), w.output(0)[1], a.width, a.causal);
+    w.work.attention_forward = 2 * product(w, w.output(0), w.output(0)[1], a.width, a.causal, a.window);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     std::vector<Tensor> in = {c.input(0), c.output(0), dense_rows(c.grad()), c.output(1)};
@@ -262,13 +277,19 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D], begins[B, T] if there are d
     c.set(0, apply(op_def<PackedAttentionBackward>(), &a, in)[0]);
   }
   static void describe(const Attrs& a, std::string& out) {
-    out += str(a.causal ? "causal " : "", "heads ", a.heads, "/", a.key_heads, " scale ", a.scale);
+    out += str(describe_mask(a.causal, a.window), "heads ", a.heads, "/", a.key_heads, " scale ", a.scale);
   }
 };
 
 double scale_of(const AttentionOptions& options, int64_t width) {
   return options.scale > 0 ? options.scale
                            : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));
+}
+
+void check_window(const char* op, const AttentionOptions& options) {
+  if (options.window < 0 || (options.window > 0 && !options.causal))
+    fail<ShapeError>("[", op, "] a window of ", options.window, " keys", options.causal ? "" : ", not causal",
+                     "; wants 0 for none, or a causal mask and at least 1");
 }
 
 }  // namespace
@@ -280,9 +301,10 @@ Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads,
       qkv.size(2) % parts != 0)
     fail<ShapeError>("[packed_attention] wants [B, T, (H + 2 G) D] with H a multiple of G, got ",
                      qkv.type(), ", H ", heads, ", G ", key_heads);
+  check_window("packed_attention", options);
   const int64_t width = qkv.size(2) / parts;
   const PackedAttrs attrs{scale_of(options, width), options.causal, static_cast<int32_t>(heads),
-                          static_cast<int32_t>(key_heads), static_cast<int32_t>(width)};
+                          static_cast<int32_t>(key_heads), static_cast<int32_t>(width), options.window};
   std::vector<Tensor> in = {dense_rows(qkv)};
   if (options.begins) in.push_back(dense_rows(options.begins));
   return apply(op_def<PackedAttention>(), &attrs, in)[0];
@@ -291,7 +313,8 @@ Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads,
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v,
                  const AttentionOptions& options) {
   if (q.rank() != 4) fail<ShapeError>("[attention] wants q [B,T,H,D], got ", q.type());
-  const AttentionAttrs attrs{scale_of(options, q.size(3)), options.causal};
+  check_window("attention", options);
+  const AttentionAttrs attrs{scale_of(options, q.size(3)), options.causal, options.window};
   std::vector<Tensor> in = {dense_rows(q), dense_rows(k), dense_rows(v)};
   if (options.begins) in.push_back(dense_rows(options.begins));
   return apply(op_def<Attention>(), &attrs, in)[0];
