@@ -1,6 +1,6 @@
 // attention: causal, on queries, keys and values packed as the projection leaves them, against the
 // machine's arithmetic: a CPU's f32 multiply-adds, a GPU's square product of the same dtype. Then sequences
-// of documents, against as many tokens that are one document.
+// of documents, against as many tokens that are one document, and windows against all keys.
 #include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/suites.h"
 
@@ -55,12 +55,38 @@ void measure_documents(Session& session, DType dtype, const AttentionSize& full,
   }
 }
 
+void measure_window(Session& session, DType dtype, const AttentionSize& full, int64_t window) {
+  for (bool backward : {false, true}) {
+    const std::string name = str("window-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
+                                 "-D", full.d, "-W", window);
+    if (!session.wants("attention", name)) continue;
+    AttentionSize s = full;
+    if (session.options().quick) s.t = 2 * window, s.h = s.g = 2;
+    if (session.options().quick && session.on_gpu()) s.t = 32, window = 13;
+    const Stream stream = session.stream();
+    std::unique_ptr<const AttentionCall> some, all;
+    Comparison c{.name = name, .unit = Unit::seconds};
+    c.peer = "all keys";
+    c.prepare = [&] {
+      some = std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, window);
+      all = std::make_unique<const AttentionCall>(dtype, s, session.device());
+      for (const auto* call : {&some, &all}) (*call)->forward(stream);
+    };
+    c.run = [&] { backward ? some->backward(stream) : some->forward(stream); };
+    c.peer_run = [&] { backward ? all->backward(stream) : all->forward(stream); };
+    session.compare("attention", c);
+  }
+}
+
 }  // namespace
 
 void attention_suite(Session& session) {
   if (!session.on_gpu()) {
     for (DType dtype : {kF32, kBF16})
       for (const int64_t document : {500, 100}) measure_documents(session, dtype, {1, 1024, 12, 12, 64}, document);
+    for (DType dtype : {kF32, kBF16})
+      for (const int64_t tokens : {1024, 4096})
+        for (const int64_t window : {128, 256}) measure_window(session, dtype, {1, tokens, 12, 12, 64}, window);
     for (DType dtype : {kF32, kBF16})
       for (const AttentionSize& s :
            {AttentionSize{4, 64, 12, 12, 64}, {1, 1024, 12, 12, 64}, {16, 256, 6, 6, 64}})
@@ -76,6 +102,7 @@ void attention_suite(Session& session) {
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
   for (const int64_t document : {1000, 250}) measure_documents(session, kBF16, {2, 4096, 12, 12, 64}, document);
+  for (const int64_t window : {256, 1024}) measure_window(session, kBF16, {2, 4096, 12, 12, 64}, window);
 }
 
 }  // namespace sheaf::bench
