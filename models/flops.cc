@@ -1,6 +1,27 @@
 #include "sheaf/models/flops.h"
 
+#include <algorithm>
+
+#include "sheaf/models/attention_window.h"
+
 namespace sheaf::models {
+
+namespace {
+
+// Keys that a token sees: all of them, or in the mean of all blocks and tokens what masks leave, a diagonal counted half.
+double keys_seen(const ModelConfig& m, CountAttention attention) {
+  const auto context = static_cast<double>(m.context);
+  if (attention == CountAttention::full) return context;
+  double all = 0;
+  for (int64_t i = 0; i < m.layers; ++i) {
+    const int64_t window = window_of_block(i, m.window, m.full_attention_every);
+    const double most = window ? static_cast<double>(std::min(window, m.context)) : context;
+    all += most * (context - most / 2) / context;
+  }
+  return all / static_cast<double>(m.layers);
+}
+
+}  // namespace
 
 FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention) {
   const ModelConfig m = resolved(config.model);
@@ -12,8 +33,7 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   const double hidden = m.experts == 0 ? of(m.mlp_width) : of(m.experts_per_token) * of(m.expert_hidden);
   // Queries, keys and values, the output; up and down, and Llama's gate.
   const double block = width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden + width * of(m.experts);
-  const double each = attention == CountAttention::full ? 12 : 6;
-  return {tokens * (6 * block + each * context * queries), tokens * 6 * of(m.vocab) * width};
+  return {tokens * (6 * block + 12 * keys_seen(m, attention) * queries), tokens * 6 * of(m.vocab) * width};
 }
 
 double flops_per_step(const TrainConfig& config, CountAttention attention) {

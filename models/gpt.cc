@@ -1,13 +1,16 @@
 #include "sheaf/models/gpt.h"
 
+#include "sheaf/models/attention_window.h"
+
 namespace sheaf::models {
 namespace {
 
-nn::AttentionConfig attention_config(const GptConfig& c) {
+nn::AttentionConfig attention_config(const GptConfig& c, int64_t block) {
   nn::AttentionConfig a;
   a.width = c.width;
   a.heads = c.heads;
   a.bias = c.bias;
+  a.window = window_of_block(block, c.window, c.full_attention_every);
   a.dropout = c.dropout;
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
@@ -57,9 +60,9 @@ GptConfig GptConfig::preset(const std::string& name) {
   fail<ConfigError>("[gpt2] no preset '", name, "'; there are ", known);
 }
 
-Block::Block(const GptConfig& c)
+Block::Block(const GptConfig& c, int64_t index)
     : ln1(c.width, {.bias = c.bias, .eps = c.norm_eps}),
-      attention(attention_config(c)),
+      attention(attention_config(c, index)),
       ln2(c.width, {.bias = c.bias, .eps = c.norm_eps}),
       mlp(mlp_config(c)) {}
 
@@ -79,7 +82,7 @@ Gpt::Gpt(const GptConfig& c)
       dropout(c.dropout),
       ln_f(c.width, {.bias = c.bias, .eps = c.norm_eps}) {
   blocks.reserve(static_cast<size_t>(c.layers));
-  for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
+  for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
 }
 
 nn::Residual Gpt::embedded(const Tensor& tokens_BT, int64_t position) {

@@ -24,6 +24,8 @@ struct GptConfig {
   double dropout = 0.0;         ///< of embeddings, attention outputs and MLP outputs
   bool tie_embeddings = true;   ///< the head is the token embedding
   double norm_eps = 1e-5;
+  int64_t window = 0;           ///< keys that a token sees, itself and those before it; 0: all
+  int64_t full_attention_every = 0;  ///< blocks N, 2 N, .. see all (window_of_block); 0: none, if there is a window
   int64_t end_of_text = -1;     ///< token that ends a document: in loss() tokens attend to their own document's alone; -1: to
                                 ///< all before them
 
@@ -44,7 +46,7 @@ struct Block : DecoderBlock {
   nn::LayerNorm ln2;
   nn::MLP mlp;
 
-  explicit Block(const GptConfig& config);
+  explicit Block(const GptConfig& config, int64_t index = 0);  ///< among the model's, from 0: which keys it sees
   nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
   SHEAF_FIELDS(ln1, attention, ln2, mlp);
 };

@@ -22,6 +22,8 @@ std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t 
     c.dropout = m.dropout;
     c.tie_embeddings = m.tie_embeddings;
     c.norm_eps = m.norm_eps;
+    c.window = m.window;
+    c.full_attention_every = m.full_attention_every;
     c.end_of_text = m.end_of_text;
     return std::make_unique<Gpt>(c);
   }
@@ -49,6 +51,8 @@ std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t 
     c.expert_groups = m.expert_groups;
     c.normalize_experts = m.normalize_experts;
     c.aux_loss = m.aux_loss;
+    c.window = m.window;
+    c.full_attention_every = m.full_attention_every;
     c.end_of_text = m.end_of_text;
     return std::make_unique<Llama>(c);
   }

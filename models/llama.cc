@@ -1,11 +1,12 @@
 #include "sheaf/models/llama.h"
 
+#include "sheaf/models/attention_window.h"
 #include "sheaf/nn/layers/stages.h"
 
 namespace sheaf::models {
 namespace {
 
-nn::AttentionConfig attention_config(const LlamaConfig& c) {
+nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   nn::AttentionConfig a;
   a.width = c.width;
   a.heads = c.heads;
@@ -15,6 +16,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c) {
   a.qkv_bias = c.qkv_bias;
   a.qk_norm = c.qk_norm;
   a.norm_eps = c.norm_eps;
+  a.window = window_of_block(block, c.window, c.full_attention_every);
   a.dropout = c.dropout;
   a.rope_theta = c.rope_theta;
   a.rope_scaling = c.rope_scaling;
@@ -152,9 +154,9 @@ LlamaConfig LlamaConfig::preset(const std::string& name) {
   fail<ConfigError>("[llama] no preset '", name, "'; there are ", known, "llama-tiny");
 }
 
-LlamaBlock::LlamaBlock(const LlamaConfig& c)
+LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
     : attention_norm(c.width, c.norm_eps),
-      attention(attention_config(c)),
+      attention(attention_config(c, index)),
       mlp_norm(c.width, c.norm_eps) {
   if (c.experts) moe.emplace(mixture_config(c));
   else mlp.emplace(mlp_config(c));
@@ -175,7 +177,7 @@ Llama::Llama(const LlamaConfig& c)
       embedding(token_table(c.vocab, c.width)),
       norm(c.width, c.norm_eps) {
   blocks.reserve(static_cast<size_t>(c.layers));
-  for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c);
+  for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
 }
 
 void Llama::add_penalties(int64_t begin, int64_t end, Tensor& all) {

@@ -40,6 +40,8 @@ struct LlamaConfig {
   bool normalize_experts = true;  ///< its weights
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
+  int64_t window = 0;             ///< as in GptConfig
+  int64_t full_attention_every = 0;  ///< there, too
   int64_t end_of_text = -1;       ///< as in GptConfig
 
   static LlamaConfig tiny() { return {}; }
@@ -59,7 +61,7 @@ struct LlamaBlock : DecoderBlock {
   std::optional<nn::SwiGluMLP> mlp;
   std::optional<nn::MixtureOfExperts> moe;
 
-  explicit LlamaBlock(const LlamaConfig& config);
+  explicit LlamaBlock(const LlamaConfig& config, int64_t index = 0);  ///< among the model's, from 0: which keys it sees
   nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
   SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp, moe);
 };

@@ -32,6 +32,7 @@ ModelConfig options_of(const GptConfig& c) {
   m.layers = c.layers, m.heads = c.heads, m.width = c.width, m.mlp_width = c.mlp_width;
   m.context = c.context, m.vocab = c.vocab, m.bias = c.bias, m.tie_embeddings = c.tie_embeddings;
   m.dropout = c.dropout, m.norm_eps = c.norm_eps;
+  m.window = c.window, m.full_attention_every = c.full_attention_every;
   return m;
 }
 
@@ -41,6 +42,7 @@ ModelConfig options_of(const LlamaConfig& c) {
   m.layers = c.layers, m.heads = c.heads, m.kv_heads = c.kv_heads, m.width = c.width, m.mlp_width = c.mlp_width;
   m.context = c.context, m.vocab = c.vocab, m.tie_embeddings = c.tie_embeddings;
   m.head_dim = c.head_dim, m.qk_norm = c.qk_norm;
+  m.window = c.window, m.full_attention_every = c.full_attention_every;
   m.qkv_bias = c.qkv_bias, m.dropout = c.dropout, m.rope_theta = c.rope_theta, m.norm_eps = c.norm_eps;
   m.rope_scaling = options_of(c.rope_scaling);
   m.experts = c.experts, m.experts_per_token = c.experts_per_token, m.expert_hidden = c.expert_hidden;

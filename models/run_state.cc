@@ -14,6 +14,8 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.head_dim", m.head_dim);
   f("model.mlp_width", m.mlp_width);
   f("model.context", m.context);
+  f("model.window", m.window);
+  f("model.full_attention_every", m.full_attention_every);
   f("model.bias", m.bias);
   f("model.qkv_bias", m.qkv_bias);
   f("model.qk_norm", m.qk_norm);
@@ -70,7 +72,7 @@ bool came_later(std::string_view key) {
          key == "train.optimizer" || key == "train.momentum" || key == "model.qkv_bias" ||
          key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
-         key == "model.end_of_text";
+         key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

@@ -57,6 +57,8 @@ struct ModelConfig {
   int64_t mlp_width = 0;        ///< hidden size of the MLP; 0: 4·width for gpt2, 8/3·width up to a multiple of 64 for llama
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
+  int64_t window = 0;           ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
+  int64_t full_attention_every = 0;  ///< with a window: blocks N, 2·N, .., counted from 1, see all (window_of_block); 0: none
   int64_t experts = 0;          ///< MLPs of which each token goes through some (mixture of experts); 0: one MLP (llama)
   int64_t experts_per_token = 2;  ///< how many
   int64_t expert_hidden = 0;    ///< hidden size of each; 0: mlp_width

@@ -221,6 +221,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
   if (key == "model.head_dim" && config.model.type != "llama" && config.model.head_dim * config.model.heads != config.model.width)
     return "only model.type llama has heads of another width than model.width / model.heads";
+  if (key == "model.full_attention_every" && config.model.window == 0) return "without model.window all blocks see all keys";
   if (key.starts_with("model.expert") && config.model.type != "llama") return "only model.type llama has mixtures of experts";
   const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||
                           key == "model.aux_loss";

@@ -28,6 +28,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.head_dim", &m.head_dim, "width of a head; 0: model.width / model.heads (llama)", any, 0, 1e6},
       {"model.mlp_width", &m.mlp_width, "hidden size of the MLP; 0: chosen by the type", any, 0, 1e7},
       {"model.context", &m.context, "tokens per sequence", any, 1, 1e8},
+      {"model.window", &m.window, "keys that a token sees, itself and those before it (sliding-window attention); 0: all", any, 0, 1e9},
+      {"model.full_attention_every", &m.full_attention_every, "of each so many blocks with a window the last sees all keys; 0: none", any, 0,
+       10000},
       {"model.vocab", &m.vocab, "vocabulary size; 0: that of the tokenizer", any, 0, 1e8},
       {"model.bias", &m.bias, "biases in linear layers and layer norms (gpt2)"},
       {"model.qkv_bias", &m.qkv_bias, "queries, keys and values have biases, as Qwen2's (llama)"},
@@ -161,6 +164,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(m.head_dim % 2 == 0 || m.type != "llama", "model.head_dim ", m.head_dim, origin("model.head_dim"),
           ": rotary embedding needs an even size");
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
+  require(m.window == 0 || m.full_attention_every != 1, "model.window ", m.window, origin("model.window"),
+          " would change nothing: with model.full_attention_every 1 all blocks see all keys");
   require(scaling.empty(), "model.rope_scaling.", scaling);
   const auto& d = config.data;
   require(d.corpus.empty() || (d.train_file.empty() && d.val_file.empty()),

@@ -13,6 +13,7 @@ int64_t checked_head_width(const AttentionConfig& c) {
                      "[attention] width ", c.width, " is not a multiple of ", c.heads, " heads");
   check<ConfigError>(c.kv_heads == 0 || (c.kv_heads > 0 && c.heads % c.kv_heads == 0), "[attention] ", c.heads,
                      " heads are not a multiple of ", c.kv_heads, " key and value heads");
+  check<ConfigError>(c.window >= 0, "[attention] window ", c.window, ": a token sees at least itself; 0: all keys");
   const int64_t d = head_width_of(c);
   check<ConfigError>(c.rope_theta == 0.0 || d % 2 == 0, "[attention] rotary positions need heads of even width, not ", d);
   return d;
@@ -38,6 +39,7 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
     : heads(c.heads),
       kv_heads(key_heads(c)),
       head_width(checked_head_width(c)),
+      window(c.window),
       rope_theta(c.rope_theta),
       rope_scaling(c.rope_scaling),
       qkv(c.width, (c.heads + 2 * key_heads(c)) * head_width, reads(c)),
@@ -70,7 +72,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     qkv_BTE = reshape(heads_BTHD, packed);
   }
   const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, *cache)
-                                 : packed_attention(qkv_BTE, heads, kv_heads, {.begins = begins_BT});
+                                 : packed_attention(qkv_BTE, heads, kv_heads, {.begins = begins_BT, .window = window});
   return dropout(region.leave(projection(context.leave(mixed_BTC))));
 }
 
@@ -79,7 +81,7 @@ Tensor CausalSelfAttention::attend_to_cache(const Tensor& qkv_BTE, KeyValueCache
   const Tensor heads_BTHD = reshape(qkv_BTE, {b, t, heads + both, head_width});
   const Tensor kv_BSGD = cache.append(path(), slice(heads_BTHD, 2, heads, heads + both));
   const Tensor out_BTHD = attention(slice(heads_BTHD, 2, 0, heads), slice(kv_BSGD, 2, 0, kv_heads),
-                                    slice(kv_BSGD, 2, kv_heads, both), {.causal = true});
+                                    slice(kv_BSGD, 2, kv_heads, both), {.window = window});
   return reshape(out_BTHD, {b, t, heads * head_width});
 }
 

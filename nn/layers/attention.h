@@ -21,6 +21,7 @@ struct AttentionConfig {
   bool qk_norm = false;     ///< each query and key is normalised, before it is rotated
   double norm_eps = 1e-5;   ///< there
   double dropout = 0.0;     ///< of the output (not of the attention weights, which never exist)
+  int64_t window = 0;       ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
   double rope_theta = 0.0;  ///< base of rotary positions; 0: none
   RotaryScaling rope_scaling = {};  ///< of their frequencies
   Init init = Init::normal(0.02);             ///< of the input projection
@@ -33,9 +34,10 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
 
 /// Multi-head attention of each token to itself and those before it (Vaswani et al., https://arxiv.org/abs/1706.03762):
 /// [B, T, C] → [B, T, C]. With a cache, the T tokens come after those that it has read, and are appended to it. With `begins`
-/// (document_begins), a token attends to those of its own document alone; not with a cache, whose tokens are one.
+/// (document_begins), a token attends to those of its own document alone; not with a cache, whose tokens are one. With a window it
+/// attends to itself and the window - 1 before it, those in the cache included.
 struct CausalSelfAttention : Module {
-  int64_t heads, kv_heads, head_width;
+  int64_t heads, kv_heads, head_width, window;
   double rope_theta;
   RotaryScaling rope_scaling;
   Linear qkv;         ///< rows of the weight: H·D of queries, G·D of keys, G·D of values

@@ -42,6 +42,13 @@ LlamaConfig qwen3() {
   return c;
 }
 
+// The window is no multiple of a block of keys, and begins in the third of them.
+LlamaConfig windowed() {
+  LlamaConfig c = llama();
+  c.layers = 3, c.window = 40, c.full_attention_every = 2;
+  return c;
+}
+
 std::vector<int32_t> text(int64_t count) {
   std::vector<int32_t> out;
   for (int64_t i = 0; i < count; ++i) out.push_back(static_cast<int32_t>((i * i + 5 * i + i / 3) % kVocab));
@@ -80,6 +87,7 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
       expect_rows_of_one_pass<Gpt>(gpt(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(qwen3(), dtype, pieces);
+      expect_rows_of_one_pass<Llama>(windowed(), dtype, pieces);
       LlamaConfig scaled = llama();
       for (const RotaryScaling& scaling : {RotaryScaling::llama3(8, 1, 4, 60), RotaryScaling::yarn(8, 60)}) {
         scaled.rope_scaling = scaling;
@@ -183,6 +191,7 @@ TEST(Generate, GivesTheTextOfWholeWindows) {
     expect_the_text_of_whole_windows<Gpt>(gpt(), prompt, tokens);
     expect_the_text_of_whole_windows<Llama>(llama(), prompt, tokens);
     expect_the_text_of_whole_windows<Llama>(qwen3(), prompt, tokens);
+    expect_the_text_of_whole_windows<Llama>(windowed(), prompt, tokens);
   }
 }
 

@@ -270,6 +270,9 @@ TEST(GpuGeneration, CachedKeysAndValuesGiveTheLogitsOfOnePass) {
       models::LlamaConfig qwen3;
       qwen3.head_dim = 24, qwen3.qk_norm = true;
       expect_cached_logits<models::Llama>(qwen3, dtype, bound);
+      models::LlamaConfig windowed;
+      windowed.window = 20, windowed.full_attention_every = 2;
+      expect_cached_logits<models::Llama>(windowed, dtype, bound);
     }
   }, {.device = kGpu});
 }

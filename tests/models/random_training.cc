@@ -29,6 +29,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   m.tie_embeddings = draw.one_in(2);
   m.dropout = draw.of<double>({0, 0, 0.2});
   m.norm_eps = draw.of<double>({1e-5, 1e-3});
+  if (draw.one_in(3)) m.window = 1 + draw.below(static_cast<size_t>(m.context) + 2), m.full_attention_every = draw.of<int64_t>({0, 2, 3});
   if (m.type == "gpt2") {
     m.heads = 1 + draw.below(6);
     m.width = m.heads * (2 + draw.below(4));
@@ -88,8 +89,8 @@ models::TrainConfig drawn_task(Draw& draw) {
   models::TrainConfig c;
   draw_model(c.model, draw);
   draw_optimization(c.train, draw);
-  // One token attends to itself alone: gradients of queries and keys would be roundings, which Muon makes as large as others.
-  if (c.model.context > 1 && draw.one_in(3)) c.train.optimizer = "muon";
+  // A token that attends to itself alone: gradients of queries and keys would be roundings, which Muon makes as large as others.
+  if (c.model.context > 1 && c.model.window != 1 && draw.one_in(3)) c.train.optimizer = "muon";
   if (draw.one_in(3)) c.data.separate_documents = true, c.data.end_of_text = draw.below(static_cast<size_t>(c.model.vocab));
   c.sharding.strategy = "replicate";
   if (c.model.aux_loss != 0) c.train.micro_batches = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(c.train.batch, 4)));

@@ -139,7 +139,7 @@ TEST(RunState, StepsCountThroughTheDecay) {
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum",
-                          "model.end_of_text"})
+                          "model.end_of_text", "model.window", "model.full_attention_every"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                            "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
@@ -173,6 +173,12 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   now.model.end_of_text = 7;
   EXPECT_THAT(mismatch(saved, now), HasSubstr("keeps documents apart (data.separate_documents; -1: they are not) was -1 in the "
                                               "checkpoint and is 7 now"));
+  // Its attention saw all keys.
+  now = a_run();
+  now.model.window = 7;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.window was 0 in the checkpoint and is 7 now"));
+  now.model.window = 0, now.model.full_attention_every = 2;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("model.full_attention_every was 0 in the checkpoint and is 2 now"));
   // All other options stand in every checkpoint.
   json.set("options", without(json.at("options"), "train.lr"));
   EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { RunState::from_json(json); }), HasSubstr("train.lr"));

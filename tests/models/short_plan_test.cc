@@ -85,6 +85,17 @@ TEST_F(ShortPlans, AreWholeOnesWithAnyNumberOfStages) {
       }
 }
 
+TEST_F(ShortPlans, AreWholeOnesWithWindowsInSomeBlocks) {
+  for (const int64_t every : {0, 2, 3}) {
+    models::TrainConfig c = config_of("llama");
+    c.model.layers = 9;
+    c.model.window = 2, c.model.full_attention_every = every;
+    c.sharding.pipeline = 3;
+    c.train.micro_batches = 5, c.train.batch = 10;
+    expect_short_plans_are_whole(c, 6, 4, str("all keys in each block ", every));
+  }
+}
+
 // Where micro-batches go round the stages: of many blocks and few, as many rounds as there are kinds of turns, and more.
 TEST_F(ShortPlans, AreWholeOnesWithSeveralRuns) {
   for (const auto& [stages, runs, layers] : {std::tuple{2, 2, 21}, {2, 3, 40}, {3, 2, 31}, {4, 2, 37}, {5, 2, 31}, {4, 3, 48}, {4, 2, 9}})

@@ -62,6 +62,24 @@ TEST_F(StepTimes, OperationsOnTheTapeAreThoseOfTheModel) {
       }
 }
 
+// Of the keys that each block's window leaves.
+TEST_F(StepTimes, WindowsHaveTheOperationsOfTheirKeys) {
+  for (const int64_t every : {0, 2, 3}) {
+    models::TrainConfig c = config_of("llama");
+    c.model.vocab = 48;
+    const Operations all = operations_of(c, 1);
+    c.model.window = c.model.context;
+    EXPECT_EQ(operations_of(c, 1).attention, all.attention);
+    c.model.window = 2, c.model.full_attention_every = every;
+    const Operations counted = operations_of(c, 1);
+    EXPECT_DOUBLE_EQ(counted.products + counted.attention, models::flops_per_step(c)) << every;
+    EXPECT_EQ(counted.products, all.products);
+    // Of T tokens each sees two, but the first; all see T / 2 in the mean.
+    const auto context = static_cast<double>(c.model.context), full = every ? static_cast<double>(4 / every) : 0;
+    EXPECT_DOUBLE_EQ(counted.attention, all.attention * (full + (4 - full) * (2 - 2 / context) / (context / 2)) / 4);
+  }
+}
+
 TEST_F(StepTimes, RanksThatShareLayersShareTheirOperations) {
   for (const char* type : {"gpt2", "llama"}) {
     models::TrainConfig c = config_of(type);

@@ -123,6 +123,10 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
               HasSubstr("'model.bias' would change nothing: only model.type gpt2 has biases"));
   EXPECT_THAT(error("", {"--model.head_dim", "64"}), HasSubstr("only model.type llama has heads of another width"));
   EXPECT_THAT(error("", {"--model.qk_norm", "true"}), HasSubstr("only model.type llama has such norms"));
+  EXPECT_THAT(error("", {"--model.full_attention_every", "2"}), HasSubstr("would change nothing: without model.window all blocks see all"));
+  EXPECT_THAT(error("", {"--model.window", "8", "--model.full_attention_every", "1"}),
+              HasSubstr("would change nothing: with model.full_attention_every 1 all blocks see all keys"));
+  EXPECT_THAT(error("", {"--model.window", "-1"}), HasSubstr("model.window"));
   EXPECT_THAT(error("", {"--model.rope_theta", "10000"}), HasSubstr("only model.type llama has rotary embeddings"));
   EXPECT_THAT(error("", {"--model.experts", "8"}), HasSubstr("only model.type llama has mixtures of experts"));
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.aux_loss", "0.1"}), HasSubstr("only mixtures of experts (model.experts)"));

@@ -1,0 +1,15 @@
+// Which blocks of a model have sliding-window attention.
+#pragma once
+
+#include <cstdint>
+
+namespace sheaf::models {
+
+/// The window of block i, counted from 0: of a model whose blocks see so many keys, but for those numbered N, 2 N, .. from 1 on,
+/// with N = full_attention_every, which see all (Gemma 3, https://arxiv.org/abs/2503.19786, has 6, gpt-oss 2). 0: all keys; an N
+/// of 0: no such block.
+inline int64_t window_of_block(int64_t i, int64_t window, int64_t full_attention_every) {
+  return full_attention_every > 0 && (i + 1) % full_attention_every == 0 ? 0 : window;
+}
+
+}  // namespace sheaf::models
