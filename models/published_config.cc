@@ -1,9 +1,11 @@
 #include "sheaf/models/published_config.h"
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 
 #include "sheaf/core/file.h"
+#include "sheaf/models/attention_window.h"
 
 namespace sheaf::models {
 namespace {
@@ -41,6 +43,11 @@ class Reader {
   }
   int64_t positive(const char* key, int64_t otherwise) const { return find(key) ? positive(key) : otherwise; }
   double number(const char* key, double otherwise) const { return get(key, otherwise, &Json::as_double); }
+  int64_t whole(const char* key, int64_t otherwise) const {
+    const int64_t value = get(key, otherwise, &Json::as_int);
+    if (value < 0 || value > kLargest) refuse(key, "expected a whole number, at most 10^9");
+    return value;
+  }
   bool flag(const char* key, bool otherwise) const { return get(key, otherwise, &Json::as_bool); }
   std::string text(const char* key, const char* otherwise) const {
     return get(key, std::string(otherwise), &Json::as_string);
@@ -140,6 +147,32 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
   return s;
 }
 
+// Which layers see `window` keys alone, as the file lists them or, if it does not, by `sliding(i)`, goes to m.window and
+// m.full_attention_every; `derived` is the key that says it then.
+template <class F>
+void read_windows(const Reader& r, int64_t window, const char* derived, F&& sliding, ModelConfig& m) {
+  const Json* types = r.find("layer_types");
+  const char* key = types ? "layer_types" : derived;
+  std::vector<bool> slides;
+  if (types) {
+    if (!types->is_array() || std::ssize(types->as_array()) != m.layers) r.refuse(key, "expected an array with the type of each layer");
+    for (const Json& type : types->as_array()) {
+      slides.push_back(type == Json("sliding_attention"));
+      if (!slides.back() && !(type == Json("full_attention"))) r.refuse(key, "Sheaf has full_attention and sliding_attention");
+    }
+  } else {
+    for (int64_t i = 0; i < m.layers; ++i) slides.push_back(window != 0 && sliding(i));
+  }
+  const bool none = window == 0;
+  const auto first_full = std::ranges::find(slides, false) - slides.begin();
+  if (first_full == 0) window = 0;
+  m.window = window;
+  m.full_attention_every = window && first_full < m.layers ? first_full + 1 : 0;
+  for (int64_t i = 0; i < m.layers; ++i)
+    if (slides[static_cast<size_t>(i)] != (window_of_block(i, m.window, m.full_attention_every) != 0))
+      r.refuse(key, none ? "no window is said" : "Sheaf's models have full attention in every N-th layer, or in none or all");
+}
+
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, and Qwen3's, whose
 // queries and keys have norms instead, with mixtures of experts, too.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
@@ -149,13 +182,8 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
   r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
-  r.only("use_sliding_window", false, "Sheaf's attention sees all tokens before");
-  // Qwen does not use the one that it names; transformers gives Mistral one unless the file says null.
-  if (!qwen) r.only("sliding_window", false, "Sheaf's attention sees all tokens before");
-  if (type == "mistral" && !r.has("sliding_window"))
-    r.refuse("sliding_window", "that means 4096 tokens; Sheaf's attention sees all before");
-  if (const Json* types = r.find("layer_types"); types && types->dump().find("sliding") != std::string::npos)
-    r.refuse("layer_types", "Sheaf's attention sees all tokens before");
+  if (!qwen) r.only("use_sliding_window", false, "that is a key of Qwen's");
+  if (llama) r.only("sliding_window", false, "Llama's attention sees all tokens before");
   if (r.number("partial_rotary_factor", 1.0) != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads");
   ModelConfig m;
   m.type = "llama";
@@ -179,6 +207,18 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.qk_norm = type == "qwen3" || qwen3_moe;
   m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
+  // Qwen uses the window that it names if it says so, and then Qwen2 and Qwen3 not in the first layers. Where the file does not
+  // even say null, transformers gives it and Mistral one.
+  int64_t window = 0;
+  if (!qwen || r.flag("use_sliding_window", false)) {
+    if (!r.has("sliding_window")) window = qwen || type == "mistral" ? 4096 : 0;
+    else if (const Json* given = r.find("sliding_window"); given && !(*given == Json(false))) window = r.positive("sliding_window");
+  }
+  const bool by_layer = qwen && !qwen3_moe;
+  const int64_t from = by_layer && window ? r.whole("max_window_layers", 28) : 0;
+  read_windows(r, window, "max_window_layers", [&](int64_t i) { return i >= from; }, m);
+  if (!by_layer && (m.full_attention_every || m.window != window))
+    r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
   if (mixtral) {
     m.experts = r.positive("num_local_experts");
     m.experts_per_token = r.positive("num_experts_per_tok");
@@ -233,6 +273,8 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("vocab", m.vocab, published.vocab);
   same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
   same("norm_eps", m.norm_eps, published.norm_eps);
+  same("window", m.window, published.window);
+  if (m.window) same("full_attention_every", m.full_attention_every, published.full_attention_every);
   if (m.type == "gpt2") same("bias", m.bias, published.bias);
   if (m.type == "llama") {
     same("qkv_bias", m.qkv_bias, published.qkv_bias);
@@ -292,11 +334,17 @@ Json published_config(const ModelConfig& model) {
   if (mixtral && (qwen || !m.normalize_experts))
     fail<ConfigError>("[weights] Hugging Face's Mixtral has model.normalize_experts, and neither model.qkv_bias nor model.qk_norm: "
                       "this model cannot be written as one");
+  const bool by_layer = qwen && !qwen3_moe;
+  if (m.window && (gpt2 || (m.full_attention_every && !by_layer)))
+    fail<ConfigError>("[weights] model.window ", m.window,
+                      m.full_attention_every ? str(" with model.full_attention_every ", m.full_attention_every) : "", ": no published architecture has that with the rest of this model");
+  const bool mistral = m.window && !gpt2 && !qwen && !mixtral;
   const auto [type, architecture] = gpt2         ? std::pair("gpt2", "GPT2LMHeadModel")
                                     : qwen3_moe  ? std::pair("qwen3_moe", "Qwen3MoeForCausalLM")
                                     : m.qk_norm  ? std::pair("qwen3", "Qwen3ForCausalLM")
                                     : m.qkv_bias ? std::pair("qwen2", "Qwen2ForCausalLM")
                                     : mixtral    ? std::pair("mixtral", "MixtralForCausalLM")
+                                    : mistral    ? std::pair("mistral", "MistralForCausalLM")
                                                  : std::pair("llama", "LlamaForCausalLM");
   Json json;
   json.set("model_type", type)
@@ -337,13 +385,21 @@ Json published_config(const ModelConfig& model) {
           .set("decoder_sparse_step", 1)
           .set("mlp_only_layers", Json::Array{})
           .set("router_aux_loss_coef", m.aux_loss);
-    if (qwen) json.set("use_sliding_window", false);
-    else if (mixtral)
-      json.set("sliding_window", Json())
-          .set("num_local_experts", m.experts)
+    const Json window = m.window ? Json(m.window) : Json();
+    if (qwen) json.set("use_sliding_window", m.window != 0);
+    if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
+    if (by_layer && m.window) {
+      Json::Array types;
+      for (int64_t i = 0; i < m.layers; ++i)
+        types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
+      json.set("layer_types", types);
+    }
+    if (mixtral || mistral) json.set("sliding_window", window);
+    if (mixtral)
+      json.set("num_local_experts", m.experts)
           .set("num_experts_per_tok", m.experts_per_token)
           .set("router_aux_loss_coef", m.aux_loss);
-    else json.set("attention_bias", false).set("mlp_bias", false);
+    else if (!qwen && !mistral) json.set("attention_bias", false).set("mlp_bias", false);
   }
   return json;
 }

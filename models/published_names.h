@@ -23,9 +23,9 @@ struct PublishedTensor {
   int64_t row_size() const { return shape.rank() == 2 ? shape[transposed ? 0 : 1] : 1; }  ///< elements
 };
 
-/// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM, by model.type, or, with model.qkv_bias,
-/// Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM; vocab must be known. Without
-/// model.bias, GPT-2's biases are not among them.
+/// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
+/// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM; vocab must be
+/// known. Without model.bias, GPT-2's biases are not among them.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
 
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.

@@ -25,7 +25,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "te
                   kMistral = "tests/models/published/mistral_f32", kQwen2 = "tests/models/published/qwen2_bf16_tied",
                   kHeads = "tests/models/published/mistral_f32_heads", kQwen3 = "tests/models/published/qwen3_bf16_tied",
                   kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards",
-                  kQwen3Moe = "tests/models/published/qwen3_moe_bf16";
+                  kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kWindow = "tests/models/published/mistral_f32_window",
+                  kWindows = "tests/models/published/qwen3_bf16_windows";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -195,25 +196,24 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "rope_parameters", Json::Object{{"rope_theta", "1e4"}}), HasSubstr("rope_theta is not a number"));
   EXPECT_THAT(refused(kLlama, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases in both"));
   EXPECT_THAT(refused(kLlama, "mlp_bias", true), HasSubstr("mlp_bias is true"));
-  EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
-  EXPECT_THAT(refused(kLlama, "layer_types", Json::Array{"full_attention", "sliding_attention"}), HasSubstr("layer_types is"));
+  EXPECT_THAT(refused(kLlama, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Llama's attention sees all"));
+  EXPECT_THAT(refused(kLlama, "layer_types", Json::Array{"full_attention", "sliding_attention"}),
+              AllOf(HasSubstr("layer_types is"), HasSubstr("no window is said")));
+  EXPECT_THAT(refused(kMistral, "use_sliding_window", true), HasSubstr("use_sliding_window is true: that is a key of Qwen's"));
   EXPECT_THAT(refused(kLlama, "hidden_act", "gelu"), HasSubstr("hidden_act is \"gelu\": Sheaf's llama has silu"));
   EXPECT_THAT(refused(kLlama, "head_dim", 5), HasSubstr("head_dim is 5: rotary positions turn pairs"));
   EXPECT_THAT(refused(kQwen3, "head_dim", 0), HasSubstr("head_dim is 0: expected a positive integer"));
   EXPECT_THAT(refused(kQwen3, "attention_bias", true), HasSubstr("attention_bias is true: Sheaf's llama has no biases in both"));
-  EXPECT_THAT(refused(kQwen3, "use_sliding_window", true), HasSubstr("use_sliding_window is true: Sheaf's attention sees all"));
   EXPECT_THAT(refused(kQwen3, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
   EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe"));
   EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe"));
-  EXPECT_THAT(refused(kLlama, "model_type", "mistral"), HasSubstr("sliding_window is missing: that means 4096 tokens"));
-  EXPECT_THAT(refused(kMistral, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
+  for (const Json& window : {Json(0), Json(-1), Json(true), Json("4096")})
+    EXPECT_THAT(refused(kMistral, "sliding_window", window), HasSubstr("config.json: sliding_window"));
   EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
-  EXPECT_THAT(refused(kQwen2, "use_sliding_window", true), HasSubstr("use_sliding_window is true: Sheaf's attention sees all"));
   EXPECT_EQ(refused(kQwen2, "sliding_window", 32768), "no exception");
-  EXPECT_THAT(refused(kMixtral, "sliding_window", 4096), HasSubstr("sliding_window is 4096: Sheaf's attention sees all"));
   EXPECT_THAT(refused(kMixtral, "num_local_experts", Json()), HasSubstr("num_local_experts is null"));
   EXPECT_THAT(refused(kMixtral, "num_experts_per_tok", 0), HasSubstr("num_experts_per_tok is 0: expected a positive integer"));
   EXPECT_THAT(refused(kMixtral, "router_jitter_noise", 0.1), HasSubstr("router_jitter_noise is 0.1: Sheaf's routers have no noise"));
@@ -328,6 +328,89 @@ TEST(PublishedConfig, YarnIsAsTransformersHasIt) {
   EXPECT_EQ(refused("beta_fast", 0), "no exception");
 }
 
+struct Windows {
+  int64_t window, full_attention_every;
+  std::string refusal;
+  bool operator==(const Windows&) const = default;
+};
+std::ostream& operator<<(std::ostream& out, const Windows& w) { return out << w.window << ' ' << w.full_attention_every << ' ' << w.refusal; }
+
+/// What config.json says with these keys changed; Json() removes nothing, it is null. The key that is refused, if one is.
+Windows windows_with(const std::string& folder, const std::vector<std::pair<const char*, Json>>& changes, const char* without = nullptr) {
+  const Copy copy(folder);
+  Json::Object members = Json::parse(text_of(copy / "config.json"), "config.json").as_object();
+  if (without) std::erase_if(members, [&](const auto& m) { return m.first == without; });
+  Json json(members);
+  for (const auto& [key, value] : changes) json.set(key, value);
+  write_text(copy / "config.json", json.dump());
+  try {
+    const models::ModelConfig m = models::read_published_config(copy / "config.json");
+    return {m.window, m.full_attention_every, ""};
+  } catch (const CheckpointError& e) {
+    const std::string message = e.what();
+    const size_t begin = message.find("config.json: ") + 13;
+    return {0, 0, message.substr(begin, message.find(' ', begin) - begin)};
+  }
+}
+
+TEST(PublishedConfig, WindowsAreThoseThatTransformersMakesOfIt) {
+  const Json s = "sliding_attention", f = "full_attention";
+  const auto layers = [](const Json::Array& types) {
+    return std::vector<std::pair<const char*, Json>>{{"layer_types", types}, {"num_hidden_layers", std::ssize(types)}};
+  };
+  EXPECT_EQ(windows_with(kWindow, {}), (Windows{4, 0, ""}));
+  EXPECT_EQ(windows_with(kMistral, {}), (Windows{0, 0, ""}));
+  EXPECT_EQ(windows_with(kMistral, {}, "sliding_window"), (Windows{4096, 0, ""}));
+  EXPECT_EQ(windows_with(kMixtral, {{"sliding_window", 7}}), (Windows{7, 0, ""}));
+  EXPECT_EQ(windows_with(kMixtral, {}, "sliding_window"), (Windows{0, 0, ""}));
+  EXPECT_EQ(windows_with(kWindow, layers({s, f})), (Windows{0, 0, "layer_types"}));  // its Mistral has no such layers
+  EXPECT_EQ(windows_with(kWindow, layers({f, f})), (Windows{0, 0, "layer_types"}));
+  EXPECT_EQ(windows_with(kWindow, layers({s, s})), (Windows{4, 0, ""}));
+
+  EXPECT_EQ(windows_with(kWindows, {}), (Windows{3, 2, ""}));
+  EXPECT_EQ(windows_with(kWindows, layers({s, s, f, s, s, f, s})), (Windows{3, 3, ""}));
+  EXPECT_EQ(windows_with(kWindows, layers({s, s, s, f})), (Windows{3, 4, ""}));
+  EXPECT_EQ(windows_with(kWindows, layers({s, s, s})), (Windows{3, 0, ""}));
+  EXPECT_EQ(windows_with(kWindows, layers({f, f, f})), (Windows{0, 0, ""}));
+  for (const Json::Array& types : {Json::Array{f, s, f}, {s, f, f}, {s, f, s, s}, {s, s, "chunked_attention"}})
+    EXPECT_EQ(windows_with(kWindows, layers(types)), (Windows{0, 0, "layer_types"}));
+  EXPECT_EQ(windows_with(kWindows, {{"num_hidden_layers", 4}}), (Windows{0, 0, "layer_types"}));
+  EXPECT_EQ(windows_with(kWindows, {{"use_sliding_window", false}}), (Windows{0, 0, "layer_types"}));
+
+  // Qwen2 of version 4 of transformers, which lists nothing: the first max_window_layers of its 2 layers see all.
+  EXPECT_EQ(windows_with(kQwen2, {}, "layer_types"), (Windows{0, 0, ""}));
+  const auto from = [&](int64_t layer) {
+    return windows_with(kQwen2, {{"use_sliding_window", true}, {"max_window_layers", layer}}, "layer_types");
+  };
+  EXPECT_EQ(from(28), (Windows{0, 0, ""}));
+  EXPECT_EQ(from(2), (Windows{0, 0, ""}));
+  EXPECT_EQ(from(1), (Windows{0, 0, "max_window_layers"}));
+  EXPECT_EQ(from(0), (Windows{8, 0, ""}));
+  EXPECT_EQ(from(-1), (Windows{0, 0, "max_window_layers"}));
+  EXPECT_EQ(windows_with(kQwen3Moe, {{"use_sliding_window", true}, {"sliding_window", 5}}, "layer_types"), (Windows{5, 0, ""}));
+  EXPECT_EQ(windows_with(kQwen3Moe, {{"use_sliding_window", true}, {"sliding_window", Json()}}, "layer_types"), (Windows{0, 0, ""}));
+  EXPECT_EQ(windows_with(kQwen3Moe, {{"use_sliding_window", true}}, "sliding_window"), (Windows{4096, 0, ""}));
+}
+
+TEST(PublishedConfig, WindowsThatNoArchitectureHasAreNotWritten) {
+  const auto refusal = [](const std::string& folder, int64_t window, int64_t full_attention_every) {
+    models::ModelConfig m = models::read_published_config(folder + "/config.json");
+    m.window = window, m.full_attention_every = full_attention_every;
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { models::published_config(m); });
+  };
+  EXPECT_THAT(refusal(kGpt2, 5, 0), HasSubstr("model.window 5: no published architecture has that"));
+  for (const std::string& folder : {kLlama, kMixtral, kQwen3Moe}) {
+    EXPECT_THAT(refusal(folder, 5, 2), HasSubstr("model.window 5 with model.full_attention_every 2: no published"));
+    EXPECT_EQ(refusal(folder, 5, 0), "no exception");
+    EXPECT_EQ(refusal(folder, 0, 2), "no exception");
+  }
+  models::ModelConfig llama = models::read_published_config(kLlama + "/config.json");
+  llama.window = 5;
+  const Json written = models::published_config(llama);
+  EXPECT_EQ(written.at("model_type").as_string(), "mistral");
+  EXPECT_EQ(written.at("sliding_window").as_int(), 5);
+}
+
 // Where config.json says nothing, transformers' heads are width / heads wide, and Qwen3's 128.
 TEST(PublishedConfig, HeadsOfNoGivenWidth) {
   for (const auto& [folder, width] : {std::pair{kHeads, 4}, {kQwen2, 4}, {kQwen3, 128}}) {
@@ -340,7 +423,8 @@ TEST(PublishedConfig, HeadsOfNoGivenWidth) {
 }
 
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
-  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3, kYarn, kMixtral, kQwen3Moe}) {
+  for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3, kYarn, kMixtral, kQwen3Moe, kWindow,
+                                    kWindows}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());

@@ -26,7 +26,7 @@ using testing::Whole;
 
 const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
                                "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn",
-                               "mixtral_bf16_shards", "qwen3_moe_bf16"};
+                               "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -255,6 +255,10 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
               HasSubstr("model.normalize_experts is true, but false in"));
   EXPECT_THAT(message("qwen3_bf16_tied", [](Config& c) { c.qk_norm = false; }), HasSubstr("model.qk_norm is false, but true in"));
   EXPECT_THAT(message("mistral_f32_heads", [](Config& c) { c.head_dim = 4; }), HasSubstr("model.head_dim is 4, but 6 in"));
+  EXPECT_THAT(message("mistral_f32_window", [](Config& c) { c.window = 5; }), HasSubstr("model.window is 5, but 4 in"));
+  EXPECT_THAT(message("mistral_f32", [](Config& c) { c.window = 5; }), HasSubstr("model.window is 5, but 0 in"));
+  EXPECT_THAT(message("qwen3_bf16_windows", [](Config& c) { c.full_attention_every = 3; }),
+              HasSubstr("model.full_attention_every is 3, but 2 in"));
   const auto mixtral = [&](auto change) { return message("mixtral_bf16_shards", change); };
   EXPECT_THAT(mixtral([](Config& c) { c.experts = 4; }), HasSubstr("model.experts is 4, but 5 in"));
   EXPECT_THAT(mixtral([](Config& c) { c.experts_per_token = 2; }), HasSubstr("model.experts_per_token is 2, but 3 in"));
