@@ -2,6 +2,7 @@
 
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 #include <map>
@@ -35,6 +36,7 @@ enum Id : int64_t {
   kMasked,
   kOne,
   kBegins,
+  kBefore,  // by value: keys of the window before the query's own
 };
 
 constexpr cudnnDataType_t kFloat = CUDNN_DATA_FLOAT;
@@ -72,7 +74,8 @@ struct Sizes {
 
 bool has_documents(const Attention& a) { return a.begins.rank() > 0; }
 
-/// scores where the key does not come after the query, nor before its document, else kMasked.
+/// scores where the key does not come after the query, nor before its document or its window, else kMasked. Each is a choice of
+/// its own, whose order is free: of two conditions joined, cuDNN 9.19 makes no attention.
 Handle mask(Graph& g, const Attention& a, Handle scores) {
   const Sizes s(a);
   const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
@@ -81,11 +84,13 @@ Handle mask(Graph& g, const Attention& a, Handle scores) {
     const Handle seen = g.at_least(x, at_least, g.between(CUDNN_DATA_BOOLEAN, s.scores()));
     scores = g.select(seen, scores, g.scalar(kMasked), g.between(kFloat, s.scores()));
   };
-  if (has_documents(a)) {  // a choice of its own: of "both", cuDNN 9.19 makes no attention
+  if (has_documents(a)) {
     const int64_t stride = a.begins.strides[0];
     keep(key, g.tensor(kBegins, CUDNN_DATA_INT32, {s.batch, 1, s.tokens, 1}, {stride, stride, 1, 1}));
   }
   keep(query, key);
+  if (a.window)
+    keep(g.plus(key, g.scalar(kBefore, CUDNN_DATA_INT32), g.between(CUDNN_DATA_INT32, s.scores())), query);
   return scores;
 }
 
@@ -237,6 +242,8 @@ void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Att
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};
   if (has_documents(a)) ids.push_back(kBegins), pointers.push_back(a.begins.data);
+  auto before = static_cast<int32_t>(std::min(a.window, a.k.shape[1]) - 1);
+  if (a.window) ids.push_back(kBefore), pointers.push_back(&before);
   if (is_backward(a)) {
     ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kOne});
     pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, &one});

@@ -34,7 +34,7 @@ void plan(const Attention& a) {
 void run(const Attention& a, Workspace workspace) {
   std::memset(workspace.data, 0xff, kWorkspace);  // it is ours to use
   const bool backward = a.dout.rank() != 0;
-  const AttentionMask mask(a.causal, a.begins);
+  const AttentionMask mask(a.causal, a.begins, a.window);
   const size_t bytes = backward
                            ? cpu::attention_backward_workspace(a.q, a.k, a.v, a.out, a.lse, a.dout,
                                                                mask, a.dq, a.dk, a.dv)

@@ -62,7 +62,6 @@ std::string layout_refusal(const Attention& a) {
   const bool backward = a.dout.rank() != 0;
   if (a.q.dtype != kBF16 && a.q.dtype != kF16) return str("for bf16 and f16, not ", a.q.dtype);
   if (!a.causal) return "causal attention only";
-  if (a.window) return "never tried with windows";
   std::vector<const View*> operands{&a.q, &a.k, &a.v, &a.out};
   if (backward) operands.insert(operands.end(), {&a.dout, &a.dq, &a.dk, &a.dv});
   for (const View* v : operands) {
@@ -97,7 +96,7 @@ std::string layout_refusal(const Attention& a) {
 
 std::vector<int64_t> plan_key(const Attention& a) {
   std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2], a.dout.rank() != 0,
-                           a.deterministic};
+                           a.deterministic, a.window != 0};
   key.insert(key.end(), a.q.shape.begin(), a.q.shape.end());
   for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv, &a.begins})
     key.insert(key.end(), v->strides.begin(), v->strides.end());

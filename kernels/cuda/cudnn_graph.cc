@@ -108,8 +108,8 @@ Handle Graph::make_tensor(int64_t id, cudnnDataType_t type, const Dims& dims, co
 Handle Graph::tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides) {
   return make_tensor(id, type, dims, strides, false, false);
 }
-Handle Graph::scalar(int64_t id) {
-  return make_tensor(id, CUDNN_DATA_FLOAT, {1, 1, 1, 1}, {1, 1, 1, 1}, false, true);
+Handle Graph::scalar(int64_t id, cudnnDataType_t type) {
+  return make_tensor(id, type, {1, 1, 1, 1}, {1, 1, 1, 1}, false, true);
 }
 Handle Graph::between(cudnnDataType_t type, const Dims& dims, const Dims& strides) {
   return make_tensor(next_between_++, type, dims, strides, true, false);
@@ -156,6 +156,9 @@ Handle Graph::index(int64_t axis, Handle like, Handle to) {
                     .axis = axis,
                     .x = like,
                     .to = to});
+}
+Handle Graph::plus(Handle x, Handle b, Handle to) {
+  return pointwise({.mode = CUDNN_POINTWISE_ADD, .compute = CUDNN_DATA_INT32, .x = x, .b = b, .to = to});
 }
 Handle Graph::at_least(Handle x, Handle b, Handle to) {
   return pointwise(

@@ -72,7 +72,7 @@ class Graph {
   /// A tensor in memory, known by `id` when the plan runs; 16-byte aligned.
   Handle tensor(int64_t id, cudnnDataType_t type, const Dims& dims, const Dims& strides);
   /// One f32 that is given by value when the plan runs.
-  Handle scalar(int64_t id);
+  Handle scalar(int64_t id, cudnnDataType_t type = CUDNN_DATA_FLOAT);
   /// A tensor that only operations see, dense or with strides.
   Handle between(cudnnDataType_t type, const Dims& dims) {
     return between(type, dims, dense_strides(dims));
@@ -84,6 +84,8 @@ class Graph {
   Handle pointwise(cudnnPointwiseMode_t mode, Handle x, Handle b, Handle to);
   /// The index of each element along `axis`.
   Handle index(int64_t axis, Handle like, Handle to);
+  /// x + b, of integers.
+  Handle plus(Handle x, Handle b, Handle to);
   /// x >= b as booleans.
   Handle at_least(Handle x, Handle b, Handle to);
   /// mask ? x : b

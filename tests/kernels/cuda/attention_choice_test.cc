@@ -19,7 +19,8 @@ struct Results {
 /// Forward and backward; workspace is asked for without memory and `less` than that is given.
 Results run(const AttentionData& data, bool causal = true, size_t less = 0) {
   const AttentionOnGpu g(data);
-  const AttentionMask mask(causal, g.mask.begins), asked(causal, data.apart ? without_data(g.begins) : View());
+  const AttentionMask mask(causal, g.mask.begins, data.window),
+      asked(causal, data.apart ? without_data(g.begins) : View(), data.window);
   const auto blank = [](const View& x) { return without_data(x); };
   const auto scratch = [&](size_t bytes) { return GpuScratch(bytes > less ? bytes - less : 0); };
   const int64_t before = cuda::cudnn::attention_calls();
@@ -37,7 +38,7 @@ Results run(const AttentionData& data, bool causal = true, size_t less = 0) {
 /// By our own kernels.
 Results run_blocked(const AttentionData& data, bool causal = true) {
   const AttentionOnGpu g(data);
-  const AttentionMask mask(causal, g.mask.begins);
+  const AttentionMask mask(causal, g.mask.begins, data.window);
   cuda::blocked::attention(OnGpu::stream(), g.x.q, g.x.k, g.x.v, mask, data.scale, g.out, g.lse);
   cuda::blocked::attention_backward(OnGpu::stream(), g.x.q, g.x.k, g.x.v, g.out, g.lse, g.dout,
                                     mask, data.scale, g.d.q, g.d.k, g.d.v,
@@ -60,11 +61,11 @@ TEST(AttentionChoice, CudnnComputesWhatItTakes) {
   SHEAF_NEEDS_CUDNN();
   for (const AttentionCase& c : {kGpt, kGrouped})
     for (DType d : {kBF16, kF16})
-      for (const std::vector<int64_t>& documents : {std::vector<int64_t>{}, {50}}) {
-        const AttentionData data(c, d, documents);
+      for (const auto& [documents, window] : {std::pair{std::vector<int64_t>{}, 0}, {{50}, 0}, {{}, 70}, {{50}, 30}}) {
+        const AttentionData data(c, d, documents, window);
         const ExpectedAttention want(data);
         const Results got = run(data);
-        const std::string where = str(d, c.heads, documents.empty() ? "" : ", documents");
+        const std::string where = str(d, c.heads, documents.empty() ? "" : ", documents", ", window ", window);
         EXPECT_EQ(got.by_cudnn, 2) << where;
         EXPECT_LT(scaled_error(got.out, values(want.out)), 4 * epsilon(d)) << where;
         EXPECT_LT(scaled_error(got.lse, values(want.lse)), 1e-5) << where;
@@ -84,6 +85,7 @@ TEST(AttentionChoice, OurOwnKernelsComputeTheRest) {
   is_ours({kGpt, kBF16}, false, "without a mask");
   is_ours({{2, 100, 3, 3, 64}, kBF16}, true, "100 tokens");
   is_ours({{2, 100, 3, 3, 64}, kBF16, {50}}, true, "100 tokens of documents");
+  is_ours({{2, 100, 3, 3, 64}, kBF16, {}, 30}, true, "100 tokens with a window");
   is_ours({{1, 64, 2, 1, 160}, kBF16}, true, "wide heads");
   is_ours({{1, 64, 3, 3, 20}, kBF16}, true, "rows not at 16 bytes");
 }

@@ -15,15 +15,16 @@ struct AttentionCase {
   Shape statistics() const { return {batch, heads, tokens}; }
 };
 
-/// On the host: operands filled, results blank. With `documents`, sequence b begins with documents of these lengths from the
-/// b-th on, and ends with one of what is left.
+/// On the host: operands filled, results blank; with a window of so many keys, if any. With `documents`, sequence b begins with
+/// documents of these lengths from the b-th on, and ends with one of what is left.
 struct AttentionData {
   AttentionCase sizes;
   Array qkv, out, lse, dout, dqkv, begins;
   bool apart;
+  int64_t window;
   double scale;
 
-  AttentionData(const AttentionCase& c, DType dtype, const std::vector<int64_t>& documents = {})
+  AttentionData(const AttentionCase& c, DType dtype, const std::vector<int64_t>& documents = {}, int64_t keys_seen = 0)
       : sizes(c),
         qkv(Array::random(dtype, c.packed(), 1)),
         out(dtype, c.queries()),
@@ -32,6 +33,7 @@ struct AttentionData {
         dqkv(dtype, c.packed()),
         begins(kI32, {c.batch, c.tokens}),
         apart(!documents.empty()),
+        window(keys_seen),
         scale(1 / std::sqrt(static_cast<double>(c.width))) {
     begins.fill([](int64_t) { return 0; });
     for (int64_t b = 0; b < c.batch; ++b)
@@ -42,7 +44,7 @@ struct AttentionData {
         begin += n;
       }
   }
-  kernels::AttentionMask mask_with(const View& where) const { return {true, apart ? where : View()}; }
+  kernels::AttentionMask mask_with(const View& where) const { return {true, apart ? where : View(), window}; }
 };
 
 /// The results of AttentionData in f64.

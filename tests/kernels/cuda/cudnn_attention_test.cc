@@ -20,7 +20,8 @@ using cuda::cudnn::Attention;
 constexpr AttentionCase kCases[] = {{2, 128, 3, 3, 64}, {1, 192, 4, 2, 128}, {3, 64, 2, 1, 32}};
 
 Attention forward_of(const AttentionOnGpu& g, double scale) {
-  return {.q = g.x.q, .k = g.x.k, .v = g.x.v, .out = g.out, .lse = g.lse, .begins = g.mask.begins, .scale = scale};
+  return {.q = g.x.q, .k = g.x.k, .v = g.x.v, .out = g.out, .lse = g.lse, .begins = g.mask.begins,
+          .window = g.mask.window, .scale = scale};
 }
 Attention backward_of(const AttentionOnGpu& g, double scale) {
   Attention a = forward_of(g, scale);
@@ -31,10 +32,11 @@ void run(const Attention& a) {
   cuda::cudnn::attention(OnGpu::stream(), a, GpuScratch(cuda::cudnn::attention_workspace(a)));
 }
 
-void check_forward_and_backward(const std::vector<int64_t>& documents, std::span<const AttentionCase> cases = kCases) {
+void check_forward_and_backward(const std::vector<int64_t>& documents, std::span<const AttentionCase> cases = kCases,
+                                int64_t window = 0) {
   for (DType dtype : {kBF16, kF16})
     for (const AttentionCase& c : cases) {
-      const AttentionData data(c, dtype, documents);
+      const AttentionData data(c, dtype, documents, window);
       const ExpectedAttention want(data);
       const AttentionOnGpu g(data);
       const Attention forward = forward_of(g, data.scale);
@@ -76,6 +78,17 @@ TEST(CudnnAttention, DocumentsAreKeptApart) {
   // Whole tiles of queries behind whole tiles of keys of which they see nothing: the largest score so far is then a hidden one.
   constexpr AttentionCase kLong[] = {{1, 512, 2, 1, 64}};
   check_forward_and_backward({256, 200}, kLong);
+}
+
+// Of a few keys, up to a tile and beyond, wider than all there is, and together with documents. Where whole tiles of keys come
+// before the window, the largest score so far is a hidden one.
+TEST(CudnnAttention, WindowsHideWhatComesBeforeThem) {
+  SHEAF_NEEDS_GPU();
+  constexpr AttentionCase kLong[] = {{1, 512, 2, 1, 64}};
+  for (const int64_t window : {2, 50, 64, 1000}) check_forward_and_backward({}, kCases, window);
+  for (const int64_t window : {3, 130}) check_forward_and_backward({}, kLong, window);
+  check_forward_and_backward({1, 37, 2, 24, 65}, kCases, 20);
+  check_forward_and_backward({256, 200}, kLong, 100);
 }
 
 // Rows whose scores are all far below zero. In cuDNN's kernel for Hopper what lies beyond the last

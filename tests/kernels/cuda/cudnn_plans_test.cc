@@ -104,6 +104,28 @@ TEST_F(CudnnPlans, DocumentsAreTaken) {
       }
 }
 
+// Alone and with documents; how wide they are is no part of the plan.
+TEST_F(CudnnPlans, WindowsAreTaken) {
+  if constexpr (kRealCuda)
+    for (const Case& c : {Case{8, 1024, 12, 12, 64}, Case{1, 2048, 32, 8, 128}})
+      for (bool backward : {false, true}) {
+        Attention a = attention_of(c, kBF16, backward);
+        int64_t of_all = -1, workspace = -1;
+        EXPECT_EQ(refusal_on(h200(), a, &of_all), "");
+        a.window = 256;
+        EXPECT_EQ(refusal_on(h200(), a, &workspace), "") << c.heads << ' ' << backward;
+        EXPECT_EQ(workspace, of_all);
+        const std::vector<int64_t> key = plan_key(a);
+        a.window = 7;
+        EXPECT_EQ(plan_key(a), key);
+        a.window = 0;
+        EXPECT_NE(plan_key(a), key);
+        a.window = 256, a.begins = View::dense(nullptr, kI32, {c.batch, c.tokens});
+        EXPECT_EQ(refusal_on(h200(), a, &workspace), "") << c.heads << ' ' << backward;
+        EXPECT_EQ(workspace, of_all);
+      }
+}
+
 TEST_F(CudnnPlans, ManyTokensKeepToTheWorkspace) {
   if constexpr (kRealCuda)
     for (const Case& c : {Case{1, 8192, 32, 8, 128}, Case{64, 1024, 12, 12, 64},
