@@ -75,8 +75,7 @@ struct Failure {
     for (int asked : {SIGHUP, SIGINT, SIGTERM})
       if (signal() == asked) return false;
     if (WIFSIGNALED(status)) return true;
-    for (ExitCode again : {ExitCode::kConfig, ExitCode::kData, ExitCode::kDesync, ExitCode::kOutOfMemory, ExitCode::kNonFinite,
-                           ExitCode::kResumeMismatch})
+    for (ExitCode again : {ExitCode::kConfig, ExitCode::kData, ExitCode::kOutOfMemory, ExitCode::kNonFinite, ExitCode::kResumeMismatch})
       if (exit_code() == static_cast<int>(again)) return false;
     return exit_code() != 126 && exit_code() != 127;  // a shell's, for a command that cannot be run
   }

@@ -26,7 +26,7 @@ struct LaunchOptions {
 ///
 /// Another try, with another port and token, and its number in TORCHELASTIC_RESTART_COUNT, follows where max_restarts allows it
 /// and that failure was of another kind than these, which would come again or are no failures:
-///  - the exit codes 64, 65, 70, 73, 75 and 76 of core/error.h;
+///  - the exit codes 64, 65, 73, 75 and 76 of core/error.h (70 may be a GPU that failed);
 ///  - a command that cannot be run (64, or a shell's 126 and 127);
 ///  - a rank that was asked to end: SIGHUP, SIGINT or SIGTERM killed it, or it ended with 128 + that.
 /// The failure's line says so: "...; try 2 of 4 in 1 s". After a signal to the launcher, in a pause too, there is none.

@@ -27,4 +27,23 @@ Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, d
   return load_text_corpus(path, tokenizer == "char" ? nullptr : open_tokenizer(tokenizer, tokenizer_folder), val_fraction);
 }
 
+Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const Tokenizer> saved) {
+  if (data.train_file.empty() && data.corpus.empty())
+    fail<ConfigError>("[data] nothing to train on: give data.corpus, or data.train_file and data.val_file");
+  if (data.train_file.empty()) {
+    if (saved) return load_text_corpus(data.corpus, std::move(saved), data.val_fraction);
+    return load_text_corpus(data.corpus, data.tokenizer, data.val_fraction, data.tokenizer_folder);
+  }
+  Corpus corpus;
+  if (is_published(data.tokenizer)) {
+    corpus.tokenizer = saved ? std::move(saved) : open_tokenizer(data.tokenizer, data.tokenizer_folder);
+    if (vocab == 0) vocab = corpus.tokenizer->vocab_size();
+  }
+  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2, llama3 or huggingface");
+  corpus.train = TokenMixture::open(data.train_file, vocab);
+  corpus.val = Tokens::open(data.val_file, vocab);
+  corpus.vocab = vocab;
+  return corpus;
+}
+
 }  // namespace sheaf::models

@@ -6,6 +6,7 @@
 
 #include "sheaf/models/token_mixture.h"
 #include "sheaf/models/tokenizer.h"
+#include "sheaf/models/train_config.h"
 
 namespace sheaf::models {
 
@@ -24,5 +25,8 @@ Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, d
                         const std::string& tokenizer_folder = "");
 /// The same with a tokenizer at hand.
 Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction);
+
+/// Reads what [data] describes. `saved`, if not null, is used in place of the tokenizer's files.
+Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const Tokenizer> saved = nullptr);
 
 }  // namespace sheaf::models

@@ -101,31 +101,13 @@ std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, cons
 
 }  // namespace
 
-Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const Tokenizer> saved) {
-  if (data.train_file.empty() && data.corpus.empty())
-    fail<ConfigError>("[data] nothing to train on: give data.corpus, or data.train_file and data.val_file");
-  if (data.train_file.empty()) {
-    if (saved) return load_text_corpus(data.corpus, std::move(saved), data.val_fraction);
-    return load_text_corpus(data.corpus, data.tokenizer, data.val_fraction, data.tokenizer_folder);
-  }
-  Corpus corpus;
-  if (is_published(data.tokenizer)) {
-    corpus.tokenizer = saved ? std::move(saved) : open_tokenizer(data.tokenizer, data.tokenizer_folder);
-    if (vocab == 0) vocab = corpus.tokenizer->vocab_size();
-  }
-  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2, llama3 or huggingface");
-  corpus.train = TokenMixture::open(data.train_file, vocab);
-  corpus.val = Tokens::open(data.val_file, vocab);
-  corpus.vocab = vocab;
-  return corpus;
-}
-
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
       corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, options))),
       windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed),
                window_order(config.data.order)),
       validation_(corpus_.val, config.model.context, config.train.eval_tokens), saver_(world) {
+  refuse_earlier_run();
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
@@ -187,14 +169,17 @@ void Trainer::start() {
   if (world_.rank() == 0) options_.print(str("starts from the weights in ", files_->path()));
 }
 
+// Before anything may fail: a launcher's second try would take these checkpoints for those of the first.
+void Trainer::refuse_earlier_run() const {
+  const std::string folder = config_.output.folder + "/checkpoints";
+  if (!options_.resume && !list_steps(folder).empty())
+    fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
+                      "another output.folder");
+}
+
 void Trainer::restore() {
   const std::string folder = config_.output.folder + "/checkpoints";
-  if (!options_.resume) {
-    if (!list_steps(folder).empty())
-      fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
-                        "another output.folder");
-    return start();
-  }
+  if (!options_.resume) return start();
   auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model(), world_));
   if (!checkpoint) {
     if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));

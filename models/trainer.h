@@ -62,6 +62,7 @@ class Trainer {
   void lock_folder();
   void find_weights();
   void start();
+  void refuse_earlier_run() const;
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
@@ -84,8 +85,5 @@ class Trainer {
   int64_t first_step_ = 0;
   AsyncSaver saver_;  ///< idle without train.save_async
 };
-
-/// Reads what config.data describes. `saved`, if not null, is used in place of the tokenizer's files.
-Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const Tokenizer> saved = nullptr);
 
 }  // namespace sheaf::models
