@@ -64,8 +64,8 @@ class Json {
   std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object> value_;
 };
 
-/// The string that is member `key` of the object in `text`, whose other members may be anything: integers of more than
-/// 64 bits, at any depth. Throws DataError "[json] <origin>: <reason>".
+/// The string that is member `key` of the object in `text`, whose other members may be any JSON: integers of more than
+/// 64 bits, at any depth; but no number beyond a double's range. Throws DataError "[json] <origin>: <reason>".
 std::string json_text_member(std::string_view text, std::string_view key, std::string_view origin);
 
 /// Shortest decimal text that reads back to the same double, with a point or an exponent; "null" for NaN and infinities.

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include <poll.h>
 #include <unistd.h>
 
 #include "sheaf/core/json.h"
@@ -16,8 +17,8 @@ constexpr size_t kBehindCut = 64 << 10;
 
 }  // namespace
 
-TextReader::TextReader(const std::string& path, size_t block)
-    : name_(path == "-" ? "standard input" : str("'", path, "'")), is_input_(path == "-"), block_(block) {
+TextReader::TextReader(const std::string& path, size_t block, std::function<bool()> stop)
+    : name_(path == "-" ? "standard input" : str("'", path, "'")), is_input_(path == "-"), stop_(std::move(stop)), block_(block) {
   if (!is_input_) file_ = File::open<DataError>(path);
 }
 
@@ -28,10 +29,7 @@ void TextReader::fill(size_t bytes) {
   while (!ended_ && have < bytes) {
     size_t count = bytes - have;
     if (is_input_) {
-      const ssize_t got = ::read(STDIN_FILENO, &buffer_[have], count);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) fail<IoError>("[text] cannot read ", name_, ": ", std::generic_category().message(errno));
-      count = static_cast<size_t>(got);
+      count = read_input(&buffer_[have], count);
       ended_ = count == 0;
     } else {
       const int64_t at = offset_ + static_cast<int64_t>(have);
@@ -44,12 +42,32 @@ void TextReader::fill(size_t bytes) {
   buffer_.resize(have);
 }
 
+// 0 at the end.
+size_t TextReader::read_input(char* to, size_t bytes) {
+  for (;;) {
+    if (stop_()) return 0;
+    pollfd input{STDIN_FILENO, POLLIN, 0};
+    if (poll(&input, 1, /*milliseconds=*/200) == 0) continue;
+    const ssize_t got = ::read(STDIN_FILENO, to, bytes);
+    if (got >= 0) return static_cast<size_t>(got);
+    if (errno != EINTR && errno != EAGAIN) fail<IoError>("[text] cannot read ", name_, ": ", std::generic_category().message(errno));
+  }
+}
+
+// It would be read as a text of strange characters.
+void TextReader::refuse_compressed() const {
+  const auto begins = [&](std::string_view magic) { return std::string_view(buffer_).starts_with(magic); };
+  const char* const what = begins("\x1f\x8b") ? "gzip" : begins("\x28\xb5\x2f\xfd") ? "zstd" : begins("PAR1") ? "Parquet" : nullptr;
+  if (what) fail<DataError>("[text] ", name_, " is ", what, ", no text: write what is in it to standard input, and read that as -");
+}
+
 std::string_view TextReader::next(const Cut& cut) {
   buffer_.erase(0, given_);
   offset_ += static_cast<int64_t>(given_);
   given_ = 0;
   for (size_t want = block_ + kBehindCut;; want += block_) {
     fill(want);
+    if (offset_ == 0) refuse_compressed();
     if (ended_ && buffer_.size() <= block_) break;
     given_ = cut(buffer_, block_);
     if (ended_ || given_ + kBehindCut / 2 <= buffer_.size()) return std::string_view(buffer_).substr(0, given_);
@@ -85,6 +103,6 @@ void JsonLines::read(std::string_view block, const std::string& name, std::vecto
   std::erase_if(documents, [](const std::string& text) { return text.empty(); });
 }
 
-bool is_json_lines(std::string_view path) { return path.ends_with(".jsonl"); }
+bool is_json_lines(std::string_view path) { return path.ends_with(".jsonl") || path.ends_with(".ndjson"); }
 
 }  // namespace sheaf::models

@@ -17,11 +17,12 @@ class TextReader {
   /// Where a text may be cut, from a place on; its end if nowhere (Tokenizer::cut).
   using Cut = std::function<size_t(std::string_view text, size_t at)>;
 
-  /// `path` names a regular file, or is "-", standard input. Throws DataError if it cannot be opened.
-  TextReader(const std::string& path, size_t block);
+  /// `path` names a regular file, or is "-", standard input, where nobody is waited for any longer once `stop` says so: the text
+  /// then ends there. Throws DataError if it cannot be opened.
+  TextReader(const std::string& path, size_t block, std::function<bool()> stop = [] { return false; });
 
   /// The next part of the text, of about `block` bytes up to a place where it may be cut, more where it may be cut nowhere;
-  /// empty at its end. Valid until the next call. Throws IoError.
+  /// empty at its end. Valid until the next call. Throws IoError, DataError for what is compressed.
   std::string_view next(const Cut& cut);
   /// Bytes before what next() gave last.
   int64_t offset() const { return offset_; }
@@ -32,10 +33,13 @@ class TextReader {
 
  private:
   void fill(size_t bytes);
+  size_t read_input(char* to, size_t bytes);
+  void refuse_compressed() const;
 
   std::string name_;
   File file_;  // not of standard input
   bool is_input_, ended_ = false;
+  std::function<bool()> stop_;
   size_t block_;
   int64_t offset_ = 0;
   std::string buffer_;  // from offset_ on
@@ -59,7 +63,7 @@ class JsonLines {
   int64_t lines_ = 0;  // read so far
 };
 
-/// Whether a path has the ending of JSON lines, .jsonl.
+/// Whether a path has the ending of JSON lines, .jsonl or .ndjson.
 bool is_json_lines(std::string_view path);
 
 }  // namespace sheaf::models

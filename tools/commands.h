@@ -35,8 +35,11 @@ int export_command(const ExportArguments& arguments);
 /// What the texts of a command are.
 struct TextArguments {
   bool json_lines = false;             ///< JSON lines, all of them; else those named .jsonl are, and others are documents
-  std::string field = "text";          ///< their member that is a document
+  std::string field;                   ///< their member that is a document; "": "text"
   bool in_json_lines(const std::string& path) const { return json_lines || models::is_json_lines(path); }
+  models::JsonLines lines() const { return models::JsonLines(field.empty() ? "text" : field); }
+  /// Throws ConfigError for a field where no text has any.
+  void check(const std::vector<std::string>& texts) const;
 };
 
 struct TokenizeArguments {

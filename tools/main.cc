@@ -79,7 +79,7 @@ int run(int argc, char** argv) {
   CLI::App* tokenize_app = app.add_subcommand(
       "tokenize", "write texts as a token file of llm.c's form, for data.train_file and data.val_file");
   const auto add_texts = [](CLI::App* command, TextArguments& texts) {
-    command->add_flag("--jsonl", texts.json_lines, "all texts are JSON lines, an object each, as those named .jsonl are");
+    command->add_flag("--jsonl", texts.json_lines, "all texts are JSON lines, an object each, as those named .jsonl or .ndjson are");
     command->add_option("--field", texts.field, "the member of these objects that is a document (text)");
   };
   tokenize_app->add_option("files", tokenize.files,

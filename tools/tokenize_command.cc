@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 
@@ -32,7 +33,7 @@ class Tokenizing {
 
   /// False if a signal asks to stop: then the text is not whole.
   bool add(const std::string& path) {
-    models::TextReader reader(path, block_);
+    models::TextReader reader(path, block_, [this] { return signals_.asked() != 0; });
     texts_.in_json_lines(path) ? add_documents(reader) : add_document(reader);
     check<DataError>(reader.bytes() > 0 || signals_.asked(), "[tokenize] ", reader.name(), " is empty");
     check<DataError>(documents_ > 0 || signals_.asked(), "[tokenize] ", reader.name(), " has no documents");
@@ -65,7 +66,7 @@ class Tokenizing {
   }
 
   void add_documents(models::TextReader& reader) {
-    models::JsonLines lines(texts_.field);
+    models::JsonLines lines = texts_.lines();
     std::vector<std::string> documents;
     for (std::string_view block; !signals_.asked() && !(block = reader.next(models::JsonLines::cut)).empty();) {
       documents.clear();
@@ -95,11 +96,17 @@ class Tokenizing {
 
 }  // namespace
 
+void TextArguments::check(const std::vector<std::string>& texts) const {
+  if (!field.empty() && std::ranges::none_of(texts, [this](const std::string& path) { return in_json_lines(path); }))
+    fail<ConfigError>("[text] --field ", field, ": no text is JSON lines; --jsonl says that they are");
+}
+
 int tokenize_command(const TokenizeArguments& arguments) {
   std::vector<std::string> texts = arguments.files;
   if (texts.size() < 2) fail<ConfigError>("[tokenize] name at least one text and, last, the file to write");
   const std::string out = texts.back();
   texts.pop_back();
+  arguments.texts.check(texts);
   const auto tokenizer = models::open_tokenizer(arguments.tokenizer, arguments.tokenizer_folder);
   require_no_text(out);
   const int threads = arguments.threads > 0 ? arguments.threads : threads_per_rank(1);

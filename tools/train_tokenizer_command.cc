@@ -53,9 +53,9 @@ class Counting {
 
   /// Reads on until all is counted or `stop` says so.
   void add(const std::string& path, const StopSignals& stop) {
-    models::TextReader reader(path, block_);
+    models::TextReader reader(path, block_, [&] { return stop.asked() != 0; });
     const bool in_lines = texts_.in_json_lines(path);
-    models::JsonLines lines(texts_.field);
+    models::JsonLines lines = texts_.lines();
     std::vector<std::string> documents;
     const models::TextReader::Cut cut = in_lines ? models::JsonLines::cut : models::safe_cut;
     for (std::string_view block; !stop.asked() && !(block = reader.next(cut)).empty();) {
@@ -108,6 +108,7 @@ int train_tokenizer_command(const TrainTokenizerArguments& arguments) {
   if (texts.size() < 2) fail<ConfigError>("[train-tokenizer] name at least one text and, last, the file to write");
   const std::string out = texts.back();
   texts.pop_back();
+  arguments.texts.check(texts);
   require_tokenizer_file(out);
   models::BpeTrainerOptions options = arguments.options;
   if (!arguments.special.empty()) options.special = arguments.special;

@@ -96,6 +96,29 @@ TEST(TextReader, StandardInput) {
   EXPECT_EQ(reader.name(), "standard input");
 }
 
+TEST(TextReader, StandardInputOfWhichNothingComesMayBeLeft) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const int kept = dup(STDIN_FILENO);
+  dup2(ends[0], STDIN_FILENO);
+  ASSERT_EQ(write(ends[1], "so far", 6), 6);
+  int asked = 0;
+  TextReader reader("-", 100, [&] { return ++asked > 2; });
+  EXPECT_EQ(reader.next(nowhere), "so far");
+  EXPECT_EQ(reader.next(nowhere), "");
+  dup2(kept, STDIN_FILENO);
+  close(kept), close(ends[0]), close(ends[1]);
+}
+
+TEST(TextReader, CompressedTextsAreRefused) {
+  ScratchFolder folder;
+  for (const auto& [magic, name] : {std::pair<std::string, const char*>{"\x1f\x8b\x08", "gzip"}, {"\x28\xb5\x2f\xfd-", "zstd"}, {"PAR1", "Parquet"}}) {
+    write_file(folder / "a.jsonl", magic + "rest");
+    TextReader reader(folder / "a.jsonl", 100);
+    EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { reader.next(nowhere); }), HasSubstr(str("a.jsonl' is ", name, ", no text")));
+  }
+}
+
 std::vector<std::string> documents(const std::string& text, const std::string& field = "text") {
   std::vector<std::string> all;
   JsonLines lines(field);
@@ -130,6 +153,7 @@ TEST(JsonLines, AMemberOfEachIsADocument) {
   EXPECT_THAT(error("{\"text\":\"\xff\"}"), HasSubstr("not valid JSON at byte"));
   EXPECT_THAT(error(std::string("{\"text\":\"a\"}\0", 13)), HasSubstr("contains a zero byte"));
   EXPECT_TRUE(is_json_lines("a/b.jsonl"));
+  EXPECT_TRUE(is_json_lines("a/b.ndjson"));
   EXPECT_FALSE(is_json_lines("a/b.json"));
 }
 

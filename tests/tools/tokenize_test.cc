@@ -108,6 +108,7 @@ TEST(Tokenize, TakesJsonLines) {
   ASSERT_EQ(f.tokenize({"all.json", "again.bin"}, "gpt2", {"--field", "content", "--jsonl"}).code, 0);
   EXPECT_EQ(read(f / "again.bin", 957), read(f / "texts.bin", 957));
   expect_refused(f.tokenize({"all.jsonl", "new.bin"}), 65, "line 1 of '" + (f / "all.jsonl") + "': no member \"text\"");
+  expect_refused(f.tokenize({"all.json", "new.bin"}, "gpt2", {"--field", "content"}), 64, "--field content: no text is JSON lines");
   f.write("none.jsonl", "\n\n");
   expect_refused(f.tokenize({"none.jsonl", "new.bin"}), 65, "none.jsonl' has no documents");
   EXPECT_FALSE(std::filesystem::exists(f / "new.bin"));
