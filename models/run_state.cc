@@ -186,12 +186,13 @@ void check_resumable(const RunState& saved, const RunState& now) {
   if (now.weights && !saved.weights) differs("model.weights", "empty: the run started from random weights", now.weights->path);
   if (now.weights && saved.weights->xxh3 != now.weights->xxh3)
     differs("model.weights", described(*saved.weights), described(*now.weights));
+  if (saved.order != now.order) differs("data.order", json_string(saved.order), json_string(now.order));
   if (!saved.train_data || !saved.val_data || !now.train_data || !now.val_data) return;
   if (saved.val_fraction != now.val_fraction)
     differs("data.val_fraction", json_number(saved.val_fraction), json_number(now.val_fraction));
-  if (saved.order != now.order) differs("data.order", json_string(saved.order), json_string(now.order));
   if (*saved.train_data != *now.train_data)
-    differs("the training data", described(*saved.train_data), described(*now.train_data));
+    differs("the training data", described(*saved.train_data),
+            described(*now.train_data) + (saved.train_data->tokens == now.train_data->tokens ? " (of a mixture, weights count, too)" : ""));
   if (*saved.val_data != *now.val_data)
     differs("the validation data", described(*saved.val_data), described(*now.val_data));
 }

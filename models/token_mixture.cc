@@ -47,13 +47,21 @@ TokenMixture::TokenMixture(std::vector<Source> sources) : sources_(std::move(sou
   for (size_t s = sources_.size(); s-- > 0;) {
     rest += sources_[s].weight;
     splits_[s] = static_cast<uint64_t>(std::ldexp(std::min(sources_[s].weight / rest, 1 - 0x1p-53), 64));
+    check<ConfigError>(std::isfinite(rest) && splits_[s] > 0, "[data] '", sources_[s].tokens.name(), "': of weights like ",
+                       sources_[s].weight, " and ", rest, " nothing can be mixed");
   }
 }
 
 TokenMixture TokenMixture::open(const std::string& text, int64_t vocab) {
   const std::vector<std::string> words = words_of(text);
   double weight = 0;
-  if (words.size() < 2 || !is_number(words[0], weight) || path_exists(text)) return Tokens::open(text, vocab);
+  const bool has_weights = words.size() > 1 && is_number(words[0], weight);
+  try {
+    return Tokens::open(text, vocab);
+  } catch (const DataError& error) {
+    if (!has_weights && std::ranges::none_of(words, [&](const std::string& w) { return is_number(w, weight); })) throw;
+    if (!has_weights) fail<DataError>(error.what(), "; a mixture begins with a weight, \"0.7 web_*.bin 0.3 code_*.bin\"");
+  }
   std::vector<Source> sources;
   for (size_t i = 0; i < words.size(); i += 2) {
     check<ConfigError>(is_number(words[i], weight) && i + 1 < words.size(), "[data] '", text,

@@ -29,7 +29,7 @@ class TokenMixture {
   /// Throws ConfigError for no sources, or a weight that is not a finite number above 0.
   explicit TokenMixture(std::vector<Source> sources);
 
-  /// What Tokens::open takes or, if that is no path of a file, weights and such patterns in turn, apart by blanks:
+  /// What Tokens::open takes or, if no file has that name, weights and such patterns in turn, apart by blanks:
   /// "0.7 web_*.bin 0.3 code_*.bin". Throws DataError as Tokens::open, ConfigError for weights without a pattern.
   static TokenMixture open(const std::string& text, int64_t vocab);
 

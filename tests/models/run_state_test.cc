@@ -149,6 +149,8 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   now.train.dtype = "bf16";
   now.val_fraction = 0.5;
   now.train_data->tokens = 1;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("data.order was \"random\" in the checkpoint and is \"shuffled\" now"));
+  now.order = "random";
   check_resumable(saved, now);
   // It had no other decay than that of all its steps after the warm-up.
   now.train.decay_end = 1999;

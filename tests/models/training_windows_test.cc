@@ -248,6 +248,7 @@ TEST(TokenMixture, IsOpenedByWeightsAndPatterns) {
   // A file of that very name is that file.
   write("2 b.bin", 40, 3);
   EXPECT_EQ(TokenMixture::open(folder / "2 b.bin", 100).size(), 3);
+  EXPECT_EQ(TokenMixture::open(folder / "2 ?.bin", 100).size(), 3);
 
   const auto error = [&](const std::string& of) {
     return message_of<ConfigError>(ExitCode::kConfig, [&] { TokenMixture::open(of, 100); });
@@ -258,6 +259,10 @@ TEST(TokenMixture, IsOpenedByWeightsAndPatterns) {
     EXPECT_THAT(error(str("1 ", folder / "b.bin ", bad, " ", folder / "b.bin")), HasSubstr("not a number above 0"));
   }
   EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { TokenMixture::open("1 a 1 none_*.bin", 100); }), HasSubstr("'a'"));
+  EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { TokenMixture::open(str(folder / "b.bin", " 1 ", folder / "b.bin"), 100); }),
+              AllOf(HasSubstr("No such file"), HasSubstr("a mixture begins with a weight")));
+  for (const char* huge : {"1e308", "1e-300"})
+    EXPECT_THAT(error(str(huge, " ", folder / "b.bin 1e308 ", folder / "b.bin")), HasSubstr("nothing can be mixed"));
   EXPECT_THROW(TokenMixture(std::vector<TokenMixture::Source>{}), ConfigError);
 }
 
