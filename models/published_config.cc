@@ -216,6 +216,8 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   }
   const bool by_layer = qwen && !qwen3_moe;
   const int64_t from = by_layer && window ? r.whole("max_window_layers", 28) : 0;
+  if (qwen3_moe && window && r.whole("max_window_layers", 0) != 0)
+    r.refuse("max_window_layers", "some versions of transformers obey it here, others give all layers the window");
   read_windows(r, window, "max_window_layers", [&](int64_t i) { return i >= from; }, m);
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));

@@ -34,7 +34,7 @@ struct AttentionShape {
   }
   /// The first of them, if there are any, with a window of so many keys; 0: without one.
   int64_t first_visible(int64_t t, int64_t window) const {
-    return window ? std::max<int64_t>(0, t + 1 + keys - queries - window) : 0;
+    return window ? std::max<int64_t>(0, t + 1 + keys - queries - std::min(window, keys)) : 0;
   }
 
   int64_t forward_items() const { return batch * heads * query_blocks(); }
