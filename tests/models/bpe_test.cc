@@ -9,6 +9,7 @@
 #include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/models/bpe_tokenizer.h"
+#include "sheaf/models/corpus.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/utf8.h"
 #include "sheaf/tests/core/scratch_folder.h"
