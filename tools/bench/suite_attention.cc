@@ -31,44 +31,30 @@ void measure(Session& session, DType dtype, const AttentionSize& full) {
   }
 }
 
+// What a mask leaves of attention: documents of so many tokens, or a window of so many keys.
+struct Hidden {
+  const char *name, *size, *peer;
+  int64_t document, window;
+};
 // No document begins where a block of the kernels would.
-void measure_documents(Session& session, DType dtype, const AttentionSize& full, int64_t document) {
-  for (bool backward : {false, true}) {
-    const std::string name = str("documents-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
-                                 "-D", full.d, "-of-", document);
-    if (!session.wants("attention", name)) continue;
-    AttentionSize s = full;
-    if (session.options().quick) s.t = 2 * document, s.h = s.g = 2;
-    if (session.options().quick && session.on_gpu()) s.t = 32, document = 13;
-    const Stream stream = session.stream();
-    std::unique_ptr<const AttentionCall> apart, together;
-    Comparison c{.name = name, .unit = Unit::seconds};
-    c.peer = "one document";
-    c.prepare = [&] {
-      apart = std::make_unique<const AttentionCall>(dtype, s, session.device(), document);
-      together = std::make_unique<const AttentionCall>(dtype, s, session.device());
-      for (const auto* call : {&apart, &together}) (*call)->forward(stream);
-    };
-    c.run = [&] { backward ? apart->backward(stream) : apart->forward(stream); };
-    c.peer_run = [&] { backward ? together->backward(stream) : together->forward(stream); };
-    session.compare("attention", c);
-  }
-}
+Hidden documents(int64_t tokens) { return {"documents-", "-of-", "one document", tokens, 0}; }
+Hidden window(int64_t keys) { return {"window-", "-W", "all keys", 0, keys}; }
 
-void measure_window(Session& session, DType dtype, const AttentionSize& full, int64_t window) {
+void measure_hidden(Session& session, DType dtype, const AttentionSize& full, Hidden hidden) {
   for (bool backward : {false, true}) {
-    const std::string name = str("window-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
-                                 "-D", full.d, "-W", window);
+    int64_t& size = hidden.window ? hidden.window : hidden.document;
+    const std::string name = str(hidden.name, backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
+                                 "-D", full.d, hidden.size, size);
     if (!session.wants("attention", name)) continue;
     AttentionSize s = full;
-    if (session.options().quick) s.t = 2 * window, s.h = s.g = 2;
-    if (session.options().quick && session.on_gpu()) s.t = 32, window = 13;
+    if (session.options().quick) s.t = 2 * size, s.h = s.g = 2;
+    if (session.options().quick && session.on_gpu()) s.t = 32, size = 13;
     const Stream stream = session.stream();
     std::unique_ptr<const AttentionCall> some, all;
     Comparison c{.name = name, .unit = Unit::seconds};
-    c.peer = "all keys";
+    c.peer = hidden.peer;
     c.prepare = [&] {
-      some = std::make_unique<const AttentionCall>(dtype, s, session.device(), 0, window);
+      some = std::make_unique<const AttentionCall>(dtype, s, session.device(), hidden.document, hidden.window);
       all = std::make_unique<const AttentionCall>(dtype, s, session.device());
       for (const auto* call : {&some, &all}) (*call)->forward(stream);
     };
@@ -83,10 +69,10 @@ void measure_window(Session& session, DType dtype, const AttentionSize& full, in
 void attention_suite(Session& session) {
   if (!session.on_gpu()) {
     for (DType dtype : {kF32, kBF16})
-      for (const int64_t document : {500, 100}) measure_documents(session, dtype, {1, 1024, 12, 12, 64}, document);
+      for (const int64_t tokens : {500, 100}) measure_hidden(session, dtype, {1, 1024, 12, 12, 64}, documents(tokens));
     for (DType dtype : {kF32, kBF16})
       for (const int64_t tokens : {1024, 4096})
-        for (const int64_t window : {128, 256}) measure_window(session, dtype, {1, tokens, 12, 12, 64}, window);
+        for (const int64_t keys : {128, 256}) measure_hidden(session, dtype, {1, tokens, 12, 12, 64}, window(keys));
     for (DType dtype : {kF32, kBF16})
       for (const AttentionSize& s :
            {AttentionSize{4, 64, 12, 12, 64}, {1, 1024, 12, 12, 64}, {16, 256, 6, 6, 64}})
@@ -101,8 +87,8 @@ void attention_suite(Session& session) {
                                    {1, 8192, 32, 8, 128}})
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
-  for (const int64_t document : {1000, 250}) measure_documents(session, kBF16, {2, 4096, 12, 12, 64}, document);
-  for (const int64_t window : {256, 1024}) measure_window(session, kBF16, {2, 4096, 12, 12, 64}, window);
+  for (const int64_t tokens : {1000, 250}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, documents(tokens));
+  for (const int64_t keys : {256, 1024}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, window(keys));
 }
 
 }  // namespace sheaf::bench
