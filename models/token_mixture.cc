@@ -5,7 +5,6 @@
 #include <cmath>
 #include <sstream>
 
-#include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"

@@ -252,6 +252,14 @@ std::map<std::string, Traffic> traffic(const Tape& tape) {
   return out;
 }
 
+void expect_stages_of_one_rank(models::TrainConfig config, int64_t stages) {
+  const TrainedRun expected = train_tiny(config, 1, 4);
+  config.sharding.pipeline = stages;
+  const TrainedRun actual = train_tiny(config, static_cast<int>(stages), 4);
+  EXPECT_LE(max_difference(expected.parameters, actual.parameters), 5e-5);
+  for (size_t s = 0; s < 4; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 2e-5);
+}
+
 void expect_planned_tapes(const models::TrainConfig& config, int world, const std::function<void(World&, const Tape&)>& inspect) {
   std::vector<Tape> tapes(static_cast<size_t>(world));
   std::vector<int64_t> peaks(tapes.size());

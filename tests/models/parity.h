@@ -85,6 +85,9 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
 Values parameters_f64(const models::TrainConfig& config, int world, int steps);
 /// EXPECTs the same losses, norms and parameters, bit for bit.
 void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
+/// Trains `config`, which has no stages, on one rank and in `stages`, four steps each: EXPECTs the same losses and parameters, but
+/// for rounding.
+void expect_stages_of_one_rank(models::TrainConfig config, int64_t stages);
 /// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose
 /// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, whose axis "context" cuts sequences, and
 /// parameters if there is no axis "data", whose axis "expert" cuts experts, and the other parameters if "data" is one rank, and

@@ -3,13 +3,12 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/core/file.h"
 #include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf {
@@ -25,13 +24,6 @@ using testing::Outcome;
 using testing::run_sheaf;
 using testing::SheafProcess;
 using testing::Words;
-
-std::string read_text(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::stringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
 
 struct Folder : testing::CorpusFolder {
   Words train(const std::string& out, const Words& more = {}) const {
@@ -51,7 +43,7 @@ struct Folder : testing::CorpusFolder {
   std::map<std::string, std::string> end(const std::string& out) const {
     std::map<std::string, std::string> files;
     for (const auto& file : std::filesystem::directory_iterator(*this / out + "/checkpoints/step-300"))
-      files[file.path().filename()] = read_text(file.path());
+      files[file.path().filename()] = File::open(file.path()).read_all();
     return files;
   }
 };

@@ -3,12 +3,12 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <thread>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/core/file.h"
 #include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf {
@@ -24,13 +24,6 @@ using Words = std::vector<std::string>;
 using std::chrono::milliseconds;
 
 constexpr int64_t kSteps = 400;
-
-std::string read_text(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::stringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
 
 struct Folder : testing::CorpusFolder {
   Words train(const std::string& out, const Words& more = {}) const {
@@ -79,9 +72,9 @@ void expect_resumable(const Folder& folder, const std::string& out, int world, c
   for (int rank = 0; rank < world; ++rank) {
     char shard[64];
     std::snprintf(shard, sizeof shard, "/shard-%05d-of-%05d.safetensors", rank, world);
-    const std::string ours = read_text(folder.checkpoint(out, kSteps) + shard);
+    const std::string ours = File::open(folder.checkpoint(out, kSteps) + shard).read_all();
     EXPECT_FALSE(ours.empty());
-    EXPECT_TRUE(ours == read_text(folder.checkpoint("whole", kSteps) + shard)) << out << " rank " << rank;
+    EXPECT_TRUE(ours == File::open(folder.checkpoint("whole", kSteps) + shard).read_all()) << out << " rank " << rank;
   }
 }
 
