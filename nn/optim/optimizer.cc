@@ -45,11 +45,11 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
 void Optimizer::step(const StepOptions& options) {
   if (shards_.empty()) return;
   const PhaseScope phase(Phase::update);
-  const int64_t before = steps_++;
-  if (Recording* r = Recording::current()) r->on_rerun([this] { ++steps_; });
   std::vector<std::shared_ptr<Unit>> units;
   for (const ShardState& shard : shards_) units.push_back(shard.unit);
-  nn::reduce_waiting(units);
+  nn::reduce_waiting(units);  // or refuse, before the step counts
+  const int64_t before = steps_++;
+  if (Recording* r = Recording::current()) r->on_rerun([this] { ++steps_; });
   for (const auto& unit : units) unit->close_for_change();
   Tensor scalars = options.scalars;
   if (!scalars) {
