@@ -70,12 +70,17 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   last_micro_batch_ = options.last_micro_batch;
   ++turn_;
   choose_ranges(v, options.one_part);
+  for (GroupState& g : groups_) g.later = false;  // of one that failed
+  if (options.weights_later) choose_later();
+  weights_later_ = options.weights_later;
   try {
     reverse(loss, /*to_groups=*/true, /*keep=*/false);
   } catch (...) {
     rests_.erase(v);  // its gradients are lost
+    if (std::exchange(weights_later_, false)) later_.pop_back();
     throw;
   }
+  weights_later_ = false;
   ranges_.clear();
   if (rest_ && rest_->parts.empty()) rests_.erase(v);
   rest_ = nullptr;
@@ -139,7 +144,9 @@ void Recording::finish_groups(NodeId node) {
         next = i;
     if (next == groups_.size()) return;
     groups_[next].finished = true;
-    groups_[next].group->finish(groups_[next].contributed);
+    if (!in_weights_) groups_[next].group->pass();
+    if (groups_[next].later) finish_later(groups_[next]);
+    else groups_[next].group->finish(groups_[next].contributed);
     std::fill(groups_[next].slots.begin(), groups_[next].slots.end(), Tensor());
   }
 }
@@ -185,7 +192,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     if (rest_) keep_gradients_of_rest();
     gradients_.clear();
     for (size_t i = 0; i < groups_.size(); ++i) groups_[i].group->backward_ended();
-    if (last_micro_batch_ && !(rest_ && !rest_->parts.empty())) take_back_all();
+    if (last_micro_batch_ && !weights_later_ && !(rest_ && !rest_->parts.empty())) take_back_all();
     std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
     floor_ = tape_.num_nodes();
   } else {
@@ -287,6 +294,11 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   expect_reducible(node, v, g.layout());
   GroupState& group = group_state(s.group);
   const int leaf = s.leaf_index;
+  if (group.later) {
+    group.contributed[leaf] = true;
+    later_.back().parts.push_back({.node = node, .leaf = v, .gradient = std::move(g)});
+    return;
+  }
   Tensor& slot = group.slots[leaf];
   const bool in_place = slot && g.storage() == slot.storage() && g.byte_offset() == slot.byte_offset();
   if (!slot) slot = s.group->slot(leaf);
@@ -310,34 +322,45 @@ const Type& Vjp::output_type(int i) const {
 }
 bool Vjp::needs(int i) const { return needs_ & Recording::bit(i); }
 bool Vjp::has_grad(int o) const {
+  expect_now("has_grad()");
   const Tape& t = recording_.tape_;
   return recording_.gradients_[t.output(t.node(node_), o)].defined();
 }
 const Tensor& Vjp::grad(int o) const {
+  expect_now("grad()");
   const Tape& t = recording_.tape_;
   return recording_.gradients_[t.output(t.node(node_), o)];
 }
 Tensor Vjp::input(int i) const {
+  expect_now("input()");
   const Tape& t = recording_.tape_;
   return recording_.resolve(t.inputs(t.node(node_))[i]);
 }
 Tensor Vjp::output(int i) const {
+  expect_now("output()");
   const Tape& t = recording_.tape_;
   return recording_.resolve(t.output(t.node(node_), i));
 }
-Into Vjp::into(int i, bool may_add) const {
+bool Vjp::has_place(int i) const {
   const Tape& t = recording_.tape_;
   const auto& s = recording_.state(t.inputs(t.node(node_))[i]);
-  if (!s.group || !recording_.to_groups_ || !needs(i)) return {};
-  auto& group = recording_.group_state(s.group);
+  if (!s.group || !recording_.to_groups_ || !needs(i)) return false;
   // A leaf that is several operands of the node gets a contribution from each: they cannot all be stored first.
   for (int other = 0; other < num_inputs(); ++other) {
     const auto& o = recording_.state(t.inputs(t.node(node_))[other]);
-    if (other != i && o.group == s.group && o.leaf_index == s.leaf_index) return {};
+    if (other != i && o.group == s.group && o.leaf_index == s.leaf_index) return false;
   }
+  return true;
+}
+Into Vjp::into(int i, bool may_add) const {
+  const Tape& t = recording_.tape_;
+  if (!has_place(i)) return {};
+  const auto& s = recording_.state(t.inputs(t.node(node_))[i]);
+  auto& group = recording_.group_state(s.group);
   recording_.expect_reducible(node_, t.inputs(t.node(node_))[i], output_type(0).layout);
   const bool first = !group.contributed[s.leaf_index];
   if (!first && !may_add) return {};
+  if (group.later) return {s.group->memory_like_slot(s.leaf_index), false};
   Tensor& slot = group.slots[s.leaf_index];
   if (!slot) slot = s.group->slot(s.leaf_index);
   return {slot, !first};

@@ -116,8 +116,9 @@ bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
   return std::ranges::any_of(segments, [&](const Segment& s) { return s.begin <= node && node < s.end; });
 }
 
-bool Recording::is_last_micro_batch_of(const LeafGroup* group, bool of_all_parts) const {
-  if (of_all_parts && rest_ && !rest_->parts.empty()) return false;
+bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
+  if (in_weights_)  // as it was in its backward
+    return std::ranges::any_of(groups_, [group](const GroupState& g) { return g.group.get() == group && g.last; });
   return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
            return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
          }));

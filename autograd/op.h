@@ -11,6 +11,7 @@
 //     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
+//     static constexpr bool kWeightsLater = true;          // vjp gives derivatives to Vjp::weights(); optional
 //     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
 //   };
@@ -24,6 +25,7 @@
 
 #include <concepts>
 #include <cstring>
+#include <functional>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -179,10 +181,19 @@ class Vjp {
   /// Where the first contribution to input i's gradient belongs, if it has a place of its own (a parameter's slot in
   /// its unit's buffer): pass it to apply() to store there without a copy. With `may_add`, later contributions too.
   Into into(int i, bool may_add = false) const;
+  bool has_place(int i) const;        ///< of its own, wherever that is
   /// What others have contributed to the gradient of input i so far, for an op that adds its own in the same pass: the caller
   /// has it from here on, and gives the sum to set(). Undefined if there is none, where it lies in a place of its own, or where
   /// sums are differentiated again.
   Tensor take_sum(int i);
+  /// f sets the gradients of inputs `first` and behind it that are parameters: now or, where those of weights wait
+  /// (BackwardOptions::weights_later), in backward_weights(). It holds what it reads: input(), output(), grad() and has_grad() are
+  /// not for it (LifetimeError, then). In the vjp of an op with kWeightsLater.
+  template <class F>
+  void weights(int first, F&& f) {
+    if (weights_wait(first)) return put_off(first, std::forward<F>(f));
+    f(*this);
+  }
   /// The gradient of input i; its type must be the dual of the input's, or that in f32 where the input is bf16 or f16:
   /// a sum that was made in f32 is rounded no earlier than it must be. Ignored unless needs(i).
   void set(int i, Tensor gradient);
@@ -191,6 +202,9 @@ class Vjp {
   SmallVector<std::pair<int, Tensor>, 4> gradients;
 
  private:
+  bool weights_wait(int first) const;
+  void put_off(int first, std::function<void(Vjp&)> f);
+  void expect_now(const char* what) const;
   Recording& recording_;
   int32_t node_;
   uint64_t needs_;
@@ -205,6 +219,7 @@ struct OpDef {
   bool stops_gradient;  ///< outputs are constants, whatever the inputs are
   bool recipe;   ///< cheap to repeat: a view or a cast, replayed in backward on gathered parameters instead of saved
   bool can_add;
+  bool weights_later;  ///< its vjp calls weights()
   MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
@@ -269,6 +284,7 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kStopsGradient; }) d.stops_gradient = Op::kStopsGradient;
   if constexpr (requires { Op::kRecipe; }) d.recipe = Op::kRecipe;
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
+  if constexpr (requires { Op::kWeightsLater; }) d.weights_later = Op::kWeightsLater;
   if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;
   if constexpr (requires { Op::kStoresWide; }) d.stores_wide = Op::kStoresWide;
   d.attrs_size = std::is_empty_v<Attrs> ? 0 : sizeof(Attrs);

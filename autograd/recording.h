@@ -22,12 +22,16 @@ struct RecordingOptions {
 };
 
 struct BackwardOptions {
-  /// This is the step's last: gradients that wait for the step (strategy zero1, replicas) are reduced while it runs. Without
-  /// it they are reduced when the first one asks for them.
+  /// This is the step's last: gradients that wait for the step (strategy zero1, replicas) are reduced while it, or its
+  /// backward_weights(), runs. Without it they are reduced when the first one asks for them; so are those of what all stages of a
+  /// pipeline have.
   bool last_micro_batch = false;
   /// Of a micro-batch that was recorded in parts (resume_micro_batch): only the last one that no backward has come to. The next
   /// backward of the same loss goes on with the part before.
   bool one_part = false;
+  /// Gradients of weights wait for backward_weights(), and with them the reduction of the units that they are in: see
+  /// [Note: weights later]. What other ranks wait for, the gradients of values, is there the sooner.
+  bool weights_later = false;
 };
 
 struct GradientOptions {
@@ -38,7 +42,8 @@ struct GradientOptions {
 ///
 /// [Note: slots] The gradients of a group's leaves live in one buffer, its slots, which is what the reduction sends. The
 /// first contribution of a backward is stored there by the kernel that computes it, later ones are added. finish() is
-/// called once per backward, when the reverse pass has left the group's first use behind, with what was contributed.
+/// called once per backward, when the reverse pass has left the group's first use behind, with what was contributed; pass()
+/// before it, or in the backward of which the gradients come later.
 class LeafGroup {
  public:
   virtual ~LeafGroup() = default;
@@ -46,6 +51,10 @@ class LeafGroup {
   virtual Tensor value(int index) = 0;
   /// Uninitialised memory of the leaf's gradient in the slots, of the dual of the value's type.
   virtual Tensor slot(int index) = 0;
+  /// Memory of its own of the slot's type, for a gradient that waits until it may go there.
+  virtual Tensor memory_like_slot(int index) = 0;
+  /// No derivative of this backward reads the values any more.
+  virtual void pass() = 0;
   virtual void finish(const std::vector<bool>& contributed) = 0;
   virtual int num_leaves() const = 0;
   virtual bool trainable(int index) const = 0;
@@ -81,6 +90,9 @@ class Recording {
   /// since (the next micro-batch); losses of one forward are added. Of several micro-batches that were recorded, it
   /// differentiates those that lead to the loss, and leaves the others for backwards of their own.
   void backward(const Tensor& loss, const BackwardOptions& options = {});
+  /// What the first of the backwards with weights_later that have not had theirs left over: one call for each of them, before the
+  /// optimizer's step. LifetimeError if there is none, or inside of a RecomputeScope.
+  void backward_weights();
   /// The gradients of scalar `y` with respect to any recorded values, each in the dual of its layout (zeros where y
   /// does not depend on it); of a parameter, through every gather of it. With keep, the result can be differentiated
   /// again.
@@ -149,9 +161,8 @@ class Recording {
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
   bool in_backward() const { return phase_ == Phase::backward; }
   bool in_recompute_scope() const { return in_region_; }
-  /// Of the backward under way, of which no part before this one uses `group`; or, where other parts of the step are still to come
-  /// on ranks that share the group, of which there is no part before this one.
-  bool is_last_micro_batch_of(const LeafGroup* group, bool of_all_parts = false) const;
+  /// Of the backward under way, of which no part before this one uses `group`.
+  bool is_last_micro_batch_of(const LeafGroup* group) const;
 
  private:
   friend class Vjp;
@@ -185,7 +196,9 @@ class Recording {
     NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
     bool finished = false;
     uint64_t version = 0;
-    std::vector<bool> contributed;
+    bool later = false;       // its gradients come later
+    bool last = false;        // see is_last_micro_batch_of(): kept for then
+    std::vector<bool> contributed;  // to the slots or, if later, to what waits
     std::vector<Tensor> slots;
   };
 
@@ -247,6 +260,8 @@ class Recording {
   void reverse(const Tensor& y, bool to_groups, bool keep);
   void reverse_through(NodeId begin, NodeId end, bool to_groups, bool keep);
   void accumulate(NodeId node, ValueId v, Tensor gradient);
+  void choose_later();
+  void finish_later(GroupState& group);
   void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient);
   void finish_groups(NodeId node);
   void pass_groups(NodeId node);
@@ -284,6 +299,22 @@ class Recording {
   };
   std::unordered_map<ValueId, Rest> rests_;              // by loss
   Rest* rest_ = nullptr;                                 // of the backward under way, if it has one
+  /// What a backward has left for backward_weights(): in its order, derivatives that were put off, and gradients of parameters
+  /// that were computed together with others.
+  struct Later {
+    struct Part {
+      NodeId node;
+      uint64_t needs = 0;
+      std::function<void(Vjp&)> derivative = {};  // or
+      ValueId leaf = -1;
+      Tensor gradient = {};
+    };
+    std::vector<Part> parts;
+    std::vector<GroupState> groups;
+    bool last = false;  // of the step's micro-batches, with no part before it
+  };
+  std::deque<Later> later_;                              // the last one of the backward under way, if weights_later_
+  bool weights_later_ = false, in_weights_ = false;
   std::vector<std::pair<Tensor, Tensor>> offloading_;    // to the host, from the device
   std::vector<Region> regions_;                          // in order; the last one has no end while its scope is open
   bool in_region_ = false;

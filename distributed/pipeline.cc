@@ -1,6 +1,7 @@
 #include "sheaf/distributed/pipeline.h"
 
 #include <algorithm>
+#include <deque>
 
 #include "sheaf/core/error.h"
 
@@ -14,17 +15,36 @@ std::vector<Turn> one_forward_one_backward(int stage, int stages, int64_t micro_
                       runs, " times");
   // As many micro-batches as there are stages go through a run before the next: the first comes round when the last has left.
   const int64_t together = runs > 1 ? stages : 1, all = micro_batches * runs;
-  const auto turn = [&](bool backward, int64_t i) {
+  const auto turn = [&](Turn::Kind kind, int64_t i) {
     const int64_t run = i / together % runs;
-    return Turn{backward, i / (together * runs) * together + i % together, backward ? runs - 1 - run : run};
+    return Turn{kind, i / (together * runs) * together + i % together, kind == Turn::backward ? runs - 1 - run : run};
   };
   const int64_t ahead = std::min(all, runs > 1 ? 2 * (stages - stage - 1) + (runs - 1) * stages + 1 : stages - stage);
   std::vector<Turn> turns;
-  for (int64_t i = 0; i < ahead; ++i) turns.push_back(turn(false, i));
+  for (int64_t i = 0; i < ahead; ++i) turns.push_back(turn(Turn::forward, i));
   for (int64_t i = 0; i < all; ++i) {
-    turns.push_back(turn(true, i));
-    if (i + ahead < all) turns.push_back(turn(false, i + ahead));
+    turns.push_back(turn(Turn::backward, i));
+    if (i + ahead < all) turns.push_back(turn(Turn::forward, i + ahead));
   }
+  return turns;
+}
+
+std::vector<Turn> zero_bubble(int stage, int stages, int64_t micro_batches, int64_t runs) {
+  std::vector<Turn> turns;
+  std::deque<Turn> later;
+  const auto compute_weights = [&](size_t but) {
+    for (; later.size() > but; later.pop_front()) turns.push_back({Turn::backward_weight, later.front().micro_batch, later.front().run});
+  };
+  for (Turn turn : one_forward_one_backward(stage, stages, micro_batches, runs)) {
+    const bool sends = stage > 0 || turn.run > 0;
+    if (turn.kind == Turn::backward && sends) {
+      turn.kind = Turn::backward_input;
+      later.push_back(turn);
+    }
+    turns.push_back(turn);
+    if (turn.kind == Turn::backward_input) compute_weights(static_cast<size_t>(stage));
+  }
+  compute_weights(0);
   return turns;
 }
 

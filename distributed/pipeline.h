@@ -11,7 +11,13 @@ namespace sheaf {
 /// One turn of a stage: it records the forward of a micro-batch, or differentiates it. Of stages that micro-batches go round
 /// several times it is about one part of either.
 struct Turn {
-  bool backward;
+  enum Kind : uint8_t {
+    forward,
+    backward,        ///< all of it
+    backward_input,  ///< but for what backward_weight is about: Recording::backward() with weights_later
+    backward_weight, ///< Recording::backward_weights()
+  };
+  Kind kind;
   int64_t micro_batch;
   int64_t run = 0;  ///< which of the stage's runs of blocks
   bool operator==(const Turn&) const = default;
@@ -28,6 +34,13 @@ struct Turn {
 /// waits (stages - 1) / (micro_batches runs + stages - 1) of its time; it holds what it computed in up to
 /// (runs + 1) stages - 2 stage - 1 turns, and sends `runs` times as much. Throws ConfigError for what cannot be.
 std::vector<Turn> one_forward_one_backward(int stage, int stages, int64_t micro_batches, int64_t runs = 1);
+
+/// The same, but that stages send gradients on before they compute those of weights (ZB-H1; Qi et al., section 2.2 of
+/// https://arxiv.org/abs/2401.10241): these fill the time in which a stage waited. Stage s computes them s turns late, so that each stage
+/// holds what came of as many forwards as the first one does; what is the same takes turns in the same order. If a forward, the
+/// gradients of its inputs and those of its weights take f, b and w, and w is not above f, a stage waits
+/// (stages - 1) (f + b - w) / runs in a step, in place of (stages - 1) (f + b + w) / runs. Throws what the other throws.
+std::vector<Turn> zero_bubble(int stage, int stages, int64_t micro_batches, int64_t runs = 1);
 
 /// Where a model's blocks are: in their order they are cut into runs, as many for each stage, which go round the stages.
 class StageCut {

@@ -114,6 +114,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   // --- LeafGroup ---
   Tensor value(int index) override;
   Tensor slot(int index) override;
+  Tensor memory_like_slot(int index) override;
+  void pass() override;
   void finish(const std::vector<bool>& contributed) override;
   int num_leaves() const override { return static_cast<int>(leaves_.size()); }
   bool trainable(int index) const override { return leaves_[index].trainable; }
@@ -134,7 +136,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   const std::vector<LeafSpec>& leaves() const { return leaves_; }
   std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const;
   void zero_grad();
-  /// Issues the reduction of gradients that wait for it (zero1, replicas); complete_reduction() ends it.
+  /// Issues the reduction of gradients that wait for it (zero1, replicas, what all stages have); complete_reduction() ends it.
+  /// LifetimeError if there are gradients that backward_weights() has not computed.
   void reduce_waiting();
   const std::string& name() const { return name_; }
   Strategy strategy() const { return strategy_; }
@@ -216,6 +219,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void views_of_masters();
   void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);
+  bool is_summed_over_stages() const;
   /// Whether gradients of these leaves are sums over ranks of this axis: not where each has its own block.
   bool sums_along(const FlatBuffer& b, int axis) const { return axis != stage_axis_ && (!b.cut || axis != tensor_axis_); }
   /// Whether gradients are summed over several ranks along further axes.
@@ -253,6 +257,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Copies copies_;
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
+  int64_t unfinished_ = 0;         // backwards that have passed it, and whose gradients come later
   std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
   struct Reduction {               // `values` goes first and waits for its lane
     std::vector<Tensor> lent;      // the slots, while the unit's own axis is reduced

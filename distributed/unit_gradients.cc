@@ -45,9 +45,16 @@ void Unit::zero_missing(const std::vector<bool>& contributed) {
   }
 }
 
-void Unit::finish(const std::vector<bool>& contributed) {
+Tensor Unit::memory_like_slot(int index) {
   const PathScope path(name_);
-  zero_missing(contributed);
+  const OutputSpec spec{slot_type(index), {}, -1, 0};
+  const DeviceScope device(buffers_[0].shard.device());
+  return apply_typed(UnitOps::slot_memory(), nullptr, {}, std::span(&spec, 1))[0];
+}
+
+void Unit::pass() {
+  const PathScope path(name_);
+  ++unfinished_;
   mirror_next_ = false;
   if (state_ == State::in_flight) {
     // Gathered ahead for a backward behind this one, which opened it for its scope alone.
@@ -57,9 +64,25 @@ void Unit::finish(const std::vector<bool>& contributed) {
   } else if (gathers()) {
     discard_gathered();
   }
-  // What all stages have is summed over them: while one still goes round, another would wait there for it.
-  const bool last = Recording::current()->is_last_micro_batch_of(this, /*of_all_parts=*/stage_axis_ < 0);
-  if (last && gathers() && state_ != State::in_flight) drop_copies();
+  if (gathers() && state_ != State::in_flight && Recording::current()->is_last_micro_batch_of(this)) drop_copies();
+}
+
+bool Unit::is_summed_over_stages() const {
+  for (int a = 0; mesh_ && stage_axis_ < 0 && a < mesh_->num_axes(); ++a)
+    if (mesh_->is_chain(a) && !alone(a)) return true;
+  return false;
+}
+
+void Unit::finish(const std::vector<bool>& contributed) {
+  const PathScope path(name_);
+  if (unfinished_ == 0)
+    fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in a backward with weights_later ",
+                        "that zero_grad() has given up since");
+  --unfinished_;
+  zero_missing(contributed);
+  // What all stages have they sum where the step asks for it (reduce_waiting): each would wait for the last one here, with work of
+  // its own to do, and they come here in turns of their own.
+  const bool last = !is_summed_over_stages() && Recording::current()->is_last_micro_batch_of(this);
   if (slot_buffers_.empty()) return;  // all frozen
   std::vector<Tensor> slots = std::exchange(slot_buffers_, {});
   std::fill(slots_.begin(), slots_.end(), Tensor());
@@ -92,6 +115,10 @@ void Unit::leaf_waiting() {
 }
 
 void Unit::reduce_waiting() {
+  if (unfinished_ > 0)
+    fail<LifetimeError>("[unit] '", path_label(name_), "': the gradients of its weights were put off in ", unfinished_,
+                        unfinished_ == 1 ? " backward" : " backwards", " with weights_later, and recording.backward_weights() was not ",
+                        "called as often; zero_grad() gives up all gradients of this step");
   if (waiting_.empty()) return;
   const PathScope path(name_);
   leaf_waiting();
@@ -168,7 +195,7 @@ bool Unit::sums_further() const {
 }
 
 bool Unit::holds_gradients() const {
-  return !waiting_.empty() || std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
+  return unfinished_ > 0 || !waiting_.empty() || std::ranges::any_of(buffers_, [](const FlatBuffer& b) { return b.grad.defined(); });
 }
 
 void Unit::complete_reduction() {

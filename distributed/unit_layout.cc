@@ -178,6 +178,7 @@ uint64_t Unit::version() const {
 void Unit::zero_grad() {
   for (FlatBuffer& b : buffers_) b.grad = b.grad_scale = b.found_inf = Tensor();
   waiting_.clear();
+  unfinished_ = 0;
 }
 
 int64_t Unit::gathered_bytes() const {

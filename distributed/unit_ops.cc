@@ -97,6 +97,14 @@ struct Discard {
   }
 };
 
+struct SlotMemory {
+  static constexpr const char* kName = "slot_memory";
+  static constexpr bool kOfUnits = true;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { c.stream(); }
+  static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }
+};
+
 template <MemoryKind kind>
 struct GradSlots {
   static constexpr const char* kName = "grad_slots";
@@ -178,6 +186,7 @@ const OpDef& UnitOps::open() { return op_def<Open>(); }
 const OpDef& UnitOps::discard() { return op_def<Discard>(); }
 const OpDef& UnitOps::grad_slots() { return op_def<GradSlots<MemoryKind::wire>>(); }
 const OpDef& UnitOps::lasting_grad_slots() { return op_def<GradSlots<MemoryKind::host_wire>>(); }
+const OpDef& UnitOps::slot_memory() { return op_def<SlotMemory>(); }
 const OpDef& UnitOps::zero() { return op_def<Zero>(); }
 const OpDef& UnitOps::reduce_scatter() { return op_def<ReduceScatter>(); }
 const OpDef& UnitOps::all_reduce() { return op_def<AllReduce>(); }

@@ -18,6 +18,7 @@ struct UnitOps {
   static const OpDef& discard();         ///< buffers →
   static const OpDef& grad_slots();      ///< → buffers in wire memory, then the slots inside them; padding is zeroed
   static const OpDef& lasting_grad_slots();  ///< the same for gradients that stay there, in host_wire memory
+  static const OpDef& slot_memory();     ///< → memory of a slot's type, in no buffer
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
   static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
   static const OpDef& all_reduce();      ///< slot buffers, in place

@@ -78,9 +78,9 @@ Gradients gradients(int stages, int data, int model_ranks) {
     Recording recording;
     std::vector<models::ForwardProgress> at(static_cast<size_t>(micro_batches));
     std::vector<Tensor> losses(at.size());
-    for (const auto [backward, micro, run] : one_forward_one_backward(stage, stages, micro_batches, /*runs=*/2)) {
+    for (const auto [kind, micro, run] : one_forward_one_backward(stage, stages, micro_batches, /*runs=*/2)) {
       const auto m = static_cast<size_t>(micro);
-      if (backward) {
+      if (kind == Turn::backward) {
         recording.backward(losses[m], {.last_micro_batch = micro + 1 == micro_batches, .one_part = true});
         continue;
       }

@@ -14,6 +14,13 @@ double head_in_blocks(const TrainConfig& config, int64_t vocab) {
   return head / (c.train.recompute == "block" && c.train.recompute_blocks < 0 ? block * 8 / 6 : block);
 }
 
+std::vector<Turn> turns_of(const TrainConfig& config, int stage, int stages, int64_t micro_batches) {
+  const std::string& schedule = config.sharding.pipeline_schedule;
+  if (schedule == "zero_bubble") return zero_bubble(stage, stages, micro_batches, config.sharding.pipeline_runs);
+  check<ConfigError>(schedule == "1f1b", "[train] sharding.pipeline_schedule is ", schedule, ", not 1f1b or zero_bubble");
+  return one_forward_one_backward(stage, stages, micro_batches, config.sharding.pipeline_runs);
+}
+
 StageCut stage_cut(const TrainConfig& config, int64_t vocab) {
   const int64_t stages = config.sharding.pipeline, runs = config.sharding.pipeline_runs, blocks = config.model.layers;
   if (stages == 1 && runs == 1) return StageCut(std::vector{blocks}, 1);

@@ -1,4 +1,4 @@
-// How a configuration cuts a model's blocks into the stages of a pipeline.
+// How a configuration cuts a model's blocks into the stages of a pipeline, and in which order these take turns.
 #pragma once
 
 #include "sheaf/distributed/pipeline.h"
@@ -10,6 +10,10 @@ namespace sheaf::models {
 /// negative, as many as take as many operations (flops.h), with those that train.recompute block repeats in all of them. `vocab`
 /// stands for a model.vocab of 0.
 double head_in_blocks(const TrainConfig& config, int64_t vocab);
+
+/// The turns of one of so many stages, as sharding.pipeline_schedule says (ConfigError if it is unknown), with
+/// sharding.pipeline_runs.
+std::vector<Turn> turns_of(const TrainConfig& config, int stage, int stages, int64_t micro_batches);
 
 /// Of sharding.pipeline stages with sharding.pipeline_runs runs of blocks each. ConfigError if there are not so many blocks.
 StageCut stage_cut(const TrainConfig& config, int64_t vocab);

@@ -15,10 +15,12 @@ namespace {
 
 // What a turn is on a tape depends on those beside it: what one has gathered the next may still have, and prefetch looks ahead.
 struct Kind {
-  bool backward, first, last;  // of its direction and run
+  int kind;
+  int earlier;        // turns of its kind, up to two: what these have sent the third one gets back
+  bool first, last;   // of its kind and run
   int64_t run;
-  int before, behind;          // directions of its neighbours, and whether they are of another run; -1: none
-  int before_of_run;           // direction of the last one of its run
+  int before, behind; // kinds of its neighbours, and whether they are of another run; -1: none
+  int before_of_run;  // kind of the last one of its run
   auto operator<=>(const Kind&) const = default;
 };
 
@@ -27,13 +29,14 @@ std::vector<Kind> kinds_of(const std::vector<Turn>& turns) {
   for (const Turn& turn : turns) micro_batches = std::max(micro_batches, turn.micro_batch + 1);
   std::vector<Kind> out;
   std::map<int64_t, int> last_of_run;
+  std::map<int, int> of_kind;
   for (size_t i = 0; i < turns.size(); ++i) {
     const Turn& turn = turns[i];
-    const int before_of_run = std::exchange(last_of_run.try_emplace(turn.run, -1).first->second, turn.backward);
+    const int before_of_run = std::exchange(last_of_run.try_emplace(turn.run, -1).first->second, turn.kind);
     const auto beside = [&](size_t other) {
-      return other < turns.size() ? turns[other].backward + 2 * (turns[other].run != turn.run) : -1;
+      return other < turns.size() ? 2 * turns[other].kind + (turns[other].run != turn.run) : -1;
     };
-    out.push_back({turn.backward, turn.micro_batch == 0, turn.micro_batch + 1 == micro_batches, turn.run, beside(i - 1), beside(i + 1),
+    out.push_back({turn.kind, std::min(2, of_kind[turn.kind]++), turn.micro_batch == 0, turn.micro_batch + 1 == micro_batches, turn.run, beside(i - 1), beside(i + 1),
                    before_of_run});
   }
   return out;
@@ -140,8 +143,10 @@ class Stages {
   // Of each stage, neighbours.
   int ranks() const { return ranks_; }
   std::vector<Turn> turns(int stage) const { return turns(stage, config_.train.micro_batches); }
-  // Whether two stages have the same tape, but for their turns.
-  bool same(int a, int b) const { return a == b || (leaves_blocks_out() && role(a) == role(b)); }
+  // Whether two stages have the same tape, but for their turns. Where gradients of weights wait, which of them holds most is not known.
+  bool same(int a, int b) const {
+    return a == b || (leaves_blocks_out() && role(a) == role(b) && config_.sharding.pipeline_schedule == "1f1b");
+  }
 
   // With all turns, or with fewer.
   Shorter in_place_of(int stage, bool all_turns) const {
@@ -205,10 +210,11 @@ class Stages {
   // So many that there are turns of every kind. Of one run each is between the same two but in the beginning and in the end; with
   // several, as many micro-batches as there are stages go round together, and what is around a turn comes again with the next so many.
   int64_t enough_micro_batches(int stage) const {
-    return runs_ == 1 ? std::min<int64_t>(stages_ - stage, config_.train.micro_batches) + 2 : 3 * stages_;
+    const int64_t ahead = config_.sharding.pipeline_schedule == "1f1b" ? stages_ - stage : stages_ + 2;
+    return runs_ == 1 ? std::min<int64_t>(ahead, config_.train.micro_batches) + 3 : 3 * stages_;
   }
   std::vector<Turn> turns(int stage, int64_t micro_batches) const {
-    return one_forward_one_backward(stage, stages_, micro_batches, runs_);
+    return turns_of(config_, stage, stages_, micro_batches);
   }
 
   const TrainConfig& config_;

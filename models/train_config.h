@@ -159,6 +159,7 @@ struct ShardingConfig {
   int64_t context = 1;                  ///< ranks that share each sequence and attention's heads (context parallelism)
   int64_t pipeline = 1;                 ///< stages, of consecutive blocks, through which micro-batches go (pipeline parallelism)
   int64_t pipeline_runs = 1;            ///< runs of blocks in each stage, which micro-batches go round (interleaved 1F1B)
+  std::string pipeline_schedule = "1f1b";  ///< "1f1b", or "zero_bubble": gradients of weights fill what stages wait
   double pipeline_head = -1;            ///< as how many blocks the head and its loss count among stages; -1: as its operations do
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
   std::string units = "block";          ///< "block": a unit per block; "count": by parameters; "none": one unit

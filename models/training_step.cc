@@ -85,6 +85,9 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   if (goes_round && (sharding.pipeline_runs < 1 || stages == 1))
     fail<ConfigError>("[train] sharding.pipeline_runs ", sharding.pipeline_runs, ": runs of blocks are those of several stages "
                       "(sharding.pipeline), which is ", stages);
+  if (sharding.pipeline_schedule != "1f1b" && stages == 1)
+    fail<ConfigError>("[train] sharding.pipeline_schedule ", sharding.pipeline_schedule, ": it is about the turns of several stages "
+                      "(sharding.pipeline), which is ", stages);
   const bool over_experts = is_over_experts(rest, experts, context), over_context = context > rest;
   if (over_context) replicas *= rest;
   if (sharding.secondary && replicas == 1 && (context == 1 || (over_context && !over_experts)) && (experts == 1 || over_experts))
@@ -151,7 +154,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     fail<ConfigError>("[train] train.micro_batches ", config_.train.micro_batches, ": with sharding.pipeline_runs ", runs, " it is a multiple of ",
                       "sharding.pipeline, ", stages);
   if (turns_.empty())
-    turns_ = one_forward_one_backward(stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches, runs);
+    turns_ = turns_of(config_, stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches);
   const DeviceScope scope(device_);
   shard(*model_, mesh_, shard_options(config_, mesh_, *model_, cut_));
   materialize(*model_, device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
@@ -238,12 +241,17 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
     };
     if (recorded) recorded->turns.clear();
     const int64_t runs = in_turn ? 1 : config_.sharding.pipeline_runs;
-    for (const auto [backward, micro, run] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
+    for (const auto [kind, micro, run] : in_turn ? one_forward_one_backward(0, 1, t.micro_batches) : turns_) {
       note_turn();
       const auto m = static_cast<size_t>(micro);
-      if (backward) {
+      if (kind == Turn::backward_weight) {
+        recording.backward_weights();
+        continue;
+      }
+      if (kind != Turn::forward) {
         const Tensor of = run == 0 ? std::exchange(scaled[m], {}) : scaled[m];
-        recording.backward(of, {.last_micro_batch = micro + 1 == t.micro_batches, .one_part = runs > 1});
+        recording.backward(of, {.last_micro_batch = micro + 1 == t.micro_batches, .one_part = runs > 1,
+                                .weights_later = kind == Turn::backward_input});
         if (run > 0) continue;
         loss = loss ? add(loss, parts[m]) : parts[m];
         parts[m] = Tensor();

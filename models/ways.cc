@@ -17,7 +17,9 @@ namespace sheaf::models {
 namespace {
 
 struct Choice {
-  int64_t pipeline, pipeline_runs, context, experts, tensor, replicas;
+  int64_t pipeline, pipeline_runs;
+  std::string pipeline_schedule;
+  int64_t context, experts, tensor, replicas;
   bool secondary;
   std::string strategy;
   int64_t micro_batches;
@@ -37,6 +39,7 @@ using Config = TrainConfig;
 const std::tuple kOptions{
     Option<int64_t>{"sharding.pipeline", &Choice::pipeline, [](Config& c) -> auto& { return c.sharding.pipeline; }, 1},
     Option<int64_t>{"sharding.pipeline_runs", &Choice::pipeline_runs, [](Config& c) -> auto& { return c.sharding.pipeline_runs; }, 1},
+    Option<std::string>{"sharding.pipeline_schedule", &Choice::pipeline_schedule, [](Config& c) -> auto& { return c.sharding.pipeline_schedule; }, "1f1b"},
     Option<int64_t>{"sharding.context", &Choice::context, [](Config& c) -> auto& { return c.sharding.context; }, 1},
     Option<int64_t>{"sharding.experts", &Choice::experts, [](Config& c) -> auto& { return c.sharding.experts; }, 1},
     Option<int64_t>{"sharding.tensor", &Choice::tensor, [](Config& c) -> auto& { return c.sharding.tensor; }, 1},
@@ -113,7 +116,7 @@ class Search {
     best = fitting();
     const auto pipeline = std::ranges::find_if(best, [](const Choice& x) { return x.pipeline > 1; });
     if (pipeline != best.end() && done_.at(*pipeline)->seconds <= 1.5 * done_.at(best.front())->seconds)
-      for_all(with_runs(*pipeline), [&](const Choice& x) { plan(x); });
+      for_all(with_schedules(*pipeline), [&](const Choice& x) { plan(x); });
     return found();
   }
 
@@ -189,6 +192,7 @@ class Search {
               Choice x = choice_of(config_);
               x.pipeline = p, x.tensor = t, x.context = c, x.experts = e, x.replicas = r;
               if (!keeps(&Choice::pipeline_runs)) x.pipeline_runs = 1;
+              if (!keeps(&Choice::pipeline_schedule)) x.pipeline_schedule = "1f1b";
               if (!keeps(&Choice::secondary)) x.secondary = false;
               // Stages would gather once for each micro-batch.
               if (!keeps(&Choice::strategy)) x.strategy = p > 1 ? "zero1" : "full_shard";
@@ -287,20 +291,27 @@ class Search {
     return out;
   }
 
-  // Stages that micro-batches go round wait less and hold more: as many runs as leave none with many blocks more than others.
-  std::vector<Choice> with_runs(Choice x) const {
-    std::vector<Choice> out;
-    if (keeps(&Choice::pipeline_runs) || x.micro_batches % x.pipeline != 0) return out;
-    for (const int64_t runs : {2, 4}) {
-      if (x.pipeline * runs > config_.model.layers || divides_unevenly(x.pipeline, runs)) continue;
-      x.pipeline_runs = runs;
-      for (const char* level : {"none", "selective", "block"}) {
-        if (keeps(&Choice::recompute) && level != x.recompute) continue;
-        x.recompute = level;
-        out.push_back(x);
-      }
-    }
+  // Stages that micro-batches go round, or whose gradients of weights come later, wait less and hold more: as many runs as leave
+  // none with many blocks more than others.
+  std::vector<Choice> with_schedules(const Choice& x) const {
+    const auto goes_round = [&](int64_t runs) {
+      return !keeps(&Choice::pipeline_runs) && x.micro_batches % x.pipeline == 0 && x.pipeline * runs <= config_.model.layers &&
+             !divides_unevenly(x.pipeline, runs);
+    };
+    std::vector<Choice> out = {x};
+    for (const int64_t runs : {2, 4})
+      if (goes_round(runs)) add_with(&Choice::pipeline_runs, runs, {x}, out);
+    if (!keeps(&Choice::pipeline_schedule)) add_with(&Choice::pipeline_schedule, std::string("zero_bubble"), std::vector(out), out);
+    const std::vector<Choice> schedules(out.begin() + 1, out.end());
+    out.clear();
+    for (const char* level : {"none", "selective", "block"})
+      if (!keeps(&Choice::recompute) || level == x.recompute) add_with(&Choice::recompute, std::string(level), schedules, out);
     return out;
+  }
+
+  template <class T>
+  static void add_with(T Choice::* field, const T& value, std::vector<Choice> choices, std::vector<Choice>& to) {
+    for (Choice& x : choices) x.*field = value, to.push_back(std::move(x));
   }
 
   // Of what has been planned, in order of time.

@@ -32,10 +32,10 @@ struct Ways {
   int64_t least_bytes = 0;   ///< the smallest peak among those that do not fit
 };
 
-/// Varies sharding.pipeline, .pipeline_runs, .tensor, .context, .experts, .replicas, .secondary, .strategy, train.micro_batches and
-/// train.recompute. It does not try everything: for each choice of axes the fewest micro-batches that fit, and more as long
+/// Varies sharding.pipeline, .pipeline_runs, .pipeline_schedule, .tensor, .context, .experts, .replicas, .secondary, .strategy,
+/// train.micro_batches and train.recompute. It does not try everything: for each choice of axes the fewest micro-batches that fit, and more as long
 /// as less is computed again with them, under the strategy that suits; for the best of these then the other strategies and
-/// neighbouring micro-batches, and for the best pipeline several runs of blocks. ConfigError if no choice of axes suits the
+/// neighbouring micro-batches, and for the best pipeline several runs of blocks and zero_bubble. ConfigError if no choice of axes suits the
 /// model, the batch and the number of ranks: with the reason that the last one was refused for.
 Ways find_ways(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const WaysOptions& options = {});
 

@@ -22,6 +22,11 @@ class Slots final : public LeafGroup {
     return Tensor::over(buffer_.storage(), offsets_[k], values_[k].type(), values_[k].shape(),
                         values_[k].shape().contiguous_strides());
   }
+  Tensor memory_like_slot(int i) override {
+    const PoisonScope poison;
+    return Tensor::empty(slot(i).type());
+  }
+  void pass() override {}
   void finish(const std::vector<bool>& contributed) override { contributed_ = contributed; }
   int num_leaves() const override { return static_cast<int>(values_.size()); }
   bool trainable(int) const override { return true; }
@@ -71,7 +76,7 @@ std::string check_slots(const OpSample& sample) {
       for (size_t i = 0; i < inputs.size(); ++i)
         if (sample.inputs[i].differentiable && is_floating(inputs[i].dtype())) leaves.push_back(inputs[i]);
       if (leaves.empty()) return "";
-      std::vector<Values> want, got;
+      std::vector<Values> want, got, later;
       {
         Recording recording;
         for (const Tensor& t : leaves) recording.watch(t);
@@ -79,7 +84,7 @@ std::string check_slots(const OpSample& sample) {
         if (!loss) return "";
         for (const Tensor& g : recording.gradient(loss, leaves)) want.push_back(local_part(g).values);
       }
-      {
+      for (std::vector<Values>* const to : {&got, &later}) {
         Recording recording;
         const auto group = std::make_shared<Slots>(leaves);
         std::vector<int> indices;
@@ -89,9 +94,11 @@ std::string check_slots(const OpSample& sample) {
         }
         recording.bind_group(group, leaves, indices);
         recording.use_group(group.get());
-        recording.backward(loss_of(sample, inputs, uses));
-        for (int i : indices) got.push_back(group->gradient(i));
+        recording.backward(loss_of(sample, inputs, uses), {.weights_later = to == &later});
+        if (to == &later) recording.backward_weights();
+        for (int i : indices) to->push_back(group->gradient(i));
       }
+      if (later != got) out += str("gradients that come later are others", uses == 1 ? "; " : " after two uses; ");
       for (size_t i = 0; i < want.size(); ++i)
         if (const double e = scaled_error(got[i], want[i]); !(e <= 1e-13))
           out += str("gradient ", static_cast<int64_t>(i), " in its slot is off by ", e, uses == 1 ? "; " : " after two uses; ");

@@ -124,6 +124,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        1e6},
       {"sharding.pipeline_runs", &s.pipeline_runs, "runs of blocks in each stage, which micro-batches go round (interleaved pipeline)",
        any, 1, 1e6},
+      {"sharding.pipeline_schedule", &s.pipeline_schedule, "the order of a stage's turns: zero_bubble puts the gradients of weights "
+       "off, where stages would wait", {"1f1b", "zero_bubble"}},
       {"sharding.pipeline_head", &s.pipeline_head, "as how many blocks the head and its loss count when blocks are cut into stages; -1: as "
        "many as take as many operations", any, -1, 1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "

@@ -141,8 +141,8 @@ int run(int argc, char** argv) {
   plan_app->allow_extras();
   plan_app->footer(
       "Options of the configuration, --section.key value, stay as they are given here; otherwise the search chooses\n"
-      "sharding.strategy, .replicas, .secondary, .tensor, .context, .experts, .pipeline, .pipeline_runs, train.micro_batches and\n"
-      "train.recompute. Rates are those that large operations reach; nothing is measured.");
+      "sharding.strategy, .replicas, .secondary, .tensor, .context, .experts, .pipeline, .pipeline_runs, .pipeline_schedule,\n"
+      "train.micro_batches and train.recompute. Rates are those that large operations reach; nothing is measured.");
 
   sheaf::distributed::LaunchOptions launch;
   CLI::App* launch_app =

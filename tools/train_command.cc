@@ -160,6 +160,7 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.pipeline > 1 ? str(" in ", config.sharding.pipeline, " stages") : "",
               config.sharding.pipeline_runs > 1 ? str(" of ", config.sharding.pipeline_runs, " runs") : "",
               config.sharding.pipeline > 1 ? str(" (", trainer.step().cut().to_string(), " blocks)") : "",
+              config.sharding.pipeline_schedule == "zero_bubble" ? ", zero bubble" : "",
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(),
               " parameters, ", tokens_line(data),

@@ -286,6 +286,7 @@ struct ExpertWeightGradient {  // dy[E, .., P, O], x[E, .., P, I], counts -> dyá
 
 struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, O]
   static constexpr const char* kName = "expert_linear";
+  static constexpr bool kWeightsLater = true;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b111;
   static void infer(const Attrs&, Infer& c) {
@@ -327,7 +328,10 @@ struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, 
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor dy = contiguous(c.grad());
     if (c.needs(0)) c.set(0, expert_linear(dy, transpose(c.input(1), -1, -2), c.input(2)));
-    if (c.needs(1)) c.set(1, apply<ExpertWeightGradient>({}, {dy, c.input(0), c.input(2)}, c.into(1)));
+    if (!c.needs(1)) return;
+    c.weights(1, [dy, x = c.input(0), counts = c.input(2)](Vjp& c) {
+      c.set(1, apply<ExpertWeightGradient>({}, {dy, x, counts}, c.into(1)));
+    });
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = 0b100 | ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);

@@ -23,6 +23,7 @@ void rule_with_bias(Place& p, std::initializer_list<Placement> inputs, std::span
 
 struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x weightᵀ + bias
   static constexpr const char* kName = "linear_gelu";
+  static constexpr bool kWeightsLater = true;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b10;
   static void infer(const Attrs&, Infer& c) {
@@ -103,6 +104,7 @@ struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(
 
 struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bias[O]] -> value weightᵀ + bias
   static constexpr const char* kName = "gelu_linear";
+  static constexpr bool kWeightsLater = true;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b111;
   static void infer(const Attrs&, Infer& c) {

@@ -8,7 +8,8 @@ namespace sheaf::ops {
 
 /// Declares y[.., O] of x[.., I], weight[O, I] [, bias[O]].
 void infer_linear(const char* op, Infer& c, int weight);
-/// Sets the gradients of weight and bias, if they are wanted, by dy[.., O]: one op for both.
+/// Sets the gradients of weight and bias, if they are wanted, by dy[.., O]: one op for both, which may come later. Of ops with
+/// kWeightsLater.
 void set_parameter_gradients(Vjp& c, const Tensor& dy, int weight);
 /// x[.., O] weight[O, I]; a vector is a matrix of one row.
 Tensor times(const Tensor& x, const Tensor& weight);

@@ -217,6 +217,7 @@ struct Matmul {
 
 struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static constexpr const char* kName = "linear";
+  static constexpr bool kWeightsLater = true;
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs&, Infer& c) { infer_linear(kName, c, 1); }
@@ -290,14 +291,18 @@ void ops::infer_linear(const char* op, Infer& c, int weight) {
 void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight) {
   const int bias = weight + 1;
   const bool of_weight = c.needs(weight), of_bias = c.num_inputs() > bias && c.needs(bias);
-  if (of_weight && of_bias) {
-    const auto d = apply_all<LinearGradients>({}, {dy, c.input(0)}, {c.into(weight), c.into(bias)});
-    c.set(weight, d[0]), c.set(bias, d[1]);
-  } else if (of_weight) {
-    c.set(weight, apply<LinearWeightGradient>({}, {dy, c.input(0)}, c.into(weight)));
-  } else if (of_bias) {
-    c.set(bias, apply<LinearBiasGradient>({}, dy, c.into(bias)));
-  }
+  if (!of_weight && !of_bias) return;
+  const Tensor x = of_weight ? c.input(0) : Tensor();
+  c.weights(weight, [=](Vjp& c) {
+    if (of_weight && of_bias) {
+      const auto d = apply_all<LinearGradients>({}, {dy, x}, {c.into(weight), c.into(bias)});
+      c.set(weight, d[0]), c.set(bias, d[1]);
+    } else if (of_weight) {
+      c.set(weight, apply<LinearWeightGradient>({}, {dy, x}, c.into(weight)));
+    } else {
+      c.set(bias, apply<LinearBiasGradient>({}, dy, c.into(bias)));
+    }
+  });
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options) {

@@ -266,7 +266,7 @@ void detail::adjoint_of_redistribution(Vjp& c) {
     return c.set(0, redistribute(c.grad(), Layout(c.output_type(0).layout.mesh(), Placement::partial())));
   }
   // What one rank adds to a parameter's gradient goes to its slot at once (store_into).
-  const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.into(0, /*may_add=*/true).to;
+  const bool to_slot = adds_up_to(c.grad().layout(), from.layout.dual()) && c.has_place(0);
   c.set(0, to_slot ? c.grad() : redistribute(c.grad(), from.layout.dual()));
 }
 

@@ -2,8 +2,9 @@
 // ranks alone take part, over a link of their own, so stages of a pipeline wait for nobody else.
 //
 // [Note: sends] Neither rank stops: what reads the value waits for it, and the sender goes on. What it sent is lent to the
-// lane and comes back at a node of the tape (sent), where a later micro-batch or backward needs the same way or the last
-// backward ends. Not where the same one sends a second value: the neighbour may be sending two back, and each would wait.
+// lane and comes back at a node of the tape (sent), where the second micro-batch or backward after it needs the same way, so that
+// the neighbour may be a turn late, or where the last backward ends. Not where the same one sends a second value: the neighbour may be
+// sending two back, and each would wait.
 #include <algorithm>
 #include <cstdlib>
 
@@ -64,8 +65,8 @@ struct Sent {
   }
 };
 
-// On the rank that sends: `sent` is what is left of `x`, which the lane reads until a later micro-batch or backward sends the
-// same way, or until the recording's last backward is done. Outside of a recording it is waited for.
+// On the rank that sends: `sent` is what is left of `x`, which the lane may read until it comes back. Outside of a recording it is
+// waited for.
 void lend_until_sent(const Tensor& x, const Tensor& sent, int axis, bool back) {
   Recording* r = Recording::current();
   if (!r) return sent.storage()->settle();
@@ -109,7 +110,10 @@ bool sends_back(const Tape& tape, const Node& n) {
 }
 
 void Recording::lend(const Way& way, const Tensor& sent, const Tensor& lent) {
-  const auto is_before = [&](const Lent& l) { return l.way == way && l.turn != turn_; };
+  uint64_t last = 0;  // turn that sent the same way
+  for (const Lent& l : lent_)
+    if (l.way == way && l.turn != turn_) last = std::max(last, l.turn);
+  const auto is_before = [&](const Lent& l) { return l.way == way && l.turn != turn_ && l.turn != last; };
   for (const Lent& l : lent_)
     if (is_before(l)) take_back(l);
   std::erase_if(lent_, is_before);

@@ -192,11 +192,13 @@ TEST(GpuTraining, PipelinesHaveTheBitsOfOneRankAndThePeakOfThePlan) {
   c.train.compile = true;
   expect_same_bits(on_gpu(c, 3), one);
   c.sharding.pipeline = c.sharding.pipeline_runs = 2;
-  for (const bool compile : {true, false}) {
-    c.train.compile = compile;
-    expect_same_bits(on_gpu(c, 2), one);
-    EXPECT_EQ(measured_peaks(c, 2), models::plan_peaks(c, c.model.vocab, 2, 1, "local", kGpu));
-  }
+  for (const bool compile : {true, false})
+    for (const char* schedule : {"1f1b", "zero_bubble"}) {
+      SCOPED_TRACE(str(schedule, compile ? " as a program" : ""));
+      c.train.compile = compile, c.sharding.pipeline_schedule = schedule;
+      expect_same_bits(on_gpu(c, 2), one);
+      EXPECT_EQ(measured_peaks(c, 2), models::plan_peaks(c, c.model.vocab, 2, 1, "local", kGpu));
+    }
 }
 
 TEST(GpuTraining, MemorySettlesWithTheSecondStep) {

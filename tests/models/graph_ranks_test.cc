@@ -84,11 +84,11 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
 // What links receive an echo does not know: that they are captured, and joined in the end, is all it can tell.
 TEST(GraphTraining, LinksBetweenStages) {
   SHEAF_NEEDS_GPU();
-  for (const auto& [stages, runs] : {std::pair{2, 1}, {3, 1}, {2, 2}})
+  for (const auto& [stages, runs, schedule] : {std::tuple{2, 1, "1f1b"}, {3, 1, "1f1b"}, {2, 2, "1f1b"}, {3, 1, "zero_bubble"}, {2, 2, "zero_bubble"}})
     for (const bool compile : {false, true}) {
-      SCOPED_TRACE(str(stages, " stages of ", runs, compile ? " of a program" : ""));
+      SCOPED_TRACE(str(schedule, " of ", stages, " stages of ", runs, compile ? " of a program" : ""));
       models::TrainConfig c = tiny_pipeline(stages);
-      c.sharding.pipeline_runs = runs;
+      c.sharding.pipeline_runs = runs, c.sharding.pipeline_schedule = schedule;
       c.train.cuda_graph = true, c.train.compile = compile;
       EchoNccl nccl;
       nccl::expect_well(nccl::run_job(nccl, [&](World& w) {
@@ -140,9 +140,9 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstEvaluationRunInTurn) {
 TEST(TrainingOnGpus, StagesPassMicroBatchesOnOverNccl) {
   SHEAF_NEEDS_GPU();
   const TrainedRun expected = train_tiny(tiny_pipeline(1), 1, 4, {}, Device::cuda());
-  for (const auto& [stages, runs] : {std::pair{3, 1}, {2, 1}, {2, 2}}) {
+  for (const auto& [stages, runs, schedule] : {std::tuple{3, 1, "1f1b"}, {2, 1, "1f1b"}, {2, 2, "1f1b"}, {3, 1, "zero_bubble"}, {2, 2, "zero_bubble"}}) {
     models::TrainConfig c = tiny_pipeline(stages);
-    c.sharding.pipeline_runs = runs;
+    c.sharding.pipeline_runs = runs, c.sharding.pipeline_schedule = schedule;
     ThreadNccl nccl;
     std::mutex mutex;
     nccl::expect_well(nccl::run_job(nccl, [&](World& w) {

@@ -72,6 +72,11 @@ const std::pair<const char*, void (*)(Step&)> kSchedules[] = {
        for (const Tensor& loss : s.losses) halves.push_back(mul(loss, 0.5));
        for (const Tensor& half : halves) s.backward(add(half, half));
      }},
+    {"weights later", [](Step& s) {
+       all_forwards(s);
+       for (const Tensor& loss : s.losses) s.recording.backward(loss, {.weights_later = true});
+       for (int i = 0; i < kParts; ++i) s.recording.backward_weights();
+     }},
     {"evaluations between", [](Step& s) {
        for (int i = 0; i < kParts; ++i) {
          s.forward(i);
@@ -151,7 +156,7 @@ void on_two_stages(ShardOptions options, const F& f) {
 
 // From the first stage to the third by way of the second, whatever micro-batch others are at.
 TEST(PipelineSchedules, StagesMayBeSkipped) {
-  const auto gradients = [](int stages) {
+  const auto gradients = [](int stages, auto schedule) {
     std::vector<double> out;
     run_local(stages, [&](World& w) {
       const Mesh mesh = w.mesh({{"stage", stages, true}, {"data", 1}});
@@ -160,10 +165,14 @@ TEST(PipelineSchedules, StagesMayBeSkipped) {
       materialize(model, {}, {.seed = 1, .dtype = kF64});
       std::vector<Tensor> losses(kParts);
       Recording recording;
-      for (const auto [backward, i, run] : one_forward_one_backward(mesh.coordinate("stage"), stages, kParts)) {
+      for (const auto [kind, i, run] : schedule(mesh.coordinate("stage"), stages, kParts, 1)) {
         Tensor& loss = losses[static_cast<size_t>(i)];
-        if (backward) {
-          recording.backward(loss, {.last_micro_batch = i + 1 == kParts});
+        if (kind == Turn::backward_weight) {
+          recording.backward_weights();
+          continue;
+        }
+        if (kind != Turn::forward) {
+          recording.backward(loss, {.last_micro_batch = i + 1 == kParts, .weights_later = kind == Turn::backward_input});
           continue;
         }
         recording.next_micro_batch(2 * i);
@@ -178,9 +187,11 @@ TEST(PipelineSchedules, StagesMayBeSkipped) {
     }, {.timeout = std::chrono::seconds(20), .threads_per_rank = 1});
     return out;
   };
-  const std::vector<double> expected = gradients(1);
-  EXPECT_EQ(gradients(2), expected);
-  EXPECT_EQ(gradients(3), expected);
+  const std::vector<double> expected = gradients(1, one_forward_one_backward);
+  for (const int stages : {2, 3}) {
+    EXPECT_EQ(gradients(stages, one_forward_one_backward), expected);
+    EXPECT_EQ(gradients(stages, zero_bubble), expected);
+  }
 }
 
 TEST(PipelineSchedules, GradientGoesThroughAllMicroBatches) {

@@ -129,6 +129,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
   if (draw.one_in(8)) way.config.output.trace_step = 1 + draw.below(kRandomSteps);
   t.save_async = draw.one_in(2);
   draw_holding(way, draw);
+  if (s.pipeline > 1 && draw.one_in(2)) s.pipeline_schedule = "zero_bubble";
   return way;
 }
 
@@ -139,6 +140,7 @@ Way drawn_twin(const Way& way, Draw& draw) {
   if (way.config.train.micro_batches == 1) alike.push_back("zero1");
   if (std::ranges::count(alike, strategy)) strategy = draw.of(alike);
   draw_holding(twin, draw);
+  if (way.config.sharding.pipeline > 1) twin.config.sharding.pipeline_schedule = draw.of<std::string>({"1f1b", "zero_bubble"});
   return twin;
 }
 

@@ -80,8 +80,11 @@ TEST_F(ShortPlans, AreWholeOnesWithAnyNumberOfStages) {
         c.train.micro_batches = micro_batches, c.train.batch = 2 * micro_batches;
         c.model.tie_embeddings = pick % 7 < 3;
         c.sharding.pipeline_head = static_cast<double>(pick % 4) - 1;
-        expect_short_plans_are_whole(c, static_cast<int>(2 * stages), pick % 2 ? 4 : 3,
-                                     str(stages, " stages ", layers, " blocks ", micro_batches, " micro-batches"));
+        for (const char* schedule : {"1f1b", "zero_bubble"}) {
+          c.sharding.pipeline_schedule = schedule;
+          expect_short_plans_are_whole(c, static_cast<int>(2 * stages), pick % 2 ? 4 : 3,
+                                       str(stages, " stages ", layers, " blocks ", micro_batches, " micro-batches ", schedule));
+        }
       }
 }
 
@@ -109,7 +112,11 @@ TEST_F(ShortPlans, AreWholeOnesWithSeveralRuns) {
       c.train.micro_batches = rounds * stages, c.train.batch = 2 * c.train.micro_batches;
       c.model.tie_embeddings = pick % 7 < 3;
       c.sharding.pipeline_head = static_cast<double>(pick % 4) - 1;
-      expect_short_plans_are_whole(c, 2 * stages, pick % 2 ? 4 : 3, str(stages, " stages of ", runs, " runs, ", layers, " blocks ", rounds, " rounds"));
+      for (const char* schedule : {"1f1b", "zero_bubble"}) {
+        c.sharding.pipeline_schedule = schedule;
+        expect_short_plans_are_whole(c, 2 * stages, pick % 2 ? 4 : 3,
+                                     str(stages, " stages of ", runs, " runs, ", layers, " blocks ", rounds, " rounds ", schedule));
+      }
     }
 }
 
@@ -173,15 +180,16 @@ TEST_F(ShortPlans, AreShort) {
   c.sharding.pipeline = 6;
   c.model.layers = 13;
   c.train.micro_batches = 100, c.train.batch = 200;
-  for (const char* strategy : {"full_shard", "zero1"}) {  // gathered for each turn; for all turns
-    c.sharding.strategy = strategy;
+  // Gathered for each turn; for all turns.
+  for (const auto& [strategy, schedule] : {std::pair{"full_shard", "1f1b"}, {"zero1", "1f1b"}, {"zero1", "zero_bubble"}}) {
+    c.sharding.strategy = strategy, c.sharding.pipeline_schedule = schedule;
     const auto seconds = [&](models::Planning planning) {
       const std::clock_t begin = std::clock();
       models::time_step(c, 48, 12, machine_named("h200"), planning);
       return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
     };
     const double quick = seconds(models::Planning::shorter);
-    EXPECT_LT(quick, 0.2 * seconds(models::Planning::whole)) << strategy;
+    EXPECT_LT(quick, 0.2 * seconds(models::Planning::whole)) << strategy << ' ' << schedule;
   }
 }
 

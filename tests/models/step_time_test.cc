@@ -148,8 +148,9 @@ TEST_F(StepTimes, RecomputingIsWorkToo) {
   EXPECT_DOUBLE_EQ(operations_of(c, 1).products - once, tokens * forward);
 }
 
-// Each stage's time line where nothing takes any but attention: 1 forward, 3 backward.
-std::vector<Timeline> seconds_of_attention(const models::TrainConfig& c) {
+// Each stage's time line where nothing takes any but attention, 1 forward and 3 backward, of which so many are its last weight's
+// gradient.
+std::vector<Timeline> seconds_of_attention(const models::TrainConfig& c, double of_weight = 0) {
   const Machine machine = machine_named("h200");
   const auto stages = static_cast<int>(c.sharding.pipeline);
   std::vector<models::Plan> plans;
@@ -163,7 +164,8 @@ std::vector<Timeline> seconds_of_attention(const models::TrainConfig& c) {
       NodeTime& time = plan.times.nodes[static_cast<size_t>(id)];
       const std::string name = plan.tape.op_name(plan.tape.node(id));
       time.travels = 0;
-      time.computes = !time.runs ? 0 : name == "packed_attention" ? 1 : name == "packed_attention_backward" ? 3 : 0;
+      const bool weight = name == "linear_weight_gradient" && plan.tape.path(plan.tape.node(id)).ends_with("attention.projection");
+      time.computes = !time.runs ? 0 : name == "packed_attention" ? 1 : name == "packed_attention_backward" ? 3 - of_weight : weight ? of_weight : 0;
     }
     times.push_back(plan.times);
   }
@@ -183,6 +185,26 @@ TEST_F(StepTimes, APipelineTakesAsManyTurnsAsMicroBatchesAndStagesAskFor) {
         EXPECT_EQ(line.seconds, turn * static_cast<double>(micro_batches + stages - 1)) << stages << ' ' << micro_batches;
       }
     }
+}
+
+// Of that the stages wait (N - 1) (F + B - W), where gradients of weights come later.
+TEST_F(StepTimes, StagesWaitLessWhereGradientsOfWeightsComeLater) {
+  for (const int stages : {2, 3, 4})
+    for (const int runs : {1, 2})
+      for (const int64_t micro_batches : {stages, 2 * stages, 5 * stages}) {
+        models::TrainConfig c = config_of("llama");
+        c.model.layers = 2 * stages * runs;
+        c.model.tie_embeddings = stages == 3;
+        c.sharding.pipeline = stages, c.sharding.pipeline_runs = runs, c.sharding.pipeline_schedule = "zero_bubble";
+        c.sharding.pipeline_head = 0;
+        c.train.micro_batches = micro_batches, c.train.batch = 2 * micro_batches;
+        double last = 0;
+        for (const Timeline& line : seconds_of_attention(c, 1)) {
+          EXPECT_EQ(line.computing, 4.0 * 2 * runs * static_cast<double>(micro_batches));
+          last = std::max(last, line.seconds);
+        }
+        EXPECT_EQ(last, 4.0 * 2 * runs * static_cast<double>(micro_batches) + 2.0 * 2 * (stages - 1)) << stages << ' ' << runs << ' ' << micro_batches;
+      }
 }
 
 // What goes on round a ring of two has another link than what goes back.

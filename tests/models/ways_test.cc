@@ -65,10 +65,13 @@ double fastest_of_all(const models::TrainConfig& config, int world, const Machin
                   s.pipeline = pipeline, s.pipeline_runs = runs, s.tensor = tensor, s.context = context, s.replicas = replicas;
                   s.secondary = secondary, s.strategy = strategy;
                   c.train.recompute = recompute, c.train.micro_batches = micro_batches;
-                  try {
-                    const models::StepTime time = models::time_step(c, kVocab, world, machine);
-                    if (time.peak_bytes <= machine.memory) best = std::min(best, time.seconds);
-                  } catch (const ConfigError&) {
+                  for (const char* schedule : {"1f1b", "zero_bubble"}) {
+                    s.pipeline_schedule = schedule;
+                    try {
+                      const models::StepTime time = models::time_step(c, kVocab, world, machine);
+                      if (time.peak_bytes <= machine.memory) best = std::min(best, time.seconds);
+                    } catch (const ConfigError&) {
+                    }
                   }
                 }
   return best;
@@ -80,7 +83,7 @@ TEST_F(Ways, StagesOfSeveralRunsAreTried) {
   c.model.layers = 8;
   c.train.batch = c.train.micro_batches = 8;
   models::WaysOptions options;
-  options.keep = {"sharding.pipeline", "train.micro_batches"};
+  options.keep = {"sharding.pipeline", "sharding.pipeline_schedule", "train.micro_batches"};
   c.sharding.pipeline = 4;
   const auto fastest_with = [&](bool runs) {
     options.keep.erase("sharding.pipeline_runs");
@@ -91,6 +94,22 @@ TEST_F(Ways, StagesOfSeveralRunsAreTried) {
   EXPECT_EQ(round.config.sharding.pipeline_runs, 2);
   EXPECT_THAT(round.options, HasSubstr("--sharding.pipeline_runs 2"));
   EXPECT_LT(round.time.seconds, 0.95 * once.time.seconds);
+}
+
+TEST_F(Ways, GradientsOfWeightsThatComeLaterAreTried) {
+  models::TrainConfig c = small();
+  c.model.layers = 8;
+  c.train.batch = c.train.micro_batches = 8;
+  c.sharding.pipeline = 4;
+  models::WaysOptions options;
+  options.keep = {"sharding.pipeline", "sharding.pipeline_runs", "train.micro_batches"};
+  const auto fastest = [&] { return models::find_ways(c, kVocab, 4, machine_with(int64_t{1} << 40), options).front.front(); };
+  const models::Way later = fastest();
+  EXPECT_THAT(later.options, HasSubstr("--sharding.pipeline_schedule zero_bubble"));
+  options.keep.insert("sharding.pipeline_schedule");
+  EXPECT_LT(later.time.seconds, 0.93 * fastest().time.seconds);
+  c.sharding.pipeline_schedule = "zero_bubble";
+  EXPECT_EQ(later.time.seconds, fastest().time.seconds);
 }
 
 // A head as long as two blocks leaves stages unlike that blocks alone would make alike: they are tried.

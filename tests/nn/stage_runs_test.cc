@@ -20,8 +20,8 @@ constexpr int64_t kRows = 2, kLength = 3, kVocab = 11;
 
 std::string order_of(int stage, int stages, int64_t micro_batches, int64_t runs) {
   std::string out;
-  for (const auto& [backward, micro, run] : one_forward_one_backward(stage, stages, micro_batches, runs))
-    out += str(out.empty() ? "" : " ", backward ? "B" : "F", micro, static_cast<char>('a' + run));
+  for (const auto& [kind, micro, run] : one_forward_one_backward(stage, stages, micro_batches, runs))
+    out += str(out.empty() ? "" : " ", kind == Turn::backward ? "B" : "F", micro, static_cast<char>('a' + run));
   return out;
 }
 
@@ -51,9 +51,9 @@ TEST(TurnsOfRuns, NoStageWaitsForEver) {
           for (int s = 0; s < stages; ++s) {
             auto& n = next[static_cast<size_t>(s)];
             for (; n < turns[static_cast<size_t>(s)].size(); ++n, moved = true) {
-              const auto& [backward, micro, run] = turns[static_cast<size_t>(s)][n];
+              const auto& [kind, micro, run] = turns[static_cast<size_t>(s)][n];
               const int64_t part = run * stages + s;
-              if (at[static_cast<size_t>(micro)] != (backward ? parts - 1 - part : part)) break;
+              if (at[static_cast<size_t>(micro)] != (kind == Turn::backward ? parts - 1 - part : part)) break;
               ++at[static_cast<size_t>(micro)];
             }
           }
@@ -165,9 +165,9 @@ Gradients gradients_of_runs(int stages, int64_t runs, int data, const std::strin
     constexpr int64_t kParts = 12;
     std::vector<Tensor> x(kParts), losses(kParts);
     Recording recording;
-    for (const auto [backward, micro, run] : one_forward_one_backward(stage, stages, kParts, runs)) {
+    for (const auto [kind, micro, run] : one_forward_one_backward(stage, stages, kParts, runs)) {
       const auto m = static_cast<size_t>(micro);
-      if (backward) {
+      if (kind == Turn::backward) {
         recording.backward(losses[m], {.last_micro_batch = micro + 1 == kParts, .one_part = true});
         continue;
       }

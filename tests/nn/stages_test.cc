@@ -18,8 +18,8 @@ constexpr int kMicroBatches = 4;
 
 std::string order_of(int stage, int stages, int64_t micro_batches) {
   std::string out;
-  for (const auto& [backward, micro, run] : one_forward_one_backward(stage, stages, micro_batches))
-    out += str(out.empty() ? "" : " ", backward ? "B" : "F", micro);
+  for (const auto& [kind, micro, run] : one_forward_one_backward(stage, stages, micro_batches))
+    out += str(out.empty() ? "" : " ", kind == Turn::backward ? "B" : "F", micro);
   return out;
 }
 
@@ -177,9 +177,9 @@ TEST(Stages, AModelOfOnesOwnTrainsInThem) {
         Recording recording({.step = step});
         Tensor all;
         std::vector<Tensor> parts(kMicroBatches);
-        for (const auto [backward, micro, run] : one_forward_one_backward(mesh.coordinate("stage"), world, kMicroBatches)) {
+        for (const auto [kind, micro, run] : one_forward_one_backward(mesh.coordinate("stage"), world, kMicroBatches)) {
           Tensor& part = parts[static_cast<size_t>(micro)];
-          if (backward) {
+          if (kind == Turn::backward) {
             recording.backward(part, {.last_micro_batch = micro + 1 == kMicroBatches});
             all = all ? all + part : part;
             continue;

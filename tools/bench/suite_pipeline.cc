@@ -1,5 +1,6 @@
-// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run, and
-// one whose head counts among the last stage's blocks, against stages of as many blocks: how much less they wait for each other.
+// pipeline: a step through stages of several runs of blocks, which micro-batches go round, against the same stages of one run, one
+// whose gradients of weights come later (zero_bubble), against 1F1B, and one whose head counts among the last stage's blocks, against
+// stages of as many blocks: how much less they wait for each other.
 // Ranks are threads of this process, one for each stage, with a thread each.
 #include <algorithm>
 #include <cmath>
@@ -16,6 +17,7 @@ struct Pipeline {
   int stages, micro_batches, runs;
   bool head = false;  // as long as two blocks, not next to nothing
   bool counts = true;
+  bool later = false;  // zero_bubble
 };
 
 models::TrainConfig config_of(const Session& session, const Pipeline& p) {
@@ -23,7 +25,8 @@ models::TrainConfig config_of(const Session& session, const Pipeline& p) {
   std::vector<std::string> more = {str("--model.layers=", p.head ? 6 : 8), "--train.batch=8", "--model.tie_embeddings=false",
                                    "--sharding.strategy=zero1", str("--train.micro_batches=", p.micro_batches),
                                    str("--sharding.pipeline=", p.stages), str("--sharding.pipeline_runs=", p.runs),
-                                   str("--sharding.pipeline_head=", p.counts ? -1 : 0)};
+                                   str("--sharding.pipeline_head=", p.counts ? -1 : 0),
+                                   str("--sharding.pipeline_schedule=", p.later ? "zero_bubble" : "1f1b")};
   models::TrainConfig config = training_config(session.options().quick ? "nanogpt-f32-12x64" : "char-f32-16x256", more);
   if (p.head) {
     const models::FlopsOfParts parts = models::flops_of_parts(config);
@@ -59,13 +62,14 @@ void measure(Session& session, const Pipeline& p, const Pipeline& peer, Line& li
     all.insert(all.end(), some.begin(), some.end());
   };
   for (int round = 0; round < rounds; ++round) add(line.samples_s, p), add(peers, peer);
-  line.peer = p.head ? "as many blocks in each stage" : "one run of blocks in each stage";
+  line.peer = p.head ? "as many blocks in each stage" : p.later ? "1F1B" : "one run of blocks in each stage";
   line.peer_value = quantile(peers, 0.5);
   // Of turns of a forward and a backward of all of a stage's blocks; the embedding, the head and the update are not in it.
-  // In blocks, of the longest stage and of others, of which a step waits for each once.
+  // In blocks, of the longest stage and of others, of which a step waits for each once. A forward and the gradients of inputs and of
+  // weights are taken to be as long as each other.
   const auto turns = [](const Pipeline& of) {
     const bool waits = of.head && !of.counts;
-    return of.micro_batches * (waits ? 5.0 : 4.0) + (of.stages - 1) * (waits ? 3.0 : 4.0) / of.runs;
+    return of.micro_batches * (waits ? 5.0 : 4.0) + (of.stages - 1) * (waits ? 3.0 : 4.0) * (of.later ? 1.0 / 3 : 1.0) / of.runs;
   };
   line.more = {{"ideal ratio", turns(peer) / turns(p)}};
 }
@@ -81,6 +85,17 @@ void pipeline_suite(Session& session) {
         const Pipeline p{stages, rounds * stages, runs};
         session.line("pipeline", str(stages, "-stages-of-", runs, "-runs-", p.micro_batches, "-micro-batches"), Unit::seconds,
                      [&](Line& line) { measure(session, p, {stages, p.micro_batches, 1}, line); });
+      }
+  }
+  for (const int stages : {2, 4}) {
+    if (stages > std::max(2, session.machine().threads)) break;
+    for (const int rounds : {1, 2})
+      for (const int runs : {1, 2}) {
+        Pipeline p{stages, rounds * stages, runs};
+        const Pipeline peer = p;
+        p.later = true;
+        session.line("pipeline", str(stages, "-stages-", runs > 1 ? str("of-", runs, "-runs-") : "", p.micro_batches, "-micro-batches-zero-bubble"),
+                     Unit::seconds, [&](Line& line) { measure(session, p, peer, line); });
       }
   }
   const Pipeline counts{2, 4, 1, true, true}, even{2, 4, 1, true, false};
