@@ -17,7 +17,8 @@
 namespace sheaf::models {
 namespace {
 
-// Draws from softmax(logits / temperature), restricted to the top_k likeliest; `u` is uniform in [0, 1).
+// Draws from softmax(logits / temperature), restricted to the top_k likeliest, and of these to as few as make up top_p of their
+// probability (Holtzman et al., https://arxiv.org/abs/1904.09751); `u` is uniform in [0, 1).
 int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, double u) {
   std::vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
@@ -28,7 +29,14 @@ int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, 
   ids.resize(static_cast<size_t>(kept));
   std::vector<double> weights;
   for (int32_t id : ids) weights.push_back(std::exp((logits[id] - logits[ids[0]]) / config.temperature));
-  double left = u * std::accumulate(weights.begin(), weights.end(), 0.0);
+  double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  if (config.top_p < 1) {
+    const double enough = config.top_p * total;
+    size_t count = 0;
+    for (total = 0; count < ids.size() && (count == 0 || total < enough); ++count) total += weights[count];
+    ids.resize(count);
+  }
+  double left = u * total;
   for (size_t i = 0; i < ids.size(); ++i)
     if ((left -= weights[i]) < 0) return ids[i];
   return ids.back();
@@ -46,8 +54,12 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
   }
 }
 
+std::optional<int32_t> end_of(const Tokenizer& tokenizer, const GenerateConfig& config) {
+  return config.ignore_end_of_text ? std::nullopt : tokenizer.end_of_text();
+}
+
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
-                              const GenerateConfig& config, const std::function<void(int32_t)>& emit) {
+                              const GenerateConfig& config, const std::function<void(int32_t)>& emit, std::optional<int32_t> end) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
   model.eval();
   const Device device = units(model).at(0)->buffers().at(0).shard.device();
@@ -68,6 +80,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     std::vector<double> last = logits.to_vector<double>();
     last.resize(static_cast<size_t>(std::min(vocab, logits.size(-1))));
     const int32_t next = choose(last, config, uniform(i));
+    if (next == end) break;
     tokens.push_back(next);
     out.push_back(next);
     if (emit) emit(next);
@@ -90,7 +103,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   Utf8Assembler text;
   emit(text.add(state.tokenizer->decode(prompt)));
   generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,
-           [&](int32_t token) { emit(text.add(state.tokenizer->decode_more(std::span(&token, 1)))); });
+           [&](int32_t token) { emit(text.add(state.tokenizer->decode_more(std::span(&token, 1)))); }, end_of(*state.tokenizer, config));
   emit(text.finish());
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,11 +17,15 @@ namespace sheaf::models {
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
 
 /// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows),
-/// at most `context` of them in view at a time; returns the new ones. Collective where the model is sharded: every rank
+/// at most `context` of them in view at a time, or as far as `end`, if that is drawn; returns the new ones, `end` left out.
+/// Collective where the model is sharded: every rank
 /// computes the same tokens. `emit` gets each token as it comes. Each token is read once, until there are more than
 /// `context`: then the window slides, all positions in it change, and each new token costs a pass over `context` tokens.
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
-                              const GenerateConfig& config, const std::function<void(int32_t)>& emit = {});
+                              const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
+                              std::optional<int32_t> end = {});
+/// The token at which a text ends: the tokenizer's, if it has one and config.ignore_end_of_text is not set.
+std::optional<int32_t> end_of(const Tokenizer& tokenizer, const GenerateConfig& config);
 
 /// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of
 /// ranks that wrote it, on `device`. `emit` gets the prompt, then the text as it comes, in whole characters: tokens may end

@@ -182,6 +182,8 @@ struct GenerateConfig {
   int64_t tokens = 400;       ///< tokens to add
   double temperature = 0.8;   ///< divides the logits; 0: always the likeliest token
   int64_t top_k = 0;          ///< choose among the k likeliest; 0: among all
+  double top_p = 1;           ///< of these among the likeliest that make up so much of their probability (nucleus sampling)
+  bool ignore_end_of_text = false;  ///< go on behind the tokenizer's token that ends a text
   int64_t seed = 1337;        ///< of the choices
 };
 

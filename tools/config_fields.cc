@@ -145,6 +145,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.tokens", &g.tokens, "tokens to add", any, 0, 1e9},
       {"generate.temperature", &g.temperature, "divides the logits; 0: always the likeliest token", any, 0, 1e6},
       {"generate.top_k", &g.top_k, "choose among the k likeliest; 0: among all", any, 0},
+      {"generate.top_p", &g.top_p, "of these among as few of the likeliest as make up this share of their probability (nucleus sampling)", any,
+       0, 1},
+      {"generate.ignore_end_of_text", &g.ignore_end_of_text, "go on behind the token that ends a text, if the tokenizer has one"},
       {"generate.seed", &g.seed, "of the choices", any, 0},
   };
 }

@@ -61,7 +61,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (const auto& tokenizer = trainer.corpus().tokenizer) {
     const std::vector<int32_t> prompt = models::encode_prompt(*tokenizer, config.generate);
     const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, tokenizer->vocab_size(),
-                                         config.generate);
+                                         config.generate, {}, models::end_of(*tokenizer, config.generate));
     models::Utf8Assembler text;
     if (first)
       lines.say("\nsample\n------\n" + text.add(tokenizer->decode(prompt) + tokenizer->decode_more(tokens)) + text.finish() +

@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
 
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/gpt.h"
@@ -193,6 +196,76 @@ TEST(Generate, GivesTheTextOfWholeWindows) {
     expect_the_text_of_whole_windows<Llama>(qwen3(), prompt, tokens);
     expect_the_text_of_whole_windows<Llama>(windowed(), prompt, tokens);
   }
+}
+
+// Of the logits of each token the likeliest `top_k`, and of these as few as make up top_p, by trying each number of them.
+std::vector<int32_t> allowed(const std::vector<float>& logits, const models::GenerateConfig& options) {
+  std::vector<int32_t> ids(static_cast<size_t>(kVocab));
+  std::iota(ids.begin(), ids.end(), 0);
+  std::ranges::stable_sort(ids, std::greater<>(), [&](int32_t id) { return logits[static_cast<size_t>(id)]; });
+  if (options.top_k > 0) ids.resize(std::min(ids.size(), static_cast<size_t>(options.top_k)));
+  const auto mass = [&](size_t count) {
+    double sum = 0;
+    for (size_t i = 0; i < count; ++i) sum += std::exp(logits[static_cast<size_t>(ids[i])] / options.temperature);
+    return sum;
+  };
+  size_t count = 1;
+  while (count < ids.size() && mass(count) < options.top_p * mass(ids.size())) ++count;
+  ids.resize(count);
+  return ids;
+}
+
+TEST(Generate, ChoosesAmongTheLikeliest) {
+  for (const auto& [top_k, top_p] : std::initializer_list<std::pair<int64_t, double>>{{0, 1}, {3, 1}, {0, 0.5}, {0, 0.9}, {5, 0.6}, {1, 1}, {0, 0}}) {
+    SCOPED_TRACE(str(top_k, ' ', top_p));
+    models::GenerateConfig options;
+    options.tokens = 300, options.temperature = 0.7, options.top_k = top_k, options.top_p = top_p;
+    Watched<Gpt> model(gpt());
+    materialize(model, Device::cpu(), {.seed = 3});
+    const std::vector<int32_t> text = generate(model, {1}, kContext, kVocab, options);
+    std::map<size_t, int> ranks;  // of the chosen token among those allowed
+    size_t most = 0;
+    for (size_t i = 0; i < text.size(); ++i) {
+      const std::vector<int32_t> from = allowed(model.seen[i], options);
+      const auto at = static_cast<size_t>(std::ranges::find(from, text[i]) - from.begin());
+      ASSERT_LT(at, from.size()) << i;
+      ++ranks[at];
+      most = std::max(most, from.size());
+    }
+    EXPECT_GE(ranks.size(), (most + 1) / 2) << "all of them are chosen now and then";
+  }
+}
+
+TEST(Generate, EndsWhereATextEnds) {
+  models::GenerateConfig options;
+  options.tokens = 40, options.temperature = 1;
+  Gpt model(gpt());
+  materialize(model, Device::cpu(), {.seed = 3});
+  const std::vector<int32_t> all = generate(model, {1}, kContext, kVocab, options);
+  const int32_t end = all[7];
+  const auto first = std::ranges::find(all, end);
+  std::vector<int32_t> emitted;
+  const auto emit = [&](int32_t token) { emitted.push_back(token); };
+  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, emit, end), std::vector<int32_t>(all.begin(), first));
+  EXPECT_EQ(emitted, std::vector<int32_t>(all.begin(), first));
+  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, {}, kVocab), all) << "one that is never drawn";
+}
+
+struct WithEnd final : models::Tokenizer {
+  std::string_view kind() const override { return "with an end"; }
+  int64_t vocab_size() const override { return 9; }
+  std::vector<int32_t> encode(std::string_view, std::string_view) const override { return {}; }
+  std::string decode(std::span<const int32_t>) const override { return ""; }
+  std::optional<int32_t> end_of_text() const override { return 8; }
+  Json to_json() const override { return {}; }
+};
+
+TEST(Generate, TextsEndAsTheTokenizerSays) {
+  models::GenerateConfig options;
+  EXPECT_EQ(models::end_of(WithEnd(), options), 8);
+  EXPECT_EQ(models::end_of(*models::make_byte_tokenizer(), options), std::nullopt);
+  options.ignore_end_of_text = true;
+  EXPECT_EQ(models::end_of(WithEnd(), options), std::nullopt);
 }
 
 TEST(Generate, EveryWorldWritesTheSameText) {
