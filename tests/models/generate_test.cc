@@ -225,13 +225,18 @@ TEST(Generate, ChoosesAmongTheLikeliest) {
     const std::vector<int32_t> text = generate(model, {1}, kContext, kVocab, options);
     std::map<size_t, int> ranks;  // of the chosen token among those allowed
     size_t most = 0;
+    double expected = 0, variance = 0;  // how often the likeliest one is chosen
     for (size_t i = 0; i < text.size(); ++i) {
       const std::vector<int32_t> from = allowed(model.seen[i], options);
       const auto at = static_cast<size_t>(std::ranges::find(from, text[i]) - from.begin());
       ASSERT_LT(at, from.size()) << i;
       ++ranks[at];
       most = std::max(most, from.size());
+      double sum = 0;
+      for (const int32_t id : from) sum += std::exp((model.seen[i][static_cast<size_t>(id)] - model.seen[i][static_cast<size_t>(from[0])]) / options.temperature);
+      expected += 1 / sum, variance += (1 - 1 / sum) / sum;
     }
+    EXPECT_NEAR(ranks[0], expected, 4 * std::sqrt(variance));
     EXPECT_GE(ranks.size(), (most + 1) / 2) << "all of them are chosen now and then";
   }
 }
