@@ -130,26 +130,31 @@ void reduce_columns(char* data, DType dtype, int64_t step, int width, const Runs
   Cursor cursor(data, dtype, runs, first * kBlock);
   std::fill_n(total, width, Op::template identity<Total<C>>());
   for (int64_t block = first; block < last; ++block) {
-    for (auto& l : lane) std::fill_n(l, kColumns, Op::template identity<C>());
-    const int64_t begin = block * kBlock, end = std::min(begin + kBlock, count);
-    for (int64_t k = begin; k < end; ++k) {
+    const int64_t n = std::min(kBlock, count - block * kBlock);
+    const int used = static_cast<int>(std::min<int64_t>(n, kLanes));  // the others would add nothing
+    for (int64_t k = 0; k < n; ++k) {
       const char* at = cursor.pointer();
       cursor.advance(1);
       const C* x = reinterpret_cast<const C*>(at);
       if (dtype != dtype_of<C> || step != 1) load_run(dtype, at, step, width, row), x = row;
-      C* to = lane[(k - begin) % kLanes];
+      C* to = lane[k % kLanes];
+      if (k < kLanes) {
+        std::copy_n(x, width, to);
+        continue;
+      }
 #pragma GCC ivdep
       for (int c = 0; c < width; ++c) to[c] = op(to[c], x[c]);
     }
     for (int half = kLanes / 2; half > 0; half /= 2)
-      for (int l = 0; l < half; ++l)
+      for (int l = 0; l < std::min(half, used - half); ++l)
         for (int c = 0; c < width; ++c) lane[l][c] = op(lane[l][c], lane[l + half][c]);
     for (int c = 0; c < width; ++c) total[c] = op(total[c], static_cast<Total<C>>(lane[0][c]));
   }
 }
 
-/// Drives either of the two: finish(output index, total). Work items are tiles of outputs; where
-/// these are too few for the threads, the groups of one tile are spread instead.
+/// Drives either of the two: finish(index of the first output, totals, how many), neighbours along
+/// the last kept dimension. Work items are tiles of outputs; where these are too few for the
+/// threads, the groups of one tile are spread instead.
 template <class C, class Op, class F, class Finish>
 void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Finish finish) {
   const int64_t outputs = split.kept.numel();
@@ -176,11 +181,10 @@ void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Fi
       *total = reduce_row<C>(data, x.dtype, runs, split.count, first, last, op, f);
     }
   };
-  auto finish_tile = [&](int64_t tile, const Total<C>* total) {
-    if (!columns) return finish(tile, *total);
-    const int64_t begin = tile % per_row * kColumns,
-                  end = std::min<int64_t>(begin + kColumns, inner);
-    for (int64_t c = begin; c < end; ++c) finish(tile / per_row * inner + c, total[c - begin]);
+  auto finish_tile = [&](int64_t tile, Total<C>* total) {
+    if (!columns) return finish(tile, total, 1);
+    const int64_t begin = tile % per_row * kColumns;
+    finish(tile / per_row * inner + begin, total, std::min<int64_t>(kColumns, inner - begin));
   };
 
   if (groups == 1 || tiles >= 4 * num_threads()) {
@@ -216,6 +220,15 @@ void put(const View& out, int64_t index, T value) {
   store_run(out.dtype, element(out, offset_of(out.shape, out.strides, index)), 1, 1, &value);
 }
 
+/// The same of n of them, neighbours along the last dimension that has more than one.
+template <class T>
+void put(const View& out, int64_t index, const T* values, int64_t n) {
+  int last = out.rank() - 1;
+  while (last >= 0 && out.shape[last] == 1) --last;
+  store_run(out.dtype, element(out, offset_of(out.shape, out.strides, index)),
+            last < 0 ? 1 : out.strides[last], n, values);
+}
+
 constexpr auto kIdentity = [](auto v) { return v; };
 
 template <class Op>
@@ -223,7 +236,7 @@ void extreme(const char* who, const View& x, const View& out) {
   const Split split(who, x, out);
   visit_compute(compute_type(x.dtype), [&]<class C>() {
     reduce<C>(x, split, true, Op(), kIdentity,
-              [&](int64_t i, Total<C> total) { put(out, i, total); });
+              [&](int64_t i, const Total<C>* totals, int64_t n) { put(out, i, totals, n); });
   });
 }
 
@@ -236,14 +249,12 @@ void require_floating(const char* who, const View& x) {
 void sum(const View& x, const View& out, double scale) {
   const Split split("sum", x, out);
   visit_compute(compute_type(x.dtype), [&]<class C>() {
-    reduce<C>(x, split, true, Add(), kIdentity, [&](int64_t i, Total<C> total) {
-      if constexpr (std::is_same_v<C, int64_t>) {
-        check<DTypeError>(scale == 1.0,
-                          "[sum] integers take no scale: cast to a floating type first");
-        put(out, i, total);
-      } else {
-        put(out, i, total * scale);
-      }
+    if (std::is_same_v<C, int64_t>)
+      check<DTypeError>(scale == 1.0, "[sum] integers take no scale: cast to a floating type first");
+    reduce<C>(x, split, true, Add(), kIdentity, [&](int64_t i, Total<C>* totals, int64_t n) {
+      if constexpr (!std::is_same_v<C, int64_t>)
+        for (int64_t c = 0; c < n; ++c) totals[c] *= scale;
+      put(out, i, totals, n);
     });
   });
 }

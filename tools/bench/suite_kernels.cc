@@ -10,6 +10,7 @@
 #include "sheaf/kernels/norm.h"
 #include "sheaf/kernels/optimizer.h"
 #include "sheaf/kernels/random.h"
+#include "sheaf/kernels/reduce.h"
 #include "sheaf/kernels/rotary.h"
 #include "sheaf/kernels/softmax.h"
 #include "sheaf/kernels/sum_of_squares.h"
@@ -122,6 +123,12 @@ void Kernels::activations(DType dtype) {
   elementwise("dropout", dtype, 2, [](Stream s, const Arrays& a) {
     const View x = *a[0];
     SHEAF_ON_DEVICE(s, dropout, x, 0.1, Key{}, kernels::GlobalIndex::whole(x.shape), *a[1]);
+  });
+  measure("sum-pairs-" + std::string(sheaf::name(dtype)), [&]() -> Call {  // of rows, as copies of heads are
+    const int64_t pairs = sizes_.rows / 2, width = sizes_.width;
+    auto x = array(dtype, {pairs, 2, width}), out = array(dtype, {pairs, 1, width});
+    auto work = scratch(SHEAF_GPU_WORKSPACE(device_, sum, x->view(), out->view()));
+    return {[=, s = stream_] { SHEAF_ON_DEVICE_SCRATCH(s, *work, sum, *x, *out, 1.0); }, x->bytes() + out->bytes()};
   });
   // A sequence of all rows, heads of 64.
   const auto rotated = [this](const Array& a) {
