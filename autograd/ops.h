@@ -300,6 +300,10 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
 /// tensor, written where it belongs: three slices would each be padded and added. Heads are cut by
 /// OwnershipMap::parts(2, {H D, G D, G D}, units) where every unit has whole key heads: the result is Shard(2) in as many units.
 Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, const AttentionOptions& options = {});
+/// A packed projection [B, T, (H + 2 G) D] with each key and value head `times` times, side by side: [B, T, (H + 2 G times) D].
+/// Where `times` divides H / G its attention is that of qkv, and more ranks can share its heads. A cut by OwnershipMap::parts in
+/// units of whole key heads stays one in as many units. The gradient of a head is the sum of its copies'.
+Tensor repeat_key_heads(const Tensor& qkv, int64_t heads, int64_t key_heads, int64_t times);
 /// Of documents one behind another in tokens[.., T], integers, each but the last ended by the token `end_of_text`: where that of
 /// each token begins, i32[.., T]. The token that ends a document belongs to it. Sequences must be whole on every rank.
 Tensor document_begins(const Tensor& tokens, int64_t end_of_text);

@@ -178,8 +178,10 @@ class Search {
       if (!keeps(&Choice::pipeline) && divides_unevenly(p, 1)) continue;
       for (const int64_t t : sizes(&Choice::tensor, world_ / p, std::min(key_heads, host))) {
         if (!keeps(&Choice::tensor) && key_heads % t != 0) continue;
-        for (const int64_t c : sizes(&Choice::context, world_ / p / t, std::max<int64_t>(1, key_heads / t))) {
-          if (!keeps(&Choice::context) && key_heads / t % c != 0) continue;
+        const int64_t own = std::max<int64_t>(1, key_heads / t), group = model.heads / key_heads;
+        for (const int64_t c : sizes(&Choice::context, world_ / p / t, own * group)) {
+          // Each rank has as many key heads as others, or one copy.
+          if (!keeps(&Choice::context) && own % c != 0 && (c % own != 0 || group % (c / own) != 0)) continue;
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes(&Choice::experts, world_ / p / t / c, experts)) {
             if (!keeps(&Choice::experts) && experts % e != 0) continue;

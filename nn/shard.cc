@@ -211,7 +211,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   if (context >= 0)
     for (const auto& [path, layer] : module.named_modules())
       if (const auto* attention = dynamic_cast<const nn::CausalSelfAttention*>(layer))
-        nn::ContextRegion::check_shares(path, attention->kv_heads, *mesh.spec, context, cutting);
+        nn::ContextRegion::copies(path, attention->kv_heads, attention->heads / attention->kv_heads, *mesh.spec, {context}, cutting);
   if (experts >= 0) {
     nn::Module::UnitMark of_experts = mark;
     of_experts.tensor_axis = experts;

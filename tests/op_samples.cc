@@ -394,6 +394,13 @@ const std::vector<OpSample>& op_samples() {
        .f = [](Args x) { return packed_attention(x[0], 4, 2, {.begins = document_begins(x[1], 0), .window = 2}); },
        .no_second = "packed_attention_backward", .tolerance = 4,
        .rules = {"S0 S0 -> S0", "S2|8,4,4/2 R -> S2", "R S0 -> S0"}},
+      {.op = "repeat_key_heads", .inputs = {{2, 3, 16}}, .f = [](Args x) { return repeat_key_heads(x[0], 4, 2, 2); },
+       .rules = {"S0 -> S0", "S1 -> S1", "S2|8,4,4/2 -> S2|8,8,8/2", "S2|8,4,4/1 -> S2|8,8,8/1", "P -> P"}},
+      {.op = "repeat_key_heads", .variant = "three key heads", .inputs = {{1, 2, 30}},
+       .f = [](Args x) { return repeat_key_heads(x[0], 9, 3, 3); }, .rules = {"S2|18,6,6/3 -> S2|18,18,18/3", "P -> P"}},
+      {.op = "packed_attention", .variant = "repeated keys", .inputs = {{2, 5, 16}},  // each query reads a copy of its own
+       .f = [](Args x) { return packed_attention(repeat_key_heads(x[0], 4, 2, 2), 4, 4); },
+       .no_second = "packed_attention_backward", .tolerance = 4, .rules = {"S0 -> S0", "S2|8,4,4/2 -> S2"}},
       {.op = "document_begins", .inputs = {integers({3, 5, 7}, 3, kI32)}, .f = [](Args x) { return document_begins(x[0], 1); },
        .exact = true, .rules = {"S0 -> S0", "S1 -> S1"}},
       {.op = "rotary", .variant = "packed heads", .inputs = {{2, 3, 8, 6}},

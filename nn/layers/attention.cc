@@ -61,27 +61,30 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   const TensorRegion region(x_BTC, qkv.weight);
   Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
-  const ContextRegion context(qkv_BTE, head_cut(2, heads, kv_heads, head_width));
+  // Where more ranks share a sequence than there are key heads, some have copies.
+  const int64_t copies = ContextRegion::copies(qkv_BTE, kv_heads, heads / kv_heads), keys = kv_heads * copies;
+  qkv_BTE = repeat_key_heads(qkv_BTE, heads, kv_heads, copies);
+  const ContextRegion context(qkv_BTE, head_cut(2, heads, keys, head_width));
   qkv_BTE = context.enter(qkv_BTE);
   if (query_norm || rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
-    Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * kv_heads, head_width});
+    Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * keys, head_width});
     if (query_norm) heads_BTHD = packed_rms_norm(heads_BTHD, heads, query_norm->weight, key_norm->weight, query_norm->eps);
     const int64_t first = cache ? cache->length() : 0;
-    if (rope_theta != 0.0) heads_BTHD = rotary(heads_BTHD, rope_theta, first, heads + kv_heads, rope_scaling);
+    if (rope_theta != 0.0) heads_BTHD = rotary(heads_BTHD, rope_theta, first, heads + keys, rope_scaling);
     qkv_BTE = reshape(heads_BTHD, packed);
   }
-  const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, *cache)
-                                 : packed_attention(qkv_BTE, heads, kv_heads, {.begins = begins_BT, .window = window});
+  const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, keys, *cache)
+                                 : packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window});
   return dropout(region.leave(projection(context.leave(mixed_BTC))));
 }
 
-Tensor CausalSelfAttention::attend_to_cache(const Tensor& qkv_BTE, KeyValueCache& cache) const {
-  const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * kv_heads;
+Tensor CausalSelfAttention::attend_to_cache(const Tensor& qkv_BTE, int64_t keys, KeyValueCache& cache) const {
+  const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * keys;
   const Tensor heads_BTHD = reshape(qkv_BTE, {b, t, heads + both, head_width});
   const Tensor kv_BSGD = cache.append(path(), slice(heads_BTHD, 2, heads, heads + both));
-  const Tensor out_BTHD = attention(slice(heads_BTHD, 2, 0, heads), slice(kv_BSGD, 2, 0, kv_heads),
-                                    slice(kv_BSGD, 2, kv_heads, both), {.window = window});
+  const Tensor out_BTHD = attention(slice(heads_BTHD, 2, 0, heads), slice(kv_BSGD, 2, 0, keys),
+                                    slice(kv_BSGD, 2, keys, both), {.window = window});
   return reshape(out_BTHD, {b, t, heads * head_width});
 }
 

@@ -50,7 +50,7 @@ struct CausalSelfAttention : Module {
   SHEAF_FIELDS(qkv, projection, query_norm, key_norm, dropout);
 
  private:
-  Tensor attend_to_cache(const Tensor& qkv_BTE, KeyValueCache& cache) const;
+  Tensor attend_to_cache(const Tensor& qkv_BTE, int64_t keys, KeyValueCache& cache) const;
 };
 
 }  // namespace sheaf::nn

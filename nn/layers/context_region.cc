@@ -5,22 +5,24 @@
 
 namespace sheaf::nn {
 
+namespace {
+// The mesh axes that cut dimension `dim`.
+std::vector<int> axes_that_cut(const Layout& l, int dim) {
+  std::vector<int> axes;
+  for (int a = 0; a < l.num_axes(); ++a)
+    if (l[a].is_shard(dim)) axes.push_back(a);
+  return axes;
+}
+}  // namespace
+
 ContextRegion::ContextRegion(const Tensor& x, const OwnershipMap& heads) {
   const Layout& outside = x.layout();
-  std::vector<int> cutting;  // axes that cut heads
-  for (int a = 0; a < outside.num_axes(); ++a)
-    if (outside[a].is_shard(heads.dim())) cutting.push_back(a);
-  Layout inside = outside;
-  for (int a = 0; a < outside.num_axes(); ++a) {
-    if (!outside[a].is_shard(1)) continue;
-    const int64_t units = heads.is_parts() ? heads.granule() : x.size(heads.dim()) / heads.granule();
-    check_shares(PathScope::current(), units, *outside.mesh(), a, cutting);
-    inside[a] = Placement::shard(heads.inner());
-    cutting.push_back(a);
-  }
-  if (inside == outside) return;
-  outside_ = outside;
-  inside_ = inside;
+  const std::vector<int> shared = axes_that_cut(outside, 1);
+  if (shared.empty()) return;
+  const int64_t units = heads.is_parts() ? heads.granule() : x.size(heads.dim()) / heads.granule();
+  copies(PathScope::current(), units, 1, *outside.mesh(), shared, axes_that_cut(outside, heads.dim()));
+  outside_ = inside_ = outside;
+  for (const int a : shared) inside_[a] = Placement::shard(heads.inner());
 }
 
 Tensor ContextRegion::leave(const Tensor& y) const {
@@ -31,19 +33,33 @@ Tensor ContextRegion::leave(const Tensor& y) const {
   return redistribute(y, to);
 }
 
-void ContextRegion::check_shares(const std::string& path, int64_t units, const MeshSpec& mesh, int axis,
-                                 const std::vector<int>& before) {
-  int64_t at_least = units;
+int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t most, const MeshSpec& mesh,
+                              const std::vector<int>& axes, const std::vector<int>& before) {
+  int64_t have = units, ranks = 1;  // of what the axes before leave a rank at least
   std::string others;
-  for (const int a : before) {
-    at_least /= mesh.size(a);
-    others += str(others.empty() ? "" : " and ", "'", mesh.name(a), "'");
+  const auto cut_by = [&](int axis) {
+    have /= mesh.size(axis);
+    others += str(others.empty() ? "" : " and ", "'", mesh.name(axis), "'");
+  };
+  for (const int a : before) cut_by(a);
+  for (const int a : axes) ranks *= mesh.size(a);
+  for (int64_t times = 1; times <= most; ++times)
+    if (most % times == 0 && have * times >= ranks) return times;
+  have *= most;
+  for (const int a : axes) {
+    if (mesh.size(a) > have)
+      fail<ConfigError>("[attention] '", path, "': the ", mesh.size(a), " ranks of context axis '", mesh.name(a), "' cannot share ",
+                        most > 1 ? str(units * most, " heads that read ") : "", units, " key heads",
+                        others.empty() ? "" : str(", of which a rank of axis ", others, " has as few as ", have), "; at most ", have,
+                        " can");
+    cut_by(a);
   }
-  if (mesh.size(axis) <= at_least) return;
-  fail<ConfigError>("[attention] '", path, "': the ", mesh.size(axis), " ranks of context axis '", mesh.name(axis),
-                    "' cannot share ", units, " key heads",
-                    before.empty() ? "" : str(", of which a rank of axis ", others, " has as few as ", at_least), "; at most ",
-                    at_least, " can");
+  return most;
+}
+
+int64_t ContextRegion::copies(const Tensor& x, int64_t units, int64_t most) {
+  const std::vector<int> shared = axes_that_cut(x.layout(), 1);
+  return shared.empty() ? 1 : copies(PathScope::current(), units, most, *x.layout().mesh(), shared, axes_that_cut(x.layout(), 2));
 }
 
 }  // namespace sheaf::nn

@@ -22,9 +22,12 @@ class ContextRegion {
   /// y [B, T, F], of which each rank has the features of its heads.
   Tensor leave(const Tensor& y) const;
 
-  /// ConfigError if key heads, or what else stays together, are too few for the ranks of an axis, cut over the axes `before`.
-  static void check_shares(const std::string& path, int64_t units, const MeshSpec& mesh, int axis,
-                           const std::vector<int>& before);
+  /// Key heads, or what else stays together, that the axes `before` have cut, are to be shared by all ranks of `axes`, where each
+  /// may be there up to `most` times: the fewest times, a divisor of `most`, that leave no rank without. ConfigError if none does.
+  static int64_t copies(const std::string& path, int64_t units, int64_t most, const MeshSpec& mesh, const std::vector<int>& axes,
+                        const std::vector<int>& before);
+  /// The same for an x that is to enter, whose features `before` are cut along dimension 2.
+  static int64_t copies(const Tensor& x, int64_t units, int64_t most);
 
  private:
   Layout outside_, inside_;  // without a mesh: there is nothing to do

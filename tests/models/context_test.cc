@@ -55,6 +55,12 @@ INSTANTIATE_TEST_SUITE_P(Uneven, ContextGradients,
                                             ::testing::Values(Sizes{0, 1, 5, 0}, Sizes{0, 0, 3, 0}, Sizes{2, 0, 2, 0},
                                                               Sizes{0, 0, 2, 2}, Sizes{2, 1, 2, 2}, Sizes{0, 2, 2, 2}),
                                             ::testing::Values(3, 1)));
+// More ranks than key heads, of which some have copies: alike many for all, and not; beside a tensor axis that has cut them.
+INSTANTIATE_TEST_SUITE_P(Copies, ContextGradients,
+                         ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3"), ::testing::Values("full_shard", "replicate"),
+                                            ::testing::Values(Sizes{0, 0, 6, 0}, Sizes{0, 0, 10, 0}, Sizes{0, 2, 7, 0},
+                                                              Sizes{0, 0, 3, 2}, Sizes{2, 0, 4, 2}),
+                                            ::testing::Values(3)));
 // More ranks than tokens.
 INSTANTIATE_TEST_SUITE_P(Many, ContextGradients,
                          ::testing::Combine(::testing::Values("gpt2"), ::testing::Values("full_shard"),
@@ -95,7 +101,7 @@ TEST(Context, TrainsAsOneRankDoes) {
     c.model.dropout = 0.2;
     c.train.micro_batches = 2;
     const TrainedRun expected = train_tiny(c, 1, kSteps);
-    for (const auto& [ranks, tensor, world] : {std::tuple{2, 1, 4}, {5, 1, 5}, {2, 2, 4}}) {
+    for (const auto& [ranks, tensor, world] : {std::tuple{2, 1, 4}, {5, 1, 5}, {2, 2, 4}, {8, 1, 8}, {4, 2, 8}}) {
       c.sharding.context = ranks;
       c.sharding.tensor = tensor;
       const TrainedRun actual = train_tiny(c, world, kSteps);
@@ -125,6 +131,10 @@ TEST(Context, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
       models::TrainConfig c = context(2, strategy, "llama", tensor);
       c.train.micro_batches = 2;
       expect_planned_tapes(c, 4);
+      c.sharding.context = 4;
+      expect_planned_tapes(c, 4 * tensor);
+      c.sharding.context = 6 / tensor;
+      expect_planned_tapes(c, 6);
     }
 }
 
@@ -162,6 +172,28 @@ TEST(Context, WhatTravelsAlongWhichAxis) {
     }
     EXPECT_EQ(cut.size(), 4u);
   }
+}
+
+// A rank of more than there are key heads has one copy, and sends the others theirs: of 10 ranks each has a query head and reads
+// half of what a key head is for. Here of rank 0, which has 7 rows and none of their 9 tokens.
+TEST(Context, WhatTravelsWithCopies) {
+  const int64_t layers = context(1).model.layers, head = 4;
+  constexpr int64_t kRows = 7, kTokens = 9, kSize = 4;
+  const Tape& tape = models::plan_step(context(10, "full_shard", "llama"), 13, 0, 10, 1, "local").tape;
+  auto all = traffic(tape);
+  // Forward: all tokens of one query, one key and one value head come. Backward: of its output.
+  EXPECT_EQ(all["all_to_all context"].count, 4 * layers);
+  EXPECT_EQ(all["all_to_all context"].bytes, kSize * kRows * kTokens * layers * (3 + 1) * head);
+  int repeats = 0, sums = 0;
+  for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+    repeats += tape.op_name(tape.node(id)) == std::string("repeat_key_heads");
+    sums += tape.op_name(tape.node(id)) == std::string("sum_key_heads");
+  }
+  EXPECT_EQ(repeats, layers);
+  EXPECT_EQ(sums, layers);
+  // And with a head for each rank there are none.
+  const Tape& of_five = models::plan_step(context(5, "full_shard", "llama"), 13, 0, 5, 1, "local").tape;
+  for (NodeId id = 0; id < of_five.num_nodes(); ++id) EXPECT_NE(of_five.op_name(of_five.node(id)), std::string("repeat_key_heads"));
 }
 
 // Each axis moves what it does without the other: tokens that a tensor region puts together, heads that ranks of it share.
@@ -244,7 +276,7 @@ TEST(Context, EvaluatesAndGeneratesAsOneRankDoes) {
       return out;
     };
     const auto [loss, text] = run(1, 1, 1);
-    for (const auto& [ranks, tensor, world] : {std::tuple{2, 1, 4}, {3, 1, 3}, {2, 2, 4}}) {
+    for (const auto& [ranks, tensor, world] : {std::tuple{2, 1, 4}, {3, 1, 3}, {2, 2, 4}, {6, 1, 6}, {3, 2, 6}}) {
       const auto [other_loss, other_text] = run(ranks, tensor, world);
       EXPECT_NEAR(other_loss, loss, 2e-5);
       EXPECT_EQ(other_text, text);
@@ -257,11 +289,14 @@ TEST(Context, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(4, context(4, "full_shard", "gpt2", 2)),
               HasSubstr("sharding.context 4: 2 ranks cannot be divided into groups of so many; all 4 are for sharding.replicas times "
                         "sharding.context times sharding.tensor"));
-  EXPECT_THAT(refusal(6, context(6, "full_shard", "llama")),
-              HasSubstr("'blocks.0.attention': the 6 ranks of context axis 'context' cannot share 5 key heads; at most 5 can"));
-  EXPECT_THAT(refusal(6, context(3, "full_shard", "llama", 2)),
-              HasSubstr("the 3 ranks of context axis 'context' cannot share 5 key heads, of which a rank of axis 'model' "
-                        "has as few as 2; at most 2 can"));
+  EXPECT_THAT(refusal(11, context(11)),
+              HasSubstr("'blocks.0.attention': the 11 ranks of context axis 'context' cannot share 10 key heads; at most 10 can"));
+  EXPECT_THAT(refusal(11, context(11, "full_shard", "llama")),
+              HasSubstr("'blocks.0.attention': the 11 ranks of context axis 'context' cannot share 10 heads that read 5 key heads; at "
+                        "most 10 can"));
+  EXPECT_THAT(refusal(10, context(5, "full_shard", "llama", 2)),
+              HasSubstr("the 5 ranks of context axis 'context' cannot share 10 heads that read 5 key heads, of which a rank of axis "
+                        "'model' has as few as 4; at most 4 can"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"context", 2}});
     const auto model = models::make_language_model(model_of("llama"), 13);
@@ -281,15 +316,15 @@ TEST(Context, WhatCannotBeIsRefused) {
                                                                 "a rank of axis 'a' has as few as 2; at most 2 can")));
   }, {.threads_per_rank = 1});
   // An axis that shard() took for one of replicas cuts the sequence: said where attention meets it, before anything is sent.
-  run_local(6, [](World& w) {
-    const Mesh mesh = w.mesh({{"data", 1}, {"more", 6}});
+  run_local(11, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 1}, {"more", 11}});
     const auto model = models::make_language_model(model_of("llama"), 13);
     shard(*model, mesh, {.replica_axis = "more"});
     materialize(*model, Device::cpu());
     const Tensor tokens = full_of({kI32, {2, 9}, Layout(mesh.spec, {Placement::shard(0), Placement::shard(1)})}, 1.0);
     EXPECT_THAT([&] { model->loss(tokens, tokens, {.divide_by = 18.0}); },
-                ::testing::ThrowsMessage<ConfigError>(HasSubstr("'blocks.0.attention': the 6 ranks of context axis 'more' cannot "
-                                                                "share 5 key heads")));
+                ::testing::ThrowsMessage<ConfigError>(HasSubstr("'blocks.0.attention': the 11 ranks of context axis 'more' cannot "
+                                                                "share 10 heads that read 5 key heads")));
   }, {.threads_per_rank = 1});
 }
 

@@ -181,6 +181,7 @@ void expect_refused(const Way& way, const std::string& message) {
 void expect_one_device(const Way& way, const Trained& trained) {
   const models::ShardingConfig& s = way.config.sharding;
   if (s.pipeline > 1 || s.tensor > 1 || s.experts > 1) return;  // ops of their own
+  if (s.context > models::resolved(way.config.model).kv_heads) return;  // copies of key heads
   if (s.context > 1 && way.config.model.experts > 0) return;    // places are counted by the ranks' parts of a sequence
   models::TrainConfig one = way.config;
   one.sharding = {};
