@@ -189,43 +189,49 @@ struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
 /// would come too late for those that vanish, such as what rare tokens get from confident logits:
 /// there they are made larger by a constant. Of dx, at most twice that times a weight, enough of
 /// the range is left above.
-struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss[], dweight, dx
+/// Gradients that nobody can ask for, such as a frozen head's, are not computed.
+struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss[] [, dweight] [, dx]
   static constexpr const char* kName = "linear_cross_entropy_fused";
-  using Attrs = IgnoreAttrs;
+  using Attrs = HeadGradientsAttrs;
   static constexpr uint64_t kSavedOutputs = 0b110;
-  static void infer(const Attrs&, Infer& c) {
+  static void infer(const Attrs& a, Infer& c) {
     LinearCrossEntropy::check(kName, c);
     c.output(statistics_dtype(c.dtype(0)), {});
-    c.output(statistics_dtype(c.dtype(1)), c.shape(1));  // a sum over all rows
-    c.output(c.dtype(0), c.shape(0));
+    if (a.dweight) c.output(statistics_dtype(c.dtype(1)), c.shape(1));  // a sum over all rows
+    if (a.dx) c.output(c.dtype(0), c.shape(0));
   }
-  static void place(const Attrs&, Place& p) {
-    row_rules(p, 0, 0b101, 0b100, 3, 1);
-    rule_all(p, kR, kR, 3);
+  static int outputs(const Attrs& a) { return 1 + a.dweight + a.dx; }
+  static int dx_output(const Attrs& a) { return 1 + a.dweight; }
+  static void place(const Attrs& a, Place& p) {
+    row_rules(p, 0, 0b101, a.dx ? 1u << dx_output(a) : 0, outputs(a), 1);
+    rule_all(p, kR, kR, outputs(a));
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy_fused, c.input(0), c.input(1), c.output(2), c.output(1));
+  static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(1) : View{}; }
+  static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(dx_output(a)) : View{}; }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy_fused, c.input(0), c.input(1), dx(a, c), dweight(a, c));
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_fused, c.input(0), c.input(1), c.input(2),
-                 a.ignore_index, c.output(0), c.output(2), c.output(1), c.workspace,
+                 a.ignore_index, c.output(0), dx(a, c), dweight(a, c), c.workspace,
                  enlarged(c.input_type(0).dtype));
   }
-  static void work(const Attrs&, WorkOf& w) { head(w, 3); }
+  static void work(const Attrs& a, WorkOf& w) { head(w, outputs(a)); }
   static double enlarged(DType d) { return d == kF16 ? 256 : 1; }
-  static void vjp(const Attrs&, Vjp& c) {
-    if (c.has_grad(1) || c.has_grad(2))
-      fail<LifetimeError>("[", kName, "] ", path_label(PathScope::current()),
-                          ": it has no derivative of its gradients");
+  static void vjp(const Attrs& a, Vjp& c) {
+    for (int o = 1; o < outputs(a); ++o)
+      if (c.has_grad(o))
+        fail<LifetimeError>("[", kName, "] ", path_label(PathScope::current()),
+                            ": it has no derivative of its gradients");
     const double by = enlarged(c.input_type(0).dtype);
     const Tensor g = by == 1 ? c.grad() : mul(c.grad(), 1 / by);
     if (c.needs(1)) c.set(1, apply<ScaleBy>({}, {c.output(1), g}, c.into(1)));
-    if (c.needs(0)) c.set(0, apply<ScaleBy>({}, {c.output(2), g}));
+    if (c.needs(0)) c.set(0, apply<ScaleBy>({}, {c.output(dx_output(a)), g}));
   }
-  static void saves(const Attrs&, uint64_t needs, uint64_t&, uint64_t& out) {
-    out = ((needs & 2) ? 0b010 : 0) | ((needs & 1) ? 0b100 : 0);
+  static void saves(const Attrs& a, uint64_t needs, uint64_t&, uint64_t& out) {
+    out = ((needs & 2) ? 0b010 : 0) | ((needs & 1) ? uint64_t{1} << dx_output(a) : 0);
   }
-  static constexpr auto describe = describe_ignored;
+  static void describe(const Attrs& a, std::string& out) { out += str("ignore ", a.ignore_index); }
 };
 
 /// Whether `rows` cuts leading dimensions of x[.., C]. Targets[..] and their values then have it, too,
@@ -356,11 +362,14 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
     const Tensor lse = logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/true);
     return averaged(sub(sum(lse), sum(parts.target_logits)), targets, options);
   }
-  const IgnoreAttrs attrs{options.ignore_index};
   const Tensor rows = dense_rows(x);
-  const bool fused = Recording::current() && !options.recompute;
-  const OpDef& op = fused ? op_def<LinearCrossEntropyFused>() : op_def<LinearCrossEntropy>();
-  return averaged(apply(op, &attrs, std::vector<Tensor>{rows, weight, targets})[0], targets, options);
+  const std::vector<Tensor> inputs = {rows, weight, targets};
+  const Recording* recording = options.recompute ? nullptr : Recording::current();
+  const HeadGradientsAttrs wanted{options.ignore_index, recording && recording->has_gradient(weight),
+                                  recording && recording->has_gradient(rows)};
+  if (wanted.dweight || wanted.dx) return averaged(apply(op_def<LinearCrossEntropyFused>(), &wanted, inputs)[0], targets, options);
+  const IgnoreAttrs attrs{options.ignore_index};
+  return averaged(apply(op_def<LinearCrossEntropy>(), &attrs, inputs)[0], targets, options);
 }
 
 }  // namespace sheaf
