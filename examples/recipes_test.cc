@@ -1,5 +1,5 @@
 // The loops of docs/own_models.md, compiled and tested: batches of one's own, gradient accumulation,
-// half precision, a running mean, a learning rate per part of a model, hidden units and sequences shared by ranks,
+// half precision, a running mean, a learning rate per part of a model, fine-tuning, hidden units and sequences shared by ranks,
 // generation.
 #include <cmath>
 #include <map>
@@ -379,6 +379,43 @@ TEST(LearningRates, DifferBetweenUnits) {
     EXPECT_TRUE(identical(full_parameter(model.body.weight), before));
     EXPECT_FALSE(identical(full_parameter(model.head.weight), head_before));
     EXPECT_THROW(optim::AdamW(std::vector{model.head.weight}), ConfigError) << "half of a unit";
+  });
+}
+
+TEST(FineTuning, TrainsAdaptersOfASavedModel) {
+  const std::string folder = ::testing::TempDir() + "/fine_tuning";
+  run_local(2, [&](World& world) {
+    const Mesh mesh = world.mesh({{"data", 2}});
+    const auto loss_of = [&](Classifier& model, optim::AdamW& optimizer, int64_t step) {
+      const auto [x, label] = batch_of(world, mesh, 0, 12);
+      Recording recording({.step = step});
+      const Tensor loss = cross_entropy(model(x), label);
+      recording.backward(loss);
+      optimizer.step();
+      optimizer.zero_grad();
+      return redistribute(loss, "data", Placement::invariant()).item();
+    };
+    Classifier saved;
+    saved.eval();
+    shard(saved, mesh);
+    materialize(saved, world.device(), {.seed = 5});
+    models::save_checkpoint(folder, 1, saved, {}, world);
+    optim::AdamW of_saved(saved, {.lr = 1e-3});
+
+    Classifier model;
+    model.eval();
+    EXPECT_EQ(nn::add_lora(model, {.rank = 2, .alpha = 4}, [](const std::string& path) { return path == "body"; }), 1);
+    shard(model, mesh);
+    materialize(model, world.device(), {.seed = 1});
+    models::load_checkpoint(folder, model, {}, world);  // of the model without adapters, which add nothing yet
+    optim::AdamW optimizer(model, {.lr = 1e-3});        // has state for adapters alone
+
+    const double first = loss_of(saved, of_saved, 0);
+    EXPECT_EQ(loss_of(model, optimizer, 0), first);
+    double last = first;
+    for (int64_t step = 1; step < 20; ++step) last = loss_of(model, optimizer, step);
+    EXPECT_LT(last, first);
+    EXPECT_GT(max(abs(full_parameter(model.body.lora->b))).item(), 0);
   });
 }
 

@@ -33,7 +33,12 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   const double hidden = m.experts == 0 ? of(m.mlp_width) : of(m.experts_per_token) * of(m.expert_hidden);
   // Queries, keys and values, the output; up and down, and Llama's gate.
   const double block = width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden + width * of(m.experts);
-  return {tokens * (6 * block + 12 * keys_seen(m, attention) * queries), tokens * 6 * of(m.vocab) * width};
+  // Frozen weights have no gradients: two products of three. Adapters' have.
+  double adapters = 0;
+  if (m.lora_rank && m.lora_layers != "mlp") adapters += of(m.lora_rank) * (width + queries + 2 * keys + queries + width);
+  if (m.lora_rank && m.lora_layers != "attention" && !m.experts) adapters += of(m.lora_rank) * (llama ? 3 : 2) * (width + hidden);
+  const double weights = m.lora_rank ? 4 : 6;
+  return {tokens * (weights * block + 6 * adapters + 12 * keys_seen(m, attention) * queries), tokens * weights * of(m.vocab) * width};
 }
 
 double flops_per_step(const TrainConfig& config, CountAttention attention) {

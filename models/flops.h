@@ -9,8 +9,9 @@ namespace sheaf::models {
 /// (PaLM: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B); L layers, T tokens of a sequence, H heads of D. A
 /// window of W keys leaves 12 W (1 - W / 2T) H D of a block, not 6 T H D.
 enum class CountAttention { causal, full };
-/// Floating-point operations of one step: 6 for each parameter in a product (2 forward, 4 backward; the head counts, the lookup
-/// of the embedding does not, nor do experts that a token does not go through) and token, and attention. What is computed again
+/// Floating-point operations of one step: 6 for each parameter in a product (2 forward, 4 backward; 4 in all if it is frozen, as
+/// beside model.lora_rank; the head counts, the lookup of the embedding does not, nor do experts that a token does not go through)
+/// and token, and attention. What is computed again
 /// does not count. The vocabulary is model.vocab.
 double flops_per_step(const TrainConfig& config, CountAttention attention = CountAttention::causal);
 

@@ -2,11 +2,12 @@
 
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/llama.h"
+#include "sheaf/nn/lora.h"
 
 namespace sheaf::models {
+namespace {
 
-std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t vocab) {
-  const ModelConfig m = resolved(config);
+std::unique_ptr<Decoder> without_adapters(const ModelConfig& m, int64_t vocab) {
   const int64_t words = m.vocab ? m.vocab : vocab;
   if (words <= 0) fail<ConfigError>("[model] the size of the vocabulary is not known: give model.vocab");
   if (m.type == "gpt2") {
@@ -57,6 +58,27 @@ std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t 
     return std::make_unique<Llama>(c);
   }
   fail<ConfigError>("[model] unknown type '", m.type, "'; known: gpt2, llama");
+}
+
+// Whether the linear layer at `path` has an adapter.
+bool takes_lora(const std::string& path, const std::string& layers) {
+  check<ConfigError>(layers == "all" || layers == "attention" || layers == "mlp", "[model] unknown lora_layers '", layers,
+                     "'; known: all, attention, mlp");
+  const auto part = [&](std::string_view name) { return path.find(str(".", name, ".")) != std::string::npos; };
+  return (layers != "mlp" && part("attention")) || (layers != "attention" && part("mlp"));
+}
+
+}  // namespace
+
+std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t vocab) {
+  const ModelConfig m = resolved(config);
+  std::unique_ptr<Decoder> model = without_adapters(m, vocab);
+  if (m.lora_rank == 0) return model;
+  const nn::LoraOptions options{.rank = m.lora_rank, .alpha = m.lora_alpha};
+  const int64_t adapters = nn::add_lora(*model, options, [&](const std::string& path) { return takes_lora(path, m.lora_layers); });
+  check<ConfigError>(adapters > 0, "[model] lora_layers '", m.lora_layers, "': there are none in a ", m.type, " of ", m.experts,
+                     " experts");
+  return model;
 }
 
 }  // namespace sheaf::models

@@ -9,6 +9,7 @@
 #include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/transfer.h"
+#include "sheaf/nn/lora.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/state_dict.h"
 
@@ -130,13 +131,35 @@ std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimiz
   return out;
 }
 
+namespace {
+
+// Frozen parameters are saved as they rest, which is in the dtype of compute: another run may compute, or train them, in f32, and
+// one from before that was so has them in f32.
+bool converts(const std::string& name, DType saved, DType wanted) {
+  const auto is_at_most_f32 = [](DType d) { return d == kF32 || d == kBF16 || d == kF16; };
+  return !name.starts_with("optimizer.") && is_at_most_f32(saved) && is_at_most_f32(wanted);
+}
+
+void convert(DType from_dtype, const void* from, DType to_dtype, void* to, int64_t count) {
+  visit_floating("checkpoint", from_dtype, [&]<class S>() {
+    visit_floating("checkpoint", to_dtype, [&]<class D>() {
+      for (int64_t i = 0; i < count; ++i)
+        static_cast<D*>(to)[i] = static_cast<D>(static_cast<float>(static_cast<const S*>(from)[i]));
+    });
+  });
+}
+
+}  // namespace
+
 void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, optim::LossScaler* scaler) {
   std::set<std::string> wanted;
-  const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
+  std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
+  if (optimizers.empty())
+    std::erase_if(pieces, [&](const nn::StatePiece& p) { return nn::is_lora(p.name) && !checkpoint.tensors().contains(p.name); });
   const auto check_saved = [&](const std::string& name, DType dtype, const Shape& shape) {
     wanted.insert(name);
     const Checkpoint::TensorInfo& saved = checkpoint.at(name);
-    if (saved.dtype != dtype || !(saved.shape == shape))
+    if ((saved.dtype != dtype && !converts(name, saved.dtype, dtype)) || !(saved.shape == shape))
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": ", name, " is ", saved.dtype, saved.shape,
                             ", the model has ", dtype, shape);
   };
@@ -156,11 +179,19 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
   for (const auto& [name, info] : checkpoint.tensors())
     if (!wanted.contains(name) && (!optimizers.empty() || !name.starts_with("optimizer.")))
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": the model has no ", name);
-  std::vector<char> host;
+  std::vector<char> host, as_saved;
   for (const nn::StatePiece& p : pieces) {
-    if (p.runs.numel() == 0) continue;
-    if (!p.device.is_cpu()) host.resize(static_cast<size_t>(p.runs.numel()) * size_of(p.dtype));
-    checkpoint.read(p.name, p.runs, p.device.is_cpu() ? p.data : host.data());
+    const int64_t count = p.runs.numel();
+    if (count == 0) continue;
+    if (!p.device.is_cpu()) host.resize(static_cast<size_t>(count) * size_of(p.dtype));
+    void* const to = p.device.is_cpu() ? p.data : host.data();
+    if (const DType saved = checkpoint.at(p.name).dtype; saved == p.dtype) {
+      checkpoint.read(p.name, p.runs, to);
+    } else {
+      as_saved.resize(static_cast<size_t>(count) * size_of(saved));
+      checkpoint.read(p.name, p.runs, as_saved.data());
+      convert(saved, as_saved.data(), p.dtype, to, count);
+    }
     if (!p.device.is_cpu()) transfer(p.device, p.data, Device::cpu(), host.data(), host.size());
   }
   for (size_t i = 0; i < optimizers.size(); ++i) {

@@ -12,6 +12,7 @@
 #include "sheaf/models/presets.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
+#include "sheaf/nn/lora.h"
 
 namespace sheaf::models {
 namespace {
@@ -35,7 +36,7 @@ struct Source {
         const int64_t count = std::min(end - at, kChunk);
         file->read(name, at, at + count, chunk.data());
         for (int64_t i = 0; i < count; ++i)
-          if constexpr (std::is_same_v<S, double>) out[at - begin + i] = static_cast<T>(chunk[i]);
+          if constexpr (std::is_same_v<S, double> && std::is_same_v<T, float>) out[at - begin + i] = static_cast<T>(chunk[i]);
           else out[at - begin + i] = static_cast<T>(static_cast<float>(chunk[i]));
       }
     });
@@ -143,12 +144,11 @@ class Loader {
   void check(const nn::StatePiece& piece) const {
     const auto found = parts_.find(piece.name);
     if (found == parts_.end()) fail<ConfigError>("[weights] no published weights have the model's ", piece.name);
-    if (piece.dtype != kF32 && piece.dtype != kF64)
-      fail<ConfigError>("[weights] ", piece.name, " is ", piece.dtype, "; weights go to parameters in f32 or f64");
+    if (!is_floating(piece.dtype)) fail<ConfigError>("[weights] ", piece.name, " is ", piece.dtype, "; weights are floating");
     for (const auto& [t, source] : found->second)
-      if (source.dtype == kF64 && piece.dtype == kF32)
+      if (source.dtype == kF64 && piece.dtype != kF64)
         fail<CheckpointError>("[weights] '", source.file->path(), "': ", json_string(source.name), " is f64, which ",
-                              piece.name, ", f32, does not hold");
+                              piece.name, ", ", piece.dtype, ", does not hold");
   }
 
   /// Fills the pieces of one parameter; returns the bytes read.
@@ -215,15 +215,18 @@ void check_weights(const PublishedFiles& files, const ModelConfig& model) {
   const Loader loader(files, model);
 }
 
-int64_t fill_weights(std::span<const nn::StatePiece> pieces, const PublishedFiles& files, const ModelConfig& model) {
+int64_t fill_weights(std::span<const nn::StatePiece> all, const PublishedFiles& files, const ModelConfig& model) {
   const Loader loader(files, model);
+  std::vector<nn::StatePiece> published;  // adapters stay as they were drawn
+  std::ranges::copy_if(all, std::back_inserter(published), [](const nn::StatePiece& p) { return !nn::is_lora(p.name); });
+  std::span<const nn::StatePiece> pieces = published;
   for (const nn::StatePiece& piece : pieces) loader.check(piece);
   int64_t bytes = 0;
   while (!pieces.empty()) {
     const nn::StatePiece& first = pieces[0];
     const auto other = std::ranges::find_if(pieces, [&](const nn::StatePiece& p) { return p.name != first.name; });
     const auto own = pieces.first(static_cast<size_t>(other - pieces.begin()));
-    bytes += first.dtype == kF64 ? loader.fill<double>(own) : loader.fill<float>(own);
+    visit_floating("weights", first.dtype, [&]<class T>() { bytes += loader.fill<T>(own); });
     pieces = pieces.subspan(own.size());
   }
   return bytes;

@@ -41,6 +41,9 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.rope_scaling.mscale", m.rope_scaling.mscale);
   f("model.rope_scaling.mscale_all_dim", m.rope_scaling.mscale_all_dim);
   f("model.norm_eps", m.norm_eps);
+  f("model.lora_rank", m.lora_rank);
+  f("model.lora_alpha", m.lora_alpha);
+  f("model.lora_layers", m.lora_layers);
   f("model.end_of_text", m.end_of_text);
 }
 
@@ -72,7 +75,8 @@ bool came_later(std::string_view key) {
          key == "train.optimizer" || key == "train.momentum" || key == "model.qkv_bias" ||
          key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
-         key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every";
+         key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
+         key.starts_with("model.lora_");
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

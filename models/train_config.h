@@ -71,6 +71,9 @@ struct ModelConfig {
   bool normalize_experts = true;  ///< the weights of a token's experts add up to 1 (Mixtral), or those of all do (Switch)
   bool tie_embeddings = true;   ///< the output head is the token embedding
   double dropout = 0.0;         ///< probability, in [0, 1)
+  int64_t lora_rank = 0;        ///< of adapters that are trained in place of the weights (LoRA); 0: there are none
+  double lora_alpha = 16.0;     ///< what they add is scaled by lora_alpha / lora_rank
+  std::string lora_layers = "all";  ///< which linear layers of the blocks have one: "all", "attention" or "mlp"
   double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)
   RopeScalingConfig rope_scaling;  ///< of these frequencies (llama)
   double norm_eps = 1e-5;       ///< added to the variance in norms

@@ -156,6 +156,9 @@ void Trainer::lock_folder() {
 // A run that has a checkpoint needs them no more: they may be gone.
 void Trainer::find_weights() {
   const std::string& path = config_.model.weights;
+  if (path.empty() && config_.model.lora_rank > 0)
+    fail<ConfigError>("[model] lora_rank ", config_.model.lora_rank, " trains adapters of weights that stay as they are; "
+                      "model.weights, where these come from, is not given");
   if (path.empty()) return;
   if (options_.resume && !path_exists(path) && !list_steps(config_.output.folder + "/checkpoints").empty()) return;
   files_ = PublishedFiles::open(path);

@@ -188,6 +188,12 @@ int64_t TrainingStep::num_parameters() {
   return count;
 }
 
+int64_t TrainingStep::num_trained() {
+  int64_t count = 0;
+  for (const nn::Parameter& p : model_->parameters()) count += p.trainable() ? p.numel() : 0;
+  return count;
+}
+
 double TrainingStep::learning_rate(int64_t step) const {
   const OptimizationConfig t = resolved(config_.train);
   const optim::ScheduleOptions options{.peak = t.lr, .minimum = t.min_lr, .warmup = t.warmup,

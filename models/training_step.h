@@ -86,6 +86,7 @@ class TrainingStep {
   const StepInputs& inputs() const { return *inputs_; }
   const StageCut& cut() const { return cut_; }
   int64_t num_parameters();  ///< elements of the whole model
+  int64_t num_trained();     ///< of them those that are not frozen
   int64_t tokens_per_step() const { return config_.train.batch * config_.model.context; }
   /// Learning rate of step `step` (0 is the first).
   double learning_rate(int64_t step) const;

@@ -82,10 +82,14 @@ void fill(Device device, const nn::Init& init, Key key, int64_t numel, const Run
 
 void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, Device device, uint64_t seed) {
   const auto mark = ModuleAccess::mark(*node.module);
-  std::vector<LeafSpec> specs;
-  for (const Parameter& p : node.leaves) specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut()});
   UnitOptions options;
   if (mark) options = *mark;
+  std::vector<LeafSpec> specs;
+  for (const Parameter& p : node.leaves) {
+    // No step adds to what is frozen: it rests as it is computed with.
+    if (!p.trainable() && options.compute && size_of(*options.compute) < size_of(p.dtype())) p.state().dtype = *options.compute;
+    specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut()});
+  }
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), options, schedule);
   unit->allocate(device);
   for (size_t i = 0; i < node.leaves.size(); ++i) {

@@ -292,7 +292,9 @@ void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const 
   for (size_t i = 0; i < fields.size(); ++i) {
     const std::string& key = fields[i].key;
     const bool open = key == "model.vocab" && config.model.vocab == 0;
-    if (!key.starts_with("model.") || key == "model.weights" || key == "model.dropout" || key == "model.preset") continue;
+    if (!key.starts_with("model.") || key == "model.weights" || key == "model.dropout" || key == "model.preset" ||
+        key.starts_with("model.lora_"))
+      continue;
     if (!open && (given.contains(key) || !config.model.preset.empty())) continue;
     std::visit([&](const auto* value) { set(file, fields[i], *value); }, source[i].target);
   }

@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
+#include "sheaf/autograd/ops.h"
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
@@ -48,6 +50,27 @@ std::vector<std::byte> transposed(const Spans& pieces, int64_t rows, int64_t col
   return out;
 }
 
+Tensor as_tensor(const Spans& pieces, DType dtype, const Shape& shape) {
+  const Tensor t = Tensor::empty({dtype, shape, {}});
+  char* at = t.view().as<char>();
+  for (const auto& piece : pieces) std::memcpy(std::exchange(at, at + piece.size()), piece.data(), piece.size());
+  return t;
+}
+
+// Rows of a weight and what an adapter adds to them (nn::Lora), from its a and as many rows of its b; rounded once, to the weight's
+// dtype.
+struct Adapter {
+  Spans a, b;
+  int64_t rank;
+  double scale;
+};
+std::vector<std::byte> merged(const Spans& weight, const Adapter& lora, DType dtype, int64_t rows, int64_t columns) {
+  const Tensor update = matmul(as_tensor(lora.b, kF32, {rows, lora.rank}), as_tensor(lora.a, kF32, {lora.rank, columns}));
+  const Tensor sum = cast(cast(as_tensor(weight, dtype, {rows, columns}), kF32) + update * lora.scale, dtype);
+  const auto* data = sum.view().as<std::byte>();
+  return {data, data + sum.view().bytes()};
+}
+
 std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
   std::vector<SafetensorsInput> tensors;
   for (const auto& [name, info] : checkpoint.tensors())
@@ -71,6 +94,18 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
     const size_t width = size_of(tensor.dtype);
     const int64_t row = t.row_size() * static_cast<int64_t>(width);
     const Spans rows = part_of(checkpoint.data(t.own), t.first_row * row, (t.first_row + t.rows()) * row);
+    const std::string layer = t.own.substr(0, t.own.rfind('.'));
+    if (t.own.ends_with(".weight") && checkpoint.tensors().contains(layer + ".lora.a")) {
+      const int64_t r = model.lora_rank, b_row = r * static_cast<int64_t>(size_of(kF32));
+      const Adapter lora{checkpoint.data(layer + ".lora.a"),
+                         part_of(checkpoint.data(layer + ".lora.b"), t.first_row * b_row, (t.first_row + t.rows()) * b_row), r,
+                         model.lora_alpha / static_cast<double>(r)};
+      tensor.make = [=, dtype = tensor.dtype] {
+        std::vector<std::byte> whole = merged(rows, lora, dtype, t.rows(), t.row_size());
+        return t.transposed ? transposed({whole}, t.rows(), t.row_size(), width) : whole;
+      };
+      continue;
+    }
     if (!t.transposed) tensor.pieces = rows;
     else tensor.make = [=] { return transposed(rows, t.rows(), t.row_size(), width); };
   }

@@ -162,8 +162,8 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.pipeline > 1 ? str(" (", trainer.step().cut().to_string(), " blocks)") : "",
               config.sharding.pipeline_schedule == "zero_bubble" ? ", zero bubble" : "",
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
-              config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(),
-              " parameters, ", tokens_line(data),
+              config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(), " parameters, ",
+              config.model.lora_rank ? str(trainer.step().num_trained(), " of them trained, ") : "", tokens_line(data),
               mixed ? str() : epochs_line(config, trainer, 0)));
       for (int s = 0; mixed && s < static_cast<int>(data.sources().size()); ++s) {
         const models::Tokens& tokens = data.sources()[static_cast<size_t>(s)].tokens;

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/nn/layers/lora.h"
 #include "sheaf/nn/module.h"
 
 namespace sheaf::nn {
@@ -20,6 +21,7 @@ struct LinearOptions {
 /// y[.., out] = x[.., in] weight[out, in]ᵀ + bias[out]. The bias starts at 0.
 struct Linear : Module {
   Parameter weight, bias;
+  std::optional<Lora> lora;  ///< of fine-tuning: add_lora() makes it
 
   Linear(int64_t in, int64_t out, const LinearOptions& options = {})
       : weight({out, in}, options.init.value_or(Init::uniform(1.0 / std::sqrt(static_cast<double>(in))))) {
@@ -28,18 +30,23 @@ struct Linear : Module {
     weight.set_cut(*options.cut);
     if (options.bias && options.cut->dim() == 0) bias.set_cut(*options.cut);
   }
-  Tensor forward(const Tensor& x) { return linear(x, weight, bias); }
+  Tensor forward(const Tensor& x) { return adapted(linear(x, weight, bias), x); }
   /// gelu (tanh form) of y, for the next layer's of_gelu().
   GeluOfLinear gelu(const Tensor& x) {
     const auto scope = enter();
-    return linear_gelu(x, weight, bias);
+    if (!lora) return linear_gelu(x, weight, bias);
+    const Tensor y = forward(x);
+    return {sheaf::gelu(y, GeluKind::tanh), y};
   }
   /// y of a gelu.
   Tensor of_gelu(const GeluOfLinear& x) {
     const auto scope = enter();
-    return gelu_linear(x, weight, bias);
+    return adapted(gelu_linear(x, weight, bias), x.value);
   }
-  SHEAF_FIELDS(weight, bias);
+  SHEAF_FIELDS(weight, bias, lora);
+
+ private:
+  Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }
 };
 
 }  // namespace sheaf::nn

@@ -237,7 +237,9 @@ class RandomTraining : public ::testing::TestWithParam<int> {};
 
 TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
   Draw draw(static_cast<uint64_t>(GetParam()));
-  const models::TrainConfig task = drawn_task(draw);
+  models::TrainConfig task = drawn_task(draw);
+  if (task.train.optimizer == "adamw" && draw.one_in(4))
+    task.model.lora_rank = 1 + draw.below(5), task.model.lora_layers = draw.of<std::string>({"all", "attention", "mlp"});
   const Way way = drawn_way(task, draw), other = drawn_way(task, draw);
   const auto save_after = 1 + draw.below(kRandomSteps - 1);
   SCOPED_TRACE(to_string(way));

@@ -62,6 +62,26 @@ TEST_F(StepTimes, OperationsOnTheTapeAreThoseOfTheModel) {
       }
 }
 
+// Of frozen weights there are no gradients; nor, in the first block, is there one of what attention reads.
+TEST_F(StepTimes, AdaptersHaveTheOperationsOfTheModel) {
+  for (const char* type : {"gpt2", "llama"})
+    for (const char* layers : {"all", "attention", "mlp"}) {
+      models::TrainConfig c = config_of(type);
+      c.model.vocab = 48, c.model.lora_rank = 3, c.model.lora_layers = layers;
+      const models::ModelConfig m = models::resolved(c.model);
+      const auto tokens = static_cast<double>(m.context * c.train.batch);
+      double unneeded = 2 * tokens * static_cast<double>(m.width * (m.heads + 2 * m.kv_heads) * m.head_dim);
+      if (layers == std::string("mlp"))  // nor of attention, nor of what an MLP reads
+        unneeded += 2 * tokens * static_cast<double>(m.width * m.heads * m.head_dim) +
+                    2 * tokens * static_cast<double>((type == std::string("gpt2") ? 1 : 2) * m.width * m.mlp_width) +
+                    tokens * 4 * static_cast<double>(m.context * m.heads * m.head_dim);
+      else unneeded += 2 * tokens * static_cast<double>(m.width * m.lora_rank);
+      if (layers == std::string("mlp")) unneeded += 2 * tokens * static_cast<double>((type == std::string("gpt2") ? 1 : 2) * m.width * m.lora_rank);
+      const Operations counted = operations_of(c, 1);
+      EXPECT_DOUBLE_EQ(counted.products + counted.attention + unneeded, models::flops_per_step(c)) << type << ' ' << layers;
+    }
+}
+
 // Of the keys that each block's window leaves.
 TEST_F(StepTimes, WindowsHaveTheOperationsOfTheirKeys) {
   for (const int64_t every : {0, 2, 3}) {

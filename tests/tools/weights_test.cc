@@ -183,6 +183,42 @@ TEST(Weights, RanksMustHaveTheSame) {
   EXPECT_THAT(r.err, HasSubstr("ranks disagree: model.weights is '" + (folder / "copy0")));
 }
 
+// Adapters are trained beside them, resumed, and become part of what is exported.
+TEST(Weights, AdaptersAreTrainedResumedAndMerged) {
+  const Folder folder;
+  for (const auto& [weights, dtype] : {std::pair(kGpt2, "f32"), {kLlama, "f32"}, {kLlama, "bf16"}, {kQwen2, "f32"}, {kMixtral, "f32"}}) {
+    SCOPED_TRACE(weights + dtype);
+    const bool rounds = dtype == std::string("bf16");
+    const std::string name = weights.substr(weights.rfind('/') + 1) + dtype;
+    const auto at = [&](const std::string& what) { return folder / (what + name); };
+    const auto train = [&](const std::string& run, const Words& more) {
+      return run_sheaf(testing::on_ranks(2, folder.train(weights, run + name) + Words{"--model.lora_rank", "3", "--train.lr", "0.05",
+                                                                                               "--train.dtype", dtype} + more));
+    };
+    const Outcome start = train("start", {"--train.steps", "0"}), whole = train("whole", {"--train.steps", "6"});
+    ASSERT_EQ(start.code, 0) << start.err;
+    ASSERT_EQ(whole.code, 0) << whole.err;
+    EXPECT_THAT(whole.out, HasSubstr(" of them trained"));
+    expect_ok(train("parts", {"--train.steps", "3"}));
+    const Outcome other = train("parts", {"--train.steps", "6", "--resume", "--model.lora_alpha", "8"});
+    EXPECT_EQ(other.code, 76) << other.err;
+    EXPECT_THAT(other.err, HasSubstr("model.lora_alpha was 16"));
+    expect_ok(run_sheaf(testing::on_ranks(2, {"train", "--resume", "--output.folder", at("parts"), "--train.steps", "6"})));
+    testing::expect_same_curve(testing::read_metrics(at("parts") + "/metrics.jsonl"), testing::read_metrics(at("whole") + "/metrics.jsonl"),
+                               "resumed");
+    expect_ok(run_sheaf({"export", at("whole"), at("published"), "--format", "huggingface"}));
+    const Outcome merged = run_sheaf(folder.train(at("published"), "merged" + name) + Words{"--train.steps", "0"});
+    ASSERT_EQ(merged.code, 0) << merged.err;
+    EXPECT_LT(last_loss(whole.out), last_loss(start.out) - 0.01);
+    EXPECT_NEAR(last_loss(merged.out), last_loss(whole.out), rounds ? 1e-2 : 2e-6);
+    EXPECT_EQ(SafetensorsFile::open(at("published") + "/model.safetensors").tensors().begin()->second.dtype, rounds ? kBF16 : kF32);
+  }
+  const Outcome random = run_sheaf({"train", "--data.train_file", folder / "tokens.bin", "--data.val_file", folder / "tokens.bin",
+                                    "--output.folder", folder / "random", "--model.vocab", "29", "--model.lora_rank", "3"});
+  EXPECT_EQ(random.code, 64) << random.err;
+  EXPECT_THAT(random.err, HasSubstr("lora_rank 3 trains adapters of weights that stay as they are; model.weights"));
+}
+
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
   for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe})

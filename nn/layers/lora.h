@@ -1,0 +1,28 @@
+// Lora: what fine-tuning adds to a linear layer whose weight stays as it is.
+#pragma once
+
+#include <cmath>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/nn/module.h"
+
+namespace sheaf::nn {
+
+struct LoraOptions {
+  int64_t rank = 8;     ///< r
+  double alpha = 16.0;  ///< what is added is scaled by alpha / r
+};
+
+/// alpha / r · x[.., in] a[r, in]ᵀ b[out, r]ᵀ (low-rank adaptation; Hu et al., https://arxiv.org/abs/2106.09685). a starts uniform
+/// in ±1/sqrt(in), b at 0, so that at first nothing is added.
+struct Lora : Module {
+  Parameter a, b;
+  double scale;
+
+  /// Of a weight [out, in]; where a tensor axis cuts that, it cuts the same side here. ConfigError if the rank is below 1.
+  Lora(const Parameter& weight, const LoraOptions& options);
+  Tensor forward(const Tensor& x) { return linear(linear(x, a) * scale, b); }
+  SHEAF_FIELDS(a, b);
+};
+
+}  // namespace sheaf::nn

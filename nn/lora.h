@@ -1,0 +1,20 @@
+// Fine-tuning with low-rank adapters: most of a model is frozen, and a few small matrices are trained.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "sheaf/nn/layers/lora.h"
+
+namespace sheaf::nn {
+
+/// Freezes the model, and gives each linear layer that `picks` says yes to, by its path (all, if it is empty), a Lora. Returns how
+/// many. Before shard() and materialize(): the adapters are sharded as what is beside them is, in buffers of their own, and of the
+/// frozen weights there are neither gradients nor optimizer state.
+int64_t add_lora(Module& model, const LoraOptions& options = {}, const std::function<bool(const std::string& path)>& picks = {});
+
+/// Whether a parameter of this name is an adapter's: "blocks.0.attention.qkv.lora.a".
+bool is_lora(std::string_view name);
+
+}  // namespace sheaf::nn
