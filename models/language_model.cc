@@ -60,14 +60,6 @@ std::unique_ptr<Decoder> without_adapters(const ModelConfig& m, int64_t vocab) {
   fail<ConfigError>("[model] unknown type '", m.type, "'; known: gpt2, llama");
 }
 
-// Whether the linear layer at `path` has an adapter.
-bool takes_lora(const std::string& path, const std::string& layers) {
-  check<ConfigError>(layers == "all" || layers == "attention" || layers == "mlp", "[model] unknown lora_layers '", layers,
-                     "'; known: all, attention, mlp");
-  const auto part = [&](std::string_view name) { return path.find(str(".", name, ".")) != std::string::npos; };
-  return (layers != "mlp" && part("attention")) || (layers != "attention" && part("mlp"));
-}
-
 }  // namespace
 
 std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t vocab) {

@@ -89,6 +89,15 @@ inline ModelConfig resolved(ModelConfig m) {
   return m;
 }
 
+/// Whether the linear layer of a block at `path`, or what lies below it, has an adapter: "blocks.0.attention.qkv" of `layers` "all" and
+/// "attention". ConfigError for other layers than these and "mlp".
+inline bool takes_lora(const std::string& path, const std::string& layers) {
+  check<ConfigError>(layers == "all" || layers == "attention" || layers == "mlp", "[model] unknown lora_layers '", layers,
+                     "'; known: all, attention, mlp");
+  const auto part = [&](const char* name) { return path.starts_with("blocks.") && path.find(name) != std::string::npos; };
+  return (layers != "mlp" && part(".attention.")) || (layers != "attention" && part(".mlp."));
+}
+
 /// [data] What to train on: a text, or token files.
 struct DataConfig {
   std::string corpus;              ///< UTF-8 text file

@@ -1,8 +1,6 @@
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
-#include "sheaf/autograd/ops.h"
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
@@ -10,12 +8,11 @@
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/tools/commands.h"
+#include "sheaf/tools/export_adapters.h"
 #include "sheaf/tools/output.h"
 
 namespace sheaf::tools {
 namespace {
-
-using Spans = std::vector<std::span<const std::byte>>;
 
 models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   const std::string folder = arguments.folder + "/checkpoints";
@@ -23,19 +20,6 @@ models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   auto newest = models::Checkpoint::open_newest(folder, models::warn_on_stderr);
   if (!newest) fail<CheckpointError>("[export] no checkpoint in ", folder);
   return std::move(*newest);
-}
-
-// Bytes [begin, end) of what lies end to end.
-Spans part_of(const Spans& whole, int64_t begin, int64_t end) {
-  Spans out;
-  int64_t at = 0;
-  for (const auto& span : whole) {
-    const auto size = static_cast<int64_t>(span.size());
-    const int64_t from = std::clamp(begin - at, int64_t{0}, size), to = std::clamp(end - at, int64_t{0}, size);
-    if (from < to) out.push_back(span.subspan(static_cast<size_t>(from), static_cast<size_t>(to - from)));
-    at += size;
-  }
-  return out;
 }
 
 // [rows, columns] of elements of `width` bytes, as [columns, rows].
@@ -48,27 +32,6 @@ std::vector<std::byte> transposed(const Spans& pieces, int64_t rows, int64_t col
         std::memcpy(&out[static_cast<size_t>(column * rows + row) * width],
                     &whole[static_cast<size_t>(row * columns + column) * width], width);
   return out;
-}
-
-Tensor as_tensor(const Spans& pieces, DType dtype, const Shape& shape) {
-  const Tensor t = Tensor::empty({dtype, shape, {}});
-  char* at = t.view().as<char>();
-  for (const auto& piece : pieces) std::memcpy(std::exchange(at, at + piece.size()), piece.data(), piece.size());
-  return t;
-}
-
-// Rows of a weight and what an adapter adds to them (nn::Lora), from its a and as many rows of its b; rounded once, to the weight's
-// dtype.
-struct Adapter {
-  Spans a, b;
-  int64_t rank;
-  double scale;
-};
-std::vector<std::byte> merged(const Spans& weight, const Adapter& lora, DType dtype, int64_t rows, int64_t columns) {
-  const Tensor update = matmul(as_tensor(lora.b, kF32, {rows, lora.rank}), as_tensor(lora.a, kF32, {lora.rank, columns}));
-  const Tensor sum = cast(cast(as_tensor(weight, dtype, {rows, columns}), kF32) + update * lora.scale, dtype);
-  const auto* data = sum.view().as<std::byte>();
-  return {data, data + sum.view().bytes()};
 }
 
 std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
@@ -94,14 +57,9 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
     const size_t width = size_of(tensor.dtype);
     const int64_t row = t.row_size() * static_cast<int64_t>(width);
     const Spans rows = part_of(checkpoint.data(t.own), t.first_row * row, (t.first_row + t.rows()) * row);
-    const std::string layer = t.own.substr(0, t.own.rfind('.'));
-    if (t.own.ends_with(".weight") && checkpoint.tensors().contains(layer + ".lora.a")) {
-      const int64_t r = model.lora_rank, b_row = r * static_cast<int64_t>(size_of(kF32));
-      const Adapter lora{checkpoint.data(layer + ".lora.a"),
-                         part_of(checkpoint.data(layer + ".lora.b"), t.first_row * b_row, (t.first_row + t.rows()) * b_row), r,
-                         model.lora_alpha / static_cast<double>(r)};
+    if (const auto adapter = adapter_of(checkpoint, model, t)) {
       tensor.make = [=, dtype = tensor.dtype] {
-        std::vector<std::byte> whole = merged(rows, lora, dtype, t.rows(), t.row_size());
+        const std::vector<std::byte> whole = merged(rows, *adapter, dtype, t.rows(), t.row_size());
         return t.transposed ? transposed({whole}, t.rows(), t.row_size(), width) : whole;
       };
       continue;
@@ -127,22 +85,30 @@ std::string export_tokenizer(const models::Tokenizer* tokenizer, const std::stri
 
 // The model is not put together in memory: its parts go from maps of the shards to the file.
 int export_command(const ExportArguments& arguments) {
-  const bool huggingface = arguments.format == "huggingface";
-  if (!huggingface && arguments.format != "sheaf")
-    fail<ConfigError>("[export] unknown format '", arguments.format, "'; known: sheaf, huggingface");
+  const std::string& format = arguments.format;
+  if (format != "huggingface" && format != "peft" && format != "sheaf")
+    fail<ConfigError>("[export] unknown format '", format, "'; known: sheaf, huggingface, peft");
   models::Checkpoint checkpoint = open_checkpoint(arguments);
   std::string file = arguments.file;
   std::map<std::string, std::string> metadata = {{"format", "pt"}, {"step", str(checkpoint.step())}};
   std::vector<SafetensorsInput> tensors;
   std::string beside;
-  if (huggingface) {
+  if (format != "sheaf") {
     const models::RunState state = models::RunState::from_json(checkpoint.state());
     models::ModelConfig model = state.model;
     model.vocab = state.vocab;
+    if (format == "peft" && model.lora_rank == 0)
+      fail<ConfigError>("[export] --format peft is for adapters, and this run has none (model.lora_rank)");
     make_folders(arguments.file);
-    file += "/model.safetensors";
-    tensors = published_tensors(checkpoint, model);
-    replace_file(arguments.file + "/config.json", models::published_config(model).dump() + "\n");
+    if (format == "peft") {
+      file += "/adapter_model.safetensors";
+      tensors = adapter_tensors(checkpoint, model);
+      replace_file(arguments.file + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
+    } else {
+      file += "/model.safetensors";
+      tensors = published_tensors(checkpoint, model);
+      replace_file(arguments.file + "/config.json", models::published_config(model).dump() + "\n");
+    }
     beside = export_tokenizer(state.tokenizer.get(), arguments.file);
   } else {
     tensors = own_tensors(checkpoint);

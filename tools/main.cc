@@ -68,10 +68,11 @@ int run(int argc, char** argv) {
   ExportArguments exported;
   CLI::App* export_app = app.add_subcommand("export", "write a trained model's weights to one safetensors file");
   export_app->add_option("folder", exported.folder, "output folder of a run")->required();
-  export_app->add_option("file", exported.file, "to write; for huggingface, a folder")->required();
+  export_app->add_option("file", exported.file, "to write; for huggingface and peft, a folder")->required();
   export_app->add_option("--format", exported.format,
                          "sheaf: one file with the names of the model's fields (default); huggingface: "
-                         "model.safetensors and config.json, as `transformers` reads them");
+                         "model.safetensors and config.json, as `transformers` reads them; peft: a run's adapters "
+                         "(model.lora_rank), as `peft` reads them");
   export_app->add_option("--step", exported.step, "of that checkpoint; by default the newest whole one")
       ->check(CLI::NonNegativeNumber);
 

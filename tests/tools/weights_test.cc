@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
 #include "sheaf/core/safetensors.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -217,6 +218,61 @@ TEST(Weights, AdaptersAreTrainedResumedAndMerged) {
                                     "--output.folder", folder / "random", "--model.vocab", "29", "--model.lora_rank", "3"});
   EXPECT_EQ(random.code, 64) << random.err;
   EXPECT_THAT(random.err, HasSubstr("lora_rank 3 trains adapters of weights that stay as they are; model.weights"));
+}
+
+/// A tensor of a file, f32.
+std::vector<float> values(const std::string& path, const std::string& name) {
+  const auto file = SafetensorsFile::open(path);
+  std::vector<float> out(static_cast<size_t>(file.at(name).shape.numel()));
+  file.read(name, 0, std::ssize(out), out.data());
+  return out;
+}
+
+// As files of their own they say what is added to the weights, by the names that PEFT has for it.
+TEST(Weights, AdaptersAreExportedForPeft) {
+  struct Case {
+    std::string weights, layer, kinds;
+    int64_t in;
+    bool transposed;
+  };
+  for (const Case& c : {Case{kGpt2, "transformer.h.1.attn.c_attn", R"(["attn.c_attn","attn.c_proj","mlp.c_fc","mlp.c_proj"])", 12, true},
+                        Case{kScaled, "model.layers.1.self_attn.k_proj",
+                             R"(["mlp.down_proj","mlp.gate_proj","mlp.up_proj","self_attn.k_proj","self_attn.o_proj","self_attn.q_proj","self_attn.v_proj"])",
+                             16, false}}) {
+    SCOPED_TRACE(c.weights);
+    const Folder folder;
+    expect_ok(run_sheaf(folder.train(c.weights, "run") + Words{"--model.lora_rank", "3", "--train.lr", "0.05", "--train.steps", "4"}));
+    expect_ok(run_sheaf({"export", folder / "run", folder / "adapters", "--format", "peft"}));
+    expect_ok(run_sheaf({"export", folder / "run", folder / "merged", "--format", "huggingface"}));
+    expect_ok(run_sheaf(folder.train(c.weights, "base") + Words{"--train.steps", "1", "--train.lr", "0", "--train.min_lr", "0"}));
+    expect_ok(run_sheaf({"export", folder / "base", folder / "same", "--format", "huggingface"}));
+    const Json config = Json::parse(File::open(folder / "adapters/adapter_config.json").read_all(), "adapter_config.json");
+    EXPECT_EQ(config.at("r").as_int(), 3);
+    EXPECT_EQ(config.at("lora_alpha").as_double(), 16);
+    EXPECT_EQ(config.at("base_model_name_or_path").as_string(), c.weights);
+    EXPECT_EQ(config.at("fan_in_fan_out").as_bool(), c.transposed);
+    EXPECT_EQ(config.at("target_modules").dump(), c.kinds);
+    const std::string adapters = folder / "adapters/adapter_model.safetensors", name = "base_model.model." + c.layer;
+    const auto a = values(adapters, name + ".lora_A.weight"), b = values(adapters, name + ".lora_B.weight"),
+               merged = values(folder / "merged/model.safetensors", c.layer + ".weight"),
+               base = values(folder / "same/model.safetensors", c.layer + ".weight");
+    const int64_t out = std::ssize(b) / 3;
+    ASSERT_EQ(std::ssize(a), 3 * c.in);
+    ASSERT_EQ(std::ssize(merged), out * c.in);
+    double most = 0;
+    for (int64_t o = 0; o < out; ++o)
+      for (int64_t i = 0; i < c.in; ++i) {
+        double added = 0;
+        for (int64_t r = 0; r < 3; ++r) added += 16.0 / 3 * b[static_cast<size_t>(o * 3 + r)] * a[static_cast<size_t>(r * c.in + i)];
+        const auto place = static_cast<size_t>(c.transposed ? i * out + o : o * c.in + i);
+        EXPECT_NEAR(merged[place], base[place] + added, 1e-6);
+        most = std::max(most, std::abs(added));
+      }
+    EXPECT_GT(most, 1e-3);
+    const Outcome none = run_sheaf({"export", folder / "base", folder / "none", "--format", "peft"});
+    EXPECT_EQ(none.code, 64) << none.err;
+    EXPECT_THAT(none.err, HasSubstr("--format peft is for adapters, and this run has none (model.lora_rank)"));
+  }
 }
 
 TEST(Weights, ExportAndImportAreInverse) {

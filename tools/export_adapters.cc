@@ -1,0 +1,93 @@
+#include "sheaf/tools/export_adapters.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "sheaf/autograd/ops.h"
+
+namespace sheaf::tools {
+namespace {
+
+Tensor as_tensor(const Spans& pieces, DType dtype, const Shape& shape) {
+  const Tensor t = Tensor::empty({dtype, shape, {}});
+  char* at = t.view().as<char>();
+  for (const auto& piece : pieces) std::memcpy(std::exchange(at, at + piece.size()), piece.data(), piece.size());
+  return t;
+}
+
+// "transformer.h.0.attn.c_attn.weight" or "model.layers.0.self_attn.q_proj.weight", without ".weight".
+std::string layer_of(const models::PublishedTensor& t) { return t.name.substr(0, t.name.rfind('.')); }
+
+// "attn.c_attn", "self_attn.q_proj": the same in all blocks.
+std::string kind_of(const models::PublishedTensor& t) {
+  const std::string layer = layer_of(t);
+  return layer.substr(layer.rfind('.', layer.rfind('.') - 1) + 1);
+}
+
+// Of models with adapters: whether `t` is the weight of a layer that has one.
+bool has_adapter(const models::ModelConfig& model, const models::PublishedTensor& t) {
+  return t.shape.rank() == 2 && models::takes_lora(t.own, model.lora_layers);
+}
+
+}  // namespace
+
+Spans part_of(const Spans& whole, int64_t begin, int64_t end) {
+  Spans out;
+  int64_t at = 0;
+  for (const auto& span : whole) {
+    const auto size = static_cast<int64_t>(span.size());
+    const int64_t from = std::clamp(begin - at, int64_t{0}, size), to = std::clamp(end - at, int64_t{0}, size);
+    if (from < to) out.push_back(span.subspan(static_cast<size_t>(from), static_cast<size_t>(to - from)));
+    at += size;
+  }
+  return out;
+}
+
+std::optional<Adapter> adapter_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t) {
+  if (model.lora_rank == 0 || !has_adapter(model, t)) return {};
+  const std::string layer = t.own.substr(0, t.own.rfind('.'));
+  const int64_t row = model.lora_rank * static_cast<int64_t>(size_of(kF32));
+  return Adapter{checkpoint.data(layer + ".lora.a"),
+                 part_of(checkpoint.data(layer + ".lora.b"), t.first_row * row, (t.first_row + t.rows()) * row), model.lora_rank,
+                 model.lora_alpha / static_cast<double>(model.lora_rank)};
+}
+
+std::vector<std::byte> merged(const Spans& weight, const Adapter& adapter, DType dtype, int64_t rows, int64_t columns) {
+  const Tensor update = matmul(as_tensor(adapter.b, kF32, {rows, adapter.rank}), as_tensor(adapter.a, kF32, {adapter.rank, columns}));
+  const Tensor sum = cast(cast(as_tensor(weight, dtype, {rows, columns}), kF32) + update * adapter.scale, dtype);
+  const auto* data = sum.view().as<std::byte>();
+  return {data, data + sum.view().bytes()};
+}
+
+std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model) {
+  std::vector<SafetensorsInput> tensors;
+  for (const models::PublishedTensor& t : models::published_tensors(model)) {
+    const auto adapter = adapter_of(checkpoint, model, t);
+    if (!adapter) continue;
+    const std::string name = "base_model.model." + layer_of(t);
+    tensors.push_back({name + ".lora_A.weight", kF32, {adapter->rank, t.row_size()}, adapter->a});
+    tensors.push_back({name + ".lora_B.weight", kF32, {t.rows(), adapter->rank}, adapter->b});
+  }
+  return tensors;
+}
+
+Json adapter_config(const models::ModelConfig& model, const std::string& weights) {
+  std::set<std::string> kinds;
+  bool transposed = false;  // [in, out], as GPT-2's are
+  for (const models::PublishedTensor& t : models::published_tensors(model))
+    if (has_adapter(model, t)) kinds.insert(kind_of(t)), transposed = t.transposed;
+  return Json::Object{{"peft_type", "LORA"},
+                      {"task_type", "CAUSAL_LM"},
+                      {"base_model_name_or_path", weights},
+                      {"r", model.lora_rank},
+                      {"lora_alpha", model.lora_alpha},
+                      {"lora_dropout", 0.0},
+                      {"bias", "none"},
+                      {"fan_in_fan_out", transposed},
+                      {"target_modules", Json::Array(kinds.begin(), kinds.end())},
+                      {"inference_mode", true}};
+}
+
+}  // namespace sheaf::tools

@@ -1,0 +1,39 @@
+// What `sheaf export` makes of a run's adapters (nn::Lora): a part of the weights, or files of their own.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sheaf/core/json.h"
+#include "sheaf/core/safetensors.h"
+#include "sheaf/models/checkpoint_store.h"
+#include "sheaf/models/published_names.h"
+
+namespace sheaf::tools {
+
+/// Bytes that lie end to end, each run of them somewhere else.
+using Spans = std::vector<std::span<const std::byte>>;
+/// Bytes [begin, end) of these.
+Spans part_of(const Spans& whole, int64_t begin, int64_t end);
+
+/// a[rank, in] and as many rows of b[out, rank], f32, as a published tensor has of the weight that they belong to.
+struct Adapter {
+  Spans a, b;
+  int64_t rank;
+  double scale;
+};
+/// Nothing if the layer has none.
+std::optional<Adapter> adapter_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t);
+
+/// weight[rows, columns] and what the adapter adds to it, in f32, rounded once to the weight's dtype.
+std::vector<std::byte> merged(const Spans& weight, const Adapter& adapter, DType dtype, int64_t rows, int64_t columns);
+
+/// adapter_model.safetensors and adapter_config.json of Hugging Face's PEFT, for whom queries, keys and values have adapters of their
+/// own: with one a, and each its rows of b.
+std::vector<SafetensorsInput> adapter_tensors(models::Checkpoint& checkpoint, const models::ModelConfig& model);
+Json adapter_config(const models::ModelConfig& model, const std::string& weights);
+
+}  // namespace sheaf::tools
