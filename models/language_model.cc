@@ -68,8 +68,8 @@ std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t 
   if (m.lora_rank == 0) return model;
   const nn::LoraOptions options{.rank = m.lora_rank, .alpha = m.lora_alpha};
   const int64_t adapters = nn::add_lora(*model, options, [&](const std::string& path) { return takes_lora(path, m.lora_layers); });
-  check<ConfigError>(adapters > 0, "[model] lora_layers '", m.lora_layers, "': there are none in a ", m.type, " of ", m.experts,
-                     " experts");
+  check<ConfigError>(adapters > 0, "[model] lora_layers '", m.lora_layers, "': this ", m.type, " has no such linear layers; its MLPs are ",
+                     "mixtures of ", m.experts, " experts, which have no adapters");
   return model;
 }
 

@@ -86,6 +86,7 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
   plan.peak_bytes = memory.stats().peak;
   plan.host_bytes = host.stats().peak;
   plan.parameters = step.num_parameters();
+  plan.trained = step.num_trained();
   plan.micro_batch_bytes = step.inputs().bytes_of_micro_batch(0);
   for (const auto& unit : units(step.model()))
     for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();

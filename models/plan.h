@@ -21,6 +21,7 @@ struct Plan {
   int64_t peak_bytes = 0;  ///< requested from the allocator at the peak of such a step, on this rank
   int64_t host_bytes = 0;  ///< of the host's memory that a GPU uses beside its own at the peak (train.offload_...)
   int64_t parameters = 0;  ///< elements of the whole model
+  int64_t trained = 0;     ///< of them those that are not frozen
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
   RankTimes times;         ///< how long its nodes take, if a machine was given; times.tape is not set
   std::vector<NodeId> turns;  ///< the first node of each turn of the rank's stage, and of what is behind the last

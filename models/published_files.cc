@@ -18,7 +18,10 @@ std::string file_of(const std::string& folder) {
   const char* pickled = path_exists(folder + "/pytorch_model.bin") || path_exists(folder + "/pytorch_model.bin.index.json")
                             ? " (pytorch_model.bin is Python's pickle, which is a program: save it as safetensors)"
                             : "";
-  fail<ConfigError>("[weights] '", folder, "' has neither model.safetensors nor model.safetensors.index.json", pickled);
+  const char* adapters = path_exists(folder + "/adapter_model.safetensors")
+                             ? " (adapter_model.safetensors holds adapters alone: give the model that they belong to, or one merged with them)"
+                             : "";
+  fail<ConfigError>("[weights] '", folder, "' has neither model.safetensors nor model.safetensors.index.json", pickled, adapters);
 }
 
 }  // namespace

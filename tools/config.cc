@@ -227,6 +227,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
                           key == "model.aux_loss";
   if (of_experts && key != "model.experts" && config.model.experts == 0) return "only mixtures of experts (model.experts) have it";
   if (key == "model.expert_groups" && config.model.capacity_factor == 0) return "without model.capacity_factor nothing is counted";
+  if (key.starts_with("model.lora_") && key != "model.lora_rank" && config.model.lora_rank == 0)
+    return "without model.lora_rank there are no adapters";
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
   const std::string& scaling = config.model.rope_scaling.rope_type;
   if (key == "model.rope_scaling.factor" && scaling == "default")

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
+#include <functional>
 
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
@@ -13,6 +15,23 @@
 
 namespace sheaf::tools {
 namespace {
+
+// `to`, made whole or not at all. What is there and no file of that kind (a device, a pipe) stays.
+FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
+  const auto there = std::filesystem::status(to).type();
+  check<IoError>(there == std::filesystem::file_type::not_found || there == std::filesystem::file_type::regular, "[export] '", to,
+                 "' is no regular file");
+  const std::string pending = to + ".tmp";
+  try {
+    const FileDigest digest = write_safetensors(pending, std::move(tensors), metadata);
+    rename_path(pending, to);
+    return digest;
+  } catch (...) {
+    std::error_code ignored;
+    std::filesystem::remove(pending, ignored);
+    throw;
+  }
+}
 
 models::Checkpoint open_checkpoint(const ExportArguments& arguments) {
   const std::string folder = arguments.folder + "/checkpoints";
@@ -92,24 +111,26 @@ int export_command(const ExportArguments& arguments) {
   std::string file = arguments.file;
   std::map<std::string, std::string> metadata = {{"format", "pt"}, {"step", str(checkpoint.step())}};
   std::vector<SafetensorsInput> tensors;
-  std::string beside;
+  std::function<std::string()> finish = [] { return ""; };  // writes what lies beside the weights, and says so
   if (format != "sheaf") {
     const models::RunState state = models::RunState::from_json(checkpoint.state());
     models::ModelConfig model = state.model;
     model.vocab = state.vocab;
     if (format == "peft" && model.lora_rank == 0)
       fail<ConfigError>("[export] --format peft is for adapters, and this run has none (model.lora_rank)");
+    const bool adapters = format == "peft";
+    // Whoever reads a folder with both would add the adapters to weights that have them.
+    const std::string other = arguments.file + (adapters ? "/config.json" : "/adapter_config.json");
+    check<ConfigError>(!path_exists(other), "[export] there is '", other, "': ", adapters ? "adapters and a model" : "a model and adapters",
+                       " want folders of their own");
     make_folders(arguments.file);
-    if (format == "peft") {
-      file += "/adapter_model.safetensors";
-      tensors = adapter_tensors(checkpoint, model);
-      replace_file(arguments.file + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
-    } else {
-      file += "/model.safetensors";
-      tensors = published_tensors(checkpoint, model);
-      replace_file(arguments.file + "/config.json", models::published_config(model).dump() + "\n");
-    }
-    beside = export_tokenizer(state.tokenizer.get(), arguments.file);
+    file += adapters ? "/adapter_model.safetensors" : "/model.safetensors";
+    tensors = adapters ? adapter_tensors(checkpoint, model) : published_tensors(checkpoint, model);
+    finish = [=, folder = arguments.file] {
+      if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
+      else replace_file(folder + "/config.json", models::published_config(model).dump() + "\n");
+      return export_tokenizer(state.tokenizer.get(), folder);
+    };
   } else {
     tensors = own_tensors(checkpoint);
     metadata["sheaf"] = checkpoint.state().dump();
@@ -117,9 +138,8 @@ int export_command(const ExportArguments& arguments) {
   const size_t count = tensors.size();
   int64_t elements = 0;
   for (const SafetensorsInput& tensor : tensors) elements += tensor.shape.numel();
-  const std::string pending = file + ".tmp";
-  const FileDigest digest = write_safetensors(pending, std::move(tensors), metadata);
-  rename_path(pending, file);
+  const FileDigest digest = write_whole(file, std::move(tensors), metadata);
+  const std::string beside = finish();
   say(str(file, ": ", count, " tensors, ", elements, " elements, ", digest.bytes, " bytes", beside, ", of ", checkpoint.path()));
   return 0;
 }

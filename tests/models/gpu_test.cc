@@ -170,6 +170,34 @@ TEST(GpuTraining, MixturesOfExpertsHaveTheGradientsTheBitsAndThePeakOfThePlan) {
   }
 }
 
+// Of what is frozen there are no masters in bf16, and a frozen head has no gradient.
+TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
+  SHEAF_NEEDS_GPU();
+  for (const char* type : {"gpt2", "untied llama"})
+    for (const char* dtype : {"f32", "bf16"}) {
+      SCOPED_TRACE(str(type, " in ", dtype));
+      models::TrainConfig c = tiny_config();
+      c.model = tiny_model(type, 4, 2);
+      c.model.lora_rank = 3;
+      c.train.dtype = dtype;
+      c.train.lr = 1e-2;
+      for (const int world : {1, 3}) {
+        const TrainedRun gpu = on_gpu(c, world), cpu = train_tiny(c, world, kSteps);
+        const double bound = c.train.dtype == "f32" ? 1e-4 : 2e-2;
+        for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], bound * cpu.losses[s]) << s;
+        for (const char* strategy : {"zero1", "replicate"}) {
+          models::TrainConfig other = c;
+          other.sharding.strategy = strategy;
+          expect_same_bits(on_gpu(other, world), gpu);
+        }
+        EXPECT_EQ(measured_peaks(c, world), models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
+      }
+      c.sharding.context = 4;  // with copies of Llama's two key heads
+      const TrainedRun gpu = on_gpu(c, 4), cpu = train_tiny(c, 4, kSteps);
+      for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 2e-2 * cpu.losses[s]) << s;
+    }
+}
+
 // Ranks that share a GPU go on as stages of a pipeline do on GPUs of their own.
 TEST(GpuTraining, PipelinesHaveTheBitsOfOneRankAndThePeakOfThePlan) {
   SHEAF_NEEDS_GPU();

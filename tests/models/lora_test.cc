@@ -251,7 +251,7 @@ TEST(Lora, CheckpointsMoveBetweenMeshes) {
 
 TEST(Lora, WhatCannotBeIsRefused) {
   models::TrainConfig c = lora("mixture", "mlp");
-  EXPECT_THAT(refusal(1, c), HasSubstr("[model] lora_layers 'mlp': there are none in a llama of 5 experts"));
+  EXPECT_THAT(refusal(1, c), HasSubstr("[model] lora_layers 'mlp': this llama has no such linear layers; its MLPs are mixtures of 5 experts"));
   c = lora("llama", "heads");
   EXPECT_THAT(refusal(1, c), HasSubstr("[model] unknown lora_layers 'heads'; known: all, attention, mlp"));
   nn::Linear layer(3, 5);

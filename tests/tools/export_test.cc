@@ -1,4 +1,6 @@
 // What `sheaf export` writes is what the ranks held, in one file that any safetensors reader takes.
+#include <sys/stat.h>
+
 #include <filesystem>
 #include <fstream>
 
@@ -102,6 +104,14 @@ TEST(Export, SaysWhatIsMissing) {
   EXPECT_THAT(folder.err, HasSubstr("no checkpoint in"));
   const auto target = run_sheaf({"export", run / "run", run / "no/folder/model.safetensors"});
   EXPECT_EQ(target.code, 74) << target.err;
+  // What is no file is not replaced by one, and nothing half made stays.
+  ASSERT_EQ(mkfifo((run / "pipe").c_str(), 0600), 0);
+  for (const char* name : {"pipe", "run"}) {
+    const auto taken = run_sheaf({"export", run / "run", run / name});
+    EXPECT_EQ(taken.code, 74) << taken.err;
+    EXPECT_THAT(taken.err, HasSubstr(str("/", name, "' is no regular file")));
+    EXPECT_FALSE(std::filesystem::exists(run / name + ".tmp"));
+  }
 }
 
 }  // namespace

@@ -269,6 +269,12 @@ TEST(Weights, AdaptersAreExportedForPeft) {
         most = std::max(most, std::abs(added));
       }
     EXPECT_GT(most, 1e-3);
+    const Outcome mixed = run_sheaf({"export", folder / "run", folder / "merged", "--format", "peft"});
+    EXPECT_EQ(mixed.code, 64) << mixed.err;
+    EXPECT_THAT(mixed.err, HasSubstr("merged/config.json': adapters and a model want folders of their own"));
+    const Outcome alone = run_sheaf(folder.train(folder / "adapters", "alone") + Words{"--model.vocab", "29"});
+    EXPECT_EQ(alone.code, 64) << alone.err;
+    EXPECT_THAT(alone.err, HasSubstr("adapter_model.safetensors holds adapters alone"));
     const Outcome none = run_sheaf({"export", folder / "base", folder / "none", "--format", "peft"});
     EXPECT_EQ(none.code, 64) << none.err;
     EXPECT_THAT(none.err, HasSubstr("--format peft is for adapters, and this run has none (model.lora_rank)"));
