@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <set>
 
 #include "sheaf/autograd/recording.h"
@@ -133,11 +134,11 @@ std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimiz
 
 namespace {
 
-// Frozen parameters are saved as they rest, which is in the dtype of compute: another run may compute, or train them, in f32, and
-// one from before that was so has them in f32.
-bool converts(const std::string& name, DType saved, DType wanted) {
+// Parameters that are frozen for good are saved as they rest, which may be in the dtype of compute: other runs compute with them in
+// another, or train them in f32. Nothing that is trained is rounded.
+bool converts(const nn::Parameter& p, DType saved, DType wanted) {
   const auto is_at_most_f32 = [](DType d) { return d == kF32 || d == kBF16 || d == kF16; };
-  return !name.starts_with("optimizer.") && is_at_most_f32(saved) && is_at_most_f32(wanted);
+  return is_at_most_f32(saved) && is_at_most_f32(wanted) && (wanted == kF32 || !p.trainable());
 }
 
 void convert(DType from_dtype, const void* from, DType to_dtype, void* to, int64_t count) {
@@ -156,10 +157,14 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
   std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
   if (optimizers.empty())
     std::erase_if(pieces, [&](const nn::StatePiece& p) { return nn::is_lora(p.name) && !checkpoint.tensors().contains(p.name); });
+  std::map<std::string, nn::Parameter> parameters;
+  for (const nn::Parameter& p : module.parameters()) parameters[p.name()] = p;
   const auto check_saved = [&](const std::string& name, DType dtype, const Shape& shape) {
     wanted.insert(name);
     const Checkpoint::TensorInfo& saved = checkpoint.at(name);
-    if ((saved.dtype != dtype && !converts(name, saved.dtype, dtype)) || !(saved.shape == shape))
+    const auto p = parameters.find(name);
+    const bool fits = saved.dtype == dtype || (p != parameters.end() && converts(p->second, saved.dtype, dtype));
+    if (!fits || !(saved.shape == shape))
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": ", name, " is ", saved.dtype, saved.shape,
                             ", the model has ", dtype, shape);
   };

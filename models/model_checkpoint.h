@@ -50,7 +50,7 @@ struct LoadedCheckpoint {
 /// there is no checkpoint. Without optimizers, what is saved of them is passed over: to evaluate or to go on from weights
 /// alone; adapters (nn::add_lora) that were not there yet then stay as they are. Throws CheckpointError if there are
 /// checkpoints but none is whole, or naming the first tensor that is missing, left over, or of another shape or dtype; of
-/// parameters, f32, bf16 and f16 become each other, as what is frozen may rest in any.
+/// frozen parameters, which may rest in any, f32, bf16 and f16 become each other, and the latter become f32 that is trained.
 std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
                                                 const Optimizers& optimizers, World& world,
                                                 const LoadOptions& options = {});

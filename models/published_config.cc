@@ -327,7 +327,7 @@ Json published_rope_scaling(const RopeScalingConfig& s) {
 
 }  // namespace
 
-Json published_config(const ModelConfig& model) {
+Json published_config(const ModelConfig& model, DType dtype) {
   const ModelConfig m = resolved(model);
   if (m.qk_norm && m.qkv_bias)
     fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
@@ -351,7 +351,7 @@ Json published_config(const ModelConfig& model) {
   Json json;
   json.set("model_type", type)
       .set("architectures", Json::Array{architecture})
-      .set("torch_dtype", "float32")
+      .set("torch_dtype", dtype == kBF16 ? "bfloat16" : dtype == kF16 ? "float16" : "float32")
       .set("vocab_size", m.vocab)
       .set("tie_word_embeddings", m.tie_embeddings)
       .set("bos_token_id", Json())

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "sheaf/core/dtype.h"
 #include "sheaf/core/json.h"
 #include "sheaf/models/train_config.h"
 
@@ -23,7 +24,7 @@ ModelConfig read_published_config(const std::string& file);
 /// is none: of learned positions, the first are used.
 void check_published_shape(const ModelConfig& model, const ModelConfig& published, const std::string& file);
 
-/// The other way: a config.json from which `transformers` builds `model`.
-Json published_config(const ModelConfig& model);
+/// The other way: a config.json from which `transformers` builds `model`, whose weights are of this dtype.
+Json published_config(const ModelConfig& model, DType dtype = kF32);
 
 }  // namespace sheaf::models

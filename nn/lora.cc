@@ -1,5 +1,9 @@
 #include "sheaf/nn/lora.h"
 
+#include <map>
+#include <set>
+#include <vector>
+
 #include "sheaf/nn/layers/linear.h"
 
 namespace sheaf::nn {
@@ -14,18 +18,40 @@ Lora::Lora(const Parameter& weight, const LoraOptions& options)
 }
 
 int64_t add_lora(Module& model, const LoraOptions& options, const std::function<bool(const std::string&)>& picks) {
-  for (Parameter& p : model.parameters()) p.freeze();
-  int64_t added = 0;
+  std::vector<Linear*> layers;
+  std::set<const Parameter::State*> of_others;  // adapters that are there stay in training
   for (const auto& [path, module] : model.named_modules()) {
     auto* layer = dynamic_cast<Linear*>(module);
-    if (!layer || (picks && !picks(path))) continue;
+    if (!layer) continue;
+    if (layer->lora) of_others.insert({layer->lora->a.id(), layer->lora->b.id()});
+    if (layer->weight.table() || (picks && !picks(path))) continue;
     check<ConfigError>(!layer->lora, "[lora] '", path, "' has one already");
-    layer->lora.emplace(layer->weight, options);
-    ++added;
+    layers.push_back(layer);
   }
-  return added;
+  for (Parameter& p : model.parameters())
+    if (!of_others.contains(p.id())) p.freeze_for_good();
+  for (Linear* layer : layers) layer->lora.emplace(layer->weight, options);
+  return std::ssize(layers);
 }
 
-bool is_lora(std::string_view name) { return name.ends_with(".lora.a") || name.ends_with(".lora.b"); }
+void copy_lora(Module& source, Module& target) {
+  std::map<std::string, const Lora*> adapters;
+  for (const auto& [path, module] : source.named_modules())
+    if (const auto* layer = dynamic_cast<Linear*>(module); layer && layer->lora) adapters[path] = &*layer->lora;
+  if (adapters.empty()) return;
+  for (const auto& [path, module] : target.named_modules()) {
+    auto* layer = dynamic_cast<Linear*>(module);
+    const auto like = adapters.find(path);
+    if (!layer || layer->lora || like == adapters.end()) continue;
+    const int64_t rank = like->second->a.shape()[0];
+    layer->lora.emplace(layer->weight, LoraOptions{.rank = rank});
+    layer->lora->scale = like->second->scale;
+  }
+}
+
+bool is_lora(std::string_view name) {
+  const auto is = [&](std::string_view own) { return name == own || name.ends_with(str(".", own)); };
+  return is("lora.a") || is("lora.b");
+}
 
 }  // namespace sheaf::nn

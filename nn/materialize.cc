@@ -7,6 +7,7 @@
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/random.h"
+#include "sheaf/nn/lora.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/unit_mark.h"
 
@@ -86,8 +87,8 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
   if (mark) options = *mark;
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) {
-    // No step adds to what is frozen: it rests as it is computed with.
-    if (!p.trainable() && options.compute && size_of(*options.compute) < size_of(p.dtype())) p.state().dtype = *options.compute;
+    // Nothing is ever added to it: it rests as it is computed with.
+    if (p.state().constant && options.compute && size_of(*options.compute) < size_of(p.dtype())) p.state().dtype = *options.compute;
     specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut()});
   }
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), options, schedule);
@@ -156,6 +157,7 @@ std::vector<std::shared_ptr<Unit>> units(nn::Module& module) {
 namespace nn {
 
 void copy_model(Module& source, Module& target) {
+  copy_lora(source, target);
   const auto from = source.named_modules(), to = target.named_modules();
   const auto old_leaves = source.parameters(), new_leaves = target.parameters();
   const auto old_buffers = source.buffers(), new_buffers = target.buffers();
@@ -179,6 +181,7 @@ void copy_model(Module& source, Module& target) {
     b.state().dtype = a.dtype();
     b.state().init = a.init();
     b.state().trainable = a.trainable();
+    b.state().constant = a.state().constant;
     b.state().cut = a.cut();
     if (!a.unit()) continue;
     materialized = true;

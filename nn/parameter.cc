@@ -53,6 +53,11 @@ void Parameter::freeze() {
   state().trainable = false;
 }
 
+void Parameter::freeze_for_good() {
+  freeze();
+  state().constant = true;
+}
+
 void Parameter::set_init(Init init) {
   if (unit()) fail<ConfigError>("[init] '", name(), "' is materialized: it has its values already");
   state().init = init;

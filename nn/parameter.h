@@ -58,6 +58,9 @@ class Parameter : public TensorOperand {
   bool trainable() const { return state().trainable; }
   /// Takes it out of training: no gradient, no optimizer state. Before materialize() (its unit is laid out there).
   void freeze();
+  /// The same, and nothing else changes it either once it is loaded: it rests in the dtype that its unit computes with
+  /// (ShardOptions::compute_dtype), if that is narrower.
+  void freeze_for_good();
   /// Another way to draw the first values. Before materialize().
   void set_init(Init init);
 
@@ -82,7 +85,7 @@ class Parameter : public TensorOperand {
     Shape shape;
     DType dtype = kF32;
     Init init;
-    bool trainable = true, table = false;
+    bool trainable = true, constant = false, table = false;
     std::optional<OwnershipMap> cut;
     std::string name;
     std::shared_ptr<Unit> unit;

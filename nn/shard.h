@@ -122,8 +122,8 @@ struct MaterializeOptions {
 
 /// Makes the units and gives memory on `device` to what this rank owns, filled from the counter-based generator keyed by
 /// (seed, name, flat index): the same values, bit for bit, at any world size and for any strategy. On Device::meta()
-/// everything has its type and no values. Without a shard() before it, the model is one unit on one rank. Frozen leaves of
-/// units with a narrower compute_dtype get that dtype: no step adds to them, so nothing is lost. Throws
+/// everything has its type and no values. Without a shard() before it, the model is one unit on one rank. What is
+/// frozen for good in units with a narrower compute_dtype gets that dtype. Throws
 /// ConfigError for parameters that no unit claims although parts are sharded over several ranks.
 void materialize(nn::Module& module, Device device = default_device(), const MaterializeOptions& options = {});
 

@@ -126,9 +126,9 @@ int export_command(const ExportArguments& arguments) {
     make_folders(arguments.file);
     file += adapters ? "/adapter_model.safetensors" : "/model.safetensors";
     tensors = adapters ? adapter_tensors(checkpoint, model) : published_tensors(checkpoint, model);
-    finish = [=, folder = arguments.file] {
+    finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
       if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
-      else replace_file(folder + "/config.json", models::published_config(model).dump() + "\n");
+      else replace_file(folder + "/config.json", models::published_config(model, dtype).dump() + "\n");
       return export_tokenizer(state.tokenizer.get(), folder);
     };
   } else {

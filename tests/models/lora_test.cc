@@ -6,10 +6,12 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/gpt.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/nn/lora.h"
+#include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/state_dict.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
@@ -128,6 +130,10 @@ TEST(Lora, BeginsAsTheModelAndChangesNothingElse) {
       without.train.lr = without.train.min_lr = 0;
       const TrainedRun base = train_tiny(without, 2, kSteps);
       EXPECT_EQ(one.losses[0], base.losses[0]);
+      for (const char* dtype : {"bf16", "f16"}) {  // which frozen weights rest in here, and masters are cast to there
+        c.train.dtype = without.train.dtype = dtype;
+        EXPECT_EQ(train_tiny(c, 2, 1).losses[0], train_tiny(without, 2, 1).losses[0]);
+      }
       EXPECT_LT(more.losses.back(), base.losses.back()) << "of the same batch";
       size_t adapters = 0;
       for (const auto& [name, values] : more.parameters) {
@@ -247,6 +253,75 @@ TEST(Lora, CheckpointsMoveBetweenMeshes) {
   const ScratchFolder folder;
   const std::vector<Axes> meshes = {Axes{{"data", 3}}, MeshSizes{0, 2, 0, 2}.axes(), MeshSizes{2, 1, 2, 0}.axes()};
   for (const Axes& from : meshes) expect_checkpoint_moves(folder.path(), from, meshes, lora("llama").model);
+}
+
+// Of a model whose head and routers are read by others than their layers, which would leave adapters without gradients.
+TEST(Lora, EveryAdapterIsTrained) {
+  for (const char* type : {"gpt2", "untied llama", "mixture"})
+    run_local(2, [&](World& w) {
+      SCOPED_TRACE(type);
+      const Mesh mesh = w.mesh({{"data", 2}});
+      models::ModelConfig config = lora(type).model;
+      config.lora_rank = 0;
+      const auto model = tiny_model_f64(mesh, {}, {}, 5, config, [&](models::Decoder& m, const ShardOptions&) {
+        const int64_t layers = type == std::string("mixture") ? 2 : type == std::string("gpt2") ? 4 : 5;
+        EXPECT_EQ(nn::add_lora(m, {.rank = 2}), layers * config.layers);
+      });
+      optim::AdamW optimizer(*model, {.lr = 1e-2});
+      for (int64_t step = 0; step < 2; ++step) {
+        const auto [tokens, targets] = tiny_batch(mesh, 0, 4);
+        {
+          Recording recording({.step = step});
+          recording.backward(model->loss(tokens, targets));
+        }
+        if (step == 1)
+          for (const nn::Parameter& p : model->parameters())
+            if (p.trainable()) {
+              EXPECT_GT(max(abs(full_gradient(p))).item<double>(), 0) << p.name();
+            }
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }, {.threads_per_rank = 1});
+}
+
+TEST(Lora, AnotherCallLeavesTheFirstOnesAdaptersInTraining) {
+  const auto model = models::make_language_model(tiny_model("untied llama", 6, 3), 0);
+  const auto of = [](const char* part) { return [part](const std::string& path) { return path.find(part) != std::string::npos; }; };
+  EXPECT_EQ(nn::add_lora(*model, {.rank = 4}, of("attention")), 4);
+  EXPECT_EQ(nn::add_lora(*model, {.rank = 2}, of("mlp")), 6);
+  for (const nn::Parameter& p : model->parameters()) EXPECT_EQ(p.trainable(), nn::is_lora(p.name())) << p.name();
+  EXPECT_THROW(nn::add_lora(*model), ConfigError);
+  for (const nn::Parameter& p : model->parameters()) EXPECT_EQ(p.trainable(), nn::is_lora(p.name())) << p.name();
+}
+
+TEST(Lora, ClonesHaveTheAdaptersToo) {
+  models::GptConfig config{.layers = 2, .heads = 2, .width = 8, .context = 5, .vocab = 7};
+  models::Gpt model(config);
+  nn::add_lora(model, {.rank = 2, .alpha = 3});
+  for (nn::Parameter& p : model.parameters())
+    if (nn::is_lora(p.name())) p.set_init(nn::Init::normal(0.3));
+  shard(model, Mesh{}, {.compute_dtype = kBF16});
+  materialize(model);
+  models::Gpt copy = clone(model, config);
+  const Tensor tokens = cast(reshape(arange(5), {1, 5}), kI32);
+  EXPECT_TRUE(identical(copy.logits(tokens), model.logits(tokens)));
+  const auto a = model.parameters(), b = copy.parameters();
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i].dtype(), b[i].dtype()) << a[i].name();
+}
+
+// Who freezes a copy of a model to change it by himself keeps its dtype.
+TEST(Lora, OnlyWhatIsFrozenForGoodRestsInTheDtypeOfCompute) {
+  nn::Linear layer(3, 5);
+  layer.weight.freeze();
+  layer.bias.freeze_for_good();
+  shard(layer, Mesh{}, {.compute_dtype = kBF16});
+  materialize(layer);
+  EXPECT_EQ(layer.weight.dtype(), kF32);
+  EXPECT_EQ(layer.bias.dtype(), kBF16);
+  EXPECT_TRUE(nn::is_lora("lora.a") && nn::is_lora("x.lora.b"));
+  EXPECT_FALSE(nn::is_lora("flora.a") || nn::is_lora("lora.c"));
 }
 
 TEST(Lora, WhatCannotBeIsRefused) {

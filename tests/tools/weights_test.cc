@@ -213,6 +213,8 @@ TEST(Weights, AdaptersAreTrainedResumedAndMerged) {
     EXPECT_LT(last_loss(whole.out), last_loss(start.out) - 0.01);
     EXPECT_NEAR(last_loss(merged.out), last_loss(whole.out), rounds ? 1e-2 : 2e-6);
     EXPECT_EQ(SafetensorsFile::open(at("published") + "/model.safetensors").tensors().begin()->second.dtype, rounds ? kBF16 : kF32);
+    EXPECT_THAT(File::open(at("published") + "/config.json").read_all(),
+                HasSubstr(rounds ? "\"torch_dtype\":\"bfloat16\"" : "\"torch_dtype\":\"float32\""));
   }
   const Outcome random = run_sheaf({"train", "--data.train_file", folder / "tokens.bin", "--data.val_file", folder / "tokens.bin",
                                     "--output.folder", folder / "random", "--model.vocab", "29", "--model.lora_rank", "3"});
