@@ -132,6 +132,23 @@ TEST_F(Ways, StagesBesideALongHeadAreTried) {
   EXPECT_TRUE(tried(4, 2));
 }
 
+// One long sequence for more ranks than there are key heads: some have copies, and none has two where others have one.
+TEST_F(Ways, SequencesAreSharedByMoreRanksThanKeyHeads) {
+  models::TrainConfig c = small();
+  c.model = tiny_model("llama", 12, 2);
+  c.train.batch = 1;
+  const auto tried = [&](int64_t context, int64_t tensor, int world) {
+    return std::ranges::any_of(models::find_ways(c, kVocab, world, machine_with(int64_t{1} << 40)).fitting, [&](const models::Way& w) {
+      return w.config.sharding.context == context && w.config.sharding.tensor == tensor;
+    });
+  };
+  EXPECT_TRUE(tried(6, 1, 6));   // three copies of each
+  EXPECT_TRUE(tried(12, 1, 12)); // a copy for each head
+  EXPECT_TRUE(tried(6, 2, 12));  // of the one that a rank of the tensor axis has
+  EXPECT_FALSE(tried(8, 1, 8)) << "twelve heads are not even shares of eight ranks";
+  EXPECT_TRUE(tried(4, 1, 4));
+}
+
 TEST_F(Ways, TheFastestIsNearlyThatOfAll) {
   const models::TrainConfig config = small();
   const auto front = models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40)).front;
