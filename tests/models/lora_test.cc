@@ -285,6 +285,20 @@ TEST(Lora, EveryAdapterIsTrained) {
     }, {.threads_per_rank = 1});
 }
 
+// Along a tensor axis: b with the outputs of what reads the residual stream, a with the inputs of what writes to it.
+TEST(Lora, AdaptersAreCutAsTheirLayersAre) {
+  run_local(2, [](World& w) {
+    models::TrainConfig c = lora("llama");
+    c.sharding.tensor = 2;
+    models::TrainingStep step(c, 13, w, Device::cpu());
+    for (const nn::Parameter& p : step.model().parameters()) {
+      if (!nn::is_lora(p.name())) continue;
+      const bool writes = p.name().find("projection") != std::string::npos || p.name().find("down") != std::string::npos;
+      EXPECT_EQ(p.cut_axis() >= 0, p.name().ends_with(".a") == writes) << p.name();
+    }
+  }, {.threads_per_rank = 1});
+}
+
 TEST(Lora, AnotherCallLeavesTheFirstOnesAdaptersInTraining) {
   const auto model = models::make_language_model(tiny_model("untied llama", 6, 3), 0);
   const auto of = [](const char* part) { return [part](const std::string& path) { return path.find(part) != std::string::npos; }; };
