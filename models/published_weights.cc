@@ -235,6 +235,9 @@ int64_t fill_weights(std::span<const nn::StatePiece> all, const PublishedFiles& 
 int64_t load_weights(nn::Module& model, const PublishedFiles& files) {
   if (Recording::current()) fail<LifetimeError>("[load_weights] not inside a recording: end it by recording.take()");
   const ModelConfig config = model_config(model);
+  for (const nn::Parameter& p : model.parameters())
+    if (p.trainable() && p.dtype() != kF32 && p.dtype() != kF64)
+      fail<ConfigError>("[weights] ", p.name(), " is trained and ", p.dtype(), "; weights go to masters in f32 or f64");
   check_weights(files, config);
   return fill_weights(nn::state_pieces(model), files, config);
 }

@@ -277,6 +277,7 @@ TEST(PublishedWeights, AreRoundedToTheTypeThatTheyRestIn) {
   for (const std::string name : {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards"})
     for (const DType dtype : {kBF16, kF16}) {
       const auto wide = models::make_language_model(config_of(name), 0), narrow = models::make_language_model(config_of(name), 0);
+      for (nn::Parameter& p : narrow->parameters()) p.freeze();
       materialize(*wide);
       materialize(*narrow, Device::cpu(), {.dtype = dtype});
       models::load_weights(*wide, folder_of(name));
@@ -284,6 +285,11 @@ TEST(PublishedWeights, AreRoundedToTheTypeThatTheyRestIn) {
       const auto a = wide->parameters(), b = narrow->parameters();
       for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(identical(cast(full_parameter(a[i]), dtype), full_parameter(b[i]))) << a[i].name();
     }
+  // Of what is trained that would be lost without a word.
+  const auto model = models::make_language_model(config_of("gpt2_f32_shards"), 0);
+  materialize(*model, Device::cpu(), {.dtype = kBF16});
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::load_weights(*model, folder_of("gpt2_f32_shards")); }),
+              HasSubstr("is trained and bf16; weights go to masters in f32 or f64"));
 }
 
 }  // namespace
