@@ -460,7 +460,7 @@ const std::vector<OpSample>& op_samples() {
        .no_second = "linear_cross_entropy_backward", .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P", "R S0 R -> P"},
        .table = 1, .redistributes = true},
       // Of a frozen head, and of a head behind what is frozen.
-      {.op = "linear_cross_entropy", .variant = "constant weight", .inputs = {{2, 3, 4}, constant({7, 4}), integers({2, 3}, 7)},
+      {.op = "linear_cross_entropy", .variant = "constant weight", .inputs = {{2, 3, 4}, constant(distinct({7, 4})), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2]); }, .no_second = "linear_cross_entropy_fused",
        .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P"}, .table = 1, .redistributes = true},
       {.op = "linear_cross_entropy", .variant = "constant input", .inputs = {constant({2, 3, 4}), distinct({7, 4}), integers({2, 3}, 7)},
