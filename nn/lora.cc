@@ -8,8 +8,7 @@
 
 namespace sheaf::nn {
 
-Lora::Lora(const Parameter& weight, const LoraOptions& options)
-    : scale(options.alpha / static_cast<double>(std::max<int64_t>(1, options.rank))) {
+Lora::Lora(const Parameter& weight, const LoraOptions& options) : scale(options.alpha / static_cast<double>(options.rank)) {
   check<ConfigError>(options.rank > 0, "[lora] a rank of ", options.rank, " for ", weight.shape(), ": at least 1");
   const int64_t out = weight.shape()[0], in = weight.shape()[1];
   a = Parameter({options.rank, in}, Init::uniform(1.0 / std::sqrt(static_cast<double>(in))));

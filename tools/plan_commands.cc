@@ -78,7 +78,8 @@ int tape_command(const TapeArguments& arguments) {
   else if (arguments.format == "dot") say(to_dot(plan.tape));
   else if (arguments.format == "text")
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
-        str("\nparameters ", plan.parameters, plan.trained < plan.parameters ? str(", of them trained ", plan.trained) : "", ", ranks ", arguments.world, ", rank ", arguments.rank,
+        str("\nparameters ", plan.parameters, plan.trained < plan.parameters ? str(", of them trained ", plan.trained) : "",
+            ", ranks ", arguments.world, ", rank ", arguments.rank,
             gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak_bytes, " bytes (",
             mebibytes(plan.peak_bytes), ")",
             plan.host_bytes ? str(", and of the host's memory ", plan.host_bytes, " bytes (", mebibytes(plan.host_bytes), ")") : "",

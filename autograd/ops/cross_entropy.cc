@@ -17,7 +17,8 @@ struct IgnoreAttrs {
   int64_t ignore_index;
 };
 
-void describe_ignored(const IgnoreAttrs& a, std::string& out) {
+template <class Attrs>
+void describe_ignored(const Attrs& a, std::string& out) {
   out += str("ignore ", a.ignore_index);
 }
 
@@ -42,7 +43,7 @@ struct CrossEntropyBackward {  // logits, targets, lse, dlosses -> dlogits
     SHEAF_ON_DEVICE(c.stream(), cross_entropy_backward, c.input(0), c.input(1), a.ignore_index,
                  c.input(2), c.input(3), c.output(0));
   }
-  static constexpr auto describe = describe_ignored;
+  static constexpr auto describe = describe_ignored<Attrs>;
 };
 
 struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
@@ -65,7 +66,7 @@ struct CrossEntropy {  // logits[.., V], targets[..] -> losses[..], lse[..]
   static void vjp(const Attrs& a, Vjp& c) {
     c.set(0, apply<CrossEntropyBackward>(a, {c.input(0), c.input(1), c.output(1), c.grad()}));
   }
-  static constexpr auto describe = describe_ignored;
+  static constexpr auto describe = describe_ignored<Attrs>;
 };
 
 /// Of x[.., C] and weight[V, C], in so many products of all rows; and a pass over the logits between them, which reads
@@ -155,7 +156,7 @@ struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], l
     HeadGradients::set<LinearCrossEntropyBackward>(
         a.ignore_index, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c);
   }
-  static constexpr auto describe = describe_ignored;
+  static constexpr auto describe = describe_ignored<Attrs>;
 };
 
 struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
@@ -231,7 +232,7 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   static void saves(const Attrs& a, uint64_t needs, uint64_t&, uint64_t& out) {
     out = ((needs & 2) ? 0b010 : 0) | ((needs & 1) ? uint64_t{1} << dx_output(a) : 0);
   }
-  static void describe(const Attrs& a, std::string& out) { out += str("ignore ", a.ignore_index); }
+  static constexpr auto describe = describe_ignored<Attrs>;
 };
 
 /// Whether `rows` cuts leading dimensions of x[.., C]. Targets[..] and their values then have it, too,

@@ -1,7 +1,6 @@
 // Each key and value head of a packed projection several times, so that more ranks can share them; its gradient is their sum.
-#include <optional>
-
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/reduce.h"
@@ -18,21 +17,16 @@ struct RepeatAttrs {
   int64_t size(int64_t copies) const { return (int64_t{heads} + 2 * copies * key_heads) * width; }
 };
 
-/// Heads from `first` on of a packed x[B, T, E], as groups of `copies`: [B, T, count, copies, width].
-View heads_of(const View& x, int64_t first, int64_t count, int64_t copies, int64_t width) {
-  View out{x.data, x.dtype, {x.shape[0], x.shape[1], count, copies, width},
-           {x.strides[0], x.strides[1], copies * width, width, 1}};
-  if (x.data) out.data = x.as<char>() + first * width * static_cast<int64_t>(size_of(x.dtype));
-  return out;
-}
-
-/// A rank's part of a packed tensor, of `whole` features on all ranks: its queries, and its keys and values, each `copies` times.
+/// A rank's part of a packed tensor [B, T, E], of `whole` features on all ranks: its queries [B, T, H, D], and its keys and values,
+/// each `copies` times, [B, T, 2 G, copies, D].
 struct Packed {
   View queries, others;
   Packed(const RepeatAttrs& a, const View& x, int64_t whole, int64_t copies) {
     const int64_t heads = local_share(a.heads, x.shape[2], whole), keys = local_share(a.key_heads, x.shape[2], whole);
-    queries = heads_of(x, 0, heads, 1, a.width);
-    others = heads_of(x, heads, 2 * keys, copies, a.width);
+    queries = kernels::heads_of(x, 0, heads, a.width);
+    others = kernels::heads_of(x, heads, 2 * keys * copies, a.width);
+    others.shape = {x.shape[0], x.shape[1], 2 * keys, copies, a.width};
+    others.strides = {x.strides[0], x.strides[1], copies * a.width, a.width, 1};
   }
 };
 
