@@ -322,7 +322,8 @@ struct CrossEntropyOptions {
   int64_t ignore_index = -1;  ///< rows with this target count nothing
   double divide_by = 0;       ///< what the sum over rows is divided by; 0: the global number of targets, ignored or not,
                               ///< of this call: with gradient accumulation give that of all micro-batches
-  Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence
+  Tensor divisor = {};        ///< the same as a scalar tensor; takes precedence. What a model adds to its loss, a mean over
+                              ///< tokens whether they are targets or not, goes by divide_by if both are given
   bool recompute = false;     ///< linear_cross_entropy: compute the logits again in backward, which saves the memory of
                               ///< the weight's gradient between the two and costs a third more
 };

@@ -191,7 +191,7 @@ void Llama::add_penalties(int64_t begin, int64_t end, Tensor& all) {
 
 Tensor Llama::with_penalty(const Tensor& loss, const Tensor& penalty, int64_t targets, const CrossEntropyOptions& options) {
   const auto count = static_cast<double>(targets);
-  if (options.divisor) return loss + penalty * (config.aux_loss * count) / options.divisor;
+  if (options.divisor && options.divide_by == 0) return loss + penalty * (config.aux_loss * count) / options.divisor;
   return loss + penalty * (config.aux_loss * (options.divide_by > 0 ? count / options.divide_by : 1.0));
 }
 

@@ -50,7 +50,8 @@ StepInputs::Block StepInputs::make(Device device) const {
     parts.emplace_back(&part.targets, samples_[i].targets);
     parts.emplace_back(&part.random_state, Type{kI64, {3}, {}});
   }
-  parts.emplace_back(&block.scalars, Type{kF64, {scalar_count_}, {}});
+  Tensor numbers;
+  parts.emplace_back(&numbers, Type{kF64, {scalar_count_ + 1}, {}});
 
   int64_t bytes = 0;
   std::vector<int64_t> offsets;
@@ -61,6 +62,8 @@ StepInputs::Block StepInputs::make(Device device) const {
   block.bytes = Tensor::empty({kU8, {bytes}, {}}, device);
   for (size_t i = 0; i < parts.size(); ++i)
     *parts[i].first = Tensor::view_into(block.bytes, parts[i].second, offsets[i]);
+  block.scalars = Tensor::view_into(block.bytes, {kF64, {scalar_count_}, {}}, offsets.back());
+  block.num_targets = Tensor::view_into(block.bytes, {kF64, {}, {}}, offsets.back() + scalar_count_ * int64_t{sizeof(double)});
   return block;
 }
 
@@ -83,7 +86,8 @@ void StepInputs::set_samples(int64_t first, const FillBatch& fill) {
   send();
 }
 
-void StepInputs::set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars) {
+void StepInputs::set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars,
+                          double targets) {
   if (there_.bytes.device().is_meta()) return;
   write_samples(first, fill);
   for (const MicroBatch& part : here_.micro_batches) {
@@ -92,6 +96,7 @@ void StepInputs::set_step(int64_t step, int64_t first, const FillBatch& fill, co
     first += part.tokens.size(0);
   }
   std::ranges::copy(scalars, here_.scalars.view().as<double>());
+  *here_.num_targets.view().as<double>() = targets;
   send();
 }
 

@@ -25,19 +25,21 @@ class StepInputs {
 
   /// Samples [first, first + batch) of the run, by micro-batch.
   void set_samples(int64_t first, const FillBatch& fill);
-  /// All of step `step`, whose first sample is `first`.
-  void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars);
+  /// All of step `step`, whose first sample is `first`; `targets` of its targets count, on all ranks.
+  void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars, double targets);
 
   const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
   /// What one micro-batch takes of the memory that all of them lie in.
   int64_t bytes_of_micro_batch(int64_t i) const;
   const Tensor& scalars() const { return there_.scalars; }
+  /// f64: targets of the step that count.
+  const Tensor& num_targets() const { return there_.num_targets; }
 
  private:
   struct Block {
     Tensor bytes;
     std::vector<MicroBatch> micro_batches;
-    Tensor scalars;
+    Tensor scalars, num_targets;
   };
   Block make(Device device) const;
   void write_samples(int64_t first, const FillBatch& fill);

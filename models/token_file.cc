@@ -17,20 +17,25 @@ namespace {
 constexpr int64_t kHeaderBytes = 256 * 4;
 constexpr int32_t kMagic16 = 20240520, kVersion16 = 1;
 constexpr int32_t kMagic32 = 20240801, kVersion32 = 7;
+constexpr int32_t kMagicExamples = 20261124, kVersionExamples = 1;
 // Scans give back what they have read every so many tokens.
 constexpr int64_t kScanBlock = int64_t{1} << 20;
 
-// Copies `count` ids; returns the index of the first one not below `vocab`, or `count`.
-template <class T>
-int64_t copy_ids(const std::byte* data, int64_t count, int64_t vocab, int32_t* dst) {
+// Copies `count` tokens, as `value(token, id)` of each; returns the index of the first one whose id is not below `vocab`, or `count`.
+// The id is what a token has in the bits of `mask`.
+template <class T, class F>
+int64_t copy_tokens(const std::byte* data, int64_t count, T mask, int64_t vocab, int32_t* dst, F value) {
   for (int64_t i = 0; i < count; ++i) {
-    T id;
-    std::memcpy(&id, data + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    T token;
+    std::memcpy(&token, data + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    const T id = token & mask;
     if (static_cast<int64_t>(id) >= vocab) return i;
-    dst[i] = static_cast<int32_t>(id);
+    dst[i] = value(token, static_cast<int32_t>(id));
   }
   return count;
 }
+
+constexpr auto kId = [](auto, int32_t id) { return id; };
 
 void check_vocab(int64_t vocab) {
   check<DataError>(vocab >= 1 && vocab <= INT32_MAX, "[tokens] a vocabulary of ", vocab);
@@ -55,9 +60,10 @@ struct Tokens::Part {
   std::string name;
   Mapping map;  // one of these three owns
   std::vector<uint16_t> narrow;
-  std::vector<int32_t> wide;
+  std::vector<uint32_t> wide;
   const std::byte* data = nullptr;
   DType dtype = DType::u16;
+  std::optional<int32_t> example_end;
   int64_t size = 0;
   int64_t end = 0;  // of all parts up to here, in tokens
 
@@ -68,15 +74,16 @@ struct Tokens::Part {
     const int64_t bytes = file.size();
     check<DataError>(bytes > 0, "[tokens] '", path, "' is empty");
 
-    int32_t header[3] = {};
+    int32_t header[4] = {};
     if (bytes >= kHeaderBytes) file.read_at(0, header, sizeof header);
-    const bool is16 = header[0] == kMagic16, is32 = header[0] == kMagic32;
-    check<DataError>(!is16 || header[1] == kVersion16, "[tokens] '", path, "': unknown version ", header[1]);
-    check<DataError>(!is32 || header[1] == kVersion32, "[tokens] '", path, "': unknown version ", header[1]);
+    const bool is16 = header[0] == kMagic16, is32 = header[0] == kMagic32, examples = header[0] == kMagicExamples;
+    const int32_t version = is16 ? kVersion16 : is32 ? kVersion32 : examples ? kVersionExamples : header[1];
+    check<DataError>(header[1] == version, "[tokens] '", path, "': unknown version ", header[1]);
     Part part;
     part.name = path;
-    part.dtype = is32 ? DType::u32 : DType::u16;
-    const int64_t start = is16 || is32 ? kHeaderBytes : 0, width = part.width();
+    part.dtype = is32 || examples ? DType::u32 : DType::u16;
+    if (examples) part.example_end = header[3];
+    const int64_t start = is16 || is32 || examples ? kHeaderBytes : 0, width = part.width();
     part.size = (bytes - start) / width;
     check<DataError>((bytes - start) % width == 0, "[tokens] '", path, "': ", bytes - start,
                      " bytes are not a whole number of ", width, "-byte tokens");
@@ -91,15 +98,30 @@ struct Tokens::Part {
     return part;
   }
 
-  void copy(int64_t first, int64_t count, int64_t vocab, int32_t* dst) const {
+  void copy(Form form, int64_t first, int64_t count, int64_t vocab, int32_t* dst) const {
     const std::byte* from = data + first * width();
-    const int64_t good = dtype == DType::u16 ? copy_ids<uint16_t>(from, count, vocab, dst)
-                                             : copy_ids<uint32_t>(from, count, vocab, dst);
+    const uint32_t mask = example_end ? ~kReadOnly : ~uint32_t{0};
+    const auto copy = [&](auto value) { return copy_tokens<uint32_t>(from, count, mask, vocab, dst, value); };
+    const auto as_target = [](MarkedToken token, int32_t id) { return token & kReadOnly ? kIgnoreIndex : id; };
+    const int64_t good = dtype == DType::u16                   ? copy_tokens<uint16_t>(from, count, 0xFFFF, vocab, dst, kId)
+                         : !example_end || form == Form::ids   ? copy(kId)
+                         : form == Form::targets               ? copy(as_target)
+                                                               : copy([](MarkedToken t, int32_t) { return static_cast<int32_t>(t); });
     if (good == count) return;
     uint32_t id = 0;
     std::memcpy(&id, from + good * width(), size_of(dtype));
-    fail<DataError>("[tokens] '", name, "': token ", id, " at position ", first + good, " is outside the vocabulary of ",
+    fail<DataError>("[tokens] '", name, "': token ", id & mask, " at position ", first + good, " is outside the vocabulary of ",
                     vocab);
+  }
+
+  // Of parts of one sequence.
+  static void check_alike(const Part& a, const Part& b, int64_t vocab) {
+    const auto described = [](const Part& p) {
+      return str('\'', p.name, "' holds ", p.example_end ? str("examples that end with token ", *p.example_end) : "no examples");
+    };
+    check<DataError>(a.example_end == b.example_end, "[tokens] ", described(a), ", ", described(b));
+    check<DataError>(!b.example_end || (*b.example_end >= 0 && *b.example_end < vocab), "[tokens] ", described(b),
+                     ", which is outside the vocabulary of ", vocab);
   }
 
   // Gives back the pages that were read.
@@ -112,18 +134,24 @@ struct Tokens::Part {
 
 int64_t Tokens::num_files() const { return parts_ ? static_cast<int64_t>(parts_->size()) : 0; }
 
+Tokens Tokens::of(std::vector<Part> parts, int64_t vocab, std::string name) {
+  Tokens tokens;
+  for (Part& part : parts) {
+    part.end = tokens.size_ += part.size;
+    Part::check_alike(parts.front(), part, vocab);
+  }
+  tokens.example_end_ = parts.front().example_end;
+  tokens.parts_ = std::make_shared<const std::vector<Part>>(std::move(parts));
+  tokens.name_ = std::move(name);
+  tokens.vocab_ = vocab;
+  return tokens;
+}
+
 Tokens Tokens::open(const std::string& path, int64_t vocab) {
   check_vocab(vocab);
   std::vector<Part> parts;
-  Tokens tokens;
-  for (const std::string& file : paths_of(path)) {
-    parts.push_back(Part::open(file));
-    parts.back().end = tokens.size_ += parts.back().size;
-  }
-  tokens.parts_ = std::make_shared<const std::vector<Part>>(std::move(parts));
-  tokens.name_ = path;
-  tokens.vocab_ = vocab;
-  return tokens;
+  for (const std::string& file : paths_of(path)) parts.push_back(Part::open(file));
+  return of(std::move(parts), vocab, path);
 }
 
 Tokens Tokens::from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name) {
@@ -132,8 +160,9 @@ Tokens Tokens::from_ids(std::span<const int32_t> ids, int64_t vocab, std::string
     check<DataError>(ids[i] >= 0 && ids[i] < vocab, "[tokens] ", name, ": token ", ids[i], " at position ", i,
                      " is outside the vocabulary of ", vocab);
   }
-  std::vector<Part> parts(1);
-  Part& part = parts[0];
+  Part part;
+  part.name = name;
+  part.size = static_cast<int64_t>(ids.size());
   if (vocab <= 65536) {
     part.narrow.assign(ids.begin(), ids.end());
     part.data = reinterpret_cast<const std::byte*>(part.narrow.data());
@@ -142,14 +171,23 @@ Tokens Tokens::from_ids(std::span<const int32_t> ids, int64_t vocab, std::string
     part.data = reinterpret_cast<const std::byte*>(part.wide.data());
     part.dtype = DType::u32;
   }
+  std::vector<Part> parts;
+  parts.push_back(std::move(part));
+  return of(std::move(parts), vocab, std::move(name));
+}
+
+Tokens Tokens::from_examples(std::span<const MarkedToken> marked, int32_t end, int64_t vocab, std::string name) {
+  check_vocab(vocab);
+  Part part;
   part.name = name;
-  part.size = part.end = static_cast<int64_t>(ids.size());
-  Tokens tokens;
-  tokens.size_ = part.size;
-  tokens.parts_ = std::make_shared<const std::vector<Part>>(std::move(parts));
-  tokens.name_ = std::move(name);
-  tokens.vocab_ = vocab;
-  return tokens;
+  part.size = static_cast<int64_t>(marked.size());
+  part.wide.assign(marked.begin(), marked.end());
+  part.data = reinterpret_cast<const std::byte*>(part.wide.data());
+  part.dtype = DType::u32;
+  part.example_end = end;
+  std::vector<Part> parts;
+  parts.push_back(std::move(part));
+  return of(std::move(parts), vocab, std::move(name));
 }
 
 template <class F>
@@ -165,11 +203,14 @@ void Tokens::for_each_part(int64_t begin, int64_t count, F f) const {
   }
 }
 
-void Tokens::copy(int64_t begin, int64_t count, int32_t* dst) const {
+void Tokens::copy(int64_t begin, int64_t count, int32_t* dst) const { copy_as(Form::ids, begin, count, dst); }
+void Tokens::copy_targets(int64_t begin, int64_t count, int32_t* dst) const { copy_as(Form::targets, begin, count, dst); }
+
+void Tokens::copy_as(Form form, int64_t begin, int64_t count, int32_t* dst) const {
   check<DataError>(begin >= 0 && count >= 0 && begin <= size_ - count, "[tokens] '", name_, "': tokens ", begin, " to ",
                    begin + count, " of ", size_, " asked for");
   for_each_part(begin, count, [&](const Part& part, int64_t first, int64_t n) {
-    part.copy(first, n, vocab_, dst);
+    part.copy(form, first, n, vocab_, dst);
     dst += n;
   });
 }
@@ -180,7 +221,7 @@ std::string Tokens::check_all() const {
   for_each_part(0, size_, [&](const Part& part, int64_t first, int64_t count) {
     for (int64_t done = 0; done < count; done += kScanBlock) {
       const int64_t n = std::min(kScanBlock, count - done);
-      part.copy(first + done, n, vocab_, block.data());
+      part.copy(Form::marked, first + done, n, vocab_, block.data());
       hash.update(block.data(), n * static_cast<int64_t>(sizeof(int32_t)));
       part.release(first + done, n);
     }
@@ -202,7 +243,7 @@ bool is_token_file(const std::string& path) {
   int32_t magic = 0;
   if (file.size() < kHeaderBytes) return false;
   file.read_at(0, &magic, sizeof magic);
-  return magic == kMagic16 || magic == kMagic32;
+  return magic == kMagic16 || magic == kMagic32 || magic == kMagicExamples;
 }
 
 namespace {
@@ -230,11 +271,12 @@ std::unique_ptr<FileLock> lock_pending(const std::string& path, const std::strin
 
 }  // namespace
 
-TokenFileWriter::TokenFileWriter(const std::string& path, int64_t vocab)
+TokenFileWriter::TokenFileWriter(const std::string& path, int64_t vocab, std::optional<int32_t> example_end)
     : path_(path),
       pending_(str(path, kPending, getpid())),
       lock_((check_vocab(vocab), lock_pending(path, pending_))),
       vocab_(vocab),
+      example_end_(example_end),
       file_(pending_) {
   const int32_t header[256] = {};
   file_.write(header, sizeof header);
@@ -259,11 +301,23 @@ void TokenFileWriter::write(std::span<const int32_t> ids) {
   size_ += static_cast<int64_t>(ids.size());
 }
 
+void TokenFileWriter::write_examples(std::span<const MarkedToken> tokens) {
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    if (static_cast<int64_t>(tokens[i] & ~kReadOnly) < vocab_) continue;
+    fail<DataError>("[tokens] '", path_, "': token ", tokens[i] & ~kReadOnly, " at position ", size_ + static_cast<int64_t>(i),
+                    " is outside the vocabulary of ", vocab_);
+  }
+  file_.write(tokens.data(), static_cast<int64_t>(tokens.size_bytes()));
+  size_ += static_cast<int64_t>(tokens.size());
+}
+
 void TokenFileWriter::finish() {
   file_.finish();
   // Now that the count is known.
   const bool narrow = vocab_ <= 65536;
-  const int32_t header[3] = {narrow ? kMagic16 : kMagic32, narrow ? kVersion16 : kVersion32, static_cast<int32_t>(size_)};
+  const int32_t header[4] = {example_end_ ? kMagicExamples : narrow ? kMagic16 : kMagic32,
+                             example_end_ ? kVersionExamples : narrow ? kVersion16 : kVersion32, static_cast<int32_t>(size_),
+                             example_end_.value_or(0)};
   const int file = ::open(pending_.c_str(), O_WRONLY | O_CLOEXEC);
   const bool written = file >= 0 && pwrite(file, header, sizeof header, 0) == sizeof header && fsync(file) == 0;
   const int error = errno;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,7 +14,18 @@
 
 namespace sheaf::models {
 
+/// Target of a position that does not count.
+inline constexpr int32_t kIgnoreIndex = -1;
+
+/// A token of an example: an id, and in the top bit that it is read without anything being learned from having to predict it, as a
+/// prompt is.
+using MarkedToken = uint32_t;
+inline constexpr MarkedToken kReadOnly = 0x80000000;
+
 /// A read-only sequence of token ids, 16 or 32 bits each, in mapped files or in memory. A cheap value; thread-safe.
+///
+/// Some are sequences of examples, such as prompts with their answers: each ends with the token example_end(), which is nowhere else
+/// in it, and some of its tokens are no targets.
 class Tokens {
  public:
   Tokens() = default;
@@ -25,22 +37,30 @@ class Tokens {
   ///   llm.c      256 int32 header {20240520, 1, number of tokens, 0...}, then uint16
   ///   llm.c      256 int32 header {20240801, 7, number of tokens, 0...}, then uint32
   ///   nanoGPT    uint16 without header
+  ///   examples   256 int32 header {20261124, 1, number of tokens, example_end(), 0...}, then MarkedToken
   /// `vocab` bounds the ids: an id beyond it is a DataError naming file and position when it is read. Throws DataError
-  /// if nothing matches, or a file is missing, empty, of odd size, or shorter or longer than its header says.
+  /// if nothing matches, a file is missing, empty, of odd size, or shorter or longer than its header says, or only some hold
+  /// examples, or their examples do not end alike.
   static Tokens open(const std::string& path, int64_t vocab);
   /// Takes ids from memory; every one must be below `vocab`. `name` is for messages.
   static Tokens from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name);
+  /// The same of examples.
+  static Tokens from_examples(std::span<const MarkedToken> tokens, int32_t end, int64_t vocab, std::string name);
 
   int64_t size() const { return size_; }
   int64_t vocab() const { return vocab_; }
   /// The path or pattern it was opened by.
   const std::string& name() const { return name_; }
+  /// The token that ends an example; none if these are no examples.
+  std::optional<int32_t> example_end() const { return example_end_; }
   /// Files that were opened; what came from memory counts as one.
   int64_t num_files() const;
   /// Copies tokens [begin, begin + count) to `dst`; throws DataError for an id outside the vocabulary.
   void copy(int64_t begin, int64_t count, int32_t* dst) const;
-  /// Reads all tokens once and returns XXH3-128 of the ids as int32, however and in however many files they are stored.
-  /// Throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
+  /// The same as targets: kIgnoreIndex for what is read only.
+  void copy_targets(int64_t begin, int64_t count, int32_t* dst) const;
+  /// Reads all tokens once and returns XXH3-128 of the ids as int32, however and in however many files they are stored;
+  /// of examples, of MarkedTokens. Throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
   std::string check_all() const;
   /// The tokens [begin, end) as a sequence of their own; positions in messages stay those of the file.
   Tokens slice(int64_t begin, int64_t end) const;
@@ -50,28 +70,34 @@ class Tokens {
   /// Calls f(part, first, count) for the parts that hold tokens [begin, begin + count), `first` counting in the part.
   template <class F>
   void for_each_part(int64_t begin, int64_t count, F f) const;
+  enum class Form { ids, targets, marked };
+  static Tokens of(std::vector<Part> parts, int64_t vocab, std::string name);
+  void copy_as(Form form, int64_t begin, int64_t count, int32_t* dst) const;
 
   std::shared_ptr<const std::vector<Part>> parts_;
   std::string name_;
   int64_t size_ = 0, vocab_ = 0;
   int64_t first_ = 0;  // where our token 0 is in the parts together
+  std::optional<int32_t> example_end_;
 };
 
-/// Whether a file begins as llm.c's do.
+/// Whether a file begins as llm.c's do, or as one of examples.
 bool is_token_file(const std::string& path);
 
-/// Writes a token file in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32, piece by piece. It appears at
-/// finish(), by a rename, or not at all; what a process that was killed has left of it goes. Everything here throws IoError.
+/// Writes a token file piece by piece: in the llm.c form, uint16 if `vocab` is at most 65,536, else uint32; or one of examples, if
+/// these have an end. It appears at finish(), by a rename, or not at all; what a process that was killed has left of it goes. Everything here throws IoError.
 class TokenFileWriter {
  public:
   /// Throws DataError for a vocabulary that is none.
-  TokenFileWriter(const std::string& path, int64_t vocab);
+  TokenFileWriter(const std::string& path, int64_t vocab, std::optional<int32_t> example_end = std::nullopt);
   ~TokenFileWriter();
   TokenFileWriter(const TokenFileWriter&) = delete;
   TokenFileWriter& operator=(const TokenFileWriter&) = delete;
 
   /// Throws DataError for an id outside the vocabulary.
   void write(std::span<const int32_t> ids);
+  /// Of a file of examples: some whole ones.
+  void write_examples(std::span<const MarkedToken> tokens);
   void finish();
   int64_t size() const { return size_; }
 
@@ -79,6 +105,7 @@ class TokenFileWriter {
   std::string path_, pending_;  // pending_ is empty once the file is there
   std::unique_ptr<FileLock> lock_;  // of pending_, by which others know that somebody writes it
   int64_t vocab_, size_ = 0;
+  std::optional<int32_t> example_end_;
   FileWriter file_;
 };
 

@@ -91,6 +91,18 @@ TokenMixture::Place TokenMixture::place(int64_t sample) const {
   return {last, sample};
 }
 
+std::optional<int32_t> TokenMixture::example_end() const {
+  std::optional<int32_t> end;
+  for (const Source& s : sources_) {
+    const auto own = s.tokens.example_end();
+    if (own && end && *own != *end)
+      fail<ConfigError>("[data] '", s.tokens.name(), "' holds examples that end with token ", *own, ", those of '", name_,
+                        "' before it with token ", *end);
+    if (own) end = own;
+  }
+  return end;
+}
+
 int64_t TokenMixture::size() const {
   int64_t tokens = 0;
   for (const Source& s : sources_) tokens += s.tokens.size();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,8 @@ class TokenMixture {
   /// Which source sample number `sample` of a run comes from.
   Place place(int64_t sample) const;
 
+  /// What ends an example of those sources that hold some; none if none does. Throws ConfigError if they differ.
+  std::optional<int32_t> example_end() const;
   /// Tokens of all sources.
   int64_t size() const;
   int64_t num_files() const;

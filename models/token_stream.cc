@@ -44,4 +44,9 @@ TokenBatch TokenStream::batch(int64_t step) const {
   return {batch.tokens.to(device), batch.targets.to(device), batch.first_sample};
 }
 
+int64_t TokenStream::num_targets(int64_t step) const {
+  const int64_t rows = tokens_.shape[0];
+  return windows_.num_targets(step * rows, rows);
+}
+
 }  // namespace sheaf::models

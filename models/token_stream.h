@@ -35,6 +35,9 @@ class TokenStream {
   /// Throws DataError for fewer than context + 1 tokens of a source, ConfigError for an unknown axis or an empty batch.
   TokenStream(TokenMixture tokens, const TokenStreamOptions& options, const Mesh& mesh);
   TokenBatch batch(int64_t step) const;
+  /// Targets of that batch, on all ranks, that count: what its mean loss is divided by (CrossEntropyOptions::divisor, as a tensor, or
+  /// divide_by). All of them, but of examples, which a model has to keep apart by their Tokens::example_end().
+  int64_t num_targets(int64_t step) const;
 
  private:
   TokenStreamOptions options_;

@@ -89,6 +89,22 @@ int64_t end_of_text_of(const TrainConfig& config, const Tokenizer* tokenizer) {
   return id;
 }
 
+// The token that documents are kept apart by; -1 if they are not. Examples always are, for they have nothing to do with those beside
+// them.
+int64_t separator_of(const TrainConfig& config, const Corpus& corpus) {
+  std::optional<int32_t> end = corpus.train.example_end();
+  const std::optional<int32_t> of_val = corpus.val.example_end();
+  if (end && of_val && *end != *of_val)
+    fail<ConfigError>("[data] the examples of '", corpus.train.name(), "' end with token ", *end, ", those of '", corpus.val.name(),
+                      "' with token ", *of_val);
+  if (!end) end = of_val;
+  if (!end) return config.data.separate_documents ? end_of_text_of(config, corpus.tokenizer.get()) : -1;
+  if (config.data.end_of_text >= 0 && config.data.end_of_text != *end)
+    fail<ConfigError>("[data] data.end_of_text is ", config.data.end_of_text, ", the examples of '",
+                      corpus.train.example_end() ? corpus.train.name() : corpus.val.name(), "' end with token ", *end);
+  return *end;
+}
+
 // The published files may be gone when a run is continued: its checkpoints have what was in them.
 std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, const TrainOptions& options) {
   const DataConfig& data = config.data;
@@ -116,7 +132,8 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", least);
   if (config_.output.trace_step > 0 && device_.is_cuda())
     fail<ConfigError>("[train] output.trace_step: a GPU runs behind its host, whose time line would mean nothing; NVIDIA's nsys has its own");
-  if (config_.data.separate_documents) config_.data.end_of_text = end_of_text_of(config_, corpus_.tokenizer.get());
+  config_.data.end_of_text = separator_of(config_, corpus_);
+  config_.data.separate_documents = config_.data.end_of_text >= 0;
   check_memory(config_, config_.model.vocab, world_);
   find_weights();
   lock_folder();
@@ -133,7 +150,10 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
                                             : str("train.recompute fit: ", blocks, " of ", config_.model.layers,
                                                   " blocks, the others selectively"));
   }
-  step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_);
+  TrainingStepOptions step_options;
+  if (corpus_.train.example_end())
+    step_options.num_targets = [this](int64_t first, int64_t count) { return windows_.num_targets(first, count); };
+  step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_, step_options);
   restore();
   files_.reset();
   // What would be found out only at the first save.

@@ -139,7 +139,7 @@ void check_graph(Device device, const Mesh& mesh) {
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(config), world_(world), device_(device), mesh_(mesh_for(config.sharding, world)),
+    : config_(config), world_(world), device_(device), num_targets_(options.num_targets), mesh_(mesh_for(config.sharding, world)),
       cut_(options.stand_in.blocks.empty() ? stage_cut(config, vocab) : StageCut(options.stand_in.blocks, static_cast<int>(config.sharding.pipeline))),
       turns_(options.stand_in.turns),
       model_(make_language_model(model_of(config), vocab)) {
@@ -213,7 +213,9 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
   const DeviceScope scope(device_);
   const double lr = learning_rate(step);
   model_->train();
-  inputs_->set_step(step, step * config_.train.batch, fill, optimizer_->next_scalars({.lr = lr}));
+  const int64_t first = step * config_.train.batch;
+  const int64_t targets = num_targets_ ? num_targets_(first, config_.train.batch) : tokens_per_step();
+  inputs_->set_step(step, first, fill, optimizer_->next_scalars({.lr = lr}), static_cast<double>(targets));
   const bool compiles = config_.train.compile && runs_ == kSettling;
   const Result result = runs_as_graph(recorded) ? replay(step, lr, recorded)
                         : program_              ? run_program(lr, recorded)
@@ -230,7 +232,8 @@ int64_t TrainingStep::end_of_run(int64_t run, int64_t runs) const {
 
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
   const OptimizationConfig& t = config_.train;
-  const auto targets = static_cast<double>(tokens_per_step());
+  CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_per_step())};
+  if (num_targets_) mean.divisor = inputs_->num_targets();
   Tensor loss;  // of the micro-batches so far, in order
   std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches)), scaled = parts;
   std::vector<ForwardProgress> forwards(parts.size());
@@ -266,7 +269,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
       const int64_t sample = first + t.batch * micro / t.micro_batches;
       run == 0 ? recording.next_micro_batch(sample, batch.random_state) : recording.resume_micro_batch(sample, batch.random_state);
-      parts[m] = model_->loss_until(end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, {.divide_by = targets});
+      parts[m] = model_->loss_until(end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, mean);
       if (run + 1 == runs) scaled[m] = scaler_ ? scaler_->scale(parts[m]) : parts[m];
     }
     note_turn();

@@ -54,6 +54,8 @@ struct StandIn {
 struct TrainingStepOptions {
   DType masters = kF32;  ///< f64 to compare ways of training: train.dtype f32 then computes in it, too
   StandIn stand_in = {};
+  /// Of samples [first, first + count), how many targets count, a number above 0; null: all do.
+  std::function<int64_t(int64_t first, int64_t count)> num_targets = {};
 };
 
 class TrainingStep {
@@ -63,7 +65,7 @@ class TrainingStep {
   TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options = {});
 
   struct Result {
-    Tensor loss;       ///< mean over the step's targets, f32, whole on every rank
+    Tensor loss;       ///< mean over the step's targets that count, f32, whole on every rank
     Tensor grad_norm;  ///< before clipping; in f16 not finite where the step was skipped
     double lr = 0;
   };
@@ -103,6 +105,7 @@ class TrainingStep {
   TrainConfig config_;
   World& world_;
   Device device_;
+  std::function<int64_t(int64_t first, int64_t count)> num_targets_;
   Mesh mesh_;
   StageCut cut_;
   std::vector<Turn> turns_;  // of a step

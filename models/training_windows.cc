@@ -68,31 +68,57 @@ TrainingWindows::TrainingWindows(TokenMixture tokens, int64_t context, uint64_t 
     : tokens_(std::move(tokens)), context_(context) {
   check<ConfigError>(context >= 1, "[data] a context of ", context);
   for (const TokenMixture::Source& source : tokens_.sources()) {
+    const uint64_t own = sources_.empty() ? seed : hash(seed, -static_cast<int64_t>(sources_.size()));
+    if (source.tokens.example_end()) {
+      PackedExamples examples(source.tokens, context);
+      const WindowStarts starts(examples.num_windows() + 1, 1, own, order);  // windows as if they were tokens
+      sources_.push_back({starts, std::move(examples)});
+      continue;
+    }
     const int64_t size = source.tokens.size();
     check<DataError>(size > context, "[data] '", source.tokens.name(), "': ", size, " tokens are too few for a context of ", context);
-    const uint64_t own = starts_.empty() ? seed : hash(seed, -static_cast<int64_t>(starts_.size()));
-    starts_.emplace_back(size, context, own, order);
+    sources_.push_back({WindowStarts(size, context, own, order), std::nullopt});
   }
 }
 
 double TrainingWindows::epochs(int s, int64_t samples) const {
-  const TokenMixture::Source& source = tokens_.sources()[static_cast<size_t>(s)];
-  return static_cast<double>(samples) * tokens_.share(s) * static_cast<double>(context_) / static_cast<double>(source.tokens.size());
+  const Tokens& tokens = tokens_.sources()[static_cast<size_t>(s)].tokens;
+  const double windows = examples(s) ? static_cast<double>(examples(s)->num_windows())
+                                     : static_cast<double>(tokens.size()) / static_cast<double>(context_);
+  return static_cast<double>(samples) * tokens_.share(s) / windows;
 }
 
 int64_t TrainingWindows::start(int64_t index) const {
   const auto [source, own] = tokens_.place(index);
-  return starts_[static_cast<size_t>(source)](own);
+  return sources_[static_cast<size_t>(source)].starts(own);
+}
+
+const PackedExamples* TrainingWindows::examples(int s) const {
+  const auto& examples = sources_[static_cast<size_t>(s)].examples;
+  return examples ? &*examples : nullptr;
 }
 
 void TrainingWindows::fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const {
-  for (int64_t i = 0; i < count; ++i) {
-    const auto [source, own] = tokens_.place(first + i);
+  for (int64_t i = 0; i < count; ++i, inputs += context_, targets += context_) {
+    const int source = tokens_.place(first + i).source;
+    const int64_t at = start(first + i);
+    if (examples(source)) {
+      examples(source)->fill(at, inputs, targets);
+      continue;
+    }
     const Tokens& tokens = tokens_.sources()[static_cast<size_t>(source)].tokens;
-    const int64_t at = starts_[static_cast<size_t>(source)](own);
-    tokens.copy(at, context_, inputs + i * context_);
-    tokens.copy(at + 1, context_, targets + i * context_);
+    tokens.copy(at, context_, inputs);
+    tokens.copy(at + 1, context_, targets);
   }
+}
+
+int64_t TrainingWindows::num_targets(int64_t first, int64_t count) const {
+  int64_t all = 0;
+  for (int64_t i = first; i < first + count; ++i) {
+    const PackedExamples* packed = examples(tokens_.place(i).source);
+    all += packed ? packed->num_targets(start(i)) : context_;
+  }
+  return all;
 }
 
 }  // namespace sheaf::models

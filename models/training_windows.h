@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <vector>
 
+#include "sheaf/models/packed_examples.h"
 #include "sheaf/models/token_mixture.h"
 
 namespace sheaf::models {
@@ -41,24 +43,32 @@ class WindowStarts {
 };
 
 /// The windows of a mixture. Sample number i of a run (the global index: step · batch + place in the global batch) is
-/// window number place(i).index of its source.
+/// window number place(i).index of its source. Those of examples are PackedExamples, each once in an epoch, too.
 class TrainingWindows {
  public:
-  /// Throws DataError if a source holds fewer than context + 1 tokens.
+  /// Throws DataError if a source holds fewer than context + 1 tokens, or examples without anything to learn.
   TrainingWindows(TokenMixture tokens, int64_t context, uint64_t seed, WindowOrder order = WindowOrder::shuffled);
 
   const TokenMixture& tokens() const { return tokens_; }
   /// How often `samples` samples read source s.
   double epochs(int s, int64_t samples) const;
-  /// Where sample `index` starts in its source.
+  /// Where sample `index` starts in its source; of examples, which of their windows it is.
   int64_t start(int64_t index) const;
   /// Writes samples [first, first + count): inputs and targets, each [count, context], row-major.
   void fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const;
+  /// Targets of samples [first, first + count) that count: all but of examples.
+  int64_t num_targets(int64_t first, int64_t count) const;
+  /// Of source s; null if it holds no examples.
+  const PackedExamples* examples(int s) const;
 
  private:
+  struct Source {
+    WindowStarts starts;
+    std::optional<PackedExamples> examples;
+  };
   TokenMixture tokens_;
   int64_t context_;
-  std::vector<WindowStarts> starts_;  // of each source
+  std::vector<Source> sources_;
 };
 
 }  // namespace sheaf::models

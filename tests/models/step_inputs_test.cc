@@ -18,7 +18,8 @@ void check_inputs(World& world, Device device) {
   models::StepInputs inputs(config, world.mesh({{"data", world.size()}}), device, 2);
   std::vector<const void*> places;
   for (const int64_t step : {0, 4, 5}) {
-    inputs.set_step(step, step * batch, fill_tiny, {0.5, static_cast<double>(step)});
+    inputs.set_step(step, step * batch, fill_tiny, {0.5, static_cast<double>(step)}, 7.0 + static_cast<double>(step));
+    EXPECT_EQ(inputs.num_targets().to_vector<double>(), (std::vector<double>{7.0 + static_cast<double>(step)}));
     EXPECT_EQ(inputs.scalars().to_vector<double>(), (std::vector<double>{0.5, static_cast<double>(step)}));
     Recording recording({.step = step, .seed = static_cast<uint64_t>(config.train.seed)});
     std::vector<const void*> here;

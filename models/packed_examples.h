@@ -1,0 +1,50 @@
+// PackedExamples: examples side by side in windows of equal length, so that little of a batch is empty.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sheaf/models/token_file.h"
+
+namespace sheaf::models {
+
+/// Puts examples, whole, into windows of `context` tokens: the longest first, each where it leaves the least room (best fit
+/// decreasing; Ding et al., https://arxiv.org/abs/2404.10830, on why none is cut), in the order of the sequence. What is left of a window is filled with tokens
+/// that end an example and count nothing. The first token of an example is never a target: it would be predicted from another one.
+///
+/// An example that is longer than a window loses its end; one in which nothing is learned is left out.
+class PackedExamples {
+ public:
+  /// Reads all tokens once. Throws DataError if these are no examples, or nothing in them is learned; ConfigError for a context below 1.
+  PackedExamples(Tokens tokens, int64_t context);
+
+  int64_t num_windows() const { return static_cast<int64_t>(targets_.size()); }
+  /// Of all windows together, and of one: targets that count.
+  int64_t num_targets() const { return num_targets_; }
+  int64_t num_targets(int64_t window) const { return targets_[static_cast<size_t>(window)]; }
+  /// Writes a window's inputs and targets, each [context].
+  void fill(int64_t window, int32_t* inputs, int32_t* targets) const;
+
+  int64_t num_examples() const { return static_cast<int64_t>(examples_.size()); }  ///< that are in a window
+  int64_t num_tokens() const { return num_tokens_; }                               ///< of theirs in windows
+  int64_t num_shortened() const { return shortened_; }                             ///< of them, that were too long
+  int64_t num_left_out() const { return left_out_; }                               ///< beside them
+
+ private:
+  struct Example {
+    int64_t begin;
+    int32_t length;   // tokens of it in its window, as inputs and, behind the last input, as a target
+    int32_t targets;  // of these, that count
+  };
+  std::vector<Example> find_examples();
+  void pack(const std::vector<Example>& found);
+
+  Tokens tokens_;
+  int64_t context_;
+  std::vector<Example> examples_;  // window by window
+  std::vector<int64_t> ends_;      // of each window, in examples_
+  std::vector<int64_t> targets_;   // of each window
+  int64_t num_targets_ = 0, num_tokens_ = 0, shortened_ = 0, left_out_ = 0;
+};
+
+}  // namespace sheaf::models
