@@ -43,7 +43,7 @@ struct ParallelDecoder : models::Decoder {
  private:
   nn::Embedding& table() override { return tokens; }
   ParallelBlock& block(int64_t i) override { return blocks[static_cast<size_t>(i)]; }
-  nn::Residual embedded(const Tensor& tokens_BT, int64_t /*position*/) override { return {.x = tokens(tokens_BT)}; }
+  nn::Residual embedded(const Tensor& tokens_BT, int64_t /*position*/, const Tensor& /*begins_BT*/) override { return {.x = tokens(tokens_BT)}; }
   Tensor normed(nn::Residual stream) override { return norm(std::move(stream)).normed; }
 };
 

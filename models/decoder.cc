@@ -36,11 +36,11 @@ int Decoder::stage_of(const nn::Module& module, const StageCut& cut) {
   return head && &module == &*head ? cut.stage_of(sizes_.layers - 1) : -1;
 }
 
-nn::Residual Decoder::stream_of(const Tensor& tokens_BT, int64_t position) {
+nn::Residual Decoder::stream_of(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) {
   check<ShapeError>(tokens_BT.rank() == 2, "[", sizes_.type, "] tokens must be [B, T], not ", tokens_BT.shape());
   const int64_t end = position + tokens_BT.size(1);
   check<ShapeError>(end <= sizes_.context, "[", sizes_.type, "] ", end, " tokens are more than the context of ", sizes_.context);
-  return embedded(tokens_BT, position);
+  return embedded(tokens_BT, position, begins_BT);
 }
 
 Tensor Decoder::loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options) {
@@ -54,7 +54,7 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
   const auto scope = begins || ends ? enter() : enter_without_unit();
   if (begins) {
     const Tensor begins_BT = sizes_.end_of_text < 0 ? Tensor() : nn::document_begins(tokens_BT, sizes_.end_of_text);
-    at.stream = stream_of(tokens_BT, 0);
+    at.stream = stream_of(tokens_BT, 0, begins_BT);
     at.stream.begins = begins_BT;
   }
   const int64_t first = at.block;

@@ -74,8 +74,9 @@ struct Decoder : nn::Module {
  private:
   virtual nn::Embedding& table() = 0;
   virtual DecoderBlock& block(int64_t i) = 0;
-  /// The residual stream of tokens, the first of which are at this position: for tables of positions.
-  virtual nn::Residual embedded(const Tensor& tokens_BT, int64_t position) = 0;
+  /// The residual stream of tokens. For tables of positions: the first tokens are at this one; or, where documents are kept apart,
+  /// each is as far behind its document's first token as it is behind `begins`, whole on axes that cut sequences.
+  virtual nn::Residual embedded(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) = 0;
   virtual Tensor normed(nn::Residual stream) = 0;
   /// What training adds to the loss: that of blocks [begin, end), which have just run, goes into `all`, which undefined is none.
   virtual void add_penalties(int64_t /*begin*/, int64_t /*end*/, Tensor& /*all*/) {}
@@ -84,7 +85,7 @@ struct Decoder : nn::Module {
     return loss + penalty;
   }
 
-  nn::Residual stream_of(const Tensor& tokens_BT, int64_t position);
+  nn::Residual stream_of(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT = {});
   Tensor hidden(const Tensor& tokens_BT, nn::KeyValueCache* cache);
   const nn::Parameter& head_weight() { return head ? head->weight : table().weight; }
   Tensor logits_of(const Tensor& x_BTC);

@@ -85,7 +85,11 @@ Gpt::Gpt(const GptConfig& c)
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
 }
 
-nn::Residual Gpt::embedded(const Tensor& tokens_BT, int64_t position) {
+nn::Residual Gpt::embedded(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) {
+  if (begins_BT) {
+    const Tensor positions_BT = arange(tokens_BT.size(1), kI32) - begins_BT;
+    return {.x = dropout(wte(tokens_BT) + wpe(redistribute(positions_BT, tokens_BT.layout())))};
+  }
   const Tensor positions_TC = slice(wpe.weight, 0, position, position + tokens_BT.size(1));
   return {.x = dropout(wte(tokens_BT) + positions_TC)};
 }

@@ -64,7 +64,7 @@ struct Gpt : Decoder {
  private:
   nn::Embedding& table() override { return wte; }
   Block& block(int64_t i) override { return blocks[static_cast<size_t>(i)]; }
-  nn::Residual embedded(const Tensor& tokens_BT, int64_t position) override;
+  nn::Residual embedded(const Tensor& tokens_BT, int64_t position, const Tensor& begins_BT) override;
   Tensor normed(nn::Residual stream) override { return ln_f(std::move(stream)).normed; }
 };
 

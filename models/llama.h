@@ -80,7 +80,9 @@ struct Llama : Decoder {
  private:
   nn::Embedding& table() override { return embedding; }
   LlamaBlock& block(int64_t i) override { return blocks[static_cast<size_t>(i)]; }
-  nn::Residual embedded(const Tensor& tokens_BT, int64_t /*position*/) override { return {.x = embedding(tokens_BT)}; }
+  nn::Residual embedded(const Tensor& tokens_BT, int64_t /*position*/, const Tensor& /*begins_BT*/) override {
+    return {.x = embedding(tokens_BT)};
+  }
   Tensor normed(nn::Residual stream) override { return norm(std::move(stream)).normed; }
   void add_penalties(int64_t begin, int64_t end, Tensor& all) override;
   Tensor with_penalty(const Tensor& loss, const Tensor& penalty, int64_t targets, const CrossEntropyOptions& options) override;

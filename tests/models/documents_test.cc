@@ -63,10 +63,10 @@ Values gradients_of(models::ModelConfig config, bool apart, int64_t rows) {
   return whole.values();
 }
 
-// Rotary positions count for nothing but their differences. (Learned ones begin anew with each document that is alone.)
+// Rotary positions count for nothing but their differences, learned ones begin anew with each document.
 TEST(Documents, AWindowIsTheSumOfItsDocuments) {
   const models::ModelConfig mixture = tiny_mixture(0, 0);  // no token counts for another's experts
-  for (const models::ModelConfig& config : {model_of("llama"), model_of("qwen3"), mixture}) {
+  for (const models::ModelConfig& config : {model_of("gpt2"), model_of("llama"), model_of("qwen3"), mixture}) {
     const Values packed = gradients_of(config, false, 6), alone = gradients_of(config, true, 6);
     EXPECT_LE(max_difference(packed, alone), 1e-11 * max_magnitude(alone)) << config.experts;
   }
