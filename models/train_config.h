@@ -110,6 +110,7 @@ struct DataConfig {
   std::string order = "shuffled";  ///< of windows to train on: "shuffled" in epochs, each once, or at "random" places
   bool separate_documents = false;  ///< tokens attend to those of their own document alone
   int64_t end_of_text = -1;        ///< the token that ends a document; -1: the tokenizer's
+  bool examples = false;           ///< no option of its own: files to train on hold examples, of which not all targets count
 };
 
 /// Whether a tokenizer comes from files that somebody published.

@@ -134,6 +134,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
     fail<ConfigError>("[train] output.trace_step: a GPU runs behind its host, whose time line would mean nothing; NVIDIA's nsys has its own");
   config_.data.end_of_text = separator_of(config_, corpus_);
   config_.data.separate_documents = config_.data.end_of_text >= 0;
+  config_.data.examples = corpus_.train.example_end().has_value();
   check_memory(config_, config_.model.vocab, world_);
   find_weights();
   lock_folder();
@@ -150,10 +151,8 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
                                             : str("train.recompute fit: ", blocks, " of ", config_.model.layers,
                                                   " blocks, the others selectively"));
   }
-  TrainingStepOptions step_options;
-  if (corpus_.train.example_end())
-    step_options.num_targets = [this](int64_t first, int64_t count) { return windows_.num_targets(first, count); };
-  step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_, step_options);
+  const auto num_targets = [this](int64_t first, int64_t count) { return windows_.num_targets(first, count); };
+  step_ = std::make_unique<TrainingStep>(fitted, config_.model.vocab, world_, device_, TrainingStepOptions{.num_targets = num_targets});
   restore();
   files_.reset();
   // What would be found out only at the first save.

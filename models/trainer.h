@@ -53,6 +53,8 @@ class Trainer {
 
   TrainingStep& step() { return *step_; }
   const Corpus& corpus() const { return corpus_; }
+  /// What it was given, with what the data say: the vocabulary, and the token that keeps documents apart.
+  const TrainConfig& config() const { return config_; }
   const TrainingWindows& windows() const { return windows_; }
   int64_t num_parameters();
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train

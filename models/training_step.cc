@@ -233,7 +233,7 @@ int64_t TrainingStep::end_of_run(int64_t run, int64_t runs) const {
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
   const OptimizationConfig& t = config_.train;
   CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_per_step())};
-  if (num_targets_) mean.divisor = inputs_->num_targets();
+  if (config_.data.examples) mean.divisor = inputs_->num_targets();
   Tensor loss;  // of the micro-batches so far, in order
   std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches)), scaled = parts;
   std::vector<ForwardProgress> forwards(parts.size());

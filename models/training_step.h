@@ -54,7 +54,7 @@ struct StandIn {
 struct TrainingStepOptions {
   DType masters = kF32;  ///< f64 to compare ways of training: train.dtype f32 then computes in it, too
   StandIn stand_in = {};
-  /// Of samples [first, first + count), how many targets count, a number above 0; null: all do.
+  /// Of samples [first, first + count), how many targets count, a number above 0; null: all do. It matters with data.examples.
   std::function<int64_t(int64_t first, int64_t count)> num_targets = {};
 };
 

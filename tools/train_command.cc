@@ -40,11 +40,10 @@ class RunLines {
 };
 
 // The plan is that of a step in which prefetch knows the order of gathers, or of a program: the first ones of a process differ.
-void report_peaks(const models::TrainConfig& config, World& world, models::Trainer& trainer,
-                  const models::TrainReport& result, int threads, RunLines& lines) {
-  const int64_t vocab = config.model.vocab ? config.model.vocab : trainer.corpus().vocab;
+void report_peaks(World& world, const models::Trainer& trainer, const models::TrainReport& result, int threads, RunLines& lines) {
+  const models::TrainConfig& config = trainer.config();
   const std::vector<int64_t> planned =
-      models::plan_peaks(config, vocab, world.size(), threads, std::string(world.kind()), world.device());
+      models::plan_peaks(config, config.model.vocab, world.size(), threads, std::string(world.kind()), world.device());
   const bool early = result.steps_here < (config.train.compile ? 4 : 2);
   lines.say(result.steps_here == 1 ? "peak memory of the first step" : "peak memory of a step");
   for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
@@ -70,7 +69,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (!first) return;
   if (result.tape.num_nodes() > 0)
     lines.say("\ncollectives of one step, as the tape lists them\n" + collective_summary(result.tape));
-  if (result.steps_here > 0) report_peaks(config, world, trainer, result, threads, lines);
+  if (result.steps_here > 0) report_peaks(world, trainer, result, threads, lines);
   if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
   lines.say(str("validation loss  ", result.val_loss, "  (nats per token, whole split unless train.eval_tokens says less)"));
 }
@@ -83,6 +82,17 @@ std::string tokens_line(const auto& data) {
 // ", 2.1 epochs", which the whole run reads of a source.
 std::string epochs_line(const models::TrainConfig& config, const models::Trainer& trainer, int source) {
   return str(", ", rounded(trainer.windows().epochs(source, config.train.steps * config.train.batch)), " epochs");
+}
+
+// Of examples, which are packed: how well, and what becomes of those that do not fit.
+std::string examples_line(const models::PackedExamples& e, int64_t context) {
+  const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
+  const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };
+  return str("  ", e.num_examples(), e.num_examples() == 1 ? " example in " : " examples in ", e.num_windows(),
+             e.num_windows() == 1 ? " window, " : " windows, ", rounded(100 * tokens / places), " % full, ",
+             rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
+             note(e.num_shortened(), " longer than a window, without their ends"),
+             note(e.num_left_out(), " left out, where nothing is to be learned"));
 }
 
 // A run that goes on need not be described again: its folder says what it was.
@@ -165,10 +175,16 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(), " parameters, ",
               config.model.lora_rank ? str(trainer.step().num_trained(), " of them trained, ") : "", tokens_line(data),
               mixed ? str() : epochs_line(config, trainer, 0)));
+      const auto say_examples = [&](int source) {
+        if (const models::PackedExamples* examples = trainer.windows().examples(source))
+          lines.say(examples_line(*examples, config.model.context));
+      };
+      if (!mixed) say_examples(0);
       for (int s = 0; mixed && s < static_cast<int>(data.sources().size()); ++s) {
         const models::Tokens& tokens = data.sources()[static_cast<size_t>(s)].tokens;
         lines.say(str("  ", rounded(100 * data.share(s)), " % of the samples from '", tokens.name(), "': ", tokens_line(tokens),
                       epochs_line(config, trainer, s)));
+        say_examples(s);
       }
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())

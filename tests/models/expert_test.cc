@@ -267,6 +267,10 @@ TEST(Experts, TheLoadBalancingLossIsDividedAsTheLossIs) {
   EXPECT_NEAR(loss(m, {.divide_by = 32}) - loss(without, {.divide_by = 32}), once / 4, 1e-12);
   const Tensor divisor = full({}, 32, kF64);
   EXPECT_NEAR(loss(m, {.divisor = divisor}) - loss(without, {.divisor = divisor}), once / 4, 1e-12);
+  // Where only some of the tokens are targets, their number is for the loss, that of tokens for what all of them have.
+  const CrossEntropyOptions both{.divide_by = 16, .divisor = divisor};
+  EXPECT_NEAR(loss(m, both) - loss(without, both), once / 2, 1e-12);
+  EXPECT_NEAR(loss(without, both), loss(without, {.divide_by = 32}), 1e-12);
 }
 
 // The load-balancing loss takes tokens to experts that had few.

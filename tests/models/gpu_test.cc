@@ -29,10 +29,10 @@ TrainedRun on_gpu(const models::TrainConfig& config, int world, int steps = kSte
 std::vector<int64_t> measured_peaks(const models::TrainConfig& config, int world) {
   std::vector<int64_t> peaks(static_cast<size_t>(world), 0);
   run_local(world, [&](World& w) {
-    models::TrainingStep step(config, config.model.vocab, w, w.device());
+    models::TrainingStep step(config, config.model.vocab, w, w.device(), tiny_options(config));
     Allocator& memory = *RankContext::current().memory(w.device());
     const int last = config.train.compile ? 3 : 1;
-    for (int s = 0; s < last; ++s) step.run(s, fill_tiny).loss.item();
+    for (int s = 0; s < last; ++s) step.run(s, tiny_data(config)).loss.item();
     memory.reset_peak();
     step.run(last, fill_tiny).loss.item();
     peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
@@ -196,6 +196,29 @@ TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNu
       const TrainedRun gpu = on_gpu(c, 4), cpu = train_tiny(c, 4, kSteps);
       for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 2e-2 * cpu.losses[s]) << s;
     }
+}
+
+// What changes from step to step with the data is read on the device.
+TEST(GpuTraining, ExamplesHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
+  SHEAF_NEEDS_GPU();
+  for (const char* type : {"gpt2", "untied llama"}) {
+    SCOPED_TRACE(type);
+    models::TrainConfig c = tiny_config();
+    c.model = tiny_model(type, 4, 2);
+    c.model.end_of_text = 5;
+    c.data.examples = true;
+    for (const int world : {1, 3}) {
+      const TrainedRun gpu = on_gpu(c, world), cpu = train_tiny(c, world, kSteps);
+      for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 1e-4 * cpu.losses[s]) << s;
+      for (const bool compile : {true, false}) {
+        models::TrainConfig other = c;
+        other.train.compile = compile;
+        if (!compile) other.sharding.strategy = "zero1";
+        expect_same_bits(on_gpu(other, world), gpu);
+      }
+      EXPECT_EQ(measured_peaks(c, world), models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
+    }
+  }
 }
 
 // Ranks that share a GPU go on as stages of a pipeline do on GPUs of their own.

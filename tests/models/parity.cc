@@ -93,14 +93,34 @@ void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) 
     }
 }
 
+models::FillBatch tiny_data(const models::TrainConfig& config) {
+  if (!config.data.examples) return fill_tiny;
+  return [context = config.model.context](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
+    fill_tiny(first, count, inputs, targets);
+    for (int64_t s = 0; s < count; ++s)
+      for (int64_t t = 0; t < context; ++t)
+        if ((first + s) % 4 == 1 || (t + first + s) % (1 + (first + s) % 3) != 0) targets[s * context + t] = models::kIgnoreIndex;
+  };
+}
+
+models::TrainingStepOptions tiny_options(const models::TrainConfig& config, DType masters) {
+  models::TrainingStepOptions options{.masters = masters};
+  options.num_targets = [fill = tiny_data(config), context = config.model.context](int64_t first, int64_t count) {
+    std::vector<int32_t> inputs(static_cast<size_t>(count * context)), targets(inputs.size());
+    fill(first, count, inputs.data(), targets.data());
+    return std::ranges::count_if(targets, [](int32_t t) { return t != models::kIgnoreIndex; });
+  };
+  return options;
+}
+
 TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
                       const std::function<void(models::TrainingStep&)>& inspect, Device device) {
   TrainedRun run;
   Whole whole;
   run_local(world, [&](World& w) {
-    models::TrainingStep step(config, config.model.vocab, w, device);
+    models::TrainingStep step(config, config.model.vocab, w, device, tiny_options(config));
     for (int s = 0; s < steps; ++s) {
-      const auto result = step.run(s, fill_tiny);
+      const auto result = step.run(s, tiny_data(config));
       if (w.rank() != 0) continue;
       run.losses.push_back(result.loss.item());
       run.norms.push_back(result.grad_norm.item());
@@ -115,8 +135,8 @@ TrainedRun train_tiny(const models::TrainConfig& config, int world, int steps,
 Values parameters_f64(const models::TrainConfig& config, int world, int steps) {
   Whole whole;
   run_local(world, [&](World& w) {
-    models::TrainingStep step(config, 13, w, Device::cpu(), {.masters = kF64});
-    for (int s = 0; s < steps; ++s) step.run(s, fill_tiny);
+    models::TrainingStep step(config, 13, w, Device::cpu(), tiny_options(config, kF64));
+    for (int s = 0; s < steps; ++s) step.run(s, tiny_data(config));
     whole.collect(step.model(), false);
   }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1});
   return whole.values();
@@ -264,13 +284,13 @@ void expect_planned_tapes(const models::TrainConfig& config, int world, const st
   std::vector<Tape> tapes(static_cast<size_t>(world));
   std::vector<int64_t> peaks(tapes.size());
   run_local(world, [&](World& w) {
-    models::TrainingStep step(config, config.model.vocab, w, Device::cpu());
+    models::TrainingStep step(config, config.model.vocab, w, Device::cpu(), tiny_options(config));
     Allocator& memory = *RankContext::current().memory(Device::cpu());
     models::RecordedStep recorded;
     const int last = config.train.compile ? 3 : 2;
     for (int s = 0; s <= last; ++s) {
       memory.reset_peak();
-      step.run(s, fill_tiny, s == last ? &recorded : nullptr);
+      step.run(s, tiny_data(config), s == last ? &recorded : nullptr);
     }
     peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
     tapes[static_cast<size_t>(w.rank())] = recorded.tape;

@@ -73,6 +73,10 @@ models::TrainConfig tiny_rank_config(const std::string& strategy);
 
 /// Deterministic batches for tiny_config().
 void fill_tiny(int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
+/// The same, or with data.examples those of which not all targets count, of some rows none.
+models::FillBatch tiny_data(const models::TrainConfig& config);
+/// For a step that reads them.
+models::TrainingStepOptions tiny_options(const models::TrainConfig& config, DType masters = kF32);
 
 struct TrainedRun {
   Values parameters;
