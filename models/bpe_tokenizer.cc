@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "sheaf/models/added_tokens.h"
 #include "sheaf/models/bpe.h"
 #include "sheaf/models/byte_alphabet.h"
 #include "sheaf/models/encode_parts.h"
@@ -21,7 +22,11 @@ class BpeTokenizer : public Tokenizer {
         bpe_(std::move(bpe)),
         merges_(std::move(merges)),
         listed_(listed),
-        end_of_text_(bpe_.id_of(end_of_text)) {}
+        end_of_text_(bpe_.id_of(end_of_text)) {
+    const auto add_special = [this](int32_t id) { special_.add(bpe_.tokens()[static_cast<size_t>(id)], id, /*special=*/false); };
+    for (auto id = static_cast<int32_t>(listed_); id < vocab_size(); ++id) add_special(id);
+    if (end_of_text_ >= 0 && end_of_text_ < listed_) add_special(end_of_text_);
+  }
 
   std::string_view kind() const override { return kind_; }
   int64_t vocab_size() const override { return static_cast<int64_t>(bpe_.tokens().size()); }
@@ -32,6 +37,15 @@ class BpeTokenizer : public Tokenizer {
 
   std::vector<int32_t> encode(std::string_view text, std::string_view) const override {
     return encode_all(std::span<const std::string_view>(&text, 1), std::nullopt);
+  }
+  std::vector<int32_t> encode_special(std::string_view text, bool, std::string_view origin) const override {
+    std::vector<int32_t> tokens;
+    const auto append = [&](std::string_view piece) {
+      const std::vector<int32_t> ids = encode(piece, origin);
+      tokens.insert(tokens.end(), ids.begin(), ids.end());
+    };
+    special_.for_each(text, append, [&](int32_t id) { tokens.push_back(id); });
+    return tokens;
   }
   std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view) const override {
     return encode_all(texts, end_of_text());
@@ -90,6 +104,7 @@ class BpeTokenizer : public Tokenizer {
   std::vector<BpePair> merges_;  // gpt2
   int64_t listed_;                 // tokens that the JSON form lists: all but Llama 3's special ones
   int32_t end_of_text_;
+  AddedTokens special_;
 };
 
 // Tokens in GPT-2's alphabet, a space between two.

@@ -8,6 +8,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/random.h"
 #include "sheaf/distributed/in_turn.h"
+#include "sheaf/models/chat_format.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/run_state.h"
@@ -46,8 +47,19 @@ int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, 
 
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config) {
   if (config.prompt.empty()) fail<ConfigError>("[generate] generate.prompt is empty: give at least one character");
+  if (!config.system.empty() && config.chat.empty())
+    fail<ConfigError>("[generate] generate.system is for a chat (generate.chat)");
+  if (!config.chat.empty()) {
+    if (config.special_tokens)
+      fail<ConfigError>("[generate] generate.special_tokens: what is said in a chat makes no special tokens: its format does");
+    std::vector<Message> messages;
+    if (!config.system.empty()) messages.push_back({"system", config.system});
+    messages.push_back({"user", config.prompt});
+    return ChatFormat(config.chat, tokenizer).encode_prompt(messages);
+  }
   try {
-    return tokenizer.encode(config.prompt, "generate.prompt");
+    return config.special_tokens ? tokenizer.encode_special(config.prompt, true, "generate.prompt")
+                                 : tokenizer.encode(config.prompt, "generate.prompt");
   } catch (const DataError&) {
     if (config.prompt != GenerateConfig{}.prompt) throw;
     return {0};
@@ -55,7 +67,8 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
 }
 
 std::optional<int32_t> end_of(const Tokenizer& tokenizer, const GenerateConfig& config) {
-  return config.ignore_end_of_text ? std::nullopt : tokenizer.end_of_text();
+  if (config.ignore_end_of_text) return std::nullopt;
+  return config.chat.empty() ? tokenizer.end_of_text() : ChatFormat(config.chat, tokenizer).end_of_turn();
 }
 
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,

@@ -12,8 +12,9 @@
 
 namespace sheaf::models {
 
-/// The tokens of config.prompt. The default prompt, a new line, is token 0 where the vocabulary has none. Throws
-/// ConfigError if it is empty, DataError naming the first character that is not in the vocabulary.
+/// The tokens of config.prompt, in a chat with what frames it. The default prompt, a new line, is token 0 where the vocabulary has
+/// none. Throws ConfigError if it is empty, or for a chat without the special tokens of its format, DataError naming the first
+/// character that is not in the vocabulary.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
 
 /// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows),
@@ -24,7 +25,8 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
                               std::optional<int32_t> end = {});
-/// The token at which a text ends: the tokenizer's, if it has one and config.ignore_end_of_text is not set.
+/// The token at which what is generated ends: the tokenizer's end of text, if it has one, in a chat that of a turn; none if
+/// config.ignore_end_of_text is set.
 std::optional<int32_t> end_of(const Tokenizer& tokenizer, const GenerateConfig& config);
 
 /// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of

@@ -147,11 +147,13 @@ class Reader {
       if (content.empty() || content.size() > Bpe::kLongestToken) token.refuse("a token has 1 to 4096 bytes");
       if (!contents.insert(content).second) token.refuse("it stands there twice");
       const bool special = token.flag("special", false), normalized = token.flag("normalized", !special);
-      if (!special)
-        for (const char* key : {"single_word", "lstrip", "rstrip"})
-          token.must_be(key, false, "Sheaf finds tokens wherever they stand, and takes nothing else");
+      bool bare = true;
+      for (const char* key : {"single_word", "lstrip", "rstrip"}) {
+        if (!special) token.must_be(key, false, "Sheaf finds tokens wherever they stand, and takes nothing else");
+        bare &= !token.flag(key, false);
+      }
       count += !ids_.contains(content);
-      file_.added.push_back({0, content, special, normalized});
+      file_.added.push_back({0, content, special, normalized, bare});
     }
     names_.resize(count);
     std::vector<bool> taken(count);

@@ -19,8 +19,9 @@ struct HuggingFaceFile {
   struct Added {
     int32_t id;
     std::string content;
-    bool special;     ///< never made from a text
+    bool special;     ///< made from a text only by who may write special tokens
     bool normalized;  ///< found in the normalized text
+    bool bare;        ///< found wherever it stands, and nothing beside it is taken
   };
   /// Whether a space is put before a text, and before each piece behind an added token.
   enum class Prefix {

@@ -1,5 +1,7 @@
 #include "sheaf/models/huggingface_tokenizer.h"
 
+#include <unordered_set>
+
 #include "sheaf/core/file.h"
 #include "sheaf/models/added_tokens.h"
 #include "sheaf/models/encode_parts.h"
@@ -32,10 +34,12 @@ class HuggingFaceTokenizer : public Tokenizer {
         whole_(!file_.pattern && joins_over_spaces(file_) && !file_.each_space) {
     for (const auto& token : file_.added) {
       const std::string content = token.normalized && file_.nfc ? nfc_of(token.content) : token.content;
-      (token.normalized ? normalized_ : raw_).add(content, token.id, token.special);
+      (token.normalized ? ordinary_.normalized : ordinary_.raw).add(content, token.id, token.special);
+      (token.normalized ? all_.normalized : all_.raw).add(content, token.id, false);
+      if (!token.bare) taking_.insert(token.id);
       file_.shown[static_cast<size_t>(token.id)] = content;
     }
-    cuttable_ = !whole_ && !raw_.contain_any(" \n") && !normalized_.contain_any(" \n");
+    cuttable_ = !whole_ && !ordinary_.raw.contain_any(" \n") && !ordinary_.normalized.contain_any(" \n");
     for (const char* name : {"</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last one that is there
       for (const auto& token : file_.added)
         if (token.special && token.content == name) end_of_text_ = token.id;
@@ -51,8 +55,8 @@ class HuggingFaceTokenizer : public Tokenizer {
     if (!cuttable_) return text.size();
     if (file_.pattern) return safe_cut(text, at);
     for (size_t i = std::max<size_t>(at, 1); i < text.size(); ++i)
-      if (text[i] == ' ' && text[i - 1] != ' ' && !text.substr(0, i).ends_with(kSpaceMark) && !raw_.may_end_at(text, i) &&
-          !normalized_.may_end_at(text, i))
+      if (text[i] == ' ' && text[i - 1] != ' ' && !text.substr(0, i).ends_with(kSpaceMark) && !ordinary_.raw.may_end_at(text, i) &&
+          !ordinary_.normalized.may_end_at(text, i))
         return i;
     return text.size();
   }
@@ -62,6 +66,17 @@ class HuggingFaceTokenizer : public Tokenizer {
   }
   std::vector<int32_t> encode_more(std::string_view text, std::string_view) const override {
     return encode_all(std::span<const std::string_view>(&text, 1), false, std::nullopt);
+  }
+  std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin) const override {
+    std::vector<int32_t> tokens;
+    WordCache cache(text.size());
+    Bpe::Scratch scratch;
+    encode_part(text, first ? Place::first : Place::within, {all_, cache, scratch, tokens});
+    for (const int32_t id : tokens)
+      if (taking_.contains(id))
+        fail<DataError>("[tokenizer] ", origin, ": ", json_string(file_.shown[static_cast<size_t>(id)]), " takes away blanks beside it ",
+                        "(single_word, lstrip or rstrip in tokenizer.json), which Sheaf does not do");
+    return tokens;
   }
   std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view) const override {
     return encode_all(texts, true, end_of_text_);
@@ -83,8 +98,13 @@ class HuggingFaceTokenizer : public Tokenizer {
   }
 
  private:
+  // Found before and after the text is normalized.
+  struct Added {
+    AddedTokens raw, normalized;
+  };
   // What a thread works with.
   struct Work {
+    const Added& added;
     WordCache& cache;
     Bpe::Scratch& scratch;
     std::vector<int32_t>& out;
@@ -101,14 +121,14 @@ class HuggingFaceTokenizer : public Tokenizer {
     return encode_in_parts(
         texts, end, [this](std::string_view whole, size_t at) { return cut(whole, at); },
         [&](std::string_view part, bool is_first, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) {
-          encode_part(part, is_first && from_start ? Place::first : Place::within, {cache, scratch, out});
+          encode_part(part, is_first && from_start ? Place::first : Place::within, {ordinary_, cache, scratch, out});
         });
   }
 
   void encode_part(std::string_view text, Place place, const Work& work) const {
     while (!text.empty()) {
       const size_t valid = valid_utf8_prefix(text);
-      raw_.for_each(
+      work.added.raw.for_each(
           text.substr(0, valid),
           [&](std::string_view piece) { normalize(piece, std::exchange(place, Place::within), work); },
           [&](int32_t id) { work.out.push_back(id), place = Place::behind_token; });
@@ -120,7 +140,7 @@ class HuggingFaceTokenizer : public Tokenizer {
   void normalize(std::string_view text, Place place, const Work& work) const {
     std::string normal;
     if (file_.nfc && may_change_in_nfc(text)) text = normal = nfc(text);
-    normalized_.for_each(
+    work.added.normalized.for_each(
         text, [&](std::string_view piece) { encode_piece(piece, std::exchange(place, Place::within), work); },
         [&](int32_t id) { work.out.push_back(id), place = Place::behind_token; });
   }
@@ -157,7 +177,8 @@ class HuggingFaceTokenizer : public Tokenizer {
   Bpe bpe_;
   bool whole_;       // a piece is one word
   bool cuttable_;
-  AddedTokens raw_, normalized_;  // found before and after the text is normalized
+  Added ordinary_, all_;  // without and with special ones
+  std::unordered_set<int32_t> taking_;  // blanks beside them
   std::optional<int32_t> end_of_text_;
 };
 

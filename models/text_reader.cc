@@ -81,19 +81,20 @@ size_t JsonLines::cut(std::string_view text, size_t at) {
   return end == std::string_view::npos ? text.size() : end + 1;
 }
 
-void JsonLines::read(std::string_view block, const std::string& name, std::vector<std::string>& documents) {
-  struct Line {
-    std::string_view text;
-    int64_t number;
-  };
-  std::vector<Line> lines;
+std::vector<NumberedLine> numbered_lines(std::string_view block, int64_t& lines) {
+  std::vector<NumberedLine> found;
   while (!block.empty()) {
     const size_t end = std::min(block.find('\n'), block.size());
-    ++lines_;
+    ++lines;
     const std::string_view line = block.substr(0, end);
-    if (line.find_first_not_of(" \t\r") != std::string_view::npos) lines.push_back({line, lines_});
+    if (line.find_first_not_of(" \t\r") != std::string_view::npos) found.push_back({line, lines});
     block.remove_prefix(std::min(end + 1, block.size()));
   }
+  return found;
+}
+
+void JsonLines::read(std::string_view block, const std::string& name, std::vector<std::string>& documents) {
+  const std::vector<NumberedLine> lines = numbered_lines(block, lines_);
   const size_t first = documents.size();
   documents.resize(first + lines.size());
   parallel_for(static_cast<int64_t>(lines.size()), 16, [&](int64_t begin, int64_t end) {

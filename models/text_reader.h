@@ -46,6 +46,14 @@ class TextReader {
   size_t given_ = 0;    // of it, by next()
 };
 
+/// A line of a text, without its end, and its number.
+struct NumberedLine {
+  std::string_view text;
+  int64_t number;
+};
+/// Those of `block` that are not blank; `lines` counts all of a text, of which `block` is the next part.
+std::vector<NumberedLine> numbered_lines(std::string_view block, int64_t& lines);
+
 /// Documents one behind another, each a JSON object in a line, of which one member is the text: what `datasets` writes and
 /// Megatron, Dolma and others read (https://jsonlines.org).
 class JsonLines {

@@ -196,7 +196,10 @@ struct GenerateConfig {
   double temperature = 0.8;   ///< divides the logits; 0: always the likeliest token
   int64_t top_k = 0;          ///< choose among the k likeliest; 0: among all
   double top_p = 1;           ///< of these among the likeliest that make up so much of their probability (nucleus sampling)
-  bool ignore_end_of_text = false;  ///< go on behind the tokenizer's token that ends a text
+  bool ignore_end_of_text = false;  ///< go on behind the token that ends a text, or a turn
+  std::string chat;           ///< "chatml", "llama3": the prompt is what a user says, and an assistant answers (ChatFormat); "": a text
+  std::string system;         ///< in a chat: what the assistant is told before
+  bool special_tokens = false;  ///< the prompt may have special tokens in it, by their names
   int64_t seed = 1337;        ///< of the choices
 };
 

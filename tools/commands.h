@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sheaf/models/bpe_trainer.h"
+#include "sheaf/models/example_lines.h"
 #include "sheaf/models/text_reader.h"
 
 namespace sheaf::tools {
@@ -45,6 +46,8 @@ struct TextArguments {
 struct TokenizeArguments {
   std::vector<std::string> files;      ///< texts, "-" for standard input, then the token file to write
   TextArguments texts;
+  models::ExampleOptions examples;     ///< with a prompt's field or a chat's format: texts are lines of examples
+  bool are_examples() const { return !examples.prompt_field.empty() || !examples.chat_format.empty(); }
   std::string tokenizer;               ///< "gpt2", "llama3", "huggingface" or "byte"
   std::string tokenizer_folder;        ///< with its published files
   int threads = 0;                     ///< 0: all cores

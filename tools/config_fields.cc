@@ -150,7 +150,10 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.top_k", &g.top_k, "choose among the k likeliest; 0: among all", any, 0},
       {"generate.top_p", &g.top_p, "of these among as few of the likeliest as make up this share of their probability (nucleus sampling)", any,
        0, 1},
-      {"generate.ignore_end_of_text", &g.ignore_end_of_text, "go on behind the token that ends a text, if the tokenizer has one"},
+      {"generate.ignore_end_of_text", &g.ignore_end_of_text, "go on behind the token that ends a text, if the tokenizer has one, or a turn"},
+      {"generate.chat", &g.chat, "chatml or llama3: the prompt is what a user says, and an assistant answers; empty: it is a text to continue"},
+      {"generate.system", &g.system, "in a chat: what the assistant is told before"},
+      {"generate.special_tokens", &g.special_tokens, "the prompt may have special tokens in it, by their names"},
       {"generate.seed", &g.seed, "of the choices", any, 0},
   };
 }

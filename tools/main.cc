@@ -87,6 +87,15 @@ int run(int argc, char** argv) {
                            "texts, a document each or JSON lines, - for standard input, and last the file to write")
       ->required();
   add_texts(tokenize_app, tokenize.texts);
+  tokenize_app->add_option("--prompt-field", tokenize.examples.prompt_field,
+                           "examples for fine-tuning: the member that is a prompt; --field is its answer (completion), which is learned");
+  tokenize_app->add_option("--chat", tokenize.examples.chat_format,
+                           "the same of conversations: chatml or llama3; --field is the list of messages (messages), each a role "
+                           "and a content, and what the assistant says is learned");
+  tokenize_app->add_flag("--special-tokens", tokenize.examples.special_tokens,
+                         "prompts and answers may have special tokens in them, by their names");
+  tokenize_app->add_option("--end-token", tokenize.examples.end,
+                           "the special token that ends an example (that for the end of a text)");
   tokenize_app->add_option("--tokenizer", tokenize.tokenizer, "gpt2, llama3, huggingface or byte")->required();
   tokenize_app->add_option("--tokenizer-folder", tokenize.tokenizer_folder,
                            "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model; of huggingface: tokenizer.json");

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <optional>
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/rank_context.h"
@@ -28,28 +29,38 @@ void require_no_text(const std::string& path) {
 
 class Tokenizing {
  public:
-  Tokenizing(const models::Tokenizer& tokenizer, const std::string& path, const TextArguments& texts, int threads)
-      : tokenizer_(tokenizer), out_(path, tokenizer.vocab_size()), texts_(texts), block_(kBlockPerThread * static_cast<size_t>(threads)) {}
+  Tokenizing(const models::Tokenizer& tokenizer, const std::string& path, const TokenizeArguments& arguments, int threads)
+      : tokenizer_(tokenizer),
+        texts_(arguments.texts),
+        block_(kBlockPerThread * static_cast<size_t>(threads)) {
+    if (arguments.are_examples()) {
+      models::ExampleOptions options = arguments.examples;
+      options.field = texts_.field;
+      examples_.emplace(tokenizer, std::move(options));
+    }
+    out_.emplace(path, tokenizer.vocab_size(), examples_ ? std::optional(examples_->end()) : std::nullopt);
+  }
 
   /// False if a signal asks to stop: then the text is not whole.
   bool add(const std::string& path) {
     models::TextReader reader(path, block_, [this] { return signals_.asked() != 0; });
-    texts_.in_json_lines(path) ? add_documents(reader) : add_document(reader);
+    examples_ ? add_examples(reader) : texts_.in_json_lines(path) ? add_documents(reader) : add_document(reader);
     check<DataError>(reader.bytes() > 0 || signals_.asked(), "[tokenize] ", reader.name(), " is empty");
-    check<DataError>(documents_ > 0 || signals_.asked(), "[tokenize] ", reader.name(), " has no documents");
+    check<DataError>(documents_ > 0 || signals_.asked(), "[tokenize] ", reader.name(), " has no ", examples_ ? "examples" : "documents");
     bytes_ += reader.bytes();
     return !signals_.asked();
   }
   int signal() const { return signals_.asked(); }
 
-  void finish() { out_.finish(); }
+  void finish() { out_->finish(); }
 
   std::string summary(double seconds, int threads) const {
     char speed[64];
     std::snprintf(speed, sizeof speed, "%.1f MB in %.2f s = %.1f MB/s", static_cast<double>(bytes_) / 1e6, seconds,
                   static_cast<double>(bytes_) / 1e6 / seconds);
-    return str(out_.size(), " tokens (", tokenizer_.kind(), ") of ", documents_,
-               documents_ == 1 ? " document, " : " documents, ", speed, " with ", threads,
+    const std::string learned = examples_ ? str(examples_->num_learned(), " of them learned, ") : "";
+    return str(out_->size(), " tokens (", tokenizer_.kind(), ") of ", documents_, examples_ ? " example" : " document",
+               documents_ == 1 ? ", " : "s, ", learned, speed, " with ", threads,
                threads == 1 ? " thread" : " threads");
   }
   const std::string& note() const { return note_; }
@@ -59,9 +70,9 @@ class Tokenizing {
     const auto cut = [&](std::string_view text, size_t at) { return tokenizer_.cut(text, at); };
     for (std::string_view block; !signals_.asked() && !(block = reader.next(cut)).empty();) {
       note_invalid(reader, block);
-      out_.write(reader.offset() ? tokenizer_.encode_more(block, reader.name()) : tokenizer_.encode(block, reader.name()));
+      out_->write(reader.offset() ? tokenizer_.encode_more(block, reader.name()) : tokenizer_.encode(block, reader.name()));
     }
-    if (const auto end = tokenizer_.end_of_text()) out_.write({&*end, 1});
+    if (const auto end = tokenizer_.end_of_text()) out_->write({&*end, 1});
     ++documents_;
   }
 
@@ -71,9 +82,20 @@ class Tokenizing {
     for (std::string_view block; !signals_.asked() && !(block = reader.next(models::JsonLines::cut)).empty();) {
       documents.clear();
       lines.read(block, reader.name(), documents);
-      out_.write(tokenizer_.encode_documents(documents, reader.name()));
+      out_->write(tokenizer_.encode_documents(documents, reader.name()));
       documents_ += static_cast<int64_t>(documents.size());
     }
+  }
+
+  void add_examples(models::TextReader& reader) {
+    std::vector<models::MarkedToken> tokens;
+    int64_t lines = 0;
+    for (std::string_view block; !signals_.asked() && !(block = reader.next(models::JsonLines::cut)).empty();) {
+      tokens.clear();
+      examples_->read(block, reader.name(), lines, tokens);
+      out_->write_examples(tokens);
+    }
+    documents_ = examples_->num_examples();
   }
 
   // Every byte can be encoded, but a text in another encoding would train nothing sensible.
@@ -87,8 +109,9 @@ class Tokenizing {
 
   StopSignals signals_;
   const models::Tokenizer& tokenizer_;
-  models::TokenFileWriter out_;
+  std::optional<models::TokenFileWriter> out_;
   const TextArguments& texts_;
+  std::optional<models::ExampleLines> examples_;
   size_t block_;
   int64_t bytes_ = 0, documents_ = 0;
   std::string note_;
@@ -107,13 +130,20 @@ int tokenize_command(const TokenizeArguments& arguments) {
   const std::string out = texts.back();
   texts.pop_back();
   arguments.texts.check(texts);
+  if (arguments.are_examples()) {
+    for (const std::string& text : texts)
+      if (!arguments.texts.in_json_lines(text))
+        fail<ConfigError>("[tokenize] examples are JSON lines, and '", text, "' is not named .jsonl; --jsonl says that it is");
+  } else if (arguments.examples.special_tokens || !arguments.examples.end.empty()) {
+    fail<ConfigError>("[tokenize] --special-tokens and --end-token are for examples (--prompt-field, --chat)");
+  }
   const auto tokenizer = models::open_tokenizer(arguments.tokenizer, arguments.tokenizer_folder);
   require_no_text(out);
   const int threads = arguments.threads > 0 ? arguments.threads : threads_per_rank(1);
   RankContext::current().threads = threads;
   const RankScope scope(RankContext::current());
   const auto start = std::chrono::steady_clock::now();
-  Tokenizing tokenizing(*tokenizer, out, arguments.texts, threads);
+  Tokenizing tokenizing(*tokenizer, out, arguments, threads);
   for (const std::string& text : texts)
     if (!tokenizing.add(text)) {
       models::warn_on_stderr(str("'", out, "' is not written: signal ", tokenizing.signal(), " asked to stop"));

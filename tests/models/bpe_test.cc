@@ -53,6 +53,22 @@ TEST(Bpe, GivesTheIdsOfItsPeers) {
   }
 }
 
+TEST(Bpe, SpecialTokensByTheirNames) {
+  for (const auto& tokenizer : both()) {
+    const int32_t end = *tokenizer->end_of_text();
+    const std::string name = tokenizer->decode(std::span(&end, 1));
+    const std::string text = "He said" + name + name + " so. <|eot|>";
+    std::vector<int32_t> expected = tokenizer->encode("He said");
+    expected.insert(expected.end(), {end, end});
+    for (const int32_t id : tokenizer->encode(" so. <|eot|>")) expected.push_back(id);
+    EXPECT_EQ(tokenizer->encode_special(text, true), expected);
+    EXPECT_NE(tokenizer->encode(text), expected);
+    EXPECT_EQ(tokenizer->special_token(name), end);
+    EXPECT_EQ(tokenizer->special_token("a"), std::nullopt);
+    EXPECT_EQ(tokenizer->special_token("<|eot_id|>").has_value(), tokenizer->kind() == "llama3");
+  }
+}
+
 TEST(Bpe, LosesNothing) {
   std::mt19937 random(1);
   for (const auto& tokenizer : both()) {

@@ -59,6 +59,52 @@ TEST(HuggingFace, GivesTheIdsOfItsPackage) {
   }
 }
 
+// Where their author may write special tokens by their names (huggingface/make_special).
+TEST(HuggingFace, SpecialTokensByTheirNames) {
+  const Json golden = file_of("special");
+  EXPECT_GT(golden.as_array().size(), 30u);
+  for (const std::string& name : all_names()) {
+    const auto tokenizer = tokenizer_of(name);
+    int differ = 0;
+    for (const Json& entry : golden.as_array()) {
+      const std::string& text = entry.at("text").as_string();
+      std::vector<int32_t> expected;
+      for (const Json& id : entry.at(name).as_array()) expected.push_back(static_cast<int32_t>(id.as_int()));
+      EXPECT_EQ(tokenizer->encode_special(text, true), expected) << name << ": " << json_string(text);
+      differ += tokenizer->encode(text) != expected;
+    }
+    if (name == "o200k") continue;  // has none
+    EXPECT_GT(differ, 5) << name;
+    EXPECT_EQ(tokenizer->special_token("the"), std::nullopt);
+    EXPECT_EQ(tokenizer->special_token("<think>"), std::nullopt) << "an added token that any text makes";
+    EXPECT_EQ(tokenizer->special_token("<none>"), std::nullopt);
+    EXPECT_EQ(tokenizer->special_token(""), std::nullopt);
+    const auto end = tokenizer->end_of_text();
+    ASSERT_TRUE(end.has_value()) << name;
+    EXPECT_EQ(tokenizer->special_token(tokenizer->decode(std::span(&*end, 1))), end);
+  }
+}
+
+// What goes on behind a text has no space put before it.
+TEST(HuggingFace, SpecialTokensInTextsThatGoOn) {
+  for (const std::string& name : all_names()) {
+    const auto tokenizer = tokenizer_of(name);
+    EXPECT_EQ(tokenizer->encode_special("God said", false), tokenizer->encode_more("God said")) << name;
+    EXPECT_EQ(tokenizer->encode_special("God said", true), tokenizer->encode("God said")) << name;
+  }
+}
+
+TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
+  Json json = file_of("gpt2");
+  Json::Array added = json.at("added_tokens").as_array();
+  added[0].set("rstrip", true);
+  json.set("added_tokens", added);
+  const auto tokenizer = make_huggingface_tokenizer(json, "here");
+  EXPECT_EQ(tokenizer->encode("<|endoftext|> a"), tokenizer_of("gpt2")->encode("<|endoftext|> a"));
+  EXPECT_THAT([&] { tokenizer->encode_special("<|endoftext|> a", true, "line 3"); },
+              ::testing::ThrowsMessage<DataError>(::testing::HasSubstr("line 3: \"<|endoftext|>\" takes away blanks beside it")));
+}
+
 // What a tokenizer does not normalize comes back, whatever bytes it is.
 TEST(HuggingFace, LosesNothing) {
   std::mt19937 random(1);

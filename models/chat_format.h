@@ -1,0 +1,46 @@
+// Conversations as tokens: the frames that models of published families were trained on.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sheaf/models/token_file.h"
+#include "sheaf/models/tokenizer.h"
+
+namespace sheaf::models {
+
+struct Message {
+  std::string role, content;
+};
+
+/// How messages stand one behind another. A frame's special tokens are read as such; what somebody has said never makes one, and
+/// is encoded on its own.
+class ChatFormat {
+ public:
+  /// "chatml" (Qwen's, SmolLM's and others') or "llama3" (Llama 3's, which trims what is said). Throws ConfigError for another, or if the
+  /// tokenizer lacks one of the frame's special tokens. `tokenizer` must outlive it.
+  ChatFormat(std::string_view name, const Tokenizer& tokenizer);
+
+  /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn. Throws DataError for a
+  /// role that is not made of letters; `origin` names the conversation in it.
+  std::vector<MarkedToken> encode(std::span<const Message> messages, std::string_view origin = "the conversation") const;
+  /// The same up to where an assistant's turn begins, as a prompt.
+  std::vector<int32_t> encode_prompt(std::span<const Message> messages) const;
+  /// Which token ends a turn.
+  int32_t end_of_turn() const { return end_of_turn_; }
+
+ private:
+  struct Frame {
+    std::string_view begin, before_role, behind_role, end_of_turn, behind_turn;
+    bool trims;
+  };
+  void open_turn(const std::string& role, std::vector<MarkedToken>& out) const;
+
+  const Tokenizer& tokenizer_;
+  Frame frame_;
+  int32_t end_of_turn_;
+};
+
+}  // namespace sheaf::models

@@ -1,0 +1,89 @@
+#include "sheaf/models/example_lines.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "sheaf/core/json.h"
+#include "sheaf/core/parallel.h"
+
+namespace sheaf::models {
+namespace {
+
+int32_t end_of(const Tokenizer& tokenizer, const std::string& name) {
+  const auto end = name.empty() ? tokenizer.end_of_text() : tokenizer.special_token(name);
+  if (!end)
+    fail<ConfigError>("[examples] the tokenizer (", tokenizer.kind(), ") has no special token ", name.empty() ? "for the end of a text" : name,
+                      ", by which examples are kept apart");
+  return *end;
+}
+
+}  // namespace
+
+ExampleLines::ExampleLines(const Tokenizer& tokenizer, ExampleOptions options)
+    : tokenizer_(tokenizer), options_(std::move(options)), end_(end_of(tokenizer, options_.end)) {
+  const bool asks = !options_.prompt_field.empty(), talks = !options_.chat_format.empty();
+  if (asks == talks) fail<ConfigError>("[examples] they are either prompts with answers or conversations");
+  if (talks && options_.special_tokens)
+    fail<ConfigError>("[examples] what is said in a conversation makes no special tokens: its format does");
+  if (options_.field.empty()) options_.field = talks ? "messages" : "completion";
+  if (talks) chat_.emplace(options_.chat_format, tokenizer);
+  if (talks && chat_->end_of_turn() == end_)
+    fail<ConfigError>("[examples] the token that ends a turn of format ", options_.chat_format, " is also that which keeps examples apart");
+}
+
+void ExampleLines::read(std::string_view block, const std::string& name, int64_t& lines, std::vector<MarkedToken>& examples) {
+  const std::vector<NumberedLine> found = numbered_lines(block, lines);
+  std::vector<std::vector<MarkedToken>> each(found.size());
+  parallel_for(static_cast<int64_t>(found.size()), 16, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+      each[i] = example(found[i].text, str("line ", found[i].number, " of ", name));
+  });
+  for (const std::vector<MarkedToken>& one : each) {
+    examples.insert(examples.end(), one.begin(), one.end());
+    learned_ += std::ranges::count_if(one, [](MarkedToken t) { return !(t & kReadOnly); });
+  }
+  count_ += static_cast<int64_t>(each.size());
+}
+
+std::vector<MarkedToken> ExampleLines::example(std::string_view line, const std::string& origin) const {
+  std::vector<MarkedToken> out;
+  if (chat_) {
+    out = conversation(line, origin);
+    out.push_back(static_cast<MarkedToken>(end_) | kReadOnly);
+  } else {
+    answer(line, origin, out);
+  }
+  for (size_t i = 0; i + 1 < out.size(); ++i)
+    if ((out[i] & ~kReadOnly) == static_cast<MarkedToken>(end_))
+      fail<DataError>("[examples] ", origin, ": the token ", json_string(tokenizer_.decode({&end_, 1})), ", by which examples are kept ",
+                      "apart, is inside of this one");
+  return out;
+}
+
+void ExampleLines::answer(std::string_view line, const std::string& origin, std::vector<MarkedToken>& out) const {
+  const auto append = [&](const std::string& field, bool first, MarkedToken mark) {
+    const std::string text = json_text_member(line, field, origin);
+    const std::vector<int32_t> ids = options_.special_tokens ? tokenizer_.encode_special(text, first, origin)
+                                     : first                 ? tokenizer_.encode(text, origin)
+                                                             : tokenizer_.encode_more(text, origin);
+    for (const int32_t id : ids) out.push_back(static_cast<MarkedToken>(id) | mark);
+  };
+  append(options_.prompt_field, true, kReadOnly);
+  append(options_.field, out.empty(), 0);
+  if (out.empty() || out.back() != static_cast<MarkedToken>(end_)) out.push_back(static_cast<MarkedToken>(end_));
+}
+
+std::vector<MarkedToken> ExampleLines::conversation(std::string_view line, const std::string& origin) const {
+  const Json json = Json::parse(line, origin);
+  std::vector<Message> messages;
+  try {
+    for (const Json& message : json.at(options_.field).as_array())
+      messages.push_back({message.at("role").as_string(), message.at("content").as_string()});
+  } catch (const DataError& error) {
+    fail<DataError>("[examples] ", origin, ": ", error.what());
+  }
+  return chat_->encode(messages, origin);
+}
+
+}  // namespace sheaf::models
