@@ -53,16 +53,29 @@ void draw_weights(models::TrainConfig& task, const ScratchFolder& folder, Draw& 
   write_safetensors(task.model.weights, inputs);
 }
 
+/// Of examples a part is learned.
+void draw_tokens(models::TrainConfig& task, Draw& draw) {
+  const auto vocab = static_cast<size_t>(task.model.vocab);
+  std::vector<int32_t> ids(77);
+  for (int32_t& id : ids) id = draw.below(vocab);
+  if (!task.data.examples) return models::write_token_file(task.data.train_file, ids, task.model.vocab);
+  if (!task.data.separate_documents) task.data.separate_documents = true, task.data.end_of_text = draw.below(vocab);
+  std::vector<models::MarkedToken> marked;
+  for (const int32_t id : ids) marked.push_back(static_cast<models::MarkedToken>(id) | (draw.one_in(2) ? models::kReadOnly : 0));
+  for (const int32_t id : {1, 2, static_cast<int32_t>(task.data.end_of_text)}) marked.push_back(static_cast<models::MarkedToken>(id));
+  models::TokenFileWriter writer(task.data.train_file, task.model.vocab, static_cast<int32_t>(task.data.end_of_text));
+  writer.write_examples(marked);
+  writer.finish();
+}
+
 class RandomTrainer : public ::testing::TestWithParam<int> {};
 
 TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   Draw draw(static_cast<uint64_t>(GetParam()));
   const ScratchFolder folder;
   models::TrainConfig task = drawn_task(draw);
-  std::vector<int32_t> ids(77);
-  for (int32_t& id : ids) id = draw.below(static_cast<size_t>(task.model.vocab));
   task.data.train_file = task.data.val_file = folder / "tokens.bin";
-  models::write_token_file(task.data.train_file, ids, task.model.vocab);
+  draw_tokens(task, draw);
   task.train.log_every = draw.of<int64_t>({1, 2});
   task.train.save_every = draw.of<int64_t>({0, 1, 2});
   task.train.eval_tokens = draw.of<int64_t>({0, 20});

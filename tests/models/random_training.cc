@@ -92,6 +92,7 @@ models::TrainConfig drawn_task(Draw& draw) {
   // A token that attends to itself alone: gradients of queries and keys would be roundings, which Muon makes as large as others.
   if (c.model.context > 1 && c.model.window != 1 && draw.one_in(3)) c.train.optimizer = "muon";
   if (draw.one_in(3)) c.data.separate_documents = true, c.data.end_of_text = draw.below(static_cast<size_t>(c.model.vocab));
+  c.data.examples = draw.one_in(4);
   c.sharding.strategy = "replicate";
   if (c.model.aux_loss != 0) c.train.micro_batches = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(c.train.batch, 4)));
   return c;
@@ -174,10 +175,19 @@ void fill_random(const models::TrainConfig& config, int64_t first, int64_t count
     for (int64_t t = 0; t <= context; ++t) {
       const bool ends = config.data.separate_documents && draw.one_in(4);
       const auto token = static_cast<int32_t>(ends ? config.data.end_of_text : draw.below(static_cast<size_t>(config.model.vocab)));
-      if (t > 0) inputs[s * context + t - 1] = last, targets[s * context + t - 1] = token;
+      const bool read_only = config.data.examples && t < context && draw.one_in(2);
+      if (t > 0) inputs[s * context + t - 1] = last, targets[s * context + t - 1] = read_only ? models::kIgnoreIndex : token;
       last = token;
     }
   }
+}
+
+models::TrainingStepOptions options_for(const models::TrainConfig& config, DType masters) {
+  return {.masters = masters, .num_targets = [&config](int64_t first, int64_t count) {
+    std::vector<int32_t> inputs(static_cast<size_t>(count * config.model.context)), targets(inputs.size());
+    fill_random(config, first, count, inputs.data(), targets.data());
+    return std::ranges::count_if(targets, [](int32_t t) { return t != models::kIgnoreIndex; });
+  }};
 }
 
 }  // namespace sheaf::testing

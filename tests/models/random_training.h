@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "sheaf/models/train_config.h"
+#include "sheaf/models/training_step.h"
 #include "sheaf/tests/core/draw.h"
 
 namespace sheaf::testing {
@@ -31,7 +31,9 @@ std::string to_string(const Way& way);
 /// The cases of a test: SHEAF_SEEDS of them, or so many as usual, from SHEAF_SEED on, or 0.
 std::vector<int> random_seeds(int usual);
 
-/// Tokens of sample `first` and so many more, in which documents end now and then.
+/// Tokens of sample `first` and so many more, in which documents end now and then; with data.examples not all targets count.
 void fill_random(const models::TrainConfig& config, int64_t first, int64_t count, int32_t* inputs, int32_t* targets);
+/// For a step that reads them; `config` must outlive it.
+models::TrainingStepOptions options_for(const models::TrainConfig& config, DType masters);
 
 }  // namespace sheaf::testing

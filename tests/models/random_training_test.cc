@@ -54,7 +54,7 @@ class Run {
  public:
   Run(const Way& way, const Part& part, World& world)
       : config_(way.config), part_(part), world_(world), saver_(world),
-        step_(config_, config_.model.vocab, world, Device::cpu(), {.masters = part.masters}) {}
+        step_(config_, config_.model.vocab, world, Device::cpu(), options_for(config_, part.masters)) {}
 
   void start() {
     if (part_.from == 0) return;
