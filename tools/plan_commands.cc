@@ -24,9 +24,23 @@ constexpr const char* kOfAGpu =
     "\nThis is what Sheaf asks of its allocator, which rounds each block up to 256 bytes. Not in it: what the driver and "
     "NCCL hold for themselves, and workspaces that only a plan of cuDNN's on the GPU itself tells.";
 
+// Whether files to train on that are here hold examples: their steps count targets, and keep examples apart. They may not be here.
+void look_at_data(models::DataConfig& data) {
+  const auto holds_examples = [](const std::string& files) {
+    try {
+      return !files.empty() && models::TokenMixture::open(files, INT32_MAX).example_end().has_value();
+    } catch (const Error&) {
+      return false;
+    }
+  };
+  data.examples = holds_examples(data.train_file);
+  data.separate_documents |= data.examples || holds_examples(data.val_file);
+}
+
 // Which token ends a document changes nothing of a plan.
 models::TrainConfig config_to_plan(const std::string& file, const std::vector<std::string>& overrides) {
   models::TrainConfig config = load_config(file, overrides);
+  look_at_data(config.data);
   if (config.data.separate_documents && config.data.end_of_text < 0) config.data.end_of_text = 0;
   return config;
 }

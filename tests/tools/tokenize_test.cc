@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
 #include "sheaf/models/bpe_tokenizer.h"
 #include "sheaf/models/huggingface_tokenizer.h"
 #include "sheaf/models/token_file.h"
@@ -22,6 +23,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using testing::Outcome;
 using testing::run_sheaf;
 
@@ -266,6 +268,113 @@ TEST(Tokenize, OptionsOfTraining) {
   EXPECT_THAT(tape.out, HasSubstr("f32[1212,128]"));
   std::filesystem::remove(f / "bpe/encoder.json");
   expect_refused(run_sheaf(f.train(gpt2)), 65, "encoder.json': No such file");
+}
+
+// Prompts and answers, from JSON lines to what a model says: what tokenizes, trains and plans agrees on what is learned.
+TEST(Tokenize, ExamplesAreTrainedPlannedAndAnswered) {
+  const Folder f;
+  std::string lines;
+  for (int i = 0; i < 300; ++i) {
+    const char c = static_cast<char>('a' + i % 6);
+    lines += str("{\"prompt\": \"", std::string(1 + static_cast<size_t>(i % 3), c), " is\", \"completion\": \" ", c, c, "\"}\n");
+  }
+  f.write("train.jsonl", lines);
+  const Outcome r = f.tokenize({"train.jsonl", "train.bin"}, "gpt2", {"--prompt-field", "prompt"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, AllOf(HasSubstr(" tokens (gpt2) of 300 examples, "), HasSubstr(" of them learned, ")));
+  const models::Tokens tokens = models::Tokens::open(f / "train.bin", 1 << 20);
+  EXPECT_EQ(tokens.example_end(), models::load_gpt2_tokenizer(kBpe)->end_of_text());
+
+  const Words data = {"--data.train_file", f / "train.bin", "--data.val_file", f / "train.bin"};
+  const Words named = data + Words{"--data.tokenizer", "gpt2", "--data.tokenizer_folder", f / "bpe"};
+  Words run = f.train(named);
+  std::erase(run, "--quiet");
+  const Words more = {"--train.steps", "120", "--train.lr", "1e-2", "--model.context", "24", "--train.save_every", "60"};
+  const Outcome trained = run_sheaf(run + more);
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  EXPECT_THAT(trained.out, AllOf(HasSubstr("  300 examples in "), HasSubstr(" % full, "), HasSubstr(" % of their tokens are learned\n")));
+  EXPECT_THAT(trained.out, AllOf(HasSubstr("(equal)"), Not(HasSubstr("DIFFERENT")), HasSubstr("(nats per token that is learned, ")));
+  const std::string answer = run_sheaf({"generate", f / "out", "--generate.prompt", "bb is", "--generate.temperature", "0"}).out;
+  EXPECT_EQ(answer, "bb is bb\n") << "it ends where the answer does";
+
+  // Interrupted half-way it would be the same run.
+  const testing::Metrics whole = testing::read_metrics(f / "out/metrics.jsonl");
+  std::filesystem::remove_all(f / "out/checkpoints/step-120");
+  ASSERT_EQ(run_sheaf(run + more + Words{"--resume"}).code, 0);
+  testing::expect_same_curve(testing::read_metrics(f / "out/metrics.jsonl"), whole, "resumed");
+
+  // A plan looks at the file, if it is there.
+  const Words sizes = {"--model.layers", "1", "--model.heads", "2", "--model.width", "16", "--model.context", "16", "--model.vocab", "400"};
+  const Outcome with = run_sheaf(Words{"tape"} + data + sizes), without = run_sheaf(Words{"tape"} + sizes);
+  ASSERT_EQ(with.code, 0) << with.err;
+  EXPECT_THAT(with.out, HasSubstr("document_begins"));
+  EXPECT_THAT(without.out, Not(HasSubstr("document_begins")));
+}
+
+TEST(Tokenize, ConversationsAndTheirSpecialTokens) {
+  const Folder f;
+  Json json = Json::parse(File::open("tests/models/huggingface/gpt2.json").read_all(), "gpt2.json");
+  Json::Array added = json.at("added_tokens").as_array();
+  for (const char* content : {"<|im_start|>", "<|im_end|>"}) {
+    Json token = added[0];
+    token.set("id", static_cast<int64_t>(420 + added.size())).set("content", content);
+    added.push_back(token);
+  }
+  json.set("added_tokens", added);
+  f.write("bpe/tokenizer.json", json.dump());
+  f.write("chat.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}, {\"role\": \"assistant\", \"content\": \"Yo\"}]}\n");
+  const Outcome r = f.tokenize({"chat.jsonl", "chat.bin"}, "huggingface", {"--chat", "chatml"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto tokenizer = models::load_huggingface_tokenizer(f / "bpe");
+  EXPECT_EQ(read(f / "chat.bin", 500),
+            tokenizer->encode_special("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n<|endoftext|>", true));
+
+  const Words data = {"--data.train_file", f / "chat.bin", "--data.val_file", f / "chat.bin", "--data.tokenizer", "huggingface",
+                      "--data.tokenizer_folder", f / "bpe"};
+  const Outcome trained = run_sheaf(f.train(data) + Words{"--train.steps", "150", "--train.lr", "1e-2", "--model.context", "40"});
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  const Words asks = {"generate", f / "out", "--generate.prompt", "Hi", "--generate.temperature", "0"};
+  const std::string asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n";
+  EXPECT_EQ(run_sheaf(asks + Words{"--generate.chat", "chatml"}).out, asked + "Yo\n") << "it ends with the turn";
+  EXPECT_THAT(run_sheaf(asks + Words{"--generate.chat", "chatml", "--generate.ignore_end_of_text", "true"}).out,
+              ::testing::StartsWith(asked + "Yo<|im_end|>"));
+  EXPECT_THAT(run_sheaf(asks + Words{"--generate.chat", "chatml", "--generate.system", "Be good."}).out,
+              ::testing::StartsWith("<|im_start|>system\nBe good.<|im_end|>\n" + asked));
+  EXPECT_THAT(run_sheaf({"generate", f / "out", "--generate.prompt", asked, "--generate.special_tokens", "true", "--generate.temperature", "0"}).out,
+              ::testing::StartsWith(asked + "Yo<|im_end|>"));
+  expect_refused(run_sheaf(asks + Words{"--generate.chat", "llama3"}), 64, "no special token <|begin_of_text|>");
+  expect_refused(run_sheaf(asks + Words{"--generate.system", "Be good."}), 64, "generate.system is for a chat");
+  expect_refused(run_sheaf(asks + Words{"--generate.chat", "chatml", "--generate.special_tokens", "true"}), 64, "generate.special_tokens");
+}
+
+TEST(Tokenize, ExamplesThatAreNone) {
+  const Folder f;
+  f.write("good.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
+  f.write("bad.jsonl", "\n{\"prompt\": \"a\"}\n");
+  const auto tokenize = [&](const Words& files, const Words& more) { return f.tokenize(files, "gpt2", more); };
+  const Words asks = {"--prompt-field", "prompt"};
+  expect_refused(tokenize({"good.jsonl", "bad.jsonl", "out.bin"}, asks), 65, Words{"line 2 of '", "bad.jsonl'", "completion"});
+  EXPECT_FALSE(std::filesystem::exists(f / "out.bin"));
+  expect_refused(tokenize({"a.txt", "out.bin"}, asks), 64, "examples are JSON lines, and '");
+  expect_refused(tokenize({"good.jsonl", "out.bin"}, {"--special-tokens"}), 64, "are for examples");
+  expect_refused(tokenize({"good.jsonl", "out.bin"}, {"--chat", "chatml"}), 64, "no special token <|im_start|>");
+  expect_refused(tokenize({"good.jsonl", "out.bin"}, asks + Words{"--chat", "chatml"}), 64, "either prompts with answers or conversations");
+  f.write("blank.jsonl", "\n\n");
+  expect_refused(tokenize({"blank.jsonl", "out.bin"}, asks), 65, "has no examples");
+
+  ASSERT_EQ(tokenize({"good.jsonl", "one.bin"}, asks).code, 0);
+  const std::string one = f / "one.bin";
+  const auto train = [&](const Words& more) {
+    return run_sheaf(f.train({"--data.train_file", one, "--data.val_file", one, "--model.vocab", "1000"}) + more);
+  };
+  expect_refused(train({"--data.separate_documents", "true", "--data.end_of_text", "7"}), 64, "data.end_of_text is 7, the examples of '");
+  expect_refused(train({"--model.vocab", "900"}), 65, "which is outside the vocabulary of 900");
+  f.write("long.jsonl", "{\"prompt\": \"" + testing::sample_text(400) + "\", \"completion\": \"b\"}\n");
+  std::string text = File::open(f / "long.jsonl").read_all();
+  std::replace(text.begin(), text.end() - 1, '\n', ' ');
+  f.write("long.jsonl", text);
+  ASSERT_EQ(tokenize({"long.jsonl", "long.bin"}, asks).code, 0);
+  expect_refused(train({"--data.train_file", f / "long.bin"}), 65, "in none of 1 example is anything to learn within a context of 16");
 }
 
 }  // namespace
