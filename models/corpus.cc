@@ -41,7 +41,7 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const 
   }
   if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2, llama3 or huggingface");
   corpus.train = TokenMixture::open(data.train_file, vocab);
-  corpus.val = Tokens::open(data.val_file, vocab);
+  corpus.val = ValidationSets::open(data.val_file, vocab);
   corpus.vocab = vocab;
   return corpus;
 }

@@ -7,6 +7,7 @@
 #include "sheaf/models/token_mixture.h"
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/train_config.h"
+#include "sheaf/models/validation_sets.h"
 
 namespace sheaf::models {
 
@@ -14,7 +15,7 @@ namespace sheaf::models {
 struct Corpus {
   std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
   TokenMixture train;
-  Tokens val;
+  ValidationSets val;
   int64_t vocab = 0;
 };
 

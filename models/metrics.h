@@ -13,10 +13,10 @@ namespace sheaf::models {
 
 /// A named number of one step.
 struct Metric {
-  std::string_view name;
+  std::string name;
   std::variant<int64_t, double> value;
-  Metric(std::string_view name, double value) : name(name), value(value) {}
-  Metric(std::string_view name, int64_t value) : name(name), value(value) {}
+  Metric(std::string name, double value) : name(std::move(name)), value(value) {}
+  Metric(std::string name, int64_t value) : name(std::move(name)), value(value) {}
 };
 
 /// Appends to metrics.jsonl, one object per line: {"step":10,"loss":2.25,...}; docs/output.md has the fields. Doubles are

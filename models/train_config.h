@@ -106,7 +106,7 @@ struct DataConfig {
   double val_fraction = 0.1;       ///< tail of the text held out for validation, in (0, 1)
   std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several; or
                                    ///< weights and patterns in turn, "0.7 web_*.bin 0.3 code_*.bin"
-  std::string val_file;            ///< token file to validate on, or several
+  std::string val_file;            ///< token file to validate on, or several; or named sets of them (ValidationSets::open)
   std::string order = "shuffled";  ///< of windows to train on: "shuffled" in epochs, each once, or at "random" places
   bool separate_documents = false;  ///< tokens attend to those of their own document alone
   int64_t end_of_text = -1;        ///< the token that ends a document; -1: the tokenizer's

@@ -117,12 +117,18 @@ std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, cons
 
 }  // namespace
 
+std::string losses_by_name(const TrainReport& report) {
+  std::string text;
+  for (const auto& [name, loss] : report.val_losses) text += str(", of ", name, ' ', loss);
+  return text;
+}
+
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
       corpus_(load_corpus(config.data, config.model.vocab, saved_tokenizer(config, options))),
       windows_(corpus_.train, config.model.context, static_cast<uint64_t>(config.train.seed),
                window_order(config.data.order)),
-      validation_(corpus_.val, config.model.context, config.train.eval_tokens), saver_(world) {
+      validation_(validations(corpus_.val, config.model.context, config.train.eval_tokens)), saver_(world) {
   refuse_earlier_run();
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
@@ -272,6 +278,15 @@ void Trainer::check_lost_steps(int64_t done) {
                        "may help");
 }
 
+void Trainer::evaluate(TrainReport& report) {
+  report.val_losses.clear();
+  for (Validation& v : validation_) {
+    v.loss = step_->evaluate(v.windows);
+    if (!v.name.empty()) report.val_losses.emplace_back(v.name, v.loss);
+  }
+  report.val_loss = mean_loss(validation_);
+}
+
 TrainReport Trainer::run(const std::function<int()>& signal) {
   try {
     return run_steps(signal);
@@ -380,10 +395,12 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
     }
     if (last || (t.eval_every > 0 && done % t.eval_every == 0)) {
       const double begin = now();
-      report.val_loss = step_->evaluate(validation_);
+      evaluate(report);
       if (first_rank) {
-        metrics->write(done, {{"val_loss", report.val_loss}});
-        options_.print(str("step ", done, "  validation loss ", report.val_loss));
+        std::vector<Metric> values{{"val_loss", report.val_loss}};
+        for (const auto& [name, loss] : report.val_losses) values.push_back({"val_loss_" + name, loss});
+        metrics->write(done, values);
+        options_.print(str("step ", done, "  validation loss ", report.val_loss, losses_by_name(report)));
       }
       evaluating += now() - begin;
       since += now() - begin;
@@ -399,7 +416,7 @@ TrainReport Trainer::run_steps(const std::function<int()>& signal) {
   saver_.finish();
   if (complete()) {  // report the finished run
     if (first_rank) options_.print(str("the run is complete at step ", first_step_));
-    report.val_loss = step_->evaluate(validation_);
+    evaluate(report);
   }
   report.peak_bytes = report.peaks.empty() ? 0 : report.peaks[world_.rank()];
   report.tape = std::move(recorded.tape);

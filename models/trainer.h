@@ -31,12 +31,17 @@ struct TrainReport {
   int64_t done = 0;              ///< of them, here and before a resumption
   int64_t steps_here = 0;        ///< that ran in this process: those before are a resumed run's
   int stopped_by = 0;            ///< signal that ended it after step `done`, which is saved; the same on all ranks; 0: none
-  double train_loss = 0, val_loss = 0;
+  double train_loss = 0;
+  double val_loss = 0;           ///< of all validation sets together
+  std::vector<std::pair<std::string, double>> val_losses;  ///< of each that has a name
   int64_t peak_bytes = 0;        ///< of this rank, in the last step
   std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran here
   Tape tape;                     ///< of the last step that ran here
   double seconds = 0;
 };
+
+/// ", of web 3.1, of chat 1.2": of each validation set that has a name.
+std::string losses_by_name(const TrainReport& report);
 
 class Trainer {
  public:
@@ -69,6 +74,7 @@ class Trainer {
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
   void check_lost_steps(int64_t done);
+  void evaluate(TrainReport& report);
   void report_program(const Program& program) const;
   void save(int64_t step);
 
@@ -81,7 +87,7 @@ class Trainer {
   std::optional<PublishedFiles> files_;  ///< that config.model.weights names, until they are read
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;
-  SequentialWindows validation_;
+  std::vector<Validation> validation_;
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;

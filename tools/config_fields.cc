@@ -71,7 +71,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "of gpt2: encoder.json, vocab.bpe (or vocab.json, merges.txt); of llama3: tokenizer.model; of huggingface: tokenizer.json"},
       {"data.val_fraction", &d.val_fraction, "tail of the text held out for validation", any, 0, 0.999},
       {"data.train_file", &d.train_file, "token file to train on, instead of a text; 'name_*.bin' takes several, '0.7 a_*.bin 0.3 b_*.bin' mixes them"},
-      {"data.val_file", &d.val_file, "token file to validate on, or several"},
+      {"data.val_file", &d.val_file, "token file to validate on, or several; or named sets of them, \"web=web.bin chat=chat.bin\""},
       {"data.order", &d.order, "of windows to train on: each once an epoch, or at random places", {"shuffled", "random"}},
       {"data.separate_documents", &d.separate_documents, "tokens attend to those of their own document alone"},
       {"data.end_of_text", &d.end_of_text, "the token that ends a document; -1: the tokenizer's", any, -1, 1e8},

@@ -26,15 +26,15 @@ constexpr const char* kOfAGpu =
 
 // Whether files to train on that are here hold examples: their steps count targets, and keep examples apart. They may not be here.
 void look_at_data(models::DataConfig& data) {
-  const auto holds_examples = [](const std::string& files) {
+  const auto holds_examples = [](const auto& open, const std::string& files) {
     try {
-      return !files.empty() && models::TokenMixture::open(files, INT32_MAX).example_end().has_value();
+      return !files.empty() && open(files, INT32_MAX).example_end().has_value();
     } catch (const Error&) {
       return false;
     }
   };
-  data.examples = holds_examples(data.train_file);
-  data.separate_documents |= data.examples || holds_examples(data.val_file);
+  data.examples = holds_examples(models::TokenMixture::open, data.train_file);
+  data.separate_documents |= data.examples || holds_examples(models::ValidationSets::open, data.val_file);
 }
 
 // Which token ends a document changes nothing of a plan.

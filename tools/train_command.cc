@@ -72,7 +72,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (result.steps_here > 0) report_peaks(world, trainer, result, threads, lines);
   if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
   const char* const of = trainer.corpus().val.example_end() ? "nats per token that is learned" : "nats per token";
-  lines.say(str("validation loss  ", result.val_loss, "  (", of, ", whole split unless train.eval_tokens says less)"));
+  lines.say(str("validation loss  ", result.val_loss, models::losses_by_name(result), "  (", of, ", whole split unless train.eval_tokens says less)"));
 }
 
 // "3000 training tokens in 50 files".

@@ -19,6 +19,7 @@
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/training_windows.h"
 #include "sheaf/models/tokenizer.h"
+#include "sheaf/models/validation_sets.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
 namespace sheaf::models {
@@ -282,7 +283,7 @@ TEST(Corpus, TextIsSplitAtTheTail) {
   EXPECT_EQ(corpus.train.size(), 18);
   EXPECT_EQ(corpus.val.size(), 2);
   int32_t tail[2];
-  corpus.val.copy(0, 2, tail);
+  corpus.val.sets()[0].tokens.copy(0, 2, tail);
   EXPECT_THAT(tail, ElementsAre(8, 9));
   EXPECT_EQ(load_text_corpus(folder / "a.txt", "byte", 0.5).vocab, 256);
   EXPECT_THAT(data_error([&] { load_text_corpus(folder / "a.txt", "char", 0.01); }), HasSubstr("too few"));
@@ -319,6 +320,57 @@ TEST(SequentialWindows, EveryTargetCountsOnce) {
     EXPECT_EQ(seen.size(), static_cast<size_t>(n - 1));
     EXPECT_EQ(std::set<int32_t>(seen.begin(), seen.end()).size(), seen.size());
   }
+}
+
+TEST(ValidationSets, OneOrSeveralByNames) {
+  const ScratchFolder folder;
+  for (const char* name : {"a.bin", "b1.bin", "b2.bin", "x=y.bin"})
+    write_token_file(folder / name, std::vector<int32_t>{1, 2, 3, static_cast<int32_t>(name[1])}, 200);
+  const ValidationSets one = ValidationSets::open(folder / "b*.bin", 200);
+  ASSERT_EQ(one.sets().size(), 1u);
+  EXPECT_EQ(one.sets()[0].name, "");
+  EXPECT_EQ(one.size(), 8);
+  EXPECT_EQ(one.check_all(), Tokens::open(folder / "b*.bin", 200).check_all());
+  EXPECT_EQ(ValidationSets::open(folder / "x=y.bin", 200).size(), 4) << "a file that has that name";
+
+  const std::string text = " web=" + folder / "b*.bin" + "  chat-1=" + folder / "a.bin";
+  const ValidationSets two = ValidationSets::open(text, 200);
+  ASSERT_EQ(two.sets().size(), 2u);
+  EXPECT_EQ(two.sets()[0].name, "web");
+  EXPECT_EQ(two.sets()[0].tokens.size(), 8);
+  EXPECT_EQ(two.sets()[1].name, "chat-1");
+  EXPECT_EQ(two.size(), 12);
+  EXPECT_NE(two.check_all(), ValidationSets::open("web=" + folder / "b*.bin" + " chat=" + folder / "a.bin", 200).check_all());
+
+  std::vector<Validation> all = validations(two, 3, 0);
+  ASSERT_EQ(all.size(), 2u);
+  all[0].loss = 1, all[1].loss = 2;  // of 7 and of 3 targets
+  EXPECT_DOUBLE_EQ(mean_loss(all), 1.3);
+  EXPECT_EQ(validations(two, 3, 2)[0].windows.num_targets(), 2);
+
+  const auto refused = [&](const std::string& sets) {
+    return message_of<ConfigError>(ExitCode::kConfig, [&] { ValidationSets::open(sets, 200); });
+  };
+  EXPECT_THAT(refused("a=" + folder / "a.bin" + " a=" + folder / "a.bin"), HasSubstr("two validation sets have the name 'a'"));
+  EXPECT_THAT(refused("a=" + folder / "a.bin" + " b"), HasSubstr("validation sets are names and files"));
+  EXPECT_THAT(refused("a=" + folder / "a.bin" + " =b"), HasSubstr("found '=b'"));
+  EXPECT_THAT(data_error([&] { ValidationSets::open("a=" + folder / "none.bin", 200); }), HasSubstr("none.bin"));
+}
+
+TEST(ValidationSets, ExamplesEndAlike) {
+  const ScratchFolder folder;
+  for (const int32_t end : {2, 3}) {
+    TokenFileWriter writer(folder / (std::to_string(end) + ".bin"), 10, end);
+    writer.write_examples(std::vector<MarkedToken>{5, 6, static_cast<MarkedToken>(end)});
+    writer.finish();
+  }
+  write_token_file(folder / "text.bin", std::vector<int32_t>{1, 2, 3}, 10);
+  const std::string text = "t=" + folder / "text.bin";
+  EXPECT_EQ(ValidationSets::open(text, 10).example_end(), std::nullopt);
+  EXPECT_EQ(ValidationSets::open(text + " a=" + folder / "2.bin", 10).example_end(), 2);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig,
+                                      [&] { ValidationSets::open(text + " a=" + folder / "2.bin" + " b=" + folder / "3.bin", 10).example_end(); }),
+              HasSubstr("end with token 2, those of '"));
 }
 
 TEST(SequentialWindows, LimitAndPadding) {

@@ -208,6 +208,37 @@ TEST(Train, ManyTokenFilesAreOneOfAllTokens) {
   }
 }
 
+// Each with its own loss, and all together.
+TEST(Train, ValidatesOnSeveralSets) {
+  CorpusFolder folder;
+  const std::string text = sample_text(3000);
+  write_tokens(folder / "a.bin", text.substr(0, 2000));
+  write_tokens(folder / "b.bin", text.substr(2000));
+  const auto train = [&](const std::string& sets, const std::string& out) {
+    return Words{"train"} + kTinyRun + Words{"--model.vocab", "128", "--data.train_file", folder / "a.bin", "--data.val_file", sets,
+                                             "--train.eval_tokens", "0", "--output.folder", folder / out};
+  };
+  const std::string both = "long=" + (folder / "a.bin") + " short=" + (folder / "b.bin");
+  const Outcome one = run_sheaf(train(both, "one")), two = run_sheaf(on_ranks(2, train(both, "two")));
+  ASSERT_EQ(one.code, 0) << one.err;
+  ASSERT_EQ(two.code, 0) << two.err;
+  const auto last = [&](const char* out) { return folder.metrics(out).rbegin()->second; };
+  const auto of = [&](const char* out, const char* field) { return std::stod(last(out).at(field)); };
+  const double a = of("one", "val_loss_long"), b = of("one", "val_loss_short");
+  EXPECT_NE(a, b);
+  EXPECT_NEAR(of("one", "val_loss"), (1999 * a + 999 * b) / 2998, 1e-9);
+  EXPECT_NEAR(of("two", "val_loss_short"), b, 1e-5);
+  EXPECT_THAT(one.out, HasSubstr(", of long " + last("one").at("val_loss_long").substr(0, 6)));
+  // Alone a set has the loss that it has beside others, and no name.
+  ASSERT_EQ(run_sheaf(train(folder / "b.bin", "alone")).code, 0);
+  EXPECT_EQ(last("alone").at("val_loss"), last("one").at("val_loss_short"));
+  EXPECT_FALSE(last("alone").contains("val_loss_short"));
+  EXPECT_EQ(run_sheaf(train(both, "one") + Words{"--resume"}).code, 0);
+  expect_refused(run_sheaf(train("long=" + (folder / "a.bin") + " short=" + (folder / "a.bin"), "one") + Words{"--resume"}), 76,
+                 "the validation data was 3000 tokens with XXH3 ");
+  expect_refused(run_sheaf(train(both + " long=" + (folder / "a.bin"), "new")), 64, "two validation sets have the name 'long'");
+}
+
 // By weights; the same samples whatever the ranks are.
 TEST(Train, MixesDataSets) {
   CorpusFolder folder;
