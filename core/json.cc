@@ -1,5 +1,6 @@
 #include "sheaf/core/json.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -17,7 +18,8 @@ constexpr size_t kMaxDepth = 32;
 class Builder : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit Builder(std::string_view origin) : origin_(origin) {}
-  Json take() { return std::move(root_); }
+  Json take() { return std::exchange(root_, Json()); }
+  bool is_whole() const { return stack_.empty(); }  // after any event
   [[noreturn]] void refuse(const std::string& reason) const { fail<DataError>("[json] ", origin_, ": ", reason); }
 
   bool null() override { return add(Json()); }
@@ -80,59 +82,78 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   Json root_;
 };
 
-// Looks for one member of the outermost object.
+// Builds some members of the outermost object, and passes over the others.
 class MemberFinder : public nlohmann::json_sax<nlohmann::json> {
  public:
-  MemberFinder(std::string_view key, std::string_view origin) : key_(key), origin_(origin) {}
-  [[noreturn]] void refuse(const std::string& reason) const { fail<DataError>("[json] ", origin_, ": ", reason); }
-  std::string take() {
-    if (!found_) refuse("no member " + json_string(key_));
-    return std::move(text_);
+  MemberFinder(std::span<const std::string> keys, std::string_view origin)
+      : keys_(keys), builder_(origin), values_(keys.size()), found_(keys.size()) {}
+  [[noreturn]] void refuse(const std::string& reason) const { builder_.refuse(reason); }
+  std::vector<Json> take() {
+    for (size_t i = 0; i < keys_.size(); ++i)
+      if (!found_[i]) refuse("no member " + json_string(keys_[i]));
+    return std::move(values_);
   }
 
-  bool null() override { return other(); }
-  bool boolean(bool) override { return other(); }
-  bool number_integer(number_integer_t) override { return other(); }
-  bool number_unsigned(number_unsigned_t) override { return other(); }
-  bool number_float(number_float_t, const string_t&) override { return other(); }
-  bool binary(binary_t&) override { return other(); }
-  bool string(string_t& value) override {
-    if (!here_) return other();
-    text_ = std::move(value), found_ = true, here_ = false;
+  bool null() override { return value([](Builder& b) { b.null(); }); }
+  bool boolean(bool x) override { return value([&](Builder& b) { b.boolean(x); }); }
+  bool number_integer(number_integer_t x) override { return value([&](Builder& b) { b.number_integer(x); }); }
+  bool number_unsigned(number_unsigned_t x) override { return value([&](Builder& b) { b.number_unsigned(x); }); }
+  bool number_float(number_float_t x, const string_t& text) override { return value([&](Builder& b) { b.number_float(x, text); }); }
+  bool binary(binary_t& x) override { return value([&](Builder& b) { b.binary(x); }); }
+  bool string(string_t& x) override { return value([&](Builder& b) { b.string(x); }); }
+  bool start_object(size_t n) override { return ++depth_ > 0 && value([&](Builder& b) { b.start_object(n); }); }
+  bool start_array(size_t n) override { return ++depth_ > 0 && value([&](Builder& b) { b.start_array(n); }); }
+  bool end_object() override { return --depth_ >= 0 && value([](Builder& b) { b.end_object(); }); }
+  bool end_array() override { return --depth_ >= 0 && value([](Builder& b) { b.end_array(); }); }
+  bool key(string_t& name) override {
+    if (here_ != kNone) return builder_.key(name);
+    if (depth_ > 1) return true;
+    here_ = static_cast<size_t>(std::ranges::find(keys_, name) - keys_.begin());
+    if (here_ == keys_.size()) here_ = kNone;
+    else if (found_[here_]) refuse("duplicate key " + json_string(name));
     return true;
   }
-  bool start_object(size_t) override { return other() && ++depth_ > 0; }
-  bool start_array(size_t) override { return other() && ++depth_ > 0; }
-  bool end_object() override { return --depth_ >= 0; }
-  bool end_array() override { return --depth_ >= 0; }
-  bool key(string_t& value) override {
-    here_ = depth_ == 1 && value == key_;
-    if (here_ && found_) refuse("duplicate key " + json_string(key_));
-    return true;
-  }
-  bool parse_error(size_t position, const std::string&, const nlohmann::json::exception&) override {
-    refuse("not valid JSON at byte " + std::to_string(position));
+  bool parse_error(size_t position, const std::string& text, const nlohmann::json::exception& error) override {
+    return builder_.parse_error(position, text, error);
   }
 
  private:
-  bool other() {
-    if (here_) refuse("member " + json_string(key_) + " is not a string");
+  static constexpr size_t kNone = static_cast<size_t>(-1);
+  template <class F>
+  bool value(F f) {
+    if (here_ == kNone) return true;
+    f(builder_);
+    if (!builder_.is_whole()) return true;
+    values_[here_] = builder_.take(), found_[here_] = true;
+    here_ = kNone;
     return true;
   }
 
-  std::string_view key_, origin_;
-  std::string text_;
+  std::span<const std::string> keys_;
+  Builder builder_;
+  std::vector<Json> values_;
+  std::vector<bool> found_;
   int depth_ = 0;
-  bool here_ = false, found_ = false;  // the next value is it
+  size_t here_ = kNone;  // the member whose value is under way
 };
 
 }  // namespace
 
-std::string json_text_member(std::string_view text, std::string_view key, std::string_view origin) {
-  MemberFinder finder(key, origin);
+std::vector<Json> json_members(std::string_view text, std::span<const std::string> keys, std::string_view origin) {
+  MemberFinder finder(keys, origin);
   if (text.find('\0') != std::string_view::npos) finder.refuse("contains a zero byte");
   nlohmann::json::sax_parse(text.begin(), text.end(), &finder);
   return finder.take();
+}
+
+std::vector<std::string> json_text_members(std::string_view text, std::span<const std::string> keys, std::string_view origin) {
+  std::vector<std::string> texts;
+  for (Json& value : json_members(text, keys, origin)) {
+    std::string* const member = value.text();
+    if (!member) fail<DataError>("[json] ", origin, ": member ", json_string(keys[texts.size()]), " is not a string");
+    texts.push_back(std::move(*member));
+  }
+  return texts;
 }
 
 Json Json::parse(std::string_view text, std::string_view origin) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -45,6 +46,7 @@ class Json {
   int64_t as_int() const;
   double as_double() const;
   const std::string& as_string() const;
+  std::string* text() { return std::get_if<std::string>(&value_); }  ///< null if it is no string
   const Array& as_array() const;
   const Object& as_object() const;
 
@@ -64,9 +66,11 @@ class Json {
   std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object> value_;
 };
 
-/// The string that is member `key` of the object in `text`, whose other members may be any JSON: integers of more than
-/// 64 bits, at any depth; but no number beyond a double's range. Throws DataError "[json] <origin>: <reason>".
-std::string json_text_member(std::string_view text, std::string_view key, std::string_view origin);
+/// The members `keys` of the object in `text`, whose other members may be any JSON: integers of more than 64 bits, at any depth;
+/// but no number beyond a double's range. Throws DataError "[json] <origin>: <reason>".
+std::vector<Json> json_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);
+/// The same of members that are strings.
+std::vector<std::string> json_text_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);
 
 /// Shortest decimal text that reads back to the same double, with a point or an exponent; "null" for NaN and infinities.
 std::string json_number(double value);

@@ -12,6 +12,11 @@ void AddedTokens::add(const std::string& content, int32_t id, bool special) {
   std::sort(lengths.begin(), lengths.end(), std::greater());
 }
 
+std::optional<int32_t> AddedTokens::find(std::string_view content) const {
+  const auto found = ids_.find(content);
+  return found == ids_.end() || found->second < 0 ? std::nullopt : std::optional(found->second);
+}
+
 bool AddedTokens::contain_any(std::string_view characters) const {
   return any_ && std::any_of(ids_.begin(), ids_.end(),
                              [&](const auto& token) { return token.first.find_first_of(characters) != std::string::npos; });

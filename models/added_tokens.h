@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -20,6 +21,8 @@ class AddedTokens {
 
   /// None of the tokens can be found.
   bool empty() const { return !any_; }
+  /// One that can be found, by its text.
+  std::optional<int32_t> find(std::string_view content) const;
   /// Whether one of these characters is in a token, so that a text must not be cut there.
   bool contain_any(std::string_view characters) const;
   /// Whether a token could end at text[at].

@@ -11,7 +11,7 @@ SequentialWindows::SequentialWindows(Tokens tokens, int64_t context, int64_t max
   check<ConfigError>(context >= 1, "[data] a context of ", context);
   if (tokens_.example_end()) {
     examples_.emplace(tokens_, context);
-    order_.emplace(examples_->num_windows() + 1, 1, /*seed=*/0, WindowOrder::shuffled);
+    order_ = WindowStarts::of_windows(examples_->num_windows(), /*seed=*/0, WindowOrder::shuffled);
     num_windows_ = num_targets_ = 0;
     for (int64_t i = 0; i < examples_->num_windows(); ++i, ++num_windows_) {
       const int64_t more = examples_->num_targets((*order_)(i));

@@ -22,6 +22,8 @@ class SequentialWindows {
   int64_t num_windows() const { return num_windows_; }
   /// Targets that count, in all windows together: what a mean loss is divided by.
   int64_t num_targets() const { return num_targets_; }
+  /// Null if these are no examples.
+  const PackedExamples* examples() const { return examples_ ? &*examples_ : nullptr; }
   /// Writes windows [first, first + count): inputs and targets, each [count, context], row-major. Returns how many of
   /// the targets count.
   int64_t fill(int64_t first, int64_t count, int32_t* inputs, int32_t* targets) const;

@@ -47,6 +47,7 @@ class BpeTokenizer : public Tokenizer {
     special_.for_each(text, append, [&](int32_t id) { tokens.push_back(id); });
     return tokens;
   }
+  std::optional<int32_t> special_token(std::string_view name) const override { return special_.find(name); }
   std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view) const override {
     return encode_all(texts, end_of_text());
   }

@@ -1,66 +1,122 @@
 #include "sheaf/models/chat_format.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "sheaf/core/error.h"
 #include "sheaf/core/json.h"
+#include "sheaf/models/utf8.h"
 
 namespace sheaf::models {
 namespace {
 
-void append(const std::vector<int32_t>& ids, MarkedToken mark, std::vector<MarkedToken>& out) {
-  for (const int32_t id : ids) out.push_back(static_cast<MarkedToken>(id) | mark);
+// Unicode's White_Space and the separators U+001C to U+001F: what Python's strip() takes away, and so do templates.
+bool is_blank(uint32_t c) {
+  return (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) ||
+         c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
 }
 
 std::string_view trimmed(std::string_view text) {
-  constexpr const char* kBlanks = " \t\r\n\f\v";
-  const size_t begin = text.find_first_not_of(kBlanks);
-  return begin == std::string_view::npos ? "" : text.substr(begin, text.find_last_not_of(kBlanks) + 1 - begin);
+  size_t begin = text.size(), end = 0;
+  for (size_t at = 0; at < text.size();) {
+    const int length = std::max(1, utf8_length(text, at));
+    if (!is_blank(length > 1 ? code_point(text, at, length) : static_cast<unsigned char>(text[at]))) {
+      begin = std::min(begin, at);
+      end = at + static_cast<size_t>(length);
+    }
+    at += static_cast<size_t>(length);
+  }
+  return begin < end ? text.substr(begin, end - begin) : std::string_view();
 }
 
 }  // namespace
 
+// Puts special tokens and texts one behind another; neighbouring texts are encoded as one, if both are learned or neither is.
+class ChatFormat::Writer {
+ public:
+  Writer(const Tokenizer& tokenizer, std::string_view origin) : tokenizer_(tokenizer), origin_(origin) {}
+  void special(std::string_view name, MarkedToken mark) {
+    if (name.empty()) return;
+    flush();
+    out_.push_back(static_cast<MarkedToken>(*tokenizer_.special_token(name)) | mark);
+    behind_special_ = true;
+  }
+  void text(std::string_view text, MarkedToken mark) {
+    if (mark != mark_) flush();
+    mark_ = mark;
+    text_ += text;
+  }
+  std::vector<MarkedToken> take() {
+    flush();
+    return std::move(out_);
+  }
+
+ private:
+  void flush() {
+    if (text_.empty()) return;
+    const auto ids = behind_special_ ? tokenizer_.encode_behind_special(text_, origin_) : tokenizer_.encode_more(text_, origin_);
+    for (const int32_t id : ids) out_.push_back(static_cast<MarkedToken>(id) | mark_);
+    text_.clear();
+    behind_special_ = false;
+  }
+
+  const Tokenizer& tokenizer_;
+  std::string_view origin_;
+  std::vector<MarkedToken> out_;
+  std::string text_;
+  MarkedToken mark_ = kReadOnly;
+  bool behind_special_ = false;
+};
+
 ChatFormat::ChatFormat(std::string_view name, const Tokenizer& tokenizer) : tokenizer_(tokenizer) {
   if (name == "chatml") {
-    frame_ = {"", "<|im_start|>", "\n", "<|im_end|>", "\n", false};
+    frame_ = {"", "<|im_start|>", "", "\n", "<|im_end|>", "\n", false};
   } else if (name == "llama3") {
-    frame_ = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", "", true};
+    frame_ = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "\n\n", "<|eot_id|>", "", true};
   } else {
     fail<ConfigError>("[chat] unknown format '", name, "'; known: chatml, llama3");
   }
-  for (std::string_view part : {frame_.begin, frame_.before_role, frame_.behind_role, frame_.end_of_turn}) {
-    part = trimmed(part);
-    if (!part.empty() && !tokenizer.special_token(part))
-      fail<ConfigError>("[chat] format ", name, ": the tokenizer (", tokenizer.kind(), ") has no special token ", part);
+  for (const std::string_view token : {frame_.begin, frame_.before_role, frame_.behind_role, frame_.end_of_turn}) {
+    if (token.empty()) continue;
+    if (!tokenizer.special_token(token))
+      fail<ConfigError>("[chat] format ", name, ": the tokenizer (", tokenizer.kind(), ") has no special token ", token);
+    tokenizer.encode_special(token, true, str("format ", name));  // refuses those that take blanks
   }
   end_of_turn_ = *tokenizer.special_token(frame_.end_of_turn);
 }
 
-void ChatFormat::open_turn(const std::string& role, std::vector<MarkedToken>& out) const {
-  const std::string frame = str(out.empty() ? frame_.begin : "", frame_.before_role, role, frame_.behind_role);
-  append(tokenizer_.encode_special(frame, out.empty()), kReadOnly, out);
+void ChatFormat::open_turn(const std::string& role, Writer& out) const {
+  out.special(frame_.before_role, kReadOnly);
+  out.text(role, kReadOnly);
+  out.special(frame_.behind_role, kReadOnly);
+  out.text(frame_.before_content, kReadOnly);
 }
 
 std::vector<MarkedToken> ChatFormat::encode(std::span<const Message> messages, std::string_view origin) const {
   const auto is_letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; };
-  std::vector<MarkedToken> out;
+  Writer out(tokenizer_, origin);
+  out.special(frame_.begin, kReadOnly);
   for (const auto& [role, content] : messages) {
     check<DataError>(!role.empty() && std::ranges::all_of(role, is_letter), "[chat] ", origin, ": the role ", json_string(role),
                      " is not made of letters");
     const MarkedToken mark = role == "assistant" ? 0 : kReadOnly;
     open_turn(role, out);
-    append(tokenizer_.encode_more(frame_.trims ? trimmed(content) : content, origin), mark, out);
-    out.push_back(static_cast<MarkedToken>(end_of_turn_) | mark);
-    if (!frame_.behind_turn.empty()) append(tokenizer_.encode_more(frame_.behind_turn), kReadOnly, out);
+    out.text(frame_.trims ? trimmed(content) : content, mark);
+    out.special(frame_.end_of_turn, mark);
+    out.text(frame_.behind_turn, kReadOnly);
   }
-  return out;
+  return out.take();
 }
 
 std::vector<int32_t> ChatFormat::encode_prompt(std::span<const Message> messages) const {
-  std::vector<MarkedToken> marked = encode(messages);
-  open_turn("assistant", marked);
   std::vector<int32_t> ids;
-  for (const MarkedToken token : marked) ids.push_back(static_cast<int32_t>(token & ~kReadOnly));
+  const auto append = [&](const std::vector<MarkedToken>& tokens) {
+    for (const MarkedToken token : tokens) ids.push_back(static_cast<int32_t>(token & ~kReadOnly));
+  };
+  append(encode(messages));
+  Writer turn(tokenizer_, "the conversation");
+  open_turn("assistant", turn);
+  append(turn.take());
   return ids;
 }
 

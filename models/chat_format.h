@@ -15,16 +15,16 @@ struct Message {
   std::string role, content;
 };
 
-/// How messages stand one behind another. A frame's special tokens are read as such; what somebody has said never makes one, and
-/// is encoded on its own.
+/// How messages stand one behind another. A frame's special tokens are read as such; what somebody has said never makes one.
 class ChatFormat {
  public:
   /// "chatml" (Qwen's, SmolLM's and others') or "llama3" (Llama 3's, which trims what is said). Throws ConfigError for another, or if the
-  /// tokenizer lacks one of the frame's special tokens. `tokenizer` must outlive it.
+  /// tokenizer lacks one of the frame's special tokens, DataError if one takes away blanks beside it. `tokenizer` must outlive it.
   ChatFormat(std::string_view name, const Tokenizer& tokenizer);
 
-  /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn. Throws DataError for a
-  /// role that is not made of letters; `origin` names the conversation in it.
+  /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn; it is encoded on its own,
+  /// as it is generated, all else with the frame around it. Throws DataError for a role that is not made of letters; `origin` names the
+  /// conversation in it.
   std::vector<MarkedToken> encode(std::span<const Message> messages, std::string_view origin = "the conversation") const;
   /// The same up to where an assistant's turn begins, as a prompt.
   std::vector<int32_t> encode_prompt(std::span<const Message> messages) const;
@@ -32,11 +32,15 @@ class ChatFormat {
   int32_t end_of_turn() const { return end_of_turn_; }
 
  private:
+  // Texts between special tokens.
   struct Frame {
-    std::string_view begin, before_role, behind_role, end_of_turn, behind_turn;
+    std::string_view begin;                     // a special token before all, or none
+    std::string_view before_role, behind_role;  // special tokens; there may be none behind it
+    std::string_view before_content, end_of_turn, behind_turn;
     bool trims;
   };
-  void open_turn(const std::string& role, std::vector<MarkedToken>& out) const;
+  class Writer;
+  void open_turn(const std::string& role, Writer& out) const;
 
   const Tokenizer& tokenizer_;
   Frame frame_;

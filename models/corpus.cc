@@ -5,6 +5,13 @@
 
 namespace sheaf::models {
 
+std::vector<Tokens> Corpus::sequences() const {
+  std::vector<Tokens> all;
+  for (const TokenMixture::Source& s : train.sources()) all.push_back(s.tokens);
+  for (const ValidationSets::Set& s : val.sets()) all.push_back(s.tokens);
+  return all;
+}
+
 // Without a tokenizer: that of the text's characters.
 Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction) {
   const std::string origin = str("'", path, "'");

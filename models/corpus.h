@@ -17,6 +17,9 @@ struct Corpus {
   TokenMixture train;
   ValidationSets val;
   int64_t vocab = 0;
+
+  /// All sequences, those to train on first.
+  std::vector<Tokens> sequences() const;
 };
 
 /// Reads a text file and tokenizes it: "char" makes the vocabulary of the whole text, others are those of

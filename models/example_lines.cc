@@ -35,13 +35,15 @@ ExampleLines::ExampleLines(const Tokenizer& tokenizer, ExampleOptions options)
 void ExampleLines::read(std::string_view block, const std::string& name, int64_t& lines, std::vector<MarkedToken>& examples) {
   const std::vector<NumberedLine> found = numbered_lines(block, lines);
   std::vector<std::vector<MarkedToken>> each(found.size());
-  parallel_for(static_cast<int64_t>(found.size()), 16, [&](int64_t begin, int64_t end) {
+  const auto bytes_of_line = static_cast<int64_t>(block.size() / (found.size() + 1));
+  parallel_for(static_cast<int64_t>(found.size()), std::clamp<int64_t>(16'384 / (bytes_of_line + 1), 1, 16), [&](int64_t begin, int64_t end) {
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
       each[i] = example(found[i].text, str("line ", found[i].number, " of ", name));
   });
   for (const std::vector<MarkedToken>& one : each) {
     examples.insert(examples.end(), one.begin(), one.end());
-    learned_ += std::ranges::count_if(one, [](MarkedToken t) { return !(t & kReadOnly); });
+    const int64_t learned = std::ranges::count_if(one, [](MarkedToken t) { return !(t & kReadOnly); });
+    learned_ += learned, in_vain_ += learned == 0;
   }
   count_ += static_cast<int64_t>(each.size());
 }
@@ -54,6 +56,7 @@ std::vector<MarkedToken> ExampleLines::example(std::string_view line, const std:
   } else {
     answer(line, origin, out);
   }
+  out[0] |= kReadOnly;
   for (size_t i = 0; i + 1 < out.size(); ++i)
     if ((out[i] & ~kReadOnly) == static_cast<MarkedToken>(end_))
       fail<DataError>("[examples] ", origin, ": the token ", json_string(tokenizer_.decode({&end_, 1})), ", by which examples are kept ",
@@ -62,26 +65,32 @@ std::vector<MarkedToken> ExampleLines::example(std::string_view line, const std:
 }
 
 void ExampleLines::answer(std::string_view line, const std::string& origin, std::vector<MarkedToken>& out) const {
-  const auto append = [&](const std::string& field, bool first, MarkedToken mark) {
-    const std::string text = json_text_member(line, field, origin);
+  const auto append = [&](const std::string& text, bool first, MarkedToken mark) {
     const std::vector<int32_t> ids = options_.special_tokens ? tokenizer_.encode_special(text, first, origin)
                                      : first                 ? tokenizer_.encode(text, origin)
                                                              : tokenizer_.encode_more(text, origin);
     for (const int32_t id : ids) out.push_back(static_cast<MarkedToken>(id) | mark);
   };
-  append(options_.prompt_field, true, kReadOnly);
-  append(options_.field, out.empty(), 0);
+  const std::string fields[] = {options_.prompt_field, options_.field};
+  const std::vector<std::string> texts = json_text_members(line, fields, origin);
+  append(texts[0], true, kReadOnly);
+  append(texts[1], out.empty(), 0);
   if (out.empty() || out.back() != static_cast<MarkedToken>(end_)) out.push_back(static_cast<MarkedToken>(end_));
 }
 
 std::vector<MarkedToken> ExampleLines::conversation(std::string_view line, const std::string& origin) const {
-  const Json json = Json::parse(line, origin);
+  const std::vector<Json> member = json_members(line, {&options_.field, 1}, origin);
   std::vector<Message> messages;
   try {
-    for (const Json& message : json.at(options_.field).as_array())
+    for (const Json& message : member[0].as_array()) {
+      for (const char* call : {"tool_calls", "function_call"})
+        if (const Json* made = message.find(call); made && !made->is_null())
+          fail<DataError>("it has ", call, ", which no format here writes down");
       messages.push_back({message.at("role").as_string(), message.at("content").as_string()});
+    }
   } catch (const DataError& error) {
-    fail<DataError>("[examples] ", origin, ": ", error.what());
+    fail<DataError>("[examples] ", origin, ", message ", messages.size() + 1, ": ", error.what(), "; ", json_string(options_.field),
+                    " is a list of {\"role\": \"...\", \"content\": \"...\"}");
   }
   return chat_->encode(messages, origin);
 }

@@ -22,7 +22,8 @@ struct ExampleOptions {
 /// Each line an object: {"prompt": "...", "completion": "..."}, or {"messages": [{"role": "...", "content": "..."}, ...]}.
 ///
 /// Learned are answers, and that they end there; of conversations what the assistant says (ChatFormat), but not the end behind it all,
-/// which only keeps it apart from the next. A prompt is encoded as a text, an answer as one that goes on.
+/// which only keeps it apart from the next; and never an example's first token. A prompt is encoded as a text, an answer as one that
+/// goes on.
 class ExampleLines {
  public:
   /// Throws ConfigError for options that contradict each other or the tokenizer. `tokenizer` must outlive it.
@@ -34,6 +35,7 @@ class ExampleLines {
   void read(std::string_view block, const std::string& name, int64_t& lines, std::vector<MarkedToken>& examples);
   int64_t num_examples() const { return count_; }  ///< that have been read
   int64_t num_learned() const { return learned_; }  ///< tokens of theirs
+  int64_t num_in_vain() const { return in_vain_; }  ///< examples of which nothing is learned
 
  private:
   std::vector<MarkedToken> example(std::string_view line, const std::string& origin) const;
@@ -44,7 +46,7 @@ class ExampleLines {
   ExampleOptions options_;
   std::optional<ChatFormat> chat_;
   int32_t end_;
-  int64_t count_ = 0, learned_ = 0;
+  int64_t count_ = 0, learned_ = 0, in_vain_ = 0;
 };
 
 }  // namespace sheaf::models

@@ -52,6 +52,8 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
   if (!config.chat.empty()) {
     if (config.special_tokens)
       fail<ConfigError>("[generate] generate.special_tokens: what is said in a chat makes no special tokens: its format does");
+    if (config.prompt == GenerateConfig{}.prompt)
+      fail<ConfigError>("[generate] generate.chat: what does the user say? Give generate.prompt");
     std::vector<Message> messages;
     if (!config.system.empty()) messages.push_back({"system", config.system});
     messages.push_back({"user", config.prompt});
@@ -66,13 +68,22 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
   }
 }
 
-std::optional<int32_t> end_of(const Tokenizer& tokenizer, const GenerateConfig& config) {
-  if (config.ignore_end_of_text) return std::nullopt;
-  return config.chat.empty() ? tokenizer.end_of_text() : ChatFormat(config.chat, tokenizer).end_of_turn();
+std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, int64_t end_of_document) {
+  std::vector<int32_t> ends;
+  if (!config.end_token.empty()) {
+    const auto end = tokenizer.special_token(config.end_token);
+    if (!end) fail<ConfigError>("[generate] generate.end_token: the tokenizer (", tokenizer.kind(), ") has no special token ", config.end_token);
+    ends.push_back(*end);
+  }
+  if (config.ignore_end_of_text) return {};
+  if (const auto end = tokenizer.end_of_text()) ends.push_back(*end);
+  if (end_of_document >= 0) ends.push_back(static_cast<int32_t>(end_of_document));
+  if (!config.chat.empty()) ends.push_back(ChatFormat(config.chat, tokenizer).end_of_turn());
+  return ends;
 }
 
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
-                              const GenerateConfig& config, const std::function<void(int32_t)>& emit, std::optional<int32_t> end) {
+                              const GenerateConfig& config, const std::function<void(int32_t)>& emit, std::span<const int32_t> ends) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
   model.eval();
   const Device device = units(model).at(0)->buffers().at(0).shard.device();
@@ -93,7 +104,7 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     std::vector<double> last = logits.to_vector<double>();
     last.resize(static_cast<size_t>(std::min(vocab, logits.size(-1))));
     const int32_t next = choose(last, config, uniform(i));
-    if (next == end) break;
+    if (std::ranges::find(ends, next) != ends.end()) break;
     tokens.push_back(next);
     out.push_back(next);
     if (emit) emit(next);
@@ -110,13 +121,18 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
     fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3 or huggingface: ",
                       "it has no tokenizer");
   const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
+  const std::vector<int32_t> ends = ends_of(*state.tokenizer, config, state.model.end_of_text);
+  const auto length = static_cast<int64_t>(prompt.size());
+  if (!config.chat.empty() && length >= state.model.context)
+    fail<ConfigError>("[generate] the conversation has ", length, " tokens, the model's context ", state.model.context,
+                      ": nothing of it may be left out");
   const auto model = make_language_model(state.model, state.vocab);
   materialize(*model, device);
   load_state(*checkpoint, *model, {});
   Utf8Assembler text;
   emit(text.add(state.tokenizer->decode(prompt)));
   generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,
-           [&](int32_t token) { emit(text.add(state.tokenizer->decode_more(std::span(&token, 1)))); }, end_of(*state.tokenizer, config));
+           [&](int32_t token) { emit(text.add(state.tokenizer->decode_more(std::span(&token, 1)))); }, ends);
   emit(text.finish());
 }
 

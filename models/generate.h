@@ -2,7 +2,7 @@
 #pragma once
 
 #include <functional>
-#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,16 +18,17 @@ namespace sheaf::models {
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
 
 /// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows),
-/// at most `context` of them in view at a time, or as far as `end`, if that is drawn; returns the new ones, `end` left out.
+/// at most `context` of them in view at a time, or until one of `ends` is drawn; returns the new ones, the end left out.
 /// Collective where the model is sharded: every rank
 /// computes the same tokens. `emit` gets each token as it comes. Each token is read once, until there are more than
 /// `context`: then the window slides, all positions in it change, and each new token costs a pass over `context` tokens.
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
-                              std::optional<int32_t> end = {});
-/// The token at which what is generated ends: the tokenizer's end of text, if it has one, in a chat that of a turn; none if
-/// config.ignore_end_of_text is set.
-std::optional<int32_t> end_of(const Tokenizer& tokenizer, const GenerateConfig& config);
+                              std::span<const int32_t> ends = {});
+/// The tokens at which what is generated ends: the tokenizer's end of text, if it has one, that which ended documents or examples in
+/// training (-1: none), config.end_token, and in a chat the end of a turn; none if config.ignore_end_of_text is set. Throws ConfigError
+/// for a special token that the tokenizer lacks.
+std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, int64_t end_of_document = -1);
 
 /// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of
 /// ranks that wrote it, on `device`. `emit` gets the prompt, then the text as it comes, in whole characters: tokens may end

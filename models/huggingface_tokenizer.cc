@@ -78,6 +78,18 @@ class HuggingFaceTokenizer : public Tokenizer {
                         "(single_word, lstrip or rstrip in tokenizer.json), which Sheaf does not do");
     return tokens;
   }
+  std::vector<int32_t> encode_behind_special(std::string_view text, std::string_view) const override {
+    std::vector<int32_t> tokens;
+    WordCache cache(text.size());
+    Bpe::Scratch scratch;
+    encode_part(text, Place::behind_token, {ordinary_, cache, scratch, tokens});
+    return tokens;
+  }
+  std::optional<int32_t> special_token(std::string_view name) const override {
+    for (const auto& token : file_.added)
+      if (token.special && token.content == name) return token.id;
+    return std::nullopt;
+  }
   std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view) const override {
     return encode_all(texts, true, end_of_text_);
   }

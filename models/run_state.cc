@@ -103,6 +103,7 @@ Json RunState::to_json() const {
                                   {"order", order},
                                   {"train", models::to_json(*train_data)},
                                   {"val", models::to_json(*val_data)}});
+  json.set("positions_of_documents", positions_of_documents);
   if (weights) json.set("weights", Json::Object{{"path", weights->path}, {"xxh3", weights->xxh3}});
   if (!product_choices.empty()) json.set("product_choices", product_choices);
   return json;
@@ -127,6 +128,8 @@ RunState RunState::from_json(const Json& json) {
       s.train_data = split_of(data->at("train"));
       s.val_data = split_of(data->at("val"));
     }
+    const Json* const positions = json.find("positions_of_documents");
+    s.positions_of_documents = positions && positions->as_bool();
     if (const Json* weights = json.find("weights"))
       s.weights = {weights->at("path").as_string(), weights->at("xxh3").as_string()};
     if (const Json* choices = json.find("product_choices")) s.product_choices = choices->as_string();
@@ -187,6 +190,8 @@ void check_resumable(const RunState& saved, const RunState& now) {
   };
   for_each_model_option(resolved(saved.model), compare);
   for_each_train_option(resolved(saved.train), compare);
+  if (saved.model.type == "gpt2" && saved.model.end_of_text >= 0 && !saved.positions_of_documents)
+    differs("a learned position", "counted from the window's first token", "counted from the document's");
   if (now.weights && !saved.weights) differs("model.weights", "empty: the run started from random weights", now.weights->path);
   if (now.weights && saved.weights->xxh3 != now.weights->xxh3)
     differs("model.weights", described(*saved.weights), described(*now.weights));

@@ -32,6 +32,7 @@ struct RunState {
   std::string order = "random";                ///< of training windows (DataConfig); what it was before it was written
   std::shared_ptr<const Tokenizer> tokenizer;  ///< null if the data came as token files
   std::optional<SplitState> train_data, val_data;  ///< none in checkpoints from before they were written
+  bool positions_of_documents = true;          ///< learned ones begin anew in documents apart; they did not where it is not written
   std::optional<WeightsState> weights;         ///< none in a run that started from random ones
   std::string product_choices;                 ///< of a run on GPUs (product_choices.h); else empty, and not written
 

@@ -99,7 +99,7 @@ void JsonLines::read(std::string_view block, const std::string& name, std::vecto
   documents.resize(first + lines.size());
   parallel_for(static_cast<int64_t>(lines.size()), 16, [&](int64_t begin, int64_t end) {
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-      documents[first + i] = json_text_member(lines[i].text, field_, str("line ", lines[i].number, " of ", name));
+      documents[first + i] = std::move(json_text_members(lines[i].text, {&field_, 1}, str("line ", lines[i].number, " of ", name))[0]);
   });
   std::erase_if(documents, [](const std::string& text) { return text.empty(); });
 }

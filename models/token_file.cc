@@ -70,6 +70,8 @@ struct Tokens::Part {
   int64_t width() const { return static_cast<int64_t>(size_of(dtype)); }
 
   static Part open(const std::string& path) {
+    for (const char* ending : {".jsonl", ".ndjson", ".json", ".txt", ".parquet"})
+      check<DataError>(!path.ends_with(ending), "[tokens] '", path, "' is no token file: `sheaf tokenize` makes one of texts");
     const File file = File::open<DataError>(path);
     const int64_t bytes = file.size();
     check<DataError>(bytes > 0, "[tokens] '", path, "' is empty");
@@ -114,6 +116,15 @@ struct Tokens::Part {
                     vocab);
   }
 
+  // Examples that somebody cut off would go on in another part's.
+  void check_end() const {
+    if (!example_end) return;
+    MarkedToken last = 0;
+    if (size > 0) std::memcpy(&last, data + (size - 1) * width(), sizeof last);
+    check<DataError>(size > 0 && static_cast<int32_t>(last & ~kReadOnly) == *example_end, "[tokens] '", name,
+                     "': its last example does not end, with token ", *example_end);
+  }
+
   // Of parts of one sequence.
   static void check_alike(const Part& a, const Part& b, int64_t vocab) {
     const auto described = [](const Part& p) {
@@ -139,6 +150,7 @@ Tokens Tokens::of(std::vector<Part> parts, int64_t vocab, std::string name) {
   for (Part& part : parts) {
     part.end = tokens.size_ += part.size;
     Part::check_alike(parts.front(), part, vocab);
+    part.check_end();
   }
   tokens.example_end_ = parts.front().example_end;
   tokens.parts_ = std::make_shared<const std::vector<Part>>(std::move(parts));
@@ -178,6 +190,10 @@ Tokens Tokens::from_ids(std::span<const int32_t> ids, int64_t vocab, std::string
 
 Tokens Tokens::from_examples(std::span<const MarkedToken> marked, int32_t end, int64_t vocab, std::string name) {
   check_vocab(vocab);
+  for (size_t i = 0; i < marked.size(); ++i) {
+    check<DataError>(static_cast<int64_t>(marked[i] & ~kReadOnly) < vocab, "[tokens] ", name, ": token ", marked[i] & ~kReadOnly,
+                     " at position ", i, " is outside the vocabulary of ", vocab);
+  }
   Part part;
   part.name = name;
   part.size = static_cast<int64_t>(marked.size());
@@ -226,6 +242,7 @@ std::string Tokens::check_all() const {
       part.release(first + done, n);
     }
   });
+  if (example_end_) hash.update(&*example_end_, sizeof(int32_t));
   return hash.digest();
 }
 
@@ -236,6 +253,18 @@ Tokens Tokens::slice(int64_t begin, int64_t end) const {
   part.size_ = end - begin;
   part.first_ += begin;
   return part;
+}
+
+std::optional<int32_t> common_example_end(std::span<const Tokens> all) {
+  const Tokens* first = nullptr;
+  for (const Tokens& tokens : all) {
+    if (!tokens.example_end()) continue;
+    if (!first) first = &tokens;
+    if (*tokens.example_end() != *first->example_end())
+      fail<ConfigError>("[data] the examples of '", first->name(), "' end with token ", *first->example_end(), ", those of '",
+                        tokens.name(), "' with token ", *tokens.example_end());
+  }
+  return first ? first->example_end() : std::nullopt;
 }
 
 bool is_token_file(const std::string& path) {
@@ -287,6 +316,7 @@ TokenFileWriter::~TokenFileWriter() {
 }
 
 void TokenFileWriter::write(std::span<const int32_t> ids) {
+  check<ConfigError>(!example_end_, "[tokens] '", path_, "' is a file of examples");
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] >= 0 && ids[i] < vocab_) continue;
     fail<DataError>("[tokens] '", path_, "': token ", ids[i], " at position ", size_ + static_cast<int64_t>(i),
@@ -302,6 +332,7 @@ void TokenFileWriter::write(std::span<const int32_t> ids) {
 }
 
 void TokenFileWriter::write_examples(std::span<const MarkedToken> tokens) {
+  check<ConfigError>(example_end_.has_value(), "[tokens] '", path_, "' is no file of examples");
   for (size_t i = 0; i < tokens.size(); ++i) {
     if (static_cast<int64_t>(tokens[i] & ~kReadOnly) < vocab_) continue;
     fail<DataError>("[tokens] '", path_, "': token ", tokens[i] & ~kReadOnly, " at position ", size_ + static_cast<int64_t>(i),

@@ -37,14 +37,14 @@ class Tokens {
   ///   llm.c      256 int32 header {20240520, 1, number of tokens, 0...}, then uint16
   ///   llm.c      256 int32 header {20240801, 7, number of tokens, 0...}, then uint32
   ///   nanoGPT    uint16 without header
-  ///   examples   256 int32 header {20261124, 1, number of tokens, example_end(), 0...}, then MarkedToken
+  ///   examples   256 int32 header {20261124, 1, number of tokens, example_end(), 0...}, then MarkedTokens, which end with one
   /// `vocab` bounds the ids: an id beyond it is a DataError naming file and position when it is read. Throws DataError
   /// if nothing matches, a file is missing, empty, of odd size, or shorter or longer than its header says, or only some hold
   /// examples, or their examples do not end alike.
   static Tokens open(const std::string& path, int64_t vocab);
   /// Takes ids from memory; every one must be below `vocab`. `name` is for messages.
   static Tokens from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name);
-  /// The same of examples.
+  /// The same of examples, which end with `end`.
   static Tokens from_examples(std::span<const MarkedToken> tokens, int32_t end, int64_t vocab, std::string name);
 
   int64_t size() const { return size_; }
@@ -60,7 +60,7 @@ class Tokens {
   /// The same as targets: kIgnoreIndex for what is read only.
   void copy_targets(int64_t begin, int64_t count, int32_t* dst) const;
   /// Reads all tokens once and returns XXH3-128 of the ids as int32, however and in however many files they are stored;
-  /// of examples, of MarkedTokens. Throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
+  /// of examples, of MarkedTokens and example_end(). Throws DataError at the first one outside the vocabulary. Gives the pages back as it goes.
   std::string check_all() const;
   /// The tokens [begin, end) as a sequence of their own; positions in messages stay those of the file.
   Tokens slice(int64_t begin, int64_t end) const;
@@ -80,6 +80,9 @@ class Tokens {
   int64_t first_ = 0;  // where our token 0 is in the parts together
   std::optional<int32_t> example_end_;
 };
+
+/// What ends an example of those that hold some; none if none does. Throws ConfigError if they differ.
+std::optional<int32_t> common_example_end(std::span<const Tokens> all);
 
 /// Whether a file begins as llm.c's do, or as one of examples.
 bool is_token_file(const std::string& path);

@@ -92,15 +92,9 @@ TokenMixture::Place TokenMixture::place(int64_t sample) const {
 }
 
 std::optional<int32_t> TokenMixture::example_end() const {
-  std::optional<int32_t> end;
-  for (const Source& s : sources_) {
-    const auto own = s.tokens.example_end();
-    if (own && end && *own != *end)
-      fail<ConfigError>("[data] '", s.tokens.name(), "' holds examples that end with token ", *own, ", those of '", name_,
-                        "' before it with token ", *end);
-    if (own) end = own;
-  }
-  return end;
+  std::vector<Tokens> all;
+  for (const Source& s : sources_) all.push_back(s.tokens);
+  return common_example_end(all);
 }
 
 int64_t TokenMixture::size() const {

@@ -116,12 +116,6 @@ std::vector<int32_t> Tokenizer::encode_documents(std::span<const std::string> te
   return tokens;
 }
 
-std::optional<int32_t> Tokenizer::special_token(std::string_view name) const {
-  const std::vector<int32_t> ids = encode_special(name, true);
-  if (ids.size() != 1 || ids == encode(name)) return std::nullopt;
-  return ids[0];
-}
-
 std::shared_ptr<const Tokenizer> make_char_tokenizer(std::string_view corpus, std::string_view origin) {
   check<DataError>(!corpus.empty(), "[tokenizer] ", origin, " is empty");
   std::vector<bool> seen(0x110000);

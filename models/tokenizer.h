@@ -26,12 +26,16 @@ class Tokenizer {
     return encode(text, origin);
   }
   /// The tokens of a text whose author may write special tokens by their names, as a chat's frame does; `first`: nothing is before it.
-  /// Throws DataError also for a special token that takes away blanks beside it.
+  /// Throws DataError also for a special token that takes away blanks beside it (lstrip, rstrip in a tokenizer.json).
   virtual std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin = "text") const {
     return first ? encode(text, origin) : encode_more(text, origin);
   }
+  /// encode() of a text that stands behind a special token.
+  virtual std::vector<int32_t> encode_behind_special(std::string_view text, std::string_view origin = "text") const {
+    return encode_more(text, origin);
+  }
   /// The special token of that name, which encode_special() finds.
-  std::optional<int32_t> special_token(std::string_view name) const;
+  virtual std::optional<int32_t> special_token(std::string_view /*name*/) const { return std::nullopt; }
   /// The tokens of one text behind another, each followed by end_of_text() where there is one.
   virtual std::vector<int32_t> encode_documents(std::span<const std::string> texts, std::string_view origin = "text") const;
   /// Throws DataError for an id outside the vocabulary.

@@ -200,6 +200,7 @@ struct GenerateConfig {
   std::string chat;           ///< "chatml", "llama3": the prompt is what a user says, and an assistant answers (ChatFormat); "": a text
   std::string system;         ///< in a chat: what the assistant is told before
   bool special_tokens = false;  ///< the prompt may have special tokens in it, by their names
+  std::string end_token;      ///< a special token that ends what is generated, beside the tokenizer's end of text
   int64_t seed = 1337;        ///< of the choices
 };
 

@@ -90,19 +90,24 @@ int64_t end_of_text_of(const TrainConfig& config, const Tokenizer* tokenizer) {
 }
 
 // The token that documents are kept apart by; -1 if they are not. Examples always are, for they have nothing to do with those beside
-// them.
+// them: by one token, which then ends documents, too.
 int64_t separator_of(const TrainConfig& config, const Corpus& corpus) {
-  std::optional<int32_t> end = corpus.train.example_end();
-  const std::optional<int32_t> of_val = corpus.val.example_end();
-  if (end && of_val && *end != *of_val)
-    fail<ConfigError>("[data] the examples of '", corpus.train.name(), "' end with token ", *end, ", those of '", corpus.val.name(),
-                      "' with token ", *of_val);
-  if (!end) end = of_val;
-  if (!end) return config.data.separate_documents ? end_of_text_of(config, corpus.tokenizer.get()) : -1;
-  if (config.data.end_of_text >= 0 && config.data.end_of_text != *end)
-    fail<ConfigError>("[data] data.end_of_text is ", config.data.end_of_text, ", the examples of '",
-                      corpus.train.example_end() ? corpus.train.name() : corpus.val.name(), "' end with token ", *end);
-  return *end;
+  const DataConfig& data = config.data;
+  const std::vector<Tokens> all = corpus.sequences();
+  const std::optional<int32_t> end = common_example_end(all);
+  if (!end) return data.separate_documents ? end_of_text_of(config, corpus.tokenizer.get()) : -1;
+  const Tokens* text = nullptr;
+  const Tokens* examples = nullptr;
+  for (const Tokens& tokens : all) (tokens.example_end() ? examples : text) = &tokens;
+  if (!data.separate_documents && !corpus.train.example_end())
+    fail<ConfigError>("[data] '", examples->name(), "' holds examples, which are kept apart; so that what the model is trained on is, too, ",
+                      "give data.separate_documents true");
+  if (!data.separate_documents || (!text && data.end_of_text < 0)) return *end;
+  const int64_t of_text = end_of_text_of(config, corpus.tokenizer.get());
+  if (of_text != *end)
+    fail<ConfigError>("[data] data.separate_documents: documents end with token ", of_text, ", the examples of '", examples->name(),
+                      "' with token ", *end, ": tokenize them with the same --end-token");
+  return of_text;
 }
 
 // The published files may be gone when a run is continued: its checkpoints have what was in them.

@@ -61,6 +61,7 @@ class Trainer {
   /// What it was given, with what the data say: the vocabulary, and the token that keeps documents apart.
   const TrainConfig& config() const { return config_; }
   const TrainingWindows& windows() const { return windows_; }
+  const std::vector<Validation>& validation() const { return validation_; }
   int64_t num_parameters();
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 

@@ -143,6 +143,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
       cut_(options.stand_in.blocks.empty() ? stage_cut(config, vocab) : StageCut(options.stand_in.blocks, static_cast<int>(config.sharding.pipeline))),
       turns_(options.stand_in.turns),
       model_(make_language_model(model_of(config), vocab)) {
+  check<ConfigError>(!config_.data.examples || num_targets_ || device_.is_meta(), "[train] data.examples: how many targets count is not known");
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
   if (config_.train.cuda_graph) check_graph(device_, mesh_);
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)

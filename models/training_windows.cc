@@ -71,7 +71,7 @@ TrainingWindows::TrainingWindows(TokenMixture tokens, int64_t context, uint64_t 
     const uint64_t own = sources_.empty() ? seed : hash(seed, -static_cast<int64_t>(sources_.size()));
     if (source.tokens.example_end()) {
       PackedExamples examples(source.tokens, context);
-      const WindowStarts starts(examples.num_windows() + 1, 1, own, order);  // windows as if they were tokens
+      const WindowStarts starts = WindowStarts::of_windows(examples.num_windows(), own, order);
       sources_.push_back({starts, std::move(examples)});
       continue;
     }

@@ -31,6 +31,8 @@ class WindowStarts {
  public:
   /// `tokens` is more than `context`.
   WindowStarts(int64_t tokens, int64_t context, uint64_t seed, WindowOrder order);
+  /// Of windows that are there already, from 0 on: which of them comes.
+  static WindowStarts of_windows(int64_t count, uint64_t seed, WindowOrder order) { return {count + 1, 1, seed, order}; }
   /// Of the sequence's window number `index`, from 0: a window's inputs are the `context` tokens from there on, its targets
   /// those one further.
   int64_t operator()(int64_t index) const;

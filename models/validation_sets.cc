@@ -49,16 +49,9 @@ std::string ValidationSets::check_all() const {
 }
 
 std::optional<int32_t> ValidationSets::example_end() const {
-  const Set* first = nullptr;
-  for (const Set& s : sets_) {
-    if (!s.tokens.example_end()) continue;
-    if (!first) first = &s;
-    const int32_t end = *first->tokens.example_end(), own = *s.tokens.example_end();
-    if (own != end)
-      fail<ConfigError>("[data] the examples of '", first->tokens.name(), "' end with token ", end, ", those of '", s.tokens.name(),
-                        "' with token ", own);
-  }
-  return first ? first->tokens.example_end() : std::nullopt;
+  std::vector<Tokens> all;
+  for (const Set& s : sets_) all.push_back(s.tokens);
+  return common_example_end(all);
 }
 
 std::vector<Validation> validations(const ValidationSets& sets, int64_t context, int64_t max_targets) {

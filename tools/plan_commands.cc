@@ -29,7 +29,7 @@ void look_at_data(models::DataConfig& data) {
   const auto holds_examples = [](const auto& open, const std::string& files) {
     try {
       return !files.empty() && open(files, INT32_MAX).example_end().has_value();
-    } catch (const Error&) {
+    } catch (const DataError&) {
       return false;
     }
   };

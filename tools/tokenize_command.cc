@@ -63,7 +63,10 @@ class Tokenizing {
                documents_ == 1 ? ", " : "s, ", learned, speed, " with ", threads,
                threads == 1 ? " thread" : " threads");
   }
-  const std::string& note() const { return note_; }
+  std::string note() const {
+    if (!examples_ || examples_->num_in_vain() == 0) return note_;
+    return str("of ", examples_->num_in_vain(), " of ", documents_, " examples nothing is learned: training leaves them out");
+  }
 
  private:
   void add_document(models::TextReader& reader) {

@@ -60,7 +60,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (const auto& tokenizer = trainer.corpus().tokenizer) {
     const std::vector<int32_t> prompt = models::encode_prompt(*tokenizer, config.generate);
     const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, tokenizer->vocab_size(),
-                                         config.generate, {}, models::end_of(*tokenizer, config.generate));
+                                         config.generate, {}, models::ends_of(*tokenizer, config.generate, trainer.config().data.end_of_text));
     models::Utf8Assembler text;
     if (first)
       lines.say("\nsample\n------\n" + text.add(tokenizer->decode(prompt) + tokenizer->decode_more(tokens)) + text.finish() +
@@ -86,10 +86,10 @@ std::string epochs_line(const models::TrainConfig& config, const models::Trainer
 }
 
 // Of examples, which are packed: how well, and what becomes of those that do not fit.
-std::string examples_line(const models::PackedExamples& e, int64_t context) {
+std::string examples_line(const std::string& what, const models::PackedExamples& e, int64_t context) {
   const auto tokens = static_cast<double>(e.num_tokens()), places = static_cast<double>(e.num_windows() * (context + 1));
   const auto note = [](int64_t count, const char* what) { return count == 0 ? str() : str("; ", count, what); };
-  return str("  ", e.num_examples(), e.num_examples() == 1 ? " example in " : " examples in ", e.num_windows(),
+  return str("  ", what, e.num_examples(), e.num_examples() == 1 ? " example in " : " examples in ", e.num_windows(),
              e.num_windows() == 1 ? " window, " : " windows, ", rounded(100 * tokens / places), " % full, ",
              rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
              note(e.num_shortened(), " longer than a window, without their ends"),
@@ -158,7 +158,7 @@ int train_command(const TrainArguments& arguments) {
     models::Trainer trainer(config, world, world.device(), options);
     // What is needed only at the end is checked at the start.
     if (const auto& tokenizer = trainer.corpus().tokenizer; tokenizer && !arguments.quiet)
-      models::encode_prompt(*tokenizer, config.generate);
+      models::encode_prompt(*tokenizer, config.generate), models::ends_of(*tokenizer, config.generate);
     if (first) {
       replace_file(config.output.folder + "/config.toml", print_config(config));
       const models::TokenMixture& data = trainer.corpus().train;
@@ -176,17 +176,18 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(), " parameters, ",
               config.model.lora_rank ? str(trainer.step().num_trained(), " of them trained, ") : "", tokens_line(data),
               mixed ? str() : epochs_line(config, trainer, 0)));
-      const auto say_examples = [&](int source) {
-        if (const models::PackedExamples* examples = trainer.windows().examples(source))
-          lines.say(examples_line(*examples, config.model.context));
+      const auto say_examples = [&](const std::string& what, const models::PackedExamples* examples) {
+        if (examples) lines.say(examples_line(what, *examples, config.model.context));
       };
-      if (!mixed) say_examples(0);
+      if (!mixed) say_examples("", trainer.windows().examples(0));
       for (int s = 0; mixed && s < static_cast<int>(data.sources().size()); ++s) {
         const models::Tokens& tokens = data.sources()[static_cast<size_t>(s)].tokens;
         lines.say(str("  ", rounded(100 * data.share(s)), " % of the samples from '", tokens.name(), "': ", tokens_line(tokens),
                       epochs_line(config, trainer, s)));
-        say_examples(s);
+        say_examples("", trainer.windows().examples(s));
       }
+      for (const models::Validation& v : trainer.validation())
+        say_examples(str("to validate on", v.name.empty() ? "" : " as ", v.name, ": "), v.windows.examples());
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
         lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");

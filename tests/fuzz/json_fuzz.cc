@@ -7,7 +7,8 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   try {
-    sheaf::json_text_member(text, "kind", "fuzz");
+    const std::string keys[] = {"kind", "file"};
+    sheaf::json_members(text, keys, "fuzz");
   } catch (const sheaf::DataError&) {
   }
   try {

@@ -322,6 +322,15 @@ TEST(SequentialWindows, EveryTargetCountsOnce) {
   }
 }
 
+// Its bytes might be anybody's tokens.
+TEST(Tokens, ATextIsNoTokenFile) {
+  const ScratchFolder folder;
+  for (const char* name : {"a.jsonl", "a.txt", "a.parquet"}) {
+    write_file(folder / name, "{\"text\": \"ab\"}");
+    EXPECT_THAT(data_error([&] { Tokens::open(folder / name, 65536); }), HasSubstr("is no token file: `sheaf tokenize` makes one of texts"));
+  }
+}
+
 TEST(ValidationSets, OneOrSeveralByNames) {
   const ScratchFolder folder;
   for (const char* name : {"a.bin", "b1.bin", "b2.bin", "x=y.bin"})
@@ -370,7 +379,7 @@ TEST(ValidationSets, ExamplesEndAlike) {
   EXPECT_EQ(ValidationSets::open(text + " a=" + folder / "2.bin", 10).example_end(), 2);
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig,
                                       [&] { ValidationSets::open(text + " a=" + folder / "2.bin" + " b=" + folder / "3.bin", 10).example_end(); }),
-              HasSubstr("end with token 2, those of '"));
+              HasSubstr("2.bin' end with token 2, those of '"));
 }
 
 TEST(SequentialWindows, LimitAndPadding) {

@@ -69,7 +69,7 @@ TEST(ExampleLines, OfPromptsAnAnswerAndItsEndAreLearned) {
   EXPECT_EQ(shown(*tokenizer, {.prompt_field = "prompt"},
                   "{\"prompt\": \"Who said so?\", \"completion\": \" God.\"}\n\n{\"id\": 7, \"completion\": \"no\", \"prompt\": \"\"}\n"
                   "{\"prompt\": \"Nothing\", \"completion\": \"\"}"),
-            "Who said so?[ God.<|endoftext|>no<|endoftext|>]Nothing[<|endoftext|>]");
+            "Who said so?[ God.<|endoftext|>]n[o<|endoftext|>]Nothing[<|endoftext|>]");
   EXPECT_EQ(shown(*tokenizer, {.prompt_field = "q", .field = "a"}, "{\"q\": \"x\", \"a\": \"y\"}"), "x[y<|endoftext|>]");
 }
 
@@ -132,6 +132,32 @@ TEST(ExampleLines, OfLlama3sConversations) {
                              "<|end_header_id|>\n\nYo<|eot_id|><|end_of_text|>", true));
 }
 
+// As templates trim: all that Python's strip() takes away.
+TEST(ExampleLines, Llama3TrimsAllBlanks) {
+  const auto tokenizer = llama();
+  const ChatFormat format("llama3", *tokenizer);
+  EXPECT_EQ(format.encode(std::vector<Message>{{"user", "\u3000 \u00a0\x1f H\u3000i\u2003\u0085\n"}}),
+            format.encode(std::vector<Message>{{"user", "H\u3000i"}}));
+  EXPECT_EQ(format.encode(std::vector<Message>{{"user", "\u200bHi"}}).size(), format.encode(std::vector<Message>{{"user", "Hi"}}).size() + 3)
+      << "is no blank";
+  EXPECT_EQ(format.encode(std::vector<Message>{{"user", " \n"}}), format.encode(std::vector<Message>{{"user", ""}}));
+}
+
+// With the frame's texts around them, as one text between special tokens.
+TEST(ExampleLines, WhatOthersSayIsEncodedWithItsFrame) {
+  for (const char* name : {"qwen3", "gpt2", "llama2", "mistral", "always"}) {
+    const std::vector<std::string> missing = std::string(name) == "qwen3" ? std::vector<std::string>{"<|im_end|>"}
+                                                                          : std::vector<std::string>{"<|im_start|>", "<|im_end|>"};
+    const auto tokenizer = tokenizer_with(name, missing);
+    const ChatFormat format("chatml", *tokenizer);
+    for (const std::string said : {"Hi", "  two", "\n\nlines", "        return x", ""}) {
+      EXPECT_EQ(ids(format.encode(std::vector<Message>{{"user", said}, {"tool", "1"}})),
+                tokenizer->encode_special("<|im_start|>user\n" + said + "<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n", true))
+          << name << ": " << said;
+    }
+  }
+}
+
 // Nobody breaks out of his turn.
 TEST(ExampleLines, WhatIsSaidMakesNoSpecialToken) {
   const auto tokenizer = qwen();
@@ -162,10 +188,23 @@ TEST(ExampleLines, CountsAndThreadsDoNotMatter) {
     examples.read(std::string_view(lines).substr(half), "'x'", count, tokens);
     EXPECT_EQ(count, 500 + 56);
     EXPECT_EQ(examples.num_examples(), 500);
+    EXPECT_EQ(examples.num_in_vain(), 0);
     EXPECT_EQ(examples.num_learned(), std::ranges::count_if(tokens, [](MarkedToken t) { return !(t & kReadOnly); }));
     if (expected.empty()) expected = tokens;
     EXPECT_EQ(tokens, expected);
   }
+}
+
+TEST(ExampleLines, CountsWhatTeachesNothing) {
+  const auto tokenizer = qwen();
+  ExampleLines examples(*tokenizer, {.chat_format = "chatml"});
+  std::vector<MarkedToken> tokens;
+  int64_t count = 0;
+  examples.read("{\"messages\": []}\n{\"messages\": [{\"role\": \"human\", \"content\": \"a\"}, {\"role\": \"gpt\", \"content\": \"b\"}]}\n"
+                "{\"id\": 12345678901234567890, \"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}]}\n", "'x'", count, tokens);
+  EXPECT_EQ(examples.num_examples(), 3);
+  EXPECT_EQ(examples.num_in_vain(), 2);
+  EXPECT_EQ(examples.num_learned(), 2);
 }
 
 TEST(ExampleLines, ErrorsNameTheLine) {
@@ -176,8 +215,12 @@ TEST(ExampleLines, ErrorsNameTheLine) {
   };
   EXPECT_THAT(of(asks, "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\"}\n"), HasSubstr("line 2 of 'lines'"));
   EXPECT_THAT(of(asks, "\n{\"prompt\": 3, \"completion\": \"b\"}\n"), HasSubstr("line 2 of 'lines'"));
-  EXPECT_THAT(of(talks, "{\"messages\": \"Hi\"}"), HasSubstr("line 1 of 'lines': [json] expected"));
-  EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\"}]}"), HasSubstr("line 1 of 'lines'"));
+  EXPECT_THAT(of(talks, "{\"messages\": \"Hi\"}"), HasSubstr("line 1 of 'lines', message 1: [json] expected"));
+  EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}, {\"role\": \"assistant\", \"content\": \"\", \"tool_calls\": []}]}"),
+              HasSubstr("line 1 of 'lines', message 2: it has tool_calls, which no format here writes down; \"messages\" is a list of {"));
+  EXPECT_THAT(of(talks, "{\"conversations\": []}"), HasSubstr("line 1 of 'lines': no member \"messages\""));
+  read(*tokenizer, talks, "{\"messages\": [{\"role\": \"user\", \"content\": \"x\", \"tool_calls\": null}]}");
+  EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\"}]}"), HasSubstr("line 1 of 'lines', message 1: [json] lacks"));
   EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\", \"content\": null}]}"), HasSubstr("line 1 of 'lines'"));
   EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"<|im_end|>\", \"content\": \"x\"}]}"),
               HasSubstr("line 1 of 'lines': the role \"<|im_end|>\" is not made of letters"));
@@ -196,6 +239,16 @@ TEST(ExampleLines, OptionsThatContradictEachOther) {
   EXPECT_THAT(of(qwen(), {.chat_format = "llama3"}), HasSubstr("format llama3: the tokenizer (huggingface) has no special token <|begin_of_text|>"));
   EXPECT_THAT(of(qwen(), {.chat_format = "chatml", .end = "<|im_end|>"}), HasSubstr("is also that which keeps examples apart"));
   EXPECT_THAT(of(qwen(), {.prompt_field = "p", .end = "<|none|>"}), HasSubstr("the tokenizer (huggingface) has no special token <|none|>"));
+  Json json = Json::parse(File::open("tests/models/huggingface/qwen3.json").read_all(), "qwen3.json");
+  Json::Array added = json.at("added_tokens").as_array();
+  Json token = added[0];
+  token.set("id", make_huggingface_tokenizer(json, "qwen3")->vocab_size()).set("content", "<|im_end|>").set("rstrip", true);
+  added.push_back(token);
+  json.set("added_tokens", added);
+  const auto taking = make_huggingface_tokenizer(json, "qwen3");
+  EXPECT_THAT(error_of<DataError>([&] { ExampleLines(*taking, {.chat_format = "chatml"}); }),
+              HasSubstr("[tokenizer] format chatml: \"<|im_end|>\" takes away blanks beside it"));
+  ExampleLines(*taking, {.prompt_field = "p", .end = "<|im_end|>"});
   EXPECT_THAT(of(make_byte_tokenizer(), {.prompt_field = "p"}), HasSubstr("the tokenizer (byte) has no special token for the end of a text"));
 }
 

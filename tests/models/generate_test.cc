@@ -23,7 +23,9 @@ using models::GptConfig;
 using models::Llama;
 using models::LlamaConfig;
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 // More than two blocks of attention's keys, and an MLP deeper than a block of the product.
 constexpr int64_t kContext = 150, kVocab = 61;
@@ -251,9 +253,9 @@ TEST(Generate, EndsWhereATextEnds) {
   const auto first = std::ranges::find(all, end);
   std::vector<int32_t> emitted;
   const auto emit = [&](int32_t token) { emitted.push_back(token); };
-  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, emit, end), std::vector<int32_t>(all.begin(), first));
+  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, emit, std::vector<int32_t>{int32_t{kVocab}, end}), std::vector<int32_t>(all.begin(), first));
   EXPECT_EQ(emitted, std::vector<int32_t>(all.begin(), first));
-  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, {}, kVocab), all) << "one that is never drawn";
+  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, {}, std::vector<int32_t>{int32_t{kVocab}}), all) << "one that is never drawn";
 }
 
 struct WithEnd final : models::Tokenizer {
@@ -267,10 +269,11 @@ struct WithEnd final : models::Tokenizer {
 
 TEST(Generate, TextsEndAsTheTokenizerSays) {
   models::GenerateConfig options;
-  EXPECT_EQ(models::end_of(WithEnd(), options), 8);
-  EXPECT_EQ(models::end_of(*models::make_byte_tokenizer(), options), std::nullopt);
+  EXPECT_THAT(models::ends_of(WithEnd(), options), ElementsAre(8));
+  EXPECT_THAT(models::ends_of(WithEnd(), options, 5), ElementsAre(8, 5)) << "which ended documents in training";
+  EXPECT_THAT(models::ends_of(*models::make_byte_tokenizer(), options), IsEmpty());
   options.ignore_end_of_text = true;
-  EXPECT_EQ(models::end_of(WithEnd(), options), std::nullopt);
+  EXPECT_THAT(models::ends_of(WithEnd(), options, 5), IsEmpty());
 }
 
 TEST(Generate, EveryWorldWritesTheSameText) {

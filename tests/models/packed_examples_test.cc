@@ -115,9 +115,9 @@ TEST(PackedExamples, TooLongAndInVain) {
               HasSubstr("[data] 'text' holds no examples"));
 }
 
-// Of a file that another program cut off.
-TEST(PackedExamples, TheLastMayLackItsEnd) {
-  const PackedExamples packed(Tokens::from_examples(std::vector<MarkedToken>{5 | kReadOnly, 6, 7}, kEnd, kVocab, "cut"), 4);
+TEST(PackedExamples, OfAPartOfASequenceTheLastMayLackItsEnd) {
+  const Tokens tokens = Tokens::from_examples(std::vector<MarkedToken>{5 | kReadOnly, 6, 7, kEnd}, kEnd, kVocab, "cut");
+  const PackedExamples packed(tokens.slice(0, 3), 4);
   EXPECT_THAT(window_of(packed, 0, 4).inputs, ElementsAre(5, 6, 7, kEnd));
   EXPECT_THAT(window_of(packed, 0, 4).targets, ElementsAre(6, 7, -1, -1));
 }
@@ -223,7 +223,8 @@ TEST(PackedExamples, MixWithTextsWhoseTargetsAllCount) {
   EXPECT_EQ(counted(targets), 5 * 8 + 5 * 6);
   EXPECT_EQ(windows.num_targets(0, 10), counted(targets));
   const Tokens others = Tokens::from_examples(std::vector<MarkedToken>{5, 6, 3}, 3, kVocab, "others");
-  EXPECT_THROW(TokenMixture({{examples, 1}, {others, 1}}).example_end(), ConfigError);
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { TokenMixture({{text, 1}, {examples, 1}, {others, 1}}).example_end(); }),
+              HasSubstr("the examples of 'examples' end with token 2, those of 'others' with token 3"));
 }
 
 TEST(SequentialWindows, OfExamplesCountWhatIsLearned) {
@@ -275,6 +276,18 @@ TEST(Examples, InFiles) {
   all[0] ^= kReadOnly;
   EXPECT_NE(both.check_all(), Tokens::from_examples(all, kEnd, kVocab, "memory").check_all());
   EXPECT_THAT(data_error([&] { Tokens::open(b, 99).check_all(); }), HasSubstr("b.bin': token 99 at position 1 is outside the vocabulary of 99"));
+  // So is how they end: of the same tokens.
+  const std::vector<MarkedToken> twice = {5, 2, 3, 2};
+  EXPECT_NE(Tokens::from_examples(twice, 2, kVocab, "memory").check_all(),
+            Tokens::from_ids(std::vector<int32_t>{5, 2, 3, 2}, kVocab, "memory").check_all());
+  EXPECT_THAT(data_error([&] { Tokens::from_examples(twice, 3, kVocab, "memory"); }),
+              HasSubstr("'memory': its last example does not end, with token 3"));
+  EXPECT_THAT(data_error([&] { Tokens::from_examples(std::vector<MarkedToken>{}, 3, kVocab, "memory"); }), HasSubstr("does not end"));
+  EXPECT_THAT(data_error([&] { Tokens::from_examples(std::vector<MarkedToken>{100 | kReadOnly, 3}, 3, kVocab, "memory"); }),
+              HasSubstr("memory: token 100 at position 0 is outside the vocabulary of 100"));
+  TokenFileWriter examples(folder / "c.bin", kVocab, kEnd), plain(folder / "d.bin", kVocab);
+  EXPECT_THROW(examples.write(std::vector<int32_t>{1}), ConfigError);
+  EXPECT_THROW(plain.write_examples(twice), ConfigError);
   // Of texts, targets are the tokens.
   const Tokens text = Tokens::from_ids(std::vector<int32_t>{1, 2, 3}, 9, "text");
   EXPECT_EQ(text.example_end(), std::nullopt);
@@ -284,10 +297,9 @@ TEST(Examples, InFiles) {
 
 TEST(Examples, FilesThatDoNotBelongTogether) {
   const ScratchFolder folder;
-  const std::vector<MarkedToken> tokens = {5 | kReadOnly, 6, 3};
   for (const int32_t end : {kEnd, 3}) {
     TokenFileWriter writer(folder / ("e" + std::to_string(end) + ".bin"), kVocab, end);
-    writer.write_examples(tokens);
+    writer.write_examples(std::vector<MarkedToken>{5 | kReadOnly, 6, static_cast<MarkedToken>(end)});
     writer.finish();
   }
   EXPECT_THAT(data_error([&] { Tokens::open(folder / "e*.bin", kVocab); }),
@@ -302,6 +314,9 @@ TEST(Examples, FilesThatDoNotBelongTogether) {
   bytes[4] = 1;
   write_file(folder / "short.bin", std::string_view(bytes).substr(0, bytes.size() - 4));
   EXPECT_THAT(data_error([&] { Tokens::open(folder / "short.bin", kVocab); }), HasSubstr("the header says 3 tokens, the file holds 2"));
+  bytes[8] = 2;
+  write_file(folder / "open.bin", std::string_view(bytes).substr(0, bytes.size() - 4));
+  EXPECT_THAT(data_error([&] { Tokens::open(folder / "open.bin", kVocab); }), HasSubstr("open.bin': its last example does not end, with token 2"));
 }
 
 }  // namespace

@@ -43,6 +43,20 @@ TEST(RunState, ReadsBackWhatItWrites) {
   check_resumable(again, s);
 }
 
+// Of GPT-2 with documents apart, whose learned positions were counted in windows before that was written.
+TEST(RunState, OlderCheckpointsHaveOtherPositions) {
+  RunState run = a_run();
+  run.model.type = "gpt2";
+  const auto older = [&] { return RunState::from_json(without(run.to_json(), "positions_of_documents")); };
+  run.model.end_of_text = -1;
+  check_resumable(older(), run);
+  run.model.end_of_text = 3;
+  check_resumable(RunState::from_json(run.to_json()), run);
+  EXPECT_THAT(mismatch(older(), run), HasSubstr("a learned position was counted from the window's first token in the checkpoint"));
+  run.model.type = "llama";
+  check_resumable(older(), run);
+}
+
 TEST(RunState, NamesWhatDiffers) {
   const RunState saved = a_run();
   const auto with = [&](auto&& change) {

@@ -343,6 +343,10 @@ TEST(Tokenize, ConversationsAndTheirSpecialTokens) {
   EXPECT_THAT(run_sheaf({"generate", f / "out", "--generate.prompt", asked, "--generate.special_tokens", "true", "--generate.temperature", "0"}).out,
               ::testing::StartsWith(asked + "Yo<|im_end|>"));
   expect_refused(run_sheaf(asks + Words{"--generate.chat", "llama3"}), 64, "no special token <|begin_of_text|>");
+  EXPECT_EQ(run_sheaf({"generate", f / "out", "--generate.prompt", asked, "--generate.special_tokens", "true", "--generate.end_token",
+                       "<|im_end|>", "--generate.temperature", "0"}).out, asked + "Yo\n");
+  expect_refused(run_sheaf(asks + Words{"--generate.end_token", "<|none|>"}), 64, "no special token <|none|>");
+  expect_refused(run_sheaf({"generate", f / "out", "--generate.chat", "chatml"}), 64, "what does the user say?");
   expect_refused(run_sheaf(asks + Words{"--generate.system", "Be good."}), 64, "generate.system is for a chat");
   expect_refused(run_sheaf(asks + Words{"--generate.chat", "chatml", "--generate.special_tokens", "true"}), 64, "generate.special_tokens");
 }
@@ -367,7 +371,16 @@ TEST(Tokenize, ExamplesThatAreNone) {
   const auto train = [&](const Words& more) {
     return run_sheaf(f.train({"--data.train_file", one, "--data.val_file", one, "--model.vocab", "1000"}) + more);
   };
-  expect_refused(train({"--data.separate_documents", "true", "--data.end_of_text", "7"}), 64, "data.end_of_text is 7, the examples of '");
+  expect_refused(train({"--data.separate_documents", "true", "--data.end_of_text", "7"}), 64,
+                 Words{"documents end with token 7, the examples of '", "with token 956"});
+  models::write_token_file(f / "text.bin", std::vector<int32_t>(200, 5), 1000);
+  const Words plain = {"--data.train_file", f / "text.bin"}, apart = {"--data.separate_documents", "true"};
+  const Words named = {"--data.tokenizer", "gpt2", "--data.tokenizer_folder", f / "bpe", "--train.steps", "1"};
+  expect_refused(train(plain), 64, Words{"one.bin' holds examples, which are kept apart; ", "give data.separate_documents true"});
+  expect_refused(train(plain + apart + Words{"--data.end_of_text", "5"}), 64, "documents end with token 5, the examples of '");
+  EXPECT_EQ(train(plain + apart + named).code, 0);
+  f.write("vain.jsonl", "{\"prompt\": \"\", \"completion\": \"\"}\n{\"prompt\": \"\", \"completion\": \"a b\"}\n");
+  EXPECT_THAT(tokenize({"vain.jsonl", "vain.bin"}, asks).err, HasSubstr("of 1 of 2 examples nothing is learned: training leaves them out"));
   expect_refused(train({"--model.vocab", "900"}), 65, "which is outside the vocabulary of 900");
   f.write("long.jsonl", "{\"prompt\": \"" + testing::sample_text(400) + "\", \"completion\": \"b\"}\n");
   std::string text = File::open(f / "long.jsonl").read_all();
