@@ -6,11 +6,11 @@
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
-#include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/export_adapters.h"
+#include "sheaf/tools/export_beside.h"
 #include "sheaf/tools/output.h"
 
 namespace sheaf::tools {
@@ -89,17 +89,6 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
   return tensors;
 }
 
-// What `transformers` reads beside the weights, if the run's tokenizer has that form. Others were published elsewhere.
-std::string export_tokenizer(const models::Tokenizer* tokenizer, const std::string& folder) {
-  if (!tokenizer || tokenizer->kind() != "huggingface") return "";
-  Json config = Json::Object{{"tokenizer_class", "PreTrainedTokenizerFast"}};
-  if (const auto end = tokenizer->end_of_text())
-    config.set("eos_token", Json(tokenizer->decode({&*end, 1})));
-  replace_file(folder + "/tokenizer.json", tokenizer->to_json().at("file").dump() + "\n");
-  replace_file(folder + "/tokenizer_config.json", config.dump() + "\n");
-  return ", and its tokenizer.json";
-}
-
 }  // namespace
 
 // The model is not put together in memory: its parts go from maps of the shards to the file.
@@ -128,8 +117,8 @@ int export_command(const ExportArguments& arguments) {
     tensors = adapters ? adapter_tensors(checkpoint, model) : published_tensors(checkpoint, model);
     finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
       if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
-      else replace_file(folder + "/config.json", models::published_config(model, dtype).dump() + "\n");
-      return export_tokenizer(state.tokenizer.get(), folder);
+      else export_config(state, model, dtype, folder);
+      return export_tokenizer(state, folder);
     };
   } else {
     tensors = own_tensors(checkpoint);

@@ -93,7 +93,7 @@ std::string examples_line(const std::string& what, const models::PackedExamples&
              e.num_windows() == 1 ? " window, " : " windows, ", rounded(100 * tokens / places), " % full, ",
              rounded(100 * static_cast<double>(e.num_targets()) / tokens), " % of their tokens are learned",
              note(e.num_shortened(), " longer than a window, without their ends"),
-             note(e.num_left_out(), " left out, where nothing is to be learned"));
+             note(e.num_left_out(), " left out, where nothing is learned within a window"));
 }
 
 // A run that goes on need not be described again: its folder says what it was.

@@ -317,6 +317,37 @@ TEST(Weights, ExportAndImportAreInverse) {
     }
 }
 
+// Who goes on with `transformers` finds what lay beside the weights, and stops where they did.
+TEST(Weights, WhatLiesBesideThemIsExported) {
+  const Folder folder;
+  const std::string from = folder / "from";
+  std::filesystem::copy("tests/models/published/mistral_f32_window", from, std::filesystem::copy_options::recursive);
+  write_file(from + "/generation_config.json", "{\"eos_token_id\": [0, 3]}");
+  write_file(from + "/chat_template.jinja", "{{ messages }}");
+  const Json theirs = Json::parse(File::open(from + "/config.json").read_all(), "config.json");
+  const auto train = [&](const std::string& out) {
+    return run_sheaf(folder.train(from, out) + Words{"--train.steps", "1", "--model.context", "4", "--data.separate_documents", "true",
+                                                     "--data.end_of_text", "7"});
+  };
+  const auto exported = [&](const std::string& out) {
+    expect_ok(run_sheaf({"export", folder / out, folder / (out + "_hf"), "--format", "huggingface"}));
+    return Json::parse(File::open(folder / (out + "_hf/config.json")).read_all(), "config.json");
+  };
+  ASSERT_EQ(train("beside").code, 0);
+  const Json config = exported("beside");
+  EXPECT_EQ(config.at("eos_token_id"), theirs.at("eos_token_id"));
+  EXPECT_EQ(config.at("max_position_embeddings"), theirs.at("max_position_embeddings"));
+  EXPECT_GT(theirs.at("max_position_embeddings").as_int(), 4);
+  EXPECT_EQ(File::open(folder / "beside_hf/generation_config.json").read_all(), "{\"eos_token_id\": [0, 3]}");
+  EXPECT_EQ(File::open(folder / "beside_hf/chat_template.jinja").read_all(), "{{ messages }}");
+  EXPECT_FALSE(path_exists(folder / "beside_hf/special_tokens_map.json"));
+  // Without them, what the run knows.
+  std::filesystem::remove_all(from);
+  const Json alone = exported("beside");
+  EXPECT_EQ(alone.at("eos_token_id"), Json(7));
+  EXPECT_EQ(alone.at("max_position_embeddings"), Json(4));
+}
+
 // Models of our own can be published: biases that GPT-2 has and ours lacks are zeros.
 TEST(Weights, ATrainedModelIsExported) {
   const Folder folder;
