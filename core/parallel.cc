@@ -12,6 +12,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -44,8 +45,9 @@ struct Job {
   void* closure;
   int64_t n;
   int parts;
-  std::atomic<bool> failed{false};
-  std::exception_ptr failure = nullptr;  // of the first that failed
+  std::mutex failing = {};
+  int failed = parts;  // the first part, in their order, that has failed
+  std::exception_ptr failure = nullptr;
 
   void run(int part) {
     const int64_t begin = n * part / parts, end = n * (part + 1) / parts;
@@ -54,7 +56,8 @@ struct Job {
     try {
       fn(closure, begin, end);
     } catch (...) {
-      if (!failed.exchange(true)) failure = std::current_exception();
+      const std::lock_guard lock(failing);
+      if (part < failed) failed = part, failure = std::current_exception();
     }
     inside = false;
   }

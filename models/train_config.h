@@ -109,8 +109,8 @@ struct DataConfig {
   std::string val_file;            ///< token file to validate on, or several; or named sets of them (ValidationSets::open)
   std::string order = "shuffled";  ///< of windows to train on: "shuffled" in epochs, each once, or at "random" places
   bool separate_documents = false;  ///< tokens attend to those of their own document alone
-  int64_t end_of_text = -1;        ///< the token that ends a document; -1: the tokenizer's
   bool examples = false;           ///< no option of its own: files to train on hold examples, of which not all targets count
+  int64_t end_of_text = -1;        ///< the token that ends a document; -1: the tokenizer's
 };
 
 /// Whether a tokenizer comes from files that somebody published.
@@ -197,10 +197,10 @@ struct GenerateConfig {
   int64_t top_k = 0;          ///< choose among the k likeliest; 0: among all
   double top_p = 1;           ///< of these among the likeliest that make up so much of their probability (nucleus sampling)
   bool ignore_end_of_text = false;  ///< go on behind the token that ends a text, or a turn
-  std::string chat;           ///< "chatml", "llama3": the prompt is what a user says, and an assistant answers (ChatFormat); "": a text
-  std::string system;         ///< in a chat: what the assistant is told before
   bool special_tokens = false;  ///< the prompt may have special tokens in it, by their names
-  std::string end_token;      ///< a special token that ends what is generated, beside the tokenizer's end of text
+  std::string chat = {};      ///< "chatml", "llama3": the prompt is what a user says, and an assistant answers (ChatFormat); "": a text
+  std::string system = {};    ///< in a chat: what the assistant is told before
+  std::string end_token = {};  ///< a special token that ends what is generated, beside the tokenizer's end of text
   int64_t seed = 1337;        ///< of the choices
 };
 

@@ -57,6 +57,24 @@ TEST(ParallelFor, TheCutDependsOnTheSizesAlone) {
   });
 }
 
+// So that what a message names does not depend on threads.
+TEST(ParallelFor, ThrowsWhatTheFirstRangeThrew) {
+  RankContext context;
+  context.threads = 4;
+  const RankScope scope(context);
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    std::string what = "nothing";
+    try {
+      parallel_for(4, 1, [](int64_t begin, int64_t) {
+        if (begin > 0) throw std::runtime_error(std::to_string(begin));
+      });
+    } catch (const std::runtime_error& e) {
+      what = e.what();
+    }
+    ASSERT_EQ(what, "1");
+  }
+}
+
 TEST(ParallelFor, ThrowsWhatARangeThrewAndGoesOn) {
   with_threads(4, [] {
     for (int64_t culprit = 0; culprit < 4; ++culprit) {

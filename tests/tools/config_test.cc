@@ -263,7 +263,7 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   const std::map<std::string, size_t> sizes = {
       {"model", sizeof c.model - sizeof c.model.rope_scaling - sizeof c.model.end_of_text},  // which follows from [data]
       {"model.rope_scaling", sizeof c.model.rope_scaling},
-      {"data", sizeof c.data},
+      {"data", sizeof c.data - sizeof c.data.examples},  // which the files say
       {"train", sizeof c.train},
       {"sharding", sizeof c.sharding},
       {"output", sizeof c.output},
@@ -283,7 +283,7 @@ TEST_F(Config, EveryFieldIsInTheTable) {
   size_t whole = 0;
   for (const auto& [section, bytes] : missing) EXPECT_LT(bytes, 8u) << section;
   for (const auto& [section, size] : sizes) whole += size;
-  EXPECT_EQ(whole + sizeof c.model.end_of_text, sizeof c);  // no section is forgotten
+  EXPECT_EQ(whole + sizeof c.model.end_of_text + sizeof c.data.examples, sizeof c);  // no section is forgotten
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // `sheaf tokenize` writes what training reads, and runs on byte-pair tokens go on and generate from their folder alone.
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -299,6 +300,7 @@ TEST(Tokenize, ExamplesAreTrainedPlannedAndAnswered) {
 
   // Interrupted half-way it would be the same run.
   const testing::Metrics whole = testing::read_metrics(f / "out/metrics.jsonl");
+  EXPECT_NEAR(std::stod(whole.at(1).at("loss")), std::log(957.0), 0.5) << "the mean over what is learned, of weights as they are drawn";
   std::filesystem::remove_all(f / "out/checkpoints/step-120");
   ASSERT_EQ(run_sheaf(run + more + Words{"--resume"}).code, 0);
   testing::expect_same_curve(testing::read_metrics(f / "out/metrics.jsonl"), whole, "resumed");
