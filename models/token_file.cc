@@ -122,7 +122,7 @@ struct Tokens::Part {
     MarkedToken last = 0;
     if (size > 0) std::memcpy(&last, data + (size - 1) * width(), sizeof last);
     check<DataError>(size > 0 && static_cast<int32_t>(last & ~kReadOnly) == *example_end, "[tokens] '", name,
-                     "': its last example does not end, with token ", *example_end);
+                     "': its last example does not end with token ", *example_end);
   }
 
   // Of parts of one sequence.

@@ -281,7 +281,7 @@ TEST(Examples, InFiles) {
   EXPECT_NE(Tokens::from_examples(twice, 2, kVocab, "memory").check_all(),
             Tokens::from_ids(std::vector<int32_t>{5, 2, 3, 2}, kVocab, "memory").check_all());
   EXPECT_THAT(data_error([&] { Tokens::from_examples(twice, 3, kVocab, "memory"); }),
-              HasSubstr("'memory': its last example does not end, with token 3"));
+              HasSubstr("'memory': its last example does not end with token 3"));
   EXPECT_THAT(data_error([&] { Tokens::from_examples(std::vector<MarkedToken>{}, 3, kVocab, "memory"); }), HasSubstr("does not end"));
   EXPECT_THAT(data_error([&] { Tokens::from_examples(std::vector<MarkedToken>{100 | kReadOnly, 3}, 3, kVocab, "memory"); }),
               HasSubstr("memory: token 100 at position 0 is outside the vocabulary of 100"));
@@ -316,7 +316,7 @@ TEST(Examples, FilesThatDoNotBelongTogether) {
   EXPECT_THAT(data_error([&] { Tokens::open(folder / "short.bin", kVocab); }), HasSubstr("the header says 3 tokens, the file holds 2"));
   bytes[8] = 2;
   write_file(folder / "open.bin", std::string_view(bytes).substr(0, bytes.size() - 4));
-  EXPECT_THAT(data_error([&] { Tokens::open(folder / "open.bin", kVocab); }), HasSubstr("open.bin': its last example does not end, with token 2"));
+  EXPECT_THAT(data_error([&] { Tokens::open(folder / "open.bin", kVocab); }), HasSubstr("open.bin': its last example does not end with token 2"));
 }
 
 }  // namespace
