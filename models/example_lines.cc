@@ -1,7 +1,6 @@
 #include "sheaf/models/example_lines.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "sheaf/core/json.h"

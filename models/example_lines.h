@@ -1,7 +1,7 @@
 // ExampleLines: prompts with answers, and conversations, in JSON lines.
 #pragma once
 
-#include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -68,10 +68,7 @@ class HuggingFaceTokenizer : public Tokenizer {
     return encode_all(std::span<const std::string_view>(&text, 1), false, std::nullopt);
   }
   std::vector<int32_t> encode_special(std::string_view text, bool first, std::string_view origin) const override {
-    std::vector<int32_t> tokens;
-    WordCache cache(text.size());
-    Bpe::Scratch scratch;
-    encode_part(text, first ? Place::first : Place::within, {all_, cache, scratch, tokens});
+    std::vector<int32_t> tokens = encode_whole(text, first ? Place::first : Place::within, all_);
     for (const int32_t id : tokens)
       if (taking_.contains(id))
         fail<DataError>("[tokenizer] ", origin, ": ", json_string(file_.shown[static_cast<size_t>(id)]), " takes away blanks beside it ",
@@ -79,11 +76,7 @@ class HuggingFaceTokenizer : public Tokenizer {
     return tokens;
   }
   std::vector<int32_t> encode_behind_special(std::string_view text, std::string_view) const override {
-    std::vector<int32_t> tokens;
-    WordCache cache(text.size());
-    Bpe::Scratch scratch;
-    encode_part(text, Place::behind_token, {ordinary_, cache, scratch, tokens});
-    return tokens;
+    return encode_whole(text, Place::behind_token, ordinary_);
   }
   std::optional<int32_t> special_token(std::string_view name) const override {
     for (const auto& token : file_.added)
@@ -135,6 +128,14 @@ class HuggingFaceTokenizer : public Tokenizer {
         [&](std::string_view part, bool is_first, WordCache& cache, Bpe::Scratch& scratch, std::vector<int32_t>& out) {
           encode_part(part, is_first && from_start ? Place::first : Place::within, {ordinary_, cache, scratch, out});
         });
+  }
+
+  std::vector<int32_t> encode_whole(std::string_view text, Place place, const Added& added) const {
+    std::vector<int32_t> tokens;
+    WordCache cache(text.size());
+    Bpe::Scratch scratch;
+    encode_part(text, place, {added, cache, scratch, tokens});
+    return tokens;
   }
 
   void encode_part(std::string_view text, Place place, const Work& work) const {

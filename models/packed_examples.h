@@ -8,9 +8,10 @@
 
 namespace sheaf::models {
 
-/// Puts examples, whole, into windows of `context` tokens: the longest first, each where it leaves the least room (best fit
-/// decreasing; Ding et al., https://arxiv.org/abs/2404.10830, on why none is cut), in the order of the sequence. What is left of a window is filled with tokens
-/// that end an example and count nothing. The first token of an example is never a target: it would be predicted from another one.
+/// Puts examples, whole, into windows of `context` inputs and a last target: the longest first, each where it leaves the least room
+/// (best fit decreasing; Ding et al., https://arxiv.org/abs/2404.10830, on why none is cut). In a window they stand in the order of
+/// the sequence; what is left of it is filled with tokens that end an example and count nothing. The first token of an example is
+/// never a target: it would be predicted from another one.
 ///
 /// An example that is longer than a window loses its end; one in which nothing is learned is left out.
 class PackedExamples {

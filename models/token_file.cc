@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <type_traits>
 #include <utility>
 
 namespace sheaf::models {
@@ -36,6 +37,18 @@ int64_t copy_tokens(const std::byte* data, int64_t count, T mask, int64_t vocab,
 }
 
 constexpr auto kId = [](auto, int32_t id) { return id; };
+
+// `name` says whose tokens they are, the first of them at position `first`.
+template <class T>
+void check_ids(std::span<const T> tokens, int64_t vocab, const std::string& name, int64_t first = 0) {
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    int64_t id = tokens[i];
+    if constexpr (std::is_same_v<T, MarkedToken>) id = tokens[i] & ~kReadOnly;
+    if (id >= 0 && id < vocab) continue;
+    fail<DataError>("[tokens] ", name, ": token ", id, " at position ", first + static_cast<int64_t>(i),
+                    " is outside the vocabulary of ", vocab);
+  }
+}
 
 void check_vocab(int64_t vocab) {
   check<DataError>(vocab >= 1 && vocab <= INT32_MAX, "[tokens] a vocabulary of ", vocab);
@@ -168,10 +181,7 @@ Tokens Tokens::open(const std::string& path, int64_t vocab) {
 
 Tokens Tokens::from_ids(std::span<const int32_t> ids, int64_t vocab, std::string name) {
   check_vocab(vocab);
-  for (size_t i = 0; i < ids.size(); ++i) {
-    check<DataError>(ids[i] >= 0 && ids[i] < vocab, "[tokens] ", name, ": token ", ids[i], " at position ", i,
-                     " is outside the vocabulary of ", vocab);
-  }
+  check_ids(ids, vocab, name);
   Part part;
   part.name = name;
   part.size = static_cast<int64_t>(ids.size());
@@ -190,10 +200,7 @@ Tokens Tokens::from_ids(std::span<const int32_t> ids, int64_t vocab, std::string
 
 Tokens Tokens::from_examples(std::span<const MarkedToken> marked, int32_t end, int64_t vocab, std::string name) {
   check_vocab(vocab);
-  for (size_t i = 0; i < marked.size(); ++i) {
-    check<DataError>(static_cast<int64_t>(marked[i] & ~kReadOnly) < vocab, "[tokens] ", name, ": token ", marked[i] & ~kReadOnly,
-                     " at position ", i, " is outside the vocabulary of ", vocab);
-  }
+  check_ids(marked, vocab, name);
   Part part;
   part.name = name;
   part.size = static_cast<int64_t>(marked.size());
@@ -317,11 +324,7 @@ TokenFileWriter::~TokenFileWriter() {
 
 void TokenFileWriter::write(std::span<const int32_t> ids) {
   check<ConfigError>(!example_end_, "[tokens] '", path_, "' is a file of examples");
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] >= 0 && ids[i] < vocab_) continue;
-    fail<DataError>("[tokens] '", path_, "': token ", ids[i], " at position ", size_ + static_cast<int64_t>(i),
-                    " is outside the vocabulary of ", vocab_);
-  }
+  check_ids(ids, vocab_, str('\'', path_, '\''), size_);
   if (vocab_ <= 65536) {
     const std::vector<uint16_t> narrow(ids.begin(), ids.end());
     file_.write(narrow.data(), static_cast<int64_t>(narrow.size() * sizeof(uint16_t)));
@@ -333,11 +336,7 @@ void TokenFileWriter::write(std::span<const int32_t> ids) {
 
 void TokenFileWriter::write_examples(std::span<const MarkedToken> tokens) {
   check<ConfigError>(example_end_.has_value(), "[tokens] '", path_, "' is no file of examples");
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    if (static_cast<int64_t>(tokens[i] & ~kReadOnly) < vocab_) continue;
-    fail<DataError>("[tokens] '", path_, "': token ", tokens[i] & ~kReadOnly, " at position ", size_ + static_cast<int64_t>(i),
-                    " is outside the vocabulary of ", vocab_);
-  }
+  check_ids(tokens, vocab_, str('\'', path_, '\''), size_);
   file_.write(tokens.data(), static_cast<int64_t>(tokens.size_bytes()));
   size_ += static_cast<int64_t>(tokens.size());
 }
