@@ -111,12 +111,8 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     const Tensors opened = apply_typed(UnitOps::open(), &attrs, out, specs);
     out.assign(opened.begin(), opened.end());
   }
-  for (size_t i = 0; i < out.size(); ++i) {
-    if (buffers_[i].compute == buffers_[i].dtype) continue;
-    OutputSpec spec{out[i].type(), {}, -1, 0};
-    spec.type.dtype = buffers_[i].compute;
-    out[i] = apply_typed(UnitOps::cast_shard(), nullptr, std::span(&out[i], 1), std::span(&spec, 1))[0];
-  }
+  for (size_t i = 0; i < out.size(); ++i)
+    if (buffers_[i].compute != buffers_[i].dtype) out[i] = UnitOps::cast_by(UnitOps::cast_shard(), out[i], buffers_[i].compute);
   return out;
 }
 

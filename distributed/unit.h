@@ -18,7 +18,7 @@
 // gathered along that axis nor reduced: one more dimension before the others, Shard(0) there.
 //
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
-// into the reduce-scatter's input. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
+// into the reduce-scatter's input, or into that of its cast where they travel in a narrower dtype. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
 #pragma once
 
 #include <memory>
@@ -66,8 +66,9 @@ struct FlatLayout {
 /// axis or none. Of cut ones `layout` has room for the largest block; a smaller one leaves padding.
 struct FlatBuffer {
   std::string name;
-  DType dtype = kF32;       ///< of the master values, and of gradients and what is reduced
+  DType dtype = kF32;       ///< of the master values and of gradients
   DType compute = kF32;     ///< of the values that are gathered for compute
+  DType reduce = kF32;      ///< of what ranks send each other of gradients
   bool trainable = true;
   bool cut = false;         ///< its leaves are, along the unit's tensor axis
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
@@ -92,8 +93,9 @@ struct UnitOptions {
   const MeshSpec* mesh = nullptr;  ///< null: one rank holds everything
   int axis = 0;                    ///< that `strategy` is about; along others masters are replicated, but for the next two
   Strategy strategy = Strategy::none;
-  std::optional<DType> compute = std::nullopt;  ///< what masters are cast to before they are gathered; gradients and their
-                                                ///< reduction stay in the masters' dtype
+  std::optional<DType> compute = std::nullopt;  ///< what masters are cast to before they are gathered; gradients stay in the
+                                                ///< masters' dtype
+  std::optional<DType> reduce = std::nullopt;   ///< what gradients are cast to before each reduction, and back from after it
   int tensor_axis = -1;            ///< cuts leaves that say how; -1: none
   int secondary_axis = -1;         ///< cuts the masters that `axis` has cut once more; -1: none. The strategy shards
   int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all
@@ -229,6 +231,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void leaf_waiting();
   void reduce_waiting_along(int axis);
   void reduce_along(int axis);
+  void cast_reduced();
   void keep_gradient();
 
   std::string name_;
@@ -260,7 +263,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   int64_t unfinished_ = 0;         // backwards that have passed it, and whose gradients come later
   std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
   struct Reduction {               // `values` goes first and waits for its lane
-    std::vector<Tensor> lent;      // the slots, while the unit's own axis is reduced
+    std::vector<Tensor> lent;      // the slots, or casts of them, while the unit's own axis is reduced
     std::vector<Tensor> values;    // one per trainable buffer; empty: nothing is under way
     int along = -1;                // the axis whose collective is under way
     bool to_the_end = false;       // or replicas are left to a later micro-batch

@@ -135,7 +135,8 @@ void Unit::reduce_waiting_along(int axis) {
 // along each other axis of the mesh, in place, or along a secondary axis as a reduce_scatter again. Each is issued where
 // the next unit's reduction begins, so that nobody waits for it; by then the one before has had a unit's backward to end
 // in. Of several micro-batches the slices are added up, and only the last one's backward, or who asks first, takes them
-// along the other axes: these cross hosts.
+// along the other axes: these cross hosts. Where they travel in another dtype (FlatBuffer::reduce) each collective
+// stands between two casts: ranks add up what they have sent, and the memory of a cast goes when that of the collective does.
 void Unit::reduce_along(int axis) {
   if (axis == axis_) reduction_.values = reduction_.lent;
   else if (scatters(axis)) reduction_.lent = reduction_.values;
@@ -147,10 +148,15 @@ void Unit::reduce_along(int axis) {
     if (!b.trainable) continue;
     const Tensor& t = reduction_.values[k++];
     if (!sums_along(b, axis)) continue;
-    Type type = t.type();
+    Tensor sent = t;
+    if (b.reduce != b.dtype && !alone(axis)) {
+      sent = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
+      if (!reduction_.lent.empty()) reduction_.lent[k - 1] = sent;
+    }
+    Type type = sent.type();
     if (mesh_) type.layout[axis] = b.shard.layout()[axis];
-    from.push_back(t);
-    specs.push_back({type, scatters(axis) ? Tensor() : t, -1, 0});
+    from.push_back(sent);
+    specs.push_back({type, scatters(axis) ? Tensor() : sent, -1, 0});
     which.push_back(k - 1);
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
@@ -170,6 +176,7 @@ void Unit::advance_reduction() {
   }
   for (Tensor& t : reduction_.values) t.storage()->settle();
   reduction_.lent.clear();
+  cast_reduced();
   const int next = axis_after(along);
   if (next < 0) return keep_gradient();
   if (along == axis_ && sums_further()) {
@@ -177,6 +184,15 @@ void Unit::advance_reduction() {
     if (reduction_.to_the_end) reduce_waiting_along(next);
   } else {
     reduce_along(next);
+  }
+}
+
+void Unit::cast_reduced() {
+  size_t k = 0;
+  for (const FlatBuffer& b : buffers_) {
+    if (!b.trainable) continue;
+    Tensor& t = reduction_.values[k++];
+    if (t.dtype() != b.dtype) t = UnitOps::cast_by(UnitOps::cast_reduced(), t, b.dtype);
   }
 }
 

@@ -36,6 +36,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
       it = std::prev(buffers_.end());
       it->dtype = leaf.dtype;
       it->compute = o.compute.value_or(leaf.dtype);
+      it->reduce = o.reduce.value_or(leaf.dtype);
       it->trainable = leaf.trainable;
       it->cut = is_cut(i);
     }

@@ -56,12 +56,21 @@ struct Resting {
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
 };
 
-struct CastShard {
-  static constexpr const char* kName = "cast_shard";
+template <MemoryKind kind>
+struct Cast {
   static constexpr bool kOfUnits = true;
-  static constexpr MemoryKind kMemory = MemoryKind::wire;
+  static constexpr MemoryKind kMemory = kind;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
+};
+struct CastShard : Cast<MemoryKind::wire> {
+  static constexpr const char* kName = "cast_shard";
+};
+struct CastGradient : Cast<MemoryKind::wire> {
+  static constexpr const char* kName = "cast_gradient";
+};
+struct CastReduced : Cast<MemoryKind::normal> {
+  static constexpr const char* kName = "cast_reduced";
 };
 
 template <MemoryKind kind>
@@ -188,9 +197,17 @@ const OpDef& UnitOps::grad_slots() { return op_def<GradSlots<MemoryKind::wire>>(
 const OpDef& UnitOps::lasting_grad_slots() { return op_def<GradSlots<MemoryKind::host_wire>>(); }
 const OpDef& UnitOps::slot_memory() { return op_def<SlotMemory>(); }
 const OpDef& UnitOps::zero() { return op_def<Zero>(); }
+const OpDef& UnitOps::cast_gradient() { return op_def<CastGradient>(); }
+const OpDef& UnitOps::cast_reduced() { return op_def<CastReduced>(); }
 const OpDef& UnitOps::reduce_scatter() { return op_def<ReduceScatter>(); }
 const OpDef& UnitOps::all_reduce() { return op_def<AllReduce>(); }
 const OpDef& UnitOps::complete() { return op_def<Complete>(); }
+
+Tensor UnitOps::cast_by(const OpDef& cast, const Tensor& buffer, DType dtype) {
+  OutputSpec spec{buffer.type(), {}, -1, 0};
+  spec.type.dtype = dtype;
+  return apply_typed(cast, nullptr, std::span(&buffer, 1), std::span(&spec, 1))[0];
+}
 
 void UnitOps::discard_buffers(int axis, std::span<const Tensor> buffers, uint64_t recording) {
   const Attrs attrs{axis, static_cast<int32_t>(buffers.size())};

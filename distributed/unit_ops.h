@@ -20,10 +20,14 @@ struct UnitOps {
   static const OpDef& lasting_grad_slots();  ///< the same for gradients that stay there, in host_wire memory
   static const OpDef& slot_memory();     ///< → memory of a slot's type, in no buffer
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
+  static const OpDef& cast_gradient();   ///< slot buffers, or a slice → the same in another dtype, in wire memory: what is reduced
+  static const OpDef& cast_reduced();    ///< and back: the sum → the gradient
   static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
   static const OpDef& all_reduce();      ///< slot buffers, in place
   static const OpDef& complete();        ///< results, what a collective was lent → : it is back
 
+  /// What one of the casts makes of a buffer.
+  static Tensor cast_by(const OpDef& cast, const Tensor& buffer, DType dtype);
   /// Discards buffers, on the tape of `recording`, which knows them, if it lives.
   static void discard_buffers(int axis, std::span<const Tensor> buffers, uint64_t recording);
   /// Waits for results of a collective along `axis`: what it was `lent` is back.

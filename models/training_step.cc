@@ -45,6 +45,9 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
   else if (config.train.dtype == "f16") options.compute_dtype = kF16;
   else check<ConfigError>(config.train.dtype == "f32", "[train] train.dtype is ", config.train.dtype, ", not f32, bf16 or f16");
+  if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
+  else check<ConfigError>(config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ", config.sharding.reduce_dtype,
+                          ", not f32 or bf16");
   if (const int stages = ranks("stage"); stages > 1) {
     if (config.sharding.units != "block")
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");

@@ -161,8 +161,9 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.strategy = mesh.spec ? options.strategy.value : Strategy::none;
   mark.prefetch_bytes = options.prefetch_bytes;
   mark.compute = options.compute_dtype;
-  if (mark.compute && !is_floating(*mark.compute))
-    fail<ConfigError>("[shard] compute_dtype ", *mark.compute, ": it is bf16, f16, f32 or f64");
+  mark.reduce = options.reduce_dtype;
+  for (const auto& [name, dtype] : {std::pair("compute_dtype", mark.compute), {"reduce_dtype", mark.reduce}})
+    if (dtype && !is_floating(*dtype)) fail<ConfigError>("[shard] ", name, " ", *dtype, ": it is bf16, f16, f32 or f64");
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
     fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
                       mesh.spec->size(mark.axis));

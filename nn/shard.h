@@ -105,9 +105,12 @@ struct ShardOptions {
   StrategyChoice strategy = Strategy::full_shard;
   int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root
   /// Parameters are cast to it and gathered in it, so that activations have it too: bf16 for mixed precision, or f16,
-  /// whose gradients vanish unless the loss is scaled (optim::LossScaler). Masters, gradients, their reduction and the
-  /// optimizer stay in the parameters' own dtype (f32). Absent: no cast.
+  /// whose gradients vanish unless the loss is scaled (optim::LossScaler). Masters, gradients and the optimizer stay in the
+  /// parameters' own dtype (f32). Absent: no cast.
   std::optional<DType> compute_dtype = std::nullopt;
+  /// Ranks send each other their gradients in it, to be added up: bf16 halves what they receive. Each rank's share is
+  /// rounded to it once, and so is the sum of each axis (which is taken in f32, but by NCCL). Absent: the parameters' own.
+  std::optional<DType> reduce_dtype = std::nullopt;
 };
 
 /// Marks `module` and those below it that options.units choose as units over an axis of `mesh`. `Mesh{}` keeps the same

@@ -133,6 +133,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "many as take as many operations", any, -1, 1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
+      {"sharding.reduce_dtype", &s.reduce_dtype, "of what ranks send each other of gradients", {"f32", "bf16"}},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
       {"sharding.memory_budget", &s.memory_budget,

@@ -80,13 +80,15 @@ TEST(Bf16, OneRankCastsItsMastersOnceAStep) {
   }, {.threads_per_rank = 1});
 }
 
-// f16, too.
+// f16, too. Reduces bf16 where it is told to.
 TEST(Bf16, GathersBf16AndReducesF32) {
-  for (const auto& [world, dtype] : {std::pair{1, kBF16}, {3, kBF16}, {1, kF16}, {3, kF16}})
+  for (const auto& [world, dtype, reduced] : {std::tuple{1, kBF16, kF32}, {3, kBF16, kF32}, {1, kF16, kF32}, {3, kF16, kF32},
+                                              {1, kBF16, kBF16}, {3, kBF16, kBF16}, {3, kF32, kBF16}})
     for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
-      SCOPED_TRACE(str(strategy, " ", dtype, " at ", world));
+      SCOPED_TRACE(str(strategy, " ", dtype, ", reduced in ", reduced, " at ", world));
       models::TrainConfig c = in_bf16();
       c.train.dtype = name(dtype);
+      c.sharding.reduce_dtype = name(reduced);
       c.sharding.strategy = strategy;
       run_local(world, [&](World& w) {
         models::TrainingStep step(c, c.model.vocab, w, Device::cpu());
@@ -104,7 +106,7 @@ TEST(Bf16, GathersBf16AndReducesF32) {
           }
           if (name == "reduce_scatter" || (name == "all_reduce" && n.phase == Phase::backward)) {
             ++reductions;
-            EXPECT_EQ(tape.type(tape.inputs(n)[0]).dtype, kF32);
+            EXPECT_EQ(tape.type(tape.inputs(n)[0]).dtype, reduced);
           }
         }
         if (world > 1) {
