@@ -6,6 +6,35 @@
 #include "sheaf/core/view.h"
 
 namespace sheaf::kernels {
+
+// [Note: rounding by chance] State that rests in bf16 is rounded to the bf16 below or above with the
+// probabilities that make its mean exact (stochastic rounding: Gupta et al. 2015,
+// https://arxiv.org/abs/1502.02551). To the nearest it would stand still: a second moment changes by
+// a 1000th in a step, which is less than half of what two neighbours are apart. The noise is a hash
+// of what the element has at that moment, its parameter and its clipped gradient, and of the step: so it
+// needs to know neither where the element lies nor who holds it, and any cut of a model, number of
+// threads, instruction set and device draws the same bits.
+
+/// 32 random bits of an element: the first state takes the lower half, the second the upper one.
+/// `key`: noise_key of the step; `param`, before the step, and `grad`, clipped, as the bits of f32.
+SHEAF_HOST_DEVICE inline uint32_t noise_mix(uint32_t x) {  // Wellons' lowbias32
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+SHEAF_HOST_DEVICE inline uint32_t noise_key(float step) {
+  return noise_mix(static_cast<uint32_t>(step) + 0x9e3779b9u);
+}
+SHEAF_HOST_DEVICE inline uint32_t noise_of(uint32_t param, uint32_t grad, uint32_t key) {
+  return noise_mix((param ^ key) + grad);
+}
+/// bits of an f32 -> bits of a bf16, by the lower 16 bits of `noise`; infinities and NaN stay.
+SHEAF_HOST_DEVICE inline uint16_t rounded_by_chance(uint32_t bits, uint32_t noise) {
+  if ((bits & 0x7f800000u) == 0x7f800000u)
+    return static_cast<uint16_t>(bits >> 16 | ((bits & 0x7fffffu) != 0 ? 0x40u : 0u));
+  return static_cast<uint16_t>((bits + (noise & 0xffffu)) >> 16);
+}
+
 namespace cpu {
 
 /// What changes, or may change, from step to step: a dense f64 or f32 vector of this many values,
@@ -19,6 +48,7 @@ enum AdamWScalar {
   kBiasCorrection1,
   kBiasCorrection2,
   kClipScale,
+  kStep,  ///< which step it is: see Note: rounding by chance
   kAdamWScalars
 };
 
@@ -32,9 +62,10 @@ enum AdamWScalar {
 ///   p  = p - learning_rate * ((m / bias_correction1) / (sqrt(v / bias_correction2) + epsilon))
 ///
 /// Every operation is rounded by itself, in this order, as the CUDA kernel does. bias_correction =
-/// 1 - beta^t. param, m, v: dense [n], f32 or f64; grad: dense [n], any floating type; segments:
-/// i64 [k, 3] of (begin, end, decay?), dense. Elements outside all segments (padding) keep their
-/// values.
+/// 1 - beta^t. param: dense [n], f32 or f64; m, v: dense [n], both of the same type or, beside f32,
+/// both bf16, which are rounded by chance where they are stored; grad: dense [n], any floating type;
+/// segments: i64 [k, 3] of (begin, end, decay?), dense. Elements outside all segments (padding) keep
+/// their values.
 ///
 /// `clip_scale`, if given, is a floating scalar that takes the place of kClipScale: clipping leaves
 /// it where it was computed. `found_inf`, if given, is an i32 scalar: where it is not 0 nothing is
@@ -54,7 +85,14 @@ SHEAF_HOST_DEVICE inline double power(double x, int64_t n) {
   return out;
 }
 
-enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale, kSgdScalars };
+enum SgdScalar {
+  kSgdLearningRate,
+  kSgdMomentum,
+  kSgdWeightDecay,
+  kSgdClipScale,
+  kSgdStep,  ///< as kStep
+  kSgdScalars
+};
 
 /// One step of SGD with momentum (Sutskever et al. 2013, in PyTorch's form without dampening):
 ///
@@ -62,7 +100,8 @@ enum SgdScalar { kSgdLearningRate, kSgdMomentum, kSgdWeightDecay, kSgdClipScale,
 ///   b = momentum * b + g;   g = nesterov ? g + momentum * b : b      (only with a buffer)
 ///   p = p - learning_rate * g
 ///
-/// `momentum_buffer` is View{} for plain SGD; `clip_scale` and `found_inf` as above.
+/// `momentum_buffer` is View{} for plain SGD, may be bf16 beside f32 parameters, as m above;
+/// `clip_scale` and `found_inf` as above.
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
          const View& scalars, bool nesterov, const View& clip_scale = {},
          const View& found_inf = {});

@@ -115,11 +115,12 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn
   adamw.beta2 = t.beta2;
   adamw.eps = t.eps;
   adamw.weight_decay = t.weight_decay;
-  adamw.offload = t.offload_optimizer;
+  adamw.state.offload = t.offload_optimizer;
+  if (t.state_dtype == "bf16") adamw.state.dtype = kBF16;
+  else check<ConfigError>(t.state_dtype == "f32", "[train] train.state_dtype is ", t.state_dtype, ", not f32 or bf16");
   if (t.optimizer == "adamw") return std::make_unique<optim::AdamW>(module, adamw);
   check<ConfigError>(t.optimizer == "muon", "[train] train.optimizer is ", t.optimizer, ", not adamw or muon");
-  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .adamw = adamw};
-  muon.offload = t.offload_optimizer;
+  optim::MuonOptions muon{.lr = adamw.lr, .momentum = t.momentum, .weight_decay = t.weight_decay, .state = adamw.state, .adamw = adamw};
   if (t.dtype == "bf16") muon.compute_dtype = kBF16;
   return std::make_unique<optim::Muon>(module, muon);
 }

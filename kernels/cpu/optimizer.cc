@@ -6,11 +6,14 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-void check_flat(const char* who, const View& param, const View& v, bool same_dtype) {
+void check_flat(const char* who, const View& param, const View& v) {
   check<ShapeError>(v.contiguous() && v.numel() == param.numel(), "[", who, "] state of shape ",
                     v.shape, " for ", param.numel(), " parameters; all must be dense");
-  check<DTypeError>(!same_dtype || v.dtype == param.dtype, "[", who, "] state in ", v.dtype,
-                    " for parameters in ", param.dtype);
+}
+void check_state(const char* who, const View& param, const View& state) {
+  check_flat(who, param, state);
+  check<DTypeError>(state.dtype == param.dtype || (state.dtype == kBF16 && param.dtype == kF32), "[",
+                    who, "] state in ", state.dtype, " for parameters in ", param.dtype);
 }
 
 template <class C>
@@ -83,32 +86,104 @@ SHEAF_INLINE Lanes<C> load_gradient(const G* grad, int64_t i, N n) {
   }
 }
 
+/// By the dtype of state beside parameters of type C.
+template <class C, class F>
+void visit_state(DType d, F&& f) {
+  if constexpr (std::is_same_v<C, float>)
+    if (d == kBF16) return f.template operator()<bf16>();
+  f.template operator()<C>();
+}
+
+// rounded_by_chance() of sixteen elements.
+
+SHEAF_INLINE __m256i noise_mix(__m256i x) {
+  x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)),
+                         _mm256_set1_epi32(0x7feb352d));
+  x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 15)),
+                         _mm256_set1_epi32(static_cast<int>(0x846ca68bu)));
+  return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+}
+SHEAF_INLINE __m256i noise_of(__m256 param, __m256 grad, __m256i key) {
+  return noise_mix(_mm256_add_epi32(_mm256_xor_si256(_mm256_castps_si256(param), key),
+                                    _mm256_castps_si256(grad)));
+}
+/// The bits of bf16 in 32-bit lanes; `noise` has no other bits than its lower 16. What arithmetic
+/// makes NaN is quiet, so its upper half is NaN, too.
+SHEAF_INLINE __m256i rounded_by_chance(__m256 x, __m256i noise) {
+  const __m256i exponent = _mm256_set1_epi32(0x7f800000), bits = _mm256_castps_si256(x);
+  const __m256i special = _mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), exponent);
+  return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_andnot_si256(special, noise)), 16);
+}
+
+/// Noise of sixteen elements; of none where state rests as it is computed.
+template <class S>
+struct Noise {
+  template <class C>
+  SHEAF_INLINE Noise(const Lanes<C>&, const Lanes<C>&, C) {}
+  template <int kState, class C, class N>
+  SHEAF_INLINE void store(S* to, const Lanes<C>& x, N n) const {
+    store_lanes(to, x, n);
+  }
+};
+template <>
+struct Noise<bf16> {
+  __m256i low, high;
+  SHEAF_INLINE Noise(const Lanes<float>& param, const Lanes<float>& grad, float step) {
+    const __m256i key = _mm256_set1_epi32(static_cast<int>(noise_key(step)));
+    low = noise_of(param.low(), grad.low(), key), high = noise_of(param.high(), grad.high(), key);
+  }
+  template <int kState>
+  static SHEAF_INLINE __m256i half(__m256i x) {
+    return kState == 0 ? _mm256_and_si256(x, _mm256_set1_epi32(0xffff)) : _mm256_srli_epi32(x, 16);
+  }
+  template <int kState, class N>
+  SHEAF_INLINE void store(bf16* to, const Lanes<float>& x, N n) const {
+    const __m256i packed =
+        _mm256_packus_epi32(rounded_by_chance(x.low(), half<kState>(low)),
+                            rounded_by_chance(x.high(), half<kState>(high)));
+    const __m256i in_order = _mm256_permute4x64_epi64(packed, 0xd8);
+    if constexpr (std::is_same_v<N, int>) {
+      bf16 buffer[kLanes];
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(buffer), in_order);
+      for (int i = 0; i < n; ++i) to[i] = buffer[i];
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), in_order);
+    }
+  }
+};
+
 }  // namespace
 
 void adamw(const View& param, const View& grad, const View& m, const View& v, const View& segments,
            const View& scalars, const View& clip_scale, const View& found_inf) {
-  check_flat("adamw", param, param, true), check_flat("adamw", param, grad, false);
-  check_flat("adamw", param, m, true), check_flat("adamw", param, v, true);
+  check_flat("adamw", param, param), check_flat("adamw", param, grad);
+  check_state("adamw", param, m), check_state("adamw", param, v);
+  check<DTypeError>(m.dtype == v.dtype, "[adamw] state in ", m.dtype, " and ", v.dtype);
   if (is_set("adamw", found_inf)) return;
+  const auto step = [&]<class C, class G, class S>() {
+    using L = Lanes<C>;
+    C s[kAdamWScalars];
+    read_scalars("adamw", scalars, s, kAdamWScalars, clip_scale, kClipScale);
+    const L lr(s[kLearningRate]), beta1(s[kBeta1]), beta2(s[kBeta2]), rest1(C(1) - s[kBeta1]),
+        rest2(C(1) - s[kBeta2]);
+    const L epsilon(s[kEpsilon]), decay(s[kLearningRate] * s[kWeightDecay]), clip(s[kClipScale]);
+    const L correction1(s[kBiasCorrection1]), correction2(s[kBiasCorrection2]);
+    for_segments("adamw", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
+      const L g = clip * load_gradient<C>(grad.as<G>(), i, n);
+      const L mean = beta1 * load_lanes(m.as<S>() + i, n) + rest1 * g;
+      const L square = beta2 * load_lanes(v.as<S>() + i, n) + (rest2 * g) * g;
+      L p = load_lanes(param.as<C>() + i, n);
+      const Noise<S> noise(p, g, s[kStep]);
+      if (decays) p = p - decay * p;
+      p = p - lr * ((mean / correction1) / (sqrt(square / correction2) + epsilon));
+      noise.template store<0>(m.as<S>() + i, mean, n);
+      noise.template store<1>(v.as<S>() + i, square, n);
+      store_lanes(param.as<C>() + i, p, n);
+    });
+  };
   visit_param("adamw", param.dtype, [&]<class C>() {
     visit_floating("adamw", grad.dtype, [&]<class G>() {
-      using L = Lanes<C>;
-      C s[kAdamWScalars];
-      read_scalars("adamw", scalars, s, kAdamWScalars, clip_scale, kClipScale);
-      const L lr(s[kLearningRate]), beta1(s[kBeta1]), beta2(s[kBeta2]), rest1(C(1) - s[kBeta1]),
-          rest2(C(1) - s[kBeta2]);
-      const L epsilon(s[kEpsilon]), decay(s[kLearningRate] * s[kWeightDecay]), clip(s[kClipScale]);
-      const L correction1(s[kBiasCorrection1]), correction2(s[kBiasCorrection2]);
-      for_segments("adamw", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
-        const L g = clip * load_gradient<C>(grad.as<G>(), i, n);
-        const L mean = beta1 * load_lanes(m.as<C>() + i, n) + rest1 * g;
-        const L square = beta2 * load_lanes(v.as<C>() + i, n) + (rest2 * g) * g;
-        L p = load_lanes(param.as<C>() + i, n);
-        if (decays) p = p - decay * p;
-        p = p - lr * ((mean / correction1) / (sqrt(square / correction2) + epsilon));
-        store_lanes(m.as<C>() + i, mean, n), store_lanes(v.as<C>() + i, square, n),
-            store_lanes(param.as<C>() + i, p, n);
-      });
+      visit_state<C>(m.dtype, [&]<class S>() { step.template operator()<C, G, S>(); });
     });
   });
 }
@@ -132,27 +207,32 @@ void count_adamw(const View& scalars, const View& found_inf, const View& applied
 void sgd(const View& param, const View& grad, const View& momentum_buffer, const View& segments,
          const View& scalars, bool nesterov, const View& clip_scale, const View& found_inf) {
   const bool has_buffer = momentum_buffer.rank() != 0;
-  check_flat("sgd", param, param, true), check_flat("sgd", param, grad, false);
-  if (has_buffer) check_flat("sgd", param, momentum_buffer, true);
+  check_flat("sgd", param, param), check_flat("sgd", param, grad);
+  if (has_buffer) check_state("sgd", param, momentum_buffer);
   if (is_set("sgd", found_inf)) return;
+  const auto step = [&]<class C, class G, class S>() {
+    using L = Lanes<C>;
+    C s[kSgdScalars];
+    read_scalars("sgd", scalars, s, kSgdScalars, clip_scale, kSgdClipScale);
+    const L lr(s[kSgdLearningRate]), momentum(s[kSgdMomentum]), decay(s[kSgdWeightDecay]),
+        clip(s[kSgdClipScale]);
+    for_segments("sgd", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
+      const L p = load_lanes(param.as<C>() + i, n);
+      L g = clip * load_gradient<C>(grad.as<G>(), i, n);
+      const Noise<S> noise(p, g, s[kSgdStep]);
+      if (decays) g = g + decay * p;
+      if (has_buffer) {
+        const L b = momentum * load_lanes(momentum_buffer.as<S>() + i, n) + g;
+        noise.template store<0>(momentum_buffer.as<S>() + i, b, n);
+        g = nesterov ? g + momentum * b : b;
+      }
+      store_lanes(param.as<C>() + i, p - lr * g, n);
+    });
+  };
   visit_param("sgd", param.dtype, [&]<class C>() {
     visit_floating("sgd", grad.dtype, [&]<class G>() {
-      using L = Lanes<C>;
-      C s[kSgdScalars];
-      read_scalars("sgd", scalars, s, kSgdScalars, clip_scale, kSgdClipScale);
-      const L lr(s[kSgdLearningRate]), momentum(s[kSgdMomentum]), decay(s[kSgdWeightDecay]),
-          clip(s[kSgdClipScale]);
-      for_segments("sgd", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
-        const L p = load_lanes(param.as<C>() + i, n);
-        L g = clip * load_gradient<C>(grad.as<G>(), i, n);
-        if (decays) g = g + decay * p;
-        if (has_buffer) {
-          const L b = momentum * load_lanes(momentum_buffer.as<C>() + i, n) + g;
-          store_lanes(momentum_buffer.as<C>() + i, b, n);
-          g = nesterov ? g + momentum * b : b;
-        }
-        store_lanes(param.as<C>() + i, p - lr * g, n);
-      });
+      visit_state<C>(has_buffer ? momentum_buffer.dtype : param.dtype,
+                     [&]<class S>() { step.template operator()<C, G, S>(); });
     });
   });
 }

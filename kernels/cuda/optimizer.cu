@@ -39,7 +39,8 @@ struct Shard {
 // -ftz=true.
 
 struct AdamW {
-  static constexpr int kStates = 2, kScalars = cpu::kAdamWScalars, kClip = cpu::kClipScale;
+  static constexpr int kStates = 2, kScalars = cpu::kAdamWScalars, kClip = cpu::kClipScale,
+                       kStep = cpu::kStep;
   template <class C>
   __device__ static void update(const AdamW&, const C* s, bool decays, C grad, C& p, C* state) {
     const C g = s[cpu::kClipScale] * grad;
@@ -57,7 +58,7 @@ struct AdamW {
 template <bool kMomentum>
 struct Sgd {
   static constexpr int kStates = kMomentum ? 1 : 0, kScalars = cpu::kSgdScalars,
-                       kClip = cpu::kSgdClipScale;
+                       kClip = cpu::kSgdClipScale, kStep = cpu::kSgdStep;
   bool nesterov;
   template <class C>
   __device__ static void update(const Sgd& self, const C* s, bool decays, C grad, C& p, C* state) {
@@ -110,7 +111,21 @@ __device__ int64_t find_segment(const int64_t* segments, int64_t low, int64_t hi
   return low;
 }
 
-template <class C, class G, class Rule>
+/// Where state S rests in bf16 beside C it is rounded by chance.
+template <class S, class C>
+inline constexpr bool kRounds = !std::is_same_v<S, C>;
+template <class S, class C>
+__device__ S at_rest(C x, uint32_t noise) {
+  if constexpr (kRounds<S, C>) {
+    S out;
+    out.bits = rounded_by_chance(__float_as_uint(x), noise);
+    return out;
+  } else {
+    return x;
+  }
+}
+
+template <class C, class G, class S, class Rule>
 __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates> shard) {
   constexpr int kSize = 16 / sizeof(C), kStates = Rule::kStates;
   constexpr int64_t kBlock = int64_t{kThreads} * kSize * kVectors;
@@ -120,7 +135,8 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
   const G* const grad = static_cast<const G*>(shard.grad);
 
   // The arrays are on their way while the segments are searched for.
-  Vector<C, kSize> p[kVectors], state[kVectors][kStates > 0 ? kStates : 1];
+  Vector<C, kSize> p[kVectors];
+  Vector<S, kSize> state[kVectors][kStates > 0 ? kStates : 1];
   Vector<G, kSize> g[kVectors];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
@@ -129,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
     const bool whole = shard.vectors && count == kSize;
     p[j] = load<C, kSize>(param + i, count, whole), g[j] = load<G, kSize>(grad + i, count, whole);
     for (int k = 0; k < kStates; ++k)
-      state[j][k] = load<C, kSize>(static_cast<const C*>(shard.state[k]) + i, count, whole);
+      state[j][k] = load<S, kSize>(static_cast<const S*>(shard.state[k]) + i, count, whole);
   }
 
   __shared__ int64_t first_and_last[2];  // segments of this block's elements
@@ -140,6 +156,7 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
 #pragma unroll
   for (int k = 0; k < Rule::kScalars; ++k) s[k] = scalar_at<C>(shard.scalars, k);
   if (shard.clip_scale.data) s[Rule::kClip] = scalar_at<C>(shard.clip_scale, 0);
+  const uint32_t key = noise_key(static_cast<float>(s[Rule::kStep]));
   __syncthreads();
 
 #pragma unroll
@@ -160,17 +177,21 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
         decays = exists && shard.segments[3 * segment + 2] != 0;
       }
       if (i + k < from || k >= count) continue;  // padding
+      const C gradient = convert_to<C>(g[j].v[k]);
+      uint32_t noise = 0;
+      if constexpr (kStates > 0 && kRounds<S, C>)
+        noise = noise_of(__float_as_uint(p[j].v[k]), __float_as_uint(s[Rule::kClip] * gradient), key);
       C at[kStates > 0 ? kStates : 1];
-      for (int n = 0; n < kStates; ++n) at[n] = state[j][n].v[k];
-      Rule::update(rule, s, decays, convert_to<C>(g[j].v[k]), p[j].v[k], at);
-      for (int n = 0; n < kStates; ++n) state[j][n].v[k] = at[n];
+      for (int n = 0; n < kStates; ++n) at[n] = convert_to<C>(state[j][n].v[k]);
+      Rule::update(rule, s, decays, gradient, p[j].v[k], at);
+      for (int n = 0; n < kStates; ++n) state[j][n].v[k] = at_rest<S>(at[n], noise >> (16 * n));
       changed = true;
     }
     if (!changed) continue;
     const bool whole = shard.vectors && count == kSize;
     store<C, kSize>(param + i, p[j], count, whole);
     for (int n = 0; n < kStates; ++n)
-      store<C, kSize>(static_cast<C*>(shard.state[n]) + i, state[j][n], count, whole);
+      store<S, kSize>(static_cast<S*>(shard.state[n]) + i, state[j][n], count, whole);
   }
 }
 
@@ -191,19 +212,25 @@ const int32_t* flag(const char* who, const View& found_inf) {
   return found_inf.as<int32_t>();
 }
 
-void check_flat(const char* who, const View& param, const View& v, bool same_dtype) {
+void check_flat(const char* who, const View& param, const View& v) {
   check<ShapeError>(v.contiguous() && v.numel() == param.numel(), "[", who, "] state of shape ",
                     v.shape, " for ", param.numel(), " parameters; all must be dense");
-  check<DTypeError>(!same_dtype || v.dtype == param.dtype, "[", who, "] state in ", v.dtype,
-                    " for parameters in ", param.dtype);
 }
 
 template <class Rule>
 void run(const char* who, const Stream& stream, const Rule& rule, const View& param,
          const View& grad, const std::array<View, Rule::kStates>& states, const View& segments,
          const View& scalars, const View& clip_scale, const View& found_inf) {
-  check_flat(who, param, param, true), check_flat(who, param, grad, false);
-  for (const View& state : states) check_flat(who, param, state, true);
+  check_flat(who, param, param), check_flat(who, param, grad);
+  DType at_rest = param.dtype;
+  for (const View& state : states) {
+    check_flat(who, param, state);
+    at_rest = state.dtype;
+    check<DTypeError>(
+        (at_rest == param.dtype || (at_rest == kBF16 && param.dtype == kF32)) &&
+            at_rest == states[0].dtype,
+        "[", who, "] state in ", at_rest, " for parameters in ", param.dtype);
+  }
   check<DTypeError>(param.dtype == kF32 || param.dtype == kF64, "[", who,
                     "] parameters must be f32 or f64, not ", param.dtype);
   const auto read = [&](const View& v, int count) {
@@ -228,15 +255,15 @@ void run(const char* who, const Stream& stream, const Rule& rule, const View& pa
     shard.vectors = shard.vectors && aligned16(shard.state[k]);
   }
   visit_floating(who, grad.dtype, [&]<class G>() {
-    const auto enqueue = [&]<class C>() {
+    const auto enqueue = [&]<class C, class S>() {
       const int64_t elements = kThreads * kVectors * (16 / static_cast<int64_t>(sizeof(C)));
       launch(who, stream, {.blocks = blocks_for(shard.numel, elements), .threads = kThreads},
-             step<C, G, Rule>, rule, shard);
+             step<C, G, S, Rule>, rule, shard);
     };
-    if (param.dtype == kF32)
-      enqueue.template operator()<float>();
-    else
-      enqueue.template operator()<double>();
+    if (param.dtype == kF64) return enqueue.template operator()<double, double>();
+    if constexpr (Rule::kStates > 0)
+      if (at_rest == kBF16) return enqueue.template operator()<float, bf16>();
+    enqueue.template operator()<float, float>();
   });
 }
 

@@ -24,7 +24,7 @@ struct AdamWStep {
 }  // namespace
 
 AdamW::AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options)
-    : Optimizer("adamw", parameters, options.decays, {"m", "v"}, options.offload), options_(options) {}
+    : Optimizer("adamw", parameters, options.decays, {"m", "v"}, options.state), options_(options) {}
 
 std::vector<double> detail::adamw_scalars(const AdamWOptions& options, double lr, int64_t step) {
   std::vector<double> s(kAdamWScalars, 1.0);
@@ -35,6 +35,7 @@ std::vector<double> detail::adamw_scalars(const AdamWOptions& options, double lr
   s[kWeightDecay] = options.weight_decay;
   s[kBiasCorrection1] = 1.0 - power(options.beta1, step);
   s[kBiasCorrection2] = 1.0 - power(options.beta2, step);
+  s[kStep] = static_cast<double>(step);
   return s;
 }
 

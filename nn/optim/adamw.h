@@ -12,11 +12,11 @@ struct AdamWOptions {
   double eps = 1e-8;
   double weight_decay = 0.01;  ///< decoupled, times the learning rate
   DecayRule decays = decays_matrices;  ///< per parameter; the others hold for all of this optimizer's (optimizer.h)
-  bool offload = false;        ///< on a GPU the state lies in the host's memory
+  StateOptions state = {};     ///< of both moments
 };
 
 /// AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, algorithm 2); the formula and its roundings stand in
-/// kernels/optimizer.h. One pass over each unit's flat shard; two state tensors of the shard's type.
+/// kernels/optimizer.h. One pass over each unit's flat shard; two state tensors beside it.
 class AdamW final : public Optimizer {
  public:
   explicit AdamW(std::span<const nn::Parameter> parameters, const AdamWOptions& options = {});

@@ -72,18 +72,19 @@ void Muon::add_shard(const ShardState& all, std::vector<Matrix> matrices, std::v
   const Device where = all.flat().shard.device();
   shard.segments = detail::segment_table(segments, where);
   shard.names = bundle.matrices.empty() ? std::vector<std::string>{"m", "v"} : std::vector<std::string>{"momentum"};
-  const bool offload = bundle.matrices.empty() ? options_.adamw.offload : options_.offload;
-  for (size_t s = 0; s < shard.names.size(); ++s) shard.state.push_back(detail::zero_state(bundle.at_rest, where, offload));
+  const StateOptions& state = bundle.matrices.empty() ? options_.adamw.state : options_.state;
+  for (size_t s = 0; s < shard.names.size(); ++s) shard.state.push_back(detail::zero_state(bundle.at_rest, where, state));
   shards().push_back(std::move(shard));
 }
 
 std::vector<double> Muon::scalars(const StepOptions& step_options, int64_t step) const {
   const double lr = step_options.lr.value_or(options_.lr);
   std::vector<double> s = detail::adamw_scalars(options_.adamw, lr * (options_.adamw.lr / options_.lr), step);
-  const auto append = [&s](double rate, double momentum, double decay) {
+  const auto append = [&s, step](double rate, double momentum, double decay) {
     s.resize(s.size() + kSgdScalars, 1.0);
     double* sgd = &s[s.size() - kSgdScalars];
     sgd[kSgdLearningRate] = rate, sgd[kSgdMomentum] = momentum, sgd[kSgdWeightDecay] = decay;
+    sgd[kSgdStep] = static_cast<double>(step);
   };
   append(-1.0, options_.momentum, 0.0);
   append(lr, 0.0, options_.weight_decay);
@@ -128,7 +129,7 @@ Tensor Muon::direction(ShardState& shard, const Bundle& bundle, const Tensor& sc
   std::vector<Tensor> inputs{b.grad, momentum, shard.segments, scalars};
   if (b.grad_scale) inputs.push_back(b.grad_scale);
   if (b.found_inf) inputs.push_back(b.found_inf);
-  const OutputSpec specs[] = {{momentum.type(), {}, -1, 0}, {momentum.type(), momentum, -1, 0}};
+  const OutputSpec specs[] = {{with_dtype(momentum.type(), b.dtype), {}, -1, 0}, {momentum.type(), momentum, -1, 0}};
   const MuonOps::Parts attrs{bundle.parts, options_.nesterov};
   Tensor d = apply_typed(MuonOps::momentum(), &attrs, inputs, specs)[0];
   if (options_.compute_dtype && *options_.compute_dtype != d.dtype()) d = cast(d, *options_.compute_dtype);

@@ -48,7 +48,7 @@ struct MuonOptions {
   std::optional<DType> compute_dtype = std::nullopt;
   MatrixRule matrices = hidden_matrices;
   DecayRule decays = decays_matrices;  ///< of the matrices
-  bool offload = false;        ///< on a GPU the momentum lies in the host's memory; of the others: adamw.offload
+  StateOptions state = {};     ///< of the momentum; of the others: adamw.state
   /// Of all other parameters. Their learning rate follows the one that step() is told, in the ratio of adamw.lr to lr.
   AdamWOptions adamw = {};
 };

@@ -28,7 +28,7 @@ struct CountAdamW {
 bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2; }
 
 Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
-                     const std::vector<std::string>& states, bool offload)
+                     const std::vector<std::string>& states, const StateOptions& options)
     : name_(std::move(name)), shards_(detail::flat_shards(name_, parameters)) {
   for (ShardState& shard : shards_) {
     const std::vector<bool> decayed = detail::chosen(*shard.unit, parameters, decays);
@@ -38,7 +38,7 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
     const Tensor& values = shard.flat().shard;
     shard.segments = detail::segment_table(segments, values.device());
     shard.names = states;
-    for (size_t s = 0; s < states.size(); ++s) shard.state.push_back(detail::zero_state(values.type(), values.device(), offload));
+    for (size_t s = 0; s < states.size(); ++s) shard.state.push_back(detail::zero_state(values.type(), values.device(), options));
   }
 }
 
@@ -164,8 +164,12 @@ Tensor segment_table(const std::vector<int64_t>& values, Device device) {
   return Tensor::from(values, shape).to(device);
 }
 
-Tensor zero_state(const Type& type, Device device, bool offload) {
-  const Tensor state = Tensor::empty(type, device, offload ? MemoryKind::host : MemoryKind::normal);
+Tensor zero_state(const Type& type, Device device, const StateOptions& options) {
+  Type at_rest = type;
+  at_rest.dtype = options.dtype.value_or(type.dtype);
+  if (at_rest.dtype != type.dtype && !(at_rest.dtype == kBF16 && type.dtype == kF32))
+    fail<DTypeError>("[optimizer] state in ", at_rest.dtype, " for masters in ", type.dtype, ": it has their dtype, or is bf16 beside f32");
+  const Tensor state = Tensor::empty(at_rest, device, options.offload ? MemoryKind::host : MemoryKind::normal);
   if (device.is_meta()) return state;
   SHEAF_ON_DEVICE(RankContext::current().stream(device), fill, state.view(), 0.0);
   return state;

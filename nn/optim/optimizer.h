@@ -1,4 +1,4 @@
-// What all optimizers share: they work on the flat shards of units, in one pass each, with state of the shard's type.
+// What all optimizers share: they work on the flat shards of units, in one pass each, with state of the shard's shape.
 //
 // One optimizer has one learning rate. Weight decay is chosen per parameter (DecayRule), and freeze() takes a parameter
 // out of training; everything else that should differ takes an optimizer of its own, over units of its own, because an
@@ -28,6 +28,14 @@ struct StepOptions {
   Tensor scalars = {};  ///< next_scalars(), where the parameters live; undefined: step() takes them there
 };
 
+/// How an optimizer's state rests.
+struct StateOptions {
+  /// bf16, beside f32 masters: half of the bytes. It is computed with in f32 and rounded by chance where it is stored, the
+  /// same for any mesh (kernels/optimizer.h). Absent: the masters' own.
+  std::optional<DType> dtype = std::nullopt;
+  bool offload = false;  ///< on a GPU it lies in the host's memory
+};
+
 /// Chooses the parameters that weight decay acts on.
 using DecayRule = std::function<bool(const nn::Parameter&)>;
 /// The default: those of two dimensions and more, so neither biases nor norms.
@@ -47,7 +55,7 @@ struct ShardState {
   std::vector<StatePart> parts;    ///< what this rank has of them, in the order of the shard
   Tensor segments;                 ///< i64 [k, 3], one for each part: begin, end, 1 if decayed
   std::vector<std::string> names;  ///< of the state tensors: "m", "v"
-  std::vector<Tensor> state;       ///< one per name: of the shard's type, or of these parameters alone
+  std::vector<Tensor> state;       ///< one per name: of the shard's type but for StateOptions::dtype, or of these parameters alone
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
 
@@ -81,7 +89,7 @@ class Optimizer {
  protected:
   /// Works on whole flat shards, with zero_state() for each of `states` beside them. `name` is for the tape and messages.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
-            const std::vector<std::string>& states, bool offload);
+            const std::vector<std::string>& states, const StateOptions& options);
   /// Whoever derives fills shards().
   explicit Optimizer(std::string name) : name_(std::move(name)) {}
   /// Values that change from step to step, as one f64 vector; `step` counts from 1.
@@ -110,9 +118,9 @@ namespace detail {
 std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters);
 /// A table of segments on the device of the shard.
 Tensor segment_table(const std::vector<int64_t>& values, Device device);
-/// Zeros of this type, for an optimizer's state. `offload`: where the device is a GPU they lie in the host's memory; the step's
-/// kernel reads and writes them there, each byte once, in both directions of the bus at the same time.
-Tensor zero_state(const Type& type, Device device, bool offload);
+/// Zeros for an optimizer's state of values of this type. Where it is offloaded the step's kernel reads and writes it in the
+/// host's memory, each byte once, in both directions of the bus at the same time. DTypeError for a dtype that state cannot have.
+Tensor zero_state(const Type& type, Device device, const StateOptions& options);
 /// By index: which of the unit's leaves the rule chooses among these parameters.
 std::vector<bool> chosen(const Unit& unit, std::span<const nn::Parameter> parameters,
                          const std::function<bool(const nn::Parameter&)>& rule);

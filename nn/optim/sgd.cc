@@ -29,16 +29,17 @@ struct SgdStep {
 SGD::SGD(std::span<const nn::Parameter> parameters, const SgdOptions& options)
     : Optimizer("sgd", parameters, options.decays,
                 options.momentum != 0.0 ? std::vector<std::string>{"momentum"} : std::vector<std::string>{},
-                options.offload),
+                options.state),
       options_(options) {
   if (options.nesterov && options.momentum == 0.0) fail<ConfigError>("[sgd] nesterov needs momentum");
 }
 
-std::vector<double> SGD::scalars(const StepOptions& step_options, int64_t) const {
+std::vector<double> SGD::scalars(const StepOptions& step_options, int64_t step) const {
   std::vector<double> s(kSgdScalars, 1.0);
   s[kSgdLearningRate] = step_options.lr.value_or(options_.lr);
   s[kSgdMomentum] = options_.momentum;
   s[kSgdWeightDecay] = options_.weight_decay;
+  s[kSgdStep] = static_cast<double>(step);
   return s;
 }
 

@@ -11,7 +11,7 @@ struct SgdOptions {
   bool nesterov = false;
   double weight_decay = 0.0;  ///< added to the gradient
   DecayRule decays = decays_matrices;
-  bool offload = false;       ///< on a GPU the state lies in the host's memory
+  StateOptions state = {};    ///< of the momentum
 };
 
 /// SGD with momentum (Sutskever et al. 2013, in PyTorch's form without dampening); the formula stands in

@@ -1,5 +1,7 @@
 #include "sheaf/kernels/optimizer.h"
 
+#include <bit>
+
 #include "sheaf/tests/kernels/array.h"
 
 namespace sheaf::kernels::cpu {
@@ -11,6 +13,10 @@ constexpr int64_t kSize = 1000;
 /// Padding at 300..320 and from 990.
 Array segments() { return Array::of(kI64, {3, 3}, {0, 300, 1, 320, 777, 0, 777, 990, 1}); }
 int segment_of(int64_t i) { return i < 300 ? 1 : i < 320 ? -1 : i < 777 ? 0 : i < 990 ? 1 : -1; }
+
+View part_of(const View& x, int64_t first, int64_t count) {
+  return View::dense(x.as<char>() + static_cast<size_t>(first) * size_of(x.dtype), x.dtype, {count});
+}
 
 TEST(AdamW, MatchesTheDefinition) {
   for (DType d : {kF32, kF64})
@@ -29,7 +35,7 @@ TEST(AdamW, MatchesTheDefinition) {
         wp[i] -= lr * (wm[i] / c1) / (std::sqrt(wv[i] / c2) + eps);
       }
       adamw(p, g, m, v, segments(),
-            Array::of(kF64, {kAdamWScalars}, {lr, b1, b2, eps, wd, c1, c2, clip}));
+            Array::of(kF64, {kAdamWScalars}, {lr, b1, b2, eps, wd, c1, c2, clip, 1}));
       EXPECT_LT(scaled_error(p, wp), 2 * epsilon(d)) << name(d) << name(grad_dtype);
       EXPECT_LT(scaled_error(m, wm), 2 * epsilon(d)) << name(d) << name(grad_dtype);
       EXPECT_LT(scaled_error(v, wv), 4 * epsilon(d)) << name(d) << name(grad_dtype);
@@ -44,13 +50,13 @@ TEST(AdamW, NothingIsDoneWhereInfinityWasFound) {
     const Array g = Array::random(kF32, {kSize}, 2), nan = Array::of(kF64, {}, {NAN}),
                 flag = Array::of(kI32, {}, {double(found)});
     adamw(p, g, m, v, segments(),
-          Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 1}),
+          Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 1, 1}),
           found ? nan.view() : View{}, flag);
     EXPECT_EQ(same_bits(p, before[0]), found == 1);
     EXPECT_EQ(same_bits(m, before[1]), found == 1);
     EXPECT_EQ(same_bits(v, before[2]), found == 1);
     const Array b = m.clone();
-    sgd(p, p, m, segments(), Array::of(kF64, {kSgdScalars}, {0.1, 0.9, 0.1, 1}), true, {}, flag);
+    sgd(p, p, m, segments(), Array::of(kF64, {kSgdScalars}, {0.1, 0.9, 0.1, 1, 1}), true, {}, flag);
     EXPECT_EQ(same_bits(p, before[0]), found == 1);
     EXPECT_EQ(same_bits(m, b), found == 1);
   }
@@ -58,7 +64,7 @@ TEST(AdamW, NothingIsDoneWhereInfinityWasFound) {
 
 TEST(AdamW, CountsWhatIsApplied) {
   const Array scalars = Array::of(kF64, {kAdamWScalars + 1},
-                                  {0.01, 0.5, 0.75, 1e-8, 0.1, -1, -1, 0.7, 42}),
+                                  {0.01, 0.5, 0.75, 1e-8, 0.1, -1, -1, 0.7, 3, 42}),
               applied = Array::of(kI64, {}, {1}), out(kF64, {kAdamWScalars + 1});
   const auto step = [&](const View& found) {
     count_adamw(scalars, found, applied, out);
@@ -66,7 +72,7 @@ TEST(AdamW, CountsWhatIsApplied) {
   };
   EXPECT_EQ(step(Array::of(kI32, {}, {0})), 2);
   EXPECT_EQ(values(out),
-            (std::vector<double>{0.01, 0.5, 0.75, 1e-8, 0.1, 1 - 0.25, 1 - 0.5625, 0.7, 42}));
+            (std::vector<double>{0.01, 0.5, 0.75, 1e-8, 0.1, 1 - 0.25, 1 - 0.5625, 0.7, 3, 42}));
   EXPECT_EQ(step(Array::of(kI32, {}, {1})), 2);
   EXPECT_EQ(out.at(kBiasCorrection1), 1 - 0.25);
   EXPECT_EQ(step(View{}), 3);
@@ -77,26 +83,27 @@ TEST(AdamW, CountsWhatIsApplied) {
 // A shard's elements must not depend on where the shard is cut: the update of a part is the part of
 // the update.
 TEST(AdamW, CutsAndThreadsChangeNothing) {
-  auto run = [](int threads, int64_t first, int64_t count) {
-    const Array all[4] = {Array::random(kF32, {100003}, 1), Array::random(kF32, {100003}, 2),
-                          Array::random(kF32, {100003}, 3), Array::random(kF32, {100003}, 4)};
-    for (int64_t i = 0; i < 100003; ++i)
-      all[3].view().as<float>()[i] = std::fabs(all[3].view().as<float>()[i]);
-    View part[4];
-    for (int i = 0; i < 4; ++i)
-      part[i] = View::dense(all[i].view().as<float>() + first, kF32, {count});
-    with_threads(threads, [&] {
-      adamw(part[0], part[1], part[2], part[3],
-            Array::of(kI64, {1, 3}, {0, static_cast<double>(count), 1}),
-            Array::of(kF32, {kAdamWScalars}, {1e-3, .9, .99, 1e-8, .1, .1, .01, 1}));
-    });
-    return all[0];
-  };
-  const Array one = run(1, 0, 100003);
-  EXPECT_TRUE(same_bits(one, run(2, 0, 100003)));
-  const Array part = run(2, 12345, 777);
-  EXPECT_TRUE(same_bits(View::dense(one.view().as<float>() + 12345, kF32, {777}),
-                        View::dense(part.view().as<float>() + 12345, kF32, {777})));
+  constexpr int64_t n = 100003;
+  for (const DType state : {kF32, kBF16}) {
+    const auto run = [&](int threads, int64_t first, int64_t count) {
+      std::vector<Array> all;
+      for (int i = 0; i < 4; ++i) all.push_back(Array::random(i < 2 ? kF32 : state, {n}, 1 + i));
+      all[3].fill([&](int64_t i) { return std::fabs(all[3].at(i)); });
+      View part[4];
+      for (int i = 0; i < 4; ++i) part[i] = part_of(all[static_cast<size_t>(i)], first, count);
+      with_threads(threads, [&] {
+        adamw(part[0], part[1], part[2], part[3],
+              Array::of(kI64, {1, 3}, {0, static_cast<double>(count), 1}),
+              Array::of(kF32, {kAdamWScalars}, {1e-3, .9, .99, 1e-8, .1, .1, .01, 1, 1}));
+      });
+      return all;
+    };
+    const std::vector<Array> one = run(1, 0, n), two = run(2, 0, n), part = run(2, 12345, 777);
+    for (const size_t i : {0, 2, 3}) {
+      EXPECT_TRUE(same_bits(one[i], two[i])) << i;
+      EXPECT_TRUE(same_bits(part_of(one[i], 12345, 777), part_of(part[i], 12345, 777))) << i;
+    }
+  }
 }
 
 TEST(Sgd, MatchesTheDefinition) {
@@ -113,18 +120,127 @@ TEST(Sgd, MatchesTheDefinition) {
         wp[i] -= 0.01 * grad;
       }
       sgd(p, g, buffered ? b.view() : View{}, segments(),
-          Array::of(kF64, {kSgdScalars}, {0.01, 0.9, 0.1, 0.5}), nesterov);
+          Array::of(kF64, {kSgdScalars}, {0.01, 0.9, 0.1, 0.5, 1}), nesterov);
       EXPECT_LT(scaled_error(p, wp), 2 * epsilon(d)) << variant;
       EXPECT_LT(scaled_error(b, wb), 2 * epsilon(d)) << variant;
     }
 }
 
+/// bf16 values as f32, and the bits of an f32.
+Array widened(const Array& x) { return Array::of(kF32, x.view().shape, values(x)); }
+uint32_t bits(const Array& x, int64_t i) { return std::bit_cast<uint32_t>(x.view().as<float>()[i]); }
+bf16 at_rest(const Array& state, int64_t i, uint32_t noise) {
+  bf16 out;
+  out.bits = rounded_by_chance(bits(state, i), noise);
+  return out;
+}
+Array clipped(const Array& g, float clip) {
+  return Array::of(kF32, g.view().shape, [&] {
+    std::vector<double> out;
+    for (double x : values(g)) out.push_back(clip * static_cast<float>(x));
+    return out;
+  }());
+}
+
+// What is computed has the bits of f32 state with the same values; what rests is one of its neighbours.
+TEST(StateInBf16, IsComputedInF32AndRoundedWhereItRests) {
+  const Array before = Array::random(kF32, {kSize}, 1), g = Array::random(kF32, {kSize}, 2);
+  Array m = Array::random(kBF16, {kSize}, 3, 0.1), v = Array::random(kBF16, {kSize}, 4, 0.1);
+  v.fill([&](int64_t i) { return std::fabs(v.at(i)); });
+  const Array p = before.clone(), q = before.clone(), b = m.clone(), wm = widened(m), wv = widened(v);
+  const Array scalars =
+      Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 0.5, 7});
+  adamw(p, g, m, v, segments(), scalars);
+  adamw(q, g, wm, wv, segments(), scalars);
+  EXPECT_TRUE(same_bits(p, q));
+  const Array half = clipped(g, 0.5f);
+  int up = 0;
+  for (int64_t i = 0; i < kSize; ++i) {
+    if (segment_of(i) < 0) continue;
+    const uint32_t noise = noise_of(bits(before, i), bits(half, i), noise_key(7));
+    ASSERT_EQ(m.view().as<bf16>()[i].bits, at_rest(wm, i, noise).bits) << i;
+    ASSERT_EQ(v.view().as<bf16>()[i].bits, at_rest(wv, i, noise >> 16).bits) << i;
+    ASSERT_LT(std::fabs(v.at(i) - wv.at(i)), wv.at(i) / 128) << i;
+    up += v.at(i) > wv.at(i);
+  }
+  EXPECT_NEAR(up, 485, 60);
+
+  const Array r = before.clone(), s = before.clone(), wb = widened(b);
+  const Array of_sgd = Array::of(kF64, {kSgdScalars}, {0.01, 0.9, 0.1, 0.5, 8});
+  sgd(r, g, b, segments(), of_sgd, true);
+  sgd(s, g, wb, segments(), of_sgd, true);
+  EXPECT_TRUE(same_bits(r, s));
+  for (int64_t i = 0; i < kSize; ++i)
+    if (segment_of(i) >= 0) {
+      const uint32_t noise = noise_of(bits(before, i), bits(half, i), noise_key(8));
+      ASSERT_EQ(b.view().as<bf16>()[i].bits, at_rest(wb, i, noise).bits) << i;
+    }
+}
+
+// A second moment that decays by a 1000th each step: to the nearest no bit of it would ever change.
+TEST(StateInBf16, DecaysAsItsMeanShould) {
+  constexpr int64_t n = 4096;
+  constexpr int kSteps = 1000;
+  for (const bool moves : {true, false}) {
+    const Array p = Array::random(kF32, {n}, 1), g = Array::of(kF32, {n}, std::vector<double>(n, 0.0));
+    Array m(kBF16, {n}), v(kBF16, {n});
+    m.fill([](int64_t) { return -0.5; }), v.fill([](int64_t) { return 0.7; });
+    const double start = v.at(0), lr = moves ? 1e-3 : 0;
+    for (int step = 1; step <= kSteps; ++step)
+      adamw(p, g, m, v, Array::of(kI64, {1, 3}, {0, n, 0}),
+            Array::of(kF64, {kAdamWScalars}, {lr, 0.999, 0.999, 1e-8, 0, 1, 1, 1, double(step)}));
+    double mean = 0, square = 0;
+    for (const double x : values(v)) mean += x / n, square += x * x / n;
+    const double want = start * std::pow(0.999, kSteps), spread = std::sqrt(square - mean * mean);
+    EXPECT_NEAR(mean, want, 5 * spread / std::sqrt(double(n))) << moves;
+    EXPECT_LT(spread, 0.1 * want);
+    mean = 0;
+    for (const double x : values(m)) mean += x / n;
+    EXPECT_NEAR(mean, -0.5 * std::pow(0.999, kSteps), 0.002) << moves;
+  }
+}
+
+TEST(StateInBf16, KeepsWhatIsNotFinite) {
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const uint32_t noise : {0u, 0xffffu, 0x1234u}) {
+    const auto rounded = [&](float x) {
+      bf16 out;
+      out.bits = rounded_by_chance(std::bit_cast<uint32_t>(x), noise);
+      return static_cast<float>(out);
+    };
+    EXPECT_EQ(rounded(inf), inf);
+    EXPECT_EQ(rounded(-inf), -inf);
+    EXPECT_TRUE(std::isnan(rounded(std::bit_cast<float>(0x7f800001u))));
+    EXPECT_TRUE(std::isnan(rounded(std::bit_cast<float>(0xffffffffu))));
+    EXPECT_EQ(rounded(-1.5f), -1.5f);
+    EXPECT_EQ(rounded(0.0f), 0.0f);
+  }
+  for (const double g : {double(inf), double(NAN)}) {
+    const Array p = Array::random(kF32, {20}, 1), grad = Array::of(kF32, {20}, std::vector<double>(20, g)),
+                m = Array::of(kBF16, {20}, std::vector<double>(20, 0.5)), v = m.clone();
+    adamw(p, grad, m, v, Array::of(kI64, {1, 3}, {0, 20, 0}),
+          Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0, 1, 1, 1, 1}));
+    for (int64_t i = 0; i < 20; ++i)
+      EXPECT_TRUE(std::isnan(g) ? std::isnan(m.at(i)) && std::isnan(v.at(i)) : m.at(i) == g && v.at(i) == g) << i;
+  }
+}
+
+TEST(StateInBf16, RefusesOtherTypes) {
+  const Array p(kF32, {10}), wide(kF64, {10}), half(kF16, {10}), narrow(kBF16, {10}),
+      none = Array::of(kI64, {1, 3}, {0, 0, 0}), scalars(kF64, {kAdamWScalars}), of_sgd(kF64, {kSgdScalars});
+  EXPECT_THROW(adamw(p, p, half, half, none, scalars), DTypeError);
+  EXPECT_THROW(adamw(p, p, narrow, p, none, scalars), DTypeError);
+  EXPECT_THROW(adamw(wide, wide, narrow, narrow, none, scalars), DTypeError);
+  EXPECT_THROW(sgd(p, p, half, none, of_sgd, false), DTypeError);
+  EXPECT_THROW(sgd(wide, wide, narrow, none, of_sgd, false), DTypeError);
+}
+
 TEST(Optimizer, AClipScaleTakesThePlaceOfItsElement) {
   const Array p = Array::random(kF32, {kSize}, 1), q = p.clone(),
               g = Array::random(kF32, {kSize}, 2);
-  sgd(p, g, View{}, segments(), Array::of(kF64, {kSgdScalars}, {0.01, 0, 0.1, 1}), false,
+  sgd(p, g, View{}, segments(), Array::of(kF64, {kSgdScalars}, {0.01, 0, 0.1, 1, 1}), false,
       Array::of(kF64, {}, {0.25}));
-  sgd(q, g, View{}, segments(), Array::of(kF64, {kSgdScalars}, {0.01, 0, 0.1, 0.25}), false);
+  sgd(q, g, View{}, segments(), Array::of(kF64, {kSgdScalars}, {0.01, 0, 0.1, 0.25, 1}), false);
   EXPECT_TRUE(same_bits(p, q));
 }
 

@@ -108,11 +108,13 @@ TEST(GpuTraining, FollowsTheCpu) {
     const char* dtype;
     double dropout;
     int micro_batches;
+    const char* reduced = "f32";
   };
-  for (const Case& k : {Case{"f32", 0.0, 1}, Case{"f32", 0.2, 2}, Case{"bf16", 0.2, 1}}) {
-    SCOPED_TRACE(str(k.dtype, ", dropout ", k.dropout, ", micro-batches ", k.micro_batches));
+  for (const Case& k : {Case{"f32", 0.0, 1}, Case{"f32", 0.2, 2}, Case{"bf16", 0.2, 1}, Case{"bf16", 0.2, 2, "bf16"}}) {
+    SCOPED_TRACE(str(k.dtype, ", dropout ", k.dropout, ", micro-batches ", k.micro_batches, ", reduced in ", k.reduced));
     models::TrainConfig c = tiny_config();
     c.train.dtype = k.dtype;
+    c.sharding.reduce_dtype = k.reduced;
     c.model.dropout = k.dropout;
     c.train.micro_batches = k.micro_batches;
     const TrainedRun gpu = on_gpu(c, 2, 12), cpu = train_tiny(c, 2, 12);
@@ -285,6 +287,7 @@ TEST(GpuTraining, ThePlanIsThePeakToTheByte) {
           c.sharding.replicas = 2;
           c.sharding.secondary = world == 6;
         }
+        if (world == 3 || world == 6) c.sharding.reduce_dtype = "bf16";
         const std::vector<int64_t> peaks = measured_peaks(c, world);
         const auto plan = [&](Device device) {
           return models::plan_peaks(c, c.model.vocab, world, 1, "local", device);

@@ -118,7 +118,7 @@ std::map<std::string, std::vector<float>> train(World& w, Strategy s, const nn::
   shard(m, mesh, {.units = policy, .strategy = s, .prefetch_bytes = prefetch});
   materialize(m, Device::cpu(), {.seed = 21});
   optim::MuonOptions options;
-  if (bf16) options.compute_dtype = kBF16;
+  if (bf16) options.compute_dtype = options.state.dtype = options.adamw.state.dtype = kBF16;
   optim::Muon muon(m, options);
   for (int step = 0; step < 6; ++step) {
     backward(m, mesh);

@@ -7,14 +7,17 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/adamw.h"
+#include "sheaf/nn/optim/muon.h"
 #include "sheaf/nn/optim/schedule.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/nn/state_dict.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::for_each_sharding;
 using testing::TinyBlock;
 using testing::TinyModel;
@@ -117,12 +120,15 @@ struct Outcome {
   bool operator==(const Outcome&) const = default;
 };
 
-Outcome train(World& w, Strategy s, const nn::UnitPolicy& policy, int steps, int64_t prefetch = -1) {
+Outcome train(World& w, Strategy s, const nn::UnitPolicy& policy, int steps, int64_t prefetch = -1,
+              std::optional<DType> state = std::nullopt) {
   TinyModel m(3);
   const Mesh mesh = s == Strategy::none ? Mesh{} : data_mesh(w);
   shard(m, mesh, {.units = policy, .strategy = s, .prefetch_bytes = prefetch});
   materialize(m, Device::cpu(), {.seed = 21});
-  optim::AdamW adam(m, {.weight_decay = 0.1});
+  optim::AdamW adam(m, {.weight_decay = 0.1, .state = {.dtype = state}});
+  for (const optim::ShardState& shard : adam.shards())
+    for (const Tensor& t : shard.state) EXPECT_EQ(t.dtype(), state.value_or(kF32));
   Outcome run;
   for (int step = 0; step < steps; ++step) {
     backward(m, mesh);
@@ -134,21 +140,33 @@ Outcome train(World& w, Strategy s, const nn::UnitPolicy& policy, int steps, int
   return run;
 }
 
+// State in bf16 is rounded by chance, which is the same wherever an element lies.
 TEST(Training, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
-  for (int world : {1, 2, 3}) {
-    Outcome expected;
-    bool first = true;
-    const auto check = [&](Strategy s, const nn::UnitPolicy& policy, int64_t prefetch, const char* what) {
-      run_local(world, [&](World& w) {
-        const Outcome run = train(w, s, policy, 20, prefetch);
-        if (w.rank() != 0) return;
-        if (first) expected = run;
-        first = false;
-        EXPECT_TRUE(run == expected) << what << " at world " << world;
-      }, {.threads_per_rank = 1});
-    };
-    for_each_sharding(world, check);
-  }
+  for (const std::optional<DType> state : {std::optional<DType>(), std::optional(kBF16)})
+    for (int world : {1, 2, 3}) {
+      Outcome expected;
+      bool first = true;
+      const auto check = [&](Strategy s, const nn::UnitPolicy& policy, int64_t prefetch, const char* what) {
+        run_local(world, [&](World& w) {
+          const Outcome run = train(w, s, policy, 20, prefetch, state);
+          if (w.rank() != 0) return;
+          if (first) expected = run;
+          first = false;
+          EXPECT_TRUE(run == expected) << what << " at world " << world;
+        }, {.threads_per_rank = 1});
+      };
+      for_each_sharding(world, check);
+    }
+}
+
+TEST(Optimizer, StateHasAWidthThatItCanRestIn) {
+  TinyModel m, wide;
+  materialize(m);
+  materialize(wide, Device::cpu(), {.dtype = kF64});
+  const auto refused = [](auto&& make) { return message_of<DTypeError>(ExitCode::kConfig, make); };
+  EXPECT_THAT(refused([&] { optim::AdamW(m, {.state = {.dtype = kF16}}); }), HasSubstr("state in f16 for masters in f32"));
+  EXPECT_THAT(refused([&] { optim::SGD(wide, {.momentum = 0.9, .state = {.dtype = kBF16}}); }), HasSubstr("state in bf16 for masters in f64"));
+  EXPECT_THAT(refused([&] { optim::Muon(m, {.state = {.dtype = kF64}}); }), HasSubstr("state in f64 for masters in f32"));
 }
 
 // Gradients that no computation has touched: values that depend on name and index alone.

@@ -268,6 +268,8 @@ TEST(BadInput, Resume) {
   expect_refused(resume({"--data.corpus", f.write("other.txt", other)}), 76, {"tokenizer"});
   expect_refused(resume({"--train.dtype", "bf16"}), 76,
                  {"train.dtype was \"f32\" in the checkpoint and is \"bf16\" now"});
+  expect_refused(resume({"--train.state_dtype", "bf16"}), 76,
+                 {"train.state_dtype was \"f32\" in the checkpoint and is \"bf16\" now"});
   expect_refused(resume({"--train.dtype", "f16"}), 76,
                  {"train.dtype was \"f32\" in the checkpoint and is \"f16\" now"});
   expect_refused(resume({"--data.separate_documents", "true", "--data.end_of_text", "3"}), 76,

@@ -201,16 +201,17 @@ void Kernels::parameters() {
     auto a = array(kF32, {elements}), b = array(kF32, {elements});
     return {[=] { SHEAF_ON_DEVICE(s, add_into, *a, *b); }, 3 * a->bytes()};
   });
-  measure("adamw", [&]() -> Call {
-    Arrays a;  // parameter, gradient, m, v: all read, all but the gradient written
-    for (int i = 0; i < 4; ++i) a.push_back(array(kF32, {elements}));
-    SHEAF_ON_DEVICE(s, unary, UnaryOp::square, *a[3], *a[3]);
-    auto segments = placed(Array::of<int64_t>({1, 3}, {0, elements, 1}));
-    auto scalars = placed(
-        Array::of<double>({cpu::kAdamWScalars}, {1e-4, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.5, 1.0}));
-    return {[=] { SHEAF_ON_DEVICE(s, adamw, *a[0], *a[1], *a[2], *a[3], *segments, *scalars); },
-            7 * a[0]->bytes()};
-  });
+  for (const DType state : {kF32, kBF16})
+    measure(state == kF32 ? "adamw" : "adamw-bf16-state", [&]() -> Call {
+      Arrays a;  // parameter, gradient, m, v: all read, all but the gradient written
+      for (int i = 0; i < 4; ++i) a.push_back(array(i < 2 ? kF32 : state, {elements}));
+      SHEAF_ON_DEVICE(s, unary, UnaryOp::square, *a[3], *a[3]);
+      auto segments = placed(Array::of<int64_t>({1, 3}, {0, elements, 1}));
+      auto scalars = placed(Array::of<double>({cpu::kAdamWScalars},
+                                              {1e-4, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.5, 1.0, 3.0}));
+      return {[=] { SHEAF_ON_DEVICE(s, adamw, *a[0], *a[1], *a[2], *a[3], *segments, *scalars); },
+              3 * a[0]->bytes() + 4 * a[2]->bytes()};
+    });
   measure("sum-of-squares", [&]() -> Call {
     auto x = array(kF32, {elements}), limbs = array(kI64, {cpu::kSquareLimbs});
     auto work = scratch(SHEAF_WORKSPACE(device_, sum_of_squares, *x));

@@ -38,8 +38,8 @@ View part(const View& x, int64_t first) {
                      {x.numel() - first});
 }
 
-const double kAdamW[] = {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 0.7};
-const double kSgd[] = {0.01, 0.9, 0.1, 0.5};
+const double kAdamW[] = {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 0.7, 5};
+const double kSgd[] = {0.01, 0.9, 0.1, 0.5, 5};
 Array scalars_of(DType d, const double* values, int64_t count) {
   return Array::of(d, {count}, std::vector<double>(values, values + count));
 }
@@ -48,41 +48,41 @@ constexpr int64_t kSizes[] = {0, 1, 5, 31, 1000, 4096, 20011};
 
 TEST(CudaOptimizer, AdamWHasTheBitsOfTheCpu) {
   SHEAF_NEEDS_GPU();
-  for (DType d : {kF32, kF64})
+  for (const auto& [d, at_rest] : {std::pair{kF32, kF32}, {kF32, kBF16}, {kF64, kF64}})
     for (DType grad : {kF32, kBF16, kF16, kF64})
       for (int64_t n : kSizes)
-        with_threads(1, [&] {
+        with_threads(1, [&, d = d, at_rest = at_rest] {
           const auto state = [&](const Array& x) { return d == kF32 ? with_subnormals(x) : x; };
-          const Array p = state(Array::random(d, {n}, 1)), g = Array::random(grad, {n}, 2),
-                      m = state(Array::random(d, {n}, 3, 0.1)),
-                      v = state(positive(Array::random(d, {n}, 4, 0.1))), segments = segments_of(n),
+          const Array p = state(Array::random(d, {n}, 1)), g = grad == kF32 ? state(Array::random(grad, {n}, 2)) : Array::random(grad, {n}, 2),
+                      m = state(Array::random(at_rest, {n}, 3, 0.1)),
+                      v = state(positive(Array::random(at_rest, {n}, 4, 0.1))), segments = segments_of(n),
                       scalars = scalars_of(n % 2 ? kF64 : kF32, kAdamW, cpu::kAdamWScalars);
           const OnGpu gp(p), gg(g), gm(m), gv(v), gsegments(segments), gscalars(scalars);
           cuda::adamw(OnGpu::stream(), gp, gg, gm, gv, gsegments, gscalars);
           cpu::adamw(p, g, m, v, segments, scalars);
-          EXPECT_TRUE(same_bits(gp.back(), p)) << name(d) << name(grad) << n;
-          EXPECT_TRUE(same_bits(gm.back(), m)) << name(d) << name(grad) << n;
-          EXPECT_TRUE(same_bits(gv.back(), v)) << name(d) << name(grad) << n;
+          EXPECT_TRUE(same_bits(gp.back(), p)) << name(at_rest) << name(grad) << n;
+          EXPECT_TRUE(same_bits(gm.back(), m)) << name(at_rest) << name(grad) << n;
+          EXPECT_TRUE(same_bits(gv.back(), v)) << name(at_rest) << name(grad) << n;
         });
 }
 
 TEST(CudaOptimizer, SgdHasTheBitsOfTheCpu) {
   SHEAF_NEEDS_GPU();
-  for (DType d : {kF32, kF64})
+  for (const auto& [d, at_rest] : {std::pair{kF32, kF32}, {kF32, kBF16}, {kF64, kF64}})
     for (DType grad : {kF32, kBF16})
       for (int64_t n : kSizes)
         for (int variant = 0; variant < 3; ++variant)
-          with_threads(1, [&] {
+          with_threads(1, [&, d = d, at_rest = at_rest] {
             const bool buffered = variant > 0, nesterov = variant == 2;
             const Array p = Array::random(d, {n}, 1), g = Array::random(grad, {n}, 2),
-                        b = Array::random(d, {n}, 3), segments = segments_of(n),
+                        b = Array::random(at_rest, {n}, 3), segments = segments_of(n),
                         scalars = scalars_of(kF64, kSgd, cpu::kSgdScalars);
             const OnGpu gp(p), gg(g), gb(b), gsegments(segments), gscalars(scalars);
             cuda::sgd(OnGpu::stream(), gp, gg, buffered ? gb.view() : View{}, gsegments, gscalars,
                       nesterov);
             cpu::sgd(p, g, buffered ? b.view() : View{}, segments, scalars, nesterov);
-            EXPECT_TRUE(same_bits(gp.back(), p)) << name(d) << name(grad) << n << ' ' << variant;
-            EXPECT_TRUE(same_bits(gb.back(), b)) << name(d) << name(grad) << n << ' ' << variant;
+            EXPECT_TRUE(same_bits(gp.back(), p)) << name(at_rest) << name(grad) << n << ' ' << variant;
+            EXPECT_TRUE(same_bits(gb.back(), b)) << name(at_rest) << name(grad) << n << ' ' << variant;
           });
 }
 
@@ -156,10 +156,10 @@ TEST(CudaOptimizer, StepsAreCountedAsOnTheCpu) {
 TEST(CudaOptimizer, AShardThatIsNotAligned) {
   SHEAF_NEEDS_GPU();
   const int64_t n = 5000;
-  for (int64_t first : {1, 2, 3})
-    with_threads(1, [&] {
+  for (const auto& [first, at_rest] : {std::pair{1, kF32}, {2, kF32}, {3, kF32}, {1, kBF16}, {2, kBF16}, {3, kBF16}})
+    with_threads(1, [&, first = first, at_rest = at_rest] {
       const Array p = Array::random(kF32, {n}, 1), g = Array::random(kBF16, {n}, 2),
-                  m = Array::random(kF32, {n}, 3), v = positive(Array::random(kF32, {n}, 4)),
+                  m = Array::random(at_rest, {n}, 3), v = positive(Array::random(at_rest, {n}, 4)),
                   segments = segments_of(n - first),
                   scalars = scalars_of(kF64, kAdamW, cpu::kAdamWScalars);
       const OnGpu gp(p), gg(g), gm(m), gv(v), gsegments(segments), gscalars(scalars);
@@ -193,7 +193,11 @@ TEST(CudaOptimizer, RefusesWhatTheHostCanSee) {
   EXPECT_THROW(cuda::sgd(s, p, p, View{}, Array(kI64, {1, 2}), scalars, false), ShapeError);
   EXPECT_THROW(cuda::sgd(s, p, p, View{}, segments, Array(kF64, {3}), false), ShapeError);
   EXPECT_THROW(cuda::sgd(s, narrow, p, View{}, segments, scalars, false), DTypeError);
-  EXPECT_THROW(cuda::sgd(s, p, p, narrow, segments, scalars, false), DTypeError);
+  EXPECT_THROW(cuda::sgd(s, p, p, Array(kF16, {10}), segments, scalars, false), DTypeError);
+  const Array wide(kF64, {10}), of_adamw(kF64, {cpu::kAdamWScalars});
+  EXPECT_THROW(cuda::sgd(s, wide, p, narrow, segments, scalars, false), DTypeError);
+  EXPECT_THROW(cuda::adamw(s, p, p, narrow, p, segments, of_adamw), DTypeError);
+  EXPECT_THROW(cuda::adamw(s, p, p, p, narrow, segments, of_adamw), DTypeError);
   EXPECT_THROW(cuda::sgd(s, p, Array(kF32, {9}), View{}, segments, scalars, false), ShapeError);
 }
 
