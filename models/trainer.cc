@@ -1,66 +1,16 @@
 #include "sheaf/models/trainer.h"
 
-#include <algorithm>
-#include <chrono>
-#include <cmath>
-
-#include "sheaf/autograd/ops.h"
-#include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/atomic_folder.h"
-#include "sheaf/core/communicator.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/parallel.h"
-#include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/agreement.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/models/published_weights.h"
-#include "sheaf/models/step_profile.h"
 
 namespace sheaf::models {
 namespace {
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// What ranks tell each other after a step: how much memory it took, and whether somebody wants the run to end. It
-// travels while they go on, so that nobody waits for it in a step that is not logged.
-class StepNews {
- public:
-  StepNews(Communicator* lane, int rank, int world)
-      : lane_(lane), rank_(static_cast<size_t>(rank)), values_(2 * static_cast<size_t>(world)) {}
-  StepNews(const StepNews&) = delete;
-  // Until it is over a lane uses what is ours. Every rank that ran the step takes part, whatever happens here.
-  ~StepNews() {
-    try {
-      sent_.sync();
-    } catch (const std::exception&) {
-    }
-  }
-
-  void send(int64_t peak, int signal) {
-    std::fill(values_.begin(), values_.end(), 0);
-    values_[rank_] = peak;
-    values_[values_.size() / 2 + rank_] = signal;
-    const auto count = static_cast<int64_t>(values_.size());
-    if (lane_) sent_ = lane_->all_reduce(values_.data(), count, kI64, Reduction::max, "step_news");
-  }
-  /// Waits for what was sent last.
-  void receive() { sent_.sync(); }
-
-  std::vector<int64_t> peaks() const { return {values_.begin(), values_.begin() + values_.size() / 2}; }
-  int signal() const {
-    return static_cast<int>(*std::max_element(values_.begin() + values_.size() / 2, values_.end()));
-  }
-
- private:
-  Communicator* lane_;  // null: one rank
-  size_t rank_;
-  std::vector<int64_t> values_;
-  Event sent_;
-};
 
 // Where a host keeps its copy of the data is its own affair; what stands there is not.
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val,
@@ -121,12 +71,6 @@ std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, cons
 }
 
 }  // namespace
-
-std::string losses_by_name(const TrainReport& report) {
-  std::string text;
-  for (const auto& [name, loss] : report.val_losses) text += str(", of ", name, ' ', loss);
-  return text;
-}
 
 Trainer::Trainer(const TrainConfig& config, World& world, Device device, const TrainOptions& options)
     : config_(config), world_(world), device_(device), options_(options),
@@ -262,171 +206,6 @@ void Trainer::save(int64_t step) {
   const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .scaler = step_->scaler()};
   if (config_.train.save_async) saver_.save(folder, step, step_->model(), {&step_->optimizer()}, options);
   else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
-}
-
-void Trainer::report_program(const Program& program) const {
-  const int64_t takes = RankContext::current().memory(device_)->stats().live + program.arena_bytes();
-  const int64_t budget = config_.sharding.memory_budget;
-  options_.print(str("steps from here on are a program of ", program.tape().num_nodes(), " nodes in an arena of ",
-                     format_bytes(program.arena_bytes()),
-                     budget > 0 && takes > budget ? str("; a step takes ", takes, " bytes, more than sharding.memory_budget") : ""));
-}
-
-// In f16 the gradient may be infinite, which costs a step, unless it is so at any scale.
-void Trainer::check_lost_steps(int64_t done) {
-  constexpr int64_t kMost = 20;
-  const optim::LossScaler::State state = step_->scaler()->state();
-  if (state.lost_steps < kMost) return;
-  saver_.finish();
-  fail<NonFiniteError>("[train] step ", done, ": the gradient was not finite in ", state.lost_steps, " steps in a row, though ",
-                       "the loss scale is at its minimum, ", state.factor, "; a smaller train.lr, or train.dtype bf16 or f32, ",
-                       "may help");
-}
-
-void Trainer::evaluate(TrainReport& report) {
-  report.val_losses.clear();
-  for (Validation& v : validation_) {
-    v.loss = step_->evaluate(v.windows);
-    if (!v.name.empty()) report.val_losses.emplace_back(v.name, v.loss);
-  }
-  report.val_loss = mean_loss(validation_);
-}
-
-TrainReport Trainer::run(const std::function<int()>& signal) {
-  try {
-    return run_steps(signal);
-  } catch (const std::exception& e) {
-    world_.abort(e.what());  // others hear of it now, not when what saver_ is writing has ended
-    throw;
-  }
-}
-
-TrainReport Trainer::run_steps(const std::function<int()>& signal) {
-  const OptimizationConfig& t = config_.train;
-  const FillBatch fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
-    windows_.fill(first, count, inputs, targets);
-  };
-  const bool first_rank = world_.rank() == 0;
-  std::unique_ptr<MetricsWriter> metrics;
-  if (first_rank) {
-    metrics = std::make_unique<MetricsWriter>(config_.output.folder + "/metrics.jsonl", first_step_ - (first_step_ == 0));
-  }
-  Allocator& memory = *RankContext::current().memory(device_);
-  StepNews news(world_.size() > 1 ? &world_.communicator() : nullptr, world_.rank(), world_.size());
-  TrainReport report;
-  RecordedStep recorded;
-  optim::LossScaler* const scaler = step_->scaler();
-  int64_t skipped = scaler ? scaler->state().skipped_steps : 0;  // up to the last line
-  report.steps = t.steps;
-  const double start = now();
-  double since = start, evaluating = 0;  // saving included
-  int64_t steps_since = 0;
-  report.done = first_step_;
-  for (int64_t s = first_step_; s < t.steps && report.stopped_by == 0; ++s) {
-    memory.reset_peak();
-    const bool last = s + 1 == t.steps;
-    const bool compiled = step_->program();
-    std::optional<StepProfile> profile;
-    if (s + 1 == config_.output.trace_step) profile.emplace(world_);
-    TrainingStep::Result result = step_->run(s, fill, last ? &recorded : nullptr);
-    if (profile) {
-      const std::string file = config_.output.folder + "/trace.json";
-      try {
-        const std::string shares = profile->write(file);
-        if (first_rank) options_.print(str("step ", s + 1, " took rank 0 ", shares, "; its time line is in ", file));
-      } catch (const IoError& error) {
-        options_.warn(str(error.what(), "; training goes on without it"));
-      }
-    }
-    if (first_rank && step_->program() && !compiled)
-      report_program(*step_->program());
-    saver_.check();
-    ++steps_since;
-    const int64_t done = s + 1;
-    const bool logs = last || done % t.log_every == 0;
-    // On GPUs only where the host waits anyway: a replayed graph and the lane must meet the communicator in one order on
-    // all ranks.
-    if (logs || device_.is_cpu() || world_.size() == 1) {
-      news.receive();  // of the step before
-      const int told = news.signal();
-      news.send(memory.stats().peak, signal());
-      if (logs || told != 0 || world_.size() == 1) {
-        news.receive();
-        report.stopped_by = std::max(told, news.signal());
-      }
-    }
-    report.done = done;
-    ++report.steps_here;
-    const bool saves = last || report.stopped_by != 0 || (t.save_every > 0 && done % t.save_every == 0);
-    if (logs || saves) {
-      report.train_loss = result.loss.item<double>();
-      const double norm = result.grad_norm.item<double>();
-      const auto unsigned_nan = [](double x) { return std::isnan(x) ? std::abs(x) : x; };
-      if (scaler && !std::isfinite(norm)) {
-        check_lost_steps(done);
-      } else if (!std::isfinite(report.train_loss) || !std::isfinite(norm)) {
-        saver_.finish();  // of a step before, which was finite
-        fail<NonFiniteError>("[train] step ", done, ": loss ", unsigned_nan(report.train_loss), ", gradient norm ", norm,
-                             t.clip > 0 ? "; a smaller train.lr or train.clip may help"
-                                        : "; a smaller train.lr or a train.clip above 0 may help");
-      }
-    }
-    if (logs) {
-      const double norm = result.grad_norm.item<double>();
-      report.peaks = news.peaks();
-      const double tokens_per_second = static_cast<double>(step_->tokens_per_step() * steps_since) / (now() - since);
-      if (first_rank) {
-        int64_t peak = 0;
-        for (int64_t p : report.peaks) peak = std::max(peak, p);
-        std::vector<Metric> values{{"loss", report.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
-                                   {"tokens", step_->tokens_per_step() * done}, {"seconds", now() - start},
-                                   {"tokens_per_second", tokens_per_second}, {"peak_bytes", peak}};
-        const double each = (now() - start - evaluating) / static_cast<double>(done - first_step_);
-        Progress progress{.step = done, .steps = t.steps, .loss = report.train_loss, .lr = result.lr,
-                          .grad_norm = norm, .tokens_per_second = tokens_per_second,
-                          .seconds_left = each * static_cast<double>(t.steps - done)};
-        if (scaler) {
-          const optim::LossScaler::State state = scaler->state();
-          values.push_back({"loss_scale", state.factor}), values.push_back({"skipped_steps", state.skipped_steps});
-          progress.loss_scale = state.factor;
-          progress.skipped = state.skipped_steps - std::exchange(skipped, state.skipped_steps);
-          progress.steps_since = steps_since;
-        }
-        metrics->write(done, values);
-        options_.print(progress_line(progress));
-      }
-      since = now();
-      steps_since = 0;
-    }
-    if (last || (t.eval_every > 0 && done % t.eval_every == 0)) {
-      const double begin = now();
-      evaluate(report);
-      if (first_rank) {
-        std::vector<Metric> values{{"val_loss", report.val_loss}};
-        for (const auto& [name, loss] : report.val_losses) values.push_back({"val_loss_" + name, loss});
-        metrics->write(done, values);
-        options_.print(str("step ", done, "  validation loss ", report.val_loss, losses_by_name(report)));
-      }
-      evaluating += now() - begin;
-      since += now() - begin;
-    }
-    if (saves) {
-      const double begin = now();
-      if (first_rank) metrics->sync();
-      save(done);
-      evaluating += now() - begin;
-      since += now() - begin;
-    }
-  }
-  saver_.finish();
-  if (complete()) {  // report the finished run
-    if (first_rank) options_.print(str("the run is complete at step ", first_step_));
-    evaluate(report);
-  }
-  report.peak_bytes = report.peaks.empty() ? 0 : report.peaks[world_.rank()];
-  report.tape = std::move(recorded.tape);
-  report.seconds = now() - start;
-  return report;
 }
 
 }  // namespace sheaf::models

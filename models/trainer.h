@@ -66,7 +66,7 @@ class Trainer {
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 
  private:
-  TrainReport run_steps(const std::function<int()>& signal);
+  class Loop;
   void lock_folder();
   void find_weights();
   void start();
@@ -74,9 +74,7 @@ class Trainer {
   void restore();
   void take_choices(const RunState& state, const std::string& checkpoint);
   RunState state(int64_t step) const;
-  void check_lost_steps(int64_t done);
   void evaluate(TrainReport& report);
-  void report_program(const Program& program) const;
   void save(int64_t step);
 
   TrainConfig config_;

@@ -62,6 +62,7 @@ void draw_tokens(models::TrainConfig& task, Draw& draw) {
   if (!task.data.separate_documents) task.data.separate_documents = true, task.data.end_of_text = draw.below(vocab);
   std::vector<models::MarkedToken> marked;
   for (const int32_t id : ids) marked.push_back(static_cast<models::MarkedToken>(id) | (draw.one_in(2) ? models::kReadOnly : 0));
+  marked[1] &= ~models::kReadOnly;  // something is learned, however short a window is
   for (const int32_t id : {1, 2, static_cast<int32_t>(task.data.end_of_text)}) marked.push_back(static_cast<models::MarkedToken>(id));
   models::TokenFileWriter writer(task.data.train_file, task.model.vocab, static_cast<int32_t>(task.data.end_of_text));
   writer.write_examples(marked);

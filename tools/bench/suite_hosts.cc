@@ -1,6 +1,6 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these, with units that a program keeps gathered, with a stage of the model on each host, and with layers that
-// the ranks of a host share, against full_shard over all four. Ranks are threads of this process that receive from the other host no faster than over such
+// link between these, with gradients that travel in bf16, with units that a program keeps gathered, with a stage of the model on
+// each host, and with layers that the ranks of a host share, against full_shard over all four. Ranks are threads of this process that receive from the other host no faster than over such
 // a link; what they compute is the same, and so are the cores that they share, whatever the
 // strategy.
 #include <algorithm>
@@ -20,11 +20,14 @@ struct Choice {
 };
 const Choice kFullShard{"full_shard", {}};
 const Choice kChoices[] = {
+    {"reduce-bf16", {"--sharding.reduce_dtype=bf16"}},
     {"zero1", {"--sharding.strategy=zero1"}},
+    {"zero1-reduce-bf16", {"--sharding.strategy=zero1", "--sharding.reduce_dtype=bf16"}},
     {"kept", {"--train.compile=true", "--sharding.memory_budget=1000000000000"}},
     {"hybrid", {"--sharding.replicas=2"}},
     {"secondary", {"--sharding.replicas=2", "--sharding.secondary=true"}},
     {"hybrid-zero1", {"--sharding.strategy=zero1", "--sharding.replicas=2"}},
+    {"hybrid-zero1-reduce-bf16", {"--sharding.strategy=zero1", "--sharding.replicas=2", "--sharding.reduce_dtype=bf16"}},
     {"pipeline", {"--sharding.pipeline=2"}},
     {"pipeline-zero1", {"--sharding.strategy=zero1", "--sharding.pipeline=2"}},
     {"tensor", {"--sharding.tensor=2"}},

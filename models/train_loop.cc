@@ -1,0 +1,229 @@
+// The loop of a run: a step, what the ranks tell each other of it, and then a line, an evaluation, a checkpoint, as they are due.
+#include <chrono>
+#include <cmath>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/models/step_news.h"
+#include "sheaf/models/step_profile.h"
+#include "sheaf/models/trainer.h"
+
+namespace sheaf::models {
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+double unsigned_nan(double x) { return std::isnan(x) ? std::abs(x) : x; }
+
+}  // namespace
+
+class Trainer::Loop {
+ public:
+  Loop(Trainer& trainer, const std::function<int()>& signal)
+      : trainer_(trainer), train_(trainer.config_.train), step_(*trainer.step_), world_(trainer.world_),
+        first_rank_(world_.rank() == 0), signal_(signal), memory_(*RankContext::current().memory(trainer.device_)),
+        news_(world_.size() > 1 ? &world_.communicator() : nullptr, world_.rank(), world_.size()) {
+    const int64_t first = trainer_.first_step_;
+    if (first_rank_)
+      metrics_ = std::make_unique<MetricsWriter>(trainer_.config_.output.folder + "/metrics.jsonl", first - (first == 0));
+    if (step_.scaler()) skipped_ = step_.scaler()->state().skipped_steps;
+    report_.steps = train_.steps;
+    report_.done = first;
+  }
+
+  TrainReport run() {
+    for (int64_t done = report_.done + 1; done <= train_.steps && report_.stopped_by == 0; ++done) {
+      const bool last = done == train_.steps, logs = last || done % train_.log_every == 0;
+      const TrainingStep::Result result = step(done, last);
+      hear_from_others(logs);
+      const bool saves = last || report_.stopped_by != 0 || is_due(train_.save_every, done);
+      if (logs || saves) read(result);
+      if (logs) log(result);
+      if (last || is_due(train_.eval_every, done)) evaluate();
+      if (saves) save();
+    }
+    trainer_.saver_.finish();
+    if (trainer_.complete()) {  // report the finished run
+      if (first_rank_) trainer_.options_.print(str("the run is complete at step ", trainer_.first_step_));
+      trainer_.evaluate(report_);
+    }
+    report_.peak_bytes = report_.peaks.empty() ? 0 : report_.peaks[static_cast<size_t>(world_.rank())];
+    report_.tape = std::move(recorded_.tape);
+    report_.seconds = now() - start_;
+    return std::move(report_);
+  }
+
+ private:
+  static bool is_due(int64_t every, int64_t done) { return every > 0 && done % every == 0; }
+
+  TrainingStep::Result step(int64_t done, bool last) {
+    memory_.reset_peak();
+    const bool compiled = step_.program();
+    std::optional<StepProfile> profile;
+    if (done == trainer_.config_.output.trace_step) profile.emplace(world_);
+    const FillBatch fill = [this](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
+      trainer_.windows_.fill(first, count, inputs, targets);
+    };
+    TrainingStep::Result result = step_.run(done - 1, fill, last ? &recorded_ : nullptr);
+    if (profile) write_profile(*profile, done);
+    if (first_rank_ && step_.program() && !compiled) report_program(*step_.program());
+    trainer_.saver_.check();
+    report_.done = done;
+    ++report_.steps_here;
+    ++steps_since_;
+    return result;
+  }
+
+  void write_profile(StepProfile& profile, int64_t done) const {
+    const std::string file = trainer_.config_.output.folder + "/trace.json";
+    try {
+      const std::string shares = profile.write(file);
+      if (first_rank_) trainer_.options_.print(str("step ", done, " took rank 0 ", shares, "; its time line is in ", file));
+    } catch (const IoError& error) {
+      trainer_.options_.warn(str(error.what(), "; training goes on without it"));
+    }
+  }
+
+  void report_program(const Program& program) const {
+    const int64_t takes = memory_.stats().live + program.arena_bytes();
+    const int64_t budget = trainer_.config_.sharding.memory_budget;
+    trainer_.options_.print(
+        str("steps from here on are a program of ", program.tape().num_nodes(), " nodes in an arena of ", format_bytes(program.arena_bytes()),
+            budget > 0 && takes > budget ? str("; a step takes ", takes, " bytes, more than sharding.memory_budget") : ""));
+  }
+
+  // On GPUs only where the host waits anyway: a replayed graph and the lane must meet the communicator in one order on all
+  // ranks.
+  void hear_from_others(bool logs) {
+    const bool waits = logs || world_.size() == 1;
+    if (!waits && !trainer_.device_.is_cpu()) return;
+    news_.receive();  // of the step before
+    const int told = news_.signal();
+    news_.send(memory_.stats().peak, signal_());
+    if (!waits && told == 0) return;
+    news_.receive();
+    report_.stopped_by = std::max(told, news_.signal());
+  }
+
+  // Before anything is saved: no checkpoint holds what a step made of a gradient that is not finite.
+  void read(const TrainingStep::Result& result) {
+    report_.train_loss = result.loss.item<double>();
+    const double norm = result.grad_norm.item<double>();
+    if (step_.scaler() && !std::isfinite(norm)) return check_lost_steps();
+    if (std::isfinite(report_.train_loss) && std::isfinite(norm)) return;
+    trainer_.saver_.finish();  // of a step before, which was finite
+    fail<NonFiniteError>("[train] step ", report_.done, ": loss ", unsigned_nan(report_.train_loss), ", gradient norm ", norm,
+                         train_.clip > 0 ? "; a smaller train.lr or train.clip may help"
+                                         : "; a smaller train.lr or a train.clip above 0 may help");
+  }
+
+  // In f16 the gradient may be infinite, which costs a step, unless it is so at any scale.
+  void check_lost_steps() {
+    constexpr int64_t kMost = 20;
+    const optim::LossScaler::State state = step_.scaler()->state();
+    if (state.lost_steps < kMost) return;
+    trainer_.saver_.finish();
+    fail<NonFiniteError>("[train] step ", report_.done, ": the gradient was not finite in ", state.lost_steps, " steps in a row, though ",
+                         "the loss scale is at its minimum, ", state.factor, "; a smaller train.lr, or train.dtype bf16 or f32, ",
+                         "may help");
+  }
+
+  void log(const TrainingStep::Result& result) {
+    report_.peaks = news_.peaks();
+    if (first_rank_) write_line(result);
+    since_ = now();
+    steps_since_ = 0;
+  }
+
+  void write_line(const TrainingStep::Result& result) {
+    const int64_t done = report_.done;
+    const double norm = result.grad_norm.item<double>();
+    const double tokens_per_second = static_cast<double>(step_.tokens_per_step() * steps_since_) / (now() - since_);
+    std::vector<Metric> values{{"loss", report_.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
+                               {"tokens", step_.tokens_per_step() * done}, {"seconds", now() - start_},
+                               {"tokens_per_second", tokens_per_second}, {"peak_bytes", std::ranges::max(report_.peaks)}};
+    const double each = (now() - start_ - beside_) / static_cast<double>(report_.steps_here);
+    Progress progress{.step = done, .steps = train_.steps, .loss = report_.train_loss, .lr = result.lr, .grad_norm = norm,
+                      .tokens_per_second = tokens_per_second, .seconds_left = each * static_cast<double>(train_.steps - done)};
+    if (const optim::LossScaler* scaler = step_.scaler()) {
+      const optim::LossScaler::State state = scaler->state();
+      values.push_back({"loss_scale", state.factor}), values.push_back({"skipped_steps", state.skipped_steps});
+      progress.loss_scale = state.factor;
+      progress.skipped = state.skipped_steps - std::exchange(skipped_, state.skipped_steps);
+      progress.steps_since = steps_since_;
+    }
+    metrics_->write(done, values);
+    trainer_.options_.print(progress_line(progress));
+  }
+
+  void evaluate() {
+    const double begin = now();
+    trainer_.evaluate(report_);
+    if (first_rank_) {
+      std::vector<Metric> values{{"val_loss", report_.val_loss}};
+      for (const auto& [name, loss] : report_.val_losses) values.push_back({"val_loss_" + name, loss});
+      metrics_->write(report_.done, values);
+      trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_)));
+    }
+    leave_out(begin);
+  }
+
+  void save() {
+    const double begin = now();
+    if (first_rank_) metrics_->sync();
+    trainer_.save(report_.done);
+    leave_out(begin);
+  }
+
+  // Speed is that of steps.
+  void leave_out(double begin) {
+    const double seconds = now() - begin;
+    beside_ += seconds;
+    since_ += seconds;
+  }
+
+  Trainer& trainer_;
+  const OptimizationConfig& train_;
+  TrainingStep& step_;
+  World& world_;
+  const bool first_rank_;
+  const std::function<int()>& signal_;
+  Allocator& memory_;
+  StepNews news_;
+  std::unique_ptr<MetricsWriter> metrics_;  // on rank 0
+  TrainReport report_;
+  RecordedStep recorded_;                 // the last step
+  int64_t skipped_ = 0;                   // steps, up to the last line
+  const double start_ = now();
+  double since_ = start_;                 // the last line, evaluations and saves left out
+  double beside_ = 0;                     // seconds of evaluations and saves
+  int64_t steps_since_ = 0;               // the last line
+};
+
+void Trainer::evaluate(TrainReport& report) {
+  report.val_losses.clear();
+  for (Validation& v : validation_) {
+    v.loss = step_->evaluate(v.windows);
+    if (!v.name.empty()) report.val_losses.emplace_back(v.name, v.loss);
+  }
+  report.val_loss = mean_loss(validation_);
+}
+
+TrainReport Trainer::run(const std::function<int()>& signal) {
+  try {
+    return Loop(*this, signal).run();
+  } catch (const std::exception& e) {
+    world_.abort(e.what());  // others hear of it now, not when what saver_ is writing has ended
+    throw;
+  }
+}
+
+std::string losses_by_name(const TrainReport& report) {
+  std::string text;
+  for (const auto& [name, loss] : report.val_losses) text += str(", of ", name, ' ', loss);
+  return text;
+}
+
+}  // namespace sheaf::models
