@@ -121,6 +121,7 @@ inline bool is_published(std::string_view tokenizer) {
 /// [train] How to train.
 struct OptimizationConfig {
   int64_t steps = 2000;             ///< optimizer steps
+  double epochs = 0;                ///< how often the data are read, which says the number of steps; 0: `steps` does
   int64_t batch = 12;               ///< sequences per step, over all ranks and micro-batches
   int64_t micro_batches = 1;        ///< parts of the batch whose gradients are accumulated one after the other
   int64_t seed = 1337;              ///< of initial weights, dropout and the order of data

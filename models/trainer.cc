@@ -79,6 +79,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
                window_order(config.data.order)),
       validation_(validations(corpus_.val, config.model.context, config.train.eval_tokens)), saver_(world) {
   refuse_earlier_run();
+  take_epochs();
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
@@ -112,6 +113,20 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   files_.reset();
   // What would be found out only at the first save.
   if (world_.rank() == 0) check_writable(config_.output.folder + "/checkpoints");
+}
+
+// From here on the number of steps is as if it had been given.
+void Trainer::take_epochs() {
+  OptimizationConfig& t = config_.train;
+  if (t.epochs == 0) return;
+  if (windows_.tokens().sources().size() > 1)
+    fail<ConfigError>("[train] train.epochs ", t.epochs, ": sources of a mixture have epochs of their own, by their weights; give train.steps");
+  const int64_t samples = windows_.samples_of(0, t.epochs);
+  t.steps = (samples + t.batch - 1) / t.batch;
+  const OptimizationConfig r = resolved(t);
+  if ((t.decay_start > 0 || t.decay_end > 0) && r.decay_start >= r.decay_end)
+    fail<ConfigError>("[train] train.epochs ", t.epochs, " are ", t.steps, " steps: the decay would start at step ", r.decay_start,
+                      " and end at step ", r.decay_end);
 }
 
 // Two runs in one folder would remove each other's pending checkpoints.

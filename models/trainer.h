@@ -67,6 +67,7 @@ class Trainer {
 
  private:
   class Loop;
+  void take_epochs();
   void lock_folder();
   void find_weights();
   void start();

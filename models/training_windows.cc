@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 #include "sheaf/core/error.h"
 
@@ -82,10 +83,12 @@ TrainingWindows::TrainingWindows(TokenMixture tokens, int64_t context, uint64_t 
 }
 
 double TrainingWindows::epochs(int s, int64_t samples) const {
-  const Tokens& tokens = tokens_.sources()[static_cast<size_t>(s)].tokens;
-  const double windows = examples(s) ? static_cast<double>(examples(s)->num_windows())
-                                     : static_cast<double>(tokens.size()) / static_cast<double>(context_);
-  return static_cast<double>(samples) * tokens_.share(s) / windows;
+  return static_cast<double>(samples) * tokens_.share(s) / static_cast<double>(windows_per_epoch(s));
+}
+
+int64_t TrainingWindows::samples_of(int s, double epochs) const {
+  constexpr double kRounding = 1e-6;  // of 0.1 epochs and the like
+  return static_cast<int64_t>(std::ceil((epochs * static_cast<double>(windows_per_epoch(s)) - kRounding) / tokens_.share(s)));
 }
 
 int64_t TrainingWindows::start(int64_t index) const {

@@ -52,8 +52,11 @@ class TrainingWindows {
   TrainingWindows(TokenMixture tokens, int64_t context, uint64_t seed, WindowOrder order = WindowOrder::shuffled);
 
   const TokenMixture& tokens() const { return tokens_; }
-  /// How often `samples` samples read source s.
+  int64_t windows_per_epoch(int s) const { return sources_[static_cast<size_t>(s)].starts.windows_per_epoch(); }
+  /// How often `samples` samples read the windows of source s.
   double epochs(int s, int64_t samples) const;
+  /// The first so many samples read the windows of source s so often; a part of an epoch is rounded up to whole windows.
+  int64_t samples_of(int s, double epochs) const;
   /// Where sample `index` starts in its source; of examples, which of their windows it is.
   int64_t start(int64_t index) const;
   /// Writes samples [first, first + count): inputs and targets, each [count, context], row-major.

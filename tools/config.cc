@@ -239,6 +239,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "only model.rope_scaling.rope_type llama3 has it";
   for (const char* name : {"beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
     if (key == str("model.rope_scaling.", name) && scaling != "yarn") return "only model.rope_scaling.rope_type yarn has it";
+  if (key == "train.steps" && config.train.epochs > 0) return "train.epochs says how many steps there are";
   if (key.starts_with("train.decay_") && config.train.schedule == "constant")
     return "train.schedule constant has no decay";
   if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";

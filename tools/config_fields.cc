@@ -77,6 +77,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"data.end_of_text", &d.end_of_text, "the token that ends a document; -1: the tokenizer's", any, -1, 1e8},
 
       {"train.steps", &t.steps, "optimizer steps", any, 0, 1e12},
+      {"train.epochs", &t.epochs, "how often the data are read, in place of train.steps; 0: train.steps says it", any, 0, 1e6},
       {"train.batch", &t.batch, "sequences per step, over all ranks and micro-batches", any, 1, 1e9},
       {"train.micro_batches", &t.micro_batches, "parts of the batch, accumulated one after the other", any, 1, 1e6},
       {"train.seed", &t.seed, "of weights, dropout and the order of data", any, 0},
@@ -194,7 +195,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(t.decay_start == 0 || t.decay_start >= t.warmup, "train.decay_start ", t.decay_start,
           " lies in the warm-up: train.warmup is ", t.warmup);
   const auto r = models::resolved(t);
-  require((t.decay_start == 0 && t.decay_end == 0) || r.decay_start < r.decay_end, "the decay would start at step ",
+  require((t.decay_start == 0 && t.decay_end == 0) || r.decay_start < r.decay_end || t.epochs > 0, "the decay would start at step ",
           r.decay_start, t.decay_start ? " (train.decay_start)" : " (train.warmup)", " and end at step ", r.decay_end,
           t.decay_end ? " (train.decay_end)" : " (train.steps)");
   require(config.output.keep_checkpoints != 1, "output.keep_checkpoints must be 0 or at least 2: if the newest ",

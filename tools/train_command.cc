@@ -81,8 +81,9 @@ std::string tokens_line(const auto& data) {
 }
 
 // ", 2.1 epochs", which the whole run reads of a source.
-std::string epochs_line(const models::TrainConfig& config, const models::Trainer& trainer, int source) {
-  return str(", ", rounded(trainer.windows().epochs(source, config.train.steps * config.train.batch)), " epochs");
+std::string epochs_line(const models::Trainer& trainer, int source) {
+  const models::OptimizationConfig& t = trainer.config().train;
+  return str(", ", rounded(trainer.windows().epochs(source, t.steps * t.batch)), " epochs");
 }
 
 // Of examples, which are packed: how well, and what becomes of those that do not fit.
@@ -175,7 +176,7 @@ int train_command(const TrainArguments& arguments) {
               config.sharding.tensor > 1 ? str(" over groups of ", config.sharding.tensor, " that share layers") : "",
               config.sharding.secondary ? " with secondary shards, " : ", ", trainer.num_parameters(), " parameters, ",
               config.model.lora_rank ? str(trainer.step().num_trained(), " of them trained, ") : "", tokens_line(data),
-              mixed ? str() : epochs_line(config, trainer, 0)));
+              mixed ? str() : epochs_line(trainer, 0)));
       const auto say_examples = [&](const std::string& what, const models::PackedExamples* examples) {
         if (examples) lines.say(examples_line(what, *examples, config.model.context));
       };
@@ -183,7 +184,7 @@ int train_command(const TrainArguments& arguments) {
       for (int s = 0; mixed && s < static_cast<int>(data.sources().size()); ++s) {
         const models::Tokens& tokens = data.sources()[static_cast<size_t>(s)].tokens;
         lines.say(str("  ", rounded(100 * data.share(s)), " % of the samples from '", tokens.name(), "': ", tokens_line(tokens),
-                      epochs_line(config, trainer, s)));
+                      epochs_line(trainer, s)));
         say_examples("", trainer.windows().examples(s));
       }
       for (const models::Validation& v : trainer.validation())

@@ -218,8 +218,21 @@ TEST(TrainingWindows, OfAMixtureComeFromItsSources) {
   int equal = 0;
   for (int64_t i = 0; i < 200; i += 2) equal += twins.start(i) == twins.start(i + 1);
   EXPECT_LT(equal, 30);
-  EXPECT_DOUBLE_EQ(windows.epochs(0, 400), 0.75 * 400 * 4 / 50);
-  EXPECT_DOUBLE_EQ(windows.epochs(1, 400), 0.25 * 400 * 4 / 60);
+  EXPECT_DOUBLE_EQ(windows.epochs(0, 400), 0.75 * 400 / 11);
+  EXPECT_DOUBLE_EQ(windows.epochs(1, 400), 0.25 * 400 / 14);
+}
+
+TEST(TrainingWindows, SamplesOfEpochs) {
+  const TrainingWindows windows(counting(50), 4, 5);  // 11
+  EXPECT_EQ(windows.samples_of(0, 1), 11);
+  EXPECT_EQ(windows.samples_of(0, 3), 33);
+  EXPECT_EQ(windows.samples_of(0, 0.5), 6);
+  EXPECT_EQ(windows.samples_of(0, 1e-9), 0);
+  const TrainingWindows ten(counting(45), 4, 5);
+  for (int tenths = 1; tenths < 200; ++tenths) EXPECT_EQ(ten.samples_of(0, tenths / 10.0), tenths);
+  EXPECT_EQ(ten.samples_of(0, 0.11), 2);
+  const TrainingWindows mixed(TokenMixture({{counting(50), 3}, {counting(60, 100), 1}}), 4, 5);
+  EXPECT_EQ(mixed.samples_of(1, 1), 4 * 14);
 }
 
 TEST(TokenMixture, IsOpenedByWeightsAndPatterns) {

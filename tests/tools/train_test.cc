@@ -239,6 +239,36 @@ TEST(Train, ValidatesOnSeveralSets) {
   expect_refused(run_sheaf(train(both + " long=" + (folder / "a.bin"), "new")), 64, "two validation sets have the name 'long'");
 }
 
+// 2,700 tokens are 167 windows of 16, so 2 epochs are 67 steps of 5 windows, and half of one 17.
+TEST(Train, EpochsSayHowManyStepsThereAre) {
+  CorpusFolder folder;
+  Words tiny = kTinyRun;
+  const auto steps = std::ranges::find(tiny, "--train.steps");
+  tiny.erase(steps, steps + 2);
+  const auto train = [&](const char* epochs, const std::string& out) {
+    return Words{"train"} + tiny + folder.data(out) + Words{"--train.epochs", epochs, "--train.eval_every", "0", "--train.log_every", "10"};
+  };
+  const Outcome two = run_sheaf(train("2", "two"));
+  ASSERT_EQ(two.code, 0) << two.err;
+  EXPECT_THAT(two.out, HasSubstr("2700 training tokens, 2.0 epochs\n"));
+  EXPECT_EQ(folder.metrics("two").rbegin()->first, 67);
+  ASSERT_EQ(run_sheaf(train("0.5", "half")).code, 0);
+  EXPECT_EQ(folder.metrics("half").rbegin()->first, 17);
+  EXPECT_LT(std::stod(folder.metrics("two").rbegin()->second.at("lr")), 1.1e-4) << "the schedule ends with them";
+  const Outcome again = run_sheaf({"train", "--output.folder", folder / "two", "--resume", "--generate.tokens", "2"});
+  ASSERT_EQ(again.code, 0) << again.err;
+  EXPECT_THAT(again.out, HasSubstr("the run is complete at step 67"));
+  expect_refused(run_sheaf(train("3", "two") + Words{"--resume"}), 76, "train.decay_end, by default train.steps, was 67");
+  expect_refused(run_sheaf(train("3", "new") + Words{"--train.steps", "7"}), 64, "train.epochs says how many steps there are");
+  expect_refused(run_sheaf(train("1", "new") + Words{"--train.decay_start", "40"}), 64,
+                 "train.epochs 1 are 34 steps: the decay would start at step 40 and end at step 34");
+  write_tokens(folder / "a.bin", sample_text(100));
+  write_tokens(folder / "b.bin", sample_text(90));
+  expect_refused(run_sheaf(Words{"train"} + tiny + Words{"--model.vocab", "128", "--data.train_file", "1 " + (folder / "a.bin") + " 1 " +
+                           (folder / "b.bin"), "--data.val_file", folder / "a.bin", "--output.folder", folder / "new", "--train.epochs", "1"}),
+                 64, "sources of a mixture have epochs of their own");
+}
+
 // By weights; the same samples whatever the ranks are.
 TEST(Train, MixesDataSets) {
   CorpusFolder folder;
