@@ -18,7 +18,8 @@
 // gathered along that axis nor reduced: one more dimension before the others, Shard(0) there.
 //
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
-// into the reduce-scatter's input, or into that of its cast where they travel in a narrower dtype. Every parameter starts on 128 bytes, every rank's slice too; padding stays zero.
+// into the reduce-scatter's input, or into that of its cast where they travel in another dtype. Every parameter starts on
+// 128 bytes, every rank's slice too; padding stays zero.
 #pragma once
 
 #include <memory>
@@ -263,7 +264,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   int64_t unfinished_ = 0;         // backwards that have passed it, and whose gradients come later
   std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
   struct Reduction {               // `values` goes first and waits for its lane
-    std::vector<Tensor> lent;      // the slots, or casts of them, while the unit's own axis is reduced
+    std::vector<Tensor> lent;      // what a reduction to slices reads: the slots, a slice along a secondary axis, or casts of them
     std::vector<Tensor> values;    // one per trainable buffer; empty: nothing is under way
     int along = -1;                // the axis whose collective is under way
     bool to_the_end = false;       // or replicas are left to a later micro-batch

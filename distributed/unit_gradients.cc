@@ -146,17 +146,16 @@ void Unit::reduce_along(int axis) {
   size_t k = 0;
   for (const FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
-    const Tensor& t = reduction_.values[k++];
+    Tensor& t = reduction_.values[k++];
     if (!sums_along(b, axis)) continue;
-    Tensor sent = t;
-    if (b.reduce != b.dtype && !alone(axis)) {
-      sent = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
-      if (!reduction_.lent.empty()) reduction_.lent[k - 1] = sent;
+    if (b.reduce != b.dtype && !alone(axis)) {  // what is cast goes before more is
+      t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
+      if (!reduction_.lent.empty()) reduction_.lent[k - 1] = t;
     }
-    Type type = sent.type();
+    Type type = t.type();
     if (mesh_) type.layout[axis] = b.shard.layout()[axis];
-    from.push_back(sent);
-    specs.push_back({type, scatters(axis) ? Tensor() : sent, -1, 0});
+    from.push_back(t);
+    specs.push_back({type, scatters(axis) ? Tensor() : t, -1, 0});
     which.push_back(k - 1);
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};

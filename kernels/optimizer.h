@@ -7,16 +7,14 @@
 
 namespace sheaf::kernels {
 
-// [Note: rounding by chance] State that rests in bf16 is rounded to the bf16 below or above with the
-// probabilities that make its mean exact (stochastic rounding: Gupta et al. 2015,
-// https://arxiv.org/abs/1502.02551). To the nearest it would stand still: a second moment changes by
-// a 1000th in a step, which is less than half of what two neighbours are apart. The noise is a hash
-// of what the element has at that moment, its parameter and its clipped gradient, and of the step: so it
-// needs to know neither where the element lies nor who holds it, and any cut of a model, number of
-// threads, instruction set and device draws the same bits.
+// [Note: rounding by chance] State that rests in bf16 is rounded to the bf16 below or above with
+// the probabilities that make its mean exact (stochastic rounding: Gupta et al. 2015,
+// https://arxiv.org/abs/1502.02551). To the nearest it would stand still: a second moment changes
+// by a 1000th in a step, which is less than half of what two neighbours are apart. The noise is a
+// hash of what the element has at that moment, its parameter, first state and clipped gradient, and
+// of the step: so it needs to know neither where the element lies nor who holds it, and any cut of
+// a model, number of threads, instruction set and device draws the same bits.
 
-/// 32 random bits of an element: the first state takes the lower half, the second the upper one.
-/// `key`: noise_key of the step; `param`, before the step, and `grad`, clipped, as the bits of f32.
 SHEAF_HOST_DEVICE inline uint32_t noise_mix(uint32_t x) {  // Wellons' lowbias32
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
@@ -25,8 +23,12 @@ SHEAF_HOST_DEVICE inline uint32_t noise_mix(uint32_t x) {  // Wellons' lowbias32
 SHEAF_HOST_DEVICE inline uint32_t noise_key(float step) {
   return noise_mix(static_cast<uint32_t>(step) + 0x9e3779b9u);
 }
-SHEAF_HOST_DEVICE inline uint32_t noise_of(uint32_t param, uint32_t grad, uint32_t key) {
-  return noise_mix((param ^ key) + grad);
+/// 32 random bits of an element: the first state takes the lower half, the second the upper one.
+/// `param`, `state` (the first) and `grad` (clipped): the bits of f32, before the step, whose
+/// noise_key is `key`.
+SHEAF_HOST_DEVICE inline uint32_t noise_of(uint32_t param, uint32_t state, uint32_t grad,
+                                           uint32_t key) {
+  return noise_mix(((param ^ key) + grad) ^ state);
 }
 /// bits of an f32 -> bits of a bf16, by the lower 16 bits of `noise`; infinities and NaN stay.
 SHEAF_HOST_DEVICE inline uint16_t rounded_by_chance(uint32_t bits, uint32_t noise) {
@@ -62,10 +64,10 @@ enum AdamWScalar {
 ///   p  = p - learning_rate * ((m / bias_correction1) / (sqrt(v / bias_correction2) + epsilon))
 ///
 /// Every operation is rounded by itself, in this order, as the CUDA kernel does. bias_correction =
-/// 1 - beta^t. param: dense [n], f32 or f64; m, v: dense [n], both of the same type or, beside f32,
-/// both bf16, which are rounded by chance where they are stored; grad: dense [n], any floating type;
-/// segments: i64 [k, 3] of (begin, end, decay?), dense. Elements outside all segments (padding) keep
-/// their values.
+/// 1 - beta^t. param: dense [n], f32 or f64; m, v: dense [n], of the same type or, beside f32, both
+/// bf16, which are rounded by chance where they are stored; grad: dense [n], any floating type;
+/// segments: i64 [k, 3] of (begin, end, decay?), dense. Elements outside all segments (padding)
+/// keep their values.
 ///
 /// `clip_scale`, if given, is a floating scalar that takes the place of kClipScale: clipping leaves
 /// it where it was computed. `found_inf`, if given, is an i32 scalar: where it is not 0 nothing is

@@ -108,8 +108,9 @@ struct ShardOptions {
   /// whose gradients vanish unless the loss is scaled (optim::LossScaler). Masters, gradients and the optimizer stay in the
   /// parameters' own dtype (f32). Absent: no cast.
   std::optional<DType> compute_dtype = std::nullopt;
-  /// Ranks send each other their gradients in it, to be added up: bf16 halves what they receive. Each rank's share is
-  /// rounded to it once, and so is the sum of each axis (which is taken in f32, but by NCCL). Absent: the parameters' own.
+  /// Ranks send each other their gradients in it, to be added up: bf16 halves what they receive (f16 ends at 65,504, as above).
+  /// In each reduction, of which zero1 has one a step and other strategies one a micro-batch, a rank's share is rounded to it
+  /// once, and so is the sum, which is taken in f32, but by NCCL. Gradients rest in the parameters' own. Absent: no cast.
   std::optional<DType> reduce_dtype = std::nullopt;
 };
 

@@ -12,8 +12,8 @@ void check_flat(const char* who, const View& param, const View& v) {
 }
 void check_state(const char* who, const View& param, const View& state) {
   check_flat(who, param, state);
-  check<DTypeError>(state.dtype == param.dtype || (state.dtype == kBF16 && param.dtype == kF32), "[",
-                    who, "] state in ", state.dtype, " for parameters in ", param.dtype);
+  check<DTypeError>(state.dtype == param.dtype || (state.dtype == kBF16 && param.dtype == kF32),
+                    "[", who, "] state in ", state.dtype, " for parameters in ", param.dtype);
 }
 
 template <class C>
@@ -103,9 +103,10 @@ SHEAF_INLINE __m256i noise_mix(__m256i x) {
                          _mm256_set1_epi32(static_cast<int>(0x846ca68bu)));
   return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
 }
-SHEAF_INLINE __m256i noise_of(__m256 param, __m256 grad, __m256i key) {
-  return noise_mix(_mm256_add_epi32(_mm256_xor_si256(_mm256_castps_si256(param), key),
-                                    _mm256_castps_si256(grad)));
+SHEAF_INLINE __m256i noise_of(__m256 param, __m256 state, __m256 grad, __m256i key) {
+  const __m256i sum = _mm256_add_epi32(_mm256_xor_si256(_mm256_castps_si256(param), key),
+                                       _mm256_castps_si256(grad));
+  return noise_mix(_mm256_xor_si256(sum, _mm256_castps_si256(state)));
 }
 /// The bits of bf16 in 32-bit lanes; `noise` has no other bits than its lower 16. What arithmetic
 /// makes NaN is quiet, so its upper half is NaN, too.
@@ -119,7 +120,7 @@ SHEAF_INLINE __m256i rounded_by_chance(__m256 x, __m256i noise) {
 template <class S>
 struct Noise {
   template <class C>
-  SHEAF_INLINE Noise(const Lanes<C>&, const Lanes<C>&, C) {}
+  SHEAF_INLINE Noise(const Lanes<C>&, const Lanes<C>&, const Lanes<C>&, C) {}
   template <int kState, class C, class N>
   SHEAF_INLINE void store(S* to, const Lanes<C>& x, N n) const {
     store_lanes(to, x, n);
@@ -128,9 +129,11 @@ struct Noise {
 template <>
 struct Noise<bf16> {
   __m256i low, high;
-  SHEAF_INLINE Noise(const Lanes<float>& param, const Lanes<float>& grad, float step) {
+  SHEAF_INLINE Noise(const Lanes<float>& param, const Lanes<float>& state,
+                     const Lanes<float>& grad, float step) {
     const __m256i key = _mm256_set1_epi32(static_cast<int>(noise_key(step)));
-    low = noise_of(param.low(), grad.low(), key), high = noise_of(param.high(), grad.high(), key);
+    low = noise_of(param.low(), state.low(), grad.low(), key);
+    high = noise_of(param.high(), state.high(), grad.high(), key);
   }
   template <int kState>
   static SHEAF_INLINE __m256i half(__m256i x) {
@@ -170,10 +173,10 @@ void adamw(const View& param, const View& grad, const View& m, const View& v, co
     const L correction1(s[kBiasCorrection1]), correction2(s[kBiasCorrection2]);
     for_segments("adamw", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
       const L g = clip * load_gradient<C>(grad.as<G>(), i, n);
-      const L mean = beta1 * load_lanes(m.as<S>() + i, n) + rest1 * g;
+      const L before = load_lanes(m.as<S>() + i, n), mean = beta1 * before + rest1 * g;
       const L square = beta2 * load_lanes(v.as<S>() + i, n) + (rest2 * g) * g;
       L p = load_lanes(param.as<C>() + i, n);
-      const Noise<S> noise(p, g, s[kStep]);
+      const Noise<S> noise(p, before, g, s[kStep]);
       if (decays) p = p - decay * p;
       p = p - lr * ((mean / correction1) / (sqrt(square / correction2) + epsilon));
       noise.template store<0>(m.as<S>() + i, mean, n);
@@ -218,11 +221,12 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
         clip(s[kSgdClipScale]);
     for_segments("sgd", param.numel(), segments, [&](int64_t i, auto n, bool decays) {
       const L p = load_lanes(param.as<C>() + i, n);
-      L g = clip * load_gradient<C>(grad.as<G>(), i, n);
-      const Noise<S> noise(p, g, s[kSgdStep]);
+      const L clipped = clip * load_gradient<C>(grad.as<G>(), i, n);
+      L g = clipped;
       if (decays) g = g + decay * p;
       if (has_buffer) {
-        const L b = momentum * load_lanes(momentum_buffer.as<S>() + i, n) + g;
+        const L before = load_lanes(momentum_buffer.as<S>() + i, n), b = momentum * before + g;
+        const Noise<S> noise(p, before, clipped, s[kSgdStep]);
         noise.template store<0>(momentum_buffer.as<S>() + i, b, n);
         g = nesterov ? g + momentum * b : b;
       }

@@ -178,11 +178,12 @@ __global__ void __launch_bounds__(kThreads) step(Rule rule, Shard<Rule::kStates>
       }
       if (i + k < from || k >= count) continue;  // padding
       const C gradient = convert_to<C>(g[j].v[k]);
-      uint32_t noise = 0;
-      if constexpr (kStates > 0 && kRounds<S, C>)
-        noise = noise_of(__float_as_uint(p[j].v[k]), __float_as_uint(s[Rule::kClip] * gradient), key);
       C at[kStates > 0 ? kStates : 1];
       for (int n = 0; n < kStates; ++n) at[n] = convert_to<C>(state[j][n].v[k]);
+      uint32_t noise = 0;
+      if constexpr (kStates > 0 && kRounds<S, C>)
+        noise = noise_of(__float_as_uint(p[j].v[k]), __float_as_uint(at[0]),
+                         __float_as_uint(s[Rule::kClip] * gradient), key);
       Rule::update(rule, s, decays, gradient, p[j].v[k], at);
       for (int n = 0; n < kStates; ++n) state[j][n].v[k] = at_rest<S>(at[n], noise >> (16 * n));
       changed = true;
@@ -249,14 +250,17 @@ void run(const char* who, const Stream& stream, const Rule& rule, const View& pa
   shard.scalars = read(scalars, Rule::kScalars);
   if (clip_scale.data) shard.clip_scale = read(clip_scale, 1);
   shard.found_inf = flag(who, found_inf);
-  shard.vectors = aligned16(param.data) && aligned16(grad.data);
-  for (int k = 0; k < Rule::kStates; ++k) {
-    shard.state[k] = states[static_cast<size_t>(k)].data;
-    shard.vectors = shard.vectors && aligned16(shard.state[k]);
-  }
+  for (int k = 0; k < Rule::kStates; ++k) shard.state[k] = states[static_cast<size_t>(k)].data;
   visit_floating(who, grad.dtype, [&]<class G>() {
     const auto enqueue = [&]<class C, class S>() {
-      const int64_t elements = kThreads * kVectors * (16 / static_cast<int64_t>(sizeof(C)));
+      constexpr int kSize = 16 / sizeof(C);
+      const auto fits = [](const void* p, size_t alignment) {
+        return reinterpret_cast<uintptr_t>(p) % alignment == 0;
+      };
+      shard.vectors = fits(param.data, 16) && fits(grad.data, alignof(Vector<G, kSize>));
+      for (int k = 0; k < Rule::kStates; ++k)
+        shard.vectors = shard.vectors && fits(shard.state[k], alignof(Vector<S, kSize>));
+      const int64_t elements = kThreads * kVectors * kSize;
       launch(who, stream, {.blocks = blocks_for(shard.numel, elements), .threads = kThreads},
              step<C, G, S, Rule>, rule, shard);
     };

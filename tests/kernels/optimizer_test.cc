@@ -147,7 +147,8 @@ TEST(StateInBf16, IsComputedInF32AndRoundedWhereItRests) {
   const Array before = Array::random(kF32, {kSize}, 1), g = Array::random(kF32, {kSize}, 2);
   Array m = Array::random(kBF16, {kSize}, 3, 0.1), v = Array::random(kBF16, {kSize}, 4, 0.1);
   v.fill([&](int64_t i) { return std::fabs(v.at(i)); });
-  const Array p = before.clone(), q = before.clone(), b = m.clone(), wm = widened(m), wv = widened(v);
+  const Array p = before.clone(), q = before.clone(), b = m.clone(), wm = widened(m), wv = widened(v),
+              old = widened(m);
   const Array scalars =
       Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0.1, 0.19, 0.0975, 0.5, 7});
   adamw(p, g, m, v, segments(), scalars);
@@ -157,7 +158,7 @@ TEST(StateInBf16, IsComputedInF32AndRoundedWhereItRests) {
   int up = 0;
   for (int64_t i = 0; i < kSize; ++i) {
     if (segment_of(i) < 0) continue;
-    const uint32_t noise = noise_of(bits(before, i), bits(half, i), noise_key(7));
+    const uint32_t noise = noise_of(bits(before, i), bits(old, i), bits(half, i), noise_key(7));
     ASSERT_EQ(m.view().as<bf16>()[i].bits, at_rest(wm, i, noise).bits) << i;
     ASSERT_EQ(v.view().as<bf16>()[i].bits, at_rest(wv, i, noise >> 16).bits) << i;
     ASSERT_LT(std::fabs(v.at(i) - wv.at(i)), wv.at(i) / 128) << i;
@@ -172,7 +173,7 @@ TEST(StateInBf16, IsComputedInF32AndRoundedWhereItRests) {
   EXPECT_TRUE(same_bits(r, s));
   for (int64_t i = 0; i < kSize; ++i)
     if (segment_of(i) >= 0) {
-      const uint32_t noise = noise_of(bits(before, i), bits(half, i), noise_key(8));
+      const uint32_t noise = noise_of(bits(before, i), bits(old, i), bits(half, i), noise_key(8));
       ASSERT_EQ(b.view().as<bf16>()[i].bits, at_rest(wb, i, noise).bits) << i;
     }
 }
@@ -198,6 +199,20 @@ TEST(StateInBf16, DecaysAsItsMeanShould) {
     for (const double x : values(m)) mean += x / n;
     EXPECT_NEAR(mean, -0.5 * std::pow(0.999, kSteps), 0.002) << moves;
   }
+}
+
+// Elements that have the same parameter and gradient are not rounded alike: Muon's momentum has none, and of what nothing
+// depends on gradients are 0.
+TEST(StateInBf16, NoiseIsOfEachElement) {
+  constexpr int64_t n = 10'000;
+  const Array zero = Array::of(kF32, {n}, std::vector<double>(n, 0.0)), b = Array::random(kBF16, {n}, 1), before = widened(b);
+  sgd(zero.clone(), zero, b, Array::of(kI64, {1, 3}, {0, n, 0}), Array::of(kF64, {kSgdScalars}, {-1, 0.95, 0, 1, 3}), false);
+  double error = 0, size = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double exact = static_cast<float>(0.95f * static_cast<float>(before.at(i)));
+    error += exact * (b.at(i) - exact), size += exact * exact;
+  }
+  EXPECT_LT(std::fabs(error / size), 2e-4) << "together they move by what one of them is rounded by";
 }
 
 TEST(StateInBf16, KeepsWhatIsNotFinite) {

@@ -188,26 +188,28 @@ TEST(ReduceDTypeTape, HasACastOnEachSideOfAReduction) {
   }
 }
 
-// The slots, which are as large as the unit, go before the sum comes.
+// The slots, which are as large as the unit, go when they are cast: behind a cast nothing is there that was not with the slots.
 TEST(ReduceDTypeTape, SlotsGoWhenTheyAreCast) {
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", w.size()}});
+    Allocator& memory = *RankContext::current().memory(Device::cpu());
+    constexpr int64_t kWide = kWidth * 32;
     std::map<DType, int64_t> live;
     for (const DType dtype : {kF32, kBF16}) {
-      TinyBlock net(kWidth * 32);
+      TinyBlock net(kWide);
       shard(net, mesh, {.reduce_dtype = dtype});
       materialize(net, Device::cpu(), {.seed = 5});
-      const Type type{kF32, {2, kWidth * 32}, Layout(mesh.spec, Placement::shard(0))};
-      const Tensor x = full_of(type, 0.5);
-      Recording recording;
-      Allocator& memory = *RankContext::current().memory(Device::cpu());
+      const Tensor x = full_of(Type{kF32, {2, kWide}, Layout(mesh.spec, Placement::shard(0))}, 0.5);
       const auto unit = units(net)[0];
-      const int64_t before = memory.stats().live;
+      const int64_t slots = unit->buffers()[0].layout.total * 4, before = memory.stats().live;
+      memory.reset_peak();
+      Recording recording;
       recording.backward(sum(square(net(x))));
-      const int64_t slots = unit->buffers()[0].layout.total * 4;
       live[dtype] = memory.stats().live - before;
       EXPECT_LT(live[dtype], slots);  // the gradient's own half
       EXPECT_GE(live[dtype], slots / 2);
+      // What was gathered, the slots, and half of them: their slice in f32, or all of them in bf16.
+      EXPECT_LT(memory.stats().peak - before, 5 * slots / 2 + slots / 8) << name(dtype);
     }
     EXPECT_EQ(live[kF32], live[kBF16]);
   }, {.threads_per_rank = 1});
