@@ -230,9 +230,11 @@ TEST(StateInBf16, KeepsWhatIsNotFinite) {
     EXPECT_EQ(rounded(-1.5f), -1.5f);
     EXPECT_EQ(rounded(0.0f), 0.0f);
   }
-  for (const double g : {double(inf), double(NAN)}) {
-    const Array p = Array::random(kF32, {20}, 1), grad = Array::of(kF32, {20}, std::vector<double>(20, g)),
+  // A GPU's own NaN has all bits, to which nothing can be added.
+  for (const float g : {inf, std::numeric_limits<float>::quiet_NaN(), std::bit_cast<float>(0x7fffffffu)}) {
+    const Array p = Array::random(kF32, {20}, 1), grad(kF32, {20}),
                 m = Array::of(kBF16, {20}, std::vector<double>(20, 0.5)), v = m.clone();
+    std::fill_n(grad.view().as<float>(), 20, g);
     adamw(p, grad, m, v, Array::of(kI64, {1, 3}, {0, 20, 0}),
           Array::of(kF64, {kAdamWScalars}, {0.01, 0.9, 0.95, 1e-8, 0, 1, 1, 1, 1}));
     for (int64_t i = 0; i < 20; ++i)

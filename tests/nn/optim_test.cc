@@ -5,6 +5,7 @@
 #include <map>
 
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/muon.h"
@@ -157,6 +158,20 @@ TEST(Training, BitsDoNotDependOnStrategyUnitsOrPrefetch) {
       };
       for_each_sharding(world, check);
     }
+}
+
+// ... for which a step says which one it is.
+TEST(Optimizer, StepsAreNumbered) {
+  TinyModel m;
+  materialize(m);
+  using namespace kernels::cpu;
+  const auto expect_third = [&](optim::Optimizer&& o, std::vector<size_t> at) {
+    for (int step = 0; step < 2; ++step) backward(m, Mesh{}), o.step({.lr = 1e-3}), o.zero_grad();
+    for (const size_t i : at) EXPECT_EQ(o.next_scalars()[i], 3) << i;
+  };
+  expect_third(optim::AdamW(m), {kStep});
+  expect_third(optim::SGD(m, {.momentum = 0.9}), {kSgdStep});
+  expect_third(optim::Muon(m), {kStep, kAdamWScalars + int{kSgdStep}});
 }
 
 TEST(Optimizer, StateHasAWidthThatItCanRestIn) {

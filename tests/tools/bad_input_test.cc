@@ -216,6 +216,14 @@ TEST(BadInput, OutputAndNumbers) {
   EXPECT_TRUE(std::filesystem::exists(f / "odd/checkpoints/notes"));
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100"}),
                  75, {"step", "loss", "a smaller train.lr or train.clip may help"});
+  // A step that is saved is looked at, too: the same one ends the run.
+  const auto ends = [&](const char* log_every, const char* save_every) {
+    const Outcome r = run_sheaf(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", log_every, "--train.save_every",
+                                         save_every, "--output.folder", f / str("nan", log_every)}));
+    EXPECT_EQ(r.code, 75);
+    return r.err;
+  };
+  EXPECT_EQ(ends("1", "0"), ends("100", "1"));
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100",
                           "--train.clip", "0"}),
                  75, {"a smaller train.lr or a train.clip above 0 may help"});
