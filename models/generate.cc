@@ -6,11 +6,15 @@
 #include <optional>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/core/file.h"
 #include "sheaf/core/random.h"
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/models/chat_format.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/model_checkpoint.h"
+#include "sheaf/models/published_config.h"
+#include "sheaf/models/published_text.h"
+#include "sheaf/models/published_weights.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/models/utf8.h"
 #include "sheaf/nn/shard.h"
@@ -112,27 +116,66 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
   return out;
 }
 
-void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
-                          const std::function<void(const std::string&)>& emit) {
+namespace {
+
+/// A model that is there, and what it reads and writes.
+struct Source {
+  ModelConfig model;
+  int64_t vocab = 0;
+  std::shared_ptr<const Tokenizer> tokenizer = nullptr;
+  std::vector<int32_t> before = {}, ends = {};  // of a text, beside what the configuration says
+  std::function<void(Decoder&)> load = {};
+};
+
+Source from_run(const std::string& folder) {
   auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr);
-  if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints");
+  if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ", folder);
   const RunState state = RunState::from_json(checkpoint->state());
   if (!state.tokenizer)
     fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3 or huggingface: ",
                       "it has no tokenizer");
-  const std::vector<int32_t> prompt = encode_prompt(*state.tokenizer, config);
-  const std::vector<int32_t> ends = ends_of(*state.tokenizer, config, state.model.end_of_text);
+  Source out{.model = state.model, .vocab = state.vocab, .tokenizer = state.tokenizer};
+  if (state.model.end_of_text >= 0) out.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
+  out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}); };
+  return out;
+}
+
+Source from_published(const std::string& folder) {
+  Source out{.model = read_published_config(published_config_file(folder))};
+  out.vocab = out.model.vocab;
+  PublishedText text = read_published_text(folder);
+  out.tokenizer = std::move(text.tokenizer), out.before = std::move(text.before), out.ends = std::move(text.ends);
+  if (out.tokenizer->vocab_size() > out.vocab)
+    fail<ConfigError>("[generate] '", folder, "': the tokenizer has ", out.tokenizer->vocab_size(), " tokens, the model ", out.vocab);
+  const auto files = std::make_shared<PublishedFiles>(PublishedFiles::open(folder));
+  check_weights(*files, out.model);
+  out.load = [files](Decoder& model) { load_weights(model, *files); };
+  return out;
+}
+
+}  // namespace
+
+void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
+                          const std::function<void(const std::string&)>& emit) {
+  const bool published = !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
+  const Source source = published ? from_published(folder) : from_run(folder);
+  const Tokenizer& tokenizer = *source.tokenizer;
+  std::vector<int32_t> prompt = encode_prompt(tokenizer, config);
+  std::vector<int32_t> ends = ends_of(tokenizer, config);
+  if (!config.ignore_end_of_text) ends.insert(ends.end(), source.ends.begin(), source.ends.end());
   const auto length = static_cast<int64_t>(prompt.size());
-  if (!config.chat.empty() && length >= state.model.context)
-    fail<ConfigError>("[generate] the conversation has ", length, " tokens, the model's context ", state.model.context,
+  if (!config.chat.empty() && length >= source.model.context)
+    fail<ConfigError>("[generate] the conversation has ", length, " tokens, the model's context ", source.model.context,
                       ": nothing of it may be left out");
-  const auto model = make_language_model(state.model, state.vocab);
+  const auto model = make_language_model(source.model, source.vocab);
   materialize(*model, device);
-  load_state(*checkpoint, *model, {});
+  source.load(*model);
   Utf8Assembler text;
-  emit(text.add(state.tokenizer->decode(prompt)));
-  generate(*model, prompt, state.model.context, state.tokenizer->vocab_size(), config,
-           [&](int32_t token) { emit(text.add(state.tokenizer->decode_more(std::span(&token, 1)))); }, ends);
+  emit(text.add(tokenizer.decode(prompt)));
+  // What is rendered has what stands before a text.
+  if (config.chat.empty() && !config.special_tokens) prompt.insert(prompt.begin(), source.before.begin(), source.before.end());
+  generate(*model, prompt, source.model.context, tokenizer.vocab_size(), config,
+           [&](int32_t token) { emit(text.add(tokenizer.decode_more(std::span(&token, 1)))); }, ends);
   emit(text.finish());
 }
 

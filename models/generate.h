@@ -30,9 +30,9 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
 /// for a special token that the tokenizer lacks.
 std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, int64_t end_of_document = -1);
 
-/// Samples from the newest whole checkpoint of a run's output folder, on this process alone, whatever the number of
-/// ranks that wrote it, on `device`. `emit` gets the prompt, then the text as it comes, in whole characters: tokens may end
-/// inside of one. Throws CheckpointError, DataError.
+/// Samples from the newest whole checkpoint of a run's output folder, whatever the number of ranks that wrote it, or from published
+/// weights in a folder with their config.json and tokenizer (published_text.h), on this process alone, on `device`. `emit` gets the prompt, then the text as it comes, in whole characters: tokens may end
+/// inside of one. Throws CheckpointError, ConfigError, DataError.
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit);
 

@@ -60,8 +60,8 @@ int run(int argc, char** argv) {
                     config_help());
 
   GenerateArguments generate;
-  CLI::App* generate_app = app.add_subcommand("generate", "continue a prompt with a trained model");
-  generate_app->add_option("folder", generate.folder, "output folder of a run")->required();
+  CLI::App* generate_app = app.add_subcommand("generate", "continue a prompt with a trained or published model");
+  generate_app->add_option("folder", generate.folder, "output folder of a run, or folder of published weights with their config.json and tokenizer")->required();
   generate_app->allow_extras();
   generate_app->footer("Options, by default those of the run's config.toml:\n" + config_help("generate."));
 

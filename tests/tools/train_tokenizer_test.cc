@@ -17,6 +17,7 @@ namespace sheaf {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 using testing::Outcome;
 using testing::run_sheaf;
 using testing::operator+;
@@ -113,6 +114,41 @@ TEST(TrainTokenizer, FromATextToAModel) {
                 models::load_huggingface_tokenizer(f / "own")->to_json());
     EXPECT_EQ(f.read("published/tokenizer_config.json"),
               "{\"tokenizer_class\":\"PreTrainedTokenizerFast\",\"eos_token\":\"<|endoftext|>\"}\n");
+    const auto generate = [&](const char* folder, const Words& more) {
+      const Outcome r = run_sheaf(Words{"generate", f / folder, "--generate.tokens", "20"} + more);
+      EXPECT_EQ(r.code, 0) << r.err;
+      return r.out;
+    };
+    const Words prompt = {"--generate.prompt", "In the beginning"};
+    EXPECT_EQ(generate("published", prompt), sample.out) << "the weights alone";
+    // What its post-processor puts before a text is read, and not printed.
+    const std::string plain = f.read("published/tokenizer.json");
+    ASSERT_THAT(plain, Not(HasSubstr("post_processor")));
+    const auto put_before = [&](const std::string& token) {
+      const std::string single = R"([{"SpecialToken":{"id":")" + token + R"(","type_id":0}},{"Sequence":{"id":"A","type_id":0}}])";
+      write_file(f / "published/tokenizer.json", R"({"post_processor":{"type":"Sequence","processors":[{"type":"ByteLevel"},)"
+              R"({"type":"TemplateProcessing","single":)" + single + "}]}," + plain.substr(1));
+    };
+    put_before("<|endoftext|>");
+    const Words rendered = {"--generate.prompt", "<|endoftext|>In the beginning", "--generate.special_tokens", "true"};
+    const std::string with_begin = generate("published", prompt);
+    EXPECT_EQ("<|endoftext|>" + with_begin, generate("out", rendered));
+    EXPECT_EQ("<|endoftext|>" + with_begin, generate("published", rendered)) << "which has it already";
+    EXPECT_NE(with_begin, sample.out);
+    put_before("<s>");
+    expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65,
+                   "published/tokenizer.json': its post_processor puts \"<s>\" before a text, which is no special token");
+    // It ends where the model's files say, here with any token.
+    write_file(f / "published/tokenizer.json", plain);
+    std::string ends;
+    for (int id = 0; id < 400; ++id) ends += str(id ? "," : "", id);
+    write_file(f / "published/generation_config.json", "{\"eos_token_id\": [" + ends + "]}");
+    EXPECT_EQ(generate("published", prompt), "In the beginning\n");
+    EXPECT_EQ(generate("published", prompt + Words{"--generate.ignore_end_of_text", "true"}), sample.out);
+    write_file(f / "published/generation_config.json", "{\"eos_token_id\": \"x\"}");
+    expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65, "published/generation_config.json': eos_token_id: ");
+    std::filesystem::remove(f / "published/tokenizer.json");
+    expect_refused(run_sheaf({"generate", f / "published"}), 64, "has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
     std::filesystem::remove_all(f / "published");
     std::filesystem::remove_all(f / "out");
   }

@@ -1,0 +1,77 @@
+#include "sheaf/models/published_text.h"
+
+#include "sheaf/core/file.h"
+#include "sheaf/core/json.h"
+#include "sheaf/models/bpe_tokenizer.h"
+#include "sheaf/models/huggingface_tokenizer.h"
+
+namespace sheaf::models {
+namespace {
+
+/// A member of the file's object; null if it has none.
+Json member_of(const std::string& path, const char* key) {
+  const Json file = Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'"));
+  const Json* const member = file.find(key);
+  return member ? *member : Json();
+}
+
+/// The template {"single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": ..}, ..]}, alone or one of several post-processors.
+const Json* template_in(const Json& processor) {
+  if (!processor.is_object()) return nullptr;
+  if (const Json* single = processor.find("single")) return single;
+  const Json* all = processor.find("processors");
+  if (!all) return nullptr;
+  for (const Json& one : all->as_array())
+    if (const Json* single = template_in(one)) return single;
+  return nullptr;
+}
+
+std::vector<int32_t> tokens_before(const std::string& path, const Tokenizer& tokenizer) {
+  std::vector<int32_t> ids;
+  const Json processor = member_of(path, "post_processor");
+  const Json* const single = template_in(processor);
+  if (!single) return ids;
+  for (const Json& piece : single->as_array()) {
+    const Json* special = piece.find("SpecialToken");
+    if (!special) break;  // the text
+    const std::string& name = special->at("id").as_string();
+    const auto id = tokenizer.special_token(name);
+    if (!id) fail<DataError>("[tokenizer] '", path, "': its post_processor puts ", json_string(name), " before a text, which is no special token");
+    ids.push_back(*id);
+  }
+  return ids;
+}
+
+std::vector<int32_t> end_ids(const Json& value) {
+  if (value.is_null()) return {};
+  if (value.is_int()) return {static_cast<int32_t>(value.as_int())};
+  std::vector<int32_t> ids;
+  for (const Json& id : value.as_array()) ids.push_back(static_cast<int32_t>(id.as_int()));
+  return ids;
+}
+
+}  // namespace
+
+PublishedText read_published_text(const std::string& folder) {
+  PublishedText out;
+  if (const std::string file = folder + "/tokenizer.json"; path_exists(file)) {
+    out.tokenizer = load_huggingface_tokenizer(folder);
+    out.before = tokens_before(file, *out.tokenizer);
+  } else if (path_exists(folder + "/merges.txt") || path_exists(folder + "/vocab.bpe")) {
+    out.tokenizer = load_gpt2_tokenizer(folder);
+  } else {
+    fail<ConfigError>("[tokenizer] '", folder, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
+  }
+  for (const char* name : {"generation_config.json", "config.json"}) {
+    const std::string path = folder + "/" + name;
+    if (!out.ends.empty() || !path_exists(path)) continue;
+    try {
+      out.ends = end_ids(member_of(path, "eos_token_id"));
+    } catch (const DataError& error) {
+      fail<DataError>("[tokenizer] '", path, "': eos_token_id: ", error.what());
+    }
+  }
+  return out;
+}
+
+}  // namespace sheaf::models

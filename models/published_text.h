@@ -1,0 +1,24 @@
+// What lies beside published weights about text: how it becomes tokens, what stands before it, where it ends.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sheaf/models/tokenizer.h"
+
+namespace sheaf::models {
+
+struct PublishedText {
+  std::shared_ptr<const Tokenizer> tokenizer;
+  std::vector<int32_t> before;  ///< ids that stand before each text, such as Llama's <|begin_of_text|>
+  std::vector<int32_t> ends;    ///< ids with which the model ends what it writes
+};
+
+/// From a folder with tokenizer.json, whose post-processor says what stands before a text, or with GPT-2's vocab.json and
+/// merges.txt; ends are eos_token_id of generation_config.json, else of config.json. Throws ConfigError where there is no
+/// tokenizer, DataError naming the file that is malformed.
+PublishedText read_published_text(const std::string& folder);
+
+}  // namespace sheaf::models
