@@ -119,7 +119,7 @@ TEST(OffloadedOptimizer, OfSgdToo) {
     run_local(2, [&](World& w) {
       const Mesh mesh = w.mesh({{"data", 2}});
       const auto model = tiny_model_f64(mesh, {}, kGpu, 5, tiny_config().model);
-      optim::SGD sgd(*model, {.lr = 0.1, .momentum = 0.9, .offload = offload});
+      optim::SGD sgd(*model, {.lr = 0.1, .momentum = 0.9, .state = {.offload = offload}});
       EXPECT_EQ(RankContext::current().memory(kGpu, MemoryKind::host)->stats().live > 0, offload);
       for (int64_t s = 0; s < 3; ++s) {
         const TinyBatch batch = tiny_batch(mesh, 4 * s, 4, kGpu);
