@@ -8,12 +8,7 @@
 namespace sheaf::models {
 namespace {
 
-/// A member of the file's object; null if it has none.
-Json member_of(const std::string& path, const char* key) {
-  const Json file = Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'"));
-  const Json* const member = file.find(key);
-  return member ? *member : Json();
-}
+Json read_json(const std::string& path) { return Json::parse(File::open<DataError>(path).read_all(), str("'", path, "'")); }
 
 /// The template {"single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": ..}, ..]}, alone or one of several post-processors.
 const Json* template_in(const Json& processor) {
@@ -26,10 +21,10 @@ const Json* template_in(const Json& processor) {
   return nullptr;
 }
 
-std::vector<int32_t> tokens_before(const std::string& path, const Tokenizer& tokenizer) {
+std::vector<int32_t> tokens_before(const Json& file, const std::string& path, const Tokenizer& tokenizer) {
   std::vector<int32_t> ids;
-  const Json processor = member_of(path, "post_processor");
-  const Json* const single = template_in(processor);
+  const Json* const processor = file.find("post_processor");
+  const Json* const single = processor ? template_in(*processor) : nullptr;
   if (!single) return ids;
   for (const Json& piece : single->as_array()) {
     const Json* special = piece.find("SpecialToken");
@@ -42,11 +37,12 @@ std::vector<int32_t> tokens_before(const std::string& path, const Tokenizer& tok
   return ids;
 }
 
-std::vector<int32_t> end_ids(const Json& value) {
-  if (value.is_null()) return {};
-  if (value.is_int()) return {static_cast<int32_t>(value.as_int())};
+std::vector<int32_t> end_ids(const Json& file) {
+  const Json* const value = file.find("eos_token_id");
+  if (!value || value->is_null()) return {};
+  if (value->is_int()) return {static_cast<int32_t>(value->as_int())};
   std::vector<int32_t> ids;
-  for (const Json& id : value.as_array()) ids.push_back(static_cast<int32_t>(id.as_int()));
+  for (const Json& id : value->as_array()) ids.push_back(static_cast<int32_t>(id.as_int()));
   return ids;
 }
 
@@ -55,8 +51,9 @@ std::vector<int32_t> end_ids(const Json& value) {
 PublishedText read_published_text(const std::string& folder) {
   PublishedText out;
   if (const std::string file = folder + "/tokenizer.json"; path_exists(file)) {
-    out.tokenizer = load_huggingface_tokenizer(folder);
-    out.before = tokens_before(file, *out.tokenizer);
+    const Json json = read_json(file);
+    out.tokenizer = make_huggingface_tokenizer(json, str("'", file, "'"));
+    out.before = tokens_before(json, file, *out.tokenizer);
   } else if (path_exists(folder + "/merges.txt") || path_exists(folder + "/vocab.bpe")) {
     out.tokenizer = load_gpt2_tokenizer(folder);
   } else {
@@ -66,7 +63,7 @@ PublishedText read_published_text(const std::string& folder) {
     const std::string path = folder + "/" + name;
     if (!out.ends.empty() || !path_exists(path)) continue;
     try {
-      out.ends = end_ids(member_of(path, "eos_token_id"));
+      out.ends = end_ids(read_json(path));
     } catch (const DataError& error) {
       fail<DataError>("[tokenizer] '", path, "': eos_token_id: ", error.what());
     }
