@@ -1,8 +1,9 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these, with gradients that travel in bf16, with units that a program keeps gathered, with a stage of the model on
-// each host, and with layers that the ranks of a host share, against full_shard over all four. Ranks are threads of this process that receive from the other host no faster than over such
-// a link; what they compute is the same, and so are the cores that they share, whatever the
-// strategy.
+// link between these, with gradients that travel in bf16, with units that a program keeps gathered,
+// with a stage of the model on each host, and with layers that the ranks of a host share, against
+// full_shard over all four. Ranks are threads of this process that receive from the other host no
+// faster than over such a link; what they compute is the same, and so are the cores that they
+// share, whatever the strategy.
 #include <algorithm>
 
 #include "sheaf/distributed/run_local.h"
