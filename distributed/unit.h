@@ -51,6 +51,8 @@ struct LeafSpec {
   DType dtype = kF32;
   bool trainable = true;
   std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: it is whole there
+  bool exact = false;      ///< computed with in its dtype, whatever the unit's other leaves are
+  double steered = 0;      ///< what a step moves it by against its gradient's sign (nn::Parameter::steer); 0: an optimizer says
 };
 
 /// Where each parameter lies in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can
@@ -64,7 +66,7 @@ struct FlatLayout {
 };
 
 /// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen, all cut along the tensor
-/// axis or none. Of cut ones `layout` has room for the largest block; a smaller one leaves padding.
+/// axis or none, all exact or none, all steered by one rate or none. Of cut ones `layout` has room for the largest block; a smaller one leaves padding.
 struct FlatBuffer {
   std::string name;
   DType dtype = kF32;       ///< of the master values and of gradients
@@ -72,6 +74,8 @@ struct FlatBuffer {
   DType reduce = kF32;      ///< of what ranks send each other of gradients
   bool trainable = true;
   bool cut = false;         ///< its leaves are, along the unit's tensor axis
+  bool exact = false;       ///< its leaves are: neither values nor gradients are cast
+  double steered = 0;       ///< the rate of its leaves, whose gradients are measurements; 0: slopes
   std::vector<int> leaves;  ///< indices into the unit's leaves, in buffer order
   FlatLayout layout;
   Tensor shard;             ///< master values: [total] Shard(flat), or Invariant, or without a mesh; other axes Invariant.
@@ -80,6 +84,8 @@ struct FlatBuffer {
   Tensor grad;              ///< of the same type; undefined until it was reduced, see reduce_waiting()
   Tensor grad_scale;        ///< scalar that the optimizer multiplies grad with (clipping); undefined: 1
   Tensor found_inf;         ///< i32 scalar: not 0 if the optimizer's step is to be skipped (loss scaling); undefined: 0
+  /// Whether an optimizer's rule is for it, and the norm of gradients about it.
+  bool has_slope() const { return trainable && steered == 0; }
 };
 
 /// Elements of a parameter that this rank holds, side by side. Of a parameter it may hold several such pieces, or none.

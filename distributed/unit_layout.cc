@@ -29,16 +29,19 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
   for (int i = 0; i < num_leaves(); ++i) {
     const LeafSpec& leaf = leaves_[i];
     auto it = std::find_if(buffers_.begin(), buffers_.end(), [&](const FlatBuffer& b) {
-      return b.dtype == leaf.dtype && b.trainable == leaf.trainable && b.cut == is_cut(i);
+      return b.dtype == leaf.dtype && b.trainable == leaf.trainable && b.cut == is_cut(i) && b.exact == leaf.exact &&
+             b.steered == leaf.steered;
     });
     if (it == buffers_.end()) {
       buffers_.push_back({});
       it = std::prev(buffers_.end());
       it->dtype = leaf.dtype;
-      it->compute = o.compute.value_or(leaf.dtype);
-      it->reduce = o.reduce.value_or(leaf.dtype);
       it->trainable = leaf.trainable;
       it->cut = is_cut(i);
+      it->exact = leaf.exact;
+      it->steered = leaf.steered;
+      it->compute = leaf.exact ? leaf.dtype : o.compute.value_or(leaf.dtype);
+      it->reduce = leaf.exact ? leaf.dtype : o.reduce.value_or(leaf.dtype);
     }
     where_[i] = {static_cast<int>(it - buffers_.begin()), static_cast<int>(it->leaves.size())};
     it->leaves.push_back(i);
@@ -51,6 +54,8 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
     b.layout = FlatLayout::of(shapes, slices);
     b.name = path_label(name_);
     if (b.cut) b.name += " cut";
+    if (b.steered != 0) b.name += " steered";
+    else if (b.exact) b.name += " exact";
     if (!b.trainable) b.name += " frozen";
     if (buffers_.size() > 1 && b.dtype != kF32) b.name += str(" ", b.dtype);
   }

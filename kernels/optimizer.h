@@ -108,6 +108,10 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
          const View& scalars, bool nesterov, const View& clip_scale = {},
          const View& found_inf = {});
 
+/// param = param - rate * sign(grad), elementwise; nothing for NaN. Both dense, of one type, f32 or
+/// f64; `found_inf` as above.
+void sign_step(const View& param, const View& grad, double rate, const View& found_inf = {});
+
 }  // namespace cpu
 
 /// The same on a GPU, with the same order of scalars: one launch, and the same bits (in f64, where
@@ -125,6 +129,8 @@ void count_adamw(const Stream& stream, const View& scalars, const View& found_in
 void sgd(const Stream& stream, const View& param, const View& grad, const View& momentum_buffer,
          const View& segments, const View& scalars, bool nesterov, const View& clip_scale = {},
          const View& found_inf = {});
+void sign_step(const Stream& stream, const View& param, const View& grad, double rate,
+               const View& found_inf = {});
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

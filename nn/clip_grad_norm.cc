@@ -65,7 +65,7 @@ Tensors norm_and_scale(const char* who, std::span<const std::shared_ptr<Unit>> u
   for (const auto& unit : units) {
     const PathScope path(unit->name());
     for (const FlatBuffer& b : unit->buffers()) {
-      if (!b.trainable || !b.grad) continue;
+      if (!b.has_slope() || !b.grad) continue;
       Layout layout = b.grad.layout();
       for (int a = 0; a < layout.num_axes(); ++a)
         if (layout[a].is_shard()) layout[a] = Placement::partial();

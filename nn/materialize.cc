@@ -88,8 +88,8 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) {
     // Nothing is ever added to it: it rests as it is computed with.
-    if (p.state().constant && options.compute && size_of(*options.compute) < size_of(p.dtype())) p.state().dtype = *options.compute;
-    specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut()});
+    if (p.state().constant && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype())) p.state().dtype = *options.compute;
+    specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut(), p.exact(), p.steered()});
   }
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), options, schedule);
   unit->allocate(device);
@@ -182,6 +182,8 @@ void copy_model(Module& source, Module& target) {
     b.state().init = a.init();
     b.state().trainable = a.trainable();
     b.state().constant = a.state().constant;
+    b.state().exact = a.exact();
+    b.state().steered = a.steered();
     b.state().cut = a.cut();
     if (!a.unit()) continue;
     materialized = true;

@@ -91,7 +91,8 @@ class ModuleScope {
   template <class T>
   decltype(auto) arrive(T&& argument) {
     constexpr bool has_tensors = requires(std::remove_cvref_t<T>& v) { v.for_each_tensor([](Tensor&) {}); };
-    if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor> && std::is_lvalue_reference_v<T>) {
+    using U = std::remove_reference_t<T>;
+    if constexpr (std::is_same_v<std::remove_const_t<U>, Tensor> && (std::is_lvalue_reference_v<T> || std::is_const_v<U>)) {
       return arrive(std::as_const(argument));
     } else if constexpr (std::is_same_v<std::remove_cvref_t<T>, Tensor>) {
       if (in_stage_) move_to_stage(argument);

@@ -1,6 +1,7 @@
 #include "sheaf/nn/parameter.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/transfer.h"
@@ -56,6 +57,18 @@ void Parameter::freeze() {
 void Parameter::freeze_for_good() {
   freeze();
   state().constant = true;
+}
+
+void Parameter::keep_exact() {
+  if (unit()) fail<ConfigError>("[exact] '", name(), "' is materialized: its unit is laid out; say so before");
+  state().exact = true;
+}
+
+void Parameter::steer(double rate) {
+  if (unit()) fail<ConfigError>("[steer] '", name(), "' is materialized: its unit is laid out; steer before");
+  check<ConfigError>(rate > 0 && std::isfinite(rate), "[steer] '", name(), "' by ", rate, " a step: the rate must be above 0");
+  state().steered = rate;
+  keep_exact();
 }
 
 void Parameter::set_init(Init init) {

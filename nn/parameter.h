@@ -61,6 +61,16 @@ class Parameter : public TensorOperand {
   /// The same, and nothing else changes it either once it is loaded: it rests in the dtype that its unit computes with
   /// (ShardOptions::compute_dtype), if that is narrower.
   void freeze_for_good();
+  /// It is computed with in its own dtype, whatever ShardOptions::compute_dtype and ::reduce_dtype say. Before materialize().
+  void keep_exact();
+  bool exact() const { return state().exact; }
+  /// What the derivative of its uses gives is no slope but a measurement (MixtureOfExperts: how much more than others an expert
+  /// had to do). It is summed over ranks and micro-batches as every gradient is, and kept exact. Each optimizer step moves every element by `rate` against its sign (signSGD; Bernstein et al.,
+  /// https://arxiv.org/abs/1802.04434), whatever the optimizer and its learning rate; it is in no norm, and has no state. Before
+  /// materialize(); ConfigError for a rate that is not above 0.
+  void steer(double rate);
+  /// That rate; 0: its gradient is a slope.
+  double steered() const { return state().steered; }
   /// Another way to draw the first values. Before materialize().
   void set_init(Init init);
 
@@ -85,7 +95,8 @@ class Parameter : public TensorOperand {
     Shape shape;
     DType dtype = kF32;
     Init init;
-    bool trainable = true, constant = false, table = false;
+    bool trainable = true, constant = false, table = false, exact = false;
+    double steered = 0;
     std::optional<OwnershipMap> cut;
     std::string name;
     std::shared_ptr<Unit> unit;

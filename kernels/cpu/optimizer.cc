@@ -241,4 +241,20 @@ void sgd(const View& param, const View& grad, const View& momentum_buffer, const
   });
 }
 
+void sign_step(const View& param, const View& grad, double rate, const View& found_inf) {
+  check_flat("steer", param, param), check_flat("steer", param, grad);
+  check<DTypeError>(param.dtype == grad.dtype, "[steer] parameters in ", param.dtype,
+                    " with gradients in ", grad.dtype);
+  if (is_set("steer", found_inf)) return;
+  visit_param("steer", param.dtype, [&]<class C>() {
+    C* const p = param.as<C>();
+    const C* const g = grad.as<C>();
+    const C by = static_cast<C>(rate);
+    for (int64_t i = 0; i < param.numel(); ++i) {  // few
+      if (g[i] > C(0)) p[i] -= by;
+      else if (g[i] < C(0)) p[i] += by;
+    }
+  });
+}
+
 }  // namespace sheaf::kernels::cpu

@@ -206,6 +206,16 @@ __global__ void count(const double* scalars, int64_t n, const int32_t* found_inf
   out[cpu::kBiasCorrection2] = 1.0 - cpu::power(scalars[cpu::kBeta2], steps);
 }
 
+template <class C>
+__global__ void __launch_bounds__(kThreads) sign_step_of(C* param, const C* grad, C rate,
+                                                         int64_t numel, const int32_t* found_inf) {
+  if (found_inf && *found_inf != 0) return;
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= numel) return;
+  if (grad[i] > C(0)) param[i] = param[i] - rate;
+  else if (grad[i] < C(0)) param[i] = param[i] + rate;
+}
+
 const int32_t* flag(const char* who, const View& found_inf) {
   if (!found_inf.data) return nullptr;
   check<ShapeError>(found_inf.numel() == 1 && found_inf.dtype == kI32, "[", who,
@@ -302,6 +312,20 @@ void sgd(const Stream& stream, const View& param, const View& grad, const View& 
   else
     run("sgd", stream, Sgd<true>{nesterov}, param, grad, {momentum_buffer}, segments, scalars,
         clip_scale, found_inf);
+}
+
+void sign_step(const Stream& stream, const View& param, const View& grad, double rate,
+               const View& found_inf) {
+  check_flat("steer", param, param), check_flat("steer", param, grad);
+  check<DTypeError>(param.dtype == grad.dtype && (param.dtype == kF32 || param.dtype == kF64),
+                    "[steer] parameters in ", param.dtype, " with gradients in ", grad.dtype);
+  const auto enqueue = [&]<class C>() {
+    launch("steer", stream, {.blocks = blocks_for(param.numel(), kThreads), .threads = kThreads},
+           sign_step_of<C>, param.as<C>(), static_cast<const C*>(grad.as<C>()),
+           static_cast<C>(rate), param.numel(), flag("steer", found_inf));
+  };
+  if (param.dtype == kF64) enqueue.template operator()<double>();
+  else enqueue.template operator()<float>();
 }
 
 }  // namespace sheaf::kernels::cuda

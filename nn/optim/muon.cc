@@ -32,7 +32,7 @@ Type with_dtype(Type type, DType dtype) {
 
 bool hidden_matrices(const nn::Parameter& p) { return p.shape().rank() == 2 && !p.table(); }
 
-Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options) : Optimizer("muon"), options_(options) {
+Muon::Muon(std::span<const nn::Parameter> parameters, const MuonOptions& options) : Optimizer("muon", parameters), options_(options) {
   check<ConfigError>(options.momentum >= 0 && options.momentum < 1, "[muon] momentum is ", options.momentum, ", not in [0, 1)");
   check<ConfigError>(options.lr > 0, "[muon] lr is ", options.lr, ": AdamW's follows it in the ratio of the two, so it is ",
                      "positive");

@@ -23,13 +23,28 @@ struct CountAdamW {
   }
 };
 
+// param, gradient [, found_inf] -> param, in place.
+struct Steer {
+  static constexpr const char* kName = "steer";
+  static constexpr OpKind kKind = OpKind::step;
+  struct Attrs { double rate; };
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), sign_step, c.output(0), c.input(1), a.rate, detail::optional_input(c, 2));
+  }
+  static void describe(const Attrs& a, std::string& out) { out += str("rate ", a.rate); }
+};
+
 }  // namespace
 
 bool decays_matrices(const nn::Parameter& p) { return p.shape().rank() >= 2; }
 
+Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters)
+    : name_(std::move(name)), units_(nn::trainable_units(name_, parameters)) {}
+
 Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
                      const std::vector<std::string>& states, const StateOptions& options)
-    : name_(std::move(name)), shards_(detail::flat_shards(name_, parameters)) {
+    : Optimizer(std::move(name), parameters) {
+  shards_ = detail::flat_shards(name_, parameters);
   for (ShardState& shard : shards_) {
     const std::vector<bool> decayed = detail::chosen(*shard.unit, parameters, decays);
     std::vector<int64_t> segments;
@@ -43,14 +58,14 @@ Optimizer::Optimizer(std::string name, std::span<const nn::Parameter> parameters
 }
 
 void Optimizer::step(const StepOptions& options) {
-  if (shards_.empty()) return;
+  if (units_.empty()) return;
   const PhaseScope phase(Phase::update);
-  std::vector<std::shared_ptr<Unit>> units;
-  for (const ShardState& shard : shards_) units.push_back(shard.unit);
-  nn::reduce_waiting(units);  // or refuse, before the step counts
+  nn::reduce_waiting(units_);  // or refuse, before the step counts
   const int64_t before = steps_++;
   if (Recording* r = Recording::current()) r->on_rerun([this] { ++steps_; });
-  for (const auto& unit : units) unit->close_for_change();
+  for (const auto& unit : units_) unit->close_for_change();
+  steer();
+  if (shards_.empty()) return;
   Tensor scalars = options.scalars;
   if (!scalars) {
     if (const Recording* r = Recording::current(); r && r->will_run_again())
@@ -69,6 +84,20 @@ void Optimizer::step(const StepOptions& options) {
   if (found_inf && !applied_ && corrects_bias()) set_applied_steps(before);
   if (applied_) scalars = count_applied(scalars, found_inf);
   update_all(shards, scalars);
+}
+
+void Optimizer::steer() const {
+  for (const auto& unit : units_) {
+    const PathScope path(unit->name());
+    for (const FlatBuffer& b : unit->buffers()) {
+      if (!b.trainable || b.steered == 0 || !b.grad) continue;
+      if (Recording* r = Recording::current()) r->leaf(b.shard, b.name), r->leaf(b.grad, "gradient of " + b.name);
+      const Tensor inputs[] = {b.shard, b.grad, b.found_inf};
+      const OutputSpec output{b.shard.type(), b.shard, -1, 0};
+      const Steer::Attrs attrs{b.steered};
+      apply_typed(op_def<Steer>(), &attrs, std::span(inputs, b.found_inf ? 3 : 2), std::span(&output, 1));
+    }
+  }
 }
 
 // One for all: it is one step.
@@ -134,7 +163,7 @@ void Optimizer::name_leaves(const ShardState& shard) const {
 }
 
 void Optimizer::zero_grad() {
-  for (ShardState& shard : shards_) shard.unit->zero_grad();
+  for (const auto& unit : units_) unit->zero_grad();
 }
 
 namespace detail {
@@ -144,7 +173,7 @@ std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::
   for (const auto& unit : nn::trainable_units(who, parameters)) {
     for (size_t b = 0; b < unit->buffers().size(); ++b) {
       const FlatBuffer& flat = unit->buffers()[b];
-      if (!flat.trainable) continue;
+      if (!flat.has_slope()) continue;
       if (flat.dtype != kF32 && flat.dtype != kF64)
         fail<DTypeError>("[", who, "] unit '", path_label(unit->name()), "' has ", flat.dtype, " parameters; masters are f32 or ",
                          "f64");

@@ -88,10 +88,11 @@ class Optimizer {
 
  protected:
   /// Works on whole flat shards, with zero_state() for each of `states` beside them. `name` is for the tape and messages.
+  /// Parameters that are steered (nn::Parameter::steer) are not among them: step() moves those itself.
   Optimizer(std::string name, std::span<const nn::Parameter> parameters, const DecayRule& decays,
             const std::vector<std::string>& states, const StateOptions& options);
-  /// Whoever derives fills shards().
-  explicit Optimizer(std::string name) : name_(std::move(name)) {}
+  /// Whoever derives fills shards(), with flat_shards() of these parameters.
+  Optimizer(std::string name, std::span<const nn::Parameter> parameters);
   /// Values that change from step to step, as one f64 vector; `step` counts from 1.
   virtual std::vector<double> scalars(const StepOptions& options, int64_t step) const = 0;
   /// Whether the first of them are those of AdamW, with bias corrections.
@@ -104,17 +105,19 @@ class Optimizer {
   void name_leaves(const ShardState& shard) const;
 
  private:
+  void steer() const;
   Tensor found_inf() const;
   Tensor count_applied(const Tensor& scalars, const Tensor& found_inf);
   std::string name_;
+  std::vector<std::shared_ptr<Unit>> units_;  // with something to train, each once
   std::vector<ShardState> shards_;
   int64_t steps_ = 0;
   Tensor applied_;  // i64 []; undefined: all of them
 };
 
 namespace detail {
-/// The flat buffers of these parameters that are trained, without state: whole, their parts in place. ConfigError as
-/// nn::trainable_units; DTypeError for masters that are neither f32 nor f64.
+/// The flat buffers of these parameters that are trained and not steered, without state: whole, their parts in place. ConfigError
+/// as nn::trainable_units; DTypeError for masters that are neither f32 nor f64.
 std::vector<ShardState> flat_shards(const std::string& who, std::span<const nn::Parameter> parameters);
 /// A table of segments on the device of the shard.
 Tensor segment_table(const std::vector<int64_t>& values, Device device);

@@ -261,6 +261,22 @@ TEST(Optimizer, AClipScaleTakesThePlaceOfItsElement) {
   EXPECT_TRUE(same_bits(p, q));
 }
 
+TEST(SignStep, MovesByARateAgainstTheSign) {
+  for (DType d : {kF32, kF64})
+    for (int found : {-1, 0, 1}) {
+      const Array p = Array::of(d, {6}, {1, 2, 3, 4, 5, 6}),
+                  g = Array::of(d, {6}, {1e-30, -7, 0, -0.0, NAN, INFINITY}),
+                  flag = Array::of(kI32, {}, {double(found)});
+      sign_step(p, g, 0.25, found < 0 ? View{} : flag.view());
+      const std::vector<double> moved = {0.75, 2.25, 3, 4, 5, 5.75}, as_they_were = {1, 2, 3, 4, 5, 6};
+      EXPECT_EQ(values(p), found == 1 ? as_they_were : moved);
+    }
+  const Array p(kF32, {6}), wide(kF64, {6}), longer(kF32, {7}), half(kBF16, {6});
+  EXPECT_THROW(sign_step(p, wide, 1), DTypeError);
+  EXPECT_THROW(sign_step(half, half, 1), DTypeError);
+  EXPECT_THROW(sign_step(p, longer, 1), ShapeError);
+}
+
 TEST(Optimizer, RefusesSegmentsOutsideTheShard) {
   const Array p(kF32, {10}), scalars(kF64, {kSgdScalars});
   EXPECT_THROW(sgd(p, p, View{}, Array::of(kI64, {1, 3}, {0, 11, 0}), scalars, false), ShapeError);

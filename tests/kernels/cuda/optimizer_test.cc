@@ -153,6 +153,21 @@ TEST(CudaOptimizer, StepsAreCountedAsOnTheCpu) {
   }
 }
 
+TEST(CudaOptimizer, SignStepsHaveTheBitsOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (DType d : {kF32, kF64})
+    for (int64_t n : kSizes)
+      for (int found : {-1, 0, 1}) {
+        const Array p = Array::random(d, {n}, 1), g = Array::random(d, {n}, 2),
+                    flag = Array::of(kI32, {}, {double(found)});
+        for (int64_t i = 0; i < n; i += 7) g.set(i, i % 2 ? 0.0 : NAN);
+        const OnGpu gp(p), gg(g), gflag(flag);
+        cuda::sign_step(OnGpu::stream(), gp, gg, 0.001, found < 0 ? View{} : gflag);
+        cpu::sign_step(p, g, 0.001, found < 0 ? View{} : flag.view());
+        EXPECT_TRUE(same_bits(gp.back(), p)) << name(d) << n << " " << found;
+      }
+}
+
 TEST(CudaOptimizer, AShardThatIsNotAligned) {
   SHEAF_NEEDS_GPU();
   const int64_t n = 5000;
