@@ -29,14 +29,19 @@ FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention)
   const bool llama = m.type == "llama";
   const double width = of(m.width), context = of(m.context), tokens = context * of(config.train.batch);
   const double queries = of(m.heads * m.head_dim), keys = of(m.kv_heads * m.head_dim);
-  // Of a mixture, the experts that a token goes through, and their router.
-  const double hidden = m.experts == 0 ? of(m.mlp_width) : of(m.experts_per_token) * of(m.expert_hidden);
+  // In the mean of all blocks. Of a mixture, the experts that a token goes through, and their router.
+  const double mixtures = m.experts == 0 ? 0.0 : 1.0 - of(std::min(m.dense_layers, m.layers)) / of(m.layers);
+  const double mlp = (1 - mixtures) * of(m.mlp_width) + mixtures * of(m.shared_experts * m.expert_hidden);
+  const double hidden = mlp + mixtures * of(m.experts_per_token * m.expert_hidden);
   // Queries, keys and values, the output; up and down, and Llama's gate.
-  const double block = width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden + width * of(m.experts);
+  const double block = width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden + mixtures * width * of(m.experts);
   // Frozen weights have no gradients: two products of three. Adapters' have.
   double adapters = 0;
   if (m.lora_rank && m.lora_layers != "mlp") adapters += of(m.lora_rank) * (width + queries + 2 * keys + queries + width);
-  if (m.lora_rank && m.lora_layers != "attention" && !m.experts) adapters += of(m.lora_rank) * (llama ? 3 : 2) * (width + hidden);
+  if (m.lora_rank && m.lora_layers != "attention") {
+    const double layers = 1 - mixtures + (m.shared_experts > 0 ? mixtures : 0);
+    adapters += of(m.lora_rank) * (llama ? 3 : 2) * (layers * width + mlp);
+  }
   const double weights = m.lora_rank ? 4 : 6;
   return {tokens * (weights * block + 6 * adapters + 12 * keys_seen(m, attention) * queries), tokens * weights * of(m.vocab) * width};
 }

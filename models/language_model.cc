@@ -7,6 +7,11 @@
 namespace sheaf::models {
 namespace {
 
+nn::Affinity affinity_of(const std::string& name) {
+  check<ConfigError>(name == "softmax" || name == "sigmoid", "[model] unknown expert_affinity '", name, "'; known: softmax, sigmoid");
+  return name == "sigmoid" ? nn::Affinity::sigmoid : nn::Affinity::softmax;
+}
+
 std::unique_ptr<Decoder> without_adapters(const ModelConfig& m, int64_t vocab) {
   const int64_t words = m.vocab ? m.vocab : vocab;
   if (words <= 0) fail<ConfigError>("[model] the size of the vocabulary is not known: give model.vocab");
@@ -51,6 +56,14 @@ std::unique_ptr<Decoder> without_adapters(const ModelConfig& m, int64_t vocab) {
     c.capacity_factor = m.capacity_factor;
     c.expert_groups = m.expert_groups;
     c.normalize_experts = m.normalize_experts;
+    c.expert_affinity = affinity_of(m.expert_affinity);
+    c.expert_bias = m.expert_bias;
+    c.expert_balance_rate = m.expert_balance_rate;
+    c.expert_scale = m.expert_scale;
+    c.expert_parts = m.expert_parts;
+    c.expert_parts_per_token = m.expert_parts_per_token;
+    c.shared_experts = m.shared_experts;
+    c.dense_layers = m.dense_layers;
     c.aux_loss = m.aux_loss;
     c.window = m.window;
     c.full_attention_every = m.full_attention_every;
@@ -69,7 +82,7 @@ std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t 
   const nn::LoraOptions options{.rank = m.lora_rank, .alpha = m.lora_alpha};
   const int64_t adapters = nn::add_lora(*model, options, [&](const std::string& path) { return takes_lora(path, m.lora_layers); });
   check<ConfigError>(adapters > 0, "[model] lora_layers '", m.lora_layers, "': this ", m.type, " has no such linear layers; its MLPs are ",
-                     "mixtures of ", m.experts, " experts, which have no adapters");
+                     "mixtures of ", m.experts, " experts, of which only shared ones have adapters");
   return model;
 }
 

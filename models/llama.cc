@@ -43,7 +43,14 @@ nn::MixtureConfig mixture_config(const LlamaConfig& c) {
   e.hidden = c.expert_hidden ? c.expert_hidden : m.hidden;
   e.experts = c.experts;
   e.choices = c.experts_per_token;
+  e.affinity = c.expert_affinity;
   e.normalize = c.normalize_experts;
+  e.scale = c.expert_scale;
+  e.choice_bias = c.expert_bias;
+  e.balance_rate = c.expert_balance_rate;
+  e.parts = c.expert_parts;
+  e.allowed_parts = c.expert_parts_per_token;
+  e.shared_hidden = c.shared_experts * e.hidden;
   e.capacity_factor = c.capacity_factor;
   e.groups = c.expert_groups;
   e.balances = c.aux_loss != 0;
@@ -158,7 +165,7 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
     : attention_norm(c.width, c.norm_eps),
       attention(attention_config(c, index)),
       mlp_norm(c.width, c.norm_eps) {
-  if (c.experts) moe.emplace(mixture_config(c));
+  if (c.experts && index >= c.dense_layers) moe.emplace(mixture_config(c));
   else mlp.emplace(mlp_config(c));
 }
 
@@ -176,6 +183,8 @@ Llama::Llama(const LlamaConfig& c)
       config(c),
       embedding(token_table(c.vocab, c.width)),
       norm(c.width, c.norm_eps) {
+  check<ConfigError>(c.experts == 0 || c.dense_layers < c.layers, "[llama] of ", c.layers, " blocks the first ", c.dense_layers,
+                     " have no mixture: none has");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
 }

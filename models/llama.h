@@ -38,6 +38,13 @@ struct LlamaConfig {
   double capacity_factor = 0.0;   ///< as in nn::MixtureConfig
   int64_t expert_groups = 1;      ///< its groups
   bool normalize_experts = true;  ///< its weights
+  nn::Affinity expert_affinity = nn::Affinity::softmax;  ///< its affinities
+  bool expert_bias = false;         ///< its choice_bias
+  double expert_balance_rate = 1e-3;  ///< its balance_rate
+  double expert_scale = 1.0;        ///< of its weights
+  int64_t expert_parts = 1, expert_parts_per_token = 1;  ///< its parts, and those allowed
+  int64_t shared_experts = 0;       ///< MLPs of expert_hidden, side by side, through which every token goes
+  int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
   int64_t window = 0;             ///< as in GptConfig

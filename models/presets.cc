@@ -47,6 +47,10 @@ ModelConfig options_of(const LlamaConfig& c) {
   m.rope_scaling = options_of(c.rope_scaling);
   m.experts = c.experts, m.experts_per_token = c.experts_per_token, m.expert_hidden = c.expert_hidden;
   m.capacity_factor = c.capacity_factor, m.expert_groups = c.expert_groups, m.normalize_experts = c.normalize_experts;
+  m.expert_affinity = c.expert_affinity == nn::Affinity::sigmoid ? "sigmoid" : "softmax";
+  m.expert_bias = c.expert_bias, m.expert_balance_rate = c.expert_balance_rate, m.expert_scale = c.expert_scale;
+  m.expert_parts = c.expert_parts, m.expert_parts_per_token = c.expert_parts_per_token;
+  m.shared_experts = c.shared_experts, m.dense_layers = c.dense_layers;
   m.aux_loss = c.aux_loss;
   return m;
 }

@@ -173,10 +173,31 @@ void read_windows(const Reader& r, int64_t window, const char* derived, F&& slid
       r.refuse(key, none ? "no window is said" : "Sheaf's models have full attention in every N-th layer, or in none or all");
 }
 
-// Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, and Qwen3's, whose
-// queries and keys have norms instead, with mixtures of experts, too.
+// The experts of dots.llm1 are those of DeepSeek-V3.
+void read_dots1(const Reader& r, ModelConfig& m) {
+  m.experts = r.positive("n_routed_experts");
+  m.experts_per_token = r.positive("num_experts_per_tok");
+  m.expert_hidden = r.positive("moe_intermediate_size");
+  m.normalize_experts = r.flag("norm_topk_prob", false);
+  r.only("scoring_func", "sigmoid", "dots1 has sigmoid");
+  r.only("topk_method", "noaux_tc", "dots1 has noaux_tc");
+  r.only("moe_layer_freq", 1, "behind the first ones all of Sheaf's layers have experts");
+  m.expert_affinity = "sigmoid";
+  m.expert_bias = true;
+  m.expert_balance_rate = 0;
+  m.expert_scale = r.number("routed_scaling_factor", 1.0);
+  m.expert_parts = r.positive("n_group", 1);
+  m.expert_parts_per_token = r.positive("topk_group", 1);
+  m.shared_experts = r.positive("n_shared_experts");
+  m.dense_layers = r.whole("first_k_dense_replace", 0);
+  if (m.dense_layers >= m.layers) r.refuse("first_k_dense_replace", str("of ", m.layers, " layers none has experts"));
+}
+
+// Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
+// queries and keys have norms instead, with mixtures of experts, too, and dots.llm1's, with mixtures of another kind.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
+  const bool dots1 = type == "dots1";
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe;
   if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
@@ -204,23 +225,24 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.tie_embeddings = r.flag("tie_word_embeddings", false);
   m.bias = false;
   m.qkv_bias = type == "qwen2";
-  m.qk_norm = type == "qwen3" || qwen3_moe;
+  m.qk_norm = type == "qwen3" || qwen3_moe || dots1;
   m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
-  // Qwen uses the window that it names if it says so, and then Qwen2 and Qwen3 not in the first layers. Where the file does not
+  // Qwen uses the window that it names if it says so, and then Qwen2 and Qwen3 not in the first layers, as dots.llm1 always. Where the file does not
   // even say null, transformers gives it and Mistral one.
   int64_t window = 0;
   if (!qwen || r.flag("use_sliding_window", false)) {
-    if (!r.has("sliding_window")) window = qwen || type == "mistral" ? 4096 : 0;
+    if (!r.has("sliding_window")) window = qwen || dots1 || type == "mistral" ? 4096 : 0;
     else if (const Json* given = r.find("sliding_window"); given && !(*given == Json(false))) window = r.positive("sliding_window");
   }
-  const bool by_layer = qwen && !qwen3_moe;
-  const int64_t from = by_layer && window ? r.whole("max_window_layers", 28) : 0;
+  const bool by_layer = (qwen && !qwen3_moe) || dots1;
+  const int64_t from = by_layer && window ? r.whole("max_window_layers", dots1 ? 62 : 28) : 0;
   if (qwen3_moe && window && r.whole("max_window_layers", 0) != 0)
     r.refuse("max_window_layers", "some versions of transformers obey it here, others give all layers the window");
   read_windows(r, window, "max_window_layers", [&](int64_t i) { return i >= from; }, m);
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
+  if (dots1) read_dots1(r, m);
   if (mixtral) {
     m.experts = r.positive("num_local_experts");
     m.experts_per_token = r.positive("num_experts_per_tok");
@@ -253,9 +275,9 @@ ModelConfig read_published_config(const std::string& file) {
   const std::string type = r.text("model_type", "");
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
-  else if (type == "llama" || type == "mistral" || type == "mixtral" || type == "qwen2" || type == "qwen3" || type == "qwen3_moe")
+  else if (type == "llama" || type == "mistral" || type == "mixtral" || type == "qwen2" || type == "qwen3" || type == "qwen3_moe" || type == "dots1")
     m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe");
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and dots1");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }
@@ -271,7 +293,7 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   same("kv_heads", m.kv_heads, published.kv_heads);
   same("width", m.width, published.width);
   same("head_dim", m.head_dim, published.head_dim);
-  if (!m.experts) same("mlp_width", m.mlp_width, published.mlp_width);
+  if (!m.experts || m.dense_layers) same("mlp_width", m.mlp_width, published.mlp_width);
   same("vocab", m.vocab, published.vocab);
   same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
   same("norm_eps", m.norm_eps, published.norm_eps);
@@ -286,6 +308,13 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
       same("experts_per_token", m.experts_per_token, published.experts_per_token);
       same("expert_hidden", m.expert_hidden, published.expert_hidden);
       same("normalize_experts", m.normalize_experts, published.normalize_experts);
+      same("expert_affinity", m.expert_affinity, published.expert_affinity);
+      same("expert_bias", m.expert_bias, published.expert_bias);
+      same("expert_scale", m.expert_scale, published.expert_scale);
+      same("expert_parts", m.expert_parts, published.expert_parts);
+      same("expert_parts_per_token", m.expert_parts_per_token, published.expert_parts_per_token);
+      same("shared_experts", m.shared_experts, published.shared_experts);
+      same("dense_layers", m.dense_layers, published.dense_layers);
     }
     same("rope_theta", m.rope_theta, published.rope_theta);
     const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
@@ -331,17 +360,25 @@ Json published_config(const ModelConfig& model, DType dtype) {
   const ModelConfig m = resolved(model);
   if (m.qk_norm && m.qkv_bias)
     fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
-  const bool gpt2 = m.type == "gpt2", qwen = m.qkv_bias || m.qk_norm, qwen3_moe = m.experts != 0 && m.qk_norm;
+  const bool deepseek = m.experts != 0 && (m.expert_affinity == "sigmoid" || m.expert_bias || m.expert_scale != 1 || m.expert_parts > 1 ||
+                                           m.shared_experts > 0 || m.dense_layers > 0);
+  const bool dots1 = deepseek && m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0 && m.qk_norm && !m.qkv_bias;
+  if (deepseek && !dots1)
+    fail<ConfigError>("[weights] mixtures with any of model.expert_affinity sigmoid, .expert_bias, .expert_scale, .expert_parts, "
+                      ".shared_experts and .dense_layers are published with sigmoid, model.expert_bias, shared experts and model.qk_norm, and "
+                      "without model.qkv_bias (dots1): this model cannot be written as one");
+  const bool gpt2 = m.type == "gpt2", qwen = (m.qkv_bias || m.qk_norm) && !dots1, qwen3_moe = m.experts != 0 && m.qk_norm && !dots1;
   const bool mixtral = m.experts != 0 && !m.qk_norm;
   if (mixtral && (qwen || !m.normalize_experts))
     fail<ConfigError>("[weights] Hugging Face's Mixtral has model.normalize_experts, and neither model.qkv_bias nor model.qk_norm: "
                       "this model cannot be written as one");
-  const bool by_layer = qwen && !qwen3_moe;
+  const bool by_layer = (qwen && !qwen3_moe) || dots1;
   if (m.window && (gpt2 || (m.full_attention_every && !by_layer)))
     fail<ConfigError>("[weights] model.window ", m.window,
                       m.full_attention_every ? str(" with model.full_attention_every ", m.full_attention_every) : "", ": no published architecture has that with the rest of this model");
-  const bool mistral = m.window && !gpt2 && !qwen && !mixtral;
+  const bool mistral = m.window && !gpt2 && !qwen && !mixtral && !dots1;
   const auto [type, architecture] = gpt2         ? std::pair("gpt2", "GPT2LMHeadModel")
+                                    : dots1      ? std::pair("dots1", "Dots1ForCausalLM")
                                     : qwen3_moe  ? std::pair("qwen3_moe", "Qwen3MoeForCausalLM")
                                     : m.qk_norm  ? std::pair("qwen3", "Qwen3ForCausalLM")
                                     : m.qkv_bias ? std::pair("qwen2", "Qwen2ForCausalLM")
@@ -387,6 +424,17 @@ Json published_config(const ModelConfig& model, DType dtype) {
           .set("decoder_sparse_step", 1)
           .set("mlp_only_layers", Json::Array{})
           .set("router_aux_loss_coef", m.aux_loss);
+    if (dots1)
+      json.set("moe_intermediate_size", m.expert_hidden)
+          .set("n_routed_experts", m.experts)
+          .set("n_shared_experts", m.shared_experts)
+          .set("num_experts_per_tok", m.experts_per_token)
+          .set("norm_topk_prob", m.normalize_experts)
+          .set("routed_scaling_factor", m.expert_scale)
+          .set("n_group", m.expert_parts)
+          .set("topk_group", m.expert_parts_per_token)
+          .set("first_k_dense_replace", m.dense_layers)
+          .set("attention_bias", false);
     const Json window = m.window ? Json(m.window) : Json();
     if (qwen) json.set("use_sliding_window", m.window != 0);
     if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
@@ -396,12 +444,13 @@ Json published_config(const ModelConfig& model, DType dtype) {
         types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
       json.set("layer_types", types);
     }
-    if (mixtral || mistral) json.set("sliding_window", window);
+    if (mixtral || mistral || dots1) json.set("sliding_window", window);
+    if (dots1) json.set("max_window_layers", 0);
     if (mixtral)
       json.set("num_local_experts", m.experts)
           .set("num_experts_per_tok", m.experts_per_token)
           .set("router_aux_loss_coef", m.aux_loss);
-    else if (!qwen && !mistral) json.set("attention_bias", false).set("mlp_bias", false);
+    else if (!qwen && !mistral && !dots1) json.set("attention_bias", false).set("mlp_bias", false);
   }
   return json;
 }

@@ -38,12 +38,21 @@ std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
   return out;
 }
 
-// Mixtral's, or those of Qwen3's, where queries and keys have norms. The matrices of all experts are one of ours, of which each
-// is some rows.
+// Llama's MLP, or what has its form.
+void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
+  out.push_back({name + ".gate_proj.weight", {hidden, width}, own + ".gate.weight"});
+  out.push_back({name + ".up_proj.weight", {hidden, width}, own + ".up.weight"});
+  out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
+}
+
+// Mixtral's, or those of Qwen3's and dots.llm1's, where queries and keys have norms. The matrices of all experts are one of ours, of
+// which each is some rows.
 void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own) {
   const int64_t c = m.width, hidden = m.expert_hidden;
   const std::string name = layer + (m.qk_norm ? ".mlp." : ".block_sparse_moe.");
   out.push_back({name + "gate.weight", {m.experts, c}, own + "router.weight"});
+  if (m.expert_bias) out.push_back({name + "gate.e_score_correction_bias", {m.experts}, own + "choice_bias"});
+  if (m.shared_experts) push_mlp(out, name + "shared_experts", own + "shared", c, m.shared_experts * hidden);
   for (int64_t e = 0; e < m.experts; ++e) {
     const std::string expert = str(name, "experts.", e, '.');
     out.push_back({expert + (m.qk_norm ? "gate_proj" : "w1") + ".weight", {hidden, c}, own + "experts.gate", e * hidden});
@@ -76,13 +85,8 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
     }
     out.push_back({name + ".self_attn.o_proj.weight", {c, q}, own + ".attention.projection.weight"});
     out.push_back({name + ".post_attention_layernorm.weight", {c}, own + ".mlp_norm.weight"});
-    if (m.experts) {
-      push_mixture(out, m, name, own + ".moe.");
-      continue;
-    }
-    out.push_back({name + ".mlp.gate_proj.weight", {m.mlp_width, c}, own + ".mlp.gate.weight"});
-    out.push_back({name + ".mlp.up_proj.weight", {m.mlp_width, c}, own + ".mlp.up.weight"});
-    out.push_back({name + ".mlp.down_proj.weight", {c, m.mlp_width}, own + ".mlp.down.weight"});
+    if (m.experts && i >= m.dense_layers) push_mixture(out, m, name, own + ".moe.");
+    else push_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
   }
   out.push_back({prefix + "norm.weight", {c}, "norm.weight"});
   return out;

@@ -25,6 +25,14 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.capacity_factor", m.capacity_factor);
   f("model.expert_groups", m.expert_groups);
   f("model.normalize_experts", m.normalize_experts);
+  f("model.expert_affinity", m.expert_affinity);
+  f("model.expert_bias", m.expert_bias);
+  f("model.expert_balance_rate", m.expert_balance_rate);
+  f("model.expert_scale", m.expert_scale);
+  f("model.expert_parts", m.expert_parts);
+  f("model.expert_parts_per_token", m.expert_parts_per_token);
+  f("model.shared_experts", m.shared_experts);
+  f("model.dense_layers", m.dense_layers);
   f("model.aux_loss", m.aux_loss);
   f("model.tie_embeddings", m.tie_embeddings);
   f("model.dropout", m.dropout);
@@ -76,7 +84,7 @@ bool came_later(std::string_view key) {
          key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "model.qkv_bias" ||
          key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
-         key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
+         key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
          key.starts_with("model.lora_");
 }
 

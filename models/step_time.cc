@@ -175,9 +175,11 @@ class Stages {
   }
 
  private:
-  // A mixture's loss for balance goes from each block to the last stage. Blocks that see all keys are unlike those with a window.
+  // A mixture's loss for balance goes from each block to the last stage. Blocks that see all keys are unlike those with a window,
+  // and blocks with an MLP unlike those with a mixture.
   bool leaves_blocks_out() const {
     if (config_.model.window && config_.model.full_attention_every) return false;
+    if (config_.model.experts > 0 && config_.model.dense_layers > 0) return false;
     if (!shorter_ || stages_ == 1 || (config_.model.experts > 0 && config_.model.aux_loss != 0)) return false;
     int64_t longest = 0;
     for (int64_t i = 0; i < cut_.num_runs(); ++i) longest = std::max(longest, cut_.begin(i + 1) - cut_.begin(i));

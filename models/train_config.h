@@ -64,10 +64,18 @@ struct ModelConfig {
   int64_t expert_hidden = 0;    ///< hidden size of each; 0: mlp_width
   double capacity_factor = 0.0;  ///< places of an expert, as a multiple of an even share of choices; 0: nothing is dropped
   int64_t expert_groups = 1;    ///< parts of a sequence for which these places are counted apart
+  std::string expert_affinity = "softmax";  ///< of a router's logits: "softmax" among all experts, or each expert's "sigmoid"
+  double expert_balance_rate = 1e-3;  ///< what a step moves these biases by, against the sign of the load; 0: they stay
+  double expert_scale = 1.0;    ///< of the weights of a token's experts
+  int64_t expert_parts = 1;     ///< equal parts of the experts, of which
+  int64_t expert_parts_per_token = 1;  ///< a token's choices are in so many
+  int64_t shared_experts = 0;   ///< beside those that are chosen, through which every token goes
+  int64_t dense_layers = 0;     ///< the first so many blocks have an MLP of mlp_width instead of a mixture
   double aux_loss = 0.0;        ///< factor of the load-balancing loss of each mixture, added to the training loss
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
   bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)
+  bool expert_bias = false;     ///< each expert has a bias that is added where experts are chosen, and only there
   bool normalize_experts = true;  ///< the weights of a token's experts add up to 1 (Mixtral), or those of all do (Switch)
   bool tie_embeddings = true;   ///< the output head is the token embedding
   double dropout = 0.0;         ///< probability, in [0, 1)
@@ -95,7 +103,7 @@ inline bool takes_lora(const std::string& path, const std::string& layers) {
   check<ConfigError>(layers == "all" || layers == "attention" || layers == "mlp", "[model] unknown lora_layers '", layers,
                      "'; known: all, attention, mlp");
   const auto part = [&](const char* name) { return path.starts_with("blocks.") && path.find(name) != std::string::npos; };
-  return (layers != "mlp" && part(".attention.")) || (layers != "attention" && part(".mlp."));
+  return (layers != "mlp" && part(".attention.")) || (layers != "attention" && (part(".mlp.") || part(".moe.shared.")));
 }
 
 /// [data] What to train on: a text, or token files.

@@ -224,9 +224,11 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.full_attention_every" && config.model.window == 0) return "without model.window all blocks see all keys";
   if (key.starts_with("model.expert") && config.model.type != "llama") return "only model.type llama has mixtures of experts";
   const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||
-                          key == "model.aux_loss";
+                          key == "model.aux_loss" || key == "model.shared_experts" || key == "model.dense_layers";
   if (of_experts && key != "model.experts" && config.model.experts == 0) return "only mixtures of experts (model.experts) have it";
   if (key == "model.expert_groups" && config.model.capacity_factor == 0) return "without model.capacity_factor nothing is counted";
+  if (key == "model.expert_balance_rate" && !config.model.expert_bias) return "without model.expert_bias there is nothing to move";
+  if (key == "model.expert_parts_per_token" && config.model.expert_parts == 1) return "without model.expert_parts there is one";
   if (key.starts_with("model.lora_") && key != "model.lora_rank" && config.model.lora_rank == 0)
     return "without model.lora_rank there are no adapters";
   if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";

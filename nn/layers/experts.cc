@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+
+#include "sheaf/autograd/custom_vjp.h"
 
 namespace sheaf::nn {
 namespace {
@@ -17,6 +20,11 @@ MixtureConfig checked(const MixtureConfig& c) {
                      " choices among ", c.experts, " experts of hidden width ", c.hidden);
   check<ConfigError>(c.capacity_factor >= 0 && c.groups > 0, "[experts] capacity factor ", c.capacity_factor, " for ", c.groups,
                      " groups of each sequence");
+  check<ConfigError>(c.parts > 0 && c.experts % c.parts == 0 && c.allowed_parts > 0 && c.allowed_parts <= c.parts &&
+                         c.choices <= c.allowed_parts * (c.experts / c.parts), "[experts] ", c.choices, " choices among ",
+                     c.allowed_parts, " of ", c.parts, " equal parts of ", c.experts, " experts");
+  check<ConfigError>(c.balance_rate >= 0 && std::isfinite(c.balance_rate) && c.scale > 0 && std::isfinite(c.scale) && c.shared_hidden >= 0,
+                     "[experts] balance rate ", c.balance_rate, ", weights times ", c.scale, ", shared hidden width ", c.shared_hidden);
   return c;
 }
 
@@ -25,6 +33,37 @@ Layout replaced(Layout l, const Placement& from, const Placement& to) {
   for (int a = 0; a < l.num_axes(); ++a)
     if (l[a] == from) l[a] = to;
   return l;
+}
+
+MlpConfig shared_mlp(const MixtureConfig& c) {
+  MlpConfig m;
+  m.width = c.width;
+  m.hidden = c.shared_hidden;
+  m.bias = false;
+  m.init = c.init;
+  m.projection_init = c.projection_init;
+  return m;
+}
+
+/// How often each of `experts` was chosen, f32 or f64 [E]: Partial where tokens are cut.
+Tensor loads(const Tensor& choices_BTK, int64_t experts, DType dtype) {
+  const Layout& l = choices_BTK.layout();
+  const Tensor one = full_of({dtype, choices_BTK.shape(), l}, 1.0);
+  const Tensor none = full_of({dtype, {choices_BTK.size(0), choices_BTK.size(1), experts}, l}, 0.0);
+  return sum(scatter_add(none, 2, choices_BTK, one), {0, 1});
+}
+
+/// The weights as they are. The gradient of the bias is the E-fold of each expert's choices less all of them: whole numbers,
+/// whose sums are exact in any order (in f32 up to 2^24, 65,536 choices of one of 256 experts; beyond, to 24 bits).
+Tensor measuring(const Tensor& weights_BTK, const Tensor& bias_E, const Tensor& choices_BTK) {
+  const auto vjp = [](Vjp& c) {
+    c.set(0, c.grad());
+    const Tensor load = loads(c.input(2), c.input(1).numel(), c.input(1).dtype());
+    const Tensor excess = load * static_cast<double>(load.numel()) - sum(load, {0}, /*keepdim=*/true);
+    c.set(1, redistribute(excess, c.input(1).layout().dual()));
+  };
+  return custom_vjp([](const Tensor& w, const Tensor&, const Tensor&) { return w; }, vjp, CustomVjpOptions{.saved_inputs = 0b110, .saved_outputs = 0},
+                    weights_BTK, bias_E, choices_BTK);
 }
 
 /// x in a type that takes more memory, in which it is not kept for the backward.
@@ -56,6 +95,11 @@ Tensor Experts::forward(const Tensor& rows_EBNPC, const Tensor& counts_EBN) {
 MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
     : config(checked(c)), router(c.width, c.experts, {.bias = false, .init = c.init}), experts(c), dropout(c.dropout) {
   router.weight.set_table();
+  if (c.shared_hidden > 0) shared.emplace(shared_mlp(c));
+  if (!c.choice_bias) return;
+  choice_bias = Parameter({c.experts}, Init::zeros());
+  if (c.balance_rate > 0) choice_bias.steer(c.balance_rate);
+  else choice_bias.keep_exact(), choice_bias.freeze();
 }
 
 // Where nothing is dropped, ranks that share a sequence have a group each.
@@ -77,26 +121,49 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
   return config.groups;
 }
 
-Tensor MixtureOfExperts::imbalance_of(const Tensor& probabilities_BTE, const Tensor& choices_BTK) const {
+Tensor MixtureOfExperts::affinities(const Tensor& x_BTC) {
+  const DType exact = x_BTC.dtype() == kF64 ? kF64 : kF32;
+  const auto scope = router.enter();
+  const Tensor logits = linear(wider(x_BTC, exact), cast(router.weight, exact));
+  return config.affinity == Affinity::sigmoid ? sigmoid(logits) : softmax(logits);
+}
+
+Tensor MixtureOfExperts::choose(const Tensor& affinities_BTE) const {
+  Tensor preferred = stop_gradient(affinities_BTE);
+  if (choice_bias) preferred = preferred + stop_gradient(choice_bias);
+  if (config.allowed_parts < config.parts) {
+    const int64_t size = config.experts / config.parts;
+    const Shape whole = preferred.shape();
+    const Tensor by_part = reshape(preferred, {whole[0], whole[1], config.parts, size});
+    const Tensor best_two = gather(by_part, 3, top_k(by_part, std::min<int64_t>(2, size)));
+    const Tensor allowed = top_k(sum(best_two, {3}), config.allowed_parts);
+    const Tensor one = full_of({kI32, allowed.shape(), allowed.layout()}, 1);
+    const Tensor is_allowed = scatter_add(full_of({kI32, {whole[0], whole[1], config.parts}, allowed.layout()}, 0), 2, allowed, one);
+    preferred = reshape(where(unsqueeze(is_allowed, {3}), by_part, -std::numeric_limits<double>::infinity()), whole);
+  }
+  return top_k(preferred, config.choices);
+}
+
+Tensor MixtureOfExperts::weigh(const Tensor& affinities_BTE, const Tensor& choices_BTK) const {
+  Tensor weights = gather(affinities_BTE, 2, choices_BTK);
+  if (config.normalize) weights = weights / sum(weights, {2}, /*keepdim=*/true);
+  if (config.scale != 1.0) weights = weights * config.scale;
+  return choice_bias && config.balance_rate > 0 ? measuring(weights, choice_bias, choices_BTK) : weights;
+}
+
+Tensor MixtureOfExperts::imbalance_of(const Tensor& affinities_BTE, const Tensor& choices_BTK) const {
   const auto choices = static_cast<double>(choices_BTK.numel());
-  const Tensor one = full_of({probabilities_BTE.dtype(), choices_BTK.shape(), choices_BTK.layout()}, 1.0);
-  const Tensor chosen = sum(scatter_add(full_like(probabilities_BTE, 0.0), 2, choices_BTK, one), {0, 1});
+  const Tensor probabilities_BTE =
+      config.affinity == Affinity::softmax ? affinities_BTE : affinities_BTE / sum(affinities_BTE, {2}, /*keepdim=*/true);
+  const Tensor chosen = loads(choices_BTK, config.experts, probabilities_BTE.dtype());
   const Tensor share = redistribute(chosen, replaced(chosen.layout(), Placement::partial(), Placement::replicate()));
   const double scale = static_cast<double>(config.experts * config.choices) / (choices * choices);
   return sum(mul(sum(probabilities_BTE, {0, 1}), share)) * scale;
 }
 
 Tensor MixtureOfExperts::forward(const Tensor& x_BTC, bool drops) {
-  const DType exact = x_BTC.dtype() == kF64 ? kF64 : kF32;
-  Tensor probabilities;
-  {
-    const auto scope = router.enter();
-    probabilities = softmax(linear(wider(x_BTC, exact), cast(router.weight, exact)));
-  }
-  const Tensor choices = top_k(probabilities, config.choices);
-  Tensor weights = gather(probabilities, 2, choices);
-  if (config.normalize) weights = weights / sum(weights, {2}, /*keepdim=*/true);
-  if (training() && config.balances) imbalance = imbalance_of(probabilities, choices);
+  const Tensor affinity = affinities(x_BTC), choices = choose(affinity), weights = weigh(affinity, choices);
+  if (training() && config.balances) imbalance = imbalance_of(affinity, choices);
 
   const int64_t groups = groups_of(x_BTC, drops), tokens = (x_BTC.size(1) + groups - 1) / groups;
   int64_t places = tokens;
@@ -106,7 +173,8 @@ Tensor MixtureOfExperts::forward(const Tensor& x_BTC, bool drops) {
   }
   const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups);
   const Tensor rows = experts(to_experts(x_BTC, routes), routes.counts);
-  return dropout(from_experts(rows, routes, weights));
+  const Tensor chosen = from_experts(rows, routes, weights);
+  return dropout(shared ? chosen + (*shared)(x_BTC) : chosen);
 }
 
 }  // namespace sheaf::nn

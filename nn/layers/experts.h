@@ -2,20 +2,33 @@
 // https://arxiv.org/abs/1701.06538; Fedus et al., https://arxiv.org/abs/2101.03961).
 //
 //   B batch   T tokens   C width   E experts   K choices of a token   H hidden width of an expert
-//   N groups of a sequence's tokens   P places that an expert has for a group
+//   N groups of a sequence's tokens   P places that an expert has for a group   S parts of the experts
 #pragma once
 
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/layers/mlp.h"
 
 namespace sheaf::nn {
+
+/// How much a router is for an expert, of its logits: probabilities among all, or each by itself (DeepSeek-V3).
+enum class Affinity : uint8_t { softmax, sigmoid };
 
 struct MixtureConfig {
   int64_t width = 0;
   int64_t hidden = 0;      ///< of an expert
   int64_t experts = 8;
   int64_t choices = 2;     ///< experts of a token
-  bool normalize = true;   ///< a token's weights add up to 1 (Mixtral, Qwen3), or are those among all experts (Switch)
+  Affinity affinity = Affinity::softmax;
+  bool normalize = true;   ///< a token's weights add up to `scale` (Mixtral, Qwen3), or are affinities times it (Switch)
+  double scale = 1.0;      ///< of a token's weights
+  bool choice_bias = false;   ///< each expert has a bias, which is added to affinities where experts are chosen, and only there
+  double balance_rate = 1e-3; ///< what a step moves the bias by, against the sign of how much more than others an expert has
+                              ///< to do (Wang et al., https://arxiv.org/abs/2408.15664); 0: it stays
+  /// Experts stand in so many equal parts, and a token chooses among those of `allowed_parts` parts alone, the ones whose two
+  /// largest affinities, bias added, have the largest sum (DeepSeek-V3; https://arxiv.org/abs/2412.19437).
+  int64_t parts = 1, allowed_parts = 1;
+  int64_t shared_hidden = 0;  ///< hidden width of an MLP beside the experts, through which every token goes; 0: there is none
   /// Places of an expert for a group of G tokens are ceil(capacity_factor · choices · G / experts), at most G; later choices
   /// find none, and what they would have added is dropped. 0: G places, so that nothing is.
   double capacity_factor = 0.0;
@@ -39,27 +52,35 @@ struct Experts : Module {
   SHEAF_FIELDS(gate, up, down);
 };
 
-/// The sum over a token's choices, the K largest of softmax(router(x)) in f32, of their weights times what the experts make
-/// of it: [B, T, C] → [B, T, C]. Every choice is of the tokens up to it, in order: what is computed for one depends on no
-/// later one, dropped or not.
+/// The sum over a token's choices, the K largest of the affinities of router(x) in f32, of their weights times what the experts
+/// make of it, and what the shared MLP does: [B, T, C] → [B, T, C]. Every choice is of the tokens up to it, in order: what is
+/// computed for one depends on no later one, dropped or not.
+///
+/// The bias is a parameter whose gradient is a measurement (nn::Parameter::steer): for expert e the E-fold of its choices less
+/// all choices of the step. Gradients are summed over ranks and micro-batches anyhow, so nothing else moves for it.
 struct MixtureOfExperts : Module {
   MixtureConfig config;
   Linear router;
+  Parameter choice_bias;  ///< [E]
   Experts experts;
+  std::optional<SwiGluMLP> shared;
   Dropout dropout;
   /// In training, if it balances, after forward: how uneven the load is, E Σ_e f_e p_e for the share f_e of choices and the
-  /// mean probability p_e of expert e over all tokens of the batch on all ranks; 1 where either is even (Fedus et al.,
-  /// section 2.2). A scalar, Partial where tokens are cut.
+  /// mean probability p_e (of sigmoids, their share of a token's sum) of expert e over all tokens of the batch on all ranks; 1
+  /// where either is even (Fedus et al., section 2.2). A scalar, Partial where tokens are cut.
   Tensor imbalance;
 
   explicit MixtureOfExperts(const MixtureConfig& config);
   /// ConfigError for ranks that share sequences and cannot have whole groups. `drops`: or every choice finds a place.
   Tensor forward(const Tensor& x_BTC, bool drops = true);
-  SHEAF_FIELDS(router, experts, dropout);
+  SHEAF_FIELDS(router, choice_bias, experts, shared, dropout);
 
  private:
   int64_t groups_of(const Tensor& x_BTC, bool drops) const;
-  Tensor imbalance_of(const Tensor& probabilities_BTE, const Tensor& choices_BTK) const;
+  Tensor affinities(const Tensor& x_BTC);
+  Tensor choose(const Tensor& affinities_BTE) const;
+  Tensor weigh(const Tensor& affinities_BTE, const Tensor& choices_BTK) const;
+  Tensor imbalance_of(const Tensor& affinities_BTE, const Tensor& choices_BTK) const;
 };
 
 }  // namespace sheaf::nn

@@ -212,6 +212,21 @@ models::ModelConfig tiny_mixture(double capacity_factor, double aux_loss) {
   return m;
 }
 
+models::ModelConfig tiny_biased_mixture(double capacity_factor) {
+  models::ModelConfig m = tiny_mixture(capacity_factor, 0);
+  m.experts = 6;
+  m.expert_affinity = "sigmoid";
+  m.expert_bias = true;
+  m.expert_balance_rate = 0.02;
+  m.expert_scale = 1.5;
+  m.expert_parts = 3;
+  m.expert_parts_per_token = 2;
+  m.shared_experts = 1;
+  m.layers = 3;
+  m.dense_layers = 1;
+  return m;
+}
+
 models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type, const std::string& strategy) {
   models::TrainConfig c = tiny_config();
   c.model = tiny_model(type, 2, 2);

@@ -112,6 +112,10 @@ models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t k
 /// The last of them with mixtures of five experts, of which three are for each token: ranks share them unevenly.
 models::ModelConfig tiny_mixture(double capacity_factor = 0, double aux_loss = 0.1);
 
+/// As DeepSeek-V3's: six experts in three parts, of which two are for a token, chosen by sigmoids and a bias that a step moves by
+/// 0.02, and a shared one; the first block has an MLP.
+models::ModelConfig tiny_biased_mixture(double capacity_factor = 0);
+
 /// Five blocks with dropout in four micro-batches, on a pipeline of so many stages, which share them unevenly.
 models::TrainConfig tiny_pipeline(int64_t stages, const std::string& type = "untied llama", const std::string& strategy = "full_shard");
 

@@ -26,7 +26,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "te
                   kHeads = "tests/models/published/mistral_f32_heads", kQwen3 = "tests/models/published/qwen3_bf16_tied",
                   kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards",
                   kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kWindow = "tests/models/published/mistral_f32_window",
-                  kWindows = "tests/models/published/qwen3_bf16_windows";
+                  kWindows = "tests/models/published/qwen3_bf16_windows", kDots1 = "tests/models/published/dots1_bf16",
+                  kDots1Window = "tests/models/published/dots1_f32_window";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -208,8 +209,8 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe"));
-  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe"));
+  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and dots1"));
+  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and dots1"));
   for (const Json& window : {Json(0), Json(-1), Json(true), Json("4096")})
     EXPECT_THAT(refused(kMistral, "sliding_window", window), HasSubstr("config.json: sliding_window"));
   EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
@@ -220,6 +221,10 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kQwen3Moe, "decoder_sparse_step", 2), HasSubstr("decoder_sparse_step is 2: Sheaf's layers all have experts, or none"));
   EXPECT_THAT(refused(kQwen3Moe, "mlp_only_layers", Json::Array{1}), HasSubstr("mlp_only_layers is [1]: Sheaf's layers all have"));
   EXPECT_THAT(refused(kQwen3Moe, "moe_intermediate_size", Json()), HasSubstr("moe_intermediate_size is null"));
+  EXPECT_THAT(refused(kDots1, "n_shared_experts", Json()), HasSubstr("n_shared_experts is null"));
+  EXPECT_THAT(refused(kDots1, "first_k_dense_replace", 3), HasSubstr("first_k_dense_replace is 3: of 3 layers none has experts"));
+  EXPECT_THAT(refused(kDots1, "moe_layer_freq", 2), HasSubstr("moe_layer_freq is 2: behind the first ones"));
+  EXPECT_THAT(refused(kDots1, "scoring_func", "softmax"), HasSubstr("scoring_func is \"softmax\": dots1 has sigmoid"));
   EXPECT_THAT(refused(kLlama, "hidden_size", 0), HasSubstr("hidden_size is 0: expected a positive integer"));
   EXPECT_THAT(refused(kLlama, "hidden_size", Json()), HasSubstr("hidden_size is null: expected a positive integer"));
   EXPECT_THAT(refused(kGpt2, "n_embd", int64_t{1} << 62), HasSubstr("expected a positive integer, at most 10^9"));
@@ -424,7 +429,7 @@ TEST(PublishedConfig, HeadsOfNoGivenWidth) {
 
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
   for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3, kYarn, kMixtral, kQwen3Moe, kWindow,
-                                    kWindows}) {
+                                    kWindows, kDots1, kDots1Window}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());

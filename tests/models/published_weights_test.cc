@@ -26,7 +26,8 @@ using testing::Whole;
 
 const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
                                "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn",
-                               "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows"};
+                               "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows",
+                               "dots1_bf16", "dots1_f32_window"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -253,6 +254,15 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(message("qwen2_bf16_tied", [](Config& c) { c.qkv_bias = false; }), HasSubstr("model.qkv_bias is false, but true in"));
   EXPECT_THAT(message("qwen3_moe_bf16", [](Config& c) { c.normalize_experts = true; }),
               HasSubstr("model.normalize_experts is true, but false in"));
+  const auto dots = [&](auto change) { return message("dots1_bf16", change); };
+  EXPECT_THAT(dots([](Config& c) { c.expert_affinity = "softmax"; }), HasSubstr("model.expert_affinity is softmax, but sigmoid in"));
+  EXPECT_THAT(dots([](Config& c) { c.expert_bias = false; }), HasSubstr("model.expert_bias is false, but true in"));
+  EXPECT_THAT(dots([](Config& c) { c.expert_scale = 1; }), HasSubstr("model.expert_scale is 1, but 2.5 in"));
+  EXPECT_THAT(dots([](Config& c) { c.expert_parts = 2; }), HasSubstr("model.expert_parts is 2, but 3 in"));
+  EXPECT_THAT(dots([](Config& c) { c.expert_parts_per_token = 3; }), HasSubstr("model.expert_parts_per_token is 3, but 2 in"));
+  EXPECT_THAT(dots([](Config& c) { c.shared_experts = 1; }), HasSubstr("model.shared_experts is 1, but 2 in"));
+  EXPECT_THAT(dots([](Config& c) { c.dense_layers = 0; }), HasSubstr("model.dense_layers is 0, but 1 in"));
+  EXPECT_THAT(dots([](Config& c) { c.mlp_width = 8; }), HasSubstr("model.mlp_width is 8, but 24 in"));
   EXPECT_THAT(message("qwen3_bf16_tied", [](Config& c) { c.qk_norm = false; }), HasSubstr("model.qk_norm is false, but true in"));
   EXPECT_THAT(message("mistral_f32_heads", [](Config& c) { c.head_dim = 4; }), HasSubstr("model.head_dim is 4, but 6 in"));
   EXPECT_THAT(message("mistral_f32_window", [](Config& c) { c.window = 5; }), HasSubstr("model.window is 5, but 4 in"));

@@ -18,6 +18,16 @@ void draw_experts(models::ModelConfig& m, Draw& draw) {
   if (m.capacity_factor > 0) m.expert_groups = draw.of<int64_t>({1, 1, 2, 3});
   m.aux_loss = draw.of<double>({0, 0.1});
   m.normalize_experts = draw.one_in(2);
+  m.expert_affinity = draw.of<std::string>({"softmax", "sigmoid"});
+  m.expert_bias = draw.one_in(2);
+  if (m.expert_bias) m.expert_balance_rate = draw.of<double>({0, 0.01, 0.1});
+  m.expert_scale = draw.of<double>({1, 1, 2.5});
+  m.shared_experts = draw.of<int64_t>({0, 0, 1, 2});
+  m.dense_layers = std::min(draw.of<int64_t>({0, 0, 1, 2}), m.layers - 1);
+  if (draw.one_in(3) && m.experts % 2 == 0) {
+    m.expert_parts = draw.one_in(2) ? 2 : m.experts;
+    m.expert_parts_per_token = m.expert_parts == 2 ? (m.experts_per_token <= m.experts / 2 ? 1 : 2) : m.experts_per_token;
+  }
 }
 
 void draw_model(models::ModelConfig& m, Draw& draw) {

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/shard.h"
 
@@ -35,13 +37,32 @@ struct Expected {
   std::vector<double> y;
   double imbalance = 0;
   int64_t dropped = 0;
+  std::vector<double> excess = {};  // of an expert's choices: E times those, less all
 };
+
+// Those in the parts whose two largest affinities, bias added, have the largest sums.
+std::vector<bool> allowed_experts(const nn::MixtureConfig& c, const std::vector<double>& p, const std::vector<double>& bias) {
+  const int64_t size = c.experts / c.parts;
+  std::vector<std::pair<double, int64_t>> parts;
+  for (int64_t s = 0; s < c.parts; ++s) {
+    std::vector<double> in;
+    for (int64_t e = s * size; e < (s + 1) * size; ++e) in.push_back(p[e] + bias[e]);
+    std::ranges::sort(in, std::greater());
+    parts.emplace_back(size > 1 ? in[0] + in[1] : in[0], s);
+  }
+  std::ranges::stable_sort(parts, [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<bool> out(c.experts);
+  for (int64_t i = 0; i < c.allowed_parts; ++i)
+    for (int64_t e = 0; e < size; ++e) out[parts[i].second * size + e] = true;
+  return out;
+}
 
 // What of the choices of a group an expert has no place for adds nothing.
 Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops = true) {
   const nn::MixtureConfig& c = m.config;
   const auto values = [](const nn::Parameter& p) { return full_parameter(p).to_vector<double>(); };
   const auto router = values(m.router.weight), gate = values(m.experts.gate), up = values(m.experts.up), down = values(m.experts.down);
+  const auto bias = m.choice_bias ? values(m.choice_bias) : std::vector<double>(c.experts);
   Expected out{std::vector<double>(x.size(), 0.0)};
   const int64_t group_tokens = (kTokens + c.groups - 1) / c.groups;
   const auto places = c.capacity_factor == 0 || !drops
@@ -58,11 +79,17 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
       for (int64_t e = 0; e < c.experts; ++e) {
         double logit = 0;
         for (int64_t i = 0; i < kWidth; ++i) logit += row[i] * router[e * kWidth + i];
-        total += p[e] = std::exp(logit);
+        total += p[e] = c.affinity == nn::Affinity::sigmoid ? 1 / (1 + std::exp(-logit)) : std::exp(logit);
       }
       std::vector<int64_t> order(c.experts);
-      for (int64_t e = 0; e < c.experts; ++e) order[e] = e, p[e] /= total, mean[e] += p[e] / (kBatch * kTokens);
-      std::ranges::stable_sort(order, [&](int64_t a, int64_t d) { return p[a] > p[d]; });
+      for (int64_t e = 0; e < c.experts; ++e) {
+        order[e] = e, mean[e] += p[e] / total / (kBatch * kTokens);
+        if (c.affinity == nn::Affinity::softmax) p[e] /= total;
+      }
+      const std::vector<bool> allowed = allowed_experts(c, p, bias);
+      std::ranges::stable_sort(order, [&](int64_t a, int64_t d) {
+        return allowed[a] != allowed[d] ? allowed[a] : p[a] + bias[a] > p[d] + bias[d];
+      });
       double weights = 0;
       for (int64_t k = 0; k < c.choices; ++k) weights += p[order[k]];
       for (int64_t k = 0; k < c.choices; ++k) {
@@ -85,11 +112,13 @@ Expected plain(nn::MixtureOfExperts& m, const std::vector<double>& x, bool drops
         for (int64_t i = 0; i < kWidth; ++i)
           for (int64_t h = 0; h < c.hidden; ++h)
             out.y[(b * kTokens + t) * kWidth + i] +=
-                p[e] / (c.normalize ? weights : 1) * hidden[h] * down[(e * kWidth + i) * c.hidden + h];
+                c.scale * p[e] / (c.normalize ? weights : 1) * hidden[h] * down[(e * kWidth + i) * c.hidden + h];
       }
     }
   }
   for (int64_t e = 0; e < c.experts; ++e) out.imbalance += c.experts * chosen[e] * mean[e];
+  const double choices = kBatch * kTokens * c.choices;
+  for (int64_t e = 0; e < c.experts; ++e) out.excess.push_back(std::round(choices * chosen[e]) * c.experts - choices);
   return out;
 }
 
@@ -123,6 +152,46 @@ TEST(MixtureOfExperts, EqualsALoopOverTokens) {
       m(tensor(x));
       EXPECT_FALSE(m.imbalance);
     }
+}
+
+// As DeepSeek-V3's: affinities one by one, biases that decide who is chosen but weigh nothing, parts, and a shared MLP.
+TEST(MixtureOfExperts, ChoosesByBiasAmongAllowedParts) {
+  const std::vector<double> x = tokens();
+  for (const nn::Affinity affinity : {nn::Affinity::sigmoid, nn::Affinity::softmax})
+    for (const auto& [parts, allowed] : {std::pair{1, 1}, {2, 1}, {4, 2}, {4, 3}})
+      for (const double capacity : {0.0, 0.7})
+        for (const bool biased : {true, false})
+          for (const bool normalize : {true, false}) {
+            SCOPED_TRACE(str(parts, " ", allowed, " ", capacity, biased, normalize));
+            nn::MixtureConfig c = config(capacity);
+            c.affinity = affinity, c.parts = parts, c.allowed_parts = allowed, c.normalize = normalize, c.choice_bias = biased;
+            c.scale = 2.5;
+            nn::MixtureOfExperts m(c);
+            if (biased) m.choice_bias.set_init(nn::Init::normal(0.3));
+            materialize(m, Device::cpu(), {.seed = 3, .dtype = kF64});
+            const Expected expected = plain(m, x);
+            Recording recording;
+            const Tensor y = m(tensor(x));
+            EXPECT_LT(difference(y.to_vector<double>(), expected.y), 1e-12);
+            EXPECT_NEAR(m.imbalance.item<double>(), expected.imbalance, 1e-13);
+            recording.backward(sum(y));
+            recording.take();
+            if (biased) {
+              EXPECT_EQ(full_gradient(m.choice_bias).to_vector<double>(), expected.excess);
+            }
+          }
+}
+
+TEST(MixtureOfExperts, TheSharedMlpIsAdded) {
+  nn::MixtureConfig c = config();
+  c.shared_hidden = 7;
+  nn::MixtureOfExperts m(c);
+  materialize(m, Device::cpu(), {.seed = 3, .dtype = kF64});
+  const std::vector<double> x = tokens(), y = m(tensor(x)).to_vector<double>(), shared = (*m.shared)(tensor(x)).to_vector<double>();
+  std::vector<double> rest(y.size());
+  for (size_t i = 0; i < y.size(); ++i) rest[i] = y[i] - shared[i];
+  EXPECT_LT(difference(rest, plain(m, x).y), 1e-12);
+  EXPECT_GT(difference(y, rest), 0.1);
 }
 
 // Of a router that has no opinion everybody takes the first experts: as uneven as can be, but in probability even.
@@ -187,6 +256,14 @@ TEST(MixtureOfExperts, WhatCannotBeIsRefused) {
   c = config();
   c.groups = 0;
   EXPECT_THROW(nn::MixtureOfExperts m(c), ConfigError);
+  c = config();
+  c.parts = 3;
+  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("2 choices among 1 of 3 equal parts of 4 experts")));
+  c.parts = 4;
+  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("2 choices among 1 of 4 equal parts of 4 experts")));
+  c.parts = 1;
+  c.balance_rate = -1;
+  EXPECT_THAT([&] { nn::MixtureOfExperts m(c); }, ThrowsMessage<ConfigError>(HasSubstr("balance rate -1")));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"expert", 2}});
     nn::MixtureOfExperts m(config());
