@@ -116,8 +116,12 @@ Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {
     set_state(call->sequence, FlightEntry::State::done);
     return {};
   }
-  if (!lane_) lane_ = std::make_unique<LaneThread>();
-  return lane_->submit([this, call = std::move(call)] { return execute(*call); });
+  LaneThread* lane = call->on_gpu ? gpu_lane() : nullptr;
+  if (!lane) {
+    if (!lane_) lane_ = std::make_unique<LaneThread>();
+    lane = lane_.get();
+  }
+  return lane->submit([this, call = std::move(call)] { return execute(*call); });
 }
 
 std::shared_ptr<const DevicePoint> CommunicatorBase::execute(const Collective& call) {

@@ -72,6 +72,8 @@ class CommunicatorBase : public Communicator {
   virtual bool moves_gpu_memory() const { return false; }
   /// Enqueues a checked and numbered call. The default hands it to the lane, or does it at once in a group of one.
   virtual Event dispatch(std::shared_ptr<Collective> call);
+  /// The lane of calls on GPUs, if another one than that of calls on the host.
+  virtual LaneThread* gpu_lane() { return nullptr; }
   /// Finishes what is queued and ends the lane; derived destructors call it first, since run() is theirs.
   void finish_lane() { lane_.reset(); }
 

@@ -1,6 +1,7 @@
 #include "sheaf/distributed/device_choice.h"
 
 #include "sheaf/core/error.h"
+#include "sheaf/core/file.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/gpu.h"
 #include "sheaf/kernels/cuda/runtime.h"
@@ -8,38 +9,73 @@
 namespace sheaf {
 namespace {
 
+constexpr int kLeastCapability = 90;  // what the kernels are compiled for
+
+// Which GPU is for this rank. A launcher that binds one to each (srun --gpus-per-task 1) lets it see that one alone.
+int index_for(const Rendezvous& r, const GpusHere& gpus) { return gpus.capabilities.size() == 1 ? 0 : r.local_rank; }
+
 // Why this rank cannot have a GPU of its own; empty if it can.
-std::string obstacle(const Rendezvous& r) {
-  if constexpr (!kernels::kHasCuda) {
-    return "this build has no CUDA";
-  } else {
-    const int gpus = kernels::cuda::device_count();
-    if (gpus == 0) return "there is no GPU: " + kernels::cuda::why_no_device();
-    if (r.local_rank >= gpus)
-      return str("rank ", r.rank, " is number ", r.local_rank, " of ", r.local_world, " on this host, which has ", gpus,
-                 gpus == 1 ? " GPU" : " GPUs", ", and each rank needs its own");
-    return "";
-  }
+std::string obstacle(const Rendezvous& r, const GpusHere& gpus) {
+  if (!kernels::kHasCuda) return "this build has no CUDA";
+  const auto count = static_cast<int>(gpus.capabilities.size());
+  if (count == 0) return "there is no GPU: " + gpus.why_none;
+  const int index = index_for(r, gpus);
+  if (index >= count)
+    return str("rank ", r.rank, " is number ", r.local_rank, " of ", r.local_world, " on this host, which has ", count,
+               " GPUs, and each rank needs its own");
+  if (const int is = gpus.capabilities[static_cast<size_t>(index)]; is < kLeastCapability)
+    return str("GPU ", index, " has the compute capability ", is / 10, ".", is % 10, ", and this build code for ", kLeastCapability / 10,
+               ".", kLeastCapability % 10, " and later");
+  return "";
 }
 
 }  // namespace
 
-DeviceChoice choose_device(const Rendezvous& r, const Environment& environment) {
+GpusHere GpusHere::look() {
+  GpusHere here;
+  if constexpr (kernels::kHasCuda) {
+    const int count = kernels::cuda::device_count();
+    for (int i = 0; i < count; ++i) here.capabilities.push_back(kernels::cuda::compute_capability(i));
+    if (count == 0) here.why_none = kernels::cuda::why_no_device();
+    here.emulated = kernels::emulated_cuda();
+    here.driver = path_exists("/proc/driver/nvidia/version");
+  }
+  return here;
+}
+
+DeviceChoice choose_device(const Rendezvous& r, const Environment& environment, const GpusHere& gpus) {
   const char* value = environment("SHEAF_DEVICE");
   const std::string wish = value && *value ? value : "auto";
   if (wish == "cpu") return {Device::cpu()};
   if (wish != "auto" && wish != "cuda")
     fail<ConfigError>("[device] SHEAF_DEVICE='", wish, "' is none of auto, cpu and cuda");
-  const std::string why = obstacle(r);
+  const std::string why = obstacle(r, gpus);
   if (wish == "cuda") {
     if (!why.empty()) fail<ConfigError>("[device] SHEAF_DEVICE=cuda, but ", why);
-    return {Device::cuda(r.local_rank), true};
+    return {Device::cuda(index_for(r, gpus)), true};
   }
-  // The emulated GPU is for tests: it is taken where it is asked for.
-  if (why.empty() && !kernels::emulated_cuda()) return {Device::cuda(r.local_rank)};
-  bool there = false;
-  if constexpr (kernels::kHasCuda) there = !kernels::emulated_cuda() && kernels::cuda::device_count() > 0;
-  return {Device::cpu(), false, there ? why : ""};
+  if (gpus.emulated) return {Device::cpu()};
+  if (why.empty()) return {Device::cuda(index_for(r, gpus))};
+  return {Device::cpu(), false, gpus.driver || !gpus.capabilities.empty() ? why : ""};
+}
+
+std::string choice_for_others(const DeviceChoice& choice) {
+  if constexpr (kernels::kHasCuda)
+    if (choice.device.is_cuda()) return "gpu " + kernels::cuda::device_identity(choice.device.index);
+  return "cpu " + choice.why;
+}
+
+DeviceChoice agreed_device(const DeviceChoice& choice, int rank, const std::vector<std::string>& told) {
+  if (!choice.device.is_cuda()) return choice;
+  std::string why;
+  for (size_t a = 0; a < told.size() && why.empty(); ++a) {
+    if (told[a].starts_with("cpu")) why = str("rank ", a, " computes on its CPU", told[a].size() > 4 ? ": " + told[a].substr(4) : "");
+    for (size_t b = 0; b < a && why.empty(); ++b)
+      if (told[a] == told[b]) why = str("ranks ", b, " and ", a, " have the same GPU, and each rank needs its own");
+  }
+  if (why.empty()) return choice;
+  if (choice.asked) fail<ConfigError>("[device] SHEAF_DEVICE=cuda on rank ", rank, ", but ", why);
+  return {Device::cpu(), false, why};
 }
 
 void use_device(Device device, RankContext& context) {

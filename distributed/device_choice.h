@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/rank_context.h"
@@ -9,15 +10,31 @@
 
 namespace sheaf {
 
+/// What a process finds on its host.
+struct GpusHere {
+  std::vector<int> capabilities = {};  ///< of each GPU that it may use, 90 for 9.0
+  std::string why_none = {};           ///< the driver's words, if there is none
+  bool driver = false;                 ///< NVIDIA's kernel driver is loaded
+  bool emulated = false;               ///< kernels run on the CPU: for tests, which ask for it
+
+  static GpusHere look();
+};
+
 struct DeviceChoice {
   Device device;
   bool asked = false;    ///< by SHEAF_DEVICE=cuda
   std::string why = {};  ///< why not on the GPU that is there; empty otherwise
 };
 
-/// By SHEAF_DEVICE: "cpu"; "cuda": the GPU with the number of this rank on its host, or a ConfigError that says what is
-/// missing; "auto", the default: the same where it is possible, else the CPU. One rank per GPU.
-DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment);
+/// By SHEAF_DEVICE: "cpu"; "cuda": the GPU with the number of this rank on its host, or the only one that its launcher lets it
+/// see, or a ConfigError that says what is missing; "auto", the default: the same where it is possible, else the CPU.
+DeviceChoice choose_device(const Rendezvous& rendezvous, const Environment& environment, const GpusHere& gpus = GpusHere::look());
+
+/// What a rank tells the others of its choice: "cpu" and why, or "gpu" and which of all there are.
+std::string choice_for_others(const DeviceChoice& choice);
+/// A job computes on GPUs alone, each rank on one of its own, or on CPUs alone: what becomes of the choice of `rank`, by what all
+/// have told. ConfigError, if a GPU was asked for and that cannot be.
+DeviceChoice agreed_device(const DeviceChoice& choice, int rank, const std::vector<std::string>& told);
 
 /// Makes `device` the one that `context` computes on by default, with a stream and memory of its own if it is a GPU.
 void use_device(Device device, RankContext& context);

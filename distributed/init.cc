@@ -1,5 +1,6 @@
 #include "sheaf/distributed/init.h"
 
+#include <cstdio>
 #include <cstdlib>
 
 #include "sheaf/distributed/device_choice.h"
@@ -27,26 +28,20 @@ std::shared_ptr<Transport> connect_hosts(const Rendezvous& r, const std::shared_
   return std::make_shared<HostsTransport>(shm.hosts, shm.transport, std::make_shared<GlooTransport>(job));
 }
 
-// A job computes on GPUs alone or on CPUs alone.
-DeviceChoice agreed(DeviceChoice choice, const Rendezvous& r, Job& job) {
-  const std::vector<std::string> all = job.agree("device", choice.device.is_cuda() ? "gpu" : "cpu " + choice.why);
-  for (int rank = 0; rank < r.world; ++rank) {
-    if (!choice.device.is_cuda() || all[rank] == "gpu") continue;
-    const std::string why = str("rank ", rank, " computes on its CPU", all[rank].size() > 4 ? ": " + all[rank].substr(4) : "");
-    if (choice.asked) fail<ConfigError>("[device] SHEAF_DEVICE=cuda on rank ", r.rank, ", but ", why);
-    return {Device::cpu(), false, why};
-  }
-  return choice;
-}
-
 const char* variable(const char* name) { return std::getenv(name); }
+
+// Who has a GPU and does not get it should hear of it.
+void tell(const DeviceChoice& choice) {
+  if (choice.device.is_cpu() && !choice.why.empty()) std::fprintf(stderr, "sheaf: computes on the CPU: %s\n", choice.why.c_str());
+}
 
 }  // namespace
 
 Device init_device() {
-  const Device device = choose_device({}, variable).device;
-  use_device(device, RankContext::current());
-  return device;
+  const DeviceChoice choice = choose_device({}, variable);
+  tell(choice);
+  use_device(choice.device, RankContext::current());
+  return choice.device;
 }
 
 World init_from_env() {
@@ -61,11 +56,12 @@ World init_from_env() {
     use_device(choice.device, context);
   } else {
     const std::shared_ptr<Job> job = join_job(r);
-    choice = agreed(choice, r, *job);
+    choice = agreed_device(choice, r.rank, job->agree("device", choice_for_others(choice)));
     use_device(choice.device, context);
     transport = connect_hosts(r, job, context.hosts);
     if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
   }
+  if (r.rank == 0) tell(choice);
   context.threads = r.threads;
   auto scope = std::make_shared<RankScope>(context);  // this thread's OpenMP threads and flush-to-zero
   World world(std::move(transport), context, r.rank, r.world, r.local_rank, r.local_world, choice.device);

@@ -251,6 +251,8 @@ class Library final : public NcclLibrary {
     // pieces of the pool have a handle for peers, and those it knows. But a rank whose buffer spans
     // two mappings of its memory gives up before it meets the others, who wait for it.
     setenv("NCCL_GRAPH_REGISTER", "0", /*overwrite=*/0);
+    // [Note: one thread issues] in nccl_communicator.h; since NCCL 2.26, others pass it over.
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", /*overwrite=*/0);
     const std::string name = SHEAF_SONAME("libnccl.so.", NCCL_MAJOR);
     kernels::cuda::load_library(name, kNccl);
     if (kernels::cuda::load_newer_functions(name, kNcclMemory))

@@ -70,10 +70,12 @@ class NcclCommunicator::Point final : public DevicePoint {
 };
 
 NcclCommunicator::NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
-                                   std::unique_ptr<Communicator> host, NcclLibrary& library)
+                                   std::unique_ptr<Communicator> host,
+                                   std::shared_ptr<LaneThread> issuer, NcclLibrary& library)
     : CommunicatorBase(std::move(group), job->board),
       job_(std::move(job)),
       host_(std::move(host)),
+      issuer_(std::move(issuer)),
       fate_(std::make_shared<Fate>()),
       notes_(group_, *job_->monitor) {
   connect(library);
@@ -87,6 +89,7 @@ NcclCommunicator::NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job>
 
 NcclCommunicator::~NcclCommunicator() {
   finish_lane();
+  issuer_->submit([]() -> std::shared_ptr<const DevicePoint> { return nullptr; }).sync();  // behind its last call
   {
     std::unique_lock lock(mutex_);
     condition_.wait(lock, [&] { return pending_.empty(); });
@@ -156,7 +159,7 @@ bool NcclCommunicator::finalize() {
   return false;
 }
 
-// --- calls: on the lane's thread ---
+// --- calls: on the host's lane or the issuer ---
 
 void NcclCommunicator::run(const Collective& call) {
   const auto issue = [&]() -> Event {
@@ -346,7 +349,10 @@ std::unique_ptr<Communicator> NcclTransport::connect(const CommunicatorGroup& gr
                      " has no GPU: 'nccl' ", "is for ranks that have one each");
   CommunicatorGroup on_host = group;
   on_host.name += "/host";
-  return std::make_unique<NcclCommunicator>(group, job_, host_->connect(on_host), library_);
+  std::shared_ptr<LaneThread> issuer = issuer_.lock();
+  if (!issuer) issuer_ = issuer = std::make_shared<LaneThread>();
+  return std::make_unique<NcclCommunicator>(group, job_, host_->connect(on_host),
+                                            std::move(issuer), library_);
 }
 
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Job> job,

@@ -1,10 +1,11 @@
 // NcclCommunicator: ranks with a GPU each, through NCCL. What lies on the host goes through a
 // communicator of the host's.
 //
-// A call on GPUs is enqueued on a stream of its own by the lane's thread, behind what the rank's
-// stream had to do before it, and the lane goes on to the next one: host and GPUs never wait for
+// A call on GPUs is enqueued on the communicator's own stream, behind what the rank's stream had to
+// do before it, and the thread that did it goes on to the next one: host and GPUs never wait for
 // each other. Each communicator has one of NCCL's, so gathers and reductions run side by side, on
-// streams with high priority.
+// streams with high priority. But one thread enqueues for all communicators of a rank, in the order
+// in which the rank called ([Note: one thread issues]).
 //
 // Sums are NCCL's: their order is its own (ring, tree or switch, by size and topology), not the
 // order of ranks. f32 and f64 are summed as they are; bf16 and f16 may be rounded after every
@@ -33,12 +34,15 @@
 // NCCL's destroy does. So both run on threads of their own: nobody here waits for them, but the
 // communicator's end, and that not for ever.
 //
-// Kernels of several communicators of one GPU are enqueued in any order, and one may have to end
-// before another can: all must find room there at once. NCCL takes few multiprocessors; and streams
-// that share one of the device's queues wait for each other. CUDA takes 8 of these unless
-// CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a rank of a pipeline has a dozen streams:
-// init_from_env() asks for 32, the most there are, where nothing is set. CUDA promises nothing of
-// all that.
+// [Note: one thread issues] NCCL wants the calls of several communicators on one GPU from one thread,
+// in an order that does not change from run to run ("Using multiple NCCL communicators concurrently"
+// and "Thread Safety" in its guide): kernels of two that begin in other orders on other GPUs can wait
+// for each other where not all find room at once. With NCCL_LAUNCH_ORDER_IMPLICIT=1, which nccl.cc
+// sets where nothing is set, NCCL has each kernel begin behind the one that was issued before it.
+// Nothing waits longer for that: a call is behind all that the rank's stream was given before it
+// anyhow. Streams that share one of the device's queues wait for each other, too. CUDA takes 8 of
+// these unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a rank of a pipeline has a dozen
+// streams: init_from_env() asks for 32, the most there are, where nothing is set.
 //
 // Unproven: nothing of this has run over NCCL itself, which takes a GPU per rank. Tests run it over
 // a stand-in whose ranks are threads.
@@ -66,9 +70,10 @@ namespace sheaf {
 class NcclCommunicator final : public CommunicatorBase {
  public:
   /// Collective over the group, on the GPU of the current rank. `host` is a communicator of the
-  /// same group.
+  /// same group, `issuer` the thread that makes all calls on this rank's GPU.
   NcclCommunicator(CommunicatorGroup group, std::shared_ptr<Job> job,
-                   std::unique_ptr<Communicator> host, NcclLibrary& library);
+                   std::unique_ptr<Communicator> host, std::shared_ptr<LaneThread> issuer,
+                   NcclLibrary& library);
   ~NcclCommunicator() override;
 
   std::string_view kind() const override { return "nccl"; }
@@ -93,6 +98,7 @@ class NcclCommunicator final : public CommunicatorBase {
   void run(const Collective& call) override;
   std::shared_ptr<const DevicePoint> run_on_gpu(const Collective& call) override;
   bool moves_gpu_memory() const override { return true; }
+  LaneThread* gpu_lane() override { return issuer_.get(); }
   void watch_for(Pending pending);
   void watch_replays(const Collective& call);
 
@@ -109,6 +115,7 @@ class NcclCommunicator final : public CommunicatorBase {
 
   const std::shared_ptr<Job> job_;
   const std::unique_ptr<Communicator> host_;
+  const std::shared_ptr<LaneThread> issuer_;
   const std::shared_ptr<Fate> fate_;
   StuckNotes notes_;
   std::shared_ptr<NcclComm> comm_;  // its end may outlive this
@@ -139,6 +146,7 @@ class NcclTransport final : public Transport {
  private:
   const std::shared_ptr<Job> job_;
   const std::shared_ptr<Transport> host_;
+  std::weak_ptr<LaneThread> issuer_;  // of the communicators that are left
   NcclLibrary& library_;
 };
 

@@ -25,9 +25,14 @@ void run_local(int ranks, const std::function<void(World&)>& body, LocalOptions 
     RankContext context;
     context.threads = threads;
     RankScope scope(context);
-    use_device(options.device, context);
-    World world(std::make_shared<LocalTransport>(job), context, rank, ranks, rank, ranks, options.device);
     try {
+      try {
+        use_device(options.device, context);
+      } catch (const Error& e) {  // before there is a World to tell the others
+        job->board->raise({rank, ExitCode::kPeerLost, e.what()});
+        throw;
+      }
+      World world(std::make_shared<LocalTransport>(job), context, rank, ranks, rank, ranks, options.device);
       world.guard([&] { body(world); });
     } catch (...) {
       std::lock_guard lock(mutex);

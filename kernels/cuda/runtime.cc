@@ -46,11 +46,34 @@ std::string device_name(int device) {
   return properties.name;
 }
 
-int multiprocessors(int device) {
-  int count = 0;
-  SHEAF_CUDA_CALL(cudaDeviceGetAttribute, &count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+std::string device_identity(int device) {
+  cudaDeviceProp properties;
+  SHEAF_CUDA_CALL(cudaGetDeviceProperties, &properties, device);
+  std::string out;
+  for (const char byte : properties.uuid.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    out += kDigits[static_cast<unsigned char>(byte) >> 4];
+    out += kDigits[byte & 15];
+  }
+  return out;
 }
+
+namespace {
+
+int attribute(cudaDeviceAttr what, int device) {
+  int value = 0;
+  SHEAF_CUDA_CALL(cudaDeviceGetAttribute, &value, what, device);
+  return value;
+}
+
+}  // namespace
+
+int compute_capability(int device) {
+  return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         attribute(cudaDevAttrComputeCapabilityMinor, device);
+}
+
+int multiprocessors(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
 void use_device(int device) { SHEAF_CUDA_CALL(cudaSetDevice, device); }
 
@@ -124,19 +147,26 @@ bool map(int device, DeviceRange& range, size_t bytes) {
   SHEAF_DRIVER(cuMemMap);
   SHEAF_DRIVER(cuMemSetAccess);
   SHEAF_DRIVER(cuMemRelease);
+  SHEAF_DRIVER(cuMemUnmap);
   if (range.mapped + bytes > range.reserved) return false;
   use_device(device);  // the driver's functions do not, and this thread may have none
   const CUmemAllocationProp prop = pinned_on(device);
+  const CUmemAccessDesc access{prop.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
   CUmemGenericAllocationHandle memory;
   const CUresult made = cuMemCreate_(&memory, bytes, &prop, 0);
   if (made == CUDA_ERROR_OUT_OF_MEMORY) return false;
   check_driver(made, "cuMemCreate");
   const auto at = reinterpret_cast<CUdeviceptr>(range.base + range.mapped);
-  check_driver(cuMemMap_(at, bytes, 0, memory, 0), "cuMemMap");
-  check_driver(cuMemRelease_(memory), "cuMemRelease");  // the mapping keeps it
-  const CUmemAccessDesc access{prop.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-  check_driver(cuMemSetAccess_(at, bytes, &access, 1), "cuMemSetAccess");
+  const CUresult mapped = cuMemMap_(at, bytes, 0, memory, 0);
+  const CUresult kept = cuMemRelease_(memory);  // a mapping keeps it
+  CUresult accessible = mapped;
+  if (mapped == CUDA_SUCCESS && (accessible = cuMemSetAccess_(at, bytes, &access, 1)) != CUDA_SUCCESS)
+    cuMemUnmap_(at, bytes);  // the range is as it was
+  if (accessible == CUDA_ERROR_OUT_OF_MEMORY) return false;
+  check_driver(mapped, "cuMemMap");
+  check_driver(accessible, "cuMemSetAccess");
   range.mapped += bytes;
+  check_driver(kept, "cuMemRelease");
   return true;
 }
 

@@ -21,6 +21,10 @@ int device_count();
 std::string why_no_device();
 /// "NVIDIA H200", and "emulated GPU" where kernels run on the CPU.
 std::string device_name(int device);
+/// Equal for the same GPU in all processes of a host, and for no two.
+std::string device_identity(int device);
+/// 90 for 9.0.
+int compute_capability(int device);
 int multiprocessors(int device);
 /// Makes `device` the one that this thread's calls and launches go to.
 void use_device(int device);
