@@ -32,7 +32,12 @@ Tensor Recording::resolve(ValueId v) {
         recompute(region);
         break;
       }
-  if (const Tensor& saved = state(v).saved) return saved;  // the states may have moved
+  if (const ValueState& now = state(v); now.saved) {  // the states may have moved
+    if (now.saved.storage()->version() != now.version)
+      fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was changed in place between forward and backward, which ",
+                          "reads it: change a copy");
+    return now.saved;
+  }
   fail<LifetimeError>("[backward] value %", v, " ", tape_.type(v), " was freed: this part of the recording was ",
                       "differentiated before (ask for it with {.keep = true}), or its derivative reads what it does not save");
 }

@@ -217,7 +217,8 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     ValueState& s = states_[v];
     ++s.saves;
     // A recipe is resolved again: the gathered bytes may be discarded.
-    if (!s.recipe && !s.repeated && !s.made_again && !(in_region_ && made_in_region(v))) s.saved = t;
+    if (!s.recipe && !s.repeated && !s.made_again && !(in_region_ && made_in_region(v)))
+      s.saved = t, s.version = t.storage()->version();
   };
   const auto edges = tape_.inputs(n);
   for (size_t i = 0; i < inputs.size(); ++i)

@@ -170,6 +170,7 @@ class Recording {
   friend class RecomputeScope;
   struct ValueState {
     Tensor saved;               // what the backward reads, while saves > 0
+    uint64_t version = 0;       // of its storage, when it was saved
     int32_t saves = 0;          // nodes that still want it
     bool needs_grad = false;
     bool recipe = false;        // comes from a group's leaf through views and casts only

@@ -12,6 +12,10 @@ const MeshSpec* MeshSpec::intern(std::vector<Axis> axes) {
   if (axes.empty() || axes.size() > kMaxAxes) fail<ConfigError>("[mesh] needs 1 to ", kMaxAxes, " axes");
   for (const Axis& a : axes)
     if (a.size < 1) fail<ConfigError>("[mesh] axis ", a.name, " has size ", a.size);
+  for (size_t i = 0; i < axes.size(); ++i)  // communicators are named by them
+    for (size_t j = 0; j <= i; ++j)
+      if (axes[i].name.empty() || (i != j && axes[i].name == axes[j].name))
+        fail<ConfigError>("[mesh] every axis has a name of its own, not '", axes[i].name, "'", i != j ? " twice" : "");
   static std::mutex mutex;
   static auto* specs = new std::vector<std::unique_ptr<MeshSpec>>;
   std::lock_guard lock(mutex);

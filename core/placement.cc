@@ -17,6 +17,8 @@ OwnershipMap OwnershipMap::even(int dim, int64_t granule) {
 }
 
 OwnershipMap OwnershipMap::uneven(int dim, const std::vector<int64_t>& sizes, int64_t granule) {
+  for (const int64_t size : sizes)
+    if (size < 0) fail<PlacementError>("[placement] uneven: a rank has ", size, " of dimension ", dim);
   OwnershipMap m = even(dim, granule);
   m.kind_ = Kind::uneven;
   m.sizes_ = interned(sizes);

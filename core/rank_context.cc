@@ -67,7 +67,11 @@ int RankContext::coordinate(const MeshSpec* mesh, int axis) const {
   return r->coordinate(axis);
 }
 
-RankContext& RankContext::current() { return current_context ? *current_context : process_context(); }
+RankContext& RankContext::current() {
+  if (current_context) return *current_context;
+  flush_denormals();  // no RankScope has
+  return process_context();
+}
 
 RankScope::RankScope(RankContext& context) : previous_(current_context) {
   current_context = &context;

@@ -1,6 +1,6 @@
 // RankContext: everything that belongs to one rank. Ranks are processes in production and threads in tests, so no
-// per-rank state is static: it hangs on this object, found through a thread-local pointer that communication and
-// compute threads inherit.
+// per-rank state is static: it hangs on this object, found through a thread-local pointer that communication threads inherit.
+// Threads that compute parts of a kernel do not: what they need of it is looked up before.
 #pragma once
 
 #include <atomic>
@@ -62,7 +62,7 @@ class RankContext {
   std::vector<std::pair<const MeshSpec*, std::shared_ptr<MeshRuntime>>> meshes_;
 };
 
-/// Makes `context` current on this thread while it lives, with its thread count and flush-to-zero arithmetic.
+/// Makes `context` current on this thread while it lives, with its thread count. Flush-to-zero arithmetic stays.
 class RankScope {
  public:
   explicit RankScope(RankContext& context);

@@ -48,20 +48,6 @@ bool usable_name(const std::string& name) {
   return true;
 }
 
-// Bytes of a tensor; nullopt if they do not fit 63 bits. Zero sizes do not hide an overflow of the others.
-std::optional<int64_t> byte_size(DType dtype, const Shape& shape) {
-  int64_t bytes = static_cast<int64_t>(size_of(dtype));
-  bool empty = false;
-  for (int64_t size : shape) {
-    if (size == 0) {
-      empty = true;
-    } else if (__builtin_mul_overflow(bytes, size, &bytes)) {
-      return std::nullopt;
-    }
-  }
-  return empty ? 0 : bytes;
-}
-
 // A state machine over the parser's events that accepts only the three levels of a header.
 class HeaderParser : public nlohmann::json_sax<nlohmann::json> {
  public:
@@ -165,7 +151,7 @@ class HeaderParser : public nlohmann::json_sax<nlohmann::json> {
       if (!seen_dtype_ || !seen_shape_ || !seen_offsets_) refuse("lacks dtype, shape or data_offsets");
       if (num_offsets_ != 2) refuse("data_offsets has fewer than two numbers");
       if (entry_.end < entry_.begin) refuse("data_offsets are reversed");
-      const auto bytes = byte_size(entry_.dtype, entry_.shape);
+      const auto bytes = byte_size(size_of(entry_.dtype), entry_.shape);
       if (!bytes) refuse("its size overflows");
       if (*bytes != entry_.bytes()) {
         refuse(str(name(entry_.dtype), entry_.shape, " takes ", *bytes, " bytes, data_offsets span ", entry_.bytes()));
@@ -302,7 +288,7 @@ FileDigest write_safetensors(const std::string& path, std::vector<SafetensorsInp
     };
     if (!usable_name(tensor.name) || tensor.name == "__metadata__") refuse("unusable name");
     if (!names.insert(tensor.name).second) refuse("appears twice");
-    const int64_t bytes = byte_size(tensor.dtype, tensor.shape).value_or(-1);
+    const int64_t bytes = byte_size(size_of(tensor.dtype), tensor.shape).value_or(-1);
     int64_t held = 0;
     for (const auto& piece : tensor.pieces) held += static_cast<int64_t>(piece.size());
     if (bytes < 0 || (held != bytes && !tensor.make)) {
@@ -327,7 +313,7 @@ FileDigest write_safetensors(const std::string& path, std::vector<SafetensorsInp
     for (const auto& piece : tensor.pieces) writer.write(piece.data(), static_cast<int64_t>(piece.size()));
     if (!tensor.make) continue;
     const std::vector<std::byte> made = tensor.make();
-    check<CheckpointError>(tensor.pieces.empty() && byte_size(tensor.dtype, tensor.shape) == std::ssize(made),
+    check<CheckpointError>(tensor.pieces.empty() && byte_size(size_of(tensor.dtype), tensor.shape) == std::ssize(made),
                            "[safetensors] '", path, "': tensor ", tensor.name, ": made ", made.size(), " bytes for ",
                            tensor.dtype, tensor.shape);
     writer.write(made.data(), std::ssize(made));

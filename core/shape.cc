@@ -15,4 +15,15 @@ Shape broadcast_shapes(std::string_view who, const Shape& a, const Shape& b) {
   return out;
 }
 
+std::optional<int64_t> byte_size(size_t element, const Shape& shape) {
+  auto bytes = static_cast<int64_t>(element);
+  bool empty = false;
+  for (const int64_t size : shape) {
+    if (size < 0) return std::nullopt;
+    if (size == 0) empty = true;
+    else if (__builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
+  }
+  return empty ? 0 : bytes;
+}
+
 }  // namespace sheaf

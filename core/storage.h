@@ -46,7 +46,8 @@ class Storage {
   /// Waits for the lane that fills it, if any.
   void settle();
 
-  /// Counts changes in place (a step, an assignment), so that a backward sees that what it saved is no longer there.
+  /// Counts changes in place by what has a value to change (a step, an assignment, store_into, add_into), so that a backward sees
+  /// that what it saved is no longer there.
   uint64_t version() const { return version_; }
   void changed() { ++version_; }
 

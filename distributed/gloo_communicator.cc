@@ -88,7 +88,11 @@ GlooTransport::GlooTransport(std::shared_ptr<Job> job) : job_(std::move(job)) {
   const BlockSigpipe block;
   gloo::transport::tcp::attr attr;
   attr.hostname = job_->store->local_address();
-  device_ = gloo::transport::tcp::CreateDevice(attr);
+  try {
+    device_ = gloo::transport::tcp::CreateDevice(attr);
+  } catch (const std::exception& e) {
+    fail<IoError>("[gloo] cannot listen on ", attr.hostname, ": ", e.what());
+  }
 }
 
 std::unique_ptr<Communicator> GlooTransport::connect(const CommunicatorGroup& group) {

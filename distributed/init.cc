@@ -56,14 +56,21 @@ World init_from_env() {
     use_device(choice.device, context);
   } else {
     const std::shared_ptr<Job> job = join_job(r);
-    choice = agreed_device(choice, r.rank, job->agree("device", choice_for_others(choice)));
-    use_device(choice.device, context);
-    transport = connect_hosts(r, job, context.hosts);
-    if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
+    try {
+      choice = agreed_device(choice, r.rank, job->agree("device", choice_for_others(choice)));
+      use_device(choice.device, context);
+      transport = connect_hosts(r, job, context.hosts);
+      if (choice.device.is_cuda()) transport = nccl_transport(job, transport);
+    } catch (const ConfigError&) {  // of what ranks have told each other: all find it
+      throw;
+    } catch (const std::exception& e) {  // there is no World yet to tell the others
+      job->board->raise({r.rank, ExitCode::kPeerLost, e.what()});
+      throw;
+    }
   }
   if (r.rank == 0) tell(choice);
   context.threads = r.threads;
-  auto scope = std::make_shared<RankScope>(context);  // this thread's OpenMP threads and flush-to-zero
+  auto scope = std::make_shared<RankScope>(context);  // this thread's compute threads
   World world(std::move(transport), context, r.rank, r.world, r.local_rank, r.local_world, choice.device);
   world.keep(std::move(scope));
   return world;

@@ -1,10 +1,24 @@
 #include "sheaf/distributed/job.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 
 namespace sheaf {
 
+namespace {
+
+// Rank 0 has two connections to each rank, and Gloo one for each peer and lane: more than what shells allow by default.
+void allow_many_descriptors() {
+  rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+}  // namespace
+
 std::shared_ptr<Job> join_job(const Rendezvous& r) {
+  allow_many_descriptors();
   const Deadline deadline = std::chrono::steady_clock::now() + r.init_timeout;
   auto job = std::make_shared<Job>();
   job->rendezvous = r;

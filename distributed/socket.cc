@@ -37,13 +37,15 @@ AddressList resolve(const std::string& host, int port, bool passive) {
 
 void set_option(int fd, int level, int option, int value) { setsockopt(fd, level, option, &value, sizeof value); }
 
-// A host that loses its power says nothing: the kernel asks after 5 s of silence and gives up 3 s later.
+// A host that loses its power says nothing: the kernel asks after 5 s of silence and gives up 3 s later. It does not ask while
+// something that was sent has not been acknowledged: then these 8 s are the time-out of that.
 void configure(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 8000);
 }
 
 int milliseconds_until(Deadline deadline) {
@@ -116,7 +118,10 @@ Socket connect_to(const std::string& host, int port, Deadline deadline) {
     const AddressList list = resolve(host, port, false);
     for (addrinfo* a = list.get(); a; a = a->ai_next) {
       Socket s(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, a->ai_protocol));
-      if (!s) continue;
+      if (!s) {
+        reason = std::strerror(errno);
+        continue;
+      }
       int error = connect(s.fd(), a->ai_addr, a->ai_addrlen) == 0 ? 0 : errno;
       if (error == EINPROGRESS) {
         if (!ready(s.fd(), POLLOUT, std::min(deadline, Clock::now() + std::chrono::seconds(10)))) continue;
@@ -141,7 +146,7 @@ std::optional<Socket> accept_from(const Socket& listener, Deadline deadline) {
     Socket s(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!s) {
       if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) continue;
-      return std::nullopt;
+      fail<IoError>("[rendezvous] cannot accept a connection: ", std::strerror(errno));
     }
     configure(s.fd());
     return s;

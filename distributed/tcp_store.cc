@@ -80,8 +80,12 @@ class StoreServer::Impl {
         it = it->close ? clients_.erase(it) : std::next(it);
       }
       if (polled[1].revents) {
-        if (auto s = accept_from(listener_, Clock::now()); s && clients_.size() < kMaxClients)
-          clients_.push_back({.socket = std::move(*s), .greet_by = Clock::now() + kGreetingTime});
+        try {
+          if (auto s = accept_from(listener_, Clock::now()); s && clients_.size() < kMaxClients)
+            clients_.push_back({.socket = std::move(*s), .greet_by = Clock::now() + kGreetingTime});
+        } catch (const IoError&) {  // no descriptor is left: who waits outside is asked again, not in a hurry
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        }
       }
     }
   }

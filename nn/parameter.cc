@@ -209,6 +209,7 @@ void assign(const nn::Parameter& p, const Tensor& whole) {
     for (int64_t k = 0; piece.leaf == p.index() && k < piece.runs.count; ++k)
       transfer(b.shard.device(), b.shard.view().as<char>() + (piece.shard_offset + k * piece.runs.size) * size, dense.device(),
                dense.view().as<char>() + piece.runs[k].begin * size, static_cast<size_t>(piece.runs.size * size));
+  b.shard.storage()->changed();
 }
 
 void assign(const nn::Buffer& b, const Tensor& whole) {
@@ -217,6 +218,7 @@ void assign(const nn::Buffer& b, const Tensor& whole) {
   if (value.device().is_meta()) return;
   const Tensor dense = whole.is_contiguous() ? whole : whole.clone();
   transfer(value.device(), value.view().data, dense.device(), dense.view().data, static_cast<size_t>(dense.local_bytes()));
+  value.storage()->changed();
 }
 
 }  // namespace sheaf

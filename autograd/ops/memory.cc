@@ -68,12 +68,14 @@ Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : apply<Contig
 void store_into(const Tensor& to, const Tensor& x) {
   const OutputSpec spec{to.type(), to, -1, 0};
   apply_typed(op_def<StoreInto>(), nullptr, std::span(&x, 1), std::span(&spec, 1));
+  to.storage()->changed();
 }
 
 void add_into(const Tensor& to, const Tensor& x) {
   const OutputSpec spec{to.type(), to, -1, 0};
   const Tensor inputs[] = {x, to};
   apply_typed(op_def<AddInto>(), nullptr, inputs, std::span(&spec, 1));
+  to.storage()->changed();
 }
 
 }  // namespace sheaf

@@ -202,7 +202,10 @@ Tensor stack(const std::vector<Tensor>& xs, int dim) {
 std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, int dim) {
   const int d = wrap_dim("split", dim, x.rank());
   int64_t total = 0;
-  for (const int64_t n : sizes) total += n;
+  for (const int64_t n : sizes) {
+    if (n < 0) fail<ShapeError>("[split] a part of size ", n, " of ", x.type());
+    total += n;
+  }
   if (total != x.shape()[d])
     fail<ShapeError>("[split] sizes add up to ", total, ", not to dimension ", d, " of ", x.type());
   std::vector<Tensor> out;

@@ -184,5 +184,22 @@ TEST(ParallelFor, WorkersThatSleepAreWoken) {
   });
 }
 
+// A thread that is in no RankScope computes parts as the workers do: which of them computed what shows nowhere.
+TEST(ParallelFor, AllThreadsFlushDenormals) {
+  std::thread([] {
+    std::vector<float> x(100000, 1e-30f);
+    volatile float by = 1e-10f;
+    parallel_for(std::ssize(x), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) x[static_cast<size_t>(i)] *= by;
+    });
+    EXPECT_EQ(std::ranges::count(x, 0.0f), std::ssize(x));
+  }).join();
+  std::thread([] {
+    RankContext::current();
+    volatile float x = 1e-30f, by = 1e-10f;
+    EXPECT_EQ(x * by, 0.0f) << "nor does a kernel that is not shared out";
+  }).join();
+}
+
 }  // namespace
 }  // namespace sheaf

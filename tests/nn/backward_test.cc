@@ -436,5 +436,39 @@ TEST(Backward, StopsAtStopGradient) {
     }
 }
 
+// What a derivative reads must be there as it was.
+TEST(Backward, WhatWasSavedMayNotChangeInPlace) {
+  run_local(1, [](World& w) {
+    const auto change = [&](bool saved, auto&& how) {
+      Net net(1);
+      shard(net, data_mesh(w), {});
+      materialize(net, Device::cpu(), {.seed = 1});
+      return refusal([&] {
+        Recording recording;
+        const Tensor x = rows_of(data_mesh(w)), y = square(linear(x, net.layers[0].weight)), other = x * 2.0;
+        how(saved ? x : other);
+        recording.backward(redistribute(sum(y), "data", Placement::partial()));
+      });
+    };
+    EXPECT_THAT(change(true, [](const Tensor& x) { store_into(x, full_like(x, 100)); }), HasSubstr("was changed in place between forward"));
+    EXPECT_THAT(change(true, [](const Tensor& x) { add_into(x, full_like(x, 1)); }), HasSubstr("change a copy"));
+    EXPECT_EQ(change(false, [](const Tensor& x) { store_into(x, full_like(x, 100)); }), "no exception") << "it is no one's";
+  }, {.threads_per_rank = 1});
+}
+
+// Sizes that are none, and axes that cannot be told apart.
+TEST(Backward, SizesAndAxesThatCannotBe) {
+  EXPECT_THROW(zeros({-1, 3}), ShapeError);
+  EXPECT_THROW(randn({kF32, {-2}, {}}, Key{1}), ShapeError);
+  EXPECT_THROW(zeros({int64_t{1} << 40, int64_t{1} << 40}), ShapeError);
+  EXPECT_EQ(zeros({0, int64_t{1} << 40}).numel(), 0);
+  EXPECT_THROW(split(zeros({4}), std::vector<int64_t>{-1, 5}), ShapeError);
+  EXPECT_THROW(OwnershipMap::uneven(0, {5, -1}), PlacementError);
+  run_local(4, [](World& w) {
+    EXPECT_THROW(w.mesh({{"data", 2}, {"data", 2}}), ConfigError);
+    EXPECT_THROW(w.mesh({{"", 4}}), ConfigError);
+  }, {.threads_per_rank = 1});
+}
+
 }  // namespace
 }  // namespace sheaf
