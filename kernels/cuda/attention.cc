@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <string>
 #include <string_view>
 
+#include "sheaf/core/error.h"
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/cuda/attention_blocked.h"
 #include "sheaf/kernels/cuda/cudnn_attention.h"
+#include "sheaf/kernels/cuda/slow_notice.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -30,7 +33,17 @@ size_t workspace_of(const Attention& a, size_t ours) {
 
 /// False, and nothing has happened, where our own kernels are to run.
 bool run_cudnn(const Stream& stream, const Attention& a, Workspace workspace) {
-  if (!by_cudnn(a) || workspace.bytes < cudnn::attention_workspace(a)) return false;
+  if (!wanted()) return false;
+  if (const std::string why = cudnn::refusal(a); !why.empty()) {
+    const Shape &q = a.q.shape, &k = a.k.shape;
+    if ((a.q.dtype == kBF16 || a.q.dtype == kF16) &&
+        q[0] * q[2] * q[1] * k[1] >= kWorthANotice)
+      slow_notice(str("[attention] our own kernel computes the ",
+                      a.dout.rank() != 0 ? "backward" : "forward", " pass of ", a.q.dtype,
+                      ", slowly: cuDNN refuses it: ", why));
+    return false;
+  }
+  if (workspace.bytes < cudnn::attention_workspace(a)) return false;
   cudnn::attention(stream, a, workspace);
   return true;
 }

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include <cuda_runtime.h>
 
@@ -196,15 +196,18 @@ struct DeviceAttention {
     const std::vector<int64_t> key = plan_key(a);
     if (const auto known = answers.find(key); known != answers.end()) return known->second;
     check_can_be_planned(a);
-    Answer& answer = answers[key];
+    Answer answer;
     try {
       load();
-      if (!handle) check_status(cudnnCreate(&handle), "cudnnCreate");
-      answer.plan = std::make_unique<const Plan>(graph_of(a), Target{.handle = handle});
+      answer.refusal = version_refusal(version(), a);
+      if (answer.refusal.empty()) {
+        if (!handle) check_status(cudnnCreate(&handle), "cudnnCreate");
+        answer.plan = std::make_unique<const Plan>(graph_of(a), Target{.handle = handle});
+      }
     } catch (const Refusal& refusal) {
       answer.refusal = refusal.what();
     }
-    return answer;
+    return answers.emplace(key, std::move(answer)).first->second;
   }
 };
 
@@ -236,8 +239,7 @@ size_t workspace_of(const Attention& a, const Plan& plan) {
 
 void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Attention& a,
          Workspace workspace) {
-  // Not -inf: where a query sees nothing of a block of keys, -inf less the largest would be NaN.
-  float scale = static_cast<float>(a.scale), one = 1, masked = std::numeric_limits<float>::lowest();
+  float scale = static_cast<float>(a.scale), one = 1, masked = masked_score(version());
   std::vector<int64_t> ids{kQ, kK, kV, kOut, kLse, kScale, kMasked};
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};
@@ -276,6 +278,7 @@ std::string refusal_on(std::string_view properties, const Attention& a, int64_t*
   if (!why.empty()) return why;
   try {
     load();
+    if (std::string old = version_refusal(version(), a); !old.empty()) return old;
     const Descriptor device = device_properties(properties);
     const Attention part = parts_of(a).front();
     const Plan plan(graph_of(part), {.properties = device.handle()});

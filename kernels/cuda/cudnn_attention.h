@@ -40,7 +40,8 @@ std::vector<Attention> parts_of(const Attention& a);
 /// Why cuDNN does not take this on the thread's current device: in its words, or because of
 /// something that was never tried; empty if it does. The first question about a shape compiles a
 /// plan for it, which takes about half a second on the host; the answer is kept. CudaError for a
-/// first question while the rank's GPU captures a graph.
+/// first question while the rank's GPU captures a graph, and, not kept, where planning failed for
+/// another reason than a refusal, such as a lack of memory.
 std::string refusal(const Attention& a);
 inline bool accepts(const Attention& a) { return refusal(a).empty(); }
 /// The same for a device that need not be here, described in JSON as cuDNN does. Compiles each time
@@ -55,6 +56,10 @@ int64_t attention_calls();
 
 /// The part of refusal() that needs no cuDNN.
 std::string layout_refusal(const Attention& a);
+/// The part that depends on its version alone (91900 for 9.19.0), which the text names.
+std::string version_refusal(int64_t version, const Attention& a);
+/// What hidden scores are for cuDNN of this version.
+float masked_score(int64_t version);
 /// What a plan depends on.
 std::vector<int64_t> plan_key(const Attention& a);
 /// Throws CudaError while this rank's GPU captures a graph: before a plan is made.

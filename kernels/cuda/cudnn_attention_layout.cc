@@ -1,3 +1,4 @@
+#include <limits>
 #include <vector>
 
 #include "sheaf/core/error.h"
@@ -92,6 +93,28 @@ std::string layout_refusal(const Attention& a) {
     return str("where documents begin must be i32[B, T], rows at multiples of 16 bytes: ",
                begins.shape, " of ", begins.dtype, " with strides ", begins.strides);
   return "";
+}
+
+std::string version_refusal(int64_t version, const Attention& a) {
+  const std::string name =
+      str("cuDNN ", version / 10000, '.', version / 100 % 100, '.', version % 100);
+  if (version < 90500) return name + " was never tried, only 9.5 and later";
+  // NVIDIA's own frontend refuses these, forward and backward.
+  if (version == 91000 || version == 91001)
+    return name + " has bugs in attention of bf16 and f16, as NVIDIA says; 9.10.2 has not";
+  // Its frontend hides what lies beyond the last key by a mask for lengths. Ours has none.
+  if (version <= 91500 && a.dout.rank() != 0 && a.k.shape[1] % 128 != 0)
+    return str(name, ": backward for whole blocks of 128 keys only, not for ", a.k.shape[1],
+               "; 9.15.1 and later take others");
+  return "";
+}
+
+float masked_score(int64_t version) {
+  // Where a query sees nothing of a block of keys, -inf less the largest score is NaN, unless a
+  // kernel looks. NVIDIA's own frontend gives the lowest number to kernels before 9.10 and -inf to
+  // later ones.
+  return version < 91000 ? std::numeric_limits<float>::lowest()
+                         : -std::numeric_limits<float>::infinity();
 }
 
 std::vector<int64_t> plan_key(const Attention& a) {

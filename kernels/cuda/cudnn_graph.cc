@@ -19,6 +19,7 @@
   F(cudnnCreate)                   \
   F(cudnnGetErrorString)           \
   F(cudnnGetLastErrorString)       \
+  F(cudnnGetVersion)               \
   F(cudnnSetStream)
 SHEAF_FORWARD_FUNCTIONS(kCudnn, SHEAF_CUDNN)
 
@@ -51,6 +52,19 @@ bool deterministic(Handle config) {
          notes.end();
 }
 
+/// The codes of one kind share their thousand.
+bool refuses(cudnnStatus_t status) {
+  switch (static_cast<int>(status)) {
+    case CUDNN_STATUS_NOT_INITIALIZED:
+    case CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH:
+    case CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED:
+      return true;
+    default:
+      return CUDNN_STATUS_CATEGORY(status) == CUDNN_STATUS_BAD_PARAM ||
+             CUDNN_STATUS_CATEGORY(status) == CUDNN_STATUS_NOT_SUPPORTED;
+  }
+}
+
 }  // namespace
 
 void load() {
@@ -62,11 +76,15 @@ void load() {
   }
 }
 
+int64_t version() { return static_cast<int64_t>(cudnnGetVersion()); }
+
 void check_status(cudnnStatus_t status, const char* call) {
   if (status == CUDNN_STATUS_SUCCESS) return;
   char words[512] = "";
   cudnnGetLastErrorString(words, sizeof words);
-  throw Refusal(std::string(call) + ": " + cudnnGetErrorString(status) + ": " + words);
+  const std::string text = str(call, ": ", cudnnGetErrorString(status), ": ", words);
+  if (refuses(status)) throw Refusal(text);
+  fail<CudaError>("[cudnn] ", text);
 }
 
 Descriptor::Descriptor(cudnnBackendDescriptorType_t type) {

@@ -12,7 +12,8 @@
 
 namespace sheaf::kernels::cuda::cudnn {
 
-/// cuDNN does not take what was asked for; what() has the call and cuDNN's own words.
+/// cuDNN does not take what was asked for, now or later, or is not here; what() has the call and
+/// cuDNN's own words.
 class Refusal : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -20,8 +21,12 @@ class Refusal : public std::runtime_error {
 
 /// Comes before all else: loads cuDNN. Throws Refusal if it is not here.
 void load();
+/// Of the library that load() found: 91900 for 9.19.0.
+int64_t version();
 
-/// Throws Refusal unless `status` is success.
+/// Throws unless `status` is success: Refusal where cuDNN does not know what it was asked for, or
+/// parts of it or the device are absent; CudaError for what failed, as a lack of memory does, and
+/// may go well another time.
 void check_status(cudnnStatus_t status, const char* call);
 
 using Handle = cudnnBackendDescriptor_t;
@@ -117,7 +122,7 @@ class Graph {
 /// not note as nondeterministic.
 class Plan {
  public:
-  Plan(Graph graph, const Target& target);  ///< throws Refusal
+  Plan(Graph graph, const Target& target);  ///< throws as check_status()
 
   int64_t workspace() const { return workspace_; }
   /// Enqueues the plan on the handle's stream. `pointers` in the order of `ids`.

@@ -93,7 +93,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
         compute_(make_stream(index)),
         copies_(make_stream(index)),
         blocks_(make_device_allocator(index)),
-        host_memory_(make_pinned_allocator(index)) {}
+        host_blocks_(make_pinned_allocator(index)) {}
   ~CudaGpu() override {
     try {
       synchronize(compute_);  // kernels may still use what is given back now
@@ -164,13 +164,14 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
     check<CudaError>(!capturing_, "[gpu] a capture goes on already");
     cuda::begin_capture(compute_);
     blocks_->begin_capture();
+    host_blocks_->begin_capture();
     capturing_ = true;
   }
   std::unique_ptr<GpuGraph> end_capture() override {
     check<CudaError>(capturing_, "[gpu] there is no capture to end");
     capturing_ = false;
     CudaGraph::Replayed replayed = take_replayed();
-    std::shared_ptr<void> memory = blocks_->end_capture();
+    std::shared_ptr<void> memory = end_ownership();
     const GraphHandle handle = cuda::end_capture(compute_);
     return std::make_unique<CudaGraph>(shared_from_this(), handle, std::move(memory),
                                        std::move(replayed));
@@ -179,7 +180,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
     try {
       capturing_ = false;
       take_replayed();
-      blocks_->end_capture();
+      end_ownership();
       destroy_graph(cuda::end_capture(compute_));
     } catch (const CudaError&) {
     }  // of a capture that had failed
@@ -195,6 +196,11 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   // before it waits for a slot.
   static constexpr size_t kSlot = size_t{1} << 20, kSlots = 8;
 
+  /// Of all that the capture has allocated, until the result goes.
+  std::shared_ptr<void> end_ownership() {
+    return std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
+        blocks_->end_capture(), host_blocks_->end_capture());
+  }
   CudaGraph::Replayed take_replayed() {
     std::lock_guard lock(mutex_);
     return std::exchange(replayed_, {});
@@ -204,7 +210,8 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   const Stream compute_, copies_;
   const std::shared_ptr<DeviceAllocator> blocks_;
   const std::shared_ptr<Allocator> memory_ = blocks_;
-  const std::shared_ptr<Allocator> host_memory_;
+  const std::shared_ptr<GraphAllocator> host_blocks_;
+  const std::shared_ptr<Allocator> host_memory_ = host_blocks_;
   std::atomic<bool> capturing_ = false;
   std::mutex mutex_;         // guards what follows
   char* staging_ = nullptr;  // slots, used in turn

@@ -1,5 +1,5 @@
 // What every .cu file includes: CUDA's device language, from nvcc or from the emulation, and
-// launch().
+// launch(). code_loading.h says when launch() loads code alone.
 //
 // Kernels are written in the part of CUDA that emulation.h implements: thread and block indices,
 // __shared__ (and dynamic_shared), __syncthreads, full-warp shuffles and votes, integer atomics,
@@ -9,6 +9,7 @@
 
 #include "sheaf/core/device.h"
 #include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/code_loading.h"
 #include "sheaf/kernels/cuda/config.h"
 
 #ifndef SHEAF_CUDA_EMULATED
@@ -80,12 +81,20 @@ inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted);
 }
 
+/// Asking for a kernel's attributes loads its code, where that has been put off until it is needed.
+inline void load_code(const char* name, const void* kernel) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  check<CudaError>(error == cudaSuccess, '[', name, "] load: ", cudaGetErrorString(error));
+}
+
 /// Enqueues kernel(args...) on `stream`; `name` is the op in errors. Nothing to do if there are no
 /// blocks.
 template <class... Parameters, class... Args>
 void launch(const char* name, const Stream& stream, const LaunchShape& shape,
             void (*kernel)(Parameters...), Args... args) {
   if (!shape.check(name)) return;
+  if (CodeLoading::active()) return load_code(name, reinterpret_cast<const void*>(kernel));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
                         static_cast<unsigned>(shape.blocks_z));
@@ -113,7 +122,7 @@ T* dynamic_shared() {
 template <class... Parameters, class... Args>
 void launch(const char* name, const Stream& stream, const LaunchShape& shape,
             void (*kernel)(Parameters...), Args... args) {
-  if (!shape.check(name)) return;
+  if (!shape.check(name) || CodeLoading::active()) return;
   const dim3 grid(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
                   static_cast<unsigned>(shape.blocks_z));
   const auto threads = static_cast<unsigned>(shape.threads);

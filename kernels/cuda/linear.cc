@@ -3,12 +3,24 @@
 #include <algorithm>
 
 #include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/code_loading.h"
 #include "sheaf/kernels/cuda/gemm.h"
+#include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/cuda/workspace.h"
 #include "sheaf/kernels/elementwise.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
+
+/// Behind a product that has done on its way what `kernels` would do: while products are timed, the
+/// code of these is loaded. This rank has timed by itself, and another's choice, which it will have
+/// to take over, may leave their work to them.
+template <class F>
+void load_kernels(F&& kernels) {
+  if (!TuneProducts::active()) return;
+  const CodeLoading loading;
+  kernels();
+}
 
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
 struct WeightGradient {
@@ -66,9 +78,10 @@ size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias
 void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
                  const View& before, const View& value, Workspace workspace) {
   const Gemm product = linear_product(x, weight, bias, value);
-  if (gemm_with(stream, product, Fused::gelu, before, workspace)) return;
+  const auto gelu = [&] { unary(stream, UnaryOp::gelu_tanh, before, value); };
+  if (gemm_with(stream, product, Fused::gelu, before, workspace)) return load_kernels(gelu);
   linear(stream, x, weight, bias, before, workspace);
-  unary(stream, UnaryOp::gelu_tanh, before, value);
+  gelu();
 }
 
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View&,
@@ -78,9 +91,11 @@ size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const 
 void gelu_linear_backward(const Stream& stream, const View& dy, const View& weight,
                           const View& before, const View& dbefore, Workspace workspace) {
   const Gemm product = gelu_linear_gradient_product(dy, weight, dbefore);
-  if (gemm_with(stream, product, Fused::gelu_gradient, before, workspace)) return;
+  const auto gelu = [&] { gelu_backward(stream, UnaryOp::gelu_tanh, before, dbefore, dbefore); };
+  if (gemm_with(stream, product, Fused::gelu_gradient, before, workspace))
+    return load_kernels(gelu);
   gemm(stream, product, workspace);
-  gelu_backward(stream, UnaryOp::gelu_tanh, before, dbefore, dbefore);
+  gelu();
 }
 
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {
@@ -102,9 +117,10 @@ void linear_gradients(const Stream& stream, const View& dy, const View& x, const
                       const View& dbias, Workspace workspace) {
   WeightGradient w(dy, x, dweight);
   const Workspace scratch = w.prepare(stream, workspace);
-  if (gemm_with(stream, w.gemm(), Fused::row_sums, dbias, scratch)) return;
+  const auto sums = [&] { linear_bias_gradient(stream, dy, dbias, workspace); };
+  if (gemm_with(stream, w.gemm(), Fused::row_sums, dbias, scratch)) return load_kernels(sums);
   gemm(stream, w.gemm(), scratch);
-  linear_bias_gradient(stream, dy, dbias, workspace);  // the product is done with it by then
+  sums();  // the product is done with the workspace by then
 }
 
 }  // namespace sheaf::kernels::cuda

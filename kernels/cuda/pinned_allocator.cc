@@ -1,5 +1,10 @@
+#include <algorithm>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/cuda/gpu.h"
@@ -8,9 +13,24 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
+using Blocks = std::multimap<size_t, void*>;  // by size
+
+void* take(Blocks& from, size_t size) {
+  const auto it = from.find(size);
+  return it == from.end() ? nullptr : from.extract(it).mapped();
+}
+
+/// [Note: memory of graphs], device_allocator.cc.
+struct GraphMemory {
+  std::set<void*> taken;
+  Blocks free;   // of these
+  Blocks older;  // from before the capture, freed in it
+};
+
 // Locking pages is slow: what was locked is kept. Blocks are the driver's own and are not split: a
 // model asks for the same few sizes again.
-class PinnedAllocator : public Allocator {
+class PinnedAllocator : public GraphAllocator,
+                        public std::enable_shared_from_this<PinnedAllocator> {
  public:
   explicit PinnedAllocator(int device) : device_(device) {}
   ~PinnedAllocator() override {
@@ -26,11 +46,9 @@ class PinnedAllocator : public Allocator {
   void* allocate(size_t bytes, MemoryKind) override {
     const size_t size = rounded(bytes);
     std::lock_guard lock(mutex_);
-    void* block = nullptr;
-    if (const auto it = free_.find(size); it != free_.end()) {
-      block = it->second;
-      free_.erase(it);
-    } else {
+    void* block = open_ ? take(open_->free, size) : nullptr;
+    if (!block) block = take(free_, size);
+    if (!block) {
       use_device(device_);
       try {
         block = allocate_pinned(size);
@@ -39,6 +57,7 @@ class PinnedAllocator : public Allocator {
       }
       stats_.reserved += static_cast<int64_t>(size);
     }
+    if (open_) open_->taken.insert(block);
     stats_.live += static_cast<int64_t>(bytes);
     stats_.peak = std::max(stats_.peak, stats_.live);
     ++stats_.allocations;
@@ -46,8 +65,20 @@ class PinnedAllocator : public Allocator {
   }
   void free(void* block, size_t bytes) override {
     std::lock_guard lock(mutex_);
-    free_.emplace(rounded(bytes), block);
     stats_.live -= static_cast<int64_t>(bytes);
+    Blocks* to = open_ ? &open_->older : &free_;
+    for (const auto& graph : graphs_)
+      if (graph->taken.contains(block)) to = &graph->free;
+    to->emplace(rounded(bytes), block);
+  }
+  void begin_capture() override {
+    std::lock_guard lock(mutex_);
+    open_ = graphs_.emplace_back(std::make_shared<GraphMemory>());
+  }
+  std::shared_ptr<void> end_capture() override {
+    std::lock_guard lock(mutex_);
+    const std::shared_ptr<GraphMemory> graph = std::exchange(open_, nullptr);
+    return {graph.get(), [self = shared_from_this(), graph](void*) { self->give_back(graph); }};
   }
   MemoryStats stats() const override {
     std::lock_guard lock(mutex_);
@@ -60,6 +91,13 @@ class PinnedAllocator : public Allocator {
   void add_wire(SharedRange) override {}
 
  private:
+  // What is still in use goes back when it is freed, as any block.
+  void give_back(const std::shared_ptr<GraphMemory>& graph) {
+    std::lock_guard lock(mutex_);
+    std::erase(graphs_, graph);
+    free_.merge(graph->free);
+    free_.merge(graph->older);
+  }
   static size_t rounded(size_t bytes) {
     constexpr size_t kAlign = 256;
     return std::max(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
@@ -67,13 +105,15 @@ class PinnedAllocator : public Allocator {
 
   const int device_;
   mutable std::mutex mutex_;
-  std::multimap<size_t, void*> free_;
+  Blocks free_;
+  std::vector<std::shared_ptr<GraphMemory>> graphs_;
+  std::shared_ptr<GraphMemory> open_;  // of the capture that goes on
   MemoryStats stats_;
 };
 
 }  // namespace
 
-std::shared_ptr<Allocator> make_pinned_allocator(int device) {
+std::shared_ptr<GraphAllocator> make_pinned_allocator(int device) {
   return std::make_shared<PinnedAllocator>(device);
 }
 

@@ -3,8 +3,9 @@
 //
 // cuBLASLt knows several algorithms for a product. Which one runs is chosen once for every
 // ProductShape and device, by cuBLASLt's heuristics or, under TuneProducts, by timing, and stays:
-// the same process computes the same bits at every call. Algorithms whose results depend on the
-// order in which blocks finish are never chosen.
+// the same process computes the same bits at every call. An estimate that turns out to be refused
+// at the first call gives way to the next. Algorithms whose results depend on the order in which
+// blocks finish are never chosen.
 #pragma once
 
 #include <array>
@@ -86,7 +87,8 @@ constexpr size_t kProductWorkspace = size_t{32} << 20;
 /// And where it has to begin: at a multiple of so many bytes.
 constexpr size_t kProductWorkspaceAlignment = 256;
 /// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none
-/// that took less time than one without and a kernel for the rest; then D may hold anything.
+/// that took less time than one without and a kernel for the rest; then D may hold anything. Where
+/// a large product of bf16 or f16 is left to run_plain_product, a line on stderr says so.
 bool run_product(const Stream& stream, const Product& product, Workspace workspace);
 /// The same, for plain() epilogues, by a kernel of ours: any strides, alignment and depth, and
 /// slow. Terms are added in the order of k.

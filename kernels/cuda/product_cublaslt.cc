@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -10,9 +12,11 @@
 #include <cuda_runtime.h>
 
 #include "sheaf/core/error.h"
+#include "sheaf/kernels/cuda/idle.h"
 #include "sheaf/kernels/cuda/library.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/kernels/cuda/slow_notice.h"
 
 #define SHEAF_CUBLASLT(F)                 \
   F(cublasLtCreate)                       \
@@ -37,12 +41,26 @@ namespace sheaf::kernels::cuda {
 namespace {
 
 constexpr int kCandidates = 8, kTimedRuns = 3;
+// Of products that take less than this, so many runs are timed together, enqueued while the device
+// idles: else what is timed is the host.
+constexpr float kShortMilliseconds = 0.1f;
+constexpr int kShortRuns = 10;
+constexpr std::chrono::microseconds kHeadStart{50};
 constexpr size_t kMatrixAlignment = 16;  // of an epilogue's
 
 void check_status(cublasStatus_t status, const Product& product, const char* call) {
   if (status != CUBLAS_STATUS_SUCCESS)
     fail<CudaError>(product, ": ", call, ": ", cublasLtGetStatusName(status), ", ",
                     cublasLtGetStatusString(status));
+}
+/// An algorithm that was offered is refused as it runs: nothing is enqueued, another may do.
+bool refused(cublasStatus_t status) {
+  return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
+}
+/// Those are passed over, too, where others are tried anyway.
+bool passed_over(cublasStatus_t status) {
+  return refused(status) || status == CUBLAS_STATUS_ARCH_MISMATCH ||
+         status == CUBLAS_STATUS_INTERNAL_ERROR;
 }
 void check_cuda(cudaError_t error, const Product& product) {
   if (error != cudaSuccess) fail<CudaError>(product, ": ", cudaGetErrorString(error));
@@ -220,9 +238,12 @@ class Prepared {
                           static_cast<cudaStream_t>(stream.handle));
   }
 
-  // Written by DeviceProducts::prepare alone, before others see it.
+  // Written by DeviceProducts alone, before others see it.
   cublasLtMatmulAlgo_t algorithm{};
   bool supported = true, timed = false;
+  std::vector<cublasLtMatmulAlgo_t> others;  // to try in this order, if it turns out to be refused
+  /// Once it has run it stays: no other may take its place, whose bits would be others.
+  std::atomic<bool> stays = true;
 
  private:
   std::mutex mutex_;
@@ -248,10 +269,21 @@ class DeviceProducts {
 
   bool run(const Stream& stream, const Product& p, Workspace workspace) {
     check_workspace(p, workspace);
-    const std::shared_ptr<Prepared> prepared = prepare(stream, p, workspace);
-    if (!prepared->supported) return false;
-    prepared->run(handle_, stream, p, prepared->algorithm, p.d, workspace);
-    return true;
+    for (;;) {
+      const std::shared_ptr<Prepared> prepared = prepare(stream, p, workspace);
+      if (!prepared->supported) {
+        tell_of_the_plain_kernel(p);
+        return false;
+      }
+      const cublasStatus_t status =
+          prepared->try_run(handle_, stream, p, prepared->algorithm, p.d, workspace);
+      if (prepared->stays || !refused(status)) {
+        check_status(status, p, "cublasLtMatmul");
+        prepared->stays = true;
+        return true;
+      }
+      go_on_after(p, prepared);
+    }
   }
   std::string text() const { return choices_.text(library_); }
   int64_t read(std::string_view text) {
@@ -270,7 +302,6 @@ class DeviceProducts {
     const auto made = std::make_shared<Prepared>(p);
     const std::optional<ProductChoices::Choice> choice = choices_.find(p.shape);
     if (choice && (choice->timed || !TuneProducts::active())) {
-      static_assert(sizeof made->algorithm == sizeof choice->algorithm);
       std::memcpy(&made->algorithm, choice->algorithm.data(), sizeof made->algorithm);
       made->supported = choice->supported, made->timed = choice->timed;
       if (made->supported) made->check_algorithm(handle_, p, made->algorithm);
@@ -280,22 +311,56 @@ class DeviceProducts {
       std::optional<Timed> best;
       if (!candidates.empty())
         best = made->timed ? fastest(stream, p, *made, candidates, workspace)
-                           : Timed{candidates.front(), 0};
-      if (best && made->timed && faster_apart(stream, p, best->milliseconds, workspace))
+                           : by_estimate(candidates);
+      if (best && best->milliseconds == 0) {
+        made->stays = false;
+        made->others.assign(candidates.begin() + 1, candidates.end());
+      } else if (best && faster_apart(stream, p, best->milliseconds, workspace))
         best.reset();
       made->supported = best.has_value();
       if (best) made->algorithm = best->algorithm;
-      ProductChoices::Choice chosen{.supported = made->supported, .timed = made->timed};
-      std::memcpy(chosen.algorithm.data(), &made->algorithm, sizeof made->algorithm);
-      choices_.set(p.shape, chosen);
+      choose(p, *made);
     }
     return known = made;
   }
 
+  /// The algorithm was refused as it ran: the next takes its place, or, behind the last, none.
+  void go_on_after(const Product& p, const std::shared_ptr<Prepared>& refused) {
+    std::lock_guard lock(mutex_);
+    std::shared_ptr<Prepared>& known = prepared_[p.shape];
+    if (known != refused) return;  // another thread has met the same
+    const auto made = std::make_shared<Prepared>(p);
+    made->timed = refused->timed, made->stays = false;
+    made->supported = !refused->others.empty();
+    if (made->supported) {
+      made->algorithm = refused->others.front();
+      made->others.assign(refused->others.begin() + 1, refused->others.end());
+    }
+    choose(p, *made);
+    known = made;
+  }
+  void choose(const Product& p, const Prepared& prepared) {
+    ProductChoices::Choice chosen{.supported = prepared.supported, .timed = prepared.timed};
+    static_assert(sizeof prepared.algorithm == sizeof chosen.algorithm);
+    std::memcpy(chosen.algorithm.data(), &prepared.algorithm, sizeof prepared.algorithm);
+    choices_.set(p.shape, chosen);
+  }
+
+  static void tell_of_the_plain_kernel(const Product& p) {
+    const ProductShape& s = p.shape;
+    if ((s.in != kBF16 && s.in != kF16) || !plain(s.epilogue) ||
+        s.m * s.n * s.k * s.batches < kWorthANotice)
+      return;
+    slow_notice(str(p, ": cuBLASLt has no algorithm for it, so a slow kernel computes it"));
+  }
+
   struct Timed {
     cublasLtMatmulAlgo_t algorithm;
-    float milliseconds;
+    float milliseconds;  // 0: not timed
   };
+  static Timed by_estimate(const std::vector<cublasLtMatmulAlgo_t>& candidates) {
+    return {candidates.front(), 0};
+  }
 
   /// True if a product without the epilogue and a kernel of ours would take less: an epilogue
   /// leaves few algorithms, and those that take sums may not divide a sum over a long k among
@@ -310,7 +375,8 @@ class DeviceProducts {
     const std::vector<cublasLtMatmulAlgo_t> candidates = prepared.candidates(handle_, apart);
     if (candidates.empty()) return false;
     const std::optional<Timed> best = fastest(stream, apart, prepared, candidates, workspace);
-    return best && best->milliseconds + kernel_milliseconds(stream, p) < milliseconds;
+    return best && best->milliseconds > 0 &&
+           best->milliseconds + kernel_milliseconds(stream, p) < milliseconds;
   }
   /// What a kernel of ours that does the epilogue's work takes, about: its launch, and its bytes at
   /// two thirds of what the memory could give.
@@ -340,29 +406,35 @@ class DeviceProducts {
       try {
         trial.reset(allocate(bytes));
       } catch (const OutOfMemory&) {  // no room to try: the estimate it is
-        return Timed{candidates.front(), 0};
+        return by_estimate(candidates);
       }
       fill_bytes(stream, trial.get(), 0, bytes);
     }
     void* const d = trial ? trial.get() : p.d;
     const auto handle = static_cast<cudaStream_t>(stream.handle);
     const Event begin(p), end(p);
+    const auto time = [&](const cublasLtMatmulAlgo_t& candidate, int runs) {
+      if (runs > 1) idle(stream, kHeadStart);
+      check_cuda(cudaEventRecord(begin.handle, handle), p);
+      for (int n = 0; n < runs; ++n)
+        prepared.run(handle_, stream, p, candidate, d, workspace);
+      check_cuda(cudaEventRecord(end.handle, handle), p);
+      check_cuda(cudaEventSynchronize(end.handle), p);
+      float milliseconds = 0;
+      check_cuda(cudaEventElapsedTime(&milliseconds, begin.handle, end.handle), p);
+      return milliseconds / static_cast<float>(runs);
+    };
     std::optional<Timed> best;
     for (const cublasLtMatmulAlgo_t& candidate : candidates) {
       // Loads its code.
       const cublasStatus_t status = prepared.try_run(handle_, stream, p, candidate, d, workspace);
-      if (status == CUBLAS_STATUS_NOT_SUPPORTED) continue;
+      if (passed_over(status)) continue;
       check_status(status, p, "cublasLtMatmul");
-      float shortest = 0;
-      for (int n = 0; n < kTimedRuns; ++n) {
-        check_cuda(cudaEventRecord(begin.handle, handle), p);
-        prepared.run(handle_, stream, p, candidate, d, workspace);
-        check_cuda(cudaEventRecord(end.handle, handle), p);
-        check_cuda(cudaEventSynchronize(end.handle), p);
-        float milliseconds = 0;
-        check_cuda(cudaEventElapsedTime(&milliseconds, begin.handle, end.handle), p);
-        shortest = n == 0 ? milliseconds : std::min(shortest, milliseconds);
-      }
+      const float first = time(candidate, 1);
+      const bool is_short = first < kShortMilliseconds;
+      float shortest = is_short ? time(candidate, kShortRuns) : first;
+      for (int n = 1; n < kTimedRuns; ++n)
+        shortest = std::min(shortest, time(candidate, is_short ? kShortRuns : 1));
       if (!best || shortest < best->milliseconds) best = Timed{candidate, shortest};
     }
     return best;

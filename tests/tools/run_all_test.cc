@@ -52,9 +52,11 @@ constexpr const char* kNoGpu =
 class Bundle {
  public:
   Bundle() {
-    for (const char* sub : {"bin", "data", "path"}) fs::create_directory(folder_ / sub);
+    for (const char* sub : {"bin", "data", "path", "lib/spare/rdma"})
+      fs::create_directories(folder_ / sub);
     fs::copy_file("tools/bundle_run_all", folder_ / "run_all");
     std::ofstream(folder_ / "commit") << "abc123\n";
+    add("path/nvidia-smi", "echo 'No devices were found'; exit 6");
   }
   void add(const std::string& program, const std::string& script) const {
     const std::string path = folder_ / program;
@@ -93,6 +95,51 @@ TEST(RunAll, WithoutAGpuNothingFails) {
                             "step/gpt2-1558m", "step/llama3-8b", "memory", "comm", "allocator"})
     EXPECT_THAT(bundle.report(), HasSubstr("| " + std::string(suite) + " | not run: no GPU | 0 |"));
   EXPECT_THAT(bundle.report(), Not(HasSubstr("###")));
+}
+
+TEST(RunAll, AGpuThatIsListedMustBeFound) {
+  Bundle bundle;
+  bundle.add("path/nvidia-smi", "echo 'GPU 0: NVIDIA Test (UUID: GPU-1)'");
+  bundle.add("bin/a_test", kSkips);
+  bundle.add("bin/b_test", kPasses);
+  bundle.add("bin/sheaf", kNoGpu);
+  const std::string sentence = "**nvidia-smi lists a GPU, but some ";
+  EXPECT_EQ(bundle.run("--tests"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("| a_test | failed | 0 | 1 | 1 | "));
+  EXPECT_THAT(bundle.report(),
+              HasSubstr("| found no GPU, though nvidia-smi lists one: not run: no GPU here (as"));
+  EXPECT_THAT(bundle.report(), HasSubstr("| b_test | passed | 2 | 0 | 0 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr("2 passed, 1 failed, 1 skipped."));
+  EXPECT_THAT(bundle.report(), HasSubstr(sentence + "tests found none"));
+  EXPECT_EQ(bundle.run("--benchmarks --suites gemm"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("| gemm | FAILED | 0 | 0 | 0 | "));
+  EXPECT_THAT(bundle.report(), HasSubstr(sentence + "suites found none"));
+  EXPECT_EQ(bundle.run("--tests --only b_"), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), Not(HasSubstr(sentence)));
+  bundle.add("path/compute-sanitizer", "while [[ $1 != *_test ]]; do shift; done; \"$@\"");
+  EXPECT_EQ(bundle.run("--sanitize --only a_"), 1);
+  EXPECT_THAT(bundle.report(), HasSubstr("| a_test | memcheck | test failed | "));
+}
+
+// A machine's own libraries for InfiniBand come first: of the bundle's it gets those that it lacks.
+TEST(RunAll, LibrariesThatTheMachineLacksAreFound) {
+  Bundle bundle;
+  for (const char* name : {"libibverbs.so.1", "libnl-3.so.200", "librdmacm.so.1"})
+    bundle.add(std::string("lib/spare/rdma/") + name, "");
+  bundle.add("path/ldd", R"(
+echo 'libother.so.1 => not found'
+echo 'librdmacm.so.1 => /usr/lib/librdmacm.so.1 (0x1)'
+if [[ $LD_LIBRARY_PATH != *lib/lacking* ]]; then echo 'libibverbs.so.1 => not found'
+elif [[ ! -e ${LD_LIBRARY_PATH%%:*}/libnl-3.so.200 ]]; then echo 'libnl-3.so.200 => not found'; fi)");
+  bundle.add("bin/a_test", "echo not run: $(ls \"${LD_LIBRARY_PATH%%:*}\")");
+  bundle.add("bin/sheaf", kNoGpu);
+  for (int i = 0; i < 2; ++i) {  // again, with what the first run has left
+    EXPECT_EQ(bundle.run("--tests"), 0) << bundle.report();
+    EXPECT_THAT(bundle.report(), HasSubstr("| not run: libibverbs.so.1 libnl-3.so.200 |"));
+  }
+  bundle.add("path/ldd", "echo 'libstdc++.so.6 => not found'; yes '=> /a/library' | head -n 99999");
+  EXPECT_EQ(bundle.run("--tests"), 0) << bundle.report();
+  EXPECT_THAT(bundle.report(), HasSubstr("| not run: rdma |"));  // in lib/spare
 }
 
 TEST(RunAll, TheRealCommandFindsNoGpu) {

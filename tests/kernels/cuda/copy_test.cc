@@ -179,6 +179,33 @@ TEST(CudaCopy, AddInto) {
     }
 }
 
+// On threads that flush subnormal numbers, as all threads of a rank do: they do so where they
+// compute, and between f32 and f64, and keep them where a narrow type is made or widened.
+TEST(CudaCopy, SubnormalNumbersBecomeWhatTheyBecomeOnTheCpu) {
+  SHEAF_NEEDS_GPU();
+  with_threads(1, [] {
+    std::vector<Array> all{with_subnormals(Array::random(kF32, {1003}, 1)),
+                           Array::random(kF64, {1003}, 2, 0x1p-128)};
+    for (DType d : {kBF16, kF16}) {  // all that are finite
+      Array& x = all.emplace_back(d, Shape{0x7c00});
+      for (int i = 0; i < 0x7c00; ++i)
+        x.view().as<uint16_t>()[i] = static_cast<uint16_t>(i | (i % 3 == 0 ? 0x8000 : 0));
+    }
+    for (const Array& x : all)
+      for (DType to : kAll)
+        for (bool add : {false, true}) {
+          if (add && !is_floating(to)) continue;
+          const Array y = add && to == kF32 ? with_subnormals(Array::random(to, x.view().shape, 3))
+                                            : Array::random(to, x.view().shape, 3),
+                      want = y.clone();
+          const OnGpu gx(x), gy(y);
+          add ? cuda::add_into(OnGpu::stream(), gy, gx) : cuda::copy(OnGpu::stream(), gx, gy);
+          add ? cpu::add_into(want, x) : cpu::copy(x, want);
+          EXPECT_TRUE(same_bits(gy.back(), want)) << name(x.view().dtype) << name(to) << add;
+        }
+  });
+}
+
 TEST(CudaCopy, Arange) {
   SHEAF_NEEDS_GPU();
   for (DType d : kAll)

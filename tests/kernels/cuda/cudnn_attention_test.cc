@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <span>
 
 #include "sheaf/core/gpu.h"
@@ -63,6 +64,34 @@ void check_forward_and_backward(const std::vector<int64_t>& documents, std::span
         EXPECT_TRUE(same_bits(g.dqkv.back(), got));
       }
     }
+}
+
+TEST(CudnnAttention, VersionsWithBugsAreRefused) {
+  if constexpr (kHasCuda) {
+    const auto why = [](int64_t version, int64_t tokens, bool backward) {
+      const View rows = View::dense(nullptr, kBF16, {2, tokens, 3, 64});
+      Attention a{.q = rows, .k = rows, .v = rows, .out = rows, .lse = {}};
+      if (backward) a.dout = a.dq = a.dk = a.dv = rows;
+      return cuda::cudnn::version_refusal(version, a);
+    };
+    for (const bool backward : {false, true}) {
+      EXPECT_EQ(why(90400, 128, backward), "cuDNN 9.4.0 was never tried, only 9.5 and later");
+      EXPECT_EQ(why(90500, 128, backward), "");
+      EXPECT_NE(why(91000, 128, backward), "");
+      EXPECT_EQ(why(91001, 128, backward),
+                "cuDNN 9.10.1 has bugs in attention of bf16 and f16, as NVIDIA says; 9.10.2 has "
+                "not");
+      EXPECT_EQ(why(91002, 128, backward), "");
+      EXPECT_EQ(why(91900, 192, backward), "");
+    }
+    EXPECT_EQ(why(91500, 192, false), "");
+    EXPECT_EQ(why(91500, 192, true),
+              "cuDNN 9.15.0: backward for whole blocks of 128 keys only, not for 192; 9.15.1 and "
+              "later take others");
+    EXPECT_EQ(why(91501, 192, true), "");
+    EXPECT_EQ(cuda::cudnn::masked_score(90900), std::numeric_limits<float>::lowest());
+    EXPECT_EQ(cuda::cudnn::masked_score(91002), -std::numeric_limits<float>::infinity());
+  }
 }
 
 TEST(CudnnAttention, ForwardAndBackward) {

@@ -10,6 +10,7 @@
 #include "sheaf/core/tensor.h"
 #include "sheaf/core/transfer.h"
 #include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/code_loading.h"
 #include "sheaf/kernels/cuda/idle.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
@@ -232,6 +233,52 @@ TEST(Gpu, AGraphKeepsWhatItReadsAndWrites) {
   });
 }
 
+TEST(Gpu, AGraphKeepsTheHostsMemoryThatItUses) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    const auto on_host = [&] {
+      return Tensor::empty({kF32, {1000}, {}}, gpu.device(), MemoryKind::host);
+    };
+    const Tensor in = blank(gpu, 1000), out = blank(gpu, 1000), other_out = blank(gpu, 1000);
+    Tensor older = on_host();
+    kernels::cuda::fill(gpu.compute(), older.view(), 5);
+    const void *const from_before = older.view().data, *middle = nullptr;
+    std::unique_ptr<GpuGraph> graph;
+    {
+      GpuCapture capture(gpu);
+      copy(gpu, other_out, older);
+      older = Tensor();
+      {
+        const Tensor there = on_host();
+        middle = there.view().data;
+        copy(gpu, there, in), copy(gpu, out, there);
+      }
+      EXPECT_EQ(on_host().view().data, middle);  // freed, and had again in the same capture
+      graph = capture.finish();
+    }
+    EXPECT_NE(middle, from_before);  // which each replay reads
+    std::vector<Tensor> others;
+    for (int i = 0; i < 5; ++i) {
+      others.push_back(on_host());
+      EXPECT_NE(others.back().view().data, middle);
+      EXPECT_NE(others.back().view().data, from_before);
+      kernels::cuda::fill(gpu.compute(), others.back().view(), 7);
+    }
+    for (float value : {2.0f, 3.0f}) {
+      kernels::cuda::fill(gpu.compute(), in.view(), value);
+      graph->replay();
+      EXPECT_EQ(out.to_vector(), std::vector<float>(1000, value));
+      EXPECT_EQ(other_out.to_vector(), std::vector<float>(1000, 5));
+    }
+    for (const Tensor& t : others) ASSERT_EQ(t.to_vector(), std::vector<float>(1000, 7));
+    // Both serve others again when the graph has gone.
+    const int64_t reserved = gpu.host_memory()->stats().reserved;
+    graph.reset();
+    const Tensor first = on_host(), second = on_host();
+    EXPECT_EQ(gpu.host_memory()->stats().reserved, reserved);
+  });
+}
+
 TEST(Gpu, LanesOfACaptureComeBack) {
   SHEAF_NEEDS_GPU();
   with_gpu([](Gpu& gpu) {
@@ -358,6 +405,22 @@ TEST(Gpu, ALaunchIsNotBlamedForWhatWasRefusedBefore) {
       EXPECT_THROW(kernels::cuda::use_device(1000), CudaError);
       EXPECT_NO_THROW(kernels::cuda::idle(gpu.compute(), 0ms));
       gpu.sync(gpu.compute());
+    }
+  });
+}
+
+TEST(Gpu, CodeIsLoadedWithoutALaunch) {
+  SHEAF_NEEDS_GPU();
+  with_gpu([](Gpu& gpu) {
+    if constexpr (kernels::kHasCuda) {
+      const Tensor x = floats(1000, 4).to(gpu.device());
+      {
+        const kernels::cuda::CodeLoading loading;
+        kernels::cuda::fill(gpu.compute(), x.view(), 9);
+      }
+      EXPECT_EQ(x.to_vector(), std::vector<float>(1000, 4));
+      kernels::cuda::fill(gpu.compute(), x.view(), 9);
+      EXPECT_EQ(x.to_vector(), std::vector<float>(1000, 9));
     }
   });
 }

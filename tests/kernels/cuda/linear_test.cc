@@ -1,5 +1,8 @@
 #include "sheaf/kernels/linear.h"
 
+#include <cstdlib>
+
+#include "sheaf/kernels/cuda/product.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 namespace sheaf::kernels {
@@ -105,6 +108,11 @@ TEST(CudaLinear, BiasGradientSumsInTheOrderOfTheCpu) {
         EXPECT_TRUE(same_bits(bias_gradient(dy, Array(d, {columns})), want))
             << name(d) << rows << 'x' << columns;
       }
+  with_threads(1, [] {  // which flushes subnormal numbers, as all threads of a rank do
+    const Array dy = with_subnormals(Array::random(kF32, {130, 40}, 1, 1e-37)), want(kF32, {40});
+    cpu::linear_bias_gradient(dy, want);
+    EXPECT_TRUE(same_bits(bias_gradient(dy, Array(kF32, {40})), want));
+  });
   // Into every second element of f32.
   const Array dy = Array::random(kBF16, {2, 70, 48}, 1, 1, {70 * 48 * 2, 96, 1}),
               blank(kF32, {48}, {2}), want(kF32, {48});
@@ -163,6 +171,38 @@ TEST(CudaLinear, GradientsTogether) {
             }
           }
     }
+}
+
+// While products are timed, the kernels that would do a fused product's further work are loaded and
+// not run: results are those that a product in two steps has, and no gradient is bent twice.
+TEST(CudaLinear, KernelsAreLoadedBesideFusedProducts) {
+  SHEAF_NEEDS_GPU();
+  constexpr int64_t kRows = 40, kIn = 56, kOut = 24;  // of no other test here
+  const Array x = Array::random(kBF16, {kRows, kIn}, 1), w = Array::random(kBF16, {kOut, kIn}, 2),
+              dy = Array::random(kBF16, {kRows, kOut}, 3), b = Array::random(kBF16, {kOut}, 4),
+              in(kBF16, {kRows, kIn}), out(kBF16, {kRows, kOut});
+  const OnGpu gx(x), gw(w), gdy(dy), gb(b);
+  const auto run = [&] {
+    const OnGpu before(out), value(out), dbefore(in), dw(w), db(b);
+    cuda::linear_gelu(OnGpu::stream(), gx, gw, gb, before, value,
+                      GpuScratch(cuda::linear_gelu_workspace(gx, gw, gb, before, value)));
+    cuda::gelu_linear_backward(
+        OnGpu::stream(), gdy, gw, gx, dbefore,
+        GpuScratch(cuda::gelu_linear_backward_workspace(gdy, gw, gx, dbefore)));
+    cuda::linear_gradients(OnGpu::stream(), gdy, gx, dw, db,
+                           GpuScratch(cuda::linear_gradients_workspace(gdy, gx, dw, db)));
+    return std::vector{before.back(), value.back(), dbefore.back(), dw.back(), db.back()};
+  };
+  std::vector<Array> timed;
+  {
+    const cuda::TuneProducts tune;
+    timed = run();
+  }
+  setenv("SHEAF_FUSED_PRODUCTS", "0", 1);
+  const std::vector<Array> apart = run();
+  unsetenv("SHEAF_FUSED_PRODUCTS");
+  for (size_t i = 0; i < apart.size(); ++i)
+    EXPECT_LT(scaled_error(timed[i], values(apart[i])), 8 * epsilon(kBF16)) << i;
 }
 
 TEST(CudaLinear, Refuses) {

@@ -71,6 +71,15 @@ class GpuScratch {
   std::shared_ptr<void> memory_;
 };
 
+/// Dense values of f32 or bf16, every fifth made subnormal: in its bits, since a thread that
+/// flushes such numbers cannot compute one.
+inline Array with_subnormals(Array x) {
+  for (int64_t i = 0; i < x.view().numel(); i += 5)
+    if (x.view().dtype == kF32) x.view().as<uint32_t>()[i] &= 0x807fffffu;
+    else x.view().as<uint16_t>()[i] &= 0x807fu;
+  return x;
+}
+
 /// True if elements outside the view of `after` kept the bytes they had in `before`: what a kernel
 /// must not touch.
 inline bool gaps_kept(const Array& before, const Array& after) {

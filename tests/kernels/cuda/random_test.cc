@@ -96,6 +96,20 @@ TEST(CudaRandom, Dropout) {
       }
 }
 
+TEST(CudaRandom, DropoutFlushesSubnormalNumbersAsTheCpuDoes) {
+  SHEAF_NEEDS_GPU();
+  with_threads(1, [] {
+    const Array x = with_subnormals(Array::random(kF32, {1003}, 1, 1e-37)), blank(kF32, {1003}),
+                want = blank.clone();
+    for (double probability : {0.0, 0.1}) {
+      const OnGpu gx(x), out(blank);
+      cuda::dropout(OnGpu::stream(), gx, probability, Key{5}, GlobalIndex::whole({1003}), out);
+      cpu::dropout(x, probability, Key{5}, GlobalIndex::whole({1003}), want);
+      EXPECT_TRUE(same_bits(out.back(), want)) << probability;
+    }
+  });
+}
+
 // The same launch draws what the state says when it runs, and what the derived key says.
 TEST(CudaRandom, KeysDerivedFromAStateOnTheDevice) {
   SHEAF_NEEDS_GPU();

@@ -1,0 +1,23 @@
+// CUDA loads a kernel's code when it is first launched, and loading may wait for all that runs on
+// the device: where that is a collective which waits for this rank in turn, for ever. Whoever may
+// need a kernel later loads it while nothing of that kind runs.
+#pragma once
+
+namespace sheaf::kernels::cuda {
+
+/// While one lives, launch() of this thread launches nothing, but loads the kernel's code. For
+/// functions that do nothing else than launch kernels: copies and the libraries' work are enqueued
+/// as ever.
+class CodeLoading {
+ public:
+  CodeLoading() { ++depth_; }
+  ~CodeLoading() { --depth_; }
+  CodeLoading(const CodeLoading&) = delete;
+  CodeLoading& operator=(const CodeLoading&) = delete;
+  static bool active() { return depth_ > 0; }
+
+ private:
+  static inline thread_local int depth_ = 0;
+};
+
+}  // namespace sheaf::kernels::cuda
