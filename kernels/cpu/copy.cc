@@ -90,11 +90,9 @@ void copy_bits(const View& src, const View& dst) {
           const int64_t tile = k % tiles, r0 = tile % row_tiles * kTile,
                         c0 = tile / row_tiles * kTile;
           const int64_t r1 = std::min(r0 + kTile, rows), c1 = std::min(c0 + kTile, cols);
-          for (int64_t r = r0; r < r1; ++r) {
-            const T* p = from + a + r;
-            T* q = to + b + r * plan.dst[last - 1];
-            for (int64_t c = c0; c < c1; ++c) q[c * plan.dst[last]] = p[c * plan.src[last]];
-          }
+          const int64_t row = plan.dst[last - 1], col = plan.dst[last], step = plan.src[last];
+          for (int64_t r = r0; r < r1; ++r)
+            copy_run(to + b + r * row + c0 * col, col, from + a + r + c0 * step, step, c1 - c0);
         });
       }
     });
@@ -115,12 +113,20 @@ void copy(const View& src, const View& dst) {
   if (dst.numel() == 0) return;
   if (src.dtype != dst.dtype) {
     return visit_compute(compute_type(src.dtype), [&]<class C>() {
-      map_blocks<C>(
-          dst,
-          [](C* to, const C* from, int64_t n) {
-            std::memcpy(to, from, static_cast<size_t>(n) * sizeof(C));
-          },
-          src);
+      parallel_for(dst.numel(), kGrain, [&](int64_t begin, int64_t end) {
+        // Blocks are read to where dst holds what is computed in, else written from where src does.
+        if (dst.dtype == dtype_of<C>) {
+          Cursor from(src, begin);
+          BlockOutput<C> to(dst, begin);
+          for (int64_t i = begin, n; i < end; i += n)
+            n = to.limit(std::min(kBlock, end - i)), from.read(n, to.next(n)), to.done(n);
+        } else {
+          BlockInput<C> from(src, begin);
+          Cursor to(dst, begin);
+          for (int64_t i = begin, n; i < end; i += n)
+            n = from.limit(std::min(kBlock, end - i)), to.write(n, from.next(n));
+        }
+      });
     });
   }
   switch (size_of(dst.dtype)) {

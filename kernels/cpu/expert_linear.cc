@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/experts.h"
@@ -139,27 +140,6 @@ struct Gradient {
 };
 DType computed_in(DType d) { return d == kF64 ? kF64 : kF32; }
 
-template <class F>
-void for_elements(const View& v, F&& f) {
-  for (int64_t i = 0; i < v.shape[0]; ++i)
-    for (int64_t j = 0; j < v.shape[1]; ++j) f(i * v.strides[0] + j * v.strides[1], i * v.shape[1] + j);
-}
-
-void store(const Gradient& g) {
-  visit_floating(kGradient, g.dweight.dtype, [&]<class T>() {
-    if constexpr (!std::is_same_v<T, double>)
-      for_elements(g.dweight, [&](int64_t to, int64_t from) {
-        g.dweight.as<T>()[to] = T(g.sum.as<float>()[from]);
-      });
-  });
-}
-
-void clear(const View& v) {
-  visit_floating(kGradient, v.dtype, [&]<class T>() {
-    for_elements(v, [&](int64_t at, int64_t) { v.as<T>()[at] = T(0.0f); });
-  });
-}
-
 }  // namespace
 
 size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
@@ -237,8 +217,8 @@ void expert_weight_gradient(const View& dy, const View& x, const View& counts, c
            rest);
       begun = true;
     });
-    if (!begun) clear(gradient.sum);
-    if (gradient.copies) store(gradient);
+    if (!begun) fill(gradient.sum, 0);
+    if (gradient.copies) copy(gradient.sum, gradient.dweight);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
 #include "sheaf/kernels/cpu/gemm_bf16.h"
 #include "sheaf/kernels/cpu/gemm_part.h"
@@ -221,17 +222,12 @@ class Plan {
 };
 
 /// K = 0: the bias or zero.
-void fill_without_product(const Problem& p) {
-  if (p.g.accumulate) return;
-  visit_floating(p.g.who, p.c.dtype, [&]<class T>() {
-    for (int64_t index = 0; index < p.batches; ++index) {
-      T* c = reinterpret_cast<T*>(p.c.at(index, p.batch, 0, 0));
-      for (int64_t i = 0; i < p.rows; ++i)
-        for (int64_t j = 0; j < p.cols; ++j)
-          c[i * p.c.row_stride + j * p.c.col_stride] =
-              p.g.bias.rank() == 1 ? p.g.bias.as<T>()[j * p.g.bias.strides[0]] : T(0.0f);
-    }
-  });
+void fill_without_product(const Gemm& g) {
+  if (g.accumulate) return;
+  if (g.bias.rank() == 0) return fill(g.c, 0);
+  View rows{g.bias.data, g.bias.dtype, g.c.shape, Shape::filled(g.c.rank(), 0)};
+  rows.strides[g.c.rank() - 1] = g.bias.strides[0];
+  copy(rows, g.c);
 }
 
 }  // namespace
@@ -244,7 +240,7 @@ size_t gemm_workspace(const Gemm& g) {
 void gemm(const Gemm& g, Workspace workspace) {
   const Problem p(g);
   if (p.empty()) return;
-  if (p.depth == 0) return fill_without_product(p);
+  if (p.depth == 0) return fill_without_product(g);
   Plan(p).run(workspace);
 }
 

@@ -28,7 +28,8 @@ struct Tiles {
   static constexpr int64_t kRoom = 512;      // 1 MiB of the 2 that these machines have
 
   template <class F>
-  static void multiply(int64_t steps, const char* a, const char* b, const Square* from, Square to, F&& between) {
+  static void multiply(int64_t steps, int64_t, const char* a, const char* b, const Square* from,
+                       Square to, F&& between) {
     __asm__ volatile("" ::: "memory");  // as in amx_tiles.h
     if (from) {
       load_square(*from);

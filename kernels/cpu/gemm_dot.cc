@@ -5,25 +5,26 @@
 namespace sheaf::kernels::cpu::dot {
 namespace {
 
-using squares::kSide;
 using squares::kStepBytes;
 using squares::Square;
 
-/// A square is four blocks of 8 rows.
+/// A square is four blocks of 8 rows, of which those with rows that count are multiplied.
 struct Dots {
   using Scope = dot::Scope;
   static constexpr int64_t kBlockSteps = 8;  // a side is 16 KiB
   static constexpr int64_t kRoom = 256;      // half a MiB: the second-level cache may have no more than one
-  static constexpr int64_t kBlocks = kSide / kRows;
 
   template <class F>
-  static void multiply(int64_t steps, const char* a, const char* b, const Square* from, Square to, F&& between) {
+  static void multiply(int64_t steps, int64_t rows, const char* a, const char* b, const Square* from,
+                       Square to, F&& between) {
+    const int64_t blocks = (rows + kRows - 1) / kRows;
     int64_t done = 0;
-    for (int64_t block = 0; block < kBlocks; ++block) {
-      for (; done * kBlocks < (block + 1) * steps; ++done) between();
+    for (int64_t block = 0; block < blocks; ++block) {
+      for (; done * blocks < (block + 1) * steps; ++done) between();
       const int64_t row = block * kRows;
-      multiply_rows(steps, a + row * 64, 64, kStepBytes, b, 128, from ? from->data + row * from->stride : nullptr,
-                    from ? from->stride : 0, to.data + row * to.stride, to.stride);
+      multiply_rows(steps, a + row * 64, 64, kStepBytes, b, 128,
+                    from ? from->data + row * from->stride : nullptr, from ? from->stride : 0,
+                    to.data + row * to.stride, to.stride);
     }
   }
 };

@@ -1,8 +1,9 @@
 // The product of bf16 matrices in squares of 32 x 32, by whatever multiplies them: an Engine of
 //   Scope           what a thread needs while it multiplies
 //   kBlockSteps, kRoom, kSquares   how much is packed at once, by the caches of its machines, see Cut
-//   multiply(steps, a, b, from, to, between)   to = from (zero if nullptr) + a b, a square over some steps of the depth,
-//       with one call of between() for each step, the first before anything is stored
+//   multiply(steps, rows, a, b, from, to, between)   to = from (zero if nullptr) + a b, a square
+//       over some steps of the depth, with one call of between() for each step, the first before
+//       anything is stored; only so many rows count, the others may have any values
 //
 // [Note: products by squares] Each square is computed over a block of the depth that lets both its sides lie in L1. One
 // operand is "resident": a block of it waits packed in L2. The other, the "stream", comes in panels of some sides over a
@@ -238,7 +239,8 @@ class Part {
     }
     const bool finished = last && direct && !p_.bias.data;
     int64_t at = 0;
-    Engine::multiply(steps, a, b, from, finished ? home : here, [&] {
+    const int64_t rows = std::min(kSide, p_.rows - row);
+    Engine::multiply(steps, rows, a, b, from, finished ? home : here, [&] {
       if (++at == 1) deliver();
       errands_.some();
     });

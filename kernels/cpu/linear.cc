@@ -1,5 +1,6 @@
 #include "sheaf/kernels/linear.h"
 
+#include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
@@ -41,18 +42,35 @@ struct WeightGradient {
   Gemm gemm() const { return {"linear_weight_gradient", transposed(dy), x, dweight, {}}; }
 };
 
-void copy_rows(const View& from, const View& to) {
-  visit_floating("linear_weight_gradient", from.dtype, [&]<class T>() {
-    // The last dimension may have any stride here, so walk the shape.
-    View v = from;
-    const int64_t inner = v.strides.back(), cols = v.shape.back();
-    v.shape[v.rank() - 1] = 1, v.strides[v.rank() - 1] = 1;
-    const Rows<T> rows("linear_weight_gradient", v);
-    parallel_for(rows.count(), row_grain(cols), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r)
-        for (int64_t j = 0; j < cols; ++j) to.as<T>()[r * cols + j] = rows[r][j * inner];
-    });
+/// sums[width] += the rows of `from`, one after the other.
+template <class C, class... S>
+SHEAF_INLINE void add_rows(int64_t width, C* sums, const S*... from) {
+  for_lanes(width, [&](int64_t i, auto n) {
+    Lanes<C> sum = load_lanes(sums + i, n);
+    ((sum = sum + load_lanes(from + i, n)), ...);
+    store_lanes(sums + i, sum, n);
   });
+}
+
+constexpr int64_t kStrip = 1024;
+
+/// out[width] = the sums of so many columns from `column` on, width <= kStrip. Memory is read along
+/// its rows, a few at a time, so that the sums in the cache are not most of the work.
+template <class T, class Out>
+void sum_columns(const Rows<T>& rows, int64_t column, int64_t width, Out* out) {
+  using C = ComputeType<T>;
+  constexpr int64_t kBlockRows = 64;
+  C total[kStrip], block[kStrip];
+  const auto at = [&](int64_t row) { return rows[row] + column; };
+  std::fill_n(total, width, C(0));
+  for (int64_t r = 0; r < rows.count();) {
+    const int64_t end = std::min(r + kBlockRows, rows.count());
+    std::fill_n(block, width, C(0));
+    for (; r + 4 <= end; r += 4) add_rows(width, block, at(r), at(r + 1), at(r + 2), at(r + 3));
+    for (; r < end; ++r) add_rows(width, block, at(r));
+    add_rows(width, total, block);
+  }
+  for_lanes(width, [&](int64_t i, auto n) { store_lanes(out + i, load_lanes(total + i, n), n); });
 }
 
 }  // namespace
@@ -94,9 +112,14 @@ void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
   WeightGradient w(dy, x, dweight);
   char* next = static_cast<char*>(workspace.data);
   check<ShapeError>(workspace.bytes >= w.copies(), "[linear_weight_gradient] workspace too small");
-  if (w.copy_dy)
-    w.dy.data = next, copy_rows(dy, w.dy), next += line_align(static_cast<size_t>(w.dy.bytes()));
-  if (w.copy_x) w.x.data = next, copy_rows(x, w.x);
+  const auto copied = [&](const View& from) {
+    const View to = View::dense(next, from.dtype, from.shape);
+    copy(from, to);
+    next += line_align(static_cast<size_t>(to.bytes()));
+    return to.data;
+  };
+  if (w.copy_dy) w.dy.data = copied(dy);
+  if (w.copy_x) w.x.data = copied(x);
   const size_t used = w.copies();
   gemm(w.gemm(), {static_cast<char*>(workspace.data) + used, workspace.bytes - used});
 }
@@ -105,22 +128,12 @@ void linear_bias_gradient(const View& dy, const View& dbias) {
   check<ShapeError>(dbias.rank() == 1 && dy.rank() >= 1 && dbias.shape[0] == dy.shape.back(),
                     "[linear_bias_gradient] ", dy.shape, " into ", dbias.shape);
   visit_floating("linear_bias_gradient", dy.dtype, [&]<class T>() {
-    using L = Lanes<ComputeType<T>>;
     const Rows<T> rows("linear_bias_gradient", dy);
     const int64_t count = rows.count(), steps = (rows.cols() + kLanes - 1) / kLanes;
     auto columns = [&]<class Out>(Out* out, int64_t begin, int64_t end) {
-      constexpr int64_t kBlockRows = 64;
-      for_lanes(std::min(end * kLanes, rows.cols()) - begin * kLanes, [&](int64_t i, auto n) {
-        i += begin * kLanes;
-        L total(0);
-        for (int64_t first = 0; first < count; first += kBlockRows) {
-          L block(0);
-          for (int64_t r = first; r < std::min(first + kBlockRows, count); ++r)
-            block = block + load_lanes(rows[r] + i, n);
-          total = total + block;
-        }
-        store_lanes(out + i, total, n);
-      });
+      const int64_t last = std::min(end * kLanes, rows.cols());
+      for (int64_t i = begin * kLanes; i < last; i += kStrip)
+        sum_columns(rows, i, std::min(kStrip, last - i), out + i);
     };
     parallel_for(steps, std::max<int64_t>(4, row_grain(count * kLanes)),
                  [&](int64_t begin, int64_t end) {

@@ -2,38 +2,42 @@
 
 #include "sheaf/kernels/cpu/blocks.h"
 
-namespace sheaf::kernels::cpu {
+namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
 
-/// Bits for elements [index, index + n), n <= kBlock: whole Philox blocks in a loop that
-/// vectorises, then the cut.
-void words_u32(Key key, uint64_t index, int64_t n, uint32_t* words) {
-  uint32_t w[4][kBlock / 4 + 1];
-  const uint64_t first = index >> 2;
-  const int64_t blocks =
-      static_cast<int64_t>(((index + static_cast<uint64_t>(n) + 3) >> 2) - first);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const philox::Block block = philox::block(key, first + static_cast<uint64_t>(b));
-    for (int i = 0; i < 4; ++i) w[i][b] = block.word[i];
-  }
-  const int64_t skip = static_cast<int64_t>(index & 3);
-  for (int64_t k = 0; k < n; ++k) words[k] = w[(k + skip) & 3][(k + skip) >> 2];
-}
-void words_u64(Key key, uint64_t index, int64_t n, uint64_t* words) {
-  uint64_t w[2][kBlock / 2 + 1];
-  const uint64_t first = index >> 1;
-  const int64_t blocks =
-      static_cast<int64_t>(((index + static_cast<uint64_t>(n) + 1) >> 1) - first);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const philox::Block block = philox::block(key, first + static_cast<uint64_t>(b));
-    for (int i = 0; i < 2; ++i) w[i][b] = uint64_t{block.word[2 * i + 1]} << 32 | block.word[2 * i];
-  }
-  const int64_t skip = static_cast<int64_t>(index & 1);
-  for (int64_t k = 0; k < n; ++k) words[k] = w[(k + skip) & 1][(k + skip) >> 1];
+using namespace sheaf::kernels::cpu;
+
+/// Words of this size in a block of Philox's 128 bits, and what words() needs room for.
+template <class Word>
+constexpr int64_t kWords = 16 / sizeof(Word);
+template <class Word>
+constexpr int64_t kRoom = kBlock + kWords<Word>;
+
+/// Word i of a block; the last argument says of which size.
+uint32_t word_of(const philox::Block& block, int i, uint32_t) { return block.word[i]; }
+uint64_t word_of(const philox::Block& block, int i, uint64_t) {
+  return uint64_t{block.word[2 * i + 1]} << 32 | block.word[2 * i];
 }
 
-/// Calls f(local flat index, global flat index, n) on pieces of [begin, end), n <= kBlock, that are
-/// neighbours globally.
+/// The bits of elements [index, index + n), n <= kBlock, somewhere in `room`: whole Philox blocks,
+/// in two loops that vectorise.
+template <class Word>
+const Word* words(Key key, uint64_t index, int64_t n, Word* room) {
+  constexpr int64_t kEach = kWords<Word>;
+  Word w[kEach][kBlock / kEach + 1];
+  const uint64_t first = index / kEach;
+  const int64_t skip = static_cast<int64_t>(index % kEach), blocks = (skip + n + kEach - 1) / kEach;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const philox::Block block = philox::block(key, first + static_cast<uint64_t>(b));
+    for (int i = 0; i < kEach; ++i) w[i][b] = word_of(block, i, Word());
+  }
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int i = 0; i < kEach; ++i) room[b * kEach + i] = w[i][b];
+  return room + skip;
+}
+
+/// Calls f(global flat index, n) on pieces of [begin, end), n <= kBlock, that are neighbours
+/// globally, in order.
 template <class F>
 void for_global_runs(const Shape& local, const GlobalIndex& where, int64_t begin, int64_t end,
                      F&& f) {
@@ -52,7 +56,7 @@ void for_global_runs(const Shape& local, const GlobalIndex& where, int64_t begin
       rest /= local[k];
     }
     const int64_t n = std::min({kBlock, end - i, run - i % run});
-    f(i, static_cast<uint64_t>(global), n);
+    f(static_cast<uint64_t>(global), n);
     i += n;
   }
 }
@@ -80,48 +84,50 @@ void normals(int64_t n, const uint64_t* bits, double mean, double std, double* v
       values[k] = mean + std * detail::normal_quantile_tail(p[k], q);
 }
 
-/// out = f(n, words) in double, for kernels that only write.
-template <class Word, class Words, class F>
-void generate(const View& out, const GlobalIndex& where, Words words, F f) {
+/// out = f(n, bits) in double, for kernels that only write.
+template <class Word, class F>
+void generate(const View& out, const DrawKey& from, const GlobalIndex& where, F f) {
+  const Key key = from.derived();
+  const uint64_t first = from.first_index();
   parallel_for(out.numel(), kGrain / 8, [&](int64_t begin, int64_t end) {
-    Word bits[kBlock];
+    Word room[kRoom<Word>];
     double values[kBlock];
     Cursor cursor(out, begin);
-    for_global_runs(out.shape, where, begin, end, [&](int64_t, uint64_t global, int64_t n) {
-      words(global, n, bits);
-      f(n, bits, values);
+    for_global_runs(out.shape, where, begin, end, [&](uint64_t global, int64_t n) {
+      f(n, words(key, first + global, n, room), values);
       cursor.write(n, values);
     });
   });
+}
+
+/// to[n] = from[n] * scale, or 0 where bits are below the threshold. What is multiplied for nothing
+/// costs less than a branch.
+template <class C>
+void drop(int64_t n, const uint32_t* bits, uint32_t threshold, C scale, const C* from, C* to) {
+#pragma GCC ivdep
+  for (int64_t k = 0; k < n; ++k) {
+    const C kept = from[k] * scale;
+    to[k] = bits[k] < threshold ? C(0) : kept;
+  }
 }
 
 }  // namespace
 
 void uniform(const View& out, DrawKey from, const GlobalIndex& where, double lo, double hi) {
   check_where("uniform", out, where);
-  generate<uint32_t>(
-      out, where,
-      [key = from.derived(), first = from.first_index()](uint64_t global, int64_t n,
-                                                         uint32_t* bits) {
-        words_u32(key, first + global, n, bits);
-      },
-      [lo, range = hi - lo](int64_t n, const uint32_t* bits, double* values) {
-        for (int64_t k = 0; k < n; ++k)
-          values[k] = lo + range * static_cast<double>(uniform_from(bits[k]));
-      });
+  generate<uint32_t>(out, from, where,
+                     [lo, range = hi - lo](int64_t n, const uint32_t* bits, double* values) {
+                       for (int64_t k = 0; k < n; ++k)
+                         values[k] = lo + range * static_cast<double>(uniform_from(bits[k]));
+                     });
 }
 
 void normal(const View& out, DrawKey from, const GlobalIndex& where, double mean, double std) {
   check_where("normal", out, where);
-  generate<uint64_t>(
-      out, where,
-      [key = from.derived(), first = from.first_index()](uint64_t global, int64_t n,
-                                                         uint64_t* bits) {
-        words_u64(key, first + global, n, bits);
-      },
-      [mean, std](int64_t n, const uint64_t* bits, double* values) {
-        normals(n, bits, mean, std, values);
-      });
+  generate<uint64_t>(out, from, where,
+                     [mean, std](int64_t n, const uint64_t* bits, double* values) {
+                       normals(n, bits, mean, std, values);
+                     });
 }
 
 void dropout(const View& x, double p, DrawKey from, const GlobalIndex& where, const View& out) {
@@ -129,24 +135,22 @@ void dropout(const View& x, double p, DrawKey from, const GlobalIndex& where, co
   check_shapes("dropout", out, x);
   check<ConfigError>(p >= 0.0 && p < 1.0, "[dropout] probability ", p, " is not in [0, 1)");
   // Dropped where 32 random bits, as a fraction, are below p.
-  const uint64_t threshold = static_cast<uint64_t>(p * 0x1p32);
+  const uint32_t threshold = static_cast<uint32_t>(p * 0x1p32);
   const Key key = from.derived();
   const uint64_t first = from.first_index();
   auto run = [&]<class C>() {
     const C scale = static_cast<C>(1.0 / (1.0 - p));
     parallel_for(out.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      uint32_t bits[kBlock];
-      C values[kBlock];
-      Cursor in(x, begin), to(out, begin);
-      for_global_runs(out.shape, where, begin, end, [&](int64_t, uint64_t global, int64_t n) {
-        words_u32(key, first + global, n, bits);
-        in.read(n, values);
-        for (int64_t k = 0; k < n; ++k) values[k] = bits[k] < threshold ? C(0) : values[k] * scale;
-        to.write(n, values);
+      uint32_t room[kRoom<uint32_t>];
+      BlockInput<C> in(x, begin);
+      BlockOutput<C> to(out, begin);
+      for_global_runs(out.shape, where, begin, end, [&](uint64_t global, int64_t n) {
+        drop(n, words(key, first + global, n, room), threshold, scale, in.next(n), to.next(n));
+        to.done(n);
       });
     });
   };
   compute_type(x.dtype, out.dtype) == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
 
-}  // namespace sheaf::kernels::cpu
+}  // namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE

@@ -27,3 +27,11 @@ inline bool has_v4() {
   namespace v4 {                     \
   decltype(cpu::function) function;  \
   }
+
+/// Declares both and defines the public function, which returns nothing, as the one of them that
+/// this machine runs.
+#define SHEAF_SIMD_CHOOSE(function, parameters, arguments)                         \
+  SHEAF_SIMD_DECLARE(function)                                                     \
+  namespace cpu {                                                                  \
+  void function parameters { (has_v4() ? v4::function : v3::function) arguments; } \
+  }
