@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <optional>
 
@@ -22,28 +23,56 @@
 namespace sheaf::models {
 namespace {
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Of logits with a NaN or +inf there is no softmax, nor a likeliest one. -inf may be, that is how a token is forbidden.
+void require_numbers(const std::vector<double>& logits, int64_t position, size_t prompt) {
+  const bool none = std::ranges::all_of(logits, [](double logit) { return logit == -kInfinity; });
+  const auto wrong = std::ranges::find_if(logits, [](double logit) { return std::isnan(logit) || logit == kInfinity; });
+  if (!none && wrong == logits.end()) return;
+  fail<NonFiniteError>("[generate] position ", position, ", behind a prompt of ", prompt, " tokens: ",
+                       none ? "the logits of all tokens are -inf"
+                            : str("the logit of token ", wrong - logits.begin(), " is ", std::isnan(*wrong) ? "nan" : "inf"));
+}
+
 // Draws from softmax(logits / temperature), restricted to the top_k likeliest, and of these to as few as make up top_p of their
-// probability (Holtzman et al., https://arxiv.org/abs/1904.09751); `u` is uniform in [0, 1).
+// probability (Holtzman et al., https://arxiv.org/abs/1904.09751); `u` is uniform in [0, 1). To sort a whole vocabulary may take
+// longer than the model: the draw among all tokens goes by their ids, and what is restricted is sorted as far as it must be.
 int32_t choose(const std::vector<double>& logits, const GenerateConfig& config, double u) {
+  const auto likeliest = [&] { return static_cast<int32_t>(std::ranges::max_element(logits) - logits.begin()); };
+  if (config.temperature <= 0) return likeliest();
   std::vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
   const auto likelier = [&](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
-  if (config.temperature <= 0) return *std::min_element(ids.begin(), ids.end(), likelier);
-  const auto all = static_cast<int64_t>(ids.size()), kept = config.top_k > 0 ? std::min(config.top_k, all) : all;
-  std::partial_sort(ids.begin(), ids.begin() + kept, ids.end(), likelier);
-  ids.resize(static_cast<size_t>(kept));
-  std::vector<double> weights;
-  for (int32_t id : ids) weights.push_back(std::exp((logits[id] - logits[ids[0]]) / config.temperature));
-  double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  size_t sorted = 0;
+  if (config.top_k > 0) {
+    sorted = std::min(static_cast<size_t>(config.top_k), ids.size());
+    std::partial_sort(ids.begin(), ids.begin() + static_cast<ptrdiff_t>(sorted), ids.end(), likelier);
+    ids.resize(sorted);
+  }
+  const double best = logits[sorted > 0 ? ids[0] : likeliest()];
+  const auto weight = [&](int32_t id) { return std::exp((logits[id] - best) / config.temperature); };
+  std::vector<double> weights(ids.size());  // of `ids`
+  double total = 0;
+  for (size_t i = 0; i < ids.size(); ++i) total += weights[i] = weight(ids[i]);
   if (config.top_p < 1) {
     const double enough = config.top_p * total;
     size_t count = 0;
-    for (total = 0; count < ids.size() && (count == 0 || total < enough); ++count) total += weights[count];
+    for (total = 0; count < ids.size() && (count == 0 || total < enough); ++count) {
+      if (count == sorted) {  // mostly a few make up enough
+        sorted = std::min(std::max(size_t{64}, 8 * sorted), ids.size());
+        const auto begin = ids.begin() + static_cast<ptrdiff_t>(count), end = ids.begin() + static_cast<ptrdiff_t>(sorted);
+        if (end != ids.end()) std::nth_element(begin, end, ids.end(), likelier);
+        std::sort(begin, end, likelier);
+      }
+      total += weights[count] = weight(ids[count]);
+    }
     ids.resize(count);
   }
-  double left = u * total;
+  // The same sum as `total`, than which u * total is less: what has no weight is never drawn, not by rounding either.
+  double sum = 0;
   for (size_t i = 0; i < ids.size(); ++i)
-    if ((left -= weights[i]) < 0) return ids[i];
+    if (u * total < (sum += weights[i])) return ids[i];
   return ids.back();
 }
 
@@ -72,27 +101,30 @@ std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateCon
   }
 }
 
-std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, int64_t end_of_document) {
+std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further) {
   std::vector<int32_t> ends;
   if (!config.end_token.empty()) {
     const auto end = tokenizer.special_token(config.end_token);
-    if (!end) fail<ConfigError>("[generate] generate.end_token: the tokenizer (", tokenizer.kind(), ") has no special token ", config.end_token);
+    if (!end)
+      fail<ConfigError>("[generate] generate.end_token: the tokenizer (", tokenizer.kind(), ") has no special token ",
+                        config.end_token);
     ends.push_back(*end);
   }
   if (config.ignore_end_of_text) return {};
   if (const auto end = tokenizer.end_of_text()) ends.push_back(*end);
-  if (end_of_document >= 0) ends.push_back(static_cast<int32_t>(end_of_document));
+  ends.insert(ends.end(), further.begin(), further.end());
   if (!config.chat.empty()) ends.push_back(ChatFormat(config.chat, tokenizer).end_of_turn());
   return ends;
 }
 
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
-                              const GenerateConfig& config, const std::function<void(int32_t)>& emit, std::span<const int32_t> ends) {
+                              const GenerateConfig& config, const std::function<void(int32_t)>& emit,
+                              std::span<const int32_t> ends) {
   if (prompt.empty()) fail<ConfigError>("[generate] the prompt is empty: give at least one token");
   model.eval();
   const Device device = units(model).at(0)->buffers().at(0).shard.device();
   const DeviceScope scope(device);
-  std::vector<int32_t> tokens = prompt, out;
+  std::vector<int32_t> tokens = prompt;
   const Key key = key_of("generate", static_cast<uint64_t>(config.seed));
   const auto uniform = [&](int64_t i) { return static_cast<double>(random_u64(key, i) >> 11) * 0x1p-53; };
   nn::KeyValueCache cache(std::min(context, static_cast<int64_t>(prompt.size()) + std::min(context, config.tokens)));
@@ -107,13 +139,13 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
     const Tensor logits = model.next_logits(Tensor::from(next_tokens, {1, unread}).to(device), cache);
     std::vector<double> last = logits.to_vector<double>();
     last.resize(static_cast<size_t>(std::min(vocab, logits.size(-1))));
+    require_numbers(last, have, prompt.size());
     const int32_t next = choose(last, config, uniform(i));
     if (std::ranges::find(ends, next) != ends.end()) break;
     tokens.push_back(next);
-    out.push_back(next);
     if (emit) emit(next);
   }
-  return out;
+  return {tokens.begin() + static_cast<ptrdiff_t>(prompt.size()), tokens.end()};
 }
 
 namespace {
@@ -122,31 +154,35 @@ namespace {
 struct Source {
   ModelConfig model;
   int64_t vocab = 0;
-  std::shared_ptr<const Tokenizer> tokenizer = nullptr;
-  std::vector<int32_t> before = {}, ends = {};  // of a text, beside what the configuration says
+  PublishedText text = {};
   std::function<void(Decoder&)> load = {};
 };
 
 Source from_run(const std::string& folder) {
   auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr);
-  if (!checkpoint) fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ", folder);
+  if (!checkpoint)
+    fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ",
+                          folder);
   const RunState state = RunState::from_json(checkpoint->state());
-  if (!state.tokenizer)
-    fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3 or huggingface: ",
-                      "it has no tokenizer");
-  Source out{.model = state.model, .vocab = state.vocab, .tokenizer = state.tokenizer};
-  if (state.model.end_of_text >= 0) out.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
+  Source out{.model = state.model, .vocab = state.vocab, .text = {.tokenizer = state.tokenizer}};
+  if (!state.tokenizer) {
+    // It read what was tokenized before: where it started from published weights, by their tokenizer.
+    const std::string config = state.weights ? published_config_file(state.weights->path) : "";
+    if (config.empty())
+      fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte: ",
+                        "it has no tokenizer");
+    out.text = read_published_text(parent_of(config));
+  }
+  if (state.model.end_of_text >= 0) out.text.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
   out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}); };
   return out;
 }
 
 Source from_published(const std::string& folder) {
-  Source out{.model = read_published_config(published_config_file(folder))};
+  Source out{.model = read_published_config(published_config_file(folder)), .text = read_published_text(folder)};
   out.vocab = out.model.vocab;
-  PublishedText text = read_published_text(folder);
-  out.tokenizer = std::move(text.tokenizer), out.before = std::move(text.before), out.ends = std::move(text.ends);
-  if (out.tokenizer->vocab_size() > out.vocab)
-    fail<ConfigError>("[generate] '", folder, "': the tokenizer has ", out.tokenizer->vocab_size(), " tokens, the model ", out.vocab);
+  if (const int64_t known = out.text.tokenizer->vocab_size(); known > out.vocab)
+    fail<ConfigError>("[generate] '", folder, "': the tokenizer has ", known, " tokens, the model ", out.vocab);
   const auto files = std::make_shared<PublishedFiles>(PublishedFiles::open(folder));
   check_weights(*files, out.model);
   out.load = [files](Decoder& model) { load_weights(model, *files); };
@@ -159,21 +195,24 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
                           const std::function<void(const std::string&)>& emit) {
   const bool published = !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
   const Source source = published ? from_published(folder) : from_run(folder);
-  const Tokenizer& tokenizer = *source.tokenizer;
+  const Tokenizer& tokenizer = *source.text.tokenizer;
   std::vector<int32_t> prompt = encode_prompt(tokenizer, config);
-  std::vector<int32_t> ends = ends_of(tokenizer, config);
-  if (!config.ignore_end_of_text) ends.insert(ends.end(), source.ends.begin(), source.ends.end());
+  const std::vector<int32_t> ends = ends_of(tokenizer, config, source.text.ends);
   const auto length = static_cast<int64_t>(prompt.size());
   if (!config.chat.empty() && length >= source.model.context)
     fail<ConfigError>("[generate] the conversation has ", length, " tokens, the model's context ", source.model.context,
                       ": nothing of it may be left out");
+  if (length > source.model.context)
+    warn_on_stderr(str("the prompt has ", length, " tokens, the model's context ", source.model.context,
+                       ": only its last are read"));
   const auto model = make_language_model(source.model, source.vocab);
-  materialize(*model, device);
+  materialize(*model, device, {.values = false});
   source.load(*model);
   Utf8Assembler text;
   emit(text.add(tokenizer.decode(prompt)));
   // What is rendered has what stands before a text.
-  if (config.chat.empty() && !config.special_tokens) prompt.insert(prompt.begin(), source.before.begin(), source.before.end());
+  if (config.chat.empty() && !config.special_tokens)
+    prompt.insert(prompt.begin(), source.text.before.begin(), source.text.before.end());
   generate(*model, prompt, source.model.context, tokenizer.vocab_size(), config,
            [&](int32_t token) { emit(text.add(tokenizer.decode_more(std::span(&token, 1)))); }, ends);
   emit(text.finish());

@@ -17,22 +17,28 @@ namespace sheaf::models {
 /// character that is not in the vocabulary.
 std::vector<int32_t> encode_prompt(const Tokenizer& tokenizer, const GenerateConfig& config);
 
-/// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows),
-/// at most `context` of them in view at a time, or until one of `ends` is drawn; returns the new ones, the end left out.
-/// Collective where the model is sharded: every rank
-/// computes the same tokens. `emit` gets each token as it comes. Each token is read once, until there are more than
-/// `context`: then the window slides, all positions in it change, and each new token costs a pass over `context` tokens.
+/// Continues `prompt` by config.tokens tokens below `vocab` (a model may have room for more than the tokenizer knows), at most
+/// `context` of them in view at a time, or until one of `ends` is drawn; returns the new ones, the end left out. Collective where
+/// the model is sharded: every rank computes the same tokens. `emit` gets each token as it comes. Each token is read once, until
+/// there are more than `context`: then the window slides, all positions in it change, and each new token costs a pass over
+/// `context` tokens. Throws NonFiniteError that names the position where logits are NaN or +inf, or all -inf.
 std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt, int64_t context, int64_t vocab,
                               const GenerateConfig& config, const std::function<void(int32_t)>& emit = {},
                               std::span<const int32_t> ends = {});
-/// The tokens at which what is generated ends: the tokenizer's end of text, if it has one, that which ended documents or examples in
-/// training (-1: none), config.end_token, and in a chat the end of a turn; none if config.ignore_end_of_text is set. Throws ConfigError
-/// for a special token that the tokenizer lacks.
-std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, int64_t end_of_document = -1);
+/// The tokens at which what is generated ends: config.end_token, the tokenizer's end of text, if it has one, the `further` ones,
+/// such as that which ended documents or examples in training, and in a chat the end of a turn; none if config.ignore_end_of_text
+/// is set. Throws ConfigError for a special token that the tokenizer lacks.
+std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further = {});
+/// With one further end; -1: none.
+inline std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, int64_t end_of_document) {
+  const auto end = static_cast<int32_t>(end_of_document);
+  return ends_of(tokenizer, config, std::span(&end, end < 0 ? 0 : 1));
+}
 
 /// Samples from the newest whole checkpoint of a run's output folder, whatever the number of ranks that wrote it, or from published
-/// weights in a folder with their config.json and tokenizer (published_text.h), on this process alone, on `device`. `emit` gets the prompt, then the text as it comes, in whole characters: tokens may end
-/// inside of one. Throws CheckpointError, ConfigError, DataError.
+/// weights in a folder with their config.json and tokenizer (published_text.h), on this process alone, on `device`. `emit` gets the
+/// prompt, then the text as it comes, in whole characters: tokens may end inside of one. Throws CheckpointError, ConfigError,
+/// DataError, NonFiniteError.
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit);
 

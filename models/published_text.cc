@@ -31,7 +31,9 @@ std::vector<int32_t> tokens_before(const Json& file, const std::string& path, co
     if (!special) break;  // the text
     const std::string& name = special->at("id").as_string();
     const auto id = tokenizer.special_token(name);
-    if (!id) fail<DataError>("[tokenizer] '", path, "': its post_processor puts ", json_string(name), " before a text, which is no special token");
+    if (!id)
+      fail<DataError>("[tokenizer] '", path, "': its post_processor puts ", json_string(name),
+                      " before a text, which is no special token");
     ids.push_back(*id);
   }
   return ids;

@@ -11,9 +11,9 @@
 namespace sheaf::models {
 
 struct PublishedText {
-  std::shared_ptr<const Tokenizer> tokenizer;
-  std::vector<int32_t> before;  ///< ids that stand before each text, such as Llama's <|begin_of_text|>
-  std::vector<int32_t> ends;    ///< ids with which the model ends what it writes
+  std::shared_ptr<const Tokenizer> tokenizer = nullptr;
+  std::vector<int32_t> before = {};  ///< ids that stand before each text, such as Llama's <|begin_of_text|>
+  std::vector<int32_t> ends = {};    ///< ids with which the model ends what it writes
 };
 
 /// From a folder with tokenizer.json, whose post-processor says what stands before a text, or with GPT-2's vocab.json and

@@ -47,10 +47,13 @@ size_t TextReader::read_input(char* to, size_t bytes) {
   for (;;) {
     if (stop_()) return 0;
     pollfd input{STDIN_FILENO, POLLIN, 0};
-    if (poll(&input, 1, /*milliseconds=*/200) == 0) continue;
-    const ssize_t got = ::read(STDIN_FILENO, to, bytes);
+    const int ready = poll(&input, 1, /*milliseconds=*/200);
+    if (ready == 0) continue;
+    // A signal ends the waiting, and stop_() is to be asked: read() would wait on.
+    const ssize_t got = ready < 0 ? -1 : ::read(STDIN_FILENO, to, bytes);
     if (got >= 0) return static_cast<size_t>(got);
-    if (errno != EINTR && errno != EAGAIN) fail<IoError>("[text] cannot read ", name_, ": ", std::generic_category().message(errno));
+    if (errno != EINTR && errno != EAGAIN)
+      fail<IoError>("[text] cannot read ", name_, ": ", std::generic_category().message(errno));
   }
 }
 
@@ -98,8 +101,10 @@ void JsonLines::read(std::string_view block, const std::string& name, std::vecto
   const size_t first = documents.size();
   documents.resize(first + lines.size());
   parallel_for(static_cast<int64_t>(lines.size()), 16, [&](int64_t begin, int64_t end) {
-    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
-      documents[first + i] = std::move(json_text_members(lines[i].text, {&field_, 1}, str("line ", lines[i].number, " of ", name))[0]);
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      const std::string place = str("line ", lines[i].number, " of ", name);
+      documents[first + i] = std::move(json_text_members(lines[i].text, {&field_, 1}, place)[0]);
+    }
   });
   std::erase_if(documents, [](const std::string& text) { return text.empty(); });
 }

@@ -81,14 +81,15 @@ void fill(Device device, const nn::Init& init, Key key, int64_t numel, const Run
   }
 }
 
-void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, Device device, uint64_t seed) {
+void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, Device device, const MaterializeOptions& how) {
   const auto mark = ModuleAccess::mark(*node.module);
   UnitOptions options;
   if (mark) options = *mark;
   std::vector<LeafSpec> specs;
   for (const Parameter& p : node.leaves) {
     // Nothing is ever added to it: it rests as it is computed with.
-    if (p.state().constant && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype())) p.state().dtype = *options.compute;
+    if (p.state().constant && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype()))
+      p.state().dtype = *options.compute;
     specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut(), p.exact(), p.steered()});
   }
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), options, schedule);
@@ -98,12 +99,12 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
     node.leaves[i].state().index = static_cast<int>(i);
   }
   ModuleAccess::unit(*node.module) = unit;
-  if (device.is_meta()) return;
+  if (device.is_meta() || !how.values) return;
   for (const FlatBuffer& b : unit->buffers()) {
     char* data = b.shard.view().as<char>();
     for (const LocalPiece& piece : unit->pieces(b)) {
       const Parameter& p = node.leaves[piece.leaf];
-      fill(device, p.init(), key_of(p.name(), seed), p.numel(), piece.runs,
+      fill(device, p.init(), key_of(p.name(), how.seed), p.numel(), piece.runs,
            data + piece.shard_offset * static_cast<int64_t>(size_of(b.dtype)), b.dtype);
     }
   }
@@ -128,7 +129,7 @@ void materialize(nn::Module& module, Device device, const MaterializeOptions& op
                       "' is in no unit, though parts of the model are sharded: call shard() on the whole model too");
   const auto schedule = std::make_shared<GatherSchedule>(root_mark ? root_mark->prefetch_bytes : -1);
   for (UnitNode& node : survey.nodes)
-    if (!node.leaves.empty()) make_unit(node, schedule, device, options.seed);
+    if (!node.leaves.empty()) make_unit(node, schedule, device, options);
   if (survey.nodes[0].leaves.empty()) ModuleAccess::schedule(module) = schedule;
   for (const nn::Buffer& b : survey.buffers) {
     nn::Buffer::State& s = b.state();

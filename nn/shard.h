@@ -122,6 +122,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options = {
 struct MaterializeOptions {
   uint64_t seed = 0;
   std::optional<DType> dtype = std::nullopt;  ///< of all floating leaves, in place of their own: f64 for checking
+  bool values = true;  ///< false: zeros, where all of them are read from a file next (drawing 1e9 normals takes seconds)
 };
 
 /// Makes the units and gives memory on `device` to what this rank owns, filled from the counter-based generator keyed by

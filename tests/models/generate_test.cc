@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <numeric>
 
+#include "sheaf/core/random.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/language_model.h"
@@ -202,7 +204,7 @@ TEST(Generate, GivesTheTextOfWholeWindows) {
 
 // Of the logits of each token the likeliest `top_k`, and of these as few as make up top_p, by trying each number of them.
 std::vector<int32_t> allowed(const std::vector<float>& logits, const models::GenerateConfig& options) {
-  std::vector<int32_t> ids(static_cast<size_t>(kVocab));
+  std::vector<int32_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), 0);
   std::ranges::stable_sort(ids, std::greater<>(), [&](int32_t id) { return logits[static_cast<size_t>(id)]; });
   if (options.top_k > 0) ids.resize(std::min(ids.size(), static_cast<size_t>(options.top_k)));
@@ -218,7 +220,8 @@ std::vector<int32_t> allowed(const std::vector<float>& logits, const models::Gen
 }
 
 TEST(Generate, ChoosesAmongTheLikeliest) {
-  for (const auto& [top_k, top_p] : std::initializer_list<std::pair<int64_t, double>>{{0, 1}, {3, 1}, {0, 0.5}, {0, 0.9}, {5, 0.6}, {1, 1}, {0, 0}}) {
+  for (const auto& [top_k, top_p] : std::initializer_list<std::pair<int64_t, double>>{
+           {0, 1}, {3, 1}, {0, 0.5}, {0, 0.9}, {5, 0.6}, {1, 1}, {0, 0}}) {
     SCOPED_TRACE(str(top_k, ' ', top_p));
     models::GenerateConfig options;
     options.tokens = 300, options.temperature = 0.7, options.top_k = top_k, options.top_p = top_p;
@@ -229,18 +232,100 @@ TEST(Generate, ChoosesAmongTheLikeliest) {
     size_t most = 0;
     double expected = 0, variance = 0;  // how often the likeliest one is chosen
     for (size_t i = 0; i < text.size(); ++i) {
-      const std::vector<int32_t> from = allowed(model.seen[i], options);
+      const std::vector<float>& logits = model.seen[i];
+      const std::vector<int32_t> from = allowed(logits, options);
       const auto at = static_cast<size_t>(std::ranges::find(from, text[i]) - from.begin());
       ASSERT_LT(at, from.size()) << i;
       ++ranks[at];
       most = std::max(most, from.size());
       double sum = 0;
-      for (const int32_t id : from) sum += std::exp((model.seen[i][static_cast<size_t>(id)] - model.seen[i][static_cast<size_t>(from[0])]) / options.temperature);
+      for (const int32_t id : from)
+        sum += std::exp((logits[static_cast<size_t>(id)] - logits[static_cast<size_t>(from[0])]) / options.temperature);
       expected += 1 / sum, variance += (1 - 1 / sum) / sum;
     }
     EXPECT_NEAR(ranks[0], expected, 4 * std::sqrt(variance));
     EXPECT_GE(ranks.size(), (most + 1) / 2) << "all of them are chosen now and then";
   }
+}
+
+// Says what it is told to: of each token these logits, of all after the last row its own again.
+struct Says : Gpt {
+  std::vector<std::vector<float>> rows;
+  size_t said = 0;
+
+  explicit Says(std::vector<std::vector<float>> all) : Gpt(gpt(/*width=*/8)), rows(std::move(all)) {
+    materialize(*this, Device::cpu(), {.seed = 3});
+  }
+  Tensor next_logits(const Tensor& tokens, nn::KeyValueCache& cache) override {
+    cache.advance(tokens.size(1));
+    const std::vector<float>& row = rows[std::min(said++, rows.size() - 1)];
+    return Tensor::from(row, {1, 1, static_cast<int64_t>(row.size())});
+  }
+};
+
+// Many tokens, many of them equally likely: what is sorted in parts draws as if all were.
+TEST(Generate, DrawsAsTheSeedSays) {
+  std::vector<float> logits;
+  for (int i = 0; i < 1500; ++i) logits.push_back(static_cast<float>(i * 7919 % 101) / 25);
+  for (const auto& [top_k, top_p] : std::initializer_list<std::pair<int64_t, double>>{
+           {0, 1}, {0, 0}, {0, 0.01}, {0, 0.3}, {0, 0.9}, {0, 1 - 1e-9}, {100, 1}, {100, 0.5}, {5000, 1}, {5000, 0.9}}) {
+    SCOPED_TRACE(str(top_k, ' ', top_p));
+    models::GenerateConfig options;
+    options.tokens = 200, options.temperature = 0.7, options.top_k = top_k, options.top_p = top_p, options.seed = 5;
+    std::vector<int32_t> from = allowed(logits, options), expected;
+    if (top_k == 0 && top_p == 1) std::ranges::sort(from);
+    const auto weight = [&](int32_t id) { return std::exp(logits[static_cast<size_t>(id)] / options.temperature); };
+    double total = 0;
+    for (const int32_t id : from) total += weight(id);
+    for (int64_t i = 0; i < options.tokens; ++i) {
+      double left = total * static_cast<double>(random_u64(key_of("generate", 5), static_cast<uint64_t>(i)) >> 11) * 0x1p-53;
+      size_t at = 0;
+      while (at + 1 < from.size() && left >= weight(from[at])) left -= weight(from[at++]);
+      expected.push_back(from[at]);
+    }
+    Says model({logits});
+    EXPECT_EQ(generate(model, {1}, kContext, 1500, options), expected);
+  }
+}
+
+TEST(Generate, DrawsNoTokenThatIsForbidden) {
+  constexpr float kNever = -std::numeric_limits<float>::infinity();
+  for (const auto& [top_k, top_p] : std::initializer_list<std::pair<int64_t, double>>{{0, 1}, {4, 1}, {0, 0.999}, {5, 0.999}}) {
+    models::GenerateConfig options;
+    options.tokens = 200, options.top_k = top_k, options.top_p = top_p;
+    Says model({{kNever, 0, kNever, 1, kNever}});
+    std::vector<int32_t> text = generate(model, {1}, kContext, 5, options);
+    std::ranges::sort(text);
+    text.erase(std::unique(text.begin(), text.end()), text.end());
+    EXPECT_THAT(text, ElementsAre(1, 3)) << top_k << ' ' << top_p;
+  }
+}
+
+TEST(Generate, WhatIsNoNumberIsNoText) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const auto& [row, what] : std::initializer_list<std::pair<std::vector<float>, const char*>>{
+           {{0, kNan, 1}, "the logit of token 1 is nan"},
+           {{0, 1, -kNan}, "the logit of token 2 is nan"},
+           {{kInfinity, 0, 1}, "the logit of token 0 is inf"},
+           {{-kInfinity, -kInfinity, -kInfinity}, "the logits of all tokens are -inf"}})
+    for (const double temperature : {0.0, 0.8})
+      for (const int64_t top_k : {0, 2}) {
+        models::GenerateConfig options;
+        options.temperature = temperature, options.top_k = top_k;
+        Says model({{0, 1, 0}, {0, -kInfinity, 0}, row});
+        int emitted = 0;
+        try {
+          generate(model, {1, 2, 0, 1}, kContext, 3, options, [&](int32_t) { ++emitted; });
+          ADD_FAILURE() << what;
+        } catch (const NonFiniteError& e) {
+          EXPECT_EQ(e.exit_code(), static_cast<int>(ExitCode::kNonFinite));
+          EXPECT_EQ(e.what(), str("[generate] position 6, behind a prompt of 4 tokens: ", what));
+        }
+        EXPECT_EQ(emitted, 2);
+      }
+  // A token that there is no text for takes no part.
+  Says model({{0, 1, kNan}});
+  EXPECT_EQ(generate(model, {1}, kContext, 2, {.tokens = 3}).size(), 3u);
 }
 
 TEST(Generate, EndsWhereATextEnds) {
@@ -250,12 +335,12 @@ TEST(Generate, EndsWhereATextEnds) {
   materialize(model, Device::cpu(), {.seed = 3});
   const std::vector<int32_t> all = generate(model, {1}, kContext, kVocab, options);
   const int32_t end = all[7];
-  const auto first = std::ranges::find(all, end);
+  const std::vector<int32_t> before(all.begin(), std::ranges::find(all, end)), never = {kVocab}, ends = {kVocab, end};
   std::vector<int32_t> emitted;
   const auto emit = [&](int32_t token) { emitted.push_back(token); };
-  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, emit, std::vector<int32_t>{int32_t{kVocab}, end}), std::vector<int32_t>(all.begin(), first));
-  EXPECT_EQ(emitted, std::vector<int32_t>(all.begin(), first));
-  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, {}, std::vector<int32_t>{int32_t{kVocab}}), all) << "one that is never drawn";
+  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, emit, ends), before);
+  EXPECT_EQ(emitted, before);
+  EXPECT_EQ(generate(model, {1}, kContext, kVocab, options, {}, never), all);
 }
 
 struct WithEnd final : models::Tokenizer {
@@ -270,10 +355,10 @@ struct WithEnd final : models::Tokenizer {
 TEST(Generate, TextsEndAsTheTokenizerSays) {
   models::GenerateConfig options;
   EXPECT_THAT(models::ends_of(WithEnd(), options), ElementsAre(8));
-  EXPECT_THAT(models::ends_of(WithEnd(), options, 5), ElementsAre(8, 5)) << "which ended documents in training";
+  EXPECT_THAT(models::ends_of(WithEnd(), options, std::vector<int32_t>{5, 3}), ElementsAre(8, 5, 3)) << "such as ended documents";
   EXPECT_THAT(models::ends_of(*models::make_byte_tokenizer(), options), IsEmpty());
   options.ignore_end_of_text = true;
-  EXPECT_THAT(models::ends_of(WithEnd(), options, 5), IsEmpty());
+  EXPECT_THAT(models::ends_of(WithEnd(), options, std::vector<int32_t>{5}), IsEmpty());
 }
 
 TEST(Generate, EveryWorldWritesTheSameText) {

@@ -2,6 +2,9 @@
 #include "sheaf/models/text_reader.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -110,12 +113,45 @@ TEST(TextReader, StandardInputOfWhichNothingComesMayBeLeft) {
   close(kept), close(ends[0]), close(ends[1]);
 }
 
+volatile std::sig_atomic_t signalled = 0;
+
+// A signal comes while it waits, and `stop` says so: nothing else would end it before the pipe is closed.
+TEST(TextReader, ASignalEndsTheWaitingForStandardInput) {
+  struct sigaction noting = {}, before = {};
+  noting.sa_handler = [](int) { signalled = 1; };
+  noting.sa_flags = SA_RESTART;
+  ASSERT_EQ(sigaction(SIGUSR1, &noting, &before), 0);
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const int kept = dup(STDIN_FILENO);
+  dup2(ends[0], STDIN_FILENO);
+  std::atomic<bool> asked = false, ended = false, left = false;
+  std::thread other([&, reading = pthread_self()] {
+    while (!asked) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // it waits now
+    pthread_kill(reading, SIGUSR1);
+    for (int i = 0; i < 1'000 && !ended; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    left = ended.load();
+    close(ends[1]);
+  });
+  TextReader reader("-", 100, [&] { return asked = true, signalled != 0; });
+  EXPECT_EQ(reader.next(nowhere), "");
+  ended = true;
+  other.join();
+  EXPECT_TRUE(left) << "only the end of the pipe ended it";
+  dup2(kept, STDIN_FILENO);
+  close(kept), close(ends[0]);
+  sigaction(SIGUSR1, &before, nullptr);
+}
+
 TEST(TextReader, CompressedTextsAreRefused) {
   ScratchFolder folder;
-  for (const auto& [magic, name] : {std::pair<std::string, const char*>{"\x1f\x8b\x08", "gzip"}, {"\x28\xb5\x2f\xfd-", "zstd"}, {"PAR1", "Parquet"}}) {
+  for (const auto& [magic, name] : {std::pair<std::string, const char*>{"\x1f\x8b\x08", "gzip"}, {"\x28\xb5\x2f\xfd-", "zstd"},
+                                    {"PAR1", "Parquet"}}) {
     write_file(folder / "a.jsonl", magic + "rest");
     TextReader reader(folder / "a.jsonl", 100);
-    EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { reader.next(nowhere); }), HasSubstr(str("a.jsonl' is ", name, ", no text")));
+    EXPECT_THAT(message_of<DataError>(ExitCode::kData, [&] { reader.next(nowhere); }),
+                HasSubstr(str("a.jsonl' is ", name, ", no text")));
   }
 }
 
@@ -160,7 +196,8 @@ TEST(JsonLines, AMemberOfEachIsADocument) {
 // Many small documents and large ones: the tokens of each, and its end.
 TEST(Tokenizer, DocumentsAreThoseOfTheirTexts) {
   std::vector<std::string> texts = {"", "one", a_text(), "", "two words", a_text() + a_text()};
-  for (int i = 0; i < 3'000; ++i) texts.push_back(str("document ", i, " of many, \xff café ", std::string(static_cast<size_t>(i % 700), 'y')));
+  for (int i = 0; i < 3'000; ++i)
+    texts.push_back(str("document ", i, " of many, \xff café ", std::string(static_cast<size_t>(i % 700), 'y')));
   texts.push_back("last");
   std::vector<std::shared_ptr<const Tokenizer>> tokenizers = {make_byte_tokenizer(), load_gpt2_tokenizer("tests/models/bpe"),
                                                               load_llama3_tokenizer("tests/models/bpe")};

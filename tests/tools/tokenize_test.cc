@@ -9,6 +9,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
@@ -255,6 +256,26 @@ TEST(Tokenize, ASignalLeavesNoPendingFile) {
   f.write("out.bin.tmp-notes", "somebody's");
   EXPECT_EQ(f.tokenize({"a.txt", "out.bin"}).code, 0);
   EXPECT_EQ(pending_files(f), 1) << "not a name of ours";
+}
+
+// Nothing comes, nor does the pipe end.
+TEST(Tokenize, ASignalEndsTheWaitingForStandardInput) {
+  const Folder f;
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const int kept = dup(STDIN_FILENO);
+  dup2(ends[0], STDIN_FILENO);
+  testing::SheafProcess process({"tokenize", "-", f / "out.bin", "--tokenizer", "gpt2", "--tokenizer-folder", f / "bpe",
+                                 "--threads", "1"});
+  dup2(kept, STDIN_FILENO);
+  while (process.running() && pending_files(f) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it waits now
+  kill(process.pid(), SIGTERM);
+  const Outcome r = process.wait();
+  EXPECT_EQ(r.code, 128 + SIGTERM) << r.err;
+  EXPECT_THAT(r.err, HasSubstr("out.bin' is not written"));
+  EXPECT_EQ(pending_files(f), 0);
+  close(kept), close(ends[0]), close(ends[1]);
 }
 
 TEST(Tokenize, OptionsOfTraining) {
