@@ -93,12 +93,13 @@ void ChatFormat::open_turn(const std::string& role, Writer& out) const {
 }
 
 std::vector<MarkedToken> ChatFormat::encode(std::span<const Message> messages, std::string_view origin) const {
-  const auto is_letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; };
+  // Those that published templates know: a misspelt one would be read, and never learned.
+  constexpr std::string_view kRoles[] = {"system", "user", "assistant", "tool", "developer", "ipython"};
   Writer out(tokenizer_, origin);
   out.special(frame_.begin, kReadOnly);
   for (const auto& [role, content] : messages) {
-    check<DataError>(!role.empty() && std::ranges::all_of(role, is_letter), "[chat] ", origin, ": the role ", json_string(role),
-                     " is not made of letters");
+    check<DataError>(std::ranges::find(kRoles, role) != std::end(kRoles), "[chat] ", origin, ": the role ", json_string(role),
+                     " is none of system, user, assistant, tool, developer and ipython");
     const MarkedToken mark = role == "assistant" ? 0 : kReadOnly;
     open_turn(role, out);
     out.text(frame_.trims ? trimmed(content) : content, mark);

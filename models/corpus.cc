@@ -42,11 +42,11 @@ Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const 
     return load_text_corpus(data.corpus, data.tokenizer, data.val_fraction, data.tokenizer_folder);
   }
   Corpus corpus;
-  if (is_published(data.tokenizer)) {
+  if (is_published(data.tokenizer) || data.tokenizer == "byte") {
     corpus.tokenizer = saved ? std::move(saved) : open_tokenizer(data.tokenizer, data.tokenizer_folder);
     if (vocab == 0) vocab = corpus.tokenizer->vocab_size();
   }
-  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2, llama3 or huggingface");
+  if (vocab <= 0) fail<ConfigError>("[data] token files need model.vocab, or data.tokenizer gpt2, llama3, huggingface or byte");
   corpus.train = TokenMixture::open(data.train_file, vocab);
   corpus.val = ValidationSets::open(data.val_file, vocab);
   corpus.vocab = vocab;

@@ -42,6 +42,11 @@ class Reader {
     return value;
   }
   int64_t positive(const char* key, int64_t otherwise) const { return find(key) ? positive(key) : otherwise; }
+  int64_t layers(const char* key) const {
+    const int64_t value = positive(key);
+    if (value > 10000) refuse(key, "at most 10,000 layers");  // as of model.layers
+    return value;
+  }
   double number(const char* key, double otherwise) const { return get(key, otherwise, &Json::as_double); }
   int64_t whole(const char* key, int64_t otherwise) const {
     const int64_t value = get(key, otherwise, &Json::as_int);
@@ -82,7 +87,7 @@ ModelConfig read_gpt2(const Reader& r) {
   r.only("add_cross_attention", false, "Sheaf's gpt2 has no cross-attention");
   ModelConfig m;
   m.type = "gpt2";
-  m.layers = r.positive("n_layer");
+  m.layers = r.layers("n_layer");
   m.heads = r.positive("n_head");
   m.width = r.positive("n_embd");
   m.mlp_width = r.positive("n_inner", 0);
@@ -208,7 +213,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   if (r.number("partial_rotary_factor", 1.0) != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads");
   ModelConfig m;
   m.type = "llama";
-  m.layers = r.positive("num_hidden_layers");
+  m.layers = r.layers("num_hidden_layers");
   m.heads = r.positive("num_attention_heads");
   m.kv_heads = llama ? r.positive("num_key_value_heads", m.heads) : r.positive("num_key_value_heads");
   m.width = r.positive("hidden_size");

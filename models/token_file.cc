@@ -77,6 +77,7 @@ struct Tokens::Part {
   const std::byte* data = nullptr;
   DType dtype = DType::u16;
   std::optional<int32_t> example_end;
+  bool headless = false;
   int64_t size = 0;
   int64_t end = 0;  // of all parts up to here, in tokens
 
@@ -108,6 +109,7 @@ struct Tokens::Part {
                        "': the header says ", static_cast<uint32_t>(header[2]), " tokens, the file holds ", part.size);
     }
     check<DataError>(part.size > 0, "[tokens] '", path, "' holds no tokens");
+    part.headless = start == 0;
     part.map = file.map();
     part.data = part.map.data() + start;
     return part;
@@ -176,6 +178,10 @@ Tokens Tokens::open(const std::string& path, int64_t vocab) {
   check_vocab(vocab);
   std::vector<Part> parts;
   for (const std::string& file : paths_of(path)) parts.push_back(Part::open(file));
+  for (const Part& part : parts)
+    if (part.headless && vocab > 65536)
+      fail<DataError>("[tokens] '", part.name, "' has no header, so its tokens are of 16 bits, and the vocabulary has ", vocab,
+                      ": `sheaf tokenize` writes files with one, of 32");
   return of(std::move(parts), vocab, path);
 }
 

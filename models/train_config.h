@@ -134,7 +134,7 @@ struct OptimizationConfig {
   int64_t micro_batches = 1;        ///< parts of the batch whose gradients are accumulated one after the other
   int64_t seed = 1337;              ///< of initial weights, dropout and the order of data
   double lr = 1e-3;                 ///< peak learning rate
-  double min_lr = 1e-4;             ///< learning rate where the decay ends, and after it
+  double min_lr = -1;               ///< learning rate where the decay ends, and after it; -1: a tenth of `lr`
   int64_t warmup = 100;             ///< steps of linear warm-up
   std::string schedule = "cosine";  ///< "cosine", "linear" or "constant" after the warm-up
   int64_t decay_start = 0;          ///< step at which the learning rate starts to fall; 0: after the warm-up
@@ -165,8 +165,9 @@ struct OptimizationConfig {
   bool tune_products = true;        ///< on a GPU: choose the algorithms of products by timing, in the first step
 };
 
-/// `t` with what 0 leaves to other fields filled in: where the decay starts and ends, which a constant schedule lacks.
+/// `t` with what it leaves to other fields filled in: where the decay, which a constant schedule lacks, starts and ends, and at what.
 inline OptimizationConfig resolved(OptimizationConfig t) {
+  if (t.min_lr < 0) t.min_lr = t.lr / 10;
   if (t.schedule == "constant") return t;
   if (t.decay_start == 0) t.decay_start = t.warmup;
   if (t.decay_end == 0) t.decay_end = t.steps;

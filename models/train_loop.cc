@@ -167,6 +167,8 @@ class Trainer::Loop {
       metrics_->write(report_.done, values);
       trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_)));
     }
+    if (!std::isfinite(report_.val_loss))
+      fail<NonFiniteError>("[train] step ", report_.done, ": validation loss ", unsigned_nan(report_.val_loss), losses_by_name(report_));
     leave_out(begin);
   }
 

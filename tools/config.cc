@@ -1,6 +1,7 @@
 #include "sheaf/tools/config.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <charconv>
 #include <map>
 #include <set>
@@ -244,11 +245,16 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "train.steps" && config.train.epochs > 0) return "train.epochs says how many steps there are";
   if (key.starts_with("train.decay_") && config.train.schedule == "constant")
     return "train.schedule constant has no decay";
+  if (key.starts_with("train.loss_scale") && config.train.dtype != "f16") return "only train.dtype f16 scales the loss";
+  if (key == "train.recompute_blocks" && config.train.recompute != "block" && config.train.recompute != "selective")
+    return "only train.recompute block and selective have it";
   if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";
   if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
     return "only data.tokenizer gpt2, llama3 and huggingface come from files";
   if (key == "data.end_of_text" && !config.data.separate_documents)
     return "only data.separate_documents asks where documents end";
+  if (key == "data.val_fraction" && !config.data.train_file.empty()) return "token files to validate on are files of their own";
+  if (key == "sharding.pipeline_head" && config.sharding.pipeline == 1) return "without sharding.pipeline no blocks are cut into stages";
   if (key == "sharding.min_parameters" && config.sharding.units != "count")
     return "only sharding.units count goes by parameters";
   return nullptr;
@@ -290,7 +296,11 @@ void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const 
     fail<ConfigError>("[config] model.weights: there is no '", weights, "'");
   }
   const std::string file = models::published_config_file(weights);
-  if (file.empty()) return;
+  if (file.empty()) {
+    if (std::filesystem::is_directory(weights) && !path_exists(weights + "/model.safetensors") && !path_exists(weights + "/model.safetensors.index.json"))
+      fail<ConfigError>("[config] model.weights: '", weights, "' has neither model.safetensors nor config.json");
+    return;
+  }
   TrainConfig published = config;
   published.model = models::read_published_config(file);
   const auto source = config_fields(published);

@@ -90,7 +90,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.micro_batches", &t.micro_batches, "parts of the batch, accumulated one after the other", any, 1, 1e6},
       {"train.seed", &t.seed, "of weights, dropout and the order of data", any, 0},
       {"train.lr", &t.lr, "peak learning rate", any, 0, 1e6},
-      {"train.min_lr", &t.min_lr, "learning rate where the decay ends, and after it", any, 0, 1e6},
+      {"train.min_lr", &t.min_lr, "learning rate where the decay ends, and after it; -1: a tenth of train.lr", any, -1, 1e6},
       {"train.warmup", &t.warmup, "steps of linear warm-up", any, 0, 1e12},
       {"train.schedule", &t.schedule, "of the learning rate after the warm-up", {"cosine", "linear", "constant"}},
       {"train.decay_start", &t.decay_start, "step at which the learning rate starts to fall; 0: after the warm-up", any, 0,
@@ -200,12 +200,14 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   const auto& t = config.train;
   require(t.batch >= t.micro_batches, "train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);
   require(t.min_lr <= t.lr || t.schedule == "constant", "train.min_lr ", t.min_lr, " is above train.lr ", t.lr);
+  require(t.min_lr >= 0 || t.min_lr == -1, "train.min_lr ", t.min_lr, " is no learning rate; -1: a tenth of train.lr");
   require(t.decay_start == 0 || t.decay_start >= t.warmup, "train.decay_start ", t.decay_start,
           " lies in the warm-up: train.warmup is ", t.warmup);
   const auto r = models::resolved(t);
   require((t.decay_start == 0 && t.decay_end == 0) || r.decay_start < r.decay_end || t.epochs > 0, "the decay would start at step ",
           r.decay_start, t.decay_start ? " (train.decay_start)" : " (train.warmup)", " and end at step ", r.decay_end,
           t.decay_end ? " (train.decay_end)" : " (train.steps)");
+  require(config.output.trace_step <= t.steps || t.epochs > 0, "output.trace_step ", config.output.trace_step, ": the run has ", t.steps, " steps");
   require(config.output.keep_checkpoints != 1, "output.keep_checkpoints must be 0 or at least 2: if the newest ",
           "checkpoint is damaged, the one before it is needed");
   require(!config.output.folder.empty(), "output.folder is empty");

@@ -53,6 +53,14 @@ std::string export_tokenizer(const models::RunState& state, const std::string& f
       replace_file(folder + "/" + name, File::open<DataError>(path).read_all());
       copied.push_back(name);
     }
+  if (!state.tokenizer && !published_folder(state).empty()) {  // it read what others had tokenized: by the tokenizer of its weights
+    for (const char* name : {"tokenizer.json", "vocab.json", "merges.txt"}) {
+      const std::string path = published_folder(state) + "/" + name;
+      if (!path_exists(path)) continue;
+      replace_file(folder + "/" + name, File::open<DataError>(path).read_all());
+      copied.push_back(name);
+    }
+  }
   if (!state.tokenizer || state.tokenizer->kind() != "huggingface") return copied.empty() ? "" : ", and what lay beside the published weights";
   replace_file(folder + "/tokenizer.json", state.tokenizer->to_json().at("file").dump() + "\n");
   if (std::ranges::find(copied, "tokenizer_config.json") == copied.end()) {

@@ -16,11 +16,24 @@
 namespace sheaf::tools {
 namespace {
 
-// `to`, made whole or not at all. What is there and no file of that kind (a device, a pipe) stays.
-FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
+// What is there and was not written by this command stays: somebody's data, or the weights that a run started from.
+void check_is_ours(const std::string& to) {
   const auto there = std::filesystem::status(to).type();
   check<IoError>(there == std::filesystem::file_type::not_found || there == std::filesystem::file_type::regular, "[export] '", to,
                  "' is no regular file");
+  if (there == std::filesystem::file_type::not_found) return;
+  const auto is_ours = [&] {
+    try {
+      return SafetensorsFile::open(to).metadata().contains("step");
+    } catch (const Error&) {
+      return false;
+    }
+  };
+  check<ConfigError>(is_ours(), "[export] '", to, "' exists and was not written by sheaf export: remove it, or name another");
+}
+
+// `to`, made whole or not at all.
+FileDigest write_whole(const std::string& to, std::vector<SafetensorsInput> tensors, const std::map<std::string, std::string>& metadata) {
   const std::string pending = to + ".tmp";
   try {
     const FileDigest digest = write_safetensors(pending, std::move(tensors), metadata);
@@ -112,6 +125,8 @@ int export_command(const ExportArguments& arguments) {
     const std::string other = arguments.file + (adapters ? "/config.json" : "/adapter_config.json");
     check<ConfigError>(!path_exists(other), "[export] there is '", other, "': ", adapters ? "adapters and a model" : "a model and adapters",
                        " want folders of their own");
+    const std::string parts = arguments.file + "/model.safetensors.index.json";
+    check<ConfigError>(!path_exists(parts), "[export] there is '", parts, "': weights in parts, which were not written by sheaf export");
     make_folders(arguments.file);
     file += adapters ? "/adapter_model.safetensors" : "/model.safetensors";
     tensors = adapters ? adapter_tensors(checkpoint, model) : published_tensors(checkpoint, model);
@@ -124,6 +139,7 @@ int export_command(const ExportArguments& arguments) {
     tensors = own_tensors(checkpoint);
     metadata["sheaf"] = checkpoint.state().dump();
   }
+  check_is_ours(file);
   const size_t count = tensors.size();
   int64_t elements = 0;
   for (const SafetensorsInput& tensor : tensors) elements += tensor.shape.numel();

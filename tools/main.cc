@@ -1,8 +1,12 @@
 // The command `sheaf`.
+#include <fcntl.h>
+
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <string_view>
 
 #include <CLI/CLI.hpp>
@@ -30,6 +34,13 @@ int report(std::string what, int code) {
   else
     std::fprintf(stderr, "sheaf: %s\n", what.c_str());
   return code;
+}
+
+// A file that is opened must not get the number of standard input, output or error, if those are closed: what is said there would
+// land in it. In their place stands what refuses to be read or written, as they do.
+void keep_standard_descriptors() {
+  for (int fd = 0; fd <= 2; ++fd)
+    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
 }
 
 int run(int argc, char** argv) {
@@ -74,7 +85,7 @@ int run(int argc, char** argv) {
                          "model.safetensors and config.json, as `transformers` reads them; peft: a run's adapters "
                          "(model.lora_rank), as `peft` reads them");
   export_app->add_option("--step", exported.step, "of that checkpoint; by default the newest whole one")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(int64_t{0}, std::numeric_limits<int64_t>::max()));
 
   TokenizeArguments tokenize;
   CLI::App* tokenize_app = app.add_subcommand(
@@ -123,7 +134,7 @@ int run(int argc, char** argv) {
   CLI::App* tape_app = app.add_subcommand(
       "tape", "print one training step at any world size, without data or memory");
   tape_app->add_option("--config", tape.config, "TOML file");
-  tape_app->add_option("--world", tape.world, "ranks");
+  tape_app->add_option("--world", tape.world, "ranks")->check(CLI::Range(1, 1 << 20));
   tape_app->add_option("--rank", tape.rank, "whose step");
   tape_app->add_option("--threads-per-rank", tape.threads_per_rank, "compute threads of each rank")
       ->check(threads);
@@ -165,7 +176,7 @@ int run(int argc, char** argv) {
                        "each rank to cores of its own, where there are enough (default)");
   launch_app->add_option("--max-restarts", launch.max_restarts,
                          "how often all ranks are started again, in all, when one fails (0): `sheaf train` then goes on from its "
-                         "newest checkpoint. Not after exit codes 64, 65, 70, 73, 75 and 76, which would come again, nor after "
+                         "newest checkpoint. Not after exit codes 64, 65, 73, 75 and 76, which would come again, nor after "
                          "signals by which somebody ends the job");
   launch_app->footer(
       "sheaf launch --nproc-per-node N -- COMMAND ...\n"
@@ -249,6 +260,8 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  keep_standard_descriptors();
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of its writer, with a message
   try {
     return run(argc, argv);
   } catch (const sheaf::Error& e) {

@@ -100,8 +100,12 @@ std::string examples_line(const std::string& what, const models::PackedExamples&
 // A run that goes on need not be described again: its folder says what it was.
 models::TrainConfig read_config(const TrainArguments& arguments) {
   std::string file = arguments.config;
-  if (arguments.resume && file.empty())
-    if (const std::string own = config_of_run(arguments.overrides); path_exists(own)) file = own;
+  if (arguments.resume && file.empty()) {
+    const std::string own = config_of_run(arguments.overrides);
+    if (path_exists(own)) file = own;
+    else if (std::ranges::none_of(arguments.overrides, [](const std::string& word) { return word.starts_with("--data."); }))
+      fail<ConfigError>("[train] --resume: there is no '", own, "', and no options say what to train");
+  }
   return load_config(file, arguments.overrides, arguments.resume);
 }
 

@@ -200,11 +200,14 @@ TEST(ExampleLines, CountsWhatTeachesNothing) {
   ExampleLines examples(*tokenizer, {.chat_format = "chatml"});
   std::vector<MarkedToken> tokens;
   int64_t count = 0;
-  examples.read("{\"messages\": []}\n{\"messages\": [{\"role\": \"human\", \"content\": \"a\"}, {\"role\": \"gpt\", \"content\": \"b\"}]}\n"
+  examples.read("{\"messages\": []}\n{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"tool\", \"content\": \"b\"}]}\n"
                 "{\"id\": 12345678901234567890, \"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}]}\n", "'x'", count, tokens);
   EXPECT_EQ(examples.num_examples(), 3);
   EXPECT_EQ(examples.num_in_vain(), 2);
   EXPECT_EQ(examples.num_learned(), 2);
+  // Of another layout than `messages`, or misspelt, an answer would be read as a question.
+  EXPECT_THAT([&] { examples.read("{\"messages\": [{\"role\": \"gpt\", \"content\": \"a\"}]}\n", "'y'", count, tokens); },
+              ::testing::ThrowsMessage<DataError>(HasSubstr("line 1 of 'y': the role \"gpt\" is none of system, user, assistant")));
 }
 
 TEST(ExampleLines, ErrorsNameTheLine) {
@@ -223,7 +226,7 @@ TEST(ExampleLines, ErrorsNameTheLine) {
   EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\"}]}"), HasSubstr("line 1 of 'lines', message 1: [json] lacks"));
   EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"user\", \"content\": null}]}"), HasSubstr("line 1 of 'lines'"));
   EXPECT_THAT(of(talks, "{\"messages\": [{\"role\": \"<|im_end|>\", \"content\": \"x\"}]}"),
-              HasSubstr("line 1 of 'lines': the role \"<|im_end|>\" is not made of letters"));
+              HasSubstr("line 1 of 'lines': the role \"<|im_end|>\" is none of system, user, assistant, tool"));
   EXPECT_THAT(of({.prompt_field = "prompt", .special_tokens = true}, "{\"prompt\": \"a<|endoftext|>\", \"completion\": \"b\"}"),
               HasSubstr("line 1 of 'lines': the token \"<|endoftext|>\", by which examples are kept apart, is inside of this one"));
 }

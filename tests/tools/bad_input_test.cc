@@ -184,6 +184,14 @@ TEST(BadInput, Data) {
   expect_refused(f.train(small), 65, {"one.bin", "1 tokens leave nothing to predict"});
   EXPECT_FALSE(std::filesystem::exists(f / "out"));  // found before anything is written
   expect_refused(f.train(files), 64, {"token files need model.vocab"});
+  // 32-bit tokens without a header, and anything else of even size, would be read as tokens of 16 bits.
+  Words large = files;
+  large.insert(large.end(), {"--model.vocab", "128256"});
+  expect_refused(f.train(large), 65, {"train.bin' has no header, so its tokens are of 16 bits, and the vocabulary has 128256"});
+  std::filesystem::create_directory(f / "weights");
+  Words bare = files;
+  bare.insert(bare.end(), {"--model.weights", f / "weights"});
+  expect_refused(f.train(bare), 64, {"weights' has neither model.safetensors nor config.json"});
   // Which token ends a document.
   expect_refused(f.train({"--data.separate_documents", "true"}), 64,
                  {"which token ends a document is not known: data.tokenizer char has none; give its id, data.end_of_text"});
@@ -227,10 +235,44 @@ TEST(BadInput, OutputAndNumbers) {
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.log_every", "100",
                           "--train.clip", "0"}),
                  75, {"a smaller train.lr or a train.clip above 0 may help"});
+  // Nobody trains on for a loss that is logged late, if a validation tells before.
+  expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "5000", "--train.log_every", "5000", "--train.eval_every", "50"}), 75,
+                 {"[train] step 50: validation loss nan"});
   // In f16 steps are skipped, at smaller and smaller scales, but not for ever.
   expect_refused(f.train({"--train.lr", "1e6", "--train.steps", "50", "--train.dtype", "f16", "--train.log_every", "100"}),
                  75, {"[train] step 50: the gradient was not finite in ", " steps in a row, though the loss scale is at its minimum, 1;"});
   EXPECT_FALSE(std::filesystem::exists(f / "out/checkpoints"));  // of numbers that are none
+}
+
+/// By a shell, so that `how` may close or limit what the process has.
+int in_shell(const Words& arguments, const std::string& how) {
+  std::string line = how + " exec tools/sheaf";
+  for (const std::string& word : arguments)
+    if (word.find_first_of("<>&") == word.npos) line += " '" + word + "'";
+    else line += " " + word;
+  const int status = std::system(line.c_str());
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+// What is opened does not take the place of a standard descriptor that is closed: its messages would go into the file.
+TEST(BadInput, StandardDescriptorsThatAreClosed) {
+  Folder f;
+  const std::string out = f / "st.bin";
+  EXPECT_EQ(in_shell({"tokenize", "-", out, "--tokenizer", "byte", "<&-", "2>/dev/null"}, ""), 74);
+  EXPECT_FALSE(std::filesystem::exists(out));
+  Words train = f.train({">&-", "2>&-"});
+  EXPECT_EQ(in_shell(train, ""), 0);
+  EXPECT_EQ(std::filesystem::file_size(f / "out/.lock"), 0u);
+  for (const char* closed : {"<&-", ">&-"}) {
+    EXPECT_EQ(in_shell(testing::on_ranks(2, f.train({"--resume", closed, "2>/dev/null"})), ""), 0) << closed;
+  }
+}
+
+TEST(BadInput, AFileThatMayNotGrow) {
+  Folder f;
+  EXPECT_EQ(in_shell(f.train({"2>" + (f / "said")}), "ulimit -f 8;"), 74);
+  std::ifstream said(f / "said");
+  EXPECT_THAT(std::string(std::istreambuf_iterator<char>(said), {}), HasSubstr("File too large"));
 }
 
 // What could not be printed is an error, but no reason to give up a run.
@@ -310,6 +352,12 @@ TEST(BadInput, Resume) {
                 HasSubstr("no whole checkpoint is left in '" + f / "out/checkpoints"));
   }
   EXPECT_TRUE(std::filesystem::exists(f / "out/checkpoints/step-4"));  // nothing is thrown away
+}
+
+TEST(BadInput, ResumingWhatIsNotThere) {
+  Folder f;
+  expect_line(run_sheaf({"train", "--resume", "--output.folder", f / "mien"}), 64,
+              {"[train] --resume: there is no '", "mien/config.toml', and no options say what to train"}, "a slip");
 }
 
 TEST(BadInput, DeadPeer) {

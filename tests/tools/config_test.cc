@@ -237,7 +237,10 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_EQ(load("", {"--model.type", "llama", "--model.heads", "3", "--model.head_dim", "8"}).model.head_dim, 8);
   EXPECT_THAT(error("", {"--model.type", "llama", "--model.kv_heads", "3"}), HasSubstr("model.kv_heads 3"));
   EXPECT_THAT(error("", {"--train.micro_batches", "13"}), HasSubstr("less than train.micro_batches"));
-  EXPECT_THAT(error("", {"--train.lr", "1e-5"}), HasSubstr("min_lr"));
+  EXPECT_THAT(error("", {"--train.lr", "1e-5", "--train.min_lr", "1e-4"}), HasSubstr("train.min_lr 0.0001 is above train.lr 1e-05"));
+  EXPECT_THAT(error("", {"--train.min_lr", "-0.5"}), HasSubstr("train.min_lr -0.5 is no learning rate"));
+  EXPECT_EQ(models::resolved(load("", {"--train.lr", "2e-5"}).train).min_lr, 2e-5 / 10);
+  EXPECT_THAT(error("", {"--train.steps", "20", "--output.trace_step", "21"}), HasSubstr("output.trace_step 21: the run has 20 steps"));
   EXPECT_THAT(error("", {"--train.decay_start", "99"}),
               HasSubstr("train.decay_start 99 lies in the warm-up: train.warmup is 100"));
   EXPECT_THAT(error("", {"--train.decay_end", "100"}),
@@ -250,9 +253,9 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_THAT(error("", {"--data.train_file", "x"}), HasSubstr("go together"));
   EXPECT_THAT(error("", {"--data.train_file", "x", "--data.val_file", "y", "--data.corpus", "z"}), HasSubstr("exclude"));
   EXPECT_THAT(error("", {"--output.keep_checkpoints", "1"}), HasSubstr("at least 2"));
-  EXPECT_THAT(error("", {"--sharding.pipeline_head", "-0.5"}), HasSubstr("sharding.pipeline_head -0.5 is no number of blocks"));
-  load("", {"--sharding.pipeline_head", "-1"});
-  load("", {"--sharding.pipeline_head", "0.5"});
+  EXPECT_THAT(error("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-0.5"}), HasSubstr("sharding.pipeline_head -0.5 is no number of blocks"));
+  load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-1"});
+  load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "0.5"});
 }
 
 // A field that the table forgets would leave 8 bytes and more of its section untouched, unless it is a bool.

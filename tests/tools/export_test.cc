@@ -104,6 +104,17 @@ TEST(Export, SaysWhatIsMissing) {
   EXPECT_THAT(folder.err, HasSubstr("no checkpoint in"));
   const auto target = run_sheaf({"export", run / "run", run / "no/folder/model.safetensors"});
   EXPECT_EQ(target.code, 74) << target.err;
+  // Nor is what somebody else wrote.
+  const auto corpus = run_sheaf({"export", run / "run", run / "corpus.txt"});
+  EXPECT_EQ(corpus.code, 64) << corpus.err;
+  EXPECT_THAT(corpus.err, HasSubstr("corpus.txt' exists and was not written by sheaf export"));
+  EXPECT_EQ(run.exported().code, 0);
+  EXPECT_EQ(run.exported().code, 0) << "its own may be replaced";
+  std::filesystem::create_directory(run / "parts");
+  std::ofstream(run / "parts/model.safetensors.index.json") << "{}";
+  const auto parts = run_sheaf({"export", run / "run", run / "parts", "--format", "huggingface"});
+  EXPECT_EQ(parts.code, 64) << parts.err;
+  EXPECT_THAT(parts.err, HasSubstr("index.json': weights in parts"));
   // What is no file is not replaced by one, and nothing half made stays.
   ASSERT_EQ(mkfifo((run / "pipe").c_str(), 0600), 0);
   for (const char* name : {"pipe", "run"}) {
