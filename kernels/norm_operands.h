@@ -2,10 +2,9 @@
 #pragma once
 
 #include "sheaf/core/view.h"
+#include "sheaf/kernels/given.h"
 
 namespace sheaf::kernels {
-
-inline bool given(const View& v) { return v.rank() != 0; }
 
 /// One of y, dy, dx: as x.
 inline void check_like(const char* who, const View& x, const View& v) {

@@ -21,7 +21,8 @@
 namespace sheaf::kernels::cpu::SHEAF_BF16_NAMESPACE {
 namespace {
 
-constexpr int64_t kB = 64;  // queries, and keys, of a block
+constexpr int64_t kB = kQueryBlock;  // queries, and keys, of a block
+static_assert(kKeyBlock == kB && kB == 64);  // a row's scores of a block are the bits of a word
 using L = Lanes<float>;
 
 /// `rows` rows from `begin` on of one head of a [B, T, H, D] view.
@@ -50,8 +51,6 @@ struct Sizes : AttentionShape {
   float* lse_row(const View& lse, int64_t b, int64_t h, int64_t first) const {
     return lse.as<float>() + b * lse.strides[0] + h * lse.strides[1] + begin + first;
   }
-  int64_t query_blocks() const { return (queries + kB - 1) / kB; }
-  int64_t key_blocks() const { return (keys + kB - 1) / kB; }
   int64_t block() const { return kB * width; }  ///< elements of a block of rows
   /// Key blocks that some query of query block i sees.
   int64_t seen_blocks(int64_t i, bool causal) const {
@@ -60,10 +59,6 @@ struct Sizes : AttentionShape {
   }
   /// In front of them, those that none of its queries sees.
   int64_t unseen_blocks(int64_t i, int64_t window) const { return first_visible(i * kB, window) / kB; }
-  int64_t forward_items() const { return batch * heads * query_blocks(); }
-  int64_t backward_items() const { return batch * key_heads; }
-  int64_t forward_slots() const { return slot_count(forward_items(), 1); }
-  int64_t backward_slots() const { return slot_count(backward_items(), 1); }
 };
 
 /// Of 64 bits, the first n.
@@ -307,18 +302,11 @@ void attention(const View& q, const View& k, const View& v, const AttentionMask&
   const Sizes s(q, k);
   const Documents documents(mask, s);
   const size_t each = Forward::bytes(s);
-  const int64_t per_key_head = s.group() * s.query_blocks();
   parallel_slots(s.forward_items(), s.forward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
     [[maybe_unused]] const Scope scope;
     Forward head(s, q, k, v, out, lse, mask, scale,
                  {static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * each, each});
-    for (int64_t item = begin, loaded = -1, loaded_from = 0; item < end; ++item) {
-      const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads, rest = item % per_key_head;
-      documents.for_each_block(b, rest % s.query_blocks(), [&](const Document& d, int64_t block) {
-        if (pair != loaded || d.begin != loaded_from) head.load_keys(b, g, d), loaded = pair, loaded_from = d.begin;
-        head.run(b, g * s.group() + rest / s.query_blocks(), block);
-      });
-    }
+    run_forward_items(s, documents, begin, end, head);
   });
 }
 

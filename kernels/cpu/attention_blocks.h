@@ -104,4 +104,21 @@ class Documents {
   Document whole_;
 };
 
+/// Calls head.load_keys(b, g, document) and head.run(b, h, block) for the items [begin, end) of a
+/// forward pass: batch by batch, key head by key head, so that a slot loads the keys of few heads.
+template <class Head>
+void run_forward_items(const AttentionShape& s, const Documents& documents, int64_t begin,
+                       int64_t end, Head& head) {
+  const int64_t blocks = s.query_blocks(), per_key_head = s.group() * blocks;
+  for (int64_t item = begin, loaded = -1, loaded_from = 0; item < end; ++item) {
+    const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads,
+                  rest = item % per_key_head;
+    documents.for_each_block(b, rest % blocks, [&](const Document& d, int64_t block) {
+      if (pair != loaded || d.begin != loaded_from)
+        head.load_keys(b, g, d), loaded = pair, loaded_from = d.begin;
+      head.run(b, g * s.group() + rest / blocks, block);
+    });
+  }
+}
+
 }  // namespace sheaf::kernels::cpu

@@ -299,23 +299,14 @@ void attention(const View& q, const View& k, const View& v, const AttentionMask&
     using C = ComputeType<T>;
     const AttentionShape s(q, k);
     const Documents documents(mask, s);
-    const int64_t slots = s.forward_slots(), per_key_head = s.group() * s.query_blocks();
     const int64_t cells = static_cast<int64_t>(
         line_align(static_cast<size_t>(s.forward_cells()) * sizeof(C)) / sizeof(C));
-    // Items run batch by batch, key head by key head, so that a slot loads the keys of few heads.
-    parallel_slots(s.forward_items(), slots, [&](int64_t slot, int64_t begin, int64_t end) {
-      Forward<T> head(q, k, v, mask, scale, out, lse,
-                      static_cast<C*>(workspace.data) + slot * cells);
-      int64_t loaded = -1, loaded_from = 0;
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads,
-                      rest = item % per_key_head;
-        documents.for_each_block(b, rest % s.query_blocks(), [&](const Document& d, int64_t block) {
-          if (pair != loaded || d.begin != loaded_from) head.load_keys(b, g, d), loaded = pair, loaded_from = d.begin;
-          head.run(b, g * s.group() + rest / s.query_blocks(), block);
-        });
-      }
-    });
+    parallel_slots(s.forward_items(), s.forward_slots(),
+                   [&](int64_t slot, int64_t begin, int64_t end) {
+                     Forward<T> head(q, k, v, mask, scale, out, lse,
+                                     static_cast<C*>(workspace.data) + slot * cells);
+                     run_forward_items(s, documents, begin, end, head);
+                   });
   });
 }
 

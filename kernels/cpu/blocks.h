@@ -42,6 +42,37 @@ decltype(auto) visit_compute(DType compute, F&& f) {
   }
 }
 
+/// Calls f.operator()<T>() for an unsigned type of this one's size: to move bits.
+template <class F>
+decltype(auto) visit_bits(DType dtype, F&& f) {
+  switch (size_of(dtype)) {
+    case 1:
+      return f.template operator()<uint8_t>();
+    case 2:
+      return f.template operator()<uint16_t>();
+    case 4:
+      return f.template operator()<uint32_t>();
+    default:
+      return f.template operator()<uint64_t>();
+  }
+}
+
+/// Offset of element `index`, in row-major order, in elements.
+inline int64_t offset_of(const Shape& shape, const Shape& strides, int64_t index) {
+  int64_t offset = 0;
+  for (int i = shape.rank() - 1; i >= 0; --i) {
+    offset += index % shape[i] * strides[i];
+    index /= shape[i];
+  }
+  return offset;
+}
+inline int64_t offset_of(const View& v, int64_t index) {
+  return offset_of(v.shape, v.strides, index);
+}
+inline char* element(const View& v, int64_t offset) {
+  return v.as<char>() + offset * static_cast<int64_t>(size_of(v.dtype));
+}
+
 /// to[i] = from[i * stride], converted. C is float, double or int64_t; integers from floats
 /// saturate, NaN becomes 0, bool is "not zero".
 template <class C>

@@ -129,16 +129,7 @@ void copy(const View& src, const View& dst) {
       });
     });
   }
-  switch (size_of(dst.dtype)) {
-    case 1:
-      return copy_bits<uint8_t>(src, dst);
-    case 2:
-      return copy_bits<uint16_t>(src, dst);
-    case 4:
-      return copy_bits<uint32_t>(src, dst);
-    default:
-      return copy_bits<uint64_t>(src, dst);
-  }
+  visit_bits(dst.dtype, [&]<class T>() { copy_bits<T>(src, dst); });
 }
 
 void fill(const View& dst, double value) {

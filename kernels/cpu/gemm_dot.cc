@@ -15,8 +15,8 @@ struct Dots {
   static constexpr int64_t kRoom = 256;      // half a MiB: the second-level cache may have no more than one
 
   template <class F>
-  static void multiply(int64_t steps, int64_t rows, const char* a, const char* b, const Square* from,
-                       Square to, F&& between) {
+  static void multiply(int64_t steps, int64_t rows, const char* a, const char* b,
+                       const Square* from, Square to, F&& between) {
     const int64_t blocks = (rows + kRows - 1) / kRows;
     int64_t done = 0;
     for (int64_t block = 0; block < blocks; ++block) {

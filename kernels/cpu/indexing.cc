@@ -10,19 +10,6 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-int64_t offset_of(const View& v, int64_t position) {
-  int64_t offset = 0;
-  for (int i = v.rank() - 1; i >= 0; --i) {
-    offset += position % v.shape[i] * v.strides[i];
-    position /= v.shape[i];
-  }
-  return offset;
-}
-
-char* element(const View& v, int64_t offset) {
-  return static_cast<char*>(v.data) + offset * static_cast<int64_t>(size_of(v.dtype));
-}
-
 void check_indices(const char* who, const View& index, int64_t size) {
   if (is_floating(index.dtype) || index.dtype == kBool || index.dtype == kI8)
     fail<DTypeError>("[", who, "] an index cannot be ", index.dtype);
@@ -44,21 +31,6 @@ int64_t read_index(const View& index, int64_t offset) {
   int64_t value;
   load_run(index.dtype, element(index, offset), 1, 1, &value);
   return value;
-}
-
-/// f(element type of the same size): moves bits.
-template <class F>
-void visit_bits(DType dtype, F&& f) {
-  switch (size_of(dtype)) {
-    case 1:
-      return f.template operator()<uint8_t>();
-    case 2:
-      return f.template operator()<uint16_t>();
-    case 4:
-      return f.template operator()<uint32_t>();
-    default:
-      return f.template operator()<uint64_t>();
-  }
 }
 
 void add_lines(const View& out, int dim, const View& index, const View& src) {

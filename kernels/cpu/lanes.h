@@ -57,10 +57,6 @@ struct Lanes<float> {
   /// Where either is NaN, b.
   friend SHEAF_INLINE Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a.v, b.v); }
   friend SHEAF_INLINE Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a.v, b.v); }
-  /// y where a < b, else 0 (also where either is NaN).
-  friend SHEAF_INLINE Lanes zero_unless_less(Lanes a, Lanes b, Lanes y) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v);
-  }
   /// 0 where a < b, else y (also where either is NaN).
   friend SHEAF_INLINE Lanes zero_if_less(Lanes a, Lanes b, Lanes y) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_NLT_UQ), y.v);
@@ -123,11 +119,6 @@ struct Lanes<float> {
   }
   friend SHEAF_INLINE Lanes min(Lanes a, Lanes b) {
     return {_mm256_min_ps(a.l, b.l), _mm256_min_ps(a.h, b.h)};
-  }
-  /// y where a < b, else 0 (also where either is NaN).
-  friend SHEAF_INLINE Lanes zero_unless_less(Lanes a, Lanes b, Lanes y) {
-    return {_mm256_and_ps(_mm256_cmp_ps(a.l, b.l, _CMP_LT_OQ), y.l),
-            _mm256_and_ps(_mm256_cmp_ps(a.h, b.h, _CMP_LT_OQ), y.h)};
   }
   /// 0 where a < b, else y (also where either is NaN).
   friend SHEAF_INLINE Lanes zero_if_less(Lanes a, Lanes b, Lanes y) {

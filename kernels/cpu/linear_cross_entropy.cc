@@ -4,11 +4,10 @@
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/embedding.h"
+#include "sheaf/kernels/given.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
-
-bool given(const View& v) { return v.rank() != 0; }
 
 /// Operands and the walk over chunks. Which parts run depends on which views are given.
 struct Head {

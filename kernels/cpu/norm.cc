@@ -121,14 +121,15 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
     const int64_t rows = x_rows.count(), width = x_rows.cols(), blocks = block_count(x);
     const T* w = given(weight) ? weight.as<T>() : nullptr;
     const bool sums = given(dweight) || given(dbias), has_dx = given(dx);
-    C* partials = sums ? Carver(who, workspace).take<C>(blocks * 2 * width) : nullptr;
+    constexpr int kSums = kCentred ? 2 : 1;  // of dweight, and of dbias behind them
+    C* partials = sums ? Carver(who, workspace).take<C>(blocks * kSums * width) : nullptr;
     parallel_for(
         blocks, std::max<int64_t>(1, row_grain(width) / kBlockRows),
         [&](int64_t begin, int64_t end) {
           for (int64_t b = begin; b < end; ++b) {
-            C* dw = partials ? partials + b * 2 * width : nullptr;
-            C* db = partials ? dw + width : nullptr;
-            if (partials) std::fill_n(dw, 2 * width, C(0));
+            C* dw = partials ? partials + b * kSums * width : nullptr;
+            C* db = partials && kCentred ? dw + width : nullptr;
+            if (partials) std::fill_n(dw, kSums * width, C(0));
             for (int64_t r = b * kBlockRows; r < std::min((b + 1) * kBlockRows, rows); ++r) {
               const T *g = dy_rows[r], *in = x_rows[r];
               const L scale(rstd_of[r]), centre(kCentred ? mean_of[r] : C(0));
@@ -170,8 +171,8 @@ void norm_backward(const char* who, const View& dy, const View& x, const View& w
             }
           }
         });
-    if (given(dweight)) add_partials(who, partials, blocks, 2 * width, dweight);
-    if (given(dbias)) add_partials(who, partials + width, blocks, 2 * width, dbias);
+    if (given(dweight)) add_partials(who, partials, blocks, kSums * width, dweight);
+    if (given(dbias)) add_partials(who, partials + width, blocks, kSums * width, dbias);
   });
 }
 
@@ -218,7 +219,7 @@ void add_rms_norm(const View& x, const View& r, const View& weight, double eps, 
 }
 
 size_t rms_norm_backward_workspace(const View& x, const View&, const View& dweight) {
-  return given(dweight) ? partials_bytes(x, 2) : 0;
+  return given(dweight) ? partials_bytes(x, 1) : 0;
 }
 
 void rms_norm_backward(const View& dy, const View& x, const View& weight, const View& rstd,

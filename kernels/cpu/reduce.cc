@@ -4,12 +4,12 @@
 #include <limits>
 
 #include "sheaf/kernels/cpu/blocks.h"
+#include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/vector_math.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int kGroups = 64;
 constexpr int kColumns =
     64;  // outputs reduced side by side when neighbours in memory belong to different outputs
@@ -84,20 +84,6 @@ struct Split {
   Shape kept, kept_strides, reduced, reduced_strides;
   int64_t count;
 };
-
-/// Offset of position `index` of a shape, in elements.
-int64_t offset_of(const Shape& shape, const Shape& strides, int64_t index) {
-  int64_t offset = 0;
-  for (int i = shape.rank() - 1; i >= 0; --i) {
-    offset += index % shape[i] * strides[i];
-    index /= shape[i];
-  }
-  return offset;
-}
-
-char* element(const View& v, int64_t offset) {
-  return static_cast<char*>(v.data) + offset * static_cast<int64_t>(size_of(v.dtype));
-}
 
 /// Blocks [first, last) of one output, whose elements start at `data`: neighbours along the reduced
 /// dimensions.
@@ -217,7 +203,7 @@ void reduce(const View& x, const Split& split, bool identity_map, Op op, F f, Fi
 /// size 1).
 template <class T>
 void put(const View& out, int64_t index, T value) {
-  store_run(out.dtype, element(out, offset_of(out.shape, out.strides, index)), 1, 1, &value);
+  store_run(out.dtype, element(out, offset_of(out, index)), 1, 1, &value);
 }
 
 /// The same of n of them, neighbours along the last dimension that has more than one.
@@ -225,8 +211,8 @@ template <class T>
 void put(const View& out, int64_t index, const T* values, int64_t n) {
   int last = out.rank() - 1;
   while (last >= 0 && out.shape[last] == 1) --last;
-  store_run(out.dtype, element(out, offset_of(out.shape, out.strides, index)),
-            last < 0 ? 1 : out.strides[last], n, values);
+  store_run(out.dtype, element(out, offset_of(out, index)), last < 0 ? 1 : out.strides[last], n,
+            values);
 }
 
 constexpr auto kIdentity = [](auto v) { return v; };

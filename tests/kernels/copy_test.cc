@@ -23,6 +23,32 @@ TEST(Copy, EveryPairOfTypesKeepsSmallIntegers) {
   }
 }
 
+// Blocks are converted where they lie if they can be: here they can on both sides, on one, on none.
+TEST(Copy, ConvertsLongRunsAnywhere) {
+  RankContext context;
+  context.threads = 3;
+  RankScope scope(context);
+  for (const auto& [from, to] : {std::pair{kF32, kBF16},
+                                 {kBF16, kF32},
+                                 {kF64, kF16},
+                                 {kF16, kF64},
+                                 {kI32, kI64},
+                                 {kI64, kF32},
+                                 {kF32, kU8},
+                                 {kBF16, kF16}})
+    for (const Shape& shape : {Shape{90001}, Shape{3, 1025, 41}, Shape{70, 1300}})
+      for (int gaps = 0; gaps < 4; ++gaps) {
+        std::vector<int> reversed;
+        for (int i = shape.rank() - 1; i >= 0; --i) reversed.push_back(i);
+        Buffer src(from, shape, gaps == 3 ? reversed : std::vector<int>(), gaps & 1),
+            dst(to, shape, {}, gaps >> 1);
+        src.fill([](int64_t i) { return double(i % 127); });
+        cpu::copy(src.view(), dst.view());
+        for (int64_t i = 0; i < src.numel(); ++i)
+          ASSERT_EQ(dst.get(i), i % 127) << name(from) << name(to) << gaps << " at " << i;
+      }
+}
+
 TEST(Copy, ConversionsRoundSaturateAndTruncate) {
   Buffer x(kF32, {7}), i8(kI8, {7}), u8(kU8, {7}), b(kBF16, {7}), truth(kBool, {7});
   const double in[] = {1.9, -1.9, 300, -300, NAN, INFINITY, 1.00390625};

@@ -142,5 +142,30 @@ TEST(ExpertLinear, OfRowsInUse) {
     }
 }
 
+// Nobody was sent to the second expert.
+TEST(ExpertLinear, TheGradientOfNoRowsIsZero) {
+  const int64_t places = 5, in = 20, out = 35;
+  const Array counts = Array::of(kI32, {3, 1}, {5, 0, 2});
+  for (DType d : {kF32, kF64, kBF16, kF16}) {
+    const Array x = Array::random(d, {3, 1, places, in}, 1),
+                dy = Array::random(d, {3, 1, places, out}, 2);
+    for (const Shape& strides : {Shape{out * in, in, 1}, Shape{out * in, 1, out}}) {
+      const Array dweight(d, {3, out, in}, strides);
+      expert_weight_gradient(
+          dy, x, counts, dweight,
+          Scratch(expert_weight_gradient_workspace(without_data(dy), without_data(x),
+                                                   without_data(counts), dweight)));
+      std::vector<double> want(static_cast<size_t>(3 * out * in));
+      for (int64_t e : {0, 2})
+        for (int64_t r = 0; r < static_cast<int64_t>(counts.at(e)); ++r)
+          for (int64_t k = 0; k < out * in; ++k)
+            want[e * out * in + k] += dy.at((e * places + r) * out + k / in) *
+                                      x.at((e * places + r) * in + k % in);
+      EXPECT_LT(scaled_error(dweight, want), 4 * epsilon(d)) << name(d);
+      for (int64_t k = out * in; k < 2 * out * in; ++k) EXPECT_EQ(dweight.at(k), 0) << name(d);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace sheaf::kernels::cpu

@@ -81,15 +81,66 @@ TEST(Linear, NarrowGradientsIntoF32) {
   EXPECT_LT(scaled_error(db, sums), 1e-6);
 }
 
-TEST(Linear, RowsAndThreadsChangeNothing) {
+// Blocks of 64 rows in order, whatever of memory is walked first.
+TEST(Linear, BiasGradientIsTheSumThatItSays) {
+  for (const DType d : {kF32, kBF16, kF16, kF64})
+    for (const int64_t rows : {1, 3, 64, 66, 131})
+      for (const int64_t cols : {1, 17, 1024, 2083}) {
+        const Array dy = Array::random(d, {rows, cols}, 1, 1, {cols + 3, 1});
+        const DType wide = statistics_of(d);
+        const Array got(wide, {cols});
+        Array want(wide, {cols});
+        with_threads(3, [&] { linear_bias_gradient(dy, got); });
+        const auto sum = [&]<class C>() {
+          for (int64_t j = 0; j < cols; ++j) {
+            C total = 0;
+            for (int64_t first = 0; first < rows; first += 64) {
+              C block = 0;
+              for (int64_t r = first; r < std::min(first + 64, rows); ++r)
+                block += static_cast<C>(dy.at(r * cols + j));
+              total += block;
+            }
+            want.set(j, static_cast<double>(total));
+          }
+        };
+        wide == kF64 ? sum.operator()<double>() : sum.operator()<float>();
+        EXPECT_TRUE(same_bits(got, want)) << name(d) << rows << "x" << cols;
+      }
+}
+
+// Rows that are not evenly spaced, elements that are not neighbours.
+TEST(Linear, WeightGradientOfAnyStrides) {
+  for (const DType d : {kF32, kBF16}) {
+    const Array x = Array::random(d, {3, 40, 33}, 1), dy = Array::random(d, {3, 40, 65}, 2),
+                want(d, {65, 33});
+    linear_weight_gradient(dy, x, want, Scratch(linear_weight_gradient_workspace(dy, x, want)));
+    Array x2(d, {3, 40, 33}, {1, 99, 3}), dy2(d, {3, 40, 65}, {65, 200, 1});
+    x2.fill([&](int64_t i) { return x.at(i); }), dy2.fill([&](int64_t i) { return dy.at(i); });
+    const Array got(d, {65, 33});
+    linear_weight_gradient(dy2, x2, got, Scratch(linear_weight_gradient_workspace(dy2, x2, got)));
+    EXPECT_TRUE(same_bits(got, want)) << name(d);
+  }
+}
+
+TEST(Linear, OfNoInputsIsItsBias) {
+  for (const DType d : {kF32, kBF16}) {
+    const Array x(d, {2, 5, 0}), w(d, {3, 0}), b = Array::random(d, {3}, 1), y(d, {2, 5, 3});
+    linear(x, w, b, y, Scratch(linear_workspace(x, w, b, y)));
+    for (int64_t i = 0; i < 30; ++i) EXPECT_EQ(y.at(i), b.at(i % 3)) << name(d);
+    linear(x, w, View{}, y, Scratch(linear_workspace(x, w, View{}, y)));
+    EXPECT_EQ(values(y), std::vector<double>(30, 0.0));
+  }
+}
+
+void rows_and_threads_change_nothing(DType d) {
   const int64_t rows = 300, in = 130, out = 1024;
-  const Array x = Array::random(kF32, {rows, in}, 1), w = Array::random(kF32, {out, in}, 2),
-              b = Array::random(kF32, {out}, 3);
-  const Array dy = Array::random(kF32, {rows, out}, 4);
+  const Array x = Array::random(d, {rows, in}, 1), w = Array::random(d, {out, in}, 2),
+              b = Array::random(d, {out}, 3);
+  const Array dy = Array::random(d, {rows, out}, 4);
   auto run = [&](int threads, int64_t m) {
     View xm = x, dym = dy;
     xm.shape[0] = dym.shape[0] = m;
-    const Array y(kF32, {m, out}), dw(kF32, {out, in}), db(kF32, {out});
+    const Array y(d, {m, out}), dw(d, {out, in}), db(d, {out});
     with_threads(threads, [&] {
       linear(xm, w, b, y, Scratch(linear_workspace(xm, w, b, y)));
       linear_weight_gradient(dym, xm, dw, Scratch(linear_weight_gradient_workspace(dym, xm, dw)));
@@ -99,11 +150,14 @@ TEST(Linear, RowsAndThreadsChangeNothing) {
   };
   const auto one = run(1, rows), two = run(2, rows);
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(same_bits(one[i], two[i])) << i;
-  for (int64_t m : {1, 7, 64}) {
+  for (int64_t m : {1, 7, 8, 9, 25, 64}) {
     View expected = one[0];
     expected.shape[0] = m;
-    EXPECT_TRUE(same_bits(run(2, m)[0], expected)) << m;
+    EXPECT_TRUE(same_bits(run(2, m)[0], expected)) << name(d) << m;
   }
+}
+TEST(Linear, RowsAndThreadsChangeNothing) {
+  for (const DType d : {kF32, kBF16}) rows_and_threads_change_nothing(d);
 }
 
 }  // namespace

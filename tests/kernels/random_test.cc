@@ -145,6 +145,26 @@ TEST(Dropout, KeepsTheMeanAndMasksTheGradientAlike) {
   EXPECT_THROW(cpu::dropout(x.view(), 0.5, Key{42}, {{900, 400}, {100, 1}}, y.view()), ShapeError);
 }
 
+TEST(Dropout, EveryElementIsAFunctionOfItsGlobalIndex) {
+  const Key key = key_of("drop", 5);
+  const int64_t n = 70001;
+  RankContext context;
+  context.threads = 3;
+  RankScope scope(context);
+  for (const DType dtype : {kF32, kF64, kBF16, kF16})
+    for (const double p : {0.0, 0.3, 1 - 0x1p-40})
+      for (const int64_t begin : {0, 1, 2, 3, 4095}) {  // dense and not
+        Buffer x(dtype, {n}, {0}, begin == 2), y(dtype, {n}, {0}, begin == 3);
+        x.random(1, 1, 2);
+        cpu::dropout(x.view(), p, key, {{100000}, {begin}}, y.view());
+        for (int64_t i = 0; i < n; ++i) {
+          const uint32_t bits = random_u32(key, static_cast<uint64_t>(begin + i));
+          ASSERT_EQ(y.get(i) == 0, bits < std::floor(p * 0x1p32)) << name(dtype) << p << " " << i;
+          ASSERT_TRUE(p > 0 || y.get(i) == x.get(i)) << name(dtype) << i;
+        }
+      }
+}
+
 TEST(Normal, RoundsToEveryFloatingType) {
   Buffer full(kF64, {500});
   cpu::normal(full.view(), Key{7}, GlobalIndex::whole({500}), 0, 1);
