@@ -25,7 +25,20 @@ Event LaneThread::submit(Task task) {
   return event;
 }
 
+namespace {
+
+thread_local LaneThread* running = nullptr;
+
+}  // namespace
+
+int64_t LaneThread::waiting() {
+  if (!running) return 0;
+  std::lock_guard lock(running->mutex_);
+  return std::ssize(running->queue_);
+}
+
 void LaneThread::loop(RankContext& context) {
+  running = this;
   RankScope scope(context);
   while (true) {
     std::pair<Task, Event> entry;

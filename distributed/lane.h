@@ -26,6 +26,8 @@ class LaneThread {
   /// done), or with the exception that it threw.
   using Task = std::function<std::shared_ptr<const DevicePoint>()>;
   Event submit(Task task);
+  /// On a lane's thread: how many tasks wait behind the one that it runs.
+  static int64_t waiting();
 
  private:
   void loop(RankContext& context);

@@ -58,6 +58,7 @@ Tensor loads(const Tensor& choices_BTK, int64_t experts, DType dtype) {
 Tensor measuring(const Tensor& weights_BTK, const Tensor& bias_E, const Tensor& choices_BTK) {
   const auto vjp = [](Vjp& c) {
     c.set(0, c.grad());
+    if (!c.needs(1)) return;  // frozen
     const Tensor load = loads(c.input(2), c.input(1).numel(), c.input(1).dtype());
     const Tensor excess = load * static_cast<double>(load.numel()) - sum(load, {0}, /*keepdim=*/true);
     c.set(1, redistribute(excess, c.input(1).layout().dual()));

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/lane.h"
 #include "sheaf/distributed/nccl.h"
 #include "sheaf/tests/distributed/nccl_rules.h"
 
@@ -22,10 +23,9 @@ struct EchoDelays {
   std::atomic<int> graphs = 0;     ///< that hold calls: an abort waits for them, as NCCL's does
   std::atomic<int> peers = 0;      ///< that have not ended: a communicator's end waits for them
   std::atomic<int> there = 0;      ///< communicators
-  std::atomic<int> enqueue_ms = 0;    ///< that a lane takes to enqueue a call
+  std::atomic<int> enqueue_ms = 0;    ///< that it takes to enqueue a call
   std::atomic<int> enqueued[4] = {};  ///< calls, by rank of the world
-  std::atomic<int> now[4] = {};       ///< being enqueued
-  std::atomic<int> most[4] = {};      ///< at once
+  std::atomic<int> most[4] = {};      ///< under way at once: the one that is enqueued, and those that wait for that
 };
 
 class EchoComm final : public NcclComm {
@@ -52,12 +52,10 @@ class EchoComm final : public NcclComm {
   const Stream& stream() const override { return stream_; }
   Event record() override { return gpu_->record(stream_); }
   void group(const std::function<void()>& calls) override {
-    const int now = ++delays_->now[world_rank_];
-    for (int most = delays_->most[world_rank_]; now > most && !delays_->most[world_rank_].compare_exchange_weak(most, now);) {
-    }
     std::this_thread::sleep_for(std::chrono::milliseconds(delays_->enqueue_ms));
+    std::atomic<int>& most = delays_->most[world_rank_];  // of one thread
+    most = std::max(most.load(), 1 + static_cast<int>(LaneThread::waiting()));
     calls();
-    --delays_->now[world_rank_];
     ++delays_->enqueued[world_rank_];
   }
   void all_gather(const void* in, void* out, int64_t bytes_each) override {

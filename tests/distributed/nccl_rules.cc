@@ -101,6 +101,23 @@ void NcclRules::compare(const std::vector<std::optional<Place>>& places) {
   unequal_ += !equal;
 }
 
+void NcclRules::joined(const Gpu* gpu) {
+  std::lock_guard lock(mutex_);
+  ++callers_[gpu].communicators;
+}
+
+void NcclRules::left(const Gpu* gpu) {
+  std::lock_guard lock(mutex_);
+  if (--callers_[gpu].communicators == 0) callers_.erase(gpu);
+}
+
+void NcclRules::issued(const Gpu* gpu) {
+  std::lock_guard lock(mutex_);
+  Caller& caller = callers_[gpu];
+  if (!caller.thread) caller.thread = std::this_thread::get_id();
+  EXPECT_EQ(*caller.thread, std::this_thread::get_id()) << "two threads call NCCL for one GPU";
+}
+
 NcclRules::Moved NcclRules::moved(const std::string& kind) const {
   std::lock_guard lock(mutex_);
   const auto it = moved_.find(kind);

@@ -1,5 +1,5 @@
-// NcclRules: what NCCL demands of memory that is registered with it, checked where stand-ins for it are called. What
-// breaks a rule fails the test that runs.
+// NcclRules: what NCCL demands of memory that is registered with it, and of who calls, checked where stand-ins for it are
+// called. What breaks a rule fails the test that runs.
 #pragma once
 
 #include <map>
@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "sheaf/core/gpu.h"
@@ -43,6 +44,13 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
   /// Notes where all members of a communicator have one call's buffer: registered by all or by none.
   void compare(const std::vector<std::optional<Place>>& places);
 
+  // --- of a rank: its GPU ---
+  /// A communicator is there from now on, or no longer.
+  void joined(const Gpu* gpu);
+  void left(const Gpu* gpu);
+  /// Calls of all communicators of a GPU come from one thread, as long as there are any.
+  void issued(const Gpu* gpu);
+
   Moved moved(const std::string& kind) const;
   int64_t registrations() const;         ///< so far
   int64_t at_unequal_offsets() const;    ///< calls so far whose buffers lie elsewhere on other ranks
@@ -57,6 +65,11 @@ class NcclRules : public std::enable_shared_from_this<NcclRules> {
   mutable std::mutex mutex_;
   std::map<const char*, Piece> pieces_;
   std::map<const void*, std::map<const char*, Piece>> registered_;  // by communicator
+  struct Caller {
+    int communicators = 0;
+    std::optional<std::thread::id> thread;
+  };
+  std::map<const Gpu*, Caller> callers_;
   std::map<std::string, Moved> moved_;
   int64_t registrations_ = 0, unequal_ = 0;
 };

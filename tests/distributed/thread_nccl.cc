@@ -192,9 +192,11 @@ class ThreadComm final : public NcclComm {
     std::lock_guard lock(clique_->mutex);
     me().here = true;
     me().stream = stream_;
+    clique_->rules->joined(gpu_.get());
   }
   ~ThreadComm() override {
     abort();  // nobody touches the stream any more
+    clique_->rules->left(gpu_.get());
     gpu_->destroy_lane(stream_);
   }
   ThreadComm(const ThreadComm&) = delete;
@@ -206,6 +208,7 @@ class ThreadComm final : public NcclComm {
     return Event::at(std::make_shared<GroupPoint>(clique_, rank_, me().groups.size()));
   }
   void group(const std::function<void()>& calls) override {
+    clique_->rules->issued(gpu_.get());
     ops_.clear();
     calls();
     std::lock_guard lock(clique_->mutex);

