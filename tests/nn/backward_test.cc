@@ -445,7 +445,9 @@ TEST(Backward, WhatWasSavedMayNotChangeInPlace) {
       materialize(net, Device::cpu(), {.seed = 1});
       return refusal([&] {
         Recording recording;
-        const Tensor x = rows_of(data_mesh(w)), y = square(linear(x, net.layers[0].weight)), other = x * 2.0;
+        const Tensor x = rows_of(data_mesh(w));
+        store_into(x, full_like(x, 1));  // what is changed before it is read is as it should be
+        const Tensor y = square(linear(x, net.layers[0].weight)), other = x * 2.0;
         how(saved ? x : other);
         recording.backward(redistribute(sum(y), "data", Placement::partial()));
       });
