@@ -153,7 +153,6 @@ class Team {
 
 void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* closure) {
   if (n <= 0) return;
-  flush_denormals();  // the caller computes, too, and may be a thread that no RankScope has seen
   const int threads = static_cast<int>(std::min<int64_t>(num_threads(), n / std::max<int64_t>(grain, 1)));
   if (threads <= 1 || inside) return fn(closure, 0, n);
   static thread_local Team team;

@@ -69,7 +69,7 @@ int RankContext::coordinate(const MeshSpec* mesh, int axis) const {
 
 RankContext& RankContext::current() {
   if (current_context) return *current_context;
-  flush_denormals();  // no RankScope has
+  flush_denormals();  // no RankScope has; whoever shares work out asks here for the number of threads
   return process_context();
 }
 

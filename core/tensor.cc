@@ -62,10 +62,10 @@ Tensor Tensor::over(std::shared_ptr<Storage> storage, int64_t byte_offset, const
 
 Tensor Tensor::empty(const Type& type, Device device, MemoryKind where) {
   const Shape local = type.local_shape();
-  const std::optional<int64_t> bytes = byte_size(size_of(type.dtype), local);
-  if (!bytes || !byte_size(size_of(type.dtype), type.shape))
+  if (!byte_size(size_of(type.dtype), type.shape))  // of which a rank has a part
     fail<ShapeError>("[empty] ", type, ": sizes are not below 0, and bytes fit 63 bits");
-  return over(Storage::allocate(device, *bytes, where), 0, type, local, local.contiguous_strides());
+  return over(Storage::allocate(device, local.numel() * static_cast<int64_t>(size_of(type.dtype)), where), 0, type,
+              local, local.contiguous_strides());
 }
 
 Tensor Tensor::view_into(const Tensor& base, const Type& type, int64_t byte_offset) {

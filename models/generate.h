@@ -29,11 +29,6 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
 /// such as that which ended documents or examples in training, and in a chat the end of a turn; none if config.ignore_end_of_text
 /// is set. Throws ConfigError for a special token that the tokenizer lacks.
 std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, std::span<const int32_t> further = {});
-/// With one further end; -1: none.
-inline std::vector<int32_t> ends_of(const Tokenizer& tokenizer, const GenerateConfig& config, int64_t end_of_document) {
-  const auto end = static_cast<int32_t>(end_of_document);
-  return ends_of(tokenizer, config, std::span(&end, end < 0 ? 0 : 1));
-}
 
 /// Samples from the newest whole checkpoint of a run's output folder, whatever the number of ranks that wrote it, or from published
 /// weights in a folder with their config.json and tokenizer (published_text.h), on this process alone, on `device`. `emit` gets the

@@ -59,8 +59,9 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   const bool first = world.rank() == 0;
   if (const auto& tokenizer = trainer.corpus().tokenizer) {
     const std::vector<int32_t> prompt = models::encode_prompt(*tokenizer, config.generate);
+    const auto end = static_cast<int32_t>(trainer.config().data.end_of_text);  // of documents; -1: none is known
     const auto tokens = models::generate(trainer.step().model(), prompt, config.model.context, tokenizer->vocab_size(),
-                                         config.generate, {}, models::ends_of(*tokenizer, config.generate, trainer.config().data.end_of_text));
+                                         config.generate, {}, models::ends_of(*tokenizer, config.generate, std::span(&end, end < 0 ? 0 : 1)));
     models::Utf8Assembler text;
     if (first)
       lines.say("\nsample\n------\n" + text.add(tokenizer->decode(prompt) + tokenizer->decode_more(tokens)) + text.finish() +
