@@ -125,8 +125,7 @@ void Recording::make_again(ValueId v) {
   const ValueId id = value_of(again);
   tape_.mutable_node(tape_.value(id).producer).flags |= Node::kRecomputed;
   state(id).copy_of = v;
-  state(v).saved = again;
-  state(v).version = again.storage()->version();
+  state(v).save(again);
 }
 
 void Recording::recompute(Region& region) {
@@ -153,8 +152,7 @@ void Recording::recompute(Region& region) {
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape_.output(n, o);
       state(value_of(outputs[o])).copy_of = v;
-      if (ValueState& s = state(v); s.saves > 0 && !s.saved)
-        s.saved = outputs[o], s.version = outputs[o].storage()->version();
+      if (ValueState& s = state(v); s.saves > 0 && !s.saved) s.save(outputs[o]);
       if (last_read.contains(v)) values[v] = outputs[o];
     }
     for (ValueId v : ids)

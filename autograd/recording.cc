@@ -217,8 +217,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     ValueState& s = states_[v];
     ++s.saves;
     // A recipe is resolved again: the gathered bytes may be discarded.
-    if (!s.recipe && !s.repeated && !s.made_again && !(in_region_ && made_in_region(v)))
-      s.saved = t, s.version = t.storage()->version();
+    if (!s.recipe && !s.repeated && !s.made_again && !(in_region_ && made_in_region(v))) s.save(t);
   };
   const auto edges = tape_.inputs(n);
   for (size_t i = 0; i < inputs.size(); ++i)

@@ -180,6 +180,7 @@ class Recording {
     LeafGroup* group = nullptr; // it is this leaf of a group
     int32_t leaf_index = -1;
     ValueId copy_of = -1;       // computed again in the backward: this value of the forward
+    void save(const Tensor& t) { saved = t, version = t.storage()->version(); }
   };
   /// What has an entry per node or value. A step's lists are as long as those of the step before, so a thread's next
   /// recording begins with their memory: a new one grows them by pages that the system has to clear first.
