@@ -6,6 +6,7 @@
 #include <cmath>
 #include <iostream>
 #include <numbers>
+#include <sstream>
 
 #include "sheaf/examples/snake.h"
 
@@ -84,13 +85,20 @@ void train(World& world, const std::string& folder, int64_t stop) {
   world.print("accuracy on unseen points ", accuracy);
 }
 
+int number(const char* text) {
+  std::istringstream in(text);
+  int value = 0;
+  check<ConfigError>(in >> value && in.eof(), "'", text, "' is not a number");
+  return value;
+}
+
 }  // namespace
 }  // namespace examples
 
 int main(int argc, char** argv) try {
-  const int ranks = argc > 1 ? std::stoi(argv[1]) : 2;
+  const int ranks = argc > 1 ? examples::number(argv[1]) : 2;
   const std::string folder = argc > 2 ? argv[2] : "";
-  const int64_t steps = argc > 3 ? std::stoll(argv[3]) : examples::kSteps;
+  const int64_t steps = argc > 3 ? examples::number(argv[3]) : examples::kSteps;
   sheaf::run_local(
       ranks, [&](sheaf::World& world) { examples::train(world, folder, steps); },
       {.device = sheaf::distributed::init_device()});

@@ -55,6 +55,14 @@ TEST(TrainGpt, SaysWhatIsMissing) {
   EXPECT_EQ(launch(1, {"examples/train_gpt", "no such file"}).code, 65);
 }
 
+TEST(Programs, RefuseWhatIsNoNumber) {
+  for (const char* word : {"", "two", "1e3", "99999999999999999999"}) {
+    EXPECT_EQ(launch(1, {"examples/train_gpt", "LICENSE", word}).code, 64) << word;
+    EXPECT_EQ(launch(1, {"examples/classifier", word}).code, 64) << word;
+    EXPECT_EQ(launch(1, {"examples/classifier", "1", "", word}).code, 64) << word;
+  }
+}
+
 TEST(Classifier, LearnsOnOneToThreeRanks) {
   for (const char* ranks : {"1", "2", "3"}) {
     const Result r = launch(1, {"examples/classifier", ranks});

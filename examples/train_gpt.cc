@@ -4,6 +4,7 @@
 //   bazel build //examples:train_gpt //tools:sheaf
 //   bazel-bin/tools/sheaf launch --nproc-per-node 2 -- bazel-bin/examples/train_gpt TEXT [STEPS]
 #include <iostream>
+#include <sstream>
 
 #include "sheaf/sheaf.h"
 
@@ -11,7 +12,9 @@ using namespace sheaf;
 
 int main(int argc, char** argv) try {
   const std::string text = argc > 1 ? argv[1] : "out/bible.txt";
-  const int64_t steps = argc > 2 ? std::stoll(argv[2]) : 200;
+  std::istringstream number(argc > 2 ? argv[2] : "200");
+  int64_t steps = 0;
+  check<ConfigError>(number >> steps && number.eof(), "STEPS: '", number.str(), "' is not a number");
 
   World world = distributed::init_from_env();  // the ranks that a launcher made, or one
   const Mesh mesh = world.mesh({{"data", world.size()}});
