@@ -5,6 +5,7 @@
 #include <map>
 
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -61,12 +62,6 @@ int64_t received_bytes(const Tape& tape, const Transfer& t) {
 }
 
 }  // namespace
-
-int64_t all_reduce_bytes(int64_t elements, int64_t size, int64_t rank, int64_t ranks) {
-  constexpr int64_t kSmall = 4096;
-  const int64_t own = elements * (rank + 1) / ranks - elements * rank / ranks;
-  return (elements * size <= kSmall ? elements * (ranks - 1) : own * (ranks - 1) + elements - own) * size;
-}
 
 std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
   std::vector<Transfer> out;

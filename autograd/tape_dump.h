@@ -29,9 +29,6 @@ struct Transfer {
 /// What node `n` communicates: one for a redistribution, one per buffer for a unit's op; none for anything local,
 /// axes of size 1 included, nor for what is between other ranks.
 std::vector<Transfer> transfers(const Tape& tape, const Node& n);
-/// What `rank` of `ranks` receives of an all_reduce of so many elements of `size` bytes: small ones go whole to every rank, others
-/// as a reduce_scatter and an all_gather of even slices.
-int64_t all_reduce_bytes(int64_t elements, int64_t size, int64_t rank, int64_t ranks);
 /// An all_gather of a unit's buffers, as opposed to one of an activation.
 bool is_unit_gather(const Tape& tape, const Node& n);
 /// Tells cuts apart that print alike: kind, dimension, granule or chunk, offset. "" for what is not a Shard.

@@ -27,6 +27,18 @@ namespace sheaf {
 
 enum class Reduction : uint8_t { sum, max, min };
 
+/// First element of rank `r`'s slice when `count` elements are cut evenly over `ranks`; slice r ends where r + 1 begins.
+inline int64_t even_cut(int64_t count, int64_t r, int64_t ranks) { return count * r / ranks; }
+
+/// An all_reduce of at most this many bytes goes whole to every rank, in one round; a larger one is a reduce_scatter
+/// and an all_gather of even slices. Both give the same bits.
+inline constexpr int64_t kSmallAllReduceBytes = 4096;
+/// Payload bytes that `rank` of `ranks` receives of an all_reduce of so many elements of `size` bytes.
+inline int64_t all_reduce_bytes(int64_t elements, int64_t size, int64_t rank, int64_t ranks) {
+  const int64_t own = even_cut(elements, rank + 1, ranks) - even_cut(elements, rank, ranks);
+  return (elements * size <= kSmallAllReduceBytes ? elements * (ranks - 1) : own * (ranks - 1) + elements - own) * size;
+}
+
 class Communicator {
  public:
   virtual ~Communicator() = default;

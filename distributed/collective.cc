@@ -49,6 +49,12 @@ uint64_t hash_call(const Collective& call) {
 
 uint64_t chain(uint64_t fingerprint, uint64_t call_hash) { return mix(fingerprint, call_hash); }
 
+std::vector<int64_t> cuts_of(const std::vector<int64_t>& counts, int64_t element) {
+  std::vector<int64_t> cuts(counts.size() + 1, 0);
+  for (size_t i = 0; i < counts.size(); ++i) cuts[i + 1] = cuts[i] + counts[i] * element;
+  return cuts;
+}
+
 int64_t received_bytes(const Collective& call, int rank, int size) {
   if (size == 1) return 0;
   const int64_t element = call.element_size();
@@ -58,12 +64,7 @@ int64_t received_bytes(const Collective& call, int rank, int size) {
       for (int r = 0; r < size; ++r) elements += r == rank ? 0 : call.counts[r];
       break;
     case CollectiveOp::reduce_scatter: elements = call.counts[rank] * (size - 1); break;
-    case CollectiveOp::all_reduce: {
-      const int64_t count = call.counts[0];
-      const int64_t own = even_cut(count, rank + 1, size) - even_cut(count, rank, size);
-      elements = count * element <= kSmallAllReduceBytes ? count * (size - 1) : own * (size - 1) + count - own;
-      break;
-    }
+    case CollectiveOp::all_reduce: return all_reduce_bytes(call.counts[0], element, rank, size);
     case CollectiveOp::all_to_all:
       for (int r = 0; r < size; ++r) elements += r == rank ? 0 : call.recv_counts[r];
       break;

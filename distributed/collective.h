@@ -43,12 +43,9 @@ uint64_t hash_call(const Collective& call);
 /// Next running fingerprint.
 uint64_t chain(uint64_t fingerprint, uint64_t call_hash);
 
-/// First element of rank `r`'s slice when `count` elements are cut evenly over `ranks`; slice r ends where r + 1 begins.
-inline int64_t even_cut(int64_t count, int r, int ranks) { return count * r / ranks; }
-
-/// An all_reduce of at most this many bytes goes whole to every rank, in one round; a larger one is a reduce_scatter
-/// and an all_gather of even slices. Both give the same bits.
-inline constexpr int64_t kSmallAllReduceBytes = 4096;
+/// Where segments of `counts` elements that lie one after another begin, and where the last one ends; in bytes, if `element` is
+/// the size of one.
+std::vector<int64_t> cuts_of(const std::vector<int64_t>& counts, int64_t element = 1);
 
 /// Payload bytes that rank `rank` of `size` receives.
 int64_t received_bytes(const Collective& call, int rank, int size);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include <gloo/context.h>
@@ -73,12 +72,6 @@ class GlooStore final : public gloo::rendezvous::Store {
   const std::string prefix_;
   const Deadline deadline_;
 };
-
-std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> offsets(counts.size());
-  std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
-  return offsets;
-}
 
 int64_t largest(const std::vector<int64_t>& counts) { return *std::max_element(counts.begin(), counts.end()); }
 
@@ -193,14 +186,14 @@ void GlooCommunicator::run(const Collective& call) {
 void GlooCommunicator::all_gather(const Collective& call, const std::byte* in, std::byte* out,
                                   const std::vector<int64_t>& counts) {
   const int64_t element = call.element_size();
-  const std::vector<int64_t> offsets = offsets_of(counts);
+  const std::vector<int64_t> cuts = cuts_of(counts, element);
   Transfers transfers(*this, call);
   for (int i = 1; i < size(); ++i) {  // everybody starts with another peer
     const int to = (rank() + i) % size(), from = (rank() + size() - i) % size();
-    transfers.receive(from, out + offsets[from] * element, counts[from] * element, kGatherStep);
+    transfers.receive(from, out + cuts[from], counts[from] * element, kGatherStep);
     transfers.send(to, in, counts[rank()] * element, kGatherStep);
   }
-  std::byte* own = out + offsets[rank()] * element;
+  std::byte* own = out + cuts[rank()];
   if (counts[rank()] > 0 && own != in) std::memcpy(own, in, static_cast<size_t>(counts[rank()] * element));
   transfers.finish(kGatherStep);
 }
@@ -208,7 +201,7 @@ void GlooCommunicator::all_gather(const Collective& call, const std::byte* in, s
 void GlooCommunicator::reduce_scatter(const Collective& call, const std::byte* in, std::byte* out,
                                       const std::vector<int64_t>& counts) {
   const int64_t element = call.element_size(), chunk = chunk_bytes_ / element;
-  const std::vector<int64_t> offsets = offsets_of(counts);
+  const std::vector<int64_t> cuts = cuts_of(counts, element);
   const int64_t steps = (largest(counts) + chunk - 1) / chunk;
   Transfers transfers(*this, call);
   // Elements of rank r's slice that go in one step.
@@ -217,7 +210,7 @@ void GlooCommunicator::reduce_scatter(const Collective& call, const std::byte* i
     for (int i = 1; i < size(); ++i) {
       const int to = (rank() + i) % size(), from = (rank() + size() - i) % size();
       transfers.receive(from, staging(step % 2, from), length(rank(), step) * element, static_cast<uint64_t>(step));
-      transfers.send(to, in + (offsets[to] + step * chunk) * element, length(to, step) * element,
+      transfers.send(to, in + cuts[to] + step * chunk * element, length(to, step) * element,
                      static_cast<uint64_t>(step));
     }
   };
@@ -229,7 +222,7 @@ void GlooCommunicator::reduce_scatter(const Collective& call, const std::byte* i
     const int64_t n = length(rank(), step);
     if (n == 0) continue;
     for (int r = 0; r < size(); ++r)
-      sources[r] = r == rank() ? in + (offsets[r] + step * chunk) * element : staging(step % 2, r);
+      sources[r] = r == rank() ? in + cuts[r] + step * chunk * element : staging(step % 2, r);
     reduce_in_order(out + step * chunk * element, sources, n, call.dtype, call.reduction);
   }
 }
@@ -259,15 +252,15 @@ void GlooCommunicator::all_reduce(const Collective& call, std::byte* data) {
 
 void GlooCommunicator::all_to_all(const Collective& call, const std::byte* in, std::byte* out) {
   const int64_t element = call.element_size();
-  const std::vector<int64_t> from_at = offsets_of(call.recv_counts), to_at = offsets_of(call.counts);
+  const std::vector<int64_t> from_at = cuts_of(call.recv_counts, element), to_at = cuts_of(call.counts, element);
   Transfers transfers(*this, call);
   for (int i = 1; i < size(); ++i) {
     const int to = (rank() + i) % size(), from = (rank() + size() - i) % size();
-    transfers.receive(from, out + from_at[from] * element, call.recv_counts[from] * element, 0);
-    transfers.send(to, in + to_at[to] * element, call.counts[to] * element, 0);
+    transfers.receive(from, out + from_at[from], call.recv_counts[from] * element, 0);
+    transfers.send(to, in + to_at[to], call.counts[to] * element, 0);
   }
   const int64_t own = call.counts[rank()] * element;
-  if (own > 0) std::memcpy(out + from_at[rank()] * element, in + to_at[rank()] * element, static_cast<size_t>(own));
+  if (own > 0) std::memcpy(out + from_at[rank()], in + to_at[rank()], static_cast<size_t>(own));
   transfers.finish(0);
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 
 #include "sheaf/core/gpu.h"
 #include "sheaf/distributed/reduce.h"
@@ -15,10 +14,6 @@ namespace sheaf {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-int64_t sum_of(const std::vector<int64_t>& counts, int n) {
-  return std::accumulate(counts.begin(), counts.begin() + n, int64_t{0});
-}
 
 const std::byte* at(const void* base, int64_t elements, const Collective& call) {
   return static_cast<const std::byte*>(base) + elements * call.element_size();
@@ -213,14 +208,12 @@ void LocalCommunicator::exchange(const Collective& call, GpuLane* gpu) {
       kernels::cuda::reduce_in_order(gpu->stream(), out, sources, count, call.dtype, call.reduction);
   };
 
+  const std::vector<int64_t> cuts = cuts_of(call.op == CollectiveOp::all_to_all ? call.recv_counts : call.counts);
   switch (call.op) {
     case CollectiveOp::all_gather:
-      for (int r = 0; r < n; ++r)
-        copy(at(call.out, sum_of(call.counts, r), call), at(in_of(r), 0, call), call.counts[r]);
+      for (int r = 0; r < n; ++r) copy(at(call.out, cuts[r], call), at(in_of(r), 0, call), call.counts[r]);
       break;
-    case CollectiveOp::reduce_scatter:
-      reduce_slice(call.out, sum_of(call.counts, me), call.counts[me]);
-      break;
+    case CollectiveOp::reduce_scatter: reduce_slice(call.out, cuts[me], call.counts[me]); break;
     case CollectiveOp::all_reduce: {
       const int64_t count = call.counts[0], begin = even_cut(count, me, n);
       std::exception_ptr failure;  // the others wait for this rank, whatever happened to it
@@ -244,8 +237,7 @@ void LocalCommunicator::exchange(const Collective& call, GpuLane* gpu) {
     case CollectiveOp::all_to_all:
       for (int r = 0; r < n; ++r) {
         const Collective& peer = meeting_->call_of(r);
-        copy(at(call.out, sum_of(call.recv_counts, r), call), at(peer.in, sum_of(peer.counts, me), call),
-             call.recv_counts[r]);
+        copy(at(call.out, cuts[r], call), at(peer.in, cuts_of(peer.counts)[me], call), call.recv_counts[r]);
       }
       break;
     case CollectiveOp::broadcast:

@@ -8,6 +8,7 @@
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/autograd/work.h"
+#include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {

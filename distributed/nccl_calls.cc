@@ -1,19 +1,12 @@
 #include "sheaf/distributed/nccl_calls.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace sheaf {
 namespace {
 
 bool reduces(CollectiveOp op) {
   return op == CollectiveOp::reduce_scatter || op == CollectiveOp::all_reduce;
-}
-
-std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> offsets(counts.size());
-  std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
-  return offsets;
 }
 
 bool all_equal(const std::vector<int64_t>& counts) {
@@ -43,11 +36,10 @@ void call_nccl(NcclComm& comm, const Collective& call, int n, int me) {
         if (call.counts[0] > 0) comm.all_gather(in, out, call.counts[0] * element);
         return;
       }
-      const std::vector<int64_t> at = offsets_of(call.counts);
+      const std::vector<int64_t> at = cuts_of(call.counts, element);
       for (int r = 0; r < n; ++r)
         if (call.counts[r] > 0)
-          comm.broadcast(r == me ? in : out + at[r] * element, out + at[r] * element,
-                           call.counts[r] * element, r);
+          comm.broadcast(r == me ? in : out + at[r], out + at[r], call.counts[r] * element, r);
       return;
     }
     case CollectiveOp::reduce_scatter: {
@@ -55,21 +47,20 @@ void call_nccl(NcclComm& comm, const Collective& call, int n, int me) {
         if (call.counts[0] > 0) comm.reduce_scatter(in, out, call.counts[0], dtype, reduction);
         return;
       }
-      const std::vector<int64_t> at = offsets_of(call.counts);
+      const std::vector<int64_t> at = cuts_of(call.counts, element);
       for (int r = 0; r < n; ++r)  // only the root's `out` is written
         if (call.counts[r] > 0)
-          comm.reduce(in + at[r] * element, out, call.counts[r], dtype, reduction, r);
+          comm.reduce(in + at[r], out, call.counts[r], dtype, reduction, r);
       return;
     }
     case CollectiveOp::all_reduce:
       if (call.counts[0] > 0) comm.all_reduce(in, out, call.counts[0], dtype, reduction);
       return;
     case CollectiveOp::all_to_all: {
-      const std::vector<int64_t> to = offsets_of(call.counts), from = offsets_of(call.recv_counts);
+      const std::vector<int64_t> to = cuts_of(call.counts, element), from = cuts_of(call.recv_counts, element);
       for (int r = 0; r < n; ++r) {
-        if (call.counts[r] > 0) comm.send(in + to[r] * element, call.counts[r] * element, r);
-        if (call.recv_counts[r] > 0)
-          comm.receive(out + from[r] * element, call.recv_counts[r] * element, r);
+        if (call.counts[r] > 0) comm.send(in + to[r], call.counts[r] * element, r);
+        if (call.recv_counts[r] > 0) comm.receive(out + from[r], call.recv_counts[r] * element, r);
       }
       return;
     }

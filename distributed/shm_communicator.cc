@@ -19,13 +19,6 @@ using std::chrono::milliseconds;
 // Who leaves because it has failed says so on the monitor's connection, which may be slower than shared memory.
 constexpr auto kExplanationTime = std::chrono::seconds(1);
 
-/// Where each of `counts` begins, and where the last one ends; in bytes.
-std::vector<int64_t> cuts_of(const std::vector<int64_t>& counts, int64_t element) {
-  std::vector<int64_t> cuts(counts.size() + 1, 0);
-  for (size_t i = 0; i < counts.size(); ++i) cuts[i + 1] = cuts[i] + counts[i] * element;
-  return cuts;
-}
-
 bool is_small_all_reduce(const Collective& call) {
   return call.op == CollectiveOp::all_reduce && call.counts[0] * call.element_size() <= kSmallAllReduceBytes;
 }
