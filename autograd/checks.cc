@@ -313,11 +313,4 @@ std::vector<Finding> check_collectives(std::span<const Tape* const> ranks) {
   return out;
 }
 
-std::vector<Finding> check_collective_hashes(std::span<const uint64_t> ranks) {
-  std::vector<Finding> out;
-  for (size_t r = 1; r < ranks.size(); ++r)
-    if (ranks[r] != ranks[0]) report(out, -1, "rank ", r, " issues other collectives than rank 0");
-  return out;
-}
-
 }  // namespace sheaf

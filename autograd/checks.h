@@ -43,7 +43,5 @@ uint64_t collective_hash(const Tape& tape, std::string_view communicator = {});
 /// Compares all ranks' sequences, communicator by communicator, and names the first difference of each; the finding's
 /// node is one of the rank that differs from rank 0. For ranks of one axis; with more, give the tapes of one group.
 std::vector<Finding> check_collectives(std::span<const Tape* const> ranks);
-/// The same from hashes alone: which ranks differ from rank 0.
-std::vector<Finding> check_collective_hashes(std::span<const uint64_t> ranks);
 
 }  // namespace sheaf
