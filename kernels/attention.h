@@ -1,14 +1,15 @@
 // Scaled dot-product attention that never builds the T x T matrix (FlashAttention: Dao et al.,
 // https://arxiv.org/abs/2205.14135, https://arxiv.org/abs/2307.08691).
 //
-//   B batch, T queries, S keys, H query heads, G key and value heads (H a multiple of G), D head
-//   width
+//   B batch, T queries, S keys, H query heads, G key and value heads (H a multiple of G), D width of
+//   a query's and a key's head, E that of a value's, often D
 //
-// q, out: [B, T, H, D]; k, v: [B, S, G, D]; head h reads key head h / (H / G). Leading dimensions
-// may have any strides (slices of a packed [B, T, 3C] projection), the last is dense. All of one
-// floating dtype; f32, bf16 and f16 compute in f32, but for bf16 on machines with AMX or
-// AVX512_BF16 when D is a multiple of 32: there products are of bf16, probabilities included, and their sums in f32. lse: [B, H, T], stored dense, f32 (f64 for
-// f64): log of the sum of a row's exponentials.
+// q: [B, T, H, D]; k: [B, S, G, D]; v: [B, S, G, E]; out: [B, T, H, E]; head h reads key head
+// h / (H / G). Leading dimensions may have any strides (slices of a packed [B, T, 3C] projection),
+// the last is dense. All of one floating dtype; f32, bf16 and f16 compute in f32, but for bf16 on
+// machines with AMX or AVX512_BF16 when D and E are multiples of 32: there products are of bf16,
+// probabilities included, and their sums in f32. lse: [B, H, T], stored dense, f32 (f64 for f64):
+// log of the sum of a row's exponentials.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -61,7 +62,7 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 
 }  // namespace cpu
 
-/// The same on a GPU, enqueued on `stream`, for D up to 256: by cuDNN where it takes the operands
+/// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN where it takes the operands
 /// (cudnn_attention.h: causal, bf16 or f16, as many keys as queries), else by our own kernels
 /// (attention_blocked.h), which also run where the workspace is less than cuDNN wants. Both give
 /// the same bits at every run. Ours keep the promises above that a row depends on nothing but what

@@ -28,14 +28,15 @@ struct PackedHeads {
 
 inline void check_attention_operands(const char* who, const View& q, const View& k, const View& v,
                                      const View& out, const View& lse) {
-  const bool shapes = q.rank() == 4 && k.rank() == 4 && v.shape == k.shape &&
-                      out.shape == q.shape && k.shape[0] == q.shape[0] &&
+  const bool shapes = q.rank() == 4 && k.rank() == 4 && v.rank() == 4 && k.shape[0] == q.shape[0] &&
                       k.shape[3] == q.shape[3] &&
+                      v.shape == Shape{k.shape[0], k.shape[1], k.shape[2], v.shape[3]} &&
+                      out.shape == Shape{q.shape[0], q.shape[1], q.shape[2], v.shape[3]} &&
                       (k.shape[2] > 0 ? q.shape[2] % k.shape[2] == 0 : q.shape[2] == 0) &&
                       lse.shape == Shape{q.shape[0], q.shape[2], q.shape[1]};
   check<ShapeError>(shapes, "[", who, "] queries [B,T,H,D] ", q.shape, ", keys [B,S,G,D] ", k.shape,
-                    ", values ", v.shape, ", output ", out.shape, ", lse [B,H,T] ", lse.shape,
-                    "; H must be a multiple of G");
+                    ", values [B,S,G,E] ", v.shape, ", output [B,T,H,E] ", out.shape,
+                    ", lse [B,H,T] ", lse.shape, "; H must be a multiple of G");
   check<DTypeError>(k.dtype == q.dtype && v.dtype == q.dtype && out.dtype == q.dtype &&
                         lse.dtype == (q.dtype == kF64 ? kF64 : kF32),
                     "[", who, "] dtypes ", q.dtype, ", ", k.dtype, ", ", v.dtype, ", lse ",
@@ -70,8 +71,8 @@ inline void check_attention_backward(const char* who, const View& q, const View&
   check_attention_operands(who, q, k, v, out, lse);
   check_attention_mask(who, mask, q, k);
   check_attention_operands(who, dq, dk, dv, dout, lse);
-  check<ShapeError>(dq.shape == q.shape && dk.shape == k.shape && dq.dtype == q.dtype, "[", who,
-                    "] gradients ", dq.shape, " and ", dk.shape);
+  check<ShapeError>(dq.shape == q.shape && dk.shape == k.shape && dv.shape == v.shape && dq.dtype == q.dtype, "[", who,
+                    "] gradients ", dq.shape, ", ", dk.shape, " and ", dv.shape);
 }
 
 }  // namespace sheaf::kernels

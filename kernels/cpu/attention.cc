@@ -14,8 +14,9 @@ SHEAF_SIMD_DECLARE(attention_backward)
 namespace cpu {
 namespace {
 
-bool by_bf16(const View& q, const View& k) {
-  return q.dtype == kBF16 && q.rank() == 4 && q.shape[3] % 32 == 0 && q.shape[3] > 0 && q.shape[3] <= 256 &&
+bool by_bf16(const View& q, const View& k, const View& v) {
+  const auto fits = [](int64_t width) { return width % 32 == 0 && width > 0 && width <= 256; };
+  return q.dtype == kBF16 && q.rank() == 4 && v.rank() == 4 && fits(q.shape[3]) && fits(v.shape[3]) &&
          q.numel() > 0 && k.numel() > 0 && dot::available();
 }
 
@@ -38,11 +39,11 @@ void check_documents(const char* who, const AttentionMask& mask) {
 
 }  // namespace
 
-size_t attention_workspace(const View& q, const View& k, const View&, const AttentionMask&, const View&,
+size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask&, const View&,
                            const View&) {
-  if (by_bf16(q, k))
-    return (amx::available() ? amx::attention_workspace : dot::attention_workspace)(q, k);
-  const AttentionShape s(q, k);
+  if (by_bf16(q, k, v))
+    return (amx::available() ? amx::attention_workspace : dot::attention_workspace)(q, k, v);
+  const AttentionShape s(q, k, v);
   return bytes(q, s.forward_slots(), s.forward_cells());
 }
 
@@ -51,21 +52,21 @@ void attention(const View& q, const View& k, const View& v, const AttentionMask&
   check_attention("attention", q, k, v, mask, out, lse);
   check<ShapeError>(workspace.bytes >= attention_workspace(q, k, v, mask, out, lse),
                     "[attention] workspace too small: ", workspace.bytes);
-  if (out.numel() == 0) return;
+  if (lse.numel() == 0) return;
   check_documents("attention", mask);
-  if (by_bf16(q, k))
+  if (by_bf16(q, k, v))
     return (amx::available() ? amx::attention : dot::attention)(q, k, v, mask, scale, out, lse,
                                                                 workspace);
   (has_v4() ? v4::attention : v3::attention)(q, k, v, mask, scale, out, lse, workspace);
 }
 
-size_t attention_backward_workspace(const View& q, const View& k, const View&, const View&,
+size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View&,
                                     const View&, const View&, const AttentionMask&, const View&, const View&,
                                     const View&) {
-  if (by_bf16(q, k))
+  if (by_bf16(q, k, v))
     return (amx::available() ? amx::attention_backward_workspace
-                             : dot::attention_backward_workspace)(q, k);
-  const AttentionShape s(q, k);
+                             : dot::attention_backward_workspace)(q, k, v);
+  const AttentionShape s(q, k, v);
   return bytes(q, s.backward_slots(), s.backward_cells());
 }
 
@@ -79,7 +80,7 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
                     "[", who, "] workspace too small: ", workspace.bytes);
   if (q.shape[0] * k.shape[2] == 0) return;
   check_documents(who, mask);
-  if (by_bf16(q, k))
+  if (by_bf16(q, k, v))
     return (amx::available() ? amx::attention_backward : dot::attention_backward)(
         q, k, v, out, lse, dout, mask, scale, dq, dk, dv, workspace);
   (has_v4() ? v4::attention_backward : v3::attention_backward)(q, k, v, out, lse, dout, mask,

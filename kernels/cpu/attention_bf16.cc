@@ -25,7 +25,7 @@ constexpr int64_t kB = kQueryBlock;  // queries, and keys, of a block
 static_assert(kKeyBlock == kB && kB == 64);  // a row's scores of a block are the bits of a word
 using L = Lanes<float>;
 
-/// `rows` rows from `begin` on of one head of a [B, T, H, D] view.
+/// `rows` rows from `begin` on of one head of a [B, T, H, width] view.
 struct Head {
   bf16* data;
   int64_t stride, rows, width;
@@ -51,7 +51,9 @@ struct Sizes : AttentionShape {
   float* lse_row(const View& lse, int64_t b, int64_t h, int64_t first) const {
     return lse.as<float>() + b * lse.strides[0] + h * lse.strides[1] + begin + first;
   }
-  int64_t block() const { return kB * width; }  ///< elements of a block of rows
+  int64_t block() const { return kB * width; }              ///< elements of a block of queries or keys
+  int64_t value_block() const { return kB * value_width; }  ///< of values or results
+  int64_t largest_block() const { return std::max(block(), value_block()); }
   /// Key blocks that some query of query block i sees.
   int64_t seen_blocks(int64_t i, bool causal) const {
     const int64_t last = visible(std::min((i + 1) * kB, queries) - 1, causal);
@@ -78,8 +80,9 @@ struct Forward {
   float *scores, *result;
 
   static size_t bytes(const Sizes& s) {
-    return 2 * elements(s.key_blocks() * s.block(), 2) + 2 * elements(s.block(), 2) + elements(kB * kB, 2) +
-           elements(kB * kB, 4) + elements(s.block(), 4);
+    return elements(s.key_blocks() * s.block(), 2) + elements(s.key_blocks() * s.value_block(), 2) +
+           elements(s.block(), 2) + elements(s.largest_block(), 2) + elements(kB * kB, 2) + elements(kB * kB, 4) +
+           elements(s.value_block(), 4);
   }
 
   Forward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
@@ -87,9 +90,9 @@ struct Forward {
       : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), causal(mask.causal), window(mask.window),
         scale(static_cast<float>(scale_in)) {
     Carver carver("attention", w);
-    keys = carver.take<bf16>(s.key_blocks() * s.block()), values = carver.take<bf16>(s.key_blocks() * s.block());
-    queries = carver.take<bf16>(s.block()), staging = carver.take<bf16>(s.block());
-    p = carver.take<bf16>(kB * kB), scores = carver.take<float>(kB * kB), result = carver.take<float>(s.block());
+    keys = carver.take<bf16>(s.key_blocks() * s.block()), values = carver.take<bf16>(s.key_blocks() * s.value_block());
+    queries = carver.take<bf16>(s.block()), staging = carver.take<bf16>(s.largest_block());
+    p = carver.take<bf16>(kB * kB), scores = carver.take<float>(kB * kB), result = carver.take<float>(s.value_block());
   }
 
   /// Those of a document, whose queries run() takes from here on.
@@ -100,7 +103,7 @@ struct Forward {
       copy_block(kh, j * kB, staging);
       transpose_words(staging, kB, s.width / 2, keys + j * s.block());
       copy_block(vh, j * kB, staging);
-      pair_rows(staging, kB, s.width, values + j * s.block());
+      pair_rows(staging, kB, s.value_width, values + j * s.value_block());
     }
   }
 
@@ -127,7 +130,7 @@ struct Forward {
   }
 
   void run(int64_t b, int64_t h, int64_t i) {
-    const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width;
+    const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width, e = s.value_width;
     copy_block(s.of_queries(q, b, h), first, queries);
     float most[kB], total[kB];
     std::fill_n(most, kB, -std::numeric_limits<float>::infinity()), std::fill_n(total, kB, 0.0f);
@@ -139,19 +142,19 @@ struct Forward {
                        hidden = first_bits(s.first_visible(first + r, window) - j * kB);
         const float factor = softmax_row(scores + r * kB, seen & ~hidden, p + r * kB, most[r], total[r]);
         if (j > begin && factor != 1.0f)
-          for (int64_t c = 0; c < d; c += kLanes) (L::load(result + r * d + c) * L(factor)).store(result + r * d + c);
+          for (int64_t c = 0; c < e; c += kLanes) (L::load(result + r * e + c) * L(factor)).store(result + r * e + c);
       }
       if (j == begin)
-        product<false>(kB, d, kB, p, kB * 2, values + j * s.block(), d * 4, result, d * 4);
+        product<false>(kB, e, kB, p, kB * 2, values + j * s.value_block(), e * 4, result, e * 4);
       else
-        product<true>(kB, d, kB, p, kB * 2, values + j * s.block(), d * 4, result, d * 4);
+        product<true>(kB, e, kB, p, kB * 2, values + j * s.value_block(), e * 4, result, e * 4);
     }
     const Head to = s.of_queries(out, b, h);
     float* lse_row = s.lse_row(lse, b, h, first);
     for (int64_t r = 0; r < here; ++r) {
       const L inverse(total[r] > 0 ? 1.0f / total[r] : 0.0f);
-      for (int64_t c = 0; c < d; c += kLanes)
-        store_lanes(to[first + r] + c, blocks == begin ? L(0.0f) : L::load(result + r * d + c) * inverse);
+      for (int64_t c = 0; c < e; c += kLanes)
+        store_lanes(to[first + r] + c, blocks == begin ? L(0.0f) : L::load(result + r * e + c) * inverse);
       lse_row[r] = total[r] > 0 ? most[r] + std::log(total[r]) : -std::numeric_limits<float>::infinity();
     }
   }
@@ -171,9 +174,10 @@ struct Backward {
   float *dk_sum, *dv_sum, *scores, *dp, *dq_columns, *lse_of, *delta;
 
   static size_t bytes(const Sizes& s) {
-    const int64_t all = s.key_blocks() * s.block();
-    return 3 * elements(all, 2) + 2 * elements(all, 4) + 5 * elements(s.block(), 2) + 3 * elements(kB * kB, 2) +
-           2 * elements(kB * kB, 4) + elements(s.block(), 4) + 2 * elements(kB, 4);
+    const int64_t keys = s.key_blocks() * s.block(), values = s.key_blocks() * s.value_block();
+    return 2 * elements(keys, 2) + elements(values, 2) + elements(keys, 4) + elements(values, 4) +
+           elements(s.largest_block(), 2) + 2 * elements(s.block(), 2) + 2 * elements(s.value_block(), 2) +
+           3 * elements(kB * kB, 2) + 2 * elements(kB * kB, 4) + elements(s.block(), 4) + 2 * elements(kB, 4);
   }
 
   Backward(const Sizes& sizes, const View& q_in, const View& k_in, const View& v_in, const View& out_in, const View& lse_in,
@@ -182,10 +186,12 @@ struct Backward {
       : s(sizes), q(q_in), k(k_in), v(v_in), out(out_in), lse(lse_in), dout(dout_in), dq(dq_in), dk(dk_in), dv(dv_in),
         causal(mask.causal), window(std::min(mask.window, sizes.keys)), scale(static_cast<float>(scale_in)) {
     Carver carver("attention_backward", w);
-    const int64_t all = s.key_blocks() * s.block();
-    k_rows = carver.take<bf16>(all), v_rows = carver.take<bf16>(all), k_columns = carver.take<bf16>(all);
-    dk_sum = carver.take<float>(all), dv_sum = carver.take<float>(all);
-    for (bf16** to : {&rows, &q_words, &q_pairs, &g_words, &g_pairs}) *to = carver.take<bf16>(s.block());
+    const int64_t keys = s.key_blocks() * s.block(), values = s.key_blocks() * s.value_block();
+    k_rows = carver.take<bf16>(keys), v_rows = carver.take<bf16>(values), k_columns = carver.take<bf16>(keys);
+    dk_sum = carver.take<float>(keys), dv_sum = carver.take<float>(values);
+    rows = carver.take<bf16>(s.largest_block());
+    for (bf16** to : {&q_words, &q_pairs}) *to = carver.take<bf16>(s.block());
+    for (bf16** to : {&g_words, &g_pairs}) *to = carver.take<bf16>(s.value_block());
     for (bf16** to : {&p, &ds, &ds_pairs}) *to = carver.take<bf16>(kB * kB);
     scores = carver.take<float>(kB * kB), dp = carver.take<float>(kB * kB);
     dq_columns = carver.take<float>(s.block());
@@ -200,27 +206,27 @@ struct Backward {
       copy_block(kh, j * kB, at);
       pair_rows(at, kB, s.width, rows);
       transpose_words(rows, kB / 2, s.width, k_columns + j * s.block());
-      copy_block(vh, j * kB, v_rows + j * s.block());
+      copy_block(vh, j * kB, v_rows + j * s.value_block());
     }
-    std::fill_n(dk_sum, s.key_blocks() * s.block(), 0.0f), std::fill_n(dv_sum, s.key_blocks() * s.block(), 0.0f);
+    std::fill_n(dk_sum, s.key_blocks() * s.block(), 0.0f), std::fill_n(dv_sum, s.key_blocks() * s.value_block(), 0.0f);
     for (int64_t h = g * s.group(); h < (g + 1) * s.group(); ++h)
       for (int64_t i = 0; i < s.query_blocks(); ++i) query_block(b, h, i);
     store(dk_sum, scale, s.of_keys(dk, b, g)), store(dv_sum, 1.0f, s.of_keys(dv, b, g));
   }
 
-  void store(const float* from, float factor, const Head& to) const {
+  static void store(const float* from, float factor, const Head& to) {
     for (int64_t r = 0; r < to.rows; ++r)
-      for (int64_t c = 0; c < s.width; c += kLanes)
-        store_lanes(to[r] + c, L::load(from + r * s.width + c) * L(factor));
+      for (int64_t c = 0; c < to.width; c += kLanes)
+        store_lanes(to[r] + c, L::load(from + r * to.width + c) * L(factor));
   }
 
   void query_block(int64_t b, int64_t h, int64_t i) {
-    const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width;
+    const int64_t first = i * kB, here = std::min(kB, s.queries - first), d = s.width, e = s.value_width;
     const Head oh = s.of_queries(out, b, h), gh = s.of_queries(dout, b, h), to = s.of_queries(dq, b, h);
     copy_block(s.of_queries(q, b, h), first, rows);
     transpose_words(rows, kB, d / 2, q_words), pair_rows(rows, kB, d, q_pairs);
     copy_block(gh, first, rows);
-    transpose_words(rows, kB, d / 2, g_words), pair_rows(rows, kB, d, g_pairs);
+    transpose_words(rows, kB, e / 2, g_words), pair_rows(rows, kB, e, g_pairs);
     const float* lse_row = s.lse_row(lse, b, h, first);
     for (int64_t r = 0; r < kB; ++r) {
       // Rows that are not there, and queries that see nothing, have probability 0 everywhere.
@@ -229,7 +235,7 @@ struct Backward {
       delta[r] = 0.0f;
       if (sees) {
         L dot(0.0f);
-        for (int64_t c = 0; c < d; c += kLanes) dot = fma(load_lanes(oh[first + r] + c), load_lanes(rows + r * d + c), dot);
+        for (int64_t c = 0; c < e; c += kLanes) dot = fma(load_lanes(oh[first + r] + c), load_lanes(rows + r * e + c), dot);
         delta[r] = sum(dot);
       }
     }
@@ -237,9 +243,9 @@ struct Backward {
     if (blocks == begin) std::fill_n(dq_columns, s.block(), 0.0f);
     for (int64_t j = begin; j < blocks; ++j) {
       product<false>(kB, kB, d, k_rows + j * s.block(), d * 2, q_words, kB * 4, scores, kB * 4);
-      product<false>(kB, kB, d, v_rows + j * s.block(), d * 2, g_words, kB * 4, dp, kB * 4);
+      product<false>(kB, kB, e, v_rows + j * s.value_block(), e * 2, g_words, kB * 4, dp, kB * 4);
       probabilities(first, j * kB);
-      product<true>(kB, d, kB, p, kB * 2, g_pairs, d * 4, dv_sum + j * s.block(), d * 4);
+      product<true>(kB, e, kB, p, kB * 2, g_pairs, e * 4, dv_sum + j * s.value_block(), e * 4);
       product<true>(kB, d, kB, ds, kB * 2, q_pairs, d * 4, dk_sum + j * s.block(), d * 4);
       if (j == begin)
         product<false>(d, kB, kB, k_columns + j * s.block(), kB * 2, ds_pairs, kB * 4, dq_columns, kB * 4);
@@ -292,14 +298,14 @@ struct Backward {
 
 }  // namespace
 
-size_t attention_workspace(const View& q, const View& k) {
-  const Sizes s(q, k);
+size_t attention_workspace(const View& q, const View& k, const View& v) {
+  const Sizes s(q, k, v);
   return Forward::bytes(s) * static_cast<size_t>(s.forward_slots());
 }
 
 void attention(const View& q, const View& k, const View& v, const AttentionMask& mask, double scale, const View& out,
                const View& lse, Workspace workspace) {
-  const Sizes s(q, k);
+  const Sizes s(q, k, v);
   const Documents documents(mask, s);
   const size_t each = Forward::bytes(s);
   parallel_slots(s.forward_items(), s.forward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {
@@ -310,15 +316,15 @@ void attention(const View& q, const View& k, const View& v, const AttentionMask&
   });
 }
 
-size_t attention_backward_workspace(const View& q, const View& k) {
-  const Sizes s(q, k);
+size_t attention_backward_workspace(const View& q, const View& k, const View& v) {
+  const Sizes s(q, k, v);
   return Backward::bytes(s) * static_cast<size_t>(s.backward_slots());
 }
 
 void attention_backward(const View& q, const View& k, const View& v, const View& out, const View& lse, const View& dout,
                         const AttentionMask& mask, double scale, const View& dq, const View& dk, const View& dv,
                         Workspace workspace) {
-  const Sizes s(q, k);
+  const Sizes s(q, k, v);
   const Documents documents(mask, s);
   const size_t each = Backward::bytes(s);
   parallel_slots(s.backward_items(), s.backward_slots(), [&](int64_t slot, int64_t begin, int64_t end) {

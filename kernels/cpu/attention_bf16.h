@@ -12,17 +12,17 @@ namespace sheaf::kernels::cpu {
 
 /// By matrix tiles; only where amx::available().
 namespace amx {
-size_t attention_workspace(const View& q, const View& k);
+size_t attention_workspace(const View& q, const View& k, const View& v);
 decltype(cpu::attention) attention;
-size_t attention_backward_workspace(const View& q, const View& k);
+size_t attention_backward_workspace(const View& q, const View& k, const View& v);
 decltype(cpu::attention_backward) attention_backward;
 }  // namespace amx
 
 /// By vectors of pairs; only where dot::available().
 namespace dot {
-size_t attention_workspace(const View& q, const View& k);
+size_t attention_workspace(const View& q, const View& k, const View& v);
 decltype(cpu::attention) attention;
-size_t attention_backward_workspace(const View& q, const View& k);
+size_t attention_backward_workspace(const View& q, const View& k, const View& v);
 decltype(cpu::attention_backward) attention_backward;
 }  // namespace dot
 

@@ -12,22 +12,27 @@ namespace sheaf::kernels::cpu {
 inline constexpr int64_t kQueryBlock = 64;
 inline constexpr int64_t kKeyBlock = 64;
 
+/// Width of a row that is packed into whole lanes.
+inline int64_t padded(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
+
 /// Sizes of one attention call.
 struct AttentionShape {
-  int64_t batch, queries, keys, heads, key_heads, width;
-  AttentionShape(const View& q, const View& k)
+  int64_t batch, queries, keys, heads, key_heads, width, value_width;
+  AttentionShape(const View& q, const View& k, const View& v)
       : batch(q.shape[0]),
         queries(q.shape[1]),
         keys(k.shape[1]),
         heads(q.shape[2]),
         key_heads(k.shape[2]),
-        width(q.shape[3]) {}
+        width(q.shape[3]),
+        value_width(v.shape[3]) {}
 
   int64_t group() const { return heads / key_heads; }
   int64_t query_blocks() const { return (queries + kQueryBlock - 1) / kQueryBlock; }
   int64_t key_blocks() const { return (keys + kKeyBlock - 1) / kKeyBlock; }
   int64_t padded_keys() const { return key_blocks() * kKeyBlock; }
-  int64_t padded_width() const { return (width + kLanes - 1) / kLanes * kLanes; }
+  int64_t padded_width() const { return padded(width); }
+  int64_t padded_value_width() const { return padded(value_width); }
   /// Keys that query t sees.
   int64_t visible(int64_t t, bool causal) const {
     return causal ? std::max<int64_t>(0, std::min(keys, t + 1 + keys - queries)) : keys;
@@ -42,15 +47,16 @@ struct AttentionShape {
   /// Transposed keys and values of a head, then blocks of queries, scores and results, and two
   /// numbers a row.
   int64_t forward_cells() const {
-    return 2 * padded_keys() * padded_width() + kQueryBlock * (2 * padded_width() + kKeyBlock + 2);
+    return (padded_keys() + kQueryBlock) * (padded_width() + padded_value_width()) +
+           kQueryBlock * (kKeyBlock + 2);
   }
   int64_t backward_items() const { return batch * key_heads; }
   int64_t backward_slots() const { return slot_count(backward_items(), 1); }
   /// Keys, transposed keys and values, both gradients of a key head; blocks of queries, their
   /// gradient and the output's, two of scores, and a number a row.
   int64_t backward_cells() const {
-    return 5 * padded_keys() * padded_width() +
-           kQueryBlock * (3 * padded_width() + 2 * kKeyBlock + 1);
+    return padded_keys() * (3 * padded_width() + 2 * padded_value_width()) +
+           kQueryBlock * (2 * padded_width() + padded_value_width() + 2 * kKeyBlock + 1);
   }
 };
 

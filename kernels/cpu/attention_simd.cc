@@ -14,37 +14,37 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// One head of a [B, T, H, D] view, from row `begin` on: rows with one stride.
+/// One head of a [B, T, H, width] view, from row `begin` on: rows with one stride.
 template <class T>
 struct HeadRows {
   T* data;
-  int64_t stride;
+  int64_t stride, width;
   HeadRows(const View& v, int64_t b, int64_t begin, int64_t h)
-      : data(v.as<T>() + b * v.strides[0] + begin * v.strides[1] + h * v.strides[2]), stride(v.strides[1]) {}
+      : data(v.as<T>() + b * v.strides[0] + begin * v.strides[1] + h * v.strides[2]), stride(v.strides[1]), width(v.shape[3]) {}
   T* operator[](int64_t t) const { return data + t * stride; }
 };
 
-/// to[count, padded] = rows * factor, zeros past `width` and past `available` rows.
+/// to[count, padded(width)] = rows * factor, zeros past the rows' width and past `available` rows.
 template <class T, class C>
-void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t count, int64_t width,
-          int64_t padded, C factor, C* to) {
-  const Lanes<C> scale(factor), zero(C(0));
-  for (int64_t r = 0; r < count; ++r, to += padded) {
+void pack(HeadRows<const T> from, int64_t first, int64_t available, int64_t count, C factor, C* to) {
+  const int64_t columns = padded(from.width);
+  const Lanes<C> scale(factor);
+  for (int64_t r = 0; r < count; ++r, to += columns) {
     if (r >= available) {
-      std::fill_n(to, padded, C(0));
+      std::fill_n(to, columns, C(0));
       continue;
     }
     const T* row = from[first + r];
-    for_lanes(width, [&](int64_t i, auto n) { (load_lanes(row + i, n) * scale).store(to + i); });
+    for_lanes(from.width, [&](int64_t i, auto n) { (load_lanes(row + i, n) * scale).store(to + i); });
   }
 }
 
-/// to[padded, kKeyBlock] = the transpose of from[kKeyBlock, padded].
+/// to[columns, kKeyBlock] = the transpose of from[kKeyBlock, columns].
 template <class C>
-void transpose_block(const C* from, int64_t padded, C* to) {
+void transpose_block(const C* from, int64_t columns, C* to) {
   for (int64_t j = 0; j < kKeyBlock; j += kLanes)
-    for (int64_t d = 0; d < padded; d += kLanes)
-      transpose_16x16(from + j * padded + d, padded, to + d * kKeyBlock + j, kKeyBlock);
+    for (int64_t d = 0; d < columns; d += kLanes)
+      transpose_16x16(from + j * columns + d, columns, to + d * kKeyBlock + j, kKeyBlock);
 }
 
 /// Of a row's scores those before a window become -inf, whose exponential is 0. Returns where those that count end: at `visible`,
@@ -90,13 +90,14 @@ class Forward {
         causal_(mask.causal),
         window_(mask.window),
         scale_(static_cast<C>(scale)),
-        s_(q, k),
-        padded_(s_.padded_width()) {
+        s_(q, k, v),
+        padded_(s_.padded_width()),
+        padded_value_(s_.padded_value_width()) {
     keys_ = scratch;
     values_ = keys_ + s_.padded_keys() * padded_;
-    query_ = values_ + s_.padded_keys() * padded_;
+    query_ = values_ + s_.padded_keys() * padded_value_;
     result_ = query_ + kQueryBlock * padded_;
-    scores_ = result_ + kQueryBlock * padded_;
+    scores_ = result_ + kQueryBlock * padded_value_;
     most_ = scores_ + kQueryBlock * kKeyBlock;
     total_ = most_ + kQueryBlock;
   }
@@ -106,19 +107,19 @@ class Forward {
     begin_ = document.begin, s_.queries = document.queries, s_.keys = document.keys;
     const HeadRows<const T> k(k_, b, begin_, g), v(v_, b, begin_, g);
     for (int64_t first = first_block(0); first < s_.keys; first += kKeyBlock) {
-      const int64_t offset = first * padded_;
-      // The block's place in values_ serves as a buffer before the values come.
-      pack<T, C>(k, first, s_.keys - first, kKeyBlock, s_.width, padded_, C(1), values_ + offset);
-      transpose_block(values_ + offset, padded_, keys_ + offset);
-      pack<T, C>(v, first, s_.keys - first, kKeyBlock, s_.width, padded_, C(1), values_ + offset);
+      // The queries' place serves as a buffer before they come.
+      static_assert(kKeyBlock <= kQueryBlock);
+      pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), query_);
+      transpose_block(query_, padded_, keys_ + first * padded_);
+      pack<T, C>(v, first, s_.keys - first, kKeyBlock, C(1), values_ + first * padded_value_);
     }
   }
 
   void run(int64_t b, int64_t h, int64_t query_block) {
     const int64_t first = query_block * kQueryBlock,
                   rows = std::min(kQueryBlock, s_.queries - first);
-    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, s_.width, padded_, scale_, query_);
-    std::fill_n(result_, rows * padded_, C(0));
+    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, scale_, query_);
+    std::fill_n(result_, rows * padded_value_, C(0));
     std::fill_n(most_, rows, -std::numeric_limits<C>::infinity());
     std::fill_n(total_, rows, C(0));
     const int64_t seen = s_.visible(first + rows - 1, causal_);
@@ -141,26 +142,26 @@ class Forward {
           exp(Lanes<C>(most_[r] - most)).store(correction);
           const Lanes<C> factor(correction[0]);
           total_[r] *= correction[0];
-          C* result = result_ + r * padded_;
-          for (int64_t i = 0; i < padded_; i += kLanes)
+          C* result = result_ + r * padded_value_;
+          for (int64_t i = 0; i < padded_value_; i += kLanes)
             (Lanes<C>::load(result + i) * factor).store(result + i);
           most_[r] = most;
         }
         total_[r] += sum;
       }
-      tile_gemm<C>(rows, padded_, kKeyBlock, scores_, kKeyBlock, 1, values_ + key * padded_,
-                   padded_, result_, padded_, true);
+      tile_gemm<C>(rows, padded_value_, kKeyBlock, scores_, kKeyBlock, 1, values_ + key * padded_value_,
+                   padded_value_, result_, padded_value_, true);
     }
     const HeadRows<T> out(out_, b, begin_, h);
     C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + begin_ + first;
     for (int64_t r = 0; r < rows; ++r) {
       const bool any = s_.visible(first + r, causal_) > 0;
       const Lanes<C> factor(any ? C(1) / total_[r] : C(0)), zero(C(0));
-      const C* result = result_ + r * padded_;
+      const C* result = result_ + r * padded_value_;
       T* to = out[first + r];
       // Adding +0 gives every zero one sign: a masked key may or may not have added +0 to an
       // underflowed -0.
-      for_lanes(s_.width, [&](int64_t i, auto n) {
+      for_lanes(out.width, [&](int64_t i, auto n) {
         store_lanes(to + i, Lanes<C>::load(result + i) * factor + zero, n);
       });
       lse[r] = any ? most_[r] + std::log(total_[r]) : -std::numeric_limits<C>::infinity();
@@ -176,7 +177,7 @@ class Forward {
   int64_t window_;
   C scale_;
   AttentionShape s_;
-  int64_t padded_, begin_ = 0;
+  int64_t padded_, padded_value_, begin_ = 0;
   C *keys_, *values_, *query_, *result_, *scores_, *most_, *total_;
 };
 
@@ -198,14 +199,15 @@ class Backward {
         causal_(mask.causal),
         window_(mask.window),
         scale_(static_cast<C>(scale)),
-        s_(q, k),
-        padded_(s_.padded_width()) {
-    const int64_t whole = s_.padded_keys() * padded_;
-    keys_ = scratch, keys_t_ = keys_ + whole, values_t_ = keys_t_ + whole,
-    dkeys_ = values_t_ + whole, dvalues_ = dkeys_ + whole;
-    query_ = dvalues_ + whole;
+        s_(q, k, v),
+        padded_(s_.padded_width()),
+        padded_value_(s_.padded_value_width()) {
+    const int64_t keys = s_.padded_keys() * padded_, values = s_.padded_keys() * padded_value_;
+    keys_ = scratch, keys_t_ = keys_ + keys, values_t_ = keys_t_ + keys,
+    dkeys_ = values_t_ + values, dvalues_ = dkeys_ + keys;
+    query_ = dvalues_ + values;
     dout_block_ = query_ + kQueryBlock * padded_;
-    dquery_ = dout_block_ + kQueryBlock * padded_;
+    dquery_ = dout_block_ + kQueryBlock * padded_value_;
     scores_ = dquery_ + kQueryBlock * padded_;
     dscores_ = scores_ + kQueryBlock * kKeyBlock;
     dots_ = dscores_ + kQueryBlock * kKeyBlock;
@@ -213,16 +215,17 @@ class Backward {
 
   void run(int64_t b, int64_t g, const Document& document) {
     begin_ = document.begin, s_.queries = document.queries, s_.keys = document.keys;
-    const int64_t whole = s_.padded_keys() * padded_;
+    const HeadRows<const T> k(k_, b, begin_, g), v(v_, b, begin_, g);
     for (int64_t first = 0; first < s_.keys; first += kKeyBlock) {
-      pack<T, C>(HeadRows<const T>(v_, b, begin_, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
-                 C(1), keys_ + first * padded_);
-      transpose_block(keys_ + first * padded_, padded_, values_t_ + first * padded_);
-      pack<T, C>(HeadRows<const T>(k_, b, begin_, g), first, s_.keys - first, kKeyBlock, s_.width, padded_,
-                 C(1), keys_ + first * padded_);
-      transpose_block(keys_ + first * padded_, padded_, keys_t_ + first * padded_);
+      const int64_t at = first * padded_;
+      pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), keys_ + at);
+      transpose_block(keys_ + at, padded_, keys_t_ + at);
+      // Their gradient's place serves as a buffer before it comes.
+      pack<T, C>(v, first, s_.keys - first, kKeyBlock, C(1), dvalues_);
+      transpose_block(dvalues_, padded_value_, values_t_ + first * padded_value_);
     }
-    std::fill_n(dkeys_, whole, C(0)), std::fill_n(dvalues_, whole, C(0));
+    std::fill_n(dkeys_, s_.padded_keys() * padded_, C(0));
+    std::fill_n(dvalues_, s_.padded_keys() * padded_value_, C(0));
     for (int64_t h = g * s_.group(); h < (g + 1) * s_.group(); ++h)
       for (int64_t first = 0; first < s_.queries; first += kQueryBlock) query_block(b, h, first);
     unpack(HeadRows<T>(dk_, b, begin_, g), dkeys_, 0, s_.keys, C(1)),
@@ -234,24 +237,23 @@ class Backward {
     const int64_t rows = std::min(kQueryBlock, s_.queries - first);
     const HeadRows<const T> out(out_, b, begin_, h);
     // Scaled queries give the forward pass's scores, and dk its factor.
-    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, s_.width, padded_, scale_, query_);
-    pack<T, C>(HeadRows<const T>(dout_, b, begin_, h), first, rows, rows, s_.width, padded_, C(1),
-               dout_block_);
+    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, scale_, query_);
+    pack<T, C>(HeadRows<const T>(dout_, b, begin_, h), first, rows, rows, C(1), dout_block_);
     std::fill_n(dquery_, rows * padded_, C(0));
     for (int64_t r = 0; r < rows; ++r) {
       const T* o = out[first + r];
-      const C* d = dout_block_ + r * padded_;
+      const C* d = dout_block_ + r * padded_value_;
       dots_[r] = row_sum<C>(
-          s_.width, [&](int64_t i, auto n) { return load_lanes(o + i, n) * load_lanes(d + i, n); });
+          out.width, [&](int64_t i, auto n) { return load_lanes(o + i, n) * load_lanes(d + i, n); });
     }
     const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + begin_ + first;
     const int64_t seen = s_.visible(first + rows - 1, causal_);
     for (int64_t key = s_.first_visible(first, window_) / kKeyBlock * kKeyBlock; key < seen; key += kKeyBlock) {
-      const int64_t at = key * padded_;
+      const int64_t at = key * padded_, value_at = key * padded_value_;
       tile_gemm<C>(rows, kKeyBlock, s_.width, query_, padded_, 1, keys_t_ + at, kKeyBlock, scores_,
                    kKeyBlock, false);
-      tile_gemm<C>(rows, kKeyBlock, s_.width, dout_block_, padded_, 1, values_t_ + at, kKeyBlock,
-                   dscores_, kKeyBlock, false);
+      tile_gemm<C>(rows, kKeyBlock, s_.value_width, dout_block_, padded_value_, 1, values_t_ + value_at,
+                   kKeyBlock, dscores_, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
         C *p = scores_ + r * kKeyBlock, *dp = dscores_ + r * kKeyBlock;
         const int64_t visible =
@@ -263,8 +265,8 @@ class Backward {
           (Lanes<C>::load(p + i) * (Lanes<C>::load(dp + i) - dot)).store(dp + i);
       }
       const int64_t count = std::min(kKeyBlock, s_.keys - key);
-      tile_gemm<C>(count, padded_, rows, scores_, 1, kKeyBlock, dout_block_, padded_, dvalues_ + at,
-                   padded_, true);
+      tile_gemm<C>(count, padded_value_, rows, scores_, 1, kKeyBlock, dout_block_, padded_value_,
+                   dvalues_ + value_at, padded_value_, true);
       tile_gemm<C>(count, padded_, rows, dscores_, 1, kKeyBlock, query_, padded_, dkeys_ + at,
                    padded_, true);
       tile_gemm<C>(rows, padded_, kKeyBlock, dscores_, kKeyBlock, 1, keys_ + at, padded_, dquery_,
@@ -273,11 +275,12 @@ class Backward {
     unpack(HeadRows<T>(dq_, b, begin_, h), dquery_, first, rows, scale_);
   }
 
-  void unpack(HeadRows<T> to, const C* from, int64_t first, int64_t count, C factor) const {
+  static void unpack(HeadRows<T> to, const C* from, int64_t first, int64_t count, C factor) {
+    const int64_t columns = padded(to.width);
     const Lanes<C> scale(factor), zero(C(0));
-    for (int64_t r = 0; r < count; ++r)
-      for_lanes(s_.width, [&](int64_t i, auto n) {
-        store_lanes(to[first + r] + i, Lanes<C>::load(from + r * padded_ + i) * scale + zero, n);
+    for (int64_t r = 0; r < count; ++r, from += columns)
+      for_lanes(to.width, [&](int64_t i, auto n) {
+        store_lanes(to[first + r] + i, Lanes<C>::load(from + i) * scale + zero, n);
       });
   }
 
@@ -286,7 +289,7 @@ class Backward {
   int64_t window_;
   C scale_;
   AttentionShape s_;
-  int64_t padded_, begin_ = 0;
+  int64_t padded_, padded_value_, begin_ = 0;
   C *keys_, *keys_t_, *values_t_, *dkeys_, *dvalues_, *query_, *dout_block_, *dquery_, *scores_,
       *dscores_, *dots_;
 };
@@ -297,7 +300,7 @@ void attention(const View& q, const View& k, const View& v, const AttentionMask&
                const View& out, const View& lse, Workspace workspace) {
   visit_floating("attention", q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
-    const AttentionShape s(q, k);
+    const AttentionShape s(q, k, v);
     const Documents documents(mask, s);
     const int64_t cells = static_cast<int64_t>(
         line_align(static_cast<size_t>(s.forward_cells()) * sizeof(C)) / sizeof(C));
@@ -315,7 +318,7 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
                         const View& dq, const View& dk, const View& dv, Workspace workspace) {
   visit_floating("attention_backward", q.dtype, [&]<class T>() {
     using C = ComputeType<T>;
-    const AttentionShape s(q, k);
+    const AttentionShape s(q, k, v);
     const Documents documents(mask, s);
     const int64_t cells = static_cast<int64_t>(
         line_align(static_cast<size_t>(s.backward_cells()) * sizeof(C)) / sizeof(C));

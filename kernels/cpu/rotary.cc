@@ -15,8 +15,8 @@ constexpr int64_t kFine = 64;
 struct Tables {
   int64_t positions, half;
   size_t bytes_per_value;
-  explicit Tables(const View& x)
-      : positions(x.shape[1]), half(x.shape[3] / 2), bytes_per_value(x.dtype == kF64 ? 8 : 4) {}
+  Tables(const View& x, const RotaryPart& part)
+      : positions(x.shape[1]), half(part.width / 2), bytes_per_value(x.dtype == kF64 ? 8 : 4) {}
   size_t fine_bytes() const {
     return line_align(static_cast<size_t>(2 * kFine * half) * sizeof(double));
   }
@@ -58,12 +58,17 @@ void fill_tables(const Tables& t, const RotaryFrequencies& frequency, int64_t fi
 
 }  // namespace
 
-size_t rotary_workspace(const View& x) { return x.rank() == 4 ? Tables(x).bytes() : 0; }
+size_t rotary_workspace(const View& x, const RotaryPart& part) {
+  return x.rank() == 4 ? Tables(x, part).bytes() : 0;
+}
 
 void rotary(const View& x, double theta, const RotaryScaling& scaling, int64_t first_position,
-            int64_t rotated, bool inverse, const View& y, Workspace workspace) {
-  check<ShapeError>(x.rank() == 4 && x.shape[3] % 2 == 0 && y.shape == x.shape,
-                    "[rotary] wants [B, T, H, D] with even D, got ", x.shape, " into ", y.shape);
+            const RotaryPart& part, bool inverse, const View& y, Workspace workspace) {
+  check<ShapeError>(x.rank() == 4 && y.shape == x.shape, "[rotary] wants [B, T, H, D], got ",
+                    x.shape, " into ", y.shape);
+  check<ShapeError>(part.width >= 0 && part.width % 2 == 0 && part.width <= x.shape[3],
+                    "[rotary] cannot rotate ", part.width, " elements of each head of ", x.shape,
+                    "; wants an even number, at most D");
   check<DTypeError>(y.dtype == x.dtype, "[rotary] ", x.dtype, " into ", y.dtype);
   check<ConfigError>(first_position >= 0 && theta > 0, "[rotary] first position ", first_position,
                      ", theta ", theta);
@@ -71,24 +76,33 @@ void rotary(const View& x, double theta, const RotaryScaling& scaling, int64_t f
   visit_floating("rotary", x.dtype, [&]<class T>() {
     using C = ComputeType<T>;
     using L = Lanes<C>;
-    const Tables t(x);
+    const Tables t(x, part);
     Carver carver("rotary", workspace);
     double* fine = carver.take<double>(2 * kFine * t.half);
     C *cosine = carver.take<C>(t.positions * t.half), *sine = carver.take<C>(t.positions * t.half);
     fill_tables(t, RotaryFrequencies(theta, t.half, scaling), first_position, fine, cosine, sine);
     const Rows<const T> in("rotary", x);
     const Rows<T> out("rotary", y);
-    const int64_t heads = x.shape[2];
+    const int64_t heads = x.shape[2], width = x.shape[3], kept = width - part.width;
     const L sign(inverse ? C(-1) : C(1));
     parallel_for(
-        x.shape[0] * t.positions, row_grain(heads * t.half * 2), [&](int64_t begin, int64_t end) {
+        x.shape[0] * t.positions, row_grain(heads * width), [&](int64_t begin, int64_t end) {
           for (int64_t bt = begin; bt < end; ++bt) {
             const C *c = cosine + bt % t.positions * t.half, *s = sine + bt % t.positions * t.half;
             for (int64_t h = 0; h < heads; ++h) {
               const T* from = in[bt * heads + h];
               T* to = out[bt * heads + h];
-              if (h >= rotated) {
-                if (to != from) std::copy_n(from, 2 * t.half, to);
+              const bool rotated = h < part.heads;
+              if (to != from) std::copy_n(from, rotated ? kept : width, to);
+              if (!rotated) continue;
+              from += kept, to += kept;
+              if (part.neighbours) {
+                for (int64_t i = 0; i < t.half; ++i) {
+                  const C a = static_cast<C>(from[2 * i]), b = static_cast<C>(from[2 * i + 1]);
+                  const C ci = c[i], si = inverse ? -s[i] : s[i];
+                  to[2 * i] = static_cast<T>(a * ci - b * si);
+                  to[2 * i + 1] = static_cast<T>(b * ci + a * si);
+                }
                 continue;
               }
               for_lanes(t.half, [&](int64_t i, auto n) {

@@ -14,20 +14,20 @@ namespace {
 // that its result does not depend on the other queries of the block; so do those before a window, and tiles
 // of such keys alone are left out. Where there are documents it takes their tiles that begin where its kTile
 // queries lie, one after the other.
-template <class S, Hides kHides>
+template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out, typename S::C* lse,
                       int64_t query_blocks, Begins begins) {
   using C = typename S::C;
   constexpr C kInfinity = std::numeric_limits<C>::infinity();
   C* q_tile = dynamic_shared<C>();
-  C* tile = q_tile + S::kBytes / sizeof(C);  // of keys, then of values
+  C* tile = q_tile + S::kBytes / sizeof(C);  // of keys, then of values, which take no more
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
   for_each_tile<S, kHides>(p, begins, b, at, p.queries, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t keys = keys_seen<S>(p, d, first);
-    typename S::Results sums = {};
+    typename V::Results sums = {};
     C most[S::kPer], total[S::kPer];
     int64_t seen[S::kPer];
 #pragma unroll
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       load_tile<S>(p, k, b, g, key, d.keys, tile);
       __syncthreads();
       typename S::Scores s;
-      multiply_rows<S>(q_tile, tile, p.width, s);
+      multiply_rows<S>(q_tile, tile, q.width, s);
 #pragma unroll
       for (int i = 0; i < S::kPer; ++i) {
         C largest = most[i];
@@ -62,15 +62,15 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
           total[i] += s[i][j];
         }
 #pragma unroll
-        for (int c = 0; c < S::kChunks; ++c)
+        for (int c = 0; c < V::kChunks; ++c)
 #pragma unroll
-          for (int e = 0; e < S::kVec; ++e) sums[i][c][e] *= shrink;
+          for (int e = 0; e < V::kVec; ++e) sums[i][c][e] *= shrink;
       }
       store_scores<S>(s, weights);
       __syncthreads();
-      load_tile<S>(p, v, b, g, key, d.keys, tile);
+      load_tile<V>(p, v, b, g, key, d.keys, tile);
       __syncthreads();
-      accumulate_rows<S>(weights, tile, p.width, sums);
+      accumulate_rows<V>(weights, tile, v.width, sums);
     }
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       const int64_t t = first + ty() + kSide * i;
       if (t >= d.queries) continue;
       const bool sees = !(total[i] == C(0));  // true for NaN
-      store_row<S>(p, sums, i, sees ? C(1) / total[i] : C(0), out, b, t, h);
+      store_row<V>(p, sums, i, sees ? C(1) / total[i] : C(0), out, b, t, h);
       if (tx() != 0) continue;
       const C log_total = std::is_same_v<C, float> ? C(logf(total[i])) : C(::log(total[i]));
       lse[(b * p.heads + h) * p.queries + t] = sees ? most[i] + log_total : -kInfinity;
@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 
 void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,
                double scale, const View& out, const View& lse) {
-  if (out.numel() == 0) return;
-  visit_tiles("attention", q.dtype, q.shape[3], [&]<class S>() {
+  visit_tiles("attention", q, v, [&]<class S, class V>() {
     const Problem p = problem_of(q, k, mask, scale);
     const int64_t query_blocks = blocks_for(p.queries, S::kTile);
     visit_hides(mask, [&]<Hides kHides>() {
@@ -100,7 +99,7 @@ void attention(const Stream& stream, const View& q, const View& k, const View& v
              {.blocks = p.batch * p.heads * query_blocks,
               .threads = kThreads,
               .shared_bytes = 2 * S::kBytes + S::kScoreBytes},
-             attention_forward<S, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(out), lse.as<typename S::C>(),
+             attention_forward<S, V, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(out), lse.as<typename S::C>(),
              query_blocks, Begins(mask));
     });
   });

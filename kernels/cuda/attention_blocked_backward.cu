@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kRowsABlock* kWarp)
   const T* x = static_cast<const T*>(out.data) + out.offset(b, t, h);
   const T* y = static_cast<const T*>(dout.data) + dout.offset(b, t, h);
   C sum = C(0);
-  for (int at = static_cast<int>(threadIdx.x) % kWarp * kSize; at < p.width; at += kWarp * kSize) {
-    const Pack<T> px = load_chunk(x, at, p.width), py = load_chunk(y, at, p.width);
+  for (int at = static_cast<int>(threadIdx.x) % kWarp * kSize; at < out.width; at += kWarp * kSize) {
+    const Pack<T> px = load_chunk(x, at, out.width), py = load_chunk(y, at, out.width);
 #pragma unroll
     for (int k = 0; k < kSize; ++k) sum += convert_to<C>(px.v[k]) * convert_to<C>(py.v[k]);
   }
@@ -43,14 +43,14 @@ __global__ void __launch_bounds__(kRowsABlock* kWarp)
 
 // A block takes kTile queries of a head and goes over the keys that the last of them sees. With
 // documents or a window, here and below: see attention_forward.
-template <class S, Hides kHides>
+template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_dq(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dq,
                  Statistics<typename S::C> rows, int64_t query_blocks, Begins begins) {
   using C = typename S::C;
   C* q_tile = dynamic_shared<C>();
   C* dout_tile = q_tile + S::kBytes / sizeof(C);
-  C* tile = dout_tile + S::kBytes / sizeof(C);  // of values, then of keys
+  C* tile = dout_tile + V::kBytes / sizeof(C);  // of values, then of keys, which take no less
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
@@ -67,17 +67,17 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       dot[i] = seen[i] ? rows.dot[pair * p.queries + t] : C(0);
     }
     load_tile<S>(p, q, b, h, first, d.queries, q_tile);
-    load_tile<S>(p, dout, b, h, first, d.queries, dout_tile);
+    load_tile<V>(p, dout, b, h, first, d.queries, dout_tile);
     for (int64_t key = first_key_seen<S, kHides>(p, d, first); key < keys; key += S::kTile) {
       __syncthreads();
-      load_tile<S>(p, v, b, g, key, d.keys, tile);
+      load_tile<V>(p, v, b, g, key, d.keys, tile);
       __syncthreads();
       typename S::Scores ds, s;
-      multiply_rows<S>(dout_tile, tile, p.width, ds);
+      multiply_rows<V>(dout_tile, tile, v.width, ds);
       __syncthreads();
       load_tile<S>(p, k, b, g, key, d.keys, tile);
       __syncthreads();
-      multiply_rows<S>(q_tile, tile, p.width, s);
+      multiply_rows<S>(q_tile, tile, q.width, s);
       const C scale = static_cast<C>(p.scale);
 #pragma unroll
       for (int i = 0; i < S::kPer; ++i)
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
                          : C(0);
       store_scores<S>(ds, weights);
       __syncthreads();
-      accumulate_rows<S>(weights, tile, p.width, sums);
+      accumulate_rows<S>(weights, tile, k.width, sums);
     }
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
@@ -100,21 +100,21 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
 
 /// Queries and the output's gradient lie beside each other where shared memory allows it; else they
 /// take turns in one tile.
-template <class S>
-constexpr bool kTakeTurns = 4 * S::kBytes + S::kScoreBytes > kMostSharedBytes;
+template <class S, class V>
+constexpr bool kTakeTurns = 2 * (S::kBytes + V::kBytes) + S::kScoreBytes > kMostSharedBytes;
 
 // A block takes kTile keys of a key head and goes over the queries that see some of them, for
 // each query head of the group. Scores are transposed: a row is a key's.
-template <class S, Hides kHides>
+template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads)
     attention_dkv(Problem p, Heads q, Heads k, Heads v, Heads dout, Heads dk, Heads dv,
                   Statistics<typename S::C> rows, Begins begins) {
   using C = typename S::C;
   C* k_tile = dynamic_shared<C>();
   C* v_tile = k_tile + S::kBytes / sizeof(C);
-  C* q_tile = v_tile + S::kBytes / sizeof(C);
-  C* dout_tile = kTakeTurns<S> ? q_tile : q_tile + S::kBytes / sizeof(C);
-  C* weights = dout_tile + S::kBytes / sizeof(C);
+  C* q_tile = v_tile + V::kBytes / sizeof(C);
+  C* dout_tile = kTakeTurns<S, V> ? q_tile : q_tile + S::kBytes / sizeof(C);
+  C* weights = dout_tile + (kTakeTurns<S, V> ? S::kBytes : V::kBytes) / sizeof(C);
 
   const int64_t pair = blockIdx.x % (p.batch * p.key_heads), b = pair / p.key_heads,
                 g = pair % p.key_heads, group = p.heads / p.key_heads;
@@ -129,23 +129,24 @@ __global__ void __launch_bounds__(kThreads)
       if (last + 1 < behind) behind = last + 1;
     }
 
-    typename S::Results dk_sums = {}, dv_sums = {};
+    typename S::Results dk_sums = {};
+    typename V::Results dv_sums = {};
     load_tile<S>(p, k, b, g, key, d.keys, k_tile);
-    load_tile<S>(p, v, b, g, key, d.keys, v_tile);
+    load_tile<V>(p, v, b, g, key, d.keys, v_tile);
     for (int64_t h = g * group; h < (g + 1) * group; ++h)
       for (int64_t t = first; t < behind; t += S::kTile) {
         __syncthreads();
         load_tile<S>(p, q, b, h, t, d.queries, q_tile);
-        if (!kTakeTurns<S>) load_tile<S>(p, dout, b, h, t, d.queries, dout_tile);
+        if (!kTakeTurns<S, V>) load_tile<V>(p, dout, b, h, t, d.queries, dout_tile);
         __syncthreads();
         typename S::Scores s, ds;
-        multiply_rows<S>(k_tile, q_tile, p.width, s);
-        if (kTakeTurns<S>) {
+        multiply_rows<S>(k_tile, q_tile, q.width, s);
+        if (kTakeTurns<S, V>) {
           __syncthreads();
-          load_tile<S>(p, dout, b, h, t, d.queries, dout_tile);
+          load_tile<V>(p, dout, b, h, t, d.queries, dout_tile);
           __syncthreads();
         }
-        multiply_rows<S>(v_tile, dout_tile, p.width, ds);
+        multiply_rows<V>(v_tile, dout_tile, v.width, ds);
         const C scale = static_cast<C>(p.scale);
 #pragma unroll
         for (int j = 0; j < S::kPer; ++j) {
@@ -162,19 +163,19 @@ __global__ void __launch_bounds__(kThreads)
         }
         store_scores<S>(s, weights);
         __syncthreads();
-        accumulate_rows<S>(weights, dout_tile, p.width, dv_sums);
+        accumulate_rows<V>(weights, dout_tile, v.width, dv_sums);
         __syncthreads();
         store_scores<S>(ds, weights);
-        if (kTakeTurns<S>) load_tile<S>(p, q, b, h, t, d.queries, q_tile);
+        if (kTakeTurns<S, V>) load_tile<S>(p, q, b, h, t, d.queries, q_tile);
         __syncthreads();
-        accumulate_rows<S>(weights, q_tile, p.width, dk_sums);
+        accumulate_rows<S>(weights, q_tile, q.width, dk_sums);
       }
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t s = key + ty() + kSide * i;
       if (s >= d.keys) continue;
       store_row<S>(p, dk_sums, i, C(1), dk, b, s, g);
-      store_row<S>(p, dv_sums, i, C(1), dv, b, s, g);
+      store_row<V>(p, dv_sums, i, C(1), dv, b, s, g);
     }
   });
 }
@@ -192,8 +193,7 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
   const char* who = "attention_backward";
   check<ShapeError>(workspace.bytes >= attention_backward_workspace(q), '[', who,
                     "] workspace too small: ", workspace.bytes);
-  if (q.shape[0] * k.shape[2] * q.shape[3] == 0) return;
-  visit_tiles(who, q.dtype, q.shape[3], [&]<class S>() {
+  visit_tiles(who, q, v, [&]<class S, class V>() {
     using C = typename S::C;
     const Problem p = problem_of(q, k, mask, scale);
     C* dots = static_cast<C*>(workspace.data);
@@ -210,14 +210,14 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
       launch(who, stream,
              {.blocks = p.batch * p.heads * query_blocks,
               .threads = kThreads,
-              .shared_bytes = 3 * S::kBytes + S::kScoreBytes},
-             attention_dq<S, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dq), rows, query_blocks,
+              .shared_bytes = 2 * S::kBytes + V::kBytes + S::kScoreBytes},
+             attention_dq<S, V, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dq), rows, query_blocks,
              Begins(mask));
       launch(who, stream,
              {.blocks = p.batch * p.key_heads * blocks_for(p.keys, S::kTile),
               .threads = kThreads,
-              .shared_bytes = (kTakeTurns<S> ? 3 : 4) * S::kBytes + S::kScoreBytes},
-             attention_dkv<S, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dk), Heads(dv), rows,
+              .shared_bytes = 2 * S::kBytes + (kTakeTurns<S, V> ? 1 : 2) * V::kBytes + S::kScoreBytes},
+             attention_dkv<S, V, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(dout), Heads(dk), Heads(dv), rows,
              Begins(mask));
     });
   });

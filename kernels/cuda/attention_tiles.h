@@ -14,10 +14,9 @@ namespace sheaf::kernels::cuda::attention_tiles {
 inline constexpr int kThreads = 256;
 inline constexpr int kSide = 16;
 
-/// Sizes of one call; D is q.shape[3].
+/// Sizes of one call.
 struct Problem {
   int64_t batch, queries, keys, heads, key_heads;
-  int width;
   bool causal;
   int64_t window;  ///< at most as many as keys
   double scale;
@@ -31,12 +30,17 @@ struct Problem {
   }
 };
 
-/// [B, T, H, D] of `dtype`, the last dimension dense.
+/// [B, T, H, width] of `dtype`, the last dimension dense.
 struct Heads {
   void* data;
   int64_t batch, time, head;  ///< strides
+  int width;
   Heads(const View& v)
-      : data(v.data), batch(v.strides[0]), time(v.strides[1]), head(v.strides[2]) {}
+      : data(v.data),
+        batch(v.strides[0]),
+        time(v.strides[1]),
+        head(v.strides[2]),
+        width(static_cast<int>(v.shape[3])) {}
   __device__ int64_t offset(int64_t b, int64_t t, int64_t h) const {
     return b * batch + t * time + h * head;
   }
@@ -196,13 +200,13 @@ __device__ void load_tile(const Problem& p, const Heads& from, int64_t b, int64_
                           int64_t count, typename S::C* tile) {
   const int64_t at = from.offset(b, first, h), rows = count - first;
   if constexpr (std::is_same_v<typename S::C, double>)
-    load_tile_of<S>(static_cast<const double*>(from.data) + at, from.time, rows, p.width, tile);
+    load_tile_of<S>(static_cast<const double*>(from.data) + at, from.time, rows, from.width, tile);
   else if (p.dtype == DType::f32)
-    load_tile_of<S>(static_cast<const float*>(from.data) + at, from.time, rows, p.width, tile);
+    load_tile_of<S>(static_cast<const float*>(from.data) + at, from.time, rows, from.width, tile);
   else if (p.dtype == DType::bf16)
-    load_tile_of<S>(static_cast<const bf16*>(from.data) + at, from.time, rows, p.width, tile);
+    load_tile_of<S>(static_cast<const bf16*>(from.data) + at, from.time, rows, from.width, tile);
   else
-    load_tile_of<S>(static_cast<const f16*>(from.data) + at, from.time, rows, p.width, tile);
+    load_tile_of<S>(static_cast<const f16*>(from.data) + at, from.time, rows, from.width, tile);
 }
 
 /// out[i][j] = row ty + 16 i of a times row tx + 16 j of b.
@@ -280,27 +284,32 @@ __device__ void store_row(const Problem& p, const typename S::Results& results, 
   for (int c = 0; c < S::kChunks; ++c)
 #pragma unroll
     for (int k = 0; k < S::kVec; ++k)
-      if (column<S>(c) + k < p.width)
+      if (column<S>(c) + k < to.width)
         store_any(p.dtype, to.data, at + column<S>(c) + k, results[i][c][k] * scale);
 }
 
-/// Calls f.operator()<S>() with the tiles for a dtype and width.
+/// Calls f.operator()<S, V>() with the tiles for queries and keys, and those for values and outputs,
+/// which have as many rows and are at most as wide.
 template <class F>
-void visit_tiles(const char* who, DType dtype, int64_t width, F&& f) {
-  check<ShapeError>(width <= 256, '[', who, "] heads of more than 256 elements: ", width);
-  if (dtype == kF64)
-    f.template operator()<Tiles<double, 256, 32>>();
-  else if (width <= 64)
-    f.template operator()<Tiles<float, 64, 64>>();
-  else if (width <= 128)
-    f.template operator()<Tiles<float, 128, 64>>();
+void visit_tiles(const char* who, const View& q, const View& v, F&& f) {
+  const int64_t width = q.shape[3], of_values = v.shape[3], larger = std::max(width, of_values);
+  check<ShapeError>(larger <= 256, '[', who, "] heads of more than 256 elements: ", larger);
+  const auto equal = [&]<class S>() { f.template operator()<S, S>(); };
+  if (q.dtype == kF64)
+    equal.template operator()<Tiles<double, 256, 32>>();
+  else if (larger <= 64)
+    equal.template operator()<Tiles<float, 64, 64>>();
+  else if (larger <= 128)
+    equal.template operator()<Tiles<float, 128, 64>>();
+  else if (width <= 192 && of_values <= 128)  // DeepSeek's
+    f.template operator()<Tiles<float, 192, 64>, Tiles<float, 128, 64>>();
   else
-    f.template operator()<Tiles<float, 256, 64>>();
+    equal.template operator()<Tiles<float, 256, 64>>();
 }
 
 inline Problem problem_of(const View& q, const View& k, const AttentionMask& mask, double scale) {
-  return {q.shape[0],  q.shape[1],  k.shape[1], q.shape[2], k.shape[2], static_cast<int>(q.shape[3]),
-          mask.causal, mask.window < k.shape[1] ? mask.window : k.shape[1], scale, q.dtype};
+  return {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], mask.causal,
+          mask.window < k.shape[1] ? mask.window : k.shape[1], scale, q.dtype};
 }
 
 }  // namespace sheaf::kernels::cuda::attention_tiles

@@ -47,7 +47,7 @@ constexpr size_t align_part(int64_t bytes) {
 /// Sizes and the two ways to see a [B, T, heads, D] view: as [B, heads, T, D] and, transposed, as
 /// [B, heads, D, T].
 struct Sizes {
-  int64_t batch, tokens, heads, groups, width;
+  int64_t batch, tokens, heads, groups, width, value_width;
   cudnnDataType_t type;
 
   explicit Sizes(const Attention& a)
@@ -56,8 +56,10 @@ struct Sizes {
         heads(a.q.shape[2]),
         groups(a.k.shape[2]),
         width(a.q.shape[3]),
+        value_width(a.v.shape[3]),
         type(a.q.dtype == kBF16 ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF) {}
   Dims rows() const { return {batch, heads, tokens, width}; }
+  Dims value_rows() const { return {batch, heads, tokens, value_width}; }
   Dims scores() const { return {batch, heads, tokens, tokens}; }
   Dims statistics() const { return {batch, heads, tokens, 1}; }
   /// Of transposed scores, which have the same sizes.
@@ -127,8 +129,9 @@ Graph backward_graph(const Attention& a) {
 
   const Handle outputs = g.pointwise(
       CUDNN_POINTWISE_MUL, dout, out,
-      g.between(kFloat, s.rows(),
-                {s.heads * s.tokens * s.width, s.tokens * s.width, s.heads * s.width, 1}));
+      g.between(kFloat, s.value_rows(),
+                {s.heads * s.tokens * s.value_width, s.tokens * s.value_width,
+                 s.heads * s.value_width, 1}));
   const Handle sums = g.reduce(CUDNN_REDUCE_TENSOR_ADD, outputs, g.between(kFloat, s.statistics()));
   // Times 1, here and below: the pattern has places there for what dropout would do.
   const Handle one = g.scalar(kOne);
@@ -142,23 +145,23 @@ Graph backward_graph(const Attention& a) {
   const Handle probabilities = g.pointwise(CUDNN_POINTWISE_EXP, masked, nullptr, scores());
 
   // A product with the transposed scores, summed over the query heads that share a key head.
-  const auto into_keys = [&](Handle from, Handle with, Handle to) {
+  const auto into_keys = [&](Handle from, Handle with, const Dims& rows, Handle to) {
     const Handle turned = g.reshape(from, g.between(s.type, s.scores(), s.transposed_strides()));
     if (s.heads == s.groups) {
       g.matmul(turned, with, to);
     } else {
-      const Handle all = g.matmul(turned, with, g.between(s.type, s.rows()));
+      const Handle all = g.matmul(turned, with, g.between(s.type, rows));
       g.reduce(CUDNN_REDUCE_TENSOR_ADD, all, to);
     }
   };
-  into_keys(probabilities, dout, s.tensor(g, kDV, a.dv));
+  into_keys(probabilities, dout, s.value_rows(), s.tensor(g, kDV, a.dv));
 
   const Handle products_of_v = g.matmul(dout, v, scores());
   const Handle dprobabilities = g.pointwise(CUDNN_POINTWISE_MUL, products_of_v, one, scores());
   const Handle centred = g.pointwise(CUDNN_POINTWISE_SUB, dprobabilities, row_sums, scores());
   const Handle weighted = g.pointwise(CUDNN_POINTWISE_MUL, centred, probabilities, scores());
   const Handle dscores = g.pointwise(CUDNN_POINTWISE_MUL, weighted, scale, scores());
-  into_keys(dscores, q, s.tensor(g, kDK, a.dk));
+  into_keys(dscores, q, s.rows(), s.tensor(g, kDK, a.dk));
 
   const View& kv = a.k;
   const Handle keys =

@@ -23,8 +23,8 @@ struct Attention {
   double scale = 1;
   /// Backward: dq has the same bits at every run. cuDNN then wants workspace for the gradients of
   /// all scores, in the operands' type: 2 B H T T bytes, whatever the heads' width, one T rounded
-  /// up to 128; and little more, but 4 B H T D bytes for dk and dv of every query head where heads
-  /// share keys. Without it, it adds to one dq in f32 in the order in which blocks finish; ops
+  /// up to 128; and little more, but 2 B H T (D + E) bytes for dk and dv of every query head where
+  /// heads share keys. Without it, it adds to one dq in f32 in the order in which blocks finish; ops
   /// never ask for that.
   bool deterministic = true;
   /// For the gradients of scores, in bytes. What wants more is computed in parts, one after the

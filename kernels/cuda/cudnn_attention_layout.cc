@@ -73,16 +73,22 @@ std::string layout_refusal(const Attention& a) {
           "bytes: ",
           v->shape, " with strides ", v->strides);
   }
-  const Shape &q = a.q.shape, &k = a.k.shape;
-  const bool matches =
-      a.out.shape == q && a.v.shape == k && k[0] == q[0] && k[3] == q[3] && k[2] > 0 &&
-      q[2] % k[2] == 0 &&
-      (!backward || (a.dout.shape == q && a.dq.shape == q && a.dk.shape == k && a.dv.shape == k));
-  if (!matches) return str("shapes of queries ", q, " and keys ", k, " do not fit together");
+  const Shape &q = a.q.shape, &k = a.k.shape, &v = a.v.shape, &out = a.out.shape;
+  const bool matches = k == Shape{q[0], k[1], k[2], q[3]} && v == Shape{k[0], k[1], k[2], v[3]} &&
+                       out == Shape{q[0], q[1], q[2], v[3]} && k[2] > 0 && q[2] % k[2] == 0 &&
+                       (!backward || (a.dout.shape == out && a.dq.shape == q && a.dk.shape == k &&
+                                      a.dv.shape == v));
+  if (!matches)
+    return str("shapes of queries ", q, ", keys ", k, " and values ", v, " do not fit together");
   if (k[1] != q[1]) return str("as many keys as queries only, not ", k[1], " for ", q[1]);
-  if (q.numel() == 0) return "nothing to compute";
+  if (q.numel() == 0 || v.numel() == 0) return "nothing to compute";
   if (q[1] % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", q[1]);
-  if (q[3] % 8 != 0 || q[3] > 128) return str("heads of 8, 16, .., 128 elements, not of ", q[3]);
+  // cuDNN plans others of up to 256 elements, too. But for DeepSeek's, NVIDIA's own Transformer
+  // Engine refuses the backward pass where both are 128 or more and differ: a bug from 9.11 on.
+  const bool narrow = q[3] % 8 == 0 && q[3] <= 128 && v[3] % 8 == 0 && v[3] <= 128;
+  if (!narrow && !(q[3] == 192 && v[3] == 128))
+    return str("heads of 8, 16, .., 128 elements, or of 192 with values of 128, not of ", q[3],
+               " with values of ", v[3]);
   if (a.lse.dtype != kF32 || !a.lse.contiguous() || a.lse.numel() != q[0] * q[1] * q[2])
     return str("lse must be dense f32: ", a.lse.shape, " of ", a.lse.dtype);
   const View& begins = a.begins;
@@ -118,8 +124,8 @@ float masked_score(int64_t version) {
 }
 
 std::vector<int64_t> plan_key(const Attention& a) {
-  std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2], a.dout.rank() != 0,
-                           a.deterministic, a.window != 0};
+  std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2],    a.v.shape[3],
+                           a.dout.rank() != 0,              a.deterministic, a.window != 0};
   key.insert(key.end(), a.q.shape.begin(), a.q.shape.end());
   for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv, &a.begins})
     key.insert(key.end(), v->strides.begin(), v->strides.end());
@@ -136,7 +142,8 @@ void check_can_be_planned(const Attention& a) {
 
 void fail_for(const Attention& a, std::string_view why) {
   fail<CudaError>("[attention] cuDNN, ", a.dout.rank() != 0 ? "backward" : "forward", ", queries ",
-                  a.q.shape, ", keys ", a.k.shape, " of ", a.q.dtype, ": ", why);
+                  a.q.shape, ", keys ", a.k.shape, ", values ", a.v.shape, " of ", a.q.dtype, ": ",
+                  why);
 }
 
 }  // namespace sheaf::kernels::cuda::cudnn

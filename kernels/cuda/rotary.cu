@@ -11,8 +11,8 @@ struct Rotation {
   const T* x;
   T* y;
   int64_t batch, positions;
-  int heads, rotated;
-  int half;                        ///< D / 2
+  int heads, width;                ///< H and D
+  int rotated, half;               ///< heads of which elements are rotated, and pairs of one
   int tile;                        ///< positions of a block
   int64_t xb, xt, xh, yb, yt, yh;  ///< strides
   RotaryFrequencies frequency;
@@ -22,8 +22,9 @@ struct Rotation {
 
 // A block takes `tile` positions, computes their sines and cosines once, and uses them for all
 // heads of sequences blockIdx.y, blockIdx.y + gridDim.y, ... A thread owns both elements of the
-// pairs that it rotates, 16 bytes of each at a time.
-template <class T>
+// pairs that it rotates, 2 x 16 bytes at a time. What is not rotated is copied, or in place not
+// touched.
+template <class T, bool kNeighbours>
 __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   using C = Compute<T>;
   constexpr int kSize = Pack<T>::kSize;
@@ -41,47 +42,64 @@ __global__ void __launch_bounds__(kThreads) rotate(Rotation<T> r) {
   }
   __syncthreads();
 
-  const int chunks = static_cast<int>(blocks_for(r.half, kSize));
-  const int pieces = tile * r.heads * chunks;  // of one sequence
-  for (int64_t b = blockIdx.y; b < r.batch; b += gridDim.y)
+  const int kept = r.width - 2 * r.half;  // the first elements
+  const int chunks = static_cast<int>(blocks_for(r.half, kSize)),
+            wide_chunks = static_cast<int>(blocks_for(r.width, kSize));
+  const bool copied = r.x != r.y && (kept > 0 || r.rotated < r.heads);
+  const int pieces = tile * r.rotated * chunks;  // of one sequence, here and below
+  const int copies = copied ? tile * r.heads * wide_chunks : 0;
+  for (int64_t b = blockIdx.y; b < r.batch; b += gridDim.y) {
     for (int n = threadIdx.x; n < pieces; n += kThreads) {
-      const int row = n / chunks, t = row / r.heads, h = row - t * r.heads;
-      const int at = (n - row * chunks) * kSize;
+      const int row = n / chunks, t = row / r.rotated, h = row - t * r.rotated;
+      const int at = (n - row * chunks) * kSize;  // the first of kSize pairs
+      const T* x = r.x + b * r.xb + (first + t) * r.xt + h * r.xh + kept;
+      T* y = r.y + b * r.yb + (first + t) * r.yt + h * r.yh + kept;
+      const int from[] = {kNeighbours ? 2 * at : at, kNeighbours ? 2 * at + kSize : r.half + at},
+                end[] = {kNeighbours ? 2 * r.half : r.half, 2 * r.half};
+      Pack<T> packs[] = {load_chunk(x, from[0], end[0]), load_chunk(x, from[1], end[1])};
+      const C *c = cosine + t * r.half + at, *s = sine + t * r.half + at;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        if (at + k >= r.half) break;
+        T& low = kNeighbours ? packs[2 * k / kSize].v[2 * k % kSize] : packs[0].v[k];
+        T& high = kNeighbours ? packs[2 * k / kSize].v[2 * k % kSize + 1] : packs[1].v[k];
+        const C p = convert_to<C>(low), q = convert_to<C>(high);
+        low = element<T>(p * c[k] - q * s[k]), high = element<T>(q * c[k] + p * s[k]);
+      }
+      store_chunk(y, from[0], end[0], packs[0]), store_chunk(y, from[1], end[1], packs[1]);
+    }
+    for (int n = threadIdx.x; n < copies; n += kThreads) {
+      const int row = n / wide_chunks, t = row / r.heads, h = row - t * r.heads;
+      const int at = (n - row * wide_chunks) * kSize, end = h < r.rotated ? kept : r.width;
       const T* x = r.x + b * r.xb + (first + t) * r.xt + h * r.xh;
       T* y = r.y + b * r.yb + (first + t) * r.yt + h * r.yh;
-      if (h >= r.rotated && x == y) continue;
-      Pack<T> low = load_chunk(x, at, r.half), high = load_chunk(x + r.half, at, r.half);
-      if (h < r.rotated) {
-        const C *c = cosine + t * r.half + at, *s = sine + t * r.half + at;
-#pragma unroll
-        for (int k = 0; k < kSize; ++k) {
-          if (at + k >= r.half) break;
-          const C p = convert_to<C>(low.v[k]), q = convert_to<C>(high.v[k]);
-          low.v[k] = element<T>(p * c[k] - q * s[k]), high.v[k] = element<T>(q * c[k] + p * s[k]);
-        }
-      }
-      store_chunk(y, at, r.half, low), store_chunk(y + r.half, at, r.half, high);
+      if (at < end) store_chunk(y, at, end, load_chunk(x, at, end));
     }
+  }
 }
 
 }  // namespace
 
-size_t rotary_workspace(const View&) { return 0; }
+size_t rotary_workspace(const View&, const RotaryPart&) { return 0; }
 
 void rotary(const Stream& stream, const View& x, double theta, const RotaryScaling& scaling,
-            int64_t first_position, int64_t heads, bool inverse, const View& y, Workspace) {
+            int64_t first_position, const RotaryPart& part, bool inverse, const View& y,
+            Workspace) {
   const char* who = "rotary";
-  check<ShapeError>(x.rank() == 4 && x.shape[3] % 2 == 0 && y.shape == x.shape,
-                    "[rotary] wants [B, T, H, D] with even D, got ", x.shape, " into ", y.shape);
+  check<ShapeError>(x.rank() == 4 && y.shape == x.shape, "[rotary] wants [B, T, H, D], got ",
+                    x.shape, " into ", y.shape);
+  check<ShapeError>(part.width >= 0 && part.width % 2 == 0 && part.width <= x.shape[3],
+                    "[rotary] cannot rotate ", part.width, " elements of each head of ", x.shape,
+                    "; wants an even number, at most D");
   check<DTypeError>(y.dtype == x.dtype, "[rotary] ", x.dtype, " into ", y.dtype);
   check<ConfigError>(first_position >= 0 && theta > 0, "[rotary] first position ", first_position,
                      ", theta ", theta);
   if (x.numel() == 0) return;
-  const int64_t half = x.shape[3] / 2;
+  const int64_t half = part.width / 2;
   const size_t bytes_each = 2 * half * (x.dtype == kF64 ? 8 : 4);  // of a position's angles
-  check<ShapeError>(bytes_each <= (200 << 10) && x.shape[2] * half <= INT32_MAX / kThreads,
+  check<ShapeError>(bytes_each <= (200 << 10) && x.shape[2] * x.shape[3] <= INT32_MAX / kThreads,
                     "[rotary] heads are too wide or too many: ", x.shape);
-  const int64_t tile = std::clamp<int64_t>(kThreads / half, 1, x.shape[1]),
+  const int64_t tile = std::clamp<int64_t>(kThreads / std::max<int64_t>(half, 1), 1, x.shape[1]),
                 tiles = blocks_for(x.shape[1], tile);
   visit_floating(who, x.dtype, [&]<class T>() {
     // The last dimensions are dense, as rows_of checks.
@@ -90,10 +108,10 @@ void rotary(const Stream& stream, const View& x, double theta, const RotaryScali
             .threads = kThreads,
             .blocks_y = std::min<int64_t>(x.shape[0], blocks_for(2048, tiles)),
             .shared_bytes = tile * bytes_each},
-           rotate<T>,
+           part.neighbours ? rotate<T, true> : rotate<T, false>,
            Rotation<T>{rows_of<const T>(who, x).data, rows_of<T>(who, y).data, x.shape[0],
-                       x.shape[1], static_cast<int>(x.shape[2]),
-                       static_cast<int>(std::clamp<int64_t>(heads, 0, x.shape[2])),
+                       x.shape[1], static_cast<int>(x.shape[2]), static_cast<int>(x.shape[3]),
+                       static_cast<int>(std::clamp<int64_t>(part.heads, 0, x.shape[2])),
                        static_cast<int>(half), static_cast<int>(tile), x.strides[0], x.strides[1],
                        x.strides[2], y.strides[0], y.strides[1], y.strides[2],
                        RotaryFrequencies(theta, half, scaling), first_position, inverse});

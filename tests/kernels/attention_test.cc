@@ -13,15 +13,21 @@ using namespace sheaf::testing;
 using ::testing::HasSubstr;
 
 struct Sizes {
-  int64_t batch, queries, keys, heads, key_heads, width;
+  int64_t batch, queries, keys, heads, key_heads, width, value_width = width;
   Shape q() const { return {batch, queries, heads, width}; }
   Shape k() const { return {batch, keys, key_heads, width}; }
+  Shape v() const { return {batch, keys, key_heads, value_width}; }
+  Shape out() const { return {batch, queries, heads, value_width}; }
   Shape lse() const { return {batch, heads, queries}; }
 };
 const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},    {1, 64, 64, 2, 1, 64},  {2, 130, 130, 4, 2, 16},
                         {1, 1, 200, 4, 2, 32}, {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16},
                         {3, 33, 33, 1, 1, 1},  {1, 65, 65, 2, 2, 80},
-                        {1, 70, 193, 4, 2, 64}, {1, 100, 40, 2, 1, 96}, {2, 50, 50, 1, 1, 128}};
+                        {1, 70, 193, 4, 2, 64}, {1, 100, 40, 2, 1, 96}, {2, 50, 50, 1, 1, 128},
+                        // Values of another width: narrower and wider ones, those that bf16 kernels take and others.
+                        {2, 130, 130, 4, 2, 24, 16}, {1, 70, 193, 4, 1, 192, 128}, {1, 130, 130, 4, 2, 32, 64},
+                        {2, 65, 70, 2, 2, 20, 7}, {1, 100, 40, 2, 1, 40, 96}, {1, 66, 66, 2, 1, 64, 40},
+                        {1, 1, 200, 4, 2, 96, 32}, {2, 33, 33, 2, 1, 1, 20}};
 
 struct Result {
   std::vector<double> out, lse, dq, dk, dv;
@@ -31,13 +37,19 @@ struct Result {
 Result reference(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
                  const AttentionMask& mask, double scale) {
   Result r;
-  r.out.resize(q.numel()), r.dq.resize(q.numel()), r.dk.resize(k.numel()), r.dv.resize(k.numel()),
+  r.out.resize(dout.numel()), r.dq.resize(q.numel()), r.dk.resize(k.numel()), r.dv.resize(v.numel()),
       r.lse.resize(s.lse().numel());
   auto qi = [&](int64_t b, int64_t t, int64_t h, int64_t d) {
     return ((b * s.queries + t) * s.heads + h) * s.width + d;
   };
   auto ki = [&](int64_t b, int64_t t, int64_t g, int64_t d) {
     return ((b * s.keys + t) * s.key_heads + g) * s.width + d;
+  };
+  auto oi = [&](int64_t b, int64_t t, int64_t h, int64_t e) {
+    return ((b * s.queries + t) * s.heads + h) * s.value_width + e;
+  };
+  auto vi = [&](int64_t b, int64_t t, int64_t g, int64_t e) {
+    return ((b * s.keys + t) * s.key_heads + g) * s.value_width + e;
   };
   const auto Q = values(q), K = values(k), V = values(v), G = values(dout);
   for (int64_t b = 0; b < s.batch; ++b)
@@ -58,20 +70,20 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
         for (int64_t j = from; j < seen; ++j) p[j] = std::exp(p[j] - most), total += p[j];
         for (double& x : p) x /= total;
         r.lse[(b * s.heads + h) * s.queries + t] = most + std::log(total);
-        for (int64_t d = 0; d < s.width; ++d) {
+        for (int64_t e = 0; e < s.value_width; ++e) {
           double sum = 0;
-          for (int64_t j = 0; j < seen; ++j) sum += p[j] * V[ki(b, j, g, d)];
-          r.out[qi(b, t, h, d)] = sum, dot += sum * G[qi(b, t, h, d)];
+          for (int64_t j = 0; j < seen; ++j) sum += p[j] * V[vi(b, j, g, e)];
+          r.out[oi(b, t, h, e)] = sum, dot += sum * G[oi(b, t, h, e)];
         }
         for (int64_t j = 0; j < seen; ++j) {
           double dp = 0;
-          for (int64_t d = 0; d < s.width; ++d) dp += G[qi(b, t, h, d)] * V[ki(b, j, g, d)];
+          for (int64_t e = 0; e < s.value_width; ++e) dp += G[oi(b, t, h, e)] * V[vi(b, j, g, e)];
           const double ds = p[j] * (dp - dot) * scale;
           for (int64_t d = 0; d < s.width; ++d) {
             r.dq[qi(b, t, h, d)] += ds * K[ki(b, j, g, d)];
             r.dk[ki(b, j, g, d)] += ds * Q[qi(b, t, h, d)];
-            r.dv[ki(b, j, g, d)] += p[j] * G[qi(b, t, h, d)];
           }
+          for (int64_t e = 0; e < s.value_width; ++e) r.dv[vi(b, j, g, e)] += p[j] * G[oi(b, t, h, e)];
         }
       }
   return r;
@@ -82,25 +94,25 @@ struct Arrays {
 };
 struct Kernels {
   const char* name;
-  size_t (*workspace)(const View& q, const View& k);
+  size_t (*workspace)(const View& q, const View& k, const View& v);
   decltype(attention)* forward;
-  size_t (*backward_workspace)(const View& q, const View& k);
+  size_t (*backward_workspace)(const View& q, const View& k, const View& v);
   decltype(attention_backward)* backward;
 };
-// On a CPU workspace depends on queries and keys alone.
+// On a CPU workspace depends on queries, keys and values alone.
 const Kernels kChosen{
     "chosen",
-    [](const View& q, const View& k) { return attention_workspace(q, k, k, true, q, {}); },
+    [](const View& q, const View& k, const View& v) { return attention_workspace(q, k, v, true, {}, {}); },
     attention,
-    [](const View& q, const View& k) {
-      return attention_backward_workspace(q, k, k, q, {}, q, true, q, k, k);
+    [](const View& q, const View& k, const View& v) {
+      return attention_backward_workspace(q, k, v, {}, {}, {}, true, q, k, v);
     },
     attention_backward};
 
 /// What this machine would choose, and the other kernels for bf16 that it could.
 std::vector<Kernels> kernels(DType d, const Sizes& s) {
   std::vector<Kernels> out{kChosen};
-  if (d != kBF16 || s.width % 32 != 0 || !dot::available()) return out;
+  if (d != kBF16 || s.width % 32 != 0 || s.value_width % 32 != 0 || !dot::available()) return out;
   out.push_back({"dot", dot::attention_workspace, dot::attention, dot::attention_backward_workspace,
                  dot::attention_backward});
   if (amx::available())
@@ -109,15 +121,28 @@ std::vector<Kernels> kernels(DType d, const Sizes& s) {
   return out;
 }
 
+/// Calls f(workspace), which must write nothing behind it.
+template <class F>
+void with_workspace(size_t bytes, F&& f) {
+  constexpr size_t kBehind = 4096;
+  const Scratch scratch(bytes + kBehind);
+  void* memory = Workspace(scratch).data;
+  f(Workspace{memory, bytes});
+  const unsigned char* behind = static_cast<unsigned char*>(memory) + bytes;
+  EXPECT_TRUE(std::all_of(behind, behind + kBehind, [](unsigned char c) { return c == 0xff; })) << "workspace of " << bytes;
+}
+
 Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
            const AttentionMask& mask, double scale, const Kernels& by = kChosen) {
   const DType d = q.dtype, stat = d == kF64 ? kF64 : kF32;
-  Arrays a{Array(d, s.q()), Array(stat, s.lse()), Array(d, s.q()), Array(d, s.k()),
-           Array(d, s.k())};
-  by.forward(q, k, v, mask, scale, a.out, a.lse,
-             Scratch(by.workspace(without_data(q), without_data(k))));
-  by.backward(q, k, v, a.out, a.lse, dout, mask, scale, a.dq, a.dk, a.dv,
-              Scratch(by.backward_workspace(without_data(q), without_data(k))));
+  Arrays a{Array(d, s.out()), Array(stat, s.lse()), Array(d, s.q()), Array(d, s.k()),
+           Array(d, s.v())};
+  const View types[] = {without_data(q), without_data(k), without_data(v)};
+  with_workspace(by.workspace(types[0], types[1], types[2]),
+                 [&](Workspace w) { by.forward(q, k, v, mask, scale, a.out, a.lse, w); });
+  with_workspace(by.backward_workspace(types[0], types[1], types[2]), [&](Workspace w) {
+    by.backward(q, k, v, a.out, a.lse, dout, mask, scale, a.dq, a.dk, a.dv, w);
+  });
   return a;
 }
 
@@ -128,13 +153,14 @@ double largest(const View& x) {
 }
 
 void expect_the_definition(DType d, const Sizes& s, const AttentionMask& mask) {
-  const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
-              dout = Array::random(d, s.q(), 4);
-  const Result want = reference(s, q, k, v, dout, mask, 0.4);
+  const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
+              dout = Array::random(d, s.out(), 4);
+  const double scale = std::min(0.4, 2 / std::sqrt(static_cast<double>(s.width)));  // or wide heads' scores are large, and so are errors
+  const Result want = reference(s, q, k, v, dout, mask, scale);
   for (const Kernels& by : kernels(d, s)) {
-    const Arrays got = run(s, q, k, v, dout, mask, 0.4, by);
+    const Arrays got = run(s, q, k, v, dout, mask, scale, by);
     const double bound = 16 * epsilon(d);
-    const std::string where = str(by.name, ' ', d, s.q(), s.k(), mask.causal ? " causal" : "", " window ", mask.window,
+    const std::string where = str(by.name, ' ', d, s.q(), s.k(), s.v(), mask.causal ? " causal" : "", " window ", mask.window,
                                   mask.has_documents() ? " documents" : "");
     EXPECT_LT(scaled_error(got.out, want.out), bound) << where;
     EXPECT_LT(scaled_error(got.dv, want.dv), bound) << where;
@@ -160,7 +186,8 @@ TEST(Attention, MatchesTheDefinition) {
 // last queries of many keys, as with a cache, and of more queries than keys.
 TEST(Attention, WindowsMatchTheDefinition) {
   for (DType d : {kF32, kF64, kBF16, kF16})
-    for (const Sizes& s : {Sizes{1, 200, 200, 4, 2, 32}, {1, 70, 300, 2, 1, 20}, {2, 1, 200, 4, 2, 64}, {1, 100, 40, 2, 2, 96}})
+    for (const Sizes& s : {Sizes{1, 200, 200, 4, 2, 32}, {1, 70, 300, 2, 1, 20}, {2, 1, 200, 4, 2, 64}, {1, 100, 40, 2, 2, 96},
+                           {1, 130, 200, 4, 2, 96, 64}, {1, 100, 100, 2, 1, 24, 40}})
       for (const int64_t window : {1, 2, 5, 64, 65, 66, 130, 1000}) expect_the_definition(d, s, {true, {}, window});
 }
 
@@ -210,6 +237,112 @@ TEST(Attention, SlicesOfAPackedProjection) {
                                                           dk, dv)));
   EXPECT_TRUE(same_bits(slice(gradient, 0), want.dq) && same_bits(slice(gradient, 1), want.dk) &&
               same_bits(slice(gradient, 2), want.dv));
+}
+
+/// Whether all memory between an array's elements is as it was made.
+bool gaps_are_untouched(const Array& x) {
+  const Array copy = x.clone();
+  const size_t size = size_of(x.view().dtype);
+  unsigned char* memory = copy.view().as<unsigned char>();
+  for (int64_t i = 0; i < x.view().numel(); ++i)
+    std::memset(memory + static_cast<size_t>(Array::offset(x, i)) * size, 0xff, size);
+  return std::all_of(memory, memory + x.bytes(), [](unsigned char c) { return c == 0xff; });
+}
+
+TEST(Attention, StridesChangeNothingWhateverTheWidths) {
+  for (const DType d : {kF32, kF64, kBF16, kF16})
+    for (const Sizes& s : {Sizes{2, 70, 70, 4, 2, 96, 64}, {2, 70, 90, 2, 1, 24, 40}}) {
+      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
+                  dout = Array::random(d, s.out(), 4);
+      // With gaps behind heads, rows and sequences.
+      const auto spread = [&](const Shape& shape) {
+        const int64_t head = shape[3] + 8, row = shape[2] * head + 24;
+        return Array(d, shape, {shape[1] * row + 40, row, head, 1});
+      };
+      const auto moved = [&](const Array& x) {
+        Array to = spread(x.view().shape);
+        to.fill([&](int64_t i) { return x.at(i); });
+        return to;
+      };
+      const Array q2 = moved(q), k2 = moved(k), v2 = moved(v), dout2 = moved(dout);
+      const Array out = spread(s.out()), dq = spread(s.q()), dk = spread(s.k()), dv = spread(s.v());
+      for (const Kernels& by : kernels(d, s)) {
+        const Arrays want = run(s, q, k, v, dout, true, 0.3, by);
+        const Array lse(statistics_of(d), s.lse());
+        with_workspace(by.workspace(q2, k2, v2), [&](Workspace w) { by.forward(q2, k2, v2, true, 0.3, out, lse, w); });
+        with_workspace(by.backward_workspace(q2, k2, v2), [&](Workspace w) {
+          by.backward(q2, k2, v2, out, lse, dout2, true, 0.3, dq, dk, dv, w);
+        });
+        const std::string where = str(by.name, ' ', d, s.q(), s.v());
+        EXPECT_TRUE(same_bits(out, want.out) && same_bits(lse, want.lse)) << where;
+        EXPECT_TRUE(same_bits(dq, want.dq) && same_bits(dk, want.dk) && same_bits(dv, want.dv)) << where;
+        for (const Array* x : {&out, &dq, &dk, &dv}) EXPECT_TRUE(gaps_are_untouched(*x)) << where;
+      }
+    }
+}
+
+// Zeros at the end of queries and keys, or of values and their results' gradients, until both have one width.
+TEST(Attention, WidthsThatDifferGiveTheBitsOfZerosAtTheEnd) {
+  for (const DType d : {kF32, kF64, kBF16, kF16})
+    for (const auto& [width, value_width] : {std::pair{24, 16}, {192, 128}, {32, 64}, {20, 7}, {40, 80}, {1, 33}}) {
+      const int64_t both = std::max(width, value_width);
+      const Sizes s{1, 90, 130, 4, 2, width, value_width}, wide{1, 90, 130, 4, 2, both};
+      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
+                  dout = Array::random(d, s.out(), 4);
+      const auto widened = [&](const Array& x) {
+        const Shape from = x.view().shape;
+        Array to(d, {from[0], from[1], from[2], both});
+        to.fill([&](int64_t i) { return i % both < from[3] ? x.at(i / both * from[3] + i % both) : 0.0; });
+        return to;
+      };
+      const auto begin_of = [](View x, int64_t columns) {
+        x.shape[3] = columns;
+        return x;
+      };
+      for (const Kernels& by : kernels(d, s))
+        for (const AttentionMask& mask : {AttentionMask(false), AttentionMask(true), AttentionMask(true, {}, 70)}) {
+          const Arrays got = run(s, q, k, v, dout, mask, 0.3, by),
+                       want = run(wide, widened(q), widened(k), widened(v), widened(dout), mask, 0.3, by);
+          const std::string where = str(by.name, ' ', d, s.q(), s.v(), mask.causal ? " causal" : "", " window ", mask.window);
+          EXPECT_TRUE(same_bits(got.out, begin_of(want.out, value_width))) << where;
+          EXPECT_TRUE(same_bits(got.lse, want.lse)) << where;
+          EXPECT_TRUE(same_bits(got.dq, begin_of(want.dq, width))) << where;
+          EXPECT_TRUE(same_bits(got.dk, begin_of(want.dk, width))) << where;
+          EXPECT_TRUE(same_bits(got.dv, begin_of(want.dv, value_width))) << where;
+        }
+    }
+}
+
+TEST(Attention, WorkspaceIsThatOfBothWidths) {
+  for (const DType d : {kF32, kBF16}) {
+    const auto sizes = [](int64_t width, int64_t value_width) { return Sizes{1, 640, 6400, 2, 1, width, value_width}; };
+    for (const Kernels& by : kernels(d, sizes(192, 128))) {
+      const auto bytes = [&](bool backward, int64_t width, int64_t value_width) {
+        const Sizes s = sizes(width, value_width);
+        return static_cast<double>((backward ? by.backward_workspace : by.workspace)(
+            View::dense(nullptr, d, s.q()), View::dense(nullptr, d, s.k()), View::dense(nullptr, d, s.v())));
+      };
+      // Packed keys and values take most: half of it values in the forward pass, in the backward one 2 of 5, or of bf16 3 of 7.
+      for (const bool backward : {false, true}) {
+        const double narrow = bytes(backward, 128, 128), wide = bytes(backward, 192, 192);
+        for (const auto& [width, value_width] : {std::pair{192, 128}, {128, 192}}) {
+          const double of_values = backward ? 0.4 : 0.5;
+          EXPECT_NEAR((bytes(backward, width, value_width) - narrow) / (wide - narrow),
+                      width > value_width ? 1 - of_values : of_values, 0.04)
+              << by.name << name(d) << backward << width;
+        }
+      }
+    }
+  }
+}
+
+TEST(Attention, ValuesOfNoWidth) {
+  const Sizes s{1, 3, 5, 2, 1, 4, 0};
+  const Array q = Array::random(kF32, s.q(), 1), k = Array::random(kF32, s.k(), 2), v(kF32, s.v()), dout(kF32, s.out());
+  const Arrays got = run(s, q, k, v, dout, true, 0.5);
+  EXPECT_LT(scaled_error(got.lse, reference(s, q, k, v, dout, true, 0.5).lse), 1e-6);
+  EXPECT_EQ(values(got.dq), std::vector<double>(24, 0.0));
+  EXPECT_EQ(values(got.dk), std::vector<double>(20, 0.0));
 }
 
 TEST(Attention, BatchTimeAndThreadsChangeNothing) {
@@ -277,10 +410,10 @@ TEST(Attention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
   const Array begins = begins_of(2);
   const int64_t tokens = begins.view().shape[1];
   for (const DType d : {kF32, kF64, kBF16, kF16})
-    for (const auto& [heads, key_heads, width] : {std::tuple{4, 2, 64}, {2, 2, 20}}) {
-      const Sizes s{2, tokens, tokens, heads, key_heads, width};
-      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
-                  dout = Array::random(d, s.q(), 4);
+    for (const Sizes& s : {Sizes{2, tokens, tokens, 4, 2, 64}, {2, tokens, tokens, 2, 2, 20}, {2, tokens, tokens, 2, 1, 96, 64},
+                           {2, tokens, tokens, 2, 1, 20, 40}}) {
+      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
+                  dout = Array::random(d, s.out(), 4);
       for (const Kernels& by : kernels(d, s)) {
         Arrays got, again;
         with_threads(1, [&] { got = run(s, q, k, v, dout, {true, begins}, 0.4, by); });
@@ -289,7 +422,8 @@ TEST(Attention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
                     same_bits(got.dv, again.dv)) << by.name << ' ' << name(d) << " threads";
         const auto compare = [&](int64_t b, int64_t begin, int64_t n) {
           const auto rows = [&](const View& x) { return part(x, b, 1, begin, n); };
-          const Arrays alone = run({1, n, n, s.heads, s.key_heads, s.width}, rows(q), rows(k), rows(v), rows(dout), true, 0.4, by);
+          const Arrays alone = run({1, n, n, s.heads, s.key_heads, s.width, s.value_width}, rows(q), rows(k), rows(v), rows(dout),
+                                   true, 0.4, by);
           const std::string where = str(by.name, ' ', d, s.q(), " document from ", begin, " of ", b);
           EXPECT_TRUE(same_bits(alone.out, rows(got.out))) << where;
           EXPECT_TRUE(same_bits(alone.lse, part(got.lse, b, 2, begin, n))) << where;
@@ -308,8 +442,8 @@ TEST(Attention, WindowsAndDocumentsTogether) {
   const Array begins = begins_of(2);
   const int64_t tokens = begins.view().shape[1];
   for (const DType d : {kF32, kF64, kBF16, kF16})
-    for (const int64_t window : {1, 50, 64, 100})
-      expect_the_definition(d, {2, tokens, tokens, 4, 2, 32}, {true, begins, window});
+    for (const auto& [window, value_width] : {std::pair{1, 32}, {50, 16}, {64, 32}, {100, 64}})
+      expect_the_definition(d, {2, tokens, tokens, 4, 2, 32, value_width}, {true, begins, window});
 }
 
 bool same(const Arrays& a, const Arrays& b) {
@@ -319,9 +453,9 @@ bool same(const Arrays& a, const Arrays& b) {
 
 TEST(Attention, AWindowOfAllKeysIsNone) {
   for (const DType d : {kF32, kF64, kBF16, kF16})
-    for (const Sizes& s : {Sizes{2, 150, 150, 2, 1, 64}, {1, 70, 193, 2, 2, 20}}) {
-      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
-                  dout = Array::random(d, s.q(), 4);
+    for (const Sizes& s : {Sizes{2, 150, 150, 2, 1, 64}, {1, 70, 193, 2, 2, 20}, {1, 70, 150, 2, 1, 64, 32}}) {
+      const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
+                  dout = Array::random(d, s.out(), 4);
       for (const Kernels& by : kernels(d, s)) {
         const Arrays want = run(s, q, k, v, dout, true, 0.4, by);
         for (const int64_t window : {s.keys, s.keys + 64, std::numeric_limits<int64_t>::max()})
@@ -368,10 +502,11 @@ TEST(Attention, RowsUnderAWindowDependOnWhatTheySeeAlone) {
 // NaN among a block's keys would spread through its products, even where it counts nothing.
 TEST(Attention, BlocksOutsideOfAWindowAreNotTouched) {
   for (const DType d : {kF32, kF64, kBF16, kF16}) {
-    const Sizes s{1, 256, 256, 2, 1, 32};
-    const Array q = Array::random(d, s.q(), 1), dout = Array::random(d, s.q(), 4);
-    Array k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3);
-    for (int64_t i = 0; i < 64 * s.width; ++i) k.set(i, NAN), v.set(i, NAN);
+    const Sizes s{1, 256, 256, 2, 1, 64, 32};
+    const Array q = Array::random(d, s.q(), 1), dout = Array::random(d, s.out(), 4);
+    Array k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3);
+    for (int64_t i = 0; i < 64 * s.width; ++i) k.set(i, NAN);
+    for (int64_t i = 0; i < 64 * s.value_width; ++i) v.set(i, NAN);
     const auto clean = [](const View& x) {
       for (const double value : values(x))
         if (std::isnan(value)) return false;
@@ -431,6 +566,43 @@ TEST(Attention, LargeScoresStayFinite) {
 TEST(Attention, RefusesWrongShapes) {
   const Array q(kF32, {1, 4, 3, 8}), k(kF32, {1, 4, 2, 8}), lse(kF32, {1, 3, 4});
   EXPECT_THROW(attention(q, k, k, true, 1, q, lse, Scratch(1 << 20)), ShapeError);
+}
+
+TEST(Attention, RefusesWrongShapesOfValues) {
+  const Array q = Array::random(kF32, {1, 4, 4, 8}, 1), k = Array::random(kF32, {1, 5, 2, 8}, 2), lse(kF32, {1, 4, 4});
+  const Shape v_shape{1, 5, 2, 6}, out_shape{1, 4, 4, 6};
+  const auto array = [](const Shape& s) { return Array::random(kF32, s, 3); };
+  const auto forward = [&](const Shape& v, const Shape& out) -> std::string {
+    try {
+      attention(q, k, array(v), true, 1, array(out), lse, Scratch(1 << 20));
+    } catch (const ShapeError& e) {
+      return e.what();
+    }
+    return "";
+  };
+  const auto backward = [&](const Shape& v, const Shape& out, const Shape& dout, const Shape& dv) -> std::string {
+    try {
+      attention_backward(q, k, array(v), array(out), lse, array(dout), true, 1, array(q.view().shape), array(k.view().shape),
+                         array(dv), Scratch(1 << 20));
+    } catch (const ShapeError& e) {
+      return e.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(forward(v_shape, out_shape), "");
+  EXPECT_EQ(backward(v_shape, out_shape, out_shape, v_shape), "");
+  for (const Shape& v : {Shape{2, 5, 2, 6}, {1, 4, 2, 6}, {1, 5, 1, 6}, {1, 5, 4, 6}, {1, 5, 2, 8}, {1, 5, 12}}) {
+    EXPECT_THAT(forward(v, out_shape), HasSubstr("values [B,S,G,E]")) << v.to_string();
+    EXPECT_THAT(backward(v, out_shape, out_shape, v), HasSubstr("values [B,S,G,E]")) << v.to_string();
+    EXPECT_NE(backward(v_shape, out_shape, out_shape, v), "") << v.to_string();
+  }
+  for (const Shape& out : {Shape{2, 4, 4, 6}, {1, 5, 4, 6}, {1, 4, 2, 6}, {1, 4, 4, 8}, {1, 4, 24}}) {
+    EXPECT_THAT(forward(v_shape, out), HasSubstr("output [B,T,H,E]")) << out.to_string();
+    EXPECT_THAT(backward(v_shape, out, out_shape, v_shape), HasSubstr("output [B,T,H,E]")) << out.to_string();
+    EXPECT_THAT(backward(v_shape, out_shape, out, v_shape), HasSubstr("output [B,T,H,E]")) << out.to_string();
+  }
+  // Gradients of values of another width than theirs, together with such a gradient of the output.
+  EXPECT_THAT(backward(v_shape, out_shape, {1, 4, 4, 8}, {1, 5, 2, 8}), HasSubstr("gradients"));
 }
 
 }  // namespace

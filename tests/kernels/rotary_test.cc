@@ -1,5 +1,7 @@
 #include "sheaf/kernels/rotary.h"
 
+#include <gmock/gmock.h>
+
 #include "sheaf/tests/kernels/array.h"
 
 namespace sheaf::kernels::cpu {
@@ -9,8 +11,8 @@ using namespace sheaf::testing;
 
 Array rotate(const View& x, int64_t first, bool inverse, const RotaryScaling& scaling = {}) {
   Array y(x.dtype, x.shape);
-  rotary(x, 10000, scaling, first, x.shape[2], inverse, y,
-         Scratch(rotary_workspace(without_data(x))));
+  const RotaryPart all{x.shape[2], x.shape[3]};
+  rotary(x, 10000, scaling, first, all, inverse, y, Scratch(rotary_workspace(without_data(x), all)));
   return y;
 }
 
@@ -160,15 +162,98 @@ TEST(Rotary, OffsetsStridesAndThreadsChangeNothing) {
   rotate(Array(kF32, {1, 0, 2, 4}), 0, false);
 }
 
+void rotate_part(const View& x, int64_t first, const RotaryPart& part, bool inverse, const View& y,
+                 const RotaryScaling& scaling = {}) {
+  rotary(x, 10000, scaling, first, part, inverse, y, Scratch(rotary_workspace(without_data(x), part)));
+}
+
 TEST(Rotary, OtherHeadsAreCopied) {
   const Array x = Array::random(kF32, {1, 5, 3, 8}, 1), y(kF32, {1, 5, 3, 8}),
               all = rotate(x, 0, false);
-  rotary(x, 10000, {}, 0, 2, false, y, Scratch(rotary_workspace(x)));
+  rotate_part(x, 0, {2, 8}, false, y);
   for (int64_t i = 0; i < 120; ++i) EXPECT_EQ(y.at(i), i / 8 % 3 == 2 ? x.at(i) : all.at(i));
 }
 
-TEST(Rotary, RefusesOddWidths) {
+constexpr struct {
+  int64_t width, rotated;
+} kParts[] = {{24, 16}, {7, 6}, {9, 2}, {2, 2}, {40, 40}, {192, 64}, {5, 0}};
+
+TEST(Rotary, PartsMatchTheDefinition) {
+  const RotaryScaling scaling = RotaryScaling::yarn(4, 2000);
+  for (const DType d : {kF32, kF64, kBF16, kF16})
+    for (const auto& [width, rotated] : kParts)
+      for (const bool neighbours : {false, true})
+        for (const int64_t heads : {1, 3})
+          for (const int64_t first : {61, 100000}) {
+            const Shape s{2, 70, 3, width};
+            const RotaryPart part{heads, rotated, neighbours};
+            const Array x = Array::random(d, s, 1);
+            std::vector<double> want = values(x);
+            const RotaryFrequencies frequency(10000, rotated / 2, scaling);
+            for (int64_t row = 0; row < s.numel() / width; ++row)
+              for (int64_t i = 0; i < rotated / 2 && row % 3 < heads; ++i) {
+                const int64_t begin = row * width + width - rotated;
+                const int64_t at = begin + (neighbours ? 2 * i : i), other = neighbours ? at + 1 : at + rotated / 2;
+                const double angle = static_cast<double>(first + row / 3 % 70) * frequency(i);
+                const double c = scaling.amplitude * std::cos(angle), sine = scaling.amplitude * std::sin(angle);
+                want[at] = x.at(at) * c - x.at(other) * sine;
+                want[other] = x.at(other) * c + x.at(at) * sine;
+              }
+            const Array y(d, s), back(d, s);
+            rotate_part(x, first, part, false, y, scaling);
+            const std::string where = str(d, ' ', s, " part ", rotated, neighbours ? " neighbours" : "", " heads ", heads, " from ", first);
+            EXPECT_LT(scaled_error(y, want), d == kF64 ? 1e-10 : 2 * epsilon(d)) << where;
+            // What is not rotated has the bits that it had, and those of a whole head are a part's.
+            for (int64_t i = 0; i < s.numel(); ++i)
+              if (i / width % 3 >= heads || i % width < width - rotated) {
+                ASSERT_EQ(y.at(i), x.at(i)) << where;
+              }
+            const auto rotated_part = [&, w = width, r = rotated](View v) {
+              v.data = v.as<char>() + static_cast<size_t>(w - r) * size_of(d), v.shape[3] = r;
+              return v;
+            };
+            const Array alone(d, rotated_part(x).shape);
+            rotate_part(rotated_part(x), first, part, false, alone, scaling);
+            EXPECT_TRUE(same_bits(rotated_part(y), alone)) << where;
+            // In place, and back.
+            const Array in_place = x.clone();
+            rotate_part(in_place, first, part, false, in_place, scaling);
+            EXPECT_TRUE(same_bits(in_place, y)) << where;
+            rotate_part(y, first, part, true, back, scaling);
+            std::vector<double> twice = values(x);
+            for (int64_t i = 0; i < s.numel(); ++i)
+              if (i / width % 3 < heads && i % width >= width - rotated)
+                twice[i] *= scaling.amplitude * scaling.amplitude;
+            EXPECT_LT(scaled_error(back, twice), d == kF64 ? 1e-14 : 4 * epsilon(d)) << where;
+          }
+}
+
+TEST(Rotary, PartsHaveTheirBitsWhateverStridesAndThreads) {
+  const Shape s{2, 150, 4, 24};
+  for (const bool neighbours : {false, true}) {
+    const RotaryPart part{3, 16, neighbours};
+    const Array x = Array::random(kF32, s, 1), one(kF32, s), two(kF32, s);
+    with_threads(1, [&] { rotate_part(x, 3, part, false, one); });
+    with_threads(2, [&] { rotate_part(x, 3, part, false, two); });
+    EXPECT_TRUE(same_bits(one, two));
+    const Shape strides{150 * 400, 400, 33, 1};
+    const Array from = Array::random(kF32, s, 1, 1, strides), to(kF32, s, strides);
+    rotate_part(from, 3, part, false, to);
+    EXPECT_TRUE(same_bits(to, one));
+  }
+}
+
+TEST(Rotary, RefusesWidthsThatCannotBeRotated) {
   EXPECT_THROW(rotate(Array(kF32, {1, 2, 1, 3}), 0, false), ShapeError);
+  const Array x = Array::random(kF32, {1, 2, 1, 8}, 1), y(kF32, {1, 2, 1, 8});
+  for (const int64_t width : {-2, 3, 7, 10})
+    try {
+      rotary(x, 10000, {}, 0, {1, width}, false, y, Scratch(1 << 20));
+      ADD_FAILURE() << width;
+    } catch (const ShapeError& e) {
+      EXPECT_THAT(e.what(), ::testing::HasSubstr(str("cannot rotate ", width, " elements")));
+    }
+  EXPECT_THROW(rotary(x, 10000, {}, 0, {1, 4}, false, Array(kF32, {1, 2, 1, 4}), Scratch(1 << 20)), ShapeError);
 }
 
 }  // namespace

@@ -50,7 +50,8 @@ bool same(const Results& a, const Results& b) {
   return same_bits(a.out, b.out) && same_bits(a.lse, b.lse) && same_bits(a.dqkv, b.dqkv);
 }
 
-const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 192, 4, 2, 128};
+const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 192, 4, 2, 128}, kLatent{1, 128, 2, 2, 192, 128},
+    kWideValues{1, 64, 4, 2, 40, 96};
 
 #define SHEAF_NEEDS_CUDNN()                                            \
   SHEAF_NEEDS_GPU();                                                   \
@@ -59,13 +60,13 @@ const AttentionCase kGpt{2, 128, 3, 3, 64}, kGrouped{1, 192, 4, 2, 128};
 
 TEST(AttentionChoice, CudnnComputesWhatItTakes) {
   SHEAF_NEEDS_CUDNN();
-  for (const AttentionCase& c : {kGpt, kGrouped})
+  for (const AttentionCase& c : {kGpt, kGrouped, kLatent, kWideValues})
     for (DType d : {kBF16, kF16})
       for (const auto& [documents, window] : {std::pair{std::vector<int64_t>{}, 0}, {{50}, 0}, {{}, 70}, {{50}, 30}}) {
         const AttentionData data(c, d, documents, window);
         const ExpectedAttention want(data);
         const Results got = run(data);
-        const std::string where = str(d, c.heads, documents.empty() ? "" : ", documents", ", window ", window);
+        const std::string where = str(d, c.width, '/', c.of_values(), documents.empty() ? "" : ", documents", ", window ", window);
         EXPECT_EQ(got.by_cudnn, 2) << where;
         EXPECT_LT(scaled_error(got.out, values(want.out)), 4 * epsilon(d)) << where;
         EXPECT_LT(scaled_error(got.lse, values(want.lse)), 1e-5) << where;
@@ -87,6 +88,9 @@ TEST(AttentionChoice, OurOwnKernelsComputeTheRest) {
   is_ours({{2, 100, 3, 3, 64}, kBF16, {50}}, true, "100 tokens of documents");
   is_ours({{2, 100, 3, 3, 64}, kBF16, {}, 30}, true, "100 tokens with a window");
   is_ours({{1, 64, 2, 1, 160}, kBF16}, true, "wide heads");
+  is_ours({{1, 64, 2, 1, 192, 64}, kBF16}, true, "wide heads, narrow values");
+  is_ours({{1, 64, 2, 1, 64, 160}, kBF16}, true, "wide values");
+  is_ours({kLatent, kF32}, true, "f32, values of another width");
   is_ours({{1, 64, 3, 3, 20}, kBF16}, true, "rows not at 16 bytes");
 }
 

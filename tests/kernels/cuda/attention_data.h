@@ -1,4 +1,4 @@
-// Causal attention as a packed projection gives it, and what it is in f64 on the CPU.
+// Causal attention as a packed projection [B, T, (H + G) D + G E] gives it, and what it is in f64 on the CPU.
 #pragma once
 
 #include "sheaf/kernels/attention.h"
@@ -8,10 +8,15 @@
 namespace sheaf::testing {
 
 struct AttentionCase {
-  int64_t batch, tokens, heads, groups, width;
-  kernels::PackedHeads heads_of(const View& packed) const { return {packed, heads, groups, width}; }
-  Shape packed() const { return {batch, tokens, (heads + 2 * groups) * width}; }
-  Shape queries() const { return {batch, tokens, heads, width}; }
+  int64_t batch, tokens, heads, groups, width, value_width = 0;  ///< 0: as `width`
+  int64_t of_values() const { return value_width ? value_width : width; }
+  Shape packed() const { return {batch, tokens, (heads + groups) * width + groups * of_values()}; }
+  kernels::PackedHeads heads_of(const View& packed) const {
+    kernels::PackedHeads out(packed, heads, groups, width);
+    out.v.shape[3] = out.v.strides[2] = of_values();
+    return out;
+  }
+  Shape outputs() const { return {batch, tokens, heads, of_values()}; }
   Shape statistics() const { return {batch, heads, tokens}; }
 };
 
@@ -27,9 +32,9 @@ struct AttentionData {
   AttentionData(const AttentionCase& c, DType dtype, const std::vector<int64_t>& documents = {}, int64_t keys_seen = 0)
       : sizes(c),
         qkv(Array::random(dtype, c.packed(), 1)),
-        out(dtype, c.queries()),
+        out(dtype, c.outputs()),
         lse(dtype == kF64 ? kF64 : kF32, c.statistics()),
-        dout(Array::random(dtype, c.queries(), 4)),
+        dout(Array::random(dtype, c.outputs(), 4)),
         dqkv(dtype, c.packed()),
         begins(kI32, {c.batch, c.tokens}),
         apart(!documents.empty()),
@@ -52,7 +57,7 @@ struct ExpectedAttention {
   Array out, lse, dqkv;
 
   explicit ExpectedAttention(const AttentionData& data)
-      : out(kF64, data.sizes.queries()),
+      : out(kF64, data.sizes.outputs()),
         lse(kF64, data.sizes.statistics()),
         dqkv(kF64, data.sizes.packed()) {
     namespace cpu = kernels::cpu;

@@ -11,24 +11,30 @@ namespace {
 using namespace sheaf::testing;
 
 struct Sizes {
-  int64_t batch, queries, keys, heads, key_heads, width;
+  int64_t batch, queries, keys, heads, key_heads, width, value_width = 0;  ///< 0: as `width`
+  int64_t of_values() const { return value_width ? value_width : width; }
   Shape q() const { return {batch, queries, heads, width}; }
   Shape k() const { return {batch, keys, key_heads, width}; }
+  Shape v() const { return {batch, keys, key_heads, of_values()}; }
+  Shape out() const { return {batch, queries, heads, of_values()}; }
   Shape lse() const { return {batch, heads, queries}; }
-  std::string to_string() const { return q().to_string() + k().to_string(); }
+  std::string to_string() const { return q().to_string() + v().to_string(); }
 };
 const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},     {1, 64, 64, 2, 1, 64},  {2, 130, 130, 4, 2, 16},
                         {1, 1, 200, 4, 2, 32},  {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16},
                         {3, 33, 33, 1, 1, 1},   {1, 65, 65, 2, 2, 80},  {1, 31, 95, 4, 2, 63},
                         {1, 100, 40, 2, 1, 96}, {2, 50, 50, 1, 1, 128}, {1, 70, 70, 2, 1, 256},
-                        {1, 66, 129, 1, 1, 200}};
+                        {1, 66, 129, 1, 1, 200}, {1, 70, 193, 4, 2, 24, 16}, {2, 66, 66, 2, 1, 32, 64},
+                        {1, 33, 70, 2, 2, 20, 7}, {1, 1, 130, 4, 2, 7, 20}, {1, 66, 66, 2, 1, 40, 96},
+                        {1, 65, 70, 2, 1, 192, 128}, {1, 50, 66, 1, 1, 136, 24}, {1, 66, 65, 2, 1, 100, 160},
+                        {1, 66, 66, 1, 1, 200, 128}};
 
 struct Inputs {
   Array q, k, v, dout;
 };
 Inputs inputs_of(DType d, const Sizes& s, Shape q_strides = {}, Shape k_strides = {}) {
   return {Array::random(d, s.q(), 1, 1, q_strides), Array::random(d, s.k(), 2, 1, k_strides),
-          Array::random(d, s.k(), 3, 1, k_strides), Array::random(d, s.q(), 4, 1, q_strides)};
+          Array::random(d, s.v(), 3, 1, k_strides), Array::random(d, s.out(), 4, 1, q_strides)};
 }
 struct Results {
   Array out, lse, dq, dk, dv;
@@ -38,9 +44,9 @@ Results on_gpu(const Sizes& s, const Inputs& in, const AttentionMask& mask, doub
   const DType d = in.q.view().dtype, stat = d == kF64 ? kF64 : kF32;
   const Shape &q_strides = in.q.view().strides, &k_strides = in.k.view().strides;
   const Stream& stream = OnGpu::stream();
-  const OnGpu q(in.q), k(in.k), v(in.v), dout(in.dout), out(Array(d, s.q(), q_strides)),
+  const OnGpu q(in.q), k(in.k), v(in.v), dout(in.dout), out(Array(d, s.out(), in.dout.view().strides)),
       lse(Array(stat, s.lse())), dq(Array(d, s.q(), q_strides)), dk(Array(d, s.k(), k_strides)),
-      dv(Array(d, s.k(), k_strides));
+      dv(Array(d, s.v(), in.v.view().strides));
   cuda::blocked::attention(stream, q, k, v, mask, scale, out, lse);
   const GpuScratch scratch(cuda::blocked::attention_backward_workspace(without_data(q)));
   cuda::blocked::attention_backward(stream, q, k, v, out, lse, dout, mask, scale, dq, dk, dv,
@@ -50,8 +56,8 @@ Results on_gpu(const Sizes& s, const Inputs& in, const AttentionMask& mask, doub
 
 Results on_cpu_in_f64(const Sizes& s, const Inputs& in, const AttentionMask& mask, double scale) {
   const Array q = in_f64(in.q), k = in_f64(in.k), v = in_f64(in.v), dout = in_f64(in.dout);
-  const Results r{Array(kF64, s.q()), Array(kF64, s.lse()), Array(kF64, s.q()), Array(kF64, s.k()),
-                  Array(kF64, s.k())};
+  const Results r{Array(kF64, s.out()), Array(kF64, s.lse()), Array(kF64, s.q()), Array(kF64, s.k()),
+                  Array(kF64, s.v())};
   cpu::attention(q, k, v, mask, scale, r.out, r.lse,
                  Scratch(cpu::attention_workspace(q, k, v, mask, r.out, r.lse)));
   cpu::attention_backward(q, k, v, r.out, r.lse, dout, mask, scale, r.dq, r.dk, r.dv,
@@ -104,7 +110,8 @@ TEST(CudaAttention, MatchesTheCpu) {
 TEST(CudaAttention, WindowsMatchTheCpu) {
   SHEAF_NEEDS_GPU();
   for (const auto& [d, s] : {std::pair{kF32, Sizes{1, 150, 150, 4, 2, 24}}, {kBF16, {1, 70, 193, 2, 1, 64}}, {kF16, {2, 1, 200, 4, 2, 32}},
-                             {kF32, {1, 100, 40, 1, 1, 80}}, {kF64, {1, 90, 90, 2, 1, 20}}, {kF32, {1, 66, 130, 1, 1, 136}}})
+                             {kF32, {1, 100, 40, 1, 1, 80}}, {kF64, {1, 90, 90, 2, 1, 20}}, {kF32, {1, 66, 130, 1, 1, 136}},
+                             {kF32, {1, 100, 100, 2, 1, 20, 7}}, {kF16, {1, 70, 100, 1, 1, 40, 96}}, {kBF16, {1, 70, 70, 1, 1, 192, 128}}})
     for (const int64_t window : {1, 2, 5, 32, 64, 66, 100, 1000}) expect_the_cpus(d, s, {true, {}, window}, {true, {}, window});
 }
 
@@ -114,36 +121,61 @@ TEST(CudaAttention, WindowsAndDocumentsTogether) {
   begins.fill([](int64_t t) { return t >= 150 || t < 20 ? 0 : t < 120 ? 20 : 120; });
   const OnGpu on(begins);
   for (const DType d : {kF32, kF64})
-    for (const int64_t window : {1, 30, 64}) expect_the_cpus(d, {2, 150, 150, 2, 1, 16}, {true, on, window}, {true, begins, window});
+    for (const int64_t window : {1, 30, 64})
+      for (const int64_t value_width : {16, 40})
+        expect_the_cpus(d, {2, 150, 150, 2, 1, 16, value_width}, {true, on, window}, {true, begins, window});
 }
 
 TEST(CudaAttention, QueriesThatSeeNothingGiveZeros) {
   SHEAF_NEEDS_GPU();
-  const Sizes s{1, 70, 3, 1, 1, 8};
+  const Sizes s{1, 70, 3, 1, 1, 8, 12};
   const Results got = on_gpu(s, inputs_of(kF32, s), true, 1.0);
-  for (int64_t i = 0; i < 67 * 8; ++i) {
-    EXPECT_EQ(got.out.at(i), 0.0);
-    EXPECT_EQ(got.dq.at(i), 0.0);
-  }
+  for (int64_t i = 0; i < 67 * 12; ++i) EXPECT_EQ(got.out.at(i), 0.0);
+  for (int64_t i = 0; i < 67 * 8; ++i) EXPECT_EQ(got.dq.at(i), 0.0);
   for (int64_t t = 0; t < 67; ++t) EXPECT_EQ(got.lse.at(t), -INFINITY);
-  EXPECT_NE(got.out.at(67 * 8), 0.0);
+  EXPECT_NE(got.out.at(67 * 12), 0.0);
 }
 
 TEST(CudaAttention, NoKeysNoQueries) {
   SHEAF_NEEDS_GPU();
-  const Sizes no_keys{1, 3, 0, 1, 1, 4}, no_queries{1, 0, 3, 1, 1, 4};
+  const Sizes no_keys{1, 3, 0, 1, 1, 4, 2}, no_queries{1, 0, 3, 1, 1, 4, 2};
   const Results a = on_gpu(no_keys, inputs_of(kF32, no_keys), false, 1),
                 b = on_gpu(no_queries, inputs_of(kF32, no_queries), true, 1);
-  EXPECT_EQ(values(a.out), std::vector<double>(12, 0.0));
+  EXPECT_EQ(values(a.out), std::vector<double>(6, 0.0));
   EXPECT_EQ(values(a.dq), std::vector<double>(12, 0.0));
   EXPECT_EQ(values(b.dk), std::vector<double>(12, 0.0));
-  EXPECT_EQ(values(b.dv), std::vector<double>(12, 0.0));
+  EXPECT_EQ(values(b.dv), std::vector<double>(6, 0.0));
+}
+
+// Heads without elements have scores of 0, results without elements only lse.
+TEST(CudaAttention, HeadsWithoutElements) {
+  SHEAF_NEEDS_GPU();
+  for (const bool of_values : {false, true}) {
+    const auto array = [&](uint64_t seed, bool empty) { return Array::random(kF32, {1, 5, 2, empty ? 0 : 3}, seed); };
+    const Array q = array(1, !of_values), k = array(2, !of_values), v = array(3, of_values), dout = array(4, of_values),
+                lse(kF32, {1, 2, 5});
+    const OnGpu gq(q), gk(k), gv(v), gdout(dout), glse(lse), gout(v), gdq(q), gdk(k), gdv(v);
+    cuda::blocked::attention(OnGpu::stream(), gq, gk, gv, true, 1, gout, glse);
+    cuda::blocked::attention_backward(OnGpu::stream(), gq, gk, gv, gout, glse, gdout, true, 1, gdq, gdk, gdv,
+                                      GpuScratch(cuda::blocked::attention_backward_workspace(gq)));
+    const Array got = glse.back();
+    if (of_values) {
+      EXPECT_GT(got.at(4), 0.0);
+      for (const Array& gradient : {gdq.back(), gdk.back()}) EXPECT_EQ(values(gradient), std::vector<double>(30, 0.0));
+      continue;
+    }
+    for (int64_t t = 0; t < 5; ++t) EXPECT_NEAR(got.at(t), std::log(static_cast<double>(t + 1)), 1e-6);
+    for (int64_t i = 0; i < 3; ++i) {  // of head 0
+      EXPECT_NEAR(gout.back().at(6 + i), (v.at(i) + v.at(6 + i)) / 2, 1e-6);
+      EXPECT_NEAR(gdv.back().at(24 + i), dout.at(24 + i) / 5, 1e-6);
+    }
+  }
 }
 
 TEST(CudaAttention, StridesChangeNothing) {
   SHEAF_NEEDS_GPU();
-  const Sizes s{2, 70, 90, 4, 2, 24};
-  for (DType d : {kF32, kBF16}) {
+  for (const auto& [d, s] : {std::pair{kF32, Sizes{2, 70, 90, 4, 2, 24}}, {kBF16, {2, 70, 90, 4, 2, 24}},
+                             {kF32, {2, 70, 90, 4, 2, 24, 16}}, {kBF16, {2, 70, 90, 4, 2, 12, 23}}}) {
     const Results want = on_gpu(s, inputs_of(d, s), true, 0.2);
     EXPECT_TRUE(same(on_gpu(s, inputs_of(d, s), true, 0.2), want)) << name(d);
     // Heads beside each other in wider rows, and heads before time; rows at 16 bytes or not.
@@ -155,17 +187,17 @@ TEST(CudaAttention, StridesChangeNothing) {
                                            : Shape{99 * row, row, 32, 1};
         const Results got = on_gpu(s, inputs_of(d, s, q_strides, k_strides), true, 0.2);
         EXPECT_TRUE(same(got, want)) << name(d) << row << head_first;
-        EXPECT_TRUE(gaps_kept(Array(d, s.q(), q_strides), got.out) &&
+        EXPECT_TRUE(gaps_kept(Array(d, s.out(), q_strides), got.out) &&
                     gaps_kept(Array(d, s.q(), q_strides), got.dq) &&
                     gaps_kept(Array(d, s.k(), k_strides), got.dk) &&
-                    gaps_kept(Array(d, s.k(), k_strides), got.dv));
+                    gaps_kept(Array(d, s.v(), k_strides), got.dv));
       }
   }
 }
 
 TEST(CudaAttention, BatchAndTimeChangeNothing) {
   SHEAF_NEEDS_GPU();
-  const Sizes s{2, 150, 150, 4, 2, 48};
+  const Sizes s{2, 150, 150, 4, 2, 48, 80};
   const Inputs in = inputs_of(kF32, s);
   const Results all = on_gpu(s, in, true, 0.3);
   // Batch entry 1 alone; its first 37 positions alone; its last position with all keys.
@@ -180,9 +212,10 @@ TEST(CudaAttention, BatchAndTimeChangeNothing) {
     return Inputs{part(in.q, 1, first, count), part(in.k, 1, 0, keys), part(in.v, 1, 0, keys),
                   part(in.dout, 1, first, count)};
   };
-  const Results alone = on_gpu({1, 150, 150, 4, 2, 48}, parts(0, 150, 150), true, 0.3),
-                past = on_gpu({1, 37, 37, 4, 2, 48}, parts(0, 37, 37), true, 0.3),
-                last = on_gpu({1, 1, 150, 4, 2, 48}, parts(149, 1, 150), true, 0.3);
+  const auto of = [&](int64_t queries, int64_t keys) { return Sizes{1, queries, keys, 4, 2, s.width, s.value_width}; };
+  const Results alone = on_gpu(of(150, 150), parts(0, 150, 150), true, 0.3),
+                past = on_gpu(of(37, 37), parts(0, 37, 37), true, 0.3),
+                last = on_gpu(of(1, 150), parts(149, 1, 150), true, 0.3);
   EXPECT_TRUE(same_bits(alone.out, part(all.out, 1, 0, 150)) &&
               same_bits(alone.dq, part(all.dq, 1, 0, 150)) &&
               same_bits(alone.dk, part(all.dk, 1, 0, 150)) &&
@@ -206,8 +239,13 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
   }
   const OnGpu on(begins);
   // Tiles of all widths, and of f64.
-  for (const auto& [d, width] : {std::pair{kF32, 24}, {kBF16, 64}, {kF32, 80}, {kF16, 136}, {kF64, 20}}) {
-    const Sizes s{2, kTokens, kTokens, 2, 1, width};
+  constexpr struct {
+    DType d;
+    int64_t width, value_width;
+  } kWidths[] = {{kF32, 24, 24},    {kBF16, 64, 64}, {kF32, 80, 80},  {kF16, 136, 136}, {kF64, 20, 20},
+                 {kBF16, 192, 128}, {kF32, 20, 7},   {kF16, 40, 96}};
+  for (const auto& [d, width, value_width] : kWidths) {
+    const Sizes s{2, kTokens, kTokens, 2, 1, width, value_width};
     const Inputs in = inputs_of(d, s);
     const Results got = on_gpu(s, in, {true, on}, 0.4);
     // `count` positions of sequence b, along dimension 1, or of lse 2.
@@ -222,8 +260,8 @@ TEST(CudaAttention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
         const View v = part(x, b, 1, first, count);
         return Array::of(v.dtype, v.shape, values(v));
       };
-      const Results alone = on_gpu({1, count, count, s.heads, s.key_heads, s.width}, {copy(in.q), copy(in.k), copy(in.v), copy(in.dout)},
-                                   true, 0.4);
+      const Results alone = on_gpu({1, count, count, s.heads, s.key_heads, s.width, s.value_width},
+                                   {copy(in.q), copy(in.k), copy(in.v), copy(in.dout)}, true, 0.4);
       const std::string where = str(d, s.to_string(), " document from ", first, " of ", b);
       EXPECT_TRUE(same_bits(alone.out, part(got.out, b, 1, first, count))) << where;
       EXPECT_TRUE(same_bits(alone.lse, part(got.lse, b, 2, first, count))) << where;
@@ -307,11 +345,12 @@ TEST(CudaAttention, NaNStaysNaN) {
 TEST(CudaAttention, RefusesWhatTheCpuRefuses) {
   SHEAF_NEEDS_GPU();
   const Array q(kF32, {1, 4, 3, 8}), k(kF32, {1, 4, 2, 8}), lse(kF32, {1, 3, 4}),
-      wide(kF32, {1, 4, 3, 257});
+      wide(kF32, {1, 4, 3, 257}), keys(kF32, {1, 4, 3, 8});
   const Stream& stream = OnGpu::stream();
   EXPECT_THROW(cuda::attention(stream, q, k, k, true, 1, q, lse, Workspace{}), ShapeError);
-  EXPECT_THROW(cuda::attention(stream, wide, wide, wide, true, 1, wide, lse, Workspace{}),
-               ShapeError);
+  for (const auto& [x, v] : {std::pair{&wide, &wide}, {&wide, &keys}, {&keys, &wide}})
+    EXPECT_THROW(cuda::attention(stream, *x, *x, *v, true, 1, *v, lse, Workspace{}), ShapeError);
+  EXPECT_THROW(cuda::attention(stream, keys, keys, wide, true, 1, keys, lse, Workspace{}), ShapeError);
 }
 
 }  // namespace

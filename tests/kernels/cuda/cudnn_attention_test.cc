@@ -18,7 +18,8 @@ namespace {
 using namespace sheaf::testing;
 using cuda::cudnn::Attention;
 
-constexpr AttentionCase kCases[] = {{2, 128, 3, 3, 64}, {1, 192, 4, 2, 128}, {3, 64, 2, 1, 32}};
+constexpr AttentionCase kCases[] = {{2, 128, 3, 3, 64},       {1, 192, 4, 2, 128},     {3, 64, 2, 1, 32},
+                                    {1, 128, 2, 2, 192, 128}, {1, 192, 4, 2, 40, 96}, {2, 64, 2, 1, 24, 16}};
 
 Attention forward_of(const AttentionOnGpu& g, double scale) {
   return {.q = g.x.q, .k = g.x.k, .v = g.x.v, .out = g.out, .lse = g.lse, .begins = g.mask.begins,
@@ -125,14 +126,15 @@ TEST(CudnnAttention, WindowsHideWhatComesBeforeThem) {
 // on: a tile has 128 keys, so 64 and 192 tokens leave half of one. The causal mask must hide it.
 TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
   SHEAF_NEEDS_GPU();
-  constexpr AttentionCase kTiles[] = {{1, 64, 2, 2, 64}, {2, 192, 4, 2, 128}, {1, 256, 2, 1, 64}};
+  constexpr AttentionCase kTiles[] = {
+      {1, 64, 2, 2, 64}, {2, 192, 4, 2, 128}, {1, 256, 2, 1, 64}, {1, 192, 2, 2, 192, 128}};
   for (const AttentionCase& c : kTiles)
     for (bool deterministic : {true, false}) {
       AttentionData data(c, kBF16);
       const Array noise = Array::random(kBF16, c.packed(), 1, 0.1);
       data.qkv.fill([&](int64_t i) {  // a score of -120 by the first elements
-        const int64_t head = i / c.width % (c.heads + 2 * c.groups);
-        if (i % c.width != 0 || head >= c.heads + c.groups) return noise.at(i);
+        const int64_t at = i % c.packed()[2], head = at / c.width;
+        if (at % c.width != 0 || head >= c.heads + c.groups) return noise.at(i);
         return head < c.heads ? 1.0 : -120 / data.scale;
       });
       const ExpectedAttention want(data);
@@ -154,7 +156,7 @@ TEST(CudnnAttention, FarNegativeScoresGiveFiniteGradients) {
 TEST(CudnnAttention, PartsKeepToAWorkspace) {
   SHEAF_NEEDS_GPU();
   // The gradients of a head's scores take 128 KiB, a sequence's 512. Each has documents of its own.
-  const AttentionData data({3, 256, 4, 2, 16}, kBF16, {100, 20, 70});
+  const AttentionData data({3, 256, 4, 2, 24, 16}, kBF16, {100, 20, 70});
   const ExpectedAttention want(data);
   const AttentionOnGpu g(data);
   Attention a = backward_of(g, data.scale);
@@ -200,8 +202,8 @@ TEST(CudnnAttention, PlansAreMadeBeforeACapture) {
           ADD_FAILURE() << "a plan was made";
         } catch (const CudaError& e) {
           EXPECT_STREQ(e.what(),
-                       "[attention] cuDNN, backward, queries [1,64,5,16], keys [1,64,5,16] "
-                       "of bf16: there is no plan for these yet, and none is compiled while a "
+                       "[attention] cuDNN, backward, queries [1,64,5,16], keys [1,64,5,16], "
+                       "values [1,64,5,16] of bf16: there is no plan for these yet, and none is compiled while a "
                        "graph is captured; compute it once before");
         }
     }
@@ -236,13 +238,24 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
     refuses("one type", [](Attention& a) { a.dout = Array(kBF16, {2, 128, 4, 64}).view(); });
     refuses("fit together", [](Attention& a) { a.k.shape[2] = a.v.shape[2] = 3; });
     refuses("fit together", [](Attention& a) { a.v.shape[1] = 64; });
+    refuses("fit together", [](Attention& a) { a.v.shape[3] = 32; });
+    refuses("fit together", [](Attention& a) { a.out.shape[3] = 32; });
+    refuses("fit together", [](Attention& a) { a.k.shape[3] = 32; });
     refuses("as many keys", [](Attention& a) { a.k.shape[1] = a.v.shape[1] = 64; });
     refuses("nothing",
             [](Attention& a) { a.q.shape[0] = a.k.shape[0] = a.v.shape[0] = a.out.shape[0] = 0; });
+    refuses("nothing", [](Attention& a) { a.v.shape[3] = a.out.shape[3] = 0; });
     refuses("not for 96",
             [](Attention& a) { a.q.shape[1] = a.k.shape[1] = a.v.shape[1] = a.out.shape[1] = 96; });
-    refuses("not of 60",
-            [](Attention& a) { a.q.shape[3] = a.k.shape[3] = a.v.shape[3] = a.out.shape[3] = 60; });
+    const auto of_widths = [&](int64_t width, int64_t of_values) {
+      Attention a = good;
+      a.q.shape[3] = a.k.shape[3] = width, a.v.shape[3] = a.out.shape[3] = of_values;
+      return layout_refusal(a);
+    };
+    for (const auto& [d, e] : {std::pair{60, 60}, {64, 60}, {60, 64}, {136, 136}, {192, 192}, {192, 120}, {128, 192}, {184, 128}})
+      EXPECT_EQ(of_widths(d, e), str("heads of 8, 16, .., 128 elements, or of 192 with values of 128, not of ", d,
+                                     " with values of ", e));
+    for (const auto& [d, e] : {std::pair{192, 128}, {8, 128}, {128, 8}}) EXPECT_EQ(of_widths(d, e), "");
     Array begins(kI32, {2, 128}), wide(kI32, {2, 129});
     const auto with = [&](View v) { return [v](Attention& a) { a.begins = v; }; };
     Attention documents = good;
@@ -258,8 +271,18 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
     Attention backward = good;
     backward.dout = data.dout, backward.dq = d.q, backward.dk = d.k, backward.dv = d.v;
     EXPECT_EQ(layout_refusal(backward), "");
+    for (View Attention::*gradient : {&Attention::dout, &Attention::dq, &Attention::dk, &Attention::dv}) {
+      Attention other = backward;
+      (other.*gradient).shape[3] = 32;
+      EXPECT_NE(layout_refusal(other).find("fit together"), std::string::npos);
+    }
     backward.dk.shape[2] = 4;
     EXPECT_NE(layout_refusal(backward), "");
+
+    // Values of half the elements, beside each other as those were.
+    Attention narrow = good;
+    narrow.v.shape[3] = narrow.out.shape[3] = 32;
+    EXPECT_NE(cuda::cudnn::plan_key(narrow), cuda::cudnn::plan_key(good));
   }
 }
 

@@ -10,21 +10,24 @@ using namespace sheaf::testing;
 
 struct Call {
   double theta = 10000;
-  int64_t first = 0, heads = 1 << 20;
-  bool inverse = false, in_place = false;
+  int64_t first = 0, heads = 1 << 20, width = -1;  ///< -1: D
+  bool neighbours = false, inverse = false, in_place = false;
   RotaryScaling scaling = {};
+  RotaryPart part_of(const View& x) const { return {heads, width == -1 ? x.shape[3] : width, neighbours}; }
 };
 
 Array on_gpu(const Array& x, const Call& c, Shape strides = {}) {
   const OnGpu gx(x), gy(Array(x.view().dtype, x.view().shape, strides));
-  cuda::rotary(OnGpu::stream(), gx, c.theta, c.scaling, c.first, c.heads, c.inverse,
-               c.in_place ? gx : gy, GpuScratch(cuda::rotary_workspace(without_data(gx))));
+  const RotaryPart part = c.part_of(gx);
+  cuda::rotary(OnGpu::stream(), gx, c.theta, c.scaling, c.first, part, c.inverse,
+               c.in_place ? gx : gy, GpuScratch(cuda::rotary_workspace(without_data(gx), part)));
   return (c.in_place ? gx : gy).back();
 }
 Array on_cpu_in_f64(const Array& x, const Call& c) {
   const Array wide = in_f64(x), y(kF64, x.view().shape);
-  cpu::rotary(wide, c.theta, c.scaling, c.first, c.heads, c.inverse, y,
-              Scratch(cpu::rotary_workspace(wide)));
+  const RotaryPart part = c.part_of(wide);
+  cpu::rotary(wide, c.theta, c.scaling, c.first, part, c.inverse, y,
+              Scratch(cpu::rotary_workspace(wide, part)));
   return y;
 }
 
@@ -62,6 +65,54 @@ TEST(CudaRotary, OtherHeadsAreCopied) {
   }
 }
 
+// Widths that begin at 16 bytes and not, halves in whole packs and not; nothing, all but one element and all of a head.
+TEST(CudaRotary, PartsMatchTheCpuAndTheRestIsCopied) {
+  SHEAF_NEEDS_GPU();
+  for (const DType d : {kF32, kBF16, kF16, kF64})
+    for (const auto& [width, rotated] : {std::pair{192, 64}, {24, 16}, {40, 20}, {7, 6}, {9, 2}, {30, 30}, {5, 0}})
+      for (const bool neighbours : {false, true})
+        for (const int64_t heads : {0, 2, 3})
+          for (const bool in_place : {false, true})
+            for (const bool inverse : {false, true}) {
+              const Array x = Array::random(d, {2, 37, 3, width}, 1);
+              const Call call{.first = 61,
+                              .heads = heads,
+                              .width = rotated,
+                              .neighbours = neighbours,
+                              .inverse = inverse,
+                              .in_place = in_place,
+                              .scaling = inverse ? RotaryScaling() : RotaryScaling::yarn(8, 100)};
+              const Array got = on_gpu(x, call);
+              const std::string where = str(d, ' ', rotated, " of ", width, neighbours ? " neighbours" : "", ", heads ", heads);
+              EXPECT_LT(scaled_error(got, values(on_cpu_in_f64(x, call))), d == kF64 ? 1e-12 : 2 * epsilon(d)) << where;
+              int64_t touched = 0;
+              for (int64_t i = 0; i < x.view().numel(); ++i)
+                touched += (i / width % 3 >= heads || i % width < width - rotated) && got.at(i) != x.at(i);
+              EXPECT_EQ(touched, 0) << where;
+            }
+}
+
+TEST(CudaRotary, APartHasTheBitsThatItHasAlone) {
+  SHEAF_NEEDS_GPU();
+  for (const bool neighbours : {false, true}) {
+    const Shape strides{70 * 400, 400, 33, 1};  // rows at 16 bytes, and not
+    const Array x = Array::random(kBF16, {2, 70, 4, 24}, 1), strided = Array::random(kBF16, {2, 70, 4, 24}, 1, 1, strides);
+    const Call call{.first = 3, .heads = 3, .width = 16, .neighbours = neighbours};
+    const Array got = on_gpu(x, call), in_gaps = on_gpu(strided, call, strides);
+    EXPECT_TRUE(same_bits(in_gaps, got) && gaps_kept(Array(kBF16, {2, 70, 4, 24}, strides), in_gaps));
+    const auto part_of = [](View v) {
+      v.data = v.as<char>() + 8 * size_of(v.dtype), v.shape[3] = 16;
+      return v;
+    };
+    const Array part = Array::of(kBF16, {2, 70, 4, 16}, values(part_of(x)));
+    EXPECT_TRUE(same_bits(part_of(got), on_gpu(part, {.first = 3, .heads = 3, .neighbours = neighbours})));
+    Call in_place = call;
+    in_place.in_place = true;
+    EXPECT_TRUE(same_bits(on_gpu(strided, in_place), got));
+    EXPECT_TRUE(gaps_kept(strided, on_gpu(strided, in_place)));
+  }
+}
+
 TEST(CudaRotary, StridesAndOffsetsChangeNothing) {
   SHEAF_NEEDS_GPU();
   for (DType d : {kF32, kF16}) {
@@ -85,6 +136,8 @@ TEST(CudaRotary, StridesAndOffsetsChangeNothing) {
 TEST(CudaRotary, RefusesWhatTheCpuRefuses) {
   SHEAF_NEEDS_GPU();
   EXPECT_THROW(on_gpu(Array(kF32, {1, 2, 1, 3}), {}), ShapeError);
+  for (const int64_t width : {-2, 3, 6})
+    EXPECT_THROW(on_gpu(Array(kF32, {1, 2, 1, 4}), {.width = width}), ShapeError) << width;
   EXPECT_THROW(on_gpu(Array(kF32, {1, 2, 1, 4}), {.first = -1}), ConfigError);
 }
 
