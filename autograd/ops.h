@@ -293,13 +293,18 @@ struct AttentionOptions {
   /// window. 0: all.
   int64_t window = 0;
 };
-/// softmax(scale q kᵀ) v per head for q[B, T, H, D], k and v[B, S, G, D]; H is a multiple of G, and head h reads key head
-/// h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.
+/// softmax(scale q kᵀ) v per head for q[B, T, H, D], k[B, S, G, D] and v[B, S, G, E]: [B, T, H, E]. H is a multiple of G, and head
+/// h reads key head h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
 /// The same for a packed projection [B, T, (H + 2 G) D] of queries, keys and values, to [B, T, H D]. Its gradient is one
 /// tensor, written where it belongs: three slices would each be padded and added. Heads are cut by
 /// OwnershipMap::parts(2, {H D, G D, G D}, units) where every unit has whole key heads: the result is Shard(2) in as many units.
 Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, const AttentionOptions& options = {});
+/// Attention of multi-head latent attention (DeepSeek-AI, https://arxiv.org/abs/2405.04434): of q[B, T, H D] and up[B, T, H (N + E)],
+/// which has N elements of each key and the E of its value, with the D - N last elements of keys, which all heads share, in
+/// shared[B, T, D - N]: [B, T, H E]. Keys are put together where they are needed, and never kept. Heads are cut by
+/// OwnershipMap::even of q and up in as many units.
+Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared, int64_t heads, const AttentionOptions& options = {});
 /// A packed projection [B, T, (H + 2 G) D] with each key and value head `times` times, side by side: [B, T, (H + 2 G times) D].
 /// Where `times` divides H / G its attention is that of qkv, and more ranks can share its heads. A cut by OwnershipMap::parts in
 /// units of whole key heads stays one in as many units. The gradient of a head is the sum of its copies'.
@@ -311,12 +316,18 @@ Tensor document_begins(const Tensor& tokens, int64_t end_of_text);
 /// share; values stay (Qwen3, https://arxiv.org/abs/2505.09388). Heads are cut by OwnershipMap::parts(2, {H, G, G}, units).
 Tensor packed_rms_norm(const Tensor& x, int64_t heads, const Tensor& query_weight, const Tensor& key_weight,
                        double eps = 1e-5);
-/// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: elements i and i + D/2 turn
-/// by (first_position + t) theta^(-2i/D), as in Llama's Hugging Face checkpoints. Of the first `heads` heads only, if given:
-/// the queries and keys of a packed projection, which is cut in parts if these end with one. `scaling` lowers the frequencies
-/// (RotaryScaling says how, and from where).
-Tensor rotary(const Tensor& x, double theta = 10000.0, int64_t first_position = 0, int64_t heads = -1,
-              const RotaryScaling& scaling = {});
+struct RotaryOptions {
+  double theta = 10000.0;      ///< base of the frequencies
+  int64_t first_position = 0;
+  int64_t heads = -1;          ///< the first so many are rotated, such as queries and keys of a packed projection; -1: all
+  int64_t width = -1;          ///< of each the last so many elements; -1: all
+  bool neighbours = false;     ///< pairs are elements 2i and 2i + 1 of these, as in DeepSeek's checkpoints
+  RotaryScaling scaling = {};  ///< lowers the frequencies (it says how, and from where)
+};
+/// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: of R rotated elements, those of pair
+/// i, which are i and i + R/2 as in Llama's Hugging Face checkpoints, turn by (first_position + t) theta^(-2i/R). Heads may be cut,
+/// packed ones in parts if the rotated ones end with one.
+Tensor rotary(const Tensor& x, const RotaryOptions& options = {});
 
 struct CrossEntropyOptions {
   int64_t ignore_index = -1;  ///< rows with this target count nothing

@@ -7,6 +7,7 @@
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/experts.h"
+#include "sheaf/nn/layers/latent_attention.h"
 #include "sheaf/nn/unit_mark.h"
 
 namespace sheaf {
@@ -98,10 +99,6 @@ void mark_experts(nn::Module& module, const nn::Module::UnitMark& mark) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 /// Modules marked with `mark`, or with experts' marks below them, get one that says where they are.
 void mark_stages(nn::Module& module, const ShardOptions& options, const std::shared_ptr<const nn::Module::UnitMark>& mark,
                  int axis) {
@@ -167,21 +164,19 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)
     fail<ConfigError>("[shard] strategy 'none' is for one rank; axis '", options.axis, "' has ",
                       mesh.spec->size(mark.axis));
-  const int replicas = mesh.spec && !options.replica_axis.empty() ? mesh.spec->axis(options.replica_axis) : -1;
-  if (mesh.spec && replicas == mark.axis)
-    fail<ConfigError>("[shard] axis '", options.axis, "' cannot be the replica axis as well");
-  mark.tensor_axis = mesh.spec && !options.tensor_axis.empty() ? mesh.spec->axis(options.tensor_axis) : -1;
-  if (mark.tensor_axis >= 0 && (mark.tensor_axis == mark.axis || mark.tensor_axis == replicas))
-    fail<ConfigError>("[shard] axis '", options.tensor_axis, "' cannot be the tensor axis as well");
-  const int context = mesh.spec && !options.context_axis.empty() ? mesh.spec->axis(options.context_axis) : -1;
-  if (context >= 0 && (context == replicas || context == mark.tensor_axis))
-    fail<ConfigError>("[shard] axis '", options.context_axis, "' cannot be the context axis as well");
-  const int experts = mesh.spec && !options.expert_axis.empty() ? mesh.spec->axis(options.expert_axis) : -1;
-  if (experts >= 0 && (experts == replicas || experts == mark.tensor_axis || experts == context))
-    fail<ConfigError>("[shard] axis '", options.expert_axis, "' cannot be the expert axis as well");
-  const int stages = mesh.spec && !options.stage_axis.empty() ? mesh.spec->axis(options.stage_axis) : -1;
-  if (stages >= 0 && (stages == mark.axis || stages == replicas || stages == mark.tensor_axis || stages == context || stages == experts))
-    fail<ConfigError>("[shard] axis '", options.stage_axis, "' cannot be the stage axis as well");
+  // Each axis has one of these roles, but context and experts may share that of the parameters.
+  std::vector<int> named{mark.axis};
+  const auto axis_of = [&](std::string_view role, const std::string& axis, bool may_be_first = false) {
+    const int a = mesh.spec && !axis.empty() ? mesh.spec->axis(axis) : -1;
+    if (a >= 0 && std::ranges::count(named.begin() + may_be_first, named.end(), a))
+      fail<ConfigError>("[shard] axis '", axis, "' cannot be the ", role, " axis as well");
+    return named.emplace_back(a);
+  };
+  const int replicas = axis_of("replica", options.replica_axis);
+  mark.tensor_axis = axis_of("tensor", options.tensor_axis);
+  const int context = axis_of("context", options.context_axis, /*may_be_first=*/true);
+  const int experts = axis_of("expert", options.expert_axis, /*may_be_first=*/true);
+  const int stages = axis_of("stage", options.stage_axis);
   if (stages >= 0 && !mesh.spec->is_chain(stages))
     fail<ConfigError>("[shard] axis '", options.stage_axis, "' of mesh ", mesh.spec->to_string(), " is no chain: its neighbours have "
                       "no links (MeshSpec::Axis::chain)");
@@ -202,17 +197,19 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
     fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
   mark.secondary_axis = options.secondary ? replicating : -1;
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
-    if (a != mark.axis && a != replicas && a != context && a != experts && a != mark.tensor_axis && a != stages &&
-        mesh.spec->size(a) > 1)
+    if (!std::ranges::count(named, a) && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",
                         mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
                         "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
                         "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
   const std::vector<int> cutting = mark.tensor_axis < 0 ? std::vector<int>{} : std::vector<int>{mark.tensor_axis};
   if (context >= 0)
-    for (const auto& [path, layer] : module.named_modules())
+    for (const auto& [path, layer] : module.named_modules()) {
       if (const auto* attention = dynamic_cast<const nn::CausalSelfAttention*>(layer))
         nn::ContextRegion::copies(path, attention->kv_heads, attention->heads / attention->kv_heads, *mesh.spec, {context}, cutting);
+      if (const auto* latent = dynamic_cast<const nn::LatentAttention*>(layer))
+        nn::ContextRegion::copies(path, latent->config.heads, 1, *mesh.spec, {context}, cutting);
+    }
   if (experts >= 0) {
     nn::Module::UnitMark of_experts = mark;
     of_experts.tensor_axis = experts;

@@ -173,6 +173,7 @@ OwnershipMap parts_of(const std::string& token) {
   for (char separator; text >> separator;) text >> numbers.emplace_back();
   const int64_t units = numbers.back();
   numbers.pop_back();
+  if (numbers.size() == 1) return OwnershipMap::even(token[1] - '0', numbers[0] / units);
   return OwnershipMap::parts(token[1] - '0', numbers, units);
 }
 

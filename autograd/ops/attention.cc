@@ -1,11 +1,9 @@
 // Scaled dot-product attention, blocked; sizes are named in kernels/attention.h.
 #include "sheaf/kernels/attention.h"
 
-#include <cmath>
 #include <optional>
 
-#include "sheaf/autograd/ops/rows.h"
-#include "sheaf/autograd/work.h"
+#include "sheaf/autograd/ops/attention.h"
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -19,23 +17,6 @@ struct AttentionAttrs {
   int64_t causal, window;
 };
 
-/// Keys that the queries at the first n positions see together, each up to `window`: a diagonal counts half.
-double seen_by_first(int64_t n, int64_t window) {
-  const auto all = static_cast<double>(std::max<int64_t>(0, n)), most = std::min(all, static_cast<double>(window));
-  return most * (all - most / 2);
-}
-
-/// Operations of one product of all queries, [B, T, ..], with the keys that they see: of as many keys as queries half, if causal.
-/// Documents are taken for one: where they begin is not in types.
-double product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal, int64_t window) {
-  w.work.keys = static_cast<double>(window ? std::min(window, keys) : keys), w.work.head = static_cast<double>(head);
-  const double of_a_key = 2 * static_cast<double>(queries.numel());
-  if (window && queries[1])
-    return of_a_key * (seen_by_first(keys, window) - seen_by_first(keys - queries[1], window)) / static_cast<double>(queries[1]);
-  const double all = of_a_key * static_cast<double>(keys);
-  return causal && keys == queries[1] ? all / 2 : all;
-}
-
 /// The cut of heads that queries share with keys: a key head goes with the query heads that read
 /// it. `of_queries` tells whose cut `map` is.
 struct HeadCut {
@@ -47,30 +28,6 @@ std::optional<HeadCut> head_cut(const Place& p, const OwnershipMap& map, bool of
   const OwnershipMap q = of_queries ? map : map.moved_to(2, group),
                      k = of_queries ? map.moved_to(2, 1, group) : map;
   return HeadCut{Placement::shard(q), Placement::shard(k), Placement::shard(q.moved_to(1))};
-}
-
-/// Where documents begin is the last of an op's inputs, if it has more than `others`.
-template <class Attrs>
-kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {
-  return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window};
-}
-
-std::string describe_mask(bool causal, int64_t window) {
-  return str(causal ? "causal " : "", window ? str("window ", window, " ") : "");
-}
-
-void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool as_many_keys) {
-  if (begins.dtype != kI32) fail<DTypeError>("[", op, "] where documents begin is i32, not ", begins);
-  if (!(begins.shape == rows_BT) || !causal || !as_many_keys)
-    fail<ShapeError>("[", op, "] documents want a causal mask, as many keys as queries and their begins as [B,T] ", rows_BT,
-                     "; got ", begins, causal ? "" : ", not causal", as_many_keys ? "" : ", other keys");
-}
-
-/// A rule for what an op has without documents; where they begin is cut with the batch, else whole.
-void rule_of(Place& p, std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
-  std::vector<Placement> in(inputs);
-  if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(kR);
-  p.rule(in, outputs);
 }
 
 struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are documents -> dq, dk, dv
@@ -103,7 +60,8 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
                  c.output(2), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_backward = 5 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal, a.window);
+    const auto of = [&](const Shape& queries) { return attention_product(w, queries, w.input(1)[1], w.input(0)[3], a.causal, a.window); };
+    w.work.attention_backward = 3 * of(w.input(0)) + 2 * of(w.input(3));
   }
 };
 
@@ -114,14 +72,13 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there ar
   static void infer(const Attrs& a, Infer& c) {
     const DType d = common_dtype(kName, c, 0, 3);
     require_floating(kName, d);
-    const Shape &q = c.shape(0), &k = c.shape(1);
-    if (q.rank() != 4 || k.rank() != 4 || !(k == c.shape(2)) || q[0] != k[0] || q[3] != k[3] ||
-        k[2] == 0 || q[2] % k[2] != 0)
-      fail<ShapeError>("[", kName,
-                       "] wants q [B,T,H,D], k and v [B,S,G,D] with H a multiple of G; got ",
+    const Shape &q = c.shape(0), &k = c.shape(1), &v = c.shape(2);
+    if (q.rank() != 4 || k.rank() != 4 || v.rank() != 4 || !(v == Shape{k[0], k[1], k[2], v[3]}) || q[0] != k[0] ||
+        q[3] != k[3] || k[2] == 0 || q[2] % k[2] != 0)
+      fail<ShapeError>("[", kName, "] wants q [B,T,H,D], k [B,S,G,D] and v [B,S,G,E] with H a multiple of G; got ",
                        c.input(0), ", ", c.input(1), " and ", c.input(2));
     if (c.num_inputs() > 3) check_begins(kName, c.input(3), {q[0], q[1]}, a.causal, k[1] == q[1]);
-    c.output(d, q);
+    c.output(d, {q[0], q[1], q[2], v[3]});
     c.output(statistics_dtype(d), {q[0], q[2], q[1]});
   }
   static void place(const Attrs&, Place& p) {
@@ -145,7 +102,8 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there ar
                  c.output(0), c.output(1), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_forward = 2 * product(w, w.input(0), w.input(1)[1], w.input(0)[3], a.causal, a.window);
+    const auto of = [&](const Shape& queries) { return attention_product(w, queries, w.input(1)[1], w.input(0)[3], a.causal, a.window); };
+    w.work.attention_forward = of(w.input(0)) + of(w.output(0));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
@@ -184,11 +142,6 @@ std::optional<PackedCut> packed_cut(const PackedAttrs& a, int64_t units, const P
   const int64_t queries = int64_t{a.heads} * a.width, keys = int64_t{a.key_heads} * a.width;
   return PackedCut{cut(OwnershipMap::parts(2, {queries, keys, keys}, units)),
                    cut(OwnershipMap::even(2, queries / units)), cut(OwnershipMap::even(1, a.heads / units))};
-}
-/// The units in which `size` rows are cut evenly along `dim`; 0 if they are not.
-int64_t even_units(const Placement& p, int dim, int64_t size) {
-  const bool even = p.is_shard(dim) && p.map().kind() == OwnershipMap::Kind::dim;
-  return even && size % p.map().granule() == 0 ? size / p.map().granule() : 0;
 }
 int64_t packed_units(const Placement& p) { return p.is_shard(2) && p.map().is_parts() ? p.map().granule() : 0; }
 
@@ -234,7 +187,7 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse, begins if there are do
                  c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_backward = 5 * product(w, w.input(1), w.input(1)[1], a.width, a.causal, a.window);
+    w.work.attention_backward = 5 * attention_product(w, w.input(1), w.input(1)[1], a.width, a.causal, a.window);
   }
 };
 
@@ -269,7 +222,7 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D], begins[B, T] if there are d
                  heads_of_queries(a, c.output(0)), c.output(1), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_forward = 2 * product(w, w.output(0), w.output(0)[1], a.width, a.causal, a.window);
+    w.work.attention_forward = 2 * attention_product(w, w.output(0), w.output(0)[1], a.width, a.causal, a.window);
   }
   static void vjp(const Attrs& a, Vjp& c) {
     std::vector<Tensor> in = {c.input(0), c.output(0), dense_rows(c.grad()), c.output(1)};
@@ -280,17 +233,6 @@ struct PackedAttention {  // qkv[B, T, (H + 2 G) D], begins[B, T] if there are d
     out += str(describe_mask(a.causal, a.window), "heads ", a.heads, "/", a.key_heads, " scale ", a.scale);
   }
 };
-
-double scale_of(const AttentionOptions& options, int64_t width) {
-  return options.scale > 0 ? options.scale
-                           : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));
-}
-
-void check_window(const char* op, const AttentionOptions& options) {
-  if (options.window < 0 || (options.window > 0 && !options.causal))
-    fail<ShapeError>("[", op, "] a window of ", options.window, " keys", options.causal ? "" : ", not causal",
-                     "; wants 0 for none, or a causal mask and at least 1");
-}
 
 }  // namespace
 

@@ -15,13 +15,15 @@ struct Rotary {
   static constexpr const char* kName = "rotary";
   struct Attrs {
     double theta;
-    int64_t first_position, heads, inverse;
+    int64_t first_position, heads, width;
+    int32_t neighbours, inverse;
     RotaryScaling scaling;
   };
   static void infer(const Attrs& a, Infer& c) {
     require_floating(kName, c.dtype(0));
-    if (c.shape(0).rank() != 4 || c.shape(0)[3] % 2 != 0)
-      fail<ShapeError>("[", kName, "] wants [B, T, H, D] with even D, got ", c.input(0));
+    if (c.shape(0).rank() != 4 || width_of(a, c.shape(0)) % 2 != 0 || width_of(a, c.shape(0)) > c.shape(0)[3])
+      fail<ShapeError>("[", kName, "] wants [B, T, H, D] and an even width, at most D, got ", c.input(0),
+                       a.width < 0 ? "" : str(", width ", a.width));
     if (const std::string problem = a.scaling.problem(); !problem.empty())
       fail<ConfigError>("[", kName, "] of ", c.input(0), ": the scaling's ", problem);
     c.output(c.dtype(0), c.shape(0));
@@ -45,19 +47,25 @@ struct Rotary {
     const int64_t local = c.input(0).shape[2], whole = c.input_type(0).shape[2];
     return a.heads >= whole ? a.heads : local_share(a.heads, local, whole);
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), rotary, c.input(0));
+  static int64_t width_of(const Attrs& a, const Shape& x) { return a.width < 0 ? x[3] : a.width; }
+  static kernels::RotaryPart part(const Attrs& a, const Execute& c) {
+    return {local_heads(a, c), width_of(a, c.input(0).shape), a.neighbours != 0};
+  }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), rotary, c.input(0), part(a, c));
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    SHEAF_ON_DEVICE(stream, rotary, c.input(0), a.theta, a.scaling, a.first_position, local_heads(a, c), a.inverse != 0,
+    SHEAF_ON_DEVICE(stream, rotary, c.input(0), a.theta, a.scaling, a.first_position, part(a, c), a.inverse != 0,
                  c.output(0), c.workspace);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    c.set(0, apply<Rotary>({a.theta, a.first_position, a.heads, !a.inverse, a.scaling}, dense_rows(c.grad())));
+    Attrs back = a;
+    back.inverse = !a.inverse;
+    c.set(0, apply<Rotary>(back, dense_rows(c.grad())));
   }
   static void describe(const Attrs& a, std::string& out) {
-    out += str("theta ", a.theta, a.inverse ? " inverse" : "");
+    out += str("theta ", a.theta, a.width < 0 ? "" : str(" width ", a.width), a.neighbours ? " neighbours" : "", a.inverse ? " inverse" : "");
     const RotaryScaling& s = a.scaling;
     if (s.factor != 1.0) out += str(s.is_yarn() ? " yarn" : "", " scaled by ", s.factor);
     if (s.factor != 1.0 && s.original_context != 0)
@@ -70,8 +78,9 @@ struct Rotary {
 
 }  // namespace
 
-Tensor rotary(const Tensor& x, double theta, int64_t first_position, int64_t heads, const RotaryScaling& scaling) {
-  return apply<Rotary>({theta, first_position, heads < 0 ? kAllHeads : heads, 0, scaling}, dense_rows(x));
+Tensor rotary(const Tensor& x, const RotaryOptions& o) {
+  return apply<Rotary>({o.theta, o.first_position, o.heads < 0 ? kAllHeads : o.heads, o.width, o.neighbours, 0, o.scaling},
+                       dense_rows(x));
 }
 
 }  // namespace sheaf

@@ -71,7 +71,8 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
     Tensor heads_BTHD = reshape(qkv_BTE, {packed[0], packed[1], heads + 2 * keys, head_width});
     if (query_norm) heads_BTHD = packed_rms_norm(heads_BTHD, heads, query_norm->weight, key_norm->weight, query_norm->eps);
     const int64_t first = cache ? cache->length() : 0;
-    if (rope_theta != 0.0) heads_BTHD = rotary(heads_BTHD, rope_theta, first, heads + keys, rope_scaling);
+    if (rope_theta != 0.0)
+      heads_BTHD = rotary(heads_BTHD, {.theta = rope_theta, .first_position = first, .heads = heads + keys, .scaling = rope_scaling});
     qkv_BTE = reshape(heads_BTHD, packed);
   }
   const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, keys, *cache)

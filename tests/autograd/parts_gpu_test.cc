@@ -41,7 +41,7 @@ std::vector<Tensor> middle(const Heads& h, DType dtype, const Mesh& mesh, Device
   for (const Tensor& t : in) recording.watch(t);
   Tensor qkv = linear(in[0], in[1], in[2]);
   const Shape packed = qkv.shape();
-  qkv = rotary(reshape(qkv, {2, kTokens, h.all(), kWidth}), 100.0, 0, h.queries + h.keys);
+  qkv = rotary(reshape(qkv, {2, kTokens, h.all(), kWidth}), {.theta = 100.0, .heads = h.queries + h.keys});
   const Tensor y = dropout(packed_attention(reshape(qkv, packed), h.queries, h.keys), 0.25, Key{5});
   const auto gradients = recording.gradient(sum(cast(y, kF64) * cast(y, kF64)), in);
   std::vector<Tensor> out = {y};

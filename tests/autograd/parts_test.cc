@@ -114,8 +114,8 @@ TEST(Parts, WhatWouldTearThemApartIsRefused) {
     EXPECT_THAT(refusal(qkv, packed, [](const Tensor& x) { softmax(x); }), HasSubstr("[softmax] on mesh axis model"));
     EXPECT_THAT(refusal(qkv, parts(2, {8, 4, 4}, 4), [](const Tensor& x) { reshape(x, {2, 3, 8, 2}); }),
                 HasSubstr("[reshape] on mesh axis model")) << "units of 2, 1 and 1 elements are no heads of 2";
-    EXPECT_THAT(refusal(apart, heads, [](const Tensor& x) { rotary(x, 100.0, 0, 5); }), HasSubstr("[rotary] on mesh axis model"));
-    EXPECT_THAT(refusal(apart, Placement::shard(2), [](const Tensor& x) { rotary(x, 100.0, 0, 6); }),
+    EXPECT_THAT(refusal(apart, heads, [](const Tensor& x) { rotary(x, {.theta = 100.0, .heads = 5}); }), HasSubstr("[rotary] on mesh axis model"));
+    EXPECT_THAT(refusal(apart, Placement::shard(2), [](const Tensor& x) { rotary(x, {.theta = 100.0, .heads = 6}); }),
                 HasSubstr("[rotary] on mesh axis model"));
     EXPECT_THAT(refusal(apart, parts(2, {4, 4}, 4), [](const Tensor& q) {
                   const Tensor k = full_of({kF64, {2, 3, 4, 2}, Layout(q.layout().mesh())}, 1.0);
@@ -178,7 +178,7 @@ TEST(Parts, AnInnerCutSharesWhatAnotherAxisHas) {
   const Shape shape{2, 3, kQ + 2 * kK}, out_shape{2, 3, kQ};
   const Values x = drawn(shape, "x"), weight = drawn(out_shape, "weight");
   const auto attend = [&](const Tensor& qkv, bool apart) {
-    const Tensor heads = rotary(reshape(qkv, {2, 3, kQueries + 2 * kKeys, kWidth}), 100.0, 0, kQueries + kKeys);
+    const Tensor heads = rotary(reshape(qkv, {2, 3, kQueries + 2 * kKeys, kWidth}), {.theta = 100.0, .heads = kQueries + kKeys});
     const Tensor turned = reshape(heads, shape);
     if (!apart) return packed_attention(turned, kQueries, kKeys, {.causal = true});
     const auto part = [&](int64_t begin, int64_t end) {

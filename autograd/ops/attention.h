@@ -1,0 +1,71 @@
+// What the ops of attention share: which keys are seen, what that costs, rules beside documents.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/work.h"
+#include "sheaf/kernels/attention.h"
+
+namespace sheaf::ops {
+
+/// Keys that the queries at the first n positions see together, each up to `window`: a diagonal counts half.
+inline double seen_by_first(int64_t n, int64_t window) {
+  const auto all = static_cast<double>(std::max<int64_t>(0, n)), most = std::min(all, static_cast<double>(window));
+  return most * (all - most / 2);
+}
+
+/// Operations of one product of all queries, [B, T, ..], with the keys that they see: of as many keys as queries half, if causal.
+/// Documents are taken for one: where they begin is not in types.
+inline double attention_product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal, int64_t window) {
+  w.work.keys = static_cast<double>(window ? std::min(window, keys) : keys), w.work.head = static_cast<double>(head);
+  const double of_a_key = 2 * static_cast<double>(queries.numel());
+  if (window && queries[1])
+    return of_a_key * (seen_by_first(keys, window) - seen_by_first(keys - queries[1], window)) / static_cast<double>(queries[1]);
+  const double all = of_a_key * static_cast<double>(keys);
+  return causal && keys == queries[1] ? all / 2 : all;
+}
+
+/// Where documents begin is the last of an op's inputs, if it has more than `others`.
+template <class Attrs>
+kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {
+  return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window};
+}
+
+inline std::string describe_mask(bool causal, int64_t window) {
+  return str(causal ? "causal " : "", window ? str("window ", window, " ") : "");
+}
+
+inline void check_begins(const char* op, const Type& begins, const Shape& rows_BT, bool causal, bool as_many_keys) {
+  if (begins.dtype != kI32) fail<DTypeError>("[", op, "] where documents begin is i32, not ", begins);
+  if (!(begins.shape == rows_BT) || !causal || !as_many_keys)
+    fail<ShapeError>("[", op, "] documents want a causal mask, as many keys as queries and their begins as [B,T] ", rows_BT,
+                     "; got ", begins, causal ? "" : ", not causal", as_many_keys ? "" : ", other keys");
+}
+
+/// A rule for what an op has without documents; where they begin is cut with the batch, else whole.
+inline void rule_of(Place& p, std::initializer_list<Placement> inputs, std::initializer_list<Placement> outputs) {
+  std::vector<Placement> in(inputs);
+  if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(kR);
+  p.rule(in, outputs);
+}
+
+/// The units in which `size` rows are cut evenly along `dim`; 0 if they are not.
+inline int64_t even_units(const Placement& p, int dim, int64_t size) {
+  const bool even = p.is_shard(dim) && p.map().kind() == OwnershipMap::Kind::dim;
+  return even && size % p.map().granule() == 0 ? size / p.map().granule() : 0;
+}
+
+inline double scale_of(const AttentionOptions& options, int64_t width) {
+  return options.scale > 0 ? options.scale
+                           : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));
+}
+
+inline void check_window(const char* op, const AttentionOptions& options) {
+  if (options.window < 0 || (options.window > 0 && !options.causal))
+    fail<ShapeError>("[", op, "] a window of ", options.window, " keys", options.causal ? "" : ", not causal",
+                     "; wants 0 for none, or a causal mask and at least 1");
+}
+
+}  // namespace sheaf::ops

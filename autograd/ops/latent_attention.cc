@@ -1,0 +1,202 @@
+// Attention whose keys and values come from a narrow latent (multi-head latent attention): of each head's key some elements are its
+// own, the rest all heads share. Whole keys are put together in scratch memory, in the backward once more.
+//
+//   B batch   T tokens   H heads   D width of queries and keys   N of it each head's own   E width of values
+#include <optional>
+
+#include "sheaf/autograd/ops/attention.h"
+#include "sheaf/kernels/attention_operands.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/reduce.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+struct LatentAttrs {
+  double scale;
+  int32_t causal, heads, own, values;  ///< own: N; values: E
+  int64_t window;
+};
+
+/// The attributes of this rank's heads, input 0 being q.
+LatentAttrs local_heads(LatentAttrs a, const Execute& c) {
+  a.heads = static_cast<int32_t>(local_share(a.heads, c.input(0).shape[2], c.input_type(0).shape[2]));
+  return a;
+}
+
+/// A cut of the heads in equal units.
+struct LatentCut {
+  Placement q, up, out, lse;
+};
+std::optional<LatentCut> latent_cut(const LatentAttrs& a, const Shape& q, int64_t units, const Placement& like) {
+  if (units <= 0 || a.heads % units != 0 || q[2] == 0) return {};
+  const auto cut = [&](int dim, int64_t size) {
+    const OwnershipMap map = OwnershipMap::even(dim, size / units);
+    return Placement::shard(like.map().is_inner() ? map.inner() : map);
+  };
+  return LatentCut{cut(2, q[2]), cut(2, int64_t{a.heads} * (a.own + a.values)), cut(2, int64_t{a.heads} * a.values), cut(1, a.heads)};
+}
+
+/// Views of operands by heads, [B, T, H, ..]. All of keys: a dense block of scratch memory.
+struct Heads {
+  View q, own, v, shared, out;
+  Heads(const LatentAttrs& a, const View& packed_q, const View& up, const View& shared_rows, const View& packed_out)
+      : q(kernels::heads_of(packed_q, 0, a.heads, a.heads ? packed_q.shape[2] / a.heads : 0)),
+        own(kernels::heads_of(up, 0, a.heads, a.own + a.values)),
+        v(own),
+        shared(kernels::heads_of(shared_rows, 0, 1, shared_rows.shape[2])),
+        out(kernels::heads_of(packed_out, 0, a.heads, a.values)) {
+    own = elements(own, 0, a.own), v = elements(v, a.own, a.own + a.values);
+  }
+  /// Elements [begin, end) of each head.
+  static View elements(View x, int64_t begin, int64_t end) {
+    x.shape[3] = end - begin;
+    if (x.data) x.data = x.as<char>() + static_cast<size_t>(begin) * size_of(x.dtype);
+    return x;
+  }
+  View keys(void* memory) const { return View::dense(memory, q.dtype, q.shape); }
+  View own_of(const View& k) const { return elements(k, 0, own.shape[3]); }
+  View shared_of(const View& k) const { return elements(k, own.shape[3], k.shape[3]); }
+};
+
+/// Scratch memory of a block like the keys, at whose end another begins.
+int64_t block_bytes(const View& keys) { return (keys.bytes() + 255) / 256 * 256; }
+void* take_block(Workspace& w, const View& keys) {
+  const auto bytes = static_cast<size_t>(block_bytes(keys));
+  check<ShapeError>(w.bytes >= bytes, "[latent_attention] workspace too small: ", w.bytes, " bytes");
+  void* const block = w.data;
+  w = {static_cast<char*>(w.data) + bytes, w.bytes - bytes};
+  return block;
+}
+
+void put_keys_together(const Stream& stream, const Heads& h, const View& k) {
+  SHEAF_ON_DEVICE(stream, copy, h.own, h.own_of(k));
+  SHEAF_ON_DEVICE(stream, copy, expand_view(h.shared, h.shared_of(k).shape), h.shared_of(k));
+}
+
+struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if there are documents -> dq, dup, dshared
+  static constexpr const char* kName = "latent_attention_backward";
+  using Attrs = LatentAttrs;
+  static void infer(const Attrs&, Infer& c) {
+    for (int i = 0; i < 3; ++i) c.output(c.dtype(i), c.shape(i));
+  }
+  static void place(const Attrs& a, Place& p) {
+    for (int i = 0; i < p.num_inputs(); ++i) {
+      if (!p.in(i).is_shard()) continue;
+      if (p.in(i).is_shard(0)) rule_all(p, p.in(i), p.in(i), 3);
+      const int64_t units = i == 5 ? even_units(p.in(5), 1, a.heads) : i == 2 ? 0 : even_units(p.in(i), 2, p.shape(i)[2]);
+      if (const auto cut = latent_cut(a, p.shape(0), units, p.in(i)))
+        rule_of(p, {cut->q, cut->up, kR, cut->out, cut->out, cut->lse}, {cut->q, cut->up, kP});
+      break;
+    }
+    rule_all(p, kR, kR, 3);
+    rule_of(p, {kR, kR, kR, kR, kP, kR}, {kP, kP, kP});  // linear in dout
+  }
+  static Heads operands(const Attrs& a, const Execute& c) { return {a, c.input(0), c.input(1), c.input(2), c.input(3)}; }
+  static Heads gradients(const Attrs& a, const Execute& c) { return {a, c.output(0), c.output(1), c.output(2), c.input(4)}; }
+  static int64_t workspace(const Attrs& all, const Execute& c) {
+    const Attrs a = local_heads(all, c);
+    const Heads h = operands(a, c), d = gradients(a, c);
+    const View k = h.keys(nullptr), dk = d.keys(nullptr);
+    const int64_t attention = SHEAF_WORKSPACE(c.device(), attention_backward, h.q, k, h.v, h.out, c.input(5), d.out,
+                                              mask_of(a, c, 6), d.q, dk, d.v),
+                  sums = SHEAF_GPU_WORKSPACE(c.device(), sum, d.shared_of(dk), d.shared);
+    return 2 * block_bytes(k) + std::max(attention, sums);
+  }
+  static void execute(const Attrs& all, Execute& c) {
+    const Stream stream = c.stream();
+    const Attrs a = local_heads(all, c);
+    const Heads h = operands(a, c), d = gradients(a, c);
+    Workspace rest = c.workspace;
+    const View k = h.keys(take_block(rest, h.q)), dk = d.keys(take_block(rest, h.q));
+    put_keys_together(stream, h, k);
+    SHEAF_ON_DEVICE(stream, attention_backward, h.q, k, h.v, h.out, c.input(5), d.out, mask_of(a, c, 6), a.scale, d.q, dk, d.v, rest);
+    SHEAF_ON_DEVICE(stream, copy, d.own_of(dk), d.own);
+    SHEAF_ON_DEVICE_SCRATCH(stream, rest, sum, d.shared_of(dk), d.shared, 1.0);
+  }
+  static void work(const Attrs& a, WorkOf& w) {
+    const auto of = [&](const Shape& queries) {
+      return attention_product(w, queries, queries[1], w.input(0)[2] / std::max<int64_t>(1, a.heads), a.causal, a.window);
+    };
+    w.work.attention_backward = 3 * of(w.input(0)) + 2 * of(w.input(3));
+  }
+};
+
+struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents -> out[B, T, H E], lse[B, H, T]
+  static constexpr const char* kName = "latent_attention";
+  using Attrs = LatentAttrs;
+  static constexpr uint64_t kSavedInputs = 0b1111, kSavedOutputs = 0b11;
+  static void infer(const Attrs& a, Infer& c) {
+    require_floating(kName, common_dtype(kName, c, 0, 3));
+    const Shape& q = c.shape(0);
+    if (c.num_inputs() > 3) check_begins(kName, c.input(3), {q[0], q[1]}, a.causal, true);
+    c.output(c.dtype(0), {q[0], q[1], int64_t{a.heads} * a.values});
+    c.output(statistics_dtype(c.dtype(0)), {q[0], a.heads, q[1]});
+  }
+  static void place(const Attrs& a, Place& p) {
+    for (int i = 0; i < p.num_inputs(); ++i) {
+      if (!p.in(i).is_shard()) continue;
+      if (p.in(i).is_shard(0)) rule_all(p, p.in(i), p.in(i), 2);
+      const int64_t units = i < 2 ? even_units(p.in(i), 2, p.shape(i)[2]) : 0;
+      if (const auto cut = latent_cut(a, p.shape(0), units, p.in(i))) rule_of(p, {cut->q, cut->up, kR}, {cut->out, cut->lse});
+      break;
+    }
+    rule_all(p, kR, kR, 2);
+  }
+  static Heads operands(const Attrs& a, const Execute& c) { return {a, c.input(0), c.input(1), c.input(2), c.output(0)}; }
+  static int64_t workspace(const Attrs& all, const Execute& c) {
+    const Attrs a = local_heads(all, c);
+    const Heads h = operands(a, c);
+    const View k = h.keys(nullptr);
+    return block_bytes(k) + SHEAF_WORKSPACE(c.device(), attention, h.q, k, h.v, mask_of(a, c, 3), h.out, c.output(1));
+  }
+  static void execute(const Attrs& all, Execute& c) {
+    const Stream stream = c.stream();
+    const Attrs a = local_heads(all, c);
+    const Heads h = operands(a, c);
+    Workspace rest = c.workspace;
+    const View k = h.keys(take_block(rest, h.q));
+    put_keys_together(stream, h, k);
+    SHEAF_ON_DEVICE(stream, attention, h.q, k, h.v, mask_of(a, c, 3), a.scale, h.out, c.output(1), rest);
+  }
+  static void work(const Attrs& a, WorkOf& w) {
+    const auto of = [&](const Shape& queries) {
+      return attention_product(w, queries, queries[1], w.input(0)[2] / std::max<int64_t>(1, a.heads), a.causal, a.window);
+    };
+    w.work.attention_forward = of(w.input(0)) + of(w.output(0));
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
+    if (c.num_inputs() > 3) in.push_back(c.input(3));
+    const Tensors d = apply(op_def<LatentAttentionBackward>(), &a, in);
+    for (int i = 0; i < 3; ++i) c.set(i, d[static_cast<size_t>(i)]);
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str(describe_mask(a.causal, a.window), "heads ", a.heads, " own ", a.own, " scale ", a.scale);
+  }
+};
+
+}  // namespace
+
+Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared, int64_t heads, const AttentionOptions& options) {
+  const auto refuse = [&] {
+    fail<ShapeError>("[latent_attention] wants q [B, T, H D], up [B, T, H (N + E)] and shared [B, T, D - N], got ", q.type(), ", ",
+                     up.type(), " and ", shared.type(), ", H ", heads);
+  };
+  if (q.rank() != 3 || up.rank() != 3 || shared.rank() != 3 || heads <= 0 || q.size(2) % heads != 0 || up.size(2) % heads != 0) refuse();
+  const int64_t width = q.size(2) / heads, own = width - shared.size(2), values = up.size(2) / heads - own;
+  for (int d = 0; d < 2; ++d)
+    if (up.size(d) != q.size(d) || shared.size(d) != q.size(d)) refuse();
+  if (own < 0 || values < 0) refuse();
+  check_window("latent_attention", options);
+  const LatentAttrs attrs{scale_of(options, width), options.causal, static_cast<int32_t>(heads), static_cast<int32_t>(own),
+                          static_cast<int32_t>(values), options.window};
+  std::vector<Tensor> in = {dense_rows(q), dense_rows(up), dense_rows(shared)};
+  if (options.begins) in.push_back(dense_rows(options.begins));
+  return apply(op_def<LatentAttention>(), &attrs, in)[0];
+}
+
+}  // namespace sheaf

@@ -1,0 +1,90 @@
+#include "sheaf/nn/layers/latent_attention.h"
+
+#include "sheaf/nn/layers/context_region.h"
+#include "sheaf/nn/layers/tensor_region.h"
+
+namespace sheaf::nn {
+namespace {
+
+const LatentAttentionConfig& checked(const LatentAttentionConfig& c) {
+  check<ConfigError>(c.width > 0 && c.heads > 0 && c.kv_lora_rank > 0 && c.q_lora_rank >= 0 && c.qk_nope_head_dim > 0 &&
+                         c.qk_rope_head_dim > 0 && c.v_head_dim > 0,
+                     "[latent_attention] wants positive sizes: width ", c.width, ", heads ", c.heads, ", kv_lora_rank ", c.kv_lora_rank,
+                     ", qk_nope_head_dim ", c.qk_nope_head_dim, ", qk_rope_head_dim ", c.qk_rope_head_dim, ", v_head_dim ", c.v_head_dim);
+  check<ConfigError>(c.qk_rope_head_dim % 2 == 0, "[latent_attention] rotary positions need a qk_rope_head_dim that is even, not ",
+                     c.qk_rope_head_dim);
+  check<ConfigError>(c.window >= 0, "[latent_attention] window ", c.window, ": a token sees at least itself; 0: all keys");
+  return c;
+}
+
+int64_t key_width(const LatentAttentionConfig& c) { return c.qk_nope_head_dim + c.qk_rope_head_dim; }
+int64_t up_width(const LatentAttentionConfig& c) { return c.qk_nope_head_dim + c.v_head_dim; }
+
+// A tensor axis cuts the heads, and so does a context axis: `width` elements of dimension `dim` each.
+LinearOptions without_bias(const Init& init) { return {.bias = false, .init = init}; }
+LinearOptions by_heads(const Init& init, int dim, int64_t width) {
+  return {.bias = false, .init = init, .cut = OwnershipMap::even(dim, width)};
+}
+
+// x[B, T, C], whole sequences on every rank of axes that cut them.
+Tensor whole_sequences(const Tensor& x_BTC) {
+  Layout whole = x_BTC.layout();
+  for (int a = 0; a < whole.num_axes(); ++a)
+    if (whole[a].is_shard(1)) whole[a] = Placement::replicate();
+  return redistribute(x_BTC, whole);
+}
+
+}  // namespace
+
+LatentAttention::LatentAttention(const LatentAttentionConfig& c)
+    : config(checked(c)),
+      latents(c.width, c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim, without_bias(c.init)),
+      latent_norm(c.kv_lora_rank, c.norm_eps),
+      queries(c.q_lora_rank ? c.q_lora_rank : c.width, c.heads * key_width(c), by_heads(c.init, 0, key_width(c))),
+      keys_values(c.kv_lora_rank, c.heads * up_width(c), by_heads(c.init, 0, up_width(c))),
+      projection(c.heads * c.v_head_dim, c.width, by_heads(c.projection_init, 1, c.v_head_dim)),
+      dropout(c.dropout) {
+  if (c.q_lora_rank) query_norm.emplace(c.q_lora_rank, c.norm_eps);
+}
+
+// The last R elements of each head of x[B, T, heads ..].
+Tensor LatentAttention::rotated(const Tensor& x_BTE, int64_t heads, const KeyValueCache* cache) const {
+  const Shape packed = x_BTE.shape();
+  const Tensor heads_BTHD = reshape(x_BTE, {packed[0], packed[1], heads, packed[2] / heads});
+  return reshape(rotary(heads_BTHD, {.theta = config.rope_theta,
+                                     .first_position = cache ? cache->length() : 0,
+                                     .width = config.qk_rope_head_dim,
+                                     .neighbours = true,
+                                     .scaling = config.rope_scaling}),
+                 packed);
+}
+
+Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
+  check<ConfigError>(!cache || !begins_BT, "[latent_attention] '", path(), "': the tokens of a cache are one document");
+  const LatentAttentionConfig& c = config;
+  const TensorRegion region(x_BTC, projection.weight);
+  const Tensor latents_BTL = region.enter(latents(x_BTC));
+  const int64_t of_q = c.q_lora_rank, of_kv = of_q + c.kv_lora_rank;
+  Tensor q_BTD = queries(query_norm ? (*query_norm)(slice(latents_BTL, 2, 0, of_q)) : region.enter(x_BTC));
+  Tensor up_BTE = keys_values(latent_norm(slice(latents_BTL, 2, of_q, of_kv)));
+  const ContextRegion of_queries(q_BTD, OwnershipMap::even(2, key_width(c))), of_keys(up_BTE, OwnershipMap::even(2, up_width(c)));
+  q_BTD = rotated(of_queries.enter(q_BTD), c.heads, cache);
+  up_BTE = of_keys.enter(up_BTE);
+  const Tensor shared_BTR = rotated(whole_sequences(slice(latents_BTL, 2, of_kv, of_kv + c.qk_rope_head_dim)), 1, cache);
+  const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = begins_BT, .window = c.window};
+  const Tensor mixed_BTE = cache ? attend_to_cache(q_BTD, up_BTE, shared_BTR, options, *cache)
+                                 : latent_attention(q_BTD, up_BTE, shared_BTR, c.heads, options);
+  return dropout(region.leave(projection(of_queries.leave(mixed_BTE))));
+}
+
+Tensor LatentAttention::attend_to_cache(const Tensor& q_BTD, const Tensor& up_BTE, const Tensor& shared_BTR,
+                                        const AttentionOptions& options, KeyValueCache& cache) const {
+  const int64_t b = q_BTD.size(0), t = q_BTD.size(1), h = config.heads, n = config.qk_nope_head_dim, r = config.qk_rope_head_dim;
+  const Tensor up_BTHE = reshape(up_BTE, {b, t, h, up_width(config)});
+  const Tensor shared_BTHR = expand(reshape(shared_BTR, {b, t, 1, r}), {b, t, h, r});
+  const Tensor k_BSHD = cache.append(path() + ".keys", concat({slice(up_BTHE, 3, 0, n), shared_BTHR}, 3));
+  const Tensor v_BSHE = cache.append(path() + ".values", slice(up_BTHE, 3, n, up_width(config)));
+  return reshape(attention(reshape(q_BTD, {b, t, h, n + r}), k_BSHD, v_BSHE, options), {b, t, h * config.v_head_dim});
+}
+
+}  // namespace sheaf::nn
