@@ -21,29 +21,53 @@ double keys_seen(const ModelConfig& m, CountAttention attention) {
   return all / static_cast<double>(m.layers);
 }
 
+// Of a block: the elements of its matrices, the rows and columns of all of them together, and the elements of queries and of values that
+// meet each key.
+struct Attention {
+  double weights = 0, sides = 0, of_a_key = 0;
+  void multiply(int64_t in, int64_t out) {
+    weights += static_cast<double>(in) * static_cast<double>(out), sides += static_cast<double>(in + out);
+  }
+};
+
+Attention attention_of(const ModelConfig& m) {
+  Attention a;
+  const int64_t queries = m.heads * m.head_dim, values = m.kv_lora_rank ? m.heads * m.v_head_dim : queries;
+  if (m.kv_lora_rank) {
+    a.multiply(m.width, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim);
+    a.multiply(m.q_lora_rank ? m.q_lora_rank : m.width, queries);
+    a.multiply(m.kv_lora_rank, m.heads * (m.qk_nope_head_dim + m.v_head_dim));
+  } else {
+    a.multiply(m.width, queries + 2 * m.kv_heads * m.head_dim);
+  }
+  a.multiply(values, m.width);
+  a.of_a_key = static_cast<double>(queries + values);
+  return a;
+}
+
 }  // namespace
 
 FlopsOfParts flops_of_parts(const TrainConfig& config, CountAttention attention) {
   const ModelConfig m = resolved(config.model);
   const auto of = [](int64_t n) { return static_cast<double>(n); };
   const bool llama = m.type == "llama";
-  const double width = of(m.width), context = of(m.context), tokens = context * of(config.train.batch);
-  const double queries = of(m.heads * m.head_dim), keys = of(m.kv_heads * m.head_dim);
+  const double width = of(m.width), tokens = of(m.context) * of(config.train.batch);
   // In the mean of all blocks. Of a mixture, the experts that a token goes through, and their router.
   const double mixtures = m.experts == 0 ? 0.0 : 1.0 - of(std::min(m.dense_layers, m.layers)) / of(m.layers);
   const double mlp = (1 - mixtures) * of(m.mlp_width) + mixtures * of(m.shared_experts * m.expert_hidden);
   const double hidden = mlp + mixtures * of(m.experts_per_token * m.expert_hidden);
-  // Queries, keys and values, the output; up and down, and Llama's gate.
-  const double block = width * (queries + 2 * keys) + queries * width + (llama ? 3 : 2) * width * hidden + mixtures * width * of(m.experts);
+  const Attention attention_of_a_block = attention_of(m);
+  // Up and down, and Llama's gate.
+  const double block = attention_of_a_block.weights + (llama ? 3 : 2) * width * hidden + mixtures * width * of(m.experts);
   // Frozen weights have no gradients: two products of three. Adapters' have.
   double adapters = 0;
-  if (m.lora_rank && m.lora_layers != "mlp") adapters += of(m.lora_rank) * (width + queries + 2 * keys + queries + width);
+  if (m.lora_rank && m.lora_layers != "mlp") adapters += of(m.lora_rank) * attention_of_a_block.sides;
   if (m.lora_rank && m.lora_layers != "attention") {
     const double layers = 1 - mixtures + (m.shared_experts > 0 ? mixtures : 0);
     adapters += of(m.lora_rank) * (llama ? 3 : 2) * (layers * width + mlp);
   }
   const double weights = m.lora_rank ? 4 : 6;
-  return {tokens * (weights * block + 6 * adapters + 12 * keys_seen(m, attention) * queries), tokens * weights * of(m.vocab) * width};
+  return {tokens * (weights * block + 6 * adapters + 6 * keys_seen(m, attention) * attention_of_a_block.of_a_key), tokens * weights * of(m.vocab) * width};
 }
 
 double flops_per_step(const TrainConfig& config, CountAttention attention) {

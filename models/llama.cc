@@ -25,6 +25,26 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   return a;
 }
 
+nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t block) {
+  const double mscale = c.mscale_all_dim == 0 ? 1.0 : RotaryScaling::yarn_amplitude(c.rope_scaling.factor, c.mscale_all_dim);
+  nn::LatentAttentionConfig a;
+  a.width = c.width;
+  a.heads = c.heads;
+  a.q_lora_rank = c.q_lora_rank;
+  a.kv_lora_rank = c.kv_lora_rank;
+  a.qk_nope_head_dim = c.qk_nope_head_dim ? c.qk_nope_head_dim : c.width / c.heads;
+  a.qk_rope_head_dim = c.qk_rope_head_dim ? c.qk_rope_head_dim : a.qk_nope_head_dim / 2;
+  a.v_head_dim = c.v_head_dim ? c.v_head_dim : a.qk_nope_head_dim;  // norm_eps stays: DeepSeek's latents have theirs, whatever others have
+  a.window = window_of_block(block, c.window, c.full_attention_every);
+  a.dropout = c.dropout;
+  a.rope_theta = c.rope_theta;
+  a.rope_scaling = c.rope_scaling;
+  a.scale = mscale * mscale;
+  a.init = weight_init();
+  a.projection_init = residual_init(c.layers);
+  return a;
+}
+
 nn::MlpConfig mlp_config(const LlamaConfig& c) {
   nn::MlpConfig m;
   m.width = c.width;
@@ -109,6 +129,76 @@ LlamaConfig qwen3_30b_a3b() {
   return c;
 }
 
+// DeepSeek's: latents for attention, a first few dense blocks, then mixtures with shared experts.
+LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_width, int64_t experts, int64_t expert_hidden) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = heads;
+  c.width = width;
+  c.mlp_width = mlp_width;
+  c.norm_eps = 1e-6;
+  c.kv_lora_rank = 512;
+  c.qk_nope_head_dim = 128;
+  c.qk_rope_head_dim = 64;
+  c.v_head_dim = 128;
+  c.head_dim = 192;
+  c.experts = experts;
+  c.expert_hidden = expert_hidden;
+  return c;
+}
+
+// DeepSeek-V2-Lite, 16B parameters of which a token goes through 2.4B (https://arxiv.org/abs/2405.04434, appendix B).
+LlamaConfig deepseek_v2_lite() {
+  LlamaConfig c = deepseek(27, 16, 2048, 10944, 64, 1408);
+  c.context = 163840;
+  c.vocab = 102400;
+  c.rope_scaling = RotaryScaling::yarn(40, 4096, 1, 32);
+  c.rope_scaling.amplitude = 1;
+  c.mscale_all_dim = 0.707;
+  c.experts_per_token = 6;
+  c.normalize_experts = false;
+  c.shared_experts = 2;
+  c.dense_layers = 1;
+  c.aux_loss = 0.001;
+  return c;
+}
+
+// What DeepSeek-V3 and Moonlight have in common: sigmoid affinities, balance by a bias.
+LlamaConfig with_biased_experts(LlamaConfig c, int64_t per_token, double scale, int64_t shared, int64_t dense) {
+  c.experts_per_token = per_token;
+  c.expert_affinity = nn::Affinity::sigmoid;
+  c.expert_bias = true;
+  c.expert_scale = scale;
+  c.shared_experts = shared;
+  c.dense_layers = dense;
+  return c;
+}
+
+// DeepSeek-V3 and R1, 671B parameters of which a token goes through 37B (https://arxiv.org/abs/2412.19437, section 4.2).
+LlamaConfig deepseek_v3() {
+  LlamaConfig c = with_biased_experts(deepseek(61, 128, 7168, 18432, 256, 2048), 8, 2.5, 1, 3);
+  c.context = 163840;
+  c.vocab = 129280;
+  c.q_lora_rank = 1536;
+  c.rope_scaling = RotaryScaling::yarn(40, 4096, 1, 32);
+  c.rope_scaling.amplitude = 1;
+  c.mscale_all_dim = 1;
+  c.expert_parts = 8;
+  c.expert_parts_per_token = 4;
+  return c;
+}
+
+// Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), whose config.json this is.
+LlamaConfig moonlight() {
+  LlamaConfig c = with_biased_experts(deepseek(27, 16, 2048, 11264, 64, 1408), 6, 2.446, 2, 1);
+  c.context = 8192;
+  c.vocab = 163840;
+  c.rope_theta = 50000.0;
+  c.norm_eps = 1e-5;
+  return c;
+}
+
 // Mixtral 8x7B (Jiang et al., https://arxiv.org/abs/2401.04088).
 LlamaConfig mixtral() {
   LlamaConfig c;
@@ -148,7 +238,10 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"qwen3-14b", qwen3(40, 40, 5120, 17408, false)},
           {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)},
           {"qwen3-30b-a3b", qwen3_30b_a3b()},
-          {"mixtral-8x7b", mixtral()}};
+          {"mixtral-8x7b", mixtral()},
+          {"deepseek-v2-lite", deepseek_v2_lite()},
+          {"deepseek-v3", deepseek_v3()},
+          {"moonlight-16b-a3b", moonlight()}};
 }
 
 LlamaConfig LlamaConfig::preset(const std::string& name) {
@@ -162,9 +255,9 @@ LlamaConfig LlamaConfig::preset(const std::string& name) {
 }
 
 LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
-    : attention_norm(c.width, c.norm_eps),
-      attention(attention_config(c, index)),
-      mlp_norm(c.width, c.norm_eps) {
+    : attention_norm(c.width, c.norm_eps), mlp_norm(c.width, c.norm_eps) {
+  if (c.kv_lora_rank) latent_attention.emplace(latent_attention_config(c, index));
+  else attention.emplace(attention_config(c, index));
   if (c.experts && index >= c.dense_layers) moe.emplace(mixture_config(c));
   else mlp.emplace(mlp_config(c));
 }
@@ -172,7 +265,9 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   const Tensor begins_BT = stream.begins;
   NormedSum x_BTC = attention_norm(std::move(stream));
-  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attention(x_BTC.normed, cache, begins_BT)});
+  const Tensor attended_BTC = latent_attention ? (*latent_attention)(x_BTC.normed, cache, begins_BT)
+                                               : (*attention)(x_BTC.normed, cache, begins_BT);
+  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attended_BTC});
   if (moe) return {x_BTC.sum, (*moe)(x_BTC.normed, /*drops=*/cache == nullptr), begins_BT};
   return {x_BTC.sum, (*mlp)(x_BTC.normed), begins_BT};
 }

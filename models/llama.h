@@ -11,6 +11,7 @@
 #include "sheaf/models/decoder.h"
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/experts.h"
+#include "sheaf/nn/layers/latent_attention.h"
 #include "sheaf/nn/layers/mlp.h"
 
 namespace sheaf::models {
@@ -47,6 +48,11 @@ struct LlamaConfig {
   int64_t dense_layers = 0;         ///< the first so many blocks have an MLP, not a mixture
   double aux_loss = 0.0;          ///< factor of each mixture's imbalance in the training loss
 
+  int64_t kv_lora_rank = 0;       ///< attention is nn::LatentAttention with this width of its latent; 0: it is not
+  int64_t q_lora_rank = 0;        ///< as there, and the next three
+  int64_t qk_nope_head_dim = 0, qk_rope_head_dim = 0, v_head_dim = 0;  ///< 0: width / heads, half of that, the first
+  double mscale_all_dim = 0.0;    ///< there, with YaRN: scores are multiplied by yarn_amplitude(factor, this)²
+
   int64_t window = 0;             ///< as in GptConfig
   int64_t full_attention_every = 0;  ///< there, too
   int64_t end_of_text = -1;       ///< as in GptConfig
@@ -54,23 +60,25 @@ struct LlamaConfig {
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
-  /// at theirs of 131,072, whose rotary positions are scaled; and the dense ones of Qwen3.
+  /// at theirs of 131,072, whose rotary positions are scaled; Qwen3's, Mixtral's, DeepSeek's.
   static std::vector<std::pair<std::string, LlamaConfig>> published();
   /// One of them, or "llama-tiny"; throws ConfigError that lists them.
   static LlamaConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm; the MLP may be a mixture.
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm. Attention is one of two kinds, and the
+/// MLP may be a mixture.
 struct LlamaBlock : DecoderBlock {
   nn::RMSNorm attention_norm;
-  nn::CausalSelfAttention attention;
+  std::optional<nn::CausalSelfAttention> attention;
+  std::optional<nn::LatentAttention> latent_attention;
   nn::RMSNorm mlp_norm;
   std::optional<nn::SwiGluMLP> mlp;
   std::optional<nn::MixtureOfExperts> moe;
 
   explicit LlamaBlock(const LlamaConfig& config, int64_t index = 0);  ///< among the model's, from 0: which keys it sees
   nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
-  SHEAF_FIELDS(attention_norm, attention, mlp_norm, mlp, moe);
+  SHEAF_FIELDS(attention_norm, attention, latent_attention, mlp_norm, mlp, moe);
 };
 
 /// In training, the loss has aux_loss times the sum of all mixtures' imbalances added: each micro-batch has its own, which counts by

@@ -10,6 +10,7 @@
 namespace sheaf::models {
 namespace {
 
+const std::string_view kOfLlamasShape[] = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3"};
 constexpr int64_t kLargest = 1'000'000'000;  // of any size; products of two fit 64 bits
 
 // A config.json, where null means the same as nothing.
@@ -178,31 +179,56 @@ void read_windows(const Reader& r, int64_t window, const char* derived, F&& slid
       r.refuse(key, none ? "no window is said" : "Sheaf's models have full attention in every N-th layer, or in none or all");
 }
 
-// The experts of dots.llm1 are those of DeepSeek-V3.
-void read_dots1(const Reader& r, ModelConfig& m) {
+// The experts of DeepSeek-V3, which are dots.llm1's, too, and those of DeepSeek-V2.
+void read_deepseek_experts(const Reader& r, const std::string& type, ModelConfig& m) {
+  const bool dots1 = type == "dots1", v2 = type == "deepseek_v2";
+  m.dense_layers = r.whole("first_k_dense_replace", 0);
+  if (m.dense_layers >= m.layers) {
+    if (dots1) r.refuse("first_k_dense_replace", str("of ", m.layers, " layers none has experts"));
+    m.dense_layers = 0;
+    return;
+  }
   m.experts = r.positive("n_routed_experts");
   m.experts_per_token = r.positive("num_experts_per_tok");
   m.expert_hidden = r.positive("moe_intermediate_size");
+  m.expert_scale = r.number("routed_scaling_factor", 1.0);
+  m.shared_experts = r.positive("n_shared_experts");
   m.normalize_experts = r.flag("norm_topk_prob", false);
-  r.only("scoring_func", "sigmoid", "dots1 has sigmoid");
-  r.only("topk_method", "noaux_tc", "dots1 has noaux_tc");
   r.only("moe_layer_freq", 1, "behind the first ones all of Sheaf's layers have experts");
+  if (v2) {
+    r.only("scoring_func", "softmax", "deepseek_v2 has softmax");
+    r.only("topk_method", "greedy", "of deepseek_v2 Sheaf has greedy");
+    r.only("norm_topk_prob", false, "deepseek_v2 does not");
+    return;
+  }
+  r.only("scoring_func", "sigmoid", str(type, " has sigmoid").c_str());
+  r.only("topk_method", "noaux_tc", str(type, " has noaux_tc").c_str());
   m.expert_affinity = "sigmoid";
   m.expert_bias = true;
   m.expert_balance_rate = 0;
-  m.expert_scale = r.number("routed_scaling_factor", 1.0);
-  m.expert_parts = r.positive("n_group", 1);
-  m.expert_parts_per_token = r.positive("topk_group", 1);
-  m.shared_experts = r.positive("n_shared_experts");
-  m.dense_layers = r.whole("first_k_dense_replace", 0);
-  if (m.dense_layers >= m.layers) r.refuse("first_k_dense_replace", str("of ", m.layers, " layers none has experts"));
+  m.expert_parts = dots1 ? r.positive("n_group", 1) : r.positive("n_group");
+  m.expert_parts_per_token = dots1 ? r.positive("topk_group", 1) : r.positive("topk_group");
+}
+
+// DeepSeek's latent attention.
+void read_latents(const Reader& r, ModelConfig& m) {
+  m.kv_lora_rank = r.positive("kv_lora_rank");
+  m.q_lora_rank = r.positive("q_lora_rank", 0);
+  m.qk_nope_head_dim = r.positive("qk_nope_head_dim");
+  m.qk_rope_head_dim = r.positive("qk_rope_head_dim");
+  m.v_head_dim = r.positive("v_head_dim");
+  if (m.kv_heads != m.heads) r.refuse("num_key_value_heads", str("each of the ", m.heads, " heads has keys of its own"));
+  if (m.qk_rope_head_dim % 2 != 0) r.refuse("qk_rope_head_dim", "rotary positions turn pairs");
+  r.only("rope_interleave", true, "in Sheaf's latent attention rotary positions turn neighbours");
+  r.only("sliding_window", false, "DeepSeek's attention sees all tokens before");
 }
 
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
-// queries and keys have norms instead, with mixtures of experts, too, and dots.llm1's, with mixtures of another kind.
+// queries and keys have norms instead, with mixtures of experts, too, dots.llm1's, with mixtures of another kind, and DeepSeek's, which
+// have those and attention of another kind.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
-  const bool dots1 = type == "dots1";
+  const bool dots1 = type == "dots1", deepseek = type == "deepseek_v2" || type == "deepseek_v3";
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe;
   if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
   r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
@@ -215,7 +241,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.type = "llama";
   m.layers = r.layers("num_hidden_layers");
   m.heads = r.positive("num_attention_heads");
-  m.kv_heads = llama ? r.positive("num_key_value_heads", m.heads) : r.positive("num_key_value_heads");
+  m.kv_heads = llama || deepseek ? r.positive("num_key_value_heads", m.heads) : r.positive("num_key_value_heads");
   m.width = r.positive("hidden_size");
   m.mlp_width = r.positive("intermediate_size");
   m.context = r.positive("max_position_embeddings");
@@ -231,7 +257,8 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.bias = false;
   m.qkv_bias = type == "qwen2";
   m.qk_norm = type == "qwen3" || qwen3_moe || dots1;
-  m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
+  if (deepseek) read_latents(r, m);
+  else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
   // Qwen uses the window that it names if it says so, and then Qwen2 and Qwen3 not in the first layers, as dots.llm1 always. Where the file does not
   // even say null, transformers gives it and Mistral one.
@@ -247,7 +274,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   read_windows(r, window, "max_window_layers", [&](int64_t i) { return i >= from; }, m);
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
-  if (dots1) read_dots1(r, m);
+  if (dots1 || deepseek) read_deepseek_experts(r, type, m);
   if (mixtral) {
     m.experts = r.positive("num_local_experts");
     m.experts_per_token = r.positive("num_experts_per_tok");
@@ -280,184 +307,10 @@ ModelConfig read_published_config(const std::string& file) {
   const std::string type = r.text("model_type", "");
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
-  else if (type == "llama" || type == "mistral" || type == "mixtral" || type == "qwen2" || type == "qwen3" || type == "qwen3_moe" || type == "dots1")
-    m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and dots1");
+  else if (std::ranges::find(kOfLlamasShape, type) != std::end(kOfLlamasShape)) m = read_llama(r, type);
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2 and deepseek_v3");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
-}
-
-void check_published_shape(const ModelConfig& model, const ModelConfig& published, const std::string& file) {
-  const ModelConfig m = resolved(model);
-  const auto same = [&](const char* key, const auto& ours, const auto& theirs) {
-    if (!(ours == theirs)) fail<ConfigError>("[weights] model.", key, " is ", ours, ", but ", theirs, " in ", file);
-  };
-  same("type", m.type, published.type);
-  same("layers", m.layers, published.layers);
-  same("heads", m.heads, published.heads);
-  same("kv_heads", m.kv_heads, published.kv_heads);
-  same("width", m.width, published.width);
-  same("head_dim", m.head_dim, published.head_dim);
-  if (!m.experts || m.dense_layers) same("mlp_width", m.mlp_width, published.mlp_width);
-  same("vocab", m.vocab, published.vocab);
-  same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
-  same("norm_eps", m.norm_eps, published.norm_eps);
-  same("window", m.window, published.window);
-  if (m.window) same("full_attention_every", m.full_attention_every, published.full_attention_every);
-  if (m.type == "gpt2") same("bias", m.bias, published.bias);
-  if (m.type == "llama") {
-    same("qkv_bias", m.qkv_bias, published.qkv_bias);
-    same("qk_norm", m.qk_norm, published.qk_norm);
-    same("experts", m.experts, published.experts);
-    if (m.experts) {
-      same("experts_per_token", m.experts_per_token, published.experts_per_token);
-      same("expert_hidden", m.expert_hidden, published.expert_hidden);
-      same("normalize_experts", m.normalize_experts, published.normalize_experts);
-      same("expert_affinity", m.expert_affinity, published.expert_affinity);
-      same("expert_bias", m.expert_bias, published.expert_bias);
-      same("expert_scale", m.expert_scale, published.expert_scale);
-      same("expert_parts", m.expert_parts, published.expert_parts);
-      same("expert_parts_per_token", m.expert_parts_per_token, published.expert_parts_per_token);
-      same("shared_experts", m.shared_experts, published.shared_experts);
-      same("dense_layers", m.dense_layers, published.dense_layers);
-    }
-    same("rope_theta", m.rope_theta, published.rope_theta);
-    const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
-    same("rope_scaling.rope_type", ours.rope_type, theirs.rope_type);
-    same("rope_scaling.factor", ours.factor, theirs.factor);
-    same("rope_scaling.low_freq_factor", ours.low_freq_factor, theirs.low_freq_factor);
-    same("rope_scaling.high_freq_factor", ours.high_freq_factor, theirs.high_freq_factor);
-    same("rope_scaling.original_max_position_embeddings", ours.original_max_position_embeddings,
-         theirs.original_max_position_embeddings);
-    same("rope_scaling.beta_slow", ours.beta_slow, theirs.beta_slow);
-    same("rope_scaling.beta_fast", ours.beta_fast, theirs.beta_fast);
-    same("rope_scaling.truncate", ours.truncate, theirs.truncate);
-    same("rope_scaling.attention_factor", rotary_scaling(ours).amplitude, rotary_scaling(theirs).amplitude);
-  }
-  if (m.context > published.context)
-    fail<ConfigError>("[weights] model.context is ", m.context, ", more than the ", published.context, " of ", file);
-}
-
-namespace {
-
-Json published_rope_scaling(const RopeScalingConfig& s) {
-  if (s.rope_type == "default") return {};
-  Json json;
-  json.set("rope_type", s.rope_type).set("factor", s.factor);
-  if (s.rope_type == "llama3")
-    json.set("low_freq_factor", s.low_freq_factor)
-        .set("high_freq_factor", s.high_freq_factor)
-        .set("original_max_position_embeddings", s.original_max_position_embeddings);
-  if (s.rope_type != "yarn") return json;
-  json.set("original_max_position_embeddings", s.original_max_position_embeddings)
-      .set("beta_slow", s.beta_slow)
-      .set("beta_fast", s.beta_fast)
-      .set("truncate", s.truncate);
-  if (s.attention_factor != 0) json.set("attention_factor", s.attention_factor);
-  if (s.mscale != 0) json.set("mscale", s.mscale);
-  if (s.mscale_all_dim != 0) json.set("mscale_all_dim", s.mscale_all_dim);
-  return json;
-}
-
-}  // namespace
-
-Json published_config(const ModelConfig& model, DType dtype) {
-  const ModelConfig m = resolved(model);
-  if (m.qk_norm && m.qkv_bias)
-    fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
-  const bool deepseek = m.experts != 0 && (m.expert_affinity == "sigmoid" || m.expert_bias || m.expert_scale != 1 || m.expert_parts > 1 ||
-                                           m.shared_experts > 0 || m.dense_layers > 0);
-  const bool dots1 = deepseek && m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0 && m.qk_norm && !m.qkv_bias;
-  if (deepseek && !dots1)
-    fail<ConfigError>("[weights] mixtures with any of model.expert_affinity sigmoid, .expert_bias, .expert_scale, .expert_parts, "
-                      ".shared_experts and .dense_layers are published with sigmoid, model.expert_bias, shared experts and model.qk_norm, and "
-                      "without model.qkv_bias (dots1): this model cannot be written as one");
-  const bool gpt2 = m.type == "gpt2", qwen = (m.qkv_bias || m.qk_norm) && !dots1, qwen3_moe = m.experts != 0 && m.qk_norm && !dots1;
-  const bool mixtral = m.experts != 0 && !m.qk_norm;
-  if (mixtral && (qwen || !m.normalize_experts))
-    fail<ConfigError>("[weights] Hugging Face's Mixtral has model.normalize_experts, and neither model.qkv_bias nor model.qk_norm: "
-                      "this model cannot be written as one");
-  const bool by_layer = (qwen && !qwen3_moe) || dots1;
-  if (m.window && (gpt2 || (m.full_attention_every && !by_layer)))
-    fail<ConfigError>("[weights] model.window ", m.window,
-                      m.full_attention_every ? str(" with model.full_attention_every ", m.full_attention_every) : "", ": no published architecture has that with the rest of this model");
-  const bool mistral = m.window && !gpt2 && !qwen && !mixtral && !dots1;
-  const auto [type, architecture] = gpt2         ? std::pair("gpt2", "GPT2LMHeadModel")
-                                    : dots1      ? std::pair("dots1", "Dots1ForCausalLM")
-                                    : qwen3_moe  ? std::pair("qwen3_moe", "Qwen3MoeForCausalLM")
-                                    : m.qk_norm  ? std::pair("qwen3", "Qwen3ForCausalLM")
-                                    : m.qkv_bias ? std::pair("qwen2", "Qwen2ForCausalLM")
-                                    : mixtral    ? std::pair("mixtral", "MixtralForCausalLM")
-                                    : mistral    ? std::pair("mistral", "MistralForCausalLM")
-                                                 : std::pair("llama", "LlamaForCausalLM");
-  Json json;
-  json.set("model_type", type)
-      .set("architectures", Json::Array{architecture})
-      .set("torch_dtype", dtype == kBF16 ? "bfloat16" : dtype == kF16 ? "float16" : "float32")
-      .set("vocab_size", m.vocab)
-      .set("tie_word_embeddings", m.tie_embeddings)
-      .set("bos_token_id", Json())
-      .set("eos_token_id", Json());
-  if (gpt2) {
-    json.set("n_layer", m.layers)
-        .set("n_head", m.heads)
-        .set("n_embd", m.width)
-        .set("n_inner", m.mlp_width)
-        .set("n_positions", m.context)
-        .set("activation_function", "gelu_new")
-        .set("layer_norm_epsilon", m.norm_eps)
-        .set("embd_pdrop", m.dropout)
-        .set("resid_pdrop", m.dropout)
-        .set("attn_pdrop", 0.0);
-  } else {
-    json.set("num_hidden_layers", m.layers)
-        .set("num_attention_heads", m.heads)
-        .set("num_key_value_heads", m.kv_heads)
-        .set("hidden_size", m.width)
-        .set("head_dim", m.head_dim)
-        .set("intermediate_size", mixtral ? m.expert_hidden : m.mlp_width)
-        .set("max_position_embeddings", m.context)
-        .set("hidden_act", "silu")
-        .set("rms_norm_eps", m.norm_eps)
-        .set("rope_theta", m.rope_theta)
-        .set("rope_scaling", published_rope_scaling(m.rope_scaling));
-    if (qwen3_moe)
-      json.set("moe_intermediate_size", m.expert_hidden)
-          .set("num_experts", m.experts)
-          .set("num_experts_per_tok", m.experts_per_token)
-          .set("norm_topk_prob", m.normalize_experts)
-          .set("decoder_sparse_step", 1)
-          .set("mlp_only_layers", Json::Array{})
-          .set("router_aux_loss_coef", m.aux_loss);
-    if (dots1)
-      json.set("moe_intermediate_size", m.expert_hidden)
-          .set("n_routed_experts", m.experts)
-          .set("n_shared_experts", m.shared_experts)
-          .set("num_experts_per_tok", m.experts_per_token)
-          .set("norm_topk_prob", m.normalize_experts)
-          .set("routed_scaling_factor", m.expert_scale)
-          .set("n_group", m.expert_parts)
-          .set("topk_group", m.expert_parts_per_token)
-          .set("first_k_dense_replace", m.dense_layers)
-          .set("attention_bias", false);
-    const Json window = m.window ? Json(m.window) : Json();
-    if (qwen) json.set("use_sliding_window", m.window != 0);
-    if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
-    if (by_layer && m.window) {
-      Json::Array types;
-      for (int64_t i = 0; i < m.layers; ++i)
-        types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
-      json.set("layer_types", types);
-    }
-    if (mixtral || mistral || dots1) json.set("sliding_window", window);
-    if (dots1) json.set("max_window_layers", 0);
-    if (mixtral)
-      json.set("num_local_experts", m.experts)
-          .set("num_experts_per_tok", m.experts_per_token)
-          .set("router_aux_loss_coef", m.aux_loss);
-    else if (!qwen && !mistral && !dots1) json.set("attention_bias", false).set("mlp_bias", false);
-  }
-  return json;
 }
 
 }  // namespace sheaf::models

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 
 #include "sheaf/core/error.h"
 
@@ -45,51 +46,85 @@ void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const 
   out.push_back({name + ".down_proj.weight", {width, hidden}, own + ".down.weight"});
 }
 
-// Mixtral's, or those of Qwen3's and dots.llm1's, where queries and keys have norms. The matrices of all experts are one of ours, of
-// which each is some rows.
+// Mixtral's, or those of Qwen3's and dots.llm1's, where queries and keys have norms, and of DeepSeek's. The matrices of all experts are
+// one of ours, of which each is some rows.
 void push_mixture(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& layer, const std::string& own) {
   const int64_t c = m.width, hidden = m.expert_hidden;
-  const std::string name = layer + (m.qk_norm ? ".mlp." : ".block_sparse_moe.");
+  const bool mixtral = !m.qk_norm && !m.kv_lora_rank;
+  const std::string name = layer + (mixtral ? ".block_sparse_moe." : ".mlp.");
   out.push_back({name + "gate.weight", {m.experts, c}, own + "router.weight"});
   if (m.expert_bias) out.push_back({name + "gate.e_score_correction_bias", {m.experts}, own + "choice_bias"});
   if (m.shared_experts) push_mlp(out, name + "shared_experts", own + "shared", c, m.shared_experts * hidden);
   for (int64_t e = 0; e < m.experts; ++e) {
     const std::string expert = str(name, "experts.", e, '.');
-    out.push_back({expert + (m.qk_norm ? "gate_proj" : "w1") + ".weight", {hidden, c}, own + "experts.gate", e * hidden});
-    out.push_back({expert + (m.qk_norm ? "down_proj" : "w2") + ".weight", {c, hidden}, own + "experts.down", e * c});
-    out.push_back({expert + (m.qk_norm ? "up_proj" : "w3") + ".weight", {hidden, c}, own + "experts.up", e * hidden});
+    out.push_back({expert + (mixtral ? "w1" : "gate_proj") + ".weight", {hidden, c}, own + "experts.gate", e * hidden});
+    out.push_back({expert + (mixtral ? "w2" : "down_proj") + ".weight", {c, hidden}, own + "experts.down", e * c});
+    out.push_back({expert + (mixtral ? "w3" : "up_proj") + ".weight", {hidden, c}, own + "experts.up", e * hidden});
   }
 }
 
-// Llama's are [out, in]; queries, keys and values are three tensors, and one of ours. Both rotate halves of heads.
+// Queries, keys and values are three tensors, and one of ours. Both rotate halves of heads.
+void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+  const int64_t c = m.width, q = m.heads * m.head_dim, kv = m.kv_heads * m.head_dim;
+  const std::string qkv = own + ".qkv.weight", bias = own + ".qkv.bias";
+  out.push_back({name + ".q_proj.weight", {q, c}, qkv});
+  out.push_back({name + ".k_proj.weight", {kv, c}, qkv, q});
+  out.push_back({name + ".v_proj.weight", {kv, c}, qkv, q + kv});
+  if (m.qkv_bias) {
+    out.push_back({name + ".q_proj.bias", {q}, bias});
+    out.push_back({name + ".k_proj.bias", {kv}, bias, q});
+    out.push_back({name + ".v_proj.bias", {kv}, bias, q + kv});
+  }
+  if (m.qk_norm) {
+    out.push_back({name + ".q_norm.weight", {m.head_dim}, own + ".query_norm.weight"});
+    out.push_back({name + ".k_norm.weight", {m.head_dim}, own + ".key_norm.weight"});
+  }
+  out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
+}
+
+// The projections to latents are two, or one, and one of ours. Both rotate neighbours.
+void push_latent_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, const std::string& name, const std::string& own) {
+  const int64_t c = m.width, of_q = m.q_lora_rank, of_kv = m.kv_lora_rank, q = m.heads * m.head_dim;
+  if (of_q) {
+    out.push_back({name + ".q_a_proj.weight", {of_q, c}, own + ".latents.weight"});
+    out.push_back({name + ".q_a_layernorm.weight", {of_q}, own + ".query_norm.weight"});
+    out.push_back({name + ".q_b_proj.weight", {q, of_q}, own + ".queries.weight"});
+  } else {
+    out.push_back({name + ".q_proj.weight", {q, c}, own + ".queries.weight"});
+  }
+  out.push_back({name + ".kv_a_proj_with_mqa.weight", {of_kv + m.qk_rope_head_dim, c}, own + ".latents.weight", of_q});
+  out.push_back({name + ".kv_a_layernorm.weight", {of_kv}, own + ".latent_norm.weight"});
+  out.push_back({name + ".kv_b_proj.weight", {m.heads * (m.qk_nope_head_dim + m.v_head_dim), of_kv}, own + ".keys_values.weight"});
+  out.push_back({name + ".o_proj.weight", {c, m.heads * m.v_head_dim}, own + ".projection.weight"});
+}
+
+// Llama's are [out, in].
 std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
   std::vector<PublishedTensor> out;
-  const int64_t c = m.width, q = m.heads * m.head_dim, kv = m.kv_heads * m.head_dim;
+  const int64_t c = m.width;
   const std::string prefix(kLlama);
   out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
   for (int64_t i = 0; i < m.layers; ++i) {
-    const std::string name = str(prefix, "layers.", i), own = str("blocks.", i), qkv = own + ".attention.qkv.weight";
+    const std::string name = str(prefix, "layers.", i), own = str("blocks.", i);
     out.push_back({name + ".input_layernorm.weight", {c}, own + ".attention_norm.weight"});
-    out.push_back({name + ".self_attn.q_proj.weight", {q, c}, qkv});
-    out.push_back({name + ".self_attn.k_proj.weight", {kv, c}, qkv, q});
-    out.push_back({name + ".self_attn.v_proj.weight", {kv, c}, qkv, q + kv});
-    if (m.qkv_bias) {
-      const std::string bias = own + ".attention.qkv.bias";
-      out.push_back({name + ".self_attn.q_proj.bias", {q}, bias});
-      out.push_back({name + ".self_attn.k_proj.bias", {kv}, bias, q});
-      out.push_back({name + ".self_attn.v_proj.bias", {kv}, bias, q + kv});
-    }
-    if (m.qk_norm) {
-      out.push_back({name + ".self_attn.q_norm.weight", {m.head_dim}, own + ".attention.query_norm.weight"});
-      out.push_back({name + ".self_attn.k_norm.weight", {m.head_dim}, own + ".attention.key_norm.weight"});
-    }
-    out.push_back({name + ".self_attn.o_proj.weight", {c, q}, own + ".attention.projection.weight"});
+    if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
+    else push_attention(out, m, name + ".self_attn", own + ".attention");
     out.push_back({name + ".post_attention_layernorm.weight", {c}, own + ".mlp_norm.weight"});
     if (m.experts && i >= m.dense_layers) push_mixture(out, m, name, own + ".moe.");
     else push_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
   }
   out.push_back({prefix + "norm.weight", {c}, "norm.weight"});
   return out;
+}
+
+// "model.layers.<i>.<..>".
+bool is_of_layer(std::string_view name, int64_t i) {
+  constexpr std::string_view kLayers = "model.layers.";
+  if (!name.starts_with(kLayers)) return false;
+  name.remove_prefix(kLayers.size());
+  int64_t layer = -1;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), layer);
+  return error == std::errc() && end != name.data() + name.size() && *end == '.' && layer == i;
 }
 
 // "<prefix><digits><suffix>"
@@ -112,6 +147,7 @@ std::string_view published_prefix(const ModelConfig& model) { return model.type 
 
 bool is_redundant(const ModelConfig& model, std::string_view name) {
   if (name == "lm_head.weight") return model.tie_embeddings;
+  if (model.kv_lora_rank && is_of_layer(name, model.layers)) return true;
   if (model.type == "llama") return is_of_a_layer(name, "model.layers.", ".self_attn.rotary_emb.inv_freq");
   return is_of_a_layer(name, "transformer.h.", ".attn.bias") || is_of_a_layer(name, "transformer.h.", ".attn.masked_bias");
 }

@@ -24,15 +24,15 @@ struct PublishedTensor {
 };
 
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
-/// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM; vocab must be
-/// known. Without model.bias, GPT-2's biases are not among them.
+/// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
+/// model.kv_lora_rank DeepseekV3ForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
 
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.
 std::string_view published_prefix(const ModelConfig& model);
 
-/// Whether a tensor of this name (with prefix) says nothing that the table's do not: masks, frequencies, a head that is
-/// tied and written all the same.
+/// Whether a tensor of this name (with prefix) says nothing that the table's do not, or nothing about this model: masks, frequencies, a
+/// head that is tied and written all the same, DeepSeek-V3's layers for further tokens.
 bool is_redundant(const ModelConfig& model, std::string_view name);
 
 }  // namespace sheaf::models

@@ -12,6 +12,11 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.kv_heads", m.kv_heads);
   f("model.width", m.width);
   f("model.head_dim", m.head_dim);
+  f("model.kv_lora_rank", m.kv_lora_rank);
+  f("model.q_lora_rank", m.q_lora_rank);
+  f("model.qk_nope_head_dim", m.qk_nope_head_dim);
+  f("model.qk_rope_head_dim", m.qk_rope_head_dim);
+  f("model.v_head_dim", m.v_head_dim);
   f("model.mlp_width", m.mlp_width);
   f("model.context", m.context);
   f("model.window", m.window);
@@ -82,7 +87,7 @@ void for_each_train_option(Train&& t, F&& f) {
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
          key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "model.qkv_bias" ||
-         key == "model.head_dim" || key == "model.qk_norm" || key.starts_with("model.rope_scaling.") ||
+         key == "model.head_dim" || key == "model.qk_norm" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
          key.starts_with("model.lora_");

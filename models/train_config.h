@@ -23,7 +23,7 @@ struct RopeScalingConfig {
   bool truncate = true;               ///< the blend is between whole indices of frequencies (yarn)
   double attention_factor = 0.0;      ///< of queries and keys; 0: follows from the factor and the two below (yarn)
   double mscale = 0.0;                ///< of the factor's logarithm, if both are not 0 (yarn)
-  double mscale_all_dim = 0.0;        ///< of the logarithm that it is divided by (yarn)
+  double mscale_all_dim = 0.0;        ///< of the logarithm that it is divided by, and by whose square latent attention's scores go up (yarn)
   bool operator==(const RopeScalingConfig&) const = default;
 };
 
@@ -53,7 +53,12 @@ struct ModelConfig {
   int64_t heads = 4;            ///< query heads
   int64_t kv_heads = 0;         ///< key and value heads (grouped-query attention); 0: as many as heads
   int64_t width = 128;          ///< size of the residual stream
-  int64_t head_dim = 0;         ///< width of a head; 0: width / heads, as always in gpt2
+  int64_t head_dim = 0;         ///< width of a head; 0: width / heads, as always in gpt2; with latents what these say
+  int64_t kv_lora_rank = 0;     ///< keys and values are made of a latent of this width (multi-head latent attention; llama); 0: not
+  int64_t q_lora_rank = 0;      ///< then: of the latent that queries are made of; 0: they have none
+  int64_t qk_nope_head_dim = 0;  ///< of queries and keys, what is not rotated; 0: width / heads
+  int64_t qk_rope_head_dim = 0;  ///< what is, which all heads' keys share; 0: half of that
+  int64_t v_head_dim = 0;       ///< of values; 0: qk_nope_head_dim
   int64_t mlp_width = 0;        ///< hidden size of the MLP; 0: 4·width for gpt2, 8/3·width up to a multiple of 64 for llama
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
@@ -88,9 +93,15 @@ struct ModelConfig {
   int64_t end_of_text = -1;     ///< no option of its own: follows from [data] (model_of), -1 where documents are not separated
 };
 
-/// `m` with what 0 leaves to its type filled in: key and value heads, their width, the hidden size of the MLP and of experts.
+/// `m` with what 0 leaves to its type filled in: key and value heads, their widths, the hidden size of the MLP and of experts.
 inline ModelConfig resolved(ModelConfig m) {
   if (m.kv_heads == 0) m.kv_heads = m.heads;
+  if (m.kv_lora_rank && m.heads > 0) {
+    if (m.qk_nope_head_dim == 0) m.qk_nope_head_dim = m.width / m.heads;
+    if (m.qk_rope_head_dim == 0) m.qk_rope_head_dim = m.qk_nope_head_dim / 2;
+    if (m.v_head_dim == 0) m.v_head_dim = m.qk_nope_head_dim;
+    m.head_dim = m.qk_nope_head_dim + m.qk_rope_head_dim;
+  }
   if (m.head_dim == 0 && m.heads > 0) m.head_dim = m.width / m.heads;
   if (m.mlp_width == 0) m.mlp_width = m.type == "llama" ? (8 * m.width / 3 + 63) / 64 * 64 : 4 * m.width;
   if (m.experts && m.expert_hidden == 0) m.expert_hidden = m.mlp_width;
@@ -103,7 +114,7 @@ inline bool takes_lora(const std::string& path, const std::string& layers) {
   check<ConfigError>(layers == "all" || layers == "attention" || layers == "mlp", "[model] unknown lora_layers '", layers,
                      "'; known: all, attention, mlp");
   const auto part = [&](const char* name) { return path.starts_with("blocks.") && path.find(name) != std::string::npos; };
-  return (layers != "mlp" && part(".attention.")) || (layers != "attention" && (part(".mlp.") || part(".moe.shared.")));
+  return (layers != "mlp" && (part(".attention.") || part(".latent_attention."))) || (layers != "attention" && (part(".mlp.") || part(".moe.shared.")));
 }
 
 /// [data] What to train on: a text, or token files.

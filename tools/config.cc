@@ -223,6 +223,9 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
   if (key == "model.head_dim" && config.model.type != "llama" && config.model.head_dim * config.model.heads != config.model.width)
     return "only model.type llama has heads of another width than model.width / model.heads";
+  const bool of_latents = key == "model.q_lora_rank" || key == "model.qk_nope_head_dim" || key == "model.qk_rope_head_dim" ||
+                          key == "model.v_head_dim";
+  if (of_latents && config.model.kv_lora_rank == 0) return "only latent attention (model.kv_lora_rank) has it";
   if (key == "model.full_attention_every" && config.model.window == 0) return "without model.window all blocks see all keys";
   if (key.starts_with("model.expert") && config.model.type != "llama") return "only model.type llama has mixtures of experts";
   const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||

@@ -26,6 +26,12 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.kv_heads", &m.kv_heads, "key and value heads; 0: as many as heads", any, 0, 10000},
       {"model.width", &m.width, "size of the residual stream", any, 1, 1e6},
       {"model.head_dim", &m.head_dim, "width of a head; 0: model.width / model.heads (llama)", any, 0, 1e6},
+      {"model.kv_lora_rank", &m.kv_lora_rank, "width of the latent that keys and values are made of (multi-head latent attention; llama); 0: none",
+       any, 0, 1e6},
+      {"model.q_lora_rank", &m.q_lora_rank, "of the latent that queries are made of; 0: none", any, 0, 1e6},
+      {"model.qk_nope_head_dim", &m.qk_nope_head_dim, "of queries and keys, what is not rotated; 0: model.width / model.heads", any, 0, 1e6},
+      {"model.qk_rope_head_dim", &m.qk_rope_head_dim, "what is; 0: half of that", any, 0, 1e6},
+      {"model.v_head_dim", &m.v_head_dim, "of values; 0: model.qk_nope_head_dim", any, 0, 1e6},
       {"model.mlp_width", &m.mlp_width, "hidden size of the MLP; 0: chosen by the type", any, 0, 1e7},
       {"model.context", &m.context, "tokens per sequence", any, 1, 1e8},
       {"model.window", &m.window, "keys that a token sees, itself and those before it (sliding-window attention); 0: all", any, 0, 1e9},
@@ -70,7 +76,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.rope_scaling.truncate", &rope.truncate, "those in between lie between whole indices (yarn)"},
       {"model.rope_scaling.attention_factor", &rope.attention_factor, "of queries and keys; 0: 0.1 ln(factor) + 1 (yarn)", any, 0, 1e6},
       {"model.rope_scaling.mscale", &rope.mscale, "of that logarithm, if not 0, as the next one (yarn)", any, 0, 1e6},
-      {"model.rope_scaling.mscale_all_dim", &rope.mscale_all_dim, "of the logarithm in what that is divided by (yarn)", any, 0, 1e6},
+      {"model.rope_scaling.mscale_all_dim", &rope.mscale_all_dim, "of the logarithm in what that is divided by, by whose square latent attention multiplies scores (yarn)", any, 0, 1e6},
       {"model.norm_eps", &m.norm_eps, "added to the variance in norms", any, 0, 1},
 
       {"data.corpus", &d.corpus, "UTF-8 text file"},
@@ -182,10 +188,21 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(m.kv_heads == 0 || m.heads % m.kv_heads == 0, heads, " is not a multiple of ", kv_heads);
   require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads, kv_heads,
           ": gpt2 has as many key as query heads");
-  require(m.type != "llama" || m.head_dim > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
+  require(m.type != "llama" || m.kv_lora_rank > 0 || m.head_dim > 0 || m.width / m.heads % 2 == 0, width, " / ", heads, " is ", m.width / m.heads,
           "; rotary embedding needs an even size");
-  require(m.head_dim % 2 == 0 || m.type != "llama", "model.head_dim ", m.head_dim, origin("model.head_dim"),
+  require(m.head_dim % 2 == 0 || m.type != "llama" || m.kv_lora_rank > 0, "model.head_dim ", m.head_dim, origin("model.head_dim"),
           ": rotary embedding needs an even size");
+  if (m.kv_lora_rank) {
+    const std::string latent = str("model.kv_lora_rank ", m.kv_lora_rank, origin("model.kv_lora_rank"));
+    const auto r = models::resolved(m);
+    require(m.type == "llama", latent, ": only model.type llama has latent attention");
+    require(m.kv_heads == 0 || m.kv_heads == m.heads, latent, " with ", kv_heads, ": each head has keys of its own");
+    require(!m.qk_norm && !m.qkv_bias, latent, ": latent attention has neither model.qk_norm nor model.qkv_bias");
+    require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, ": that follows from model.qk_nope_head_dim ",
+            r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);
+    require(r.qk_nope_head_dim > 0 && r.qk_rope_head_dim > 0 && r.qk_rope_head_dim % 2 == 0, "model.qk_rope_head_dim ", r.qk_rope_head_dim,
+            origin("model.qk_rope_head_dim"), ": rotary embedding needs an even size");
+  }
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
   require(m.window == 0 || m.full_attention_every != 1, "model.window ", m.window, origin("model.window"),
           " would change nothing: with model.full_attention_every 1 all blocks see all keys");

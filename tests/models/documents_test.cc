@@ -66,7 +66,7 @@ Values gradients_of(models::ModelConfig config, bool apart, int64_t rows) {
 // Rotary positions count for nothing but their differences, learned ones begin anew with each document.
 TEST(Documents, AWindowIsTheSumOfItsDocuments) {
   const models::ModelConfig mixture = tiny_mixture(0, 0);  // no token counts for another's experts
-  for (const models::ModelConfig& config : {model_of("gpt2"), model_of("llama"), model_of("qwen3"), mixture}) {
+  for (const models::ModelConfig& config : {model_of("gpt2"), model_of("llama"), model_of("qwen3"), model_of("latent"), mixture}) {
     const Values packed = gradients_of(config, false, 6), alone = gradients_of(config, true, 6);
     EXPECT_LE(max_difference(packed, alone), 1e-11 * max_magnitude(alone)) << config.experts;
   }
@@ -80,7 +80,7 @@ TEST_P(DocumentGradients, EqualThoseOfOneRank) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, DocumentGradients,
-                         ::testing::Combine(::testing::Values("gpt2", "untied llama"), ::testing::Values("full_shard", "zero1"),
+                         ::testing::Combine(::testing::Values("gpt2", "untied llama", "latent"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(Axes{{"data", 1}}, Axes{{"data", 2}}, MeshSizes{2, 2, 0, 0}.axes(),
                                                               MeshSizes{0, 1, 3, 0}.axes(), MeshSizes{0, 2, 1, 2}.axes(),
                                                               MeshSizes{0, 1, 2, 2}.axes(),

@@ -49,6 +49,12 @@ LlamaConfig qwen3() {
   return c;
 }
 
+LlamaConfig latent() {
+  LlamaConfig c = llama(/*kv_heads=*/0);
+  c.kv_lora_rank = 48, c.q_lora_rank = 40, c.qk_nope_head_dim = 32, c.qk_rope_head_dim = 16, c.v_head_dim = 24;
+  return c;
+}
+
 // The window is no multiple of a block of keys, and begins in the third of them.
 LlamaConfig windowed() {
   LlamaConfig c = llama();
@@ -95,6 +101,7 @@ TEST(KeyValueCache, GivesTheBitsOfOnePass) {
       expect_rows_of_one_pass<Llama>(llama(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(qwen3(), dtype, pieces);
       expect_rows_of_one_pass<Llama>(windowed(), dtype, pieces);
+      expect_rows_of_one_pass<Llama>(latent(), dtype, pieces);
       LlamaConfig scaled = llama();
       for (const RotaryScaling& scaling : {RotaryScaling::llama3(8, 1, 4, 60), RotaryScaling::yarn(8, 60)}) {
         scaled.rope_scaling = scaling;

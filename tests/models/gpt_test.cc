@@ -8,7 +8,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
-#include "sheaf/models/presets.h"
+#include "sheaf/models/model_options.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/tests/core/scratch_folder.h"
 

@@ -56,7 +56,7 @@ const Way kWays[] = {
 class LoraWays : public ::testing::TestWithParam<Way> {};
 
 TEST_P(LoraWays, TrainAsOneRankInF64) {
-  for (const char* type : {"gpt2", "untied llama", "mixture"})
+  for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     for (const int64_t micro_batches : {1, 2}) {
       SCOPED_TRACE(str(type, " in ", micro_batches));
       models::TrainConfig c = lora(type);
@@ -77,7 +77,7 @@ INSTANTIATE_TEST_SUITE_P(All, LoraWays, ::testing::ValuesIn(kWays), [](const aut
 
 // A model with adapters is one whose weights are W + alpha / r b a: its loss, and by the chain rule its adapters' gradients.
 TEST(Lora, IsTheModelOfMergedWeights) {
-  for (const char* type : {"gpt2", "untied llama", "mixture"})
+  for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     run_local(1, [&](World& w) {
       SCOPED_TRACE(type);
       const Mesh mesh = w.mesh({{"data", 1}});
@@ -120,7 +120,7 @@ TEST(Lora, IsTheModelOfMergedWeights) {
 
 // At first nothing is added: the losses of the model alone. Then only adapters change.
 TEST(Lora, BeginsAsTheModelAndChangesNothingElse) {
-  for (const char* type : {"gpt2", "untied llama", "mixture"})
+  for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     for (const char* layers : {"all", "attention"}) {
       SCOPED_TRACE(str(type, " ", layers));
       models::TrainConfig c = lora(type, layers);
@@ -257,7 +257,7 @@ TEST(Lora, CheckpointsMoveBetweenMeshes) {
 
 // Of a model whose head and routers are read by others than their layers, which would leave adapters without gradients.
 TEST(Lora, EveryAdapterIsTrained) {
-  for (const char* type : {"gpt2", "untied llama", "mixture"})
+  for (const char* type : {"gpt2", "untied llama", "latent", "mixture"})
     run_local(2, [&](World& w) {
       SCOPED_TRACE(type);
       const Mesh mesh = w.mesh({{"data", 2}});

@@ -192,13 +192,15 @@ TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device devic
 models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t key_heads) {
   models::ModelConfig m = tiny_config().model;
   m.type = type == "gpt2" ? type : "llama";
-  m.tie_embeddings = type != "untied llama";
+  m.tie_embeddings = type != "untied llama" && !type.starts_with("latent");
   m.layers = 2;
   m.heads = heads;
   m.width = 4 * heads;
   m.mlp_width = 40;
   if (m.type == "llama") m.kv_heads = key_heads;
   if (type == "qwen3") m.head_dim = 6, m.qk_norm = true;
+  if (type.starts_with("latent")) m.kv_lora_rank = 7, m.qk_nope_head_dim = 5, m.qk_rope_head_dim = 4, m.v_head_dim = 3, m.kv_heads = 0;
+  if (type == "latent") m.q_lora_rank = 6;
   return m;
 }
 

@@ -106,7 +106,8 @@ struct TinyBatch { Tensor tokens, targets; };
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});
 
 /// Its model as a "gpt2", "llama" or "untied llama" (which has a head of its own) of two blocks, with heads of width 4 and
-/// hidden widths that ranks share unevenly. Key heads are Llama's.
+/// hidden widths that ranks share unevenly. Key heads are Llama's. A "latent" is an untied one with latent attention, a "latent without
+/// queries" one that has no latent for them.
 models::ModelConfig tiny_model(const std::string& type, int64_t heads, int64_t key_heads);
 
 /// The last of them with mixtures of five experts, of which three are for each token: ranks share them unevenly.

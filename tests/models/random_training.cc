@@ -52,6 +52,16 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   m.width = draw.one_in(2) ? m.heads * m.head_dim : 3 + draw.below(20);
   m.qkv_bias = draw.one_in(3);
   m.qk_norm = draw.one_in(3);
+  if (draw.one_in(4)) {
+    m.heads = m.kv_heads = 1 + draw.below(6);
+    m.head_dim = 0, m.width = m.heads * (1 + draw.below(5));
+    m.qkv_bias = m.qk_norm = false;
+    m.kv_lora_rank = 1 + draw.below(9);
+    m.q_lora_rank = draw.one_in(2) ? 0 : 1 + draw.below(9);
+    m.qk_nope_head_dim = 1 + draw.below(5), m.qk_rope_head_dim = 2 * (1 + draw.below(3));
+    m.v_head_dim = 1 + draw.below(6);
+    m.rope_scaling.mscale_all_dim = draw.of<double>({0, 0.8});
+  }
   m.rope_theta = draw.of<double>({10000, 100});
   m.rope_scaling.rope_type = draw.of<std::string>({"default", "default", "linear", "llama3", "yarn"});
   m.rope_scaling.original_max_position_embeddings = 8;

@@ -25,6 +25,7 @@ class StepTimes : public ::testing::Test {
 models::TrainConfig config_of(const std::string& type) {
   models::TrainConfig c = tiny_config();
   c.model = type == "mixture" ? tiny_mixture(1.1) : tiny_model(type, 4, 4);
+  if (type == "latent") c.model.v_head_dim = 9;  // as wide as keys: of the backward's five products each is a fifth
   c.model.layers = 4;
   c.model.dropout = 0;
   c.train.batch = 24;
@@ -48,7 +49,7 @@ Operations operations_of(const models::TrainConfig& c, int world) {
 }
 
 TEST_F(StepTimes, OperationsOnTheTapeAreThoseOfTheModel) {
-  for (const char* type : {"gpt2", "llama"})
+  for (const char* type : {"gpt2", "llama", "latent"})
     for (const char* strategy : {"full_shard", "zero1", "replicate"})
       for (const int world : {1, 2, 4}) {
         models::TrainConfig c = config_of(type);
@@ -101,7 +102,7 @@ TEST_F(StepTimes, WindowsHaveTheOperationsOfTheirKeys) {
 }
 
 TEST_F(StepTimes, RanksThatShareLayersShareTheirOperations) {
-  for (const char* type : {"gpt2", "llama"}) {
+  for (const char* type : {"gpt2", "llama", "latent"}) {
     models::TrainConfig c = config_of(type);
     c.model.vocab = 48;
     c.model.context = 8, c.model.mlp_width = 64;  // four even parts

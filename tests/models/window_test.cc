@@ -37,14 +37,20 @@ TEST(Windows, EachNthBlockSeesAll) {
   EXPECT_EQ(windows(1), (std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0}));
   EXPECT_EQ(windows(2), (std::vector<int64_t>{4, 0, 4, 0, 4, 0, 4}));
   EXPECT_EQ(windows(6), (std::vector<int64_t>{4, 4, 4, 4, 4, 0, 4}));
+  const auto window_of = [](const auto& block) {
+    if constexpr (requires { block.latent_attention; })
+      return block.latent_attention ? block.latent_attention->config.window : block.attention->window;
+    else return block.attention.window;
+  };
   const auto model_windows = [](const auto& model) {
     std::vector<int64_t> out;
-    for (const auto& block : model.blocks) out.push_back(block.attention.window);
+    for (const auto& block : model.blocks) out.push_back(window_of(block));
     return out;
   };
   EXPECT_EQ(model_windows(models::Gpt({.layers = 4, .heads = 2, .width = 8, .window = 5, .full_attention_every = 3})),
             (std::vector<int64_t>{5, 5, 0, 5}));
   EXPECT_EQ(model_windows(models::Llama({.layers = 3, .window = 5})), (std::vector<int64_t>{5, 5, 5}));
+  EXPECT_EQ(model_windows(models::Llama({.layers = 3, .kv_lora_rank = 4, .window = 5, .full_attention_every = 2})), (std::vector<int64_t>{5, 0, 5}));
   EXPECT_THAT([] { nn::CausalSelfAttention({.width = 8, .heads = 2, .window = -1}); },
               ::testing::ThrowsMessage<ConfigError>(HasSubstr("[attention] window -1")));
 }

@@ -1,0 +1,119 @@
+#include "sheaf/models/model_options.h"
+
+namespace sheaf::models {
+namespace {
+
+// Calls f(field, option) for what a model's configuration and the options of a run name alike, so that both directions have one list.
+template <class Model, class Options, class F>
+void for_each_common_option(Model& c, Options& m, F&& f) {
+  f(c.layers, m.layers);
+  f(c.heads, m.heads);
+  f(c.width, m.width);
+  f(c.mlp_width, m.mlp_width);
+  f(c.context, m.context);
+  f(c.vocab, m.vocab);
+  f(c.tie_embeddings, m.tie_embeddings);
+  f(c.dropout, m.dropout);
+  f(c.norm_eps, m.norm_eps);
+  f(c.window, m.window);
+  f(c.full_attention_every, m.full_attention_every);
+  f(c.end_of_text, m.end_of_text);
+}
+
+template <class Model, class Options, class F>
+void for_each_gpt_option(Model& c, Options& m, F&& f) {
+  for_each_common_option(c, m, f);
+  f(c.bias, m.bias);
+}
+
+template <class Model, class Options, class F>
+void for_each_llama_option(Model& c, Options& m, F&& f) {
+  for_each_common_option(c, m, f);
+  f(c.kv_heads, m.kv_heads);
+  f(c.head_dim, m.head_dim);
+  f(c.qkv_bias, m.qkv_bias);
+  f(c.qk_norm, m.qk_norm);
+  f(c.rope_theta, m.rope_theta);
+  f(c.kv_lora_rank, m.kv_lora_rank);
+  f(c.q_lora_rank, m.q_lora_rank);
+  f(c.qk_nope_head_dim, m.qk_nope_head_dim);
+  f(c.qk_rope_head_dim, m.qk_rope_head_dim);
+  f(c.v_head_dim, m.v_head_dim);
+  f(c.mscale_all_dim, m.rope_scaling.mscale_all_dim);
+  f(c.experts, m.experts);
+  f(c.experts_per_token, m.experts_per_token);
+  f(c.expert_hidden, m.expert_hidden);
+  f(c.capacity_factor, m.capacity_factor);
+  f(c.expert_groups, m.expert_groups);
+  f(c.normalize_experts, m.normalize_experts);
+  f(c.expert_bias, m.expert_bias);
+  f(c.expert_balance_rate, m.expert_balance_rate);
+  f(c.expert_scale, m.expert_scale);
+  f(c.expert_parts, m.expert_parts);
+  f(c.expert_parts_per_token, m.expert_parts_per_token);
+  f(c.shared_experts, m.shared_experts);
+  f(c.dense_layers, m.dense_layers);
+  f(c.aux_loss, m.aux_loss);
+}
+
+constexpr auto kToOption = [](const auto& field, auto& option) { option = field; };
+constexpr auto kToField = [](auto& field, const auto& option) { field = option; };
+
+RopeScalingConfig options_of(const RotaryScaling& s) {
+  RopeScalingConfig c;
+  if (s == RotaryScaling{}) return c;
+  c.rope_type = s.is_yarn() ? "yarn" : s.original_context == 0 ? "linear" : "llama3";
+  c.factor = s.factor;
+  if (s.is_yarn()) {
+    c.original_max_position_embeddings = s.original_context;
+    c.beta_slow = s.low_freq_factor, c.beta_fast = s.high_freq_factor;
+    c.truncate = s.blend == RotaryScaling::Blend::by_whole_index;
+    c.attention_factor = s.amplitude;
+    return c;
+  }
+  if (s.original_context == 0) return c;
+  c.low_freq_factor = s.low_freq_factor, c.high_freq_factor = s.high_freq_factor;
+  c.original_max_position_embeddings = s.original_context;
+  return c;
+}
+
+nn::Affinity affinity_of(const std::string& name) {
+  check<ConfigError>(name == "softmax" || name == "sigmoid", "[model] unknown expert_affinity '", name, "'; known: softmax, sigmoid");
+  return name == "sigmoid" ? nn::Affinity::sigmoid : nn::Affinity::softmax;
+}
+
+}  // namespace
+
+ModelConfig options_of(const GptConfig& c) {
+  ModelConfig m;
+  m.type = "gpt2";
+  for_each_gpt_option(c, m, kToOption);
+  return m;
+}
+
+ModelConfig options_of(const LlamaConfig& c) {
+  ModelConfig m;
+  m.type = "llama";
+  m.rope_scaling = options_of(c.rope_scaling);
+  for_each_llama_option(c, m, kToOption);
+  m.expert_affinity = c.expert_affinity == nn::Affinity::sigmoid ? "sigmoid" : "softmax";
+  return m;
+}
+
+GptConfig gpt_config(const ModelConfig& m) {
+  check<ConfigError>(m.experts == 0, "[model] model.experts ", m.experts, ": only model.type llama has mixtures of experts");
+  check<ConfigError>(m.kv_lora_rank == 0, "[model] model.kv_lora_rank ", m.kv_lora_rank, ": only model.type llama has latent attention");
+  GptConfig c;
+  for_each_gpt_option(c, m, kToField);
+  return c;
+}
+
+LlamaConfig llama_config(const ModelConfig& m) {
+  LlamaConfig c;
+  for_each_llama_option(c, m, kToField);
+  c.rope_scaling = rotary_scaling(m.rope_scaling);
+  c.expert_affinity = affinity_of(m.expert_affinity);
+  return c;
+}
+
+}  // namespace sheaf::models

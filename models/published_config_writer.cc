@@ -1,0 +1,239 @@
+// What sheaf export writes as config.json, and whether a model is the one that such a file describes.
+#include <algorithm>
+
+#include "sheaf/models/attention_window.h"
+#include "sheaf/models/published_config.h"
+
+namespace sheaf::models {
+
+void check_published_shape(const ModelConfig& model, const ModelConfig& published, const std::string& file) {
+  const ModelConfig m = resolved(model);
+  const auto same = [&](const char* key, const auto& ours, const auto& theirs) {
+    if (!(ours == theirs)) fail<ConfigError>("[weights] model.", key, " is ", ours, ", but ", theirs, " in ", file);
+  };
+  same("type", m.type, published.type);
+  same("layers", m.layers, published.layers);
+  same("heads", m.heads, published.heads);
+  same("kv_heads", m.kv_heads, published.kv_heads);
+  same("width", m.width, published.width);
+  same("kv_lora_rank", m.kv_lora_rank, published.kv_lora_rank);
+  same("q_lora_rank", m.q_lora_rank, published.q_lora_rank);
+  same("qk_nope_head_dim", m.qk_nope_head_dim, published.qk_nope_head_dim);
+  same("qk_rope_head_dim", m.qk_rope_head_dim, published.qk_rope_head_dim);
+  same("v_head_dim", m.v_head_dim, published.v_head_dim);
+  same("head_dim", m.head_dim, published.head_dim);
+  if (!m.experts || m.dense_layers) same("mlp_width", m.mlp_width, published.mlp_width);
+  same("vocab", m.vocab, published.vocab);
+  same("tie_embeddings", m.tie_embeddings, published.tie_embeddings);
+  same("norm_eps", m.norm_eps, published.norm_eps);
+  same("window", m.window, published.window);
+  if (m.window) same("full_attention_every", m.full_attention_every, published.full_attention_every);
+  if (m.type == "gpt2") same("bias", m.bias, published.bias);
+  if (m.type == "llama") {
+    same("qkv_bias", m.qkv_bias, published.qkv_bias);
+    same("qk_norm", m.qk_norm, published.qk_norm);
+    same("experts", m.experts, published.experts);
+    if (m.experts) {
+      same("experts_per_token", m.experts_per_token, published.experts_per_token);
+      same("expert_hidden", m.expert_hidden, published.expert_hidden);
+      same("normalize_experts", m.normalize_experts, published.normalize_experts);
+      same("expert_affinity", m.expert_affinity, published.expert_affinity);
+      same("expert_bias", m.expert_bias, published.expert_bias);
+      same("expert_scale", m.expert_scale, published.expert_scale);
+      same("expert_parts", m.expert_parts, published.expert_parts);
+      same("expert_parts_per_token", m.expert_parts_per_token, published.expert_parts_per_token);
+      same("shared_experts", m.shared_experts, published.shared_experts);
+      same("dense_layers", m.dense_layers, published.dense_layers);
+    }
+    same("rope_theta", m.rope_theta, published.rope_theta);
+    const RopeScalingConfig &ours = m.rope_scaling, &theirs = published.rope_scaling;
+    same("rope_scaling.rope_type", ours.rope_type, theirs.rope_type);
+    same("rope_scaling.factor", ours.factor, theirs.factor);
+    same("rope_scaling.low_freq_factor", ours.low_freq_factor, theirs.low_freq_factor);
+    same("rope_scaling.high_freq_factor", ours.high_freq_factor, theirs.high_freq_factor);
+    same("rope_scaling.original_max_position_embeddings", ours.original_max_position_embeddings,
+         theirs.original_max_position_embeddings);
+    same("rope_scaling.beta_slow", ours.beta_slow, theirs.beta_slow);
+    same("rope_scaling.beta_fast", ours.beta_fast, theirs.beta_fast);
+    same("rope_scaling.truncate", ours.truncate, theirs.truncate);
+    if (m.kv_lora_rank) same("rope_scaling.mscale_all_dim", ours.mscale_all_dim, theirs.mscale_all_dim);
+    same("rope_scaling.attention_factor", rotary_scaling(ours).amplitude, rotary_scaling(theirs).amplitude);
+  }
+  if (m.context > published.context)
+    fail<ConfigError>("[weights] model.context is ", m.context, ", more than the ", published.context, " of ", file);
+}
+
+namespace {
+
+Json published_rope_scaling(const RopeScalingConfig& s) {
+  if (s.rope_type == "default") return {};
+  Json json;
+  json.set("rope_type", s.rope_type).set("factor", s.factor);
+  if (s.rope_type == "llama3")
+    json.set("low_freq_factor", s.low_freq_factor)
+        .set("high_freq_factor", s.high_freq_factor)
+        .set("original_max_position_embeddings", s.original_max_position_embeddings);
+  if (s.rope_type != "yarn") return json;
+  json.set("original_max_position_embeddings", s.original_max_position_embeddings)
+      .set("beta_slow", s.beta_slow)
+      .set("beta_fast", s.beta_fast)
+      .set("truncate", s.truncate);
+  if (s.attention_factor != 0) json.set("attention_factor", s.attention_factor);
+  if (s.mscale != 0) json.set("mscale", s.mscale);
+  if (s.mscale_all_dim != 0) json.set("mscale_all_dim", s.mscale_all_dim);
+  return json;
+}
+
+// The model_type of Hugging Face's that has this shape, and its class.
+struct Architecture {
+  std::string type, name;
+};
+
+bool has_deepseek_experts(const ModelConfig& m) {
+  return m.experts != 0 && (m.expert_affinity == "sigmoid" || m.expert_bias || m.expert_scale != 1 || m.expert_parts > 1 ||
+                            m.shared_experts > 0 || m.dense_layers > 0);
+}
+
+Architecture deepseek(const ModelConfig& m) {
+  check<ConfigError>(m.window == 0, "[weights] model.window ", m.window, ": no published architecture has that with latent attention");
+  if (m.experts == 0 || (m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0))
+    return {"deepseek_v3", "DeepseekV3ForCausalLM"};
+  if (m.expert_affinity == "softmax" && !m.expert_bias && !m.normalize_experts && m.expert_parts == 1 && m.shared_experts > 0)
+    return {"deepseek_v2", "DeepseekV2ForCausalLM"};
+  fail<ConfigError>("[weights] with latent attention mixtures are published with sigmoid, model.expert_bias and shared experts "
+                    "(deepseek_v3), or with softmax and shared experts, and without model.normalize_experts, .expert_bias and "
+                    ".expert_parts (deepseek_v2): this model cannot be written as one");
+}
+
+// ConfigError for what nobody has published.
+Architecture architecture_of(const ModelConfig& m) {
+  if (m.kv_lora_rank) return deepseek(m);
+  if (m.qk_norm && m.qkv_bias)
+    fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
+  const bool dots1 = has_deepseek_experts(m);
+  if (dots1 && !(m.expert_affinity == "sigmoid" && m.expert_bias && m.shared_experts > 0 && m.qk_norm && !m.qkv_bias))
+    fail<ConfigError>("[weights] mixtures with any of model.expert_affinity sigmoid, .expert_bias, .expert_scale, .expert_parts, "
+                      ".shared_experts and .dense_layers are published with sigmoid, model.expert_bias, shared experts and model.qk_norm, and "
+                      "without model.qkv_bias (dots1), or with model.kv_lora_rank: this model cannot be written as one");
+  const bool mixtral = m.experts != 0 && !m.qk_norm;
+  if (mixtral && (m.qkv_bias || !m.normalize_experts))
+    fail<ConfigError>("[weights] Hugging Face's Mixtral has model.normalize_experts, and neither model.qkv_bias nor model.qk_norm: "
+                      "this model cannot be written as one");
+  const bool by_layer = dots1 || (m.experts == 0 && (m.qkv_bias || m.qk_norm));
+  if (m.window && (m.type == "gpt2" || (m.full_attention_every && !by_layer)))
+    fail<ConfigError>("[weights] model.window ", m.window,
+                      m.full_attention_every ? str(" with model.full_attention_every ", m.full_attention_every) : "",
+                      ": no published architecture has that with the rest of this model");
+  if (m.type == "gpt2") return {"gpt2", "GPT2LMHeadModel"};
+  if (dots1) return {"dots1", "Dots1ForCausalLM"};
+  if (mixtral) return {"mixtral", "MixtralForCausalLM"};
+  if (m.experts != 0) return {"qwen3_moe", "Qwen3MoeForCausalLM"};
+  if (m.qk_norm) return {"qwen3", "Qwen3ForCausalLM"};
+  if (m.qkv_bias) return {"qwen2", "Qwen2ForCausalLM"};
+  if (m.window) return {"mistral", "MistralForCausalLM"};
+  return {"llama", "LlamaForCausalLM"};
+}
+
+void write_gpt2(const ModelConfig& m, Json& json) {
+  json.set("n_layer", m.layers)
+      .set("n_head", m.heads)
+      .set("n_embd", m.width)
+      .set("n_inner", m.mlp_width)
+      .set("n_positions", m.context)
+      .set("activation_function", "gelu_new")
+      .set("layer_norm_epsilon", m.norm_eps)
+      .set("embd_pdrop", m.dropout)
+      .set("resid_pdrop", m.dropout)
+      .set("attn_pdrop", 0.0);
+}
+
+// Of DeepSeek's and dots.llm1's; a model without any has only dense layers.
+void write_deepseek_experts(const ModelConfig& m, const std::string& type, Json& json) {
+  json.set("moe_intermediate_size", m.experts ? m.expert_hidden : m.mlp_width)
+      .set("n_routed_experts", std::max<int64_t>(1, m.experts))
+      .set("n_shared_experts", std::max<int64_t>(1, m.shared_experts))
+      .set("num_experts_per_tok", m.experts ? m.experts_per_token : 1)
+      .set("norm_topk_prob", m.normalize_experts)
+      .set("routed_scaling_factor", m.expert_scale)
+      .set("n_group", m.expert_parts)
+      .set("topk_group", m.expert_parts_per_token)
+      .set("first_k_dense_replace", m.experts ? m.dense_layers : m.layers)
+      .set("attention_bias", false);
+  if (type == "deepseek_v2") json.set("scoring_func", "softmax").set("topk_method", "greedy");
+}
+
+void write_latents(const ModelConfig& m, Json& json) {
+  json.set("kv_lora_rank", m.kv_lora_rank)
+      .set("q_lora_rank", m.q_lora_rank ? Json(m.q_lora_rank) : Json())
+      .set("qk_nope_head_dim", m.qk_nope_head_dim)
+      .set("qk_rope_head_dim", m.qk_rope_head_dim)
+      .set("v_head_dim", m.v_head_dim)
+      .set("rope_interleave", true)
+      .set("mlp_bias", false);
+}
+
+void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
+  const bool dots1 = type == "dots1", qwen = type.starts_with("qwen");
+  const Json window = m.window ? Json(m.window) : Json();
+  if (qwen) json.set("use_sliding_window", m.window != 0);
+  if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
+  if (m.window && (dots1 || type == "qwen2" || type == "qwen3")) {
+    Json::Array types;
+    for (int64_t i = 0; i < m.layers; ++i)
+      types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
+    json.set("layer_types", types);
+  }
+  if (type == "mixtral" || type == "mistral" || dots1) json.set("sliding_window", window);
+  if (dots1) json.set("max_window_layers", 0);
+}
+
+void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
+  const bool deepseek = type.starts_with("deepseek");
+  json.set("num_hidden_layers", m.layers)
+      .set("num_attention_heads", m.heads)
+      .set("num_key_value_heads", m.kv_heads)
+      .set("hidden_size", m.width)
+      .set("head_dim", deepseek ? m.qk_rope_head_dim : m.head_dim)  // DeepSeek's is that of the part which is rotated
+      .set("intermediate_size", type == "mixtral" ? m.expert_hidden : m.mlp_width)
+      .set("max_position_embeddings", m.context)
+      .set("hidden_act", "silu")
+      .set("rms_norm_eps", m.norm_eps)
+      .set("rope_theta", m.rope_theta)
+      .set("rope_scaling", published_rope_scaling(m.rope_scaling));
+  if (type == "qwen3_moe")
+    json.set("moe_intermediate_size", m.expert_hidden)
+        .set("num_experts", m.experts)
+        .set("num_experts_per_tok", m.experts_per_token)
+        .set("norm_topk_prob", m.normalize_experts)
+        .set("decoder_sparse_step", 1)
+        .set("mlp_only_layers", Json::Array{})
+        .set("router_aux_loss_coef", m.aux_loss);
+  if (type == "mixtral")
+    json.set("num_local_experts", m.experts)
+        .set("num_experts_per_tok", m.experts_per_token)
+        .set("router_aux_loss_coef", m.aux_loss);
+  if (type == "dots1" || deepseek) write_deepseek_experts(m, type, json);
+  if (deepseek) write_latents(m, json);
+  write_windows(m, type, json);
+  if (type == "llama") json.set("attention_bias", false).set("mlp_bias", false);
+}
+
+}  // namespace
+
+Json published_config(const ModelConfig& model, DType dtype) {
+  const ModelConfig m = resolved(model);
+  const auto [type, name] = architecture_of(m);
+  Json json;
+  json.set("model_type", type)
+      .set("architectures", Json::Array{name})
+      .set("torch_dtype", dtype == kBF16 ? "bfloat16" : dtype == kF16 ? "float16" : "float32")
+      .set("vocab_size", m.vocab)
+      .set("tie_word_embeddings", m.tie_embeddings)
+      .set("bos_token_id", Json())
+      .set("eos_token_id", Json());
+  if (type == "gpt2") write_gpt2(m, json);
+  else write_llama(m, type, json);
+  return json;
+}
+
+}  // namespace sheaf::models
