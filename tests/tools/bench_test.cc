@@ -68,6 +68,7 @@ TEST(Bench, Kernels) {
 
 TEST(Bench, Attention) {
   EXPECT_EQ(bench("attention", "f32-B4").size(), 2u);
+  EXPECT_EQ(bench("attention", "narrow-values").size(), 4u);
   const auto lines = bench("attention", "f32-B1-T1024-H12-D64-of-100");
   ASSERT_EQ(lines.size(), 2u);
   for (const auto& [name, line] : lines) EXPECT_EQ(line.at("peer").as_string(), "one document") << name;

@@ -9,9 +9,11 @@
 
 namespace sheaf::bench {
 
-/// B sequences of T tokens, H heads of queries and G of keys and values, D wide.
+/// B sequences of T tokens, H heads of queries and G of keys and values, D wide, values E.
 struct AttentionSize {
   int64_t b, t, h, g, d;
+  int64_t e = 0;  ///< 0: D
+  int64_t values() const { return e ? e : d; }
 };
 
 class AttentionCall {
@@ -21,17 +23,17 @@ class AttentionCall {
   AttentionCall(DType dtype, const AttentionSize& s, Device device, int64_t document = 0, int64_t window = 0)
       : qkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
         dqkv_(Array(dtype, {s.b, s.t, s.h + 2 * s.g, s.d}).on(device)),
-        out_(Array(dtype, {s.b, s.t, s.h, s.d}).on(device)),
-        dout_(Array(dtype, {s.b, s.t, s.h, s.d}).on(device)),
+        out_(Array(dtype, {s.b, s.t, s.h, s.values()}).on(device)),
+        dout_(Array(dtype, {s.b, s.t, s.h, s.values()}).on(device)),
         lse_(Array(kF32, {s.b, s.h, s.t}).on(device)),
         begins_(Array::begins({s.b, s.t}, document ? document : s.t).on(device)),
         mask_(true, document ? begins_.view() : View(), window),
-        q_(heads(qkv_, 0, s.h)),
-        k_(heads(qkv_, s.h, s.g)),
-        v_(heads(qkv_, s.h + s.g, s.g)),
-        dq_(heads(dqkv_, 0, s.h)),
-        dk_(heads(dqkv_, s.h, s.g)),
-        dv_(heads(dqkv_, s.h + s.g, s.g)),
+        q_(heads(qkv_, 0, s.h, s.d)),
+        k_(heads(qkv_, s.h, s.g, s.d)),
+        v_(heads(qkv_, s.h + s.g, s.g, s.values())),
+        dq_(heads(dqkv_, 0, s.h, s.d)),
+        dk_(heads(dqkv_, s.h, s.g, s.d)),
+        dv_(heads(dqkv_, s.h + s.g, s.g, s.values())),
         scale_(1 / std::sqrt(static_cast<double>(s.d))),
         scratch_(
             static_cast<size_t>(SHEAF_WORKSPACE(device, attention, q_, k_, v_, mask_, out_, lse_)),
@@ -51,18 +53,19 @@ class AttentionCall {
   }
 
   /// Floating-point operations. A product of T x D with D x T under a causal mask takes B H T² D:
-  /// half of 2 B H T² D. The forward pass has two such products; the backward pass five, since it
-  /// computes the scores again (Dao 2023).
+  /// half of 2 B H T² D. The forward pass has two such products, one of them of values; the backward
+  /// pass five, two of them, since it computes the scores again (Dao 2023).
   static double flops(const AttentionSize& s, bool backward) {
-    return (backward ? 5 : 2) * static_cast<double>(s.b * s.h * s.t * s.t * s.d);
+    const int64_t width = backward ? 3 * s.d + 2 * s.values() : s.d + s.values();
+    return static_cast<double>(s.b * s.h * s.t * s.t * width);
   }
 
  private:
-  // Heads [first, first + count) of a packed projection [B, T, H + 2 G, D].
-  static View heads(const Array& packed, int64_t first, int64_t count) {
+  // Of heads [first, first + count) of a packed projection [B, T, H + 2 G, D] the first `width` elements.
+  static View heads(const Array& packed, int64_t first, int64_t count, int64_t width) {
     View v = packed.view();
     v.data = v.as<char>() + first * v.shape[3] * static_cast<int64_t>(size_of(v.dtype));
-    v.shape[2] = count;
+    v.shape[2] = count, v.shape[3] = width;
     return v;
   }
 

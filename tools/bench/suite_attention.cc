@@ -1,6 +1,7 @@
 // attention: causal, on queries, keys and values packed as the projection leaves them, against the
 // machine's arithmetic: a CPU's f32 multiply-adds, a GPU's square product of the same dtype. Then sequences
-// of documents, against as many tokens that are one document, and windows against all keys.
+// of documents, against as many tokens that are one document, windows against all keys, and narrow values
+// against padded ones.
 #include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/suites.h"
 
@@ -64,6 +65,32 @@ void measure_hidden(Session& session, DType dtype, const AttentionSize& full, Hi
   }
 }
 
+// Values that are narrower than keys, as latent attention's are, against values that are padded to their width.
+void measure_narrow_values(Session& session, DType dtype, const AttentionSize& full) {
+  for (bool backward : {false, true}) {
+    const std::string name = str("narrow-values-", backward ? "backward-" : "forward-", dtype, "-B", full.b, "-T", full.t, "-H", full.h,
+                                 "-D", full.d, "-E", full.e);
+    if (!session.wants("attention", name)) continue;
+    AttentionSize narrow = full;
+    if (session.options().quick) narrow.t /= 4, narrow.h = narrow.g = 2;
+    if (session.options().quick && session.on_gpu()) narrow.t = 32;
+    AttentionSize padded = narrow;
+    padded.e = padded.d;
+    const Stream stream = session.stream();
+    std::unique_ptr<const AttentionCall> call, peer;
+    Comparison c{.name = name, .unit = Unit::seconds};
+    c.peer = "padded values";
+    c.prepare = [&] {
+      call = std::make_unique<const AttentionCall>(dtype, narrow, session.device());
+      peer = std::make_unique<const AttentionCall>(dtype, padded, session.device());
+      for (const auto* each : {&call, &peer}) (*each)->forward(stream);
+    };
+    c.run = [&] { backward ? call->backward(stream) : call->forward(stream); };
+    c.peer_run = [&] { backward ? peer->backward(stream) : peer->forward(stream); };
+    session.compare("attention", c);
+  }
+}
+
 }  // namespace
 
 void attention_suite(Session& session) {
@@ -73,6 +100,7 @@ void attention_suite(Session& session) {
     for (DType dtype : {kF32, kBF16})
       for (const int64_t tokens : {1024, 4096})
         for (const int64_t keys : {128, 256}) measure_hidden(session, dtype, {1, tokens, 12, 12, 64}, window(keys));
+    for (DType dtype : {kF32, kBF16}) measure_narrow_values(session, dtype, {1, 1024, 8, 8, 192, 128});
     for (DType dtype : {kF32, kBF16})
       for (const AttentionSize& s :
            {AttentionSize{4, 64, 12, 12, 64}, {1, 1024, 12, 12, 64}, {16, 256, 6, 6, 64}})
@@ -88,6 +116,7 @@ void attention_suite(Session& session) {
       measure(session, dtype, s);
   measure(session, kF32, {16, 1024, 12, 12, 64});
   for (const int64_t tokens : {1000, 250}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, documents(tokens));
+  measure_narrow_values(session, kBF16, {1, 4096, 32, 32, 192, 128});
   for (const int64_t keys : {256, 1024}) measure_hidden(session, kBF16, {2, 4096, 12, 12, 64}, window(keys));
 }
 
