@@ -17,8 +17,8 @@ using namespace ops;
 
 struct LatentAttrs {
   double scale;
-  int32_t causal, heads, own, values;  ///< own: N; values: E
-  int64_t window;
+  int64_t causal, window;
+  int32_t heads, width, own, values;  ///< width: D; own: N; values: E
 };
 
 /// The attributes of this rank's heads, input 0 being q.
@@ -44,7 +44,7 @@ std::optional<LatentCut> latent_cut(const LatentAttrs& a, const Shape& q, int64_
 struct Heads {
   View q, own, v, shared, out;
   Heads(const LatentAttrs& a, const View& packed_q, const View& up, const View& shared_rows, const View& packed_out)
-      : q(kernels::heads_of(packed_q, 0, a.heads, a.heads ? packed_q.shape[2] / a.heads : 0)),
+      : q(kernels::heads_of(packed_q, 0, a.heads, a.width)),
         own(kernels::heads_of(up, 0, a.heads, a.own + a.values)),
         v(own),
         shared(kernels::heads_of(shared_rows, 0, 1, shared_rows.shape[2])),
@@ -119,7 +119,7 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
   }
   static void work(const Attrs& a, WorkOf& w) {
     const auto of = [&](const Shape& queries) {
-      return attention_product(w, queries, queries[1], w.input(0)[2] / std::max<int64_t>(1, a.heads), a.causal, a.window);
+      return attention_product(w, queries, queries[1], a.width, a.causal, a.window);
     };
     w.work.attention_backward = 3 * of(w.input(0)) + 2 * of(w.input(3));
   }
@@ -164,7 +164,7 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
   }
   static void work(const Attrs& a, WorkOf& w) {
     const auto of = [&](const Shape& queries) {
-      return attention_product(w, queries, queries[1], w.input(0)[2] / std::max<int64_t>(1, a.heads), a.causal, a.window);
+      return attention_product(w, queries, queries[1], a.width, a.causal, a.window);
     };
     w.work.attention_forward = of(w.input(0)) + of(w.output(0));
   }
@@ -192,8 +192,9 @@ Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared,
     if (up.size(d) != q.size(d) || shared.size(d) != q.size(d)) refuse();
   if (own < 0 || values < 0) refuse();
   check_window("latent_attention", options);
-  const LatentAttrs attrs{scale_of(options, width), options.causal, static_cast<int32_t>(heads), static_cast<int32_t>(own),
-                          static_cast<int32_t>(values), options.window};
+  const LatentAttrs attrs{scale_of(options, width),    options.causal,           options.window,
+                          static_cast<int32_t>(heads), static_cast<int32_t>(width), static_cast<int32_t>(own),
+                          static_cast<int32_t>(values)};
   std::vector<Tensor> in = {dense_rows(q), dense_rows(up), dense_rows(shared)};
   if (options.begins) in.push_back(dense_rows(options.begins));
   return apply(op_def<LatentAttention>(), &attrs, in)[0];

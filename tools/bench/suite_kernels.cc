@@ -135,11 +135,11 @@ void Kernels::activations(DType dtype) {
     return View::dense(a.view().data, a.view().dtype, {1, sizes_.rows, sizes_.width / 64, 64});
   };
   const View unrotated = View::dense(nullptr, dtype, {1, sizes_.rows, sizes_.width / 64, 64});
+  const kernels::RotaryPart all{sizes_.width / 64, 64};
   elementwise(
       "rotary", dtype, 2,
-      [rotated, heads = sizes_.width / 64,
-       work = scratch(SHEAF_WORKSPACE(device_, rotary, unrotated))](Stream s, const Arrays& a) {
-        SHEAF_ON_DEVICE(s, rotary, rotated(*a[0]), 1e4, RotaryScaling(), 0, heads, false,
+      [rotated, all, work = scratch(SHEAF_WORKSPACE(device_, rotary, unrotated, all))](Stream s, const Arrays& a) {
+        SHEAF_ON_DEVICE(s, rotary, rotated(*a[0]), 1e4, RotaryScaling(), 0, all, false,
                         rotated(*a[1]), *work);
       });
   // The rows' weights, means and deviations are too few to count.
