@@ -134,7 +134,7 @@ LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_w
   LlamaConfig c;
   c.layers = layers;
   c.heads = heads;
-  c.kv_heads = heads;
+  c.kv_heads = 0;
   c.width = width;
   c.mlp_width = mlp_width;
   c.norm_eps = 1e-6;
@@ -142,7 +142,6 @@ LlamaConfig deepseek(int64_t layers, int64_t heads, int64_t width, int64_t mlp_w
   c.qk_nope_head_dim = 128;
   c.qk_rope_head_dim = 64;
   c.v_head_dim = 128;
-  c.head_dim = 192;
   c.experts = experts;
   c.expert_hidden = expert_hidden;
   return c;
@@ -280,6 +279,9 @@ Llama::Llama(const LlamaConfig& c)
       norm(c.width, c.norm_eps) {
   check<ConfigError>(c.experts == 0 || c.dense_layers < c.layers, "[llama] of ", c.layers, " blocks the first ", c.dense_layers,
                      " have no mixture: none has");
+  check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias),
+                     "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
+                     c.kv_heads, "), and neither qk_norm nor qkv_bias");
   blocks.reserve(static_cast<size_t>(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) blocks.emplace_back(c, i);
 }

@@ -181,7 +181,7 @@ void read_windows(const Reader& r, int64_t window, const char* derived, F&& slid
 
 // The experts of DeepSeek-V3, which are dots.llm1's, too, and those of DeepSeek-V2.
 void read_deepseek_experts(const Reader& r, const std::string& type, ModelConfig& m) {
-  const bool dots1 = type == "dots1", v2 = type == "deepseek_v2";
+  const bool dots1 = type == "dots1", v2 = type == "deepseek_v2", v3 = type == "deepseek_v3";
   m.dense_layers = r.whole("first_k_dense_replace", 0);
   if (m.dense_layers >= m.layers) {
     if (dots1) r.refuse("first_k_dense_replace", str("of ", m.layers, " layers none has experts"));
@@ -191,9 +191,9 @@ void read_deepseek_experts(const Reader& r, const std::string& type, ModelConfig
   m.experts = r.positive("n_routed_experts");
   m.experts_per_token = r.positive("num_experts_per_tok");
   m.expert_hidden = r.positive("moe_intermediate_size");
-  m.expert_scale = r.number("routed_scaling_factor", 1.0);
+  m.expert_scale = r.number("routed_scaling_factor", v3 ? 2.5 : 1.0);
   m.shared_experts = r.positive("n_shared_experts");
-  m.normalize_experts = r.flag("norm_topk_prob", false);
+  m.normalize_experts = r.flag("norm_topk_prob", v3);
   r.only("moe_layer_freq", 1, "behind the first ones all of Sheaf's layers have experts");
   if (v2) {
     r.only("scoring_func", "softmax", "deepseek_v2 has softmax");

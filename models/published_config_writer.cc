@@ -159,6 +159,7 @@ void write_deepseek_experts(const ModelConfig& m, const std::string& type, Json&
       .set("topk_group", m.expert_parts_per_token)
       .set("first_k_dense_replace", m.experts ? m.dense_layers : m.layers)
       .set("attention_bias", false);
+  if (type == "deepseek_v3") json.set("num_nextn_predict_layers", 0);
   if (type == "deepseek_v2") json.set("scoring_func", "softmax").set("topk_method", "greedy");
 }
 

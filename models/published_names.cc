@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 
 #include "sheaf/core/error.h"
 
@@ -117,16 +116,6 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
   return out;
 }
 
-// "model.layers.<i>.<..>".
-bool is_of_layer(std::string_view name, int64_t i) {
-  constexpr std::string_view kLayers = "model.layers.";
-  if (!name.starts_with(kLayers)) return false;
-  name.remove_prefix(kLayers.size());
-  int64_t layer = -1;
-  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), layer);
-  return error == std::errc() && end != name.data() + name.size() && *end == '.' && layer == i;
-}
-
 // "<prefix><digits><suffix>"
 bool is_of_a_layer(std::string_view name, std::string_view prefix, std::string_view suffix) {
   if (!name.starts_with(prefix) || !name.ends_with(suffix) || name.size() <= prefix.size() + suffix.size()) return false;
@@ -147,7 +136,6 @@ std::string_view published_prefix(const ModelConfig& model) { return model.type 
 
 bool is_redundant(const ModelConfig& model, std::string_view name) {
   if (name == "lm_head.weight") return model.tie_embeddings;
-  if (model.kv_lora_rank && is_of_layer(name, model.layers)) return true;
   if (model.type == "llama") return is_of_a_layer(name, "model.layers.", ".self_attn.rotary_emb.inv_freq");
   return is_of_a_layer(name, "transformer.h.", ".attn.bias") || is_of_a_layer(name, "transformer.h.", ".attn.masked_bias");
 }

@@ -31,8 +31,8 @@ std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.
 std::string_view published_prefix(const ModelConfig& model);
 
-/// Whether a tensor of this name (with prefix) says nothing that the table's do not, or nothing about this model: masks, frequencies, a
-/// head that is tied and written all the same, DeepSeek-V3's layers for further tokens.
+/// Whether a tensor of this name (with prefix) says nothing that the table's do not: masks, frequencies, a head that is
+/// tied and written all the same.
 bool is_redundant(const ModelConfig& model, std::string_view name);
 
 }  // namespace sheaf::models

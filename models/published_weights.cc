@@ -130,8 +130,11 @@ class Loader {
       known.insert(name);
       parts_[t.own].push_back({t, find(t, name)});
     }
+    // DeepSeek-V3 has one more layer, by which it predicts further tokens; this tensor is in no other.
+    const std::string further = file_name(str(prefix, "layers.", model.layers, '.'));
+    const bool has_further = model.kv_lora_rank && there.contains(further + "eh_proj.weight");
     for (const auto& [name, file] : there)
-      if (!known.contains(name) && !is_redundant(model, name) &&
+      if (!known.contains(name) && !(has_further && name.starts_with(further)) && !is_redundant(model, name) &&
           (prefixed || !is_redundant(model, std::string(prefix) + name)))
         fail<CheckpointError>("[weights] '", file->path(), "': ", json_string(name), " ", file->at(name).dtype,
                               file->at(name).shape, " is nothing that this ", model.type, " of ", model.layers,

@@ -184,7 +184,7 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   const std::string width = str("model.width ", m.width, origin("model.width")),
                     heads = str("model.heads ", m.heads, origin("model.heads")),
                     kv_heads = str("model.kv_heads ", m.kv_heads, origin("model.kv_heads"));
-  require(m.head_dim > 0 || m.width % m.heads == 0, width, " is not a multiple of ", heads);
+  require(m.head_dim > 0 || m.width % m.heads == 0 || (m.kv_lora_rank > 0 && m.qk_nope_head_dim > 0), width, " is not a multiple of ", heads);
   require(m.kv_heads == 0 || m.heads % m.kv_heads == 0, heads, " is not a multiple of ", kv_heads);
   require(m.type != "gpt2" || m.kv_heads == 0 || m.kv_heads == m.heads, kv_heads,
           ": gpt2 has as many key as query heads");
@@ -198,9 +198,10 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
     require(m.type == "llama", latent, ": only model.type llama has latent attention");
     require(m.kv_heads == 0 || m.kv_heads == m.heads, latent, " with ", kv_heads, ": each head has keys of its own");
     require(!m.qk_norm && !m.qkv_bias, latent, ": latent attention has neither model.qk_norm nor model.qkv_bias");
-    require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, ": that follows from model.qk_nope_head_dim ",
+    require(m.head_dim == 0 || m.head_dim == r.head_dim, latent, " with model.head_dim ", m.head_dim, origin("model.head_dim"), ": that follows from model.qk_nope_head_dim ",
             r.qk_nope_head_dim, " and model.qk_rope_head_dim ", r.qk_rope_head_dim);
-    require(r.qk_nope_head_dim > 0 && r.qk_rope_head_dim > 0 && r.qk_rope_head_dim % 2 == 0, "model.qk_rope_head_dim ", r.qk_rope_head_dim,
+    require(r.qk_nope_head_dim > 0, width, " is less than ", heads, ": give model.qk_nope_head_dim");
+    require(r.qk_rope_head_dim > 0 && r.qk_rope_head_dim % 2 == 0, "model.qk_rope_head_dim ", r.qk_rope_head_dim,
             origin("model.qk_rope_head_dim"), ": rotary embedding needs an even size");
   }
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();

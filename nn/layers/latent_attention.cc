@@ -1,5 +1,7 @@
 #include "sheaf/nn/layers/latent_attention.h"
 
+#include <cmath>
+
 #include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/tensor_region.h"
 
@@ -10,6 +12,7 @@ const LatentAttentionConfig& checked(const LatentAttentionConfig& c) {
   check<ConfigError>(c.width > 0 && c.heads > 0 && c.kv_lora_rank > 0 && c.q_lora_rank >= 0 && c.qk_nope_head_dim > 0 &&
                          c.qk_rope_head_dim > 0 && c.v_head_dim > 0,
                      "[latent_attention] wants positive sizes: width ", c.width, ", heads ", c.heads, ", kv_lora_rank ", c.kv_lora_rank,
+                     ", q_lora_rank ", c.q_lora_rank,
                      ", qk_nope_head_dim ", c.qk_nope_head_dim, ", qk_rope_head_dim ", c.qk_rope_head_dim, ", v_head_dim ", c.v_head_dim);
   check<ConfigError>(c.qk_rope_head_dim % 2 == 0, "[latent_attention] rotary positions need a qk_rope_head_dim that is even, not ",
                      c.qk_rope_head_dim);

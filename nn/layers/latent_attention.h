@@ -4,6 +4,8 @@
 //   B batch   T tokens   C width   H heads   N, R, E elements of a head: of keys its own, of keys shared, of values
 #pragma once
 
+#include <optional>
+
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/layers/linear.h"

@@ -9,6 +9,7 @@
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/llama.h"
 #include "sheaf/models/model_options.h"
+#include "sheaf/models/presets.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
@@ -94,7 +95,10 @@ TEST(Llama, PublishedSizes) {
                                                    {"qwen3-14b", 14768307200},
                                                    {"qwen3-32b", 32762123264},
                                                    {"qwen3-30b-a3b", 30532122624},
-                                                   {"mixtral-8x7b", 46702792704}};
+                                                   {"mixtral-8x7b", 46702792704},
+                                                   {"deepseek-v2-lite", 15706484224},
+                                                   {"deepseek-v3", 671026419200},
+                                                   {"moonlight-16b-a3b", 15960110208}};
   for (const auto& [name, parameters] : expected) {
     Llama model(LlamaConfig::preset(name));
     EXPECT_EQ(count(model), parameters) << name;

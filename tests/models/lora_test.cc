@@ -140,12 +140,13 @@ TEST(Lora, BeginsAsTheModelAndChangesNothingElse) {
         if (nn::is_lora(name)) {
           ++adapters;
           EXPECT_NE(values, one.parameters.at(name)) << name;
-          EXPECT_THAT(name, ::testing::AnyOf(HasSubstr(".attention."), HasSubstr(".mlp.")));
+          EXPECT_THAT(name, ::testing::AnyOf(HasSubstr(".attention."), HasSubstr(".latent_attention."), HasSubstr(".mlp.")));
         } else {
           EXPECT_EQ(values, base.parameters.at(name)) << name;
         }
       }
-      const int64_t linear_layers = layers == std::string("attention") || type == std::string("mixture") ? 2 : type == std::string("gpt2") ? 4 : 5;
+      const bool latent = type == std::string("latent"), alone = layers == std::string("attention") || type == std::string("mixture");
+      const int64_t linear_layers = (latent ? 4 : 2) + (alone ? 0 : type == std::string("gpt2") ? 2 : 3);
       EXPECT_EQ(adapters, static_cast<size_t>(2 * linear_layers * c.model.layers));
     }
 }
@@ -264,7 +265,7 @@ TEST(Lora, EveryAdapterIsTrained) {
       models::ModelConfig config = lora(type).model;
       config.lora_rank = 0;
       const auto model = tiny_model_f64(mesh, {}, {}, 5, config, [&](models::Decoder& m, const ShardOptions&) {
-        const int64_t layers = type == std::string("mixture") ? 2 : type == std::string("gpt2") ? 4 : 5;
+        const int64_t layers = type == std::string("mixture") ? 2 : type == std::string("gpt2") ? 4 : type == std::string("latent") ? 7 : 5;
         EXPECT_EQ(nn::add_lora(m, {.rank = 2}), layers * config.layers);
       });
       optim::AdamW optimizer(*model, {.lr = 1e-2});

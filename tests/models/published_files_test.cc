@@ -27,7 +27,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "te
                   kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards",
                   kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kWindow = "tests/models/published/mistral_f32_window",
                   kWindows = "tests/models/published/qwen3_bf16_windows", kDots1 = "tests/models/published/dots1_bf16",
-                  kDots1Window = "tests/models/published/dots1_f32_window";
+                  kDots1Window = "tests/models/published/dots1_f32_window",
+                  kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -209,8 +210,8 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kLlama, "partial_rotary_factor", 0.5), HasSubstr("Sheaf rotates whole heads"));
   EXPECT_THAT(refused(kLlama, "rope_interleaved", true), HasSubstr("rope_interleaved is true"));
   EXPECT_THAT(refused(kLlama, "quantization_config", Json::Object{{"bits", 4}}), HasSubstr("quantization_config is {\"bits\":4}"));
-  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and dots1"));
-  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and dots1"));
+  EXPECT_THAT(refused(kLlama, "model_type", "gemma"), HasSubstr("model_type is \"gemma\": Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2 and deepseek_v3"));
+  EXPECT_THAT(refused(kLlama, "model_type", Json()), HasSubstr("Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2 and deepseek_v3"));
   for (const Json& window : {Json(0), Json(-1), Json(true), Json("4096")})
     EXPECT_THAT(refused(kMistral, "sliding_window", window), HasSubstr("config.json: sliding_window"));
   EXPECT_THAT(refused(kMistral, "num_key_value_heads", Json()), HasSubstr("num_key_value_heads is null"));
@@ -224,6 +225,15 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kDots1, "n_shared_experts", Json()), HasSubstr("n_shared_experts is null"));
   EXPECT_THAT(refused(kDots1, "first_k_dense_replace", 3), HasSubstr("first_k_dense_replace is 3: of 3 layers none has experts"));
   EXPECT_THAT(refused(kDots1, "moe_layer_freq", 2), HasSubstr("moe_layer_freq is 2: behind the first ones"));
+  EXPECT_THAT(refused(kDeepseek3, "scoring_func", "softmax"), HasSubstr("scoring_func is \"softmax\": deepseek_v3 has sigmoid"));
+  EXPECT_THAT(refused(kDeepseek3, "rope_interleave", false), HasSubstr("rope_interleave is false"));
+  EXPECT_THAT(refused(kDeepseek3, "num_key_value_heads", 2), HasSubstr("each of the 4 heads has keys of its own"));
+  EXPECT_THAT(refused(kDeepseek3, "qk_rope_head_dim", 3), HasSubstr("qk_rope_head_dim is 3"));
+  EXPECT_THAT(refused(kDeepseek3, "sliding_window", 4), HasSubstr("sliding_window is 4"));
+  EXPECT_THAT(refused(kDeepseek3, "n_group", Json()), HasSubstr("n_group is null"));
+  EXPECT_THAT(refused(kDeepseek3, "kv_lora_rank", Json()), HasSubstr("kv_lora_rank is null"));
+  EXPECT_THAT(refused(kDeepseek2, "topk_method", "group_limited_greedy"), HasSubstr("of deepseek_v2 Sheaf has greedy"));
+  EXPECT_THAT(refused(kDeepseek2, "norm_topk_prob", true), HasSubstr("norm_topk_prob is true"));
   EXPECT_THAT(refused(kDots1, "scoring_func", "softmax"), HasSubstr("scoring_func is \"softmax\": dots1 has sigmoid"));
   EXPECT_THAT(refused(kLlama, "hidden_size", 0), HasSubstr("hidden_size is 0: expected a positive integer"));
   EXPECT_THAT(refused(kLlama, "hidden_size", Json()), HasSubstr("hidden_size is null: expected a positive integer"));

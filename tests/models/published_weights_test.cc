@@ -217,6 +217,16 @@ TEST(PublishedWeights, AShorterContextTakesTheFirstPositions) {
   }
 }
 
+// A model of a layer less does not take one for further tokens for its last.
+TEST(PublishedWeights, ALayerTooManyIsNamed) {
+  models::ModelConfig config = config_of("deepseek_v3_bf16");
+  config.layers = 2;
+  const auto files = models::PublishedFiles::open(folder_of("deepseek_v3_bf16") + "/model.safetensors");
+  std::vector<nn::StatePiece> none;
+  EXPECT_THAT(message_of<CheckpointError>(ExitCode::kData, [&] { models::fill_weights(none, files, config); }),
+              HasSubstr("is nothing that this llama of 2 layers has"));
+}
+
 TEST(PublishedWeights, MustBeThoseOfTheModel) {
   const auto message = [](const std::string& name, auto&& change) {
     models::ModelConfig config = config_of(name);

@@ -42,7 +42,7 @@ TEST(Windows, EachNthBlockSeesAll) {
       return block.latent_attention ? block.latent_attention->config.window : block.attention->window;
     else return block.attention.window;
   };
-  const auto model_windows = [](const auto& model) {
+  const auto model_windows = [&](const auto& model) {
     std::vector<int64_t> out;
     for (const auto& block : model.blocks) out.push_back(window_of(block));
     return out;
@@ -50,7 +50,7 @@ TEST(Windows, EachNthBlockSeesAll) {
   EXPECT_EQ(model_windows(models::Gpt({.layers = 4, .heads = 2, .width = 8, .window = 5, .full_attention_every = 3})),
             (std::vector<int64_t>{5, 5, 0, 5}));
   EXPECT_EQ(model_windows(models::Llama({.layers = 3, .window = 5})), (std::vector<int64_t>{5, 5, 5}));
-  EXPECT_EQ(model_windows(models::Llama({.layers = 3, .kv_lora_rank = 4, .window = 5, .full_attention_every = 2})), (std::vector<int64_t>{5, 0, 5}));
+  EXPECT_EQ(model_windows(models::Llama({.layers = 3, .kv_heads = 0, .kv_lora_rank = 4, .window = 5, .full_attention_every = 2})), (std::vector<int64_t>{5, 0, 5}));
   EXPECT_THAT([] { nn::CausalSelfAttention({.width = 8, .heads = 2, .window = -1}); },
               ::testing::ThrowsMessage<ConfigError>(HasSubstr("[attention] window -1")));
 }

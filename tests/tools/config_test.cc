@@ -133,6 +133,19 @@ TEST_F(Config, WhatWouldChangeNothingIsRefused) {
   EXPECT_THAT(error("", {"--model.preset", "mixtral-8x7b", "--model.expert_groups", "4"}),
               HasSubstr("without model.capacity_factor nothing is counted"));
   EXPECT_EQ(load("", {"--model.preset", "mixtral-8x7b", "--model.capacity_factor", "1.25"}).model.experts, 8);
+  const auto latent = [](std::vector<std::string> more) {
+    std::vector<std::string> all{"--model.type", "llama", "--model.kv_lora_rank", "8"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  EXPECT_EQ(load("", latent({"--model.width", "100", "--model.heads", "8", "--model.qk_nope_head_dim", "16"})).model.kv_lora_rank, 8);
+  EXPECT_THAT(error("", {"--model.kv_lora_rank", "8"}), HasSubstr("only model.type llama has latent attention"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.q_lora_rank", "8"}), HasSubstr("only latent attention (model.kv_lora_rank) has it"));
+  EXPECT_THAT(error("", latent({"--model.qk_norm", "true"})), HasSubstr("neither model.qk_norm nor model.qkv_bias"));
+  EXPECT_THAT(error("", latent({"--model.kv_heads", "2"})), HasSubstr("each head has keys of its own"));
+  EXPECT_THAT(error("", latent({"--model.head_dim", "32"})), HasSubstr("follows from model.qk_nope_head_dim 32 and model.qk_rope_head_dim 16"));
+  EXPECT_THAT(error("", latent({"--model.qk_rope_head_dim", "3"})), HasSubstr("model.qk_rope_head_dim 3"));
+  EXPECT_EQ(load("", {"--model.preset", "deepseek-v2-lite", "--model.heads", "8", "--model.qk_rope_head_dim", "32"}).model.heads, 8);
   EXPECT_THAT(error("", {"--sharding.min_parameters", "1000000"}), HasSubstr("only sharding.units count"));
   EXPECT_THAT(error("[sharding]\nmin_parameters = 1000\n"), HasSubstr("only sharding.units count"));
   EXPECT_EQ(load("[sharding]\nmin_parameters = 1000\n", {"--sharding.units", "count"}).sharding.min_parameters, 1000);

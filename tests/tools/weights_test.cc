@@ -26,7 +26,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tes
                   kLlama = "tests/models/published/llama_bf16_shards", kScaled = "tests/models/published/llama_f32_scaled",
                   kQwen2 = "tests/models/published/qwen2_bf16_tied", kQwen3 = "tests/models/published/qwen3_bf16_tied",
                   kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards",
-                  kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kDots1 = "tests/models/published/dots1_bf16";
+                  kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kDots1 = "tests/models/published/dots1_bf16",
+                  kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16";
 
 /// Tokens that every model here knows, 16 bits each.
 struct Folder : ScratchFolder {
@@ -285,7 +286,7 @@ TEST(Weights, AdaptersAreExportedForPeft) {
 
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
-  for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe, kDots1})
+  for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe, kDots1, kDeepseek2, kDeepseek3})
     for (int world : {1, 3}) {
       SCOPED_TRACE(str(weights, " on ", world));
       const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
@@ -310,6 +311,7 @@ TEST(Weights, ExportAndImportAreInverse) {
       for (const auto& entry : std::filesystem::directory_iterator(weights))
         if (const std::string file = entry.path().filename().string(); file.starts_with("model") && file.ends_with(".safetensors"))
           for (const auto& [tensor, bytes] : tensors(entry.path())) {
+            if (weights == kDeepseek3 && tensor.starts_with("model.layers.3.")) continue;  // for further tokens
             EXPECT_TRUE(written.contains(tensor)) << tensor;
             ++read;
           }
