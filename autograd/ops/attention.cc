@@ -60,8 +60,7 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
                  c.output(2), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    const auto of = [&](const Shape& queries) { return attention_product(w, queries, w.input(1)[1], w.input(0)[3], a.causal, a.window); };
-    w.work.attention_backward = 3 * of(w.input(0)) + 2 * of(w.input(3));
+    w.work.attention_backward = backward_operations(w, a, w.input(0), w.input(3), w.input(1)[1], w.input(0)[3]);
   }
 };
 
@@ -102,15 +101,9 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there ar
                  c.output(0), c.output(1), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    const auto of = [&](const Shape& queries) { return attention_product(w, queries, w.input(1)[1], w.input(0)[3], a.causal, a.window); };
-    w.work.attention_forward = of(w.input(0)) + of(w.output(0));
+    w.work.attention_forward = forward_operations(w, a, w.input(0), w.output(0), w.input(1)[1], w.input(0)[3]);
   }
-  static void vjp(const Attrs& a, Vjp& c) {
-    std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
-    if (c.num_inputs() > 3) in.push_back(c.input(3));
-    const Tensors d = apply(op_def<AttentionBackward>(), &a, in);
-    for (int i = 0; i < 3; ++i) c.set(i, d[static_cast<size_t>(i)]);
-  }
+  static void vjp(const Attrs& a, Vjp& c) { set_three_gradients<AttentionBackward>(a, c); }
   static void describe(const Attrs& a, std::string& out) {
     out += str(describe_mask(a.causal, a.window), "scale ", a.scale);
   }

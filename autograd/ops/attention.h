@@ -27,6 +27,25 @@ inline double attention_product(WorkOf& w, const Shape& queries, int64_t keys, i
   return causal && keys == queries[1] ? all / 2 : all;
 }
 
+/// Of the forward pass two products, one with values; of the backward five, two of them, since the scores are computed again.
+template <class Attrs>
+double forward_operations(WorkOf& w, const Attrs& a, const Shape& queries, const Shape& results, int64_t keys, int64_t head) {
+  return attention_product(w, queries, keys, head, a.causal, a.window) + attention_product(w, results, keys, head, a.causal, a.window);
+}
+template <class Attrs>
+double backward_operations(WorkOf& w, const Attrs& a, const Shape& queries, const Shape& results, int64_t keys, int64_t head) {
+  return 3 * attention_product(w, queries, keys, head, a.causal, a.window) + 2 * attention_product(w, results, keys, head, a.causal, a.window);
+}
+
+/// The gradients of three operands by the op `Backward`, of these, the result, its gradient, the log-sum-exps, and begins.
+template <class Backward, class Attrs>
+void set_three_gradients(const Attrs& a, Vjp& c) {
+  std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
+  if (c.num_inputs() > 3) in.push_back(c.input(3));
+  const Tensors d = apply(op_def<Backward>(), &a, in);
+  for (int i = 0; i < 3; ++i) c.set(i, d[static_cast<size_t>(i)]);
+}
+
 /// Where documents begin is the last of an op's inputs, if it has more than `others`.
 template <class Attrs>
 kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {

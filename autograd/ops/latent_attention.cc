@@ -118,10 +118,7 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
     SHEAF_ON_DEVICE_SCRATCH(stream, rest, sum, d.shared_of(dk), d.shared, 1.0);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    const auto of = [&](const Shape& queries) {
-      return attention_product(w, queries, queries[1], a.width, a.causal, a.window);
-    };
-    w.work.attention_backward = 3 * of(w.input(0)) + 2 * of(w.input(3));
+    w.work.attention_backward = backward_operations(w, a, w.input(0), w.input(3), w.input(0)[1], a.width);
   }
 };
 
@@ -163,17 +160,9 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
     SHEAF_ON_DEVICE(stream, attention, h.q, k, h.v, mask_of(a, c, 3), a.scale, h.out, c.output(1), rest);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    const auto of = [&](const Shape& queries) {
-      return attention_product(w, queries, queries[1], a.width, a.causal, a.window);
-    };
-    w.work.attention_forward = of(w.input(0)) + of(w.output(0));
+    w.work.attention_forward = forward_operations(w, a, w.input(0), w.output(0), w.input(0)[1], a.width);
   }
-  static void vjp(const Attrs& a, Vjp& c) {
-    std::vector<Tensor> in = {c.input(0), c.input(1), c.input(2), c.output(0), dense_rows(c.grad()), c.output(1)};
-    if (c.num_inputs() > 3) in.push_back(c.input(3));
-    const Tensors d = apply(op_def<LatentAttentionBackward>(), &a, in);
-    for (int i = 0; i < 3; ++i) c.set(i, d[static_cast<size_t>(i)]);
-  }
+  static void vjp(const Attrs& a, Vjp& c) { set_three_gradients<LatentAttentionBackward>(a, c); }
   static void describe(const Attrs& a, std::string& out) {
     out += str(describe_mask(a.causal, a.window), "heads ", a.heads, " own ", a.own, " scale ", a.scale);
   }

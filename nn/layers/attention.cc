@@ -51,10 +51,7 @@ CausalSelfAttention::CausalSelfAttention(const AttentionConfig& c)
 }
 
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text) {
-  Layout whole = tokens_BT.layout();
-  for (int a = 0; a < whole.num_axes(); ++a)
-    if (whole[a].is_shard(1)) whole[a] = Placement::replicate();
-  return sheaf::document_begins(redistribute(tokens_BT, whole), end_of_text);
+  return sheaf::document_begins(whole_sequences(tokens_BT), end_of_text);
 }
 
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {

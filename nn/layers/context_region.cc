@@ -15,6 +15,12 @@ std::vector<int> axes_that_cut(const Layout& l, int dim) {
 }
 }  // namespace
 
+Tensor whole_sequences(const Tensor& x) {
+  Layout whole = x.layout();
+  for (const int a : axes_that_cut(whole, 1)) whole[a] = Placement::replicate();
+  return redistribute(x, whole);
+}
+
 ContextRegion::ContextRegion(const Tensor& x, const OwnershipMap& heads) {
   const Layout& outside = x.layout();
   const std::vector<int> shared = axes_that_cut(outside, 1);

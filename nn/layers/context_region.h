@@ -10,6 +10,9 @@
 
 namespace sheaf::nn {
 
+/// x[B, T, ..] with whole sequences on every rank of the axes that cut them.
+Tensor whole_sequences(const Tensor& x);
+
 /// Outside of enter() and leave() each rank of a context axis has its own tokens of every sequence, inside whole sequences of
 /// its own heads: one all_to_all each way, and in the backward (Jacobs et al., https://arxiv.org/abs/2309.14509). Which axes
 /// these are, x says: all that cut its sequence. Where none does, both ways are the identity.

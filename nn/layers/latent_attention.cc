@@ -29,14 +29,6 @@ LinearOptions by_heads(const Init& init, int dim, int64_t width) {
   return {.bias = false, .init = init, .cut = OwnershipMap::even(dim, width)};
 }
 
-// x[B, T, C], whole sequences on every rank of axes that cut them.
-Tensor whole_sequences(const Tensor& x_BTC) {
-  Layout whole = x_BTC.layout();
-  for (int a = 0; a < whole.num_axes(); ++a)
-    if (whole[a].is_shard(1)) whole[a] = Placement::replicate();
-  return redistribute(x_BTC, whole);
-}
-
 }  // namespace
 
 LatentAttention::LatentAttention(const LatentAttentionConfig& c)
