@@ -32,6 +32,22 @@ void measure(Session& session, DType dtype, const AttentionSize& full) {
   }
 }
 
+// One call against another, both made by functions when the line is measured.
+template <class Make, class MakePeer>
+void compare_calls(Session& session, const std::string& name, const char* peer_name, bool backward, Make make, MakePeer make_peer) {
+  const Stream stream = session.stream();
+  std::unique_ptr<const AttentionCall> call, peer;
+  Comparison c{.name = name, .unit = Unit::seconds};
+  c.peer = peer_name;
+  c.prepare = [&] {
+    call = make(), peer = make_peer();
+    for (const auto* each : {&call, &peer}) (*each)->forward(stream);
+  };
+  c.run = [&] { backward ? call->backward(stream) : call->forward(stream); };
+  c.peer_run = [&] { backward ? peer->backward(stream) : peer->forward(stream); };
+  session.compare("attention", c);
+}
+
 // What a mask leaves of attention: documents of so many tokens, or a window of so many keys.
 struct Hidden {
   const char *name, *size, *peer;
@@ -50,18 +66,10 @@ void measure_hidden(Session& session, DType dtype, const AttentionSize& full, Hi
     AttentionSize s = full;
     if (session.options().quick) s.t = 2 * size, s.h = s.g = 2;
     if (session.options().quick && session.on_gpu()) s.t = 32, size = 13;
-    const Stream stream = session.stream();
-    std::unique_ptr<const AttentionCall> some, all;
-    Comparison c{.name = name, .unit = Unit::seconds};
-    c.peer = hidden.peer;
-    c.prepare = [&] {
-      some = std::make_unique<const AttentionCall>(dtype, s, session.device(), hidden.document, hidden.window);
-      all = std::make_unique<const AttentionCall>(dtype, s, session.device());
-      for (const auto* call : {&some, &all}) (*call)->forward(stream);
-    };
-    c.run = [&] { backward ? some->backward(stream) : some->forward(stream); };
-    c.peer_run = [&] { backward ? all->backward(stream) : all->forward(stream); };
-    session.compare("attention", c);
+    compare_calls(
+        session, name, hidden.peer, backward,
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device(), hidden.document, hidden.window); },
+        [&] { return std::make_unique<const AttentionCall>(dtype, s, session.device()); });
   }
 }
 
@@ -76,18 +84,10 @@ void measure_narrow_values(Session& session, DType dtype, const AttentionSize& f
     if (session.options().quick && session.on_gpu()) narrow.t = 32;
     AttentionSize padded = narrow;
     padded.e = padded.d;
-    const Stream stream = session.stream();
-    std::unique_ptr<const AttentionCall> call, peer;
-    Comparison c{.name = name, .unit = Unit::seconds};
-    c.peer = "padded values";
-    c.prepare = [&] {
-      call = std::make_unique<const AttentionCall>(dtype, narrow, session.device());
-      peer = std::make_unique<const AttentionCall>(dtype, padded, session.device());
-      for (const auto* each : {&call, &peer}) (*each)->forward(stream);
-    };
-    c.run = [&] { backward ? call->backward(stream) : call->forward(stream); };
-    c.peer_run = [&] { backward ? peer->backward(stream) : peer->forward(stream); };
-    session.compare("attention", c);
+    compare_calls(
+        session, name, "padded values", backward,
+        [&] { return std::make_unique<const AttentionCall>(dtype, narrow, session.device()); },
+        [&] { return std::make_unique<const AttentionCall>(dtype, padded, session.device()); });
   }
 }
 
