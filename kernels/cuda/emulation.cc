@@ -14,7 +14,8 @@ namespace emulation {
 
 namespace {
 
-// Saves what the calling convention asks a function to keep, and goes on where `to` was left.
+// Saves what the calling convention asks a function to keep, and goes on where `to` was left: by a jump, as a return would be
+// predicted to go to its caller, and never does.
 extern "C" void sheaf_switch_fiber(void** from, void* to);
 asm(R"(
 .text
@@ -36,11 +37,15 @@ sheaf_switch_fiber:
   popq %r12
   popq %rbx
   popq %rbp
-  ret
+  popq %rcx
+  jmp *%rcx
 .size sheaf_switch_fiber, .-sheaf_switch_fiber
 )");
 
 constexpr size_t kStack = 128 << 10;
+// Stacks begin at places that differ in the caches, too: at multiples of a page they would push each other out of the same few
+// lines with every switch.
+constexpr size_t kStagger = 17 * 64, kStaggers = 61, kMostStagger = kStagger * kStaggers;
 constexpr size_t kMostShared = 227 << 10;  // launch() asks for less
 
 enum class State : uint8_t { ready, at_block_barrier, at_warp, done };
@@ -69,7 +74,7 @@ class Block {
     std::memset(shared_.data(), 0xff, shared_bytes);
     warps_.assign((threads + 31) / 32, {});
     if (fibers_.size() < threads) fibers_.resize(threads);
-    for (unsigned i = 0; i < threads; ++i) prepare(fibers_[i]);
+    for (unsigned i = 0; i < threads; ++i) prepare(fibers_[i], i);
   }
 
   // Goes round until all are done; `first` is where each round begins, `step` (odd times) its
@@ -84,6 +89,7 @@ class Block {
         const unsigned i = backwards ? (first + threads_ - n) % threads_ : (first + n) % threads_;
         if (fibers_[i].state == State::ready) {
           progress = true;
+          fetch((backwards ? i + threads_ - 1 : i + 1) % threads_);
           enter(i);
           if (failure_) {
             current = nullptr;
@@ -104,7 +110,7 @@ class Block {
   Moment now() const { return {launch_, block_, running_, barriers_, warps_[running_ / 32].syncs}; }
   bool on_own_stack(const void* address) const {
     const char* stack = fibers_[running_].stack.get();
-    return address >= stack && address < stack + kStack;
+    return address >= stack && address < stack + kStack + kMostStagger;
   }
 
   /// Ends the running thread, and so the launch, without unwinding its stack.
@@ -145,10 +151,10 @@ class Block {
     self->leave(State::done);
   }
 
-  void prepare(Fiber& fiber) {
-    if (!fiber.stack) fiber.stack.reset(new char[kStack]);
-    void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(fiber.stack.get() + kStack) &
-                                          ~uintptr_t{15});
+  void prepare(Fiber& fiber, unsigned i) {
+    if (!fiber.stack) fiber.stack.reset(new char[kStack + kMostStagger]);
+    char* const end = fiber.stack.get() + kStack + i % kStaggers * kStagger;
+    void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(end) & ~uintptr_t{15});
     *--top = nullptr;  // as if called: the stack is 16 bytes aligned before the return address
     *--top = reinterpret_cast<void*>(&body_of_fiber);
     top -= 6;  // the registers
@@ -157,6 +163,11 @@ class Block {
     fiber.state = State::ready;
   }
 
+  // What the next thread will read first.
+  void fetch(unsigned i) const {
+    const char* top = static_cast<const char*>(fibers_[i].pointer);
+    for (const int line : {0, 64, 128}) __builtin_prefetch(top + line);
+  }
   void enter(unsigned i) {
     running_ = i;
     place.thread = {i, 0, 0};

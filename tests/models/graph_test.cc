@@ -14,7 +14,7 @@ namespace sheaf::testing {
 namespace {
 
 const Device kGpu = Device::cuda();
-constexpr int kSteps = 9;  // the third one is captured
+constexpr int kSteps = 6;  // the third one is captured, of a program the fourth
 
 models::TrainConfig graph_config(bool graph) {
   models::TrainConfig c = tiny_config();
