@@ -1,6 +1,7 @@
 #include "sheaf/nn/shard.h"
 
 #include <algorithm>
+#include <functional>
 #include <unordered_set>
 
 #include "sheaf/distributed/pipeline.h"
@@ -28,15 +29,18 @@ UnitPolicy UnitPolicy::of_at_least(int64_t parameters) {
   return policy;
 }
 
-// Marks the modules below the sharded one that a policy chooses.
+// Marks the modules below the sharded one that a policy chooses, and calls `each` for all that no inner call has sharded.
 struct UnitMarker : Visitor {
+  using Each = std::function<void(Module&, const std::string& path)>;
   const UnitPolicy& policy;
   const Mark& mark;
+  const Each each;
   std::unordered_set<std::string> missing, known;
   std::unordered_set<const Parameter::State*> counted;
   int64_t unclaimed = 0;  // elements of leaves that no unit has claimed yet, in the module being visited
 
-  UnitMarker(const UnitPolicy& p, const Mark& m) : policy(p), mark(m), missing(p.paths_.begin(), p.paths_.end()) {}
+  UnitMarker(const UnitPolicy& p, const Mark& m, const Each& e)
+      : policy(p), mark(m), each(e), missing(p.paths_.begin(), p.paths_.end()) {}
 
   void parameter(Parameter& p) override {
     if (p.unit()) fail<ConfigError>("[shard] '", p.name(), "' is materialized already: shard before materialize()");
@@ -53,6 +57,7 @@ struct UnitMarker : Visitor {
     }
     const int64_t before = std::exchange(unclaimed, 0);
     Visitor::module(m);
+    each(m, here);
     const bool listed = missing.erase(here) > 0;
     if (listed || (policy.predicate_ && policy.predicate_(m, here)) ||
         (policy.minimum_ > 0 && unclaimed >= policy.minimum_)) {
@@ -203,13 +208,16 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
                         "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
                         "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
   const std::vector<int> cutting = mark.tensor_axis < 0 ? std::vector<int>{} : std::vector<int>{mark.tensor_axis};
-  if (context >= 0)
-    for (const auto& [path, layer] : module.named_modules()) {
-      if (const auto* attention = dynamic_cast<const nn::CausalSelfAttention*>(layer))
-        nn::ContextRegion::copies(path, attention->kv_heads, attention->heads / attention->kv_heads, *mesh.spec, {context}, cutting);
-      if (const auto* latent = dynamic_cast<const nn::LatentAttention*>(layer))
-        nn::ContextRegion::copies(path, latent->config.heads, 1, *mesh.spec, {context}, cutting);
+  // More ranks than key heads have copies, or parts of them; of layers that this call shards.
+  const auto share_heads = [&](nn::Module& layer, const std::string& path) {
+    if (auto* attention = dynamic_cast<nn::CausalSelfAttention*>(&layer)) {
+      if (mark.tensor_axis >= 0) attention->share_among(mesh.spec->size(mark.tensor_axis), path);
+      const int64_t keys = attention->shared_keys();
+      if (context >= 0) nn::ContextRegion::copies(path, keys, attention->heads / keys, *mesh.spec, {context}, cutting);
     }
+    if (const auto* latent = dynamic_cast<nn::LatentAttention*>(&layer); latent && context >= 0)
+      nn::ContextRegion::copies(path, latent->config.heads, 1, *mesh.spec, {context}, cutting);
+  };
   if (experts >= 0) {
     nn::Module::UnitMark of_experts = mark;
     of_experts.tensor_axis = experts;
@@ -218,7 +226,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
     mark_experts(module, of_experts);
   }
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
-  nn::UnitMarker marker(options.units, shared);
+  nn::UnitMarker marker(options.units, shared, share_heads);
   module.visit(marker);
   marker.finish();
   if (stages >= 0) mark_stages(module, options, shared, stages);

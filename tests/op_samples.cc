@@ -415,6 +415,12 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S0 -> S0", "S1 -> S1", "S2|8,4,4/2 -> S2|8,8,8/2", "S2|8,4,4/1 -> S2|8,8,8/1", "P -> P"}},
       {.op = "repeat_key_heads", .variant = "three key heads", .inputs = {{1, 2, 30}},
        .f = [](Args x) { return repeat_key_heads(x[0], 9, 3, 3); }, .rules = {"S2|18,6,6/3 -> S2|18,18,18/3", "P -> P"}},
+      {.op = "pack_heads", .inputs = {{2, 3, 8}, {2, 3, 8}}, .f = [](Args x) { return pack_heads(x[0], x[1], 4, 2, 2); },
+       .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "S2|8/2 R -> S2|8,8,8/2", "S2|8/4 R -> S2|8,8,8/4", "P P -> P"}},
+      {.op = "pack_heads", .variant = "three key heads", .inputs = {{1, 2, 30}, {1, 2, 12}},
+       .f = [](Args x) { return pack_heads(x[0], x[1], 15, 3, 1); }, .rules = {"S2|30/3 R -> S2|30,6,6/3", "S2|30/1 R -> S2|30,6,6/1"}},
+      {.op = "pack_heads", .variant = "three copies", .inputs = {{1, 2, 12}, {1, 2, 8}},  // two ranks share one of a head's
+       .f = [](Args x) { return pack_heads(x[0], x[1], 6, 2, 3); }, .rules = {"S2|12/6 R -> S2|12,12,12/6", "S2|12/3 R -> S2|12,12,12/3"}},
       {.op = "packed_attention", .variant = "repeated keys", .inputs = {{2, 5, 16}},  // each query reads a copy of its own
        .f = [](Args x) { return packed_attention(repeat_key_heads(x[0], 4, 2, 2), 4, 4); },
        .no_second = "packed_attention_backward", .tolerance = 4, .rules = {"S0 -> S0", "S2|8,4,4/2 -> S2"}},

@@ -22,15 +22,16 @@ int64_t checked_head_width(const AttentionConfig& c) {
 int64_t key_heads(const AttentionConfig& c) { return c.kv_heads ? c.kv_heads : c.heads; }
 
 // A tensor axis cuts the heads, and so does a context axis. Queries read the keys of their group: all are cut in as many units
-// as there are key heads. `dim` is that of the packed projections.
-OwnershipMap head_cut(int dim, int64_t heads, int64_t key_heads, int64_t width) {
-  return OwnershipMap::parts(dim, {heads * width, key_heads * width, key_heads * width}, key_heads);
+// as there are key heads, or copies of these. `dim` is that of the packed projections.
+OwnershipMap head_cut(int dim, int64_t heads, int64_t key_heads, int64_t width, int64_t units) {
+  return OwnershipMap::parts(dim, {heads * width, key_heads * width, key_heads * width}, units);
 }
+OwnershipMap projection_cut(int64_t heads, int64_t width, int64_t units) { return OwnershipMap::even(1, heads / units * width); }
 LinearOptions reads(const AttentionConfig& c) {
-  return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), head_width_of(c))};
+  return {c.bias || c.qkv_bias, c.init, head_cut(0, c.heads, key_heads(c), head_width_of(c), key_heads(c))};
 }
 LinearOptions writes(const AttentionConfig& c) {
-  return {c.bias, c.projection_init, OwnershipMap::even(1, c.heads / key_heads(c) * head_width_of(c))};
+  return {c.bias, c.projection_init, projection_cut(c.heads, head_width_of(c), key_heads(c))};
 }
 
 }  // namespace
@@ -54,14 +55,38 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text) {
   return sheaf::document_begins(whole_sequences(tokens_BT), end_of_text);
 }
 
+void CausalSelfAttention::share_among(int ranks, const std::string& path) {
+  const int64_t group = heads / kv_heads;
+  int64_t copies = 1;
+  while (copies < group && (group % copies != 0 || kv_heads * copies < ranks)) ++copies;
+  if (head_width % copies != 0)
+    fail<ConfigError>("[attention] '", path, "': the ", ranks, " ranks of a tensor axis share ", kv_heads, " key heads as ",
+                      kv_heads * copies, " of their parts, and ", copies, " does not divide the ", head_width, " elements of a head");
+  const int64_t units = kv_heads * copies;
+  qkv.set_cut(head_cut(0, heads, kv_heads, head_width, units));
+  projection.set_cut(projection_cut(heads, head_width, units));
+}
+
+// Of the units that a tensor axis has cut, each rank has the queries, and of `keys` copies of key heads a part of one: all of these
+// are put together, a few bytes a token where keys are few, and each takes those that its queries read.
+Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t keys) const {
+  const int64_t queries = heads * head_width;
+  const Tensor kv_BTE = slice(qkv_BTE, 2, queries, qkv_BTE.size(2));
+  const Tensor whole = redistribute(kv_BTE, kv_BTE.layout().with(qkv.weight.cut_axis(), Placement::replicate()));
+  return pack_heads(slice(qkv_BTE, 2, 0, queries), whole, heads, kv_heads, keys / kv_heads);
+}
+
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
   check<ConfigError>(!cache || !begins_BT, "[attention] '", path(), "': the tokens of a cache are one document");
   const TensorRegion region(x_BTC, qkv.weight);
   Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
-  // Where more ranks share a sequence than there are key heads, some have copies.
-  const int64_t copies = ContextRegion::copies(qkv_BTE, kv_heads, heads / kv_heads), keys = kv_heads * copies;
-  qkv_BTE = repeat_key_heads(qkv_BTE, heads, kv_heads, copies);
-  const ContextRegion context(qkv_BTE, head_cut(2, heads, keys, head_width));
+  // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
+  int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : shared_keys();
+  if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
+  const int64_t copies = ContextRegion::copies(qkv_BTE, keys, heads / keys);
+  qkv_BTE = repeat_key_heads(qkv_BTE, heads, keys, copies);
+  keys *= copies;
+  const ContextRegion context(qkv_BTE, head_cut(2, heads, keys, head_width, keys));
   qkv_BTE = context.enter(qkv_BTE);
   if (query_norm || rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();

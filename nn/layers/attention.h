@@ -47,9 +47,16 @@ struct CausalSelfAttention : Module {
 
   explicit CausalSelfAttention(const AttentionConfig& config);
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
+  /// Before materialize(): so many ranks of a tensor axis will share the heads (shard() calls it, and names the layer). Where they
+  /// are more than the key heads, these are cut, too: ranks compute parts of them, which all put together, and take those that
+  /// their queries read. ConfigError if heads cannot be cut so.
+  void share_among(int ranks, const std::string& path);
+  /// What a tensor axis cuts at most: as many key heads as there are, or copies of them.
+  int64_t shared_keys() const { return qkv.weight.cut()->granule(); }
   SHEAF_FIELDS(qkv, projection, query_norm, key_norm, dropout);
 
  private:
+  Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t keys) const;
   Tensor attend_to_cache(const Tensor& qkv_BTE, int64_t keys, KeyValueCache& cache) const;
 };
 

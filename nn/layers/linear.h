@@ -26,9 +26,13 @@ struct Linear : Module {
   Linear(int64_t in, int64_t out, const LinearOptions& options = {})
       : weight({out, in}, options.init.value_or(Init::uniform(1.0 / std::sqrt(static_cast<double>(in))))) {
     if (options.bias) bias = Parameter({out}, Init::zeros());
-    if (!options.cut) return;
-    weight.set_cut(*options.cut);
-    if (options.bias && options.cut->dim() == 0) bias.set_cut(*options.cut);
+    if (options.cut) set_cut(*options.cut);
+  }
+  /// LinearOptions::cut of a layer that is there, with its adapter: before materialize().
+  void set_cut(const OwnershipMap& cut) {
+    weight.set_cut(cut);
+    if (bias && cut.dim() == 0) bias.set_cut(cut);
+    if (lora) (cut.dim() == 0 ? lora->b : lora->a).set_cut(cut);
   }
   Tensor forward(const Tensor& x) { return adapted(linear(x, weight, bias), x); }
   /// gelu (tanh form) of y, for the next layer's of_gelu().

@@ -297,7 +297,9 @@ TEST(Context, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(10, context(5, "full_shard", "llama", 2)),
               HasSubstr("the 5 ranks of context axis 'context' cannot share 10 heads that read 5 key heads, of which a rank of axis "
                         "'model' has as few as 4; at most 4 can"));
-  EXPECT_THAT(refusal(12, context(2, "full_shard", "llama", 6)), HasSubstr("over the 6 ranks of tensor axis 'model' it leaves rank 0 nothing"));
+  EXPECT_THAT(refusal(12, context(2, "full_shard", "llama", 6)),  // halves of key heads, of which some ranks have one
+              HasSubstr("the 2 ranks of context axis 'context' cannot share 10 key heads, of which a rank of axis 'model' has as few as 1"));
+  EXPECT_THAT(refusal(22, context(2, "full_shard", "llama", 11)), HasSubstr("over the 11 ranks of tensor axis 'model' it leaves rank 0 nothing"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"context", 2}});
     const auto model = models::make_language_model(model_of("llama"), 13);

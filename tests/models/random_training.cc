@@ -132,7 +132,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
     s.pipeline = axis(m.layers);
     s.replicas = axis(4);
     s.context = axis(m.heads);
-    s.tensor = axis(m.kv_heads / ((s.context * m.kv_heads + m.heads - 1) / m.heads));  // each has as many key heads as that, at least
+    s.tensor = axis(m.heads / s.context);  // beyond the key heads some have copies, if these can be cut
     s.experts = m.experts ? axis(m.experts) : axis(1);
     world = s.pipeline * s.replicas * s.context * s.tensor * s.experts * axis(4);
   } while (world > (draw.one_in(20) ? 16 : 8));

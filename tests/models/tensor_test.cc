@@ -20,8 +20,12 @@ using ::testing::HasSubstr;
 
 constexpr int kSteps = 8;
 
-// Six heads for GPT-2, and six that read three key heads for Llama.
-models::ModelConfig model_of(const std::string& type) { return tiny_model(type, 6, 3); }
+// Six heads for GPT-2, and six that read three key heads for Llama; hidden units that six ranks can share.
+models::ModelConfig model_of(const std::string& type) {
+  models::ModelConfig m = tiny_model(type, 6, 3);
+  m.mlp_width = 48;
+  return m;
+}
 
 models::TrainConfig tensor(int64_t ranks, const char* strategy = "full_shard", const std::string& type = "gpt2") {
   models::TrainConfig c = tiny_config();
@@ -56,20 +60,29 @@ INSTANTIATE_TEST_SUITE_P(NormedHeads, TensorGradients,
                          ::testing::Combine(::testing::Values("qwen3"), ::testing::Values("full_shard", "zero1"),
                                             ::testing::Values(mesh(2, 1, 2), mesh(2, 2, 2)), ::testing::Values(3, 1)));
 
+// More ranks than the three key heads, which are six halves: one for each rank, not for each, beside a context axis that shares
+// the heads that read a copy.
+INSTANTIATE_TEST_SUITE_P(Copies, TensorGradients,
+                         ::testing::Combine(::testing::Values("llama", "untied llama", "qwen3"), ::testing::Values("full_shard", "replicate"),
+                                            ::testing::Values(mesh(0, 1, 4), mesh(0, 1, 6), mesh(0, 2, 5), mesh(2, 1, 4),
+                                                              MeshSizes{0, 1, 2, 3}, MeshSizes{0, 0, 1, 5}),
+                                            ::testing::Values(3)));
+
 TEST(Tensor, StrategiesPrefetchUnitsAndRecomputeChangeNoBit) {
-  for (const char* type : {"gpt2", "untied llama", "qwen3"}) {
-    const TrainedRun expected = train_tiny(tensor(2, "full_shard", type), 4, kSteps);
+  for (const auto& [type, ranks] : {std::pair("gpt2", 2), {"untied llama", 2}, {"qwen3", 2}, {"qwen3", 4}}) {
+    const int world = 2 * ranks;
+    const TrainedRun expected = train_tiny(tensor(ranks, "full_shard", type), world, kSteps);
     EXPECT_LT(expected.losses.back(), expected.losses.front());
     for (const char* strategy : {"shard_grad_op", "zero1"})
-      expect_same_bits(expected, train_tiny(tensor(2, strategy, type), 4, kSteps));
-    models::TrainConfig c = tensor(2, "full_shard", type);
+      expect_same_bits(expected, train_tiny(tensor(ranks, strategy, type), world, kSteps));
+    models::TrainConfig c = tensor(ranks, "full_shard", type);
     c.sharding.prefetch_bytes = 0;
-    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+    expect_same_bits(expected, train_tiny(c, world, kSteps));
     c.sharding.units = "none";
-    expect_same_bits(expected, train_tiny(c, 4, kSteps));
-    c = tensor(2, "full_shard", type);
+    expect_same_bits(expected, train_tiny(c, world, kSteps));
+    c = tensor(ranks, "full_shard", type);
     c.train.recompute = "block";
-    expect_same_bits(expected, train_tiny(c, 4, kSteps));
+    expect_same_bits(expected, train_tiny(c, world, kSteps));
   }
 }
 
@@ -80,7 +93,7 @@ TEST(Tensor, TrainsAsOneRankDoes) {
     c.model.dropout = 0.2;
     c.train.micro_batches = 2;
     const TrainedRun expected = train_tiny(c, 1, kSteps);
-    for (const int ranks : {2, 3}) {
+    for (const int ranks : {2, 3, 4}) {  // 4: more than Llama has key heads
       c.sharding.tensor = ranks;
       const TrainedRun actual = train_tiny(c, 2 * ranks, kSteps);
       EXPECT_LE(max_difference(expected.parameters, actual.parameters), 5e-5) << type << " " << ranks;
@@ -162,6 +175,20 @@ TEST(Tensor, WhatTravelsAlongWhichAxis) {
   }
 }
 
+// Six ranks of which each has a query head and half a key head: what travels beside is the keys and values of a token, the others'
+// halves, and in the backward their gradients.
+TEST(Tensor, WholeKeysArePutTogether) {
+  const models::ModelConfig m = models::resolved(model_of("llama"));
+  const int64_t layers = m.layers, both = 2 * m.kv_heads * m.head_dim;
+  constexpr int64_t kRows = 3, kTokens = 9, kSize = 4;  // 6 rows for 2 groups of ranks
+  auto shared = traffic(models::plan_step(tensor(6, "full_shard", "llama"), 13, 0, 12, 1, "local").tape);
+  auto plain = traffic(models::plan_step(tensor(6, "full_shard", "gpt2"), 13, 0, 12, 1, "local").tape);
+  EXPECT_EQ(shared["all_gather model"].count, plain["all_gather model"].count + layers);
+  EXPECT_EQ(shared["reduce_scatter model"].count, plain["reduce_scatter model"].count + layers);
+  EXPECT_EQ(shared["all_gather model"].bytes, plain["all_gather model"].bytes + layers * kSize * kRows * kTokens * both * 5 / 6);
+  EXPECT_EQ(shared["reduce_scatter model"].bytes, plain["reduce_scatter model"].bytes + layers * kSize * kRows * kTokens * both * 5 / 6);
+}
+
 // Logits are placed as tokens are, with all of the vocabulary.
 TEST(Tensor, LogitsHaveAllOfTheVocabulary) {
   const auto logits = [](const Axes& axes, const Placement& along_model) {
@@ -241,16 +268,18 @@ TEST(Tensor, TrainsInBf16) {
     models::TrainConfig c = tensor(1, "full_shard", type);
     c.train.dtype = "bf16";
     const TrainedRun expected = train_tiny(c, 1, kSteps);
-    c.sharding.tensor = 3;
-    const TrainedRun actual = train_tiny(c, 6, kSteps);
-    for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 0.01);
+    for (const int ranks : {3, 6}) {
+      c.sharding.tensor = ranks;
+      const TrainedRun actual = train_tiny(c, 6, kSteps);
+      for (int s = 0; s < kSteps; ++s) EXPECT_NEAR(expected.losses[s], actual.losses[s], 0.01);
+    }
   }
 }
 
 TEST(Tensor, TapesPassAllChecksAndTakeTheBytesOfThePlan) {
-  for (const char* type : {"gpt2", "qwen3"})
+  for (const auto& [type, ranks] : {std::pair("gpt2", 2), {"qwen3", 2}, {"qwen3", 4}})
     for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) {
-      models::TrainConfig c = tensor(2, strategy, type);
+      models::TrainConfig c = tensor(ranks, strategy, type);
       c.train.micro_batches = 2;
       expect_planned_tapes(c, 4);
     }
@@ -271,7 +300,7 @@ TEST(Tensor, ARankHoldsItsShareOfABlock) {
 TEST(Tensor, CheckpointsMoveBetweenMeshes) {
   const ScratchFolder scratch;
   const std::vector<Axes> meshes = {Axes{{"data", 1}}, Axes{{"data", 3}}, mesh(0, 2, 2).axes(), mesh(0, 1, 3).axes(),
-                                    mesh(0, 2, 3).axes(), mesh(2, 1, 2).axes()};
+                                    mesh(0, 2, 3).axes(), mesh(2, 1, 2).axes(), mesh(0, 1, 4).axes()};
   for (const Axes& from : meshes) expect_checkpoint_moves(scratch.path(), from, meshes, model_of("llama"));
 }
 
@@ -281,9 +310,13 @@ TEST(Tensor, WhatCannotBeIsRefused) {
   models::TrainConfig both = tensor(3);
   both.sharding.replicas = 2;
   EXPECT_THAT(refusal(4, both), HasSubstr("sharding.tensor 3: 2 ranks cannot"));
-  const std::string message = refusal(4, tensor(4, "full_shard", "llama"));
+  const std::string message = refusal(7, tensor(7, "full_shard", "llama"));
   EXPECT_THAT(message, HasSubstr("'blocks.0.attention.qkv.weight' [48,24]"));
-  EXPECT_THAT(message, HasSubstr("over the 4 ranks of tensor axis 'model' it leaves rank 0 nothing; at most 3 can share it"));
+  EXPECT_THAT(message, HasSubstr("over the 7 ranks of tensor axis 'model' it leaves rank 0 nothing; at most 6 can share it"));
+  models::TrainConfig odd = tensor(4);
+  odd.model = tiny_model("llama", 9, 3);
+  EXPECT_THAT(refusal(4, odd), HasSubstr("[attention] 'blocks.0.attention': the 4 ranks of a tensor axis share 3 key heads as 9 of their "
+                                         "parts, and 3 does not divide the 4 elements of a head"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
     const auto model = models::make_language_model(tiny_config().model, 13);

@@ -149,6 +149,23 @@ TEST_F(Ways, SequencesAreSharedByMoreRanksThanKeyHeads) {
   EXPECT_TRUE(tried(4, 1, 4));
 }
 
+// Nor is the number of key heads the most that can share layers: some have copies, put together of parts of heads.
+TEST_F(Ways, LayersAreSharedByMoreRanksThanKeyHeads) {
+  models::TrainConfig c = small();
+  c.model = tiny_model("llama", 12, 2);
+  c.model.head_dim = 8;
+  c.train.batch = 1;
+  const auto tried = [&](int64_t context, int64_t tensor, int world) {
+    return std::ranges::any_of(models::find_ways(c, kVocab, world, machine_with(int64_t{1} << 40, world)).fitting, [&](const models::Way& w) {
+      return w.config.sharding.context == context && w.config.sharding.tensor == tensor;
+    });
+  };
+  EXPECT_TRUE(tried(1, 4, 4));
+  EXPECT_TRUE(tried(3, 4, 12)) << "the three heads that read a copy";
+  EXPECT_FALSE(tried(1, 6, 6)) << "three does not divide a head";
+  EXPECT_FALSE(tried(1, 8, 8)) << "twelve heads are not even shares of eight ranks";
+}
+
 TEST_F(Ways, TheFastestIsNearlyThatOfAll) {
   const models::TrainConfig config = small();
   const auto front = models::find_ways(config, kVocab, 4, machine_with(int64_t{1} << 40)).front;
