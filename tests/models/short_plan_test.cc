@@ -80,11 +80,9 @@ TEST_F(ShortPlans, AreWholeOnesWithAnyNumberOfStages) {
         c.train.micro_batches = micro_batches, c.train.batch = 2 * micro_batches;
         c.model.tie_embeddings = pick % 7 < 3;
         c.sharding.pipeline_head = static_cast<double>(pick % 4) - 1;
-        for (const char* schedule : {"1f1b", "zero_bubble"}) {
-          c.sharding.pipeline_schedule = schedule;
-          expect_short_plans_are_whole(c, static_cast<int>(2 * stages), pick % 2 ? 4 : 3,
-                                       str(stages, " stages ", layers, " blocks ", micro_batches, " micro-batches ", schedule));
-        }
+        c.sharding.pipeline_schedule = pick % 3 == 1 ? "1f1b" : "zero_bubble";
+        expect_short_plans_are_whole(c, static_cast<int>(2 * stages), pick % 2 ? 4 : 3,
+                                     str(stages, " stages ", layers, " blocks ", micro_batches, " micro-batches ", c.sharding.pipeline_schedule));
       }
 }
 
@@ -112,11 +110,9 @@ TEST_F(ShortPlans, AreWholeOnesWithSeveralRuns) {
       c.train.micro_batches = rounds * stages, c.train.batch = 2 * c.train.micro_batches;
       c.model.tie_embeddings = pick % 7 < 3;
       c.sharding.pipeline_head = static_cast<double>(pick % 4) - 1;
-      for (const char* schedule : {"1f1b", "zero_bubble"}) {
-        c.sharding.pipeline_schedule = schedule;
-        expect_short_plans_are_whole(c, 2 * stages, pick % 2 ? 4 : 3,
-                                     str(stages, " stages of ", runs, " runs, ", layers, " blocks ", rounds, " rounds ", schedule));
-      }
+      c.sharding.pipeline_schedule = (runs + rounds) % 2 ? "1f1b" : "zero_bubble";
+      expect_short_plans_are_whole(c, 2 * stages, pick % 2 ? 4 : 3,
+                                   str(stages, " stages of ", runs, " runs, ", layers, " blocks ", rounds, " rounds ", c.sharding.pipeline_schedule));
     }
 }
 
