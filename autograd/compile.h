@@ -7,7 +7,7 @@
 //     clip_grad_norm(model, 1.0);
 //     optimizer.step({.scalars = scalars});
 //     optimizer.zero_grad();
-//     return redistribute(loss, Layout(mesh, Placement::invariant()));
+//     return redistribute(loss, Layout(mesh.spec, Placement::invariant()));
 //   });
 //   for (int64_t step = 0; step < steps; ++step) {
 //     const auto [tokens, targets, first_sample] = data.batch(step);

@@ -16,11 +16,11 @@
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
 //   };
 //
-// [Note: what happens in apply] (1) place: the inputs' placements choose the rule, per mesh axis; a Replicate operand
-// that a rule wants sharded is sliced, one that it wants Partial is kept on one rank, which moves no byte and is a node
-// of its own; anything that would communicate is a PlacementError. (2) infer: the
-// outputs' types. (3) outputs are allocated, or placed into given memory, or alias the input. (4) execute, unless the
-// values are on meta. (5) if a recording lives on this thread, the node is recorded.
+// [Note: what happens in apply] (1) infer: the outputs' types, as of one rank. (2) place: the inputs' placements choose the
+// rule, per mesh axis; a Replicate operand that a rule wants sharded is sliced, one that it wants Partial is kept on one rank,
+// which moves no byte and is a node of its own; anything that would communicate is a PlacementError. (3) outputs are allocated,
+// or placed into given memory, or alias the input. (4) execute, unless the values are on meta. (5) if a recording lives on this
+// thread, the node is recorded.
 #pragma once
 
 #include <concepts>

@@ -309,9 +309,9 @@ Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared,
 /// Where `times` divides H / G its attention is that of qkv, and more ranks can share its heads. A cut by OwnershipMap::parts in
 /// units of whole key heads stays one in as many units. The gradient of a head is the sum of its copies'.
 Tensor repeat_key_heads(const Tensor& qkv, int64_t heads, int64_t key_heads, int64_t times);
-/// The same of queries [B, T, H D] that ranks have cut evenly, in units of as many heads as read a copy or of several such, and keys
-/// and values [B, T, 2 G D] that all of them have: each takes the copies that its queries read, and nothing travels. Then more
-/// ranks can share a layer than it has key heads.
+/// The tensor of repeat_key_heads from queries [B, T, H D] that ranks have cut evenly, in units of whole groups that read one copy,
+/// and keys and values [B, T, 2 G D] that all of them have: each takes the copies that its queries read, and nothing travels. So more
+/// ranks can share a layer than it has key heads. `times` divides H / G.
 Tensor pack_heads(const Tensor& queries, const Tensor& keys_values, int64_t heads, int64_t key_heads, int64_t times);
 /// Of documents one behind another in tokens[.., T], integers, each but the last ended by the token `end_of_text`: where that of
 /// each token begins, i32[.., T]. The token that ends a document belongs to it. Sequences must be whole on every rank.

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "sheaf/distributed/pipeline.h"
+#include "sheaf/nn/layers/attention.h"
 
 namespace sheaf::models {
 namespace {
@@ -169,11 +170,6 @@ class Search {
     return StageCut(config_.model.layers, static_cast<int>(stages), runs).imbalance() > 9.0 / 8;
   }
 
-  // Each rank has as many key heads as others, or one copy, of which there may be `most` of each.
-  static bool shares_alike(int64_t key_heads, int64_t ranks, int64_t most) {
-    return key_heads % ranks == 0 || (ranks % key_heads == 0 && most % (ranks / key_heads) == 0);
-  }
-
   // Axes, and which groups of ranks hold the model; strategy, micro-batches and recomputing to begin with.
   std::vector<Choice> choices_of_axes() const {
     const ModelConfig model = resolved(config_.model);
@@ -182,11 +178,12 @@ class Search {
     for (const int64_t p : sizes(&Choice::pipeline, world_, model.layers)) {
       if (!keeps(&Choice::pipeline) && divides_unevenly(p, 1)) continue;
       for (const int64_t t : sizes(&Choice::tensor, world_ / p, std::min(model.heads, host))) {
-        if (!keeps(&Choice::tensor) && (!shares_alike(key_heads, t, model.heads / key_heads) || (t > key_heads && model.head_dim % (t / key_heads))))
-          continue;
-        const int64_t own = std::max<int64_t>(1, key_heads / t), group = model.heads / std::max(key_heads, t);
+        const int64_t units = nn::head_units(model.heads, key_heads, model.head_dim, t);
+        if (!keeps(&Choice::tensor) && units % t != 0) continue;
+        const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units;
         for (const int64_t c : sizes(&Choice::context, world_ / p / t, own * group)) {
-          if (!keeps(&Choice::context) && !shares_alike(own, c, group)) continue;
+          // Each rank has as many key heads as others, or one copy.
+          if (!keeps(&Choice::context) && own % c != 0 && (c % own != 0 || group % (c / own) != 0)) continue;
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes(&Choice::experts, world_ / p / t / c, experts)) {
             if (!keeps(&Choice::experts) && experts % e != 0) continue;

@@ -1,7 +1,6 @@
 #include "sheaf/nn/shard.h"
 
 #include <algorithm>
-#include <functional>
 #include <unordered_set>
 
 #include "sheaf/distributed/pipeline.h"
@@ -29,18 +28,15 @@ UnitPolicy UnitPolicy::of_at_least(int64_t parameters) {
   return policy;
 }
 
-// Marks the modules below the sharded one that a policy chooses, and calls `each` for all that no inner call has sharded.
+// Marks the modules below the sharded one that a policy chooses.
 struct UnitMarker : Visitor {
-  using Each = std::function<void(Module&, const std::string& path)>;
   const UnitPolicy& policy;
   const Mark& mark;
-  const Each each;
   std::unordered_set<std::string> missing, known;
   std::unordered_set<const Parameter::State*> counted;
   int64_t unclaimed = 0;  // elements of leaves that no unit has claimed yet, in the module being visited
 
-  UnitMarker(const UnitPolicy& p, const Mark& m, const Each& e)
-      : policy(p), mark(m), each(e), missing(p.paths_.begin(), p.paths_.end()) {}
+  UnitMarker(const UnitPolicy& p, const Mark& m) : policy(p), mark(m), missing(p.paths_.begin(), p.paths_.end()) {}
 
   void parameter(Parameter& p) override {
     if (p.unit()) fail<ConfigError>("[shard] '", p.name(), "' is materialized already: shard before materialize()");
@@ -57,7 +53,6 @@ struct UnitMarker : Visitor {
     }
     const int64_t before = std::exchange(unclaimed, 0);
     Visitor::module(m);
-    each(m, here);
     const bool listed = missing.erase(here) > 0;
     if (listed || (policy.predicate_ && policy.predicate_(m, here)) ||
         (policy.minimum_ > 0 && unclaimed >= policy.minimum_)) {
@@ -74,6 +69,35 @@ struct UnitMarker : Visitor {
     std::string all;
     for (const std::string& n : names) all += (all.empty() ? "" : " ") + n;
     fail<ConfigError>("[shard] no module at '", *missing.begin(), "'; there are: ", all);
+  }
+};
+
+// Finds attention in what no inner call has sharded, and how ranks share its heads: ConfigError if those of a context axis cannot.
+struct HeadsToCut : Visitor {
+  const MeshSpec* mesh;
+  int tensor, context;
+  std::vector<std::pair<CausalSelfAttention*, int64_t>> layers;  // and the units of their heads
+
+  HeadsToCut(const MeshSpec* mesh, int tensor_axis, int context_axis) : mesh(mesh), tensor(tensor_axis), context(context_axis) {}
+
+  void module(Module& m) override {
+    if (ModuleAccess::mark(m)) return;
+    if (auto* a = dynamic_cast<CausalSelfAttention*>(&m)) {
+      const int64_t units = head_units(a->heads, a->kv_heads, a->head_width, tensor < 0 ? 1 : mesh->size(tensor));
+      layers.emplace_back(a, units);
+      check_context(units, a->heads / units);
+    }
+    if (const auto* latent = dynamic_cast<LatentAttention*>(&m)) check_context(latent->config.heads, 1);
+    Visitor::module(m);
+  }
+  void cut() const {
+    for (const auto& [layer, units] : layers) layer->cut_heads(units);
+  }
+
+ private:
+  void check_context(int64_t units, int64_t group) const {
+    if (context >= 0)
+      ContextRegion::copies(path(), units, group, *mesh, {context}, tensor < 0 ? std::vector<int>{} : std::vector<int>{tensor});
   }
 };
 
@@ -207,17 +231,8 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
                         mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
                         "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
                         "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
-  const std::vector<int> cutting = mark.tensor_axis < 0 ? std::vector<int>{} : std::vector<int>{mark.tensor_axis};
-  // More ranks than key heads have copies, or parts of them; of layers that this call shards.
-  const auto share_heads = [&](nn::Module& layer, const std::string& path) {
-    if (auto* attention = dynamic_cast<nn::CausalSelfAttention*>(&layer)) {
-      if (mark.tensor_axis >= 0) attention->share_among(mesh.spec->size(mark.tensor_axis), path);
-      const int64_t keys = attention->shared_keys();
-      if (context >= 0) nn::ContextRegion::copies(path, keys, attention->heads / keys, *mesh.spec, {context}, cutting);
-    }
-    if (const auto* latent = dynamic_cast<nn::LatentAttention*>(&layer); latent && context >= 0)
-      nn::ContextRegion::copies(path, latent->config.heads, 1, *mesh.spec, {context}, cutting);
-  };
+  nn::HeadsToCut heads(mesh.spec, mark.tensor_axis, context);
+  heads.module(module);
   if (experts >= 0) {
     nn::Module::UnitMark of_experts = mark;
     of_experts.tensor_axis = experts;
@@ -226,9 +241,10 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
     mark_experts(module, of_experts);
   }
   const auto shared = std::make_shared<const nn::Module::UnitMark>(mark);
-  nn::UnitMarker marker(options.units, shared, share_heads);
+  nn::UnitMarker marker(options.units, shared);
   module.visit(marker);
   marker.finish();
+  heads.cut();
   if (stages >= 0) mark_stages(module, options, shared, stages);
   ModuleAccess::mark(module) = shared;
 }

@@ -1,7 +1,7 @@
 // shard(): chosen layers become units, whose parameters are gathered, reduced and updated together. materialize(): units
 // and memory, and the first values.
 //
-// shard() only marks modules, so it may be called bottom-up with options per unit: an inner call claims its module's
+// shard() marks modules, and tells attention in how many units its heads are cut; it may be called bottom-up with options per unit: an inner call claims its module's
 // parameters, the outer call takes what is left as the root unit. materialize() then gives every leaf to the lowest
 // unit that holds all of its uses (a tied weight to the common ancestor), and all units one gather schedule.
 #pragma once

@@ -55,25 +55,28 @@ Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text) {
   return sheaf::document_begins(whole_sequences(tokens_BT), end_of_text);
 }
 
-void CausalSelfAttention::share_among(int ranks, const std::string& path) {
-  const int64_t group = heads / kv_heads;
-  int64_t copies = 1;
-  while (copies < group && (group % copies != 0 || kv_heads * copies < ranks)) ++copies;
-  if (head_width % copies != 0)
-    fail<ConfigError>("[attention] '", path, "': the ", ranks, " ranks of a tensor axis share ", kv_heads, " key heads as ",
-                      kv_heads * copies, " of their parts, and ", copies, " does not divide the ", head_width, " elements of a head");
-  const int64_t units = kv_heads * copies;
+int64_t head_units(int64_t heads, int64_t key_heads, int64_t head_width, int64_t ranks) {
+  const int64_t group = heads / key_heads;
+  int64_t most = 1;
+  for (int64_t copies = 1; copies <= group && key_heads * most < ranks; ++copies)
+    if (group % copies == 0 && head_width % copies == 0) most = copies;
+  return key_heads * most;
+}
+
+void CausalSelfAttention::cut_heads(int64_t units) {
+  if (qkv.weight.cut()->granule() == units) return;
   qkv.set_cut(head_cut(0, heads, kv_heads, head_width, units));
   projection.set_cut(projection_cut(heads, head_width, units));
 }
 
-// Of the units that a tensor axis has cut, each rank has the queries, and of `keys` copies of key heads a part of one: all of these
-// are put together, a few bytes a token where keys are few, and each takes those that its queries read.
-Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t keys) const {
+// Of units that are parts of key heads each rank has its queries, and too little of their keys: these and values, few elements a
+// token, are put together on all ranks, and each takes the heads that its queries read. (In the backward two padded gradients are
+// added; without this, qkv has one.)
+Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) const {
   const int64_t queries = heads * head_width;
   const Tensor kv_BTE = slice(qkv_BTE, 2, queries, qkv_BTE.size(2));
   const Tensor whole = redistribute(kv_BTE, kv_BTE.layout().with(qkv.weight.cut_axis(), Placement::replicate()));
-  return pack_heads(slice(qkv_BTE, 2, 0, queries), whole, heads, kv_heads, keys / kv_heads);
+  return pack_heads(slice(qkv_BTE, 2, 0, queries), whole, heads, kv_heads, units / kv_heads);
 }
 
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
@@ -81,7 +84,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   const TensorRegion region(x_BTC, qkv.weight);
   Tensor qkv_BTE = qkv(region.enter(x_BTC));  // E = (H + 2 G) D, packed: its gradient is one tensor, not three padded ones
   // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
-  int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : shared_keys();
+  int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
   if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
   const int64_t copies = ContextRegion::copies(qkv_BTE, keys, heads / keys);
   qkv_BTE = repeat_key_heads(qkv_BTE, heads, keys, copies);

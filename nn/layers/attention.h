@@ -28,6 +28,11 @@ struct AttentionConfig {
   Init projection_init = Init::normal(0.02);  ///< of the output projection
 };
 
+/// The units in which `ranks` of a tensor axis share heads, each whole with the queries that read it: key heads or, for more ranks,
+/// the fewest copies of each that leave no rank without, of a number that divides heads / key_heads (so many read one) and
+/// head_width (so many parts are put together). If none is enough, the most that can be.
+int64_t head_units(int64_t heads, int64_t key_heads, int64_t head_width, int64_t ranks);
+
 /// sheaf::document_begins for CausalSelfAttention: as tokens[B, T], but whole on every rank of axes that cut sequences, as
 /// attention has these there. Four bytes a token are gathered.
 Tensor document_begins(const Tensor& tokens_BT, int64_t end_of_text);
@@ -47,16 +52,13 @@ struct CausalSelfAttention : Module {
 
   explicit CausalSelfAttention(const AttentionConfig& config);
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
-  /// Before materialize(): so many ranks of a tensor axis will share the heads (shard() calls it, and names the layer). Where they
-  /// are more than the key heads, these are cut, too: ranks compute parts of them, which all put together, and take those that
-  /// their queries read. ConfigError if heads cannot be cut so.
-  void share_among(int ranks, const std::string& path);
-  /// What a tensor axis cuts at most: as many key heads as there are, or copies of them.
-  int64_t shared_keys() const { return qkv.weight.cut()->granule(); }
+  /// Before materialize(): a tensor axis will cut the heads in so many head_units() (shard() says it). Where these are more than the
+  /// key heads, key heads are cut, too: ranks compute parts of them, which all put together, and take those that their queries read.
+  void cut_heads(int64_t units);
   SHEAF_FIELDS(qkv, projection, query_norm, key_norm, dropout);
 
  private:
-  Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t keys) const;
+  Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t units) const;
   Tensor attend_to_cache(const Tensor& qkv_BTE, int64_t keys, KeyValueCache& cache) const;
 };
 

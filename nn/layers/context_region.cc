@@ -56,7 +56,7 @@ int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t mo
   for (const int a : axes) {
     if (mesh.size(a) > have)
       fail<ConfigError>("[attention] '", path, "': the ", mesh.size(a), " ranks of context axis '", mesh.name(a), "' cannot share ",
-                        most > 1 ? str(units * most, " heads that read ") : "", units, " key heads",
+                        units * most, " heads", most > 1 ? str(" that read ", units, " key heads") : "",
                         others.empty() ? "" : str(", of which a rank of axis ", others, " has as few as ", have), "; at most ", have,
                         " can");
     cut_by(a);

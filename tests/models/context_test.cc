@@ -290,7 +290,7 @@ TEST(Context, WhatCannotBeIsRefused) {
               HasSubstr("sharding.context 4: 2 ranks cannot be divided into groups of so many; all 4 are for sharding.replicas times "
                         "sharding.context times sharding.tensor"));
   EXPECT_THAT(refusal(11, context(11)),
-              HasSubstr("'blocks.0.attention': the 11 ranks of context axis 'context' cannot share 10 key heads; at most 10 can"));
+              HasSubstr("'blocks.0.attention': the 11 ranks of context axis 'context' cannot share 10 heads; at most 10 can"));
   EXPECT_THAT(refusal(11, context(11, "full_shard", "llama")),
               HasSubstr("'blocks.0.attention': the 11 ranks of context axis 'context' cannot share 10 heads that read 5 key heads; at "
                         "most 10 can"));
@@ -298,7 +298,7 @@ TEST(Context, WhatCannotBeIsRefused) {
               HasSubstr("the 5 ranks of context axis 'context' cannot share 10 heads that read 5 key heads, of which a rank of axis "
                         "'model' has as few as 4; at most 4 can"));
   EXPECT_THAT(refusal(12, context(2, "full_shard", "llama", 6)),  // halves of key heads, of which some ranks have one
-              HasSubstr("the 2 ranks of context axis 'context' cannot share 10 key heads, of which a rank of axis 'model' has as few as 1"));
+              HasSubstr("the 2 ranks of context axis 'context' cannot share 10 heads, of which a rank of axis 'model' has as few as 1"));
   EXPECT_THAT(refusal(22, context(2, "full_shard", "llama", 11)), HasSubstr("over the 11 ranks of tensor axis 'model' it leaves rank 0 nothing"));
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"context", 2}});
@@ -315,7 +315,7 @@ TEST(Context, WhatCannotBeIsRefused) {
     const Tensor qkv = full_of({kF32, {2, 9, 12}, Layout(mesh.spec, Placement::shard(1))}, 1.0);
     nn::ContextRegion(qkv, OwnershipMap::even(2, 2));
     EXPECT_THAT([&] { nn::ContextRegion(qkv, OwnershipMap::even(2, 3)); },
-                ::testing::ThrowsMessage<ConfigError>(HasSubstr("the 3 ranks of context axis 'b' cannot share 4 key heads, of which "
+                ::testing::ThrowsMessage<ConfigError>(HasSubstr("the 3 ranks of context axis 'b' cannot share 4 heads, of which "
                                                                 "a rank of axis 'a' has as few as 2; at most 2 can")));
   }, {.threads_per_rank = 1});
   // An axis that shard() took for one of replicas cuts the sequence: said where attention meets it, before anything is sent.

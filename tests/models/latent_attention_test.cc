@@ -160,7 +160,7 @@ TEST(LatentAttention, TooManyRanksAreRefusedByName) {
   models::TrainConfig c = config_of("latent");
   c.sharding.context = 11;
   EXPECT_THAT([&] { train_tiny(c, 11, 1); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr(
-      "'blocks.0.latent_attention': the 11 ranks of context axis 'context' cannot share 10 key heads; at most 10 can")));
+      "'blocks.0.latent_attention': the 11 ranks of context axis 'context' cannot share 10 heads; at most 10 can")));
 }
 
 // Where a tensor axis cuts tokens, what is gathered for queries, keys and values are the latents, not the residual stream; the MLP's

@@ -48,6 +48,7 @@ const Way kWays[] = {
     {"secondary", 4, [](models::ShardingConfig& s) { s.replicas = 2, s.secondary = true; }},
     {"tensor", 4, [](models::ShardingConfig& s) { s.tensor = 2; }},
     {"tensor_of_three", 3, [](models::ShardingConfig& s) { s.tensor = 3, s.strategy = "zero1"; }},
+    {"tensor_of_four", 4, [](models::ShardingConfig& s) { s.tensor = 4; }},  // more than Llama's key heads
     {"context", 5, [](models::ShardingConfig& s) { s.context = 5; }},
     {"stages", 4, [](models::ShardingConfig& s) { s.pipeline = 2; }},
     {"zero_bubble", 2, [](models::ShardingConfig& s) { s.pipeline = 2, s.pipeline_schedule = "zero_bubble"; }},

@@ -10,6 +10,7 @@
 #include "sheaf/models/gpt.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/plan.h"
+#include "sheaf/nn/layers/attention.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 
@@ -189,6 +190,51 @@ TEST(Tensor, WholeKeysArePutTogether) {
   EXPECT_EQ(shared["reduce_scatter model"].bytes, plain["reduce_scatter model"].bytes + layers * kSize * kRows * kTokens * both * 5 / 6);
 }
 
+TEST(Tensor, UnitsOfHeads) {
+  EXPECT_EQ(nn::head_units(6, 3, 4, 1), 3);
+  EXPECT_EQ(nn::head_units(6, 3, 4, 3), 3);
+  EXPECT_EQ(nn::head_units(6, 3, 4, 4), 6);
+  EXPECT_EQ(nn::head_units(6, 3, 4, 7), 6) << "as many as there can be";
+  EXPECT_EQ(nn::head_units(24, 2, 64, 6), 8) << "three copies would do, and do not divide the width";
+  EXPECT_EQ(nn::head_units(9, 3, 4, 4), 3);
+  EXPECT_EQ(nn::head_units(64, 4, 128, 8), 8);
+}
+
+struct Two : nn::Module {
+  nn::CausalSelfAttention a, b;
+  explicit Two(const nn::AttentionConfig& c) : a(c), b(c) {}
+  Tensor forward(const Tensor& x) { return a(b(x)); }
+  SHEAF_FIELDS(a, b);
+};
+
+// A layer that is sharded by itself, and another in what is sharded around it.
+TEST(Tensor, LayersShardedAloneAreCutAlike) {
+  run_local(4, [](World& w) {
+    const nn::AttentionConfig config{.width = 24, .heads = 6, .kv_heads = 3};
+    const auto output = [&](const Mesh& mesh, const std::string& axis, bool alone) {
+      Two model(config);
+      const ShardOptions options{.tensor_axis = axis};
+      if (alone) shard(model.a, mesh, options);
+      shard(model, mesh, options);
+      EXPECT_EQ(model.a.qkv.weight.cut()->granule(), axis.empty() ? 3 : 6);
+      EXPECT_EQ(model.b.projection.weight.cut()->granule(), axis.empty() ? 8 : 4);
+      materialize(model, Device::cpu(), {.seed = 3, .dtype = kF64});
+      std::vector<double> values(2 * 5 * 24);
+      for (size_t i = 0; i < values.size(); ++i) values[i] = std::sin(static_cast<double>(i));
+      const Tensor x = Tensor::from(values, {2, 5, 24});
+      const Tensor y = model(redistribute(x, Layout(mesh.spec)));
+      return redistribute(y, Layout(mesh.spec)).to_vector<double>();
+    };
+    const Mesh four = w.mesh({{"data", 1}, {"model", 4}}), all = w.mesh({{"data", 4}});
+    const std::vector<double> expected = output(all, "", false);
+    for (const bool alone : {false, true}) {
+      const std::vector<double> actual = output(four, "model", alone);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(actual[i], expected[i], 1e-13);
+    }
+  }, {.threads_per_rank = 1});
+}
+
 // Logits are placed as tokens are, with all of the vocabulary.
 TEST(Tensor, LogitsHaveAllOfTheVocabulary) {
   const auto logits = [](const Axes& axes, const Placement& along_model) {
@@ -315,8 +361,7 @@ TEST(Tensor, WhatCannotBeIsRefused) {
   EXPECT_THAT(message, HasSubstr("over the 7 ranks of tensor axis 'model' it leaves rank 0 nothing; at most 6 can share it"));
   models::TrainConfig odd = tensor(4);
   odd.model = tiny_model("llama", 9, 3);
-  EXPECT_THAT(refusal(4, odd), HasSubstr("[attention] 'blocks.0.attention': the 4 ranks of a tensor axis share 3 key heads as 9 of their "
-                                         "parts, and 3 does not divide the 4 elements of a head"));
+  EXPECT_THAT(refusal(4, odd), HasSubstr("at most 3 can share it")) << "three queries read a key head of four elements: no number divides both";
   run_local(4, [](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}, {"model", 2}});
     const auto model = models::make_language_model(tiny_config().model, 13);
