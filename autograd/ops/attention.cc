@@ -136,7 +136,6 @@ std::optional<PackedCut> packed_cut(const PackedAttrs& a, int64_t units, const P
   return PackedCut{cut(OwnershipMap::parts(2, {queries, keys, keys}, units)),
                    cut(OwnershipMap::even(2, queries / units)), cut(OwnershipMap::even(1, a.heads / units))};
 }
-int64_t packed_units(const Placement& p) { return p.is_shard(2) && p.map().is_parts() ? p.map().granule() : 0; }
 
 kernels::PackedHeads heads_of(const PackedAttrs& a, const View& qkv) {
   return {qkv, a.heads, a.key_heads, a.width};

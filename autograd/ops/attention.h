@@ -76,6 +76,9 @@ inline int64_t even_units(const Placement& p, int dim, int64_t size) {
   return even && size % p.map().granule() == 0 ? size / p.map().granule() : 0;
 }
 
+/// The units in which packed queries, keys and values are cut along dimension 2; 0 if they are not.
+inline int64_t packed_units(const Placement& p) { return p.is_shard(2) && p.map().is_parts() ? p.map().granule() : 0; }
+
 inline double scale_of(const AttentionOptions& options, int64_t width) {
   return options.scale > 0 ? options.scale
                            : 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, width)));

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/ops/attention.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/norm.h"
@@ -43,13 +43,6 @@ std::optional<Cut> cut_of(const Heads& h, int64_t units, bool inner) {
              shard(OwnershipMap::even(2, h.queries / units)), shard(OwnershipMap::even(2, h.keys / units))};
 }
 
-/// The units in which a placement of the packed heads, or of `rows` statistics, cuts them; 0 if it does not.
-int64_t packed_units(const Placement& p) { return p.is_shard(2) && p.map().is_parts() ? p.map().granule() : 0; }
-int64_t even_units(const Placement& p, int64_t rows) {
-  const bool even = p.is_shard(2) && p.map().kind() == OwnershipMap::Kind::dim;
-  return even && rows % p.map().granule() == 0 ? rows / p.map().granule() : 0;
-}
-
 struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -> dx, dweights
   static constexpr const char* kName = "packed_rms_norm_backward";
   struct Attrs {
@@ -74,7 +67,7 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
       const Placement& in = p.in(i);
       if (!in.is_shard()) continue;
       if (in.is_shard(0) || in.is_shard(1)) with_weights({in, in, in, in}, in);
-      const int64_t units = i < 2 ? packed_units(in) : even_units(in, i == 2 ? a.heads.queries : a.heads.keys);
+      const int64_t units = i < 2 ? packed_units(in) : even_units(in, 2, i == 2 ? a.heads.queries : a.heads.keys);
       if (const auto cut = cut_of(a.heads, units, in.map().is_inner()))
         with_weights({cut->packed, cut->packed, cut->queries, cut->keys}, cut->packed);
       break;
