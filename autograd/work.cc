@@ -39,7 +39,9 @@ Work work_of(const Tape& tape, const Node& n) {
   if (!here) return {};
   for (const ValueId v : tape.inputs(n)) inputs.push_back(takes(v));
   if (n.flags & Node::kAdds) bytes += static_cast<double>(outputs[0].numel()) * static_cast<double>(size_of(tape.type(tape.output(n)).dtype));
-  WorkOf w(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()));
+  const Shape none;
+  WorkOf w(std::span(inputs.begin(), inputs.size()), std::span(outputs.begin(), outputs.size()),
+           inputs.empty() ? none : tape.type(tape.inputs(n)[0]).shape);
   w.work.bytes = bytes;
   // What products are of: of the operands, tokens and targets aside.
   w.work.dtype = tape.type(tape.output(n)).dtype;

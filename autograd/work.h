@@ -26,10 +26,13 @@ struct Work {
 /// differs from the default in `work`.
 class WorkOf {
  public:
-  WorkOf(std::span<const Shape> inputs, std::span<const Shape> outputs) : inputs_(inputs), outputs_(outputs) {}
+  WorkOf(std::span<const Shape> inputs, std::span<const Shape> outputs, const Shape& whole_input)
+      : inputs_(inputs), outputs_(outputs), whole_input_(whole_input) {}
   int num_inputs() const { return static_cast<int>(inputs_.size()); }
   const Shape& input(int i) const { return inputs_[static_cast<size_t>(i)]; }
   const Shape& output(int i) const { return outputs_[static_cast<size_t>(i)]; }
+  /// Input 0 on all ranks together.
+  const Shape& whole_input() const { return whole_input_; }
   /// Products of matrices [rows, inner] and [inner, columns]: of so many rows of that many matrices together.
   void multiplies(int64_t rows, int64_t inner, int64_t columns, int64_t matrices = 1) {
     work.products += 2.0 * static_cast<double>(rows) * static_cast<double>(inner) * static_cast<double>(columns);
@@ -43,6 +46,7 @@ class WorkOf {
 
  private:
   std::span<const Shape> inputs_, outputs_;
+  const Shape& whole_input_;
 };
 
 /// Of node `n` on this rank; for a mesh that it has not joined, or no longer, on the mesh's first rank. Nothing for what is

@@ -67,6 +67,17 @@ OwnershipMap OwnershipMap::by_owner(int dim, const std::vector<int64_t>& sizes, 
   return m;
 }
 
+OwnershipMap OwnershipMap::from_both_ends(int dim, int64_t size, int ranks) {
+  std::vector<int64_t> sizes;
+  std::vector<int> owners;
+  const int64_t pieces = 2 * int64_t{ranks};
+  for (int64_t i = 0; i < pieces; ++i) {
+    sizes.push_back(size * (i + 1) / pieces - size * i / pieces);
+    owners.push_back(static_cast<int>(std::min(i, pieces - 1 - i)));
+  }
+  return by_owner(dim, sizes, owners);
+}
+
 OwnershipMap OwnershipMap::on(int rank) {
   check<PlacementError>(rank >= 0, "[placement] Shard(on ", rank, "): ranks count from 0");
   OwnershipMap m;

@@ -9,18 +9,20 @@ void fill_block(int64_t first, const FillBatch& fill, const Tensor& tokens, cons
   const bool has_tokens = !tokens.layout().is_elsewhere(), has_targets = !targets.layout().is_elsewhere();
   if (!has_tokens && !has_targets) return;
   const Type& type = (has_tokens ? tokens : targets).type();
-  const Shape block = type.local_shape(), start = type.layout.local_start(type.shape);
-  const int64_t rows = block[0], columns = block[1], context = type.shape[1];
-  if (rows == 0) return;
-  const auto write = [&](int32_t* inputs, int32_t* outputs) { fill(first + start[0], rows, inputs, outputs); };
+  const std::vector<Interval> rows = type.layout.local_rows(type.shape, 0), columns = type.layout.local_rows(type.shape, 1);
+  if (rows.empty()) return;
+  const int64_t context = type.shape[1], count = rows[0].size();
+  check<PlacementError>(rows.size() == 1, "[samples] those of a rank must be one interval, not several of ", type);
+  const auto write = [&](int32_t* inputs, int32_t* outputs) { fill(first + rows[0].begin, count, inputs, outputs); };
   auto *x = tokens.view().as<int32_t>(), *y = targets.view().as<int32_t>();
-  if (has_tokens && has_targets && columns == context) return write(x, y);
-  std::vector<int32_t> inputs(static_cast<size_t>(rows * context)), outputs(inputs.size());
+  if (has_tokens && has_targets && type.local_shape()[1] == context) return write(x, y);
+  std::vector<int32_t> inputs(static_cast<size_t>(count * context)), outputs(inputs.size());
   write(inputs.data(), outputs.data());
-  for (int64_t r = 0; r < rows; ++r) {
-    if (has_tokens) std::copy_n(&inputs[r * context + start[1]], columns, x + r * columns);
-    if (has_targets) std::copy_n(&outputs[r * context + start[1]], columns, y + r * columns);
-  }
+  for (int64_t r = 0; r < count; ++r)
+    for (const Interval& part : columns) {
+      if (has_tokens) x = std::copy_n(&inputs[r * context + part.begin], part.size(), x);
+      if (has_targets) y = std::copy_n(&outputs[r * context + part.begin], part.size(), y);
+    }
 }
 
 }  // namespace sheaf::models

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sheaf/core/transfer.h"
+#include "sheaf/nn/layers/context_region.h"
 
 namespace sheaf::models {
 
@@ -12,6 +13,10 @@ StepInputs::StepInputs(const TrainConfig& config, const Mesh& mesh, Device devic
   Layout tokens(mesh.spec, Placement::shard(0));
   for (int a = 0; a < tokens.num_axes(); ++a)
     if (mesh.spec->name(a) == "context" || mesh.spec->name(a) == "model") tokens[a] = Placement::shard(1);
+  if (mesh.spec->has_axis("context") && nn::context_comm_from(config.sharding.context_comm) == nn::ContextComm::all_gather) {
+    const int a = mesh.spec->axis("context");
+    tokens[a] = Placement::shard(OwnershipMap::from_both_ends(1, config.model.context, mesh.spec->size(a)));
+  }
   Layout targets = tokens;
   if (mesh.spec->has_axis("stage")) {
     const int axis = mesh.spec->axis("stage");

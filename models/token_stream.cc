@@ -24,7 +24,8 @@ TokenStream::TokenStream(TokenMixture tokens, const TokenStreamOptions& options,
     if (name.empty()) continue;
     const int axis = mesh.spec->axis(name);
     check<ConfigError>(!layout[axis].is_shard(), "[token_stream] axis '", name, "' cuts the batch already");
-    layout[axis] = Placement::shard(1);
+    const bool both_ends = options.from_both_ends && name == options.context_axis;
+    layout[axis] = both_ends ? Placement::shard(OwnershipMap::from_both_ends(1, options.context, mesh.spec->size(axis))) : Placement::shard(1);
   }
   tokens_ = targets_ = {kI32, {batch, options.context}, layout};
   if (options.stage_axis.empty()) return;

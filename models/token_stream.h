@@ -18,6 +18,7 @@ struct TokenStreamOptions {
   std::string replica_axis = "";  ///< that cuts it too, under hybrid sharding; "": none
   std::string expert_axis = "";    ///< that cuts it too: the expert axis of ShardOptions; "": none
   std::string context_axis = "";   ///< that cuts each sequence: the context axis of ShardOptions; "": none
+  bool from_both_ends = false;     ///< how that one does: its ranks have tokens of both halves, for ContextComm::all_gather
   std::string stage_axis = "";     ///< whose first rank has the tokens and whose last the targets: that of ShardOptions; "": none
   std::string sequence_axis = "";  ///< that cuts each sequence, too: the tensor axis of ShardOptions; "": none
 };

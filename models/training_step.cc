@@ -38,6 +38,7 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   options.secondary = config.sharding.secondary;
   options.expert_axis = axis_if_any("expert");
   options.context_axis = axis_if_any("context");
+  options.context_comm = nn::context_comm_from(config.sharding.context_comm);
   options.tensor_axis = axis_if_any("model");
   options.stage_axis = axis_if_any("stage");
   options.strategy = config.sharding.strategy;

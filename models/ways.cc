@@ -20,7 +20,9 @@ namespace {
 struct Choice {
   int64_t pipeline, pipeline_runs;
   std::string pipeline_schedule;
-  int64_t context, experts, tensor, replicas;
+  int64_t context;
+  std::string context_comm;
+  int64_t experts, tensor, replicas;
   bool secondary;
   std::string strategy;
   int64_t micro_batches;
@@ -42,6 +44,7 @@ const std::tuple kOptions{
     Option<int64_t>{"sharding.pipeline_runs", &Choice::pipeline_runs, [](Config& c) -> auto& { return c.sharding.pipeline_runs; }, 1},
     Option<std::string>{"sharding.pipeline_schedule", &Choice::pipeline_schedule, [](Config& c) -> auto& { return c.sharding.pipeline_schedule; }, "1f1b"},
     Option<int64_t>{"sharding.context", &Choice::context, [](Config& c) -> auto& { return c.sharding.context; }, 1},
+    Option<std::string>{"sharding.context_comm", &Choice::context_comm, [](Config& c) -> auto& { return c.sharding.context_comm; }, "all_to_all"},
     Option<int64_t>{"sharding.experts", &Choice::experts, [](Config& c) -> auto& { return c.sharding.experts; }, 1},
     Option<int64_t>{"sharding.tensor", &Choice::tensor, [](Config& c) -> auto& { return c.sharding.tensor; }, 1},
     Option<int64_t>{"sharding.replicas", &Choice::replicas, [](Config& c) -> auto& { return c.sharding.replicas; }, 1},
@@ -180,10 +183,14 @@ class Search {
       for (const int64_t t : sizes(&Choice::tensor, world_ / p, std::min(model.heads, host))) {
         const int64_t units = nn::head_units(model.heads, key_heads, model.head_dim, t);
         if (!keeps(&Choice::tensor) && units % t != 0) continue;
-        const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units;
-        for (const int64_t c : sizes(&Choice::context, world_ / p / t, own * group)) {
-          // Each rank has as many key heads as others, or one copy.
-          if (!keeps(&Choice::context) && own % c != 0 && (c % own != 0 || group % (c / own) != 0)) continue;
+        // By all_to_all each rank has as many key heads as others, or one copy; by all_gather there are as many ranks as one likes, of
+        // which each has queries.
+        const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units, tokens = model.context;
+        const auto shares_heads = [&](int64_t c) { return own % c == 0 || (c % own == 0 && group % (c / own) == 0); };
+        const bool may_gather = !keeps(&Choice::context_comm) || config_.sharding.context_comm == "all_gather";
+        for (const int64_t c : sizes(&Choice::context, world_ / p / t, may_gather ? tokens : own * group)) {
+          const bool gathers = may_gather && (keeps(&Choice::context_comm) || !shares_heads(c));
+          if (!keeps(&Choice::context) && !gathers && !shares_heads(c)) continue;
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes(&Choice::experts, world_ / p / t / c, experts)) {
             if (!keeps(&Choice::experts) && experts % e != 0) continue;
@@ -195,6 +202,7 @@ class Search {
             for (const int64_t r : replicas) {
               Choice x = choice_of(config_);
               x.pipeline = p, x.tensor = t, x.context = c, x.experts = e, x.replicas = r;
+              if (!keeps(&Choice::context_comm)) x.context_comm = gathers ? "all_gather" : "all_to_all";
               if (!keeps(&Choice::pipeline_runs)) x.pipeline_runs = 1;
               if (!keeps(&Choice::pipeline_schedule)) x.pipeline_schedule = "1f1b";
               if (!keeps(&Choice::secondary)) x.secondary = false;
@@ -292,6 +300,7 @@ class Search {
     while (config_.train.batch % fewer != 0) --fewer;
     vary(&Choice::micro_batches, std::vector<int64_t>{fewer, micro_batches(2 * x.micro_batches, x)});
     if (x.replicas > 1) vary(&Choice::secondary, std::vector<bool>{true});
+    if (x.context > 1) vary(&Choice::context_comm, std::vector<std::string>{"all_to_all", "all_gather"});
     return out;
   }
 

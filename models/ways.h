@@ -32,7 +32,7 @@ struct Ways {
   int64_t least_bytes = 0;   ///< the smallest peak among those that do not fit
 };
 
-/// Varies sharding.pipeline, .pipeline_runs, .pipeline_schedule, .tensor, .context, .experts, .replicas, .secondary, .strategy,
+/// Varies sharding.pipeline, .pipeline_runs, .pipeline_schedule, .tensor, .context, .context_comm, .experts, .replicas, .secondary, .strategy,
 /// train.micro_batches and train.recompute. It does not try everything: for each choice of axes the fewest micro-batches that fit, and more as long
 /// as less is computed again with them, under the strategy that suits; for the best of these then the other strategies and
 /// neighbouring micro-batches, and for the best pipeline several runs of blocks and zero_bubble. ConfigError if no choice of axes suits the

@@ -5,7 +5,6 @@
 
 #include "sheaf/distributed/pipeline.h"
 #include "sheaf/nn/layers/attention.h"
-#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/experts.h"
 #include "sheaf/nn/layers/latent_attention.h"
 #include "sheaf/nn/unit_mark.h"
@@ -72,13 +71,16 @@ struct UnitMarker : Visitor {
   }
 };
 
-// Finds attention in what no inner call has sharded, and how ranks share its heads: ConfigError if those of a context axis cannot.
-struct HeadsToCut : Visitor {
+// Finds attention in what no inner call has sharded, and how ranks share it: ConfigError if those of a context axis cannot.
+struct AttentionToCut : Visitor {
   const MeshSpec* mesh;
   int tensor, context;
+  ContextComm comm;
   std::vector<std::pair<CausalSelfAttention*, int64_t>> layers;  // and the units of their heads
+  std::vector<LatentAttention*> latent_layers;
 
-  HeadsToCut(const MeshSpec* mesh, int tensor_axis, int context_axis) : mesh(mesh), tensor(tensor_axis), context(context_axis) {}
+  AttentionToCut(const MeshSpec* mesh, int tensor_axis, int context_axis, ContextComm comm)
+      : mesh(mesh), tensor(tensor_axis), context(context_axis), comm(comm) {}
 
   void module(Module& m) override {
     if (ModuleAccess::mark(m)) return;
@@ -87,16 +89,20 @@ struct HeadsToCut : Visitor {
       layers.emplace_back(a, units);
       check_context(units, a->heads / units);
     }
-    if (const auto* latent = dynamic_cast<LatentAttention*>(&m)) check_context(latent->config.heads, 1);
+    if (auto* latent = dynamic_cast<LatentAttention*>(&m)) {
+      latent_layers.push_back(latent);
+      check_context(latent->config.heads, 1);
+    }
     Visitor::module(m);
   }
   void cut() const {
-    for (const auto& [layer, units] : layers) layer->cut_heads(units);
+    for (const auto& [layer, units] : layers) layer->cut_heads(units), layer->context_comm = comm;
+    for (LatentAttention* layer : latent_layers) layer->context_comm = comm;
   }
 
  private:
   void check_context(int64_t units, int64_t group) const {
-    if (context >= 0)
+    if (context >= 0 && comm == ContextComm::all_to_all)
       ContextRegion::copies(path(), units, group, *mesh, {context}, tensor < 0 ? std::vector<int>{} : std::vector<int>{tensor});
   }
 };
@@ -231,8 +237,8 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
                         mesh.spec->name(a), "'; if the batch is cut there, too, name it as ShardOptions::replica_axis, if "
                         "sequences are, as ShardOptions::context_axis, if layers are, as ShardOptions::tensor_axis, if experts are, as "
                         "ShardOptions::expert_axis, if units lie on it one after another, as ShardOptions::stage_axis");
-  nn::HeadsToCut heads(mesh.spec, mark.tensor_axis, context);
-  heads.module(module);
+  nn::AttentionToCut attention(mesh.spec, mark.tensor_axis, context, options.context_comm);
+  attention.module(module);
   if (experts >= 0) {
     nn::Module::UnitMark of_experts = mark;
     of_experts.tensor_axis = experts;
@@ -244,7 +250,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   nn::UnitMarker marker(options.units, shared);
   module.visit(marker);
   marker.finish();
-  heads.cut();
+  attention.cut();
   if (stages >= 0) mark_stages(module, options, shared, stages);
   ModuleAccess::mark(module) = shared;
 }

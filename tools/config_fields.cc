@@ -137,8 +137,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"sharding.secondary", &s.secondary, "masters and optimizer states are cut over the replicas, or ranks that share "
        "sequences or experts, too (secondary shards, hpZ)"},
       {"sharding.experts", &s.experts, "ranks that share the experts of mixtures (expert parallelism)", any, 1, 1e6},
-      {"sharding.context", &s.context, "ranks that share each sequence and, in attention, its heads (context parallelism)", any, 1,
-       1e6},
+      {"sharding.context", &s.context, "ranks that share each sequence (context parallelism)", any, 1, 1e6},
+      {"sharding.context_comm", &s.context_comm, "what they send in attention: all_to_all gives each whole sequences of some heads, "
+       "all_gather all keys and values, for queries of its own", {"all_to_all", "all_gather"}},
       {"sharding.pipeline", &s.pipeline, "stages of consecutive blocks through which micro-batches go (pipeline parallelism)", any, 1,
        1e6},
       {"sharding.pipeline_runs", &s.pipeline_runs, "runs of blocks in each stage, which micro-batches go round (interleaved pipeline)",

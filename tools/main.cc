@@ -149,8 +149,8 @@ void add_options(CLI::App& command, PlanArguments& plan) {
   command.allow_extras();
   command.footer(
       "Options of the configuration, --section.key value, stay as they are given here; otherwise the search chooses\n"
-      "sharding.strategy, .replicas, .secondary, .tensor, .context, .experts, .pipeline, .pipeline_runs, .pipeline_schedule,\n"
-      "train.micro_batches and train.recompute. Rates are those that large operations reach; nothing is measured.");
+      "sharding.strategy, .replicas, .secondary, .tensor, .context, .context_comm, .experts, .pipeline, .pipeline_runs,\n"
+      "sharding.pipeline_schedule, train.micro_batches and train.recompute. Rates are those that large operations reach; nothing is measured.");
 }
 
 void add_options(CLI::App& command, sheaf::distributed::LaunchOptions& launch) {

@@ -172,7 +172,7 @@ int train_command(const TrainArguments& arguments) {
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
               threads == 1 ? " thread, " : " threads, ", config.sharding.strategy,
               config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, " replicas") : "",
-              config.sharding.context > 1 ? str(" over groups of ", config.sharding.context, " that share sequences") : "",
+              config.sharding.context > 1 ? str(" over groups of ", config.sharding.context, " that share sequences", config.sharding.context_comm == "all_gather" ? " by all_gather" : "") : "",
               config.sharding.experts > 1 ? str(" over groups of ", config.sharding.experts, " that share experts") : "",
               config.sharding.pipeline > 1 ? str(" in ", config.sharding.pipeline, " stages") : "",
               config.sharding.pipeline_runs > 1 ? str(" of ", config.sharding.pipeline_runs, " runs") : "",

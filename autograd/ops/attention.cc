@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops/attention.h"
+#include "sheaf/autograd/ops/query_runs.h"
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -36,10 +37,12 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
   static void infer(const Attrs&, Infer& c) {
     for (int i = 0; i < 3; ++i) c.output(c.dtype(i), c.shape(i));
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       if (p.in(i).map().dim() == 0) rule_all(p, p.in(i), p.in(i), 3);
+      if (i == 0 && cuts_queries(p, p.in(0), a.causal))
+        rule_of(p, {p.in(0), kR, kR, p.in(0), p.in(0), lse_of(p.in(0))}, {p.in(0), kP, kP});
       if (i >= 5 || p.in(i).map().dim() != 2) break;
       if (const auto cut = head_cut(p, p.in(i).map(), i == 0 || i > 2))
         rule_of(p, {cut->queries, cut->keys, cut->keys, cut->queries, cut->queries, cut->lse},
@@ -50,14 +53,14 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
     rule_of(p, {kR, kR, kR, kR, kP, kR}, {kP, kP, kP});  // linear in dout
     rule_of(p, {kR, kR, kP, kP, kR, kR}, {kP, kP, kR});  // and in v and out together
   }
-  static int64_t workspace(const Attrs& a, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
-                 c.input(5), c.input(4), mask_of(a, c, 6), c.output(0), c.output(1), c.output(2));
+  static AttentionBackwardCall call(const Attrs& a, const Execute& c) {
+    return {c.input(0), c.input(1), c.input(2), c.input(3),  c.input(5), c.input(4),
+            mask_of(a, c, 6), a.scale, c.output(0), c.output(1), c.output(2)};
   }
+  static int64_t workspace(const Attrs& a, const Execute& c) { return call(a, c).workspace(c); }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), attention_backward, c.input(0), c.input(1), c.input(2), c.input(3),
-                 c.input(5), c.input(4), mask_of(a, c, 6), a.scale, c.output(0), c.output(1),
-                 c.output(2), c.workspace);
+    const Stream stream = c.stream();
+    call(a, c).run(c, stream, c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_backward = backward_operations(w, a, w.input(0), w.input(3), w.input(1)[1], w.input(0)[3]);
@@ -80,10 +83,11 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there ar
     c.output(d, {q[0], q[1], q[2], v[3]});
     c.output(statistics_dtype(d), {q[0], q[2], q[1]});
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
       if (p.in(i).map().dim() == 0) rule_all(p, p.in(i), p.in(i), 2);
+      if (i == 0 && cuts_queries(p, p.in(0), a.causal)) rule_of(p, {p.in(0), kR, kR}, {p.in(0), lse_of(p.in(0))});
       if (p.in(i).map().dim() == 2)
         if (const auto cut = head_cut(p, p.in(i).map(), i == 0))
           rule_of(p, {cut->queries, cut->keys, cut->keys}, {cut->queries, cut->lse});
@@ -92,13 +96,13 @@ struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there ar
     rule_all(p, kR, kR, 2);
     rule_of(p, {kR, kR, kP}, {kP, kR});  // linear in v
   }
-  static int64_t workspace(const Attrs& a, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), attention, c.input(0), c.input(1), c.input(2), mask_of(a, c, 3),
-                 c.output(0), c.output(1));
+  static AttentionCall call(const Attrs& a, const Execute& c) {
+    return {c.input(0), c.input(1), c.input(2), c.output(0), c.output(1), mask_of(a, c, 3), a.scale};
   }
+  static int64_t workspace(const Attrs& a, const Execute& c) { return call(a, c).workspace(c); }
   static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), attention, c.input(0), c.input(1), c.input(2), mask_of(a, c, 3), a.scale,
-                 c.output(0), c.output(1), c.workspace);
+    const Stream stream = c.stream();
+    call(a, c).run(c, stream, c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_forward = forward_operations(w, a, w.input(0), w.output(0), w.input(1)[1], w.input(0)[3]);

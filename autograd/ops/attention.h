@@ -17,14 +17,15 @@ inline double seen_by_first(int64_t n, int64_t window) {
 }
 
 /// Operations of one product of all queries, [B, T, ..], with the keys that they see: of as many keys as queries half, if causal.
-/// Documents are taken for one: where they begin is not in types.
+/// Where queries are cut, a rank's see as many as others' do. Documents are taken for one: where they begin is not in types.
 inline double attention_product(WorkOf& w, const Shape& queries, int64_t keys, int64_t head, bool causal, int64_t window) {
   w.work.keys = static_cast<double>(window ? std::min(window, keys) : keys), w.work.head = static_cast<double>(head);
   const double of_a_key = 2 * static_cast<double>(queries.numel());
-  if (window && queries[1])
-    return of_a_key * (seen_by_first(keys, window) - seen_by_first(keys - queries[1], window)) / static_cast<double>(queries[1]);
-  const double all = of_a_key * static_cast<double>(keys);
-  return causal && keys == queries[1] ? all / 2 : all;
+  const int64_t all = w.whole_input()[1];
+  if (window && all)
+    return of_a_key * (seen_by_first(keys, window) - seen_by_first(keys - all, window)) / static_cast<double>(all);
+  const double with_each = of_a_key * static_cast<double>(keys);
+  return causal && keys == all ? with_each / 2 : with_each;
 }
 
 /// Of the forward pass two products, one with values; of the backward five, two of them, since the scores are computed again.
@@ -69,6 +70,9 @@ inline void rule_of(Place& p, std::initializer_list<Placement> inputs, std::init
   if (static_cast<int>(in.size()) < p.num_inputs()) in.push_back(kR);
   p.rule(in, outputs);
 }
+
+/// The cut of the log-sum-exps [B, H, T] of queries [B, T, ..] that are cut along T.
+inline Placement lse_of(const Placement& queries) { return Placement::shard(queries.map().moved_to(2)); }
 
 /// The units in which `size` rows are cut evenly along `dim`; 0 if they are not.
 inline int64_t even_units(const Placement& p, int dim, int64_t size) {

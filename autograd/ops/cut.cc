@@ -61,7 +61,7 @@ View block_of_rows(const View& v, int dim, int64_t rows, void* data) {
 }
 
 View rows_of(View v, int dim, Interval rows) {
-  v.data = v.as<char>() + rows.begin * v.strides[dim] * static_cast<int64_t>(size_of(v.dtype));
+  if (v.data) v.data = v.as<char>() + rows.begin * v.strides[dim] * static_cast<int64_t>(size_of(v.dtype));
   v.shape[dim] = rows.size();
   return v;
 }

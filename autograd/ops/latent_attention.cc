@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops/attention.h"
+#include "sheaf/autograd/ops/query_runs.h"
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -57,19 +58,19 @@ struct Heads {
     if (x.data) x.data = x.as<char>() + static_cast<size_t>(begin) * size_of(x.dtype);
     return x;
   }
-  View keys(void* memory) const { return View::dense(memory, q.dtype, q.shape); }
+  View keys(void* memory) const { return View::dense(memory, q.dtype, {own.shape[0], own.shape[1], own.shape[2], q.shape[3]}); }
   View own_of(const View& k) const { return elements(k, 0, own.shape[3]); }
   View shared_of(const View& k) const { return elements(k, own.shape[3], k.shape[3]); }
 };
 
 /// Scratch memory of a block like the keys, at whose end another begins.
 int64_t block_bytes(const View& keys) { return (keys.bytes() + 255) / 256 * 256; }
-void* take_block(Workspace& w, const View& keys) {
+View take_keys(Workspace& w, const Heads& h) {
+  const View keys = h.keys(w.data);
   const auto bytes = static_cast<size_t>(block_bytes(keys));
   check<ShapeError>(w.bytes >= bytes, "[latent_attention] workspace too small: ", w.bytes, " bytes");
-  void* const block = w.data;
   w = {static_cast<char*>(w.data) + bytes, w.bytes - bytes};
-  return block;
+  return keys;
 }
 
 void put_keys_together(const Stream& stream, const Heads& h, const View& k) {
@@ -87,6 +88,8 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard()) continue;
       if (p.in(i).is_shard(0)) rule_all(p, p.in(i), p.in(i), 3);
+      if (i == 0 && cuts_queries(p, p.in(0), a.causal))
+        rule_of(p, {p.in(0), kR, kR, p.in(0), p.in(0), lse_of(p.in(0))}, {p.in(0), kP, kP});
       const int64_t units = i == 5 ? even_units(p.in(5), 1, a.heads) : i == 2 ? 0 : even_units(p.in(i), 2, p.shape(i)[2]);
       if (const auto cut = latent_cut(a, p.shape(0), units, p.in(i)))
         rule_of(p, {cut->q, cut->up, kR, cut->out, cut->out, cut->lse}, {cut->q, cut->up, kP});
@@ -97,12 +100,14 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
   }
   static Heads operands(const Attrs& a, const Execute& c) { return {a, c.input(0), c.input(1), c.input(2), c.input(3)}; }
   static Heads gradients(const Attrs& a, const Execute& c) { return {a, c.output(0), c.output(1), c.output(2), c.input(4)}; }
+  static AttentionBackwardCall call(const Attrs& a, const Execute& c, const Heads& h, const View& k, const Heads& d, const View& dk) {
+    return {h.q, k, h.v, h.out, c.input(5), d.out, mask_of(a, c, 6), a.scale, d.q, dk, d.v};
+  }
   static int64_t workspace(const Attrs& all, const Execute& c) {
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c), d = gradients(a, c);
     const View k = h.keys(nullptr), dk = d.keys(nullptr);
-    const int64_t attention = SHEAF_WORKSPACE(c.device(), attention_backward, h.q, k, h.v, h.out, c.input(5), d.out,
-                                              mask_of(a, c, 6), d.q, dk, d.v),
+    const int64_t attention = call(a, c, h, k, d, dk).workspace(c),
                   sums = SHEAF_GPU_WORKSPACE(c.device(), sum, d.shared_of(dk), d.shared);
     return 2 * block_bytes(k) + std::max(attention, sums);
   }
@@ -111,14 +116,14 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c), d = gradients(a, c);
     Workspace rest = c.workspace;
-    const View k = h.keys(take_block(rest, h.q)), dk = d.keys(take_block(rest, h.q));
+    const View k = take_keys(rest, h), dk = take_keys(rest, d);
     put_keys_together(stream, h, k);
-    SHEAF_ON_DEVICE(stream, attention_backward, h.q, k, h.v, h.out, c.input(5), d.out, mask_of(a, c, 6), a.scale, d.q, dk, d.v, rest);
+    call(a, c, h, k, d, dk).run(c, stream, rest);
     SHEAF_ON_DEVICE(stream, copy, d.own_of(dk), d.own);
     SHEAF_ON_DEVICE_SCRATCH(stream, rest, sum, d.shared_of(dk), d.shared, 1.0);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_backward = backward_operations(w, a, w.input(0), w.input(3), w.input(0)[1], a.width);
+    w.work.attention_backward = backward_operations(w, a, w.input(0), w.input(3), w.input(1)[1], a.width);
   }
 };
 
@@ -137,6 +142,7 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
     for (int i = 0; i < p.num_inputs(); ++i) {
       if (!p.in(i).is_shard()) continue;
       if (p.in(i).is_shard(0)) rule_all(p, p.in(i), p.in(i), 2);
+      if (i == 0 && cuts_queries(p, p.in(0), a.causal)) rule_of(p, {p.in(0), kR, kR}, {p.in(0), lse_of(p.in(0))});
       const int64_t units = i < 2 ? even_units(p.in(i), 2, p.shape(i)[2]) : 0;
       if (const auto cut = latent_cut(a, p.shape(0), units, p.in(i))) rule_of(p, {cut->q, cut->up, kR}, {cut->out, cut->lse});
       break;
@@ -144,23 +150,26 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
     rule_all(p, kR, kR, 2);
   }
   static Heads operands(const Attrs& a, const Execute& c) { return {a, c.input(0), c.input(1), c.input(2), c.output(0)}; }
+  static AttentionCall call(const Attrs& a, const Execute& c, const Heads& h, const View& k) {
+    return {h.q, k, h.v, h.out, c.output(1), mask_of(a, c, 3), a.scale};
+  }
   static int64_t workspace(const Attrs& all, const Execute& c) {
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c);
     const View k = h.keys(nullptr);
-    return block_bytes(k) + SHEAF_WORKSPACE(c.device(), attention, h.q, k, h.v, mask_of(a, c, 3), h.out, c.output(1));
+    return block_bytes(k) + call(a, c, h, k).workspace(c);
   }
   static void execute(const Attrs& all, Execute& c) {
     const Stream stream = c.stream();
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c);
     Workspace rest = c.workspace;
-    const View k = h.keys(take_block(rest, h.q));
+    const View k = take_keys(rest, h);
     put_keys_together(stream, h, k);
-    SHEAF_ON_DEVICE(stream, attention, h.q, k, h.v, mask_of(a, c, 3), a.scale, h.out, c.output(1), rest);
+    call(a, c, h, k).run(c, stream, rest);
   }
   static void work(const Attrs& a, WorkOf& w) {
-    w.work.attention_forward = forward_operations(w, a, w.input(0), w.output(0), w.input(0)[1], a.width);
+    w.work.attention_forward = forward_operations(w, a, w.input(0), w.output(0), w.input(1)[1], a.width);
   }
   static void vjp(const Attrs& a, Vjp& c) { set_three_gradients<LatentAttentionBackward>(a, c); }
   static void describe(const Attrs& a, std::string& out) {

@@ -1,6 +1,7 @@
 // Rotary position embedding; its gradient is the rotation back.
 #include "sheaf/kernels/rotary.h"
 
+#include "sheaf/autograd/ops/cut.h"
 #include "sheaf/autograd/ops/rows.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -28,9 +29,9 @@ struct Rotary {
       fail<ConfigError>("[", kName, "] of ", c.input(0), ": the scaling's ", problem);
     c.output(c.dtype(0), c.shape(0));
   }
-  static void place(const Attrs& a, Place& p) {  // positions and pairs must be whole
+  static void place(const Attrs& a, Place& p) {  // pairs must be whole
     const Placement& in = p.in(0);
-    if (in.is_shard(0) || (in.is_shard(2) && (a.heads >= p.shape(0)[2] || rotates_whole_parts(a, in.map(), p.shape(0)[2]))))
+    if (in.is_shard(0) || in.is_shard(1) || (in.is_shard(2) && (a.heads >= p.shape(0)[2] || rotates_whole_parts(a, in.map(), p.shape(0)[2]))))
       p.rule({in}, {in});
     p.rule({kR}, {kR});
     p.rule({kP}, {kP});
@@ -54,10 +55,21 @@ struct Rotary {
   static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), rotary, c.input(0), part(a, c));
   }
+  /// Where tokens are cut, those that stand together begin where they do in the sequence.
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
-    SHEAF_ON_DEVICE(stream, rotary, c.input(0), a.theta, a.scaling, a.first_position, part(a, c), a.inverse != 0,
-                 c.output(0), c.workspace);
+    const View x = c.input(0), y = c.output(0);
+    const auto rotate = [&](const View& from, int64_t first, const View& to) {
+      SHEAF_ON_DEVICE(stream, rotary, from, a.theta, a.scaling, a.first_position + first, part(a, c), a.inverse != 0, to, c.workspace);
+    };
+    const Type& type = c.input_type(0);
+    if (x.shape[1] == type.shape[1]) return rotate(x, 0, y);
+    int64_t at = 0;
+    for (const Interval& i : type.layout.local_rows(type.shape, 1)) {
+      const Interval here{at, at + i.size()};
+      rotate(rows_of(x, 1, here), i.begin, rows_of(y, 1, here));
+      at = here.end;
+    }
   }
   static void vjp(const Attrs& a, Vjp& c) {
     Attrs back = a;

@@ -1,6 +1,6 @@
 #include "sheaf/nn/layers/attention.h"
 
-#include "sheaf/nn/layers/context_region.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/nn/layers/tensor_region.h"
 
 namespace sheaf::nn {
@@ -86,10 +86,11 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
   if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
-  const int64_t copies = ContextRegion::copies(qkv_BTE, keys, heads / keys);
+  const bool gathers = context_comm == ContextComm::all_gather && cuts_sequences(qkv_BTE);
+  const int64_t copies = gathers ? 1 : ContextRegion::copies(qkv_BTE, keys, heads / keys);
   qkv_BTE = repeat_key_heads(qkv_BTE, heads, keys, copies);
   keys *= copies;
-  const ContextRegion context(qkv_BTE, head_cut(2, heads, keys, head_width, keys));
+  const ContextRegion context = gathers ? ContextRegion() : ContextRegion(qkv_BTE, head_cut(2, heads, keys, head_width, keys));
   qkv_BTE = context.enter(qkv_BTE);
   if (query_norm || rope_theta != 0.0) {
     const Shape packed = qkv_BTE.shape();
@@ -100,18 +101,26 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
       heads_BTHD = rotary(heads_BTHD, {.theta = rope_theta, .first_position = first, .heads = heads + keys, .scaling = rope_scaling});
     qkv_BTE = reshape(heads_BTHD, packed);
   }
-  const Tensor mixed_BTC = cache ? attend_to_cache(qkv_BTE, keys, *cache)
-                                 : packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window});
+  Tensor mixed_BTC;
+  if (cache) mixed_BTC = attend(qkv_BTE, keys, {}, [&](const Tensor& kv_BTGD) { return cache->append(path(), kv_BTGD); });
+  else if (gathers) mixed_BTC = attend(qkv_BTE, keys, begins_BT, whole_sequences);
+  else mixed_BTC = packed_attention(qkv_BTE, heads, keys, {.begins = begins_BT, .window = window});
   return dropout(region.leave(projection(context.leave(mixed_BTC))));
 }
 
-Tensor CausalSelfAttention::attend_to_cache(const Tensor& qkv_BTE, int64_t keys, KeyValueCache& cache) const {
+// Queries of these tokens, keys and values of more. What these are gathered from is kept for the backward, not they.
+template <class WholeKeys>
+Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const {
   const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * keys;
-  const Tensor heads_BTHD = reshape(qkv_BTE, {b, t, heads + both, head_width});
-  const Tensor kv_BSGD = cache.append(path(), slice(heads_BTHD, 2, heads, heads + both));
-  const Tensor out_BTHD = attention(slice(heads_BTHD, 2, 0, heads), slice(kv_BSGD, 2, 0, keys),
-                                    slice(kv_BSGD, 2, keys, both), {.window = window});
-  return reshape(out_BTHD, {b, t, heads * head_width});
+  const Tensor heads_BTHD = reshape(qkv_BTE, {b, t, heads + both, head_width}), q_BTHD = slice(heads_BTHD, 2, 0, heads),
+               kv_BTGD = slice(heads_BTHD, 2, heads, heads + both);
+  Tensor k_BSGD, v_BSGD;
+  {
+    const RecomputeScope again({.results = true});
+    const Tensor kv_BSGD = whole_keys(kv_BTGD);
+    k_BSGD = slice(kv_BSGD, 2, 0, keys), v_BSGD = slice(kv_BSGD, 2, keys, both);
+  }
+  return reshape(attention(q_BTHD, k_BSGD, v_BSGD, {.begins = begins_BT, .window = window}), {b, t, heads * head_width});
 }
 
 }  // namespace sheaf::nn

@@ -3,6 +3,7 @@
 //   B batch   T tokens   C width   H query heads   G key and value heads   D width of a head
 #pragma once
 
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/layers/linear.h"
@@ -49,6 +50,7 @@ struct CausalSelfAttention : Module {
   Linear projection;  ///< from H·D
   std::optional<RMSNorm> query_norm, key_norm;  ///< of heads
   Dropout dropout;
+  ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
 
   explicit CausalSelfAttention(const AttentionConfig& config);
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});
@@ -59,7 +61,8 @@ struct CausalSelfAttention : Module {
 
  private:
   Tensor with_whole_keys(const Tensor& qkv_BTE, int64_t units) const;
-  Tensor attend_to_cache(const Tensor& qkv_BTE, int64_t keys, KeyValueCache& cache) const;
+  template <class WholeKeys>
+  Tensor attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const;
 };
 
 }  // namespace sheaf::nn

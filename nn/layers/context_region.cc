@@ -21,6 +21,14 @@ Tensor whole_sequences(const Tensor& x) {
   return redistribute(x, whole);
 }
 
+bool cuts_sequences(const Tensor& x) { return !axes_that_cut(x.layout(), 1).empty(); }
+
+ContextComm context_comm_from(std::string_view name) {
+  if (name == "all_to_all") return ContextComm::all_to_all;
+  if (name == "all_gather") return ContextComm::all_gather;
+  fail<ConfigError>("[context] ranks send each other sequences by 'all_to_all' or 'all_gather', not '", name, "'");
+}
+
 ContextRegion::ContextRegion(const Tensor& x, const OwnershipMap& heads) {
   const Layout& outside = x.layout();
   const std::vector<int> shared = axes_that_cut(outside, 1);
@@ -58,7 +66,7 @@ int64_t ContextRegion::copies(const std::string& path, int64_t units, int64_t mo
       fail<ConfigError>("[attention] '", path, "': the ", mesh.size(a), " ranks of context axis '", mesh.name(a), "' cannot share ",
                         units * most, " heads", most > 1 ? str(" that read ", units, " key heads") : "",
                         others.empty() ? "" : str(", of which a rank of axis ", others, " has as few as ", have), "; at most ", have,
-                        " can");
+                        " can, but any number where they send each other keys and values (context_comm all_gather)");
     cut_by(a);
   }
   return most;

@@ -1,7 +1,8 @@
-// ContextRegion: the way into attention where ranks have parts of each sequence, and out of it.
+// Attention where ranks have parts of each sequence: how these are cut, what is sent, and ContextRegion, the way into it and out.
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sheaf/autograd/ops.h"
@@ -13,11 +14,25 @@ namespace sheaf::nn {
 /// x[B, T, ..] with whole sequences on every rank of the axes that cut them.
 Tensor whole_sequences(const Tensor& x);
 
+/// Whether axes cut its sequences.
+bool cuts_sequences(const Tensor& x);
+
+/// What the ranks of a context axis send each other in attention.
+enum class ContextComm {
+  all_to_all,  ///< queries, keys, values and results: each rank has whole sequences of some heads (ContextRegion). At most as many ranks
+               ///< as heads
+  all_gather,  ///< keys and values, gathered again in the backward: each has its own queries of all heads. Any number of ranks; each has
+               ///< alike much of a causal mask's work where tokens are Shard(OwnershipMap::from_both_ends())
+};
+/// "all_to_all" or "all_gather"; ConfigError for others.
+ContextComm context_comm_from(std::string_view name);
+
 /// Outside of enter() and leave() each rank of a context axis has its own tokens of every sequence, inside whole sequences of
 /// its own heads: one all_to_all each way, and in the backward (Jacobs et al., https://arxiv.org/abs/2309.14509). Which axes
 /// these are, x says: all that cut its sequence. Where none does, both ways are the identity.
 class ContextRegion {
  public:
+  ContextRegion() = default;  ///< both ways are the identity
   /// For the x [B, T, E] that enters, features along E cut by `heads` (along dimension 2) inside. What a tensor axis has cut
   /// there is cut further. ConfigError on every rank if one would get nothing.
   ContextRegion(const Tensor& x, const OwnershipMap& heads);

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "sheaf/nn/layers/context_region.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/nn/layers/tensor_region.h"
 
 namespace sheaf::nn {
@@ -62,10 +62,21 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const int64_t of_q = c.q_lora_rank, of_kv = of_q + c.kv_lora_rank;
   Tensor q_BTD = queries(query_norm ? (*query_norm)(slice(latents_BTL, 2, 0, of_q)) : region.enter(x_BTC));
   Tensor up_BTE = keys_values(latent_norm(slice(latents_BTL, 2, of_q, of_kv)));
-  const ContextRegion of_queries(q_BTD, OwnershipMap::even(2, key_width(c))), of_keys(up_BTE, OwnershipMap::even(2, up_width(c)));
+  const bool gathers = context_comm == ContextComm::all_gather && cuts_sequences(q_BTD);
+  const auto region_of = [&](const Tensor& x, int64_t width) {
+    return gathers ? ContextRegion() : ContextRegion(x, OwnershipMap::even(2, width));
+  };
+  const ContextRegion of_queries = region_of(q_BTD, key_width(c)), of_keys = region_of(up_BTE, up_width(c));
   q_BTD = rotated(of_queries.enter(q_BTD), c.heads, cache);
-  up_BTE = of_keys.enter(up_BTE);
-  const Tensor shared_BTR = rotated(whole_sequences(slice(latents_BTL, 2, of_kv, of_kv + c.qk_rope_head_dim)), 1, cache);
+  Tensor shared_BTR = slice(latents_BTL, 2, of_kv, of_kv + c.qk_rope_head_dim);
+  if (gathers) {  // what these are gathered from is kept for the backward, not they
+    const RecomputeScope again({.results = true});
+    up_BTE = whole_sequences(up_BTE);
+    shared_BTR = whole_sequences(rotated(shared_BTR, 1, cache));
+  } else {
+    up_BTE = of_keys.enter(up_BTE);
+    shared_BTR = rotated(whole_sequences(shared_BTR), 1, cache);
+  }
   const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = begins_BT, .window = c.window};
   const Tensor mixed_BTE = cache ? attend_to_cache(q_BTD, up_BTE, shared_BTR, options, *cache)
                                  : latent_attention(q_BTD, up_BTE, shared_BTR, c.heads, options);

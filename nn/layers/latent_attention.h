@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "sheaf/nn/layers/context_region.h"
 #include "sheaf/nn/layers/dropout.h"
 #include "sheaf/nn/layers/key_value_cache.h"
 #include "sheaf/nn/layers/linear.h"
@@ -32,7 +33,7 @@ struct LatentAttentionConfig {
 };
 
 /// Causal self-attention as CausalSelfAttention's: [B, T, C] → [B, T, C], with a cache, documents and a window as there. A cache keeps
-/// whole keys and values. Ranks of a tensor or a context axis share heads; of a tensor axis that cuts tokens the latents are gathered,
+/// whole keys and values. Ranks of a tensor axis share heads, of a context axis what ContextComm says; of a tensor axis that cuts tokens the latents are gathered,
 /// which are narrower than x. Rotary positions turn neighbours, as in DeepSeek's checkpoints.
 struct LatentAttention : Module {
   LatentAttentionConfig config;
@@ -43,6 +44,7 @@ struct LatentAttention : Module {
   Linear keys_values;  ///< to H (N + E): for each head N of its keys, E of its values
   Linear projection;   ///< from H·E
   Dropout dropout;
+  ContextComm context_comm = ContextComm::all_to_all;  ///< where ranks share sequences (shard() says it)
 
   explicit LatentAttention(const LatentAttentionConfig& config);
   Tensor forward(const Tensor& x_BTC, KeyValueCache* cache = nullptr, const Tensor& begins_BT = {});

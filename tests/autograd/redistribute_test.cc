@@ -177,6 +177,33 @@ TEST(Ownership, IntervalsGoToTheirOwners) {
   EXPECT_THROW(OwnershipMap::by_owner(0, {-1}, {0}), PlacementError);
 }
 
+// Of rows whose work grows with those before them, ranks have alike much.
+TEST(OwnershipMap, FromBothEndsEvensOutWhatGrows) {
+  for (const int ranks : {1, 2, 3, 4, 5, 8}) {
+    const int64_t tokens = 2 * ranks * 7;
+    std::vector<int> owners(static_cast<size_t>(tokens), -1);
+    for (int r = 0; r < ranks; ++r) {
+      int64_t seen = 0, own = 0;
+      for (const Interval& i : OwnershipMap::from_both_ends(1, tokens, ranks).owned_intervals(r, ranks, {1, tokens}))
+        for (int64_t t = i.begin; t < i.end; ++t) {
+          EXPECT_EQ(owners[static_cast<size_t>(t)], -1);
+          owners[static_cast<size_t>(t)] = r;
+          seen += t + 1, ++own;
+        }
+      EXPECT_EQ(own, 14);
+      EXPECT_EQ(seen, 7 * (tokens + 1)) << "rank " << r << " of " << ranks;
+    }
+    EXPECT_EQ(std::ranges::count(owners, -1), 0);
+  }
+  // Uneven pieces, and fewer rows than ranks.
+  for (const int64_t rows : {0, 1, 5, 9, 17})
+    for (const int ranks : {1, 2, 3, 12}) {
+      int64_t all = 0;
+      for (int r = 0; r < ranks; ++r) all += OwnershipMap::from_both_ends(0, rows, ranks).owned_size(r, ranks, {rows});
+      EXPECT_EQ(all, rows);
+    }
+}
+
 TEST(Redistribute, SaysWhatItDoes) {
   run_local(2, [](World& world) {
     const MeshSpec* mesh = world.mesh({{"data", 2}}).spec;

@@ -152,13 +152,14 @@ std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions o
                                                 const models::ModelConfig& config,
                                                 const std::function<void(models::Decoder&, const ShardOptions&)>& prepare) {
   std::unique_ptr<models::Decoder> model = models::make_language_model(config, config.vocab);
-  if (!mesh.spec->has_axis("data")) options.axis = "context";
+  if (!mesh.spec->has_axis("data")) options.axis = mesh.spec->has_axis("context") ? "context" : "gathered";
   else if (mesh.spec->has_axis("expert") && mesh.spec->size(mesh.spec->axis("data")) == 1) options.axis = "expert";
   for (int a = 0; a < mesh.spec->num_axes(); ++a) {
     if (mesh.spec->name(a) == "replica") options.replica_axis = "replica";
     if (mesh.spec->name(a) == "secondary") options.replica_axis = "secondary", options.secondary = true;
     if (mesh.spec->name(a) == "expert") options.expert_axis = "expert";
     if (mesh.spec->name(a) == "context") options.context_axis = "context";
+    if (mesh.spec->name(a) == "gathered") options.context_axis = "gathered", options.context_comm = nn::ContextComm::all_gather;
     if (mesh.spec->name(a) == "model") options.tensor_axis = "model";
     if (mesh.spec->name(a) == "stage") options.stage_axis = "stage";
   }
@@ -176,8 +177,10 @@ std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions o
 
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device) {
   Layout layout(mesh.spec, Placement::shard(0));
-  for (int a = 0; a < layout.num_axes(); ++a)
+  for (int a = 0; a < layout.num_axes(); ++a) {
     if (mesh.spec->name(a) == "context" || mesh.spec->name(a) == "model") layout[a] = Placement::shard(1);
+    if (mesh.spec->name(a) == "gathered") layout[a] = Placement::shard(OwnershipMap::from_both_ends(1, tiny_config().model.context, mesh.spec->size(a)));
+  }
   Layout of_targets = layout;
   if (mesh.spec->has_axis("stage")) {
     const int axis = mesh.spec->axis("stage");

@@ -93,14 +93,14 @@ void expect_same_bits(const TrainedRun& a, const TrainedRun& b);
 /// for rounding.
 void expect_stages_of_one_rank(models::TrainConfig config, int64_t stages);
 /// tiny_config()'s model (or another of its context and vocabulary) in f64 on the CPU or a GPU, sharded over `mesh` (whose
-/// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, whose axis "context" cuts sequences, and
-/// parameters if there is no axis "data", whose axis "expert" cuts experts, and the other parameters if "data" is one rank, and
+/// axis "replica", if it has one, replicates it, or "secondary" with secondary shards, whose axis "context" cuts sequences, or
+/// "gathered" by ContextComm::all_gather, and parameters if there is no axis "data", whose axis "expert" cuts experts, and the other parameters if "data" is one rank, and
 /// whose axis "model" cuts layers, and whose chain "stage" has blocks one after another) with a unit for each block. `prepare`
 /// gets it, and how it will be, before it is sharded.
 std::unique_ptr<models::Decoder> tiny_model_f64(const Mesh& mesh, ShardOptions options, Device device = {}, uint64_t seed = 5,
                                                 const models::ModelConfig& config = tiny_config().model,
                                                 const std::function<void(models::Decoder&, const ShardOptions&)>& prepare = {});
-/// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "context" and "model", rows over
+/// Samples [first, first + rows) of fill_tiny, cut over all axes of `mesh`: sequences over "context" or "gathered" and "model", rows over
 /// the others; of stages, tokens on the first and targets on the last.
 struct TinyBatch { Tensor tokens, targets; };
 TinyBatch tiny_batch(const Mesh& mesh, int64_t first, int64_t rows, Device device = {});

@@ -131,8 +131,10 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
   do {
     s.pipeline = axis(m.layers);
     s.replicas = axis(4);
-    s.context = axis(m.heads);
-    s.tensor = axis(m.heads / s.context);  // beyond the key heads some have copies, if these can be cut
+    const bool gathers = draw.one_in(2);
+    s.context_comm = gathers ? "all_gather" : "all_to_all";
+    s.context = axis(gathers ? 4 : m.heads);
+    s.tensor = axis(gathers ? m.heads : m.heads / s.context);  // beyond the key heads some have copies, if these can be cut
     s.experts = m.experts ? axis(m.experts) : axis(1);
     world = s.pipeline * s.replicas * s.context * s.tensor * s.experts * axis(4);
   } while (world > (draw.one_in(20) ? 16 : 8));

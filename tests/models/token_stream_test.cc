@@ -47,29 +47,35 @@ TEST(TokenStream, ManyRanksSeeTheBatchOfOne) {
 
 TEST(TokenStream, RanksShareSequences) {
   std::vector<int32_t> expected;
-  for (const auto& [data, context, model] : {std::tuple{1, 1, 1}, {2, 1, 1}, {1, 1, 2}, {2, 1, 3}, {1, 1, 5}, {1, 3, 1}, {1, 2, 3},
-                                             {2, 3, 2}}) {
-    std::vector<int32_t> tokens(4 * 7, -1), targets(4 * 7, -1);
-    run_local(data * context * model, [&, data = data, context = context, model = model](World& world) {
-      const Mesh mesh = world.mesh({{"data", data}, {"context", context}, {"model", model}});
-      const TokenStream stream(numbers(90), {.batch_per_rank = 4 / data, .context = 7, .context_axis = "context",
-                                             .sequence_axis = "model"}, mesh);
-      const TokenBatch batch = stream.batch(3);
-      EXPECT_EQ(batch.tokens.shape(), (Shape{4, 7}));
-      for (const int axis : {1, 2}) EXPECT_TRUE(batch.tokens.layout()[axis].is_shard(1));
-      const Shape at = batch.tokens.layout().local_start({4, 7}), block = batch.tokens.local_shape();
-      const std::vector<int32_t> x = batch.tokens.to_vector<int32_t>(), y = batch.targets.to_vector<int32_t>();
-      for (int64_t r = 0; r < block[0]; ++r)
-        for (int64_t t = 0; t < block[1]; ++t) {  // each rank its own elements
-          tokens[static_cast<size_t>((at[0] + r) * 7 + at[1] + t)] = x[static_cast<size_t>(r * block[1] + t)];
-          targets[static_cast<size_t>((at[0] + r) * 7 + at[1] + t)] = y[static_cast<size_t>(r * block[1] + t)];
-        }
-    });
-    if (expected.empty()) expected = tokens;
-    EXPECT_EQ(tokens, expected) << data << " x " << context << " x " << model;
-    for (int32_t& t : tokens) ++t;
-    EXPECT_EQ(targets, tokens);
-  }
+  for (const bool both_ends : {false, true})
+    for (const auto& [data, context, model] : {std::tuple{1, 1, 1}, {2, 1, 1}, {1, 1, 2}, {2, 1, 3}, {1, 1, 5}, {1, 3, 1}, {1, 2, 3},
+                                               {2, 3, 2}}) {
+      std::vector<int32_t> tokens(4 * 7, -1), targets(4 * 7, -1);
+      run_local(data * context * model, [&, data = data, context = context, model = model](World& world) {
+        const Mesh mesh = world.mesh({{"data", data}, {"context", context}, {"model", model}});
+        const TokenStream stream(numbers(90), {.batch_per_rank = 4 / data, .context = 7, .context_axis = "context",
+                                               .from_both_ends = both_ends, .sequence_axis = "model"}, mesh);
+        const TokenBatch batch = stream.batch(3);
+        EXPECT_EQ(batch.tokens.shape(), (Shape{4, 7}));
+        const Layout& layout = batch.tokens.layout();
+        EXPECT_EQ(layout[1], Placement::shard(both_ends ? OwnershipMap::from_both_ends(1, 7, context) : OwnershipMap::even(1)));
+        EXPECT_EQ(layout[2], Placement::shard(1));
+        const std::vector<int32_t> x = batch.tokens.to_vector<int32_t>(), y = batch.targets.to_vector<int32_t>();
+        size_t next = 0;
+        for (const Interval& rows : layout.local_rows({4, 7}, 0))
+          for (int64_t r = rows.begin; r < rows.end; ++r)
+            for (const Interval& columns : layout.local_rows({4, 7}, 1))
+              for (int64_t t = columns.begin; t < columns.end; ++t, ++next) {  // each rank its own elements
+                tokens[static_cast<size_t>(r * 7 + t)] = x[next];
+                targets[static_cast<size_t>(r * 7 + t)] = y[next];
+              }
+        EXPECT_EQ(next, x.size());
+      });
+      if (expected.empty()) expected = tokens;
+      EXPECT_EQ(tokens, expected) << data << " x " << context << " x " << model;
+      for (int32_t& t : tokens) ++t;
+      EXPECT_EQ(targets, tokens);
+    }
 }
 
 // Where parameters are sharded over the axis that cuts sequences there need not be another.

@@ -65,13 +65,15 @@ std::vector<models::StepTime> times_of_all(const models::TrainConfig& config, in
                   s.pipeline = pipeline, s.pipeline_runs = runs, s.tensor = tensor, s.context = context, s.replicas = replicas;
                   s.secondary = secondary, s.strategy = strategy;
                   c.train.recompute = recompute, c.train.micro_batches = micro_batches;
-                  for (const char* schedule : {"1f1b", "zero_bubble"}) {
-                    s.pipeline_schedule = schedule;
-                    try {
-                      times.push_back(models::time_step(c, kVocab, world, machine));
-                    } catch (const ConfigError&) {
+                  for (const char* schedule : {"1f1b", "zero_bubble"})
+                    for (const char* comm : {"all_to_all", "all_gather"}) {
+                      if (context == 1 && comm == std::string("all_gather")) continue;
+                      s.pipeline_schedule = schedule, s.context_comm = comm;
+                      try {
+                        times.push_back(models::time_step(c, kVocab, world, machine));
+                      } catch (const ConfigError&) {
+                      }
                     }
-                  }
                 }
   return times;
 }
@@ -131,20 +133,22 @@ TEST_F(Ways, StagesBesideALongHeadAreTried) {
   EXPECT_TRUE(tried(4, 2));
 }
 
-// One long sequence for more ranks than there are key heads: some have copies, and none has two where others have one.
+// One long sequence for more ranks than there are key heads: some have copies, and none has two where others have one. Or they
+// gather keys and values.
 TEST_F(Ways, SequencesAreSharedByMoreRanksThanKeyHeads) {
   models::TrainConfig c = small();
   c.model = tiny_model("llama", 12, 2);
   c.train.batch = 1;
-  const auto tried = [&](int64_t context, int64_t tensor, int world) {
+  const auto tried = [&](int64_t context, int64_t tensor, int world, const char* comm = "all_to_all") {
     return std::ranges::any_of(models::find_ways(c, kVocab, world, machine_with(int64_t{1} << 40)).fitting, [&](const models::Way& w) {
-      return w.config.sharding.context == context && w.config.sharding.tensor == tensor;
+      return w.config.sharding.context == context && w.config.sharding.tensor == tensor && w.config.sharding.context_comm == comm;
     });
   };
   EXPECT_TRUE(tried(6, 1, 6));   // three copies of each
   EXPECT_TRUE(tried(12, 1, 12)); // a copy for each head
   EXPECT_TRUE(tried(6, 2, 12));  // of the one that a rank of the tensor axis has
   EXPECT_FALSE(tried(8, 1, 8)) << "twelve heads are not even shares of eight ranks";
+  EXPECT_TRUE(tried(8, 1, 8, "all_gather"));
   EXPECT_TRUE(tried(4, 1, 4));
 }
 

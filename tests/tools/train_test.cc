@@ -19,11 +19,14 @@ using ::testing::HasSubstr;
 
 // Replicas of the model, and groups of ranks that share sequences or layers.
 TEST(Groups, HaveTheSameBitsOverEveryTransport) {
-  for (const auto& [option, said] : {std::pair<std::string, std::string>{"--sharding.replicas", " in 2 replicas, "},
-                                     {"--sharding.context", " over groups of 2 that share sequences, "},
-                                     {"--sharding.tensor", " over groups of 2 that share layers, "}}) {
+  for (const auto& [options, said] : {std::pair<Words, std::string>{{"--sharding.replicas", "2"}, " in 2 replicas, "},
+                                      {{"--sharding.context", "2"}, " over groups of 2 that share sequences, "},
+                                      {{"--sharding.context", "2", "--sharding.context_comm", "all_gather"},
+                                       " over groups of 2 that share sequences by all_gather, "},
+                                      {{"--sharding.tensor", "2"}, " over groups of 2 that share layers, "}}) {
     CorpusFolder folder;
-    const Words command = Words{"train"} + kTinyRun + Words{option, "2"};
+    const Words command = Words{"train"} + kTinyRun + options;
+    const std::string& option = options.back();
     for (const char* comm : {"shm", "gloo"}) {
       const Outcome r = run_sheaf(on_ranks(4, command + folder.data(comm)), {std::string("SHEAF_COMM=") + comm});
       ASSERT_EQ(r.code, 0) << r.err;

@@ -1,0 +1,107 @@
+#include "sheaf/autograd/ops/query_runs.h"
+
+#include <algorithm>
+
+#include "sheaf/autograd/ops/cut.h"
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/dispatch.h"
+
+namespace sheaf::ops {
+namespace {
+
+// Queries that stand together, and the keys that a causal mask leaves of theirs.
+struct QueryRun {
+  Interval positions;  // in the sequence
+  Interval here;       // in what the rank has
+  int64_t keys;        // the first so many
+
+  View queries(const View& x, int dim = 1) const { return rows_of(x, dim, here); }
+  View first_keys(const View& x) const { return rows_of(x, 1, {0, keys}); }
+  kernels::AttentionMask mask(kernels::AttentionMask m) const {
+    if (m.has_documents()) m.begins = rows_of(m.begins, 1, positions);
+    return m;
+  }
+};
+
+// Those of this rank, that which sees the most keys first. Without a causal mask all queries are one.
+SmallVector<QueryRun, 2> runs_of(const Execute& c, const View& q, int64_t keys, bool causal) {
+  const Type& type = c.input_type(0);
+  const int64_t here = q.shape[1], whole = type.shape[1];
+  SmallVector<QueryRun, 2> runs;
+  if (here == 0) return runs;
+  if (here == whole || !causal) {
+    runs.emplace_back(Interval{0, here}, Interval{0, here}, keys);
+    return runs;
+  }
+  const std::vector<Interval> rows = type.layout.local_rows(type.shape, 1);
+  int64_t end = here;
+  for (auto i = rows.rbegin(); i != rows.rend(); ++i) {
+    runs.emplace_back(*i, Interval{end - i->size(), end}, i->end + keys - whole);
+    end -= i->size();
+  }
+  return runs;
+}
+
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Scratch memory like the gradients of a run's keys and values.
+int64_t bytes_beside(const QueryRun& run, const View& dk, const View& dv) {
+  return aligned(run.first_keys(dk).bytes()) + aligned(run.first_keys(dv).bytes());
+}
+View take_like(Workspace& w, const View& x) {
+  const auto bytes = static_cast<size_t>(aligned(x.bytes()));
+  const View taken = View::dense(w.data, x.dtype, x.shape);
+  w = {static_cast<char*>(w.data) + bytes, w.bytes - bytes};
+  return taken;
+}
+
+}  // namespace
+
+int64_t AttentionCall::workspace(const Execute& c) const {
+  int64_t most = 0;
+  for (const QueryRun& r : runs_of(c, q, k.shape[1], mask.causal))
+    most = std::max(most, SHEAF_WORKSPACE(c.device(), attention, r.queries(q), r.first_keys(k), r.first_keys(v), r.mask(mask),
+                                          r.queries(out), r.queries(lse, 2)));
+  return most;
+}
+
+void AttentionCall::run(const Execute& c, const Stream& stream, Workspace workspace) const {
+  for (const QueryRun& r : runs_of(c, q, k.shape[1], mask.causal))
+    SHEAF_ON_DEVICE(stream, attention, r.queries(q), r.first_keys(k), r.first_keys(v), r.mask(mask), scale, r.queries(out),
+                    r.queries(lse, 2), workspace);
+}
+
+int64_t AttentionBackwardCall::workspace(const Execute& c) const {
+  int64_t most = 0;
+  bool beside = false;
+  for (const QueryRun& r : runs_of(c, q, k.shape[1], mask.causal)) {
+    const int64_t own = SHEAF_WORKSPACE(c.device(), attention_backward, r.queries(q), r.first_keys(k), r.first_keys(v), r.queries(out),
+                                        r.queries(lse, 2), r.queries(dout), r.mask(mask), r.queries(dq), r.first_keys(dk),
+                                        r.first_keys(dv));
+    most = std::max(most, own + (beside ? bytes_beside(r, dk, dv) : 0));
+    beside = true;
+  }
+  return most;
+}
+
+void AttentionBackwardCall::run(const Execute& c, const Stream& stream, Workspace workspace) const {
+  int64_t stored = 0;  // of the keys: their gradients
+  for (const QueryRun& r : runs_of(c, q, k.shape[1], mask.causal)) {
+    Workspace rest = workspace;
+    const View sum_k = r.first_keys(dk), sum_v = r.first_keys(dv);
+    const bool first = stored == 0;
+    const View to_k = first ? sum_k : take_like(rest, sum_k), to_v = first ? sum_v : take_like(rest, sum_v);
+    SHEAF_ON_DEVICE(stream, attention_backward, r.queries(q), r.first_keys(k), r.first_keys(v), r.queries(out), r.queries(lse, 2),
+                    r.queries(dout), r.mask(mask), scale, r.queries(dq), to_k, to_v, rest);
+    if (first) {
+      stored = r.keys;
+    } else {
+      SHEAF_ON_DEVICE(stream, add_into, sum_k, to_k);
+      SHEAF_ON_DEVICE(stream, add_into, sum_v, to_v);
+    }
+  }
+  for (const View& x : {dk, dv})
+    if (stored < x.shape[1]) SHEAF_ON_DEVICE(stream, fill, rows_of(x, 1, {stored, x.shape[1]}), 0.0);
+}
+
+}  // namespace sheaf::ops
