@@ -8,8 +8,8 @@
 // h / (H / G). Leading dimensions may have any strides (slices of a packed [B, T, 3C] projection),
 // the last is dense. All of one floating dtype; f32, bf16 and f16 compute in f32, but for bf16 on
 // machines with AMX or AVX512_BF16 when D and E are multiples of 32: there products are of bf16,
-// probabilities included, and their sums in f32. lse: [B, H, T], stored dense, f32 (f64 for f64):
-// log of the sum of a row's exponentials.
+// probabilities included, and their sums in f32. lse: [B, H, T], strides as the others', f32 (f64 for
+// f64): log of the sum of a row's exponentials.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -19,13 +19,16 @@ namespace sheaf::kernels {
 
 /// Which keys a query sees. With `causal`, query t sees keys s <= t + S - T: the last query sees all
 /// of them; else each sees all. With `begins`, i32[B, T], the last dimension dense, sequences are
-/// documents one behind another: query t sees keys begins[b, t] <= s <= t, where begins[b, t] is the
-/// place of its document's first token; causal only, and as many keys as queries. Blocks of queries
-/// and keys then begin where documents do, so a document, packed among others, has the bits that it
-/// has alone, and the work is that of its length (but for cuDNN's).
+/// documents one behind another: the query at position p = t + S - T sees keys begins[b, t] <= s <= p,
+/// where begins[b, t] is the place among the keys of its document's first token; causal only, and no
+/// fewer keys than queries. The first query's document begins at one of the keys up to its own, so it
+/// may have more keys than queries; what lies before it nobody sees. That of each other query begins
+/// with it, at t + S - T, or is its predecessor's. Blocks of keys begin where documents do, those of
+/// queries with a document's first query, so a document, packed among others, has the bits that it has
+/// alone, and the work is that of its length (but for cuDNN's).
 ///
 /// With a window of W keys (sliding-window attention: Child et al., https://arxiv.org/abs/1904.10509;
-/// Beltagy et al., https://arxiv.org/abs/2004.05150) the query at position p = t + S - T sees, of
+/// Beltagy et al., https://arxiv.org/abs/2004.05150) the query at position p sees, of
 /// these keys, those with p - W < s: itself and the W - 1 before it; causal only. Blocks of keys that
 /// no query of a block sees are not touched, so the work is that of the window (but for cuDNN's).
 /// They begin where they do without one, at multiples of their size from the document's first key:
@@ -52,7 +55,7 @@ void attention(const View& q, const View& k, const View& v, const AttentionMask&
 
 /// The gradients of attention's inputs, stored; shapes as q, k, v. Probabilities are computed again
 /// from lse. Sums run over queries in order, for each key head over its query heads in order;
-/// threads share (batch, key head) pairs.
+/// threads share (batch, key head) pairs. A key that nobody sees has gradients of zero.
 size_t attention_backward_workspace(const View& q, const View& k, const View& v, const View& out,
                                     const View& lse, const View& dout, const AttentionMask& mask, const View& dq,
                                     const View& dk, const View& dv);

@@ -50,9 +50,9 @@ inline void check_attention_mask(const char* who, const AttentionMask& mask, con
   check<ShapeError>(mask.window >= 0 && (mask.causal || mask.window == 0), "[", who, "] a window of ", mask.window, " keys",
                     mask.causal ? "" : ", not causal", "; wants 0 for none, or a causal mask and at least 1");
   if (!mask.has_documents()) return;
-  check<ShapeError>(mask.causal && k.shape[1] == q.shape[1] && mask.begins.shape == Shape{q.shape[0], q.shape[1]}, "[", who,
+  check<ShapeError>(mask.causal && k.shape[1] >= q.shape[1] && mask.begins.shape == Shape{q.shape[0], q.shape[1]}, "[", who,
                     "] begins of documents ", mask.begins.shape, " for queries ", q.shape, " and keys ", k.shape,
-                    mask.causal ? "" : ", not causal", "; wants [B,T], causal, as many keys as queries");
+                    mask.causal ? "" : ", not causal", "; wants [B,T], causal, no fewer keys than queries");
   check<DTypeError>(mask.begins.dtype == kI32, "[", who, "] begins of documents must be i32, not ", mask.begins.dtype);
   check<ShapeError>(mask.begins.strides.back() == 1 || mask.begins.shape.back() <= 1, "[", who,
                     "] begins of documents must be dense in the last dimension");
@@ -62,7 +62,6 @@ inline void check_attention(const char* who, const View& q, const View& k, const
                             const View& out, const View& lse) {
   check_attention_operands(who, q, k, v, out, lse);
   check_attention_mask(who, mask, q, k);
-  check<ShapeError>(lse.contiguous(), "[", who, "] lse must be dense");
 }
 
 inline void check_attention_backward(const char* who, const View& q, const View& k, const View& v,

@@ -42,14 +42,12 @@ void copy_block(const Head& from, int64_t first, bf16* to) {
   std::fill_n(to + here * from.width, (kB - here) * from.width, bf16(0.0f));
 }
 
-struct Sizes : AttentionShape {
-  int64_t begin = 0;  ///< of the document whose queries and keys these are
-  using AttentionShape::AttentionShape;
-  void take(const Document& d) { begin = d.begin, queries = d.queries, keys = d.keys; }
-  Head of_queries(const View& v, int64_t b, int64_t h) const { return {v, b, h, begin, queries}; }
-  Head of_keys(const View& v, int64_t b, int64_t g) const { return {v, b, g, begin, keys}; }
+struct Sizes : DocumentShape {
+  using DocumentShape::DocumentShape;
+  Head of_queries(const View& v, int64_t b, int64_t h) const { return {v, b, h, first_query, queries}; }
+  Head of_keys(const View& v, int64_t b, int64_t g) const { return {v, b, g, first_key, keys}; }
   float* lse_row(const View& lse, int64_t b, int64_t h, int64_t first) const {
-    return lse.as<float>() + b * lse.strides[0] + h * lse.strides[1] + begin + first;
+    return lse.as<float>() + b * lse.strides[0] + h * lse.strides[1] + first_query + first;
   }
   int64_t block() const { return kB * width; }              ///< elements of a block of queries or keys
   int64_t value_block() const { return kB * value_width; }  ///< of values or results

@@ -60,26 +60,36 @@ struct AttentionShape {
   }
 };
 
-/// Rows that attend to each other: of a sequence all, or from `begin` on those of a document.
+/// Rows that attend to each other: of a sequence all, or those of a document.
 struct Document {
-  int64_t begin, queries, keys;
+  int64_t first_query, queries, first_key, keys;
+};
+
+/// Sizes of one document at a time, and where it begins.
+struct DocumentShape : AttentionShape {
+  int64_t first_query = 0, first_key = 0;
+  using AttentionShape::AttentionShape;
+  void take(const Document& d) {
+    first_query = d.first_query, queries = d.queries, first_key = d.first_key, keys = d.keys;
+  }
 };
 
 /// The documents of each sequence: one, or those that a mask says.
 class Documents {
  public:
   Documents(const AttentionMask& mask, const AttentionShape& s)
-      : begins_(mask.has_documents() ? &mask.begins : nullptr), whole_{0, s.queries, s.keys} {}
+      : begins_(mask.has_documents() && s.queries > 0 ? &mask.begins : nullptr), whole_{0, s.queries, 0, s.keys} {}
   Documents(AttentionMask&&, const AttentionShape&) = delete;  // it keeps where the mask's begins are
 
-  /// Calls f(document) for all of sequence b, in order.
+  /// Calls f(document) for all of sequence b, in order. Keys before the first are one without queries.
   template <class F>
   void for_each(int64_t b, F&& f) const {
     if (!begins_) return f(whole_);
+    if (const int64_t unseen = at(b, 0).first_key; unseen > 0) f(Document{0, 0, 0, unseen});
     for (int64_t t = 0; t < whole_.queries;) {
       const Document d = at(b, t);
       f(d);
-      t = d.begin + d.queries;
+      t = d.first_query + d.queries;
     }
   }
 
@@ -91,19 +101,20 @@ class Documents {
     const int64_t end = std::min((i + 1) * kQueryBlock, whole_.queries);
     for (int64_t t = i * kQueryBlock; t < end;) {
       const Document d = at(b, t);
-      const int64_t behind = d.begin + d.queries;
-      for (int64_t n = (t - d.begin + kQueryBlock - 1) / kQueryBlock; d.begin + n * kQueryBlock < std::min(end, behind); ++n) f(d, n);
+      const int64_t first = d.first_query, behind = first + d.queries;
+      for (int64_t n = (t - first + kQueryBlock - 1) / kQueryBlock; first + n * kQueryBlock < std::min(end, behind); ++n) f(d, n);
       t = behind;
     }
   }
 
  private:
-  /// Of token t.
+  /// Of query t.
   SHEAF_INLINE Document at(int64_t b, int64_t t) const {
     const int32_t* row = begins_->as<int32_t>() + b * begins_->strides[0];
     const int32_t begin = row[t];
     while (t < whole_.queries && row[t] == begin) ++t;
-    return {begin, t - begin, t - begin};
+    const int64_t past = whole_.keys - whole_.queries, first = std::max<int64_t>(0, begin - past);
+    return {first, t - first, begin, t + past - begin};
   }
 
   const View* begins_;
@@ -120,8 +131,8 @@ void run_forward_items(const AttentionShape& s, const Documents& documents, int6
     const int64_t pair = item / per_key_head, b = pair / s.key_heads, g = pair % s.key_heads,
                   rest = item % per_key_head;
     documents.for_each_block(b, rest % blocks, [&](const Document& d, int64_t block) {
-      if (pair != loaded || d.begin != loaded_from)
-        head.load_keys(b, g, d), loaded = pair, loaded_from = d.begin;
+      if (pair != loaded || d.first_key != loaded_from)
+        head.load_keys(b, g, d), loaded = pair, loaded_from = d.first_key;
       head.run(b, g * s.group() + rest / blocks, block);
     });
   }

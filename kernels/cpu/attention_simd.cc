@@ -104,8 +104,8 @@ class Forward {
 
   /// Those of a document, whose queries run() takes from here on.
   void load_keys(int64_t b, int64_t g, const Document& document) {
-    begin_ = document.begin, s_.queries = document.queries, s_.keys = document.keys;
-    const HeadRows<const T> k(k_, b, begin_, g), v(v_, b, begin_, g);
+    s_.take(document);
+    const HeadRows<const T> k(k_, b, s_.first_key, g), v(v_, b, s_.first_key, g);
     for (int64_t first = first_block(0); first < s_.keys; first += kKeyBlock) {
       // The queries' place serves as a buffer before they come.
       static_assert(kKeyBlock <= kQueryBlock);
@@ -118,7 +118,7 @@ class Forward {
   void run(int64_t b, int64_t h, int64_t query_block) {
     const int64_t first = query_block * kQueryBlock,
                   rows = std::min(kQueryBlock, s_.queries - first);
-    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, scale_, query_);
+    pack<T, C>(HeadRows<const T>(q_, b, s_.first_query, h), first, rows, rows, scale_, query_);
     std::fill_n(result_, rows * padded_value_, C(0));
     std::fill_n(most_, rows, -std::numeric_limits<C>::infinity());
     std::fill_n(total_, rows, C(0));
@@ -152,8 +152,8 @@ class Forward {
       tile_gemm<C>(rows, padded_value_, kKeyBlock, scores_, kKeyBlock, 1, values_ + key * padded_value_,
                    padded_value_, result_, padded_value_, true);
     }
-    const HeadRows<T> out(out_, b, begin_, h);
-    C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + begin_ + first;
+    const HeadRows<T> out(out_, b, s_.first_query, h);
+    C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + s_.first_query + first;
     for (int64_t r = 0; r < rows; ++r) {
       const bool any = s_.visible(first + r, causal_) > 0;
       const Lanes<C> factor(any ? C(1) / total_[r] : C(0)), zero(C(0));
@@ -176,8 +176,8 @@ class Forward {
   bool causal_;
   int64_t window_;
   C scale_;
-  AttentionShape s_;
-  int64_t padded_, padded_value_, begin_ = 0;
+  DocumentShape s_;
+  int64_t padded_, padded_value_;
   C *keys_, *values_, *query_, *result_, *scores_, *most_, *total_;
 };
 
@@ -214,8 +214,8 @@ class Backward {
   }
 
   void run(int64_t b, int64_t g, const Document& document) {
-    begin_ = document.begin, s_.queries = document.queries, s_.keys = document.keys;
-    const HeadRows<const T> k(k_, b, begin_, g), v(v_, b, begin_, g);
+    s_.take(document);
+    const HeadRows<const T> k(k_, b, s_.first_key, g), v(v_, b, s_.first_key, g);
     for (int64_t first = 0; first < s_.keys; first += kKeyBlock) {
       const int64_t at = first * padded_;
       pack<T, C>(k, first, s_.keys - first, kKeyBlock, C(1), keys_ + at);
@@ -228,17 +228,17 @@ class Backward {
     std::fill_n(dvalues_, s_.padded_keys() * padded_value_, C(0));
     for (int64_t h = g * s_.group(); h < (g + 1) * s_.group(); ++h)
       for (int64_t first = 0; first < s_.queries; first += kQueryBlock) query_block(b, h, first);
-    unpack(HeadRows<T>(dk_, b, begin_, g), dkeys_, 0, s_.keys, C(1)),
-        unpack(HeadRows<T>(dv_, b, begin_, g), dvalues_, 0, s_.keys, C(1));
+    unpack(HeadRows<T>(dk_, b, s_.first_key, g), dkeys_, 0, s_.keys, C(1)),
+        unpack(HeadRows<T>(dv_, b, s_.first_key, g), dvalues_, 0, s_.keys, C(1));
   }
 
  private:
   void query_block(int64_t b, int64_t h, int64_t first) {
     const int64_t rows = std::min(kQueryBlock, s_.queries - first);
-    const HeadRows<const T> out(out_, b, begin_, h);
+    const HeadRows<const T> out(out_, b, s_.first_query, h);
     // Scaled queries give the forward pass's scores, and dk its factor.
-    pack<T, C>(HeadRows<const T>(q_, b, begin_, h), first, rows, rows, scale_, query_);
-    pack<T, C>(HeadRows<const T>(dout_, b, begin_, h), first, rows, rows, C(1), dout_block_);
+    pack<T, C>(HeadRows<const T>(q_, b, s_.first_query, h), first, rows, rows, scale_, query_);
+    pack<T, C>(HeadRows<const T>(dout_, b, s_.first_query, h), first, rows, rows, C(1), dout_block_);
     std::fill_n(dquery_, rows * padded_, C(0));
     for (int64_t r = 0; r < rows; ++r) {
       const T* o = out[first + r];
@@ -246,7 +246,7 @@ class Backward {
       dots_[r] = row_sum<C>(
           out.width, [&](int64_t i, auto n) { return load_lanes(o + i, n) * load_lanes(d + i, n); });
     }
-    const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + begin_ + first;
+    const C* lse = lse_.as<C>() + b * lse_.strides[0] + h * lse_.strides[1] + s_.first_query + first;
     const int64_t seen = s_.visible(first + rows - 1, causal_);
     for (int64_t key = s_.first_visible(first, window_) / kKeyBlock * kKeyBlock; key < seen; key += kKeyBlock) {
       const int64_t at = key * padded_, value_at = key * padded_value_;
@@ -272,7 +272,7 @@ class Backward {
       tile_gemm<C>(rows, padded_, kKeyBlock, dscores_, kKeyBlock, 1, keys_ + at, padded_, dquery_,
                    padded_, true);
     }
-    unpack(HeadRows<T>(dq_, b, begin_, h), dquery_, first, rows, scale_);
+    unpack(HeadRows<T>(dq_, b, s_.first_query, h), dquery_, first, rows, scale_);
   }
 
   static void unpack(HeadRows<T> to, const C* from, int64_t first, int64_t count, C factor) {
@@ -288,8 +288,8 @@ class Backward {
   bool causal_;
   int64_t window_;
   C scale_;
-  AttentionShape s_;
-  int64_t padded_, padded_value_, begin_ = 0;
+  DocumentShape s_;
+  int64_t padded_, padded_value_;
   C *keys_, *keys_t_, *values_t_, *dkeys_, *dvalues_, *query_, *dout_block_, *dquery_, *scores_,
       *dscores_, *dots_;
 };

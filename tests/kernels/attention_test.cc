@@ -2,9 +2,7 @@
 
 #include <gmock/gmock.h>
 
-#include "sheaf/kernels/cpu/attention_bf16.h"
-#include "sheaf/kernels/cpu/bf16_instructions.h"
-#include "sheaf/tests/kernels/array.h"
+#include "sheaf/tests/kernels/attention_kernels.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
@@ -92,45 +90,6 @@ Result reference(const Sizes& s, const View& q, const View& k, const View& v, co
 struct Arrays {
   Array out, lse, dq, dk, dv;
 };
-struct Kernels {
-  const char* name;
-  size_t (*workspace)(const View& q, const View& k, const View& v);
-  decltype(attention)* forward;
-  size_t (*backward_workspace)(const View& q, const View& k, const View& v);
-  decltype(attention_backward)* backward;
-};
-// On a CPU workspace depends on queries, keys and values alone.
-const Kernels kChosen{
-    "chosen",
-    [](const View& q, const View& k, const View& v) { return attention_workspace(q, k, v, true, {}, {}); },
-    attention,
-    [](const View& q, const View& k, const View& v) {
-      return attention_backward_workspace(q, k, v, {}, {}, {}, true, q, k, v);
-    },
-    attention_backward};
-
-/// What this machine would choose, and the other kernels for bf16 that it could.
-std::vector<Kernels> kernels(DType d, const Sizes& s) {
-  std::vector<Kernels> out{kChosen};
-  if (d != kBF16 || s.width % 32 != 0 || s.value_width % 32 != 0 || !dot::available()) return out;
-  out.push_back({"dot", dot::attention_workspace, dot::attention, dot::attention_backward_workspace,
-                 dot::attention_backward});
-  if (amx::available())
-    out.push_back({"amx", amx::attention_workspace, amx::attention,
-                   amx::attention_backward_workspace, amx::attention_backward});
-  return out;
-}
-
-/// Calls f(workspace), which must write nothing behind it.
-template <class F>
-void with_workspace(size_t bytes, F&& f) {
-  constexpr size_t kBehind = 4096;
-  const Scratch scratch(bytes + kBehind);
-  void* memory = Workspace(scratch).data;
-  f(Workspace{memory, bytes});
-  const unsigned char* behind = static_cast<unsigned char*>(memory) + bytes;
-  EXPECT_TRUE(std::all_of(behind, behind + kBehind, [](unsigned char c) { return c == 0xff; })) << "workspace of " << bytes;
-}
 
 Arrays run(const Sizes& s, const View& q, const View& k, const View& v, const View& dout,
            const AttentionMask& mask, double scale, const Kernels& by = kChosen) {
@@ -157,7 +116,7 @@ void expect_the_definition(DType d, const Sizes& s, const AttentionMask& mask) {
               dout = Array::random(d, s.out(), 4);
   const double scale = std::min(0.4, 2 / std::sqrt(static_cast<double>(s.width)));  // or wide heads' scores are large, and so are errors
   const Result want = reference(s, q, k, v, dout, mask, scale);
-  for (const Kernels& by : kernels(d, s)) {
+  for (const Kernels& by : kernels(d, s.width, s.value_width)) {
     const Arrays got = run(s, q, k, v, dout, mask, scale, by);
     const double bound = 16 * epsilon(d);
     const std::string where = str(by.name, ' ', d, s.q(), s.k(), s.v(), mask.causal ? " causal" : "", " window ", mask.window,
@@ -266,7 +225,7 @@ TEST(Attention, StridesChangeNothingWhateverTheWidths) {
       };
       const Array q2 = moved(q), k2 = moved(k), v2 = moved(v), dout2 = moved(dout);
       const Array out = spread(s.out()), dq = spread(s.q()), dk = spread(s.k()), dv = spread(s.v());
-      for (const Kernels& by : kernels(d, s)) {
+      for (const Kernels& by : kernels(d, s.width, s.value_width)) {
         const Arrays want = run(s, q, k, v, dout, true, 0.3, by);
         const Array lse(statistics_of(d), s.lse());
         with_workspace(by.workspace(q2, k2, v2), [&](Workspace w) { by.forward(q2, k2, v2, true, 0.3, out, lse, w); });
@@ -299,7 +258,7 @@ TEST(Attention, WidthsThatDifferGiveTheBitsOfZerosAtTheEnd) {
         x.shape[3] = columns;
         return x;
       };
-      for (const Kernels& by : kernels(d, s))
+      for (const Kernels& by : kernels(d, s.width, s.value_width))
         for (const AttentionMask& mask : {AttentionMask(false), AttentionMask(true), AttentionMask(true, {}, 70)}) {
           const Arrays got = run(s, q, k, v, dout, mask, 0.3, by),
                        want = run(wide, widened(q), widened(k), widened(v), widened(dout), mask, 0.3, by);
@@ -316,7 +275,7 @@ TEST(Attention, WidthsThatDifferGiveTheBitsOfZerosAtTheEnd) {
 TEST(Attention, WorkspaceIsThatOfBothWidths) {
   for (const DType d : {kF32, kBF16}) {
     const auto sizes = [](int64_t width, int64_t value_width) { return Sizes{1, 640, 6400, 2, 1, width, value_width}; };
-    for (const Kernels& by : kernels(d, sizes(192, 128))) {
+    for (const Kernels& by : kernels(d, 192, 128)) {
       const auto bytes = [&](bool backward, int64_t width, int64_t value_width) {
         const Sizes s = sizes(width, value_width);
         return static_cast<double>((backward ? by.backward_workspace : by.workspace)(
@@ -414,7 +373,7 @@ TEST(Attention, PackedDocumentsHaveTheBitsThatTheyHaveAlone) {
                            {2, tokens, tokens, 2, 1, 20, 40}}) {
       const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
                   dout = Array::random(d, s.out(), 4);
-      for (const Kernels& by : kernels(d, s)) {
+      for (const Kernels& by : kernels(d, s.width, s.value_width)) {
         Arrays got, again;
         with_threads(1, [&] { got = run(s, q, k, v, dout, {true, begins}, 0.4, by); });
         with_threads(3, [&] { again = run(s, q, k, v, dout, {true, begins}, 0.4, by); });
@@ -456,7 +415,7 @@ TEST(Attention, AWindowOfAllKeysIsNone) {
     for (const Sizes& s : {Sizes{2, 150, 150, 2, 1, 64}, {1, 70, 193, 2, 2, 20}, {1, 70, 150, 2, 1, 64, 32}}) {
       const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.v(), 3),
                   dout = Array::random(d, s.out(), 4);
-      for (const Kernels& by : kernels(d, s)) {
+      for (const Kernels& by : kernels(d, s.width, s.value_width)) {
         const Arrays want = run(s, q, k, v, dout, true, 0.4, by);
         for (const int64_t window : {s.keys, s.keys + 64, std::numeric_limits<int64_t>::max()})
           EXPECT_TRUE(same(run(s, q, k, v, dout, {true, {}, window}, 0.4, by), want)) << by.name << name(d) << window;
@@ -471,7 +430,7 @@ TEST(Attention, RowsUnderAWindowDependOnWhatTheySeeAlone) {
     const Sizes s{2, 300, 300, 4, 2, 32};
     const Array q = Array::random(d, s.q(), 1), k = Array::random(d, s.k(), 2), v = Array::random(d, s.k(), 3),
                 dout = Array::random(d, s.q(), 4);
-    for (const Kernels& by : kernels(d, s))
+    for (const Kernels& by : kernels(d, s.width, s.value_width))
       for (const int64_t window : {1, 64, 90}) {
         const AttentionMask mask(true, {}, window);
         const std::string where = str(by.name, ' ', d, " window ", window);
@@ -512,7 +471,7 @@ TEST(Attention, BlocksOutsideOfAWindowAreNotTouched) {
         if (std::isnan(value)) return false;
       return true;
     };
-    for (const Kernels& by : kernels(d, s)) {
+    for (const Kernels& by : kernels(d, s.width, s.value_width)) {
       const Arrays got = run(s, q, k, v, dout, {true, {}, 64}, 0.4, by);
       EXPECT_TRUE(clean(part(got.out, 0, 1, 128, 128))) << by.name << name(d);
       EXPECT_TRUE(clean(part(got.dq, 0, 1, 128, 128))) << by.name << name(d);

@@ -1,0 +1,129 @@
+// Attention of a context in parts: queries of an interval [begin, end) of every sequence, and all
+// keys [0, end). What each row becomes, and its query's gradient, has the bits that it has in the
+// whole; the gradients of keys add up to those of the whole.
+#pragma once
+
+#include "sheaf/kernels/attention.h"
+#include "sheaf/tests/kernels/array.h"
+
+namespace sheaf::testing {
+
+/// Rows [begin, end) along dimension `dim`.
+inline View rows_of(View v, int dim, int64_t begin, int64_t end) {
+  v.data = v.as<char>() + begin * v.strides[dim] * static_cast<int64_t>(size_of(v.dtype));
+  v.shape[dim] = end - begin;
+  return v;
+}
+
+/// What attention and its backward pass take and give.
+struct AttentionOperands {
+  View q, k, v, dout, begins, out, lse, dq, dk, dv;
+};
+
+/// An array where the CPU's kernels work; OnGpu is the GPU's.
+struct OnHost {
+  Array array;
+  explicit OnHost(const Array& x) : array(x) {}
+  operator const View&() const { return array; }
+  Array back() const { return array; }
+};
+
+struct ContextCase {
+  DType dtype;
+  int64_t batch, tokens, heads, key_heads, width, value_width;
+  /// Sequence b begins with documents of these lengths from the b-th on; none: documents are not kept apart.
+  std::vector<int64_t> documents = {};
+  int64_t window = 0;
+
+  Shape of(int64_t count, int64_t size) const { return {batch, tokens, count, size}; }
+  /// Where the document of each token begins.
+  Array begins() const {
+    Array out(kI32, {batch, tokens});
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t begin = 0, d = b, end; begin < tokens; begin = end, ++d) {
+        end = d < std::ssize(documents) ? std::min(tokens, begin + documents[static_cast<size_t>(d)]) : tokens;
+        for (int64_t t = begin; t < end; ++t) out.set(b * tokens + t, static_cast<double>(begin));
+      }
+    return out;
+  }
+  /// The first key that the query at position p of sequence b sees.
+  int64_t first_seen(const Array& begins, int64_t b, int64_t p) const {
+    return std::max(static_cast<int64_t>(begins.at(b * tokens + p)), window ? p - window + 1 : int64_t{0});
+  }
+};
+
+/// Calls compute(operands, mask) for the whole context and for the interval between each two
+/// neighbours of `borders`, 0 and all tokens among them.
+template <class Place, class Compute>
+void expect_parts_are_the_whole(const ContextCase& c, const std::vector<int64_t>& borders, Compute&& compute) {
+  const DType d = c.dtype;
+  const std::string where =
+      str(d, c.of(c.heads, c.width), " values ", c.of(c.key_heads, c.value_width), " window ", c.window,
+          c.documents.empty() ? "" : " documents", ", part to ");
+  const auto random = [&](int64_t heads, int64_t width, int seed) { return Array::random(d, c.of(heads, width), seed); };
+  const Array begins = c.begins(), keys = random(c.key_heads, c.width, 2), values_of = random(c.key_heads, c.value_width, 3);
+  const Place q(random(c.heads, c.width, 1)), dout(random(c.heads, c.value_width, 4)), at(begins);
+  struct Results {
+    Place out, lse, dq;
+  };
+  const auto blank = [&] {
+    return Results{Place(Array(d, c.of(c.heads, c.value_width))),
+                   Place(Array(statistics_of(d), {c.batch, c.heads, c.tokens})), Place(Array(d, c.of(c.heads, c.width)))};
+  };
+  struct Gradients {
+    Array dk, dv;
+  };
+  const auto run = [&](const Results& to, const View& k, const View& v, int64_t begin, int64_t end) {
+    const auto gradient = [&](int64_t width) { return Place(Array(d, {c.batch, end, c.key_heads, width})); };
+    const Place dk = gradient(c.width), dv = gradient(c.value_width);
+    const auto part = [&](const View& x) { return rows_of(x, 1, begin, end); };
+    const View documents = c.documents.empty() ? View() : part(at);
+    compute(AttentionOperands{part(q), rows_of(k, 1, 0, end), rows_of(v, 1, 0, end), part(dout), documents,
+                              part(to.out), rows_of(to.lse, 2, begin, end), part(to.dq), dk, dv},
+            kernels::AttentionMask(true, documents, c.window));
+    return Gradients{dk.back(), dv.back()};
+  };
+
+  const Results whole = blank(), parts = blank();
+  const Gradients want = run(whole, Place(keys), Place(values_of), 0, c.tokens);
+  std::vector<double> dk_sum(static_cast<size_t>(keys.view().numel())), dv_sum(static_cast<size_t>(values_of.view().numel()));
+  for (size_t n = 1; n < borders.size(); ++n) {
+    const int64_t begin = borders[n - 1], end = borders[n];
+    // What lies before the documents of a part is not touched.
+    const auto hidden = [&](Array x) {
+      x = x.clone();
+      const int64_t row = x.view().strides[1];
+      for (int64_t b = 0; begin < end && !c.documents.empty() && b < c.batch; ++b)
+        for (int64_t i = 0; i < static_cast<int64_t>(begins.at(b * c.tokens + begin)) * row; ++i)
+          x.set(b * c.tokens * row + i, NAN);
+      return Place(x);
+    };
+    const Place k = hidden(keys), v = hidden(values_of);
+    const Gradients got = run(parts, k, v, begin, end);
+    for (const auto& [gradient, sum] : {std::pair{&got.dk, &dk_sum}, {&got.dv, &dv_sum}}) {
+      const int64_t row = gradient->view().strides[1];
+      for (int64_t b = 0; b < c.batch; ++b)
+        for (int64_t s = 0; s < end; ++s) {
+          bool seen = false;
+          for (int64_t p = std::max(begin, s); p < end; ++p) seen = seen || s >= c.first_seen(begins, b, p);
+          for (int64_t i = 0; i < row; ++i) {
+            const double x = gradient->at((b * end + s) * row + i);
+            (*sum)[static_cast<size_t>((b * c.tokens + s) * row + i)] += x;
+            if (!seen) {
+              ASSERT_EQ(x, 0.0) << where << end << " key " << s;
+            }
+          }
+        }
+    }
+    for (const auto& [a, b, dim] : {std::tuple{&parts.out, &whole.out, 1}, {&parts.lse, &whole.lse, 2}, {&parts.dq, &whole.dq, 1}})
+      EXPECT_TRUE(same_bits(rows_of(a->back(), dim, begin, end), rows_of(b->back(), dim, begin, end))) << where << end;
+  }
+  // Queries of a part write into no other.
+  EXPECT_TRUE(same_bits(parts.out.back(), whole.out.back()) && same_bits(parts.lse.back(), whole.lse.back()) &&
+              same_bits(parts.dq.back(), whole.dq.back())) << where << "all";
+  const double bound = d == kF64 ? 1e-12 : 16 * epsilon(d);
+  EXPECT_LT(scaled_error(want.dk, dk_sum), bound) << where << "all";
+  EXPECT_LT(scaled_error(want.dv, dv_sum), bound) << where << "all";
+}
+
+}  // namespace sheaf::testing
