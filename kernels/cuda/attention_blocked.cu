@@ -16,8 +16,8 @@ namespace {
 // queries lie, one after the other.
 template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
-    attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out, typename S::C* lse,
-                      int64_t query_blocks, Begins begins) {
+    attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out,
+                      PerQuery<typename S::C> lse, int64_t query_blocks, Begins begins) {
   using C = typename S::C;
   constexpr C kInfinity = std::numeric_limits<C>::infinity();
   C* q_tile = dynamic_shared<C>();
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
-  for_each_tile<S, kHides>(p, begins, b, at, p.queries, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
+  for_each_tile<S, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t keys = keys_seen<S>(p, d, first);
     typename V::Results sums = {};
     C most[S::kPer], total[S::kPer];
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       store_row<V>(p, sums, i, sees ? C(1) / total[i] : C(0), out, b, t, h);
       if (tx() != 0) continue;
       const C log_total = std::is_same_v<C, float> ? C(logf(total[i])) : C(::log(total[i]));
-      lse[(b * p.heads + h) * p.queries + t] = sees ? most[i] + log_total : -kInfinity;
+      lse.at(b, h, t) = sees ? most[i] + log_total : -kInfinity;
     }
   });
 }
@@ -99,8 +99,8 @@ void attention(const Stream& stream, const View& q, const View& k, const View& v
              {.blocks = p.batch * p.heads * query_blocks,
               .threads = kThreads,
               .shared_bytes = 2 * S::kBytes + S::kScoreBytes},
-             attention_forward<S, V, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(out), lse.as<typename S::C>(),
-             query_blocks, Begins(mask));
+             attention_forward<S, V, kHides>, p, Heads(q), Heads(k), Heads(v), Heads(out),
+             PerQuery<typename S::C>(lse), query_blocks, Begins(mask));
     });
   });
 }

@@ -13,9 +13,8 @@ namespace {
 /// lse and dot of a query.
 template <class C>
 struct Statistics {
-  const C* lse;
-  const C* dot;               ///< [B, H, T], dense
-  int64_t batch, head, time;  ///< strides of lse
+  PerQuery<const C> lse;
+  const C* dot;  ///< [B, H, T], dense
 };
 
 constexpr int kRowsABlock = 8;
@@ -54,7 +53,8 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   C* weights = tile + S::kBytes / sizeof(C);
 
   const auto [pair, b, h, g, at] = query_block<S>(p, query_blocks);
-  for_each_tile<S, kHides>(p, begins, b, at, p.queries, [&, pair = pair, b = b, h = h, g = g](const Document& d, int64_t first) {
+  for_each_tile<S, kHides, TilesOf::queries>(
+      p, begins, b, at, [&, pair = pair, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t keys = keys_seen<S>(p, d, first);
     typename S::Results sums = {};
     C lse[S::kPer], dot[S::kPer];
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t t = first + ty() + kSide * i;
       seen[i] = t < d.queries ? p.visible(t) : 0;
-      lse[i] = seen[i] ? rows.lse[b * rows.batch + h * rows.head + t * rows.time] : C(0);
+      lse[i] = seen[i] ? rows.lse.at(b, h, t) : C(0);
       dot[i] = seen[i] ? rows.dot[pair * p.queries + t] : C(0);
     }
     load_tile<S>(p, q, b, h, first, d.queries, q_tile);
@@ -119,13 +119,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t pair = blockIdx.x % (p.batch * p.key_heads), b = pair / p.key_heads,
                 g = pair % p.key_heads, group = p.heads / p.key_heads;
   const int64_t at = blockIdx.x / (p.batch * p.key_heads) * S::kTile;
-  for_each_tile<S, kHides>(p, begins, b, at, p.keys, [&](const Document& d, int64_t key) {
+  for_each_tile<S, kHides, TilesOf::keys>(p, begins, b, at, [&](const Document& d, int64_t key) {
     int64_t first = 0;  // query that sees one of the keys
-    if (p.causal && key > p.keys - p.queries) first = key - (p.keys - p.queries);
+    if (p.causal && key > p.past()) first = key - p.past();
     if (kHides == Hides::nothing) first = first / S::kTile * S::kTile;
     int64_t behind = d.queries;
     if (kHides == Hides::window) {  // the last that sees the last of the keys
-      const int64_t last = key + S::kTile - 1 + p.window - 1 - (p.keys - p.queries);
+      const int64_t last = key + S::kTile - 1 + p.window - 1 - p.past();
       if (last + 1 < behind) behind = last + 1;
     }
 
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int j = 0; j < S::kPer; ++j) {
           const int64_t query = t + tx() + kSide * j;
           const int64_t seen = query < d.queries ? p.visible(query) : 0;
-          const C lse = seen ? rows.lse[b * rows.batch + h * rows.head + query * rows.time] : C(0),
+          const C lse = seen ? rows.lse.at(b, h, query) : C(0),
                   dot = seen ? rows.dot[(b * p.heads + h) * p.queries + query] : C(0);
 #pragma unroll
           for (int i = 0; i < S::kPer; ++i) {
@@ -204,7 +204,7 @@ void attention_backward(const Stream& stream, const View& q, const View& k, cons
                 .threads = kRowsABlock * kWarp},
                output_dots<T>, p, Heads(out), Heads(dout), dots);
     });
-    const Statistics<C> rows{lse.as<C>(), dots, lse.strides[0], lse.strides[1], lse.strides[2]};
+    const Statistics<C> rows{PerQuery<const C>(lse), dots};
     const int64_t query_blocks = blocks_for(p.queries, S::kTile);
     visit_hides(mask, [&]<Hides kHides>() {
       launch(who, stream,

@@ -22,10 +22,12 @@ struct Problem {
   double scale;
   DType dtype;
 
+  /// Keys before the first query's own; less than 0 if some queries see none.
+  __host__ __device__ int64_t past() const { return keys - queries; }
   /// Keys that query t sees: the first so many.
   __host__ __device__ int64_t visible(int64_t t) const {
     if (!causal) return keys;
-    const int64_t seen = t + 1 + keys - queries;
+    const int64_t seen = t + 1 + past();
     return seen < 0 ? 0 : seen < keys ? seen : keys;
   }
 };
@@ -46,6 +48,15 @@ struct Heads {
   }
 };
 
+/// A number of each query, [B, H, T], the last dimension dense.
+template <class C>
+struct PerQuery {
+  C* data;
+  int64_t batch, head;  ///< strides
+  explicit PerQuery(const View& v) : data(v.as<C>()), batch(v.strides[0]), head(v.strides[1]) {}
+  __device__ C& at(int64_t b, int64_t h, int64_t t) const { return data[b * batch + h * head + t]; }
+};
+
 /// What hides keys beside the causal mask: nothing, documents, or a window, in documents or not. Kernels are compiled for each.
 enum class Hides { nothing, documents, window };
 
@@ -63,30 +74,38 @@ struct QueryBlock {
   int64_t pair, b, h, g, first;
 };
 
-/// Rows that attend to each other, a sequence's or a document's: queries [begin, queries) and keys
-/// [begin, keys).
+/// Rows that attend to each other, a sequence's or a document's: queries [first_query, queries) and
+/// keys [first_key, keys).
 struct Document {
-  int64_t begin, queries, keys;
+  int64_t first_query, queries, first_key, keys;
 };
 
-/// Where the document of each token begins, i32[B, T] dense in T; null where sequences are one.
+/// Where the document of each query begins, i32[B, T] dense in T; null where sequences are one.
 struct Begins {
   const int32_t* data = nullptr;
   int64_t batch = 0;  ///< stride
   explicit Begins(const AttentionMask& mask) {
-    if (mask.has_documents()) data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
+    if (mask.has_documents() && mask.begins.numel() > 0)
+      data = mask.begins.as<const int32_t>(), batch = mask.begins.strides[0];
   }
-  /// The document of token t. Whatever lies there, t is in it.
-  __device__ Document at(int64_t b, int64_t t, int64_t tokens) const {
+  /// The document of query t. Whatever lies there, t is in it.
+  __device__ Document of_query(const Problem& p, int64_t b, int64_t t) const {
     const int32_t* row = data + b * batch;
     const int64_t begin = row[t];
-    int64_t low = t + 1, high = tokens;  // the first behind it is in [low, high]
+    int64_t low = t + 1, high = p.queries;  // the first behind it is in [low, high]
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (row[middle] > begin) high = middle;
       else low = middle + 1;
     }
-    return {begin < 0 ? 0 : begin < t ? begin : t, low, low};
+    const int64_t itself = t + p.past(), key = begin < 0 ? 0 : begin < itself ? begin : itself;
+    return {key < p.past() ? 0 : key - p.past(), low, key, low + p.past()};
+  }
+  /// That of key s. Those before the first query's document are one without queries.
+  __device__ Document of_key(const Problem& p, int64_t b, int64_t s) const {
+    if (s >= p.past()) return of_query(p, b, s - p.past());
+    const Document first = of_query(p, b, 0);
+    return s < first.first_key ? Document{0, 0, 0, first.first_key} : first;
   }
 };
 
@@ -119,21 +138,25 @@ __device__ inline QueryBlock query_block(const Problem& p, int64_t blocks) {
   return q;
 }
 
-/// Calls f(document, n) for the tile of rows from n on of the sequence, which has `rows` of them; where there are documents, for the
-/// tiles of those of sequence b that begin in it, which together are all tiles of all documents.
-template <class S, Hides kHides, class F>
-__device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, int64_t rows, F&& f) {
-  const Document whole{0, p.queries, p.keys};
+enum class TilesOf { queries, keys };
+
+/// Calls f(document, n) for the tile of rows from n on of the sequence; where there are documents, for the tiles of those of
+/// sequence b that begin in it, which together are all tiles of all documents.
+template <class S, Hides kHides, TilesOf kOf, class F>
+__device__ inline void for_each_tile(const Problem& p, const Begins& begins, int64_t b, int64_t first, F&& f) {
+  constexpr bool kKeys = kOf == TilesOf::keys;
+  const Document whole{0, p.queries, 0, p.keys};
   if constexpr (kHides == Hides::nothing) {
     f(whole, first);
   } else {
-    const int64_t end = first + S::kTile < rows ? first + S::kTile : rows;
+    const int64_t rows = kKeys ? p.keys : p.queries, end = first + S::kTile < rows ? first + S::kTile : rows;
     for (int64_t t = first; t < end;) {
       Document d = whole;
       int64_t n = first, behind = end;
-      if (kHides == Hides::documents || begins.data) {
-        d = begins.at(b, t, rows);
-        n = d.begin + (t - d.begin + S::kTile - 1) / S::kTile * S::kTile, behind = d.queries;
+      if (begins.data) {
+        d = kKeys ? begins.of_key(p, b, t) : begins.of_query(p, b, t);
+        const int64_t begin = kKeys ? d.first_key : d.first_query;
+        n = begin + (t - begin + S::kTile - 1) / S::kTile * S::kTile, behind = kKeys ? d.keys : d.queries;
       }
       for (; n < end && n < behind; n += S::kTile) f(d, n);
       t = behind;
@@ -151,10 +174,10 @@ __device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t
 template <class S, Hides kHides>
 __device__ inline int64_t first_key_seen(const Problem& p, const Document& d, int64_t first) {
   if constexpr (kHides == Hides::window) {
-    const int64_t hidden = p.visible(first) - p.window - d.begin;
-    return hidden > 0 ? d.begin + hidden / S::kTile * S::kTile : d.begin;
+    const int64_t hidden = p.visible(first) - p.window - d.first_key;
+    return hidden > 0 ? d.first_key + hidden / S::kTile * S::kTile : d.first_key;
   } else {
-    return d.begin;
+    return d.first_key;
   }
 }
 
