@@ -66,7 +66,7 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 }  // namespace cpu
 
 /// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN where it takes the operands
-/// (cudnn_attention.h: causal, bf16 or f16, as many keys as queries), else by our own kernels
+/// (cudnn_attention.h: causal, bf16 or f16, no fewer keys than queries), else by our own kernels
 /// (attention_blocked.h), which also run where the workspace is less than cuDNN wants. Both give
 /// the same bits at every run. Ours keep the promises above that a row depends on nothing but what
 /// it sees, and that documents and windows cost what they leave; with cuDNN the same call gives the

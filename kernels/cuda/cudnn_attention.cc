@@ -36,7 +36,8 @@ enum Id : int64_t {
   kMasked,
   kOne,
   kBegins,
-  kBefore,  // by value: keys of the window before the query's own
+  kBefore,  // by value: keys of the window before the query's own, less those of kPast
+  kPast,    // by value: keys before the first query's own
 };
 
 constexpr cudnnDataType_t kFloat = CUDNN_DATA_FLOAT;
@@ -47,23 +48,26 @@ constexpr size_t align_part(int64_t bytes) {
 /// Sizes and the two ways to see a [B, T, heads, D] view: as [B, heads, T, D] and, transposed, as
 /// [B, heads, D, T].
 struct Sizes {
-  int64_t batch, tokens, heads, groups, width, value_width;
+  int64_t batch, queries, keys, heads, groups, width, value_width;
   cudnnDataType_t type;
 
   explicit Sizes(const Attention& a)
       : batch(a.q.shape[0]),
-        tokens(a.q.shape[1]),
+        queries(a.q.shape[1]),
+        keys(a.k.shape[1]),
         heads(a.q.shape[2]),
         groups(a.k.shape[2]),
         width(a.q.shape[3]),
         value_width(a.v.shape[3]),
         type(a.q.dtype == kBF16 ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF) {}
-  Dims rows() const { return {batch, heads, tokens, width}; }
-  Dims value_rows() const { return {batch, heads, tokens, value_width}; }
-  Dims scores() const { return {batch, heads, tokens, tokens}; }
-  Dims statistics() const { return {batch, heads, tokens, 1}; }
-  /// Of transposed scores, which have the same sizes.
-  Dims transposed_strides() const { return {heads * tokens * tokens, tokens * tokens, 1, tokens}; }
+  Dims rows() const { return {batch, heads, queries, width}; }
+  Dims value_rows() const { return {batch, heads, queries, value_width}; }
+  /// Gradients of keys and values, of each query head.
+  Dims key_rows(int64_t of_width) const { return {batch, heads, keys, of_width}; }
+  Dims scores() const { return {batch, heads, queries, keys}; }
+  Dims statistics() const { return {batch, heads, queries, 1}; }
+  Dims transposed_scores() const { return {batch, heads, keys, queries}; }
+  Dims transposed_strides() const { return {heads * queries * keys, queries * keys, 1, keys}; }
   Handle tensor(Graph& g, Id id, const View& v) const {
     return g.tensor(id, type, {v.shape[0], v.shape[2], v.shape[1], v.shape[3]},
                     {v.strides[0], v.strides[2], v.strides[1], v.strides[3]});
@@ -72,12 +76,18 @@ struct Sizes {
     return g.tensor(id, type, {v.shape[0], v.shape[2], v.shape[3], v.shape[1]},
                     {v.strides[0], v.strides[2], v.strides[3], v.strides[1]});
   }
+  Handle lse(Graph& g, const Attention& a) const {
+    const Shape strides = lse_strides(a);
+    return g.tensor(kLse, kFloat, statistics(), {strides[0], strides[1], strides[2], 1});
+  }
 };
 
 bool has_documents(const Attention& a) { return a.begins.rank() > 0; }
 
+int64_t past(const Attention& a) { return a.k.shape[1] - a.q.shape[1]; }
+
 /// scores where the key does not come after the query, nor before its document or its window, else kMasked. Each is a choice of
-/// its own, whose order is free: of two conditions joined, cuDNN 9.19 makes no attention.
+/// its own, whose order is free: of two conditions joined, cuDNN 9.19 makes no attention. The query's position is `query` and kPast.
 Handle mask(Graph& g, const Attention& a, Handle scores) {
   const Sizes s(a);
   const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
@@ -88,11 +98,13 @@ Handle mask(Graph& g, const Attention& a, Handle scores) {
   };
   if (has_documents(a)) {
     const int64_t stride = a.begins.strides[0];
-    keep(key, g.tensor(kBegins, CUDNN_DATA_INT32, {s.batch, 1, s.tokens, 1}, {stride, stride, 1, 1}));
+    keep(key, g.tensor(kBegins, CUDNN_DATA_INT32, {s.batch, 1, s.queries, 1}, {stride, stride, 1, 1}));
   }
-  keep(query, key);
-  if (a.window)
-    keep(g.plus(key, g.scalar(kBefore, CUDNN_DATA_INT32), g.between(CUDNN_DATA_INT32, s.scores())), query);
+  const auto plus = [&](Handle x, Id id) {
+    return g.plus(x, g.scalar(id, CUDNN_DATA_INT32), g.between(CUDNN_DATA_INT32, s.scores()));
+  };
+  keep(past(a) ? plus(query, kPast) : query, key);
+  if (a.window) keep(plus(key, kBefore), query);
   return scores;
 }
 
@@ -110,8 +122,7 @@ Graph forward_graph(const Attention& a) {
   const Handle weights = g.pointwise(CUDNN_POINTWISE_EXP, shifted, nullptr, scores());
   const Handle sum = g.reduce(CUDNN_REDUCE_TENSOR_ADD, weights, statistic());
   const Handle log = g.pointwise(CUDNN_POINTWISE_LOG, sum, nullptr, statistic());
-  g.pointwise(CUDNN_POINTWISE_ADD, largest, log,
-              g.tensor(kLse, kFloat, s.statistics(), dense_strides(s.statistics())));
+  g.pointwise(CUDNN_POINTWISE_ADD, largest, log, s.lse(g, a));
   const Handle probabilities =
       g.pointwise(CUDNN_POINTWISE_DIV, weights, sum, g.between(s.type, s.scores()));
   g.matmul(probabilities, v, s.tensor(g, kOut, a.out));
@@ -124,13 +135,13 @@ Graph backward_graph(const Attention& a) {
   const auto scores = [&] { return g.between(kFloat, s.scores()); };
   const Handle q = s.tensor(g, kQ, a.q), k = s.transposed(g, kK, a.k), v = s.transposed(g, kV, a.v),
                out = s.tensor(g, kOut, a.out), dout = s.tensor(g, kDOut, a.dout),
-               lse = g.tensor(kLse, kFloat, s.statistics(), dense_strides(s.statistics()));
+               lse = s.lse(g, a);
   const Handle scale = g.scalar(kScale);
 
   const Handle outputs = g.pointwise(
       CUDNN_POINTWISE_MUL, dout, out,
       g.between(kFloat, s.value_rows(),
-                {s.heads * s.tokens * s.value_width, s.tokens * s.value_width,
+                {s.heads * s.queries * s.value_width, s.queries * s.value_width,
                  s.heads * s.value_width, 1}));
   const Handle sums = g.reduce(CUDNN_REDUCE_TENSOR_ADD, outputs, g.between(kFloat, s.statistics()));
   // Times 1, here and below: the pattern has places there for what dropout would do.
@@ -146,7 +157,7 @@ Graph backward_graph(const Attention& a) {
 
   // A product with the transposed scores, summed over the query heads that share a key head.
   const auto into_keys = [&](Handle from, Handle with, const Dims& rows, Handle to) {
-    const Handle turned = g.reshape(from, g.between(s.type, s.scores(), s.transposed_strides()));
+    const Handle turned = g.reshape(from, g.between(s.type, s.transposed_scores(), s.transposed_strides()));
     if (s.heads == s.groups) {
       g.matmul(turned, with, to);
     } else {
@@ -154,14 +165,14 @@ Graph backward_graph(const Attention& a) {
       g.reduce(CUDNN_REDUCE_TENSOR_ADD, all, to);
     }
   };
-  into_keys(probabilities, dout, s.value_rows(), s.tensor(g, kDV, a.dv));
+  into_keys(probabilities, dout, s.key_rows(s.value_width), s.tensor(g, kDV, a.dv));
 
   const Handle products_of_v = g.matmul(dout, v, scores());
   const Handle dprobabilities = g.pointwise(CUDNN_POINTWISE_MUL, products_of_v, one, scores());
   const Handle centred = g.pointwise(CUDNN_POINTWISE_SUB, dprobabilities, row_sums, scores());
   const Handle weighted = g.pointwise(CUDNN_POINTWISE_MUL, centred, probabilities, scores());
   const Handle dscores = g.pointwise(CUDNN_POINTWISE_MUL, weighted, scale, scores());
-  into_keys(dscores, q, s.rows(), s.tensor(g, kDK, a.dk));
+  into_keys(dscores, q, s.key_rows(s.width), s.tensor(g, kDK, a.dk));
 
   const View& kv = a.k;
   const Handle keys =
@@ -247,8 +258,9 @@ void run(const Stream& stream, cudnnHandle_t handle, const Plan& plan, const Att
   std::vector<void*> pointers{a.q.data,   a.k.data, a.v.data, a.out.data,
                               a.lse.data, &scale,   &masked};
   if (has_documents(a)) ids.push_back(kBegins), pointers.push_back(a.begins.data);
-  auto before = static_cast<int32_t>(std::min(a.window, a.k.shape[1]) - 1);
+  auto before = static_cast<int32_t>(std::min(a.window, a.k.shape[1]) - 1 - past(a)), after = static_cast<int32_t>(past(a));
   if (a.window) ids.push_back(kBefore), pointers.push_back(&before);
+  if (after) ids.push_back(kPast), pointers.push_back(&after);
   if (is_backward(a)) {
     ids.insert(ids.end(), {kDOut, kDQ, kDK, kDV, kOne});
     pointers.insert(pointers.end(), {a.dout.data, a.dq.data, a.dk.data, a.dv.data, &one});

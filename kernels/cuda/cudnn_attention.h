@@ -22,8 +22,8 @@ struct Attention {
   int64_t window = 0;  ///< keys that a query sees; 0: all that the others leave
   double scale = 1;
   /// Backward: dq has the same bits at every run. cuDNN then wants workspace for the gradients of
-  /// all scores, in the operands' type: 2 B H T T bytes, whatever the heads' width, one T rounded
-  /// up to 128; and little more, but 2 B H T (D + E) bytes for dk and dv of every query head where
+  /// all scores, in the operands' type: 2 B H T S bytes, whatever the heads' width, S rounded up
+  /// to 128; and little more, but 2 B H S (D + E) bytes for dk and dv of every query head where
   /// heads share keys. Without it, it adds to one dq in f32 in the order in which blocks finish; ops
   /// never ask for that.
   bool deterministic = true;
@@ -60,6 +60,8 @@ std::string layout_refusal(const Attention& a);
 std::string version_refusal(int64_t version, const Attention& a);
 /// What hidden scores are for cuDNN of this version.
 float masked_score(int64_t version);
+/// Of lse [B, H, T]: those of dense memory, whatever a dimension of one element says, or its own.
+Shape lse_strides(const Attention& a);
 /// What a plan depends on.
 std::vector<int64_t> plan_key(const Attention& a);
 /// Throws CudaError while this rank's GPU captures a graph: before a plan is made.

@@ -80,17 +80,23 @@ std::string layout_refusal(const Attention& a) {
                                       a.dv.shape == v));
   if (!matches)
     return str("shapes of queries ", q, ", keys ", k, " and values ", v, " do not fit together");
-  if (k[1] != q[1]) return str("as many keys as queries only, not ", k[1], " for ", q[1]);
+  if (k[1] < q[1]) return str("as many keys as queries or more only, not ", k[1], " for ", q[1]);
   if (q.numel() == 0 || v.numel() == 0) return "nothing to compute";
-  if (q[1] % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", q[1]);
+  for (const int64_t tokens : {q[1], k[1]})
+    if (tokens % 64 != 0) return str("tried for whole blocks of 64 tokens only, not for ", tokens);
   // cuDNN plans others of up to 256 elements, too. But for DeepSeek's, NVIDIA's own Transformer
   // Engine refuses the backward pass where both are 128 or more and differ: a bug from 9.11 on.
   const bool narrow = q[3] % 8 == 0 && q[3] <= 128 && v[3] % 8 == 0 && v[3] <= 128;
   if (!narrow && !(q[3] == 192 && v[3] == 128))
     return str("heads of 8, 16, .., 128 elements, or of 192 with values of 128, not of ", q[3],
                " with values of ", v[3]);
-  if (a.lse.dtype != kF32 || !a.lse.contiguous() || a.lse.numel() != q[0] * q[1] * q[2])
-    return str("lse must be dense f32: ", a.lse.shape, " of ", a.lse.dtype);
+  const View& lse = a.lse;
+  const Shape lse_rows = lse_strides(a);
+  if (lse.dtype != kF32 || lse.shape != Shape{q[0], q[2], q[1]} || lse_rows[2] != 1 ||
+      lse_rows[0] <= 0 || lse_rows[0] % 4 != 0 || lse_rows[1] <= 0 || lse_rows[1] % 4 != 0 ||
+      reinterpret_cast<uintptr_t>(lse.data) % 16 != 0)
+    return str("lse must be f32[B, H, T], rows at multiples of 16 bytes: ", lse.shape, " of ", lse.dtype,
+               " with strides ", lse.strides);
   const View& begins = a.begins;
   if (begins.rank() != 0 &&
       (begins.dtype != kI32 || begins.shape != Shape{q[0], q[1]} || begins.strides[1] != 1 ||
@@ -123,9 +129,15 @@ float masked_score(int64_t version) {
                          : -std::numeric_limits<float>::infinity();
 }
 
+Shape lse_strides(const Attention& a) {
+  return a.lse.contiguous() ? a.lse.shape.contiguous_strides() : a.lse.strides;
+}
+
 std::vector<int64_t> plan_key(const Attention& a) {
-  std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[2],    a.v.shape[3],
+  std::vector<int64_t> key{static_cast<int64_t>(a.q.dtype), a.k.shape[1],    a.k.shape[2], a.v.shape[3],
                            a.dout.rank() != 0,              a.deterministic, a.window != 0};
+  const Shape lse = lse_strides(a);
+  key.insert(key.end(), lse.begin(), lse.end());
   key.insert(key.end(), a.q.shape.begin(), a.q.shape.end());
   for (const View* v : {&a.q, &a.k, &a.v, &a.out, &a.dout, &a.dq, &a.dk, &a.dv, &a.begins})
     key.insert(key.end(), v->strides.begin(), v->strides.end());

@@ -169,6 +169,33 @@ TEST_F(CudnnPlans, ValuesOfAnotherWidthAreTaken) {
   }
 }
 
+/// Queries of the packed projections of an interval and gathered keys and values; lse is part of a longer one.
+Attention part_of(const Case& c, int64_t keys, bool backward) {
+  Attention a = attention_of(c, kBF16, backward);
+  a.k = a.v = View::dense(nullptr, kBF16, {c.batch, keys, c.groups, c.width});
+  if (backward) a.dk = a.dv = a.k;
+  a.lse.strides = {c.heads * 2 * c.tokens, 2 * c.tokens, 1};
+  return a;
+}
+
+TEST_F(CudnnPlans, PartsOfAContextAreTaken) {
+  if constexpr (kRealCuda)
+    for (const Case& c : {Case{1, 512, 8, 8, 64}, Case{2, 512, 8, 2, 128}})
+      for (const int64_t keys : {576, 1024, 4096})
+        for (const bool backward : {false, true})
+          for (const bool documents : {false, true})
+            for (const int64_t window : {0, 256}) {
+              Attention a = part_of(c, keys, backward);
+              if (documents) a.begins = View::dense(nullptr, kI32, {c.batch, c.tokens});
+              a.window = window;
+              const std::string where = str(c.heads, '/', c.groups, " keys ", keys, backward ? " backward" : "",
+                                            documents ? " documents" : "", window ? " window" : "");
+              int64_t workspace = -1;
+              EXPECT_EQ(refusal_on(h200(), a, &workspace), "") << where;
+              RecordProperty(where, str(workspace));
+            }
+}
+
 TEST_F(CudnnPlans, ManyTokensKeepToTheWorkspace) {
   if constexpr (kRealCuda)
     for (const Attention& a : {attention_of({1, 8192, 32, 8, 128}, kBF16, true), attention_of({64, 1024, 12, 12, 64}, kBF16, true),
