@@ -68,12 +68,13 @@ OwnershipMap OwnershipMap::by_owner(int dim, const std::vector<int64_t>& sizes, 
 }
 
 OwnershipMap OwnershipMap::from_both_ends(int dim, int64_t size, int ranks) {
-  std::vector<int64_t> sizes;
-  std::vector<int> owners;
-  const int64_t pieces = 2 * int64_t{ranks};
-  for (int64_t i = 0; i < pieces; ++i) {
-    sizes.push_back(size * (i + 1) / pieces - size * i / pieces);
-    owners.push_back(static_cast<int>(std::min(i, pieces - 1 - i)));
+  std::vector<int64_t> sizes(static_cast<size_t>(2 * ranks));
+  std::vector<int> owners(sizes.size());
+  for (int r = 0; r < ranks; ++r) {
+    const size_t front = static_cast<size_t>(r), back = sizes.size() - 1 - front;
+    const int64_t rows = size * (r + 1) / ranks - size * r / ranks;
+    sizes[front] = rows / 2, sizes[back] = rows - rows / 2;
+    owners[front] = owners[back] = r;
   }
   return by_owner(dim, sizes, owners);
 }

@@ -60,8 +60,8 @@ class OwnershipMap {
   /// not be torn apart, such as the matrices of a flat buffer. A rank holds its intervals one after another; it may have
   /// none. Equal ownership is equal maps, however it is written. Throws PlacementError for lists that do not match.
   static OwnershipMap by_owner(int dim, const std::vector<int64_t>& sizes, const std::vector<int>& owners);
-  /// Of 2 R pieces of a dimension of this size, alike but for one element, rank r of R owns the r-th and the r-th from the end (by_owner).
-  /// Where the work of a row grows with those before it, as of causal attention, ranks have alike much.
+  /// Of 2 R pieces of a dimension of this size rank r of R owns the r-th and the r-th from the end, together as many rows as by an even
+  /// cut (by_owner). Where the work of a row grows with those before it, as of causal attention, ranks have alike much.
   static OwnershipMap from_both_ends(int dim, int64_t size, int ranks);
   /// All of the value is on `rank`, whatever its shape, and on no other: there nothing is computed with it.
   static OwnershipMap on(int rank);

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "sheaf/autograd/custom_vjp.h"
+#include "sheaf/autograd/ops/relabel.h"
 
 namespace sheaf::nn {
 namespace {
@@ -26,6 +28,25 @@ MixtureConfig checked(const MixtureConfig& c) {
   check<ConfigError>(c.balance_rate >= 0 && std::isfinite(c.balance_rate) && c.scale > 0 && std::isfinite(c.scale) && c.shared_hidden >= 0,
                      "[experts] balance rate ", c.balance_rate, ", weights times ", c.scale, ", shared hidden width ", c.shared_hidden);
   return c;
+}
+
+/// The layout of x[B, T, ..] with a rank's tokens one behind another, where they stand in several places of a sequence: experts take
+/// tokens one by one, in any order. The places begin at multiples of `unit`; 0 if there is one for each rank.
+Layout in_order_of_ranks(const Tensor& x, int64_t& unit) {
+  Layout l = x.layout();
+  const Placement even = Placement::shard(1);
+  for (int a = 0; a < l.num_axes(); ++a) {
+    if (!l[a].is_shard(1) || !l[a].map().is_scattered()) continue;
+    const int n = l.mesh()->size(a);
+    bool alike = true;
+    int64_t common = 0;
+    for (int r = 0; r < n; ++r) {
+      alike = alike && l[a].map().owned_size(r, n, x.shape()) == even.map().owned_size(r, n, x.shape());
+      for (const Interval& i : l[a].map().owned_intervals(r, n, x.shape())) common = std::gcd(common, std::gcd(i.begin, i.end));
+    }
+    if (alike) l[a] = even, unit = std::gcd(unit, common);
+  }
+  return l;
 }
 
 /// `to` in place of `from` on all axes.
@@ -103,8 +124,8 @@ MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
   else choice_bias.keep_exact(), choice_bias.freeze();
 }
 
-// Where nothing is dropped, ranks that share a sequence have a group each.
-int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
+// Where nothing is dropped, ranks that share a sequence have a group each. A rank's tokens begin at multiples of `unit`.
+int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops, int64_t unit) const {
   const Layout& l = x_BTC.layout();
   int64_t ranks = 1;
   std::string axes;
@@ -115,10 +136,12 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
   }
   if (!drops || config.capacity_factor == 0) return ranks;
   const int64_t tokens = x_BTC.size(1);
-  if (ranks > 1 && (config.groups % ranks != 0 || tokens % config.groups != 0))
+  const bool whole = config.groups % ranks == 0 && tokens % config.groups == 0 && (tokens == 0 || unit % (tokens / config.groups) == 0);
+  if (ranks > 1 && !whole)
     fail<ConfigError>("[experts] '", path(), "': places for the tokens of a sequence are counted in ", config.groups,
                       config.groups == 1 ? " group" : " groups", ", and the ", ranks, " ranks of ", axes, " share its ",
-                      tokens, ": with a capacity, groups must be a multiple of these ranks and divide the tokens");
+                      tokens, unit ? str(" in pieces of multiples of ", unit) : "", ": with a capacity, groups must be a multiple of these "
+                      "ranks and divide the tokens", unit ? " of each piece" : "");
   return config.groups;
 }
 
@@ -162,11 +185,14 @@ Tensor MixtureOfExperts::imbalance_of(const Tensor& affinities_BTE, const Tensor
   return sum(mul(sum(probabilities_BTE, {0, 1}), share)) * scale;
 }
 
-Tensor MixtureOfExperts::forward(const Tensor& x_BTC, bool drops) {
+Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
+  int64_t unit = 0;
+  const Layout together = in_order_of_ranks(in_BTC, unit);
+  const Tensor x_BTC = together == in_BTC.layout() ? in_BTC : relabel(in_BTC, {in_BTC.dtype(), in_BTC.shape(), together}, /*enters=*/true);
   const Tensor affinity = affinities(x_BTC), choices = choose(affinity), weights = weigh(affinity, choices);
   if (training() && config.balances) imbalance = imbalance_of(affinity, choices);
 
-  const int64_t groups = groups_of(x_BTC, drops), tokens = (x_BTC.size(1) + groups - 1) / groups;
+  const int64_t groups = groups_of(x_BTC, drops, unit), tokens = (x_BTC.size(1) + groups - 1) / groups;
   int64_t places = tokens;
   if (drops && config.capacity_factor > 0) {
     const double share = static_cast<double>(config.choices * tokens) / static_cast<double>(config.experts);
@@ -174,8 +200,8 @@ Tensor MixtureOfExperts::forward(const Tensor& x_BTC, bool drops) {
   }
   const ExpertRoutes routes = expert_routes(choices, config.experts, places, groups);
   const Tensor rows = experts(to_experts(x_BTC, routes), routes.counts);
-  const Tensor chosen = from_experts(rows, routes, weights);
-  return dropout(shared ? chosen + (*shared)(x_BTC) : chosen);
+  const Tensor chosen = from_experts(rows, routes, weights), out = shared ? chosen + (*shared)(x_BTC) : chosen;
+  return dropout(together == in_BTC.layout() ? out : relabel(out, in_BTC.type(), /*enters=*/false));
 }
 
 }  // namespace sheaf::nn

@@ -64,7 +64,7 @@ TEST(GatheredContext, DocumentsWindowsExpertsAndStages) {
         expect_gradients_of_one_rank(axes, "full_shard", 5, m);
       }
   for (const Axes& axes : {cut, both, Axes{{"data", 1}, {"expert", 2}, {"gathered", 2}}})
-    expect_gradients_of_one_rank(axes, "full_shard", 4, tiny_mixture());
+    for (const models::ModelConfig& m : {tiny_mixture(), tiny_biased_mixture()}) expect_gradients_of_one_rank(axes, "full_shard", 4, m);
   expect_gradients_of_one_rank(Axes{{"stage", 2, /*chain=*/true}, {"data", 1}, {"gathered", 3}}, "full_shard", 4, model_of("untied llama"));
 }
 

@@ -249,6 +249,35 @@ TEST(MixtureOfExperts, CutOverRanks) {
   }
 }
 
+// Tokens of a rank may stand in several places of a sequence: groups are the same then, if each lies whole in one of them.
+TEST(MixtureOfExperts, CutFromBothEnds) {
+  constexpr int64_t kLength = 12;
+  const Tensor x = randn({kF64, {2, kLength, kWidth}, {}}, Key{4});
+  const auto on_ranks = [&](int ranks, int64_t experts, double capacity, int64_t groups, const std::function<void(const Tensor&)>& f) {
+    run_local(ranks, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", 1}, {"expert", static_cast<int>(experts)}, {"context", ranks / static_cast<int>(experts)}});
+      nn::MixtureOfExperts m(config(capacity, groups));
+      shard(m, mesh, {.context_axis = "context", .expert_axis = "expert"});
+      materialize(m, Device::cpu(), {.seed = 3, .dtype = kF64});
+      Layout layout(mesh.spec, Placement::shard(0));
+      layout[2] = Placement::shard(OwnershipMap::from_both_ends(1, kLength, mesh.spec->size(2)));
+      const Tensor y = m(redistribute(x, layout));
+      EXPECT_EQ(y.layout(), layout);
+      f(redistribute(y, Layout(mesh.spec)));
+    }, {.threads_per_rank = 1});
+  };
+  for (const auto& [capacity, groups] : {std::pair{0.0, 1}, {0.7, 4}, {0.7, 12}}) {
+    nn::MixtureOfExperts whole(config(capacity, groups));
+    materialize(whole, Device::cpu(), {.seed = 3, .dtype = kF64});
+    const std::vector<double> expected = whole(x).to_vector<double>();
+    for (const auto& [ranks, experts] : {std::pair{2, 1}, {4, 2}})
+      on_ranks(ranks, experts, capacity, groups,
+               [&](const Tensor& y) { EXPECT_LT(difference(y.to_vector<double>(), expected), 1e-12) << capacity << ' ' << groups; });
+  }
+  EXPECT_THAT([&] { on_ranks(2, 1, 0.7, 2, [](const Tensor&) {}); },
+              ThrowsMessage<ConfigError>(HasSubstr("share its 12 in pieces of multiples of 3: with a capacity")));
+}
+
 TEST(MixtureOfExperts, WhatCannotBeIsRefused) {
   nn::MixtureConfig c = config();
   c.choices = 5;
