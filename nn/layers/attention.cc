@@ -86,7 +86,7 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
   // Where more ranks share a layer, or a sequence, than there are key heads, some have copies.
   int64_t keys = qkv.weight.cut_axis() < 0 ? kv_heads : qkv.weight.cut()->granule();
   if (keys > kv_heads) qkv_BTE = with_whole_keys(qkv_BTE, keys);
-  const bool gathers = context_comm == ContextComm::all_gather && cuts_sequences(qkv_BTE);
+  const bool gathers = context_comm == ContextComm::all_gather;
   const int64_t copies = gathers ? 1 : ContextRegion::copies(qkv_BTE, keys, heads / keys);
   qkv_BTE = repeat_key_heads(qkv_BTE, heads, keys, copies);
   keys *= copies;

@@ -21,8 +21,6 @@ Tensor whole_sequences(const Tensor& x) {
   return redistribute(x, whole);
 }
 
-bool cuts_sequences(const Tensor& x) { return !axes_that_cut(x.layout(), 1).empty(); }
-
 ContextComm context_comm_from(std::string_view name) {
   if (name == "all_to_all") return ContextComm::all_to_all;
   if (name == "all_gather") return ContextComm::all_gather;

@@ -14,9 +14,6 @@ namespace sheaf::nn {
 /// x[B, T, ..] with whole sequences on every rank of the axes that cut them.
 Tensor whole_sequences(const Tensor& x);
 
-/// Whether axes cut its sequences.
-bool cuts_sequences(const Tensor& x);
-
 /// What the ranks of a context axis send each other in attention.
 enum class ContextComm {
   all_to_all,  ///< queries, keys, values and results: each rank has whole sequences of some heads (ContextRegion). At most as many ranks

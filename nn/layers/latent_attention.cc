@@ -62,7 +62,7 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const int64_t of_q = c.q_lora_rank, of_kv = of_q + c.kv_lora_rank;
   Tensor q_BTD = queries(query_norm ? (*query_norm)(slice(latents_BTL, 2, 0, of_q)) : region.enter(x_BTC));
   Tensor up_BTE = keys_values(latent_norm(slice(latents_BTL, 2, of_q, of_kv)));
-  const bool gathers = context_comm == ContextComm::all_gather && cuts_sequences(q_BTD);
+  const bool gathers = context_comm == ContextComm::all_gather;
   const auto region_of = [&](const Tensor& x, int64_t width) {
     return gathers ? ContextRegion() : ContextRegion(x, OwnershipMap::even(2, width));
   };

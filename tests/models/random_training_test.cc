@@ -181,10 +181,12 @@ void expect_refused(const Way& way, const std::string& message) {
 void expect_one_device(const Way& way, const Trained& trained) {
   const models::ShardingConfig& s = way.config.sharding;
   if (s.pipeline > 1 || s.tensor > 1 || s.experts > 1) return;  // ops of their own
-  if (s.context > models::resolved(way.config.model).kv_heads) return;  // copies of key heads
+  const bool gathers = s.context_comm == "all_gather";
+  if (!gathers && s.context > models::resolved(way.config.model).kv_heads) return;  // copies of key heads
   if (s.context > 1 && way.config.model.experts > 0) return;    // places are counted by the ranks' parts of a sequence
   models::TrainConfig one = way.config;
   one.sharding = {};
+  one.sharding.context_comm = s.context_comm;
   const Tape expected = without_sharding(models::plan_step(one, one.model.vocab, 0, 1, way.threads, "local").tape);
   for (const Tape& tape : trained.tapes) {
     const auto difference = first_difference(expected, without_sharding(tape));

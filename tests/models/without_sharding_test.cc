@@ -56,6 +56,17 @@ TEST(WithoutSharding, EveryStepIsThatOfOneRank) {
         config.sharding = {};
         config.sharding.context = 2;
         expect_one(config, 4, "context");
+        config.sharding.context_comm = "all_gather";
+        const Tape gathers = [&] {
+          models::TrainConfig c = config_of(type, dtype, recompute);
+          c.sharding.context_comm = "all_gather";
+          return erased(c, 0, 1);
+        }();
+        for (const int64_t ranks : {2, 4}) {
+          config.sharding.context = ranks;
+          const auto difference = first_difference(gathers, erased(config, 0, 4));
+          EXPECT_FALSE(difference) << type << ' ' << dtype << ' ' << recompute << ' ' << ranks << ": " << difference->to_string();
+        }
       }
 }
 
