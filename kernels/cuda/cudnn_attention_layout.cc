@@ -114,6 +114,8 @@ std::string version_refusal(int64_t version, const Attention& a) {
   // NVIDIA's own frontend refuses these, forward and backward.
   if (version == 91000 || version == 91001)
     return name + " has bugs in attention of bf16 and f16, as NVIDIA says; 9.10.2 has not";
+  if (version < 90600 && a.window != 0 && a.k.shape[1] != a.q.shape[1])
+    return name + ": windows over as many keys as queries only; 9.6 and later take others";
   // Its frontend hides what lies beyond the last key by a mask for lengths. Ours has none.
   if (version <= 91500 && a.dout.rank() != 0 && a.k.shape[1] % 128 != 0)
     return str(name, ": backward for whole blocks of 128 keys only, not for ", a.k.shape[1],

@@ -8,6 +8,7 @@
 #include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/cuda/gpu.h"
+#include "sheaf/tests/kernels/attention_shards.h"
 #include "sheaf/tests/kernels/cuda/attention_data.h"
 
 // Against the CPU's kernel in f64. The emulated GPU has the CPU's kernel in cuDNN's place, so there
@@ -69,10 +70,11 @@ void check_forward_and_backward(const std::vector<int64_t>& documents, std::span
 
 TEST(CudnnAttention, VersionsWithBugsAreRefused) {
   if constexpr (kHasCuda) {
-    const auto why = [](int64_t version, int64_t tokens, bool backward) {
-      const View rows = View::dense(nullptr, kBF16, {2, tokens, 3, 64});
-      Attention a{.q = rows, .k = rows, .v = rows, .out = rows, .lse = {}};
-      if (backward) a.dout = a.dq = a.dk = a.dv = rows;
+    const auto why = [](int64_t version, int64_t tokens, bool backward, int64_t queries = 0, int64_t window = 0) {
+      const auto rows = [](int64_t n) { return View::dense(nullptr, kBF16, {2, n, 3, 64}); };
+      const View k = rows(tokens), q = rows(queries ? queries : tokens);
+      Attention a{.q = q, .k = k, .v = k, .out = q, .lse = {}, .window = window};
+      if (backward) a.dout = a.dq = q, a.dk = a.dv = k;
       return cuda::cudnn::version_refusal(version, a);
     };
     for (const bool backward : {false, true}) {
@@ -84,6 +86,11 @@ TEST(CudnnAttention, VersionsWithBugsAreRefused) {
                 "not");
       EXPECT_EQ(why(91002, 128, backward), "");
       EXPECT_EQ(why(91900, 192, backward), "");
+      EXPECT_EQ(why(90500, 256, backward, 128), "");
+      EXPECT_EQ(why(90500, 256, backward, 0, 50), "");
+      EXPECT_EQ(why(90500, 256, backward, 128, 50),
+                "cuDNN 9.5.0: windows over as many keys as queries only; 9.6 and later take others");
+      EXPECT_EQ(why(90600, 256, backward, 128, 50), "");
     }
     EXPECT_EQ(why(91500, 192, false), "");
     EXPECT_EQ(why(91500, 192, true),
@@ -119,6 +126,50 @@ TEST(CudnnAttention, WindowsHideWhatComesBeforeThem) {
   for (const int64_t window : {3, 130}) check_forward_and_backward({}, kLong, window);
   check_forward_and_backward({1, 37, 2, 24, 65}, kCases, 20);
   check_forward_and_backward({256, 200}, kLong, 100);
+}
+
+// Queries of an interval and all keys up to its end, results in slices of the whole's; documents and windows cross the borders.
+TEST(CudnnAttention, PartsOfAContext) {
+  SHEAF_NEEDS_GPU();
+  for (const auto& [c, documents, window] :
+       {std::tuple{AttentionCase{2, 256, 4, 2, 64}, std::vector<int64_t>{}, 0}, {{2, 256, 3, 3, 64}, {100, 20, 70}, 0},
+        {{1, 320, 4, 2, 128}, {}, 90}, {{2, 256, 2, 1, 40, 96}, {50, 30, 90}, 70}, {{1, 256, 2, 2, 192, 128}, {200}, 0}}) {
+    const AttentionData data(c, kBF16, documents, window);
+    const ExpectedAttention want(data);
+    const AttentionOnGpu g(data);
+    const PackedHeads wanted = c.heads_of(want.dqkv);
+    std::vector<double> dk_sum(static_cast<size_t>(wanted.k.numel())), dv_sum(static_cast<size_t>(wanted.v.numel()));
+    const std::vector<int64_t> borders{0, 64, 128, c.tokens};
+    for (size_t n = 1; n < borders.size(); ++n) {
+      const int64_t begin = borders[n - 1], end = borders[n];
+      const auto part = [&](const View& x) { return rows_of(x, 1, begin, end); };
+      const auto gradient = [&](int64_t width) { return OnGpu(Array(kBF16, {c.batch, end, c.groups, width})); };
+      const OnGpu dk = gradient(c.width), dv = gradient(c.of_values());
+      Attention a{.q = part(g.x.q), .k = rows_of(g.x.k, 1, 0, end), .v = rows_of(g.x.v, 1, 0, end), .out = part(g.out),
+                  .lse = rows_of(g.lse, 2, begin, end), .begins = data.apart ? part(g.begins) : View(),
+                  .window = window, .scale = data.scale};
+      if (const std::string why = cuda::cudnn::refusal(a); !why.empty())
+        GTEST_SKIP() << "not run: cuDNN refuses on this GPU: " << why;
+      run(a);
+      a.dout = part(g.dout), a.dq = part(g.d.q), a.dk = dk, a.dv = dv;
+      a.most_workspace = 1;  // cut by sequences or heads, too
+      ASSERT_EQ(cuda::cudnn::refusal(a), "");
+      run(a);
+      for (const auto& [got, sum] : {std::pair{dk.back(), &dk_sum}, {dv.back(), &dv_sum}}) {
+        const int64_t row = got.view().strides[1];
+        for (int64_t i = 0; i < got.view().numel(); ++i)
+          (*sum)[static_cast<size_t>(i / (end * row) * c.tokens * row + i % (end * row))] += got.at(i);
+      }
+    }
+    const std::string where = str(c.packed(), documents.empty() ? "" : " documents", " window ", window);
+    const double bound = 4 * epsilon(kBF16);
+    EXPECT_LT(scaled_error(g.out.back(), values(want.out)), bound) << where;
+    EXPECT_LT(scaled_error(g.lse.back(), values(want.lse)), 1e-5) << where;
+    const Array gradients = g.dqkv.back();
+    EXPECT_LT(scaled_error(c.heads_of(gradients).q, values(wanted.q)), 2 * bound) << where;
+    EXPECT_LT(scaled_error(Array::of(kF64, wanted.k.shape, dk_sum), values(wanted.k)), 2 * bound) << where;
+    EXPECT_LT(scaled_error(Array::of(kF64, wanted.v.shape, dv_sum), values(wanted.v)), 2 * bound) << where;
+  }
 }
 
 // Rows whose scores are all far below zero. In cuDNN's kernel for Hopper what lies beyond the last
@@ -242,6 +293,11 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
     refuses("fit together", [](Attention& a) { a.out.shape[3] = 32; });
     refuses("fit together", [](Attention& a) { a.k.shape[3] = 32; });
     refuses("as many keys", [](Attention& a) { a.k.shape[1] = a.v.shape[1] = 64; });
+    refuses("not for 200", [](Attention& a) { a.k.shape[1] = a.v.shape[1] = 200; });
+    Attention more_keys = good;
+    more_keys.k.shape[1] = more_keys.v.shape[1] = 192;
+    EXPECT_EQ(layout_refusal(more_keys), "");
+    EXPECT_NE(cuda::cudnn::plan_key(more_keys), cuda::cudnn::plan_key(good));
     refuses("nothing",
             [](Attention& a) { a.q.shape[0] = a.k.shape[0] = a.v.shape[0] = a.out.shape[0] = 0; });
     refuses("nothing", [](Attention& a) { a.v.shape[3] = a.out.shape[3] = 0; });
@@ -268,6 +324,12 @@ TEST(CudnnAttention, RefusesWhatItWasNotTriedFor) {
     refuses("i32[B, T]", with(rows));
     refuses("lse", [](Attention& a) { a.lse.dtype = kF64; });
     refuses("lse", [](Attention& a) { a.lse.strides[2] = 2; });
+    refuses("lse", [](Attention& a) { a.lse.strides[1] = 130; });
+    refuses("lse", [](Attention& a) { a.lse.data = a.lse.as<char>() + 4; });
+    Attention of_longer = good;
+    of_longer.lse.strides = {4 * 256, 256, 1};
+    EXPECT_EQ(layout_refusal(of_longer), "");
+    EXPECT_NE(cuda::cudnn::plan_key(of_longer), cuda::cudnn::plan_key(good));
     Attention backward = good;
     backward.dout = data.dout, backward.dq = d.q, backward.dk = d.k, backward.dv = d.v;
     EXPECT_EQ(layout_refusal(backward), "");

@@ -169,7 +169,7 @@ TEST_F(CudnnPlans, ValuesOfAnotherWidthAreTaken) {
   }
 }
 
-/// Queries of the packed projections of an interval and gathered keys and values; lse is part of a longer one.
+/// Queries of an interval, in packed projections, and gathered keys and values; lse is part of a longer one.
 Attention part_of(const Case& c, int64_t keys, bool backward) {
   Attention a = attention_of(c, kBF16, backward);
   a.k = a.v = View::dense(nullptr, kBF16, {c.batch, keys, c.groups, c.width});
@@ -181,19 +181,24 @@ Attention part_of(const Case& c, int64_t keys, bool backward) {
 TEST_F(CudnnPlans, PartsOfAContextAreTaken) {
   if constexpr (kRealCuda)
     for (const Case& c : {Case{1, 512, 8, 8, 64}, Case{2, 512, 8, 2, 128}})
-      for (const int64_t keys : {576, 1024, 4096})
-        for (const bool backward : {false, true})
-          for (const bool documents : {false, true})
-            for (const int64_t window : {0, 256}) {
-              Attention a = part_of(c, keys, backward);
-              if (documents) a.begins = View::dense(nullptr, kI32, {c.batch, c.tokens});
-              a.window = window;
-              const std::string where = str(c.heads, '/', c.groups, " keys ", keys, backward ? " backward" : "",
-                                            documents ? " documents" : "", window ? " window" : "");
-              int64_t workspace = -1;
-              EXPECT_EQ(refusal_on(h200(), a, &workspace), "") << where;
-              RecordProperty(where, str(workspace));
-            }
+      for (const bool backward : {false, true}) {
+        const Attention whole = attention_of(c, kBF16, backward);
+        for (const auto& [keys, documents, window] : {std::tuple{1024, false, 0}, {1024, true, 0}, {1024, false, 256},
+                                                      {4096, false, 0}, {4096, true, 256}}) {
+          Attention a = part_of(c, keys, backward);
+          if (documents) a.begins = View::dense(nullptr, kI32, {c.batch, c.tokens});
+          a.window = window;
+          const std::string where = str(c.heads, '/', c.groups, " keys ", keys, backward ? " backward" : "",
+                                        documents ? " documents" : "", window ? " window" : "");
+          int64_t workspace = -1;
+          EXPECT_EQ(refusal_on(h200(), a, &workspace), "") << where;
+          RecordProperty(where, str(workspace));
+        }
+        Attention other = whole;
+        other.lse.strides = part_of(c, 1024, backward).lse.strides;
+        EXPECT_NE(plan_key(other), plan_key(whole));
+        EXPECT_NE(plan_key(part_of(c, 1024, backward)), plan_key(part_of(c, 4096, backward)));
+      }
 }
 
 TEST_F(CudnnPlans, ManyTokensKeepToTheWorkspace) {
