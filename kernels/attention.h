@@ -20,12 +20,12 @@ namespace sheaf::kernels {
 /// Which keys a query sees. With `causal`, query t sees keys s <= t + S - T: the last query sees all
 /// of them; else each sees all. With `begins`, i32[B, T], the last dimension dense, sequences are
 /// documents one behind another: the query at position p = t + S - T sees keys begins[b, t] <= s <= p,
-/// where begins[b, t] is the place among the keys of its document's first token; causal only, and no
-/// fewer keys than queries. The first query's document begins at one of the keys up to its own, so it
-/// may have more keys than queries; what lies before it nobody sees. That of each other query begins
-/// with it, at t + S - T, or is its predecessor's. Blocks of keys begin where documents do, those of
-/// queries with a document's first query, so a document, packed among others, has the bits that it has
-/// alone, and the work is that of its length (but for cuDNN's).
+/// where begins[b, t] is the place of its document's first token among the keys; causal only, and no
+/// fewer keys than queries. The first query's document may have begun before it, at any key up to its
+/// own; what lies before that document nobody sees. Each other query's begins with it, at t + S - T, or
+/// is its predecessor's. Blocks of keys begin where documents do, those of queries with a document's
+/// first query, so a document, packed among others, has the bits that it has alone, and the work is
+/// that of its length (but for cuDNN's).
 ///
 /// With a window of W keys (sliding-window attention: Child et al., https://arxiv.org/abs/1904.10509;
 /// Beltagy et al., https://arxiv.org/abs/2004.05150) the query at position p sees, of

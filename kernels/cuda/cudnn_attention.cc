@@ -87,7 +87,8 @@ bool has_documents(const Attention& a) { return a.begins.rank() > 0; }
 int64_t past(const Attention& a) { return a.k.shape[1] - a.q.shape[1]; }
 
 /// scores where the key does not come after the query, nor before its document or its window, else kMasked. Each is a choice of
-/// its own, whose order is free: of two conditions joined, cuDNN 9.19 makes no attention. The query's position is `query` and kPast.
+/// its own, whose order is free: of two conditions joined, cuDNN 9.19 makes no attention. A query's position is its index and
+/// kPast. NVIDIA's own graphs move the same diagonals by one such sum.
 Handle mask(Graph& g, const Attention& a, Handle scores) {
   const Sizes s(a);
   const Handle query = g.index(2, scores, g.between(CUDNN_DATA_INT32, s.scores()));
