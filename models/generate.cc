@@ -189,6 +189,18 @@ Source from_published(const std::string& folder) {
   return out;
 }
 
+// Its weights are not trained any more, and rest in the dtype in which they are read.
+std::unique_ptr<Decoder> model_of(const Source& source, const std::string& dtype) {
+  ShardOptions options;
+  if (dtype == "bf16") options.compute_dtype = kBF16;
+  else if (dtype == "f16") options.compute_dtype = kF16;
+  else check<ConfigError>(dtype == "f32", "[generate] generate.dtype is ", dtype, ", not f32, bf16 or f16");
+  auto model = make_language_model(source.model, source.vocab);
+  for (nn::Parameter& p : model->parameters()) p.freeze_for_good();
+  shard(*model, Mesh{}, options);
+  return model;
+}
+
 }  // namespace
 
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
@@ -205,7 +217,7 @@ void generate_from_folder(const std::string& folder, const GenerateConfig& confi
   if (length > source.model.context)
     warn_on_stderr(str("the prompt has ", length, " tokens, the model's context ", source.model.context,
                        ": only its last are read"));
-  const auto model = make_language_model(source.model, source.vocab);
+  const auto model = model_of(source, config.dtype);
   materialize(*model, device, {.values = false});
   source.load(*model);
   Utf8Assembler text;

@@ -226,6 +226,7 @@ struct GenerateConfig {
   std::string chat = {};      ///< "chatml", "llama3": the prompt is what a user says, and an assistant answers (ChatFormat); "": a text
   std::string system = {};    ///< in a chat: what the assistant is told before
   std::string end_token = {};  ///< a special token that ends what is generated, beside the tokenizer's end of text
+  std::string dtype = "f32";  ///< generate_from_folder's, of weights and computing: "f32", or "bf16" or "f16" in half of the memory
   int64_t seed = 1337;        ///< of the choices
 };
 

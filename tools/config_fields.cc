@@ -173,6 +173,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.system", &g.system, "in a chat: what the assistant is told before"},
       {"generate.end_token", &g.end_token, "a special token that ends what is generated, beside the tokenizer's end of text"},
       {"generate.special_tokens", &g.special_tokens, "the prompt may have special tokens in it, by their names"},
+      {"generate.dtype", &g.dtype, "of weights and computing: bf16 and f16 take half of the memory", {"f32", "bf16", "f16"}},
       {"generate.seed", &g.seed, "of the choices", any, 0},
   };
 }

@@ -316,8 +316,11 @@ TEST(Tokenize, ExamplesAreTrainedPlannedAndAnswered) {
   ASSERT_EQ(trained.code, 0) << trained.err;
   EXPECT_THAT(trained.out, AllOf(HasSubstr("  300 examples in "), HasSubstr(" % full, "), HasSubstr(" % of their tokens are learned\n")));
   EXPECT_THAT(trained.out, AllOf(HasSubstr("(equal)"), Not(HasSubstr("DIFFERENT")), HasSubstr("(nats per token that is learned, ")));
-  const std::string answer = run_sheaf({"generate", f / "out", "--generate.prompt", "bb is", "--generate.temperature", "0"}).out;
-  EXPECT_EQ(answer, "bb is bb\n") << "it ends where the answer does";
+  for (const char* dtype : {"f32", "bf16", "f16"}) {
+    const std::string answer = run_sheaf({"generate", f / "out", "--generate.prompt", "bb is", "--generate.temperature", "0",
+                                          "--generate.dtype", dtype}).out;
+    EXPECT_EQ(answer, "bb is bb\n") << dtype << ": it ends where the answer does";
+  }
 
   // Interrupted half-way it would be the same run.
   const testing::Metrics whole = testing::read_metrics(f / "out/metrics.jsonl");
