@@ -24,8 +24,8 @@ inline bool runs_here(const OpDef& op, std::span<const Tensor> inputs, std::span
   return false;
 }
 
-/// Of an op with alias(): the input that output o views. With several outputs these are its last inputs.
-inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs - outputs + o; }
+/// Of an op with alias(): the input that output o views. Of several inputs these are the last ones; of one, all outputs are parts.
+inline size_t viewed_input(size_t inputs, size_t outputs, size_t o) { return inputs == 1 ? 0 : inputs - outputs + o; }
 
 /// The outputs of a node, each in its place: a view of an input (then `views` is set, and there is nothing to execute),
 /// memory that its spec names, or what fresh(type, device, MemoryKind) gives.
@@ -44,7 +44,7 @@ Tensors place_outputs(const OpDef& op, const void* attrs, std::span<const Tensor
       in.data = base;
       out.dtype = spec.type.dtype;
       out.shape = spec.type.local_shape();
-      if (!op.alias(attrs, in, out)) break;
+      if (!op.alias(attrs, static_cast<int>(o), in, out)) break;
       outputs.push_back(Tensor::over(input.storage(), input.byte_offset() + (static_cast<char*>(out.data) - base), spec.type,
                                      out.shape, out.strides));
     }

@@ -7,7 +7,8 @@
 //     static void infer(const Attrs&, Infer&);             // dtypes and global shapes; throws ShapeError, DTypeError
 //     static void place(const Attrs&, Place&);             // the forward placement rule; the backward's follows
 //     static int64_t workspace(const Attrs&, const Execute&);   // bytes, an upper bound from types; optional
-//     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute; of the last inputs
+//     static bool alias(const Attrs&, const View& in, View& out);   // views only, instead of execute; of the last inputs, or as
+//                                                                   // alias(attrs, o, in, out): output o of the one input
 //     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
@@ -227,7 +228,7 @@ struct OpDef {
   void (*infer)(const void*, Infer&);
   void (*place)(const void*, Place&);
   int64_t (*workspace)(const void*, const Execute&);
-  bool (*alias)(const void*, const View&, View&);
+  bool (*alias)(const void*, int output, const View&, View&);
   void (*execute)(const void*, Execute&);
   void (*vjp)(const void*, Vjp&);
   int cheap;                     ///< the output that `again` computes; -1: none
@@ -299,7 +300,9 @@ constexpr OpDef make_op_def() {
       return Op::workspace(attrs_of<Attrs>(a), c);
     };
   if constexpr (requires(const Attrs& a, const View& v, View& o) { Op::alias(a, v, o); })
-    d.alias = [](const void* a, const View& v, View& o) { return Op::alias(attrs_of<Attrs>(a), v, o); };
+    d.alias = [](const void* a, int, const View& v, View& o) { return Op::alias(attrs_of<Attrs>(a), v, o); };
+  if constexpr (requires(const Attrs& a, const View& v, View& o) { Op::alias(a, 0, v, o); })
+    d.alias = [](const void* a, int output, const View& v, View& o) { return Op::alias(attrs_of<Attrs>(a), output, v, o); };
   if constexpr (requires(const Attrs& a, Execute& c) { Op::execute(a, c); })
     d.execute = [](const void* a, Execute& c) { Op::execute(attrs_of<Attrs>(a), c); };
   if constexpr (requires(const Attrs& a, Vjp& c) { Op::vjp(a, c); })

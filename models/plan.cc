@@ -10,13 +10,16 @@
 namespace sheaf::models {
 
 // Of even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. Stages of a
-// pipeline hold different things, and are the first axis.
+// pipeline hold different things, and are the first axis. Of a context axis that gathers keys the last rank's tokens stand together,
+// and those of the one before it in two places, which takes more in attention's backward.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world) {
   std::vector<int> ranks;
   const int stages = static_cast<int>(config.sharding.pipeline);
   for (int s = 0; s < stages; ++s) {
     ranks.push_back(world / stages * s);
     if (world > stages) ranks.push_back(world / stages * (s + 1) - 1);
+    if (config.sharding.context > 1 && config.sharding.context_comm == "all_gather")
+      ranks.push_back(world / stages * (s + 1) - 1 - static_cast<int>(config.sharding.tensor));
   }
   return ranks;
 }

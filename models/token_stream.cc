@@ -20,6 +20,8 @@ TokenStream::TokenStream(TokenMixture tokens, const TokenStreamOptions& options,
     batch *= mesh.spec->size(axis);
     layout[axis] = Placement::shard(0);
   }
+  check<ConfigError>(!options.from_both_ends || !options.context_axis.empty(),
+                     "[token_stream] from_both_ends says how context_axis cuts sequences, and there is none");
   for (const std::string& name : {options.context_axis, options.sequence_axis}) {
     if (name.empty()) continue;
     const int axis = mesh.spec->axis(name);

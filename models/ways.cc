@@ -173,6 +173,19 @@ class Search {
     return StageCut(config_.model.layers, static_cast<int>(stages), runs).imbalance() > 9.0 / 8;
   }
 
+  // What so many ranks that share sequences may send, of which each has `own` key heads of `group` query heads: by all_to_all each
+  // gets as many key heads as others, or one copy; by all_gather any number of ranks is right.
+  std::vector<std::string> comms(int64_t ranks, int64_t own, int64_t group) const {
+    const bool alike = own % ranks == 0 || (ranks % own == 0 && group % (ranks / own) == 0);
+    std::vector<std::string> out;
+    for (const char* comm : {"all_to_all", "all_gather"}) {
+      const bool gathers = comm == std::string("all_gather");
+      if (keeps(&Choice::context_comm) ? comm != config_.sharding.context_comm : gathers && ranks == 1) continue;
+      if (gathers || alike || keeps(&Choice::context)) out.push_back(comm);
+    }
+    return out;
+  }
+
   // Axes, and which groups of ranks hold the model; strategy, micro-batches and recomputing to begin with.
   std::vector<Choice> choices_of_axes() const {
     const ModelConfig model = resolved(config_.model);
@@ -183,14 +196,8 @@ class Search {
       for (const int64_t t : sizes(&Choice::tensor, world_ / p, std::min(model.heads, host))) {
         const int64_t units = nn::head_units(model.heads, key_heads, model.head_dim, t);
         if (!keeps(&Choice::tensor) && units % t != 0) continue;
-        // By all_to_all each rank has as many key heads as others, or one copy; by all_gather there are as many ranks as one likes, of
-        // which each has queries.
-        const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units, tokens = model.context;
-        const auto shares_heads = [&](int64_t c) { return own % c == 0 || (c % own == 0 && group % (c / own) == 0); };
-        const bool may_gather = !keeps(&Choice::context_comm) || config_.sharding.context_comm == "all_gather";
-        for (const int64_t c : sizes(&Choice::context, world_ / p / t, may_gather ? tokens : own * group)) {
-          const bool gathers = may_gather && (keeps(&Choice::context_comm) || !shares_heads(c));
-          if (!keeps(&Choice::context) && !gathers && !shares_heads(c)) continue;
+        const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units;
+        for (const int64_t c : sizes(&Choice::context, world_ / p / t, std::max(own * group, model.context))) {
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes(&Choice::experts, world_ / p / t / c, experts)) {
             if (!keeps(&Choice::experts) && experts % e != 0) continue;
@@ -199,10 +206,9 @@ class Search {
             if (keeps(&Choice::replicas)) replicas = {config_.sharding.replicas};
             else if (in_group < host && host % in_group == 0 && data * in_group > host && data * in_group % host == 0)
               replicas.push_back(data * in_group / host);
-            for (const int64_t r : replicas) {
+            for (const std::string& comm : comms(c, own, group)) for (const int64_t r : replicas) {
               Choice x = choice_of(config_);
-              x.pipeline = p, x.tensor = t, x.context = c, x.experts = e, x.replicas = r;
-              if (!keeps(&Choice::context_comm)) x.context_comm = gathers ? "all_gather" : "all_to_all";
+              x.pipeline = p, x.tensor = t, x.context = c, x.experts = e, x.replicas = r, x.context_comm = comm;
               if (!keeps(&Choice::pipeline_runs)) x.pipeline_runs = 1;
               if (!keeps(&Choice::pipeline_schedule)) x.pipeline_schedule = "1f1b";
               if (!keeps(&Choice::secondary)) x.secondary = false;
@@ -300,7 +306,6 @@ class Search {
     while (config_.train.batch % fewer != 0) --fewer;
     vary(&Choice::micro_batches, std::vector<int64_t>{fewer, micro_batches(2 * x.micro_batches, x)});
     if (x.replicas > 1) vary(&Choice::secondary, std::vector<bool>{true});
-    if (x.context > 1) vary(&Choice::context_comm, std::vector<std::string>{"all_to_all", "all_gather"});
     return out;
   }
 

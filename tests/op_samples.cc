@@ -201,6 +201,10 @@ const std::vector<OpSample>& op_samples() {
        .rules = {"S1 -> S1 S1 S1", "P -> P P P"}, .zero_size = false},
       {.op = "split", .variant = "equal", .inputs = {{6, 5}}, .f = [](Args x) { return Outputs(split(x[0], 3)); },
        .exact = true, .rules = {"S1 -> S1 S1 S1"}},
+      {.op = "split", .variant = "parts", .inputs = {{3, 16}}, .f = [](Args x) { return Outputs(split(x[0], {8, 8}, 1)); },
+       .exact = true, .rules = {"S1|8,4,4/2 -> S1 S1|4,4/2", "S1|8,4,4/4 -> S1 S1|4,4/4", "S0 -> S0 S0", "P -> P P"}},
+      {.op = "split", .variant = "and one is not used", .inputs = {{3, 16}}, .f = [](Args x) { return split(x[0], {6, 2, 8}, 1)[2]; },
+       .exact = true, .rules = {"S0 -> S0"}},
 
       {.op = "gather", .inputs = {{4, 3}, integers({6, 3}, 4)}, .f = [](Args x) { return gather(x[0], 0, x[1]); },
        .exact = true, .rules = {"S1 S1 -> S1", "R S0 -> S0", "P R -> P"}},

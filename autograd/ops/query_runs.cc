@@ -44,13 +44,12 @@ SmallVector<QueryRun, 2> runs_of(const Execute& c, const View& q, int64_t keys, 
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Scratch memory like the gradients of a run's keys and values.
-int64_t bytes_beside(const QueryRun& run, const View& dk, const View& dv) {
-  return aligned(run.first_keys(dk).bytes()) + aligned(run.first_keys(dv).bytes());
-}
+// Scratch memory like a run's keys or values, for gradients that are added to those of the run before.
+View like(const View& x, void* memory) { return View::dense(memory, x.dtype, x.shape); }
 View take_like(Workspace& w, const View& x) {
   const auto bytes = static_cast<size_t>(aligned(x.bytes()));
-  const View taken = View::dense(w.data, x.dtype, x.shape);
+  check<ShapeError>(w.bytes >= bytes, "[attention_backward] workspace too small: ", w.bytes, " bytes");
+  const View taken = like(x, w.data);
   w = {static_cast<char*>(w.data) + bytes, w.bytes - bytes};
   return taken;
 }
@@ -73,13 +72,14 @@ void AttentionCall::run(const Execute& c, const Stream& stream, Workspace worksp
 
 int64_t AttentionBackwardCall::workspace(const Execute& c) const {
   int64_t most = 0;
-  bool beside = false;
+  bool first = true;
   for (const QueryRun& r : runs_of(c, q, k.shape[1], mask.causal)) {
+    const View sum_k = r.first_keys(dk), sum_v = r.first_keys(dv), to_k = first ? sum_k : like(sum_k, nullptr),
+               to_v = first ? sum_v : like(sum_v, nullptr);
     const int64_t own = SHEAF_WORKSPACE(c.device(), attention_backward, r.queries(q), r.first_keys(k), r.first_keys(v), r.queries(out),
-                                        r.queries(lse, 2), r.queries(dout), r.mask(mask), r.queries(dq), r.first_keys(dk),
-                                        r.first_keys(dv));
-    most = std::max(most, own + (beside ? bytes_beside(r, dk, dv) : 0));
-    beside = true;
+                                        r.queries(lse, 2), r.queries(dout), r.mask(mask), r.queries(dq), to_k, to_v);
+    most = std::max(most, own + (first ? 0 : aligned(sum_k.bytes()) + aligned(sum_v.bytes())));
+    first = false;
   }
   return most;
 }

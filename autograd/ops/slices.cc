@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "sheaf/autograd/ops/common.h"
+#include "sheaf/core/interned.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/indexing.h"
@@ -35,6 +36,24 @@ std::optional<OwnershipMap> parts_between(const OwnershipMap& map, int64_t begin
                                               : OwnershipMap::parts(map.dim(), sizes, map.granule());
   return map.is_inner() ? left.inner() : left;
 }
+
+/// A cut of parts, as OwnershipMap::parts has it, in attributes.
+struct CutParts {
+  const std::vector<int64_t>* sizes = nullptr;  ///< null: none
+  int64_t units = 0;
+  CutParts() = default;
+  /// That of an axis which cuts x so along `dim`.
+  CutParts(const Type& x, int dim) {
+    for (int axis = 0; axis < x.layout.num_axes(); ++axis)
+      if (const Placement& p = x.layout[axis]; p.is_shard(dim) && p.map().is_parts())
+        sizes = &p.map().sizes(), units = p.map().granule();
+  }
+  /// Made in the order in which `other` is, of the same dimension.
+  OwnershipMap like(const OwnershipMap& other) const {
+    const OwnershipMap map = OwnershipMap::parts(other.dim(), *sizes, units);
+    return other.is_inner() ? map.inner() : map;
+  }
+};
 
 struct SliceOp {
   static constexpr const char* kName = "slice";
@@ -73,8 +92,7 @@ struct Pad {
     int64_t before, after;
     int64_t dim;
     double value;
-    const std::vector<int64_t>* parts = nullptr;  ///< of the result, of which these are whole ones, or null;
-    int64_t units = 0;                            ///< as in OwnershipMap::parts
+    CutParts of_result = {};  ///< of which the input is whole ones
   };
   static void infer(const Attrs& a, Infer& c) {
     check_scalar(kName, c.dtype(0), a.value);
@@ -85,9 +103,8 @@ struct Pad {
   static void place(const Attrs& a, Place& p) {
     const int dim = static_cast<int>(a.dim);
     place_beside(p, dim, a.value == 0);
-    if (!a.parts || !p.in(0).is_shard(dim)) return;
-    OwnershipMap out = OwnershipMap::parts(dim, *a.parts, a.units);
-    if (p.in(0).map().is_inner()) out = out.inner();
+    if (!a.of_result.sizes || !p.in(0).is_shard(dim)) return;
+    const OwnershipMap out = a.of_result.like(p.in(0).map());
     if (parts_between(out, a.before, a.before + p.shape(0)[dim]) == p.in(0).map())
       p.rule({p.in(0)}, {Placement::shard(out)});
   }
@@ -110,17 +127,14 @@ struct Pad {
 void SliceOp::vjp(const Attrs& a, Vjp& c) {
   const Type& in = c.input_type(0);
   const int dim = static_cast<int>(a.dim);
-  Pad::Attrs back{a.begin, a.size - a.end, a.dim, 0.0};
-  for (int axis = 0; axis < in.layout.num_axes(); ++axis)
-    if (const Placement& p = in.layout[axis]; p.is_shard(dim) && p.map().is_parts())
-      back.parts = &p.map().sizes(), back.units = p.map().granule();
-  c.set(0, apply<Pad>(back, c.grad()));
+  c.set(0, apply<Pad>({a.begin, a.size - a.end, a.dim, 0.0, CutParts(in, dim)}, c.grad()));
 }
 
 struct Concat {
   static constexpr const char* kName = "concat";
   struct Attrs {
     int64_t dim;
+    CutParts of_result = {};  ///< of which each input is whole ones
   };
   static void infer(const Attrs& a, Infer& c) {
     const int dim = static_cast<int>(a.dim);
@@ -136,7 +150,21 @@ struct Concat {
     }
     c.output(common_dtype(kName, c), out);
   }
-  static void place(const Attrs& a, Place& p) { place_beside(p, static_cast<int>(a.dim)); }
+  static void place(const Attrs& a, Place& p) {
+    const int dim = static_cast<int>(a.dim);
+    place_beside(p, dim);
+    if (!a.of_result.sizes || !p.in(0).is_shard(dim)) return;
+    const OwnershipMap out = a.of_result.like(p.in(0).map());
+    std::vector<Placement> in;
+    int64_t at = 0;
+    for (int i = 0; i < p.num_inputs(); ++i) {
+      const auto part = parts_between(out, at, at + p.shape(i)[dim]);
+      if (!part) return;
+      in.push_back(Placement::shard(*part));
+      at += p.shape(i)[dim];
+    }
+    p.rule(in, std::vector{Placement::shard(out)});
+  }
   static void execute(const Attrs& a, Execute& c) {
     const int dim = static_cast<int>(a.dim);
     const Stream stream = c.stream();
@@ -161,6 +189,63 @@ struct Concat {
   static void describe(const Attrs& a, std::string& out) { out += str("dim ", a.dim); }
 };
 
+/// x as parts of these sizes along a dimension, whose gradients are put together again.
+struct Split {
+  static constexpr const char* kName = "split";
+  static constexpr bool kRecipe = true;
+  struct Attrs {
+    const std::vector<int64_t>* sizes;  // interned
+    int64_t dim;
+  };
+  static void infer(const Attrs& a, Infer& c) {
+    Shape out = c.shape(0);
+    for (const int64_t size : *a.sizes) {
+      out[static_cast<int>(a.dim)] = size;
+      c.output(c.dtype(0), out);
+    }
+  }
+  static void place(const Attrs& a, Place& p) {
+    const int dim = static_cast<int>(a.dim), count = static_cast<int>(a.sizes->size());
+    if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != dim)
+      rule_all(p, Placement::shard(*map), Placement::shard(*map), count);
+    rule_all(p, kR, kR, count);
+    rule_all(p, kP, kP, count);
+    if (!p.in(0).is_shard(dim) || !p.in(0).map().is_parts()) return;
+    std::vector<Placement> out;
+    int64_t at = 0;
+    for (const int64_t size : *a.sizes) {
+      const auto part = parts_between(p.in(0).map(), at, at + size);
+      if (!part) return;
+      out.push_back(Placement::shard(*part));
+      at += size;
+    }
+    p.rule(std::vector{p.in(0)}, out);
+  }
+  static bool alias(const Attrs& a, int output, const View& in, View& out) {
+    const int dim = static_cast<int>(a.dim);
+    int64_t before = 0, whole = 0;
+    for (size_t i = 0; i < a.sizes->size(); ++i) {
+      if (static_cast<int>(i) < output) before += (*a.sizes)[i];
+      whole += (*a.sizes)[i];
+    }
+    out.strides = in.strides;
+    out.data = static_cast<char*>(in.data) +
+               local_share(before, in.shape[dim], whole) * in.strides[dim] * static_cast<int64_t>(size_of(in.dtype));
+    return true;
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    std::vector<Tensor> parts;
+    for (int o = 0; o < static_cast<int>(a.sizes->size()); ++o)
+      parts.push_back(c.has_grad(o) ? c.grad(o) : full_of(c.output_type(o).dual(), 0.0));
+    const Concat::Attrs back{a.dim, CutParts(c.input_type(0), static_cast<int>(a.dim))};
+    c.set(0, apply(op_def<Concat>(), &back, parts)[0]);
+  }
+  static void describe(const Attrs& a, std::string& out) {
+    out += str("dim ", a.dim);
+    for (const int64_t size : *a.sizes) out += str(' ', size);
+  }
+};
+
 }  // namespace
 
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
@@ -178,7 +263,7 @@ Tensor pad(const Tensor& x, int dim, int64_t before, int64_t after, double value
   const int d = wrap_dim("pad", dim, x.rank());
   if (before < 0 || after < 0)
     fail<ShapeError>("[pad] ", x.type(), ": negative padding ", before, ", ", after);
-  return before + after == 0 ? x : apply<Pad>({before, after, d, value, nullptr, 0}, x);
+  return before + after == 0 ? x : apply<Pad>({before, after, d, value}, x);
 }
 
 Tensor concat(const std::vector<Tensor>& xs, int dim) {
@@ -208,13 +293,10 @@ std::vector<Tensor> split(const Tensor& x, const std::vector<int64_t>& sizes, in
   }
   if (total != x.shape()[d])
     fail<ShapeError>("[split] sizes add up to ", total, ", not to dimension ", d, " of ", x.type());
-  std::vector<Tensor> out;
-  int64_t at = 0;
-  for (const int64_t n : sizes) {
-    out.push_back(slice(x, d, at, at + n));
-    at += n;
-  }
-  return out;
+  if (sizes.size() < 2) return std::vector<Tensor>(sizes.size(), x);
+  const Split::Attrs attrs{interned(sizes), d};
+  const Tensors parts = apply(op_def<Split>(), &attrs, std::span(&x, 1));
+  return {parts.begin(), parts.end()};
 }
 
 std::vector<Tensor> split(const Tensor& x, int64_t parts, int dim) {

@@ -70,13 +70,12 @@ void CausalSelfAttention::cut_heads(int64_t units) {
 }
 
 // Of units that are parts of key heads each rank has its queries, and too little of their keys: these and values, few elements a
-// token, are put together on all ranks, and each takes the heads that its queries read. (In the backward two padded gradients are
-// added; without this, qkv has one.)
+// token, are put together on all ranks, and each takes the heads that its queries read.
 Tensor CausalSelfAttention::with_whole_keys(const Tensor& qkv_BTE, int64_t units) const {
-  const int64_t queries = heads * head_width;
-  const Tensor kv_BTE = slice(qkv_BTE, 2, queries, qkv_BTE.size(2));
+  const auto parts = split(qkv_BTE, {heads * head_width, 2 * kv_heads * head_width}, 2);
+  const Tensor &q_BTE = parts[0], &kv_BTE = parts[1];
   const Tensor whole = redistribute(kv_BTE, kv_BTE.layout().with(qkv.weight.cut_axis(), Placement::replicate()));
-  return pack_heads(slice(qkv_BTE, 2, 0, queries), whole, heads, kv_heads, units / kv_heads);
+  return pack_heads(q_BTE, whole, heads, kv_heads, units / kv_heads);
 }
 
 Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const Tensor& begins_BT) {
@@ -112,15 +111,14 @@ Tensor CausalSelfAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, c
 template <class WholeKeys>
 Tensor CausalSelfAttention::attend(const Tensor& qkv_BTE, int64_t keys, const Tensor& begins_BT, WholeKeys&& whole_keys) const {
   const int64_t b = qkv_BTE.size(0), t = qkv_BTE.size(1), both = 2 * keys;
-  const Tensor heads_BTHD = reshape(qkv_BTE, {b, t, heads + both, head_width}), q_BTHD = slice(heads_BTHD, 2, 0, heads),
-               kv_BTGD = slice(heads_BTHD, 2, heads, heads + both);
-  Tensor k_BSGD, v_BSGD;
+  const auto parts = split(reshape(qkv_BTE, {b, t, heads + both, head_width}), {heads, both}, 2);
+  const Tensor &q_BTHD = parts[0], &kv_BTGD = parts[1];
+  std::vector<Tensor> of_all;  // [B, S, G, D]: keys, values
   {
     const RecomputeScope again({.results = true});
-    const Tensor kv_BSGD = whole_keys(kv_BTGD);
-    k_BSGD = slice(kv_BSGD, 2, 0, keys), v_BSGD = slice(kv_BSGD, 2, keys, both);
+    of_all = split(whole_keys(kv_BTGD), 2, 2);
   }
-  return reshape(attention(q_BTHD, k_BSGD, v_BSGD, {.begins = begins_BT, .window = window}), {b, t, heads * head_width});
+  return reshape(attention(q_BTHD, of_all[0], of_all[1], {.begins = begins_BT, .window = window}), {b, t, heads * head_width});
 }
 
 }  // namespace sheaf::nn

@@ -59,22 +59,25 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   const LatentAttentionConfig& c = config;
   const TensorRegion region(x_BTC, projection.weight);
   const Tensor latents_BTL = region.enter(latents(x_BTC));
-  const int64_t of_q = c.q_lora_rank, of_kv = of_q + c.kv_lora_rank;
-  Tensor q_BTD = queries(query_norm ? (*query_norm)(slice(latents_BTL, 2, 0, of_q)) : region.enter(x_BTC));
-  Tensor up_BTE = keys_values(latent_norm(slice(latents_BTL, 2, of_q, of_kv)));
+  const auto parts = split(latents_BTL, {c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim}, 2);
   const bool gathers = context_comm == ContextComm::all_gather;
   const auto region_of = [&](const Tensor& x, int64_t width) {
     return gathers ? ContextRegion() : ContextRegion(x, OwnershipMap::even(2, width));
   };
-  const ContextRegion of_queries = region_of(q_BTD, key_width(c)), of_keys = region_of(up_BTE, up_width(c));
+  Tensor q_BTD = queries(query_norm ? (*query_norm)(parts[0]) : region.enter(x_BTC)), up_BTE, shared_BTR;
+  const ContextRegion of_queries = region_of(q_BTD, key_width(c));
   q_BTD = rotated(of_queries.enter(q_BTD), c.heads, cache);
-  Tensor shared_BTR = slice(latents_BTL, 2, of_kv, of_kv + c.qk_rope_head_dim);
-  if (gathers) {  // what these are gathered from is kept for the backward, not they
+  const auto make_keys = [&](const Tensor& latents_BTL) {
+    const auto of_keys = split(latents_BTL, {c.kv_lora_rank, c.qk_rope_head_dim}, 2);
+    up_BTE = keys_values(latent_norm(of_keys[0])), shared_BTR = of_keys[1];
+  };
+  if (gathers) {  // latents, which are narrow: of them each rank makes all keys and values, in the backward once more
     const RecomputeScope again({.results = true});
-    up_BTE = whole_sequences(up_BTE);
-    shared_BTR = whole_sequences(rotated(shared_BTR, 1, cache));
+    make_keys(whole_sequences(parts[1]));
+    shared_BTR = rotated(shared_BTR, 1, cache);
   } else {
-    up_BTE = of_keys.enter(up_BTE);
+    make_keys(parts[1]);
+    up_BTE = region_of(up_BTE, up_width(c)).enter(up_BTE);
     shared_BTR = rotated(whole_sequences(shared_BTR), 1, cache);
   }
   const AttentionOptions options{.scale = c.scale / std::sqrt(static_cast<double>(key_width(c))), .begins = begins_BT, .window = c.window};

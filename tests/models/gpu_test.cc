@@ -82,8 +82,15 @@ TEST(GpuTraining, GradientsInF64AtEveryWorld) {
       EXPECT_LE(max_difference(gradients_f64(world, strategy, 7, kGpu), expected), 1e-12 * max_magnitude(expected))
           << strategy << " at " << world;
   for (const Axes& axes : {Axes{{"replica", 2}, {"data", 2}}, Axes{{"data", 2}, {"model", 2}}, Axes{{"data", 1}, {"model", 2}},
-                           Axes{{"secondary", 2}, {"data", 2}}, Axes{{"data", 2}, {"context", 2}}, Axes{{"context", 2}}})
+                           Axes{{"secondary", 2}, {"data", 2}}, Axes{{"data", 2}, {"context", 2}}, Axes{{"context", 2}},
+                           Axes{{"data", 1}, {"gathered", 3}}})
     EXPECT_LE(max_difference(gradients_f64(axes, "full_shard", 7, kGpu), expected), 1e-12 * max_magnitude(expected));
+  for (const char* type : {"qwen3", "latent"}) {
+    models::ModelConfig m = tiny_model(type, 4, type == std::string("latent") ? 4 : 2);
+    m.end_of_text = 2;
+    const Values whole = gradients_f64(Axes{{"data", 1}}, "replicate", 3, {}, m);
+    EXPECT_LE(max_difference(gradients_f64(Axes{{"gathered", 3}}, "full_shard", 3, kGpu, m), whole), 1e-12 * max_magnitude(whole));
+  }
 }
 
 TEST(GpuTraining, AllStrategiesAndPrefetchesHaveTheSameBits) {
@@ -195,8 +202,12 @@ TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNu
         EXPECT_EQ(measured_peaks(c, world), models::plan_peaks(c, c.model.vocab, world, 1, "local", kGpu));
       }
       c.sharding.context = 4;  // with copies of Llama's two key heads
-      const TrainedRun gpu = on_gpu(c, 4), cpu = train_tiny(c, 4, kSteps);
-      for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 2e-2 * cpu.losses[s]) << s;
+      for (const char* comm : {"all_to_all", "all_gather"}) {
+        c.sharding.context_comm = comm;
+        const TrainedRun gpu = on_gpu(c, 4), cpu = train_tiny(c, 4, kSteps);
+        for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 2e-2 * cpu.losses[s]) << s;
+        EXPECT_EQ(measured_peaks(c, 4), models::plan_peaks(c, c.model.vocab, 4, 1, "local", kGpu)) << comm;
+      }
     }
 }
 

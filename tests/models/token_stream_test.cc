@@ -94,6 +94,7 @@ TEST(TokenStream, RefusesWhatCannotBe) {
     EXPECT_THROW(TokenStream(numbers(5), {.batch_per_rank = 1, .context = 5}, mesh), DataError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 0, .context = 5}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .axis = "no"}, mesh), ConfigError);
+    EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .from_both_ends = true}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .replica_axis = "data"}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .sequence_axis = "data"}, mesh), ConfigError);
     EXPECT_THROW(TokenStream(numbers(50), {.batch_per_rank = 1, .context = 5, .context_axis = "data"}, mesh), ConfigError);
