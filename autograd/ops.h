@@ -294,7 +294,8 @@ struct AttentionOptions {
   int64_t window = 0;
 };
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k[B, S, G, D] and v[B, S, G, E]: [B, T, H, E]. H is a multiple of G, and head
-/// h reads key head h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros.
+/// h reads key head h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be Shard(1) beside keys and values
+/// that are Replicate, whose gradients are then Partial: each rank computes its own, at their positions.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
 /// The same for a packed projection [B, T, (H + 2 G) D] of queries, keys and values, to [B, T, H D]. Its gradient is one
 /// tensor, written where it belongs: three slices would each be padded and added. Heads are cut by
@@ -303,7 +304,7 @@ Tensor packed_attention(const Tensor& qkv, int64_t heads, int64_t key_heads, con
 /// Attention of multi-head latent attention (DeepSeek-AI, https://arxiv.org/abs/2405.04434): of q[B, T, H D] and up[B, T, H (N + E)],
 /// which has N elements of each key and the E of its value, with the D - N last elements of keys, which all heads share, in
 /// shared[B, T, D - N]: [B, T, H E]. Keys are put together where they are needed, and never kept. Heads are cut by
-/// OwnershipMap::even of q and up in as many units.
+/// OwnershipMap::even of q and up in as many units; queries as attention's.
 Tensor latent_attention(const Tensor& q, const Tensor& up, const Tensor& shared, int64_t heads, const AttentionOptions& options = {});
 /// A packed projection [B, T, (H + 2 G) D] with each key and value head `times` times, side by side: [B, T, (H + 2 G times) D].
 /// Where `times` divides H / G its attention is that of qkv, and more ranks can share its heads. A cut by OwnershipMap::parts in
@@ -329,8 +330,8 @@ struct RotaryOptions {
   RotaryScaling scaling = {};  ///< lowers the frequencies (it says how, and from where)
 };
 /// Rotary position embedding (Su et al., https://arxiv.org/abs/2104.09864) of x[B, T, H, D]: of R rotated elements, those of pair
-/// i, which are i and i + R/2 as in Llama's Hugging Face checkpoints, turn by (first_position + t) theta^(-2i/R). Heads may be cut,
-/// packed ones in parts if the rotated ones end with one.
+/// i, which are i and i + R/2 as in Llama's Hugging Face checkpoints, turn by (first_position + t) theta^(-2i/R). Tokens may
+/// be cut, which turn by where they stand, and heads, packed ones in parts if the rotated ones end with one.
 Tensor rotary(const Tensor& x, const RotaryOptions& options = {});
 
 struct CrossEntropyOptions {

@@ -193,7 +193,8 @@ struct ShardingConfig {
   int64_t experts = 1;                  ///< ranks, neighbours, that share the experts of mixtures (expert parallelism)
   int64_t context = 1;                  ///< ranks that share each sequence (context parallelism)
   std::string context_comm = "all_to_all";  ///< what they send in attention: "all_to_all", each has whole sequences of some heads, or
-                                        ///< "all_gather": each has its own queries, and all keys and values
+                                        ///< "all_gather": each has its own queries, and all keys and values. The ops are those of
+                                        ///< any number of ranks, one included
   int64_t pipeline = 1;                 ///< stages, of consecutive blocks, through which micro-batches go (pipeline parallelism)
   int64_t pipeline_runs = 1;            ///< runs of blocks in each stage, which micro-batches go round (interleaved 1F1B)
   std::string pipeline_schedule = "1f1b";  ///< "1f1b", or "zero_bubble": gradients of weights fill what stages wait

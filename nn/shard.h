@@ -85,9 +85,10 @@ struct ShardOptions {
   /// parallelism. What a rank has of a cut parameter is sharded further over `axis`; gradients of the others are summed
   /// over both. "": none.
   std::string tensor_axis = "";
-  /// Of the mesh, that cuts each sequence of the batch (context parallelism); what its ranks do in attention, context_comm says. The model is replicated along it as along replica_axis, unless it is `axis` itself. It stands before the
-  /// tensor axis, which cuts a rank's tokens further. "": none.
+  /// Of the mesh, that cuts each sequence of the batch (context parallelism). The model is replicated along it as along replica_axis,
+  /// unless it is `axis` itself. It stands before the tensor axis, which cuts a rank's tokens further. "": none.
   std::string context_axis = "";
+  /// What its ranks send each other in attention. For all_gather, tokens are best cut by OwnershipMap::from_both_ends.
   nn::ContextComm context_comm = nn::ContextComm::all_to_all;
   /// Of the mesh, that cuts the batch and the experts of mixtures (nn::Experts; expert parallelism). An expert lies on one of
   /// its ranks, sharded further over `axis`; along it the rest of the model is replicated as along replica_axis, unless it is
