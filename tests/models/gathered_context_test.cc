@@ -157,18 +157,42 @@ TEST(GatheredContext, WhatTravels) {
   }
 }
 
-// What is gathered for a layer is not kept for its backward: a rank holds its own tokens' alone.
+// Tokens are those of both ends: all ranks see alike many keys.
+TEST(GatheredContext, TokensAreCutFromBothEnds) {
+  const models::TrainConfig c = gathered(2, "gpt2");
+  const Tape tape = models::plan_step(c, 13, 0, 2, 1, "local").tape;
+  const Placement expected = Placement::shard(OwnershipMap::from_both_ends(1, c.model.context, 2));
+  bool found = false;
+  for (ValueId v = 0; v < tape.num_values() && !found; ++v)
+    found = tape.type(v).dtype == kI32 && tape.type(v).layout.num_axes() == 1 && tape.type(v).layout[0] == expected;
+  EXPECT_TRUE(found);
+}
+
+// What is gathered for a layer is not kept for its backward, nor what is made of it: a rank holds its own tokens' alone.
 TEST(GatheredContext, WhatIsGatheredIsNotKept) {
-  models::TrainConfig c = gathered(1, "gpt2");
-  c.model.layers = 8, c.model.context = 900;
-  c.sharding.strategy = "replicate";
-  const auto peak = [&](int64_t layers, int64_t ranks) {
-    c.model.layers = layers, c.sharding.context = ranks;
-    return models::plan_step(c, 13, 0, static_cast<int>(ranks), 1, "local").peak_bytes;
-  };
-  const int64_t whole = peak(9, 1) - peak(8, 1), third = peak(9, 3) - peak(8, 3);  // of a layer
-  const int64_t gathered_kv = 4 * c.train.batch * c.model.context * 2 * c.model.width;
-  EXPECT_LT(third, whole / 3 + gathered_kv / 4);
+  for (const char* type : {"gpt2", "latent"}) {
+    models::TrainConfig c = gathered(1, type);
+    c.model.context = 900;
+    c.sharding.strategy = "replicate";
+    const auto of_a_layer = [&](int64_t ranks) {
+      const auto peak = [&](int64_t layers) {
+        c.model.layers = layers, c.sharding.context = ranks;
+        return models::plan_step(c, 13, 0, static_cast<int>(ranks), 1, "local").peak_bytes;
+      };
+      return peak(9) - peak(8);
+    };
+    EXPECT_LT(of_a_layer(3), 0.4 * static_cast<double>(of_a_layer(1))) << type;
+  }
+}
+
+// Of ranks whose tokens stand in two places attention's backward has gradients beside each other.
+TEST(GatheredContext, TheRankThatHoldsMostIsPlanned) {
+  models::TrainConfig c = gathered(4, "llama");
+  c.model = tiny_model("llama", 4, 4);
+  c.model.mlp_width = 8, c.model.context = 4000, c.train.batch = 8;
+  const std::vector<int64_t> all = models::plan_peaks(c, 13, 4, 1, "local");
+  EXPECT_EQ(std::ranges::max_element(all) - all.begin(), 2);
+  EXPECT_THAT(models::ranks_that_hold_most(c, 4), ::testing::Contains(2));
 }
 
 // ---- errors ------------------------------------------------------------------------------------------------------
