@@ -67,9 +67,11 @@ void attention_backward(const View& q, const View& k, const View& v, const View&
 
 /// The same on a GPU, enqueued on `stream`, for D and E up to 256: by cuDNN where it takes the operands
 /// (cudnn_attention.h: causal, bf16 or f16, no fewer keys than queries), else by our own kernels
-/// (attention_blocked.h), which also run where the workspace is less than cuDNN wants. Both give
-/// the same bits at every run. Ours keep the promises above that a row depends on nothing but what
-/// it sees, and that documents and windows cost what they leave; with cuDNN the same call gives the
+/// (attention_blocked.h, and attention_decode.h for up to 16 queries), which also run where the
+/// workspace is less than cuDNN wants. All give the same bits at every run. Ours keep the promises
+/// above that a row depends on nothing but what it sees, whichever of them computes it: a token's,
+/// decoded from a cache, is that of one pass over all tokens, but not where cuDNN makes that pass. They
+/// keep those that documents and windows cost what they leave, too. With cuDNN the same call gives the
 /// same bits, but another B or T may mean another kernel of its own, and what lies before a document
 /// is computed and hidden. The first call of a shape asks cuDNN for a plan (half a second on the host):
 /// it must not be in a stream capture.

@@ -1,5 +1,5 @@
-// Who computes attention on a GPU: cuDNN where it takes the operands, else our own kernels. The
-// only place that chooses.
+// Who computes attention on a GPU: cuDNN where it takes the operands, else our own kernels, of which
+// one is for few queries. The only place that chooses.
 #include "sheaf/kernels/attention.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "sheaf/core/error.h"
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/cuda/attention_blocked.h"
+#include "sheaf/kernels/cuda/attention_decode.h"
 #include "sheaf/kernels/cuda/cudnn_attention.h"
 #include "sheaf/kernels/cuda/slow_notice.h"
 
@@ -83,12 +84,16 @@ Attention backward(const View& q, const View& k, const View& v, const View& out,
 
 size_t attention_workspace(const View& q, const View& k, const View& v, const AttentionMask& mask,
                            const View& out, const View& lse) {
+  // As few as cuDNN never takes.
+  if (decode::takes(q, v)) return decode::attention_workspace(q, k, v, mask);
   return workspace_of(forward(q, k, v, mask, 1, out, lse), 0);
 }
 
 void attention(const Stream& stream, const View& q, const View& k, const View& v, const AttentionMask& mask,
                double scale, const View& out, const View& lse, Workspace workspace) {
   check_attention("attention", q, k, v, mask, out, lse);
+  if (decode::takes(q, v))
+    return decode::attention(stream, q, k, v, mask, scale, out, lse, workspace);
   const Attention a = forward(q, k, v, mask, scale, out, lse);
   if (!run_cudnn(stream, a, workspace))
     blocked::attention(stream, q, k, v, mask, scale, out, lse);

@@ -1,5 +1,3 @@
-#include <limits>
-
 #include "sheaf/kernels/cuda/attention_blocked.h"
 #include "sheaf/kernels/cuda/attention_tiles.h"
 
@@ -10,16 +8,15 @@ using namespace attention_tiles;
 namespace {
 
 // A block takes kTile queries of a head and goes over the keys that the last of them sees, a tile
-// at a time (FlashAttention-2's loop order). Keys past what a query sees have probability zero, so
-// that its result does not depend on the other queries of the block; so do those before a window, and tiles
-// of such keys alone are left out. Where there are documents it takes their tiles that begin where its kTile
-// queries lie, one after the other.
+// at a time (FlashAttention-2's loop order), by segments (attention_softmax.h). Keys past what a
+// query sees have probability zero, so that its result does not depend on the other queries of the
+// block; so do those before a window, and tiles of such keys alone are left out. Where there are
+// documents it takes their tiles that begin where its kTile queries lie, one after the other.
 template <class S, class V, Hides kHides>
 __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
     attention_forward(Problem p, Heads q, Heads k, Heads v, Heads out,
                       PerQuery<typename S::C> lse, int64_t query_blocks, Begins begins) {
   using C = typename S::C;
-  constexpr C kInfinity = std::numeric_limits<C>::infinity();
   C* q_tile = dynamic_shared<C>();
   C* tile = q_tile + S::kBytes / sizeof(C);  // of keys, then of values, which take no more
   C* weights = tile + S::kBytes / sizeof(C);
@@ -28,61 +25,62 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
   for_each_tile<S, kHides, TilesOf::queries>(p, begins, b, at, [&, b = b, h = h, g = g](const Document& d, int64_t first) {
     const int64_t keys = keys_seen<S>(p, d, first);
     typename V::Results sums = {};
-    C most[S::kPer], total[S::kPer];
+    Softmax<C> rows[S::kPer];
     int64_t seen[S::kPer];
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t t = first + ty() + kSide * i;
-      most[i] = -kInfinity, total[i] = C(0), seen[i] = t < d.queries ? p.visible(t) : 0;
+      seen[i] = t < d.queries ? p.visible(t) : 0;
     }
     load_tile<S>(p, q, b, h, first, d.queries, q_tile);
-    for (int64_t key = first_key_seen<S, kHides>(p, d, first); key < keys; key += S::kTile) {
-      __syncthreads();
-      load_tile<S>(p, k, b, g, key, d.keys, tile);
-      __syncthreads();
-      typename S::Scores s;
-      multiply_rows<S>(q_tile, tile, q.width, s);
+    for (int64_t key = first_key_seen<S, kHides>(p, d, first); key < keys;) {
+      const int64_t behind = segment_behind(d, key), end = behind < keys ? behind : keys;
+      typename V::Results of_segment = {};
+      Softmax<C> segment[S::kPer];
+      for (; key < end; key += S::kTile) {
+        __syncthreads();
+        load_tile<S>(p, k, b, g, key, d.keys, tile);
+        __syncthreads();
+        typename S::Scores s;
+        multiply_rows<S>(q_tile, tile, q.width, s);
+#pragma unroll
+        for (int i = 0; i < S::kPer; ++i) {
+#pragma unroll
+          for (int j = 0; j < S::kPer; ++j)
+            s[i][j] = sees_key<kHides>(p, key + tx() + kSide * j, seen[i])
+                          ? rounded_product(s[i][j], static_cast<C>(p.scale))
+                          : kHidden<C>;
+          const C shrink = add_tile(segment[i], s[i]);
+#pragma unroll
+          for (int c = 0; c < V::kChunks; ++c)
+#pragma unroll
+            for (int e = 0; e < V::kVec; ++e)
+              of_segment[i][c][e] = rounded_product(of_segment[i][c][e], shrink);
+        }
+        store_scores<S>(s, weights);
+        __syncthreads();
+        load_tile<V>(p, v, b, g, key, d.keys, tile);
+        __syncthreads();
+        accumulate_rows<V>(weights, tile, v.width, of_segment);
+      }
 #pragma unroll
       for (int i = 0; i < S::kPer; ++i) {
-        C largest = most[i];
-#pragma unroll
-        for (int j = 0; j < S::kPer; ++j) {
-          s[i][j] = sees_key<kHides>(p, key + tx() + kSide * j, seen[i]) ? s[i][j] * static_cast<C>(p.scale) : -kInfinity;
-          largest = s[i][j] > largest ? s[i][j] : largest;
-        }
-        for (int step = kSide / 2; step > 0; step /= 2) {  // over the threads of the row
-          const C other = __shfl_xor_sync(kFullWarp, largest, step);
-          largest = other > largest ? other : largest;
-        }
-        const C base = largest == -kInfinity ? C(0) : largest, shrink = exponential(most[i] - base);
-        most[i] = largest, total[i] *= shrink;
-#pragma unroll
-        for (int j = 0; j < S::kPer; ++j) {
-          s[i][j] = exponential(s[i][j] - base);
-          total[i] += s[i][j];
-        }
+        close_segment(segment[i]);
+        const Shares<C> shares = add_segment(rows[i], segment[i]);
 #pragma unroll
         for (int c = 0; c < V::kChunks; ++c)
 #pragma unroll
-          for (int e = 0; e < V::kVec; ++e) sums[i][c][e] *= shrink;
+          for (int e = 0; e < V::kVec; ++e)
+            sums[i][c][e] = shares.sum(sums[i][c][e], of_segment[i][c][e]);
       }
-      store_scores<S>(s, weights);
-      __syncthreads();
-      load_tile<V>(p, v, b, g, key, d.keys, tile);
-      __syncthreads();
-      accumulate_rows<V>(weights, tile, v.width, sums);
     }
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
-      for (int step = kSide / 2; step > 0; step /= 2)
-        total[i] += __shfl_xor_sync(kFullWarp, total[i], step);
       const int64_t t = first + ty() + kSide * i;
       if (t >= d.queries) continue;
-      const bool sees = !(total[i] == C(0));  // true for NaN
-      store_row<V>(p, sums, i, sees ? C(1) / total[i] : C(0), out, b, t, h);
-      if (tx() != 0) continue;
-      const C log_total = std::is_same_v<C, float> ? C(logf(total[i])) : C(::log(total[i]));
-      lse.at(b, h, t) = sees ? most[i] + log_total : -kInfinity;
+      const Ending<C> ending = ending_of(rows[i]);
+      store_row<V>(p, sums, i, ending.scale, out, b, t, h);
+      if (tx() == 0) lse.at(b, h, t) = ending.lse;
     }
   });
 }

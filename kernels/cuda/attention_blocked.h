@@ -1,8 +1,9 @@
 // Attention by our own blocked kernels, for what cuDNN does not take: any floating type, strides
 // and numbers of tokens, with or without a causal mask, documents or a window, heads up to 256
-// wide, those of values as wide or not. No tensor cores: products are of f32 (f64 for f64). Blocks
-// of keys are added in order; dk and dv sum over a key head's query heads in order, and for each
-// over blocks of queries in order. Operands as kernels/attention.h has them, checked by the caller.
+// wide, those of values as wide or not. No tensor cores: products are of f32 (f64 for f64). Keys
+// are added in the order that attention_softmax.h names; dk and dv sum over a key head's query
+// heads in order, and for each over blocks of queries in order. Operands as kernels/attention.h has
+// them, checked by the caller.
 #pragma once
 
 #include "sheaf/core/device.h"

@@ -7,12 +7,12 @@
 
 #include "sheaf/core/view.h"
 #include "sheaf/kernels/attention.h"
+#include "sheaf/kernels/cuda/attention_softmax.h"
 #include "sheaf/kernels/cuda/rows.h"
 
 namespace sheaf::kernels::cuda::attention_tiles {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kSide = 16;
 
 /// Sizes of one call.
 struct Problem {
@@ -181,18 +181,15 @@ __device__ inline int64_t first_key_seen(const Problem& p, const Document& d, in
   }
 }
 
+/// Where the segment of keys behind that of this key begins.
+__device__ inline int64_t segment_behind(const Document& d, int64_t key) {
+  return d.first_key + ((key - d.first_key) / kSegment + 1) * kSegment;
+}
+
 /// Whether the query to which the first `seen` keys are visible (Problem) sees key s.
 template <Hides kHides>
 __device__ inline bool sees_key(const Problem& p, int64_t s, int64_t seen) {
   return s < seen && (kHides != Hides::window || s >= seen - p.window);
-}
-
-template <class C>
-__device__ inline C exponential(C x) {
-  if constexpr (std::is_same_v<C, float>)
-    return expf(x);
-  else
-    return ::exp(x);
 }
 
 template <class S, class T>
@@ -253,7 +250,7 @@ __device__ void multiply_rows(const typename S::C* a, const typename S::C* b, in
 #pragma unroll
       for (int i = 0; i < S::kPer; ++i)
 #pragma unroll
-        for (int j = 0; j < S::kPer; ++j) out[i][j] += x[i].v[k] * y[j].v[k];
+        for (int j = 0; j < S::kPer; ++j) out[i][j] = fused_sum(x[i].v[k], y[j].v[k], out[i][j]);
   }
 }
 
@@ -293,7 +290,8 @@ __device__ void accumulate_rows(const typename S::C* scores, const typename S::C
 #pragma unroll
         for (int i = 0; i < S::kPer; ++i)
 #pragma unroll
-          for (int k = 0; k < S::kVec; ++k) out[i][c][k] += w[i].v[m] * v.v[k];
+          for (int k = 0; k < S::kVec; ++k)
+            out[i][c][k] = fused_sum(w[i].v[m], v.v[k], out[i][c][k]);
       }
   }
 }

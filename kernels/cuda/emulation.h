@@ -254,6 +254,8 @@ inline float __fadd_rn(float a, float b) { return emulated_rounding(a) + emulate
 inline float __fmul_rn(float a, float b) { return emulated_rounding(a * b); }
 inline double __dadd_rn(double a, double b) { return emulated_rounding(a) + emulated_rounding(b); }
 inline double __dmul_rn(double a, double b) { return emulated_rounding(a * b); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 inline float __expf(float x) { return std::exp2(x * 1.44269504f); }  // as exact as the GPU's

@@ -93,6 +93,9 @@ __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, 
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 __device__ inline float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline double rounded_sum(double a, double b) { return __dadd_rn(a, b); }
+/// a * b + c, rounded once.
+__device__ inline float fused_sum(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ inline double fused_sum(double a, double b, double c) { return __fma_rn(a, b, c); }
 
 /// 16 bytes of elements.
 template <class T>

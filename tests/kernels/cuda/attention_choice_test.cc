@@ -94,6 +94,25 @@ TEST(AttentionChoice, OurOwnKernelsComputeTheRest) {
   is_ours({{1, 64, 3, 3, 20}, kBF16}, true, "rows not at 16 bytes");
 }
 
+// Its bits are those of the others: what tells is the workspace.
+TEST(AttentionChoice, FewQueriesHaveAKernelOfTheirOwn) {
+  SHEAF_NEEDS_GPU();
+  const auto workspace = [](DType d, int64_t queries, int64_t keys) {
+    const auto heads = [&](int64_t tokens, int64_t count) { return View::dense(nullptr, d, {1, tokens, count, 64}); };
+    const View q = heads(queries, 4), k = heads(keys, 2);
+    return cuda::attention_workspace(q, k, k, true, q, View::dense(nullptr, d == kF64 ? kF64 : kF32, {1, 4, queries}));
+  };
+  for (const DType d : {kF32, kBF16, kF16}) {
+    EXPECT_EQ(workspace(d, 16, 1000), size_t{4 * 16 * 4 * (64 + 2) * 4}) << name(d);
+    EXPECT_EQ(workspace(d, 17, 1000), 0u) << name(d);
+  }
+  EXPECT_EQ(workspace(kF64, 1, 1000), 0u);
+  for (const DType d : {kF32, kBF16, kF64}) {
+    const AttentionData few({1, 16, 4, 2, 64}, d);
+    EXPECT_TRUE(same(run(few), run_blocked(few))) << name(d);
+  }
+}
+
 TEST(AttentionChoice, OursRunWhereTheWorkspaceIsTooSmall) {
   SHEAF_NEEDS_CUDNN();
   const AttentionData data(kGpt, kBF16);
