@@ -109,9 +109,9 @@ class Search {
     std::vector<Choice> near;
     for (const Choice& x : axes)
       if (const auto& time = done_.at(x); time && time->seconds <= 2 * fastest) near.push_back(x);
-    for_all(near, [&](const Choice& x) { settle_memory(x); });
+    for_all(with_all_gather(near), [&](const Choice& x) { settle_memory(x); });
     // If none of these fits, the others may.
-    if (fitting().empty()) for_all(axes, [&](const Choice& x) { settle_memory(x); });
+    if (fitting().empty()) for_all(with_all_gather(axes), [&](const Choice& x) { settle_memory(x); });
     std::vector<Choice> best = fitting();
     best.resize(std::min(best.size(), static_cast<size_t>(options_.refine)));
     std::set<Choice> around;
@@ -173,17 +173,36 @@ class Search {
     return StageCut(config_.model.layers, static_cast<int>(stages), runs).imbalance() > 9.0 / 8;
   }
 
-  // What so many ranks that share sequences may send, of which each has `own` key heads of `group` query heads: by all_to_all each
-  // gets as many key heads as others, or one copy; by all_gather any number of ranks is right.
-  std::vector<std::string> comms(int64_t ranks, int64_t own, int64_t group) const {
-    const bool alike = own % ranks == 0 || (ranks % own == 0 && group % (ranks / own) == 0);
-    std::vector<std::string> out;
-    for (const char* comm : {"all_to_all", "all_gather"}) {
-      const bool gathers = comm == std::string("all_gather");
-      if (keeps(&Choice::context_comm) ? comm != config_.sharding.context_comm : gathers && ranks == 1) continue;
-      if (gathers || alike || keeps(&Choice::context)) out.push_back(comm);
+  // Numbers of ranks that share sequences, which have `own` key heads together, each read by `group` query heads, and what they send: by
+  // all_to_all each gets as many key heads as others, or one copy. If there are more ranks than that suits, others gather keys.
+  std::vector<std::pair<int64_t, std::string>> contexts(int64_t ranks, int64_t own, int64_t group) const {
+    const auto alike = [&](int64_t c) { return own % c == 0 || (c % own == 0 && group % (c / own) == 0); };
+    const std::vector<int64_t> all = sizes(&Choice::context, ranks, resolved(config_.model).context);
+    int64_t most = 1;
+    for (const int64_t c : all)
+      if (alike(c)) most = std::max(most, c);
+    const bool few = ranks > config_.train.batch * most, given = keeps(&Choice::context), gathers = config_.sharding.context_comm == "all_gather";
+    std::vector<std::pair<int64_t, std::string>> out;
+    for (const int64_t c : all) {
+      if (keeps(&Choice::context_comm)) {
+        if (alike(c) || given || gathers) out.emplace_back(c, config_.sharding.context_comm);
+      } else if (alike(c) || few || given) {
+        out.emplace_back(c, alike(c) || (given && c <= own * group) ? "all_to_all" : "all_gather");
+      }
     }
     return out;
+  }
+
+  // Those of `choices` and, of those that share heads by all_to_all, the same by all_gather.
+  std::vector<Choice> with_all_gather(std::vector<Choice> choices) const {
+    if (keeps(&Choice::context_comm)) return choices;
+    for (size_t i = 0, n = choices.size(); i < n; ++i) {
+      Choice x = choices[i];
+      if (x.context == 1 || x.context_comm == "all_gather") continue;
+      x.context_comm = "all_gather";
+      choices.push_back(std::move(x));
+    }
+    return choices;
   }
 
   // Axes, and which groups of ranks hold the model; strategy, micro-batches and recomputing to begin with.
@@ -197,7 +216,7 @@ class Search {
         const int64_t units = nn::head_units(model.heads, key_heads, model.head_dim, t);
         if (!keeps(&Choice::tensor) && units % t != 0) continue;
         const int64_t own = std::max<int64_t>(1, units / t), group = model.heads / units;
-        for (const int64_t c : sizes(&Choice::context, world_ / p / t, std::max(own * group, model.context))) {
+        for (const auto& [c, comm] : contexts(world_ / p / t, own, group)) {
           const int64_t experts = std::max<int64_t>(1, model.experts);
           for (const int64_t e : sizes(&Choice::experts, world_ / p / t / c, experts)) {
             if (!keeps(&Choice::experts) && experts % e != 0) continue;
@@ -206,9 +225,9 @@ class Search {
             if (keeps(&Choice::replicas)) replicas = {config_.sharding.replicas};
             else if (in_group < host && host % in_group == 0 && data * in_group > host && data * in_group % host == 0)
               replicas.push_back(data * in_group / host);
-            for (const std::string& comm : comms(c, own, group)) for (const int64_t r : replicas) {
+            for (const int64_t r : replicas) {
               Choice x = choice_of(config_);
-              x.pipeline = p, x.tensor = t, x.context = c, x.experts = e, x.replicas = r, x.context_comm = comm;
+              x.pipeline = p, x.tensor = t, x.context = c, x.context_comm = comm, x.experts = e, x.replicas = r;
               if (!keeps(&Choice::pipeline_runs)) x.pipeline_runs = 1;
               if (!keeps(&Choice::pipeline_schedule)) x.pipeline_schedule = "1f1b";
               if (!keeps(&Choice::secondary)) x.secondary = false;

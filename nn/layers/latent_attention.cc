@@ -67,9 +67,9 @@ Tensor LatentAttention::forward(const Tensor& x_BTC, KeyValueCache* cache, const
   Tensor q_BTD = queries(query_norm ? (*query_norm)(parts[0]) : region.enter(x_BTC)), up_BTE, shared_BTR;
   const ContextRegion of_queries = region_of(q_BTD, key_width(c));
   q_BTD = rotated(of_queries.enter(q_BTD), c.heads, cache);
-  const auto make_keys = [&](const Tensor& latents_BTL) {
-    const auto of_keys = split(latents_BTL, {c.kv_lora_rank, c.qk_rope_head_dim}, 2);
-    up_BTE = keys_values(latent_norm(of_keys[0])), shared_BTR = of_keys[1];
+  const auto make_keys = [&](const Tensor& of_keys_BTL) {
+    const auto narrow = split(of_keys_BTL, {c.kv_lora_rank, c.qk_rope_head_dim}, 2);
+    up_BTE = keys_values(latent_norm(narrow[0])), shared_BTR = narrow[1];
   };
   if (gathers) {  // latents, which are narrow: of them each rank makes all keys and values, in the backward once more
     const RecomputeScope again({.results = true});
