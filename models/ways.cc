@@ -177,7 +177,7 @@ class Search {
   // all_to_all each gets as many key heads as others, or one copy. If there are more ranks than that suits, others gather keys.
   std::vector<std::pair<int64_t, std::string>> contexts(int64_t ranks, int64_t own, int64_t group) const {
     const auto alike = [&](int64_t c) { return own % c == 0 || (c % own == 0 && group % (c / own) == 0); };
-    const std::vector<int64_t> all = sizes(&Choice::context, ranks, resolved(config_.model).context);
+    const std::vector<int64_t> all = sizes(&Choice::context, ranks, std::max(own * group, config_.model.context));
     int64_t most = 1;
     for (const int64_t c : all)
       if (alike(c)) most = std::max(most, c);
