@@ -56,8 +56,8 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
     m.heads = m.kv_heads = 1 + draw.below(6);
     m.head_dim = 0, m.width = m.heads * (1 + draw.below(5));
     m.qkv_bias = m.qk_norm = false;
-    m.kv_lora_rank = 1 + draw.below(9);
-    m.q_lora_rank = draw.one_in(2) ? 0 : 1 + draw.below(9);
+    m.kv_lora_rank = 2 + draw.below(8);  // the norm of one element is its sign: roundings would be as large as any
+    m.q_lora_rank = draw.one_in(2) ? 0 : 2 + draw.below(8);
     m.qk_nope_head_dim = 1 + draw.below(5), m.qk_rope_head_dim = 2 * (1 + draw.below(3));
     m.v_head_dim = 1 + draw.below(6);
     m.rope_scaling.mscale_all_dim = draw.of<double>({0, 0.8});
