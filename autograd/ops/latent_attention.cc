@@ -6,6 +6,7 @@
 
 #include "sheaf/autograd/ops/attention.h"
 #include "sheaf/autograd/ops/query_runs.h"
+#include "sheaf/autograd/ops/scratch.h"
 #include "sheaf/kernels/attention_operands.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -41,7 +42,7 @@ std::optional<LatentCut> latent_cut(const LatentAttrs& a, const Shape& q, int64_
   return LatentCut{cut(2, q[2]), cut(2, int64_t{a.heads} * (a.own + a.values)), cut(2, int64_t{a.heads} * a.values), cut(1, a.heads)};
 }
 
-/// Views of operands by heads, [B, T, H, ..]. All of keys: a dense block of scratch memory.
+/// Views of operands by heads, [B, T, H, ..]. All of keys: a dense block, whose memory is scratch.
 struct Heads {
   View q, own, v, shared, out;
   Heads(const LatentAttrs& a, const View& packed_q, const View& up, const View& shared_rows, const View& packed_out)
@@ -58,20 +59,10 @@ struct Heads {
     if (x.data) x.data = x.as<char>() + static_cast<size_t>(begin) * size_of(x.dtype);
     return x;
   }
-  View keys(void* memory) const { return View::dense(memory, q.dtype, {own.shape[0], own.shape[1], own.shape[2], q.shape[3]}); }
+  View keys() const { return View::dense(nullptr, q.dtype, {own.shape[0], own.shape[1], own.shape[2], q.shape[3]}); }
   View own_of(const View& k) const { return elements(k, 0, own.shape[3]); }
   View shared_of(const View& k) const { return elements(k, own.shape[3], k.shape[3]); }
 };
-
-/// Scratch memory of a block like the keys, at whose end another begins.
-int64_t block_bytes(const View& keys) { return (keys.bytes() + 255) / 256 * 256; }
-View take_keys(Workspace& w, const Heads& h) {
-  const View keys = h.keys(w.data);
-  const auto bytes = static_cast<size_t>(block_bytes(keys));
-  check<ShapeError>(w.bytes >= bytes, "[latent_attention] workspace too small: ", w.bytes, " bytes");
-  w = {static_cast<char*>(w.data) + bytes, w.bytes - bytes};
-  return keys;
-}
 
 void put_keys_together(const Stream& stream, const Heads& h, const View& k) {
   SHEAF_ON_DEVICE(stream, copy, h.own, h.own_of(k));
@@ -106,7 +97,7 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
   static int64_t workspace(const Attrs& all, const Execute& c) {
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c), d = gradients(a, c);
-    const View k = h.keys(nullptr), dk = d.keys(nullptr);
+    const View k = h.keys(), dk = d.keys();
     const int64_t attention = call(a, c, h, k, d, dk).workspace(c),
                   sums = SHEAF_GPU_WORKSPACE(c.device(), sum, d.shared_of(dk), d.shared);
     return 2 * block_bytes(k) + std::max(attention, sums);
@@ -116,7 +107,7 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c), d = gradients(a, c);
     Workspace rest = c.workspace;
-    const View k = take_keys(rest, h), dk = take_keys(rest, d);
+    const View k = take_block(kName, rest, h.keys()), dk = take_block(kName, rest, d.keys());
     put_keys_together(stream, h, k);
     call(a, c, h, k, d, dk).run(c, stream, rest);
     SHEAF_ON_DEVICE(stream, copy, d.own_of(dk), d.own);
@@ -156,7 +147,7 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
   static int64_t workspace(const Attrs& all, const Execute& c) {
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c);
-    const View k = h.keys(nullptr);
+    const View k = h.keys();
     return block_bytes(k) + call(a, c, h, k).workspace(c);
   }
   static void execute(const Attrs& all, Execute& c) {
@@ -164,7 +155,7 @@ struct LatentAttention {  // q, up, shared, begins[B, T] if there are documents 
     const Attrs a = local_heads(all, c);
     const Heads h = operands(a, c);
     Workspace rest = c.workspace;
-    const View k = take_keys(rest, h);
+    const View k = take_block(kName, rest, h.keys());
     put_keys_together(stream, h, k);
     call(a, c, h, k).run(c, stream, rest);
   }

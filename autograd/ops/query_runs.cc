@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sheaf/autograd/ops/cut.h"
+#include "sheaf/autograd/ops/scratch.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 
@@ -42,18 +43,6 @@ SmallVector<QueryRun, 2> runs_of(const Execute& c, const View& q, int64_t keys, 
   return runs;
 }
 
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
-// Scratch memory like a run's keys or values, for gradients that are added to those of the run before.
-View like(const View& x, void* memory) { return View::dense(memory, x.dtype, x.shape); }
-View take_like(Workspace& w, const View& x) {
-  const auto bytes = static_cast<size_t>(aligned(x.bytes()));
-  check<ShapeError>(w.bytes >= bytes, "[attention_backward] workspace too small: ", w.bytes, " bytes");
-  const View taken = like(x, w.data);
-  w = {static_cast<char*>(w.data) + bytes, w.bytes - bytes};
-  return taken;
-}
-
 }  // namespace
 
 int64_t AttentionCall::workspace(const Execute& c) const {
@@ -74,11 +63,11 @@ int64_t AttentionBackwardCall::workspace(const Execute& c) const {
   int64_t most = 0;
   bool first = true;
   for (const QueryRun& r : runs_of(c, q, k.shape[1], mask.causal)) {
-    const View sum_k = r.first_keys(dk), sum_v = r.first_keys(dv), to_k = first ? sum_k : like(sum_k, nullptr),
-               to_v = first ? sum_v : like(sum_v, nullptr);
+    const View sum_k = r.first_keys(dk), sum_v = r.first_keys(dv), to_k = first ? sum_k : block_like(sum_k, nullptr),
+               to_v = first ? sum_v : block_like(sum_v, nullptr);
     const int64_t own = SHEAF_WORKSPACE(c.device(), attention_backward, r.queries(q), r.first_keys(k), r.first_keys(v), r.queries(out),
                                         r.queries(lse, 2), r.queries(dout), r.mask(mask), r.queries(dq), to_k, to_v);
-    most = std::max(most, own + (first ? 0 : aligned(sum_k.bytes()) + aligned(sum_v.bytes())));
+    most = std::max(most, own + (first ? 0 : block_bytes(sum_k) + block_bytes(sum_v)));
     first = false;
   }
   return most;
@@ -90,7 +79,8 @@ void AttentionBackwardCall::run(const Execute& c, const Stream& stream, Workspac
     Workspace rest = workspace;
     const View sum_k = r.first_keys(dk), sum_v = r.first_keys(dv);
     const bool first = stored == 0;
-    const View to_k = first ? sum_k : take_like(rest, sum_k), to_v = first ? sum_v : take_like(rest, sum_v);
+    const View to_k = first ? sum_k : take_block("attention_backward", rest, sum_k),
+               to_v = first ? sum_v : take_block("attention_backward", rest, sum_v);
     SHEAF_ON_DEVICE(stream, attention_backward, r.queries(q), r.first_keys(k), r.first_keys(v), r.queries(out), r.queries(lse, 2),
                     r.queries(dout), r.mask(mask), scale, r.queries(dq), to_k, to_v, rest);
     if (first) {
