@@ -13,11 +13,11 @@ namespace {
 using namespace ops;
 
 /// Ops along one dimension, linear in their operands: any other dimension may be cut.
-void place_beside(Place& p, int dim, bool linear = true) {
+void place_beside(Place& p, int dim, bool linear = true, int outputs = 1) {
   if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != dim)
-    rule_all(p, Placement::shard(*map), Placement::shard(*map));
-  rule_all(p, kR, kR);
-  if (linear) rule_all(p, kP, kP);
+    rule_all(p, Placement::shard(*map), Placement::shard(*map), outputs);
+  rule_all(p, kR, kR, outputs);
+  if (linear) rule_all(p, kP, kP, outputs);
 }
 
 /// What is left of a cut of parts when [begin, end) of its dimension is taken out: nothing unless
@@ -35,6 +35,19 @@ std::optional<OwnershipMap> parts_between(const OwnershipMap& map, int64_t begin
   const OwnershipMap left = sizes.size() == 1 ? OwnershipMap::even(map.dim(), sizes[0] / map.granule())
                                               : OwnershipMap::parts(map.dim(), sizes, map.granule());
   return map.is_inner() ? left.inner() : left;
+}
+
+/// The same of stretches of these sizes, one behind another; empty unless all are whole parts.
+std::vector<Placement> whole_parts(const OwnershipMap& map, const std::vector<int64_t>& sizes) {
+  std::vector<Placement> out;
+  int64_t at = 0;
+  for (const int64_t size : sizes) {
+    const auto part = parts_between(map, at, at + size);
+    if (!part) return {};
+    out.push_back(Placement::shard(*part));
+    at += size;
+  }
+  return out;
 }
 
 /// A cut of parts, as OwnershipMap::parts has it, in attributes.
@@ -155,15 +168,9 @@ struct Concat {
     place_beside(p, dim);
     if (!a.of_result.sizes || !p.in(0).is_shard(dim)) return;
     const OwnershipMap out = a.of_result.like(p.in(0).map());
-    std::vector<Placement> in;
-    int64_t at = 0;
-    for (int i = 0; i < p.num_inputs(); ++i) {
-      const auto part = parts_between(out, at, at + p.shape(i)[dim]);
-      if (!part) return;
-      in.push_back(Placement::shard(*part));
-      at += p.shape(i)[dim];
-    }
-    p.rule(in, std::vector{Placement::shard(out)});
+    std::vector<int64_t> sizes;
+    for (int i = 0; i < p.num_inputs(); ++i) sizes.push_back(p.shape(i)[dim]);
+    if (const auto in = whole_parts(out, sizes); !in.empty()) p.rule(in, std::vector{Placement::shard(out)});
   }
   static void execute(const Attrs& a, Execute& c) {
     const int dim = static_cast<int>(a.dim);
@@ -206,20 +213,9 @@ struct Split {
   }
   static void place(const Attrs& a, Place& p) {
     const int dim = static_cast<int>(a.dim), count = static_cast<int>(a.sizes->size());
-    if (const OwnershipMap* map = p.sharded(); map && !map->is_flat() && map->dim() != dim)
-      rule_all(p, Placement::shard(*map), Placement::shard(*map), count);
-    rule_all(p, kR, kR, count);
-    rule_all(p, kP, kP, count);
+    place_beside(p, dim, true, count);
     if (!p.in(0).is_shard(dim) || !p.in(0).map().is_parts()) return;
-    std::vector<Placement> out;
-    int64_t at = 0;
-    for (const int64_t size : *a.sizes) {
-      const auto part = parts_between(p.in(0).map(), at, at + size);
-      if (!part) return;
-      out.push_back(Placement::shard(*part));
-      at += size;
-    }
-    p.rule(std::vector{p.in(0)}, out);
+    if (const auto out = whole_parts(p.in(0).map(), *a.sizes); !out.empty()) p.rule(std::vector{p.in(0)}, out);
   }
   static bool alias(const Attrs& a, int output, const View& in, View& out) {
     const int dim = static_cast<int>(a.dim);
