@@ -31,22 +31,31 @@ MixtureConfig checked(const MixtureConfig& c) {
 }
 
 /// The layout of x[B, T, ..] with a rank's tokens one behind another, where they stand in several places of a sequence: experts take
-/// tokens one by one, in any order. The places begin at multiples of `unit`; 0 if there is one for each rank.
-Layout in_order_of_ranks(const Tensor& x, int64_t& unit) {
+/// tokens one by one, in any order.
+Layout in_order_of_ranks(const Tensor& x) {
   Layout l = x.layout();
   const Placement even = Placement::shard(1);
   for (int a = 0; a < l.num_axes(); ++a) {
     if (!l[a].is_shard(1) || !l[a].map().is_scattered()) continue;
     const int n = l.mesh()->size(a);
     bool alike = true;
-    int64_t common = 0;
-    for (int r = 0; r < n; ++r) {
-      alike = alike && l[a].map().owned_size(r, n, x.shape()) == even.map().owned_size(r, n, x.shape());
-      for (const Interval& i : l[a].map().owned_intervals(r, n, x.shape())) common = std::gcd(common, std::gcd(i.begin, i.end));
-    }
-    if (alike) l[a] = even, unit = std::gcd(unit, common);
+    for (int r = 0; r < n; ++r) alike = alike && l[a].map().owned_size(r, n, x.shape()) == even.map().owned_size(r, n, x.shape());
+    if (alike) l[a] = even;
   }
   return l;
+}
+
+/// Of what these places in a sequence begin and end at multiples, on any rank; 0 if there is one for each rank.
+int64_t unit_of_places(const Tensor& x) {
+  const Layout& l = x.layout();
+  int64_t unit = 0;
+  for (int a = 0; a < l.num_axes(); ++a) {
+    if (!l[a].is_shard(1) || !l[a].map().is_scattered()) continue;
+    const int n = l.mesh()->size(a);
+    for (int r = 0; r < n; ++r)
+      for (const Interval& i : l[a].map().owned_intervals(r, n, x.shape())) unit = std::gcd(unit, std::gcd(i.begin, i.end));
+  }
+  return unit;
 }
 
 /// `to` in place of `from` on all axes.
@@ -124,8 +133,8 @@ MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)
   else choice_bias.keep_exact(), choice_bias.freeze();
 }
 
-// Where nothing is dropped, ranks that share a sequence have a group each. A rank's tokens begin at multiples of `unit`.
-int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops, int64_t unit) const {
+// Where nothing is dropped, ranks that share a sequence have a group each.
+int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops) const {
   const Layout& l = x_BTC.layout();
   int64_t ranks = 1;
   std::string axes;
@@ -135,7 +144,7 @@ int64_t MixtureOfExperts::groups_of(const Tensor& x_BTC, bool drops, int64_t uni
     axes += str(axes.empty() ? "'" : " and '", l.mesh()->name(a), "'");
   }
   if (!drops || config.capacity_factor == 0) return ranks;
-  const int64_t tokens = x_BTC.size(1);
+  const int64_t tokens = x_BTC.size(1), unit = unit_of_places(x_BTC);
   const bool whole = config.groups % ranks == 0 && tokens % config.groups == 0 && (tokens == 0 || unit % (tokens / config.groups) == 0);
   if (ranks > 1 && !whole)
     fail<ConfigError>("[experts] '", path(), "': places for the tokens of a sequence are counted in ", config.groups,
@@ -186,13 +195,12 @@ Tensor MixtureOfExperts::imbalance_of(const Tensor& affinities_BTE, const Tensor
 }
 
 Tensor MixtureOfExperts::forward(const Tensor& in_BTC, bool drops) {
-  int64_t unit = 0;
-  const Layout together = in_order_of_ranks(in_BTC, unit);
+  const Layout together = in_order_of_ranks(in_BTC);
   const Tensor x_BTC = together == in_BTC.layout() ? in_BTC : relabel(in_BTC, {in_BTC.dtype(), in_BTC.shape(), together}, /*enters=*/true);
   const Tensor affinity = affinities(x_BTC), choices = choose(affinity), weights = weigh(affinity, choices);
   if (training() && config.balances) imbalance = imbalance_of(affinity, choices);
 
-  const int64_t groups = groups_of(x_BTC, drops, unit), tokens = (x_BTC.size(1) + groups - 1) / groups;
+  const int64_t groups = groups_of(in_BTC, drops), tokens = (x_BTC.size(1) + groups - 1) / groups;
   int64_t places = tokens;
   if (drops && config.capacity_factor > 0) {
     const double share = static_cast<double>(config.choices * tokens) / static_cast<double>(config.experts);

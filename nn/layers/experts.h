@@ -76,7 +76,7 @@ struct MixtureOfExperts : Module {
   SHEAF_FIELDS(router, choice_bias, experts, shared, dropout);
 
  private:
-  int64_t groups_of(const Tensor& x_BTC, bool drops, int64_t unit) const;
+  int64_t groups_of(const Tensor& x_BTC, bool drops) const;
   Tensor affinities(const Tensor& x_BTC);
   Tensor choose(const Tensor& affinities_BTE) const;
   Tensor weigh(const Tensor& affinities_BTE, const Tensor& choices_BTK) const;
