@@ -191,13 +191,9 @@ Source from_published(const std::string& folder) {
 
 // Its weights are not trained any more, and rest in the dtype in which they are read.
 std::unique_ptr<Decoder> model_of(const Source& source, const std::string& dtype) {
-  ShardOptions options;
-  if (dtype == "bf16") options.compute_dtype = kBF16;
-  else if (dtype == "f16") options.compute_dtype = kF16;
-  else check<ConfigError>(dtype == "f32", "[generate] generate.dtype is ", dtype, ", not f32, bf16 or f16");
   auto model = make_language_model(source.model, source.vocab);
   for (nn::Parameter& p : model->parameters()) p.freeze_for_good();
-  shard(*model, Mesh{}, options);
+  shard(*model, Mesh{}, {.compute_dtype = compute_dtype_from("generate", dtype)});
   return model;
 }
 

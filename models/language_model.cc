@@ -27,4 +27,11 @@ std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t 
   return model;
 }
 
+std::optional<DType> compute_dtype_from(std::string_view section, std::string_view name) {
+  if (name == "bf16") return kBF16;
+  if (name == "f16") return kF16;
+  check<ConfigError>(name == "f32", "[", section, "] ", section, ".dtype is ", name, ", not f32, bf16 or f16");
+  return {};
+}
+
 }  // namespace sheaf::models

@@ -43,9 +43,7 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   options.stage_axis = axis_if_any("stage");
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
-  if (config.train.dtype == "bf16") options.compute_dtype = kBF16;
-  else if (config.train.dtype == "f16") options.compute_dtype = kF16;
-  else check<ConfigError>(config.train.dtype == "f32", "[train] train.dtype is ", config.train.dtype, ", not f32, bf16 or f16");
+  options.compute_dtype = compute_dtype_from("train", config.train.dtype);
   if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
   else check<ConfigError>(config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ", config.sharding.reduce_dtype,
                           ", not f32 or bf16");
