@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "sheaf/tests/kernels/attention_kernels.h"
+#include "sheaf/tests/kernels/attention_sizes.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
@@ -10,14 +11,7 @@ namespace {
 using namespace sheaf::testing;
 using ::testing::HasSubstr;
 
-struct Sizes {
-  int64_t batch, queries, keys, heads, key_heads, width, value_width = width;
-  Shape q() const { return {batch, queries, heads, width}; }
-  Shape k() const { return {batch, keys, key_heads, width}; }
-  Shape v() const { return {batch, keys, key_heads, value_width}; }
-  Shape out() const { return {batch, queries, heads, value_width}; }
-  Shape lse() const { return {batch, heads, queries}; }
-};
+using Sizes = AttentionSizes;
 const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},    {1, 64, 64, 2, 1, 64},  {2, 130, 130, 4, 2, 16},
                         {1, 1, 200, 4, 2, 32}, {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16},
                         {3, 33, 33, 1, 1, 1},  {1, 65, 65, 2, 2, 80},

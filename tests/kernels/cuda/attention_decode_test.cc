@@ -1,6 +1,7 @@
 #include "sheaf/kernels/cuda/attention_decode.h"
 
 #include "sheaf/kernels/cuda/attention_blocked.h"
+#include "sheaf/tests/kernels/attention_sizes.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 // Few queries to many keys: the CPU's numbers in f64, and the bits of the kernel for many queries, which attention_test has
@@ -10,16 +11,7 @@ namespace {
 
 using namespace sheaf::testing;
 
-struct Sizes {
-  int64_t batch, queries, keys, heads, key_heads, width, value_width = 0;  ///< 0: as `width`
-  int64_t of_values() const { return value_width ? value_width : width; }
-  Shape q() const { return {batch, queries, heads, width}; }
-  Shape k() const { return {batch, keys, key_heads, width}; }
-  Shape v() const { return {batch, keys, key_heads, of_values()}; }
-  Shape out() const { return {batch, queries, heads, of_values()}; }
-  Shape lse() const { return {batch, heads, queries}; }
-  std::string to_string() const { return q().to_string() + v().to_string(); }
-};
+using Sizes = AttentionSizes;
 
 struct Inputs {
   Array q, k, v;

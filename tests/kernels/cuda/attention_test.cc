@@ -1,6 +1,7 @@
 #include "sheaf/kernels/attention.h"
 
 #include "sheaf/kernels/cuda/attention_blocked.h"
+#include "sheaf/tests/kernels/attention_sizes.h"
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 // Our own kernels against the CPU's in f64, which have tests of their own. Who computes where cuDNN
@@ -10,16 +11,7 @@ namespace {
 
 using namespace sheaf::testing;
 
-struct Sizes {
-  int64_t batch, queries, keys, heads, key_heads, width, value_width = 0;  ///< 0: as `width`
-  int64_t of_values() const { return value_width ? value_width : width; }
-  Shape q() const { return {batch, queries, heads, width}; }
-  Shape k() const { return {batch, keys, key_heads, width}; }
-  Shape v() const { return {batch, keys, key_heads, of_values()}; }
-  Shape out() const { return {batch, queries, heads, of_values()}; }
-  Shape lse() const { return {batch, heads, queries}; }
-  std::string to_string() const { return q().to_string() + v().to_string(); }
-};
+using Sizes = AttentionSizes;
 const Sizes kSizes[] = {{2, 5, 5, 3, 3, 8},     {1, 64, 64, 2, 1, 64},  {2, 130, 130, 4, 2, 16},
                         {1, 1, 200, 4, 2, 32},  {1, 70, 193, 2, 2, 20}, {1, 100, 40, 2, 1, 16},
                         {3, 33, 33, 1, 1, 1},   {1, 65, 65, 2, 2, 80},  {1, 31, 95, 4, 2, 63},
