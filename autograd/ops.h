@@ -294,8 +294,8 @@ struct AttentionOptions {
   int64_t window = 0;
 };
 /// softmax(scale q kᵀ) v per head for q[B, T, H, D], k[B, S, G, D] and v[B, S, G, E]: [B, T, H, E]. H is a multiple of G, and head
-/// h reads key head h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be Shard(1) beside keys and values
-/// that are Replicate, whose gradients are then Partial: each rank computes its own, at their positions.
+/// h reads key head h / (H / G). Never builds the T x S matrix. A query that sees no key gives zeros. Queries may be
+/// Shard(1) beside keys and values that are Replicate, whose gradients are then Partial: each rank computes its own, at their positions.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
 /// The same for a packed projection [B, T, (H + 2 G) D] of queries, keys and values, to [B, T, H D]. Its gradient is one
 /// tensor, written where it belongs: three slices would each be padded and added. Heads are cut by

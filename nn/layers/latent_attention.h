@@ -34,7 +34,8 @@ struct LatentAttentionConfig {
 
 /// Causal self-attention as CausalSelfAttention's: [B, T, C] → [B, T, C], with a cache, documents and a window as there. A cache keeps
 /// whole keys and values. Ranks of a tensor axis share heads; of one that cuts tokens the latents are gathered, which are narrower than
-/// x. So they are along a context axis by ContextComm::all_gather; by all_to_all its ranks share heads, too. Rotary positions turn neighbours, as in DeepSeek's checkpoints.
+/// x. So they are along a context axis by ContextComm::all_gather; by all_to_all its ranks share heads, too. Rotary positions turn
+/// neighbours, as in DeepSeek's checkpoints.
 struct LatentAttention : Module {
   LatentAttentionConfig config;
   Linear latents;      ///< rows of the weight: the queries' latent if there is one, that of keys and values, R of the shared key
