@@ -342,12 +342,15 @@ struct CrossEntropyOptions {
                               ///< tokens whether they are targets or not, goes by divide_by if both are given
   bool recompute = false;     ///< linear_cross_entropy: compute the logits again in backward, which saves the memory of
                               ///< the weight's gradient between the two and costs a third more
+  bool per_target = false;    ///< the loss of each target [..] instead of their mean, 0 where it is ignored, divided by nothing:
+                              ///< the negative of its log-likelihood
 };
 /// Scalar loss in nats, f32 (f64 for f64): the sum over rows of log(sum(exp(logits))) - logits[target], divided. Integer
 /// targets[..] for logits[.., V]; one outside [0, V) throws DataError. Rows cut over ranks give a Partial loss.
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets, const CrossEntropyOptions& options = {});
 /// cross_entropy(linear(x, weight), targets) in chunks of rows, so that the logits never exist whole. Where ranks have rows
-/// of the weight each, it is put together from linear_lse: x and targets are whole on that axis, the loss is Partial.
+/// of the weight each, it is put together from linear_lse: x and targets are whole on that axis, the loss is Partial. So it is
+/// for the losses of each target, whose backward computes the logits again.
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options = {});
 /// What each part of a vocabulary knows of the loss (Shoeybi et al., https://arxiv.org/abs/1909.08053, section 3).

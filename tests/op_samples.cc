@@ -479,6 +479,9 @@ const std::vector<OpSample>& op_samples() {
       {.op = "cross_entropy", .variant = "ignored", .inputs = {{6, 5}, integers({6}, 5, kI32, -1)},
        .f = [](Args x) { return cross_entropy(x[0], x[1], {.ignore_index = -1, .divide_by = 3.0}); },
        .no_second = "cross_entropy_backward", .tolerance = 2, .rules = {"S0 S0 -> P"}},
+      {.op = "cross_entropy", .variant = "per target", .inputs = {{2, 3, 7}, integers({2, 3}, 7, kI32, -1)},
+       .f = [](Args x) { return cross_entropy(x[0], x[1], {.per_target = true}); }, .no_second = "cross_entropy_backward",
+       .tolerance = 2, .rules = {"S0 S0 -> S0", "S1 S1 -> S1"}},
       // Classes that are alike would leave the input a gradient of nothing but rounding.
       {.op = "linear_cross_entropy", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2]); }, .no_second = "linear_cross_entropy_fused",
@@ -490,6 +493,10 @@ const std::vector<OpSample>& op_samples() {
       {.op = "linear_cross_entropy", .variant = "recompute", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7)},
        .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.recompute = true}); },
        .no_second = "linear_cross_entropy_backward", .tolerance = 4, .rules = {"S0 R S0 -> P", "S1 R S1 -> P", "R S0 R -> P"},
+       .table = 1, .redistributes = true},
+      {.op = "linear_cross_entropy", .variant = "per target", .inputs = {{2, 3, 4}, distinct({7, 4}), integers({2, 3}, 7, kI32, -1)},
+       .f = [](Args x) { return linear_cross_entropy(x[0], x[1], x[2], {.per_target = true}); },
+       .no_second = "linear_lse_backward", .tolerance = 4, .rules = {"S0 R S0 -> S0", "S1 R S1 -> S1", "R S0 R -> P"},
        .table = 1, .redistributes = true},
       // Of a frozen head, and of a head behind what is frozen.
       {.op = "linear_cross_entropy", .variant = "constant weight", .inputs = {{2, 3, 4}, constant(distinct({7, 4})), integers({2, 3}, 7)},

@@ -347,7 +347,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets,
                      const CrossEntropyOptions& options) {
   const Tensor losses =
       apply_all<CrossEntropy>({options.ignore_index}, {dense_rows(logits), targets})[0];
-  return averaged(sum(losses), targets, options);
+  return options.per_target ? losses : averaged(sum(losses), targets, options);
 }
 
 LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t ignore_index) {
@@ -357,10 +357,11 @@ LinearLse linear_lse(const Tensor& x, const Tensor& weight, const Tensor& target
 
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
                             const CrossEntropyOptions& options) {
-  if (is_cut(weight.layout())) {
+  if (options.per_target || is_cut(weight.layout())) {
     const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index);
     // All ranks then have the log-sum-exps: the difference keeps their sum on one of them.
-    const Tensor lse = logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/true);
+    const Tensor lse = logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/!options.per_target);
+    if (options.per_target) return sub(lse, parts.target_logits);
     return averaged(sub(sum(lse), sum(parts.target_logits)), targets, options);
   }
   const Tensor rows = dense_rows(x);
