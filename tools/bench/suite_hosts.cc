@@ -49,13 +49,13 @@ double bytes_from_elsewhere(const Mesh& mesh) {
   return there * static_cast<double>(bytes);
 }
 
-Steps steps_of(const models::TrainConfig& config, double bytes_per_second, int count) {
+Steps steps_of(const models::TrainConfig& config, double bytes_per_second, int64_t warm, int count) {
   Steps out;
   const auto train = [&](World& world) {
     models::TrainingStep step(config, config.model.vocab, world, world.device());
     const models::FillBatch fill = random_tokens(config);
     int64_t done = 0;
-    for (int warm = 0; warm < 4; ++warm) step.run(done++, fill).loss.item();
+    while (done < warm) step.run(done, fill).loss.item(), ++done;
     for (int i = 0; i < count; ++i) {
       world.communicator().barrier("bench").sync();
       const double before = bytes_from_elsewhere(step.mesh()), begin = now();
@@ -79,13 +79,14 @@ void measure(Session& session, const std::string& name, double bytes_per_second,
     more.insert(more.end(), {"--train.batch=32", "--train.micro_batches=4"});
     return training_config(name, more);
   };
-  const int samples = session.samples(12), rounds = std::min(3, (samples + 3) / 4),
-            count = samples / rounds;
+  const bool quick = session.options().quick;
+  const int samples = quick ? 2 : session.samples(12), rounds = std::min(3, (samples + 3) / 4), count = samples / rounds;
+  const int64_t warm = quick ? 3 : 4;  // the third step becomes a program
   std::vector<double> peers;
   double peers_megabytes = 0, megabytes = 0;
   for (int round = 0; round < rounds; ++round) {
-    const Steps own = steps_of(config(choice), bytes_per_second, count);
-    const Steps other = steps_of(config(kFullShard), bytes_per_second, count);
+    const Steps own = steps_of(config(choice), bytes_per_second, warm, count);
+    const Steps other = steps_of(config(kFullShard), bytes_per_second, warm, count);
     line.samples_s.insert(line.samples_s.end(), own.seconds.begin(), own.seconds.end());
     peers.insert(peers.end(), other.seconds.begin(), other.seconds.end());
     megabytes = own.megabytes, peers_megabytes = other.megabytes;
