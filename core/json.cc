@@ -88,10 +88,14 @@ class MemberFinder : public nlohmann::json_sax<nlohmann::json> {
   MemberFinder(std::span<const std::string> keys, std::string_view origin)
       : keys_(keys), builder_(origin), values_(keys.size()), found_(keys.size()) {}
   [[noreturn]] void refuse(const std::string& reason) const { builder_.refuse(reason); }
-  std::vector<Json> take() {
+  void require_all() const {
     for (size_t i = 0; i < keys_.size(); ++i)
       if (!found_[i]) refuse("no member " + json_string(keys_[i]));
-    return std::move(values_);
+  }
+  std::vector<Json> take() { return std::move(values_); }
+  void parse(std::string_view text) {
+    if (text.find('\0') != std::string_view::npos) refuse("contains a zero byte");
+    nlohmann::json::sax_parse(text.begin(), text.end(), this);
   }
 
   bool null() override { return value([](Builder& b) { b.null(); }); }
@@ -141,8 +145,14 @@ class MemberFinder : public nlohmann::json_sax<nlohmann::json> {
 
 std::vector<Json> json_members(std::string_view text, std::span<const std::string> keys, std::string_view origin) {
   MemberFinder finder(keys, origin);
-  if (text.find('\0') != std::string_view::npos) finder.refuse("contains a zero byte");
-  nlohmann::json::sax_parse(text.begin(), text.end(), &finder);
+  finder.parse(text);
+  finder.require_all();
+  return finder.take();
+}
+
+std::vector<Json> json_members_or_null(std::string_view text, std::span<const std::string> keys, std::string_view origin) {
+  MemberFinder finder(keys, origin);
+  finder.parse(text);
   return finder.take();
 }
 

@@ -69,7 +69,9 @@ class Json {
 /// The members `keys` of the object in `text`, whose other members may be any JSON: integers of more than 64 bits, at any depth;
 /// but no number beyond a double's range. Throws DataError "[json] <origin>: <reason>".
 std::vector<Json> json_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);
-/// The same of members that are strings.
+/// The same, where those that are not there are null.
+std::vector<Json> json_members_or_null(std::string_view text, std::span<const std::string> keys, std::string_view origin);
+/// json_members() that are strings.
 std::vector<std::string> json_text_members(std::string_view text, std::span<const std::string> keys, std::string_view origin);
 
 /// Shortest decimal text that reads back to the same double, with a point or an exponent; "null" for NaN and infinities.

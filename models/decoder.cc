@@ -69,6 +69,8 @@ Tensor Decoder::loss_until(int64_t until, ForwardProgress& at, const Tensor& tok
       linear_cross_entropy(region.enter(x_BTC), head_weight(), region.enter(targets_BT), options));
   add_penalties(first, until, at.penalty);
   const Tensor penalty = std::exchange(at.penalty, {});
+  check<ConfigError>(!penalty || !options.per_target, "[", sizes_.type, "] what blocks add to the loss in training belongs to no target: ask for ",
+                     "the mean, or call eval()");
   return penalty ? with_penalty(loss, penalty, targets_BT.numel(), options) : loss;
 }
 

@@ -7,16 +7,11 @@
 #include <optional>
 
 #include "sheaf/autograd/ops.h"
-#include "sheaf/core/file.h"
 #include "sheaf/core/random.h"
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/models/chat_format.h"
 #include "sheaf/models/language_model.h"
-#include "sheaf/models/model_checkpoint.h"
-#include "sheaf/models/published_config.h"
-#include "sheaf/models/published_text.h"
-#include "sheaf/models/published_weights.h"
-#include "sheaf/models/run_state.h"
+#include "sheaf/models/saved_model.h"
 #include "sheaf/models/utf8.h"
 #include "sheaf/nn/shard.h"
 
@@ -150,48 +145,9 @@ std::vector<int32_t> generate(Decoder& model, const std::vector<int32_t>& prompt
 
 namespace {
 
-/// A model that is there, and what it reads and writes.
-struct Source {
-  ModelConfig model;
-  int64_t vocab = 0;
-  PublishedText text = {};
-  std::function<void(Decoder&)> load = {};
-};
-
-Source from_run(const std::string& folder) {
-  auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr);
-  if (!checkpoint)
-    fail<CheckpointError>("[generate] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ",
-                          folder);
-  const RunState state = RunState::from_json(checkpoint->state());
-  Source out{.model = state.model, .vocab = state.vocab, .text = {.tokenizer = state.tokenizer}};
-  if (!state.tokenizer) {
-    // It read what was tokenized before: where it started from published weights, by their tokenizer.
-    const std::string config = state.weights ? published_config_file(state.weights->path) : "";
-    if (config.empty())
-      fail<ConfigError>("[generate] the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte: ",
-                        "it has no tokenizer");
-    out.text = read_published_text(parent_of(config));
-  }
-  if (state.model.end_of_text >= 0) out.text.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
-  out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}); };
-  return out;
-}
-
-Source from_published(const std::string& folder) {
-  Source out{.model = read_published_config(published_config_file(folder)), .text = read_published_text(folder)};
-  out.vocab = out.model.vocab;
-  if (const int64_t known = out.text.tokenizer->vocab_size(); known > out.vocab)
-    fail<ConfigError>("[generate] '", folder, "': the tokenizer has ", known, " tokens, the model ", out.vocab);
-  const auto files = std::make_shared<PublishedFiles>(PublishedFiles::open(folder));
-  check_weights(*files, out.model);
-  out.load = [files](Decoder& model) { load_weights(model, *files); };
-  return out;
-}
-
 // Its weights are not trained any more, and rest in the dtype in which they are read.
-std::unique_ptr<Decoder> model_of(const Source& source, const std::string& dtype) {
-  auto model = make_language_model(source.model, source.vocab);
+std::unique_ptr<Decoder> model_of(const SavedModel& saved, const std::string& dtype) {
+  auto model = make_language_model(saved.model, saved.vocab);
   for (nn::Parameter& p : model->parameters()) p.freeze_for_good();
   shard(*model, Mesh{}, {.compute_dtype = compute_dtype_from("generate", dtype)});
   return model;
@@ -201,27 +157,27 @@ std::unique_ptr<Decoder> model_of(const Source& source, const std::string& dtype
 
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit) {
-  const bool published = !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
-  const Source source = published ? from_published(folder) : from_run(folder);
-  const Tokenizer& tokenizer = *source.text.tokenizer;
+  const SavedModel saved = open_saved_model("generate", folder);
+  check<ConfigError>(saved.text.tokenizer != nullptr, "[generate] ", saved.no_tokenizer);
+  const Tokenizer& tokenizer = *saved.text.tokenizer;
   std::vector<int32_t> prompt = encode_prompt(tokenizer, config);
-  const std::vector<int32_t> ends = ends_of(tokenizer, config, source.text.ends);
+  const std::vector<int32_t> ends = ends_of(tokenizer, config, saved.text.ends);
   const auto length = static_cast<int64_t>(prompt.size());
-  if (!config.chat.empty() && length >= source.model.context)
-    fail<ConfigError>("[generate] the conversation has ", length, " tokens, the model's context ", source.model.context,
+  if (!config.chat.empty() && length >= saved.model.context)
+    fail<ConfigError>("[generate] the conversation has ", length, " tokens, the model's context ", saved.model.context,
                       ": nothing of it may be left out");
-  if (length > source.model.context)
-    warn_on_stderr(str("the prompt has ", length, " tokens, the model's context ", source.model.context,
+  if (length > saved.model.context)
+    warn_on_stderr(str("the prompt has ", length, " tokens, the model's context ", saved.model.context,
                        ": only its last are read"));
-  const auto model = model_of(source, config.dtype);
+  const auto model = model_of(saved, config.dtype);
   materialize(*model, device, {.values = false});
-  source.load(*model);
+  saved.load(*model);
   Utf8Assembler text;
   emit(text.add(tokenizer.decode(prompt)));
   // What is rendered has what stands before a text.
   if (config.chat.empty() && !config.special_tokens)
-    prompt.insert(prompt.begin(), source.text.before.begin(), source.text.before.end());
-  generate(*model, prompt, source.model.context, tokenizer.vocab_size(), config,
+    prompt.insert(prompt.begin(), saved.text.before.begin(), saved.text.before.end());
+  generate(*model, prompt, saved.model.context, tokenizer.vocab_size(), config,
            [&](int32_t token) { emit(text.add(tokenizer.decode_more(std::span(&token, 1)))); }, ends);
   emit(text.finish());
 }

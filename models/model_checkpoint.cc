@@ -58,14 +58,19 @@ void check_outside(const char* who) {
 }
 
 CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
+  const auto all = units(module);
+  const auto is_shared = [&](const auto& unit) { return unit->mesh() && unit->mesh()->num_ranks() == world.size(); };
+  if (world.size() > 1 && std::ranges::none_of(all, is_shared))
+    fail<ConfigError>("[checkpoint] the world has ", world.size(), " ranks, but this ", module.type_name(), " is not "
+                      "shared among them: call shard(model, mesh) before materialize()");
+  return checkpoint_group(world);
+}
+
+CheckpointGroup checkpoint_group(World& world) {
   CheckpointGroup group;
   group.rank = world.rank();
   group.world = world.size();
   if (world.size() == 1) return group;
-  const auto all = units(module);
-  if (std::ranges::none_of(all, [&](const auto& u) { return u->mesh() && u->mesh()->num_ranks() == world.size(); }))
-    fail<ConfigError>("[checkpoint] the world has ", world.size(), " ranks, but this ", module.type_name(), " is not "
-                      "shared among them: call shard(model, mesh) before materialize()");
   Communicator* lane = &world.communicator();
   group.barrier = [lane] { lane->barrier("checkpoint").sync(); };
   group.all_true = [lane](bool mine) {

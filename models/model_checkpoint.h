@@ -60,7 +60,9 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
 /// Throws LifetimeError, in the name of `who`, inside a recording, whose values a save would discard.
 void check_outside(const char* who);
 
-/// The ranks that share `module`, as the store wants them. ConfigError if the world has several and nothing cuts the
+/// All ranks, as the store wants them.
+CheckpointGroup checkpoint_group(World& world);
+/// The same of the ranks that share `module`. ConfigError if the world has several and nothing cuts the
 /// module over them.
 CheckpointGroup checkpoint_group(nn::Module& module, World& world);
 /// Memory of the host in which a copy of what is saved lies, time and again: it grows to what it is asked for.

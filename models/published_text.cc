@@ -50,13 +50,17 @@ std::vector<int32_t> end_ids(const Json& file) {
 
 }  // namespace
 
+bool has_published_text(const std::string& folder) {
+  return path_exists(folder + "/tokenizer.json") || path_exists(folder + "/merges.txt") || path_exists(folder + "/vocab.bpe");
+}
+
 PublishedText read_published_text(const std::string& folder) {
   PublishedText out;
   if (const std::string file = folder + "/tokenizer.json"; path_exists(file)) {
     const Json json = read_json(file);
     out.tokenizer = make_huggingface_tokenizer(json, str("'", file, "'"));
     out.before = tokens_before(json, file, *out.tokenizer);
-  } else if (path_exists(folder + "/merges.txt") || path_exists(folder + "/vocab.bpe")) {
+  } else if (has_published_text(folder)) {
     out.tokenizer = load_gpt2_tokenizer(folder);
   } else {
     fail<ConfigError>("[tokenizer] '", folder, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");

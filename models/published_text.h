@@ -16,6 +16,9 @@ struct PublishedText {
   std::vector<int32_t> ends = {};    ///< ids with which the model ends what it writes
 };
 
+/// Whether there is a tokenizer in `folder`.
+bool has_published_text(const std::string& folder);
+
 /// From a folder with tokenizer.json, whose post-processor says what stands before a text, or with GPT-2's vocab.json and
 /// merges.txt; ends are eos_token_id of generation_config.json, else of config.json. Throws ConfigError where there is no
 /// tokenizer, DataError naming the file that is malformed.

@@ -28,6 +28,7 @@ class StepInputs {
   /// All of step `step`, whose first sample is `first`; `targets` of its targets count, on all ranks.
   void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars, double targets);
 
+  int64_t num_micro_batches() const { return static_cast<int64_t>(samples_.size()); }
   const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
   /// What one micro-batch takes of the memory that all of them lie in.
   int64_t bytes_of_micro_batch(int64_t i) const;

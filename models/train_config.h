@@ -126,6 +126,7 @@ struct DataConfig {
   std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several; or
                                    ///< weights and patterns in turn, "0.7 web_*.bin 0.3 code_*.bin"
   std::string val_file;            ///< token file to validate on, or several; or named sets of them (ValidationSets::open)
+  std::string choices;             ///< questions with choices that evaluations answer, JSON lines; or named sets of them (open_choices)
   std::string order = "shuffled";  ///< of windows to train on: "shuffled" in epochs, each once, or at "random" places
   bool separate_documents = false;  ///< tokens attend to those of their own document alone
   bool examples = false;           ///< no option of its own: files to train on hold examples, of which not all targets count
@@ -159,6 +160,7 @@ struct OptimizationConfig {
   double clip = 1.0;                ///< largest norm of the gradient; 0: no clipping
   int64_t eval_every = 250;         ///< steps between evaluations; 0: only at the end
   int64_t eval_tokens = 0;          ///< targets per evaluation; 0: the whole validation split
+  int64_t eval_questions = 0;       ///< of each set of data.choices; 0: all
   int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" or "f16" with f32 masters, gradients, statistics

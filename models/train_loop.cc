@@ -164,8 +164,12 @@ class Trainer::Loop {
     if (first_rank_) {
       std::vector<Metric> values{{"val_loss", report_.val_loss}};
       for (const auto& [name, loss] : report_.val_losses) values.push_back({"val_loss_" + name, loss});
+      for (const auto& [name, of] : report_.accuracies) {
+        const std::string suffix = name.empty() ? "" : "_" + name;
+        values.push_back({"accuracy" + suffix, of.accuracy}), values.push_back({"accuracy_norm" + suffix, of.accuracy_norm});
+      }
       metrics_->write(report_.done, values);
-      trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_)));
+      trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_), accuracies_by_name(report_)));
     }
     if (!std::isfinite(report_.val_loss))
       fail<NonFiniteError>("[train] step ", report_.done, ": validation loss ", unsigned_nan(report_.val_loss), losses_by_name(report_));
@@ -211,6 +215,8 @@ void Trainer::evaluate(TrainReport& report) {
     if (!v.name.empty()) report.val_losses.emplace_back(v.name, v.loss);
   }
   report.val_loss = mean_loss(validation_);
+  report.accuracies.clear();
+  for (const ChoiceQuestions& q : choices_) report.accuracies.emplace_back(q.name(), q.accuracy(step_->evaluate(q)));
 }
 
 TrainReport Trainer::run(const std::function<int()>& signal) {
@@ -225,6 +231,12 @@ TrainReport Trainer::run(const std::function<int()>& signal) {
 std::string losses_by_name(const TrainReport& report) {
   std::string text;
   for (const auto& [name, loss] : report.val_losses) text += str(", of ", name, ' ', loss);
+  return text;
+}
+
+std::string accuracies_by_name(const TrainReport& report) {
+  std::string text;
+  for (const auto& [name, of] : report.accuracies) text += "  " + accuracy_line(name, of);
   return text;
 }
 

@@ -4,9 +4,12 @@
 #include "sheaf/core/file.h"
 #include "sheaf/core/parallel.h"
 #include "sheaf/distributed/agreement.h"
+#include "sheaf/models/document_separator.h"
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
+#include "sheaf/models/published_config.h"
+#include "sheaf/models/published_text.h"
 #include "sheaf/models/published_weights.h"
 
 namespace sheaf::models {
@@ -14,50 +17,18 @@ namespace {
 
 // Where a host keeps its copy of the data is its own affair; what stands there is not.
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val,
-                       const std::optional<WeightsState>& weights) {
+                       const std::vector<ChoiceQuestions>& choices, const std::optional<WeightsState>& weights) {
   const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
                                 val.xxh3);
   const std::string tokenizer = corpus.tokenizer ? digest_of_text(corpus.tokenizer->to_json().dump()).xxh3 : "none";
+  std::string questions = "none";
+  for (const ChoiceQuestions& q : choices) questions += str(' ', q.name(), " XXH3 ", q.digest());
   const std::string start = weights ? str("XXH3 ", weights->xxh3) : "none";
   require_agreement(world, "data", {{"the size of the vocabulary", str(corpus.vocab)},
                                     {"the data", value, str("'", corpus.train.name(), "' (", value, ")")},
                                     {"the tokenizer", tokenizer},
+                                    {"data.choices", questions},
                                     {"model.weights", start, weights ? str("'", weights->path, "' (", start, ")") : start}});
-}
-
-// The token that ends a document.
-int64_t end_of_text_of(const TrainConfig& config, const Tokenizer* tokenizer) {
-  const DataConfig& data = config.data;
-  int64_t id = data.end_of_text;
-  if (id < 0 && tokenizer) id = tokenizer->end_of_text().value_or(-1);
-  if (id < 0)
-    fail<ConfigError>("[data] data.separate_documents: which token ends a document is not known: ",
-                      tokenizer ? str("data.tokenizer ", tokenizer->kind(), " has none") : "the token files do not say it",
-                      "; give its id, data.end_of_text");
-  if (id >= config.model.vocab)
-    fail<ConfigError>("[data] data.end_of_text ", id, " is no token of a vocabulary of ", config.model.vocab);
-  return id;
-}
-
-// The token that documents are kept apart by; -1 if they are not. Examples always are, for they have nothing to do with those beside
-// them: by one token, which then ends documents, too.
-int64_t separator_of(const TrainConfig& config, const Corpus& corpus) {
-  const DataConfig& data = config.data;
-  const std::vector<Tokens> all = corpus.sequences();
-  const std::optional<int32_t> end = common_example_end(all);
-  if (!end) return data.separate_documents ? end_of_text_of(config, corpus.tokenizer.get()) : -1;
-  const Tokens* text = nullptr;
-  const Tokens* examples = nullptr;
-  for (const Tokens& tokens : all) (tokens.example_end() ? examples : text) = &tokens;
-  if (!data.separate_documents && !corpus.train.example_end())
-    fail<ConfigError>("[data] '", examples->name(), "' holds examples, which are kept apart; so that what the model is trained on is, too, ",
-                      "give data.separate_documents true");
-  if (!data.separate_documents || (!text && data.end_of_text < 0)) return *end;
-  const int64_t of_text = end_of_text_of(config, corpus.tokenizer.get());
-  if (of_text != *end)
-    fail<ConfigError>("[data] data.separate_documents: documents end with token ", of_text, ", the examples of '", examples->name(),
-                      "' with token ", *end, ": tokenize them with the same --end-token");
-  return of_text;
 }
 
 // The published files may be gone when a run is continued: its checkpoints have what was in them.
@@ -93,8 +64,9 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   config_.data.examples = corpus_.train.example_end().has_value();
   check_memory(config_, config_.model.vocab, world_);
   find_weights();
+  open_questions();
   lock_folder();
-  require_same_data(world_, corpus_, train_data_, val_data_, weights_);  // here, for it also waits for rank 0 to have the folder
+  require_same_data(world_, corpus_, train_data_, val_data_, choices_, weights_);  // here, for it also waits for rank 0 to have the folder
   TrainConfig fitted =
       fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
   if (config_.train.recompute == "fit") {
@@ -153,6 +125,18 @@ void Trainer::find_weights() {
   files_ = PublishedFiles::open(path);
   check_weights(*files_, config_.model);
   weights_ = {path, files_->digest()};
+}
+
+// Texts become tokens as those that the model was or will be trained on.
+void Trainer::open_questions() {
+  if (config_.data.choices.empty()) return;
+  PublishedText text{.tokenizer = corpus_.tokenizer};
+  const std::string published = config_.model.weights.empty() ? "" : published_config_file(config_.model.weights);
+  if (!text.tokenizer && !published.empty()) text = read_published_text(parent_of(published));
+  if (!text.tokenizer)
+    fail<ConfigError>("[data] data.choices '", config_.data.choices, "' are texts, and token files do not say how to encode them: give ",
+                      "data.tokenizer gpt2, llama3, huggingface or byte");
+  choices_ = open_choices(config_.data.choices, *text.tokenizer, text.before, config_.model.context, config_.train.eval_questions);
 }
 
 void Trainer::start() {

@@ -34,6 +34,7 @@ struct TrainReport {
   double train_loss = 0;
   double val_loss = 0;           ///< of all validation sets together
   std::vector<std::pair<std::string, double>> val_losses;  ///< of each that has a name
+  std::vector<std::pair<std::string, ChoiceAccuracy>> accuracies;  ///< of each set of questions (data.choices), by its name
   int64_t peak_bytes = 0;        ///< of this rank, in the last step
   std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran here
   Tape tape;                     ///< of the last step that ran here
@@ -42,6 +43,8 @@ struct TrainReport {
 
 /// ", of web 3.1, of chat 1.2": of each validation set that has a name.
 std::string losses_by_name(const TrainReport& report);
+/// "  accuracy of hellaswag 0.2855, norm 0.3112": of each set of questions.
+std::string accuracies_by_name(const TrainReport& report);
 
 class Trainer {
  public:
@@ -62,6 +65,7 @@ class Trainer {
   const TrainConfig& config() const { return config_; }
   const TrainingWindows& windows() const { return windows_; }
   const std::vector<Validation>& validation() const { return validation_; }
+  const std::vector<ChoiceQuestions>& choices() const { return choices_; }
   int64_t num_parameters();
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 
@@ -70,6 +74,7 @@ class Trainer {
   void take_epochs();
   void lock_folder();
   void find_weights();
+  void open_questions();
   void start();
   void refuse_earlier_run() const;
   void restore();
@@ -88,6 +93,7 @@ class Trainer {
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;
   std::vector<Validation> validation_;
+  std::vector<ChoiceQuestions> choices_;
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;

@@ -12,7 +12,6 @@
 #include "sheaf/distributed/in_turn.h"
 #include "sheaf/distributed/keep_within.h"
 #include "sheaf/kernels/cuda/product.h"
-#include "sheaf/models/language_model.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/models/stage_cut.h"
 #include "sheaf/nn/clip_grad_norm.h"
@@ -22,90 +21,6 @@
 
 namespace sheaf::models {
 namespace {
-
-/// Whether what is not cut by experts is sharded over their axis.
-bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
-
-ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder& model, const StageCut& cut) {
-  const auto axis_if_any = [&](const char* name) { return mesh.spec->has_axis(name) ? name : ""; };
-  if (config.sharding.experts > 1 && config.model.experts == 0)
-    fail<ConfigError>("[train] sharding.experts ", config.sharding.experts, ": the model has no mixtures of experts (model.experts)");
-  ShardOptions options;
-  const auto ranks = [&](const char* name) { return mesh.spec->has_axis(name) ? mesh.spec->size(mesh.spec->axis(name)) : 1; };
-  options.axis = mesh.spec->has_axis("data") ? "data" : "context";
-  if (is_over_experts(ranks("data"), ranks("expert"), ranks("context"))) options.axis = "expert";
-  options.replica_axis = axis_if_any("replica");
-  options.secondary = config.sharding.secondary;
-  options.expert_axis = axis_if_any("expert");
-  options.context_axis = axis_if_any("context");
-  options.context_comm = nn::context_comm_from(config.sharding.context_comm);
-  options.tensor_axis = axis_if_any("model");
-  options.stage_axis = axis_if_any("stage");
-  options.strategy = config.sharding.strategy;
-  options.prefetch_bytes = config.sharding.prefetch_bytes;
-  options.compute_dtype = compute_dtype_from("train", config.train.dtype);
-  if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
-  else check<ConfigError>(config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ", config.sharding.reduce_dtype,
-                          ", not f32 or bf16");
-  if (const int stages = ranks("stage"); stages > 1) {
-    if (config.sharding.units != "block")
-      fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
-    options.stage_of = [&](const nn::Module& m, const std::string&) { return model.stage_of(m, cut); };
-    options.units = nn::units_where([&](nn::Module& m, const std::string&) { return model.stage_of(m, cut) >= 0; });
-    return options;
-  }
-  if (config.sharding.units == "block")
-    options.units = nn::units_where([&model](nn::Module& m, const std::string&) { return model.is_block(m); });
-  else if (config.sharding.units == "count")
-    options.units = nn::units_of_at_least(config.sharding.min_parameters);
-  return options;
-}
-
-// Ranks that share a layer are neighbours, then those that share a sequence, then those that share experts, then those that
-// share the model, then its stages: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
-// "data" or, where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the
-// others the model is replicated.
-Mesh mesh_for(const ShardingConfig& sharding, World& world) {
-  const int ranks = world.size();
-  if (sharding.replicas > 1 && sharding.strategy == "replicate")
-    fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
-  int rest = ranks;  // for "data"
-  const auto divide = [&](const char* key, int64_t by, const char* into) {
-    if (by < 1 || rest % by != 0)
-      fail<ConfigError>("[train] ", key, " ", by, ": ", rest, rest == 1 ? " rank cannot" : " ranks cannot", " be divided into ",
-                        into, rest == ranks ? "" : str("; all ", ranks, " are for sharding.replicas times sharding.context times "
-                                               "sharding.tensor times sharding.experts times sharding.pipeline"));
-    rest /= static_cast<int>(by);
-    return static_cast<int>(by);
-  };
-  int replicas = divide("sharding.replicas", sharding.replicas, "as many equal groups");
-  const int tensor = divide("sharding.tensor", sharding.tensor, "groups of so many");
-  const int context = divide("sharding.context", sharding.context, "groups of so many");
-  const int stages = divide("sharding.pipeline", sharding.pipeline, "groups of so many");
-  const int experts = divide("sharding.experts", sharding.experts, "groups of so many");
-  const bool goes_round = sharding.pipeline_runs != 1;
-  if (goes_round && (sharding.pipeline_runs < 1 || stages == 1))
-    fail<ConfigError>("[train] sharding.pipeline_runs ", sharding.pipeline_runs, ": runs of blocks are those of several stages "
-                      "(sharding.pipeline), which is ", stages);
-  if (sharding.pipeline_schedule != "1f1b" && stages == 1)
-    fail<ConfigError>("[train] sharding.pipeline_schedule ", sharding.pipeline_schedule, ": it is about the turns of several stages "
-                      "(sharding.pipeline), which is ", stages);
-  const bool over_experts = is_over_experts(rest, experts, context), over_context = context > rest;
-  if (over_context) replicas *= rest;
-  if (sharding.secondary && replicas == 1 && (context == 1 || (over_context && !over_experts)) && (experts == 1 || over_experts))
-    fail<ConfigError>("[train] sharding.secondary needs several groups of ranks: sharding.replicas, or sharding.experts or a "
-                      "sharding.context that is not what the parameters are cut over");
-  std::vector<MeshSpec::Axis> axes;
-  if (stages != 1) axes.push_back({"stage", stages, /*chain=*/true, /*ring=*/goes_round});
-  if (replicas != 1) axes.push_back({"replica", replicas});
-  if (!over_context) axes.push_back({"data", rest});
-  if (experts != 1) axes.push_back({"expert", experts});
-  if (context != 1) axes.push_back({"context", context});
-  if (tensor != 1) axes.push_back({"model", tensor});
-  if (axes.size() > kMaxAxes)
-    fail<ConfigError>("[train] a mesh has at most ", kMaxAxes, " axes: stages, replicas, data, experts, context and tensor are ", axes.size());
-  return world.mesh(axes);
-}
 
 // Whose steps are told the learning rate.
 std::unique_ptr<optim::Optimizer> make_optimizer(const OptimizationConfig& t, nn::Module& module) {
@@ -142,33 +57,30 @@ void check_graph(Device device, const Mesh& mesh) {
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(config), world_(world), device_(device), num_targets_(options.num_targets), mesh_(mesh_for(config.sharding, world)),
-      cut_(options.stand_in.blocks.empty() ? stage_cut(config, vocab) : StageCut(options.stand_in.blocks, static_cast<int>(config.sharding.pipeline))),
-      turns_(options.stand_in.turns),
-      model_(make_language_model(model_of(config), vocab)) {
+    : config_(config), world_(world), device_(device), num_targets_(options.num_targets),
+      sharded_(sharded_model(config, vocab, world, {.blocks = options.stand_in.blocks})), turns_(options.stand_in.turns) {
   check<ConfigError>(!config_.data.examples || num_targets_ || device_.is_meta(), "[train] data.examples: how many targets count is not known");
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
-  if (config_.train.cuda_graph) check_graph(device_, mesh_);
+  if (config_.train.cuda_graph) check_graph(device_, sharded_.mesh);
   if (config_.sharding.memory_budget != 0 && !config_.train.compile)
     fail<ConfigError>("[train] sharding.memory_budget ", config_.sharding.memory_budget, " is for train.recompute fit and for "
                       "train.compile");
-  const int stages = mesh_.spec->has_axis("stage") ? mesh_.size("stage") : 1;
+  const int stages = sharded_.mesh.spec->has_axis("stage") ? sharded_.mesh.size("stage") : 1;
   const int64_t runs = config_.sharding.pipeline_runs;
   if (runs > 1 && turns_.empty() && config_.train.micro_batches % stages != 0)
     fail<ConfigError>("[train] train.micro_batches ", config_.train.micro_batches, ": with sharding.pipeline_runs ", runs, " it is a multiple of ",
                       "sharding.pipeline, ", stages);
   if (turns_.empty())
-    turns_ = turns_of(config_, stages > 1 ? mesh_.coordinate("stage") : 0, stages, config_.train.micro_batches);
+    turns_ = turns_of(config_, stages > 1 ? sharded_.mesh.coordinate("stage") : 0, stages, config_.train.micro_batches);
   const DeviceScope scope(device_);
-  shard(*model_, mesh_, shard_options(config_, mesh_, *model_, cut_));
-  materialize(*model_, device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
+  materialize(*sharded_.model, device_, {.seed = static_cast<uint64_t>(config_.train.seed), .dtype = options.masters});
   if (const bool selective = config_.train.recompute == "selective"; selective || config_.train.recompute == "block") {
     // The first ones, of each stage: when the reverse pass comes to them, what later ones had kept is gone.
     const int64_t blocks = config_.train.recompute_blocks;
     std::vector<int64_t> left(static_cast<size_t>(stages), blocks >= 0 ? blocks : selective ? 0 : config_.model.layers);
-    for (auto& [path, module] : model_->named_modules()) {
-      if (!model_->is_block(*module)) continue;
-      const bool whole = left[static_cast<size_t>(std::max(0, model_->stage_of(*module, cut_)))]-- > 0;
+    for (auto& [path, module] : sharded_.model->named_modules()) {
+      if (!sharded_.model->is_block(*module)) continue;
+      const bool whole = left[static_cast<size_t>(std::max(0, sharded_.model->stage_of(*module, sharded_.cut)))]-- > 0;
       if (whole) module->recompute({.offload = config_.train.offload_activations});
       else if (selective) module->recompute({.selective = true});
     }
@@ -178,23 +90,23 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     check<ConfigError>(!config_.train.offload_activations, "[train] train.offload_activations goes with train.recompute block, "
                        "selective or fit: offloaded is what blocks are computed again from");
   }
-  optimizer_ = make_optimizer(config_.train, *model_);
+  optimizer_ = make_optimizer(config_.train, *sharded_.model);
   if (config_.train.dtype == "f16")
     scaler_.emplace(device_, optim::LossScalerOptions{.initial = config_.train.loss_scale,
                                                       .growth_interval = config_.train.loss_scale_interval});
-  inputs_ = std::make_unique<StepInputs>(config_, mesh_, device_,
+  inputs_ = std::make_unique<StepInputs>(config_, sharded_.mesh, device_,
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
 }
 
 int64_t TrainingStep::num_parameters() {
   int64_t count = 0;
-  for (const nn::Parameter& p : model_->parameters()) count += p.shape().numel();
+  for (const nn::Parameter& p : sharded_.model->parameters()) count += p.shape().numel();
   return count;
 }
 
 int64_t TrainingStep::num_trained() {
   int64_t count = 0;
-  for (const nn::Parameter& p : model_->parameters()) count += p.trainable() ? p.numel() : 0;
+  for (const nn::Parameter& p : sharded_.model->parameters()) count += p.trainable() ? p.numel() : 0;
   return count;
 }
 
@@ -216,7 +128,7 @@ bool TrainingStep::runs_as_graph(const RecordedStep* recorded) const {
 TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, RecordedStep* recorded) {
   const DeviceScope scope(device_);
   const double lr = learning_rate(step);
-  model_->train();
+  sharded_.model->train();
   const int64_t first = step * config_.train.batch;
   const int64_t targets = num_targets_ ? num_targets_(first, config_.train.batch) : tokens_per_step();
   inputs_->set_step(step, first, fill, optimizer_->next_scalars({.lr = lr}), static_cast<double>(targets));
@@ -228,10 +140,6 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
                                                 : record(step, lr, recorded);
   ++runs_;
   return result;
-}
-
-int64_t TrainingStep::end_of_run(int64_t run, int64_t runs) const {
-  return run + 1 == runs ? config_.model.layers : cut_.end_of_run(run, mesh_.coordinate("stage"));
 }
 
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
@@ -273,18 +181,18 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
       const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
       const int64_t sample = first + t.batch * micro / t.micro_batches;
       run == 0 ? recording.next_micro_batch(sample, batch.random_state) : recording.resume_micro_batch(sample, batch.random_state);
-      parts[m] = model_->loss_until(end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, mean);
+      parts[m] = sharded_.model->loss_until(sharded_.end_of_run(run, runs), forwards[m], batch.tokens, batch.targets, mean);
       if (run + 1 == runs) scaled[m] = scaler_ ? scaler_->scale(parts[m]) : parts[m];
     }
     note_turn();
-    if (scaler_) result.grad_norm = clip_grad_norm(*model_, t.clip > 0 ? t.clip : kNoClipping, *scaler_);
-    else if (t.clip > 0) result.grad_norm = clip_grad_norm(*model_, t.clip);
-    else result.grad_norm = grad_norm(*model_);
+    if (scaler_) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip > 0 ? t.clip : kNoClipping, *scaler_);
+    else if (t.clip > 0) result.grad_norm = clip_grad_norm(*sharded_.model, t.clip);
+    else result.grad_norm = grad_norm(*sharded_.model);
     optimizer_->step({.lr = lr, .scalars = inputs_->scalars()});
     if (scaler_) scaler_->update();
     {
       const PhaseScope update(Phase::update);
-      loss = redistribute(loss, Layout(mesh_.spec, Placement::invariant()));
+      loss = redistribute(loss, Layout(sharded_.mesh.spec, Placement::invariant()));
     }
     if (recorded) {
       recorded->loss = recording.value_of(loss);
@@ -355,38 +263,23 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
   return captured_;
 }
 
+void TrainingStep::prepare_evaluation() {
+  if (program_ && !graph_) program_->release();  // a graph keeps using its memory
+  sharded_.model->eval();
+}
+
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
-  if (program_ && !graph_) program_->release();  // a graph keeps using its memory
+  prepare_evaluation();
   std::optional<CollectivesInTurn> in_turn;
   if (!std::exchange(evaluated_, true)) in_turn.emplace();
-  model_->eval();
-  // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
-  // micro-batches.
-  const int64_t rows = config_.train.batch, micro_batches = config_.train.micro_batches, pipeline_runs = config_.sharding.pipeline_runs;
-  // Outside of a recording who sends waits until it is received, so one stage of a ring is free.
-  const int64_t at_once = pipeline_runs > 1 ? mesh_.size("stage") - 1 : 1;
-  const auto fill = [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
-    windows.fill(first, count, inputs, targets);
-  };
-  double sum = 0;
-  for (int64_t first = 0; first < windows.num_windows(); first += rows) {
-    inputs_->set_samples(first, fill);
-    Tensor total;
-    for (int64_t begin = 0; begin < micro_batches; begin += at_once) {
-      const int64_t end = std::min(begin + at_once, micro_batches);
-      std::vector<ForwardProgress> forwards(static_cast<size_t>(at_once));
-      for (int64_t run = 0; run < pipeline_runs; ++run)
-        for (int64_t micro = begin; micro < end; ++micro) {
-          const StepInputs::MicroBatch& batch = inputs_->micro_batch(micro);
-          const Tensor part = model_->loss_until(end_of_run(run, pipeline_runs), forwards[static_cast<size_t>(micro - begin)],
-                                                 batch.tokens, batch.targets, {.divide_by = 1});
-          if (part) total = total ? add(total, part) : part;
-        }
-    }
-    sum += redistribute(total, Layout(mesh_.spec, Placement::invariant())).item<double>();
-  }
-  return sum / static_cast<double>(windows.num_targets());
+  return mean_loss(sharded_, *inputs_, config_.train.batch, windows);
+}
+
+std::vector<double> TrainingStep::evaluate(const ChoiceQuestions& questions) {
+  const DeviceScope scope(device_);
+  prepare_evaluation();
+  return log_likelihoods(sharded_, config_, device_, questions);
 }
 
 }  // namespace sheaf::models

@@ -24,10 +24,9 @@
 
 #include "sheaf/autograd/program.h"
 #include "sheaf/core/gpu.h"
-#include "sheaf/distributed/pipeline.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/batch_sampler.h"
-#include "sheaf/models/decoder.h"
+#include "sheaf/models/evaluation.h"
 #include "sheaf/models/step_inputs.h"
 #include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/optimizer.h"
@@ -75,18 +74,20 @@ class TrainingStep {
   Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
+  /// log_likelihoods() of the answers; collective, the same on every rank.
+  std::vector<double> evaluate(const ChoiceQuestions& questions);
 
   /// What runs the steps, once there is one (train.compile).
   const Program* program() const { return program_.get(); }
 
-  Decoder& model() { return *model_; }
+  Decoder& model() { return *sharded_.model; }
   optim::Optimizer& optimizer() { return *optimizer_; }
   /// Of a run in f16; else null.
   optim::LossScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
   World& world() { return world_; }
-  const Mesh& mesh() const { return mesh_; }
+  const Mesh& mesh() const { return sharded_.mesh; }
   const StepInputs& inputs() const { return *inputs_; }
-  const StageCut& cut() const { return cut_; }
+  const StageCut& cut() const { return sharded_.cut; }
   int64_t num_parameters();  ///< elements of the whole model
   int64_t num_trained();     ///< of them those that are not frozen
   int64_t tokens_per_step() const { return config_.train.batch * config_.model.context; }
@@ -95,21 +96,19 @@ class TrainingStep {
 
  private:
   Result record(int64_t step, double lr, RecordedStep* recorded);
-  int64_t end_of_run(int64_t run, int64_t runs) const;
   Result record_first(int64_t step, double lr, RecordedStep* recorded);
   Result compile(int64_t step, double lr, RecordedStep* recorded);
   Result run_program(double lr, RecordedStep* recorded);
   Result replay(int64_t step, double lr, RecordedStep* recorded);
   bool runs_as_graph(const RecordedStep* recorded) const;
+  void prepare_evaluation();
 
   TrainConfig config_;
   World& world_;
   Device device_;
   std::function<int64_t(int64_t first, int64_t count)> num_targets_;
-  Mesh mesh_;
-  StageCut cut_;
+  ShardedModel sharded_;
   std::vector<Turn> turns_;  // of a step
-  std::unique_ptr<Decoder> model_;
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::optional<optim::LossScaler> scaler_;
   std::unique_ptr<StepInputs> inputs_;

@@ -1,37 +1,16 @@
 #include "sheaf/models/validation_sets.h"
 
-#include <algorithm>
-#include <sstream>
-
-#include "sheaf/core/error.h"
 #include "sheaf/core/file.h"
+#include "sheaf/models/named_files.h"
 
 namespace sheaf::models {
-namespace {
-
-bool is_name(std::string_view text) {
-  const auto is_part = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '_'; };
-  return !text.empty() && std::ranges::all_of(text, is_part);
-}
-
-}  // namespace
 
 ValidationSets ValidationSets::open(const std::string& text, int64_t vocab) {
-  std::istringstream in(text);
-  std::string word;
-  const bool named = in >> word && is_name(std::string_view(word).substr(0, word.find('='))) && word.find('=') != std::string::npos;
-  if (!named || path_exists(text)) return Tokens::open(text, vocab);
+  const std::vector<NamedFile> files = named_files(text, "validation sets");
+  if (files.size() == 1 && files[0].name.empty()) return Tokens::open(text, vocab);
   ValidationSets out;
   out.name_ = text;
-  do {
-    const size_t at = word.find('=');
-    const std::string name = word.substr(0, at);
-    check<ConfigError>(at != std::string::npos && is_name(name), "[data] '", text, "': validation sets are names and files, ",
-                       "\"web=web_*.bin chat=chat.bin\"; found '", word, "'");
-    for (const Set& other : out.sets_)
-      check<ConfigError>(other.name != name, "[data] '", text, "': two validation sets have the name '", name, "'");
-    out.sets_.push_back({name, Tokens::open(word.substr(at + 1), vocab)});
-  } while (in >> word);
+  for (const auto& [name, path] : files) out.sets_.push_back({name, Tokens::open(path, vocab)});
   return out;
 }
 

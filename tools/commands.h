@@ -25,6 +25,14 @@ struct GenerateArguments {
 };
 int generate_command(const GenerateArguments& arguments);
 
+struct EvaluateArguments {
+  std::string folder;                  ///< output folder of a run, or folder of published weights
+  std::vector<std::string> overrides;  ///< --section.key value
+  int64_t context = 0;                 ///< tokens of a window; 0: the model's context, but at most 4096
+  int threads_per_rank = 0;            ///< 0: cores / local ranks
+};
+int evaluate_command(const EvaluateArguments& arguments);
+
 struct ExportArguments {
   std::string folder;  ///< output folder of a run
   std::string file;    ///< to write; a folder, for huggingface

@@ -140,9 +140,9 @@ void set_from_text(const std::string& where, ConfigField& field, const std::stri
   set(where, field, text == "true");
 }
 
-// Reads all sections, or `only` one.
+// Reads all sections, or `only` some.
 void read_file(const std::string& path, std::vector<ConfigField>& fields, std::set<std::string>& given,
-               std::string_view only = "") {
+               std::initializer_list<std::string_view> only = {}) {
   const std::string text = File::open<ConfigError>(path).read_all();
   toml::table document;
   try {
@@ -178,7 +178,7 @@ void read_file(const std::string& path, std::vector<ConfigField>& fields, std::s
   };
   for (const auto& [section, node] : document) {
     const std::string prefix(section.str());
-    if (!only.empty() && prefix != only) continue;
+    if (only.size() > 0 && std::ranges::find(only, prefix) == only.end()) continue;
     if (!is_section(prefix)) unknown_key(line_of(node), node.is_table() ? "[" + prefix + "]" : prefix, fields);
     read_section(read_section, prefix, node);
   }
@@ -257,6 +257,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
     return "only data.tokenizer gpt2, llama3 and huggingface come from files";
   if (key == "data.end_of_text" && !config.data.separate_documents)
     return "only data.separate_documents asks where documents end";
+  if (key == "train.eval_questions" && config.data.choices.empty()) return "without data.choices there are no questions";
   if (key == "data.val_fraction" && !config.data.train_file.empty()) return "token files to validate on are files of their own";
   if (key == "sharding.pipeline_head" && config.sharding.pipeline == 1) return "without sharding.pipeline no blocks are cut into stages";
   if (key == "sharding.min_parameters" && config.sharding.units != "count")
@@ -349,13 +350,45 @@ models::GenerateConfig load_generate_config(const std::string& path, std::span<c
   TrainConfig config;
   auto fields = config_fields(config);
   std::set<std::string> given, flags;
-  if (path_exists(path)) read_file(path, fields, given, "generate");
+  if (path_exists(path)) read_file(path, fields, given, {"generate"});
   read_overrides(overrides, fields, flags);
   for (const std::string& key : flags)
     if (!key.starts_with("generate."))
       fail<ConfigError>("[generate] --", key, " is not for sampling: the model is that of the run; only --generate.* may ",
                         "be given");
   return config.generate;
+}
+
+namespace {
+
+bool is_for_evaluation(const std::string& key) {
+  for (const char* known : {"data.corpus", "data.val_fraction", "data.val_file", "data.choices", "data.tokenizer", "data.tokenizer_folder",
+                            "data.separate_documents", "data.end_of_text", "train.batch", "train.micro_batches", "train.eval_tokens",
+                            "train.eval_questions", "train.dtype", "sharding.strategy", "sharding.units", "sharding.min_parameters",
+                            "sharding.prefetch_bytes", "sharding.replicas", "sharding.tensor", "sharding.context", "sharding.context_comm",
+                            "sharding.experts", "sharding.pipeline", "sharding.pipeline_head"})
+    if (key == known) return true;
+  return false;
+}
+
+}  // namespace
+
+TrainConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides) {
+  TrainConfig config;
+  auto fields = config_fields(config);
+  std::set<std::string> given, flags;
+  if (path_exists(path)) read_file(path, fields, given, {"data", "train"});
+  read_overrides(overrides, fields, flags);
+  for (const std::string& key : flags)
+    if (!is_for_evaluation(key))
+      fail<ConfigError>("[evaluate] --", key, " is not for evaluation: the model is that of the folder; `sheaf evaluate --help` lists what may ",
+                        "be given");
+  if (flags.contains("data.corpus") && !flags.contains("data.val_file")) config.data.val_file.clear();
+  const auto& t = config.train;
+  check<ConfigError>(t.batch >= t.micro_batches, "[evaluate] train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);
+  check<ConfigError>(!flags.contains("train.eval_questions") || !config.data.choices.empty(),
+                     "[evaluate] train.eval_questions: without data.choices there are no questions");
+  return config;
 }
 
 std::string print_config(const TrainConfig& config) {
@@ -373,11 +406,13 @@ std::string print_config(const TrainConfig& config) {
   return out;
 }
 
-std::string config_help(std::string_view section) {
+namespace {
+
+std::string help_of(const std::function<bool(const std::string&)>& wanted) {
   TrainConfig defaults;
   std::string out;
   for (const auto& field : config_fields(defaults)) {
-    if (!field.key.starts_with(section)) continue;
+    if (!wanted(field.key)) continue;
     std::string line = "  --" + field.key + " ";
     line.resize(std::max<size_t>(line.size(), 30), ' ');
     out += line + field.doc + " [" + value_text(field) + "]";
@@ -392,5 +427,12 @@ std::string config_help(std::string_view section) {
   }
   return out;
 }
+
+}  // namespace
+
+std::string config_help(std::string_view section) {
+  return help_of([&](const std::string& key) { return key.starts_with(section); });
+}
+std::string evaluate_config_help() { return help_of(is_for_evaluation); }
 
 }  // namespace sheaf::tools

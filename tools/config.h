@@ -43,6 +43,12 @@ std::string config_of_run(std::span<const std::string> overrides);
 /// ConfigError as load_config().
 models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides);
 
+/// The sections [data] and [train] of `path`, if there is such a file, and `overrides`, which may be options of what a model is
+/// evaluated on and how, and of [sharding]. Throws ConfigError as load_config().
+models::TrainConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides);
+/// config_help() of those options.
+std::string evaluate_config_help();
+
 /// TOML text from which load_config() makes the same configuration.
 std::string print_config(const models::TrainConfig& config);
 /// A line per option whose key starts with `section`: key, default, choices, meaning.

@@ -70,6 +70,15 @@ void add_options(CLI::App& command, GenerateArguments& generate) {
   command.footer("Options, by default those of the run's config.toml:\n" + config_help("generate."));
 }
 
+void add_options(CLI::App& command, EvaluateArguments& evaluate) {
+  command.add_option("folder", evaluate.folder, "output folder of a run, or folder of published weights with their config.json")->required();
+  command.add_option("--context", evaluate.context, "tokens of a window; by default the model's context, but at most 4096")
+      ->check(CLI::Range(int64_t{1}, int64_t{100'000'000}));
+  command.add_option("--threads-per-rank", evaluate.threads_per_rank, "compute threads of each rank")->check(kThreads);
+  command.allow_extras();
+  command.footer("Options, of [data] and [train] by default those of the run's config.toml:\n" + evaluate_config_help());
+}
+
 void add_options(CLI::App& command, ExportArguments& exported) {
   command.add_option("folder", exported.folder, "output folder of a run")->required();
   command.add_option("file", exported.file, "to write; for huggingface and peft, a folder")->required();
@@ -221,6 +230,8 @@ int run(int argc, char** argv) {
   };
   add("train", "train a model; under `sheaf launch`, on several ranks", train_command);
   add("generate", "continue a prompt with a trained or published model", generate_command);
+  add("evaluate", "the loss of a trained or published model, and how many questions it answers right; under `sheaf launch`, on several ranks",
+      evaluate_command);
   add("export", "write a trained model's weights to one safetensors file", export_command);
   add("tokenize", "write texts as a token file of llm.c's form, for data.train_file and data.val_file", tokenize_command);
   add("train-tokenizer", "learn a byte-pair vocabulary of texts, for --tokenizer and data.tokenizer huggingface",
@@ -235,7 +246,7 @@ int run(int argc, char** argv) {
   const std::string_view word = argc > 1 ? argv[1] : "";
   if (argc > 1 && !word.starts_with('-') && std::ranges::none_of(runs, [&](auto& r) { return r.first->get_name() == word; }))
     sheaf::fail<sheaf::ConfigError>("[sheaf] unknown command '", word,
-                                    "'; known: train, launch, generate, export, tape, plan, tokenize, train-tokenizer, bench");
+                                    "'; known: train, launch, generate, evaluate, export, tape, plan, tokenize, train-tokenizer, bench");
   // What follows "--" is the launched command's own, and not for the parser.
   char** const end = word == "launch" ? std::find(argv, argv + argc, std::string_view("--")) : argv + argc;
   try {

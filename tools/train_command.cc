@@ -5,7 +5,6 @@
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/gpu.h"
-#include "sheaf/distributed/agreement.h"
 #include "sheaf/distributed/init.h"
 #include "sheaf/distributed/rendezvous.h"
 #include "sheaf/kernels/cpu/bf16_instructions.h"
@@ -17,6 +16,7 @@
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 #include "sheaf/tools/output.h"
+#include "sheaf/tools/same_options.h"
 #include "sheaf/tools/stop_signals.h"
 
 namespace sheaf::tools {
@@ -74,6 +74,7 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
   const char* const of = trainer.corpus().val.example_end() ? "nats per token that is learned" : "nats per token";
   lines.say(str("validation loss  ", result.val_loss, models::losses_by_name(result), "  (", of, ", whole split unless train.eval_tokens says less)"));
+  for (const auto& [name, of] : result.accuracies) lines.say(models::accuracy_line(name, of));
 }
 
 // "3000 training tokens in 50 files".
@@ -117,19 +118,6 @@ models::TrainReport train(models::Trainer& trainer) {
   return trainer.run([&] { return signals.asked(); });
 }
 
-// Ranks that were given different options would train something wrong, or wait for each other in vain. Threads may
-// differ, and so may the places where hosts keep the data, which are compared by what stands there.
-void require_same_options(World& world, const TrainArguments& arguments, models::TrainConfig& config) {
-  std::vector<Fact> facts = {{"--resume", str(arguments.resume)}, {"--quiet", str(arguments.quiet)}};
-  for (const ConfigField& field : config_fields(config)) {
-    if (field.key == "data.corpus" || field.key == "data.train_file" || field.key == "data.val_file" ||
-        field.key == "data.tokenizer_folder" || field.key == "model.weights")
-      continue;
-    facts.push_back({field.key, std::visit([](const auto* value) { return str(*value); }, field.target)});
-  }
-  require_agreement(world, "config", facts);
-}
-
 // A job whose launcher started it again goes on, whether it was told to or not. Of torchrun's agents on several hosts only
 // the one that saw the failure counts it.
 bool started_again(World& world) {
@@ -151,8 +139,8 @@ int train_command(const TrainArguments& arguments) {
   World world = distributed::init_from_env();
   int stopped_by = 0;
   world.guard([&] {
-    models::TrainConfig config = read_config(arguments);
-    require_same_options(world, arguments, config);
+    const models::TrainConfig config = read_config(arguments);
+    require_same_options(world, config, {{"--resume", str(arguments.resume)}, {"--quiet", str(arguments.quiet)}});
     if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
     const RankScope scope(RankContext::current());
     const int threads = RankContext::current().threads;

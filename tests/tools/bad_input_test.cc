@@ -103,7 +103,7 @@ TEST(BadInput, CommandLine) {
   Folder f;
   expect_line(run_sheaf({}), 64, {"subcommand"}, "no subcommand");
   expect_line(run_sheaf({"trian"}), 64,
-              {"unknown command 'trian'", "train, launch, generate, export, tape"}, "unknown command");
+              {"unknown command 'trian'", "train, launch, generate, evaluate, export, tape"}, "unknown command");
   expect_line(run_sheaf({"train", "--threads-per-rank", "0"}), 64, {"--threads-per-rank"},
               "no threads");
   expect_line(run_sheaf({"launch", "--nproc-per-node", "2"}), 64, {"no command"}, "no command");

@@ -1,0 +1,35 @@
+// Evaluating a model that is there: its loss on tokens, and how many questions it answers right.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "sheaf/distributed/world.h"
+#include "sheaf/models/choices.h"
+#include "sheaf/models/train_config.h"
+#include "sheaf/models/validation_sets.h"
+
+namespace sheaf::models {
+
+struct EvaluateOptions {
+  int64_t context = 0;  ///< tokens of a window; 0: the model's context, but at most 4096
+};
+
+struct EvaluationReport {
+  std::string model;                   ///< path of the checkpoint or the weights
+  int64_t parameters = 0;
+  int64_t context = 0;                 ///< tokens of a window
+  std::vector<Validation> validation = {};  ///< with their losses, if there is anything to validate on
+  std::vector<ChoiceQuestions> questions = {};
+  std::vector<ChoiceAccuracy> accuracies = {};  ///< of those
+};
+
+/// Evaluates the newest whole checkpoint of a run's output folder, or published weights in a folder, on what [data] of `config` says:
+/// val_file or, without one, the tail of corpus; and choices. So do batch, micro_batches, dtype, eval_tokens and eval_questions of
+/// [train], and [sharding], by which the model, whose weights rest in the dtype of compute, is cut over the ranks of `world`.
+/// Collective, the same on every rank. Throws ConfigError, also where there is nothing to evaluate on, CheckpointError, DataError,
+/// NonFiniteError.
+EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device, const EvaluateOptions& options = {});
+
+}  // namespace sheaf::models

@@ -1,0 +1,55 @@
+#include "sheaf/models/saved_model.h"
+
+#include <memory>
+#include <utility>
+
+#include "sheaf/core/file.h"
+#include "sheaf/models/model_checkpoint.h"
+#include "sheaf/models/published_config.h"
+#include "sheaf/models/published_weights.h"
+#include "sheaf/models/run_state.h"
+
+namespace sheaf::models {
+namespace {
+
+SavedModel from_run(const char* who, const std::string& folder, const CheckpointGroup& group) {
+  auto checkpoint = Checkpoint::open_newest(folder + "/checkpoints", warn_on_stderr, group);
+  if (!checkpoint)
+    fail<CheckpointError>("[", who, "] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ", folder);
+  const RunState state = RunState::from_json(checkpoint->state());
+  SavedModel out{.model = state.model, .vocab = state.vocab, .text = {.tokenizer = state.tokenizer}, .origin = checkpoint->path()};
+  if (!state.tokenizer) {
+    // It read what was tokenized before: where it started from published weights, by their tokenizer.
+    const std::string config = state.weights ? published_config_file(state.weights->path) : "";
+    if (!config.empty() && has_published_text(parent_of(config))) out.text = read_published_text(parent_of(config));
+    else out.no_tokenizer = "the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte: it has no tokenizer";
+  }
+  if (state.model.end_of_text >= 0) out.text.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
+  out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}); };
+  return out;
+}
+
+SavedModel from_published(const char* who, const std::string& folder) {
+  const auto files = std::make_shared<PublishedFiles>(PublishedFiles::open(folder));
+  SavedModel out{.model = read_published_config(published_config_file(folder)), .origin = files->path()};
+  out.vocab = out.model.vocab;
+  if (has_published_text(folder)) {
+    out.text = read_published_text(folder);
+    if (const int64_t known = out.text.tokenizer->vocab_size(); known > out.vocab)
+      fail<ConfigError>("[", who, "] '", folder, "': the tokenizer has ", known, " tokens, the model ", out.vocab);
+  } else {
+    out.no_tokenizer = str("'", folder, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
+  }
+  check_weights(*files, out.model);
+  out.load = [files](Decoder& model) { load_weights(model, *files); };
+  return out;
+}
+
+}  // namespace
+
+SavedModel open_saved_model(const char* who, const std::string& folder, const CheckpointGroup& group) {
+  const bool published = !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
+  return published ? from_published(who, folder) : from_run(who, folder, group);
+}
+
+}  // namespace sheaf::models

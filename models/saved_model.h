@@ -1,0 +1,28 @@
+// SavedModel: a model that is there to be used, in a run's folder or as published weights.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "sheaf/models/checkpoint_store.h"
+#include "sheaf/models/decoder.h"
+#include "sheaf/models/published_text.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+struct SavedModel {
+  ModelConfig model;                       ///< vocab may be 0
+  int64_t vocab = 0;
+  PublishedText text = {};                 ///< what it reads and writes; without a tokenizer where none is known
+  std::string no_tokenizer = {};           ///< then: why
+  std::string origin = {};                 ///< path of the checkpoint or the weights
+  std::function<void(Decoder&)> load = {};  ///< fills a materialized model, which may be cut over the ranks of the group
+};
+
+/// The newest whole checkpoint of a run's output folder, or published weights in a folder with their config.json. Collective over
+/// `group`. Throws CheckpointError if it is neither, in the name of `who`, or for what is wrong there; ConfigError, DataError.
+SavedModel open_saved_model(const char* who, const std::string& folder, const CheckpointGroup& group = {});
+
+}  // namespace sheaf::models

@@ -1,0 +1,38 @@
+// ShardedModel: the model of a configuration, cut over the ranks of a world.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "sheaf/distributed/pipeline.h"
+#include "sheaf/distributed/world.h"
+#include "sheaf/models/decoder.h"
+#include "sheaf/models/step_inputs.h"
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::models {
+
+/// Without memory until materialize(). Moves; the model stays where it is.
+struct ShardedModel {
+  Mesh mesh;
+  StageCut cut;
+  std::unique_ptr<Decoder> model;
+  int64_t layers = 0, runs = 1;  ///< blocks of the model, and runs of them in each stage
+
+  /// The block at which run number `run` of this rank's stage ends, which goes through the blocks in so many of them.
+  int64_t end_of_run(int64_t run, int64_t of) const;
+  /// model.loss() of each micro-batch, in their order; on a ring of stages as many at once as it has room for. Outside of any recording.
+  std::vector<Tensor> losses(const StepInputs& inputs, const CrossEntropyOptions& options) const;
+};
+
+struct ShardedModelOptions {
+  std::vector<int64_t> blocks = {};  ///< of each run of each stage, in place of stage_cut()
+  bool frozen = false;               ///< it is not trained any more: weights rest in the dtype of compute
+};
+
+/// By model and [sharding] of `config`, and train.dtype, which are checked: ConfigError for what does not fit together or the ranks.
+/// `vocab` replaces a model.vocab of 0. Collective.
+ShardedModel sharded_model(const TrainConfig& config, int64_t vocab, World& world, const ShardedModelOptions& options = {});
+
+}  // namespace sheaf::models

@@ -1,0 +1,165 @@
+// Questions that a run answers while it trains, and `sheaf evaluate`, as a user runs them.
+#include <filesystem>
+#include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "sheaf/core/file.h"
+#include "sheaf/tests/tools/tiny_run.h"
+
+namespace sheaf::testing {
+namespace {
+
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "tests/models/published/llama_bf16_shards",
+                  kQuestions = "tests/models/two_questions.jsonl";
+
+/// With a run of bytes, and tokens that published models know.
+struct Folder : CorpusFolder {
+  Folder() {
+    std::ofstream out(*this / "tokens.bin", std::ios::binary);
+    for (int i = 0; i < 600; ++i) {
+      const auto token = static_cast<uint16_t>((i * i + i / 7) % 29);
+      out.write(reinterpret_cast<const char*>(&token), 2);
+    }
+  }
+  Outcome train(const std::string& out, const Words& more, int world = 1) const {
+    return run_sheaf(on_ranks(world, Words{"train"} + kTinyRun + data(out) + Words{"--data.tokenizer", "byte"} + more));
+  }
+};
+
+Words evaluate(const std::string& folder, const Words& more = {}) { return Words{"evaluate", folder} + more; }
+
+double loss_in(const std::string& out) {
+  const size_t at = out.find("\nloss ");
+  return at == std::string::npos ? -1 : std::stod(out.substr(at + 6));
+}
+
+TEST(Evaluate, ARunAnswersQuestionsWhileItTrains) {
+  const Folder folder;
+  const Words sets = {"--data.choices", "one=" + kQuestions + " two=" + kQuestions};
+  const Outcome r = folder.train("run", sets);
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, ContainsRegex("step 2  validation loss [0-9.]+  accuracy of one [01].[05]000, norm [01].[05]000  accuracy of two [01].[05]000, norm "));
+  EXPECT_THAT(r.out, ContainsRegex("\naccuracy of one [01].[05]000, norm [01].[05]000\naccuracy of two "));
+  const Metrics metrics = folder.metrics("run");
+  for (const int64_t step : {2, 4, 5})
+    for (const char* key : {"accuracy_one", "accuracy_norm_one", "accuracy_two", "accuracy_norm_two"})
+      EXPECT_TRUE(metrics.at(step).contains(key)) << step << key;
+  // Ranks, which may have a place of their own for them, answer alike; training is what it was without.
+  const Outcome two = folder.train("two", sets, 2), without = folder.train("without", {}, 2);
+  ASSERT_EQ(two.code, 0) << two.err;
+  ASSERT_EQ(without.code, 0) << without.err;
+  expect_same_curve(folder.metrics("two"), folder.metrics("without"), "with questions");
+  EXPECT_EQ(folder.metrics("two").at(5).at("accuracy_norm_one"), metrics.at(5).at("accuracy_norm_one"));
+  // One set needs no name, and of many questions the first ones may do.
+  const Outcome first = folder.train("first", {"--data.choices", kQuestions, "--train.eval_questions", "1"});
+  ASSERT_EQ(first.code, 0) << first.err;
+  EXPECT_THAT(first.out, ContainsRegex("validation loss [0-9.]+  accuracy [01].0000, norm [01].0000\n"));
+  EXPECT_TRUE(folder.metrics("first").at(5).contains("accuracy"));
+}
+
+TEST(Evaluate, ARunOnItsOwnData) {
+  const Folder folder;
+  ASSERT_EQ(folder.train("run", {"--data.choices", kQuestions}).code, 0);
+  const std::string last = folder.metrics("run").at(5).at("val_loss");
+  const Outcome r = run_sheaf(evaluate(folder / "run"));
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr("sheaf evaluate: 1 rank, "));
+  EXPECT_THAT(r.out, HasSubstr(" parameters of " + (folder / "run/checkpoints/step-") ));
+  EXPECT_THAT(r.out, HasSubstr(", f32, windows of 16 tokens\n"));
+  EXPECT_NEAR(loss_in(r.out), std::stod(last), 1e-6);
+  EXPECT_THAT(r.out, HasSubstr("  (nats per token, of 150)\naccuracy "));
+  EXPECT_THAT(r.out, HasSubstr("  (of 2 questions; "));
+  // However the model is cut, and whatever the run was; all targets or those that are asked for.
+  const Words whole = {"--train.eval_tokens", "0"};
+  const double loss = loss_in(run_sheaf(evaluate(folder / "run", whole)).out);
+  EXPECT_GT(std::abs(loss - std::stod(last)), 1e-6);
+  for (const auto& [world, options] : {std::pair<int, Words>{3, {}}, {2, {"--sharding.tensor", "2"}}, {2, {"--sharding.context", "2"}},
+                                       {3, {"--sharding.pipeline", "3"}}, {2, {"--sharding.strategy", "replicate"}}}) {
+    const Outcome ranks = run_sheaf(on_ranks(world, evaluate(folder / "run", whole + options)));
+    ASSERT_EQ(ranks.code, 0) << ranks.err;
+    EXPECT_THAT(ranks.out, HasSubstr("sheaf evaluate: " + std::to_string(world) + " ranks, "));
+    EXPECT_NEAR(loss_in(ranks.out), loss, 1e-5);
+    EXPECT_EQ(lines_of(ranks.out).size(), 3) << "rank 0 alone speaks: " << ranks.out;
+  }
+  const Outcome bf16 = run_sheaf(evaluate(folder / "run", whole + Words{"--train.dtype", "bf16"}));
+  EXPECT_NEAR(loss_in(bf16.out), loss, 0.05);
+  EXPECT_THAT(bf16.out, HasSubstr(", bf16, windows"));
+}
+
+TEST(Evaluate, OnOtherData) {
+  const Folder folder;
+  ASSERT_EQ(folder.train("run", {}).code, 0);
+  std::ofstream(folder / "other.txt") << sample_text(900);
+  const Words tokenize = {"tokenize", folder / "other.txt", folder / "other.bin", "--tokenizer", "byte"};
+  ASSERT_EQ(run_sheaf(tokenize).code, 0);
+  const Outcome file = run_sheaf(evaluate(folder / "run", {"--data.val_file", "x=" + (folder / "other.bin") + " y=" + (folder / "other.bin"),
+                                                           "--train.eval_tokens", "0"}));
+  ASSERT_EQ(file.code, 0) << file.err;
+  EXPECT_THAT(file.out, ContainsRegex("\nloss of x [0-9.]+, perplexity [0-9.]+  .nats per token, of 899.\nloss of y "));
+  EXPECT_THAT(file.out, Not(HasSubstr("accuracy")));
+  // Of a text the tail.
+  const Outcome text = run_sheaf(evaluate(folder / "run", {"--data.corpus", folder / "other.txt", "--data.val_fraction", "0.5", "--train.eval_tokens", "0"}));
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_THAT(text.out, HasSubstr("of 449)"));
+  // Shorter windows see less.
+  const Words one = {"--data.val_file", folder / "other.bin", "--train.eval_tokens", "0"};
+  const Outcome longer = run_sheaf(evaluate(folder / "run", one)), shorter = run_sheaf(evaluate(folder / "run", one + Words{"--context", "4"}));
+  EXPECT_THAT(longer.out, HasSubstr("windows of 16 tokens"));
+  EXPECT_THAT(shorter.out, HasSubstr("windows of 4 tokens"));
+  EXPECT_NE(loss_in(shorter.out), loss_in(longer.out));
+}
+
+TEST(Evaluate, PublishedWeights) {
+  const Folder folder;
+  const Words tokens = {"--data.val_file", folder / "tokens.bin"};
+  for (const std::string& weights : {kGpt2, kLlama}) {
+    const Outcome r = run_sheaf(evaluate(weights, tokens)), ranks = run_sheaf(on_ranks(2, evaluate(weights, tokens)));
+    ASSERT_EQ(r.code, 0) << r.err;
+    ASSERT_EQ(ranks.code, 0) << ranks.err;
+    EXPECT_GT(loss_in(r.out), 0);
+    EXPECT_NEAR(loss_in(ranks.out), loss_in(r.out), 1e-5);
+    // As a run that starts from them has it, before it has learned anything.
+    const Outcome run = run_sheaf(Words{"train", "--model.weights", weights, "--data.train_file", folder / "tokens.bin", "--output.folder",
+                                        folder / "from_" + std::to_string(weights.size()), "--train.steps", "1", "--train.lr", "0"} + tokens);
+    ASSERT_EQ(run.code, 0) << run.err;
+    EXPECT_NEAR(loss_in(r.out), std::stod(run.out.substr(run.out.rfind("validation loss") + 15)), 1e-5);
+  }
+  const Outcome words = run_sheaf(evaluate(kGpt2, {"--data.choices", kQuestions}));
+  expect_refused(words, 64, Words{"data.choices", "has neither tokenizer.json nor"});
+}
+
+TEST(Evaluate, WhatDoesNotFitIsRefused) {
+  const Folder folder;
+  ASSERT_EQ(folder.train("run", {}).code, 0);
+  const auto refused = [&](const Words& more, int code, const std::string& part) {
+    SCOPED_TRACE(part);
+    expect_refused(run_sheaf(evaluate(folder / "run", more)), code, part);
+  };
+  refused({"--train.lr", "1"}, 64, "--train.lr is not for evaluation");
+  refused({"--model.layers", "1"}, 64, "--model.layers is not for evaluation");
+  refused({"--data.choice", "x"}, 64, "did you mean");
+  refused({"--context", "17"}, 64, "windows of 17 tokens: the model's context is 16");
+  refused({"--context", "0"}, 64, "--context");
+  refused({"--train.eval_questions", "3"}, 64, "without data.choices there are no questions");
+  refused({"--data.val_file", folder / "none.bin"}, 65, "none.bin");
+  refused({"--data.choices", folder / "none.jsonl"}, 65, "none.jsonl");
+  refused({"--sharding.tensor", "2"}, 64, "sharding.tensor 2: 1 rank cannot");
+  refused({"--train.batch", "1", "--train.micro_batches", "2"}, 64, "train.batch 1 is less than train.micro_batches 2");
+  expect_refused(run_sheaf(evaluate(folder / "nothing")), 65, "no checkpoint in");
+  expect_refused(run_sheaf(evaluate(kGpt2)), 64, "nothing to evaluate on");
+  expect_refused(folder.train("other", {"--train.eval_questions", "3"}), 64, "without data.choices");
+  std::ofstream(folder / "wrong.jsonl") << "{}\n";
+  expect_refused(folder.train("other", {"--data.choices", folder / "wrong.jsonl"}), 65, Words{"line 1 of", "no member \"prompt\""});
+  const Outcome tokens = run_sheaf(Words{"train"} + kTinyRun + Words{"--data.train_file", folder / "tokens.bin", "--data.val_file",
+                                   folder / "tokens.bin", "--model.vocab", "40", "--data.choices", kQuestions, "--output.folder", folder / "other"});
+  expect_refused(tokens, 64, Words{"data.choices", "give data.tokenizer"});
+}
+
+}  // namespace
+}  // namespace sheaf::testing
