@@ -1,23 +1,14 @@
 #include "sheaf/models/metrics.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <cstdio>
-#include <system_error>
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
 
 namespace sheaf::models {
 namespace {
-
-[[noreturn]] void io_failure(const char* what, const std::string& path) {
-  fail<IoError>("[metrics] cannot ", what, " '", path, "': ", std::generic_category().message(errno));
-}
 
 // True for a whole line of a step up to `last_step`.
 bool is_kept(std::string_view line, int64_t last_step) {
@@ -54,7 +45,7 @@ std::string grouped(double value) {
 
 }  // namespace
 
-MetricsWriter::MetricsWriter(const std::string& path, int64_t last_step) : path_(path) {
+MetricsWriter::MetricsWriter(const std::string& path, int64_t last_step) {
   make_folders(parent_of(path));
   std::string kept;
   bool dropped = !path_exists(path);
@@ -74,12 +65,7 @@ MetricsWriter::MetricsWriter(const std::string& path, int64_t last_step) : path_
     }
   }
   if (dropped) replace_file(path, kept);
-  fd_ = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
-  if (fd_ < 0) io_failure("open", path_);
-}
-
-MetricsWriter::~MetricsWriter() {
-  if (fd_ >= 0) close(fd_);
+  file_ = std::make_unique<AppendFile>("metrics", path);
 }
 
 void MetricsWriter::write(int64_t step, std::span<const Metric> metrics) {
@@ -98,17 +84,7 @@ void MetricsWriter::write(int64_t step, std::span<const Metric> metrics) {
     }
   }
   line += "}\n";
-  for (size_t at = 0; at < line.size();) {
-    const ssize_t put = ::write(fd_, line.data() + at, line.size() - at);
-    if (put < 0 && errno == EINTR) continue;
-    if (put < 0) io_failure("write", path_);
-    at += static_cast<size_t>(put);
-  }
-}
-
-void MetricsWriter::sync() {
-  // fsync of a pipe or of /dev/stdout is refused; there is nothing to make durable then.
-  if (fsync(fd_) != 0 && errno != EINVAL && errno != EROFS) io_failure("sync", path_);
+  file_->write(line);
 }
 
 std::string progress_line(const Progress& p) {

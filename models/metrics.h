@@ -3,11 +3,14 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
+
+#include "sheaf/core/append_file.h"
 
 namespace sheaf::models {
 
@@ -28,19 +31,15 @@ class MetricsWriter {
   /// checkpoint) and unreadable lines (cut off by a kill) are dropped, by one rename, so that every step stands once.
   /// The default drops all. Throws IoError.
   explicit MetricsWriter(const std::string& path, int64_t last_step = -1);
-  ~MetricsWriter();
-  MetricsWriter(const MetricsWriter&) = delete;
-  MetricsWriter& operator=(const MetricsWriter&) = delete;
 
-  /// Writes one line by one system call, so that a kill leaves whole lines. Throws IoError.
+  /// Writes one line. Throws IoError.
   void write(int64_t step, std::span<const Metric> metrics);
   void write(int64_t step, std::initializer_list<Metric> metrics) { write(step, std::span(metrics.begin(), metrics.size())); }
   /// Makes all lines so far durable. Called before a checkpoint commits: its steps must never be lost after that.
-  void sync();
+  void sync() { file_->sync(); }
 
  private:
-  std::string path_;
-  int fd_ = -1;
+  std::unique_ptr<AppendFile> file_;
 };
 
 /// What the line on the console says.

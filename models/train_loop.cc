@@ -5,6 +5,7 @@
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/rank_context.h"
+#include "sheaf/models/event_file.h"
 #include "sheaf/models/step_news.h"
 #include "sheaf/models/step_profile.h"
 #include "sheaf/models/trainer.h"
@@ -26,8 +27,11 @@ class Trainer::Loop {
         first_rank_(world_.rank() == 0), signal_(signal), memory_(*RankContext::current().memory(trainer.device_)),
         news_(world_.size() > 1 ? &world_.communicator() : nullptr, world_.rank(), world_.size()) {
     const int64_t first = trainer_.first_step_;
-    if (first_rank_)
-      metrics_ = std::make_unique<MetricsWriter>(trainer_.config_.output.folder + "/metrics.jsonl", first - (first == 0));
+    if (first_rank_) {
+      const OutputConfig& output = trainer_.config_.output;
+      metrics_ = std::make_unique<MetricsWriter>(output.folder + "/metrics.jsonl", first - (first == 0));
+      if (output.tensorboard) events_ = std::make_unique<EventFile>(output.folder + "/tensorboard", first + 1);
+    }
     if (step_.scaler()) skipped_ = step_.scaler()->state().skipped_steps;
     report_.steps = train_.steps;
     report_.done = first;
@@ -154,8 +158,13 @@ class Trainer::Loop {
       progress.skipped = state.skipped_steps - std::exchange(skipped_, state.skipped_steps);
       progress.steps_since = steps_since_;
     }
-    metrics_->write(done, values);
+    write(values);
     trainer_.options_.print(progress_line(progress));
+  }
+
+  void write(std::span<const Metric> values) {
+    metrics_->write(report_.done, values);
+    if (events_) events_->write(report_.done, values);
   }
 
   void evaluate() {
@@ -168,7 +177,7 @@ class Trainer::Loop {
         const std::string suffix = name.empty() ? "" : "_" + name;
         values.push_back({"accuracy" + suffix, of.accuracy}), values.push_back({"accuracy_norm" + suffix, of.accuracy_norm});
       }
-      metrics_->write(report_.done, values);
+      write(values);
       trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_), accuracies_by_name(report_)));
     }
     if (!std::isfinite(report_.val_loss))
@@ -199,6 +208,7 @@ class Trainer::Loop {
   Allocator& memory_;
   StepNews news_;
   std::unique_ptr<MetricsWriter> metrics_;  // on rank 0
+  std::unique_ptr<EventFile> events_;       // there, if asked for
   TrainReport report_;
   RecordedStep recorded_;                 // the last step
   int64_t skipped_ = 0;                   // steps, up to the last line

@@ -3,12 +3,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <limits>
 
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
+#include "sheaf/models/event_file.h"
 #include "sheaf/tests/core/scratch_folder.h"
 
 namespace sheaf::models {
@@ -84,6 +87,68 @@ TEST_F(Metrics, OneLineForPeople) {
   EXPECT_THAT(progress_line({.loss_scale = 0x1p40, .skipped = 2, .steps_since = 10}),
               ::testing::EndsWith("  2 of 10 skipped, loss scale 1099511627776"));
   EXPECT_THAT(progress_line({.loss_scale = 32768}), ::testing::EndsWith(" tok/s"));
+}
+
+// By bits, as its definition has it.
+uint32_t slow_crc32c(std::string_view bytes) {
+  uint32_t crc = ~0u;
+  for (const char c : bytes) {
+    crc ^= static_cast<unsigned char>(c);
+    for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? (crc >> 1) ^ 0x82f63b78u : crc >> 1;
+  }
+  return ~crc;
+}
+
+TEST(EventFiles, SumsAreCastagnolis) {
+  EXPECT_EQ(crc32c("123456789"), 0xe3069283u);
+  for (const char* text : {"", "a", "The quick brown fox"}) EXPECT_EQ(crc32c(text), slow_crc32c(text)) << text;
+}
+
+// The events of a file, each as bytes, whose frames are right.
+std::vector<std::string> events_in(const std::string& path) {
+  const std::string all = File::open(path).read_all();
+  const auto sum = [&](size_t at) {
+    uint32_t value;
+    std::memcpy(&value, &all[at], sizeof value);
+    value -= 0xa282ead8u;
+    return (value >> 17) | (value << 15);
+  };
+  std::vector<std::string> events;
+  for (size_t at = 0; at < all.size();) {
+    uint64_t length;
+    std::memcpy(&length, &all[at], sizeof length);
+    EXPECT_EQ(sum(at + 8), slow_crc32c(all.substr(at, 8)));
+    events.push_back(all.substr(at + 12, length));
+    EXPECT_EQ(sum(at + 12 + length), slow_crc32c(events.back()));
+    at += length + 16;
+  }
+  return events;
+}
+
+TEST(EventFiles, HaveTheBytesOfEvents) {
+  const ScratchFolder folder;
+  {
+    EventFile file(folder / "tensorboard", 301);
+    file.write(300, std::vector<Metric>{{"loss", 0.5}, {"tokens", int64_t{3}}});
+    EventFile(folder / "tensorboard", 302);  // in the same second
+  }
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "tensorboard")) paths.push_back(entry.path());
+  std::ranges::sort(paths);
+  ASSERT_EQ(paths.size(), 2u);
+  EXPECT_THAT(paths[0], ::testing::HasSubstr("/events.out.tfevents."));
+  const std::vector<std::string> events = events_in(paths[0]);
+  ASSERT_EQ(events.size(), 3u);
+  EXPECT_EQ(events[0].substr(9), "\x1a\x0d" "brain.Event:2");
+  EXPECT_EQ(events[1].substr(9), std::string("\x10\xad\x02" "\x3a\x02\x08\x01", 7)) << "from step 301 on nothing counts that was there";
+  EXPECT_EQ(events[2].substr(9), std::string("\x10\xac\x02" "\x2a\x1c" "\x0a\x0b\x0a\x04loss\x15\0\0\0\x3f" "\x0a\x0d\x0a\x06tokens\x15\0\0\x40\x40", 33));
+  for (const std::string& event : events) {
+    double time;
+    std::memcpy(&time, &event[1], sizeof time);
+    EXPECT_EQ(event[0], 0x09);
+    EXPECT_GT(time, 1.7e9);
+    EXPECT_LT(time, 1e11);
+  }
 }
 
 }  // namespace

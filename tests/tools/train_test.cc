@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include "sheaf/core/file.h"
 #include "sheaf/tests/tools/tiny_run.h"
 
 namespace sheaf::testing {
@@ -67,6 +68,28 @@ TEST(Train, TwoRanksAreOneRankWithTwoMicroBatches) {
       }
     }
   }
+}
+
+TEST(Train, TensorBoardHasTheSameNumbers) {
+  CorpusFolder folder;
+  const Words train = Words{"train"} + kTinyRun + folder.data("run") + Words{"--output.tensorboard", "true"};
+  const auto files = [&] {
+    std::vector<std::string> contents;
+    for (const auto& entry : std::filesystem::directory_iterator(folder / "run/tensorboard"))
+      contents.push_back(File::open(entry.path()).read_all());
+    return contents;
+  };
+  ASSERT_EQ(run_sheaf(train).code, 0);
+  ASSERT_EQ(files().size(), 1u);
+  const Metrics metrics = folder.metrics("run");
+  for (const auto& [name, value] : metrics.at(5)) {
+    if (name == "step") continue;
+    EXPECT_THAT(files()[0], HasSubstr(name));
+  }
+  ASSERT_EQ(run_sheaf(train + Words{"--resume"}).code, 0);
+  EXPECT_EQ(files().size(), 2u) << "a resumed run begins a file of its own";
+  ASSERT_EQ(run_sheaf(Words{"train"} + kTinyRun + folder.data("other")).code, 0);
+  EXPECT_FALSE(std::filesystem::exists(folder / "other/tensorboard"));
 }
 
 TEST(Train, SkippedStepsAreSaid) {

@@ -1,0 +1,30 @@
+// AppendFile: a log, which grows by whole records.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace sheaf {
+
+/// Not thread-safe.
+class AppendFile {
+ public:
+  /// Opens `path`, or makes it. `who` names the errors, IoError all.
+  AppendFile(std::string who, std::string path);
+  ~AppendFile();
+  AppendFile(const AppendFile&) = delete;
+  AppendFile& operator=(const AppendFile&) = delete;
+
+  /// By one system call where the file system takes it, so that a kill leaves whole records.
+  void write(std::string_view record);
+  /// What has been written is on the disk when it returns.
+  void sync();
+
+ private:
+  [[noreturn]] void fail_to(const char* what) const;
+
+  std::string who_, path_;
+  int fd_ = -1;
+};
+
+}  // namespace sheaf

@@ -1,0 +1,33 @@
+// EventFile: numbers of a run as TensorBoard reads them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "sheaf/core/append_file.h"
+#include "sheaf/models/metrics.h"
+
+namespace sheaf::models {
+
+/// A file of records, each an Event of TensorFlow's event.proto: scalars by name and step. A record is its length (u64, little
+/// endian), the masked CRC-32C of those 8 bytes, the bytes, and theirs (TensorFlow's record_writer.h). Used by rank 0 only.
+class EventFile {
+ public:
+  /// Begins a new file in `folder`. What earlier ones there have of steps from `first_step` on, which a run that was stopped had not
+  /// saved, TensorBoard no longer shows. Throws IoError.
+  EventFile(const std::string& folder, int64_t first_step);
+
+  /// One event, by one system call; doubles become f32. Throws IoError.
+  void write(int64_t step, std::span<const Metric> metrics);
+
+ private:
+  void append(std::string_view event);
+  std::unique_ptr<AppendFile> file_;
+};
+
+/// CRC-32C (Castagnoli) of `bytes`.
+uint32_t crc32c(std::string_view bytes);
+
+}  // namespace sheaf::models
