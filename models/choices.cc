@@ -16,6 +16,8 @@
 namespace sheaf::models {
 namespace {
 
+constexpr size_t kBlock = size_t{16} << 20;
+
 struct Texts {
   std::string prompt;
   std::vector<std::string> choices;
@@ -34,19 +36,19 @@ int64_t number_of(Json& label) {
 Texts texts_in(std::string_view line, const std::string& origin) {
   static const std::string keys[] = {"prompt", "choices", "answer", "ctx", "endings", "label"};
   std::vector<Json> members = json_members_or_null(line, keys, origin);
-  const auto given = [&](size_t i) { return !members[i].is_null(); };
-  const size_t first = given(3) || given(4) ? 3 : 0;
-  for (size_t i = first; i < first + 3; ++i)
-    check<DataError>(given(i), "[choices] ", origin, ": no member ", json_string(keys[i]), "; a question has \"prompt\", \"choices\" and ",
-                     "\"answer\", or HellaSwag's \"ctx\", \"endings\" and \"label\"");
+  const auto given = [&](size_t first) { return std::ranges::count_if(members.begin() + first, members.begin() + first + 3, [](const Json& m) { return !m.is_null(); }); };
+  const size_t first = given(3) > given(0) ? 3 : 0;
   Texts out;
   size_t at = first;
   try {
+    for (; at < first + 3; ++at) check<DataError>(!members[at].is_null(), "it is not there, or null");
+    at = first;
     out.prompt = members[at].as_string();
     for (const Json& choice : members[++at].as_array()) out.choices.push_back(choice.as_string());
     out.answer = number_of(members[++at]);
   } catch (const DataError& error) {
-    fail<DataError>("[choices] ", origin, ": member ", json_string(keys[at]), ": ", error.what());
+    fail<DataError>("[choices] ", origin, ": member ", json_string(keys[at]), ": ", error.what(), "; a question is an object with \"prompt\", ",
+                    "\"choices\" and \"answer\", or HellaSwag's \"ctx\", \"endings\" and \"label\"");
   }
   check<DataError>(out.choices.size() >= 2, "[choices] ", origin, ": a question has two choices at least, not ", out.choices.size());
   check<DataError>(out.answer >= 0 && out.answer < std::ssize(out.choices), "[choices] ", origin, ": answer ", out.answer, " is none of ",
@@ -60,26 +62,27 @@ int64_t characters_of(std::string_view text) {
   return std::ranges::count_if(text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; });  // UTF-8
 }
 
-struct Encoded {
-  std::vector<ChoiceRow> rows;
-  int64_t answer = 0;
-};
-
-Encoded encoded(const Texts& texts, const Tokenizer& tokenizer, std::span<const int32_t> before, const std::string& origin) {
+std::vector<ChoiceRow> encoded(const Texts& texts, const Tokenizer& tokenizer, std::span<const int32_t> before, const std::string& origin) {
+  const std::string_view whole = texts.prompt;
+  size_t end = whole.size();
+  while (end > 0 && is_blank(whole[end - 1])) --end;
+  const std::string_view blanks = whole.substr(end);
   std::vector<int32_t> prompt(before.begin(), before.end());
-  const std::vector<int32_t> ids = tokenizer.encode(texts.prompt, origin);
-  prompt.insert(prompt.end(), ids.begin(), ids.end());
+  if (end > 0) {
+    const std::vector<int32_t> ids = tokenizer.encode(whole.substr(0, end), origin);
+    prompt.insert(prompt.end(), ids.begin(), ids.end());
+  }
   check<DataError>(!prompt.empty(), "[choices] ", origin, ": the prompt is empty");
-  Encoded out{.rows = {}, .answer = texts.answer};
+  std::vector<ChoiceRow> rows;
   for (const std::string& choice : texts.choices) {
     check<DataError>(!choice.empty(), "[choices] ", origin, ": a choice is empty");
-    const bool apart = is_blank(choice.front()) || (!texts.prompt.empty() && is_blank(texts.prompt.back()));
+    const std::string text = str(!blanks.empty() ? blanks : is_blank(choice.front()) ? "" : " ", choice);
     ChoiceRow row{.tokens = prompt, .begin = std::ssize(prompt), .characters = characters_of(choice)};
-    const std::vector<int32_t> more = tokenizer.encode_more(apart ? choice : " " + choice, origin);
+    const std::vector<int32_t> more = tokenizer.encode_more(text, origin);
     row.tokens.insert(row.tokens.end(), more.begin(), more.end());
-    out.rows.push_back(std::move(row));
+    rows.push_back(std::move(row));
   }
-  return out;
+  return rows;
 }
 
 // Of what does not fit the last tokens stay. The first one is never predicted.
@@ -93,28 +96,34 @@ bool shorten(ChoiceRow& row, int64_t most) {
 
 }  // namespace
 
-ChoiceQuestions::ChoiceQuestions(std::string name, const std::string& path, const Tokenizer& tokenizer, std::span<const int32_t> before,
-                                 int64_t context, int64_t most)
-    : name_(std::move(name)) {
-  const std::string text = File::open<DataError>(path).read_all();
-  int64_t count = 0;
-  std::vector<NumberedLine> lines = numbered_lines(text, count);
-  check<DataError>(!lines.empty(), "[choices] '", path, "' has no questions");
-  if (most > 0 && most < std::ssize(lines)) lines.resize(static_cast<size_t>(most));
-  std::vector<Encoded> each(lines.size());
-  parallel_for(std::ssize(lines), 16, [&](int64_t begin, int64_t end) {
-    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      const std::string origin = str("line ", lines[i].number, " of '", path, "'");
-      each[i] = encoded(texts_in(lines[i].text, origin), tokenizer, before, origin);
-    }
-  });
-  for (Encoded& question : each) {
-    questions_.push_back({.first = std::ssize(rows_), .count = std::ssize(question.rows), .answer = question.answer});
-    for (ChoiceRow& row : question.rows) {
-      shortened_ += shorten(row, context + 1);
-      rows_.push_back(std::move(row));
+ChoiceQuestions::ChoiceQuestions(std::string name, const std::string& path, const Tokenizer& tokenizer, const Options& options)
+    : name_(std::move(name)), path_(path) {
+  check<ConfigError>(options.vocab == 0 || tokenizer.vocab_size() <= options.vocab, "[choices] '", path, "': the tokenizer has ",
+                     tokenizer.vocab_size(), " tokens, the model ", options.vocab);
+  TextReader reader(path, kBlock);
+  int64_t lines = 0;
+  for (std::string_view block; (options.most == 0 || std::ssize(questions_) < options.most) && !(block = reader.next(JsonLines::cut)).empty();) {
+    std::vector<NumberedLine> found = numbered_lines(block, lines);
+    if (options.most > 0) found.resize(std::min(found.size(), static_cast<size_t>(options.most) - questions_.size()));
+    std::vector<std::vector<ChoiceRow>> each(found.size());
+    std::vector<int64_t> answers(found.size());
+    parallel_for(std::ssize(found), 16, [&](int64_t begin, int64_t end) {
+      for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+        const std::string origin = str("line ", found[i].number, " of ", reader.name());
+        const Texts texts = texts_in(found[i].text, origin);
+        each[i] = encoded(texts, tokenizer, options.before, origin);
+        answers[i] = texts.answer;
+      }
+    });
+    for (size_t i = 0; i < found.size(); ++i) {
+      questions_.push_back({.first = std::ssize(rows_), .count = std::ssize(each[i]), .answer = answers[i], .line = found[i].number});
+      for (ChoiceRow& row : each[i]) {
+        shortened_ += shorten(row, options.context + 1);
+        rows_.push_back(std::move(row));
+      }
     }
   }
+  check<DataError>(!questions_.empty(), "[choices] ", reader.name(), " has no questions");
 }
 
 std::string ChoiceQuestions::digest() const {
@@ -134,8 +143,8 @@ ChoiceAccuracy ChoiceQuestions::accuracy(std::span<const double> log_likelihoods
                     rows_.size(), " rows");
   for (const Question& q : questions_)
     for (int64_t row = q.first; row < q.first + q.count; ++row)
-      check<NonFiniteError>(!std::isnan(log_likelihoods[static_cast<size_t>(row)]), "[choices] question ", &q - questions_.data(),
-                            name_.empty() ? "" : " of " + name_, ": the likelihood of choice ", row - q.first, " is nan");
+      check<NonFiniteError>(!std::isnan(log_likelihoods[static_cast<size_t>(row)]), "[choices] line ", q.line, " of '", path_,
+                            "': the likelihood of choice ", row - q.first, " is nan");
   const auto right = [&](const Question& q, const auto& score) {
     const auto of = [&](int64_t choice) { return score(static_cast<size_t>(q.first + choice)); };
     for (int64_t choice = 0; choice < q.count; ++choice)  // of equals the first one
@@ -157,11 +166,24 @@ std::string accuracy_line(const std::string& name, const ChoiceAccuracy& of) {
   return str("accuracy ", name.empty() ? "" : "of " + name + " ", numbers);
 }
 
-std::vector<ChoiceQuestions> open_choices(const std::string& text, const Tokenizer& tokenizer, std::span<const int32_t> before,
-                                          int64_t context, int64_t most) {
-  std::vector<ChoiceQuestions> out;
-  for (const auto& [name, path] : named_files(text, "sets of questions")) out.emplace_back(name, path, tokenizer, before, context, most);
+std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer, const ChoiceQuestions::Options& options) {
+  std::vector<AnsweredQuestions> out;
+  for (const auto& [name, path] : named_files(text, "sets of questions")) out.push_back({ChoiceQuestions(name, path, tokenizer, options)});
   return out;
+}
+
+std::string digest_of(const std::vector<AnsweredQuestions>& sets) {
+  std::string out;
+  for (const AnsweredQuestions& set : sets)
+    out += str(out.empty() ? "" : ", ", set.questions.questions().size(), " of '", set.questions.name(), "' with XXH3 ", set.questions.digest());
+  return out.empty() ? "none" : out;
+}
+
+std::string questions_line(const ChoiceQuestions& q) {
+  const auto count = q.questions().size();
+  return str(count, count == 1 ? " question" : " questions", q.name().empty() ? "" : " of " + q.name(),
+             q.num_shortened() == 0 ? "" : str("; ", q.num_shortened(), " of their ", q.rows().size(),
+                                               " choices do not fit into a window, and lose their beginnings"));
 }
 
 }  // namespace sheaf::models

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,7 +14,7 @@ namespace sheaf::models {
 struct ChoiceRow {
   std::vector<int32_t> tokens;
   int64_t begin = 0;       ///< of the continuation in them, at least 1
-  int64_t characters = 0;  ///< of the continuation's text
+  int64_t characters = 0;  ///< of the continuation's text, but for a blank that joins them
 };
 
 /// How many of the questions a model answers right: it chooses the continuation of the largest likelihood.
@@ -30,24 +29,30 @@ std::string accuracy_line(const std::string& name, const ChoiceAccuracy& of);
 /// Read from JSON lines, each {"prompt": "...", "choices": ["...", ..], "answer": 0}, where the answer counts from 0; or HellaSwag's
 /// own (Zellers et al., https://arxiv.org/abs/1905.07830) with "ctx", "endings" and "label", a number or its text.
 ///
-/// A prompt is encoded as a text, a continuation as one that goes on behind a blank, unless one of the two has one there. Of what is
-/// longer than the context and its last target the beginning is left out.
+/// A prompt is encoded as a text, without the blanks at its end, and a continuation as one that goes on, with them: behind one blank,
+/// unless there are some, or it begins with one. Of what is longer than the context and its last target the beginning is left out.
 class ChoiceQuestions {
  public:
   struct Question {
     int64_t first = 0, count = 0;  ///< its rows
     int64_t answer = 0;            ///< which of them is right
+    int64_t line = 0;              ///< of the file, from 1
+  };
+  struct Options {
+    std::vector<int32_t> before = {};  ///< tokens that stand before each prompt
+    int64_t context = 1024;            ///< tokens that a model reads
+    int64_t vocab = 0;                 ///< that it knows; 0: all of the tokenizer's
+    int64_t most = 0;                  ///< the first so many questions; 0: all
   };
 
-  /// The first `most` questions in `path`, or all if it is 0; `before` stands before each prompt. On the rank's threads. Throws
-  /// DataError that names the line for what is malformed, and where there are no questions.
-  ChoiceQuestions(std::string name, const std::string& path, const Tokenizer& tokenizer, std::span<const int32_t> before,
-                  int64_t context, int64_t most = 0);
+  /// Reads `path`, or standard input if it is "-". On the rank's threads. Throws DataError that names the line for what is malformed,
+  /// and where there are no questions, ConfigError for a tokenizer of more tokens than the model knows.
+  ChoiceQuestions(std::string name, const std::string& path, const Tokenizer& tokenizer, const Options& options);
 
   const std::string& name() const { return name_; }
   const std::vector<ChoiceRow>& rows() const { return rows_; }
   const std::vector<Question>& questions() const { return questions_; }
-  int64_t num_shortened() const { return shortened_; }  ///< rows that are
+  int64_t num_shortened() const { return shortened_; }  ///< rows that are longer than a window
   /// XXH3-128 of all rows and answers.
   std::string digest() const;
 
@@ -55,14 +60,23 @@ class ChoiceQuestions {
   ChoiceAccuracy accuracy(std::span<const double> log_likelihoods) const;
 
  private:
-  std::string name_;
+  std::string name_, path_;
   std::vector<ChoiceRow> rows_;
   std::vector<Question> questions_;
   int64_t shortened_ = 0;
 };
 
-/// Sets of them by the names in `text`, "hellaswag=hellaswag_val.jsonl arc=arc.jsonl", or one without a name ("").
-std::vector<ChoiceQuestions> open_choices(const std::string& text, const Tokenizer& tokenizer, std::span<const int32_t> before,
-                                          int64_t context, int64_t most = 0);
+/// A set, and what a model makes of it.
+struct AnsweredQuestions {
+  ChoiceQuestions questions;
+  ChoiceAccuracy accuracy = {};
+};
+
+/// Sets by the names in `text`, "hellaswag=hellaswag_val.jsonl arc=arc.jsonl", or one without a name ("").
+std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer, const ChoiceQuestions::Options& options);
+/// What is the same on all ranks if their sets are.
+std::string digest_of(const std::vector<AnsweredQuestions>& sets);
+/// "1000 questions of hellaswag; 3 of their 4000 choices do not fit into a window, and lose their beginnings".
+std::string questions_line(const ChoiceQuestions& questions);
 
 }  // namespace sheaf::models

@@ -12,15 +12,29 @@ std::vector<Tokens> Corpus::sequences() const {
   return all;
 }
 
+namespace {
+
+std::string read_text(const std::string& path) {
+  std::string text = File::open<DataError>(path).read_all();
+  check<DataError>(!text.empty(), "[corpus] '", path, "' is empty");
+  return text;
+}
+
+Tokens tokens_of(const std::string& text, const std::string& path, const Tokenizer& tokenizer) {
+  return Tokens::from_ids(tokenizer.encode(text, str("'", path, "'")), tokenizer.vocab_size(), path);
+}
+
+}  // namespace
+
+Tokens load_text(const std::string& path, const Tokenizer& tokenizer) { return tokens_of(read_text(path), path, tokenizer); }
+
 // Without a tokenizer: that of the text's characters.
 Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction) {
-  const std::string origin = str("'", path, "'");
-  const std::string text = File::open<DataError>(path).read_all();
-  check<DataError>(!text.empty(), "[corpus] ", origin, " is empty");
+  const std::string origin = str("'", path, "'"), text = read_text(path);
   Corpus corpus;
   corpus.tokenizer = tokenizer ? std::move(tokenizer) : make_char_tokenizer(text, origin);
   corpus.vocab = corpus.tokenizer->vocab_size();
-  const Tokens all = Tokens::from_ids(corpus.tokenizer->encode(text, origin), corpus.vocab, path);
+  const Tokens all = tokens_of(text, path, *corpus.tokenizer);
   const auto cut = static_cast<int64_t>(static_cast<double>(all.size()) * (1.0 - val_fraction));
   check<DataError>(cut >= 2 && all.size() - cut >= 2, "[corpus] ", origin, ": ", all.size(),
                    " tokens are too few to hold out a share of ", val_fraction);

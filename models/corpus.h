@@ -30,6 +30,9 @@ Corpus load_text_corpus(const std::string& path, const std::string& tokenizer, d
 /// The same with a tokenizer at hand.
 Corpus load_text_corpus(const std::string& path, std::shared_ptr<const Tokenizer> tokenizer, double val_fraction);
 
+/// All tokens of a text. Throws DataError if it is missing or empty.
+Tokens load_text(const std::string& path, const Tokenizer& tokenizer);
+
 /// Reads what [data] describes. `saved`, if not null, is used in place of the tokenizer's files.
 Corpus load_corpus(const DataConfig& data, int64_t vocab, std::shared_ptr<const Tokenizer> saved = nullptr);
 

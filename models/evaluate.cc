@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 #include "sheaf/distributed/agreement.h"
-#include "sheaf/distributed/in_turn.h"
 #include "sheaf/models/corpus.h"
 #include "sheaf/models/document_separator.h"
 #include "sheaf/models/evaluation.h"
@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kUsualContext = 4096;  // models that read more are seldom asked for it, and it takes long
 
 // The tokens to validate on alone.
-Corpus corpus_of(const DataConfig& data, const SavedModel& saved) {
+Corpus corpus_of(const DataConfig& data, const SavedModel& saved, bool whole_text) {
   Corpus corpus;
   corpus.tokenizer = saved.text.tokenizer;
   corpus.vocab = saved.vocab;
@@ -28,63 +28,80 @@ Corpus corpus_of(const DataConfig& data, const SavedModel& saved) {
     corpus.val = ValidationSets::open(data.val_file, saved.vocab);
   } else if (!data.corpus.empty()) {
     check<ConfigError>(corpus.tokenizer != nullptr, "[evaluate] data.corpus '", data.corpus, "': ", saved.no_tokenizer);
-    corpus.val = load_text_corpus(data.corpus, corpus.tokenizer, data.val_fraction).val;
+    if (whole_text) corpus.val = load_text(data.corpus, *corpus.tokenizer);
+    else corpus.val = load_text_corpus(data.corpus, corpus.tokenizer, data.val_fraction).val;
   }
   return corpus;
 }
 
-// By the data and, for a run, as it was trained.
+std::vector<AnsweredQuestions> questions_of(const TrainConfig& config, const SavedModel& saved, int64_t context) {
+  if (config.data.choices.empty()) return {};
+  check<ConfigError>(saved.text.tokenizer != nullptr, "[evaluate] data.choices '", config.data.choices, "': ", saved.no_tokenizer);
+  return open_questions(config.data.choices, *saved.text.tokenizer,
+                        {.before = saved.text.before, .context = context, .vocab = saved.vocab, .most = config.train.eval_questions});
+}
+
+// For a model that has none of its own.
+void take_tokenizer(SavedModel& saved, const DataConfig& data) {
+  if (data.tokenizer == DataConfig{}.tokenizer) return;
+  check<ConfigError>(!saved.text.tokenizer, "[evaluate] data.tokenizer ", data.tokenizer, ": the model in '", saved.origin, "' has a tokenizer");
+  saved.text.tokenizer = open_tokenizer(data.tokenizer, data.tokenizer_folder);
+  check<ConfigError>(saved.text.tokenizer->vocab_size() <= saved.vocab, "[evaluate] data.tokenizer ", data.tokenizer, " has ",
+                     saved.text.tokenizer->vocab_size(), " tokens, the model ", saved.vocab);
+}
+
+// As a run was trained; where all that it is evaluated on are examples, these are; or as the options say.
 void keep_documents_apart(TrainConfig& config, const Corpus& corpus) {
   DataConfig& data = config.data;
   const bool trained_so = config.model.end_of_text >= 0;
+  check<ConfigError>(!trained_so || data.end_of_text < 0 || data.end_of_text == config.model.end_of_text, "[evaluate] data.end_of_text ",
+                     data.end_of_text, ": documents of the run ended with token ", config.model.end_of_text);
   if (trained_so) data.end_of_text = config.model.end_of_text;
-  data.separate_documents |= trained_so || corpus.val.example_end().has_value();
+  const std::vector<Tokens> all = corpus.sequences();
+  data.separate_documents |= trained_so || (!all.empty() && std::ranges::all_of(all, [](const Tokens& t) { return t.example_end().has_value(); }));
   data.end_of_text = separator_of(config, corpus);
 }
 
 }  // namespace
 
 EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device, const EvaluateOptions& options) {
+  // Before what only ranks of a run do together.
+  require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("evaluate", folder, checkpoint_group(world));
-  DataConfig& data = config.data;
-  if (!saved.text.tokenizer && is_published(data.tokenizer)) saved.text.tokenizer = open_tokenizer(data.tokenizer, data.tokenizer_folder);
+  take_tokenizer(saved, config.data);
   config.model = saved.model;
   config.model.vocab = saved.vocab;
-  EvaluationReport report{.model = saved.origin};
-  report.context = options.context > 0 ? options.context : std::min(config.model.context, kUsualContext);
-  check<ConfigError>(report.context <= config.model.context, "[evaluate] windows of ", report.context, " tokens: the model's context is ",
-                     config.model.context);
-  const Corpus corpus = corpus_of(data, saved);
+  const int64_t context = options.context > 0 ? options.context : std::min(config.model.context, kUsualContext);
+  check<ConfigError>(context <= config.model.context, "[evaluate] windows of ", context, " tokens: the model's context is ", config.model.context);
+  const Corpus corpus = corpus_of(config.data, saved, options.whole_text);
   const bool validates = !corpus.val.sets().empty();
-  check<ConfigError>(validates || !data.choices.empty(), "[evaluate] nothing to evaluate on: give data.val_file or data.choices");
-  if (validates) report.validation = validations(corpus.val, report.context, config.train.eval_tokens);
-  if (!data.choices.empty()) {
-    check<ConfigError>(corpus.tokenizer != nullptr, "[evaluate] data.choices: ", saved.no_tokenizer);
-    report.questions = open_choices(data.choices, *corpus.tokenizer, saved.text.before, report.context, config.train.eval_questions);
-  }
+  check<ConfigError>(validates || !config.data.choices.empty(), "[evaluate] nothing to evaluate on: give data.val_file, data.corpus or data.choices");
   keep_documents_apart(config, corpus);
-  std::string questions;
-  for (const ChoiceQuestions& q : report.questions) questions += q.digest();
-  require_agreement(world, "data", {{"what to validate on", validates ? str(corpus.val.size(), " tokens, XXH3 ", corpus.val.check_all()) : "none"},
-                                    {"data.choices", questions.empty() ? "none" : questions}});
+  EvaluationReport report{.model = saved.origin, .context = context, .questions = questions_of(config, saved, context)};
+  if (validates) report.validation = validations(corpus.val, context, config.train.eval_tokens);
+  require_agreement(world, "data", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
+                                    {"what to validate on", validates ? str(corpus.val.size(), " tokens with XXH3 ", corpus.val.check_all()) : "none"},
+                                    {"data.choices", digest_of(report.questions)},
+                                    {"the token that keeps documents apart", str(config.data.end_of_text)}});
 
   const DeviceScope scope(device);
-  ShardedModel sharded = sharded_model(config, saved.vocab, world, {.frozen = true});
+  const ShardedModel sharded = sharded_model(config, saved.vocab, world, {.frozen = true});
   materialize(*sharded.model, device, {.values = false});
   saved.load(*sharded.model);
   sharded.model->eval();
   for (const nn::Parameter& p : sharded.model->parameters()) report.parameters += p.shape().numel();
 
-  config.model.context = report.context;  // of what goes through the model, which stays as it is
+  TrainConfig windows = config;  // of what goes through the model, which is made for its own context
+  windows.model.context = context;
   if (validates) {
-    StepInputs inputs(config, sharded.mesh, device, 0);
+    StepInputs inputs(windows, sharded.mesh, device, 0);
     for (Validation& v : report.validation) {
-      const CollectivesInTurn in_turn;
-      v.loss = mean_loss(sharded, inputs, config.train.batch, v.windows);
+      v.loss = loss_over(v.windows, sharded, inputs);
       check<NonFiniteError>(std::isfinite(v.loss), "[evaluate] the loss", v.name.empty() ? "" : " of " + v.name, " is ", v.loss);
     }
   }
-  for (const ChoiceQuestions& q : report.questions) report.accuracies.push_back(q.accuracy(log_likelihoods(sharded, config, device, q)));
+  for (AnsweredQuestions& set : report.questions)
+    set.accuracy = set.questions.accuracy(log_likelihoods(set.questions, sharded, windows, device));
   return report;
 }
 

@@ -13,23 +13,23 @@
 namespace sheaf::models {
 
 struct EvaluateOptions {
-  int64_t context = 0;  ///< tokens of a window; 0: the model's context, but at most 4096
+  int64_t context = 0;      ///< tokens of a window; 0: the model's context, but at most 4096
+  bool whole_text = false;  ///< of data.corpus, and not its tail (data.val_fraction)
 };
 
 struct EvaluationReport {
   std::string model;                   ///< path of the checkpoint or the weights
   int64_t parameters = 0;
   int64_t context = 0;                 ///< tokens of a window
-  std::vector<Validation> validation = {};  ///< with their losses, if there is anything to validate on
-  std::vector<ChoiceQuestions> questions = {};
-  std::vector<ChoiceAccuracy> accuracies = {};  ///< of those
+  std::vector<Validation> validation = {};
+  std::vector<AnsweredQuestions> questions = {};
 };
 
 /// Evaluates the newest whole checkpoint of a run's output folder, or published weights in a folder, on what [data] of `config` says:
-/// val_file or, without one, the tail of corpus; and choices. So do batch, micro_batches, dtype, eval_tokens and eval_questions of
-/// [train], and [sharding], by which the model, whose weights rest in the dtype of compute, is cut over the ranks of `world`.
-/// Collective, the same on every rank. Throws ConfigError, also where there is nothing to evaluate on, CheckpointError, DataError,
-/// NonFiniteError.
+/// val_file or corpus, if there is one, and choices. So do batch, micro_batches, dtype, eval_tokens and eval_questions of [train], and
+/// [sharding], by which the model, whose weights rest in the dtype of compute, is cut over the ranks of `world`. Collective, the same
+/// on every rank. Throws ConfigError, also where there is nothing to evaluate on or ranks found other things, CheckpointError,
+/// DataError, NonFiniteError.
 EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device, const EvaluateOptions& options = {});
 
 }  // namespace sheaf::models

@@ -12,10 +12,14 @@ namespace {
 
 constexpr int64_t kShortestWindow = 64;
 
-// What windows of rows that fit into half of it waste is computed at most once.
-int64_t window_of(const ChoiceRow& row, int64_t context) {
-  while (context % 2 == 0 && context / 2 >= kShortestWindow && std::ssize(row.tokens) - 1 <= context / 2) context /= 2;
-  return context;
+// Tokens that `row` is read from, in the shortest window.
+int64_t window_of(const ChoiceRow& row, const ModelConfig& model) {
+  int64_t window = model.context;
+  const int64_t tokens = std::ssize(row.tokens) - 1;
+  check<ShapeError>(tokens <= window, "[evaluation] a row of ", tokens, " tokens is longer than the context of ", window);
+  if (model.capacity_factor > 0) return window;
+  while (window % 2 == 0 && window / 2 >= kShortestWindow && tokens <= window / 2) window /= 2;
+  return window;
 }
 
 // Inputs and targets, each [context], of a row; of no row nothing counts.
@@ -29,10 +33,12 @@ void fill_window(const ChoiceRow* row, int64_t context, int32_t* inputs, int32_t
 
 }  // namespace
 
-double mean_loss(const ShardedModel& sharded, StepInputs& inputs, int64_t rows, const SequentialWindows& windows) {
+double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs) {
   const auto fill = [&](int64_t first, int64_t count, int32_t* tokens, int32_t* targets) { windows.fill(first, count, tokens, targets); };
   double sum = 0;
-  for (int64_t first = 0; first < windows.num_windows(); first += rows) {
+  for (int64_t first = 0; first < windows.num_windows(); first += inputs.num_rows()) {
+    std::optional<CollectivesInTurn> in_turn;
+    if (first == 0) in_turn.emplace();
     inputs.set_samples(first, fill);
     // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
     // micro-batches.
@@ -43,31 +49,33 @@ double mean_loss(const ShardedModel& sharded, StepInputs& inputs, int64_t rows, 
   return sum / static_cast<double>(windows.num_targets());
 }
 
-std::vector<double> log_likelihoods(const ShardedModel& sharded, const TrainConfig& config, Device device, const ChoiceQuestions& questions) {
+std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config, Device device) {
   const std::vector<ChoiceRow>& rows = questions.rows();
   std::map<int64_t, std::vector<size_t>> by_window;
-  for (size_t i = 0; i < rows.size(); ++i) by_window[window_of(rows[i], config.model.context)].push_back(i);
+  for (size_t i = 0; i < rows.size(); ++i) by_window[window_of(rows[i], config.model)].push_back(i);
   const Layout whole(sharded.mesh.spec, Placement::replicate());
   std::vector<double> out(rows.size());
-  for (const auto& [context, members] : by_window) {
+  for (const auto& [window, members] : by_window) {
     TrainConfig shape = config;
-    shape.model.context = context;
-    shape.train.batch = config.train.batch * (config.model.context / context);
+    shape.model.context = window;
+    shape.train.batch = config.train.batch * (config.model.context / window);
     StepInputs inputs(shape, sharded.mesh, device, 0);
     const auto fill = [&](int64_t first, int64_t count, int32_t* tokens, int32_t* targets) {
       for (int64_t i = 0; i < count; ++i) {
         const auto at = static_cast<size_t>(first + i);
-        fill_window(at < members.size() ? &rows[members[at]] : nullptr, context, tokens + i * context, targets + i * context);
+        fill_window(at < members.size() ? &rows[members[at]] : nullptr, window, tokens + i * window, targets + i * window);
       }
     };
-    for (size_t first = 0; first < members.size(); first += static_cast<size_t>(shape.train.batch)) {
-      std::optional<CollectivesInTurn> in_turn;  // kernels of this shape are new
+    for (size_t first = 0; first < members.size(); first += static_cast<size_t>(inputs.num_rows())) {
+      std::optional<CollectivesInTurn> in_turn;
       if (first == 0) in_turn.emplace();
       inputs.set_samples(static_cast<int64_t>(first), fill);
       size_t at = first;
       for (const Tensor& losses : sharded.losses(inputs, {.per_target = true}))
-        for (const double loss : redistribute(sum(losses, {1}), whole).to_vector<double>())
-          if (at++ < members.size()) out[members[at - 1]] = -loss;
+        for (const double loss : redistribute(sum(losses, {1}), whole).to_vector<double>()) {
+          if (at < members.size()) out[members[at]] = -loss;
+          ++at;
+        }
     }
   }
   return out;

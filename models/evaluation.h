@@ -1,4 +1,6 @@
 // What a model makes of tokens that it is not trained on. All is collective, and the same on every rank.
+//
+// The first batch of each call has its collectives in turn (distributed/in_turn.h): kernels of its shapes may be new.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +13,13 @@
 
 namespace sheaf::models {
 
-/// Mean loss over all windows, in nats per target that counts; `rows` of them at a time go through `inputs`.
-double mean_loss(const ShardedModel& sharded, StepInputs& inputs, int64_t rows, const SequentialWindows& windows);
+/// Mean loss over all windows, in nats per target that counts, as many at a time as `inputs` has rows.
+double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs);
 
 /// Of each row of `questions`: the sum over its continuation's tokens of the logarithm of the probability that the model gives them.
-/// As many tokens at a time as a step of `config` has, in windows of its context, or of a half, a quarter, .. of it for rows that
-/// fit: what is left of them is computed in vain.
-std::vector<double> log_likelihoods(const ShardedModel& sharded, const TrainConfig& config, Device device, const ChoiceQuestions& questions);
+/// As many tokens at a time as a step of `config` has, in windows of model.context tokens, or of a half, a quarter, .. of it for rows
+/// that fit, unless experts have a capacity, which goes by windows: what is left of them is computed in vain. ShapeError for rows
+/// that are longer.
+std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config, Device device);
 
 }  // namespace sheaf::models

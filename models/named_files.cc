@@ -27,7 +27,7 @@ std::vector<NamedFile> named_files(const std::string& text, const char* what) {
     const size_t at = word.find('=');
     const std::string name = word.substr(0, at);
     check<ConfigError>(at != std::string::npos && is_name(name), "[data] '", text, "': ", what, " are names and files, ",
-                       "\"web=web_*.bin chat=chat.bin\"; found '", word, "'");
+                       "\"a=FILE b=FILE\"; found '", word, "'");
     for (const NamedFile& other : out)
       check<ConfigError>(other.name != name, "[data] '", text, "': two ", what, " have the name '", name, "'");
     out.push_back({name, word.substr(at + 1)});

@@ -118,7 +118,10 @@ Json RunState::to_json() const {
                                   {"train", models::to_json(*train_data)},
                                   {"val", models::to_json(*val_data)}});
   json.set("positions_of_documents", positions_of_documents);
-  if (weights) json.set("weights", Json::Object{{"path", weights->path}, {"xxh3", weights->xxh3}});
+  if (weights) {
+    Json::Array before(weights->before.begin(), weights->before.end());
+    json.set("weights", Json::Object{{"path", weights->path}, {"xxh3", weights->xxh3}, {"before", std::move(before)}});
+  }
   if (!product_choices.empty()) json.set("product_choices", product_choices);
   return json;
 }
@@ -144,8 +147,11 @@ RunState RunState::from_json(const Json& json) {
     }
     const Json* const positions = json.find("positions_of_documents");
     s.positions_of_documents = positions && positions->as_bool();
-    if (const Json* weights = json.find("weights"))
+    if (const Json* weights = json.find("weights")) {
       s.weights = {weights->at("path").as_string(), weights->at("xxh3").as_string()};
+      if (const Json* before = weights->find("before"))
+        for (const Json& id : before->as_array()) s.weights->before.push_back(static_cast<int32_t>(id.as_int()));
+    }
     if (const Json* choices = json.find("product_choices")) s.product_choices = choices->as_string();
   } catch (const DataError& e) {
     fail<CheckpointError>("[checkpoint] its state cannot be read: ", e.what());

@@ -21,6 +21,7 @@ struct SplitState {
 struct WeightsState {
   std::string path;  ///< as it was given
   std::string xxh3;  ///< PublishedFiles::digest()
+  std::vector<int32_t> before = {};  ///< tokens that stand before each text (PublishedText); not compared
 };
 
 struct RunState {

@@ -18,12 +18,16 @@ SavedModel from_run(const char* who, const std::string& folder, const Checkpoint
     fail<CheckpointError>("[", who, "] no checkpoint in ", folder, "/checkpoints, and no published weights (config.json) in ", folder);
   const RunState state = RunState::from_json(checkpoint->state());
   SavedModel out{.model = state.model, .vocab = state.vocab, .text = {.tokenizer = state.tokenizer}, .origin = checkpoint->path()};
-  if (!state.tokenizer) {
+  out.digest = digest_of_file(checkpoint->path() + "/manifest.json").xxh3;
+  const std::string config = state.weights ? published_config_file(state.weights->path) : "";
+  if (!state.tokenizer && !config.empty() && has_published_text(parent_of(config))) {
     // It read what was tokenized before: where it started from published weights, by their tokenizer.
-    const std::string config = state.weights ? published_config_file(state.weights->path) : "";
-    if (!config.empty() && has_published_text(parent_of(config))) out.text = read_published_text(parent_of(config));
-    else out.no_tokenizer = "the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte: it has no tokenizer";
+    out.text = read_published_text(parent_of(config));
+  } else if (!state.tokenizer) {
+    out.no_tokenizer = str("the run was trained on token files, without data.tokenizer gpt2, llama3, huggingface or byte",
+                           state.weights ? str(", and there is none in '", state.weights->path, "', from where it started") : "", ": it has no tokenizer");
   }
+  if (state.weights && !state.weights->before.empty()) out.text.before = state.weights->before;
   if (state.model.end_of_text >= 0) out.text.ends.push_back(static_cast<int32_t>(state.model.end_of_text));
   out.load = [opened = std::make_shared<Checkpoint>(std::move(*checkpoint))](Decoder& model) { load_state(*opened, model, {}); };
   return out;
@@ -31,14 +35,15 @@ SavedModel from_run(const char* who, const std::string& folder, const Checkpoint
 
 SavedModel from_published(const char* who, const std::string& folder) {
   const auto files = std::make_shared<PublishedFiles>(PublishedFiles::open(folder));
-  SavedModel out{.model = read_published_config(published_config_file(folder)), .origin = files->path()};
+  const std::string config = published_config_file(folder), beside = parent_of(config);
+  SavedModel out{.model = read_published_config(config), .origin = files->path(), .digest = files->digest()};
   out.vocab = out.model.vocab;
-  if (has_published_text(folder)) {
-    out.text = read_published_text(folder);
+  if (has_published_text(beside)) {
+    out.text = read_published_text(beside);
     if (const int64_t known = out.text.tokenizer->vocab_size(); known > out.vocab)
       fail<ConfigError>("[", who, "] '", folder, "': the tokenizer has ", known, " tokens, the model ", out.vocab);
   } else {
-    out.no_tokenizer = str("'", folder, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
+    out.no_tokenizer = str("'", beside, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");
   }
   check_weights(*files, out.model);
   out.load = [files](Decoder& model) { load_weights(model, *files); };
@@ -47,9 +52,12 @@ SavedModel from_published(const char* who, const std::string& folder) {
 
 }  // namespace
 
+bool has_published_weights(const std::string& folder) {
+  return !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
+}
+
 SavedModel open_saved_model(const char* who, const std::string& folder, const CheckpointGroup& group) {
-  const bool published = !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
-  return published ? from_published(who, folder) : from_run(who, folder, group);
+  return has_published_weights(folder) ? from_published(who, folder) : from_run(who, folder, group);
 }
 
 }  // namespace sheaf::models

@@ -18,9 +18,12 @@ struct SavedModel {
   PublishedText text = {};                 ///< what it reads and writes; without a tokenizer where none is known
   std::string no_tokenizer = {};           ///< then: why
   std::string origin = {};                 ///< path of the checkpoint or the weights
+  std::string digest = {};                 ///< of what is there: the same on all ranks, if it is
   std::function<void(Decoder&)> load = {};  ///< fills a materialized model, which may be cut over the ranks of the group
 };
 
+/// Whether `folder` has published weights, and not a run's checkpoints.
+bool has_published_weights(const std::string& folder);
 /// The newest whole checkpoint of a run's output folder, or published weights in a folder with their config.json. Collective over
 /// `group`. Throws CheckpointError if it is neither, in the name of `who`, or for what is wrong there; ConfigError, DataError.
 SavedModel open_saved_model(const char* who, const std::string& folder, const CheckpointGroup& group = {});

@@ -45,6 +45,12 @@ int64_t StepInputs::bytes_of_micro_batch(int64_t i) const {
   return aligned_bytes(part.tokens.type()) + aligned_bytes(part.targets.type()) + aligned_bytes(part.random_state.type());
 }
 
+int64_t StepInputs::num_rows() const {
+  int64_t rows = 0;
+  for (const Samples& part : samples_) rows += part.tokens.shape[0];
+  return rows;
+}
+
 StepInputs::Block StepInputs::make(Device device) const {
   std::vector<std::pair<Tensor*, Type>> parts;
   Block block;

@@ -29,6 +29,7 @@ class StepInputs {
   void set_step(int64_t step, int64_t first, const FillBatch& fill, const std::vector<double>& scalars, double targets);
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(samples_.size()); }
+  int64_t num_rows() const;  ///< of all micro-batches, on all ranks
   const MicroBatch& micro_batch(int64_t i) const { return there_.micro_batches[i]; }
   /// What one micro-batch takes of the memory that all of them lie in.
   int64_t bytes_of_micro_batch(int64_t i) const;

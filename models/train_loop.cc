@@ -169,13 +169,17 @@ class Trainer::Loop {
 
   void evaluate() {
     const double begin = now();
-    trainer_.evaluate(report_);
+    try {
+      trainer_.evaluate(report_);
+    } catch (const NonFiniteError& error) {
+      fail<NonFiniteError>("[train] step ", report_.done, ": ", error.what());
+    }
     if (first_rank_) {
       std::vector<Metric> values{{"val_loss", report_.val_loss}};
       for (const auto& [name, loss] : report_.val_losses) values.push_back({"val_loss_" + name, loss});
       for (const auto& [name, of] : report_.accuracies) {
         const std::string suffix = name.empty() ? "" : "_" + name;
-        values.push_back({"accuracy" + suffix, of.accuracy}), values.push_back({"accuracy_norm" + suffix, of.accuracy_norm});
+        values.push_back({"accuracy" + suffix, of.accuracy}), values.push_back({"norm_accuracy" + suffix, of.accuracy_norm});
       }
       write(values);
       trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_), accuracies_by_name(report_)));
@@ -226,7 +230,11 @@ void Trainer::evaluate(TrainReport& report) {
   }
   report.val_loss = mean_loss(validation_);
   report.accuracies.clear();
-  for (const ChoiceQuestions& q : choices_) report.accuracies.emplace_back(q.name(), q.accuracy(step_->evaluate(q)));
+  if (!std::isfinite(report.val_loss)) return;  // what a model answers then is of no interest
+  for (AnsweredQuestions& set : questions_) {
+    set.accuracy = set.questions.accuracy(step_->log_likelihoods(set.questions));
+    report.accuracies.emplace_back(set.questions.name(), set.accuracy);
+  }
 }
 
 TrainReport Trainer::run(const std::function<int()>& signal) {

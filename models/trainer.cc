@@ -17,28 +17,40 @@ namespace {
 
 // Where a host keeps its copy of the data is its own affair; what stands there is not.
 void require_same_data(World& world, const Corpus& corpus, const SplitState& train, const SplitState& val,
-                       const std::vector<ChoiceQuestions>& choices, const std::optional<WeightsState>& weights) {
+                       const std::vector<AnsweredQuestions>& questions, const std::optional<WeightsState>& weights) {
   const std::string value = str(train.tokens, " tokens to train on, ", val.tokens, " to validate on, XXH3 ", train.xxh3,
                                 val.xxh3);
   const std::string tokenizer = corpus.tokenizer ? digest_of_text(corpus.tokenizer->to_json().dump()).xxh3 : "none";
-  std::string questions = "none";
-  for (const ChoiceQuestions& q : choices) questions += str(' ', q.name(), " XXH3 ", q.digest());
   const std::string start = weights ? str("XXH3 ", weights->xxh3) : "none";
   require_agreement(world, "data", {{"the size of the vocabulary", str(corpus.vocab)},
                                     {"the data", value, str("'", corpus.train.name(), "' (", value, ")")},
                                     {"the tokenizer", tokenizer},
-                                    {"data.choices", questions},
+                                    {"data.choices", digest_of(questions)},
                                     {"model.weights", start, weights ? str("'", weights->path, "' (", start, ")") : start}});
 }
 
-// The published files may be gone when a run is continued: its checkpoints have what was in them.
+// What lies beside weights, if it can be read: they can be trained without.
+PublishedText published_text(const std::string& weights) {
+  const std::string config = published_config_file(weights);
+  if (config.empty() || !has_published_text(parent_of(config))) return {};
+  try {
+    return read_published_text(parent_of(config));
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+// Published files may be gone when a run is continued: its checkpoints have what was in them.
+std::optional<RunState> saved_state(const TrainConfig& config) {
+  const auto checkpoint = Checkpoint::open_newest(config.output.folder + "/checkpoints", [](const std::string&) {});
+  return checkpoint ? std::optional(RunState::from_json(checkpoint->state())) : std::nullopt;
+}
+
 std::shared_ptr<const Tokenizer> saved_tokenizer(const TrainConfig& config, const TrainOptions& options) {
   const DataConfig& data = config.data;
   if (!options.resume || !is_published(data.tokenizer) || path_exists(data.tokenizer_folder)) return nullptr;
-  const auto checkpoint = Checkpoint::open_newest(config.output.folder + "/checkpoints", [](const std::string&) {});
-  if (!checkpoint) return nullptr;
-  auto tokenizer = RunState::from_json(checkpoint->state()).tokenizer;
-  return tokenizer && tokenizer->kind() == data.tokenizer ? tokenizer : nullptr;
+  const std::optional<RunState> state = saved_state(config);
+  return state && state->tokenizer && state->tokenizer->kind() == data.tokenizer ? state->tokenizer : nullptr;
 }
 
 }  // namespace
@@ -66,7 +78,7 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   find_weights();
   open_questions();
   lock_folder();
-  require_same_data(world_, corpus_, train_data_, val_data_, choices_, weights_);  // here, for it also waits for rank 0 to have the folder
+  require_same_data(world_, corpus_, train_data_, val_data_, questions_, weights_);  // here, for it also waits for rank 0 to have the folder
   TrainConfig fitted =
       fit_recompute(config_, config_.model.vocab, world_.size(), num_threads(), std::string(world_.kind()), device_);
   if (config_.train.recompute == "fit") {
@@ -121,22 +133,27 @@ void Trainer::find_weights() {
     fail<ConfigError>("[model] lora_rank ", config_.model.lora_rank, " trains adapters of weights that stay as they are; "
                       "model.weights, where these come from, is not given");
   if (path.empty()) return;
-  if (options_.resume && !path_exists(path) && !list_steps(config_.output.folder + "/checkpoints").empty()) return;
+  if (options_.resume && !path_exists(path) && !list_steps(config_.output.folder + "/checkpoints").empty()) {
+    if (const auto state = saved_state(config_)) weights_ = state->weights;
+    return;
+  }
   files_ = PublishedFiles::open(path);
   check_weights(*files_, config_.model);
-  weights_ = {path, files_->digest()};
+  weights_ = {path, files_->digest(), published_text(path).before};
 }
 
 // Texts become tokens as those that the model was or will be trained on.
 void Trainer::open_questions() {
   if (config_.data.choices.empty()) return;
-  PublishedText text{.tokenizer = corpus_.tokenizer};
-  const std::string published = config_.model.weights.empty() ? "" : published_config_file(config_.model.weights);
-  if (!text.tokenizer && !published.empty()) text = read_published_text(parent_of(published));
-  if (!text.tokenizer)
-    fail<ConfigError>("[data] data.choices '", config_.data.choices, "' are texts, and token files do not say how to encode them: give ",
-                      "data.tokenizer gpt2, llama3, huggingface or byte");
-  choices_ = open_choices(config_.data.choices, *text.tokenizer, text.before, config_.model.context, config_.train.eval_questions);
+  std::shared_ptr<const Tokenizer> tokenizer = corpus_.tokenizer;
+  if (!tokenizer && files_) tokenizer = published_text(files_->path()).tokenizer;
+  if (!tokenizer)
+    fail<ConfigError>("[data] data.choices '", config_.data.choices, "' are texts, and token files do not say how to encode them",
+                      weights_ ? str(", nor is there a tokenizer in '", weights_->path, "'") : "",
+                      ": give data.tokenizer gpt2, llama3, huggingface or byte");
+  ChoiceQuestions::Options options{.context = config_.model.context, .vocab = config_.model.vocab, .most = config_.train.eval_questions};
+  if (weights_) options.before = weights_->before;
+  questions_ = models::open_questions(config_.data.choices, *tokenizer, options);
 }
 
 void Trainer::start() {

@@ -65,7 +65,7 @@ class Trainer {
   const TrainConfig& config() const { return config_; }
   const TrainingWindows& windows() const { return windows_; }
   const std::vector<Validation>& validation() const { return validation_; }
-  const std::vector<ChoiceQuestions>& choices() const { return choices_; }
+  const std::vector<AnsweredQuestions>& questions() const { return questions_; }
   int64_t num_parameters();
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 
@@ -93,7 +93,7 @@ class Trainer {
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;
   std::vector<Validation> validation_;
-  std::vector<ChoiceQuestions> choices_;
+  std::vector<AnsweredQuestions> questions_;
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;

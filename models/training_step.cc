@@ -271,15 +271,13 @@ void TrainingStep::prepare_evaluation() {
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
   prepare_evaluation();
-  std::optional<CollectivesInTurn> in_turn;
-  if (!std::exchange(evaluated_, true)) in_turn.emplace();
-  return mean_loss(sharded_, *inputs_, config_.train.batch, windows);
+  return loss_over(windows, sharded_, *inputs_);
 }
 
-std::vector<double> TrainingStep::evaluate(const ChoiceQuestions& questions) {
+std::vector<double> TrainingStep::log_likelihoods(const ChoiceQuestions& questions) {
   const DeviceScope scope(device_);
   prepare_evaluation();
-  return log_likelihoods(sharded_, config_, device_, questions);
+  return models::log_likelihoods(questions, sharded_, config_, device_);
 }
 
 }  // namespace sheaf::models

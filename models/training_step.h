@@ -74,8 +74,8 @@ class TrainingStep {
   Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
-  /// log_likelihoods() of the answers; collective, the same on every rank.
-  std::vector<double> evaluate(const ChoiceQuestions& questions);
+  /// Of each row, as evaluation.h has it; collective, the same on every rank.
+  std::vector<double> log_likelihoods(const ChoiceQuestions& questions);
 
   /// What runs the steps, once there is one (train.compile).
   const Program* program() const { return program_.get(); }
@@ -113,7 +113,6 @@ class TrainingStep {
   std::optional<optim::LossScaler> scaler_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
-  bool evaluated_ = false;
   std::unique_ptr<Program> program_;
   RecordedStep compiled_;  // of which program_ is: what is wanted of it, for the rest lies there
   Result captured_;  // what every replay fills

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <map>
 #include <set>
+#include <utility>
 
 #include <toml++/toml.h>
 
@@ -19,6 +20,7 @@
 namespace sheaf::tools {
 namespace {
 
+using models::DataConfig;
 using models::TrainConfig;
 
 // Edits (insert, delete, replace, swap of neighbours) that turn a into b.
@@ -140,9 +142,9 @@ void set_from_text(const std::string& where, ConfigField& field, const std::stri
   set(where, field, text == "true");
 }
 
-// Reads all sections, or `only` some.
+// Reads all options, or the `wanted` ones alone.
 void read_file(const std::string& path, std::vector<ConfigField>& fields, std::set<std::string>& given,
-               std::initializer_list<std::string_view> only = {}) {
+               const std::function<bool(const std::string&)>& wanted = {}) {
   const std::string text = File::open<ConfigError>(path).read_all();
   toml::table document;
   try {
@@ -167,6 +169,7 @@ void read_file(const std::string& path, std::vector<ConfigField>& fields, std::s
         self(self, key, value);
         continue;
       }
+      if (wanted && !wanted(key)) continue;
       ConfigField& field = find_field(fields, where, key);
       if (auto* flag = value.as_boolean()) set(where, field, flag->get());
       else if (auto* integer = value.as_integer()) set(where, field, integer->get());
@@ -178,7 +181,7 @@ void read_file(const std::string& path, std::vector<ConfigField>& fields, std::s
   };
   for (const auto& [section, node] : document) {
     const std::string prefix(section.str());
-    if (only.size() > 0 && std::ranges::find(only, prefix) == only.end()) continue;
+    if (wanted && !is_section(prefix)) continue;
     if (!is_section(prefix)) unknown_key(line_of(node), node.is_table() ? "[" + prefix + "]" : prefix, fields);
     read_section(read_section, prefix, node);
   }
@@ -350,7 +353,7 @@ models::GenerateConfig load_generate_config(const std::string& path, std::span<c
   TrainConfig config;
   auto fields = config_fields(config);
   std::set<std::string> given, flags;
-  if (path_exists(path)) read_file(path, fields, given, {"generate"});
+  if (path_exists(path)) read_file(path, fields, given, [](const std::string& key) { return key.starts_with("generate."); });
   read_overrides(overrides, fields, flags);
   for (const std::string& key : flags)
     if (!key.starts_with("generate."))
@@ -361,34 +364,51 @@ models::GenerateConfig load_generate_config(const std::string& path, std::span<c
 
 namespace {
 
-bool is_for_evaluation(const std::string& key) {
-  for (const char* known : {"data.corpus", "data.val_fraction", "data.val_file", "data.choices", "data.tokenizer", "data.tokenizer_folder",
-                            "data.separate_documents", "data.end_of_text", "train.batch", "train.micro_batches", "train.eval_tokens",
-                            "train.eval_questions", "train.dtype", "sharding.strategy", "sharding.units", "sharding.min_parameters",
-                            "sharding.prefetch_bytes", "sharding.replicas", "sharding.tensor", "sharding.context", "sharding.context_comm",
-                            "sharding.experts", "sharding.pipeline", "sharding.pipeline_head"})
+// What a run was validated on, and how.
+bool is_of_validation(const std::string& key) {
+  for (const char* known : {"data.corpus", "data.val_fraction", "data.val_file", "data.choices", "train.batch", "train.micro_batches",
+                            "train.eval_tokens", "train.eval_questions", "train.dtype"})
     if (key == known) return true;
   return false;
 }
 
+bool is_for_evaluation(const std::string& key) {
+  for (const char* known : {"data.tokenizer", "data.tokenizer_folder", "data.separate_documents", "data.end_of_text", "sharding.strategy",
+                            "sharding.units", "sharding.min_parameters", "sharding.prefetch_bytes", "sharding.replicas", "sharding.tensor",
+                            "sharding.context", "sharding.context_comm", "sharding.experts", "sharding.pipeline", "sharding.pipeline_head"})
+    if (key == known) return true;
+  return is_of_validation(key);
+}
+
 }  // namespace
 
-TrainConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides) {
-  TrainConfig config;
+EvaluateConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides) {
+  EvaluateConfig out;
+  TrainConfig& config = out.config;
   auto fields = config_fields(config);
   std::set<std::string> given, flags;
-  if (path_exists(path)) read_file(path, fields, given, {"data", "train"});
+  if (path_exists(path)) read_file(path, fields, given, is_of_validation);
+  const DataConfig of_run = std::exchange(config.data, {});
   read_overrides(overrides, fields, flags);
   for (const std::string& key : flags)
-    if (!is_for_evaluation(key))
-      fail<ConfigError>("[evaluate] --", key, " is not for evaluation: the model is that of the folder; `sheaf evaluate --help` lists what may ",
-                        "be given");
-  if (flags.contains("data.corpus") && !flags.contains("data.val_file")) config.data.val_file.clear();
-  const auto& t = config.train;
-  check<ConfigError>(t.batch >= t.micro_batches, "[evaluate] train.batch ", t.batch, " is less than train.micro_batches ", t.micro_batches);
-  check<ConfigError>(!flags.contains("train.eval_questions") || !config.data.choices.empty(),
-                     "[evaluate] train.eval_questions: without data.choices there are no questions");
-  return config;
+    check<ConfigError>(is_for_evaluation(key), "[evaluate] --", key, " is not for evaluation: the model is that of the folder; ",
+                       "`sheaf evaluate --help` lists what may be given");
+  auto& data = config.data;
+  const bool says_on_what = flags.contains("data.corpus") || flags.contains("data.val_file") || flags.contains("data.choices");
+  if (!says_on_what) data.corpus = of_run.corpus, data.val_file = of_run.val_file, data.choices = of_run.choices;
+  if (!flags.contains("data.val_fraction")) data.val_fraction = of_run.val_fraction;
+  out.whole_text = flags.contains("data.corpus") && !flags.contains("data.val_fraction");
+  for (const std::string& key : flags)
+    if (const char* reason = unused(key, config)) fail<ConfigError>("[config] '", key, "' would change nothing: ", reason);
+  const auto require = [](bool condition, const auto&... parts) { check<ConfigError>(condition, "[config] ", parts...); };
+  require(data.corpus.empty() || data.val_file.empty(), "data.corpus and data.val_file exclude each other");
+  require(!flags.contains("data.val_fraction") || !data.corpus.empty(), "'data.val_fraction' would change nothing: it is of a data.corpus");
+  require(data.val_fraction > 0, "data.val_fraction is 0: nothing is left to validate on");
+  require(!models::is_published(data.tokenizer) || !data.tokenizer_folder.empty(), "data.tokenizer ", data.tokenizer,
+          " needs data.tokenizer_folder, the folder with its published files");
+  require(config.train.batch >= config.train.micro_batches, "train.batch ", config.train.batch, " is less than train.micro_batches ",
+          config.train.micro_batches);
+  return out;
 }
 
 std::string print_config(const TrainConfig& config) {

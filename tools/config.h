@@ -43,9 +43,15 @@ std::string config_of_run(std::span<const std::string> overrides);
 /// ConfigError as load_config().
 models::GenerateConfig load_generate_config(const std::string& path, std::span<const std::string> overrides);
 
-/// The sections [data] and [train] of `path`, if there is such a file, and `overrides`, which may be options of what a model is
-/// evaluated on and how, and of [sharding]. Throws ConfigError as load_config().
-models::TrainConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides);
+/// What `sheaf evaluate` is asked for.
+struct EvaluateConfig {
+  models::TrainConfig config;
+  bool whole_text = false;  ///< data.corpus was given without data.val_fraction: all of it counts
+};
+/// Of [data] and [train] of `path`, if there is such a file, what a run was validated on and how; then `overrides`, which may be
+/// options of that, of documents and the tokenizer, and of [sharding]. Where they say what to evaluate on, nothing of the file's is.
+/// Throws ConfigError as load_config().
+EvaluateConfig load_evaluate_config(const std::string& path, std::span<const std::string> overrides);
 /// config_help() of those options.
 std::string evaluate_config_help();
 

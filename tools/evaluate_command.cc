@@ -17,15 +17,14 @@ std::string perplexity(double loss) {
   return text;
 }
 
+std::string count_of(int64_t count, const char* what) { return str(count, ' ', what, count == 1 ? "" : "s"); }
+
 void say_all(const models::EvaluationReport& report) {
   for (const models::Validation& v : report.validation)
     say(str("loss ", v.name.empty() ? "" : "of " + v.name + " ", v.loss, ", perplexity ", perplexity(v.loss), "  (nats per token, of ",
             v.windows.num_targets(), v.windows.examples() ? " that are learned)" : ")"));
-  for (size_t i = 0; i < report.questions.size(); ++i) {
-    const models::ChoiceQuestions& q = report.questions[i];
-    say(str(models::accuracy_line(q.name(), report.accuracies[i]), "  (of ", q.questions().size(), " questions",
-            q.num_shortened() ? str("; ", q.num_shortened(), " of their ", q.rows().size(), " choices without the beginning of the prompt") : "", ")"));
-  }
+  for (const auto& [questions, accuracy] : report.questions)
+    say(str(models::accuracy_line(questions.name(), accuracy), "  (", models::questions_line(questions), ")"));
 }
 
 }  // namespace
@@ -33,15 +32,15 @@ void say_all(const models::EvaluationReport& report) {
 int evaluate_command(const EvaluateArguments& arguments) {
   World world = distributed::init_from_env();
   world.guard([&] {
-    const models::TrainConfig config = load_evaluate_config(arguments.folder + "/config.toml", arguments.overrides);
-    require_same_options(world, config, {{"--context", str(arguments.context)}});
+    const auto [config, whole_text] = load_evaluate_config(arguments.folder + "/config.toml", arguments.overrides);
+    require_same_options(world, config, {{"--context", str(arguments.context)}, {"all of data.corpus", str(whole_text)}});
     if (arguments.threads_per_rank > 0) RankContext::current().threads = arguments.threads_per_rank;
     const RankScope scope(RankContext::current());
-    const models::EvaluationReport report =
-        models::evaluate_folder(arguments.folder, config, world, world.device(), {.context = arguments.context});
+    const models::EvaluationReport report = models::evaluate_folder(arguments.folder, config, world, world.device(),
+                                                                    {.context = arguments.context, .whole_text = whole_text});
     if (world.rank() != 0) return;
-    say(str("sheaf evaluate: ", world.size(), world.size() == 1 ? " rank, " : " ranks, ", report.parameters, " parameters of ", report.model,
-            ", ", config.train.dtype, ", windows of ", report.context, " tokens"));
+    say(str("sheaf evaluate: ", count_of(world.size(), "rank"), ", ", count_of(report.parameters, "parameter"), " of ", report.model, ", ",
+            config.train.dtype, ", windows of ", count_of(report.context, "token")));
     say_all(report);
   });
   return 0;

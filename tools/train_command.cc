@@ -182,6 +182,8 @@ int train_command(const TrainArguments& arguments) {
       }
       for (const models::Validation& v : trainer.validation())
         say_examples(str("to validate on", v.name.empty() ? "" : " as ", v.name, ": "), v.windows.examples());
+      for (const models::AnsweredQuestions& set : trainer.questions())
+        lines.say("  to answer in evaluations: " + models::questions_line(set.questions));
       if (world.device().is_cuda()) lines.say("on " + RankContext::current().gpu->name() + ", " + world.device().to_string());
       if (config.train.dtype == "bf16" && world.device().is_cpu() && !kernels::cpu::dot::available())
         lines.say("note: this CPU has no instructions for bf16 (AMX, AVX512_BF16); f32 is faster here");

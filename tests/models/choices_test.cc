@@ -26,7 +26,7 @@ const std::shared_ptr<const Tokenizer> kBytes = make_byte_tokenizer();
 
 ChoiceQuestions read(const std::string& text, int64_t context = 100, int64_t most = 0, std::vector<int32_t> before = {}) {
   const Folder folder;
-  return ChoiceQuestions("", folder.write(text), *kBytes, before, context, most);
+  return ChoiceQuestions("", folder.write(text), *kBytes, {.before = std::move(before), .context = context, .most = most});
 }
 
 template <class E = DataError>
@@ -50,7 +50,7 @@ TEST(Choices, ContinueThePromptBehindABlank) {
   const ChoiceQuestions q = read(
       "{\"prompt\": \"He says\", \"choices\": [\"yes\", \" n\xc3\xb6\", \"\\nwell\"], \"answer\": 1, \"id\": 123456789012345678901234567890}\n"
       "\n"
-      "{\"prompt\": \"A \", \"choices\": [\"b\", \"cd\"], \"answer\": 0}\n");
+      "{\"prompt\": \"A \\n\", \"choices\": [\"b\", \" cd\"], \"answer\": 0}\n");
   ASSERT_EQ(q.questions().size(), 2);
   EXPECT_EQ(q.questions()[0].first, 0);
   EXPECT_EQ(q.questions()[0].count, 3);
@@ -58,11 +58,12 @@ TEST(Choices, ContinueThePromptBehindABlank) {
   EXPECT_EQ(q.questions()[1].first, 3);
   EXPECT_EQ(q.questions()[1].count, 2);
   EXPECT_EQ(q.questions()[1].answer, 0);
+  EXPECT_EQ(q.questions()[1].line, 3);
   std::vector<std::string> texts;
   std::vector<int64_t> characters;
   for (const ChoiceRow& row : q.rows()) texts.push_back(shown(row)), characters.push_back(row.characters);
-  EXPECT_THAT(texts, ElementsAre("He says| yes", "He says| n\xc3\xb6", "He says|\nwell", "A |b", "A |cd"));
-  EXPECT_THAT(characters, ElementsAre(3, 3, 5, 1, 2));
+  EXPECT_THAT(texts, ElementsAre("He says| yes", "He says| n\xc3\xb6", "He says|\nwell", "A| \nb", "A| \n cd"));
+  EXPECT_THAT(characters, ElementsAre(3, 3, 5, 1, 3));
 }
 
 TEST(Choices, AreReadAsHellaSwagHasThem) {
@@ -74,6 +75,8 @@ TEST(Choices, AreReadAsHellaSwagHasThem) {
     EXPECT_EQ(shown(q->rows()[3]), "A man. he| had");
   }
   EXPECT_EQ(number.digest(), text.digest());
+  // A prompt that stands there, too, is the question; a context besides is one member more.
+  EXPECT_EQ(shown(read(R"({"ctx": "x", "prompt": "a", "choices": ["b", "c"], "answer": 0})").rows()[0]), "a| b");
 }
 
 TEST(Choices, WhatStandsBeforeATextStandsBeforeAPrompt) {
@@ -104,10 +107,12 @@ TEST(Choices, TheFirstOnesOnlyIfAskedFor) {
 }
 
 TEST(Choices, OfTheLargestLikelihoodIsChosen) {
-  const ChoiceQuestions q = read(
+  const Folder folder;
+  const std::string q_path = folder.write(
       "{\"prompt\": \"a\", \"choices\": [\"b\", \"cdef\"], \"answer\": 0}\n"
       "{\"prompt\": \"a\", \"choices\": [\"b\", \"cdef\"], \"answer\": 1}\n"
       "{\"prompt\": \"a\", \"choices\": [\"b\", \"c\", \"d\"], \"answer\": 1}\n");
+  const ChoiceQuestions q("", q_path, *kBytes, {});
   // By sums the first of both, by characters the second.
   const std::vector<double> x = {-2, -4, -2, -4, -3, -1, -2};
   EXPECT_DOUBLE_EQ(q.accuracy(x).accuracy, 2.0 / 3);       // right, wrong, right
@@ -124,7 +129,7 @@ TEST(Choices, OfTheLargestLikelihoodIsChosen) {
     q.accuracy(nan);
     FAIL() << "no error";
   } catch (const NonFiniteError& error) {
-    EXPECT_STREQ(error.what(), "[choices] question 2: the likelihood of choice 1 is nan");
+    EXPECT_STREQ(error.what(), str("[choices] line 3 of '", q_path, "': the likelihood of choice 1 is nan").c_str());
   }
   EXPECT_THROW(q.accuracy(std::vector<double>(6)), ShapeError);
 }
@@ -137,9 +142,9 @@ TEST(Choices, AreSaidInALine) {
 TEST(Choices, WhatIsMalformedIsRefusedByItsLine) {
   const std::string good = "{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 0}\n";
   EXPECT_THAT(refusal(good + "\n{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"]}"), HasSubstr("line 3 of '"));
-  EXPECT_THAT(refusal("{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"]}"), HasSubstr("no member \"answer\""));
-  EXPECT_THAT(refusal("{\"ctx\": \"a\", \"label\": 0}"), HasSubstr("no member \"endings\""));
-  EXPECT_THAT(refusal("[1]"), HasSubstr("no member \"prompt\""));
+  EXPECT_THAT(refusal("{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"]}"), HasSubstr("member \"answer\": it is not there, or null"));
+  EXPECT_THAT(refusal("{\"ctx\": \"a\", \"label\": 0}"), HasSubstr("member \"endings\": it is not there"));
+  EXPECT_THAT(refusal("[1]"), HasSubstr("member \"prompt\": it is not there"));
   EXPECT_THAT(refusal("{\"prompt\": \"a\", \"choices\": [\"b\"], \"answer\": 0}"), HasSubstr("two choices at least, not 1"));
   EXPECT_THAT(refusal("{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 2}"), HasSubstr("answer 2 is none of 2 choices"));
   EXPECT_THAT(refusal("{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": \"B\"}"), HasSubstr("member \"answer\": \"B\" is no number"));
@@ -151,20 +156,40 @@ TEST(Choices, WhatIsMalformedIsRefusedByItsLine) {
   EXPECT_THAT(refusal("{\"prompt\": \"\", \"choices\": [\"b\", \"c\"], \"answer\": 0}"), HasSubstr("the prompt is empty"));
   EXPECT_THAT(refusal("{\"prompt\": \"a\", \"choices\": [\"b\", \"\"], \"answer\": 0}"), HasSubstr("a choice is empty"));
   EXPECT_THAT(refusal("{\"prompt\": \"a\", \"choices\""), HasSubstr("line 1"));
+  EXPECT_THAT(refusal("\x1f\x8b\x08 compressed"), HasSubstr("is gzip"));
   EXPECT_THAT(refusal("\n\n"), HasSubstr("has no questions"));
 }
 
 TEST(Choices, SetsHaveNames) {
   const Folder folder;
   const std::string a = folder.write("{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 0}\n", "a.jsonl");
-  const auto open = [&](const std::string& text) { return open_choices(text, *kBytes, {}, 10); };
-  const auto two = open("one=" + a + " two=" + a);
-  ASSERT_EQ(two.size(), 2);
-  EXPECT_EQ(two[0].name(), "one");
-  EXPECT_EQ(two[1].name(), "two");
-  EXPECT_EQ(open(a).at(0).name(), "");
+  const std::string b = folder.write("{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 1}\n", "b.jsonl");
+  const auto open = [&](const std::string& text) { return open_questions(text, *kBytes, {.context = 2}); };
+  const auto two = open("one=" + a + " two=" + b);
+  ASSERT_EQ(two.size(), 2u);
+  EXPECT_EQ(two[0].questions.name(), "one");
+  EXPECT_EQ(two[1].questions.name(), "two");
+  EXPECT_EQ(open(a).at(0).questions.name(), "");
   EXPECT_THROW(open("one=" + a + " one=" + a), ConfigError);
   EXPECT_THROW(open(folder / "none"), DataError);
+  EXPECT_EQ(digest_of({}), "none");
+  EXPECT_NE(digest_of(two), digest_of(open("one=" + a + " two=" + a)));
+  EXPECT_NE(digest_of(two), digest_of(open("one=" + a + " three=" + b)));
+  EXPECT_EQ(questions_line(two[0].questions), "1 question of one");
+  const ChoiceQuestions cut("", a, *kBytes, {.context = 1});
+  EXPECT_EQ(questions_line(cut), "1 question; 2 of their 2 choices do not fit into a window, and lose their beginnings");
+}
+
+TEST(Choices, AModelKnowsAllTokens) {
+  const Folder folder;
+  const std::string a = folder.write("{\"prompt\": \"a\", \"choices\": [\"b\", \"c\"], \"answer\": 0}\n");
+  ChoiceQuestions("", a, *kBytes, {.vocab = 256});
+  try {
+    ChoiceQuestions("", a, *kBytes, {.vocab = 255});
+    FAIL() << "no error";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("the tokenizer has 256 tokens, the model 255"));
+  }
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ models::ChoiceQuestions questions() {
     out << R"({"prompt": ")" << text(prompt) << R"(", "choices": [")" << text(1) << R"(", ")" << text(7) << R"(", ")" << text(3 + prompt / 9)
         << R"("], "answer": )" << prompt % 3 << "}\n";
   out.close();
-  return models::ChoiceQuestions("", folder / "q.jsonl", *models::make_byte_tokenizer(), {}, kContext);
+  return models::ChoiceQuestions("", folder / "q.jsonl", *models::make_byte_tokenizer(), {.context = kContext});
 }
 
 models::TrainConfig config_of(const std::string& type = "llama") {
@@ -50,7 +50,7 @@ std::vector<double> likelihoods(const models::TrainConfig& c, int world, const m
   std::mutex mutex;
   run_local(world, [&](World& w) {
     models::TrainingStep step(c, kVocab, w, Device::cpu(), tiny_options(c, kF64));
-    const std::vector<double> mine = step.evaluate(q);
+    const std::vector<double> mine = step.log_likelihoods(q);
     std::lock_guard lock(mutex);
     if (out.empty()) out = mine;
     EXPECT_EQ(out, mine) << "ranks differ";
@@ -113,13 +113,36 @@ TEST(Evaluation, LikelihoodsAreTheSameOnEveryMesh) {
     check("tensor and data", 4, [](auto& c) { c.sharding.tensor = 2; });
     check("stages", 3, [](auto& c) { c.sharding.pipeline = 3, c.train.micro_batches = 2; });
     check("stages of two runs, tensor", 4, [](auto& c) { c.sharding.pipeline = 2, c.sharding.pipeline_runs = 2, c.train.micro_batches = 2, c.sharding.tensor = 2; });
-    check("program", 2, [](auto& c) { c.train.compile = true; });
+    check("f64 of several batches", 2, [](auto& c) { c.train.batch = 1; });
   }
   models::TrainConfig mixture = config_of();
   mixture.model.experts = 4, mixture.model.experts_per_token = 2;
   const std::vector<double> want = likelihoods(mixture, 1, q);
   mixture.sharding.experts = 2;
   EXPECT_LT(largest_difference(likelihoods(mixture, 4, q), want), 1e-10) << "experts";
+}
+
+// Places of experts go by windows, which then are all of one length: whatever a row's neighbours, and however sequences are cut.
+TEST(Evaluation, ACapacityIsThatOfTheContext) {
+  const models::ChoiceQuestions q = questions();
+  models::TrainConfig c = config_of();
+  c.model.experts = 4, c.model.experts_per_token = 2, c.model.capacity_factor = 0.5;
+  c.model.expert_groups = 128;  // which windows of 64 tokens do not have
+  const std::vector<double> want = likelihoods(c, 1, q);
+  for (const int64_t batch : {1, 7}) {
+    c.train.batch = batch;
+    EXPECT_LT(largest_difference(likelihoods(c, 1, q), want), 1e-10) << batch;
+  }
+  c.sharding.context = 2;
+  EXPECT_LT(largest_difference(likelihoods(c, 2, q), want), 1e-10);
+  c.model.capacity_factor = 0, c.model.expert_groups = 1, c.sharding.context = 1;
+  EXPECT_GT(largest_difference(likelihoods(c, 1, q), want), 1e-3) << "nothing is dropped";
+}
+
+TEST(Evaluation, RowsThatAreTooLongAreRefused) {
+  models::TrainConfig c = config_of();
+  c.model.context = 128;
+  EXPECT_THROW(likelihoods(c, 1, questions()), ShapeError);
 }
 
 // A loss that is not linear in the likelihoods of rows: log(1 + exp(-log p)) of each.
@@ -163,7 +186,7 @@ TEST(Losses, OfEachTargetAreTrainedOn) {
 
 // It changes nothing of the training around it.
 TEST(Evaluation, TrainingGoesOnAsWithout) {
-  const models::ChoiceQuestions q = questions();
+  const models::ChoiceQuestions q("", "tests/models/two_questions.jsonl", *models::make_byte_tokenizer(), {.context = 9});
   for (const bool compile : {false, true}) {
     models::TrainConfig c = tiny_config();
     c.model.vocab = kVocab;
@@ -172,11 +195,14 @@ TEST(Evaluation, TrainingGoesOnAsWithout) {
     const auto run = [&](bool evaluates) {
       std::vector<float> losses;
       train_tiny(c, 2, 0, [&](models::TrainingStep& step) {
+        std::vector<std::vector<double>> likelihoods;
         for (int s = 0; s < 6; ++s) {
           const float loss = step.run(s, fill_tiny).loss.item<float>();
-          if (evaluates) step.evaluate(models::ChoiceQuestions("", "tests/models/two_questions.jsonl", *models::make_byte_tokenizer(), {}, 9));
+          if (evaluates) likelihoods.push_back(step.log_likelihoods(q));
           if (step.world().rank() == 0) losses.push_back(loss);
         }
+        EXPECT_EQ(step.program() != nullptr, compile);
+        if (evaluates) { EXPECT_NE(likelihoods[0], likelihoods[5]) << "the model has learned"; }
       });
       return losses;
     };

@@ -1,4 +1,7 @@
 // Questions that a run answers while it trains, and `sheaf evaluate`, as a user runs them.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -18,6 +21,12 @@ using ::testing::Not;
 const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "tests/models/published/llama_bf16_shards",
                   kQuestions = "tests/models/two_questions.jsonl";
 
+std::string line_with(const std::string& out, const std::string& word) {
+  for (const std::string& line : lines_of(out))
+    if (line.find(word) != std::string::npos) return line;
+  return "no line with " + word + " in " + out;
+}
+
 /// With a run of bytes, and tokens that published models know.
 struct Folder : CorpusFolder {
   Folder() {
@@ -25,6 +34,18 @@ struct Folder : CorpusFolder {
     for (int i = 0; i < 600; ++i) {
       const auto token = static_cast<uint16_t>((i * i + i / 7) % 29);
       out.write(reinterpret_cast<const char*>(&token), 2);
+    }
+    // Of a model that has learned next to nothing, the answers are as good as drawn.
+    const std::string text = sample_text(9000);
+    std::ofstream many(*this / "many.jsonl");
+    for (size_t i = 0; i < 60; ++i) {
+      const auto words = [&](size_t at, size_t n) {
+        std::string part = text.substr(i * 140 + at, n);
+        std::ranges::replace(part, '\n', ' ');
+        return part;
+      };
+      many << R"({"prompt": "x)" << words(0, 3 + i % 9) << R"(", "choices": ["y)" << words(20, 5) << R"(", "y)" << words(40, 1 + i % 7) << R"(", "y)"
+           << words(60, 3 + i % 5) << R"("], "answer": )" << i % 3 << "}\n";
     }
   }
   Outcome train(const std::string& out, const Words& more, int world = 1) const {
@@ -48,14 +69,14 @@ TEST(Evaluate, ARunAnswersQuestionsWhileItTrains) {
   EXPECT_THAT(r.out, ContainsRegex("\naccuracy of one [01].[05]000, norm [01].[05]000\naccuracy of two "));
   const Metrics metrics = folder.metrics("run");
   for (const int64_t step : {2, 4, 5})
-    for (const char* key : {"accuracy_one", "accuracy_norm_one", "accuracy_two", "accuracy_norm_two"})
+    for (const char* key : {"accuracy_one", "norm_accuracy_one", "accuracy_two", "norm_accuracy_two"})
       EXPECT_TRUE(metrics.at(step).contains(key)) << step << key;
   // Ranks, which may have a place of their own for them, answer alike; training is what it was without.
   const Outcome two = folder.train("two", sets, 2), without = folder.train("without", {}, 2);
   ASSERT_EQ(two.code, 0) << two.err;
   ASSERT_EQ(without.code, 0) << without.err;
   expect_same_curve(folder.metrics("two"), folder.metrics("without"), "with questions");
-  EXPECT_EQ(folder.metrics("two").at(5).at("accuracy_norm_one"), metrics.at(5).at("accuracy_norm_one"));
+  EXPECT_EQ(folder.metrics("two").at(5).at("norm_accuracy_one"), metrics.at(5).at("norm_accuracy_one"));
   // One set needs no name, and of many questions the first ones may do.
   const Outcome first = folder.train("first", {"--data.choices", kQuestions, "--train.eval_questions", "1"});
   ASSERT_EQ(first.code, 0) << first.err;
@@ -65,7 +86,9 @@ TEST(Evaluate, ARunAnswersQuestionsWhileItTrains) {
 
 TEST(Evaluate, ARunOnItsOwnData) {
   const Folder folder;
-  ASSERT_EQ(folder.train("run", {"--data.choices", kQuestions}).code, 0);
+  const Outcome trained = folder.train("run", {"--data.choices", folder / "many.jsonl"});
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  EXPECT_THAT(trained.out, HasSubstr("\n  to answer in evaluations: 60 questions"));
   const std::string last = folder.metrics("run").at(5).at("val_loss");
   const Outcome r = run_sheaf(evaluate(folder / "run"));
   ASSERT_EQ(r.code, 0) << r.err;
@@ -74,7 +97,12 @@ TEST(Evaluate, ARunOnItsOwnData) {
   EXPECT_THAT(r.out, HasSubstr(", f32, windows of 16 tokens\n"));
   EXPECT_NEAR(loss_in(r.out), std::stod(last), 1e-6);
   EXPECT_THAT(r.out, HasSubstr("  (nats per token, of 150)\naccuracy "));
-  EXPECT_THAT(r.out, HasSubstr("  (of 2 questions; "));
+  const std::string accuracy = line_with(r.out, "accuracy");
+  EXPECT_THAT(accuracy, HasSubstr("  (60 questions"));
+  char said[64];
+  std::snprintf(said, sizeof said, "accuracy %.4f, norm %.4f  (", std::stod(folder.metrics("run").at(5).at("accuracy")),
+                std::stod(folder.metrics("run").at(5).at("norm_accuracy")));
+  EXPECT_THAT(accuracy, ::testing::StartsWith(said));
   // However the model is cut, and whatever the run was; all targets or those that are asked for.
   const Words whole = {"--train.eval_tokens", "0"};
   const double loss = loss_in(run_sheaf(evaluate(folder / "run", whole)).out);
@@ -85,7 +113,8 @@ TEST(Evaluate, ARunOnItsOwnData) {
     ASSERT_EQ(ranks.code, 0) << ranks.err;
     EXPECT_THAT(ranks.out, HasSubstr("sheaf evaluate: " + std::to_string(world) + " ranks, "));
     EXPECT_NEAR(loss_in(ranks.out), loss, 1e-5);
-    EXPECT_EQ(lines_of(ranks.out).size(), 3) << "rank 0 alone speaks: " << ranks.out;
+    EXPECT_EQ(line_with(ranks.out, "accuracy"), accuracy);
+    EXPECT_EQ(lines_of(ranks.out).size(), 3u) << "rank 0 alone speaks: " << ranks.out;
   }
   const Outcome bf16 = run_sheaf(evaluate(folder / "run", whole + Words{"--train.dtype", "bf16"}));
   EXPECT_NEAR(loss_in(bf16.out), loss, 0.05);
@@ -103,10 +132,14 @@ TEST(Evaluate, OnOtherData) {
   ASSERT_EQ(file.code, 0) << file.err;
   EXPECT_THAT(file.out, ContainsRegex("\nloss of x [0-9.]+, perplexity [0-9.]+  .nats per token, of 899.\nloss of y "));
   EXPECT_THAT(file.out, Not(HasSubstr("accuracy")));
-  // Of a text the tail.
-  const Outcome text = run_sheaf(evaluate(folder / "run", {"--data.corpus", folder / "other.txt", "--data.val_fraction", "0.5", "--train.eval_tokens", "0"}));
-  ASSERT_EQ(text.code, 0) << text.err;
-  EXPECT_THAT(text.out, HasSubstr("of 449)"));
+  // All of a text, or its tail.
+  const Words text = {"--data.corpus", folder / "other.txt", "--train.eval_tokens", "0"};
+  EXPECT_THAT(run_sheaf(evaluate(folder / "run", text)).out, HasSubstr(", of 899)"));
+  EXPECT_THAT(run_sheaf(evaluate(folder / "run", text + Words{"--data.val_fraction", "0.5"})).out, HasSubstr(", of 449)"));
+  // Questions alone.
+  const Outcome asked = run_sheaf(evaluate(folder / "run", {"--data.choices", folder / "many.jsonl"}));
+  ASSERT_EQ(asked.code, 0) << asked.err;
+  EXPECT_THAT(asked.out, Not(HasSubstr("loss")));
   // Shorter windows see less.
   const Words one = {"--data.val_file", folder / "other.bin", "--train.eval_tokens", "0"};
   const Outcome longer = run_sheaf(evaluate(folder / "run", one)), shorter = run_sheaf(evaluate(folder / "run", one + Words{"--context", "4"}));
@@ -130,6 +163,15 @@ TEST(Evaluate, PublishedWeights) {
     ASSERT_EQ(run.code, 0) << run.err;
     EXPECT_NEAR(loss_in(r.out), std::stod(run.out.substr(run.out.rfind("validation loss") + 15)), 1e-5);
   }
+  // Ranks that look at other weights, or a run, do not mix them.
+  ASSERT_EQ(folder.train("run", {}).code, 0);
+  for (const std::string& other : {kLlama, folder / "run"}) {
+    const Outcome mixed = run_sheaf({"launch", "--nproc-per-node", "2", "--", "sh", "-c",
+                                     "if [ $RANK = 0 ]; then folder=" + kGpt2 + "; else folder=" + other + "; fi; exec \"$0\" evaluate $folder \"$@\"",
+                                     std::getenv("SHEAF_BINARY") ? std::getenv("SHEAF_BINARY") : "tools/sheaf", "--data.val_file", folder / "tokens.bin"});
+    EXPECT_EQ(mixed.code, 64) << mixed.out << mixed.err;
+    EXPECT_THAT(mixed.err, HasSubstr("ranks disagree"));
+  }
   const Outcome words = run_sheaf(evaluate(kGpt2, {"--data.choices", kQuestions}));
   expect_refused(words, 64, Words{"data.choices", "has neither tokenizer.json nor"});
 }
@@ -150,12 +192,18 @@ TEST(Evaluate, WhatDoesNotFitIsRefused) {
   refused({"--data.val_file", folder / "none.bin"}, 65, "none.bin");
   refused({"--data.choices", folder / "none.jsonl"}, 65, "none.jsonl");
   refused({"--sharding.tensor", "2"}, 64, "sharding.tensor 2: 1 rank cannot");
+  refused({"--data.corpus", "x", "--data.val_file", "y"}, 64, "exclude each other");
+  refused({"--data.val_file", folder / "tokens.bin", "--data.val_fraction", "0.5"}, 64, "'data.val_fraction' would change nothing");
+  refused({"--data.end_of_text", "7"}, 64, "'data.end_of_text' would change nothing");
+  refused({"--sharding.min_parameters", "7"}, 64, "'sharding.min_parameters' would change nothing");
+  refused({"--data.tokenizer", "byte"}, 64, "has a tokenizer");
+  refused({"--data.tokenizer", "gpt2"}, 64, "needs data.tokenizer_folder");
   refused({"--train.batch", "1", "--train.micro_batches", "2"}, 64, "train.batch 1 is less than train.micro_batches 2");
   expect_refused(run_sheaf(evaluate(folder / "nothing")), 65, "no checkpoint in");
   expect_refused(run_sheaf(evaluate(kGpt2)), 64, "nothing to evaluate on");
   expect_refused(folder.train("other", {"--train.eval_questions", "3"}), 64, "without data.choices");
   std::ofstream(folder / "wrong.jsonl") << "{}\n";
-  expect_refused(folder.train("other", {"--data.choices", folder / "wrong.jsonl"}), 65, Words{"line 1 of", "no member \"prompt\""});
+  expect_refused(folder.train("other", {"--data.choices", folder / "wrong.jsonl"}), 65, Words{"line 1 of", "member \"prompt\": it is not there"});
   const Outcome tokens = run_sheaf(Words{"train"} + kTinyRun + Words{"--data.train_file", folder / "tokens.bin", "--data.val_file",
                                    folder / "tokens.bin", "--model.vocab", "40", "--data.choices", kQuestions, "--output.folder", folder / "other"});
   expect_refused(tokens, 64, Words{"data.choices", "give data.tokenizer"});

@@ -1,6 +1,7 @@
 // `sheaf train-tokenizer` learns a vocabulary that texts are tokenized with, models train on and samples are shown in.
 #include <chrono>
 #include <csignal>
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <thread>
@@ -86,6 +87,35 @@ TEST(TrainTokenizer, OrderAndThreadsDoNotMatter) {
   EXPECT_TRUE(f.read("one/tokenizer.json") == f.read("two/tokenizer.json"));
 }
 
+// What stands before texts of the weights in `published` stands before prompts of questions, which may then be empty: also of runs that
+// start from them, whatever says how to encode, and when the weights are gone.
+void expect_texts_before_questions(const Folder& f, const Words& train, const Words& tokenizer) {
+  write_file(f / "q.jsonl", R"({"prompt": "", "choices": ["In the", "beginning"], "answer": 0})");
+  const Words asked = {"--data.choices", f / "q.jsonl"};
+  const auto evaluate = [&](const char* folder) { return run_sheaf(Words{"evaluate", f / folder} + asked); };
+  expect_refused(evaluate("out"), 65, "line 1 of '" + (f / "q.jsonl") + "': the prompt is empty");
+  EXPECT_EQ(evaluate("published").code, 0);
+  const bool files = std::ranges::find(train, "--data.train_file") != train.end();
+  for (const bool own : {true, false}) {
+    if (!own && !files) continue;
+    for (const char* left : {"tuned", "gone"}) std::filesystem::remove_all(f / left);
+    const Words tune = train + (own ? tokenizer : Words{}) + Words{"--model.weights", f / "published", "--output.folder", f / "tuned", "--train.steps", "1"};
+    const Outcome tuned = run_sheaf(tune + asked);
+    ASSERT_EQ(tuned.code, 0) << tuned.err;
+    EXPECT_EQ(evaluate("tuned").code, 0);
+    std::filesystem::rename(f / "published", f / "gone");
+    const Outcome later = evaluate("tuned"), resumed = run_sheaf(tune + asked + Words{"--resume"});
+    if (own) {
+      EXPECT_EQ(later.code, 0) << later.err;
+      EXPECT_EQ(resumed.code, 0) << resumed.err;
+    } else {
+      expect_refused(later, 64, "there is none in '" + (f / "published") + "', from where it started");
+      expect_refused(resumed, 64, "nor is there a tokenizer in '" + (f / "published") + "'");
+    }
+    std::filesystem::rename(f / "gone", f / "published");
+  }
+}
+
 TEST(TrainTokenizer, FromATextToAModel) {
   const Folder f;
   ASSERT_EQ(f.learn({"a.txt", "own/tokenizer.json"}, {"--vocab", "400"}).code, 0);
@@ -135,6 +165,7 @@ TEST(TrainTokenizer, FromATextToAModel) {
     EXPECT_EQ("<|endoftext|>" + with_begin, generate("out", rendered));
     EXPECT_EQ("<|endoftext|>" + with_begin, generate("published", rendered)) << "which has it already";
     EXPECT_NE(with_begin, sample.out);
+    expect_texts_before_questions(f, small + data, tokenizer);
     put_before("<s>");
     expect_refused(run_sheaf(Words{"generate", f / "published"} + prompt), 65,
                    "published/tokenizer.json': its post_processor puts \"<s>\" before a text, which is no special token");
