@@ -46,6 +46,29 @@ TEST(GpuTraining, WeightsStartWithTheBitsOfTheCpu) {
     expect_same_bits(on_gpu(tiny_config(), world, 0), train_tiny(tiny_config(), 1, 0));
 }
 
+TEST(GpuTraining, LikelihoodsAreThoseOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  models::TrainConfig c = tiny_config();
+  c.model.vocab = 256;
+  const models::ChoiceQuestions q("", "tests/models/two_questions.jsonl", *models::make_byte_tokenizer(), {.context = c.model.context});
+  const auto likelihoods = [&](int world, Device device) {
+    std::vector<double> out;
+    train_tiny(c, world, 0, [&](models::TrainingStep& step) {
+      step.run(0, fill_tiny);
+      const std::vector<double> mine = step.log_likelihoods(q);
+      if (step.world().rank() == 0) out = mine;
+    }, device);
+    return out;
+  };
+  const std::vector<double> expected = likelihoods(1, Device::cpu());
+  for (const int64_t tensor : {1, 2}) {
+    c.sharding.tensor = tensor;
+    const std::vector<double> actual = likelihoods(2, kGpu);
+    ASSERT_EQ(actual.size(), expected.size());
+    for (size_t i = 0; i < actual.size(); ++i) EXPECT_NEAR(actual[i], expected[i], 1e-3) << tensor << ' ' << i;
+  }
+}
+
 TEST(GpuTraining, PublishedWeightsArriveWithTheBitsOfTheCpu) {
   SHEAF_NEEDS_GPU();
   const models::ModelConfig config = tiny_config().model;
