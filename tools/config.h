@@ -60,6 +60,9 @@ std::string print_config(const models::TrainConfig& config);
 /// A line per option whose key starts with `section`: key, default, choices, meaning.
 std::string config_help(std::string_view section = "");
 
+/// What the option needs to change anything: null if it has that.
+const char* unused(const std::string& key, const models::TrainConfig& config);
+
 /// Checks what no single field shows: throws ConfigError naming the keys, each followed by what `origin` says of it.
 /// load_config() calls it.
 void validate(

@@ -181,6 +181,54 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
   };
 }
 
+const char* unused(const std::string& key, const TrainConfig& config) {
+  if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
+  if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
+  if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
+  if (key == "model.head_dim" && config.model.type != "llama" && config.model.head_dim * config.model.heads != config.model.width)
+    return "only model.type llama has heads of another width than model.width / model.heads";
+  const bool of_latents = key == "model.q_lora_rank" || key == "model.qk_nope_head_dim" || key == "model.qk_rope_head_dim" ||
+                          key == "model.v_head_dim";
+  if (of_latents && config.model.kv_lora_rank == 0) return "only latent attention (model.kv_lora_rank) has it";
+  if (key == "model.full_attention_every" && config.model.window == 0) return "without model.window all blocks see all keys";
+  if (key.starts_with("model.expert") && config.model.type != "llama") return "only model.type llama has mixtures of experts";
+  const bool of_experts = key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" ||
+                          key == "model.aux_loss" || key == "model.shared_experts" || key == "model.dense_layers";
+  if (of_experts && key != "model.experts" && config.model.experts == 0) return "only mixtures of experts (model.experts) have it";
+  if (key == "model.expert_groups" && config.model.capacity_factor == 0) return "without model.capacity_factor nothing is counted";
+  if (key == "model.expert_balance_rate" && !config.model.expert_bias) return "without model.expert_bias there is nothing to move";
+  if (key == "model.expert_parts_per_token" && config.model.expert_parts == 1) return "without model.expert_parts there is one";
+  if (key.starts_with("model.lora_") && key != "model.lora_rank" && config.model.lora_rank == 0)
+    return "without model.lora_rank there are no adapters";
+  if (key.starts_with("model.rope_") && config.model.type != "llama") return "only model.type llama has rotary embeddings";
+  const std::string& scaling = config.model.rope_scaling.rope_type;
+  if (key == "model.rope_scaling.factor" && scaling == "default")
+    return "only model.rope_scaling.rope_type linear, llama3 and yarn have it";
+  if (key == "model.rope_scaling.original_max_position_embeddings" && scaling != "llama3" && scaling != "yarn")
+    return "only model.rope_scaling.rope_type llama3 and yarn have it";
+  if (key.starts_with("model.rope_scaling.") && key.ends_with("_freq_factor") && scaling != "llama3")
+    return "only model.rope_scaling.rope_type llama3 has it";
+  for (const char* name : {"beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
+    if (key == str("model.rope_scaling.", name) && scaling != "yarn") return "only model.rope_scaling.rope_type yarn has it";
+  if (key == "train.steps" && config.train.epochs > 0) return "train.epochs says how many steps there are";
+  if (key.starts_with("train.decay_") && config.train.schedule == "constant")
+    return "train.schedule constant has no decay";
+  if (key.starts_with("train.loss_scale") && config.train.dtype != "f16") return "only train.dtype f16 scales the loss";
+  if (key == "train.recompute_blocks" && config.train.recompute != "block" && config.train.recompute != "selective")
+    return "only train.recompute block and selective have it";
+  if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";
+  if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
+    return "only data.tokenizer gpt2, llama3 and huggingface come from files";
+  if (key == "data.end_of_text" && !config.data.separate_documents)
+    return "only data.separate_documents asks where documents end";
+  if (key == "train.eval_questions" && config.data.choices.empty()) return "without data.choices there are no questions";
+  if (key == "data.val_fraction" && !config.data.train_file.empty()) return "token files to validate on are files of their own";
+  if (key == "sharding.pipeline_head" && config.sharding.pipeline == 1) return "without sharding.pipeline no blocks are cut into stages";
+  if (key == "sharding.min_parameters" && config.sharding.units != "count")
+    return "only sharding.units count goes by parameters";
+  return nullptr;
+}
+
 void validate(const TrainConfig& config, const std::function<std::string(const char*)>& origin) {
   const auto require = [](bool condition, const auto&... parts) {
     if (!condition) fail<ConfigError>("[config] ", parts...);

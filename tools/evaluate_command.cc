@@ -2,7 +2,7 @@
 #include <cstdio>
 
 #include "sheaf/distributed/init.h"
-#include "sheaf/models/evaluate.h"
+#include "sheaf/models/evaluate_folder.h"
 #include "sheaf/tools/commands.h"
 #include "sheaf/tools/config.h"
 #include "sheaf/tools/output.h"

@@ -1,4 +1,4 @@
-#include "sheaf/models/evaluate.h"
+#include "sheaf/models/evaluate_folder.h"
 
 #include <algorithm>
 #include <cmath>
