@@ -76,7 +76,8 @@ void add_options(CLI::App& command, EvaluateArguments& evaluate) {
       ->check(CLI::Range(int64_t{1}, int64_t{100'000'000}));
   command.add_option("--threads-per-rank", evaluate.threads_per_rank, "compute threads of each rank")->check(kThreads);
   command.allow_extras();
-  command.footer("Options, of [data] and [train] by default those of the run's config.toml:\n" + evaluate_config_help());
+  command.footer("Evaluated is what data.val_file, data.corpus (all of it, or with data.val_fraction its tail) and data.choices say; if none is\n"
+                 "given, what validated the run. Options of [train] are the run's by default:\n" + evaluate_config_help());
 }
 
 void add_options(CLI::App& command, ExportArguments& exported) {
