@@ -20,8 +20,8 @@ Tensor log_likelihoods(models::Decoder& model, const Tensor& tokens_P2T, const T
   const Shape rows{2 * pairs, length};
   const Tensor losses = model.loss(reshape(tokens_P2T, rows), reshape(targets_P2T, rows), {.per_target = true});
   Tensor likely = -1.0 * sum(losses, {1});
-  if (const MeshSpec* mesh = likely.layout().mesh(); mesh && mesh->has_axis("model"))  // Partial, as each rank has seen a part of the vocabulary
-    likely = redistribute(likely, "model", Placement::invariant());
+  // Partial over ranks that share layers, for each has seen a part of the vocabulary.
+  likely = redistribute(likely, "model", Placement::invariant());
   return reshape(likely, {pairs, 2});
 }
 

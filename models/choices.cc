@@ -16,7 +16,7 @@
 namespace sheaf::models {
 namespace {
 
-constexpr size_t kBlock = size_t{16} << 20;
+constexpr size_t kBlock = size_t{16} << 20;  // bytes that are read at a time
 
 struct Texts {
   std::string prompt;
@@ -24,6 +24,7 @@ struct Texts {
   int64_t answer = 0;
 };
 
+// Some copies of HellaSwag have their labels as texts.
 int64_t number_of(Json& label) {
   const std::string* const text = label.text();
   if (!text) return label.as_int();
@@ -36,7 +37,9 @@ int64_t number_of(Json& label) {
 Texts texts_in(std::string_view line, const std::string& origin) {
   static const std::string keys[] = {"prompt", "choices", "answer", "ctx", "endings", "label"};
   std::vector<Json> members = json_members_or_null(line, keys, origin);
-  const auto given = [&](size_t first) { return std::ranges::count_if(members.begin() + first, members.begin() + first + 3, [](const Json& m) { return !m.is_null(); }); };
+  const auto given = [&](size_t first) {
+    return std::ranges::count_if(std::span(members).subspan(first, 3), [](const Json& member) { return !member.is_null(); });
+  };
   const size_t first = given(3) > given(0) ? 3 : 0;
   Texts out;
   size_t at = first;
@@ -62,7 +65,8 @@ int64_t characters_of(std::string_view text) {
   return std::ranges::count_if(text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; });  // UTF-8
 }
 
-std::vector<ChoiceRow> encoded(const Texts& texts, const Tokenizer& tokenizer, std::span<const int32_t> before, const std::string& origin) {
+std::vector<ChoiceRow> encoded(const Texts& texts, const Tokenizer& tokenizer, std::span<const int32_t> before,
+                               const std::string& origin) {
   const std::string_view whole = texts.prompt;
   size_t end = whole.size();
   while (end > 0 && is_blank(whole[end - 1])) --end;
@@ -102,7 +106,8 @@ ChoiceQuestions::ChoiceQuestions(std::string name, const std::string& path, cons
                      tokenizer.vocab_size(), " tokens, the model ", options.vocab);
   TextReader reader(path, kBlock);
   int64_t lines = 0;
-  for (std::string_view block; (options.most == 0 || std::ssize(questions_) < options.most) && !(block = reader.next(JsonLines::cut)).empty();) {
+  const auto is_enough = [&] { return options.most > 0 && std::ssize(questions_) >= options.most; };
+  for (std::string_view block; !is_enough() && !(block = reader.next(JsonLines::cut)).empty();) {
     std::vector<NumberedLine> found = numbered_lines(block, lines);
     if (options.most > 0) found.resize(std::min(found.size(), static_cast<size_t>(options.most) - questions_.size()));
     std::vector<std::vector<ChoiceRow>> each(found.size());
@@ -166,7 +171,8 @@ std::string accuracy_line(const std::string& name, const ChoiceAccuracy& of) {
   return str("accuracy ", name.empty() ? "" : "of " + name + " ", numbers);
 }
 
-std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer, const ChoiceQuestions::Options& options) {
+std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer,
+                                              const ChoiceQuestions::Options& options) {
   std::vector<AnsweredQuestions> out;
   for (const auto& [name, path] : named_files(text, "sets of questions")) out.push_back({ChoiceQuestions(name, path, tokenizer, options)});
   return out;

@@ -73,7 +73,8 @@ struct AnsweredQuestions {
 };
 
 /// Sets by the names in `text`, "hellaswag=hellaswag_val.jsonl arc=arc.jsonl", or one without a name ("").
-std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer, const ChoiceQuestions::Options& options);
+std::vector<AnsweredQuestions> open_questions(const std::string& text, const Tokenizer& tokenizer,
+                                              const ChoiceQuestions::Options& options);
 /// What is the same on all ranks if their sets are.
 std::string digest_of(const std::vector<AnsweredQuestions>& sets);
 /// "1000 questions of hellaswag; 3 of their 4000 choices do not fit into a window, and lose their beginnings".

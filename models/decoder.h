@@ -41,8 +41,8 @@ struct Decoder : nn::Module {
   /// Cross-entropy of integer targets[B, T], in nats, without the logits ever existing whole. By default the mean
   /// over all targets of the logical batch, on all ranks; targets of -1 count nothing, but are counted in that mean: give
   /// divisor. Partial over the axes that cut the batch or the model. With per_target, losses[B, T], placed as the tokens, and Partial
-  /// over those that cut the model; ConfigError in training with what blocks add to the loss. Where a token ends documents, a document's tokens are
-  /// predicted from those of no other; logits() and next_logits() take all tokens for one document.
+  /// over those that cut the model; ConfigError in training with what blocks add to the loss. Where a token ends documents, a
+  /// document's tokens are predicted from those of no other; logits() and next_logits() take all tokens for one document.
   Tensor loss(const Tensor& tokens_BT, const Tensor& targets_BT, const CrossEntropyOptions& options = {});
   /// loss() in parts, between which others may be recorded (Recording::resume_micro_batch): on from `at` to before block
   /// `until`, and from the last block to the loss, which is undefined before.

@@ -58,13 +58,15 @@ void keep_documents_apart(TrainConfig& config, const Corpus& corpus) {
                      data.end_of_text, ": documents of the run ended with token ", config.model.end_of_text);
   if (trained_so) data.end_of_text = config.model.end_of_text;
   const std::vector<Tokens> all = corpus.sequences();
-  data.separate_documents |= trained_so || (!all.empty() && std::ranges::all_of(all, [](const Tokens& t) { return t.example_end().has_value(); }));
+  const bool are_examples = !all.empty() && std::ranges::all_of(all, [](const Tokens& t) { return t.example_end().has_value(); });
+  data.separate_documents |= trained_so || are_examples;
   data.end_of_text = separator_of(config, corpus);
 }
 
 }  // namespace
 
-EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device, const EvaluateOptions& options) {
+EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device,
+                                 const EvaluateOptions& options) {
   // Before what only ranks of a run do together.
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("evaluate", folder, checkpoint_group(world));
@@ -75,12 +77,14 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   check<ConfigError>(context <= config.model.context, "[evaluate] windows of ", context, " tokens: the model's context is ", config.model.context);
   const Corpus corpus = corpus_of(config.data, saved, options.whole_text);
   const bool validates = !corpus.val.sets().empty();
-  check<ConfigError>(validates || !config.data.choices.empty(), "[evaluate] nothing to evaluate on: give data.val_file, data.corpus or data.choices");
+  check<ConfigError>(validates || !config.data.choices.empty(),
+                     "[evaluate] nothing to evaluate on: give data.val_file, data.corpus or data.choices");
   keep_documents_apart(config, corpus);
   EvaluationReport report{.model = saved.origin, .context = context, .questions = questions_of(config, saved, context)};
   if (validates) report.validation = validations(corpus.val, context, config.train.eval_tokens);
+  const std::string tokens = validates ? str(corpus.val.size(), " tokens with XXH3 ", corpus.val.check_all()) : "none";
   require_agreement(world, "data", {{"the model", saved.digest, str("'", saved.origin, "' (XXH3 ", saved.digest, ")")},
-                                    {"what to validate on", validates ? str(corpus.val.size(), " tokens with XXH3 ", corpus.val.check_all()) : "none"},
+                                    {"what to validate on", tokens},
                                     {"data.choices", digest_of(report.questions)},
                                     {"the token that keeps documents apart", str(config.data.end_of_text)}});
 

@@ -30,6 +30,7 @@ struct EvaluationReport {
 /// [sharding], by which the model, whose weights rest in the dtype of compute, is cut over the ranks of `world`. Collective, the same
 /// on every rank. Throws ConfigError, also where there is nothing to evaluate on or ranks found other things, CheckpointError,
 /// DataError, NonFiniteError.
-EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device, const EvaluateOptions& options = {});
+EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, World& world, Device device,
+                                 const EvaluateOptions& options = {});
 
 }  // namespace sheaf::models

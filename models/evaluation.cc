@@ -49,7 +49,8 @@ double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, 
   return sum / static_cast<double>(windows.num_targets());
 }
 
-std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config, Device device) {
+std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config,
+                                    Device device) {
   const std::vector<ChoiceRow>& rows = questions.rows();
   std::map<int64_t, std::vector<size_t>> by_window;
   for (size_t i = 0; i < rows.size(); ++i) by_window[window_of(rows[i], config.model)].push_back(i);

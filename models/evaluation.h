@@ -20,6 +20,7 @@ double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, 
 /// As many tokens at a time as a step of `config` has, in windows of model.context tokens, or of a half, a quarter, .. of it for rows
 /// that fit, unless experts have a capacity, which goes by windows: what is left of them is computed in vain. ShapeError for rows
 /// that are longer.
-std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config, Device device);
+std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config,
+                                    Device device);
 
 }  // namespace sheaf::models

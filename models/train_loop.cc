@@ -182,7 +182,8 @@ class Trainer::Loop {
         values.push_back({"accuracy" + suffix, of.accuracy}), values.push_back({"norm_accuracy" + suffix, of.accuracy_norm});
       }
       write(values);
-      trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_), accuracies_by_name(report_)));
+      trainer_.options_.print(str("step ", report_.done, "  validation loss ", report_.val_loss, losses_by_name(report_),
+                                  accuracies_by_name(report_)));
     }
     if (!std::isfinite(report_.val_loss))
       fail<NonFiniteError>("[train] step ", report_.done, ": validation loss ", unsigned_nan(report_.val_loss), losses_by_name(report_));

@@ -1,5 +1,7 @@
 #include "sheaf/models/trainer.h"
 
+#include <utility>
+
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/parallel.h"
@@ -182,7 +184,8 @@ void Trainer::restore() {
   check_resumable(state, this->state(0));
   load_state(*checkpoint, step_->model(), {&step_->optimizer()}, step_->scaler());
   first_step_ = state.step;
-  weights_ = state.weights;
+  const std::optional<WeightsState> found = std::exchange(weights_, state.weights);
+  if (weights_ && weights_->before.empty() && found) weights_->before = found->before;  // which older checkpoints lack
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
   take_choices(state, checkpoint->path());
 }

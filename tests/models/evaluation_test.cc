@@ -112,7 +112,9 @@ TEST(Evaluation, LikelihoodsAreTheSameOnEveryMesh) {
     check("tensor", 2, [](auto& c) { c.sharding.tensor = 2; });
     check("tensor and data", 4, [](auto& c) { c.sharding.tensor = 2; });
     check("stages", 3, [](auto& c) { c.sharding.pipeline = 3, c.train.micro_batches = 2; });
-    check("stages of two runs, tensor", 4, [](auto& c) { c.sharding.pipeline = 2, c.sharding.pipeline_runs = 2, c.train.micro_batches = 2, c.sharding.tensor = 2; });
+    check("stages of two runs, tensor", 4, [](auto& c) {
+      c.sharding.pipeline = 2, c.sharding.pipeline_runs = 2, c.train.micro_batches = 2, c.sharding.tensor = 2;
+    });
     check("f64 of several batches", 2, [](auto& c) { c.train.batch = 1; });
   }
   models::TrainConfig mixture = config_of();
