@@ -99,13 +99,14 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   windows.model.context = context;
   if (validates) {
     StepInputs inputs(windows, sharded.mesh, device, 0);
+    bool first = true;
     for (Validation& v : report.validation) {
-      v.loss = loss_over(v.windows, sharded, inputs);
+      v.loss = loss_over(v.windows, sharded, inputs, std::exchange(first, false));
       check<NonFiniteError>(std::isfinite(v.loss), "[evaluate] the loss", v.name.empty() ? "" : " of " + v.name, " is ", v.loss);
     }
   }
   for (AnsweredQuestions& set : report.questions)
-    set.accuracy = set.questions.accuracy(log_likelihoods(set.questions, sharded, windows, device));
+    set.accuracy = set.questions.accuracy(log_likelihoods(set.questions, sharded, windows, device, &set == &report.questions[0]));
   return report;
 }
 

@@ -33,13 +33,13 @@ void fill_window(const ChoiceRow* row, int64_t context, int32_t* inputs, int32_t
 
 }  // namespace
 
-double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs) {
-  const auto fill = [&](int64_t first, int64_t count, int32_t* tokens, int32_t* targets) { windows.fill(first, count, tokens, targets); };
+double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs, bool first) {
+  const auto fill = [&](int64_t begin, int64_t count, int32_t* tokens, int32_t* targets) { windows.fill(begin, count, tokens, targets); };
   double sum = 0;
-  for (int64_t first = 0; first < windows.num_windows(); first += inputs.num_rows()) {
+  for (int64_t begin = 0; begin < windows.num_windows(); begin += inputs.num_rows()) {
     std::optional<CollectivesInTurn> in_turn;
-    if (first == 0) in_turn.emplace();
-    inputs.set_samples(first, fill);
+    if (first && begin == 0) in_turn.emplace();
+    inputs.set_samples(begin, fill);
     // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
     // micro-batches.
     Tensor total;
@@ -50,7 +50,7 @@ double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, 
 }
 
 std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config,
-                                    Device device) {
+                                    Device device, bool first) {
   const std::vector<ChoiceRow>& rows = questions.rows();
   std::map<int64_t, std::vector<size_t>> by_window;
   for (size_t i = 0; i < rows.size(); ++i) by_window[window_of(rows[i], config.model)].push_back(i);
@@ -61,17 +61,17 @@ std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const Shar
     shape.model.context = window;
     shape.train.batch = config.train.batch * (config.model.context / window);
     StepInputs inputs(shape, sharded.mesh, device, 0);
-    const auto fill = [&](int64_t first, int64_t count, int32_t* tokens, int32_t* targets) {
+    const auto fill = [&](int64_t begin, int64_t count, int32_t* tokens, int32_t* targets) {
       for (int64_t i = 0; i < count; ++i) {
-        const auto at = static_cast<size_t>(first + i);
+        const auto at = static_cast<size_t>(begin + i);
         fill_window(at < members.size() ? &rows[members[at]] : nullptr, window, tokens + i * window, targets + i * window);
       }
     };
-    for (size_t first = 0; first < members.size(); first += static_cast<size_t>(inputs.num_rows())) {
+    for (size_t begin = 0; begin < members.size(); begin += static_cast<size_t>(inputs.num_rows())) {
       std::optional<CollectivesInTurn> in_turn;
-      if (first == 0) in_turn.emplace();
-      inputs.set_samples(static_cast<int64_t>(first), fill);
-      size_t at = first;
+      if (first && begin == 0) in_turn.emplace();
+      inputs.set_samples(static_cast<int64_t>(begin), fill);
+      size_t at = begin;
       for (const Tensor& losses : sharded.losses(inputs, {.per_target = true}))
         for (const double loss : redistribute(sum(losses, {1}), whole).to_vector<double>()) {
           if (at < members.size()) out[members[at]] = -loss;

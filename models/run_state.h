@@ -24,6 +24,12 @@ struct WeightsState {
   std::vector<int32_t> before = {};  ///< tokens that stand before each text (PublishedText); not compared
 };
 
+/// The lowest validation loss so far, and after which step it was.
+struct BestState {
+  int64_t step = 0;
+  double val_loss = 0;
+};
+
 struct RunState {
   int64_t step = 0;                            ///< optimizer steps done
   int64_t vocab = 0;
@@ -35,6 +41,7 @@ struct RunState {
   std::optional<SplitState> train_data, val_data;  ///< none in checkpoints from before they were written
   bool positions_of_documents = true;          ///< learned ones begin anew in documents apart; they did not where it is not written
   std::optional<WeightsState> weights;         ///< none in a run that started from random ones
+  std::optional<BestState> best;               ///< of a run with output.keep_best, once it was validated
   std::string product_choices;                 ///< of a run on GPUs (product_choices.h); else empty, and not written
 
   Json to_json() const;

@@ -214,6 +214,7 @@ struct ShardingConfig {
 struct OutputConfig {
   std::string folder = "out";    ///< metrics.jsonl, checkpoints and the configuration
   int64_t keep_checkpoints = 2;  ///< newest ones kept, at least 2; 0: all
+  bool keep_best = false;        ///< the weights of the lowest validation loss stay in best/, a folder as that of a run
   bool tensorboard = false;      ///< metrics for TensorBoard, too, in tensorboard/
   int64_t trace_step = 0;        ///< on CPUs: the step whose time line is measured, for trace.json; 0: none
 };

@@ -54,6 +54,7 @@ class Trainer::Loop {
       trainer_.evaluate(report_);
     }
     report_.peak_bytes = report_.peaks.empty() ? 0 : report_.peaks[static_cast<size_t>(world_.rank())];
+    report_.best = trainer_.best_;
     report_.tape = std::move(recorded_.tape);
     report_.seconds = now() - start_;
     return std::move(report_);
@@ -187,6 +188,7 @@ class Trainer::Loop {
     }
     if (!std::isfinite(report_.val_loss))
       fail<NonFiniteError>("[train] step ", report_.done, ": validation loss ", unsigned_nan(report_.val_loss), losses_by_name(report_));
+    trainer_.save_if_best(report_.done, report_.val_loss);
     leave_out(begin);
   }
 

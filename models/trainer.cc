@@ -166,10 +166,10 @@ void Trainer::start() {
 
 // Before anything may fail: a launcher's second try would take these checkpoints for those of the first.
 void Trainer::refuse_earlier_run() const {
-  const std::string folder = config_.output.folder + "/checkpoints";
-  if (!options_.resume && !list_steps(folder).empty())
-    fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
-                      "another output.folder");
+  for (const std::string& folder : {config_.output.folder + "/checkpoints", best_folder() + "/checkpoints"})
+    if (!options_.resume && !list_steps(folder).empty())
+      fail<ConfigError>("[train] ", folder, " holds checkpoints of an earlier run: continue it with --resume, or choose "
+                        "another output.folder");
 }
 
 void Trainer::restore() {
@@ -184,6 +184,7 @@ void Trainer::restore() {
   check_resumable(state, this->state(0));
   load_state(*checkpoint, step_->model(), {&step_->optimizer()}, step_->scaler());
   first_step_ = state.step;
+  best_ = state.best;
   const std::optional<WeightsState> found = std::exchange(weights_, state.weights);
   if (weights_ && weights_->before.empty() && found) weights_->before = found->before;  // which older checkpoints lack
   if (world_.rank() == 0) options_.print(str("resumed from ", checkpoint->path()));
@@ -215,6 +216,7 @@ RunState Trainer::state(int64_t step) const {
   state.train_data = train_data_;
   state.weights = weights_;
   state.val_data = val_data_;
+  state.best = best_;
   return state;
 }
 
@@ -225,6 +227,22 @@ void Trainer::save(int64_t step) {
   const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .scaler = step_->scaler()};
   if (config_.train.save_async) saver_.save(folder, step, step_->model(), {&step_->optimizer()}, options);
   else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
+}
+
+// Of the lowest loss so far the weights alone, where whatever reads a run's folder finds them. A run that goes on from before the
+// last of them comes here again, with the same bits; were it another one, what is there of later steps would no longer be its own.
+void Trainer::save_if_best(int64_t step, double val_loss) {
+  if (!config_.output.keep_best || (best_ && val_loss >= best_->val_loss)) return;
+  best_ = {step, val_loss};
+  const std::string best = best_folder(), folder = best + "/checkpoints", options = config_.output.folder + "/config.toml";
+  if (world_.rank() == 0 && path_exists(options)) {
+    make_folders(best);
+    replace_file(best + "/config.toml", File::open(options).read_all());
+  }
+  save_checkpoint(folder, step, step_->model(), {}, world_, {.state = state(step).to_json(), .keep = 1});
+  if (world_.rank() != 0) return;
+  for (const int64_t other : list_steps(folder))
+    if (other > step) remove_folder(step_folder(folder, other));
 }
 
 }  // namespace sheaf::models

@@ -35,6 +35,7 @@ struct TrainReport {
   double val_loss = 0;           ///< of all validation sets together
   std::vector<std::pair<std::string, double>> val_losses;  ///< of each that has a name
   std::vector<std::pair<std::string, ChoiceAccuracy>> accuracies;  ///< of each set of questions (data.choices), by its name
+  std::optional<BestState> best;  ///< with output.keep_best: the lowest, here or before a resumption
   int64_t peak_bytes = 0;        ///< of this rank, in the last step
   std::vector<int64_t> peaks;    ///< of every rank; empty if no step ran here
   Tape tape;                     ///< of the last step that ran here
@@ -67,6 +68,7 @@ class Trainer {
   const std::vector<Validation>& validation() const { return validation_; }
   const std::vector<AnsweredQuestions>& questions() const { return questions_; }
   int64_t num_parameters();
+  std::string best_folder() const { return config_.output.folder + "/best"; }  ///< of output.keep_best
   bool complete() const { return first_step_ >= config_.train.steps; }  ///< nothing is left to train
 
  private:
@@ -82,6 +84,7 @@ class Trainer {
   RunState state(int64_t step) const;
   void evaluate(TrainReport& report);
   void save(int64_t step);
+  void save_if_best(int64_t step, double val_loss);
 
   TrainConfig config_;
   World& world_;
@@ -97,6 +100,7 @@ class Trainer {
   std::unique_ptr<FileLock> lock_;  ///< on rank 0
   std::unique_ptr<TrainingStep> step_;
   int64_t first_step_ = 0;
+  std::optional<BestState> best_;
   AsyncSaver saver_;  ///< idle without train.save_async
 };
 

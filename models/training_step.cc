@@ -271,13 +271,13 @@ void TrainingStep::prepare_evaluation() {
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
   prepare_evaluation();
-  return loss_over(windows, sharded_, *inputs_);
+  return loss_over(windows, sharded_, *inputs_, !std::exchange(evaluated_, true));
 }
 
 std::vector<double> TrainingStep::log_likelihoods(const ChoiceQuestions& questions) {
   const DeviceScope scope(device_);
   prepare_evaluation();
-  return models::log_likelihoods(questions, sharded_, config_, device_);
+  return models::log_likelihoods(questions, sharded_, config_, device_, !std::exchange(asked_, true));
 }
 
 }  // namespace sheaf::models

@@ -113,6 +113,7 @@ class TrainingStep {
   std::optional<optim::LossScaler> scaler_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
+  bool evaluated_ = false, asked_ = false;
   std::unique_ptr<Program> program_;
   RecordedStep compiled_;  // of which program_ is: what is wanted of it, for the rest lies there
   Result captured_;  // what every replay fills

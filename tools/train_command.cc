@@ -74,6 +74,8 @@ void report(const models::TrainConfig& config, World& world, models::Trainer& tr
   if (result.train_loss != 0) lines.say(str("\ntraining loss    ", result.train_loss));
   const char* const of = trainer.corpus().val.example_end() ? "nats per token that is learned" : "nats per token";
   lines.say(str("validation loss  ", result.val_loss, models::losses_by_name(result), "  (", of, ", whole split unless train.eval_tokens says less)"));
+  if (result.best)
+    lines.say(str("lowest of all    ", result.best->val_loss, "  (after step ", result.best->step, "; its weights are in ", trainer.best_folder(), ")"));
   for (const auto& [name, of] : result.accuracies) lines.say(models::accuracy_line(name, of));
 }
 

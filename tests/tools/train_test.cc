@@ -92,6 +92,47 @@ TEST(Train, TensorBoardHasTheSameNumbers) {
   EXPECT_FALSE(std::filesystem::exists(folder / "other/tensorboard"));
 }
 
+// A model that diverges: the lowest loss is none of the last.
+TEST(Train, TheBestWeightsAreKept) {
+  CorpusFolder folder;
+  const auto train = [&](const std::string& out, const Words& more, int world = 1) {
+    return run_sheaf(on_ranks(world, Words{"train"} + kTinyRun + folder.data(out) +
+                                         Words{"--output.keep_best", "true", "--train.schedule", "constant", "--train.lr", "0.3", "--train.eval_every", "1",
+                                               "--train.save_every", "2"} + more));
+  };
+  const auto best_of = [&](const std::string& out) {
+    std::pair<double, int64_t> best{1e9, 0};
+    const Metrics metrics = folder.metrics(out);
+    for (const auto& [step, values] : metrics) best = std::min(best, {std::stod(values.at("val_loss")), step});
+    return best;
+  };
+  const auto kept = [&](const std::string& out) {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder / out + "/best/checkpoints")) names.push_back(entry.path().filename());
+    return names;
+  };
+  const Outcome r = train("run", {"--train.steps", "8"});
+  ASSERT_EQ(r.code, 0) << r.err;
+  const auto [loss, step] = best_of("run");
+  ASSERT_LT(step, 8);
+  EXPECT_EQ(kept("run"), (std::vector<std::string>{"step-" + std::to_string(step)}));
+  EXPECT_THAT(r.out, HasSubstr("  (after step " + std::to_string(step) + "; its weights are in " + (folder / "run/best") + ")"));
+  const Outcome evaluated = run_sheaf({"evaluate", folder / "run/best"});
+  ASSERT_EQ(evaluated.code, 0) << evaluated.err;
+  EXPECT_NEAR(std::stod(evaluated.out.substr(evaluated.out.find("\nloss ") + 6)), loss, 1e-5);
+  EXPECT_EQ(run_sheaf({"generate", folder / "run/best", "--generate.tokens", "3"}).code, 0);
+  EXPECT_EQ(run_sheaf({"export", folder / "run/best", folder / "best.safetensors"}).code, 0);
+  // A run that goes on, on other ranks, knows what was best.
+  ASSERT_EQ(train("parts", {"--train.steps", "6"}).code, 0);
+  std::filesystem::remove_all(folder / "parts/checkpoints/step-6");
+  const Outcome parts = train("parts", {"--train.steps", "8", "--resume", "--train.batch", "5"}, 2);
+  ASSERT_EQ(parts.code, 0) << parts.err;
+  EXPECT_EQ(kept("parts"), (std::vector<std::string>{"step-" + std::to_string(best_of("parts").second)}));
+  // Nor is what an earlier run has left mixed with a new one's.
+  std::filesystem::remove_all(folder / "run/checkpoints");
+  expect_refused(train("run", {}), 64, "run/best/checkpoints holds checkpoints of an earlier run");
+}
+
 TEST(Train, SkippedStepsAreSaid) {
   CorpusFolder folder;
   const Words f16 = Words{"train"} + kTinyRun + Words{"--train.dtype", "f16", "--train.loss_scale", "1099511627776", "--train.steps", "6"};
