@@ -132,15 +132,14 @@ ChoiceQuestions::ChoiceQuestions(std::string name, const std::string& path, cons
 }
 
 std::string ChoiceQuestions::digest() const {
-  std::string all;
-  const auto add = [&](const void* data, size_t bytes) { all.append(static_cast<const char*>(data), bytes); };
-  for (const Question& q : questions_) add(&q, sizeof q);
+  ContentHash hash;
+  hash.update(questions_.data(), static_cast<int64_t>(questions_.size() * sizeof(Question)));
   for (const ChoiceRow& row : rows_) {
     const int64_t numbers[] = {std::ssize(row.tokens), row.begin, row.characters};
-    add(numbers, sizeof numbers);
-    add(row.tokens.data(), row.tokens.size() * sizeof(int32_t));
+    hash.update(numbers, sizeof numbers);
+    hash.update(row.tokens.data(), static_cast<int64_t>(row.tokens.size() * sizeof(int32_t)));
   }
-  return digest_of_text(all).xxh3;
+  return hash.digest();
 }
 
 ChoiceAccuracy ChoiceQuestions::accuracy(std::span<const double> log_likelihoods) const {

@@ -59,9 +59,9 @@ EventFile::EventFile(const std::string& folder, int64_t first_step) {
   char host[256] = {};
   gethostname(host, sizeof host - 1);
   // TensorBoard reads the files of a folder in the order of their names.
-  const auto begin = static_cast<int64_t>(seconds_since_epoch());
-  std::string path = str(folder, "/events.out.tfevents.", begin, '.', host, '.', getpid());
-  for (int again = 0; path_exists(path); ++again) path = str(folder, "/events.out.tfevents.", begin, '.', host, '.', getpid(), '.', again);
+  const std::string first = str(folder, "/events.out.tfevents.", static_cast<int64_t>(seconds_since_epoch()), '.', host, '.', getpid());
+  std::string path = first;
+  for (int again = 0; path_exists(path); ++again) path = str(first, '.', again);
   file_ = std::make_unique<AppendFile>("metrics", path);
   append(field(kWallTime, seconds_since_epoch()) + field(kFileVersion, std::string_view("brain.Event:2")));
   constexpr int64_t kStart = 1;

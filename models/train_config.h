@@ -126,7 +126,7 @@ struct DataConfig {
   std::string train_file;          ///< token file to train on, instead of a text; or a pattern (*, ?, [...]) of several; or
                                    ///< weights and patterns in turn, "0.7 web_*.bin 0.3 code_*.bin"
   std::string val_file;            ///< token file to validate on, or several; or named sets of them (ValidationSets::open)
-  std::string choices;             ///< questions with choices that evaluations answer, JSON lines; or named sets of them (open_choices)
+  std::string choices;             ///< questions with choices that evaluations answer, JSON lines; or named sets of them (open_questions)
   std::string order = "shuffled";  ///< of windows to train on: "shuffled" in epochs, each once, or at "random" places
   bool separate_documents = false;  ///< tokens attend to those of their own document alone
   bool examples = false;           ///< no option of its own: files to train on hold examples, of which not all targets count

@@ -11,7 +11,6 @@
 #include "sheaf/models/plan.h"
 #include "sheaf/models/product_choices.h"
 #include "sheaf/models/published_config.h"
-#include "sheaf/models/published_text.h"
 #include "sheaf/models/published_weights.h"
 
 namespace sheaf::models {
@@ -141,14 +140,15 @@ void Trainer::find_weights() {
   }
   files_ = PublishedFiles::open(path);
   check_weights(*files_, config_.model);
-  weights_ = {path, files_->digest(), published_text(path).before};
+  files_text_ = published_text(path);
+  weights_ = {path, files_->digest(), files_text_.before};
 }
 
 // Texts become tokens as those that the model was or will be trained on.
 void Trainer::open_questions() {
+  const PublishedText beside = std::exchange(files_text_, {});
   if (config_.data.choices.empty()) return;
-  std::shared_ptr<const Tokenizer> tokenizer = corpus_.tokenizer;
-  if (!tokenizer && files_) tokenizer = published_text(files_->path()).tokenizer;
+  const std::shared_ptr<const Tokenizer> tokenizer = corpus_.tokenizer ? corpus_.tokenizer : beside.tokenizer;
   if (!tokenizer)
     fail<ConfigError>("[data] data.choices '", config_.data.choices, "' are texts, and token files do not say how to encode them",
                       weights_ ? str(", nor is there a tokenizer in '", weights_->path, "'") : "",

@@ -11,6 +11,7 @@
 #include "sheaf/models/file_lock.h"
 #include "sheaf/models/metrics.h"
 #include "sheaf/models/published_files.h"
+#include "sheaf/models/published_text.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/models/train_config.h"
 #include "sheaf/models/training_step.h"
@@ -93,6 +94,7 @@ class Trainer {
   Corpus corpus_;
   SplitState train_data_, val_data_;
   std::optional<PublishedFiles> files_;  ///< that config.model.weights names, until they are read
+  PublishedText files_text_;             ///< beside them, until it is asked for
   std::optional<WeightsState> weights_;  ///< that the run started from
   TrainingWindows windows_;
   std::vector<Validation> validation_;

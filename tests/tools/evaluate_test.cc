@@ -30,11 +30,7 @@ std::string line_with(const std::string& out, const std::string& word) {
 /// With a run of bytes, and tokens that published models know.
 struct Folder : CorpusFolder {
   Folder() {
-    std::ofstream out(*this / "tokens.bin", std::ios::binary);
-    for (int i = 0; i < 600; ++i) {
-      const auto token = static_cast<uint16_t>((i * i + i / 7) % 29);
-      out.write(reinterpret_cast<const char*>(&token), 2);
-    }
+    write_sample_tokens(*this / "tokens.bin");
     // Of a model that has learned next to nothing, the answers are as good as drawn.
     const std::string text = sample_text(9000);
     std::ofstream many(*this / "many.jsonl");

@@ -160,6 +160,14 @@ std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arg
   return out;
 }
 
+void write_sample_tokens(const std::string& path) {
+  std::ofstream out(path, std::ios::binary);
+  for (int i = 0; i < 600; ++i) {
+    const auto token = static_cast<uint16_t>((i * i + i / 7) % 29);
+    out.write(reinterpret_cast<const char*>(&token), 2);
+  }
+}
+
 std::string sample_text(int64_t bytes) {
   constexpr const char* kWords[] = {"the", "sea",   "wind",  "and", "a",    "stone",
                                     "in",  "light", "river", "of",  "night"};

@@ -64,6 +64,8 @@ std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arg
 
 /// `bytes` characters of words and lines, the same every time.
 std::string sample_text(int64_t bytes);
+/// A file of 600 tokens below 29, 16 bits each, which every published model of the tests knows.
+void write_sample_tokens(const std::string& path);
 std::vector<std::string> lines_of(const std::string& text);
 /// EXPECTs exit code `code` and one line on standard error, with all `parts`.
 void expect_refused(const Outcome& outcome, int code, const Words& parts);

@@ -29,15 +29,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tes
                   kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kDots1 = "tests/models/published/dots1_bf16",
                   kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16";
 
-/// Tokens that every model here knows, 16 bits each.
 struct Folder : ScratchFolder {
-  Folder() {
-    std::ofstream out(*this / "tokens.bin", std::ios::binary);
-    for (int i = 0; i < 600; ++i) {
-      const auto token = static_cast<uint16_t>((i * i + i / 7) % 29);
-      out.write(reinterpret_cast<const char*>(&token), 2);
-    }
-  }
+  Folder() { testing::write_sample_tokens(*this / "tokens.bin"); }
   Words train(const std::string& weights, const std::string& run) const {
     return {"train", "--model.weights", weights, "--data.train_file", *this / "tokens.bin", "--data.val_file",
             *this / "tokens.bin", "--output.folder", *this / run, "--train.batch", "4", "--train.warmup", "0",
