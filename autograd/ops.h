@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "sheaf/autograd/op.h"
+#include "sheaf/core/block_format.h"
 #include "sheaf/core/random.h"
 #include "sheaf/kernels/rotary_scaling.h"
 
@@ -110,6 +111,12 @@ Tensor sin(const Tensor& x);
 Tensor cos(const Tensor& x);
 /// Conversion; floats to integers truncate and saturate, anything to bool is "not zero".
 Tensor cast(const Tensor& x, DType dtype);
+/// linear() of a weight that rests in blocks [O, I / 64 · block_bytes(format)], with its bits, without its values in memory but where
+/// they are multiplied (a GPU's: in the workspace). For what is not trained: it has no derivative. x and bias are of one dtype.
+Tensor linear_of_blocks(const Tensor& x, const Tensor& blocks, BlockFormat format, const Tensor& bias = {});
+/// The values of blocks[.., n · block_bytes(format)], u8, as [.., n · 64] of a floating dtype: products of codes and scales, rounded
+/// once. Blocks are constants: they take no gradient. A backward that reads the values of gathered blocks makes them again.
+Tensor dequantize(const Tensor& blocks, BlockFormat format, DType dtype);
 /// min(max(x, lo), hi); the gradient passes within the closed interval.
 Tensor clamp(const Tensor& x, double lo, double hi);
 /// cond ? a : b, with broadcasting; cond is bool or "not zero".

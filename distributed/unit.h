@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "sheaf/autograd/recording.h"
+#include "sheaf/core/block_format.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/runs.h"
 #include "sheaf/distributed/gather_schedule.h"
@@ -53,6 +54,7 @@ struct LeafSpec {
   std::optional<OwnershipMap> cut = std::nullopt;  ///< along the unit's tensor axis; absent: it is whole there
   bool exact = false;      ///< computed with in its dtype, whatever the unit's other leaves are
   double steered = 0;      ///< what a step moves it by against its gradient's sign (nn::Parameter::steer); 0: an optimizer says
+  std::optional<BlockFormat> blocks = std::nullopt;  ///< it is the bytes (u8, frozen) of values that rest in blocks
 };
 
 /// Where each parameter lies in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can

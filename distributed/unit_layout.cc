@@ -40,8 +40,9 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
       it->cut = is_cut(i);
       it->exact = leaf.exact;
       it->steered = leaf.steered;
-      it->compute = leaf.exact ? leaf.dtype : o.compute.value_or(leaf.dtype);
-      it->reduce = leaf.exact ? leaf.dtype : o.reduce.value_or(leaf.dtype);
+      const bool casts = !leaf.exact && is_floating(leaf.dtype);
+      it->compute = casts ? o.compute.value_or(leaf.dtype) : leaf.dtype;
+      it->reduce = casts ? o.reduce.value_or(leaf.dtype) : leaf.dtype;
     }
     where_[i] = {static_cast<int>(it - buffers_.begin()), static_cast<int>(it->leaves.size())};
     it->leaves.push_back(i);

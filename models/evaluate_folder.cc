@@ -71,6 +71,7 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
   require_agreement(world, "model", {{"what is in the folder", has_published_weights(folder) ? "published weights" : "a run"}});
   SavedModel saved = open_saved_model("evaluate", folder, checkpoint_group(world));
   take_tokenizer(saved, config.data);
+  saved.quantize("evaluate", config.model.quantize);
   config.model = saved.model;
   config.model.vocab = saved.vocab;
   const int64_t context = options.context > 0 ? options.context : std::min(config.model.context, kUsualContext);

@@ -147,8 +147,7 @@ namespace {
 
 // Its weights are not trained any more, and rest in the dtype in which they are read.
 std::unique_ptr<Decoder> model_of(const SavedModel& saved, const std::string& dtype) {
-  auto model = make_language_model(saved.model, saved.vocab);
-  for (nn::Parameter& p : model->parameters()) p.freeze_for_good();
+  auto model = make_language_model(saved.model, saved.vocab, /*frozen=*/true);
   shard(*model, Mesh{}, {.compute_dtype = compute_dtype_from("generate", dtype)});
   return model;
 }
@@ -157,7 +156,8 @@ std::unique_ptr<Decoder> model_of(const SavedModel& saved, const std::string& dt
 
 void generate_from_folder(const std::string& folder, const GenerateConfig& config, Device device,
                           const std::function<void(const std::string&)>& emit) {
-  const SavedModel saved = open_saved_model("generate", folder);
+  SavedModel saved = open_saved_model("generate", folder);
+  saved.quantize("generate", config.quantize);
   check<ConfigError>(saved.text.tokenizer != nullptr, "[generate] ", saved.no_tokenizer);
   const Tokenizer& tokenizer = *saved.text.tokenizer;
   std::vector<int32_t> prompt = encode_prompt(tokenizer, config);

@@ -2,6 +2,7 @@
 
 #include "sheaf/models/model_options.h"
 #include "sheaf/nn/lora.h"
+#include "sheaf/nn/quantize.h"
 
 namespace sheaf::models {
 namespace {
@@ -14,16 +15,30 @@ std::unique_ptr<Decoder> without_adapters(ModelConfig m, int64_t vocab) {
   fail<ConfigError>("[model] unknown type '", m.type, "'; known: gpt2, llama");
 }
 
-}  // namespace
-
-std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t vocab) {
-  const ModelConfig m = resolved(config);
-  std::unique_ptr<Decoder> model = without_adapters(m, vocab);
-  if (m.lora_rank == 0) return model;
+void add_adapters(Decoder& model, const ModelConfig& m) {
   const nn::LoraOptions options{.rank = m.lora_rank, .alpha = m.lora_alpha};
-  const int64_t adapters = nn::add_lora(*model, options, [&](const std::string& path) { return takes_lora(path, m.lora_layers); });
+  const int64_t adapters = nn::add_lora(model, options, [&](const std::string& path) { return takes_lora(path, m.lora_layers); });
   check<ConfigError>(adapters > 0, "[model] lora_layers '", m.lora_layers, "': this ", m.type, " has no such linear layers; its MLPs are ",
                      "mixtures of ", m.experts, " experts, of which only shared ones have adapters");
+}
+
+// As `peft` and `bitsandbytes` have it: not embeddings, nor the head.
+void rest_in_blocks(Decoder& model, const ModelConfig& m) {
+  const BlockFormat format = block_format_from("model", m.quantize);
+  const int64_t matrices = nn::quantize(model, format, [](const std::string& name) { return name.starts_with("blocks.") && !nn::is_lora(name); });
+  check<ConfigError>(matrices > 0, "[model] quantize ", m.quantize, ": all weights are trained; only those beside adapters (model.lora_rank) ",
+                     "rest in blocks");
+}
+
+}  // namespace
+
+std::unique_ptr<Decoder> make_language_model(const ModelConfig& config, int64_t vocab, bool frozen) {
+  const ModelConfig m = resolved(config);
+  std::unique_ptr<Decoder> model = without_adapters(m, vocab);
+  if (m.lora_rank > 0) add_adapters(*model, m);
+  if (frozen)
+    for (nn::Parameter& p : model->parameters()) p.freeze_for_good();
+  if (m.quantize != "none") rest_in_blocks(*model, m);
   return model;
 }
 

@@ -10,6 +10,7 @@
 #include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/transfer.h"
+#include "sheaf/nn/block_piece.h"
 #include "sheaf/nn/lora.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/state_dict.h"
@@ -146,6 +147,11 @@ bool converts(const nn::Parameter& p, DType saved, DType wanted) {
   return is_at_most_f32(saved) && is_at_most_f32(wanted) && (wanted == kF32 || !p.trainable());
 }
 
+// What other runs saved as values may rest in blocks here.
+bool quantizes(const nn::StatePiece& p, DType saved, const Shape& shape) {
+  return p.blocks && saved != kF64 && is_floating(saved) && shape == values_shape(p.shape, *p.blocks);
+}
+
 void convert(DType from_dtype, const void* from, DType to_dtype, void* to, int64_t count) {
   visit_floating("checkpoint", from_dtype, [&]<class S>() {
     visit_floating("checkpoint", to_dtype, [&]<class D>() {
@@ -173,7 +179,11 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": ", name, " is ", saved.dtype, saved.shape,
                             ", the model has ", dtype, shape);
   };
-  for (const nn::StatePiece& p : pieces) check_saved(p.name, p.dtype, p.shape);
+  for (const nn::StatePiece& p : pieces) {
+    const Checkpoint::TensorInfo& saved = checkpoint.at(p.name);
+    if (quantizes(p, saved.dtype, saved.shape)) wanted.insert(p.name);
+    else check_saved(p.name, p.dtype, p.shape);
+  }
   const auto has = [&](const std::string& name) { return checkpoint.tensors().contains(name); };
   for (size_t i = 0; i < optimizers.size(); ++i) {
     check_saved(steps_name(i), kI64, {});
@@ -193,6 +203,14 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
   for (const nn::StatePiece& p : pieces) {
     const int64_t count = p.runs.numel();
     if (count == 0) continue;
+    if (const Checkpoint::TensorInfo& saved = checkpoint.at(p.name); quantizes(p, saved.dtype, saved.shape)) {
+      nn::BlockPiece piece(p.name, *p.blocks, p.runs);
+      as_saved.resize(piece.values().size() * size_of(saved.dtype));
+      checkpoint.read(p.name, piece.elements(), as_saved.data());
+      convert(saved.dtype, as_saved.data(), kF32, piece.values().data(), std::ssize(piece.values()));
+      piece.store(p.device, p.data);
+      continue;
+    }
     if (!p.device.is_cpu()) host.resize(static_cast<size_t>(count) * size_of(p.dtype));
     void* const to = p.device.is_cpu() ? p.data : host.data();
     if (const DType saved = checkpoint.at(p.name).dtype; saved == p.dtype) {

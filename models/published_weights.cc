@@ -10,6 +10,7 @@
 #include "sheaf/models/model_options.h"
 #include "sheaf/models/published_config.h"
 #include "sheaf/models/published_names.h"
+#include "sheaf/nn/block_piece.h"
 #include "sheaf/nn/lora.h"
 
 namespace sheaf::models {
@@ -145,7 +146,7 @@ class Loader {
   void check(const nn::StatePiece& piece) const {
     const auto found = parts_.find(piece.name);
     if (found == parts_.end()) fail<ConfigError>("[weights] no published weights have the model's ", piece.name);
-    if (!is_floating(piece.dtype)) fail<ConfigError>("[weights] ", piece.name, " is ", piece.dtype, "; weights are floating");
+    if (!is_floating(piece.dtype) && !piece.blocks) fail<ConfigError>("[weights] ", piece.name, " is ", piece.dtype, "; weights are floating");
     for (const auto& [t, source] : found->second)
       if (source.dtype == kF64 && piece.dtype != kF64)
         fail<CheckpointError>("[weights] '", source.file->path(), "': ", json_string(source.name), " is f64, which ",
@@ -153,34 +154,63 @@ class Loader {
   }
 
   /// Fills the pieces of one parameter; returns the bytes read.
-  template <class T>
   int64_t fill(std::span<const nn::StatePiece> pieces) const {
+    if (pieces[0].blocks) return fill_blocks(pieces);
+    return visit_floating("weights", pieces[0].dtype, [&]<class T>() { return fill_values<T>(pieces); });
+  }
+
+ private:
+  template <class T>
+  int64_t fill_values(std::span<const nn::StatePiece> pieces) const {
     std::vector<std::vector<T>> staged(pieces.size());
-    std::vector<T*> outs(pieces.size());
+    std::vector<Values<T>> wanted;
     for (size_t i = 0; i < pieces.size(); ++i) {
       if (!pieces[i].device.is_cpu()) staged[i].resize(static_cast<size_t>(pieces[i].runs.numel()));
-      outs[i] = pieces[i].device.is_cpu() ? static_cast<T*>(pieces[i].data) : staged[i].data();
+      wanted.push_back({pieces[i].runs, pieces[i].device.is_cpu() ? static_cast<T*>(pieces[i].data) : staged[i].data()});
     }
-    int64_t bytes = 0;
-    for (const auto& [t, source] : parts_.at(pieces[0].name)) {
-      const MatrixBlock rows{t.first_row, t.rows(), 0, t.row_size()};
-      std::vector<Wanted<T>> wanted;
-      for (size_t i = 0; i < pieces.size(); ++i)
-        for (const MatrixBlock& block : blocks_of(pieces[i].runs, t.row_size())) {
-          const MatrixBlock both = overlap(block, rows);
-          if (both.numel() == 0) continue;
-          const int64_t at = block.at_of(both.row, both.column);
-          wanted.push_back({{both.row - t.first_row, both.rows, both.column, both.columns, at}, outs[i]});
-        }
-      bytes += read_blocks(source, t, std::move(wanted)) * static_cast<int64_t>(size_of(source.dtype));
-    }
+    const int64_t bytes = read<T>(pieces[0].name, wanted);
     for (size_t i = 0; i < pieces.size(); ++i)
       if (!staged[i].empty())
         transfer(pieces[i].device, pieces[i].data, Device::cpu(), staged[i].data(), staged[i].size() * sizeof(T));
     return bytes;
   }
 
- private:
+  int64_t fill_blocks(std::span<const nn::StatePiece> pieces) const {
+    std::vector<nn::BlockPiece> staged;
+    std::vector<Values<float>> wanted;
+    for (const nn::StatePiece& p : pieces) {
+      nn::BlockPiece& piece = staged.emplace_back(p.name, *p.blocks, p.runs);
+      wanted.push_back({piece.elements(), piece.values().data()});  // which stay where they are
+    }
+    const int64_t bytes = read<float>(pieces[0].name, wanted);
+    for (size_t i = 0; i < pieces.size(); ++i) staged[i].store(pieces[i].device, pieces[i].data);
+    return bytes;
+  }
+
+  /// Elements of a parameter, and where they go, side by side.
+  template <class T>
+  struct Values {
+    Runs runs;
+    T* out;
+  };
+  template <class T>
+  int64_t read(const std::string& name, std::span<const Values<T>> values) const {
+    int64_t bytes = 0;
+    for (const auto& [t, source] : parts_.at(name)) {
+      const MatrixBlock rows{t.first_row, t.rows(), 0, t.row_size()};
+      std::vector<Wanted<T>> wanted;
+      for (const auto& [runs, out] : values)
+        for (const MatrixBlock& block : blocks_of(runs, t.row_size())) {
+          const MatrixBlock both = overlap(block, rows);
+          if (both.numel() == 0) continue;
+          const int64_t at = block.at_of(both.row, both.column);
+          wanted.push_back({{both.row - t.first_row, both.rows, both.column, both.columns, at}, out});
+        }
+      bytes += read_blocks(source, t, std::move(wanted)) * static_cast<int64_t>(size_of(source.dtype));
+    }
+    return bytes;
+  }
+
   Source find(const PublishedTensor& t, const std::string& name) const {
     const auto found = files_.tensors().find(name);
     if (found == files_.tensors().end())
@@ -227,7 +257,7 @@ int64_t fill_weights(std::span<const nn::StatePiece> all, const PublishedFiles& 
     const nn::StatePiece& first = pieces[0];
     const auto other = std::ranges::find_if(pieces, [&](const nn::StatePiece& p) { return p.name != first.name; });
     const auto own = pieces.first(static_cast<size_t>(other - pieces.begin()));
-    visit_floating("weights", first.dtype, [&]<class T>() { bytes += loader.fill<T>(own); });
+    bytes += loader.fill(own);
     pieces = pieces.subspan(own.size());
   }
   return bytes;

@@ -57,6 +57,7 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.lora_rank", m.lora_rank);
   f("model.lora_alpha", m.lora_alpha);
   f("model.lora_layers", m.lora_layers);
+  f("model.quantize", m.quantize);
   f("model.end_of_text", m.end_of_text);
 }
 
@@ -90,7 +91,7 @@ bool came_later(std::string_view key) {
          key == "model.head_dim" || key == "model.qk_norm" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
-         key.starts_with("model.lora_");
+         key.starts_with("model.lora_") || key == "model.quantize";
 }
 
 void get(const Json& j, bool& out) { out = j.as_bool(); }

@@ -52,6 +52,12 @@ SavedModel from_published(const char* who, const std::string& folder) {
 
 }  // namespace
 
+void SavedModel::quantize(const char* who, const std::string& format) {
+  if (format == "none" || format == model.quantize) return;
+  check<ConfigError>(model.quantize == "none", "[", who, "] quantize ", format, ": the weights in '", origin, "' rest in ", model.quantize, " blocks");
+  model.quantize = format;
+}
+
 bool has_published_weights(const std::string& folder) {
   return !path_exists(folder + "/checkpoints") && !published_config_file(folder).empty();
 }

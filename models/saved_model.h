@@ -20,6 +20,9 @@ struct SavedModel {
   std::string origin = {};                 ///< path of the checkpoint or the weights
   std::string digest = {};                 ///< of what is there: the same on all ranks, if it is
   std::function<void(Decoder&)> load = {};  ///< fills a materialized model, which may be cut over the ranks of the group
+
+  /// Its matrices are to rest in these blocks, "none" being as it says itself. ConfigError, in the name of `who`, if it has others.
+  void quantize(const char* who, const std::string& format);
 };
 
 /// Whether `folder` has published weights, and not a run's checkpoints.

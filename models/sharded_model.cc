@@ -98,11 +98,9 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
 ShardedModel sharded_model(const TrainConfig& config, int64_t vocab, World& world, const ShardedModelOptions& options) {
   ShardedModel out{.mesh = mesh_for(config.sharding, world),
                    .cut = options.blocks.empty() ? stage_cut(config, vocab) : StageCut(options.blocks, static_cast<int>(config.sharding.pipeline)),
-                   .model = make_language_model(model_of(config), vocab),
+                   .model = make_language_model(model_of(config), vocab, options.frozen),
                    .layers = config.model.layers,
                    .runs = config.sharding.pipeline_runs};
-  if (options.frozen)
-    for (nn::Parameter& p : out.model->parameters()) p.freeze_for_good();
   shard(*out.model, out.mesh, shard_options(config, out.mesh, *out.model, out.cut));
   return out;
 }

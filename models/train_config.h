@@ -87,6 +87,7 @@ struct ModelConfig {
   int64_t lora_rank = 0;        ///< of adapters that are trained in place of the weights (LoRA); 0: there are none
   double lora_alpha = 16.0;     ///< what they add is scaled by lora_alpha / lora_rank
   std::string lora_layers = "all";  ///< which linear layers of the blocks have one: "all", "attention" or "mlp"
+  std::string quantize = "none";  ///< how matrices of blocks rest that nothing trains: "int8" or "nf4" (BlockFormat), or as they are
   double rope_theta = 10000.0;  ///< base of the rotary frequencies (llama)
   RopeScalingConfig rope_scaling;  ///< of these frequencies (llama)
   double norm_eps = 1e-5;       ///< added to the variance in norms
@@ -232,6 +233,7 @@ struct GenerateConfig {
   std::string system = {};    ///< in a chat: what the assistant is told before
   std::string end_token = {};  ///< a special token that ends what is generated, beside the tokenizer's end of text
   std::string dtype = "f32";  ///< generate_from_folder's, of weights and computing: "f32", or "bf16" or "f16" in half of the memory
+  std::string quantize = "none";  ///< generate_from_folder's: matrices of blocks rest in "int8" or "nf4" blocks (ModelConfig::quantize)
   int64_t seed = 1337;        ///< of the choices
 };
 

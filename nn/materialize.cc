@@ -7,6 +7,7 @@
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/random.h"
+#include "sheaf/nn/block_piece.h"
 #include "sheaf/nn/lora.h"
 #include "sheaf/nn/shard.h"
 #include "sheaf/nn/unit_mark.h"
@@ -81,6 +82,19 @@ void fill(Device device, const nn::Init& init, Key key, int64_t numel, const Run
   }
 }
 
+// A parameter in blocks is a leaf of bytes, which are cut as its values would be.
+LeafSpec in_blocks(const Parameter& p, BlockFormat format, const UnitOptions& options) {
+  LeafSpec spec{p.name(), blocks_shape(p.shape(), format), kU8, false, p.cut()};
+  spec.blocks = format;
+  const int last = p.shape().rank() - 1;
+  if (!spec.cut || options.tensor_axis < 0 || spec.cut->dim() != last) return spec;
+  if (!spec.cut->can_move(1, kBlockSize))
+    fail<ConfigError>("[quantize] '", p.name(), "' ", p.shape(), ": cut as ", Placement::shard(*spec.cut), " along tensor axis '",
+                      options.mesh->name(options.tensor_axis), "', but its ", name(format), " blocks are ", kBlockSize, " elements, which stay together");
+  spec.cut = spec.cut->moved_to(last, block_bytes(format), kBlockSize);
+  return spec;
+}
+
 void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, Device device, const MaterializeOptions& how) {
   const auto mark = ModuleAccess::mark(*node.module);
   UnitOptions options;
@@ -90,6 +104,11 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
     // Nothing is ever added to it: it rests as it is computed with.
     if (p.state().constant && !p.exact() && options.compute && size_of(*options.compute) < size_of(p.dtype()))
       p.state().dtype = *options.compute;
+    if (p.blocks()) {
+      p.state().dtype = options.compute.value_or(p.dtype());
+      specs.push_back(in_blocks(p, *p.blocks(), options));
+      continue;
+    }
     specs.push_back({p.name(), p.shape(), p.dtype(), p.trainable(), p.cut(), p.exact(), p.steered()});
   }
   auto unit = std::make_shared<Unit>(node.path, std::move(specs), options, schedule);
@@ -104,6 +123,12 @@ void make_unit(UnitNode& node, const std::shared_ptr<GatherSchedule>& schedule, 
     char* data = b.shard.view().as<char>();
     for (const LocalPiece& piece : unit->pieces(b)) {
       const Parameter& p = node.leaves[piece.leaf];
+      if (p.blocks()) {
+        nn::BlockPiece blocks(p.name(), *p.blocks(), piece.runs);
+        fill(Device::cpu(), p.init(), key_of(p.name(), how.seed), p.numel(), blocks.elements(), blocks.values().data(), kF32);
+        blocks.store(device, data + piece.shard_offset);
+        continue;
+      }
       fill(device, p.init(), key_of(p.name(), how.seed), p.numel(), piece.runs,
            data + piece.shard_offset * static_cast<int64_t>(size_of(b.dtype)), b.dtype);
     }
@@ -184,6 +209,7 @@ void copy_model(Module& source, Module& target) {
     b.state().trainable = a.trainable();
     b.state().constant = a.state().constant;
     b.state().exact = a.exact();
+    b.state().blocks = a.blocks();
     b.state().steered = a.steered();
     b.state().cut = a.cut();
     if (!a.unit()) continue;

@@ -7,6 +7,7 @@
 #include "sheaf/core/transfer.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/distributed/unit.h"
+#include "sheaf/nn/block_piece.h"
 #include "sheaf/nn/module.h"
 
 namespace sheaf {
@@ -45,8 +46,15 @@ Parameter::State& Parameter::state() const { return defined_state(state_, "param
 
 Tensor Parameter::value() const {
   if (!state_) return {};
+  if (state_->blocks) return dequantize(in_blocks(), *state_->blocks, state_->dtype);
   if (!state_->unit) no_value("parameter", state_->name, state_->dtype, state_->shape);
   return state_->unit->value(state_->index);
+}
+
+Tensor Parameter::in_blocks() const {
+  if (!blocks()) fail<ConfigError>("[parameter] '", name(), "' ", dtype(), shape(), " does not rest in blocks");
+  if (!unit()) no_value("parameter", name(), dtype(), shape());
+  return unit()->value(index());
 }
 
 void Parameter::freeze() {
@@ -62,6 +70,16 @@ void Parameter::freeze_for_good() {
 void Parameter::keep_exact() {
   if (unit()) fail<ConfigError>("[exact] '", name(), "' is materialized: its unit is laid out; say so before");
   state().exact = true;
+}
+
+void Parameter::quantize(BlockFormat format) {
+  if (unit()) fail<ConfigError>("[quantize] '", name(), "' is materialized: its unit is laid out; quantize before");
+  if (!state().constant || exact())
+    fail<ConfigError>("[quantize] '", name(), "' ", dtype(), shape(), exact() ? " is kept exact" : " is not frozen for good", ": only what nothing changes "
+                      "rests in blocks");
+  check<ShapeError>(shape().rank() > 0 && shape()[shape().rank() - 1] % kBlockSize == 0, "[quantize] '", name(), "' ", shape(), ": rows in blocks (",
+                    sheaf::name(format), ") are multiples of ", kBlockSize, " elements");
+  state().blocks = format;
 }
 
 void Parameter::steer(double rate) {
@@ -183,7 +201,8 @@ Tensor full_parameter(const nn::Parameter& p) {
   const Unit& unit = unit_of(p, "full_parameter");
   int64_t offset = 0;
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
-  return whole_of(b.shard, unit, p.index(), offset);
+  const Tensor whole = whole_of(b.shard, unit, p.index(), offset);
+  return p.blocks() ? dequantize(whole, *p.blocks(), p.dtype()) : whole;
 }
 
 Tensor full_gradient(const nn::Parameter& p) {
@@ -204,6 +223,17 @@ void assign(const nn::Parameter& p, const Tensor& whole) {
   const FlatBuffer& b = buffer_of(unit, p.index(), offset);
   if (b.shard.device().is_meta()) return;
   const Tensor dense = whole.is_contiguous() ? whole : whole.clone();
+  if (p.blocks()) {
+    const Tensor values = cast(dense.to(Device::cpu()), kF32);
+    for (const LocalPiece& piece : unit.pieces(b)) {
+      if (piece.leaf != p.index()) continue;
+      nn::BlockPiece blocks(p.name(), *p.blocks(), piece.runs);
+      blocks.fill([&](int64_t begin, std::span<float> out) { std::copy_n(values.view().as<float>() + begin, out.size(), out.data()); });
+      blocks.store(b.shard.device(), b.shard.view().as<char>() + piece.shard_offset);
+    }
+    b.shard.storage()->changed();
+    return;
+  }
   const auto size = static_cast<int64_t>(size_of(p.dtype()));
   for (const LocalPiece& piece : unit.pieces(b))
     for (int64_t k = 0; piece.leaf == p.index() && k < piece.runs.count; ++k)

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/block_format.h"
 #include "sheaf/core/tensor.h"
 
 namespace sheaf {
@@ -64,6 +65,13 @@ class Parameter : public TensorOperand {
   /// It is computed with in its own dtype, whatever ShardOptions::compute_dtype and ::reduce_dtype say. Before materialize().
   void keep_exact();
   bool exact() const { return state().exact; }
+  /// It rests, is gathered and is saved in blocks of 64 neighbouring values (core/block_format.h), and value() makes values of them,
+  /// in the dtype that its unit computes with, each time it is asked for: as many as there are, for as long as they are used. Of a
+  /// parameter that is frozen for good, before materialize(); ConfigError for another, ShapeError if rows are no multiples of 64.
+  void quantize(BlockFormat format);
+  const std::optional<BlockFormat>& blocks() const { return state().blocks; }
+  /// What value() is made of: the bytes, as its unit holds them ready.
+  Tensor in_blocks() const;
   /// What the derivative of its uses gives is no slope but a measurement (MixtureOfExperts: how much more than others an expert
   /// had to do). It is summed over ranks and micro-batches as every gradient is, and kept exact. Each optimizer step moves every element by `rate` against its sign (signSGD; Bernstein et al.,
   /// https://arxiv.org/abs/1802.04434), whatever the optimizer and its learning rate; it is in no norm, and has no state. Before
@@ -98,6 +106,7 @@ class Parameter : public TensorOperand {
     bool trainable = true, constant = false, table = false, exact = false;
     double steered = 0;
     std::optional<OwnershipMap> cut;
+    std::optional<BlockFormat> blocks;
     std::string name;
     std::shared_ptr<Unit> unit;
     int index = -1;

@@ -20,7 +20,7 @@ void append_pieces(const Unit& unit, const std::vector<int>& leaves, const std::
   char* data = values.view().as<char>();
   for (int leaf : leaves) {
     const LeafSpec& spec = unit.leaves()[leaf];
-    const StatePiece none{prefix + spec.name, values.dtype(), spec.shape, {}, values.device(), nullptr, owner};
+    const StatePiece none{prefix + spec.name, values.dtype(), spec.shape, {}, values.device(), nullptr, owner, spec.blocks};
     const size_t before = out.size();
     for (const auto& [piece, at] : parts) {
       if (piece.leaf != leaf) continue;

@@ -2,6 +2,7 @@
 // for saving (read through the pointer) and for loading (write through it).
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct StatePiece {
   Device device = {};
   void* data = nullptr;  ///< on `device`
   bool owner = true;   ///< this rank saves it: of what several ranks hold whole, the first
+  std::optional<BlockFormat> blocks = std::nullopt;  ///< it is bytes of values that rest in blocks (Parameter::quantize, BlockPiece)
 };
 
 /// Parameters and buffers, in visiting order, each on every rank. Pointers stay valid while the model lives. What is

@@ -107,6 +107,19 @@ const std::vector<OpSample>& op_samples() {
          return Outputs(std::vector<Tensor>{cast(x[0], kU8), cast(x[0], kBool), cast(x[0], kI64), cast(x[0], kF32)});
        }},
 
+      {.op = "dequantize", .variant = "int8", .inputs = {integers({3, 5, 132}, 64, kU8)},
+       .f = [](Args x) { return dequantize(x[0], BlockFormat::int8, kF32); }, .exact = true,
+       .rules = {"S0 -> S0", "S1 -> S1", "S2|132/2 -> S2"}},
+      {.op = "dequantize", .variant = "nf4", .inputs = {integers({5, 102}, 64, kU8)},
+       .f = [](Args x) { return dequantize(x[0], BlockFormat::nf4, kF64); }, .exact = true, .rules = {"S0 -> S0", "S1|102/3 -> S1"}},
+
+      {.op = "linear_of_blocks", .variant = "int8", .inputs = {constant({2, 3, 128}), integers({5, 132}, 64, kU8, 60), constant({5})},
+       .f = [](Args x) { return linear_of_blocks(x[0], x[1], BlockFormat::int8, x[2]); }, .tolerance = 8,
+       .rules = {"S0 R R -> S0", "S1 R R -> S1", "R S0 S0 -> S2", "S2|128/2 S1|132/2 P -> P", "P R P -> P"}},
+      {.op = "linear_of_blocks", .variant = "nf4", .inputs = {constant({4, 192}), integers({5, 102}, 64, kU8, 60)},
+       .f = [](Args x) { return linear_of_blocks(x[0], x[1], BlockFormat::nf4); }, .tolerance = 8,
+       .rules = {"S0 R -> S0", "R S0 -> S1", "S1|192/3 S1|102/3 -> P", "P R -> P"}},
+
       {.op = "relu", .inputs = {away_from({3, 5}, {0})}, .f = [](Args x) { return relu(x[0]); }, .rules = {"S0 -> S0"}},
       {.op = "tanh", .inputs = {{3, 5}}, .f = [](Args x) { return tanh(x[0]); }, .rules = {"S0 -> S0", "F -> F"}},
       {.op = "sigmoid", .inputs = {{3, 5}}, .f = [](Args x) { return sigmoid(x[0]); }, .rules = {"S0 -> S0"}},

@@ -62,6 +62,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.lora_rank", &m.lora_rank, "of adapters that are trained in place of the weights (LoRA); 0: there are none", any, 0, 100000},
       {"model.lora_alpha", &m.lora_alpha, "what they add is scaled by this / model.lora_rank", any, 1e-9, 1e9},
       {"model.lora_layers", &m.lora_layers, "which linear layers of the blocks have one", {"all", "attention", "mlp"}},
+      {"model.quantize", &m.quantize, "how matrices of blocks that nothing trains rest (QLoRA; evaluation): in 8 or 4 bits, in blocks of 64 with a scale",
+       {"none", "int8", "nf4"}},
       {"model.rope_theta", &m.rope_theta, "base of the rotary frequencies (llama)", any, 1},
       {"model.rope_scaling.rope_type", &rope.rope_type, "how rotary frequencies are scaled (llama); default: not at all",
        {"default", "linear", "llama3", "yarn"}, {}, {}, {"dynamic", "longrope"}},
@@ -178,6 +180,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.end_token", &g.end_token, "a special token that ends what is generated, beside the tokenizer's end of text"},
       {"generate.special_tokens", &g.special_tokens, "the prompt may have special tokens in it, by their names"},
       {"generate.dtype", &g.dtype, "of weights and computing: bf16 and f16 take half of the memory", {"f32", "bf16", "f16"}},
+      {"generate.quantize", &g.quantize, "how matrices of blocks rest: in 8 or 4 bits, in blocks of 64 with a scale", {"none", "int8", "nf4"}},
       {"generate.seed", &g.seed, "of the choices", any, 0},
   };
 }

@@ -54,9 +54,23 @@ std::optional<Adapter> adapter_of(models::Checkpoint& checkpoint, const models::
                  model.lora_alpha / static_cast<double>(model.lora_rank)};
 }
 
-std::vector<std::byte> merged(const Spans& weight, const Adapter& adapter, DType dtype, int64_t rows, int64_t columns) {
-  const Tensor update = matmul(as_tensor(adapter.b, kF32, {rows, adapter.rank}), as_tensor(adapter.a, kF32, {adapter.rank, columns}));
-  const Tensor sum = cast(cast(as_tensor(weight, dtype, {rows, columns}), kF32) + update * adapter.scale, dtype);
+RestingWeight weight_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t) {
+  RestingWeight w{.bytes = {}, .dtype = checkpoint.at(t.own).dtype, .blocks = {}, .rows = t.rows(), .columns = t.row_size()};
+  if (w.dtype == kU8) w.blocks = block_format_from("export", model.quantize);
+  const int64_t row = w.blocks ? blocks_shape({w.columns}, *w.blocks)[0] : w.columns * static_cast<int64_t>(size_of(w.dtype));
+  w.bytes = part_of(checkpoint.data(t.own), t.first_row * row, (t.first_row + w.rows) * row);
+  return w;
+}
+
+std::vector<std::byte> merged(const RestingWeight& weight, const std::optional<Adapter>& adapter, DType dtype) {
+  const auto& [bytes, resting, blocks, rows, columns] = weight;
+  const Shape shape{rows, columns};
+  Tensor sum = blocks ? dequantize(as_tensor(bytes, kU8, blocks_shape(shape, *blocks)), *blocks, kF32) : cast(as_tensor(bytes, resting, shape), kF32);
+  if (adapter) {
+    const Tensor b = as_tensor(adapter->b, kF32, {rows, adapter->rank}), a = as_tensor(adapter->a, kF32, {adapter->rank, columns});
+    sum = sum + matmul(b, a) * adapter->scale;
+  }
+  sum = cast(sum, dtype);
   const auto* data = sum.view().as<std::byte>();
   return {data, data + sum.view().bytes()};
 }

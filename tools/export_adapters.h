@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "sheaf/core/block_format.h"
 #include "sheaf/core/json.h"
 #include "sheaf/core/safetensors.h"
 #include "sheaf/models/checkpoint_store.h"
@@ -28,8 +29,17 @@ struct Adapter {
 /// Nothing if the layer has none.
 std::optional<Adapter> adapter_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t);
 
-/// weight[rows, columns] and what the adapter adds to it, in f32, rounded once to the weight's dtype.
-std::vector<std::byte> merged(const Spans& weight, const Adapter& adapter, DType dtype, int64_t rows, int64_t columns);
+/// The rows of a published tensor as a checkpoint has them: values of a dtype, or (u8) in blocks.
+struct RestingWeight {
+  Spans bytes;
+  DType dtype;
+  std::optional<BlockFormat> blocks;
+  int64_t rows, columns;
+};
+RestingWeight weight_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t);
+
+/// The values, and what an adapter adds to them, in f32, rounded once to `dtype`.
+std::vector<std::byte> merged(const RestingWeight& weight, const std::optional<Adapter>& adapter, DType dtype);
 
 /// adapter_model.safetensors and adapter_config.json of Hugging Face's PEFT, for whom queries, keys and values have adapters of their
 /// own: with one a, and each its rows of b.

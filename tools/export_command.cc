@@ -6,6 +6,7 @@
 #include "sheaf/core/atomic_folder.h"
 #include "sheaf/core/file.h"
 #include "sheaf/models/checkpoint_store.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/published_names.h"
 #include "sheaf/models/run_state.h"
 #include "sheaf/tools/commands.h"
@@ -73,7 +74,8 @@ std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
   return tensors;
 }
 
-std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model) {
+// What rests in blocks is written in `dtype`, everything else as it rests.
+std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, models::ModelConfig model, DType dtype) {
   // GPT-2 has biases as published: where ours has none, they are zeros.
   const bool zeros = model.type == "gpt2" && !model.bias;
   model.bias = model.type == "gpt2";
@@ -85,21 +87,27 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
       tensor.make = [n = t.shape.numel()] { return std::vector<std::byte>(static_cast<size_t>(n) * size_of(kF32)); };
       continue;
     }
-    tensor.dtype = checkpoint.at(t.own).dtype;
-    const size_t width = size_of(tensor.dtype);
-    const int64_t row = t.row_size() * static_cast<int64_t>(width);
-    const Spans rows = part_of(checkpoint.data(t.own), t.first_row * row, (t.first_row + t.rows()) * row);
-    if (const auto adapter = adapter_of(checkpoint, model, t)) {
-      tensor.make = [=, dtype = tensor.dtype] {
-        const std::vector<std::byte> whole = merged(rows, *adapter, dtype, t.rows(), t.row_size());
-        return t.transposed ? transposed({whole}, t.rows(), t.row_size(), width) : whole;
+    const RestingWeight weight = weight_of(checkpoint, model, t);
+    tensor.dtype = weight.blocks ? dtype : weight.dtype;
+    const auto adapter = adapter_of(checkpoint, model, t);
+    const auto turned = [t, width = size_of(tensor.dtype)](const Spans& rows) { return transposed(rows, t.rows(), t.row_size(), width); };
+    if (adapter || weight.blocks) {
+      tensor.make = [=, as = tensor.dtype] {
+        const std::vector<std::byte> whole = merged(weight, adapter, as);
+        return t.transposed ? turned({whole}) : whole;
       };
-      continue;
+    } else if (t.transposed) {
+      tensor.make = [=] { return turned(weight.bytes); };
+    } else {
+      tensor.pieces = weight.bytes;
     }
-    if (!t.transposed) tensor.pieces = rows;
-    else tensor.make = [=] { return transposed(rows, t.rows(), t.row_size(), width); };
   }
   return tensors;
+}
+
+// Of what a run with weights in blocks computes with.
+DType dtype_of(const models::RunState& state) {
+  return state.model.quantize == "none" ? kF32 : models::compute_dtype_from("train", state.train.dtype).value_or(kF32);
 }
 
 }  // namespace
@@ -129,7 +137,7 @@ int export_command(const ExportArguments& arguments) {
     check<ConfigError>(!path_exists(parts), "[export] there is '", parts, "': weights in parts, which were not written by sheaf export");
     make_folders(arguments.file);
     file += adapters ? "/adapter_model.safetensors" : "/model.safetensors";
-    tensors = adapters ? adapter_tensors(checkpoint, model) : published_tensors(checkpoint, model);
+    tensors = adapters ? adapter_tensors(checkpoint, model) : published_tensors(checkpoint, model, dtype_of(state));
     finish = [=, folder = arguments.file, dtype = tensors.front().dtype] {
       if (adapters) replace_file(folder + "/adapter_config.json", adapter_config(model, state.weights ? state.weights->path : "").dump() + "\n");
       else export_config(state, model, dtype, folder);

@@ -34,22 +34,27 @@ struct Linear : Module {
     if (bias && cut.dim() == 0) bias.set_cut(cut);
     if (lora) (cut.dim() == 0 ? lora->b : lora->a).set_cut(cut);
   }
-  Tensor forward(const Tensor& x) { return adapted(linear(x, weight, bias), x); }
+  Tensor forward(const Tensor& x) { return adapted(product(x), x); }
   /// gelu (tanh form) of y, for the next layer's of_gelu().
   GeluOfLinear gelu(const Tensor& x) {
     const auto scope = enter();
-    if (!lora) return linear_gelu(x, weight, bias);
+    if (!lora && !multiplies_blocks()) return linear_gelu(x, weight, bias);
     const Tensor y = forward(x);
     return {sheaf::gelu(y, GeluKind::tanh), y};
   }
   /// y of a gelu.
   Tensor of_gelu(const GeluOfLinear& x) {
     const auto scope = enter();
-    return adapted(gelu_linear(x, weight, bias), x.value);
+    return adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias), x.value);
   }
   SHEAF_FIELDS(weight, bias, lora);
 
  private:
+  /// Nothing will be differentiated: of a weight in blocks no values are made but where they are multiplied.
+  bool multiplies_blocks() const { return weight.blocks() && !Recording::current(); }
+  Tensor product(const Tensor& x) const {
+    return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias);
+  }
   Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }
 };
 

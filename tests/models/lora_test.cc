@@ -14,6 +14,7 @@
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/state_dict.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/lora_ways.h"
 #include "sheaf/tests/models/parity.h"
 
 namespace sheaf::testing {
@@ -33,26 +34,6 @@ models::TrainConfig lora(const std::string& type, const std::string& layers = "a
   c.train.lr = 1e-2;
   return c;
 }
-
-struct Way {
-  const char* name;
-  int world;
-  void (*set)(models::ShardingConfig&);
-};
-const Way kWays[] = {
-    {"full_shard", 3, [](models::ShardingConfig&) {}},
-    {"shard_grad_op", 4, [](models::ShardingConfig& s) { s.strategy = "shard_grad_op"; }},
-    {"zero1", 2, [](models::ShardingConfig& s) { s.strategy = "zero1"; }},
-    {"replicate", 2, [](models::ShardingConfig& s) { s.strategy = "replicate"; }},
-    {"hybrid", 4, [](models::ShardingConfig& s) { s.replicas = 2; }},
-    {"secondary", 4, [](models::ShardingConfig& s) { s.replicas = 2, s.secondary = true; }},
-    {"tensor", 4, [](models::ShardingConfig& s) { s.tensor = 2; }},
-    {"tensor_of_three", 3, [](models::ShardingConfig& s) { s.tensor = 3, s.strategy = "zero1"; }},
-    {"tensor_of_four", 4, [](models::ShardingConfig& s) { s.tensor = 4; }},  // more than Llama's key heads
-    {"context", 5, [](models::ShardingConfig& s) { s.context = 5; }},
-    {"stages", 4, [](models::ShardingConfig& s) { s.pipeline = 2; }},
-    {"zero_bubble", 2, [](models::ShardingConfig& s) { s.pipeline = 2, s.pipeline_schedule = "zero_bubble"; }},
-};
 
 class LoraWays : public ::testing::TestWithParam<Way> {};
 
@@ -74,7 +55,7 @@ TEST_P(LoraWays, TakeTheBytesOfTheirPlans) {
   c.train.micro_batches = 2;
   expect_planned_tapes(c, GetParam().world);
 }
-INSTANTIATE_TEST_SUITE_P(All, LoraWays, ::testing::ValuesIn(kWays), [](const auto& way) { return way.param.name; });
+INSTANTIATE_TEST_SUITE_P(All, LoraWays, ::testing::ValuesIn(kLoraWays), [](const auto& way) { return way.param.name; });
 
 // A model with adapters is one whose weights are W + alpha / r b a: its loss, and by the chain rule its adapters' gradients.
 TEST(Lora, IsTheModelOfMergedWeights) {

@@ -1,0 +1,97 @@
+#include "sheaf/kernels/quantize.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "sheaf/core/dtype.h"
+#include "sheaf/core/error.h"
+#include "sheaf/core/parallel.h"
+#include "sheaf/kernels/cpu/block_values.h"
+
+namespace sheaf::kernels::cpu {
+namespace {
+
+constexpr int kSize = static_cast<int>(kBlockSize), kHalf = kSize / 2;
+constexpr int64_t kGrain = 512;  // blocks that make another thread worth waking
+
+// The largest magnitude; infinite or NaN if one of the values is.
+float magnitude(const float* values) {
+  uint32_t bits = 0;  // the order of magnitudes is that of their bits, NaN last
+  for (int i = 0; i < kSize; ++i) bits = std::max(bits, std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
+  return std::bit_cast<float>(bits);
+}
+
+void quantize_int8(const float* values, float largest, uint8_t* block) {
+  const bf16 rounded(largest / 127);
+  const float scale = static_cast<float>(rounded);
+  std::memcpy(block, &rounded, 2);
+  for (int i = 0; i < kSize; ++i) {
+    // A value that is no multiple of the smallest f32 may divide to more than 127.
+    const float code = scale > 0 ? std::nearbyint(std::clamp(values[i] / scale, -127.0f, 127.0f)) : 0.0f;
+    block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(code));
+  }
+}
+
+void quantize_nf4(const float* values, float largest, uint8_t* block) {
+  bf16 rounded(largest);
+  if (rounded.bits == 0x7f80) rounded.bits = 0x7f7f;  // to the largest that is finite
+  const float scale = static_cast<float>(rounded);
+  std::memcpy(block, &rounded, 2);
+  constexpr int kZero = 7;
+  int32_t codes[kSize];
+  for (int i = 0; i < kSize; ++i) {
+    const float at = scale > 0 ? values[i] / scale : 0.0f;
+    int32_t code = 0;
+    for (int k = 0; k + 1 < 16; ++k) code += at > (kNf4Levels[k] + kNf4Levels[k + 1]) * 0.5f;
+    codes[i] = scale > 0 ? code : kZero;
+  }
+  for (int i = 0; i < kHalf; ++i) block[2 + i] = static_cast<uint8_t>(codes[i] | codes[i + kHalf] << 4);
+}
+
+template <class T>
+void dequantize_to(const uint8_t* from, BlockFormat format, T* to, int64_t blocks) {
+  const int64_t bytes = block_bytes(format);
+  parallel_for(blocks, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      alignas(64) float values[kSize];
+      float* into = values;
+      if constexpr (std::is_same_v<T, float>) into = to + b * kSize;
+      block_values(from + b * bytes, format, into);
+      if constexpr (!std::is_same_v<T, float>)
+        for (int i = 0; i < kSize; ++i) to[b * kSize + i] = static_cast<T>(values[i]);
+    }
+  });
+}
+
+}  // namespace
+
+bool quantize(std::span<const float> values, BlockFormat format, uint8_t* blocks) {
+  const int64_t count = static_cast<int64_t>(values.size()) / kSize, bytes = block_bytes(format);
+  check<ShapeError>(std::ssize(values) % kSize == 0, "[quantize] ", values.size(), " values are no whole blocks of ", kSize);
+  std::atomic<bool> finite = true;
+  parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      const float* from = values.data() + b * kSize;
+      const float largest = magnitude(from);
+      if (!(largest <= std::numeric_limits<float>::max())) finite = false;
+      else if (format == BlockFormat::int8) quantize_int8(from, largest, blocks + b * bytes);
+      else quantize_nf4(from, largest, blocks + b * bytes);
+    }
+  });
+  return finite;
+}
+
+void dequantize(const View& blocks, BlockFormat format, const View& out) {
+  check<DTypeError>(blocks.dtype == kU8, "[dequantize] blocks are u8, not ", blocks.dtype);
+  check<ShapeError>(blocks.contiguous() && out.contiguous() &&
+                        blocks.numel() / block_bytes(format) * kSize == out.numel(),
+                    "[dequantize] ", blocks.shape, " into ", out.shape);
+  visit_floating("dequantize", out.dtype, [&]<class T>() {
+    dequantize_to(blocks.as<uint8_t>(), format, out.as<T>(), out.numel() / kSize);
+  });
+}
+
+}  // namespace sheaf::kernels::cpu

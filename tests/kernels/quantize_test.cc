@@ -1,0 +1,161 @@
+#include "sheaf/kernels/quantize.h"
+
+#include <gmock/gmock.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "sheaf/tests/kernels/array.h"
+
+namespace sheaf::kernels::cpu {
+namespace {
+
+using namespace sheaf::testing;
+
+constexpr BlockFormat kFormats[] = {BlockFormat::int8, BlockFormat::nf4};
+
+std::vector<float> normals(int64_t blocks, int seed, double scale = 1) {
+  const Array a = Array::random(kF32, {blocks * kBlockSize}, seed, scale);
+  const auto* data = a.view().as<float>();
+  return {data, data + a.view().numel()};
+}
+
+std::vector<uint8_t> blocks_of(std::span<const float> values, BlockFormat format) {
+  std::vector<uint8_t> out(values.size() / kBlockSize * block_bytes(format));
+  EXPECT_TRUE(quantize(values, format, out.data()));
+  return out;
+}
+
+template <class T = float>
+std::vector<T> values_of(const std::vector<uint8_t>& blocks, BlockFormat format) {
+  const auto bytes = std::ssize(blocks);
+  std::vector<T> out(blocks.size() / block_bytes(format) * kBlockSize);
+  dequantize(View::dense(const_cast<uint8_t*>(blocks.data()), kU8, {bytes}), format,
+             View::dense(out.data(), dtype_of<T>, {std::ssize(out)}));
+  return out;
+}
+
+// The level whose value is nearest, of all there are.
+float nearest(float value, BlockFormat format, float scale) {
+  float best = 0, distance = std::numeric_limits<float>::infinity();
+  const auto look_at = [&](float level) {
+    if (std::abs(level * scale - value) < distance) distance = std::abs(level * scale - value), best = level * scale;
+  };
+  if (format == BlockFormat::nf4) std::ranges::for_each(kNf4Levels, look_at);
+  else for (int code = -127; code <= 127; ++code) look_at(static_cast<float>(code));
+  return best;
+}
+
+TEST(Quantize, TakesTheNearestOfItsLevels) {
+  for (const BlockFormat format : kFormats)
+    for (const double size : {1e-6, 0.02, 3e4}) {
+      const std::vector<float> values = normals(37, 1, size);
+      const std::vector<float> back = values_of(blocks_of(values, format), format);
+      for (size_t i = 0; i < values.size(); ++i) {
+        float largest = 0;
+        for (size_t k = 0; k < kBlockSize; ++k) largest = std::max(largest, std::abs(values[i / kBlockSize * kBlockSize + k]));
+        const auto scale = static_cast<float>(bf16(format == BlockFormat::int8 ? largest / 127 : largest));
+        const float want = nearest(values[i], format, scale);
+        ASSERT_NEAR(back[i], want, scale * 1e-6) << name(format) << " of " << values[i] << ", scale " << scale;
+      }
+    }
+}
+
+// Codes and scales by hand, so that the bytes in files stay what they are.
+TEST(Quantize, LaysBlocksOutAsTheFormatSays) {
+  std::vector<float> values(kBlockSize, 0.0f);
+  values[0] = 127, values[1] = -127, values[2] = 3.4f, values[3] = -0.5f, values[63] = 1;
+  const std::vector<uint8_t> eights = blocks_of(values, BlockFormat::int8);
+  ASSERT_EQ(eights.size(), 66u);
+  EXPECT_THAT(std::vector<int>(eights.begin(), eights.begin() + 6), ::testing::ElementsAre(0x80, 0x3f, 127, 129, 3, 0));
+  EXPECT_EQ(eights[2 + 63], 1);
+  std::ranges::fill(values, 0.0f);
+  values[0] = 2, values[1] = -2, values[32] = 2 * kNf4Levels[12], values[33] = 2 * kNf4Levels[3];
+  const std::vector<uint8_t> fours = blocks_of(values, BlockFormat::nf4);
+  ASSERT_EQ(fours.size(), 34u);
+  EXPECT_THAT(std::vector<int>(fours.begin(), fours.begin() + 5), ::testing::ElementsAre(0x00, 0x40, 0xcf, 0x30, 0x77));
+}
+
+TEST(Quantize, BlocksOfTheirOwnValuesAreTheSame) {
+  for (const BlockFormat format : kFormats)
+    for (const double size : {1e-30, 0.02, 1e30}) {
+      const std::vector<uint8_t> blocks = blocks_of(normals(1000, 2, size), format);
+      EXPECT_EQ(blocks_of(values_of(blocks, format), format), blocks) << name(format) << " " << size;
+    }
+}
+
+TEST(Quantize, ErrorsAreThoseOfTheirBits) {
+  const std::vector<float> values = normals(2000, 3);
+  for (const BlockFormat format : kFormats) {
+    const std::vector<float> back = values_of(blocks_of(values, format), format);
+    double square = 0;
+    for (size_t i = 0; i < values.size(); ++i) square += std::pow(back[i] - values[i], 2);
+    const double error = std::sqrt(square / static_cast<double>(values.size()));
+    // The largest of 64 normal values is some 2.5: steps of 2.5 / 127 err by 1/sqrt(12) of one.
+    EXPECT_NEAR(error, format == BlockFormat::int8 ? 2.5 / 127 / std::sqrt(12) : 0.09, format == BlockFormat::int8 ? 5e-4 : 0.01);
+  }
+}
+
+TEST(Quantize, NothingIsZeroAndWhatIsNotFiniteIsSaid) {
+  for (const BlockFormat format : kFormats) {
+    std::vector<float> values(2 * kBlockSize, 0.0f);
+    EXPECT_THAT(values_of(blocks_of(values, format), format), ::testing::Each(0.0f));
+    std::vector<uint8_t> blocks(2 * static_cast<size_t>(block_bytes(format)));
+    for (const float bad : {std::nanf(""), -std::numeric_limits<float>::infinity()}) {
+      values[100] = bad;
+      EXPECT_FALSE(quantize(values, format, blocks.data()));
+    }
+    values[100] = std::numeric_limits<float>::denorm_min();
+    EXPECT_TRUE(quantize(values, format, blocks.data()));
+    values[100] = std::numeric_limits<float>::max();
+    EXPECT_TRUE(quantize(values, format, blocks.data()));
+    EXPECT_THAT(values_of(blocks, format), ::testing::Each(::testing::Truly([](float x) { return !std::isnan(x); })));
+  }
+  EXPECT_THROW(quantize(std::vector<float>(65), BlockFormat::int8, nullptr), ShapeError);
+}
+
+// The quantiles of a normal distribution that the paper's appendix E states, and 0.
+TEST(Quantize, Nf4LevelsAreQuantiles) {
+  const auto quantile = [](double p) {  // of a normal distribution, by bisection
+    double low = -10, high = 10;
+    for (int i = 0; i < 200; ++i) {
+      const double mid = (low + high) / 2;
+      (0.5 * std::erfc(-mid / std::sqrt(2.0)) < p ? low : high) = mid;
+    }
+    return low;
+  };
+  const double offset = 0.9677083, largest = quantile(offset);
+  std::vector<double> want = {0};
+  for (int i = 0; i < 8; ++i) want.push_back(quantile(offset + (0.5 - offset) * i / 8) / largest);
+  for (int i = 0; i < 7; ++i) want.push_back(-quantile(offset + (0.5 - offset) * i / 7) / largest);
+  std::ranges::sort(want);
+  for (int i = 0; i < 16; ++i) EXPECT_NEAR(kNf4Levels[static_cast<size_t>(i)], want[static_cast<size_t>(i)], 2e-6) << i;
+}
+
+TEST(Dequantize, RoundsOnceToEachType) {
+  for (const BlockFormat format : kFormats) {
+    const std::vector<uint8_t> blocks = blocks_of(normals(700, 4, 0.3), format);
+    const std::vector<float> want = values_of(blocks, format);
+    const auto wide = values_of<double>(blocks, format);
+    const auto narrow = values_of<bf16>(blocks, format);
+    const auto half = values_of<f16>(blocks, format);
+    for (size_t i = 0; i < want.size(); ++i) {
+      ASSERT_EQ(wide[i], want[i]);
+      ASSERT_EQ(narrow[i].bits, bf16(want[i]).bits);
+      ASSERT_EQ(half[i].bits, f16(want[i]).bits);
+    }
+  }
+}
+
+TEST(Dequantize, RefusesWhatIsNoBlocks) {
+  std::vector<uint8_t> bytes(66);
+  std::vector<float> out(64);
+  const View to = View::dense(out.data(), kF32, {64});
+  EXPECT_THROW(dequantize(View::dense(bytes.data(), kI8, {66}), BlockFormat::int8, to), DTypeError);
+  EXPECT_THROW(dequantize(View::dense(bytes.data(), kU8, {66}), BlockFormat::nf4, View::dense(out.data(), kF32, {128})), ShapeError);
+  EXPECT_THROW(dequantize(View::dense(bytes.data(), kU8, {66}), BlockFormat::int8, View::dense(out.data(), kI32, {64})), DTypeError);
+}
+
+}  // namespace
+}  // namespace sheaf::kernels::cpu

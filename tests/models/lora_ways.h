@@ -1,0 +1,28 @@
+// Ways to cut a model that is fine-tuned by adapters.
+#pragma once
+
+#include "sheaf/models/train_config.h"
+
+namespace sheaf::testing {
+
+struct Way {
+  const char* name;
+  int world;
+  void (*set)(models::ShardingConfig&);
+};
+inline const Way kLoraWays[] = {
+    {"full_shard", 3, [](models::ShardingConfig&) {}},
+    {"shard_grad_op", 4, [](models::ShardingConfig& s) { s.strategy = "shard_grad_op"; }},
+    {"zero1", 2, [](models::ShardingConfig& s) { s.strategy = "zero1"; }},
+    {"replicate", 2, [](models::ShardingConfig& s) { s.strategy = "replicate"; }},
+    {"hybrid", 4, [](models::ShardingConfig& s) { s.replicas = 2; }},
+    {"secondary", 4, [](models::ShardingConfig& s) { s.replicas = 2, s.secondary = true; }},
+    {"tensor", 4, [](models::ShardingConfig& s) { s.tensor = 2; }},
+    {"tensor_of_three", 3, [](models::ShardingConfig& s) { s.tensor = 3, s.strategy = "zero1"; }},
+    {"tensor_of_four", 4, [](models::ShardingConfig& s) { s.tensor = 4; }},  // more than Llama's key heads
+    {"context", 5, [](models::ShardingConfig& s) { s.context = 5; }},
+    {"stages", 4, [](models::ShardingConfig& s) { s.pipeline = 2; }},
+    {"zero_bubble", 2, [](models::ShardingConfig& s) { s.pipeline = 2, s.pipeline_schedule = "zero_bubble"; }},
+};
+
+}  // namespace sheaf::testing
