@@ -9,9 +9,9 @@ namespace sheaf::kernels {
 namespace cpu {
 
 /// y[.., O] = x[.., I] · Wᵀ + bias[O], without a bias View{}; `blocks` [O, I / 64 · block_bytes]
-/// u8, dense, are W. The bits of dequantize() and linear(). Of up to 32 rows in f32, as where a
-/// token is generated, blocks are read as they are multiplied, which is all of the time that this
-/// takes; else values of W are made in the workspace.
+/// u8, dense, are W. The bits of dequantize() and linear(). In f32 the values of up to 4 rows, as
+/// where a token is generated, are never in memory, those of up to 32 in the cache alone; else
+/// values of W are made in the workspace.
 size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat format,
                                   const View& bias, const View& y);
 void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, const View& bias,

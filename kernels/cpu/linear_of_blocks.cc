@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sheaf/core/parallel.h"
+#include "sheaf/kernels/cpu/block_rows.h"
 #include "sheaf/kernels/cpu/block_values.h"
 #include "sheaf/kernels/cpu/gemm_part.h"
 #include "sheaf/kernels/cpu/rows.h"
@@ -21,8 +22,26 @@ constexpr size_t kValueBytes = kOutputs * kDepth * sizeof(float);
 
 bool in_pieces(const View& x, const View& bias, const View& y) {
   const int64_t inputs = x.shape.back();
-  return x.dtype == kF32 && y.dtype == kF32 && (bias.rank() == 0 || bias.dtype == kF32) && inputs > 0 && x.numel() / inputs <= kMostRows &&
-         x.contiguous() && y.contiguous() && x.numel() > 0;
+  const bool fits_bias = bias.rank() == 0 || (bias.dtype == kF32 && bias.contiguous());
+  return x.dtype == kF32 && y.dtype == kF32 && fits_bias && x.numel() > 0 && x.numel() / inputs <= kMostRows && x.contiguous() && y.contiguous();
+}
+
+bool is_for_registers(const View& x) { return x.numel() / x.shape.back() <= BlockRows::kMostRows; }
+
+int64_t slots_for(int64_t items, int64_t multiply_adds) {
+  constexpr int64_t kGrain = 300000;  // multiply-adds for which waking a thread pays
+  return std::clamp<int64_t>(multiply_adds / kGrain, 1, std::min<int64_t>(items, num_threads()));
+}
+
+/// Of so few rows that values are multiplied as they are made.
+void in_registers(const View& x, const View& blocks, BlockFormat format, const View& bias, const View& y) {
+  const BlockRows p{.x = x.as<const float>(), .rows = x.numel() / x.shape.back(), .inputs = x.shape.back(), .outputs = y.shape.back(),
+                    .blocks = blocks.as<const uint8_t>(), .row_bytes = blocks.shape[1], .format = format,
+                    .bias = bias.rank() ? bias.as<const float>() : nullptr, .y = y.as<float>()};
+  const int64_t items = (p.outputs + BlockRows::kOutputs - 1) / BlockRows::kOutputs;
+  parallel_slots(items, slots_for(items, p.rows * p.outputs * p.inputs), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) multiply_blocks(p, item * BlockRows::kOutputs);
+  });
 }
 
 /// A product as pieces of so many outputs, for the threads.
@@ -34,8 +53,7 @@ struct Pieces {
       : x(x_in), weight(weight_in), bias(bias_in), y(y_in) {
     outputs = weight.shape[0], inputs = weight.shape[1], rows = x.numel() / inputs;
     items = (outputs + kOutputs - 1) / kOutputs;
-    constexpr int64_t kGrain = 300000;  // multiply-adds for which waking a thread pays
-    slots = std::clamp<int64_t>(rows * outputs * inputs / kGrain, 1, std::min<int64_t>(items, num_threads()));
+    slots = slots_for(items, rows * outputs * inputs);
   }
 
   /// y[:, first ..] of inputs [k ..], whose values of W lie at `values` by rows of kDepth.
@@ -56,6 +74,7 @@ struct Pieces {
 size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat format, const View& bias, const View& y) {
   const View weight = weight_of_blocks(x, blocks, format, nullptr);
   if (in_pieces(x, bias, y)) {
+    if (is_for_registers(x)) return 0;
     const Pieces pieces(x, weight, bias, y);
     return pieces.slot_bytes() * static_cast<size_t>(pieces.slots);
   }
@@ -71,6 +90,7 @@ void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, con
     dequantize(blocks, format, weight);
     return linear(x, weight, bias, y, rest);
   }
+  if (is_for_registers(x)) return in_registers(x, blocks, format, bias, y);
   const Pieces pieces(x, weight, bias, y);
   const size_t slot_bytes = pieces.slot_bytes();
   check<ShapeError>(workspace.bytes >= slot_bytes * static_cast<size_t>(pieces.slots), "[linear_of_blocks] workspace too small: ",

@@ -103,6 +103,8 @@ class Array {
       as<int64_t>()[i] = 0;
     else if (dtype_ == kI32)
       as<int32_t>()[i] = 0;
+    else if (dtype_ == kU8)
+      as<uint8_t>()[i] = 0;
     else
       fail<DTypeError>("[bench] no arrays of ", dtype_);
   }

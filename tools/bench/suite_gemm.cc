@@ -1,4 +1,4 @@
-// gemm: the three products of a linear layer, and the head with its loss; beside it the fraction of
+// gemm: the three products of a linear layer, the head with its loss, and one row of a weight in blocks; beside it the fraction of
 // the machine's peak. On a CPU at the shapes of GPT-2 124M against oneDNN's plain matmul, and the
 // peak is that of f32 multiply-adds, or of the tiles for bf16. On a GPU at those of GPT-2 and
 // Llama 3 8B against a large square product of the same dtype, which is also the peak.
@@ -6,7 +6,9 @@
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
 #include "sheaf/kernels/linear_cross_entropy.h"
+#include "sheaf/kernels/linear_of_blocks.h"
 #include "sheaf/kernels/matmul.h"
+#include "sheaf/kernels/quantize.h"
 #include "sheaf/tools/bench/array.h"
 #include "sheaf/tools/bench/plain_gemm.h"
 #include "sheaf/tools/bench/suites.h"
@@ -126,6 +128,30 @@ void layer_line(Session& session, const Product& product, DType dtype, const Siz
     session.compare("gemm", c);
 }
 
+// One token through a layer, as where texts are generated: time goes by the bytes of the weight. In blocks beside f32.
+void block_line(Session& session, BlockFormat format, const Size& full) {
+  const std::string name = str("one-row-", sheaf::name(format), "-", full.i, "x", full.o);
+  if (!session.wants("gemm", name)) return;
+  const int64_t inputs = std::max(eighth(session, full.i) / kBlockSize, int64_t{1}) * kBlockSize, outputs = eighth(session, full.o);
+  Comparison c{.name = name, .unit = session.flops_unit(), .peer = "f32"};
+  c.amount = c.peer_amount = 2.0 * static_cast<double>(inputs * outputs);
+  Place at{session.device(), session.stream(), kF32};
+  c.prepare = [&] {
+    const Array &x = at.array(kF32, {1, inputs}), &w = at.array(kF32, {outputs, inputs}), &y = at.array(kF32, {1, outputs});
+    Array in_blocks(kU8, blocks_shape({outputs, inputs}, format));
+    {
+      const Array values(kF32, {outputs, inputs});
+      kernels::cpu::quantize(std::span(values.view().as<float>(), static_cast<size_t>(outputs * inputs)), format, in_blocks.view().as<uint8_t>());
+    }
+    const Array& blocks = at.hold(std::move(in_blocks).on(at.device));
+    const Scratch &scratch = at.scratch(SHEAF_WORKSPACE(at.device, linear_of_blocks, x, blocks, format, View{}, y)),
+                  &plain = at.scratch(SHEAF_WORKSPACE(at.device, linear, x, w, View{}, y));
+    c.run = [&, format, stream = at.stream] { SHEAF_ON_DEVICE(stream, linear_of_blocks, x, blocks, format, View{}, y, scratch); };
+    c.peer_run = [&, stream = at.stream] { SHEAF_ON_DEVICE(stream, linear, x, w, View{}, y, plain); };
+  };
+  session.compare("gemm", c);
+}
+
 // The head with its loss and both gradients as one kernel, as training calls it: three products,
 // and the softmax between them. No library has it, so its peer is the machine's arithmetic.
 void head_line(Session& session, DType dtype, const Size& full) {
@@ -161,6 +187,8 @@ void gemm_suite(Session& session) {
     for (const auto& [i, o] : of)
       for (const Product& p : kProducts) layer_line(session, p, dtype, {m, i, o});
   };
+  for (const BlockFormat format : {BlockFormat::int8, BlockFormat::nf4})
+    for (const auto& [i, o] : {std::pair(4096, 4096), {4096, 14336}, {14336, 4096}}) block_line(session, format, {1, i, o});
   if (!session.on_gpu()) {
     for (DType dtype : {kF32, kBF16})
       for (int64_t m : {256, 1024}) layers(dtype, m, kGpt2);
