@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <numeric>
 
+#include "sheaf/core/block_format.h"
 #include "sheaf/core/error.h"
 #include "sheaf/tools/config.h"
 
@@ -116,6 +117,20 @@ models::TrainConfig drawn_task(Draw& draw) {
   c.sharding.strategy = "replicate";
   if (c.model.aux_loss != 0) c.train.micro_batches = 1 + draw.below(static_cast<size_t>(std::min<int64_t>(c.train.batch, 4)));
   return c;
+}
+
+void draw_blocks(models::ModelConfig& m, Draw& draw) {
+  m.quantize = draw.of<std::string>({"int8", "nf4"});
+  m.layers = std::min<int64_t>(m.layers, 3);
+  m.dense_layers = std::min(m.dense_layers, m.layers - 1);
+  m.heads = m.kv_heads = 1 + draw.below(3);
+  m.mlp_width = kBlockSize * (1 + draw.below(3));
+  m.width = m.type == "gpt2" ? kBlockSize * m.heads : kBlockSize;
+  if (m.type == "gpt2") return;
+  m.expert_hidden = m.experts ? kBlockSize : 0;
+  m.head_dim = m.kv_lora_rank ? 0 : kBlockSize;
+  if (m.kv_lora_rank) m.kv_lora_rank = m.qk_nope_head_dim = m.v_head_dim = kBlockSize;
+  if (m.q_lora_rank) m.q_lora_rank = kBlockSize;
 }
 
 Way drawn_way(const models::TrainConfig& task, Draw& draw) {

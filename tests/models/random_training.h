@@ -15,6 +15,8 @@ constexpr int kRandomSteps = 5;
 
 /// On one rank, as it is described: micro-batches are a part of it only where the loss depends on them.
 models::TrainConfig drawn_task(Draw& draw);
+/// Lets what is frozen beside adapters rest in blocks: rows are of whole ones then, and what cuts them does not tear them.
+void draw_blocks(models::ModelConfig& model, Draw& draw);
 
 struct Way {
   int world = 1, threads = 1;  // of each rank

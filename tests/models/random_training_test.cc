@@ -242,6 +242,7 @@ TEST_P(RandomTraining, HasTheNumbersOfOneRank) {
   models::TrainConfig task = drawn_task(draw);
   if (task.train.optimizer == "adamw" && draw.one_in(4))
     task.model.lora_rank = 1 + draw.below(5), task.model.lora_layers = draw.of<std::string>({"all", "attention", "mlp"});
+  if (task.model.lora_rank > 0 && draw.one_in(2)) draw_blocks(task.model, draw);
   const Way way = drawn_way(task, draw), other = drawn_way(task, draw);
   const auto save_after = 1 + draw.below(kRandomSteps - 1);
   SCOPED_TRACE(to_string(way));
