@@ -28,7 +28,7 @@ inline constexpr std::array<float, 16> kNf4Levels = {
 constexpr int64_t block_bytes(BlockFormat f) { return f == BlockFormat::int8 ? 66 : 34; }
 constexpr std::string_view name(BlockFormat f) { return f == BlockFormat::int8 ? "int8" : "nf4"; }
 /// By its name; ConfigError that lists the known ones, in the name of `who`.
-BlockFormat block_format_from(std::string_view who, std::string_view name);
+BlockFormat block_format_from(std::string_view who, std::string_view text);
 
 /// The shape of a tensor of bytes that holds one of shape `values` in blocks; ShapeError if its rows are no multiples of 64.
 Shape blocks_shape(const Shape& values, BlockFormat format);

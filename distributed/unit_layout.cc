@@ -85,9 +85,9 @@ Shape Unit::largest_block(int leaf) const {
     if (block.numel() > largest.numel()) largest = block;
     if (block.numel() > 0) continue;
     const int64_t units = cut.is_parts() ? cut.granule() : l.shape[cut.dim()] / cut.granule();
-    fail<ConfigError>("[shard] '", l.name, "' ", l.shape, ": cut as ", Placement::shard(cut), " over the ", ranks,
-                      " ranks of tensor axis '", mesh_->name(tensor_axis_), "' it leaves rank ", rank, " nothing; at most ", units,
-                      " can share it");
+    const Shape shape = l.blocks ? values_shape(l.shape, *l.blocks) : l.shape;
+    fail<ConfigError>("[shard] '", l.name, "' ", shape, l.blocks ? str(" in ", sheaf::name(*l.blocks), " blocks") : "", ": cut as ", Placement::shard(cut), " over the ", ranks, " ranks of tensor axis '", mesh_->name(tensor_axis_),
+                      "' it leaves rank ", rank, " nothing; at most ", units, " can share it");
   }
   return largest;
 }

@@ -8,12 +8,20 @@
 
 namespace sheaf::kernels {
 
-/// The weight [O, I] of x's dtype that `blocks` stand for, dense at `data`.
-inline View weight_of_blocks(const View& x, const View& blocks, BlockFormat format, void* data) {
+/// The weight [O, I] of x's dtype that `blocks` stand for, dense at `data`; refuses what does not fit.
+inline View weight_of_blocks(const View& x, const View& blocks, BlockFormat format,
+                             const View& bias, const View& y, void* data) {
   check<DTypeError>(blocks.dtype == kU8, "[linear_of_blocks] blocks are u8, not ", blocks.dtype);
   check<ShapeError>(blocks.rank() == 2 && blocks.contiguous(), "[linear_of_blocks] blocks ",
                     blocks.shape, " must be a dense matrix");
-  return View::dense(data, x.dtype, values_shape(blocks.shape, format));
+  const View weight = View::dense(data, x.dtype, values_shape(blocks.shape, format));
+  const int64_t outputs = weight.shape[0], inputs = weight.shape[1];
+  const bool rows = x.rank() > 0 && y.rank() > 0 && x.shape.back() == inputs &&
+                    y.shape.back() == outputs && x.numel() * outputs == y.numel() * inputs;
+  check<ShapeError>(rows && (bias.rank() == 0 || bias.shape == Shape{outputs}),
+                    "[linear_of_blocks] ", x.shape, " and ", weight.shape, " and a bias ",
+                    bias.shape, " into ", y.shape);
+  return weight;
 }
 
 /// Bytes that it takes, so that what lies behind it is aligned.

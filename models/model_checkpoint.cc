@@ -170,19 +170,19 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
     std::erase_if(pieces, [&](const nn::StatePiece& p) { return nn::is_lora(p.name) && !checkpoint.tensors().contains(p.name); });
   std::map<std::string, nn::Parameter> parameters;
   for (const nn::Parameter& p : module.parameters()) parameters[p.name()] = p;
-  const auto check_saved = [&](const std::string& name, DType dtype, const Shape& shape) {
+  const auto check_saved = [&](const std::string& name, DType dtype, const Shape& shape, std::optional<BlockFormat> blocks = {}) {
     wanted.insert(name);
     const Checkpoint::TensorInfo& saved = checkpoint.at(name);
     const auto p = parameters.find(name);
     const bool fits = saved.dtype == dtype || (p != parameters.end() && converts(p->second, saved.dtype, dtype));
     if (!fits || !(saved.shape == shape))
       fail<CheckpointError>("[checkpoint] ", checkpoint.path(), ": ", name, " is ", saved.dtype, saved.shape,
-                            ", the model has ", dtype, shape);
+                            ", the model has ", dtype, shape, blocks ? str(": ", sheaf::name(*blocks), " blocks of ", values_shape(shape, *blocks)) : "");
   };
   for (const nn::StatePiece& p : pieces) {
     const Checkpoint::TensorInfo& saved = checkpoint.at(p.name);
     if (quantizes(p, saved.dtype, saved.shape)) wanted.insert(p.name);
-    else check_saved(p.name, p.dtype, p.shape);
+    else check_saved(p.name, p.dtype, p.shape, p.blocks);
   }
   const auto has = [&](const std::string& name) { return checkpoint.tensors().contains(name); };
   for (size_t i = 0; i < optimizers.size(); ++i) {

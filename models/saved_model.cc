@@ -54,7 +54,8 @@ SavedModel from_published(const char* who, const std::string& folder) {
 
 void SavedModel::quantize(const char* who, const std::string& format) {
   if (format == "none" || format == model.quantize) return;
-  check<ConfigError>(model.quantize == "none", "[", who, "] quantize ", format, ": the weights in '", origin, "' rest in ", model.quantize, " blocks");
+  check<ConfigError>(model.quantize == "none", "[", who, "] quantize ", format, ": the weights in '", origin, "' rest in ",
+                     model.quantize, " blocks");
   model.quantize = format;
 }
 

@@ -90,7 +90,8 @@ LeafSpec in_blocks(const Parameter& p, BlockFormat format, const UnitOptions& op
   if (!spec.cut || options.tensor_axis < 0 || spec.cut->dim() != last) return spec;
   if (!spec.cut->can_move(1, kBlockSize))
     fail<ConfigError>("[quantize] '", p.name(), "' ", p.shape(), ": cut as ", Placement::shard(*spec.cut), " along tensor axis '",
-                      options.mesh->name(options.tensor_axis), "', but its ", name(format), " blocks are ", kBlockSize, " elements, which stay together");
+                      options.mesh->name(options.tensor_axis), "', but its ", name(format), " blocks are ", kBlockSize,
+                      " elements, which stay together");
   spec.cut = spec.cut->moved_to(last, block_bytes(format), kBlockSize);
   return spec;
 }

@@ -69,16 +69,17 @@ void Parameter::freeze_for_good() {
 
 void Parameter::keep_exact() {
   if (unit()) fail<ConfigError>("[exact] '", name(), "' is materialized: its unit is laid out; say so before");
+  check<ConfigError>(!blocks(), "[exact] '", name(), "' rests in blocks, which are not exact");
   state().exact = true;
 }
 
 void Parameter::quantize(BlockFormat format) {
   if (unit()) fail<ConfigError>("[quantize] '", name(), "' is materialized: its unit is laid out; quantize before");
   if (!state().constant || exact())
-    fail<ConfigError>("[quantize] '", name(), "' ", dtype(), shape(), exact() ? " is kept exact" : " is not frozen for good", ": only what nothing changes "
-                      "rests in blocks");
-  check<ShapeError>(shape().rank() > 0 && shape()[shape().rank() - 1] % kBlockSize == 0, "[quantize] '", name(), "' ", shape(), ": rows in blocks (",
-                    sheaf::name(format), ") are multiples of ", kBlockSize, " elements");
+    fail<ConfigError>("[quantize] '", name(), "' ", dtype(), shape(), exact() ? " is kept exact" : " is not frozen for good",
+                      ": only what nothing changes rests in blocks");
+  check<ShapeError>(shape().rank() > 0 && shape().back() % kBlockSize == 0, "[quantize] '", name(), "' ", shape(),
+                    ": rows in blocks (", sheaf::name(format), ") are multiples of ", kBlockSize, " elements");
   state().blocks = format;
 }
 

@@ -326,7 +326,8 @@ bool is_of_validation(const std::string& key) {
 bool is_for_evaluation(const std::string& key) {
   for (const char* known : {"data.tokenizer", "data.tokenizer_folder", "data.separate_documents", "data.end_of_text", "sharding.strategy",
                             "sharding.units", "sharding.min_parameters", "sharding.prefetch_bytes", "sharding.replicas", "sharding.tensor",
-                            "sharding.context", "sharding.context_comm", "sharding.experts", "sharding.pipeline", "sharding.pipeline_head", "model.quantize"})
+                            "sharding.context", "sharding.context_comm", "sharding.experts", "sharding.pipeline", "sharding.pipeline_head",
+                            "model.quantize"})
     if (key == known) return true;
   return is_of_validation(key);
 }

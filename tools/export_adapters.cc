@@ -56,6 +56,8 @@ std::optional<Adapter> adapter_of(models::Checkpoint& checkpoint, const models::
 
 RestingWeight weight_of(models::Checkpoint& checkpoint, const models::ModelConfig& model, const models::PublishedTensor& t) {
   RestingWeight w{.bytes = {}, .dtype = checkpoint.at(t.own).dtype, .blocks = {}, .rows = t.rows(), .columns = t.row_size()};
+  check<CheckpointError>(w.dtype != kU8 || model.quantize != "none", "[export] ", checkpoint.path(), ": ", t.own,
+                         " is of bytes, and the run does not say of which blocks");
   if (w.dtype == kU8) w.blocks = block_format_from("export", model.quantize);
   const int64_t row = w.blocks ? blocks_shape({w.columns}, *w.blocks)[0] : w.columns * static_cast<int64_t>(size_of(w.dtype));
   w.bytes = part_of(checkpoint.data(t.own), t.first_row * row, (t.first_row + w.rows) * row);
@@ -65,7 +67,8 @@ RestingWeight weight_of(models::Checkpoint& checkpoint, const models::ModelConfi
 std::vector<std::byte> merged(const RestingWeight& weight, const std::optional<Adapter>& adapter, DType dtype) {
   const auto& [bytes, resting, blocks, rows, columns] = weight;
   const Shape shape{rows, columns};
-  Tensor sum = blocks ? dequantize(as_tensor(bytes, kU8, blocks_shape(shape, *blocks)), *blocks, kF32) : cast(as_tensor(bytes, resting, shape), kF32);
+  Tensor sum = blocks ? dequantize(as_tensor(bytes, kU8, blocks_shape(shape, *blocks)), *blocks, kF32)
+                      : cast(as_tensor(bytes, resting, shape), kF32);
   if (adapter) {
     const Tensor b = as_tensor(adapter->b, kF32, {rows, adapter->rank}), a = as_tensor(adapter->a, kF32, {adapter->rank, columns});
     sum = sum + matmul(b, a) * adapter->scale;

@@ -31,7 +31,7 @@ struct Dequantize {
     }
     const int64_t bytes = block_bytes(a.format);
     const OwnershipMap whole_blocks = p.in(0).is_shard(last) ? p.in(0).map() : OwnershipMap::even(last, bytes);
-    if (whole_blocks.can_move(kBlockSize, bytes) && whole_blocks.can_move(1, bytes))
+    if (whole_blocks.can_move(1, bytes))
       p.rule({Placement::shard(whole_blocks)}, {Placement::shard(whole_blocks.moved_to(last, kBlockSize, bytes))});
     p.rule({kR}, {kR});
   }
@@ -50,12 +50,14 @@ struct LinearOfBlocks {  // x[.., I], blocks[O, bytes of I] [, bias[O]]
     const DType d = c.dtype(0);
     require_floating(kName, d);
     check<DTypeError>(c.dtype(1) == kU8, "[linear_of_blocks] blocks are u8, not ", c.input(1));
-    check<ShapeError>(c.shape(1).rank() == 2 && c.shape(0).rank() > 0, "[linear_of_blocks] input ", c.input(0), " and blocks ", c.input(1),
-                      ": wants [.., I] and a matrix");
+    check<ShapeError>(c.shape(1).rank() == 2 && c.shape(0).rank() > 0, "[linear_of_blocks] input ", c.input(0), " and blocks ",
+                      c.input(1), ": wants [.., I] and a matrix");
     const Shape weight = values_shape(c.shape(1), a.format);
-    check<ShapeError>(c.shape(0).back() == weight[1], "[linear_of_blocks] input ", c.input(0), " does not fit the blocks of a weight ", weight);
-    check<ShapeError>(c.num_inputs() < 3 || (c.shape(2) == Shape{weight[0]} && c.dtype(2) == d), "[linear_of_blocks] bias ",
-                      c.num_inputs() < 3 ? Type() : c.input(2), " does not fit input ", c.input(0), " and a weight ", weight);
+    check<ShapeError>(c.shape(0).back() == weight[1], "[linear_of_blocks] input ", c.input(0),
+                      " does not fit the blocks of a weight ", weight);
+    if (c.num_inputs() == 3)
+      check<ShapeError>(c.shape(2) == Shape{weight[0]} && c.dtype(2) == d, "[linear_of_blocks] bias ", c.input(2),
+                        " does not fit input ", c.input(0), " and a weight ", weight);
     Shape y = c.shape(0);
     y[y.rank() - 1] = weight[0];
     c.output(d, y);
@@ -67,9 +69,12 @@ struct LinearOfBlocks {  // x[.., I], blocks[O, bytes of I] [, bias[O]]
       const Placement in[] = {x, w, b};
       p.rule(std::span(in, static_cast<size_t>(p.num_inputs())), std::span(&y, 1));
     };
-    if (const Placement& x = p.in(0); x.is_shard() && !x.map().is_flat() && x.map().dim() != last) rule(x, kR, kR, x);
-    if (const Placement& w = p.in(1); w.is_shard(0)) rule(kR, w, w, Placement::shard(w.map().moved_to(last)));
-    else if (w.is_shard(1) && w.map().can_move(1, bytes)) rule(Placement::shard(w.map().moved_to(last, kBlockSize, bytes)), w, kP, kP);
+    const Placement& x = p.in(0);
+    if (x.is_shard() && !x.map().is_flat() && x.map().dim() != last) rule(x, kR, kR, x);
+    const Placement& w = p.in(1);
+    if (w.is_shard(0)) rule(kR, w, w, Placement::shard(w.map().moved_to(last)));
+    if (w.is_shard(1) && w.map().can_move(1, bytes))
+      rule(Placement::shard(w.map().moved_to(last, kBlockSize, bytes)), w, kP, kP);
     rule(kR, kR, kR, kR);
     rule(kP, kR, kP, kP);
   }

@@ -1,4 +1,5 @@
-// Compiled twice ([Note: two builds of one kernel] in simd.h).
+// Compiled twice ([Note: two builds of one kernel] in simd.h). Sums are those of the product by vectors:
+// [Note: the bits of a product] in gemm_part.h.
 #include "sheaf/kernels/cpu/block_rows.h"
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include <immintrin.h>
 
 #include "sheaf/kernels/cpu/block_values.h"
+#include "sheaf/kernels/cpu/gemm_part.h"
 #include "sheaf/kernels/cpu/lanes.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
@@ -14,21 +16,19 @@ namespace {
 using namespace sheaf::kernels::cpu;
 using L = Lanes<float>;
 
-constexpr int64_t kDepthBlock = 384;  // that of the product by vectors, whose sums these are: [Note: the bits of a product]
-constexpr int kSixteen = 16;
 
 /// Sixteen bytes of each of sixteen rows, as a vector of bytes of all rows for each place: four perfect shuffles.
 SHEAF_INLINE void transpose_bytes(const uint8_t* const* rows, int64_t at, uint8_t* to) {
-  __m128i a[kSixteen], b[kSixteen];
-  for (int i = 0; i < kSixteen; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at));
+  __m128i a[kLanes], b[kLanes];
+  for (int i = 0; i < kLanes; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at));
   const auto shuffle = [](const __m128i* from, __m128i* out) __attribute__((always_inline)) {
-    for (int i = 0; i < kSixteen / 2; ++i) {
-      out[2 * i] = _mm_unpacklo_epi8(from[i], from[i + kSixteen / 2]);
-      out[2 * i + 1] = _mm_unpackhi_epi8(from[i], from[i + kSixteen / 2]);
+    for (int i = 0; i < kLanes / 2; ++i) {
+      out[2 * i] = _mm_unpacklo_epi8(from[i], from[i + kLanes / 2]);
+      out[2 * i + 1] = _mm_unpackhi_epi8(from[i], from[i + kLanes / 2]);
     }
   };
   shuffle(a, b), shuffle(b, a), shuffle(a, b), shuffle(b, a);
-  for (int i = 0; i < kSixteen; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(to) + i, a[i]);
+  for (int i = 0; i < kLanes; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(to) + i, a[i]);
 }
 
 #ifdef __AVX512F__
@@ -63,26 +63,26 @@ struct Levels {
 
 /// Sixteen outputs of the weight: where their rows are, and what of a block of each is in the first-level cache.
 template <BlockFormat kFormat>
-struct Sixteen {
+struct OutputLanes {
   static constexpr int kCodes = static_cast<int>(block_bytes(kFormat)) - 2;
-  const uint8_t* rows[kSixteen];
+  const uint8_t* rows[kLanes];
   const uint8_t* ahead;
-  alignas(64) uint8_t codes[kCodes * kSixteen];
+  alignas(64) uint8_t codes[kCodes * kLanes];
   L scale;
 
   void start(const BlockRows& p, int64_t first) {
-    for (int i = 0; i < kSixteen; ++i) rows[i] = p.blocks + std::min(first + i, p.outputs - 1) * p.row_bytes;
+    for (int i = 0; i < kLanes; ++i) rows[i] = p.blocks + std::min(first + i, p.outputs - 1) * p.row_bytes;
     ahead = p.blocks + (first + BlockRows::kOutputs) * p.row_bytes;
   }
   SHEAF_INLINE void next_block() {
-    alignas(64) float scales[kSixteen];
-    for (int i = 0; i < kSixteen; ++i) scales[i] = block_scale(rows[i]);
-    for (int at = 0; at < kCodes; at += 16) transpose_bytes(rows, 2 + at, codes + at * kSixteen);
+    alignas(64) float scales[kLanes];
+    for (int i = 0; i < kLanes; ++i) scales[i] = block_scale(rows[i]);
+    for (int at = 0; at < kCodes; at += 16) transpose_bytes(rows, 2 + at, codes + at * kLanes);
     for (const uint8_t*& row : rows) row += block_bytes(kFormat);
     scale = L::load(scales);
     // Pieces of so many rows are no stream that a machine would see: as many bytes of the next outputs' are fetched meanwhile.
-    for (int i = 0; i < kSixteen * block_bytes(kFormat); i += 64) __builtin_prefetch(ahead + i);
-    ahead += kSixteen * block_bytes(kFormat);
+    for (int i = 0; i < kLanes * block_bytes(kFormat); i += 64) __builtin_prefetch(ahead + i);
+    ahead += kLanes * block_bytes(kFormat);
   }
 };
 
@@ -90,8 +90,8 @@ struct Sixteen {
 template <int kRows, int kVectors, BlockFormat kFormat>
 void multiply(const BlockRows& p, int64_t first) {
   constexpr int kHalf = static_cast<int>(kBlockSize / 2);
-  Sixteen<kFormat> weights[kVectors];
-  for (int v = 0; v < kVectors; ++v) weights[v].start(p, first + v * kSixteen);
+  OutputLanes<kFormat> weights[kVectors];
+  for (int v = 0; v < kVectors; ++v) weights[v].start(p, first + v * kLanes);
   [[maybe_unused]] const Levels levels;
   L sums[kVectors][kRows];
   for (int64_t begin = 0; begin < p.inputs; begin += kDepthBlock) {
@@ -109,17 +109,17 @@ void multiply(const BlockRows& p, int64_t first) {
         }
       };
       if constexpr (kFormat == BlockFormat::int8) {
-        for (int i = 0; i < kBlockSize; ++i) add(i, [i](const uint8_t* codes) __attribute__((always_inline)) { return int8_lanes(codes + i * kSixteen); });
+        for (int i = 0; i < kBlockSize; ++i) add(i, [i](const uint8_t* codes) __attribute__((always_inline)) { return int8_lanes(codes + i * kLanes); });
       } else {
         for (int i = 0; i < kHalf; ++i)
-          add(i, [&](const uint8_t* codes) __attribute__((always_inline)) { return levels.lanes<0>(codes + i * kSixteen); });
+          add(i, [&](const uint8_t* codes) __attribute__((always_inline)) { return levels.lanes<0>(codes + i * kLanes); });
         for (int i = 0; i < kHalf; ++i)
-          add(kHalf + i, [&](const uint8_t* codes) __attribute__((always_inline)) { return levels.lanes<4>(codes + i * kSixteen); });
+          add(kHalf + i, [&](const uint8_t* codes) __attribute__((always_inline)) { return levels.lanes<4>(codes + i * kLanes); });
       }
     }
     for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = first + v * kSixteen;
-      const int count = static_cast<int>(std::min<int64_t>(kSixteen, p.outputs - at));
+      const int64_t at = first + v * kLanes;
+      const int count = static_cast<int>(std::min<int64_t>(kLanes, p.outputs - at));
       for (int m = 0; m < kRows; ++m) {
         float* y = p.y + m * p.outputs + at;
         const float* addend = begin > 0 ? y : p.bias ? p.bias + at : nullptr;
@@ -130,17 +130,17 @@ void multiply(const BlockRows& p, int64_t first) {
 }
 
 template <int kRows, BlockFormat kFormat>
-void multiply_all(const BlockRows& p, int64_t first) {
-  static_assert(BlockRows::kOutputs == 2 * kSixteen);
-  const bool two = first + kSixteen < p.outputs;
+void multiply_outputs(const BlockRows& p, int64_t first) {
+  static_assert(BlockRows::kOutputs == 2 * kLanes);
+  const bool two = first + kLanes < p.outputs;
   if (kRows == 1 && two) return multiply<kRows, 2, kFormat>(p, first);
   multiply<kRows, 1, kFormat>(p, first);
-  if (two) multiply<kRows, 1, kFormat>(p, first + kSixteen);
+  if (two) multiply<kRows, 1, kFormat>(p, first + kLanes);
 }
 
 template <int kRows>
 void multiply_rows(const BlockRows& p, int64_t first) {
-  p.format == BlockFormat::int8 ? multiply_all<kRows, BlockFormat::int8>(p, first) : multiply_all<kRows, BlockFormat::nf4>(p, first);
+  p.format == BlockFormat::int8 ? multiply_outputs<kRows, BlockFormat::int8>(p, first) : multiply_outputs<kRows, BlockFormat::nf4>(p, first);
 }
 
 }  // namespace

@@ -30,6 +30,9 @@ struct GemmPart {
   bool accumulate;
 };
 
+/// Of products by vectors: how long a chain is.
+inline constexpr int64_t kDepthBlock = 384;
+
 /// Bytes of scratch memory that gemm_part needs, aligned to 128. Bounded, whatever the sizes.
 size_t gemm_scratch(const GemmPart& p);
 void gemm_part(const GemmPart& p, void* scratch);

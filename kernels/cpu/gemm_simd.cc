@@ -35,7 +35,7 @@ inline constexpr int kPanel = 1;
 
 // b's packed block is 1.2 MB of floats, a's 0.4 MB: both stay in a second-level cache of 2 MiB. Of a smaller one, half is
 // for b. The width of its blocks changes no bit.
-constexpr int64_t kDepthBlock = 384, kRowBlock = 240;
+constexpr int64_t kRowBlock = 240;
 int64_t col_block() {
   static const int64_t width = sysconf(_SC_LEVEL2_CACHE_SIZE) >= (2 << 20) ? 768 : 384;
   return width;

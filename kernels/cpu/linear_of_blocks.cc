@@ -17,13 +17,13 @@ namespace {
 constexpr int64_t kMostRows = 32;
 // Outputs and depth of a piece of W. Its depth is that of the product's own blocks, so that sums are the same
 // ([Note: the bits of a product] in gemm_part.h); its values stay in a second-level cache.
-constexpr int64_t kOutputs = 48, kDepth = 384;
+constexpr int64_t kOutputs = 48, kDepth = kDepthBlock;
 constexpr size_t kValueBytes = kOutputs * kDepth * sizeof(float);
 
 bool in_pieces(const View& x, const View& bias, const View& y) {
   const int64_t inputs = x.shape.back();
   const bool fits_bias = bias.rank() == 0 || (bias.dtype == kF32 && bias.contiguous());
-  return x.dtype == kF32 && y.dtype == kF32 && fits_bias && x.numel() > 0 && x.numel() / inputs <= kMostRows && x.contiguous() && y.contiguous();
+  return x.dtype == kF32 && y.dtype == kF32 && fits_bias && inputs > 0 && x.numel() / inputs <= kMostRows && x.contiguous() && y.contiguous();
 }
 
 bool is_for_registers(const View& x) { return x.numel() / x.shape.back() <= BlockRows::kMostRows; }
@@ -72,7 +72,8 @@ struct Pieces {
 }  // namespace
 
 size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat format, const View& bias, const View& y) {
-  const View weight = weight_of_blocks(x, blocks, format, nullptr);
+  const View weight = weight_of_blocks(x, blocks, format, bias, y, nullptr);
+  if (y.numel() == 0) return 0;
   if (in_pieces(x, bias, y)) {
     if (is_for_registers(x)) return 0;
     const Pieces pieces(x, weight, bias, y);
@@ -82,9 +83,8 @@ size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat
 }
 
 void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, const View& bias, const View& y, Workspace workspace) {
-  const View weight = weight_of_blocks(x, blocks, format, workspace.data);
-  check<ShapeError>(weight.shape[1] == x.shape.back() && y.shape.back() == weight.shape[0], "[linear_of_blocks] ", x.shape, " and ",
-                    weight.shape, " into ", y.shape);
+  const View weight = weight_of_blocks(x, blocks, format, bias, y, workspace.data);
+  if (y.numel() == 0) return;
   if (!in_pieces(x, bias, y)) {
     const Workspace rest = behind(workspace, weight_bytes(weight));
     dequantize(blocks, format, weight);

@@ -29,7 +29,7 @@ void quantize_int8(const float* values, float largest, uint8_t* block) {
   const float scale = static_cast<float>(rounded);
   std::memcpy(block, &rounded, 2);
   for (int i = 0; i < kSize; ++i) {
-    // A value that is no multiple of the smallest f32 may divide to more than 127.
+    // A scale next to the smallest there are has few bits: the largest value may divide to more than 127.
     const float code = scale > 0 ? std::nearbyint(std::clamp(values[i] / scale, -127.0f, 127.0f)) : 0.0f;
     block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(code));
   }
@@ -85,10 +85,7 @@ bool quantize(std::span<const float> values, BlockFormat format, uint8_t* blocks
 }
 
 void dequantize(const View& blocks, BlockFormat format, const View& out) {
-  check<DTypeError>(blocks.dtype == kU8, "[dequantize] blocks are u8, not ", blocks.dtype);
-  check<ShapeError>(blocks.contiguous() && out.contiguous() &&
-                        blocks.numel() / block_bytes(format) * kSize == out.numel(),
-                    "[dequantize] ", blocks.shape, " into ", out.shape);
+  check_blocks(blocks, format, out);
   visit_floating("dequantize", out.dtype, [&]<class T>() {
     dequantize_to(blocks.as<uint8_t>(), format, out.as<T>(), out.numel() / kSize);
   });

@@ -17,10 +17,11 @@ __device__ inline unsigned two_bytes(const uint8_t* at) {
 template <class T, BlockFormat kFormat, bool kEven>
 __global__ void __launch_bounds__(kThreads) unpack(const uint8_t* blocks, T* out, int64_t packs) {
   constexpr int kSize = Pack<T>::kSize, kPacks = kBlockSize / kSize, kHalf = kBlockSize / 2;
-  constexpr bool kWide = kFormat == BlockFormat::int8;
+  constexpr bool kInt8 = kFormat == BlockFormat::int8;
   __shared__ float levels[16];
-  if (!kWide) {
-    if (threadIdx.x < 16) levels[threadIdx.x] = kNf4Levels[threadIdx.x];
+  if (!kInt8) {
+    constexpr auto kLevels = kNf4Levels;  // the host's constant has no address on a GPU
+    if (threadIdx.x < 16) levels[threadIdx.x] = kLevels[threadIdx.x];
     __syncthreads();
   }
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) unpack(const uint8_t* blocks, T* out
   const int at = static_cast<int>(i % kPacks) * kSize;
   const uint8_t* block = blocks + i / kPacks * block_bytes(kFormat);
   const float scale = __uint_as_float(two_bytes<kEven>(block) << 16);
-  const uint8_t* codes = block + 2 + (kWide ? at : at % kHalf);
+  const uint8_t* codes = block + 2 + (kInt8 ? at : at % kHalf);
   const int shift = at < kHalf ? 0 : 4;
   Pack<T> pack;
 #pragma unroll
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) unpack(const uint8_t* blocks, T* out
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const unsigned byte = both >> (8 * half) & 255;
-      const float code = kWide ? static_cast<float>(static_cast<int8_t>(byte))
+      const float code = kInt8 ? static_cast<float>(static_cast<int8_t>(byte))
                                : levels[byte >> shift & 15];
       pack.v[k + half] = element<T>(static_cast<Compute<T>>(code * scale));
     }
@@ -49,10 +50,7 @@ __global__ void __launch_bounds__(kThreads) unpack(const uint8_t* blocks, T* out
 
 void dequantize(const Stream& stream, const View& blocks, BlockFormat format, const View& out) {
   const char* who = "dequantize";
-  check<DTypeError>(blocks.dtype == kU8, "[dequantize] blocks are u8, not ", blocks.dtype);
-  check<ShapeError>(blocks.contiguous() && out.contiguous() &&
-                        blocks.numel() / block_bytes(format) * kBlockSize == out.numel(),
-                    "[dequantize] ", blocks.shape, " into ", out.shape);
+  check_blocks(blocks, format, out);
   if (out.numel() == 0) return;
   const bool even = reinterpret_cast<uintptr_t>(blocks.data) % 2 == 0;
   visit_floating(who, out.dtype, [&]<class T>() {

@@ -53,6 +53,8 @@ struct Linear : Module {
   /// Nothing will be differentiated: of a weight in blocks no values are made but where they are multiplied.
   bool multiplies_blocks() const { return weight.blocks() && !Recording::current(); }
   Tensor product(const Tensor& x) const {
+    check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",
+                      weight.dtype(), ", and its input is ", x.type(), ": cast it first");
     return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias);
   }
   Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }

@@ -1,3 +1,5 @@
+#include "sheaf/kernels/linear.h"
+#include "sheaf/kernels/linear_of_blocks.h"
 #include "sheaf/kernels/quantize.h"
 
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
@@ -21,6 +23,23 @@ TEST(CudaDequantize, HasTheBitsOfTheCpu) {
         cuda::dequantize(OnGpu::stream(), OnGpu(blocks), format, out);
         EXPECT_TRUE(same_bits(out.back(), want)) << name(format) << " " << name(dtype) << " " << shape.to_string();
       }
+    }
+}
+
+TEST(CudaLinearOfBlocks, IsTheProductOfTheValues) {
+  SHEAF_NEEDS_GPU();
+  for (const BlockFormat format : {BlockFormat::int8, BlockFormat::nf4})
+    for (const DType dtype : {kF32, kBF16}) {
+      const Shape shape{48, 128};
+      const Array weight = Array::random(kF32, shape, 1, 0.1), x = Array::random(dtype, {5, 128}, 2), bias = Array::random(dtype, {48}, 3);
+      const Array blocks(kU8, blocks_shape(shape, format)), values(dtype, shape);
+      ASSERT_TRUE(cpu::quantize(std::span(weight.view().as<float>(), static_cast<size_t>(shape.numel())), format, blocks.view().as<uint8_t>()));
+      cpu::dequantize(blocks, format, values);
+      const OnGpu y{Array(dtype, {5, 48})}, want{Array(dtype, {5, 48})}, gx(x), gblocks(blocks), gvalues(values), gbias(bias);
+      cuda::linear_of_blocks(OnGpu::stream(), gx, gblocks, format, gbias, y,
+                             GpuScratch(cuda::linear_of_blocks_workspace(gx, gblocks, format, gbias, y)));
+      cuda::linear(OnGpu::stream(), gx, gvalues, gbias, want, GpuScratch(cuda::linear_workspace(gx, gvalues, gbias, want)));
+      EXPECT_TRUE(same_bits(y.back(), want.back())) << name(format) << " " << name(dtype);
     }
 }
 
