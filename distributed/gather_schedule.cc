@@ -28,6 +28,8 @@ int64_t GatherSchedule::budget() const {
 void GatherSchedule::begin_pass() {
   if (Recording* r = Recording::current(); r && r->in_backward()) return;
   flush();
+  for (Unit* u : units_)  // of another recording, or of masters that have changed: nobody will take them, an evaluation's for one
+    if (!u->has_copies()) u->drop_copies();
   if (!current_.empty() && recording_ == 0) {
     alone_ = std::move(current_);
   } else if (!current_.empty()) {

@@ -194,6 +194,24 @@ TEST(Secondary, AValueMayBeReadAfterTheLastBackward) {
   }, {.threads_per_rank = 1});
 }
 
+// They are of a forward that no recording knows: a step that comes behind it takes none of them, and no plan has them.
+TEST(Secondary, CopiesOfAnEvaluationGoWhereAStepBegins) {
+  run_local(4, [](World& w) {
+    const Mesh mesh = w.mesh({{"secondary", 4}, {"data", 1}});
+    const auto model = tiny_model_f64(mesh, {});
+    const TinyBatch batch = tiny_batch(mesh, 0, 4);
+    const Allocator& memory = *RankContext::current().memory(Device::cpu());
+    const int64_t before = memory.stats().live;
+    for (int evaluations = 0; evaluations < 2; ++evaluations) model->loss(batch.tokens, batch.targets);
+    EXPECT_GT(memory.stats().live, before) << "the next batch that is evaluated need not gather them again";
+    Recording recording;
+    GatherSchedule& schedule = gather_schedule(*model);
+    schedule.enter_scope();
+    EXPECT_EQ(memory.stats().live, before);
+    schedule.leave_scope();
+  }, {.threads_per_rank = 1});
+}
+
 TEST(Secondary, WhatCannotBeIsRefused) {
   EXPECT_THAT(refusal(4, replicas(1)), HasSubstr("sharding.secondary needs several groups of ranks"));
   models::TrainConfig c = replicas(1);
