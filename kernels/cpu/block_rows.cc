@@ -44,7 +44,8 @@ struct Levels {
 #else
 SHEAF_INLINE __m128i eight(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
 SHEAF_INLINE L int8_lanes(const uint8_t* codes) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight(codes))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight(codes + 8)))};
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight(codes))),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight(codes + 8)))};
 }
 struct Levels {
   __m256 low = _mm256_loadu_ps(kNf4Levels.data()), high = _mm256_loadu_ps(kNf4Levels.data() + 8);
@@ -80,7 +81,8 @@ struct OutputLanes {
     for (int at = 0; at < kCodes; at += 16) transpose_bytes(rows, 2 + at, codes + at * kLanes);
     for (const uint8_t*& row : rows) row += block_bytes(kFormat);
     scale = L::load(scales);
-    // Pieces of so many rows are no stream that a machine would see: as many bytes of the next outputs' are fetched meanwhile.
+    // Pieces of so many rows are no stream that a machine would see: of the next outputs' as many
+    // bytes are fetched meanwhile.
     for (int i = 0; i < kLanes * block_bytes(kFormat); i += 64) __builtin_prefetch(ahead + i);
     ahead += kLanes * block_bytes(kFormat);
   }
@@ -109,12 +111,19 @@ void multiply(const BlockRows& p, int64_t first) {
         }
       };
       if constexpr (kFormat == BlockFormat::int8) {
-        for (int i = 0; i < kBlockSize; ++i) add(i, [i](const uint8_t* codes) __attribute__((always_inline)) { return int8_lanes(codes + i * kLanes); });
+        for (int i = 0; i < kBlockSize; ++i)
+          add(i, [&](const uint8_t* codes) __attribute__((always_inline)) {
+            return int8_lanes(codes + i * kLanes);
+          });
       } else {
         for (int i = 0; i < kHalf; ++i)
-          add(i, [&](const uint8_t* codes) __attribute__((always_inline)) { return levels.lanes<0>(codes + i * kLanes); });
+          add(i, [&](const uint8_t* codes) __attribute__((always_inline)) {
+            return levels.lanes<0>(codes + i * kLanes);
+          });
         for (int i = 0; i < kHalf; ++i)
-          add(kHalf + i, [&](const uint8_t* codes) __attribute__((always_inline)) { return levels.lanes<4>(codes + i * kLanes); });
+          add(kHalf + i, [&](const uint8_t* codes) __attribute__((always_inline)) {
+            return levels.lanes<4>(codes + i * kLanes);
+          });
       }
     }
     for (int v = 0; v < kVectors; ++v) {
@@ -140,7 +149,8 @@ void multiply_outputs(const BlockRows& p, int64_t first) {
 
 template <int kRows>
 void multiply_rows(const BlockRows& p, int64_t first) {
-  p.format == BlockFormat::int8 ? multiply_outputs<kRows, BlockFormat::int8>(p, first) : multiply_outputs<kRows, BlockFormat::nf4>(p, first);
+  p.format == BlockFormat::int8 ? multiply_outputs<kRows, BlockFormat::int8>(p, first)
+                                : multiply_outputs<kRows, BlockFormat::nf4>(p, first);
 }
 
 }  // namespace

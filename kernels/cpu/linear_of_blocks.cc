@@ -23,7 +23,8 @@ constexpr size_t kValueBytes = kOutputs * kDepth * sizeof(float);
 bool in_pieces(const View& x, const View& bias, const View& y) {
   const int64_t inputs = x.shape.back();
   const bool fits_bias = bias.rank() == 0 || (bias.dtype == kF32 && bias.contiguous());
-  return x.dtype == kF32 && y.dtype == kF32 && fits_bias && inputs > 0 && x.numel() / inputs <= kMostRows && x.contiguous() && y.contiguous();
+  return x.dtype == kF32 && y.dtype == kF32 && fits_bias && x.contiguous() && y.contiguous() &&
+         inputs > 0 && x.numel() / inputs <= kMostRows;
 }
 
 bool is_for_registers(const View& x) { return x.numel() / x.shape.back() <= BlockRows::kMostRows; }
@@ -34,12 +35,20 @@ int64_t slots_for(int64_t items, int64_t multiply_adds) {
 }
 
 /// Of so few rows that values are multiplied as they are made.
-void in_registers(const View& x, const View& blocks, BlockFormat format, const View& bias, const View& y) {
-  const BlockRows p{.x = x.as<const float>(), .rows = x.numel() / x.shape.back(), .inputs = x.shape.back(), .outputs = y.shape.back(),
-                    .blocks = blocks.as<const uint8_t>(), .row_bytes = blocks.shape[1], .format = format,
-                    .bias = bias.rank() ? bias.as<const float>() : nullptr, .y = y.as<float>()};
+void in_registers(const View& x, const View& blocks, BlockFormat format, const View& bias,
+                  const View& y) {
+  const BlockRows p{.x = x.as<const float>(),
+                    .rows = x.numel() / x.shape.back(),
+                    .inputs = x.shape.back(),
+                    .outputs = y.shape.back(),
+                    .blocks = blocks.as<const uint8_t>(),
+                    .row_bytes = blocks.shape[1],
+                    .format = format,
+                    .bias = bias.rank() ? bias.as<const float>() : nullptr,
+                    .y = y.as<float>()};
   const int64_t items = (p.outputs + BlockRows::kOutputs - 1) / BlockRows::kOutputs;
-  parallel_slots(items, slots_for(items, p.rows * p.outputs * p.inputs), [&](int64_t, int64_t begin, int64_t end) {
+  const int64_t slots = slots_for(items, p.rows * p.outputs * p.inputs);
+  parallel_slots(items, slots, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) multiply_blocks(p, item * BlockRows::kOutputs);
   });
 }
@@ -71,7 +80,8 @@ struct Pieces {
 
 }  // namespace
 
-size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat format, const View& bias, const View& y) {
+size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat format,
+                                  const View& bias, const View& y) {
   const View weight = weight_of_blocks(x, blocks, format, bias, y, nullptr);
   if (y.numel() == 0) return 0;
   if (in_pieces(x, bias, y)) {
@@ -82,7 +92,8 @@ size_t linear_of_blocks_workspace(const View& x, const View& blocks, BlockFormat
   return weight_bytes(weight) + linear_workspace(x, weight, bias, y);
 }
 
-void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, const View& bias, const View& y, Workspace workspace) {
+void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, const View& bias,
+                      const View& y, Workspace workspace) {
   const View weight = weight_of_blocks(x, blocks, format, bias, y, workspace.data);
   if (y.numel() == 0) return;
   if (!in_pieces(x, bias, y)) {
@@ -93,8 +104,8 @@ void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, con
   if (is_for_registers(x)) return in_registers(x, blocks, format, bias, y);
   const Pieces pieces(x, weight, bias, y);
   const size_t slot_bytes = pieces.slot_bytes();
-  check<ShapeError>(workspace.bytes >= slot_bytes * static_cast<size_t>(pieces.slots), "[linear_of_blocks] workspace too small: ",
-                    workspace.bytes, " bytes");
+  check<ShapeError>(workspace.bytes >= slot_bytes * static_cast<size_t>(pieces.slots),
+                    "[linear_of_blocks] workspace too small: ", workspace.bytes, " bytes");
   const int64_t each = block_bytes(format), row_bytes = blocks.shape[1];
   parallel_slots(pieces.items, pieces.slots, [&](int64_t slot, int64_t begin, int64_t end) {
     char* scratch = static_cast<char*>(workspace.data) + static_cast<size_t>(slot) * slot_bytes;
@@ -104,7 +115,8 @@ void linear_of_blocks(const View& x, const View& blocks, BlockFormat format, con
         const GemmPart part = pieces.part(item * kOutputs, k, values);
         for (int64_t o = 0; o < part.cols; ++o) {
           const uint8_t* from = blocks.as<uint8_t>() + (item * kOutputs + o) * row_bytes + k / kBlockSize * each;
-          for (int64_t i = 0; i < part.depth; i += kBlockSize, from += each) block_values(from, format, values + o * kDepth + i);
+          for (int64_t i = 0; i < part.depth; i += kBlockSize, from += each)
+            block_values(from, format, values + o * kDepth + i);
         }
         gemm_part(part, scratch + kValueBytes);
       }

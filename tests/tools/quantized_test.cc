@@ -34,9 +34,10 @@ struct Folder : ScratchFolder {
   }
   /// Published weights of a model with rows of whole blocks.
   std::string base(const std::string& type) const {
-    Words model = {"--model.type", type, "--model.layers", "2", "--model.heads", type == "gpt2" ? "1" : "2", "--model.width", "64",
+    Words model = {"--model.type", type == "mixture" ? "llama" : type, "--model.layers", "2", "--model.heads", type == "gpt2" ? "1" : "2", "--model.width", "64",
                    "--model.vocab", "29", "--model.context", "13", "--model.mlp_width", type == "gpt2" ? "256" : "128", "--train.steps", "3"};
     if (type != "gpt2") model = model + Words{"--model.head_dim", "64"};
+    if (type == "mixture") model = model + Words{"--model.experts", "3", "--model.expert_hidden", "64", "--model.tie_embeddings", "false"};
     expect_ok(run_sheaf(train("base_run_" + type, model)));
     expect_ok(run_sheaf({"export", *this / ("base_run_" + type), *this / ("base_" + type), "--format", "huggingface"}));
     return *this / ("base_" + type);
@@ -45,7 +46,7 @@ struct Folder : ScratchFolder {
 
 TEST(Quantized, AdaptersAreTrainedResumedAndMerged) {
   const Folder folder;
-  for (const char* type : {"gpt2", "llama"}) {
+  for (const char* type : {"gpt2", "llama", "mixture"}) {
     const std::string base = folder.base(type);
     for (const auto& [format, dtype] : {std::pair("nf4", "f32"), {"int8", "bf16"}}) {
       SCOPED_TRACE(str(type, " ", format));
