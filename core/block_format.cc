@@ -11,18 +11,18 @@ BlockFormat block_format_from(std::string_view who, std::string_view text) {
 }
 
 Shape blocks_shape(const Shape& values, BlockFormat format) {
-  check<ShapeError>(values.rank() > 0 && values[values.rank() - 1] % kBlockSize == 0, "[blocks] ", values, ": rows in blocks (",
+  check<ShapeError>(values.rank() > 0 && values.back() % kBlockSize == 0, "[blocks] ", values, ": rows in blocks (",
                     name(format), ") are multiples of ", kBlockSize, " elements");
   Shape out = values;
-  out[out.rank() - 1] = out[out.rank() - 1] / kBlockSize * block_bytes(format);
+  out[out.rank() - 1] = out.back() / kBlockSize * block_bytes(format);
   return out;
 }
 
 Shape values_shape(const Shape& blocks, BlockFormat format) {
-  check<ShapeError>(blocks.rank() > 0 && blocks[blocks.rank() - 1] % block_bytes(format) == 0, "[blocks] ", blocks,
+  check<ShapeError>(blocks.rank() > 0 && blocks.back() % block_bytes(format) == 0, "[blocks] ", blocks,
                     ": rows of bytes are no whole ", name(format), " blocks of ", block_bytes(format));
   Shape out = blocks;
-  out[out.rank() - 1] = out[out.rank() - 1] / block_bytes(format) * kBlockSize;
+  out[out.rank() - 1] = out.back() / block_bytes(format) * kBlockSize;
   return out;
 }
 

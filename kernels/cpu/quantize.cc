@@ -40,13 +40,12 @@ void quantize_nf4(const float* values, float largest, uint8_t* block) {
   if (rounded.bits == 0x7f80) rounded.bits = 0x7f7f;  // to the largest that is finite
   const float scale = static_cast<float>(rounded);
   std::memcpy(block, &rounded, 2);
-  constexpr int kZero = 7;
   int32_t codes[kSize];
   for (int i = 0; i < kSize; ++i) {
     const float at = scale > 0 ? values[i] / scale : 0.0f;
     int32_t code = 0;
     for (int k = 0; k + 1 < 16; ++k) code += at > (kNf4Levels[k] + kNf4Levels[k + 1]) * 0.5f;
-    codes[i] = scale > 0 ? code : kZero;
+    codes[i] = code;
   }
   for (int i = 0; i < kHalf; ++i) block[2 + i] = static_cast<uint8_t>(codes[i] | codes[i + kHalf] << 4);
 }

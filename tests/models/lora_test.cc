@@ -134,24 +134,7 @@ TEST(Lora, BeginsAsTheModelAndChangesNothingElse) {
 }
 
 TEST(Lora, StrategiesRecomputingAndProgramsChangeNoBit) {
-  for (const char* dtype : {"f32", "bf16"}) {
-    models::TrainConfig c = lora("llama");
-    c.train.dtype = dtype;
-    c.model.dropout = 0.1;
-    const TrainedRun expected = train_tiny(c, 3, kSteps);
-    for (const char* strategy : {"shard_grad_op", "zero1", "replicate"}) {
-      models::TrainConfig other = c;
-      other.sharding.strategy = strategy;
-      expect_same_bits(expected, train_tiny(other, 3, kSteps));
-    }
-    for (const char* recompute : {"block", "selective"}) {
-      models::TrainConfig other = c;
-      other.train.recompute = recompute;
-      expect_same_bits(expected, train_tiny(other, 3, kSteps));
-      other.train.compile = true;
-      expect_same_bits(expected, train_tiny(other, 3, kSteps));
-    }
-  }
+  for (const char* dtype : {"f32", "bf16"}) expect_bits_of_all_holdings(lora("llama"), dtype, kSteps);
 }
 
 // Weights are gathered as always; of gradients only the adapters' travel, and AdamW has state for these alone.

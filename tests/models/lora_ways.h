@@ -1,7 +1,8 @@
-// Ways to cut a model that is fine-tuned by adapters.
+// Ways to cut and to hold a model that is fine-tuned by adapters.
 #pragma once
 
 #include "sheaf/models/train_config.h"
+#include "sheaf/tests/models/parity.h"
 
 namespace sheaf::testing {
 
@@ -24,5 +25,25 @@ inline const Way kLoraWays[] = {
     {"stages", 4, [](models::ShardingConfig& s) { s.pipeline = 2; }},
     {"zero_bubble", 2, [](models::ShardingConfig& s) { s.pipeline = 2, s.pipeline_schedule = "zero_bubble"; }},
 };
+
+/// EXPECTs that three ranks train `c`, with dropout and in this dtype, to the same bits whatever they hold of it from the forward to the
+/// backward: by strategies, recomputing and programs.
+inline void expect_bits_of_all_holdings(models::TrainConfig c, const char* dtype, int steps) {
+  c.train.dtype = dtype;
+  c.model.dropout = 0.1;
+  const TrainedRun expected = train_tiny(c, 3, steps);
+  for (const char* strategy : {"shard_grad_op", "zero1", "replicate"}) {
+    models::TrainConfig other = c;
+    other.sharding.strategy = strategy;
+    expect_same_bits(expected, train_tiny(other, 3, steps));
+  }
+  for (const char* recompute : {"block", "selective"}) {
+    models::TrainConfig other = c;
+    other.train.recompute = recompute;
+    expect_same_bits(expected, train_tiny(other, 3, steps));
+    other.train.compile = true;
+    expect_same_bits(expected, train_tiny(other, 3, steps));
+  }
+}
 
 }  // namespace sheaf::testing

@@ -13,18 +13,11 @@ namespace sheaf {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::last_number;
 using testing::Outcome;
 using testing::run_sheaf;
 using testing::operator+;
 using testing::Words;
-
-void expect_ok(const Outcome& r) { ASSERT_EQ(r.code, 0) << r.err; }
-
-double number_after(const std::string& text, const std::string& what) {
-  const size_t at = text.rfind(what);
-  EXPECT_NE(at, text.npos) << text;
-  return at == text.npos ? 0 : std::stod(text.substr(at + what.size()));
-}
 
 struct Folder : ScratchFolder {
   Folder() { testing::write_sample_tokens(*this / "tokens.bin"); }
@@ -59,7 +52,7 @@ TEST(Quantized, AdaptersAreTrainedResumedAndMerged) {
       const Outcome start = train("start", {"--train.steps", "0"}), whole = train("whole", {"--train.steps", "6"});
       expect_ok(start);
       expect_ok(whole);
-      const auto loss = [](const Outcome& r) { return number_after(r.out, "validation loss"); };
+      const auto loss = [](const Outcome& r) { return last_number(r.out, "validation loss"); };
       EXPECT_LT(loss(whole), loss(start) - 1e-3);
       expect_ok(train("parts", {"--train.steps", "3"}));
       const Outcome other = train("parts", {"--train.steps", "6", "--resume", "--model.quantize", "none"});
@@ -72,7 +65,7 @@ TEST(Quantized, AdaptersAreTrainedResumedAndMerged) {
       const auto evaluated = [&](const std::string& what, const Words& more) {
         const Outcome r = run_sheaf(testing::on_ranks(2, Words{"evaluate", what, "--data.val_file", folder / "tokens.bin", "--train.dtype", dtype} + more));
         EXPECT_EQ(r.code, 0) << r.err;
-        return number_after(r.out, "loss ");
+        return last_number(r.out, "loss ");
       };
       EXPECT_NEAR(evaluated(base, {"--model.quantize", format}), loss(start), 2e-6);
       EXPECT_GT(std::abs(evaluated(base, {}) - loss(start)), 2e-6) << "blocks are not the values";

@@ -149,6 +149,14 @@ Outcome run_sheaf(const std::vector<std::string>& arguments,
   return SheafProcess(arguments, environment, out).wait();
 }
 
+void expect_ok(const Outcome& outcome) { EXPECT_EQ(outcome.code, 0) << outcome.err; }
+
+double last_number(const std::string& text, const std::string& before) {
+  const size_t at = text.rfind(before);
+  EXPECT_NE(at, text.npos) << "no '" << before << "' in " << text;
+  return at == text.npos ? 0 : std::stod(text.substr(at + before.size()));
+}
+
 std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments) {
   std::vector<std::string> out = arguments;
   if (world == 1) {

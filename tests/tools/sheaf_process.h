@@ -59,6 +59,10 @@ class SheafProcess {
 
 Outcome run_sheaf(const std::vector<std::string>& arguments,
                   const std::vector<std::string>& environment = {}, const std::string& out = "");
+/// It ended well; else what it said is part of the failure.
+void expect_ok(const Outcome& outcome);
+/// The number behind the last `before` in what a command said.
+double last_number(const std::string& text, const std::string& before);
 /// The same command on `world` ranks: under `sheaf launch` from two on, with one thread a rank.
 std::vector<std::string> on_ranks(int world, const std::vector<std::string>& arguments);
 

@@ -57,7 +57,7 @@ std::map<std::string, std::vector<std::byte>> tensors(const std::string& path) {
   return out;
 }
 
-double last_loss(const std::string& out) { return std::stod(out.substr(out.rfind("validation loss") + 15)); }
+double last_loss(const std::string& out) { return testing::last_number(out, "validation loss"); }
 
 /// Changes a byte of the values in a file.
 void damage(const std::string& path) {
@@ -65,8 +65,6 @@ void damage(const std::string& path) {
   file.seekp(-7, std::ios::end);
   file.put('\x3c');
 }
-
-void expect_ok(const Outcome& r) { ASSERT_EQ(r.code, 0) << r.err; }
 
 TEST(Weights, TheModelsShapeIsTheirs) {
   const Folder folder;
