@@ -50,6 +50,9 @@ class Communicator {
   /// theirs meet again.
   virtual bool can_be_captured() const { return size() == 1; }
 
+  /// The next call comes behind `event`, too: another lane of this rank fills its buffers. On a GPU only the lane waits.
+  virtual void comes_behind(const Event& event) { event.sync(); }
+
   /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
   /// its own place inside `out` (in-place gather).
   ///    rank 0: a     rank 0: a b c

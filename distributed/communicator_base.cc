@@ -11,6 +11,18 @@
 namespace sheaf {
 namespace {
 
+/// Where both are reached.
+class BothPoints final : public DevicePoint {
+ public:
+  BothPoints(Event a, Event b) : a_(std::move(a)), b_(std::move(b)) {}
+  void sync() const override { a_.sync(), b_.sync(); }
+  bool reached() const override { return a_.ready() && b_.ready(); }
+  void order(const Stream& stream) const override { a_.order(stream), b_.order(stream); }
+
+ private:
+  const Event a_, b_;
+};
+
 bool consequential(ExitCode code) { return code != ExitCode::kTimeout && code != ExitCode::kDesync; }
 
 }  // namespace
@@ -78,6 +90,7 @@ void CommunicatorBase::check_counts(const char* op, std::span<const int64_t> cou
 }
 
 Event CommunicatorBase::submit(Collective call) {
+  const std::vector<Event> behind = std::exchange(behind_, {});
   throw_if_failed(call);
   Gpu* const gpu = RankContext::current().gpu.get();
   call.captured = gpu && size() > 1 && gpu->capturing();
@@ -91,6 +104,12 @@ Event CommunicatorBase::submit(Collective call) {
                         gpu->device().to_string());
     call.on_gpu = true;
     if (size() > 1) call.buffers_ready = gpu->record(gpu->compute());
+    for (const Event& event : behind) {
+      if (size() > 1) call.buffers_ready = Event::at(std::make_shared<BothPoints>(call.buffers_ready, event));
+      else event.order(gpu->compute());
+    }
+  } else {
+    for (const Event& event : behind) event.sync();
   }
   call.call_hash = hash_call(call);
   auto shared = std::make_shared<Collective>(std::move(call));

@@ -57,6 +57,7 @@ class CommunicatorBase : public Communicator {
   uint64_t fingerprint() const final;
   int64_t bytes_received() const final;
 
+  void comes_behind(const Event& event) final { behind_.push_back(event); }
   /// The last calls, oldest first.
   std::vector<FlightEntry> flight_record() const;
 
@@ -104,6 +105,7 @@ class CommunicatorBase : public Communicator {
   uint64_t fingerprint_ = 0;
   int64_t bytes_received_ = 0;
   std::deque<FlightEntry> flight_;
+  std::vector<Event> behind_;         // that the next call comes behind; of the rank's thread alone
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };
 

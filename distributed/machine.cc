@@ -68,13 +68,46 @@ double seconds_of(const Machine& m, const Work& w) {
   return seconds > 0 ? std::max(seconds, m.least_seconds) : 0;
 }
 
+double bytes_of(const Type& t) { return static_cast<double>(t.local_shape().numel()) * static_cast<double>(size_of(t.dtype)); }
+
+/// Which values lie in the host's memory, by what the lane of copies takes from there and brings there.
+class OnHost {
+ public:
+  explicit OnHost(const Tape& tape) : tape_(tape), roots_(static_cast<size_t>(tape.num_values())) {
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+      const Node& n = tape.node(id);
+      if (!n.op || n.op->lane != Lane::copy) continue;
+      const ValueId v = n.op->memory == MemoryKind::host ? tape.output(n, 0) : tape.inputs(n)[0];
+      roots_[static_cast<size_t>(root(v))] = true;
+    }
+  }
+  /// What a node reads there.
+  double bytes_read(const Node& n) const {
+    double bytes = 0;
+    for (const ValueId v : tape_.inputs(n))
+      if (roots_[static_cast<size_t>(root(v))]) bytes += bytes_of(tape_.type(v));
+    return bytes;
+  }
+
+ private:
+  ValueId root(ValueId v) const {
+    for (;;) {
+      const Value& value = tape_.value(v);
+      const ValueId lies_in = value.base >= 0 ? value.base : value.view_of;
+      if (lies_in < 0) return v;
+      v = lies_in;
+    }
+  }
+  const Tape& tape_;
+  std::vector<bool> roots_;
+};
+
 // Bytes of what a step updates in place beside its parameters, each read and written.
 double state_bytes(const Tape& tape, const Node& n) {
   double bytes = 0;
   for (int o = 1; o < n.num_outputs; ++o) {
     if (tape.value(tape.output(n, o)).base < 0) continue;
-    const Type& t = tape.type(tape.output(n, o));
-    bytes += static_cast<double>(t.local_shape().numel()) * static_cast<double>(size_of(t.dtype));
+    bytes += bytes_of(tape.type(tape.output(n, o)));
   }
   return bytes;
 }
@@ -145,6 +178,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
   times.issue_seconds = machine.issue_seconds;
   times.nodes.resize(static_cast<size_t>(tape.num_nodes()));
   Lanes lanes;
+  const OnHost on_host(tape);
   std::map<std::pair<const MeshSpec*, int>, Group> groups;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);
@@ -154,15 +188,17 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
       continue;
     }
     if (!n.op || !(time.runs = is_here(tape, n))) continue;
-    const Work work = work_of(tape, n);
     if (n.op->lane == Lane::copy) {
       time.lane = lanes(str("rank ", rank, " copies"));
-      time.travels = work.bytes / 2 / machine.host_bytes_per_second;  // read on one side, written on the other
+      const double bytes = std::max(bytes_of(tape.type(tape.inputs(n)[0])), bytes_of(tape.type(tape.output(n, 0))));
+      time.travels = bytes / machine.host_bytes_per_second;  // what is cast on the way is so here, not there
       continue;
     }
-    time.computes = seconds_of(machine, work);
-    if (of.offloads_state && tape.kind(n) == OpKind::step)
-      time.computes = std::max(time.computes, state_bytes(tape, n) / machine.host_bytes_per_second);
+    time.computes = seconds_of(machine, work_of(tape, n));
+    if (tape.kind(n) != OpKind::redistribute && n.num_outputs > 0) {  // over the bus, in both directions at once
+      const double state = of.offloads_state && tape.kind(n) == OpKind::step ? state_bytes(tape, n) : 0;
+      time.computes = std::max(time.computes, (state + on_host.bytes_read(n)) / machine.host_bytes_per_second);
+    }
     const auto travels = transfers(tape, n);
     if (travels.empty()) continue;
     const Transfer& t = travels[0];  // a node's are all along one axis

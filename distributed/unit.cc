@@ -112,7 +112,8 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     out.assign(opened.begin(), opened.end());
   }
   for (size_t i = 0; i < out.size(); ++i)
-    if (buffers_[i].compute != buffers_[i].dtype) out[i] = UnitOps::cast_by(UnitOps::cast_shard(), out[i], buffers_[i].compute);
+    if (offloads_) out[i] = UnitOps::cast_by(UnitOps::onload_shard(), out[i], buffers_[i].compute);
+    else if (buffers_[i].compute != buffers_[i].dtype) out[i] = UnitOps::cast_by(UnitOps::cast_shard(), out[i], buffers_[i].compute);
   return out;
 }
 
@@ -168,11 +169,13 @@ void Unit::issue_gather(bool prefetched) {
     r->flag_next((prefetched ? Node::kPrefetched : 0) | (mirror ? Node::kMirror : 0));
   }
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  Tensors outputs = apply_typed(UnitOps::all_gather(), &attrs, shards, gathered_specs());
+  std::vector<OutputSpec> specs = gathered_specs();
+  for (size_t b = 0; b < buffers_.size() && alone(axis_); ++b) specs[b].into = shards[b];  // the host's, brought here, are all
+  Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
   const auto split = outputs.begin() + buffers_.size();
   gathered_.assign(outputs.begin(), split);
-  for (size_t b = 0; b < buffers_.size() && !secondary(); ++b)
-    if (buffers_[b].compute != buffers_[b].dtype) lent_.push_back(shards[b]);
+  for (size_t b = 0; b < buffers_.size() && !alone(axis_) && !secondary(); ++b)
+    if (is_made_for_gather(buffers_[b])) lent_.push_back(shards[b]);
   std::move(split, outputs.end(), values_.begin());
   recording_ = r ? r->serial() : 0;
   state_ = State::in_flight;
@@ -247,6 +250,8 @@ void Unit::recording_ended() {
   std::fill(slots_.begin(), slots_.end(), Tensor());
   reduction_.values.clear();  // waits for its lane: only then may the slots go
   reduction_.lent.clear();
+  for (const Tensor& gradient : leaving_.gradients) gradient.storage()->settle();
+  leaving_ = {};
 }
 
 }  // namespace sheaf

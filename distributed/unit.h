@@ -12,6 +12,8 @@
 // Along a secondary axis the masters are cut, too: a buffer is [ranks of the unit's axis, elements of a slice], Shard(0) on
 // that axis and Shard(1) on the secondary one. Its ranks gather their slices once a step, for all micro-batches (copies),
 // and the unit's own gathers start from there; the slice that is left of a gradient is reduce_scattered.
+// On a GPU masters and gradients may rest in the host's memory (offload). What a gather starts from is then brought to the GPU
+// first, and the reduced gradient leaves, both by the lane of copies, beside what is computed; one rank alone gathers so, too.
 // Along a stage axis a unit is on one rank, the stage that computes with it; to others it is nothing. What is in no stage is
 // replicated along that axis like along others.
 // Along a tensor axis parameters that it does not cut are replicated. Of the others a rank has its block, which is never
@@ -109,6 +111,7 @@ struct UnitOptions {
   int secondary_axis = -1;         ///< cuts the masters that `axis` has cut once more; -1: none. The strategy shards
   int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all
   int stage = 0;                   ///< which
+  bool offload = false;            ///< on a GPU masters and gradients rest in the host's memory. The strategy shards
 };
 
 /// One rank's share of a unit. Not thread-safe: belongs to its rank's compute thread.
@@ -196,7 +199,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
 
   bool opened_outside_recordings() const { return recording_ == 0; }
   bool shards() const { return strategy_ >= Strategy::zero1; }
-  bool gathers() const { return shards() && !alone(axis_); }
+  /// Values are there between a gather and a discard; one rank alone gathers from the host's memory.
+  bool gathers() const { return shards() && (!alone(axis_) || (offloads_ && !secondary())); }
   /// Nobody to talk to along this axis.
   bool alone(int axis) const { return !mesh_ || mesh_->size(axis) == 1; }
   bool keeps() const { return gathers() && strategy_ == Strategy::zero1; }
@@ -219,6 +223,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const;
   Type slots_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
+  /// What is gathered is not the masters themselves, but a cast of them or what came from the host.
+  bool is_made_for_gather(const FlatBuffer& b) const { return offloads_ || b.compute != b.dtype; }
   /// What is gathered: masters in the dtype of compute, or the group's copies of them.
   std::vector<Tensor> to_gather();
   std::vector<Tensor> masters_for_compute() const;
@@ -242,6 +248,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void reduce_along(int axis);
   void cast_reduced();
   void keep_gradient();
+  void offload_gradient(const std::vector<Tensor>& reduced);
+  void complete_offload();
 
   std::string name_;
   std::vector<LeafSpec> leaves_;
@@ -251,6 +259,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   int axis_, tensor_axis_, secondary_axis_, stage_axis_, stage_;
   Strategy strategy_;
   std::shared_ptr<GatherSchedule> schedule_;
+  bool offload_;           // where there is a GPU,
+  bool offloads_ = false;  // and there is
   bool allocated_ = false;
 
   State state_ = State::closed;
@@ -278,6 +288,10 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
     bool to_the_end = false;       // or replicas are left to a later micro-batch
   };
   Reduction reduction_;
+  struct Leaving {                 // for the host's memory, by the lane of copies
+    std::vector<Tensor> gradients, from;
+  };
+  Leaving leaving_;
 };
 
 }  // namespace sheaf

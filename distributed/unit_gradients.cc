@@ -167,6 +167,7 @@ void Unit::reduce_along(int axis) {
 }
 
 void Unit::advance_reduction() {
+  complete_offload();
   if (reduction_.values.empty()) return;
   const int along = reduction_.along;
   const PathScope path(name_);
@@ -215,10 +216,12 @@ bool Unit::holds_gradients() const {
 
 void Unit::complete_reduction() {
   while (!reduction_.values.empty()) advance_reduction();
+  complete_offload();
 }
 
 void Unit::keep_gradient() {
   const std::vector<Tensor> reduced = std::exchange(reduction_.values, {});
+  if (offloads_) return offload_gradient(reduced);
   size_t k = 0;
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
@@ -231,6 +234,30 @@ void Unit::keep_gradient() {
     if (Recording* r = Recording::current()) r->leaf(b.grad, "gradient of " + b.name);
     add_into(b.grad, reduced[k++]);  // a micro-batch's gradient is finished, then added
   }
+}
+
+// Nobody waits: what leaves is held until the next unit's gradient does, or the backward ends.
+void Unit::offload_gradient(const std::vector<Tensor>& reduced) {
+  size_t k = 0;
+  for (FlatBuffer& b : buffers_) {
+    if (!b.trainable) continue;
+    b.grad_scale = b.found_inf = Tensor();
+    if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
+    const Tensor inputs[] = {reduced[k++], b.grad};
+    const OutputSpec spec{inputs[0].type(), b.grad, -1, 0};
+    const Tensors there = apply_typed(UnitOps::offload_gradient(), nullptr, std::span(inputs, b.grad ? 2 : 1), std::span(&spec, 1));
+    if (b.grad) b.grad.storage()->changed();
+    else b.grad = there[0];
+    leaving_.gradients.push_back(b.grad);
+  }
+  leaving_.from = reduced;
+}
+
+void Unit::complete_offload() {
+  if (leaving_.from.empty()) return;
+  const PathScope path(name_);
+  const Leaving left = std::exchange(leaving_, {});
+  UnitOps::complete_results(axis_, left.gradients, left.from);
 }
 
 }  // namespace sheaf

@@ -5,6 +5,7 @@
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/unit.h"
 #include "sheaf/distributed/unit_ops.h"
+#include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
 
@@ -24,7 +25,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
     : name_(std::move(name)), leaves_(std::move(leaves)), mesh_(o.mesh), axis_(o.axis), tensor_axis_(mesh_ ? o.tensor_axis : -1),
       secondary_axis_(mesh_ ? o.secondary_axis : -1),
       stage_axis_(mesh_ ? o.stage_axis : -1), stage_(o.stage), strategy_(mesh_ ? o.strategy : Strategy::none),
-      schedule_(std::move(schedule)) {
+      schedule_(std::move(schedule)), offload_(o.offload && shards()) {
   where_.resize(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) {
     const LeafSpec& leaf = leaves_[i];
@@ -138,10 +139,11 @@ Type Unit::slot_type(int leaf) const { return value_type(leaf, leaves_[leaf].dty
 
 void Unit::allocate(Device device) {
   const DeviceScope scope(device);
+  offloads_ = offload_ && kernels::is_for_gpu(device);
   for (FlatBuffer& b : buffers_) {
     const OutputSpec spec{buffer_type(b, b.dtype, resting(b)), {}, -1, 0};
-    b.shard = gathers() || secondary() ? apply_typed(UnitOps::resting(), nullptr, {}, std::span(&spec, 1))[0]
-                        : full_of(spec.type, 0.0);
+    const OpDef& resting = offloads_ ? UnitOps::resting_on_host() : UnitOps::resting();
+    b.shard = gathers() || secondary() ? apply_typed(resting, nullptr, {}, std::span(&spec, 1))[0] : full_of(spec.type, 0.0);
   }
   allocated_ = true;
 }

@@ -6,6 +6,7 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/work.h"
 #include "sheaf/core/communicator.h"
+#include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -48,10 +49,19 @@ void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& cal
   lend();
 }
 
+/// An input's memory, which the lane of copies may be filling still: the collective waits for it, not the rank's ops.
+const void* on_its_way(Communicator& lane, const Execute& c, int b) {
+  const Tensor& from = c.input_tensor(b);
+  if (!from.device().is_cuda()) return c.input(b).data;
+  lane.comes_behind(from.storage()->filling());
+  return from.view_unsynced().data;
+}
+
+template <MemoryKind kind>
 struct Resting {
   static constexpr const char* kName = "resting";
   static constexpr bool kOfUnits = true;
-  static constexpr MemoryKind kMemory = MemoryKind::wire;
+  static constexpr MemoryKind kMemory = kind;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
 };
@@ -73,6 +83,48 @@ struct CastReduced : Cast<MemoryKind::normal> {
   static constexpr const char* kName = "cast_reduced";
 };
 
+/// Enqueues what work(stream) does on the lane of copies, behind what made the input and what used the output's memory before.
+template <class Work>
+void by_copies(Execute& c, Work&& work) {
+  Gpu& gpu = RankContext::current().gpu_of(c.device());
+  c.stream();
+  gpu.record(gpu.compute()).order(gpu.copies());
+  work(gpu, gpu.copies());
+  c.completes_with(gpu.record(gpu.copies()));
+}
+
+// What is cast is read over the bus by the kernel that casts it.
+struct OnloadShard {
+  static constexpr const char* kName = "onload_shard";
+  static constexpr bool kOfUnits = true;
+  static constexpr MemoryKind kMemory = MemoryKind::wire;
+  static constexpr Lane kLane = Lane::copy;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) {
+    by_copies(c, [&](Gpu& gpu, const Stream& stream) {
+      const View from = c.input(0), to = c.output(0);
+      if (from.dtype != to.dtype) SHEAF_ON_DEVICE(stream, copy, from, to);
+      else gpu.copy(stream, to.data, from.data, static_cast<size_t>(c.input_tensor(0).local_bytes()), Gpu::Copy::on_device);
+    });
+  }
+};
+
+struct OffloadGradient {
+  static constexpr const char* kName = "offload_gradient";
+  static constexpr bool kOfUnits = true;
+  static constexpr MemoryKind kMemory = MemoryKind::host;
+  static constexpr Lane kLane = Lane::copy;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) {
+    const bool adds = c.num_inputs() > 1;  // to what the lane brought there before
+    by_copies(c, [&](Gpu& gpu, const Stream& stream) {
+      const View from = c.input(0), to = c.output(0);
+      if (adds) SHEAF_ON_DEVICE(stream, add_into, to, from);
+      else gpu.copy(stream, to.data, from.data, static_cast<size_t>(c.input_tensor(0).local_bytes()), Gpu::Copy::on_device);
+    });
+  }
+};
+
 template <MemoryKind kind>
 struct AllGather {
   static constexpr const char* kName = "all_gather";
@@ -82,7 +134,7 @@ struct AllGather {
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
     on_lane(runtime_of(c.input_type(0)).gather_lane(a.axis), a, c, [&](Communicator& lane, int b) {
-      return lane.all_gather(c.input(b).data, c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
+      return lane.all_gather(on_its_way(lane, c, b), c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
                              PathScope::current());
     });
   }
@@ -187,8 +239,10 @@ struct Complete {
 
 }  // namespace
 
-const OpDef& UnitOps::resting() { return op_def<Resting>(); }
+const OpDef& UnitOps::resting() { return op_def<Resting<MemoryKind::wire>>(); }
+const OpDef& UnitOps::resting_on_host() { return op_def<Resting<MemoryKind::host>>(); }
 const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
+const OpDef& UnitOps::onload_shard() { return op_def<OnloadShard>(); }
 const OpDef& UnitOps::all_gather() { return op_def<AllGather<MemoryKind::landing>>(); }
 const OpDef& UnitOps::gather_copies() { return op_def<AllGather<MemoryKind::wire>>(); }
 const OpDef& UnitOps::open() { return op_def<Open>(); }
@@ -201,6 +255,7 @@ const OpDef& UnitOps::cast_gradient() { return op_def<CastGradient>(); }
 const OpDef& UnitOps::cast_reduced() { return op_def<CastReduced>(); }
 const OpDef& UnitOps::reduce_scatter() { return op_def<ReduceScatter>(); }
 const OpDef& UnitOps::all_reduce() { return op_def<AllReduce>(); }
+const OpDef& UnitOps::offload_gradient() { return op_def<OffloadGradient>(); }
 const OpDef& UnitOps::complete() { return op_def<Complete>(); }
 
 Tensor UnitOps::cast_by(const OpDef& cast, const Tensor& buffer, DType dtype) {

@@ -11,7 +11,9 @@ struct UnitOps {
     int32_t buffers;  ///< inputs that are buffers; the outputs begin with as many
   };
   static const OpDef& resting();         ///< → a shard at rest, in wire memory, filled with zeros
+  static const OpDef& resting_on_host();  ///< the same in the host's memory, for a GPU
   static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
+  static const OpDef& onload_shard();    ///< a shard in the host's memory → the same in the GPU's, in whatever dtype, by the lane of copies
   static const OpDef& all_gather();      ///< shards → landing buffers, then the parameters inside them
   static const OpDef& gather_copies();   ///< the same of shards alone, into wire memory: they are gathered again from there
   static const OpDef& open();            ///< the same without communication: the shards are the buffers
@@ -24,6 +26,7 @@ struct UnitOps {
   static const OpDef& cast_reduced();    ///< and back: the sum → the gradient
   static const OpDef& reduce_scatter();  ///< slot buffers → shards of the gradient
   static const OpDef& all_reduce();      ///< slot buffers, in place
+  static const OpDef& offload_gradient();  ///< a gradient[, the one in the host's memory that it is added to] → there, by the lane of copies
   static const OpDef& complete();        ///< results, what a collective was lent → : it is back
 
   /// What one of the casts makes of a buffer.

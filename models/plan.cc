@@ -125,13 +125,14 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   const int64_t limit = host_memory_limit();
   if (!world.device().is_cpu()) {  // a GPU's allocator says what is there
-    if (!config.train.offload_optimizer && !config.train.offload_activations) return;
+    if (!config.train.offload_optimizer && !config.train.offload_activations && !config.train.offload_parameters) return;
     int64_t most = 0;
     for (const int rank : ranks_that_hold_most(config, world.size()))
       most = std::max(most, plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device()).host_bytes);
     if (most <= limit / world.local_size()) return;
     fail<OutOfMemory>("[train] what is offloaded is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which ",
-                      "may use ", limit, " bytes: take more hosts, or less of train.offload_optimizer and train.offload_activations");
+                      "may use ", limit, " bytes: take more hosts, or less of train.offload_optimizer, train.offload_activations and "
+                      "train.offload_parameters");
   }
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
   const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it

@@ -29,6 +29,9 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   options.stage_axis = axis_if_any("stage");
   options.strategy = config.sharding.strategy;
   options.prefetch_bytes = config.sharding.prefetch_bytes;
+  options.offload = config.train.offload_parameters;
+  if (options.offload && config.sharding.strategy == "replicate")
+    fail<ConfigError>("[train] train.offload_parameters goes with a sharding.strategy that shards, with one rank too, not with replicate");
   options.compute_dtype = compute_dtype_from("train", config.train.dtype);
   if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
   else check<ConfigError>(config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ", config.sharding.reduce_dtype,

@@ -173,6 +173,7 @@ struct OptimizationConfig {
   int64_t recompute_blocks = -1;    ///< "block", "selective": the first so many of each stage whole; -1: all, none
   bool offload_activations = false; ///< on a GPU: what blocks are computed again from waits in the host's memory
   bool offload_optimizer = false;   ///< on a GPU: the optimizer's state lies in the host's memory
+  bool offload_parameters = false;  ///< on a GPU: so do masters and gradients
   bool save_async = false;          ///< checkpoints are written while training goes on, from a copy in memory
   bool compile = false;             ///< from the fourth step on, run the third one's tape again as a program
   bool cuda_graph = false;          ///< on a GPU: capture the third step and replay it from then on

@@ -231,6 +231,9 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   if (options.secondary && mesh.spec && mark.strategy <= Strategy::replicate)
     fail<ConfigError>("[shard] secondary shards are for strategies that shard, not '", name(mark.strategy), "'");
   mark.secondary_axis = options.secondary ? replicating : -1;
+  mark.offload = options.offload;
+  if (options.offload && mark.strategy <= Strategy::replicate)
+    fail<ConfigError>("[shard] offload is for strategies that shard, over a mesh, if of one rank; not for '", name(mark.strategy), "'");
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
     if (!std::ranges::count(named, a) && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",

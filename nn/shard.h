@@ -114,6 +114,11 @@ struct ShardOptions {
   /// In each reduction, of which zero1 has one a step and other strategies one a micro-batch, a rank's share is rounded to it
   /// once, and so is the sum, which is taken in f32, but by NCCL. Gradients rest in the parameters' own. Absent: no cast.
   std::optional<DType> reduce_dtype = std::nullopt;
+  /// On a GPU masters and gradients rest in the host's memory (FSDP2's CPUOffloadPolicy, DeepSpeed's offload_param). A rank's part
+  /// of a unit is brought to the GPU before it is gathered, beside what is computed, and goes with what was gathered; so does what
+  /// one rank alone has. What a gradient's reduction leaves goes to the host, and is added to there. The strategy shards; on CPUs
+  /// nothing changes.
+  bool offload = false;
 };
 
 /// Marks `module` and those below it that options.units choose as units over an axis of `mesh`. `Mesh{}` keeps the same

@@ -121,6 +121,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.offload_activations", &t.offload_activations,
        "on a GPU: what train.recompute computes blocks again from waits in the host's memory"},
       {"train.offload_optimizer", &t.offload_optimizer, "on a GPU: the optimizer's state lies in the host's memory"},
+      {"train.offload_parameters", &t.offload_parameters,
+       "on a GPU: masters and gradients lie in the host's memory; a unit's weights come from there when it is gathered"},
       {"train.save_async", &t.save_async, "write checkpoints while training goes on, from a copy in memory"},
       {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16", "f16"}},
       {"train.state_dtype", &t.state_dtype, "of the optimizer's state at rest; bf16 is rounded by chance", {"f32", "bf16"}},

@@ -12,6 +12,7 @@
 #include "sheaf/models/plan.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/gpu_peaks.h"
 #include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/needs_gpu.h"
 
@@ -19,40 +20,10 @@ namespace sheaf::testing {
 namespace {
 
 constexpr int kSteps = 5;
-const Device kGpu = Device::cuda();
 
 models::TrainConfig with_offload(models::TrainConfig config, bool offload = true) {
   config.train.offload_optimizer = offload;
   return config;
-}
-
-struct Peak {
-  int64_t device, host;
-  bool operator==(const Peak&) const = default;
-};
-
-/// Of each rank, once steps have settled.
-std::vector<Peak> measured(const models::TrainConfig& config, int world) {
-  std::vector<Peak> peaks(static_cast<size_t>(world));
-  run_local(world, [&](World& w) {
-    models::TrainingStep step(config, config.model.vocab, w, kGpu);
-    Allocator &memory = *RankContext::current().memory(kGpu), &host = *RankContext::current().memory(kGpu, MemoryKind::host);
-    for (int s = 0; s < (config.train.compile ? 4 : 2); ++s) {
-      memory.reset_peak(), host.reset_peak();
-      step.run(s, fill_tiny).loss.item();
-    }
-    peaks[static_cast<size_t>(w.rank())] = {memory.stats().peak, host.stats().peak};
-  }, {.threads_per_rank = 1, .device = kGpu});
-  return peaks;
-}
-
-std::vector<Peak> planned(const models::TrainConfig& config, int world) {
-  std::vector<Peak> peaks;
-  for (int rank = 0; rank < world; ++rank) {
-    const models::Plan plan = models::plan_step(config, config.model.vocab, rank, world, 1, "local", kGpu);
-    peaks.push_back({plan.peak_bytes, plan.host_bytes});
-  }
-  return peaks;
 }
 
 TEST(OffloadedOptimizer, HasTheSameBits) {

@@ -99,6 +99,7 @@ void draw_holding(Way& way, Draw& draw) {
   c.train.recompute_blocks = c.train.recompute == "none" ? -1 : draw.below(static_cast<size_t>(c.model.layers) + 2) - 1;
   c.train.offload_activations = c.train.recompute != "none" && draw.one_in(4);
   c.train.offload_optimizer = draw.one_in(4);
+  c.train.offload_parameters = s.strategy != "replicate" && draw.one_in(4);
   c.train.compile = draw.one_in(3);
   s.memory_budget = c.train.compile ? draw.of<int64_t>({0, 20'000, 60'000, 1LL << 40}) : 0;
   s.secondary = s.strategy != "replicate" && (s.replicas > 1 || s.context > 1 || s.experts > 1) && draw.one_in(3);

@@ -151,6 +151,8 @@ TEST_F(ShortPlans, AreWholeOnesWithTheHostsMemoryAndOtherOptions) {
     models::TrainConfig x = c;
     x.train.recompute = "block", x.train.offload_activations = true, x.train.offload_optimizer = true;
     expect("offload", x);
+    x.train.offload_parameters = true;
+    expect("offload all", x);
     x = c, x.train.recompute = "selective", x.train.recompute_blocks = 1;
     expect("some blocks", x);
     x = c, x.sharding.prefetch_bytes = 0;

@@ -351,5 +351,26 @@ TEST_F(StepTimes, StateInTheHostsMemoryTakesTheBus) {
               0.02 * static_cast<double>(plan.host_bytes) / 1e3);
 }
 
+// Masters when they are brought, gradients when they leave, both in the update, and gradients once more for their norm.
+TEST_F(StepTimes, MastersInTheHostsMemoryTakeTheBus) {
+  for (const char* dtype : {"f32", "bf16"}) {
+    models::TrainConfig c = config_of("gpt2");
+    c.train.dtype = dtype;
+    c.train.offload_parameters = true;
+    Machine machine = machine_named("h200");
+    machine.host_bytes_per_second = 1e3;
+    const Tape tape = models::plan_step(c, 48, 0, 1, 1, "nccl", Device::cuda()).tape;
+    double brought = 0, left = 0;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+      const Node& n = tape.node(id);
+      if (tape.op_name(n) == "onload_shard") brought += 4.0 * static_cast<double>(tape.type(tape.inputs(n)[0]).local_shape().numel());
+      if (tape.op_name(n) == "offload_gradient") left += 4.0 * static_cast<double>(tape.type(tape.output(n, 0)).local_shape().numel());
+    }
+    EXPECT_GT(brought, 1.4 * left);  // blocks twice
+    const double expected = (brought + left + 2 * left + left) / 1e3;
+    EXPECT_NEAR(models::time_step(c, 48, 1, machine).seconds, expected, 0.02 * expected) << dtype;
+  }
+}
+
 }  // namespace
 }  // namespace sheaf::testing

@@ -1,0 +1,249 @@
+// Masters and gradients that rest in the host's memory: the numbers are those of masters on the GPU, to the bit, on every mesh;
+// what a GPU holds between steps is nothing, and in a step what plans say.
+#include <gtest/gtest.h>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/models/model_checkpoint.h"
+#include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/gpu_peaks.h"
+#include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/models/random_training.h"
+#include "sheaf/tests/needs_gpu.h"
+
+namespace sheaf::testing {
+namespace {
+
+constexpr int kSteps = 4;
+
+models::TrainConfig with_offload(models::TrainConfig config, bool offload = true) {
+  config.train.offload_parameters = offload;
+  return config;
+}
+
+void expect_same(const models::TrainConfig& config, int world) {
+  expect_same_bits(train_tiny(with_offload(config), world, kSteps, {}, kGpu), train_tiny(config, world, kSteps, {}, kGpu));
+}
+
+TEST(OffloadedParameters, GiveTheSameBits) {
+  SHEAF_NEEDS_GPU();
+  for (const char* strategy : {"full_shard", "shard_grad_op", "zero1"})
+    for (const auto& [world, dtype] : {std::pair(1, "bf16"), {2, "f32"}, {3, "bf16"}}) {
+      SCOPED_TRACE(str(strategy, ' ', world, ' ', dtype));
+      models::TrainConfig c = tiny_rank_config(strategy);  // in two micro-batches
+      c.train.dtype = dtype;
+      expect_same(c, world);
+    }
+}
+
+TEST(OffloadedParameters, GiveThemInOtherWaysToRunAStep) {
+  SHEAF_NEEDS_GPU();
+  const auto changed = [](const char* what, auto&& change, int world = 2) {
+    SCOPED_TRACE(what);
+    models::TrainConfig c = tiny_rank_config("full_shard");
+    change(c);
+    expect_same(c, world);
+  };
+  changed("compiled", [](auto& c) { c.train.compile = true; });
+  changed("compiled alone", [](auto& c) { c.train.compile = true; }, 1);
+  changed("captured", [](auto& c) { c.train.cuda_graph = true; }, 1);
+  changed("recomputed", [](auto& c) { c.train.recompute = "block"; });
+  changed("all that can be", [](auto& c) {
+    c.train.recompute = "block";
+    c.train.offload_activations = c.train.offload_optimizer = true;
+  }, 1);
+  changed("f16", [](auto& c) { c.train.dtype = "f16"; });
+  changed("sums in bf16", [](auto& c) { c.sharding.reduce_dtype = "bf16"; });
+  changed("muon", [](auto& c) { c.train.optimizer = "muon"; });
+  changed("muon alone", [](auto& c) { c.train.optimizer = "muon"; }, 1);
+  changed("adapters", [](auto& c) { c.model.lora_rank = 2, c.train.dtype = "bf16"; });
+  changed("adapters alone", [](auto& c) { c.model.lora_rank = 2, c.train.dtype = "bf16"; }, 1);
+  changed("nothing ahead", [](auto& c) { c.sharding.prefetch_bytes = 0; }, 1);
+}
+
+/// The numbers of a way of training on GPUs, and what it takes.
+struct Trained {
+  std::vector<float> numbers;
+  Values parameters;
+  std::vector<Peak> peaks;
+  std::string refusal;
+};
+
+Trained train(const Way& way) {
+  const models::TrainConfig& c = way.config;
+  Trained out;
+  out.peaks.resize(static_cast<size_t>(way.world));
+  Whole whole;
+  try {
+    run_local(way.world, [&](World& w) {
+      GpuMemory memory;
+      const Peak before = memory.live();
+      {
+        models::TrainingStep step(c, c.model.vocab, w, kGpu, options_for(c, kF32));
+        for (int s = 0; s < kRandomSteps; ++s) {
+          memory.reset();
+          const auto result = step.run(s, [&](int64_t first, int64_t count, int32_t* inputs, int32_t* targets) {
+            fill_random(c, first, count, inputs, targets);
+          });
+          const float loss = result.loss.item(), norm = result.grad_norm.item();
+          out.peaks[static_cast<size_t>(w.rank())] = memory.peak();
+          if (w.rank() == 0) out.numbers.push_back(loss), out.numbers.push_back(norm);
+        }
+        whole.collect(step.model(), false);
+      }
+      EXPECT_EQ(memory.live(), before) << "bytes that stay";
+    }, {.timeout = std::chrono::seconds(60), .threads_per_rank = 1, .device = kGpu});
+  } catch (const ConfigError& e) {
+    out.refusal = e.what();
+  }
+  out.parameters = whole.values();
+  return out;
+}
+
+class RandomOffload : public ::testing::TestWithParam<int> {};
+
+TEST_P(RandomOffload, ChangesNoBit) {
+  SHEAF_NEEDS_GPU();
+  Draw draw(static_cast<uint64_t>(GetParam()) + 77'000);
+  const models::TrainConfig task = drawn_task(draw);
+  Way way = drawn_way(task, draw);
+  if (way.config.sharding.strategy == "replicate") way.config.sharding.strategy = "full_shard", way.config.sharding.replicas = 1;
+  way.config.output.trace_step = 0;  // on CPUs alone
+  if (draw.one_in(3)) way.config.train.dtype = "bf16";
+  Way offloading = way;
+  offloading.config.train.offload_parameters = true;
+  const std::string text = to_string(offloading);
+  SCOPED_TRACE(text);
+  const Trained expected = train(way), got = train(offloading);
+  EXPECT_EQ(got.refusal, expected.refusal);
+  EXPECT_EQ(got.numbers, expected.numbers);
+  if (!got.refusal.empty()) return;
+  EXPECT_EQ(max_difference(got.parameters, expected.parameters), 0.0);
+  if (way.config.sharding.memory_budget == 0) {
+    EXPECT_EQ(got.peaks, planned(offloading.config, way.world));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomOffload, ::testing::ValuesIn(random_seeds(8)));
+
+TEST(OffloadedParameters, TakeWhatIsPlanned) {
+  SHEAF_NEEDS_GPU();
+  for (const int world : {1, 3})
+    for (const char* dtype : {"f32", "bf16"})
+      for (const bool compiled : {false, true}) {
+        SCOPED_TRACE(str(world, ' ', dtype, compiled ? " compiled" : ""));
+        models::TrainConfig c = tiny_rank_config("full_shard");
+        c.train.dtype = dtype;
+        c.train.compile = compiled;
+        EXPECT_EQ(measured(with_offload(c), world), planned(with_offload(c), world));
+      }
+}
+
+// What a GPU needs is the same, however many blocks there are.
+TEST(OffloadedParameters, LeaveTheDeviceForTheHost) {
+  SHEAF_NEEDS_GPU();
+  for (const int world : {1, 2})
+    for (const char* dtype : {"f32", "bf16"}) {
+      const auto peak = [&](int64_t layers) {
+        models::TrainConfig c = with_offload(tiny_config());
+        c.model.layers = layers;
+        c.train.dtype = dtype;
+        c.train.recompute = "block";
+        c.train.offload_activations = c.train.offload_optimizer = true;
+        return planned(c, world)[0];
+      };
+      const Peak six = peak(6), eight = peak(8);
+      EXPECT_LT(eight.device - six.device, 1000) << world << ' ' << dtype;  // tables and scalars
+      EXPECT_GT(eight.host - six.host, 50'000) << world << ' ' << dtype;
+    }
+}
+
+TEST(OffloadedParameters, RestThere) {
+  SHEAF_NEEDS_GPU();
+  run_local(2, [](World& w) {
+    models::TrainingStep step(with_offload(tiny_config()), tiny_config().model.vocab, w, kGpu);
+    step.run(0, fill_tiny).loss.item();
+    int64_t masters = 0;
+    for (const auto& unit : units(step.model()))
+      for (const FlatBuffer& b : unit->buffers()) {
+        EXPECT_EQ(b.shard.storage()->where(), MemoryKind::host);
+        masters += b.shard.local_bytes();
+      }
+    EXPECT_EQ(GpuMemory().live().host, masters);
+  }, {.threads_per_rank = 1, .device = kGpu});
+}
+
+// A block's weights come while the one before is computed, and its gradient leaves while the one behind is.
+TEST(OffloadedParameters, TheTapeShowsThemComeAheadOfTheirUse) {
+  SHEAF_NEEDS_GPU();
+  models::TrainConfig c = with_offload(tiny_config());
+  c.model.layers = 3;
+  for (const int world : {1, 2}) {
+    const Tape tape = models::plan_step(c, c.model.vocab, 0, world, 1, "nccl", kGpu).tape;
+    std::string seen;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+      const Node& n = tape.node(id);
+      const std::string op(tape.op_name(n)), path(tape.path(n).substr(0, 8));
+      if (!path.starts_with("blocks.") || n.phase == Phase::update) continue;
+      if (op == "onload_shard" || op == "offload_gradient") seen += str(op, ' ', path, '\n');
+      else if (n.op && tape.kind(n) == OpKind::op && !n.op->of_units && !seen.ends_with(str("computes ", path, '\n'))) seen += str("computes ", path, '\n');
+    }
+    const std::string forward = "onload_shard blocks.0\nonload_shard blocks.1\ncomputes blocks.0\nonload_shard blocks.2\ncomputes blocks.1\n";
+    if (world == 1) {
+      EXPECT_EQ(seen, forward + "onload_shard blocks.1\ncomputes blocks.2\noffload_gradient blocks.2\nonload_shard blocks.0\n"
+                                "computes blocks.1\noffload_gradient blocks.1\ncomputes blocks.0\noffload_gradient blocks.0\n");
+    } else {  // a gradient is reduced while one more block is computed, before it leaves
+      EXPECT_EQ(seen, forward + "onload_shard blocks.1\ncomputes blocks.2\nonload_shard blocks.0\ncomputes blocks.1\n"
+                                "offload_gradient blocks.2\ncomputes blocks.0\noffload_gradient blocks.1\noffload_gradient blocks.0\n");
+    }
+    for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
+      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+    EXPECT_NE(to_json(tape).find("\"lane\":\"copy\""), std::string::npos);
+  }
+}
+
+// Of both ways from and to each other.
+TEST(OffloadedParameters, ResumeFromEither) {
+  SHEAF_NEEDS_GPU();
+  const models::TrainConfig c = tiny_config();
+  const TrainedRun expected = train_tiny(c, 2, 6, {}, kGpu);
+  for (const bool first : {false, true}) {
+    const ScratchFolder folder;
+    std::vector<float> losses;
+    const auto run = [&](bool offload, int from, int to) {
+      run_local(2, [&](World& w) {
+        models::TrainingStep step(with_offload(c, offload), c.model.vocab, w, kGpu);
+        if (from > 0) {
+          EXPECT_EQ(models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, w).value().step, from);
+        }
+        for (int s = from; s < to; ++s) {
+          const float loss = step.run(s, fill_tiny).loss.item();
+          if (w.rank() == 0) losses.push_back(loss);
+        }
+        models::save_checkpoint(folder.path(), to, step.model(), {&step.optimizer()}, w);
+      }, {.threads_per_rank = 1, .device = kGpu});
+    };
+    run(first, 0, 3);
+    run(!first, 3, 6);
+    EXPECT_EQ(losses, expected.losses);
+  }
+}
+
+TEST(OffloadedParameters, GoWithStrategiesThatShard) {
+  models::TrainConfig c = with_offload(tiny_config());
+  c.sharding.strategy = "replicate";
+  EXPECT_EQ(refusal(1, c), "[train] train.offload_parameters goes with a sharding.strategy that shards, with one rank too, not with replicate");
+}
+
+// On a CPU all memory is the host's.
+TEST(OffloadedParameters, AreAsOthersOnACpu) {
+  const models::TrainConfig c = tiny_config();
+  for (const int world : {1, 2}) {
+    expect_same_bits(train_tiny(with_offload(c), world, kSteps), train_tiny(c, world, kSteps));
+    const auto text = [&](const models::TrainConfig& of) { return to_text(models::plan_step(of, of.model.vocab, 0, world, 1, "shm").tape); };
+    EXPECT_EQ(text(with_offload(c)), text(c));
+  }
+}
+
+}  // namespace
+}  // namespace sheaf::testing
