@@ -222,8 +222,10 @@ std::vector<Finding> check_gathers(const Tape& tape) {
     if (is_unit_gather(tape, n))
       for (int i = 0; i < n.num_inputs; ++i) {
         const ValueId from = root[static_cast<size_t>(tape.inputs(n)[static_cast<size_t>(i)])];
-        buffers[static_cast<size_t>(from)].gathered_into.push_back(tape.output(n, i));
-        buffers[static_cast<size_t>(tape.output(n, i))].gathered = id;
+        const ValueId to = root[static_cast<size_t>(tape.output(n, i))];  // one rank alone opens what it has brought
+        if (from != to) buffers[static_cast<size_t>(from)].gathered_into.push_back(to);
+        buffers[static_cast<size_t>(to)].gathered = id;
+        buffers[static_cast<size_t>(to)].used = false;
       }
   }
   // A node that gathers several buffers is used if one of them is.

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "sheaf/autograd/ops/redistribute.h"
+#include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/error.h"
 
 namespace sheaf {
@@ -30,6 +31,13 @@ struct SharedLane {
 
 // What computes waits until such a call is through.
 bool joins_its_call(const Node& n) { return is_redistribute(n.op) && n.op != &send_op(); }
+
+// Of what moves nothing: the value in whose memory an output is; else -1.
+ValueId lies_in(const Tape& tape, const Node& n, int output) {
+  const Value& v = tape.value(tape.output(n, output));
+  if (v.view_of >= 0) return v.view_of;
+  return n.op && !n.op->execute && tape.kind(n) == OpKind::redistribute ? v.base : -1;
+}
 
 class Clock {
  public:
@@ -139,14 +147,15 @@ class Clock {
       return p.move_on();
     }
     if (p.joining < 0) {
-      double last = 0;
+      double last = 0, behind = 0;
       NodeId of = -1;
-      for (const auto [lane, back] : waits_[rank].of(id)) {
+      for (const auto [lane, back, of_call] : waits_[rank].of(id)) {
         const int among_all = p.lanes[lane], call = p.calls[lane] - back;
         if (call < 0) continue;  // of a stretch that is not among those here
         if (!settle(among_all, static_cast<size_t>(call))) return false;
         const Call& waited = lanes_[among_all].calls[call];
-        if (waited.end > last) last = waited.end, of = std::ranges::find(waited.parts, rank, &Call::Part::rank)->node;
+        if (of_call) behind = std::max(behind, waited.end);
+        else if (waited.end > last) last = waited.end, of = std::ranges::find(waited.parts, rank, &Call::Part::rank)->node;
       }
       wait_until(rank, last, of);
       if (time.computes > 0 || time.lane >= 0) p.host += times.issue_seconds;
@@ -158,7 +167,7 @@ class Clock {
         const int lane = p.lanes[time.lane], call = p.calls[time.lane]++;
         auto& calls = lanes_[lane].calls;
         if (std::ssize(calls) <= call) calls.resize(static_cast<size_t>(call) + 1);
-        calls[call].parts.push_back({rank, id, std::max(p.compute, p.host)});
+        calls[call].parts.push_back({rank, id, std::max({p.compute, p.host, behind})});
         settle(lane, static_cast<size_t>(call));  // links serve those first that are issued first
         if (joins_its_call(times.tape->node(id))) p.joining = lane, p.joining_call = call;
       }
@@ -201,15 +210,20 @@ LaneWaits::LaneWaits(const RankTimes& rank) {
     first_.push_back(waits_.size());
     const Node& n = tape.node(id);
     const NodeTime& time = rank.nodes[static_cast<size_t>(id)];
-    const ValueId of = n.num_outputs ? tape.value(tape.output(n)).view_of : -1;
-    if (of >= 0) filled[static_cast<size_t>(tape.output(n))] = filled[static_cast<size_t>(of)];  // there when what it views is
-    takes_time_.push_back(of < 0 && time.runs && n.op && tape.kind(n) != OpKind::discard);
+    bool views = false;
+    for (int o = 0; o < n.num_outputs; ++o) {
+      const ValueId of = lies_in(tape, n, o);
+      views = views || of >= 0;
+      if (of >= 0) filled[static_cast<size_t>(tape.output(n, o))] = filled[static_cast<size_t>(of)];  // there when that is
+    }
+    takes_time_.push_back(!views && time.runs && n.op && tape.kind(n) != OpKind::discard);
     if (!takes_time_.back()) continue;
+    const bool of_call = time.lane >= 0 && is_unit_gather(tape, n);
     for (const ValueId v : tape.inputs(n)) {
       const auto [lane, call] = filled[static_cast<size_t>(v)];
       if (lane < 0 || call <= waited[static_cast<size_t>(lane)]) continue;
-      waited[static_cast<size_t>(lane)] = call;
-      waits_.push_back({lane, calls[static_cast<size_t>(lane)] - call});
+      if (!of_call) waited[static_cast<size_t>(lane)] = call;
+      waits_.push_back({lane, calls[static_cast<size_t>(lane)] - call, of_call});
     }
     if (time.lane < 0) continue;
     const int32_t call = calls[static_cast<size_t>(time.lane)]++;

@@ -59,6 +59,7 @@ struct Timeline {
 /// A node waits for the last call of a lane that its rank has made (back 1), or the one before it (2), and so on.
 struct LaneWait {
   int32_t lane, back;
+  bool of_call;  ///< the node's own call comes behind, and what computes does not wait
   bool operator==(const LaneWait&) const = default;
 };
 

@@ -84,7 +84,11 @@ std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
 }
 
 bool is_unit_gather(const Tape& tape, const Node& n) {
-  return tape.kind(n) == OpKind::redistribute && !is_redistribute(n.op) && tape.op_name(n) == "all_gather";
+  if (tape.kind(n) != OpKind::redistribute || is_redistribute(n.op)) return false;
+  if (tape.op_name(n) == "all_gather") return true;
+  if (tape.op_name(n) != "open") return false;
+  const Node& made = tape.node(tape.value(tape.inputs(n)[0]).producer);
+  return made.op && made.op->lane == Lane::copy;
 }
 
 std::string cut_signature(const Placement& p) {

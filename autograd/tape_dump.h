@@ -29,7 +29,8 @@ struct Transfer {
 /// What node `n` communicates: one for a redistribution, one per buffer for a unit's op; none for anything local,
 /// axes of size 1 included, nor for what is between other ranks.
 std::vector<Transfer> transfers(const Tape& tape, const Node& n);
-/// An all_gather of a unit's buffers, as opposed to one of an activation.
+/// An all_gather of a unit's buffers, as opposed to one of an activation, or what opens those that one rank alone has brought
+/// from its host's memory.
 bool is_unit_gather(const Tape& tape, const Node& n);
 /// Tells cuts apart that print alike: kind, dimension, granule or chunk, offset. "" for what is not a Shard.
 std::string cut_signature(const Placement& p);

@@ -50,7 +50,8 @@ class Communicator {
   /// theirs meet again.
   virtual bool can_be_captured() const { return size() == 1; }
 
-  /// The next call comes behind `event`, too: another lane of this rank fills its buffers. On a GPU only the lane waits.
+  /// The next call comes behind `event`, too: another lane of this rank fills its buffers. This one waits for it at
+  /// once; those that enqueue on a GPU have their lane wait.
   virtual void comes_behind(const Event& event) { event.sync(); }
 
   /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at

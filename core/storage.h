@@ -43,8 +43,8 @@ class Storage {
   void place(char* data) { data_ = data; }
   /// A lane fills this storage; data() waits for `event`.
   void filled_by(Event event) { ready_ = std::move(event); pending_ = true; }
-  /// The event of the lane that may still be filling it.
-  Event filling() const { return pending_ ? ready_ : Event(); }
+  /// Of the lane that may still be filling it; null if nobody asks to wait for one.
+  const Event* filling() const { return pending_ ? &ready_ : nullptr; }
   /// Waits for the lane that fills it, if any.
   void settle();
 

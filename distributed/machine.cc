@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <map>
+#include <unordered_set>
 
 #include "sheaf/autograd/ops/redistribute.h"
 #include "sheaf/autograd/tape_dump.h"
@@ -81,11 +82,14 @@ class OnHost {
       roots_[static_cast<size_t>(root(v))] = true;
     }
   }
-  /// What a node reads there.
-  double bytes_read(const Node& n) const {
+  /// What a node reads there. Of several that update parts of one buffer the first counts for all.
+  double bytes_read(const Node& n) {
     double bytes = 0;
-    for (const ValueId v : tape_.inputs(n))
-      if (roots_[static_cast<size_t>(root(v))]) bytes += bytes_of(tape_.type(v));
+    for (const ValueId v : tape_.inputs(n)) {
+      const auto r = static_cast<size_t>(root(v));
+      if (!roots_[r] || (tape_.kind(n) == OpKind::step && !updated_.insert(r).second)) continue;
+      bytes += bytes_of(tape_.type(v));
+    }
     return bytes;
   }
 
@@ -100,6 +104,7 @@ class OnHost {
   }
   const Tape& tape_;
   std::vector<bool> roots_;
+  std::unordered_set<size_t> updated_;
 };
 
 // Bytes of what a step updates in place beside its parameters, each read and written.
@@ -178,7 +183,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
   times.issue_seconds = machine.issue_seconds;
   times.nodes.resize(static_cast<size_t>(tape.num_nodes()));
   Lanes lanes;
-  const OnHost on_host(tape);
+  OnHost on_host(tape);
   std::map<std::pair<const MeshSpec*, int>, Group> groups;
   for (NodeId id = 0; id < tape.num_nodes(); ++id) {
     const Node& n = tape.node(id);

@@ -97,7 +97,7 @@ std::vector<Tensor> Unit::masters_for_compute() const {
   std::vector<Tensor> out;
   Recording* r = Recording::current();
   for (const FlatBuffer& b : buffers_) {
-    if (r) r->leaf(b.shard, b.name);
+    if (r) r->leaf(b.shard, offloads_ ? b.name + " in the host's memory" : b.name);
     out.push_back(b.shard);
   }
   if ((gathers() || secondary()) && mesh_->num_axes() > 1) {  // the replicas part here: I → R, which moves nothing
@@ -112,7 +112,7 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     out.assign(opened.begin(), opened.end());
   }
   for (size_t i = 0; i < out.size(); ++i)
-    if (offloads_) out[i] = UnitOps::cast_by(UnitOps::onload_shard(), out[i], buffers_[i].compute);
+    if (offloads_) out[i] = UnitOps::cast_by(alone(axis_) && !secondary() ? UnitOps::onload_values() : UnitOps::onload_shard(), out[i], buffers_[i].compute);
     else if (buffers_[i].compute != buffers_[i].dtype) out[i] = UnitOps::cast_by(UnitOps::cast_shard(), out[i], buffers_[i].compute);
   return out;
 }
@@ -250,7 +250,9 @@ void Unit::recording_ended() {
   std::fill(slots_.begin(), slots_.end(), Tensor());
   reduction_.values.clear();  // waits for its lane: only then may the slots go
   reduction_.lent.clear();
-  for (const Tensor& gradient : leaving_.gradients) gradient.storage()->settle();
+  for (const Tensor& gradient : leaving_.gradients) {  // before what it is made from goes
+    try { gradient.storage()->settle(); } catch (const std::exception&) {}  // whoever reads it hears of it
+  }
   leaving_ = {};
 }
 

@@ -268,7 +268,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool opened_in_reverse_ = false; // for vjps alone: no scope closes it
   uint64_t recording_ = 0;         // that knows the gathered values; 0 for none
   bool mirror_next_ = false;       // discarded in this recording's forward: the next gather mirrors that
-  std::vector<Tensor> lent_;       // casts of the masters, which the gather reads until the unit is opened
+  std::vector<Tensor> lent_;       // casts of the masters, or what came of them from the host, which the gather reads until the unit is opened
   std::vector<Tensor> gathered_;   // one per buffer; goes first and waits for its lane
   struct Copies {                  // of the masters, for all micro-batches of a recording: casts, where nothing is gathered,
     std::vector<Tensor> lent;      // or (buffers) what is gathered along the secondary axis, from casts while it is under way

@@ -238,6 +238,7 @@ void Unit::keep_gradient() {
 
 // Nobody waits: what leaves is held until the next unit's gradient does, or the backward ends.
 void Unit::offload_gradient(const std::vector<Tensor>& reduced) {
+  leaving_.from = reduced;
   size_t k = 0;
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
@@ -250,7 +251,6 @@ void Unit::offload_gradient(const std::vector<Tensor>& reduced) {
     else b.grad = there[0];
     leaving_.gradients.push_back(b.grad);
   }
-  leaving_.from = reduced;
 }
 
 void Unit::complete_offload() {

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "sheaf/autograd/copy_lane.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/work.h"
 #include "sheaf/core/communicator.h"
-#include "sheaf/core/gpu.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -52,8 +52,9 @@ void on_lane(Communicator& lane, const UnitOps::Attrs& a, Execute& c, Call&& cal
 /// An input's memory, which the lane of copies may be filling still: the collective waits for it, not the rank's ops.
 const void* on_its_way(Communicator& lane, const Execute& c, int b) {
   const Tensor& from = c.input_tensor(b);
-  if (!from.device().is_cuda()) return c.input(b).data;
-  lane.comes_behind(from.storage()->filling());
+  const Event* filling = from.storage()->filling();
+  if (!filling || !from.device().is_cuda()) return c.input(b).data;
+  lane.comes_behind(*filling);
   return from.view_unsynced().data;
 }
 
@@ -83,29 +84,17 @@ struct CastReduced : Cast<MemoryKind::normal> {
   static constexpr const char* kName = "cast_reduced";
 };
 
-/// Enqueues what work(stream) does on the lane of copies, behind what made the input and what used the output's memory before.
-template <class Work>
-void by_copies(Execute& c, Work&& work) {
-  Gpu& gpu = RankContext::current().gpu_of(c.device());
-  c.stream();
-  gpu.record(gpu.compute()).order(gpu.copies());
-  work(gpu, gpu.copies());
-  c.completes_with(gpu.record(gpu.copies()));
-}
-
 // What is cast is read over the bus by the kernel that casts it.
+template <MemoryKind kind>
 struct OnloadShard {
   static constexpr const char* kName = "onload_shard";
   static constexpr bool kOfUnits = true;
-  static constexpr MemoryKind kMemory = MemoryKind::wire;
+  static constexpr MemoryKind kMemory = kind;
   static constexpr Lane kLane = Lane::copy;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
-    by_copies(c, [&](Gpu& gpu, const Stream& stream) {
-      const View from = c.input(0), to = c.output(0);
-      if (from.dtype != to.dtype) SHEAF_ON_DEVICE(stream, copy, from, to);
-      else gpu.copy(stream, to.data, from.data, static_cast<size_t>(c.input_tensor(0).local_bytes()), Gpu::Copy::on_device);
-    });
+    if (c.input_type(0).dtype == c.output_type(0).dtype) return copy_by_copies(c);
+    by_copies(c, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, copy, c.input(0), c.output(0)); });
   }
 };
 
@@ -116,12 +105,8 @@ struct OffloadGradient {
   static constexpr Lane kLane = Lane::copy;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
-    const bool adds = c.num_inputs() > 1;  // to what the lane brought there before
-    by_copies(c, [&](Gpu& gpu, const Stream& stream) {
-      const View from = c.input(0), to = c.output(0);
-      if (adds) SHEAF_ON_DEVICE(stream, add_into, to, from);
-      else gpu.copy(stream, to.data, from.data, static_cast<size_t>(c.input_tensor(0).local_bytes()), Gpu::Copy::on_device);
-    });
+    if (c.num_inputs() == 1) return copy_by_copies(c);
+    by_copies(c, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, add_into, c.output(0), c.input(0)); });
   }
 };
 
@@ -242,7 +227,8 @@ struct Complete {
 const OpDef& UnitOps::resting() { return op_def<Resting<MemoryKind::wire>>(); }
 const OpDef& UnitOps::resting_on_host() { return op_def<Resting<MemoryKind::host>>(); }
 const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
-const OpDef& UnitOps::onload_shard() { return op_def<OnloadShard>(); }
+const OpDef& UnitOps::onload_shard() { return op_def<OnloadShard<MemoryKind::wire>>(); }
+const OpDef& UnitOps::onload_values() { return op_def<OnloadShard<MemoryKind::normal>>(); }
 const OpDef& UnitOps::all_gather() { return op_def<AllGather<MemoryKind::landing>>(); }
 const OpDef& UnitOps::gather_copies() { return op_def<AllGather<MemoryKind::wire>>(); }
 const OpDef& UnitOps::open() { return op_def<Open>(); }

@@ -14,6 +14,7 @@ struct UnitOps {
   static const OpDef& resting_on_host();  ///< the same in the host's memory, for a GPU
   static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
   static const OpDef& onload_shard();    ///< a shard in the host's memory → the same in the GPU's, in whatever dtype, by the lane of copies
+  static const OpDef& onload_values();   ///< the same for one rank alone, who sends it to nobody
   static const OpDef& all_gather();      ///< shards → landing buffers, then the parameters inside them
   static const OpDef& gather_copies();   ///< the same of shards alone, into wire memory: they are gathered again from there
   static const OpDef& open();            ///< the same without communication: the shards are the buffers

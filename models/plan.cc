@@ -127,10 +127,12 @@ void check_memory(const TrainConfig& config, int64_t vocab, const World& world) 
   if (!world.device().is_cpu()) {  // a GPU's allocator says what is there
     if (!config.train.offload_optimizer && !config.train.offload_activations && !config.train.offload_parameters) return;
     int64_t most = 0;
-    for (const int rank : ranks_that_hold_most(config, world.size()))
-      most = std::max(most, plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device()).host_bytes);
+    for (const int rank : ranks_that_hold_most(config, world.size())) {
+      const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device());
+      most = std::max(most, plan.host_bytes + (config.train.save_async ? plan.state_bytes : 0));
+    }
     if (most <= limit / world.local_size()) return;
-    fail<OutOfMemory>("[train] what is offloaded is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which ",
+    fail<OutOfMemory>("[train] what is offloaded", config.train.save_async ? ", with the copy that is saved," : "", " is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which ",
                       "may use ", limit, " bytes: take more hosts, or less of train.offload_optimizer, train.offload_activations and "
                       "train.offload_parameters");
   }

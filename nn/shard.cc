@@ -233,7 +233,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.secondary_axis = options.secondary ? replicating : -1;
   mark.offload = options.offload;
   if (options.offload && mark.strategy <= Strategy::replicate)
-    fail<ConfigError>("[shard] offload is for strategies that shard, over a mesh, if of one rank; not for '", name(mark.strategy), "'");
+    fail<ConfigError>("[shard] offload is for strategies that shard over a mesh, which may be of one rank, not for '", name(mark.strategy), "'");
   for (int a = 0; mesh.spec && a < mesh.spec->num_axes(); ++a)
     if (!std::ranges::count(named, a) && mesh.spec->size(a) > 1)
       fail<ConfigError>("[shard] mesh ", mesh.spec->to_string(), ": sharding over '", options.axis, "' leaves out axis '",

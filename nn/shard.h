@@ -116,8 +116,8 @@ struct ShardOptions {
   std::optional<DType> reduce_dtype = std::nullopt;
   /// On a GPU masters and gradients rest in the host's memory (FSDP2's CPUOffloadPolicy, DeepSpeed's offload_param). A rank's part
   /// of a unit is brought to the GPU before it is gathered, beside what is computed, and goes with what was gathered; so does what
-  /// one rank alone has. What a gradient's reduction leaves goes to the host, and is added to there. The strategy shards; on CPUs
-  /// nothing changes.
+  /// one rank alone has. What a gradient's reduction leaves goes to the host, and is added to there; where it is summed over further axes, behind
+  /// the last micro-batch. The strategy shards; on CPUs nothing changes.
   bool offload = false;
 };
 

@@ -122,7 +122,9 @@ int plan_command(const PlanArguments& arguments) {
     if (word.starts_with("--")) options.keep.insert(word.substr(2, word.find('=') - 2));
   const models::Ways ways = models::find_ways(config, vocab, arguments.world, machine, options);
   if (ways.fitting.empty())
-    fail<OutOfMemory>("[plan] none of ", ways.planned, " ways fits ", machine.memory, " bytes a rank: the least takes ", ways.least_bytes);
+    fail<OutOfMemory>("[plan] none of ", ways.planned, " ways fits ", machine.memory, " bytes a rank: the least takes ", ways.least_bytes,
+                      config.train.offload_parameters && config.train.offload_optimizer ? "" : "; train.offload_parameters and "
+                      "train.offload_optimizer leave masters, gradients and states to the host's memory");
   say(str(config.train.batch, " sequences of ", config.model.context, " tokens, ", arguments.world, " ranks on ", machine.name, ", ",
           machine.ranks_per_host, " to a host: ", ways.planned, " ways planned, ", ways.fitting.size(), " of them within ",
           formatted("%.1f GB", static_cast<double>(machine.memory) * 1e-9)));

@@ -8,10 +8,9 @@
 // from, a GPU holds two blocks' at a time, however many there are.
 #include <algorithm>
 
+#include "sheaf/autograd/copy_lane.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
-#include "sheaf/core/gpu.h"
-#include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -25,14 +24,7 @@ struct Move {
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs&, Place& p) { p.rule({p.in(0)}, {p.in(0)}); }
-  static void execute(const Attrs&, Execute& c) {
-    Gpu& gpu = RankContext::current().gpu_of(c.device());
-    c.stream();
-    const View from = c.input(0), to = c.output(0);
-    gpu.record(gpu.compute()).order(gpu.copies());  // behind what makes the value, and what used the memory before
-    gpu.copy(gpu.copies(), to.data, from.data, static_cast<size_t>(c.input_tensor(0).local_bytes()), Gpu::Copy::on_device);
-    c.completes_with(gpu.record(gpu.copies()));
-  }
+  static void execute(const Attrs&, Execute& c) { copy_by_copies(c); }
   static void vjp(const Attrs&, Vjp& c) { c.set(0, c.grad()); }
 };
 using Offload = Move<MemoryKind::host>;

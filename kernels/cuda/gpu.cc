@@ -91,7 +91,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   explicit CudaGpu(int index)
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
-        copies_(make_stream(index)),
+        copies_(make_stream(index, Priority::low)),  // kernels wait for the bus there
         blocks_(make_device_allocator(index)),
         host_blocks_(make_pinned_allocator(index)) {}
   ~CudaGpu() override {

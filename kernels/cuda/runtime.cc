@@ -205,9 +205,12 @@ Stream make_stream(int device, Priority priority) {
   use_device(device);
   int least = 0, greatest = 0;
   SHEAF_CUDA_CALL(cudaDeviceGetStreamPriorityRange, &least, &greatest);
+  // The greatest is the smallest number.
+  const int value = priority == Priority::high  ? greatest
+                    : priority == Priority::low ? least
+                                                : (least + greatest) / 2;
   cudaStream_t stream = nullptr;
-  SHEAF_CUDA_CALL(cudaStreamCreateWithPriority, &stream, cudaStreamNonBlocking,
-                  priority == Priority::high ? greatest : least);
+  SHEAF_CUDA_CALL(cudaStreamCreateWithPriority, &stream, cudaStreamNonBlocking, value);
   return {Device::cuda(device), stream};
 }
 

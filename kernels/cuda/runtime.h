@@ -55,7 +55,8 @@ DeviceMemoryInfo memory_info();
 void* allocate_pinned(size_t bytes);
 void free_pinned(void* memory);
 
-enum class Priority : uint8_t { normal, high };
+/// Whose blocks go first where several have some to run.
+enum class Priority : uint8_t { low, normal, high };
 /// A stream of the current device that never waits for the default stream.
 Stream make_stream(int device, Priority priority = Priority::normal);
 void destroy_stream(const Stream& stream);

@@ -351,6 +351,28 @@ TEST_F(StepTimes, StateInTheHostsMemoryTakesTheBus) {
               0.02 * static_cast<double>(plan.host_bytes) / 1e3);
 }
 
+// What is brought and what leaves does so beside what is computed, if the bus is fast enough.
+TEST_F(StepTimes, MastersComeBesideWhatIsComputed) {
+  models::TrainConfig c = config_of("gpt2");
+  c.model.layers = 8;
+  Machine machine = machine_named("h200");
+  machine.issue_seconds = machine.least_seconds = 0;
+  for (const int world : {1, 2}) {
+    c.train.offload_parameters = false;
+    const double computing = models::time_step(c, 48, world, machine).seconds;
+    c.train.offload_parameters = true;
+    const models::StepTime slow = [&] {
+      machine.host_bytes_per_second = 1;
+      return models::time_step(c, 48, world, machine);
+    }();
+    machine.host_bytes_per_second = slow.seconds / (0.5 * computing);  // all that crosses the bus takes half of the step
+    const models::StepTime fast = models::time_step(c, 48, world, machine);
+    // The update and the gradients' norm read half of it, beside nothing.
+    EXPECT_GT(fast.seconds, 1.2 * computing) << world;
+    EXPECT_LT(fast.seconds, 1.38 * computing) << world;
+  }
+}
+
 // Masters when they are brought, gradients when they leave, both in the update, and gradients once more for their norm.
 TEST_F(StepTimes, MastersInTheHostsMemoryTakeTheBus) {
   for (const char* dtype : {"f32", "bf16"}) {

@@ -1,0 +1,54 @@
+"""A header that g++ has read before: what includes it, with the same flags, starts from there.
+
+Where flags differ, g++ reads the header itself: nothing depends on this but time.
+"""
+
+load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain")
+
+def _precompiled_header_impl(ctx):
+    toolchain = find_cpp_toolchain(ctx)
+    features = cc_common.configure_features(
+        ctx = ctx,
+        cc_toolchain = toolchain,
+        requested_features = ctx.features,
+        unsupported_features = ctx.disabled_features,
+    )
+    header = ctx.actions.declare_file(ctx.attr.name + ".h")
+    ctx.actions.symlink(output = header, target_file = ctx.file.hdr)
+    read = ctx.actions.declare_file(header.basename + ".gch")
+    flags = cc_common.get_memory_inefficient_command_line(
+        feature_configuration = features,
+        action_name = "c++-compile",
+        variables = cc_common.create_compile_variables(
+            feature_configuration = features,
+            cc_toolchain = toolchain,
+            source_file = header.path,
+            output_file = read.path,
+            user_compile_flags = ctx.fragments.cpp.copts + ctx.fragments.cpp.cxxopts + ctx.attr.copts,
+        ),
+    )
+    ctx.actions.run(
+        executable = cc_common.get_tool_for_action(feature_configuration = features, action_name = "c++-compile"),
+        arguments = ["-x", "c++-header"] + flags,
+        inputs = depset([header], transitive = [toolchain.all_files]),
+        outputs = [read],
+        mnemonic = "CppPrecompile",
+        progress_message = "Precompiling " + header.short_path,
+    )
+    headers = depset([header, read])
+    return [
+        DefaultInfo(files = headers),
+        CcInfo(compilation_context = cc_common.create_compilation_context(headers = headers)),
+    ]
+
+# To be had by -include: hdr lies in bazel-bin under the target's name.
+precompiled_header = rule(
+    implementation = _precompiled_header_impl,
+    attrs = {
+        "hdr": attr.label(allow_single_file = [".h"], mandatory = True),
+        "copts": attr.string_list(),
+        "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
+    },
+    fragments = ["cpp"],
+    toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
+)
