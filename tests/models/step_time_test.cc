@@ -357,6 +357,7 @@ TEST_F(StepTimes, MastersComeBesideWhatIsComputed) {
   c.model.layers = 8;
   Machine machine = machine_named("h200");
   machine.issue_seconds = machine.least_seconds = 0;
+  machine.within = {1e18, 0, 0};
   for (const int world : {1, 2}) {
     c.train.offload_parameters = false;
     const double computing = models::time_step(c, 48, world, machine).seconds;
@@ -369,7 +370,7 @@ TEST_F(StepTimes, MastersComeBesideWhatIsComputed) {
     const models::StepTime fast = models::time_step(c, 48, world, machine);
     // The update and the gradients' norm read half of it, beside nothing.
     EXPECT_GT(fast.seconds, 1.2 * computing) << world;
-    EXPECT_LT(fast.seconds, 1.38 * computing) << world;
+    EXPECT_LT(fast.seconds, 1.3 * computing) << world;
   }
 }
 
