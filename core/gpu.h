@@ -60,6 +60,8 @@ class Gpu {
   virtual const Stream& compute() const = 0;
   /// One for copies from and to the host's memory, beside compute().
   virtual const Stream& copies() const = 0;
+  /// One more, for what leaves for the host while later copies() bring something: the bus has both directions at once.
+  virtual const Stream& leaving() const = 0;
   /// Another stream of the same device, ahead of compute() where both have work: for communication.
   virtual Stream make_lane() = 0;
   virtual void destroy_lane(const Stream& lane) = 0;

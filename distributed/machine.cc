@@ -194,7 +194,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
     }
     if (!n.op || !(time.runs = is_here(tape, n))) continue;
     if (n.op->lane == Lane::copy) {
-      time.lane = lanes(str("rank ", rank, " copies"));
+      time.lane = lanes(str("rank ", rank, n.op->of_units && n.op->memory == MemoryKind::host ? " leaving" : " copies"));
       const double bytes = std::max(bytes_of(tape.type(tape.inputs(n)[0])), bytes_of(tape.type(tape.output(n, 0))));
       time.travels = bytes / machine.host_bytes_per_second;  // what is cast on the way is so here, not there
       continue;

@@ -94,7 +94,7 @@ struct OnloadShard {
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
     if (c.input_type(0).dtype == c.output_type(0).dtype) return copy_by_copies(c);
-    by_copies(c, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, copy, c.input(0), c.output(0)); });
+    by_copies(c, &Gpu::copies, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, copy, c.input(0), c.output(0)); });
   }
 };
 
@@ -105,8 +105,8 @@ struct OffloadGradient {
   static constexpr Lane kLane = Lane::copy;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
-    if (c.num_inputs() == 1) return copy_by_copies(c);
-    by_copies(c, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, add_into, c.output(0), c.input(0)); });
+    if (c.num_inputs() == 1) return copy_by_copies(c, &Gpu::leaving);
+    by_copies(c, &Gpu::leaving, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, add_into, c.output(0), c.input(0)); });
   }
 };
 

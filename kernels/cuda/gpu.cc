@@ -92,15 +92,18 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
       : device_(Device::cuda(index)),
         compute_(make_stream(index)),
         copies_(make_stream(index, Priority::low)),  // kernels wait for the bus there
+        leaving_(make_stream(index, Priority::low)),
         blocks_(make_device_allocator(index)),
         host_blocks_(make_pinned_allocator(index)) {}
   ~CudaGpu() override {
     try {
       synchronize(compute_);  // kernels may still use what is given back now
       synchronize(copies_);
+      synchronize(leaving_);
       if (staging_) free_pinned(staging_);
       destroy_stream(compute_);
       destroy_stream(copies_);
+      destroy_stream(leaving_);
     } catch (const CudaError&) {
     }  // reported where it happened
   }
@@ -120,6 +123,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
   const Stream& compute() const override { return compute_; }
   const Stream& copies() const override { return copies_; }
+  const Stream& leaving() const override { return leaving_; }
   Stream make_lane() override { return make_stream(device_.index, Priority::high); }
   void destroy_lane(const Stream& lane) override { destroy_stream(lane); }
 
@@ -207,7 +211,7 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
   }
 
   const Device device_;
-  const Stream compute_, copies_;
+  const Stream compute_, copies_, leaving_;
   const std::shared_ptr<DeviceAllocator> blocks_;
   const std::shared_ptr<Allocator> memory_ = blocks_;
   const std::shared_ptr<GraphAllocator> host_blocks_;

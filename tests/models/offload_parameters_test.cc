@@ -55,6 +55,12 @@ TEST(OffloadedParameters, GiveThemInOtherWaysToRunAStep) {
     c.train.recompute = "block";
     c.train.offload_activations = c.train.offload_optimizer = true;
   }, 1);
+  changed("all that can be, compiled", [](auto& c) {
+    c.model.layers = 6;
+    c.train.compile = true;
+    c.train.recompute = "block";
+    c.train.offload_activations = c.train.offload_optimizer = true;
+  }, 1);
   changed("f16", [](auto& c) { c.train.dtype = "f16"; });
   changed("sums in bf16", [](auto& c) { c.sharding.reduce_dtype = "bf16"; });
   changed("muon", [](auto& c) { c.train.optimizer = "muon"; });

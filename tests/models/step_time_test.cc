@@ -370,7 +370,7 @@ TEST_F(StepTimes, MastersComeBesideWhatIsComputed) {
     const models::StepTime fast = models::time_step(c, 48, world, machine);
     // The update and the gradients' norm read half of it, beside nothing.
     EXPECT_GT(fast.seconds, 1.2 * computing) << world;
-    EXPECT_LT(fast.seconds, 1.3 * computing) << world;
+    EXPECT_LT(fast.seconds, 1.35 * computing) << world;
   }
 }
 
@@ -390,8 +390,10 @@ TEST_F(StepTimes, MastersInTheHostsMemoryTakeTheBus) {
       if (tape.op_name(n) == "offload_gradient") left += 4.0 * static_cast<double>(tape.type(tape.output(n, 0)).local_shape().numel());
     }
     EXPECT_GT(brought, 1.4 * left);  // blocks twice
-    const double expected = (brought + left + 2 * left + left) / 1e3;
-    EXPECT_NEAR(models::time_step(c, 48, 1, machine).seconds, expected, 0.02 * expected) << dtype;
+    // What leaves does so while later ones come.
+    const double seconds = models::time_step(c, 48, 1, machine).seconds, update = (2 * left + left) / 1e3;
+    EXPECT_GT(seconds, 0.99 * (brought / 1e3 + update)) << dtype;
+    EXPECT_LT(seconds, 0.99 * ((brought + left) / 1e3 + update)) << dtype;
   }
 }
 
