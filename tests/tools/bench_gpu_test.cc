@@ -18,7 +18,7 @@ using testing::run_sheaf;
 using testing::work;
 
 BenchRun on_gpu(const std::string& suite, const std::string& filter) {
-  const BenchRun run = testing::run_bench(suite, filter, {"--device", "cuda", "--samples", "2"});
+  const BenchRun run = testing::run_bench(suite, filter, {"--device", "cuda", "--samples", "3"});
   const Json& gpu = run.machine.at("gpu");
   EXPECT_FALSE(gpu.at("name").as_string().empty());
   EXPECT_GT(gpu.at("memory").as_double(), 0);
