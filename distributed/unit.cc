@@ -111,8 +111,9 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     const Tensors opened = apply_typed(UnitOps::open(), &attrs, out, specs);
     out.assign(opened.begin(), opened.end());
   }
+  const OpDef& onload = alone(axis_) && !secondary() ? UnitOps::onload_values() : UnitOps::onload_shard();
   for (size_t i = 0; i < out.size(); ++i)
-    if (offloads_) out[i] = UnitOps::cast_by(alone(axis_) && !secondary() ? UnitOps::onload_values() : UnitOps::onload_shard(), out[i], buffers_[i].compute);
+    if (offloads_) out[i] = UnitOps::cast_by(onload, out[i], buffers_[i].compute);
     else if (buffers_[i].compute != buffers_[i].dtype) out[i] = UnitOps::cast_by(UnitOps::cast_shard(), out[i], buffers_[i].compute);
   return out;
 }

@@ -124,25 +124,20 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
 
 void check_memory(const TrainConfig& config, int64_t vocab, const World& world) {
   const int64_t limit = host_memory_limit();
-  if (!world.device().is_cpu()) {  // a GPU's allocator says what is there
-    if (!config.train.offload_optimizer && !config.train.offload_activations && !config.train.offload_parameters) return;
-    int64_t most = 0;
-    for (const int rank : ranks_that_hold_most(config, world.size())) {
-      const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), "nccl", world.device());
-      most = std::max(most, plan.host_bytes + (config.train.save_async ? plan.state_bytes : 0));
-    }
-    if (most <= limit / world.local_size()) return;
-    fail<OutOfMemory>("[train] what is offloaded", config.train.save_async ? ", with the copy that is saved," : "", " is ", most, " bytes a rank, and ", world.local_size(), " run on this host, which ",
-                      "may use ", limit, " bytes: take more hosts, or less of train.offload_optimizer, train.offload_activations and "
-                      "train.offload_parameters");
-  }
+  const bool on_gpu = !world.device().is_cpu();  // whose allocator says what is there
+  const OptimizationConfig& t = config.train;
+  if (on_gpu && !t.offload_optimizer && !t.offload_activations && !t.offload_parameters) return;
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
-  const bool copies = config.train.save_async;  // of what rank 0 has, who saves all of it
+  const bool copies = t.save_async;  // of what rank 0 has, who saves all of it
   for (const int rank : ranks_that_hold_most(config, world.size())) {
-    const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), std::string(world.kind()));
-    peak = std::max(peak, plan.peak_bytes + (copies ? plan.state_bytes : 0));
+    const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), on_gpu ? "nccl" : std::string(world.kind()), world.device());
+    peak = std::max(peak, (on_gpu ? plan.host_bytes : plan.peak_bytes) + (copies ? plan.state_bytes : 0));
   }
   if (peak <= limit / world.local_size()) return;
+  if (on_gpu)
+    fail<OutOfMemory>("[train] what is offloaded", copies ? ", with the copy that is saved," : "", " is ", peak, " bytes a rank, and ",
+                      world.local_size(), " run on this host, which may use ", limit, " bytes: take more hosts, or less of ",
+                      "train.offload_optimizer, train.offload_activations and train.offload_parameters");
   fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", copies ? ", the copy that is saved included" : "",
                     ", and ", world.local_size(), " run on this host, which may use ", limit, " bytes, swap included: take a smaller ",
                     "train.batch, more train.micro_batches, train.recompute block, more hosts or a smaller model (`sheaf tape` prints ",

@@ -8,11 +8,9 @@
 #include "sheaf/autograd/recording.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/gpu.h"
-#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/nn/optim/sgd.h"
-#include "sheaf/tests/core/scratch_folder.h"
-#include "sheaf/tests/models/gpu_peaks.h"
+#include "sheaf/tests/models/offloading.h"
 #include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/needs_gpu.h"
 
@@ -64,25 +62,7 @@ TEST(OffloadedOptimizer, LeavesTheDeviceForTheHostAsPlanned) {
 // Of both ways from and to each other.
 TEST(OffloadedOptimizer, ResumesFromEither) {
   SHEAF_NEEDS_GPU();
-  const models::TrainConfig c = tiny_config();
-  const TrainedRun expected = train_tiny(c, 1, 6, {}, kGpu);
-  for (const bool first : {false, true}) {
-    const ScratchFolder folder;
-    std::vector<float> losses;
-    const auto run = [&](bool offload, int from, int to) {
-      run_local(1, [&](World& w) {
-        models::TrainingStep step(with_offload(c, offload), c.model.vocab, w, kGpu);
-        if (from > 0) {
-          EXPECT_EQ(models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, w).value().step, from);
-        }
-        for (int s = from; s < to; ++s) losses.push_back(step.run(s, fill_tiny).loss.item());
-        models::save_checkpoint(folder.path(), to, step.model(), {&step.optimizer()}, w);
-      }, {.threads_per_rank = 1, .device = kGpu});
-    };
-    run(first, 0, 3);
-    run(!first, 3, 6);
-    EXPECT_EQ(losses, expected.losses);
-  }
+  expect_resumes_from_either(tiny_config(), 1, with_offload);
 }
 
 TEST(OffloadedOptimizer, OfSgdToo) {

@@ -5,11 +5,9 @@
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/models/language_model.h"
-#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/shard.h"
-#include "sheaf/tests/core/scratch_folder.h"
-#include "sheaf/tests/models/gpu_peaks.h"
+#include "sheaf/tests/models/offloading.h"
 #include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/models/random_training.h"
 #include "sheaf/tests/needs_gpu.h"
@@ -226,28 +224,7 @@ TEST(OffloadedParameters, TheTapeShowsThemComeAheadOfTheirUse) {
 // Of both ways from and to each other.
 TEST(OffloadedParameters, ResumeFromEither) {
   SHEAF_NEEDS_GPU();
-  const models::TrainConfig c = tiny_config();
-  const TrainedRun expected = train_tiny(c, 2, 6, {}, kGpu);
-  for (const bool first : {false, true}) {
-    const ScratchFolder folder;
-    std::vector<float> losses;
-    const auto run = [&](bool offload, int from, int to) {
-      run_local(2, [&](World& w) {
-        models::TrainingStep step(with_offload(c, offload), c.model.vocab, w, kGpu);
-        if (from > 0) {
-          EXPECT_EQ(models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, w).value().step, from);
-        }
-        for (int s = from; s < to; ++s) {
-          const float loss = step.run(s, fill_tiny).loss.item();
-          if (w.rank() == 0) losses.push_back(loss);
-        }
-        models::save_checkpoint(folder.path(), to, step.model(), {&step.optimizer()}, w);
-      }, {.threads_per_rank = 1, .device = kGpu});
-    };
-    run(first, 0, 3);
-    run(!first, 3, 6);
-    EXPECT_EQ(losses, expected.losses);
-  }
+  expect_resumes_from_either(tiny_config(), 2, with_offload);
 }
 
 // With a loop of one's own: gradients of two recordings are added up there.

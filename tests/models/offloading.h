@@ -1,11 +1,13 @@
-// Peaks of a step's memory on a GPU and on its host: measured, and planned.
+// What tests of offloading share: peaks of a step's memory on a GPU and on its host, and resuming.
 #pragma once
 
 #include <ostream>
 #include <vector>
 
 #include "sheaf/core/rank_context.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
 
 namespace sheaf::testing {
@@ -52,6 +54,31 @@ inline std::vector<Peak> planned(const models::TrainConfig& config, int world) {
     peaks.push_back({plan.peak_bytes, plan.host_bytes});
   }
   return peaks;
+}
+
+/// EXPECTs that runs with and without what with(config, true) offloads go on from each other's checkpoints, with equal losses.
+inline void expect_resumes_from_either(const models::TrainConfig& config, int world, models::TrainConfig (*with)(models::TrainConfig, bool)) {
+  const TrainedRun expected = train_tiny(config, world, 6, {}, kGpu);
+  for (const bool first : {false, true}) {
+    const ScratchFolder folder;
+    std::vector<float> losses;
+    const auto run = [&](bool offload, int from, int to) {
+      run_local(world, [&](World& w) {
+        models::TrainingStep step(with(config, offload), config.model.vocab, w, kGpu);
+        if (from > 0) {
+          EXPECT_EQ(models::load_checkpoint(folder.path(), step.model(), {&step.optimizer()}, w).value().step, from);
+        }
+        for (int s = from; s < to; ++s) {
+          const float loss = step.run(s, fill_tiny).loss.item();
+          if (w.rank() == 0) losses.push_back(loss);
+        }
+        models::save_checkpoint(folder.path(), to, step.model(), {&step.optimizer()}, w);
+      }, {.threads_per_rank = 1, .device = kGpu});
+    };
+    run(first, 0, 3);
+    run(!first, 3, 6);
+    EXPECT_EQ(losses, expected.losses);
+  }
 }
 
 }  // namespace sheaf::testing
