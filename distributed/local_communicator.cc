@@ -52,7 +52,10 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   const uint64_t meeting = ++me.meetings;
   const auto here = [&](const Member& m) { return m.meetings >= meeting; };
   const auto gone = [&](const Member& m) { return m.left && !here(m); };
-  condition_.notify_all();
+  if (std::ranges::all_of(members_, here)) {  // the last one wakes the others: nothing that they wait for happens before
+    condition_.notify_all();
+    return Outcome::all_here;
+  }
   bool failed = false;
   const bool woken = condition_.wait_until(lock, deadline, [&] {
     return std::ranges::all_of(members_, here) || (failed = board.failed()) || std::ranges::any_of(members_, gone);
@@ -72,10 +75,9 @@ std::vector<Event> LocalGroup::meet(int index, const Event& reached) {
   std::unique_lock lock(mutex_);
   const uint64_t meeting = ++members_[index].meetings;
   members_[index].reached[meeting % 2] = reached;
-  condition_.notify_all();
-  condition_.wait(lock, [&] {
-    return std::ranges::all_of(members_, [&](const Member& m) { return m.meetings >= meeting; });
-  });
+  const auto all_here = [&] { return std::ranges::all_of(members_, [&](const Member& m) { return m.meetings >= meeting; }); };
+  if (all_here()) condition_.notify_all();
+  else condition_.wait(lock, all_here);
   std::vector<Event> all;
   for (const Member& m : members_) all.push_back(m.reached[meeting % 2]);
   return all;
