@@ -21,7 +21,7 @@ namespace sheaf::kernels::cuda {
 
 namespace {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = 4096, kHugePage = 2 << 20;
 constexpr size_t kDeviceBytes = size_t{4} << 30;  // what ranges may map
 
 struct Range {
@@ -54,12 +54,18 @@ class DeviceMemory {
     munmap(it->second.base, it->second.reserved);
     ranges_.erase(it);
   }
+  // From a huge page on, and of huge pages: there are few of them to open and to close.
   DeviceRange reserve(size_t bytes) {
-    void* base =
-        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED)
+    const size_t more = bytes + kHugePage;
+    void* memory = mmap(nullptr, more, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
       fail<OutOfMemory>("[reserve] ", bytes, " bytes of addresses (emulated GPU)");
-    return {static_cast<char*>(base), bytes, 0};
+    char* const from = static_cast<char*>(memory);
+    char* const base = from + (kHugePage - reinterpret_cast<uintptr_t>(from) % kHugePage) % kHugePage;
+    if (base > from) munmap(from, static_cast<size_t>(base - from));
+    if (from + more > base + bytes) munmap(base + bytes, static_cast<size_t>(from + more - base - bytes));
+    madvise(base, bytes, MADV_HUGEPAGE);
+    return {base, bytes, 0};
   }
   bool map(DeviceRange& range, size_t bytes) {
     if (range.mapped + bytes > range.reserved) return false;
@@ -143,17 +149,11 @@ namespace emulation {
 
 bool on_device(uintptr_t address) { return device_memory().contains(address); }
 
+OpenMemory::OpenMemory() { device_memory().open(); }
+OpenMemory::~OpenMemory() { device_memory().close(); }
+
 void enqueue(const Stream& stream, std::function<void()> work) {
-  Streams::get().enqueue(stream, [work = std::move(work)] {
-    device_memory().open();
-    try {
-      work();
-    } catch (...) {
-      device_memory().close();
-      throw;
-    }
-    device_memory().close();
-  });
+  Streams::get().enqueue(stream, std::move(work));
 }
 
 }  // namespace emulation

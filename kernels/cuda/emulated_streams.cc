@@ -93,6 +93,8 @@ void Streams::record(EmulatedStream& s, Work work) {
 
 // Under the lock, which work itself never takes.
 void Streams::run(EmulatedStream& s, uint64_t ticket) {
+  if (s.done >= ticket) return;
+  const OpenMemory open;
   while (s.done < ticket) {
     const Work work = std::move(s.work.front());
     s.work.pop_front();

@@ -50,6 +50,15 @@ struct EmulatedEvent {
   std::shared_ptr<double> seconds = {};  ///< of a timed event: when the stream got there
 };
 
+/// While one exists, the device's memory is open to all threads; else who touches it dies. Opening and closing it is slow.
+class OpenMemory {
+ public:
+  OpenMemory();
+  ~OpenMemory();
+  OpenMemory(const OpenMemory&) = delete;
+  OpenMemory& operator=(const OpenMemory&) = delete;
+};
+
 /// All streams of the device. Thread-safe. Errors are those of CUDA, by its words.
 class Streams {
  public:
