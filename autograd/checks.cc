@@ -212,8 +212,7 @@ std::vector<Finding> check_gathers(const Tape& tape) {
     }
     for (int o = 0; o < n.num_outputs; ++o) {
       const ValueId v = tape.output(n, o);
-      const Value& value = tape.value(v);
-      const ValueId lies_in = value.base >= 0 ? value.base : value.view_of;
+      const ValueId lies_in = tape.value(v).lies_in();
       if (lies_in < 0) continue;
       root[static_cast<size_t>(v)] = root[static_cast<size_t>(lies_in)];
       if (const Buffer& b = buffers[static_cast<size_t>(root[static_cast<size_t>(v)])]; b.discarded >= 0)

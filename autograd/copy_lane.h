@@ -2,7 +2,9 @@
 #pragma once
 
 #include "sheaf/autograd/op.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/core/gpu.h"
+#include "sheaf/core/profile.h"
 #include "sheaf/core/rank_context.h"
 
 namespace sheaf {
@@ -18,7 +20,10 @@ void by_copies(Execute& c, const Stream& (Gpu::*of)() const, Work&& work) {
   gpu.record(gpu.compute()).order(stream);
   // In a program what leaves may be given the memory that copies() are the last to read.
   if (of == &Gpu::leaving) gpu.record(gpu.copies()).order(stream);
-  work(gpu, stream);
+  {
+    const ProfileSpan span(of == &Gpu::leaving ? "leaving" : "copies", c.op_name(), PathScope::current(), &stream);
+    work(gpu, stream);
+  }
   c.completes_with(gpu.record(stream));
 }
 

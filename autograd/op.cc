@@ -15,7 +15,7 @@ void Execute::completes_with(const Event& event) {
 Stream Execute::gpu_stream() const { return RankContext::current().stream(device()); }
 
 void Execute::fail_unasked() const {
-  fail<ConfigError>("[", unasked_, "] ", path_label(PathScope::current()), ": inputs on ", device().to_string(),
+  fail<ConfigError>("[", op_, "] ", path_label(PathScope::current()), ": inputs on ", device().to_string(),
                     ", but its execute() has a kernel for the CPU alone (it takes memory without asking for stream())");
 }
 

@@ -138,10 +138,11 @@ class Execute {
   /// Of the rank, on a GPU. An execute() asks for it before it takes a view there: one that does not can only mean the
   /// CPU's memory, and fails with a ConfigError on a GPU.
   Stream stream() const {
-    unasked_ = nullptr;
+    unasked_ = false;
     return device().is_cuda() ? gpu_stream() : Stream{device()};
   }
-  void will_execute(const char* op) { unasked_ = device().is_cuda() ? op : nullptr; }
+  void will_execute(const char* op) { op_ = op, unasked_ = device().is_cuda(); }
+  const char* op_name() const { return op_; }
   Device device() const { return (outputs_.empty() ? inputs_[0] : outputs_[0]).device(); }
   Workspace workspace;
   /// Output 0 adds to what its memory holds instead of storing (asked for by the caller, for ops with kCanAdd).
@@ -155,7 +156,8 @@ class Execute {
   Stream gpu_stream() const;
   [[noreturn]] void fail_unasked() const;
   std::span<const Tensor> inputs_, outputs_;
-  mutable const char* unasked_ = nullptr;  // the op, on a GPU, until it has asked for the stream
+  const char* op_ = "";
+  mutable bool unasked_ = false;  // on a GPU, until the op has asked for the stream
 };
 
 /// Where an op should store an output: memory given by the caller, or (empty) fresh memory.

@@ -42,6 +42,8 @@ struct Value {
   ValueId base = -1;        ///< >= 0: lies inside this value's memory (a slot, or an update in place)
   ValueId view_of = -1;     ///< >= 0: an op's view on its input, which shares its memory
   int64_t byte_offset = 0;  ///< where in base
+  /// The value whose memory it shares, directly; -1: its own.
+  ValueId lies_in() const { return base >= 0 ? base : view_of; }
 };
 
 class Tape {

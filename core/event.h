@@ -37,7 +37,9 @@ class Event {
   void order(const Stream& stream) const {
     if (!state_) return;
     settle();
-    if (state_->point) state_->point->order(stream);
+    if (!state_->point) return;
+    const ProfileSpan waits(Profile::kCompute, "waits", {}, &stream);
+    state_->point->order(stream);
   }
   /// Of the device, once the work is enqueued there; null if the host does it.
   std::shared_ptr<const DevicePoint> point() const {

@@ -21,6 +21,14 @@ class GpuGraph {
   virtual void replay() = 0;
 };
 
+/// When a stream got to a point of its order, by the clock of its device.
+class DeviceTime {
+ public:
+  virtual ~DeviceTime() = default;
+  /// Seconds from `earlier`, of the same Gpu; blocks the host until both are reached.
+  virtual double since(const DeviceTime& earlier) const = 0;
+};
+
 /// Where pieces of device memory come from that others than this process can get at: those of ncclMemAlloc.
 class PieceSource {
  public:
@@ -73,6 +81,8 @@ class Gpu {
   virtual void sync(const Stream& stream) = 0;
   /// All that is enqueued on `stream` by now, as an event that another stream can be ordered behind.
   virtual Event record(const Stream& stream) = 0;
+  /// When the stream gets to all that. Never while capturing. For any thread.
+  virtual std::shared_ptr<const DeviceTime> note_time(const Stream& stream) = 0;
 
   /// From here on what is enqueued on compute(), and on streams that events put behind it, does not run but is
   /// recorded; what is allocated belongs to the graph while it lives. In the end all these streams must be ordered

@@ -20,6 +20,11 @@ void TraceEvents::add(int process, int row, std::string_view name, std::string_v
                ",\"dur\":", json_number(seconds * 1e6), ",\"args\":{\"module\":", json_string(path_label(module)), "}}"));
 }
 
+void TraceEvents::add_number(int process, std::string_view name, double begin, int64_t value) {
+  add_line(str("{\"ph\":\"C\",\"name\":", json_string(name), ",\"pid\":", process, ",\"ts\":", json_number(begin * 1e6),
+               ",\"args\":{\"value\":", value, "}}"));
+}
+
 std::string TraceEvents::document(std::string_view lines) {
   return str("{\"traceEvents\":[\n", lines, "\n],\"displayTimeUnit\":\"ms\"}\n");
 }

@@ -147,10 +147,13 @@ std::shared_ptr<const DevicePoint> CommunicatorBase::execute(const Collective& c
   set_state(call.sequence, FlightEntry::State::running);
   try {
     throw_if_failed(call);
-    const ProfileSpan span(group_.name, name(call.op), call.path);
     std::shared_ptr<const DevicePoint> point;
-    if (call.on_gpu) point = run_on_gpu(call);
-    else run(call);
+    if (call.on_gpu) {
+      point = run_on_gpu(call);
+    } else {
+      const ProfileSpan span(group_.name, name(call.op), call.path);
+      run(call);
+    }
     set_state(call.sequence, FlightEntry::State::done);
     return point;
   } catch (const Error&) {

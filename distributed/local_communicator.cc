@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "sheaf/core/gpu.h"
+#include "sheaf/core/profile.h"
 #include "sheaf/distributed/reduce.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/idle.h"
@@ -179,6 +180,7 @@ std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collectiv
   Event reached;
   try {
     for (int r = 0; r < size(); ++r) meeting_->call_of(r).buffers_ready.order(stream);
+    const ProfileSpan span(group_.name, name(call.op), call.path, &stream);
     if constexpr (kernels::kHasCuda)
       if (const auto time = link_time(call); time.count() > 0) kernels::cuda::idle(stream, time);
     exchange(call, gpu_lane_.get());

@@ -95,12 +95,8 @@ class OnHost {
 
  private:
   ValueId root(ValueId v) const {
-    for (;;) {
-      const Value& value = tape_.value(v);
-      const ValueId lies_in = value.base >= 0 ? value.base : value.view_of;
-      if (lies_in < 0) return v;
-      v = lies_in;
-    }
+    while (tape_.value(v).lies_in() >= 0) v = tape_.value(v).lies_in();
+    return v;
   }
   const Tape& tape_;
   std::vector<bool> roots_;

@@ -1,5 +1,6 @@
 #include "sheaf/distributed/nccl_communicator.h"
 
+#include "sheaf/core/profile.h"
 #include "sheaf/distributed/nccl_calls.h"
 #include "sheaf/kernels/cuda/config.h"
 
@@ -186,12 +187,15 @@ void NcclCommunicator::run(const Collective& call) {
 std::shared_ptr<const DevicePoint> NcclCommunicator::run_on_gpu(const Collective& call) {
   check_nccl_can(call);
   try {
+    std::optional<ProfileSpan> span;
     issue(call, [&] {
       registration_->catch_up();
       call.buffers_ready.order(comm_->stream());
+      span.emplace(group_.name, name(call.op), call.path, &comm_->stream());
       comm_->group([&] { call_nccl(*comm_, call, size(), rank()); });
     });
     settle(call);
+    span.reset();
     std::shared_ptr<const DevicePoint> done;
     issue(call, [&] { done = comm_->record().point(); });
     if (call.captured)

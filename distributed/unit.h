@@ -248,7 +248,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void reduce_along(int axis);
   void cast_reduced();
   void keep_gradient();
-  void offload_gradient(const std::vector<Tensor>& reduced);
+  void offload_gradient(FlatBuffer& b, const Tensor& gradient);
   void complete_offload();
 
   std::string name_;

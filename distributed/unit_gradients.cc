@@ -221,36 +221,28 @@ void Unit::complete_reduction() {
 
 void Unit::keep_gradient() {
   const std::vector<Tensor> reduced = std::exchange(reduction_.values, {});
-  if (offloads_) return offload_gradient(reduced);
+  if (offloads_) leaving_.from = reduced;
   size_t k = 0;
   for (FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
     b.grad_scale = b.found_inf = Tensor();  // they belonged to the gradient before
-    if (!b.grad) {
-      b.grad = reduced[k++];
-      continue;
-    }
     // What another recording left here is a leaf of this one, as it is before it changes.
-    if (Recording* r = Recording::current()) r->leaf(b.grad, "gradient of " + b.name);
-    add_into(b.grad, reduced[k++]);  // a micro-batch's gradient is finished, then added
+    if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
+    const Tensor& gradient = reduced[k++];
+    if (offloads_) offload_gradient(b, gradient);
+    else if (b.grad) add_into(b.grad, gradient);  // a micro-batch's gradient is finished, then added
+    else b.grad = gradient;
   }
 }
 
 // Nobody waits: what leaves is held until the next unit's gradient does, or the backward ends.
-void Unit::offload_gradient(const std::vector<Tensor>& reduced) {
-  leaving_.from = reduced;
-  size_t k = 0;
-  for (FlatBuffer& b : buffers_) {
-    if (!b.trainable) continue;
-    b.grad_scale = b.found_inf = Tensor();
-    if (Recording* r = Recording::current(); r && b.grad) r->leaf(b.grad, "gradient of " + b.name);
-    const Tensor inputs[] = {reduced[k++], b.grad};
-    const OutputSpec spec{inputs[0].type(), b.grad, -1, 0};
-    const Tensors there = apply_typed(UnitOps::offload_gradient(), nullptr, std::span(inputs, b.grad ? 2 : 1), std::span(&spec, 1));
-    if (b.grad) b.grad.storage()->changed();
-    else b.grad = there[0];
-    leaving_.gradients.push_back(b.grad);
-  }
+void Unit::offload_gradient(FlatBuffer& b, const Tensor& gradient) {
+  const Tensor inputs[] = {gradient, b.grad};
+  const OutputSpec spec{gradient.type(), b.grad, -1, 0};
+  const Tensors there = apply_typed(UnitOps::offload_gradient(), nullptr, std::span(inputs, b.grad ? 2 : 1), std::span(&spec, 1));
+  if (b.grad) b.grad.storage()->changed();
+  else b.grad = there[0];
+  leaving_.gradients.push_back(b.grad);
 }
 
 void Unit::complete_offload() {

@@ -12,8 +12,8 @@
 namespace sheaf::models {
 namespace {
 
-// By name, what the rank's thread did itself: an op without what it waited for. Spans come in the order in which they ended, so
-// those inside another stand before it.
+// By name, what the rank's thread, or its GPU's stream, did itself: an op without what it waited for. Spans come in the order in
+// which they ended, so those inside another stand before it.
 std::map<std::string, double> own_seconds(const std::vector<Profile::Span>& spans) {
   std::map<std::string, double> own;
   std::vector<const Profile::Span*> inner;
@@ -47,7 +47,7 @@ std::string shares(const std::vector<Profile::Span>& spans, double seconds) {
 }  // namespace
 
 std::string StepProfile::write(const std::string& path) {
-  const double end = Profile::now();
+  const double end = profile_.settle();
   const std::vector<Profile::Span> spans = profile_.spans();
   // All begin where the first one did.
   double first = begin_;
@@ -62,6 +62,7 @@ std::string StepProfile::write(const std::string& path) {
     auto row = std::ranges::find(rows, span.row);
     if (row == rows.end()) row = rows.insert(rows.end(), span.row);
     events.add(world_.rank(), static_cast<int>(row - rows.begin()), span.name, span.module, span.begin - first, span.end - span.begin);
+    if (span.row == Profile::kCompute) events.add_number(world_.rank(), "bytes alive", span.begin - first, span.live);
   }
   for (size_t r = 0; r < rows.size(); ++r) events.name_row(world_.rank(), static_cast<int>(r), rows[r]);
   std::string lines;

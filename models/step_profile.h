@@ -8,19 +8,19 @@
 
 namespace sheaf::models {
 
-/// Notes what this rank does from its construction on.
+/// Notes what this rank, or its GPU, does from its construction on, and how much of its memory is alive (Profile).
 class StepProfile {
  public:
-  explicit StepProfile(World& world) : world_(world), begin_(Profile::now()) {}
+  explicit StepProfile(World& world) : world_(world), begin_(profile_.settle()) {}
 
   /// Ends it; collective. Rank 0 writes all ranks' time lines to `path` (TraceEvents), and gets a line for people: what the
-  /// largest shares of its own thread's time were. Throws IoError.
+  /// largest shares of its own thread's time, or its GPU's, were. Throws IoError.
   std::string write(const std::string& path);
 
  private:
   World& world_;
-  const double begin_;
   Profile profile_;
+  const double begin_;
 };
 
 }  // namespace sheaf::models

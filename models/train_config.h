@@ -218,7 +218,7 @@ struct OutputConfig {
   int64_t keep_checkpoints = 2;  ///< newest ones kept, at least 2; 0: all
   bool keep_best = false;        ///< the weights of the lowest validation loss stay in best/, a folder as that of a run
   bool tensorboard = false;      ///< metrics for TensorBoard, too, in tensorboard/
-  int64_t trace_step = 0;        ///< on CPUs: the step whose time line is measured, for trace.json; 0: none
+  int64_t trace_step = 0;        ///< the step whose time line is measured, for trace.json; 0: none
 };
 
 /// [generate] A sample from a trained model.

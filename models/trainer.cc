@@ -70,8 +70,8 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   const int64_t least = corpus_.tokenizer ? corpus_.tokenizer->vocab_size() : corpus_.vocab;
   if (least > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", least);
-  if (config_.output.trace_step > 0 && device_.is_cuda())
-    fail<ConfigError>("[train] output.trace_step: a GPU runs behind its host, whose time line would mean nothing; NVIDIA's nsys has its own");
+  if (config_.output.trace_step > 0 && config_.train.cuda_graph && device_.is_cuda())
+    fail<ConfigError>("[train] output.trace_step: what runs in a graph is seen by nobody outside; measure a step without train.cuda_graph");
   config_.data.end_of_text = separator_of(config_, corpus_);
   config_.data.separate_documents = config_.data.end_of_text >= 0;
   config_.data.examples = corpus_.train.example_end().has_value();

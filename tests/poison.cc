@@ -59,6 +59,7 @@ class PoisonGpu final : public Gpu {
   }
   void sync(const Stream& stream) override { inner_->sync(stream); }
   Event record(const Stream& stream) override { return inner_->record(stream); }
+  std::shared_ptr<const DeviceTime> note_time(const Stream& stream) override { return inner_->note_time(stream); }
   void begin_capture() override { inner_->begin_capture(); }
   std::unique_ptr<GpuGraph> end_capture() override { return inner_->end_capture(); }
   void abandon_capture() noexcept override { inner_->abandon_capture(); }

@@ -168,7 +168,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"output.keep_checkpoints", &c.output.keep_checkpoints, "newest ones kept, at least 2; 0: all", any, 0},
       {"output.keep_best", &c.output.keep_best, "the weights of the lowest validation loss stay in <output.folder>/best"},
       {"output.tensorboard", &c.output.tensorboard, "metrics for TensorBoard, too, in <output.folder>/tensorboard"},
-      {"output.trace_step", &c.output.trace_step, "on CPUs: the step whose time line is measured, for trace.json; 0: none", any, 0,
+      {"output.trace_step", &c.output.trace_step, "the step whose time line is measured, for trace.json; 0: none", any, 0,
        1e12},
 
       {"generate.prompt", &g.prompt, "text to continue"},

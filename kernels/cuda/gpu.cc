@@ -40,6 +40,33 @@ class Point : public DevicePoint {
   EventHandle event_ = nullptr;
 };
 
+class Time : public DeviceTime {
+ public:
+  explicit Time(const Stream& stream) : device_(stream.device.index) {
+    use_device(device_);
+    event_ = make_timed_event();
+    cuda::record(event_, stream);
+  }
+  ~Time() override {
+    try {
+      destroy_event(event_);
+    } catch (const CudaError&) {
+    }  // reported where it happened
+  }
+  Time(const Time&) = delete;
+  Time& operator=(const Time&) = delete;
+  double since(const DeviceTime& earlier) const override {
+    const EventHandle begin = static_cast<const Time&>(earlier).event_;
+    use_device(device_);
+    synchronize(begin), synchronize(event_);
+    return seconds_between(begin, event_);
+  }
+
+ private:
+  const int device_;
+  EventHandle event_ = nullptr;
+};
+
 class CudaGraph : public GpuGraph {
  public:
   using Replayed = std::map<const void*, Gpu::Replayed>;
@@ -163,6 +190,9 @@ class CudaGpu : public Gpu, public std::enable_shared_from_this<CudaGpu> {
     synchronize(stream);
   }
   Event record(const Stream& stream) override { return Event::at(std::make_shared<Point>(stream)); }
+  std::shared_ptr<const DeviceTime> note_time(const Stream& stream) override {
+    return std::make_shared<Time>(stream);
+  }
 
   void begin_capture() override {
     check<CudaError>(!capturing_, "[gpu] a capture goes on already");

@@ -1,5 +1,6 @@
 // NcclCommunicator: over a stand-in for NCCL whose ranks are threads that share a GPU (an emulated
 // one will do), and over NCCL itself: one rank on one GPU, several where there are several GPUs.
+#include "sheaf/core/profile.h"
 #include "sheaf/tests/distributed/collective_battery.h"
 #include "sheaf/tests/distributed/nccl_job.h"
 #include "sheaf/tests/distributed/thread_nccl.h"
@@ -100,6 +101,29 @@ TEST(NcclCommunicator, CountsBytesAndHasNoSumsOfU16) {
   EXPECT_TRUE(outcomes[0].code == 64 || outcomes[1].code == 64);
   const Outcome& refused = outcomes[outcomes[0].code == 64 ? 0 : 1];
   expect(refused, ExitCode::kConfig, {"[all_reduce] narrow: NCCL has no reductions of u16"});
+}
+
+TEST(NcclCommunicator, AProfileHasItsCalls) {
+  SHEAF_NEEDS_GPU();
+  testing::ThreadNccl nccl;
+  expect_well(run_job(nccl,
+                      [](World& world) {
+                        const Profile profile;
+                        const double begin = Profile::now();
+                        const Tensor x = ones(world);
+                        for (const char* path : {"a", "b"}) add(lane(world), x, path).sync();
+                        const double end = profile.settle();
+                        std::string calls;
+                        for (const Profile::Span& s : profile.spans()) {
+                          if (s.row != "(data=2)/data/0/gather") continue;
+                          calls += s.name + ' ' + s.module + "; ";
+                          EXPECT_GE(s.begin, begin - 1e-3);
+                          EXPECT_GE(s.end, s.begin);
+                          EXPECT_LE(s.end, end + 1e-3);
+                        }
+                        EXPECT_EQ(calls, "all_reduce a; all_reduce b; ");
+                      },
+                      {}));
 }
 
 TEST(NcclCommunicator, TheLaneDoesNotWaitForTheDevice) {

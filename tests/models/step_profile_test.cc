@@ -8,12 +8,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/models/parity.h"
+#include "sheaf/tests/needs_gpu.h"
 
 namespace sheaf::testing {
 namespace {
@@ -22,9 +24,11 @@ using ::testing::HasSubstr;
 
 using Counts = std::map<std::string, int>;
 
-// What runs, by name, on the thread that computes and on lanes.
+const Device kGpu = Device::cuda();
+
+// What runs, by name: on the thread that computes, or on its GPU's stream, and on lanes.
 struct Ran {
-  Counts ops, collectives;
+  Counts ops, collectives, copies;
 };
 Ran on_tape(const Tape& tape) {
   Ran ran;
@@ -33,6 +37,7 @@ Ran on_tape(const Tape& tape) {
     if (!n.op || !n.op->execute || n.op->kind == OpKind::discard) continue;
     if (n.num_outputs && tape.value(tape.output(n)).view_of >= 0) continue;
     ++ran.ops[n.op->name];
+    if (n.op->lane == Lane::copy) ++ran.copies[n.op->name];
     for (const Transfer& t : transfers(tape, n)) ++ran.collectives[t.name];
   }
   return ran;
@@ -43,26 +48,31 @@ struct Span {
   double begin, end;
 };
 
-TEST(StepProfile, HasTheNodesOfTheTapeAndTheirCollectives) {
+void expect_what_tapes_have(Device device, bool offload = false) {
   for (const bool compiled : {false, true})
     for (const int world : {1, 2}) {
-      SCOPED_TRACE(str(world, compiled ? " ranks, compiled" : " ranks"));
+      SCOPED_TRACE(str(device.to_string(), ", ", world, compiled ? " ranks, compiled" : " ranks"));
       const ScratchFolder folder;
       const std::string file = folder / "trace.json";
       std::vector<Tape> tapes(static_cast<size_t>(world));
+      std::vector<int64_t> peaks(static_cast<size_t>(world));
       std::string line;
       run_local(world, [&](World& w) {
         models::TrainConfig config = tiny_config();
         config.train.compile = compiled;
+        config.train.offload_parameters = offload;
         models::TrainingStep step(config, config.model.vocab, w, w.device());
         for (int64_t s = 0; s < 4; ++s) step.run(s, fill_tiny);
         models::StepProfile profile(w);
         models::RecordedStep recorded;
+        Allocator& memory = *RankContext::current().memory(device);
+        memory.reset_peak();
         step.run(4, fill_tiny, &recorded);
+        peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
         const std::string shares = profile.write(file);
         if (w.rank() == 0) line = shares;
         tapes[static_cast<size_t>(w.rank())] = std::move(recorded.tape);
-      });
+      }, {.device = device});
       EXPECT_THAT(line, HasSubstr(" s: "));
       EXPECT_THAT(line, HasSubstr("%"));
       const Json trace = Json::parse(File::open<DataError>(file).read_all(), "trace");
@@ -71,28 +81,35 @@ TEST(StepProfile, HasTheNodesOfTheTapeAndTheirCollectives) {
         if (e.at("name").as_string() == "thread_name" && e.at("pid").as_int() == 0)
           rows[e.at("tid").as_int()] = e.at("args").at("name").as_string();
       EXPECT_EQ(rows.at(0), "compute");
-      EXPECT_EQ(rows.size() > 1, world > 1);
+      EXPECT_EQ(rows.size() > 1, world > 1 || offload);
       for (int rank = 0; rank < world; ++rank) {
         const Ran expected = on_tape(tapes[static_cast<size_t>(rank)]);
         Ran seen;
         std::vector<Span> open;  // of the compute row, one inside the other
         std::vector<Span> spans;
+        int64_t peak = 0;
         for (const Json& e : trace.at("traceEvents").as_array()) {
-          if (e.at("ph").as_string() != "X" || e.at("pid").as_int() != rank) continue;
+          if (e.at("pid").as_int() != rank) continue;
+          if (e.at("ph").as_string() == "C") peak = std::max(peak, e.at("args").at("value").as_int());
+          if (e.at("ph").as_string() != "X") continue;
           const std::string& name = e.at("name").as_string();
           const double begin = e.at("ts").as_double();
           EXPECT_GE(begin, 0);
           EXPECT_GE(e.at("dur").as_double(), 0);
-          if (e.at("tid").as_int() > 0) {
-            ++seen.collectives[name];
+          if (const std::string& row = rows.at(e.at("tid").as_int()); row != "compute") {
+            ++(row == "copies" || row == "leaving" ? seen.copies : seen.collectives)[name];
             continue;
           }
           if (name != "waits") ++seen.ops[name];
           spans.push_back({name, begin, begin + e.at("dur").as_double()});
         }
         for (const auto& [name, count] : expected.ops) EXPECT_EQ(seen.ops[name], count) << name;
+        const int64_t results = compiled ? 3 * 4 : 0;  // what a program gives is copied behind its last op
+        EXPECT_EQ(peak + results, peaks[static_cast<size_t>(rank)]);
         if (!compiled) continue;  // an eager step does more than it records
         EXPECT_EQ(seen.ops.size(), expected.ops.size());
+        EXPECT_EQ(seen.copies, expected.copies);
+        EXPECT_EQ(seen.copies.empty(), !offload);
         for (const auto& [name, count] : expected.collectives) {
           if (world > 1) {
             EXPECT_GE(seen.collectives[name], count) << name;
@@ -101,6 +118,42 @@ TEST(StepProfile, HasTheNodesOfTheTapeAndTheirCollectives) {
         for (size_t i = 1; i < spans.size(); ++i) EXPECT_GE(spans[i].end, spans[i - 1].end - 1e-3);
       }
     }
+}
+
+TEST(StepProfile, HasTheNodesOfTheTapeAndTheirCollectives) { expect_what_tapes_have(Device::cpu()); }
+
+TEST(StepProfile, OfAGpuHasThemToo) {
+  SHEAF_NEEDS_GPU();
+  for (const bool offload : {false, true}) expect_what_tapes_have(kGpu, offload);
+}
+
+// The host enqueues all of it at once, and waits for nothing.
+TEST(StepProfile, OfAGpuIsInItsTimeAndNotTheHosts) {
+  SHEAF_NEEDS_GPU();
+  constexpr double kTravels = 0.1;
+  constexpr int64_t kElements = 1 << 15;
+  double waits[2];
+  run_local(2, [&](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}});
+    const Tensor x = Tensor::empty({kF32, {kElements}, Layout(mesh.spec, {Placement::shard(0)})}, kGpu);
+    const Profile profile;
+    const double begin = Profile::now();
+    const Tensor y = redistribute(x, "data", Placement::replicate()) * 2.0f;
+    std::map<std::string, double> seconds;
+    double last = begin;
+    for (const Profile::Span& s : profile.spans()) {
+      seconds[s.name] += s.end - s.begin;
+      if (s.row != Profile::kCompute) continue;
+      EXPECT_GE(s.end, last - 1e-4) << s.name;
+      EXPECT_GE(s.begin, begin - 1e-2) << s.name;
+      last = s.end;
+    }
+    EXPECT_GE(profile.settle() - begin, kTravels);
+    EXPECT_GE(seconds["all_gather"], 0.9 * kTravels);  // on its lane
+    waits[w.rank()] = seconds["waits"];
+    EXPECT_LT(seconds["mul_scalar"], 0.5 * kTravels);
+  }, {.bytes_per_second = 4 * kElements / 2 / kTravels, .threads_per_rank = 1, .device = kGpu});
+  EXPECT_GE(std::max(waits[0], waits[1]), 0.8 * kTravels);  // the emulated GPU may run a rank's lane while the other rank waits
 }
 
 TEST(StepProfile, WhatAnOpWaitedForIsNotItsOwn) {

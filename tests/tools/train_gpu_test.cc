@@ -145,14 +145,20 @@ TEST(TrainOnGpu, GraphsNeedOne) {
   EXPECT_THAT(r.err, HasSubstr("[train] train.cuda_graph: this run computes on CPUs"));
 }
 
-TEST(TrainOnGpu, ItsTimeLineIsNotTheHosts) {
+TEST(TrainOnGpu, AStepHasATimeLineUnlessItIsAGraph) {
   SHEAF_NEEDS_GPU();
   Folder folder;
-  Words words = folder.train("none");
+  Words words = folder.train("traced");
   words.insert(words.end(), {"--output.trace_step", "2"});
-  const Outcome r = run_sheaf(words, kOnGpu);
+  Outcome r = run_sheaf(words, kOnGpu);
+  ASSERT_EQ(r.code, 0) << r.err;
+  EXPECT_THAT(r.out, HasSubstr("step 2 took rank 0 "));
+  EXPECT_TRUE(std::filesystem::exists(folder / "traced/trace.json"));
+  words = folder.train("none");
+  words.insert(words.end(), {"--output.trace_step", "2", "--train.cuda_graph", "true"});
+  r = run_sheaf(words, kOnGpu);
   EXPECT_EQ(r.code, 64);
-  EXPECT_THAT(r.err, HasSubstr("[train] output.trace_step"));
+  EXPECT_THAT(r.err, HasSubstr("[train] output.trace_step: what runs in a graph"));
 }
 
 TEST(TrainOnGpu, WhatIsMissingIsSaid) {
