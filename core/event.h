@@ -71,10 +71,14 @@ class Event {
     std::exception_ptr failure;
     std::shared_ptr<const DevicePoint> point;
   };
+  bool done() const {
+    std::lock_guard lock(state_->mutex);
+    return state_->done;
+  }
   void settle() const {
-    std::unique_lock lock(state_->mutex);
-    if (!state_->done) {
+    if (!done()) {
       const ProfileSpan waits(Profile::kCompute, "waits", {});
+      std::unique_lock lock(state_->mutex);
       state_->condition.wait(lock, [&] { return state_->done; });
     }
     if (state_->failure) std::rethrow_exception(state_->failure);

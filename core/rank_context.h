@@ -15,7 +15,7 @@
 namespace sheaf {
 
 class Gpu;
-class Profile;
+class ProfileLog;
 class MeshSpec;
 class MeshRuntime;
 
@@ -38,7 +38,8 @@ class RankContext {
   std::shared_ptr<Allocator> meta_host;  ///< counts only: what a GPU would use of the host's memory
   std::shared_ptr<Gpu> gpu;         ///< null: this rank computes on its CPU alone
   Device device = {};               ///< where this rank computes unless it is told otherwise
-  std::atomic<Profile*> profile = nullptr;  ///< what is done is noted there (profile.h); null: nowhere
+  std::atomic<ProfileLog*> profile = nullptr;  ///< what is done is noted there (profile.h); null: nowhere
+  std::shared_ptr<ProfileLog> profile_log;     ///< the last one
   Device meta_is = {};              ///< what meta stands for: workspaces there are those of this device's kernels
 
   /// The rank's GPU if it is `device`, else a ConfigError that says what there is.

@@ -45,6 +45,10 @@ class GpuLane {
   const Stream stream_;
 };
 
+bool LocalGroup::all_at(uint64_t meeting) const {
+  return std::ranges::all_of(members_, [&](const Member& m) { return m.meetings >= meeting; });
+}
+
 LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock::time_point deadline,
                                        const FailureBoard& board, std::vector<int>& absent) {
   std::unique_lock lock(mutex_);
@@ -53,15 +57,15 @@ LocalGroup::Outcome LocalGroup::gather(int index, const Collective& call, Clock:
   const uint64_t meeting = ++me.meetings;
   const auto here = [&](const Member& m) { return m.meetings >= meeting; };
   const auto gone = [&](const Member& m) { return m.left && !here(m); };
-  if (std::ranges::all_of(members_, here)) {  // the last one wakes the others: nothing that they wait for happens before
+  if (all_at(meeting)) {  // the last one wakes the others; leave() and wake() do for what ends a wait early
     condition_.notify_all();
     return Outcome::all_here;
   }
   bool failed = false;
   const bool woken = condition_.wait_until(lock, deadline, [&] {
-    return std::ranges::all_of(members_, here) || (failed = board.failed()) || std::ranges::any_of(members_, gone);
+    return all_at(meeting) || (failed = board.failed()) || std::ranges::any_of(members_, gone);
   });
-  if (std::ranges::all_of(members_, here)) return Outcome::all_here;
+  if (all_at(meeting)) return Outcome::all_here;
   --me.meetings;
   me.gave_up = meeting;
   if (failed) return Outcome::failed;
@@ -76,9 +80,8 @@ std::vector<Event> LocalGroup::meet(int index, const Event& reached) {
   std::unique_lock lock(mutex_);
   const uint64_t meeting = ++members_[index].meetings;
   members_[index].reached[meeting % 2] = reached;
-  const auto all_here = [&] { return std::ranges::all_of(members_, [&](const Member& m) { return m.meetings >= meeting; }); };
-  if (all_here()) condition_.notify_all();
-  else condition_.wait(lock, all_here);
+  if (all_at(meeting)) condition_.notify_all();
+  else condition_.wait(lock, [&] { return all_at(meeting); });
   std::vector<Event> all;
   for (const Member& m : members_) all.push_back(m.reached[meeting % 2]);
   return all;
@@ -180,10 +183,12 @@ std::shared_ptr<const DevicePoint> LocalCommunicator::run_on_gpu(const Collectiv
   Event reached;
   try {
     for (int r = 0; r < size(); ++r) meeting_->call_of(r).buffers_ready.order(stream);
-    const ProfileSpan span(group_.name, name(call.op), call.path, &stream);
-    if constexpr (kernels::kHasCuda)
-      if (const auto time = link_time(call); time.count() > 0) kernels::cuda::idle(stream, time);
-    exchange(call, gpu_lane_.get());
+    {
+      const ProfileSpan span(group_.name, name(call.op), call.path, &stream);
+      if constexpr (kernels::kHasCuda)
+        if (const auto time = link_time(call); time.count() > 0) kernels::cuda::idle(stream, time);
+      exchange(call, gpu_lane_.get());
+    }
     reached = gpu_lane_->record();
   } catch (...) {
     failure = std::current_exception();

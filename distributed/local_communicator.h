@@ -55,6 +55,8 @@ class LocalGroup {
     uint64_t gave_up = 0;  // the meeting for which it waited in vain
     bool left = false;
   };
+  bool all_at(uint64_t meeting) const;
+
   std::mutex mutex_;
   std::condition_variable condition_;
   std::vector<Member> members_;

@@ -188,6 +188,7 @@ void add_options(CLI::App& command, sheaf::bench::Options& bench) {
   command.add_flag("--quick", bench.quick, "few short samples of small cases: a smoke test");
   command.add_option("--json", bench.json, "file for the lines with all their samples");
   command.add_option("--markdown", bench.markdown, "file for the table, as Markdown");
+  command.add_option("--traces", bench.traces, "folder for the time line of one more step of each case of `step`");
   command.add_option("--device", bench.device, "cpu, cuda or auto; by default what SHEAF_DEVICE says");
 }
 

@@ -17,7 +17,7 @@
 
 namespace sheaf::kernels::cuda {
 
-// --- device memory: ranges that are closed while no kernel runs ---
+// --- device memory: ranges that are closed while no stream runs ---
 
 namespace {
 
@@ -54,16 +54,18 @@ class DeviceMemory {
     munmap(it->second.base, it->second.reserved);
     ranges_.erase(it);
   }
-  // From a huge page on, and of huge pages: there are few of them to open and to close.
+  // Huge pages, so that mprotect has few to change.
   DeviceRange reserve(size_t bytes) {
     const size_t more = bytes + kHugePage;
-    void* memory = mmap(nullptr, more, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, more, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
       fail<OutOfMemory>("[reserve] ", bytes, " bytes of addresses (emulated GPU)");
     char* const from = static_cast<char*>(memory);
-    char* const base = from + (kHugePage - reinterpret_cast<uintptr_t>(from) % kHugePage) % kHugePage;
+    char* const base =
+        from + (kHugePage - reinterpret_cast<uintptr_t>(from) % kHugePage) % kHugePage;
     if (base > from) munmap(from, static_cast<size_t>(base - from));
-    if (from + more > base + bytes) munmap(base + bytes, static_cast<size_t>(from + more - base - bytes));
+    munmap(base + bytes, static_cast<size_t>(from + more - base - bytes));  // at least a page
     madvise(base, bytes, MADV_HUGEPAGE);
     return {base, bytes, 0};
   }
@@ -175,7 +177,7 @@ void free(void* memory) {
   Streams::get().synchronize_all();
   device_memory().free(memory);
 }
-size_t map_granularity(int) { return 2 << 20; }  // an H200's
+size_t map_granularity(int) { return kHugePage; }  // an H200's, too
 DeviceRange reserve(int, size_t bytes) { return device_memory().reserve(bytes); }
 bool map(int, DeviceRange& range, size_t bytes) { return device_memory().map(range, bytes); }
 void release(DeviceRange& range) {

@@ -14,57 +14,56 @@
 namespace sheaf::kernels::cuda {
 namespace {
 
-/// For threads that never chose a device, too: CUDA's calls would make a context on device 0 for
-/// them, and an event there cannot be recorded on another's stream.
-class Point : public DevicePoint {
+/// An event of a stream's device, which is chosen before each call: for threads that never chose
+/// one CUDA's calls would make a context on device 0, and an event there cannot be recorded on
+/// another's stream.
+class OwnedEvent {
  public:
-  explicit Point(const Stream& stream) : device_(stream.device.index) {
+  OwnedEvent(const Stream& stream, EventHandle (*make)()) : device_(stream.device.index) {
     use_device(device_);
-    event_ = make_event();
-    cuda::record(event_, stream);
+    event_ = make();
   }
-  ~Point() override {
+  ~OwnedEvent() {
     try {
       destroy_event(event_);
     } catch (const CudaError&) {
     }  // reported where it happened: after a fault every call fails
   }
-  Point(const Point&) = delete;
-  Point& operator=(const Point&) = delete;
-  void sync() const override { use_device(device_), synchronize(event_); }
-  bool reached() const override { return use_device(device_), cuda::reached(event_); }
-  void order(const Stream& stream) const override { use_device(device_), wait(stream, event_); }
+  OwnedEvent(const OwnedEvent&) = delete;
+  OwnedEvent& operator=(const OwnedEvent&) = delete;
+  EventHandle get() const { return use_device(device_), event_; }
 
  private:
   const int device_;
   EventHandle event_ = nullptr;
 };
 
+class Point : public DevicePoint {
+ public:
+  explicit Point(const Stream& stream) : event_(stream, make_event) {
+    cuda::record(event_.get(), stream);
+  }
+  void sync() const override { synchronize(event_.get()); }
+  bool reached() const override { return cuda::reached(event_.get()); }
+  void order(const Stream& stream) const override { wait(stream, event_.get()); }
+
+ private:
+  const OwnedEvent event_;
+};
+
 class Time : public DeviceTime {
  public:
-  explicit Time(const Stream& stream) : device_(stream.device.index) {
-    use_device(device_);
-    event_ = make_timed_event();
-    cuda::record(event_, stream);
+  explicit Time(const Stream& stream) : event_(stream, make_timed_event) {
+    cuda::record(event_.get(), stream);
   }
-  ~Time() override {
-    try {
-      destroy_event(event_);
-    } catch (const CudaError&) {
-    }  // reported where it happened
-  }
-  Time(const Time&) = delete;
-  Time& operator=(const Time&) = delete;
   double since(const DeviceTime& earlier) const override {
-    const EventHandle begin = static_cast<const Time&>(earlier).event_;
-    use_device(device_);
-    synchronize(begin), synchronize(event_);
-    return seconds_between(begin, event_);
+    const EventHandle begin = static_cast<const Time&>(earlier).event_.get(), end = event_.get();
+    synchronize(begin), synchronize(end);
+    return seconds_between(begin, end);
   }
 
  private:
-  const int device_;
-  EventHandle event_ = nullptr;
+  const OwnedEvent event_;
 };
 
 class CudaGraph : public GpuGraph {

@@ -103,23 +103,20 @@ TEST(NcclCommunicator, CountsBytesAndHasNoSumsOfU16) {
   expect(refused, ExitCode::kConfig, {"[all_reduce] narrow: NCCL has no reductions of u16"});
 }
 
+// That they are there. When a stand-in's streams get to them says nothing.
 TEST(NcclCommunicator, AProfileHasItsCalls) {
   SHEAF_NEEDS_GPU();
   testing::ThreadNccl nccl;
   expect_well(run_job(nccl,
                       [](World& world) {
                         const Profile profile;
-                        const double begin = Profile::now();
                         const Tensor x = ones(world);
                         for (const char* path : {"a", "b"}) add(lane(world), x, path).sync();
-                        const double end = profile.settle();
                         std::string calls;
                         for (const Profile::Span& s : profile.spans()) {
                           if (s.row != "(data=2)/data/0/gather") continue;
                           calls += s.name + ' ' + s.module + "; ";
-                          EXPECT_GE(s.begin, begin - 1e-3);
                           EXPECT_GE(s.end, s.begin);
-                          EXPECT_LE(s.end, end + 1e-3);
                         }
                         EXPECT_EQ(calls, "all_reduce a; all_reduce b; ");
                       },

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <map>
+#include <optional>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -76,12 +77,12 @@ void expect_what_tapes_have(Device device, bool offload = false) {
       EXPECT_THAT(line, HasSubstr(" s: "));
       EXPECT_THAT(line, HasSubstr("%"));
       const Json trace = Json::parse(File::open<DataError>(file).read_all(), "trace");
-      std::map<int64_t, std::string> rows;
+      std::map<std::pair<int64_t, int64_t>, std::string> rows;  // of a rank and a number
       for (const Json& e : trace.at("traceEvents").as_array())
-        if (e.at("name").as_string() == "thread_name" && e.at("pid").as_int() == 0)
-          rows[e.at("tid").as_int()] = e.at("args").at("name").as_string();
-      EXPECT_EQ(rows.at(0), "compute");
-      EXPECT_EQ(rows.size() > 1, world > 1 || offload);
+        if (e.at("name").as_string() == "thread_name")
+          rows[{e.at("pid").as_int(), e.at("tid").as_int()}] = e.at("args").at("name").as_string();
+      EXPECT_EQ(rows.at({0, 0}), "compute");
+      EXPECT_EQ(static_cast<int>(rows.size()) > world, world > 1 || offload);
       for (int rank = 0; rank < world; ++rank) {
         const Ran expected = on_tape(tapes[static_cast<size_t>(rank)]);
         Ran seen;
@@ -96,7 +97,7 @@ void expect_what_tapes_have(Device device, bool offload = false) {
           const double begin = e.at("ts").as_double();
           EXPECT_GE(begin, 0);
           EXPECT_GE(e.at("dur").as_double(), 0);
-          if (const std::string& row = rows.at(e.at("tid").as_int()); row != "compute") {
+          if (const std::string& row = rows.at({rank, e.at("tid").as_int()}); row != "compute") {
             ++(row == "copies" || row == "leaving" ? seen.copies : seen.collectives)[name];
             continue;
           }
@@ -104,8 +105,9 @@ void expect_what_tapes_have(Device device, bool offload = false) {
           spans.push_back({name, begin, begin + e.at("dur").as_double()});
         }
         for (const auto& [name, count] : expected.ops) EXPECT_EQ(seen.ops[name], count) << name;
-        const int64_t results = compiled ? 3 * 4 : 0;  // what a program gives is copied behind its last op
-        EXPECT_EQ(peak + results, peaks[static_cast<size_t>(rank)]);
+        // What a program gives, some numbers, is copied behind its last op.
+        EXPECT_LE(peak, peaks[static_cast<size_t>(rank)]);
+        EXPECT_GE(peak, peaks[static_cast<size_t>(rank)] - (compiled ? 16 : 0));
         if (!compiled) continue;  // an eager step does more than it records
         EXPECT_EQ(seen.ops.size(), expected.ops.size());
         EXPECT_EQ(seen.copies, expected.copies);
@@ -132,28 +134,31 @@ TEST(StepProfile, OfAGpuIsInItsTimeAndNotTheHosts) {
   SHEAF_NEEDS_GPU();
   constexpr double kTravels = 0.1;
   constexpr int64_t kElements = 1 << 15;
-  double waits[2];
+  double gathers[2], waits[2];
   run_local(2, [&](World& w) {
     const Mesh mesh = w.mesh({{"data", 2}});
     const Tensor x = Tensor::empty({kF32, {kElements}, Layout(mesh.spec, {Placement::shard(0)})}, kGpu);
     const Profile profile;
-    const double begin = Profile::now();
     const Tensor y = redistribute(x, "data", Placement::replicate()) * 2.0f;
+    profile.settle();
     std::map<std::string, double> seconds;
-    double last = begin;
     for (const Profile::Span& s : profile.spans()) {
-      seconds[s.name] += s.end - s.begin;
-      if (s.row != Profile::kCompute) continue;
-      EXPECT_GE(s.end, last - 1e-4) << s.name;
-      EXPECT_GE(s.begin, begin - 1e-2) << s.name;
-      last = s.end;
+      EXPECT_GE(s.end, s.begin) << s.name;
+      if (s.name != "all_gather" || s.row != Profile::kCompute) seconds[s.name] += s.end - s.begin;
     }
-    EXPECT_GE(profile.settle() - begin, kTravels);
-    EXPECT_GE(seconds["all_gather"], 0.9 * kTravels);  // on its lane
-    waits[w.rank()] = seconds["waits"];
-    EXPECT_LT(seconds["mul_scalar"], 0.5 * kTravels);
+    gathers[w.rank()] = seconds["all_gather"], waits[w.rank()] = seconds["waits"];
   }, {.bytes_per_second = 4 * kElements / 2 / kTravels, .threads_per_rank = 1, .device = kGpu});
+  EXPECT_GE(std::min(gathers[0], gathers[1]), 0.9 * kTravels);
   EXPECT_GE(std::max(waits[0], waits[1]), 0.8 * kTravels);  // the emulated GPU may run a rank's lane while the other rank waits
+}
+
+// Of a rank that fails, a lane may end its call when the profile has gone.
+TEST(Profile, IsOutlivedByItsSpans) {
+  std::optional<Profile> profile(std::in_place);
+  std::optional<ProfileSpan> span(std::in_place, "lane", "gather", "n");
+  profile.reset();
+  span.reset();
+  EXPECT_TRUE(Profile().spans().empty());
 }
 
 TEST(StepProfile, WhatAnOpWaitedForIsNotItsOwn) {

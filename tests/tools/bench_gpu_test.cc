@@ -1,8 +1,11 @@
 // `sheaf bench --quick` on a GPU: every suite that has something to say about one measures, and
 // says what it measured. What the figures are is not for a test to say.
+#include <filesystem>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/needs_gpu.h"
 #include "sheaf/tests/tools/bench_run.h"
 #include "sheaf/tests/tools/sheaf_process.h"
@@ -17,8 +20,9 @@ using testing::Outcome;
 using testing::run_sheaf;
 using testing::work;
 
-BenchRun on_gpu(const std::string& suite, const std::string& filter) {
-  const BenchRun run = testing::run_bench(suite, filter, {"--device", "cuda", "--samples", "3"});
+BenchRun on_gpu(const std::string& suite, const std::string& filter, std::vector<std::string> more = {}) {
+  more.insert(more.end(), {"--device", "cuda", "--samples", "3"});
+  const BenchRun run = testing::run_bench(suite, filter, more);
   const Json& gpu = run.machine.at("gpu");
   EXPECT_FALSE(gpu.at("name").as_string().empty());
   EXPECT_GT(gpu.at("memory").as_double(), 0);
@@ -62,7 +66,8 @@ TEST(BenchOnGpu, Attention) {
 
 TEST(BenchOnGpu, Step) {
   SHEAF_NEEDS_GPU();
-  BenchRun run = on_gpu("step", "");
+  const ScratchFolder folder;
+  BenchRun run = on_gpu("step", "", {"--traces", folder / ""});
   ASSERT_EQ(run.lines.size(), 7u);
   for (const auto& [name, peer] : {std::pair{"gpt2-124m-bf16-4x1024-graph", "the step without a graph"},
                                    {"gpt2-124m-bf16-4x1024-program", "the eager step"}}) {
@@ -91,6 +96,7 @@ TEST(BenchOnGpu, Step) {
     EXPECT_NEAR(more.at("% of the roofline").as_double() / 100,
                 more.at("roofline s").as_double() / seconds, 1e-9);
     EXPECT_GT(more.at("attention TFLOP/s").as_double(), 0);
+    EXPECT_TRUE(std::filesystem::exists(folder / ("step_" + name + ".trace.json")));
   }
 }
 

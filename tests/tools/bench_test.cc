@@ -8,7 +8,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "sheaf/core/file.h"
 #include "sheaf/core/json.h"
+#include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/tools/bench_run.h"
 #include "sheaf/tests/tools/sheaf_process.h"
 #include "sheaf/tools/bench/roofline.h"
@@ -35,7 +37,9 @@ std::map<std::string, Json> bench(const std::string& suite, const std::string& f
 }
 
 TEST(Bench, Step) {
-  const auto lines = bench("step", "nanogpt", {"--samples", "5", "--threads", "1"});
+  const ScratchFolder folder;
+  const auto lines = bench("step", "nanogpt", {"--samples", "5", "--threads", "1", "--traces", folder / ""});
+  EXPECT_GT(File::open<DataError>(folder / "step_nanogpt-f32-12x64.trace.json").read_all().size(), 10'000u);
   ASSERT_EQ(lines.size(), 2u);
   EXPECT_EQ(lines.at("nanogpt-f32-12x64-program").at("peer").as_string(), "the eager step");
   const Json& line = lines.at("nanogpt-f32-12x64");
@@ -148,6 +152,7 @@ TEST(Bench, BadInput) {
   refused({"bench", "gemm", "--filter", "nothing-like-it"}, 64, "no line's name contains");
   refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
   refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");
+  refused({"bench", "step", "--traces", "/no/such/folder"}, 74, "/no/such/folder");
 }
 
 TEST(BenchFigures, RatesAndTimes) {

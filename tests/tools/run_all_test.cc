@@ -44,7 +44,7 @@ case $suite in
   slow) sleep 100 ;;
   breaks) echo 'sheaf: [cudaX] misaligned address' >&2; exit 70 ;;
 esac
-if [[ $suite == words ]]; then printf '%s\n' "${*:5}" >"$2"; exit; fi
+if [[ $suite == words || $suite == step ]]; then printf '%s\n' "${*:5}" >"$2"; exit; fi
 printf '%s\n' 'NVIDIA Test' '' "| $suite/first | 1 | UNSOUND: | " "| $suite/second | not available: no | " >"$2")";
 constexpr const char* kNoGpu =
     "echo 'sheaf: [device] SHEAF_DEVICE=cuda, but there is no GPU: nothing' >&2; exit 64";
@@ -271,7 +271,9 @@ TEST(RunAll, SuitesBringTheirTables) {
   EXPECT_THAT(bundle.report(), HasSubstr("### words\n\n--samples 9 --filter f32"));
   EXPECT_EQ(bundle.run("--benchmarks --suites 'gemm/first words/a' --samples 9"), 0);
   EXPECT_THAT(bundle.report(), HasSubstr("| gemm/first | measured | 2 | 1 | 1 | "));
-  EXPECT_THAT(bundle.report(), HasSubstr("### words/a\n\n--samples 9 --filter words/a"));
+  EXPECT_THAT(bundle.report(), HasSubstr("### words/a\n\n--samples 9 --filter words/a\n"));
+  EXPECT_EQ(bundle.run("--benchmarks --suites step/a"), 0);
+  EXPECT_THAT(bundle.report(), HasSubstr("### step/a\n\n--filter step/a --traces " + bundle / "logs\n"));
 }
 
 TEST(RunAll, TheSanitizerIsUsedWhereItIs) {

@@ -31,6 +31,7 @@ struct Options {
   bool quick = false;               ///< few short samples of small cases: does it work at all?
   std::string json;                 ///< file for the lines and their samples
   std::string markdown;             ///< file for the table, as Markdown
+  std::string traces;               ///< folder for the time line of one more step of each case of `step`
   std::string device;               ///< "cpu", "cuda" or "auto"; empty: as SHEAF_DEVICE says
   std::string program;              ///< path of `sheaf` itself, to start ranks with
 };

@@ -66,6 +66,8 @@ int bench_command(const Options& options) {
   for (const std::string& file : {options.json, options.markdown})
     if (!file.empty() && !path_exists(parent_of(file)))
       fail<IoError>("[bench] no folder for '", file, "'");
+  if (!options.traces.empty() && !path_exists(options.traces))
+    fail<IoError>("[bench] no folder '", options.traces, "'");
   RankContext& context = RankContext::current();
   if (options.threads > 0) context.threads = options.threads;
   use_device(device, context);

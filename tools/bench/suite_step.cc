@@ -6,6 +6,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/models/step_profile.h"
 #include "sheaf/tools/bench/attention_call.h"
 #include "sheaf/tools/bench/gpu_time.h"
 #include "sheaf/tools/bench/roofline.h"
@@ -47,6 +48,16 @@ void measure_turns(Session& session, const models::TrainConfig& config, const Se
   percent("MFU % of the data sheet with full attention", full, sheet);
 }
 
+// Where the time of a step goes: of one more, for it is a little slower.
+void trace(const Session& session, World& world, std::string_view name,
+           const Session::Sample& step) {
+  if (session.options().traces.empty()) return;
+  models::StepProfile profile(world);
+  step();
+  const std::string file = str(session.options().traces, "/step_", name, ".trace.json");
+  session.say(str("step/", name, ": ", profile.write(file), "; its time line is in ", file));
+}
+
 // A step takes too long for Google Benchmark's calibration, and steps are not alike: the first
 // allocates, the second knows the order of gathers.
 void measure_on_cpu(Session& session, std::string_view name, Line& line) {
@@ -66,6 +77,7 @@ void measure_on_cpu(Session& session, std::string_view name, Line& line) {
   };
   for (int warm = session.options().quick ? 2 : 4; warm > 0; --warm) one();
   measure_turns(session, config, one, peak, line);
+  trace(session, world, name, one);
 }
 
 std::string described(const Fitted& fitted) {
@@ -148,6 +160,7 @@ void measure_on_gpu(Session& session, std::string_view name, int64_t bytes, Line
         line.more.insert(line.more.end(), {{"GiB live", gib(stats.peak)},
                                            {"predicted", gib(fitted.planned_peak)},
                                            {"reserved", gib(stats.reserved)}});
+        trace(session, world, name, one);
         compare_with_roofline(session, config, step.num_parameters(), rates, line);
       },
       {.threads_per_rank = session.machine().threads, .device = session.device()});
