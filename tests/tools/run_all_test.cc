@@ -17,6 +17,7 @@ namespace sheaf {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -273,7 +274,7 @@ TEST(RunAll, SuitesBringTheirTables) {
   EXPECT_THAT(bundle.report(), HasSubstr("| gemm/first | measured | 2 | 1 | 1 | "));
   EXPECT_THAT(bundle.report(), HasSubstr("### words/a\n\n--samples 9 --filter words/a\n"));
   EXPECT_EQ(bundle.run("--benchmarks --suites step/a"), 0);
-  EXPECT_THAT(bundle.report(), HasSubstr("### step/a\n\n--filter step/a --traces " + bundle / "logs\n"));
+  EXPECT_THAT(bundle.report(), AllOf(HasSubstr("### step/a\n\n--filter step/a --traces /"), HasSubstr("/logs\n")));
 }
 
 TEST(RunAll, TheSanitizerIsUsedWhereItIs) {
