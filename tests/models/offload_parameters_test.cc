@@ -125,7 +125,6 @@ TEST_P(RandomOffload, ChangesNoBit) {
     const models::TrainConfig task = drawn_task(draw);
     way = drawn_way(task, draw);
     if (way.config.sharding.strategy == "replicate") way.config.sharding.strategy = "full_shard", way.config.sharding.replicas = 1;
-    way.config.output.trace_step = 0;  // on CPUs alone
     if (draw.one_in(3)) way.config.train.dtype = "bf16";
     way.config.train.offload_parameters = false;
     if (way.world <= 4) expected = train(way);

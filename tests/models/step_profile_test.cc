@@ -86,7 +86,6 @@ void expect_what_tapes_have(Device device, bool offload = false) {
       for (int rank = 0; rank < world; ++rank) {
         const Ran expected = on_tape(tapes[static_cast<size_t>(rank)]);
         Ran seen;
-        std::vector<Span> open;  // of the compute row, one inside the other
         std::vector<Span> spans;
         int64_t peak = 0;
         for (const Json& e : trace.at("traceEvents").as_array()) {
