@@ -60,8 +60,8 @@ Device default_device() { return default_device_.value_or(RankContext::current()
   op.execute(attrs, run);
 }
 
-Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,
-                     std::span<const OutputSpec> specs, bool add) {
+static Tensors execute_here(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs,
+                            bool add) {
   const Device device = detail::device_of(op, inputs, specs);
   bool views = false;
   const auto fresh = [](const Type& type, Device on, MemoryKind where) { return Tensor::empty(type, on, where); };
@@ -72,6 +72,7 @@ Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor>
   std::shared_ptr<Storage> workspace;
   if (op.workspace) {
     if (const int64_t bytes = op.workspace(attrs, run); bytes > 0) {
+      const MemoryUse use(HeldFor::temporaries, op.name, PathScope::current());
       workspace = Storage::allocate(device, bytes);
       run.workspace = {workspace->data(), static_cast<size_t>(bytes)};
     }
@@ -85,6 +86,14 @@ Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor>
     for (size_t i = 0; i < specs.size(); ++i)
       if (specs[i].into) outputs[i].storage()->changed();
   return outputs;
+}
+
+// Whoever keeps a ledger of the memory is told what it is taken for.
+Tensors execute_node(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<const OutputSpec> specs, bool add) {
+  if (!RankContext::current().memory_log) [[likely]] return execute_here(op, attrs, inputs, specs, add);
+  const Recording* r = Recording::current();
+  const MemoryUse use(r ? r->next_held_for(op) : op.held_for, op.name, PathScope::current());
+  return execute_here(op, attrs, inputs, specs, add);
 }
 
 Tensors apply_typed(const OpDef& op, const void* attrs, std::span<const Tensor> inputs,

@@ -224,6 +224,7 @@ struct OpDef {
   bool can_add;
   bool weights_later;  ///< its vjp calls weights()
   MemoryKind memory;  ///< where fresh outputs lie: see MemoryKind
+  HeldFor held_for;   ///< what the memory of fresh outputs is held for; other: as the phase is, see held_for() of a node
   uint64_t stores_wide;  ///< outputs that are stored in f32, if given f32 memory, where infer says bf16 or f16
   uint32_t attrs_size;
   uint64_t saved_inputs, saved_outputs;
@@ -289,6 +290,7 @@ constexpr OpDef make_op_def() {
   if constexpr (requires { Op::kCanAdd; }) d.can_add = Op::kCanAdd;
   if constexpr (requires { Op::kWeightsLater; }) d.weights_later = Op::kWeightsLater;
   if constexpr (requires { Op::kMemory; }) d.memory = Op::kMemory;
+  if constexpr (requires { Op::kHeldFor; }) d.held_for = Op::kHeldFor;
   if constexpr (requires { Op::kStoresWide; }) d.stores_wide = Op::kStoresWide;
   d.attrs_size = std::is_empty_v<Attrs> ? 0 : sizeof(Attrs);
   if constexpr (requires { Op::kSavedInputs; }) d.saved_inputs = Op::kSavedInputs;

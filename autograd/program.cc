@@ -17,6 +17,7 @@ struct Program::Block {
   std::shared_ptr<Storage> storage;
   Lifetime life;
   bool host = false;  // it lies in the host's memory, which a GPU uses
+  bool workspace = false;
   int64_t offset = 0;
 };
 
@@ -73,7 +74,7 @@ struct Program::Builder {
     if (views || !detail::runs_here(*n.op, run.inputs, specs)) return;
     if (n.op->workspace)
       if (const int64_t bytes = n.op->workspace(run.attrs, Execute(run.inputs, run.outputs)); bytes > 0)
-        run.workspace = add_block(id, device, bytes, MemoryKind::normal).get();
+        run.workspace = add_block(id, device, bytes, MemoryKind::normal, /*workspace=*/true).get();
     executed.push_back(id);
     program.instructions_.push_back(std::move(run));
   }
@@ -97,7 +98,7 @@ struct Program::Builder {
     return specs;
   }
 
-  std::shared_ptr<Storage> add_block(NodeId id, Device device, int64_t bytes, MemoryKind where) {
+  std::shared_ptr<Storage> add_block(NodeId id, Device device, int64_t bytes, MemoryKind where, bool workspace = false) {
     std::vector<Block>& blocks = program.blocks_;
     if (!blocks.empty() && !(blocks[0].storage->device() == device))
       fail<ConfigError>("[program] [", tape.op_name(tape.node(id)), "] ", path_label(PathScope::current()), " computes on ",
@@ -105,7 +106,7 @@ struct Program::Builder {
     auto storage = std::make_shared<Storage>(device, bytes);
     block_of.emplace(storage.get(), blocks.size());
     const bool host = where == MemoryKind::host;
-    blocks.push_back({storage, {id, id, bytes}, host});
+    blocks.push_back({storage, {id, id, bytes}, host, workspace});
     program.wire_ = program.wire_ || (where != MemoryKind::normal && !host);
     return storage;
   }
@@ -154,10 +155,28 @@ void Program::arrange_blocks() {
   }
 }
 
+// An arena is taken whole, and before a run: who has which part of it, and when, is noted at once.
+void Program::note_holders(MemoryLog& log) const {
+  std::vector<std::vector<const Block*>> first(tape_.num_nodes() + 1), last(tape_.num_nodes() + 1);
+  for (const Block& b : blocks_) first[b.life.first].push_back(&b), last[b.life.last].push_back(&b);
+  const auto pass_on = [&](const Block& b, bool back) {
+    const Node& n = tape_.node(b.life.first);
+    const MemoryUse use(b.workspace ? HeldFor::temporaries : held_for(*n.op, n.phase, n.flags), n.op->name, tape_.path(n));
+    const MemoryLog::HolderId holder = log.holder(), arena = (b.host ? host_arena_ : arena_)->holder_in(log);
+    log.pass_on(*RankContext::current().memory(b.storage->device(), b.host ? MemoryKind::host : MemoryKind::normal), b.life.bytes,
+                back ? holder : arena, back ? arena : holder);
+  };
+  for (NodeId id = 0; id <= tape_.num_nodes(); ++id) {
+    for (const Block* b : first[id]) pass_on(*b, /*back=*/false);
+    for (const Block* b : last[id]) pass_on(*b, /*back=*/true);
+  }
+}
+
 void Program::reserve() {
   if (arena_ || blocks_.empty()) return;
   const Device device = blocks_[0].storage->device();
   RankContext::current().memory(device)->give_back();  // what eager ops held may be memory of another kind
+  const MemoryUse use(HeldFor::idle, "program", "");
   arena_ = Storage::allocate(device, arena_bytes_, wire_ ? MemoryKind::wire : MemoryKind::normal);
   if (host_bytes_) host_arena_ = Storage::allocate(device, host_bytes_, MemoryKind::host);
   if (device.is_meta()) return;
@@ -166,6 +185,7 @@ void Program::reserve() {
 
 std::vector<Tensor> Program::run() {
   reserve();
+  if (const auto& log = RankContext::current().memory_log) note_holders(*log);
   for (const Instruction& i : instructions_) {
     const PathScope path(*i.path);
     Execute run(i.inputs, i.outputs);

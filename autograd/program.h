@@ -53,6 +53,7 @@ class Program {
   struct Builder;
 
   void arrange_blocks();
+  void note_holders(MemoryLog& log) const;
 
   Tape tape_;
   std::shared_ptr<Storage> host_arena_;  // of what a GPU has offloaded; else null

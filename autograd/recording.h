@@ -159,6 +159,10 @@ class Recording {
   void use_group(const LeafGroup* group);
   Phase phase() const { return phase_; }
   void flag_next(uint8_t flags) { next_flags_ |= flags; }
+  /// What the memory of the next op's outputs is held for.
+  HeldFor next_held_for(const OpDef& op) const {
+    return held_for(op, phase_, static_cast<uint8_t>(next_flags_ | (makes_again_ ? Node::kRecomputed : 0)));
+  }
   bool in_backward() const { return phase_ == Phase::backward; }
   bool in_recompute_scope() const { return in_region_; }
   /// Of the backward under way, of which no part before this one uses `group`.
@@ -280,6 +284,7 @@ class Recording {
   std::vector<std::pair<uint64_t, uint64_t>>& node_saves_;
   Phase phase_ = Phase::forward;
   uint8_t next_flags_ = 0;
+  bool makes_again_ = false;
   bool saving_ = true;
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
   std::vector<GroupState> groups_;                       // used since the last segment

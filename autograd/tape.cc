@@ -11,6 +11,12 @@ std::string_view name(Phase phase) {
   constexpr std::string_view kNames[] = {"forward", "backward", "update"};
   return kNames[static_cast<int>(phase)];
 }
+HeldFor held_for(const OpDef& op, Phase phase, uint8_t flags) {
+  if (op.held_for != HeldFor::other) return op.held_for;
+  if (phase == Phase::update) return HeldFor::temporaries;
+  return phase == Phase::forward || (flags & Node::kRecomputed) ? HeldFor::activations : HeldFor::activation_gradients;
+}
+
 std::string_view name(Lane lane) {
   constexpr std::string_view kNames[] = {"compute", "gather", "reduce", "copy"};
   return kNames[static_cast<int>(lane)];

@@ -36,6 +36,9 @@ struct Node {
 };
 static_assert(sizeof(Node) <= 128 && std::is_trivially_destructible_v<Node>);
 
+/// What the memory of a node's fresh outputs is held for: what its op says, else by its phase and flags.
+HeldFor held_for(const OpDef& op, Phase phase, uint8_t flags);
+
 struct Value {
   uint32_t type;            ///< into the tape's types
   NodeId producer;

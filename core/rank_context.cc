@@ -41,6 +41,12 @@ const std::shared_ptr<Allocator>& RankContext::memory(const Device& device, Memo
   return cpu;
 }
 
+std::vector<std::shared_ptr<Allocator>> RankContext::memories() const {
+  std::vector<std::shared_ptr<Allocator>> all{cpu, meta, meta_host};
+  if (gpu) all.insert(all.end(), {gpu->memory(), gpu->host_memory()});
+  return all;
+}
+
 Stream RankContext::stream(const Device& device) const {
   return device.is_cuda() ? gpu_of(device).compute() : Stream{device};
 }

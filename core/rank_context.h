@@ -15,6 +15,7 @@
 namespace sheaf {
 
 class Gpu;
+class MemoryLog;
 class ProfileLog;
 class MeshSpec;
 class MeshRuntime;
@@ -40,12 +41,15 @@ class RankContext {
   Device device = {};               ///< where this rank computes unless it is told otherwise
   std::atomic<ProfileLog*> profile = nullptr;  ///< what is done is noted there (profile.h); null: nowhere
   std::shared_ptr<ProfileLog> profile_log;     ///< the last one
+  std::shared_ptr<MemoryLog> memory_log;       ///< who takes memory is noted there (memory_ledger.h); null: nowhere
   Device meta_is = {};              ///< what meta stands for: workspaces there are those of this device's kernels
 
   /// The rank's GPU if it is `device`, else a ConfigError that says what there is.
   Gpu& gpu_of(const Device& device) const;
   /// What values on `device` are allocated from; those of a GPU that lie in the host's memory from another than the rest.
   const std::shared_ptr<Allocator>& memory(const Device& device, MemoryKind where = MemoryKind::normal) const;
+  /// All that there are.
+  std::vector<std::shared_ptr<Allocator>> memories() const;
   /// Where ops on `device` run: the stream of its GPU, or the calling thread.
   Stream stream(const Device& device) const;
 

@@ -14,6 +14,10 @@ std::shared_ptr<Storage> Storage::allocate(Device device, int64_t bytes, MemoryK
 Storage::Storage(Device device, int64_t bytes, MemoryKind where, std::shared_ptr<Allocator> allocator)
     : device_(device), where_(where), bytes_(bytes), allocator_(std::move(allocator)) {
   data_ = static_cast<char*>(allocator_->allocate(bytes, where));
+  if (const auto& log = RankContext::current().memory_log) [[unlikely]] {
+    log_ = log;
+    holder_ = log_->take(*allocator_, bytes_);
+  }
 }
 
 void Storage::release() {
@@ -22,7 +26,9 @@ void Storage::release() {
   }
   if (!allocator_) return;
   allocator_->free(data_, bytes_);
+  if (log_) [[unlikely]] log_->give_back(*allocator_, bytes_, holder_);
   allocator_ = nullptr;
+  log_ = nullptr;
   data_ = nullptr;
 }
 

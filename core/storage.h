@@ -7,6 +7,7 @@
 #include "sheaf/core/allocator.h"
 #include "sheaf/core/device.h"
 #include "sheaf/core/event.h"
+#include "sheaf/core/memory_ledger.h"
 
 namespace sheaf {
 
@@ -48,6 +49,8 @@ class Storage {
   /// Waits for the lane that fills it, if any.
   void settle();
 
+  /// Whom its memory was taken by, by that log.
+  MemoryLog::HolderId holder_in(const MemoryLog& log) const { return log_.get() == &log ? holder_ : MemoryLog::kNobody; }
   /// Counts changes in place by what has a value to change (a step, an assignment, store_into, add_into), so that a backward sees
   /// that what it saved is no longer there.
   uint64_t version() const { return version_; }
@@ -64,6 +67,8 @@ class Storage {
   uint64_t version_ = 0;
   char* data_ = nullptr;
   std::shared_ptr<Allocator> allocator_;  // null once released, or if the memory is somebody else's
+  std::shared_ptr<MemoryLog> log_;        // that knows of it; null: none
+  MemoryLog::HolderId holder_ = MemoryLog::kNobody;
   Event ready_;
   std::string why_discarded_;
 };

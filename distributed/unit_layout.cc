@@ -142,8 +142,10 @@ void Unit::allocate(Device device) {
   offloads_ = offload_ && kernels::is_for_gpu(device);
   for (FlatBuffer& b : buffers_) {
     const OutputSpec spec{buffer_type(b, b.dtype, resting(b)), {}, -1, 0};
-    const OpDef& resting = offloads_ ? UnitOps::resting_on_host() : UnitOps::resting();
-    b.shard = gathers() || secondary() ? apply_typed(resting, nullptr, {}, std::span(&spec, 1))[0] : full_of(spec.type, 0.0);
+    const OpDef& resting = offloads_                  ? UnitOps::resting_on_host()
+                           : gathers() || secondary() ? UnitOps::resting()
+                                                      : UnitOps::resting_alone();
+    b.shard = apply_typed(resting, nullptr, {}, std::span(&spec, 1))[0];
   }
   allocated_ = true;
 }

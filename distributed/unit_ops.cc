@@ -62,25 +62,27 @@ template <MemoryKind kind>
 struct Resting {
   static constexpr const char* kName = "resting";
   static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = HeldFor::masters;
   static constexpr MemoryKind kMemory = kind;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), fill, c.output(0), 0.0); }
 };
 
-template <MemoryKind kind>
+template <MemoryKind kind, HeldFor held_for>
 struct Cast {
   static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = held_for;
   static constexpr MemoryKind kMemory = kind;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0)); }
 };
-struct CastShard : Cast<MemoryKind::wire> {
+struct CastShard : Cast<MemoryKind::wire, HeldFor::gathered> {
   static constexpr const char* kName = "cast_shard";
 };
-struct CastGradient : Cast<MemoryKind::wire> {
+struct CastGradient : Cast<MemoryKind::wire, HeldFor::whole_gradients> {
   static constexpr const char* kName = "cast_gradient";
 };
-struct CastReduced : Cast<MemoryKind::normal> {
+struct CastReduced : Cast<MemoryKind::normal, HeldFor::gradients> {
   static constexpr const char* kName = "cast_reduced";
 };
 
@@ -89,6 +91,7 @@ template <MemoryKind kind>
 struct OnloadShard {
   static constexpr const char* kName = "onload_shard";
   static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = HeldFor::gathered;
   static constexpr MemoryKind kMemory = kind;
   static constexpr Lane kLane = Lane::copy;
   using Attrs = NoAttrs;
@@ -101,6 +104,7 @@ struct OnloadShard {
 struct OffloadGradient {
   static constexpr const char* kName = "offload_gradient";
   static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = HeldFor::gradients;
   static constexpr MemoryKind kMemory = MemoryKind::host;
   static constexpr Lane kLane = Lane::copy;
   using Attrs = NoAttrs;
@@ -114,6 +118,7 @@ template <MemoryKind kind>
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr HeldFor kHeldFor = HeldFor::gathered;
   static constexpr MemoryKind kMemory = kind;
   static constexpr Lane kLane = Lane::gather;
   using Attrs = UnitOps::Attrs;
@@ -146,6 +151,7 @@ struct Discard {
 struct SlotMemory {
   static constexpr const char* kName = "slot_memory";
   static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = HeldFor::whole_gradients;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) { c.stream(); }
   static void work(const Attrs&, WorkOf& w) { w.work.bytes = 0; }
@@ -155,6 +161,7 @@ template <MemoryKind kind>
 struct GradSlots {
   static constexpr const char* kName = "grad_slots";
   static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = kind == MemoryKind::host_wire ? HeldFor::gradients : HeldFor::whole_gradients;
   static constexpr MemoryKind kMemory = kind;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {  // padding between and after the slots is sent too: zero it
@@ -190,6 +197,7 @@ struct Zero {
 struct ReduceScatter {
   static constexpr const char* kName = "reduce_scatter";
   static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr HeldFor kHeldFor = HeldFor::gradients;
   static constexpr Lane kLane = Lane::reduce;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
@@ -225,6 +233,7 @@ struct Complete {
 }  // namespace
 
 const OpDef& UnitOps::resting() { return op_def<Resting<MemoryKind::wire>>(); }
+const OpDef& UnitOps::resting_alone() { return op_def<Resting<MemoryKind::normal>>(); }
 const OpDef& UnitOps::resting_on_host() { return op_def<Resting<MemoryKind::host>>(); }
 const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
 const OpDef& UnitOps::onload_shard() { return op_def<OnloadShard<MemoryKind::wire>>(); }

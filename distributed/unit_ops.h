@@ -11,6 +11,7 @@ struct UnitOps {
     int32_t buffers;  ///< inputs that are buffers; the outputs begin with as many
   };
   static const OpDef& resting();         ///< → a shard at rest, in wire memory, filled with zeros
+  static const OpDef& resting_alone();   ///< the same in memory that nobody gathers from
   static const OpDef& resting_on_host();  ///< the same in the host's memory, for a GPU
   static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
   static const OpDef& onload_shard();    ///< a shard in the host's memory → the same in the GPU's, in whatever dtype, by the lane of copies

@@ -46,7 +46,7 @@ TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, i
     int64_t most = 0;
     for (const TrainConfig& c : {eager, program})
       for (const int rank : ranks_that_hold_most(c, world))
-        most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak_bytes);
+        most = std::max(most, plan_step(c, vocab, rank, world, threads, comm, device).peak.bytes);
     return most;
   };
   int64_t fits = config.model.layers, too_few = kNoRecompute - 1;
@@ -74,20 +74,21 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
              const std::function<void(Plan&)>& look) {
   World simulated = distributed::simulated_world(who.rank, who.world, {.threads = who.threads, .comm = who.comm,
                                                                        .hosts = RankContext::current().hosts, .device = who.device});
-  Allocator &memory = *RankContext::current().meta, &host = *RankContext::current().meta_host;
+  const Allocator &memory = *RankContext::current().meta, &host = *RankContext::current().meta_host;
+  MemoryLedger ledger;
   TrainingStep step(config, vocab, simulated, Device::meta(), {.stand_in = stand_in});
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
   Plan plan;
   // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
   const int64_t settled = config.train.compile ? 3 : 1;
   for (int64_t s = 0; s < settled; ++s) step.run(s, nothing);
-  memory.reset_peak(), host.reset_peak();
+  ledger.reset_peak();
   RecordedStep recorded;
   step.run(settled, nothing, &recorded);
   plan.tape = std::move(recorded.tape);
   plan.turns = std::move(recorded.turns);
-  plan.peak_bytes = memory.stats().peak;
-  plan.host_bytes = host.stats().peak;
+  plan.peak = ledger.peak(memory);
+  plan.host_peak = ledger.peak(host);
   plan.parameters = step.num_parameters();
   plan.trained = step.num_trained();
   plan.micro_batch_bytes = step.inputs().bytes_of_micro_batch(0);
@@ -118,7 +119,7 @@ std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int wo
                                 const std::string& comm, Device device) {
   std::vector<int64_t> peaks;
   for (int rank = 0; rank < world; ++rank)
-    peaks.push_back(plan_step(config, vocab, rank, world, threads, comm, device).peak_bytes);
+    peaks.push_back(plan_step(config, vocab, rank, world, threads, comm, device).peak.bytes);
   return peaks;
 }
 
@@ -128,20 +129,23 @@ void check_memory(const TrainConfig& config, int64_t vocab, const World& world) 
   const OptimizationConfig& t = config.train;
   if (on_gpu && !t.offload_optimizer && !t.offload_activations && !t.offload_parameters) return;
   int64_t peak = 0;  // of all ranks: the message is the same on all of them
+  std::string held_for;
   const bool copies = t.save_async;  // of what rank 0 has, who saves all of it
   for (const int rank : ranks_that_hold_most(config, world.size())) {
     const Plan plan = plan_step(config, vocab, rank, world.size(), num_threads(), on_gpu ? "nccl" : std::string(world.kind()), world.device());
-    peak = std::max(peak, (on_gpu ? plan.host_bytes : plan.peak_bytes) + (copies ? plan.state_bytes : 0));
+    const MemoryLedger::Peak& of_plan = on_gpu ? plan.host_peak : plan.peak;
+    const int64_t bytes = of_plan.bytes + (copies ? plan.state_bytes : 0);
+    if (bytes > peak) peak = bytes, held_for = to_words(of_plan);
   }
   if (peak <= limit / world.local_size()) return;
   if (on_gpu)
-    fail<OutOfMemory>("[train] what is offloaded", copies ? ", with the copy that is saved," : "", " is ", peak, " bytes a rank, and ",
-                      world.local_size(), " run on this host, which may use ", limit, " bytes: take more hosts, or less of ",
+    fail<OutOfMemory>("[train] what is offloaded", copies ? ", with the copy that is saved," : "", " is ", peak, " bytes a rank (",
+                      held_for, "), and ", world.local_size(), " run on this host, which may use ", limit, " bytes: take more hosts, or less of ",
                       "train.offload_optimizer, train.offload_activations and train.offload_parameters");
-  fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", copies ? ", the copy that is saved included" : "",
-                    ", and ", world.local_size(), " run on this host, which may use ", limit, " bytes, swap included: take a smaller ",
-                    "train.batch, more train.micro_batches, train.recompute block, more hosts or a smaller model (`sheaf tape` prints ",
-                    "the peak)");
+  fail<OutOfMemory>("[train] a step's peak is ", peak, " bytes a rank", copies ? ", the copy that is saved included" : "", " (", held_for,
+                    "), and ", world.local_size(), " run on this host, which may use ", limit,
+                    " bytes, swap included: take a smaller train.batch, more train.micro_batches, train.recompute block, more hosts or a ",
+                    "smaller model (`sheaf tape` prints the peak)");
 }
 
 }  // namespace sheaf::models

@@ -8,6 +8,7 @@
 
 #include "sheaf/autograd/tape.h"
 #include "sheaf/core/device.h"
+#include "sheaf/core/memory_ledger.h"
 #include "sheaf/distributed/machine.h"
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/train_config.h"
@@ -18,8 +19,8 @@ namespace sheaf::models {
 struct Plan {
   Tape tape;               ///< of a step in which prefetch knows the order (the second and later); with train.compile, of the
                            ///< program
-  int64_t peak_bytes = 0;  ///< requested from the allocator at the peak of such a step, on this rank
-  int64_t host_bytes = 0;  ///< of the host's memory that a GPU uses beside its own at the peak (train.offload_...)
+  MemoryLedger::Peak peak;  ///< requested from the allocator at the peak of such a step, on this rank
+  MemoryLedger::Peak host_peak;  ///< of the host's memory that a GPU uses beside its own (train.offload_...)
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t trained = 0;     ///< of them those that are not frozen
   int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
@@ -47,7 +48,7 @@ void set_fitted(TrainConfig& config, int64_t blocks);
 /// without a budget, OutOfMemory if all blocks are too few.
 TrainConfig fit_recompute(const TrainConfig& config, int64_t vocab, int world, int threads, const std::string& comm,
                           Device device = {});
-/// plan_step().peak_bytes of every rank.
+/// plan_step().peak.bytes of every rank.
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,
                                 const std::string& comm, Device device = {});
 

@@ -70,6 +70,7 @@ StepInputs::Block StepInputs::make(Device device) const {
     offsets.push_back(bytes);
     bytes += aligned_bytes(type);
   }
+  const MemoryUse use(HeldFor::inputs, "", "");
   block.bytes = Tensor::empty({kU8, {bytes}, {}}, device);
   for (size_t i = 0; i < parts.size(); ++i)
     *parts[i].first = Tensor::view_into(block.bytes, parts[i].second, offsets[i]);

@@ -274,9 +274,9 @@ Planned plan_ranks(const TrainConfig& config, int64_t vocab, int world, const Ma
         if (config.train.cuda_graph) all.times[i].issue_seconds = 0;  // a captured step is one launch
       }
       // Later stages hold fewer micro-batches.
-      all.peak_bytes = std::max(all.peak_bytes, plan.peak_bytes + plan.micro_batch_bytes * (config.train.micro_batches -
+      all.peak_bytes = std::max(all.peak_bytes, plan.peak.bytes + plan.micro_batch_bytes * (config.train.micro_batches -
                                                                                             in_place.config.train.micro_batches));
-      all.host_bytes = std::max(all.host_bytes, plan.host_bytes);
+      all.host_bytes = std::max(all.host_bytes, plan.host_peak.bytes);
     }
   }
   return all;

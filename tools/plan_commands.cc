@@ -94,10 +94,11 @@ int tape_command(const TapeArguments& arguments) {
     say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
         str("\nparameters ", plan.parameters, plan.trained < plan.parameters ? str(", of them trained ", plan.trained) : "",
             ", ranks ", arguments.world, ", rank ", arguments.rank,
-            gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak_bytes, " bytes (",
-            mebibytes(plan.peak_bytes), ")",
-            plan.host_bytes ? str(", and of the host's memory ", plan.host_bytes, " bytes (", mebibytes(plan.host_bytes), ")") : "",
-            gpu ? kOfAGpu : ""));
+            gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak.bytes, " bytes (",
+            mebibytes(plan.peak.bytes), ")",
+            plan.host_peak.bytes ? str(", and of the host's memory ", plan.host_peak.bytes, " bytes (", mebibytes(plan.host_peak.bytes), ")") : "",
+            gpu ? kOfAGpu : "", "\n\nat the peak\n", to_text(plan.peak),
+            plan.host_peak.bytes ? "\nof the host's memory, at its own peak\n" + to_text(plan.host_peak) : ""));
   else
     fail<ConfigError>("[tape] unknown format '", arguments.format, "'; known: text, json, dot");
   return 0;

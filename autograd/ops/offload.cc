@@ -21,6 +21,7 @@ struct Move {
   static constexpr const char* kName = kind == MemoryKind::host ? "offload" : "onload";
   static constexpr Lane kLane = Lane::copy;
   static constexpr MemoryKind kMemory = kind;
+  static constexpr HeldFor kHeldFor = HeldFor::activations;
   using Attrs = NoAttrs;
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs&, Place& p) { p.rule({p.in(0)}, {p.in(0)}); }

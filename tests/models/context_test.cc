@@ -255,9 +255,9 @@ TEST(Context, ARankHoldsItsTokens) {
   c.model.layers = 8;
   c.model.context = 900;
   c.sharding.strategy = "replicate";
-  const int64_t whole = models::plan_step(c, 13, 0, 1, 1, "local").peak_bytes;
+  const int64_t whole = models::plan_step(c, 13, 0, 1, 1, "local").peak.bytes;
   c.sharding.context = 3;
-  EXPECT_LT(models::plan_step(c, 13, 0, 3, 1, "local").peak_bytes, whole / 2);
+  EXPECT_LT(models::plan_step(c, 13, 0, 3, 1, "local").peak.bytes, whole / 2);
 }
 
 TEST(Context, EvaluatesAndGeneratesAsOneRankDoes) {

@@ -164,9 +164,9 @@ TEST(Experts, ARankHoldsItsExperts) {
   models::TrainConfig c = experts(1, "replicate");
   c.model.experts = 8;
   c.model.expert_hidden = 2000;
-  const int64_t whole = models::plan_step(c, 13, 0, 4, 1, "local").peak_bytes;
+  const int64_t whole = models::plan_step(c, 13, 0, 4, 1, "local").peak.bytes;
   c.sharding.experts = 4;
-  EXPECT_LT(models::plan_step(c, 13, 0, 4, 1, "local").peak_bytes, whole / 2);
+  EXPECT_LT(models::plan_step(c, 13, 0, 4, 1, "local").peak.bytes, whole / 2);
 }
 
 TEST(Experts, ParametersAreCutOverWhatIsThere) {

@@ -177,7 +177,7 @@ TEST(GatheredContext, WhatIsGatheredIsNotKept) {
     const auto of_a_layer = [&](int64_t ranks) {
       const auto peak = [&](int64_t layers) {
         c.model.layers = layers, c.sharding.context = ranks;
-        return models::plan_step(c, 13, 0, static_cast<int>(ranks), 1, "local").peak_bytes;
+        return models::plan_step(c, 13, 0, static_cast<int>(ranks), 1, "local").peak.bytes;
       };
       return peak(9) - peak(8);
     };

@@ -27,10 +27,10 @@ TEST(MemoryBudget, KeepsWhatFits) {
   int64_t last = gathers;
   bool some = false;
   for (int part = 0; part <= 8; ++part) {
-    const int64_t budget = none.peak_bytes + (all.peak_bytes - none.peak_bytes) * part / 8;
+    const int64_t budget = none.peak.bytes + (all.peak.bytes - none.peak.bytes) * part / 8;
     const models::Plan kept = plan(budget);
     const int64_t count = traffic(kept.tape)["all_gather data"].count;
-    EXPECT_LE(kept.peak_bytes, budget + 64);  // what a step returns
+    EXPECT_LE(kept.peak.bytes, budget + 64);  // what a step returns
     EXPECT_LE(count, last);
     some = some || (count < gathers && count > 3);
     last = count;
@@ -66,7 +66,7 @@ models::TrainConfig fitted(models::TrainConfig config, int64_t budget) {
 }
 
 int64_t peak_of(const models::TrainConfig& config, int rank = 0) {
-  return models::plan_step(config, 13, rank, 2, 1, "local").peak_bytes;
+  return models::plan_step(config, 13, rank, 2, 1, "local").peak.bytes;
 }
 
 /// Whole blocks, the others selectively.
@@ -148,7 +148,7 @@ TEST(MemoryBudget, ServesBoth) {
   models::TrainConfig plain = both;
   plain.sharding.memory_budget = 0;
   const models::Plan kept = models::plan_step(both, 13, 0, 2, 1, "local"), gathered = models::plan_step(plain, 13, 0, 2, 1, "local");
-  EXPECT_LE(kept.peak_bytes, budget);
+  EXPECT_LE(kept.peak.bytes, budget);
   EXPECT_LT(traffic(kept.tape)["all_gather data"].count, traffic(gathered.tape)["all_gather data"].count);
   expect_same_bits(train_tiny(both, 2, 5), train_tiny(deep_config(), 2, 5));
 }

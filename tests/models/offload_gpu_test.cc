@@ -100,7 +100,7 @@ TEST(OffloadedOptimizer, TheTapeSaysSo) {
 TEST(OffloadedOptimizer, IsNothingOnACpu) {
   models::TrainConfig c = tiny_config();
   expect_same_bits(train_tiny(with_offload(c), 2, kSteps), train_tiny(c, 2, kSteps));
-  const auto peak = [](const models::TrainConfig& of) { return models::plan_step(of, of.model.vocab, 0, 2, 1, "shm").peak_bytes; };
+  const auto peak = [](const models::TrainConfig& of) { return models::plan_step(of, of.model.vocab, 0, 2, 1, "shm").peak.bytes; };
   EXPECT_EQ(peak(with_offload(c)), peak(c));
 }
 

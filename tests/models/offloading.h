@@ -51,7 +51,7 @@ inline std::vector<Peak> planned(const models::TrainConfig& config, int world) {
   std::vector<Peak> peaks;
   for (int rank = 0; rank < world; ++rank) {
     const models::Plan plan = models::plan_step(config, config.model.vocab, rank, world, 1, "local", kGpu);
-    peaks.push_back({plan.peak_bytes, plan.host_bytes});
+    peaks.push_back({plan.peak.bytes, plan.host_peak.bytes});
   }
   return peaks;
 }

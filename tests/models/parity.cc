@@ -302,21 +302,23 @@ void expect_stages_of_one_rank(models::TrainConfig config, int64_t stages) {
 
 void expect_planned_tapes(const models::TrainConfig& config, int world, const std::function<void(World&, const Tape&)>& inspect) {
   std::vector<Tape> tapes(static_cast<size_t>(world));
-  std::vector<int64_t> peaks(tapes.size());
   run_local(world, [&](World& w) {
+    MemoryLedger ledger;
     models::TrainingStep step(config, config.model.vocab, w, Device::cpu(), tiny_options(config));
     Allocator& memory = *RankContext::current().memory(Device::cpu());
     models::RecordedStep recorded;
     const int last = config.train.compile ? 3 : 2;
     for (int s = 0; s <= last; ++s) {
-      memory.reset_peak();
+      memory.reset_peak(), ledger.reset_peak();
       step.run(s, tiny_data(config), s == last ? &recorded : nullptr);
     }
-    peaks[static_cast<size_t>(w.rank())] = memory.stats().peak;
+    const models::Plan plan = models::plan_step(config, config.model.vocab, w.rank(), world, 1, "local");
+    EXPECT_EQ(memory.stats().peak, plan.peak.bytes) << "rank " << w.rank();
+    EXPECT_EQ(to_text(ledger.peak(memory)), to_text(plan.peak)) << "rank " << w.rank();
+    EXPECT_EQ(ledger.peak(memory), plan.peak) << "rank " << w.rank();
     tapes[static_cast<size_t>(w.rank())] = recorded.tape;
     if (inspect) inspect(w, recorded.tape);
   }, {.threads_per_rank = 1});
-  EXPECT_EQ(peaks, models::plan_peaks(config, config.model.vocab, world, 1, "local"));
   std::vector<const Tape*> ranks;
   for (const Tape& t : tapes) {
     ranks.push_back(&t);

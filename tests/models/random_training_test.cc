@@ -224,7 +224,7 @@ void fit(Way& way, Draw& draw) {
   int64_t peaks[2];
   for (const bool block : {false, true}) {
     c.train.recompute = block ? "block" : "none";
-    peaks[block] = models::plan_step(c, c.model.vocab, way.world - 1, way.world, way.threads, "local").peak_bytes;
+    peaks[block] = models::plan_step(c, c.model.vocab, way.world - 1, way.world, way.threads, "local").peak.bytes;
   }
   c.train.recompute = "fit";
   c.sharding.memory_budget = peaks[1] + (peaks[0] - peaks[1]) * draw.below(5) / 4;

@@ -132,11 +132,11 @@ TEST(Secondary, TakesLessMemory) {
   models::TrainConfig c = replicas(8, "full_shard", false);
   c.model.width = 128;
   c.model.layers = 12;
-  const int64_t whole = models::plan_step(c, 13, 0, 8, 1, "local").peak_bytes;
+  const int64_t whole = models::plan_step(c, 13, 0, 8, 1, "local").peak.bytes;
   c.sharding.secondary = true;
   const models::Plan plan = models::plan_step(c, 13, 0, 8, 1, "local");
   // Masters, two moments and the gradient are an eighth, and there is the copy.
-  EXPECT_NEAR(static_cast<double>(whole - plan.peak_bytes), static_cast<double>(plan.parameters) * 4 * (4 * 7.0 / 8 - 1),
+  EXPECT_NEAR(static_cast<double>(whole - plan.peak.bytes), static_cast<double>(plan.parameters) * 4 * (4 * 7.0 / 8 - 1),
               0.1 * static_cast<double>(whole));
 }
 

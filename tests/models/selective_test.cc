@@ -81,7 +81,7 @@ TEST(Selective, KeepsAThirdLessThanItWould) {
   const auto growth = [&](models::TrainConfig config) {
     const auto peak = [&](int64_t layers) {
       config.model.layers = layers;
-      return models::plan_step(config, 13, 0, 1, 1, "shm").peak_bytes;
+      return models::plan_step(config, 13, 0, 1, 1, "shm").peak.bytes;
     };
     return peak(12) - peak(6);
   };
@@ -100,7 +100,7 @@ TEST(WholeBlocks, KeepOneResidualStream) {
       c.train.batch = batch;
       const auto peak = [&](int64_t layers) {
         c.model.layers = layers;
-        return models::plan_step(c, 13, 0, 1, 1, "shm").peak_bytes;
+        return models::plan_step(c, 13, 0, 1, 1, "shm").peak.bytes;
       };
       return peak(12) - peak(6);
     };

@@ -338,9 +338,9 @@ TEST(Tensor, ARankHoldsItsShareOfABlock) {
   c.model.mlp_width = 384;
   c.model.layers = 8;
   c.sharding.strategy = "replicate";
-  const int64_t whole = models::plan_step(c, 13, 0, 1, 1, "local").peak_bytes;
+  const int64_t whole = models::plan_step(c, 13, 0, 1, 1, "local").peak.bytes;
   c.sharding.tensor = 3;
-  EXPECT_LT(models::plan_step(c, 13, 0, 3, 1, "local").peak_bytes, whole / 2);
+  EXPECT_LT(models::plan_step(c, 13, 0, 3, 1, "local").peak.bytes, whole / 2);
 }
 
 TEST(Tensor, CheckpointsMoveBetweenMeshes) {

@@ -206,7 +206,7 @@ TEST_F(Ways, AreSortedFitAndAreWhatTheirOptionsSay) {
     EXPECT_EQ(models::time_step(way.config, kVocab, 8, machine).seconds, way.time.seconds) << way.options;
     int64_t peak = 0;
     for (const int rank : models::ranks_that_hold_most(way.config, 8))
-      peak = std::max(peak, models::plan_step(way.config, kVocab, rank, 8, 1, "nccl", Device::cuda()).peak_bytes);
+      peak = std::max(peak, models::plan_step(way.config, kVocab, rank, 8, 1, "nccl", Device::cuda()).peak.bytes);
     EXPECT_EQ(way.time.peak_bytes, peak) << way.options;
   }
   // By one thread it is the same search.

@@ -94,7 +94,7 @@ Fitted fit_to_gpu(models::TrainConfig config, int64_t bytes) {
     models::TrainConfig c = config;
     c.train.batch = std::min(batch, 2 * sequences);
     c.train.micro_batches = c.train.batch / sequences;
-    return models::plan_step(c, c.model.vocab, 0, 1, 1, "local", Device::cuda()).peak_bytes;
+    return models::plan_step(c, c.model.vocab, 0, 1, 1, "local", Device::cuda()).peak.bytes;
   };
   int64_t sequences = std::min(batch, std::max<int64_t>(1, kMostTokens / config.model.context)),
           planned;
