@@ -24,6 +24,19 @@ int64_t GatherSchedule::budget() const {
   return largest;
 }
 
+// What units that are no larger have half of all bytes of.
+int64_t GatherSchedule::usual_bytes() const {
+  std::vector<int64_t> sizes;
+  int64_t all = 0;
+  for (const Unit* u : units_)
+    if (!u->name().empty()) all += sizes.emplace_back(u->gathered_bytes());
+  std::ranges::sort(sizes);
+  int64_t smaller = 0;
+  for (const int64_t size : sizes)
+    if ((smaller += size) * 2 >= all) return size;
+  return 0;
+}
+
 // A pass is one forward and the backward that follows it: it ends where the next outermost scope begins.
 void GatherSchedule::begin_pass() {
   if (Recording* r = Recording::current(); r && r->in_backward()) return;
@@ -67,19 +80,19 @@ void GatherSchedule::close_with_scope(Unit& unit) {
   else scopes_.back().push_back(&unit);
 }
 
-void GatherSchedule::discard_pending(const Unit* except) {
+void GatherSchedule::discard_pending(const Unit* except, std::span<Unit* const> next) {
   for (auto it = units_.rbegin(); it != units_.rend(); ++it)
-    if (*it != except && (*it)->state_ == Unit::State::pending) (*it)->discard_gathered();
+    if ((*it)->state_ == Unit::State::pending && *it != except && std::ranges::find(next, *it) == next.end()) (*it)->discard_gathered();
 }
 
 void GatherSchedule::use(Unit& unit) {
   using State = Unit::State;
-  if (unit.state_ == State::pending) unit.state_ = State::open;  // the pair of discard and gather vanishes
-  if (unit.state_ == State::open) {  // for another micro-batch, it may be
+  const bool pending = unit.state_ == State::pending;  // the pair of discard and gather vanishes
+  if (pending || unit.state_ == State::open) {         // for another micro-batch, it may be
+    unit.state_ = State::open;
     if (Recording* r = Recording::current(); r && r->serial() == unit.recording_) r->use_group(&unit);
-    return;
-  }
-  if (unit.state_ == State::in_flight && !in_flight_.empty() && in_flight_.front() == &unit) {
+    if (!pending) return;
+  } else if (unit.state_ == State::in_flight && !in_flight_.empty() && in_flight_.front() == &unit) {
     in_flight_.pop_front();
   } else if (!in_flight_.empty() && !unit.kept()) {
     for (Unit* wrong : in_flight_) {
@@ -89,38 +102,49 @@ void GatherSchedule::use(Unit& unit) {
     in_flight_.clear();
     following_ = false;
   }
-  discard_pending(&unit);
-  if (unit.kept()) unit.reopen();
-  if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
-  unit.take_back_lent();
-  unit.state_ = State::open;
-  if (Recording* r = Recording::current()) r->use_group(&unit);
   const std::vector<Unit*>& order = foreseen();
   following_ = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
   current_.push_back(&unit);
+  const std::vector<Unit*> next = comes_next();
+  if (!pending) {
+    discard_pending(&unit, next);
+    if (unit.kept()) unit.reopen();
+    if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
+    unit.take_back_lent();
+    unit.state_ = State::open;
+    if (Recording* r = Recording::current()) r->use_group(&unit);
+  } else if (following_) {
+    discard_pending(&unit, next);
+  }
   if (!following_) return;
-  prefetch();
+  prefetch(next);
   prefetch_copies();
 }
 
-void GatherSchedule::prefetch() {
+// Units that are used next, in that order, and may be gathered already. What is pending is not discarded to be gathered again.
+std::vector<Unit*> GatherSchedule::comes_next() const {
+  std::vector<Unit*> next;
+  if (!following_) return next;
   const std::vector<Unit*>& order = foreseen();
+  const int64_t most = budget(), several = budget_ >= 0 ? most : usual_bytes();
   int64_t ahead = 0;
-  for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
-  size_t under_way = 0;  // they come next, in their order, but for what needs no gather
   for (size_t i = current_.size(); i < order.size(); ++i) {
-    Unit* next = order[i];
-    if (under_way < in_flight_.size() && in_flight_[under_way] == next) {
-      ++under_way;
-      continue;
-    }
-    if (next->kept()) continue;
-    if (next->copied_bytes() > 0 && !next->has_copies()) return;  // it would have to wait for them
-    if (next->state_ != Unit::State::closed || ahead + next->gathered_bytes() > budget()) return;
-    next->issue_gather(/*prefetched=*/true);
-    in_flight_.push_back(next);
-    ++under_way;
-    ahead += next->gathered_bytes();
+    Unit* unit = order[i];
+    if (unit->state_ == Unit::State::open || unit->kept() || std::ranges::find(next, unit) != next.end()) continue;
+    const int64_t bytes = unit->gathered_bytes();
+    if (ahead + bytes > (ahead == 0 ? most : several)) break;
+    next.push_back(unit);
+    ahead += bytes;
+  }
+  return next;
+}
+
+void GatherSchedule::prefetch(std::span<Unit* const> next) {
+  for (Unit* unit : next) {
+    if (unit->state_ != Unit::State::closed) continue;
+    if (unit->copied_bytes() > 0 && !unit->has_copies()) return;  // it would have to wait for them
+    unit->issue_gather(/*prefetched=*/true);
+    in_flight_.push_back(unit);
     note_gathered();
   }
 }
@@ -145,7 +169,7 @@ void GatherSchedule::flush() {
     u->discard_gathered();
   }
   in_flight_.clear();
-  discard_pending(nullptr);
+  discard_pending(nullptr, {});
   for (Unit* u : units_)
     if (u->copies_under_way()) {
       ++mispredicted_;

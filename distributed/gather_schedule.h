@@ -3,13 +3,15 @@
 // layer computes. The decision is a pure function of the order and the budget: all ranks make the same.
 //
 // [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
-// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is used. Copies along a
-// secondary axis are held for a step and not counted; of those that nobody has taken yet there is one budget more.
+// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is used, unless it comes so soon that it
+// would be gathered ahead again. Copies along a secondary axis are held for a step and not counted; of those that nobody has taken yet
+// there is one budget more.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace sheaf {
@@ -19,7 +21,8 @@ class Unit;
 /// Shared by the units of one model on one rank; used from its compute thread only.
 class GatherSchedule {
  public:
-  /// Bytes that may be gathered ahead of use; −1: as many as the largest unit but the root has.
+  /// Bytes that may be gathered ahead of use; −1: one unit, be it the largest but the root, or so many as are no more bytes
+  /// together than the largest of those that have half of the model (of a model with large tables at its ends, than a block).
   explicit GatherSchedule(int64_t prefetch_budget = -1) : budget_(prefetch_budget) {}
 
   void add(Unit* unit) { units_.push_back(unit); }
@@ -38,6 +41,7 @@ class GatherSchedule {
   void flush();
   void advance_reductions();
 
+  /// At most so many bytes are gathered ahead.
   int64_t budget() const;
   void set_budget(int64_t bytes) { budget_ = bytes; }
   /// Gathers that were issued ahead and turned out wrong.
@@ -50,8 +54,10 @@ class GatherSchedule {
  private:
   void begin_pass();
   const std::vector<Unit*>& foreseen() const;
-  void discard_pending(const Unit* except);
-  void prefetch();
+  void discard_pending(const Unit* except, std::span<Unit* const> next);
+  int64_t usual_bytes() const;
+  std::vector<Unit*> comes_next() const;
+  void prefetch(std::span<Unit* const> next);
   void prefetch_copies();
 
   std::vector<Unit*> units_;

@@ -36,15 +36,15 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
   else check<ConfigError>(config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ", config.sharding.reduce_dtype,
                           ", not f32 or bf16");
-  if (const int stages = ranks("stage"); stages > 1) {
+  const int stages = ranks("stage");
+  if (stages > 1) {
     if (config.sharding.units != "block")
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
     options.stage_of = [&model, cut](const nn::Module& m, const std::string&) { return model.stage_of(m, cut); };
-    options.units = nn::units_where([&model, cut](nn::Module& m, const std::string&) { return model.stage_of(m, cut) >= 0; });
-    return options;
   }
+  // What a pipeline would have in one stage, also without one: tables are large, and each is used at one end of the step.
   if (config.sharding.units == "block")
-    options.units = nn::units_where([&model](nn::Module& m, const std::string&) { return model.is_block(m); });
+    options.units = nn::units_where([&model, cut](nn::Module& m, const std::string&) { return model.stage_of(m, cut) >= 0; });
   else if (config.sharding.units == "count")
     options.units = nn::units_of_at_least(config.sharding.min_parameters);
   return options;

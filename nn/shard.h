@@ -105,7 +105,7 @@ struct ShardOptions {
   int64_t stage_runs = 1;
   nn::UnitPolicy units = {};            ///< which modules below become units of their own
   StrategyChoice strategy = Strategy::full_shard;
-  int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: the largest unit but the root
+  int64_t prefetch_bytes = -1;          ///< gathered ahead of use, for the whole model; -1: a unit, see GatherSchedule
   /// Parameters are cast to it and gathered in it, so that activations have it too: bf16 for mixed precision, or f16,
   /// whose gradients vanish unless the loss is scaled (optim::LossScaler). Masters, gradients and the optimizer stay in the
   /// parameters' own dtype (f32). Absent: no cast.

@@ -162,7 +162,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
       {"sharding.memory_budget", &s.memory_budget,
        "bytes of a rank, for train.recompute fit; with train.compile, within which units are not gathered again; 0: none", any, 0},
-      {"sharding.prefetch_bytes", &s.prefetch_bytes, "gathered ahead of use; -1: the largest unit; 0: none", any, -1},
+      {"sharding.prefetch_bytes", &s.prefetch_bytes, "gathered ahead of use; -1: one unit; 0: none", any, -1},
 
       {"output.folder", &c.output.folder, "metrics.jsonl, checkpoints and the configuration"},
       {"output.keep_checkpoints", &c.output.keep_checkpoints, "newest ones kept, at least 2; 0: all", any, 0},
