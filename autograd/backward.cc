@@ -150,8 +150,12 @@ void Recording::finish_groups(NodeId node) {
     if (next == groups_.size()) return;
     groups_[next].finished = true;
     if (!in_weights_) groups_[next].group->pass();
-    if (groups_[next].later) finish_later(groups_[next]);
-    else groups_[next].group->finish(groups_[next].contributed);
+    if (groups_[next].later) {
+      finish_later(groups_[next]);
+    } else {
+      clear_slots(groups_[next].group.get(), -1);
+      groups_[next].group->finish(groups_[next].contributed);
+    }
     std::fill(groups_[next].slots.begin(), groups_[next].slots.end(), Tensor());
   }
 }
@@ -251,6 +255,9 @@ void Recording::release_saves(NodeId node) {
   for (int o = 0; o < n.num_outputs && out; ++o)
     if (out & bit(o)) drop(tape_.output(n, o));
   in = out = 0;
+  for (const Ahead& a : ahead_)
+    if (a.node == node) a.group->drop_slots();
+  std::erase_if(ahead_, [node](const Ahead& a) { return a.node == node; });
   // What it would be computed from again is gone: who saves it from here on keeps it.
   if (n.op->cheap >= 0) states_[tape_.output(n, n.op->cheap)].made_again = false;
 }
@@ -304,6 +311,8 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
     later_.back().parts.push_back({.node = node, .leaf = v, .gradient = std::move(g)});
     return;
   }
+  clear_slots(s.group, node);
+  std::erase_if(ahead_, [&](const Ahead& a) { return a.group == s.group && a.node == node; });
   Tensor& slot = group.slots[leaf];
   const bool in_place = slot && g.storage() == slot.storage() && g.byte_offset() == slot.byte_offset();
   if (!slot) slot = s.group->slot(leaf);
@@ -366,6 +375,7 @@ Into Vjp::into(int i, bool may_add) const {
   const bool first = !group.contributed[s.leaf_index];
   if (!first && !may_add) return {};
   if (group.later) return {s.group->memory_like_slot(s.leaf_index), false};
+  recording_.clear_slots(s.group, node_);
   Tensor& slot = group.slots[s.leaf_index];
   if (!slot) slot = s.group->slot(s.leaf_index);
   return {slot, !first};

@@ -36,6 +36,8 @@ Tensor redistribute(const Tensor& x, const std::string& axis, const Placement& t
 Tensor full_like(const Tensor& x, double value);
 /// A value of the given type (layout included) with every element `value`; for Partial, rank 0 holds it.
 Tensor full_of(const Type& type, double value);
+/// x in memory of its own.
+Tensor copy_of(const Tensor& x);
 /// Dense copy.
 Tensor contiguous(const Tensor& x);
 /// Stores x into `to`'s memory, or adds it to what is there. For gradients' slots.

@@ -53,6 +53,7 @@ Recording::~Recording() {
 void Recording::end() {
   for (const auto& group : all_groups_) group->recording_ended();
   all_groups_.clear();
+  ahead_.clear();
   for (Recording** r = &current_recording; *r; r = &(*r)->previous_)
     if (*r == this) {
       *r = previous_;
@@ -100,6 +101,37 @@ ValueId Recording::value_of(const Tensor& t) const {
   if (t.impl().recording == serial_) return t.impl().value;
   const auto it = leaves_.find(t.id());
   return it == leaves_.end() ? -1 : it->second.second;
+}
+
+// [Note: gradients ahead] A head's gradient is known in the forward, where the logits are, but for the factor that the loss has in
+// what is differentiated, and it is large. It is put where the backward wants it, into its slot, and scaled there. If anybody else
+// wants slots of its group before (another loss, whose backward comes first), it moves.
+Tensor Recording::slot_ahead(const Tensor& leaf, const Type& gradient) {
+  if (in_region_ || in_backward() || value_of(leaf) < 0) return {};
+  const ValueState& s = state(value_of(leaf));
+  if (!s.group || !s.needs_grad || s.group->has_slots()) return {};
+  LeafGroup* const group = s.group;
+  const Tensor slot = group->slot(s.leaf_index);
+  if (slot.type() == gradient) return slot;
+  group->drop_slots();
+  return {};
+}
+
+void Recording::lies_ahead(const Tensor& gradient, const Tensor& leaf) {
+  const ValueId v = value_of(gradient);
+  ahead_.push_back({state(value_of(leaf)).group, tape_.value(v).producer, v});
+}
+
+// For whatever `node` puts there.
+void Recording::clear_slots(LeafGroup* group, NodeId node) {
+  for (size_t i = ahead_.size(); i-- > 0;) {
+    if (ahead_[i].group != group || ahead_[i].node == node) continue;
+    const ValueId v = ahead_[i].gradient;
+    ahead_.erase(ahead_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (!state(v).saved) continue;
+    const Tensor moved = copy_of(state(v).saved);
+    state(v).save(moved);
+  }
 }
 
 bool Recording::has_gradient(const Tensor& t) const {

@@ -51,6 +51,10 @@ class LeafGroup {
   virtual Tensor value(int index) = 0;
   /// Uninitialised memory of the leaf's gradient in the slots, of the dual of the value's type.
   virtual Tensor slot(int index) = 0;
+  /// There is memory of slots, of a backward or ahead of one.
+  virtual bool has_slots() const { return true; }
+  /// Nothing that is there is wanted.
+  virtual void drop_slots() {}
   /// Memory of its own of the slot's type, for a gradient that waits until it may go there.
   virtual Tensor memory_like_slot(int index) = 0;
   /// No derivative of this backward reads the values any more.
@@ -147,6 +151,10 @@ class Recording {
                 std::span<const OutputSpec> specs, bool add = false);
   /// The tensors are the values of `group`'s leaves `indices`. A gather ahead of use binds before it is used.
   void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
+  /// For an op of the forward that knows the gradient of `leaf`, but for a factor: the leaf's slot, if nobody uses it and it is of
+  /// that type; else undefined. What is put there is then given to lies_ahead(). See [Note: gradients ahead].
+  Tensor slot_ahead(const Tensor& leaf, const Type& gradient);
+  void lies_ahead(const Tensor& gradient, const Tensor& leaf);
   /// Whether a gradient of it may be asked for: it comes from a trainable parameter, or from what is watched.
   bool has_gradient(const Tensor& t) const;
   /// Derivatives of composites, by number; see [Note: custom_vjp].
@@ -268,6 +276,7 @@ class Recording {
   void accumulate(NodeId node, ValueId v, Tensor gradient);
   void choose_later();
   void finish_later(GroupState& group);
+  void clear_slots(LeafGroup* group, NodeId node);
   void expect_reducible(NodeId node, ValueId parameter, const Layout& gradient);
   void finish_groups(NodeId node);
   void pass_groups(NodeId node);
@@ -287,6 +296,12 @@ class Recording {
   bool makes_again_ = false;
   bool saving_ = true;
   std::unordered_map<const Tensor::Impl*, std::pair<Tensor, ValueId>> leaves_;
+  struct Ahead {
+    LeafGroup* group;
+    NodeId node;
+    ValueId gradient;
+  };
+  std::vector<Ahead> ahead_;                             // see [Note: gradients ahead]
   std::vector<GroupState> groups_;                       // used since the last segment
   std::vector<std::shared_ptr<LeafGroup>> all_groups_;   // used at all
   std::vector<std::function<void()>> reruns_;

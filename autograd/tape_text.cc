@@ -44,7 +44,7 @@ std::string marks(const Tape& tape, const Node& n) {
     if (base < 0 || tape.value(base).producer == tape.value(v).producer) continue;
     const auto in = tape.inputs(n);
     const bool adds = (n.flags & Node::kAdds) || std::find(in.begin(), in.end(), base) != in.end();
-    const bool slot = n.phase == Phase::backward && tape.value(base).base >= 0;  // one of a unit's slots
+    const bool slot = n.phase != Phase::update && tape.value(base).base >= 0;  // one of a unit's slots
     if (tape.kind(n) == OpKind::redistribute) {
       mark(str("in the memory of %", base));
       continue;

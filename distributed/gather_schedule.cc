@@ -16,12 +16,15 @@ void GatherSchedule::remove(Unit* unit) {
   following_ = false;
 }
 
+// A norm between two blocks shall not keep the next one back.
+static int64_t with_small_ones(int64_t bytes) { return bytes + bytes / 8; }
+
 int64_t GatherSchedule::budget() const {
   if (budget_ >= 0) return budget_;
   int64_t largest = 0;
   for (const Unit* u : units_)
     if (!u->name().empty()) largest = std::max(largest, u->gathered_bytes());
-  return largest;
+  return with_small_ones(largest);
 }
 
 // What units that are no larger have half of all bytes of.
@@ -73,6 +76,8 @@ void GatherSchedule::leave_scope() {
   for (Unit* u : scopes_.back())
     if (u->state_ == Unit::State::open && u->depth_ == 0) u->state_ = Unit::State::pending;
   scopes_.pop_back();
+  // The forward is over. What the backward does not begin with is in the way where it needs most memory.
+  if (scopes_.empty() && following_) discard_pending(nullptr, comes_next(nullptr, /*gathers=*/false));
 }
 
 void GatherSchedule::close_with_scope(Unit& unit) {
@@ -105,7 +110,7 @@ void GatherSchedule::use(Unit& unit) {
   const std::vector<Unit*>& order = foreseen();
   following_ = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
   current_.push_back(&unit);
-  const std::vector<Unit*> next = comes_next();
+  const std::vector<Unit*> next = comes_next(&unit, /*gathers=*/!pending);
   if (!pending) {
     discard_pending(&unit, next);
     if (unit.kept()) unit.reopen();
@@ -121,17 +126,19 @@ void GatherSchedule::use(Unit& unit) {
   prefetch_copies();
 }
 
-// Units that are used next, in that order, and may be gathered already. What is pending is not discarded to be gathered again.
-std::vector<Unit*> GatherSchedule::comes_next() const {
+// Units that are used behind `now`, in that order, and may be gathered already. What is pending is not discarded to be gathered
+// again: it counts as gathered ahead, unless nothing else is gathered before its use.
+std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) const {
   std::vector<Unit*> next;
   if (!following_) return next;
   const std::vector<Unit*>& order = foreseen();
-  const int64_t most = budget(), several = budget_ >= 0 ? most : usual_bytes();
+  const int64_t most = budget(), several = budget_ >= 0 ? most : with_small_ones(usual_bytes());
   int64_t ahead = 0;
   for (size_t i = current_.size(); i < order.size(); ++i) {
     Unit* unit = order[i];
-    if (unit->state_ == Unit::State::open || unit->kept() || std::ranges::find(next, unit) != next.end()) continue;
-    const int64_t bytes = unit->gathered_bytes();
+    if (unit == now || unit->state_ == Unit::State::open || unit->kept() || std::ranges::find(next, unit) != next.end()) continue;
+    gathers = gathers || unit->state_ != Unit::State::pending;
+    const int64_t bytes = gathers ? unit->gathered_bytes() : 0;
     if (ahead + bytes > (ahead == 0 ? most : several)) break;
     next.push_back(unit);
     ahead += bytes;

@@ -21,7 +21,7 @@ class Unit;
 /// Shared by the units of one model on one rank; used from its compute thread only.
 class GatherSchedule {
  public:
-  /// Bytes that may be gathered ahead of use; −1: one unit, be it the largest but the root, or so many as are no more bytes
+  /// Bytes that may be gathered ahead of use; −1: one unit, be it the largest but the root, or so many as are hardly more bytes
   /// together than the largest of those that have half of the model (of a model with large tables at its ends, than a block).
   explicit GatherSchedule(int64_t prefetch_budget = -1) : budget_(prefetch_budget) {}
 
@@ -56,7 +56,7 @@ class GatherSchedule {
   const std::vector<Unit*>& foreseen() const;
   void discard_pending(const Unit* except, std::span<Unit* const> next);
   int64_t usual_bytes() const;
-  std::vector<Unit*> comes_next() const;
+  std::vector<Unit*> comes_next(const Unit* now, bool gathers) const;
   void prefetch(std::span<Unit* const> next);
   void prefetch_copies();
 

@@ -240,6 +240,11 @@ void Unit::backward_ended() {
   if (const Recording* r = Recording::current(); !gathers() && r && r->is_last_micro_batch_of(this)) drop_copies();
 }
 
+void Unit::drop_slots() {
+  slot_buffers_.clear();
+  std::fill(slots_.begin(), slots_.end(), Tensor());
+}
+
 void Unit::recording_ended() {
   if (gathers() || secondary()) schedule_->flush();
   if (gathers()) discard_gathered();
@@ -247,8 +252,7 @@ void Unit::recording_ended() {
   drop_copies();
   recording_ = 0;
   mirror_next_ = false;
-  slot_buffers_.clear();
-  std::fill(slots_.begin(), slots_.end(), Tensor());
+  drop_slots();
   reduction_.values.clear();  // waits for its lane: only then may the slots go
   reduction_.lent.clear();
   for (const Tensor& gradient : leaving_.gradients) {  // before what it is made from goes

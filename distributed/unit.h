@@ -129,6 +129,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Tensor value(int index) override;
   Tensor slot(int index) override;
   Tensor memory_like_slot(int index) override;
+  bool has_slots() const override { return !slot_buffers_.empty(); }
+  void drop_slots() override;
   void pass() override;
   void finish(const std::vector<bool>& contributed) override;
   int num_leaves() const override { return static_cast<int>(leaves_.size()); }

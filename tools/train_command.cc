@@ -42,15 +42,17 @@ class RunLines {
 // The plan is that of a step in which prefetch knows the order of gathers, or of a program: the first ones of a process differ.
 void report_peaks(World& world, const models::Trainer& trainer, const models::TrainReport& result, int threads, RunLines& lines) {
   const models::TrainConfig& config = trainer.config();
-  const std::vector<int64_t> planned =
-      models::plan_peaks(config, config.model.vocab, world.size(), threads, std::string(world.kind()), world.device());
+  std::vector<MemoryLedger::Peak> planned;
+  for (int r = 0; r < world.size(); ++r)
+    planned.push_back(models::plan_step(config, config.model.vocab, r, world.size(), threads, std::string(world.kind()), world.device()).peak);
   const bool early = result.steps_here < (config.train.compile ? 4 : 2);
   lines.say(result.steps_here == 1 ? "peak memory of the first step" : "peak memory of a step");
   for (int r = 0; r < world.size() && r < static_cast<int>(result.peaks.size()); ++r) {
     lines.say(str("  rank ", r, "  measured ", result.peaks[r], " B = ", mebibytes(result.peaks[r]),
-                  "  predicted by the tape ", early ? "for later steps " : "", planned[r], " B",
-                  early ? "" : result.peaks[r] == planned[r] ? "  (equal)" : "  (DIFFERENT)"));
+                  "  predicted by the tape ", early ? "for later steps " : "", planned[r].bytes, " B",
+                  early ? "" : result.peaks[r] == planned[r].bytes ? "  (equal)" : "  (DIFFERENT)"));
   }
+  lines.say("  held for " + to_words(*std::ranges::max_element(planned, {}, &MemoryLedger::Peak::bytes)));
 }
 
 // What a newcomer wants to see at the end. Collective: the sample is computed by all ranks together.

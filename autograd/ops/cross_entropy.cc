@@ -184,7 +184,7 @@ struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
 };
 
 /// The loss and, in the same pass, its gradients: the logits are computed once instead of twice,
-/// and the backward only scales. Costs the memory of dweight between forward and backward.
+/// and the backward only scales: dweight where it will be wanted, see [Note: gradients ahead].
 ///
 /// They are rounded before anybody knows what the loss is multiplied with. In f16 a scaled loss
 /// would come too late for those that vanish, such as what rare tokens get from confident logits:
@@ -234,6 +234,18 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
   }
   static constexpr auto describe = describe_ignored<Attrs>;
 };
+
+/// Of the gradient of `weight` that rows of x give; none where it is no addend of the whole.
+std::optional<Type> dweight_type(const Tensor& x, const Tensor& weight) {
+  Layout layout = weight.layout();
+  if (layout.mesh() != x.layout().mesh()) return {};
+  for (int a = 0; a < layout.num_axes(); ++a) {
+    const Placement& rows = x.layout()[a];
+    if (layout[a].is_replicate() && rows.is_shard()) layout[a] = kP;
+    else if (!(layout[a] == rows) || layout[a].is_replicate()) return {};
+  }
+  return Type{statistics_dtype(weight.dtype()), weight.shape(), layout};
+}
 
 /// Whether `rows` cuts leading dimensions of x[.., C]. Targets[..] and their values then have it, too,
 /// and values [M, ..] a dimension further on.
@@ -366,10 +378,16 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   }
   const Tensor rows = dense_rows(x);
   const std::vector<Tensor> inputs = {rows, weight, targets};
-  const Recording* recording = options.recompute ? nullptr : Recording::current();
+  Recording* const recording = options.recompute ? nullptr : Recording::current();
   const HeadGradientsAttrs wanted{options.ignore_index, recording && recording->has_gradient(weight),
                                   recording && recording->has_gradient(rows)};
-  if (wanted.dweight || wanted.dx) return averaged(apply(op_def<LinearCrossEntropyFused>(), &wanted, inputs)[0], targets, options);
+  if (wanted.dweight || wanted.dx) {
+    const std::optional<Type> type = wanted.dweight ? dweight_type(rows, weight) : std::nullopt;
+    const Into into[] = {{}, {type ? recording->slot_ahead(weight, *type) : Tensor()}};
+    const Tensors y = apply(op_def<LinearCrossEntropyFused>(), &wanted, inputs, std::span(into, wanted.dweight ? 2 : 1));
+    if (into[1].to) recording->lies_ahead(y[1], weight);
+    return averaged(y[0], targets, options);
+  }
   const IgnoreAttrs attrs{options.ignore_index};
   return averaged(apply(op_def<LinearCrossEntropy>(), &attrs, inputs)[0], targets, options);
 }

@@ -63,6 +63,7 @@ Tensor full_like(const Tensor& x, double value) {
   return full_of(x.type(), value);
 }
 
+Tensor copy_of(const Tensor& x) { return apply<Contiguous>({}, x); }
 Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : apply<Contiguous>({}, x); }
 
 void store_into(const Tensor& to, const Tensor& x) {

@@ -66,9 +66,7 @@ TEST(MemoryPhases, MastersStatesAndGradientsAreTheShards) {
           const int64_t gathered = forward.held_for(HeldFor::gathered);
           if (!gathers || world == 1) {
             EXPECT_EQ(gathered, 0);
-          } else if (strategy == Strategy::full_shard) {
-            EXPECT_GT(gathered, 0);
-          } else {
+          } else if (strategy != Strategy::full_shard) {
             EXPECT_EQ(gathered, bytes.all_units);
           }
           EXPECT_LE(gathered, bytes.all_units);
@@ -82,7 +80,9 @@ TEST(MemoryPhases, MastersStatesAndGradientsAreTheShards) {
           EXPECT_EQ(backward.held_for(HeldFor::whole_gradients), 0);
           EXPECT_EQ(backward.held_for(HeldFor::activations), kScalar);  // the loss
           EXPECT_EQ(backward.held_for(HeldFor::activation_gradients), 0);
-          EXPECT_EQ(backward.held_for(HeldFor::gathered), 0);
+          if (strategy != Strategy::zero1) {  // it keeps them for the recording's other micro-batches
+            EXPECT_EQ(backward.held_for(HeldFor::gathered), 0);
+          }
           optimizer.step({.lr = 0.01});
           optimizer.zero_grad();
           loss = Tensor();

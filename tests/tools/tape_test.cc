@@ -20,6 +20,8 @@ using testing::run_sheaf;
 using Words = std::vector<std::string>;
 
 constexpr int kBlocks = 12;
+// Of all parameters once, the last norm's apart, and of the blocks but the last for the backward.
+constexpr int kGathers = 1 + 1 + 2 * kBlocks - 1;
 
 Outcome tape(const Words& more) {
   Words words = {"tape", "--model.preset", "gpt2-124m", "--world", "8"};
@@ -54,8 +56,8 @@ TEST(Tape, JsonHasTheCollectivesOfFullSharding) {
   const Json json = Json::parse(tape({"--format", "json"}).out, "tape");
   auto found = counts(json);
   int64_t parameters = 0;
-  for (int b = -1; b < kBlocks; ++b) {
-    const std::string unit = b < 0 ? "" : str("blocks.", b);
+  for (int b = -2; b < kBlocks; ++b) {
+    const std::string unit = b == -2 ? "ln_f" : b == -1 ? "" : str("blocks.", b);
     const bool twice = b >= 0 && b != kBlocks - 1;
     EXPECT_EQ((found[{"all_gather", unit}].nodes), twice ? 2 : 1) << unit;
     EXPECT_EQ((found[{"reduce_scatter", unit}].nodes), 1) << unit;
@@ -64,10 +66,10 @@ TEST(Tape, JsonHasTheCollectivesOfFullSharding) {
     parameters += found[{"all_gather", unit}].bytes * 8 / 7 / 4;  // 7 of 8 parts come from others
   }
   EXPECT_GE(parameters, 124'439'808);
-  EXPECT_LT(parameters, 124'439'808 + 10'000 * 13);  // padding
+  EXPECT_LT(parameters, 124'439'808 + 10'000 * 14);  // padding
   int gathers = 0;
   for (const auto& [key, count] : found) gathers += key.first == "all_gather" ? count.nodes : 0;
-  EXPECT_EQ(gathers, 1 + 2 * kBlocks - 1);
+  EXPECT_EQ(gathers, kGathers);
 }
 
 TEST(Tape, TextShowsThemWithBytes) {
@@ -80,9 +82,31 @@ TEST(Tape, TextShowsThemWithBytes) {
   for (const std::string& line : testing::lines_of(r.out)) {
     if (line.find(" = all_gather %") == std::string::npos) continue;
     ++gathers;
-    EXPECT_THAT(line, HasSubstr(" MiB"));
+    EXPECT_THAT(line, HasSubstr(line.find("ln_f") == std::string::npos ? " MiB" : " KiB"));
   }
-  EXPECT_EQ(gathers, 1 + 2 * kBlocks - 1);
+  EXPECT_EQ(gathers, kGathers);
+}
+
+double number_before(const std::string& line) { return std::strtod(line.c_str(), nullptr); }
+
+// The table of uses adds up to the peak, and the largest who took it are of it.
+TEST(Tape, TextSaysWhatThePeakIsHeldFor) {
+  for (const Words& more : {Words{}, Words{"--train.compile", "true"}, Words{"--train.recompute", "block", "--train.dtype", "bf16"}}) {
+    const Outcome r = tape(more);
+    const double mebibytes = std::strtod(r.out.c_str() + r.out.find(" bytes (", r.out.find(": peak ")) + 8, nullptr);
+    const std::vector<std::string> lines = testing::lines_of(r.out);
+    const auto uses = std::ranges::find(lines, "       MiB      %  held for"), takers = std::find_if(uses, lines.end(), [](const auto& line) {
+      return line.ends_with("by what took it");
+    });
+    ASSERT_TRUE(takers != lines.end()) << r.out;
+    double sum = 0;
+    for (auto line = uses + 1; line != takers; ++line) sum += number_before(*line);
+    EXPECT_NEAR(sum, mebibytes, 0.05) << r.out;
+    for (const char* part : {"activations\n", "masters\n", "optimizer state\n", "gathered weights\n", "masters: resting of ",
+                             "linear of blocks.*.attention.qkv", "it came to that when "})
+      EXPECT_THAT(r.out, HasSubstr(part));
+    EXPECT_EQ(r.out.find("idle in the program's memory") != std::string::npos, more == Words({"--train.compile", "true"}));
+  }
 }
 
 TEST(Tape, DotIsAGraph) {
