@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <mutex>
+#include <tuple>
 #include <unordered_map>
 
 #include "sheaf/core/allocator.h"
@@ -99,6 +100,7 @@ MemoryLog::HolderId MemoryLog::holder() {
 }
 
 MemoryLog::HolderId MemoryLog::take(const Allocator& memory, int64_t bytes) {
+  if (bytes == 0) return kNobody;
   const int64_t live = memory.stats().live;
   const std::lock_guard lock(lists_->mutex);
   const HolderId holder = lists_->holder();
@@ -107,12 +109,14 @@ MemoryLog::HolderId MemoryLog::take(const Allocator& memory, int64_t bytes) {
 }
 
 void MemoryLog::give_back(const Allocator& memory, int64_t bytes, HolderId holder) {
+  if (holder == kNobody) return;
   const int64_t live = memory.stats().live;
   const std::lock_guard lock(lists_->mutex);
   lists_->add(memory, holder, -bytes, live);
 }
 
 void MemoryLog::pass_on(const Allocator& memory, int64_t bytes, HolderId from, HolderId to) {
+  if (bytes == 0) return;
   const int64_t live = memory.stats().live;
   const std::lock_guard lock(lists_->mutex);
   if (from != kNobody) lists_->add(memory, from, -bytes, live);
@@ -179,7 +183,9 @@ MemoryLedger::Peak MemoryLedger::peak(const Allocator& memory) const {
   };
   rest(HeldFor::other, before);
   rest(HeldFor::idle, peak.bytes - most_held);
-  std::ranges::stable_sort(peak.holders, std::ranges::greater(), &Holder::bytes);
+  std::ranges::sort(peak.holders, [](const Holder& a, const Holder& b) {
+    return std::tie(b.bytes, a.use, a.op, a.module) < std::tie(a.bytes, b.use, b.op, b.module);
+  });
   return peak;
 }
 

@@ -92,23 +92,23 @@ void GatherSchedule::discard_pending(const Unit* except, std::span<Unit* const> 
 
 void GatherSchedule::use(Unit& unit) {
   using State = Unit::State;
+  const std::vector<Unit*>& order = foreseen();
+  const bool is_foreseen = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
   const bool pending = unit.state_ == State::pending;  // the pair of discard and gather vanishes
   if (pending || unit.state_ == State::open) {         // for another micro-batch, it may be
     unit.state_ = State::open;
     if (Recording* r = Recording::current(); r && r->serial() == unit.recording_) r->use_group(&unit);
     if (!pending) return;
-  } else if (unit.state_ == State::in_flight && !in_flight_.empty() && in_flight_.front() == &unit) {
-    in_flight_.pop_front();
-  } else if (!in_flight_.empty() && !unit.kept()) {
+  } else if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
+    std::erase(in_flight_, &unit);
+  } else if (!is_foreseen && !unit.kept()) {  // a foreseen one was open, it may be, when others were gathered ahead
     for (Unit* wrong : in_flight_) {
       ++mispredicted_;
       wrong->discard_gathered();
     }
     in_flight_.clear();
-    following_ = false;
   }
-  const std::vector<Unit*>& order = foreseen();
-  following_ = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
+  following_ = is_foreseen;
   current_.push_back(&unit);
   const std::vector<Unit*> next = comes_next(&unit, /*gathers=*/!pending);
   if (!pending) {

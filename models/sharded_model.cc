@@ -12,10 +12,6 @@ namespace {
 /// Whether what is not cut by experts is sharded over their axis.
 bool is_over_experts(int data, int experts, int context) { return data == 1 && experts > 1 && experts >= context; }
 
-bool is_norm(const nn::Module& m) {
-  return dynamic_cast<const nn::LayerNorm*>(&m) != nullptr || dynamic_cast<const nn::RMSNorm*>(&m) != nullptr;
-}
-
 ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder& model, const StageCut& cut) {
   const auto axis_if_any = [&](const char* name) { return mesh.spec->has_axis(name) ? name : ""; };
   if (config.sharding.experts > 1 && config.model.experts == 0)
@@ -40,18 +36,14 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
   else check<ConfigError>(config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ", config.sharding.reduce_dtype,
                           ", not f32 or bf16");
-  const int stages = ranks("stage");
-  if (stages > 1) {
+  if (const int stages = ranks("stage"); stages > 1) {
     if (config.sharding.units != "block")
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");
     options.stage_of = [&model, cut](const nn::Module& m, const std::string&) { return model.stage_of(m, cut); };
   }
-  // What a pipeline would have in one stage, also without one: tables are large, and each is used at one end of the step. A tied one,
-  // in the root, is not held for the last norm's weight, which the backward reads first.
+  // What a pipeline would have in one stage, also without one: tables are large, and each is used at one end of the step.
   if (config.sharding.units == "block")
-    options.units = nn::units_where([&model, cut, stages](nn::Module& m, const std::string& path) {
-      return model.stage_of(m, cut) >= 0 || (stages == 1 && !model.head && is_norm(m) && path.find('.') == std::string::npos);
-    });
+    options.units = nn::units_where([&model, cut](nn::Module& m, const std::string&) { return model.stage_of(m, cut) >= 0; });
   else if (config.sharding.units == "count")
     options.units = nn::units_of_at_least(config.sharding.min_parameters);
   return options;

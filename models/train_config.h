@@ -205,7 +205,7 @@ struct ShardingConfig {
   double pipeline_head = -1;            ///< as how many blocks the head and its loss count among stages; -1: as its operations do
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
   std::string reduce_dtype = "f32";     ///< of what ranks send each other of gradients: "f32", or "bf16" for half of the bytes
-  std::string units = "block";          ///< "block": a unit per block, and tables apart from what is used elsewhere;
+  std::string units = "block";          ///< "block": a unit per block, and for each table that is not tied;
                                         ///< "count": by parameters; "none": one unit
   int64_t min_parameters = 1'000'000;   ///< parameters of a unit, for units = "count"
   int64_t memory_budget = 0;            ///< bytes of a rank: for train.recompute fit, and within which a program

@@ -241,7 +241,7 @@ std::optional<Type> dweight_type(const Tensor& x, const Tensor& weight) {
   if (layout.mesh() != x.layout().mesh()) return {};
   for (int a = 0; a < layout.num_axes(); ++a) {
     const Placement& rows = x.layout()[a];
-    if (layout[a].is_replicate() && rows.is_shard()) layout[a] = kP;
+    if (layout[a].is_replicate() && rows.is_shard() && !rows.is_single()) layout[a] = kP;
     else if (!(layout[a] == rows) || layout[a].is_replicate()) return {};
   }
   return Type{statistics_dtype(weight.dtype()), weight.shape(), layout};

@@ -43,9 +43,10 @@ TEST_F(Ledger, KnowsWhoHeldWhatAtThePeak) {
   MemoryLedger ledger;
   Block masters = take(1000, HeldFor::masters, "resting", "");
   {
-    const Block one = take(300), two = take(30), other = take(7, HeldFor::activations, "gelu");
+    const Block one = take(300), two = take(30), nothing = take(0), other = take(7, HeldFor::activations, "gelu");
     const Block gathered = take(4000, HeldFor::gathered, "all_gather", "blocks.1");
   }
+  { const Block nothing = take(0); }
   const Block late = take(500, HeldFor::gradients, "reduce_scatter", "blocks.1");
   const MemoryLedger::Peak peak = ledger.peak(memory);
   EXPECT_EQ(peak.bytes, stats().peak);

@@ -124,7 +124,7 @@ TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
         if (tape.kind(n) != OpKind::leaf) ++total[tape.op_name(n) + " " + tape.path(n)];
       }
       EXPECT_EQ(total["all_gather layers.0"], 2) << to_text(tape);
-      EXPECT_EQ(total["all_gather layers.1"], 2);
+      EXPECT_EQ(total["all_gather layers.1"], step == 0 ? 2 : 1);  // foreseen, it stays, as it would be gathered ahead again
       EXPECT_EQ(total["all_gather layers.2"], 1);  // its discard and second gather vanish
       EXPECT_EQ(total["all_gather "], 1);
       EXPECT_EQ(total["discard layers.0"], 2);

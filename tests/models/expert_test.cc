@@ -153,9 +153,9 @@ TEST(Experts, WhatTravelsAlongWhichAxis) {
   // What rank 0 receives, which has 1 of its pair's 3 sequences and 2 of 5 experts, each with 9 places.
   const int64_t others = 2 * 2 * 9, mine = 1 * 3 * 9, counts = 2 * 2;
   EXPECT_EQ(moved["all_to_all expert"].bytes, 4 * m.layers * (m.width * 2 * (others + mine) + counts));
-  EXPECT_EQ(moved["all_reduce expert"].count, m.layers + 1 + m.layers) << "of units without experts, and of shares of choices";
+  EXPECT_EQ(moved["all_reduce expert"].count, m.layers + 3 + m.layers) << "of units without experts, and of shares of choices";
   EXPECT_EQ(moved["all_reduce data"].count, m.layers) << "shares of choices";
-  EXPECT_EQ(moved["reduce_scatter data"].count, 2 * m.layers + 1);
+  EXPECT_EQ(moved["reduce_scatter data"].count, 2 * m.layers + 3);
   EXPECT_EQ(moved.size(), 5u);
 }
 

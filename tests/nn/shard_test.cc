@@ -217,10 +217,11 @@ TEST(Shard, TapeGathersAndReducesEachUnit) {
     materialize(m, Device::cpu(), {.seed = 2});
     for (int step = 0; step < 3; ++step) {
       const Tape tape = step_tape(w, m, Device::cpu());
+      const int again = step == 0 ? 2 : 1;  // while the last block computes, the one before would be gathered ahead: it stays
       const std::map<std::string, int> expected = {
-          {"all_gather ", 1},         {"discard ", 1},          {"reduce_scatter ", 1},
-          {"all_gather blocks.0", 2}, {"discard blocks.0", 2},  {"reduce_scatter blocks.0", 1},
-          {"all_gather blocks.1", 2}, {"discard blocks.1", 2},  {"reduce_scatter blocks.1", 1},
+          {"all_gather ", 1},             {"discard ", 1},              {"reduce_scatter ", 1},
+          {"all_gather blocks.0", 2},     {"discard blocks.0", 2},      {"reduce_scatter blocks.0", 1},
+          {"all_gather blocks.1", again}, {"discard blocks.1", again},  {"reduce_scatter blocks.1", 1},
           {"all_gather blocks.2", 1}, {"discard blocks.2", 1},  {"reduce_scatter blocks.2", 1}};
       EXPECT_EQ(counts(tape), expected) << "step " << step;
     }
