@@ -16,6 +16,7 @@
 #include "sheaf/autograd/tape_diff.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/error.h"
+#include "sheaf/core/memory_ledger.h"
 #include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/tensor.h"
