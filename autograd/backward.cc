@@ -76,6 +76,7 @@ void Recording::backward(const Tensor& loss, const BackwardOptions& options) {
   ++turn_;
   choose_ranges(v, options.one_part);
   for (GroupState& g : groups_) g.later = false;  // of one that failed
+  for (const auto& group : all_groups_) group->backward_begins();
   if (options.weights_later) choose_later();
   weights_later_ = options.weights_later;
   try {

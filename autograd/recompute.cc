@@ -121,9 +121,15 @@ void Recording::make_again(ValueId v) {
   const PathScope path(tape_.path(n));
   const AttrsCopy attrs(tape_, n);
   Vjp saved(*this, tape_.value(v).producer, 0);
-  makes_again_ = true;
-  const Tensor again = n.op->again(attrs.data(), saved);
-  makes_again_ = false;
+  struct Before {  // restored if it throws, too
+    bool& now;
+    const bool then;
+    ~Before() { now = then; }
+  };
+  const Tensor again = [&] {
+    const Before before{makes_again_, std::exchange(makes_again_, true)};
+    return n.op->again(attrs.data(), saved);
+  }();
   const ValueId id = value_of(again);
   tape_.mutable_node(tape_.value(id).producer).flags |= Node::kRecomputed;
   state(id).copy_of = v;

@@ -105,16 +105,13 @@ ValueId Recording::value_of(const Tensor& t) const {
 
 // [Note: gradients ahead] A head's gradient is known in the forward, where the logits are, but for the factor that the loss has in
 // what is differentiated, and it is large. It is put where the backward wants it, into its slot, and scaled there. If anybody else
-// wants slots of its group before (another loss, whose backward comes first), it moves.
+// wants slots of its group before (another loss, whose backward comes first), it moves: of any leaf, as they are one storage, whose
+// version says whether what was saved is still there. Who never calls backward() has the slots of a whole group for nothing.
 Tensor Recording::slot_ahead(const Tensor& leaf, const Type& gradient) {
   if (in_region_ || in_backward() || value_of(leaf) < 0) return {};
   const ValueState& s = state(value_of(leaf));
-  if (!s.group || !s.needs_grad || s.group->has_slots()) return {};
-  LeafGroup* const group = s.group;
-  const Tensor slot = group->slot(s.leaf_index);
-  if (slot.type() == gradient) return slot;
-  group->drop_slots();
-  return {};
+  const bool fits = s.group && s.needs_grad && s.group->takes_ahead(s.leaf_index, gradient);
+  return fits ? s.group->slot(s.leaf_index) : Tensor();
 }
 
 void Recording::lies_ahead(const Tensor& gradient, const Tensor& leaf) {

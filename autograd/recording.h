@@ -41,7 +41,8 @@ struct GradientOptions {
 /// Leaves that are gathered, reduced and updated together: a unit of parameters. Implemented by distributed/.
 ///
 /// [Note: slots] The gradients of a group's leaves live in one buffer, its slots, which is what the reduction sends. The
-/// first contribution of a backward is stored there by the kernel that computes it, later ones are added. finish() is
+/// first contribution of a backward is stored there by the kernel that computes it (or was in the forward, see [Note: gradients
+/// ahead]), later ones are added. finish() is
 /// called once per backward, when the reverse pass has left the group's first use behind, with what was contributed; pass()
 /// before it, or in the backward of which the gradients come later.
 class LeafGroup {
@@ -51,9 +52,9 @@ class LeafGroup {
   virtual Tensor value(int index) = 0;
   /// Uninitialised memory of the leaf's gradient in the slots, of the dual of the value's type.
   virtual Tensor slot(int index) = 0;
-  /// There is memory of slots, of a backward or ahead of one.
-  virtual bool has_slots() const { return true; }
-  /// Nothing that is there is wanted.
+  /// Whether a gradient of that type may be put into the leaf's slot before there is a backward: nobody uses the slots yet.
+  virtual bool takes_ahead(int /*index*/, const Type& /*gradient*/) const { return false; }
+  /// Nothing that is in the slots is wanted.
   virtual void drop_slots() {}
   /// Memory of its own of the slot's type, for a gradient that waits until it may go there.
   virtual Tensor memory_like_slot(int index) = 0;
@@ -69,6 +70,8 @@ class LeafGroup {
   virtual void gradient_passed() {}
   /// Every group of this backward is finished: reductions still under way come to their end.
   virtual void backward_ended() = 0;
+  /// A backward begins: of what the forward has left open only what is read soon stays.
+  virtual void backward_begins() {}
   /// The recording is over: what was still open closes.
   virtual void recording_ended() = 0;
   /// The leaves' values are about to change: what was made of them closes.

@@ -24,7 +24,7 @@ int64_t GatherSchedule::budget() const {
   int64_t largest = 0;
   for (const Unit* u : units_)
     if (!u->name().empty()) largest = std::max(largest, u->gathered_bytes());
-  return with_small_ones(largest);
+  return std::max(largest, with_small_ones(usual_bytes()));
 }
 
 // What units that are no larger have half of all bytes of.
@@ -53,6 +53,7 @@ void GatherSchedule::begin_pass() {
     orders_[last_ = pass_] = std::move(current_);
   }
   current_.clear();
+  cleared_at_ = 0;
   const Recording* r = Recording::current();
   const uint64_t recording = r ? r->serial() : 0;
   pass_ = recording == recording_ ? pass_ + 1 : 0;
@@ -76,8 +77,13 @@ void GatherSchedule::leave_scope() {
   for (Unit* u : scopes_.back())
     if (u->state_ == Unit::State::open && u->depth_ == 0) u->state_ = Unit::State::pending;
   scopes_.pop_back();
-  // The forward is over. What the backward does not begin with is in the way where it needs most memory.
-  if (scopes_.empty() && following_) discard_pending(nullptr, comes_next(nullptr, /*gathers=*/false));
+}
+
+// It needs most memory at once: what it does not begin with is in the way.
+void GatherSchedule::backward_begins() {
+  if (!following_ || cleared_at_ == current_.size()) return;
+  cleared_at_ = current_.size();
+  discard_pending(nullptr, comes_next(nullptr, /*gathers=*/false));
 }
 
 void GatherSchedule::close_with_scope(Unit& unit) {
@@ -117,6 +123,7 @@ void GatherSchedule::use(Unit& unit) {
     if (unit.state_ == State::closed) unit.issue_gather(/*prefetched=*/false);
     unit.take_back_lent();
     unit.state_ = State::open;
+    note_gathered();
     if (Recording* r = Recording::current()) r->use_group(&unit);
   } else if (following_) {
     discard_pending(&unit, next);
@@ -138,8 +145,8 @@ std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) con
     Unit* unit = order[i];
     if (unit == now || unit->state_ == Unit::State::open || unit->kept() || std::ranges::find(next, unit) != next.end()) continue;
     gathers = gathers || unit->state_ != Unit::State::pending;
-    const int64_t bytes = gathers ? unit->gathered_bytes() : 0;
-    if (ahead + bytes > (ahead == 0 ? most : several)) break;
+    const int64_t bytes = unit->gathered_bytes();
+    if (gathers && ahead + bytes > (ahead == 0 ? most : several)) break;
     next.push_back(unit);
     ahead += bytes;
   }
@@ -147,8 +154,11 @@ std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) con
 }
 
 void GatherSchedule::prefetch(std::span<Unit* const> next) {
+  int64_t ahead = 0;  // what is in flight may be others: of units that come before those, and were open when they were gathered
+  for (const Unit* u : in_flight_) ahead += u->gathered_bytes();
   for (Unit* unit : next) {
     if (unit->state_ != Unit::State::closed) continue;
+    if ((ahead += unit->gathered_bytes()) > budget()) return;
     if (unit->copied_bytes() > 0 && !unit->has_copies()) return;  // it would have to wait for them
     unit->issue_gather(/*prefetched=*/true);
     in_flight_.push_back(unit);

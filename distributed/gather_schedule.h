@@ -3,8 +3,8 @@
 // layer computes. The decision is a pure function of the order and the budget: all ranks make the same.
 //
 // [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
-// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is used, unless it comes so soon that it
-// would be gathered ahead again. Copies along a secondary axis are held for a step and not counted; of those that nobody has taken yet
+// plus the prefetch budget. A unit whose discard is pending is discarded when another unit is gathered or a backward begins, unless it
+// comes so soon that it would be gathered ahead again. Copies along a secondary axis are held for a step and not counted; of those that nobody has taken yet
 // there is one budget more.
 #pragma once
 
@@ -34,6 +34,8 @@ class GatherSchedule {
   void enter_scope();
   void leave_scope();
   int depth() const { return static_cast<int>(scopes_.size()); }
+  /// A backward begins: what is pending and does not come next is discarded.
+  void backward_begins();
   /// Closes `unit` when the scope that is innermost now ends.
   void close_with_scope(Unit& unit);
   /// Closes what is pending, in flight or, outside a recording, open without having been gathered, and frees copies that
@@ -67,6 +69,7 @@ class GatherSchedule {
   size_t last_ = 0, pass_ = 0;               // the same in each. The last whole one, and the one under way
   uint64_t recording_ = 0;                   // it is of; 0: of none
   std::vector<Unit*> current_;
+  size_t cleared_at_ = 0;                    // uses of the pass before the backward that began last
   bool following_ = false;                   // current_ agrees with foreseen() so far
   std::deque<Unit*> in_flight_;
   int64_t budget_;

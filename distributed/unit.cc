@@ -181,7 +181,6 @@ void Unit::issue_gather(bool prefetched) {
   recording_ = r ? r->serial() : 0;
   state_ = State::in_flight;
   if (r) bind();
-  schedule_->note_gathered();
 }
 
 // What was cast for the gather comes back where the unit is opened, by a node, and not when the lane happens to be done.

@@ -1,7 +1,7 @@
 // Unit: parameters that share one flat buffer, cut by rank. This is where FSDP happens, as nodes of the tape:
 //
 //   forward    all_gather    one, with an output per parameter, when the unit's module is entered
-//              discard       when it is left; pending until another unit is gathered
+//              discard       when it is left; pending until another unit is gathered, and longer if it would come back soon
 //   backward   all_gather    the mirror of the discard, only if some saved recipe needs it
 //              reduce_scatter one per unit and backward, after every use, from the slots that the kernels wrote into
 //              discard
@@ -129,7 +129,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Tensor value(int index) override;
   Tensor slot(int index) override;
   Tensor memory_like_slot(int index) override;
-  bool has_slots() const override { return !slot_buffers_.empty(); }
+  bool takes_ahead(int index, const Type& gradient) const override;
   void drop_slots() override;
   void pass() override;
   void finish(const std::vector<bool>& contributed) override;
@@ -138,6 +138,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   uint64_t version() const override;
   const std::string& group_name() const override { return name_; }
   void gradient_passed() override;
+  void backward_begins() override { schedule_->backward_begins(); }
   void backward_ended() override;
   void recording_ended() override;
   /// What was gathered or cast from the masters closes, though its scope may still be open.
@@ -195,7 +196,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
     closed,    ///< at rest, or kept: gathered for another micro-batch
     in_flight, ///< gather issued ahead of its use
     open,      ///< gathered and in use
-    pending,   ///< its scope was left; discarded unless it is needed before the next gather
+    pending,   ///< its scope was left; discarded unless it is needed soon, see GatherSchedule
   };
   friend class GatherSchedule;
 
@@ -281,6 +282,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Copies copies_;
   std::vector<Tensor> values_;     // one per leaf
   std::vector<Tensor> slot_buffers_, slots_;
+  uint64_t slots_of_ = 0;          // the recording that they were made in
   int64_t unfinished_ = 0;         // backwards that have passed it, and whose gradients come later
   std::vector<Tensor> waiting_;    // sums over micro-batches: zero1's slots, else what is not summed over replicas yet
   struct Reduction {               // `values` goes first and waits for its lane

@@ -8,7 +8,18 @@
 
 namespace sheaf {
 
+// Slots of another recording, around this one, hold what it has put there ahead: it keeps that memory, and finds other slots.
+bool Unit::takes_ahead(int index, const Type& gradient) const {
+  const Recording* r = Recording::current();
+  return (slot_buffers_.empty() || slots_of_ != (r ? r->serial() : 0)) && slot_type(index) == gradient;
+}
+
 Tensor Unit::slot(int index) {
+  const Recording* r = Recording::current();
+  if (const uint64_t recording = r ? r->serial() : 0; recording != slots_of_) {
+    drop_slots();
+    slots_of_ = recording;
+  }
   if (!slots_[index]) {
     const PathScope path(name_);
     std::vector<OutputSpec> specs;

@@ -147,6 +147,100 @@ TEST(Unit, TapeHoldsTwoGathersAndOneReduceScatterPerLayer) {
   }, {.threads_per_rank = 1});
 }
 
+// What is foreseen is held in place of what would be gathered ahead, not beside it.
+TEST(Unit, NoMoreIsGatheredThanTheBudgetSays) {
+  for (const int64_t given : {-1, 2400, 4000, 0})
+    run_local(2, [&](World& w) {
+      Chain chain(w, 12, Strategy::full_shard, given);
+      GatherSchedule& schedule = *chain.schedule;
+      const int64_t root = chain.root->gathered_bytes(), layer = chain.layers[0]->gathered_bytes();
+      for (int step = 0; step < 3; ++step) {
+        Recording recording({.step = step});
+        recording.backward(sum(chain.forward(input(w))), {.last_micro_batch = true});
+        for (Unit* unit : chain.units()) unit->zero_grad();
+      }
+      EXPECT_LE(schedule.peak_gathered_bytes(), root + layer + std::max(schedule.budget(), layer)) << given;
+      EXPECT_LE(schedule.peak_excess(), schedule.budget()) << given;
+      EXPECT_EQ(schedule.mispredicted(), 0) << given;
+    }, {.threads_per_rank = 1});
+}
+
+// A unit that is open while others are gathered ahead may come back before them.
+TEST(Unit, ForeseesUnitsAroundUnitsAndTwoBackwardsInAPass) {
+  run_local(2, [](World& w) {
+    const auto schedule = std::make_shared<GatherSchedule>();
+    const UnitOptions options{.mesh = w.mesh({{"data", 2}}).spec, .strategy = Strategy::full_shard};
+    const auto unit = [&](const std::string& name, int64_t size) {
+      auto made = std::make_shared<Unit>(name, std::vector<LeafSpec>{{name + ".w", {kWidth}}, {name + ".more", {size}}}, options, schedule);
+      Chain::fill(*made);
+      return made;
+    };
+    const auto root = unit("", 10), around = unit("around", 20000), a = unit("around.a", 6000), b = unit("around.b", 6000),
+               last = unit("around.last", 18000), small = unit("small", 100);
+    for (int step = 0; step < 3; ++step) {
+      Recording recording({.step = step});
+      Tensor x = input(w);
+      const auto use = [&](Unit& u) {
+        u.enter();
+        x = tanh(mul(x, u.value(0)));
+        u.leave();
+      };
+      root->enter();
+      x = mul(x, root->value(0));
+      around->enter();
+      use(*a);
+      use(*b);
+      x = tanh(mul(x, around->value(0)));
+      use(*last);
+      around->leave();
+      use(*small);
+      root->leave();
+      recording.backward(sum(x));
+      EXPECT_EQ(schedule->mispredicted(), 0) << "step " << step;
+      EXPECT_LE(schedule->peak_excess(), schedule->budget()) << "step " << step;
+    }
+  }, {.threads_per_rank = 1});
+  for (const int64_t given : {-1, 4000})
+    run_local(2, [&](World& w) {
+      Chain chain(w, 6, Strategy::full_shard, given);
+      for (int step = 0; step < 4; ++step) {
+        Recording recording({.step = step});
+        Tensor losses[2];
+        for (int micro = 0; micro < 2; ++micro) {
+          if (micro > 0) recording.next_micro_batch(kRows * micro);
+          losses[micro] = sum(chain.forward(input(w)));
+        }
+        recording.backward(losses[0]);
+        recording.backward(losses[1], {.last_micro_batch = true});
+        for (Unit* unit : chain.units()) unit->zero_grad();
+        EXPECT_EQ(chain.schedule->mispredicted(), 0) << given << ", step " << step;
+        EXPECT_LE(chain.schedule->peak_excess(), chain.schedule->budget()) << given << ", step " << step;
+      }
+    }, {.threads_per_rank = 1});
+}
+
+// Between the end of its scope and the backward a parameter may be used in the first step as in the next ones.
+TEST(Unit, AValueStaysUntilTheBackwardBegins) {
+  run_local(2, [](World& w) {
+    Chain chain(w, 3, Strategy::full_shard);
+    for (int step = 0; step < 3; ++step) {
+      Recording recording({.step = step});
+      Tensor x = input(w);
+      chain.root->enter();
+      const Tensor scale = chain.root->value(0);
+      for (const auto& layer : chain.layers) {
+        layer->enter();
+        x = tanh(mul(x, layer->value(0)));
+        layer->leave();
+      }
+      chain.root->leave();
+      EXPECT_NO_THROW(mul(x, scale)) << "step " << step;
+      recording.backward(sum(x), {.last_micro_batch = true});
+      for (Unit* unit : chain.units()) unit->zero_grad();
+    }
+  }, {.threads_per_rank = 1});
+}
+
 // gradient() holds no more at a time than backward() does, which may follow it.
 TEST(Unit, AGradientClosesWhatItGathers) {
   for (Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op}) {

@@ -18,19 +18,12 @@ MemoryLedger::Peak now(MemoryLedger& ledger) {
 }
 
 struct Bytes {
-  int64_t masters = 0, largest_unit = 0, all_units = 0;  // the units whole
+  int64_t masters = 0, all_units = 0;  // the units whole
 };
 Bytes bytes_of(nn::Module& model) {
   Bytes out;
-  for (const auto& unit : units(model)) {
-    int64_t whole = 0;
-    for (const FlatBuffer& b : unit->buffers()) {
-      out.masters += b.shard.local_bytes();
-      whole += b.layout.total * 4;
-    }
-    out.largest_unit = std::max(out.largest_unit, whole);
-    out.all_units += whole;
-  }
+  for (const auto& unit : units(model))
+    for (const FlatBuffer& b : unit->buffers()) out.masters += b.shard.local_bytes(), out.all_units += b.layout.total * 4;
   return out;
 }
 
