@@ -1,5 +1,7 @@
 #include "sheaf/models/plan.h"
 
+#include <optional>
+
 #include "sheaf/core/host_memory.h"
 #include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
@@ -70,25 +72,28 @@ struct Who {
   Device device;
 };
 
-Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const StandIn& stand_in,
+// With a ledger, or with the peaks' bytes alone, which takes less time.
+Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const StandIn& stand_in, bool keeps_ledger,
              const std::function<void(Plan&)>& look) {
   World simulated = distributed::simulated_world(who.rank, who.world, {.threads = who.threads, .comm = who.comm,
                                                                        .hosts = RankContext::current().hosts, .device = who.device});
-  const Allocator &memory = *RankContext::current().meta, &host = *RankContext::current().meta_host;
-  MemoryLedger ledger;
+  Allocator &memory = *RankContext::current().meta, &host = *RankContext::current().meta_host;
+  std::optional<MemoryLedger> ledger;
+  if (keeps_ledger) ledger.emplace();
   TrainingStep step(config, vocab, simulated, Device::meta(), {.stand_in = stand_in});
   const FillBatch nothing = [](int64_t, int64_t, int32_t*, int32_t*) {};
   Plan plan;
   // The first step knows no order of gathers and prefetches nothing; the optimizer's state may appear in it.
   const int64_t settled = config.train.compile ? 3 : 1;
   for (int64_t s = 0; s < settled; ++s) step.run(s, nothing);
-  ledger.reset_peak();
+  memory.reset_peak(), host.reset_peak();
+  if (ledger) ledger->reset_peak();
   RecordedStep recorded;
   step.run(settled, nothing, &recorded);
   plan.tape = std::move(recorded.tape);
   plan.turns = std::move(recorded.turns);
-  plan.peak = ledger.peak(memory);
-  plan.host_peak = ledger.peak(host);
+  if (ledger) plan.peak = ledger->peak(memory), plan.host_peak = ledger->peak(host);
+  else plan.peak.bytes = memory.stats().peak, plan.host_peak.bytes = host.stats().peak;
   plan.parameters = step.num_parameters();
   plan.trained = step.num_trained();
   plan.micro_batch_bytes = step.inputs().bytes_of_micro_batch(0);
@@ -105,14 +110,14 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device, const Machine* machine) {
   const TrainConfig fitted = fit_recompute(config, vocab, world, threads, comm, device);
-  return plan_as(fitted, vocab, {rank, world, threads, comm, device}, {}, [&](Plan& plan) {
+  return plan_as(fitted, vocab, {rank, world, threads, comm, device}, {}, /*keeps_ledger=*/true, [&](Plan& plan) {
     if (machine) plan.times = times_on(*machine, plan.tape, {.rank = rank, .offloads_state = config.train.offload_optimizer});
   });
 }
 
 Plan plan_stand_in(const TrainConfig& config, int64_t vocab, int rank, int world, const StandIn& stand_in,
                    const std::function<void(const Plan&)>& look) {
-  return plan_as(config, vocab, {rank, world, 1, "nccl", Device::cuda()}, stand_in, look);
+  return plan_as(config, vocab, {rank, world, 1, "nccl", Device::cuda()}, stand_in, /*keeps_ledger=*/false, look);
 }
 
 std::vector<int64_t> plan_peaks(const TrainConfig& config, int64_t vocab, int world, int threads,

@@ -35,7 +35,7 @@ struct Plan {
 /// asks for: the driver and NCCL take more.
 Plan plan_step(const TrainConfig& config, int64_t vocab, int rank, int world, int threads, const std::string& comm,
                Device device = {}, const Machine* machine = nullptr);
-/// The same on a GPU, of a stand-in; `look` at it while the rank is joined to its meshes.
+/// The same on a GPU, of a stand-in, of the peaks the bytes alone; `look` at it while the rank is joined to its meshes.
 Plan plan_stand_in(const TrainConfig& config, int64_t vocab, int rank, int world, const StandIn& stand_in,
                    const std::function<void(const Plan&)>& look);
 /// Ranks whose peaks are the largest: of each stage of a pipeline the first, and the last where it is another.
