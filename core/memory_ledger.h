@@ -29,7 +29,7 @@ enum class HeldFor : uint8_t {
 std::string_view name(HeldFor use);
 
 /// While it lives, it notes who takes memory for values (Storage) on the rank of the calling thread, and for how long; at most one
-/// per rank. What Storage knows nothing of, such as the staging of communicators, is `other`.
+/// per rank. What Storage knows nothing of, such as the staging of communicators, is `other`. Its notes grow until reset_peak().
 class MemoryLedger {
  public:
   MemoryLedger();
@@ -49,7 +49,7 @@ class MemoryLedger {
     bool operator==(const Holder&) const = default;
   };
   struct Peak {
-    int64_t bytes = 0;             ///< the sum of the holders': MemoryStats::peak
+    int64_t bytes = 0;             ///< the sum of the holders': MemoryStats::peak, but for what is taken and given back beside Storage
     Holder last;                   ///< by whom it came to that; bytes and blocks are this one's
     std::vector<Holder> holders;   ///< the largest first
     int64_t held_for(HeldFor use) const;
