@@ -107,7 +107,7 @@ void GatherSchedule::use(Unit& unit) {
     if (!pending) return;
   } else if (unit.state_ == State::in_flight && (is_foreseen || (!in_flight_.empty() && in_flight_.front() == &unit))) {
     std::erase(in_flight_, &unit);
-  } else if (!is_foreseen && !unit.kept()) {  // a foreseen one was open, it may be, when others were gathered ahead
+  } else if (!is_foreseen && !unit.kept()) {  // a foreseen one may have been open when those behind it were gathered ahead
     for (Unit* wrong : in_flight_) {
       ++mispredicted_;
       wrong->discard_gathered();
@@ -134,7 +134,7 @@ void GatherSchedule::use(Unit& unit) {
 }
 
 // Units that are used behind `now`, in that order, and may be gathered already. What is pending is not discarded to be gathered
-// again: it counts as gathered ahead, unless nothing else is gathered before its use.
+// again: it counts as gathered ahead, and stays in any case if nothing is gathered before its use.
 std::vector<Unit*> GatherSchedule::comes_next(const Unit* now, bool gathers) const {
   std::vector<Unit*> next;
   if (!following_) return next;
