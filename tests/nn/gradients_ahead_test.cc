@@ -7,12 +7,9 @@
 #include <map>
 
 #include "sheaf/autograd/checks.h"
-#include "sheaf/autograd/passes/without_sharding.h"
-#include "sheaf/autograd/tape_diff.h"
 #include "sheaf/autograd/tape_dump.h"
 #include "sheaf/core/memory_ledger.h"
 #include "sheaf/distributed/run_local.h"
-#include "sheaf/nn/optim/adamw.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf::testing {
