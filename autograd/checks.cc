@@ -218,11 +218,12 @@ std::vector<Finding> check_gathers(const Tape& tape) {
       if (const Buffer& b = buffers[static_cast<size_t>(root[static_cast<size_t>(v)])]; b.discarded >= 0)
         report(out, id, "writes into ", named(v), ", which node ", b.discarded, " discarded");
     }
-    if (is_unit_gather(tape, n))
+    const bool unpacks = tape.op_name(n) == "unpack";  // what was gathered in blocks: in memory that is discarded, too
+    if (unpacks || is_unit_gather(tape, n))
       for (int i = 0; i < n.num_inputs; ++i) {
         const ValueId from = root[static_cast<size_t>(tape.inputs(n)[static_cast<size_t>(i)])];
         const ValueId to = root[static_cast<size_t>(tape.output(n, i))];  // one rank alone opens what it has brought
-        if (from != to) buffers[static_cast<size_t>(from)].gathered_into.push_back(to);
+        if (from != to && !unpacks) buffers[static_cast<size_t>(from)].gathered_into.push_back(to);
         buffers[static_cast<size_t>(to)].gathered = id;
         buffers[static_cast<size_t>(to)].used = false;
       }

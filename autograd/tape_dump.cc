@@ -85,7 +85,7 @@ std::vector<Transfer> transfers(const Tape& tape, const Node& n) {
 
 bool is_unit_gather(const Tape& tape, const Node& n) {
   if (tape.kind(n) != OpKind::redistribute || is_redistribute(n.op)) return false;
-  if (tape.op_name(n) == "all_gather") return true;
+  if (tape.op_name(n) == "all_gather") return n.op->lane == Lane::gather;  // else of gradients
   if (tape.op_name(n) != "open") return false;
   const Node& made = tape.node(tape.value(tape.inputs(n)[0]).producer);
   return made.op && made.op->lane == Lane::copy;

@@ -22,7 +22,8 @@ Shape local_shape(const Type& t) {
 
 Work work_of(const Tape& tape, const Node& n) {
   if (!n.op || n.num_outputs == 0 || tape.value(tape.output(n)).view_of >= 0) return {};
-  if (tape.kind(n) == OpKind::redistribute && (!is_redistribute(n.op) || n.op == &send_op())) return {};  // of units, and sends: in their place
+  // Collectives of units, and sends: in their place.
+  if (tape.kind(n) == OpKind::redistribute && !n.op->work && (!is_redistribute(n.op) || n.op == &send_op())) return {};
   SmallVector<Shape, 6> inputs, outputs;
   double bytes = 0;
   const auto takes = [&](ValueId v) {

@@ -29,6 +29,7 @@ class WorkOf {
   WorkOf(std::span<const Shape> inputs, std::span<const Shape> outputs, const Shape& whole_input)
       : inputs_(inputs), outputs_(outputs), whole_input_(whole_input) {}
   int num_inputs() const { return static_cast<int>(inputs_.size()); }
+  int num_outputs() const { return static_cast<int>(outputs_.size()); }
   const Shape& input(int i) const { return inputs_[static_cast<size_t>(i)]; }
   const Shape& output(int i) const { return outputs_[static_cast<size_t>(i)]; }
   /// Input 0 on all ranks together.

@@ -112,13 +112,15 @@ std::vector<Tensor> Unit::masters_for_compute() const {
     out.assign(opened.begin(), opened.end());
   }
   const OpDef& onload = alone(axis_) && !secondary() ? UnitOps::onload_values() : UnitOps::onload_shard();
-  for (size_t i = 0; i < out.size(); ++i)
-    if (offloads_) out[i] = UnitOps::cast_by(onload, out[i], buffers_[i].compute);
-    else if (buffers_[i].compute != buffers_[i].dtype) out[i] = UnitOps::cast_by(UnitOps::cast_shard(), out[i], buffers_[i].compute);
+  for (size_t i = 0; i < out.size(); ++i) {
+    const FlatBuffer& b = buffers_[i];
+    const OpDef& made = offloads_ ? onload : sends_blocks(b) ? UnitOps::quantize_shard() : UnitOps::cast_shard();
+    if (is_made_for_gather(b)) out[i] = UnitOps::made_by(made, nullptr, out[i], sent_type(b, out[i].layout()));
+  }
   return out;
 }
 
-std::vector<OutputSpec> Unit::gathered_specs() const {
+std::vector<OutputSpec> Unit::opened_specs() const {
   std::vector<OutputSpec> specs;
   for (const FlatBuffer& b : buffers_) specs.push_back({buffer_type(b, b.compute, whole(b)), {}, -1, 0});
   for (int i = 0; i < num_leaves(); ++i) {
@@ -144,7 +146,7 @@ void Unit::reopen() {
 
 // The values lie in buffers that are there already.
 void Unit::open_in(std::span<const Tensor> buffers) {
-  std::vector<OutputSpec> specs = gathered_specs();
+  std::vector<OutputSpec> specs = opened_specs();
   for (size_t b = 0; b < buffers_.size(); ++b) specs[b].into = buffers[b];
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
   Tensors outputs = apply_typed(UnitOps::open(), &attrs, buffers, specs);
@@ -158,7 +160,8 @@ void Unit::open_in(std::span<const Tensor> buffers) {
 void Unit::bind() {
   std::vector<int> indices(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) indices[i] = i;
-  Recording::current()->bind_group(shared_from_this(), values_, indices);
+  const std::span<const Tensor> none;  // are there before what was gathered is unpacked
+  Recording::current()->bind_group(shared_from_this(), values_[0] ? values_ : none, indices);
 }
 
 void Unit::issue_gather(bool prefetched) {
@@ -170,7 +173,9 @@ void Unit::issue_gather(bool prefetched) {
     r->flag_next((prefetched ? Node::kPrefetched : 0) | (mirror ? Node::kMirror : 0));
   }
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(buffers_.size())};
-  std::vector<OutputSpec> specs = gathered_specs();
+  std::vector<OutputSpec> specs;
+  if (!is_packed()) specs = opened_specs();
+  else for (const FlatBuffer& b : buffers_) specs.push_back({sent_type(b, whole(b)), {}, -1, 0});
   for (size_t b = 0; b < buffers_.size() && alone(axis_); ++b) specs[b].into = shards[b];  // the host's, brought here, are all
   Tensors outputs = apply_typed(alone(axis_) ? UnitOps::open() : UnitOps::all_gather(), &attrs, shards, specs);
   const auto split = outputs.begin() + buffers_.size();
@@ -185,6 +190,11 @@ void Unit::issue_gather(bool prefetched) {
 
 // What was cast for the gather comes back where the unit is opened, by a node, and not when the lane happens to be done.
 void Unit::take_back_lent() {
+  complete_gather();
+  unpack();
+}
+
+void Unit::complete_gather() {
   const bool last_use = keeps() && recording_ != 0 && !copies_.buffers.empty();  // what is kept is not gathered again
   if (lent_.empty() && !last_use) return;
   const PathScope path(name_);

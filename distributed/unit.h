@@ -19,11 +19,15 @@
 // Along a tensor axis parameters that it does not cut are replicated. Of the others a rank has its block, which is never
 // gathered along that axis nor reduced: one more dimension before the others, Shard(0) there.
 //
+// What ranks send each other may be in int8 blocks (unit_blocks.cc): weights are unpacked where the unit is opened, and gradients
+// added up where they have arrived.
+//
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
 // into the reduce-scatter's input, or into that of its cast where they travel in another dtype. Every parameter starts on
 // 128 bytes, every rank's slice too; padding stays zero.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -66,16 +70,18 @@ struct FlatLayout {
   int64_t total = 0;             ///< elements, a multiple of ranks · kAlign
   int64_t chunk = 0;             ///< total / ranks
   static constexpr int64_t kAlign = 32;  // elements: 128 bytes of f32, and the block of the gradient norm
-  static FlatLayout of(const std::vector<Shape>& shapes, int ranks);
+  static FlatLayout of(const std::vector<Shape>& shapes, int ranks, int64_t align = kAlign);
 };
 
 /// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen, all cut along the tensor
-/// axis or none, all exact or none, all steered by one rate or none. Of cut ones `layout` has room for the largest block; a smaller one leaves padding.
+/// axis or none, all exact or none, all steered by one rate or none, all gathered in blocks or none. Of cut ones `layout` has room for the largest block; a smaller one leaves padding.
 struct FlatBuffer {
   std::string name;
   DType dtype = kF32;       ///< of the master values and of gradients
   DType compute = kF32;     ///< of the values that are gathered for compute
   DType reduce = kF32;      ///< of what ranks send each other of gradients
+  bool gather_int8 = false;  ///< its values are gathered in int8 blocks, where there is somebody to send them to
+  bool reduce_int8 = false;  ///< its gradients are sent so
   bool trainable = true;
   bool cut = false;         ///< its leaves are, along the unit's tensor axis
   bool exact = false;       ///< its leaves are: neither values nor gradients are cast
@@ -107,6 +113,8 @@ struct UnitOptions {
   std::optional<DType> compute = std::nullopt;  ///< what masters are cast to before they are gathered; gradients stay in the
                                                 ///< masters' dtype
   std::optional<DType> reduce = std::nullopt;   ///< what gradients are cast to before each reduction, and back from after it
+  bool gather_int8 = false;        ///< matrices, and what has more dimensions, are gathered in int8 blocks
+  bool reduce_int8 = false;        ///< gradients are sent in them, in place of `reduce`
   int tensor_axis = -1;            ///< cuts leaves that say how; -1: none
   int secondary_axis = -1;         ///< cuts the masters that `axis` has cut once more; -1: none. The strategy shards
   int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all
@@ -174,7 +182,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   // --- for the schedule ---
   int64_t gathered_bytes() const;
   void issue_gather(bool prefetched);
-  void take_back_lent();
+  void take_back_lent();  ///< and unpacks what was gathered in blocks
   void discard_gathered();
   /// Values that were never gathered (one rank, replicated masters) may be casts: of the masters as they were.
   void close_ungathered();
@@ -226,14 +234,21 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   Type buffer_type(const FlatBuffer& b, DType dtype, const Layout& layout) const;
   Type slots_type(const FlatBuffer& b) const;
   Type slot_type(int leaf) const;
-  /// What is gathered is not the masters themselves, but a cast of them or what came from the host.
-  bool is_made_for_gather(const FlatBuffer& b) const { return offloads_ || b.compute != b.dtype; }
+  /// What is gathered is not the masters themselves, but made of them, or what came from the host.
+  bool is_made_for_gather(const FlatBuffer& b) const { return offloads_ || b.compute != b.dtype || sends_blocks(b); }
+  bool sends_blocks(const FlatBuffer& b) const { return b.gather_int8 && gathers() && !alone(axis_); }
+  /// What is gathered is not what is computed with.
+  bool is_packed() const { return std::ranges::any_of(buffers_, [this](const FlatBuffer& b) { return sends_blocks(b); }); }
   /// What is gathered: masters in the dtype of compute, or the group's copies of them.
   std::vector<Tensor> to_gather();
   std::vector<Tensor> masters_for_compute() const;
   std::vector<Tensor> take_copies();
-  /// The types of gathered buffers, and of the values in them.
-  std::vector<OutputSpec> gathered_specs() const;
+  /// The types of buffers that values lie in, and of these.
+  std::vector<OutputSpec> opened_specs() const;
+  /// The type in which a buffer placed so is sent.
+  Type sent_type(const FlatBuffer& b, const Layout& layout) const;
+  void complete_gather();
+  void unpack();
   void open();
   void bind();
   void views_of_masters();
@@ -249,6 +264,9 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void leaf_waiting();
   void reduce_waiting_along(int axis);
   void reduce_along(int axis);
+  void exchange_blocks(int axis, std::span<const size_t> which);
+  Type sum_type(const FlatBuffer& b, const Type& blocks) const;
+  bool add_blocks();
   void cast_reduced();
   void keep_gradient();
   void offload_gradient(FlatBuffer& b, const Tensor& gradient);

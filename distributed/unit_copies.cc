@@ -18,7 +18,7 @@ void Unit::issue_copies(bool prefetched) {
   if (secondary()) {
     std::vector<OutputSpec> specs;
     for (const FlatBuffer& b : buffers_) {
-      specs.push_back({buffer_type(b, b.compute, whole(b).with(axis_, b.shard.layout()[axis_])), {}, -1, 0});
+      specs.push_back({sent_type(b, whole(b).with(axis_, b.shard.layout()[axis_])), {}, -1, 0});
       if (is_made_for_gather(b)) copies_.lent.push_back(masters[specs.size() - 1]);
     }
     if (r && prefetched) r->flag_next(Node::kPrefetched);

@@ -148,17 +148,22 @@ void Unit::reduce_waiting_along(int axis) {
 // in. Of several micro-batches the slices are added up, and only the last one's backward, or who asks first, takes them
 // along the other axes: these cross hosts. Where they travel in another dtype (FlatBuffer::reduce) each collective
 // stands between two casts: ranks add up what they have sent, and the memory of a cast goes when that of the collective does.
+// In int8 blocks other collectives take its place: Note: addends in blocks.
 void Unit::reduce_along(int axis) {
   if (axis == axis_) reduction_.values = reduction_.lent;
   else if (scatters(axis)) reduction_.lent = reduction_.values;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
-  std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
+  std::vector<size_t> which, in_blocks;  // of the values; what the tensor axis cuts is no sum along it
   size_t k = 0;
   for (const FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
     Tensor& t = reduction_.values[k++];
     if (!sums_along(b, axis)) continue;
+    if (b.reduce_int8 && !alone(axis)) {
+      in_blocks.push_back(k - 1);
+      continue;
+    }
     if (b.reduce != b.dtype && !alone(axis)) {  // what is cast goes before more is
       t = UnitOps::cast_by(UnitOps::cast_gradient(), t, b.reduce);
       if (!reduction_.lent.empty()) reduction_.lent[k - 1] = t;
@@ -169,10 +174,13 @@ void Unit::reduce_along(int axis) {
     specs.push_back({type, scatters(axis) ? Tensor() : t, -1, 0});
     which.push_back(k - 1);
   }
-  const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
-  const OpDef& op = alone(axis) ? UnitOps::open() : scatters(axis) ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
-  const Tensors reduced = apply_typed(op, &attrs, from, specs);
-  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = reduced[i];
+  if (!in_blocks.empty()) exchange_blocks(axis, in_blocks);
+  if (!which.empty()) {
+    const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+    const OpDef& op = alone(axis) ? UnitOps::open() : scatters(axis) ? UnitOps::reduce_scatter() : UnitOps::all_reduce();
+    const Tensors reduced = apply_typed(op, &attrs, from, specs);
+    for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = reduced[i];
+  }
   reduction_.along = axis;
   if (alone(axis)) advance_reduction();
 }
@@ -187,6 +195,7 @@ void Unit::advance_reduction() {
   }
   for (Tensor& t : reduction_.values) t.storage()->settle();
   reduction_.lent.clear();
+  if (add_blocks()) return;
   cast_reduced();
   const int next = axis_after(along);
   if (next < 0) return keep_gradient();

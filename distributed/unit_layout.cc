@@ -9,13 +9,13 @@
 
 namespace sheaf {
 
-FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks) {
+FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks, int64_t align) {
   FlatLayout f;
   for (const Shape& s : shapes) {
     f.offsets.push_back(f.total);
-    f.total += (s.numel() + kAlign - 1) / kAlign * kAlign;
+    f.total += (s.numel() + align - 1) / align * align;
   }
-  const int64_t step = kAlign * ranks;
+  const int64_t step = align * ranks;
   f.total = (f.total + step - 1) / step * step;
   f.chunk = f.total / ranks;
   return f;
@@ -29,9 +29,11 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
   where_.resize(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) {
     const LeafSpec& leaf = leaves_[i];
+    const bool casts = !leaf.exact && is_floating(leaf.dtype);
+    const bool gather_int8 = o.gather_int8 && casts && leaf.shape.rank() >= 2;
     auto it = std::find_if(buffers_.begin(), buffers_.end(), [&](const FlatBuffer& b) {
       return b.dtype == leaf.dtype && b.trainable == leaf.trainable && b.cut == is_cut(i) && b.exact == leaf.exact &&
-             b.steered == leaf.steered;
+             b.steered == leaf.steered && b.gather_int8 == gather_int8;
     });
     if (it == buffers_.end()) {
       buffers_.push_back({});
@@ -41,7 +43,8 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
       it->cut = is_cut(i);
       it->exact = leaf.exact;
       it->steered = leaf.steered;
-      const bool casts = !leaf.exact && is_floating(leaf.dtype);
+      it->gather_int8 = gather_int8;
+      it->reduce_int8 = o.reduce_int8 && casts;
       it->compute = casts ? o.compute.value_or(leaf.dtype) : leaf.dtype;
       it->reduce = casts ? o.reduce.value_or(leaf.dtype) : leaf.dtype;
     }
@@ -53,12 +56,13 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
   for (FlatBuffer& b : buffers_) {
     std::vector<Shape> shapes;
     for (int i : b.leaves) shapes.push_back(b.cut ? largest_block(i) : leaves_[i].shape);
-    b.layout = FlatLayout::of(shapes, slices);
+    b.layout = FlatLayout::of(shapes, slices, b.gather_int8 || b.reduce_int8 ? kBlockSize : FlatLayout::kAlign);
     b.name = path_label(name_);
     if (b.cut) b.name += " cut";
     if (b.steered != 0) b.name += " steered";
     else if (b.exact) b.name += " exact";
     if (!b.trainable) b.name += " frozen";
+    if (b.gather_int8) b.name += " in blocks";
     if (buffers_.size() > 1 && b.dtype != kF32) b.name += str(" ", b.dtype);
   }
   values_.resize(leaves_.size());

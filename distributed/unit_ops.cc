@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "sheaf/autograd/copy_lane.h"
 #include "sheaf/autograd/recording.h"
@@ -10,6 +11,7 @@
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/quantize.h"
 
 namespace sheaf {
 namespace {
@@ -86,6 +88,62 @@ struct CastReduced : Cast<MemoryKind::normal, HeldFor::gradients> {
   static constexpr const char* kName = "cast_reduced";
 };
 
+void to_blocks(const Stream& stream, const Execute& c, std::optional<uint32_t> key) {
+  SHEAF_ON_DEVICE(stream, to_int8_blocks, c.input(0), key, c.output(0));
+}
+
+struct QuantizeShard {
+  static constexpr const char* kName = "quantize_shard";
+  static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = HeldFor::gathered;
+  static constexpr MemoryKind kMemory = MemoryKind::wire;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) { to_blocks(c.stream(), c, std::nullopt); }
+};
+
+// Equal values of two ranks are to err apart: each rounds by a key of its own.
+struct QuantizeGradient {
+  static constexpr const char* kName = "quantize_gradient";
+  static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = HeldFor::whole_gradients;
+  static constexpr MemoryKind kMemory = MemoryKind::wire;
+  using Attrs = NoAttrs;
+  static void execute(const Attrs&, Execute& c) {
+    to_blocks(c.stream(), c, static_cast<uint32_t>(RankContext::current().rank) * 0x85ebca6bu);
+  }
+};
+
+struct SumOfBlocks {
+  static constexpr const char* kName = "sum_of_blocks";
+  static constexpr bool kOfUnits = true;
+  static constexpr HeldFor kHeldFor = HeldFor::gradients;
+  using Attrs = UnitOps::Rows;
+  static void execute(const Attrs& a, Execute& c) { SHEAF_ON_DEVICE(c.stream(), sum_of_blocks, c.input(0), a.count, c.output(0)); }
+};
+
+// It stands where values come to be, as what opens a unit does.
+struct Unpack {
+  static constexpr const char* kName = "unpack";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr HeldFor kHeldFor = HeldFor::gathered;
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {
+    if (c.device().is_meta()) return;
+    const Stream stream = c.stream();
+    for (int b = 0; b < a.buffers; ++b) {
+      if (c.input_type(b).dtype == kU8 && c.output_type(b).dtype != kU8)
+        SHEAF_ON_DEVICE(stream, dequantize, c.input(b), BlockFormat::int8, c.output(b));
+      else SHEAF_ON_DEVICE(stream, copy, c.input(b), c.output(b));
+    }
+  }
+  static void work(const Attrs& a, WorkOf& w) {  // the values lie in the buffers
+    double read = 0, made = 0, values = 0;
+    for (int b = 0; b < a.buffers; ++b) read += static_cast<double>(w.input(b).numel()), made += static_cast<double>(w.output(b).numel());
+    for (int o = a.buffers; o < w.num_outputs(); ++o) values += static_cast<double>(w.output(o).numel());
+    w.work.bytes = read + (w.work.bytes - read) * made / (made + values);
+  }
+};
+
 // What is cast is read over the bus by the kernel that casts it.
 template <MemoryKind kind>
 struct OnloadShard {
@@ -96,8 +154,12 @@ struct OnloadShard {
   static constexpr Lane kLane = Lane::copy;
   using Attrs = NoAttrs;
   static void execute(const Attrs&, Execute& c) {
-    if (c.input_type(0).dtype == c.output_type(0).dtype) return copy_by_copies(c);
-    by_copies(c, &Gpu::copies, [&](Gpu&, const Stream& stream) { SHEAF_ON_DEVICE(stream, copy, c.input(0), c.output(0)); });
+    const DType from = c.input_type(0).dtype, to = c.output_type(0).dtype;
+    if (from == to) return copy_by_copies(c);
+    by_copies(c, &Gpu::copies, [&](Gpu&, const Stream& stream) {
+      if (to == kU8) to_blocks(stream, c, std::nullopt);
+      else SHEAF_ON_DEVICE(stream, copy, c.input(0), c.output(0));
+    });
   }
 };
 
@@ -208,6 +270,40 @@ struct ReduceScatter {
   }
 };
 
+struct Exchange {
+  static constexpr const char* kName = "all_to_all";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr HeldFor kHeldFor = HeldFor::whole_gradients;
+  static constexpr Lane kLane = Lane::reduce;
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {
+    on_lane(runtime_of(c.input_type(0)).reduce_lane(a.axis), a, c, [&](Communicator& lane, int b) {
+      const Type &rows = c.input_type(b), &parts = c.output_type(b);
+      const int n = lane.size();
+      std::vector<int64_t> send(static_cast<size_t>(n), 0), receive(static_cast<size_t>(n), parts.local_shape().numel() / n);
+      const Shape whole = rows.layout.with(a.axis, Placement::replicate()).local_shape(rows.shape);
+      const OwnershipMap& cut = parts.layout[a.axis].map();
+      for (int r = 0; r < n; ++r) send[static_cast<size_t>(r)] = cut.owned_size(r, n, whole) * (whole.numel() / n / whole[cut.dim()]);
+      return lane.all_to_all(c.input(b).data, send, c.output(b).data, receive, rows.dtype, PathScope::current());
+    });
+  }
+};
+
+struct GatherBlocks {
+  static constexpr const char* kName = "all_gather";
+  static constexpr OpKind kKind = OpKind::redistribute;
+  static constexpr HeldFor kHeldFor = HeldFor::gradients;
+  static constexpr MemoryKind kMemory = MemoryKind::landing;
+  static constexpr Lane kLane = Lane::reduce;
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {
+    on_lane(runtime_of(c.input_type(0)).reduce_lane(a.axis), a, c, [&](Communicator& lane, int b) {
+      return lane.all_gather(c.input(b).data, c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
+                             PathScope::current());
+    });
+  }
+};
+
 struct AllReduce {
   static constexpr const char* kName = "all_reduce";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -235,6 +331,12 @@ struct Complete {
 const OpDef& UnitOps::resting() { return op_def<Resting<MemoryKind::wire>>(); }
 const OpDef& UnitOps::resting_alone() { return op_def<Resting<MemoryKind::normal>>(); }
 const OpDef& UnitOps::resting_on_host() { return op_def<Resting<MemoryKind::host>>(); }
+const OpDef& UnitOps::quantize_shard() { return op_def<QuantizeShard>(); }
+const OpDef& UnitOps::unpack() { return op_def<Unpack>(); }
+const OpDef& UnitOps::quantize_gradient() { return op_def<QuantizeGradient>(); }
+const OpDef& UnitOps::exchange() { return op_def<Exchange>(); }
+const OpDef& UnitOps::sum_of_blocks() { return op_def<SumOfBlocks>(); }
+const OpDef& UnitOps::gather_blocks() { return op_def<GatherBlocks>(); }
 const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
 const OpDef& UnitOps::onload_shard() { return op_def<OnloadShard<MemoryKind::wire>>(); }
 const OpDef& UnitOps::onload_values() { return op_def<OnloadShard<MemoryKind::normal>>(); }
@@ -254,9 +356,14 @@ const OpDef& UnitOps::offload_gradient() { return op_def<OffloadGradient>(); }
 const OpDef& UnitOps::complete() { return op_def<Complete>(); }
 
 Tensor UnitOps::cast_by(const OpDef& cast, const Tensor& buffer, DType dtype) {
-  OutputSpec spec{buffer.type(), {}, -1, 0};
-  spec.type.dtype = dtype;
-  return apply_typed(cast, nullptr, std::span(&buffer, 1), std::span(&spec, 1))[0];
+  Type type = buffer.type();
+  type.dtype = dtype;
+  return made_by(cast, nullptr, buffer, type);
+}
+
+Tensor UnitOps::made_by(const OpDef& op, const void* attrs, const Tensor& from, const Type& type) {
+  const OutputSpec spec{type, {}, -1, 0};
+  return apply_typed(op, attrs, std::span(&from, 1), std::span(&spec, 1))[0];
 }
 
 void UnitOps::discard_buffers(int axis, std::span<const Tensor> buffers, uint64_t recording) {

@@ -33,9 +33,11 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   if (options.offload && config.sharding.strategy == "replicate")
     fail<ConfigError>("[train] train.offload_parameters goes with a sharding.strategy that shards, with one rank too, not with replicate");
   options.compute_dtype = compute_dtype_from("train", config.train.dtype);
+  options.gather_int8 = config.sharding.gather_int8;
+  options.reduce_int8 = config.sharding.reduce_dtype == "int8";
   if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
-  else check<ConfigError>(config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ", config.sharding.reduce_dtype,
-                          ", not f32 or bf16");
+  else check<ConfigError>(options.reduce_int8 || config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ",
+                          config.sharding.reduce_dtype, ", not f32, bf16 or int8");
   if (const int stages = ranks("stage"); stages > 1) {
     if (config.sharding.units != "block")
       fail<ConfigError>("[train] sharding.units ", config.sharding.units, ": the stages of sharding.pipeline ", stages, " are of blocks");

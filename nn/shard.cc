@@ -194,6 +194,10 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.prefetch_bytes = options.prefetch_bytes;
   mark.compute = options.compute_dtype;
   mark.reduce = options.reduce_dtype;
+  mark.gather_int8 = options.gather_int8;
+  mark.reduce_int8 = options.reduce_int8;
+  if (options.reduce_int8 && options.reduce_dtype)
+    fail<ConfigError>("[shard] gradients are sent in int8 blocks (reduce_int8) or as ", *options.reduce_dtype, " (reduce_dtype), not both");
   for (const auto& [name, dtype] : {std::pair("compute_dtype", mark.compute), {"reduce_dtype", mark.reduce}})
     if (dtype && !is_floating(*dtype)) fail<ConfigError>("[shard] ", name, " ", *dtype, ": it is bf16, f16, f32 or f64");
   if (mesh.spec && mark.strategy == Strategy::none && mesh.spec->size(mark.axis) > 1)

@@ -114,6 +114,13 @@ struct ShardOptions {
   /// In each reduction, of which zero1 has one a step and other strategies one a micro-batch, a rank's share is rounded to it
   /// once, and so is the sum, which is taken in f32, but by NCCL. Gradients rest in the parameters' own. Absent: no cast.
   std::optional<DType> reduce_dtype = std::nullopt;
+  /// Matrices, and what has more dimensions, are gathered in blocks of 64 int8 codes with a scale, 8.25 bits an element, and
+  /// computed with as these say (ZeRO++'s qwZ, https://arxiv.org/abs/2306.10209). Masters stay as they are. Where nobody is sent
+  /// anything, nothing is rounded.
+  bool gather_int8 = false;
+  /// Ranks send each other their gradients in such blocks (ZeRO++'s qgZ), rounded by chance, so that the mean is exact, and
+  /// added up in f32. What has to be whole on all ranks, of replicas for one, is rounded twice. Not beside reduce_dtype.
+  bool reduce_int8 = false;
   /// On a GPU masters and gradients rest in the host's memory (FSDP2's CPUOffloadPolicy, DeepSpeed's offload_param). A rank's part
   /// of a unit is brought to the GPU before it is gathered, beside what is computed, and goes with what was gathered; so does what
   /// one rank alone has. What a gradient's reduction leaves goes to the host, and is added to there; where it is summed over further axes, behind

@@ -157,7 +157,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "many as take as many operations", any, -1, 1e6},
       {"sharding.tensor", &s.tensor, "ranks, neighbours, that share heads, hidden units and vocabulary, and each sequence "
        "(tensor parallelism)", any, 1, 1e6},
-      {"sharding.reduce_dtype", &s.reduce_dtype, "of what ranks send each other of gradients", {"f32", "bf16"}},
+      {"sharding.gather_int8", &s.gather_int8, "matrices are gathered in int8, in blocks of 64 with a scale"},
+      {"sharding.reduce_dtype", &s.reduce_dtype, "of what ranks send each other of gradients; int8: in blocks of 64 with a scale, rounded by "
+       "chance", {"f32", "bf16", "int8"}},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
       {"sharding.memory_budget", &s.memory_budget,
@@ -223,6 +225,7 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key.starts_with("train.loss_scale") && config.train.dtype != "f16") return "only train.dtype f16 scales the loss";
   if (key == "train.recompute_blocks" && config.train.recompute != "block" && config.train.recompute != "selective")
     return "only train.recompute block and selective have it";
+  if (key == "sharding.gather_int8" && config.sharding.strategy == "replicate") return "sharding.strategy replicate gathers nothing";
   if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";
   if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
     return "only data.tokenizer gpt2, llama3 and huggingface come from files";

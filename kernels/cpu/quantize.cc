@@ -65,6 +65,45 @@ void dequantize_to(const uint8_t* from, BlockFormat format, T* to, int64_t block
   });
 }
 
+// `first`: of the block among those quantized together.
+template <bool kByChance>
+void to_int8_block(const float* values, uint32_t first, uint32_t key, uint8_t* block) {
+  const float largest = magnitude(values);
+  const uint16_t bits = scale_by_chance(std::bit_cast<uint32_t>(largest), std::bit_cast<uint32_t>(largest * (1 / 127.0f)));
+  std::memcpy(block, &bits, 2);
+  const float scale = block_scale(block);
+  auto* codes = reinterpret_cast<int8_t*>(block + 2);
+  if (!(scale > 0)) {
+    std::memset(codes, 0, kSize);
+    return;
+  }
+  const float inverse = 1 / scale;
+  for (int i = 0; i < kSize; ++i) {  // 128 more, so that what is cut off makes it smaller
+    const uint32_t noise =
+        kByChance ? noise_by_chance(std::bit_cast<uint32_t>(values[i]), first + static_cast<uint32_t>(i), key) : 0x8000;
+    const float code = std::fma(values[i], inverse, 128 + static_cast<float>(static_cast<int32_t>(noise)) * 0x1p-16f);
+    codes[i] = static_cast<int8_t>(static_cast<int32_t>(std::clamp(code, 1.0f, 255.0f)) - 128);
+  }
+}
+
+template <class T>
+void sum_to(const uint8_t* blocks, int64_t parts, T* out, int64_t count) {
+  const int64_t bytes = block_bytes(BlockFormat::int8);
+  parallel_for(count, kGrain / parts, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      alignas(64) float sum[kSize];
+      int8_values(blocks + b * bytes, sum);
+      for (int64_t part = 1; part < parts; ++part) {
+        const uint8_t* block = blocks + (part * count + b) * bytes;
+        const float scale = block_scale(block);
+        const auto* codes = reinterpret_cast<const int8_t*>(block + 2);
+        for (int i = 0; i < kSize; ++i) sum[i] = std::fma(static_cast<float>(codes[i]), scale, sum[i]);
+      }
+      for (int i = 0; i < kSize; ++i) out[b * kSize + i] = static_cast<T>(sum[i]);
+    }
+  });
+}
+
 }  // namespace
 
 bool quantize(std::span<const float> values, BlockFormat format, uint8_t* blocks) {
@@ -87,6 +126,29 @@ void dequantize(const View& blocks, BlockFormat format, const View& out) {
   check_blocks(blocks, format, out);
   visit_floating("dequantize", out.dtype, [&]<class T>() {
     dequantize_to(blocks.as<uint8_t>(), format, out.as<T>(), out.numel() / kSize);
+  });
+}
+
+void to_int8_blocks(const View& values, std::optional<uint32_t> key, const View& blocks) {
+  check_int8_blocks("to_int8_blocks", blocks, values, 1);
+  auto* to = blocks.as<uint8_t>();
+  const auto make = key ? to_int8_block<true> : to_int8_block<false>;
+  visit_floating("to_int8_blocks", values.dtype, [&]<class T>() {
+    const T* from = values.as<T>();
+    parallel_for(values.numel() / kSize, kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        alignas(64) float block[kSize];
+        for (int i = 0; i < kSize; ++i) block[i] = static_cast<float>(from[b * kSize + i]);
+        make(block, static_cast<uint32_t>(b * kSize), key.value_or(0), to + b * block_bytes(BlockFormat::int8));
+      }
+    });
+  });
+}
+
+void sum_of_blocks(const View& blocks, int64_t parts, const View& out) {
+  check_int8_blocks("sum_of_blocks", blocks, out, parts);
+  visit_floating("sum_of_blocks", out.dtype, [&]<class T>() {
+    sum_to(blocks.as<uint8_t>(), parts, out.as<T>(), out.numel() / kSize);
   });
 }
 

@@ -158,5 +158,135 @@ TEST(Dequantize, RefusesWhatIsNoBlocks) {
   EXPECT_THROW(dequantize(View::dense(bytes.data(), kU8, {66}), BlockFormat::int8, View::dense(out.data(), kI32, {64})), DTypeError);
 }
 
+std::vector<uint8_t> blocks_by_chance(const std::vector<float>& values, std::optional<uint32_t> key) {
+  std::vector<uint8_t> out(values.size() / kBlockSize * 66);
+  to_int8_blocks(View::dense(const_cast<float*>(values.data()), kF32, {std::ssize(values)}), key,
+                     View::dense(out.data(), kU8, {std::ssize(out)}));
+  return out;
+}
+
+TEST(ToInt8Blocks, TakesOneOfTheTwoNeighboursAndTheirMeanIsTheValue) {
+  const int64_t kDraws = 4000;
+  const std::vector<float> values = normals(3, 5, 0.02);
+  std::vector<double> mean(values.size());
+  std::vector<float> scales;
+  for (uint32_t key = 0; key < kDraws; ++key) {
+    const std::vector<uint8_t> blocks = blocks_by_chance(values, key * 0x9e3779b9u);
+    const std::vector<float> back = values_of(blocks, BlockFormat::int8);
+    for (size_t i = 0; i < values.size(); ++i) {
+      uint16_t bits;
+      std::memcpy(&bits, &blocks[i / kBlockSize * 66], 2);
+      const float scale = std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+      ASSERT_LE(std::abs(back[i] - values[i]), scale * 1.00002f) << values[i];
+      mean[i] += back[i] / static_cast<double>(kDraws);
+      if (key == 0) scales.push_back(scale);
+    }
+  }
+  // At most half a step's deviation in each draw: 5 of the mean's.
+  for (size_t i = 0; i < values.size(); ++i)
+    EXPECT_NEAR(mean[i], values[i], 5 * 0.5 * scales[i] / std::sqrt(static_cast<double>(kDraws))) << i;
+}
+
+TEST(ToInt8Blocks, TakesTheNearestWithoutAKey) {
+  const std::vector<float> values = normals(300, 6, 0.02);
+  const std::vector<uint8_t> blocks = blocks_by_chance(values, std::nullopt);
+  const std::vector<float> back = values_of(blocks, BlockFormat::int8);
+  for (size_t i = 0; i < values.size(); ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, &blocks[i / kBlockSize * 66], 2);
+    const float scale = std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+    ASSERT_NEAR(back[i], nearest(values[i], BlockFormat::int8, scale), scale * 3e-5) << values[i];
+  }
+}
+
+// What is a multiple of the scale stays so, whatever the noise; nothing is cut off.
+TEST(ToInt8Blocks, IsExactWhereCodesAre) {
+  std::vector<float> values(kBlockSize);
+  for (int i = 0; i < kBlockSize; ++i) values[static_cast<size_t>(i)] = static_cast<float>(4 * i - 127) * 0x1p-9f;
+  for (uint32_t key = 0; key < 1000; ++key)
+    ASSERT_EQ(values_of(blocks_by_chance(values, noise_by_chance(1, 2, key)), BlockFormat::int8), values);
+  for (const float largest : {1.0f, 1.003f, 0.7f, 3e38f, 1e-27f}) {
+    std::ranges::fill(values, largest);
+    for (const float x : values_of(blocks_by_chance(values, 7), BlockFormat::int8)) EXPECT_NEAR(x, largest, largest / 126);
+  }
+}
+
+// The bytes, so that all devices and instruction sets draw the same ones.
+TEST(ToInt8Blocks, DrawsTheSameEverywhere) {
+  std::vector<float> values(kBlockSize);
+  for (int i = 0; i < kBlockSize; ++i) values[static_cast<size_t>(i)] = 0.01f * static_cast<float>(i) - 0.3f;
+  const std::vector<uint8_t> blocks = blocks_by_chance(values, 3);
+  std::vector<int> codes;
+  for (size_t i = 0; i < 66; i += 6) codes.push_back(blocks[i]);
+  EXPECT_THAT(codes, ::testing::ElementsAre(43, 156, 179, 202, 226, 248, 16, 39, 62, 84, 107));
+}
+
+TEST(ToInt8Blocks, EqualValuesErrApart) {
+  const std::vector<float> values(2 * kBlockSize, 0.3f), uneven = [] {
+    std::vector<float> v(2 * kBlockSize, 0.3f);
+    v[0] = v[64] = 1;
+    return v;
+  }();
+  std::vector<float> back = values_of(blocks_by_chance(uneven, 1), BlockFormat::int8);
+  EXPECT_NE(std::vector<float>(back.begin() + 1, back.begin() + 64), std::vector<float>(back.begin() + 65, back.end())) << "blocks";
+  EXPECT_NE(back, values_of(blocks_by_chance(uneven, 2), BlockFormat::int8)) << "keys";
+  std::ranges::sort(back);
+  EXPECT_EQ(std::unique(back.begin(), back.end()) - back.begin(), 3) << "the largest, and the two codes next to the others";
+}
+
+TEST(ToInt8Blocks, NothingIsZeroAndWhatIsNotFiniteIsNan) {
+  std::vector<float> values(3 * kBlockSize, 0.0f);
+  values[70] = 1e-29f;  // less than 2^-100 · 127
+  EXPECT_THAT(values_of(blocks_by_chance(values, 1), BlockFormat::int8), ::testing::Each(0.0f));
+  values[2] = 1e-39f;
+  for (const float bad : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+    values[100] = bad, values[150] = 1;
+    const std::vector<float> back = values_of(blocks_by_chance(values, 1), BlockFormat::int8);
+    for (size_t i = 0; i < back.size(); ++i) EXPECT_EQ(std::isnan(back[i]), i / kBlockSize == 1) << i;
+    EXPECT_NEAR(back[150], 1, 0.01);
+  }
+}
+
+TEST(SumOfBlocks, AddsInTheOrderOfParts) {
+  for (const int64_t parts : {1, 2, 3, 5}) {
+    const int64_t blocks = 700;
+    std::vector<uint8_t> all;
+    std::vector<float> want;
+    for (int64_t p = 0; p < parts; ++p) {
+      const std::vector<uint8_t> mine = blocks_by_chance(normals(blocks, static_cast<int>(10 + p)), 1);
+      all.insert(all.end(), mine.begin(), mine.end());
+      std::vector<float> values = values_of(mine, BlockFormat::int8);
+      for (size_t i = 0; i < values.size() && p > 0; ++i) {
+        uint16_t bits;
+        std::memcpy(&bits, &mine[i / kBlockSize * 66], 2);
+        const float scale = std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+        values[i] = std::fma(static_cast<float>(static_cast<int8_t>(mine[i / kBlockSize * 66 + 2 + i % kBlockSize])), scale, want[i]);
+      }
+      want = values;
+    }
+    const View from = View::dense(all.data(), kU8, {std::ssize(all)});
+    std::vector<float> out(static_cast<size_t>(blocks * kBlockSize));
+    sum_of_blocks(from, parts, View::dense(out.data(), kF32, {std::ssize(out)}));
+    EXPECT_EQ(out, want) << parts;
+    std::vector<double> wide(out.size());
+    sum_of_blocks(from, parts, View::dense(wide.data(), kF64, {std::ssize(wide)}));
+    EXPECT_TRUE(std::equal(wide.begin(), wide.end(), want.begin()));
+    std::vector<bf16> narrow(out.size());
+    sum_of_blocks(from, parts, View::dense(narrow.data(), kBF16, {std::ssize(narrow)}));
+    for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(narrow[i].bits, bf16(want[i]).bits);
+  }
+}
+
+TEST(SumOfBlocks, RefusesWhatDoesNotFit) {
+  std::vector<uint8_t> bytes(132);
+  std::vector<float> values(128);
+  const View two = View::dense(values.data(), kF32, {128}), one = View::dense(values.data(), kF32, {64});
+  EXPECT_THROW(sum_of_blocks(View::dense(bytes.data(), kU8, {132}), 2, two), ShapeError);
+  EXPECT_THROW(sum_of_blocks(View::dense(bytes.data(), kI8, {132}), 2, one), DTypeError);
+  EXPECT_THROW(to_int8_blocks(one, 0, View::dense(bytes.data(), kU8, {132})), ShapeError);
+  EXPECT_THROW(to_int8_blocks(View::dense(values.data(), kF32, {32}), 0, View::dense(bytes.data(), kU8, {33})), ShapeError);
+  EXPECT_THROW(to_int8_blocks(View::dense(values.data(), kI32, {64}), 0, View::dense(bytes.data(), kU8, {66})), DTypeError);
+}
+
 }  // namespace
 }  // namespace sheaf::kernels::cpu

@@ -2,6 +2,10 @@
 #include "sheaf/kernels/linear_of_blocks.h"
 #include "sheaf/kernels/quantize.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "sheaf/tests/kernels/cuda/on_gpu.h"
 
 namespace sheaf::kernels {
@@ -40,6 +44,36 @@ TEST(CudaLinearOfBlocks, IsTheProductOfTheValues) {
                              GpuScratch(cuda::linear_of_blocks_workspace(gx, gblocks, format, gbias, y)));
       cuda::linear(OnGpu::stream(), gx, gvalues, gbias, want, GpuScratch(cuda::linear_workspace(gx, gvalues, gbias, want)));
       EXPECT_TRUE(same_bits(y.back(), want.back())) << name(format) << " " << name(dtype);
+    }
+}
+
+TEST(CudaToInt8Blocks, HasTheBitsOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (const DType dtype : {kF32, kBF16, kF16, kF64})
+    for (const int64_t blocks : {0, 1, 3, 7, 1000}) {
+      const Array values = Array::random(dtype, {blocks * 64}, 1, 0.1);
+      if (dtype == kF32 && blocks == 7) {
+        auto* v = values.view().as<float>();
+        v[70] = std::numeric_limits<float>::infinity(), v[130] = std::nanf(""), v[200] = 1e-39f, v[201] = 1e-27f;
+        std::fill(v + 256, v + 320, 0.0f), std::fill(v + 320, v + 384, 1e-30f);
+      }
+      const Array want(kU8, {blocks * 66});
+      for (const std::optional<uint32_t> key : {std::optional<uint32_t>(), std::optional<uint32_t>(5)}) {
+        cpu::to_int8_blocks(values, key, want);
+        const OnGpu got{Array(kU8, {blocks * 66})};
+        cuda::to_int8_blocks(OnGpu::stream(), OnGpu(values), key, got);
+        EXPECT_TRUE(same_bits(got.back(), want)) << name(dtype) << " " << blocks << (key ? " by chance" : "");
+      }
+      for (const int64_t parts : {1, 3}) {
+        const Array all(kU8, {parts * blocks * 66});
+        for (int64_t p = 0; p < parts; ++p)
+          std::copy_n(want.view().as<uint8_t>(), blocks * 66, all.view().as<uint8_t>() + p * blocks * 66);
+        const Array sum(dtype, {blocks * 64});
+        cpu::sum_of_blocks(all, parts, sum);
+        const OnGpu out{Array(dtype, {blocks * 64})};
+        cuda::sum_of_blocks(OnGpu::stream(), OnGpu(all), parts, out);
+        EXPECT_TRUE(same_bits(out.back(), sum)) << name(dtype) << " " << blocks << " of " << parts;
+      }
     }
 }
 

@@ -1,0 +1,153 @@
+// What ranks send each other in int8 blocks (kernels/quantize.h, Note: int8 by chance): weights, and addends of gradients, as
+// ZeRO++ has it (https://arxiv.org/abs/2306.10209), typed as everything else.
+//
+// [Note: addends in blocks] Blocks cannot be added up, so they are not Partial. The addends of n ranks are the rows of a tensor
+// with one more dimension, Shard on it, and their sum is that over this dimension. An all_to_all cuts what a reduce_scatter would
+// have cut in place of the rows, and each rank adds up all rows of its part:
+//
+//   quantize_gradient  f32 [N] Partial@data     → u8 [n, N·66/64] Shard(0)@data
+//   all_to_all                                  → u8 [n, N·66/64] Shard(1)@data
+//   sum_of_blocks                               → f32 [N] Shard(flat)@data
+//
+// What has to be whole on all ranks is rounded once more: their parts' blocks are gathered, and all of them take the values of
+// these. Along other axes on which gradients are addends still, blocks have a dimension each as well.
+#include <algorithm>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/unit.h"
+#include "sheaf/distributed/unit_ops.h"
+
+namespace sheaf {
+namespace {
+
+constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
+
+/// The type of a value's blocks. Its rows are no longer than whole blocks, and cuts are between these.
+Type in_blocks(const Type& values) {
+  Type out{kU8, {}, values.layout};
+  const MeshSpec* mesh = values.layout.mesh();
+  int rows = 0;
+  for (int a = 0; mesh && a < mesh->num_axes(); ++a) {
+    if (!values.layout[a].is_partial()) continue;
+    out.shape.push_back(mesh->size(a));
+    out.layout[a] = Placement::shard(rows++);
+  }
+  for (int d = 0; d < values.shape.rank(); ++d) out.shape.push_back(values.shape[d]);
+  const int last = out.shape.rank() - 1;
+  out.shape[last] = values.shape.back() / kBlockSize * kBytes;
+  for (int a = 0; mesh && a < mesh->num_axes(); ++a) {
+    if (!values.layout[a].is_shard() || values.layout[a].is_single()) continue;
+    const OwnershipMap& map = values.layout[a].map();
+    if (!map.is_flat() && map.dim() + rows < last) {
+      out.layout[a] = Placement::shard(map.moved_to(map.dim() + rows));
+      continue;
+    }
+    const int64_t size = map.is_flat() ? map.chunk() : map.granule() > 1 ? map.granule() : values.shape.back() / mesh->size(a);
+    const OwnershipMap cut = OwnershipMap::even(last, size / kBlockSize * kBytes);
+    out.layout[a] = Placement::shard(map.is_inner() ? cut.inner() : cut);
+  }
+  return out;
+}
+
+/// Parts of what other axes leave of a dimension, as equal as whole blocks are: what each rank of a reduction adds up.
+OwnershipMap parts_of(int dim, int64_t block) { return OwnershipMap::even(dim, block).inner(); }
+
+}  // namespace
+
+Type Unit::sent_type(const FlatBuffer& b, const Layout& layout) const {
+  return sends_blocks(b) ? in_blocks(buffer_type(b, b.dtype, layout)) : buffer_type(b, b.compute, layout);
+}
+
+// The landing buffers go as soon as what is computed with is there: other than casts, blocks take a part of its memory.
+void Unit::unpack() {
+  if (!is_packed()) return;
+  const PathScope path(name_);
+  const std::vector<Tensor> landed = std::exchange(gathered_, {});
+  const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(landed.size())};
+  const Tensors outputs = apply_typed(UnitOps::unpack(), &attrs, landed, opened_specs());
+  gathered_.assign(outputs.begin(), outputs.begin() + landed.size());
+  std::copy(outputs.begin() + landed.size(), outputs.end(), values_.begin());
+  if (Recording::current()) bind();
+  UnitOps::discard_buffers(axis_, landed, recording_);
+}
+
+// The addends' blocks are lent in their place until those of all ranks have arrived.
+void Unit::exchange_blocks(int axis, std::span<const size_t> which) {
+  std::vector<Tensor> from;
+  std::vector<OutputSpec> specs;
+  size_t k = 0;
+  for (const FlatBuffer& b : buffers_) {
+    if (!b.trainable) continue;
+    const size_t value = k++;
+    if (std::ranges::find(which, value) == which.end()) continue;
+    Tensor& t = reduction_.values[value];
+    t = UnitOps::made_by(UnitOps::quantize_gradient(), nullptr, t, in_blocks(t.type()));
+    if (value < reduction_.lent.size()) reduction_.lent[value] = t;  // what it was made from goes before more is
+    else reduction_.lent.push_back(t);
+    Type type = t.type();
+    const int last = type.shape.rank() - 1, rows = type.shape.rank() - b.shard.shape().rank();
+    OwnershipMap part = parts_of(last, kBytes);
+    if (scatters(axis)) {
+      const Type kept{b.dtype, b.shard.shape(), Layout(mesh_).with(axis, b.shard.layout()[axis])};
+      const OwnershipMap cut = in_blocks(kept).layout[axis].map();
+      part = cut.moved_to(cut.dim() + rows);
+    }
+    type.layout[axis] = Placement::shard(part);
+    from.push_back(t);
+    specs.push_back({type, {}, -1, 0});
+  }
+  const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+  const Tensors arrived = apply_typed(UnitOps::exchange(), &attrs, from, specs);
+  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = arrived[i];
+}
+
+/// What blocks that have come of a reduction of `b` along `axis` add up to.
+Type Unit::sum_type(const FlatBuffer& b, const Type& blocks) const {
+  Type sum = b.shard.type();
+  const int rows = blocks.shape.rank() - sum.shape.rank();
+  for (int a = 0; a < mesh_->num_axes(); ++a)  // still addends there
+    if (blocks.layout[a].is_shard() && !blocks.layout[a].is_single() && blocks.layout[a].map().dim() < rows)
+      sum.layout[a] = Placement::partial();
+  return sum;
+}
+
+// Adds up what has arrived. Of what has to be whole on all ranks the sums' blocks are on their way then: true.
+bool Unit::add_blocks() {
+  const int axis = reduction_.along;
+  std::vector<Tensor> from;
+  std::vector<OutputSpec> specs;
+  std::vector<size_t> which;
+  size_t k = 0;
+  for (const FlatBuffer& b : buffers_) {
+    if (!b.trainable) continue;
+    Tensor& t = reduction_.values[k++];
+    if (t.dtype() != kU8) continue;
+    const bool all = t.layout()[axis].is_invariant();  // they are those of sums already
+    Type sum = sum_type(b, t.type());
+    const bool parts = !all && !scatters(axis);
+    if (parts) {
+      if (const Placement& p = sum.layout[axis_]; p.is_shard() && p.map().is_flat())  // a flat cut goes with no other
+        sum.layout[axis_] = Placement::shard(OwnershipMap::even(0, p.map().chunk()));
+      sum.layout[axis] = Placement::shard(parts_of(sum.shape.rank() - 1, kBlockSize));
+    }
+    const UnitOps::Rows rows{all ? 1 : mesh_->size(axis)};
+    t = UnitOps::made_by(UnitOps::sum_of_blocks(), &rows, t, sum);
+    if (!parts) continue;
+    const Tensor blocks = UnitOps::made_by(UnitOps::quantize_gradient(), nullptr, t, in_blocks(sum));
+    reduction_.lent.push_back(blocks);
+    from.push_back(blocks);
+    Type whole = blocks.type();
+    whole.layout[axis] = Placement::invariant();
+    specs.push_back({whole, {}, -1, 0});
+    which.push_back(k - 1);
+    t = {};
+  }
+  if (which.empty()) return false;
+  const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
+  const Tensors gathered = apply_typed(UnitOps::gather_blocks(), &attrs, from, specs);
+  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = gathered[i];
+  return true;
+}
+
+}  // namespace sheaf
