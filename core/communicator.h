@@ -1,6 +1,6 @@
 // Communicator: rank, size and the collectives of one group of ranks, on one lane.
 //
-// Every call enqueues on the communicator's own thread and returns at once; calls run in the order they were made, and
+// Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the order they were made, and
 // the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live until
 // then. Communicators never allocate values: what they need besides the caller's buffers is `staging_bytes`, a block
 // that is fixed at construction.
@@ -53,6 +53,9 @@ class Communicator {
   /// The next call comes behind `event`, too: another lane of this rank fills its buffers. This one waits for it at
   /// once; those that enqueue on a GPU have their lane wait.
   virtual void comes_behind(const Event& event) { event.sync(); }
+  /// The rank has nothing to do until the next call is done: if the lane is idle, it may run on the calling thread, and two
+  /// threads need not wake each other. What goes wrong is thrown by the call then.
+  virtual void is_waited_for() {}
 
   /// Every rank's `in` (counts[rank()] elements), concatenated in rank order into `out` on every rank. `in` may lie at
   /// its own place inside `out` (in-place gather).

@@ -27,6 +27,7 @@ struct Collective {
   void* out = nullptr;
   std::string path = {};
   bool on_gpu = false;          ///< the buffers lie on the rank's GPU
+  bool waited_for = false;      ///< the rank's thread does nothing until it is done
   bool captured = false;        ///< the call becomes part of a graph of the rank's GPU
   Event buffers_ready = {};     ///< on_gpu: what the rank's stream had to do before the call
   uint64_t sequence = 0;     ///< 1 for a communicator's first call

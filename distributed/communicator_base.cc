@@ -91,6 +91,7 @@ void CommunicatorBase::check_counts(const char* op, std::span<const int64_t> cou
 
 Event CommunicatorBase::submit(Collective call) {
   const std::vector<Event> behind = std::exchange(behind_, {});
+  call.waited_for = std::exchange(waited_for_, false);
   throw_if_failed(call);
   Gpu* const gpu = RankContext::current().gpu.get();
   call.captured = gpu && size() > 1 && gpu->capturing();
@@ -136,6 +137,11 @@ Event CommunicatorBase::dispatch(std::shared_ptr<Collective> call) {
     return {};
   }
   LaneThread* lane = call->on_gpu ? gpu_lane() : nullptr;
+  if (call->waited_for && !call->on_gpu && (!lane_ || lane_->idle())) {
+    const ProfileSpan waits(Profile::kCompute, "waits", {});
+    execute(*call);
+    return {};
+  }
   if (!lane) {
     if (!lane_) lane_ = std::make_unique<LaneThread>();
     lane = lane_.get();

@@ -1,5 +1,5 @@
 // CommunicatorBase: what all communicators share. Checks arguments, numbers and fingerprints the calls, counts bytes,
-// keeps a flight recorder, words the errors, and runs the calls in order on a lane of their own.
+// keeps a flight recorder, words the errors, and runs the calls in order on a lane of their own, or on the rank's thread if it waits.
 #pragma once
 
 #include <deque>
@@ -58,6 +58,7 @@ class CommunicatorBase : public Communicator {
   int64_t bytes_received() const final;
 
   void comes_behind(const Event& event) final { behind_.push_back(event); }
+  void is_waited_for() final { waited_for_ = true; }
   /// The last calls, oldest first.
   std::vector<FlightEntry> flight_record() const;
 
@@ -65,13 +66,14 @@ class CommunicatorBase : public Communicator {
   CommunicatorBase(CommunicatorGroup group, std::shared_ptr<FailureBoard> board)
       : group_(std::move(group)), board_(std::move(board)) {}
 
-  /// Does the work of one call on the lane's thread; called for groups of two and more only.
+  /// Does the work of one call, on the lane's thread or that of a rank that waits for it; called for groups of two and more only.
   virtual void run(const Collective& call) = 0;
   /// The same for buffers on the rank's GPU: enqueues the work there and returns the point where it is done.
   virtual std::shared_ptr<const DevicePoint> run_on_gpu(const Collective&) { return nullptr; }
   /// False if only buffers of the host will do; else there is a run_on_gpu().
   virtual bool moves_gpu_memory() const { return false; }
-  /// Enqueues a checked and numbered call. The default hands it to the lane, or does it at once in a group of one.
+  /// Enqueues a checked and numbered call. The default hands it to the lane, or does it at once in a group of one and where the
+  /// rank waits for it.
   virtual Event dispatch(std::shared_ptr<Collective> call);
   /// The lane of calls on GPUs, if another one than that of calls on the host.
   virtual LaneThread* gpu_lane() { return nullptr; }
@@ -105,7 +107,8 @@ class CommunicatorBase : public Communicator {
   uint64_t fingerprint_ = 0;
   int64_t bytes_received_ = 0;
   std::deque<FlightEntry> flight_;
-  std::vector<Event> behind_;         // that the next call comes behind; of the rank's thread alone
+  std::vector<Event> behind_;         // that the next call comes behind; of the rank's thread alone, as the next one is
+  bool waited_for_ = false;           // so is the next call
   std::unique_ptr<LaneThread> lane_;  // made by the first call that needs it
 };
 

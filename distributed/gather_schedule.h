@@ -5,7 +5,7 @@
 // [Note: gathered bytes] At any time the gathered bytes are at most those of the open units, pending ones included,
 // plus the prefetch budget. A unit whose discard is pending is discarded when another unit is gathered or a backward begins, unless it
 // comes so soon that it would be gathered ahead again. Copies along a secondary axis are held for a step and not counted; of those that nobody has taken yet
-// there is one budget more.
+// there is one budget more. What is gathered in blocks counts as what they are unpacked to; while that is done, they are there, too.
 #pragma once
 
 #include <cstdint>

@@ -25,6 +25,11 @@ Event LaneThread::submit(Task task) {
   return event;
 }
 
+bool LaneThread::idle() const {
+  std::lock_guard lock(mutex_);
+  return !busy_ && queue_.empty();
+}
+
 namespace {
 
 thread_local LaneThread* running = nullptr;
@@ -48,6 +53,7 @@ void LaneThread::loop(RankContext& context) {
       if (queue_.empty()) return;
       entry = std::move(queue_.front());
       queue_.pop_front();
+      busy_ = true;
     }
     std::exception_ptr failure;
     std::shared_ptr<const DevicePoint> point;
@@ -57,6 +63,10 @@ void LaneThread::loop(RankContext& context) {
       failure = std::current_exception();
     }
     entry.first = nullptr;  // what the task holds is released before anybody hears of its end
+    {
+      std::lock_guard lock(mutex_);
+      busy_ = false;
+    }
     entry.second.complete(failure, std::move(point));
   }
 }

@@ -26,16 +26,18 @@ class LaneThread {
   /// done), or with the exception that it threw.
   using Task = std::function<std::shared_ptr<const DevicePoint>()>;
   Event submit(Task task);
+  /// Nothing runs, and nothing waits to.
+  bool idle() const;
   /// On a lane's thread: how many tasks wait behind the one that it runs.
   static int64_t waiting();
 
  private:
   void loop(RankContext& context);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable condition_;
   std::deque<std::pair<Task, Event>> queue_;
-  bool stop_ = false;
+  bool busy_ = false, stop_ = false;
   std::thread thread_;
 };
 

@@ -66,11 +66,12 @@ struct LeafSpec {
 /// Where each parameter lies in its flat buffer: a pure function of the shapes and the number of ranks, so any rank can
 /// compute any other's intervals without asking.
 struct FlatLayout {
-  std::vector<int64_t> offsets;  ///< elements, multiples of kAlign
-  int64_t total = 0;             ///< elements, a multiple of ranks · kAlign
+  std::vector<int64_t> offsets;  ///< elements, multiples of `align`
+  int64_t total = 0;             ///< elements, a multiple of ranks · parts · align
   int64_t chunk = 0;             ///< total / ranks
   static constexpr int64_t kAlign = 32;  // elements: 128 bytes of f32, and the block of the gradient norm
-  static FlatLayout of(const std::vector<Shape>& shapes, int ranks, int64_t align = kAlign);
+  /// Each rank's slice can be cut in so many equal parts again.
+  static FlatLayout of(const std::vector<Shape>& shapes, int ranks, int64_t align = kAlign, int64_t parts = 1);
 };
 
 /// One flat buffer of a unit: its parameters of one dtype that are all trainable or all frozen, all cut along the tensor

@@ -50,7 +50,7 @@ Type in_blocks(const Type& values) {
   return out;
 }
 
-/// Parts of what other axes leave of a dimension, as equal as whole blocks are: what each rank of a reduction adds up.
+/// Equal parts of what other axes leave of a dimension, of whole blocks: what each rank of a reduction adds up.
 OwnershipMap parts_of(int dim, int64_t block) { return OwnershipMap::even(dim, block).inner(); }
 
 }  // namespace
@@ -61,9 +61,9 @@ Type Unit::sent_type(const FlatBuffer& b, const Layout& layout) const {
 
 // The landing buffers go as soon as what is computed with is there: other than casts, blocks take a part of its memory.
 void Unit::unpack() {
-  if (!is_packed()) return;
+  if (!is_packed() || values_[0]) return;  // kept from another micro-batch, values are there already
   const PathScope path(name_);
-  const std::vector<Tensor> landed = std::exchange(gathered_, {});
+  const std::vector<Tensor> landed = gathered_;
   const UnitOps::Attrs attrs{axis_, static_cast<int32_t>(landed.size())};
   const Tensors outputs = apply_typed(UnitOps::unpack(), &attrs, landed, opened_specs());
   gathered_.assign(outputs.begin(), outputs.begin() + landed.size());
@@ -82,7 +82,8 @@ void Unit::exchange_blocks(int axis, std::span<const size_t> which) {
     const size_t value = k++;
     if (std::ranges::find(which, value) == which.end()) continue;
     Tensor& t = reduction_.values[value];
-    t = UnitOps::made_by(UnitOps::quantize_gradient(), nullptr, t, in_blocks(t.type()));
+    const UnitOps::Attrs of_addends{axis, 1};
+    t = UnitOps::made_by(UnitOps::quantize_gradient(), &of_addends, t, in_blocks(t.type()));
     if (value < reduction_.lent.size()) reduction_.lent[value] = t;  // what it was made from goes before more is
     else reduction_.lent.push_back(t);
     Type type = t.type();
@@ -134,7 +135,8 @@ bool Unit::add_blocks() {
     const UnitOps::Rows rows{all ? 1 : mesh_->size(axis)};
     t = UnitOps::made_by(UnitOps::sum_of_blocks(), &rows, t, sum);
     if (!parts) continue;
-    const Tensor blocks = UnitOps::made_by(UnitOps::quantize_gradient(), nullptr, t, in_blocks(sum));
+    const UnitOps::Attrs of_sums{-1, 1};
+    const Tensor blocks = UnitOps::made_by(UnitOps::quantize_gradient(), &of_sums, t, in_blocks(sum));
     reduction_.lent.push_back(blocks);
     from.push_back(blocks);
     Type whole = blocks.type();

@@ -1,5 +1,6 @@
 // Where the parameters of a unit lie: flat buffers, a rank's blocks of what a tensor axis cuts, and the pieces it has of each.
 #include <algorithm>
+#include <numeric>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/core/rank_context.h"
@@ -9,13 +10,13 @@
 
 namespace sheaf {
 
-FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks, int64_t align) {
+FlatLayout FlatLayout::of(const std::vector<Shape>& shapes, int ranks, int64_t align, int64_t parts) {
   FlatLayout f;
   for (const Shape& s : shapes) {
     f.offsets.push_back(f.total);
     f.total += (s.numel() + align - 1) / align * align;
   }
-  const int64_t step = align * ranks;
+  const int64_t step = align * ranks * parts;
   f.total = (f.total + step - 1) / step * step;
   f.chunk = f.total / ranks;
   return f;
@@ -56,7 +57,11 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
   for (FlatBuffer& b : buffers_) {
     std::vector<Shape> shapes;
     for (int i : b.leaves) shapes.push_back(b.cut ? largest_block(i) : leaves_[i].shape);
-    b.layout = FlatLayout::of(shapes, slices, b.gather_int8 || b.reduce_int8 ? kBlockSize : FlatLayout::kAlign);
+    // What replicas of a slice reduce, each adds up an equal part of.
+    int64_t parts = 1;
+    for (int a = 0; b.reduce_int8 && mesh_ && a < mesh_->num_axes(); ++a)
+      if (a != axis_ && a != secondary_axis_) parts = std::lcm(parts, int64_t{mesh_->size(a)});
+    b.layout = FlatLayout::of(shapes, slices, b.gather_int8 || b.reduce_int8 ? kBlockSize : FlatLayout::kAlign, parts);
     b.name = path_label(name_);
     if (b.cut) b.name += " cut";
     if (b.steered != 0) b.name += " steered";

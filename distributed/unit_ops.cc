@@ -101,15 +101,18 @@ struct QuantizeShard {
   static void execute(const Attrs&, Execute& c) { to_blocks(c.stream(), c, std::nullopt); }
 };
 
-// Equal values of two ranks are to err apart: each rounds by a key of its own.
+// Equal values of two ranks are to err apart: each rounds by a key of its own, its place on the axis along which they are added up,
+// as ranks that hold the same along others are to send the same. Which rank has a block of a sum depends on how the unit lies, and
+// the key is 0.
 struct QuantizeGradient {
   static constexpr const char* kName = "quantize_gradient";
   static constexpr bool kOfUnits = true;
   static constexpr HeldFor kHeldFor = HeldFor::whole_gradients;
   static constexpr MemoryKind kMemory = MemoryKind::wire;
-  using Attrs = NoAttrs;
-  static void execute(const Attrs&, Execute& c) {
-    to_blocks(c.stream(), c, static_cast<uint32_t>(RankContext::current().rank) * 0x85ebca6bu);
+  using Attrs = UnitOps::Attrs;
+  static void execute(const Attrs& a, Execute& c) {
+    const MeshSpec* mesh = c.input_type(0).layout.mesh();
+    to_blocks(c.stream(), c, a.axis < 0 ? 0 : static_cast<uint32_t>(RankContext::current().coordinate(mesh, a.axis) + 1) * 0x85ebca6bu);
   }
 };
 
@@ -136,7 +139,7 @@ struct Unpack {
       else SHEAF_ON_DEVICE(stream, copy, c.input(b), c.output(b));
     }
   }
-  static void work(const Attrs& a, WorkOf& w) {  // the values lie in the buffers
+  static void work(const Attrs& a, WorkOf& w) {  // of blocks; the values lie in the buffers
     double read = 0, made = 0, values = 0;
     for (int b = 0; b < a.buffers; ++b) read += static_cast<double>(w.input(b).numel()), made += static_cast<double>(w.output(b).numel());
     for (int o = a.buffers; o < w.num_outputs(); ++o) values += static_cast<double>(w.output(o).numel());

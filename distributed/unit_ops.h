@@ -28,7 +28,7 @@ struct UnitOps {
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
   static const OpDef& cast_gradient();   ///< slot buffers, or a slice → the same in another dtype, in wire memory: what is reduced
   static const OpDef& cast_reduced();    ///< and back: the sum → the gradient
-  static const OpDef& quantize_gradient();  ///< addends → int8 blocks of them, rounded by chance, in wire memory
+  static const OpDef& quantize_gradient();  ///< addends along an axis, or their sum (axis −1) → int8 blocks, rounded by chance, in wire memory
   static const OpDef& exchange();        ///< blocks of all ranks' addends, a row from each → all rows, of this rank's part
   static const OpDef& sum_of_blocks();   ///< rows of blocks → their sum
   static const OpDef& gather_blocks();   ///< blocks of sums → those of all ranks, by the lane of reductions

@@ -35,19 +35,25 @@ inline void check_int8_blocks(const char* who, const View& blocks, const View& v
 // [Note: int8 by chance] What ranks send each other. Of weights codes are the nearest; gradients
 // below half a code's step would always be lost so, and are rounded by chance: the mean of a code is
 // the value. So that it is, the scale is rounded up: no code is beyond 127. The noise is a hash of
-// the value's bits, of its place among those quantized together and of a key, the rank for one, so
-// that equal values here or there err apart, and the same values have the same blocks on any device.
+// what the block has in it, of the value's place there and of a key, the rank for one: equal values
+// err apart, and the same block is the same wherever it lies, and on any device.
 
 /// The bf16 that int8 codes of values up to `largest`, whose bits these are, are multiplied by; 0 if
 /// it were less than 2^-100, so that what has no normal number, which CPUs take for 0, is never a
 /// code; NaN if one of the values is not finite. `part`: the bits of largest * (1 / 127.0f).
-SHEAF_HOST_DEVICE inline uint16_t scale_by_chance(uint32_t largest, uint32_t part) {
+SHEAF_HOST_DEVICE inline uint16_t scale_for_sending(uint32_t largest, uint32_t part) {
   if (largest >= 0x7f800000u) return 0x7fc0;
   return static_cast<uint16_t>(part < 0x0d800000u ? 0 : (part + 0xffff) >> 16);
 }
-/// 16 random bits of element `i`, of value `bits`.
-SHEAF_HOST_DEVICE inline uint32_t noise_by_chance(uint32_t bits, uint32_t i, uint32_t key) {
-  uint32_t x = bits + i * 0x9e3779b9u + key;  // then Wellons' lowbias32
+/// An f32's bits as noise is made of them: none of what has no normal number, which CPUs take for 0.
+SHEAF_HOST_DEVICE inline uint32_t bits_for_noise(uint32_t bits) {
+  return (bits & 0x7f800000u) != 0 ? bits : 0;
+}
+/// 16 random bits of value `bits`, the i-th of a block whose values' bits add up to `block`; both
+/// bits_for_noise().
+SHEAF_HOST_DEVICE inline uint32_t noise_by_chance(uint32_t bits, uint32_t i, uint32_t block,
+                                                  uint32_t key) {
+  uint32_t x = bits + i * 0x9e3779b9u + (block * 0x85ebca6bu ^ key);  // then Wellons' lowbias32
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x >> 16;

@@ -115,8 +115,8 @@ struct ShardOptions {
   /// once, and so is the sum, which is taken in f32, but by NCCL. Gradients rest in the parameters' own. Absent: no cast.
   std::optional<DType> reduce_dtype = std::nullopt;
   /// Matrices, and what has more dimensions, are gathered in blocks of 64 int8 codes with a scale, 8.25 bits an element, and
-  /// computed with as these say (ZeRO++'s qwZ, https://arxiv.org/abs/2306.10209). Masters stay as they are. Where nobody is sent
-  /// anything, nothing is rounded.
+  /// computed with as these say (ZeRO++'s qwZ, https://arxiv.org/abs/2306.10209). Masters stay as they are. Where `axis` has one
+  /// rank, nothing is rounded.
   bool gather_int8 = false;
   /// Ranks send each other their gradients in such blocks (ZeRO++'s qgZ), rounded by chance, so that the mean is exact, and
   /// added up in f32. What has to be whole on all ranks, of replicas for one, is rounded twice. Not beside reduce_dtype.

@@ -25,18 +25,22 @@ def _is_of_tests():
     return native.package_name().split("/")[0] == "tests"
 
 def sheaf_precompiled_header(name, hdr):
-    """What tests begin with: a third of their compiling was to read the same headers again."""
-    precompiled_header(name = name, hdr = hdr, copts = _copts([]), testonly = True)
+    """What tests, or other sources, begin with: a third, or a quarter, of their compiling was to read the same headers again."""
+    precompiled_header(name = name, hdr = hdr, copts = _copts([]), testonly = _is_of_tests())
 
 def _begin(deps, copts):
-    """Both with what all below tests/ begins with; in this workspace, not in one that depends on it."""
-    here = native.repository_name() == "@" and Label("//tools:sheaf.bzl").workspace_name == ""
-    if not (_is_of_tests() and here):
+    """Both with what sources of this tree begin with. Not those of kernels, whose flags differ, nor a project's that depends on it."""
+    tree = Label("//tools:sheaf.bzl")
+    ours = native.repository_name() == "@" + tree.workspace_name
+    if not ours or native.package_name().split("/")[0] == "kernels":
         return deps, _copts(copts)
-    begin = ["-include", "$(BINDIR)/tests/headers/precompiled.h"]
+    headers = "tests/headers" if _is_of_tests() else "tools/headers"
+    root = tree.workspace_root + "/" if tree.workspace_root else ""
+    begin = ["-include", "$(BINDIR)/" + root + headers + "/precompiled.h"]
 
-    # g++ 12 warns about what it has precompiled as about code of ours, and sees std::string's operator+ copy out of bounds.
-    return deps + ["//tests/headers:precompiled"], _copts(begin + ["-Wno-array-bounds", "-Wno-stringop-overflow"] + copts)
+    # g++ 12 warns about what it has precompiled as about code of ours, and sees std::string copy and search out of bounds.
+    ghosts = ["-Wno-array-bounds", "-Wno-stringop-overflow", "-Wno-stringop-overread"]
+    return deps + [str(Label("//" + headers + ":precompiled"))], _copts(begin + ghosts + copts)
 
 def sheaf_library(name, srcs = [], hdrs = [], deps = [], copts = [], **kwargs):
     """A library whose header core/tensor.h is included as "sheaf/core/tensor.h" everywhere.
@@ -66,11 +70,12 @@ def sheaf_library(name, srcs = [], hdrs = [], deps = [], copts = [], **kwargs):
 
 def sheaf_binary(name, srcs, deps = [], copts = [], **kwargs):
     """A program; our own libraries are linked in statically."""
+    deps, copts = _begin(deps, copts)
     native.cc_binary(
         name = name,
         srcs = srcs,
         deps = deps,
-        copts = _copts(copts),
+        copts = copts,
         linkstatic = True,
         **kwargs
     )

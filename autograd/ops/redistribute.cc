@@ -85,7 +85,9 @@ class Redistribution {
   template <class Call>
   void on_lane(const Call& call) {
     Communicator& lane = gather_lane(to_.layout, m_.axis);
-    if (!meta_ || lane.kind() == "simulated") c_.join(call(lane, PathScope::current()));
+    if (meta_ && lane.kind() != "simulated") return;
+    lane.is_waited_for();
+    c_.join(call(lane, PathScope::current()));
   }
 
   // Where no view shows it (Slice::alias).

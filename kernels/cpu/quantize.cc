@@ -65,11 +65,10 @@ void dequantize_to(const uint8_t* from, BlockFormat format, T* to, int64_t block
   });
 }
 
-// `first`: of the block among those quantized together.
 template <bool kByChance>
-void to_int8_block(const float* values, uint32_t first, uint32_t key, uint8_t* block) {
+void to_int8_block(const float* values, uint32_t key, uint8_t* block) {
   const float largest = magnitude(values);
-  const uint16_t bits = scale_by_chance(std::bit_cast<uint32_t>(largest), std::bit_cast<uint32_t>(largest * (1 / 127.0f)));
+  const uint16_t bits = scale_for_sending(std::bit_cast<uint32_t>(largest), std::bit_cast<uint32_t>(largest * (1 / 127.0f)));
   std::memcpy(block, &bits, 2);
   const float scale = block_scale(block);
   auto* codes = reinterpret_cast<int8_t*>(block + 2);
@@ -78,9 +77,11 @@ void to_int8_block(const float* values, uint32_t first, uint32_t key, uint8_t* b
     return;
   }
   const float inverse = 1 / scale;
+  uint32_t all = 0;
+  for (int i = 0; kByChance && i < kSize; ++i) all += bits_for_noise(std::bit_cast<uint32_t>(values[i]));
   for (int i = 0; i < kSize; ++i) {  // 128 more, so that what is cut off makes it smaller
     const uint32_t noise =
-        kByChance ? noise_by_chance(std::bit_cast<uint32_t>(values[i]), first + static_cast<uint32_t>(i), key) : 0x8000;
+        kByChance ? noise_by_chance(bits_for_noise(std::bit_cast<uint32_t>(values[i])), static_cast<uint32_t>(i), all, key) : 0x8000;
     const float code = std::fma(values[i], inverse, 128 + static_cast<float>(static_cast<int32_t>(noise)) * 0x1p-16f);
     codes[i] = static_cast<int8_t>(static_cast<int32_t>(std::clamp(code, 1.0f, 255.0f)) - 128);
   }
@@ -139,7 +140,7 @@ void to_int8_blocks(const View& values, std::optional<uint32_t> key, const View&
       for (int64_t b = begin; b < end; ++b) {
         alignas(64) float block[kSize];
         for (int i = 0; i < kSize; ++i) block[i] = static_cast<float>(from[b * kSize + i]);
-        make(block, static_cast<uint32_t>(b * kSize), key.value_or(0), to + b * block_bytes(BlockFormat::int8));
+        make(block, key.value_or(0), to + b * block_bytes(BlockFormat::int8));
       }
     });
   });

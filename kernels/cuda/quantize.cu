@@ -78,7 +78,7 @@ __device__ inline void store_four(T* to, const Four<T>& x) {
 
 constexpr int kOfBlock = kBlockSize / 4;  // threads that share one
 
-// A warp packs two blocks. All its lanes take part in the maxima, also those behind the last block.
+// A warp packs two blocks. All its lanes take part in the shuffles, also those behind the last one.
 template <class T, bool kEven, bool kByChance>
 __global__ void __launch_bounds__(kThreads)
     pack(const T* values, uint32_t key, uint8_t* blocks, int64_t fours) {
@@ -87,35 +87,39 @@ __global__ void __launch_bounds__(kThreads)
   Four<T> x{};
   if (here) x = load_four(values + i * 4);
   float v[4];
-  unsigned largest = 0;  // the order of magnitudes is that of their bits, NaN last
+  unsigned largest = 0, all = 0;  // the order of magnitudes is that of their bits, NaN last
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     v[k] = convert_to<float>(x.v[k]);
-    const unsigned bits = __float_as_uint(v[k]) & 0x7fffffffu;
-    largest = bits > largest ? bits : largest;
+    const unsigned bits = __float_as_uint(v[k]), size = bits & 0x7fffffffu;
+    largest = size > largest ? size : largest;
+    all += bits_for_noise(bits);
   }
 #pragma unroll
   for (int step = kOfBlock / 2; step > 0; step /= 2) {
     const unsigned other = __shfl_xor_sync(kFullWarp, largest, step);
     largest = other > largest ? other : largest;
+    if (kByChance) all += __shfl_xor_sync(kFullWarp, all, step);
   }
   if (!here) return;
   const uint16_t bits =
-      scale_by_chance(largest, __float_as_uint(__uint_as_float(largest) * (1 / 127.0f)));
+      scale_for_sending(largest, __float_as_uint(__uint_as_float(largest) * (1 / 127.0f)));
   const float scale = __uint_as_float(static_cast<unsigned>(bits) << 16);
   const float inverse = 1 / scale;
+  const int at = static_cast<int>(i % kOfBlock) * 4;
   unsigned codes[4] = {0, 0, 0, 0};
   if (scale > 0) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint32_t at = static_cast<uint32_t>(i * 4 + k);
-      const uint32_t noise = kByChance ? noise_by_chance(__float_as_uint(v[k]), at, key) : 0x8000;
+      const uint32_t noise =
+          kByChance ? noise_by_chance(bits_for_noise(__float_as_uint(v[k])),
+                                      static_cast<uint32_t>(at + k), all, key)
+                    : 0x8000;
       const float code = fmaf(v[k], inverse, 128 + static_cast<float>(noise) * 0x1p-16f);
       codes[k] = static_cast<unsigned>(static_cast<int>(fminf(fmaxf(code, 1.0f), 255.0f)) - 128);
     }
   }
   uint8_t* block = blocks + i / kOfBlock * block_bytes(BlockFormat::int8);
-  const int at = static_cast<int>(i % kOfBlock) * 4;
   if (at == 0) store_two_bytes<kEven>(block, bits);
 #pragma unroll
   for (int k = 0; k < 4; k += 2)

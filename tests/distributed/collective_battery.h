@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -20,34 +21,35 @@ inline uint64_t scramble(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-/// Element i of rank r's input: floats whose sums round differently in every order.
+/// Element i of rank r's input: floats whose sums round differently in every order. Without a division: there are a hundred million.
 template <class T>
 T sample(int rank, int64_t i, int salt) {
   const uint64_t h = scramble(static_cast<uint64_t>(i) * 1315423911u + static_cast<uint64_t>(rank) * 2654435761u +
                               static_cast<uint64_t>(salt));
-  if constexpr (std::is_same_v<T, bool>) return h % 3 == 0;
+  if constexpr (std::is_same_v<T, bool>) return h < (uint64_t{1} << 62);
   else if constexpr (std::is_integral_v<T>) return static_cast<T>(h);
-  else return static_cast<T>(static_cast<float>(static_cast<int>(h % 200003) - 100001) * (h % 5 ? 1.0e-2f : 1.0e-5f));
+  else return static_cast<T>(static_cast<float>(static_cast<int>(h & 0x3ffff) - 0x20000) * (h >> 62 ? 1.0e-2f : 1.0e-5f));
 }
 
-template <class T>
-T reduce_reference(const std::vector<T>& terms, Reduction reduction) {
+/// Of term(0), ..., term(n - 1).
+template <class T, class Term>
+T reduce_reference(int n, Reduction reduction, Term&& term) {
   if constexpr (std::is_same_v<T, bool>) {
     bool any = false, all = true;
-    for (bool t : terms) any |= t, all &= t;
+    for (int r = 0; r < n; ++r) any |= term(r), all &= term(r);
     return reduction == Reduction::min ? all : any;
   } else if constexpr (std::is_integral_v<T>) {
-    T y = terms[0];
-    for (size_t r = 1; r < terms.size(); ++r)
-      y = reduction == Reduction::sum   ? static_cast<T>(static_cast<uint64_t>(y) + static_cast<uint64_t>(terms[r]))
-          : reduction == Reduction::max ? std::max(y, terms[r])
-                                        : std::min(y, terms[r]);
+    T y = term(0);
+    for (int r = 1; r < n; ++r)
+      y = reduction == Reduction::sum   ? static_cast<T>(static_cast<uint64_t>(y) + static_cast<uint64_t>(term(r)))
+          : reduction == Reduction::max ? std::max(y, term(r))
+                                        : std::min(y, term(r));
     return y;
   } else {
     using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    A y = static_cast<A>(terms[0]);
-    for (size_t r = 1; r < terms.size(); ++r) {
-      const A x = static_cast<A>(terms[r]);
+    A y = static_cast<A>(term(0));
+    for (int r = 1; r < n; ++r) {
+      const A x = static_cast<A>(term(r));
       y = reduction == Reduction::sum ? y + x : reduction == Reduction::max ? std::max(y, x) : std::min(y, x);
     }
     return static_cast<T>(y);
@@ -124,7 +126,10 @@ class Battery {
   }
 
   template <class T>
-  static bool same(T a, T b) { return std::memcmp(&a, &b, sizeof(T)) == 0; }
+  static bool same(T a, T b) {
+    using Bits = std::conditional_t<sizeof(T) == 1, uint8_t, std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
+    return std::bit_cast<Bits>(a) == std::bit_cast<Bits>(b);
+  }
 
   template <class T>
   void all_ops(int64_t scale) {
@@ -168,9 +173,7 @@ class Battery {
 
   template <class T>
   T reduced(int64_t i, int salt, Reduction reduction) const {
-    std::vector<T> terms(n_);
-    for (int r = 0; r < n_; ++r) terms[r] = sample<T>(r, i, salt);
-    return reduce_reference<T>(terms, reduction);
+    return reduce_reference<T>(n_, reduction, [&](int r) { return sample<T>(r, i, salt); });
   }
 
   template <class T>

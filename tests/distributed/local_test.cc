@@ -45,6 +45,38 @@ TEST(Local, EveryCollectiveAtWorlds1To5) {
   }
 }
 
+// On the rank's own thread if the lane is idle, else behind what is on it.
+TEST(Local, WhatIsWaitedForIsDoneAtOnceAndInOrder) {
+  run_local(3, [](World& world) {
+    Communicator& comm = lane(world);
+    std::vector<float> x(10, 1.0f);
+    comm.is_waited_for();
+    const Event first = comm.all_reduce(x.data(), 10, kF32, Reduction::sum, "idle");
+    EXPECT_TRUE(first.ready());
+    EXPECT_EQ(x[0], 3.0f);
+    EXPECT_FALSE(comm.barrier("not asked for").ready()) << "it takes 20 ms";
+    comm.all_reduce(x.data(), 10, kF32, Reduction::sum, "on the lane");
+    comm.is_waited_for();
+    const Event last = comm.all_reduce(x.data(), 10, kF32, Reduction::max, "busy");
+    EXPECT_FALSE(last.ready());
+    last.sync();
+    EXPECT_EQ(x[0], 9.0f);
+    for (const FlightEntry& entry : dynamic_cast<CommunicatorBase&>(comm).flight_record()) EXPECT_EQ(entry.state, FlightEntry::State::done);
+    comm.barrier("end").sync();
+  }, {.delay = std::chrono::milliseconds(20)});
+}
+
+TEST(Local, WhatGoesWrongIsThrownWhereItIsWaitedFor) {
+  run_local(2, [](World& world) {
+    Communicator& comm = lane(world);
+    float x = 1;
+    comm.is_waited_for();
+    EXPECT_THROW(comm.all_reduce(&x, 1, kF32, world.rank() ? Reduction::max : Reduction::sum, "other calls"), CommError);
+    EXPECT_THROW(comm.barrier("poisoned"), CommError);
+    EXPECT_EQ(dynamic_cast<CommunicatorBase&>(comm).flight_record().back().state, FlightEntry::State::failed);
+  });
+}
+
 TEST(Local, CallsRunInOrderAndEventsComplete) {
   run_local(3, [](World& world) {
     Communicator& comm = lane(world);

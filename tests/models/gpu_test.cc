@@ -140,11 +140,12 @@ TEST(GpuTraining, FollowsTheCpu) {
     int micro_batches;
     const char* reduced = "f32";
   };
-  for (const Case& k : {Case{"f32", 0.0, 1}, Case{"f32", 0.2, 2}, Case{"bf16", 0.2, 1}, Case{"bf16", 0.2, 2, "bf16"}}) {
+  for (const Case& k : {Case{"f32", 0.0, 1}, Case{"f32", 0.2, 2}, Case{"bf16", 0.2, 1}, Case{"bf16", 0.2, 2, "bf16"}, Case{"bf16", 0.0, 2, "int8"}}) {
     SCOPED_TRACE(str(k.dtype, ", dropout ", k.dropout, ", micro-batches ", k.micro_batches, ", reduced in ", k.reduced));
     models::TrainConfig c = tiny_config();
     c.train.dtype = k.dtype;
     c.sharding.reduce_dtype = k.reduced;
+    c.sharding.gather_int8 = c.sharding.reduce_dtype == "int8";
     c.model.dropout = k.dropout;
     c.train.micro_batches = k.micro_batches;
     const TrainedRun gpu = on_gpu(c, 2, 12), cpu = train_tiny(c, 2, 12);
@@ -318,7 +319,8 @@ void expect_planned_peaks(const std::string& dtype, const std::string& strategy,
     c.sharding.replicas = 2;
     c.sharding.secondary = world == 6;
   }
-  if (world == 3 || world == 6) c.sharding.reduce_dtype = "bf16";
+  if (world == 3) c.sharding.reduce_dtype = "bf16";
+  if (world == 6) c.sharding.reduce_dtype = "int8", c.sharding.gather_int8 = true;
   const auto plan = [&](Device device) { return models::plan_peaks(c, c.model.vocab, world, 1, "local", device); };
   if (world % 2 == 0) c.train.compile = true;  // runs two steps as eager ones do, and then as a program
   EXPECT_EQ(measured_peaks(c, world), plan(kGpu));

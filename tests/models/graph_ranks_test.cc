@@ -20,7 +20,7 @@ struct Ranks {
   int number;
   const char* strategy;
   int replicas = 1, tensor = 1, context = 1;
-  bool secondary = false, offload = false;
+  bool secondary = false, offload = false, int8 = false;
 };
 
 // Echoes have nothing to say where ranks hold unequal shares: sequences that two ranks share equally.
@@ -40,7 +40,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
   for (const Ranks& ranks : {Ranks{2, "full_shard"}, Ranks{2, "shard_grad_op"}, Ranks{2, "zero1"}, Ranks{2, "replicate"},
                              Ranks{4, "full_shard", 2}, Ranks{4, "full_shard", 1, 2}, Ranks{4, "full_shard", 1, 1, 2},
                              Ranks{4, "full_shard", 2, 1, 1, true},
-                             Ranks{2, "full_shard", 1, 1, 1, false, true}}) {
+                             Ranks{2, "full_shard", 1, 1, 1, false, true}, Ranks{2, "full_shard", 1, 1, 1, false, false, true}}) {
     SCOPED_TRACE(str(ranks.strategy, " at ", ranks.number));
     std::vector<OneRank> runs[3];
     for (const int way : {0, 1, 2}) {
@@ -52,6 +52,7 @@ TEST(GraphTraining, LanesOfSeveralRanks) {
       c.sharding.secondary = ranks.secondary;
       c.sharding.context = ranks.context;
       c.train.offload_parameters = ranks.offload;
+      if (ranks.int8) c.sharding.gather_int8 = true, c.sharding.reduce_dtype = "int8";
       c.model.context = kContext;
       c.train.cuda_graph = graph, c.train.compile = compile;
       EchoNccl nccl;

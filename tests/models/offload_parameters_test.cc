@@ -61,6 +61,7 @@ TEST(OffloadedParameters, GiveThemInOtherWaysToRunAStep) {
   }, 1);
   changed("f16", [](auto& c) { c.train.dtype = "f16"; });
   changed("sums in bf16", [](auto& c) { c.sharding.reduce_dtype = "bf16"; });
+  changed("sent in int8", [](auto& c) { c.sharding.reduce_dtype = "int8", c.sharding.gather_int8 = true; });
   changed("muon", [](auto& c) { c.train.optimizer = "muon"; });
   changed("muon alone", [](auto& c) { c.train.optimizer = "muon"; }, 1);
   changed("adapters", [](auto& c) { c.model.lora_rank = 2, c.train.dtype = "bf16"; });

@@ -85,7 +85,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   way.config.train.dtype = draw.of<std::string>({"f32", "f32", "bf16", "f16"});
   way.config.train.loss_scale = 1024;
   way.config.train.state_dtype = draw.of<std::string>({"f32", "f32", "bf16"});
-  way.config.sharding.reduce_dtype = draw.of<std::string>({"f32", "f32", "bf16"});
+  draw_sent(way.config.sharding, draw);
   const Way twin = drawn_twin(way, draw);
   SCOPED_TRACE(to_string(way));
   models::TrainReport whole;
@@ -105,7 +105,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   task.train.state_dtype = way.config.train.state_dtype;
   const models::TrainReport one = run({.config = task}, folder / "one");
   // In bf16 a sum over ranks is rounded otherwise; where few targets count, their loss shows it.
-  const bool rounds = way.config.train.dtype != "f32" || way.config.sharding.reduce_dtype != "f32" || way.config.train.state_dtype != "f32";
+  const bool rounds = way.config.train.dtype != "f32" || rounds_what_is_sent(way.config.sharding) || way.config.train.state_dtype != "f32";
   const double tolerance = !rounds ? 1e-3 : task.data.examples ? 0.3 : 0.1;
   EXPECT_NEAR(whole.train_loss, one.train_loss, tolerance);
   EXPECT_NEAR(whole.val_loss, one.val_loss, tolerance);

@@ -179,9 +179,18 @@ Way drawn_twin(const Way& way, Draw& draw) {
   if (way.config.train.micro_batches == 1) alike.push_back("zero1");
   if (std::ranges::count(alike, strategy)) strategy = draw.of(alike);
   draw_holding(twin, draw);
+  // What replicas hold is rounded once more than parts of it.
+  if (way.config.sharding.reduce_dtype == "int8") twin.config.sharding.secondary = way.config.sharding.secondary;
   if (way.config.sharding.pipeline > 1) twin.config.sharding.pipeline_schedule = draw.of<std::string>({"1f1b", "zero_bubble"});
   return twin;
 }
+
+void draw_sent(models::ShardingConfig& sharding, Draw& draw) {
+  sharding.reduce_dtype = draw.of<std::string>({"f32", "f32", "bf16", "int8"});
+  sharding.gather_int8 = draw.one_in(4);
+}
+
+bool rounds_what_is_sent(const models::ShardingConfig& sharding) { return sharding.reduce_dtype != "f32" || sharding.gather_int8; }
 
 std::string to_string(const Way& way) {
   models::TrainConfig config = way.config, standard;

@@ -27,6 +27,10 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw);
 /// Another one on the same mesh, with the same sums: the bits of f32 are the same.
 Way drawn_twin(const Way& way, Draw& draw);
 
+/// In what ranks send each other weights and gradients.
+void draw_sent(models::ShardingConfig& sharding, Draw& draw);
+bool rounds_what_is_sent(const models::ShardingConfig& sharding);
+
 /// The flags with which `sheaf train` does it, without its data.
 std::string to_string(const Way& way);
 

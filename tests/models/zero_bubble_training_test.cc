@@ -36,10 +36,11 @@ void expect_the_bits_of_1f1b(const models::TrainConfig& c, int world) {
 }
 
 TEST(ZeroBubbleTraining, HasTheBitsOf1F1B) {
+  bool llama = true;  // in turns
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"})
     for (const auto& [stages, runs, world] : {std::tuple{2, 1, 2}, {3, 1, 3}, {5, 1, 5}, {2, 1, 4}, {2, 2, 4}, {3, 2, 3}, {2, 4, 2}}) {
       SCOPED_TRACE(str(strategy, ' ', stages, " stages of ", runs, " runs on ", world));
-      for (const char* type : {"untied llama", "gpt2"}) expect_the_bits_of_1f1b(staged(stages, runs, type, strategy), world);
+      expect_the_bits_of_1f1b(staged(stages, runs, std::exchange(llama, !llama) ? "untied llama" : "gpt2", strategy), world);
     }
 }
 

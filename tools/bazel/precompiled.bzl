@@ -24,6 +24,7 @@ def _precompiled_header_impl(ctx):
             cc_toolchain = toolchain,
             source_file = header.path,
             output_file = read.path,
+            use_pic = ctx.var["COMPILATION_MODE"] != "opt",  # as Bazel's C++ rules choose
             user_compile_flags = ctx.fragments.cpp.copts + ctx.fragments.cpp.cxxopts + ctx.attr.copts,
         ),
     )

@@ -1,9 +1,9 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
-// link between these, with gradients that travel in bf16, with units that a program keeps gathered,
-// with a stage of the model on each host, and with layers that the ranks of a host share, against
-// full_shard over all four. Ranks are threads of this process that receive from the other host no
-// faster than over such a link; what they compute is the same, and so are the cores that they
-// share, whatever the strategy.
+// link between these, with gradients that travel in bf16 or, as weights may, in int8, with units
+// that a program keeps gathered, with a stage of the model on each host, and with layers that the
+// ranks of a host share, against full_shard over all four. Ranks are threads of this process that
+// receive from the other host no faster than over such a link; what they compute is the same, and
+// so are the cores that they share, whatever the strategy.
 #include <algorithm>
 
 #include "sheaf/distributed/run_local.h"
@@ -22,13 +22,17 @@ struct Choice {
 const Choice kFullShard{"full_shard", {}};
 const Choice kChoices[] = {
     {"reduce-bf16", {"--sharding.reduce_dtype=bf16"}},
+    {"reduce-int8", {"--sharding.reduce_dtype=int8"}},
+    {"int8", {"--sharding.reduce_dtype=int8", "--sharding.gather_int8=true"}},
     {"zero1", {"--sharding.strategy=zero1"}},
     {"zero1-reduce-bf16", {"--sharding.strategy=zero1", "--sharding.reduce_dtype=bf16"}},
+    {"zero1-int8", {"--sharding.strategy=zero1", "--sharding.reduce_dtype=int8", "--sharding.gather_int8=true"}},
     {"kept", {"--train.compile=true", "--sharding.memory_budget=1000000000000"}},
     {"hybrid", {"--sharding.replicas=2"}},
     {"secondary", {"--sharding.replicas=2", "--sharding.secondary=true"}},
     {"hybrid-zero1", {"--sharding.strategy=zero1", "--sharding.replicas=2"}},
     {"hybrid-zero1-reduce-bf16", {"--sharding.strategy=zero1", "--sharding.replicas=2", "--sharding.reduce_dtype=bf16"}},
+    {"hybrid-zero1-reduce-int8", {"--sharding.strategy=zero1", "--sharding.replicas=2", "--sharding.reduce_dtype=int8"}},
     {"pipeline", {"--sharding.pipeline=2"}},
     {"pipeline-zero1", {"--sharding.strategy=zero1", "--sharding.pipeline=2"}},
     {"tensor", {"--sharding.tensor=2"}},
@@ -74,12 +78,12 @@ Steps steps_of(const models::TrainConfig& config, double bytes_per_second, int64
 
 void measure(Session& session, const std::string& name, double bytes_per_second,
              const Choice& choice, Line& line) {
+  const bool quick = session.options().quick;
   const auto config = [&](const Choice& c) {
     std::vector<std::string> more = c.overrides;
-    more.insert(more.end(), {"--train.batch=32", "--train.micro_batches=4"});
+    more.insert(more.end(), {quick ? "--train.batch=16" : "--train.batch=32", "--train.micro_batches=4"});
     return training_config(name, more);
   };
-  const bool quick = session.options().quick;
   const int samples = quick ? 2 : session.samples(12), rounds = std::min(3, (samples + 3) / 4), count = samples / rounds;
   const int64_t warm = quick ? 3 : 4;  // the third step becomes a program
   std::vector<double> peers;
