@@ -218,7 +218,8 @@ std::vector<Finding> check_gathers(const Tape& tape) {
       if (const Buffer& b = buffers[static_cast<size_t>(root[static_cast<size_t>(v)])]; b.discarded >= 0)
         report(out, id, "writes into ", named(v), ", which node ", b.discarded, " discarded");
     }
-    const bool unpacks = tape.kind(n) == OpKind::redistribute && tape.op_name(n) == "unpack";  // what was gathered in blocks: in memory that is discarded, too
+    // What was gathered in blocks, in memory that is discarded, too.
+    const bool unpacks = tape.kind(n) == OpKind::redistribute && tape.op_name(n) == "unpack";
     if (unpacks || is_unit_gather(tape, n))
       for (int i = 0; i < n.num_inputs; ++i) {
         const ValueId from = root[static_cast<size_t>(tape.inputs(n)[static_cast<size_t>(i)])];

@@ -1,7 +1,7 @@
 // Communicator: rank, size and the collectives of one group of ranks, on one lane.
 //
-// Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the order they were made, and
-// the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live until
+// Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the
+// order they were made, and the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live until
 // then. Communicators never allocate values: what they need besides the caller's buffers is `staging_bytes`, a block
 // that is fixed at construction.
 //

@@ -1,5 +1,6 @@
 // CommunicatorBase: what all communicators share. Checks arguments, numbers and fingerprints the calls, counts bytes,
-// keeps a flight recorder, words the errors, and runs the calls in order on a lane of their own, or on the rank's thread if it waits.
+// keeps a flight recorder, words the errors, and runs the calls in order on a lane of their own, or on the rank's thread
+// if it waits.
 #pragma once
 
 #include <deque>

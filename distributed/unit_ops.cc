@@ -112,7 +112,8 @@ struct QuantizeGradient {
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
     const MeshSpec* mesh = c.input_type(0).layout.mesh();
-    to_blocks(c.stream(), c, a.axis < 0 ? 0 : static_cast<uint32_t>(RankContext::current().coordinate(mesh, a.axis) + 1) * 0x85ebca6bu);
+    const int place = a.axis < 0 ? 0 : RankContext::current().coordinate(mesh, a.axis) + 1;
+    to_blocks(c.stream(), c, static_cast<uint32_t>(place) * 0x85ebca6bu);
   }
 };
 
@@ -141,7 +142,10 @@ struct Unpack {
   }
   static void work(const Attrs& a, WorkOf& w) {  // of blocks; the values lie in the buffers
     double read = 0, made = 0, values = 0;
-    for (int b = 0; b < a.buffers; ++b) read += static_cast<double>(w.input(b).numel()), made += static_cast<double>(w.output(b).numel());
+    for (int b = 0; b < a.buffers; ++b) {
+      read += static_cast<double>(w.input(b).numel());
+      made += static_cast<double>(w.output(b).numel());
+    }
     for (int o = a.buffers; o < w.num_outputs(); ++o) values += static_cast<double>(w.output(o).numel());
     w.work.bytes = read + (w.work.bytes - read) * made / (made + values);
   }
@@ -286,7 +290,8 @@ struct Exchange {
       std::vector<int64_t> send(static_cast<size_t>(n), 0), receive(static_cast<size_t>(n), parts.local_shape().numel() / n);
       const Shape whole = rows.layout.with(a.axis, Placement::replicate()).local_shape(rows.shape);
       const OwnershipMap& cut = parts.layout[a.axis].map();
-      for (int r = 0; r < n; ++r) send[static_cast<size_t>(r)] = cut.owned_size(r, n, whole) * (whole.numel() / n / whole[cut.dim()]);
+      const int64_t row = whole.numel() / n / whole[cut.dim()];
+      for (int r = 0; r < n; ++r) send[static_cast<size_t>(r)] = cut.owned_size(r, n, whole) * row;
       return lane.all_to_all(c.input(b).data, send, c.output(b).data, receive, rows.dtype, PathScope::current());
     });
   }

@@ -14,7 +14,7 @@ struct UnitOps {
   static const OpDef& resting_alone();   ///< the same in memory that nobody gathers from
   static const OpDef& resting_on_host();  ///< the same in the host's memory, for a GPU
   static const OpDef& quantize_shard();  ///< a shard → int8 blocks of it, in wire memory: what is gathered
-  static const OpDef& unpack();          ///< gathered buffers, of which some are in blocks → what is computed with, then the parameters inside them
+  static const OpDef& unpack();          ///< gathered buffers, some of them in blocks → what is computed with, then the parameters inside
   static const OpDef& cast_shard();      ///< a shard → the same in another dtype, in wire memory: what is gathered
   static const OpDef& onload_shard();    ///< a shard in the host's memory → the same in the GPU's, in whatever dtype, by the lane of copies
   static const OpDef& onload_values();   ///< the same for one rank alone, who sends it to nobody
@@ -28,7 +28,7 @@ struct UnitOps {
   static const OpDef& zero();            ///< → the slot of a parameter that was not used
   static const OpDef& cast_gradient();   ///< slot buffers, or a slice → the same in another dtype, in wire memory: what is reduced
   static const OpDef& cast_reduced();    ///< and back: the sum → the gradient
-  static const OpDef& quantize_gradient();  ///< addends along an axis, or their sum (axis −1) → int8 blocks, rounded by chance, in wire memory
+  static const OpDef& quantize_gradient();  ///< addends along an axis, or a sum (axis −1) → int8 blocks, rounded by chance, in wire memory
   static const OpDef& exchange();        ///< blocks of all ranks' addends, a row from each → all rows, of this rank's part
   static const OpDef& sum_of_blocks();   ///< rows of blocks → their sum
   static const OpDef& gather_blocks();   ///< blocks of sums → those of all ranks, by the lane of reductions

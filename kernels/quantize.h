@@ -33,19 +33,19 @@ inline void check_int8_blocks(const char* who, const View& blocks, const View& v
 }
 
 // [Note: int8 by chance] What ranks send each other. Of weights codes are the nearest; gradients
-// below half a code's step would always be lost so, and are rounded by chance: the mean of a code is
-// the value. So that it is, the scale is rounded up: no code is beyond 127. The noise is a hash of
-// what the block has in it, of the value's place there and of a key, the rank for one: equal values
-// err apart, and the same block is the same wherever it lies, and on any device.
+// below half a code's step would always be lost so, and are rounded by chance: the mean of a code
+// is the value. So that it is, the scale is rounded up: no code is beyond 127. The noise is a hash
+// of what the block has in it, of the value's place there and of a key, the rank for one: equal
+// values err apart, and the same block is the same wherever it lies, and on any device.
 
-/// The bf16 that int8 codes of values up to `largest`, whose bits these are, are multiplied by; 0 if
-/// it were less than 2^-100, so that what has no normal number, which CPUs take for 0, is never a
+/// The bf16 that int8 codes of values up to `largest`, whose bits these are, are multiplied by; 0
+/// if it were less than 2^-100, so that what has no normal number, which CPUs take for 0, is never a
 /// code; NaN if one of the values is not finite. `part`: the bits of largest * (1 / 127.0f).
 SHEAF_HOST_DEVICE inline uint16_t scale_for_sending(uint32_t largest, uint32_t part) {
   if (largest >= 0x7f800000u) return 0x7fc0;
   return static_cast<uint16_t>(part < 0x0d800000u ? 0 : (part + 0xffff) >> 16);
 }
-/// An f32's bits as noise is made of them: none of what has no normal number, which CPUs take for 0.
+/// An f32's bits as noise is made of them: none of what is no normal number, which CPUs take for 0.
 SHEAF_HOST_DEVICE inline uint32_t bits_for_noise(uint32_t bits) {
   return (bits & 0x7f800000u) != 0 ? bits : 0;
 }
@@ -76,8 +76,8 @@ void dequantize(const View& blocks, BlockFormat format, const View& out);
 /// to the nearest code, of two the larger. A block with a value that is not finite is one of NaN.
 void to_int8_blocks(const View& values, std::optional<uint32_t> key, const View& blocks);
 
-/// out[i] = (b0[i] + b1[i]) + ..., in f32, of `parts` equal parts of int8 blocks, one after another;
-/// rounded to out's type once.
+/// out[i] = (b0[i] + b1[i]) + ..., in f32, of `parts` equal parts of int8 blocks, one behind the
+/// other; rounded to out's type once.
 void sum_of_blocks(const View& blocks, int64_t parts, const View& out);
 
 }  // namespace cpu
