@@ -256,7 +256,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
 }
 
 void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors,
-                           std::span<const int> indices) {
+                           std::span<const int> indices, bool made_now) {
   // What is gathered after the backward under way has finished the group is for what will be computed next.
   const auto it = std::find_if(groups_.begin(), groups_.end(),
                                [&](const GroupState& g) { return g.group == group && !g.finished; });
@@ -266,7 +266,7 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<co
       on_rerun([group] { group->close_for_change(); });
     }
     new_group_state(group);
-  } else if (it->first_use < 0) {
+  } else if (it->first_use < 0 && made_now) {
     it->version = group->version();  // gathered ahead, discarded by a step before it was used, and gathered again
   }
   for (size_t i = 0; i < tensors.size(); ++i) {

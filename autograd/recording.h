@@ -152,8 +152,10 @@ class Recording {
   /// Records one executed op. `into[i]` says where output i was placed.
   NodeId record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                 std::span<const OutputSpec> specs, bool add = false);
-  /// The tensors are the values of `group`'s leaves `indices`. A gather ahead of use binds before it is used.
-  void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
+  /// The tensors are the values of `group`'s leaves `indices`. A gather ahead of use binds before it is used, and what it has sent
+  /// in blocks again when it is unpacked: not made_now of the masters.
+  void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices,
+                  bool made_now = true);
   /// For an op of the forward that knows the gradient of `leaf`, but for a factor: the leaf's slot, if nobody uses it and it is of
   /// that type; else undefined. What is put there is then given to lies_ahead(). See [Note: gradients ahead].
   Tensor slot_ahead(const Tensor& leaf, const Type& gradient);

@@ -234,9 +234,6 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
         time.receives += all_reduce_bytes(type.local_shape().numel(), static_cast<int64_t>(size_of(type.dtype)),
                                           (rank - g.first) / g.stride, g.ranks);
       }
-    } else if (longer) {  // in blocks: parts for and from all others
-      const double here = mesh.size(t.axis), there = g.ranks;
-      time.receives = std::llround(static_cast<double>(time.receives) * ((there - 1) / there) / ((here - 1) / here));
     }
     time.travels = seconds_of(machine, t.name, g, static_cast<double>(time.receives));
     time.links = (g.on_host > 1 ? kWithin : 0) | (g.hosts > 1 ? kBetween : 0);

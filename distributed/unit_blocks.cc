@@ -68,7 +68,7 @@ void Unit::unpack() {
   const Tensors outputs = apply_typed(UnitOps::unpack(), &attrs, landed, opened_specs());
   gathered_.assign(outputs.begin(), outputs.begin() + landed.size());
   std::copy(outputs.begin() + landed.size(), outputs.end(), values_.begin());
-  if (Recording::current()) bind();
+  if (Recording::current()) bind(/*made_now=*/false);
   UnitOps::discard_buffers(axis_, landed, recording_);
 }
 
@@ -143,7 +143,7 @@ bool Unit::add_blocks() {
     whole.layout[axis] = Placement::invariant();
     specs.push_back({whole, {}, -1, 0});
     which.push_back(k - 1);
-    t = {};
+    t = blocks;  // what they were made from goes before more is
   }
   if (which.empty()) return false;
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};

@@ -194,6 +194,7 @@ struct ShardingConfig {
   std::string strategy = "full_shard";  ///< "full_shard", "shard_grad_op", "zero1" or "replicate"
   int64_t replicas = 1;                 ///< groups of ranks that each hold the model, cut within (hybrid sharding, HSDP)
   bool secondary = false;               ///< groups gather their copy once a step; masters and states are cut over them, too
+  bool gather_int8 = false;             ///< matrices are gathered in blocks of int8 codes (ShardOptions::gather_int8)
   int64_t experts = 1;                  ///< ranks, neighbours, that share the experts of mixtures (expert parallelism)
   int64_t context = 1;                  ///< ranks that share each sequence (context parallelism)
   std::string context_comm = "all_to_all";  ///< what they send in attention: "all_to_all", each has whole sequences of some heads, or
@@ -204,7 +205,6 @@ struct ShardingConfig {
   std::string pipeline_schedule = "1f1b";  ///< "1f1b", or "zero_bubble": gradients of weights fill what stages wait
   double pipeline_head = -1;            ///< as how many blocks the head and its loss count among stages; -1: as its operations do
   int64_t tensor = 1;                   ///< ranks, neighbours, that share each layer and each sequence (tensor parallelism)
-  bool gather_int8 = false;             ///< matrices are gathered in blocks of int8 codes (ShardOptions::gather_int8)
   std::string reduce_dtype = "f32";     ///< of what ranks send each other of gradients: "f32", "bf16" for half of the bytes, or "int8":
                                         ///< in blocks of int8 codes, for a quarter (ShardOptions::reduce_int8)
   std::string units = "block";          ///< "block": a unit per block, and for each table that is not tied;

@@ -116,10 +116,11 @@ struct ShardOptions {
   std::optional<DType> reduce_dtype = std::nullopt;
   /// Matrices, and what has more dimensions, are gathered in blocks of 64 int8 codes with a scale, 8.25 bits an element, and
   /// computed with as these say (ZeRO++'s qwZ, https://arxiv.org/abs/2306.10209). Masters stay as they are. Where `axis` has one
-  /// rank, nothing is rounded.
+  /// rank, nothing is sent in blocks, nor are copies along a secondary axis.
   bool gather_int8 = false;
-  /// Ranks send each other their gradients in such blocks (ZeRO++'s qgZ), rounded by chance, so that the mean is exact, and
-  /// added up in f32. What has to be whole on all ranks, of replicas for one, is rounded twice. Not beside reduce_dtype.
+  /// Ranks send each other their gradients in such blocks (after ZeRO++'s qgZ), rounded by chance, so that the expected value is
+  /// exact, and added up in f32. Each axis along which gradients are added up rounds them once, and once more where the sum has to
+  /// be whole on all its ranks (replicate, replicas). Not beside reduce_dtype.
   bool reduce_int8 = false;
   /// On a GPU masters and gradients rest in the host's memory (FSDP2's CPUOffloadPolicy, DeepSpeed's offload_param). A rank's part
   /// of a unit is brought to the GPU before it is gathered, beside what is computed, and goes with what was gathered; so does what

@@ -159,7 +159,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "(tensor parallelism)", any, 1, 1e6},
       {"sharding.gather_int8", &s.gather_int8, "matrices are gathered in int8, in blocks of 64 with a scale"},
       {"sharding.reduce_dtype", &s.reduce_dtype, "of what ranks send each other of gradients; int8: in blocks of 64 with a scale, rounded by "
-       "chance", {"f32", "bf16", "int8"}},
+       "chance; between hosts of several ranks beside sharding.replicas", {"f32", "bf16", "int8"}},
       {"sharding.units", &s.units, "what is gathered at once", {"block", "count", "none"}},
       {"sharding.min_parameters", &s.min_parameters, "parameters of a unit, for units = \"count\"", any, 1},
       {"sharding.memory_budget", &s.memory_budget,

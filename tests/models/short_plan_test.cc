@@ -161,6 +161,8 @@ TEST_F(ShortPlans, AreWholeOnesWithTheHostsMemoryAndOtherOptions) {
     expect("f16", x);
     x = c, x.train.batch = 22;
     expect("unlike micro-batches", x);
+    x = c, x.sharding.reduce_dtype = "int8", x.sharding.gather_int8 = true;
+    expect("int8", x);
     x = c, x.train.cuda_graph = true, x.model.dropout = 0.1;
     expect("a graph", x);
     if (stages > 1) continue;

@@ -1,5 +1,5 @@
-// ShardOptions::gather_int8 and ::reduce_int8: which roundings weights and gradients go through, to the bit, on every mesh; what the
-// tape says of them.
+// ShardOptions::gather_int8 and ::reduce_int8: which roundings weights and gradients go through, to the bit, on meshes of replicas and
+// ranks; what the tape says of them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -336,8 +336,12 @@ TEST(Int8, RanksThatHoldTheSameHaveTheSame) {
         unit->reduce_waiting(), unit->complete_reduction();
         std::lock_guard lock(mutex);
         const auto rank = static_cast<size_t>(w.rank());
+        EXPECT_EQ(unit->buffers().size(), 2u) << "vectors and matrices";
         layouts[rank] = unit->buffers()[0].grad.layout();
-        gradients[rank] = unit->buffers()[0].grad.to_vector<float>();
+        for (const FlatBuffer& b : unit->buffers()) {
+          const Values local = b.grad.to_vector<float>();
+          gradients[rank].insert(gradients[rank].end(), local.begin(), local.end());
+        }
       }, {.threads_per_rank = 1});
       for (size_t rank = 0; rank < 8; ++rank)
         for (int axis = 0; axis < 3; ++axis)
