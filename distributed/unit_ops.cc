@@ -183,16 +183,18 @@ struct OffloadGradient {
   }
 };
 
-template <MemoryKind kind>
+template <MemoryKind kind, Lane lane_of_axis = Lane::gather, HeldFor held_for = HeldFor::gathered>
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   static constexpr OpKind kKind = OpKind::redistribute;
-  static constexpr HeldFor kHeldFor = HeldFor::gathered;
+  static constexpr HeldFor kHeldFor = held_for;
   static constexpr MemoryKind kMemory = kind;
-  static constexpr Lane kLane = Lane::gather;
+  static constexpr Lane kLane = lane_of_axis;
   using Attrs = UnitOps::Attrs;
   static void execute(const Attrs& a, Execute& c) {
-    on_lane(runtime_of(c.input_type(0)).gather_lane(a.axis), a, c, [&](Communicator& lane, int b) {
+    MeshRuntime& runtime = runtime_of(c.input_type(0));
+    Communicator& of_axis = kLane == Lane::gather ? runtime.gather_lane(a.axis) : runtime.reduce_lane(a.axis);
+    on_lane(of_axis, a, c, [&](Communicator& lane, int b) {
       return lane.all_gather(on_its_way(lane, c, b), c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
                              PathScope::current());
     });
@@ -297,21 +299,6 @@ struct Exchange {
   }
 };
 
-struct GatherBlocks {
-  static constexpr const char* kName = "all_gather";
-  static constexpr OpKind kKind = OpKind::redistribute;
-  static constexpr HeldFor kHeldFor = HeldFor::gradients;
-  static constexpr MemoryKind kMemory = MemoryKind::landing;
-  static constexpr Lane kLane = Lane::reduce;
-  using Attrs = UnitOps::Attrs;
-  static void execute(const Attrs& a, Execute& c) {
-    on_lane(runtime_of(c.input_type(0)).reduce_lane(a.axis), a, c, [&](Communicator& lane, int b) {
-      return lane.all_gather(c.input(b).data, c.output(b).data, chunks(c.input_type(b), a.axis), c.input_type(b).dtype,
-                             PathScope::current());
-    });
-  }
-};
-
 struct AllReduce {
   static constexpr const char* kName = "all_reduce";
   static constexpr OpKind kKind = OpKind::redistribute;
@@ -344,7 +331,7 @@ const OpDef& UnitOps::unpack() { return op_def<Unpack>(); }
 const OpDef& UnitOps::quantize_gradient() { return op_def<QuantizeGradient>(); }
 const OpDef& UnitOps::exchange() { return op_def<Exchange>(); }
 const OpDef& UnitOps::sum_of_blocks() { return op_def<SumOfBlocks>(); }
-const OpDef& UnitOps::gather_blocks() { return op_def<GatherBlocks>(); }
+const OpDef& UnitOps::gather_blocks() { return op_def<AllGather<MemoryKind::landing, Lane::reduce, HeldFor::gradients>>(); }
 const OpDef& UnitOps::cast_shard() { return op_def<CastShard>(); }
 const OpDef& UnitOps::onload_shard() { return op_def<OnloadShard<MemoryKind::wire>>(); }
 const OpDef& UnitOps::onload_values() { return op_def<OnloadShard<MemoryKind::normal>>(); }

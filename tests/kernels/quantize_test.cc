@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "sheaf/kernels/cpu/block_values.h"
 #include "sheaf/tests/kernels/array.h"
 
 namespace sheaf::kernels::cpu {
@@ -174,9 +175,7 @@ TEST(ToInt8Blocks, TakesOneOfTheTwoNeighboursAndTheirMeanIsTheValue) {
     const std::vector<uint8_t> blocks = blocks_by_chance(values, key * 0x9e3779b9u);
     const std::vector<float> back = values_of(blocks, BlockFormat::int8);
     for (size_t i = 0; i < values.size(); ++i) {
-      uint16_t bits;
-      std::memcpy(&bits, &blocks[i / kBlockSize * 66], 2);
-      const float scale = std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+      const float scale = block_scale(&blocks[i / kBlockSize * 66]);
       ASSERT_LE(std::abs(back[i] - values[i]), scale * 1.00002f) << values[i];
       mean[i] += back[i] / static_cast<double>(kDraws);
       if (key == 0) scales.push_back(scale);
@@ -192,9 +191,7 @@ TEST(ToInt8Blocks, TakesTheNearestWithoutAKey) {
   const std::vector<uint8_t> blocks = blocks_by_chance(values, std::nullopt);
   const std::vector<float> back = values_of(blocks, BlockFormat::int8);
   for (size_t i = 0; i < values.size(); ++i) {
-    uint16_t bits;
-    std::memcpy(&bits, &blocks[i / kBlockSize * 66], 2);
-    const float scale = std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+    const float scale = block_scale(&blocks[i / kBlockSize * 66]);
     ASSERT_NEAR(back[i], nearest(values[i], BlockFormat::int8, scale), scale * 3e-5) << values[i];
   }
 }
@@ -258,9 +255,7 @@ TEST(SumOfBlocks, AddsInTheOrderOfParts) {
       all.insert(all.end(), mine.begin(), mine.end());
       std::vector<float> values = values_of(mine, BlockFormat::int8);
       for (size_t i = 0; i < values.size() && p > 0; ++i) {
-        uint16_t bits;
-        std::memcpy(&bits, &mine[i / kBlockSize * 66], 2);
-        const float scale = std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+        const float scale = block_scale(&mine[i / kBlockSize * 66]);
         values[i] = std::fma(static_cast<float>(static_cast<int8_t>(mine[i / kBlockSize * 66 + 2 + i % kBlockSize])), scale, want[i]);
       }
       want = values;

@@ -20,16 +20,6 @@ using Values = std::vector<float>;
 
 constexpr int64_t kRows = 7, kWidth = 7;
 
-/// Rows of micro-batch `part` that depend on the global row alone; those of this rank, on `mesh` or on none.
-Tensor rows_of(const Mesh& mesh, int part, bool alone) {
-  const Type type{kF32, {kRows, kWidth}, Layout(mesh.spec, Placement::shard(0))};
-  const int64_t first = type.layout.local_start(type.shape)[0] + part * kRows;
-  Values local;
-  for (int64_t i = 0; i < type.local_shape().numel(); ++i)
-    local.push_back(0.1f * static_cast<float>((first * kWidth + i) * 7 % 23) - 0.9f);
-  return Tensor::from_local(local, alone ? Type{kF32, type.local_shape(), {}} : type);
-}
-
 // --- the definition ---
 
 Values through_blocks(Values x, std::optional<uint32_t> key) {
@@ -138,7 +128,7 @@ TEST_P(Int8, RoundsWhatIsSent) {
       Tensor y;
       for (TinyBlock* module : {&net, &own}) {
         Recording recording;
-        const Tensor out = (*module)(rows_of(mesh, part, module == &own));
+        const Tensor out = (*module)(dense_rows(mesh, kRows, kWidth, part, module == &own));
         recording.backward(sum(square(out)));
         if (module == &net) y = out;
         else EXPECT_EQ(y.to_vector<float>(), out.to_vector<float>()) << "weights are rounded otherwise";

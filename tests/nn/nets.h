@@ -58,6 +58,17 @@ inline Tensor token_rows(const Mesh& mesh, int64_t rows, int64_t length, int64_t
   return Tensor::from_local(local, type);
 }
 
+/// Rows of micro-batch `part` that depend on the global row alone: [rows, width], cut along rows over `mesh`; of this rank the same,
+/// `alone` on no mesh.
+inline Tensor dense_rows(const Mesh& mesh, int64_t rows, int64_t width, int part, bool alone = false) {
+  const Type type{kF32, {rows, width}, Layout(mesh.spec, Placement::shard(0))};
+  const int64_t first = type.layout.local_start(type.shape)[0] + part * rows;
+  std::vector<float> local;
+  for (int64_t i = 0; i < type.local_shape().numel(); ++i)
+    local.push_back(0.1f * static_cast<float>((first * width + i) * 7 % 23) - 0.9f);
+  return Tensor::from_local(local, alone ? Type{kF32, type.local_shape(), {}} : type);
+}
+
 /// Calls check(strategy, units, prefetch_bytes, name) for all ways to shard a TinyModel on `world` ranks that have the same bits.
 template <class F>
 void for_each_sharding(int world, F&& check) {

@@ -15,16 +15,6 @@ using Gradients = std::map<std::string, std::vector<float>>;
 
 constexpr int64_t kRows = 7, kWidth = 7;
 
-/// Rows of micro-batch `part` that depend on the global row alone; those of this rank, on `mesh` or on none.
-Tensor rows_of(const Mesh& mesh, int part, bool alone) {
-  const Type type{kF32, {kRows, kWidth}, Layout(mesh.spec, Placement::shard(0))};
-  const int64_t first = type.layout.local_start(type.shape)[0] + part * kRows;
-  std::vector<float> local;
-  for (int64_t i = 0; i < type.local_shape().numel(); ++i)
-    local.push_back(0.1f * static_cast<float>((first * kWidth + i) * 7 % 23) - 0.9f);
-  return Tensor::from_local(local, alone ? Type{kF32, type.local_shape(), {}} : type);
-}
-
 void backward(TinyBlock& net, const Tensor& x) {
   Recording recording;
   recording.backward(sum(square(net(x))));
@@ -111,9 +101,9 @@ TEST_P(ReduceDType, RoundsWhatIsSentAndTheSumOnce) {
     shard(own, Mesh{});
     materialize(own, Device::cpu(), {.seed = 5});
     for (int part = 0; part < c.parts; ++part) {
-      backward(net, rows_of(mesh, part, false));
+      backward(net, dense_rows(mesh, kRows, kWidth, part));
       for (const auto& unit : units(own)) unit->zero_grad();
-      backward(own, rows_of(mesh, part, true));
+      backward(own, dense_rows(mesh, kRows, kWidth, part, true));
       Gradients mine;
       collect(own, mine);
       std::lock_guard lock(mutex);
@@ -175,7 +165,7 @@ TEST(ReduceDTypeTape, HasACastOnEachSideOfAReduction) {
       shard(net, mesh, {.strategy = strategy, .reduce_dtype = kBF16});
       materialize(net, Device::cpu(), {.seed = 5});
       Recording recording;
-      recording.backward(sum(square(net(rows_of(mesh, 0, false)))));
+      recording.backward(sum(square(net(dense_rows(mesh, kRows, kWidth, 0)))));
       const Tape tape = recording.take();
       std::map<std::string, std::pair<int, DType>> want;
       if (w.size() > 1)
