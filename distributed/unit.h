@@ -31,6 +31,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sheaf/autograd/recording.h"
@@ -265,7 +266,8 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void leaf_waiting();
   void reduce_waiting_along(int axis);
   void reduce_along(int axis);
-  void exchange_blocks(int axis, std::span<const size_t> which);
+  using Reduced = std::pair<const FlatBuffer*, size_t>;  // a buffer, and which of the values under reduction is its gradient
+  void exchange_blocks(int axis, std::span<const Reduced> which);
   Type sum_type(const FlatBuffer& b, const Type& blocks) const;
   bool add_blocks();
   void cast_reduced();

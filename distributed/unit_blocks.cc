@@ -73,14 +73,11 @@ void Unit::unpack() {
 }
 
 // The addends' blocks are lent in their place until those of all ranks have arrived.
-void Unit::exchange_blocks(int axis, std::span<const size_t> which) {
+void Unit::exchange_blocks(int axis, std::span<const Reduced> which) {
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
-  size_t k = 0;
-  for (const FlatBuffer& b : buffers_) {
-    if (!b.trainable) continue;
-    const size_t value = k++;
-    if (std::ranges::find(which, value) == which.end()) continue;
+  for (const auto& [buffer, value] : which) {
+    const FlatBuffer& b = *buffer;
     Tensor& t = reduction_.values[value];
     const UnitOps::Attrs of_addends{axis, 1};
     t = UnitOps::made_by(UnitOps::quantize_gradient(), &of_addends, t, in_blocks(t.type()));
@@ -100,7 +97,7 @@ void Unit::exchange_blocks(int axis, std::span<const size_t> which) {
   }
   const UnitOps::Attrs attrs{axis, static_cast<int32_t>(specs.size())};
   const Tensors arrived = apply_typed(UnitOps::exchange(), &attrs, from, specs);
-  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i]] = arrived[i];
+  for (size_t i = 0; i < which.size(); ++i) reduction_.values[which[i].second] = arrived[i];
 }
 
 /// What blocks that have come of a reduction of `b` along `axis` add up to.

@@ -154,14 +154,15 @@ void Unit::reduce_along(int axis) {
   else if (scatters(axis)) reduction_.lent = reduction_.values;
   std::vector<Tensor> from;
   std::vector<OutputSpec> specs;
-  std::vector<size_t> which, in_blocks;  // of the values; what the tensor axis cuts is no sum along it
+  std::vector<size_t> which;  // of the values; what the tensor axis cuts is no sum along it
+  std::vector<Reduced> in_blocks;
   size_t k = 0;
   for (const FlatBuffer& b : buffers_) {
     if (!b.trainable) continue;
     Tensor& t = reduction_.values[k++];
     if (!sums_along(b, axis)) continue;
     if (b.reduce_int8 && !alone(axis)) {
-      in_blocks.push_back(k - 1);
+      in_blocks.emplace_back(&b, k - 1);
       continue;
     }
     if (b.reduce != b.dtype && !alone(axis)) {  // what is cast goes before more is
