@@ -1,9 +1,9 @@
 // Communicator: rank, size and the collectives of one group of ranks, on one lane.
 //
 // Every call enqueues on the communicator's own thread and returns at once (but see is_waited_for()); calls run in the
-// order they were made, and the returned Event completes when the buffers may be read or reused. Buffers belong to the caller and must live until
-// then. Communicators never allocate values: what they need besides the caller's buffers is `staging_bytes`, a block
-// that is fixed at construction.
+// order they were made, and the returned Event completes when the buffers may be read or reused. Buffers belong to the
+// caller and must live until then. Communicators never allocate values: what they need besides the caller's buffers is
+// `staging_bytes`, a block that is fixed at construction.
 //
 // Sums run in rank order, ((x0 + x1) + x2) + ..., each element on the rank that owns it, in f32 for f32, bf16 and f16
 // (rounded once at the end), in f64 for f64, exactly for integers: the same bits at every call and for every algorithm.
