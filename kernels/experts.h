@@ -76,9 +76,9 @@ void choice_dots(const View& rows, const View& y, const View& slots, const View&
 /// y[E, .., P, O] = x[E, .., P, I] weight[E, O, I]ᵀ, weights of any strides. Of each group of P rows
 /// the first counts[E, ..] are used, the rest of x is zero: it is skipped where that is faster.
 size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
-                               const View& y);
+                               const View& y, bool fp8 = false);
 void expert_linear(const View& x, const View& weight, const View& counts, const View& y,
-                   Workspace workspace);
+                   Workspace workspace, bool fp8 = false);
 /// dweight[E, O, I] = dyᵀ x over the rows in use, or in f32 for narrow types. Rows that are not in
 /// use are zero in both. Groups are added in order.
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
@@ -102,9 +102,9 @@ void from_experts(const Stream& stream, const View& rows, const View& weights, c
 void choice_dots(const Stream& stream, const View& rows, const View& y, const View& slots,
                  const View& out);
 size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
-                               const View& y);
+                               const View& y, bool fp8 = false);
 void expert_linear(const Stream& stream, const View& x, const View& weight, const View& counts,
-                   const View& y, Workspace workspace);
+                   const View& y, Workspace workspace, bool fp8 = false);
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View& counts,
                                         const View& dweight);
 void expert_weight_gradient(const Stream& stream, const View& dy, const View& x,

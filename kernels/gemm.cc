@@ -6,14 +6,45 @@
 
 namespace sheaf::kernels {
 
-Gemm linear_product(const View& x, const View& weight, const View& bias, const View& y) {
+Gemm linear_product(const View& x, const View& weight, const View& bias, const View& y, bool fp8) {
   check<ShapeError>(weight.rank() == 2 && x.rank() == y.rank() && x.rank() >= 1, "[linear] input ",
                     x.shape, ", weight ", weight.shape, ", output ", y.shape);
-  return {"linear", at_least_matrix(x), transposed(weight), at_least_matrix(y), bias};
+  return {.who = "linear", .a = at_least_matrix(x), .b = transposed(weight),
+          .c = at_least_matrix(y), .bias = bias, .fp8 = fp8};
 }
 
-Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx) {
-  return {"gelu_linear_backward", at_least_matrix(dy), weight, at_least_matrix(dx), {}};
+Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx, bool fp8) {
+  return {.who = "gelu_linear_backward", .a = at_least_matrix(dy), .b = weight,
+          .c = at_least_matrix(dx), .bias = {}, .fp8 = fp8};
+}
+
+namespace {
+
+/// Each distinct matrix of a batch, once.
+View distinct(View v) {
+  for (int d = 0; d + 2 < v.rank(); ++d)
+    if (v.strides[d] == 0) v.shape[d] = 1;
+  return v;
+}
+size_t in_lines(const View& v) { return (static_cast<size_t>(v.bytes()) + 127) / 128 * 128; }
+
+}  // namespace
+
+RoundedOperands::RoundedOperands(const Gemm& g)
+    : from_a(distinct(g.a)), from_b(distinct(transposed(g.b))) {
+  a = View::dense(nullptr, from_a.dtype, from_a.shape);
+  b = View::dense(nullptr, from_b.dtype, from_b.shape);
+  a_bytes = in_lines(a), b_bytes = in_lines(b);
+}
+
+void RoundedOperands::place(void* memory) {
+  a.data = memory, b.data = static_cast<char*>(memory) + a_bytes;
+}
+
+Gemm RoundedOperands::product(const Gemm& g) const {
+  Gemm out = g;
+  out.a = a, out.b = transposed(b), out.fp8 = false;
+  return out;
 }
 
 View transposed(View v) {

@@ -12,12 +12,27 @@ struct Gemm {
   View a, b, c;
   View bias;
   bool accumulate = false;
+  bool fp8 = false;  ///< of a's rows and b's columns, rounded (fp8.h); not of f64
 };
 
 /// y = x Wᵀ + bias, of linear layers. x and y may be vectors.
-Gemm linear_product(const View& x, const View& weight, const View& bias, const View& y);
+Gemm linear_product(const View& x, const View& weight, const View& bias, const View& y, bool fp8);
 /// dx = dy W, before it is multiplied with gelu's derivative.
-Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx);
+Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx, bool fp8);
+
+/// `g` of operands that are rounded to FP8 already, to the values that they have then: dense
+/// matrices of each distinct one of a batch, in `memory` (nullptr to ask for sizes), a's first.
+struct RoundedOperands {
+  explicit RoundedOperands(const Gemm& g);
+  /// So many bytes, each operand at a multiple of 128.
+  size_t bytes() const { return a_bytes + b_bytes; }
+  /// Where rows are rounded to: [.., M, K] and [.., N, K]; and what they are rounded from.
+  View a, b, from_a, from_b;
+  size_t a_bytes, b_bytes;
+  void place(void* memory);
+  /// The product of a and b.
+  Gemm product(const Gemm& g) const;
+};
 
 /// The same memory with its last two dimensions exchanged.
 View transposed(View v);

@@ -10,27 +10,29 @@ namespace cpu {
 
 /// y[.., O] = x[.., I] · weight[O, I]ᵀ + bias[O]; without a bias, pass View{} (null shape). All of
 /// one floating dtype.
-size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y);
+size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y,
+                        bool fp8 = false);
 void linear(const View& x, const View& weight, const View& bias, const View& y,
-            Workspace workspace);
+            Workspace workspace, bool fp8 = false);
 
 /// before = linear(x, weight, bias), value = gelu(before) in its tanh form; both as y.
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
-                             const View& before, const View& value);
+                             const View& before, const View& value, bool fp8 = false);
 void linear_gelu(const View& x, const View& weight, const View& bias, const View& before,
-                 const View& value, Workspace workspace);
+                 const View& value, Workspace workspace, bool fp8 = false);
 
 /// The gradient of what gelu was applied to, through linear(gelu(before[.., I]), weight[O, I]):
 /// dbefore = gelu'(before) * (dy[.., O] · weight).
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View& before,
-                                      const View& dbefore);
+                                      const View& dbefore, bool fp8 = false);
 void gelu_linear_backward(const View& dy, const View& weight, const View& before,
-                          const View& dbefore, Workspace workspace);
+                          const View& dbefore, Workspace workspace, bool fp8 = false);
 
 /// dweight[O, I] = dyᵀ · x, stored; dweight may be f32 where dy and x are bf16.
-size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight);
+size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight,
+                                        bool fp8 = false);
 void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
-                            Workspace workspace);
+                            Workspace workspace, bool fp8 = false);
 
 /// dbias[O] = the sum of dy's rows, stored. Blocks of 64 rows are summed in row order, then the
 /// blocks in order.
@@ -38,33 +40,36 @@ void linear_bias_gradient(const View& dy, const View& dbias);
 
 /// Both of them.
 size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
-                                  const View& dbias);
+                                  const View& dbias, bool fp8 = false);
 void linear_gradients(const View& dy, const View& x, const View& dweight, const View& dbias,
-                      Workspace workspace);
+                      Workspace workspace, bool fp8 = false);
 
 }  // namespace cpu
 
 /// The same on a GPU, enqueued on `stream`. Products are cuBLASLt's: see cuda::matmul.
 namespace cuda {
 
-size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y);
+size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y,
+                        bool fp8 = false);
 void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
-            const View& y, Workspace workspace);
+            const View& y, Workspace workspace, bool fp8 = false);
 
 /// These two by one product for bf16 and f16, where cuBLASLt knows it: gelu is then that of the f32
 /// sums, before they are rounded into `before`. Else by a product and a kernel of ours.
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
-                             const View& before, const View& value);
+                             const View& before, const View& value, bool fp8 = false);
 void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
-                 const View& before, const View& value, Workspace workspace);
+                 const View& before, const View& value, Workspace workspace, bool fp8 = false);
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View& before,
-                                      const View& dbefore);
+                                      const View& dbefore, bool fp8 = false);
 void gelu_linear_backward(const Stream& stream, const View& dy, const View& weight,
-                          const View& before, const View& dbefore, Workspace workspace);
+                          const View& before, const View& dbefore, Workspace workspace,
+                          bool fp8 = false);
 
-size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight);
+size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight,
+                                        bool fp8 = false);
 void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,
-                            const View& dweight, Workspace workspace);
+                            const View& dweight, Workspace workspace, bool fp8 = false);
 
 /// The CPU's bits: the same sums in the same order.
 size_t linear_bias_gradient_workspace(const View& dy, const View& dbias);
@@ -75,9 +80,9 @@ void linear_bias_gradient(const Stream& stream, const View& dy, const View& dbia
 /// one dtype; the order of the bias's sum, and so its bits, are then cuBLASLt's, the same at every
 /// run. Else the two above.
 size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
-                                  const View& dbias);
+                                  const View& dbias, bool fp8 = false);
 void linear_gradients(const Stream& stream, const View& dy, const View& x, const View& dweight,
-                      const View& dbias, Workspace workspace);
+                      const View& dbias, Workspace workspace, bool fp8 = false);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -9,13 +9,14 @@ namespace cpu {
 
 /// Bytes that `matmul` needs. Depends on shapes, strides, dtypes and the rank's thread count; data
 /// may be null.
-size_t matmul_workspace(const View& a, const View& b, const View& c);
+size_t matmul_workspace(const View& a, const View& b, const View& c, bool fp8 = false);
 
 /// c[.., M, N] = a[.., M, K] b[.., K, N]; leading dimensions broadcast (a view's may have stride 0
 /// already). Any strides: transposes cost nothing. a and b have one floating dtype; c has it too,
 /// or is f32 for bf16 and f16, which multiply with f32 accumulation. K = 0 gives zeros. A row of
 /// the product depends, bit for bit, neither on M, nor on the batch, nor on the number of threads.
-void matmul(const View& a, const View& b, const View& c, Workspace workspace);
+/// With fp8, a's rows and b's columns are rounded first (fp8.h).
+void matmul(const View& a, const View& b, const View& c, Workspace workspace, bool fp8 = false);
 
 }  // namespace cpu
 
@@ -25,8 +26,8 @@ void matmul(const View& a, const View& b, const View& c, Workspace workspace);
 /// another algorithm.
 namespace cuda {
 
-size_t matmul_workspace(const View& a, const View& b, const View& c);
-void matmul(const Stream& stream, const View& a, const View& b, const View& c, Workspace workspace);
+size_t matmul_workspace(const View& a, const View& b, const View& c, bool fp8 = false);
+void matmul(const Stream& stream, const View& a, const View& b, const View& c, Workspace workspace, bool fp8 = false);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

@@ -143,20 +143,21 @@ DType computed_in(DType d) { return d == kF64 ? kF64 : kF32; }
 }  // namespace
 
 size_t expert_linear_workspace(const View& x, const View& weight, const View& counts,
-                               const View& y) {
+                               const View& y, bool fp8) {
   if (y.numel() == 0) return 0;
   const Groups groups(kLinear, counts, x);
   const Source from(kLinear, x, counts), to(kLinear, y, counts);
   size_t most = 0;
   groups.sizes([&](int64_t rows) {
-    most = std::max(most, gemm_workspace({kLinear, from.matrix(nullptr, rows), transposed(weight_of(weight, 0)),
-                                          to.matrix(nullptr, rows), {}}));
+    most = std::max(most, gemm_workspace({.who = kLinear, .a = from.matrix(nullptr, rows),
+                                          .b = transposed(weight_of(weight, 0)), .c = to.matrix(nullptr, rows), .bias = {},
+                                          .fp8 = fp8}));
   });
   return most + from.piece_bytes(groups.largest_piece()) + to.piece_bytes(groups.largest_piece());
 }
 
 void expert_linear(const View& x, const View& weight, const View& counts, const View& y,
-                   Workspace workspace) {
+                   Workspace workspace, bool fp8) {
   if (y.numel() == 0) return;
   const Groups groups(kLinear, counts, x);
   const Source from(kLinear, x, counts), to(kLinear, y, counts);
@@ -169,7 +170,9 @@ void expert_linear(const View& x, const View& weight, const View& counts, const 
     groups.pieces(expert, [&](const Piece& piece) {
       const int64_t rows = in_units(piece.rows);
       from.gather(groups, piece, in);
-      gemm({kLinear, from.matrix(in, rows), transposed(weight_of(weight, expert)), to.matrix(out, rows), {}}, rest);
+      gemm({.who = kLinear, .a = from.matrix(in, rows), .b = transposed(weight_of(weight, expert)),
+            .c = to.matrix(out, rows), .bias = {}, .fp8 = fp8},
+           rest);
       to.scatter(groups, piece, out);
     });
   parallel_for(groups.count(), 1, [&](int64_t begin, int64_t end) {

@@ -10,6 +10,7 @@
 #include "sheaf/kernels/cpu/lanes.h"
 #include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/cpu/simd.h"
+#include "sheaf/kernels/fp8.h"
 #include "sheaf/kernels/matrix_batch.h"
 
 namespace sheaf::kernels {
@@ -230,10 +231,24 @@ void fill_without_product(const Gemm& g) {
   copy(rows, g.c);
 }
 
+void gemm_of_rounded(const Gemm& g, Workspace workspace) {
+  RoundedOperands rounded(g);
+  const size_t bytes = rounded.bytes();
+  check<ShapeError>(workspace.bytes >= bytes, "[", g.who, "] workspace too small: ", workspace.bytes, " bytes");
+  rounded.place(workspace.data);
+  round_to_fp8(rounded.from_a, rounded.a);
+  round_to_fp8(rounded.from_b, rounded.b);
+  gemm(rounded.product(g), {static_cast<char*>(workspace.data) + bytes, workspace.bytes - bytes});
+}
+
 }  // namespace
 
 size_t gemm_workspace(const Gemm& g) {
   const Problem p(g);
+  if (g.fp8) {
+    const RoundedOperands rounded(g);
+    return rounded.bytes() + gemm_workspace(rounded.product(g));
+  }
   return p.empty() || p.depth == 0 ? 0 : Plan(p).bytes();
 }
 
@@ -241,6 +256,7 @@ void gemm(const Gemm& g, Workspace workspace) {
   const Problem p(g);
   if (p.empty()) return;
   if (p.depth == 0) return fill_without_product(g);
+  if (g.fp8) return gemm_of_rounded(g, workspace);
   Plan(p).run(workspace);
 }
 

@@ -9,8 +9,8 @@
 namespace sheaf::kernels::cpu {
 namespace {
 
-Gemm forward(const View& x, const View& weight, const View& bias, const View& y) {
-  const Gemm product = linear_product(x, weight, bias, y);
+Gemm forward(const View& x, const View& weight, const View& bias, const View& y, bool fp8) {
+  const Gemm product = linear_product(x, weight, bias, y, fp8);
   if (bias.rank() != 0)
     check<ShapeError>(bias.rank() == 1 && bias.shape[0] == weight.shape[0] &&
                           (bias.strides[0] == 1 || bias.shape[0] <= 1),
@@ -22,12 +22,13 @@ Gemm forward(const View& x, const View& weight, const View& bias, const View& y)
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
 struct WeightGradient {
   View dy, x, dweight;
-  bool copy_dy, copy_x;
+  bool copy_dy, copy_x, fp8;
 
-  WeightGradient(const View& dy_in, const View& x_in, const View& dweight_in)
+  WeightGradient(const View& dy_in, const View& x_in, const View& dweight_in, bool rounds)
       : dy(as_matrix(at_least_matrix(dy_in))),
         x(as_matrix(at_least_matrix(x_in))),
-        dweight(dweight_in) {
+        dweight(dweight_in),
+        fp8(rounds) {
     copy_dy = dy.rank() == 0, copy_x = x.rank() == 0;
     if (copy_dy)
       dy = View::dense(nullptr, dy_in.dtype,
@@ -39,7 +40,9 @@ struct WeightGradient {
     return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) +
            (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0);
   }
-  Gemm gemm() const { return {"linear_weight_gradient", transposed(dy), x, dweight, {}}; }
+  Gemm gemm() const {
+    return {.who = "linear_weight_gradient", .a = transposed(dy), .b = x, .c = dweight, .bias = {}, .fp8 = fp8};
+  }
 };
 
 /// sums[width] += the rows of `from`, one after the other.
@@ -75,41 +78,43 @@ void sum_columns(const Rows<T>& rows, int64_t column, int64_t width, Out* out) {
 
 }  // namespace
 
-size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y) {
-  return gemm_workspace(forward(x, weight, bias, y));
+size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y,
+                        bool fp8) {
+  return gemm_workspace(forward(x, weight, bias, y, fp8));
 }
 void linear(const View& x, const View& weight, const View& bias, const View& y,
-            Workspace workspace) {
-  gemm(forward(x, weight, bias, y), workspace);
+            Workspace workspace, bool fp8) {
+  gemm(forward(x, weight, bias, y, fp8), workspace);
 }
 
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
-                             const View& before, const View&) {
-  return linear_workspace(x, weight, bias, before);
+                             const View& before, const View&, bool fp8) {
+  return linear_workspace(x, weight, bias, before, fp8);
 }
 void linear_gelu(const View& x, const View& weight, const View& bias, const View& before,
-                 const View& value, Workspace workspace) {
-  linear(x, weight, bias, before, workspace);
+                 const View& value, Workspace workspace, bool fp8) {
+  linear(x, weight, bias, before, workspace, fp8);
   unary(UnaryOp::gelu_tanh, before, value);
 }
 
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View&,
-                                      const View& dbefore) {
-  return gemm_workspace(gelu_linear_gradient_product(dy, weight, dbefore));
+                                      const View& dbefore, bool fp8) {
+  return gemm_workspace(gelu_linear_gradient_product(dy, weight, dbefore, fp8));
 }
 void gelu_linear_backward(const View& dy, const View& weight, const View& before,
-                          const View& dbefore, Workspace workspace) {
-  gemm(gelu_linear_gradient_product(dy, weight, dbefore), workspace);
+                          const View& dbefore, Workspace workspace, bool fp8) {
+  gemm(gelu_linear_gradient_product(dy, weight, dbefore, fp8), workspace);
   gelu_backward(UnaryOp::gelu_tanh, before, dbefore, dbefore);
 }
 
-size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {
-  const WeightGradient w(dy, x, dweight);
+size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight,
+                                        bool fp8) {
+  const WeightGradient w(dy, x, dweight, fp8);
   return w.copies() + gemm_workspace(w.gemm());
 }
 void linear_weight_gradient(const View& dy, const View& x, const View& dweight,
-                            Workspace workspace) {
-  WeightGradient w(dy, x, dweight);
+                            Workspace workspace, bool fp8) {
+  WeightGradient w(dy, x, dweight, fp8);
   char* next = static_cast<char*>(workspace.data);
   check<ShapeError>(workspace.bytes >= w.copies(), "[linear_weight_gradient] workspace too small");
   const auto copied = [&](const View& from) {
@@ -145,12 +150,13 @@ void linear_bias_gradient(const View& dy, const View& dbias) {
   });
 }
 
-size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight, const View&) {
-  return linear_weight_gradient_workspace(dy, x, dweight);
+size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight, const View&,
+                                  bool fp8) {
+  return linear_weight_gradient_workspace(dy, x, dweight, fp8);
 }
 void linear_gradients(const View& dy, const View& x, const View& dweight, const View& dbias,
-                      Workspace workspace) {
-  linear_weight_gradient(dy, x, dweight, workspace);
+                      Workspace workspace, bool fp8) {
+  linear_weight_gradient(dy, x, dweight, workspace, fp8);
   linear_bias_gradient(dy, dbias);
 }
 

@@ -9,10 +9,10 @@ namespace {
 constexpr const char *kLinear = "expert_linear", *kGradient = "expert_weight_gradient";
 
 /// weight[E, O, I] beside rows[E, .., P, I]: the groups of an expert share its matrix.
-Gemm product(const View& x, const View& weight, const View& y) {
+Gemm product(const View& x, const View& weight, const View& y, bool fp8) {
   View shared = weight;
   for (int d = 3; d < x.rank(); ++d) shared.shape.insert(1, 1), shared.strides.insert(1, 0);
-  return {kLinear, x, transposed(shared), y, {}};
+  return {.who = kLinear, .a = x, .b = transposed(shared), .c = y, .bias = {}, .fp8 = fp8};
 }
 
 /// dyᵀ x over all rows of an expert. Rows that are not evenly spaced are made so first, in the
@@ -64,12 +64,13 @@ class Gradient {
 
 }  // namespace
 
-size_t expert_linear_workspace(const View& x, const View& weight, const View&, const View& y) {
-  return gemm_workspace(product(x, weight, y));
+size_t expert_linear_workspace(const View& x, const View& weight, const View&, const View& y,
+                               bool fp8) {
+  return gemm_workspace(product(x, weight, y, fp8));
 }
 void expert_linear(const Stream& stream, const View& x, const View& weight, const View&,
-                   const View& y, Workspace workspace) {
-  gemm(stream, product(x, weight, y), workspace);
+                   const View& y, Workspace workspace, bool fp8) {
+  gemm(stream, product(x, weight, y, fp8), workspace);
 }
 
 size_t expert_weight_gradient_workspace(const View& dy, const View& x, const View&,

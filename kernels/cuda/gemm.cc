@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/gemm_fp8.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/cuda/workspace.h"
 #include "sheaf/kernels/matrix_batch.h"
@@ -116,7 +117,7 @@ class Plan {
                                 : other.numel() == g_.c.numel()),
                       "[", g_.who, "] ", other.shape, " beside the product ", g_.c.shape);
     if (empty() || !batch_.empty() || a_.cols == 0 || other.dtype != c_.dtype ||
-        !other.contiguous() || !at_16_bytes(other) || !fusing_wanted())
+        !other.contiguous() || !at_16_bytes(other) || g_.fp8 || !fusing_wanted())
       return false;
     if (sums)  // the product's B is a, unless they changed places
       return run(stream, workspace, swapped_ ? Epilogue::sums_of_a : Epilogue::sums_of_b,
@@ -273,9 +274,13 @@ View dense_matrix(void* data, const View& v) {
   return View::dense(data, v.dtype, {rows, v.shape.back()});
 }
 
-size_t gemm_workspace(const Gemm& g) { return Plan(g).bytes(); }
+size_t gemm_workspace(const Gemm& g) {
+  const Plan plan(g);
+  return g.fp8 && g.a.shape.back() > 0 ? gemm_fp8_workspace(g) : plan.bytes();
+}
 void gemm(const Stream& stream, const Gemm& g, Workspace workspace) {
-  Plan(g).run(stream, workspace);
+  const Plan plan(g);
+  g.fp8 && g.a.shape.back() > 0 ? gemm_fp8(stream, g, workspace) : plan.run(stream, workspace);
 }
 bool gemm_with(const Stream& stream, const Gemm& g, Fused fused, const View& other,
                Workspace workspace) {

@@ -25,19 +25,23 @@ void load_kernels(F&& kernels) {
 /// dW = dyᵀ x over all rows. Rows that are not evenly spaced are made so first, in the workspace.
 struct WeightGradient {
   View dy_in, x_in, dy, x, dweight;
-  bool copy_dy, copy_x;
+  bool copy_dy, copy_x, fp8;
 
-  WeightGradient(const View& dy_given, const View& x_given, const View& dweight_given)
+  WeightGradient(const View& dy_given, const View& x_given, const View& dweight_given,
+                 bool rounds)
       : dy_in(at_least_matrix(dy_given)),
         x_in(at_least_matrix(x_given)),
         dy(as_matrix(dy_in)),
         x(as_matrix(x_in)),
-        dweight(dweight_given) {
+        dweight(dweight_given),
+        fp8(rounds) {
     copy_dy = dy.rank() == 0, copy_x = x.rank() == 0;
     if (copy_dy) dy = dense_matrix(nullptr, dy_in);
     if (copy_x) x = dense_matrix(nullptr, x_in);
   }
-  Gemm gemm() const { return {kName, transposed(dy), x, dweight, {}}; }
+  Gemm gemm() const {
+    return {.who = kName, .a = transposed(dy), .b = x, .c = dweight, .bias = {}, .fp8 = fp8};
+  }
   size_t workspace() const {
     return (copy_dy ? line_align(static_cast<size_t>(dy.bytes())) : 0) +
            (copy_x ? line_align(static_cast<size_t>(x.bytes())) : 0) + gemm_workspace(gemm());
@@ -63,34 +67,35 @@ struct WeightGradient {
 
 }  // namespace
 
-size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y) {
-  return gemm_workspace(linear_product(x, weight, bias, y));
+size_t linear_workspace(const View& x, const View& weight, const View& bias, const View& y,
+                        bool fp8) {
+  return gemm_workspace(linear_product(x, weight, bias, y, fp8));
 }
 void linear(const Stream& stream, const View& x, const View& weight, const View& bias,
-            const View& y, Workspace workspace) {
-  gemm(stream, linear_product(x, weight, bias, y), workspace);
+            const View& y, Workspace workspace, bool fp8) {
+  gemm(stream, linear_product(x, weight, bias, y, fp8), workspace);
 }
 
 size_t linear_gelu_workspace(const View& x, const View& weight, const View& bias,
-                             const View& before, const View&) {
-  return linear_workspace(x, weight, bias, before);
+                             const View& before, const View&, bool fp8) {
+  return linear_workspace(x, weight, bias, before, fp8);
 }
 void linear_gelu(const Stream& stream, const View& x, const View& weight, const View& bias,
-                 const View& before, const View& value, Workspace workspace) {
-  const Gemm product = linear_product(x, weight, bias, value);
+                 const View& before, const View& value, Workspace workspace, bool fp8) {
+  const Gemm product = linear_product(x, weight, bias, value, fp8);
   const auto gelu = [&] { unary(stream, UnaryOp::gelu_tanh, before, value); };
   if (gemm_with(stream, product, Fused::gelu, before, workspace)) return load_kernels(gelu);
-  linear(stream, x, weight, bias, before, workspace);
+  linear(stream, x, weight, bias, before, workspace, fp8);
   gelu();
 }
 
 size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const View&,
-                                      const View& dbefore) {
-  return gemm_workspace(gelu_linear_gradient_product(dy, weight, dbefore));
+                                      const View& dbefore, bool fp8) {
+  return gemm_workspace(gelu_linear_gradient_product(dy, weight, dbefore, fp8));
 }
 void gelu_linear_backward(const Stream& stream, const View& dy, const View& weight,
-                          const View& before, const View& dbefore, Workspace workspace) {
-  const Gemm product = gelu_linear_gradient_product(dy, weight, dbefore);
+                          const View& before, const View& dbefore, Workspace workspace, bool fp8) {
+  const Gemm product = gelu_linear_gradient_product(dy, weight, dbefore, fp8);
   const auto gelu = [&] { gelu_backward(stream, UnaryOp::gelu_tanh, before, dbefore, dbefore); };
   if (gemm_with(stream, product, Fused::gelu_gradient, before, workspace))
     return load_kernels(gelu);
@@ -98,24 +103,25 @@ void gelu_linear_backward(const Stream& stream, const View& dy, const View& weig
   gelu();
 }
 
-size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight) {
-  return WeightGradient(dy, x, dweight).workspace();
+size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight,
+                                        bool fp8) {
+  return WeightGradient(dy, x, dweight, fp8).workspace();
 }
 void linear_weight_gradient(const Stream& stream, const View& dy, const View& x,
-                            const View& dweight, Workspace workspace) {
-  WeightGradient w(dy, x, dweight);
+                            const View& dweight, Workspace workspace, bool fp8) {
+  WeightGradient w(dy, x, dweight, fp8);
   const Workspace scratch = w.prepare(stream, workspace);
   gemm(stream, w.gemm(), scratch);
 }
 
 size_t linear_gradients_workspace(const View& dy, const View& x, const View& dweight,
-                                  const View& dbias) {
-  return std::max(linear_weight_gradient_workspace(dy, x, dweight),
+                                  const View& dbias, bool fp8) {
+  return std::max(linear_weight_gradient_workspace(dy, x, dweight, fp8),
                   linear_bias_gradient_workspace(dy, dbias));
 }
 void linear_gradients(const Stream& stream, const View& dy, const View& x, const View& dweight,
-                      const View& dbias, Workspace workspace) {
-  WeightGradient w(dy, x, dweight);
+                      const View& dbias, Workspace workspace, bool fp8) {
+  WeightGradient w(dy, x, dweight, fp8);
   const Workspace scratch = w.prepare(stream, workspace);
   const auto sums = [&] { linear_bias_gradient(stream, dy, dbias, workspace); };
   if (gemm_with(stream, w.gemm(), Fused::row_sums, dbias, scratch)) return load_kernels(sums);

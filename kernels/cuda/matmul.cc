@@ -4,13 +4,13 @@
 
 namespace sheaf::kernels::cuda {
 
-size_t matmul_workspace(const View& a, const View& b, const View& c) {
-  return gemm_workspace({"matmul", a, b, c, {}});
+size_t matmul_workspace(const View& a, const View& b, const View& c, bool fp8) {
+  return gemm_workspace({.who = "matmul", .a = a, .b = b, .c = c, .bias = {}, .fp8 = fp8});
 }
 
 void matmul(const Stream& stream, const View& a, const View& b, const View& c,
-            Workspace workspace) {
-  gemm(stream, {"matmul", a, b, c, {}}, workspace);
+            Workspace workspace, bool fp8) {
+  gemm(stream, {.who = "matmul", .a = a, .b = b, .c = c, .bias = {}, .fp8 = fp8}, workspace);
 }
 
 }  // namespace sheaf::kernels::cuda

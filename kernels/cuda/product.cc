@@ -75,7 +75,8 @@ std::optional<ProductShape> ProductShape::parse(std::string_view text) {
   const std::vector<std::string_view> words = words_of(text);
   if (words.size() != 20) return {};
   ProductShape s;
-  const std::optional<DType> in = floating_of(words[0]), out = floating_of(words[1]);
+  const std::optional<DType> in = words[0] == name(kU8) ? kU8 : floating_of(words[0]),
+                             out = floating_of(words[1]);
   bool good = in && out && read_flag(words[2], "t", "n", s.transpose_a) &&
               read_flag(words[3], "t", "n", s.transpose_b) &&
               read_flag(words[5], "add", "store", s.accumulate);
@@ -117,7 +118,7 @@ void Product::set_alignment() {
 
 std::string Product::to_string() const {
   const ProductShape& s = shape;
-  return str('[', who, "] product ", s.in, '[', s.n, ',', s.k, "] x [", s.k, ',', s.m, "] into ",
+  return str('[', who, "] product ", s.in == kU8 ? "FP8" : name(s.in), '[', s.n, ',', s.k, "] x [", s.k, ',', s.m, "] into ",
              s.out,
              s.epilogue == Epilogue::none ? std::string() : str(" with ", word_of(s.epilogue)),
              s.accumulate ? ", added" : "", ", ", s.batches, " batches (", s.to_string(), ')');

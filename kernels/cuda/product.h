@@ -48,7 +48,7 @@ constexpr Epilogue without_kernels(Epilogue e) {
 /// What an algorithm is chosen for: D[m, n] = op(A)[m, k] op(B)[k, n] (+ bias[m]) (+ D), once for
 /// each of `batches` (see Epilogue). Strides in elements.
 struct ProductShape {
-  DType in = kF32, out = kF32;
+  DType in = kF32, out = kF32;  ///< in: u8 for E4M3 codes, of A transposed and B not
   bool transpose_a = false, transpose_b = false, accumulate = false;
   Epilogue epilogue = Epilogue::none;
   /// Of A, B, D and the vector, in bytes: a power of two, at most 16. More would not help, and
@@ -75,6 +75,8 @@ struct Product {
   void* d = nullptr;
   void* vector = nullptr;  ///< of the epilogue
   void* matrix = nullptr;
+  const float* scale_a = nullptr;  ///< of E4M3 codes: [m], of the rows of op(A)
+  const float* scale_b = nullptr;  ///< [n], of the columns of op(B)
 
   /// Derives shape.alignment from the pointers and strides.
   void set_alignment();

@@ -74,6 +74,8 @@ cudaDataType_t type_of(DType dtype) {
       return CUDA_R_16BF;
     case DType::f16:
       return CUDA_R_16F;
+    case DType::u8:
+      return CUDA_R_8F_E4M3;
     default:
       return CUDA_R_32F;
   }
@@ -133,6 +135,13 @@ Operation make_operation(const Product& p) {
   if (has_vector(s.epilogue)) {
     set(out, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(type_of(s.out)), p);
     set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, at(s.alignment[3]), p);
+  }
+  if (s.in == kU8) {
+    constexpr int32_t kByRows = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    set(out, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kByRows, p);
+    set(out, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kByRows, p);
+    set(out, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, at(kMatrixAlignment), p);
+    set(out, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, at(kMatrixAlignment), p);
   }
   if (has_matrix(s.epilogue)) {
     set(out, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, s.ld_d, p);
@@ -196,8 +205,11 @@ class Prepared {
         cublasLtMatmulAlgoGetHeuristic(handle, operation_.get(), a_.get(), b_.get(), d_.get(),
                                        d_.get(), raw, kCandidates, found, &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
-    // Types that an epilogue does not know are invalid values to it.
-    if (status == CUBLAS_STATUS_INVALID_VALUE && p.shape.epilogue != Epilogue::none) return {};
+    // Types that an epilogue does not know are invalid values to it, and so may be FP8 where a GPU
+    // has none, or none with scales by rows.
+    if (status == CUBLAS_STATUS_INVALID_VALUE &&
+        (p.shape.epilogue != Epilogue::none || p.shape.in == kU8))
+      return {};
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<cublasLtMatmulAlgo_t> out;
     for (int i = 0; i < count; ++i)
@@ -228,7 +240,11 @@ class Prepared {
     const bool wide = p.shape.in == kF64;
     const void* const alpha_at = wide ? static_cast<const void*>(&wide_one) : &one;
     const void* const beta_at = wide ? static_cast<const void*>(&wide_beta) : &beta;
-    std::lock_guard lock(mutex_);  // the epilogue's memory is part of the descriptor
+    std::lock_guard lock(mutex_);  // where scales and the epilogue's memory are, the descriptor says
+    if (p.shape.in == kU8) {
+      set(operation_, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_a, p);
+      set(operation_, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_b, p);
+    }
     if (has_vector(p.shape.epilogue))
       set(operation_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.vector, p);
     if (has_matrix(p.shape.epilogue))
@@ -348,10 +364,12 @@ class DeviceProducts {
 
   static void tell_of_the_plain_kernel(const Product& p) {
     const ProductShape& s = p.shape;
-    if ((s.in != kBF16 && s.in != kF16) || !plain(s.epilogue) ||
+    if ((s.in != kBF16 && s.in != kF16 && s.in != kU8) || !plain(s.epilogue) ||
         s.m * s.n * s.k * s.batches < kWorthANotice)
       return;
-    slow_notice(str(p, ": cuBLASLt has no algorithm for it, so a slow kernel computes it"));
+    slow_notice(str(p, ": cuBLASLt has no algorithm for it, so ",
+                    s.in == kU8 ? "the values of the codes are multiplied, which is slower"
+                                : "a slow kernel computes it"));
   }
 
   struct Timed {

@@ -9,6 +9,7 @@
 #include "sheaf/kernels/cuda/emulation.h"
 #include "sheaf/kernels/cuda/product.h"
 #include "sheaf/kernels/elementwise.h"
+#include "sheaf/kernels/fp8.h"
 
 namespace sheaf::kernels::cuda {
 namespace {
@@ -76,6 +77,35 @@ void sum_rows(const View& x, void* sums, DType dtype) {
   multiply({"sums", x, ones, View::dense(sums, dtype, {1, rows, 1}), {}});
 }
 
+/// What E4M3 codes [rows, k] with a scale a row stand for, as f32.
+View values_of(const void* codes, const float* scales, int64_t rows, int64_t k, int64_t ld,
+               std::vector<float>& memory) {
+  memory.resize(static_cast<size_t>(rows * k));
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < k; ++i)
+      memory[static_cast<size_t>(r * k + i)] =
+          fp8_value(static_cast<const uint8_t*>(codes)[r * ld + i]) * scales[r];
+  return View::dense(memory.data(), kF32, {1, rows, k});
+}
+
+/// f32 sums, rounded once where D is narrow.
+void multiply_codes(const Product& p) {
+  const ProductShape& s = p.shape;
+  std::vector<float> a_memory, b_memory, sums(static_cast<size_t>(s.n * s.m));
+  const View a = values_of(p.a, p.scale_a, s.m, s.k, s.ld_a, a_memory),
+             b = values_of(p.b, p.scale_b, s.n, s.k, s.ld_b, b_memory),
+             c = View::dense(sums.data(), kF32, {1, s.n, s.m}),
+             d{p.d, s.out, {1, s.n, s.m}, {0, s.ld_d, 1}};
+  multiply({p.who, b, transposed(a), c, {}});
+  if (s.epilogue == Epilogue::bias)
+    visit_floating("bias", s.out, [&]<class T>() {
+      for (int64_t i = 0; i < s.n * s.m; ++i)
+        sums[static_cast<size_t>(i)] +=
+            static_cast<float>(static_cast<const T*>(p.vector)[i % s.m]);
+    });
+  cpu::copy(c, d);
+}
+
 }  // namespace
 
 bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
@@ -91,6 +121,17 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
   check_workspace(product, workspace);
   check<ShapeError>(!has_vector(s.epilogue) || s.alignment[3] == 16, product,
                     ": its vector is not at 16 bytes");  // cuBLASLt would not say so
+  if (s.in == kU8) {
+    check<ShapeError>(s.transpose_a && !s.transpose_b && !s.accumulate && plain(s.epilogue) &&
+                          s.batches == 1 && s.k % 16 == 0 && s.m % 16 == 0 &&
+                          (s.epilogue == Epilogue::none || s.out == kBF16 || s.out == kF16),
+                      product, ": cuBLASLt has no such product of FP8");
+    emulation::enqueue(stream, [=] {
+      std::memset(workspace.data, 0xff, 4096);
+      multiply_codes(product);
+    });
+    return true;
+  }
   // Column-major D = op(A) op(B) is row-major Dᵀ = op(B)ᵀ op(A)ᵀ.
   const auto operand = [&](const void* data, DType dtype, bool transpose, int64_t ld,
                            int64_t stride, const Shape& shape) {

@@ -1,0 +1,250 @@
+#include "sheaf/kernels/cuda/fp8.h"
+
+#include "sheaf/kernels/copy.h"
+#include "sheaf/kernels/cuda/rows.h"
+#include "sheaf/kernels/cuda/workspace.h"
+
+namespace sheaf::kernels::cuda {
+namespace {
+
+constexpr const char* kName = "fp8";
+constexpr int kThreads = 256;
+
+/// The magnitude of a value, in the order of magnitudes, NaN last.
+template <class T>
+__device__ inline unsigned size_of_value(T x) {
+  return __float_as_uint(convert_to<float>(x)) & 0x7fffffffu;
+}
+
+/// How the values of a row are rounded.
+struct Rounding {
+  float scale, inverse;
+
+  __device__ explicit Rounding(unsigned largest)
+      : scale(__uint_as_float(fp8_scale_bits(largest))),
+        inverse(__uint_as_float(fp8_inverse_bits(largest))) {}
+  __device__ float rounded(float x) const {
+    const float part = x * inverse;
+    const float round = __uint_as_float(fp8_rounding_bits(__float_as_uint(part)));
+    return rounded_sum(rounded_sum(part, round), -round);
+  }
+  /// A code for Out = uint8_t, else its value.
+  template <class Out>
+  __device__ Out operator()(float x) const {
+    if constexpr (!std::is_same_v<Out, uint8_t>) {
+      return element<Out>(rounded(x) * scale);
+    } else {
+#ifdef __CUDA_ARCH__
+      unsigned short codes;
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(x * inverse));
+      return static_cast<uint8_t>(codes & 255);
+#else
+      return fp8_code(__float_as_uint(rounded(x)));
+#endif
+    }
+  }
+};
+
+// A block rounds a row, which may be where the result goes: it has been read before.
+template <class T, class Out>
+__global__ void __launch_bounds__(kThreads)
+    round_rows(Rows<const T> rows, Out* out, int64_t pitch, float* scales) {
+  constexpr int kSize = Pack<T>::kSize;
+  __shared__ unsigned scratch[kThreads / kWarp];
+  const int64_t r = blockIdx.x, step = static_cast<int64_t>(blockDim.x) * kSize;
+  const T* row = rows[r];
+  unsigned largest = 0;
+  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize; at < rows.cols; at += step) {
+    const Pack<T> pack = load_chunk(row, at, rows.cols);
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) {
+      const unsigned size = size_of_value(pack.v[k]);
+      largest = size > largest ? size : largest;
+    }
+  }
+  const Rounding to(block_max(largest, scratch));
+  if (scales && threadIdx.x == 0) scales[r] = to.scale;
+  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize; at < pitch; at += step) {
+    const Pack<T> pack = load_chunk(row, at, rows.cols);
+    Group<Out, kSize> group;
+#pragma unroll
+    for (int k = 0; k < kSize; ++k)
+      group.v[k] = to.template operator()<Out>(convert_to<float>(pack.v[k]));
+    if constexpr (std::is_same_v<Out, uint8_t>) {  // at multiples of 16 bytes, to the end
+      reinterpret_cast<Group<Out, kSize>*>(out + r * pitch)[at / kSize] = group;
+    } else {
+      Pack<Out> values;
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) values.v[k] = group.v[k];
+      store_chunk(out + r * pitch, at, pitch, values);
+    }
+  }
+}
+
+// What lies in columns: from[.., R, K] with rows next to each other. Tiles go through shared memory
+// so that both sides are read and written along their own lines.
+constexpr int kTile = 64, kWarps = kThreads / kWarp;
+constexpr int64_t kMostParts = 32;  // that a column is cut into to find its largest magnitude
+
+template <class T>
+struct Columns {
+  const T* data;
+  Layout<1> outer;  // the other dimensions
+  int64_t rows, depth, step, tiles, parts;
+
+  __device__ const T* matrix(int64_t i) const { return data + outer.offset(0, i); }
+};
+
+template <class T>
+Columns<T> columns_of(const View& v) {
+  Shape heads = v.shape, strides = v.strides;
+  for (int i = 0; i < 2; ++i) heads.erase(heads.rank() - 1), strides.erase(strides.rank() - 1);
+  return {.data = v.as<const T>(),
+          .outer = Layout<1>(heads, {strides}, Order::row_major),
+          .rows = v.shape.dim(-2),
+          .depth = v.shape.back(),
+          .step = v.strides.back(),
+          .tiles = blocks_for(v.shape.dim(-2), kTile),
+          .parts = std::min(kMostParts, blocks_for(v.shape.back(), kTile))};
+}
+
+// largest[matrix, part, row]: block (tile of rows of a matrix, part).
+template <class T>
+__global__ void __launch_bounds__(kThreads) largest_of_parts(Columns<T> c, unsigned* largest) {
+  __shared__ unsigned of_warps[kWarps * kTile];
+  const int64_t matrix = blockIdx.x / c.tiles, first = blockIdx.x % c.tiles * kTile;
+  const int64_t part = blockIdx.y, begin = c.depth * part / c.parts,
+                end = c.depth * (part + 1) / c.parts;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const T* from = c.matrix(matrix);
+  unsigned most[2] = {0, 0};
+  for (int64_t k = begin + warp; k < end; k += kWarps) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t r = first + lane + half * kWarp;
+      if (r >= c.rows) continue;
+      const unsigned size = size_of_value(from[r + k * c.step]);
+      most[half] = size > most[half] ? size : most[half];
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) of_warps[warp * kTile + lane + half * kWarp] = most[half];
+  __syncthreads();
+  if (threadIdx.x >= kTile || first + threadIdx.x >= c.rows) return;
+  unsigned all = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    const unsigned size = of_warps[w * kTile + threadIdx.x];
+    all = size > all ? size : all;
+  }
+  largest[(matrix * c.parts + part) * c.rows + first + threadIdx.x] = all;
+}
+
+// Block (tile of rows of a matrix, tile of the depth).
+template <class T, class Out>
+__global__ void __launch_bounds__(kThreads)
+    round_columns(Columns<T> c, const unsigned* largest, Out* out, int64_t pitch, float* scales) {
+  // Neighbours in a column of the tile lie in neighbouring banks.
+  constexpr int kPitch = kTile + (sizeof(Out) < 4 ? 4 / static_cast<int>(sizeof(Out)) : 1);
+  __shared__ Out tile[kTile * kPitch];
+  __shared__ unsigned most[kTile];
+  const int64_t matrix = blockIdx.x / c.tiles, first = blockIdx.x % c.tiles * kTile,
+                k0 = blockIdx.y * int64_t{kTile};
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  if (threadIdx.x < kTile && first + threadIdx.x < c.rows) {
+    unsigned all = 0;
+    for (int64_t part = 0; part < c.parts; ++part) {
+      const unsigned size = largest[(matrix * c.parts + part) * c.rows + first + threadIdx.x];
+      all = size > all ? size : all;
+    }
+    most[threadIdx.x] = all;
+    if (scales && blockIdx.y == 0)
+      scales[matrix * c.rows + first + threadIdx.x] = Rounding(all).scale;
+  }
+  __syncthreads();
+  const T* from = c.matrix(matrix);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int place = lane + half * kWarp;
+    const int64_t r = first + place;
+    if (r >= c.rows) continue;
+    const Rounding to(most[place]);
+#pragma unroll
+    for (int i = 0; i < kTile / kWarps; ++i) {
+      const int k = warp + i * kWarps;
+      const float x = k0 + k < c.depth ? convert_to<float>(from[r + (k0 + k) * c.step]) : 0.0f;
+      tile[place * kPitch + k] = to.template operator()<Out>(x);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTile / kWarps; ++i) {
+    const int place = warp + i * kWarps;
+    if (first + place >= c.rows) continue;
+    Out* const row = out + (matrix * c.rows + first + place) * pitch + k0;
+#pragma unroll
+    for (int k = lane; k < kTile; k += kWarp)
+      if (k0 + k < pitch) row[k] = tile[place * kPitch + k];
+  }
+}
+
+bool in_rows(const View& v) { return v.strides.back() == 1 || v.shape.back() <= 1; }
+bool in_columns(const View& v) {
+  return v.rank() >= 2 && (v.strides.dim(-2) == 1 || v.shape.dim(-2) <= 1);
+}
+
+/// `out`: [.., R, pitch], dense.
+template <class Out>
+void round_to(const Stream& stream, const View& from, Out* out, int64_t pitch, float* scales,
+              Workspace workspace) {
+  if (from.numel() == 0) return;
+  visit_floating(kName, from.dtype, [&]<class T>() {
+    constexpr bool kSame = std::is_same_v<Out, uint8_t> || std::is_same_v<Out, T>;
+    if constexpr (kSame && !std::is_same_v<T, double>) {
+      if (in_rows(from)) {
+        const Rows<const T> rows = rows_of<const T>(kName, from);
+        const int threads = threads_for(blocks_for(pitch, Pack<T>::kSize), kThreads);
+        return launch(kName, stream, {.blocks = rows.count, .threads = threads}, round_rows<T, Out>,
+                      rows, out, pitch, scales);
+      }
+      const Columns<T> c = columns_of<T>(from);
+      Carver carver(kName, workspace);
+      auto* const largest = carver.take<unsigned>(c.outer.numel * c.parts * c.rows);
+      const LaunchShape shape{.blocks = c.outer.numel * c.tiles, .threads = kThreads};
+      LaunchShape parts = shape, depth = shape;
+      parts.blocks_y = c.parts, depth.blocks_y = blocks_for(pitch, kTile);
+      launch(kName, stream, parts, largest_of_parts<T>, c, largest);
+      launch(kName, stream, depth, round_columns<T, Out>, c, largest, out, pitch, scales);
+    }
+  });
+}
+
+}  // namespace
+
+bool can_round_to_fp8(const View& v) { return in_rows(v) || in_columns(v); }
+
+size_t round_to_fp8_workspace(const View& from) {
+  if (in_rows(from) || !in_columns(from) || from.numel() == 0) return 0;
+  const int64_t parts = std::min(kMostParts, blocks_for(from.shape.back(), kTile));
+  return line_align(static_cast<size_t>(from.numel() / from.shape.back() * parts) *
+                    sizeof(unsigned));
+}
+
+void to_fp8_codes(const Stream& stream, const View& from, uint8_t* codes, float* scales,
+                  Workspace workspace) {
+  check<DTypeError>(is_floating(from.dtype) && from.dtype != kF64, "[fp8] no codes of ",
+                    from.dtype);
+  check<ShapeError>(can_round_to_fp8(from) && reinterpret_cast<uintptr_t>(codes) % 16 == 0,
+                    "[fp8] rows ", from.shape, " of strides ", from.strides, " to codes");
+  round_to(stream, from, codes, fp8_pitch(from.shape.back()), scales, workspace);
+}
+
+void round_to_fp8(const Stream& stream, const View& from, const View& to, Workspace workspace) {
+  check_fp8(from, to);
+  const bool copies = !can_round_to_fp8(from);
+  if (copies) copy(stream, from, to);
+  visit_floating(kName, to.dtype, [&]<class T>() {
+    round_to(stream, copies ? to : from, to.as<T>(), to.shape.back(), nullptr, workspace);
+  });
+}
+
+}  // namespace sheaf::kernels::cuda

@@ -1,0 +1,13 @@
+// Products of operands rounded to FP8 (Gemm::fp8): of their codes, where cuBLASLt has that, else of
+// the values that those stand for.
+#pragma once
+
+#include "sheaf/core/device.h"
+#include "sheaf/kernels/gemm.h"
+
+namespace sheaf::kernels::cuda {
+
+size_t gemm_fp8_workspace(const Gemm& g);
+void gemm_fp8(const Stream& stream, const Gemm& g, Workspace workspace);
+
+}  // namespace sheaf::kernels::cuda
