@@ -227,25 +227,35 @@ Tensor dropout(const Tensor& x, double p);
 Tensor dropout(const Tensor& x, double p, Key key);
 
 // ---- group B: products, normalisation, attention, losses, optimizers --------------------------------------------------
+/// Which products round their operands to FP8 first, rows of the first and columns of the second, each with a scale of its own
+/// (kernels/fp8.h): E4M3, which GPUs multiply at twice the rate of bf16; on CPUs, and on GPUs without it, the values that it
+/// stands for. Of f32, bf16 and f16. Gradients are those of products that do not round. An operand that is rounded is not Partial:
+/// what is rounded does not add up.
+enum class Fp8 : uint8_t {
+  none,
+  activations,  ///< of a linear layer y and the gradient of x: a row's bits follow from that row alone, as without
+  all,          ///< the gradient of its weight, too, rounded over the rows that a rank has; never that of a bias
+};
 struct MatmulOptions {
   /// Of dense [B, M, K] and [B, K, N], or their transposes, each product is made as if it were the only one: then its bits do
   /// not depend on B on GPUs either, nor on where it lies in the batch.
   bool each_alone = false;
+  bool fp8 = false;  ///< rounds (Fp8); of gradients that of `a` alone, as linear() with Fp8::activations
 };
 /// [.., M, K] times [.., K, N]; leading dimensions broadcast. Any strides: transposed operands cost nothing.
 Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options = {});
 /// x[.., I] weight[O, I]ᵀ + bias[O]. Where the result is Partial, so is the bias; a Replicate one is kept on
 /// one rank.
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none);
 /// A gelu (tanh form) and what it was applied to.
 struct GeluOfLinear {
   Tensor value, before;
 };
 /// gelu(linear(x, weight, bias)): on a GPU one product computes both.
-GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none);
 /// linear(x.value, weight, bias) for what linear_gelu gave. All of its gradient goes to x.before, none to x.value: on a GPU
 /// the product that makes it applies gelu's derivative.
-Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {});
+Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias = {}, Fp8 fp8 = Fp8::none);
 /// Rows of table[V, C] by integer tokens[..]: [.., C]. A token outside [0, V) throws DataError. Of a table whose rows are cut
 /// over ranks each looks up its own, for all tokens: Partial.
 Tensor embedding(const Tensor& tokens, const Tensor& table);
@@ -287,8 +297,8 @@ Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& wei
 Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights = {});
 /// x[E, .., P, I] weight[E, O, I]ᵀ, each expert's rows with its own matrix: [E, .., P, O]. Of P rows the first counts[E, ..]
 /// are in use; the others must be zero, in x and in the result's gradient, as they are if they come from to_experts. CPUs
-/// skip them; a GPU multiplies all.
-Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts);
+/// skip them; a GPU multiplies all. With fp8 as linear() with Fp8::activations.
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, bool fp8 = false);
 
 struct AttentionOptions {
   bool causal = true;  ///< query t of T sees keys s <= t + S - T

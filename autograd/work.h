@@ -20,6 +20,7 @@ struct Work {
   double bytes = 0;               ///< read and written while computing: by default operands once, results once
   double passes = 0;              ///< bytes read and written before or after that, one pass behind the other
   DType dtype = kF32;             ///< what the products are of
+  bool fp8 = false;               ///< of that, rounded
 };
 
 /// A node's operands and results as they are on this rank, given to its op's `work(const Attrs&, WorkOf&)`, which says what

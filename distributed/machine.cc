@@ -59,7 +59,7 @@ double seconds_of(const Machine& m, const std::string& name, const Group& g, dou
 }
 
 double seconds_of(const Machine& m, const Work& w) {
-  const double slower = w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
+  const double slower = w.fp8 ? 1 / m.fp8 : w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
   // Smaller heads leave less to each byte that is moved between a processor's parts.
   const double narrow = w.head > 0 ? std::max(1.0, std::sqrt(128 / w.head)) : 1;
   const double operations = w.products / m.products.at(w.smallest) +
@@ -152,6 +152,7 @@ Machine machine_named(std::string_view name) {
     const double slower = name == "h200" ? 1 : 1.07;  // less memory bandwidth, and power
     m.peak = 989e12;
     m.products = {790e12 / slower, 150};
+    m.fp8 = 1.7;
     m.attention_forward = {700e12 / slower, 800}, m.attention_backward = {620e12 / slower, 1300};
     m.bytes_per_second = name == "h200" ? 3.8e12 : 2.65e12;
     m.memory = name == "h200" ? 140'000'000'000 : 78'000'000'000;

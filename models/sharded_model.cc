@@ -4,6 +4,7 @@
 
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/stage_cut.h"
+#include "sheaf/nn/fp8.h"
 #include "sheaf/nn/shard.h"
 
 namespace sheaf::models {
@@ -49,6 +50,13 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   else if (config.sharding.units == "count")
     options.units = nn::units_of_at_least(config.sharding.min_parameters);
   return options;
+}
+
+Fp8 fp8_from(const std::string& name) {
+  if (name == "activations") return Fp8::activations;
+  if (name == "all") return Fp8::all;
+  check<ConfigError>(name == "none", "[train] train.fp8 is ", name, ", not none, activations or all");
+  return Fp8::none;
 }
 
 // Ranks that share a layer are neighbours, then those that share a sequence, then those that share experts, then those that
@@ -105,6 +113,9 @@ ShardedModel sharded_model(const TrainConfig& config, int64_t vocab, World& worl
                    .model = make_language_model(model_of(config), vocab, options.frozen),
                    .layers = config.model.layers,
                    .runs = config.sharding.pipeline_runs};
+  const Fp8 products = fp8_from(config.train.fp8);
+  if (products != Fp8::none && nn::use_fp8(*out.model, products) == 0)
+    fail<ConfigError>("[train] train.fp8 ", config.train.fp8, ": no layer's widths are multiples of 16");
   shard(*out.model, out.mesh, shard_options(config, out.mesh, *out.model, out.cut));
   return out;
 }

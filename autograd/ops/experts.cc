@@ -6,8 +6,7 @@
 
 #include <optional>
 
-#include "sheaf/autograd/ops/rows.h"
-#include "sheaf/autograd/work.h"
+#include "sheaf/autograd/ops/linear.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -287,19 +286,21 @@ struct ExpertWeightGradient {  // dy[E, .., P, O], x[E, .., P, I], counts -> dyá
 struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, O]
   static constexpr const char* kName = "expert_linear";
   static constexpr bool kWeightsLater = true;
-  using Attrs = NoAttrs;
+  using Attrs = Rounds;
+  static constexpr auto describe = describe_rounds;
   static constexpr uint64_t kSavedInputs = 0b111;
-  static void infer(const Attrs&, Infer& c) {
+  static void infer(const Attrs& a, Infer& c) {
     check_rows(kName, c, 0, 2);
     const Shape &x = c.shape(0), &w = c.shape(1);
     if (w.rank() != 3 || w[0] != x[0] || w[2] != x.back() || c.dtype(0) != c.dtype(1))
       fail<ShapeError>("[", kName, "] rows ", c.input(0), " do not fit weights ", c.input(1), ": wants [E, .., P, I] and [E, O, I]");
     require_floating(kName, c.dtype(0));
+    require_fp8(kName, a.fp8, c.dtype(0));
     Shape out = leading(x);
     out.push_back(w[1]);
     c.output(c.dtype(0), out);
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
     for (int i = 0; i < 3; ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
@@ -312,22 +313,24 @@ struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, 
       break;
     }
     p.rule({kR, kR, kR}, {kR});
+    if (a.fp8) return;
     p.rule({kP, kR, kR}, {kP});
     p.rule({kR, kP, kR}, {kP});
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), expert_linear, c.input(0), c.input(1), c.input(2), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), expert_linear, c.input(0), c.input(1), c.input(2), c.output(0), a.fp8);
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), expert_linear, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace);
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), expert_linear, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace, a.fp8);
   }
-  static void work(const Attrs&, WorkOf& w) {
+  static void work(const Attrs& a, WorkOf& w) {
     const Shape& x = w.input(0);
     w.multiplies(x.numel() / std::max<int64_t>(1, x.back()), x.back(), w.input(1)[1], x[0]);
+    if (a.fp8) rounds(w, x.numel() + w.input(1).numel(), 0);
   }
-  static void vjp(const Attrs&, Vjp& c) {
+  static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dy = contiguous(c.grad());
-    if (c.needs(0)) c.set(0, expert_linear(dy, transpose(c.input(1), -1, -2), c.input(2)));
+    if (c.needs(0)) c.set(0, expert_linear(dy, transpose(c.input(1), -1, -2), c.input(2), a.fp8));
     if (!c.needs(1)) return;
     c.weights(1, [dy, x = c.input(0), counts = c.input(2)](Vjp& c) {
       c.set(1, apply<ExpertWeightGradient>({}, {dy, x, counts}, c.into(1)));
@@ -360,8 +363,8 @@ Tensor to_experts(const Tensor& x, const ExpertRoutes& routes, const Tensor& wei
 Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor& weights) {
   return apply_routed<FromExperts>(rows, routes, weights);
 }
-Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts) {
-  return apply<ExpertLinear>({}, {contiguous(x), weight, contiguous(counts)});
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, bool fp8) {
+  return apply<ExpertLinear>({fp8}, {contiguous(x), weight, contiguous(counts)});
 }
 
 }  // namespace sheaf

@@ -2,7 +2,6 @@
 // it: linear_gelu, gelu_linear.
 #include "sheaf/autograd/ops/gelu.h"
 #include "sheaf/autograd/ops/linear.h"
-#include "sheaf/autograd/work.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
 
@@ -24,11 +23,11 @@ void rule_with_bias(Place& p, std::initializer_list<Placement> inputs, std::span
 struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x weightᵀ + bias
   static constexpr const char* kName = "linear_gelu";
   static constexpr bool kWeightsLater = true;
-  using Attrs = NoAttrs;
+  using Attrs = LayerRounds;
+  static constexpr auto describe = describe_layer_rounds;
   static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b10;
-  static void infer(const Attrs&, Infer& c) {
-    infer_linear(kName, c, 1);
-    infer_linear(kName, c, 1);
+  static void infer(const Attrs& a, Infer& c) {
+    for (int output = 0; output < 2; ++output) infer_linear(kName, c, 1, a.forward());
   }
   static void place(const Attrs&, Place& p) {
     const int last = p.shape(0).rank() - 1;
@@ -41,24 +40,24 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
     rule(kR, kR, kR);
   }
   static View bias(const Execute& c) { return c.num_inputs() == 3 ? c.input(2) : View{}; }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0), a.forward());
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0), c.workspace);
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_gelu, c.input(0), c.input(1), bias(c), c.output(1), c.output(0), c.workspace, a.forward());
   }
-  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1)[0]); }
+  static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
   static constexpr int kCheap = 0;
   static Tensor again(const Attrs&, Vjp& c) { return gelu(c.output(1), kKind); }  // of what was rounded
-  static void vjp(const Attrs&, Vjp& c) {
+  static void vjp(const Attrs& a, Vjp& c) {
     Tensor dy = c.has_grad(1) ? c.grad(1) : Tensor();
     if (c.has_grad(0)) {
       const Tensor through = gelu_gradient(c.output(1), c.grad(0), kKind);
       dy = dy ? add(dy, through) : through;
     }
     dy = dense_rows(dy);
-    if (c.needs(0)) c.set(0, times(dy, c.input(1)));
-    set_parameter_gradients(c, dy, 1);
+    if (c.needs(0)) c.set(0, times(dy, c.input(1), a.forward()));
+    set_parameter_gradients(c, dy, 1, a.fp8);
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
@@ -67,10 +66,15 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
 
 struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(before) (dy weight)
   static constexpr const char* kName = "gelu_linear_backward";
-  using Attrs = NoAttrs;
+  using Attrs = Rounds;
+  static constexpr auto describe = describe_rounds;
   static constexpr uint64_t kSavedInputs = 0b111;
-  static void infer(const Attrs&, Infer& c) { c.output(common_dtype(kName, c), c.shape(2)); }
-  static void place(const Attrs&, Place& p) {
+  static void infer(const Attrs& a, Infer& c) {
+    const DType d = common_dtype(kName, c);
+    require_fp8(kName, a.fp8, d);
+    c.output(d, c.shape(2));
+  }
+  static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
     for (int i : {0, 2}) {
       if (!is_cut(p.in(i))) continue;
@@ -81,38 +85,43 @@ struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(
     if (p.in(1).is_shard(0)) p.rule({moved(p.in(1), last), p.in(1), kR}, {kP});
     if (p.in(1).is_shard(1)) p.rule({kR, p.in(1), moved(p.in(1), last)}, {moved(p.in(1), last)});
     p.rule({kR, kR, kR}, {kR});
+    if (a.fp8) return;
     p.rule({kP, kR, kR}, {kP});
     p.rule({kR, kP, kR}, {kP});
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0), a.fp8);
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace);
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), gelu_linear_backward, c.input(0), c.input(1), c.input(2), c.output(0), c.workspace, a.fp8);
   }
-  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1)[1]); }
-  static void vjp(const Attrs&, Vjp& c) {
+  static void work(const Attrs& a, WorkOf& w) {
+    w.multiplies(w.input(0), w.input(1)[1]);
+    if (a.fp8) rounds(w, w.input(0).numel(), w.input(1).numel());
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
     const Tensor &g = c.grad(), before = c.input(2);
     if (c.needs(0) || c.needs(1)) {
       const Tensor through = dense_rows(gelu_gradient(before, g, kKind));
-      if (c.needs(0)) c.set(0, linear(through, c.input(1)));
+      if (c.needs(0)) c.set(0, linear(through, c.input(1), {}, a.fp8 ? Fp8::activations : Fp8::none));
       if (c.needs(1)) c.set(1, weight_gradient(c.input(0), through));
     }
-    if (c.needs(2)) c.set(2, mul(mul(g, gelu_second(before, kKind)), times(c.input(0), c.input(1))));
+    if (c.needs(2)) c.set(2, mul(mul(g, gelu_second(before, kKind)), times(c.input(0), c.input(1), a.fp8)));
   }
 };
 
 struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bias[O]] -> value weightᵀ + bias
   static constexpr const char* kName = "gelu_linear";
   static constexpr bool kWeightsLater = true;
-  using Attrs = NoAttrs;
+  using Attrs = LayerRounds;
+  static constexpr auto describe = describe_layer_rounds;
   static constexpr uint64_t kSavedInputs = 0b111;
-  static void infer(const Attrs&, Infer& c) {
-    infer_linear(kName, c, 2);
+  static void infer(const Attrs& a, Infer& c) {
+    infer_linear(kName, c, 2, a.forward());
     if (!(c.shape(1) == c.shape(0)))
       fail<ShapeError>("[", kName, "] ", c.input(0), " is not the gelu of ", c.input(1));
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
     const auto rule = [&](const Placement& x, const Placement& w, const Placement& b, const Placement& y) {
       rule_with_bias(p, {x, x, w, b}, std::span(&y, 1));
@@ -126,20 +135,20 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
     if (p.in(2).is_shard(0)) rule(kR, p.in(2), p.in(2), moved(p.in(2), last));
     if (p.in(2).is_shard(1)) rule(moved(p.in(2), last), p.in(2), kP, kP);
     rule(kR, kR, kR, kR);
-    rule(kR, kP, kP, kP);
+    if (!a.forward()) rule(kR, kP, kP, kP);
   }
   static View bias(const Execute& c) { return c.num_inputs() == 4 ? c.input(3) : View{}; }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), linear, c.input(0), c.input(2), bias(c), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear, c.input(0), c.input(2), bias(c), c.output(0), a.forward());
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(2), bias(c), c.output(0), c.workspace);
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(2), bias(c), c.output(0), c.workspace, a.forward());
   }
-  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(2)[0]); }
-  static void vjp(const Attrs&, Vjp& c) {  // what `value` depends on gets its gradient through `before`
+  static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 2, a.forward()); }
+  static void vjp(const Attrs& a, Vjp& c) {  // what `value` depends on gets its gradient through `before`
     const Tensor dy = dense_rows(c.grad());
-    if (c.needs(1)) c.set(1, apply<GeluLinearBackward>({}, {dy, c.input(2), c.input(1)}));
-    set_parameter_gradients(c, dy, 2);
+    if (c.needs(1)) c.set(1, apply<GeluLinearBackward>({a.forward()}, {dy, c.input(2), c.input(1)}));
+    set_parameter_gradients(c, dy, 2, a.fp8);
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = ((needs & 0b010) ? 0b110 : 0) | ((needs & 0b100) ? 0b001 : 0);
@@ -148,17 +157,19 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
 
 }  // namespace
 
-GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8) {
   std::vector<Tensor> inputs{x, weight};
   if (bias) inputs.push_back(dense_rows(bias));
-  auto out = apply(op_def<LinearGelu>(), nullptr, inputs);
+  const LayerRounds attrs{fp8};
+  auto out = apply(op_def<LinearGelu>(), &attrs, inputs);
   return {out[0], out[1]};
 }
 
-Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias) {
+Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias, Fp8 fp8) {
   std::vector<Tensor> inputs{x.value, x.before, weight};
   if (bias) inputs.push_back(dense_rows(bias));
-  return std::move(apply(op_def<GeluLinear>(), nullptr, inputs)[0]);
+  const LayerRounds attrs{fp8};
+  return std::move(apply(op_def<GeluLinear>(), &attrs, inputs)[0]);
 }
 
 }  // namespace sheaf

@@ -3,16 +3,36 @@
 #pragma once
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/work.h"
 
 namespace sheaf::ops {
 
+/// Attributes of a product that may round to FP8, and of a layer's.
+struct Rounds {
+  bool fp8;
+};
+struct LayerRounds {
+  Fp8 fp8;
+  bool forward() const { return fp8 != Fp8::none; }
+};
+inline void describe_rounds(const Rounds& a, std::string& out) { out += a.fp8 ? "fp8" : ""; }
+inline void describe_layer_rounds(const LayerRounds& a, std::string& out) {
+  out += a.fp8 == Fp8::all ? "fp8 all" : a.fp8 == Fp8::activations ? "fp8" : "";
+}
+/// ShapeError and DTypeError aside, what is rounded is f32, bf16 or f16.
+void require_fp8(const char* op, bool fp8, DType dtype);
+/// The product is one of FP8, before which so many elements are rounded along their rows, or along columns.
+void rounds(WorkOf& w, int64_t along_rows, int64_t along_columns);
+
 /// Declares y[.., O] of x[.., I], weight[O, I] [, bias[O]].
-void infer_linear(const char* op, Infer& c, int weight);
+void infer_linear(const char* op, Infer& c, int weight, bool fp8);
+/// Its work.
+void work_of_linear(WorkOf& w, int weight, bool fp8);
 /// Sets the gradients of weight and bias, if they are wanted, by dy[.., O]: one op for both, which may come later. Of ops with
 /// kWeightsLater.
-void set_parameter_gradients(Vjp& c, const Tensor& dy, int weight);
+void set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8);
 /// x[.., O] weight[O, I]; a vector is a matrix of one row.
-Tensor times(const Tensor& x, const Tensor& weight);
+Tensor times(const Tensor& x, const Tensor& weight, bool fp8 = false);
 /// dyᵀ x over all rows, [O, I].
 Tensor weight_gradient(const Tensor& dy, const Tensor& x);
 

@@ -2,7 +2,6 @@
 #include "sheaf/kernels/matmul.h"
 
 #include "sheaf/autograd/ops/linear.h"
-#include "sheaf/autograd/work.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/linear.h"
 
@@ -16,16 +15,18 @@ Tensor swap_last(const Tensor& x) { return transpose(x, -1, -2); }
 struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all rows
   static constexpr const char* kName = "linear_weight_gradient";
   static constexpr uint64_t kStoresWide = 0b1;
-  using Attrs = NoAttrs;
+  using Attrs = Rounds;
+  static constexpr auto describe = describe_rounds;
   static constexpr uint64_t kSavedInputs = 0b11;
-  static void infer(const Attrs&, Infer& c) {
+  static void infer(const Attrs& a, Infer& c) {
     const DType d = common_dtype(kName, c);
+    require_fp8(kName, a.fp8, d);
     if (c.shape(0).rank() < 1 || c.shape(0).rank() != c.shape(1).rank() ||
         !(leading(c.shape(0)) == leading(c.shape(1))))
       fail<ShapeError>("[", kName, "] rows of ", c.input(0), " and ", c.input(1), " differ");
     c.output(d, {c.shape(0).back(), c.shape(1).back()});
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
     row_rules(p, 0, 0b11, 0, 1, 1);
     for (int i = 0; i < 2; ++i) {
@@ -34,17 +35,21 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
       i == 0 ? p.rule({p.in(i), kR}, {out}) : p.rule({kR, p.in(i)}, {out});
     }
     p.rule({kR, kR}, {kR});
+    if (a.fp8) return;
     p.rule({kP, kR}, {kP});
     p.rule({kR, kP}, {kP});
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), linear_weight_gradient, c.input(0), c.input(1), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_weight_gradient, c.input(0), c.input(1), c.output(0), a.fp8);
   }
-  static void execute(const Attrs&, Execute& c) {
+  static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_weight_gradient, c.input(0), c.input(1), c.output(0),
-                    c.workspace);
+                    c.workspace, a.fp8);
   }
-  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1).back()); }
+  static void work(const Attrs& a, WorkOf& w) {
+    w.multiplies(w.input(0), w.input(1).back());
+    if (a.fp8) rounds(w, 0, w.input(0).numel() + w.input(1).numel());
+  }
   static void vjp(const Attrs&, Vjp& c) {  // g[O, I]: dy gets x gᵀ, x gets dy g
     if (c.needs(0)) c.set(0, linear(c.input(1), c.grad()));
     if (c.needs(1)) c.set(1, times(c.input(0), c.grad()));
@@ -80,13 +85,14 @@ struct LinearBiasGradient {  // dy[.., O] -> its rows added up, [O]
 struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
   static constexpr const char* kName = "linear_gradients";
   static constexpr uint64_t kStoresWide = 0b11;
-  using Attrs = NoAttrs;
+  using Attrs = Rounds;
+  static constexpr auto describe = describe_rounds;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {
     LinearWeightGradient::infer(a, c);
-    LinearBiasGradient::infer(a, c);
+    LinearBiasGradient::infer({}, c);
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
     row_rules(p, 0, 0b11, 0, 2, 1);
     for (int i = 0; i < 2; ++i) {
@@ -95,18 +101,19 @@ struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
       i == 0 ? p.rule({p.in(i), kR}, {out, out}) : p.rule({kR, p.in(i)}, {out, kR});
     }
     p.rule({kR, kR}, {kR, kR});
+    if (a.fp8) return;
     p.rule({kP, kR}, {kP, kP});
     p.rule({kR, kP}, {kP, kR});
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
+  static int64_t workspace(const Attrs& a, const Execute& c) {
     return SHEAF_WORKSPACE(c.device(), linear_gradients, c.input(0), c.input(1), c.output(0),
-                           c.output(1));
+                           c.output(1), a.fp8);
   }
-  static void execute(const Attrs&, Execute& c) {
+  static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), linear_gradients, c.input(0), c.input(1), c.output(0), c.output(1),
-                    c.workspace);
+                    c.workspace, a.fp8);
   }
-  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1).back()); }
+  static void work(const Attrs& a, WorkOf& w) { LinearWeightGradient::work(a, w); }
   static void vjp(const Attrs&, Vjp& c) {  // g[O, I], h[O]: dy gets x gᵀ + h, x gets dy g
     if (c.needs(0)) {
       if (!c.has_grad(0))
@@ -123,11 +130,12 @@ struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
 
 struct Matmul {
   static constexpr const char* kName = "matmul";
-  struct Attrs { bool each_alone; };
+  struct Attrs { bool each_alone, fp8; };
   static constexpr uint64_t kSavedInputs = 0b11;
-  static void infer(const Attrs&, Infer& c) {
+  static void infer(const Attrs& attrs, Infer& c) {
     const DType d = common_dtype(kName, c);
     require_floating(kName, d);
+    require_fp8(kName, attrs.fp8, d);
     const Shape &a = c.shape(0), &b = c.shape(1);
     if (a.rank() < 2 || b.rank() < 2 || a.dim(-1) != b.dim(-2))
       fail<ShapeError>("[", kName, "] ", c.input(0), " and ", c.input(1),
@@ -137,7 +145,7 @@ struct Matmul {
     out.push_back(b.dim(-1));
     c.output(d, out);
   }
-  static void place(const Attrs&, Place& p) {
+  static void place(const Attrs& a, Place& p) {
     const int rank[2] = {p.shape(0).rank(), p.shape(1).rank()}, out = std::max(rank[0], rank[1]);
     for (int i = 0; i < 2; ++i) {
       if (!p.in(i).is_shard() || p.in(i).map().is_flat()) continue;
@@ -168,26 +176,28 @@ struct Matmul {
       break;
     }
     p.rule({kR, kR}, {kR});
+    if (a.fp8) return;
     p.rule({kP, kR}, {kP});
     p.rule({kR, kP}, {kP});
   }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), matmul, c.input(0), c.input(1), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), matmul, c.input(0), c.input(1), c.output(0), a.fp8);
   }
   static void execute(const Attrs& a, Execute& c) {
     const Stream stream = c.stream();
     const View x = c.input(0), y = c.input(1), out = c.output(0);
     const bool one_by_one = a.each_alone && out.rank() == 3 && stream.device.is_cuda();
     const int64_t n = one_by_one ? out.shape[0] : 0;
-    if (n == 0) SHEAF_ON_DEVICE(stream, matmul, x, y, out, c.workspace);
+    if (n == 0) SHEAF_ON_DEVICE(stream, matmul, x, y, out, c.workspace, a.fp8);
     for (int64_t i = 0; i < n; ++i)
-      SHEAF_ON_DEVICE(stream, matmul, nth(x, i), nth(y, i), nth(out, i), c.workspace);
+      SHEAF_ON_DEVICE(stream, matmul, nth(x, i), nth(y, i), nth(out, i), c.workspace, a.fp8);
   }
-  static void work(const Attrs&, WorkOf& w) {
+  static void work(const Attrs& a, WorkOf& w) {
     const Shape& out = w.output(0);
     const int64_t matrix = out.dim(-2) * out.back(), matrices = matrix ? out.numel() / matrix : 0;
     const bool shared = w.input(1).rank() == 2;  // by all of a batch: rows of one product
     w.multiplies(matrices * out.dim(-2), w.input(0).back(), out.back(), shared ? 1 : matrices);
+    if (a.fp8) rounds(w, w.input(0).numel(), w.input(1).numel());
   }
   // Matrix i of a batch that may be broadcast.
   static View nth(const View& batch, int64_t i) {
@@ -198,14 +208,16 @@ struct Matmul {
     v.shape.erase(0), v.strides.erase(0);
     return v;
   }
-  static void describe(const Attrs& a, std::string& out) { out += a.each_alone ? "each alone" : ""; }
+  static void describe(const Attrs& a, std::string& out) {
+    out += a.each_alone ? a.fp8 ? "each alone, fp8" : "each alone" : a.fp8 ? "fp8" : "";
+  }
   static void vjp(const Attrs& a, Vjp& c) {
     if (c.needs(0))
-      c.set(0, sum_to(matmul(c.grad(), swap_last(c.input(1)), {a.each_alone}), c.input_type(0)));
+      c.set(0, sum_to(matmul(c.grad(), swap_last(c.input(1)), {a.each_alone, a.fp8}), c.input_type(0)));
     if (!c.needs(1)) return;
     // A matrix that every batch shares gets one product over all rows instead of a sum of products.
     if (c.input_type(1).shape.rank() == 2)
-      c.set(1, apply<LinearWeightGradient>({}, {c.input(0), c.grad()}, c.into(1)));
+      c.set(1, apply<LinearWeightGradient>({.fp8 = false}, {c.input(0), c.grad()}, c.into(1)));
     else
       c.set(1,
             sum_to(matmul(swap_last(c.input(0)), c.grad(), {a.each_alone}), c.input_type(1)));
@@ -218,10 +230,11 @@ struct Matmul {
 struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static constexpr const char* kName = "linear";
   static constexpr bool kWeightsLater = true;
-  using Attrs = NoAttrs;
+  using Attrs = LayerRounds;
+  static constexpr auto describe = describe_layer_rounds;
   static constexpr uint64_t kSavedInputs = 0b11;
-  static void infer(const Attrs&, Infer& c) { infer_linear(kName, c, 1); }
-  static void place(const Attrs&, Place& p) {
+  static void infer(const Attrs& a, Infer& c) { infer_linear(kName, c, 1, a.forward()); }
+  static void place(const Attrs& a, Place& p) {
     const int last = p.shape(0).rank() - 1;
     const auto rule = [&](const Placement& x, const Placement& w, const Placement& b,
                           const Placement& y) {
@@ -241,21 +254,22 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
     }
     if (p.in(1).is_shard(1)) rule(Placement::shard(p.in(1).map().moved_to(last)), p.in(1), kP, kP);
     rule(kR, kR, kR, kR);
+    if (a.forward()) return;
     rule(kP, kR, kP, kP);
     rule(kR, kP, kP, kP);
   }
   static View bias(const Execute& c) { return c.num_inputs() == 3 ? c.input(2) : View{}; }
-  static int64_t workspace(const Attrs&, const Execute& c) {
-    return SHEAF_WORKSPACE(c.device(), linear, c.input(0), c.input(1), bias(c), c.output(0));
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear, c.input(0), c.input(1), bias(c), c.output(0), a.forward());
   }
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace);
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear, c.input(0), c.input(1), bias(c), c.output(0), c.workspace, a.forward());
   }
-  static void work(const Attrs&, WorkOf& w) { w.multiplies(w.input(0), w.input(1)[0]); }
-  static void vjp(const Attrs&, Vjp& c) {
+  static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 1, a.forward()); }
+  static void vjp(const Attrs& a, Vjp& c) {
     const Tensor dy = dense_rows(c.grad());
-    if (c.needs(0)) c.set(0, times(dy, c.input(1)));
-    set_parameter_gradients(c, dy, 1);
+    if (c.needs(0)) c.set(0, times(dy, c.input(1), a.forward()));
+    set_parameter_gradients(c, dy, 1, a.fp8);
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
     in = ((needs & 1) ? 0b10 : 0) | ((needs & 2) ? 0b01 : 0);
@@ -264,18 +278,38 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
 
 }  // namespace
 
-Tensor ops::times(const Tensor& x, const Tensor& weight) {
-  if (x.rank() > 1) return matmul(x, weight);
-  return reshape(matmul(reshape(x, {1, x.size(0)}), weight), {weight.size(1)});
+void ops::require_fp8(const char* op, bool fp8, DType dtype) {
+  if (fp8 && (!is_floating(dtype) || dtype == kF64))
+    fail<DTypeError>("[", op, "] rounds f32, bf16 and f16 to FP8, not ", dtype);
+}
+
+void ops::rounds(WorkOf& w, int64_t along_rows, int64_t along_columns) {
+  const auto elements = static_cast<double>(along_rows + along_columns);
+  const auto size = static_cast<double>(size_of(w.work.dtype));
+  w.work.fp8 = true;
+  w.work.bytes -= elements * (size - 1);  // codes are multiplied
+  w.work.passes += elements * (size + 1) + static_cast<double>(along_columns) * size;  // which are read twice
+}
+
+Tensor ops::times(const Tensor& x, const Tensor& weight, bool fp8) {
+  const MatmulOptions options{.fp8 = fp8};
+  if (x.rank() > 1) return matmul(x, weight, options);
+  return reshape(matmul(reshape(x, {1, x.size(0)}), weight, options), {weight.size(1)});
 }
 
 Tensor ops::weight_gradient(const Tensor& dy, const Tensor& x) {
-  return apply<LinearWeightGradient>({}, {dy, x});
+  return apply<LinearWeightGradient>({.fp8 = false}, {dy, x});
 }
 
-void ops::infer_linear(const char* op, Infer& c, int weight) {
+void ops::work_of_linear(WorkOf& w, int weight, bool fp8) {
+  w.multiplies(w.input(0), w.input(weight)[0]);
+  if (fp8) rounds(w, w.input(0).numel() + w.input(weight).numel(), 0);
+}
+
+void ops::infer_linear(const char* op, Infer& c, int weight, bool fp8) {
   const DType d = common_dtype(op, c);
   require_floating(op, d);
+  require_fp8(op, fp8, d);
   const Shape &x = c.shape(0), &w = c.shape(weight);
   if (x.rank() < 1 || w.rank() != 2 || x.back() != w[1])
     fail<ShapeError>("[", op, "] input ", c.input(0), " does not fit weight ", c.input(weight),
@@ -288,17 +322,18 @@ void ops::infer_linear(const char* op, Infer& c, int weight) {
   c.output(d, out);
 }
 
-void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight) {
+void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8) {
   const int bias = weight + 1;
+  const Rounds rounds{fp8 == Fp8::all};
   const bool of_weight = c.needs(weight), of_bias = c.num_inputs() > bias && c.needs(bias);
   if (!of_weight && !of_bias) return;
   const Tensor x = of_weight ? c.input(0) : Tensor();
   c.weights(weight, [=](Vjp& c) {
     if (of_weight && of_bias) {
-      const auto d = apply_all<LinearGradients>({}, {dy, x}, {c.into(weight), c.into(bias)});
+      const auto d = apply_all<LinearGradients>(rounds, {dy, x}, {c.into(weight), c.into(bias)});
       c.set(weight, d[0]), c.set(bias, d[1]);
     } else if (of_weight) {
-      c.set(weight, apply<LinearWeightGradient>({}, {dy, x}, c.into(weight)));
+      c.set(weight, apply<LinearWeightGradient>(rounds, {dy, x}, c.into(weight)));
     } else {
       c.set(bias, apply<LinearBiasGradient>({}, dy, c.into(bias)));
     }
@@ -306,13 +341,14 @@ void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight) {
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options) {
-  return apply<Matmul>({options.each_alone}, {a, b});
+  return apply<Matmul>({options.each_alone, options.fp8}, {a, b});
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8) {
   std::vector<Tensor> inputs{x, weight};
   if (bias) inputs.push_back(dense_rows(bias));
-  return std::move(apply(op_def<Linear>(), nullptr, inputs)[0]);
+  const LayerRounds attrs{fp8};
+  return std::move(apply(op_def<Linear>(), &attrs, inputs)[0]);
 }
 
 }  // namespace sheaf

@@ -119,8 +119,9 @@ Tensor Experts::forward(const Tensor& rows_EBNPC, const Tensor& counts_EBN) {
   const Placement outside = axis >= 0 && rows_EBNPC.layout().mesh() ? rows_EBNPC.layout()[axis] : Placement();
   const Placement inside = Placement::shard(OwnershipMap::even(0));
   const Tensor x = at(rows_EBNPC, inside), counts = at(counts_EBN, inside);
-  const Tensor gates = expert_linear(x, gate, counts), ups = expert_linear(x, up, counts);
-  return at(expert_linear(swiglu(gates, ups), down, counts), outside);
+  const bool rounds = fp8 != Fp8::none;
+  const Tensor gates = expert_linear(x, gate, counts, rounds), ups = expert_linear(x, up, counts, rounds);
+  return at(expert_linear(swiglu(gates, ups), down, counts, rounds), outside);
 }
 
 MixtureOfExperts::MixtureOfExperts(const MixtureConfig& c)

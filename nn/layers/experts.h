@@ -45,6 +45,7 @@ struct MixtureConfig {
 struct Experts : Module {
   Parameter gate, up;  ///< [E, H, C]
   Parameter down;      ///< [E, C, H]
+  Fp8 fp8 = Fp8::none; ///< their products round their operands, but for the gradients of matrices; use_fp8() sets it
 
   explicit Experts(const MixtureConfig& config);
   /// Rows [E, B, N, P, C] and how many of P are in use, [E, B, N].

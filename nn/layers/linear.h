@@ -22,6 +22,7 @@ struct LinearOptions {
 struct Linear : Module {
   Parameter weight, bias;
   std::optional<Lora> lora;  ///< of fine-tuning: add_lora() makes it
+  Fp8 fp8 = Fp8::none;       ///< which of its products round their operands; use_fp8() sets it
 
   Linear(int64_t in, int64_t out, const LinearOptions& options = {})
       : weight({out, in}, options.init.value_or(Init::uniform(1.0 / std::sqrt(static_cast<double>(in))))) {
@@ -38,14 +39,14 @@ struct Linear : Module {
   /// gelu (tanh form) of y, for the next layer's of_gelu().
   GeluOfLinear gelu(const Tensor& x) {
     const auto scope = enter();
-    if (!lora && !multiplies_blocks()) return linear_gelu(x, weight, bias);
+    if (!lora && !multiplies_blocks()) return linear_gelu(x, weight, bias, fp8);
     const Tensor y = forward(x);
     return {sheaf::gelu(y, GeluKind::tanh), y};
   }
   /// y of a gelu.
   Tensor of_gelu(const GeluOfLinear& x) {
     const auto scope = enter();
-    return adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias), x.value);
+    return adapted(multiplies_blocks() ? product(x.value) : gelu_linear(x, weight, bias, fp8), x.value);
   }
   SHEAF_FIELDS(weight, bias, lora);
 
@@ -55,7 +56,7 @@ struct Linear : Module {
   Tensor product(const Tensor& x) const {
     check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",
                       weight.dtype(), ", and its input is ", x.type(), ": cast it first");
-    return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias);
+    return multiplies_blocks() ? linear_of_blocks(x, weight.in_blocks(), *weight.blocks(), bias) : linear(x, weight, bias, fp8);
   }
   Tensor adapted(const Tensor& y, const Tensor& x) { return lora ? y + (*lora)(x) : y; }
 };
