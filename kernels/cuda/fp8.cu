@@ -20,9 +20,9 @@ __device__ inline unsigned size_of_value(T x) {
 struct Rounding {
   float scale, inverse;
 
-  __device__ explicit Rounding(unsigned largest)
-      : scale(__uint_as_float(fp8_scale_bits(largest))),
-        inverse(__uint_as_float(fp8_inverse_bits(largest))) {}
+  static __device__ Rounding of(unsigned largest) {
+    return {__uint_as_float(fp8_scale_bits(largest)), __uint_as_float(fp8_inverse_bits(largest))};
+  }
   __device__ float rounded(float x) const {
     const float part = x * inverse;
     const float round = __uint_as_float(fp8_rounding_bits(__float_as_uint(part)));
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
       largest = size > largest ? size : largest;
     }
   }
-  const Rounding to(block_max(largest, scratch));
+  const Rounding to = Rounding::of(block_max(largest, scratch));
   if (scales && threadIdx.x == 0) scales[r] = to.scale;
   for (int64_t at = static_cast<int64_t>(threadIdx.x) * kSize; at < pitch; at += step) {
     const Pack<T> pack = load_chunk(row, at, rows.cols);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     most[threadIdx.x] = all;
     if (scales && blockIdx.y == 0)
-      scales[matrix * c.rows + first + threadIdx.x] = Rounding(all).scale;
+      scales[matrix * c.rows + first + threadIdx.x] = Rounding::of(all).scale;
   }
   __syncthreads();
   const T* from = c.matrix(matrix);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads)
     const int place = lane + half * kWarp;
     const int64_t r = first + place;
     if (r >= c.rows) continue;
-    const Rounding to(most[place]);
+    const Rounding to = Rounding::of(most[place]);
 #pragma unroll
     for (int i = 0; i < kTile / kWarps; ++i) {
       const int k = warp + i * kWarps;

@@ -139,10 +139,14 @@ TEST(GpuTraining, FollowsTheCpu) {
     double dropout;
     int micro_batches;
     const char* reduced = "f32";
+    const char* fp8 = "none";
   };
-  for (const Case& k : {Case{"f32", 0.0, 1}, Case{"f32", 0.2, 2}, Case{"bf16", 0.2, 1}, Case{"bf16", 0.2, 2, "bf16"}, Case{"bf16", 0.0, 2, "int8"}}) {
-    SCOPED_TRACE(str(k.dtype, ", dropout ", k.dropout, ", micro-batches ", k.micro_batches, ", reduced in ", k.reduced));
+  for (const Case& k : {Case{"f32", 0.0, 1}, Case{"f32", 0.2, 2}, Case{"bf16", 0.2, 1}, Case{"bf16", 0.2, 2, "bf16"}, Case{"bf16", 0.0, 2, "int8"},
+                        Case{"bf16", 0.0, 1, "f32", "activations"}, Case{"bf16", 0.2, 2, "bf16", "all"}}) {
+    SCOPED_TRACE(str(k.dtype, ", dropout ", k.dropout, ", micro-batches ", k.micro_batches, ", reduced in ", k.reduced, ", fp8 ", k.fp8));
     models::TrainConfig c = tiny_config();
+    c.train.fp8 = k.fp8;
+    if (c.train.fp8 != "none") c.model.width = 32;  // products of FP8 are of multiples of 16
     c.train.dtype = k.dtype;
     c.sharding.reduce_dtype = k.reduced;
     c.sharding.gather_int8 = c.sharding.reduce_dtype == "int8";
@@ -321,6 +325,7 @@ void expect_planned_peaks(const std::string& dtype, const std::string& strategy,
   }
   if (world == 3) c.sharding.reduce_dtype = "bf16";
   if (world == 6) c.sharding.reduce_dtype = "int8", c.sharding.gather_int8 = true;
+  if (dtype == "bf16" && world < 3) c.model.width = 48, c.train.fp8 = world == 1 ? "activations" : "all";
   const auto plan = [&](Device device) { return models::plan_peaks(c, c.model.vocab, world, 1, "local", device); };
   if (world % 2 == 0) c.train.compile = true;  // runs two steps as eager ones do, and then as a program
   EXPECT_EQ(measured_peaks(c, world), plan(kGpu));

@@ -120,18 +120,17 @@ models::TrainConfig drawn_task(Draw& draw) {
   return c;
 }
 
-void draw_blocks(models::ModelConfig& m, Draw& draw) {
-  m.quantize = draw.of<std::string>({"int8", "nf4"});
+void draw_widths(models::ModelConfig& m, int64_t unit, Draw& draw) {
   m.layers = std::min<int64_t>(m.layers, 3);
   m.dense_layers = std::min(m.dense_layers, m.layers - 1);
   m.heads = m.kv_heads = 1 + draw.below(3);
-  m.mlp_width = kBlockSize * (1 + draw.below(3));
-  m.width = m.type == "gpt2" ? kBlockSize * m.heads : kBlockSize;
+  m.mlp_width = unit * (1 + draw.below(3));
+  m.width = m.type == "gpt2" ? unit * m.heads : unit;
   if (m.type == "gpt2") return;
-  m.expert_hidden = m.experts ? kBlockSize : 0;
-  m.head_dim = m.kv_lora_rank ? 0 : kBlockSize;
-  if (m.kv_lora_rank) m.kv_lora_rank = m.qk_nope_head_dim = m.v_head_dim = kBlockSize;
-  if (m.q_lora_rank) m.q_lora_rank = kBlockSize;
+  m.expert_hidden = m.experts ? unit : 0;
+  m.head_dim = m.kv_lora_rank ? 0 : unit;
+  if (m.kv_lora_rank) m.kv_lora_rank = m.qk_nope_head_dim = m.v_head_dim = unit;
+  if (m.q_lora_rank) m.q_lora_rank = unit;
 }
 
 Way drawn_way(const models::TrainConfig& task, Draw& draw) {
@@ -190,7 +189,10 @@ void draw_sent(models::ShardingConfig& sharding, Draw& draw) {
   sharding.gather_int8 = draw.one_in(4);
 }
 
-bool rounds_what_is_sent(const models::ShardingConfig& sharding) { return sharding.reduce_dtype != "f32" || sharding.gather_int8; }
+bool rounds(const models::TrainConfig& c) {
+  return c.train.dtype != "f32" || c.train.state_dtype != "f32" || c.train.fp8 != "none" || c.sharding.reduce_dtype != "f32" ||
+         c.sharding.gather_int8;
+}
 
 std::string to_string(const Way& way) {
   models::TrainConfig config = way.config, standard;

@@ -15,8 +15,8 @@ constexpr int kRandomSteps = 5;
 
 /// On one rank, as it is described: micro-batches are a part of it only where the loss depends on them.
 models::TrainConfig drawn_task(Draw& draw);
-/// Lets what is frozen beside adapters rest in blocks: rows are of whole ones then, and what cuts them does not tear them.
-void draw_blocks(models::ModelConfig& model, Draw& draw);
+/// Makes widths multiples of `unit`, also of what ranks share.
+void draw_widths(models::ModelConfig& model, int64_t unit, Draw& draw);
 
 struct Way {
   int world = 1, threads = 1;  // of each rank
@@ -29,7 +29,8 @@ Way drawn_twin(const Way& way, Draw& draw);
 
 /// In what ranks send each other weights and gradients.
 void draw_sent(models::ShardingConfig& sharding, Draw& draw);
-bool rounds_what_is_sent(const models::ShardingConfig& sharding);
+/// Whether its numbers are others than those of f32 but for the order of sums.
+bool rounds(const models::TrainConfig& config);
 
 /// The flags with which `sheaf train` does it, without its data.
 std::string to_string(const Way& way);
