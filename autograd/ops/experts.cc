@@ -364,7 +364,7 @@ Tensor from_experts(const Tensor& rows, const ExpertRoutes& routes, const Tensor
   return apply_routed<FromExperts>(rows, routes, weights);
 }
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& counts, bool fp8) {
-  return apply<ExpertLinear>({fp8}, {contiguous(x), weight, contiguous(counts)});
+  return apply<ExpertLinear>(rounds_of(fp8, x, weight), {contiguous(x), weight, contiguous(counts)});
 }
 
 }  // namespace sheaf

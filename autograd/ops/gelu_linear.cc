@@ -147,7 +147,7 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
   static void work(const Attrs& a, WorkOf& w) { work_of_linear(w, 2, a.forward()); }
   static void vjp(const Attrs& a, Vjp& c) {  // what `value` depends on gets its gradient through `before`
     const Tensor dy = dense_rows(c.grad());
-    if (c.needs(1)) c.set(1, apply<GeluLinearBackward>({a.forward()}, {dy, c.input(2), c.input(1)}));
+    if (c.needs(1)) c.set(1, apply<GeluLinearBackward>(rounds_of(a.forward(), dy, c.input(2)), {dy, c.input(2), c.input(1)}));
     set_parameter_gradients(c, dy, 2, a.fp8);
   }
   static void saves(const Attrs&, uint64_t needs, uint64_t& in, uint64_t&) {
@@ -160,7 +160,7 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
 GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8) {
   std::vector<Tensor> inputs{x, weight};
   if (bias) inputs.push_back(dense_rows(bias));
-  const LayerRounds attrs{fp8};
+  const LayerRounds attrs = rounds_of(fp8, x, weight);
   auto out = apply(op_def<LinearGelu>(), &attrs, inputs);
   return {out[0], out[1]};
 }
@@ -168,7 +168,7 @@ GeluOfLinear linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bi
 Tensor gelu_linear(const GeluOfLinear& x, const Tensor& weight, const Tensor& bias, Fp8 fp8) {
   std::vector<Tensor> inputs{x.value, x.before, weight};
   if (bias) inputs.push_back(dense_rows(bias));
-  const LayerRounds attrs{fp8};
+  const LayerRounds attrs = rounds_of(fp8, x.value, weight);
   return std::move(apply(op_def<GeluLinear>(), &attrs, inputs)[0]);
 }
 

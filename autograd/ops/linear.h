@@ -19,7 +19,17 @@ inline void describe_rounds(const Rounds& a, std::string& out) { out += a.fp8 ? 
 inline void describe_layer_rounds(const LayerRounds& a, std::string& out) {
   out += a.fp8 == Fp8::all ? "fp8 all" : a.fp8 == Fp8::activations ? "fp8" : "";
 }
-/// ShapeError and DTypeError aside, what is rounded is f32, bf16 or f16.
+/// What can be done of it: nothing is rounded that is Partial, since what is rounded does not add up.
+inline bool can_round(const Tensor& x) {
+  for (int a = 0; a < x.layout().num_axes(); ++a)
+    if (x.layout()[a].is_partial()) return false;
+  return true;
+}
+inline Rounds rounds_of(bool fp8, const Tensor& a, const Tensor& b) { return {fp8 && can_round(a) && can_round(b)}; }
+inline LayerRounds rounds_of(Fp8 fp8, const Tensor& x, const Tensor& weight) {
+  return {can_round(x) && can_round(weight) ? fp8 : Fp8::none};
+}
+/// DTypeError unless it is f32, bf16 or f16.
 void require_fp8(const char* op, bool fp8, DType dtype);
 /// The product is one of FP8, before which so many elements are rounded along their rows, or along columns.
 void rounds(WorkOf& w, int64_t along_rows, int64_t along_columns);

@@ -324,10 +324,10 @@ void ops::infer_linear(const char* op, Infer& c, int weight, bool fp8) {
 
 void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8) {
   const int bias = weight + 1;
-  const Rounds rounds{fp8 == Fp8::all};
   const bool of_weight = c.needs(weight), of_bias = c.num_inputs() > bias && c.needs(bias);
   if (!of_weight && !of_bias) return;
   const Tensor x = of_weight ? c.input(0) : Tensor();
+  const Rounds rounds{of_weight && rounds_of(fp8 == Fp8::all, dy, x).fp8};
   c.weights(weight, [=](Vjp& c) {
     if (of_weight && of_bias) {
       const auto d = apply_all<LinearGradients>(rounds, {dy, x}, {c.into(weight), c.into(bias)});
@@ -341,13 +341,13 @@ void ops::set_parameter_gradients(Vjp& c, const Tensor& dy, int weight, Fp8 fp8)
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, const MatmulOptions& options) {
-  return apply<Matmul>({options.each_alone, options.fp8}, {a, b});
+  return apply<Matmul>({options.each_alone, rounds_of(options.fp8, a, b).fp8}, {a, b});
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, Fp8 fp8) {
   std::vector<Tensor> inputs{x, weight};
   if (bias) inputs.push_back(dense_rows(bias));
-  const LayerRounds attrs{fp8};
+  const LayerRounds attrs = rounds_of(fp8, x, weight);
   return std::move(apply(op_def<Linear>(), &attrs, inputs)[0]);
 }
 

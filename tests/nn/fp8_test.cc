@@ -147,15 +147,20 @@ TEST(Fp8Layer, CutsOfRowsAndOutputsKeepTheBits) {
     }, {.threads_per_rank = 1});
 }
 
-// A rounded sum is not the sum of what is rounded.
-TEST(Fp8Layer, PartialOperandsAreRefused) {
+// A rounded sum is not the sum of what is rounded: products of addends are made as without FP8.
+TEST(Fp8Layer, PartialOperandsAreNotRounded) {
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"ranks", 2}});
     const auto like = [&](const Tensor& t, const Placement& p) { return Tensor::from_local(t.to_vector<float>(), {kF32, t.shape(), Layout(mesh.spec, p)}); };
     const Tensor partial = like(x_of(), Placement::partial()), weight = like(weight_of(), Placement::replicate());
-    EXPECT_NO_THROW(linear(partial, weight));
-    EXPECT_THAT([&] { linear(partial, weight, {}, Fp8::activations); }, ThrowsMessage<PlacementError>(HasSubstr("[linear]")));
-    EXPECT_THROW(matmul(partial, transpose(weight, 0, 1), {.fp8 = true}), PlacementError);
+    const Values exact = linear(partial, weight).to_vector<float>();
+    EXPECT_EQ(linear(partial, weight, {}, Fp8::all).to_vector<float>(), exact);
+    EXPECT_EQ(matmul(partial, transpose(weight, 0, 1), {.fp8 = true}).to_vector<float>(), exact);
+    // As where the gradient of a layer is: y is whole, its gradient Partial.
+    const Tensor x = like(x_of(), Placement::replicate()), dy = like(dy_of(), Placement::partial());
+    const auto of = [&](Fp8 fp8) { return gradients([&] { return linear(x, weight, {}, fp8); }, dy, {x, weight}); };
+    const std::vector<Tensor> got = of(Fp8::all), want = of(Fp8::none);
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(got[i].to_vector<float>(), want[i].to_vector<float>()) << i;
   });
 }
 
