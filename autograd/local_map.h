@@ -20,7 +20,7 @@ namespace sheaf {
 /// come back as `outputs`, a type each, whose local shapes and dtypes they must have (ShapeError, DTypeError). Nothing in f may
 /// communicate but the gathers of units. That the results are what the types say is believed, not checked:
 ///   - Shard: each rank computed its slice; Partial: addends; Replicate: all ranks computed the same;
-///   - of an input that is Partial f is linear, with the same coefficients on all ranks.
+///   - of an input that is Partial f is linear, with the same coefficients on all ranks (a product in FP8 is not).
 /// PlacementError for inputs or outputs that are Invariant (redistribute to or from Replicate, where gradients add up) or on one
 /// rank of an axis, and for several meshes. Random ops draw the same numbers on all ranks.
 std::vector<Tensor> local_map(const TensorFunction& f, std::span<const Type> outputs, std::span<const Tensor> inputs);

@@ -241,6 +241,7 @@ struct OpDef {
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*work)(const void*, WorkOf&);
   void (*describe)(const void*, std::string&);
+  bool marked;                   ///< the tape's text has the description, too
   void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they have no layouts
   bool (*same_attrs)(const void*, const void*);
 };
@@ -325,6 +326,7 @@ constexpr OpDef make_op_def() {
     d.work = [](const void* a, WorkOf& w) { Op::work(attrs_of<Attrs>(a), w); };
   if constexpr (requires(const Attrs& a, std::string& s) { Op::describe(a, s); })
     d.describe = [](const void* a, std::string& s) { Op::describe(attrs_of<Attrs>(a), s); };
+  d.marked = requires { Op::kMarked; };
   if constexpr (requires(Attrs& a) { Op::drop_layouts(a); })
     d.drop_layouts = [](void* a) { Op::drop_layouts(*static_cast<Attrs*>(a)); };
   d.same_attrs = [](const void* a, const void* b) { return same_attrs(attrs_of<Attrs>(a), attrs_of<Attrs>(b)); };

@@ -229,8 +229,8 @@ Tensor dropout(const Tensor& x, double p, Key key);
 // ---- group B: products, normalisation, attention, losses, optimizers --------------------------------------------------
 /// Which products round their operands to FP8 first, rows of the first and columns of the second, each with a scale of its own
 /// (kernels/fp8.h): E4M3, which GPUs multiply at twice the rate of bf16; on CPUs, and on GPUs without it, the values that it
-/// stands for. Of f32, bf16 and f16. Gradients are those of products that do not round. With an operand that is Partial nothing is
-/// rounded: what is rounded does not add up.
+/// stands for. Of f32, bf16 and f16. Derivatives pass through the rounding as if it were not there; the products that compute them
+/// round in turn. With an operand that is Partial nothing is rounded: what is rounded does not add up.
 enum class Fp8 : uint8_t {
   none,
   activations,  ///< of a linear layer y and the gradient of x: a row's bits follow from that row alone, as without

@@ -36,6 +36,11 @@ std::string placements(const Tape& tape, const Node& n) {
 std::string marks(const Tape& tape, const Node& n) {
   std::string out;
   const auto mark = [&](const std::string& text) { out += (out.empty() ? "  " : ", ") + text; };
+  if (n.op && n.op->marked) {
+    std::string text;
+    n.op->describe(tape.attrs(n), text);
+    if (!text.empty()) mark(text);
+  }
   if (n.flags & Node::kMirror) mark("mirror of its discard");
   if (n.flags & Node::kPrefetched) mark("prefetched");
   if (n.flags & Node::kRecomputed) mark("computed again");

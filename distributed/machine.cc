@@ -59,7 +59,7 @@ double seconds_of(const Machine& m, const std::string& name, const Group& g, dou
 }
 
 double seconds_of(const Machine& m, const Work& w) {
-  const double slower = w.fp8 ? 1 / m.fp8 : w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
+  const double slower = w.fp8 && m.fp8 > 1 ? 1 / m.fp8 : w.dtype == kF64 ? m.f64 : w.dtype == kF32 ? m.f32 : 1;
   // Smaller heads leave less to each byte that is moved between a processor's parts.
   const double narrow = w.head > 0 ? std::max(1.0, std::sqrt(128 / w.head)) : 1;
   const double operations = w.products / m.products.at(w.smallest) +

@@ -27,7 +27,7 @@ struct Machine {
   std::string name;
   Rate products;                     ///< of matrices in bf16 and f16, by the smallest of their three dimensions
   double f32 = 1, f64 = 1;           ///< how many times slower products and attention are in these
-  double fp8 = 1;                    ///< how many times faster products are in that
+  double fp8 = 1;                    ///< how many times faster products are in that; 1: it has none
   Rate attention_forward, attention_backward;  ///< in bf16, causal, with heads of 128, by the number of keys
   double bytes_per_second = 0;       ///< of memory, read and written together
   double least_seconds = 0;          ///< of whatever computes, however little

@@ -3,12 +3,12 @@
 // the first and the columns of the second, to be multiplied at twice the rate of bf16.
 //
 // [Note: FP8 by rows] A row's scale is the least power of two by which its largest magnitude
-// becomes 448 or less. It follows from the row alone: a row of a product has the same bits whoever
-// computes the others, as in any other dtype, so that how a batch or the outputs of a layer are cut
-// among ranks changes nothing. Where what is added up is cut, each part of a row has a scale of its
-// own, a finer one. A scale that is a power of two rounds nothing by itself, and what a row is
-// rounded to are numbers of bf16 again: a CPU, or a GPU without such products, multiplies those and
-// gets the same sums.
+// becomes 448 or less. It follows from the row alone, and so does what the row is rounded to: how a
+// batch or the outputs of a layer are cut among ranks changes it as little as in any other dtype.
+// Where what is added up is cut, each part of a row has a scale of its own, a finer one. A scale
+// that is a power of two rounds nothing by itself, and what a row is rounded to are numbers of bf16
+// again: a CPU, or a GPU without such products, multiplies those, and its sums differ from those of
+// codes by how they are added up alone.
 #pragma once
 
 #include <bit>

@@ -15,7 +15,7 @@ size_t matmul_workspace(const View& a, const View& b, const View& c, bool fp8 = 
 /// already). Any strides: transposes cost nothing. a and b have one floating dtype; c has it too,
 /// or is f32 for bf16 and f16, which multiply with f32 accumulation. K = 0 gives zeros. A row of
 /// the product depends, bit for bit, neither on M, nor on the batch, nor on the number of threads.
-/// With fp8, a's rows and b's columns are rounded first (fp8.h).
+/// With fp8, a's rows and b's columns are rounded first (fp8.h). Both functions are told.
 void matmul(const View& a, const View& b, const View& c, Workspace workspace, bool fp8 = false);
 
 }  // namespace cpu
@@ -27,7 +27,8 @@ void matmul(const View& a, const View& b, const View& c, Workspace workspace, bo
 namespace cuda {
 
 size_t matmul_workspace(const View& a, const View& b, const View& c, bool fp8 = false);
-void matmul(const Stream& stream, const View& a, const View& b, const View& c, Workspace workspace, bool fp8 = false);
+void matmul(const Stream& stream, const View& a, const View& b, const View& c, Workspace workspace,
+            bool fp8 = false);
 
 }  // namespace cuda
 }  // namespace sheaf::kernels

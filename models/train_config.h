@@ -166,7 +166,8 @@ struct OptimizationConfig {
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" or "f16" with f32 masters, gradients, statistics
   std::string state_dtype = "f32";  ///< of the optimizer's state at rest: "f32", or "bf16", rounded by chance
-  std::string fp8 = "none";         ///< products of blocks in FP8: "activations" and their gradients, or "all", those of weights, too
+  std::string fp8 = "none";         ///< products of layers in FP8 (sheaf::Fp8): "activations" and their gradients, or "all": gradients
+                                    ///< of weights, too, but for those of experts
   double loss_scale = 65536;        ///< f16: factor of the loss in the first step
   int64_t loss_scale_interval = 2000;  ///< f16: steps without overflow after which it doubles
   std::string recompute = "none";   ///< what the backward computes again instead of keeping: "none", "selective" (of blocks, what

@@ -318,7 +318,7 @@ namespace {
 // What a run was validated on, and how.
 bool is_of_validation(const std::string& key) {
   for (const char* known : {"data.corpus", "data.val_fraction", "data.val_file", "data.choices", "train.batch", "train.micro_batches",
-                            "train.eval_tokens", "train.eval_questions", "train.dtype"})
+                            "train.eval_tokens", "train.eval_questions", "train.dtype", "train.fp8"})
     if (key == known) return true;
   return false;
 }

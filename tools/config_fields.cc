@@ -126,7 +126,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.save_async", &t.save_async, "write checkpoints while training goes on, from a copy in memory"},
       {"train.dtype", &t.dtype, "of the computation; masters, gradients and statistics are f32", {"f32", "bf16", "f16"}},
       {"train.state_dtype", &t.state_dtype, "of the optimizer's state at rest; bf16 is rounded by chance", {"f32", "bf16"}},
-      {"train.fp8", &t.fp8, "products of layers in FP8, by rows: of activations and their gradients, or all, those of weights, too",
+      {"train.fp8", &t.fp8, "products of layers in FP8, by rows: activations and their gradients, or all: gradients of weights, too, but for experts'",
        {"none", "activations", "all"}},
       {"train.loss_scale", &t.loss_scale, "f16: factor of the loss in the first step", any, 1, 0x1p64},
       {"train.loss_scale_interval", &t.loss_scale_interval, "f16: steps without overflow after which it doubles", any, 1},

@@ -288,6 +288,7 @@ struct ExpertLinear {  // x[E, .., P, I], weight[E, O, I], counts -> [E, .., P, 
   static constexpr bool kWeightsLater = true;
   using Attrs = Rounds;
   static constexpr auto describe = describe_rounds;
+  static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b111;
   static void infer(const Attrs& a, Infer& c) {
     check_rows(kName, c, 0, 2);

@@ -25,6 +25,7 @@ struct LinearGelu {  // x[.., I], weight[O, I] [, bias[O]] -> gelu(y), y = x wei
   static constexpr bool kWeightsLater = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
+  static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b11, kSavedOutputs = 0b10;
   static void infer(const Attrs& a, Infer& c) {
     for (int output = 0; output < 2; ++output) infer_linear(kName, c, 1, a.forward());
@@ -68,6 +69,7 @@ struct GeluLinearBackward {  // dy[.., O], weight[O, I], before[.., I] -> gelu'(
   static constexpr const char* kName = "gelu_linear_backward";
   using Attrs = Rounds;
   static constexpr auto describe = describe_rounds;
+  static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b111;
   static void infer(const Attrs& a, Infer& c) {
     const DType d = common_dtype(kName, c);
@@ -115,6 +117,7 @@ struct GeluLinear {  // value = gelu(before), before[.., I], weight[O, I] [, bia
   static constexpr bool kWeightsLater = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
+  static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b111;
   static void infer(const Attrs& a, Infer& c) {
     infer_linear(kName, c, 2, a.forward());

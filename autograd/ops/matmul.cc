@@ -17,6 +17,7 @@ struct LinearWeightGradient {  // dy[.., O], x[.., I] -> dyᵀ x [O, I] over all
   static constexpr uint64_t kStoresWide = 0b1;
   using Attrs = Rounds;
   static constexpr auto describe = describe_rounds;
+  static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {
     const DType d = common_dtype(kName, c);
@@ -87,6 +88,7 @@ struct LinearGradients {  // both: dy[.., O], x[.., I] -> [O, I], [O]
   static constexpr uint64_t kStoresWide = 0b11;
   using Attrs = Rounds;
   static constexpr auto describe = describe_rounds;
+  static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& a, Infer& c) {
     LinearWeightGradient::infer(a, c);
@@ -208,6 +210,7 @@ struct Matmul {
     v.shape.erase(0), v.strides.erase(0);
     return v;
   }
+  static constexpr bool kMarked = true;
   static void describe(const Attrs& a, std::string& out) {
     out += a.each_alone ? a.fp8 ? "each alone, fp8" : "each alone" : a.fp8 ? "fp8" : "";
   }
@@ -232,6 +235,7 @@ struct Linear {  // x[.., I], weight[O, I] [, bias[O]]
   static constexpr bool kWeightsLater = true;
   using Attrs = LayerRounds;
   static constexpr auto describe = describe_layer_rounds;
+  static constexpr bool kMarked = true;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const Attrs& a, Infer& c) { infer_linear(kName, c, 1, a.forward()); }
   static void place(const Attrs& a, Place& p) {

@@ -28,18 +28,21 @@ struct Rounding {
     const float round = __uint_as_float(fp8_rounding_bits(__float_as_uint(part)));
     return rounded_sum(rounded_sum(part, round), -round);
   }
-  /// A code for Out = uint8_t, else its value.
+  /// Of two neighbours, to codes for Out = uint8_t, else to their values.
   template <class Out>
-  __device__ Out operator()(float x) const {
+  __device__ void two(float x, float y, Out* out) const {
     if constexpr (!std::is_same_v<Out, uint8_t>) {
-      return element<Out>(rounded(x) * scale);
+      out[0] = element<Out>(rounded(x) * scale), out[1] = element<Out>(rounded(y) * scale);
     } else {
 #ifdef __CUDA_ARCH__
-      unsigned short codes;
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(x * inverse));
-      return static_cast<uint8_t>(codes & 255);
+      unsigned short codes;  // what comes second is the low byte
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+          : "=h"(codes)
+          : "f"(y * inverse), "f"(x * inverse));
+      out[0] = static_cast<uint8_t>(codes & 255), out[1] = static_cast<uint8_t>(codes >> 8);
 #else
-      return fp8_code(__float_as_uint(rounded(x)));
+      out[0] = fp8_code(__float_as_uint(rounded(x)));
+      out[1] = fp8_code(__float_as_uint(rounded(y)));
 #endif
     }
   }
@@ -68,8 +71,8 @@ __global__ void __launch_bounds__(kThreads)
     const Pack<T> pack = load_chunk(row, at, rows.cols);
     Group<Out, kSize> group;
 #pragma unroll
-    for (int k = 0; k < kSize; ++k)
-      group.v[k] = to.template operator()<Out>(convert_to<float>(pack.v[k]));
+    for (int k = 0; k < kSize; k += 2)
+      to.two(convert_to<float>(pack.v[k]), convert_to<float>(pack.v[k + 1]), group.v + k);
     if constexpr (std::is_same_v<Out, uint8_t>) {  // at multiples of 16 bytes, to the end
       reinterpret_cast<Group<Out, kSize>*>(out + r * pitch)[at / kSize] = group;
     } else {
@@ -143,9 +146,10 @@ __global__ void __launch_bounds__(kThreads) largest_of_parts(Columns<T> c, unsig
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
     round_columns(Columns<T> c, const unsigned* largest, Out* out, int64_t pitch, float* scales) {
-  // Neighbours in a column of the tile lie in neighbouring banks.
+  // Rows of whole words, an odd number of them: neighbours in a column lie in different banks.
   constexpr int kPitch = kTile + (sizeof(Out) < 4 ? 4 / static_cast<int>(sizeof(Out)) : 1);
-  __shared__ Out tile[kTile * kPitch];
+  constexpr int kEach = kTile / kWarps;
+  __shared__ __align__(4) Out tile[kTile * kPitch];
   __shared__ unsigned most[kTile];
   const int64_t matrix = blockIdx.x / c.tiles, first = blockIdx.x % c.tiles * kTile,
                 k0 = blockIdx.y * int64_t{kTile};
@@ -169,21 +173,22 @@ __global__ void __launch_bounds__(kThreads)
     if (r >= c.rows) continue;
     const Rounding to = Rounding::of(most[place]);
 #pragma unroll
-    for (int i = 0; i < kTile / kWarps; ++i) {
-      const int k = warp + i * kWarps;
-      const float x = k0 + k < c.depth ? convert_to<float>(from[r + (k0 + k) * c.step]) : 0.0f;
-      tile[place * kPitch + k] = to.template operator()<Out>(x);
+    for (int k = warp * kEach; k < (warp + 1) * kEach; k += 2) {
+      const auto at = [&](int64_t i) {
+        return i < c.depth ? convert_to<float>(from[r + i * c.step]) : 0.0f;
+      };
+      to.two(at(k0 + k), at(k0 + k + 1), tile + place * kPitch + k);
     }
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kTile / kWarps; ++i) {
-    const int place = warp + i * kWarps;
-    if (first + place >= c.rows) continue;
-    Out* const row = out + (matrix * c.rows + first + place) * pitch + k0;
-#pragma unroll
-    for (int k = lane; k < kTile; k += kWarp)
-      if (k0 + k < pitch) row[k] = tile[place * kPitch + k];
+  // Codes go four at a time: a row of them is of whole 16 bytes.
+  using Unit = std::conditional_t<std::is_same_v<Out, uint8_t>, uint32_t, Out>;
+  constexpr int kWidth = sizeof(Unit) / sizeof(Out), kUnits = kTile / kWidth;
+  for (int i = threadIdx.x; i < kTile * kUnits; i += kThreads) {
+    const int place = i / kUnits, k = i % kUnits * kWidth;
+    if (first + place >= c.rows || k0 + k >= pitch) continue;
+    *reinterpret_cast<Unit*>(out + (matrix * c.rows + first + place) * pitch + k0 + k) =
+        *reinterpret_cast<const Unit*>(tile + place * kPitch + k);
   }
 }
 

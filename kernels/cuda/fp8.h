@@ -1,5 +1,5 @@
 // Rows rounded to FP8 (kernels/fp8.h) on a GPU: to codes and scales, or to the values that those
-// stand for. The CPU's bits.
+// stand for. The CPU's numbers.
 #pragma once
 
 #include "sheaf/core/device.h"
@@ -13,7 +13,7 @@ bool can_round_to_fp8(const View& v);
 size_t round_to_fp8_workspace(const View& from);
 
 /// codes[.., R, P], u8, dense, and scales[.., R], of from[.., R, K]: P is K rounded up to 16, and
-/// codes behind the last one are 0.
+/// codes behind the last one are 0 (NaN in a row of NaN).
 void to_fp8_codes(const Stream& stream, const View& from, uint8_t* codes, float* scales,
                   Workspace workspace);
 constexpr int64_t fp8_pitch(int64_t depth) { return (depth + 15) / 16 * 16; }

@@ -1,11 +1,12 @@
 #include "sheaf/kernels/cuda/gemm_fp8.h"
 
 #include <algorithm>
-#include <optional>
 
+#include "sheaf/kernels/cuda/code_loading.h"
 #include "sheaf/kernels/cuda/fp8.h"
 #include "sheaf/kernels/cuda/gemm.h"
 #include "sheaf/kernels/cuda/product.h"
+#include "sheaf/kernels/cuda/slow_notice.h"
 #include "sheaf/kernels/cuda/workspace.h"
 
 namespace sheaf::kernels::cuda {
@@ -20,8 +21,9 @@ size_t scale_bytes(const View& v) {
 }
 bool at_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-/// A workspace is asked for before anybody knows whether cuBLASLt takes the product: for both ways.
-/// What the library needs comes first, where the workspace's alignment is.
+/// A workspace is asked for before anybody knows whether cuBLASLt takes the product: for both ways,
+/// and values take more than codes. What the library needs comes first, where the workspace's
+/// alignment is.
 class Fp8Product {
  public:
   explicit Fp8Product(const Gemm& g) : g_(g), rounded_(g), values_(rounded_.product(g)) {}
@@ -38,13 +40,21 @@ class Fp8Product {
     const Workspace library{carver.take<char>(static_cast<int64_t>(bytes)), bytes};
     const Workspace rounding{carver.take<char>(static_cast<int64_t>(rounding_bytes())),
                              rounding_bytes()};
-    if (of_codes(stream, carver, library, rounding)) return;
     const size_t taken = line_align(bytes) + rounding_bytes();
     check<ShapeError>(workspace.bytes >= taken + rounded_.bytes(), "[", g_.who,
                       "] workspace too small: ", workspace.bytes, " bytes");
     rounded_.place(static_cast<char*>(workspace.data) + taken);
-    round_to_fp8(stream, rounded_.from_a, rounded_.a, rounding);
-    round_to_fp8(stream, rounded_.from_b, rounded_.b, rounding);
+    const auto to_values = [&] {
+      round_to_fp8(stream, rounded_.from_a, rounded_.a, rounding);
+      round_to_fp8(stream, rounded_.from_b, rounded_.b, rounding);
+    };
+    if (of_codes(stream, carver, library, rounding)) {
+      if (!TuneProducts::active()) return;
+      const CodeLoading loading;  // another rank's choice, taken over later, may be that of values
+      return to_values();
+    }
+    tell_of_values();
+    to_values();
     gemm(stream, rounded_.product(g_), library);
   }
 
@@ -97,6 +107,15 @@ class Fp8Product {
     return as_matrix(c);
   }
 
+  void tell_of_values() const {
+    const int64_t rows = rows_in(g_.c), columns = g_.c.shape.back(), depth = g_.a.shape.back();
+    if (rows * columns * depth < kWorthANotice) return;
+    slow_notice(str('[', g_.who, "] product in FP8 ", g_.a.dtype, '[', rows, ',', depth, "] x [",
+                    depth, ',', columns, "] into ", g_.c.dtype, g_.bias.rank() ? " with bias" : "",
+                    ": cuBLASLt does not take it, so what is rounded is multiplied in ",
+                    g_.a.dtype, ", which is slower"));
+  }
+
   /// False if nothing has been stored.
   bool of_codes(const Stream& stream, Carver& carver, Workspace library, Workspace rounding) const {
     const int64_t count = products();
@@ -106,8 +125,6 @@ class Fp8Product {
                *const b_codes = carver.take<uint8_t>(static_cast<int64_t>(code_bytes(b)));
     auto *const a_scales = carver.take<float>(rows_in(a)),
                *const b_scales = carver.take<float>(rows_in(b));
-    to_fp8_codes(stream, a, a_codes, a_scales, rounding);
-    to_fp8_codes(stream, b, b_codes, b_scales, rounding);
     const int64_t pitch = fp8_pitch(a.shape.back()), a_rows = rows_in(a) / count,
                   b_rows = rows_in(b) / count;
     for (int64_t i = 0; i < count; ++i) {
@@ -131,6 +148,11 @@ class Fp8Product {
                 .scale_a = b_scales + i * b_rows,
                 .scale_b = a_scales + i * a_rows};
       p.set_alignment();
+      if (i == 0) {
+        if (is_refused(stream, p.shape)) return false;
+        to_fp8_codes(stream, a, a_codes, a_scales, rounding);
+        to_fp8_codes(stream, b, b_codes, b_scales, rounding);
+      }
       if (!run_product(stream, p, library)) {
         check<CudaError>(i == 0, p, ": refused after others of the same shape");
         return false;

@@ -118,7 +118,8 @@ void Product::set_alignment() {
 
 std::string Product::to_string() const {
   const ProductShape& s = shape;
-  return str('[', who, "] product ", s.in == kU8 ? "FP8" : name(s.in), '[', s.n, ',', s.k, "] x [", s.k, ',', s.m, "] into ",
+  return str('[', who, "] product ", s.in == kU8 ? "FP8" : name(s.in), '[', s.n, ',', s.k,
+             "] x [", s.k, ',', s.m, "] into ",
              s.out,
              s.epilogue == Epilogue::none ? std::string() : str(" with ", word_of(s.epilogue)),
              s.accumulate ? ", added" : "", ", ", s.batches, " batches (", s.to_string(), ')');

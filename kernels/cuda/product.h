@@ -88,6 +88,9 @@ struct Product {
 constexpr size_t kProductWorkspace = size_t{32} << 20;
 /// And where it has to begin: at a multiple of so many bytes.
 constexpr size_t kProductWorkspaceAlignment = 256;
+/// True if run_product() is known to return false for it: what would have been prepared for it need
+/// not be.
+bool is_refused(const Stream& stream, const ProductShape& shape);
 /// Enqueues the product. False if the library has no algorithm for it with this epilogue, or none
 /// that took less time than one without and a kernel for the rest; then D may hold anything. Where
 /// a large product of bf16 or f16 is left to run_plain_product, a line on stderr says so.

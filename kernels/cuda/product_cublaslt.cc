@@ -40,6 +40,19 @@ SHEAF_FORWARD_FUNCTIONS(kCublasLt, SHEAF_CUBLASLT)
 namespace sheaf::kernels::cuda {
 namespace {
 
+// Scales by rows came with 12.9: neither older headers nor older libraries know them.
+#if CUBLAS_VERSION >= 120900
+constexpr bool kKnowsFp8 = true;
+constexpr auto kScaleModeA = CUBLASLT_MATMUL_DESC_A_SCALE_MODE,
+               kScaleModeB = CUBLASLT_MATMUL_DESC_B_SCALE_MODE;
+constexpr int32_t kByRows = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+#else
+constexpr bool kKnowsFp8 = false;
+constexpr cublasLtMatmulDescAttributes_t kScaleModeA{}, kScaleModeB{};
+constexpr int32_t kByRows = 0;
+#endif
+constexpr size_t kFirstWithFp8 = 120900;
+
 constexpr int kCandidates = 8, kTimedRuns = 3;
 // Of products that take less than this, so many runs are timed together, enqueued while the device
 // idles: else what is timed is the host.
@@ -137,9 +150,8 @@ Operation make_operation(const Product& p) {
     set(out, CUBLASLT_MATMUL_DESC_BIAS_POINTER, at(s.alignment[3]), p);
   }
   if (s.in == kU8) {
-    constexpr int32_t kByRows = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
-    set(out, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kByRows, p);
-    set(out, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kByRows, p);
+    set(out, kScaleModeA, kByRows, p);
+    set(out, kScaleModeB, kByRows, p);
     set(out, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, at(kMatrixAlignment), p);
     set(out, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, at(kMatrixAlignment), p);
   }
@@ -205,11 +217,10 @@ class Prepared {
         cublasLtMatmulAlgoGetHeuristic(handle, operation_.get(), a_.get(), b_.get(), d_.get(),
                                        d_.get(), raw, kCandidates, found, &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
-    // Types that an epilogue does not know are invalid values to it, and so may be FP8 where a GPU
-    // has none, or none with scales by rows.
-    if (status == CUBLAS_STATUS_INVALID_VALUE &&
-        (p.shape.epilogue != Epilogue::none || p.shape.in == kU8))
-      return {};
+    // Types that an epilogue does not know are invalid values to it.
+    if (status == CUBLAS_STATUS_INVALID_VALUE && p.shape.epilogue != Epilogue::none) return {};
+    // And FP8 is to a GPU that has none, or none with scales by rows.
+    if (p.shape.in == kU8 && passed_over(status)) return {};
     check_status(status, p, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<cublasLtMatmulAlgo_t> out;
     for (int i = 0; i < count; ++i)
@@ -240,7 +251,7 @@ class Prepared {
     const bool wide = p.shape.in == kF64;
     const void* const alpha_at = wide ? static_cast<const void*>(&wide_one) : &one;
     const void* const beta_at = wide ? static_cast<const void*>(&wide_beta) : &beta;
-    std::lock_guard lock(mutex_);  // where scales and the epilogue's memory are, the descriptor says
+    std::lock_guard lock(mutex_);  // the descriptor says where scales and the epilogue's memory are
     if (p.shape.in == kU8) {
       set(operation_, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_a, p);
       set(operation_, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_b, p);
@@ -283,8 +294,14 @@ class DeviceProducts {
     library_ = str("cuBLASLt ", cublasLtGetVersion(), " on ", device_name(device));
   }
 
+  bool is_refused(const ProductShape& shape) const {
+    if (shape.in == kU8 && (!kKnowsFp8 || cublasLtGetVersion() < kFirstWithFp8)) return true;
+    const std::optional<ProductChoices::Choice> choice = choices_.find(shape);
+    return choice && !choice->supported && (choice->timed || !TuneProducts::active());
+  }
   bool run(const Stream& stream, const Product& p, Workspace workspace) {
     check_workspace(p, workspace);
+    if (p.shape.in == kU8 && is_refused(p.shape)) return false;
     for (;;) {
       const std::shared_ptr<Prepared> prepared = prepare(stream, p, workspace);
       if (!prepared->supported) {
@@ -364,12 +381,10 @@ class DeviceProducts {
 
   static void tell_of_the_plain_kernel(const Product& p) {
     const ProductShape& s = p.shape;
-    if ((s.in != kBF16 && s.in != kF16 && s.in != kU8) || !plain(s.epilogue) ||
+    if ((s.in != kBF16 && s.in != kF16) || !plain(s.epilogue) ||
         s.m * s.n * s.k * s.batches < kWorthANotice)
       return;
-    slow_notice(str(p, ": cuBLASLt has no algorithm for it, so ",
-                    s.in == kU8 ? "the values of the codes are multiplied, which is slower"
-                                : "a slow kernel computes it"));
+    slow_notice(str(p, ": cuBLASLt has no algorithm for it, so a slow kernel computes it"));
   }
 
   struct Timed {
@@ -477,6 +492,9 @@ DeviceProducts& products_of(int device) {
 
 }  // namespace
 
+bool is_refused(const Stream& stream, const ProductShape& shape) {
+  return products_of(stream.device.index).is_refused(shape);
+}
 bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
   return products_of(stream.device.index).run(stream, product, workspace);
 }

@@ -23,6 +23,7 @@ ProductChoices& choices() {
 
 /// A refusal, so that what calls us meets one: cuBLASLt itself may refuse misaligned operands.
 bool supports(const ProductShape& s) {
+  if (s.in == kU8 && s.k == 48) return false;  // nobody says which of FP8 it knows
   return s.alignment[0] == 16 && s.alignment[1] == 16 && s.alignment[2] == 16;
 }
 
@@ -107,6 +108,11 @@ void multiply_codes(const Product& p) {
 }
 
 }  // namespace
+
+bool is_refused(const Stream&, const ProductShape& shape) {
+  const auto choice = choices().find(shape);
+  return choice && !choice->supported && (choice->timed || !TuneProducts::active());
+}
 
 bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
   const ProductShape s = product.shape;

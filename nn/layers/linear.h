@@ -51,8 +51,8 @@ struct Linear : Module {
   SHEAF_FIELDS(weight, bias, lora);
 
  private:
-  /// Nothing will be differentiated: of a weight in blocks no values are made but where they are multiplied.
-  bool multiplies_blocks() const { return weight.blocks() && !Recording::current(); }
+  /// Nothing will be differentiated: of a weight in blocks no values are made but where they are multiplied, as they are.
+  bool multiplies_blocks() const { return weight.blocks() && !Recording::current() && fp8 == Fp8::none; }
   Tensor product(const Tensor& x) const {
     check<DTypeError>(!weight.blocks() || x.dtype() == weight.dtype(), "[linear] '", weight.name(), "' is computed with in ",
                       weight.dtype(), ", and its input is ", x.type(), ": cast it first");

@@ -44,6 +44,9 @@ TEST(BenchOnGpu, Gemm) {
   const BenchRun f32 = on_gpu("gemm", "forward-f32-16384x768x768");
   EXPECT_GT(f32.machine.at("gpu").at("gflops_f32").as_double(), 0);
   EXPECT_EQ(on_gpu("gemm", "head-and-loss").lines.size(), 4u);
+  const BenchRun fp8 = on_gpu("gemm", "-fp8-8192x4096x6144");
+  EXPECT_EQ(fp8.lines.size(), 3u);
+  for (const auto& [name, line] : fp8.lines) EXPECT_EQ(line.at("peer").as_string(), "bf16") << name;
 }
 
 TEST(BenchOnGpu, Kernels) {
@@ -68,7 +71,7 @@ TEST(BenchOnGpu, Step) {
   SHEAF_NEEDS_GPU();
   const ScratchFolder folder;
   BenchRun run = on_gpu("step", "", {"--traces", folder / ""});
-  ASSERT_EQ(run.lines.size(), 7u);
+  ASSERT_EQ(run.lines.size(), 8u);
   for (const auto& [name, peer] : {std::pair{"gpt2-124m-bf16-4x1024-graph", "the step without a graph"},
                                    {"gpt2-124m-bf16-4x1024-program", "the eager step"}}) {
     const Json line = run.lines.at(name);

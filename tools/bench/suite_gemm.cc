@@ -32,6 +32,7 @@ struct Place {
   Device device;
   Stream stream;
   DType dtype;
+  bool fp8 = false;  // operands are rounded to it
   std::vector<std::shared_ptr<void>> held = {};
 
   template <class T>
@@ -60,10 +61,10 @@ struct Product {
 Calls forward(const Size& s, Place& at) {
   const Array &x = at.array(at.dtype, {s.m, s.i}), &w = at.array(at.dtype, {s.o, s.i}),
               &y = at.array(at.dtype, {s.m, s.o});
-  const Scratch& scratch = at.scratch(SHEAF_WORKSPACE(at.device, linear, x, w, View{}, y));
+  const Scratch& scratch = at.scratch(SHEAF_WORKSPACE(at.device, linear, x, w, View{}, y, at.fp8));
   Calls calls;
-  calls.run = [&, stream = at.stream] {
-    SHEAF_ON_DEVICE(stream, linear, x, w, View{}, y, scratch);
+  calls.run = [&, stream = at.stream, fp8 = at.fp8] {
+    SHEAF_ON_DEVICE(stream, linear, x, w, View{}, y, scratch, fp8);
   };
   if (at.device.is_cpu()) calls.peer = plain_gemm(x, transposed(w), y);
   return calls;
@@ -73,9 +74,11 @@ Calls forward(const Size& s, Place& at) {
 Calls input_gradient(const Size& s, Place& at) {
   const Array &dy = at.array(at.dtype, {s.m, s.o}), &w = at.array(at.dtype, {s.o, s.i}),
               &dx = at.array(at.dtype, {s.m, s.i});
-  const Scratch& scratch = at.scratch(SHEAF_WORKSPACE(at.device, matmul, dy, w, dx));
+  const Scratch& scratch = at.scratch(SHEAF_WORKSPACE(at.device, matmul, dy, w, dx, at.fp8));
   Calls calls;
-  calls.run = [&, stream = at.stream] { SHEAF_ON_DEVICE(stream, matmul, dy, w, dx, scratch); };
+  calls.run = [&, stream = at.stream, fp8 = at.fp8] {
+    SHEAF_ON_DEVICE(stream, matmul, dy, w, dx, scratch, fp8);
+  };
   if (at.device.is_cpu()) calls.peer = plain_gemm(dy, w, dx);
   return calls;
 }
@@ -85,10 +88,10 @@ Calls weight_gradient(const Size& s, Place& at) {
   const Array &dy = at.array(at.dtype, {s.m, s.o}), &x = at.array(at.dtype, {s.m, s.i}),
               &dw = at.array(kF32, {s.o, s.i});
   const Scratch& scratch =
-      at.scratch(SHEAF_WORKSPACE(at.device, linear_weight_gradient, dy, x, dw));
+      at.scratch(SHEAF_WORKSPACE(at.device, linear_weight_gradient, dy, x, dw, at.fp8));
   Calls calls;
-  calls.run = [&, stream = at.stream] {
-    SHEAF_ON_DEVICE(stream, linear_weight_gradient, dy, x, dw, scratch);
+  calls.run = [&, stream = at.stream, fp8 = at.fp8] {
+    SHEAF_ON_DEVICE(stream, linear_weight_gradient, dy, x, dw, scratch, fp8);
   };
   if (at.device.is_cpu()) calls.peer = plain_gemm(transposed(dy), x, dw);
   return calls;
@@ -126,6 +129,23 @@ void layer_line(Session& session, const Product& product, DType dtype, const Siz
     session.compare_with_peak("gemm", c);
   else
     session.compare("gemm", c);
+}
+
+// The same in FP8, rounding included, beside that in bf16.
+void fp8_line(Session& session, const Product& product, const Size& full) {
+  const std::string name = str(product.name, "-fp8-", full.m, "x", full.i, "x", full.o);
+  if (!session.wants("gemm", name)) return;
+  const Size size{eighth(session, full.m), eighth(session, full.i), eighth(session, full.o)};
+  Place at{session.device(), session.stream(), kBF16}, rounding = at;
+  rounding.fp8 = true;
+  Comparison c{.name = name, .unit = session.flops_unit(), .peer = "bf16"};
+  c.amount = c.peer_amount = 2.0 * static_cast<double>(size.m * size.i * size.o);
+  c.prepare = [&] {
+    c.run = product.make(size, rounding).run;
+    c.peer_run = product.make(size, at).run;
+    tune(c.run), tune(c.peer_run);
+  };
+  session.compare("gemm", c);
 }
 
 // One token through a layer, as where texts are generated: time goes by the bytes of the weight. In blocks beside f32.
@@ -211,6 +231,8 @@ void gemm_suite(Session& session) {
     layers(dtype, 8192, kLlama8B);
     if (dtype != kBF16) continue;
     for (const Size& s : kHeads) head_line(session, dtype, s);
+    for (const auto& [i, o] : kLlama8B)
+      for (const Product& p : kProducts) fp8_line(session, p, {8192, i, o});
   }
 }
 

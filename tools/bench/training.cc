@@ -54,6 +54,8 @@ std::vector<TrainingCase> training_cases(Device device) {
         // As many layers as leave another program room for as many.
         make("llama3-8b-8layers-bf16-4x8192", {"--model.preset=llama3-8b", "--model.layers=8"},
              "bf16", 4, 8192),
+        make("llama3-8b-8layers-fp8-4x8192",
+             {"--model.preset=llama3-8b", "--model.layers=8", "--train.fp8=all"}, "bf16", 4, 8192),
     };
   return {
       make("gpt2-124m-f32-4x64", kGpt2, "f32", 4, 64),
