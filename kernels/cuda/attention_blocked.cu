@@ -45,9 +45,10 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
         multiply_rows<S>(q_tile, tile, q.width, s);
 #pragma unroll
         for (int i = 0; i < S::kPer; ++i) {
+          const SeenKeys sees = seen_keys<S, kHides>(p, key, seen[i]);
 #pragma unroll
           for (int j = 0; j < S::kPer; ++j)
-            s[i][j] = sees_key<kHides>(p, key + tx() + kSide * j, seen[i])
+            s[i][j] = sees.has(tx() + kSide * j)
                           ? rounded_product(s[i][j], static_cast<C>(p.scale))
                           : kHidden<C>;
           const C shrink = add_tile(segment[i], s[i]);

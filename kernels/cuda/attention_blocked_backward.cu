@@ -80,12 +80,14 @@ __global__ void __launch_bounds__(kThreads, S::kWidth <= 64 ? 2 : 1)
       multiply_rows<S>(q_tile, tile, q.width, s);
       const C scale = static_cast<C>(p.scale);
 #pragma unroll
-      for (int i = 0; i < S::kPer; ++i)
+      for (int i = 0; i < S::kPer; ++i) {
+        const SeenKeys sees = seen_keys<S, kHides>(p, key, seen[i]);
 #pragma unroll
         for (int j = 0; j < S::kPer; ++j)
-          ds[i][j] = sees_key<kHides>(p, key + tx() + kSide * j, seen[i])
+          ds[i][j] = sees.has(tx() + kSide * j)
                          ? exponential(s[i][j] * scale - lse[i]) * (ds[i][j] - dot[i]) * scale
                          : C(0);
+      }
       store_scores<S>(ds, weights);
       __syncthreads();
       accumulate_rows<S>(weights, tile, k.width, sums);
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
     if (p.causal && key > p.past()) first = key - p.past();
     if (kHides == Hides::nothing) first = first / S::kTile * S::kTile;
     int64_t behind = d.queries;
-    if (kHides == Hides::window) {  // the last that sees the last of the keys
+    if (kHides != Hides::nothing && p.window) {  // the last that sees the last of the keys
       const int64_t last = key + S::kTile - 1 + p.window - 1 - p.past();
       if (last + 1 < behind) behind = last + 1;
     }
@@ -154,11 +156,12 @@ __global__ void __launch_bounds__(kThreads)
           const int64_t seen = query < d.queries ? p.visible(query) : 0;
           const C lse = seen ? rows.lse.at(b, h, query) : C(0),
                   dot = seen ? rows.dot[(b * p.heads + h) * p.queries + query] : C(0);
+          const SeenKeys sees = seen_keys<S, kHides>(p, key, seen);
 #pragma unroll
           for (int i = 0; i < S::kPer; ++i) {
-            const bool sees = sees_key<kHides>(p, key + ty() + kSide * i, seen);
-            s[i][j] = sees ? exponential(s[i][j] * scale - lse) : C(0);
-            ds[i][j] = sees ? s[i][j] * (ds[i][j] - dot) * scale : C(0);
+            const bool has = sees.has(ty() + kSide * i);
+            s[i][j] = has ? exponential(s[i][j] * scale - lse) : C(0);
+            ds[i][j] = has ? s[i][j] * (ds[i][j] - dot) * scale : C(0);
           }
         }
         store_scores<S>(s, weights);
@@ -173,9 +176,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < S::kPer; ++i) {
       const int64_t s = key + ty() + kSide * i;
-      if (s >= d.keys) continue;
-      store_row<S>(p, dk_sums, i, C(1), dk, b, s, g);
-      store_row<V>(p, dv_sums, i, C(1), dv, b, s, g);
+      if (s < d.keys) store_row<S>(p, dk_sums, i, C(1), dk, b, s, g);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kPer; ++i) {  // behind those of dk: with both together, registers are spilled
+      const int64_t s = key + ty() + kSide * i;
+      if (s < d.keys) store_row<V>(p, dv_sums, i, C(1), dv, b, s, g);
     }
   });
 }

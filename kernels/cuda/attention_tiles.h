@@ -57,14 +57,14 @@ struct PerQuery {
   __device__ C& at(int64_t b, int64_t h, int64_t t) const { return data[b * batch + h * head + t]; }
 };
 
-/// What hides keys beside the causal mask: nothing, documents, or a window, in documents or not. Kernels are compiled for each.
-enum class Hides { nothing, documents, window };
+/// What hides keys beside the causal mask: nothing, or documents, a window or both. Kernels are compiled for each, and not
+/// for documents and windows apart: those differ around the products, not in them.
+enum class Hides { nothing, something };
 
 /// Calls f.operator()<hides>() with what `mask` asks for.
 template <class F>
 void visit_hides(const AttentionMask& mask, F&& f) {
-  if (mask.window) f.template operator()<Hides::window>();
-  else if (mask.has_documents()) f.template operator()<Hides::documents>();
+  if (mask.window || mask.has_documents()) f.template operator()<Hides::something>();
   else f.template operator()<Hides::nothing>();
 }
 
@@ -152,14 +152,14 @@ __device__ inline void for_each_tile(const Problem& p, const Begins& begins, int
     const int64_t rows = kKeys ? p.keys : p.queries, end = first + S::kTile < rows ? first + S::kTile : rows;
     for (int64_t t = first; t < end;) {
       Document d = whole;
-      int64_t n = first, behind = end;
+      int64_t n = first;
       if (begins.data) {
         d = kKeys ? begins.of_key(p, b, t) : begins.of_query(p, b, t);
         const int64_t begin = kKeys ? d.first_key : d.first_query;
-        n = begin + (t - begin + S::kTile - 1) / S::kTile * S::kTile, behind = kKeys ? d.keys : d.queries;
+        n = begin + (t - begin + S::kTile - 1) / S::kTile * S::kTile;
       }
-      for (; n < end && n < behind; n += S::kTile) f(d, n);
-      t = behind;
+      t = kKeys ? d.keys : d.queries;
+      for (const int64_t behind = t < end ? t : end; n < behind; n += S::kTile) f(d, n);
     }
   }
 }
@@ -170,15 +170,17 @@ __device__ inline int64_t keys_seen(const Problem& p, const Document& d, int64_t
   return p.visible((first + S::kTile < d.queries ? first + S::kTile : d.queries) - 1);
 }
 
+/// Keys before a window, of those that the query sees to which the first `seen` are visible; 0 or less if there are none.
+template <Hides kHides>
+__device__ inline int64_t keys_hidden(const Problem& p, int64_t seen) {
+  return kHides != Hides::nothing && p.window ? seen - p.window : 0;
+}
+
 /// Where the first tile of keys begins that some of them sees: they begin where they do without a window.
 template <class S, Hides kHides>
 __device__ inline int64_t first_key_seen(const Problem& p, const Document& d, int64_t first) {
-  if constexpr (kHides == Hides::window) {
-    const int64_t hidden = p.visible(first) - p.window - d.first_key;
-    return hidden > 0 ? d.first_key + hidden / S::kTile * S::kTile : d.first_key;
-  } else {
-    return d.first_key;
-  }
+  const int64_t hidden = keys_hidden<kHides>(p, p.visible(first)) - d.first_key;
+  return hidden > 0 ? d.first_key + hidden / S::kTile * S::kTile : d.first_key;
 }
 
 /// Where the segment of keys behind that of this key begins.
@@ -186,10 +188,21 @@ __device__ inline int64_t segment_behind(const Document& d, int64_t key) {
   return d.first_key + ((key - d.first_key) / kSegment + 1) * kSegment;
 }
 
-/// Whether the query to which the first `seen` keys are visible (Problem) sees key s.
-template <Hides kHides>
-__device__ inline bool sees_key(const Problem& p, int64_t s, int64_t seen) {
-  return s < seen && (kHides != Hides::window || s >= seen - p.window);
+/// Keys of a tile, counted from its first, that a query sees.
+struct SeenKeys {
+  int begin, behind;
+  __device__ bool has(int n) const {
+    return static_cast<unsigned>(n - begin) < static_cast<unsigned>(behind - begin);
+  }
+};
+
+/// Those of the tile from `key` on, of the query to which the first `seen` keys are visible (Problem).
+template <class S, Hides kHides>
+__device__ inline SeenKeys seen_keys(const Problem& p, int64_t key, int64_t seen) {
+  const auto in_tile = [&](int64_t n) {
+    return static_cast<int>(n < key ? 0 : n - key < S::kTile ? n - key : S::kTile);
+  };
+  return {in_tile(keys_hidden<kHides>(p, seen)), in_tile(seen)};
 }
 
 template <class S, class T>
@@ -213,20 +226,24 @@ __device__ void load_tile_of(const T* rows, int64_t stride, int64_t count, int w
   }
 }
 
+/// Calls f.operator()<T>() with the type of a call's elements.
+template <class C, class F>
+__device__ inline void visit_elements(const Problem& p, F&& f) {
+  if constexpr (std::is_same_v<C, double>) f.template operator()<double>();
+  else if (p.dtype == DType::f32) f.template operator()<float>();
+  else if (p.dtype == DType::bf16) f.template operator()<bf16>();
+  else f.template operator()<f16>();
+}
+
 /// Rows [first, first + kTile) of a head's `count`; zeros past the last, and up to the next
 /// multiple of kVec behind the width.
 template <class S>
 __device__ void load_tile(const Problem& p, const Heads& from, int64_t b, int64_t h, int64_t first,
                           int64_t count, typename S::C* tile) {
   const int64_t at = from.offset(b, first, h), rows = count - first;
-  if constexpr (std::is_same_v<typename S::C, double>)
-    load_tile_of<S>(static_cast<const double*>(from.data) + at, from.time, rows, from.width, tile);
-  else if (p.dtype == DType::f32)
-    load_tile_of<S>(static_cast<const float*>(from.data) + at, from.time, rows, from.width, tile);
-  else if (p.dtype == DType::bf16)
-    load_tile_of<S>(static_cast<const bf16*>(from.data) + at, from.time, rows, from.width, tile);
-  else
-    load_tile_of<S>(static_cast<const f16*>(from.data) + at, from.time, rows, from.width, tile);
+  visit_elements<typename S::C>(p, [&]<class T>() {
+    load_tile_of<S>(static_cast<const T*>(from.data) + at, from.time, rows, from.width, tile);
+  });
 }
 
 /// out[i][j] = row ty + 16 i of a times row tx + 16 j of b.
@@ -300,13 +317,18 @@ __device__ void accumulate_rows(const typename S::C* scores, const typename S::C
 template <class S>
 __device__ void store_row(const Problem& p, const typename S::Results& results, int i,
                           typename S::C scale, const Heads& to, int64_t b, int64_t t, int64_t h) {
-  const int64_t at = to.offset(b, t, h);
+  const int64_t at = to.offset(b, t, h) + column<S>(0);
+  const int width = to.width - column<S>(0);
+  visit_elements<typename S::C>(p, [&]<class T>() {
+    T* row = static_cast<T*>(to.data) + at;
 #pragma unroll
-  for (int c = 0; c < S::kChunks; ++c)
+    for (int c = 0; c < S::kChunks; ++c)
 #pragma unroll
-    for (int k = 0; k < S::kVec; ++k)
-      if (column<S>(c) + k < to.width)
-        store_any(p.dtype, to.data, at + column<S>(c) + k, results[i][c][k] * scale);
+      for (int k = 0; k < S::kVec; ++k) {
+        const int n = kSide * S::kVec * c + k;
+        if (n < width) row[n] = element<T>(results[i][c][k] * scale);
+      }
+  });
 }
 
 /// Calls f.operator()<S, V>() with the tiles for queries and keys, and those for values and outputs,
