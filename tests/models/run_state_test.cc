@@ -153,7 +153,7 @@ TEST(RunState, StepsCountThroughTheDecay) {
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum",
-                          "train.state_dtype", "model.end_of_text", "model.window", "model.full_attention_every"})
+                          "train.state_dtype", "train.fp8", "model.end_of_text", "model.window", "model.full_attention_every"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                            "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
@@ -177,6 +177,10 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   now = a_run();
   now.train.state_dtype = "bf16";
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.state_dtype was \"f32\" in the checkpoint and is \"bf16\""));
+  // Its products were not in FP8.
+  now = a_run();
+  now.train.fp8 = "all";
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.fp8 was \"none\" in the checkpoint and is \"all\""));
   // Its windows were at random places.
   Json with_data = a_run().to_json();
   with_data.set("data", without(with_data.at("data"), "order"));

@@ -117,6 +117,19 @@ TEST(Evaluate, ARunOnItsOwnData) {
   EXPECT_THAT(bf16.out, HasSubstr(", bf16, windows"));
 }
 
+// As the run was validated, or without.
+TEST(Evaluate, ARunInFp8) {
+  const Folder folder;
+  const Outcome trained = folder.train("run", {"--train.fp8", "all"});
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  const double last = std::stod(folder.metrics("run").at(5).at("val_loss")),
+               rounded = loss_in(run_sheaf(evaluate(folder / "run")).out),
+               exact = loss_in(run_sheaf(evaluate(folder / "run", {"--train.fp8", "none"})).out);
+  EXPECT_NEAR(rounded, last, 1e-6);
+  EXPECT_NE(exact, rounded);
+  EXPECT_NEAR(exact, rounded, 0.02);
+}
+
 TEST(Evaluate, OnOtherData) {
   const Folder folder;
   ASSERT_EQ(folder.train("run", {}).code, 0);

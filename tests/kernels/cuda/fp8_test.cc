@@ -77,26 +77,35 @@ TEST(CudaFp8, CodesStandForTheSame) {
     }
 }
 
-/// Of a product of so many output columns and so deep a one: it was known to the library, or left.
-bool was_fp8(int64_t columns, int64_t depth) {
-  std::string text = cuda::export_product_choices(0);
+/// How often the library has, or has not, known a product of codes so far.
+struct Known {
+  int64_t yes = 0, no = 0;
+};
+Known known() {
+  Known out;
+  const std::string text = cuda::export_product_choices(0);
   for (size_t at = 0; (at = text.find("\nu8 ", at)) != text.npos; ++at) {
     const std::string line = text.substr(at + 1, text.find('\n', at + 1) - at - 1);
-    const auto shape = cuda::ProductShape::parse(line.substr(0, line.find(" : ")));
-    if (shape && shape->m == columns && shape->k == depth) return line.find("plain") == line.npos;
+    EXPECT_TRUE(cuda::ProductShape::parse(line.substr(0, line.find(" : ")))) << line;
+    ++(line.find("plain") == line.npos ? out.yes : out.no);
   }
-  return false;
+  return out;
 }
 
-// The three products of a linear layer against those of rounded operands in f64, where cuBLASLt has products of FP8 (rows of
-// whole 16 bytes, narrow biases) and where it has none.
+/// What its sums differ by: Hopper's products of FP8 add up in fewer bits than f32 has, by the report of DeepSeek-V3 (section 3.3.2)
+/// in 14. Of the largest result.
+double bound_of(DType d) { return std::max(2 * epsilon(d), 0x1p-11); }
+
+// The three products of a linear layer against those of the CPU, whose bits fp8_test there pins to the definition: where cuBLASLt
+// may have products of FP8 (rows of whole 16 bytes, narrow biases), where it may not, and where it refuses them (the emulated one does
+// 48 to add up).
 TEST(CudaFp8, ProductsOfLinearLayers) {
   SHEAF_NEEDS_GPU();
   struct Sizes {
     int64_t rows, in, out;
   };
   for (DType d : {kF32, kBF16, kF16})
-    for (const Sizes s : {Sizes{21, 48, 64}, Sizes{1, 32, 16}, Sizes{40, 50, 33}, Sizes{16, 70, 80}})
+    for (const Sizes s : {Sizes{21, 48, 64}, Sizes{1, 32, 16}, Sizes{40, 50, 33}, Sizes{16, 70, 80}, Sizes{128, 64, 128}})
       for (const bool has_bias : {false, true}) {
         const Array x = Array::random(d, {s.rows, s.in}, 1), w = Array::random(d, {s.out, s.in}, 2),
                     bias = has_bias ? Array::random(d, {s.out}, 3) : Array(), dy = Array::random(d, {s.rows, s.out}, 4, 0.1);
@@ -108,7 +117,6 @@ TEST(CudaFp8, ProductsOfLinearLayers) {
         cuda::matmul(OnGpu::stream(), gdy, gw, gdx, GpuScratch(cuda::matmul_workspace(no_dy, no_w, gdx, true)), true);
         cuda::linear_gradients(OnGpu::stream(), gdy, gx, gdw, gdb,
                                GpuScratch(cuda::linear_gradients_workspace(no_dy, no_x, gdw, gdb, true)), true);
-        // In f32 on the CPU, whose bits fp8_test pins to the definition.
         const auto f32 = [](const Array& a) {
           Array out(kF32, a.view().shape);
           out.fill([&](int64_t i) { return a.at(i); });
@@ -120,13 +128,30 @@ TEST(CudaFp8, ProductsOfLinearLayers) {
         cpu::linear(wx, ww, b, y, Scratch(cpu::linear_workspace(wx, ww, b, y, true)), true);
         cpu::matmul(wdy, ww, dx, Scratch(cpu::matmul_workspace(wdy, ww, dx, true)), true);
         cpu::linear_weight_gradient(wdy, wx, dw, Scratch(cpu::linear_weight_gradient_workspace(wdy, wx, dw, true)), true);
-        const double bound = 2 * epsilon(d);
-        EXPECT_LT(scaled_error(gy.back(), values(y)), bound) << name(d) << s.rows << has_bias;
-        EXPECT_LT(scaled_error(gdx.back(), values(dx)), bound) << name(d) << s.rows;
-        EXPECT_LT(scaled_error(gdw.back(), values(dw)), 4 * epsilon(kF32)) << name(d) << s.rows;
-        if (std::getenv("SHEAF_SHIFT_OPERANDS")) continue;
-        EXPECT_EQ(was_fp8(s.out, cuda::fp8_pitch(s.in)), s.out % 16 == 0) << s.out;
+        EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(d)) << name(d) << s.rows << has_bias;
+        EXPECT_LT(scaled_error(gdx.back(), values(dx)), bound_of(d)) << name(d) << s.rows;
+        EXPECT_LT(scaled_error(gdw.back(), values(dw)), bound_of(kF32)) << name(d) << s.rows;
       }
+  if (emulated_cuda() && !std::getenv("SHEAF_SHIFT_OPERANDS")) {
+    EXPECT_GT(known().yes, 10);
+    EXPECT_GE(known().no, 3);
+  }
+}
+
+// What cuBLASLt is there for: where a GPU has FP8 at all, it takes this.
+TEST(CudaFp8, ALargeProductIsOneOfCodes) {
+  SHEAF_NEEDS_GPU();
+  const Array x = Array::random(kBF16, {256, 256}, 1), w = Array::random(kBF16, {256, 256}, 2), y(kBF16, {256, 256});
+  const OnGpu gx(x), gw(w), gy(y);
+  const int64_t before = known().yes;
+  for (int times = 0; times < 2; ++times)
+    cuda::linear(OnGpu::stream(), gx, gw, View{}, gy, GpuScratch(cuda::linear_workspace(without_data(gx), without_data(gw), View{}, gy, true)),
+                 true);
+  cpu::linear(x, w, View{}, y, Scratch(cpu::linear_workspace(x, w, View{}, y, true)), true);
+  EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(kBF16));
+  if (!std::getenv("SHEAF_SHIFT_OPERANDS")) {
+    EXPECT_EQ(known().yes, before + 1);
+  }
 }
 
 TEST(CudaFp8, ProductsOfExperts) {
@@ -146,10 +171,7 @@ TEST(CudaFp8, ProductsOfExperts) {
         OnGpu::stream(), gx, gweight, gcounts, gy,
         GpuScratch(cuda::expert_linear_workspace(without_data(gx), without_data(gweight), without_data(gcounts), gy, true)), true);
     cpu::expert_linear(x, weight, counts, y, Scratch(cpu::expert_linear_workspace(x, weight, counts, y, true)), true);
-    EXPECT_LT(scaled_error(gy.back(), values(y)), 2 * epsilon(kBF16)) << cut;
-    if (!std::getenv("SHEAF_SHIFT_OPERANDS")) {
-      EXPECT_TRUE(was_fp8(out, in));
-    }
+    EXPECT_LT(scaled_error(gy.back(), values(y)), bound_of(kBF16)) << cut;
   }
 }
 
