@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(kThreads)
   // Rows of whole words, an odd number of them: neighbours in a column lie in different banks.
   constexpr int kPitch = kTile + (sizeof(Out) < 4 ? 4 / static_cast<int>(sizeof(Out)) : 1);
   constexpr int kEach = kTile / kWarps;
-  __shared__ __align__(4) Out tile[kTile * kPitch];
+  __shared__ uint32_t words[kTile * kPitch * sizeof(Out) / 4];
+  Out* const tile = reinterpret_cast<Out*>(words);
   __shared__ unsigned most[kTile];
   const int64_t matrix = blockIdx.x / c.tiles, first = blockIdx.x % c.tiles * kTile,
                 k0 = blockIdx.y * int64_t{kTile};
