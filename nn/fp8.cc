@@ -1,14 +1,23 @@
 #include "sheaf/nn/fp8.h"
 
 #include "sheaf/nn/layers/experts.h"
-#include "sheaf/nn/layers/linear.h"
+#include "sheaf/nn/layers/mlp.h"
 
 namespace sheaf::nn {
 namespace {
 
+constexpr int64_t kUnit = 16;
+
 bool suits(const Parameter& weight) {
   const Shape& shape = weight.shape();
-  return !weight.table() && shape.back() % 16 == 0 && shape.dim(-2) % 16 == 0;
+  return !weight.table() && shape.back() % kUnit == 0 && shape.dim(-2) % kUnit == 0;
+}
+
+// So that what ranks have of it suits, too. Whole blocks do.
+template <class Mlp>
+void cut_in_units(Module* module) {
+  auto* const mlp = dynamic_cast<Mlp*>(module);
+  if (mlp && mlp->down.fp8 != Fp8::none && !mlp->down.weight.blocks()) mlp->cut_hidden_in(kUnit);
 }
 
 }  // namespace
@@ -24,6 +33,7 @@ int64_t use_fp8(Module& model, Fp8 products, const std::function<bool(const std:
     else continue;
     ++count;
   }
+  for (const auto& [path, module] : model.named_modules()) cut_in_units<MLP>(module), cut_in_units<SwiGluMLP>(module);
   return count;
 }
 

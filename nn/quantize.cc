@@ -5,13 +5,11 @@
 namespace sheaf::nn {
 namespace {
 
-bool rests_in_blocks(const Linear& layer) { return layer.weight.blocks().has_value(); }
-
 // In whole blocks of what `down` reads.
-void cut_in_blocks(Linear& down, std::initializer_list<Linear*> up) {
-  if (!rests_in_blocks(down) || !down.weight.cut()) return;
-  down.set_cut(OwnershipMap::even(1, kBlockSize));
-  for (Linear* layer : up) layer->set_cut(OwnershipMap::even(0, kBlockSize));
+template <class Mlp>
+void cut_in_blocks(Module* module) {
+  auto* const mlp = dynamic_cast<Mlp*>(module);
+  if (mlp && mlp->down.weight.blocks()) mlp->cut_hidden_in(kBlockSize);
 }
 
 }  // namespace
@@ -23,10 +21,7 @@ int64_t quantize(Module& model, BlockFormat format, const std::function<bool(con
     p.quantize(format);
     ++count;
   }
-  for (const auto& [path, module] : model.named_modules()) {
-    if (auto* mlp = dynamic_cast<MLP*>(module)) cut_in_blocks(mlp->down, {&mlp->up});
-    if (auto* mlp = dynamic_cast<SwiGluMLP*>(module)) cut_in_blocks(mlp->down, {&mlp->gate, &mlp->up});
-  }
+  for (const auto& [path, module] : model.named_modules()) cut_in_blocks<MLP>(module), cut_in_blocks<SwiGluMLP>(module);
   return count;
 }
 

@@ -1,5 +1,6 @@
 // Placement rules on meshes of two and three axes: rules are matched per axis, so every rule must hold on one axis beside
-// every other rule on the other one, both axes cutting one dimension included.
+// every other rule on the other one, both axes cutting one dimension included. On some meshes all pairs, on the others some of
+// them, drawn.
 #include <algorithm>
 #include <set>
 
@@ -87,6 +88,7 @@ bool is_cut_behind(const Assignment& a) {
 struct MeshCase {
   std::vector<int> sizes;
   std::vector<Cuts> cuts;
+  bool all_pairs = false;
 };
 
 // Ranks would have several runs of a table's rows, which no op takes.
@@ -108,23 +110,21 @@ std::string check_mesh(const OpSample& sample, const MeshCase& mesh, const std::
   const auto add = [&](const std::vector<const Tokens*>& per_axis) {
     if (together(per_axis, next)) run.assignments.push_back(next);
   };
-  if (mesh.sizes.size() == 2) {
+  const auto any_each = [&](const std::vector<Tokens>& of) {
+    std::vector<const Tokens*> per_axis;
+    for (size_t a = 0; a < mesh.sizes.size(); ++a) per_axis.push_back(any(of));
+    return per_axis;
+  };
+  if (mesh.all_pairs) {
     for (const Tokens& a : rules)
       for (const Tokens& b : rules) add({&a, &b});
   } else {
-    for (size_t k = 0; k < 2 * kDrawn; ++k) add({any(rules), any(rules), any(rules)});
+    for (size_t k = 0; k < 2 * kDrawn; ++k) add(any_each(rules));
   }
   const size_t must_be_accepted = run.assignments.size();
-  for (size_t k = 0; k < kDrawn; ++k) {
-    std::vector<const Tokens*> per_axis;
-    for (size_t a = 0; a < mesh.sizes.size(); ++a) per_axis.push_back(any(accepted));
-    add(per_axis);
-  }
-  for (size_t k = 0; k < 2 * kDrawn; ++k) {
-    std::vector<const Tokens*> per_axis;
-    for (size_t a = 0; a < mesh.sizes.size(); ++a) per_axis.push_back(any(accepted));
-    if (together(per_axis, next) && without_mesh(draw, next)) run.assignments.push_back(next);
-  }
+  for (size_t k = 0; k < kDrawn; ++k) add(any_each(accepted));
+  for (size_t k = 0; k < 2 * kDrawn; ++k)
+    if (together(any_each(accepted), next) && without_mesh(draw, next)) run.assignments.push_back(next);
   const PlacementResult result = run_assignments(sample, run);
   std::string out = result.finding;
   for (size_t k = 0; k < run.assignments.size() && out.empty(); ++k) {
@@ -152,9 +152,9 @@ std::string check_axes(const OpSample& sample) {
     if (alone.outcomes[k].accepted) accepted.push_back(list[k]);
   const std::vector<Tokens> rules = rules_of(sample, accepted);
   using enum Cuts;
-  const MeshCase meshes[] = {{{2, 2}, {even, even}},     {{2, 3}, {uneven, uneven}},  {{2, 3}, {even, uneven}},
-                             {{3, 2}, {uneven, even}},   {{1, 3}, {even, uneven}},    {{3, 1}, {even, even}},
-                             {{2, 1, 2}, {uneven, even, even}}, {{2, 2, 2}, {even, even, uneven}}, {{2, 2}, {parts, even}}};
+  const MeshCase meshes[] = {{{2, 2}, {even, even}, true}, {{2, 3}, {uneven, uneven}, true}, {{2, 3}, {even, uneven}},
+                             {{3, 2}, {uneven, even}},     {{1, 3}, {even, uneven}},         {{3, 1}, {even, even}},
+                             {{2, 1, 2}, {uneven, even, even}}, {{2, 2, 2}, {even, even, uneven}}, {{2, 2}, {parts, even}, true}};
   for (const MeshCase& mesh : meshes)
     if (out.empty()) out += check_mesh(sample, mesh, rules, accepted);
   return placement_finding(sample, "axes", out);

@@ -24,9 +24,12 @@ def _copts(copts, march = "x86-64-v3"):
 def _is_of_tests():
     return native.package_name().split("/")[0] == "tests"
 
-def sheaf_precompiled_header(name, hdr):
+def sheaf_precompiled_header(name, hdr, deps = []):
     """What tests, or other sources, begin with: a third, or a quarter, of their compiling was to read the same headers again."""
-    precompiled_header(name = name, hdr = hdr, copts = _copts([]), testonly = _is_of_tests())
+    precompiled_header(name = name, hdr = hdr, deps = deps, copts = _copts([]), testonly = _is_of_tests())
+
+# Tests that read what tensors are and do, too.
+_TESTS_OF_TENSORS = ["tests/autograd", "tests/distributed", "tests/models", "tests/nn"]
 
 def _begin(deps, copts):
     """Both with what sources of this tree begin with. Not those of kernels, whose flags differ, nor a project's that depends on it."""
@@ -35,12 +38,13 @@ def _begin(deps, copts):
     if not ours or native.package_name().split("/")[0] == "kernels":
         return deps, _copts(copts)
     headers = "tests/headers" if _is_of_tests() else "tools/headers"
+    name = "tensors" if native.package_name() in _TESTS_OF_TENSORS else "precompiled"
     root = tree.workspace_root + "/" if tree.workspace_root else ""
-    begin = ["-include", "$(BINDIR)/" + root + headers + "/precompiled.h"]
+    begin = ["-include", "$(BINDIR)/" + root + headers + "/" + name + ".h"]
 
     # g++ 12 warns about what it has precompiled as about code of ours, and sees std::string copy and search out of bounds.
     ghosts = ["-Wno-array-bounds", "-Wno-stringop-overflow", "-Wno-stringop-overread"]
-    return deps + [str(Label("//" + headers + ":precompiled"))], _copts(begin + ghosts + copts)
+    return deps + [str(Label("//" + headers + ":" + name))], _copts(begin + ghosts + copts)
 
 def sheaf_library(name, srcs = [], hdrs = [], deps = [], copts = [], **kwargs):
     """A library whose header core/tensor.h is included as "sheaf/core/tensor.h" everywhere.

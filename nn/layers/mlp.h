@@ -30,6 +30,11 @@ struct MLP : Module {
 
   explicit MLP(const MlpConfig& c)
       : up(c.width, c.hidden_width(), c.reads()), down(c.hidden_width(), c.width, c.writes()), dropout(c.dropout) {}
+  /// A tensor axis cuts hidden units so many at a time, if it cuts them. Before materialize().
+  void cut_hidden_in(int64_t units) {
+    if (!down.weight.cut()) return;
+    up.set_cut(OwnershipMap::even(0, units)), down.set_cut(OwnershipMap::even(1, units));
+  }
   Tensor forward(const Tensor& x_BTC) {
     const TensorRegion region(x_BTC, up.weight);
     return dropout(region.leave(down.of_gelu(up.gelu(region.enter(x_BTC)))));
@@ -47,6 +52,12 @@ struct SwiGluMLP : Module {
         up(c.width, c.hidden_width(), c.reads()),
         down(c.hidden_width(), c.width, c.writes()),
         dropout(c.dropout) {}
+  /// As MLP's.
+  void cut_hidden_in(int64_t units) {
+    if (!down.weight.cut()) return;
+    for (Linear* layer : {&gate, &up}) layer->set_cut(OwnershipMap::even(0, units));
+    down.set_cut(OwnershipMap::even(1, units));
+  }
   Tensor forward(const Tensor& x_BTC) {
     const TensorRegion region(x_BTC, up.weight);
     const Tensor whole_BTC = region.enter(x_BTC);

@@ -8,6 +8,7 @@
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/kernels/fp8.h"
 #include "sheaf/nn/layers/experts.h"
+#include "sheaf/nn/layers/mlp.h"
 #include "sheaf/tests/nn/nets.h"
 
 namespace sheaf::testing {
@@ -190,6 +191,14 @@ TEST(Fp8Layer, TakesLayersOfWidthsThatGpusMultiply) {
   EXPECT_EQ(nn::use_fp8(other, Fp8::activations, [](const std::string& path) { return path == "fits"; }), 1);
   EXPECT_EQ(other.fits.fp8, Fp8::activations);
   EXPECT_EQ(other.mixture->experts.fp8, Fp8::none);
+}
+
+TEST(Fp8Layer, RanksOfATensorAxisHaveHiddenUnitsInSixteens) {
+  nn::SwiGluMLP gated({.width = 32, .hidden = 48, .bias = false});
+  nn::MLP plain({.width = 16});
+  for (nn::Module* module : {static_cast<nn::Module*>(&gated), static_cast<nn::Module*>(&plain)}) nn::use_fp8(*module, Fp8::all);
+  for (const nn::Linear* layer : {&gated.gate, &gated.up, &plain.up}) EXPECT_EQ(*layer->weight.cut(), OwnershipMap::even(0, 16));
+  for (const nn::Linear* layer : {&gated.down, &plain.down}) EXPECT_EQ(*layer->weight.cut(), OwnershipMap::even(1, 16));
 }
 
 }  // namespace

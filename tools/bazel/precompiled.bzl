@@ -15,6 +15,7 @@ def _precompiled_header_impl(ctx):
     )
     header = ctx.actions.declare_file(ctx.attr.name + ".h")
     ctx.actions.symlink(output = header, target_file = ctx.file.hdr)
+    known = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps]).compilation_context
     read = ctx.actions.declare_file(header.basename + ".gch")
     flags = cc_common.get_memory_inefficient_command_line(
         feature_configuration = features,
@@ -25,13 +26,17 @@ def _precompiled_header_impl(ctx):
             source_file = header.path,
             output_file = read.path,
             use_pic = ctx.var["COMPILATION_MODE"] != "opt",  # as Bazel's C++ rules choose
+            include_directories = known.includes,
+            quote_include_directories = known.quote_includes,
+            system_include_directories = known.system_includes,
+            preprocessor_defines = known.defines,
             user_compile_flags = ctx.fragments.cpp.copts + ctx.fragments.cpp.cxxopts + ctx.attr.copts,
         ),
     )
     ctx.actions.run(
         executable = cc_common.get_tool_for_action(feature_configuration = features, action_name = "c++-compile"),
         arguments = ["-x", "c++-header"] + flags,
-        inputs = depset([header], transitive = [toolchain.all_files]),
+        inputs = depset([header], transitive = [toolchain.all_files, known.headers]),
         outputs = [read],
         mnemonic = "CppPrecompile",
         progress_message = "Precompiling " + header.short_path,
@@ -48,6 +53,7 @@ precompiled_header = rule(
     attrs = {
         "hdr": attr.label(allow_single_file = [".h"], mandatory = True),
         "copts": attr.string_list(),
+        "deps": attr.label_list(providers = [CcInfo]),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
     },
     fragments = ["cpp"],
