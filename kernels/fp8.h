@@ -18,15 +18,18 @@
 #include "sheaf/core/error.h"
 #include "sheaf/core/random.h"
 #include "sheaf/core/view.h"
+#include "sheaf/kernels/gemm.h"
 
 namespace sheaf::kernels {
 
-/// What rounds to FP8 refuses: anything but f32, bf16 and f16 of the same shape, `to` dense.
+/// What rounds to FP8 refuses: anything but f32, bf16 and f16 of the same shape, `to` dense, or dense
+/// with its last two dimensions exchanged.
 inline void check_fp8(const View& from, const View& to) {
   check<DTypeError>(from.dtype == to.dtype && is_floating(from.dtype) && from.dtype != kF64,
                     "[fp8] rounds f32, bf16 and f16, not ", from.dtype, " to ", to.dtype);
-  check<ShapeError>(from.rank() >= 1 && from.shape == to.shape && to.contiguous(), "[fp8] ",
-                    from.shape, " into ", to.shape, " of strides ", to.strides);
+  check<ShapeError>(from.rank() >= 1 && from.shape == to.shape &&
+                        (to.contiguous() || (to.rank() > 1 && transposed(to).contiguous())),
+                    "[fp8] ", from.shape, " into ", to.shape, " of strides ", to.strides);
 }
 
 /// The biased exponent of an f32 that is the scale of a row whose largest magnitude has these bits:
@@ -76,8 +79,9 @@ inline float fp8_value(uint8_t code) {
 
 namespace cpu {
 
-/// to[.., K] = from[.., K], each row rounded to what FP8 has of it. `from` has any strides, and may
-/// be `to`. Next to the largest number of a dtype rounding may overflow.
+/// to[.., K] = from[.., K], each row rounded to what FP8 has of it, whether rows or columns are dense
+/// in `to`. `from` has any strides, and may be `to`. Next to the largest number of a dtype rounding may
+/// overflow.
 void round_to_fp8(const View& from, const View& to);
 
 }  // namespace cpu

@@ -26,14 +26,18 @@ View distinct(View v) {
     if (v.strides[d] == 0) v.shape[d] = 1;
   return v;
 }
+View dense_like(const View& v, bool keep_columns) {
+  const bool columns = keep_columns && v.strides.dim(-2) == 1 && v.strides.back() != 1;
+  if (!columns) return View::dense(nullptr, v.dtype, v.shape);
+  return transposed(View::dense(nullptr, v.dtype, transposed(v).shape));
+}
 size_t in_lines(const View& v) { return (static_cast<size_t>(v.bytes()) + 127) / 128 * 128; }
 
 }  // namespace
 
-RoundedOperands::RoundedOperands(const Gemm& g)
+RoundedOperands::RoundedOperands(const Gemm& g, bool keep_columns)
     : from_a(distinct(g.a)), from_b(distinct(transposed(g.b))) {
-  a = View::dense(nullptr, from_a.dtype, from_a.shape);
-  b = View::dense(nullptr, from_b.dtype, from_b.shape);
+  a = dense_like(from_a, keep_columns), b = dense_like(from_b, keep_columns);
   a_bytes = in_lines(a), b_bytes = in_lines(b);
 }
 

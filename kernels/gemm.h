@@ -21,9 +21,10 @@ Gemm linear_product(const View& x, const View& weight, const View& bias, const V
 Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx, bool fp8);
 
 /// `g` of operands that are rounded to FP8 already, to the values that they have then: dense
-/// matrices of each distinct one of a batch, in `memory` (nullptr to ask for sizes), a's first.
+/// matrices of each distinct one of a batch, in `memory` (nullptr to ask for sizes), a's first. With
+/// `keep_columns` what lies in columns does so there, too.
 struct RoundedOperands {
-  explicit RoundedOperands(const Gemm& g);
+  RoundedOperands(const Gemm& g, bool keep_columns);
   /// So many bytes, each operand at a multiple of 128.
   size_t bytes() const { return a_bytes + b_bytes; }
   /// Where rows are rounded to: [.., M, K] and [.., N, K]; and what they are rounded from.

@@ -40,7 +40,7 @@ int evaluate_command(const EvaluateArguments& arguments) {
                                                                     {.context = arguments.context, .whole_text = whole_text});
     if (world.rank() != 0) return;
     say(str("sheaf evaluate: ", count_of(world.size(), "rank"), ", ", count_of(report.parameters, "parameter"), " of ", report.model, ", ",
-            config.train.dtype, ", windows of ", count_of(report.context, "token")));
+            config.train.dtype, config.train.fp8 == "none" ? "" : ", products in FP8", ", windows of ", count_of(report.context, "token")));
     say_all(report);
   });
   return 0;

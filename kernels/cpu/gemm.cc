@@ -232,7 +232,7 @@ void fill_without_product(const Gemm& g) {
 }
 
 void gemm_of_rounded(const Gemm& g, Workspace workspace) {
-  RoundedOperands rounded(g);
+  RoundedOperands rounded(g, /*keep_columns=*/true);
   const size_t bytes = rounded.bytes();
   check<ShapeError>(workspace.bytes >= bytes, "[", g.who, "] workspace too small: ", workspace.bytes, " bytes");
   rounded.place(workspace.data);
@@ -246,7 +246,7 @@ void gemm_of_rounded(const Gemm& g, Workspace workspace) {
 size_t gemm_workspace(const Gemm& g) {
   const Problem p(g);
   if (g.fp8) {
-    const RoundedOperands rounded(g);
+    const RoundedOperands rounded(g, /*keep_columns=*/true);
     return rounded.bytes() + gemm_workspace(rounded.product(g));
   }
   return p.empty() || p.depth == 0 ? 0 : Plan(p).bytes();

@@ -246,6 +246,7 @@ void to_fp8_codes(const Stream& stream, const View& from, uint8_t* codes, float*
 
 void round_to_fp8(const Stream& stream, const View& from, const View& to, Workspace workspace) {
   check_fp8(from, to);
+  check<ShapeError>(to.contiguous(), "[fp8] to rows that are not dense: strides ", to.strides);
   const bool copies = !can_round_to_fp8(from);
   if (copies) copy(stream, from, to);
   visit_floating(kName, to.dtype, [&]<class T>() {

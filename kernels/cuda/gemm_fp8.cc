@@ -26,7 +26,7 @@ bool at_16_bytes(const void* data) { return reinterpret_cast<uintptr_t>(data) % 
 /// alignment is.
 class Fp8Product {
  public:
-  explicit Fp8Product(const Gemm& g) : g_(g), rounded_(g), values_(rounded_.product(g)) {}
+  explicit Fp8Product(const Gemm& g) : g_(g), rounded_(g, /*keep_columns=*/false), values_(rounded_.product(g)) {}
 
   size_t bytes() const {
     return line_align(gemm_workspace(values_)) + rounding_bytes() +

@@ -92,6 +92,13 @@ TEST(Fp8, RowsAreRoundedAloneWhateverTheirStrides) {
   round_to_fp8(in_place, in_place);
   EXPECT_TRUE(same_bits(in_place, y));
   EXPECT_TRUE(same_bits(rounded(y), y));  // what is rounded stays
+  // To where columns are dense, whatever is dense in what is rounded.
+  for (const Shape& strides : {Shape{}, Shape{350, 1, 5}, Shape{1, 3, 15}}) {
+    const Array in = strides.empty() ? x : Array(kF32, x.view().shape, strides), columns(kF32, x.view().shape, {350, 1, 5});
+    if (!strides.empty()) const_cast<Array&>(in).fill([&](int64_t i) { return x.at(i); });
+    round_to_fp8(in, columns);
+    EXPECT_EQ(values(columns), values(y)) << str(strides);
+  }
 }
 
 TEST(Fp8, ARowWithAValueThatIsNotFiniteIsNaN) {
