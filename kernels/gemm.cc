@@ -26,18 +26,22 @@ View distinct(View v) {
     if (v.strides[d] == 0) v.shape[d] = 1;
   return v;
 }
-View dense_like(const View& v, bool keep_columns) {
-  const bool columns = keep_columns && v.strides.dim(-2) == 1 && v.strides.back() != 1;
-  if (!columns) return View::dense(nullptr, v.dtype, v.shape);
-  return transposed(View::dense(nullptr, v.dtype, transposed(v).shape));
-}
 size_t in_lines(const View& v) { return (static_cast<size_t>(v.bytes()) + 127) / 128 * 128; }
 
 }  // namespace
 
+View dense_as_it_lies(void* data, const View& v) {
+  const bool columns = v.rank() > 1 && v.strides.dim(-2) == 1 && v.strides.back() != 1;
+  if (!columns) return View::dense(data, v.dtype, v.shape);
+  return transposed(View::dense(data, v.dtype, transposed(v).shape));
+}
+
 RoundedOperands::RoundedOperands(const Gemm& g, bool keep_columns)
     : from_a(distinct(g.a)), from_b(distinct(transposed(g.b))) {
-  a = dense_like(from_a, keep_columns), b = dense_like(from_b, keep_columns);
+  const auto place_for = [&](const View& v) {
+    return keep_columns ? dense_as_it_lies(nullptr, v) : View::dense(nullptr, v.dtype, v.shape);
+  };
+  a = place_for(from_a), b = place_for(from_b);
   a_bytes = in_lines(a), b_bytes = in_lines(b);
 }
 

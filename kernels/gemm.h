@@ -20,6 +20,9 @@ Gemm linear_product(const View& x, const View& weight, const View& bias, const V
 /// dx = dy W, before it is multiplied with gelu's derivative.
 Gemm gelu_linear_gradient_product(const View& dy, const View& weight, const View& dx, bool fp8);
 
+/// Memory for the elements of a view, densely: in rows, or in columns if those are dense in it.
+View dense_as_it_lies(void* data, const View& v);
+
 /// `g` of operands that are rounded to FP8 already, to the values that they have then: dense
 /// matrices of each distinct one of a batch, in `memory` (nullptr to ask for sizes), a's first. With
 /// `keep_columns` what lies in columns does so there, too.

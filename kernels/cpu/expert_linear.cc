@@ -7,6 +7,7 @@
 #include "sheaf/kernels/cpu/gemm.h"
 #include "sheaf/kernels/cpu/rows.h"
 #include "sheaf/kernels/experts.h"
+#include "sheaf/kernels/fp8.h"
 
 namespace sheaf::kernels::cpu {
 namespace {
@@ -32,6 +33,13 @@ class Groups {
   int64_t count() const { return used_.count(); }
   int64_t places() const { return places_; }
   int64_t used(int64_t group) const { return std::clamp<int64_t>(used_[group], 0, places_); }
+
+  bool is_empty(int64_t expert) const {
+    const int64_t each = count() / experts_;
+    for (int64_t g = expert * each; g < (expert + 1) * each; ++g)
+      if (used(g) > 0) return false;
+    return true;
+  }
 
   /// f(rows) for all sizes of pieces.
   template <class F>
@@ -127,6 +135,25 @@ View weight_of(View v, int64_t expert) {
   return v;
 }
 
+/// Each expert's matrix [O, I] as it is multiplied: with fp8 rounded, once for all of its pieces.
+class Rounded {
+ public:
+  Rounded(const View& weight, bool fp8) : weight_(weight), fp8_(fp8) {}
+  size_t bytes() const { return fp8_ ? line_align(static_cast<size_t>(weight_of(weight_, 0).bytes())) : 0; }
+  /// In `memory`, if it is rounded, and is there (nullptr to ask for sizes).
+  View matrix(int64_t expert, void* memory) const {
+    const View from = weight_of(weight_, expert);
+    if (!fp8_) return from;
+    const View to = dense_as_it_lies(memory, from);
+    if (memory) round_to_fp8(from, to);
+    return to;
+  }
+
+ private:
+  View weight_;
+  bool fp8_;
+};
+
 /// Products that add up are made in the type of computation.
 struct Gradient {
   View dweight, sum;  // of one expert
@@ -147,13 +174,13 @@ size_t expert_linear_workspace(const View& x, const View& weight, const View& co
   if (y.numel() == 0) return 0;
   const Groups groups(kLinear, counts, x);
   const Source from(kLinear, x, counts), to(kLinear, y, counts);
+  const Rounded rounded(weight, fp8);
   size_t most = 0;
   groups.sizes([&](int64_t rows) {
-    most = std::max(most, gemm_workspace({.who = kLinear, .a = from.matrix(nullptr, rows),
-                                          .b = transposed(weight_of(weight, 0)), .c = to.matrix(nullptr, rows), .bias = {},
-                                          .fp8 = fp8}));
+    most = std::max(most, gemm_workspace({kLinear, from.matrix(nullptr, rows), transposed(rounded.matrix(0, nullptr)),
+                                          to.matrix(nullptr, rows), {}}));
   });
-  return most + from.piece_bytes(groups.largest_piece()) + to.piece_bytes(groups.largest_piece());
+  return most + from.piece_bytes(groups.largest_piece()) + to.piece_bytes(groups.largest_piece()) + rounded.bytes();
 }
 
 void expert_linear(const View& x, const View& weight, const View& counts, const View& y,
@@ -161,20 +188,23 @@ void expert_linear(const View& x, const View& weight, const View& counts, const 
   if (y.numel() == 0) return;
   const Groups groups(kLinear, counts, x);
   const Source from(kLinear, x, counts), to(kLinear, y, counts);
+  const Rounded rounded(weight, fp8);
   const size_t bytes[] = {from.piece_bytes(groups.largest_piece()), to.piece_bytes(groups.largest_piece())};
-  const size_t taken = bytes[0] + bytes[1];
+  const size_t taken = bytes[0] + bytes[1] + rounded.bytes();
   check<ShapeError>(workspace.bytes >= taken, "[", kLinear, "] workspace too small");
   char *const in = static_cast<char*>(workspace.data), *const out = in + bytes[0];
   const Workspace rest{in + taken, workspace.bytes - taken};
-  for (int64_t expert = 0; expert < groups.experts(); ++expert)
+  for (int64_t expert = 0; expert < groups.experts(); ++expert) {
+    if (groups.is_empty(expert)) continue;
+    const View matrix = rounded.matrix(expert, out + bytes[1]);
     groups.pieces(expert, [&](const Piece& piece) {
-      const int64_t rows = in_units(piece.rows);
+      const View rows = from.matrix(in, in_units(piece.rows));
       from.gather(groups, piece, in);
-      gemm({.who = kLinear, .a = from.matrix(in, rows), .b = transposed(weight_of(weight, expert)),
-            .c = to.matrix(out, rows), .bias = {}, .fp8 = fp8},
-           rest);
+      if (fp8) round_to_fp8(rows, rows);
+      gemm({kLinear, rows, transposed(matrix), to.matrix(out, in_units(piece.rows)), {}}, rest);
       to.scatter(groups, piece, out);
     });
+  }
   parallel_for(groups.count(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; ++g)
       for (int64_t row = groups.used(g); row < groups.places(); ++row) std::memset(to.at(g, row), 0, to.row_bytes());

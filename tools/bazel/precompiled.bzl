@@ -42,10 +42,11 @@ def _precompiled_header_impl(ctx):
         progress_message = "Precompiling " + header.short_path,
     )
     headers = depset([header, read])
-    return [
-        DefaultInfo(files = headers),
-        CcInfo(compilation_context = cc_common.create_compilation_context(headers = headers)),
-    ]
+
+    # With what it includes, and with its macros: else g++ would not start from there, and not find those either.
+    own = CcInfo(compilation_context = cc_common.create_compilation_context(headers = headers))
+    read_with = CcInfo(compilation_context = known)
+    return [DefaultInfo(files = headers), cc_common.merge_cc_infos(cc_infos = [own, read_with])]
 
 # To be had by -include: hdr lies in bazel-bin under the target's name.
 precompiled_header = rule(
