@@ -164,6 +164,11 @@ std::optional<ProductChoices::Choice> ProductChoices::find(const ProductShape& s
   return it->second;
 }
 
+bool ProductChoices::refuses(const ProductShape& shape) const {
+  const std::optional<Choice> choice = find(shape);
+  return choice && !choice->supported && (choice->timed || !TuneProducts::active());
+}
+
 void ProductChoices::set(const ProductShape& shape, const Choice& choice) {
   std::lock_guard lock(mutex_);
   choices_[shape] = choice;

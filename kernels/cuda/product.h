@@ -145,6 +145,8 @@ class ProductChoices {
     bool timed = false;
   };
   std::optional<Choice> find(const ProductShape& shape) const;
+  /// What is_refused() says of it: known as not supported, and not to be timed now.
+  bool refuses(const ProductShape& shape) const;
   void set(const ProductShape& shape, const Choice& choice);
   std::string text(const std::string& library) const;
   int64_t read(const std::string& library, std::string_view text);

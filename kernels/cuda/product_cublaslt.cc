@@ -296,8 +296,7 @@ class DeviceProducts {
 
   bool is_refused(const ProductShape& shape) const {
     if (shape.in == kU8 && (!kKnowsFp8 || cublasLtGetVersion() < kFirstWithFp8)) return true;
-    const std::optional<ProductChoices::Choice> choice = choices_.find(shape);
-    return choice && !choice->supported && (choice->timed || !TuneProducts::active());
+    return choices_.refuses(shape);
   }
   bool run(const Stream& stream, const Product& p, Workspace workspace) {
     check_workspace(p, workspace);

@@ -109,10 +109,7 @@ void multiply_codes(const Product& p) {
 
 }  // namespace
 
-bool is_refused(const Stream&, const ProductShape& shape) {
-  const auto choice = choices().find(shape);
-  return choice && !choice->supported && (choice->timed || !TuneProducts::active());
-}
+bool is_refused(const Stream&, const ProductShape& shape) { return choices().refuses(shape); }
 
 bool run_product(const Stream& stream, const Product& product, Workspace workspace) {
   const ProductShape s = product.shape;
