@@ -65,6 +65,16 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_backward = backward_operations(w, a, w.input(0), w.input(3), w.input(1)[1], w.input(0)[3]);
   }
+  static constexpr uint64_t kSavedInputs = 0b1010111;
+  static void vjp(const Attrs& a, Vjp& c) {
+    const AttentionBackwardOperands d =
+        attention_second({c.input(0), c.input(1), c.input(2), c.input(4)}, {grad_or_none(c, 0), grad_or_none(c, 1), grad_or_none(c, 2)},
+                         visible_keys(a, c, 6), a.scale);
+    c.set(0, d.q);
+    c.set(1, d.k);
+    c.set(2, d.v);
+    c.set(4, d.dout);
+  }
 };
 
 struct Attention {  // q[B, T, H, D], k[B, S, G, D], v, begins[B, T] if there are documents -> out, lse[B, H, T]
@@ -184,6 +194,21 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse, begins if there are do
   }
   static void work(const Attrs& a, WorkOf& w) {
     w.work.attention_backward = 5 * attention_product(w, w.input(1), w.input(1)[1], a.width, a.causal, a.window);
+  }
+  static constexpr uint64_t kSavedInputs = 0b10101;
+  static void vjp(const Attrs& a, Vjp& c) {
+    const auto by_heads = [&](const Tensor& x, int64_t heads) { return reshape(x, {x.size(0), x.size(1), heads, a.width}); };
+    const auto unpacked = [&](const Tensor& qkv) {
+      const int64_t queries = int64_t{a.heads} * a.width, keys = int64_t{a.key_heads} * a.width;
+      const auto parts = split(qkv, {queries, keys, keys}, 2);
+      return AttentionBackwardOperands{by_heads(parts[0], a.heads), by_heads(parts[1], a.key_heads), by_heads(parts[2], a.key_heads)};
+    };
+    AttentionBackwardOperands x = unpacked(c.input(0));
+    x.dout = by_heads(c.input(2), a.heads);
+    const AttentionBackwardOperands d = attention_second(x, unpacked(c.grad()), visible_keys(a, c, 4), a.scale);
+    const auto packed = [](const Tensor& x_BTHD) { return reshape(x_BTHD, {x_BTHD.size(0), x_BTHD.size(1), -1}); };
+    c.set(0, concat_as({packed(d.q), packed(d.k), packed(d.v)}, 2, c.input_type(0)));
+    c.set(2, packed(d.dout));
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/ops/second.h"
 #include "sheaf/autograd/work.h"
 #include "sheaf/kernels/attention.h"
 
@@ -52,6 +53,14 @@ template <class Attrs>
 kernels::AttentionMask mask_of(const Attrs& a, const Execute& c, int others) {
   return {a.causal != 0, c.num_inputs() > others ? c.input(others) : View(), a.window};
 }
+
+/// The same for the vjp of a backward.
+template <class Attrs>
+VisibleKeys visible_keys(const Attrs& a, const Vjp& c, int others) {
+  return {a.causal != 0, a.window, c.num_inputs() > others ? c.input(others) : Tensor()};
+}
+
+inline Tensor grad_or_none(const Vjp& c, int output) { return c.has_grad(output) ? c.grad(output) : Tensor(); }
 
 inline std::string describe_mask(bool causal, int64_t window) {
   return str(causal ? "causal " : "", window ? str("window ", window, " ") : "");

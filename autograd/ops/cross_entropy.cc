@@ -1,7 +1,8 @@
 // Cross-entropy of logits, and of a linear head whose logits never exist whole.
 #include "sheaf/kernels/cross_entropy.h"
 
-#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/ops/relabel.h"
+#include "sheaf/autograd/ops/second.h"
 #include "sheaf/autograd/work.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/kernels/dispatch.h"
@@ -42,6 +43,13 @@ struct CrossEntropyBackward {  // logits, targets, lse, dlosses -> dlogits
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), cross_entropy_backward, c.input(0), c.input(1), a.ignore_index,
                  c.input(2), c.input(3), c.output(0));
+  }
+  static constexpr uint64_t kSavedInputs = 0b1011;
+  static void vjp(const Attrs& a, Vjp& c) {
+    const Tensor dlosses = c.input(3);
+    const LogitsBackwardOperands d = logits_second({c.input(0), dlosses, neg(dlosses)}, c.grad(), c.input(1), a.ignore_index);
+    c.set(0, d.logits);
+    c.set(3, sub(d.dlse, d.dtarget));
   }
   static constexpr auto describe = describe_ignored<Attrs>;
 };
@@ -93,6 +101,10 @@ struct HeadGradients {
   }
   static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(0) : View{}; }
   static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(a.dweight) : View{}; }
+  /// The gradients of the results.
+  static HeadBackwardOperands of_results(const Attrs& a, const Vjp& c) {
+    return {a.dx && c.has_grad(a.dweight) ? c.grad(a.dweight) : Tensor(), a.dweight && c.has_grad(0) ? c.grad(0) : Tensor(), {}, {}};
+  }
   /// Of the op on these inputs, set in the vjp of one whose first are x and weight.
   template <class Op>
   static void set(int64_t ignore_index, std::initializer_list<Tensor> inputs, Vjp& c) {
@@ -120,6 +132,14 @@ struct LinearCrossEntropyBackward : HeadGradients {  // x, weight, targets, lse,
                  a.ignore_index, c.input(3), c.input(4), dx(a, c), dweight(a, c), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) { head(w, 1 + a.dweight + a.dx); }
+  static constexpr uint64_t kSavedInputs = 0b10111;
+  static void vjp(const Attrs& a, Vjp& c) {
+    const Tensor dloss = c.input(4);
+    const HeadBackwardOperands d = head_second({c.input(0), c.input(1), dloss, neg(dloss)}, of_results(a, c), c.input(2), a.ignore_index);
+    c.set(0, d.x);
+    c.set(1, d.weight);
+    c.set(4, sub(d.dlse, d.dtarget));
+  }
 };
 
 struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], lse[..]
@@ -256,6 +276,48 @@ Placement behind_parts(const Placement& rows) {
   return Placement::shard(rows.map().moved_to(rows.map().dim() + 1));
 }
 
+/// Axes on which ranks have parts of a table's rows. Where a part is as good as a whole table, the rank's own is taken for that: what
+/// such an axis cuts is Replicate there, of the size that is here, as in a local_map; on other axes all stays as it is.
+class TableParts {
+ public:
+  explicit TableParts(const Type& table) : table_(table.layout) {
+    Layout cut = table_;
+    for (int a = 0; a < cut.num_axes(); ++a)
+      if (!is_cut(a)) cut[a] = kR;
+    const auto all = cut.local_rows(table.shape, 0);
+    if (!all.empty()) here_ = all[0];
+  }
+  Interval here() const { return here_; }
+  /// Of x that is cut on these axes along dimension 0: the `rows` that are here.
+  Tensor enter(const Tensor& x, int64_t rows) const {
+    Type here = x.type();
+    here.shape[0] = rows;
+    return relabelled(x, here, /*enters=*/true, [](int) { return kR; });
+  }
+  /// Back to what is cut as `whole` is.
+  Tensor leave(const Tensor& x, const Type& whole) const {
+    Type all = x.type();
+    all.shape[0] = whole.shape[0];
+    return relabelled(x, all, /*enters=*/false, [&](int axis) { return whole.layout[axis]; });
+  }
+  /// What each part adds to the whole.
+  Tensor leave_addend(const Tensor& x) const {
+    return relabelled(x, x.type(), /*enters=*/false, [](int) { return kP; });
+  }
+
+ private:
+  bool is_cut(int axis) const { return cuts_table(table_[axis]); }
+  template <class F>
+  Tensor relabelled(const Tensor& x, Type type, bool enters, F&& placement_on) const {
+    bool any = false;
+    for (int a = 0; a < table_.num_axes(); ++a)
+      if (is_cut(a)) type.layout[a] = placement_on(a), any = true;
+    return any ? relabel(x, type, enters) : x;
+  }
+  Layout table_;
+  Interval here_;
+};
+
 struct LinearLseBackward : HeadGradients {  // x, weight, targets, lse, dlse, dtarget_logits
   static constexpr const char* kName = "linear_lse_backward";
   static void place(const Attrs& a, Place& p) {
@@ -284,6 +346,20 @@ struct LinearLseBackward : HeadGradients {  // x, weight, targets, lse, dlse, dt
                  a.ignore_index, c.input(3), c.input(4), c.input(5), dx(a, c), dweight(a, c), c.workspace);
   }
   static void work(const Attrs& a, WorkOf& w) { head(w, 1 + a.dweight + a.dx); }
+  static constexpr uint64_t kSavedInputs = 0b110111;
+  static void vjp(const Attrs& a, Vjp& c) {
+    const TableParts parts(c.input_type(1));
+    const int64_t here = parts.here().size();
+    HeadBackwardOperands u = of_results(a, c);
+    if (u.weight) u.weight = parts.enter(u.weight, here);
+    const HeadBackwardOperands d =
+        head_second({c.input(0), parts.enter(c.input(1), here), squeeze(parts.enter(c.input(4), 1), {0}), c.input(5)}, u, c.input(2),
+                    a.ignore_index, parts.here().begin);
+    c.set(0, parts.leave_addend(d.x));
+    c.set(1, parts.leave(d.weight, c.input_type(1)));
+    c.set(4, parts.leave(unsqueeze(d.dlse, {0}), c.input_type(4)));
+    c.set(5, parts.leave_addend(d.dtarget));
+  }
 };
 
 struct LinearLseOp {  // x[.., C], weight[V, C], targets[..] -> lse[M, ..], target_logits[..]

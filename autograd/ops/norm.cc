@@ -3,6 +3,7 @@
 #include "sheaf/kernels/norm.h"
 
 #include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/ops/second.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -17,7 +18,9 @@ void check_vector(const char* op, const Infer& c, int i) {
 
 /// Which gradients are wanted, and what stands among the inputs.
 struct NormBackwardAttrs {
-  bool layer, has_weight, has_dsum, dx, dweight, dbias;
+  double eps;
+  int32_t layer, has_weight, has_dsum, dx, dweight, dbias;
+  int weight() const { return 3 + layer; }
   int num_outputs() const { return dx + dweight + dbias; }
 };
 
@@ -47,7 +50,7 @@ struct NormBackward {
     View dy, x, rstd, mean, weight, dsum, dx, dweight, dbias;
     Views(const Attrs& a, const Execute& c) : dy(c.input(0)), x(c.input(1)), rstd(c.input(2)) {
       if (a.layer) mean = c.input(3);
-      if (a.has_weight) weight = c.input(a.layer ? 4 : 3);
+      if (a.has_weight) weight = c.input(a.weight());
       if (a.has_dsum) dsum = c.input(c.num_inputs() - 1);
       int o = 0;
       if (a.dx) dx = c.output(o++);
@@ -69,6 +72,21 @@ struct NormBackward {
     else
       SHEAF_ON_DEVICE(stream, rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
                    c.workspace, v.dsum);
+  }
+  static constexpr uint64_t kSavedInputs = 0b11011;
+  static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t&) {
+    in = 0b11 | (a.has_weight ? uint64_t{1} << a.weight() : 0);
+  }
+  static void vjp(const Attrs& a, Vjp& c) {
+    int outputs = 0;
+    const auto next = [&](bool there) { return there && c.has_grad(outputs++) ? c.grad(outputs - 1) : Tensor(); };
+    const Tensor dx = next(a.dx), dweight = next(a.dweight), dbias = next(a.dbias);
+    const NormBackwardOperands d = norm_second({c.input(0), c.input(1), a.has_weight ? c.input(a.weight()) : Tensor()},
+                                               {dx, dweight, dbias}, a.layer, a.eps);
+    if (d.dy) c.set(0, sliced_to_dual(d.dy, c.input_type(0)));
+    if (d.x) c.set(1, d.x);
+    if (d.weight) c.set(a.weight(), d.weight);
+    if (a.has_dsum && dx) c.set(c.num_inputs() - 1, dx);
   }
   static void describe(const Attrs& a, std::string& out) {
     out += a.layer ? "layer_norm" : "rms_norm";
@@ -138,7 +156,7 @@ struct Norm {
     Tensor dsum;
     if (!kAdds) dsum = c.take_sum(0);
     else if (dx && c.has_grad(0)) dsum = c.grad(0);
-    const NormBackwardAttrs attrs{kLayer, a.has_weight != 0, dsum.defined(), dx, a.has_weight && c.needs(kWeight),
+    const NormBackwardAttrs attrs{a.eps, kLayer, a.has_weight, dsum.defined(), dx, a.has_weight && c.needs(kWeight),
                                   a.has_bias && c.needs(bias)};
     std::vector<Tensor> inputs{dense_rows(c.grad(kY)), kAdds ? c.output(0) : c.input(0), c.output(kRstd)};
     if (kLayer) inputs.push_back(c.output(kMean));

@@ -47,7 +47,8 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
   static constexpr const char* kName = "packed_rms_norm_backward";
   struct Attrs {
     Heads heads;
-    int32_t dx, dq, dk;  ///< which gradients are wanted
+    int64_t dx, dq, dk;  ///< which gradients are wanted
+    double eps;
   };
   static void infer(const Attrs& a, Infer& c) {
     if (a.dx) c.output(c.dtype(1), c.shape(1));
@@ -56,7 +57,7 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
     if (a.dk) c.output(sum, {c.shape(1)[3]});
   }
   static void place(const Attrs& a, Place& p) {
-    const int outputs = a.dx + a.dq + a.dk;
+    const int outputs = static_cast<int>(a.dx + a.dq + a.dk);
     const auto with_weights = [&](std::vector<Placement> in, const Placement& dx) {
       in.insert(in.end(), 2, kR);
       std::vector<Placement> out(static_cast<size_t>(outputs), kP);
@@ -98,6 +99,34 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
                       a.dx ? keys(dx, h) : none, dk, c.workspace);
     if (a.dx) SHEAF_ON_DEVICE(stream, copy, values(dy, h), values(dx, h));
   }
+  static constexpr uint64_t kSavedInputs = 0b110011;
+  /// As one normalisation of all heads, each with a weight of its own. That of values is thrown away: their part is the identity.
+  static void vjp(const Attrs& a, Vjp& c) {
+    const Type& x = c.input_type(1);
+    const DType d = statistics_dtype(x.dtype);
+    const auto heads = [&](int64_t begin, int64_t end) {  // [H + 2 G, 1]: 1 for heads [begin, end), 0 for others
+      const Tensor h = arange(x.shape[2]);
+      return unsqueeze(cast(logical_and(ge(h, static_cast<double>(begin)), lt(h, static_cast<double>(end))), d), {1});
+    };
+    const int64_t normed = a.heads.queries + a.heads.keys;
+    const Tensor queries = heads(0, a.heads.queries), keys = heads(a.heads.queries, normed), values = heads(normed, x.shape[2]);
+    const auto of_heads = [&](const Tensor& of_queries, const Tensor& of_keys) {
+      return sum_of_defined({of_queries ? mul(queries, in_statistics_dtype(of_queries)) : Tensor(),
+                             of_keys ? mul(keys, in_statistics_dtype(of_keys)) : Tensor()});
+    };
+    int outputs = 0;
+    const auto next = [&](bool there) { return there && c.has_grad(outputs++) ? c.grad(outputs - 1) : Tensor(); };
+    const Tensor dx = next(a.dx), dq = next(a.dq), dk = next(a.dk);
+    const NormBackwardOperands g =
+        norm_second({c.input(0), c.input(1), of_heads(c.input(4), c.input(5))}, {dx, of_heads(dq, dk), {}}, /*layer=*/false, a.eps);
+    const Tensor all_normed = add(queries, keys);
+    const Tensor dy = mul(all_normed, g.dy);
+    c.set(0, dx ? add(dy, mul(values, in_statistics_dtype(dx))) : dy);
+    c.set(1, mul(all_normed, g.x));
+    if (!g.weight) return;
+    c.set(4, sum(mul(queries, g.weight), {0}));
+    c.set(5, sum(mul(keys, g.weight), {0}));
+  }
 };
 
 struct PackedNorm {  // x[B, T, H + 2 G, D], weight of queries, of keys -> y, rstd of queries, of keys
@@ -136,7 +165,7 @@ struct PackedNorm {  // x[B, T, H + 2 G, D], weight of queries, of keys -> y, rs
     SHEAF_ON_DEVICE(stream, copy, values(x, h), values(y, h));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const PackedNormBackward::Attrs attrs{a.heads, c.needs(0), c.needs(1), c.needs(2)};
+    const PackedNormBackward::Attrs attrs{a.heads, c.needs(0), c.needs(1), c.needs(2), a.eps};
     const Tensor inputs[] = {dense_rows(c.grad(0)), c.input(0), c.output(1), c.output(2), c.input(1), c.input(2)};
     std::vector<Into> into(attrs.dx ? 1 : 0);
     if (attrs.dq) into.push_back(c.into(1));

@@ -233,8 +233,7 @@ struct Split {
     std::vector<Tensor> parts;
     for (int o = 0; o < static_cast<int>(a.sizes->size()); ++o)
       parts.push_back(c.has_grad(o) ? c.grad(o) : full_of(c.output_type(o).dual(), 0.0));
-    const Concat::Attrs back{a.dim, CutParts(c.input_type(0), static_cast<int>(a.dim))};
-    c.set(0, apply(op_def<Concat>(), &back, parts)[0]);
+    c.set(0, concat_as(parts, static_cast<int>(a.dim), c.input_type(0)));
   }
   static void describe(const Attrs& a, std::string& out) {
     out += str("dim ", a.dim);
@@ -243,6 +242,11 @@ struct Split {
 };
 
 }  // namespace
+
+Tensor ops::concat_as(const std::vector<Tensor>& parts, int dim, const Type& whole) {
+  const Concat::Attrs attrs{dim, CutParts(whole, dim)};
+  return apply(op_def<Concat>(), &attrs, parts)[0];
+}
 
 Tensor slice(const Tensor& x, int dim, int64_t begin, int64_t end) {
   const int d = wrap_dim("slice", dim, x.rank());

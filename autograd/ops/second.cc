@@ -1,0 +1,169 @@
+#include "sheaf/autograd/ops/second.h"
+
+#include "sheaf/autograd/ops/linear.h"
+
+namespace sheaf::ops {
+namespace {
+
+Tensor transposed(const Tensor& x) { return transpose(x, -1, -2); }
+
+// x[B, T, H, D] as [B, G, H / G, T, D], and back.
+Tensor by_groups(const Tensor& x, int64_t groups) {
+  if (!x) return x;
+  const Shape& s = x.shape();
+  return permute(reshape(in_statistics_dtype(x), {s[0], s[1], groups, s[2] / groups, s[3]}), {0, 2, 3, 1, 4});
+}
+Tensor by_heads(const Tensor& x) {
+  if (!x) return x;
+  const Shape& s = x.shape();
+  return reshape(permute(x, {0, 3, 1, 2, 4}), {s[0], s[3], s[1] * s[2], s[4]});
+}
+
+// Which of S keys each of T queries sees: bool [T, S], or [B, 1, 1, T, S] of documents; undefined: all.
+Tensor mask_of(const VisibleKeys& visible, int64_t T, int64_t S) {
+  if (!visible.causal) return {};
+  const Tensor keys = unsqueeze(arange(S), {0}), queries = unsqueeze(arange(static_cast<double>(S - T), static_cast<double>(S), 1), {1});
+  Tensor seen = le(keys, queries);
+  if (visible.window) seen = logical_and(seen, gt(keys, sub(queries, static_cast<double>(visible.window))));
+  if (visible.begins) seen = logical_and(seen, ge(keys, unsqueeze(cast(visible.begins, kI64), {1, 2, 4})));
+  return seen;
+}
+
+// A query that sees no key has probabilities of zero.
+Tensor probabilities(const Tensor& scores, const Tensor& seen) {
+  if (!seen) return softmax(scores);
+  return where(seen, softmax(where(seen, scores, -1e30)), 0.0);
+}
+
+// Columns [first, first + V) of one-hot rows.
+Tensor one_hot(const Tensor& targets, int64_t first, int64_t V, DType dtype) {
+  const auto begin = static_cast<double>(first);
+  return cast(eq(unsqueeze(cast(targets, kI64), {-1}), arange(begin, begin + static_cast<double>(V), 1)), dtype);
+}
+
+// What losses of rows of logits have, and what a gradient of the logits is made of.
+struct Rows {
+  Tensor dlse, dtarget;        // of each row, [.., 1] or []; 0 where it is ignored
+  Tensor counts, p, is_target;
+  Rows(const Tensor& logits, const Tensor& dlse_of, const Tensor& dtarget_of, const Tensor& targets, int64_t ignore_index,
+       int64_t first_row)
+      : counts(cast(ne(unsqueeze(cast(targets, kI64), {-1}), static_cast<double>(ignore_index)), logits.dtype())),
+        p(softmax(logits)),
+        is_target(mul(counts, one_hot(targets, first_row, logits.shape().back(), logits.dtype()))) {
+    const auto of_rows = [](const Tensor& g) { return g.rank() == 0 ? g : unsqueeze(g, {-1}); };
+    dlse = mul(of_rows(dlse_of), counts), dtarget = of_rows(dtarget_of);
+  }
+  Tensor gradient() const { return add(mul(p, dlse), mul(is_target, dtarget)); }
+};
+
+Tensor sum_like(const Tensor& rows, const Tensor& like) { return like.rank() == 0 ? sum(rows) : rows; }
+
+// For the tangent u of the logits.
+LogitsBackwardOperands second_of(const Rows& rows, const Tensor& u, const Tensor& dlse, const Tensor& dtarget) {
+  const Tensor lse = squeeze(mul(rows.counts, sum(mul(rows.p, u), {-1}, true)), {-1}), target = sum(mul(rows.is_target, u), {-1});
+  return {mul(through_softmax(rows.p, u), rows.dlse), sum_like(lse, dlse), sum_like(target, dtarget)};
+}
+
+}  // namespace
+
+Tensor sum_of_defined(std::initializer_list<Tensor> terms) {
+  Tensor out;
+  for (const Tensor& t : terms)
+    if (t) out = out ? add(out, t) : t;
+  return out;
+}
+
+Tensor through_softmax(const Tensor& y, const Tensor& dy) {
+  const Tensor weighted = mul(y, dy);
+  return sub(weighted, mul(y, sum(weighted, {-1}, true)));
+}
+
+// With P = softmax(S), S = scale Q Kᵀ, out = P V, and a dot for tangents along u:
+//   dS = P(dP), the derivative of softmax, with dP = dout Vᵀ, dQ = scale dS K, dK = scale dSᵀ Q, dV = Pᵀ dout
+//   <u, (dQ, dK, dV)> = <dout, Ṗ V + P U_V>, Ṗ = P(Ṡ), Ṡ = scale (U_Q Kᵀ + Q U_Kᵀ)
+AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
+                                           const VisibleKeys& visible, double scale) {
+  const int64_t groups = x.k.size(2);
+  const Tensor q = by_groups(x.q, groups), k = by_groups(x.k, groups), v = by_groups(x.v, groups), dout = by_groups(x.dout, groups);
+  const Tensor uq = by_groups(u.q, groups), uk = by_groups(u.k, groups), uv = by_groups(u.v, groups);
+
+  const Tensor p = probabilities(mul(matmul(q, transposed(k)), scale), mask_of(visible, x.q.size(1), x.k.size(1)));
+  const Tensor dp = matmul(dout, transposed(v));
+  const Tensor tangent_s = sum_of_defined({uq ? mul(matmul(uq, transposed(k)), scale) : Tensor(),
+                                           uk ? mul(matmul(q, transposed(uk)), scale) : Tensor()});
+  Tensor of_p, gq, gk, gv, gout;
+  if (tangent_s) {
+    const Tensor tangent_p = through_softmax(p, tangent_s), ds = mul(through_softmax(p, dp), scale);
+    gout = matmul(tangent_p, v);
+    gv = matmul(transposed(tangent_p), dout);
+    if (uk) gq = matmul(ds, uk);
+    if (uq) gk = matmul(transposed(ds), uq);
+    // of <tangent_p, dp> by the probabilities in it
+    of_p = sub(mul(tangent_s, dp), add(mul(sum(mul(p, tangent_s), {-1}, true), dp), mul(sum(mul(p, dp), {-1}, true), tangent_s)));
+  }
+  if (uv) {
+    gout = sum_of_defined({gout, matmul(p, uv)});
+    of_p = sum_of_defined({of_p, matmul(dout, transposed(uv))});
+  }
+  const Tensor of_s = mul(through_softmax(p, of_p), scale);
+  gq = sum_of_defined({gq, matmul(of_s, k)});
+  gk = sum_of_defined({gk, matmul(transposed(of_s), q)});
+  const auto of_key_heads = [](const Tensor& g) { return g ? by_heads(sum(g, {2}, true)) : g; };  // all queries that read one
+  return {by_heads(gq), of_key_heads(gk), of_key_heads(gv), by_heads(gout)};
+}
+
+// With n for what is normalised without its weight, r = 1 / sqrt(variance + eps), g = dy weight and J for the derivative of n, which
+// is symmetric: dx = J(g), dweight = Σ dy n, dbias = Σ dy, so that <u, ..> = <g, J(u_x)> + <dy, n u_w + u_b>.
+NormBackwardOperands norm_second(const NormBackwardOperands& x, const NormGradients& u, bool layer, double eps) {
+  const Tensor in = in_statistics_dtype(x.x), dy = in_statistics_dtype(x.dy);
+  const Tensor centered = layer ? sub(in, mean(in, {-1}, true)) : in;
+  const Tensor r = rsqrt(add(mean(square(centered), {-1}, true), eps)), n = mul(centered, r);
+  const auto along = [&](const Tensor& g) { return mean(mul(g, n), {-1}, true); };
+  const auto J = [&](const Tensor& g) {
+    const Tensor level = layer ? sub(g, mean(g, {-1}, true)) : g;
+    return mul(sub(level, mul(n, along(g))), r);
+  };
+  NormBackwardOperands out;
+  Tensor of_n, of_r;  // gradients of n, and of r where J multiplies with it, brought to x
+  if (u.dx) {
+    const Tensor ux = in_statistics_dtype(u.dx), tangent = J(ux);
+    const Tensor weight = x.weight ? in_statistics_dtype(x.weight) : Tensor(), g = weight ? mul(dy, weight) : dy;
+    out.dy = weight ? mul(tangent, weight) : tangent;
+    if (weight) {
+      const Tensor products = mul(dy, tangent);
+      Dims rows;
+      for (int d = 0; d < in.rank() - weight.rank(); ++d) rows.push_back(d);
+      out.weight = rows.empty() ? products : sum(products, rows);
+    }
+    of_n = neg(mul(add(mul(g, along(ux)), mul(ux, along(g))), r));
+    of_r = neg(mul(mul(mean(mul(g, tangent), {-1}, true), n), r));
+  }
+  if (u.dweight) {
+    const Tensor uw = in_statistics_dtype(u.dweight);
+    out.dy = sum_of_defined({out.dy, mul(n, uw)});
+    of_n = sum_of_defined({of_n, mul(dy, uw)});
+  }
+  if (u.dbias) out.dy = out.dy ? add(out.dy, u.dbias) : expand(u.dbias, in.shape());
+  out.x = sum_of_defined({of_n ? J(of_n) : Tensor(), of_r});
+  return out;
+}
+
+LogitsBackwardOperands logits_second(const LogitsBackwardOperands& x, const Tensor& u, const Tensor& targets, int64_t ignore_index,
+                                     int64_t first_row) {
+  const Rows rows(in_statistics_dtype(x.logits), x.dlse, x.dtarget, targets, ignore_index, first_row);
+  return second_of(rows, in_statistics_dtype(u), x.dlse, x.dtarget);
+}
+
+HeadBackwardOperands head_second(const HeadBackwardOperands& x, const HeadBackwardOperands& u, const Tensor& targets,
+                                 int64_t ignore_index, int64_t first_row) {
+  const Tensor in = in_statistics_dtype(x.x), weight = in_statistics_dtype(x.weight);
+  const Tensor ux = u.x ? in_statistics_dtype(u.x) : Tensor(), uw = u.weight ? in_statistics_dtype(u.weight) : Tensor();
+  const Rows rows(linear(in, weight), x.dlse, x.dtarget, targets, ignore_index, first_row);
+  const Tensor tangent = sum_of_defined({ux ? linear(ux, weight) : Tensor(), uw ? linear(in, uw) : Tensor()});
+  const LogitsBackwardOperands of = second_of(rows, tangent, x.dlse, x.dtarget);
+  const Tensor g = rows.gradient();
+  return {sum_of_defined({times(of.logits, weight), uw ? times(g, uw) : Tensor()}),
+          sum_of_defined({weight_gradient(of.logits, in), ux ? weight_gradient(g, ux) : Tensor()}), of.dlse, of.dtarget};
+}
+
+}  // namespace sheaf::ops
