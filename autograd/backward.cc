@@ -1,5 +1,6 @@
 // The reverse pass of a recording: what it does with each node, and what a vjp sees of it.
 #include <algorithm>
+#include <functional>
 
 #include "sheaf/autograd/apply_again.h"
 #include "sheaf/autograd/ops.h"
@@ -150,6 +151,10 @@ void Recording::finish_groups(NodeId node) {
         next = i;
     if (next == groups_.size()) return;
     groups_[next].finished = true;
+    if (groups_[next].constant && std::ranges::none_of(groups_[next].contributed, std::identity())) {
+      groups_[next].group->pass_constant();
+      continue;
+    }
     if (!in_weights_) groups_[next].group->pass();
     if (groups_[next].later) {
       finish_later(groups_[next]);
@@ -167,7 +172,8 @@ void Recording::pass_groups(NodeId node) {
     for (const GroupState& g : groups)
       if (g.first_use > node) g.group->gradient_passed();
   };
-  pass(groups_);
+  if (along_) add_along(node);
+  else pass(groups_);
   for (const Segment& s : waiting_) pass(s.groups);
   for (const auto& [loss, rest] : rests_)
     for (const Segment& s : rest.parts) pass(s.groups);
@@ -205,6 +211,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     if (last_micro_batch_ && !weights_later_ && !(rest_ && !rest_->parts.empty())) take_back_all();
     std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
     floor_ = tape_.num_nodes();
+    order_ = 0;
   } else {
     pass_groups(-1);
   }
@@ -276,8 +283,8 @@ void Recording::expect_reducible(NodeId node, ValueId parameter, const Layout& g
 void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const Type& primal = tape_.type(v);
   // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
-  const bool to_slot = state(v).group && to_groups_, wide = is_wide_of(g.dtype(), primal.dtype);
-  if (wide && !to_slot) g = cast(g, primal.dtype);
+  const bool to_slot = state(v).group && to_groups_, to_sum = state(v).group && along_, wide = is_wide_of(g.dtype(), primal.dtype);
+  if (wide && !to_slot && !to_sum) g = cast(g, primal.dtype);
   // A value without a mesh is Replicate on every mesh, so its gradient is Partial: beside Invariant operands, too, where
   // each rank has all of it.
   if (Layout l = g.layout(); !to_slot && !primal.layout.mesh() && l.mesh()) {
@@ -293,6 +300,11 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
                          " is not the dual of its value ", primal);
   if (const ValueId id = value_of(g); id >= 0) tape_.note_cotangent(id, v);
   ValueState& s = state(v);
+  if (to_sum) {
+    expect_reducible(node, v, g.layout());
+    along_->gradients.emplace_back(s.group, s.leaf_index, std::move(g));
+    return;
+  }
   if (!to_slot) {
     const NodeId producer = tape_.value(v).producer;
     if (to_groups_ && !is_in(ranges_, producer) && !(rest_ && is_in(rest_->parts, producer)) && tape_.node(producer).op)

@@ -23,6 +23,7 @@ void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_st
 void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
   ++turn_;
+  order_ = 0;
   options_.first_sample = first_sample;
   random_state_ = random_state;
 }
@@ -59,15 +60,15 @@ void Recording::choose_ranges(ValueId loss, bool one_part) {
     rest_->parts = std::move(parts);
   }
   std::vector<GroupState> ahead = std::exchange(groups_, {});
-  for (Segment& s : ranges_) take_groups(s.groups);
+  for (size_t s = ranges_.size(); s-- > 0;) take_groups(ranges_[s].groups);
   for (GroupState& g : ahead)
     if (std::ranges::find(groups_, g.group, &GroupState::group) == groups_.end()) groups_.push_back(std::move(g));
 }
 
-// One state for each group, whose uses begin with the first.
+// One state for each group, whose uses begin with the first; and one for its uses in derivatives of each order.
 void Recording::take_groups(std::vector<GroupState>& groups) {
   for (GroupState& g : groups) {
-    const auto own = std::ranges::find(groups_, g.group, &GroupState::group);
+    const auto own = std::ranges::find_if(groups_, [&](const GroupState& o) { return o.group == g.group && o.order == g.order; });
     if (own == groups_.end()) groups_.push_back(std::move(g));
     else own->first_use = std::min(own->first_use, g.first_use);
   }
@@ -119,6 +120,8 @@ bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
 bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
   if (in_weights_)  // as it was in its backward
     return std::ranges::any_of(groups_, [group](const GroupState& g) { return g.group.get() == group && g.last; });
+  const auto has_more = [group](const GroupState& g) { return g.group.get() == group && g.first_use >= 0 && !g.finished; };
+  if (std::ranges::any_of(groups_, has_more)) return false;  // of a lower order
   return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
            return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
          }));

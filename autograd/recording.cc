@@ -283,10 +283,11 @@ void Recording::use_group(const LeafGroup* group) {
   for (GroupState& g : groups_) {
     if (g.group.get() != group) continue;
     known = true;
+    g.constant = g.constant && (!along_ || along_->asks);
     if (g.first_use < 0) g.first_use = tape_.num_nodes();
   }
-  if (known || in_backward()) return;
-  // Open since a micro-batch before this one.
+  if (known || (in_backward() && !along_)) return;
+  // Open since a micro-batch before this one, or since what is being differentiated again.
   for (const auto& g : all_groups_)
     if (g.get() == group) new_group_state(g).first_use = tape_.num_nodes();
 }
@@ -296,6 +297,8 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
   GroupState& state = groups_.emplace_back();
   state.group = group;
   state.version = group->version();
+  state.order = order_;
+  state.constant = along_ && along_->asks;
   state.contributed.resize(n);
   state.slots.resize(n);
   return state;
@@ -303,6 +306,9 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
 
 Recording::GroupState& Recording::group_state(LeafGroup* group) {
   const auto is_it = [&](const GroupState& g) { return g.group.get() == group; };
+  // Of several, those of higher order come first, and are finished first.
+  const auto open = std::ranges::find_if(groups_, [&](const GroupState& g) { return is_it(g) && !g.finished; });
+  if (open != groups_.end()) return *open;
   if (const auto it = std::ranges::find_if(groups_, is_it); it != groups_.end()) return *it;
   if (!to_groups_) {  // gradient() goes through all micro-batches
     const auto in = [&](std::vector<Segment>& segments) -> GroupState* {

@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <unordered_map>
 
 #include "sheaf/autograd/tape.h"
@@ -16,6 +17,9 @@ struct RecordingOptions {
   int64_t first_sample = 0;   ///< global index of the first sample of this batch; keys dropout
   uint64_t seed = 0;
   bool capture_leaves = false;  ///< keep a copy of every leaf as it was when first met (for replay)
+  /// Gradients of this recording will be differentiated again. None is then computed in the forward already, as a linear head's loss
+  /// does with those of its operands: that has no derivative.
+  bool higher_order = false;
   /// Gives random_state() of the samples that begin so many after first_sample; absent: it is made anew. For a step that runs
   /// again, before which whoever gives them sets them.
   std::function<Tensor(int64_t after)> random_states = {};
@@ -60,6 +64,8 @@ class LeafGroup {
   virtual Tensor memory_like_slot(int index) = 0;
   /// No derivative of this backward reads the values any more.
   virtual void pass() = 0;
+  /// The same of what was opened for values alone: no finish() follows.
+  virtual void pass_constant() = 0;
   virtual void finish(const std::vector<bool>& contributed) = 0;
   virtual int num_leaves() const = 0;
   virtual bool trainable(int index) const = 0;
@@ -79,6 +85,9 @@ class LeafGroup {
   /// A backward has left gradients here, for a step that has not come yet.
   virtual bool holds_gradients() const = 0;
 };
+
+/// A direction in the space of parameters: for a leaf of a group a value of its shape, placed as the leaf's is; undefined: 0.
+using Direction = std::function<Tensor(const LeafGroup& group, int leaf)>;
 
 class Recording {
  public:
@@ -104,6 +113,11 @@ class Recording {
   /// does not depend on it); of a parameter, through every gather of it. With keep, the result can be differentiated
   /// again.
   std::vector<Tensor> gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options = {});
+  /// The derivative of scalar `y` along a direction: the sum, over all trainable parameters p that lead to y, of
+  /// <∂y/∂p, direction(p)>, in y's dtype; Partial on y's mesh. Its backward() leaves the product of y's Hessian with the direction in
+  /// the units' gradients (Pearlmutter 1994, Fast exact multiplication by the Hessian). The direction is a constant. See
+  /// [Note: directions]; RecordingOptions::higher_order. Not for pipelines (PlacementError).
+  Tensor derivative_along(const Tensor& y, const Direction& direction);
   /// Declares a constant differentiable, before its first use: gradient() may then ask for it.
   Tensor watch(const Tensor& x);
 
@@ -217,6 +231,8 @@ class Recording {
     uint64_t version = 0;
     bool later = false;       // its gradients come later
     bool last = false;        // see is_last_micro_batch_of(): kept for then
+    int order = 0;            // uses in derivatives have a state of their own: see [Note: directions]
+    bool constant = false;    // opened for a direction alone
     std::vector<bool> contributed;  // to the slots or, if later, to what waits
     std::vector<Tensor> slots;
   };
@@ -274,6 +290,7 @@ class Recording {
   void take_groups(std::vector<GroupState>& groups);
   void choose_ranges(ValueId loss, bool one_part);
   std::vector<Segment> take_segments_of(ValueId loss);
+  void add_along(NodeId node);
   static bool is_in(const std::vector<Segment>& segments, NodeId node);
   void keep_gradients_of_rest();
   void reverse(const Tensor& y, bool to_groups, bool keep);
@@ -353,6 +370,16 @@ class Recording {
   std::vector<bool> asked_;   // of gradient(): the xs
   std::unordered_map<ValueId, ValueId> same_value_;  // of gradient(): gathers of one parameter, or copies, to the first
   bool to_groups_ = false;    // ... and whether leaves' gradients go to their groups
+  /// What derivative_along() has under way: gradients of groups whose uses the reverse pass has not left behind, and the sum.
+  struct Along {
+    const Direction& direction;
+    std::vector<std::tuple<LeafGroup*, int, Tensor>> gradients = {};
+    Tensor sum = {};
+    DType dtype = kF32;
+    bool asks = false;  // for the direction
+  };
+  Along* along_ = nullptr;
+  int order_ = 0;             // derivatives taken since the micro-batch began
   bool last_micro_batch_ = false;
 };
 

@@ -142,6 +142,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool takes_ahead(int index, const Type& gradient) const override;
   void drop_slots() override;
   void pass() override;
+  void pass_constant() override;
   void finish(const std::vector<bool>& contributed) override;
   int num_leaves() const override { return static_cast<int>(leaves_.size()); }
   bool trainable(int index) const override { return leaves_[index].trainable; }

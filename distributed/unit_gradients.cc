@@ -64,8 +64,12 @@ Tensor Unit::memory_like_slot(int index) {
 }
 
 void Unit::pass() {
-  const PathScope path(name_);
   ++unfinished_;
+  pass_constant();
+}
+
+void Unit::pass_constant() {
+  const PathScope path(name_);
   mirror_next_ = false;
   if (state_ == State::in_flight) {
     // Gathered ahead for a backward behind this one, which opened it for its scope alone.

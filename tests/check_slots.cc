@@ -27,6 +27,7 @@ class Slots final : public LeafGroup {
     return Tensor::empty(slot(i).type());
   }
   void pass() override {}
+  void pass_constant() override {}
   void finish(const std::vector<bool>& contributed) override { contributed_ = contributed; }
   int num_leaves() const override { return static_cast<int>(values_.size()); }
   bool trainable(int) const override { return true; }

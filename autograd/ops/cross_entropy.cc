@@ -243,7 +243,8 @@ struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss
     for (int o = 1; o < outputs(a); ++o)
       if (c.has_grad(o))
         fail<LifetimeError>("[", kName, "] ", path_label(PathScope::current()),
-                            ": it has no derivative of its gradients");
+                            ": it has no derivative of its gradients, which were computed in the forward; ask for ",
+                            "Recording recording({.higher_order = true})");
     const double by = enlarged(c.input_type(0).dtype);
     const Tensor g = by == 1 ? c.grad() : mul(c.grad(), 1 / by);
     if (c.needs(1)) c.set(1, apply<ScaleBy>({}, {c.output(1), g}, c.into(1)));
@@ -454,7 +455,8 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   }
   const Tensor rows = dense_rows(x);
   const std::vector<Tensor> inputs = {rows, weight, targets};
-  Recording* const recording = options.recompute ? nullptr : Recording::current();
+  Recording* recording = options.recompute ? nullptr : Recording::current();
+  if (recording && recording->options().higher_order) recording = nullptr;  // no gradients ahead
   const HeadGradientsAttrs wanted{options.ignore_index, recording && recording->has_gradient(weight),
                                   recording && recording->has_gradient(rows)};
   if (wanted.dweight || wanted.dx) {

@@ -7,6 +7,7 @@ namespace {
 template <bool kEnters>
 struct Relabel {
   static constexpr const char* kName = kEnters ? "enter_local" : "leave_local";
+  static constexpr bool kRecipe = true;  // of gathered parameters, too
   using Attrs = NoAttrs;
   static bool alias(const Attrs&, const View& in, View& out) {
     out.strides = in.strides;

@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/local_map.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/direction.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/tests/core/scratch_folder.h"
 #include "sheaf/tests/nn/nets.h"
@@ -29,10 +31,6 @@ Tensor rows_of(const Mesh& mesh, int64_t width = kWidth) {
   for (int64_t i = 0; i < type.local_shape().numel(); ++i)
     local.push_back(0.1f * static_cast<float>((first * width + i) * 7 % 11) - 0.4f);
   return Tensor::from_local(local, type);
-}
-
-void zero_grad(nn::Module& module) {
-  for (const auto& unit : units(module)) unit->zero_grad();
 }
 
 Mesh data_mesh(World& w) { return w.mesh({{"data", w.size()}}); }
@@ -104,6 +102,30 @@ TEST(Backward, FrozenWeightsBehindViewsAndAnotherAxisOfOne) {
         SCOPED_TRACE(str(strategy, " at ", world, model_axis ? " x 1" : ""));
         expect_near(gradients(world, strategy, model_axis, once), expected);
       }
+}
+
+// What enters a local_map is a view of what was gathered, which is discarded before the backward reads it.
+TEST(Backward, AWeightThatEntersALocalMap) {
+  const auto step = [](bool maps) {
+    return [maps](Recording& r, Net& net, const Tensor& rows) {
+      Tensor x = rows;
+      const Tensor target = x;
+      for (Layer& layer : net.layers) {
+        const auto scope = layer.enter();
+        const auto f = [](const Tensor& mine, const Tensor& w) { return tanh(linear(mine, w)); };
+        x = maps ? local_map(f, Type{x.dtype(), x.shape(), x.layout()}, x, layer.weight.value()) : f(x, layer.weight);
+      }
+      Tensor loss = sum(square(x - target));
+      if (loss.layout().num_axes() > 1) loss = redistribute(loss, "model", Placement::invariant());
+      r.backward(loss);
+    };
+  };
+  const auto expected = gradients(1, "full_shard", false, step(false));
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2, 3}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      expect_near(gradients(world, strategy, false, step(true)), expected);
+    }
 }
 
 // d/dW of |W Wᵀ|² is 4 W Wᵀ W.

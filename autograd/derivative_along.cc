@@ -1,0 +1,86 @@
+// [Note: directions] The derivative of a loss along a direction v in the space of parameters is Σ <g, v> over their gradients g, a
+// number; its gradient is the product H v of the loss's Hessian with v. Since g is Partial where v is Replicate, <g, v> needs no
+// communication: g is never reduced, and no more of it is there at a time than a unit's. When the reverse pass has left a unit's uses
+// behind, the unit's part of v is asked for (gathered, where v is sharded as the parameters are), the addends are recorded, and
+// both g and that part may go.
+//
+// The backward of the sum goes through the derivative's nodes, the last first, and then through the forward's. Both use each unit: it
+// is finished, and its gradients are reduced, twice, in turn, as those of two micro-batches are. So no more of H v is there at a
+// time, either. For that the uses of one order have states of their own (GroupState::order). A unit that was opened for v alone has
+// no gradient.
+#include <algorithm>
+#include <utility>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/recording.h"
+
+namespace sheaf {
+namespace {
+
+// Of a gradient and the constant v; an addend of each rank.
+Tensor inner_product(const Tensor& g, const Tensor& v, DType dtype) {
+  const Tensor constant = stop_gradient(v);
+  const Tensor term = sum(mul(g, constant.dtype() == g.dtype() ? constant : cast(constant, g.dtype())));
+  for (int a = 0; a < term.layout().num_axes(); ++a)
+    if (!term.layout()[a].is_partial())
+      fail<PlacementError>("[derivative_along] ", path_label(PathScope::current()), ": the gradient ", g.type(), " times the direction's ",
+                           v.type(), " is ", term.type(), ", where each rank of mesh axis ", term.layout().mesh()->name(a),
+                           " should have an addend: stages of a pipeline have none of others' parameters");
+  return term.dtype() == dtype ? term : cast(term, dtype);
+}
+
+}  // namespace
+
+Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) {
+  expect_current("derivative_along");
+  const ValueId v = value_of(y);
+  if (v < 0) fail<LifetimeError>("[derivative_along] y is not a value of this recording");
+  if (!state(v).needs_grad) fail<LifetimeError>("[derivative_along] no trainable parameter leads to ", y.type());
+  expect_scalar(y);
+  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
+  wanted_.assign(static_cast<size_t>(tape_.num_values()), false);
+  for (ValueId i = 0; i < tape_.num_values(); ++i) wanted_[static_cast<size_t>(i)] = state(i).needs_grad;
+  asked_.assign(static_cast<size_t>(tape_.num_values()), false);
+  same_value_.clear();
+  ++order_;
+  Along along{.direction = direction, .dtype = y.dtype()};
+  struct Before {
+    Recording& r;
+    ~Before() { r.along_ = nullptr; }
+  } const before{*this};
+  along_ = &along;
+  reverse(y, /*to_groups=*/false, /*keep=*/true);
+  gradients_.clear();
+  if (!along.sum) fail<LifetimeError>("[derivative_along] the direction has no part in what leads to ", y.type());
+  return along.sum;
+}
+
+// Of groups whose uses the reverse pass, now before `node`, has left behind.
+void Recording::add_along(NodeId node) {
+  const auto is_behind = [&](const LeafGroup* group) {
+    return std::ranges::all_of(waiting_, [&](const Segment& s) {
+      return std::ranges::all_of(s.groups, [&](const GroupState& g) { return g.group.get() != group || g.first_use > node; });
+    });
+  };
+  auto& gradients = along_->gradients;
+  while (true) {
+    const auto first = std::ranges::find_if(gradients, [&](const auto& g) { return is_behind(std::get<0>(g)); });
+    if (first == gradients.end()) return;
+    LeafGroup* const group = std::get<0>(*first);
+    const auto others = std::ranges::stable_partition(gradients, [&](const auto& g) { return std::get<0>(g) != group; });
+    const PathScope path(group->group_name());
+    for (auto& [_, leaf, g] : others) {
+      along_->asks = true;
+      const Tensor v = along_->direction(*group, leaf);
+      along_->asks = false;
+      if (!v) continue;
+      const Tensor term = inner_product(g, v, along_->dtype);
+      along_->sum = along_->sum ? add(along_->sum, term) : term;
+    }
+    gradients.erase(others.begin(), others.end());
+    for (const GroupState& g : groups_)
+      if (g.constant) g.group->gradient_passed();
+  }
+}
+
+}  // namespace sheaf

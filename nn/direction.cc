@@ -1,0 +1,99 @@
+#include "sheaf/nn/direction.h"
+
+#include <algorithm>
+#include <map>
+
+#include "sheaf/autograd/ops.h"
+#include "sheaf/distributed/unit.h"
+#include "sheaf/nn/trainable_units.h"
+
+namespace sheaf {
+namespace {
+
+using Units = std::vector<std::shared_ptr<Unit>>;
+
+// The parameters of both, in one order.
+struct Pair {
+  std::vector<nn::Parameter> model, direction;
+  Pair(const char* who, nn::Module& of, nn::Module& along) : model(of.parameters()), direction(along.parameters()) {
+    check<ShapeError>(model.size() == direction.size(), "[", who, "] the model ", of.type_name(), " has ", model.size(),
+                      " parameters, the direction ", along.type_name(), " ", direction.size());
+    for (size_t i = 0; i < model.size(); ++i) {
+      const nn::Parameter &p = model[i], &v = direction[i];
+      check<ShapeError>(p.name() == v.name() && p.shape() == v.shape(), "[", who, "] '", p.name(), "' ", p.dtype(), p.shape(),
+                        " of the model is no '", v.name(), "' ", v.dtype(), v.shape(), " of the direction");
+    }
+  }
+};
+
+// f(buffer of the model, buffer of the direction) for all that a loss has a slope in, with gradients reduced.
+template <class F>
+void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, F&& f) {
+  const Pair pair(who, model, direction);
+  const Units units = nn::distinct_units(pair.model), along = nn::distinct_units(pair.direction);
+  nn::reduce_waiting(units);
+  for (const auto& unit : units) unit->complete_reduction();
+  const auto refuse = [&](const Unit& unit) {
+    fail<PlacementError>("[", who, "] unit '", path_label(unit.name()), "' of the model is not sharded as the direction's: shard() both ",
+                         "with the same options, and freeze() the same parameters");
+  };
+  if (units.size() != along.size()) refuse(*units[0]);
+  for (size_t u = 0; u < units.size(); ++u) {
+    auto &of = units[u]->buffers(), &v = along[u]->buffers();
+    if (of.size() != v.size()) refuse(*units[u]);
+    for (size_t b = 0; b < of.size(); ++b) {
+      if (!(of[b].shard.type() == v[b].shard.type()) || of[b].has_slope() != v[b].has_slope()) refuse(*units[u]);
+      if (of[b].has_slope()) f(of[b], v[b], *along[u]);
+    }
+  }
+}
+
+}  // namespace
+
+Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direction) {
+  Recording* const recording = Recording::current();
+  if (!recording) fail<LifetimeError>("[derivative_along] outside of a recording");
+  const Pair pair("derivative_along", model, direction);
+  std::map<std::pair<const LeafGroup*, int>, const nn::Parameter*> along;
+  for (size_t i = 0; i < pair.model.size(); ++i)
+    if (const nn::Parameter& p = pair.model[i]; p.trainable() && p.steered() == 0)
+      along[{p.unit().get(), p.index()}] = &pair.direction[i];
+  return recording->derivative_along(loss, [&](const LeafGroup& group, int leaf) {
+    const auto it = along.find({&group, leaf});
+    return it == along.end() ? Tensor() : it->second->value();
+  });
+}
+
+Tensor gradient_along(nn::Module& model, nn::Module& direction) {
+  std::vector<Tensor> sums;  // a number for each layout: one collective for all units of a kind
+  for_each_buffer("gradient_along", model, direction, [&](const FlatBuffer& of, const FlatBuffer& v, const Unit&) {
+    if (!of.grad) return;
+    const Tensor term = sum(mul(cast(of.grad, kF64), cast(v.shard, kF64)));
+    const auto same = std::ranges::find_if(sums, [&](const Tensor& s) { return s.layout() == term.layout(); });
+    if (same == sums.end()) sums.push_back(term);
+    else *same = add(*same, term);
+  });
+  Tensor all;
+  for (const Tensor& s : sums) {
+    Layout whole = s.layout();
+    for (int a = 0; a < whole.num_axes(); ++a) whole[a] = Placement::invariant();
+    const Tensor term = redistribute(s, whole);
+    all = all ? add(all, term) : term;
+  }
+  return all ? all : full({}, 0, kF64);
+}
+
+void set_to_gradient(nn::Module& direction, nn::Module& model, double scale) {
+  if (Recording::current()) fail<LifetimeError>("[set_to_gradient] not inside a recording: end it first, by recording.take() or its scope");
+  for_each_buffer("set_to_gradient", model, direction, [&](const FlatBuffer& of, FlatBuffer& v, Unit& unit) {
+    unit.close_for_change();
+    const Tensor value = of.grad ? mul(of.grad, scale) : full_like(v.shard, 0);
+    store_into(v.shard, value.dtype() == v.dtype ? value : cast(value, v.dtype));
+  });
+}
+
+void zero_grad(nn::Module& module) {
+  for (const auto& unit : nn::distinct_units(module.parameters())) unit->zero_grad();
+}
+
+}  // namespace sheaf

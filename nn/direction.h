@@ -1,0 +1,32 @@
+// Directions in the space of a model's parameters, for second derivatives. A direction is a model itself, made, sharded and
+// materialized as the one it is for: so its values lie on the ranks as the parameters do, are gathered as they are, and are never
+// whole anywhere. The product of the loss's Hessian with a direction, and the curvature along it:
+//
+//   Recording recording({.higher_order = true});
+//   const Tensor loss = model.loss(tokens, targets);
+//   recording.backward(derivative_along(loss, model, direction));  // H v arrives where gradients do: in the model's units
+//   ...
+//   const double curvature = gradient_along(model, direction).item<double>();  // <H v, v>
+//
+// docs/own_models.md has the largest eigenvalue of a Hessian in twenty lines.
+#pragma once
+
+#include "sheaf/nn/module.h"
+
+namespace sheaf {
+
+/// Recording::derivative_along() of `loss`, a value of the current recording, along the parameters of `direction`, of which the n-th
+/// belongs to the n-th of `model`. Frozen and steered ones have no part in it. ShapeError, by name, if the two are not alike.
+Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direction);
+
+/// The inner product of the model's gradients with the parameters of `direction`: f64 scalar, whole on every rank. What has no gradient
+/// counts 0. Collective where parameters are sharded.
+Tensor gradient_along(nn::Module& model, nn::Module& direction);
+
+/// The parameters of `direction` become those gradients times `scale`; they stay where they are. Outside of recordings.
+void set_to_gradient(nn::Module& direction, nn::Module& model, double scale = 1);
+
+/// Forgets the gradients of a module's parameters, as Optimizer::zero_grad() does.
+void zero_grad(nn::Module& module);
+
+}  // namespace sheaf
