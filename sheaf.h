@@ -41,6 +41,7 @@
 #include "sheaf/models/tokenizer.h"
 #include "sheaf/models/training_windows.h"
 #include "sheaf/nn/clip_grad_norm.h"
+#include "sheaf/nn/direction.h"
 #include "sheaf/nn/fp8.h"
 #include "sheaf/nn/layers/attention.h"
 #include "sheaf/nn/layers/context_region.h"

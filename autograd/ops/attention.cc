@@ -68,7 +68,7 @@ struct AttentionBackward {  // q, k, v, out, dout, lse, begins if there are docu
   static constexpr uint64_t kSavedInputs = 0b1010111;
   static void vjp(const Attrs& a, Vjp& c) {
     const AttentionBackwardOperands d =
-        attention_second({c.input(0), c.input(1), c.input(2), c.input(4)}, {grad_or_none(c, 0), grad_or_none(c, 1), grad_or_none(c, 2)},
+        attention_second({c.input(0), c.input(1), c.input(2), c.input(4)}, {grad_if(true, c, 0), grad_if(true, c, 1), grad_if(true, c, 2)},
                          visible_keys(a, c, 6), a.scale);
     c.set(0, d.q);
     c.set(1, d.k);

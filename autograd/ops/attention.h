@@ -60,8 +60,6 @@ VisibleKeys visible_keys(const Attrs& a, const Vjp& c, int others) {
   return {a.causal != 0, a.window, c.num_inputs() > others ? c.input(others) : Tensor()};
 }
 
-inline Tensor grad_or_none(const Vjp& c, int output) { return c.has_grad(output) ? c.grad(output) : Tensor(); }
-
 inline std::string describe_mask(bool causal, int64_t window) {
   return str(causal ? "causal " : "", window ? str("window ", window, " ") : "");
 }

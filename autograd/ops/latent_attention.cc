@@ -128,7 +128,7 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
     };
     const auto [k, v] = keys_values(c.input(1), c.input(2));
     AttentionBackwardOperands u;
-    if (c.has_grad(0)) u.q = by_heads(c.grad(0));
+    if (c.has_grad(0)) u.q = by_heads(c.grad());
     if (c.has_grad(1) || c.has_grad(2)) {
       const auto or_zeros = [&](int o) { return c.has_grad(o) ? c.grad(o) : full_of(c.output_type(o).dual(), 0.0); };
       std::tie(u.k, u.v) = keys_values(or_zeros(1), or_zeros(2));

@@ -78,9 +78,7 @@ struct NormBackward {
     in = 0b11 | (a.has_weight ? uint64_t{1} << a.weight() : 0);
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    int outputs = 0;
-    const auto next = [&](bool there) { return there && c.has_grad(outputs++) ? c.grad(outputs - 1) : Tensor(); };
-    const Tensor dx = next(a.dx), dweight = next(a.dweight), dbias = next(a.dbias);
+    const Tensor dx = grad_if(a.dx, c, 0), dweight = grad_if(a.dweight, c, a.dx), dbias = grad_if(a.dbias, c, a.dx + a.dweight);
     const NormBackwardOperands d = norm_second({c.input(0), c.input(1), a.has_weight ? c.input(a.weight()) : Tensor()},
                                                {dx, dweight, dbias}, a.layer, a.eps);
     if (d.dy) c.set(0, sliced_to_dual(d.dy, c.input_type(0)));

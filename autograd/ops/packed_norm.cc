@@ -47,7 +47,8 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
   static constexpr const char* kName = "packed_rms_norm_backward";
   struct Attrs {
     Heads heads;
-    int64_t dx, dq, dk;  ///< which gradients are wanted
+    int32_t dx, dq, dk;  ///< which gradients are wanted
+    int32_t padding;     ///< 0: attributes are compared byte by byte
     double eps;
   };
   static void infer(const Attrs& a, Infer& c) {
@@ -57,7 +58,7 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
     if (a.dk) c.output(sum, {c.shape(1)[3]});
   }
   static void place(const Attrs& a, Place& p) {
-    const int outputs = static_cast<int>(a.dx + a.dq + a.dk);
+    const int outputs = a.dx + a.dq + a.dk;
     const auto with_weights = [&](std::vector<Placement> in, const Placement& dx) {
       in.insert(in.end(), 2, kR);
       std::vector<Placement> out(static_cast<size_t>(outputs), kP);
@@ -114,9 +115,7 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
       return sum_of_defined({of_queries ? mul(queries, in_statistics_dtype(of_queries)) : Tensor(),
                              of_keys ? mul(keys, in_statistics_dtype(of_keys)) : Tensor()});
     };
-    int outputs = 0;
-    const auto next = [&](bool there) { return there && c.has_grad(outputs++) ? c.grad(outputs - 1) : Tensor(); };
-    const Tensor dx = next(a.dx), dq = next(a.dq), dk = next(a.dk);
+    const Tensor dx = grad_if(a.dx, c, 0), dq = grad_if(a.dq, c, a.dx), dk = grad_if(a.dk, c, a.dx + a.dq);
     const NormBackwardOperands g =
         norm_second({c.input(0), c.input(1), of_heads(c.input(4), c.input(5))}, {dx, of_heads(dq, dk), {}}, /*layer=*/false, a.eps);
     const Tensor all_normed = add(queries, keys);
@@ -165,7 +164,7 @@ struct PackedNorm {  // x[B, T, H + 2 G, D], weight of queries, of keys -> y, rs
     SHEAF_ON_DEVICE(stream, copy, values(x, h), values(y, h));
   }
   static void vjp(const Attrs& a, Vjp& c) {
-    const PackedNormBackward::Attrs attrs{a.heads, c.needs(0), c.needs(1), c.needs(2), a.eps};
+    const PackedNormBackward::Attrs attrs{a.heads, c.needs(0), c.needs(1), c.needs(2), 0, a.eps};
     const Tensor inputs[] = {dense_rows(c.grad(0)), c.input(0), c.output(1), c.output(2), c.input(1), c.input(2)};
     std::vector<Into> into(attrs.dx ? 1 : 0);
     if (attrs.dq) into.push_back(c.into(1));

@@ -16,6 +16,10 @@ inline Tensor in_statistics_dtype(const Tensor& x) {
   const DType d = statistics_dtype(x.dtype());
   return x.dtype() == d ? x : cast(x, d);
 }
+/// The gradient of a result, if there is that result, and a gradient; else undefined.
+inline Tensor grad_if(bool has_result, const Vjp& c, int result) {
+  return has_result && c.has_grad(result) ? c.grad(result) : Tensor();
+}
 /// The sum of those that are defined; undefined if none is.
 Tensor sum_of_defined(std::initializer_list<Tensor> terms);
 /// y (dy - sum(dy y)): what softmax's derivative makes of dy, where y is the softmax over the last dimension. It is symmetric, so

@@ -1,0 +1,84 @@
+// What losses of integer targets share: of logits, and of a linear head whose logits never exist whole.
+#pragma once
+
+#include <algorithm>
+
+#include "sheaf/autograd/ops/second.h"
+#include "sheaf/autograd/work.h"
+
+namespace sheaf::ops {
+
+struct IgnoreAttrs {
+  int64_t ignore_index;
+};
+
+template <class Attrs>
+void describe_ignored(const Attrs& a, std::string& out) {
+  out += str("ignore ", a.ignore_index);
+}
+
+inline void check_targets(const char* op, const Infer& c, int i, int64_t vocabulary) {
+  if (!is_integral(c.dtype(i)) || c.shape(0).rank() < 1 || !(c.shape(i) == leading(c.shape(0))))
+    fail<ShapeError>("[", op, "] targets ", c.input(i), " do not fit ", c.input(0),
+                     ": one integer a row");
+  if (vocabulary == 0 && c.shape(i).numel() != 0)
+    fail<ShapeError>("[", op, "] targets ", c.input(i), " of no classes");
+}
+
+/// The sum of the losses over the number of targets, or what the options say.
+inline Tensor averaged(const Tensor& loss_sum, const Tensor& targets, const CrossEntropyOptions& o) {
+  if (o.divisor) return div(loss_sum, cast(o.divisor, loss_sum.dtype()));
+  const double count =
+      o.divide_by > 0 ? o.divide_by : static_cast<double>(std::max<int64_t>(1, targets.numel()));
+  return count == 1 ? loss_sum : div(loss_sum, count);
+}
+
+/// Of a head: x[.., C], weight[V, C], targets[..].
+inline void check_head(const char* op, const Infer& c) {
+  require_floating(op, c.dtype(0));
+  if (c.dtype(1) != c.dtype(0))
+    fail<DTypeError>("[", op, "] operands are ", c.input(0), " and ", c.input(1),
+                     ": cast one of them");
+  if (c.shape(0).rank() < 1 || c.shape(1).rank() != 2 || c.shape(1)[1] != c.shape(0).back())
+    fail<ShapeError>("[", op, "] input ", c.input(0), " does not fit weight ", c.input(1));
+  check_targets(op, c, 2, c.shape(1)[0]);
+}
+/// Of x[.., C] and weight[V, C], in so many products of all rows; and a pass over the logits between them, which reads
+/// statistics' dtype and writes gradients, if there are any.
+inline void head(WorkOf& w, int products) {
+  for (int i = 0; i < products; ++i) w.multiplies(w.input(0), w.input(1)[0]);
+  const double logits = static_cast<double>(leading(w.input(0)).numel()) * static_cast<double>(w.input(1)[0]);
+  const DType d = w.work.dtype;
+  w.work.passes = logits * static_cast<double>(size_of(statistics_dtype(d)) + (products > 1 ? size_of(d) : 0));
+}
+
+struct HeadGradientsAttrs {
+  int64_t ignore_index;
+  int32_t dweight, dx;  ///< whether wanted
+};
+
+/// What the backwards of linear heads share: x, weight, targets, .. -> [dweight] [, dx]
+struct HeadGradients {
+  static constexpr uint64_t kStoresWide = 0b1;  // output 0 is dweight, unless only dx is wanted
+  using Attrs = HeadGradientsAttrs;
+  static void infer(const Attrs& a, Infer& c) {
+    if (a.dweight) c.output(c.dtype(1), c.shape(1));
+    if (a.dx) c.output(c.dtype(0), c.shape(0));
+  }
+  static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(0) : View{}; }
+  static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(a.dweight) : View{}; }
+  /// The gradients of the results.
+  static HeadBackwardOperands of_results(const Attrs& a, const Vjp& c) {
+    return {grad_if(a.dx, c, a.dweight), grad_if(a.dweight, c, 0), {}, {}};
+  }
+  /// Of the op on these inputs, set in the vjp of one whose first are x and weight.
+  template <class Op>
+  static void set(int64_t ignore_index, std::initializer_list<Tensor> inputs, Vjp& c) {
+    const Attrs attrs{ignore_index, c.needs(1), c.needs(0)};
+    const auto d = apply_all<Op>(attrs, inputs, {c.into(1)});
+    if (attrs.dweight) c.set(1, d[0]);
+    if (attrs.dx) c.set(0, d[static_cast<size_t>(attrs.dweight)]);
+  }
+};
+
+}  // namespace sheaf::ops

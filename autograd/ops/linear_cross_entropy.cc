@@ -1,0 +1,202 @@
+// Cross-entropy of a linear head whose logits never exist whole.
+#include "sheaf/kernels/linear_cross_entropy.h"
+
+#include <optional>
+
+#include "sheaf/autograd/ops/cross_entropy.h"
+#include "sheaf/autograd/recording.h"
+#include "sheaf/kernels/dispatch.h"
+#include "sheaf/kernels/elementwise.h"
+
+namespace sheaf {
+namespace {
+
+using namespace ops;
+
+struct LinearCrossEntropyBackward : HeadGradients {  // x, weight, targets, lse, dloss
+  static constexpr const char* kName = "linear_cross_entropy_backward";
+  static void place(const Attrs& a, Place& p) {
+    const int n = a.dweight + a.dx;
+    row_rules(p, 0, 0b01101, a.dx ? 1u << a.dweight : 0, n, 1);
+    rule_all(p, kR, kR, n);
+    const Placement in[] = {kR, kR, kR, kR, kP};  // linear in dloss
+    p.rule(in, std::vector<Placement>(static_cast<size_t>(n), kP));
+  }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy_backward, c.input(0), c.input(1), dx(a, c), dweight(a, c));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_backward, c.input(0), c.input(1), c.input(2),
+                 a.ignore_index, c.input(3), c.input(4), dx(a, c), dweight(a, c), c.workspace);
+  }
+  static void work(const Attrs& a, WorkOf& w) { head(w, 1 + a.dweight + a.dx); }
+  static constexpr uint64_t kSavedInputs = 0b10111;
+  static void vjp(const Attrs& a, Vjp& c) {
+    const Tensor dloss = c.input(4);
+    const HeadBackwardOperands d = head_second({c.input(0), c.input(1), dloss, neg(dloss)}, of_results(a, c), c.input(2), a.ignore_index);
+    c.set(0, d.x);
+    c.set(1, d.weight);
+    c.set(4, sub(d.dlse, d.dtarget));
+  }
+};
+
+struct LinearCrossEntropy {  // x[.., C], weight[V, C], targets[..] -> loss[], lse[..]
+  static constexpr const char* kName = "linear_cross_entropy";
+  using Attrs = IgnoreAttrs;
+  static constexpr uint64_t kSavedInputs = 0b111, kSavedOutputs = 0b10;
+  static void infer(const Attrs&, Infer& c) {
+    check_head(kName, c);
+    c.output(statistics_dtype(c.dtype(0)), {});
+    c.output(statistics_dtype(c.dtype(0)), leading(c.shape(0)));
+  }
+  static void place(const Attrs&, Place& p) {
+    row_rules(p, 0, 0b101, 0b10, 2, 1);
+    rule_all(p, kR, kR, 2);
+  }
+  static int64_t workspace(const Attrs&, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy, c.input(0), c.input(1));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy, c.input(0), c.input(1), c.input(2),
+                 a.ignore_index, c.output(0), c.output(1), c.workspace);
+  }
+  static void work(const Attrs&, WorkOf& w) { head(w, 1); }
+  static void vjp(const Attrs& a, Vjp& c) {
+    HeadGradients::set<LinearCrossEntropyBackward>(
+        a.ignore_index, {c.input(0), c.input(1), c.input(2), c.output(1), c.grad()}, c);
+  }
+  static constexpr auto describe = describe_ignored<Attrs>;
+};
+
+struct ScaleBy {  // x, a scalar -> x times the scalar, in x's dtype
+  static constexpr const char* kName = "scale_by";
+  using Attrs = NoAttrs;
+  static constexpr uint64_t kSavedInputs = 0b11;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) {
+    if (p.in(0).is_shard()) p.rule({p.in(0), kR}, {p.in(0)});
+    p.rule({kR, kR}, {kR});
+    p.rule({kP, kR}, {kP});
+    p.rule({kR, kP}, {kP});
+  }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), binary, kernels::BinaryOp::mul, c.input(0),
+                 expand_view(c.input(1), c.output(0).shape), c.output(0));
+  }
+  static void vjp(const Attrs&, Vjp& c) {
+    if (c.needs(0)) c.set(0, apply<ScaleBy>({}, {c.grad(), c.input(1)}));
+    if (c.needs(1)) {
+      const Tensor dot = sum(mul(c.grad(), c.input(0)));
+      c.set(1, dot.dtype() == c.input_type(1).dtype ? dot : cast(dot, c.input_type(1).dtype));
+    }
+  }
+};
+
+/// The loss and, in the same pass, its gradients: the logits are computed once instead of twice,
+/// and the backward only scales: dweight where it will be wanted, see [Note: gradients ahead].
+///
+/// They are rounded before anybody knows what the loss is multiplied with. In f16 a scaled loss
+/// would come too late for those that vanish, such as what rare tokens get from confident logits:
+/// there they are made larger by a constant. Of dx, at most twice that times a weight, enough of
+/// the range is left above.
+/// Gradients that nobody can ask for, such as a frozen head's, are not computed.
+struct LinearCrossEntropyFused {  // x[.., C], weight[V, C], targets[..] -> loss[] [, dweight] [, dx]
+  static constexpr const char* kName = "linear_cross_entropy_fused";
+  using Attrs = HeadGradientsAttrs;
+  static constexpr uint64_t kSavedOutputs = 0b110;
+  static void infer(const Attrs& a, Infer& c) {
+    check_head(kName, c);
+    c.output(statistics_dtype(c.dtype(0)), {});
+    if (a.dweight) c.output(statistics_dtype(c.dtype(1)), c.shape(1));  // a sum over all rows
+    if (a.dx) c.output(c.dtype(0), c.shape(0));
+  }
+  static int outputs(const Attrs& a) { return 1 + a.dweight + a.dx; }
+  static int dx_output(const Attrs& a) { return 1 + a.dweight; }
+  static void place(const Attrs& a, Place& p) {
+    row_rules(p, 0, 0b101, a.dx ? 1u << dx_output(a) : 0, outputs(a), 1);
+    rule_all(p, kR, kR, outputs(a));
+  }
+  static View dweight(const Attrs& a, const Execute& c) { return a.dweight ? c.output(1) : View{}; }
+  static View dx(const Attrs& a, const Execute& c) { return a.dx ? c.output(dx_output(a)) : View{}; }
+  static int64_t workspace(const Attrs& a, const Execute& c) {
+    return SHEAF_WORKSPACE(c.device(), linear_cross_entropy_fused, c.input(0), c.input(1), dx(a, c), dweight(a, c));
+  }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), linear_cross_entropy_fused, c.input(0), c.input(1), c.input(2),
+                 a.ignore_index, c.output(0), dx(a, c), dweight(a, c), c.workspace,
+                 enlarged(c.input_type(0).dtype));
+  }
+  static void work(const Attrs& a, WorkOf& w) { head(w, outputs(a)); }
+  static double enlarged(DType d) { return d == kF16 ? 256 : 1; }
+  static void vjp(const Attrs& a, Vjp& c) {
+    for (int o = 1; o < outputs(a); ++o)
+      if (c.has_grad(o))
+        fail<LifetimeError>("[", kName, "] ", path_label(PathScope::current()),
+                            ": it has no derivative of its gradients, which were computed in the forward; ask for ",
+                            "Recording recording({.higher_order = true})");
+    const double by = enlarged(c.input_type(0).dtype);
+    const Tensor g = by == 1 ? c.grad() : mul(c.grad(), 1 / by);
+    if (c.needs(1)) c.set(1, apply<ScaleBy>({}, {c.output(1), g}, c.into(1)));
+    if (c.needs(0)) c.set(0, apply<ScaleBy>({}, {c.output(dx_output(a)), g}));
+  }
+  static void saves(const Attrs& a, uint64_t needs, uint64_t&, uint64_t& out) {
+    out = ((needs & 2) ? 0b010 : 0) | ((needs & 1) ? uint64_t{1} << dx_output(a) : 0);
+  }
+  static constexpr auto describe = describe_ignored<Attrs>;
+};
+
+/// Of the gradient of `weight` that rows of x give; none where it is no addend of the whole.
+std::optional<Type> dweight_type(const Tensor& x, const Tensor& weight) {
+  Layout layout = weight.layout();
+  if (layout.mesh() != x.layout().mesh()) return {};
+  for (int a = 0; a < layout.num_axes(); ++a) {
+    const Placement& rows = x.layout()[a];
+    if (layout[a].is_replicate() && rows.is_shard() && !rows.is_single()) layout[a] = kP;
+    else if (!(layout[a] == rows) || layout[a].is_replicate()) return {};
+  }
+  return Type{statistics_dtype(weight.dtype()), weight.shape(), layout};
+}
+
+/// Whether ranks have parts of a weight's rows.
+bool is_cut(const Layout& weight) {
+  for (int a = 0; a < weight.num_axes(); ++a)
+    if (cuts_table(weight[a])) return true;
+  return false;
+}
+
+/// Of values [M, ..], all M on every rank.
+Layout of_all_parts(Layout parts) {
+  for (int a = 0; a < parts.num_axes(); ++a)
+    if (parts[a].is_shard(0)) parts[a] = kR;
+  return parts;
+}
+
+}  // namespace
+
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& targets,
+                            const CrossEntropyOptions& options) {
+  if (options.per_target || is_cut(weight.layout())) {
+    const LinearLse parts = linear_lse(x, weight, targets, options.ignore_index);
+    // All ranks then have the log-sum-exps: the difference keeps their sum on one of them.
+    const Tensor lse = logsumexp(redistribute(parts.lse, of_all_parts(parts.lse.layout())), {0}, /*keepdim=*/!options.per_target);
+    if (options.per_target) return sub(lse, parts.target_logits);
+    return averaged(sub(sum(lse), sum(parts.target_logits)), targets, options);
+  }
+  const Tensor rows = dense_rows(x);
+  const std::vector<Tensor> inputs = {rows, weight, targets};
+  Recording* recording = options.recompute ? nullptr : Recording::current();
+  if (recording && recording->options().higher_order) recording = nullptr;  // no gradients ahead
+  const HeadGradientsAttrs wanted{options.ignore_index, recording && recording->has_gradient(weight),
+                                  recording && recording->has_gradient(rows)};
+  if (wanted.dweight || wanted.dx) {
+    const std::optional<Type> type = wanted.dweight ? dweight_type(rows, weight) : std::nullopt;
+    const Into into[] = {{}, {type ? recording->slot_ahead(weight, *type) : Tensor()}};
+    const Tensors y = apply(op_def<LinearCrossEntropyFused>(), &wanted, inputs, std::span(into, wanted.dweight ? 2 : 1));
+    if (into[1].to) recording->lies_ahead(y[1], weight);
+    return averaged(y[0], targets, options);
+  }
+  const IgnoreAttrs attrs{options.ignore_index};
+  return averaged(apply(op_def<LinearCrossEntropy>(), &attrs, inputs)[0], targets, options);
+}
+
+}  // namespace sheaf
