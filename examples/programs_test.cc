@@ -51,6 +51,25 @@ TEST(TrainGpt, LearnsOnOneRankAndOnTwo) {
   EXPECT_NEAR(losses[0], losses[1], 1e-2);
 }
 
+// Ranks that hold a part of every vector find what one rank does; later, where steps overshoot, roundings grow.
+TEST(Sharpness, GrowsToTheEdgeOfStability) {
+  double first[2];
+  for (int ranks : {1, 2}) {
+    const Result r = launch(ranks, {"examples/sharpness", "LICENSE", "240"});
+    ASSERT_EQ(r.code, 0) << r.output;
+    first[ranks - 1] = r.number("sharpness ", true);
+    const double last = r.number("of 2 / lr ");
+    EXPECT_TRUE(last > 0.7 && last < 1.8) << r.output;
+    EXPECT_LT(r.number("loss "), 2.6) << r.output;
+  }
+  EXPECT_NEAR(first[0], first[1], 1e-3 * std::abs(first[0]));
+}
+
+TEST(Sharpness, RefusesWhatIsNoRate) {
+  for (const char* word : {"", "fast", "0", "-0.1"})
+    EXPECT_EQ(launch(1, {"examples/sharpness", "LICENSE", "2", word}).code, 64) << word;
+}
+
 TEST(TrainGpt, SaysWhatIsMissing) {
   EXPECT_EQ(launch(1, {"examples/train_gpt", "no such file"}).code, 65);
 }
@@ -58,6 +77,7 @@ TEST(TrainGpt, SaysWhatIsMissing) {
 TEST(Programs, RefuseWhatIsNoNumber) {
   for (const char* word : {"", "two", "1e3", "99999999999999999999"}) {
     EXPECT_EQ(launch(1, {"examples/train_gpt", "LICENSE", word}).code, 64) << word;
+    EXPECT_EQ(launch(1, {"examples/sharpness", "LICENSE", word}).code, 64) << word;
     EXPECT_EQ(launch(1, {"examples/classifier", word}).code, 64) << word;
     EXPECT_EQ(launch(1, {"examples/classifier", "1", "", word}).code, 64) << word;
   }

@@ -5,7 +5,7 @@
 // of the model's size is whole anywhere.
 //
 //   bazel build //examples:sharpness //tools:sheaf
-//   bazel-bin/tools/sheaf launch --nproc-per-node 2 -- bazel-bin/examples/sharpness TEXT [STEPS [LR]]
+//   bazel-bin/tools/sheaf launch --nproc-per-node 2 -- bazel-bin/examples/sharpness TEXT STEPS LR
 #include <cmath>
 #include <iostream>
 #include <sstream>
@@ -16,10 +16,12 @@ using namespace sheaf;
 
 namespace {
 
-double number(const char* name, const char* text) {
+template <class T>
+T number(const char* name, const char* text) {
   std::istringstream in(text);
-  double value = 0;
-  check<ConfigError>(in >> value && in.eof() && value > 0, name, ": '", text, "' is not a positive number");
+  T value = 0;
+  check<ConfigError>(in >> value && in.eof() && value > 0, name, ": '", text,
+                     "' is not a positive ", std::is_integral_v<T> ? "whole number" : "number");
   return value;
 }
 
@@ -46,13 +48,14 @@ double largest_eigenvalue(models::Gpt& model, models::Gpt& v, const Loss& loss) 
 
 int main(int argc, char** argv) try {
   const std::string text = argc > 1 ? argv[1] : "out/bible.txt";
-  const auto steps = static_cast<int64_t>(argc > 2 ? number("STEPS", argv[2]) : 400);
-  const double lr = argc > 3 ? number("LR", argv[3]) : 0.1;
+  const int64_t steps = argc > 2 ? number<int64_t>("STEPS", argv[2]) : 400;
+  const double lr = argc > 3 ? number<double>("LR", argv[3]) : 0.1;
 
   World world = distributed::init_from_env();
   const Mesh mesh = world.mesh({{"data", world.size()}});
   const models::Corpus corpus = models::load_text_corpus(text, "char", /*val_fraction=*/0.1);
-  const models::GptConfig options{.layers = 2, .heads = 2, .width = 32, .context = 32, .vocab = corpus.vocab};
+  const models::GptConfig options{
+      .layers = 2, .heads = 2, .width = 32, .context = 32, .vocab = corpus.vocab};
   models::Gpt model(options), v(options);  // a direction is a model of the same shape
   for (nn::Parameter p : v.parameters()) p.set_init(nn::Init::normal(1));
   for (models::Gpt* m : {&model, &v}) {
@@ -60,7 +63,8 @@ int main(int argc, char** argv) try {
     materialize(*m, world.device(), {.seed = 1337});
   }
   optim::SGD optimizer(model, {.lr = lr});
-  const models::TokenStream data(corpus.train, {.batch_per_rank = 32 / world.size(), .context = 32}, mesh);
+  const models::TokenStream data(corpus.train, {.batch_per_rank = 32 / world.size(), .context = 32},
+                                 mesh);
   const auto [tokens, targets, first_sample] = data.batch(0);  // always the same
   const auto loss = [&] { return model.loss(tokens, targets); };
 
@@ -68,7 +72,8 @@ int main(int argc, char** argv) try {
     if (step % 40 == 0) {
       const double sharpness = largest_eigenvalue(model, v, loss);
       const Tensor mean = redistribute(loss(), "data", Placement::invariant());
-      world.print("step ", step, "  loss ", mean.item(), "  sharpness ", sharpness, "  of 2 / lr ", sharpness * lr / 2);
+      world.print("step ", step, "  loss ", mean.item(), "  sharpness ", sharpness, "  of 2 / lr ",
+                  sharpness * lr / 2);
     }
     Recording recording({.step = step});
     recording.backward(loss());

@@ -103,6 +103,7 @@ struct PackedNormBackward {  // dy, x, rstd of queries, of keys, their weights -
   static constexpr uint64_t kSavedInputs = 0b110011;
   /// As one normalisation of all heads, each with a weight of its own. That of values is thrown away: their part is the identity.
   static void vjp(const Attrs& a, Vjp& c) {
+    const DeviceScope device(c.input(1).device());
     const Type& x = c.input_type(1);
     const DType d = statistics_dtype(x.dtype);
     const auto heads = [&](int64_t begin, int64_t end) {  // [H + 2 G, 1]: 1 for heads [begin, end), 0 for others

@@ -83,6 +83,7 @@ Tensor through_softmax(const Tensor& y, const Tensor& dy) {
 //   <u, (dQ, dK, dV)> = <dout, Ṗ V + P U_V>, Ṗ = P(Ṡ), Ṡ = scale (U_Q Kᵀ + Q U_Kᵀ)
 AttentionBackwardOperands attention_second(const AttentionBackwardOperands& x, const AttentionBackwardOperands& u,
                                            const VisibleKeys& visible, double scale) {
+  const DeviceScope device(x.q.device());
   const int64_t groups = x.k.size(2);
   const Tensor q = by_groups(x.q, groups), k = by_groups(x.k, groups), v = by_groups(x.v, groups), dout = by_groups(x.dout, groups);
   const Tensor uq = by_groups(u.q, groups), uk = by_groups(u.k, groups), uv = by_groups(u.v, groups);
@@ -150,12 +151,14 @@ NormBackwardOperands norm_second(const NormBackwardOperands& x, const NormGradie
 
 LogitsBackwardOperands logits_second(const LogitsBackwardOperands& x, const Tensor& u, const Tensor& targets, int64_t ignore_index,
                                      int64_t first_row) {
+  const DeviceScope device(x.logits.device());
   const Rows rows(in_statistics_dtype(x.logits), x.dlse, x.dtarget, targets, ignore_index, first_row);
   return second_of(rows, in_statistics_dtype(u), x.dlse, x.dtarget);
 }
 
 HeadBackwardOperands head_second(const HeadBackwardOperands& x, const HeadBackwardOperands& u, const Tensor& targets,
                                  int64_t ignore_index, int64_t first_row) {
+  const DeviceScope device(x.x.device());
   const Tensor in = in_statistics_dtype(x.x), weight = in_statistics_dtype(x.weight);
   const Tensor ux = u.x ? in_statistics_dtype(u.x) : Tensor(), uw = u.weight ? in_statistics_dtype(u.weight) : Tensor();
   const Rows rows(linear(in, weight), x.dlse, x.dtarget, targets, ignore_index, first_row);

@@ -116,6 +116,19 @@ TEST(GpuTraining, GradientsInF64AtEveryWorld) {
   }
 }
 
+TEST(GpuTraining, HessianProductsAreThoseOfTheCpu) {
+  SHEAF_NEEDS_GPU();
+  for (const char* type : {"gpt2", "qwen3", "latent"}) {
+    const models::ModelConfig m = tiny_model(type, 4, 2);
+    const HessianProducts expected = hessian_f64({{"data", 1}}, "replicate", 3, m);
+    for (const Axes& axes : {Axes{{"data", 1}}, Axes{{"data", 2}, {"model", 2}}}) {
+      const HessianProducts actual = hessian_f64(axes, "full_shard", 3, m, kGpu);
+      EXPECT_LE(max_difference(actual.product, expected.product), 1e-11 * max_magnitude(expected.product)) << type;
+      EXPECT_NEAR(actual.along, expected.along, 1e-11 * std::abs(expected.along)) << type;
+    }
+  }
+}
+
 TEST(GpuTraining, AllStrategiesAndPrefetchesHaveTheSameBits) {
   SHEAF_NEEDS_GPU();
   for (int world : {1, 2, 3}) {

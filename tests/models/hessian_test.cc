@@ -7,49 +7,23 @@
 #include <cmath>
 
 #include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/models/sharded_model.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/direction.h"
+#include "sheaf/nn/optim/sgd.h"
 #include "sheaf/tests/models/parity.h"
 
 namespace sheaf::testing {
 namespace {
 
-using ::testing::HasSubstr;
+const auto draw_all = draw_all_parameters;
 
-// The directions' values are drawn, those of norms and biases, too.
-void draw_all(models::Decoder& model, const ShardOptions&) {
-  for (nn::Parameter p : model.parameters()) p.set_init(nn::Init::normal(0.1));
-}
+using ::testing::HasSubstr;
 
 Tensor loss_of(models::Decoder& model, const TinyBatch& batch) {
   return model.loss(batch.tokens, batch.targets, {.divide_by = static_cast<double>(batch.tokens.numel())});
-}
-
-struct Products {
-  Values product, direction;
-  double along = 0;  // <H v, v>
-};
-
-Products hessian_f64(const Axes& axes, const std::string& strategy, int64_t rows, const models::ModelConfig& config) {
-  Products out;
-  Whole product, direction;
-  run_local(num_ranks(axes), [&](World& w) {
-    const Mesh mesh = w.mesh(axes);
-    const auto model = tiny_model_f64(mesh, {.strategy = strategy}, {}, 5, config);
-    const auto v = tiny_model_f64(mesh, {.strategy = strategy}, {}, 6, config, draw_all);
-    const TinyBatch batch = tiny_batch(mesh, 0, rows);
-    {
-      Recording recording({.higher_order = true});
-      recording.backward(derivative_along(loss_of(*model, batch), *model, *v));
-    }
-    product.collect(*model, true);
-    direction.collect(*v, false);
-    const double along = gradient_along(*model, *v).item<double>();
-    if (w.rank() == 0) out.along = along;
-  }, {.threads_per_rank = 1});
-  out.product = product.values(), out.direction = direction.values();
-  return out;
 }
 
 // (∇loss(w + εv) − ∇loss(w − εv)) / 2ε
@@ -93,7 +67,7 @@ models::ModelConfig model_of(const std::string& type) {
 
 TEST_P(HessianOf, ProductsAreDifferencesOfGradients) {
   const models::ModelConfig config = model_of(GetParam());
-  const Products one = hessian_f64({{"data", 1}}, "replicate", 3, config);
+  const HessianProducts one = hessian_f64({{"data", 1}}, "replicate", 3, config);
   const Values expected = difference_of_gradients(3, config, one.direction);
   EXPECT_LE(max_difference(expected, one.product), 1e-6 * max_magnitude(expected));
   double along = 0;
@@ -104,9 +78,9 @@ TEST_P(HessianOf, ProductsAreDifferencesOfGradients) {
 
 TEST_P(HessianOf, ProductsAreThoseOfOneRank) {
   const models::ModelConfig config = model_of(GetParam());
-  const Products one = hessian_f64({{"data", 1}}, "replicate", 3, config);
+  const HessianProducts one = hessian_f64({{"data", 1}}, "replicate", 3, config);
   const auto expect_same = [&](const Axes& axes, const char* strategy) {
-    const Products many = hessian_f64(axes, strategy, 3, config);
+    const HessianProducts many = hessian_f64(axes, strategy, 3, config);
     std::string where = strategy;
     for (const auto& a : axes) where += str(' ', a.name, ' ', a.size);
     EXPECT_EQ(max_difference(one.direction, many.direction), 0) << where;
@@ -293,6 +267,97 @@ TEST(Hessian, PowerIteration) {
       EXPECT_GT(std::abs(value), 0.1);
     }, {.threads_per_rank = 1});
   }
+}
+
+// Micro-batches' products add up, where they are asked for, or at once; with gradients that wait for the step.
+TEST(Hessian, ProductsAddUpOverMicroBatches) {
+  const auto product = [](const Axes& axes, const char* strategy, int64_t parts) {
+    Whole whole;
+    run_local(num_ranks(axes), [&](World& w) {
+      const Mesh mesh = w.mesh(axes);
+      const auto model = tiny_model_f64(mesh, {.strategy = strategy}), v = tiny_model_f64(mesh, {.strategy = strategy}, {}, 6, tiny_config().model, draw_all);
+      Recording recording({.higher_order = true});
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t rows = 4 / parts;
+        const TinyBatch batch = tiny_batch(mesh, part * rows, rows);
+        recording.next_micro_batch(part * rows);
+        const Tensor loss = model->loss(batch.tokens, batch.targets, {.divide_by = static_cast<double>(batch.tokens.numel() * parts)});
+        recording.backward(derivative_along(loss, *model, *v), {.last_micro_batch = part + 1 == parts});
+      }
+      recording.take();
+      whole.collect(*model, true);
+    }, {.threads_per_rank = 1});
+    return whole.values();
+  };
+  const Values expected = product({{"data", 1}}, "replicate", 1);
+  for (const Axes& axes : {Axes{{"data", 2}}, Axes{{"replica", 2}, {"data", 2}}})
+    for (const char* strategy : {"full_shard", "zero1"})
+      EXPECT_LE(max_difference(expected, product(axes, strategy, 2)), 1e-12 * max_magnitude(expected)) << strategy;
+}
+
+// In bf16 products are as near to f32's as gradients are.
+TEST(Hessian, OfWhatIsComputedInBf16) {
+  const auto values = [](const char* dtype) {
+    Whole gradient, product;
+    run_local(2, [&](World& w) {
+      models::TrainConfig c = tiny_config();
+      c.model = model_of("qwen3");
+      c.train.dtype = dtype;
+      const models::ShardedModel model = models::sharded_model(c, c.model.vocab, w), v = models::sharded_model(c, c.model.vocab, w);
+      draw_all(*v.model, {});
+      materialize(*model.model, {}, {.seed = 5}), materialize(*v.model, {}, {.seed = 6});
+      const TinyBatch batch = tiny_batch(model.mesh, 0, 4);
+      for (const bool second : {false, true}) {
+        zero_grad(*model.model);
+        {
+          Recording recording({.higher_order = true});
+          const Tensor loss = loss_of(*model.model, batch);
+          recording.backward(second ? derivative_along(loss, *model.model, *v.model) : loss);
+        }
+        (second ? product : gradient).collect(*model.model, true);
+      }
+    }, {.threads_per_rank = 1});
+    return std::pair(gradient.values(), product.values());
+  };
+  const auto [gradient, product] = values("f32");
+  const auto [gradient_bf16, product_bf16] = values("bf16");
+  EXPECT_GT(relative_difference(product, product_bf16), 1e-6);
+  EXPECT_LE(relative_difference(product, product_bf16), 4 * relative_difference(gradient, gradient_bf16));
+}
+
+// A step that runs again as a program: what it leaves in the model is taken for a step of descent.
+TEST(Hessian, AsAProgram) {
+  const auto parameters = [](bool compiled) {
+    Whole whole;
+    run_local(2, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", 2}});
+      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
+      optim::SGD optimizer(*model, {.lr = 0.05});
+      const TinyBatch batch = tiny_batch(mesh, 0, 4);
+      const auto code = [&](const Tensor& tokens, const Tensor& targets, const Tensor& scalars) {
+        const Tensor loss = loss_of(*model, {tokens, targets}), d = derivative_along(loss, *model, *v);
+        Recording::current()->backward(loss + d);  // a penalty on the slope along v
+        optimizer.step({.scalars = scalars});
+        optimizer.zero_grad();
+        return redistribute(d, "data", Placement::invariant());
+      };
+      auto program = compile(code);
+      for (int64_t step = 0; step < 5; ++step) {
+        const RecordingOptions options{.step = step, .higher_order = true};
+        const std::vector<double> numbers = optimizer.next_scalars();
+        const Tensor scalars = Tensor::from(numbers, {static_cast<int64_t>(numbers.size())});
+        if (compiled) {
+          program(options, batch.tokens, batch.targets, scalars);
+        } else {
+          Recording recording(options);
+          code(batch.tokens, batch.targets, scalars);
+        }
+      }
+      whole.collect(*model, false);
+    }, {.threads_per_rank = 1});
+    return whole.values();
+  };
+  EXPECT_EQ(max_difference(parameters(false), parameters(true)), 0);
 }
 
 }  // namespace

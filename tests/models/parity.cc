@@ -12,6 +12,7 @@
 #include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/sample_block.h"
+#include "sheaf/nn/direction.h"
 #include "sheaf/nn/optim/adamw.h"
 #include "sheaf/nn/optim/muon.h"
 
@@ -275,6 +276,33 @@ void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy,
   const Values expected = gradients_f64(Axes{{"data", 1}}, "replicate", rows, {}, config);
   const Values actual = gradients_f64(axes, strategy, rows, {}, config);
   EXPECT_LE(max_difference(expected, actual), 1e-12 * max_magnitude(expected));
+}
+
+void draw_all_parameters(models::Decoder& model, const ShardOptions&) {
+  for (nn::Parameter p : model.parameters()) p.set_init(nn::Init::normal(0.1));
+}
+
+HessianProducts hessian_f64(const Axes& axes, const std::string& strategy, int64_t rows, const models::ModelConfig& config, Device device) {
+  HessianProducts out;
+  Whole product, direction;
+  run_local(num_ranks(axes), [&](World& w) {
+    const Mesh mesh = w.mesh(axes);
+    const auto model = tiny_model_f64(mesh, {.strategy = strategy}, device, 5, config);
+    const auto v = tiny_model_f64(mesh, {.strategy = strategy}, device, 6, config, draw_all_parameters);
+    const TinyBatch batch = tiny_batch(mesh, 0, rows, device);
+    const DeviceScope scope(device);
+    {
+      Recording recording({.higher_order = true});
+      const Tensor loss = model->loss(batch.tokens, batch.targets, {.divide_by = static_cast<double>(batch.tokens.numel())});
+      recording.backward(derivative_along(loss, *model, *v));
+    }
+    product.collect(*model, true);
+    direction.collect(*v, false);
+    const double along = gradient_along(*model, *v).item<double>();
+    if (w.rank() == 0) out.along = along;
+  }, {.threads_per_rank = 1, .device = device});
+  out.product = product.values(), out.direction = direction.values();
+  return out;
 }
 
 std::map<std::string, Traffic> traffic(const Tape& tape) {

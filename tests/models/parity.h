@@ -142,6 +142,16 @@ inline Values gradients_f64(int world, const std::string& strategy, int64_t rows
 void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy, int64_t rows,
                                   const models::ModelConfig& config = tiny_config().model);
 
+/// Of a tiny_model_f64(): first values of a direction, also of its norms and biases.
+void draw_all_parameters(models::Decoder& model, const ShardOptions& options);
+/// The product of the Hessian of that loss with a direction, drawn as another seed says; also the direction, and their inner product.
+struct HessianProducts {
+  Values product, direction;
+  double along = 0;
+};
+HessianProducts hessian_f64(const Axes& axes, const std::string& strategy, int64_t rows, const models::ModelConfig& config = tiny_config().model,
+                            Device device = {});
+
 /// What collectives of a step's tape, the update left out, move: by name and axis, "all_gather data".
 struct Traffic { int64_t count = 0, bytes = 0; };
 std::map<std::string, Traffic> traffic(const Tape& tape);

@@ -50,6 +50,15 @@ TEST(Bench, Step) {
               line.at("more").at("GFLOP/step").as_double(), 1e-9);
 }
 
+TEST(Bench, Hessian) {
+  const auto lines = bench("hessian", "nanogpt");
+  ASSERT_EQ(lines.size(), 1u);
+  const Json& line = lines.at("nanogpt-f32-12x64");
+  EXPECT_EQ(line.at("peer").as_string(), "a gradient");
+  EXPECT_LT(line.at("ratio").as_double(), 1);
+  EXPECT_GT(line.at("more").at("MiB live").as_double(), line.at("more").at("MiB live for a gradient").as_double());
+}
+
 TEST(Bench, Gemm) {
   const auto lines = bench("gemm", "f32-256x768x768");
   EXPECT_EQ(lines.size(), 3u);
