@@ -168,6 +168,19 @@ TEST(Hessian, NoMoreThanAUnitIsWhole) {
   }, {.threads_per_rank = 1});
 }
 
+// Under zero1 gradients of both orders wait for the step, and travel once.
+TEST(Hessian, GradientsThatWaitTravelOnce) {
+  run_local(2, [&](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}});
+    const auto model = tiny_model_f64(mesh, {.strategy = "zero1"}), v = tiny_model_f64(mesh, {.strategy = "zero1"}, {}, 6, tiny_config().model, draw_all);
+    Recording recording({.higher_order = true});
+    recording.backward(derivative_along(loss_of(*model, tiny_batch(mesh, 0, 4)), *model, *v), {.last_micro_batch = true});
+    const auto moved = traffic(recording.take());
+    EXPECT_EQ(moved.at("reduce_scatter data").count, 4);  // of three blocks and the root
+    EXPECT_EQ(moved.at("all_gather data").count, 8);      // the model's and the direction's
+  }, {.threads_per_rank = 1});
+}
+
 // <∇<∇<∇loss, v>, v>, v> is the third derivative along v.
 TEST(Hessian, DerivativesOfAnyOrder) {
   const auto third = [](const Axes& axes, double at) {

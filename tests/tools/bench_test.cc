@@ -158,7 +158,7 @@ TEST(Bench, BadInput) {
     EXPECT_THAT(r.err, HasSubstr(part));
     EXPECT_EQ(r.out, "");
   };
-  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, gemm, kernels, attention");
+  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, hessian, gemm, kernels");
   refused({"bench", "gemm", "--filter", "nothing-like-it"}, 64, "no line's name contains");
   refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
   refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");
