@@ -283,18 +283,18 @@ void Recording::expect_reducible(NodeId node, ValueId parameter, const Layout& g
 void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   const Type& primal = tape_.type(v);
   // A wide gradient stays so on its way into a leaf's slot; elsewhere values have one dtype.
-  const bool to_slot = state(v).group && to_groups_, to_sum = state(v).group && along_, wide = is_wide_of(g.dtype(), primal.dtype);
+  const bool to_sum = state(v).group && along_, to_slot = state(v).group && to_groups_ && !to_sum, wide = is_wide_of(g.dtype(), primal.dtype);
   if (wide && !to_slot && !to_sum) g = cast(g, primal.dtype);
   // A value without a mesh is Replicate on every mesh, so its gradient is Partial: beside Invariant operands, too, where
   // each rank has all of it.
-  if (Layout l = g.layout(); !to_slot && !primal.layout.mesh() && l.mesh()) {
+  if (Layout l = g.layout(); !to_slot && !to_sum && !primal.layout.mesh() && l.mesh()) {
     for (int a = 0; a < l.num_axes(); ++a)
       if (l[a].is_invariant()) l[a] = Placement::partial();
     g = redistribute(g, l);
   }
   const bool dual = (g.dtype() == primal.dtype || wide) && g.shape() == primal.shape &&
                     (!primal.layout.mesh() || !g.layout().mesh() || g.layout() == primal.layout.dual() ||
-                     (to_slot && adds_up_to(g.layout(), primal.layout.dual())));
+                     ((to_slot || to_sum) && adds_up_to(g.layout(), primal.layout.dual())));
   if (!dual)
     fail<PlacementError>("[", tape_.node(node).op->name, "] ", path_label(PathScope::current()), ": gradient ", g.type(),
                          " is not the dual of its value ", primal);
@@ -302,7 +302,7 @@ void Recording::accumulate(NodeId node, ValueId v, Tensor g) {
   ValueState& s = state(v);
   if (to_sum) {
     expect_reducible(node, v, g.layout());
-    along_->gradients.emplace_back(s.group, s.leaf_index, std::move(g));
+    along_->gradients.push_back({s.group, s.leaf_index, std::move(g), node});
     return;
   }
   if (!to_slot) {

@@ -7,22 +7,21 @@
 // The backward of the sum goes through the derivative's nodes, the last first, and then through the forward's. Both use each unit: it
 // is finished, and its gradients are reduced, twice, in turn, as those of two micro-batches are. So no more of H v is there at a
 // time, either. For that the uses of one order have states of their own (GroupState::order). A unit that was opened for v alone has
-// no gradient.
+// no gradient. (Of a derivative of a derivative that is not so: what the inner one read of v is kept for all units.)
 #include <algorithm>
 #include <utility>
 
-#include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/ops/second.h"
 #include "sheaf/autograd/recording.h"
 
 namespace sheaf {
 namespace {
 
-// Of a gradient and the constant v; an addend of each rank.
+// Of a gradient and the constant v, in `dtype`.
 Tensor inner_product(const Tensor& g, const Tensor& v, DType dtype) {
-  const Tensor constant = stop_gradient(v);
-  const Tensor term = sum(mul(g, constant.dtype() == g.dtype() ? constant : cast(constant, g.dtype())));
+  const Tensor term = sum(mul(ops::in_statistics_dtype(g), ops::in_statistics_dtype(stop_gradient(v))));
   for (int a = 0; a < term.layout().num_axes(); ++a)
-    if (!term.layout()[a].is_partial())
+    if (!term.layout()[a].is_partial() && !term.layout()[a].is_invariant())
       fail<PlacementError>("[derivative_along] ", path_label(PathScope::current()), ": the gradient ", g.type(), " times the direction's ",
                            v.type(), " is ", term.type(), ", where each rank of mesh axis ", term.layout().mesh()->name(a),
                            " should have an addend: stages of a pipeline have none of others' parameters");
@@ -55,29 +54,36 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
   return along.sum;
 }
 
-// Of groups whose uses the reverse pass, now before `node`, has left behind.
+// Of gradients of groups whose uses the reverse pass, now before `node`, has left behind: in the segment that they are of, as others
+// may be of a higher order, or of another micro-batch.
 void Recording::add_along(NodeId node) {
-  const auto is_behind = [&](const LeafGroup* group) {
-    return std::ranges::all_of(waiting_, [&](const Segment& s) {
-      return std::ranges::all_of(s.groups, [&](const GroupState& g) { return g.group.get() != group || g.first_use > node; });
-    });
+  const auto is_behind = [&](const Along::Part& part) {
+    const auto is_used = [&](const Segment& s) {
+      return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == part.group && g.first_use <= node; });
+    };
+    for (const Segment& s : waiting_)
+      if (s.begin <= part.from && part.from < s.end &&
+          std::ranges::find(s.groups, part.group, [](const GroupState& g) { return g.group.get(); }) != s.groups.end())
+        return !is_used(s);
+    return std::ranges::none_of(waiting_, is_used);  // open since an earlier one
   };
   auto& gradients = along_->gradients;
   while (true) {
-    const auto first = std::ranges::find_if(gradients, [&](const auto& g) { return is_behind(std::get<0>(g)); });
+    const auto first = std::ranges::find_if(gradients, is_behind);
     if (first == gradients.end()) return;
-    LeafGroup* const group = std::get<0>(*first);
-    const auto others = std::ranges::stable_partition(gradients, [&](const auto& g) { return std::get<0>(g) != group; });
+    LeafGroup* const group = first->group;
+    const auto now = std::ranges::stable_partition(gradients, [&](const auto& p) { return p.group != group || !is_behind(p); });
     const PathScope path(group->group_name());
-    for (auto& [_, leaf, g] : others) {
+    for (Along::Part& part : now) {
       along_->asks = true;
-      const Tensor v = along_->direction(*group, leaf);
+      const Tensor v = along_->direction(*group, part.leaf);
       along_->asks = false;
       if (!v) continue;
-      const Tensor term = inner_product(g, v, along_->dtype);
+      const Tensor term = inner_product(part.gradient, v, along_->dtype);
       along_->sum = along_->sum ? add(along_->sum, term) : term;
+      part.gradient = Tensor();
     }
-    gradients.erase(others.begin(), others.end());
+    gradients.erase(now.begin(), now.end());
     for (const GroupState& g : groups_)
       if (g.constant) g.group->gradient_passed();
   }

@@ -306,10 +306,12 @@ Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGrou
 
 Recording::GroupState& Recording::group_state(LeafGroup* group) {
   const auto is_it = [&](const GroupState& g) { return g.group.get() == group; };
-  // Of several, those of higher order come first, and are finished first.
-  const auto open = std::ranges::find_if(groups_, [&](const GroupState& g) { return is_it(g) && !g.finished; });
-  if (open != groups_.end()) return *open;
-  if (const auto it = std::ranges::find_if(groups_, is_it); it != groups_.end()) return *it;
+  // Of several, that which is finished next: see finish_groups().
+  auto next = groups_.end();
+  for (auto it = groups_.begin(); it != groups_.end(); ++it)
+    if (is_it(*it) && (next == groups_.end() || std::pair(!it->finished, it->first_use) > std::pair(!next->finished, next->first_use)))
+      next = it;
+  if (next != groups_.end()) return *next;
   if (!to_groups_) {  // gradient() goes through all micro-batches
     const auto in = [&](std::vector<Segment>& segments) -> GroupState* {
       for (Segment& s : segments)

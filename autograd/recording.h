@@ -5,7 +5,6 @@
 #include <deque>
 #include <memory>
 #include <optional>
-#include <tuple>
 #include <unordered_map>
 
 #include "sheaf/autograd/leaf_group.h"
@@ -69,8 +68,9 @@ class Recording {
   std::vector<Tensor> gradient(const Tensor& y, std::span<const Tensor> xs, const GradientOptions& options = {});
   /// The derivative of scalar `y` along a direction: the sum, over all trainable parameters p that lead to y, of
   /// <∂y/∂p, direction(p)>, in y's dtype; Partial on y's mesh. Its backward() leaves the product of y's Hessian with the direction in
-  /// the units' gradients (Pearlmutter 1994, Fast exact multiplication by the Hessian). The direction is a constant. See
-  /// [Note: directions]; RecordingOptions::higher_order. Not for pipelines (PlacementError).
+  /// the units' gradients (Pearlmutter 1994, Fast exact multiplication by the Hessian). The direction is a constant. What that backward
+  /// needs is kept until then, or until the recording ends. See [Note: directions]; RecordingOptions::higher_order. Not for pipelines
+  /// (PlacementError).
   Tensor derivative_along(const Tensor& y, const Direction& direction);
   /// Declares a constant differentiable, before its first use: gradient() may then ask for it.
   Tensor watch(const Tensor& x);
@@ -327,13 +327,19 @@ class Recording {
   /// What derivative_along() has under way: gradients of groups whose uses the reverse pass has not left behind, and the sum.
   struct Along {
     const Direction& direction;
-    std::vector<std::tuple<LeafGroup*, int, Tensor>> gradients = {};
+    struct Part {
+      LeafGroup* group;
+      int leaf;
+      Tensor gradient;
+      NodeId from;  // the node that it is of
+    };
+    std::vector<Part> gradients = {};
     Tensor sum = {};
     DType dtype = kF32;
     bool asks = false;  // for the direction
   };
   Along* along_ = nullptr;
-  int order_ = 0;             // derivatives taken since the micro-batch began
+  int order_ = 0;             // derivatives taken since the micro-batch, or what follows a backward, began
   bool last_micro_batch_ = false;
 };
 

@@ -19,7 +19,8 @@ void Recording::choose_later() {
       const Node& n = tape_.node(id);
       if (!n.op || !n.op->weights_later) continue;
       for (const ValueId v : tape_.inputs(n))
-        if (const ValueState& leaf = state(v); leaf.group && leaf.needs_grad) group_state(leaf.group).later = true;
+        if (const ValueState& leaf = state(v); leaf.group && leaf.needs_grad)
+          for (GroupState& g : groups_) g.later = g.later || g.group.get() == leaf.group;
     }
   later_.emplace_back().last = last_micro_batch_ && !(rest_ && !rest_->parts.empty());
 }

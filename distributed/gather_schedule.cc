@@ -40,9 +40,11 @@ int64_t GatherSchedule::usual_bytes() const {
   return 0;
 }
 
-// A pass is one forward and the backward that follows it: it ends where the next outermost scope begins.
+// A pass is one forward and the backward that follows it: it ends where the next outermost scope begins. Of a model that is used
+// in the backward of another alone (a direction), the uses of a recording are one.
 void GatherSchedule::begin_pass() {
-  if (Recording* r = Recording::current(); r && r->in_backward()) return;
+  const Recording* r = Recording::current();
+  if (r && r->in_backward() && r->serial() == recording_) return;
   flush();
   for (Unit* u : units_)  // of another recording, or of masters that have changed: nobody will take them, an evaluation's for one
     if (!u->has_copies()) u->drop_copies();
@@ -54,7 +56,6 @@ void GatherSchedule::begin_pass() {
   }
   current_.clear();
   cleared_at_ = 0;
-  const Recording* r = Recording::current();
   const uint64_t recording = r ? r->serial() : 0;
   pass_ = recording == recording_ ? pass_ + 1 : 0;
   recording_ = recording;
@@ -98,6 +99,7 @@ void GatherSchedule::discard_pending(const Unit* except, std::span<Unit* const> 
 
 void GatherSchedule::use(Unit& unit) {
   using State = Unit::State;
+  if (const Recording* r = Recording::current(); scopes_.empty() && r && r->in_backward()) begin_pass();
   const std::vector<Unit*>& order = foreseen();
   const bool is_foreseen = following_ && current_.size() < order.size() && order[current_.size()] == &unit;
   const bool pending = unit.state_ == State::pending;  // the pair of discard and gather vanishes

@@ -38,7 +38,7 @@ double largest_eigenvalue(models::Gpt& model, models::Gpt& v, const Loss& loss) 
     const double before = value;
     value = gradient_along(model, v).item<double>();  // <H v, v>, where |v| = 1
     set_to_gradient(v, model, 1 / grad_norm(model).item<double>());
-    if (i > 0 && std::abs(value - before) < 1e-2 * std::abs(value)) break;
+    if (i > 1 && std::abs(value - before) < 1e-2 * std::abs(value)) break;
   }
   zero_grad(model);
   return value;

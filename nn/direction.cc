@@ -32,7 +32,6 @@ void for_each_buffer(const char* who, nn::Module& model, nn::Module& direction, 
   const Pair pair(who, model, direction);
   const Units units = nn::distinct_units(pair.model), along = nn::distinct_units(pair.direction);
   nn::reduce_waiting(units);
-  for (const auto& unit : units) unit->complete_reduction();
   const auto refuse = [&](const Unit& unit) {
     fail<PlacementError>("[", who, "] unit '", path_label(unit.name()), "' of the model is not sharded as the direction's: shard() both ",
                          "with the same options, and freeze() the same parameters");

@@ -20,10 +20,11 @@ namespace sheaf {
 Tensor derivative_along(const Tensor& loss, nn::Module& model, nn::Module& direction);
 
 /// The inner product of the model's gradients with the parameters of `direction`: f64 scalar, whole on every rank. What has no gradient
-/// counts 0. Collective where parameters are sharded.
+/// counts 0. Collective where parameters are sharded. Gradients are taken as they are, not clipped, nor a loss's scale taken out; of
+/// the direction the masters, where derivative_along() reads values, which may be rounded (compute_dtype, gather_int8).
 Tensor gradient_along(nn::Module& model, nn::Module& direction);
 
-/// The parameters of `direction` become those gradients times `scale`; they stay where they are. Outside of recordings.
+/// The parameters of `direction` become the model's gradients, as gradient_along() takes them, times `scale`. Outside of recordings.
 void set_to_gradient(nn::Module& direction, nn::Module& model, double scale = 1);
 
 /// Forgets the gradients of a module's parameters, as Optimizer::zero_grad() does.

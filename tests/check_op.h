@@ -15,7 +15,7 @@ namespace sheaf::testing {
 std::string check_gradient(const OpSample& sample);
 /// f64 second derivatives likewise; or, for samples with `no_second`, that the error names that op.
 std::string check_second_gradient(const OpSample& sample);
-/// Outputs and gradients in `dtype` on `device` against f64 on the CPU, on the same (rounded) inputs; all memory holds
+/// Outputs, gradients and second derivatives in `dtype` on `device` against f64 on the CPU, on the same (rounded) inputs; all memory holds
 /// NaN beforehand.
 std::string check_precision(const OpSample& sample, DType dtype, Device device = Device::cpu());
 /// Transposed, spread, sliced and (where the sample's values allow it) expanded inputs and strided incoming gradients

@@ -206,7 +206,7 @@ struct PackedAttentionBackward {  // qkv, out, dout, lse, begins if there are do
     AttentionBackwardOperands x = unpacked(c.input(0));
     x.dout = by_heads(c.input(2), a.heads);
     const AttentionBackwardOperands d = attention_second(x, unpacked(c.grad()), visible_keys(a, c, 4), a.scale);
-    const auto packed = [](const Tensor& x_BTHD) { return reshape(x_BTHD, {x_BTHD.size(0), x_BTHD.size(1), -1}); };
+    const auto packed = [](const Tensor& x_BTHD) { return reshape(x_BTHD, {x_BTHD.size(0), x_BTHD.size(1), x_BTHD.size(2) * x_BTHD.size(3)}); };
     c.set(0, concat_as({packed(d.q), packed(d.k), packed(d.v)}, 2, c.input_type(0)));
     c.set(2, packed(d.dout));
   }

@@ -120,22 +120,22 @@ struct LatentAttentionBackward {  // q, up, shared, out, dout, lse, begins if th
   static constexpr uint64_t kSavedInputs = 0b1010111;
   static void vjp(const Attrs& a, Vjp& c) {
     const int64_t B = c.input_type(0).shape[0], T = c.input_type(0).shape[1], rest = a.width - a.own;
-    const auto by_heads = [&](const Tensor& x) { return reshape(x, {B, T, a.heads, -1}); };
+    const auto by_heads = [&](const Tensor& x, int64_t width) { return reshape(x, {B, T, a.heads, width}); };
     // Of up and what keys share: all of keys, and values.
     const auto keys_values = [&](const Tensor& up, const Tensor& shared) {
-      const auto parts = split(by_heads(up), {a.own, a.values}, 3);
+      const auto parts = split(by_heads(up, a.own + a.values), {a.own, a.values}, 3);
       return std::pair(concat({parts[0], expand(unsqueeze(shared, {2}), {B, T, a.heads, rest})}, 3), parts[1]);
     };
     const auto [k, v] = keys_values(c.input(1), c.input(2));
     AttentionBackwardOperands u;
-    if (c.has_grad(0)) u.q = by_heads(c.grad());
+    if (c.has_grad(0)) u.q = by_heads(c.grad(), a.width);
     if (c.has_grad(1) || c.has_grad(2)) {
       const auto or_zeros = [&](int o) { return c.has_grad(o) ? c.grad(o) : full_of(c.output_type(o).dual(), 0.0); };
       std::tie(u.k, u.v) = keys_values(or_zeros(1), or_zeros(2));
     }
     const AttentionBackwardOperands d =
-        attention_second({by_heads(c.input(0)), k, v, by_heads(c.input(4))}, u, visible_keys(a, c, 6), a.scale);
-    const auto packed = [&](const Tensor& x_BTHD) { return reshape(x_BTHD, {B, T, -1}); };
+        attention_second({by_heads(c.input(0), a.width), k, v, by_heads(c.input(4), a.values)}, u, visible_keys(a, c, 6), a.scale);
+    const auto packed = [&](const Tensor& x_BTHD) { return reshape(x_BTHD, {B, T, a.heads * x_BTHD.size(3)}); };
     c.set(0, packed(d.q));
     if (d.v) {
       const auto parts = split(d.k, {a.own, rest}, 3);

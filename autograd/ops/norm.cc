@@ -73,7 +73,6 @@ struct NormBackward {
       SHEAF_ON_DEVICE(stream, rms_norm_backward, v.dy, v.x, v.weight, v.rstd, v.dx, v.dweight,
                    c.workspace, v.dsum);
   }
-  static constexpr uint64_t kSavedInputs = 0b11011;
   static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t&) {
     in = 0b11 | (a.has_weight ? uint64_t{1} << a.weight() : 0);
   }

@@ -73,11 +73,6 @@ Tensor sum_of_defined(std::initializer_list<Tensor> terms) {
   return out;
 }
 
-Tensor through_softmax(const Tensor& y, const Tensor& dy) {
-  const Tensor weighted = mul(y, dy);
-  return sub(weighted, mul(y, sum(weighted, {-1}, true)));
-}
-
 // With P = softmax(S), S = scale Q Kᵀ, out = P V, and a dot for tangents along u:
 //   dS = P(dP), the derivative of softmax, with dP = dout Vᵀ, dQ = scale dS K, dK = scale dSᵀ Q, dV = Pᵀ dout
 //   <u, (dQ, dK, dV)> = <dout, Ṗ V + P U_V>, Ṗ = P(Ṡ), Ṡ = scale (U_Q Kᵀ + Q U_Kᵀ)

@@ -23,7 +23,7 @@ inline Tensor grad_if(bool has_result, const Vjp& c, int result) {
 /// The sum of those that are defined; undefined if none is.
 Tensor sum_of_defined(std::initializer_list<Tensor> terms);
 /// y (dy - sum(dy y)): what softmax's derivative makes of dy, where y is the softmax over the last dimension. It is symmetric, so
-/// it makes tangents of tangents, too.
+/// it makes tangents of tangents, too. One op.
 Tensor through_softmax(const Tensor& y, const Tensor& dy);
 
 /// What an attention's backward reads, or the gradients of that: q[B, T, H, D], k[B, S, G, D], v[B, S, G, E], dout[B, T, H, E].

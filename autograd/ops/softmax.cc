@@ -1,7 +1,7 @@
 // Softmax and log-softmax.
 #include "sheaf/kernels/softmax.h"
 
-#include "sheaf/autograd/ops/rows.h"
+#include "sheaf/autograd/ops/second.h"
 #include "sheaf/kernels/dispatch.h"
 
 namespace sheaf {
@@ -83,6 +83,8 @@ Tensor along(const Tensor& x, int dim) {
 }
 
 }  // namespace
+
+Tensor ops::through_softmax(const Tensor& y, const Tensor& dy) { return apply<SoftmaxBackward>({}, {dense_rows(y), dense_rows(dy)}); }
 
 Tensor softmax(const Tensor& x, int dim) { return along<Softmax>(x, dim); }
 Tensor log_softmax(const Tensor& x, int dim) { return along<LogSoftmax>(x, dim); }

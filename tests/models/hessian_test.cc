@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/models/language_model.h"
 #include "sheaf/models/sharded_model.h"
 #include "sheaf/nn/clip_grad_norm.h"
 #include "sheaf/nn/direction.h"
@@ -49,6 +51,8 @@ Values difference_of_gradients(int64_t rows, const models::ModelConfig& config, 
       whole.collect(*model, true);
       at[side] = whole.values();
     }
+    for (const nn::Parameter& p : tiny_model_f64(mesh, {.strategy = "replicate"}, {}, 5, config)->parameters())
+      if (p.steered() > 0) at[0].erase(p.name());  // a measurement, and no slope
     for (auto& [name, up] : at[0]) {
       const std::vector<double>& down = at[1].at(name);
       for (size_t i = 0; i < up.size(); ++i) up[i] = (up[i] - down[i]) / (2 * kStep);
@@ -62,17 +66,19 @@ class HessianOf : public ::testing::TestWithParam<std::string> {};
 
 models::ModelConfig model_of(const std::string& type) {
   if (type == "mixture") return tiny_mixture();
+  if (type == "biased mixture") return tiny_biased_mixture();
   return tiny_model(type, 4, 2);
 }
 
 TEST_P(HessianOf, ProductsAreDifferencesOfGradients) {
   const models::ModelConfig config = model_of(GetParam());
-  const HessianProducts one = hessian_f64({{"data", 1}}, "replicate", 3, config);
+  HessianProducts one = hessian_f64({{"data", 1}}, "replicate", 3, config);
   const Values expected = difference_of_gradients(3, config, one.direction);
+  std::erase_if(one.product, [&](const auto& p) { return !expected.contains(p.first); });
   EXPECT_LE(max_difference(expected, one.product), 1e-6 * max_magnitude(expected));
   double along = 0;
-  for (const auto& [name, v] : one.direction)
-    for (size_t i = 0; i < v.size(); ++i) along += v[i] * one.product.at(name)[i];
+  for (const auto& [name, product] : one.product)
+    for (size_t i = 0; i < product.size(); ++i) along += product[i] * one.direction.at(name)[i];
   EXPECT_NEAR(one.along, along, 1e-12 * std::abs(along));
 }
 
@@ -95,7 +101,7 @@ TEST_P(HessianOf, ProductsAreThoseOfOneRank) {
   expect_same({{"gathered", 2}, {"data", 1}, {"model", 2}}, "zero1");
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, HessianOf, ::testing::Values("gpt2", "llama", "untied llama", "qwen3", "latent", "mixture"),
+INSTANTIATE_TEST_SUITE_P(Models, HessianOf, ::testing::Values("gpt2", "llama", "untied llama", "qwen3", "latent", "mixture", "biased mixture"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::ranges::replace(name, ' ', '_');
@@ -181,14 +187,14 @@ TEST(Hessian, GradientsThatWaitTravelOnce) {
   }, {.threads_per_rank = 1});
 }
 
-// <∇<∇<∇loss, v>, v>, v> is the third derivative along v.
+// <∇<∇<∇loss, v>, v>, v> is the third derivative along v, and its gradient has the fourth.
 TEST(Hessian, DerivativesOfAnyOrder) {
-  const auto third = [](const Axes& axes, double at) {
+  const auto derivative = [](const std::string& type, const Axes& axes, int which, double at) {
     std::vector<double> out(static_cast<size_t>(num_ranks(axes)));
     run_local(num_ranks(axes), [&](World& w) {
       const Mesh mesh = w.mesh(axes);
-      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 5, model_of("qwen3"));
-      const auto v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, model_of("qwen3"), draw_all);
+      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 5, model_of(type));
+      const auto v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, model_of(type), draw_all);
       const auto params = model->parameters(), along = v->parameters();
       for (size_t i = 0; i < params.size(); ++i) {
         std::vector<double> values = full_parameter(params[i]).to_vector<double>();
@@ -206,15 +212,21 @@ TEST(Hessian, DerivativesOfAnyOrder) {
         orders.push_back(redistribute(d, whole).item<double>());
       }
       recording.backward(d);
-      out[static_cast<size_t>(w.rank())] = at == 0 ? orders[2] : orders[1];
+      recording.take();
+      orders.push_back(gradient_along(*model, *v).item<double>());
+      out[static_cast<size_t>(w.rank())] = orders[static_cast<size_t>(which)];
     }, {.threads_per_rank = 1});
     for (const double other : out) EXPECT_EQ(other, out[0]);
     return out[0];
   };
-  const Axes one = {{"data", 1}};
-  const double expected = (third(one, 1e-4) - third(one, -1e-4)) / 2e-4;
-  EXPECT_NEAR(third(one, 0), expected, 1e-5 * std::abs(expected));
-  EXPECT_NEAR(third({{"data", 2}, {"model", 2}}, 0), third(one, 0), 1e-10 * std::abs(expected));
+  for (const char* type : {"gpt2", "qwen3", "latent", "mixture"})
+    for (const int which : {2, 3}) {
+      const Axes one = {{"data", 1}};
+      const double expected = (derivative(type, one, which - 1, 2e-5) - derivative(type, one, which - 1, -2e-5)) / 4e-5;
+      const double actual = derivative(type, one, which, 0);
+      EXPECT_NEAR(actual, expected, 1e-5 * std::abs(expected)) << type << ' ' << which;
+      EXPECT_NEAR(derivative(type, {{"data", 2}, {"model", 2}}, which, 0), actual, 1e-10 * std::abs(actual)) << type << ' ' << which;
+    }
 }
 
 TEST(Hessian, SaysWhatCannotBe) {
@@ -241,6 +253,10 @@ TEST(Hessian, SaysWhatCannotBe) {
     EXPECT_THAT(message([&] { derivative_along(Tensor::from<double>({1}, {}), *model, *v); }), HasSubstr("not a value of this recording"));
     EXPECT_THAT(message([&] { derivative_along(full({}, 1, kF64) * 2.0, *model, *v); }), HasSubstr("no trainable parameter leads to"));
     EXPECT_THAT(message([&] { set_to_gradient(*v, *model); }), HasSubstr("not inside a recording"));
+    recording.take();
+    EXPECT_THAT(message([&] { gradient_along(*model, *other); }), HasSubstr("[gradient_along] "));
+    const auto frozen = tiny_model_f64(mesh, {}, {}, 6, tiny_config().model, [](models::Decoder& m, const ShardOptions&) { m.parameters()[3].freeze(); });
+    EXPECT_THAT(message([&] { set_to_gradient(*frozen, *model); }), HasSubstr("freeze() the same parameters"));
   }, {.threads_per_rank = 1});
   run_local(2, [](World& w) {
     const Mesh mesh = w.mesh({{"stage", 2, /*chain=*/true}, {"data", 1}});
@@ -306,6 +322,130 @@ TEST(Hessian, ProductsAddUpOverMicroBatches) {
   for (const Axes& axes : {Axes{{"data", 2}}, Axes{{"replica", 2}, {"data", 2}}})
     for (const char* strategy : {"full_shard", "zero1"})
       EXPECT_LE(max_difference(expected, product(axes, strategy, 2)), 1e-12 * max_magnitude(expected)) << strategy;
+}
+
+// Several micro-batches of one recording, with no derivative, one or two of them, in one backward.
+TEST(Hessian, MicroBatchesWithDerivativesOfUnlikeOrder) {
+  const auto gradients = [](const std::string& strategy, int64_t orders_of_first, int64_t orders_of_second, bool at_once) {
+    Whole whole;
+    run_local(2, [&](World& w) {
+      const Mesh mesh = w.mesh({{"data", 2}});
+      const auto model = tiny_model_f64(mesh, {.strategy = strategy}), v = tiny_model_f64(mesh, {.strategy = strategy}, {}, 6, tiny_config().model, draw_all);
+      std::optional<Recording> recording;
+      Tensor all;
+      for (const int64_t part : {0, 1}) {
+        if (!recording || !at_once) recording.emplace(RecordingOptions{.higher_order = true});
+        if (at_once) recording->next_micro_batch(2 * part);
+        Tensor y = loss_of(*model, tiny_batch(mesh, 2 * part, 2));
+        for (int64_t order = part == 0 ? orders_of_first : orders_of_second; order > 0; --order) y = derivative_along(y, *model, *v);
+        if (at_once) all = all ? all + y : y;
+        else recording->backward(y);
+      }
+      if (at_once) recording->backward(all, {.last_micro_batch = true});
+      recording.reset();
+      whole.collect(*model, true);
+    }, {.threads_per_rank = 1});
+    return whole.values();
+  };
+  for (const auto& [first, second] : {std::pair(1, 0), {0, 1}, {2, 1}, {1, 2}, {2, 0}}) {
+    const Values expected = gradients("full_shard", first, second, false);
+    for (const char* strategy : {"full_shard", "zero1"})
+      EXPECT_LE(max_difference(expected, gradients(strategy, first, second, true)), 1e-12 * max_magnitude(expected))
+          << strategy << ": derivatives " << first << " and " << second;
+  }
+}
+
+// Along what is the model itself, and of a model that is on no mesh; of one with adapters, of which alone there is a product.
+TEST(Hessian, DirectionsOfManyKinds) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}});
+    const ShardOptions options{.strategy = "full_shard"};
+    const auto model = tiny_model_f64(mesh, options), same = tiny_model_f64(mesh, options);  // of one seed
+    const TinyBatch batch = tiny_batch(mesh, 0, 4);
+    const auto product = [&](models::Decoder& along) {
+      zero_grad(*model);
+      {
+        Recording recording({.higher_order = true});
+        recording.backward(derivative_along(loss_of(*model, batch), *model, along));
+      }
+      Whole whole;
+      std::vector<double> out;
+      for (const nn::Parameter& p : model->parameters())
+        for (const double g : full_gradient(p).to_vector<double>()) out.push_back(g);
+      return out;
+    };
+    const std::vector<double> expected = product(*same);
+    EXPECT_EQ(product(*model), expected);
+    double along = 0;  // <H w, w>
+    size_t at = 0;
+    for (const nn::Parameter& p : model->parameters())
+      for (const double x : full_parameter(p).to_vector<double>()) along += x * expected[at++];
+    EXPECT_NEAR(gradient_along(*model, *model).item<double>(), along, 1e-12 * std::abs(along));
+    zero_grad(*model);
+    EXPECT_EQ(gradient_along(*model, *same).item<double>(), 0);  // there is no gradient
+    set_to_gradient(*same, *model);
+    for (const nn::Parameter& p : same->parameters())
+      for (const double x : full_parameter(p).to_vector<double>()) ASSERT_EQ(x, 0) << p.name();
+  }, {.threads_per_rank = 1});
+  Values whole;
+  for (const bool has_mesh : {true, false})
+    run_local(1, [&](World& w) {
+      models::ModelConfig c = model_of("llama");
+      c.lora_rank = 2;
+      const auto make = [&](uint64_t seed, bool draws) {
+        auto model = models::make_language_model(c, c.vocab);
+        if (draws) draw_all(*model, {});
+        if (has_mesh) shard(*model, w.mesh({{"data", 1}}), {});
+        materialize(*model, {}, {.seed = seed, .dtype = kF64});
+        return model;
+      };
+      const auto model = make(5, true), v = make(6, true);  // adapters of zeros would have no curvature
+      TinyBatch batch = tiny_batch(w.mesh({{"data", 1}}), 0, 3);
+      if (!has_mesh)
+        for (Tensor* t : {&batch.tokens, &batch.targets}) *t = Tensor::from(t->to_vector<int32_t>(), t->shape());
+      Recording recording({.higher_order = true});
+      recording.backward(derivative_along(loss_of(*model, batch), *model, *v));
+      recording.take();
+      Values product;
+      for (const nn::Parameter& p : model->parameters()) {
+        const Tensor g = full_gradient(p);
+        EXPECT_EQ(g.defined(), p.trainable()) << p.name();
+        if (g) product[p.name()] = g.to_vector<double>();
+      }
+      EXPECT_GT(max_magnitude(product), 1e-6);
+      if (has_mesh) whole = product;
+      else EXPECT_LE(max_difference(whole, product), 1e-14 * max_magnitude(whole));
+    }, {.threads_per_rank = 1});
+}
+
+// However many blocks there are, of gradients and directions no more are whole at a time: a block more takes its activations, and a rank's
+// half of its gradient, which stays. Also beside a derivative that nobody differentiates.
+TEST(Hessian, MemoryDoesNotGrowWithTheParameters) {
+  const auto peak = [](int64_t layers, bool aside) {
+    int64_t bytes = 0;
+    run_local(2, [&](World& w) {
+      models::ModelConfig c = tiny_config().model;
+      c.layers = layers, c.width = 96, c.heads = 4;
+      const Mesh mesh = w.mesh({{"data", 2}});
+      const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 5, c), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, c);
+      const TinyBatch batch = tiny_batch(mesh, 0, 2);
+      Allocator& memory = *RankContext::current().memory(Device::cpu());
+      int64_t live = 0;
+      for (int step = 0; step < 2; ++step) {
+        zero_grad(*model);
+        live = memory.stats().live;
+        memory.reset_peak();
+        Recording recording({.higher_order = true});
+        const Tensor y = loss_of(*model, batch);
+        if (aside) derivative_along(y, *model, *v);
+        recording.backward(derivative_along(y, *model, *v));
+      }
+      if (w.rank() == 0) bytes = memory.stats().peak - live;
+    }, {.threads_per_rank = 1});
+    return bytes;
+  };
+  constexpr int64_t kBlock = 12 * 96 * 96 * 8;
+  for (const bool aside : {false, true}) EXPECT_LT((peak(8, aside) - peak(4, aside)) / 4, kBlock) << aside;
 }
 
 // In bf16 products are as near to f32's as gradients are.
