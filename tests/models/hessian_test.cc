@@ -92,6 +92,8 @@ TEST_P(HessianOf, ProductsAreThoseOfOneRank) {
     EXPECT_EQ(max_difference(one.direction, many.direction), 0) << where;
     EXPECT_LE(max_difference(one.product, many.product), 1e-11 * max_magnitude(one.product)) << where;
     EXPECT_NEAR(many.along, one.along, 1e-11 * std::abs(one.along)) << where;
+    EXPECT_NEAR(many.slope, one.slope, 1e-12 * std::abs(one.slope)) << where;
+    EXPECT_NEAR(many.slope, many.slope_by_gradient, 1e-12 * std::abs(one.slope)) << where;
   };
   for (const char* strategy : {"full_shard", "shard_grad_op", "zero1", "replicate"}) expect_same({{"data", 3}}, strategy);
   expect_same({{"replica", 2}, {"data", 2}}, "full_shard");
@@ -171,6 +173,31 @@ TEST(Hessian, NoMoreThanAUnitIsWhole) {
       EXPECT_EQ(gathers[block], block == std::string("blocks.1") ? 6 : 5) << block;
     }
     EXPECT_EQ(reductions[""], 2);
+  }, {.threads_per_rank = 1});
+}
+
+// From the second step on the order of gathers is known, of the model's and of the direction's: nearly all are issued ahead.
+TEST(Hessian, GathersAreForeseen) {
+  run_local(2, [&](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}});
+    const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, {}, 6, tiny_config().model, draw_all);
+    const TinyBatch batch = tiny_batch(mesh, 0, 4);
+    int ahead = 0, all = 0;
+    for (int step = 0; step < 3; ++step) {
+      Recording recording({.higher_order = true});
+      recording.backward(derivative_along(loss_of(*model, batch), *model, *v));
+      const Tape tape = recording.take();
+      ahead = all = 0;
+      for (NodeId id = 0; id < tape.num_nodes(); ++id) {
+        const Node& n = tape.node(id);
+        if (!n.op || std::string_view(n.op->name) != "all_gather") continue;
+        ++all, ahead += (n.flags & Node::kPrefetched) != 0;
+      }
+    }
+    EXPECT_GE(all, 14);
+    EXPECT_GE(ahead, all - 4);
+    EXPECT_EQ(gather_schedule(*model).mispredicted(), 0);
+    EXPECT_EQ(gather_schedule(*v).mispredicted(), 0);
   }, {.threads_per_rank = 1});
 }
 

@@ -291,15 +291,26 @@ HessianProducts hessian_f64(const Axes& axes, const std::string& strategy, int64
     const auto v = tiny_model_f64(mesh, {.strategy = strategy}, device, 6, config, draw_all_parameters);
     const TinyBatch batch = tiny_batch(mesh, 0, rows, device);
     const DeviceScope scope(device);
+    const auto loss = [&] {
+      return model->loss(batch.tokens, batch.targets, {.divide_by = static_cast<double>(batch.tokens.numel())});
+    };
+    {
+      Recording recording;
+      recording.backward(loss());
+    }
+    const double by_gradient = gradient_along(*model, *v).item<double>();
+    zero_grad(*model);
+    Tensor slope;
     {
       Recording recording({.higher_order = true});
-      const Tensor loss = model->loss(batch.tokens, batch.targets, {.divide_by = static_cast<double>(batch.tokens.numel())});
-      recording.backward(derivative_along(loss, *model, *v));
+      slope = derivative_along(loss(), *model, *v);
+      recording.backward(slope);
     }
     product.collect(*model, true);
     direction.collect(*v, false);
-    const double along = gradient_along(*model, *v).item<double>();
-    if (w.rank() == 0) out.along = along;
+    const double along = gradient_along(*model, *v).item<double>(),
+                 d = redistribute(slope, Layout(mesh.spec, Placement::invariant())).item<double>();
+    if (w.rank() == 0) out.along = along, out.slope = d, out.slope_by_gradient = by_gradient;
   }, {.threads_per_rank = 1, .device = device});
   out.product = product.values(), out.direction = direction.values();
   return out;

@@ -144,10 +144,11 @@ void expect_gradients_of_one_rank(const Axes& axes, const std::string& strategy,
 
 /// Of a tiny_model_f64(): first values of a direction, also of its norms and biases.
 void draw_all_parameters(models::Decoder& model, const ShardOptions& options);
-/// The product of the Hessian of that loss with a direction, drawn as another seed says; also the direction, and their inner product.
+/// The product of the Hessian of that loss with a direction, drawn as another seed says; also the direction, and their inner product;
+/// and the loss's derivative along it, by derivative_along() and by the gradient.
 struct HessianProducts {
   Values product, direction;
-  double along = 0;
+  double along = 0, slope = 0, slope_by_gradient = 0;
 };
 HessianProducts hessian_f64(const Axes& axes, const std::string& strategy, int64_t rows, const models::ModelConfig& config = tiny_config().model,
                             Device device = {});
