@@ -58,14 +58,15 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
 // may be of a higher order, or of another micro-batch.
 void Recording::add_along(NodeId node) {
   const auto is_behind = [&](const Along::Part& part) {
-    const auto is_used = [&](const Segment& s) {
-      return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == part.group && g.first_use <= node; });
-    };
-    for (const Segment& s : waiting_)
-      if (s.begin <= part.from && part.from < s.end &&
-          std::ranges::find(s.groups, part.group, [](const GroupState& g) { return g.group.get(); }) != s.groups.end())
-        return !is_used(s);
-    return std::ranges::none_of(waiting_, is_used);  // open since an earlier one
+    const auto is_groups = [&](const GroupState& g) { return g.group.get() == part.group; };
+    NodeId first = tape_.num_nodes();  // use of any segment: it may be open since an earlier one
+    for (const Segment& s : waiting_) {
+      const auto own = std::ranges::find_if(s.groups, is_groups);
+      if (own == s.groups.end()) continue;
+      if (s.begin <= part.from && part.from < s.end) return own->first_use > node;
+      first = std::min(first, own->first_use);
+    }
+    return first > node;
   };
   auto& gradients = along_->gradients;
   while (true) {

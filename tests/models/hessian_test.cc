@@ -10,6 +10,8 @@
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/compile.h"
 #include "sheaf/autograd/ops.h"
+#include "sheaf/core/rank_context.h"
+#include "sheaf/distributed/simulated.h"
 #include "sheaf/models/language_model.h"
 #include "sheaf/models/sharded_model.h"
 #include "sheaf/nn/clip_grad_norm.h"
@@ -174,6 +176,35 @@ TEST(Hessian, NoMoreThanAUnitIsWhole) {
     }
     EXPECT_EQ(reductions[""], 2);
   }, {.threads_per_rank = 1});
+}
+
+// A dry run on one thread, without data, knows the peak of each rank, to the byte.
+TEST(Hessian, ThePeakOfADryRunIsTheMeasured) {
+  const auto peak = [](World& w, const char* type, Device device) {
+    const DeviceScope scope(device);
+    const Mesh mesh = w.mesh({{"data", 2}});
+    const models::ModelConfig c = model_of(type);
+    const auto model = tiny_model_f64(mesh, {.strategy = "full_shard"}, device, 5, c), v = tiny_model_f64(mesh, {.strategy = "full_shard"}, device, 6, c);
+    TinyBatch batch = tiny_batch(mesh, 0, 3);
+    if (device.is_meta())
+      for (Tensor* t : {&batch.tokens, &batch.targets}) *t = Tensor::empty(t->type(), device);
+    Allocator& memory = *RankContext::current().memory(device);
+    for (int step = 0; step < 3; ++step) {
+      zero_grad(*model);
+      memory.reset_peak();
+      Recording recording({.higher_order = true});
+      recording.backward(derivative_along(loss_of(*model, batch), *model, *v));
+    }
+    return memory.stats().peak;
+  };
+  for (const char* type : {"gpt2", "qwen3", "latent"}) {
+    std::vector<int64_t> measured(2);
+    run_local(2, [&](World& w) { measured[static_cast<size_t>(w.rank())] = peak(w, type, Device::cpu()); }, {.threads_per_rank = 1});
+    for (int rank = 0; rank < 2; ++rank) {
+      World dry = distributed::simulated_world(rank, 2, {.threads = 1, .comm = "local"});
+      EXPECT_EQ(peak(dry, type, Device::meta()), measured[static_cast<size_t>(rank)]) << type << " rank " << rank;
+    }
+  }
 }
 
 // From the second step on the order of gathers is known, of the model's and of the direction's: nearly all are issued ahead.

@@ -26,8 +26,9 @@ void measure(Session& session, std::string_view name, std::vector<std::string> o
   const Type rows{kI32,
                   {config.train.batch, config.model.context},
                   Layout(model.mesh.spec, Placement::shard(0))};
-  const Tensor tokens = Tensor::empty(rows, device), targets = Tensor::empty(rows, device);
-  models::fill_block(0, random_tokens(config), tokens, targets);
+  const Tensor here[] = {Tensor::empty(rows), Tensor::empty(rows)};
+  models::fill_block(0, random_tokens(config), here[0], here[1]);
+  const Tensor tokens = here[0].to(device), targets = here[1].to(device);
 
   Allocator& memory = *RankContext::current().memory(device);
   const auto timed = [&](bool second) {
