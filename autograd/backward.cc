@@ -130,6 +130,7 @@ std::vector<Tensor> Recording::gradient(const Tensor& y, std::span<const Tensor>
   }
   asked_.assign(tape_.num_values(), false);
   for (ValueId v : ids) asked_[v] = true;
+  if (options.keep) begin_order();
   reverse(y, /*to_groups=*/false, options.keep);
   std::vector<Tensor> out;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -173,7 +174,7 @@ void Recording::pass_groups(NodeId node) {
       if (g.first_use > node) g.group->gradient_passed();
   };
   if (along_) add_along(node);
-  else pass(groups_);
+  if (!saving_) pass(groups_);  // else those of this derivative
   for (const Segment& s : waiting_) pass(s.groups);
   for (const auto& [loss, rest] : rests_)
     for (const Segment& s : rest.parts) pass(s.groups);

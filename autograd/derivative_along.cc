@@ -6,8 +6,8 @@
 //
 // The backward of the sum goes through the derivative's nodes, the last first, and then through the forward's. Both use each unit: it
 // is finished, and its gradients are reduced, twice, in turn, as those of two micro-batches are. So no more of H v is there at a
-// time, either. For that the uses of one order have states of their own (GroupState::order). A unit that was opened for v alone has
-// no gradient. (Of a derivative of a derivative that is not so: what the inner one read of v is kept for all units.)
+// time, either. For that the uses of one order have states of their own (GroupState::order), in derivatives along a direction and in
+// gradients that are kept (GradientOptions::keep). A unit that was opened for v alone has no gradient. (Of a derivative of a derivative that is not so: what the inner one read of v is kept for all units.)
 #include <algorithm>
 #include <utility>
 
@@ -36,12 +36,11 @@ Tensor Recording::derivative_along(const Tensor& y, const Direction& direction) 
   if (v < 0) fail<LifetimeError>("[derivative_along] y is not a value of this recording");
   if (!state(v).needs_grad) fail<LifetimeError>("[derivative_along] no trainable parameter leads to ", y.type());
   expect_scalar(y);
-  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
   wanted_.assign(static_cast<size_t>(tape_.num_values()), false);
   for (ValueId i = 0; i < tape_.num_values(); ++i) wanted_[static_cast<size_t>(i)] = state(i).needs_grad;
   asked_.assign(static_cast<size_t>(tape_.num_values()), false);
   same_value_.clear();
-  ++order_;
+  begin_order();
   Along along{.direction = direction, .dtype = y.dtype()};
   struct Before {
     Recording& r;

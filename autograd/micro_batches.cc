@@ -28,6 +28,12 @@ void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
   random_state_ = random_state;
 }
 
+// A derivative that can be differentiated uses once more what is there: see [Note: directions].
+void Recording::begin_order() {
+  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
+  ++order_;
+}
+
 // What was gathered ahead, and not used, is for what comes next.
 void Recording::end_segment() {
   const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();

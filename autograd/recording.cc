@@ -286,7 +286,7 @@ void Recording::use_group(const LeafGroup* group) {
     g.constant = g.constant && (!along_ || along_->asks);
     if (g.first_use < 0) g.first_use = tape_.num_nodes();
   }
-  if (known || (in_backward() && !along_)) return;
+  if (known || (in_backward() && !saving_)) return;
   // Open since a micro-batch before this one, or since what is being differentiated again.
   for (const auto& g : all_groups_)
     if (g.get() == group) new_group_state(g).first_use = tape_.num_nodes();

@@ -240,6 +240,7 @@ class Recording {
     int64_t micro_batch = 0;  // by number
   };
   void end_segment();
+  void begin_order();
   void begin_turn(int64_t first_sample, const Tensor& random_state);
   void take_groups(std::vector<GroupState>& groups);
   void choose_ranges(ValueId loss, bool one_part);

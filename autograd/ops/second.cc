@@ -144,10 +144,9 @@ NormBackwardOperands norm_second(const NormBackwardOperands& x, const NormGradie
   return out;
 }
 
-LogitsBackwardOperands logits_second(const LogitsBackwardOperands& x, const Tensor& u, const Tensor& targets, int64_t ignore_index,
-                                     int64_t first_row) {
+LogitsBackwardOperands logits_second(const LogitsBackwardOperands& x, const Tensor& u, const Tensor& targets, int64_t ignore_index) {
   const DeviceScope device(x.logits.device());
-  const Rows rows(in_statistics_dtype(x.logits), x.dlse, x.dtarget, targets, ignore_index, first_row);
+  const Rows rows(in_statistics_dtype(x.logits), x.dlse, x.dtarget, targets, ignore_index, /*first_row=*/0);
   return second_of(rows, in_statistics_dtype(u), x.dlse, x.dtarget);
 }
 

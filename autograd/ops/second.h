@@ -66,7 +66,6 @@ HeadBackwardOperands head_second(const HeadBackwardOperands& x, const HeadBackwa
 struct LogitsBackwardOperands {
   Tensor logits, dlse, dtarget;
 };
-LogitsBackwardOperands logits_second(const LogitsBackwardOperands& x, const Tensor& u, const Tensor& targets, int64_t ignore_index,
-                                     int64_t first_row = 0);
+LogitsBackwardOperands logits_second(const LogitsBackwardOperands& x, const Tensor& u, const Tensor& targets, int64_t ignore_index);
 
 }  // namespace sheaf::ops

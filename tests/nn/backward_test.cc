@@ -128,6 +128,37 @@ TEST(Backward, AWeightThatEntersALocalMap) {
     }
 }
 
+// A gradient in the loss, as of critics (Gulrajani et al. 2017): a unit's gradients are reduced where the backward leaves its use in
+// the gradient, and where it leaves that in the forward, so no two units' are whole at a time.
+TEST(Backward, APenaltyOnTheGradientOfInputs) {
+  const auto penalized = [](Recording& r, Net& net, const Tensor& rows) {
+    const Tensor x = r.watch(rows);
+    const Tensor y = sum(square(net(x))), dx = r.gradient(y, std::span(&x, 1), {.keep = true})[0];
+    Tensor loss = y + 0.3 * sum(square(dx));
+    if (loss.layout().num_axes() > 1) loss = redistribute(loss, "model", Placement::invariant());
+    r.backward(loss);
+    int open = 0, most = 0, reductions = 0;
+    for (NodeId id = 0; id < r.tape().num_nodes(); ++id) {
+      const Node& n = r.tape().node(id);
+      if (!n.op) continue;
+      if (std::string_view(n.op->name) == "grad_slots") most = std::max(most, ++open);
+      if (std::string_view(n.op->name) == "reduce_scatter") --open, ++reductions;
+    }
+    if (reductions > 0 && net.layers[0].unit()->strategy() == Strategy::full_shard) {
+      EXPECT_EQ(most, 1);
+      EXPECT_EQ(reductions, 6);
+    }
+  };
+  const auto expected = gradients(1, "full_shard", false, penalized);
+  const auto plain = gradients(1, "full_shard", false, [](Recording& r, Net& net, const Tensor& x) { r.backward(sum(square(net(x)))); });
+  EXPECT_GT(std::abs(expected[0][0] - plain[0][0]), 1e-3);
+  for (const std::string& strategy : kStrategies)
+    for (int world : {1, 2, 3}) {
+      SCOPED_TRACE(str(strategy, " at ", world));
+      expect_near(gradients(world, strategy, false, penalized), expected);
+    }
+}
+
 // d/dW of |W Wᵀ|² is 4 W Wᵀ W.
 TEST(Backward, AWeightThatIsBothOperandsGetsBothContributions) {
   Layer layer;
