@@ -55,9 +55,9 @@ void Recording::choose_ranges(ValueId loss, bool one_part) {
   if (tape_.num_nodes() > floor_) end_segment();
   std::vector<Segment> parts = begun == rests_.end() ? take_segments_of(loss) : std::move(begun->second.parts);
   size_t first = one_part ? parts.size() : 0;
-  const auto uses_no_group = [](const Segment& s) { return s.groups.empty(); };
-  while (first > 0 && std::all_of(parts.begin() + static_cast<std::ptrdiff_t>(first), parts.end(), uses_no_group))
-    --first;  // what was computed of a loss alone is no part
+  const auto is_no_part = [](const Segment& s) { return std::ranges::all_of(s.groups, [](const GroupState& g) { return g.order > 0; }); };
+  while (first > 0 && std::all_of(parts.begin() + static_cast<std::ptrdiff_t>(first), parts.end(), is_no_part))
+    --first;  // what was computed of a loss alone is no part, nor is a derivative
   const auto split = parts.begin() + static_cast<std::ptrdiff_t>(first);
   ranges_.assign(std::make_move_iterator(split), std::make_move_iterator(parts.end()));
   parts.erase(split, parts.end());

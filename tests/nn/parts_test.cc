@@ -19,6 +19,7 @@ constexpr int kMicroBatches = 3, kParts = 3;
 struct Skipping : nn::Module {
   TinyBlock first{7}, second{7}, third{7};
   nn::Dropout dropout{0.3};  // of every part
+  bool penalizes = false;    // the gradient of what comes into the last one
   struct Values {
     Tensor x, skipped, loss;
   };
@@ -26,7 +27,10 @@ struct Skipping : nn::Module {
     const auto scope = enter();
     if (p == 0) v.skipped = v.x = dropout(first(v.x));
     if (p == 1) v.x = dropout(second(v.x));
-    if (p == 2) v.loss = sum(mul(third(dropout(v.x + v.skipped)), 0.25));
+    if (p != 2) return;
+    const Tensor in = dropout(v.x + v.skipped);
+    v.loss = sum(mul(third(in), 0.25));
+    if (penalizes) v.loss = v.loss + sum(square(Recording::current()->gradient(v.loss, std::span(&in, 1), {.keep = true})[0]));
   }
   SHEAF_FIELDS(first, second, third, dropout);
 };
@@ -40,9 +44,10 @@ struct Outcome {
   std::vector<int64_t> live;  // bytes after each turn
 };
 
-Outcome outcome_of(const Turns& turns, bool first_is_frozen = false) {
+Outcome outcome_of(const Turns& turns, bool first_is_frozen = false, bool penalizes = false) {
   Outcome out;
   Skipping model;
+  model.penalizes = penalizes;
   if (first_is_frozen)
     for (nn::Parameter& p : model.first.parameters()) p.freeze();
   shard(model, {}, {.units = nn::units_of<TinyBlock>()});
@@ -89,6 +94,14 @@ TEST(Parts, HaveTheGradientsOfTheWhole) {
                              Turns{{'a', 0}, {'a', 1}, {'b', 0}, {'c', 0}, {'A', 0}, {'b', 1}, {'B', 0}, {'a', 2}, {'C', 0}, {'c', 1}, {'W', 1},
                                    {'b', 2}, {'c', 2}, {'A', 2}, {'W', 2}}})
     EXPECT_EQ(outcome_of(turns).gradients, expected);
+}
+
+// A gradient that is kept, and its use in the loss, is no part of its own.
+TEST(Parts, MayHaveGradientsInTheirLoss) {
+  const auto expected = outcome_of(kInOrder, false, true).gradients;
+  EXPECT_NE(expected, outcome_of(kInOrder).gradients);
+  EXPECT_EQ(outcome_of({{'a', 0}, {'a', 1}, {'b', 0}, {'b', 1}, {'c', 0}, {'A', 0}, {'c', 1}, {'A', 1}, {'B', 0}, {'B', 1}, {'a', 2}, {'C', 0},
+                        {'C', 1}, {'b', 2}, {'c', 2}, {'A', 2}, {'B', 2}, {'C', 2}}, false, true).gradients, expected);
 }
 
 // No gradient comes to a part all of which is frozen, but its turn does.
