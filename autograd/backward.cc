@@ -11,7 +11,8 @@ namespace sheaf {
 Tensor Recording::resolve(ValueId v) {
   const ValueState& s = state(v);
   if (s.group) {
-    if (s.group->version() != group_state(s.group).version)
+    group_state(s.group);  // or it is closed
+    if (s.group->version() != s.version)
       fail<LifetimeError>("[backward] the parameters of unit '", s.group->group_name(), "' were changed in place (by a ",
                           "step or an assignment) between forward and backward");
     return s.group->value(s.leaf_index);
@@ -212,7 +213,7 @@ void Recording::reverse(const Tensor& y, bool to_groups, bool keep) {
     if (last_micro_batch_ && !weights_later_ && !(rest_ && !rest_->parts.empty())) take_back_all();
     std::erase_if(groups_, [](const GroupState& g) { return g.first_use >= 0; });  // others are gathered ahead
     floor_ = tape_.num_nodes();
-    order_ = 0;
+    order_ = 0, is_derivative_ = false;
   } else {
     pass_groups(-1);
   }

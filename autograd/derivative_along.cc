@@ -7,7 +7,9 @@
 // The backward of the sum goes through the derivative's nodes, the last first, and then through the forward's. Both use each unit: it
 // is finished, and its gradients are reduced, twice, in turn, as those of two micro-batches are. So no more of H v is there at a
 // time, either. For that the uses of one order have states of their own (GroupState::order), in derivatives along a direction and in
-// gradients that are kept (GradientOptions::keep). A unit that was opened for v alone has no gradient. (Of a derivative of a derivative that is not so: what the inner one read of v is kept for all units.)
+// gradients that are kept (GradientOptions::keep). A unit that was opened for v alone has no gradient.
+//
+// Of a derivative of a derivative more is kept: what the backward of the inner one reads of v, for all units.
 #include <algorithm>
 #include <utility>
 

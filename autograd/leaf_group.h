@@ -15,7 +15,7 @@ namespace sheaf {
 /// [Note: slots] The gradients of a group's leaves live in one buffer, its slots, which is what the reduction sends. The
 /// first contribution of a backward is stored there by the kernel that computes it (or was in the forward, see [Note: gradients
 /// ahead]), later ones are added. finish() is called once per backward, when the reverse pass has left the group's first use behind,
-/// with what was contributed (and once more for its uses in derivatives, see [Note: directions]); pass() before it, or in the backward
+/// with what was contributed (and once more for each order of derivatives that uses it, see [Note: directions]); pass() before it, or in the backward
 /// of which the gradients come later.
 class LeafGroup {
  public:

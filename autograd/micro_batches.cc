@@ -1,5 +1,6 @@
 // [Note: micro-batches] Several of them may be recorded before a backward differentiates one. The tape is then divided into
-// segments: where the next micro-batch begins, or one goes on that was begun before (a part of it). Each segment knows which
+// segments: where the next micro-batch begins, or one goes on that was begun before (a part of it), or a derivative that can be
+// differentiated (no part of its own). Each segment knows which
 // groups of leaves it used and how far back; a backward takes those that lead to its loss, and leaves the others for backwards of
 // their own. Of a loss whose parts are differentiated one by one, those before the last, and the gradients that have reached them,
 // wait as its rest.
@@ -23,14 +24,14 @@ void Recording::resume_micro_batch(int64_t first_sample, const Tensor& random_st
 void Recording::begin_turn(int64_t first_sample, const Tensor& random_state) {
   if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
   ++turn_;
-  order_ = 0;
+  order_ = 0, is_derivative_ = false;
   options_.first_sample = first_sample;
   random_state_ = random_state;
 }
 
 // A derivative that can be differentiated uses once more what is there: see [Note: directions].
 void Recording::begin_order() {
-  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment();
+  if (std::ranges::any_of(groups_, [](const GroupState& g) { return g.first_use >= 0; })) end_segment(), is_derivative_ = true;
   ++order_;
 }
 
@@ -39,7 +40,7 @@ void Recording::end_segment() {
   const auto ahead = std::ranges::stable_partition(groups_, [](const GroupState& g) { return g.first_use >= 0; }).begin();
   std::vector<GroupState> next(std::make_move_iterator(ahead), std::make_move_iterator(groups_.end()));
   groups_.erase(ahead, groups_.end());
-  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_});
+  waiting_.push_back({floor_, tape_.num_nodes(), std::exchange(groups_, std::move(next)), micro_batch_, std::exchange(is_derivative_, false)});
   floor_ = tape_.num_nodes();
 }
 
@@ -55,7 +56,7 @@ void Recording::choose_ranges(ValueId loss, bool one_part) {
   if (tape_.num_nodes() > floor_) end_segment();
   std::vector<Segment> parts = begun == rests_.end() ? take_segments_of(loss) : std::move(begun->second.parts);
   size_t first = one_part ? parts.size() : 0;
-  const auto is_no_part = [](const Segment& s) { return std::ranges::all_of(s.groups, [](const GroupState& g) { return g.order > 0; }); };
+  const auto is_no_part = [](const Segment& s) { return s.groups.empty() || s.is_derivative; };
   while (first > 0 && std::all_of(parts.begin() + static_cast<std::ptrdiff_t>(first), parts.end(), is_no_part))
     --first;  // what was computed of a loss alone is no part, nor is a derivative
   const auto split = parts.begin() + static_cast<std::ptrdiff_t>(first);
@@ -86,6 +87,7 @@ std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
   std::vector<bool> leads(static_cast<size_t>(tape_.num_values()));
   leads[static_cast<size_t>(loss)] = true;
   std::vector<Segment> taken;  // the last first
+  std::vector<NodeId> ends;    // of those that are taken whole
   for (size_t s = waiting_.size(); s-- > 0;) {
     const size_t before = taken.size();
     bool used = false;  // parameters of this segment
@@ -103,6 +105,7 @@ std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
       }
     }
     if (!used) continue;
+    ends.push_back(waiting_[s].end);
     taken.resize(before);
     taken.push_back(std::move(waiting_[s]));
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
@@ -112,9 +115,19 @@ std::vector<Recording::Segment> Recording::take_segments_of(ValueId loss) {
     const auto is_part_of = [&](const Segment& t) { return !t.groups.empty() && t.micro_batch == waiting_[s].micro_batch && t.begin > waiting_[s].begin; };
     if (waiting_[s].micro_batch == 0 || std::ranges::none_of(taken, is_part_of)) continue;
     std::erase_if(taken, [&](const Segment& t) { return t.begin >= waiting_[s].begin && t.end <= waiting_[s].end; });
+    ends.push_back(waiting_[s].end);
     taken.push_back(std::move(waiting_[s]));
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
   }
+  // A derivative of one that nobody has used goes with it, to be freed.
+  for (size_t e = 0; e < ends.size(); ++e)
+    for (size_t s = waiting_.size(); s-- > 0;) {
+      if (!waiting_[s].is_derivative || waiting_[s].begin != ends[e]) continue;
+      ends.push_back(waiting_[s].end);
+      waiting_[s].groups.clear();
+      taken.push_back(std::move(waiting_[s]));
+      waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(s));
+    }
   std::ranges::sort(taken, {}, &Segment::begin);
   return taken;
 }
@@ -124,10 +137,10 @@ bool Recording::is_in(const std::vector<Segment>& segments, NodeId node) {
 }
 
 bool Recording::is_last_micro_batch_of(const LeafGroup* group) const {
+  const auto has_more = [group](const GroupState& g) { return g.group.get() == group && g.first_use >= 0 && !g.finished; };
+  if (std::ranges::any_of(groups_, has_more)) return false;  // of another order
   if (in_weights_)  // as it was in its backward
     return std::ranges::any_of(groups_, [group](const GroupState& g) { return g.group.get() == group && g.last; });
-  const auto has_more = [group](const GroupState& g) { return g.group.get() == group && g.first_use >= 0 && !g.finished; };
-  if (std::ranges::any_of(groups_, has_more)) return false;  // of a lower order
   return last_micro_batch_ && !(rest_ && std::ranges::any_of(rest_->parts, [&](const Segment& s) {
            return std::ranges::any_of(s.groups, [&](const GroupState& g) { return g.group.get() == group; });
          }));

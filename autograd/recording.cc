@@ -255,8 +255,7 @@ void Recording::save_for_backward(NodeId node, std::span<const Tensor> inputs, s
     if (out & bit(static_cast<int>(o))) save(tape_.output(n, static_cast<int>(o)), outputs[o]);
 }
 
-void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors,
-                           std::span<const int> indices, bool made_now) {
+void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices) {
   // What is gathered after the backward under way has finished the group is for what will be computed next.
   const auto it = std::find_if(groups_.begin(), groups_.end(),
                                [&](const GroupState& g) { return g.group == group && !g.finished; });
@@ -266,13 +265,12 @@ void Recording::bind_group(const std::shared_ptr<LeafGroup>& group, std::span<co
       on_rerun([group] { group->close_for_change(); });
     }
     new_group_state(group);
-  } else if (it->first_use < 0 && made_now) {
-    it->version = group->version();  // gathered ahead, discarded by a step before it was used, and gathered again
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     ValueState& s = state(value_of(tensors[i]));
     s.group = group.get();
     s.leaf_index = indices[i];
+    s.version = group->version();
     s.recipe = true;
     s.needs_grad = group->trainable(indices[i]);
   }
@@ -283,8 +281,8 @@ void Recording::use_group(const LeafGroup* group) {
   for (GroupState& g : groups_) {
     if (g.group.get() != group) continue;
     known = true;
-    g.constant = g.constant && (!along_ || along_->asks);
-    if (g.first_use < 0) g.first_use = tape_.num_nodes();
+    if (!in_backward() || saving_) g.constant = g.constant && in_backward() && is_for_direction(group);
+    if (g.first_use < 0) g.first_use = tape_.num_nodes(), g.order = order_;
   }
   if (known || (in_backward() && !saving_)) return;
   // Open since a micro-batch before this one, or since what is being differentiated again.
@@ -292,13 +290,25 @@ void Recording::use_group(const LeafGroup* group) {
     if (g.get() == group) new_group_state(g).first_use = tape_.num_nodes();
 }
 
+// Now: it is asked for one, or was opened for one by a derivative that is being differentiated.
+bool Recording::is_for_direction(const LeafGroup* group) const {
+  if (along_ && along_->asks) return true;
+  const auto is = [&](const GroupState& g) { return g.group.get() == group; };
+  bool any = false;
+  for (const Segment& s : waiting_)
+    if (const auto g = std::ranges::find_if(s.groups, is); g != s.groups.end()) {
+      if (!g->constant) return false;
+      any = true;
+    }
+  return any;
+}
+
 Recording::GroupState& Recording::new_group_state(const std::shared_ptr<LeafGroup>& group) {
   const auto n = static_cast<size_t>(group->num_leaves());
   GroupState& state = groups_.emplace_back();
   state.group = group;
-  state.version = group->version();
   state.order = order_;
-  state.constant = along_ && along_->asks;
+  state.constant = in_backward() && is_for_direction(group.get());
   state.contributed.resize(n);
   state.slots.resize(n);
   return state;

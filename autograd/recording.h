@@ -39,7 +39,9 @@ struct BackwardOptions {
 };
 
 struct GradientOptions {
-  bool keep = false;  ///< keep what a second differentiation needs
+  /// Keep what a second differentiation needs, until its backward, or that of what it is the gradient of. Units' gradients are then
+  /// reduced once more: see [Note: directions].
+  bool keep = false;
 };
 
 class Recording {
@@ -120,10 +122,9 @@ class Recording {
   /// Records one executed op. `into[i]` says where output i was placed.
   NodeId record(const OpDef& op, const void* attrs, std::span<const Tensor> inputs, std::span<Tensor> outputs,
                 std::span<const OutputSpec> specs, bool add = false);
-  /// The tensors are the values of `group`'s leaves `indices`. A gather ahead of use binds before it is used, and what it has sent
-  /// in blocks again when it is unpacked: not made_now of the masters.
-  void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices,
-                  bool made_now = true);
+  /// The tensors are the values of `group`'s leaves `indices`, as its masters are now. A gather ahead of use binds before it is used;
+  /// of what it sends in blocks there are no tensors before they are unpacked.
+  void bind_group(const std::shared_ptr<LeafGroup>& group, std::span<const Tensor> tensors, std::span<const int> indices);
   /// For an op of the forward that knows the gradient of `leaf`, but for a factor: the leaf's slot, if nobody uses it and it is of
   /// that type; else undefined. What is put there is then given to lies_ahead(). See [Note: gradients ahead].
   Tensor slot_ahead(const Tensor& leaf, const Type& gradient);
@@ -155,7 +156,7 @@ class Recording {
   friend class RecomputeScope;
   struct ValueState {
     Tensor saved;               // what the backward reads, while saves > 0
-    uint64_t version = 0;       // of its storage, when it was saved
+    uint64_t version = 0;       // of its storage, when it was saved; of a group's leaf that of the group, when it was made
     int32_t saves = 0;          // nodes that still want it
     bool needs_grad = false;
     bool recipe = false;        // comes from a group's leaf through views and casts only
@@ -182,10 +183,9 @@ class Recording {
     std::shared_ptr<LeafGroup> group;
     NodeId first_use = -1;  // the first node after it was opened; -1: gathered ahead, not used yet
     bool finished = false;
-    uint64_t version = 0;
     bool later = false;       // its gradients come later
     bool last = false;        // see is_last_micro_batch_of(): kept for then
-    int order = 0;            // uses in derivatives have a state of their own: see [Note: directions]
+    int order = 0;            // what is used in derivatives, or behind them, has a state of its own: see [Note: directions]
     bool constant = false;    // opened for a direction alone
     std::vector<bool> contributed;  // to the slots or, if later, to what waits
     std::vector<Tensor> slots;
@@ -215,6 +215,7 @@ class Recording {
   void expect_current(const char* who) const;
   ValueState& state(ValueId v);
   GroupState& group_state(LeafGroup* group);
+  bool is_for_direction(const LeafGroup* group) const;
   GroupState& new_group_state(const std::shared_ptr<LeafGroup>& group);
   Tensor resolve(ValueId v);
   void save_for_backward(NodeId node, std::span<const Tensor> inputs, std::span<Tensor> outputs, uint64_t needs);
@@ -238,6 +239,7 @@ class Recording {
     NodeId begin, end;
     std::vector<GroupState> groups;
     int64_t micro_batch = 0;  // by number
+    bool is_derivative = false;  // it begins with one of the segment before
   };
   void end_segment();
   void begin_order();
@@ -341,6 +343,7 @@ class Recording {
   };
   Along* along_ = nullptr;
   int order_ = 0;             // derivatives taken since the micro-batch, or what follows a backward, began
+  bool is_derivative_ = false;  // so does what has been recorded since the last segment
   bool last_micro_batch_ = false;
 };
 

@@ -157,11 +157,11 @@ void Unit::open_in(std::span<const Tensor> buffers) {
   if (r) bind();
 }
 
-void Unit::bind(bool made_now) {
+void Unit::bind() {
   std::vector<int> indices(leaves_.size());
   for (int i = 0; i < num_leaves(); ++i) indices[i] = i;
   const std::span<const Tensor> none;  // are there before what was gathered is unpacked
-  Recording::current()->bind_group(shared_from_this(), values_[0] ? values_ : none, indices, made_now);
+  Recording::current()->bind_group(shared_from_this(), values_[0] ? values_ : none, indices);
 }
 
 void Unit::issue_gather(bool prefetched) {

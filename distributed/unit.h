@@ -253,7 +253,7 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   void complete_gather();
   void unpack();
   void open();
-  void bind(bool made_now = true);
+  void bind();
   void views_of_masters();
   void open_in(std::span<const Tensor> buffers);
   void zero_missing(const std::vector<bool>& contributed);

@@ -68,7 +68,7 @@ void Unit::unpack() {
   const Tensors outputs = apply_typed(UnitOps::unpack(), &attrs, landed, opened_specs());
   gathered_.assign(outputs.begin(), outputs.begin() + landed.size());
   std::copy(outputs.begin() + landed.size(), outputs.end(), values_.begin());
-  if (Recording::current()) bind(/*made_now=*/false);
+  if (Recording::current()) bind();
   UnitOps::discard_buffers(axis_, landed, recording_);
 }
 

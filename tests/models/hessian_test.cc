@@ -271,6 +271,8 @@ TEST(Hessian, DerivativesOfAnyOrder) {
       }
       recording.backward(d);
       recording.take();
+      for (const auto& unit : units(*v))
+        for (const FlatBuffer& b : unit->buffers()) EXPECT_FALSE(b.grad.defined()) << unit->name() << ": it was opened for its values alone";
       orders.push_back(gradient_along(*model, *v).item<double>());
       out[static_cast<size_t>(w.rank())] = orders[static_cast<size_t>(which)];
     }, {.threads_per_rank = 1});

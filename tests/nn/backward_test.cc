@@ -5,6 +5,7 @@
 
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/local_map.h"
+#include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/nn/direction.h"
 #include "sheaf/nn/optim/sgd.h"
@@ -157,6 +158,54 @@ TEST(Backward, APenaltyOnTheGradientOfInputs) {
       SCOPED_TRACE(str(strategy, " at ", world));
       expect_near(gradients(world, strategy, false, penalized), expected);
     }
+}
+
+// A derivative that nobody uses goes with what it is of: its memory too, and a step between two of them is no change in place.
+TEST(Backward, AKeptGradientThatNobodyUses) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = data_mesh(w);
+    Net net;
+    shard(net, mesh, {.units = nn::units_of<Layer>()});
+    materialize(net, Device::cpu(), {.seed = 5});
+    optim::SGD optimizer(net, {.lr = 0.01});
+    Allocator& memory = *RankContext::current().memory(Device::cpu());
+    Recording r;
+    std::vector<int64_t> live;
+    for (int step = 0; step < 4; ++step) {
+      r.next_micro_batch(kRows * step);
+      const Tensor x = r.watch(rows_of(mesh));
+      {
+        const Tensor y = sum(square(net(x)));
+        r.gradient(y, std::span(&x, 1), {.keep = true});
+        r.backward(y);
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+      live.push_back(memory.stats().live);
+    }
+    EXPECT_EQ(live[3] - live[2], live[2] - live[1]);
+    EXPECT_LT(live[3] - live[2], 4 * kRows * kWidth * 4) << "the inputs that are watched, and little else";
+  }, {.threads_per_rank = 1});
+}
+
+// Of several micro-batches each was computed from the parameters of its time.
+TEST(Backward, AStepBetweenTwoMicroBatchesIsAChange) {
+  run_local(2, [](World& w) {
+    const Mesh mesh = data_mesh(w);
+    Net net;
+    shard(net, mesh, {.units = nn::units_of<Layer>()});
+    materialize(net, Device::cpu(), {.seed = 5});
+    optim::SGD optimizer(net, {.lr = 0.01});
+    Recording r;
+    r.next_micro_batch(0);
+    const Tensor first = sum(square(net(rows_of(mesh))));
+    r.next_micro_batch(kRows);
+    r.backward(sum(net(rows_of(mesh))));
+    optimizer.step();
+    r.next_micro_batch(2 * kRows);
+    const Tensor second = sum(square(net(rows_of(mesh))));
+    EXPECT_THAT(refusal([&] { r.backward(first + second); }), HasSubstr("were changed in place"));
+  }, {.threads_per_rank = 1});
 }
 
 // d/dW of |W Wᵀ|² is 4 W Wᵀ W.
