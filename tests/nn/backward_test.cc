@@ -160,14 +160,21 @@ TEST(Backward, APenaltyOnTheGradientOfInputs) {
     }
 }
 
-// A derivative that nobody uses goes with what it is of: its memory too, and a step between two of them is no change in place.
-TEST(Backward, AKeptGradientThatNobodyUses) {
-  run_local(2, [](World& w) {
+template <class F>
+void on_two_ranks(F&& f) {
+  run_local(2, [&](World& w) {
     const Mesh mesh = data_mesh(w);
     Net net;
     shard(net, mesh, {.units = nn::units_of<Layer>()});
     materialize(net, Device::cpu(), {.seed = 5});
     optim::SGD optimizer(net, {.lr = 0.01});
+    f(mesh, net, optimizer);
+  }, {.threads_per_rank = 1});
+}
+
+// A derivative that nobody uses goes with what it is of: its memory too, and a step between two of them is no change in place.
+TEST(Backward, AKeptGradientThatNobodyUses) {
+  on_two_ranks([](const Mesh& mesh, Net& net, optim::SGD& optimizer) {
     Allocator& memory = *RankContext::current().memory(Device::cpu());
     Recording r;
     std::vector<int64_t> live;
@@ -185,17 +192,12 @@ TEST(Backward, AKeptGradientThatNobodyUses) {
     }
     EXPECT_EQ(live[3] - live[2], live[2] - live[1]);
     EXPECT_LT(live[3] - live[2], 4 * kRows * kWidth * 4) << "the inputs that are watched, and little else";
-  }, {.threads_per_rank = 1});
+  });
 }
 
 // Of several micro-batches each was computed from the parameters of its time.
 TEST(Backward, AStepBetweenTwoMicroBatchesIsAChange) {
-  run_local(2, [](World& w) {
-    const Mesh mesh = data_mesh(w);
-    Net net;
-    shard(net, mesh, {.units = nn::units_of<Layer>()});
-    materialize(net, Device::cpu(), {.seed = 5});
-    optim::SGD optimizer(net, {.lr = 0.01});
+  on_two_ranks([](const Mesh& mesh, Net& net, optim::SGD& optimizer) {
     Recording r;
     r.next_micro_batch(0);
     const Tensor first = sum(square(net(rows_of(mesh))));
@@ -205,7 +207,7 @@ TEST(Backward, AStepBetweenTwoMicroBatchesIsAChange) {
     r.next_micro_batch(2 * kRows);
     const Tensor second = sum(square(net(rows_of(mesh))));
     EXPECT_THAT(refusal([&] { r.backward(first + second); }), HasSubstr("were changed in place"));
-  }, {.threads_per_rank = 1});
+  });
 }
 
 // d/dW of |W Wᵀ|² is 4 W Wᵀ W.
