@@ -45,4 +45,21 @@ class DeviceMesh final : public MeshRuntime {
   std::vector<std::unique_ptr<Communicator>> all_links_;  // in the order of all ranks
 };
 
+/// What is left of a mesh for the ranks that share this one's coordinate on one of its axes: the other axes, with their
+/// communicators.
+class MeshSlice final : public MeshRuntime {
+ public:
+  MeshSlice(std::shared_ptr<MeshRuntime> mesh, int axis) : mesh_(std::move(mesh)), axis_(axis) {}
+
+  int coordinate(int axis) const override { return mesh_->coordinate(in_mesh(axis)); }
+  Communicator& gather_lane(int axis) override { return mesh_->gather_lane(in_mesh(axis)); }
+  Communicator& reduce_lane(int axis) override { return mesh_->reduce_lane(in_mesh(axis)); }
+  Communicator& link(int axis, int from, Toward to) override { return mesh_->link(in_mesh(axis), from, to); }
+
+ private:
+  int in_mesh(int axis) const { return axis < axis_ ? axis : axis + 1; }
+  std::shared_ptr<MeshRuntime> mesh_;
+  int axis_;
+};
+
 }  // namespace sheaf

@@ -162,7 +162,9 @@ class Unit final : public LeafGroup, public std::enable_shared_from_this<Unit> {
   bool allocated() const { return allocated_; }
   std::vector<FlatBuffer>& buffers() { return buffers_; }
   const std::vector<LeafSpec>& leaves() const { return leaves_; }
-  std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const;
+  std::vector<LocalPiece> pieces(const FlatBuffer& buffer) const { return pieces(buffer, {0, buffer.layout.total}); }
+  /// The same of elements [begin, end) of what this rank has of the buffer: offsets count from `begin`.
+  std::vector<LocalPiece> pieces(const FlatBuffer& buffer, Interval part) const;
   void zero_grad();
   /// Issues the reduction of gradients that wait for it (zero1, replicas, what all stages have); complete_reduction() ends it.
   /// LifetimeError if there are gradients that backward_weights() has not computed.

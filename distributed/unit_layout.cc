@@ -159,7 +159,7 @@ void Unit::allocate(Device device) {
   allocated_ = true;
 }
 
-std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
+std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b, Interval part) const {
   std::vector<LocalPiece> out;
   if (!b.shard || !is_here()) return out;
   const RankContext& context = RankContext::current();
@@ -170,6 +170,7 @@ std::vector<LocalPiece> Unit::pieces(const FlatBuffer& b) const {
     mine.begin += context.coordinate(mesh_, axis) * slice;
     mine.end = mine.begin + slice;
   }
+  mine = {mine.begin + part.begin, std::min(mine.end, mine.begin + part.end)};
   const int rank = b.cut ? context.coordinate(mesh_, tensor_axis_) : 0;
   for (size_t i = 0; i < b.leaves.size(); ++i) {
     const int leaf = b.leaves[i];

@@ -38,6 +38,11 @@ class World {
   /// the same axes again give the same mesh. ConfigError unless the sizes multiply to size().
   Mesh mesh(std::vector<MeshSpec::Axis> axes);
 
+  /// `mesh` without this axis: of the ranks that share this one's coordinate there. Its communicators are those of `mesh`. Of each
+  /// of these groups a model may be another: to all of them together what a group has is a row of a tensor that `axis` cuts
+  /// (optim::DiLoCo). ConfigError for the only axis, and where another slice of this world has the same axes.
+  Mesh slice(const Mesh& mesh, const std::string& axis);
+
   /// Of all ranks, for what is on no tape: the gather lane of the mesh (data=size()).
   Communicator& communicator() { return mesh({{"data", size()}}).runtime->gather_lane(0); }
 

@@ -48,4 +48,12 @@ void SGD::update(ShardState& shard, const Tensor& scalars, const Tensor& clip_sc
   detail::apply_step(op_def<SgdStep>(), &attrs, shard, scalars, clip_scale);
 }
 
+void detail::nesterov_step(const Tensor& param, const Tensor& grad, const Tensor& momentum, const Tensor& segments,
+                           const Tensor& scalars) {
+  const SgdStep::Attrs attrs{1, 1};
+  const Tensor inputs[] = {param, grad, momentum, segments, scalars};
+  const OutputSpec outputs[] = {{param.type(), param, -1, 0}, {momentum.type(), momentum, -1, 0}};
+  apply_typed(op_def<SgdStep>(), &attrs, inputs, outputs);
+}
+
 }  // namespace sheaf::optim

@@ -29,4 +29,10 @@ class SGD final : public Optimizer {
   SgdOptions options_;
 };
 
+namespace detail {
+/// One step of it with Nesterov's momentum, in place, of tensors of one type, whatever they are parts of; `scalars` in the order of
+/// kernels::cpu::sgd.
+void nesterov_step(const Tensor& param, const Tensor& grad, const Tensor& momentum, const Tensor& segments, const Tensor& scalars);
+}  // namespace detail
+
 }  // namespace sheaf::optim

@@ -1,0 +1,82 @@
+// DiLoCo: islands of ranks that train a model each, and agree on one now and then.
+//
+//   const Mesh all = world.mesh({{"island", 2}, {"data", 4}}), mesh = world.slice(all, "island");
+//   shard(model, mesh, ...);             // nothing of a step crosses islands
+//   materialize(model, world.device());  // the same values on all of them
+//   optim::AdamW inner(model);
+//   optim::DiLoCo outer(model, all, "island");
+//   ...
+//   if (step % 100 == 0) outer.step();   // behind inner.step()
+//
+// [Note: islands] Between two outer steps what is called a parameter is a value for each island, so to all ranks together it
+// is a tensor with a dimension more, a row for each: Shard(0) along the axis of the islands. An outer step is then a mean
+// over that dimension, which is Partial, and what follows are redistributions like any other, of each unit:
+//
+//   rows        [islands, R, n]  Shard(0)@island     the masters: R ranks of an island that hold different elements
+//   mean        [R, n]           Partial@island      nothing is sent yet
+//   reduce_scatter               Shard(1)@island     each island has a part of the mean
+//   step        parameters       the same            SGD with what they have moved by as its gradient
+//   all_gather                   Replicate@island    and back into each row
+//
+// So the outer optimizer's two tensors, the parameters of the last outer step and their momentum, are cut over all ranks: each
+// takes the bytes of masters / islands. Every `inner` steps an island receives the bytes of its masters twice.
+#pragma once
+
+#include "sheaf/distributed/device_mesh.h"
+#include "sheaf/nn/optim/optimizer.h"
+
+namespace sheaf::optim {
+
+struct DiLoCoOptions {
+  double lr = 0.7;        ///< of the outer step; 1 without momentum: parameters become their mean (local SGD, FedAvg)
+  double momentum = 0.9;  ///< Nesterov's, in [0, 1)
+};
+
+/// A flat buffer of a unit, as the outer optimizer has it.
+struct OuterShard {
+  std::shared_ptr<Unit> unit;
+  size_t buffer;                 ///< index into unit->buffers()
+  std::vector<StatePart> parts;  ///< what this rank has of `values` and `momentum`
+  Tensor rows;                   ///< its masters, by island
+  Tensor values;                 ///< parameters after the last outer step
+  Tensor momentum;               ///< undefined of what no optimizer moves (nn::Parameter::steer)
+  Tensor segments;               ///< i64 [1, 3]: all of a rank's elements, none decayed
+  FlatBuffer& flat() const { return unit->buffers()[buffer]; }
+};
+
+/// DiLoCo's outer optimizer (Douillard et al., https://arxiv.org/abs/2311.08105, algorithm 1): of each trained parameter, with
+/// its values p_i on the k islands and q those that all of them had after the last outer step,
+///
+///   g = q - mean(p_i),   b = momentum b + g,   q = q - lr (g + momentum b),   p_i = q
+///
+/// Whatever steers itself becomes its mean. The inner optimizer's state is each island's own and stays. Masters are f32 or f64.
+class DiLoCo {
+ public:
+  /// Of a materialized model that is sharded over `mesh` without `axis` (World::slice). Begins with begin(). ConfigError where
+  /// it is sharded otherwise, and for options out of range.
+  DiLoCo(nn::Module& module, const Mesh& mesh, const std::string& axis, const DiLoCoOptions& options = {});
+
+  /// Takes the parameters as they are, which must be the same on all islands, for those of the last outer step; without momentum.
+  void begin();
+  /// Collective over all islands, outside of any recording or recorded as part of an update. Gradients are left alone.
+  void step();
+
+  int islands() const { return mesh_->size(axis_); }
+  int island() const;  ///< this rank's
+  const MeshSpec* mesh() const { return mesh_; }
+  std::vector<OuterShard>& shards() { return shards_; }
+  const std::vector<OuterShard>& shards() const { return shards_; }
+  int64_t state_bytes() const;  ///< of this rank, beside masters and the inner optimizer's
+
+ private:
+  void add_shard(const std::shared_ptr<Unit>& unit, size_t buffer);
+  Layout layout_of(const OuterShard& shard, Placement islands) const;
+  void step(OuterShard& shard);
+
+  const MeshSpec* mesh_;
+  int axis_;
+  Tensor scalars_;  // of kernels::cpu::sgd
+  std::vector<OuterShard> shards_;
+};
+
+}  // namespace sheaf::optim

@@ -1,0 +1,245 @@
+// Islands that train a model each, and their outer optimizer: against its formula on each mesh, to the bit between strategies.
+#include "sheaf/nn/optim/diloco.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+
+#include "sheaf/autograd/checks.h"
+#include "sheaf/autograd/tape_dump.h"
+#include "sheaf/distributed/run_local.h"
+#include "sheaf/nn/optim/sgd.h"
+#include "sheaf/tests/nn/nets.h"
+
+namespace sheaf {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::for_each_sharding;
+using testing::TinyBlock;
+using testing::TinyModel;
+
+using Values = std::map<std::string, std::vector<double>>;
+
+struct Meshes {
+  Mesh all, island;
+  int index() const { return all.coordinate("island"); }
+};
+
+Meshes islands_of(World& w, int islands) {
+  const Mesh all = w.mesh({{"island", islands}, {"data", w.size() / islands}});
+  return {all, w.slice(all, "island")};
+}
+
+Values values(nn::Module& m) {
+  Values out;
+  for (const nn::Parameter& p : m.parameters()) out[p.name()] = full_parameter(p).to_vector<double>();
+  return out;
+}
+
+// Tokens that no other island has.
+void backward(TinyModel& m, const Meshes& meshes, int64_t round) {
+  const int64_t shift = 29 * meshes.index() + 5 * round;
+  Recording recording;
+  recording.backward(m.loss(testing::token_rows(meshes.island, 6, 4, 11, shift), testing::token_rows(meshes.island, 6, 4, 11, shift + 1)));
+}
+
+constexpr int kRounds = 3;
+
+// What the islands had before each outer step and behind it, by round and island.
+struct Rounds {
+  std::vector<std::vector<Values>> before, after;
+  Values start;
+};
+
+Rounds run_rounds(int islands, int ranks, const ShardOptions& options, const optim::DiLoCoOptions& outer_options, DType dtype,
+        double inner_lr = 0.3) {
+  Rounds out;
+  out.before.assign(kRounds, std::vector<Values>(static_cast<size_t>(islands)));
+  out.after = out.before;
+  std::mutex mutex;
+  run_local(islands * ranks, [&](World& w) {
+    const Meshes meshes = islands_of(w, islands);
+    TinyModel m;
+    m.blocks[1].norm.bias.freeze();
+    shard(m, meshes.island, options);
+    materialize(m, Device::cpu(), {.seed = 4, .dtype = dtype});
+    optim::SGD inner(m, {.lr = inner_lr, .momentum = 0.5});
+    optim::DiLoCo outer(m, meshes.all, "island", outer_options);
+    EXPECT_EQ(outer.islands(), islands);
+    EXPECT_EQ(outer.island(), meshes.index());
+    const auto note = [&](Values& to) {
+      const Values now = values(m);
+      const std::lock_guard lock(mutex);
+      if (meshes.island.coordinate("data") == 0) to = now;
+    };
+    note(out.start);
+    for (size_t round = 0; round < kRounds; ++round) {
+      for (int64_t k = 0; k < 2; ++k) {
+        backward(m, meshes, static_cast<int64_t>(round) * 2 + k);
+        inner.step();
+        inner.zero_grad();
+      }
+      note(out.before[round][static_cast<size_t>(meshes.index())]);
+      outer.step();
+      note(out.after[round][static_cast<size_t>(meshes.index())]);
+    }
+  });
+  return out;
+}
+
+TEST(DiLoCo, AgreesWithTheFormula) {
+  for (const auto& [islands, ranks] : std::vector<std::pair<int, int>>{{1, 1}, {1, 2}, {2, 1}, {3, 1}, {5, 1}, {2, 2}, {3, 2}, {2, 3}})
+    for (const char* strategy : {"full_shard", "zero1", "replicate"}) {
+      SCOPED_TRACE(str(islands, " islands of ", ranks, ", ", strategy));
+      const double lr = 0.6, momentum = 0.8;
+      const Rounds r = run_rounds(islands, ranks, {.units = nn::units_of<TinyBlock>(), .strategy = strategy}, {.lr = lr, .momentum = momentum}, kF64);
+      Values q = r.start, b;
+      for (auto& [name, x] : q) b[name].assign(x.size(), 0.0);
+      for (size_t round = 0; round < kRounds; ++round) {
+        if (islands > 1) {
+          EXPECT_NE(r.before[round][0], r.before[round][1]);
+        }
+        for (auto& [name, x] : q)
+          for (size_t i = 0; i < x.size(); ++i) {
+            double mean = 0;
+            for (const Values& of : r.before[round]) mean += of.at(name)[i] / islands;
+            const double g = x[i] - mean;
+            b[name][i] = momentum * b[name][i] + g;
+            x[i] -= lr * (g + momentum * b[name][i]);
+          }
+        for (const Values& of : r.after[round]) {
+          EXPECT_EQ(of, r.after[round][0]);
+          for (const auto& [name, x] : q)
+            for (size_t i = 0; i < x.size(); ++i) ASSERT_NEAR(of.at(name)[i], x[i], 1e-13) << name << " " << i;
+        }
+      }
+      EXPECT_EQ(q.at("blocks.1.norm.bias"), r.start.at("blocks.1.norm.bias"));
+    }
+}
+
+TEST(DiLoCo, HasTheSameBitsWithEveryStrategy) {
+  const auto of = [](const ShardOptions& options) { return run_rounds(2, 2, options, {}, kF32).after.back(); };
+  std::vector<Values> first;
+  for_each_sharding(2, [&](StrategyChoice strategy, const nn::UnitPolicy& units, int64_t prefetch, const char* name) {
+    SCOPED_TRACE(name);
+    const std::vector<Values> here = of({.units = units, .strategy = strategy, .prefetch_bytes = prefetch});
+    if (first.empty()) first = here;
+    EXPECT_EQ(here, first);
+  });
+}
+
+// Of one plain step of SGD on each, the mean is that of the mean gradient.
+TEST(DiLoCo, OfOneStepIsDataParallelism) {
+  Values together;
+  run_local(2, [&](World& w) {
+    const Mesh mesh = w.mesh({{"data", 2}});
+    TinyModel m;
+    shard(m, mesh);
+    materialize(m, Device::cpu(), {.seed = 4, .dtype = kF64});
+    optim::SGD sgd(m, {.lr = 0.3});
+    const auto tokens = [&](int64_t shift) {  // those of both islands, one after another
+      const auto rows = testing::token_rows({}, 6, 4, 11, 29 * w.rank() + shift).to_vector<int32_t>();
+      return Tensor::from_local(rows, {kI32, {12, 4}, Layout(mesh.spec, Placement::shard(0))});
+    };
+    {
+      Recording recording;
+      recording.backward(m.loss(tokens(0), tokens(1)));
+    }
+    sgd.step();
+    const Values now = values(m);
+    if (w.rank() == 0) together = now;
+  });
+  run_local(2, [&](World& w) {
+    const Meshes meshes = islands_of(w, 2);
+    TinyModel m;
+    shard(m, meshes.island);
+    materialize(m, Device::cpu(), {.seed = 4, .dtype = kF64});
+    optim::SGD sgd(m, {.lr = 0.3});
+    optim::DiLoCo outer(m, meshes.all, "island", {.lr = 1, .momentum = 0});
+    backward(m, meshes, 0);
+    sgd.step();
+    outer.step();
+    for (const auto& [name, x] : values(m))
+      for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(x[i], together.at(name)[i], 1e-14) << name << " " << i;
+  });
+}
+
+TEST(DiLoCo, StateIsCutOverAllRanks) {
+  for (const auto& [islands, ranks] : std::vector<std::pair<int, int>>{{2, 2}, {3, 1}, {5, 1}}) {
+    std::mutex mutex;
+    std::map<std::string, std::vector<int>> times;  // that each element is saved
+    int64_t bytes = 0, masters = 0;
+    run_local(islands * ranks, [&, islands = islands](World& w) {
+      const Meshes meshes = islands_of(w, islands);
+      TinyModel m;
+      shard(m, meshes.island, {.units = nn::units_of<TinyBlock>()});
+      materialize(m, Device::cpu(), {.seed = 4});
+      const optim::DiLoCo outer(m, meshes.all, "island");
+      const std::lock_guard lock(mutex);
+      bytes += outer.state_bytes();
+      for (const optim::OuterShard& shard : outer.shards()) {
+        if (w.rank() < w.size() / islands) masters += shard.flat().shard.local_bytes();
+        for (const auto& [piece, at] : shard.parts) {
+          const LeafSpec& leaf = shard.unit->leaves()[static_cast<size_t>(piece.leaf)];
+          auto& of = times[leaf.name];
+          of.resize(static_cast<size_t>(leaf.shape.numel()));
+          for (int64_t i = 0; i < piece.runs.numel(); ++i) ++of[static_cast<size_t>(piece.runs.at(i))];
+          EXPECT_LE(at + piece.runs.numel(), shard.values.local_shape().numel());
+        }
+      }
+    });
+    EXPECT_EQ(bytes, 2 * masters);
+    EXPECT_FALSE(times.empty());
+    for (const auto& [name, of] : times) EXPECT_EQ(of, std::vector<int>(of.size(), 1)) << name;
+  }
+}
+
+TEST(DiLoCo, IsATapeOfRedistributions) {
+  run_local(4, [](World& w) {
+    const Meshes meshes = islands_of(w, 2);
+    TinyModel m;
+    shard(m, meshes.island);
+    materialize(m, Device::cpu(), {.seed = 4});
+    optim::DiLoCo outer(m, meshes.all, "island");
+    Recording recording;
+    outer.step();
+    const Tape tape = recording.take();
+    const std::string text = to_text(tape);
+    for (const char* part : {"mean", "Partial@island", "Shard(1 by 32)@island", "sgd", "Replicate@island", "Shard(0)@island"})
+      EXPECT_THAT(text, HasSubstr(part));
+    EXPECT_THAT(check_types(tape), ::testing::IsEmpty());
+  });
+}
+
+TEST(DiLoCo, RefusesOtherMeshes) {
+  run_local(2, [](World& w) {
+    TinyModel m;
+    const Mesh data = w.mesh({{"data", 2}});
+    shard(m, data);
+    materialize(m, Device::cpu());
+    const Mesh all = w.mesh({{"island", 2}, {"data", 1}});
+    const auto message = [](auto&& f) -> std::string {
+      try {
+        f();
+      } catch (const ConfigError& e) {
+        return e.what();
+      }
+      return "";
+    };
+    EXPECT_THAT(message([&] { optim::DiLoCo(m, all, "island"); }), HasSubstr("is sharded over (data=2), and islands have that of (island=2, data=1)"));
+    EXPECT_THAT(message([&] { w.slice(data, "data"); }), HasSubstr("has none"));
+    EXPECT_EQ(w.slice(all, "island").spec, w.slice(all, "island").spec);
+    EXPECT_THAT(message([&] { w.slice(w.mesh({{"replica", 2}, {"data", 1}}), "replica"); }), HasSubstr("is in use already"));
+    TinyModel n;
+    shard(n, w.slice(all, "island"));
+    materialize(n, Device::cpu());
+    EXPECT_THAT(message([&] { optim::DiLoCo(n, all, "island", {.lr = 0}); }), HasSubstr("lr is 0"));
+    EXPECT_THAT(message([&] { optim::DiLoCo(n, all, "island", {.momentum = 1}); }), HasSubstr("momentum is 1"));
+  });
+}
+
+}  // namespace
+}  // namespace sheaf
