@@ -17,8 +17,8 @@ void AsyncSaver::save(const std::string& folder, int64_t step, nn::Module& modul
                       const SaveOptions& options) {
   check_outside("AsyncSaver::save");
   finish();
-  group_ = checkpoint_group(module, world_);
-  pieces_ = checkpoint_pieces(module, optimizers, options.scaler, &copy_);
+  group_ = checkpoint_group(module, world_, options.outer);
+  pieces_ = checkpoint_pieces(module, optimizers, options, &copy_);
   pending_ = PendingCheckpoint::begin(folder, step, group_);
   given_up_ = all_written_ = false;
   progress_ = Progress::writing;

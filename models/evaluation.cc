@@ -36,9 +36,10 @@ void fill_window(const ChoiceRow* row, int64_t context, int32_t* inputs, int32_t
 double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs, bool first) {
   const auto fill = [&](int64_t begin, int64_t count, int32_t* tokens, int32_t* targets) { windows.fill(begin, count, tokens, targets); };
   double sum = 0;
-  for (int64_t begin = 0; begin < windows.num_windows(); begin += inputs.num_rows()) {
+  const int64_t rows = inputs.num_rows(), mine = sharded.island() * rows;  // islands take turns
+  for (int64_t begin = mine; begin < windows.num_windows(); begin += rows * sharded.num_islands()) {
     std::optional<CollectivesInTurn> in_turn;
-    if (first && begin == 0) in_turn.emplace();
+    if (first && begin == mine) in_turn.emplace();
     inputs.set_samples(begin, fill);
     // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
     // micro-batches.
@@ -46,6 +47,7 @@ double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, 
     for (const Tensor& part : sharded.losses(inputs, {.divide_by = 1})) total = total ? add(total, part) : part;
     sum += redistribute(total, Layout(sharded.mesh.spec, Placement::invariant())).item<double>();
   }
+  sharded.sum_over_islands({&sum, 1});
   return sum / static_cast<double>(windows.num_targets());
 }
 
@@ -67,9 +69,10 @@ std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const Shar
         fill_window(at < members.size() ? &rows[members[at]] : nullptr, window, tokens + i * window, targets + i * window);
       }
     };
-    for (size_t begin = 0; begin < members.size(); begin += static_cast<size_t>(inputs.num_rows())) {
+    const auto at_once = static_cast<size_t>(inputs.num_rows()), mine = static_cast<size_t>(sharded.island()) * at_once;
+    for (size_t begin = mine; begin < members.size(); begin += at_once * static_cast<size_t>(sharded.num_islands())) {
       std::optional<CollectivesInTurn> in_turn;
-      if (first && begin == 0) in_turn.emplace();
+      if (first && begin == mine) in_turn.emplace();
       inputs.set_samples(static_cast<int64_t>(begin), fill);
       size_t at = begin;
       for (const Tensor& losses : sharded.losses(inputs, {.per_target = true}))
@@ -79,6 +82,7 @@ std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const Shar
         }
     }
   }
+  sharded.sum_over_islands(out);
   return out;
 }
 

@@ -18,7 +18,8 @@
 namespace sheaf::models {
 namespace {
 
-std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers) {
+std::vector<nn::StatePiece> all_pieces(nn::Module& module, const Optimizers& optimizers, const optim::DiLoCo* outer) {
+  if (outer) return nn::state_pieces(module, optimizers, *outer);
   std::vector<nn::StatePiece> pieces = nn::state_pieces(module);
   for (optim::Optimizer* optimizer : optimizers)
     for (nn::StatePiece& p : nn::state_pieces(*optimizer)) pieces.push_back(std::move(p));
@@ -58,9 +59,10 @@ void check_outside(const char* who) {
   if (Recording::current()) fail<LifetimeError>("[", who, "] not inside a recording: end it by recording.take()");
 }
 
-CheckpointGroup checkpoint_group(nn::Module& module, World& world) {
+CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer) {
   const auto all = units(module);
-  const auto is_shared = [&](const auto& unit) { return unit->mesh() && unit->mesh()->num_ranks() == world.size(); };
+  const int islands = outer ? outer->islands() : 1;
+  const auto is_shared = [&](const auto& unit) { return unit->mesh() && unit->mesh()->num_ranks() * islands == world.size(); };
   if (world.size() > 1 && std::ranges::none_of(all, is_shared))
     fail<ConfigError>("[checkpoint] the world has ", world.size(), " ranks, but this ", module.type_name(), " is not "
                       "shared among them: call shard(model, mesh) before materialize()");
@@ -93,9 +95,9 @@ char* HostCopy::reserve(size_t bytes) {
 }
 
 std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers,
-                                               const optim::LossScaler* scaler, HostCopy* copy) {
+                                               const SaveOptions& options, HostCopy* copy) {
   std::vector<CheckpointPiece> out;
-  const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
+  const std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers, options.outer);
   const auto bytes_of = [](const nn::StatePiece& p) {
     return p.owner ? static_cast<size_t>(p.runs.numel()) * size_of(p.dtype) : 0;
   };
@@ -130,8 +132,8 @@ std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimiz
     if (const auto applied = optimizers[i]->applied_steps())
       out.push_back(small_piece<int64_t>(applied_name(i), kI64, {}, {*applied}));
   }
-  if (scaler) {
-    const optim::LossScaler::State s = scaler->state();
+  if (options.scaler) {
+    const optim::LossScaler::State s = options.scaler->state();
     out.push_back(small_piece<float>(kFactor, kF32, {}, {static_cast<float>(s.factor)}));
     out.push_back(small_piece<int64_t>(kCounts, kI64, {3}, {s.good_steps, s.lost_steps, s.skipped_steps}));
   }
@@ -163,9 +165,10 @@ void convert(DType from_dtype, const void* from, DType to_dtype, void* to, int64
 
 }  // namespace
 
-void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, optim::LossScaler* scaler) {
+void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, const LoadOptions& options) {
+  optim::LossScaler* const scaler = options.scaler;
   std::set<std::string> wanted;
-  std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers);
+  std::vector<nn::StatePiece> pieces = all_pieces(module, optimizers, options.outer);
   if (optimizers.empty())
     std::erase_if(pieces, [&](const nn::StatePiece& p) { return nn::is_lora(p.name) && !checkpoint.tensors().contains(p.name); });
   std::map<std::string, nn::Parameter> parameters;
@@ -236,8 +239,8 @@ void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& op
 void save_checkpoint(const std::string& folder, int64_t step, nn::Module& module, const Optimizers& optimizers,
                      World& world, const SaveOptions& options) {
   check_outside("save_checkpoint");
-  const CheckpointGroup group = checkpoint_group(module, world);
-  save_checkpoint(folder, step, checkpoint_pieces(module, optimizers, options.scaler), options.state, options.keep, group);
+  const CheckpointGroup group = checkpoint_group(module, world, options.outer);
+  save_checkpoint(folder, step, checkpoint_pieces(module, optimizers, options), options.state, options.keep, group);
 }
 
 std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::Module& module,
@@ -245,9 +248,9 @@ std::optional<LoadedCheckpoint> load_checkpoint(const std::string& folder, nn::M
                                                 const LoadOptions& options) {
   check_outside("load_checkpoint");
   std::optional<Checkpoint> checkpoint = Checkpoint::open_newest(folder, options.warn ? options.warn : warn_on_stderr,
-                                                                checkpoint_group(module, world));
+                                                                checkpoint_group(module, world, options.outer));
   if (!checkpoint) return std::nullopt;
-  load_state(*checkpoint, module, optimizers, options.scaler);
+  load_state(*checkpoint, module, optimizers, options);
   return LoadedCheckpoint{checkpoint->path(), checkpoint->step(), checkpoint->state()};
 }
 

@@ -14,6 +14,7 @@
 
 #include "sheaf/distributed/world.h"
 #include "sheaf/models/checkpoint_store.h"
+#include "sheaf/nn/optim/diloco.h"
 #include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/optimizer.h"
 
@@ -26,6 +27,7 @@ struct SaveOptions {
   Json state = {};   ///< rank 0's: whatever else a program needs to go on, such as its options; it comes back on loading
   int64_t keep = 2;  ///< newest checkpoints that stay in the folder; 0 keeps all
   const optim::LossScaler* scaler = nullptr;  ///< saved, too
+  const optim::DiLoCo* outer = nullptr;       ///< of a model that islands train: saved, too, and what each has of its own
 };
 
 /// Saves parameters, buffers, the optimizers' state and their step counts, and that of a loss scaler, as checkpoint `step` of `folder`, collectively
@@ -38,6 +40,7 @@ struct LoadOptions {
   /// Called with one line for every newer checkpoint that is broken and was passed over; the default writes it to stderr.
   std::function<void(const std::string&)> warn = {};
   optim::LossScaler* scaler = nullptr;  ///< filled, too: what was saved with one is loaded with one
+  const optim::DiLoCo* outer = nullptr;  ///< the same, with as many islands
 };
 
 struct LoadedCheckpoint {
@@ -64,7 +67,7 @@ void check_outside(const char* who);
 CheckpointGroup checkpoint_group(World& world);
 /// The same of the ranks that share `module`. ConfigError if the world has several and nothing cuts the
 /// module over them.
-CheckpointGroup checkpoint_group(nn::Module& module, World& world);
+CheckpointGroup checkpoint_group(nn::Module& module, World& world, const optim::DiLoCo* outer = nullptr);
 /// Memory of the host in which a copy of what is saved lies, time and again: it grows to what it is asked for.
 class HostCopy {
  public:
@@ -77,8 +80,8 @@ class HostCopy {
 /// What this rank passes to save_checkpoint(): parameters, buffers and the optimizers' state; as they are, or, with `copy`,
 /// as they were, in its memory.
 std::vector<CheckpointPiece> checkpoint_pieces(nn::Module& module, const Optimizers& optimizers,
-                                               const optim::LossScaler* scaler = nullptr, HostCopy* copy = nullptr);
+                                               const SaveOptions& options = {}, HostCopy* copy = nullptr);
 /// Fills this rank's pieces from an open checkpoint; see load_checkpoint().
-void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, optim::LossScaler* scaler = nullptr);
+void load_state(Checkpoint& checkpoint, nn::Module& module, const Optimizers& optimizers, const LoadOptions& options = {});
 
 }  // namespace sheaf::models

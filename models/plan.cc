@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "sheaf/autograd/recording.h"
 #include "sheaf/core/host_memory.h"
 #include "sheaf/core/parallel.h"
 #include "sheaf/core/rank_context.h"
@@ -13,9 +14,15 @@ namespace sheaf::models {
 
 // Of even cuts the last rank has the largest parts, on every axis; the first may have what is on one rank alone. Stages of a
 // pipeline hold different things, and are the first axis. Of a context axis that gathers keys the last rank's tokens stand together,
-// and those of the one before it in two places, which takes more in attention's backward.
+// and those of the one before it in two places, which takes more in attention's backward. Of islands the last has the largest parts.
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world) {
   std::vector<int> ranks;
+  if (const int islands = static_cast<int>(config.train.islands); islands > 1) {
+    TrainConfig island = config;
+    island.train.islands = 1;
+    for (const int rank : ranks_that_hold_most(island, world / islands)) ranks.push_back(world - world / islands + rank);
+    return ranks;
+  }
   const int stages = static_cast<int>(config.sharding.pipeline);
   for (int s = 0; s < stages; ++s) {
     ranks.push_back(world / stages * s);
@@ -90,6 +97,7 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
   if (ledger) ledger->reset_peak();
   RecordedStep recorded;
   step.run(settled, nothing, &recorded);
+  if (step.outer()) step.outer()->step();  // its peak counts, too, in whichever step it comes
   plan.tape = std::move(recorded.tape);
   plan.turns = std::move(recorded.turns);
   if (ledger) plan.peak = ledger->peak(memory), plan.host_peak = ledger->peak(host);
@@ -101,6 +109,13 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
     for (const FlatBuffer& b : unit->buffers()) plan.state_bytes += b.shard.local_bytes();
   for (const optim::ShardState& shard : step.optimizer().shards())
     for (const Tensor& state : shard.state) plan.state_bytes += state.local_bytes();
+  if (step.outer()) {
+    plan.outer_state_bytes = step.outer()->state_bytes();
+    plan.state_bytes += plan.outer_state_bytes;
+    Recording recording;
+    step.outer()->step();
+    plan.outer = recording.take();
+  }
   look(plan);
   return plan;
 }

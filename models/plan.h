@@ -21,9 +21,11 @@ struct Plan {
                            ///< program
   MemoryLedger::Peak peak;  ///< requested from the allocator at the peak of such a step, on this rank
   MemoryLedger::Peak host_peak;  ///< of the host's memory that a GPU uses beside its own (train.offload_...)
+  Tape outer;              ///< of an outer step, where there are islands
   int64_t parameters = 0;  ///< elements of the whole model
   int64_t trained = 0;     ///< of them those that are not frozen
-  int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank
+  int64_t state_bytes = 0; ///< masters and the optimizer's state on this rank, the outer one's with it
+  int64_t outer_state_bytes = 0;
   RankTimes times;         ///< how long its nodes take, if a machine was given; times.tape is not set
   std::vector<NodeId> turns;  ///< the first node of each turn of the rank's stage, and of what is behind the last
   int64_t micro_batch_bytes = 0;  ///< what the tokens of each micro-batch take

@@ -82,13 +82,19 @@ void for_each_train_option(Train&& t, F&& f) {
   f("train.dtype", t.dtype);
   f("train.state_dtype", t.state_dtype);
   f("train.fp8", t.fp8);
+  f("train.islands", t.islands);
+  if (t.islands > 1) {
+    f("train.inner_steps", t.inner_steps);
+    f("train.outer_lr", t.outer_lr);
+    f("train.outer_momentum", t.outer_momentum);
+  }
   if (t.dtype == "f16") f("train.loss_scale_interval", t.loss_scale_interval);
 }
 
 // What older checkpoints do not have.
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
-         key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "model.qkv_bias" ||
+         key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "train.islands" || key == "model.qkv_bias" ||
          key == "model.head_dim" || key == "model.qk_norm" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||

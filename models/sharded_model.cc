@@ -63,8 +63,7 @@ Fp8 fp8_from(const std::string& name) {
 // share the model, then its stages: what moves most, and with nothing to hide behind, moves between GPUs of one host. The parameters are cut over
 // "data" or, where those are more ranks, over "context", or over "expert" where there is no other rank for "data"; along the
 // others the model is replicated.
-Mesh mesh_for(const ShardingConfig& sharding, World& world) {
-  const int ranks = world.size();
+std::vector<MeshSpec::Axis> axes_for(const ShardingConfig& sharding, int ranks) {
   if (sharding.replicas > 1 && sharding.strategy == "replicate")
     fail<ConfigError>("[train] sharding.replicas ", sharding.replicas, ": strategy replicate has one on each rank already");
   int rest = ranks;  // for "data"
@@ -102,13 +101,30 @@ Mesh mesh_for(const ShardingConfig& sharding, World& world) {
   if (tensor != 1) axes.push_back({"model", tensor});
   if (axes.size() > kMaxAxes)
     fail<ConfigError>("[train] a mesh has at most ", kMaxAxes, " axes: stages, replicas, data, experts, context and tensor are ", axes.size());
-  return world.mesh(axes);
+  return axes;
+}
+
+// Islands, which talk least, are the ranks farthest from each other: the first axis.
+std::pair<Mesh, Mesh> meshes_for(const TrainConfig& config, World& world) {
+  const int64_t islands = config.train.islands;
+  if (islands == 1) return {world.mesh(axes_for(config.sharding, world.size())), {}};
+  if (islands < 1 || world.size() % islands != 0)
+    fail<ConfigError>("[train] train.islands ", islands, ": ", world.size(), world.size() == 1 ? " rank cannot" : " ranks cannot", " be divided into as "
+                      "many equal groups");
+  std::vector<MeshSpec::Axis> axes = axes_for(config.sharding, world.size() / static_cast<int>(islands));
+  if (axes.size() == kMaxAxes)
+    fail<ConfigError>("[train] a mesh has at most ", kMaxAxes, " axes, of which each island has ", axes.size(), " and train.islands is one more");
+  axes.insert(axes.begin(), {"island", static_cast<int>(islands)});
+  const Mesh all = world.mesh(std::move(axes));
+  return {world.slice(all, "island"), all};
 }
 
 }  // namespace
 
 ShardedModel sharded_model(const TrainConfig& config, int64_t vocab, World& world, const ShardedModelOptions& options) {
-  ShardedModel out{.mesh = mesh_for(config.sharding, world),
+  const auto [mesh, islands] = meshes_for(config, world);
+  ShardedModel out{.mesh = mesh,
+                   .islands = islands,
                    .cut = options.blocks.empty() ? stage_cut(config, vocab) : StageCut(options.blocks, static_cast<int>(config.sharding.pipeline)),
                    .model = make_language_model(model_of(config), vocab, options.frozen),
                    .layers = config.model.layers,
@@ -122,6 +138,12 @@ ShardedModel sharded_model(const TrainConfig& config, int64_t vocab, World& worl
 
 int64_t ShardedModel::end_of_run(int64_t run, int64_t of) const {
   return run + 1 == of ? layers : cut.end_of_run(run, mesh.coordinate("stage"));
+}
+
+void ShardedModel::sum_over_islands(std::span<double> values) const {
+  if (!islands.spec) return;
+  Communicator& lane = islands.runtime->gather_lane(islands.spec->axis("island"));
+  lane.all_reduce(values.data(), std::ssize(values), kF64, Reduction::sum, "islands").sync();
 }
 
 std::vector<Tensor> ShardedModel::losses(const StepInputs& inputs, const CrossEntropyOptions& options) const {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "sheaf/distributed/pipeline.h"
@@ -15,10 +16,16 @@ namespace sheaf::models {
 
 /// Without memory until materialize(). Moves; the model stays where it is.
 struct ShardedModel {
-  Mesh mesh;
+  Mesh mesh;     ///< of this rank's island (train.islands), which is all ranks where there is one
+  Mesh islands;  ///< with the axis "island" before those of `mesh`; undefined where there is one
   StageCut cut;
   std::unique_ptr<Decoder> model;
   int64_t layers = 0, runs = 1;  ///< blocks of the model, and runs of them in each stage
+
+  int num_islands() const { return islands.spec ? islands.size("island") : 1; }
+  int island() const { return islands.spec ? islands.coordinate("island") : 0; }
+  /// Adds up `values` of all islands, in place, and waits. Collective.
+  void sum_over_islands(std::span<double> values) const;
 
   /// The block at which run number `run` of this rank's stage ends, which goes through the blocks in so many of them.
   int64_t end_of_run(int64_t run, int64_t of) const;

@@ -164,6 +164,11 @@ struct OptimizationConfig {
   int64_t eval_questions = 0;       ///< of each set of data.choices; 0: all
   int64_t log_every = 1;            ///< steps between lines of metrics.jsonl
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
+  int64_t islands = 1;              ///< groups of ranks that train a model each, on equal parts of the batch, and agree on one now and
+                                    ///< then (DiLoCo, optim::DiLoCo); 1: none
+  int64_t inner_steps = 100;        ///< islands: steps from one agreement to the next
+  double outer_lr = 0.7;            ///< islands: learning rate of the outer step
+  double outer_momentum = 0.9;      ///< islands: of the outer step, Nesterov's
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" or "f16" with f32 masters, gradients, statistics
   std::string state_dtype = "f32";  ///< of the optimizer's state at rest: "f32", or "bf16", rounded by chance
   std::string fp8 = "none";         ///< products of layers in FP8 (sheaf::Fp8): "activations" and their gradients, or "all": gradients

@@ -103,7 +103,7 @@ class Trainer::Loop {
   // ranks.
   void hear_from_others(bool logs) {
     const bool waits = logs || world_.size() == 1;
-    if (!waits && !trainer_.device_.is_cpu()) return;
+    if (!waits && (!trainer_.device_.is_cpu() || train_.islands > 1)) return;  // nor do islands wait for each other in between
     news_.receive();  // of the step before
     const int told = news_.signal();
     news_.send(memory_.stats().peak, signal_());
@@ -114,8 +114,8 @@ class Trainer::Loop {
 
   // Before anything is saved: no checkpoint holds what a step made of a gradient that is not finite.
   void read(const TrainingStep::Result& result) {
-    report_.train_loss = result.loss.item<double>();
-    const double norm = result.grad_norm.item<double>();
+    report_.train_loss = step_.mean_over_islands(result.loss.item<double>());
+    const double norm = grad_norm_ = step_.mean_over_islands(result.grad_norm.item<double>());
     if (step_.scaler() && !std::isfinite(norm)) return check_lost_steps();
     if (std::isfinite(report_.train_loss) && std::isfinite(norm)) return;
     trainer_.saver_.finish();  // of a step before, which was finite
@@ -144,7 +144,7 @@ class Trainer::Loop {
 
   void write_line(const TrainingStep::Result& result) {
     const int64_t done = report_.done;
-    const double norm = result.grad_norm.item<double>();
+    const double norm = grad_norm_;
     const double tokens_per_second = static_cast<double>(step_.tokens_per_step() * steps_since_) / (now() - since_);
     std::vector<Metric> values{{"loss", report_.train_loss}, {"lr", result.lr}, {"grad_norm", norm},
                                {"tokens", step_.tokens_per_step() * done}, {"seconds", now() - start_},
@@ -218,6 +218,7 @@ class Trainer::Loop {
   std::unique_ptr<EventFile> events_;       // there, if asked for
   TrainReport report_;
   RecordedStep recorded_;                 // the last step
+  double grad_norm_ = 0;                  // of the last step that was read
   int64_t skipped_ = 0;                   // steps, up to the last line
   const double start_ = now();
   double since_ = start_;                 // the last line, evaluations and saves left out

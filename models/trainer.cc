@@ -161,6 +161,7 @@ void Trainer::open_questions() {
 void Trainer::start() {
   if (!files_) return;
   load_weights(step_->model(), *files_);
+  if (step_->outer()) step_->outer()->begin();
   if (world_.rank() == 0) options_.print(str("starts from the weights in ", files_->path()));
 }
 
@@ -175,14 +176,14 @@ void Trainer::refuse_earlier_run() const {
 void Trainer::restore() {
   const std::string folder = config_.output.folder + "/checkpoints";
   if (!options_.resume) return start();
-  auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model(), world_));
+  auto checkpoint = Checkpoint::open_newest(folder, options_.warn, checkpoint_group(step_->model(), world_, step_->outer()));
   if (!checkpoint) {
     if (world_.rank() == 0) options_.print(str("no checkpoint in ", folder, ": the run starts from the beginning"));
     return start();
   }
   const RunState state = RunState::from_json(checkpoint->state());
   check_resumable(state, this->state(0));
-  load_state(*checkpoint, step_->model(), {&step_->optimizer()}, step_->scaler());
+  load_state(*checkpoint, step_->model(), {&step_->optimizer()}, {.scaler = step_->scaler(), .outer = step_->outer()});
   first_step_ = state.step;
   best_ = state.best;
   const std::optional<WeightsState> found = std::exchange(weights_, state.weights);
@@ -224,7 +225,7 @@ void Trainer::save(int64_t step) {
   RunState state = this->state(step);
   state.product_choices = product_choices(device_);
   const std::string folder = config_.output.folder + "/checkpoints";
-  const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .scaler = step_->scaler()};
+  const SaveOptions options{.state = state.to_json(), .keep = config_.output.keep_checkpoints, .scaler = step_->scaler(), .outer = step_->outer()};
   if (config_.train.save_async) saver_.save(folder, step, step_->model(), {&step_->optimizer()}, options);
   else save_checkpoint(folder, step, step_->model(), {&step_->optimizer()}, world_, options);
 }
@@ -239,7 +240,7 @@ void Trainer::save_if_best(int64_t step, double val_loss) {
     make_folders(best);
     replace_file(best + "/config.toml", File::open(options).read_all());
   }
-  save_checkpoint(folder, step, step_->model(), {}, world_, {.state = state(step).to_json(), .keep = 1});
+  save_checkpoint(folder, step, step_->model(), {}, world_, {.state = state(step).to_json(), .keep = 1, .outer = step_->outer()});
   if (world_.rank() != 0) return;
   for (const int64_t other : list_steps(folder))
     if (other > step) remove_folder(step_folder(folder, other));

@@ -54,10 +54,19 @@ void check_graph(Device device, const Mesh& mesh) {
                         "with a GPU for each rank they talk over NCCL");
 }
 
+// What an island has of a step.
+TrainConfig of_island(TrainConfig config) {
+  const int64_t islands = config.train.islands;
+  check<ConfigError>(islands == 1 || (islands > 1 && config.train.batch % islands == 0), "[train] train.batch ", config.train.batch,
+                     " has no equal part for each of train.islands ", islands);
+  config.train.batch /= islands;
+  return config;
+}
+
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(config), world_(world), device_(device), num_targets_(options.num_targets),
+    : config_(of_island(config)), world_(world), device_(device), num_targets_(options.num_targets),
       sharded_(sharded_model(config, vocab, world, {.blocks = options.stand_in.blocks})), turns_(options.stand_in.turns) {
   check<ConfigError>(!config_.data.examples || num_targets_ || device_.is_meta(), "[train] data.examples: how many targets count is not known");
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
@@ -94,6 +103,11 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (config_.train.dtype == "f16")
     scaler_.emplace(device_, optim::LossScalerOptions{.initial = config_.train.loss_scale,
                                                       .growth_interval = config_.train.loss_scale_interval});
+  if (const OptimizationConfig& t = config_.train; t.islands > 1) {
+    check<ConfigError>(!scaler_, "[train] train.islands ", t.islands, ": with train.dtype f16 each would skip steps of its own");
+    check<ConfigError>(t.inner_steps > 0, "[train] train.inner_steps ", t.inner_steps, ": there is at least one");
+    outer_.emplace(*sharded_.model, sharded_.islands, "island", optim::DiLoCoOptions{.lr = t.outer_lr, .momentum = t.outer_momentum});
+  }
   inputs_ = std::make_unique<StepInputs>(config_, sharded_.mesh, device_,
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
 }
@@ -129,8 +143,8 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
   const DeviceScope scope(device_);
   const double lr = learning_rate(step);
   sharded_.model->train();
-  const int64_t first = step * config_.train.batch;
-  const int64_t targets = num_targets_ ? num_targets_(first, config_.train.batch) : tokens_per_step();
+  const int64_t first = (step * sharded_.num_islands() + sharded_.island()) * config_.train.batch;
+  const int64_t targets = num_targets_ ? num_targets_(first, config_.train.batch) : tokens_of_island();
   inputs_->set_step(step, first, fill, optimizer_->next_scalars({.lr = lr}), static_cast<double>(targets));
   const bool compiles = config_.train.compile && runs_ == kSettling;
   const Result result = runs_as_graph(recorded) ? replay(step, lr, recorded)
@@ -139,12 +153,18 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
                         : runs_ == 0            ? record_first(step, lr, recorded)
                                                 : record(step, lr, recorded);
   ++runs_;
+  if (outer_ && ((step + 1) % config_.train.inner_steps == 0 || step + 1 == config_.train.steps)) outer_->step();
   return result;
+}
+
+double TrainingStep::mean_over_islands(double value) const {
+  sharded_.sum_over_islands({&value, 1});
+  return value / sharded_.num_islands();
 }
 
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
   const OptimizationConfig& t = config_.train;
-  CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_per_step())};
+  CrossEntropyOptions mean{.divide_by = static_cast<double>(tokens_of_island())};
   if (config_.data.examples) mean.divisor = inputs_->num_targets();
   Tensor loss;  // of the micro-batches so far, in order
   std::vector<Tensor> parts(static_cast<size_t>(t.micro_batches)), scaled = parts;
@@ -152,7 +172,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   Result result;
   result.lr = lr;
   {
-    const int64_t first = step * t.batch;
+    const int64_t first = (step * sharded_.num_islands() + sharded_.island()) * t.batch;
     Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
                          .capture_leaves = recorded && recorded->capture_leaves});
     // Collectives that are through before their call returns leave no room for several micro-batches under way.

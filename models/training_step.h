@@ -10,6 +10,10 @@
 // from then on runs from one arena: no op is called, placed or recorded anew. Within sharding.memory_budget units stay gathered
 // there. A graph captures such a run.
 //
+// [Note: steps of islands] With train.islands a step is one of this rank's island, on its part of the batch: nothing in it, neither
+// its tape nor a program nor a graph, knows of the others. Behind each train.inner_steps, and behind the last, comes an outer step
+// (nn/optim/diloco.h).
+//
 // On GPUs the collectives of the first step, and of the first evaluation, run one after another, with nothing beside them
 // (distributed/in_turn.h).
 //
@@ -28,6 +32,7 @@
 #include "sheaf/models/batch_sampler.h"
 #include "sheaf/models/evaluation.h"
 #include "sheaf/models/step_inputs.h"
+#include "sheaf/nn/optim/diloco.h"
 #include "sheaf/nn/optim/loss_scaler.h"
 #include "sheaf/nn/optim/optimizer.h"
 
@@ -64,14 +69,16 @@ class TrainingStep {
   TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options = {});
 
   struct Result {
-    Tensor loss;       ///< mean over the step's targets that count, f32, whole on every rank
-    Tensor grad_norm;  ///< before clipping; in f16 not finite where the step was skipped
+    Tensor loss;       ///< mean over the step's targets that count, of this rank's island, f32, whole on every rank of it
+    Tensor grad_norm;  ///< of its gradient, before clipping; in f16 not finite where the step was skipped
     double lr = 0;
   };
   /// One optimizer step: forward and backward of every micro-batch, clipping, update. If `recorded` is given, the
   /// step is left there; with leaves to capture it does not run as a graph. A graph's next run overwrites the tensors
-  /// of the result.
+  /// of the result. Of islands an outer step follows where one is due.
   Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
+  /// Mean over islands of one of these.
+  double mean_over_islands(double value) const;
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
   /// Of each row, as evaluation.h has it; collective, the same on every rank.
@@ -84,13 +91,15 @@ class TrainingStep {
   optim::Optimizer& optimizer() { return *optimizer_; }
   /// Of a run in f16; else null.
   optim::LossScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }
+  /// With train.islands; else null.
+  optim::DiLoCo* outer() { return outer_ ? &*outer_ : nullptr; }
   World& world() { return world_; }
-  const Mesh& mesh() const { return sharded_.mesh; }
+  const Mesh& mesh() const { return sharded_.mesh; }  ///< of this rank's island
   const StepInputs& inputs() const { return *inputs_; }
   const StageCut& cut() const { return sharded_.cut; }
   int64_t num_parameters();  ///< elements of the whole model
   int64_t num_trained();     ///< of them those that are not frozen
-  int64_t tokens_per_step() const { return config_.train.batch * config_.model.context; }
+  int64_t tokens_per_step() const { return sharded_.num_islands() * tokens_of_island(); }  ///< of all islands
   /// Learning rate of step `step` (0 is the first).
   double learning_rate(int64_t step) const;
 
@@ -102,8 +111,9 @@ class TrainingStep {
   Result replay(int64_t step, double lr, RecordedStep* recorded);
   bool runs_as_graph(const RecordedStep* recorded) const;
   void prepare_evaluation();
+  int64_t tokens_of_island() const { return config_.train.batch * config_.model.context; }
 
-  TrainConfig config_;
+  TrainConfig config_;  // train.batch is that of an island
   World& world_;
   Device device_;
   std::function<int64_t(int64_t first, int64_t count)> num_targets_;
@@ -111,6 +121,7 @@ class TrainingStep {
   std::vector<Turn> turns_;  // of a step
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::optional<optim::LossScaler> scaler_;
+  std::optional<optim::DiLoCo> outer_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
   bool evaluated_ = false, asked_ = false;

@@ -1,5 +1,7 @@
 #include "sheaf/nn/state_dict.h"
 
+#include <set>
+
 #include "sheaf/core/rank_context.h"
 #include "sheaf/nn/shard.h"
 
@@ -58,6 +60,35 @@ std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer) {
   for (const optim::ShardState& shard : optimizer.shards())
     for (size_t i = 0; i < shard.names.size(); ++i)
       append_pieces(*shard.unit, shard.leaves, shard.parts, shard.state[i], "optimizer." + shard.names[i] + ".", out);
+  return out;
+}
+
+std::vector<StatePiece> state_pieces(Module& module, const std::vector<optim::Optimizer*>& optimizers, const optim::DiLoCo& outer) {
+  std::vector<StatePiece> out;
+  std::set<std::string> trained;
+  for (const optim::OuterShard& shard : outer.shards()) {
+    const std::vector<int>& leaves = shard.flat().leaves;
+    for (const int leaf : leaves) trained.insert(shard.unit->leaves()[static_cast<size_t>(leaf)].name);
+    append_pieces(*shard.unit, leaves, shard.parts, shard.values, "", out);
+    if (shard.momentum) append_pieces(*shard.unit, leaves, shard.parts, shard.momentum, "optimizer.outer.momentum.", out);
+  }
+  const auto append_row = [&](StatePiece p) {
+    const int64_t before = outer.island() * p.shape.numel();
+    p.runs.begin += p.runs.numel() > 0 ? before : 0;
+    p.shape.insert(0, outer.islands());
+    out.push_back(std::move(p));
+  };
+  for (StatePiece& p : state_pieces(module)) {
+    if (!trained.contains(p.name)) {  // the same on all of them
+      p.owner &= outer.island() == 0;
+      out.push_back(std::move(p));
+    } else if (!optimizers.empty()) {
+      p.name = "optimizer.inner." + p.name;
+      append_row(std::move(p));
+    }
+  }
+  for (optim::Optimizer* optimizer : optimizers)
+    for (StatePiece& p : state_pieces(*optimizer)) append_row(std::move(p));
   return out;
 }
 

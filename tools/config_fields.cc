@@ -113,6 +113,11 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.beta2", &t.beta2, "AdamW", any, 0, 0.999999999},
       {"train.eps", &t.eps, "AdamW", any, 0, 1},
       {"train.clip", &t.clip, "largest norm of the gradient; 0: no clipping", any, 0},
+      {"train.islands", &t.islands, "groups of ranks that train a model each, on equal parts of train.batch, and agree on one now and then "
+       "(DiLoCo)", any, 1, 1e6},
+      {"train.inner_steps", &t.inner_steps, "islands: steps from one agreement (outer step) to the next", any, 1, 1e12},
+      {"train.outer_lr", &t.outer_lr, "islands: learning rate of the outer step; 1 without momentum takes the mean", any, 1e-9, 1e6},
+      {"train.outer_momentum", &t.outer_momentum, "islands: of the outer step, Nesterov's", any, 0, 0.999999999},
       {"train.eval_every", &t.eval_every, "steps between evaluations; 0: only at the end", any, 0},
       {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
       {"train.eval_questions", &t.eval_questions, "of each set of data.choices; 0: all", any, 0},
@@ -228,6 +233,8 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "train.recompute_blocks" && config.train.recompute != "block" && config.train.recompute != "selective")
     return "only train.recompute block and selective have it";
   if (key == "sharding.gather_int8" && config.sharding.strategy == "replicate") return "sharding.strategy replicate gathers nothing";
+  if ((key == "train.inner_steps" || key.starts_with("train.outer_")) && config.train.islands == 1)
+    return "without train.islands there is one model, and nothing to agree on";
   if (key == "train.momentum" && config.train.optimizer != "muon") return "only train.optimizer muon has momentum";
   if (key == "data.tokenizer_folder" && !models::is_published(config.data.tokenizer))
     return "only data.tokenizer gpt2, llama3 and huggingface come from files";
@@ -286,6 +293,15 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
   require(t.min_lr >= 0 || t.min_lr == -1, "train.min_lr ", t.min_lr, " is no learning rate; -1: a tenth of train.lr");
   require(t.decay_start == 0 || t.decay_start >= t.warmup, "train.decay_start ", t.decay_start,
           " lies in the warm-up: train.warmup is ", t.warmup);
+  if (t.islands > 1) {
+    const std::string islands = str("train.islands ", t.islands, origin("train.islands"));
+    require(t.batch % t.islands == 0, islands, ": train.batch ", t.batch, origin("train.batch"), " has no equal part for each");
+    require(t.batch / t.islands >= t.micro_batches, islands, " have ", t.batch / t.islands, " sequences each of train.batch ", t.batch,
+            ", less than train.micro_batches ", t.micro_batches);
+    require(t.eval_every % t.inner_steps == 0, islands, " have one model to evaluate every train.inner_steps ", t.inner_steps,
+            " steps: train.eval_every ", t.eval_every, origin("train.eval_every"), " is no multiple");
+    require(t.dtype != "f16", islands, ": with train.dtype f16 each would skip steps of its own; bf16 needs no loss scale");
+  }
   const auto r = models::resolved(t);
   require((t.decay_start == 0 && t.decay_end == 0) || r.decay_start < r.decay_end || t.epochs > 0, "the decay would start at step ",
           r.decay_start, t.decay_start ? " (train.decay_start)" : " (train.warmup)", " and end at step ", r.decay_end,
