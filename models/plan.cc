@@ -18,9 +18,7 @@ namespace sheaf::models {
 std::vector<int> ranks_that_hold_most(const TrainConfig& config, int world) {
   std::vector<int> ranks;
   if (const int islands = static_cast<int>(config.train.islands); islands > 1) {
-    TrainConfig island = config;
-    island.train.islands = 1;
-    for (const int rank : ranks_that_hold_most(island, world / islands)) ranks.push_back(world - world / islands + rank);
+    for (const int rank : ranks_that_hold_most(island_of(config), world / islands)) ranks.push_back(world - world / islands + rank);
     return ranks;
   }
   const int stages = static_cast<int>(config.sharding.pipeline);

@@ -1,6 +1,7 @@
 #include "sheaf/models/step_time.h"
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <map>
 #include <numeric>
@@ -232,10 +233,16 @@ struct Planned {
   std::vector<int> ranks;        // one of each stage
   std::vector<RankTimes> times;  // of these
   int64_t peak_bytes = 0, host_bytes = 0;
+  // Of outer steps, their share of each step: the slowest rank's.
+  double outer_seconds = 0, outer_received = 0;
 };
 
-// The ranks at this place of each stage.
-Planned plan_ranks(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, Planning planning, bool first) {
+// The ranks at this place of each stage; of islands, which are alike, those of the last.
+Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const Machine& machine, Planning planning, bool first) {
+  const TrainConfig config = island_of(given);
+  const int islands = static_cast<int>(given.train.islands), world = all_ranks / islands;
+  if (all_ranks % islands != 0)
+    fail<ConfigError>("[plan] ", all_ranks, " ranks cannot be divided into train.islands ", islands, " equal groups");
   const Stages stages(config, world, stage_cut(config, vocab), planning);
   const auto n = static_cast<size_t>(stages.count());
   const int place = first ? 0 : stages.ranks() - 1;
@@ -249,6 +256,13 @@ Planned plan_ranks(const TrainConfig& config, int64_t vocab, int world, const Ma
       const Shorter in_place = stages.in_place_of(s, all_turns);
       std::vector<size_t> fresh;
       const auto look = [&](const Plan& plan) {
+        if (islands > 1) {
+          const auto every = static_cast<double>(given.train.inner_steps);
+          const RankTimes outer = times_on(machine, plan.outer, {.rank = all_ranks - world + all.ranks[static_cast<size_t>(s)]});
+          const Timeline line = clock(std::span(&outer, 1))[0];
+          all.outer_seconds = std::max(all.outer_seconds, line.seconds / every);
+          all.outer_received = std::max(all.outer_received, static_cast<double>(line.received) / every);
+        }
         const auto times_of = [&](int stage, const RankTimes* like) {
           return times_on(machine, plan.tape, {.rank = all.ranks[static_cast<size_t>(stage)],
                                                .offloads_state = config.train.offload_optimizer, .stages = stages.count(),
@@ -268,8 +282,9 @@ Planned plan_ranks(const TrainConfig& config, int64_t vocab, int world, const Ma
           done[i] = true, fresh.push_back(i);
         }
       };
-      const Plan& plan = all.plans.emplace_back(plan_stand_in(in_place.config, vocab, stages.ranks() * in_place.stage + place,
-                                                              in_place.world, in_place.stand_in, look));
+      const int rank = in_place.world * (islands - 1) + stages.ranks() * in_place.stage + place;
+      const Plan& plan = all.plans.emplace_back(plan_stand_in(islands_of(in_place.config, islands), vocab, rank, in_place.world * islands,
+                                                              in_place.stand_in, look));
       for (const size_t i : fresh) {
         all.times[i].tape = &plan.tape;
         if (config.train.cuda_graph) all.times[i].issue_seconds = 0;  // a captured step is one launch
@@ -295,11 +310,13 @@ StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Ma
     out.received = std::max(out.received, lines[r].received);
     if (lines[r].seconds > lines[slowest].seconds * (1 + 1e-12)) slowest = r;  // the first of those that end together
   }
-  out.seconds = lines[slowest].seconds;
+  out.seconds = lines[slowest].seconds + all.outer_seconds;
+  out.received += std::llround(all.outer_received);
   out.computing = lines[slowest].computing;
   std::map<std::string, double> waits;
   const Tape& tape = *all.times[slowest].tape;
   for (const Timeline::Wait& wait : lines[slowest].waits) waits[tape.op_name(tape.node(wait.of))] += wait.seconds;
+  if (all.outer_seconds > 0) waits["outer step"] = all.outer_seconds;
   out.waits.assign(waits.begin(), waits.end());
   std::ranges::stable_sort(out.waits, std::greater<>(), [](const auto& w) { return w.second; });
   return out;

@@ -31,7 +31,7 @@ enum class Planning {
   whole,  ///< every turn of every stage
 };
 
-/// Of a GPU step. Throws what plan_step() throws. Both plannings give the same.
+/// Of a GPU step; of islands an outer step's share of each with it. Throws what plan_step() throws. Both plannings give the same.
 StepTime time_step(const TrainConfig& config, int64_t vocab, int world, const Machine& machine,
                    Planning planning = Planning::shorter);
 /// As peak_bytes, but of the first rank of each stage: it may hold what is on one rank alone.

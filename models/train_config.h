@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 
+#include "sheaf/core/error.h"
 #include "sheaf/kernels/rotary_scaling.h"
 
 namespace sheaf::models {
@@ -263,6 +265,21 @@ inline ModelConfig model_of(const TrainConfig& config) {
   ModelConfig m = config.model;
   if (config.data.separate_documents) m.end_of_text = config.data.end_of_text < 0 ? 0 : config.data.end_of_text;
   return m;
+}
+
+/// What one of the islands (train.islands) trains, by itself: its part of each batch. ConfigError where parts would not be equal.
+inline TrainConfig island_of(TrainConfig config) {
+  const int64_t islands = std::exchange(config.train.islands, 1);
+  if (islands < 1 || config.train.batch % islands != 0)
+    fail<ConfigError>("[train] train.batch ", config.train.batch, " has no equal part for each of train.islands ", islands);
+  config.train.batch /= islands;
+  return config;
+}
+/// And back: so many islands that train this each.
+inline TrainConfig islands_of(TrainConfig config, int64_t islands) {
+  config.train.islands = islands;
+  config.train.batch *= islands;
+  return config;
 }
 
 }  // namespace sheaf::models

@@ -54,19 +54,10 @@ void check_graph(Device device, const Mesh& mesh) {
                         "with a GPU for each rank they talk over NCCL");
 }
 
-// What an island has of a step.
-TrainConfig of_island(TrainConfig config) {
-  const int64_t islands = config.train.islands;
-  check<ConfigError>(islands == 1 || (islands > 1 && config.train.batch % islands == 0), "[train] train.batch ", config.train.batch,
-                     " has no equal part for each of train.islands ", islands);
-  config.train.batch /= islands;
-  return config;
-}
-
 }  // namespace
 
 TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& world, Device device, const TrainingStepOptions& options)
-    : config_(of_island(config)), world_(world), device_(device), num_targets_(options.num_targets),
+    : config_(island_of(config)), world_(world), device_(device), num_targets_(options.num_targets),
       sharded_(sharded_model(config, vocab, world, {.blocks = options.stand_in.blocks})), turns_(options.stand_in.turns) {
   check<ConfigError>(!config_.data.examples || num_targets_ || device_.is_meta(), "[train] data.examples: how many targets count is not known");
   world_.communicator();  // joined here by a plan as by a run: what it holds counts
@@ -103,7 +94,7 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (config_.train.dtype == "f16")
     scaler_.emplace(device_, optim::LossScalerOptions{.initial = config_.train.loss_scale,
                                                       .growth_interval = config_.train.loss_scale_interval});
-  if (const OptimizationConfig& t = config_.train; t.islands > 1) {
+  if (const OptimizationConfig& t = config.train; t.islands > 1) {
     check<ConfigError>(!scaler_, "[train] train.islands ", t.islands, ": with train.dtype f16 each would skip steps of its own");
     check<ConfigError>(t.inner_steps > 0, "[train] train.inner_steps ", t.inner_steps, ": there is at least one");
     outer_.emplace(*sharded_.model, sharded_.islands, "island", optim::DiLoCoOptions{.lr = t.outer_lr, .momentum = t.outer_momentum});

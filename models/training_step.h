@@ -113,7 +113,7 @@ class TrainingStep {
   void prepare_evaluation();
   int64_t tokens_of_island() const { return config_.train.batch * config_.model.context; }
 
-  TrainConfig config_;  // train.batch is that of an island
+  TrainConfig config_;  // of this rank's island
   World& world_;
   Device device_;
   std::function<int64_t(int64_t first, int64_t count)> num_targets_;

@@ -97,7 +97,10 @@ std::string options_of(const Choice& x, const Choice& before) {
 class Search {
  public:
   Search(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const WaysOptions& options)
-      : config_(config), vocab_(vocab), world_(world), machine_(machine), options_(options) {}
+      : islands_(config.train.islands), config_(island_of(config)), vocab_(vocab), world_(world / static_cast<int>(islands_)),
+        machine_(machine), options_(options) {
+    if (world % islands_ != 0) fail<ConfigError>("[plan] train.islands ", islands_, ": ", world, " ranks cannot be divided into as many equal groups");
+  }
 
   Ways run() {
     const std::vector<Choice> axes = choices_of_axes();
@@ -139,10 +142,10 @@ class Search {
       if (time->peak_bytes > machine_.memory) out.least_bytes = std::min(out.least_bytes, time->peak_bytes);
     }
     for (const Choice& x : fitting()) {
-      Way way{with(config_, x), *done_.at(x), options_of(x, choice_of(config_))};
+      Way way{islands_of(with(config_, x), islands_), *done_.at(x), options_of(x, choice_of(config_))};
       int64_t& peak = way.time.peak_bytes;
       if (const int64_t least = out.front.empty() ? machine_.memory + 1 : out.front.back().time.peak_bytes; peak < least) {
-        peak = std::max(peak, peak_of_first_ranks(way.config, vocab_, world_, machine_));
+        peak = std::max(peak, peak_of_first_ranks(way.config, vocab_, all_ranks(), machine_));
         if (peak > machine_.memory) continue;
         if (peak < least) out.front.push_back(way);
       }
@@ -373,7 +376,7 @@ class Search {
     std::optional<StepTime> time;
     std::string refused;
     try {
-      time = time_step(with(config_, x), vocab_, world_, machine_);
+      time = time_step(islands_of(with(config_, x), islands_), vocab_, all_ranks(), machine_);
     } catch (const ConfigError& e) {
       refused = e.what();
     }
@@ -403,9 +406,12 @@ class Search {
     if (failure) std::rethrow_exception(failure);
   }
 
-  const TrainConfig& config_;
+  int all_ranks() const { return world_ * static_cast<int>(islands_); }
+
+  const int64_t islands_;
+  const TrainConfig config_;  // of one of them
   const int64_t vocab_;
-  const int world_;
+  const int world_;           // its ranks
   const Machine& machine_;
   const WaysOptions& options_;
   std::mutex mutex_;

@@ -88,10 +88,12 @@ int tape_command(const TapeArguments& arguments) {
   const std::string wanted = wanted_comm(), comm = gpu ? "nccl" : wanted == "auto" ? "shm" : wanted;
   const models::Plan plan = models::plan_step(config, vocab, arguments.rank, arguments.world, threads, comm,
                                               gpu ? Device::cuda() : Device::cpu());
+  const std::string outer = config.train.islands == 1 ? "" : str("\nan outer step, behind each ", config.train.inner_steps, " of these\n",
+      to_text(plan.outer), "\ncollectives\n", collective_summary(plan.outer));
   if (arguments.format == "json") say(to_json(plan.tape));
   else if (arguments.format == "dot") say(to_dot(plan.tape));
   else if (arguments.format == "text")
-    say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) +
+    say(to_text(plan.tape) + "\ncollectives\n" + collective_summary(plan.tape) + outer +
         str("\nparameters ", plan.parameters, plan.trained < plan.parameters ? str(", of them trained ", plan.trained) : "",
             ", ranks ", arguments.world, ", rank ", arguments.rank,
             gpu ? ", on a GPU" : str(", threads ", threads), ": peak ", plan.peak.bytes, " bytes (",
@@ -126,7 +128,8 @@ int plan_command(const PlanArguments& arguments) {
     fail<OutOfMemory>("[plan] none of ", ways.planned, " ways fits ", machine.memory, " bytes a rank: the least takes ", ways.least_bytes,
                       config.train.offload_parameters && config.train.offload_optimizer ? "" : "; train.offload_parameters and "
                       "train.offload_optimizer leave masters, gradients and states to the host's memory");
-  say(str(config.train.batch, " sequences of ", config.model.context, " tokens, ", arguments.world, " ranks on ", machine.name, ", ",
+  say(str(config.train.batch, " sequences of ", config.model.context, " tokens, ", arguments.world, " ranks ",
+          config.train.islands > 1 ? str("in ", config.train.islands, " islands ") : "", "on ", machine.name, ", ",
           machine.ranks_per_host, " to a host: ", ways.planned, " ways planned, ", ways.fitting.size(), " of them within ",
           formatted("%.1f GB", static_cast<double>(machine.memory) * 1e-9)));
   say(" estimated s  tok/s/rank  MFU %  peak GB  recv GiB  waits %  options");

@@ -162,7 +162,9 @@ int train_command(const TrainArguments& arguments) {
       const models::TokenMixture& data = trainer.corpus().train;
       const bool mixed = data.sources().size() > 1;
       lines.say(str("sheaf train: ", world.size(), world.size() == 1 ? " rank" : " ranks", " (", world.kind(), ") x ", threads,
-              threads == 1 ? " thread, " : " threads, ", config.sharding.strategy,
+              threads == 1 ? " thread, " : " threads, ",
+              config.train.islands > 1 ? str(config.train.islands, " islands that agree every ", config.train.inner_steps, " steps, ") : "",
+              config.sharding.strategy,
               config.sharding.replicas > 1 ? str(" in ", config.sharding.replicas, " replicas") : "",
               config.sharding.context > 1 ? str(" over groups of ", config.sharding.context, " that share sequences", config.sharding.context_comm == "all_gather" ? " by all_gather" : "") : "",
               config.sharding.experts > 1 ? str(" over groups of ", config.sharding.experts, " that share experts") : "",
