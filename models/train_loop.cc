@@ -102,11 +102,12 @@ class Trainer::Loop {
   // On GPUs only where the host waits anyway: a replayed graph and the lane must meet the communicator in one order on all
   // ranks.
   void hear_from_others(bool logs) {
+    heard_ = std::max(heard_, signal_());
     const bool waits = logs || world_.size() == 1;
     if (!waits && (!trainer_.device_.is_cpu() || train_.islands > 1)) return;  // nor do islands wait for each other in between
     news_.receive();  // of the step before
     const int told = news_.signal();
-    news_.send(memory_.stats().peak, signal_());
+    news_.send(memory_.stats().peak, heard_);
     if (!waits && told == 0) return;
     news_.receive();
     report_.stopped_by = std::max(told, news_.signal());
@@ -212,6 +213,7 @@ class Trainer::Loop {
   World& world_;
   const bool first_rank_;
   const std::function<int()>& signal_;
+  int heard_ = 0;  // from it
   Allocator& memory_;
   StepNews news_;
   std::unique_ptr<MetricsWriter> metrics_;  // on rank 0

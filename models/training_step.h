@@ -95,6 +95,8 @@ class TrainingStep {
   optim::DiLoCo* outer() { return outer_ ? &*outer_ : nullptr; }
   World& world() { return world_; }
   const Mesh& mesh() const { return sharded_.mesh; }  ///< of this rank's island
+  /// Of all ranks.
+  const Mesh& all() const { return sharded_.islands.spec ? sharded_.islands : sharded_.mesh; }
   const StepInputs& inputs() const { return *inputs_; }
   const StageCut& cut() const { return sharded_.cut; }
   int64_t num_parameters();  ///< elements of the whole model

@@ -89,7 +89,15 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   way.config.train.state_dtype = draw.of<std::string>({"f32", "f32", "bf16"});
   draw_sent(way.config.sharding, draw);
   if (wide) way.config.train.fp8 = draw.of<std::string>({"activations", "all"});
-  const Way twin = drawn_twin(way, draw);
+  Way twin = drawn_twin(way, draw);
+  if (draw.one_in(3)) {  // islands of it
+    task.train.inner_steps = draw.of<int64_t>({1, 2, 3});
+    for (models::TrainConfig* c : {&task, &way.config, &twin.config}) {
+      *c = models::islands_of(*c, 2);
+      c->train.inner_steps = task.train.inner_steps;
+    }
+    way.world *= 2, twin.world *= 2;
+  }
   SCOPED_TRACE(to_string(way));
   models::TrainReport whole;
   try {
@@ -106,7 +114,7 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   task.train.dtype = way.config.train.dtype;
   task.train.loss_scale = way.config.train.loss_scale;
   task.train.state_dtype = way.config.train.state_dtype;
-  const models::TrainReport one = run({.config = task}, folder / "one");
+  const models::TrainReport one = run({.world = static_cast<int>(task.train.islands), .config = task}, folder / "one");
   // In bf16 a sum over ranks is rounded otherwise; where few targets count, their loss shows it.
   const double tolerance = !rounds(way.config) ? 1e-3 : task.data.examples ? 0.3 : 0.1;
   EXPECT_NEAR(whole.train_loss, one.train_loss, tolerance);

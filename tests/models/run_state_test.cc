@@ -93,6 +93,23 @@ TEST(RunState, NamesWhatDiffers) {
               HasSubstr("original_max_position_embeddings was 8192"));
 }
 
+TEST(RunState, OfIslandsTheOuterStepIsCompared) {
+  RunState saved = a_run();
+  saved.train.islands = 2;
+  saved.train.inner_steps = 5;
+  saved = RunState::from_json(saved.to_json());
+  RunState now = a_run();
+  now.train.islands = 2;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.inner_steps was 5 in the checkpoint and is 100 now"));
+  now.train.inner_steps = 5;
+  check_resumable(saved, now);
+  now.train.outer_momentum = 0;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.outer_momentum was 0.9 in the checkpoint and is 0"));
+  now = a_run();
+  now.train.outer_lr = 1;  // of no islands
+  check_resumable(a_run(), now);
+}
+
 TEST(RunState, RemembersTheWeightsItStartedFrom) {
   RunState saved = a_run(), now = a_run();
   saved.weights = now.weights = {"gpt2", "00dd"};
@@ -153,7 +170,7 @@ TEST(RunState, StepsCountThroughTheDecay) {
 TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   Json json = without(a_run().to_json(), "data");
   for (const char* key : {"train.dtype", "train.decay_start", "train.decay_end", "train.optimizer", "train.momentum",
-                          "train.state_dtype", "train.fp8", "model.end_of_text", "model.window", "model.full_attention_every"})
+                          "train.state_dtype", "train.fp8", "train.islands", "model.end_of_text", "model.window", "model.full_attention_every"})
     json.set("options", without(json.at("options"), key));
   for (const char* name : {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                            "beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
@@ -181,6 +198,10 @@ TEST(RunState, WhatAnOlderCheckpointDoesNotSayIsNotCompared) {
   now = a_run();
   now.train.fp8 = "all";
   EXPECT_THAT(mismatch(saved, now), HasSubstr("train.fp8 was \"none\" in the checkpoint and is \"all\""));
+  // It had one model.
+  now = a_run();
+  now.train.islands = 2;
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.islands was 1 in the checkpoint and is 2"));
   // Its windows were at random places.
   Json with_data = a_run().to_json();
   with_data.set("data", without(with_data.at("data"), "order"));

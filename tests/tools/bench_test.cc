@@ -127,7 +127,7 @@ TEST(Bench, Ranks) {
 
 TEST(Bench, Hosts) {
   const auto lines = bench("hosts", "1.25GB/s");
-  ASSERT_EQ(lines.size(), 16u);
+  ASSERT_EQ(lines.size(), 17u);
   for (const auto& [name, line] : lines)  // full_shard's layers, if each is cut on a host: half of what it moved
     EXPECT_LT((name.ends_with("GB/s-reduce-bf16") || name.ends_with("GB/s-reduce-int8") ? 1.2
                : name.ends_with("-tensor") || name.ends_with("-kept") ? 1.9 : 2) * line.at("more").at("MB from the other host").as_double(),

@@ -268,6 +268,16 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_THAT(error("", {"--output.keep_checkpoints", "1"}), HasSubstr("at least 2"));
   EXPECT_THAT(error("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-0.5"}), HasSubstr("sharding.pipeline_head -0.5 is no number of blocks"));
   load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-1"});
+  const auto of_islands = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"--train.islands", "2", "--train.inner_steps", "50"});
+    return error("", more);
+  };
+  load("", {"--train.islands", "2", "--train.inner_steps", "50"});
+  EXPECT_THAT(of_islands({"--train.batch", "7"}), HasSubstr("train.batch 7 has no equal part for each"));
+  EXPECT_THAT(of_islands({"--train.micro_batches", "7"}), HasSubstr("train.islands 2 have 6 sequences each of train.batch 12, less than train.micro_batches 7"));
+  EXPECT_THAT(of_islands({"--train.eval_every", "60"}), HasSubstr("train.eval_every 60 is no multiple"));
+  EXPECT_THAT(of_islands({"--train.dtype", "f16"}), HasSubstr("each would skip steps of its own"));
+  EXPECT_THAT(error("", {"--train.inner_steps", "50"}), HasSubstr("'train.inner_steps' would change nothing: without train.islands there is one model"));
   load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "0.5"});
 }
 

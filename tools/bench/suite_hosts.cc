@@ -1,7 +1,8 @@
 // hosts: a step with accumulation by four ranks on two hosts, under the strategies that spare the
 // link between these, with gradients that travel in bf16 or, as weights may, in int8, with units
 // that a program keeps gathered, with a stage of the model on each host, and with layers that the
-// ranks of a host share, against full_shard over all four. Ranks are threads of this process that
+// ranks of a host share, and with a model of its own on each host, of which they take the mean now
+// and then, against full_shard over all four. Ranks are threads of this process that
 // receive from the other host no faster than over such a link; what they compute is the same, and
 // so are the cores that they share, whatever the strategy.
 #include <algorithm>
@@ -35,12 +36,13 @@ const Choice kChoices[] = {
     {"hybrid-zero1-reduce-int8", {"--sharding.strategy=zero1", "--sharding.replicas=2", "--sharding.reduce_dtype=int8"}},
     {"pipeline", {"--sharding.pipeline=2"}},
     {"pipeline-zero1", {"--sharding.strategy=zero1", "--sharding.pipeline=2"}},
+    {"islands", {"--train.islands=2", "--train.inner_steps=10"}},
     {"tensor", {"--sharding.tensor=2"}},
     {"tensor-zero1", {"--sharding.strategy=zero1", "--sharding.tensor=2"}},
 };
 
 struct Steps {
-  std::vector<double> seconds;  // by rank 0's clock
+  std::vector<double> seconds;  // by rank 0's clock; of islands, of as many as lead to an agreement
   double megabytes = 0;         // that rank 0 received from the other host in each
 };
 
@@ -58,15 +60,17 @@ Steps steps_of(const models::TrainConfig& config, double bytes_per_second, int64
   const auto train = [&](World& world) {
     models::TrainingStep step(config, config.model.vocab, world, world.device());
     const models::FillBatch fill = random_tokens(config);
+    const int64_t at_once = config.train.islands > 1 ? config.train.inner_steps : 1;
     int64_t done = 0;
-    while (done < warm) step.run(done, fill).loss.item(), ++done;
+    while (done < warm || done % at_once != 0) step.run(done, fill).loss.item(), ++done;
     for (int i = 0; i < count; ++i) {
       world.communicator().barrier("bench").sync();
-      const double before = bytes_from_elsewhere(step.mesh()), begin = now();
-      step.run(done++, fill).loss.item();
+      const double before = bytes_from_elsewhere(step.all()), begin = now();
+      for (int64_t k = 0; k < at_once; ++k) step.run(done++, fill).loss.item();
       if (world.rank() != 0) continue;
-      out.seconds.push_back(now() - begin);
-      out.megabytes = (bytes_from_elsewhere(step.mesh()) - before) / 1e6;
+      const auto steps = static_cast<double>(at_once);
+      out.seconds.push_back((now() - begin) / steps);
+      out.megabytes = (bytes_from_elsewhere(step.all()) - before) / 1e6 / steps;
     }
   };
   run_local(kRanks, train,
