@@ -115,6 +115,7 @@ TEST(Evaluation, LikelihoodsAreTheSameOnEveryMesh) {
     check("stages of two runs, tensor", 4, [](auto& c) {
       c.sharding.pipeline = 2, c.sharding.pipeline_runs = 2, c.train.micro_batches = 2, c.sharding.tensor = 2;
     });
+    check("islands", 4, [](auto& c) { c.train.islands = 2, c.train.batch = 4; });
     check("f64 of several batches", 2, [](auto& c) { c.train.batch = 1; });
   }
   models::TrainConfig mixture = config_of();

@@ -164,9 +164,8 @@ TEST(Islands, MoveBiasesOfExpertsToTheirMean) {
 }
 
 // Saved in the middle of a round, when each island has a model of its own.
-TEST(Islands, ResumeAnywhere) {
+void expect_resumes_anywhere(const models::TrainConfig& c) {
   const ScratchFolder folder;
-  const models::TrainConfig c = with_dropout(islands(2));
   const int saved = kInner + 2, steps = 2 * kInner + 2;
   Values agreed;
   {
@@ -207,6 +206,16 @@ TEST(Islands, ResumeAnywhere) {
     models::load_checkpoint(folder.path(), step.model(), {}, w);
     EXPECT_EQ(read(step.model()), agreed);
   });
+}
+
+TEST(Islands, ResumeAnywhere) {
+  expect_resumes_anywhere(with_dropout(islands(2)));
+}
+
+TEST(Islands, OfAdaptersHaveFrozenWeightsInCommon) {
+  models::TrainConfig c = islands(2);
+  c.model.lora_rank = 2;
+  expect_resumes_anywhere(c);
 }
 
 TEST(Islands, EvaluateTogether) {

@@ -10,10 +10,13 @@
 #include "sheaf/core/safetensors.h"
 #include "sheaf/distributed/run_local.h"
 #include "sheaf/models/plan.h"
+#include "sheaf/models/model_checkpoint.h"
 #include "sheaf/models/published_names.h"
+#include "sheaf/models/published_weights.h"
 #include "sheaf/models/token_file.h"
 #include "sheaf/models/trainer.h"
 #include "sheaf/tests/core/scratch_folder.h"
+#include "sheaf/tests/models/parity.h"
 #include "sheaf/tests/models/random_training.h"
 
 namespace sheaf::testing {
@@ -136,6 +139,38 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
     EXPECT_EQ(error.exit_code(), static_cast<int>(ExitCode::kConfig)) << error.what();
     std::cout << error.what() << '\n';
   }
+}
+
+// With a learning rate of 0 nothing moves, and all islands together see what one rank sees.
+TEST(Trainer, IslandsBeginWithTheWeightsAndSayWhatAllOfThemSee) {
+  Draw draw(7);
+  const ScratchFolder folder;
+  models::TrainConfig task;
+  task.model = tiny_model("llama", 4, 2);
+  task.model.context = 5, task.model.vocab = 13;
+  task.data.train_file = task.data.val_file = folder / "tokens.bin";
+  draw_tokens(task, draw);
+  draw_weights(task, folder, draw);
+  ASSERT_FALSE(task.model.weights.empty());
+  task.train.steps = 4, task.train.batch = 8, task.train.lr = task.train.min_lr = 0;
+  const models::TrainReport one = run({.config = task}, folder / "one");
+  task.train.islands = 2, task.train.inner_steps = 2;
+  task.output.keep_best = true;
+  const models::TrainReport two = run({.world = 4, .config = task}, folder / "two");
+  EXPECT_NEAR(two.val_loss, one.val_loss, 1e-6);
+  EXPECT_NEAR(two.train_loss, one.train_loss, 1e-6);
+  ASSERT_TRUE(two.best);
+  task.train.islands = 1;
+  task.train.inner_steps = models::TrainConfig().train.inner_steps;
+  models::TrainConfig best = task;
+  best.model.weights.clear();
+  run_local(1, [&](World& w) {
+    models::TrainingStep step(best, 13, w, Device::cpu());
+    models::load_checkpoint(folder / "two/best/checkpoints", step.model(), {}, w);
+    models::TrainingStep start(best, 13, w, Device::cpu());
+    models::load_weights(start.model(), models::PublishedFiles::open(task.model.weights));
+    EXPECT_EQ(shards(step.model()), shards(start.model()));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomTrainer, ::testing::ValuesIn(random_seeds(12)), [](const auto& seed) { return str(seed.param); });

@@ -340,6 +340,32 @@ TEST_F(StepTimes, WaitsAreWhatIsNotComputed) {
   EXPECT_LT(models::time_step(c, 48, 1, machine).seconds, 1);
 }
 
+// Of two islands one sends the other half of its masters twice.
+TEST_F(StepTimes, IslandsTakeAStepOfOneAndAShareOfAnOuterStep) {
+  models::TrainConfig c = models::islands_of(config_of("gpt2"), 2);
+  Machine machine = machine_named("h200");
+  machine.ranks_per_host = 4;
+  machine.between.bytes_per_second = 1e6;
+  const models::StepTime alone = models::time_step(models::island_of(c), 48, 4, machine);
+  const auto more = [&](int64_t inner_steps) {
+    c.train.inner_steps = inner_steps;
+    return models::time_step(c, 48, 8, machine).seconds - alone.seconds;
+  };
+  const double each = more(1);
+  EXPECT_NEAR(more(10), each / 10, 1e-9 * each);
+  const models::Plan plan = models::plan_step(c, 48, 7, 8, 1, "nccl", Device::cuda());
+  const auto masters = static_cast<double>(plan.outer_state_bytes);  // a tensor of them, and of their momentum, halved
+  EXPECT_GT(each, masters / 1e6);
+  EXPECT_LT(each, 1.1 * masters / 1e6);
+  c.train.inner_steps = 1;
+  const models::StepTime time = models::time_step(c, 48, 8, machine);
+  EXPECT_NEAR(static_cast<double>(time.received - alone.received), masters, 1);
+  EXPECT_EQ(time.peak_bytes, plan.peak.bytes);
+  EXPECT_GE(time.peak_bytes, alone.peak_bytes + plan.outer_state_bytes);
+  c.sharding.pipeline = 2, c.train.micro_batches = 8;
+  EXPECT_EQ(models::time_step(c, 48, 8, machine).seconds, models::time_step(c, 48, 8, machine, models::Planning::whole).seconds);
+}
+
 TEST_F(StepTimes, StateInTheHostsMemoryTakesTheBus) {
   models::TrainConfig c = config_of("gpt2");
   Machine machine = machine_named("h200");

@@ -187,8 +187,7 @@ TEST_F(Ways, TheFastestIsNearlyThatOfAll) {
   }
 }
 
-TEST_F(Ways, AreSortedFitAndAreWhatTheirOptionsSay) {
-  const models::TrainConfig config = small();
+void expect_ways_are_what_their_options_say(const models::TrainConfig& config) {
   const Machine machine = machine_with(models::time_step(config, kVocab, 8, machine_with(1)).peak_bytes, 4);
   models::WaysOptions options;
   options.threads = 2;
@@ -213,6 +212,19 @@ TEST_F(Ways, AreSortedFitAndAreWhatTheirOptionsSay) {
   const models::Ways again = models::find_ways(config, kVocab, 8, machine);
   ASSERT_EQ(again.fitting.size(), ways.fitting.size());
   for (size_t i = 0; i < ways.front.size(); ++i) EXPECT_EQ(again.front[i].options, ways.front[i].options);
+}
+
+TEST_F(Ways, AreSortedFitAndAreWhatTheirOptionsSay) { expect_ways_are_what_their_options_say(small()); }
+
+TEST_F(Ways, AreThoseOfAnIsland) {
+  const models::TrainConfig config = models::islands_of(small(), 2);
+  expect_ways_are_what_their_options_say(config);
+  for (const models::Way& way : models::find_ways(config, kVocab, 8, machine_with(1 << 30)).fitting) {
+    EXPECT_EQ(way.config.train.islands, 2);
+    EXPECT_EQ(way.config.train.batch, 16);
+  }
+  EXPECT_THAT([&] { models::find_ways(config, kVocab, 5, machine_with(1 << 30)); },
+              ::testing::ThrowsMessage<ConfigError>(HasSubstr("train.islands 2: 5 ranks cannot be divided")));
 }
 
 // One rank, and so little memory that only single sequences fit, or only if all is computed again.
