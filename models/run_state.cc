@@ -87,6 +87,7 @@ void for_each_train_option(Train&& t, F&& f) {
     f("train.inner_steps", t.inner_steps);
     f("train.outer_lr", t.outer_lr);
     f("train.outer_momentum", t.outer_momentum);
+    f("train.outer_dtype", t.outer_dtype);
   }
   if (t.dtype == "f16") f("train.loss_scale_interval", t.loss_scale_interval);
 }

@@ -171,6 +171,8 @@ struct OptimizationConfig {
   int64_t inner_steps = 100;        ///< islands: steps from one agreement to the next
   double outer_lr = 0.7;            ///< islands: learning rate of the outer step
   double outer_momentum = 0.9;      ///< islands: of the outer step, Nesterov's
+  std::string outer_dtype = "f32";  ///< islands: of what they send each other: "f32", parameters, or "bf16" or "int8": what these have
+                                    ///< moved by, in half or a quarter of the bytes (optim::Moves)
   std::string dtype = "f32";        ///< of the computation: "f32", or "bf16" or "f16" with f32 masters, gradients, statistics
   std::string state_dtype = "f32";  ///< of the optimizer's state at rest: "f32", or "bf16", rounded by chance
   std::string fp8 = "none";         ///< products of layers in FP8 (sheaf::Fp8): "activations" and their gradients, or "all": gradients

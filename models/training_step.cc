@@ -97,7 +97,8 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
   if (const OptimizationConfig& t = config.train; t.islands > 1) {
     check<ConfigError>(!scaler_, "[train] train.islands ", t.islands, ": with train.dtype f16 each would skip steps of its own");
     check<ConfigError>(t.inner_steps > 0, "[train] train.inner_steps ", t.inner_steps, ": there is at least one");
-    outer_.emplace(*sharded_.model, sharded_.islands, "island", optim::DiLoCoOptions{.lr = t.outer_lr, .momentum = t.outer_momentum});
+    outer_.emplace(*sharded_.model, sharded_.islands, "island", optim::DiLoCoOptions{.lr = t.outer_lr, .momentum = t.outer_momentum,
+                                                                                         .moves = optim::moves_from(t.outer_dtype)});
   }
   inputs_ = std::make_unique<StepInputs>(config_, sharded_.mesh, device_,
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));

@@ -69,8 +69,8 @@ std::vector<StatePiece> state_pieces(Module& module, const std::vector<optim::Op
   for (const optim::OuterShard& shard : outer.shards()) {
     const std::vector<int>& leaves = shard.flat().leaves;
     for (const int leaf : leaves) trained.insert(shard.unit->leaves()[static_cast<size_t>(leaf)].name);
-    append_pieces(*shard.unit, leaves, shard.parts, shard.values, "", out);
-    if (shard.momentum) append_pieces(*shard.unit, leaves, shard.parts, shard.momentum, "optimizer.outer.momentum.", out);
+    append_pieces(*shard.unit, leaves, shard.values.parts, shard.values.tensor, "", out);
+    if (shard.momentum.tensor) append_pieces(*shard.unit, leaves, shard.momentum.parts, shard.momentum.tensor, "optimizer.outer.momentum.", out);
   }
   const auto append_row = [&](StatePiece p) {
     const int64_t before = outer.island() * p.shape.numel();

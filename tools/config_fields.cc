@@ -118,6 +118,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.inner_steps", &t.inner_steps, "islands: steps from one agreement (outer step) to the next", any, 1, 1e12},
       {"train.outer_lr", &t.outer_lr, "islands: learning rate of the outer step; 1 without momentum takes the mean", any, 1e-9, 1e6},
       {"train.outer_momentum", &t.outer_momentum, "islands: of the outer step, Nesterov's", any, 0, 0.999999999},
+      {"train.outer_dtype", &t.outer_dtype, "islands: of what they send each other; bf16 and int8: what parameters have moved by, in half or a "
+       "quarter of the bytes", {"f32", "bf16", "int8"}},
       {"train.eval_every", &t.eval_every, "steps between evaluations; 0: only at the end", any, 0},
       {"train.eval_tokens", &t.eval_tokens, "targets per evaluation; 0: the whole validation split", any, 0},
       {"train.eval_questions", &t.eval_questions, "of each set of data.choices; 0: all", any, 0},

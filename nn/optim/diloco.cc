@@ -2,6 +2,7 @@
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
+#include "sheaf/distributed/unit_ops.h"
 #include "sheaf/kernels/optimizer.h"
 #include "sheaf/nn/optim/sgd.h"
 #include "sheaf/nn/trainable_units.h"
@@ -23,10 +24,21 @@ bool is_without(const MeshSpec* mesh, const MeshSpec& all, int axis) {
   return true;
 }
 
+// Parts of a rank's elements, or of their bytes: whole blocks.
+OwnershipMap parts_along(int dim, int64_t block) { return OwnershipMap::even(dim, block); }
+constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
+
 }  // namespace
 
+Moves moves_from(std::string_view name) {
+  if (name == "bf16") return Moves::bf16;
+  if (name == "int8") return Moves::int8;
+  check<ConfigError>(name == "f32", "[diloco] what islands send is ", name, ", not f32, bf16 or int8");
+  return Moves::whole;
+}
+
 DiLoCo::DiLoCo(nn::Module& module, const Mesh& mesh, const std::string& axis, const DiLoCoOptions& options)
-    : mesh_(mesh.spec), axis_(mesh.spec ? mesh.spec->axis(axis) : 0) {
+    : mesh_(mesh.spec), axis_(mesh.spec ? mesh.spec->axis(axis) : 0), moves_(options.moves) {
   check<ConfigError>(mesh_, "[diloco] islands are those of a mesh, and this one has no axes");
   check<ConfigError>(options.lr > 0, "[diloco] lr is ", options.lr, ", not above 0");
   check<ConfigError>(options.momentum >= 0 && options.momentum < 1, "[diloco] momentum is ", options.momentum, ", not in [0, 1)");
@@ -60,8 +72,19 @@ Layout DiLoCo::layout_of(const OuterShard& shard, Placement islands) const {
   return layout;
 }
 
+// Without a cut all islands have all of it.
+OuterState DiLoCo::state(const OuterShard& shard, std::optional<OwnershipMap> cut) const {
+  const Tensor& rows = shard.rows;
+  const Placement islands = cut ? Placement::shard(*cut) : Placement::replicate();
+  OuterState out{detail::zero_state({rows.dtype(), {rows.size(1), rows.size(2)}, layout_of(shard, islands)}, rows.device(), {}), {}};
+  const Interval mine = cut ? cut->owned(island(), this->islands(), out.tensor.shape()) : Interval{0, rows.size(2)};
+  for (const LocalPiece& piece : shard.unit->pieces(shard.flat(), mine))
+    if (piece.runs.numel() > 0) out.parts.push_back({piece, piece.shard_offset});
+  return out;
+}
+
 void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
-  OuterShard shard{unit, buffer, {}, {}, {}, {}, {}};
+  OuterShard shard{unit, buffer, {}, {}, {}, {}};
   FlatBuffer& b = shard.flat();
   if (b.dtype != kF32 && b.dtype != kF64)
     fail<DTypeError>("[diloco] unit '", path_label(unit->name()), "' has ", b.dtype, " parameters; masters are f32 or f64");
@@ -79,15 +102,13 @@ void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
   const Shape local = rows.local_shape();
   shard.rows = Tensor::over(b.shard.storage(), b.shard.byte_offset(), rows, local, local.contiguous_strides());
 
-  const OwnershipMap part = OwnershipMap::even(1, FlatLayout::kAlign);
-  const Type state{b.dtype, {ranks, elements}, layout_of(shard, Placement::shard(part))};
-  const Device device = b.shard.device();
-  shard.values = detail::zero_state(state, device, {});
-  if (b.has_slope()) shard.momentum = detail::zero_state(state, device, {});
-  shard.segments = detail::segment_table({0, shard.values.local_shape().numel(), 0}, device);
-  const Interval mine = part.owned(island(), islands(), state.shape);
-  for (const LocalPiece& piece : unit->pieces(b, mine))
-    if (piece.runs.numel() > 0) shard.parts.push_back({piece, piece.shard_offset});
+  const bool whole = moves_ == Moves::whole || !b.has_slope();
+  const OwnershipMap cut = parts_along(1, kBlockSize);
+  shard.values = state(shard, whole ? std::optional(cut) : std::nullopt);
+  if (b.has_slope()) {
+    shard.momentum = state(shard, cut);
+    shard.segments = detail::segment_table({0, shard.momentum.tensor.local_shape().numel(), 0}, b.shard.device());
+  }
   shards_.push_back(std::move(shard));
 }
 
@@ -98,8 +119,8 @@ void DiLoCo::begin() {
     const Type whole{rows.dtype(), {rows.size(1), rows.size(2)}, layout_of(shard, Placement::replicate())};
     const Shape local = whole.local_shape();
     const Tensor values = Tensor::over(rows.storage(), rows.byte_offset(), whole, local, local.contiguous_strides());
-    store_into(shard.values, redistribute(values, shard.values.layout()));
-    if (shard.momentum) store_into(shard.momentum, full_like(shard.momentum, 0));
+    store_into(shard.values.tensor, redistribute(values, shard.values.tensor.layout()));
+    if (const Tensor& momentum = shard.momentum.tensor) store_into(momentum, full_like(momentum, 0));
   }
 }
 
@@ -111,29 +132,69 @@ void DiLoCo::step() {
     if (Recording* r = Recording::current()) {
       const std::string& name = shard.flat().name;
       r->leaf(shard.rows, name + " of all islands");
-      r->leaf(shard.values, "diloco.values of " + name);
-      if (shard.momentum) r->leaf(shard.momentum, "diloco.momentum of " + name);
-      r->leaf(shard.segments, "diloco.segments of " + name);
+      r->leaf(shard.values.tensor, "diloco.values of " + name);
+      if (shard.momentum.tensor) {
+        r->leaf(shard.momentum.tensor, "diloco.momentum of " + name);
+        r->leaf(shard.segments, "diloco.segments of " + name);
+      }
       r->leaf(scalars_, "diloco.scalars");
     }
-    step(shard);
+    if (rounds(shard)) step_by_moves(shard);
+    else step_whole(shard);
   }
 }
 
-void DiLoCo::step(OuterShard& shard) {
-  const Tensor agreed = redistribute(mean(shard.rows, 0), shard.values.layout());
-  if (shard.momentum)
-    detail::nesterov_step(shard.values, shard.values - agreed, shard.momentum, shard.segments, scalars_);
-  else
-    store_into(shard.values, agreed);
-  const Tensor whole = redistribute(shard.values, layout_of(shard, Placement::replicate()));
-  store_into(shard.rows, redistribute(expand(unsqueeze(whole, 0), shard.rows.shape()), shard.rows.layout()));
+Tensor DiLoCo::as_rows(const Tensor& whole) const {
+  Layout layout = whole.layout();
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (layout[a].is_shard(0)) layout[a] = Placement::shard(1);
+  const Shape shape{islands(), whole.size(0), whole.size(1)};
+  return redistribute(expand(unsqueeze(whole, 0), shape), layout.with(axis_, Placement::shard(0)));
+}
+
+void DiLoCo::step_whole(OuterShard& shard) const {
+  const Tensor &values = shard.values.tensor, &momentum = shard.momentum.tensor;
+  Tensor agreed = redistribute(mean(shard.rows, 0), values.layout());
+  if (momentum) detail::nesterov_step(values, values - std::exchange(agreed, {}), momentum, shard.segments, scalars_);
+  else store_into(values, agreed);
+  store_into(shard.rows, as_rows(redistribute(values, layout_of(shard, Placement::replicate()))));
+}
+
+// Noise is that of a rank along `axis`, of which each has addends of its own, or the same for all (-1).
+Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
+  if (moves_ == Moves::bf16) return cast(x, kBF16);
+  Type type{kU8, x.shape(), x.layout()};
+  const int last = x.rank() - 1;
+  type.shape[last] = x.size(last) / kBlockSize * kBytes;
+  if (type.layout[axis_].is_shard(last)) type.layout[axis_] = Placement::shard(parts_along(last, kBytes));
+  const UnitOps::Attrs attrs{axis, 1};
+  return UnitOps::made_by(UnitOps::quantize_gradient(), &attrs, x, type);
+}
+
+// Of `rows` rows that have come the mean, in the dtype of `like`.
+Tensor DiLoCo::in_values(const Tensor& x, int64_t rows, const Type& like) const {
+  if (x.dtype() != kU8) return rows > 1 ? mean(cast(x, like.dtype), 0) : cast(x, like.dtype);
+  const UnitOps::Rows attrs{rows};
+  const Tensor sum = UnitOps::made_by(UnitOps::sum_of_blocks(), &attrs, x, like);
+  return rows > 1 ? sum * (1.0 / static_cast<double>(rows)) : sum;
+}
+
+void DiLoCo::step_by_moves(OuterShard& shard) const {
+  const Tensor &values = shard.values.tensor, &momentum = shard.momentum.tensor;
+  const Tensor moved = in_fewer_bits(as_rows(values) - shard.rows, axis_);
+  const OwnershipMap part = parts_along(2, moved.dtype() == kU8 ? kBytes : kBlockSize);
+  const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), islands(), momentum.type());
+  const Tensor move = full_like(gradient, 0);
+  detail::nesterov_step(move, gradient, momentum, shard.segments, scalars_);
+  const Layout whole = values.layout();
+  add_into(values, in_values(redistribute(in_fewer_bits(move, -1), whole), 1, {values.dtype(), values.shape(), whole}));
+  store_into(shard.rows, as_rows(values));
 }
 
 int64_t DiLoCo::state_bytes() const {
   int64_t bytes = 0;
   for (const OuterShard& shard : shards_)
-    bytes += shard.values.local_bytes() + (shard.momentum ? shard.momentum.local_bytes() : 0);
+    for (const OuterState& state : {shard.values, shard.momentum}) bytes += state.tensor ? state.tensor.local_bytes() : 0;
   return bytes;
 }
 

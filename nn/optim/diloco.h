@@ -20,6 +20,16 @@
 //
 // So the outer optimizer's two tensors, the parameters of the last outer step and their momentum, are cut over all ranks: each
 // takes the bytes of masters / islands. Every `inner` steps an island receives the bytes of its masters twice.
+//
+// [Note: moves in fewer bits] Parameters may not be rounded, but what they have moved by, and are to move by, may: in bf16, or in
+// int8 blocks (kernels/quantize.h), which cannot be added up, so that moves are no Partial but stay rows, cut otherwise:
+//
+//   moves       [islands, R, n]  Shard(0)@island     rows less the parameters of the last outer step, in fewer bits
+//   all_to_all                   Shard(2)@island     all rows of a part
+//   mean        [R, n]           Shard(1)@island     in the masters' dtype; then the step, which gives a move, in fewer bits
+//   all_gather                   Replicate@island    added to the parameters of the last outer step, which are the rows then
+//
+// All islands add the same bits to the same. For that each has the parameters of the last outer step whole, cut over its own ranks.
 #pragma once
 
 #include "sheaf/distributed/device_mesh.h"
@@ -27,20 +37,35 @@
 
 namespace sheaf::optim {
 
+/// What islands send each other.
+enum class Moves : uint8_t {
+  whole,  ///< parameters, in the masters' dtype
+  bf16,   ///< what they have moved by: half of the bytes
+  int8,   ///< in blocks of 64 with a scale, rounded by chance: a quarter
+};
+/// By its name, "f32" for whole; ConfigError for others.
+Moves moves_from(std::string_view name);
+
 struct DiLoCoOptions {
   double lr = 0.7;        ///< of the outer step; 1 without momentum: parameters become their mean (local SGD, FedAvg)
   double momentum = 0.9;  ///< Nesterov's, in [0, 1)
+  Moves moves = Moves::whole;
+};
+
+/// A tensor of the outer optimizer's, and what this rank has in it of which parameter.
+struct OuterState {
+  Tensor tensor;
+  std::vector<StatePart> parts;
 };
 
 /// A flat buffer of a unit, as the outer optimizer has it.
 struct OuterShard {
   std::shared_ptr<Unit> unit;
-  size_t buffer;                 ///< index into unit->buffers()
-  std::vector<StatePart> parts;  ///< what this rank has of `values` and `momentum`
-  Tensor rows;                   ///< its masters, by island
-  Tensor values;                 ///< parameters after the last outer step
-  Tensor momentum;               ///< undefined of what no optimizer moves (nn::Parameter::steer)
-  Tensor segments;               ///< i64 [1, 3]: all of a rank's elements, none decayed
+  size_t buffer;         ///< index into unit->buffers()
+  Tensor rows;           ///< its masters, by island
+  OuterState values;     ///< parameters after the last outer step
+  OuterState momentum;   ///< undefined of what no optimizer moves (nn::Parameter::steer)
+  Tensor segments;       ///< i64 [1, 3]: all of a rank's elements of the momentum, none decayed
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
 
@@ -71,10 +96,18 @@ class DiLoCo {
  private:
   void add_shard(const std::shared_ptr<Unit>& unit, size_t buffer);
   Layout layout_of(const OuterShard& shard, Placement islands) const;
-  void step(OuterShard& shard);
+  OuterState state(const OuterShard& shard, std::optional<OwnershipMap> cut) const;
+  /// A value [R, n] as it is for each island, a view.
+  Tensor as_rows(const Tensor& whole) const;
+  bool rounds(const OuterShard& shard) const { return moves_ != Moves::whole && shard.momentum.tensor; }
+  void step_whole(OuterShard& shard) const;
+  void step_by_moves(OuterShard& shard) const;
+  Tensor in_fewer_bits(const Tensor& x, int axis) const;
+  Tensor in_values(const Tensor& x, int64_t rows, const Type& like) const;
 
   const MeshSpec* mesh_;
   int axis_;
+  Moves moves_;
   Tensor scalars_;  // of kernels::cpu::sgd
   std::vector<OuterShard> shards_;
 };

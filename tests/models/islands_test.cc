@@ -114,6 +114,24 @@ TEST(Islands, TrainTheSameOnAnyMesh) {
   }
 }
 
+// Of the same tokens they learn what their masks let through.
+TEST(Islands, HaveDropoutOfTheirOwn) {
+  const models::FillBatch alike = [](int64_t, int64_t count, int32_t* inputs, int32_t* targets) {
+    for (int64_t s = 0; s < count; ++s) fill_tiny(0, 1, inputs + s * 9, targets + s * 9);
+  };
+  for (const bool drops : {false, true}) {
+    std::mutex mutex;
+    std::vector<Values> of;
+    run_local(2, [&](World& w) {
+      models::TrainingStep step(drops ? with_dropout(islands(2)) : islands(2), 13, w, Device::cpu(), {.masters = kF64});
+      step.run(0, alike);
+      const std::lock_guard lock(mutex);
+      of.push_back(read(step.model()));
+    });
+    EXPECT_EQ(of[0] == of[1], !drops);
+  }
+}
+
 TEST(Islands, HaveTheSameBitsWithEveryStrategy) {
   const auto run = [](const std::string& strategy) {
     models::TrainConfig c = with_dropout(islands(2));
@@ -131,6 +149,15 @@ TEST(Islands, GoWithProgramsAndOtherWaysOfComputing) {
     change(changed);
     expect_same_bits(train_tiny(plain, 4, 3 * kInner), train_tiny(changed, 4, 3 * kInner));
   };
+  for (const char* dtype : {"bf16", "int8"})
+    for (const bool compile : {false, true}) {
+      models::TrainConfig c = with_dropout(islands(2));
+      c.train.outer_dtype = dtype;
+      const TrainedRun plain = train_tiny(c, 4, 3 * kInner);
+      c.train.compile = compile;
+      c.sharding.strategy = "zero1";
+      expect_same_bits(plain, train_tiny(c, 4, 3 * kInner));
+    }
   expect_like("a program", [](auto& c) { c.train.compile = true; });
   expect_like("recomputing", [](auto& c) { c.train.recompute = "block"; });
   expect_like("no prefetch", [](auto& c) { c.sharding.prefetch_bytes = 0; });
@@ -164,7 +191,7 @@ TEST(Islands, MoveBiasesOfExpertsToTheirMean) {
 }
 
 // Saved in the middle of a round, when each island has a model of its own.
-void expect_resumes_anywhere(const models::TrainConfig& c) {
+void expect_resumes_anywhere(const models::TrainConfig& c, double tolerance = 1e-11) {
   const ScratchFolder folder;
   const int saved = kInner + 2, steps = 2 * kInner + 2;
   Values agreed;
@@ -196,7 +223,7 @@ void expect_resumes_anywhere(const models::TrainConfig& c) {
       });
       return whole.values();
     };
-    EXPECT_LT(max_difference(go_on(true), go_on(false)), 1e-11);
+    EXPECT_LT(max_difference(go_on(true), go_on(false)), tolerance);
   }
   // Whoever wants the model alone gets what the islands had agreed on.
   run_local(1, [&](World& w) {
@@ -210,6 +237,14 @@ void expect_resumes_anywhere(const models::TrainConfig& c) {
 
 TEST(Islands, ResumeAnywhere) {
   expect_resumes_anywhere(with_dropout(islands(2)));
+}
+
+TEST(Islands, ResumeWhereTheyHaveAgreedInFewerBits) {
+  for (const char* dtype : {"bf16", "int8"}) {
+    models::TrainConfig c = islands(2);
+    c.train.outer_dtype = dtype;
+    expect_resumes_anywhere(c, 0.01);
+  }
 }
 
 TEST(Islands, OfAdaptersHaveFrozenWeightsInCommon) {
@@ -241,6 +276,10 @@ TEST(Islands, EvaluateTogether) {
 }
 
 TEST(Islands, TakeTheBytesOfTheirPlans) {
+  models::TrainConfig alone = islands(2, 2);  // whose outer step takes more than what is behind it
+  alone.train.inner_steps = 1;
+  alone.sharding.units = "none";
+  expect_planned_tapes(alone, 2);
   for (const bool compile : {false, true}) {
     models::TrainConfig c = with_dropout(islands(2));
     c.train.inner_steps = 1;
@@ -249,6 +288,10 @@ TEST(Islands, TakeTheBytesOfTheirPlans) {
     expect_planned_tapes(c, 6);
     c.sharding.tensor = 2;
     expect_planned_tapes(c, 4);
+    for (const char* dtype : {"bf16", "int8"}) {
+      c.train.outer_dtype = dtype;
+      expect_planned_tapes(c, 4);
+    }
   }
 }
 

@@ -95,9 +95,11 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   Way twin = drawn_twin(way, draw);
   if (draw.one_in(3)) {  // islands of it
     task.train.inner_steps = draw.of<int64_t>({1, 2, 3});
+    task.train.outer_dtype = draw.of<std::string>({"f32", "f32", "bf16", "int8"});
     for (models::TrainConfig* c : {&task, &way.config, &twin.config}) {
       *c = models::islands_of(*c, 2);
       c->train.inner_steps = task.train.inner_steps;
+      c->train.outer_dtype = task.train.outer_dtype;
     }
     way.world *= 2, twin.world *= 2;
   }

@@ -190,7 +190,7 @@ void draw_sent(models::ShardingConfig& sharding, Draw& draw) {
 }
 
 bool rounds(const models::TrainConfig& c) {
-  return c.train.dtype != "f32" || c.train.state_dtype != "f32" || c.train.fp8 != "none" || c.sharding.reduce_dtype != "f32" ||
+  return c.train.dtype != "f32" || c.train.outer_dtype != "f32" || c.train.state_dtype != "f32" || c.train.fp8 != "none" || c.sharding.reduce_dtype != "f32" ||
          c.sharding.gather_int8;
 }
 

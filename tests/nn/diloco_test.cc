@@ -120,15 +120,100 @@ TEST(DiLoCo, AgreesWithTheFormula) {
     }
 }
 
-TEST(DiLoCo, HasTheSameBitsWithEveryStrategy) {
-  const auto of = [](const ShardOptions& options) { return run_rounds(2, 2, options, {}, kF32).after.back(); };
-  std::vector<Values> first;
-  for_each_sharding(2, [&](StrategyChoice strategy, const nn::UnitPolicy& units, int64_t prefetch, const char* name) {
-    SCOPED_TRACE(name);
-    const std::vector<Values> here = of({.units = units, .strategy = strategy, .prefetch_bytes = prefetch});
-    if (first.empty()) first = here;
-    EXPECT_EQ(here, first);
+double largest_difference(const Values& a, const Values& b) {
+  double worst = 0;
+  for (const auto& [name, x] : a)
+    for (size_t i = 0; i < x.size(); ++i) worst = std::max(worst, std::abs(x[i] - b.at(name)[i]));
+  return worst;
+}
+
+// What is sent is rounded, and all islands have the same bits nevertheless.
+TEST(DiLoCo, MovesInFewerBitsAreNearThoseInAll) {
+  for (const auto& [islands, ranks] : std::vector<std::pair<int, int>>{{1, 2}, {2, 1}, {3, 1}, {5, 1}, {2, 2}, {3, 2}, {2, 3}})
+    for (const char* strategy : {"full_shard", "replicate"}) {
+      const ShardOptions options{.units = nn::units_of<TinyBlock>(), .strategy = strategy};
+      const Rounds exact = run_rounds(islands, ranks, options, {}, kF64);
+      const double moved = largest_difference(exact.before[0][0], exact.start);
+      for (const auto& [moves, most] : {std::pair(optim::Moves::bf16, 0.02), {optim::Moves::int8, 0.04}}) {
+        SCOPED_TRACE(str(islands, " islands of ", ranks, ", ", strategy, most < 0.03 ? ", bf16" : ", int8"));
+        const Rounds r = run_rounds(islands, ranks, options, {.moves = moves}, kF64);
+        EXPECT_EQ(r.before[0], exact.before[0]);
+        for (const Values& of : r.after[0]) {
+          EXPECT_EQ(of, r.after[0][0]);
+          EXPECT_NE(of, exact.after[0][0]);
+          EXPECT_LT(largest_difference(of, exact.after[0][0]), most * moved);
+        }
+        for (size_t round = 1; round < kRounds; ++round)
+          for (const Values& of : r.after[round]) EXPECT_EQ(of, r.after[round][0]);
+      }
+    }
+}
+
+TEST(DiLoCo, BeginsAnewWithoutMomentum) {
+  run_local(2, [](World& w) {
+    const Meshes meshes = islands_of(w, 2);
+    TinyModel m, n;
+    for (TinyModel* model : {&m, &n}) {
+      shard(*model, meshes.island);
+      materialize(*model, Device::cpu(), {.seed = 4, .dtype = kF64});
+    }
+    const auto round = [&](TinyModel& model, optim::DiLoCo& outer) {
+      optim::SGD sgd(model, {.lr = 0.3});
+      backward(model, meshes, 0);
+      sgd.step();
+      sgd.zero_grad();
+      outer.step();
+    };
+    optim::DiLoCo of_m(m, meshes.all, "island");
+    round(m, of_m);
+    for (size_t u = 0; u < units(m).size(); ++u)
+      for (size_t b = 0; b < units(m)[u]->buffers().size(); ++b) store_into(units(n)[u]->buffers()[b].shard, units(m)[u]->buffers()[b].shard);
+    optim::DiLoCo of_n(n, meshes.all, "island");
+    of_m.begin();
+    round(m, of_m);
+    round(n, of_n);
+    EXPECT_EQ(values(m), values(n));
   });
+}
+
+// What was gathered before an outer step is not what is computed with behind it.
+TEST(DiLoCo, GathersAnewBehindAStep) {
+  run_local(4, [](World& w) {
+    const Meshes meshes = islands_of(w, 2);
+    TinyModel m;
+    shard(m, meshes.island, {.strategy = "zero1"});
+    materialize(m, Device::cpu(), {.seed = 4, .dtype = kF64});
+    optim::SGD sgd(m, {.lr = 0.3});
+    optim::DiLoCo outer(m, meshes.all, "island");
+    backward(m, meshes, 0);
+    sgd.step();
+    const auto loss = [&] {
+      const Tensor l = m.loss(testing::token_rows(meshes.island, 6, 4, 11), testing::token_rows(meshes.island, 6, 4, 11, 1));
+      return redistribute(l, "data", Placement::invariant()).item<double>();
+    };
+    double behind = 0;
+    {
+      const Recording recording;
+      const double before = loss();
+      outer.step();
+      behind = loss();
+      EXPECT_NE(behind, before);
+    }
+    EXPECT_EQ(loss(), behind);
+  });
+}
+
+TEST(DiLoCo, HasTheSameBitsWithEveryStrategy) {
+  for (const optim::Moves moves : {optim::Moves::whole, optim::Moves::bf16, optim::Moves::int8}) {
+    std::vector<Values> first;
+    for_each_sharding(2, [&](StrategyChoice strategy, const nn::UnitPolicy& units, int64_t prefetch, const char* name) {
+      SCOPED_TRACE(name);
+      const ShardOptions options{.units = units, .strategy = strategy, .prefetch_bytes = prefetch};
+      const std::vector<Values> here = run_rounds(2, 2, options, {.moves = moves}, kF32).after.back();
+      if (first.empty()) first = here;
+      EXPECT_EQ(here, first);
+    });
+  }
 }
 
 // Of one plain step of SGD on each, the mean is that of the mean gradient.
@@ -167,34 +252,43 @@ TEST(DiLoCo, OfOneStepIsDataParallelism) {
   });
 }
 
-TEST(DiLoCo, StateIsCutOverAllRanks) {
+// Parameters of the last outer step are whole on each island where moves are rounded.
+void expect_state_is_cut(optim::Moves moves) {
   for (const auto& [islands, ranks] : std::vector<std::pair<int, int>>{{2, 2}, {3, 1}, {5, 1}}) {
     std::mutex mutex;
-    std::map<std::string, std::vector<int>> times;  // that each element is saved
+    std::map<std::string, std::vector<int>> times[2];  // that each element is there: of values, of momentum
     int64_t bytes = 0, masters = 0;
     run_local(islands * ranks, [&, islands = islands](World& w) {
       const Meshes meshes = islands_of(w, islands);
       TinyModel m;
       shard(m, meshes.island, {.units = nn::units_of<TinyBlock>()});
       materialize(m, Device::cpu(), {.seed = 4});
-      const optim::DiLoCo outer(m, meshes.all, "island");
+      const optim::DiLoCo outer(m, meshes.all, "island", {.moves = moves});
       const std::lock_guard lock(mutex);
       bytes += outer.state_bytes();
       for (const optim::OuterShard& shard : outer.shards()) {
         if (w.rank() < w.size() / islands) masters += shard.flat().shard.local_bytes();
-        for (const auto& [piece, at] : shard.parts) {
-          const LeafSpec& leaf = shard.unit->leaves()[static_cast<size_t>(piece.leaf)];
-          auto& of = times[leaf.name];
-          of.resize(static_cast<size_t>(leaf.shape.numel()));
-          for (int64_t i = 0; i < piece.runs.numel(); ++i) ++of[static_cast<size_t>(piece.runs.at(i))];
-          EXPECT_LE(at + piece.runs.numel(), shard.values.local_shape().numel());
-        }
+        for (const optim::OuterState* state : {&shard.values, &shard.momentum})
+          for (const auto& [piece, at] : state->parts) {
+            const LeafSpec& leaf = shard.unit->leaves()[static_cast<size_t>(piece.leaf)];
+            auto& of = times[state == &shard.momentum][leaf.name];
+            of.resize(static_cast<size_t>(leaf.shape.numel()));
+            for (int64_t i = 0; i < piece.runs.numel(); ++i) ++of[static_cast<size_t>(piece.runs.at(i))];
+            EXPECT_LE(at + piece.runs.numel(), state->tensor.local_shape().numel());
+          }
       }
     });
-    EXPECT_EQ(bytes, 2 * masters);
-    EXPECT_FALSE(times.empty());
-    for (const auto& [name, of] : times) EXPECT_EQ(of, std::vector<int>(of.size(), 1)) << name;
+    const int copies = moves == optim::Moves::whole ? 1 : islands;
+    EXPECT_EQ(bytes, (copies + 1) * masters);
+    EXPECT_EQ(times[0].size(), times[1].size());
+    EXPECT_FALSE(times[0].empty());
+    for (const auto& [name, of] : times[0]) EXPECT_EQ(of, std::vector<int>(of.size(), copies)) << name;
+    for (const auto& [name, of] : times[1]) EXPECT_EQ(of, std::vector<int>(of.size(), 1)) << name;
   }
+}
+
+TEST(DiLoCo, StateIsCutOverAllRanks) {
+  for (const optim::Moves moves : {optim::Moves::whole, optim::Moves::bf16, optim::Moves::int8}) expect_state_is_cut(moves);
 }
 
 TEST(DiLoCo, IsATapeOfRedistributions) {
@@ -208,7 +302,7 @@ TEST(DiLoCo, IsATapeOfRedistributions) {
     outer.step();
     const Tape tape = recording.take();
     const std::string text = to_text(tape);
-    for (const char* part : {"mean", "Partial@island", "Shard(1 by 32)@island", "sgd", "Replicate@island", "Shard(0)@island"})
+    for (const char* part : {"mean", "Partial@island", "Shard(1 by 64)@island", "sgd", "Replicate@island", "Shard(0)@island"})
       EXPECT_THAT(text, HasSubstr(part));
     EXPECT_THAT(check_types(tape), ::testing::IsEmpty());
   });
