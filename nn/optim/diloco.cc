@@ -171,23 +171,24 @@ Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
   return UnitOps::made_by(UnitOps::quantize_gradient(), &attrs, x, type);
 }
 
-// Of `rows` rows that have come the mean, in the dtype of `like`.
-Tensor DiLoCo::in_values(const Tensor& x, int64_t rows, const Type& like) const {
-  if (x.dtype() != kU8) return rows > 1 ? mean(cast(x, like.dtype), 0) : cast(x, like.dtype);
-  const UnitOps::Rows attrs{rows};
-  const Tensor sum = UnitOps::made_by(UnitOps::sum_of_blocks(), &attrs, x, like);
-  return rows > 1 ? sum * (1.0 / static_cast<double>(rows)) : sum;
+// As values of this type; of rows of it their mean.
+Tensor DiLoCo::in_values(const Tensor& x, const Type& type) const {
+  const bool of_rows = x.rank() > type.shape.rank();
+  if (x.dtype() != kU8) return of_rows ? mean(cast(x, type.dtype), 0) : cast(x, type.dtype);
+  const UnitOps::Rows rows{of_rows ? islands() : 1};
+  const Tensor sum = UnitOps::made_by(UnitOps::sum_of_blocks(), &rows, x, type);
+  return of_rows ? sum * (1.0 / islands()) : sum;
 }
 
 void DiLoCo::step_by_moves(OuterShard& shard) const {
   const Tensor &values = shard.values.tensor, &momentum = shard.momentum.tensor;
   const Tensor moved = in_fewer_bits(as_rows(values) - shard.rows, axis_);
   const OwnershipMap part = parts_along(2, moved.dtype() == kU8 ? kBytes : kBlockSize);
-  const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), islands(), momentum.type());
+  const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), momentum.type());
   const Tensor move = full_like(gradient, 0);
   detail::nesterov_step(move, gradient, momentum, shard.segments, scalars_);
-  const Layout whole = values.layout();
-  add_into(values, in_values(redistribute(in_fewer_bits(move, -1), whole), 1, {values.dtype(), values.shape(), whole}));
+  const Layout& whole = values.layout();
+  add_into(values, in_values(redistribute(in_fewer_bits(move, -1), whole), values.type()));
   store_into(shard.rows, as_rows(values));
 }
 

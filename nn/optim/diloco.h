@@ -103,7 +103,7 @@ class DiLoCo {
   void step_whole(OuterShard& shard) const;
   void step_by_moves(OuterShard& shard) const;
   Tensor in_fewer_bits(const Tensor& x, int axis) const;
-  Tensor in_values(const Tensor& x, int64_t rows, const Type& like) const;
+  Tensor in_values(const Tensor& x, const Type& type) const;
 
   const MeshSpec* mesh_;
   int axis_;
