@@ -252,6 +252,30 @@ TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNu
     }
 }
 
+// Each island of two ranks; masters in the host's memory are rows of a tensor there.
+TEST(GpuTraining, IslandsHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
+  SHEAF_NEEDS_GPU();
+  for (const char* dtype : {"f32", "bf16", "int8"}) {
+    SCOPED_TRACE(dtype);
+    models::TrainConfig c = tiny_config();
+    c.train.batch = 8;
+    c.train.islands = 2, c.train.inner_steps = 2;
+    c.train.outer_dtype = dtype;
+    const TrainedRun gpu = on_gpu(c, 4), cpu = train_tiny(c, 4, kSteps);
+    for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], 1e-4 * cpu.losses[s]) << s;
+    for (const char* other : {"replicate", "program", "offloaded"}) {
+      SCOPED_TRACE(other);
+      models::TrainConfig changed = c;
+      const std::string_view what = other;
+      if (what == "replicate") changed.sharding.strategy = "replicate";
+      if (what == "program") changed.train.compile = true;
+      if (what == "offloaded") changed.train.offload_parameters = true;
+      expect_same_bits(on_gpu(changed, 4), gpu);
+    }
+    EXPECT_EQ(measured_peaks(c, 4), models::plan_peaks(c, c.model.vocab, 4, 1, "local", kGpu));
+  }
+}
+
 // What changes from step to step with the data is read on the device.
 TEST(GpuTraining, ExamplesHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
   SHEAF_NEEDS_GPU();
