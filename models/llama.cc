@@ -20,6 +20,7 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.dropout = c.dropout;
   a.rope_theta = c.rope_theta;
   a.rope_scaling = c.rope_scaling;
+  if (a.window && c.window_rope_theta != 0) a.rope_theta = c.window_rope_theta, a.rope_scaling = {};
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
   return a;
@@ -51,6 +52,7 @@ nn::MlpConfig mlp_config(const LlamaConfig& c) {
   m.hidden = c.mlp_width ? c.mlp_width : (8 * c.width / 3 + 63) / 64 * 64;
   m.bias = false;
   m.dropout = c.dropout;
+  m.gate = c.gelu_gate ? nn::Gate::gelu : nn::Gate::silu;
   m.init = weight_init();
   m.projection_init = residual_init(c.layers);
   return m;
@@ -198,6 +200,38 @@ LlamaConfig moonlight() {
   return c;
 }
 
+// Gemma's (https://arxiv.org/abs/2403.08295), whose heads are wide, and whose keys are few.
+LlamaConfig gemma(int64_t layers, int64_t heads, int64_t kv_heads, int64_t width, int64_t mlp_width) {
+  LlamaConfig c;
+  c.layers = layers;
+  c.heads = heads;
+  c.kv_heads = kv_heads;
+  c.width = width;
+  c.head_dim = 256;
+  c.mlp_width = mlp_width;
+  c.context = 8192;
+  c.vocab = 256000;
+  c.norm_eps = 1e-6;
+  c.tie_embeddings = true;
+  c.gelu_gate = true;
+  c.scale_embedding = true;
+  return c;
+}
+
+// Those of Gemma 3 (https://arxiv.org/abs/2503.19786) that read text alone: each sixth block sees all tokens.
+LlamaConfig gemma3(int64_t layers, int64_t width, int64_t mlp_width) {
+  LlamaConfig c = gemma(layers, 4, 1, width, mlp_width);
+  c.context = 32768;
+  c.vocab = 262144;
+  c.rope_theta = 1e6;
+  c.qk_norm = true;
+  c.post_norms = true;
+  c.window = 512;
+  c.window_rope_theta = 10000.0;
+  c.full_attention_every = 6;
+  return c;
+}
+
 // Mixtral 8x7B (Jiang et al., https://arxiv.org/abs/2401.04088).
 LlamaConfig mixtral() {
   LlamaConfig c;
@@ -237,6 +271,10 @@ std::vector<std::pair<std::string, LlamaConfig>> LlamaConfig::published() {
           {"qwen3-14b", qwen3(40, 40, 5120, 17408, false)},
           {"qwen3-32b", qwen3(64, 64, 5120, 25600, false)},
           {"qwen3-30b-a3b", qwen3_30b_a3b()},
+          {"gemma-2b", gemma(18, 8, 1, 2048, 16384)},
+          {"gemma-7b", gemma(28, 16, 16, 3072, 24576)},
+          {"gemma3-270m", gemma3(18, 640, 2048)},
+          {"gemma3-1b", gemma3(26, 1152, 6912)},
           {"mixtral-8x7b", mixtral()},
           {"deepseek-v2-lite", deepseek_v2_lite()},
           {"deepseek-v3", deepseek_v3()},
@@ -259,16 +297,21 @@ LlamaBlock::LlamaBlock(const LlamaConfig& c, int64_t index)
   else attention.emplace(attention_config(c, index));
   if (c.experts && index >= c.dense_layers) moe.emplace(mixture_config(c));
   else mlp.emplace(mlp_config(c));
+  if (!c.post_norms) return;
+  attention_post_norm.emplace(c.width, c.norm_eps);
+  mlp_post_norm.emplace(c.width, c.norm_eps);
 }
 
 nn::Residual LlamaBlock::forward(nn::Residual stream, nn::KeyValueCache* cache) {
   const Tensor begins_BT = stream.begins;
   NormedSum x_BTC = attention_norm(std::move(stream));
-  const Tensor attended_BTC = latent_attention ? (*latent_attention)(x_BTC.normed, cache, begins_BT)
-                                               : (*attention)(x_BTC.normed, cache, begins_BT);
-  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, attended_BTC});
-  if (moe) return {x_BTC.sum, (*moe)(x_BTC.normed, /*drops=*/cache == nullptr), begins_BT};
-  return {x_BTC.sum, (*mlp)(x_BTC.normed), begins_BT};
+  Tensor branch_BTC = latent_attention ? (*latent_attention)(x_BTC.normed, cache, begins_BT)
+                                       : (*attention)(x_BTC.normed, cache, begins_BT);
+  if (attention_post_norm) branch_BTC = (*attention_post_norm)(branch_BTC);
+  x_BTC = mlp_norm(nn::Residual{x_BTC.sum, std::move(branch_BTC)});
+  branch_BTC = moe ? (*moe)(x_BTC.normed, /*drops=*/cache == nullptr) : (*mlp)(x_BTC.normed);
+  if (mlp_post_norm) branch_BTC = (*mlp_post_norm)(branch_BTC);
+  return {x_BTC.sum, branch_BTC, begins_BT};
 }
 
 Llama::Llama(const LlamaConfig& c)

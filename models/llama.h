@@ -4,6 +4,7 @@
 //   B batch   T tokens   C width   V vocabulary
 #pragma once
 
+#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,6 +33,9 @@ struct LlamaConfig {
   bool tie_embeddings = false;    ///< the head is the token embedding
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
+  bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; mixtures stay SwiGLU
+  bool post_norms = false;        ///< what attention and MLPs give is normalised, too, before it is added, as Gemma 3's
+  bool scale_embedding = false;   ///< the embedding of a token is multiplied by sqrt(width), as Gemma's
 
   int64_t experts = 0;            ///< of a mixture in place of each MLP; 0: there is none
   int64_t experts_per_token = 2;
@@ -54,6 +58,7 @@ struct LlamaConfig {
   double mscale_all_dim = 0.0;    ///< there, with YaRN: scores are multiplied by yarn_amplitude(factor, this)²
 
   int64_t window = 0;             ///< as in GptConfig
+  double window_rope_theta = 0.0;  ///< base of the rotary frequencies where there is a window, which are not scaled; 0: those of others
   int64_t full_attention_every = 0;  ///< there, too
   int64_t end_of_text = -1;       ///< as in GptConfig
 
@@ -66,19 +71,21 @@ struct LlamaConfig {
   static LlamaConfig preset(const std::string& name);
 };
 
-/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm. Attention is one of two kinds, and the
-/// MLP may be a mixture.
+/// x + attention(norm(x)), then x + mlp(norm(x)), whose addition is left to the next norm. Attention is one of two kinds, the
+/// MLP may be a mixture, and what either gives may be normalised, too.
 struct LlamaBlock : DecoderBlock {
   nn::RMSNorm attention_norm;
   std::optional<nn::CausalSelfAttention> attention;
   std::optional<nn::LatentAttention> latent_attention;
+  std::optional<nn::RMSNorm> attention_post_norm;
   nn::RMSNorm mlp_norm;
-  std::optional<nn::SwiGluMLP> mlp;
+  std::optional<nn::GatedMLP> mlp;
   std::optional<nn::MixtureOfExperts> moe;
+  std::optional<nn::RMSNorm> mlp_post_norm;
 
   explicit LlamaBlock(const LlamaConfig& config, int64_t index = 0);  ///< among the model's, from 0: which keys it sees
   nn::Residual forward(nn::Residual stream, nn::KeyValueCache* cache = nullptr) override;
-  SHEAF_FIELDS(attention_norm, attention, latent_attention, mlp_norm, mlp, moe);
+  SHEAF_FIELDS(attention_norm, attention, latent_attention, attention_post_norm, mlp_norm, mlp, moe, mlp_post_norm);
 };
 
 /// In training, the loss has aux_loss times the sum of all mixtures' imbalances added: each micro-batch has its own, which counts by
@@ -96,7 +103,8 @@ struct Llama : Decoder {
   nn::Embedding& table() override { return embedding; }
   LlamaBlock& block(int64_t i) override { return blocks[static_cast<size_t>(i)]; }
   nn::Residual embedded(const Tensor& tokens_BT, int64_t /*position*/, const Tensor& /*begins_BT*/) override {
-    return {.x = embedding(tokens_BT)};
+    const Tensor x_BTC = embedding(tokens_BT);
+    return {.x = config.scale_embedding ? x_BTC * std::sqrt(static_cast<double>(config.width)) : x_BTC};
   }
   Tensor normed(nn::Residual stream) override { return norm(std::move(stream)).normed; }
   void add_penalties(int64_t begin, int64_t end, Tensor& all) override;

@@ -33,6 +33,10 @@ void for_each_llama_option(Model& c, Options& m, F&& f) {
   f(c.head_dim, m.head_dim);
   f(c.qkv_bias, m.qkv_bias);
   f(c.qk_norm, m.qk_norm);
+  f(c.gelu_gate, m.gelu_gate);
+  f(c.post_norms, m.post_norms);
+  f(c.scale_embedding, m.scale_embedding);
+  f(c.window_rope_theta, m.window_rope_theta);
   f(c.rope_theta, m.rope_theta);
   f(c.kv_lora_rank, m.kv_lora_rank);
   f(c.q_lora_rank, m.q_lora_rank);

@@ -10,7 +10,8 @@
 namespace sheaf::models {
 namespace {
 
-const std::string_view kOfLlamasShape[] = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3"};
+const std::string_view kOfLlamasShape[] = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "dots1", "deepseek_v2", "deepseek_v3",
+                                           "gemma", "gemma3_text"};
 constexpr int64_t kLargest = 1'000'000'000;  // of any size; products of two fit 64 bits
 
 // A config.json, where null means the same as nothing.
@@ -99,9 +100,15 @@ ModelConfig read_gpt2(const Reader& r) {
   return m;
 }
 
-// How the object under `key` scales rotary positions. Their base goes to `theta`, if it is there too.
-RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
-  const Json* rope = r.find(key);
+// Gemma's gelu under either of its keys, of which some files have the first with what they do not mean.
+void check_gemmas_gate(const Reader& r) {
+  const char* const key = r.find("hidden_activation") ? "hidden_activation" : "hidden_act";
+  if (r.text(key, "gelu_pytorch_tanh") != "gelu_pytorch_tanh" && !(key == std::string_view("hidden_act") && r.text(key, "") == "gelu"))
+    r.refuse(key, "Gemma's is gelu_pytorch_tanh");
+}
+
+// How an object under `key` scales rotary positions. Their base goes to `theta`, if it is there too.
+RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, double& theta) {
   if (!rope->is_object()) r.refuse(key, "expected an object");
   const auto number = [&](const char* name) {
     try {
@@ -151,6 +158,23 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, double& theta) {
   }
   if (const std::string problem = rotary_scaling(s).problem(); !problem.empty()) r.refuse(key, problem);
   return s;
+}
+
+// Of all layers, or, as Gemma 3 has them, of those that see all tokens, and of those with a window, whose base goes to `window_theta`.
+void read_rotary(const Reader& r, ModelConfig& m, double& window_theta) {
+  if (const Json* given = r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", given, m.rope_theta);
+  const char* const key = "rope_parameters";  // since version 5 of transformers, the base and the scaling
+  const Json* rope = r.find(key);
+  if (!rope) return;
+  if (const Json* full = rope->is_object() ? rope->find("full_attention") : nullptr) {
+    const Json* sliding = rope->find("sliding_attention");
+    if (!sliding) r.refuse(key, "sliding_attention is missing");
+    if (read_rope(r, key, sliding, window_theta) != RopeScalingConfig{}) r.refuse(key, "Sheaf scales no frequencies in layers with a window");
+    rope = full;
+  }
+  const RopeScalingConfig scaling = read_rope(r, key, rope, m.rope_theta);
+  if (r.find("rope_scaling") && !(scaling == m.rope_scaling)) r.refuse(key, "rope_scaling says otherwise");
+  m.rope_scaling = scaling;
 }
 
 // Which layers see `window` keys alone, as the file lists them or, if it does not, by `sliding(i)`, goes to m.window and
@@ -225,17 +249,21 @@ void read_latents(const Reader& r, ModelConfig& m) {
 
 // Those of one shape: Llama's, Mistral's, Mixtral's, Qwen2's, whose queries, keys and values have biases, Qwen3's, whose
 // queries and keys have norms instead, with mixtures of experts, too, dots.llm1's, with mixtures of another kind, and DeepSeek's, which
-// have those and attention of another kind.
+// have those and attention of another kind, and Gemma's, whose gates are gelus, and which normalise more.
 ModelConfig read_llama(const Reader& r, const std::string& type) {
   const bool llama = type == "llama", mixtral = type == "mixtral", qwen3_moe = type == "qwen3_moe";
   const bool dots1 = type == "dots1", deepseek = type == "deepseek_v2" || type == "deepseek_v3";
+  const bool gemma = type.starts_with("gemma"), gemma3 = type == "gemma3_text";
   const bool qwen = type == "qwen2" || type == "qwen3" || qwen3_moe;
-  if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
+  if (gemma) check_gemmas_gate(r);
+  else if (r.text("hidden_act", "silu") != "silu") r.refuse("hidden_act", "Sheaf's llama has silu");
+  for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping"}) r.only(key, Json(), "Sheaf's logits are not capped");
   r.only("attention_bias", false, "Sheaf's llama has no biases in both layers of attention");
   r.only("mlp_bias", false, "Sheaf's llama has no biases in MLPs");
+  r.only("use_bidirectional_attention", false, "Sheaf's attention sees the tokens before");
   r.only("rope_interleaved", false, "Sheaf's rotary positions turn the halves of a head");
   if (!qwen) r.only("use_sliding_window", false, "that is a key of Qwen's");
-  if (llama) r.only("sliding_window", false, "Llama's attention sees all tokens before");
+  if (llama || type == "gemma") r.only("sliding_window", false, str(llama ? "Llama" : "Gemma", "'s attention sees all tokens before").c_str());
   if (r.number("partial_rotary_factor", 1.0) != 1.0) r.refuse("partial_rotary_factor", "Sheaf rotates whole heads");
   ModelConfig m;
   m.type = "llama";
@@ -246,32 +274,35 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.mlp_width = r.positive("intermediate_size");
   m.context = r.positive("max_position_embeddings");
   m.norm_eps = r.number("rms_norm_eps", 1e-6);
-  m.rope_theta = r.number("rope_theta", mixtral ? 1e6 : 10000.0);
-  if (r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", m.rope_theta);
-  if (r.find("rope_parameters")) {  // since version 5 of transformers, the base and the scaling
-    const RopeScalingConfig scaling = read_rope(r, "rope_parameters", m.rope_theta);
-    if (r.find("rope_scaling") && !(scaling == m.rope_scaling)) r.refuse("rope_parameters", "rope_scaling says otherwise");
-    m.rope_scaling = scaling;
-  }
-  m.tie_embeddings = r.flag("tie_word_embeddings", false);
+  m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : 10000.0);
+  double window_theta = r.number("rope_local_base_freq", 10000.0);
+  read_rotary(r, m, window_theta);
+  m.tie_embeddings = r.flag("tie_word_embeddings", gemma);
   m.bias = false;
   m.qkv_bias = type == "qwen2";
-  m.qk_norm = type == "qwen3" || qwen3_moe || dots1;
+  m.qk_norm = type == "qwen3" || qwen3_moe || dots1 || gemma3;
+  m.gelu_gate = m.scale_embedding = gemma;
+  m.post_norms = gemma3;
   if (deepseek) read_latents(r, m);
-  else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : m.width / m.heads);
+  else m.head_dim = r.positive("head_dim", type == "qwen3" ? 128 : gemma ? 256 : m.width / m.heads);
+  if (gemma3 && r.number("query_pre_attn_scalar", 256.0) != static_cast<double>(m.head_dim))
+    r.refuse("query_pre_attn_scalar", str("Sheaf's attention divides by the root of the head's width, ", m.head_dim));
   if (m.head_dim % 2 != 0) r.refuse("head_dim", "rotary positions turn pairs");
   // Qwen uses the window that it names if it says so, and then Qwen2 and Qwen3 not in the first layers, as dots.llm1 always. Where the file does not
   // even say null, transformers gives it and Mistral one.
   int64_t window = 0;
   if (!qwen || r.flag("use_sliding_window", false)) {
-    if (!r.has("sliding_window")) window = qwen || dots1 || type == "mistral" ? 4096 : 0;
+    if (!r.has("sliding_window")) window = qwen || dots1 || gemma3 || type == "mistral" ? 4096 : 0;
     else if (const Json* given = r.find("sliding_window"); given && !(*given == Json(false))) window = r.positive("sliding_window");
   }
-  const bool by_layer = (qwen && !qwen3_moe) || dots1;
-  const int64_t from = by_layer && window ? r.whole("max_window_layers", dots1 ? 62 : 28) : 0;
+  const bool by_layer = (qwen && !qwen3_moe) || dots1 || gemma3;
+  const int64_t every = gemma3 ? r.positive("sliding_window_pattern", 6) : 0;
+  const int64_t from = by_layer && window && !gemma3 ? r.whole("max_window_layers", dots1 ? 62 : 28) : 0;
   if (qwen3_moe && window && r.whole("max_window_layers", 0) != 0)
     r.refuse("max_window_layers", "some versions of transformers obey it here, others give all layers the window");
-  read_windows(r, window, "max_window_layers", [&](int64_t i) { return i >= from; }, m);
+  const auto slides = [&](int64_t i) { return gemma3 ? (i + 1) % every != 0 : i >= from; };
+  read_windows(r, window, gemma3 ? "sliding_window_pattern" : "max_window_layers", slides, m);
+  if (gemma3 && m.window) m.window_rope_theta = window_theta;
   if (!by_layer && (m.full_attention_every || m.window != window))
     r.refuse("layer_types", str("with model_type ", type, " all layers have the window"));
   if (dots1 || deepseek) read_deepseek_experts(r, type, m);
@@ -308,7 +339,7 @@ ModelConfig read_published_config(const std::string& file) {
   ModelConfig m;
   if (type == "gpt2") m = read_gpt2(r);
   else if (std::ranges::find(kOfLlamasShape, type) != std::end(kOfLlamasShape)) m = read_llama(r, type);
-  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2 and deepseek_v3");
+  else r.refuse("model_type", "Sheaf has gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, dots1, deepseek_v2, deepseek_v3, gemma and gemma3_text");
   m.vocab = r.positive("vocab_size");
   return resolved(m);
 }

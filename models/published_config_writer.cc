@@ -32,6 +32,10 @@ void check_published_shape(const ModelConfig& model, const ModelConfig& publishe
   if (m.type == "llama") {
     same("qkv_bias", m.qkv_bias, published.qkv_bias);
     same("qk_norm", m.qk_norm, published.qk_norm);
+    same("gelu_gate", m.gelu_gate, published.gelu_gate);
+    same("post_norms", m.post_norms, published.post_norms);
+    same("scale_embedding", m.scale_embedding, published.scale_embedding);
+    if (m.window) same("window_rope_theta", m.window_rope_theta, published.window_rope_theta);
     same("experts", m.experts, published.experts);
     if (m.experts) {
       same("experts_per_token", m.experts_per_token, published.experts_per_token);
@@ -105,8 +109,22 @@ Architecture deepseek(const ModelConfig& m) {
                     ".expert_parts (deepseek_v2): this model cannot be written as one");
 }
 
+bool has_any_of_gemma(const ModelConfig& m) {
+  return m.gelu_gate || m.post_norms || m.scale_embedding || (m.window && m.window_rope_theta != 0);
+}
+
+Architecture gemma(const ModelConfig& m) {
+  const bool base = m.gelu_gate && m.scale_embedding && !m.qkv_bias && !m.experts && !m.kv_lora_rank;
+  if (base && m.post_norms && m.qk_norm && (!m.window || m.window_rope_theta != 0)) return {"gemma3_text", "Gemma3ForCausalLM"};
+  if (base && !m.post_norms && !m.qk_norm && !m.window) return {"gemma", "GemmaForCausalLM"};
+  fail<ConfigError>("[weights] model.gelu_gate, .post_norms, .scale_embedding and .window_rope_theta are published with the first and the third "
+                    "alone (gemma), or with model.qk_norm all together (gemma3_text), without mixtures and model.qkv_bias: this model cannot "
+                    "be written as one");
+}
+
 // ConfigError for what nobody has published.
 Architecture architecture_of(const ModelConfig& m) {
+  if (has_any_of_gemma(m)) return gemma(m);
   if (m.kv_lora_rank) return deepseek(m);
   if (m.qk_norm && m.qkv_bias)
     fail<ConfigError>("[weights] model.qk_norm with model.qkv_bias: no published architecture has both");
@@ -178,7 +196,8 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   const Json window = m.window ? Json(m.window) : Json();
   if (qwen) json.set("use_sliding_window", m.window != 0);
   if (qwen && m.window) json.set("sliding_window", window).set("max_window_layers", 0);
-  if (m.window && (dots1 || type == "qwen2" || type == "qwen3")) {
+  const bool gemma3 = type == "gemma3_text";
+  if (gemma3 || (m.window && (dots1 || type == "qwen2" || type == "qwen3"))) {
     Json::Array types;
     for (int64_t i = 0; i < m.layers; ++i)
       types.push_back(window_of_block(i, m.window, m.full_attention_every) ? "sliding_attention" : "full_attention");
@@ -186,6 +205,7 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   }
   if (type == "mixtral" || type == "mistral" || dots1) json.set("sliding_window", window);
   if (dots1) json.set("max_window_layers", 0);
+  if (gemma3 && m.window) json.set("sliding_window", window).set("rope_local_base_freq", m.window_rope_theta);
 }
 
 void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
@@ -197,7 +217,6 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
       .set("head_dim", deepseek ? m.qk_rope_head_dim : m.head_dim)  // DeepSeek's is that of the part which is rotated
       .set("intermediate_size", type == "mixtral" ? m.expert_hidden : m.mlp_width)
       .set("max_position_embeddings", m.context)
-      .set("hidden_act", "silu")
       .set("rms_norm_eps", m.norm_eps)
       .set("rope_theta", m.rope_theta)
       .set("rope_scaling", published_rope_scaling(m.rope_scaling));
@@ -216,6 +235,9 @@ void write_llama(const ModelConfig& m, const std::string& type, Json& json) {
   if (type == "dots1" || deepseek) write_deepseek_experts(m, type, json);
   if (deepseek) write_latents(m, json);
   write_windows(m, type, json);
+  if (type.starts_with("gemma")) json.set("hidden_activation", "gelu_pytorch_tanh").set("attention_bias", false);
+  else json.set("hidden_act", "silu");
+  if (type == "gemma3_text") json.set("query_pre_attn_scalar", m.head_dim);
   if (type == "llama") json.set("attention_bias", false).set("mlp_bias", false);
 }
 

@@ -38,6 +38,11 @@ std::vector<PublishedTensor> gpt2_tensors(const ModelConfig& m) {
   return out;
 }
 
+// An RMS norm's.
+PublishedTensor norm_of(const ModelConfig& m, const std::string& name, int64_t width, const std::string& own) {
+  return {.name = name + ".weight", .shape = {width}, .own = own + ".weight", .above_one = m.scale_embedding};
+}
+
 // Llama's MLP, or what has its form.
 void push_mlp(std::vector<PublishedTensor>& out, const std::string& name, const std::string& own, int64_t width, int64_t hidden) {
   out.push_back({name + ".gate_proj.weight", {hidden, width}, own + ".gate.weight"});
@@ -75,8 +80,8 @@ void push_attention(std::vector<PublishedTensor>& out, const ModelConfig& m, con
     out.push_back({name + ".v_proj.bias", {kv}, bias, q + kv});
   }
   if (m.qk_norm) {
-    out.push_back({name + ".q_norm.weight", {m.head_dim}, own + ".query_norm.weight"});
-    out.push_back({name + ".k_norm.weight", {m.head_dim}, own + ".key_norm.weight"});
+    out.push_back(norm_of(m, name + ".q_norm", m.head_dim, own + ".query_norm"));
+    out.push_back(norm_of(m, name + ".k_norm", m.head_dim, own + ".key_norm"));
   }
   out.push_back({name + ".o_proj.weight", {c, q}, own + ".projection.weight"});
 }
@@ -105,14 +110,20 @@ std::vector<PublishedTensor> llama_tensors(const ModelConfig& m) {
   out.push_back({prefix + "embed_tokens.weight", {m.vocab, c}, "embedding.weight"});
   for (int64_t i = 0; i < m.layers; ++i) {
     const std::string name = str(prefix, "layers.", i), own = str("blocks.", i);
-    out.push_back({name + ".input_layernorm.weight", {c}, own + ".attention_norm.weight"});
+    out.push_back(norm_of(m, name + ".input_layernorm", c, own + ".attention_norm"));
     if (m.kv_lora_rank) push_latent_attention(out, m, name + ".self_attn", own + ".latent_attention");
     else push_attention(out, m, name + ".self_attn", own + ".attention");
-    out.push_back({name + ".post_attention_layernorm.weight", {c}, own + ".mlp_norm.weight"});
+    if (m.post_norms) {  // Gemma's name of the first is that of the others' second
+      out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".attention_post_norm"));
+      out.push_back(norm_of(m, name + ".pre_feedforward_layernorm", c, own + ".mlp_norm"));
+      out.push_back(norm_of(m, name + ".post_feedforward_layernorm", c, own + ".mlp_post_norm"));
+    } else {
+      out.push_back(norm_of(m, name + ".post_attention_layernorm", c, own + ".mlp_norm"));
+    }
     if (m.experts && i >= m.dense_layers) push_mixture(out, m, name, own + ".moe.");
     else push_mlp(out, name + ".mlp", own + ".mlp", c, m.mlp_width);
   }
-  out.push_back({prefix + "norm.weight", {c}, "norm.weight"});
+  out.push_back(norm_of(m, prefix + "norm", c, "norm"));
   return out;
 }
 

@@ -18,6 +18,7 @@ struct PublishedTensor {
   int64_t first_row = 0;    ///< of ours
   bool transposed = false;  ///< [in, out]: ours is [out, in]
   bool more_rows = false;   ///< it may have more rows than we use: positions
+  bool above_one = false;   ///< ours is one more: factors of Gemma's norms, which it has as what they are above 1
 
   int64_t rows() const { return shape[transposed ? 1 : 0]; }                           ///< of ours
   int64_t row_size() const { return shape.rank() == 2 ? shape[transposed ? 0 : 1] : 1; }  ///< elements
@@ -25,7 +26,8 @@ struct PublishedTensor {
 
 /// All tensors of Hugging Face's GPT2LMHeadModel or LlamaForCausalLM (MistralForCausalLM has the same), by model.type, or, with
 /// model.qkv_bias, Qwen2ForCausalLM, with model.qk_norm Qwen3ForCausalLM, with model.experts MixtralForCausalLM, with
-/// model.kv_lora_rank DeepseekV3ForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them.
+/// model.kv_lora_rank DeepseekV3ForCausalLM, with model.scale_embedding GemmaForCausalLM or, with model.post_norms,
+/// Gemma3ForCausalLM; vocab must be known. Without model.bias, GPT-2's biases are not among them.
 std::vector<PublishedTensor> published_tensors(const ModelConfig& model);
 
 /// What names begin with: "transformer." or "model."; files of the model without its head lack it.

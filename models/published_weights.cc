@@ -24,10 +24,20 @@ struct Source {
   const SafetensorsFile* file = nullptr;
   std::string name;  ///< there
   DType dtype = kF32;
+  bool above_one = false;  ///< PublishedTensor's
 
-  /// Elements [begin, end) of its flat index.
+  /// Elements [begin, end) of its flat index, as ours are.
   template <class T>
   void read(int64_t begin, int64_t end, T* out) const {
+    read_as_published(begin, end, out);
+    if (!above_one) return;
+    for (T* x = out; x != out + (end - begin); ++x) {
+      if constexpr (std::is_same_v<T, double>) *x += 1;
+      else *x = static_cast<T>(static_cast<float>(*x) + 1.0f);
+    }
+  }
+  template <class T>
+  void read_as_published(int64_t begin, int64_t end, T* out) const {
     if (dtype == dtype_of<T>) return file->read(name, begin, end, out);
     visit_floating("weights", dtype, [&]<class S>() {
       std::vector<S> chunk(static_cast<size_t>(std::min(end - begin, kChunk)));
@@ -225,7 +235,7 @@ class Loader {
     };
     if (!(entry.shape == expected)) refuse("the model's ", t.own, " asks for ", t.shape, t.more_rows ? " or more rows" : "");
     if (!is_floating(entry.dtype)) refuse("weights are f32, f16 or bf16");
-    return {found->second, name, entry.dtype};
+    return {found->second, name, entry.dtype, t.above_one};
   }
 
   const PublishedFiles& files_;

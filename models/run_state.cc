@@ -24,6 +24,10 @@ void for_each_model_option(Model&& m, F&& f) {
   f("model.bias", m.bias);
   f("model.qkv_bias", m.qkv_bias);
   f("model.qk_norm", m.qk_norm);
+  f("model.gelu_gate", m.gelu_gate);
+  f("model.post_norms", m.post_norms);
+  f("model.scale_embedding", m.scale_embedding);
+  f("model.window_rope_theta", m.window_rope_theta);
   f("model.experts", m.experts);
   f("model.experts_per_token", m.experts_per_token);
   f("model.expert_hidden", m.expert_hidden);
@@ -96,7 +100,8 @@ void for_each_train_option(Train&& t, F&& f) {
 bool came_later(std::string_view key) {
   return key == "train.dtype" || key == "train.decay_start" || key == "train.decay_end" ||
          key == "train.optimizer" || key == "train.momentum" || key == "train.state_dtype" || key == "train.fp8" || key == "train.islands" || key == "model.qkv_bias" ||
-         key == "model.head_dim" || key == "model.qk_norm" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
+         key == "model.head_dim" || key == "model.qk_norm" || key == "model.gelu_gate" || key == "model.post_norms" || key == "model.scale_embedding" ||
+         key == "model.window_rope_theta" || key.ends_with("_lora_rank") || key.ends_with("_head_dim") || key.starts_with("model.rope_scaling.") ||
          key.starts_with("model.expert") || key == "model.capacity_factor" || key == "model.normalize_experts" || key == "model.aux_loss" ||
          key == "model.shared_experts" || key == "model.dense_layers" || key == "model.end_of_text" || key == "model.window" || key == "model.full_attention_every" ||
          key.starts_with("model.lora_") || key == "model.quantize";

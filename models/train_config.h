@@ -65,6 +65,7 @@ struct ModelConfig {
   int64_t context = 64;         ///< tokens per sequence
   int64_t vocab = 0;            ///< vocabulary size; 0: that of the tokenizer
   int64_t window = 0;           ///< keys that a token sees, itself and those before it (sliding-window attention); 0: all
+  double window_rope_theta = 0.0;  ///< base of rotary frequencies in blocks with a window, unscaled; 0: those of others (llama)
   int64_t full_attention_every = 0;  ///< with a window: blocks N, 2·N, .., counted from 1, see all (window_of_block); 0: none
   int64_t experts = 0;          ///< MLPs of which each token goes through some (mixture of experts); 0: one MLP (llama)
   int64_t experts_per_token = 2;  ///< how many
@@ -82,6 +83,9 @@ struct ModelConfig {
   bool bias = false;            ///< biases in linear layers and layer norms (gpt2)
   bool qkv_bias = false;        ///< queries, keys and values have biases, as Qwen2's (llama)
   bool qk_norm = false;         ///< each query and key is normalised, as Qwen3's (llama)
+  bool gelu_gate = false;       ///< MLPs are GeGLU, as Gemma's, not SwiGLU (llama)
+  bool post_norms = false;      ///< what attention and MLPs give is normalised, too, as Gemma 3's (llama)
+  bool scale_embedding = false;  ///< tokens' embeddings are multiplied by sqrt(width), as Gemma's (llama)
   bool expert_bias = false;     ///< each expert has a bias that is added where experts are chosen, and only there
   bool normalize_experts = true;  ///< the weights of a token's experts add up to 1 (Mixtral), or those of all do (Switch)
   bool tie_embeddings = true;   ///< the output head is the token embedding

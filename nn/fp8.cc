@@ -33,7 +33,7 @@ int64_t use_fp8(Module& model, Fp8 products, const std::function<bool(const std:
     else continue;
     ++count;
   }
-  for (const auto& [path, module] : model.named_modules()) cut_in_units<MLP>(module), cut_in_units<SwiGluMLP>(module);
+  for (const auto& [path, module] : model.named_modules()) cut_in_units<MLP>(module), cut_in_units<GatedMLP>(module);
   return count;
 }
 

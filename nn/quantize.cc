@@ -21,7 +21,7 @@ int64_t quantize(Module& model, BlockFormat format, const std::function<bool(con
     p.quantize(format);
     ++count;
   }
-  for (const auto& [path, module] : model.named_modules()) cut_in_blocks<MLP>(module), cut_in_blocks<SwiGluMLP>(module);
+  for (const auto& [path, module] : model.named_modules()) cut_in_blocks<MLP>(module), cut_in_blocks<GatedMLP>(module);
   return count;
 }
 

@@ -41,6 +41,9 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"model.bias", &m.bias, "biases in linear layers and layer norms (gpt2)"},
       {"model.qkv_bias", &m.qkv_bias, "queries, keys and values have biases, as Qwen2's (llama)"},
       {"model.qk_norm", &m.qk_norm, "each query and key is normalised before it is rotated, as Qwen3's (llama)"},
+      {"model.gelu_gate", &m.gelu_gate, "the gate of MLPs is a gelu (GeGLU), as Gemma's, not a silu (SwiGLU; llama)"},
+      {"model.post_norms", &m.post_norms, "what attention and MLPs give is normalised, too, before it is added, as Gemma 3's (llama)"},
+      {"model.scale_embedding", &m.scale_embedding, "the embedding of a token is multiplied by the root of model.width, as Gemma's (llama)"},
       {"model.experts", &m.experts, "MLPs of which each token goes through some (mixture of experts; llama); 0: one MLP", any, 0, 10000},
       {"model.experts_per_token", &m.experts_per_token, "how many", any, 1, 10000},
       {"model.expert_hidden", &m.expert_hidden, "hidden size of each; 0: model.mlp_width", any, 0, 1e7},
@@ -66,6 +69,8 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
        "how matrices of blocks that nothing trains rest (QLoRA; evaluation): in 8 or 4 bits, in blocks of 64 with a scale",
        {"none", "int8", "nf4"}},
       {"model.rope_theta", &m.rope_theta, "base of the rotary frequencies (llama)", any, 1},
+      {"model.window_rope_theta", &m.window_rope_theta, "that in blocks with a window, whose frequencies are not scaled, as Gemma 3's; 0: "
+       "as in others (llama)", any, 0},
       {"model.rope_scaling.rope_type", &rope.rope_type, "how rotary frequencies are scaled (llama); default: not at all",
        {"default", "linear", "llama3", "yarn"}, {}, {}, {"dynamic", "longrope"}},
       {"model.rope_scaling.factor", &rope.factor, "what slow frequencies (linear: all) are divided by", any, 1, 1e6},
@@ -203,6 +208,10 @@ const char* unused(const std::string& key, const TrainConfig& config) {
   if (key == "model.bias" && config.model.type != "gpt2") return "only model.type gpt2 has biases";
   if (key == "model.qkv_bias" && config.model.type != "llama") return "only model.type llama has such biases alone";
   if (key == "model.qk_norm" && config.model.type != "llama") return "only model.type llama has such norms";
+  for (const char* name : {"gelu_gate", "post_norms", "scale_embedding"})
+    if (key == str("model.", name) && config.model.type != "llama") return "only model.type llama has it";
+  if (key == "model.window_rope_theta" && (config.model.type != "llama" || config.model.window == 0))
+    return "only model.type llama has it, with model.window";
   if (key == "model.head_dim" && config.model.type != "llama" && config.model.head_dim * config.model.heads != config.model.width)
     return "only model.type llama has heads of another width than model.width / model.heads";
   const bool of_latents = key == "model.q_lora_rank" || key == "model.qk_nope_head_dim" || key == "model.qk_rope_head_dim" ||

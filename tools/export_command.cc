@@ -67,6 +67,17 @@ std::vector<std::byte> transposed(const Spans& pieces, int64_t rows, int64_t col
   return out;
 }
 
+// Factors of norms as what they are above 1.
+std::vector<std::byte> above_one(const Spans& pieces, DType dtype) {
+  std::vector<std::byte> out;
+  for (const auto& piece : pieces) out.insert(out.end(), piece.begin(), piece.end());
+  visit_floating("export", dtype, [&]<class T>() {
+    T* const values = reinterpret_cast<T*>(out.data());
+    for (size_t i = 0; i < out.size() / sizeof(T); ++i) values[i] = static_cast<T>(static_cast<float>(values[i]) - 1.0f);
+  });
+  return out;
+}
+
 std::vector<SafetensorsInput> own_tensors(models::Checkpoint& checkpoint) {
   std::vector<SafetensorsInput> tensors;
   for (const auto& [name, info] : checkpoint.tensors())
@@ -96,6 +107,8 @@ std::vector<SafetensorsInput> published_tensors(models::Checkpoint& checkpoint, 
         const std::vector<std::byte> whole = merged(weight, adapter, as);
         return t.transposed ? turned({whole}) : whole;
       };
+    } else if (t.above_one) {
+      tensor.make = [=, as = tensor.dtype] { return above_one(weight.bytes, as); };
     } else if (t.transposed) {
       tensor.make = [=] { return turned(weight.bytes); };
     } else {

@@ -1,6 +1,7 @@
 // Activation functions with fused backwards, which are ops too and have derivatives of their own.
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/gelu.h"
+#include "sheaf/autograd/recording.h"
 #include "sheaf/kernels/dispatch.h"
 #include "sheaf/kernels/elementwise.h"
 
@@ -256,5 +257,13 @@ Tensor sigmoid(const Tensor& x) { return apply<Sigmoid>({}, x); }
 Tensor silu(const Tensor& x) { return apply<Silu>({}, x); }
 Tensor gelu(const Tensor& x, GeluKind kind) { return apply<Gelu>({kind}, x); }
 Tensor swiglu(const Tensor& gate, const Tensor& up) { return apply<Swiglu>({}, {gate, up}); }
+Tensor geglu(const Tensor& gate, const Tensor& up) {
+  Tensor passed;
+  {
+    const RecomputeScope again({.results = true});
+    passed = gelu(gate, GeluKind::tanh);
+  }
+  return mul(passed, up);
+}
 
 }  // namespace sheaf

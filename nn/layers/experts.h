@@ -64,7 +64,7 @@ struct MixtureOfExperts : Module {
   Linear router;
   Parameter choice_bias;  ///< [E]
   Experts experts;
-  std::optional<SwiGluMLP> shared;
+  std::optional<GatedMLP> shared;
   Dropout dropout;
   /// In training, if it balances, after forward: how uneven the load is, E Σ_e f_e p_e for the share f_e of choices and the
   /// mean probability p_e (of sigmoids, their share of a token's sum) of expert e over all tokens of the batch on all ranks; 1

@@ -9,11 +9,15 @@
 
 namespace sheaf::nn {
 
+/// What a gate goes through.
+enum class Gate : uint8_t { silu, gelu };
+
 struct MlpConfig {
   int64_t width = 0;
   int64_t hidden = 0;    ///< 0: 4 · width
   bool bias = true;
   double dropout = 0.0;  ///< of the output
+  Gate gate = Gate::silu;  ///< of gated ones
   Init init = Init::normal(0.02);             ///< of the layers that read the residual stream
   Init projection_init = Init::normal(0.02);  ///< of the one that writes to it
 
@@ -42,16 +46,19 @@ struct MLP : Module {
   SHEAF_FIELDS(up, down, dropout);
 };
 
-/// down(silu(gate(x)) * up(x)) (Shazeer, https://arxiv.org/abs/2002.05202).
-struct SwiGluMLP : Module {
+/// down(silu(gate(x)) * up(x)), SwiGLU, or, with gelu's tanh approximation in its place, GeGLU (Shazeer,
+/// https://arxiv.org/abs/2002.05202).
+struct GatedMLP : Module {
   Linear gate, up, down;
   Dropout dropout;
+  Gate kind;
 
-  explicit SwiGluMLP(const MlpConfig& c)
+  explicit GatedMLP(const MlpConfig& c)
       : gate(c.width, c.hidden_width(), c.reads()),
         up(c.width, c.hidden_width(), c.reads()),
         down(c.hidden_width(), c.width, c.writes()),
-        dropout(c.dropout) {}
+        dropout(c.dropout),
+        kind(c.gate) {}
   /// As MLP's.
   void cut_hidden_in(int64_t units) {
     if (!down.weight.cut()) return;
@@ -61,7 +68,8 @@ struct SwiGluMLP : Module {
   Tensor forward(const Tensor& x_BTC) {
     const TensorRegion region(x_BTC, up.weight);
     const Tensor whole_BTC = region.enter(x_BTC);
-    return dropout(region.leave(down(swiglu(gate(whole_BTC), up(whole_BTC)))));
+    const Tensor gate_BTH = gate(whole_BTC), up_BTH = up(whole_BTC);
+    return dropout(region.leave(down(kind == Gate::gelu ? geglu(gate_BTH, up_BTH) : swiglu(gate_BTH, up_BTH))));
   }
   SHEAF_FIELDS(gate, up, down, dropout);
 };

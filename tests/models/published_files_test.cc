@@ -28,7 +28,9 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kLlama = "te
                   kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kWindow = "tests/models/published/mistral_f32_window",
                   kWindows = "tests/models/published/qwen3_bf16_windows", kDots1 = "tests/models/published/dots1_bf16",
                   kDots1Window = "tests/models/published/dots1_f32_window",
-                  kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16";
+                  kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16",
+                  kGemma = "tests/models/published/gemma_bf16", kGemma3 = "tests/models/published/gemma3_bf16",
+                  kGemma3Before = "tests/models/published/gemma3_f32_version_4";
 
 std::string text_of(const std::string& path) { return File::open(path).read_all(); }
 void write_text(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
@@ -225,6 +227,17 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kDots1, "n_shared_experts", Json()), HasSubstr("n_shared_experts is null"));
   EXPECT_THAT(refused(kDots1, "first_k_dense_replace", 3), HasSubstr("first_k_dense_replace is 3: of 3 layers none has experts"));
   EXPECT_THAT(refused(kDots1, "moe_layer_freq", 2), HasSubstr("moe_layer_freq is 2: behind the first ones"));
+  EXPECT_THAT(refused(kGemma, "hidden_act", "silu"), HasSubstr("hidden_act is \"silu\": Gemma's is gelu_pytorch_tanh"));
+  EXPECT_THAT(refused(kGemma, "sliding_window", 4), HasSubstr("Gemma's attention sees all tokens before"));
+  EXPECT_THAT(refused(kGemma3, "hidden_activation", "gelu"), HasSubstr("hidden_activation is \"gelu\": Gemma's is gelu_pytorch_tanh"));
+  EXPECT_THAT(refused(kGemma3, "query_pre_attn_scalar", 8), HasSubstr("divides by the root of the head's width, 6"));
+  EXPECT_THAT(refused(kGemma3, "final_logit_softcapping", 30.0), HasSubstr("Sheaf's logits are not capped"));
+  EXPECT_THAT(refused(kGemma3, "use_bidirectional_attention", true), HasSubstr("sees the tokens before"));
+  const Json full = Json::Object{{"rope_type", "default"}, {"rope_theta", 500.0}};
+  EXPECT_THAT(refused(kGemma3, "rope_parameters", Json::Object{{"full_attention", full}}), HasSubstr("sliding_attention is missing"));
+  const Json scaled = Json::Object{{"rope_type", "linear"}, {"rope_theta", 500.0}, {"factor", 2.0}};
+  EXPECT_THAT(refused(kGemma3, "rope_parameters", Json::Object{{"full_attention", full}, {"sliding_attention", scaled}}),
+              HasSubstr("Sheaf scales no frequencies in layers with a window"));
   EXPECT_THAT(refused(kDeepseek3, "scoring_func", "softmax"), HasSubstr("scoring_func is \"softmax\": deepseek_v3 has sigmoid"));
   EXPECT_THAT(refused(kDeepseek3, "rope_interleave", false), HasSubstr("rope_interleave is false"));
   EXPECT_THAT(refused(kDeepseek3, "num_key_value_heads", 2), HasSubstr("each of the 4 heads has keys of its own"));
@@ -439,7 +452,7 @@ TEST(PublishedConfig, HeadsOfNoGivenWidth) {
 
 TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
   for (const std::string& folder : {kGpt2, kLlama, kScaled, kMistral, kQwen2, kHeads, kQwen3, kYarn, kMixtral, kQwen3Moe, kWindow,
-                                    kWindows, kDots1, kDots1Window}) {
+                                    kWindows, kDots1, kDots1Window, kGemma, kGemma3, kGemma3Before}) {
     const models::ModelConfig before = models::read_published_config(folder + "/config.json");
     const ScratchFolder scratch;
     write_text(scratch / "config.json", models::published_config(before).dump());
@@ -447,6 +460,9 @@ TEST(PublishedConfig, WhatIsWrittenIsReadAgain) {
     models::check_published_shape(after, before, folder);
     EXPECT_EQ(after.context, before.context);
   }
+  models::ModelConfig gemma = models::read_published_config(kGemma3 + "/config.json");
+  gemma.post_norms = false;
+  EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::published_config(gemma); }), HasSubstr("cannot be written as one"));
   models::ModelConfig both = models::read_published_config(kQwen3 + "/config.json");
   both.qkv_bias = true;
   EXPECT_THAT(message_of<ConfigError>(ExitCode::kConfig, [&] { models::published_config(both); }),

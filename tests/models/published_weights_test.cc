@@ -27,7 +27,8 @@ using testing::Whole;
 const char* const kFolders[] = {"gpt2_f32_shards", "gpt2_f16_base", "llama_bf16_shards", "llama_f32_tied",
                                "llama_f32_scaled", "mistral_f32", "mistral_f32_heads", "qwen2_bf16_tied", "qwen3_bf16_tied", "qwen3_f32_yarn",
                                "mixtral_bf16_shards", "qwen3_moe_bf16", "mistral_f32_window", "qwen3_bf16_windows",
-                               "dots1_bf16", "dots1_f32_window", "deepseek_v3_bf16", "deepseek_v2_f32"};
+                               "dots1_bf16", "dots1_f32_window", "deepseek_v3_bf16", "deepseek_v2_f32",
+                               "gemma_bf16", "gemma3_bf16", "gemma3_f32_version_4"};
 
 std::string folder_of(const std::string& name) { return "tests/models/published/" + name; }
 
@@ -287,6 +288,11 @@ TEST(PublishedWeights, MustBeThoseOfTheModel) {
   EXPECT_THAT(message("mistral_f32", [](Config& c) { c.window = 5; }), HasSubstr("model.window is 5, but 0 in"));
   EXPECT_THAT(message("qwen3_bf16_windows", [](Config& c) { c.full_attention_every = 3; }),
               HasSubstr("model.full_attention_every is 3, but 2 in"));
+  const auto gemma = [&](auto change) { return message("gemma3_bf16", change); };
+  EXPECT_THAT(gemma([](Config& c) { c.gelu_gate = false; }), HasSubstr("model.gelu_gate is false, but true in"));
+  EXPECT_THAT(gemma([](Config& c) { c.post_norms = false; }), HasSubstr("model.post_norms is false, but true in"));
+  EXPECT_THAT(gemma([](Config& c) { c.scale_embedding = false; }), HasSubstr("model.scale_embedding is false, but true in"));
+  EXPECT_THAT(gemma([](Config& c) { c.window_rope_theta = 31; }), HasSubstr("model.window_rope_theta is 31, but 30 in"));
   const auto mixtral = [&](auto change) { return message("mixtral_bf16_shards", change); };
   EXPECT_THAT(mixtral([](Config& c) { c.experts = 4; }), HasSubstr("model.experts is 4, but 5 in"));
   EXPECT_THAT(mixtral([](Config& c) { c.experts_per_token = 2; }), HasSubstr("model.experts_per_token is 2, but 3 in"));

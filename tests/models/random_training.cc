@@ -68,6 +68,11 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   m.rope_scaling.original_max_position_embeddings = 8;
   m.rope_scaling.high_freq_factor = 4;
   if (draw.one_in(3)) draw_experts(m, draw);
+  if (!draw.one_in(3)) return;
+  m.gelu_gate = draw.one_in(2);
+  m.post_norms = draw.one_in(2);
+  m.scale_embedding = draw.one_in(2);
+  if (m.window) m.window_rope_theta = draw.of<double>({0, 50});
 }
 
 void draw_optimization(models::OptimizationConfig& t, Draw& draw) {

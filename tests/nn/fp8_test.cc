@@ -194,7 +194,7 @@ TEST(Fp8Layer, TakesLayersOfWidthsThatGpusMultiply) {
 }
 
 TEST(Fp8Layer, RanksOfATensorAxisHaveHiddenUnitsInSixteens) {
-  nn::SwiGluMLP gated({.width = 32, .hidden = 48, .bias = false});
+  nn::GatedMLP gated({.width = 32, .hidden = 48, .bias = false});
   nn::MLP plain({.width = 16});
   for (nn::Module* module : {static_cast<nn::Module*>(&gated), static_cast<nn::Module*>(&plain)}) nn::use_fp8(*module, Fp8::all);
   for (const nn::Linear* layer : {&gated.gate, &gated.up, &plain.up}) EXPECT_EQ(*layer->weight.cut(), OwnershipMap::even(0, 16));

@@ -27,7 +27,8 @@ const std::string kGpt2 = "tests/models/published/gpt2_f32_shards", kBase = "tes
                   kQwen2 = "tests/models/published/qwen2_bf16_tied", kQwen3 = "tests/models/published/qwen3_bf16_tied",
                   kYarn = "tests/models/published/qwen3_f32_yarn", kMixtral = "tests/models/published/mixtral_bf16_shards",
                   kQwen3Moe = "tests/models/published/qwen3_moe_bf16", kDots1 = "tests/models/published/dots1_bf16",
-                  kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16";
+                  kDeepseek2 = "tests/models/published/deepseek_v2_f32", kDeepseek3 = "tests/models/published/deepseek_v3_bf16",
+                  kGemma = "tests/models/published/gemma_bf16", kGemma3 = "tests/models/published/gemma3_bf16";
 
 struct Folder : ScratchFolder {
   Folder() { testing::write_sample_tokens(*this / "tokens.bin"); }
@@ -277,7 +278,8 @@ TEST(Weights, AdaptersAreExportedForPeft) {
 
 TEST(Weights, ExportAndImportAreInverse) {
   const Folder folder;
-  for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe, kDots1, kDeepseek2, kDeepseek3})
+  for (const std::string& weights : {kGpt2, kBase, kLlama, kScaled, kQwen2, kQwen3, kYarn, kMixtral, kQwen3Moe, kDots1, kDeepseek2, kDeepseek3,
+                                     kGemma, kGemma3})
     for (int world : {1, 3}) {
       SCOPED_TRACE(str(weights, " on ", world));
       const std::string name = str(world, weights.substr(weights.rfind('/') + 1));
