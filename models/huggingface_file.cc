@@ -110,6 +110,8 @@ class Reader {
     const auto steps = steps_of(root_.find("pre_tokenizer"), "pretokenizers");
     if (!steps.empty() && steps.back().type() == "ByteLevel") {
       read_bytes(steps);
+    } else if (steps.size() == 1 && cuts_at_spaces(steps[0]) && root_.find("normalizer")) {
+      read_characters({});  // of the spaces that it would cut at the normalizer leaves none
     } else {
       if (!steps.empty() && steps.back().type() != "Metaspace")
         steps.back().refuse("Sheaf knows ByteLevel here, and Metaspace");
@@ -247,6 +249,13 @@ class Reader {
     const WordPattern* pattern = WordPattern::of_expression(expression.text());
     if (!pattern) expression.refuse("Sheaf knows the patterns of GPT-2, Llama 3, Qwen2, Mistral Nemo and GPT-4o, as published");
     return *pattern;
+  }
+
+  // Gemma's.
+  static bool cuts_at_spaces(const Node& step) {
+    if (step.type() != "Split") return false;
+    const auto pattern = step.only({"type", "pattern", "behavior", "invert"}).at("pattern").find("String");
+    return pattern && pattern->json() == Json(" ") && step.at("behavior").json() == Json("MergedWithPrevious") && !step.flag("invert", false);
   }
 
   void read_characters(const std::vector<Node>& steps) {

@@ -13,7 +13,7 @@ namespace sheaf::models {
 namespace {
 
 const char* const kBytes[] = {"gpt2", "llama3", "qwen3", "nemo", "o200k"};
-const char* const kCharacters[] = {"llama2", "mistral", "always", "phrases"};
+const char* const kCharacters[] = {"llama2", "mistral", "always", "phrases", "gemma"};
 
 Json file_of(const std::string& name) {
   const std::string path = "tests/models/huggingface/" + name + ".json";
