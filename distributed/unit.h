@@ -24,7 +24,7 @@
 //
 // The buffer is the wire layout: parameters are views into the gather's output, gradients are written by their kernels
 // into the reduce-scatter's input, or into that of its cast where they travel in another dtype. Every parameter starts on
-// 256 bytes, every rank's slice too; padding stays zero.
+// 128 bytes, every rank's slice too; padding stays zero.
 #pragma once
 
 #include <algorithm>
@@ -70,7 +70,7 @@ struct FlatLayout {
   std::vector<int64_t> offsets;  ///< elements, multiples of `align`
   int64_t total = 0;             ///< elements, a multiple of ranks · parts · align
   int64_t chunk = 0;             ///< total / ranks
-  static constexpr int64_t kAlign = kBlockSize;  // elements: 256 bytes of f32, and two blocks of the gradient norm
+  static constexpr int64_t kAlign = 32;  // elements: 128 bytes of f32, and the block of the gradient norm
   /// Each rank's slice can be cut in so many equal parts again.
   static FlatLayout of(const std::vector<Shape>& shapes, int ranks, int64_t align = kAlign, int64_t parts = 1);
 };
@@ -117,6 +117,7 @@ struct UnitOptions {
   std::optional<DType> reduce = std::nullopt;   ///< what gradients are cast to before each reduction, and back from after it
   bool gather_int8 = false;        ///< matrices, and what has more dimensions, are gathered in int8 blocks
   bool reduce_int8 = false;        ///< gradients are sent in them, in place of `reduce`
+  bool whole_blocks = false;       ///< parameters begin on whole blocks, without either
   int tensor_axis = -1;            ///< cuts leaves that say how; -1: none
   int secondary_axis = -1;         ///< cuts the masters that `axis` has cut once more; -1: none. The strategy shards
   int stage_axis = -1;             ///< the unit is on one rank of it; -1: on all

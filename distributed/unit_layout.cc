@@ -61,7 +61,7 @@ Unit::Unit(std::string name, std::vector<LeafSpec> leaves, const UnitOptions& o,
     int64_t parts = 1;
     for (int a = 0; b.reduce_int8 && mesh_ && a < mesh_->num_axes(); ++a)
       if (a != axis_ && a != secondary_axis_ && sums_along(b, a)) parts = std::lcm(parts, int64_t{mesh_->size(a)});
-    b.layout = FlatLayout::of(shapes, slices, FlatLayout::kAlign, parts);
+    b.layout = FlatLayout::of(shapes, slices, o.whole_blocks || b.gather_int8 || b.reduce_int8 ? kBlockSize : FlatLayout::kAlign, parts);
     b.name = path_label(name_);
     if (b.cut) b.name += " cut";
     if (b.steered != 0) b.name += " steered";

@@ -36,6 +36,7 @@ ShardOptions shard_options(const TrainConfig& config, const Mesh& mesh, Decoder&
   options.compute_dtype = compute_dtype_from("train", config.train.dtype);
   options.gather_int8 = config.sharding.gather_int8;
   options.reduce_int8 = config.sharding.reduce_dtype == "int8";
+  options.whole_blocks = config.train.islands > 1 && config.train.outer_dtype == "int8";
   if (config.sharding.reduce_dtype == "bf16") options.reduce_dtype = kBF16;
   else check<ConfigError>(options.reduce_int8 || config.sharding.reduce_dtype == "f32", "[train] sharding.reduce_dtype is ",
                           config.sharding.reduce_dtype, ", not f32, bf16 or int8");

@@ -196,6 +196,7 @@ void shard(nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   mark.reduce = options.reduce_dtype;
   mark.gather_int8 = options.gather_int8;
   mark.reduce_int8 = options.reduce_int8;
+  mark.whole_blocks = options.whole_blocks;
   if (options.reduce_int8 && options.reduce_dtype)
     fail<ConfigError>("[shard] gradients are sent in int8 blocks (reduce_int8) or as ", *options.reduce_dtype, " (reduce_dtype), not both");
   for (const auto& [name, dtype] : {std::pair("compute_dtype", mark.compute), {"reduce_dtype", mark.reduce}})

@@ -122,6 +122,8 @@ struct ShardOptions {
   /// exact, and added up in f32. Each axis along which gradients are added up rounds them once, and once more where the sum has to
   /// be whole on all its ranks (replicate, replicas). Not beside reduce_dtype.
   bool reduce_int8 = false;
+  /// Parameters begin on whole blocks of 64 elements in a unit's buffers, which optim::DiLoCo's moves in int8 are made of.
+  bool whole_blocks = false;
   /// On a GPU masters and gradients rest in the host's memory (FSDP2's CPUOffloadPolicy, DeepSpeed's offload_param). A rank's part
   /// of a unit is brought to the GPU before it is gathered, beside what is computed, and goes with what was gathered; so does what
   /// one rank alone has. What a gradient's reduction leaves goes to the host, and is added to there; where it is summed over further axes, behind

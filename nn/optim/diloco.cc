@@ -103,7 +103,10 @@ void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
   shard.rows = Tensor::over(b.shard.storage(), b.shard.byte_offset(), rows, local, local.contiguous_strides());
 
   const bool whole = moves_ == Moves::whole || !b.has_slope();
-  const OwnershipMap cut = parts_along(1, kBlockSize);
+  if (moves_ == Moves::int8 && elements % kBlockSize != 0)
+    fail<ConfigError>("[diloco] unit '", path_label(unit->name()), "': moves in int8 are in blocks of ", kBlockSize, " elements, and a rank has ",
+                      elements, "; shard it with ShardOptions::whole_blocks");
+  const OwnershipMap cut = parts_along(1, part_size());
   shard.values = state(shard, whole ? std::optional(cut) : std::nullopt);
   if (b.has_slope()) {
     shard.momentum = state(shard, cut);
@@ -183,7 +186,7 @@ Tensor DiLoCo::in_values(const Tensor& x, const Type& type) const {
 void DiLoCo::step_by_moves(OuterShard& shard) const {
   const Tensor &values = shard.values.tensor, &momentum = shard.momentum.tensor;
   const Tensor moved = in_fewer_bits(as_rows(values) - shard.rows, axis_);
-  const OwnershipMap part = parts_along(2, moved.dtype() == kU8 ? kBytes : kBlockSize);
+  const OwnershipMap part = parts_along(2, moved.dtype() == kU8 ? kBytes : part_size());
   const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), momentum.type());
   const Tensor move = full_like(gradient, 0);
   detail::nesterov_step(move, gradient, momentum, shard.segments, scalars_);

@@ -41,7 +41,7 @@ namespace sheaf::optim {
 enum class Moves : uint8_t {
   whole,  ///< parameters, in the masters' dtype
   bf16,   ///< what they have moved by: half of the bytes
-  int8,   ///< in blocks of 64 with a scale, rounded by chance: a quarter
+  int8,   ///< in blocks of 64 with a scale, rounded by chance: a quarter; of units with ShardOptions::whole_blocks
 };
 /// By its name, "f32" for whole; ConfigError for others.
 Moves moves_from(std::string_view name);
@@ -99,6 +99,8 @@ class DiLoCo {
   OuterState state(const OuterShard& shard, std::optional<OwnershipMap> cut) const;
   /// A value [R, n] as it is for each island, a view.
   Tensor as_rows(const Tensor& whole) const;
+  /// Islands' parts of what a rank has are multiples of it.
+  int64_t part_size() const { return moves_ == Moves::int8 ? kBlockSize : FlatLayout::kAlign; }
   bool rounds(const OuterShard& shard) const { return moves_ != Moves::whole && shard.momentum.tensor; }
   void step_whole(OuterShard& shard) const;
   void step_by_moves(OuterShard& shard) const;

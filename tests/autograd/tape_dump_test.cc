@@ -20,10 +20,10 @@ TEST(TapeDump, TextReadsLikeTheStep) {
   EXPECT_TRUE(text.starts_with("leaf\n  %0"));
   EXPECT_LT(text.find("\nforward\n"), text.find("\nbackward\n"));
   // 96 elements of 4 bytes, a third of which this rank has.
-  EXPECT_THAT(text, ContainsRegex("= all_gather %[0-9]+ +root +Shard\\(flat\\)→Replicate@data f32\\[192\\] +512 B  gather lane\n"));
+  EXPECT_THAT(text, ContainsRegex("= all_gather %[0-9]+ +root +Shard\\(flat\\)→Replicate@data f32\\[96\\] +256 B  gather lane\n"));
   EXPECT_THAT(text, ContainsRegex("= linear %[0-9]+, %[0-9]+, %[0-9]+ +blocks.0 +f32\\[7,3\\] Shard\\(0\\)@data"));
   EXPECT_THAT(text, ContainsRegex("= all_gather %[0-9]+ +blocks.0 .*gather lane  mirror of its discard"));
-  EXPECT_THAT(text, ContainsRegex("= reduce_scatter %[0-9]+ +root +Partial→Shard\\(flat\\)@data f32\\[192\\] +512 B  reduce lane"));
+  EXPECT_THAT(text, ContainsRegex("= reduce_scatter %[0-9]+ +root +Partial→Shard\\(flat\\)@data f32\\[96\\] +256 B  reduce lane"));
   // A layer's two gradients are one op, which stores both where they belong.
   EXPECT_THAT(text, ContainsRegex("= linear_gradients .*  stored into slot %[0-9]+, stored into slot %[0-9]+\n"));
   EXPECT_THAT(text, HasSubstr("added to slot %"));  // the tied table's second use
@@ -90,11 +90,11 @@ TEST(TapeDump, WireBytesAreWhatCommunicatorsReceive) {
 TEST(TapeDump, SummaryCountsPerUnit) {
   const std::string summary = collective_summary(unit_step_tapes(3)[0]);
   SCOPED_TRACE(summary);
-  EXPECT_THAT(summary, ContainsRegex("root +all_gather +1 +512 B\n"));
-  EXPECT_THAT(summary, ContainsRegex("blocks.0 +all_gather +2 +1.0 KiB\n"));
-  EXPECT_THAT(summary, ContainsRegex("blocks.0 +reduce_scatter +1 +512 B\n"));
-  EXPECT_THAT(summary, ContainsRegex("blocks.1 +all_gather +1 +512 B\n"));
-  EXPECT_THAT(summary, ContainsRegex("total +7 +3.5 KiB\n"));
+  EXPECT_THAT(summary, ContainsRegex("root +all_gather +1 +256 B\n"));
+  EXPECT_THAT(summary, ContainsRegex("blocks.0 +all_gather +2 +512 B\n"));
+  EXPECT_THAT(summary, ContainsRegex("blocks.0 +reduce_scatter +1 +256 B\n"));
+  EXPECT_THAT(summary, ContainsRegex("blocks.1 +all_gather +1 +256 B\n"));
+  EXPECT_THAT(summary, ContainsRegex("total +7 +1.8 KiB\n"));
 }
 
 TEST(TapeDump, ATapeOutlivesItsWorld) {

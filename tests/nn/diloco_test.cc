@@ -54,8 +54,8 @@ struct Rounds {
   Values start;
 };
 
-Rounds run_rounds(int islands, int ranks, const ShardOptions& options, const optim::DiLoCoOptions& outer_options, DType dtype,
-        double inner_lr = 0.3) {
+Rounds run_rounds(int islands, int ranks, ShardOptions options, const optim::DiLoCoOptions& outer_options, DType dtype) {
+  options.whole_blocks = outer_options.moves == optim::Moves::int8;
   Rounds out;
   out.before.assign(kRounds, std::vector<Values>(static_cast<size_t>(islands)));
   out.after = out.before;
@@ -261,7 +261,7 @@ void expect_state_is_cut(optim::Moves moves) {
     run_local(islands * ranks, [&, islands = islands](World& w) {
       const Meshes meshes = islands_of(w, islands);
       TinyModel m;
-      shard(m, meshes.island, {.units = nn::units_of<TinyBlock>()});
+      shard(m, meshes.island, {.units = nn::units_of<TinyBlock>(), .whole_blocks = moves == optim::Moves::int8});
       materialize(m, Device::cpu(), {.seed = 4});
       const optim::DiLoCo outer(m, meshes.all, "island", {.moves = moves});
       const std::lock_guard lock(mutex);
@@ -302,7 +302,7 @@ TEST(DiLoCo, IsATapeOfRedistributions) {
     outer.step();
     const Tape tape = recording.take();
     const std::string text = to_text(tape);
-    for (const char* part : {"mean", "Partial@island", "Shard(1 by 64)@island", "sgd", "Replicate@island", "Shard(0)@island"})
+    for (const char* part : {"mean", "Partial@island", "Shard(1 by 32)@island", "sgd", "Replicate@island", "Shard(0)@island"})
       EXPECT_THAT(text, HasSubstr(part));
     EXPECT_THAT(check_types(tape), ::testing::IsEmpty());
   });
@@ -332,6 +332,7 @@ TEST(DiLoCo, RefusesOtherMeshes) {
     materialize(n, Device::cpu());
     EXPECT_THAT(message([&] { optim::DiLoCo(n, all, "island", {.lr = 0}); }), HasSubstr("lr is 0"));
     EXPECT_THAT(message([&] { optim::DiLoCo(n, all, "island", {.momentum = 1}); }), HasSubstr("momentum is 1"));
+    EXPECT_THAT(message([&] { optim::DiLoCo(n, all, "island", {.moves = optim::Moves::int8}); }), HasSubstr("shard it with ShardOptions::whole_blocks"));
   });
 }
 
