@@ -39,8 +39,9 @@ class HuggingFaceTokenizer : public Tokenizer {
       if (!token.bare) taking_.insert(token.id);
       file_.shown[static_cast<size_t>(token.id)] = content;
     }
-    cuttable_ = !whole_ && !ordinary_.raw.contain_any(" \n") && !ordinary_.normalized.contain_any(" \n");
-    for (const char* name : {"</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last one that is there
+    const char* const cuts = file_.pattern ? " \n" : " ";  // where words may end
+    cuttable_ = !whole_ && !ordinary_.raw.contain_any(cuts) && !ordinary_.normalized.contain_any(cuts);
+    for (const char* name : {"<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last one that is there
       for (const auto& token : file_.added)
         if (token.special && token.content == name) end_of_text_ = token.id;
     file_.tokens = {}, file_.merges = {};

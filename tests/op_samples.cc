@@ -128,7 +128,7 @@ const std::vector<OpSample>& op_samples() {
       {.op = "gelu", .variant = "tanh", .inputs = {uniform({3, 5}, -3, 3)},
        .f = [](Args x) { return gelu(x[0], GeluKind::tanh); }, .rules = {"S0 -> S0", "S1 -> S1"}},
       {.op = "geglu", .inputs = {uniform({3, 5}, -3, 3), {3, 5}}, .f = [](Args x) { return geglu(x[0], x[1]); },
-       .scale = {3, 5}},
+       .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "R P -> P", "F F -> F"}},
       {.op = "swiglu", .inputs = {uniform({3, 5}, -3, 3), {3, 5}}, .f = [](Args x) { return swiglu(x[0], x[1]); },
        .rules = {"S0 S0 -> S0", "S1 S1 -> S1", "R P -> P", "F F -> F"}},
 

@@ -42,6 +42,9 @@ def _begin(deps, copts):
     root = tree.workspace_root + "/" if tree.workspace_root else ""
     begin = ["-include", "$(BINDIR)/" + root + headers + "/" + name + ".h"]
 
+    # Else g++ lists none of what it has read before among a source's dependencies, and Bazel does not compile it again when they change.
+    begin.append("-fpch-deps")
+
     # g++ 12 warns about what it has precompiled as about code of ours, and sees std::string copy and search out of bounds.
     ghosts = ["-Wno-array-bounds", "-Wno-stringop-overflow", "-Wno-stringop-overread"]
     return deps + [str(Label("//" + headers + ":" + name))], _copts(begin + ghosts + copts)

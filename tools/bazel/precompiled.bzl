@@ -35,7 +35,8 @@ def _precompiled_header_impl(ctx):
     )
     ctx.actions.run(
         executable = cc_common.get_tool_for_action(feature_configuration = features, action_name = "c++-compile"),
-        arguments = ["-x", "c++-header"] + flags,
+        # What it was made of goes into it, so that whoever starts from there can list it (-fpch-deps).
+        arguments = ["-x", "c++-header"] + flags + ["-MD", "-MF", "/dev/null"],
         inputs = depset([header], transitive = [toolchain.all_files, known.headers]),
         outputs = [read],
         mnemonic = "CppPrecompile",
