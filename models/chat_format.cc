@@ -73,8 +73,10 @@ ChatFormat::ChatFormat(std::string_view name, const Tokenizer& tokenizer) : toke
     frame_ = {"", "<|im_start|>", "", "\n", "<|im_end|>", "\n", false};
   } else if (name == "llama3") {
     frame_ = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "\n\n", "<|eot_id|>", "", true};
+  } else if (name == "gemma") {
+    frame_ = {"<bos>", "<start_of_turn>", "", "\n", "<end_of_turn>", "\n", true, "model", true};
   } else {
-    fail<ConfigError>("[chat] unknown format '", name, "'; known: chatml, llama3");
+    fail<ConfigError>("[chat] unknown format '", name, "'; known: chatml, llama3, gemma");
   }
   for (const std::string_view token : {frame_.begin, frame_.before_role, frame_.behind_role, frame_.end_of_turn}) {
     if (token.empty()) continue;
@@ -87,21 +89,38 @@ ChatFormat::ChatFormat(std::string_view name, const Tokenizer& tokenizer) : toke
 
 void ChatFormat::open_turn(const std::string& role, Writer& out) const {
   out.special(frame_.before_role, kReadOnly);
-  out.text(role, kReadOnly);
+  out.text(role == "assistant" ? frame_.assistant : std::string_view(role), kReadOnly);
   out.special(frame_.behind_role, kReadOnly);
   out.text(frame_.before_content, kReadOnly);
 }
 
-std::vector<MarkedToken> ChatFormat::encode(std::span<const Message> messages, std::string_view origin) const {
+void ChatFormat::check_turns(std::span<const Message> messages, std::string_view origin) const {
   // Those that published templates know: a misspelt one would be read, and never learned.
   constexpr std::string_view kRoles[] = {"system", "user", "assistant", "tool", "developer", "ipython"};
-  Writer out(tokenizer_, origin);
-  out.special(frame_.begin, kReadOnly);
-  for (const auto& [role, content] : messages) {
+  for (const auto& [role, content] : messages)
     check<DataError>(std::ranges::find(kRoles, role) != std::end(kRoles), "[chat] ", origin, ": the role ", json_string(role),
                      " is none of system, user, assistant, tool, developer and ipython");
+  if (!frame_.alternates) return;
+  const size_t first = !messages.empty() && messages[0].role == "system";
+  for (size_t i = first; i < messages.size(); ++i)
+    check<DataError>(messages[i].role == ((i - first) % 2 == 0 ? "user" : "assistant"), "[chat] ", origin, ": in this format a user and an ",
+                     "assistant take turns, behind a system, perhaps; message ", i + 1, " is of the role ", json_string(messages[i].role));
+  check<DataError>(first < messages.size() || first == 0, "[chat] ", origin, ": what the system says stands before what a user says, and none does");
+}
+
+std::vector<MarkedToken> ChatFormat::encode(std::span<const Message> messages, std::string_view origin) const {
+  check_turns(messages, origin);
+  Writer out(tokenizer_, origin);
+  out.special(frame_.begin, kReadOnly);
+  std::string before;  // what goes into the next turn
+  for (const auto& [role, content] : messages) {
+    if (frame_.alternates && role == "system") {
+      before = content + "\n\n";
+      continue;
+    }
     const MarkedToken mark = role == "assistant" ? 0 : kReadOnly;
     open_turn(role, out);
+    out.text(std::exchange(before, {}), mark);
     out.text(frame_.trims ? trimmed(content) : content, mark);
     out.special(frame_.end_of_turn, mark);
     out.text(frame_.behind_turn, kReadOnly);

@@ -18,12 +18,13 @@ struct Message {
 /// How messages stand one behind another. A frame's special tokens are read as such; what somebody has said never makes one.
 class ChatFormat {
  public:
-  /// "chatml" (Qwen's, SmolLM's and others') or "llama3" (Llama 3's, which trims what is said). Throws ConfigError for another, or if the
+  /// "chatml" (Qwen's, SmolLM's and others'), "llama3" (Llama 3's, which trims what is said) or "gemma" (Gemma's, which trims it, too, calls an
+  /// assistant model, and puts what a system says before what the user says first; both take turns). Throws ConfigError for another, or if the
   /// tokenizer lacks one of the frame's special tokens, DataError if one takes away blanks beside it. `tokenizer` must outlive it.
   ChatFormat(std::string_view name, const Tokenizer& tokenizer);
 
   /// The tokens of a conversation. Learned is what the role "assistant" says, with the token that ends a turn; it is encoded on its own,
-  /// as it is generated, all else with the frame around it. Throws DataError for a role that is not made of letters; `origin` names the
+  /// as it is generated, all else with the frame around it. Throws DataError for a role that the frame does not know; `origin` names the
   /// conversation in it.
   std::vector<MarkedToken> encode(std::span<const Message> messages, std::string_view origin = "the conversation") const;
   /// The same up to where an assistant's turn begins, as a prompt.
@@ -38,8 +39,11 @@ class ChatFormat {
     std::string_view before_role, behind_role;  // special tokens; there may be none behind it
     std::string_view before_content, end_of_turn, behind_turn;
     bool trims;
+    std::string_view assistant = "assistant";
+    bool alternates = false;  // a system before all, perhaps, then a user and an assistant in turn
   };
   class Writer;
+  void check_turns(std::span<const Message> messages, std::string_view origin) const;
   void open_turn(const std::string& role, Writer& out) const;
 
   const Tokenizer& tokenizer_;

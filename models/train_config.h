@@ -248,7 +248,7 @@ struct GenerateConfig {
   double top_p = 1;           ///< of these among the likeliest that make up so much of their probability (nucleus sampling)
   bool ignore_end_of_text = false;  ///< go on behind the token that ends a text, or a turn
   bool special_tokens = false;  ///< the prompt may have special tokens in it, by their names
-  std::string chat = {};      ///< "chatml", "llama3": the prompt is what a user says, and an assistant answers (ChatFormat); "": a text
+  std::string chat = {};      ///< "chatml", "llama3", "gemma": the prompt is what a user says, and an assistant answers (ChatFormat); "": a text
   std::string system = {};    ///< in a chat: what the assistant is told before
   std::string end_token = {};  ///< a special token that ends what is generated, beside the tokenizer's end of text
   std::string dtype = "f32";  ///< generate_from_folder's, of weights and computing: "f32", or "bf16" or "f16" in half of the memory

@@ -194,7 +194,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"generate.top_p", &g.top_p, "of these among as few of the likeliest as make up this share of their probability (nucleus sampling)", any,
        0, 1},
       {"generate.ignore_end_of_text", &g.ignore_end_of_text, "go on behind the token that ends a text, if the tokenizer has one, or a turn"},
-      {"generate.chat", &g.chat, "chatml or llama3: the prompt is what a user says, and an assistant answers; empty: it is a text to continue"},
+      {"generate.chat", &g.chat, "chatml, llama3 or gemma: the prompt is what a user says, and an assistant answers; empty: it is a text to continue"},
       {"generate.system", &g.system, "in a chat: what the assistant is told before"},
       {"generate.end_token", &g.end_token, "a special token that ends what is generated, beside the tokenizer's end of text"},
       {"generate.special_tokens", &g.special_tokens, "the prompt may have special tokens in it, by their names"},

@@ -102,7 +102,7 @@ void add_options(CLI::App& command, TokenizeArguments& tokenize) {
   command.add_option("--prompt-field", tokenize.examples.prompt_field,
                      "examples for fine-tuning: the member that is a prompt; --field is its answer (completion), which is learned");
   command.add_option("--chat", tokenize.examples.chat_format,
-                     "the same of conversations: chatml or llama3; --field is the list of messages (messages), each a role "
+                     "the same of conversations: chatml, llama3 or gemma; --field is the list of messages (messages), each a role "
                      "and a content, and what the assistant says is learned");
   command.add_flag("--special-tokens", tokenize.examples.special_tokens,
                    "prompts and answers may have special tokens in them, by their names");

@@ -132,6 +132,26 @@ TEST(ExampleLines, OfLlama3sConversations) {
                              "<|end_header_id|>\n\nYo<|eot_id|><|end_of_text|>", true));
 }
 
+// A system's words are a user's there.
+TEST(ExampleLines, OfGemmasConversations) {
+  const auto tokenizer = tokenizer_with("gemma", {"<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"});
+  const ChatFormat format("gemma", *tokenizer);
+  const std::vector<Message> messages = {{"system", "Be good. "}, {"user", "\n Hi "}, {"assistant", " Yo  "}, {"user", "1+1?"}};
+  const std::string rendered =
+      "<bos><start_of_turn>user\nBe good. \n\nHi<end_of_turn>\n<start_of_turn>model\nYo<end_of_turn>\n<start_of_turn>user\n1+1?<end_of_turn>\n";
+  EXPECT_EQ(shown(*tokenizer, format.encode(messages)),
+            "<bos><start_of_turn>user\nBe good. \n\nHi<end_of_turn>\n<start_of_turn>model\n[Yo<end_of_turn>]\n<start_of_turn>user\n1+1?"
+            "<end_of_turn>\n");
+  EXPECT_EQ(ids(format.encode(messages)), tokenizer->encode_special(rendered, true));
+  EXPECT_EQ(format.encode_prompt(messages), tokenizer->encode_special(rendered + "<start_of_turn>model\n", true));
+  EXPECT_EQ(tokenizer->end_of_text(), tokenizer->special_token("<eos>"));
+  const auto refused = [&](std::vector<Message> said) { return error_of<DataError>([&] { format.encode(said); }); };
+  EXPECT_THAT(refused({{"user", "Hi"}, {"user", "Hi"}}), HasSubstr("a user and an assistant take turns, behind a system, perhaps; message 2 is of the role \"user\""));
+  EXPECT_THAT(refused({{"assistant", "Hi"}}), HasSubstr("message 1 is of the role \"assistant\""));
+  EXPECT_THAT(refused({{"user", "Hi"}, {"system", "Hi"}}), HasSubstr("message 2"));
+  EXPECT_THAT(refused({{"system", "Hi"}}), HasSubstr("and none does"));
+}
+
 // As templates trim: all that Python's strip() takes away.
 TEST(ExampleLines, Llama3TrimsAllBlanks) {
   const auto tokenizer = llama();
@@ -238,7 +258,7 @@ TEST(ExampleLines, OptionsThatContradictEachOther) {
   EXPECT_THAT(of(qwen(), {}), HasSubstr("either prompts with answers or conversations"));
   EXPECT_THAT(of(qwen(), {.prompt_field = "p", .chat_format = "chatml"}), HasSubstr("either prompts with answers or conversations"));
   EXPECT_THAT(of(qwen(), {.chat_format = "chatml", .special_tokens = true}), HasSubstr("makes no special tokens"));
-  EXPECT_THAT(of(qwen(), {.chat_format = "chatgpt"}), HasSubstr("unknown format 'chatgpt'; known: chatml, llama3"));
+  EXPECT_THAT(of(qwen(), {.chat_format = "chatgpt"}), HasSubstr("unknown format 'chatgpt'; known: chatml, llama3, gemma"));
   EXPECT_THAT(of(qwen(), {.chat_format = "llama3"}), HasSubstr("format llama3: the tokenizer (huggingface) has no special token <|begin_of_text|>"));
   EXPECT_THAT(of(qwen(), {.chat_format = "chatml", .end = "<|im_end|>"}), HasSubstr("is also that which keeps examples apart"));
   EXPECT_THAT(of(qwen(), {.prompt_field = "p", .end = "<|none|>"}), HasSubstr("the tokenizer (huggingface) has no special token <|none|>"));
