@@ -144,7 +144,6 @@ TEST(ExampleLines, OfGemmasConversations) {
             "<end_of_turn>\n");
   EXPECT_EQ(ids(format.encode(messages)), tokenizer->encode_special(rendered, true));
   EXPECT_EQ(format.encode_prompt(messages), tokenizer->encode_special(rendered + "<start_of_turn>model\n", true));
-  EXPECT_EQ(tokenizer->end_of_text(), tokenizer->special_token("<eos>"));
   const auto refused = [&](std::vector<Message> said) { return error_of<DataError>([&] { format.encode(said); }); };
   EXPECT_THAT(refused({{"user", "Hi"}, {"user", "Hi"}}), HasSubstr("a user and an assistant take turns, behind a system, perhaps; message 2 is of the role \"user\""));
   EXPECT_THAT(refused({{"assistant", "Hi"}}), HasSubstr("message 1 is of the role \"assistant\""));
