@@ -150,7 +150,7 @@ enum class GeluKind : uint8_t { exact, tanh };
 Tensor gelu(const Tensor& x, GeluKind kind = GeluKind::exact);
 /// silu(gate) * up, of equal shapes (Shazeer 2020).
 Tensor swiglu(const Tensor& gate, const Tensor& up);
-/// gelu(gate) * up, with the tanh approximation (Shazeer 2020). What gelu gives is not kept: a backward makes it again.
+/// gelu(gate) * up, of equal shapes, with the tanh approximation (Shazeer 2020). Neither is kept but these two: a backward makes it again.
 Tensor geglu(const Tensor& gate, const Tensor& up);
 
 // Reductions over `dims` (none: all); with keepdim, reduced dimensions stay with size 1. sum of integers and bool is i64.

@@ -24,11 +24,12 @@ struct Group {
   int hosts = 1, on_host = 1;  // how many, and how many of its ranks on that with most
 };
 
-// `size` ranks along an axis.
-Group group_along(const MeshSpec& mesh, int axis, int size, int rank, int ranks_per_host) {
+// Ranks along an axis. `stages` there are along a chain, if it is not 0, whatever the mesh has.
+Group group_along(const MeshSpec& mesh, int axis, int stages, int rank, int ranks_per_host) {
   Group g;
-  for (int a = mesh.num_axes() - 1; a > axis; --a) g.stride *= mesh.size(a);
-  g.ranks = size;
+  const auto size = [&](int a) { return mesh.is_chain(a) && stages > 0 ? stages : mesh.size(a); };
+  for (int a = mesh.num_axes() - 1; a > axis; --a) g.stride *= size(a);
+  g.ranks = size(axis);
   g.first = rank - rank / g.stride % g.ranks * g.stride;
   for (int i = 0, host = -1, here = 0; i < g.ranks; ++i) {
     const int next = (g.first + i * g.stride) / ranks_per_host;
@@ -207,9 +208,8 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
     const Layout& to = tape.type(t.to).layout;
     const MeshSpec& mesh = *to.mesh();
     const bool longer = mesh.is_chain(t.axis) && of.stages > 0;
-    const int size = longer ? of.stages : mesh.size(t.axis);
     const auto [known, fresh] = groups.try_emplace({&mesh, t.axis});
-    if (fresh) known->second = group_along(mesh, t.axis, size, rank, machine.ranks_per_host);
+    if (fresh) known->second = group_along(mesh, t.axis, of.stages, rank, machine.ranks_per_host);
     const Group& g = known->second;
     time.receives = tape.wire_bytes(n);
     if (t.name == "send") {
@@ -218,7 +218,7 @@ RankTimes times_on(const Machine& machine, const Tape& tape, const TapeOf& of) {
       const int me = (rank - g.first) / g.stride;
       const auto rank_of = [&](int stage) {  // round a ring the last is next to the first
         const int on = stage + of.stages_before - me, step = mesh.is_ring(t.axis) && std::abs(on) > 1 ? (on > 0 ? -1 : 1) : on;
-        return g.first + (me + step + size) % size * g.stride;
+        return g.first + (me + step + g.ranks) % g.ranks * g.stride;
       };
       const int a = rank_of(from), b = rank_of(there);
       const Link& link = a / machine.ranks_per_host == b / machine.ranks_per_host ? machine.within : machine.between;

@@ -73,7 +73,7 @@ Mesh World::slice(const Mesh& mesh, const std::string& axis) {
   const MeshSpec* spec = MeshSpec::intern(std::move(axes));
   const Binding::Bound* known = binding_->find(spec);
   if (!known) return binding_->bind({spec, std::make_shared<MeshSlice>(mesh.runtime, left_out), mesh.spec, left_out});
-  if (known->slice_of != mesh.spec || known->axis != left_out)
+  if (mesh.spec->size(left_out) > 1 && (known->slice_of != mesh.spec || known->axis != left_out))
     fail<ConfigError>("[mesh] ", spec->to_string(), " is in use already, and not as ", mesh.spec->to_string(), " without '", axis, "'");
   return {spec, known->runtime};
 }

@@ -102,8 +102,8 @@ bool shorten(ChoiceRow& row, int64_t most) {
 
 ChoiceQuestions::ChoiceQuestions(std::string name, const std::string& path, const Tokenizer& tokenizer, const Options& options)
     : name_(std::move(name)), path_(path) {
-  check<ConfigError>(options.vocab == 0 || tokenizer.vocab_size() <= options.vocab, "[choices] '", path, "': the tokenizer has ",
-                     tokenizer.vocab_size(), " tokens, the model ", options.vocab);
+  check<ConfigError>(options.vocab == 0 || tokenizer.least_vocab() <= options.vocab, "[choices] '", path, "': the tokenizer has ",
+                     tokenizer.least_vocab(), " tokens, the model ", options.vocab);
   TextReader reader(path, kBlock);
   int64_t lines = 0;
   const auto is_enough = [&] { return options.most > 0 && std::ssize(questions_) >= options.most; };

@@ -46,8 +46,8 @@ void take_tokenizer(SavedModel& saved, const DataConfig& data) {
   if (data.tokenizer == DataConfig{}.tokenizer) return;
   check<ConfigError>(!saved.text.tokenizer, "[evaluate] data.tokenizer ", data.tokenizer, ": the model in '", saved.origin, "' has a tokenizer");
   saved.text.tokenizer = open_tokenizer(data.tokenizer, data.tokenizer_folder);
-  check<ConfigError>(saved.text.tokenizer->vocab_size() <= saved.vocab, "[evaluate] data.tokenizer ", data.tokenizer, " has ",
-                     saved.text.tokenizer->vocab_size(), " tokens, the model ", saved.vocab);
+  check<ConfigError>(saved.text.tokenizer->least_vocab() <= saved.vocab, "[evaluate] data.tokenizer ", data.tokenizer, " has ",
+                     saved.text.tokenizer->least_vocab(), " tokens, the model ", saved.vocab);
 }
 
 // As a run was trained; where all that it is evaluated on are examples, these are; or as the options say.
@@ -102,12 +102,13 @@ EvaluationReport evaluate_folder(const std::string& folder, TrainConfig config, 
     StepInputs inputs(windows, sharded.mesh, device, 0);
     bool first = true;
     for (Validation& v : report.validation) {
-      v.loss = loss_over(v.windows, sharded, inputs, std::exchange(first, false));
+      v.loss = loss_over(v.windows, sharded, inputs, first);
       check<NonFiniteError>(std::isfinite(v.loss), "[evaluate] the loss", v.name.empty() ? "" : " of " + v.name, " is ", v.loss);
     }
   }
+  bool first_questions = true;
   for (AnsweredQuestions& set : report.questions)
-    set.accuracy = set.questions.accuracy(log_likelihoods(set.questions, sharded, windows, device, &set == &report.questions[0]));
+    set.accuracy = set.questions.accuracy(log_likelihoods(set.questions, sharded, windows, device, first_questions));
   return report;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <utility>
 
 #include "sheaf/autograd/ops.h"
 #include "sheaf/distributed/in_turn.h"
@@ -33,13 +34,13 @@ void fill_window(const ChoiceRow* row, int64_t context, int32_t* inputs, int32_t
 
 }  // namespace
 
-double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs, bool first) {
+double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, StepInputs& inputs, bool& first) {
   const auto fill = [&](int64_t begin, int64_t count, int32_t* tokens, int32_t* targets) { windows.fill(begin, count, tokens, targets); };
   double sum = 0;
   const int64_t rows = inputs.num_rows(), mine = sharded.island() * rows;  // islands take turns
   for (int64_t begin = mine; begin < windows.num_windows(); begin += rows * sharded.num_islands()) {
     std::optional<CollectivesInTurn> in_turn;
-    if (first && begin == mine) in_turn.emplace();
+    if (std::exchange(first, false)) in_turn.emplace();
     inputs.set_samples(begin, fill);
     // In the micro-batches of training, added in their order, so that a world of k ranks gives the bits of one rank with k
     // micro-batches.
@@ -52,12 +53,13 @@ double loss_over(const SequentialWindows& windows, const ShardedModel& sharded, 
 }
 
 std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const ShardedModel& sharded, const TrainConfig& config,
-                                    Device device, bool first) {
+                                    Device device, bool& first) {
   const std::vector<ChoiceRow>& rows = questions.rows();
   std::map<int64_t, std::vector<size_t>> by_window;
   for (size_t i = 0; i < rows.size(); ++i) by_window[window_of(rows[i], config.model)].push_back(i);
   const Layout whole(sharded.mesh.spec, Placement::replicate());
   std::vector<double> out(rows.size());
+  const bool all_are_first = first;
   for (const auto& [window, members] : by_window) {
     TrainConfig shape = config;
     shape.model.context = window;
@@ -72,7 +74,8 @@ std::vector<double> log_likelihoods(const ChoiceQuestions& questions, const Shar
     const auto at_once = static_cast<size_t>(inputs.num_rows()), mine = static_cast<size_t>(sharded.island()) * at_once;
     for (size_t begin = mine; begin < members.size(); begin += at_once * static_cast<size_t>(sharded.num_islands())) {
       std::optional<CollectivesInTurn> in_turn;
-      if (first && begin == mine) in_turn.emplace();
+      if (all_are_first && begin == mine) in_turn.emplace();
+      first = false;
       inputs.set_samples(static_cast<int64_t>(begin), fill);
       size_t at = begin;
       for (const Tensor& losses : sharded.losses(inputs, {.per_target = true}))

@@ -295,8 +295,13 @@ class Reader {
       const int byte = token.empty() ? -1 : byte_of(token);
       if (byte >= 0) file_.bytes[static_cast<size_t>(byte)] = static_cast<int32_t>(id);
       token = byte >= 0 ? "" : with_spaces(token);
-      file_.shown[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : is_added(id) ? names_[id] : token;
+      file_.shown[id] = byte >= 0 ? std::string(1, static_cast<char>(byte)) : token;
+      if (is_added(id)) file_.shown[id] = with_spaces(names_[id]);
     }
+    // Gemma has a token of a tab in place of that of its byte. No other character has a byte that is one.
+    for (size_t byte = 0; byte < 128; ++byte)
+      if (const auto found = ids_.find(std::string(1, static_cast<char>(byte))); file_.bytes[byte] < 0 && found != ids_.end())
+        file_.bytes[byte] = found->second;
     for (size_t byte = 0; byte < 256; ++byte)
       if (file_.bytes[byte] < 0)
         root_.at("model").at("byte_fallback").refuse(str("model.vocab has no token of the byte ", byte));

@@ -37,8 +37,10 @@ class HuggingFaceTokenizer : public Tokenizer {
       (token.normalized ? ordinary_.normalized : ordinary_.raw).add(content, token.id, token.special);
       (token.normalized ? all_.normalized : all_.raw).add(content, token.id, false);
       if (!token.bare) taking_.insert(token.id);
-      file_.shown[static_cast<size_t>(token.id)] = content;
+      file_.shown[static_cast<size_t>(token.id)] = file_.pattern ? content : with_spaces(content);
     }
+    least_vocab_ = vocab_size();
+    while (std::ranges::any_of(file_.added, [this](const auto& t) { return t.special && t.id == least_vocab_ - 1; })) --least_vocab_;
     const char* const cuts = file_.pattern ? " \n" : " ";  // where words may end
     cuttable_ = !whole_ && !ordinary_.raw.contain_any(cuts) && !ordinary_.normalized.contain_any(cuts);
     for (const char* name : {"<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"})  // the last one that is there
@@ -49,6 +51,7 @@ class HuggingFaceTokenizer : public Tokenizer {
 
   std::string_view kind() const override { return "huggingface"; }
   int64_t vocab_size() const override { return static_cast<int64_t>(file_.shown.size()); }
+  int64_t least_vocab() const override { return least_vocab_; }
   std::optional<int32_t> end_of_text() const override { return end_of_text_; }
   Json to_json() const override { return Json::Object{{"kind", "huggingface"}, {"file", json_}}; }
 
@@ -191,6 +194,7 @@ class HuggingFaceTokenizer : public Tokenizer {
   Bpe bpe_;
   bool whole_;       // a piece is one word
   bool cuttable_;
+  int64_t least_vocab_;
   Added ordinary_, all_;  // without and with special ones
   std::unordered_set<int32_t> taking_;  // blanks beside them
   std::optional<int32_t> end_of_text_;

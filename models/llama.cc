@@ -40,6 +40,7 @@ nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t 
   a.dropout = c.dropout;
   a.rope_theta = c.rope_theta;
   a.rope_scaling = c.rope_scaling;
+  if (a.window && c.window_rope_theta != 0) a.rope_theta = c.window_rope_theta, a.rope_scaling = {};
   a.scale = mscale * mscale;
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
@@ -322,6 +323,7 @@ Llama::Llama(const LlamaConfig& c)
       norm(c.width, c.norm_eps) {
   check<ConfigError>(c.experts == 0 || c.dense_layers < c.layers, "[llama] of ", c.layers, " blocks the first ", c.dense_layers,
                      " have no mixture: none has");
+  check<ConfigError>(c.experts == 0 || !c.gelu_gate, "[llama] gelu_gate: mixtures of experts are SwiGLU");
   check<ConfigError>(c.kv_lora_rank == 0 || ((c.kv_heads == 0 || c.kv_heads == c.heads) && !c.qk_norm && !c.qkv_bias),
                      "[llama] kv_lora_rank ", c.kv_lora_rank, ": latent attention has as many key heads as heads (kv_heads 0, not ",
                      c.kv_heads, "), and neither qk_norm nor qkv_bias");

@@ -33,7 +33,7 @@ struct LlamaConfig {
   bool tie_embeddings = false;    ///< the head is the token embedding
   bool qkv_bias = false;          ///< queries, keys and values have biases, as Qwen2's
   bool qk_norm = false;           ///< queries and keys are normalised before they are rotated, as Qwen3's
-  bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; mixtures stay SwiGLU
+  bool gelu_gate = false;         ///< MLPs are GeGLU, as Gemma's; not with experts, whose mixtures are SwiGLU
   bool post_norms = false;        ///< what attention and MLPs give is normalised, too, before it is added, as Gemma 3's
   bool scale_embedding = false;   ///< the embedding of a token is multiplied by sqrt(width), as Gemma's
 
@@ -65,7 +65,7 @@ struct LlamaConfig {
   static LlamaConfig tiny() { return {}; }
   static LlamaConfig llama3_8b();
   /// The published sizes by name, "llama3-8b": those of Llama 3 at its context of 8,192, then those of Llama 3.1 and 3.2
-  /// at theirs of 131,072, whose rotary positions are scaled; Qwen3's, Mixtral's, DeepSeek's.
+  /// at theirs of 131,072, whose rotary positions are scaled; Qwen3's, Gemma's, Mixtral's, DeepSeek's.
   static std::vector<std::pair<std::string, LlamaConfig>> published();
   /// One of them, or "llama-tiny"; throws ConfigError that lists them.
   static LlamaConfig preset(const std::string& name);

@@ -95,7 +95,7 @@ Plan plan_as(const TrainConfig& config, int64_t vocab, const Who& who, const Sta
   if (ledger) ledger->reset_peak();
   RecordedStep recorded;
   step.run(settled, nothing, &recorded);
-  if (step.outer()) step.outer()->step();  // its peak counts, too, in whichever step it comes
+  if (step.outer()) step.outer_step();  // its peak counts, too, in whichever step it comes
   plan.tape = std::move(recorded.tape);
   plan.turns = std::move(recorded.turns);
   if (ledger) plan.peak = ledger->peak(memory), plan.host_peak = ledger->peak(host);

@@ -160,15 +160,18 @@ RopeScalingConfig read_rope(const Reader& r, const char* key, const Json* rope, 
   return s;
 }
 
-// Of all layers, or, as Gemma 3 has them, of those that see all tokens, and of those with a window, whose base goes to `window_theta`.
-void read_rotary(const Reader& r, ModelConfig& m, double& window_theta) {
+// Of all layers, or, as Gemma 3 has them (by_layer), of those that see all tokens, and of those with a window, whose base goes to
+// `window_theta`.
+void read_rotary(const Reader& r, ModelConfig& m, bool by_layer, double& window_theta) {
   if (const Json* given = r.find("rope_scaling")) m.rope_scaling = read_rope(r, "rope_scaling", given, m.rope_theta);
   const char* const key = "rope_parameters";  // since version 5 of transformers, the base and the scaling
   const Json* rope = r.find(key);
   if (!rope) return;
-  if (const Json* full = rope->is_object() ? rope->find("full_attention") : nullptr) {
-    const Json* sliding = rope->find("sliding_attention");
-    if (!sliding) r.refuse(key, "sliding_attention is missing");
+  const bool nested = rope->is_object() && (rope->find("full_attention") || rope->find("sliding_attention"));
+  if (nested != by_layer) r.refuse(key, by_layer ? "expected full_attention and sliding_attention" : "all of Sheaf's layers of this model_type turn alike");
+  if (nested) {
+    const Json *full = rope->find("full_attention"), *sliding = rope->find("sliding_attention");
+    if (!full || !sliding) r.refuse(key, "expected full_attention and sliding_attention");
     if (read_rope(r, key, sliding, window_theta) != RopeScalingConfig{}) r.refuse(key, "Sheaf scales no frequencies in layers with a window");
     rope = full;
   }
@@ -276,7 +279,7 @@ ModelConfig read_llama(const Reader& r, const std::string& type) {
   m.norm_eps = r.number("rms_norm_eps", 1e-6);
   m.rope_theta = r.number("rope_theta", mixtral || gemma3 ? 1e6 : 10000.0);
   double window_theta = r.number("rope_local_base_freq", 10000.0);
-  read_rotary(r, m, window_theta);
+  read_rotary(r, m, gemma3, window_theta);
   m.tie_embeddings = r.flag("tie_word_embeddings", gemma);
   m.bias = false;
   m.qkv_bias = type == "qwen2";

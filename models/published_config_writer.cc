@@ -205,7 +205,10 @@ void write_windows(const ModelConfig& m, const std::string& type, Json& json) {
   }
   if (type == "mixtral" || type == "mistral" || dots1) json.set("sliding_window", window);
   if (dots1) json.set("max_window_layers", 0);
-  if (gemma3 && m.window) json.set("sliding_window", window).set("rope_local_base_freq", m.window_rope_theta);
+  if (gemma3 && m.window)
+    json.set("sliding_window", window)
+        .set("sliding_window_pattern", m.full_attention_every ? m.full_attention_every : m.layers + 1)  // for readers that know no layer_types
+        .set("rope_local_base_freq", m.window_rope_theta);
 }
 
 void write_llama(const ModelConfig& m, const std::string& type, Json& json) {

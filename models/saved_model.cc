@@ -40,7 +40,7 @@ SavedModel from_published(const char* who, const std::string& folder) {
   out.vocab = out.model.vocab;
   if (has_published_text(beside)) {
     out.text = read_published_text(beside);
-    if (const int64_t known = out.text.tokenizer->vocab_size(); known > out.vocab)
+    if (const int64_t known = out.text.tokenizer->least_vocab(); known > out.vocab)
       fail<ConfigError>("[", who, "] '", folder, "': the tokenizer has ", known, " tokens, the model ", out.vocab);
   } else {
     out.no_tokenizer = str("'", beside, "' has neither tokenizer.json nor GPT-2's vocab.json and merges.txt");

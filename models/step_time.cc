@@ -258,7 +258,8 @@ Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const
       const auto look = [&](const Plan& plan) {
         if (islands > 1) {
           const auto every = static_cast<double>(given.train.inner_steps);
-          const RankTimes outer = times_on(machine, plan.outer, {.rank = all_ranks - world + all.ranks[static_cast<size_t>(s)]});
+          const RankTimes outer = times_on(machine, plan.outer, {.rank = all_ranks - world + all.ranks[static_cast<size_t>(s)],
+                                                                             .offloads_state = config.train.offload_optimizer, .stages = stages.count()});
           const Timeline line = clock(std::span(&outer, 1))[0];
           all.outer_seconds = std::max(all.outer_seconds, line.seconds / every);
           all.outer_received = std::max(all.outer_received, static_cast<double>(line.received) / every);

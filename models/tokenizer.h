@@ -19,6 +19,8 @@ class Tokenizer {
   virtual ~Tokenizer() = default;
   virtual std::string_view kind() const = 0;  ///< "char", "byte", "gpt2", "llama3", "huggingface"
   virtual int64_t vocab_size() const = 0;
+  /// What a model has to have: without special tokens behind all others, which models may lack that know no images (Gemma 3's smallest).
+  virtual int64_t least_vocab() const { return vocab_size(); }
   /// Throws DataError naming what cannot be encoded and its byte offset; `origin` names the text in it.
   virtual std::vector<int32_t> encode(std::string_view text, std::string_view origin = "text") const = 0;
   /// The same of a text that goes on where another one was cut.

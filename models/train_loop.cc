@@ -51,6 +51,7 @@ class Trainer::Loop {
     trainer_.saver_.finish();
     if (trainer_.complete()) {  // report the finished run
       if (first_rank_) trainer_.options_.print(str("the run is complete at step ", trainer_.first_step_));
+      if (step_.outer()) step_.outer()->go_back();  // from the middle of a round: islands have one model to evaluate
       trainer_.evaluate(report_);
     }
     report_.peak_bytes = report_.peaks.empty() ? 0 : report_.peaks[static_cast<size_t>(world_.rank())];
@@ -115,8 +116,10 @@ class Trainer::Loop {
 
   // Before anything is saved: no checkpoint holds what a step made of a gradient that is not finite.
   void read(const TrainingStep::Result& result) {
-    report_.train_loss = step_.mean_over_islands(result.loss.item<double>());
-    const double norm = grad_norm_ = step_.mean_over_islands(result.grad_norm.item<double>());
+    double means[] = {result.loss.item<double>(), result.grad_norm.item<double>()};
+    step_.mean_over_islands(means);
+    report_.train_loss = means[0], grad_norm_ = means[1];
+    const double norm = grad_norm_;
     if (step_.scaler() && !std::isfinite(norm)) return check_lost_steps();
     if (std::isfinite(report_.train_loss) && std::isfinite(norm)) return;
     trainer_.saver_.finish();  // of a step before, which was finite

@@ -66,8 +66,10 @@ Trainer::Trainer(const TrainConfig& config, World& world, Device device, const T
   take_epochs();
   train_data_ = {corpus_.train.size(), corpus_.train.check_all()};
   val_data_ = {corpus_.val.size(), corpus_.val.check_all()};
+  if (const OptimizationConfig& t = config_.train; t.islands > 1 && t.eval_every % std::max<int64_t>(1, t.inner_steps) != 0)
+    fail<ConfigError>("[train] train.eval_every ", t.eval_every, ": islands have one model to evaluate every train.inner_steps ", t.inner_steps, " steps");
   if (config_.model.vocab == 0) config_.model.vocab = corpus_.vocab;
-  const int64_t least = corpus_.tokenizer ? corpus_.tokenizer->vocab_size() : corpus_.vocab;
+  const int64_t least = corpus_.tokenizer ? corpus_.tokenizer->least_vocab() : corpus_.vocab;
   if (least > config_.model.vocab)
     fail<ConfigError>("[model] vocab ", config_.model.vocab, " is smaller than the tokenizer's ", least);
   if (config_.output.trace_step > 0 && config_.train.cuda_graph && device_.is_cuda())

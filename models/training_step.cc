@@ -98,7 +98,8 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
     check<ConfigError>(!scaler_, "[train] train.islands ", t.islands, ": with train.dtype f16 each would skip steps of its own");
     check<ConfigError>(t.inner_steps > 0, "[train] train.inner_steps ", t.inner_steps, ": there is at least one");
     outer_.emplace(*sharded_.model, sharded_.islands, "island", optim::DiLoCoOptions{.lr = t.outer_lr, .momentum = t.outer_momentum,
-                                                                                         .moves = optim::moves_from(t.outer_dtype)});
+                                                                                         .moves = optim::moves_from(t.outer_dtype),
+                                                                                         .offload = t.offload_optimizer});
   }
   inputs_ = std::make_unique<StepInputs>(config_, sharded_.mesh, device_,
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
@@ -145,13 +146,18 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
                         : runs_ == 0            ? record_first(step, lr, recorded)
                                                 : record(step, lr, recorded);
   ++runs_;
-  if (outer_ && ((step + 1) % config_.train.inner_steps == 0 || step + 1 == config_.train.steps)) outer_->step();
+  if (outer_ && ((step + 1) % config_.train.inner_steps == 0 || step + 1 == config_.train.steps)) outer_step();
   return result;
 }
 
-double TrainingStep::mean_over_islands(double value) const {
-  sharded_.sum_over_islands({&value, 1});
-  return value / sharded_.num_islands();
+void TrainingStep::outer_step() {
+  release_program();
+  outer_->step();
+}
+
+void TrainingStep::mean_over_islands(std::span<double> values) const {
+  sharded_.sum_over_islands(values);
+  for (double& value : values) value /= sharded_.num_islands();
 }
 
 TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep* recorded) {
@@ -275,21 +281,25 @@ TrainingStep::Result TrainingStep::replay(int64_t step, double lr, RecordedStep*
   return captured_;
 }
 
-void TrainingStep::prepare_evaluation() {
+void TrainingStep::release_program() {
   if (program_ && !graph_) program_->release();  // a graph keeps using its memory
+}
+
+void TrainingStep::prepare_evaluation() {
+  release_program();
   sharded_.model->eval();
 }
 
 double TrainingStep::evaluate(const SequentialWindows& windows) {
   const DeviceScope scope(device_);
   prepare_evaluation();
-  return loss_over(windows, sharded_, *inputs_, !std::exchange(evaluated_, true));
+  return loss_over(windows, sharded_, *inputs_, first_evaluation_);
 }
 
 std::vector<double> TrainingStep::log_likelihoods(const ChoiceQuestions& questions) {
   const DeviceScope scope(device_);
   prepare_evaluation();
-  return models::log_likelihoods(questions, sharded_, config_, device_, !std::exchange(asked_, true));
+  return models::log_likelihoods(questions, sharded_, config_, device_, first_questions_);
 }
 
 }  // namespace sheaf::models

@@ -24,6 +24,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <unordered_map>
 
 #include "sheaf/autograd/program.h"
@@ -77,8 +78,10 @@ class TrainingStep {
   /// step is left there; with leaves to capture it does not run as a graph. A graph's next run overwrites the tensors
   /// of the result. Of islands an outer step follows where one is due.
   Result run(int64_t step, const FillBatch& fill, RecordedStep* recorded = nullptr);
-  /// Mean over islands of one of these.
-  double mean_over_islands(double value) const;
+  /// The outer step of islands, beside nothing of a program's.
+  void outer_step();
+  /// Means over islands of some of these, in place.
+  void mean_over_islands(std::span<double> values) const;
   /// Mean loss over all windows, in nats per target; collective, the same on every rank.
   double evaluate(const SequentialWindows& windows);
   /// Of each row, as evaluation.h has it; collective, the same on every rank.
@@ -112,6 +115,7 @@ class TrainingStep {
   Result run_program(double lr, RecordedStep* recorded);
   Result replay(int64_t step, double lr, RecordedStep* recorded);
   bool runs_as_graph(const RecordedStep* recorded) const;
+  void release_program();
   void prepare_evaluation();
   int64_t tokens_of_island() const { return config_.train.batch * config_.model.context; }
 
@@ -126,7 +130,7 @@ class TrainingStep {
   std::optional<optim::DiLoCo> outer_;
   std::unique_ptr<StepInputs> inputs_;
   int64_t runs_ = 0;
-  bool evaluated_ = false, asked_ = false;
+  bool first_evaluation_ = true, first_questions_ = true;
   std::unique_ptr<Program> program_;
   RecordedStep compiled_;  // of which program_ is: what is wanted of it, for the rest lies there
   Result captured_;  // what every replay fills

@@ -30,9 +30,9 @@ struct StatePiece {
 std::vector<StatePiece> state_pieces(Module& module);
 /// The optimizer's tensors. Its step count is Optimizer::steps().
 std::vector<StatePiece> state_pieces(optim::Optimizer& optimizer);
-/// The same of a model that islands train: under their names the parameters after the last outer step, and
-/// "optimizer.outer.momentum.<name>". With optimizers also what each island has of its own, as a row of a tensor [islands, ...]: its
-/// parameters, "optimizer.inner.<name>", and its optimizers' state.
+/// The same of a model that islands train: under their names the parameters after the last outer step. With optimizers also
+/// "optimizer.outer.momentum.<name>" and what each island has of its own, as a row of a tensor [islands, ...]: its parameters,
+/// "optimizer.inner.<name>", and its optimizers' state.
 std::vector<StatePiece> state_pieces(Module& module, const std::vector<optim::Optimizer*>& optimizers, const optim::DiLoCo& outer);
 
 }  // namespace sheaf::nn

@@ -288,6 +288,8 @@ void validate(const TrainConfig& config, const std::function<std::string(const c
             origin("model.qk_rope_head_dim"), ": rotary embedding needs an even size");
   }
   const std::string scaling = models::rotary_scaling(m.rope_scaling).problem();
+  require(m.experts == 0 || !m.gelu_gate, "model.gelu_gate", origin("model.gelu_gate"), ": mixtures of experts (model.experts ", m.experts,
+          ") are SwiGLU");
   require(m.window == 0 || m.full_attention_every != 1, "model.window ", m.window, origin("model.window"),
           " would change nothing: with model.full_attention_every 1 all blocks see all keys");
   require(scaling.empty(), "model.rope_scaling.", scaling);

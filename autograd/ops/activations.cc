@@ -258,12 +258,9 @@ Tensor silu(const Tensor& x) { return apply<Silu>({}, x); }
 Tensor gelu(const Tensor& x, GeluKind kind) { return apply<Gelu>({kind}, x); }
 Tensor swiglu(const Tensor& gate, const Tensor& up) { return apply<Swiglu>({}, {gate, up}); }
 Tensor geglu(const Tensor& gate, const Tensor& up) {
-  Tensor passed;
-  {
-    const RecomputeScope again({.results = true});
-    passed = gelu(gate, GeluKind::tanh);
-  }
-  return mul(passed, up);
+  check<ShapeError>(gate.shape() == up.shape(), "[geglu] gate ", gate.shape(), " and up ", up.shape(), " are of equal shape");
+  const RecomputeScope again({.results = true});
+  return gelu(gate, GeluKind::tanh) * up;
 }
 
 }  // namespace sheaf

@@ -38,7 +38,7 @@ Moves moves_from(std::string_view name) {
 }
 
 DiLoCo::DiLoCo(nn::Module& module, const Mesh& mesh, const std::string& axis, const DiLoCoOptions& options)
-    : mesh_(mesh.spec), axis_(mesh.spec ? mesh.spec->axis(axis) : 0), moves_(options.moves) {
+    : mesh_(mesh.spec), axis_(mesh.spec ? mesh.spec->axis(axis) : 0), options_(options) {
   check<ConfigError>(mesh_, "[diloco] islands are those of a mesh, and this one has no axes");
   check<ConfigError>(options.lr > 0, "[diloco] lr is ", options.lr, ", not above 0");
   check<ConfigError>(options.momentum >= 0 && options.momentum < 1, "[diloco] momentum is ", options.momentum, ", not in [0, 1)");
@@ -73,10 +73,10 @@ Layout DiLoCo::layout_of(const OuterShard& shard, Placement islands) const {
 }
 
 // Without a cut all islands have all of it.
-OuterState DiLoCo::state(const OuterShard& shard, std::optional<OwnershipMap> cut) const {
+OuterState DiLoCo::state(const OuterShard& shard, std::optional<OwnershipMap> cut, bool offload) const {
   const Tensor& rows = shard.rows;
   const Placement islands = cut ? Placement::shard(*cut) : Placement::replicate();
-  OuterState out{detail::zero_state({rows.dtype(), {rows.size(1), rows.size(2)}, layout_of(shard, islands)}, rows.device(), {}), {}};
+  OuterState out{detail::zero_state({rows.dtype(), {rows.size(1), rows.size(2)}, layout_of(shard, islands)}, rows.device(), {.offload = offload}), {}};
   const Interval mine = cut ? cut->owned(island(), this->islands(), out.tensor.shape()) : Interval{0, rows.size(2)};
   for (const LocalPiece& piece : shard.unit->pieces(shard.flat(), mine))
     if (piece.runs.numel() > 0) out.parts.push_back({piece, piece.shard_offset});
@@ -102,14 +102,13 @@ void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
   const Shape local = rows.local_shape();
   shard.rows = Tensor::over(b.shard.storage(), b.shard.byte_offset(), rows, local, local.contiguous_strides());
 
-  const bool whole = moves_ == Moves::whole || !b.has_slope();
-  if (moves_ == Moves::int8 && elements % kBlockSize != 0)
+  if (options_.moves == Moves::int8 && b.has_slope() && elements % kBlockSize != 0)
     fail<ConfigError>("[diloco] unit '", path_label(unit->name()), "': moves in int8 are in blocks of ", kBlockSize, " elements, and a rank has ",
                       elements, "; shard it with ShardOptions::whole_blocks");
   const OwnershipMap cut = parts_along(1, part_size());
-  shard.values = state(shard, whole ? std::optional(cut) : std::nullopt);
-  if (b.has_slope()) {
-    shard.momentum = state(shard, cut);
+  shard.values = state(shard, rounds(b) ? std::nullopt : std::optional(cut), false);
+  if (b.has_slope() && options_.momentum > 0) {
+    shard.momentum = state(shard, cut, options_.offload);
     shard.segments = detail::segment_table({0, shard.momentum.tensor.local_shape().numel(), 0}, b.shard.device());
   }
   shards_.push_back(std::move(shard));
@@ -142,7 +141,7 @@ void DiLoCo::step() {
       }
       r->leaf(scalars_, "diloco.scalars");
     }
-    if (rounds(shard)) step_by_moves(shard);
+    if (rounds(shard.flat())) step_by_moves(shard);
     else step_whole(shard);
   }
 }
@@ -155,17 +154,36 @@ Tensor DiLoCo::as_rows(const Tensor& whole) const {
   return redistribute(expand(unsqueeze(whole, 0), shape), layout.with(axis_, Placement::shard(0)));
 }
 
+Tensor DiLoCo::whole(const OuterShard& shard) const {
+  return redistribute(shard.values.tensor, layout_of(shard, Placement::replicate()));
+}
+
+void DiLoCo::go_back() {
+  for (OuterShard& shard : shards_) {
+    const PathScope path(shard.unit->name());
+    shard.unit->close_for_change();
+    store_into(shard.rows, as_rows(whole(shard)));
+  }
+}
+
+void DiLoCo::descend(const OuterShard& shard, const Tensor& to, const Tensor& gradient) const {
+  if (const Tensor& momentum = shard.momentum.tensor) detail::nesterov_step(to, gradient, momentum, shard.segments, scalars_);
+  else add_into(to, gradient * -options_.lr);
+}
+
 void DiLoCo::step_whole(OuterShard& shard) const {
-  const Tensor &values = shard.values.tensor, &momentum = shard.momentum.tensor;
-  Tensor agreed = redistribute(mean(shard.rows, 0), values.layout());
-  if (momentum) detail::nesterov_step(values, values - std::exchange(agreed, {}), momentum, shard.segments, scalars_);
-  else store_into(values, agreed);
-  store_into(shard.rows, as_rows(redistribute(values, layout_of(shard, Placement::replicate()))));
+  const Tensor& values = shard.values.tensor;
+  const Placement part = Placement::shard(parts_along(2, part_size()));
+  Tensor agreed = mean(redistribute(shard.rows, shard.rows.layout().with(axis_, part)), 0);
+  const bool to_the_mean = !shard.flat().has_slope() || (!shard.momentum.tensor && options_.lr == 1);
+  if (to_the_mean) store_into(values, agreed);
+  else descend(shard, values, values - std::exchange(agreed, {}));
+  store_into(shard.rows, as_rows(whole(shard)));
 }
 
 // Noise is that of a rank along `axis`, of which each has addends of its own, or the same for all (-1).
 Tensor DiLoCo::in_fewer_bits(const Tensor& x, int axis) const {
-  if (moves_ == Moves::bf16) return cast(x, kBF16);
+  if (options_.moves == Moves::bf16) return cast(x, kBF16);
   Type type{kU8, x.shape(), x.layout()};
   const int last = x.rank() - 1;
   type.shape[last] = x.size(last) / kBlockSize * kBytes;
@@ -184,12 +202,13 @@ Tensor DiLoCo::in_values(const Tensor& x, const Type& type) const {
 }
 
 void DiLoCo::step_by_moves(OuterShard& shard) const {
-  const Tensor &values = shard.values.tensor, &momentum = shard.momentum.tensor;
+  const Tensor& values = shard.values.tensor;
   const Tensor moved = in_fewer_bits(as_rows(values) - shard.rows, axis_);
   const OwnershipMap part = parts_along(2, moved.dtype() == kU8 ? kBytes : part_size());
-  const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), momentum.type());
+  const Type type{values.dtype(), values.shape(), layout_of(shard, Placement::shard(parts_along(1, part_size())))};
+  const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), type);
   const Tensor move = full_like(gradient, 0);
-  detail::nesterov_step(move, gradient, momentum, shard.segments, scalars_);
+  descend(shard, move, gradient);
   const Layout& whole = values.layout();
   add_into(values, in_values(redistribute(in_fewer_bits(move, -1), whole), values.type()));
   store_into(shard.rows, as_rows(values));

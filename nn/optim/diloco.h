@@ -10,22 +10,22 @@
 //
 // [Note: islands] Between two outer steps what is called a parameter is a value for each island, so to all ranks together it
 // is a tensor with a dimension more, a row for each: Shard(0) along the axis of the islands. An outer step is then a mean
-// over that dimension, which is Partial, and what follows are redistributions like any other, of each unit:
+// over that dimension between redistributions like any other, of each unit:
 //
 //   rows        [islands, R, n]  Shard(0)@island     the masters: R ranks of an island that hold different elements
-//   mean        [R, n]           Partial@island      nothing is sent yet
-//   reduce_scatter               Shard(1)@island     each island has a part of the mean
+//   all_to_all                   Shard(2)@island     each island has all rows of a part
+//   mean        [R, n]           Shard(1)@island     in the order of the islands, whatever sends: a reduce_scatter would send no less
 //   step        parameters       the same            SGD with what they have moved by as its gradient
 //   all_gather                   Replicate@island    and back into each row
 //
-// So the outer optimizer's two tensors, the parameters of the last outer step and their momentum, are cut over all ranks: each
+// So all islands, and replicas within them, have the same bits, and the outer optimizer's two tensors, the parameters of the last outer step and their momentum, are cut over all ranks: each
 // takes the bytes of masters / islands. Every `inner` steps an island receives the bytes of its masters twice.
 //
 // [Note: moves in fewer bits] Parameters may not be rounded, but what they have moved by, and are to move by, may: in bf16, or in
-// int8 blocks (kernels/quantize.h), which cannot be added up, so that moves are no Partial but stay rows, cut otherwise:
+// int8 blocks (kernels/quantize.h):
 //
 //   moves       [islands, R, n]  Shard(0)@island     rows less the parameters of the last outer step, in fewer bits
-//   all_to_all                   Shard(2)@island     all rows of a part
+//   all_to_all                   Shard(2)@island
 //   mean        [R, n]           Shard(1)@island     in the masters' dtype; then the step, which gives a move, in fewer bits
 //   all_gather                   Replicate@island    added to the parameters of the last outer step, which are the rows then
 //
@@ -50,6 +50,7 @@ struct DiLoCoOptions {
   double lr = 0.7;        ///< of the outer step; 1 without momentum: parameters become their mean (local SGD, FedAvg)
   double momentum = 0.9;  ///< Nesterov's, in [0, 1)
   Moves moves = Moves::whole;
+  bool offload = false;   ///< on a GPU the momentum lies in the host's memory
 };
 
 /// A tensor of the outer optimizer's, and what this rank has in it of which parameter.
@@ -64,7 +65,7 @@ struct OuterShard {
   size_t buffer;         ///< index into unit->buffers()
   Tensor rows;           ///< its masters, by island
   OuterState values;     ///< parameters after the last outer step
-  OuterState momentum;   ///< undefined of what no optimizer moves (nn::Parameter::steer)
+  OuterState momentum;   ///< undefined without any, and of what no optimizer moves (nn::Parameter::steer)
   Tensor segments;       ///< i64 [1, 3]: all of a rank's elements of the momentum, none decayed
   FlatBuffer& flat() const { return unit->buffers()[buffer]; }
 };
@@ -83,6 +84,8 @@ class DiLoCo {
 
   /// Takes the parameters as they are, which must be the same on all islands, for those of the last outer step; without momentum.
   void begin();
+  /// Parameters become those of the last outer step again; what islands have learned since is lost. Nothing is sent but within islands.
+  void go_back();
   /// Collective over all islands, outside of any recording or recorded as part of an update. Gradients are left alone.
   void step();
 
@@ -96,12 +99,15 @@ class DiLoCo {
  private:
   void add_shard(const std::shared_ptr<Unit>& unit, size_t buffer);
   Layout layout_of(const OuterShard& shard, Placement islands) const;
-  OuterState state(const OuterShard& shard, std::optional<OwnershipMap> cut) const;
+  OuterState state(const OuterShard& shard, std::optional<OwnershipMap> cut, bool offload) const;
   /// A value [R, n] as it is for each island, a view.
   Tensor as_rows(const Tensor& whole) const;
   /// Islands' parts of what a rank has are multiples of it.
-  int64_t part_size() const { return moves_ == Moves::int8 ? kBlockSize : FlatLayout::kAlign; }
-  bool rounds(const OuterShard& shard) const { return moves_ != Moves::whole && shard.momentum.tensor; }
+  int64_t part_size() const { return options_.moves == Moves::int8 ? kBlockSize : FlatLayout::kAlign; }
+  bool rounds(const FlatBuffer& b) const { return options_.moves != Moves::whole && b.has_slope(); }
+  /// `to` less what a step makes of this gradient.
+  void descend(const OuterShard& shard, const Tensor& to, const Tensor& gradient) const;
+  Tensor whole(const OuterShard& shard) const;
   void step_whole(OuterShard& shard) const;
   void step_by_moves(OuterShard& shard) const;
   Tensor in_fewer_bits(const Tensor& x, int axis) const;
@@ -109,7 +115,7 @@ class DiLoCo {
 
   const MeshSpec* mesh_;
   int axis_;
-  Moves moves_;
+  DiLoCoOptions options_;
   Tensor scalars_;  // of kernels::cpu::sgd
   std::vector<OuterShard> shards_;
 };

@@ -134,7 +134,7 @@ TEST(ExampleLines, OfLlama3sConversations) {
 
 // A system's words are a user's there.
 TEST(ExampleLines, OfGemmasConversations) {
-  const auto tokenizer = tokenizer_with("gemma", {"<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"});
+  const auto tokenizer = tokenizer_with("gemma", {});
   const ChatFormat format("gemma", *tokenizer);
   const std::vector<Message> messages = {{"system", "Be good. "}, {"user", "\n Hi "}, {"assistant", " Yo  "}, {"user", "1+1?"}};
   const std::string rendered =
@@ -144,6 +144,8 @@ TEST(ExampleLines, OfGemmasConversations) {
             "<end_of_turn>\n");
   EXPECT_EQ(ids(format.encode(messages)), tokenizer->encode_special(rendered, true));
   EXPECT_EQ(format.encode_prompt(messages), tokenizer->encode_special(rendered + "<start_of_turn>model\n", true));
+  EXPECT_EQ(tokenizer->end_of_text(), tokenizer->special_token("<eos>"));
+  EXPECT_EQ(tokenizer->least_vocab(), *tokenizer->special_token("<start_of_turn>")) << "what stands behind all others a model may lack";
   const auto refused = [&](std::vector<Message> said) { return error_of<DataError>([&] { format.encode(said); }); };
   EXPECT_THAT(refused({{"user", "Hi"}, {"user", "Hi"}}), HasSubstr("a user and an assistant take turns, behind a system, perhaps; message 2 is of the role \"user\""));
   EXPECT_THAT(refused({{"assistant", "Hi"}}), HasSubstr("message 1 is of the role \"assistant\""));

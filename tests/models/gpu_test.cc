@@ -252,6 +252,25 @@ TEST(GpuTraining, AdaptersHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNu
     }
 }
 
+// Heads of 256 elements, windows with a base of their own, gates of gelu, more norms.
+TEST(GpuTraining, GemmaHasTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
+  SHEAF_NEEDS_GPU();
+  models::TrainConfig c = tiny_config();
+  c.model = tiny_model("untied llama", 2, 1);
+  c.model.head_dim = 256;
+  c.model.window = 4, c.model.full_attention_every = 2, c.model.window_rope_theta = 50;
+  c.model.gelu_gate = c.model.post_norms = c.model.scale_embedding = c.model.qk_norm = true;
+  for (const char* dtype : {"f32", "bf16"}) {
+    c.train.dtype = dtype;
+    const TrainedRun gpu = on_gpu(c, 2), cpu = train_tiny(c, 2, kSteps);
+    for (size_t s = 0; s < cpu.losses.size(); ++s) EXPECT_NEAR(gpu.losses[s], cpu.losses[s], (c.train.dtype == "f32" ? 1e-4 : 2e-2) * cpu.losses[s]) << s;
+    models::TrainConfig other = c;
+    other.sharding.strategy = "replicate";
+    expect_same_bits(on_gpu(other, 2), gpu);
+    EXPECT_EQ(measured_peaks(c, 2), models::plan_peaks(c, c.model.vocab, 2, 1, "local", kGpu));
+  }
+}
+
 // Each island of two ranks; masters in the host's memory are rows of a tensor there.
 TEST(GpuTraining, IslandsHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNumbers) {
   SHEAF_NEEDS_GPU();
@@ -273,6 +292,10 @@ TEST(GpuTraining, IslandsHaveTheBitsOfAllStrategiesThePeakOfThePlanAndTheCpusNum
       expect_same_bits(on_gpu(changed, 4), gpu);
     }
     EXPECT_EQ(measured_peaks(c, 4), models::plan_peaks(c, c.model.vocab, 4, 1, "local", kGpu));
+    // Of islands of one rank each a step may be a graph: outer steps are outside of it.
+    models::TrainConfig graph = c;
+    graph.train.cuda_graph = true;
+    expect_same_bits(on_gpu(graph, 2, 7), on_gpu(c, 2, 7));
   }
 }
 

@@ -234,7 +234,9 @@ TEST(PublishedConfig, WhatSheafDoesNotComputeIsRefused) {
   EXPECT_THAT(refused(kGemma3, "final_logit_softcapping", 30.0), HasSubstr("Sheaf's logits are not capped"));
   EXPECT_THAT(refused(kGemma3, "use_bidirectional_attention", true), HasSubstr("sees the tokens before"));
   const Json full = Json::Object{{"rope_type", "default"}, {"rope_theta", 500.0}};
-  EXPECT_THAT(refused(kGemma3, "rope_parameters", Json::Object{{"full_attention", full}}), HasSubstr("sliding_attention is missing"));
+  EXPECT_THAT(refused(kGemma3, "rope_parameters", Json::Object{{"full_attention", full}}), HasSubstr("expected full_attention and sliding_attention"));
+  EXPECT_THAT(refused(kGemma3, "rope_parameters", full), HasSubstr("expected full_attention and sliding_attention"));
+  EXPECT_THAT(refused(kLlama, "rope_parameters", Json::Object{{"full_attention", full}, {"sliding_attention", full}}), HasSubstr("turn alike"));
   const Json scaled = Json::Object{{"rope_type", "linear"}, {"rope_theta", 500.0}, {"factor", 2.0}};
   EXPECT_THAT(refused(kGemma3, "rope_parameters", Json::Object{{"full_attention", full}, {"sliding_attention", scaled}}),
               HasSubstr("Sheaf scales no frequencies in layers with a window"));

@@ -69,7 +69,7 @@ void draw_model(models::ModelConfig& m, Draw& draw) {
   m.rope_scaling.high_freq_factor = 4;
   if (draw.one_in(3)) draw_experts(m, draw);
   if (!draw.one_in(3)) return;
-  m.gelu_gate = draw.one_in(2);
+  m.gelu_gate = draw.one_in(2) && m.experts == 0;
   m.post_norms = draw.one_in(2);
   m.scale_embedding = draw.one_in(2);
   if (m.window) m.window_rope_theta = draw.of<double>({0, 50});

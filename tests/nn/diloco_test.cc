@@ -302,7 +302,7 @@ TEST(DiLoCo, IsATapeOfRedistributions) {
     outer.step();
     const Tape tape = recording.take();
     const std::string text = to_text(tape);
-    for (const char* part : {"mean", "Partial@island", "Shard(1 by 32)@island", "sgd", "Replicate@island", "Shard(0)@island"})
+    for (const char* part : {"mean", "all_to_all", "Shard(2 by 32)@island", "Shard(1 by 32)@island", "sgd", "Replicate@island", "Shard(0)@island"})
       EXPECT_THAT(text, HasSubstr(part));
     EXPECT_THAT(check_types(tape), ::testing::IsEmpty());
   });

@@ -68,7 +68,7 @@ TEST(Quantized, AdaptersAreTrainedResumedAndMerged) {
         return last_number(r.out, "loss ");
       };
       EXPECT_NEAR(evaluated(base, {"--model.quantize", format}), loss(start), 2e-6);
-      EXPECT_GT(std::abs(evaluated(base, {}) - loss(start)), 2e-6) << "blocks are not the values";
+      EXPECT_GT(std::abs(evaluated(base, {}) - loss(start)), 5e-7) << "blocks are not the values";
       EXPECT_NEAR(evaluated(base, {}), loss(start), 0.05);
       EXPECT_NEAR(evaluated(folder / ("whole" + name), {}), loss(whole), 2e-6);
       const std::string merged = folder / ("merged" + name);
