@@ -108,7 +108,7 @@ TEST(HuggingFace, SpecialTokensThatTakeBlanks) {
 // What a tokenizer does not normalize comes back, whatever bytes it is.
 TEST(HuggingFace, LosesNothing) {
   std::mt19937 random(1);
-  for (const std::string name : {"gpt2", "llama3", "nemo", "o200k", "llama2", "phrases"}) {
+  for (const std::string name : {"gpt2", "llama3", "nemo", "o200k", "llama2", "phrases", "gemma"}) {
     const auto tokenizer = tokenizer_of(name);
     for (int i = 0; i < 300; ++i) {
       const std::string text = random_text(random, i, true);
