@@ -109,7 +109,8 @@ void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
   shard.values = state(shard, rounds(b) ? std::nullopt : std::optional(cut), false);
   if (b.has_slope() && options_.momentum > 0) {
     shard.momentum = state(shard, cut, options_.offload);
-    shard.segments = detail::segment_table({0, shard.momentum.tensor.local_shape().numel(), 0}, b.shard.device());
+    const int64_t mine = shard.momentum.tensor.local_shape().numel();
+    shard.segments = detail::segment_table(mine > 0 ? std::vector<int64_t>{0, mine, 0} : std::vector<int64_t>{}, b.shard.device());
   }
   shards_.push_back(std::move(shard));
 }

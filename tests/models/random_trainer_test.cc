@@ -175,6 +175,34 @@ TEST(Trainer, IslandsBeginWithTheWeightsAndSayWhatAllOfThemSee) {
   });
 }
 
+// A run that is to end where it was stopped, in the middle of a round, ends with what islands had agreed on before.
+TEST(Trainer, IslandsThatEndInARoundHaveOneModel) {
+  Draw draw(8);
+  const ScratchFolder folder;
+  models::TrainConfig task;
+  task.model = tiny_model("gpt2", 4, 4);
+  task.model.context = 5, task.model.vocab = 13;
+  task.data.train_file = task.data.val_file = folder / "tokens.bin";
+  draw_tokens(task, draw);
+  task.train.batch = 8, task.train.lr = 1e-2, task.train.warmup = 0, task.train.schedule = "constant";
+  task.train.islands = 2, task.train.inner_steps = 2, task.train.eval_every = 0;
+  task.output.keep_best = true;
+  const auto with_steps = [&](int64_t steps) {
+    Way way{.world = 4, .config = task};
+    way.config.train.steps = steps;
+    return way;
+  };
+  const models::TrainReport two = run(with_steps(2), folder / "two");
+  const models::TrainReport stopped = run(with_steps(4), folder / "stopped", false, 3, 1);
+  EXPECT_EQ(stopped.done, 3);
+  const models::TrainReport ended = run(with_steps(3), folder / "stopped", true);
+  EXPECT_EQ(ended.steps_here, 0);
+  EXPECT_EQ(ended.val_loss, two.val_loss);
+  // What is best is a model alone.
+  const models::Checkpoint best = models::Checkpoint::open(folder / "two/best/checkpoints/step-2");
+  for (const auto& [name, info] : best.tensors()) EXPECT_FALSE(name.starts_with("optimizer.")) << name;
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomTrainer, ::testing::ValuesIn(random_seeds(12)), [](const auto& seed) { return str(seed.param); });
 
 }  // namespace

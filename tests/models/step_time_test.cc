@@ -355,15 +355,18 @@ TEST_F(StepTimes, IslandsTakeAStepOfOneAndAShareOfAnOuterStep) {
   EXPECT_NEAR(more(10), each / 10, 1e-9 * each);
   const models::Plan plan = models::plan_step(c, 48, 7, 8, 1, "nccl", Device::cuda());
   const auto masters = static_cast<double>(plan.outer_state_bytes);  // a tensor of them, and of their momentum, halved
-  EXPECT_GT(each, masters / 1e6);
+  EXPECT_GT(each, 0.95 * masters / 1e6);  // the last island has the larger part, of small units
   EXPECT_LT(each, 1.1 * masters / 1e6);
   c.train.inner_steps = 1;
   const models::StepTime time = models::time_step(c, 48, 8, machine);
-  EXPECT_NEAR(static_cast<double>(time.received - alone.received), masters, 1);
+  EXPECT_NEAR(static_cast<double>(time.received - alone.received), masters, 0.05 * masters);
   EXPECT_EQ(time.peak_bytes, plan.peak.bytes);
   EXPECT_GE(time.peak_bytes, alone.peak_bytes + plan.outer_state_bytes);
-  c.sharding.pipeline = 2, c.train.micro_batches = 8;
-  EXPECT_EQ(models::time_step(c, 48, 8, machine).seconds, models::time_step(c, 48, 8, machine, models::Planning::whole).seconds);
+  for (const auto& [stages, ranks] : {std::pair{2, 8}, {4, 8}, {4, 16}}) {
+    c.sharding.pipeline = stages, c.train.micro_batches = 8;
+    c.model.layers = 16;
+    EXPECT_EQ(models::time_step(c, 48, ranks, machine).seconds, models::time_step(c, 48, ranks, machine, models::Planning::whole).seconds) << stages;
+  }
 }
 
 TEST_F(StepTimes, StateInTheHostsMemoryTakesTheBus) {

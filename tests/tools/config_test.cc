@@ -268,6 +268,11 @@ TEST_F(Config, FieldsThatDoNotFitTogether) {
   EXPECT_THAT(error("", {"--output.keep_checkpoints", "1"}), HasSubstr("at least 2"));
   EXPECT_THAT(error("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-0.5"}), HasSubstr("sharding.pipeline_head -0.5 is no number of blocks"));
   load("", {"--sharding.pipeline", "2", "--sharding.pipeline_head", "-1"});
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.experts", "4", "--model.gelu_gate", "true"}), HasSubstr("mixtures of experts (model.experts 4) are SwiGLU"));
+  EXPECT_THAT(error("", {"--model.type", "llama", "--model.window_rope_theta", "5"}), HasSubstr("only model.type llama has it, with model.window"));
+  const models::ModelConfig gemma = load("", {"--model.preset", "gemma3-1b"}).model, whole = load("", {"--model.preset", "gemma3-1b", "--model.window", "0"}).model;
+  EXPECT_EQ(gemma.window_rope_theta, 10000);
+  EXPECT_TRUE(whole.window == 0 && whole.full_attention_every == 0 && whole.window_rope_theta == 0 && whole.post_norms);
   const auto of_islands = [&](std::vector<std::string> more) {
     more.insert(more.begin(), {"--train.islands", "2", "--train.inner_steps", "50"});
     return error("", more);
