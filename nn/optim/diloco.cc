@@ -210,8 +210,7 @@ void DiLoCo::step_by_moves(OuterShard& shard) const {
   const Tensor gradient = in_values(redistribute(moved, moved.layout().with(axis_, Placement::shard(part))), type);
   const Tensor move = full_like(gradient, 0);
   descend(shard, move, gradient);
-  const Layout& whole = values.layout();
-  add_into(values, in_values(redistribute(in_fewer_bits(move, -1), whole), values.type()));
+  add_into(values, in_values(redistribute(in_fewer_bits(move, -1), values.layout()), values.type()));
   store_into(shard.rows, as_rows(values));
 }
 

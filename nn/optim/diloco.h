@@ -18,8 +18,9 @@
 //   step        parameters       the same            SGD with what they have moved by as its gradient
 //   all_gather                   Replicate@island    and back into each row
 //
-// So all islands, and replicas within them, have the same bits, and the outer optimizer's two tensors, the parameters of the last outer step and their momentum, are cut over all ranks: each
-// takes the bytes of masters / islands. Every `inner` steps an island receives the bytes of its masters twice.
+// So all islands, and replicas within them, have the same bits, and the outer optimizer's two tensors, the parameters of the last
+// outer step and their momentum, are cut over all ranks: each takes the bytes of masters / islands. Every `inner` steps an island
+// receives the bytes of its masters twice.
 //
 // [Note: moves in fewer bits] Parameters may not be rounded, but what they have moved by, and are to move by, may: in bf16, or in
 // int8 blocks (kernels/quantize.h):
@@ -84,7 +85,7 @@ class DiLoCo {
 
   /// Takes the parameters as they are, which must be the same on all islands, for those of the last outer step; without momentum.
   void begin();
-  /// Parameters become those of the last outer step again; what islands have learned since is lost. Nothing is sent but within islands.
+  /// Parameters become those of the last outer step again; what islands have learned since is lost. Collective over all of them.
   void go_back();
   /// Collective over all islands, outside of any recording or recorded as part of an update. Gradients are left alone.
   void step();
@@ -107,6 +108,7 @@ class DiLoCo {
   bool rounds(const FlatBuffer& b) const { return options_.moves != Moves::whole && b.has_slope(); }
   /// `to` less what a step makes of this gradient.
   void descend(const OuterShard& shard, const Tensor& to, const Tensor& gradient) const;
+  /// Its parameters after the last outer step, whole on each island.
   Tensor whole(const OuterShard& shard) const;
   void step_whole(OuterShard& shard) const;
   void step_by_moves(OuterShard& shard) const;
