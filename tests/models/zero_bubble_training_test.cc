@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "sheaf/distributed/pipeline.h"
+#include "sheaf/kernels/cuda/config.h"
 #include "sheaf/models/plan.h"
 #include "sheaf/models/step_time.h"
 #include "sheaf/tests/models/parity.h"
@@ -130,6 +131,7 @@ TEST(ZeroBubbleTraining, SendsComeBeforeTheGradientsOfWeights) {
 
 // The estimate has what the schedule promises, of a model whose blocks are all that takes time.
 TEST(ZeroBubbleTraining, ItsStepsTakeLessTime) {
+  if (!kernels::kHasCuda) GTEST_SKIP() << "estimates are of GPUs, for which this build has no kernels";
   models::TrainConfig c;
   c.model.type = "llama";
   c.model.layers = 8, c.model.heads = 16, c.model.width = c.model.context = 2048;

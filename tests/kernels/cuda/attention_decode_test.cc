@@ -246,15 +246,19 @@ TEST(CudaAttentionDecode, TilesOutsideOfAWindowAreNotTouched) {
 }
 
 TEST(CudaAttentionDecode, WorkspaceOfAWindowIsThatOfItsSegments) {
-  const auto bytes = [](int64_t keys, int64_t window) {
-    const Sizes s{1, 1, keys, 32, 8, 128};
-    const View q = View::dense(nullptr, kBF16, s.q()), k = View::dense(nullptr, kBF16, s.k());
-    return decode::attention_workspace(q, k, k, {true, {}, window});
-  };
-  EXPECT_EQ(bytes(8192, 0), size_t{32 * 32 * (128 + 2) * 4});
-  EXPECT_EQ(bytes(8192, 512), size_t{32 * 3 * (128 + 2) * 4});
-  EXPECT_EQ(bytes(131072, 512), bytes(8192, 512));
-  EXPECT_EQ(bytes(200, 0), bytes(1, 0));
+  if constexpr (!kHasCuda) {
+    GTEST_SKIP() << "not run: built without CUDA";
+  } else {
+    const auto bytes = [](int64_t keys, int64_t window) {
+      const Sizes s{1, 1, keys, 32, 8, 128};
+      const View q = View::dense(nullptr, kBF16, s.q()), k = View::dense(nullptr, kBF16, s.k());
+      return decode::attention_workspace(q, k, k, {true, {}, window});
+    };
+    EXPECT_EQ(bytes(8192, 0), size_t{32 * 32 * (128 + 2) * 4});
+    EXPECT_EQ(bytes(8192, 512), size_t{32 * 3 * (128 + 2) * 4});
+    EXPECT_EQ(bytes(131072, 512), bytes(8192, 512));
+    EXPECT_EQ(bytes(200, 0), bytes(1, 0));
+  }
 }
 
 TEST(CudaAttentionDecode, WhatIsNoBeginOfADocumentDoesNoHarm) {
@@ -284,12 +288,16 @@ TEST(CudaAttentionDecode, NaNStaysNaN) {
 }
 
 TEST(CudaAttentionDecode, LeavesTheRest) {
-  const auto takes = [](DType d, int64_t queries, int64_t width, int64_t value_width) {
-    const auto heads = [&](int64_t w) { return View::dense(nullptr, d, {1, queries, 4, w}); };
-    return decode::takes(heads(width), heads(value_width));
-  };
-  EXPECT_TRUE(takes(kBF16, 16, 256, 256));
-  EXPECT_FALSE(takes(kBF16, 17, 64, 64) || takes(kF64, 1, 64, 64) || takes(kF32, 1, 257, 64) || takes(kF32, 1, 64, 257));
+  if constexpr (!kHasCuda) {
+    GTEST_SKIP() << "not run: built without CUDA";
+  } else {
+    const auto takes = [](DType d, int64_t queries, int64_t width, int64_t value_width) {
+      const auto heads = [&](int64_t w) { return View::dense(nullptr, d, {1, queries, 4, w}); };
+      return decode::takes(heads(width), heads(value_width));
+    };
+    EXPECT_TRUE(takes(kBF16, 16, 256, 256));
+    EXPECT_FALSE(takes(kBF16, 17, 64, 64) || takes(kF64, 1, 64, 64) || takes(kF32, 1, 257, 64) || takes(kF32, 1, 64, 257));
+  }
 }
 
 }  // namespace
