@@ -1,4 +1,4 @@
-// The loops of docs/own_models.md, compiled and tested: batches of one's own, gradient accumulation,
+// The loops of docs/own_models.md, and that of islands in docs/parallelism.md, compiled and tested: batches of one's own, gradient accumulation,
 // half precision, a running mean, a learning rate per part of a model, fine-tuning, hidden units and sequences shared by ranks,
 // generation.
 #include <cmath>
@@ -380,6 +380,50 @@ TEST(LearningRates, DifferBetweenUnits) {
     EXPECT_FALSE(identical(full_parameter(model.head.weight), head_before));
     EXPECT_THROW(optim::AdamW(std::vector{model.head.weight}), ConfigError) << "half of a unit";
   });
+}
+
+// Saved between two outer steps, when each island has a model of its own.
+TEST(Islands, GoOnWhereTheyWereSaved) {
+  const std::string folder = ::testing::TempDir() + "/islands";
+  constexpr int64_t kRound = 4, kSteps = 3 * kRound, kSaved = 6;
+  Gradients once;
+  const auto train = [&](int ranks, bool resumed) {
+    run_local(ranks, [&](World& world) {
+      const Mesh all = world.mesh({{"island", 2}, {"data", world.size() / 2}});
+      const Mesh mesh = world.slice(all, "island");
+      Classifier model;
+      shard(model, mesh);
+      materialize(model, world.device(), {.seed = 3});
+      optim::AdamW optimizer(model, {.lr = 0.02});
+      optim::DiLoCo outer(model, all, "island");
+      int64_t step = 0;
+      if (resumed)
+        step = models::load_checkpoint(folder, model, {&optimizer}, world, {.outer = &outer})->step;
+      EXPECT_EQ(step, resumed ? kSaved : 0);
+      for (; step < kSteps; ++step) {
+        if (step == kSaved && !resumed)
+          models::save_checkpoint(folder, step, model, {&optimizer}, world, {.outer = &outer});
+        const int64_t first = (step * outer.islands() + outer.island()) * 12;
+        const auto [x, label] = batch_of(world, mesh, first, 12);
+        {
+          Recording recording({.step = step, .first_sample = first});
+          recording.backward(cross_entropy(model(x), label));
+        }
+        optimizer.step();
+        optimizer.zero_grad();
+        if ((step + 1) % kRound == 0) outer.step();
+      }
+      for (const nn::Parameter& p : model.parameters()) {
+        const std::vector<float> values = full_parameter(p).to_vector<float>();
+        if (world.rank() == 0 && !resumed) once[p.name()] = values;
+        if (!resumed) continue;
+        for (size_t i = 0; i < values.size(); ++i)
+          EXPECT_NEAR(values[i], once.at(p.name())[i], 1e-5) << p.name() << " of rank " << world.rank();
+      }
+    });
+  };
+  train(4, false);
+  for (const int ranks : {4, 2, 6}) train(ranks, true);
 }
 
 TEST(FineTuning, TrainsAdaptersOfASavedModel) {
