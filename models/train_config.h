@@ -172,7 +172,7 @@ struct OptimizationConfig {
   int64_t save_every = 0;           ///< steps between checkpoints; 0: only at the end
   int64_t islands = 1;              ///< groups of ranks that train a model each, on equal parts of the batch, and agree on one now and
                                     ///< then (DiLoCo, optim::DiLoCo); 1: none
-  int64_t inner_steps = 100;        ///< islands: steps from one agreement to the next
+  int64_t inner_steps = 50;         ///< islands: steps from one agreement to the next
   double outer_lr = 0.7;            ///< islands: learning rate of the outer step
   double outer_momentum = 0.9;      ///< islands: of the outer step, Nesterov's
   std::string outer_dtype = "f32";  ///< islands: of what they send each other: "f32", parameters, or "bf16" or "int8": what these have

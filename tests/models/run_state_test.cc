@@ -100,7 +100,7 @@ TEST(RunState, OfIslandsTheOuterStepIsCompared) {
   saved = RunState::from_json(saved.to_json());
   RunState now = a_run();
   now.train.islands = 2;
-  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.inner_steps was 5 in the checkpoint and is 100 now"));
+  EXPECT_THAT(mismatch(saved, now), HasSubstr("train.inner_steps was 5 in the checkpoint and is 50 now"));
   now.train.inner_steps = 5;
   check_resumable(saved, now);
   now.train.outer_momentum = 0;
