@@ -28,6 +28,13 @@ bool is_without(const MeshSpec* mesh, const MeshSpec& all, int axis) {
 OwnershipMap parts_along(int dim, int64_t block) { return OwnershipMap::even(dim, block); }
 constexpr int64_t kBytes = block_bytes(BlockFormat::int8);
 
+// Of values [R, n] the layout once a dimension of islands is before R.
+Layout behind_islands(Layout layout) {
+  for (int a = 0; a < layout.num_axes(); ++a)
+    if (layout[a].is_shard(0)) layout[a] = Placement::shard(1);
+  return layout;
+}
+
 }  // namespace
 
 Moves moves_from(std::string_view name) {
@@ -94,13 +101,8 @@ void DiLoCo::add_shard(const std::shared_ptr<Unit>& unit, size_t buffer) {
     if (resting[a].is_shard() && !resting[a].is_single()) ranks *= resting.mesh()->size(a);
   const int64_t elements = b.shard.numel() / ranks;
 
-  // Along the mesh of all: the dimension of islands first.
-  Layout by_island = layout_of(shard, Placement::shard(0));
-  for (int a = 0; a < by_island.num_axes(); ++a)
-    if (a != axis_ && by_island[a].is_shard(0)) by_island[a] = Placement::shard(1);
-  const Type rows{b.dtype, {islands(), ranks, elements}, by_island};
-  const Shape local = rows.local_shape();
-  shard.rows = Tensor::over(b.shard.storage(), b.shard.byte_offset(), rows, local, local.contiguous_strides());
+  const Layout by_island = behind_islands(layout_of(shard, Placement::replicate())).with(axis_, Placement::shard(0));
+  shard.rows = Tensor::view_into(b.shard, {b.dtype, {islands(), ranks, elements}, by_island}, 0);
 
   if (options_.moves == Moves::int8 && b.has_slope() && elements % kBlockSize != 0)
     fail<ConfigError>("[diloco] unit '", path_label(unit->name()), "': moves in int8 are in blocks of ", kBlockSize, " elements, and a rank has ",
@@ -120,8 +122,7 @@ void DiLoCo::begin() {
     const PathScope path(shard.unit->name());
     const Tensor& rows = shard.rows;
     const Type whole{rows.dtype(), {rows.size(1), rows.size(2)}, layout_of(shard, Placement::replicate())};
-    const Shape local = whole.local_shape();
-    const Tensor values = Tensor::over(rows.storage(), rows.byte_offset(), whole, local, local.contiguous_strides());
+    const Tensor values = Tensor::view_into(rows, whole, 0);
     store_into(shard.values.tensor, redistribute(values, shard.values.tensor.layout()));
     if (const Tensor& momentum = shard.momentum.tensor) store_into(momentum, full_like(momentum, 0));
   }
@@ -148,11 +149,8 @@ void DiLoCo::step() {
 }
 
 Tensor DiLoCo::as_rows(const Tensor& whole) const {
-  Layout layout = whole.layout();
-  for (int a = 0; a < layout.num_axes(); ++a)
-    if (layout[a].is_shard(0)) layout[a] = Placement::shard(1);
   const Shape shape{islands(), whole.size(0), whole.size(1)};
-  return redistribute(expand(unsqueeze(whole, 0), shape), layout.with(axis_, Placement::shard(0)));
+  return redistribute(expand(unsqueeze(whole, 0), shape), behind_islands(whole.layout()).with(axis_, Placement::shard(0)));
 }
 
 Tensor DiLoCo::whole(const OuterShard& shard) const {
