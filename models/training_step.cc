@@ -105,6 +105,10 @@ TrainingStep::TrainingStep(const TrainConfig& config, int64_t vocab, World& worl
                                          static_cast<int64_t>(optimizer_->next_scalars().size()));
 }
 
+int64_t TrainingStep::first_sample(int64_t step) const {
+  return (step * sharded_.num_islands() + sharded_.island()) * config_.train.batch;
+}
+
 int64_t TrainingStep::num_parameters() {
   int64_t count = 0;
   for (const nn::Parameter& p : sharded_.model->parameters()) count += p.shape().numel();
@@ -136,7 +140,7 @@ TrainingStep::Result TrainingStep::run(int64_t step, const FillBatch& fill, Reco
   const DeviceScope scope(device_);
   const double lr = learning_rate(step);
   sharded_.model->train();
-  const int64_t first = (step * sharded_.num_islands() + sharded_.island()) * config_.train.batch;
+  const int64_t first = first_sample(step);
   const int64_t targets = num_targets_ ? num_targets_(first, config_.train.batch) : tokens_of_island();
   inputs_->set_step(step, first, fill, optimizer_->next_scalars({.lr = lr}), static_cast<double>(targets));
   const bool compiles = config_.train.compile && runs_ == kSettling;
@@ -170,7 +174,7 @@ TrainingStep::Result TrainingStep::record(int64_t step, double lr, RecordedStep*
   Result result;
   result.lr = lr;
   {
-    const int64_t first = (step * sharded_.num_islands() + sharded_.island()) * t.batch;
+    const int64_t first = first_sample(step);
     Recording recording({.step = step, .first_sample = first, .seed = static_cast<uint64_t>(t.seed),
                          .capture_leaves = recorded && recorded->capture_leaves});
     // Collectives that are through before their call returns leave no room for several micro-batches under way.

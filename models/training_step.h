@@ -109,6 +109,8 @@ class TrainingStep {
   double learning_rate(int64_t step) const;
 
  private:
+  /// Of this rank's island, whose batches stand between those of the others.
+  int64_t first_sample(int64_t step) const;
   Result record(int64_t step, double lr, RecordedStep* recorded);
   Result record_first(int64_t step, double lr, RecordedStep* recorded);
   Result compile(int64_t step, double lr, RecordedStep* recorded);
