@@ -6,6 +6,15 @@
 namespace sheaf::models {
 namespace {
 
+// Of both kinds of attention.
+template <class Config>
+void set_window_and_rotary(Config& a, const LlamaConfig& c, int64_t block) {
+  a.window = window_of_block(block, c.window, c.full_attention_every);
+  a.rope_theta = c.rope_theta;
+  a.rope_scaling = c.rope_scaling;
+  if (a.window && c.window_rope_theta != 0) a.rope_theta = c.window_rope_theta, a.rope_scaling = {};
+}
+
 nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   nn::AttentionConfig a;
   a.width = c.width;
@@ -16,11 +25,8 @@ nn::AttentionConfig attention_config(const LlamaConfig& c, int64_t block) {
   a.qkv_bias = c.qkv_bias;
   a.qk_norm = c.qk_norm;
   a.norm_eps = c.norm_eps;
-  a.window = window_of_block(block, c.window, c.full_attention_every);
+  set_window_and_rotary(a, c, block);
   a.dropout = c.dropout;
-  a.rope_theta = c.rope_theta;
-  a.rope_scaling = c.rope_scaling;
-  if (a.window && c.window_rope_theta != 0) a.rope_theta = c.window_rope_theta, a.rope_scaling = {};
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
   return a;
@@ -36,11 +42,8 @@ nn::LatentAttentionConfig latent_attention_config(const LlamaConfig& c, int64_t 
   a.qk_nope_head_dim = c.qk_nope_head_dim ? c.qk_nope_head_dim : c.width / c.heads;
   a.qk_rope_head_dim = c.qk_rope_head_dim ? c.qk_rope_head_dim : a.qk_nope_head_dim / 2;
   a.v_head_dim = c.v_head_dim ? c.v_head_dim : a.qk_nope_head_dim;  // norm_eps stays: DeepSeek's latents have theirs, whatever others have
-  a.window = window_of_block(block, c.window, c.full_attention_every);
+  set_window_and_rotary(a, c, block);
   a.dropout = c.dropout;
-  a.rope_theta = c.rope_theta;
-  a.rope_scaling = c.rope_scaling;
-  if (a.window && c.window_rope_theta != 0) a.rope_theta = c.window_rope_theta, a.rope_scaling = {};
   a.scale = mscale * mscale;
   a.init = weight_init();
   a.projection_init = residual_init(c.layers);
