@@ -109,10 +109,7 @@ std::vector<MeshSpec::Axis> axes_for(const ShardingConfig& sharding, int ranks) 
 std::pair<Mesh, Mesh> meshes_for(const TrainConfig& config, World& world) {
   const int64_t islands = config.train.islands;
   if (islands == 1) return {world.mesh(axes_for(config.sharding, world.size())), {}};
-  if (islands < 1 || world.size() % islands != 0)
-    fail<ConfigError>("[train] train.islands ", islands, ": ", world.size(), world.size() == 1 ? " rank cannot" : " ranks cannot", " be divided into as "
-                      "many equal groups");
-  std::vector<MeshSpec::Axis> axes = axes_for(config.sharding, world.size() / static_cast<int>(islands));
+  std::vector<MeshSpec::Axis> axes = axes_for(config.sharding, ranks_of_island("train", config, world.size()));
   if (axes.size() == kMaxAxes)
     fail<ConfigError>("[train] a mesh has at most ", kMaxAxes, " axes, of which each island has ", axes.size(), " and train.islands is one more");
   axes.insert(axes.begin(), {"island", static_cast<int>(islands)});
@@ -121,6 +118,14 @@ std::pair<Mesh, Mesh> meshes_for(const TrainConfig& config, World& world) {
 }
 
 }  // namespace
+
+int ranks_of_island(const char* context, const TrainConfig& config, int world) {
+  const int64_t islands = config.train.islands;
+  if (islands < 1 || world % islands != 0)
+    fail<ConfigError>("[", context, "] train.islands ", islands, ": ", world, world == 1 ? " rank cannot" : " ranks cannot", " be divided into as "
+                      "many equal groups");
+  return world / static_cast<int>(islands);
+}
 
 ShardedModel sharded_model(const TrainConfig& config, int64_t vocab, World& world, const ShardedModelOptions& options) {
   const auto [mesh, islands] = meshes_for(config, world);

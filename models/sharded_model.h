@@ -33,6 +33,9 @@ struct ShardedModel {
   std::vector<Tensor> losses(const StepInputs& inputs, const CrossEntropyOptions& options) const;
 };
 
+/// The ranks of one of the islands (train.islands) of `world`: ConfigError of `context` where they would not be equal.
+int ranks_of_island(const char* context, const TrainConfig& config, int world);
+
 struct ShardedModelOptions {
   std::vector<int64_t> blocks = {};  ///< of each run of each stage, in place of stage_cut()
   bool frozen = false;               ///< it is not trained any more: weights rest in the dtype of compute

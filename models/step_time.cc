@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "sheaf/models/plan.h"
+#include "sheaf/models/sharded_model.h"
 #include "sheaf/models/stage_cut.h"
 
 namespace sheaf::models {
@@ -240,9 +241,7 @@ struct Planned {
 // The ranks at this place of each stage; of islands, which are alike, those of the last.
 Planned plan_ranks(const TrainConfig& given, int64_t vocab, int all_ranks, const Machine& machine, Planning planning, bool first) {
   const TrainConfig config = island_of(given);
-  const int islands = static_cast<int>(given.train.islands), world = all_ranks / islands;
-  if (all_ranks % islands != 0)
-    fail<ConfigError>("[plan] ", all_ranks, " ranks cannot be divided into train.islands ", islands, " equal groups");
+  const int islands = static_cast<int>(given.train.islands), world = ranks_of_island("plan", given, all_ranks);
   const Stages stages(config, world, stage_cut(config, vocab), planning);
   const auto n = static_cast<size_t>(stages.count());
   const int place = first ? 0 : stages.ranks() - 1;

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "sheaf/distributed/pipeline.h"
+#include "sheaf/models/sharded_model.h"
 #include "sheaf/nn/layers/attention.h"
 
 namespace sheaf::models {
@@ -97,10 +98,8 @@ std::string options_of(const Choice& x, const Choice& before) {
 class Search {
  public:
   Search(const TrainConfig& config, int64_t vocab, int world, const Machine& machine, const WaysOptions& options)
-      : islands_(config.train.islands), config_(island_of(config)), vocab_(vocab), world_(world / static_cast<int>(islands_)),
-        machine_(machine), options_(options) {
-    if (world % islands_ != 0) fail<ConfigError>("[plan] train.islands ", islands_, ": ", world, " ranks cannot be divided into as many equal groups");
-  }
+      : islands_(config.train.islands), config_(island_of(config)), vocab_(vocab), world_(ranks_of_island("plan", config, world)),
+        machine_(machine), options_(options) {}
 
   Ways run() {
     const std::vector<Choice> axes = choices_of_axes();
