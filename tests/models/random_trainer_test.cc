@@ -143,15 +143,20 @@ TEST_P(RandomTrainer, GoesOnAsIfNobodyHadStopped) {
   }
 }
 
+models::TrainConfig small_task(models::ModelConfig model, const ScratchFolder& folder, Draw& draw) {
+  models::TrainConfig task;
+  task.model = std::move(model);
+  task.model.context = 5, task.model.vocab = 13;
+  task.data.train_file = task.data.val_file = folder / "tokens.bin";
+  draw_tokens(task, draw);
+  return task;
+}
+
 // With a learning rate of 0 nothing moves, and all islands together see what one rank sees.
 TEST(Trainer, IslandsBeginWithTheWeightsAndSayWhatAllOfThemSee) {
   Draw draw(7);
   const ScratchFolder folder;
-  models::TrainConfig task;
-  task.model = tiny_model("llama", 4, 2);
-  task.model.context = 5, task.model.vocab = 13;
-  task.data.train_file = task.data.val_file = folder / "tokens.bin";
-  draw_tokens(task, draw);
+  models::TrainConfig task = small_task(tiny_model("llama", 4, 2), folder, draw);
   draw_weights(task, folder, draw);
   ASSERT_FALSE(task.model.weights.empty());
   task.train.steps = 4, task.train.batch = 8, task.train.lr = task.train.min_lr = 0;
@@ -179,11 +184,7 @@ TEST(Trainer, IslandsBeginWithTheWeightsAndSayWhatAllOfThemSee) {
 TEST(Trainer, IslandsThatEndInARoundHaveOneModel) {
   Draw draw(8);
   const ScratchFolder folder;
-  models::TrainConfig task;
-  task.model = tiny_model("gpt2", 4, 4);
-  task.model.context = 5, task.model.vocab = 13;
-  task.data.train_file = task.data.val_file = folder / "tokens.bin";
-  draw_tokens(task, draw);
+  models::TrainConfig task = small_task(tiny_model("gpt2", 4, 4), folder, draw);
   task.train.batch = 8, task.train.lr = 1e-2, task.train.warmup = 0, task.train.schedule = "constant";
   task.train.islands = 2, task.train.inner_steps = 2, task.train.eval_every = 0;
   task.output.keep_best = true;
