@@ -1,6 +1,7 @@
 #include "sheaf/autograd/compile.h"
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/passes/fuse_elementwise.h"
 #include "sheaf/autograd/tape_diff.h"
 #include "sheaf/core/transfer.h"
 
@@ -103,6 +104,7 @@ void CompiledStep::make_program() {
   const Recorded step = std::move(*last_);
   last_.reset();
   Program plain(step.tape, [&](ValueId v) { return step.leaves.at(v); }, step.results);
+  if (options_.fuse) plain = fuse_elementwise(std::move(plain));
   program_ = std::make_unique<Program>(options_.rewrite ? options_.rewrite(plain) : std::move(plain));
 }
 

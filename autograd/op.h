@@ -12,6 +12,7 @@
 //     static void execute(const Attrs&, Execute&);         // calls kernels::; never allocates
 //     static void vjp(const Attrs&, Vjp&);                 // in public ops; absent: not differentiable
 //     static void work(const Attrs&, WorkOf&);             // operations and bytes, from types: work.h; optional
+//     static void fuse(const Attrs&, Fuse&);               // as steps of one kernel, of elementwise ops: fuse.h; optional
 //     static constexpr bool kWeightsLater = true;          // vjp gives derivatives to Vjp::weights(); optional
 //     static constexpr int kCheap = 0;                     // an output that takes little to compute from what vjp reads: then
 //     static Tensor again(const Attrs&, Vjp&);             // this does, in public ops, with the same bits; optional
@@ -168,6 +169,7 @@ struct Into {
 
 class Recording;
 class WorkOf;
+class Fuse;
 
 /// The backward of one node: reads saved values and the outputs' gradients, sets the inputs' gradients. Everything it
 /// calls is a public op and lands on the tape.
@@ -240,6 +242,7 @@ struct OpDef {
   /// Narrows what is saved to what the wanted gradients need: needs, saved inputs, saved outputs.
   void (*saves)(const void*, uint64_t, uint64_t&, uint64_t&);
   void (*work)(const void*, WorkOf&);
+  void (*fuse)(const void*, Fuse&);
   void (*describe)(const void*, std::string&);
   bool marked;                   ///< the tape's text has the description, too
   void (*drop_layouts)(void*);   ///< of attributes: as they would be without sharding; null if they have no layouts
@@ -324,6 +327,8 @@ constexpr OpDef make_op_def() {
     };
   if constexpr (requires(const Attrs& a, WorkOf& w) { Op::work(a, w); })
     d.work = [](const void* a, WorkOf& w) { Op::work(attrs_of<Attrs>(a), w); };
+  if constexpr (requires(const Attrs& a, Fuse& f) { Op::fuse(a, f); })
+    d.fuse = [](const void* a, Fuse& f) { Op::fuse(attrs_of<Attrs>(a), f); };
   if constexpr (requires(const Attrs& a, std::string& s) { Op::describe(a, s); })
     d.describe = [](const void* a, std::string& s) { Op::describe(attrs_of<Attrs>(a), s); };
   d.marked = requires { Op::kMarked; };

@@ -35,6 +35,7 @@ struct Program::Instruction {
 
 Program::~Program() = default;
 Program::Program(Program&&) noexcept = default;
+Program& Program::operator=(Program&&) noexcept = default;
 
 // Goes through the tape once.
 struct Program::Builder {

@@ -27,6 +27,7 @@ class Program {
   Program(Tape tape, const std::function<Tensor(ValueId)>& leaf, std::span<const ValueId> wanted);
   ~Program();
   Program(Program&&) noexcept;
+  Program& operator=(Program&&) noexcept;
 
   /// One step. Returns copies of the wanted values. Bitwise equal to the recording, on every rank when all ranks run.
   std::vector<Tensor> run();
@@ -34,6 +35,8 @@ class Program {
   const Tape& tape() const { return tape_; }
   /// One of another tape, with the same leaves and wanted values: of this one's after a pass.
   Program with_tape(Tape tape) const;
+  /// Ids of what run() returns.
+  std::span<const ValueId> wanted() const { return wanted_ids_; }
   /// Memory of the leaf, as it was given.
   const Tensor& leaf(ValueId v) const;
   /// Bytes of the arena: what a run takes beside the leaves; of a GPU's own memory, what it offloads lies elsewhere.

@@ -107,13 +107,22 @@ void Tape::replace_uses(std::span<const ValueId> to) {
 }
 
 void Tape::erase_nodes(const std::vector<bool>& gone) {
-  NodeId kept = 0;
-  for (NodeId id = 0; id < num_nodes(); ++id) {
-    const Node n = nodes_[id];
-    for (int o = 0; o < n.num_outputs; ++o) values_[output(n, o)].producer = gone[id] ? -1 : kept;
-    if (!gone[id]) nodes_[kept++] = n;
+  std::vector<NodeId> kept;
+  for (NodeId id = 0; id < num_nodes(); ++id)
+    if (!gone[id]) kept.push_back(id);
+  arrange_nodes(kept);
+}
+
+void Tape::arrange_nodes(std::span<const NodeId> order) {
+  for (Value& v : values_) v.producer = -1;
+  std::vector<Node> arranged;
+  arranged.reserve(order.size());
+  for (const NodeId id : order) {
+    const Node& n = nodes_[id];
+    for (int o = 0; o < n.num_outputs; ++o) values_[output(n, o)].producer = static_cast<NodeId>(arranged.size());
+    arranged.push_back(n);
   }
-  nodes_.resize(kept);
+  nodes_ = std::move(arranged);
 }
 
 std::vector<ValueId> Tape::leaves() const {

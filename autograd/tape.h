@@ -86,6 +86,8 @@ class Tape {
   void replace_uses(std::span<const ValueId> to);
   /// Takes these nodes out, whose outputs nothing uses. Values keep their ids.
   void erase_nodes(const std::vector<bool>& gone);
+  /// The nodes that stay, in their new order; nothing uses outputs of the others. Values keep their ids.
+  void arrange_nodes(std::span<const NodeId> order);
 
  private:
   uint32_t intern_type(const Type& type);

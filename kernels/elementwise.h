@@ -53,6 +53,15 @@ enum class BinaryOp : uint8_t {
   logical_and,
   logical_or,
 };
+/// Backwards of activations: dx = dy f'(x), or in terms of the output y where that is what was kept.
+enum class BackwardOp : uint8_t {
+  gelu_tanh,
+  gelu_exact,
+  silu,
+  relu,     ///< 0 at x = 0, for an infinite gradient, too
+  tanh,     ///< dy (1 - y^2)
+  sigmoid,  ///< dy y (1 - y)
+};
 /// True if the op yields truth values.
 constexpr bool is_predicate(UnaryOp op) {
   return op == UnaryOp::isfinite || op == UnaryOp::logical_not;
@@ -75,12 +84,7 @@ void where_scalar(const View& cond, const View& x, double scalar, bool scalar_fi
 /// out = min(max(x, lo), hi); NaN stays NaN.
 void clamp(const View& x, double lo, double hi, const View& out);
 
-// Fused backwards: dx = dy * f'(x), or in terms of the output y where that is what was kept.
-void gelu_backward(UnaryOp kind, const View& x, const View& dy, const View& dx);
-void silu_backward(const View& x, const View& dy, const View& dx);
-void relu_backward(const View& x, const View& dy, const View& dx);     ///< 0 at x = 0
-void tanh_backward(const View& y, const View& dy, const View& dx);     ///< dy (1 - y^2)
-void sigmoid_backward(const View& y, const View& dy, const View& dx);  ///< dy y (1 - y)
+void activation_backward(BackwardOp op, const View& kept, const View& dy, const View& dx);
 /// out = silu(gate) * up  (Shazeer 2020, "GLU variants improve transformer")
 void swiglu(const View& gate, const View& up, const View& out);
 void swiglu_backward(const View& gate, const View& up, const View& dy, const View& dgate,
@@ -100,12 +104,8 @@ void where(const Stream& stream, const View& cond, const View& a, const View& b,
 void where_scalar(const Stream& stream, const View& cond, const View& x, double scalar,
                   bool scalar_first, const View& out);
 void clamp(const Stream& stream, const View& x, double lo, double hi, const View& out);
-void gelu_backward(const Stream& stream, UnaryOp kind, const View& x, const View& dy,
-                   const View& dx);
-void silu_backward(const Stream& stream, const View& x, const View& dy, const View& dx);
-void relu_backward(const Stream& stream, const View& x, const View& dy, const View& dx);
-void tanh_backward(const Stream& stream, const View& y, const View& dy, const View& dx);
-void sigmoid_backward(const Stream& stream, const View& y, const View& dy, const View& dx);
+void activation_backward(const Stream& stream, BackwardOp op, const View& kept, const View& dy,
+                         const View& dx);
 void swiglu(const Stream& stream, const View& gate, const View& up, const View& out);
 void swiglu_backward(const Stream& stream, const View& gate, const View& up, const View& dy,
                      const View& dgate, const View& dup);

@@ -1,4 +1,5 @@
 // Activation functions with fused backwards, which are ops too and have derivatives of their own.
+#include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/gelu.h"
 #include "sheaf/autograd/recording.h"
@@ -8,6 +9,7 @@
 namespace sheaf {
 namespace {
 
+using kernels::BackwardOp;
 using kernels::UnaryOp;
 using namespace ops;
 
@@ -23,24 +25,26 @@ struct Activation {
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), unary, kKernel, c.input(0), c.output(0));
   }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.unary(kKernel, f.input(0))); }
 };
 
 /// Backward: dx = dy f'(kept), inputs {kept, dy}; linear in dy.
-template <class Op>
+template <class Op, BackwardOp kKernel>
 struct Backward {
   using Attrs = NoAttrs;
   static constexpr uint64_t kSavedInputs = 0b11;
   static void infer(const auto&, Infer& c) { c.output(common_dtype(Op::kName, c), c.shape(0)); }
   static void place(const auto&, Place& p) { pointwise_linear_in(p, 1); }
+  static void execute(const Attrs&, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), activation_backward, kKernel, c.input(0), c.input(1), c.output(0));
+  }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.backward(kKernel, f.input(0), f.input(1))); }
 };
 
 // --- relu ---
-struct ReluBackward : Backward<ReluBackward> {
+struct ReluBackward : Backward<ReluBackward, BackwardOp::relu> {
   static constexpr const char* kName = "relu_backward";
   static constexpr uint64_t kSavedInputs = 0b01;
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), relu_backward, c.input(0), c.input(1), c.output(0));
-  }
   static void vjp(const Attrs&, Vjp& c) {  // f'' = 0
     if (c.needs(1)) c.set(1, apply<ReluBackward>({}, {c.input(0), c.grad()}));
   }
@@ -54,11 +58,8 @@ struct Relu : Activation<Relu, UnaryOp::relu> {
 };
 
 // --- tanh and sigmoid: backward in terms of the output ---
-struct TanhBackward : Backward<TanhBackward> {
+struct TanhBackward : Backward<TanhBackward, BackwardOp::tanh> {
   static constexpr const char* kName = "tanh_backward";
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), tanh_backward, c.input(0), c.input(1), c.output(0));
-  }
   static void vjp(const Attrs&, Vjp& c) {  // dy (1 - y^2)
     const Tensor y = c.input(0);
     if (c.needs(0)) c.set(0, mul(mul(c.grad(), mul(y, -2.0)), c.input(1)));
@@ -73,11 +74,8 @@ struct Tanh : Activation<Tanh, UnaryOp::tanh> {
   }
 };
 
-struct SigmoidBackward : Backward<SigmoidBackward> {
+struct SigmoidBackward : Backward<SigmoidBackward, BackwardOp::sigmoid> {
   static constexpr const char* kName = "sigmoid_backward";
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), sigmoid_backward, c.input(0), c.input(1), c.output(0));
-  }
   static void vjp(const Attrs&, Vjp& c) {  // dy y (1 - y)
     const Tensor y = c.input(0);
     if (c.needs(0)) c.set(0, mul(mul(c.grad(), sub(1.0, mul(y, 2.0))), c.input(1)));
@@ -98,11 +96,8 @@ Tensor silu_second(const Tensor& x) {
   const Tensor s = sigmoid(x);
   return mul(mul(s, sub(1.0, s)), add(mul(x, sub(1.0, mul(s, 2.0))), 2.0));
 }
-struct SiluBackward : Backward<SiluBackward> {
+struct SiluBackward : Backward<SiluBackward, BackwardOp::silu> {
   static constexpr const char* kName = "silu_backward";
-  static void execute(const Attrs&, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), silu_backward, c.input(0), c.input(1), c.output(0));
-  }
   static void vjp(const Attrs&, Vjp& c) {
     const Tensor x = c.input(0);
     if (c.needs(0)) c.set(0, mul(mul(c.grad(), silu_second(x)), c.input(1)));
@@ -127,12 +122,16 @@ UnaryOp kernel_of(const GeluAttrs& a) {
   return a.kind == GeluKind::tanh ? UnaryOp::gelu_tanh : UnaryOp::gelu_exact;
 }
 
-struct GeluBackward : Backward<GeluBackward> {
+struct GeluBackward : Backward<GeluBackward, BackwardOp::gelu_tanh> {
   static constexpr const char* kName = "gelu_backward";
   using Attrs = GeluAttrs;
-  static void execute(const Attrs& a, Execute& c) {
-    SHEAF_ON_DEVICE(c.stream(), gelu_backward, kernel_of(a), c.input(0), c.input(1), c.output(0));
+  static BackwardOp backward_of(const Attrs& a) {
+    return a.kind == GeluKind::tanh ? BackwardOp::gelu_tanh : BackwardOp::gelu_exact;
   }
+  static void execute(const Attrs& a, Execute& c) {
+    SHEAF_ON_DEVICE(c.stream(), activation_backward, backward_of(a), c.input(0), c.input(1), c.output(0));
+  }
+  static void fuse(const Attrs& a, Fuse& f) { f.yields(f.backward(backward_of(a), f.input(0), f.input(1))); }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor x = c.input(0);
     if (c.needs(0)) c.set(0, mul(mul(c.grad(), gelu_second(x, a.kind)), c.input(1)));
@@ -151,6 +150,7 @@ struct Gelu {
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), unary, kernel_of(a), c.input(0), c.output(0));
   }
+  static void fuse(const Attrs& a, Fuse& f) { f.yields(f.unary(kernel_of(a), f.input(0))); }
   static constexpr int kCheap = 0;
   static Tensor again(const Attrs& a, Vjp& c) { return apply<Gelu>(a, c.input(0)); }
   static void vjp(const Attrs& a, Vjp& c) {
@@ -226,6 +226,7 @@ struct Swiglu {
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), swiglu, c.input(0), c.input(1), c.output(0));
   }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.swiglu(f.input(0), f.input(1))); }
   static constexpr int kCheap = 0;
   static Tensor again(const Attrs&, Vjp& c) { return apply<Swiglu>({}, {c.input(0), c.input(1)}); }
   static void vjp(const Attrs&, Vjp& c) {

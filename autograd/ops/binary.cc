@@ -1,4 +1,5 @@
 // Elementwise ops of two operands, with NumPy broadcasting, and of an operand and a weak scalar.
+#include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/autograd/ops/route.h"
 #include "sheaf/kernels/dispatch.h"
@@ -23,6 +24,7 @@ struct Binary {
     SHEAF_ON_DEVICE(c.stream(), binary, kKernel, broadcast_input(c, 0), broadcast_input(c, 1),
                  c.output(0));
   }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.binary(kKernel, f.input(0), f.input(1))); }
 };
 
 /// Keeps of two inputs what the gradient of the other one needs.
@@ -131,10 +133,6 @@ struct Or : Binary<Or, BinaryOp::logical_or> {
   static constexpr const char* kName = "logical_or";
 };
 
-constexpr const char* kBinaryNames[] = {"add",     "sub",     "mul", "div",         "pow",
-                                        "minimum", "maximum", "eq",  "ne",          "lt",
-                                        "le",      "gt",      "ge",  "logical_and", "logical_or"};
-
 /// x op scalar, or scalar op x.
 struct BinaryScalar {
   static constexpr const char* kName = "scalar";
@@ -159,6 +157,12 @@ struct BinaryScalar {
   }
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), binary_scalar, a.op, c.input(0), a.scalar, a.left, c.output(0));
+  }
+  static void fuse(const Attrs& a, Fuse& f) {
+    const Fuse::Value x = f.input(0);
+    if (a.op == BinaryOp::pow && a.scalar == 2 && !a.left) return f.yields(f.unary(kernels::UnaryOp::square, x));  // as its kernel
+    const Fuse::Value scalar = f.constant(a.scalar);
+    f.yields(a.left ? f.binary(a.op, scalar, x) : f.binary(a.op, x, scalar));
   }
   static void saves(const Attrs& a, uint64_t, uint64_t& in, uint64_t& out) {
     const bool input = a.op == BinaryOp::minimum || a.op == BinaryOp::maximum ||

@@ -10,6 +10,11 @@ namespace sheaf::ops {
 
 inline const Placement kR = Placement::replicate(), kP = Placement::partial();
 
+/// Of kernels::BinaryOp.
+inline constexpr const char* kBinaryNames[] = {"add",     "sub",     "mul", "div",         "pow",
+                                        "minimum", "maximum", "eq",  "ne",          "lt",
+                                        "le",      "gt",      "ge",  "logical_and", "logical_or"};
+
 inline void require_floating(const char* op, DType d) {
   if (!is_floating(d))
     fail<DTypeError>("[", op, "] needs a floating type, not ", d, ": cast first");

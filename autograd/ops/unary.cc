@@ -1,4 +1,5 @@
 // Elementwise functions of one operand.
+#include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops/common.h"
 #include "sheaf/kernels/copy.h"
 #include "sheaf/kernels/dispatch.h"
@@ -21,6 +22,7 @@ struct Unary {
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), unary, kKernel, c.input(0), c.output(0));
   }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.unary(kKernel, f.input(0))); }
 };
 
 struct Neg : Unary<Neg, UnaryOp::neg, true> {
@@ -97,6 +99,7 @@ struct Cast {
   static void execute(const Attrs&, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), copy, c.input(0), c.output(0));
   }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.cast(f.input(0))); }
   static void vjp(const Attrs&, Vjp& c) { c.set(0, cast(c.grad(), c.input_type(0).dtype)); }
   static void describe(const Attrs& a, std::string& out) { out += name(a.to); }
 };
@@ -116,6 +119,7 @@ struct Clamp {
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), clamp, c.input(0), a.lo, a.hi, c.output(0));
   }
+  static void fuse(const Attrs& a, Fuse& f) { f.yields(f.clamp(f.input(0), a.lo, a.hi)); }
   static void vjp(const Attrs& a, Vjp& c) {
     const Tensor x = c.input(0);
     c.set(0, where(logical_and(ge(x, a.lo), le(x, a.hi)), c.grad(), 0.0));
@@ -139,6 +143,7 @@ struct Where {
     SHEAF_ON_DEVICE(c.stream(), where, broadcast_input(c, 0), broadcast_input(c, 1),
                  broadcast_input(c, 2), c.output(0));
   }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.where(f.input(0), f.input(1), f.input(2))); }
   static void vjp(const Attrs&, Vjp& c) {
     if (c.needs(1)) c.set(1, sum_to(where(c.input(0), c.grad(), 0.0), c.input_type(1)));
     if (c.needs(2)) c.set(2, sum_to(where(c.input(0), 0.0, c.grad()), c.input_type(2)));
@@ -164,6 +169,10 @@ struct WhereScalar {
   static void execute(const Attrs& a, Execute& c) {
     SHEAF_ON_DEVICE(c.stream(), where_scalar, broadcast_input(c, 0), broadcast_input(c, 1), a.other, a.first != 0,
                     c.output(0));
+  }
+  static void fuse(const Attrs& a, Fuse& f) {
+    const Fuse::Value cond = f.input(0), x = f.input(1), other = f.constant(a.other);
+    f.yields(a.first ? f.where(cond, other, x) : f.where(cond, x, other));
   }
   static void vjp(const Attrs& a, Vjp& c) {
     if (!c.needs(1)) return;

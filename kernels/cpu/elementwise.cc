@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "sheaf/kernels/cpu/blocks.h"
+#include "sheaf/kernels/cpu/elementwise_loops.h"
 #include "sheaf/kernels/cpu/vector_math.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
@@ -11,148 +12,192 @@ namespace {
 using namespace sheaf::kernels::cpu;
 
 // The loops that g++ vectorises. ivdep: an output is disjoint from an input, or the same element
-// for element.
-template <class C, class Out = C, class F>
-void map1(const View& x, const View& out, F f) {
-  map_blocks<C, Out>(
-      out,
-      [f](Out* to, const C* a, int64_t n) {
+// for element. F has no members: a loop is known by its type.
+template <class C, class Out, class F>
+void loop1(Out* to, const C* x, int64_t n) {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < n; ++i) to[i] = f(a[i]);
-      },
-      x);
+  for (int64_t i = 0; i < n; ++i) to[i] = F{}(x[i]);
 }
-template <class C, class Out = C, class F>
-void map2(const View& x, const View& y, const View& out, F f) {
-  map_blocks<C, Out>(
-      out,
-      [f](Out* to, const C* a, const C* b, int64_t n) {
+template <class C, class Out, class F>
+void loop2(Out* to, const C* x, const C* y, int64_t n) {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < n; ++i) to[i] = f(a[i], b[i]);
-      },
-      x, y);
+  for (int64_t i = 0; i < n; ++i) to[i] = F{}(x[i], y[i]);
 }
 
-template <class C>
+template <class C, class Out = C>
 void unary_any(UnaryOp op, const View& x, const View& out) {
-  switch (op) {
-    case UnaryOp::neg:
-      return map1<C>(x, out, [](C v) { return -v; });
-    case UnaryOp::abs:
-      return map1<C>(x, out, [](C v) { return std::abs(v); });
-    case UnaryOp::square:
-      return map1<C>(x, out, [](C v) { return v * v; });
-    case UnaryOp::sign:
-      return map1<C>(x, out, [](C v) { return v > C(0) ? C(1) : v < C(0) ? C(-1) : v; });
-    case UnaryOp::relu:
-      return map1<C>(x, out, [](C v) { return v < C(0) ? C(0) : v; });
-    case UnaryOp::logical_not:
-      return map1<C, bool>(x, out, [](C v) { return v == C(0); });
-    // x - x is 0 exactly where x is finite.
-    case UnaryOp::isfinite:
-      return map1<C, bool>(x, out, [](C v) { return v - v == C(0); });
-    default:
-      break;
-  }
-  if constexpr (std::is_floating_point_v<C>) {
-    switch (op) {
-      case UnaryOp::exp:
-        return map1<C>(x, out, [](C v) { return vm::exp(v); });
-      case UnaryOp::log:
-        return map1<C>(x, out, [](C v) { return vm::log(v); });
-      case UnaryOp::sqrt:
-        return map1<C>(x, out, [](C v) { return std::sqrt(v); });
-      case UnaryOp::rsqrt:
-        return map1<C>(x, out, [](C v) { return C(1) / std::sqrt(v); });
-      case UnaryOp::reciprocal:
-        return map1<C>(x, out, [](C v) { return C(1) / v; });
-      case UnaryOp::tanh:
-        return map1<C>(x, out, [](C v) { return vm::tanh(v); });
-      case UnaryOp::sigmoid:
-        return map1<C>(x, out, [](C v) { return vm::sigmoid(v); });
-      case UnaryOp::silu:
-        return map1<C>(x, out, [](C v) { return v * vm::sigmoid(v); });
-      case UnaryOp::gelu_exact:
-        return map1<C>(x, out, [](C v) { return v * vm::normal_cdf(v); });
-      // (1 + tanh u) / 2 = sigmoid(2u), without the cancellation.
-      case UnaryOp::gelu_tanh:
-        return map1<C>(x, out, [](C v) {
-          return v * vm::sigmoid(C(1.5957691216057308) * (v + C(0.044715) * v * v * v));
-        });
-      case UnaryOp::sin:
-        return map1<C>(x, out,
-                       [](C v) { return static_cast<C>(std::sin(static_cast<double>(v))); });
-      case UnaryOp::cos:
-        return map1<C>(x, out,
-                       [](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
-      default:
-        break;
-    }
-  }
-  fail<DTypeError>("[unary] this op is not defined for ", x.dtype);
+  const auto loop = unary_loop<C, Out>(op);
+  if (!loop) fail<DTypeError>("[unary] this op is not defined for ", x.dtype);
+  map_blocks<C, Out>(out, loop, x);
 }
 
-template <class C>
+template <class C, class Out = C>
 void binary_any(BinaryOp op, const View& a, const View& b, const View& out) {
-  switch (op) {
-    case BinaryOp::add:
-      return map2<C>(a, b, out, [](C x, C y) { return x + y; });
-    case BinaryOp::sub:
-      return map2<C>(a, b, out, [](C x, C y) { return x - y; });
-    case BinaryOp::mul:
-      return map2<C>(a, b, out, [](C x, C y) { return x * y; });
-    case BinaryOp::minimum:
-      return map2<C>(a, b, out, [](C x, C y) { return x < y || x != x ? x : y; });
-    case BinaryOp::maximum:
-      return map2<C>(a, b, out, [](C x, C y) { return x > y || x != x ? x : y; });
-    case BinaryOp::eq:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x == y; });
-    case BinaryOp::ne:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x != y; });
-    case BinaryOp::lt:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x < y; });
-    case BinaryOp::le:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x <= y; });
-    case BinaryOp::gt:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x > y; });
-    case BinaryOp::ge:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x >= y; });
-    case BinaryOp::logical_and:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x != C(0) && y != C(0); });
-    case BinaryOp::logical_or:
-      return map2<C, bool>(a, b, out, [](C x, C y) { return x != C(0) || y != C(0); });
-    default:
-      break;
-  }
-  if constexpr (std::is_floating_point_v<C>) {
-    switch (op) {
-      case BinaryOp::div:
-        return map2<C>(a, b, out, [](C x, C y) { return x / y; });
-      case BinaryOp::pow:
-        return map2<C>(a, b, out, [](C x, C y) {
-          return static_cast<C>(std::pow(static_cast<double>(x), static_cast<double>(y)));
-        });
-      default:
-        break;
-    }
-  }
-  fail<DTypeError>("[binary] this op is not defined for ", a.dtype,
-                   ": cast to a floating type first");
+  const auto loop = binary_loop<C, Out>(op);
+  if (!loop)
+    fail<DTypeError>("[binary] this op is not defined for ", a.dtype,
+                     ": cast to a floating type first");
+  map_blocks<C, Out>(out, loop, a, b);
+}
+// Truth values are stored from bytes.
+template <class C>
+void binary_or_predicate(BinaryOp op, const View& a, const View& b, const View& out) {
+  is_predicate(op) ? binary_any<C, bool>(op, a, b, out) : binary_any<C>(op, a, b, out);
 }
 
 }  // namespace
 
+template <class C, class Out>
+Loop1<C, Out> unary_loop(UnaryOp op) {
+  const auto use = [](auto f) -> Loop1<C, Out> { return loop1<C, Out, decltype(f)>; };
+  if (op == UnaryOp::logical_not) return use([](C v) { return v == C(0); });
+  // x - x is 0 exactly where x is finite.
+  if (op == UnaryOp::isfinite) return use([](C v) { return v - v == C(0); });
+  if constexpr (std::is_same_v<C, Out>) {
+    switch (op) {
+      case UnaryOp::neg:
+        return use([](C v) { return -v; });
+      case UnaryOp::abs:
+        return use([](C v) { return std::abs(v); });
+      case UnaryOp::square:
+        return use([](C v) { return v * v; });
+      case UnaryOp::sign:
+        return use([](C v) { return v > C(0) ? C(1) : v < C(0) ? C(-1) : v; });
+      case UnaryOp::relu:
+        return use([](C v) { return v < C(0) ? C(0) : v; });
+      default:
+        break;
+    }
+    if constexpr (std::is_floating_point_v<C>) {
+      switch (op) {
+        case UnaryOp::exp:
+          return use([](C v) { return vm::exp(v); });
+        case UnaryOp::log:
+          return use([](C v) { return vm::log(v); });
+        case UnaryOp::sqrt:
+          return use([](C v) { return std::sqrt(v); });
+        case UnaryOp::rsqrt:
+          return use([](C v) { return C(1) / std::sqrt(v); });
+        case UnaryOp::reciprocal:
+          return use([](C v) { return C(1) / v; });
+        case UnaryOp::tanh:
+          return use([](C v) { return vm::tanh(v); });
+        case UnaryOp::sigmoid:
+          return use([](C v) { return vm::sigmoid(v); });
+        case UnaryOp::silu:
+          return use([](C v) { return v * vm::sigmoid(v); });
+        case UnaryOp::gelu_exact:
+          return use([](C v) { return v * vm::normal_cdf(v); });
+        // (1 + tanh u) / 2 = sigmoid(2u), without the cancellation.
+        case UnaryOp::gelu_tanh:
+          return use([](C v) {
+            return v * vm::sigmoid(C(1.5957691216057308) * (v + C(0.044715) * v * v * v));
+          });
+        case UnaryOp::sin:
+          return use([](C v) { return static_cast<C>(std::sin(static_cast<double>(v))); });
+        case UnaryOp::cos:
+          return use([](C v) { return static_cast<C>(std::cos(static_cast<double>(v))); });
+        default:
+          break;
+      }
+    }
+  }
+  return nullptr;
+}
+
+template <class C, class Out>
+Loop2<C, Out> binary_loop(BinaryOp op) {
+  const auto use = [](auto f) -> Loop2<C, Out> { return loop2<C, Out, decltype(f)>; };
+  switch (op) {
+    case BinaryOp::eq:
+      return use([](C x, C y) { return x == y; });
+    case BinaryOp::ne:
+      return use([](C x, C y) { return x != y; });
+    case BinaryOp::lt:
+      return use([](C x, C y) { return x < y; });
+    case BinaryOp::le:
+      return use([](C x, C y) { return x <= y; });
+    case BinaryOp::gt:
+      return use([](C x, C y) { return x > y; });
+    case BinaryOp::ge:
+      return use([](C x, C y) { return x >= y; });
+    case BinaryOp::logical_and:
+      return use([](C x, C y) { return x != C(0) && y != C(0); });
+    case BinaryOp::logical_or:
+      return use([](C x, C y) { return x != C(0) || y != C(0); });
+    default:
+      break;
+  }
+  if constexpr (std::is_same_v<C, Out>) {
+    switch (op) {
+      case BinaryOp::add:
+        return use([](C x, C y) { return x + y; });
+      case BinaryOp::sub:
+        return use([](C x, C y) { return x - y; });
+      case BinaryOp::mul:
+        return use([](C x, C y) { return x * y; });
+      case BinaryOp::minimum:
+        return use([](C x, C y) { return x < y || x != x ? x : y; });
+      case BinaryOp::maximum:
+        return use([](C x, C y) { return x > y || x != x ? x : y; });
+      default:
+        break;
+    }
+    if constexpr (std::is_floating_point_v<C>) {
+      if (op == BinaryOp::div) return use([](C x, C y) { return x / y; });
+      if (op == BinaryOp::pow)
+        return use([](C x, C y) {
+          return static_cast<C>(std::pow(static_cast<double>(x), static_cast<double>(y)));
+        });
+    }
+  }
+  return nullptr;
+}
+
+template <class C>
+void swiglu_loop(C* to, const C* gate, const C* up, int64_t n) {
+  const auto f = [](C g, C u) { return g * vm::sigmoid(g) * u; };
+  loop2<C, C, decltype(f)>(to, gate, up, n);
+}
+
+template <class C>
+void where_loop(C* to, const C* cond, const C* x, const C* y, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) to[i] = cond[i] != C(0) ? x[i] : y[i];
+}
+
+template <class C>
+void clamp_loop(C* to, const C* x, C low, C high, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const C v = x[i] < low ? low : x[i];
+    to[i] = v > high ? high : v;
+  }
+}
+
+#define SHEAF_LOOPS(C)                             \
+  template Loop1<C> unary_loop<C, C>(UnaryOp);     \
+  template Loop2<C> binary_loop<C, C>(BinaryOp);   \
+  template void swiglu_loop(C*, const C*, const C*, int64_t);          \
+  template void where_loop(C*, const C*, const C*, const C*, int64_t); \
+  template void clamp_loop(C*, const C*, C, C, int64_t);
+SHEAF_LOOPS(float)
+SHEAF_LOOPS(double)
+#undef SHEAF_LOOPS
+
 void unary(UnaryOp op, const View& x, const View& out) {
   check_shapes("unary", out, x);
   const DType compute = is_predicate(op) ? compute_type(x.dtype) : compute_type(x.dtype, out.dtype);
-  visit_compute(compute, [&]<class C>() { unary_any<C>(op, x, out); });
+  visit_compute(compute, [&]<class C>() {
+    is_predicate(op) ? unary_any<C, bool>(op, x, out) : unary_any<C>(op, x, out);
+  });
 }
 
 void binary(BinaryOp op, const View& a, const View& b, const View& out) {
   check_shapes("binary", out, a, b);
   DType compute = compute_type(a.dtype, b.dtype);
   if (!is_predicate(op)) compute = compute_type(compute, out.dtype);
-  visit_compute(compute, [&]<class C>() { binary_any<C>(op, a, b, out); });
+  visit_compute(compute, [&]<class C>() { binary_or_predicate<C>(op, a, b, out); });
 }
 
 void binary_scalar(BinaryOp op, const View& a, double scalar, bool scalar_left, const View& out) {
@@ -163,20 +208,14 @@ void binary_scalar(BinaryOp op, const View& a, double scalar, bool scalar_left, 
   visit_compute(compute, [&]<class C>() {
     C value = static_cast<C>(scalar);
     const View s{&value, dtype_of<C>, out.shape, Shape::filled(out.rank(), 0)};
-    scalar_left ? binary_any<C>(op, s, a, out) : binary_any<C>(op, a, s, out);
+    scalar_left ? binary_or_predicate<C>(op, s, a, out) : binary_or_predicate<C>(op, a, s, out);
   });
 }
 
 void where(const View& cond, const View& a, const View& b, const View& out) {
   check_shapes("where", out, cond, a, b);
   visit_compute(compute_type(compute_type(a.dtype, b.dtype), out.dtype), [&]<class C>() {
-    map_blocks<C>(
-        out,
-        [](C* to, const C* c, const C* x, const C* y, int64_t n) {
-#pragma GCC ivdep
-          for (int64_t i = 0; i < n; ++i) to[i] = c[i] != C(0) ? x[i] : y[i];
-        },
-        cond, a, b);
+    map_blocks<C>(out, where_loop<C>, cond, a, b);
   });
 }
 
@@ -203,10 +242,8 @@ void clamp(const View& x, double lo, double hi, const View& out) {
     const bool integral = std::is_same_v<C, int64_t>;
     const C low = bound(integral ? std::ceil(lo) : lo),
             high = bound(integral ? std::floor(hi) : hi);
-    map1<C>(x, out, [low, high](C v) {
-      v = v < low ? low : v;
-      return v > high ? high : v;
-    });
+    map_blocks<C>(
+        out, [=](C* to, const C* v, int64_t n) { clamp_loop(to, v, low, high, n); }, x);
   });
 }
 
@@ -214,9 +251,7 @@ void swiglu(const View& gate, const View& up, const View& out) {
   check_shapes("swiglu", out, gate, up);
   const DType compute = compute_type(compute_type(gate.dtype, up.dtype), out.dtype);
   if (compute == kI64) fail<DTypeError>("[swiglu] is not defined for ", out.dtype);
-  auto run = [&]<class C>() {
-    map2<C>(gate, up, out, [](C g, C u) { return g * vm::sigmoid(g) * u; });
-  };
+  auto run = [&]<class C>() { map_blocks<C>(out, swiglu_loop<C>, gate, up); };
   compute == kF64 ? run.operator()<double>() : run.operator()<float>();
 }
 

@@ -1,4 +1,5 @@
 #include "sheaf/kernels/cpu/blocks.h"
+#include "sheaf/kernels/cpu/elementwise_loops.h"
 #include "sheaf/kernels/cpu/vector_math.h"
 #include "sheaf/kernels/elementwise.h"
 
@@ -7,58 +8,49 @@ namespace {
 
 using namespace sheaf::kernels::cpu;
 
-/// out = f(kept, dy) in f64 if either is f64, else in f32.
-template <class F>
-void map_backward(const char* who, const View& kept, const View& dy, const View& dx, F f) {
-  check_shapes(who, dx, kept, dy);
-  const DType compute = compute_type(compute_type(kept.dtype, dy.dtype), dx.dtype);
-  auto run = [&]<class C>() {
-    map_blocks<C>(
-        dx,
-        [f](C* to, const C* a, const C* d, int64_t n) {
+template <class C, class F>
+void loop(C* to, const C* kept, const C* dy, int64_t n) {
 #pragma GCC ivdep
-          for (int64_t i = 0; i < n; ++i) to[i] = f(a[i], d[i]);
-        },
-        kept, dy);
-  };
-  if (compute == kF64) return run.template operator()<double>();
-  if (compute == kF32) return run.template operator()<float>();
-  fail<DTypeError>("[", who, "] is not defined for ", kept.dtype);
+  for (int64_t i = 0; i < n; ++i) to[i] = F{}(kept[i], dy[i]);
 }
 
 }  // namespace
 
-void gelu_backward(UnaryOp kind, const View& x, const View& dy, const View& dx) {
-  if (kind == UnaryOp::gelu_exact) {
-    return map_backward("gelu_backward", x, dy, dx, []<class C>(C v, C d) {
-      return d * (vm::normal_cdf(v) + v * vm::normal_pdf(v));
-    });
+template <class C>
+Loop2<C> backward_loop(BackwardOp op) {
+  const auto use = [](auto f) -> Loop2<C> { return loop<C, decltype(f)>; };
+  switch (op) {
+    case BackwardOp::gelu_exact:
+      return use([](C v, C d) { return d * (vm::normal_cdf(v) + v * vm::normal_pdf(v)); });
+    case BackwardOp::gelu_tanh:  // with s = sigmoid(2u): y = x s, and ds/dx = s (1 - s) 2u'
+      return use([](C v, C d) {
+        const C k = C(1.5957691216057308), cubic = C(0.044715);
+        const C s = vm::sigmoid(k * (v + cubic * v * v * v));
+        return d * (s + v * s * (C(1) - s) * k * (C(1) + C(3) * cubic * v * v));
+      });
+    case BackwardOp::silu:
+      return use([](C v, C d) {
+        const C s = vm::sigmoid(v);
+        return d * s * (C(1) + v * (C(1) - s));
+      });
+    case BackwardOp::relu:
+      return use([](C v, C d) { return v > C(0) ? d : C(0); });
+    case BackwardOp::tanh:
+      return use([](C y, C d) { return d * (C(1) - y * y); });
+    case BackwardOp::sigmoid:
+      return use([](C y, C d) { return d * y * (C(1) - y); });
   }
-  // With s = sigmoid(2u): y = x s, and ds/dx = s (1 - s) 2u'.
-  map_backward("gelu_backward", x, dy, dx, []<class C>(C v, C d) {
-    const C k = C(1.5957691216057308), cubic = C(0.044715);
-    const C s = vm::sigmoid(k * (v + cubic * v * v * v));
-    return d * (s + v * s * (C(1) - s) * k * (C(1) + C(3) * cubic * v * v));
-  });
+  return nullptr;
 }
+template Loop2<float> backward_loop<float>(BackwardOp);
+template Loop2<double> backward_loop<double>(BackwardOp);
 
-void silu_backward(const View& x, const View& dy, const View& dx) {
-  map_backward("silu_backward", x, dy, dx, []<class C>(C v, C d) {
-    const C s = vm::sigmoid(v);
-    return d * s * (C(1) + v * (C(1) - s));
-  });
-}
-
-void relu_backward(const View& x, const View& dy, const View& dx) {
-  map_backward("relu_backward", x, dy, dx, []<class C>(C v, C d) { return v > C(0) ? d : C(0); });
-}
-
-void tanh_backward(const View& y, const View& dy, const View& dx) {
-  map_backward("tanh_backward", y, dy, dx, []<class C>(C v, C d) { return d * (C(1) - v * v); });
-}
-
-void sigmoid_backward(const View& y, const View& dy, const View& dx) {
-  map_backward("sigmoid_backward", y, dy, dx, []<class C>(C v, C d) { return d * v * (C(1) - v); });
+void activation_backward(BackwardOp op, const View& kept, const View& dy, const View& dx) {
+  check_shapes("activation_backward", dx, kept, dy);
+  const DType compute = compute_type(compute_type(kept.dtype, dy.dtype), dx.dtype);
+  if (compute == kF64) return map_blocks<double>(dx, backward_loop<double>(op), kept, dy);
+  if (compute == kF32) return map_blocks<float>(dx, backward_loop<float>(op), kept, dy);
+  fail<DTypeError>("[activation_backward] is not defined for ", kept.dtype);
 }
 
 void swiglu_backward(const View& gate, const View& up, const View& dy, const View& dgate,

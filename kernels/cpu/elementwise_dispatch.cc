@@ -17,12 +17,9 @@ SHEAF_SIMD_CHOOSE(where_scalar,
                    const View& out),
                   (cond, x, scalar, scalar_first, out))
 SHEAF_SIMD_CHOOSE(clamp, (const View& x, double lo, double hi, const View& out), (x, lo, hi, out))
-SHEAF_SIMD_CHOOSE(gelu_backward, (UnaryOp kind, const View& x, const View& dy, const View& dx),
-                  (kind, x, dy, dx))
-SHEAF_SIMD_CHOOSE(silu_backward, (const View& x, const View& dy, const View& dx), (x, dy, dx))
-SHEAF_SIMD_CHOOSE(relu_backward, (const View& x, const View& dy, const View& dx), (x, dy, dx))
-SHEAF_SIMD_CHOOSE(tanh_backward, (const View& y, const View& dy, const View& dx), (y, dy, dx))
-SHEAF_SIMD_CHOOSE(sigmoid_backward, (const View& y, const View& dy, const View& dx), (y, dy, dx))
+SHEAF_SIMD_CHOOSE(activation_backward,
+                  (BackwardOp op, const View& kept, const View& dy, const View& dx),
+                  (op, kept, dy, dx))
 SHEAF_SIMD_CHOOSE(swiglu, (const View& gate, const View& up, const View& out), (gate, up, out))
 SHEAF_SIMD_CHOOSE(swiglu_backward,
                   (const View& gate, const View& up, const View& dy, const View& dgate,

@@ -104,7 +104,7 @@ size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const 
 void gelu_linear_backward(const View& dy, const View& weight, const View& before,
                           const View& dbefore, Workspace workspace, bool fp8) {
   gemm(gelu_linear_gradient_product(dy, weight, dbefore, fp8), workspace);
-  gelu_backward(UnaryOp::gelu_tanh, before, dbefore, dbefore);
+  activation_backward(BackwardOp::gelu_tanh, before, dbefore, dbefore);
 }
 
 size_t linear_weight_gradient_workspace(const View& dy, const View& x, const View& dweight,

@@ -96,7 +96,7 @@ size_t gelu_linear_backward_workspace(const View& dy, const View& weight, const 
 void gelu_linear_backward(const Stream& stream, const View& dy, const View& weight,
                           const View& before, const View& dbefore, Workspace workspace, bool fp8) {
   const Gemm product = gelu_linear_gradient_product(dy, weight, dbefore, fp8);
-  const auto gelu = [&] { gelu_backward(stream, UnaryOp::gelu_tanh, before, dbefore, dbefore); };
+  const auto gelu = [&] { activation_backward(stream, BackwardOp::gelu_tanh, before, dbefore, dbefore); };
   if (gemm_with(stream, product, Fused::gelu_gradient, before, workspace))
     return load_kernels(gelu);
   gemm(stream, product, workspace);

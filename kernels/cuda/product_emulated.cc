@@ -156,7 +156,7 @@ bool run_product(const Stream& stream, const Product& product, Workspace workspa
     const bool gelu = s.epilogue == Epilogue::gelu || s.epilogue == Epilogue::bias_gelu;
     multiply({who, b, a, gelu ? matrix : d, bias, s.accumulate}, in_two_parts(s, choice));
     if (gelu) cpu::unary(UnaryOp::gelu_tanh, matrix, d);
-    if (s.epilogue == Epilogue::gelu_gradient) cpu::gelu_backward(UnaryOp::gelu_tanh, matrix, d, d);
+    if (s.epilogue == Epilogue::gelu_gradient) cpu::activation_backward(BackwardOp::gelu_tanh, matrix, d, d);
     if (s.epilogue == Epilogue::sums_of_a) sum_rows(transposed(a), sums, s.out);
     if (s.epilogue == Epilogue::sums_of_b) sum_rows(b, sums, s.out);
   });

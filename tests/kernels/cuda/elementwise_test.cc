@@ -150,22 +150,12 @@ TEST(CudaElementwise, Backwards) {
             << what << ' ' << name(d) << layout.shape.to_string();
       };
       const Stream& s = OnGpu::stream();
-      for (UnaryOp kind : {UnaryOp::gelu_tanh, UnaryOp::gelu_exact})
+      using enum BackwardOp;
+      for (BackwardOp op : {gelu_tanh, gelu_exact, silu, relu, tanh, sigmoid})
         compare(
-            "gelu", [&](auto& a, auto& b, auto& c) { cuda::gelu_backward(s, kind, a, b, c); },
-            [&](auto& a, auto& b, auto& c) { cpu::gelu_backward(kind, a, b, c); });
-      compare(
-          "silu", [&](auto& a, auto& b, auto& c) { cuda::silu_backward(s, a, b, c); },
-          [](auto& a, auto& b, auto& c) { cpu::silu_backward(a, b, c); });
-      compare(
-          "relu", [&](auto& a, auto& b, auto& c) { cuda::relu_backward(s, a, b, c); },
-          [](auto& a, auto& b, auto& c) { cpu::relu_backward(a, b, c); });
-      compare(
-          "tanh", [&](auto& a, auto& b, auto& c) { cuda::tanh_backward(s, a, b, c); },
-          [](auto& a, auto& b, auto& c) { cpu::tanh_backward(a, b, c); });
-      compare(
-          "sigmoid", [&](auto& a, auto& b, auto& c) { cuda::sigmoid_backward(s, a, b, c); },
-          [](auto& a, auto& b, auto& c) { cpu::sigmoid_backward(a, b, c); });
+            "activation_backward",
+            [&](auto& a, auto& b, auto& c) { cuda::activation_backward(s, op, a, b, c); },
+            [&](auto& a, auto& b, auto& c) { cpu::activation_backward(op, a, b, c); });
       compare(
           "swiglu", [&](auto& a, auto& b, auto& c) { cuda::swiglu(s, a, b, c); },
           [](auto& a, auto& b, auto& c) { cpu::swiglu(a, b, c); });

@@ -1,0 +1,68 @@
+// How elementwise ops become steps of one kernel (kernels/fused.h): each says in `fuse(const Attrs&, Fuse&)` what it computes of
+// an element.
+//
+//   static void fuse(const Attrs& a, Fuse& f) { f.yields(f.binary(kernels::BinaryOp::mul, f.input(0), f.constant(a.scalar))); }
+#pragma once
+
+#include <initializer_list>
+#include <span>
+#include <unordered_map>
+
+#include "sheaf/autograd/tape.h"
+#include "sheaf/kernels/elementwise.h"
+#include "sheaf/kernels/fused.h"
+
+namespace sheaf {
+
+/// Code that grows by one node after the other. What the node computes must be what its kernel computes, with the same rounding:
+/// a step's value is rounded to the dtype of the node's output.
+class Fuse {
+ public:
+  using Value = int;
+
+  // --- for ops ---
+  Value input(int i);
+  Value constant(double value);
+  Value unary(kernels::UnaryOp op, Value x) { return step(kernels::FusedStep::unary, static_cast<int>(op), {x}); }
+  Value binary(kernels::BinaryOp op, Value x, Value y) {
+    return step(kernels::FusedStep::binary, static_cast<int>(op), {x, y});
+  }
+  Value backward(kernels::BackwardOp op, Value kept, Value dy) {
+    return step(kernels::FusedStep::backward, static_cast<int>(op), {kept, dy});
+  }
+  Value swiglu(Value gate, Value up) { return step(kernels::FusedStep::swiglu, 0, {gate, up}); }
+  Value where(Value cond, Value x, Value y) { return step(kernels::FusedStep::where, 0, {cond, x, y}); }
+  Value clamp(Value x, double lo, double hi) { return step(kernels::FusedStep::clamp, 0, {x, constant(lo), constant(hi)}); }
+  Value cast(Value x) { return step(kernels::FusedStep::cast, 0, {x}); }
+  void yields(Value v) { yield_ = v; }
+
+  // --- for passes ---
+  /// Adds a node with one output; false if there is no room for it, or its types have no place in one code with the others. Then
+  /// nothing more may be asked of this object.
+  bool add(const Tape& tape, const Node& n);
+  /// Makes the value of an added node an output; false if there is no room.
+  bool add_output(ValueId v);
+  std::span<const ValueId> inputs() const { return inputs_; }
+  const kernels::FusedCode& code() const { return code_; }
+
+ private:
+  Value step(kernels::FusedStep::Kind kind, int op, std::initializer_list<Value> operands);
+  bool takes_types(const Tape& tape, const Node& n);
+
+  kernels::FusedCode code_;
+  std::vector<ValueId> inputs_;
+  std::unordered_map<ValueId, Value> values_;
+  const Tape* tape_ = nullptr;
+  const Node* node_ = nullptr;  // under way
+  Value yield_ = -1;
+  bool settled_ = false;  // the compute type
+  bool full_ = false;
+};
+
+/// Whether a node has such a form at all: an elementwise op with one output in memory of its own, without a placement that is
+/// Partial, in floating types or truth values.
+bool can_fuse(const Tape& tape, const Node& n);
+/// What runs a code. Attributes are the code; inputs are broadcast to the outputs' common shape.
+const OpDef& fused_op();
+
+}  // namespace sheaf

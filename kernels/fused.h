@@ -1,0 +1,62 @@
+// Several elementwise operations in one pass over memory: what lies between them stays in the cache or in the registers of a
+// GPU. Each value is rounded to its dtype as if it were stored, and each operation is the one of elementwise.h: results have the
+// bits of one kernel after the other.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "sheaf/core/device.h"
+#include "sheaf/core/view.h"
+
+namespace sheaf::kernels {
+
+struct FusedStep {
+  enum Kind : uint8_t { unary, binary, backward, swiglu, where, clamp, cast };
+  Kind kind = cast;
+  uint8_t op = 0;                  ///< UnaryOp, BinaryOp or BackwardOp, by kind
+  uint8_t operands[3] = {0, 0, 0};  ///< values; of clamp x, lo, hi, the last two constants
+  DType dtype = kF32;              ///< of the value
+
+  int num_operands() const {
+    return kind == unary || kind == cast ? 1 : kind == where || kind == clamp ? 3 : 2;
+  }
+};
+
+/// What is computed of each element, a value a step. Values have numbers: inputs begin at 0, constants at kFirstConstant, steps
+/// at kFirstStep. Plain bytes, all of which mean something.
+struct FusedCode {
+  static constexpr int kMaxInputs = 12, kMaxConstants = 12, kMaxSteps = 32, kMaxOutputs = 6;
+  static constexpr int kFirstConstant = kMaxInputs, kFirstStep = kMaxInputs + kMaxConstants;
+  static constexpr int kMaxValues = kFirstStep + kMaxSteps;
+  /// Most inputs and steps whose values are needed at one moment.
+  static constexpr int kMaxSlots = 24;
+
+  double constants[kMaxConstants] = {};
+  FusedStep steps[kMaxSteps];
+  uint8_t outputs[kMaxOutputs] = {};  ///< numbers of steps, each once
+  uint8_t num_inputs = 0, num_constants = 0, num_steps = 0, num_outputs = 0;
+  DType compute = kF32;  ///< f32 for values of f32, bf16 and f16, else f64; truth values are 0 and 1 in it
+  uint8_t unused[5] = {};
+};
+static_assert(sizeof(FusedCode) == 304, "no padding");
+
+/// A place for each input (its number) and step, shared by those that do not meet: `of[value]`; and how many there are.
+struct FusedSlots {
+  explicit FusedSlots(const FusedCode& code);
+  std::array<uint8_t, FusedCode::kMaxValues> of = {};
+  std::array<uint8_t, FusedCode::kMaxValues> last_use = {};  ///< the step that reads a value last; kMaxSteps: it is an output
+  int count = 0;
+};
+
+namespace cpu {
+/// All views have one shape, of any strides; outputs have the dtypes of their steps, and no memory in common with other operands.
+void fused(const FusedCode& code, std::span<const View> inputs, std::span<const View> outputs);
+}  // namespace cpu
+namespace cuda {
+/// Loads the kernels' code, while the device need not wait for other ranks (cuda/code_loading.h).
+void load_fused();
+void fused(const Stream& stream, const FusedCode& code, std::span<const View> inputs, std::span<const View> outputs);
+}  // namespace cuda
+
+}  // namespace sheaf::kernels
