@@ -191,6 +191,7 @@ struct OptimizationConfig {
   bool offload_parameters = false;  ///< on a GPU: so do masters and gradients
   bool save_async = false;          ///< checkpoints are written while training goes on, from a copy in memory
   bool compile = false;             ///< from the fourth step on, run the third one's tape again as a program
+  bool fuse = true;                 ///< in a program elementwise ops in a row run as one, with the same bits
   bool cuda_graph = false;          ///< on a GPU: capture the third step and replay it from then on
   bool tune_products = true;        ///< on a GPU: choose the algorithms of products by timing, in the first step
 };

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "sheaf/autograd/ops.h"
+#include "sheaf/autograd/passes/fuse_elementwise.h"
 #include "sheaf/autograd/recording.h"
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
@@ -248,6 +249,7 @@ TrainingStep::Result TrainingStep::compile(int64_t step, double lr, RecordedStep
   const ValueId wanted[] = {compiled_.loss, compiled_.grad_norm};
   program_ = std::make_unique<Program>(std::exchange(compiled_.tape, {}), [this](ValueId v) { return compiled_.memory.at(v); },
                                        wanted);
+  if (config_.train.fuse) *program_ = fuse_elementwise(std::move(*program_));
   if (const int64_t budget = config_.sharding.memory_budget; budget > 0)
     program_ = std::make_unique<Program>(keep_within(budget, world_, device_)(*program_));
   compiled_.memory.clear();

@@ -149,6 +149,7 @@ std::vector<ConfigField> config_fields(TrainConfig& c) {
       {"train.recompute_blocks", &t.recompute_blocks,
        "with train.recompute block or selective: the first so many of each stage whole; -1: all with block, none with selective", any, -1},
       {"train.compile", &t.compile, "run a recorded step again as a program: nothing is placed or allocated anew"},
+      {"train.fuse", &t.fuse, "with train.compile: elementwise ops in a row run as one, with the same bits"},
       {"train.cuda_graph", &t.cuda_graph, "on a GPU: replay a captured step, which is one launch"},
       {"train.tune_products", &t.tune_products, "on a GPU: choose algorithms of products by timing, in the first step"},
 

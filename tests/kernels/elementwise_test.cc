@@ -6,6 +6,7 @@
 namespace sheaf {
 namespace {
 using kernels::BinaryOp;
+using kernels::BackwardOp;
 using kernels::UnaryOp;
 namespace cpu = kernels::cpu;
 using test::Buffer;

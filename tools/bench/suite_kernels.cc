@@ -108,7 +108,7 @@ void Kernels::activations(DType dtype) {
     SHEAF_ON_DEVICE(s, unary, UnaryOp::gelu_tanh, *a[0], *a[1]);
   });
   elementwise("gelu-backward", dtype, 3, [](Stream s, const Arrays& a) {
-    SHEAF_ON_DEVICE(s, activation_backward, BackwardOp::gelu_tanh, *a[0], *a[1], *a[2]);
+    SHEAF_ON_DEVICE(s, activation_backward, kernels::BackwardOp::gelu_tanh, *a[0], *a[1], *a[2]);
   });
   elementwise("swiglu", dtype, 3,
               [](Stream s, const Arrays& a) { SHEAF_ON_DEVICE(s, swiglu, *a[0], *a[1], *a[2]); });
