@@ -3,8 +3,13 @@
 #include <cstring>
 #include <limits>
 
+#include "sheaf/kernels/cpu/lanes.h"
+
 namespace sheaf::kernels::cpu {
 namespace {
+
+template <class T, class C>
+constexpr bool kIsNarrow = (std::is_same_v<T, bf16> || std::is_same_v<T, f16>)&&std::is_same_v<C, float>;
 
 /// C++ leaves out-of-range conversions undefined; here they saturate, and NaN becomes 0.
 template <class To, class From>
@@ -48,6 +53,8 @@ void load_run(DType dtype, const void* from, int64_t stride, int64_t n, C* to) {
     if (stride == 1) {
       if constexpr (std::is_same_v<T, C>) {
         std::memcpy(to, p, static_cast<size_t>(n) * sizeof(T));
+      } else if constexpr (kIsNarrow<T, C>) {
+        for_lanes(n, [&](int64_t i, auto count) { store_lanes(to + i, load_lanes(p + i, count), count); });
       } else {
         for (int64_t i = 0; i < n; ++i) to[i] = convert<C>(p[i]);
       }
@@ -66,6 +73,8 @@ void store_run(DType dtype, void* to, int64_t stride, int64_t n, const C* from) 
     if (stride == 1) {
       if constexpr (std::is_same_v<T, C>) {
         std::memcpy(p, from, static_cast<size_t>(n) * sizeof(T));
+      } else if constexpr (kIsNarrow<T, C>) {
+        for_lanes(n, [&](int64_t i, auto count) { store_lanes(p + i, load_lanes(from + i, count), count); });
       } else {
         for (int64_t i = 0; i < n; ++i) p[i] = narrow<T>(from[i]);
       }

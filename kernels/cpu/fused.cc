@@ -4,15 +4,25 @@
 
 #include "sheaf/kernels/cpu/blocks.h"
 #include "sheaf/kernels/cpu/elementwise_loops.h"
+#include "sheaf/kernels/cpu/lanes.h"
 
 namespace sheaf::kernels::SHEAF_SIMD_NAMESPACE {
 namespace {
 
 using namespace sheaf::kernels::cpu;
 
+template <class S>
+void round_lanes(float* values, int64_t n) {
+  for_lanes(n, [&](int64_t i, auto count) { store_lanes(values + i, rounded_lanes<S>(load_lanes(values + i, count)), count); });
+}
+
 /// As if the values had been stored and loaded.
 template <class C>
 void round_to(DType dtype, C* values, int64_t n) {
+  if constexpr (std::is_same_v<C, float>) {
+    if (dtype == kBF16) return round_lanes<bf16>(values, n);
+    if (dtype == kF16) return round_lanes<f16>(values, n);
+  }
   double stored[kBlock];  // room for any dtype
   store_run(dtype, stored, 1, n, values);
   load_run(dtype, stored, 1, n, values);

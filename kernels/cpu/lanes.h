@@ -301,6 +301,28 @@ SHEAF_INLINE void store_lanes(S* p, Lanes<float> x, int n) {
   for (int i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
+/// As if stored and loaded.
+template <class S>
+SHEAF_INLINE Lanes<float> rounded_lanes(Lanes<float> x) {
+  if constexpr (std::is_same_v<S, bf16>) {
+#ifdef __AVX512F__
+    const __m512i u = _mm512_castps_si512(x.v), kept = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x400000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    return Lanes<float>(_mm512_castsi512_ps(_mm512_and_si512(_mm512_mask_mov_epi32(rounded, nan, quiet), kept)));
+#else
+    const auto half = [](__m256 h) { return _mm256_castsi256_ps(_mm256_slli_epi32(detail::to_bf16(h), 16)); };
+    return Lanes<float>::join(half(x.low()), half(x.high()));
+#endif
+  } else {
+    static_assert(std::is_same_v<S, f16>);
+    const auto half = [](__m256 h) { return _mm256_cvtph_ps(_mm256_cvtps_ph(h, _MM_FROUND_TO_NEAREST_INT)); };
+    return Lanes<float>::join(half(x.low()), half(x.high()));
+  }
+}
+
 /// Calls f(i, n) for i = 0, 16, 32 ... below `size`, n being std::integral_constant 16 but in the
 /// last, partial step.
 template <class F>

@@ -173,6 +173,7 @@ Way drawn_way(const models::TrainConfig& task, Draw& draw) {
   t.save_async = draw.one_in(2);
   draw_holding(way, draw);
   if (s.pipeline > 1 && draw.one_in(2)) s.pipeline_schedule = "zero_bubble";
+  t.fuse = !draw.one_in(3);
   return way;
 }
 

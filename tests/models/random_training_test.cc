@@ -184,6 +184,7 @@ void expect_one_device(const Way& way, const Trained& trained) {
   const bool gathers = s.context_comm == "all_gather";
   if (!gathers && s.context > models::resolved(way.config.model).kv_heads) return;  // copies of key heads
   if (s.context > 1 && way.config.model.experts > 0) return;    // places are counted by the ranks' parts of a sequence
+  if (way.config.train.compile && way.config.train.fuse) return;  // which ops become one depends on placements
   models::TrainConfig one = way.config;
   one.sharding = {};
   one.sharding.context_comm = s.context_comm;

@@ -59,6 +59,15 @@ TEST(Bench, Hessian) {
   EXPECT_GT(line.at("more").at("MiB live").as_double(), line.at("more").at("MiB live for a gradient").as_double());
 }
 
+TEST(Bench, Fuse) {
+  const auto lines = bench("fuse", "f32");
+  ASSERT_EQ(lines.size(), 2u);
+  for (const auto& [name, line] : lines) {
+    EXPECT_EQ(line.at("peer").as_string(), "op by op") << name;
+    EXPECT_LE(line.at("more").at("MiB").as_double(), line.at("more").at("MiB op by op").as_double()) << name;
+  }
+}
+
 TEST(Bench, Gemm) {
   const auto lines = bench("gemm", "f32-256x768x768");
   EXPECT_EQ(lines.size(), 3u);
@@ -158,7 +167,7 @@ TEST(Bench, BadInput) {
     EXPECT_THAT(r.err, HasSubstr(part));
     EXPECT_EQ(r.out, "");
   };
-  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, hessian, gemm, kernels");
+  refused({"bench", "gem"}, 64, "unknown suite 'gem'; known: step, hessian, fuse, gemm, kernels");
   refused({"bench", "gemm", "--filter", "nothing-like-it"}, 64, "no line's name contains");
   refused({"bench", "gemm", "--samples", "0"}, 64, "--samples");
   refused({"bench", "gemm", "--json", "/no/such/folder/b.json"}, 74, "/no/such/folder/b.json");

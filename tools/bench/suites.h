@@ -10,6 +10,7 @@ namespace sheaf::bench {
 
 void step_suite(Session& session);
 void hessian_suite(Session& session);
+void fuse_suite(Session& session);
 void gemm_suite(Session& session);
 void kernels_suite(Session& session);
 void attention_suite(Session& session);
@@ -31,6 +32,7 @@ struct Suite {
 inline constexpr Suite kSuites[] = {
     {"step", step_suite, true},
     {"hessian", hessian_suite, true},
+    {"fuse", fuse_suite, true},
     {"gemm", gemm_suite, true},
     {"kernels", kernels_suite, true},
     {"attention", attention_suite, true},
