@@ -5,7 +5,6 @@
 #include <numeric>
 #include <set>
 
-#include "sheaf/autograd/arrangement.h"
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/cuda/config.h"
@@ -17,8 +16,8 @@ namespace {
 // else may need what they give before, and what they read must still be there, as it was.
 class Fuser {
  public:
-  Fuser(Tape& tape, std::span<const ValueId> keep, FusedMemory memory)
-      : tape_(tape), memory_(memory), kept_(tape.num_values()), users_(tape.num_values()), ends_(tape.num_values()), last_use_(tape.num_values(), -1),
+  Fuser(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit)
+      : tape_(tape), alive_(std::move(alive)), limit_(limit), kept_(tape.num_values()), users_(tape.num_values()), ends_(tape.num_values()), last_use_(tape.num_values(), -1),
         group_of_(tape.num_nodes(), kNone) {
     for (ValueId v : keep) kept_[v] = true;
     for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -46,6 +45,7 @@ class Fuser {
 
  private:
   static constexpr int kNone = -1;
+  static constexpr NodeId kFarthest = 1000;  // nodes between the first and the last of a group
   using Members = std::vector<NodeId>;  // in order
 
   ValueId root(ValueId v) const {
@@ -53,9 +53,8 @@ class Fuser {
     return v;
   }
   ValueId output(NodeId id) const { return tape_.output(tape_.node(id)); }
-  int64_t bytes(ValueId v) const {  // of an arena
-    const int64_t own = tape_.type(v).local_shape().numel() * static_cast<int64_t>(size_of(tape_.type(v).dtype));
-    return (own + Arrangement::kAlign - 1) / Arrangement::kAlign * Arrangement::kAlign;
+  int64_t bytes(ValueId v) const {
+    return tape_.type(v).local_shape().numel() * static_cast<int64_t>(size_of(tape_.type(v).dtype));
   }
   bool alike(NodeId a, NodeId b) const {
     const Node &m = tape_.node(a), &n = tape_.node(b);
@@ -73,15 +72,20 @@ class Fuser {
         if (sibling < id) consider(sibling, id, candidates);
     }
     Members members{id};
-    std::vector<int> joined;
     for (int g : candidates) {
       Members both;
       std::ranges::merge(members, groups_[g], std::back_inserter(both));
-      if (!may_join(both)) continue;
+      if (both.back() - both.front() > kFarthest || !may_join(both)) continue;
+      count_memory(members, -1), count_memory(groups_[g], -1);
+      const bool room = has_room(both);
+      count_memory(room ? both : members, 1);
+      if (!room) {
+        count_memory(groups_[g], 1);
+        continue;
+      }
       members = std::move(both);
-      joined.push_back(g);
+      groups_[g].clear();
     }
-    for (int g : joined) groups_[g].clear();
     const int own = static_cast<int>(groups_.size());
     for (NodeId m : members) group_of_[m] = own;
     groups_.push_back(std::move(members));
@@ -93,64 +97,53 @@ class Fuser {
   bool may_join(const Members& members) const {
     const NodeId last = members.back();
     const auto member = [&](NodeId id) { return std::ranges::binary_search(members, id); };
-    int64_t longer = 0, saved = 0;
-    std::set<ValueId> counted;
     for (NodeId m : members) {
       if (m == last) break;
-      bool inside = true;
-      for (NodeId user : users_[output(m)]) {
-        if (member(user)) continue;
-        if (moment_of(user) < last) return false;
-        inside = false;
-      }
-      if (inside) saved += bytes(output(m));
+      for (NodeId user : users_[output(m)])
+        if (!member(user) && moment_of(user) < last) return false;
       for (ValueId v : tape_.inputs(tape_.node(m))) {
-        if (member(tape_.value(v).producer)) continue;
-        const ValueId r = root(v);
-        const auto next = std::ranges::upper_bound(ends_[r], m);
-        if (next != ends_[r].end() && *next < last) return false;
-        if (last_use_[r] < last && tape_.node(tape_.value(r).producer).op && counted.insert(r).second) longer += bytes(r);
+        const std::vector<NodeId>& ends = ends_[root(v)];
+        const auto next = std::ranges::upper_bound(ends, m);
+        if (next != ends.end() && *next < last) return false;
       }
     }
-    return (longer <= saved || last_other(members) < members.front()) && (memory_ == FusedMemory::more || takes_no_more(members)) &&
-           fits(members);
-  }
-
-  // All operands and results at once, beside the most that were there at one of the nodes behind the last other one.
-  bool takes_no_more(const Members& members) const {
-    std::set<ValueId> own;  // operands and results
-    for (NodeId m : members) {
-      own.insert(output(m));
-      for (ValueId v : tape_.inputs(tape_.node(m)))
-        if (tape_.node(tape_.value(root(v)).producer).op) own.insert(root(v));
-    }
-    int64_t most = 0, fused = 0;
-    const NodeId other = last_other(members);
-    for (NodeId m : members) {
-      if (m < other) continue;
-      int64_t here = 0;
-      for (ValueId v : own)
-        if (tape_.value(v).producer <= m && last_use_[v] >= m) here += bytes(v);
-      most = std::max(most, here);
-    }
-    const std::vector<ValueId> results = outputs_of(members);
-    for (ValueId v : own) {
-      const bool made_here = std::ranges::binary_search(members, tape_.value(v).producer);
-      if (!made_here || std::ranges::find(results, v) != results.end()) fused += bytes(v);
-    }
-    return fused <= most;
+    return fits(members);
   }
   // A user's place: that of its group.
   NodeId moment_of(NodeId id) const { return group_of_[id] == kNone ? id : groups_[group_of_[id]].back(); }
 
-  // The last node between them that is none of them, and more than a view; -1: none.
-  NodeId last_other(const Members& members) const {
-    for (NodeId id = members.back(); id > members.front(); --id) {
-      const Node& n = tape_.node(id);
-      if (std::ranges::binary_search(members, id) || !n.op) continue;
-      if (n.num_outputs == 0 || tape_.value(tape_.output(n)).view_of < 0) return id;
+  // What is alive at nodes of the tape, with the members as one node at the place of the last: operands are there until then, results
+  // from then on, and what only members read never is.
+  void count_memory(const Members& members, int sign) {
+    if (alive_.empty() || members.size() < 2) return;
+    const NodeId last = members.back();
+    const auto count = [&](ValueId v, NodeId from, NodeId to, int by) {
+      for (NodeId id = from; id <= to; ++id) alive_[id] += by * bytes(v);
+    };
+    std::set<ValueId> operands;
+    for (NodeId m : members)
+      for (ValueId v : tape_.inputs(tape_.node(m)))
+        if (const ValueId r = root(v); tape_.node(tape_.value(r).producer).op && !std::ranges::binary_search(members, tape_.value(r).producer))
+          operands.insert(r);
+    for (ValueId v : operands) count(v, last_use_[v] + 1, last, sign);
+    const std::vector<ValueId> results = outputs_of(members);
+    for (NodeId m : members) {
+      const bool result = std::ranges::find(results, output(m)) != results.end();
+      count(output(m), m, result ? last - 1 : std::min(last_use_[output(m)], last), -sign);
     }
-    return -1;
+  }
+  // Counts nothing.
+  bool has_room(const Members& members) {
+    if (alive_.empty()) return true;
+    const std::vector<int64_t> before(alive_.begin() + members.front(), alive_.begin() + members.back() + 1);
+    count_memory(members, 1);
+    bool room = true;
+    for (size_t i = 0; i < before.size(); ++i) {
+      const int64_t now = alive_[members.front() + static_cast<NodeId>(i)];
+      room = room && (now <= limit_ || now <= before[i]);
+    }
+    count_memory(members, -1);
+    return room;
   }
 
   std::vector<ValueId> outputs_of(const Members& members) const {
@@ -218,7 +211,8 @@ class Fuser {
   }
 
   Tape& tape_;
-  const FusedMemory memory_;
+  std::vector<int64_t> alive_;  // at each node, with the groups that there are; empty: not asked
+  const int64_t limit_;
   std::vector<bool> kept_;
   std::vector<std::vector<NodeId>> users_;  // by value: who reads it, or writes into it
   std::vector<std::vector<NodeId>> ends_;   // by value with memory of its own: who writes or discards it
@@ -229,17 +223,24 @@ class Fuser {
 
 }  // namespace
 
-int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, FusedMemory memory) { return Fuser(tape, keep, memory).run(); }
+int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit) {
+  return Fuser(tape, keep, std::move(alive), limit).run();
+}
 
 Program fuse_elementwise(Program plain) {
-  for (const FusedMemory memory : {FusedMemory::more, FusedMemory::same}) {
+  const std::vector<int64_t> alive = plain.alive_bytes();
+  int64_t limit = alive.empty() ? 0 : std::ranges::max(alive);
+  for (int tries = 0; tries < 3; ++tries) {
     Tape tape = plain.tape();
-    if (fuse_elementwise(tape, plain.wanted(), memory) == 0) break;
+    if (fuse_elementwise(tape, plain.wanted(), alive, limit) == 0) break;
     Program fused = plain.with_tape(std::move(tape));
-    if (fused.arena_bytes() > plain.arena_bytes()) continue;
-    if constexpr (kernels::kHasCuda)
-      if (RankContext::current().gpu) kernels::cuda::load_fused();
-    return fused;
+    const int64_t over = fused.arena_bytes() - plain.arena_bytes();
+    if (over <= 0) {
+      if constexpr (kernels::kHasCuda)
+        if (RankContext::current().gpu) kernels::cuda::load_fused();
+      return fused;
+    }
+    limit -= over;  // an arrangement may take more than what is alive
   }
   return plain;
 }

@@ -6,21 +6,18 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "sheaf/autograd/program.h"
 
 namespace sheaf {
 
-/// What a fused node may take: it has all of its operands and results at once, which its nodes had one after the other.
-enum class FusedMemory : bool {
-  same,   ///< no more than they did at most
-  more,   ///< more than they did, there; but where other nodes run between them, no more is kept than is saved
-};
-
 /// Joins ops of one phase, shape and layout where one reads what another gives, or both read the same: at the place of the last of
 /// them, if nothing needs any of it before. Values of `keep`, and all that other nodes read, stay; the values of fused nodes have
-/// new ids. Returns how many nodes it took together.
-int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, FusedMemory memory = FusedMemory::more);
+/// new ids. `alive[i]` are the bytes alive at node i of the tape (Program::alive_bytes()): with all operands and results of a fused
+/// node at once they are nowhere more than `limit`, but for where they were before. Empty: memory does not matter. Returns how many
+/// nodes it took together.
+int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive = {}, int64_t limit = 0);
 
 /// The program with its elementwise ops fused, as far as it takes no more memory.
 Program fuse_elementwise(Program plain);
