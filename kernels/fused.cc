@@ -4,7 +4,7 @@ namespace sheaf::kernels {
 
 FusedSlots::FusedSlots(const FusedCode& code) {
   for (int s = 0; s < code.num_steps; ++s)
-    for (int i = 0; i < code.steps[s].num_operands(); ++i) last_use[code.steps[s].operands[i]] = static_cast<uint8_t>(s);
+    for (int i = 0; i < code.steps[s].num_operands; ++i) last_use[code.steps[s].operands[i]] = static_cast<uint8_t>(s);
   for (int o = 0; o < code.num_outputs; ++o) last_use[code.outputs[o]] = FusedCode::kMaxSteps;
   uint64_t taken = 0;
   const auto take = [&](int value) {
@@ -17,7 +17,7 @@ FusedSlots::FusedSlots(const FusedCode& code) {
   for (int i = 0; i < code.num_inputs; ++i) take(i);
   for (int s = 0; s < code.num_steps; ++s) {
     // A value may take the place of an operand that nobody reads again: elements are read before they are written.
-    for (int i = 0; i < code.steps[s].num_operands(); ++i) {
+    for (int i = 0; i < code.steps[s].num_operands; ++i) {
       const int v = code.steps[s].operands[i];
       const bool constant = v >= FusedCode::kFirstConstant && v < FusedCode::kFirstStep;
       if (!constant && last_use[v] == s) taken &= ~(uint64_t{1} << of[v]);

@@ -3,7 +3,7 @@
 // bits of one kernel after the other.
 #pragma once
 
-#include <array>
+#include <cstdint>
 #include <span>
 
 #include "sheaf/core/device.h"
@@ -14,13 +14,10 @@ namespace sheaf::kernels {
 struct FusedStep {
   enum Kind : uint8_t { unary, binary, backward, swiglu, where, clamp, cast };
   Kind kind = cast;
-  uint8_t op = 0;                  ///< UnaryOp, BinaryOp or BackwardOp, by kind
+  uint8_t op = 0;                   ///< UnaryOp, BinaryOp or BackwardOp, by kind
+  uint8_t num_operands = 0;
   uint8_t operands[3] = {0, 0, 0};  ///< values; of clamp x, lo, hi, the last two constants
-  DType dtype = kF32;              ///< of the value
-
-  int num_operands() const {
-    return kind == unary || kind == cast ? 1 : kind == where || kind == clamp ? 3 : 2;
-  }
+  DType dtype = kF32;               ///< of the value
 };
 
 /// What is computed of each element, a value a step. Values have numbers: inputs begin at 0, constants at kFirstConstant, steps
@@ -39,13 +36,13 @@ struct FusedCode {
   DType compute = kF32;  ///< f32 for values of f32, bf16 and f16, else f64; truth values are 0 and 1 in it
   uint8_t unused[5] = {};
 };
-static_assert(sizeof(FusedCode) == 304, "no padding");
+static_assert(sizeof(FusedCode) == 336, "no padding");
 
 /// A place for each input (its number) and step, shared by those that do not meet: `of[value]`; and how many there are.
 struct FusedSlots {
   explicit FusedSlots(const FusedCode& code);
-  std::array<uint8_t, FusedCode::kMaxValues> of = {};
-  std::array<uint8_t, FusedCode::kMaxValues> last_use = {};  ///< the step that reads a value last; kMaxSteps: it is an output
+  uint8_t of[FusedCode::kMaxValues] = {};
+  uint8_t last_use[FusedCode::kMaxValues] = {};  ///< the step that reads a value last; kMaxSteps: it is an output
   int count = 0;
 };
 

@@ -137,6 +137,7 @@ Fuse::Value Fuse::step(FusedStep::Kind kind, int op, std::initializer_list<Value
   if (code_.num_steps == FusedCode::kMaxSteps) return full_ = true, 0;
   FusedStep& s = code_.steps[code_.num_steps];
   s.kind = kind, s.op = static_cast<uint8_t>(op), s.dtype = tape_->type(tape_->output(*node_)).dtype;
+  s.num_operands = static_cast<uint8_t>(operands.size());
   std::ranges::copy(operands, s.operands);
   return FusedCode::kFirstStep + code_.num_steps++;
 }

@@ -144,7 +144,7 @@ __global__ void run_code(FusedCode code, FusedSlots slots, Operands at) {
   for (int s = 0; s < code.num_steps; ++s) {
     const FusedStep& step = code.steps[s];
     C x[K], y[K] = {}, z[K] = {}, to[K];
-    const int operands = step.num_operands();
+    const int operands = step.num_operands;
     value(step.operands[0], x);
     if (operands > 1) value(step.operands[1], y);
     if (operands > 2) value(step.operands[2], z);

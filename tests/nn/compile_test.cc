@@ -3,11 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <optional>
 #include <set>
 
 #include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/compile.h"
+#include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/passes/keep_gathered.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/keep_within.h"
@@ -27,7 +29,10 @@ constexpr int64_t kVocab = 11;
 struct DropoutModel : nn::Module {
   TinyModel net;
   nn::Dropout dropout{0.3};
-  Tensor forward(const Tensor& tokens) { return dropout(net(tokens)); }
+  Tensor forward(const Tensor& tokens) {
+    const Tensor y = net(tokens);
+    return dropout(y * sigmoid(1.5 * (y + 0.25)));  // elementwise ops in a row, forward and backward
+  }
   SHEAF_FIELDS(net, dropout);
 };
 
@@ -39,7 +44,10 @@ Tensor scalars_of(const optim::Optimizer& optimizer, double lr) {
 struct Outcome {
   std::vector<float> losses, evaluations;
   std::vector<std::vector<float>> parameters;
-  friend bool operator==(const Outcome&, const Outcome&) = default;
+  bool fused = false;  // of the program
+  friend bool operator==(const Outcome& a, const Outcome& b) {
+    return a.losses == b.losses && a.evaluations == b.evaluations && a.parameters == b.parameters;
+  }
 };
 
 // Six steps, of which the last three are a program's if they are compiled; between them a forward reads the parameters.
@@ -64,6 +72,7 @@ Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64
     optimizer.zero_grad();
     return redistribute(total, Layout(mesh.spec, Placement::invariant()));
   };
+  const bool fuse = options.fuse;
   auto step = compile(code, std::move(options));
   Outcome out;
   for (int64_t s = 0; s < 6; ++s) {
@@ -83,21 +92,37 @@ Outcome train(World& w, Strategy strategy, const nn::UnitPolicy& units_by, int64
     model.eval();
     for (float x : redistribute(sum(model(tokens)), Layout(mesh.spec, Placement::invariant())).to_vector()) out.evaluations.push_back(x);
   }
+  if (compiled) {
+    const Tape& tape = step.program()->tape();
+    int fused = 0;
+    for (NodeId id = 0; id < tape.num_nodes(); ++id) fused += tape.node(id).op == &fused_op();
+    EXPECT_TRUE(fuse || fused == 0);
+    out.fused = fused > 0;
+    for (const auto& findings : {check_types(tape), check_cotangents(tape), check_gathers(tape)})
+      for (const Finding& f : findings) ADD_FAILURE() << f.to_string();
+  }
   for (const auto& unit : units(model))
     for (const FlatBuffer& b : unit->buffers()) out.parameters.push_back(b.shard.to_vector<float>());
   return out;
 }
 
 TEST(Compile, HasTheBitsOfStepsRunOneByOne) {
+  std::atomic<int> fused = 0, plain = 0;  // where memory is that of a few elements, it may be too little to fuse
   for (int world = 1; world <= 5; ++world)
     for_each_sharding(world, [&](Strategy strategy, const nn::UnitPolicy& units_by, int64_t prefetch, const char* name) {
       SCOPED_TRACE(str(name, " at ", world));
       run_local(world, [&](World& w) {
         const Outcome expected = train(w, strategy, units_by, prefetch, false);
-        EXPECT_EQ(train(w, strategy, units_by, prefetch, true), expected);
+        const Outcome program = train(w, strategy, units_by, prefetch, true);
+        EXPECT_EQ(program, expected);
+        (program.fused ? fused : plain) += 1;
+        if (prefetch == 0) {
+          EXPECT_EQ(train(w, strategy, units_by, prefetch, true, {.fuse = false}), expected);
+        }
         for (size_t s = 1; s < 6; ++s) EXPECT_NE(expected.losses[s], expected.losses[s - 1]);
       }, {.threads_per_rank = 1});
     });
+  EXPECT_GT(fused, 5 * plain);
 }
 
 TEST(Compile, HasThemOnAGpu) {
