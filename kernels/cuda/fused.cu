@@ -8,6 +8,13 @@ namespace {
 // A thread has K neighbouring elements of each value, in its own part of shared memory: which value is read where is known at
 // run time only, and registers have no addresses. The code is the same for all threads, so that no warp parts.
 
+// Parameters that are indexed at run time are read where they lie, not from a copy of each thread's.
+#if SHEAF_CUDA_EMULATED
+#define SHEAF_GRID_CONSTANT const
+#else
+#define SHEAF_GRID_CONSTANT const __grid_constant__
+#endif
+
 constexpr int kThreads = 128;
 constexpr int kOperands = FusedCode::kMaxInputs + FusedCode::kMaxOutputs;
 
@@ -115,7 +122,8 @@ __device__ void compute(const FusedStep& s, const C (&x)[K], const C (&y)[K], co
 }
 
 template <class C, int K>
-__global__ void run_code(FusedCode code, FusedSlots slots, Operands at) {
+__global__ void run_code(SHEAF_GRID_CONSTANT FusedCode code, SHEAF_GRID_CONSTANT FusedSlots slots,
+                         SHEAF_GRID_CONSTANT Operands at) {
   const Slots<C, K> kept{dynamic_shared<C>()};
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= at.numel) return;
