@@ -320,6 +320,31 @@ TEST(Fuse, MoreOpsThanACodeHoldsAreSeveralNodes) {
   EXPECT_EQ(fused_nodes(fused).size(), 4u);
 }
 
+// An op as a user may write it, that says what it is made of.
+struct Shifted {
+  static constexpr const char* kName = "shifted";
+  struct Attrs {
+    double by;
+  };
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
+  static void execute(const Attrs& a, Execute& c) {
+    const View x = c.input(0), y = c.output(0);
+    for (int64_t i = 0; i < x.numel(); ++i) y.as<float>()[i] = std::max(x.as<float>()[i] + static_cast<float>(a.by), 0.0f);
+  }
+  static void fuse(const Attrs& a, Fuse& f) {
+    const Fuse::Value sum = f.binary(kernels::BinaryOp::add, f.input(0), f.constant(a.by));
+    f.yields(f.unary(kernels::UnaryOp::relu, sum));
+  }
+};
+
+TEST(Fuse, OpsOfOnesOwnTakePartIfTheySayWhatTheyAreMadeOf) {
+  const Step step = record([] {
+    return std::vector<Tensor>{cumsum(mul(apply<Shifted>({0.25}, mul(given({8, 8}), 2.0)), 3.0), 0)};
+  });
+  EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre("mul, add, relu, mul"));
+}
+
 // A tape in which an operand is overwritten between two nodes that could be one.
 TEST(Fuse, AnOperandThatIsOverwrittenMeanwhileIsReadBefore) {
   Step step = record([] {
