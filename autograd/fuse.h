@@ -14,8 +14,8 @@
 
 namespace sheaf {
 
-/// Code that grows by one node after the other. What the node computes must be what its kernel computes, with the same rounding:
-/// a step's value is rounded to the dtype of the node's output.
+/// Code that grows by one node after the other. What a node yields must have the bits of its kernel: steps compute in f32 (f64 for
+/// f64), by the functions of kernels/elementwise.h, and what is yielded is rounded to the dtype of the node's output.
 class Fuse {
  public:
   using Value = int;
@@ -34,7 +34,7 @@ class Fuse {
   Value where(Value cond, Value x, Value y) { return step(kernels::FusedStep::where, 0, {cond, x, y}); }
   Value clamp(Value x, double lo, double hi) { return step(kernels::FusedStep::clamp, 0, {x, constant(lo), constant(hi)}); }
   Value cast(Value x) { return step(kernels::FusedStep::cast, 0, {x}); }
-  void yields(Value v) { yield_ = v; }
+  void yields(Value v) { yield_ = v; }  ///< a step of this op
 
   // --- for passes ---
   /// Adds a node with one output; false if there is no room for it, or its types have no place in one code with the others. Then

@@ -101,10 +101,12 @@ bool Fuse::takes_types(const Tape& tape, const Node& n) {
 bool Fuse::add(const Tape& tape, const Node& n) {
   tape_ = &tape, node_ = &n, yield_ = -1;
   if (!takes_types(tape, n)) return false;
+  const int first = FusedCode::kFirstStep + code_.num_steps;
   n.op->fuse(tape.attrs(n), *this);
-  if (full_ || yield_ < 0) return false;
+  if (full_ || yield_ < first) return false;  // an operand as it is would be one value by two names
   values_[tape.output(n)] = yield_;
-  const FusedStep& last = code_.steps[yield_ - FusedCode::kFirstStep];
+  FusedStep& last = code_.steps[yield_ - FusedCode::kFirstStep];
+  last.dtype = tape.type(tape.output(n)).dtype;
   // Truth values are 0 and 1: of other steps they would have to be made first.
   const bool truth = last.kind == FusedStep::cast || (last.kind == FusedStep::unary && kernels::is_predicate(static_cast<kernels::UnaryOp>(last.op))) ||
                      (last.kind == FusedStep::binary && kernels::is_predicate(static_cast<kernels::BinaryOp>(last.op)));
@@ -136,7 +138,7 @@ Fuse::Value Fuse::constant(double value) {
 Fuse::Value Fuse::step(FusedStep::Kind kind, int op, std::initializer_list<Value> operands) {
   if (code_.num_steps == FusedCode::kMaxSteps) return full_ = true, 0;
   FusedStep& s = code_.steps[code_.num_steps];
-  s.kind = kind, s.op = static_cast<uint8_t>(op), s.dtype = tape_->type(tape_->output(*node_)).dtype;
+  s.kind = kind, s.op = static_cast<uint8_t>(op), s.dtype = code_.compute;
   s.num_operands = static_cast<uint8_t>(operands.size());
   std::ranges::copy(operands, s.operands);
   return FusedCode::kFirstStep + code_.num_steps++;

@@ -16,8 +16,9 @@ namespace {
 // else may need what they give before, and what they read must still be there, as it was.
 class Fuser {
  public:
-  Fuser(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit)
-      : tape_(tape), alive_(std::move(alive)), limit_(limit), kept_(tape.num_values()), users_(tape.num_values()), ends_(tape.num_values()), last_use_(tape.num_values(), -1),
+  /// `same[v]`: the first of the leaves that lie in the memory of leaf v.
+  Fuser(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit, std::map<ValueId, ValueId> same)
+      : tape_(tape), same_(std::move(same)), alive_(std::move(alive)), limit_(limit), kept_(tape.num_values()), users_(tape.num_values()), ends_(tape.num_values()), last_use_(tape.num_values(), -1),
         group_of_(tape.num_nodes(), kNone) {
     for (ValueId v : keep) kept_[v] = true;
     for (NodeId id = 0; id < tape.num_nodes(); ++id) {
@@ -50,7 +51,8 @@ class Fuser {
 
   ValueId root(ValueId v) const {
     while (tape_.value(v).lies_in() >= 0) v = tape_.value(v).lies_in();
-    return v;
+    const auto it = same_.find(v);
+    return it == same_.end() ? v : it->second;
   }
   ValueId output(NodeId id) const { return tape_.output(tape_.node(id)); }
   int64_t bytes(ValueId v) const {
@@ -68,14 +70,15 @@ class Fuser {
     for (ValueId v : tape_.inputs(tape_.node(id))) {
       consider(tape_.value(v).producer, id, candidates);
       if (!(tape_.type(v).shape == tape_.type(output(id)).shape)) continue;
-      for (NodeId sibling : users_[v])
-        if (sibling < id) consider(sibling, id, candidates);
+      const std::vector<NodeId>& users = users_[v];
+      for (auto it = std::ranges::lower_bound(users, id - kFarthest); it != users.end() && *it < id; ++it) consider(*it, id, candidates);
     }
     Members members{id};
     for (int g : candidates) {
+      if (id - groups_[g].front() > kFarthest || members.size() + groups_[g].size() > kernels::FusedCode::kMaxSteps) continue;
       Members both;
       std::ranges::merge(members, groups_[g], std::back_inserter(both));
-      if (both.back() - both.front() > kFarthest || !may_join(both)) continue;
+      if (!may_join(both)) continue;
       count_memory(members, -1), count_memory(groups_[g], -1);
       const bool room = has_room(both);
       count_memory(room ? both : members, 1);
@@ -205,12 +208,15 @@ class Fuser {
       if (!gone[id]) order.push_back(id);
       else if (const auto it = fused_at.find(id); it != fused_at.end()) order.push_back(it->second);
     }
+    if constexpr (kernels::kHasCuda)
+      if (RankContext::current().gpu) kernels::cuda::load_fused();
     tape_.replace_uses(now);
     tape_.arrange_nodes(order);
     return together;
   }
 
   Tape& tape_;
+  const std::map<ValueId, ValueId> same_;
   std::vector<int64_t> alive_;  // at each node, with the groups that there are; empty: not asked
   const int64_t limit_;
   std::vector<bool> kept_;
@@ -224,22 +230,21 @@ class Fuser {
 }  // namespace
 
 int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit) {
-  return Fuser(tape, keep, std::move(alive), limit).run();
+  return Fuser(tape, keep, std::move(alive), limit, {}).run();
 }
 
 Program fuse_elementwise(Program plain) {
+  std::map<const Storage*, ValueId> first;
+  std::map<ValueId, ValueId> same;
+  for (const ValueId v : plain.tape().leaves()) same[v] = first.try_emplace(plain.leaf(v).storage().get(), v).first->second;
   const std::vector<int64_t> alive = plain.alive_bytes();
   int64_t limit = alive.empty() ? 0 : std::ranges::max(alive);
   for (int tries = 0; tries < 3; ++tries) {
     Tape tape = plain.tape();
-    if (fuse_elementwise(tape, plain.wanted(), alive, limit) == 0) break;
+    if (Fuser(tape, plain.wanted(), alive, limit, same).run() == 0) break;
     Program fused = plain.with_tape(std::move(tape));
     const int64_t over = fused.arena_bytes() - plain.arena_bytes();
-    if (over <= 0) {
-      if constexpr (kernels::kHasCuda)
-        if (RankContext::current().gpu) kernels::cuda::load_fused();
-      return fused;
-    }
+    if (over <= 0) return fused;
     limit -= over;  // an arrangement may take more than what is alive
   }
   return plain;

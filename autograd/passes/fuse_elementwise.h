@@ -16,7 +16,7 @@ namespace sheaf {
 /// them, if nothing needs any of it before. Values of `keep`, and all that other nodes read, stay; the values of fused nodes have
 /// new ids. `alive[i]` are the bytes alive at node i of the tape (Program::alive_bytes()): with all operands and results of a fused
 /// node at once they are nowhere more than `limit`, but for where they were before. Empty: memory does not matter. Returns how many
-/// nodes it took together.
+/// nodes it took together. Leaves are taken to have memory of their own each.
 int fuse_elementwise(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive = {}, int64_t limit = 0);
 
 /// The program with its elementwise ops fused, as far as it takes no more memory.

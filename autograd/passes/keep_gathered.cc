@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 
+#include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/tape_dump.h"
 
 namespace sheaf {
@@ -13,7 +14,7 @@ namespace {
 ValueId origin(const Tape& tape, ValueId v) {
   for (;;) {
     const Node& n = tape.node(tape.value(v).producer);
-    if (!n.op || is_unit_gather(tape, n) || n.num_inputs == 0 || n.num_inputs != n.num_outputs) return v;
+    if (!n.op || n.op == &fused_op() || is_unit_gather(tape, n) || n.num_inputs == 0 || n.num_inputs != n.num_outputs) return v;
     v = tape.inputs(n)[v - tape.output(n)];
   }
 }

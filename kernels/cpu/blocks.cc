@@ -54,7 +54,9 @@ void load_run(DType dtype, const void* from, int64_t stride, int64_t n, C* to) {
       if constexpr (std::is_same_v<T, C>) {
         std::memcpy(to, p, static_cast<size_t>(n) * sizeof(T));
       } else if constexpr (kIsNarrow<T, C>) {
-        for_lanes(n, [&](int64_t i, auto count) { store_lanes(to + i, load_lanes(p + i, count), count); });
+        int64_t i = 0;
+        for (; i + kLanes <= n; i += kLanes) store_lanes(to + i, load_lanes(p + i));
+        for (; i < n; ++i) to[i] = convert<C>(p[i]);
       } else {
         for (int64_t i = 0; i < n; ++i) to[i] = convert<C>(p[i]);
       }
@@ -74,7 +76,9 @@ void store_run(DType dtype, void* to, int64_t stride, int64_t n, const C* from) 
       if constexpr (std::is_same_v<T, C>) {
         std::memcpy(p, from, static_cast<size_t>(n) * sizeof(T));
       } else if constexpr (kIsNarrow<T, C>) {
-        for_lanes(n, [&](int64_t i, auto count) { store_lanes(p + i, load_lanes(from + i, count), count); });
+        int64_t i = 0;
+        for (; i + kLanes <= n; i += kLanes) store_lanes(p + i, load_lanes(from + i));
+        for (; i < n; ++i) p[i] = narrow<T>(from[i]);
       } else {
         for (int64_t i = 0; i < n; ++i) p[i] = narrow<T>(from[i]);
       }

@@ -32,13 +32,23 @@ struct Slots {
   __device__ C* unit(int slot, int u) const {
     return memory + ((slot * (K / kUnit) + u) * kThreads + static_cast<int>(threadIdx.x)) * kUnit;
   }
+  using Unit = Group<C, kUnit>;
   __device__ void get(int slot, C (&x)[K]) const {
 #pragma unroll
-    for (int k = 0; k < K; ++k) x[k] = unit(slot, k / kUnit)[k % kUnit];
+    for (int u = 0; u < K / kUnit; ++u) {
+      const Unit group = *reinterpret_cast<const Unit*>(unit(slot, u));
+#pragma unroll
+      for (int k = 0; k < kUnit; ++k) x[u * kUnit + k] = group.v[k];
+    }
   }
   __device__ void put(int slot, const C (&x)[K]) const {
 #pragma unroll
-    for (int k = 0; k < K; ++k) unit(slot, k / kUnit)[k % kUnit] = x[k];
+    for (int u = 0; u < K / kUnit; ++u) {
+      Unit group;
+#pragma unroll
+      for (int k = 0; k < kUnit; ++k) group.v[k] = x[u * kUnit + k];
+      *reinterpret_cast<Unit*>(unit(slot, u)) = group;
+    }
   }
 };
 

@@ -320,7 +320,7 @@ TEST(Fuse, MoreOpsThanACodeHoldsAreSeveralNodes) {
   EXPECT_EQ(fused_nodes(fused).size(), 4u);
 }
 
-// An op as a user may write it, that says what it is made of.
+// An op as a user may write it, that says what it is made of: 1.7 x + by, rounded once.
 struct Shifted {
   static constexpr const char* kName = "shifted";
   struct Attrs {
@@ -329,20 +329,59 @@ struct Shifted {
   static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
   static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
   static void execute(const Attrs& a, Execute& c) {
-    const View x = c.input(0), y = c.output(0);
-    for (int64_t i = 0; i < x.numel(); ++i) y.as<float>()[i] = std::max(x.as<float>()[i] + static_cast<float>(a.by), 0.0f);
+    visit_floating(kName, c.input(0).dtype, [&]<class T>() {
+      for (int64_t i = 0; i < c.input(0).numel(); ++i)
+        c.output(0).as<T>()[i] = T(static_cast<float>(c.input(0).as<T>()[i]) * 1.7f + static_cast<float>(a.by));
+    });
   }
   static void fuse(const Attrs& a, Fuse& f) {
-    const Fuse::Value sum = f.binary(kernels::BinaryOp::add, f.input(0), f.constant(a.by));
-    f.yields(f.unary(kernels::UnaryOp::relu, sum));
+    using enum kernels::BinaryOp;
+    f.yields(f.binary(add, f.binary(mul, f.input(0), f.constant(1.7)), f.constant(a.by)));
   }
+};
+// One that has nothing to compute.
+struct Marked {
+  static constexpr const char* kName = "marked";
+  using Attrs = NoAttrs;
+  static void infer(const Attrs&, Infer& c) { c.output(c.dtype(0), c.shape(0)); }
+  static void place(const Attrs&, Place& p) { rules::pointwise_nonlinear(p); }
+  static void execute(const Attrs&, Execute& c) {
+    std::copy_n(c.input(0).as<float>(), c.input(0).numel(), c.output(0).as<float>());
+  }
+  static void fuse(const Attrs&, Fuse& f) { f.yields(f.input(0)); }
 };
 
 TEST(Fuse, OpsOfOnesOwnTakePartIfTheySayWhatTheyAreMadeOf) {
+  for (const DType d : {kF32, kBF16, kF16}) {
+    const Step step = record([&] {
+      const Tensor x = contiguous(cast(given({8, 8}), d));
+      return std::vector<Tensor>{cumsum(mul(apply<Shifted>({0.25}, mul(x, 2.0)), 3.0), 0)};
+    });
+    EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre(HasSubstr("mul, mul, add, mul")));
+  }
   const Step step = record([] {
-    return std::vector<Tensor>{cumsum(mul(apply<Shifted>({0.25}, mul(given({8, 8}), 2.0)), 3.0), 0)};
+    const Tensor x = given({8, 8}), a = mul(exp(x), 2.0), b = apply<Marked>({}, a), c = mul(apply<Marked>({}, x), 3.0);
+    return std::vector<Tensor>{cumsum(a, 0), cumsum(b, 0), cumsum(c, 0)};
   });
-  EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre("mul, add, relu, mul"));
+  EXPECT_THAT(fused_text(expect_same_bits(step)), ElementsAre("exp, mul"));
+}
+
+// Two leaves of one memory.
+TEST(Fuse, AnOverwrittenLeafIsReadBeforeByWhateverName) {
+  const Tensor state = Tensor::from(std::vector<float>(64, 2), {8, 8}), other_name = Tensor::view_into(state, state.type(), 0);
+  Step step = record([&] {
+    const Tensor a = mul(other_name, 2.0), changed = cumsum(state, 0);
+    return std::vector<Tensor>{cumsum(add(a, changed), 0)};
+  });
+  ValueId leaf = -1, sum = -1;
+  for (const auto& [v, t] : step.leaves)
+    if (t.id() == state.id()) leaf = v;
+  for (NodeId id = 0; id < step.tape.num_nodes() && sum < 0; ++id)
+    if (step.tape.op_name(step.tape.node(id)) == "cumsum") sum = step.tape.output(step.tape.node(id));
+  ASSERT_GE(leaf, 0);
+  EXPECT_EQ(fused_nodes(fuse_elementwise(step.program(step.tape)).tape()).size(), 1u);
+  step.tape.mutable_value(sum).base = leaf;
+  EXPECT_EQ(fused_nodes(fuse_elementwise(step.program(step.tape)).tape()).size(), 0u);
 }
 
 // A tape in which an operand is overwritten between two nodes that could be one.
