@@ -72,6 +72,11 @@ bool has_partial(const Type& t) {
   return false;
 }
 
+bool gives_truth(const FusedStep& s) {
+  return s.kind == FusedStep::cast || (s.kind == FusedStep::unary && kernels::is_predicate(static_cast<kernels::UnaryOp>(s.op))) ||
+         (s.kind == FusedStep::binary && kernels::is_predicate(static_cast<kernels::BinaryOp>(s.op)));
+}
+
 }  // namespace
 
 const OpDef& fused_op() { return op_def<Fused>(); }
@@ -108,9 +113,7 @@ bool Fuse::add(const Tape& tape, const Node& n) {
   FusedStep& last = code_.steps[yield_ - FusedCode::kFirstStep];
   last.dtype = tape.type(tape.output(n)).dtype;
   // Truth values are 0 and 1: of other steps they would have to be made first.
-  const bool truth = last.kind == FusedStep::cast || (last.kind == FusedStep::unary && kernels::is_predicate(static_cast<kernels::UnaryOp>(last.op))) ||
-                     (last.kind == FusedStep::binary && kernels::is_predicate(static_cast<kernels::BinaryOp>(last.op)));
-  return truth || last.dtype != kBool;
+  return last.dtype != kBool || gives_truth(last);
 }
 
 bool Fuse::add_output(ValueId v) {

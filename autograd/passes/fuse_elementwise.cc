@@ -18,8 +18,8 @@ class Fuser {
  public:
   /// `same[v]`: the first of the leaves that lie in the memory of leaf v.
   Fuser(Tape& tape, std::span<const ValueId> keep, std::vector<int64_t> alive, int64_t limit, std::map<ValueId, ValueId> same)
-      : tape_(tape), same_(std::move(same)), alive_(std::move(alive)), limit_(limit), kept_(tape.num_values()), users_(tape.num_values()), ends_(tape.num_values()), last_use_(tape.num_values(), -1),
-        group_of_(tape.num_nodes(), kNone) {
+      : tape_(tape), same_(std::move(same)), alive_(std::move(alive)), limit_(limit), kept_(tape.num_values()),
+        users_(tape.num_values()), ends_(tape.num_values()), last_use_(tape.num_values(), -1), group_of_(tape.num_nodes(), kNone) {
     for (ValueId v : keep) kept_[v] = true;
     for (NodeId id = 0; id < tape.num_nodes(); ++id) {
       const Node& n = tape.node(id);
@@ -71,7 +71,8 @@ class Fuser {
       consider(tape_.value(v).producer, id, candidates);
       if (!(tape_.type(v).shape == tape_.type(output(id)).shape)) continue;
       const std::vector<NodeId>& users = users_[v];
-      for (auto it = std::ranges::lower_bound(users, id - kFarthest); it != users.end() && *it < id; ++it) consider(*it, id, candidates);
+      for (auto it = std::ranges::lower_bound(users, id - kFarthest); it != users.end() && *it < id; ++it)
+        consider(*it, id, candidates);
     }
     Members members{id};
     for (int g : candidates) {
@@ -126,8 +127,8 @@ class Fuser {
     std::set<ValueId> operands;
     for (NodeId m : members)
       for (ValueId v : tape_.inputs(tape_.node(m)))
-        if (const ValueId r = root(v); tape_.node(tape_.value(r).producer).op && !std::ranges::binary_search(members, tape_.value(r).producer))
-          operands.insert(r);
+        if (const NodeId made = tape_.value(root(v)).producer; tape_.node(made).op && !std::ranges::binary_search(members, made))
+          operands.insert(root(v));
     for (ValueId v : operands) count(v, last_use_[v] + 1, last, sign);
     const std::vector<ValueId> results = outputs_of(members);
     for (NodeId m : members) {
