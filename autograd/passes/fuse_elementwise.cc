@@ -240,13 +240,15 @@ Program fuse_elementwise(Program plain) {
   for (const ValueId v : plain.tape().leaves()) same[v] = first.try_emplace(plain.leaf(v).storage().get(), v).first->second;
   const std::vector<int64_t> alive = plain.alive_bytes();
   int64_t limit = alive.empty() ? 0 : std::ranges::max(alive);
-  for (int tries = 0; tries < 3; ++tries) {
+  for (int tries = 0; tries < 4; ++tries) {
     Tape tape = plain.tape();
-    if (Fuser(tape, plain.wanted(), alive, limit, same).run() == 0) break;
+    // First all that can be: what is too much half way may be little in the end.
+    const bool any = tries == 0;
+    if (Fuser(tape, plain.wanted(), any ? std::vector<int64_t>() : alive, limit, same).run() == 0) break;
     Program fused = plain.with_tape(std::move(tape));
     const int64_t over = fused.arena_bytes() - plain.arena_bytes();
     if (over <= 0) return fused;
-    limit -= over;  // an arrangement may take more than what is alive
+    if (!any) limit -= over;  // an arrangement may take more than what is alive
   }
   return plain;
 }
