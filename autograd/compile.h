@@ -38,8 +38,8 @@ namespace sheaf {
 struct CompileOptions {
   /// Elementwise ops in a row run as one (passes/fuse_elementwise.h), with the same bits; before `rewrite`.
   bool fuse = true;
-  /// What is run instead of the program, `plain`, as it was recorded and fused: plain.with_tape(what a pass made of its tape). On all ranks
-  /// collectives must stay alike. See keep_within() (distributed/keep_within.h).
+  /// What is run instead of the program, `plain`, as it was recorded and fused: plain.with_tape(what a pass made of its tape). On
+  /// all ranks collectives must stay alike. See keep_within() (distributed/keep_within.h).
   std::function<Program(const Program& plain)> rewrite = {};
 };
 

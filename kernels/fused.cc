@@ -3,8 +3,9 @@
 namespace sheaf::kernels {
 
 FusedSlots::FusedSlots(const FusedCode& code) {
+  int last_use[FusedCode::kMaxValues] = {};  // the step that reads a value last; kMaxSteps: it is an output
   for (int s = 0; s < code.num_steps; ++s)
-    for (int i = 0; i < code.steps[s].num_operands; ++i) last_use[code.steps[s].operands[i]] = static_cast<uint8_t>(s);
+    for (int i = 0; i < code.steps[s].num_operands; ++i) last_use[code.steps[s].operands[i]] = s;
   for (int o = 0; o < code.num_outputs; ++o) last_use[code.outputs[o]] = FusedCode::kMaxSteps;
   uint64_t taken = 0;
   const auto take = [&](int value) {

@@ -42,7 +42,6 @@ static_assert(sizeof(FusedCode) == 336, "no padding");
 struct FusedSlots {
   explicit FusedSlots(const FusedCode& code);
   uint8_t of[FusedCode::kMaxValues] = {};
-  uint8_t last_use[FusedCode::kMaxValues] = {};  ///< the step that reads a value last; kMaxSteps: it is an output
   int count = 0;
 };
 

@@ -81,10 +81,8 @@ class Fuser {
       std::ranges::merge(members, groups_[g], std::back_inserter(both));
       if (!may_join(both)) continue;
       count_memory(members, -1), count_memory(groups_[g], -1);
-      const bool room = has_room(both);
-      count_memory(room ? both : members, 1);
-      if (!room) {
-        count_memory(groups_[g], 1);
+      if (!take_room(both)) {
+        count_memory(members, 1), count_memory(groups_[g], 1);
         continue;
       }
       members = std::move(both);
@@ -136,8 +134,8 @@ class Fuser {
       count(output(m), m, result ? last - 1 : std::min(last_use_[output(m)], last), -sign);
     }
   }
-  // Counts nothing.
-  bool has_room(const Members& members) {
+  // Counts them if there is room.
+  bool take_room(const Members& members) {
     if (alive_.empty()) return true;
     const std::vector<int64_t> before(alive_.begin() + members.front(), alive_.begin() + members.back() + 1);
     count_memory(members, 1);
@@ -146,7 +144,7 @@ class Fuser {
       const int64_t now = alive_[members.front() + static_cast<NodeId>(i)];
       room = room && (now <= limit_ || now <= before[i]);
     }
-    count_memory(members, -1);
+    if (!room) count_memory(members, -1);
     return room;
   }
 

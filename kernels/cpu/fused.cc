@@ -74,7 +74,7 @@ class Blocks {
     for (int s = 0; s < code_.num_steps; ++s) {
       const FusedStep& step = code_.steps[s];
       const int value = FusedCode::kFirstStep + s, output = output_of_[value] - 1;
-      C* const to = output >= 0 ? out_[output]->next(n) : slots_buffers_[slots_.of[value]];
+      C* const to = output >= 0 ? out_[output]->next(n) : slot_buffers_[slots_.of[value]];
       run_step(step, to, at_[step.operands[0]], at_[step.operands[1]], at_[step.operands[2]], n);
       if (step.dtype != dtype_of<C> && !(step.dtype == kBool && step.kind != FusedStep::cast)) round_to(step.dtype, to, n);
       at_[value] = to;
@@ -91,7 +91,7 @@ class Blocks {
   int8_t output_of_[FusedCode::kMaxValues] = {};  // counted from 1
   const C* at_[FusedCode::kMaxValues] = {};
   C constants_[FusedCode::kMaxConstants][kBlock];
-  C slots_buffers_[FusedCode::kMaxSlots][kBlock];
+  C slot_buffers_[FusedCode::kMaxSlots][kBlock];
 };
 
 template <class C>
