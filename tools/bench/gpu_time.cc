@@ -8,6 +8,7 @@
 #include "sheaf/core/rank_context.h"
 #include "sheaf/kernels/cuda/config.h"
 #include "sheaf/kernels/cuda/runtime.h"
+#include "sheaf/tools/bench/probe.h"
 
 namespace sheaf::bench {
 
@@ -28,6 +29,13 @@ double gpu_seconds(const std::function<void()>& enqueue) {
   } else {
     fail<ConfigError>("[bench] this build has no CUDA");
   }
+}
+
+double device_seconds(const std::function<void()>& run) {
+  if (RankContext::current().device.is_cuda()) return gpu_seconds(run);
+  const double begin = now();
+  run();
+  return now() - begin;
 }
 
 double time_on_gpu(const std::function<void()>& call, int64_t& iterations, double min_seconds) {

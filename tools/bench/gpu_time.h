@@ -1,4 +1,4 @@
-// Time on a GPU, by its own clock.
+// Time on a GPU, by its own clock, and on whatever device a rank has.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,8 @@ namespace sheaf::bench {
 /// events; the host waits for the second. The stream is idle when it begins, so the host's lead
 /// over the device, some microseconds for the first launch, is in it.
 double gpu_seconds(const std::function<void()>& enqueue);
+/// The same where this rank's device is a GPU, else what the host's clock says of the call.
+double device_seconds(const std::function<void()>& run);
 
 /// Seconds per call, as time_small gives them: `iterations` calls in a row; if 0, as many as take
 /// about `min_seconds`, and their number is left there.

@@ -35,13 +35,7 @@ void measure(Session& session, World& world, Code code, DType dtype, Line& line)
   const Tensor x = operand({rows, columns}, 1), y = operand({rows, columns}, 2), bias = operand({columns}, 3);
   const auto step = [&] { return code(x, y, bias); };
   auto fused = compile(step), plain = compile(step, {.fuse = false});
-  const auto timed = [&](auto& program) {
-    const auto run = [&] { program({}); };
-    if (device.is_cuda()) return gpu_seconds(run);
-    const double begin = now();
-    run();
-    return now() - begin;
-  };
+  const auto timed = [](auto& program) { return device_seconds([&] { program({}); }); };
   for (int warm = 0; warm < 5; ++warm) timed(fused), timed(plain);
   auto [own, peers] = session.turns([&] { return timed(fused); }, [&] { return timed(plain); });
   line.samples_s = std::move(own);

@@ -32,16 +32,12 @@ void measure(Session& session, std::string_view name, std::vector<std::string> o
 
   Allocator& memory = *RankContext::current().memory(device);
   const auto timed = [&](bool second) {
-    const auto run = [&] {
+    return device_seconds([&] {
       zero_grad(*model.model);
       Recording recording({.higher_order = second});
       const Tensor loss = model.model->loss(tokens, targets);
       recording.backward(second ? derivative_along(loss, *model.model, *direction.model) : loss);
-    };
-    if (device.is_cuda()) return gpu_seconds(run);
-    const double begin = now();
-    run();
-    return now() - begin;
+    });
   };
   const auto peak = [&](bool second) {
     memory.reset_peak();
