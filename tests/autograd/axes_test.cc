@@ -13,6 +13,7 @@
 #include "sheaf/core/communicator.h"
 #include "sheaf/core/rank_context.h"
 #include "sheaf/distributed/run_local.h"
+#include "sheaf/tests/autograd/findings.h"
 #include "sheaf/tests/poison.h"
 #include "sheaf/tests/probe.h"
 
@@ -28,12 +29,6 @@ Values draw(const Shape& shape, const std::string& stream) {
   Values v(static_cast<size_t>(shape.numel()));
   for (double& e : v) e = generator.uniform(-1, 1);
   return v;
-}
-
-std::string all(const std::vector<Finding>& findings) {
-  std::string out;
-  for (const Finding& f : findings) out += f.to_string() + "\n";
-  return out;
 }
 
 // ---- one block, data times tensor parallel ----------------------------------------------------------------------------

@@ -4,18 +4,13 @@
 #include <gmock/gmock.h>
 
 #include "sheaf/autograd/tape_dump.h"
+#include "sheaf/tests/autograd/findings.h"
 #include "sheaf/tests/autograd/unit_step.h"
 
 namespace sheaf::testing {
 namespace {
 
 using ::testing::HasSubstr;
-
-std::string all(const std::vector<Finding>& findings) {
-  std::string out;
-  for (const Finding& f : findings) out += f.to_string() + "\n";
-  return out;
-}
 
 NodeId find(const Tape& tape, const std::string& op, const std::string& path, int nth = 0) {
   for (NodeId id = 0; id < tape.num_nodes(); ++id)

@@ -6,7 +6,6 @@
 
 #include <gmock/gmock.h>
 
-#include "sheaf/autograd/checks.h"
 #include "sheaf/autograd/fuse.h"
 #include "sheaf/autograd/ops.h"
 #include "sheaf/autograd/recording.h"
@@ -14,6 +13,7 @@
 #include "sheaf/core/rank_context.h"
 #include "sheaf/core/transfer.h"
 #include "sheaf/kernels/cuda/gpu.h"
+#include "sheaf/tests/autograd/findings.h"
 #include "sheaf/tests/needs_gpu.h"
 
 namespace sheaf::testing {
@@ -21,12 +21,6 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::string all(const std::vector<Finding>& findings) {
-  std::string out;
-  for (const Finding& f : findings) out += f.to_string() + "\n";
-  return out;
-}
 
 std::vector<NodeId> fused_nodes(const Tape& tape) {
   std::vector<NodeId> out;
